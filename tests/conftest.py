@@ -37,7 +37,7 @@ typer.testing._get_command = cache(typer.testing._get_command)
 _SOURCE = Path(fivefold.__file__).parent
 _OURS = [".".join(file.relative_to(_SOURCE.parent).with_suffix("").parts) for file in sorted(_SOURCE.rglob("*.py"))]
 PRELOAD += ["torch.distributed.checkpoint", "torch.distributed.pipelining", "torch.utils.tensorboard", "hypothesis"]
-_GPU = ("fused_adamw", "fused_norm", "zeroed")  # need triton, which CPU builds of torch come without
+_GPU = ("optim.kernels", "grouped_triton")  # need triton, which CPU builds of torch come without
 PRELOAD += ["pytest", "rich._emoji_codes", "torch.utils.serialization.config"]
 # What takes longer to import than the tests that need it take: each worker of pytest-xdist imports all tests, and each
 # rank that compiles imports PyTorch's compiler.

@@ -13,10 +13,10 @@
             run_ranks(4, lose_rank_2, timeout=20, env={"NAME": "value"})
         assert (failure.value.rank, failure.value.kind, failure.value.error) == (2, "died", "SIGKILL")
 
-The ranks are those of `fivefold.launch.ranks`, in one process group. Every rank has one thread, the caller's directory
-and environment, and the RANK variables of torchrun. Values come back on the CPU, by value. What ranks print is printed
-when they are done, rank by rank, for pytest to capture. All ranks have one hash seed: that a set has another order on
-each rank does not show here.
+The ranks are those of `fivefold.launch.processes`, in one process group. Every rank has one thread, the caller's
+directory and environment, and the RANK variables of torchrun. Values come back on the CPU, by value. What ranks print
+is printed when they are done, rank by rank, for pytest to capture. All ranks have one hash seed: that a set has
+another order on each rank does not show here.
 """
 
 import io
@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from fivefold.launch.ranks import Rank, RankError, call
+from fivefold.launch.processes import Rank, RankError, call
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "GLOO_LOG_LEVEL": "ERROR"}

@@ -5,7 +5,6 @@ import inspect
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import msgspec
 import pytest
@@ -62,42 +61,20 @@ for name in ff.__all__:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_room_with_a_function_s_name_is_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Importing a module of the room must not take the function away."""
-    room, home = ModuleType("fivefold.measure"), ModuleType("fivefold.measure.home")
-
-    def measure(text: str, *, twice: bool = False) -> int:
-        """The length of a text."""
-        return len(text) * (1 + twice)
-
-    home.measure = measure  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "fivefold.measure", room)
-    monkeypatch.setitem(sys.modules, "fivefold.measure.home", home)
-    monkeypatch.setitem(ff._HOMES, "measure", "fivefold.measure.home")
-    room.part = "of the room"  # type: ignore[attr-defined]
-    monkeypatch.setattr(ff, "measure", room, raising=False)  # as the import system does it
-    called = ff.measure  # type: ignore[attr-defined]
-    assert called is measure
-    assert called("four", twice=True) == 8
-    assert called.part == "of the room"
-    room.later = "too"  # type: ignore[attr-defined]
-    assert called.later == "too"
-
-
 def test_help_shows_functions_and_not_packages_whatever_was_imported_first() -> None:
     """In a process of its own: this one has imported many rooms, in some order."""
     code = """
 import pydoc, types
-import fivefold.plan.search.search, fivefold.verify.compare as compare, fivefold.train as train
+import fivefold.planner.search, fivefold.verifier.compare as compare, fivefold.trainer as train
 import fivefold as ff
 for name in ff.__all__:
     found = getattr(ff, name)
     assert isinstance(found, (types.FunctionType, type)), (name, type(found))
     said = pydoc.plain(pydoc.render_doc(found))
     assert isinstance(found, type) or f'function {name} in module' in said, said[:200]
-assert fivefold.plan.search.search.__name__ == 'fivefold.plan.search.search'
-assert compare.__name__ == 'fivefold.verify.compare'
-assert fivefold.report.Result is ff.Result
+assert fivefold.planner.search.__name__ == 'fivefold.planner.search'
+assert compare.__name__ == 'fivefold.verifier.compare'
+assert fivefold.render.blocks.Result is ff.Result
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -148,9 +125,9 @@ def test_bad_arguments_are_sentences(call, said: str) -> None:
 
 
 def test_serving_asks_the_same_from_python_as_from_the_command_line() -> None:
-    from fivefold.cli.plan import plan
-    from fivefold.plan.serving.serve import serve
+    from fivefold.cli.plan import serve as of_the_command_line
+    from fivefold.planner.serve import serve
 
-    command, function = inspect.signature(plan).parameters, inspect.signature(serve).parameters
+    command, function = inspect.signature(of_the_command_line).parameters, inspect.signature(serve).parameters
     assert command["prompt"].default == function["prompt"].default
     assert command["answer"].default == function["output"].default

@@ -39,7 +39,7 @@ def quoted() -> dict[str, list[str]]:
 def searched_once() -> Iterator[None]:
     """A space that several commands search, to show the best beside a layout of one's own, is computed once."""
     wishes: dict[str, object] = {}
-    module = importlib.import_module("fivefold.plan.search.search")
+    module = importlib.import_module("fivefold.planner.search")
     space = vars(module)["space"]
     with pytest.MonkeyPatch.context() as patch:
         found = cache(lambda told: space(wishes[told]))

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from fivefold import cli
-from fivefold.spec.hf_config import to_hf_config
+from fivefold.spec.hf import to_hf_config
 from fivefold.spec.presets import preset
 from tests.layers import pure_modules
+from tests.web.a_run import a_run
 
 
 def run(code: str) -> str:
@@ -45,7 +46,7 @@ sys.meta_path.insert(0, NoTorch())
 from typer.testing import CliRunner
 from fivefold.cli import app
 helps = ('train --help', 'verify --help', 'data prepare --help')
-for line in ('--help', 'models', 'schedules', 'draw 1f1b --pp 2 -m 2', 'context --seq 4096 --cp 2', *helps):
+for line in ('--help', 'list models', 'compare schedules', 'draw 1f1b --pp 2 -m 2', *helps):
     result = CliRunner().invoke(app, line.split())
     assert result.exit_code == 0, (line, result.output)
 print('fine')
@@ -56,27 +57,21 @@ print('fine')
 SENTENCE = 'error: this needs PyTorch: pip install "fivefold[train]"\n'
 # Every command, with words that bring it to what it needs; {} is a directory. What needs no torch ends with 0.
 NEED_TORCH = {
-    "dryrun": "tiny --layout dp=2", "train": "run.dir={}/runs", "verify": "--layout dp=2", "curve": "run.dir={}/runs",
-    "doctor": "run.dir={}/runs",
+    "dryrun": "tiny --layout dp=2", "train": "run.dir={}/runs", "verify": "--layout dp=2", "doctor": "run.dir={}/runs",
     "trace": "run.dir={}/runs -o {}/trace.json", "generate": "{}/hf --tokens 1,2", "calibrate": "",
-    "checkpoint reshard": "{} --layout tp=2 -o {}/x", "import hf": "{}/hf -o {}/x",
-    "export hf": "{} -o {}/x", "bench attention": "--tp 2", "bench pipeline": "", "bench checkpoint": "",
-    "bench steps": "llama3-8b", "bench overhead": "", "bench overlap": "", "bench peers": "", "bench scaling": "",
-    "bench train": "tiny", "bench recovery": "",
-    "bench mixed": "",
-    "report verify": "--layout dp=2 -o {}/proof.html",
+    "checkpoint reshard": "{} --layout tp=2 -o {}/x", "hf import": "{}/hf -o {}/x", "hf export": "{} -o {}/x",
+    "bench checkpoint": "", "bench peers": "", "bench train": "tiny",
 }  # fmt: skip
 NEED_NOTHING = {
-    "plan": "tiny --cluster 8xH100", "simulate": "tiny --layout dp=8", "goodput": "tiny", "truth": "--sources",
-    "launch": "layout=dp=2 --slurm --nodes 2 -o {}/job.sbatch", "models": "", "accelerators": "",
-    "schedules": "", "draw": "1f1b --pp 2 -m 2", "zero": "tiny", "context": "--seq 4096 --cp 2", "mixed": "--help",
+    "plan": "tiny --cluster 2xCPU --batch 8 --seq 64 --layout dp=2 --html {}/plan.html", "serve": "tiny --prompt 64",
+    "goodput": "tiny", "accuracy": "--sources", "launch": "layout=dp=2 --slurm --nodes 2 -o {}/job.sbatch",
+    "list models": "", "list accelerators": "", "draw": "1f1b --pp 2 -m 2 --html {}/s.html",
+    "compare schedules": "", "compare zero": "tiny", "compare cp": "--seq 4096 --cp 2", "compare mixed": "--help",
     "data prepare": "{}/text.txt -o {}/tokens", "data check": "{}/tokens", "checkpoint ls": "{}/empty",
-    "checkpoint verify": "--help", "checkpoint show": "--help", "experts": "--help",
-    "bench schedules": "--help", "bench plan": "--help",
-    "resume": "--help", "ui": "--help",
-    "report run": "--help", "report schedule": "1f1b --pp 2 -m 2 -o {}/s.html",
-    "report plan": "tiny --cluster 2xCPU --batch 8 --seq 64 -o {}/plan.html",
+    "inspect": "{}/a-run -o {}/loss.svg --html {}/run.html", "ui": "--help",
 }  # fmt: skip
+ALSO_NEED_TORCH = ("verify --curve run.dir={}/runs", "bench peers --overhead", "bench peers --scaling",
+                   "bench checkpoint --recovery", "bench train --cases llama3-8b")  # fmt: skip
 
 
 def test_a_command_works_without_torch_or_says_in_a_sentence_that_it_needs_it(tmp_path: Path) -> None:
@@ -86,6 +81,8 @@ def test_a_command_works_without_torch_or_says_in_a_sentence_that_it_needs_it(tm
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
     lines = {**NEED_NOTHING, **NEED_TORCH}
     asked = {f"{name} {words}".replace("{}", str(tmp_path)): name in NEED_TORCH for name, words in lines.items()}
+    asked |= dict.fromkeys((line.replace("{}", str(tmp_path)) for line in ALSO_NEED_TORCH), True)
+    a_run(tmp_path / "a-run")
     code = f"""
 import contextlib, io, sys, typer
 class NoTorch:

@@ -21,13 +21,18 @@ def blocks(page: str) -> list[str]:
 
 BLOCKS = blocks("README.md")
 SMALL = blocks("docs/speed.md")[1]  # benchmarks at a size for a laptop
-COMMANDS = [line for block in (*BLOCKS, SMALL) for line in block.splitlines() if line.startswith("fivefold ")]
+OURS = ("fivefold ", "python -m benchmarks.")
+COMMANDS = [line for block in (*BLOCKS, SMALL) for line in block.splitlines() if line.startswith(OURS)]
 QUOTED = [block for block in BLOCKS if block.startswith("$ fivefold ")]
 
 
+def measures(line: str) -> bool:
+    return line.startswith(("fivefold bench ", "python -m benchmarks."))
+
+
 def fivefold(line: str, cwd: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    _, *words = shlex.split(line)
-    return commands.fivefold(*words, *more, cwd=cwd, env={"COLUMNS": "400"}, timeout=600)
+    module, *words = shlex.split(line.removeprefix("python -m "))
+    return commands.fivefold(*words, *more, cwd=cwd, env={"COLUMNS": "400"}, timeout=600, module=module)
 
 
 @pytest.fixture(scope="module")
@@ -57,18 +62,18 @@ def numbers(proof: str) -> list[list[str]]:
 def test_the_readme_has_commands() -> None:
     assert len(numbers(PROOF)) == 11
     assert len(COMMANDS) >= 24
-    assert sum(line.startswith("fivefold bench ") for line in COMMANDS) == 4
+    assert sum(measures(line) for line in COMMANDS) == 4
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
     assert len(QUOTED) == 2
 
 
 # What makes a measurement of seconds one of an instant, and leaves it the same measurement.
 SMALLER = {
-    "fivefold curve": "train.batch=4 data.seq=32 data.path=tokens train.steps=2 model.layers=1",
+    "fivefold verify --curve": "train.batch=4 data.seq=32 data.path=tokens train.steps=2 model.layers=1",
     "fivefold trace": "train.batch=4 data.seq=32 data.path=tokens",
-    "fivefold bench attention": "--hidden 64 --seq 16 --batch 1 --rounds 1",
+    "python -m benchmarks.attention": "--hidden 64 --seq 16 --batch 1 --rounds 1",
     "fivefold bench checkpoint": "model.layers=1 data.seq=16 train.batch=1 --rounds 1 --steps 1",
-    "fivefold bench overhead": "model.hidden=64 model.heads=2 model.kv_heads=1 model.ffn=96 model.vocab=256 --rounds 1",
+    "fivefold bench peers --overhead": "model.hidden=64 model.heads=2 model.kv_heads=1 model.vocab=256 --rounds 1",
     "fivefold bench train": "--steps 1",
     "fivefold dryrun": "model.layers=2",
     "fivefold generate": "-n 4",
@@ -93,12 +98,12 @@ def run(lines: list[str], folder: Path) -> None:
 def test_every_command_runs(folder: Path) -> None:
     """But those whose output is quoted: they run below."""
     quoted = {block.splitlines()[0].removeprefix("$ ") for block in QUOTED}
-    run([line for line in COMMANDS if not line.startswith("fivefold bench ") and line not in quoted], folder)
+    run([line for line in COMMANDS if not measures(line) and line not in quoted], folder)
 
 
 @pytest.mark.slow  # tests/bench runs the same benchmarks smaller, in every `make test`
 def test_every_benchmark_runs(folder: Path) -> None:
-    run([line for line in COMMANDS if line.startswith("fivefold bench ")], folder)
+    run([line for line in COMMANDS if measures(line)], folder)
 
 
 @pytest.mark.parametrize("block", QUOTED)

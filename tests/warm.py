@@ -14,11 +14,10 @@ import typer.main
 from typer.testing import CliRunner
 
 from fivefold.cli import app
-from fivefold.launch.processes import forkable
-from fivefold.launch.ranks import Rank
-from fivefold.verify.measure import measure
-from fivefold.verify.reference import write_reference
-from tests.verify.cases import job
+from fivefold.launch.processes import Rank, forkable
+from fivefold.verifier.rank import measure
+from fivefold.verifier.reference import write_reference
+from tests.verifier.cases import job
 
 
 def _two_steps(dtype: str) -> None:
@@ -28,7 +27,7 @@ def _two_steps(dtype: str) -> None:
         measure(alone, job("dp=1", dtype=dtype), reference)
 
 
-CliRunner().invoke(app, ["models"])
+CliRunner().invoke(app, ["list", "models"])
 typer.main.get_command = cache(typer.main.get_command)
 typer.main.get_command(app)  # the tree of all commands
 if not Path("/dev/nvidia0").exists():  # autograd starts a thread for each GPU, and a process with threads is not forked

@@ -25,12 +25,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from fivefold.model.decoder import Decoder
-from fivefold.model.experts.router import Router
+from fivefold.model.dispatch import Router
 from fivefold.model.head import Targets
-from fivefold.model.hf import sources, style_in
+from fivefold.model.hf_names import sources, style_in
 from fivefold.model.init import initialise
 from fivefold.model.ops import LocalOps
-from fivefold.spec.hf_config import spec_from_hf
+from fivefold.spec.hf import spec_from_hf
 
 ROWS, SEQ, LR, NARROW = 8, 64, 3e-3, torch.bfloat16
 _SIZES: dict[str, Any] = {"vocab_size": 257, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -186,7 +186,7 @@ def compare(name: str, steps: int, count: int) -> None:
     batches = [batch(1_000_000 + number) for number in range(count)]
     few = batches[: max(1, count // 8)]
     kept = {one.name for one in spec.parameters() if one.exact}
-    routers = {one.name for one in spec.parameters() if one.tp == "tokens"}
+    routers = {one.name for one in spec.parameters() if one.tp == "replicated_partial"}
     of_theirs = theirs(exact, CONFIGS[name])
     ways: list[tuple[str, nn.Module, Loss]] = [
         (text, model, loss_of(model))

@@ -6,10 +6,9 @@ Each file has its command in the first line, then `step` and a column for each r
 import csv
 from pathlib import Path
 
-from fivefold.report.chart import Plot, legend, sheet
-from fivefold.report.look import BLUE, ORANGE
-from fivefold.report.paint import to_svg
-from fivefold.report.scene import Curve, Scene
+from fivefold.render.chart import Plot, legend, sheet
+from fivefold.render.paint import to_svg
+from fivefold.render.scene import BLUE, ORANGE, Curve, Scene
 
 ROOT = Path(__file__).parent.parent
 CURVES = {

@@ -18,10 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fivefold.report.chart import Plot, legend, sheet
-from fivefold.report.look import BLUE, ORANGE
-from fivefold.report.paint import to_svg
-from fivefold.report.scene import Curve, Line, Text
+from fivefold.render.chart import Plot, legend, sheet
+from fivefold.render.paint import to_svg
+from fivefold.render.scene import BLUE, ORANGE, Curve, Line, TextMark
 
 ROOT = Path(__file__).parent.parent
 STEPS, LOST, BACK = 90, 20, 40
@@ -171,7 +170,7 @@ def _draw(whole: list[float], elastic: tuple[list[float], list[dict[str, Any]]],
     for one in recovered:
         x = plot.x(one["step"])
         drawn.shapes.append(Line(x, plot.y(0), x, plot.y(max(whole)), dashed=True))
-        drawn.shapes.append(Text(x + 6, plot.y(max(whole)) + 14, f"{one['ranks']} ranks", 13))
+        drawn.shapes.append(TextMark(x + 6, plot.y(max(whole)) + 14, f"{one['ranks']} ranks", 13))
     legend(drawn, 450, [("nothing happens", BLUE), ("ranks are lost after step 19 and return", ORANGE)])
     (ROOT / "docs/pictures/elastic.svg").write_text(to_svg(drawn))
 

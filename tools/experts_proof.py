@@ -33,7 +33,7 @@ def verify(model: str, layout: str, dtype: str) -> list[str]:
 
 
 def curve(layout: str) -> list[str]:
-    return f"curve model=tiny-moe layout={layout} train.steps=100 train.device=cpu".split()
+    return f"verify --curve model=tiny-moe layout={layout} train.steps=100 train.device=cpu".split()
 
 
 def told(words: list[str]) -> tuple[int, str]:

@@ -27,11 +27,10 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fivefold.launch.ends import signal_name
-from fivefold.launch.interfaces import GLOO
-from fivefold.launch.meeting import Meeting, stay_on_this_machine
+from fivefold.launch.exits import signal_name
+from fivefold.launch.rendezvous import GLOO, Rendezvous, stay_on_this_machine
 from fivefold.launch.world import World, join, one_gloo_worker
-from fivefold.support.formatting import counted
+from fivefold.support.text import counted
 
 RANKS = 2
 IN_FLIGHT = 32  # all-gathers of one element: of what was tried, this dies soonest
@@ -165,10 +164,10 @@ def _steps(number: int, store: str, model: str, layout: str, found: Any) -> None
     from fivefold.job.config import read_job
     from fivefold.job.preflight import preflight
     from fivefold.parallel.mesh import Mesh
-    from fivefold.train.loop import Trainer
+    from fivefold.trainer.loop import Trainer
 
     torch.set_num_threads(1)
-    join(World(number, RANKS, number, RANKS, joined=True, meeting=Meeting(file=store, alone=True)), "gloo")
+    join(World(number, RANKS, number, RANKS, joined=True, meeting=Rendezvous(file=store, alone=True)), "gloo")
     words = [f"model={model}", f"layout={layout}", "train.device=cpu", "train.eval_samples=0", "train.steps=100000"]
     job, cpu = read_job(None, words), torch.device("cpu")
     trainer = Trainer(job, preflight(job, RANKS), Mesh.of(job.layout, cpu, spec=job.model))

@@ -15,14 +15,13 @@ from typing import Literal
 
 from msgspec import structs
 
-from fivefold.dryrun.dryrun import dryrun
+from fivefold.dry.run import dryrun
 from fivefold.job.config import Job, read_job
-from fivefold.job.written import comment
-from fivefold.plan.goodput.failures import failures_of
-from fivefold.plan.goodput.run import Run
-from fivefold.plan.plan import simulate
-from fivefold.plan.search.option import Option
-from fivefold.plan.training import expected, often
+from fivefold.job.recipes import comment
+from fivefold.planner.goodput import GoodputRun, failures_of
+from fivefold.planner.plan import simulate
+from fivefold.planner.search import Option
+from fivefold.planner.training import expected, often
 
 FOLDER = Path(__file__).parent.parent / "recipes"
 TOLERANCE = 0.05  # of the planned memory: activations are within 3% on GPUs, within 11% on CPUs; state is exact
@@ -42,7 +41,7 @@ def first_comment(job: Job) -> str:
 def saves(job: Job) -> str:
     """How often it is saved, and why."""
     option = planned(job)
-    run = Run(job.train.steps, option.seconds, 0, failures_of(option, timeout=job.train.timeout))
+    run = GoodputRun(job.train.steps, option.seconds, 0, failures_of(option, timeout=job.train.timeout))
     return "".join(f"{line}\n" for line in [*comment(often(option, run)), f"every = {run.best}"])
 
 

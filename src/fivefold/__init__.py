@@ -12,37 +12,33 @@ UserError for bad input, and return results that print as tables, show themselve
 """
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from fivefold.version import __version__ as __version__
+
 if TYPE_CHECKING:  # what type checkers and editors see; _HOMES says the same to Python
-    from fivefold.doctor.doctor import doctor
-    from fivefold.dryrun.dryrun import dryrun
+    from fivefold.accuracy.result import truth
+    from fivefold.dry.run import dryrun
     from fivefold.hardware.cluster import Cluster
     from fivefold.job.config import Job, read_job
     from fivefold.layout.layout import Layout
-    from fivefold.plan.goodput.goodput import goodput
-    from fivefold.plan.mesh import mesh
-    from fivefold.plan.plan import plan, simulate
-    from fivefold.plan.serving.serve import serve
-    from fivefold.report import Result
-    from fivefold.schedule.result import draw, schedule
-    from fivefold.schedule.schedule import Schedule
-    from fivefold.spec.listing import models
+    from fivefold.machines.doctor import doctor
+    from fivefold.planner.goodput_result import goodput
+    from fivefold.planner.pictures import mesh
+    from fivefold.planner.plan import plan, simulate
+    from fivefold.planner.serve import serve
+    from fivefold.render.blocks import Result
+    from fivefold.schedules.result import draw, schedule
+    from fivefold.schedules.schedule import Schedule
     from fivefold.spec.model import ModelSpec
-    from fivefold.spec.presets import preset
+    from fivefold.spec.presets import models, preset
     from fivefold.support.errors import UserError
-    from fivefold.train.experts import experts
-    from fivefold.train.trace import trace
-    from fivefold.train.train import train
-    from fivefold.truth.truth import truth
-    from fivefold.ui.report import report
-    from fivefold.ui.ui import ui
-    from fivefold.verify.curve import curve
-    from fivefold.verify.verify import verify
+    from fivefold.trainer.result import experts
+    from fivefold.trainer.start import trace, train
+    from fivefold.verifier.verify import curve, verify
+    from fivefold.web.app import ui
+    from fivefold.web.report import report
 
-__version__ = "0.1.0"
 __all__ = [
     "Cluster",
     "Job",
@@ -78,29 +74,29 @@ _HOMES = {
     "Job": "fivefold.job.config",
     "Layout": "fivefold.layout.layout",
     "ModelSpec": "fivefold.spec.model",
-    "Result": "fivefold.report",
-    "Schedule": "fivefold.schedule.schedule",
+    "Result": "fivefold.render.blocks",
+    "Schedule": "fivefold.schedules.schedule",
     "UserError": "fivefold.support.errors",
-    "curve": "fivefold.verify.curve",
-    "doctor": "fivefold.doctor.doctor",
-    "draw": "fivefold.schedule.result",
-    "dryrun": "fivefold.dryrun.dryrun",
-    "experts": "fivefold.train.experts",
-    "goodput": "fivefold.plan.goodput.goodput",
-    "mesh": "fivefold.plan.mesh",
-    "models": "fivefold.spec.listing",
-    "plan": "fivefold.plan.plan",
+    "curve": "fivefold.verifier.verify",
+    "doctor": "fivefold.machines.doctor",
+    "draw": "fivefold.schedules.result",
+    "dryrun": "fivefold.dry.run",
+    "experts": "fivefold.trainer.result",
+    "goodput": "fivefold.planner.goodput_result",
+    "mesh": "fivefold.planner.pictures",
+    "models": "fivefold.spec.presets",
+    "plan": "fivefold.planner.plan",
     "preset": "fivefold.spec.presets",
     "read_job": "fivefold.job.config",
-    "report": "fivefold.ui.report",
-    "schedule": "fivefold.schedule.result",
-    "serve": "fivefold.plan.serving.serve",
-    "simulate": "fivefold.plan.plan",
-    "trace": "fivefold.train.trace",
-    "train": "fivefold.train.train",
-    "truth": "fivefold.truth.truth",
-    "ui": "fivefold.ui.ui",
-    "verify": "fivefold.verify.verify",
+    "report": "fivefold.web.report",
+    "schedule": "fivefold.schedules.result",
+    "serve": "fivefold.planner.serve",
+    "simulate": "fivefold.planner.plan",
+    "trace": "fivefold.trainer.start",
+    "train": "fivefold.trainer.start",
+    "truth": "fivefold.accuracy.result",
+    "ui": "fivefold.web.app",
+    "verify": "fivefold.verifier.verify",
 }
 
 
@@ -108,35 +104,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = getattr(importlib.import_module(_HOMES[name]), name)
-    if isinstance(room := sys.modules.get(f"{__name__}.{name}"), _Room):
-        room.show_at(found)
     return globals().setdefault(name, found)
 
 
 def __dir__() -> list[str]:
     return [*__all__, "__version__"]
-
-
-# `import fivefold.plan.search` would bind `fivefold.plan` to the subpackage, for every user of the package. The name
-# stays the function's, and what the subpackage holds is found at the function, so that `fivefold.plan.search` works.
-class _Room(ModuleType):
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        if function := globals().get(self.__name__.rpartition(".")[2]):
-            self.show_at(function)
-
-    def show_at(self, function: Any) -> None:
-        vars(function).update({name: value for name, value in vars(self).items() if not name.startswith("_")})
-
-
-class _Package(ModuleType):
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name not in _HOMES or not isinstance(value, ModuleType):
-            super().__setattr__(name, value)
-            return
-        value.__class__ = _Room
-        if function := globals().get(name):
-            value.show_at(function)
-
-
-sys.modules[__name__].__class__ = _Package

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fivefold.bench.attention import Shape, measure
+from fivefold.bench.attention import AttentionShape, measure
 from fivefold.support.errors import UserError
 
 SMALL = {"hidden": 32, "heads": 4, "kv_heads": 2, "seq": 16, "batch": 2, "dtype": "float64", "rounds": 1}
@@ -10,7 +10,7 @@ SMALL = {"hidden": 32, "heads": 4, "kv_heads": 2, "seq": 16, "batch": 2, "dtype"
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_ranks_agree_with_one_process_far_below_what_is_asked(tp: int) -> None:
-    result = measure(Shape(tp=tp, **SMALL))
+    result = measure(AttentionShape(tp=tp, **SMALL))
     assert set(result.errors) == {"output", "input gradient", "q.weight", "k.weight", "v.weight", "o.weight"}
     assert max(result.errors.values()) < 1e-13
     assert result.ok
@@ -30,4 +30,4 @@ def test_ranks_agree_with_one_process_far_below_what_is_asked(tp: int) -> None:
 )
 def test_a_shape_that_cannot_be_is_refused(change: dict[str, object], reason: str) -> None:
     with pytest.raises(UserError, match=reason):
-        measure(Shape(**{"tp": 2, **SMALL, **change}))
+        measure(AttentionShape(**{"tp": 2, **SMALL, **change}))

@@ -11,14 +11,14 @@ from typer.testing import CliRunner
 
 from fivefold.bench import train as bench_train
 from fivefold.bench.comparison import Comparison, ComparisonResult, base_job, layout_of, limit, predicted
-from fivefold.bench.harness import OURS, Machine, Times, choices
+from fivefold.bench.harness import OURS, Machine, RoundTimes, choices
 from fivefold.bench.scaling import EXPERTS, layouts
 from fivefold.bench.train_rank import Profile
 from fivefold.cli import app
 from fivefold.hardware.accelerators import find_accelerator
-from fivefold.report.terminal import to_text
+from fivefold.render.blocks import to_text
 from fivefold.support.errors import Note, UserError
-from fivefold.train.records import Step
+from fivefold.trainer.records import Step
 
 TINY = [
     *("model.layers=2", "model.hidden=64", "model.heads=2", "model.kv_heads=2", "model.head_dim=32"),
@@ -60,14 +60,14 @@ def test_a_limit_has_what_ranks_repeat_and_bubbles_and_nothing_that_is_sent() ->
 
 
 def test_one_process_beside_a_bare_loop_and_hugging_face() -> None:
-    found = invoke("overhead", "--rounds", "1")
+    found = invoke("peers", "--overhead", "--rounds", "1")
     assert found["agree"] is True
 
 
 @pytest.mark.slow
 def test_scaling_has_a_line_for_each_layout_and_the_simulators_word(monkeypatch) -> None:
-    monkeypatch.setattr("fivefold.calibrate.calibrate.ROUNDS", 1)
-    found = invoke("scaling", "--rounds", "1", "--batch", "4", "--only", "dp,pp", "--predict")
+    monkeypatch.setattr("fivefold.machines.calibrate.ROUNDS", 1)
+    found = invoke("peers", "--scaling", "--rounds", "1", "--batch", "4", "--only", "dp,pp", "--predict")
     lines = found["layouts"]
     assert isinstance(lines, list)
     assert [line["layout"] for line in lines] == ["dp=2", "pp=2,microbatches=4"]
@@ -82,7 +82,7 @@ def test_scaling_has_a_line_for_each_layout_and_the_simulators_word(monkeypatch)
 
 
 def test_experts_are_a_fraction_of_one_process_beside_the_limit_and_their_real_load() -> None:
-    found = invoke("scaling", "--rounds", "1", "--batch", "4", "--only", "ep", "model.experts.ffn=32")
+    found = invoke("peers", "--scaling", "--rounds", "1", "--batch", "4", "--only", "ep", "model.experts.ffn=32")
     lines = found["layouts"]
     assert isinstance(lines, list)
     assert [line["layout"] for line in lines] == ["dp=2", "dp=2,ep=2", "dp=2,ep=2,dispatch=allgather"]
@@ -108,11 +108,11 @@ def test_a_limit_waits_for_the_fullest_rank() -> None:
 def test_who_computes_something_else_has_not_won(monkeypatch) -> None:
     def measured(case: Comparison) -> ComparisonResult:
         losses = {system: [5.0 + number, 4.0] for number, system in enumerate(case.systems)}
-        return ComparisonResult(case, Times({system: [1.0] for system in case.systems}), losses, MACHINE)
+        return ComparisonResult(case, RoundTimes({system: [1.0] for system in case.systems}), losses, MACHINE)
 
     monkeypatch.setattr("fivefold.bench.comparison.measure", measured)
-    for words in ("peers", "scaling"):
-        result = CliRunner().invoke(app, ["bench", words, *TINY])
+    for words in (["peers"], ["peers", "--scaling"]):
+        result = CliRunner().invoke(app, ["bench", *words, *TINY])
         assert result.exit_code == 1
         assert "differ" in result.output
 
@@ -120,13 +120,13 @@ def test_who_computes_something_else_has_not_won(monkeypatch) -> None:
 @pytest.mark.filterwarnings("ignore::fivefold.support.errors.Note")
 def test_figures_that_could_not_be_kept_are_told_and_the_command_fails(monkeypatch) -> None:
     def measured(case: Comparison) -> ComparisonResult:
-        seconds = Times({system: [1.0, 1.5] for system in case.systems})
+        seconds = RoundTimes({system: [1.0, 1.5] for system in case.systems})
         return ComparisonResult(case, seconds, {key: [5.0, 4.0] for key in case.systems}, MACHINE)
 
     monkeypatch.setattr("fivefold.bench.comparison.measure", measured)
     monkeypatch.setattr(Path, "write_text", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     monkeypatch.setenv("COLUMNS", "80")
-    result = CliRunner().invoke(app, ["bench", "scaling", "-o", "x.json", "--ranks", "16", *LARGER])
+    result = CliRunner().invoke(app, ["bench", "peers", "--scaling", "-o", "x.json", "--ranks", "16", *LARGER])
     assert result.exit_code == 1
     assert "x.json was not written: No space left on device" in result.output
     assert "dp=4,tp=2,pp=2     16  1.250  1.250      1.00" in result.output
@@ -162,20 +162,20 @@ def test_a_comparison_has_one_world() -> None:
         ("peers --only dp,xp", "--only xp is not a choice"),
         ("peers --rounds 0", "--rounds=0 must be at least 1"),
         ("peers --ranks 3", "fivefold dp=3"),
-        ("scaling --ranks 1", "leaves nothing to compare"),
-        ("scaling --ranks 3 --least 3", "no power of two is among them"),
-        ("scaling --only dp,ep", "nearest: --only dp"),
+        ("peers --scaling --ranks 1", "leaves nothing to compare"),
+        ("peers --scaling --ranks 3 --least 3", "no power of two is among them"),
+        ("peers --scaling --only dp,ep", "nearest: --only dp"),
         ("train tiny --against nobody", "--against nobody is not a choice"),
-        ("overhead train.dtype=bfloat16", "comparisons are in float32"),
-        ("overhead model.activation=gelu", "Hugging Face has no such model"),
-        ("overhead model.tied=true", "must not be tied"),
-        ("overhead -o .", "cannot be written: Is a directory"),
+        ("peers --overhead train.dtype=bfloat16", "comparisons are in float32"),
+        ("peers --overhead model.activation=gelu", "Hugging Face has no such model"),
+        ("peers --overhead model.tied=true", "must not be tied"),
+        ("peers --overhead -o .", ". should end in .json or .csv"),
         ("peers --only ,", "--only names nothing"),
         ("train tiny run.dir=/proc/x", "cannot be made: No such file"),
         ("train tiny run.dir=/etc/passwd", "is not a directory that can be written to"),
         ("train tiny layout.recompute=full model.dropout=0.1 --against hf", "model.dropout=0.1 is Fivefold's alone"),
         ("peers optimizer.clip=0", "all systems clip"),
-        ("overhead -o /nowhere/at/all.json", "there is no directory /nowhere/at"),
+        ("peers --overhead -o /nowhere/at/all.json", "there is no directory /nowhere/at"),
         ("train tiny-moe --against hf train.balance_loss=0.1", "Fivefold's alone here"),
         ("train tiny --rounds 0", "--rounds=0 must be at least 1"),
         ("train tiny train.fp8=true --against fp8", "leave one of the two out"),
@@ -187,8 +187,8 @@ def test_a_comparison_has_one_world() -> None:
         ("train tiny train.device=cpu --against eager", "with train.compile=auto the job is not compiled here itself"),
         ("train tiny train.deterministic=true --against deterministic", "leave one of the two out"),
         ("peers layout.tp=2", "several are measured with: --ranks 2"),
-        ("scaling train.batch=3 --batch 5", "say the same thing twice"),
-        ("overhead -o /proc/x.json", "/proc/x.json cannot be written: No such file"),
+        ("peers --scaling train.batch=3 --batch 5", "say the same thing twice"),
+        ("peers --overhead -o /proc/x.json", "/proc/x.json cannot be written: No such file"),
         ("peers --only tp model.kv_heads=1", "DTensor tp=2: it splits whole heads, and model.kv_heads=1 is not"),
     ],
 )
@@ -245,8 +245,8 @@ def test_a_job_file_that_asks_for_the_same_bits_gets_them(tmp_path: Path) -> Non
     assert not bench_train.job_of(["tiny"]).train.deterministic
 
 
-def turn(*seconds: float, saved: bench_train.Saved | None = None) -> bench_train.Turn:
-    return bench_train.Turn("NVIDIA H200", "2.13", list(seconds), 0, 9.0, 5.0, 0, {}, "", saved)
+def turn(*seconds: float, saved: bench_train.Saved | None = None) -> bench_train.TrainTurn:
+    return bench_train.TrainTurn("NVIDIA H200", "2.13", list(seconds), 0, 9.0, 5.0, 0, {}, "", saved)
 
 
 def test_of_turns_every_rounds_own_ratio_counts() -> None:

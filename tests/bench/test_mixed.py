@@ -1,4 +1,4 @@
-"""`fivefold bench mixed`: all systems train the same, each row has its prediction. Not how fast they are."""
+"""`python -m benchmarks.mixed`: all systems train the same, each row has its prediction. Not how fast they are."""
 
 import csv
 import json
@@ -7,16 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from benchmarks.mixed import app
 from typer.testing import CliRunner
 
 from fivefold.bench import slow
 from fivefold.bench.comparison import base_job
-from fivefold.bench.harness import Machine, Times
-from fivefold.bench.mixed import EVEN, SYSTEMS, MixedBenchResult, Run, plans
-from fivefold.calibrate.speeds import RankSpeed, RanksResult, at_pace
-from fivefold.cli import app
+from fivefold.bench.harness import Machine, RoundTimes
+from fivefold.bench.mixed import EVEN, SYSTEMS, MixedBenchResult, MixedRun, plans
 from fivefold.hardware.accelerators import ACCELERATORS
-from fivefold.report.terminal import to_text
+from fivefold.machines.result import RankSpeed, RanksResult, at_pace
+from fivefold.render.blocks import to_text
 from fivefold.spec.presets import preset
 from fivefold.support.errors import UserError
 
@@ -54,10 +54,10 @@ def test_slow_ranks_get_fewer_layers_and_plans_beat_the_even_split(slower, tmp_p
 
 def test_the_table_says_what_was_predicted_and_measured_in_80_columns(tmp_path) -> None:
     found = planned(tmp_path, 0.1, 0.1, 0.2, 0.2)
-    times = Times({name: [4.0 - number / 4, 4.1 - number / 4] for number, name in enumerate(SYSTEMS)})
+    times = RoundTimes({name: [4.0 - number / 4, 4.1 - number / 4] for number, name in enumerate(SYSTEMS)})
     losses = {name: [7.0, 6.5] for name in SYSTEMS}
     speeds = ranks(0.1, 0.1, 0.2, 0.2)
-    one = Run(2.0, speeds, found, times, losses)
+    one = MixedRun(2.0, speeds, found, times, losses)
     job, here = base_job(["train.batch=8"], 8), Machine(4, "2", "a machine")
     result = MixedBenchResult(job, 4, 2, here, (one,))
     text = to_text(result.blocks(), 80)
@@ -67,7 +67,7 @@ def test_the_table_says_what_was_predicted_and_measured_in_80_columns(tmp_path) 
     row = result.rows()[-1]
     assert row["slower"] == pytest.approx(2.0)
     assert row["gain"] == pytest.approx((4 / 3 + 4.1 / 3.1) / 2)
-    other = Run(2.0, speeds, found, times, losses | {"auto": [7.0, 6.6]})
+    other = MixedRun(2.0, speeds, found, times, losses | {"auto": [7.0, 6.6]})
     assert not MixedBenchResult(job, 4, 2, here, (other,)).ok
 
 
@@ -75,7 +75,7 @@ def test_the_table_says_what_was_predicted_and_measured_in_80_columns(tmp_path) 
 def test_every_system_trains_the_same_on_unequal_ranks(tmp_path) -> None:
     words = ["--ranks", "2", "--slow", "2", "--rounds", "1", "--microbatches", "4", "--quick"]
     path = tmp_path / "mixed.csv"
-    done = CliRunner().invoke(app, ["bench", "mixed", *words, *TINY, "-o", str(path), "--json"])
+    done = CliRunner().invoke(app, [*words, *TINY, "-o", str(path), "--json"])
     assert done.exit_code == 0, done.output + str(done.exception)
     found = json.loads(done.stdout)
     assert found["agree"] is True
@@ -99,7 +99,7 @@ def test_every_system_trains_the_same_on_unequal_ranks(tmp_path) -> None:
     ],
 )
 def test_what_cannot_be_is_refused_before_a_rank_starts(words, sentence) -> None:
-    done = CliRunner().invoke(app, ["bench", "mixed", *words])
+    done = CliRunner().invoke(app, words)
     assert isinstance(done.exception, UserError)
     assert sentence in str(done.exception)
 

@@ -3,17 +3,16 @@
 import time
 
 import pytest
+from benchmarks.overlap import app
 from typer.testing import CliRunner
 
-from fivefold.bench.overlap import IN_TURN, IN_TURNS, Shape, measure
+from fivefold.bench.overlap import IN_TURN, IN_TURNS, OverlapShape, WireDelay, limited, measure
 from fivefold.bench.overlap_rank import Delay, Pass, predicted
-from fivefold.bench.wires import Wires, limited
-from fivefold.cli import app
-from fivefold.parallel.experts.trips import Trip
-from fivefold.schedule.text import read_text
+from fivefold.parallel.experts import AsyncExchange
+from fivefold.schedules.text import read_text
 from fivefold.support.errors import UserError
 
-SHAPE = Shape(pp=1, microbatches=3, hidden=32, layers=1, seq=16, batch=6, link=1000.0, rounds=1, injected=True)
+SHAPE = OverlapShape(pp=1, microbatches=3, hidden=32, layers=1, seq=16, batch=6, link=1000.0, rounds=1, injected=True)
 
 
 def test_the_simulator_is_given_what_was_measured() -> None:
@@ -29,7 +28,7 @@ def test_the_simulator_is_given_what_was_measured() -> None:
 
 
 def test_a_made_up_wire_is_shared_by_the_messages_under_way() -> None:
-    delay, one, other = Delay(1000.0), *(Trip(None, "", None, None) for _ in range(2))  # type: ignore[arg-type]
+    delay, one, other = Delay(1000.0), *(AsyncExchange(None, "", None, None) for _ in range(2))  # type: ignore[arg-type]
     start = time.perf_counter()
     delay.begin(one, 50)
     delay.begin(other, 50)
@@ -51,7 +50,7 @@ def test_without_pairs_there_is_nothing_to_measure() -> None:
         ("--rounds 0", "--rounds"),
         ("--batch 7", "nearest: batch=12"),
     ]:
-        done = CliRunner().invoke(app, f"bench overlap {change}".split())
+        done = CliRunner().invoke(app, change.split())
         assert isinstance(done.exception, UserError)
         assert said in str(done.exception)
 
@@ -59,7 +58,7 @@ def test_without_pairs_there_is_nothing_to_measure() -> None:
 def test_where_no_namespace_can_be_made_the_delay_is_injected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     with limited(2, 50.0) as wires:
-        assert wires == Wires(50.0)
+        assert wires == WireDelay(50.0)
     assert "an injected delay, no real wire" in str(wires)
 
 

@@ -5,17 +5,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from benchmarks.pipeline import app
 from typer.testing import CliRunner
 
-from fivefold.bench.pipeline import SCHEDULES, PipelineResult, Shape, measure
-from fivefold.cli import app
+from fivefold.bench.pipeline import SCHEDULES, PipelineResult, PipelineShape, measure
 from fivefold.support.errors import UserError
 
 pytestmark = pytest.mark.skipif(
     tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13), reason="refused with a sentence before torch 2.13"
 )
 
-SHAPE = Shape(pp=2, microbatches=4, hidden=64, layers=4, seq=8, batch=4, rounds=3)
+SHAPE = PipelineShape(pp=2, microbatches=4, hidden=64, layers=4, seq=8, batch=4, rounds=3)
 RESULT = PipelineResult(
     SHAPE,
     alone=[4.0, 8.0, 4.0],
@@ -65,7 +65,7 @@ def test_a_tiny_run_has_all_systems_and_their_gradients_agree() -> None:
 
 def test_all_problems_are_named_before_any_process_starts() -> None:
     with pytest.raises(UserError) as refused:
-        measure(Shape(pp=1, microbatches=4, hidden=64, layers=4, seq=0, batch=4, rounds=0))
+        measure(PipelineShape(pp=1, microbatches=4, hidden=64, layers=4, seq=0, batch=4, rounds=0))
     assert len(refused.value.problems) == 3
     with pytest.raises(UserError, match=r"5 microbatches .* --microbatches 4"):
         measure(replace(SHAPE, microbatches=5, batch=5))
@@ -74,7 +74,7 @@ def test_all_problems_are_named_before_any_process_starts() -> None:
 
 
 def test_the_command_prints_json() -> None:
-    words = "bench pipeline --hidden 64 --layers 4 --seq 8 --batch 2 --microbatches 2 --rounds 1 --json"
+    words = "--hidden 64 --layers 4 --seq 8 --batch 2 --microbatches 2 --rounds 1 --json"
     run = CliRunner().invoke(app, words.split())
     assert run.exit_code == 0, run.output
     assert [row["schedule"] for row in json.loads(run.stdout)["schedules"]] == list(SCHEDULES)

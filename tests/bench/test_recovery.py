@@ -1,4 +1,4 @@
-"""`fivefold bench recovery` measures what it says, on real ranks."""
+"""`fivefold bench checkpoint --recovery` measures what it says, on real ranks."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,15 @@ pytestmark = pytest.mark.alone
 
 @pytest.mark.slow
 def test_the_bench_goes_on_from_both_tiers_and_leaves_nothing(tmp_path: Path) -> None:
-    words = ["bench", "recovery", "layout=dp=2,zero=1", "model.layers=1", "data.seq=16", "train.batch=2"]
+    words = [
+        "bench",
+        "checkpoint",
+        "--recovery",
+        "layout=dp=2,zero=1",
+        "model.layers=1",
+        "data.seq=16",
+        "train.batch=2",
+    ]
     done = CliRunner().invoke(app, [*words, "--rounds", "1", "--steps", "1", "--directory", str(tmp_path), "--json"])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)

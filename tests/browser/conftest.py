@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.browser.window import Window
-from tests.ui.a_run import a_run
-from tests.ui.serving import TOKEN, Server, serving
+from tests.web.a_run import a_run
+from tests.web.serving import TOKEN, Server, serving
 
 FOREIGN = "elsewhere.example"  # a name that resolves to this machine, as a page of DNS rebinding has it
 

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 import fivefold as ff
-from fivefold.layout.collective_cost import wire
-from fivefold.layout.part import part_of
-from fivefold.plan.cost.in_order import in_order
+from fivefold.cost.collectives import in_order
+from fivefold.cost.links import wire
+from fivefold.layout.sharding import part_of
 from tests.browser.window import Window
 
 Opening = Callable[..., Window]

@@ -8,7 +8,7 @@ import pytest
 
 import fivefold as ff
 from tests.browser.window import Window
-from tests.ui.serving import TOKEN, Server
+from tests.web.serving import TOKEN, Server
 
 Opening = Callable[..., Window]
 SMALL = ("plan", "llama3-8b", "8xH100", "dp=8,zero=3,microbatches=16", 128, 8192)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.browser.conftest import FOREIGN
 from tests.browser.window import Window
-from tests.ui.serving import TOKEN, Server
+from tests.web.serving import TOKEN, Server
 
 ASK = """async ({ port, token }) => {
   try {

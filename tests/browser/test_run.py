@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from fivefold.train.metrics import to_line
-from fivefold.train.result import TrainResult
+from fivefold.trainer.records import to_line
+from fivefold.trainer.result import TrainResult
 from tests.browser.test_views import LOOKED_AT
 from tests.browser.window import Window
-from tests.ui.a_run import a_run, step
-from tests.ui.serving import TOKEN, Server, serving
+from tests.web.a_run import a_run, step
+from tests.web.serving import TOKEN, Server, serving
 
 
 @pytest.fixture(scope="module")

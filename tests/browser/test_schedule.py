@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable
 
 import fivefold as ff
-from fivefold.schedule.result import compare
+from fivefold.schedules.result import compare
 from tests.browser.window import Window
 
 Opening = Callable[..., Window]

@@ -1,4 +1,4 @@
-"""The Truth view in a browser: its figures, its table and its rows are those of `fivefold truth`."""
+"""The Truth view in a browser: its figures, its table and its rows are those of `fivefold accuracy`."""
 
 from collections.abc import Callable
 from statistics import fmean

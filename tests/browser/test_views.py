@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 import fivefold as ff
-from fivefold.ui.ask import Ask
-from fivefold.ui.views import VIEWS
-from fivefold.ui.whole import held, whole
+from fivefold.web.app import VIEWS
+from fivefold.web.question import Ask
+from fivefold.web.report import held, whole
 from tests.browser.window import Window
-from tests.ui.serving import TOKEN, Server
-from tests.ui.test_report import proof
+from tests.web.serving import TOKEN, Server
+from tests.web.test_report import proof
 
 Opening = Callable[..., Window]
 NAMES = [view.name for view in VIEWS]

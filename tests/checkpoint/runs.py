@@ -16,9 +16,9 @@ from fivefold.parallel.collectives import digest, whole
 from fivefold.parallel.control import Control
 from fivefold.parallel.mesh import Mesh
 from fivefold.support.files import hashed
-from fivefold.train.checkpointing import Checkpoints
-from fivefold.train.loop import Trainer
-from fivefold.train.records import Evaluation, Step
+from fivefold.trainer.checkpointing import Checkpoints
+from fivefold.trainer.loop import Trainer
+from fivefold.trainer.records import Evaluation, Step
 
 SMALL = ["model.layers=2", "model.hidden=32", "model.ffn=48", "data.seq=16", "train.batch=8", "train.steps=6",
          "optimizer.warmup=2", "optimizer.lr=1e-2", "train.device=cpu", "train.eval_samples=0",
@@ -53,13 +53,13 @@ class Run:
         self.keeper = Checkpoints(Store(directory), Control(mesh), self.trainer, self.said.append)
         self.recorder = Recorder()
         self.samples: list[int] = []
-        plain = self.trainer.engine.accumulate
+        plain = self.trainer.engine.forward_backward
 
         def watched(batch: Batch) -> torch.Tensor:
             self.samples += batch.samples.tolist()
             return plain(batch)
 
-        self.trainer.engine.accumulate = watched  # type: ignore[method-assign]
+        self.trainer.engine.forward_backward = watched  # type: ignore[method-assign]
 
     def state(self) -> dict[str, str]:
         """Digests of all that is kept of this rank's stages, gathered."""

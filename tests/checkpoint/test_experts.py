@@ -13,7 +13,7 @@ from fivefold.checkpoint import load as loading
 from fivefold.checkpoint.store import Store
 from fivefold.job.config import Job
 from fivefold.layout.layout import Layout
-from fivefold.train import checkpointing
+from fivefold.trainer import checkpointing
 from tests.checkpoint.runs import gathered, loaded, small_job, train
 from tests.ranks import run_ranks
 

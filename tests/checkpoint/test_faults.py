@@ -15,9 +15,9 @@ from fivefold.checkpoint import save
 from fivefold.checkpoint.save import write
 from fivefold.checkpoint.store import MANIFEST, Store
 from fivefold.job.config import Job
-from fivefold.launch.ranks import RankError
+from fivefold.launch.processes import RankError
 from fivefold.support.errors import TrainingError
-from fivefold.train import checkpointing as checkpointing
+from fivefold.trainer import checkpointing
 from tests.checkpoint.runs import Run, loaded, resealed, small_job, train
 from tests.ranks import run_ranks
 
@@ -124,7 +124,7 @@ def test_a_checkpoint_of_another_release_is_refused_and_stays_where_it_is(tokens
     job = small_job(tokens, "layout=dp=2", "train.steps=2", "checkpoint.every=1")
     run_ranks(2, train, job, tmp_path)
     resealed(Store(tmp_path).complete()[0].path, version=3, colour="red")
-    with pytest.raises(RankError, match="has version 3 of the format, and this release reads 1 and 2"):
+    with pytest.raises(RankError, match="has version 3 of the format, and this release reads version 2"):
         run_ranks(2, loaded, job, tmp_path)
     assert [one.path.name for one in Store(tmp_path).complete()] == ["step-00000002", "step-00000001"]
 

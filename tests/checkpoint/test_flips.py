@@ -13,18 +13,20 @@ from fivefold.checkpoint.load import newest
 from fivefold.checkpoint.store import MANIFEST, Checkpoint, Store
 from fivefold.checkpoint.tensors import TABLE
 from fivefold.support.errors import Note
-from tests.checkpoint.old import MODEL
 from tests.checkpoint.runs import Run, small_job
 
 SAMPLE = (
     211  # every so many bits; it divides neither file's number of them, so that all places of a byte have their turn
 )
 
+TINY = ["model.layers=1", "model.hidden=4", "model.heads=2", "model.kv_heads=1", "model.head_dim=2", "model.ffn=4",
+        "model.tied=true", "train.batch=4"]  # fmt: skip
+
 
 @pytest.fixture(scope="module")
 def trained(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A tiny run with the checkpoints of two steps."""
-    job = small_job(tokens, *MODEL, "train.steps=2", "checkpoint.every=1")
+    job = small_job(tokens, *TINY, "train.steps=2", "checkpoint.every=1")
     run = Run(job, 1, tmp_path_factory.mktemp("run") / "checkpoints")
     run.trainer.run([], checkpointing=run.keeper)
     return run

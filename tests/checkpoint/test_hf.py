@@ -14,15 +14,14 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from fivefold.checkpoint import hf
-from fivefold.checkpoint.find import find
+from fivefold.checkpoint.find import find, job_of
 from fivefold.checkpoint.hf import export_hf, import_hf
 from fivefold.checkpoint.hf_files import HuggingFace
-from fivefold.checkpoint.job import job_of
 from fivefold.checkpoint.store import Store
-from fivefold.generate.generator import alone
+from fivefold.generation.generator import alone
 from fivefold.job.config import Job, TrainConfig
 from fivefold.model.decoder import Decoder
-from fivefold.spec.hf_config import read_hf_config, spec_from_hf, to_hf_config
+from fivefold.spec.hf import read_hf_config, spec_from_hf, to_hf_config
 from fivefold.spec.presets import preset
 from fivefold.support.errors import UserError
 from tests.checkpoint.runs import small_job, train

@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from fivefold.checkpoint.hf_files import HuggingFace, own_file
+from fivefold.checkpoint.hf_extras import own_file
+from fivefold.checkpoint.hf_files import HuggingFace
 from fivefold.cli import app
-from fivefold.model.hf import sources
-from fivefold.spec.hf_config import to_hf_config
+from fivefold.model.hf_names import sources
+from fivefold.spec.hf import to_hf_config
 from fivefold.spec.presets import preset
 from fivefold.support.errors import UserError
 
@@ -36,7 +37,7 @@ def directory(tmp_path: Path) -> Path:
 
 def refused(directory: Path, said: str) -> None:
     """By every command that takes such a directory."""
-    for words in (["import", "hf", str(directory), "-o", str(directory.parent / "run")],
+    for words in (["hf", "import", str(directory), "-o", str(directory.parent / "run")],
                   ["generate", str(directory), "--tokens", "1,2", "-n", "1"]):  # fmt: skip
         start = time.monotonic()
         done = CliRunner().invoke(app, words)

@@ -6,20 +6,20 @@ import mmap
 import pytest
 import torch
 
-from fivefold.checkpoint.host_staging import PAGE, Staging
-from fivefold.checkpoint.pieces import Piece
+from fivefold.checkpoint.shards import Shard
+from fivefold.checkpoint.staging import PAGE, Staging
 from fivefold.job.config import read_job
 from fivefold.parallel.mesh import Mesh
 from fivefold.support.errors import TrainingError
-from fivefold.train.engine import Engine
-from fivefold.verify.batches import plain_batch
+from fivefold.trainer.engine import Engine
+from fivefold.verifier.cases import plain_batch
 
 CPU = torch.device("cpu")
 
 
 def test_a_snapshot_keeps_what_was_in_memory_of_its_own() -> None:
     state = {"a": torch.arange(12.0).view(3, 4), "b": torch.ones(7, dtype=torch.bfloat16)}
-    pieces = {name: Piece.whole(tensor) for name, tensor in state.items()}
+    pieces = {name: Shard.whole(tensor) for name, tensor in state.items()}
     staging = Staging(CPU)
     places = []
     for _ in range(2):
@@ -42,7 +42,7 @@ def test_a_machine_without_the_memory_says_so(monkeypatch) -> None:
     monkeypatch.setattr(mmap, "mmap", refused)
     staging = Staging(CPU)
     with pytest.raises(TrainingError, match=r"a snapshot takes 4\.00 KiB of this machine's memory: Cannot allocate"):
-        staging.take({"a": Piece.whole(torch.zeros(1024))})
+        staging.take({"a": Shard.whole(torch.zeros(1024))})
 
 
 def test_memory_is_made_once_and_a_rank_without_pieces_needs_none(monkeypatch) -> None:
@@ -54,7 +54,7 @@ def test_memory_is_made_once_and_a_rank_without_pieces_needs_none(monkeypatch) -
         return real(fileno, size, **flags)
 
     monkeypatch.setattr(mmap, "mmap", counted)
-    pieces, staging = {"a": Piece.whole(torch.zeros(1025))}, Staging(CPU)
+    pieces, staging = {"a": Shard.whole(torch.zeros(1025))}, Staging(CPU)
     staging.prepare(pieces)
     place = staging.take(pieces).pieces["a"].make().data_ptr()
     staging.prepare(pieces)  # what a GPU has locked must not move
@@ -81,7 +81,7 @@ def test_an_update_waits_for_the_snapshot_under_way() -> None:
     engine = Engine(job, Mesh.of(job.layout, CPU))
     event = Event(engine)
     before = next(iter(engine.weights.masters.values())).detach().clone()
-    engine.accumulate(plain_batch(job.model.vocab, 2, 16))
+    engine.forward_backward(plain_batch(job.model.vocab, 2, 16))
     engine.copied = event
     engine.step(1e-2, engine.gradient_norm())
     assert event.weights_then is not None

@@ -1,11 +1,9 @@
 """Checkpoints that were made to do harm, with sums and seal that hold: no command runs what is in them, and each says
 what is wrong. What would run makes a file, so that it would be seen."""
 
-import io
 import json
 import os
 import pickle
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,147 +11,61 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from typer.testing import CliRunner
 
-from fivefold.checkpoint.pieces import Piece
 from fivefold.checkpoint.save import write_alone
+from fivefold.checkpoint.shards import Shard
 from fivefold.checkpoint.store import MANIFEST, Checkpoint, Damaged, Manifest, Store
 from fivefold.checkpoint.tensors import TABLE
 from fivefold.cli import app
 from fivefold.support.errors import UserError
 from fivefold.support.files import hashed
-from tests.checkpoint.old import MODEL, unpack
-from tests.checkpoint.runs import Run, resealed, small_job
-
-
-class Payload:
-    """Whoever unpickles it makes a file."""
-
-    def __init__(self, mark: Path):
-        self.mark = mark
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.mark),)
-
-
-def whole_metadata(path: Path, mark: Path) -> None:
-    (path / ".metadata").write_bytes(_pickled(mark))
-
-
-def inside_metadata(path: Path, mark: Path) -> None:
-    """Where DCP's own reader, and one that looks only at what it needs, would not notice it."""
-    metadata = pickle.loads((path / ".metadata").read_bytes())
-    metadata.planner_data = Payload(mark)
-    (path / ".metadata").write_bytes(pickle.dumps(metadata))
-
-
-def entry_of_bytes(path: Path, mark: Path) -> None:
-    """An object among the tensors, which DCP unpickles with torch.load."""
-    metadata = pickle.loads((path / ".metadata").read_bytes())
-    metadata.state_dict_metadata["model.norm.weight"] = BytesStorageMetadata()
-    (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    in_shard(path, mark)
-
-
-def in_shard(path: Path, mark: Path) -> None:
-    """Every archive of every shard lists the payload in place of its tensor; nothing else moves."""
-    for info in pickle.loads((path / ".metadata").read_bytes()).storage_data.values():
-        with (path / info.relative_path).open("r+b") as shard:
-            shard.seek(info.offset)
-            archive = _with_payload(shard.read(info.length), mark)
-            shard.seek(info.offset)
-            shard.write(archive)
-
-
-def _with_payload(archive: bytes, mark: Path) -> bytes:
-    """Of the same length: a comment at the end takes the place of what is left out."""
-    old, box = zipfile.ZipFile(io.BytesIO(archive)), io.BytesIO()
-    with zipfile.ZipFile(box, "w") as new:
-        for name in ("data.pkl", "data/0", "version", "byteorder"):
-            new.writestr(f"archive/{name}", old.read(f"archive/{name}") if name != "data.pkl" else _pickled(mark))
-    left = len(archive) - len(box.getvalue())
-    with zipfile.ZipFile(box, "a") as new:
-        new.comment = b" " * left
-    return box.getvalue()
-
-
-def _pickled(mark: Path) -> bytes:
-    return pickle.dumps(Payload(mark))
-
-
-HARM: dict[str, Callable[[Path, Path], None]] = {
-    "metadata": whole_metadata, "planner": inside_metadata, "bytes": entry_of_bytes, "shard": in_shard
-}  # fmt: skip
-
-
-@pytest.fixture(params=HARM)
-def evil(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
-    """A run, and the file that its checkpoint would make."""
-    run, mark = unpack(tmp_path / "evil"), tmp_path / "mark"
-    path = run / "checkpoints" / "step-00000002"
-    HARM[request.param](path, mark)
-    resealed(path)
-    return run, mark
-
-
-COMMANDS = {
-    "ls": ["checkpoint", "ls", "RUN"],
-    "show": ["checkpoint", "show", "RUN"],
-    "verify": ["checkpoint", "verify", "RUN"],
-    "reshard": ["checkpoint", "reshard", "RUN", "--layout", "tp=2", "-o", "OUT"],
-    "generate": ["generate", "RUN", "--tokens", "72,101", "-n", "2"],
-    "export": ["export", "hf", "RUN", "-o", "OUT"],
-    "import": ["import", "hf", "RUN", "-o", "OUT"],
-}
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_no_command_runs_what_is_in_a_checkpoint(evil: tuple[Path, Path], tmp_path: Path, command: str) -> None:
-    run, mark = evil
-    words = [{"RUN": str(run), "OUT": str(tmp_path / "out")}.get(word, word) for word in COMMANDS[command]]
-    done = CliRunner().invoke(app, words)
-    assert not mark.exists(), "the payload ran"
-    if command == "verify":
-        assert done.exit_code == 1
-        assert "damaged" in done.stdout
-        assert "sound" not in done.stdout
-    elif command == "show":  # which reads the table, and no numbers
-        assert done.exception is None or isinstance(done.exception, UserError), done.output
-    elif command != "ls":  # which looks at sizes
-        assert isinstance(done.exception, UserError), done.output
-
-
-def test_a_run_does_not_resume_from_it(evil: tuple[Path, Path], tokens: Path) -> None:
-    run, mark = evil
-    story = Run(small_job(tokens, *MODEL), 1, run / "checkpoints")
-    with pytest.raises(UserError, match=r"none of the 1 checkpoints in .* is good"):
-        story.keeper.restore()
-    assert not mark.exists(), "the payload ran"
-    assert any("is damaged" in said for said in story.said)
-
-
-def test_the_payload_is_one(tmp_path: Path) -> None:
-    """The tests above could not fail otherwise."""
-    for harm in ("metadata", "planner"):
-        path = unpack(tmp_path / f"with-{harm}") / "checkpoints" / "step-00000002"
-        HARM[harm](path, tmp_path / harm)
-        pickle.loads((path / ".metadata").read_bytes())
-        assert (tmp_path / harm).is_dir()
-
-
-# ---- the present format --------------------------------------------------------------------------------------------
+from tests.checkpoint.runs import resealed
 
 
 @pytest.fixture
 def fresh(tmp_path: Path) -> Path:
     """A checkpoint of two tensors."""
     half = [(range(4), range(3)), (range(4, 8), range(3))]
-    parts = [{"model.a": Piece.of(torch.full((4, 3), float(n)), (8, 3), box)} for n, box in enumerate(half)]
-    parts[0]["model.b"] = Piece.whole(torch.arange(5))
+    parts = [{"model.a": Shard.of(torch.full((4, 3), float(n)), (8, 3), box)} for n, box in enumerate(half)]
+    parts[0]["model.b"] = Shard.whole(torch.arange(5))
     manifest = Manifest(step=1, samples=0, updates=0, optimizer=False, data="", job={})
     (tmp_path / "checkpoints").mkdir()
     return write_alone(Store(tmp_path / "checkpoints"), parts, manifest)
+
+
+COMMANDS = {
+    "ls": ["checkpoint", "ls", "RUN"],
+    "inspect": ["inspect", "RUN"],
+    "verify": ["checkpoint", "ls", "--verify", "RUN"],
+    "reshard": ["checkpoint", "reshard", "RUN", "--layout", "tp=2", "-o", "OUT"],
+    "generate": ["generate", "RUN", "--tokens", "72,101", "-n", "2"],
+    "export": ["hf", "export", "RUN", "-o", "OUT"],
+    "import": ["hf", "import", "RUN", "-o", "OUT"],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_checkpoint_of_dcp_is_refused_and_its_pickle_is_not_read(fresh: Path, tmp_path: Path, command: str) -> None:
+    """Version 1 had a pickled table. What would run makes a directory."""
+    mark = tmp_path / "mark"
+
+    class Payload:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(mark),)
+
+    (fresh / ".metadata").write_bytes(pickle.dumps(Payload()))
+    files = json.loads((fresh / MANIFEST).read_text())["files"]
+    resealed(fresh, version=1, files=[*files, msgspec.to_builtins(hashed(fresh / ".metadata"))])
+    words = [{"RUN": str(tmp_path), "OUT": str(tmp_path / "out")}.get(word, word) for word in COMMANDS[command]]
+    done = CliRunner().invoke(app, words)
+    assert not mark.exists(), "the payload ran"
+    told = str(done.exception) if isinstance(done.exception, UserError) else done.stdout
+    if command != "import":  # which finds no config.json
+        assert "version 1 of the format" in told
+        assert "an earlier release reads both" in " ".join(told.split())
+    pickle.loads((fresh / ".metadata").read_bytes())
+    assert mark.exists(), "the payload is none"
 
 
 def chunk(table: Any, number: int = 0) -> list[Any]:

@@ -7,18 +7,18 @@ import numpy as np
 import pytest
 
 from fivefold.checkpoint import memory
-from fivefold.checkpoint.memory import Candidate, Held, candidates, copies, home, known, made, nodes_of, private
+from fivefold.checkpoint.memory import Candidate, NodeFiles, candidates, copies, home, known, made, nodes_of, private
 from fivefold.checkpoint.memory_load import answers
 from fivefold.checkpoint.store import Damaged
-from fivefold.checkpoint.sums import segments, sum_of
+from fivefold.checkpoint.tensors import segments, sum_of
 
 FILES = ["rank-0.tensors", "rank-1.tensors", "rank-2.tensors", "rank-3.tensors", "tensors.json"]
 
 
-def held(step: int, node: int, here: list[int], seal: str = "a", nodes: int = 4) -> Held:
+def held(step: int, node: int, here: list[int], seal: str = "a", nodes: int = 4) -> NodeFiles:
     """What node `node` has of a snapshot of four nodes with a rank each: the files of some ranks, and the table."""
     names = [FILES[rank] for rank in here] + ["tensors.json"]
-    return Held(f"step-{step:08d}.{1000 + step}", step, 8 * step, seal, node, nodes, FILES, names)
+    return NodeFiles(f"step-{step:08d}.{1000 + step}", step, 8 * step, seal, node, nodes, FILES, names)
 
 
 def test_all_nodes_together_have_a_snapshot_of_which_one_node_is_lost() -> None:
@@ -37,7 +37,7 @@ def test_two_neighbours_that_are_lost_take_a_file_with_them() -> None:
 
 
 def test_the_newest_comes_first_and_of_equal_steps_the_one_that_was_made_last() -> None:
-    again = Held("step-00000020.5000", 20, 160, "b", 0, 1, FILES, FILES)
+    again = NodeFiles("step-00000020.5000", 20, 160, "b", 0, 1, FILES, FILES)
     found = candidates([[held(16, 0, [0, 1, 2, 3]), held(20, 0, [0, 1, 2, 3]), again]])
     assert [(one.step, one.name) for one in found] == [
         (20, "step-00000020.5000"), (20, "step-00000020.1020"), (16, "step-00000016.1016")

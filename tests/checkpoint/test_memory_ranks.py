@@ -13,8 +13,8 @@ from fivefold.checkpoint.inspect import list_checkpoints, verify_checkpoints
 from fivefold.checkpoint.memory import PLACE, STARTS, known, starts
 from fivefold.checkpoint.store import Store
 from fivefold.job.config import Job
-from fivefold.launch.ranks import RankError
-from fivefold.train.records import Step
+from fivefold.launch.processes import RankError
+from fivefold.trainer.records import Step
 from tests.checkpoint.runs import Recorder, Run, gathered, small_job
 from tests.ranks import run_ranks
 

@@ -17,15 +17,15 @@ from fivefold.checkpoint import objects
 from fivefold.checkpoint.find import find
 from fivefold.checkpoint.inspect import list_checkpoints, verify_checkpoints
 from fivefold.checkpoint.load import load
-from fivefold.checkpoint.pieces import Piece
 from fivefold.checkpoint.save import write_alone
+from fivefold.checkpoint.shards import Shard
 from fivefold.checkpoint.storage import reach, storage_of
 from fivefold.checkpoint.store import Checkpoint, Manifest, Store
 from fivefold.job.config import Job, to_toml
-from fivefold.launch.ranks import RankError
+from fivefold.launch.processes import RankError
 from fivefold.support.errors import UserError
-from fivefold.support.places import Place, Remote, place_of, remote_of
-from fivefold.train.directories import complete, home, run_directory
+from fivefold.support.places import Place, RemotePlace, place_of, remote_of
+from fivefold.trainer.directories import complete, home, run_directory
 from tests.checkpoint.runs import Run, small_job, train
 from tests.commands import fivefold
 from tests.ranks import run_ranks
@@ -34,13 +34,13 @@ MANIFEST = Manifest(fivefold="0", torch="0", step=1, samples=0, updates=0, optim
 
 
 @pytest.fixture(params=["memory", "file"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Remote:
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> RemotePlace:
     return remote_of(f"memory:/{tmp_path}" if request.param == "memory" else f"file://{tmp_path}/there")
 
 
 def save(store: Store, step: int, tensor: torch.Tensor | None = None) -> Place:
     of = torch.arange(6.0) if tensor is None else tensor
-    return write_alone(store, [{"model.a": Piece.whole(of)}], msgspec.structs.replace(MANIFEST, step=step))
+    return write_alone(store, [{"model.a": Shard.whole(of)}], msgspec.structs.replace(MANIFEST, step=step))
 
 
 def half(store: Store, step: int) -> Place:
@@ -55,7 +55,7 @@ def names(found: list[Any]) -> list[str]:
     return [(one.path if isinstance(one, Checkpoint) else one).name for one in found]
 
 
-def test_a_store_is_what_it_is_on_a_disk(place: Remote) -> None:
+def test_a_store_is_what_it_is_on_a_disk(place: RemotePlace) -> None:
     store = Store(place / "run" / "checkpoints")
     assert store.complete() == store.incomplete() == store.aside() == []
     for step in range(1, 6):
@@ -82,7 +82,7 @@ def test_a_store_is_what_it_is_on_a_disk(place: Remote) -> None:
     assert [row["name"] for row in list_checkpoints(str(place / "run")).checkpoints] == names(store.complete())[::-1]
 
 
-def test_what_a_kill_left_half_deleted_goes_with_the_next(place: Remote) -> None:
+def test_what_a_kill_left_half_deleted_goes_with_the_next(place: RemotePlace) -> None:
     store = Store(place)
     path = save(store, 1)
     save(store, 2)
@@ -98,7 +98,7 @@ def test_what_a_kill_left_half_deleted_goes_with_the_next(place: Remote) -> None
     (lambda whole: whole[:3], "is short: 3 bytes, and the manifest promises 24"),
     (None, "is missing: the manifest promises 24 bytes"),
 ])  # fmt: skip
-def test_harm_is_named_by_file(place: Remote, content: Any, said: str) -> None:
+def test_harm_is_named_by_file(place: RemotePlace, content: Any, said: str) -> None:
     store = Store(place)
     file = save(store, 1) / "rank-0.tensors"
     assert verify_checkpoints(str(place)).ok
@@ -111,7 +111,7 @@ def test_harm_is_named_by_file(place: Remote, content: Any, said: str) -> None:
     assert said in str(found)
 
 
-def test_only_the_rows_that_are_needed_are_read(place: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_rows_that_are_needed_are_read(place: RemotePlace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(objects, "_AHEAD", 64)
     whole = torch.arange(4096.0).reshape(64, 64)
     checkpoint = Checkpoint(save(Store(place), 1, whole))
@@ -125,7 +125,7 @@ def test_only_the_rows_that_are_needed_are_read(place: Remote, monkeypatch: pyte
 
     monkeypatch.setattr(driver, "cat_file", counted)
     part = torch.empty(8, 64)
-    load(checkpoint, {"model.a": Piece.of(part, (64, 64), (range(16, 24), range(64)))})
+    load(checkpoint, {"model.a": Shard.of(part, (64, 64), (range(16, 24), range(64)))})
     assert torch.equal(part, whole[16:24])
     assert asked == [(16 * 256, 24 * 256)]
 
@@ -272,10 +272,10 @@ def test_commands_take_urls(tokens: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "runs" / "run" / "checkpoints").exists()
     for command, sign in {
         f"checkpoint ls {url}/run": "step-00000002",
-        f"checkpoint show {url}/run": "tiny after step 2",
-        f"checkpoint verify {url}/run": "step-00000002  sound",
+        f"inspect {url}/run": "tiny after step 2",
+        f"checkpoint ls --verify {url}/run": "step-00000002  sound",
         f"generate {url}/run --tokens 1,2 -n 2": "1 2",
-        f"export hf {url}/run -o hf": "tiny after step 2",
+        f"hf export {url}/run -o hf": "tiny after step 2",
         f"checkpoint reshard {url}/run --layout tp=2 -o {url}/two": f"checkpoint.url={url} run.name=two",
         f"checkpoint reshard {url}/two --layout dp=1 -o back": "fivefold train back/job.toml",
     }.items():
@@ -289,16 +289,16 @@ def test_commands_take_urls(tokens: Path, tmp_path: Path) -> None:
     assert refused.stderr.startswith("error: checkpoint.url=file:///proc/none cannot be used: ")
 
 
-def test_a_place_that_takes_no_files_is_said_before_a_run(place: Remote) -> None:
+def test_a_place_that_takes_no_files_is_said_before_a_run(place: RemotePlace) -> None:
     reach(str(place))
     assert not storage_of(place).holds(place)
     with pytest.raises(UserError, match=r"checkpoint.url=file:///proc/none cannot be used"):
         reach("file:///proc/none")
-    assert isinstance(place_of(str(place)), Remote)
+    assert isinstance(place_of(str(place)), RemotePlace)
 
 
 def test_a_server_that_fails_while_it_is_looked_at_is_a_sentence(
-    place: Remote, monkeypatch: pytest.MonkeyPatch
+    place: RemotePlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(store := Store(place / "run" / "checkpoints"), 1)
     driver = store.storage.driver  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fivefold.checkpoint.store import Store
-from fivefold.launch.ranks import RankError
+from fivefold.launch.processes import RankError
 from tests.checkpoint.runs import Story, gathered, small_job, train
 from tests.ranks import run_ranks
 

@@ -7,14 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.checkpoint.load import load
-from fivefold.checkpoint.pieces import Piece
 from fivefold.checkpoint.save import write_alone
+from fivefold.checkpoint.shards import Shard
 from fivefold.checkpoint.store import Checkpoint, Manifest, Store
-from fivefold.layout.buckets import Held, buckets
 from fivefold.layout.layout import Layout
-from fivefold.layout.sharding import Box, tensor_shard
-from fivefold.parallel.zero.bucket import slots_of
-from fivefold.spec.parameters import Parameter, TensorRule
+from fivefold.layout.sharding import Box, LocalParam, buckets, tensor_shard
+from fivefold.parallel.buckets import slots_of
+from fivefold.spec.operations import Parameter, TensorRule
 from fivefold.spec.presets import preset
 
 SHAPE = (5, 6, 4)
@@ -25,9 +24,9 @@ def part(box: Box) -> Tensor:
     return WHOLE[tuple(slice(side.start, side.stop) for side in box)].contiguous()
 
 
-def held(rule: TensorRule, tp: int, rank: int) -> Held:
+def held(rule: TensorRule, tp: int, rank: int) -> LocalParam:
     experts = Parameter("experts", SHAPE, "linear", 0, rule)
-    return Held.of(experts, tensor_shard(experts, preset("tiny"), Layout(tp=tp)), tp, rank)
+    return LocalParam.of(experts, tensor_shard(experts, preset("tiny"), Layout(tp=tp)), tp, rank)
 
 
 def test_a_bucket_gives_every_zero_rank_its_share_of_a_stack() -> None:
@@ -48,10 +47,10 @@ def test_a_bucket_gives_every_zero_rank_its_share_of_a_stack() -> None:
 
 def test_a_checkpoint_of_a_stack_is_read_in_the_boxes_of_another_layout(tmp_path: Path) -> None:
     shares = [held("rows", 2, rank).share(3, index) for rank in range(2) for index in range(3)]
-    written = [{"model.experts": Piece.of(part(box), SHAPE, box)} for box in shares if all(map(len, box))]
+    written = [{"model.experts": Shard.of(part(box), SHAPE, box)} for box in shares if all(map(len, box))]
     manifest = Manifest(step=1, samples=0, updates=0, optimizer=False, data="", job={})
     checkpoint = Checkpoint(write_alone(Store(tmp_path), written, manifest, lambda _: None))
     for box in (held("columns", 2, 1).share(2, 1), held("whole", 1, 0).box):
         into = torch.empty([len(side) for side in box])
-        load(checkpoint, {"model.experts": Piece.of(into, SHAPE, box)})
+        load(checkpoint, {"model.experts": Shard.of(into, SHAPE, box)})
         assert torch.equal(into, part(box))

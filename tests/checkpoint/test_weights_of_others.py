@@ -15,15 +15,14 @@ import transformers
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from fivefold.checkpoint import carried
-from fivefold.checkpoint.carried import CARRIED
-from fivefold.checkpoint.find import find
+from fivefold.checkpoint import hf_extras
+from fivefold.checkpoint.find import find, stored
 from fivefold.checkpoint.hf import import_hf
-from fivefold.checkpoint.job import stored
+from fivefold.checkpoint.hf_extras import CARRIED
 from fivefold.cli import app
 from fivefold.data.prepare import prepare
 from fivefold.job.config import read_job
-from fivefold.job.tuning import SOURCE, tuned
+from fivefold.job.fine_tuning import SOURCE, tuned
 from fivefold.spec.presets import preset
 from fivefold.support.errors import Note, UserError
 from tests.commands import fivefold
@@ -115,7 +114,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_job_of_an_import_fine_tunes_by_a_recipe_that_it_names(own: Path, tmp_path: Path) -> None:
-    said = here("import", "hf", own / "hf", "-o", tmp_path / "run")
+    said = here("hf", "import", own / "hf", "-o", tmp_path / "run")
     assert f"fivefold train {tmp_path / 'run'}/job.toml data.path=TOKENS" in said
     assert f"fivefold data prepare TEXT -o TOKENS --tokenizer {tmp_path / 'run'}" in said
     assert SOURCE in (tmp_path / "run" / "job.toml").read_text()
@@ -153,11 +152,11 @@ def test_compute_and_exports_have_the_dtype_of_the_weights(tmp_path: Path, dtype
     notes = [str(one.message) for one in caught if issubclass(one.category, Note)]
     assert [("float16" in one) for one in notes] == ([True] if dtype == torch.float16 else [])
     assert read_job(tmp_path / "run" / "job.toml").train.dtype == computed
-    here("export", "hf", tmp_path / "run", "-o", tmp_path / "out")
+    here("hf", "export", tmp_path / "run", "-o", tmp_path / "out")
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "out"))
     assert {one.dtype for one in after.values()} == {dtype}
     assert all(torch.equal(before[name], after[name]) for name in before)
-    here("export", "hf", tmp_path / "run", "-o", tmp_path / "wide", "--dtype", "float32")
+    here("hf", "export", tmp_path / "run", "-o", tmp_path / "wide", "--dtype", "float32")
     assert load_file(tmp_path / "wide" / "model.safetensors")["lm_head.weight"].dtype == torch.float32
 
 
@@ -169,7 +168,7 @@ def test_what_lay_beside_the_weights_comes_out_again_though_the_source_is_gone(t
     import_hf(directory, tmp_path / "first", quiet)
     shutil.rmtree(directory)
     here("checkpoint", "reshard", tmp_path / "first", "--layout", "dp=2,zero=1", "-o", tmp_path / "run")
-    here("export", "hf", tmp_path / "run", "-o", tmp_path / "out")
+    here("hf", "export", tmp_path / "run", "-o", tmp_path / "out")
     names = [name for name in CARRIED if (kept / name).exists()]
     assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json",
             "special_tokens_map.json"} <= {*names}  # fmt: skip
@@ -206,7 +205,7 @@ def test_only_files_of_the_directory_that_are_not_too_large_are_taken(
         assert not (tmp_path / "run").exists()
         (directory / name).rmdir() if (directory / name).is_dir() else (directory / name).unlink()
         (directory / name).write_bytes(content)
-    monkeypatch.setattr(carried, "_LARGEST", len(content) - 1)
+    monkeypatch.setattr(hf_extras, "_LARGEST", len(content) - 1)
     with pytest.raises(UserError, match="are read"):
         import_hf(directory, tmp_path / "run", quiet)
     assert not (tmp_path / "run").exists()
@@ -230,10 +229,10 @@ def test_tokens_of_another_tokenizer_are_refused(own: Path, tmp_path: Path) -> N
 
 
 def test_an_import_says_at_once_that_data_is_not_its_own(own: Path, tmp_path: Path) -> None:
-    said = refusal("import", "hf", own / "hf", "-o", tmp_path / "run", "--data", own / "strange")
+    said = refusal("hf", "import", own / "hf", "-o", tmp_path / "run", "--data", own / "strange")
     assert f"--tokenizer {own / 'hf'}" in said
     assert not (tmp_path / "run").exists()
-    said = here("import", "hf", own / "hf", "-o", tmp_path / "run", "--data", own / "tokens")
+    said = here("hf", "import", own / "hf", "-o", tmp_path / "run", "--data", own / "tokens")
     assert "data.path=TOKENS" not in said
     job = read_job(tmp_path / "run" / "job.toml")
     assert job.data.path == str(own / "tokens")
@@ -269,7 +268,7 @@ def test_every_new_run_of_the_job_starts_from_the_imported_weights(own: Path, tm
     assert losses["m-2"] == losses["m"]
     assert losses["two"] == pytest.approx(losses["m"], abs=1e-3)
     assert abs(losses["random"] - losses["m"]) > 1e-2
-    here("export", "hf", tmp_path / "runs" / "m-2", "-o", tmp_path / "out")
+    here("hf", "export", tmp_path / "runs" / "m-2", "-o", tmp_path / "out")
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == "<|im_end|>"
 
 

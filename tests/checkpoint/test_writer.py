@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from fivefold.checkpoint import save, writer
+from fivefold.checkpoint import save
+from fivefold.checkpoint import save as writer
 from fivefold.checkpoint.load import load
-from fivefold.checkpoint.pieces import Piece, Pieces
 from fivefold.checkpoint.save import write
+from fivefold.checkpoint.shards import Pieces, Shard
 from fivefold.checkpoint.store import Checkpoint, Manifest, Store
 from fivefold.job.config import Job
-from fivefold.launch import cores
+from fivefold.launch import host
 from fivefold.parallel.control import Control
 from fivefold.support.files import HashedFile, hashed
 from tests.checkpoint.runs import loaded, small_job, train
@@ -37,7 +38,7 @@ def tensors() -> dict[str, Tensor]:
 
 
 def pieces(of: dict[str, Tensor]) -> Pieces:
-    return {name: Piece.whole(tensor) for name, tensor in of.items()}
+    return {name: Shard.whole(tensor) for name, tensor in of.items()}
 
 
 def manifest() -> Manifest:
@@ -90,8 +91,8 @@ def test_work_is_spread_over_threads_and_comes_back_in_order() -> None:
         meet.wait()
         return number * number
 
-    assert cores.side_by_side(do, range(9), 3) == [number * number for number in range(9)]
-    assert cores.side_by_side(str, [], 3) == []
+    assert host.side_by_side(do, range(9), 3) == [number * number for number in range(9)]
+    assert host.side_by_side(str, [], 3) == []
 
 
 def test_after_an_error_nothing_more_is_begun() -> None:
@@ -102,13 +103,13 @@ def test_after_an_error_nothing_more_is_begun() -> None:
         raise ValueError(number)
 
     with pytest.raises(ValueError, match=r"^[01]$"):
-        cores.side_by_side(do, range(100), 2)
+        host.side_by_side(do, range(100), 2)
     assert len(begun) <= 2
 
 
 def test_a_process_does_not_wait_for_its_threads() -> None:
     """Ctrl-C in the middle of a save: the files are of no use without their manifest."""
-    slow = "import threading, time; from fivefold.launch.cores import side_by_side"
+    slow = "import threading, time; from fivefold.launch.host import side_by_side"
     save = "threading.Thread(target=lambda: side_by_side(time.sleep, [60, 60], 2), daemon=True).start()"
     subprocess.run([sys.executable, "-c", f"{slow}; {save}; time.sleep(0.2)"], timeout=30, check=True)
 
@@ -176,8 +177,8 @@ class Sips:
 def test_files_take_half_of_a_rank_s_share_of_the_cores(
     monkeypatch: pytest.MonkeyPatch, machine: int, mine: int, ranks: str, threads: int
 ) -> None:
-    monkeypatch.setattr(cores, "cores", lambda: mine)
+    monkeypatch.setattr(host, "cores", lambda: mine)
     monkeypatch.setattr(os, "cpu_count", lambda: machine)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, ranks)
-    assert cores.for_files() == threads
+    assert host.for_files() == threads

@@ -152,14 +152,14 @@ def test_the_commands_that_look(whole) -> None:
     assert [row["step"] for row in listed["checkpoints"]] == [6, 8]
     assert listed["checkpoints"][1]["layout"] == "dp=2,zero=1"
     assert "step-00000008" in here("checkpoint", "ls", run)
-    shown = json.loads(here("checkpoint", "show", run, "--json"))
+    shown = json.loads(here("inspect", run, "--json"))["checkpoint"]
     assert (shown["step"], shown["samples"], shown["updates"], len(shown["tensors"])) == (8, 32, 8, 63)
-    assert "any other reads it" in here("checkpoint", "show", run, "--step", "6")
-    assert here("checkpoint", "verify", run).count("sound") == 2
+    assert "any other reads it" in here("inspect", run, "--step", "6")
+    assert here("checkpoint", "ls", "--verify", run).count("sound") == 2
     damaged = run.parent / "damaged"
     shutil.copytree(run, damaged, symlinks=True)
     (damaged / "checkpoints/step-00000006/rank-1.tensors").unlink()
-    done = CliRunner().invoke(app, ["checkpoint", "verify", str(damaged)])
+    done = CliRunner().invoke(app, ["checkpoint", "ls", "--verify", str(damaged)])
     assert done.exit_code == 1
     assert "step-00000006  damaged" in done.stdout
     assert "rank-1.tensors is missing" in done.stdout.replace("\n", "")
@@ -170,9 +170,9 @@ def test_reshard_export_import_and_generate(whole, tmp_path: Path, monkeypatch) 
     _, run = whole
     monkeypatch.chdir(tmp_path)
     assert "--nproc 4" in here("checkpoint", "reshard", run, "--layout", "tp=2,pp=2", "-o", "cut")
-    assert json.loads(here("checkpoint", "verify", "cut", "--json"))["sound"]
-    here("export", "hf", run, "-o", "out", "--dtype", "float32")
-    here("import", "hf", "out", "-o", "runs/in")
+    assert json.loads(here("checkpoint", "ls", "--verify", "cut", "--json"))["sound"]
+    here("hf", "export", run, "-o", "out", "--dtype", "float32")
+    here("hf", "import", "out", "-o", "runs/in")
     said = {
         str(source): json.loads(here("generate", source, "--prompt", "The same", "-n", "8", "--json"))
         for source in (run, "cut", "out", "runs/in")
@@ -187,7 +187,7 @@ def test_reshard_export_import_and_generate(whole, tmp_path: Path, monkeypatch) 
     # The end of a text goes along, and nothing of others is touched.
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 256
     (tmp_path / "file").write_text("mine")
-    for words in (["export", "hf", run], ["import", "hf", "out"], ["checkpoint", "reshard", run, "--layout", "tp=2"]):
+    for words in (["hf", "export", run], ["hf", "import", "out"], ["checkpoint", "reshard", run, "--layout", "tp=2"]):
         for place in ("file", "file/x"):
             with pytest.raises(UserError, match=r"not empty|cannot write"):
                 here(*words, "-o", place)
@@ -211,7 +211,7 @@ def test_reshard_export_import_and_generate(whole, tmp_path: Path, monkeypatch) 
 def test_a_full_disk_is_a_sentence_and_leaves_nothing_half_made(whole, tmp_path: Path) -> None:
     _, run = whole
     full = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
-    for words in (["export", "hf", run], ["checkpoint", "reshard", run, "--layout", "tp=2"]):
+    for words in (["hf", "export", run], ["checkpoint", "reshard", run, "--layout", "tp=2"]):
         done = fivefold(*words, "-o", "x", cwd=tmp_path, before=full)
         assert done.returncode == 2, done.stderr
         assert "cannot write x: " in done.stderr
@@ -226,13 +226,13 @@ def test_bad_words_are_sentences(whole, tmp_path: Path, monkeypatch) -> None:
         (["generate", run], "give either --prompt or --tokens"),
         (["generate", run, "--tokens", "a"], "is not a list of numbers"),
         (["generate", "nowhere", "--prompt", "x"], "nowhere is no directory"),
-        (["export", "hf", run, "-o", "x", "--shard-size", "big"], "--shard-size big is not a size"),
-        (["export", "hf", run, "-o", "x", "--dtype", "int8"], "--dtype int8 is not one of"),
-        (["import", "hf", "nowhere", "-o", "x"], "nowhere is not a directory"),
+        (["hf", "export", run, "-o", "x", "--shard-size", "big"], "--shard-size big is not a size"),
+        (["hf", "export", run, "-o", "x", "--dtype", "int8"], "--dtype int8 is not one of"),
+        (["hf", "import", "nowhere", "-o", "x"], "nowhere is not a directory"),
         (["checkpoint", "reshard", run, "--layout", "tp=3", "-o", "x"], "does not divide the 4 attention heads"),
         (["generate", run, "--prompt", "x", "--temperature", "1e-320"], "must be 0, which is greedy, or at least"),
         (["generate", run, "--prompt", "x", "--seed", str(1 << 70)], "must lie between 0 and 2^63 - 1"),
-        (["checkpoint", "show", run, "--step", "7"], "has no complete checkpoint of step 7; it has: 6, 8"),
+        (["inspect", run, "--step", "7"], "has no complete checkpoint of step 7; it has: 6, 8"),
         (["train", "--restarts", "1"], "--restarts needs --nproc"),
         (["train", "checkpoint.keep=0"], "checkpoint.keep=0 must be at least 1"),
     ]:

@@ -30,11 +30,11 @@ def tokens(tmp_path_factory) -> Path:
 
 def test_help_shows_every_command_with_an_example(tmp_path) -> None:
     text = fivefold("--help", cwd=tmp_path).stdout
-    for command in ("train", "models", "data"):
+    for command in ("train", "list", "data"):
         assert f"fivefold {command} " in text
 
 
-@pytest.mark.parametrize("command", [["train"], ["models"], ["data", "prepare"], ["data", "check"]])
+@pytest.mark.parametrize("command", [["train"], ["list", "models"], ["data", "prepare"], ["data", "check"]])
 def test_each_command_has_help_with_examples(tmp_path, command: list[str]) -> None:
     text = fivefold(*command, "--help", cwd=tmp_path).stdout
     assert "Example" in text
@@ -42,10 +42,13 @@ def test_each_command_has_help_with_examples(tmp_path, command: list[str]) -> No
 
 
 def test_models_lists_every_preset_for_people_and_for_scripts(tmp_path) -> None:
-    text = fivefold("models", cwd=tmp_path).stdout
+    text = fivefold("list", "models", cwd=tmp_path).stdout
     assert all(name in text for name in PRESETS)
     assert "8,030,261,248" in text
-    rows = {row["model"]: row for row in json.loads(fivefold("models", "--seq", "8192", "--json", cwd=tmp_path).stdout)}
+    rows = {
+        row["model"]: row
+        for row in json.loads(fivefold("list", "models", "--seq", "8192", "--json", cwd=tmp_path).stdout)
+    }
     assert rows["llama3-405b"]["parameters"] == 405_853_388_800
     assert rows["llama3-8b"]["flops_per_token_full"] > rows["llama3-8b"]["flops_per_token_causal"]
 
@@ -87,7 +90,7 @@ def test_a_finished_run_says_so_and_goes_on_when_it_is_told_to(tmp_path: Path, t
     done = fivefold(*words, cwd=tmp_path)
     assert done.returncode == 0
     assert "all 3 steps of runs/run are done; --fresh starts over" in done.stdout
-    on = fivefold("resume", "runs/run/", "train.steps=5", "optimizer.lr=1e-4", cwd=tmp_path)
+    on = fivefold("train", "runs/run/", "train.steps=5", "optimizer.lr=1e-4", cwd=tmp_path)
     assert on.returncode == 0, on.stderr
     assert "after step 3" in on.stdout
     assert "changed  optimizer.lr: 0.003 -> 0.0001\nchanged  train.steps: 3 -> 5\n" in on.stdout
@@ -132,7 +135,7 @@ def test_a_note_is_one_line(tmp_path) -> None:
     (tmp_path / "config.json").write_text(
         '{"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 300, "n_positions": 64}'
     )
-    done = fivefold("models", "config.json", cwd=tmp_path)
+    done = fivefold("list", "models", "config.json", cwd=tmp_path)
     assert done.returncode == 0
     assert done.stderr == "note: attn_pdrop is read as 0: attention probabilities are never dropped\n"
 
@@ -235,7 +238,7 @@ def test_under_slurm_the_same_command_joins(tmp_path, tokens: Path) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    ["checkpoint ls NAME", "generate NAME --prompt x", "import hf NAME -o y", "draw 1f1b --pp 2 -m 2 -o NAME.svg"],
+    ["checkpoint ls NAME", "generate NAME --prompt x", "hf import NAME -o y", "draw 1f1b --pp 2 -m 2 -o NAME.svg"],
 )
 def test_a_name_that_no_file_can_have_is_a_sentence(tmp_path, words: str) -> None:
     done = fivefold(*words.replace("NAME", "a" * 300).split(), cwd=tmp_path)

@@ -1,4 +1,4 @@
-"""`fivefold plan`, `simulate`, `truth`, in this process: what they print, and what they refuse."""
+"""`fivefold plan`, `serve` and `accuracy`, in this process: what they print, and what they refuse."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from typer.testing import CliRunner, Result
 
 from fivefold.cli import app
 from fivefold.job.config import read_job, to_toml
-from fivefold.job.continuing import changes
+from fivefold.job.resume_rules import changes
 from fivefold.support.errors import UserError
 
 
@@ -170,9 +170,9 @@ def test_unlike_nodes_are_planned_with_their_hosts() -> None:
 
 
 def test_serving() -> None:
-    plan = asked("plan llama3-8b --cluster 1xH100 --inference --prompt 1024 --answer 256")
+    plan = asked("serve llama3-8b --cluster 1xH100 --prompt 1024 --answer 256")
     assert plan
-    assert "highest throughput" in run("plan llama3-8b --cluster 1xH100 --inference").output
+    assert "highest throughput" in run("serve llama3-8b --cluster 1xH100").output
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,6 @@ def test_serving() -> None:
         ("plan llama3-8b --tokens 0", "tokens=0 must be at least 1"),
         ("plan llama3-8b --tokens 100k --batch 512", "nearest: tokens=4194304, or a smaller batch"),
         ("plan llama3-8b --tokens 1T train.steps=5", "train.steps=5 and tokens=1T both say"),
-        ("plan llama3-8b --tokens 1T --inference", "--tokens belongs to training"),
         (
             "plan llama3-8b layout.zero=3 layout.tp=2",
             "layout.zero=3 layout.tp=2 would be ignored: write --fix zero=3,tp=2",
@@ -206,34 +205,34 @@ def test_serving() -> None:
         ("plan llama3-8b train.batch=8 --batch 16", "train.batch=8 and batch=16 say the same thing"),
         ("plan llama3-8b train.dtype=fp32 --precision bf16", "train.dtype=fp32 and precision=bf16 say the same thing"),
         ("plan llama3-8b run.cluster=8xB200 --cluster 8xH100", "run.cluster=8xB200 and cluster=8xH100 say the same"),
-        ("plan llama3-8b --inference layout.tp=8", "layout.tp=8 would be ignored: serving reads settings of the model"),
+        ("serve llama3-8b layout.tp=8", "layout.tp=8 would be ignored: serving reads settings of the model"),
         ("plan gpt2-124m --seq 4096", "longer than the 1024 learned positions"),
-        ("plan llama3-8b --batch 128 -o plan.json", "should end in .toml"),
-        ("simulate llama3-8b --layout dp=8 layout.zero=3", "would be ignored: write --layout dp=8,zero=3"),
+        ("plan llama3-8b --batch 128 -o plan.yaml", "should end in .toml"),
+        ("plan llama3-8b --layout dp=8 layout.zero=3", "would be ignored: write --layout dp=8,zero=3"),
         ("dryrun llama3-8b --layout dp=8 layout.zero=3", "would be ignored: write --layout dp=8,zero=3"),
-        ("simulate llama3-8b --layout dp=8 --batch 8 -o step.svg", "has one pipeline stage"),
-        ("simulate llama3-8b --layout dp=8 --batch 8 -o step.gif", "should end in"),
-        ("truth --data /nowhere", "has no .csv files"),
-        ("truth --rows nobody", "unknown source 'nobody'"),
-        ("truth --write", "--write keeps what --fit or --coverage finds"),
+        ("plan llama3-8b --layout dp=8 --batch 8 -o step.svg", "has one pipeline stage"),
+        ("plan llama3-8b --layout dp=8 --batch 8 -o step.gif", "should end in"),
+        ("accuracy --data /nowhere", "has no .csv files"),
+        ("accuracy --rows nobody", "unknown source 'nobody'"),
+        ("accuracy --write", "--write keeps what --fit or --coverage finds"),
     ],
 )
 def test_bad_input_gets_a_sentence(line: str, words: str) -> None:
     assert words in refusal(line)
 
 
-def test_a_simulated_step_can_be_drawn(tmp_path: Path) -> None:
+def test_the_timeline_of_a_step_can_be_drawn(tmp_path: Path) -> None:
     path = tmp_path / "step.svg"
-    output = run(f"simulate llama3-8b --layout pp=8,schedule=zb-v,microbatches=16 --batch 16 -o {path}").output
+    output = run(f"plan llama3-8b --layout pp=8,schedule=zb-v,microbatches=16 --batch 16 -o {path}").output
     assert "bubble" in output
     assert path.read_text().startswith("<svg")
 
 
-def test_truth_on_a_directory_for_scripts(tmp_path: Path) -> None:
-    from fivefold.truth.cases import DATA
+def test_accuracy_on_a_directory_for_scripts(tmp_path: Path) -> None:
+    from fivefold.accuracy.cases import DATA
 
     (tmp_path / "llama3.csv").write_text((DATA / "llama3.csv").read_text())
-    found = asked(f"truth --data {tmp_path} -o {tmp_path / 'truth.svg'}")
+    found = asked(f"accuracy --data {tmp_path} -o {tmp_path / 'truth.svg'}")
     source = found["sources"]["llama3"]
     assert source["rows"] == 3
     assert source["mape"] < 0.10
@@ -244,12 +243,12 @@ def test_truth_on_a_directory_for_scripts(tmp_path: Path) -> None:
     assert (tmp_path / "truth.svg").read_text().count("<circle") == 3 + 1
 
 
-def test_truth_shows_rows_and_assumptions(tmp_path: Path) -> None:
-    from fivefold.truth.cases import DATA
+def test_accuracy_shows_rows_and_assumptions(tmp_path: Path) -> None:
+    from fivefold.accuracy.cases import DATA
 
     (tmp_path / "llama3.csv").write_text((DATA / "llama3.csv").read_text())
-    assert "Llama-3.1-405B" in run(f"truth --data {tmp_path} --rows llama3").output
-    assert "arXiv 2407.21783" in run("truth --sources").output
+    assert "Llama-3.1-405B" in run(f"accuracy --data {tmp_path} --rows llama3").output
+    assert "arXiv 2407.21783" in run("accuracy --sources").output
 
 
 def test_a_job_file_keeps_every_setting_that_the_plan_does_not_decide(tmp_path: Path) -> None:

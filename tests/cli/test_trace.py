@@ -72,8 +72,11 @@ def test_training_can_trace_some_of_its_steps(tmp_path: Path) -> None:
         (["trace", "layout=tp=3"], "tp=3 does not divide the 4 attention heads of tiny; nearest: tp=2 or tp=4"),
         (["trace", "trace.steps=-1"], "trace.steps=-1 must be at least 0"),
         (["trace", "-o", "nowhere/trace.json"], "--output nowhere/trace.json: there is no directory nowhere"),
-        (["trace", "."], ". is no job file, which trace runs anew; `fivefold report run .` shows a run's trace"),
-        (["trace", "demo/trace.json"], "`fivefold report run demo` shows a run's trace"),
+        (
+            ["trace", "."],
+            "no job file, which trace runs anew; `fivefold inspect . --html FILE` shows a run's trace",
+        ),
+        (["trace", "demo/trace.json"], "`fivefold inspect demo --html FILE` shows a run's trace"),
         (["trace", "trace.step=1"], "trace.step is not a setting; did you mean 'steps'?"),
         (
             ["train", "trace.steps=3", "train.steps=5"],

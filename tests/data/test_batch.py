@@ -10,10 +10,10 @@ import pytest
 
 from fivefold.data.batch import read_batch, read_share
 from fivefold.data.order import window_of, windows
-from fivefold.data.prefetch import prefetch
 from fivefold.data.prepare import prepare
 from fivefold.data.tokens import Split, TokenStore
 from fivefold.support.errors import UserError
+from fivefold.support.progress import prefetch
 
 
 @pytest.fixture

@@ -8,14 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fivefold.data import checked as cache_module
+from fivefold.data import integrity as cache_module
 from fivefold.data.batch import read_batch
-from fivefold.data.checked import Checked
-from fivefold.data.checking import Checker, findings, verify
 from fivefold.data.index import CHUNK
+from fivefold.data.integrity import CheckedData, Checker, findings, verify
 from fivefold.data.prepare import prepare
 from fivefold.data.tokens import TokenStore
-from fivefold.generate.text import text_of
+from fivefold.generation.request import text_of
 from fivefold.support.errors import UserError
 from tests.data.test_index import as_before
 
@@ -81,7 +80,7 @@ def test_a_file_that_was_hashed_is_known_until_it_changes(
     def hashes() -> int:
         hashed.clear()
         opened = TokenStore.open(store)
-        findings(opened, Checked(store, home), lambda done, total: hashed.append(total))
+        findings(opened, CheckedData(store, home), lambda done, total: hashed.append(total))
         return hashed[0] if hashed else 0
 
     whole = sum(file.bytes for file in TokenStore.open(store).index.files())
@@ -106,12 +105,14 @@ def test_a_cache_that_cannot_be_written_is_none(
     home = tmp_path_factory.mktemp("home")
     (home / "file").write_text("")
     monkeypatch.setattr("tempfile.tempdir", str(home / "file"))
-    assert findings(TokenStore.open(store), Checked(store, home / "file")) == []
+    assert findings(TokenStore.open(store), CheckedData(store, home / "file")) == []
 
 
 def test_the_checker_finds_it_beside_the_reading(store: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     flip(store / "train-00001.tokens", 9)
-    shares = [Checker(TokenStore.open(store), Checked(store, tmp_path_factory.mktemp("home")), n, 2) for n in (0, 1)]
+    shares = [
+        Checker(TokenStore.open(store), CheckedData(store, tmp_path_factory.mktemp("home")), n, 2) for n in (0, 1)
+    ]
     for checker in shares:
         checker.start()
         checker._thread.join()
@@ -128,7 +129,7 @@ def test_the_end_of_a_run_checks_what_was_read(
         as_before(store)
     opened = TokenStore.open(store)
     first, second = opened.index.splits["train"]
-    checker = Checker(opened, Checked(store, tmp_path_factory.mktemp("home")))
+    checker = Checker(opened, CheckedData(store, tmp_path_factory.mktemp("home")))
     opened.split("train").read(0, 1000)
     checker.finish()
     assert checker.findings == []

@@ -12,9 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fivefold.data.checking import verify
-from fivefold.data.corpus import stdlib_corpus, stdlib_files
-from fivefold.data.entropy import entropy
+from fivefold.data.corpus import entropy, stdlib_corpus, stdlib_files
+from fivefold.data.integrity import verify
 from fivefold.data.prepare import prepare
 from fivefold.data.tokens import TokenStore
 

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from fivefold.data.index import CHUNK, UNSEALED, Index, is_prepared, read_index
+from fivefold.data.index import CHUNK, UNSEALED, DataIndex, is_prepared, read_index
 from fivefold.data.prepare import prepare
 from fivefold.data.tokens import TokenStore
 from fivefold.support.errors import UserError
@@ -49,7 +49,7 @@ def change(path: Path, *keys: Any, to: Any, seal: bool = True) -> None:
     inner[keys[-1]] = to
     if seal:
         with suppress(msgspec.ValidationError, OverflowError):
-            table["seal"] = msgspec.convert(table, Index).sealed().seal
+            table["seal"] = msgspec.convert(table, DataIndex).sealed().seal
     (path / "index.json").write_text(json.dumps(table))
 
 
@@ -111,7 +111,7 @@ def test_an_index_that_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     assert "it is a FIFO" in told(tmp_path)
 
 
-def flipped(path: Path, whole: bytes, bits: list[int], good: Index) -> None:
+def flipped(path: Path, whole: bytes, bits: list[int], good: DataIndex) -> None:
     for bit in bits:
         text = bytearray(whole)
         text[bit // 8] ^= 1 << bit % 8

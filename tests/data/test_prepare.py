@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fivefold.data import records as pieces
 from fivefold.data.prepare import prepare
-from fivefold.data.progress import bar
 from fivefold.data.tokens import Split, TokenStore
-from fivefold.data.writing import pieces
+from fivefold.support.progress import bar
 
 Jsonl = Callable[..., Path]
 

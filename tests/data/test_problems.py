@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from fivefold.data import records
+from fivefold.data import records as sources
 from fivefold.data.prepare import prepare
-from fivefold.data.writing import records, sources
 from fivefold.support.errors import UserError
 
 Jsonl = Callable[..., Path]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fivefold.data.checking import verify
+from fivefold.data.integrity import verify
 from fivefold.data.prepare import prepare
 from fivefold.data.tokens import TokenStore
 from fivefold.support.errors import UserError

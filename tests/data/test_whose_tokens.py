@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fivefold.data.prepare import prepare
-from fivefold.data.whose_tokens import foreign
+from fivefold.data.tokenizer import foreign
 
 
 @pytest.fixture

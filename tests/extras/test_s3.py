@@ -16,7 +16,7 @@ import pytest
 from fivefold.checkpoint import objects
 from fivefold.checkpoint.storage import storage_of
 from fivefold.checkpoint.store import Store
-from fivefold.support.places import Remote, remote_of
+from fivefold.support.places import RemotePlace, remote_of
 from tests.checkpoint.runs import SMALL, Run, small_job
 from tests.checkpoint.test_objects import names, save
 from tests.commands import fivefold
@@ -76,7 +76,7 @@ def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     objects._objects.cache_clear()
 
 
-def place(name: str) -> Remote:
+def place(name: str) -> RemotePlace:
     return remote_of(f"s3://{BUCKET}/{name}")
 
 
@@ -117,7 +117,7 @@ def test_a_run_that_was_killed_goes_on_in_another_layout_on_another_machine(
     assert sorted(late) == list(range(int(saved[0][5:]) + 1, 9))
     for step, loss in [*early.items(), *late.items()]:
         assert loss == pytest.approx(want[step], rel=1e-9)
-    check = fivefold("checkpoint", "verify", f"s3://{BUCKET}/runs/run", env=server.env)
+    check = fivefold("checkpoint", "ls", "--verify", f"s3://{BUCKET}/runs/run", env=server.env)
     assert (check.returncode, check.stdout) == (0, "step-00000008  sound\nstep-00000006  sound\n")
     assert not list(tmp_path.rglob("*.tensors")) or all("whole" in str(file) for file in tmp_path.rglob("*.tensors"))
     for printed in (first, second, check):
@@ -136,7 +136,7 @@ def test_a_flipped_byte_is_found_and_the_checkpoint_before_it_used(
     content = bytearray(store.storage.read(file, 1 << 24))
     content[5000] ^= 4
     store.storage.put(file, bytes(content))
-    check = fivefold("checkpoint", "verify", f"s3://{BUCKET}/a/run", env=server.env)
+    check = fivefold("checkpoint", "ls", "--verify", f"s3://{BUCKET}/a/run", env=server.env)
     assert check.returncode == 1
     assert f"{file} is damaged: its sha256 is" in check.stdout
     more = fivefold("train", f"s3://{BUCKET}/a/run", "train.steps=6", cwd=tmp_path, env=server.env)

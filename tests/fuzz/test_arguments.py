@@ -16,11 +16,11 @@ from fivefold.support.errors import UserError
 from tests.fuzz.cases import survives
 
 ABSURD = ["-1", str(2**63), "9" * 5000, "1e400", "nan", ""]
-WORDS = NEED_TORCH | WORKS | {"bench scaling": "layout=dp=2", "ui": "--no-browser"}
-SERVING = ("--prompt", "--answer", "--concurrent", "--ttft", "--tpot")  # of `plan`
+WORDS = NEED_TORCH | WORKS | {"ui": "--no-browser"}
+MODES = {"bench train": {"--warm": "--cases"}, "bench peers": {"--least": "--scaling", "--batch": "--scaling"}}
 # A seed may be any number, a target in seconds also one that nothing misses, and one may sample from all tokens.
-FINE = {("data prepare", "--seed"), ("goodput", "--seed"), ("plan", "--ttft"), ("plan", "--tpot")}
-NEED_A_RUN = ("resume", "generate", "checkpoint", "export", "import")  # they look for it first
+FINE = {("data prepare", "--seed"), ("goodput", "--seed"), ("serve", "--ttft"), ("serve", "--tpot")}
+NEED_A_RUN = ("inspect", "generate", "checkpoint", "hf")  # they look for it first
 
 
 def options() -> Iterator[tuple[str, str]]:
@@ -53,8 +53,8 @@ def test_an_option(command: str, option: str, tmp_path, monkeypatch) -> None:
     words = WORDS[command].split()
     if option in words:
         del words[words.index(option) : words.index(option) + 2]
-    if command == "plan" and option in SERVING:
-        words = ["tiny", "--inference"]
+    if option in MODES.get(command, {}):
+        words.append(MODES[command][option])
     for value in ABSURD:
         said = CliRunner().invoke(app, [*command.split(), *words, option, value])
         refused = isinstance(said.exception, UserError) or said.exit_code == 2

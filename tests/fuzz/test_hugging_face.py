@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.checkpoint.hf_files import HuggingFace
-from fivefold.generate.request import _ends
-from fivefold.generate.text import text_of
-from fivefold.model.hf import sources
-from fivefold.spec.hf_config import spec_from_hf, to_hf_config
+from fivefold.generation.request import _ends, text_of
+from fivefold.model.hf_names import sources
+from fivefold.spec.hf import spec_from_hf, to_hf_config
 from fivefold.spec.presets import preset
 from tests.fuzz.cases import changed, damaged, documents, fuzz, survives
 

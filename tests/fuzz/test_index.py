@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fivefold.data.index import NAME, Index
+from fivefold.data.index import NAME, DataIndex
 from fivefold.data.tokens import TokenStore
 from tests.fuzz.cases import changed, documents, fuzz, survives
 
@@ -45,6 +45,6 @@ def test_an_index(folder: Path, tokens: Path) -> None:
 def sealed(table: Any) -> bytes:
     """With the seal of what it says, where it says what an index says."""
     try:
-        return msgspec.json.encode(msgspec.convert(table, Index).sealed())
+        return msgspec.json.encode(msgspec.convert(table, DataIndex).sealed())
     except (msgspec.MsgspecError, ValueError):
         return json.dumps(table).encode()

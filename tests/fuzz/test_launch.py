@@ -20,17 +20,14 @@ import yaml
 from hypothesis import event, example, given
 from hypothesis import strategies as st
 
-from fivefold.deploy import kubernetes
-from fivefold.deploy.deployment import Deployment
-from fivefold.deploy.launch import launch
-from fivefold.deploy.machines import Machines
-from fivefold.deploy.options import Options
-from fivefold.deploy.result import LaunchResult
-from fivefold.deploy.yaml import plain
+from fivefold.clusters import kubernetes
+from fivefold.clusters.deployment import Deployment, Machines, Options
+from fivefold.clusters.quoting import plain
+from fivefold.clusters.write import LaunchResult, launch
 from fivefold.job.config import Job, read_job
-from fivefold.report.terminal import to_text
-from fivefold.support.documents import toml_value
+from fivefold.render.blocks import to_text
 from fivefold.support.errors import Note
+from fivefold.support.parsing import toml_value
 from tests.fuzz.cases import fuzz, survives
 
 CANARY = "touch CANARY"

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fivefold.checkpoint.job import job_of
+from fivefold.checkpoint.find import job_of
 from fivefold.checkpoint.store import MANIFEST, Checkpoint, Manifest
 from fivefold.checkpoint.tensors import TABLE
 from fivefold.job.config import job_from, read_job

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fivefold.schedule.catalogue import build
-from fivefold.schedule.simulate import simulate
-from fivefold.schedule.text import load, to_json, to_text
+from fivefold.schedules.registry import build
+from fivefold.schedules.simulate import simulate
+from fivefold.schedules.text import load, to_json, to_text
 from tests.fuzz.cases import damaged, documents, fuzz, survives
 
 SMALL = [build("1f1b", 2, 3), build("zb-v", 2, 4), build("interleaved", 2, 4)]

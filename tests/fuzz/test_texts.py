@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
-from fivefold.schedule.catalogue import CATALOGUE
-from fivefold.schedule.schedule import Placement
-from fivefold.schedule.times import KEYS, Times, parse_slow
+from fivefold.schedules.costs import KEYS, Durations, parse_slow
+from fivefold.schedules.registry import CATALOGUE
+from fivefold.schedules.schedule import Placement
 from fivefold.spec.presets import preset
 from tests.fuzz.cases import ODD, fuzz, survives
 
@@ -67,5 +67,5 @@ TIMES = st.tuples(
 @fuzz
 @given(st.one_of(st.lists(TIMES, max_size=5).map(",".join), st.text(max_size=60)))
 def test_times(text: str) -> None:
-    survives(lambda: Times.parse(text).costs(Placement.single(4)))
-    survives(lambda: Times(slow=parse_slow(text)).costs(Placement.single(4)))
+    survives(lambda: Durations.parse(text).costs(Placement.single(4)))
+    survives(lambda: Durations(slow=parse_slow(text)).costs(Placement.single(4)))

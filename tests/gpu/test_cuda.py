@@ -9,30 +9,29 @@ import pytest
 import torch
 from torch import Tensor
 
-from fivefold.checkpoint.host_staging import Staging
-from fivefold.checkpoint.state import written
+from fivefold.checkpoint.shards import written
+from fivefold.checkpoint.staging import Staging
 from fivefold.data.corpus import stdlib_corpus
 from fivefold.job.config import TrainConfig, read_job
 from fivefold.job.preflight import preflight
 from fivefold.launch.device import make_repeatable
-from fivefold.model import random
-from fivefold.model.compiled import compilation, compiled
+from fivefold.model import init
 from fivefold.model.decoder import Decoder, Dropout
-from fivefold.model.deterministic_attention import Tiles
-from fivefold.model.experts.fp8 import Fp8GroupedLinear
-from fivefold.model.experts.grouped import GroupedLinear, Groups
-from fivefold.model.fp8 import fp8_linear
+from fivefold.model.fp8 import Fp8GroupedLinear, fp8_linear
+from fivefold.model.grouped import GroupedLinear, Groups
 from fivefold.model.head import add_product
 from fivefold.model.init import draw, initialise
+from fivefold.model.kernels import Tiles
+from fivefold.model.layers import TokenPositions
+from fivefold.model.masks import causal_spans
 from fivefold.model.ops import LocalOps
-from fivefold.model.positions import TokenPositions
-from fivefold.model.spans import causal_spans
-from fivefold.optimizers import AdamW
+from fivefold.model.recompute import compilation, compiled
+from fivefold.optim.adamw import AdamW
 from fivefold.parallel.mesh import Mesh
 from fivefold.spec.presets import preset
-from fivefold.train.engine import Engine
-from fivefold.train.loop import Trainer
-from fivefold.verify.batches import make_batch, plain_batch
+from fivefold.trainer.engine import Engine
+from fivefold.trainer.loop import Trainer
+from fivefold.verifier.cases import make_batch, plain_batch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -49,10 +48,10 @@ def test_initial_weights_are_the_same_bits_on_cpu_and_cuda(name: str, dtype: tor
 
 
 def test_a_hundred_million_normals_are_the_same_bits_on_cpu_and_cuda() -> None:
-    key = random.key(0, "w")
+    key = init.random_key(0, "w")
     for row in range(0, 6400, 64):
         rows, columns = range(row, row + 64), range(16_384)
-        assert torch.equal(random.normal(key, rows, columns), random.normal(key, rows, columns, "cuda").cpu())
+        assert torch.equal(init.random_normal(key, rows, columns), init.random_normal(key, rows, columns, "cuda").cpu())
 
 
 def test_dropout_masks_are_the_same_bits_on_cpu_and_cuda() -> None:
@@ -170,7 +169,7 @@ def test_compiled_blocks_compute_what_eager_ones_do(tmp_path: Path, model: str, 
 @pytest.mark.parametrize("size", [7, 1000, 4096 * 33])
 def test_the_kernel_of_adamw_is_torchs_adamw(size: int) -> None:
     """Clipping by a half, five steps; and the rounded copy is the master's."""
-    from fivefold.optimizers.fused_adamw import adamw
+    from fivefold.optim.kernels import adamw
 
     random = torch.Generator("cuda").manual_seed(0)
     ours = torch.nn.Parameter(torch.randn(size, device="cuda", generator=random))
@@ -232,7 +231,7 @@ def test_products_of_experts_in_a_graph_are_those_of_a_loop(product: Any, sizes:
 
 
 def test_a_sum_of_squares_is_the_same_every_time_and_exact() -> None:
-    from fivefold.optimizers.fused_norm import sum_of_squares
+    from fivefold.optim.kernels import sum_of_squares
 
     random = torch.Generator("cuda").manual_seed(0)
     kinds = (torch.bfloat16, torch.float32)
@@ -274,7 +273,7 @@ def test_a_snapshot_is_of_its_step_though_the_device_copies_it_beside_the_next(t
     pieces = written(engine.weights, shapes, engine.optimizer, engine.buffers)
     staging.prepare(pieces)
     batch = plain_batch(job.model.vocab, job.train.batch, job.data.seq)
-    engine.accumulate(batch)  # the first pass makes kernels, and takes longer than what follows
+    engine.forward_backward(batch)  # the first pass makes kernels, and takes longer than what follows
     engine.step(1e-2, engine.gradient_norm())
     for _ in range(2):
         was = {name: piece.make().clone() for name, piece in pieces.items()}
@@ -284,7 +283,7 @@ def test_a_snapshot_is_of_its_step_though_the_device_copies_it_beside_the_next(t
         snapshot = staging.take(pieces)
         assert all(piece.make().is_pinned() for piece in snapshot.pieces.values())
         engine.copied = snapshot.copied
-        engine.accumulate(batch)
+        engine.forward_backward(batch)
         assert snapshot.copied is not None
         assert not snapshot.copied.query()  # steps do not wait for it
         engine.step(1e-2, engine.gradient_norm())
@@ -303,7 +302,7 @@ def test_packed_documents_have_a_few_graphs_and_not_one_for_each_batch() -> None
         batch = make_batch(job, step)
         at = causal_spans(batch.documents, torch.device("cpu")).packed
         shapes.add((len(at.query_starts), at.most_queries))
-        loss = engine.accumulate(batch)
+        loss = engine.forward_backward(batch)
         assert loss.isfinite()
         engine.step(1e-3, engine.gradient_norm())
     assert compilation()[0] - before <= len(shapes) + 2  # blocks, the loss, the first step's

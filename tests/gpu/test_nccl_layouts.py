@@ -4,17 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-import fivefold.train.engine
+import fivefold.trainer.engine
 from fivefold.job.config import Job, read_job
 from fivefold.layout.layout import Layout
 from fivefold.layout.stages import schedule_of
-from fivefold.schedule.actions import RECEIVES
-from fivefold.schedule.check import check
-from fivefold.schedule.schedule import Schedule
+from fivefold.schedules.actions import RECEIVES
+from fivefold.schedules.check import check
+from fivefold.schedules.schedule import Schedule
 from fivefold.spec.model import ModelSpec
-from fivefold.verify.compare import OPTIMIZER
-from fivefold.verify.result import VerifyResult
-from fivefold.verify.verify import Judge, verify
+from fivefold.verifier.compare import OPTIMIZER
+from fivefold.verifier.result import VerifyResult
+from fivefold.verifier.verify import Judge, verify
 from tests.gpu.nccl import needs_a_gpu
 
 pytestmark = needs_a_gpu
@@ -56,7 +56,7 @@ def test_ranks_that_stay_up_forget_the_groups_of_the_layout_before() -> None:
 
 def plant_early_receives() -> None:
     """Before the first action, each rank posts all receives that buffers allow: as safe as can be on gloo."""
-    fivefold.train.engine.schedule_of = early  # type: ignore[attr-defined]
+    fivefold.trainer.engine.schedule_of = early  # type: ignore[attr-defined]
 
 
 def early(spec: ModelSpec, layout: Layout, seq: int) -> Schedule:

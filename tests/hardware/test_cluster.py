@@ -10,10 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from fivefold.hardware.accelerators import ACCELERATORS, LINKS, PRECISIONS, Link, find_accelerator
-from fivefold.hardware.cluster import Cluster, Group
-from fivefold.hardware.efficiency import achieved
-from fivefold.hardware.listing import accelerators
+from fivefold.hardware.accelerators import ACCELERATORS, LINKS, PRECISIONS, Link, achieved, find_accelerator
+from fivefold.hardware.cluster import Cluster, Group, accelerators
 from fivefold.support.errors import UserError
 
 groups = st.builds(Group, st.integers(1, 4096), st.integers(1, 72), st.sampled_from(list(ACCELERATORS.values())))

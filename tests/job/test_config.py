@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from fivefold.job.config import Job, RunConfig, job_from, read_job, to_toml
-from fivefold.job.written import written
+from fivefold.job.recipes import written
 from fivefold.layout.layout import Layout
-from fivefold.spec.hf_config import to_hf_config
+from fivefold.spec.hf import to_hf_config
 from fivefold.spec.presets import PRESETS, preset
 from fivefold.support.errors import Note, UserError
 

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from fivefold.job.config import Job, read_job
-from fivefold.job.continuing import FREE, MEANT, NEVER, RATE, RULES, changes, refusals, rule_of
+from fivefold.job.resume_rules import FREE, MEANT, NEVER, RATE, RULES, changes, refusals, rule_of
 
 
 def problems(before: Job, now: Job, done: int, named: bool = False) -> list[str]:

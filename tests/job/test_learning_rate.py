@@ -4,8 +4,8 @@ from itertools import pairwise
 
 import pytest
 
-from fivefold.job.learning_rate import learning_rate
-from fivefold.optimizers import AdamW
+from fivefold.optim.adamw import AdamW
+from fivefold.optim.base import learning_rate
 
 
 def rates(steps: int, **settings) -> list[float]:

@@ -8,7 +8,7 @@ from fivefold.job.config import read_job
 from fivefold.job.preflight import preflight
 from fivefold.launch.world import RESTARTS, RUN
 from fivefold.support.errors import UserError
-from fivefold.train.directories import run_directory
+from fivefold.trainer.directories import run_directory
 
 
 def problems_of(*changes: str) -> list[str]:

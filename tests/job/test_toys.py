@@ -7,8 +7,8 @@ import pytest
 
 from fivefold.job.config import job_of, read_job
 from fivefold.spec.presets import TOYS, preset
-from fivefold.verify.batches import write_tokens
-from fivefold.verify.verify import verify
+from fivefold.verifier.cases import write_tokens
+from fivefold.verifier.verify import verify
 from tests.commands import fivefold
 
 FAST = ["train.batch=2", "data.seq=16", "train.eval_samples=0", "model.layers=1", "model.hidden=32", "train.device=cpu"]

@@ -8,11 +8,11 @@ import pytest
 import typer
 
 from fivefold.cli import app
+from fivefold.job.aliases import ALIASES, SAID
 from fivefold.job.config import KEYS, read_job
-from fivefold.job.words import ALIASES, SAID
 from fivefold.layout.layout import Layout
+from fivefold.support.dtypes import dtype_of, precision_of
 from fivefold.support.errors import UserError
-from fivefold.support.precision import dtype_of, precision_of
 from tests.commands import fivefold
 
 
@@ -89,11 +89,11 @@ def test_precisions_have_the_same_words_everywhere() -> None:
         ("train layout=dp=8 zero=3", "write layout=dp=8,zero=3"),
         ("verify --layout dp=8 zero=3", "write --layout dp=8,zero=3"),
         ("plan llama3-8b --layout dp=8 zero=3", "write --layout dp=8,zero=3"),
-        ("simulate llama3-8b --layout tp=8 sp", "write --layout tp=8,sp"),
+        ("plan llama3-8b --layout tp=8 sp", "write --layout tp=8,sp"),
         ("dryrun llama3-8b --layout dp=4 pp=2 zero=1", "write --layout dp=4,pp=2,zero=1"),
         ("train 'layout=dp=2 zero=3'", "write layout=dp=2,zero=3"),
         ("verify --layout 'dp=8 zero=3'", "write --layout dp=8,zero=3"),
-        ("simulate llama3-8b --layout 'tp=8 sp split=3 5, zero=3'", "write --layout tp=8,sp,split=3,5,zero=3"),
+        ("plan llama3-8b --layout 'tp=8 sp split=3 5, zero=3'", "write --layout tp=8,sp,split=3,5,zero=3"),
         ("dryrun llama3-8b --layout dp=8, zero=3", "write --layout dp=8,zero=3"),
         ("plan llama3-8b --fix 'tp=8 microbatch=2'", "write --fix tp=8,microbatch=2"),
     ],
@@ -116,7 +116,7 @@ def test_a_layout_with_spaces_is_answered_with_commas(command: str, right: str, 
         ("train --nproc-per-node 8", ["write --nproc 8"]),
         ("plan llama3-8b --dtype bf16 --zero 3", ["write --precision bf16", "write --fix zero=3"]),
         ("plan --model llama3-8b", ["write llama3-8b as the first word"]),
-        ("simulate tiny --layout dp=2 --batch-size 4", ["write --batch 4"]),
+        ("plan tiny --layout dp=2 --batch-size 4", ["write --batch 4"]),
         ("generate . --precision bf16", ["write --dtype bf16"]),
     ],
 )

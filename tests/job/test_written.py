@@ -7,9 +7,9 @@ import pytest
 from msgspec import structs
 
 from fivefold.job.config import Job, read_job
-from fivefold.job.written import written
+from fivefold.job.recipes import written
 from fivefold.layout.layout import Layout
-from fivefold.spec.attention import RopeScaling
+from fivefold.spec.blocks import RopeScaling
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import PRESETS, preset
 

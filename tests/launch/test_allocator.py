@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from fivefold.launch.allocator import keep_freed_memory
+from fivefold.launch.host import keep_freed_memory
 
 OF_OTHERS = ("MALLOC_", "MIMALLOC_", "GLIBC_TUNABLES")
 # Faults in which the operating system had to provide pages in each step of a model with activations of 128 MB.
 STEPS = """
-from fivefold.launch.allocator import keep_freed_memory
+from fivefold.launch.host import keep_freed_memory
 keep_freed_memory()
 import resource, torch
 from torch import nn

@@ -13,7 +13,7 @@ from torch.distributed import HashStore, ProcessGroupGloo
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from fivefold.launch.interfaces import GLOO
+from fivefold.launch.rendezvous import GLOO
 from fivefold.launch.world import one_gloo_worker
 from tests.ranks import run_ranks
 

@@ -18,15 +18,15 @@ from torch.distributed import FileStore, PrefixStore, Store
 
 from fivefold.job.config import read_job
 from fivefold.launch import handshake
-from fivefold.launch.handshake import Roll, meet
-from fivefold.launch.meeting import Meeting
-from fivefold.launch.statement import (
-    Answer,
-    Call,
-    Claim,
+from fivefold.launch.handshake import (
     Facts,
+    Hello,
+    Roll,
+    RollCall,
     Statement,
+    Welcome,
     code_digest,
+    meet,
     odd_ones,
     ranks_text,
     seal,
@@ -34,18 +34,19 @@ from fivefold.launch.statement import (
     short,
     unseal,
 )
-from fivefold.schedule.catalogue import build
-from fivefold.schedule.text import save
+from fivefold.launch.rendezvous import Rendezvous
+from fivefold.schedules.registry import build
+from fivefold.schedules.text import save
 from fivefold.support.errors import PeerLost, UserError
 from tests.launch.test_meeting import free_port
 
 SECRET = secrets.token_bytes(32)
 FACTS = Facts(4, "run", 0, "2.13.0", "c" * 32, "d" * 32, "j" * 32)
-CLAIM = Claim(FACTS, {"train.seed": "0", "train.steps": "6"}, SECRET)
+CLAIM = Hello(FACTS, {"train.seed": "0", "train.steps": "6"}, SECRET)
 PATIENCE = 30.0
 
 
-def other(**facts: Any) -> Claim:
+def other(**facts: Any) -> Hello:
     return replace(CLAIM, facts=msgspec.structs.replace(FACTS, **facts))
 
 
@@ -56,11 +57,11 @@ class Meetings:
     """Ranks that meet at one file, each in a thread, and what became of them."""
 
     def __init__(self, file: Path):
-        self.meeting = Meeting(str(file), alone=True)
+        self.meeting = Rendezvous(str(file), alone=True)
         self.ends: list[Any] = []
         self._threads: list[threading.Thread] = []
 
-    def start(self, rank: int, claim: Claim = CLAIM, timeout: float = PATIENCE) -> None:
+    def start(self, rank: int, claim: Hello = CLAIM, timeout: float = PATIENCE) -> None:
         place = len(self.ends)
         self.ends.append(None)
 
@@ -139,7 +140,7 @@ def test_a_world_of_one_meets_itself(meetings: Meetings) -> None:
         (other(start=1), "is of start 1 of the run, and the others are of start 0"),
     ],
 )
-def test_the_odd_rank_is_named_to_rank_0_and_to_itself(meetings: Meetings, odd: Claim, said: str) -> None:
+def test_the_odd_rank_is_named_to_rank_0_and_to_itself(meetings: Meetings, odd: Hello, said: str) -> None:
     for rank in range(4):
         meetings.start(rank, odd if rank == 2 else CLAIM)
     ends = meetings.finish()
@@ -231,7 +232,7 @@ def test_what_is_no_statement_is_refused(meetings: Meetings, data: bytes) -> Non
 def test_a_statement_without_a_proof_is_refused(meetings: Meetings) -> None:
     meetings.start(0)
     part = meetings.called()
-    call, _ = unseal(part.get("call"), Call, b"")
+    call, _ = unseal(part.get("call"), RollCall, b"")
     assert call is not None
     sealed = msgspec.msgpack.decode(seal(Statement(call.nonce, 1, FACTS), SECRET))
     intrude(part, msgspec.msgpack.encode(sealed | {"proof": b""}))
@@ -264,9 +265,9 @@ def test_an_old_rank_0_is_not_believed(meetings: Meetings) -> None:
 
 
 def test_a_message_of_one_kind_is_none_of_another() -> None:
-    answer = Answer(b"nonce")
-    assert unseal(seal(answer, SECRET), Answer, SECRET) == (answer, True)
-    assert unseal(seal(answer, SECRET), Answer, b"another") == (answer, False)
+    answer = Welcome(b"nonce")
+    assert unseal(seal(answer, SECRET), Welcome, SECRET) == (answer, True)
+    assert unseal(seal(answer, SECRET), Welcome, b"another") == (answer, False)
     assert unseal(seal(answer, SECRET), Statement, SECRET) == (None, False)
 
 
@@ -286,7 +287,7 @@ def test_a_store_that_outlives_its_ranks_serves_the_next_ones(meetings: Meetings
 def test_the_store_of_ranks_that_end_gives_way_to_that_of_the_next_ones() -> None:
     """Two commands one after the other in a Slurm step: rank 1 may come to the second while rank 0 ends the first."""
     meetings = Meetings(Path())
-    meetings.meeting = Meeting("", "127.0.0.1", free_port(), alone=True)
+    meetings.meeting = Rendezvous("", "127.0.0.1", free_port(), alone=True)
     pair = other(world=2)
     for rank in (0, 1):
         meetings.start(rank, pair)
@@ -334,7 +335,7 @@ def test_a_store_that_falls_silent_is_no_hang(meetings: Meetings, monkeypatch: p
             return released.wait(PATIENCE)
 
     monkeypatch.setattr(handshake, "_SILENCE", 0.2)
-    monkeypatch.setattr(Meeting, "store", lambda *args: Silent())
+    monkeypatch.setattr(Rendezvous, "store", lambda *args: Silent())
     meetings.start(1)
     assert "has given no answer for" in str(meetings.finish()[0])
     released.set()

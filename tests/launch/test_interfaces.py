@@ -7,9 +7,8 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore
 
-from fivefold.launch import interfaces
-from fivefold.launch.interfaces import GLOO, check_given, choose, interface_of
-from fivefold.launch.meeting import Meeting
+from fivefold.launch import rendezvous
+from fivefold.launch.rendezvous import GLOO, Rendezvous, check_given, choose, interface_of
 from fivefold.support.errors import UserError
 
 
@@ -21,20 +20,20 @@ def test_an_address_has_an_interface() -> None:
 def test_an_interface_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(GLOO, "ib7")
     with pytest.raises(UserError, match=r"GLOO_SOCKET_IFNAME=ib7: .* has no such interface, only lo.*; nearest: unset"):
-        check_given(Meeting("", "127.0.0.1", 29500))
+        check_given(Rendezvous("", "127.0.0.1", 29500))
 
 
 def test_loopback_is_refused_where_rank_0_is_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(GLOO, "lo")
-    check_given(Meeting("", "127.0.0.1", 29500))
-    monkeypatch.setattr(interfaces, "_interface_to", lambda address, port: "eth9")
+    check_given(Rendezvous("", "127.0.0.1", 29500))
+    monkeypatch.setattr(rendezvous, "_interface_to", lambda address, port: "eth9")
     with pytest.raises(UserError, match=r"reach a loopback interface; .* or GLOO_SOCKET_IFNAME=eth9"):
-        check_given(Meeting("", "127.0.0.1", 29500))
+        check_given(Rendezvous("", "127.0.0.1", 29500))
 
 
 def test_gloo_gets_the_interface_over_which_ranks_met_unless_the_user_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(GLOO, raising=False)
-    meeting = Meeting("", "127.0.0.1", 29500)
+    meeting = Rendezvous("", "127.0.0.1", 29500)
     assert choose(meeting, HashStore(), 2, 1.0) == "this rank uses lo"
     assert os.environ[GLOO] == "lo"
     monkeypatch.setenv(GLOO, "docker0")
@@ -48,10 +47,10 @@ def test_a_rank_whose_name_is_loopback_learns_its_address_from_the_others(monkey
     """As rank 0 does on Debian, where a machine's own name is 127.0.1.1."""
     store, found = HashStore(), list[str]()
     store.set_timeout(timedelta(seconds=5))
-    local, other = Meeting("", "n1", 29500), Meeting("", "n1", 29501)
-    monkeypatch.setattr(Meeting, "resolved", lambda self: [(2, "10.77.0.1" if self is other else "127.0.1.1")])
-    ask = threading.Thread(target=lambda: found.append(interfaces._of_rank_0(local, store, 2, 20.0)))
+    local, other = Rendezvous("", "n1", 29500), Rendezvous("", "n1", 29501)
+    monkeypatch.setattr(Rendezvous, "resolved", lambda self: [(2, "10.77.0.1" if self is other else "127.0.1.1")])
+    ask = threading.Thread(target=lambda: found.append(rendezvous._of_rank_0(local, store, 2, 20.0)))
     ask.start()
-    assert interfaces._of_rank_0(other, store, 2, 20.0) == "10.77.0.1"
+    assert rendezvous._of_rank_0(other, store, 2, 20.0) == "10.77.0.1"
     ask.join()
     assert found == ["10.77.0.1"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fivefold.launch import logs
-from fivefold.launch.ranks import RankError
+from fivefold.launch.processes import RankError
 from fivefold.launch.world import World
 from tests.commands import fivefold
 from tests.launch.test_joining import FAST, SLURM

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from fivefold.launch import meeting as module
-from fivefold.launch.meeting import Meeting, within
+from fivefold.launch import rendezvous as module
+from fivefold.launch.rendezvous import Rendezvous, within
 from fivefold.support.errors import PeerLost, UserError
 from tests.ranks import run_ranks
 
@@ -26,11 +26,11 @@ def listener() -> Iterator[socket.socket]:
         yield found
 
 
-def at(listener: socket.socket, address: str = "127.0.0.1", **more: bool) -> Meeting:
-    return Meeting("", address, listener.getsockname()[1], **more)
+def at(listener: socket.socket, address: str = "127.0.0.1", **more: bool) -> Rendezvous:
+    return Rendezvous("", address, listener.getsockname()[1], **more)
 
 
-def opened(meeting: Meeting, rank: int, patience: float = PATIENCE) -> dist.Store:
+def opened(meeting: Rendezvous, rank: int, patience: float = PATIENCE) -> dist.Store:
     return meeting.store(rank, 2, time.monotonic() + patience)
 
 
@@ -65,18 +65,18 @@ def _target(link: Path) -> str:
 
 def test_rank_0_listens_at_the_address_that_is_used_and_at_no_other() -> None:
     before = listening()
-    served = opened(Meeting("", "127.0.0.2", port := free_port()), 0)
+    served = opened(Rendezvous("", "127.0.0.2", port := free_port()), 0)
     assert listening() - before == {"127.0.0.2"}
     served.set("key", "value")
-    assert opened(Meeting("", "127.0.0.2", port), 1).get("key") == b"value"
+    assert opened(Rendezvous("", "127.0.0.2", port), 1).get("key") == b"value"
 
 
 def test_a_name_that_is_loopback_here_alone_may_be_another_address_elsewhere() -> None:
     before = listening()
-    served = opened(Meeting("", "localhost", free_port()), 0)
+    served = opened(Rendezvous("", "localhost", free_port()), 0)
     assert listening() - before <= {"::", "0.0.0.0"}
     del served
-    alone = opened(Meeting("", "localhost", free_port(), alone=True), 0)
+    alone = opened(Rendezvous("", "localhost", free_port(), alone=True), 0)
     assert listening() - before <= {"127.0.0.1", "::1"}
     del alone
 
@@ -115,11 +115,11 @@ def test_a_listener_that_answers_something_else_is_no_store(
 
 def test_rank_0_that_does_not_come_is_named() -> None:
     with pytest.raises(PeerLost, match=r"rank 0 has not joined within 0 s: nothing listens at 127.0.0.1:\d+"):
-        opened(Meeting("", "127.0.0.1", free_port()), 1, 0.2)
+        opened(Rendezvous("", "127.0.0.1", free_port()), 1, 0.2)
 
 
 def test_rank_0_may_come_later() -> None:
-    meeting, found = Meeting("", "127.0.0.1", free_port()), list[dist.Store]()
+    meeting, found = Rendezvous("", "127.0.0.1", free_port()), list[dist.Store]()
     early = threading.Thread(target=lambda: found.append(opened(meeting, 1)))
     early.start()
     served = opened(meeting, 0)
@@ -132,12 +132,12 @@ def test_rank_0_may_come_later() -> None:
 @pytest.mark.parametrize("name", ["no-such-host.invalid", "x" * 300, "a..b"])
 def test_a_name_that_does_not_resolve_is_named_at_once(rank: int, name: str) -> None:
     with pytest.raises(UserError, match=f"the address of rank 0, '{name}', cannot be resolved"):
-        opened(Meeting("", name, 29500), rank)
+        opened(Rendezvous("", name, 29500), rank)
 
 
 def test_an_address_of_another_machine_is_named() -> None:
     with pytest.raises(UserError, match=r"and 198.51.100.7 is no address of that machine; set MASTER_ADDR"):
-        opened(Meeting("", "198.51.100.7", free_port()), 0)
+        opened(Rendezvous("", "198.51.100.7", free_port()), 0)
 
 
 def test_within_passes_on_what_happens_and_waits_as_long_as_something_does() -> None:

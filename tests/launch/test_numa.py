@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.launch.numa import share
+from fivefold.launch.device import share
 
 GPUS = ["0000:17:00.0", "0000:3d:00.0", "0000:97:00.0", "0000:bd:00.0"]
 

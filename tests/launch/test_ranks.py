@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fivefold.launch.ends import End
-from fivefold.launch.ranks import RankError
+from fivefold.launch.exits import End
+from fivefold.launch.processes import RankError
 from fivefold.support.errors import PeerLost
 from tests.ranks import run_ranks
 

@@ -1,7 +1,7 @@
 """Whether a failure is tried again, and after how long."""
 
-from fivefold.launch.ends import End
-from fivefold.launch.restarts import LONGEST, Restarts
+from fivefold.launch.exits import End
+from fivefold.launch.local import LONGEST, Restarts
 
 
 def failure(step: int, error: str = "SIGKILL", rank: int = 1) -> End:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.launch.secret import run_secret
+from fivefold.launch.rendezvous import run_secret
 from fivefold.support.errors import UserError
 
 

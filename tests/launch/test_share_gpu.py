@@ -4,12 +4,10 @@ import pytest
 from typer.testing import CliRunner
 
 from fivefold.cli import app
-from fivefold.doctor.examination import Examination
-from fivefold.doctor.judge import host_ids
-from fivefold.doctor.machine import host_id
-from fivefold.doctor.reports import RankReport
 from fivefold.job.config import TrainConfig, read_job
-from fivefold.launch.roster import SHARING, sharing_problem, visible_gpus
+from fivefold.launch.local import SHARING, sharing_problem, visible_gpus
+from fivefold.machines.judge import Examination, RankReport, host_ids
+from fivefold.machines.node import host_id
 from fivefold.support.errors import UserError
 
 SHARED = TrainConfig(share_gpu="nccl")

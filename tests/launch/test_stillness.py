@@ -7,7 +7,7 @@ import types
 import pytest
 
 from fivefold.launch import heartbeat
-from fivefold.launch.waits import stood, waits_there
+from fivefold.launch.waits import timed_wait, waits_there
 
 ENTRY = {
     "process_group": ["0", "default_pg"],
@@ -46,7 +46,7 @@ def test_what_is_not_finished_is_named_with_its_shape_and_number(monkeypatch: py
 
 
 def test_a_wait_for_the_device_is_a_wait_for_others() -> None:
-    code = stood.__code__
+    code = timed_wait.__code__
     line = next(number for _, _, number in code.co_lines() if number and waits_there(code.co_filename, number))
     assert line
     assert not waits_there(__file__, 1)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fivefold.launch.faults import strike
-from fivefold.launch.meeting import Meeting
+from fivefold.launch.rendezvous import Rendezvous
 from fivefold.launch.world import RESTARTS, World, current_world, first_host
 from fivefold.support.errors import UserError
 from tests.commands import fivefold
@@ -19,14 +19,14 @@ def test_a_plain_process_is_a_world_of_one() -> None:
 def test_torchrun_says_who_we_are() -> None:
     env = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
     env |= {"MASTER_ADDR": "a", "MASTER_PORT": "29500"}
-    assert current_world(env) == World(5, 8, 1, local_size=4, joined=True, meeting=Meeting("", "a", 29500))
+    assert current_world(env) == World(5, 8, 1, local_size=4, joined=True, meeting=Rendezvous("", "a", 29500))
 
 
 def test_ranks_that_are_all_of_one_machine_meet_on_its_loopback() -> None:
     env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "gpu007", "MASTER_PORT": "29500"}
-    assert current_world(env).meeting == Meeting("", "127.0.0.1", 29500, alone=True)
+    assert current_world(env).meeting == Rendezvous("", "127.0.0.1", 29500, alone=True)
     agent = env | {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # torchrun's store is where torchrun put it
-    assert current_world(agent).meeting == Meeting("", "gpu007", 29500, agent=True, alone=True)
+    assert current_world(agent).meeting == Rendezvous("", "gpu007", 29500, agent=True, alone=True)
     step = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "gpu007"}
     assert (current_world(step).meeting.address, current_world(step).meeting.alone) == ("127.0.0.1", True)
 
@@ -59,7 +59,7 @@ def test_slurm_says_who_we_are_inside_a_step_only() -> None:
     step = batch_script | {"SLURM_STEP_ID": "0", "SLURM_PROCID": "9", "SLURM_LOCALID": "1"}
     step["SLURM_STEP_TASKS_PER_NODE"] = "4(x3),2(x2)"
     found = current_world(step)
-    meeting = Meeting("", "gpu007", found.meeting.port)
+    meeting = Rendezvous("", "gpu007", found.meeting.port)
     assert found == World(9, 16, 1, local_size=4, joined=True, meeting=meeting, run="Slurm step 7.0")
 
 

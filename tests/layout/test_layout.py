@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.layout.layout import Layout, tp_fits
-from fivefold.schedule.catalogue import CATALOGUE, build
+from fivefold.schedules.registry import CATALOGUE, build
 from fivefold.spec.presets import preset
 from fivefold.support.errors import UserError
 

@@ -6,7 +6,8 @@ import pytest
 
 from fivefold.layout.layout import Layout
 from fivefold.layout.stages import balanced, costs, layer_cost, stages_of
-from fivefold.spec.experts import Experts
+from fivefold.spec.blocks import Experts
+from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import preset
 
 DENSE_FIRST = Experts(count=8, top_k=2, ffn=64, dense_layers=2)
@@ -29,12 +30,19 @@ def test_no_split_has_a_faster_slowest_stage(stages: int, vocab: int) -> None:
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
-@pytest.mark.parametrize("ffn", [64, 2000])
-def test_no_split_is_faster_where_the_first_layers_are_dense(stages: int, ffn: int) -> None:
-    spec = preset("tiny-deepseek", layers=6, ffn=ffn, experts=DENSE_FIRST)
-    _, bottom, top = costs(spec, 32)
-    layers = [layer_cost(spec, layer, 32) for layer in range(6)]
-    assert layers[0] != layers[2] == layers[5]
+@pytest.mark.parametrize(
+    ("spec", "seq"),
+    [
+        (preset("tiny-deepseek", layers=6, ffn=64, experts=DENSE_FIRST), 32),
+        (preset("tiny-deepseek", layers=6, ffn=2000, experts=DENSE_FIRST), 32),
+        (preset("tiny-oss", layers=6), 4096),
+        (preset("tiny", layers=6, window=16, window_period=3), 100_000),
+    ],
+)
+def test_no_split_is_faster_where_layers_differ(stages: int, spec: ModelSpec, seq: int) -> None:
+    _, bottom, top = costs(spec, seq)
+    layers = [layer_cost(spec, layer, seq) for layer in range(6)]
+    assert len(set(layers)) == 2
 
     def loads(sizes: tuple[int, ...]) -> list[float]:
         ends = list(itertools.accumulate(sizes, initial=0))
@@ -42,10 +50,18 @@ def test_no_split_is_faster_where_the_first_layers_are_dense(stages: int, ffn: i
         return [found[0] + bottom, *found[1:-1], found[-1] + top]
 
     splits = [sizes for sizes in itertools.product(range(7), repeat=stages) if sum(sizes) == 6]
-    best = loads(balanced(spec, stages, 32))
+    best = loads(balanced(spec, stages, seq))
     assert max(best) == pytest.approx(min(max(loads(one)) for one in splits))
     even = [one for one in splits if max(loads(one)) <= max(best) * (1 + 1e-9)]
     assert sum(load**2 for load in best) == pytest.approx(min(sum(load**2 for load in loads(one)) for one in even))
+
+
+def test_a_stage_with_layers_that_see_everything_has_fewer_of_the_others() -> None:
+    """Every sixth layer sees 131,072 tokens, and the others see 128 of them."""
+    spec = preset("gpt-oss-20b", layers=24, window_period=6, vocab=8)
+    wide, narrow = (layer_cost(spec, layer, 131_072) for layer in (5, 0))
+    assert wide - narrow == 2 * (131_072 / 2 - 128) * 2 * spec.heads * spec.head_dim
+    assert balanced(spec, 3, 131_072) == (11, 7, 6)  # with 1, 1 and 2 that see everything
 
 
 def test_a_large_head_takes_layers_off_the_last_stage() -> None:
@@ -73,6 +89,7 @@ def test_a_split_is_taken_as_it_is() -> None:
 
 
 def test_ten_thousand_layers_are_balanced_without_trying_all_pairs_of_ends() -> None:
-    sizes = balanced(preset("llama3-8b", layers=10_000), 3, 8192)
-    assert sum(sizes) == 10_000
-    assert max(sizes) - min(sizes) <= 4
+    for changes in ({}, {"window": 128, "window_period": 2}):
+        sizes = balanced(preset("llama3-8b", layers=10_000, **changes), 3, 8192)
+        assert sum(sizes) == 10_000
+        assert max(sizes) - min(sizes) <= 5

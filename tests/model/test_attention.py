@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fivefold.model import attention
-from fivefold.model.dtypes import wide
+from fivefold.model import kernels
+from fivefold.model.layers import TokenPositions, wide
+from fivefold.model.masks import DocumentMask, causal_spans, check_runs, full_spans
 from fivefold.model.ops import LocalOps
-from fivefold.model.positions import TokenPositions
-from fivefold.model.spans import Spans, causal_spans, check_runs, full_spans
 
 CPU = torch.device("cpu")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA"))]
@@ -44,16 +43,18 @@ def reference(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, seen: Tensor) -> li
     return [x.detach() for x in (out, lse, *torch.autograd.grad(out, (q, k, v), grad))]
 
 
-def compare(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, seen: Tensor, causal: bool, spans: Spans | None) -> None:
+def compare(
+    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, seen: Tensor, causal: bool, spans: DocumentMask | None
+) -> None:
     out, lse, *gradients = reference(q, k, v, grad, seen)
-    got, got_lse = attention.forward(q, k, v, causal, spans)
+    got, got_lse = kernels.forward(q, k, v, causal, spans)
     blank = lse == -math.inf
     assert torch.equal(got_lse.cpu() == -math.inf, blank)
     assert worst(got, out) <= BOUND[q.dtype]
     assert worst(got_lse.masked_fill(blank.to(q.device), 0.0), lse.masked_fill(blank, 0.0)) <= BOUND[q.dtype]
     # As a part of a longer row: out and lse come from elsewhere. Here they are the exact ones.
     exact = (out.to(q), lse.masked_fill(blank, 0.0).to(q.device, wide(q.dtype)))
-    for ours, theirs in zip(attention.backward(grad, q, k, v, *exact, causal, spans), gradients, strict=True):
+    for ours, theirs in zip(kernels.backward(grad, q, k, v, *exact, causal, spans), gradients, strict=True):
         assert ours.shape == theirs.shape
         assert worst(ours, theirs) <= BOUND[q.dtype]
 
@@ -106,27 +107,27 @@ def test_documents_that_return_are_refused() -> None:
 def test_matrix_products_are_the_kernel() -> None:
     for causal in (False, True):
         q, k, v, grad = inputs(6, 6, torch.float64, "cpu")
-        out, lse = attention.forward(q, k, v, causal)
-        for ours, theirs in zip(attention.products(q, k, v, causal), (out, lse), strict=True):
+        out, lse = kernels.forward(q, k, v, causal)
+        for ours, theirs in zip(kernels.products(q, k, v, causal), (out, lse), strict=True):
             assert worst(ours, theirs) <= 1e-12
-        ours = attention.products_backward(grad, q, k, v, out, lse, causal)
-        for a, b in zip(ours, attention.backward(grad, q, k, v, out, lse, causal), strict=True):
+        ours = kernels.products_backward(grad, q, k, v, out, lse, causal)
+        for a, b in zip(ours, kernels.backward(grad, q, k, v, out, lse, causal), strict=True):
             assert worst(a, b) <= 1e-12
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_parts_merge_to_the_whole_and_blank_rows_survive(dtype: torch.dtype) -> None:
     q, k, v, _ = inputs(4, 9, dtype, "cpu")
-    whole, whole_lse = attention.forward(q, k, v, False)
+    whole, whole_lse = kernels.forward(q, k, v, False)
     out, lse = torch.zeros_like(whole), torch.full_like(whole_lse, -math.inf)
     blank, blank_lse = out.clone(), lse.clone()
-    attention.merge_(out, lse, blank, blank_lse)
+    kernels.merge_(out, lse, blank, blank_lse)
     assert torch.equal(out, blank)
     assert torch.equal(lse, blank_lse)
     for keys in (slice(0, 2), slice(2, 3), slice(3, 9)):
-        attention.merge_(out, lse, *attention.forward(q, k[:, :, keys], v[:, :, keys], False))
+        kernels.merge_(out, lse, *kernels.forward(q, k[:, :, keys], v[:, :, keys], False))
         before = out.clone()
-        attention.merge_(out, lse, blank, blank_lse)
+        kernels.merge_(out, lse, blank, blank_lse)
         assert torch.equal(out, before)
     assert worst(out, whole.double()) <= BOUND[dtype]
     assert worst(lse, whole_lse.double()) <= BOUND[dtype]
@@ -134,7 +135,7 @@ def test_parts_merge_to_the_whole_and_blank_rows_survive(dtype: torch.dtype) -> 
 
 def test_a_part_with_far_larger_scores_takes_over_without_overflow() -> None:
     out, lse = torch.ones(1, 1, 2, 3), torch.tensor([[[-1e4, 1e4]]])
-    attention.merge_(out, lse, torch.full_like(out, 5.0), -lse)
+    kernels.merge_(out, lse, torch.full_like(out, 5.0), -lse)
     assert out[0, 0].tolist() == [[5.0] * 3, [1.0] * 3]
     assert lse.tolist() == [[[1e4, 1e4]]]
 
@@ -177,9 +178,9 @@ class Flash(TorchDispatchMode):
         q = x["query"] * math.sqrt(16 / 12)  # the definition takes the scale from the padded width
         assert not causal or q.shape[2] == x["key"].shape[2]
         if lse is None:
-            return attention.products(q, x["key"], x["value"], causal)
+            return kernels.products(q, x["key"], x["value"], causal)
         assert lse.is_contiguous()
-        dq, dk, dv = attention.products_backward(x["grad_out"], q, x["key"], x["value"], x["out"], lse, causal)
+        dq, dk, dv = kernels.products_backward(x["grad_out"], q, x["key"], x["value"], x["out"], lse, causal)
         return dq * math.sqrt(16 / 12), dk, dv
 
     def varlen(self, given: Any, x: dict[str, Tensor]) -> tuple[Tensor, ...]:
@@ -203,7 +204,7 @@ class Flash(TorchDispatchMode):
 
 def test_flash_attention_is_called_as_it_asks_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """What runs on a GPU, here with its operators played by the definition in float64."""
-    monkeypatch.setattr(attention, "flashes", lambda q: True)
+    monkeypatch.setattr(kernels, "flashes", lambda q: True)
     with Flash():
         whole = torch.ones(5, 5, dtype=torch.bool)
         compare(*inputs(5, 5, torch.float64, "cpu"), whole.tril(), True, None)
@@ -212,5 +213,5 @@ def test_flash_attention_is_called_as_it_asks_to_be(monkeypatch: pytest.MonkeyPa
         documents = np.array([[0, 0, 1, 2, 2, 2], [0, 0, 0, 0, 0, 0]])
         q, k, v, grad = inputs(6, 6, torch.float64, "cpu")
         seen = torch.from_numpy(documents[:, None, :, None] == documents[:, None, None, :]).tril()
-        packed = attention.packed_attention(q, k, v, causal_spans(documents, CPU).packed)
+        packed = kernels.packed_attention(q, k, v, causal_spans(documents, CPU).packed)
         assert worst(packed, reference(q, k, v, grad, seen)[0]) <= 1e-10

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from fivefold.layout.layout import Recompute
-from fivefold.model import compiled, head
+from fivefold.model import head
+from fivefold.model import recompute as compiled
 from fivefold.model.decoder import Decoder
 from fivefold.model.head import Targets
 from fivefold.spec.presets import preset

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.model.decoder import Decoder, Dropout
+from fivefold.model.head import loss_sum
 from fivefold.model.init import draw, initialise
-from fivefold.model.loss import loss_sum
-from fivefold.model.positions import TokenPositions
+from fivefold.model.layers import TokenPositions
 from fivefold.spec.model import ModelSpec
-from fivefold.spec.parameters import Parameter
+from fivefold.spec.operations import Parameter
 from fivefold.spec.presets import preset
 
 SMALL = {"layers": 2, "hidden": 32, "heads": 4, "ffn": 48, "vocab": 61, "context": 64}
@@ -176,7 +176,7 @@ def test_the_loss_counts_only_what_the_mask_keeps() -> None:
 
 def test_a_box_of_a_stack_of_matrices_draws_what_the_whole_stack_has() -> None:
     spec = preset("tiny")
-    experts = Parameter("layers.0.mlp.experts.weight", (3, 5, 7), "linear", 0, "rows")
+    experts = Parameter("layers.0.mlp.experts.weight", (3, 5, 7), "linear", 0, "colwise")
     whole = torch.empty(3, 5, 7)
     draw(spec, experts, whole, seed=3)
     assert len(set(whole.flatten().tolist())) == 3 * 5 * 7

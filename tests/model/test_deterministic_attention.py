@@ -6,17 +6,17 @@ import pytest
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fivefold.model import deterministic_attention as repeatable
+from fivefold.model import kernels as repeatable
 from fivefold.model import recompute
+from fivefold.model.layers import TokenPositions
 from fivefold.model.ops import LocalOps
-from fivefold.model.positions import TokenPositions
 
 
 @pytest.mark.parametrize("length", [128, 640])
 def test_the_tiles_are_those_that_pytorch_finds_by_looking_at_every_score(length: int) -> None:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    ours = repeatable.causal(torch.device("cpu"), length).mask
+    ours = repeatable.causal_tiles(torch.device("cpu"), length).mask
     theirs = create_block_mask(repeatable._sees, None, None, length, length, device="cpu")
     assert ours.shape == theirs.shape
     for whole in ("", "full_"):
@@ -51,7 +51,7 @@ def test_a_compiled_block_takes_flex_attention_for_what_it_knows(
         graphs.append(graph)
         return graph.forward
 
-    sight = repeatable.causal(torch.device("cpu"), 256)
+    sight = repeatable.causal_tiles(torch.device("cpu"), 256)
     q = torch.zeros(shape, dtype=dtype)
     kv = torch.zeros(shape[0], 2, *shape[2:], dtype=dtype)
     with torch.no_grad():  # a CPU's kernel has no backward pass

@@ -5,8 +5,7 @@ import torch
 
 from fivefold.layout import sharding
 from fivefold.layout.sharding import slices
-from fivefold.model.head import Targets, Vocabulary, head_loss
-from fivefold.model.loss import loss_sum
+from fivefold.model.head import Targets, Vocabulary, head_loss, loss_sum
 
 E, V = 16, 37
 

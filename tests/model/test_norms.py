@@ -10,7 +10,7 @@ from fivefold.layout.layout import Layout
 from fivefold.model.decoder import Decoder
 from fivefold.model.norms import normed
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.zero import spread
+from fivefold.parallel.optimizer import spread
 from fivefold.spec.presets import preset
 
 U = torch.finfo(torch.bfloat16).eps / 2  # the most that one rounding moves a number, relative to it
@@ -66,7 +66,7 @@ def test_what_training_in_bfloat16_does_to_a_channel_averages_out_over_tokens(mo
     for one in spec.parameters():
         if one.kind == "norm":
             weights.masters[one.name].data += 0.3 * torch.rand(one.shape, generator=random)
-    weights.publish()
+    weights.sync_params()
     block = decoder.layers["0"]
     x = stream(tokens, spec.hidden)
     found = decoder.ops.norm(block.attention_norm, x).double()

@@ -20,11 +20,11 @@ from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
+from fivefold.model.attention import frequencies
 from fivefold.model.decoder import Decoder
-from fivefold.model.hf import BALANCE, sources, style_in, tensors
-from fivefold.model.loss import loss_sum
-from fivefold.model.rope import frequencies
-from fivefold.spec.hf_config import spec_from_hf
+from fivefold.model.head import loss_sum
+from fivefold.model.hf_names import BALANCE, sources, style_in, tensors
+from fivefold.spec.hf import spec_from_hf
 from fivefold.spec.model import ModelSpec
 
 LLAMA = {

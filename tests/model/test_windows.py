@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fivefold.generate.generator import Cache
-from fivefold.model.attention import Attend, by_definition
-from fivefold.model.bands import _STRIP
+from fivefold.generation.generator import Cache
 from fivefold.model.decoder import Decoder
+from fivefold.model.kernels import Attend, by_definition
+from fivefold.model.layers import TokenPositions
+from fivefold.model.masks import _STRIP
 from fivefold.model.ops import LocalAttention, LocalOps
-from fivefold.model.positions import TokenPositions
 from fivefold.spec.presets import preset
 
 

@@ -13,13 +13,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from fivefold.data.batch import Batch
 from fivefold.job.config import DataConfig, Job, TrainConfig
 from fivefold.layout.layout import Layout
-from fivefold.parallel.channels import Message
 from fivefold.parallel.mesh import Mesh
-from fivefold.schedule.actions import Action
-from fivefold.schedule.catalogue import CATALOGUE
+from fivefold.parallel.pipeline import Message
+from fivefold.schedules.actions import Action
+from fivefold.schedules.registry import CATALOGUE
 from fivefold.spec.presets import preset
-from fivefold.train.engine import Engine
-from fivefold.verify.batches import make_batch
+from fivefold.trainer.engine import Engine
+from fivefold.verifier.cases import make_batch
 
 CPU = torch.device("cpu")
 StageMicrobatch = tuple[int, int]  # stage, microbatch
@@ -111,9 +111,9 @@ def run(case: Job, mesh: Mesh, batch: Batch | None = None) -> Run:
     watched.engine = engine
     for model in engine.stages.values():
         for number, block in model.layers.items():
-            block.attention_norm.register_forward_pre_hook(counting(blocks, number))
+            block.attention.register_forward_pre_hook(counting(blocks, number))
     batch = batch or make_batch(case, 0)
-    loss = engine.accumulate(batch).item()
+    loss = engine.forward_backward(batch).item()
     gradients = {name: gradient.clone() for name, gradient in gradients_of(engine).items()}
     counted, peak = Counter(blocks), engine.pipeline.peak
     return Run(loss, engine.evaluate(batch), gradients, watched, peak, counted)

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fivefold.parallel.baton import Baton
+from fivefold.parallel.overlap import PairRunner
 
 
-def half(baton: Baton, said: list[str], name: str, stretches: int, seconds: float = 0.0) -> Callable[[], None]:
+def half(baton: PairRunner, said: list[str], name: str, stretches: int, seconds: float = 0.0) -> Callable[[], None]:
     def work() -> None:
         for number in range(stretches):
             said.append(f"{name}{number}")
@@ -27,7 +27,7 @@ def half(baton: Baton, said: list[str], name: str, stretches: int, seconds: floa
 
 @pytest.mark.parametrize("slow", ["f", "b"])
 def test_halves_take_turns_whoever_is_slow(slow: str) -> None:
-    baton = Baton()
+    baton = PairRunner()
     for first, second, order in [
         (3, 3, "f0 b0 f1 b1 f2 b2"),
         (2, 4, "f0 b0 f1 b1 b2 b3"),
@@ -42,7 +42,7 @@ def test_halves_take_turns_whoever_is_slow(slow: str) -> None:
 
 
 def test_each_stretch_is_watched_by_itself() -> None:
-    baton, said = Baton(), list[str]()
+    baton, said = PairRunner(), list[str]()
 
     @contextmanager
     def watch(name: str) -> Iterator[None]:
@@ -68,7 +68,7 @@ class Broken(Exception):
 @pytest.mark.parametrize(("failing", "order"), [("f", "f0 b0 f1 bx"), ("b", "f0 b0 f1 b1 fx")])
 def test_the_error_of_one_half_ends_both_and_is_raised(failing: str, order: str) -> None:
     """The other one is unwound where it waits for its turn; afterwards the next pair runs."""
-    baton, said = Baton(), list[str]()
+    baton, said = PairRunner(), list[str]()
 
     def work(name: str) -> Callable[[], None]:
         def run() -> None:
@@ -95,7 +95,7 @@ def test_the_error_of_one_half_ends_both_and_is_raised(failing: str, order: str)
 
 
 def test_a_first_half_that_fails_at_once_leaves_the_second_unstarted() -> None:
-    baton, said = Baton(), list[str]()
+    baton, said = PairRunner(), list[str]()
 
     def fails() -> None:
         raise Broken
@@ -118,7 +118,7 @@ class Seen(TorchDispatchMode):
 def test_modes_and_context_go_along_and_stay_with_their_half() -> None:
     """The second half has those of the caller; what a half adds the other does not see."""
     where: ContextVar[str] = ContextVar("where", default="nowhere")
-    baton, found = Baton(), list[str]()
+    baton, found = PairRunner(), list[str]()
     outer, inner = Seen(), Seen()
 
     def first() -> None:
@@ -148,7 +148,7 @@ class Passing(torch.autograd.Function):
     """The identity, whose backward pass hands over."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, baton: Baton, said: list[str]) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, baton: PairRunner, said: list[str]) -> torch.Tensor:
         ctx.baton, ctx.said = baton, said
         return x * 1
 
@@ -165,7 +165,7 @@ GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(
 @pytest.mark.parametrize("device", ["cpu", GPU])
 def test_a_backward_pass_hands_over_from_whichever_thread_autograd_runs_it_in(device: str) -> None:
     """And a failure of the other half ends it there."""
-    baton, said = Baton(), list[str]()
+    baton, said = PairRunner(), list[str]()
     for fails in (False, True):
         x = torch.ones(3, device=device, requires_grad=True)
         y = x

@@ -9,21 +9,22 @@ from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fivefold.job.config import Job, read_job
-from fivefold.launch import ranks
+from fivefold.launch import processes
 from fivefold.layout.layout import Layout
-from fivefold.model import attention, compiled
+from fivefold.model import kernels
+from fivefold.model import recompute as compiled
 from fivefold.model.decoder import Decoder
 from fivefold.model.head import Targets
+from fivefold.model.masks import Packed, causal_spans
 from fivefold.model.ops import LocalAttention
-from fivefold.model.spans import Packed, causal_spans
-from fivefold.parallel.channels import Channels, Message
 from fivefold.parallel.collectives import whole
 from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.pipeline import Channels, Message
 from fivefold.parallel.tensor import ops_of
-from fivefold.schedule.actions import Action
+from fivefold.schedules.actions import Action
 from fivefold.spec.presets import preset
-from fivefold.train.engine import Engine
-from fivefold.verify.batches import make_batch, plain_batch
+from fivefold.trainer.engine import Engine
+from fivefold.verifier.cases import make_batch, plain_batch
 from tests.ranks import run_ranks
 
 SLOW = pytest.mark.slow
@@ -79,15 +80,15 @@ def test_selective_recompute_is_compiled_where_a_block_is_one_graph(layout: str,
 def test_recomputed_blocks_with_breaks_are_compiled(layout: str) -> None:
     """Without care PyTorch drops the graphs of a block that breaks inside of a checkpoint, and says nothing."""
     job = read_job(None, [f"layout={layout}", "model.layers=2", "data.seq=32", "train.batch=2", "train.compile=on"])
-    [(made, _)] = ranks.run(1, f"{__name__}:{graphs_of_a_step.__name__}", job, timeout=120)
+    [(made, _)] = processes.run(1, f"{__name__}:{graphs_of_a_step.__name__}", job, timeout=120)
     assert made > 2  # more than the loss has
 
 
-def graphs_of_a_step(rank: ranks.Rank, job: Job) -> tuple[int, dict[str, int]]:
+def graphs_of_a_step(rank: processes.Rank, job: Job) -> tuple[int, dict[str, int]]:
     """On the last of two ranks. The other is PyTorch's pretence: what is sent does not decide what is compiled."""
     compiled.BACKEND = "aot_eager"
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
-    Engine(job, Mesh.of(job.layout, torch.device("cpu"))).accumulate(plain_batch(job.model.vocab, 2, 32))
+    Engine(job, Mesh.of(job.layout, torch.device("cpu"))).forward_backward(plain_batch(job.model.vocab, 2, 32))
     return compiled.compilation()
 
 
@@ -103,20 +104,20 @@ def test_a_mixture_is_in_its_block_s_graph(recompute: str) -> None:
     """No break, whatever is kept; and the numbers of eager blocks, what they counted included."""
     words = ["model=tiny-moe", "data.seq=32", "train.batch=2", "train.dtype=bfloat16", "train.balance_loss=0.01"]
     job = read_job(None, [*words, f"layout=recompute={recompute}"])
-    [(made, breaks, apart)] = ranks.run(1, f"{__name__}:{mixture_twice.__name__}", job, timeout=240)
+    [(made, breaks, apart)] = processes.run(1, f"{__name__}:{mixture_twice.__name__}", job, timeout=240)
     assert breaks == {}
     assert 0 < made <= 4
     assert apart == 0.0
 
 
-def mixture_twice(rank: ranks.Rank, job: Job) -> tuple[int, dict[str, int], float]:
+def mixture_twice(rank: processes.Rank, job: Job) -> tuple[int, dict[str, int], float]:
     """Graphs and breaks of a compiled step, and how far its loss, gradients and counts are from an eager one's."""
     compiled.BACKEND = "aot_eager"
     found = []
     for how in ("off", "on"):
         its = structs.replace(job, train=structs.replace(job.train, compile=how))
         engine = Engine(its, Mesh.of(its.layout, torch.device("cpu"), spec=its.model))
-        loss = engine.accumulate(plain_batch(its.model.vocab, 2, 32))
+        loss = engine.forward_backward(plain_batch(its.model.vocab, 2, 32))
         assert engine.loads is not None
         found.append([loss, engine.loads.counted(), *engine.gradients().values()])
     apart = max((one - other).abs().max().item() for one, other in zip(*found, strict=True))
@@ -138,7 +139,7 @@ def graphs_at_the_first_receive(rank: int, world: int, layout: str) -> tuple[lis
     Channels.receive = noted  # type: ignore[method-assign]
     batch = plain_batch(job.model.vocab, 4, 32)
     for _ in range(2):
-        loss = engine.accumulate(batch)
+        loss = engine.forward_backward(batch)
         engine.step(1e-3, engine.gradient_norm())
     return posted, compiled.compilation()[0], loss.item()
 
@@ -161,7 +162,7 @@ def loss_of_two_steps(rank: int, world: int, layout: str) -> float:
     engine = Engine(job, Mesh.of(job.layout, torch.device("cpu"), spec=job.model))
     batch = plain_batch(job.model.vocab, 4, 32)
     for _ in range(2):
-        loss = engine.accumulate(batch)
+        loss = engine.forward_backward(batch)
         engine.step(1e-3, engine.gradient_norm())
     return loss.item()
 
@@ -176,7 +177,7 @@ def graphs_of_documents(rank: int, world: int, layout: str, settings: list[str])
     for step in range(3):
         found = []
         for engine, job in zip(engines, jobs, strict=True):
-            engine.accumulate(make_batch(job, step))
+            engine.forward_backward(make_batch(job, step))
             found.append([whole(one) for one in engine.gradients().values()])
             engine.step(1e-3, engine.gradient_norm())
         apart = max(apart, *((one - other).abs().max().item() for one, other in zip(*found, strict=True)))
@@ -209,17 +210,17 @@ def within_documents(q: Tensor, k: Tensor, v: Tensor, at: Packed) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, (seen & nearby).tril(), enable_gqa=True)
 
 
-def graphs_of_packed(rank: ranks.Rank, job: Job) -> tuple[int, int, int]:
+def graphs_of_packed(rank: processes.Rank, job: Job) -> tuple[int, int, int]:
     """Graphs of a step, of eight, and the shapes of packed documents in them, as they are on a GPU."""
     compiled.BACKEND = "aot_eager"
-    attention.packed_attention = within_documents
-    LocalAttention.attention_mask = lambda _, positions, *__, **___: attention.document_spans(positions).packed  # type: ignore[method-assign,assignment]
+    kernels.packed_attention = within_documents
+    LocalAttention.attention_mask = lambda _, positions, *__, **___: kernels.document_spans(positions).packed  # type: ignore[method-assign,assignment]
     engine, made, shapes = Engine(job, Mesh.of(job.layout, torch.device("cpu"))), [], set[tuple[int, int]]()
     for step in range(8):
         batch = make_batch(job, step)
         at = causal_spans(batch.documents, torch.device("cpu")).packed
         shapes.add((len(at.query_starts), at.most_queries))
-        assert engine.accumulate(batch).isfinite()
+        assert engine.forward_backward(batch).isfinite()
         engine.step(1e-3, engine.gradient_norm())
         made.append(compiled.compilation()[0])
     return made[0], made[-1], len(shapes)
@@ -230,6 +231,6 @@ def test_packed_documents_have_a_few_graphs_and_not_one_for_each_batch() -> None
         None,
         ["model.layers=2", "data.seq=64", "data.document_mask=true", "train.batch=4", "train.compile=on"],
     )
-    [(first, all_of_them, shapes)] = ranks.run(1, f"{__name__}:{graphs_of_packed.__name__}", job, timeout=120)
+    [(first, all_of_them, shapes)] = processes.run(1, f"{__name__}:{graphs_of_packed.__name__}", job, timeout=120)
     assert 1 < shapes < 5
     assert all_of_them - first == shapes - 1

@@ -11,8 +11,8 @@ from fivefold.launch.device import choose_backend
 from fivefold.layout.layout import Layout
 from fivefold.parallel.collectives import whole
 from fivefold.parallel.mesh import Mesh
-from fivefold.train.engine import Engine
-from fivefold.verify.batches import make_batch
+from fivefold.trainer.engine import Engine
+from fivefold.verifier.cases import make_batch
 from tests.ranks import run_ranks
 
 
@@ -23,7 +23,7 @@ def one_step(rank: int, world: int, text: str, staged: bool) -> tuple[float, dic
     if staged:
         mesh = replace(mesh, axes={name: replace(axis, staged=True) for name, axis in mesh.axes.items()})
     engine = Engine(job, mesh)
-    loss = engine.accumulate(make_batch(job, 0)).item()
+    loss = engine.forward_backward(make_batch(job, 0)).item()
     gradients = {name: whole(gradient).numpy() for name, gradient in engine.gradients().items()}
     engine.step(1e-3, engine.gradient_norm())
     engine.weights.ready()

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from fivefold.parallel.messages import from_all, packed, to_first, unpacked
-from fivefold.schedule.actions import FORWARD, Action
-from fivefold.schedule.clock import Span
+from fivefold.parallel.control import all_gather_object, gather_object, packed, unpacked
+from fivefold.schedules.actions import FORWARD, Action
+from fivefold.schedules.clock import BusySpan
 from fivefold.support.errors import TrainingError
 from fivefold.support.files import File
-from fivefold.trace.records import Flight, RankTrace, Update, Wait, Window
+from fivefold.tracing.records import Flight, RankTrace, StepWindow, Update, Wait
 from tests.ranks import run_ranks
 
 
@@ -36,8 +36,8 @@ def test_a_trace_arrives_whole() -> None:
         name="dp1",
         line=0,
         place=0,
-        steps=(Window(1, 0.0, 1.0),),
-        actions=(Span(during, 0.0, 0.5),),
+        steps=(StepWindow(1, 0.0, 1.0),),
+        actions=(BusySpan(during, 0.0, 0.5),),
         updates=(Update("norm", 0.5, 0.6),),
         waits=(Wait("pp", "send", 0.1, 0.2, during), Wait("dp", "barrier", 0.1, 0.2)),
         flights=(Flight("dp", "all-reduce", 12, 0.1, 0.2),),
@@ -61,7 +61,9 @@ def test_a_pickle_is_not_run(tmp_path: Path) -> None:
 
 
 def gather(rank: int, world: int) -> tuple[object, ...]:
-    return [len(text) for text in from_all("x" * (1000 * rank + 1), str)], to_first(rank, int, dist.group.WORLD)
+    return [len(text) for text in all_gather_object("x" * (1000 * rank + 1), str)], gather_object(
+        rank, int, dist.group.WORLD
+    )
 
 
 def test_ranks_gather_messages_of_unequal_length() -> None:

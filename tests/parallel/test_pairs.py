@@ -11,15 +11,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.job.config import Job
-from fivefold.launch.ranks import RankError
+from fivefold.launch.processes import RankError
 from fivefold.layout.stages import schedule_of, stages_of
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.traffic import SPACES, given_to, group_of, kind_of
-from fivefold.schedule.actions import BACKWARD, FORWARD, INPUT_GRAD, Action
-from fivefold.train.engine import Engine
-from fivefold.verify.batches import make_batch
+from fivefold.schedules.actions import BACKWARD, FORWARD, INPUT_GRAD, Action
+from fivefold.trainer.engine import Engine
+from fivefold.verifier.cases import make_batch
 from tests.ranks import run_ranks
-from tests.verify.mixtures import DEEPSEEK, job, moe
+from tests.verifier.mixtures import DEEPSEEK, job, moe
 
 CPU = torch.device("cpu")
 PAIRED = "pp=2,ep=2,schedule=dualpipe-v,microbatches=4"
@@ -64,10 +64,10 @@ def both_ways(rank: int, world: int, layout: str) -> tuple[list[float], list[dic
     for in_turns in (True, False):
         engine.pipeline.in_turns, order.calls = in_turns, []
         with order:
-            losses.append(engine.accumulate(make_batch(one, 0)).item())
+            losses.append(engine.forward_backward(make_batch(one, 0)).item())
         gradients.append({name: m.grad.clone() for name, m in engine.weights.masters.items() if m.grad is not None})
         calls.append(order.calls)
-        engine.weights.publish()
+        engine.weights.sync_params()
         engine.weights.ready()
     return losses, gradients, calls
 
@@ -136,7 +136,7 @@ def fail(rank: int, world: int, layout: str, moment: str) -> None:
         yield
 
     mesh = Mesh.of(one.layout, CPU, 60.0, spec=one.model)
-    Engine(one, mesh, watch).accumulate(make_batch(one, 0))
+    Engine(one, mesh, watch).forward_backward(make_batch(one, 0))
 
 
 @pytest.mark.parametrize("kind", [FORWARD, BACKWARD])

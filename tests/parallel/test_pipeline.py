@@ -12,10 +12,10 @@ from fivefold.job.config import Job
 from fivefold.layout.layout import Layout
 from fivefold.layout.stages import schedule_of
 from fivefold.parallel.pipeline import Pipeline
-from fivefold.schedule.actions import RECEIVES, SENDS, WEIGHT_GRAD
-from fivefold.schedule.catalogue import CATALOGUE, build
-from fivefold.schedule.schedule import peak_live
-from fivefold.schedule.wiring import with_zero
+from fivefold.schedules.actions import RECEIVES, SENDS, WEIGHT_GRAD
+from fivefold.schedules.build import with_zero
+from fivefold.schedules.registry import CATALOGUE, build
+from fivefold.schedules.schedule import peak_live
 from fivefold.support.errors import UserError
 from tests.parallel.pipelines import Meshes, Run, all_schedules, alone, job, run
 from tests.ranks import run_ranks

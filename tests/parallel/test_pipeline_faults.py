@@ -16,16 +16,16 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from fivefold.data.prepare import prepare
 from fivefold.job.config import DataConfig, Job, TrainConfig
-from fivefold.launch.ends import End
-from fivefold.launch.ranks import RankError
+from fivefold.launch.exits import End
+from fivefold.launch.processes import RankError
 from fivefold.layout.layout import Layout
 from fivefold.parallel.mesh import Mesh
-from fivefold.schedule.actions import Action
-from fivefold.schedule.catalogue import build
-from fivefold.spec.experts import Experts
+from fivefold.schedules.actions import Action
+from fivefold.schedules.registry import build
+from fivefold.spec.blocks import Experts
 from fivefold.spec.model import ModelSpec
-from fivefold.train.engine import Engine
-from fivefold.verify.batches import make_batch
+from fivefold.trainer.engine import Engine
+from fivefold.verifier.cases import make_batch
 from tests.commands import start
 from tests.ranks import run_ranks
 
@@ -59,7 +59,7 @@ def step(rank: int, world: int, layout: str, victim: int, moment: str, how: str,
     batch = 2 * parsed.dp * parsed.microbatches
     job = Job(model=SPEC, layout=parsed, data=DataConfig(seq=8), train=TrainConfig(batch=batch, device="cpu"))
     engine = Engine(job, Mesh.of(parsed, torch.device("cpu"), TIMEOUT if how == "stall" else PATIENCE), watch)
-    engine.accumulate(make_batch(job, 0))
+    engine.forward_backward(make_batch(job, 0))
 
 
 def nothing(rank: int, world: int) -> None:
@@ -147,7 +147,7 @@ def lost_in_a_dispatch(rank: int, world: int, what: str) -> None:
         return nullcontext()
 
     engine.ops.dispatch.watch = watch
-    engine.accumulate(make_batch(job, 0))
+    engine.forward_backward(make_batch(job, 0))
 
 
 @pytest.mark.parametrize("what", ["dispatch", "combine"])

@@ -11,11 +11,11 @@ from torch.distributed import pipelining as theirs
 from fivefold.layout.layout import Layout
 from fivefold.layout.stages import stages_of
 from fivefold.model.decoder import Decoder
-from fivefold.model.loss import loss_sum
-from fivefold.model.positions import TokenPositions
+from fivefold.model.head import loss_sum
+from fivefold.model.layers import TokenPositions
 from fivefold.parallel.mesh import Mesh
-from fivefold.train.engine import Engine
-from fivefold.verify.batches import make_batch
+from fivefold.trainer.engine import Engine
+from fivefold.verifier.cases import make_batch
 from tests.parallel.pipelines import CPU, gradients_of, job
 from tests.ranks import run_ranks
 
@@ -82,7 +82,7 @@ def both(rank: int, world: int, ours: str, named: str) -> tuple[set[str], set[st
     case = job(layout, documents=False)
     engine = Engine(case, Mesh.of(layout, CPU))
     weights = {name: master.detach().clone() for name, master in engine.weights.masters.items()}
-    engine.accumulate(make_batch(case, 0))
+    engine.forward_backward(make_batch(case, 0))
     found, wanted = gradients_of(engine), oracle(rank, layout, named, weights)
     errors = [float((found[name] - wanted[name]).abs().max() / wanted[name].abs().max()) for name in wanted]
     return set(found), set(wanted), max(errors)

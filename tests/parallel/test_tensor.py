@@ -10,10 +10,9 @@ from torch.distributed.tensor import DTensor
 from fivefold.layout.layout import Layout
 from fivefold.layout.sharding import chunk
 from fivefold.model.decoder import Decoder
-from fivefold.model.head import Targets
+from fivefold.model.head import Targets, loss_sum
 from fivefold.model.init import initialise
-from fivefold.model.loss import loss_sum
-from fivefold.model.positions import TokenPositions
+from fivefold.model.layers import TokenPositions
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.tensor import TensorParallel
 from fivefold.spec.model import ModelSpec

@@ -5,7 +5,7 @@ import pytest
 
 from fivefold.job.config import Job, job_from, read_job, to_toml
 from fivefold.layout.layout import Layout
-from fivefold.spec.attention import LatentAttention, RopeScaling, Yarn
+from fivefold.spec.blocks import LatentSpec, RopeScaling, Yarn
 from fivefold.spec.operations import block
 from fivefold.spec.presets import preset
 from fivefold.support.errors import UserError
@@ -42,8 +42,8 @@ def test_jobs_stored_before_there_were_two_stretches_are_read() -> None:
         ({"head_dim": 32}, "model.head_dim=32, and model.mla has head_dim=40"),
         ({"kv_heads": 2}, "model.kv_heads=2, and model.mla has kv_heads=4"),
         ({"window": 8}, "model.window=8, and model.mla has window=0"),
-        ({"mla": LatentAttention(kv_rank=8, nope_dim=4, rope_dim=3, v_dim=4)}, "nearest: rope_dim=4"),
-        ({"mla": LatentAttention(kv_rank=8, nope_dim=4, rope_dim=4, v_dim=9)}, "nearest: v_dim=8"),
+        ({"mla": LatentSpec(kv_rank=8, nope_dim=4, rope_dim=3, v_dim=4)}, "nearest: rope_dim=4"),
+        ({"mla": LatentSpec(kv_rank=8, nope_dim=4, rope_dim=4, v_dim=9)}, "nearest: v_dim=8"),
         ({"rope_scaling": Yarn(beta_fast=1.0, beta_slow=2.0)}, "beta_fast >= beta_slow > 0, and has 32.0, 1.0 and 2.0"),
     ],
 )
@@ -72,7 +72,10 @@ def test_flops_and_caches_count_what_is_seen_and_kept() -> None:
     latent = block(spec).attention
     assert latent.flops(100) == 2 * 100 * 4 * (40 + 32)
     assert (latent.cached, block(spec, 2).attention.cached) == (48, 48)  # whole on every tp rank
-    slides = block(preset("tiny-oss")).attention  # two of four layers see 10 keys
-    assert slides.flops(100) == 4 * 55 * 128
-    assert slides.flops(5) == 4 * 5 * 128
-    assert preset("tiny-oss").flops_per_token(8, "causal") < preset("tiny-oss").flops_per_token(8)
+    oss = preset("tiny-oss")
+    slides, sees_all = (block(oss, window=oss.window_of(layer)).attention for layer in (0, 1))
+    assert (slides.flops(100), slides.flops(5)) == (4 * 10 * 128, 4 * 5 * 128)
+    assert sees_all.flops(100) == 4 * 100 * 128
+    assert oss.windows == {10: 2, 0: 2}
+    assert oss.flops_per_token(100) - 6 * oss.matmul_parameters == 3 * (2 * slides.flops(100) + 2 * sees_all.flops(100))
+    assert oss.flops_per_token(8, "causal") < oss.flops_per_token(8)

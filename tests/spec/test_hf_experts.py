@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from fivefold.spec.experts import Experts
-from fivefold.spec.hf_config import spec_from_hf, to_hf_config
+from fivefold.spec.blocks import Experts
+from fivefold.spec.hf import spec_from_hf, to_hf_config
 from fivefold.spec.presets import PRESETS, preset
 from fivefold.support.errors import Note, UserError
 

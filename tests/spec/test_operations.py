@@ -2,8 +2,8 @@
 
 import pytest
 
-from fivefold.layout.buckets import held
 from fivefold.layout.layout import Layout, tp_fits
+from fivefold.layout.sharding import held
 from fivefold.spec.operations import block, head
 from fivefold.spec.presets import PRESETS, preset
 
@@ -17,7 +17,7 @@ def test_a_rank_multiplies_with_the_weights_that_it_holds(name: str) -> None:
         for one in block(spec, tp).matmuls:
             weight = mine[f"layers.{spec.layers - 1}.{one.branch}.{one.name}.weight"]
             rows, columns = weight.shape
-            used = rows // spec.kv_heads if one.tp == "kv rows" and repeated > 1 else rows
+            used = rows // spec.kv_heads if one.tp == "colwise_kv" and repeated > 1 else rows
             assert (used, columns) == (one.rows, one.inputs)  # of experts: all, one below the other
         table = mine["embedding.weight" if spec.tied else "head.weight"]
         assert table.shape == (head(spec, tp).outputs, spec.hidden)

@@ -6,8 +6,8 @@ import warnings
 import pytest
 import transformers
 
-from fivefold.spec.attention import RopeScaling
-from fivefold.spec.hf_config import read_hf_config, spec_from_hf
+from fivefold.spec.blocks import RopeScaling
+from fivefold.spec.hf import read_hf_config, spec_from_hf
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import PRESETS, preset
 from fivefold.support.errors import Note, UserError
@@ -76,9 +76,9 @@ def test_qwen_counts_without_embeddings_are_those_of_the_model_cards() -> None:
 def test_qwen2_has_biases_on_q_k_and_v_alone() -> None:
     biased = {p.name: (p.shape, p.tp) for p in preset("qwen2.5-7b").block_parameters(0) if p.kind == "bias"}
     assert biased == {
-        "layers.0.attention.q.bias": ((3584,), "rows"),
-        "layers.0.attention.k.bias": ((512,), "kv rows"),
-        "layers.0.attention.v.bias": ((512,), "kv rows"),
+        "layers.0.attention.q.bias": ((3584,), "colwise"),
+        "layers.0.attention.k.bias": ((512,), "colwise_kv"),
+        "layers.0.attention.v.bias": ((512,), "colwise_kv"),
     }
 
 

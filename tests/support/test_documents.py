@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.support.documents import Missing, path_of, read_json, read_toml
 from fivefold.support.errors import LONGEST, MOST, UserError
+from fivefold.support.parsing import Missing, path_of, read_json, read_toml
 
 READERS = {"toml": read_toml, "json": read_json}
 

@@ -6,7 +6,7 @@ import pytest
 
 from fivefold.job.config import read_job
 from fivefold.support.errors import UserError
-from fivefold.support.places import DRIVERS, Remote, place_of, remote_of
+from fivefold.support.places import DRIVERS, RemotePlace, place_of, remote_of
 
 
 def test_a_url_has_as_much_of_a_path_as_checkpoints_need() -> None:
@@ -15,7 +15,7 @@ def test_a_url_has_as_much_of_a_path_as_checkpoints_need() -> None:
     assert (place / "checkpoints").parent == place
     assert (place.name, str(place.with_name("other"))) == ("demo", "s3://bucket/runs/other")
     assert place_of(place) is place
-    assert place_of(Path("s3://bucket/a")) == Remote("s3", "bucket/a")  # Path has made one slash of two
+    assert place_of(Path("s3://bucket/a")) == RemotePlace("s3", "bucket/a")  # Path has made one slash of two
     assert str(remote_of("file:///tmp/a")) == "file:///tmp/a"
     assert str(remote_of("abfs://box@name.dfs.core.windows.net/a").parent) == "abfs://box@name.dfs.core.windows.net"
 

@@ -1,4 +1,4 @@
-"""`fivefold bench attention`: one attention block, tensor-parallel over real ranks, against one process.
+"""`python -m benchmarks.attention`: one attention block, tensor-parallel over real ranks, against one process.
 
 measure(Shape(tp=2, hidden=512, heads=8, kv_heads=8, seq=256, batch=4, dtype="float32", rounds=15))
 
@@ -10,18 +10,18 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fivefold.bench.harness import refuse, too_small
-from fivefold.launch import ranks
+from fivefold.launch import processes
 from fivefold.layout.layout import Layout
-from fivefold.report import Block, Result, Table, Text
+from fivefold.render.blocks import Block, Result, Table, Text
 from fivefold.spec.model import ModelSpec
-from fivefold.support.formatting import did_you_mean
+from fivefold.support.text import did_you_mean
 
 TOLERANCE = 1e-3  # of the exercise; the errors themselves are printed beside it
 DTYPES = ("float32", "float64", "bfloat16")
 
 
 @dataclass(frozen=True)
-class Shape:
+class AttentionShape:
     tp: int
     hidden: int
     heads: int
@@ -49,7 +49,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class AttentionResult(Result):
-    shape: Shape
+    shape: AttentionShape
     errors: dict[str, float]  # max|a-b| / max|b| of the output, the input's gradient and every weight's
     close: bool  # torch.allclose at TOLERANCE, all of them
     alone: float  # seconds of a forward and backward pass, medians
@@ -87,7 +87,7 @@ class AttentionResult(Result):
             )
 
 
-def measure(shape: Shape, timeout: float = 600.0) -> AttentionResult:
+def measure(shape: AttentionShape, timeout: float = 600.0) -> AttentionResult:
     shape.check()
-    found: AttentionResult = ranks.run(shape.tp, "fivefold.bench.attention_rank:run", shape, timeout=timeout)[0]
+    found: AttentionResult = processes.run(shape.tp, "fivefold.bench.attention_rank:run", shape, timeout=timeout)[0]
     return found

@@ -1,27 +1,27 @@
-"""One rank of `fivefold bench attention`: the block alone and together, in turns."""
+"""One rank of `python -m benchmarks.attention`: the block alone and together, in turns."""
 
 import torch
 from torch import Tensor
 
-from fivefold.bench.attention import TOLERANCE, AttentionResult, Shape
-from fivefold.bench.rank import CPU, enter, take_turns
-from fivefold.launch.cores import cores
+from fivefold.bench.attention import TOLERANCE, AttentionResult, AttentionShape
+from fivefold.bench.systems import CPU, enter, take_turns
 from fivefold.launch.device import DTYPES
-from fivefold.launch.ranks import Rank
+from fivefold.launch.host import cores
+from fivefold.launch.processes import Rank
 from fivefold.layout.layout import Layout
+from fivefold.model.attention import Attention
 from fivefold.model.decoder import Decoder
-from fivefold.model.positions import TokenPositions
-from fivefold.model.self_attention import Attention
+from fivefold.model.layers import TokenPositions
 from fivefold.parallel.collectives import whole
 from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.optimizer import spread
 from fivefold.parallel.tensor import TensorParallel, ops_of
-from fivefold.parallel.zero import spread
 
 
-class Block:
+class AttentionBlock:
     """The attention of a one-layer decoder under a layout, and one pass through it."""
 
-    def __init__(self, shape: Shape, mesh: Mesh):
+    def __init__(self, shape: AttentionShape, mesh: Mesh):
         ops = ops_of(shape.spec, mesh)
         with torch.device("meta"):
             model = Decoder(shape.spec, ops=ops)
@@ -51,16 +51,16 @@ class Block:
         for name, master in self.weights.masters.items():
             if name.startswith(prefix):
                 assert master.grad is not None
-                found[name.removeprefix(prefix)] = whole(self.weights.globally(name, master.grad))
+                found[name.removeprefix(prefix)] = whole(self.weights.as_dtensor(name, master.grad))
         return found
 
 
-def run(rank: Rank, shape: Shape) -> AttentionResult | None:
+def run(rank: Rank, shape: AttentionShape) -> AttentionResult | None:
     enter(rank)
     random = torch.Generator().manual_seed(0)
     x, output_grad = torch.randn(2, shape.batch, shape.seq, shape.hidden, generator=random).to(DTYPES[shape.dtype])
-    together = Block(shape, Mesh.of(Layout(tp=shape.tp), CPU))
-    alone = Block(shape, Mesh.of(Layout(), CPU)) if rank.number == 0 else None
+    together = AttentionBlock(shape, Mesh.of(Layout(tp=shape.tp), CPU))
+    alone = AttentionBlock(shape, Mesh.of(Layout(), CPU)) if rank.number == 0 else None
     got, want = together.tensors(x, output_grad), alone.tensors(x, output_grad) if alone else {}
     calls = {
         "alone": (lambda: alone.run(x, output_grad)) if alone else None,

@@ -6,7 +6,10 @@ A step's loss is measured, not modelled: the snapshot, and by how much the steps
 those before it. Bandwidth is held against DCP alone (no hashes, no manifest) and plain torch.save, on the same state.
 """
 
+import os
+import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +18,12 @@ from typing import Any
 
 from msgspec import structs
 
-from fivefold.bench.harness import Times, Told, caveats, refuse, too_small
+from fivefold.bench.harness import RoundTimes, Told, caveats, ratio, refuse, too_small, turns
 from fivefold.job.config import Job, read_job
 from fivefold.job.preflight import preflight
-from fivefold.launch import ranks
-from fivefold.report import Block, Result, Table, Text
-from fivefold.support.formatting import bytes_text, counted, si
+from fivefold.launch import processes
+from fivefold.render.blocks import Block, Result, Table, Text
+from fivefold.support.text import bytes_text, counted, si
 
 NAMES = {"ours": "ours: hashed, synced, atomic", "dcp": "DCP alone: synced", "torch": "torch.save: synced"}
 
@@ -34,8 +37,8 @@ class CheckpointResult(Result):
     usual: list[float]  # a step without a save
     snapshot: list[float]  # until `save` returns
     lost: list[float]  # by the steps beside the writing, snapshot included
-    save: Times
-    load: Times
+    save: RoundTimes
+    load: RoundTimes
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -76,5 +79,123 @@ def measure(
     told(f"{counted(rounds, 'round')} on {counted(world, 'rank')}")
     with tempfile.TemporaryDirectory(prefix="fivefold-", dir=directory) as scratch:
         function = "fivefold.bench.checkpoint_rank:run"
-        found: CheckpointResult = ranks.run(world, function, job, scratch, rounds, steps, timeout=timeout)[0]
+        found: CheckpointResult = processes.run(world, function, job, scratch, rounds, steps, timeout=timeout)[0]
     return found
+
+
+# ---- recovery -------------------------------------------------------------------------------------------------------
+# `fivefold bench checkpoint --recovery`: how long ranks that are started anew take to get their state, from memory and
+# from disk.
+#
+#     measure(None, ["model=small", "layout=dp=2,zero=1"], rounds=5, ...)
+#
+# Starts from the two take turns. Each is of new processes, so pages are touched for the first time in both; the files
+# of the disk are dropped from the page cache before. What a snapshot costs is measured on the steps beside it.
+
+
+TIERS = ("memory", "disk")
+_EVERY = 10  # steps, where the job takes no snapshots
+_RANK = "fivefold.bench.checkpoint_rank"
+
+
+@dataclass(frozen=True)
+class RecoveryResult(Result):
+    """Seconds, a number for each round."""
+
+    job: Job
+    bytes: int
+    usual: list[float]  # a step
+    blocked: list[float]  # until a snapshot is taken
+    lost: list[float]  # by it and the steps beside it
+    starting: RoundTimes
+    load: RoundTimes
+    publish: RoundTimes  # the model's weights, of the masters that were loaded
+
+    def repeated(self, tier: str) -> float:
+        """Seconds of steps that are done again, on average: half of what lies between two saves."""
+        config = self.job.checkpoint
+        return (config.memory_every if tier == "memory" else config.every) / 2 * median(self.usual)
+
+    def to_dict(self) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            tier: {
+                "start": self.starting.median(tier),
+                "load": self.load.median(tier),
+                "publish": self.publish.median(tier),
+                "repeated": self.repeated(tier),
+            }
+            for tier in TIERS
+        }
+        steps = {"step": median(self.usual), "blocked": median(self.blocked), "lost": median(self.lost)}
+        times = {"times": {tier: self.load[tier] for tier in TIERS}}
+        names = {"model": self.job.model.name, "layout": str(self.job.layout), "bytes": self.bytes}
+        return {**names, **steps, **found, "faster": ratio(self.load["disk"], self.load["memory"]), **times}
+
+    def blocks(self) -> Iterator[Block]:
+        found, model, rounds = self.to_dict(), self.job.model, len(self.load["disk"])
+        step, blocked, lost = (1e3 * found[key] for key in ("step", "blocked", "lost"))
+        yield Text(
+            f"{model.name}, {si(model.parameter_count)} parameters, {bytes_text(self.bytes)} of weights and moments, "
+            f"under {self.job.layout}; {counted(rounds, 'start')} from each, in turns, medians\n"
+            f"a step takes {step:.0f} ms; a snapshot into memory stops it for {blocked:.0f} ms, and with the steps "
+            f"beside it costs {lost:.0f} ms ({lost / step:.2f} steps)"
+        )
+        config = self.job.checkpoint
+        words = {
+            "start": "start-up: processes, data, model",
+            "load": "load: find, check and read the state",
+            "publish": "the model's weights, of what was loaded",
+            "repeated": f"steps done again: half of {config.memory_every}, and of {config.every}",
+        }
+        rows = [(text, *(f"{found[tier][key]:.3f}" for tier in TIERS)) for key, text in words.items()]
+        yield Table(["seconds", *(f">from {tier}" for tier in TIERS)], rows)
+        yield Text(f"the load from memory is {found['faster']:.1f} times as fast: the median of each round's own ratio")
+        yield from caveats([*self.load.values()], rounds, world=1, cores=1)
+
+
+def measure_recovery(
+    path: str | None, changes: list[str], rounds: int, steps: int, directory: Path | None, timeout: float, told: Told
+) -> RecoveryResult:
+    """On the job's ranks, started here, with files in `directory` and in shared memory; nothing is left there."""
+    missing = [f"--directory {directory} is no directory"] if directory is not None and not directory.is_dir() else []
+    refuse([*too_small(rounds=rounds, steps=steps), *missing])
+    job = read_job(path, changes)
+    every = job.checkpoint.memory_every or _EVERY
+    job = structs.replace(
+        job,
+        train=structs.replace(job.train, steps=3 + 2 * rounds * steps, eval_samples=0),
+        checkpoint=structs.replace(job.checkpoint, memory_every=every, save=True, url=""),
+    )
+    world = job.layout.world
+    preflight(job, world)
+    shared = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
+    memory = tempfile.mkdtemp(prefix="fivefold-bench-", dir=shared)
+    try:
+        with tempfile.TemporaryDirectory(prefix="fivefold-", dir=directory) as scratch:
+            told(f"a run on {counted(world, 'rank')} that is lost")
+            size, usual, blocked, lost = processes.run(
+                world, f"{_RANK}:lose", job, scratch, memory, rounds, steps, timeout=timeout
+            )[0]
+            starting, load, publish = (RoundTimes({tier: [] for tier in TIERS}) for _ in range(3))
+            for number, tier in turns(TIERS, rounds):
+                told(f"round {number + 1} of {rounds}: from {tier}")
+                _forget(Path(scratch))
+                found = processes.run(
+                    world, f"{_RANK}:find", job, scratch, memory, tier, time.time(), timeout=timeout
+                )  # the slowest rank is what the others wait for
+                for times, seconds in zip((starting, load, publish), zip(*found, strict=True), strict=True):
+                    times[tier].append(max(seconds))
+    finally:
+        for place in (memory, f"{memory}-none"):
+            shutil.rmtree(place, ignore_errors=True)
+    return RecoveryResult(job, size, usual, blocked, lost, starting, load, publish)
+
+
+def _forget(directory: Path) -> None:
+    """Nothing below it stays in the page cache."""
+    os.sync()
+    for file in directory.rglob("*"):
+        if file.is_file():
+            handle = os.open(file, os.O_RDONLY)
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(handle)

@@ -11,25 +11,27 @@ from pathlib import Path
 from statistics import median
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from fivefold.bench.checkpoint import CheckpointResult
-from fivefold.bench.harness import Times
-from fivefold.bench.rank import Call, timed
+from fivefold.bench.harness import RoundTimes
+from fivefold.bench.systems import Call, timed
 from fivefold.checkpoint.load import load, newest
-from fivefold.checkpoint.save import write
-from fivefold.checkpoint.state import held, written
+from fivefold.checkpoint.memory import PLACE
+from fivefold.checkpoint.save import total, write
+from fivefold.checkpoint.shards import held, written
 from fivefold.checkpoint.store import Store
 from fivefold.job.config import Job
 from fivefold.job.preflight import preflight
 from fivefold.launch.device import choose_device
-from fivefold.launch.ranks import Rank
+from fivefold.launch.processes import Rank
 from fivefold.parallel.control import Control
 from fivefold.parallel.mesh import Mesh
 from fivefold.support.files import sync
-from fivefold.train.checkpointing import Checkpoints
-from fivefold.train.loop import Trainer
+from fivefold.trainer.checkpointing import Checkpoints
+from fivefold.trainer.loop import Trainer
 
 
 def run(rank: Rank, job: Job, directory: str, rounds: int, plain_steps: int) -> CheckpointResult:
@@ -61,12 +63,12 @@ def run(rank: Rank, job: Job, directory: str, rounds: int, plain_steps: int) -> 
         beside = [step() for _ in range(plain_steps)]  # on every rank as many: they wait for each other
         found.append((plain, stopped, stopped + sum(beside) - plain_steps * plain))
         checkpointing.ensure()
-    files = Files(rank, control, checkpointing, Path(directory))
+    files = CheckpointFiles(rank, control, checkpointing, Path(directory))
     usual, snapshot, lost = map(list, zip(*found, strict=True))
     return CheckpointResult(job, files.bytes, usual, snapshot, lost, *files.times(rounds))
 
 
-class Files:
+class CheckpointFiles:
     """Save and load of the same state: ours, DCP alone, torch.save of what each rank holds."""
 
     def __init__(self, rank: Rank, control: Control, checkpointing: Checkpoints, directory: Path):
@@ -75,17 +77,17 @@ class Files:
         self.mine = written(engine.weights, shapes, engine.optimizer, engine.buffers)
         self.into = held(engine.weights, shapes, engine.optimizer)
         self.plain = {name: piece.make() for name, piece in self.mine.items()}
-        self.bytes = sum(control.from_all(sum(tensor.nbytes for tensor in self.plain.values()), int))
+        self.bytes = sum(control.all_gather_object(sum(tensor.nbytes for tensor in self.plain.values()), int))
         self.store = Store(directory / "files")
         self.dcp, self.torch = directory / f"dcp-{rank.number}", directory / f"torch-{rank.number}.pt"
 
-    def times(self, rounds: int) -> tuple[Times, Times]:
+    def times(self, rounds: int) -> tuple[RoundTimes, RoundTimes]:
         systems: dict[str, tuple[Call, Call]] = {
             "ours": (partial(write, self.store, self.control, self.mine, self.manifest), self.load_ours),
             "dcp": (self.save_dcp, self.load_dcp),
             "torch": (self.save_torch, self.load_torch),
         }
-        saves, loads = Times({name: [] for name in systems}), Times({name: [] for name in systems})
+        saves, loads = RoundTimes({name: [] for name in systems}), RoundTimes({name: [] for name in systems})
         for _ in range(rounds):
             for name, (saving, loading) in systems.items():
                 saves[name].append(timed(saving))
@@ -95,7 +97,7 @@ class Files:
                     old.storage.delete(old.path)
             shutil.rmtree(self.dcp)
             os.sync()
-            self.control.from_all(None, None)
+            self.control.all_gather_object(None, None)
         return saves, loads
 
     def load_ours(self) -> None:
@@ -130,3 +132,66 @@ def quietly() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
+
+
+# ---- recovery rank --------------------------------------------------------------------------------------------------
+# One rank of `fivefold bench checkpoint --recovery`.
+
+
+def _made(rank: Rank, job: Job, directory: str, memory: str) -> Checkpoints:
+    os.environ[PLACE] = memory
+    if rank.world > 1:
+        rank.join("gloo")
+    mesh = Mesh.of(job.layout, choose_device(job.train.device, rank.number), spec=job.model)
+    trainer = Trainer(job, preflight(job, rank.world), mesh)
+    return Checkpoints(Store(Path(directory) / "checkpoints"), Control(mesh), trainer, lambda _: None)
+
+
+def lose(
+    rank: Rank, job: Job, directory: str, memory: str, rounds: int, plain_steps: int
+) -> tuple[int, list[float], list[float], list[float]]:
+    """Steps, snapshots in memory beside them, one checkpoint on disk of the last step; then the ranks are gone."""
+    kept = _made(rank, job, directory, memory)
+    kept.restore()
+    trainer = kept.trainer
+    steps = enumerate(trainer.reads(), start=1)
+
+    def step() -> float:
+        number, read = next(steps)
+        batch = read()
+        start = time.perf_counter()
+        trainer.step(number, batch)
+        trainer.done, trainer.samples = number, int(batch.samples[-1]) + 1
+        return time.perf_counter() - start
+
+    for _ in range(3):  # each rank has three files, and makes them with its first snapshots
+        step()
+        kept.remember(trainer.done)
+    found: list[tuple[float, float, float]] = []
+    for _ in range(rounds):
+        kept.memory.finish()
+        plain = median(step() for _ in range(plain_steps))
+        start = time.perf_counter()
+        kept.remember(trainer.done)
+        blocked = time.perf_counter() - start
+        beside = [step() for _ in range(plain_steps)]
+        found.append((plain, blocked, blocked + sum(beside) - plain_steps * plain))
+    kept.remember(trainer.done)
+    kept.save(trainer.done)
+    kept.memory.finish()
+    kept.ensure()
+    size = sum(kept.control.all_gather_object(total(kept.pieces()), int))
+    usual, stops, lost = map(list, zip(*found, strict=True))
+    return size, usual, stops, lost
+
+
+def find(rank: Rank, job: Job, directory: str, memory: str, tier: str, asked: float) -> tuple[float, float, float]:
+    """Seconds of a new start: until it has a model, until that has its state, and until weights are those."""
+    kept = _made(rank, job, directory, memory if tier == "memory" else f"{memory}-none")
+    if rank.world > 1:
+        dist.barrier()
+    begun = time.time() - asked
+    kept.restore()
+    assert kept.began.startswith("memory") == (tier == "memory"), kept.began
+    kept.close()
+    return begun, kept.read, kept.seconds - kept.read

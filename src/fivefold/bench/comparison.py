@@ -1,4 +1,4 @@
-"""`fivefold bench overhead` and `peers`: the same training step by several systems, in turns, in one run.
+"""`fivefold bench peers --overhead` and `peers`: the same training step by several systems, in turns, in one run.
 
     peers(["model.layers=4"], ranks=2, rounds=7, only="tp,pp").seconds
 
@@ -13,20 +13,31 @@ from typing import Any
 
 from msgspec import structs
 
-from fivefold.bench.harness import HUGGING_FACE, OURS, Machine, Times, Told, caveats, choices, refuse, table, too_small
+from fivefold.bench.harness import (
+    HUGGING_FACE,
+    OURS,
+    Machine,
+    RoundTimes,
+    Told,
+    caveats,
+    choices,
+    refuse,
+    table,
+    too_small,
+)
+from fivefold.cost.stack import ON_CPUS
+from fivefold.cost.step import Case as Planned
+from fivefold.cost.step import estimate
 from fivefold.hardware.accelerators import Accelerator, Link, find_accelerator
 from fivefold.hardware.cluster import Cluster, Group
 from fivefold.job.config import Job, read_job
-from fivefold.launch import ranks as launched
+from fivefold.launch import processes as launched
 from fivefold.layout.layout import Layout
-from fivefold.plan.cost.stack import ON_CPUS
-from fivefold.plan.cost.time import Case as Planned
-from fivefold.plan.cost.time import estimate
-from fivefold.report import Block, Result, Text
-from fivefold.spec.hf_config import to_hf_config
+from fivefold.render.blocks import Block, Result, Text
+from fivefold.spec.hf import to_hf_config
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError
-from fivefold.support.formatting import counted
+from fivefold.support.text import counted
 
 # What PyTorch itself has for an axis.
 PEERS = {"dp": "DDP", "zero": "FSDP2", "tp": "DTensor", "pp": "pipelining"}
@@ -77,7 +88,7 @@ class Comparison:
 @dataclass(frozen=True)
 class ComparisonResult(Result):
     case: Comparison
-    seconds: Times
+    seconds: RoundTimes
     losses: dict[str, list[float]]  # of the first two steps
     machine: Machine
     # Of systems whose experts are on several ranks: the fullest rank's tokens over the mean, the mean of all layers.

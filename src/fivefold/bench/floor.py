@@ -34,7 +34,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Part:
+class FloorPart:
     """What a step must do, and how long it takes alone."""
 
     name: str

@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from fivefold.report import Block, Result, Table, Text
+from fivefold.render.blocks import Block, Result, Table, Text
 from fivefold.support.errors import UserError
-from fivefold.support.formatting import did_you_mean
 from fivefold.support.ranges import misfit, within
+from fivefold.support.text import did_you_mean
 
 OURS = "fivefold"
 HUGGING_FACE = "Hugging Face"
 Told = Callable[[str], None]  # hears what is measured next
 
 
-class Times(dict[str, list[float]]):
+class RoundTimes(dict[str, list[float]]):
     """Seconds of every round by system, in the order in which they were taken."""
 
     def median(self, system: str) -> float:

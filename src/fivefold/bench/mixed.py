@@ -1,4 +1,4 @@
-"""`fivefold bench mixed`: ranks of unequal speed, and what a split by speed and a schedule made for it gain.
+"""`python -m benchmarks.mixed`: ranks of unequal speed, and what a split by speed and a schedule made for it gain.
 
 Half of the ranks are slowed (`bench.slow`). All are measured while they run (`calibrate --ranks`), the planner divides
 the layers and predicts every step from those speeds alone, and then the steps are timed in turns, in one run.
@@ -14,21 +14,20 @@ from typing import Any, NamedTuple
 from msgspec import structs
 
 from fivefold.bench.comparison import base_job
-from fivefold.bench.harness import Machine, Times, Told, caveats, refuse, table, too_small
-from fivefold.calibrate.speeds import RanksResult
+from fivefold.bench.harness import Machine, RoundTimes, Told, caveats, refuse, table, too_small
+from fivefold.cost.stack import ON_CPUS
+from fivefold.cost.step import Case, stage_passes
 from fivefold.job.config import Job
-from fivefold.launch import ranks as launched
+from fivefold.launch import processes as launched
 from fivefold.layout.layout import Layout
-from fivefold.plan.cost.stack import ON_CPUS
-from fivefold.plan.cost.time import Case, stage_passes
-from fivefold.plan.mixed.compare import best_split
-from fivefold.plan.mixed.groups import groups_of
-from fivefold.plan.mixed.written import trained
-from fivefold.plan.search.option import Option, evaluate
-from fivefold.report import Block, Result, Text
-from fivefold.schedule.catalogue import record_of
+from fivefold.machines.result import RanksResult
+from fivefold.planner.mixed import groups_of
+from fivefold.planner.mixed_compare import best_split
+from fivefold.planner.search import Option, evaluate, trained
+from fivefold.render.blocks import Block, Result, Text
+from fivefold.schedules.registry import record_of
 from fivefold.support.errors import UserError
-from fivefold.support.formatting import counted
+from fivefold.support.text import counted
 
 EVEN, AUTO = "1f1b, even split", "auto"
 SYSTEMS = (EVEN, "1f1b", "zb-h1", "zb-v", AUTO)
@@ -45,7 +44,7 @@ COLUMNS = {
 
 
 @dataclass(frozen=True)
-class Task:
+class MixedTask:
     """What ranks of unequal speed run: `layouts` by system."""
 
     job: Job
@@ -71,13 +70,13 @@ class Planned(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Run:
+class MixedRun:
     """One factor: what the ranks' speeds are, and the steps that they took."""
 
     factor: float  # that was asked for
     speeds: RanksResult
     planned: Mapping[str, Planned]
-    seconds: Times
+    seconds: RoundTimes
     losses: Mapping[str, Sequence[float]]  # of all steps of a system
 
     @property
@@ -123,7 +122,7 @@ class MixedBenchResult(Result):
     ranks: int
     rounds: int
     machine: Machine
-    runs: Sequence[Run]
+    runs: Sequence[MixedRun]
 
     @property
     def ok(self) -> bool:  # type: ignore[override]
@@ -189,11 +188,11 @@ def mixed(
     job = base_job([*SIZES, f"train.batch={microbatches}", *changes], microbatches=microbatches)
     layouts = [Layout(pp=ranks, schedule=name, microbatches=microbatches) for name in ("1f1b", "zb-v")]
     refuse(list(dict.fromkeys(one for it in layouts for one in it.problems(job.model, batch=job.train.batch))))
-    runs: list[Run] = []
+    runs: list[MixedRun] = []
     for factor in factors:
         by_rank = tuple(factor if rank >= ranks // 2 else 1.0 for rank in range(ranks))
         told(f"the speeds of {ranks} ranks, {ranks - ranks // 2} of them slowed {factor:g} times")
-        task = Task(job, by_rank, {}, rounds, quick)
+        task = MixedTask(job, by_rank, {}, rounds, quick)
         speeds = RanksResult(launched.run(ranks, "fivefold.bench.mixed_rank:speeds", task, timeout=_PATIENCE))
         with TemporaryDirectory(prefix="fivefold-mixed-") as home:
             told("the planner's splits")
@@ -202,7 +201,7 @@ def mixed(
             task = replace(task, layouts={system: one.layout for system, one in planned.items()})
             patience = _PATIENCE * (rounds + 2) * len(planned)
             seconds, losses, here = launched.run(ranks, "fivefold.bench.mixed_rank:run", task, timeout=patience)[0]
-        runs.append(Run(factor, speeds, planned, seconds, losses))
+        runs.append(MixedRun(factor, speeds, planned, seconds, losses))
         yield MixedBenchResult(job, ranks, rounds, here, tuple(runs))
 
 

@@ -1,24 +1,23 @@
-"""One rank of `fivefold bench mixed`: on a core of its own, slowed if it is to be."""
+"""One rank of `python -m benchmarks.mixed`: on a core of its own, slowed if it is to be."""
 
 import os
 from pathlib import Path
 
 from msgspec import structs
 
-from fivefold.bench.harness import Machine, Times
-from fivefold.bench.mixed import Task
-from fivefold.bench.rank import CPU, enter, machine, take_turns
+from fivefold.bench.harness import Machine, RoundTimes
+from fivefold.bench.mixed import MixedTask
 from fivefold.bench.slow import slowed
-from fivefold.bench.systems import RATE
-from fivefold.calibrate.on_ranks import measured
-from fivefold.calibrate.speeds import RankSpeed
+from fivefold.bench.systems import CPU, RATE, enter, machine, take_turns
 from fivefold.job.config import Job
-from fivefold.launch.numa import core_of
-from fivefold.launch.ranks import Rank
+from fivefold.launch.device import core_of
+from fivefold.launch.processes import Rank
 from fivefold.layout.layout import Layout
+from fivefold.machines.calibrate import measured
+from fivefold.machines.result import RankSpeed
 from fivefold.parallel.mesh import Mesh
-from fivefold.train.engine import Engine
-from fivefold.verify.batches import plain_batch
+from fivefold.trainer.engine import Engine
+from fivefold.verifier.cases import plain_batch
 
 WARM_UP = 2  # steps of each system before the timed ones; their losses count, too
 
@@ -34,19 +33,19 @@ class System:
     def step(self) -> None:
         job, engine = self.job, self.engine
         batch = plain_batch(job.model.vocab, job.train.batch, job.data.seq, seed=len(self.losses))
-        loss = engine.accumulate(batch)
+        loss = engine.forward_backward(batch)
         engine.step(RATE, engine.gradient_norm())
         engine.weights.ready()
         self.losses.append(loss.item())
 
 
-def speeds(rank: Rank, task: Task) -> RankSpeed:
+def speeds(rank: Rank, task: MixedTask) -> RankSpeed:
     _settle(rank)
     with slowed(task.factors[rank.number]):
         return measured(CPU, rank.world, task.quick)
 
 
-def run(rank: Rank, task: Task) -> tuple[Times, dict[str, list[float]], Machine]:
+def run(rank: Rank, task: MixedTask) -> tuple[RoundTimes, dict[str, list[float]], Machine]:
     here = machine()
     _settle(rank)
     with slowed(task.factors[rank.number]):

@@ -1,4 +1,4 @@
-"""One rank of `fivefold bench overlap`."""
+"""One rank of `python -m benchmarks.overlap`."""
 
 import time
 from collections import defaultdict
@@ -11,23 +11,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.bench.overlap import EP, IN_TURN, IN_TURNS, OverlapResult, Shape
-from fivefold.bench.rank import CPU, machine, take_turns
-from fivefold.bench.wires import Wires, enter
+from fivefold.bench.overlap import EP, IN_TURN, IN_TURNS, OverlapResult, OverlapShape, WireDelay, enter
+from fivefold.bench.systems import CPU, machine, take_turns
 from fivefold.data.batch import Batch
-from fivefold.launch.meeting import Meeting
-from fivefold.launch.ranks import Rank
+from fivefold.launch.processes import Rank
+from fivefold.launch.rendezvous import Rendezvous
 from fivefold.launch.world import World, join
-from fivefold.parallel.experts.trips import Send, Tensors, Trip
+from fivefold.parallel.control import all_gather_object
+from fivefold.parallel.experts import AsyncExchange, Send, Tensors
 from fivefold.parallel.mesh import Axis, Mesh
-from fivefold.parallel.messages import from_all
-from fivefold.schedule.actions import BACKWARD, FORWARD, Action, Kind
-from fivefold.schedule.costs import Costs
-from fivefold.schedule.pairs import Segment, play
-from fivefold.schedule.schedule import Schedule
-from fivefold.schedule.simulate import simulate
-from fivefold.train.engine import Engine
-from fivefold.verify.batches import plain_batch
+from fivefold.schedules.actions import BACKWARD, FORWARD, Action, Kind
+from fivefold.schedules.costs import Costs, Segment, play
+from fivefold.schedules.schedule import Schedule
+from fivefold.schedules.simulate import simulate
+from fivefold.trainer.engine import Engine
+from fivefold.verifier.cases import plain_batch
 
 Pass = tuple[str, int, float, list[tuple[float, float, float]]]  # kind, stage, seconds, segments
 
@@ -62,13 +60,13 @@ class Delay:
 
     def __init__(self, bytes_per_second: float):
         self.pace, self.last = bytes_per_second, 0.0
-        self.left: dict[Trip, float] = {}  # seconds of those under way, if alone
+        self.left: dict[AsyncExchange, float] = {}  # seconds of those under way, if alone
 
-    def begin(self, trip: Trip, payload: int) -> None:
+    def begin(self, trip: AsyncExchange, payload: int) -> None:
         self._advance()
         self.left[trip] = payload / self.pace
 
-    def end(self, trip: Trip) -> None:
+    def end(self, trip: AsyncExchange) -> None:
         """Wait until it is there."""
         while True:
             self._advance()
@@ -77,7 +75,7 @@ class Delay:
             time.sleep(min(one for one in (*self.left.values(), left) if one > 0) * len(self._flying()))
         del self.left[trip]
 
-    def _flying(self) -> list[Trip]:
+    def _flying(self) -> list[AsyncExchange]:
         return [trip for trip, left in self.left.items() if left > 0]
 
     def _advance(self) -> None:
@@ -94,16 +92,16 @@ class Delay:
 
 def listen(recorder: Recorder, delay: Delay | None) -> None:
     """To every message of experts that leaves, and that is waited for."""
-    leave, end = Trip.leave, Trip.end
+    leave, end = AsyncExchange.leave, AsyncExchange.end
 
-    def left(trip: Trip, how: Send, axis: Axis, tensors: Tensors) -> tuple[()]:
+    def left(trip: AsyncExchange, how: Send, axis: Axis, tensors: Tensors) -> tuple[()]:
         recorder.mark()
         leave(trip, how, axis, tensors)
         if delay is not None:
             delay.begin(trip, max(_bytes(tensors), _bytes(trip.flying)) * (EP - 1) // EP)  # a share stays here
         return ()
 
-    def ended(trip: Trip) -> Tensors:
+    def ended(trip: AsyncExchange) -> Tensors:
         recorder.mark()
         come = end(trip)
         if delay is not None:
@@ -111,17 +109,17 @@ def listen(recorder: Recorder, delay: Delay | None) -> None:
         recorder.mark()
         return come
 
-    Trip.leave, Trip.end = left, ended  # type: ignore[method-assign, assignment]
+    AsyncExchange.leave, AsyncExchange.end = left, ended  # type: ignore[method-assign, assignment]
 
 
 def _bytes(tensors: Tensors) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-class Passes:
+class StepPasses:
     """The forward and backward passes of a step, under one engine."""
 
-    def __init__(self, shape: Shape, schedule: str, recorder: Recorder):
+    def __init__(self, shape: OverlapShape, schedule: str, recorder: Recorder):
         job = shape.job(schedule)
         self.recorder = recorder
         self.engine = Engine(job, Mesh.of(job.layout, CPU, spec=job.model), recorder.watch)
@@ -132,10 +130,10 @@ class Passes:
     def gradients(self, in_turns: bool) -> dict[str, Tensor]:
         """This rank's, of a whole step."""
         self.engine.pipeline.in_turns = in_turns
-        self.engine.accumulate(self.batch)
+        self.engine.forward_backward(self.batch)
         weights = self.engine.weights
         found = {name: master.grad.clone() for name, master in weights.masters.items() if master.grad is not None}
-        weights.publish()
+        weights.sync_params()
         return found
 
     def run(self, in_turns: bool) -> None:
@@ -148,34 +146,34 @@ class Passes:
         with self.engine.pipeline.alone():
             self.run(in_turns=False)
         self.recorder.on = False
-        self.engine.weights.publish()
+        self.engine.weights.sync_params()
 
 
-def run(rank: Rank, shape: Shape, schedule: str, wires: Wires) -> OverlapResult:
+def run(rank: Rank, shape: OverlapShape, schedule: str, wires: WireDelay) -> OverlapResult:
     torch.set_num_threads(1)
     if enter(wires, rank.number):
-        meeting = Meeting(file=str(rank.home / "store"))
+        meeting = Rendezvous(file=str(rank.home / "store"))
         join(World(rank.number, rank.world, rank.number, rank.world, joined=True, meeting=meeting), "gloo")
     else:
         rank.join("gloo")
     recorder = Recorder()
     listen(recorder, None if wires.places else Delay(wires.link * 1e6 / 8))
-    passes = Passes(shape, schedule, recorder)
+    passes = StepPasses(shape, schedule, recorder)
     one, other = passes.gradients(False), passes.gradients(True)
     same = all(torch.equal(one[name], other[name]) for name in one) and one.keys() == other.keys()
     passes.engine.pipeline.final = set()  # gradients are not summed over ranks: that is no part of a pass
 
     def after(name: str) -> None:
-        passes.engine.weights.publish()
+        passes.engine.weights.sync_params()
         if name == IN_TURN:
             dist.barrier()
             passes.alone()
 
     systems = {IN_TURN: lambda: passes.run(False), IN_TURNS: lambda: passes.run(True)}
     times = take_turns(systems, shape.rounds, after=after)
-    everyone = from_all(recorder.passes, list[Pass])
+    everyone = all_gather_object(recorder.passes, list[Pass])
     simulated, hidden = predicted(passes.engine.schedule, [one for rank in everyone for one in rank])
-    agreed = all(from_all(same, bool))
+    agreed = all(all_gather_object(same, bool))
     return OverlapResult(shape, times, simulated, hidden, agreed, str(wires), machine())
 
 

@@ -1,4 +1,4 @@
-"""`fivefold bench pipeline`: each schedule against its ideal, and against torch.distributed.pipelining, in one run.
+"""`python -m benchmarks.pipeline`: each schedule against its ideal, and against torch.distributed.pipelining, in turns.
 
 measure(Shape(pp=2, microbatches=8, hidden=384, layers=8, seq=256, batch=8, rounds=7))
 
@@ -16,9 +16,9 @@ from typing import Any
 
 from fivefold.bench.harness import caveats, ratio, refuse, table, too_small
 from fivefold.job.config import DataConfig, Job, TrainConfig
-from fivefold.launch import ranks
+from fivefold.launch import processes
 from fivefold.layout.layout import Layout
-from fivefold.report import Block, Result, Text
+from fivefold.render.blocks import Block, Result, Text
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError
 
@@ -30,7 +30,7 @@ _VOCABULARY = 512  # small: the head is a layer that no split can balance
 
 
 @dataclass(frozen=True)
-class Shape:
+class PipelineShape:
     pp: int
     microbatches: int
     hidden: int
@@ -78,7 +78,7 @@ COLUMNS = {
 class PipelineResult(Result):
     """Seconds of every round, by system, in the order they were taken; a round holds one step of each."""
 
-    shape: Shape
+    shape: PipelineShape
     alone: list[float]
     ours: dict[str, list[float]]
     torch: dict[str, list[float]]
@@ -130,7 +130,7 @@ class PipelineResult(Result):
         yield from caveats(times, shape.rounds, shape.pp, self.cores)
 
 
-def measure(shape: Shape, timeout: float = 3600.0) -> PipelineResult:
+def measure(shape: PipelineShape, timeout: float = 3600.0) -> PipelineResult:
     shape.check()
-    found: PipelineResult = ranks.run(shape.pp, "fivefold.bench.pipeline_rank:run", shape, timeout=timeout)[0]
+    found: PipelineResult = processes.run(shape.pp, "fivefold.bench.pipeline_rank:run", shape, timeout=timeout)[0]
     return found

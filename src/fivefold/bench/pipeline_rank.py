@@ -1,4 +1,4 @@
-"""One rank of `fivefold bench pipeline`."""
+"""One rank of `python -m benchmarks.pipeline`."""
 
 import time
 from collections import defaultdict
@@ -9,29 +9,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.bench.pipeline import SCHEDULES, PipelineResult, Shape
-from fivefold.bench.rank import CPU, enter, machine, take_turns
-from fivefold.bench.systems import TorchPipeline
+from fivefold.bench.pipeline import SCHEDULES, PipelineResult, PipelineShape
+from fivefold.bench.systems import CPU, TorchPipeline, enter, machine, take_turns
 from fivefold.data.batch import Batch
-from fivefold.launch.ranks import Rank
-from fivefold.model.loss import loss_sum
+from fivefold.launch.processes import Rank
+from fivefold.model.head import loss_sum
 from fivefold.model.ops import LocalOps
 from fivefold.parallel.collectives import whole
+from fivefold.parallel.control import all_gather_object
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.messages import from_all
-from fivefold.schedule.actions import Action, Kind
-from fivefold.schedule.costs import Costs
-from fivefold.schedule.simulate import simulate
-from fivefold.train.engine import Engine
-from fivefold.verify.batches import plain_batch
+from fivefold.schedules.actions import Action, Kind
+from fivefold.schedules.costs import Costs
+from fivefold.schedules.simulate import simulate
+from fivefold.trainer.engine import Engine
+from fivefold.verifier.cases import plain_batch
 
 ALONE = "one process"
 
 
-class Ours:
+class FivefoldPipeline:
     """An engine under one schedule; under none, one process with the whole model."""
 
-    def __init__(self, shape: Shape, batch: Batch, schedule: str | None = None):
+    def __init__(self, shape: PipelineShape, batch: Batch, schedule: str | None = None):
         job = shape.job(schedule)
         self.timing = False
         # Seconds of compute on this rank, by kind and stage.
@@ -47,7 +46,7 @@ class Ours:
 
     def step(self) -> object:
         """Forward and backward passes of the batch, until its gradients are final."""
-        return self.engine.accumulate(self.batch)
+        return self.engine.forward_backward(self.batch)
 
     def gradients(self) -> dict[str, Tensor]:
         """Of this rank's stages, by global name."""
@@ -55,7 +54,7 @@ class Ours:
 
     def reset(self) -> None:
         """Drop the gradients."""
-        self.engine.weights.publish()
+        self.engine.weights.sync_params()
 
     def time_actions(self) -> None:
         """One step in which every rank computes as the schedule says, and none waits for another."""
@@ -68,7 +67,7 @@ class Ours:
     def costs(self) -> Costs:
         """What compute costs on all ranks; collective."""
         mine = [(kind, stage, times) for (kind, stage), times in self.durations.items()]
-        everyone = from_all(mine, list[tuple[Kind, int, list[float]]])
+        everyone = all_gather_object(mine, list[tuple[Kind, int, list[float]]])
         known = {(kind, stage): seconds for rank in everyone for kind, stage, seconds in rank}
         return Costs.measured(known, self.engine.schedule.placement.stages)
 
@@ -76,7 +75,7 @@ class Ours:
 class Torchs(TorchPipeline):
     """The schedule of the same name in torch.distributed.pipelining, with our loss."""
 
-    def __init__(self, shape: Shape, batch: Batch, schedule: str):
+    def __init__(self, shape: PipelineShape, batch: Batch, schedule: str):
         def loss(logits: Tensor, targets: Tensor) -> Tensor:
             return loss_sum(logits, targets, torch.ones_like(targets, dtype=torch.bool))
 
@@ -89,11 +88,11 @@ class Torchs(TorchPipeline):
         self.model.zero_grad(set_to_none=True)
 
 
-def run(rank: Rank, shape: Shape) -> PipelineResult:
+def run(rank: Rank, shape: PipelineShape) -> PipelineResult:
     enter(rank)
     batch = plain_batch(shape.spec.vocab, shape.batch, shape.seq)
-    ours = {name: Ours(shape, batch, name) for name in SCHEDULES}
-    systems: dict[str, Ours | Torchs] = {ALONE: Ours(shape, batch)}
+    ours = {name: FivefoldPipeline(shape, batch, name) for name in SCHEDULES}
+    systems: dict[str, FivefoldPipeline | Torchs] = {ALONE: FivefoldPipeline(shape, batch)}
     for name in SCHEDULES:
         systems |= {name: ours[name], f"torch {name}": Torchs(shape, batch, name)}
     errors = _errors(systems)
@@ -118,7 +117,7 @@ def run(rank: Rank, shape: Shape) -> PipelineResult:
     )
 
 
-def _errors(systems: dict[str, Ours | Torchs]) -> dict[str, float]:
+def _errors(systems: dict[str, FivefoldPipeline | Torchs]) -> dict[str, float]:
     """How far every system's gradients lie from one process's; the first step of each is also its warm-up."""
     systems[ALONE].step()
     wanted, errors = systems[ALONE].gradients(), {}

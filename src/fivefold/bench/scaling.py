@@ -1,4 +1,4 @@
-"""`fivefold bench scaling`: layouts from one rank to many, each beside one process, and the simulator's prediction."""
+"""`fivefold bench peers --scaling`: layouts from one rank to many, each beside one process and its prediction."""
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,12 +15,12 @@ from fivefold.bench.comparison import (
     predicted,
     verdict,
 )
-from fivefold.bench.harness import OURS, Told, choices, table
+from fivefold.bench.harness import OURS, Told, choices, refuse, table, too_small
+from fivefold.cost.kernels import Device
 from fivefold.hardware.accelerators import Accelerator
 from fivefold.job.config import Job
 from fivefold.layout.layout import Layout
-from fivefold.plan.cost.kernels import Device
-from fivefold.report import Block, Result, Text
+from fivefold.render.blocks import Block, Result, Text
 from fivefold.support.errors import Note, UserError
 
 AXES = ("dp", "tp", "pp", "cp", "3d")
@@ -132,6 +132,7 @@ def scaling(
     changes: list[str], ranks: int, least: int, rounds: int, batch: int | None, only: str, predict: bool, told: Told
 ) -> Iterator[ScalingResult]:
     """The result after each number of ranks, with all that was measured until then."""
+    refuse(too_small(least=least))
     if ranks < 2:
         raise UserError(f"--ranks {ranks} leaves nothing to compare; nearest: --ranks 2")
     if not any(least <= 2**power <= ranks for power in range(1, ranks.bit_length())):
@@ -156,7 +157,7 @@ def scaling(
     for run in measured(cases, told):
         runs.append(run)
         if predict:
-            from fivefold.calibrate.calibrate import core_samples, usual_core
+            from fivefold.machines.calibrate import core_samples, usual_core
 
             busy = run.case.world
             told(f"what a core reaches by itself, and while {busy} are at work")

@@ -10,7 +10,6 @@ credit for later. Other ways are coarser: the kernel enforces a cgroup's quota, 
 share a core, at its tick, which is 4 ms at 250 Hz; and the first needs root.
 """
 
-# This file is also run by itself, without the package: nothing but Python's own modules.
 import os
 import signal
 import subprocess
@@ -18,6 +17,8 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+
+# This file is also run by itself, without the package: nothing but Python's own modules.
 
 RUNNING = 0.002  # seconds between two stops
 

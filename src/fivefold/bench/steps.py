@@ -1,4 +1,4 @@
-"""`fivefold bench steps`: how long training steps take on one device, and how long the planner says they take.
+"""`fivefold bench train --cases`: how long training steps take on one device, and how long the planner says they take.
 
     cases("llama3-8b,layers=4/8,seq=4096,recompute=none/full")      # four of them
 
@@ -7,8 +7,7 @@ combinations are cases.
 """
 
 import csv
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from itertools import product
@@ -18,19 +17,18 @@ from typing import Any, cast
 import msgspec
 
 from fivefold.bench.harness import RowsResult, Told, refuse, too_small
+from fivefold.cost.step import Case as Planned
+from fivefold.cost.step import estimate
 from fivefold.hardware.accelerators import Accelerator, find_accelerator
 from fivefold.hardware.cluster import Cluster, Group
 from fivefold.job.config import CheckpointConfig, Compile, DataConfig, Dtype, Job, TrainConfig
-from fivefold.launch import ranks
+from fivefold.launch import processes
 from fivefold.layout.layout import Layout
-from fivefold.plan.cost.time import Case as Planned
-from fivefold.plan.cost.time import estimate
-from fivefold.report.show import check_writable
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import preset
 from fivefold.support.errors import UserError
-from fivefold.support.formatting import bytes_text, did_you_mean
 from fivefold.support.ranges import misfit, within
+from fivefold.support.text import bytes_text, did_you_mean
 
 WARM = 3  # steps before the timed ones, at least: kernels are chosen, and the allocator finds its blocks
 WORDS = {"recompute": ("none", "selective", "full"), "compile": ("auto", "on", "off")}
@@ -38,7 +36,7 @@ DEVICES, DTYPES = ("auto", "cpu", "cuda"), ("auto", "float32", "float64", "bfloa
 
 
 @dataclass(frozen=True)
-class Case:
+class StepCase:
     model: str
     layers: int
     seq: int = 2048
@@ -74,7 +72,7 @@ class Case:
 class Timed:
     """A case that ran, or for which the memory was not enough."""
 
-    case: Case
+    case: StepCase
     device: str
     torch: str
     dtype: str
@@ -114,11 +112,11 @@ def result(timed: Sequence[Timed], accelerator: Accelerator | None) -> RowsResul
     return RowsResult([one.row for one in timed], COLUMNS, beside=beside)
 
 
-def cases(word: str) -> list[Case]:
+def cases(word: str) -> list[StepCase]:
     """MODEL,KEY=VALUE,... with alternatives between slashes."""
     model, *changes = [part.strip() for part in word.split(",")]
     spec, problems = preset(model), []
-    known = [field.name for field in fields(Case) if field.name != "model"]
+    known = [field.name for field in fields(StepCase) if field.name != "model"]
     choices: dict[str, list[Any]] = {"layers": [spec.layers]}
     for change in changes:
         key, _, text = change.partition("=")
@@ -133,14 +131,14 @@ def cases(word: str) -> list[Case]:
             problems += [f"{word}: {key}={value!r} must be a whole number of at least 1" for value in wrong]
             choices[key] = [int(value) for value in text.split("/") if value not in wrong]
     refuse(problems)
-    return [Case(model, **dict(zip(choices, values, strict=True))) for values in product(*choices.values())]
+    return [StepCase(model, **dict(zip(choices, values, strict=True))) for values in product(*choices.values())]
 
 
 def measure(
-    words: list[str], steps: int, warm: float, file: Path | None, name: str | None, device: str, dtype: str, told: Told
-) -> RowsResult:
-    """Each case in a process of its own: none finds memory that another has left. `name` is an accelerator's."""
-    check_writable(file)
+    words: list[str], steps: int, warm: float, name: str | None, device: str, dtype: str, told: Told
+) -> Iterator[RowsResult]:
+    """Each case in a process of its own: none finds memory that another has left. `name` is an accelerator's. After
+    each of them, what has been measured, so that it is not lost."""
     problems = [*too_small(steps=steps), *filter(None, [misfit("--warm", warm, within(0, 3600))])]
     for option, value, known in (("dtype", dtype, DTYPES), ("device", device, DEVICES)):
         if value not in known:
@@ -151,30 +149,20 @@ def measure(
     timed: list[Timed] = []
     for number, case in enumerate(wanted, start=1):
         told(f"{number}/{len(wanted)}: {case.model}, {case.layers} layers, {case.batch} x {case.seq}")
-        timed += ranks.run(1, "fivefold.bench.train_rank:one_case", case, device, dtype, steps, warm, timeout=600)
-        if file is not None:  # after each case, so that what was measured is not lost
-            write(file, timed, " ".join(["fivefold", *sys.argv[1:]]))
-    if accelerator is None:
-        with suppress(UserError):
-            accelerator = find_accelerator(timed[0].device)
-    return result(timed, accelerator)
+        timed += processes.run(1, "fivefold.bench.train_rank:one_case", case, device, dtype, steps, warm, timeout=600)
+        if accelerator is None:
+            with suppress(UserError):
+                accelerator = find_accelerator(timed[0].device)
+        yield result(timed, accelerator)
 
 
-def predicted(case: Case, accelerator: Accelerator) -> float:
+def predicted(case: StepCase, accelerator: Accelerator) -> float:
     cluster = Cluster((Group(1, 1, accelerator),))
     return estimate(Planned(case.spec, case.layout, cluster, case.seq, case.batch)).seconds
 
 
-def write(path: Path, timed: Sequence[Timed], command: str) -> None:
-    with path.open("w", newline="") as file:
-        file.write(f"# {command}\n")
-        writer = csv.DictWriter(file, list(timed[0].row), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(one.row for one in timed)
-
-
 def read(path: Path) -> list[Timed]:
-    """What `write` has written."""
+    """The rows of a CSV file that `-o` has written."""
     with path.open(newline="") as file:
         rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
     # An empty cell is a figure that a case without enough memory does not have.

@@ -3,9 +3,12 @@
 `run` is one rank of a comparison: every system that it is part of, a step of each in turns.
 """
 
-from collections.abc import Callable
+import platform
+import time
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -23,43 +26,105 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from fivefold.bench.comparison import BARE, PEERS, Comparison, ComparisonResult, layout_of
-from fivefold.bench.harness import HUGGING_FACE, OURS
-from fivefold.bench.rank import CPU, enter, machine, take_turns
+from fivefold.bench.harness import HUGGING_FACE, OURS, Machine, RoundTimes, turns
 from fivefold.data.batch import Batch
 from fivefold.job.config import Job
 from fivefold.launch.device import DTYPES, compiles
-from fivefold.launch.ranks import Rank
+from fivefold.launch.host import cores
+from fivefold.launch.processes import Rank
 from fivefold.layout.layout import Layout
 from fivefold.layout.stages import stages_of
 from fivefold.model.decoder import Decoder
-from fivefold.model.hf import sources, style_in
+from fivefold.model.hf_names import sources, style_in
 from fivefold.model.init import draw, initialise
+from fivefold.model.layers import TokenPositions
 from fivefold.model.ops import LocalOps
-from fivefold.model.positions import TokenPositions
+from fivefold.parallel.control import all_gather_object
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.messages import from_all
-from fivefold.spec.hf_config import to_hf_config
-from fivefold.train.engine import Engine
-from fivefold.verify.batches import plain_batch
+from fivefold.spec.hf import to_hf_config
+from fivefold.trainer.engine import Engine
+from fivefold.verifier.cases import plain_batch
+
+# ---- rank -----------------------------------------------------------------------------------------------------------
+# The half of the harness that runs on ranks: a clock that all ranks share, and turns.
+
+
+CPU = torch.device("cpu")
+Call = Callable[[], object]
+
+
+def enter(rank: Rank, threads: int = 1) -> None:
+    """Join the other ranks; what is compared is ranks, not threads."""
+    torch.set_num_threads(threads)
+    if rank.world > 1:
+        rank.join("gloo")
+
+
+def timed(call: Call | None, together: bool = True) -> float:
+    """Seconds of a call, the same on all ranks; None on a rank that has no part in it.
+
+    Ranks run it `together`, until the slowest is done; otherwise each works for itself, and the mean counts.
+    """
+    world = dist.is_initialized()
+    if world:
+        dist.barrier()
+    start = time.perf_counter()
+    if call is not None:
+        call()
+    if world and together:
+        dist.barrier()
+    seconds = time.perf_counter() - start
+    if not world:
+        return seconds
+    total = torch.tensor([seconds, 1.0] if call is not None else [0.0, 0.0], dtype=torch.float64)
+    dist.all_reduce(total)
+    return (total[0] / total[1]).item()
+
+
+def take_turns(
+    systems: Mapping[str, Call | None],
+    rounds: int,
+    alone: Collection[str] = (),
+    after: Callable[[str], None] = lambda _: None,
+) -> RoundTimes:
+    """Time one call of each system in every round. Ranks of those in `alone` work each for itself; `after` a turn
+    what it names is not timed."""
+    times = RoundTimes({name: [] for name in systems})
+    for _, name in turns(systems, rounds):
+        times[name].append(timed(systems[name], together=name not in alone))
+        after(name)
+    return times
+
+
+def machine() -> Machine:
+    """With the processor's name, where the system tells it."""
+    kind, told = f"{platform.machine()} {platform.system()}", Path("/proc/cpuinfo")
+    lines = told.read_text().splitlines() if told.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return Machine(cores(), str(torch.__version__), f"{names[0]}, {kind}" if names else kind)
+
+
+# ---- systems --------------------------------------------------------------------------------------------------------
+
 
 RATE = 1e-3
 
 
 @dataclass(frozen=True)
-class Part:
+class RankBatch:
     """What one rank of a system trains on."""
 
     samples: list[tuple[Tensor, Tensor]]  # tokens and targets of each microbatch
     count: int  # target tokens of the global batch
 
     @classmethod
-    def of(cls, batch: Batch, layout: Layout, rank: int = 0, device: torch.device = CPU) -> "Part":
+    def of(cls, batch: Batch, layout: Layout, rank: int = 0, device: torch.device = CPU) -> "RankBatch":
         mine = batch.split(layout.dp)[rank].split(layout.microbatches)
         pairs = [(torch.from_numpy(one.tokens).to(device), torch.from_numpy(one.targets).to(device)) for one in mine]
         return cls(pairs, batch.loss_tokens)
 
 
-class Ours:
+class FivefoldSystem:
     sums = False  # whether a rank's loss is its part of the sum over the global batch; otherwise it is the mean
 
     def __init__(self, job: Job, layout: Layout, batch: Batch):
@@ -70,7 +135,7 @@ class Ours:
 
     def step(self) -> float:
         """Take a training step; return its loss."""
-        loss = self.engine.accumulate(self.batch)
+        loss = self.engine.forward_backward(self.batch)
         self.engine.step(RATE, self.engine.gradient_norm())
         self.engine.weights.ready()
         return loss.item()
@@ -104,7 +169,7 @@ class Loop:
 
     sums = False
 
-    def __init__(self, model: nn.Module, part: Part, job: Job, scale: float = 1.0, rate: float = RATE):
+    def __init__(self, model: nn.Module, part: RankBatch, job: Job, scale: float = 1.0, rate: float = RATE):
         """`scale`: what wrappers that average over ranks divide by, and sums have not."""
         self.model, self.part, self.job, self.scale = model, part, job, scale
         every = list(model.parameters())  # plain tensors and DTensors do not meet in one kernel
@@ -114,13 +179,13 @@ class Loop:
         self.optimizer = job.optimizer.stock(groups, lr=rate, fused=True)
 
     def step(self) -> float:
-        total = self.accumulate()
+        total = self.forward_backward()
         self.clip()
         self.optimizer.step()
         self.optimizer.zero_grad()
         return total
 
-    def accumulate(self) -> float:
+    def forward_backward(self) -> float:
         total = 0.0
         for number, (tokens, targets) in enumerate(self.part.samples, start=1):
             with self.syncing(number == len(self.part.samples)):
@@ -151,10 +216,10 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
 
-class HuggingFace(Loop):
+class HuggingFaceSystem(Loop):
     """As its users run it: sdpa, compiled where ours is, fused AdamW, parameters in the compute dtype."""
 
-    def __init__(self, job: Job, part: Part, device: torch.device = CPU, rate: float = RATE):
+    def __init__(self, job: Job, part: RankBatch, device: torch.device = CPU, rate: float = RATE):
         from transformers import AutoConfig, AutoModelForCausalLM
 
         settings = to_hf_config(job.model, job.train.dtype) | {"attn_implementation": "sdpa", "use_cache": False}
@@ -177,7 +242,7 @@ class HuggingFace(Loop):
 class DataParallel(Loop):
     sums = True
 
-    def __init__(self, job: Job, part: Part):
+    def __init__(self, job: Job, part: RankBatch):
         self.ddp = DistributedDataParallel(decoder(job), gradient_as_bucket_view=True)
         super().__init__(self.ddp, part, job, scale=dist.get_world_size())
 
@@ -185,12 +250,12 @@ class DataParallel(Loop):
         return nullcontext() if last else self.ddp.no_sync()
 
 
-class FullySharded(Loop):
+class TorchFsdp(Loop):
     """FSDP2, a block at a time; gradients are reduced with every microbatch, as ours are: so they stay sharded."""
 
     sums = True
 
-    def __init__(self, job: Job, part: Part):
+    def __init__(self, job: Job, part: RankBatch):
         model, mesh = decoder(job), init_device_mesh("cpu", (dist.get_world_size(),))
         for block in model.layers.values():
             fully_shard(block, mesh=mesh)
@@ -198,10 +263,10 @@ class FullySharded(Loop):
         super().__init__(model, part, job, scale=dist.get_world_size())
 
 
-class TensorParallel(Loop):
+class TorchTensorParallel(Loop):
     """`parallelize_module` with the plan of the documentation's Llama, the loss over logits that stay sharded."""
 
-    def __init__(self, job: Job, part: Part):
+    def __init__(self, job: Job, part: RankBatch):
         model, mesh = decoder(job), init_device_mesh("cpu", (dist.get_world_size(),))
         columns, rows = ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up"), ("attention.o", "mlp.down")
         plan: dict[str, Any] = {name: ColwiseParallel() for name in columns}
@@ -216,7 +281,7 @@ class TensorParallel(Loop):
         return loss_parallel()
 
 
-class Stage(nn.Module):
+class TorchStage(nn.Module):
     """A stage of the decoder for torch.distributed.pipelining, which passes tensors only: it keeps the positions."""
 
     def __init__(self, decoder: Decoder, positions: TokenPositions):
@@ -236,7 +301,7 @@ class TorchPipeline:
         first = torch.from_numpy(batch.split(layout.microbatches)[0].tokens)
         mine = [stage for stage in stages if owner[stage.index] == rank]
         decoders = [Decoder(job.model, ops=ops, stage=stage) for stage in mine]
-        self.model = nn.ModuleList(Stage(one, TokenPositions.of(first)) for one in decoders)
+        self.model = nn.ModuleList(TorchStage(one, TokenPositions.of(first)) for one in decoders)
         self.parameters = {name: one for decoder in decoders for name, one in decoder.named_parameters()}
         for parameter in job.model.parameters():
             if parameter.name in self.parameters:
@@ -264,9 +329,9 @@ class Pipelined(Loop):
     def __init__(self, job: Job, layout: Layout, batch: Batch):
         job = structs.replace(job, layout=layout)
         self.pipeline = TorchPipeline(job, batch, "Schedule1F1B", cross_entropy, HeadModule())
-        super().__init__(self.pipeline.model, Part.of(batch, layout), job)
+        super().__init__(self.pipeline.model, RankBatch.of(batch, layout), job)
 
-    def accumulate(self) -> float:
+    def forward_backward(self) -> float:
         return self.pipeline.step()
 
     def clip(self) -> None:
@@ -290,37 +355,37 @@ def run(rank: Rank, case: Comparison) -> ComparisonResult:
 
     def after(name: str) -> None:
         system = built[name]
-        if isinstance(system, Ours) and (found := system.imbalance) is not None:
+        if isinstance(system, FivefoldSystem) and (found := system.imbalance) is not None:
             uneven.setdefault(name, []).append(found)
 
     times = take_turns(steps, case.rounds, after=after)
     return ComparisonResult(case, times, losses, machine(), {name: fmean(every) for name, every in uneven.items()})
 
 
-def build(job: Job, name: str, batch: Batch, rank: int) -> Ours | Loop | None:
+def build(job: Job, name: str, batch: Batch, rank: int) -> FivefoldSystem | Loop | None:
     """A system, on the ranks that it has; making one is collective, so all of its ranks make it now."""
     layout = layout_of(job, name)
     if rank >= layout.world:
         return None
-    part = Part.of(batch, layout, rank % layout.dp)
-    makers: dict[str, Callable[[], Ours | Loop]] = {
-        OURS: lambda: Ours(job, layout, batch),
+    part = RankBatch.of(batch, layout, rank % layout.dp)
+    makers: dict[str, Callable[[], FivefoldSystem | Loop]] = {
+        OURS: lambda: FivefoldSystem(job, layout, batch),
         BARE: lambda: Loop(decoder(job), part, job),
-        HUGGING_FACE: lambda: HuggingFace(job, part),
+        HUGGING_FACE: lambda: HuggingFaceSystem(job, part),
         PEERS["dp"]: lambda: DataParallel(job, part),
-        PEERS["zero"]: lambda: FullySharded(job, part),
-        PEERS["tp"]: lambda: TensorParallel(job, part),
+        PEERS["zero"]: lambda: TorchFsdp(job, part),
+        PEERS["tp"]: lambda: TorchTensorParallel(job, part),
         PEERS["pp"]: lambda: Pipelined(job, layout, batch),
     }
     return makers[name if name in makers else name.partition(" ")[0]]()
 
 
-def _loss(system: Ours | Loop | None) -> float:
+def _loss(system: FivefoldSystem | Loop | None) -> float:
     """The loss of a step, as all ranks together have it."""
     mine = None if system is None else (system.step(), system.sums)
     if not dist.is_initialized():
         assert mine is not None
         return mine[0]
-    known = [one for one in from_all(mine, tuple[float, bool] | None) if one is not None]
+    known = [one for one in all_gather_object(mine, tuple[float, bool] | None) if one is not None]
     total = sum(loss for loss, _ in known)
     return total if known[0][1] else total / len(known)

@@ -18,15 +18,15 @@ from typing import Any
 from msgspec import structs
 
 from fivefold.bench.comparison import of_one_process, only_ours
-from fivefold.bench.floor import Part
+from fivefold.bench.floor import FloorPart
 from fivefold.bench.harness import HUGGING_FACE, OURS, Told, choices, ratio, refuse, table, too_small, turns
 from fivefold.hardware.accelerators import find_accelerator
 from fivefold.job.config import Job, TraceConfig, read_job
 from fivefold.job.preflight import run_directory_problems
-from fivefold.launch import ranks
-from fivefold.report import Block, Result, Table, Text
+from fivefold.launch import processes
+from fivefold.render.blocks import Block, Result, Table, Text
 from fivefold.support.errors import UserError
-from fivefold.support.formatting import bytes_text, counted, si
+from fivefold.support.text import bytes_text, counted, si
 
 CPU = "CPU"
 _PATIENCE = 24 * 3600.0  # seconds: whoever waits for a measurement ends it
@@ -58,7 +58,7 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Turn:
+class TrainTurn:
     device: str
     torch: str
     seconds: list[float]  # from one step's end to the next one's
@@ -86,9 +86,9 @@ class TrainBenchResult(Result):
     """The turns of each system, in the order they were taken."""
 
     job: Job
-    turns: dict[str, list[Turn]]
+    turns: dict[str, list[TrainTurn]]
     extras: Extras = Extras()
-    floor: list[Part] = field(default_factory=list)  # what a step must do, if it was asked for
+    floor: list[FloorPart] = field(default_factory=list)  # what a step must do, if it was asked for
 
     def step(self, system: str) -> float:
         return median(second for turn in self.turns[system] for second in turn.seconds)
@@ -99,7 +99,7 @@ class TrainBenchResult(Result):
         return ratio(next(iter(rounds.values())), rounds[system])
 
     @property
-    def any(self) -> Turn:
+    def any(self) -> TrainTurn:
         return next(iter(self.turns.values()))[0]
 
     @property
@@ -276,17 +276,17 @@ def measure(
     jobs = systems(job_of(words), against)
     rounds = min(2, len(jobs)) if rounds is None else rounds
     refuse(too_small(steps=steps, rounds=rounds))
-    found: dict[str, list[Turn]] = {name: [] for name in jobs}
+    found: dict[str, list[TrainTurn]] = {name: [] for name in jobs}
     for number, name in turns(jobs, rounds):
         told(f"{name}: compiles, warms up, and takes {steps} steps; round {number + 1} of {rounds}")
         more, job = extras if number == 0 and name == OURS else Extras(), jobs[name]
         with _directory(Path(job.run.dir).expanduser()) as path:
             function = "fivefold.bench.train_rank:run"
-            found[name] += ranks.run(1, function, job, name == HUGGING_FACE, steps, more, path, timeout=_PATIENCE)
-    floor: list[Part] = []
+            found[name] += processes.run(1, function, job, name == HUGGING_FACE, steps, more, path, timeout=_PATIENCE)
+    floor: list[FloorPart] = []
     if extras.floor:
         told("what a step must do, each alone")
-        (floor,) = ranks.run(1, "fivefold.bench.floor_rank:run", jobs[OURS], timeout=_PATIENCE)
+        (floor,) = processes.run(1, "fivefold.bench.train_rank:run_floor", jobs[OURS], timeout=_PATIENCE)
     return TrainBenchResult(jobs[OURS], found, extras, floor)
 
 

@@ -1,4 +1,4 @@
-"""One turn of `fivefold bench train`, or one case of `fivefold bench steps`, in a process of its own."""
+"""One turn of `fivefold bench train`, or one case of `fivefold bench train --cases`, in a process of its own."""
 
 import math
 import os
@@ -6,6 +6,7 @@ import re
 import tempfile
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -17,28 +18,33 @@ from typing import Any
 
 import torch
 from msgspec import structs
+from torch import Tensor
+from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from fivefold.bench.steps import WARM, Case, Timed
-from fivefold.bench.systems import HuggingFace, Part
-from fivefold.bench.train import CPU, Extras, Saved, Turn
+from fivefold.bench.floor import FloorPart, Product, memory, products
+from fivefold.bench.steps import WARM, StepCase, Timed
+from fivefold.bench.systems import HuggingFaceSystem, RankBatch
+from fivefold.bench.train import CPU, Extras, Saved, TrainTurn
 from fivefold.checkpoint.store import Store
 from fivefold.data.batch import Batch, read_batch
-from fivefold.data.prefetch import prefetch
 from fivefold.data.tokens import TokenStore
 from fivefold.job.config import Job
 from fivefold.job.preflight import Sources
-from fivefold.launch.device import check_bfloat16, choose_device, make_repeatable, peak_memory
-from fivefold.launch.ranks import Rank
-from fivefold.model.compiled import compilation
+from fivefold.launch.device import DTYPES, check_bfloat16, choose_device, make_repeatable, peak_memory
+from fivefold.launch.processes import Rank
+from fivefold.machines.clock import Clock
+from fivefold.model.grouped import Groups, product, weight_gradient
+from fivefold.model.recompute import compilation
 from fivefold.parallel.control import Control
 from fivefold.parallel.mesh import Mesh
+from fivefold.spec.operations import block
 from fivefold.support.errors import UserError
-from fivefold.train.checkpointing import Checkpoints
-from fivefold.train.loop import Stopped, Trainer
-from fivefold.train.metrics import MetricsFile
-from fivefold.train.records import Evaluation, Listener, Step
-from fivefold.verify.batches import write_tokens
+from fivefold.support.progress import prefetch
+from fivefold.trainer.checkpointing import Checkpoints
+from fivefold.trainer.loop import Stopped, Trainer
+from fivefold.trainer.records import Evaluation, Listener, MetricsFile, Step
+from fivefold.verifier.cases import write_tokens
 
 _WARM = 5  # steps of a turn: kernels are compiled and chosen, the allocator finds its blocks, the clocks settle
 _BATCHES = 4  # of different tokens
@@ -57,7 +63,7 @@ KINDS = {
 }
 
 
-def run(rank: Rank, job: Job, hugging_face: bool, steps: int, extras: Extras, path: Path) -> Turn:
+def run(rank: Rank, job: Job, hugging_face: bool, steps: int, extras: Extras, path: Path) -> TrainTurn:
     device = choose_device(job.train.device)
     if slow := check_bfloat16(device, job.train.dtype):
         raise UserError(f"nothing is measured: {slow}")
@@ -71,7 +77,7 @@ def run(rank: Rank, job: Job, hugging_face: bool, steps: int, extras: Extras, pa
     return ours(job, device, Watch(_WARM, steps), path, extras)
 
 
-def one_case(rank: Rank, case: Case, wanted: str, dtype: str, steps: int, warm: float) -> Timed:
+def one_case(rank: Rank, case: StepCase, wanted: str, dtype: str, steps: int, warm: float) -> Timed:
     """The median step of a case, with all that a trainer does in between; none where memory is not enough."""
     device = choose_device(wanted)
     on_gpu = device.type == "cuda"
@@ -130,10 +136,10 @@ class Watch:
     def times(self) -> list[float]:
         return [after - before for before, after in pairwise(self.ends)]
 
-    def turn(self, device: torch.device, parameters: str, **found: Any) -> Turn:
+    def turn(self, device: torch.device, parameters: str, **found: Any) -> TrainTurn:
         graphs, breaks = compilation()
         on_gpu = device.type == "cuda"
-        return Turn(
+        return TrainTurn(
             device=torch.cuda.get_device_name(device) if on_gpu else f"{CPU}, threads: {torch.get_num_threads()}",
             torch=str(torch.__version__),
             seconds=self.times[self.first : self.last],
@@ -147,7 +153,7 @@ class Watch:
         )
 
 
-def ours(job: Job, device: torch.device, watch: Watch, path: Path, extras: Extras) -> Turn:
+def ours(job: Job, device: torch.device, watch: Watch, path: Path, extras: Extras) -> TrainTurn:
     """The loop of `fivefold train`, with its metrics; on request with a checkpoint, and a profile after all else."""
     # As many steps as it takes: the run is stopped, and its learning rate is that of a long one.
     job = structs.replace(job, train=structs.replace(job.train, steps=1_000_000))
@@ -251,7 +257,7 @@ class Profile:
 
 
 def _hugging_face(job: Job, sources: Sources, device: torch.device, watch: Watch, steps: int) -> None:
-    loop = HuggingFace(job, Part([], 0), device, rate=1e-4)
+    loop = HuggingFaceSystem(job, RankBatch([], 0), device, rate=1e-4)
     size, data = job.train.batch, job.data
 
     def read(number: int) -> Batch:
@@ -259,5 +265,76 @@ def _hugging_face(job: Job, sources: Sources, device: torch.device, watch: Watch
 
     with closing(prefetch(partial(read, number) for number in range(steps))) as batches:
         for batch in batches:
-            loop.part = Part.of(batch, job.layout, device=device)
+            loop.part = RankBatch.of(batch, job.layout, device=device)
             watch.tick(loop.step())
+
+
+# ---- floor rank -----------------------------------------------------------------------------------------------------
+# The rates that a floor is made of, measured on the device of one process.
+
+
+_SETTLE = 0.05  # seconds of a measurement, at least
+_VECTOR = 1 << 28  # elements
+
+
+def run_floor(rank: Rank, job: Job) -> list[FloorPart]:
+    device, dtype = choose_device(job.train.device), DTYPES[job.train.dtype]
+    seconds: dict[str, float] = defaultdict(float)
+    flops: dict[str, float] = defaultdict(float)
+    for one in products(job):
+        seconds[one.part] += one.times * _product(one, device, dtype)
+        flops[one.part] += one.flops
+    found = [FloorPart(name, seconds[name], flops=flops[name]) for name in seconds]
+    found.append(_attention(job, device, dtype))
+    pace = _memory(device)
+    return [*found, *(FloorPart(name, size / pace, bytes=size) for name, size in memory(job).items())]
+
+
+def _product(one: Product, device: torch.device, dtype: torch.dtype) -> float:
+    """Seconds of a product and its two gradients."""
+    x, dy = (torch.randn(one.rows, width, device=device, dtype=dtype) for width in (one.inputs, one.outputs))
+    weight = torch.randn(max(1, one.groups), one.outputs, one.inputs, device=device, dtype=dtype)
+    if not one.groups:
+        w = weight[0]
+        return sum(_time(device, call) for call in (lambda: x @ w.T, lambda: dy @ w, lambda: dy.T @ x))
+    share, rest = divmod(one.rows, one.groups)
+    groups = Groups.of(tuple(share + (number < rest) for number in range(one.groups)), device)
+    calls: list[Callable[[], Tensor]] = [
+        lambda: product(x, weight.mT, groups.ends, groups.sizes),
+        lambda: product(dy, weight, groups.ends, groups.sizes),
+        lambda: weight_gradient(dy, x, groups.ends, groups.sizes),
+    ]
+    return sum(_time(device, call) for call in calls)
+
+
+def _attention(job: Job, device: torch.device, dtype: torch.dtype) -> FloorPart:
+    """Causal, by PyTorch's choice of kernel; its FLOPs are those that a causal mask leaves."""
+    model, scores, size = job.model, block(job.model).attention, (job.train.batch, job.data.seq)
+    q, k, v = (
+        torch.randn(size[0], heads, size[1], width, device=device, dtype=dtype, requires_grad=True)
+        for heads, width in (
+            (scores.heads, scores.head_dim), (scores.kv_heads, scores.head_dim), (scores.kv_heads, scores.v_dim)
+        )
+    )  # fmt: skip
+
+    def forward() -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=scores.kv_heads < scores.heads)
+
+    def both() -> None:
+        y = forward()
+        torch.autograd.grad(y, (q, k, v), y)
+
+    done = 3 * model.layers * size[0] * size[1] * scores.flops(size[1] / 2)
+    return FloorPart("attention", model.layers * _time(device, both), flops=done)
+
+
+def _memory(device: torch.device) -> float:
+    """Bytes a second of c = a + b over long vectors."""
+    count = _VECTOR if device.type == "cuda" else _VECTOR >> 6
+    a, b, c = (torch.ones(count, device=device) for _ in range(3))
+    return 3 * a.nbytes / _time(device, lambda: torch.add(a, b, out=c))
+
+
+def _time(device: torch.device, run: Callable[[], object]) -> float:
+    """Seconds of a call, of many in a row."""
+    return Clock(device, _SETTLE).seconds(run)

@@ -5,8 +5,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
+
 from fivefold.checkpoint.storage import storage_of
 from fivefold.checkpoint.store import MANIFEST, Checkpoint, Store
+from fivefold.checkpoint.tensors import model_key
+from fivefold.job.config import Job, job_from
+from fivefold.layout.layout import Layout
+from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import Note, UserError
 from fivefold.support.places import Place, place_of
 
@@ -71,8 +77,51 @@ def find(path: str | Place, step: int | None = None) -> Checkpoint:
             return same[0]
         known = ", ".join(str(one.step) for one in reversed(complete)) or "none"
         raise UserError(f"{path} has no complete checkpoint of step {step}; it has: {known}")
+    damage: list[str] = []
     for one in complete:
         if not (misfits := one.misfits()):
+            for problem in damage:
+                warnings.warn(Note(f"{problem}; the checkpoint before it is taken"), stacklevel=2)
             return one
-        warnings.warn(Note(f"{misfits[0]}; the checkpoint before it is taken"), stacklevel=2)
-    raise UserError(f"{path} has no complete checkpoint")
+        damage += misfits[:1]
+    raise UserError(damage or [f"{path} has no complete checkpoint"])
+
+
+# ---- job ------------------------------------------------------------------------------------------------------------
+# The job that a checkpoint was made by, for whoever goes on from it otherwise.
+
+
+def job_of(checkpoint: Checkpoint, layout: Layout | None = None, run: Path | None = None) -> Job:
+    """With another `layout`, and as the job of the run directory `run`, where given. Its model is that of the tensors:
+    whoever makes room for it makes no more than is there."""
+    job = stored(checkpoint)
+    if problems := job.model.problems() or _misfits(checkpoint, job.model):
+        raise UserError(f"the job in {checkpoint.path}: {problem}" for problem in problems)
+    replace = msgspec.structs.replace
+    if layout is not None:
+        job = replace(job, layout=layout)
+    if run is not None:
+        own = replace(job.checkpoint, url="")  # it has the checkpoint itself
+        job = replace(job, run=replace(job.run, name=run.name, dir=str(run.absolute().parent)), checkpoint=own)
+    return job
+
+
+def stored(checkpoint: Checkpoint) -> Job:
+    """As it was written."""
+    try:
+        return job_from(checkpoint.manifest.job)
+    except (msgspec.ValidationError, ValueError, ArithmeticError) as error:
+        raise UserError(f"the job in {checkpoint.path} cannot be read by this release: {error}") from None
+
+
+def _misfits(checkpoint: Checkpoint, spec: ModelSpec) -> list[str]:
+    tensors = checkpoint.tensors
+    if spec.layers > len(tensors):
+        return [f"model.layers={spec.layers}, and the checkpoint has {len(tensors)} tensors"]
+    problems = []
+    for parameter in spec.parameters():
+        stored = tensors.get(model_key(parameter.name))
+        if stored is None or stored.shape != parameter.shape:
+            has = f"shape {list(stored.shape)}" if stored else "none"
+            problems.append(f"{parameter.name} has shape {list(parameter.shape)}, and the checkpoint has {has}")
+    return problems

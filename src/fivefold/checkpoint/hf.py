@@ -15,32 +15,31 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fivefold.checkpoint.carried import CARRIED, TOKENIZERS, carry
 from fivefold.checkpoint.find import beside, run_of
+from fivefold.checkpoint.hf_extras import CARRIED, TOKENIZERS, carry
 from fivefold.checkpoint.hf_files import INDEX, HuggingFace
 from fivefold.checkpoint.load import load
-from fivefold.checkpoint.pieces import Piece
 from fivefold.checkpoint.save import write_alone
+from fivefold.checkpoint.shards import Shard
 from fivefold.checkpoint.store import Checkpoint, Manifest, Store, step_name
 from fivefold.checkpoint.tensors import model_key
 from fivefold.data.index import TOKENIZER
+from fivefold.data.tokenizer import ByteTokenizer, foreign
 from fivefold.data.tokens import TokenStore
-from fivefold.data.whose_tokens import foreign
-from fivefold.data.writing.tokenizer import ByteTokenizer
 from fivefold.job.config import Dtype, Job, RunConfig
-from fivefold.job.tuning import SOURCE, tuned
-from fivefold.job.written import written
+from fivefold.job.fine_tuning import SOURCE, tuned
+from fivefold.job.recipes import written
 from fivefold.layout.sharding import chunk
-from fivefold.model.hf import BALANCE, Source, sources, style_of, tensors
-from fivefold.spec.hf_config import HF_CONFIG, kept_settings, to_hf_config
+from fivefold.model.hf_names import BALANCE, TensorSource, sources, style_of, tensors
+from fivefold.spec.hf import HF_CONFIG, kept_settings, to_hf_config
 from fivefold.spec.model import ModelSpec
-from fivefold.spec.parameters import Parameter
-from fivefold.support.documents import path_of, read_json
+from fivefold.spec.operations import Parameter
 from fivefold.support.errors import Note, UserError
 from fivefold.support.files import Progress, whole_or_nothing
+from fivefold.support.parsing import path_of, read_json
 
 T = TypeVar("T")
-_Part = tuple[Parameter, Source]  # rows of a parameter, and where they lie in a tensor of theirs
+_Part = tuple[Parameter, TensorSource]  # rows of a parameter, and where they lie in a tensor of theirs
 _PART = 1 << 30  # bytes that an import holds at a time
 _SINGLE = "model.safetensors"
 EXPORTED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -108,9 +107,9 @@ def _dtype(theirs: HuggingFace) -> Dtype:
     return "bfloat16"  # also of quantised ones, whose numbers are as exact
 
 
-def _in_turn(theirs: HuggingFace, every: list[Parameter]) -> Iterator[list[tuple[str, Piece]]]:
+def _in_turn(theirs: HuggingFace, every: list[Parameter]) -> Iterator[list[tuple[str, Shard]]]:
     """Pieces that can be held together, in the order of the model; what is larger than a part comes in pieces alone."""
-    together: list[tuple[str, Piece]] = []
+    together: list[tuple[str, Shard]] = []
     for parameter in every:
         times = -(-4 * parameter.size // _PART)
         if times < 2:
@@ -124,7 +123,7 @@ def _in_turn(theirs: HuggingFace, every: list[Parameter]) -> Iterator[list[tuple
     yield together
 
 
-def _lazy(theirs: HuggingFace, parameter: Parameter, rows: range) -> Piece:
+def _lazy(theirs: HuggingFace, parameter: Parameter, rows: range) -> Shard:
     box = (rows, *(range(size) for size in parameter.shape[1:]))
 
     def make() -> Tensor:
@@ -133,7 +132,7 @@ def _lazy(theirs: HuggingFace, parameter: Parameter, rows: range) -> Piece:
             raise UserError(f"{theirs.directory} has weights that are no numbers in {parameter.name}")
         return tensor
 
-    return Piece(parameter.shape, box, torch.float32, make)
+    return Shard(parameter.shape, box, torch.float32, make)
 
 
 # ---- out -----------------------------------------------------------------------------------------------------------
@@ -227,6 +226,6 @@ def _read(checkpoint: Checkpoint, parts: list[_Part], dtype: torch.dtype) -> Ten
     for parameter, source in parts:
         box = (source.rows, *(range(size) for size in parameter.shape[1:]))
         rows = torch.empty([len(side) for side in box])
-        load(checkpoint, {model_key(parameter.name): Piece.of(rows, parameter.shape, box)})
+        load(checkpoint, {model_key(parameter.name): Shard.of(rows, parameter.shape, box)})
         source.ours(theirs).copy_(rows)
     return theirs

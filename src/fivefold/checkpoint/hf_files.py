@@ -1,5 +1,6 @@
 """Hugging Face directories: what is in their files, read box by box. Quantised weights are read as the numbers they
-stand for."""
+stand for.
+"""
 
 import math
 import os
@@ -13,18 +14,74 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fivefold.checkpoint import quantised
-from fivefold.checkpoint.carried import own_file
-from fivefold.checkpoint.pieces import Pieces
+from fivefold.checkpoint.hf_extras import own_file
+from fivefold.checkpoint.shards import Pieces
 from fivefold.checkpoint.tensors import MODEL
 from fivefold.layout.sharding import Box
-from fivefold.model.hf import BLOCK_SCALES, BLOCKS, Source, sources, style_in, tensors
-from fivefold.spec.hf_config import read_hf_config
-from fivefold.spec.parameters import Parameter
-from fivefold.support.documents import read_json
+from fivefold.model.hf_names import BLOCK_SCALES, BLOCKS, TensorSource, sources, style_in, tensors
+from fivefold.spec.hf import read_hf_config
+from fivefold.spec.operations import Parameter
 from fivefold.support.errors import UserError
 from fivefold.support.files import plain_name
-from fivefold.support.formatting import counted
+from fivefold.support.parsing import read_json
+from fivefold.support.text import counted
+
+# ---- quantised ------------------------------------------------------------------------------------------------------
+# Weights of released files with fewer than 16 bits, as the numbers they stand for.
+#
+# MXFP4  gpt-oss: 32 numbers of a row share a power of two; each is one of the 16 of e2m1 (OCP Microscaling Formats
+#        Specification 1.0, section 5.3), two in a byte, the low four bits first
+# FP8    DeepSeek-V3 (arXiv 2412.19437, section 3.3.2), Kimi K2: e4m3, and a float32 for each tile of 128 x 128
+
+
+BLOCK = 32
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_BIAS = 127  # of e8m0, a power of two in a byte
+
+Tile = tuple[int, int]
+
+
+def tile(directory: Path, config: Any) -> Tile | None:
+    """The tile of FP8 weights that a `quantization_config` means; None: it means none. What is unknown is refused."""
+    match config:
+        case None | {"quant_method": "mxfp4"}:
+            return None
+        case {"quant_method": "fp8", "weight_block_size": [int(rows), int(columns)]} if min(rows, columns) > 0:
+            return rows, columns
+    raise UserError(
+        f"{directory} is quantised in a way that is not read ({config}); mxfp4 is, and fp8 with weight_block_size; or "
+        "import the weights that it was made of"
+    )
+
+
+def tiles(shape: tuple[int, ...], tile: Tile) -> tuple[int, ...]:
+    """The shape of the scales of a matrix; the last tiles may be narrower."""
+    return tuple(-(-size // each) for size, each in zip(shape, tile, strict=True))
+
+
+def fp8(numbers: Tensor, scales: Tensor, box: tuple[slice, ...], tile: Tile) -> Tensor:
+    """A box of a matrix, of which `numbers` are this part and `scales` are all."""
+    rows, columns = (
+        torch.arange(side.start or 0, (side.start or 0) + size) // each
+        for side, size, each in zip(box, numbers.shape, tile, strict=True)
+    )
+    return numbers.to(torch.float32) * scales.to(torch.float32)[rows][:, columns]
+
+
+def mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """blocks [..., n, 16] and scales [..., n] of bytes -> float32 [..., n * 32]."""
+    table = torch.tensor([*_E2M1, *(-one for one in _E2M1)])
+    numbers = table[torch.stack((blocks & 15, blocks >> 4), dim=-1).long()].flatten(-2)
+    return torch.ldexp(numbers, scales[..., None].int() - _BIAS).flatten(-2)
+
+
+def unblocked(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of what `blocks` of this shape stand for."""
+    return (*shape[:-2], shape[-2] * 2 * shape[-1]) if len(shape) > 1 else shape
+
+
+# ---- hf files -------------------------------------------------------------------------------------------------------
+
 
 INDEX = "model.safetensors.index.json"
 _NAMED = 3  # files that are missing
@@ -45,7 +102,7 @@ class HuggingFace:
         self.spec = read_hf_config(directory)
         self.files = _files(directory)
         settings = read_json(config)
-        self.tile = quantised.tile(directory, settings.get("quantization_config"))
+        self.tile = tile(directory, settings.get("quantization_config"))
         if self.spec.layers > max(_LISTED, len(self.files)):
             raise UserError(f"{config} means {self.spec.layers} layers, and {directory} has {len(self.files)} tensors")
         self.open: dict[Path, Any] = {}
@@ -81,7 +138,7 @@ class HuggingFace:
             seen.add(name)
         return None
 
-    def _misshapen(self, parameter: Parameter, home: Source, name: str) -> str | None:
+    def _misshapen(self, parameter: Parameter, home: TensorSource, name: str) -> str | None:
         file, beside = self.files[name].name, self._scales(name)
         try:
             lies = self._slice(name)
@@ -92,9 +149,9 @@ class HuggingFace:
         self.kinds[kind] += math.prod(found)
         right: tuple[int, ...] | None = None
         if name.endswith(BLOCKS) and kind == "U8":
-            found, right = quantised.unblocked(found), (*wanted[:-1], -(-wanted[-1] // quantised.BLOCK))
+            found, right = unblocked(found), (*wanted[:-1], -(-wanted[-1] // BLOCK))
         elif kind == FP8 and self.tile is not None and len(wanted) == 2:
-            right = quantised.tiles(wanted, self.tile)
+            right = tiles(wanted, self.tile)
         elif kind not in _FLOATS:
             return f"tensor {name} of {file} is of {kind}, which is no kind of weight"
         if found != wanted:
@@ -105,7 +162,7 @@ class HuggingFace:
             return f"tensor {name} of {file} is of {kind} with {has}, and config.json means {needs}"
         return None
 
-    def _name(self, home: Source) -> str | None:
+    def _name(self, home: TensorSource) -> str | None:
         """As the files spell it: a model without its head is saved without the first word of its names."""
         short = home.name.partition(".")[2]
         return next((name for name in (home.name, short) if name in self.files), None)
@@ -127,7 +184,7 @@ class HuggingFace:
         parts = [part for home in self.homes[name] if (part := self._part(home, box)) is not None]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _part(self, home: Source, box: Box) -> Tensor | None:
+    def _part(self, home: TensorSource, box: Box) -> Tensor | None:
         """What a home has of a box; None: nothing."""
         rows = range(max(box[0].start, home.rows.start), min(box[0].stop, home.rows.stop))
         if not rows and len(home.rows):
@@ -149,9 +206,9 @@ class HuggingFace:
         if beside is None:
             return lies[box]
         if name.endswith(BLOCKS):
-            return quantised.mxfp4(lies[box[:-1]], self._slice(beside)[box[:-1]])[..., box[-1]]
+            return mxfp4(lies[box[:-1]], self._slice(beside)[box[:-1]])[..., box[-1]]
         assert self.tile is not None
-        return quantised.fp8(lies[box], self._slice(beside)[:], box, self.tile)
+        return fp8(lies[box], self._slice(beside)[:], box, self.tile)
 
     def fill(self, pieces: Pieces) -> None:
         """The `model.` pieces of a rank, each its box."""

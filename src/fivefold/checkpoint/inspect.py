@@ -11,10 +11,10 @@ from fivefold.checkpoint.memory import in_memory, size_here
 from fivefold.checkpoint.storage import storage_of
 from fivefold.checkpoint.store import Checkpoint, Store
 from fivefold.layout.layout import Layout
-from fivefold.report import Block, Cell, Result, Table, Text
+from fivefold.render.blocks import Block, Cell, Result, Table, Text
 from fivefold.support.errors import UserError
-from fivefold.support.formatting import bytes_text
 from fivefold.support.places import Place, place_of
+from fivefold.support.text import bytes_text
 
 
 @dataclass(frozen=True)

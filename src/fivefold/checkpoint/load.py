@@ -6,18 +6,25 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
-from fivefold.checkpoint.pieces import Piece, Pieces, raw
-from fivefold.checkpoint.storage import Reader
+from fivefold.checkpoint.save import write_alone
+from fivefold.checkpoint.shards import Pieces, Shard, keys, raw
+from fivefold.checkpoint.storage import FileReader
 from fivefold.checkpoint.store import Checkpoint, Damaged, Store
-from fivefold.checkpoint.tensors import Chunk
+from fivefold.checkpoint.tensors import Chunk, model_key
 from fivefold.launch import faults
-from fivefold.launch.cores import for_files, side_by_side
 from fivefold.launch.heartbeat import beat, enter
+from fivefold.launch.host import for_files, side_by_side
+from fivefold.layout.layout import Layout
+from fivefold.layout.sharding import Box, held
+from fivefold.layout.stages import stages_of
 from fivefold.parallel.control import Control
+from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError
+from fivefold.support.files import Progress
 from fivefold.support.places import Place
 
 Say = Callable[[str], None]
@@ -35,7 +42,7 @@ def newest(
     bad: set[Place] = set()
     while True:
         found = _candidate(store, bad, say, usable) if control.rank == 0 else (None, [])
-        name, refusal = control.from_first(found, tuple[str | None, list[str]])
+        name, refusal = control.broadcast_object(found, tuple[str | None, list[str]])
         if refusal:
             raise UserError(refusal if control.rank == 0 else [])
         if name is None:
@@ -57,7 +64,7 @@ def newest(
 
 def damage(checkpoint: Checkpoint, control: Control) -> list[str]:
     """Collective: what is not as the manifest says; each rank hashes a share. What must not be touched is refused."""
-    shares = control.from_all(_share(checkpoint, control), tuple[list[str], list[str]])
+    shares = control.all_gather_object(_share(checkpoint, control), tuple[list[str], list[str]])
     if refusal := _all(refused for _, refused in shares):
         raise UserError(refusal if control.rank == 0 else [])
     return _all(damaged for damaged, _ in shares)
@@ -112,7 +119,7 @@ def _flip(checkpoint: Checkpoint) -> None:
         file.write(bytes([byte ^ 4]))
 
 
-class Overlap(NamedTuple):
+class RowOverlap(NamedTuple):
     """The rows of a stored chunk in which it overlaps a piece that a rank wants. They lie together."""
 
     name: str
@@ -140,9 +147,9 @@ class Overlap(NamedTuple):
         self.place.copy_(rows[self.inner])
 
 
-def overlaps(checkpoint: Checkpoint, pieces: Pieces) -> dict[str, list[Overlap]]:
+def overlaps(checkpoint: Checkpoint, pieces: Pieces) -> dict[str, list[RowOverlap]]:
     """What a rank wants of each file, in the order of its bytes."""
-    todo: dict[str, list[Overlap]] = {}
+    todo: dict[str, list[RowOverlap]] = {}
     for name, piece in pieces.items():
         stored = checkpoint.tensors.get(name)
         if stored is None or stored.shape != tuple(piece.shape):
@@ -155,7 +162,7 @@ def overlaps(checkpoint: Checkpoint, pieces: Pieces) -> dict[str, list[Overlap]]
     return {file: sorted(found, key=lambda one: one.chunk.start) for file, found in todo.items()}
 
 
-def _overlap(name: str, chunk: Chunk, dtype: torch.dtype, piece: Piece, into: Tensor) -> Overlap | None:
+def _overlap(name: str, chunk: Chunk, dtype: torch.dtype, piece: Shard, into: Tensor) -> RowOverlap | None:
     shared = [
         range(max(first, side.start), min(first + size, side.stop))
         for first, size, side in zip(chunk.offsets, chunk.sizes, piece.box, strict=True)
@@ -165,13 +172,13 @@ def _overlap(name: str, chunk: Chunk, dtype: torch.dtype, piece: Piece, into: Te
     place = into[tuple(slice(part.start - side.start, part.stop - side.start)
                        for part, side in zip(shared, piece.box, strict=True))]  # fmt: skip
     if not shared:
-        return Overlap(name, chunk.file, 0, chunk, dtype, (), (), place)
+        return RowOverlap(name, chunk.file, 0, chunk, dtype, (), (), place)
     rows = (shared[0].start - chunk.offsets[0]) * math.prod(chunk.sizes[1:]) * dtype.itemsize
     inner = (
         slice(part.start - first, part.stop - first) for part, first in zip(shared[1:], chunk.offsets[1:], strict=True)
     )
     shape = (len(shared[0]), *chunk.sizes[1:])
-    return Overlap(name, chunk.file, rows, chunk, dtype, shape, (slice(None), *inner), place)
+    return RowOverlap(name, chunk.file, rows, chunk, dtype, shape, (slice(None), *inner), place)
 
 
 def load(checkpoint: Checkpoint, pieces: Pieces) -> None:
@@ -181,7 +188,7 @@ def load(checkpoint: Checkpoint, pieces: Pieces) -> None:
     def read(file: str) -> None:
         with checkpoint.storage.open(checkpoint.path / file) as stream:
             for one in todo[file]:
-                _fill(stream, checkpoint.numbers_at(stream, one.name, one.chunk) + one.start, one)
+                _fill(stream, one.chunk.start + one.start, one)
 
     try:
         side_by_side(read, list(todo), for_files())
@@ -189,8 +196,64 @@ def load(checkpoint: Checkpoint, pieces: Pieces) -> None:
         raise UserError(f"cannot read {checkpoint.path}: {error.strerror or error}") from None
 
 
-def _fill(stream: Reader, start: int, one: Overlap) -> None:
+def _fill(stream: FileReader, start: int, one: RowOverlap) -> None:
     rows = one.place.detach() if one.straight else torch.empty(one.shape, dtype=one.dtype)
     stream.fill(raw(rows), start, beat)
     if not one.straight:
         one.put(rows)
+
+
+# ---- reshard --------------------------------------------------------------------------------------------------------
+# A checkpoint in the pieces of another layout. Any layout reads any checkpoint; files cut as it reads them are read
+# once each, and by one rank.
+
+
+def reshard(
+    checkpoint: Checkpoint, spec: ModelSpec, layout: Layout, seq: int, store: Store, progress: Progress
+) -> Place:
+    """The same state, written to `store` as the ranks of `layout` would."""
+    manifest = checkpoint.manifest
+    job = manifest.job | {"layout": msgspec.to_builtins(layout)}
+    dtype = torch.float64 if job["train"]["dtype"] == "float64" else torch.float32
+    shapes = {parameter.name: parameter.shape for parameter in spec.parameters()}
+    parts: list[dict[str, Shard]] = [
+        {
+            key: _lazy(checkpoint, key, shapes[name], box, dtype)
+            for name, box in boxes.items()
+            for key in keys(name, manifest)
+        }
+        for boxes in boxes_of(spec, layout, seq)
+    ]
+    for name, shape in spec.buffers().items():  # small, and whole wherever they are
+        if (key := model_key(name)) in checkpoint.tensors:
+            parts[0][key] = _lazy(checkpoint, key, shape, tuple(map(range, shape)), dtype)
+    return write_alone(store, parts, msgspec.structs.replace(manifest, job=job, files=[]), progress)
+
+
+def boxes_of(spec: ModelSpec, layout: Layout, seq: int) -> list[dict[str, Box]]:
+    """By rank of the layout, what it would write: each element of the model once."""
+    stages, owner = stages_of(spec, layout, seq), layout.placement.owner
+    boxes: list[dict[str, Box]] = []
+    taken: set[tuple[str, Box]] = set()
+    for rank in range(layout.world):
+        pp, tp, ep = (layout.position(axis, rank) for axis in ("pp", "tp", "ep"))
+        shares = {axis: (layout.size(axis), layout.position(axis, rank)) for axis in ("zero", "ezero")}
+        here = [stage for stage in stages if owner[stage.index] == pp]
+        mine: dict[str, Box] = {}
+        for name, one in held(spec, layout, tp, ep).items():
+            box = one.share(*shares[one.zero_axis]) if layout.zero else one.box
+            holds = any(stage.holds(one.parameter) for stage in here)
+            if holds and all(map(len, box)) and (name, box) not in taken:
+                taken.add((name, box))
+                mine[name] = box
+        boxes.append(mine)
+    return boxes
+
+
+def _lazy(checkpoint: Checkpoint, key: str, shape: tuple[int, ...], box: Box, dtype: torch.dtype) -> Shard:
+    def make() -> Tensor:
+        tensor = torch.empty([len(side) for side in box], dtype=dtype)
+        load(checkpoint, {key: Shard.of(tensor, shape, box)})
+        return tensor
+
+    return Shard(shape, box, dtype, make)

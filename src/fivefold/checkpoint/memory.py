@@ -27,9 +27,9 @@ import msgspec
 
 from fivefold.checkpoint.storage import storage_of
 from fivefold.checkpoint.store import MANIFEST, Checkpoint, Damaged, Store
-from fivefold.support.documents import BROKEN
 from fivefold.support.errors import UserError
 from fivefold.support.files import read_regular
+from fivefold.support.parsing import BROKEN
 from fivefold.support.places import Place
 
 PLACE = "FIVEFOLD_MEMORY"
@@ -160,7 +160,7 @@ def size_here(checkpoint: Checkpoint) -> int:
     return sum(file.stat().st_size for file in checkpoint.path.iterdir() if file.is_file())
 
 
-class Held(msgspec.Struct, frozen=True):
+class NodeFiles(msgspec.Struct, frozen=True):
     """What one node has of a snapshot: a manifest that is whole, and some of its files, by their sizes."""
 
     name: str
@@ -176,7 +176,7 @@ class Held(msgspec.Struct, frozen=True):
 class Listing(msgspec.Struct, frozen=True):
     """Of one node."""
 
-    snapshots: list[Held] = []
+    snapshots: list[NodeFiles] = []
     problems: list[str] = []
 
 
@@ -206,7 +206,7 @@ def listing(place: Path) -> Listing:
     return Listing(found, problems)
 
 
-def _held(one: Checkpoint) -> Held:
+def _held(one: Checkpoint) -> NodeFiles:
     assert isinstance(one.path, Path)
     manifest, files = one.manifest, one.manifest.files
     sizes = one.storage.sizes(one.path, [file.name for file in files])
@@ -215,7 +215,7 @@ def _held(one: Checkpoint) -> Held:
         node, nodes = msgspec.json.decode(read_regular(one.path / NODE, 1000), type=tuple[int, int])
     except (OSError, *BROKEN) as error:
         raise Damaged(f"{one.path / NODE} is damaged: {error}") from None
-    return Held(
+    return NodeFiles(
         one.path.name, manifest.step, manifest.samples, manifest.seal, node, nodes, [file.name for file in files], here
     )
 
@@ -248,7 +248,7 @@ class Candidate(msgspec.Struct, frozen=True):
         return f"{len(self.manifests)} of {self.nodes} nodes" if self.nodes > 1 else ""
 
 
-def candidates(nodes: Sequence[Sequence[Held]]) -> list[Candidate]:
+def candidates(nodes: Sequence[Sequence[NodeFiles]]) -> list[Candidate]:
     """Of what each node has, the newest first: of equal steps the one that was made last."""
     found: dict[tuple[str, str], Candidate] = {}
     for number, snapshots in enumerate(nodes):

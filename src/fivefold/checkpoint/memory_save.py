@@ -14,28 +14,137 @@ import mmap
 import os
 import shutil
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from fivefold.checkpoint.host_staging import Snapshot, Staging, extent, starts
-from fivefold.checkpoint.memory import KEPT, NODE, made_at
-from fivefold.checkpoint.memory_nodes import Nodes, new_memory, tensor_of, wait
-from fivefold.checkpoint.pieces import Pieces, dtype_name
-from fivefold.checkpoint.save import NotSaved, Saving, agreed
+from fivefold.checkpoint.memory import KEPT, NODE, copies, free, here, home, made_at, nodes_of
+from fivefold.checkpoint.save import NotSaved, Saving, Written, agreed
+from fivefold.checkpoint.shards import Pieces, dtype_name
+from fivefold.checkpoint.staging import Snapshot, Staging, extent, starts
 from fivefold.checkpoint.store import MANIFEST, Manifest, Store
-from fivefold.checkpoint.sums import segment_sum, segments, total
-from fivefold.checkpoint.tensors import TABLE, Chunk, Stored, check, merged
-from fivefold.checkpoint.writer import Written
+from fivefold.checkpoint.tensors import TABLE, Chunk, Stored, check, merged, segment_sum, segments, total
 from fivefold.launch import faults, heartbeat
-from fivefold.launch.cores import for_files, side_by_side
+from fivefold.launch.heartbeat import beat
+from fivefold.launch.host import for_files, side_by_side
+from fivefold.parallel.control import Control
 from fivefold.support.errors import TrainingError
 from fivefold.support.files import File
+from fivefold.support.text import bytes_text
+
+# ---- memory nodes ---------------------------------------------------------------------------------------------------
+# The nodes on which a run's ranks are, and what they send each other of snapshots in memory.
+#
+# Copies travel over a gloo group of their own. The step's collectives have other groups, so that neither waits for the
+# other whoever comes first; the store at which ranks met would carry all of it through one process. Where all ranks
+# are on one node there is no such group, and nothing is sent.
 
 
-class Part(msgspec.Struct, frozen=True):
+_PIECE = 1 << 26  # bytes of a message
+_SHARED = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)  # all pages at once, not one after the other
+
+
+class Nodes:
+    """All ranks make one together."""
+
+    def __init__(self, control: Control, run: str, start: int, make: bool):
+        """`start`: a number that is larger with every start of the run, and the same on all ranks."""
+        self.control, self.rank, self.run, self.start = control, control.rank, run, start
+        problem = ""
+        try:
+            self.home = home(run, make)
+        except FileNotFoundError:  # nothing has been kept here
+            self.home = Path(here()[1]) / run
+            problem = f"{self.home.parent} cannot be made" if make else ""
+        except OSError as error:
+            problem = error.strerror or str(error)
+        told = control.all_gather_object((*here(), problem), tuple[str, str, str])
+        self.nodes = nodes_of([(host, place) for host, place, _ in told])
+        self.node = next(number for number, ranks in enumerate(self.nodes) if self.rank in ranks)
+        self.first = self.rank == self.nodes[self.node][0]
+        self.problem = next((f"rank {rank}: {why}" for rank, (*_, why) in enumerate(told) if why), "")
+        self.to = copies(self.nodes)
+        self.group: Any = None
+        if len(self.nodes) > 1 and not self.problem:
+            self.problem = self._join()
+
+    def _join(self) -> str:
+        """Collective: the group of all ranks, or why there is none."""
+        why = ""
+        try:
+            self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.control.timeout))
+        except RuntimeError as error:
+            why = f"rank {self.rank} cannot reach the others over gloo: {str(error).splitlines()[0][:200]}"
+        return next(filter(None, self.control.all_gather_object(why, str)), "")
+
+    def broadcast(self, parts: list[bytes], source: int) -> list[bytes]:
+        """Collective: the parts that `source` has, on every rank."""
+        if self.group is None:
+            return parts
+        sizes = torch.tensor([len(part) for part in parts])
+        dist.broadcast(sizes, source, group=self.group)
+        data = _bytes(parts) if self.rank == source else torch.empty(int(sizes.sum()), dtype=torch.uint8)
+        dist.broadcast(data, source, group=self.group)
+        return [bytes(part.numpy()) for part in data.split(sizes.tolist())]
+
+    def all_to_all(self, parts: list[bytes]) -> list[bytes]:
+        """Collective: a part for each rank; those that the ranks had for this one."""
+        sent = torch.tensor([len(part) for part in parts])
+        sizes = torch.empty_like(sent)
+        dist.all_to_all_single(sizes, sent, group=self.group)
+        found = torch.empty(int(sizes.sum()), dtype=torch.uint8)
+        dist.all_to_all_single(found, _bytes(parts), sizes.tolist(), sent.tolist(), group=self.group)
+        return [bytes(part.numpy()) for part in found.split(sizes.tolist())]
+
+    def send(self, data: Tensor, to: int) -> list[Any]:
+        """Begin to; each pair of ranks has one order of its messages."""
+        return [dist.isend(piece, to, group=self.group) for piece in data.split(_PIECE)]
+
+    def receive(self, into: Tensor, source: int) -> list[Any]:
+        return [dist.irecv(piece, source, group=self.group) for piece in into.split(_PIECE)]
+
+
+def _bytes(parts: list[bytes]) -> Tensor:
+    whole = bytearray(b"".join(parts))
+    return torch.frombuffer(whole or bytearray(1), dtype=torch.uint8)[: len(whole)]
+
+
+def wait(works: Iterable[Any]) -> None:
+    for work in works:
+        work.wait()
+        beat()
+
+
+def new_memory(path: Path, size: int) -> mmap.mmap:
+    """A new file, mapped. Its pages are there: one that is missing later would end the process."""
+    if (room := free(path.parent)) < size:
+        raise OSError(f"it takes {bytes_text(size)}, and {path.parent} has {bytes_text(max(0, room))} to spare")
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(handle, 0, size)
+        return mmap.mmap(handle, size, flags=_SHARED)
+    except BaseException:
+        path.unlink()
+        raise
+    finally:
+        os.close(handle)
+
+
+def tensor_of(memory: mmap.mmap) -> Tensor:
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+# ---- memory save ----------------------------------------------------------------------------------------------------
+
+
+class WrittenPart(msgspec.Struct, frozen=True):
     """What a rank has written, or why it has not."""
 
     written: Written = Written([], {})
@@ -43,7 +152,7 @@ class Part(msgspec.Struct, frozen=True):
 
 
 @dataclass
-class Slot:
+class SnapshotSlot:
     """One file of this rank's. It lies in a snapshot, or beside all of them."""
 
     spare: Path
@@ -63,10 +172,10 @@ class Slot:
             self.inside = None
 
 
-class Keeper:
+class SnapshotWriter:
     def __init__(self, nodes: Nodes, device: torch.device):
         self.nodes, self.device, self.store = nodes, device, Store(nodes.home)
-        self.slots: list[Slot] = []
+        self.slots: list[SnapshotSlot] = []
         self.saving: Saving | None = None
         self.thread = threading.Thread()
         self.count = 0  # of snapshots begun: all ranks count the same
@@ -119,10 +228,10 @@ class Keeper:
             for one in self.store.complete():
                 if one.step > step:
                     (self.nodes.home / one.path.name / MANIFEST).unlink(missing_ok=True)
-        self.nodes.control.from_all(None, None)
+        self.nodes.control.all_gather_object(None, None)
         self._free([path for path in self.taken if (path / MANIFEST).exists()])
 
-    def _slot(self, pieces: Pieces) -> Slot:
+    def _slot(self, pieces: Pieces) -> SnapshotSlot:
         for slot in self.slots:
             if slot.inside is None:
                 return slot
@@ -130,10 +239,10 @@ class Keeper:
         memory = new_memory(spare, extent(pieces))
         staging = Staging(self.device)
         staging.prepare(pieces, memory)
-        self.slots.append(Slot(spare, f"rank-{self.nodes.rank}.tensors", memory, staging))
+        self.slots.append(SnapshotSlot(spare, f"rank-{self.nodes.rank}.tensors", memory, staging))
         return self.slots[-1]
 
-    def _write(self, saving: Saving, snapshot: Snapshot, slot: Slot | None, problem: str) -> None:
+    def _write(self, saving: Saving, snapshot: Snapshot, slot: SnapshotSlot | None, problem: str) -> None:
         """In the background."""
         step = saving.manifest.step
         heartbeat.enter(f"the snapshot of step {step}")
@@ -157,17 +266,23 @@ class Keeper:
             if slot.inside not in kept:
                 slot.leave()
 
-    def _save(self, path: Path, manifest: Manifest, snapshot: Snapshot, slot: Slot | None, problem: str) -> None:
+    def _save(
+        self, path: Path, manifest: Manifest, snapshot: Snapshot, slot: SnapshotSlot | None, problem: str
+    ) -> None:
         control, tables, said = self.nodes.control, [b"", b""], ""
-        mine = self._own(path, snapshot, slot) if not problem else Part(problem=f"rank {self.nodes.rank}: {problem}")
-        parts = control.to_first(mine, Part)
+        mine = (
+            self._own(path, snapshot, slot)
+            if not problem
+            else WrittenPart(problem=f"rank {self.nodes.rank}: {problem}")
+        )
+        parts = control.gather_object(mine, WrittenPart)
         if control.rank == 0:
             said = next((part.problem for part in parts if part.problem), "")
             try:
                 tables = _tables(manifest, [part.written for part in parts]) if not said else tables
             except Exception as error:
                 said = _why(error)
-        if said := control.from_first(said, str):
+        if said := control.broadcast_object(said, str):
             raise NotSaved(said)
         if self.nodes.group is not None:
             own = tables
@@ -175,9 +290,9 @@ class Keeper:
             self._copy(path, msgspec.json.decode(tables[1], type=Manifest), slot)
         agreed(control, lambda: self._commit(path, tables, manifest.step) if self.nodes.first else None)
 
-    def _own(self, path: Path, snapshot: Snapshot, slot: Slot | None) -> Part:
+    def _own(self, path: Path, snapshot: Snapshot, slot: SnapshotSlot | None) -> WrittenPart:
         if slot is None:
-            return Part()
+            return WrittenPart()
         try:
             slot.enter(path)
             tensors = {}
@@ -193,11 +308,11 @@ class Keeper:
 
             parts = segments((start, snapshot.pieces[name].nbytes) for name, start in starts(snapshot.pieces).items())
             sums = side_by_side(lambda part: segment_sum(part, read), parts, for_files())
-            return Part(Written([File(slot.name, len(whole), total(sums))], tensors))
+            return WrittenPart(Written([File(slot.name, len(whole), total(sums))], tensors))
         except Exception as error:  # the others wait to hear of it
-            return Part(problem=f"rank {self.nodes.rank}: {_why(error)}")
+            return WrittenPart(problem=f"rank {self.nodes.rank}: {_why(error)}")
 
-    def _copy(self, path: Path, manifest: Manifest, slot: Slot | None) -> None:
+    def _copy(self, path: Path, manifest: Manifest, slot: SnapshotSlot | None) -> None:
         """Collective: this rank's file to a rank of the next node, and those that others have for this one."""
         nodes, sizes = self.nodes, {file.name: file.bytes for file in manifest.files}
         sources = {rank: f"rank-{rank}.tensors" for rank, to in nodes.to.items() if to == nodes.rank}

@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 
 from fivefold.launch.heartbeat import beat
 from fivefold.support.files import File, HashedFile, Progress
-from fivefold.support.formatting import bytes_text
-from fivefold.support.places import Remote
+from fivefold.support.places import RemotePlace
+from fivefold.support.text import bytes_text
 
 T = TypeVar("T")
 _PATIENCE = 180.0  # seconds for an answer, with all that a driver tries
@@ -42,7 +42,7 @@ _SECRET = re.compile("KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|CONNECTION_STRING", r
 _NO_BUCKET = re.compile("(bucket|container) does not exist|NoSuchBucket", re.IGNORECASE)
 
 
-def objects(place: Remote) -> "Objects":
+def objects(place: RemotePlace) -> "Objects":
     return _objects(f"{place.protocol}://{place.path.partition('/')[0]}", os.getpid())  # a fork has no threads
 
 
@@ -60,7 +60,7 @@ class Objects:
         options = {"use_listings_cache": False, "skip_instance_cache": True} | _OPTIONS.get(root.partition(":")[0], {})
         self.driver: Any = asked(lambda: url_to_fs(root, **options)[0])
 
-    def read(self, place: Remote, most: int) -> bytes:
+    def read(self, place: RemotePlace, most: int) -> bytes:
         with self.open(place) as stream:
             if stream.size > most:
                 said = f"it has {bytes_text(stream.size)}, and at most {bytes_text(most)} are read"
@@ -69,33 +69,33 @@ class Objects:
             stream.fill(memoryview(content), 0)
         return bytes(content)
 
-    def open(self, place: Remote) -> "Download":
+    def open(self, place: RemotePlace) -> "Download":
         found = asked(lambda: self.driver.info(str(place)))
         if found["type"] != "file":
             raise OSError(errno.ENOENT, "there is no such object")
         return Download(self.driver, str(place), int(found["size"]))
 
-    def sizes(self, folder: Remote, names: Iterable[str]) -> dict[str, int | OSError]:
+    def sizes(self, folder: RemotePlace, names: Iterable[str]) -> dict[str, int | OSError]:
         """By one listing, however many files there are."""
         found = self._inside(folder)
         missing = FileNotFoundError(errno.ENOENT, "there is no such object")
         return {name: int(found[name]["size"]) if name in found else missing for name in names}
 
-    def exists(self, place: Remote) -> bool:
+    def exists(self, place: RemotePlace) -> bool:
         try:
             return bool(asked(lambda: self.driver.info(str(place)))["type"] == "file")
         except FileNotFoundError:
             return False
 
-    def holds(self, folder: Remote) -> bool:
+    def holds(self, folder: RemotePlace) -> bool:
         return bool(self._inside(folder))
 
-    def folders(self, directory: Remote) -> list[Remote]:
+    def folders(self, directory: RemotePlace) -> list[RemotePlace]:
         found = self._inside(directory)
         marks = {name.rpartition(".")[0]: name for name, entry in found.items() if entry["type"] == "file"}
         return [directory / marks.get(name, name) for name, entry in found.items() if entry["type"] == "directory"]
 
-    def _inside(self, folder: Remote) -> dict[str, dict[str, Any]]:
+    def _inside(self, folder: RemotePlace) -> dict[str, dict[str, Any]]:
         """What lies directly in a folder, by name; nothing where there is none."""
         try:
             found = asked(lambda: self.driver.ls(str(folder), detail=True))
@@ -105,27 +105,27 @@ class Objects:
         paths = [(entry["name"].strip("/"), entry) for entry in found]
         return {path[len(above) :]: entry for path, entry in paths if path.startswith(above)}
 
-    def create(self, place: Remote, progress: Progress) -> HashedFile:
+    def create(self, place: RemotePlace, progress: Progress) -> HashedFile:
         return Upload(self.driver, place, progress)
 
-    def put(self, place: Remote, content: bytes) -> None:
+    def put(self, place: RemotePlace, content: bytes) -> None:
         asked(lambda: self.driver.pipe_file(str(place), content))
 
-    def commit(self, place: Remote, content: bytes, others: Iterable[str], before: Callable[[], object]) -> None:
+    def commit(self, place: RemotePlace, content: bytes, others: Iterable[str], before: Callable[[], object]) -> None:
         before()
         self.put(place, content)
 
-    def make(self, folder: Remote) -> None:
+    def make(self, folder: RemotePlace) -> None:
         """Nothing: a folder is there with the first file in it."""
         if folder.name in self._inside(folder.parent):
             raise FileExistsError(errno.EEXIST, "it is there already")
 
-    def rename(self, folder: Remote, to: Remote) -> None:
+    def rename(self, folder: RemotePlace, to: RemotePlace) -> None:
         assert to.parent == folder.parent
         assert to.name.rpartition(".")[0] == folder.name
         self.put(to, b"")
 
-    def delete(self, folder: Remote) -> None:
+    def delete(self, folder: RemotePlace) -> None:
         with suppress(OSError):
             mark = self._inside(folder.parent).get(folder.name, {}).get("type") == "file"
             real = folder.with_name(folder.name.rpartition(".")[0]) if mark else folder
@@ -134,10 +134,10 @@ class Objects:
             if mark:
                 asked(lambda: self.driver.rm_file(str(folder)))
 
-    def point(self, directory: Remote, name: str | None) -> None:
+    def point(self, directory: RemotePlace, name: str | None) -> None:
         pass
 
-    def free(self, directory: Remote) -> None:
+    def free(self, directory: RemotePlace) -> None:
         return None
 
 
@@ -183,7 +183,7 @@ class Download:
 class Upload(HashedFile):
     """A new object, hashed on its way, in parts. It is there when `finish` has returned, and not before."""
 
-    def __init__(self, driver: Any, place: Remote, progress: Progress):
+    def __init__(self, driver: Any, place: RemotePlace, progress: Progress):
         self._start(place.name, _Parts(driver, place), progress)
 
     def finish(self) -> File:
@@ -195,7 +195,7 @@ class Upload(HashedFile):
 class _Parts:
     """fsspec's file. Closing it would keep what there is of it, so that it is closed when all is there only."""
 
-    def __init__(self, driver: Any, place: Remote):
+    def __init__(self, driver: Any, place: RemotePlace):
         self.file: Any = asked(lambda: driver.open(str(place), "wb", block_size=_PART))
 
     def write(self, data: memoryview) -> int:

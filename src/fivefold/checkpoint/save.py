@@ -6,6 +6,8 @@ copied = saver.start(pieces, manifest)     # parameters may change from there on
 saver.finish()                             # waits for the one under way, and says why it was not written, if it was not
 """
 
+import os
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,19 +18,98 @@ from typing import TypeVar
 import msgspec
 import torch
 
-from fivefold.checkpoint.host_staging import Snapshot, Staging
-from fivefold.checkpoint.pieces import Pieces
+from fivefold.checkpoint.shards import Pieces, Shard, dtype_name, raw
+from fivefold.checkpoint.staging import Snapshot, Staging
+from fivefold.checkpoint.storage import storage_of
 from fivefold.checkpoint.store import VERSION, Manifest, Store
-from fivefold.checkpoint.tensors import TABLE, check, merged
-from fivefold.checkpoint.writer import Written, total, write_pieces
+from fivefold.checkpoint.tensors import TABLE, Chunk, Stored, Tensors, check, merged
 from fivefold.job.config import CheckpointConfig
 from fivefold.launch import faults, heartbeat
-from fivefold.launch.cores import for_files
+from fivefold.launch.heartbeat import beat
+from fivefold.launch.host import for_files, side_by_side
 from fivefold.parallel.control import Control
 from fivefold.support.errors import TrainingError
-from fivefold.support.files import Progress
-from fivefold.support.formatting import bytes_text
+from fivefold.support.files import File, Progress
 from fivefold.support.places import Place
+from fivefold.support.text import bytes_text
+
+# ---- writer ---------------------------------------------------------------------------------------------------------
+# Writing a rank's pieces: bytes, hashed on their way, in several files at a time where the machine has cores for it.
+#
+# written = write_pieces(path, rank, pieces, threads=for_files())
+# written.files                                 # with their sums: nothing is read again
+# written.tensors                               # what lies where in them
+
+
+LEAST = 1 << 28  # bytes: what is smaller than two of these is not worth a second file
+
+
+class Written(msgspec.Struct, frozen=True):
+    """Files, whole and synced, and the tensors in them."""
+
+    files: list[File]
+    tensors: Tensors
+
+
+def write_pieces(directory: Place, rank: int, pieces: Pieces, threads: int = 1) -> Written:
+    """One file or more, with names that no other rank has; none where there are no pieces."""
+    parts = divide(pieces, threads)
+    numbers = [f".{number}" for number in range(len(parts))] if len(parts) > 1 else [""]
+    todo = [(directory / f"rank-{rank}{number}.tensors", part) for number, part in zip(numbers, parts, strict=False)]
+    try:
+        written = side_by_side(lambda one: _write(*one), todo, threads)
+    except OSError as error:
+        raise OSError(_why(error, directory, total(pieces))) from None
+    return Written([file for file, _ in written], merged([tensors for _, tensors in written]))
+
+
+def _write(path: Place, pieces: Pieces) -> tuple[File, Tensors]:
+    tensors: Tensors = {}
+    with storage_of(path).create(path, beat) as stream:
+        for name, piece in pieces.items():
+            tensor = piece.make().detach().cpu().contiguous()
+            assert (tuple(tensor.shape), tensor.dtype) == (piece.sizes, piece.dtype), name
+            chunk = Chunk(tuple(side.start for side in piece.box), piece.sizes, path.name, stream.tell(), piece.nbytes)
+            stream.write(raw(tensor))
+            tensors[name] = Stored(tuple(piece.shape), dtype_name(piece.dtype), (chunk,))
+        return stream.finish(), tensors
+
+
+def total(pieces: Pieces) -> int:
+    """Bytes of the tensors."""
+    return sum(piece.nbytes for piece in pieces.values())
+
+
+def divide(pieces: Pieces, most: int) -> list[Pieces]:
+    """Those of each file: about as many bytes in each, none of them small."""
+    count = max(1, min(most, total(pieces) // LEAST, len(pieces)))
+    if count == 1:
+        return [pieces] if pieces else []
+    parts: list[dict[str, Shard]] = [{} for _ in range(count)]
+    sizes = [0] * count
+    for name, piece in sorted(pieces.items(), key=lambda item: item[1].nbytes, reverse=True):
+        least = sizes.index(min(sizes))
+        parts[least][name] = piece
+        sizes[least] += piece.nbytes
+    return list(parts)
+
+
+def _why(error: OSError, directory: Place, needed: int) -> str:
+    said = os.strerror(error.errno) if error.errno else str(error)
+    try:
+        room = storage_of(directory).free(directory)
+        free = f"{bytes_text(room)} are free there" if room is not None else ""
+    except OSError as other:
+        free = f"it cannot be looked at: {other.strerror}"
+    if not free:  # what a server says is not what this system calls it
+        return f"{error.strerror or error}: {bytes_text(needed)} go into {directory}"
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    allowed = f", files may have {bytes_text(limit)}" if limit != resource.RLIM_INFINITY else ""
+    return f"{said}: {bytes_text(needed)} go into {directory}, {free}{allowed}"
+
+
+# ---- save -----------------------------------------------------------------------------------------------------------
+
 
 T = TypeVar("T")
 
@@ -114,12 +195,12 @@ class Saver:
 
 def write(store: Store, control: Control, pieces: Pieces, manifest: Manifest) -> Place:
     """Collective: every rank's pieces into a checkpoint, which exists from the moment its manifest does."""
-    needed, first = sum(control.from_all(total(pieces), int)), control.rank == 0
+    needed, first = sum(control.all_gather_object(total(pieces), int)), control.rank == 0
     name = agreed(control, lambda: _room(store, manifest.step, needed).name if first else "")
-    path = store.directory / control.from_first(name, str)
+    path = store.directory / control.broadcast_object(name, str)
     with _complete_or_gone(store, path) if first else nullcontext():
         mine = agreed(control, lambda: _written(path, control.rank, pieces, manifest.step))
-        written = control.to_first(mine, Written)
+        written = control.gather_object(mine, Written)
         agreed(control, lambda: _commit(store, path, manifest, written) if first else None)
     return path
 
@@ -185,6 +266,6 @@ def agreed(control: Control, do: Callable[[], T]) -> T:
         who = f"rank {control.rank}: " if control.size > 1 else ""
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         problem = f"{who}{why or type(error).__name__}"
-    if why := next(filter(None, control.from_all(problem, str)), ""):
+    if why := next(filter(None, control.all_gather_object(problem, str)), ""):
         raise NotSaved(why)
     return done

@@ -22,10 +22,10 @@ from typing import Any, Protocol, Self
 
 from fivefold.support.errors import UserError
 from fivefold.support.files import HashedFile, Progress, Regular, open_regular, put, read_regular, sync
-from fivefold.support.places import Place, Remote, remote_of
+from fivefold.support.places import Place, RemotePlace, remote_of
 
 
-class Reader(Protocol):
+class FileReader(Protocol):
     """An open file."""
 
     def read(self, count: int, /) -> bytes | None: ...
@@ -40,7 +40,7 @@ class Storage(Protocol):
     """Places are those of its own kind."""
 
     def read(self, place: Any, most: int) -> bytes: ...
-    def open(self, place: Any) -> Reader: ...
+    def open(self, place: Any) -> FileReader: ...
     def sizes(self, folder: Any, names: Iterable[str]) -> dict[str, int | OSError]: ...
     def exists(self, place: Any) -> bool: ...
     def holds(self, folder: Any) -> bool:
@@ -150,7 +150,7 @@ _DIRECTORIES = Directories()
 
 
 def storage_of(place: Place) -> Storage:
-    if not isinstance(place, Remote):
+    if not isinstance(place, RemotePlace):
         return _DIRECTORIES
     if missing := place.missing:
         raise UserError(missing)
@@ -174,7 +174,7 @@ def reach(url: str) -> None:
 
 
 @contextmanager
-def making_at(place: Remote) -> Iterator[None]:
+def making_at(place: RemotePlace) -> Iterator[None]:
     """Around the making of a run's checkpoints where nothing is yet."""
     try:
         if storage_of(place).holds(place):

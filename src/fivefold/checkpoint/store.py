@@ -22,20 +22,17 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, field
 
-from fivefold import __version__
-from fivefold.checkpoint import version1
-from fivefold.checkpoint.storage import Reader, Storage, storage_of
-from fivefold.checkpoint.sums import PREFIX, extents, short, sum_of
-from fivefold.checkpoint.tensors import MOST, TABLE, Chunk, Tensors, check
+from fivefold.checkpoint.storage import FileReader, Storage, storage_of
+from fivefold.checkpoint.tensors import MOST, PREFIX, TABLE, Tensors, check, extents, short, sum_of
 from fivefold.launch import faults
-from fivefold.launch.cores import for_files, side_by_side
+from fivefold.launch.host import for_files, side_by_side
 from fivefold.support.errors import UserError
 from fivefold.support.files import File, Progress, digest_of, plain_name
 from fivefold.support.places import Place
+from fivefold.version import __version__
 
 MANIFEST = "manifest.json"
 VERSION = 2
-_TABLES = {1: version1.TABLE, VERSION: TABLE}  # of the versions that are read
 _LONGEST = 1 << 26  # bytes of a manifest
 _NO_DATA = (msgspec.MsgspecError, ValueError, RecursionError, MemoryError, OverflowError)  # what decoding may raise
 _NO_FILE = {
@@ -76,11 +73,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     files: list[File] = []
     seal: str = ""  # sha256 of all of this with an empty seal
 
-    @property
-    def table(self) -> str:
-        """The file that says what lies where."""
-        return _TABLES[self.version]
-
     def sealed(self) -> "Manifest":
         return msgspec.structs.replace(self, seal=_seal(msgspec.to_builtins(self)))
 
@@ -114,15 +106,16 @@ class Checkpoint:
             table = msgspec.json.decode(self._bytes(MANIFEST, _LONGEST))
             if not isinstance(table, dict) or _seal(table) != table.get("seal"):
                 raise ValueError("its numbers are not those that it was sealed with")
-            if type(found := table.get("version")) is int and found not in _TABLES:
-                known = " and ".join(map(str, _TABLES))
-                raise UserError(f"{self.path} has version {found} of the format, and this release reads {known}")
+            if type(found := table.get("version")) is int and found != VERSION:
+                old = "; an earlier release reads both, and its `fivefold checkpoint reshard` writes version 2"
+                said = f"{self.path} has version {found} of the format, and this release reads version {VERSION}"
+                raise UserError(said + (old if found < VERSION else ""))
             manifest = msgspec.convert(table, Manifest)
             names = [file.name for file in manifest.files]
             if strange := [name for name in names if not plain_name(name)]:
                 raise ValueError(f"it names the file {strange[0][:200]!r}, which is not one of its directory")
-            if len(set(names)) < len(names) or manifest.table not in names:
-                raise ValueError(f"it names a file twice, or no {manifest.table}")
+            if len(set(names)) < len(names) or TABLE not in names:
+                raise ValueError(f"it names a file twice, or no {TABLE}")
         except _NO_DATA as error:
             raise Damaged(f"{place} is damaged: {error}") from None
         return manifest
@@ -130,17 +123,15 @@ class Checkpoint:
     @cached_property
     def tensors(self) -> Tensors:
         """What lies where, checked against itself and the files' sizes before anything is read by it."""
-        table = self.manifest.table
-        promised = next(file.sha256 for file in self.manifest.files if file.name == table)
-        data = self._bytes(table, MOST)
+        promised = next(file.sha256 for file in self.manifest.files if file.name == TABLE)
+        data = self._bytes(TABLE, MOST)
         try:
             if hashlib.sha256(data).hexdigest() != promised:
                 raise ValueError("the manifest promises other bytes")
-            old = self.manifest.version == 1
-            tensors = version1.read_table(data) if old else msgspec.json.decode(data, type=Tensors)
-            check(tensors, {file.name: file.bytes for file in self.manifest.files}, archived=old)
+            tensors = msgspec.json.decode(data, type=Tensors)
+            check(tensors, {file.name: file.bytes for file in self.manifest.files})
         except _NO_DATA as error:
-            raise Damaged(f"{self.path / table} is damaged: {error}") from None
+            raise Damaged(f"{self.path / TABLE} is damaged: {error}") from None
         return tensors
 
     def _bytes(self, name: str, most: int) -> bytes:
@@ -198,10 +189,8 @@ class Checkpoint:
             with self.storage.open(place) as stream:
                 if (found := self._sum(file, stream, progress)) != file.sha256:
                     return altered(place, found, file)
-                if file.name == self.manifest.table:
+                if file.name == TABLE:
                     _ = self.tensors  # Damaged, if it is not what it should be
-                for name, chunk in self._archives.get(file.name, ()):
-                    self.numbers_at(stream, name, chunk)
         except Damaged as error:
             return str(error)
         except OSError as error:
@@ -211,7 +200,7 @@ class Checkpoint:
             raise UserError(said) from None
         return None
 
-    def _sum(self, file: File, stream: Reader, progress: Progress | None) -> str:
+    def _sum(self, file: File, stream: FileReader, progress: Progress | None) -> str:
         """Of a file's bytes, of the kind that the manifest promises."""
         if not file.sha256.startswith(PREFIX):
             return digest_of(stream, progress)
@@ -222,24 +211,6 @@ class Checkpoint:
             return part
 
         return sum_of(extents(self.tensors, file.name), read)
-
-    @cached_property
-    def _archives(self) -> dict[str, list[tuple[str, Chunk]]]:
-        """By file, the chunks that have listings of their own."""
-        found: dict[str, list[tuple[str, Chunk]]] = {}
-        for name, stored in self.tensors.items() if self.manifest.version == 1 else ():
-            for chunk in stored.chunks:
-                found.setdefault(chunk.file, []).append((name, chunk))
-        return found
-
-    def numbers_at(self, stream: Reader, name: str, chunk: Chunk) -> int:
-        """The first byte of a chunk's numbers in its file."""
-        if self.manifest.version > 1:
-            return chunk.start
-        try:
-            return version1.numbers_at(stream, chunk, self.tensors[name].dtype)
-        except ValueError as error:
-            raise Damaged(f"{self.path / chunk.file} is damaged: {name} at {list(chunk.offsets)}: {error}") from None
 
 
 def altered(place: Place, found: str, file: File) -> str:

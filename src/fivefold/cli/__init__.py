@@ -8,84 +8,55 @@ import errno
 import multiprocessing
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from fivefold import __version__
-from fivefold.cli import (
-    accelerators,
-    bench,
-    calibrate,
-    checkpoint,
-    context,
-    curve,
-    data,
-    doctor,
-    dryrun,
-    experts,
-    generate,
-    goodput,
-    launch,
-    mixed,
-    models,
-    plan,
-    report,
-    schedules,
-    trace,
-    train,
-    truth,
-    ui,
-    verify,
-    zero,
-)
-from fivefold.cli import huggingface as hf
+from fivefold.cli import bench, catalogue, checkpoint, compare, data, draw, hf, machines, plan, runs, train, verify, web
+from fivefold.cli.options import DRAWN, command
 from fivefold.cli.unknown import Explaining
-from fivefold.launch.allocator import keep_freed_memory
+from fivefold.launch.host import keep_freed_memory
 from fivefold.launch.world import rank_here
+from fivefold.render.blocks import TEXTS
 from fivefold.support.errors import TRAINING, Note, PeerLost, TrainingError, UserError, needs
+from fivefold.support.progress import shown
+from fivefold.version import __version__
 
 app = typer.Typer(
     name="fivefold",
     cls=Explaining,
     help="LLM training under 5-D parallelism: one model, one data order, one loss curve, whatever the layout.",
-    epilog="Every command has --help with more examples.",
+    epilog="Every command has --help with more examples. In all of them --json prints JSON, --output (-o) names what "
+    "is written, and --quiet (-q) prints nothing but errors.",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,  # a bug shows Python's own traceback
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("plan", short_help=plan.PLAN)(plan.plan)
-app.command("simulate", short_help=plan.SIMULATE)(plan.simulate)
-app.command("goodput", short_help=goodput.SHORT)(goodput.goodput)
-app.command("ui", short_help=ui.SHORT)(ui.ui)
-app.command("dryrun", short_help=dryrun.SHORT)(dryrun.dryrun)
-app.command("truth", short_help=truth.SHORT)(truth.truth)
-app.command("train", short_help=train.SHORT)(train.train)
-app.command("resume", short_help=train.RESUME, help=train.RESUME_HELP)(train.resume)
-app.command("launch", short_help=launch.SHORT)(launch.launch)
-app.command("doctor", short_help=doctor.SHORT)(doctor.doctor)
-app.command("generate", short_help=generate.SHORT)(generate.generate)
-app.command("verify", short_help=verify.SHORT)(verify.verify)
-app.command("curve", short_help=curve.SHORT)(curve.curve)
-app.command("trace", short_help=trace.SHORT)(trace.trace)
-app.command("experts", short_help=experts.SHORT)(experts.experts)
-app.command("calibrate", short_help=calibrate.SHORT)(calibrate.calibrate)
-app.command("models", short_help=models.SHORT)(models.models)
-app.command("accelerators", short_help=accelerators.SHORT)(accelerators.accelerators)
-app.command("schedules", short_help=schedules.SCHEDULES)(schedules.schedules)
-app.command("draw", short_help=schedules.DRAW)(schedules.draw)
-app.command("zero", short_help=zero.SHORT)(zero.zero)
-app.command("context", short_help=context.SHORT)(context.context)
-app.command("mixed", short_help=mixed.SHORT)(mixed.mixed)
-app.add_typer(report.app, name="report", short_help=report.SHORT)
+command(app, "plan", plan.PLAN, plan.WRITES)(plan.plan)
+command(app, "serve", plan.SERVE, TEXTS)(plan.serve)
+command(app, "goodput", plan.GOODPUT, TEXTS)(plan.goodput)
+app.add_typer(compare.app, name="compare", short_help=compare.SHORT)
+command(app, "draw", draw.DRAW)(draw.draw)
+command(app, "dryrun", verify.DRYRUN, DRAWN)(verify.dryrun)
+command(app, "verify", verify.VERIFY, TEXTS)(verify.verify)
+command(app, "train", train.TRAIN)(train.train)
+command(app, "generate", runs.GENERATE, TEXTS)(runs.generate)
+command(app, "inspect", runs.INSPECT, DRAWN)(runs.inspect)
+command(app, "trace", runs.TRACE)(runs.trace)
+command(app, "launch", machines.LAUNCH)(machines.launch)
+command(app, "doctor", machines.DOCTOR, TEXTS)(machines.doctor)
+command(app, "calibrate", machines.CALIBRATE, (".toml",))(machines.calibrate)
 app.add_typer(data.app, name="data", short_help=data.SHORT)
 app.add_typer(checkpoint.app, name="checkpoint", short_help=checkpoint.SHORT)
-app.add_typer(hf.importing, name="import", short_help=hf.IMPORT)
-app.add_typer(hf.exporting, name="export", short_help=hf.EXPORT)
+app.add_typer(hf.app, name="hf", short_help=hf.SHORT)
+app.add_typer(catalogue.app, name="list", short_help=catalogue.LIST)
+command(app, "accuracy", catalogue.ACCURACY, DRAWN)(catalogue.accuracy)
 app.add_typer(bench.app, name="bench", short_help=bench.SHORT)
+command(app, "ui", web.UI)(web.ui)
 
 
 def _version(wanted: bool) -> None:
@@ -101,13 +72,20 @@ def _root(
     pass
 
 
-def main() -> None:
+def program(function: Callable[..., None], writes: tuple[str, ...] = TEXTS) -> typer.Typer:
+    """A program of one function, which `main` runs as it runs the commands."""
+    one = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
+    command(one, function.__name__, "", writes)(function)
+    return one
+
+
+def main(wanted: typer.Typer | None = None) -> None:
     """Run; bad input ends in a sentence per problem and exit code 2, a run that broke in 1, or 3 for want of a peer."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     _speak_notes(console)
     keep_freed_memory()
     try:
-        app()
+        (wanted or app)()
     except (UserError, ModuleNotFoundError) as error:
         for problem in error.problems if isinstance(error, UserError) else _missing(error):
             console.print(_error(problem))
@@ -143,7 +121,7 @@ def _speak_notes(console: Console) -> None:
 
     def show(message: Any, *place: Any, **more: Any) -> None:
         if isinstance(message, Note):
-            if first:
+            if first and shown():
                 console.print(Text.assemble(("note: ", "bold yellow"), str(message)))
         else:
             plain(message, *place, **more)

@@ -1,85 +1,70 @@
-"""`fivefold checkpoint`: list a run's checkpoints, show them, verify them, reshard them."""
+"""`fivefold checkpoint`: list a run's checkpoints, verify them, reshard them."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from fivefold.cli.progress import bytes_bar
-from fivefold.report import show as show_result
+from fivefold.cli.options import Json, Output, bytes_bar, command
+from fivefold.cli.unknown import Explaining
+from fivefold.render.blocks import TEXTS, show
 from fivefold.support.errors import UserError
 from fivefold.support.files import whole_or_nothing
 from fivefold.support.places import place_of
 
-SHORT = "List, show, verify and reshard checkpoints.  [dim]fivefold checkpoint ls runs/demo[/]"
-
-app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help="A run's checkpoints.")
+SHORT = "List, verify and reshard checkpoints.  [dim]fivefold checkpoint ls runs/demo[/]"
+app = typer.Typer(cls=Explaining, no_args_is_help=True, rich_markup_mode="rich", help="A run's checkpoints.")
 
 Run = Annotated[str, typer.Argument(help="A run's directory, or one of its checkpoints; a URL.", show_default=False)]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Step = Annotated[int | None, typer.Option(help="Which one; default: the newest complete one.")]
 
 
-@app.command("ls", short_help="List a run's checkpoints.  [dim]fivefold checkpoint ls runs/demo[/]")
-def ls(run: Run, as_json: Json = False) -> None:
+@command(app, "ls", "List a run's checkpoints.  [dim]fivefold checkpoint ls runs/demo --verify[/]", TEXTS)
+def ls(
+    run: Run,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read every byte of the complete ones, and compare it with the manifest.")
+    ] = False,
+    step: Annotated[int | None, typer.Option(help="With --verify: this one alone.")] = None,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
     """List a run's checkpoints: step, layout, size, and whether they are complete.
 
-    Files are looked at, not read; `fivefold checkpoint verify` reads them.
+    Files are looked at, not read. With --verify, every file of every complete
+    checkpoint is hashed and compared with the manifest; exit code 1 where something
+    is damaged. Nothing is changed. `fivefold inspect` shows what one holds.
 
     [dim]Examples:[/]
 
       fivefold checkpoint ls runs/demo
 
       fivefold checkpoint ls runs/demo --json
+
+      fivefold checkpoint ls runs/demo --verify
+
+      fivefold checkpoint ls runs/demo --verify --step 100
     """
-    from fivefold.checkpoint.inspect import list_checkpoints
+    from fivefold.checkpoint.inspect import list_checkpoints, verify_checkpoints
 
-    show_result(list_checkpoints(run), as_json)
-
-
-@app.command("show", short_help="Show what one holds.  [dim]fivefold checkpoint show runs/demo[/]")
-def show(run: Run, step: Step = None, as_json: Json = False) -> None:
-    """Show a checkpoint: the run's position, its job, its files and its tensors.
-
-    [dim]Examples:[/]
-
-      fivefold checkpoint show runs/demo
-
-      fivefold checkpoint show runs/demo --step 100 --json
-    """
-    from fivefold.checkpoint.inspect import show_checkpoint
-
-    show_result(show_checkpoint(run, step), as_json)
-
-
-@app.command("verify", short_help="Read every byte of them.  [dim]fivefold checkpoint verify runs/demo[/]")
-def verify(run: Run, step: Step = None, as_json: Json = False) -> None:
-    """Hash every file of every complete checkpoint, and compare it with the manifest.
-
-    Nothing is changed. Exit code 1 where something is damaged.
-
-    [dim]Examples:[/]
-
-      fivefold checkpoint verify runs/demo
-
-      fivefold checkpoint verify runs/demo --step 100 --json
-    """
-    from fivefold.checkpoint.inspect import verify_checkpoints
-
+    if not verify:
+        if step is not None:
+            raise UserError(f"--step {step} is for --verify; `fivefold inspect {run} --step {step}` shows one of them")
+        show(list_checkpoints(run), as_json, output)
+        return
     with bytes_bar("reading") as progress:
         found = verify_checkpoints(run, step, progress)
-    show_result(found, as_json)
+    show(found, as_json, output)
 
 
-@app.command(
-    "reshard",
-    short_help="Rewrite one for a layout.  [dim]fivefold checkpoint reshard runs/demo --layout tp=8 -o big[/]",
-)
+@command(app, "reshard", "Rewrite one.  [dim]fivefold checkpoint reshard runs/demo --layout tp=8 -o big[/]")
 def reshard(
     run: Run,
     layout: Annotated[str, typer.Option(help="The layout whose ranks are to read it.")],
     output: Annotated[str, typer.Option("--output", "-o", help="A run directory to make; or its URL.")],
     step: Step = None,
+    as_json: Json = False,
 ) -> None:
     """Write a checkpoint again, in the pieces of another layout.
 
@@ -95,10 +80,9 @@ def reshard(
 
       fivefold checkpoint reshard runs/demo --layout dp=8 -o s3://bucket/runs/demo
     """
-    from fivefold.checkpoint.carried import carry
-    from fivefold.checkpoint.find import find, run_of
-    from fivefold.checkpoint.job import job_of
-    from fivefold.checkpoint.reshard import reshard as cut
+    from fivefold.checkpoint.find import find, job_of, run_of
+    from fivefold.checkpoint.hf_extras import carry
+    from fivefold.checkpoint.load import reshard as cut
     from fivefold.checkpoint.storage import making_at
     from fivefold.checkpoint.store import Store
     from fivefold.job.config import to_toml
@@ -120,4 +104,6 @@ def reshard(
             (to / "job.toml").write_text(to_toml(job))
             carry(run_of(one), to)
     how = f"{to / 'job.toml'}" if isinstance(to, Path) else f"JOB checkpoint.url={to.parent} run.name={to.name}"
-    typer.echo(f"{path}; resume with: fivefold train {how} --nproc {wanted.world}")
+    resume = f"fivefold train {how} --nproc {wanted.world}"
+    said = json.dumps({"checkpoint": str(path), "resume": resume}) if as_json else f"{path}; resume with: {resume}"
+    typer.echo(said)

@@ -1,22 +1,26 @@
 """`fivefold data`: turn text into token files, and check them."""
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from fivefold.support.formatting import bytes_text, si
+from fivefold.cli.options import Json, command
+from fivefold.cli.unknown import Explaining
+from fivefold.render.blocks import console_of
+from fivefold.support.text import bytes_text, si
 
 SHORT = "Token files.  [dim]fivefold data prepare essays/ -o tokens/; fivefold data check tokens/[/]"
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help="Token files for training.")
+app = typer.Typer(cls=Explaining, no_args_is_help=True, rich_markup_mode="rich", help="Token files for training.")
 
 
-@app.command(short_help="Tokenize text, JSONL or parquet.  [dim]fivefold data prepare essays/ -o tokens/[/]")
+@command(app, "prepare", "Tokenize text, JSONL or parquet.  [dim]fivefold data prepare essays/ -o tokens/[/]")
 def prepare(
     inputs: Annotated[list[Path], typer.Argument(help="Text files, .jsonl, .jsonl.gz, .parquet, or directories.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Directory to make.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Directory to make.")],
     tokenizer: Annotated[str, typer.Option(help="A Hugging Face tokenizer.json, or 'bytes'.")] = "bytes",
     eos: Annotated[str | None, typer.Option(help="End-of-document token or its id, if not found by itself.")] = None,
     text_field: Annotated[str, typer.Option(help="Field of a record that holds its text.")] = "text",
@@ -24,6 +28,7 @@ def prepare(
     valid: Annotated[float, typer.Option(help="Share of documents to hold out for validation.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Chooses the documents that are held out.")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing token directory.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Tokenize files into shards with an index and checksums.
 
@@ -41,12 +46,12 @@ def prepare(
       fivefold data prepare chats.jsonl -o tokens/ --prompt-field question
     """
     from fivefold.data.prepare import prepare as run
-    from fivefold.data.progress import bar
+    from fivefold.support.progress import bar
 
     with bar("tokenizing") as progress:
         done = run(
             inputs,
-            out,
+            output,
             tokenizer=tokenizer,
             eos=int(eos) if eos and eos.isascii() and eos.isdigit() else eos,
             text_field=text_field,
@@ -56,30 +61,37 @@ def prepare(
             overwrite=overwrite,
             progress=progress,
         )
-    Console(highlight=False).print(
+    if as_json:
+        typer.echo(json.dumps(asdict(done) | {"out": str(done.out)}))
+        return
+    console_of().print(
         f"{done.out}: {si(done.tokens)} tokens of {done.documents} documents ({done.valid_documents} held out) from "
         f"{bytes_text(done.bytes_read)} in {done.seconds:.1f} s, {done.megabytes_per_second:.0f} MB/s"
         + (f"; {done.empty_documents} empty documents left out" if done.empty_documents else ""),
-        soft_wrap=True,
         markup=False,
     )
 
 
-@app.command(short_help="Hash every file and scan every id.  [dim]fivefold data check tokens/[/]")
-def check(path: Annotated[Path, typer.Argument(help="A directory made by 'fivefold data prepare'.")]) -> None:
+@command(app, "check", "Hash every file and scan every id.  [dim]fivefold data check tokens/[/]")
+def check(
+    path: Annotated[Path, typer.Argument(help="A directory made by 'fivefold data prepare'.")], as_json: Json = False
+) -> None:
     """Hash every file against the index, and look for ids beyond the vocabulary.
 
     [dim]Example:[/]
 
       fivefold data check tokens/
     """
-    from fivefold.data.checking import verify
-    from fivefold.data.progress import bar
+    from fivefold.data.integrity import verify
     from fivefold.data.tokens import TokenStore
+    from fivefold.support.progress import bar
 
     store = TokenStore.open(path)
     with bar("hashing") as progress:
         verify(store, progress=progress)
     files = store.index.files()
-    size = bytes_text(sum(file.bytes for file in files))
-    Console(highlight=False).print(f"{path}: {len(files)} files, {size}, all as written", markup=False)
+    size = sum(file.bytes for file in files)
+    if as_json:
+        typer.echo(json.dumps({"directory": str(path), "files": len(files), "bytes": size}))
+        return
+    console_of().print(f"{path}: {len(files)} files, {bytes_text(size)}, all as written", markup=False)

@@ -1,57 +1,51 @@
-"""`fivefold plan` and `fivefold simulate`: which layout, how fast, how much memory, and why not its neighbour."""
+"""`fivefold plan`, `fivefold serve` and `fivefold goodput`: which layout, how fast, how much memory, how many days."""
 
-import shlex
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from fivefold.cli.job_args import whole_layout
-from fivefold.support.errors import UserError
-from fivefold.support.precision import precision_of
+from fivefold.cli.options import (
+    DRAWN,
+    Batch,
+    ClusterText,
+    Html,
+    Imbalance,
+    Json,
+    ModelWords,
+    Output,
+    Precision,
+    Seq,
+    Software,
+    counting_bar,
+    typed,
+    whole_layout,
+    written,
+)
+from fivefold.render.blocks import show
+from fivefold.support.dtypes import precision_of
 
 if TYPE_CHECKING:
-    from fivefold.plan.result import PlanResult
-    from fivefold.plan.serving.serve import ServePlan
+    from fivefold.planner.result import PlanResult
 
 PLAN = "Choose a layout, and say why.  [dim]fivefold plan llama3-70b --cluster 8x8xH100[/]"
-SIMULATE = "Time a layout's step.  [dim]fivefold simulate llama3-8b --layout dp=8,zero=1 --cluster 8xH100[/]"
+SERVE = "Choose how to serve a model.  [dim]fivefold serve llama3-70b --cluster 8xH100[/]"
+GOODPUT = "Days to train, with failures.  [dim]fivefold goodput llama3-405b --cluster 2048x8xH100 --tokens 15.6T[/]"
 
-Words = Annotated[
-    list[str],
-    typer.Argument(metavar="MODEL [KEY=VALUE ...]", help="A model's name, a job file or a config; and changes to it."),
-]
-ClusterText = Annotated[
-    str | None,
-    typer.Option(
-        "--cluster", "-c", help="Nodes x GPUs per node x accelerator, or a TOML file; default: the job's, or 8xH100."
-    ),
-]
-Batch = Annotated[
-    int | None, typer.Option(help="Sequences per step; default: as published runs of the size, 4M tokens or more.")
-]
-Seq = Annotated[int | None, typer.Option(help="Tokens per sequence; default: 8192, or the model's context.")]
-Precision = Annotated[
-    str, typer.Option(help="Precision of matmuls: bf16, fp16, fp8, fp4, fp32; default: bf16, CPU: fp32.")
-]
-Software = Annotated[str, typer.Option(help="Whose kernels and overlap: fivefold, nemo, torchtitan, megatron.")]
-Imbalance = Annotated[
-    float | None,
-    typer.Option(help="Experts: tokens of the fullest rank over the mean; default: 1.6, by published runs."),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+WRITES = (".toml", ".md", ".html", *DRAWN)
 
 
 def plan(
-    words: Words,
+    words: ModelWords,
     cluster: ClusterText = None,
     batch: Batch = None,
     seq: Seq = None,
     tokens: Annotated[
         str | None, typer.Option(help="Length of the run: 1.4T, 300B; default: chinchilla, 20 per parameter.")
     ] = None,
-    layout: Annotated[str | None, typer.Option(help="Explain this layout, and compare it with the best.")] = None,
+    layout: Annotated[
+        str | None, typer.Option(help="Explain and time this layout, and compare it with the best.")
+    ] = None,
     fix: Annotated[str, typer.Option(help="Choices to keep: tp=8,zero=1,recompute=none.")] = "",
     by: Annotated[Literal["throughput", "memory", "pareto"], typer.Option(help="Rank layouts by.")] = "throughput",
     top: Annotated[int, typer.Option(min=1, help="Layouts to show.")] = 5,
@@ -60,15 +54,14 @@ def plan(
     imbalance: Imbalance = None,
     price: Annotated[float | None, typer.Option(help="Dollars per GPU and hour.")] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write a job (.toml), the decision (.md, .html), a picture.")
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Write a job (.toml), the decision (.md, .html), a picture, the result (.json, .txt).",
+        ),
     ] = None,
-    html: Annotated[Path | None, typer.Option(help="Write the page of this plan, one file: plan.html.")] = None,
-    inference: Annotated[bool, typer.Option("--inference", help="Plan serving instead of training.")] = False,
-    prompt: Annotated[int, typer.Option(help="Serving: tokens per prompt.")] = 2048,
-    answer: Annotated[int, typer.Option(help="Serving: tokens per answer.")] = 512,
-    concurrent: Annotated[int | None, typer.Option(help="Serving: sequences at a time; default: what fits.")] = None,
-    ttft: Annotated[float | None, typer.Option(help="Serving: at most this many seconds to the first token.")] = None,
-    tpot: Annotated[float | None, typer.Option(help="Serving: at most this many seconds per token after it.")] = None,
+    html: Html = None,
     as_json: Json = False,
 ) -> None:
     """Choose a layout: closed forms evaluate all layouts, and the best are timed by their own schedules.
@@ -77,16 +70,19 @@ def plan(
     by cause, its traffic by axis and link, and why each neighbour loses. Among
     layouts within 3% the simplest is chosen: published runs of one configuration
     differ by more; tp over a network must win by 10%. A range says where time, rate and days should lie in 4 of 5
-    cases. `fivefold truth` compares the planner with measured runs.
+    cases. `fivefold accuracy` compares the planner with measured runs.
+
+    With --layout, a layout of your own is explained instead, beside the choice, with
+    the timeline of its pipeline. Exit code 1 if it does not fit into the devices' memory.
 
     With -o job.toml, a job for this model on this cluster is written: learning rate,
     warmup, batch and steps come from published recipes and the token budget, each with
-    its source. With -o memory.svg, traffic.svg, mesh.svg or any other .svg or .png (memory
-    and time) a picture is; .dark.svg and .dark.png are dark. With -o decision.md or .html
-    the decision is written down for a design review: the math of the layout with its
-    numbers, textbook shortcuts beside them, its neighbours, and at which memory, link and
-    batch another layout wins, found by planning again. With --html plan.html, the page of
-    `fivefold ui` is written with this plan in it, as one file to send.
+    its source. With -o memory.svg, traffic.svg, mesh.svg, step.svg (the timeline) or any
+    other .svg or .png (memory and time) a picture is; .dark.svg and .dark.png are dark.
+    With -o decision.md or .html the decision is written down for a design review: the math
+    of the layout with its numbers, textbook shortcuts beside them, its neighbours, and at
+    which memory, link and batch another layout wins, found by planning again. With --html
+    plan.html, the page of `fivefold ui` is written with this plan in it, as one file to send.
 
     [dim]Examples:[/]
 
@@ -97,6 +93,8 @@ def plan(
       fivefold plan llama3-405b --cluster 2048x8xH100 --batch 2048 --seq 8192
 
       fivefold plan llama3-8b --layout dp=8,zero=3,microbatches=16 --batch 128
+
+      fivefold plan llama3-8b --layout pp=8,schedule=zb-v,microbatches=16,recompute=selective --batch 16 -o step.svg
 
       fivefold plan llama3-70b --cluster 4x8xH100+4x8xA100 --batch 256
 
@@ -109,83 +107,35 @@ def plan(
       fivefold plan llama3-70b --cluster 8x8xH100 -o decision.md
 
       fivefold plan llama3-70b --cluster 8x8xH100 --html plan.html
-
-      fivefold plan llama3-70b --cluster 8xH100 --inference
-
-      fivefold plan deepseek-v3 --cluster 4x8xH100 --inference --precision fp8 --tpot 0.05
     """
-    from fivefold.report.paint import PICTURES
-    from fivefold.report.show import check_writable, show
+    from fivefold.planner import plan as planning
+    from fivefold.planner.training import TWENTY
 
     whole_layout(layout or fix, words, "--layout" if layout else "--fix")
-    if inference:
-        training = {"--layout": layout, "--fix": fix, "-o": output, "--batch": batch, "--seq": seq, "--price": price}
-        training |= {"--tokens": tokens, "--html": html}
-        _refuse(training, "belongs to training, and --inference plans serving; leave one of them out")
-        show(_served(words, cluster, prompt, answer, concurrent, precision, ttft, tpot, imbalance), as_json)
-        return
-    _refuse({"--ttft": ttft, "--tpot": tpot, "--concurrent": concurrent}, "belongs to serving; add --inference")
-    check_writable(output, ".toml", ".md", ".html", *PICTURES)
-    check_writable(html, ".html", ".htm")
-    from fivefold.plan import plan as planning
-    from fivefold.plan.training import TWENTY
-
     if tokens is None and _is_job(output) and not words[0].endswith(".toml"):
         tokens = None if any(word.startswith("train.steps=") for word in words) else TWENTY
     found = planning.plan(
         words[0], cluster, changes=words[1:], batch=batch, seq=seq, layout=layout, fix=fix, by=by, top=top,
         precision=precision, software=software, price=price, tokens=tokens, imbalance=imbalance,
     )  # fmt: skip
-    said = [] if output is None else [_written(found, output)]
-    said += [] if html is None else [_reported(found, html)]
-    show(found, as_json)
-    if said and not as_json:
-        typer.echo("\n" + "\n".join(said))
-
-
-def _served(
-    words: list[str], cluster: str | None, prompt: int, answer: int, concurrent: int | None, precision: str,
-    ttft: float | None, tpot: float | None, imbalance: float | None,
-) -> "ServePlan":  # fmt: skip
-    from fivefold.plan.serving.serve import serve
-
-    return serve(
-        words[0], cluster or "8xH100", changes=words[1:], prompt=prompt, output=answer, sequences=concurrent,
-        precision=precision_of(precision) or "bf16", ttft=ttft, tpot=tpot, imbalance=imbalance,
-    )  # fmt: skip
+    said = [] if html is None else ["", written(found, html)]
+    if output is not None and output.suffix.lower() in WRITERS:
+        said = ["", WRITERS[output.suffix.lower()](found, output), *said[1:]]
+        output = None
+    show(found, as_json, output, said)
 
 
 def _is_job(output: Path | None) -> bool:
     return output is not None and output.suffix.lower() == ".toml"
 
 
-def _written(found: "PlanResult", output: Path) -> str:
-    """Write what the file's name asks for; and what to say about it."""
-    from fivefold.report.paint import save
-
-    if _is_job(output):
-        return _write_job(found, output)
-    if output.suffix.lower() in (".md", ".html"):
-        return _write_decision(found, output)
-    save(found.drawn(output.stem), output)
-    return f"written to {output}"
-
-
-def _reported(found: "PlanResult", html: Path) -> str:
-    """Write the page of the plan, as `fivefold report plan` does."""
-    from fivefold.ui.report import report
-
-    return str(report(found, html, shlex.join(["fivefold", *sys.argv[1:]]))).rstrip()
-
-
 def _write_decision(found: "PlanResult", output: Path) -> str:
     """Write the question, the layout with its math, its neighbours, and what would change the decision."""
-    from fivefold.cli.progress import counting_bar
-    from fivefold.plan.decision.decision import decide
+    from fivefold.planner.decision import decide
     from fivefold.support.files import write
 
     with counting_bar() as progress:
-        decision = decide(found, shlex.join(["fivefold", *sys.argv[1:]]), progress)
+        decision = decide(found, typed(), progress)
     write(output, decision.html() if output.suffix.lower() == ".html" else decision.markdown())
     return f"written to {output}"
 
@@ -193,55 +143,114 @@ def _write_decision(found: "PlanResult", output: Path) -> str:
 def _write_job(found: "PlanResult", output: Path) -> str:
     """Write the job, and a schedule that was made for it beside it; what to do next."""
     from fivefold.job.preflight import needs_data
-    from fivefold.plan.mixed.written import write_schedule
-    from fivefold.plan.training import start
+    from fivefold.planner.search import write_schedule
+    from fivefold.planner.training import start
     from fivefold.support.files import write
 
-    command = shlex.join(["fivefold", *sys.argv[1:]])
     schedule = write_schedule(found.explained, output.with_suffix(".schedule.txt"))
-    write(output, found.training.file(found.explained, str(output), command, schedule))
+    write(output, found.training.file(found.explained, str(output), typed(), schedule))
     fill = "fill in data.path, then " if needs_data(found.job) else ""
     beside = f", with its schedule in {schedule}" if schedule else ""
     return f"written to {output}{beside}: {fill}{start(found.explained, str(output))}"
 
 
-def simulate(
-    words: Words,
-    layout: Annotated[str, typer.Option(help="The layout: dp=8,tp=8,pp=4,...")],
+WRITERS = {".toml": _write_job, ".md": _write_decision, ".html": _write_decision}  # of what is not the result itself
+
+
+def serve(
+    words: ModelWords,
     cluster: ClusterText = None,
+    prompt: Annotated[int, typer.Option(help="Tokens per prompt.")] = 2048,
+    answer: Annotated[int, typer.Option(help="Tokens per answer.")] = 512,
+    concurrent: Annotated[int | None, typer.Option(help="Sequences at a time; default: what fits.")] = None,
+    ttft: Annotated[float | None, typer.Option(help="At most this many seconds to the first token.")] = None,
+    tpot: Annotated[float | None, typer.Option(help="At most this many seconds per token after it.")] = None,
+    precision: Precision = "",
+    imbalance: Imbalance = None,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Choose how to serve a model on a cluster: the layouts of lowest latency and of highest throughput, and why.
+
+    Prints both beside each other, and what lies between them: sequences at a time, seconds
+    to the first token and for each one after it, tokens per second, cache and memory of
+    a GPU, and what bounds them. --ttft and --tpot leave out what takes longer.
+
+    [dim]Examples:[/]
+
+      fivefold serve llama3-70b --cluster 8xH100
+
+      fivefold serve deepseek-v3 --cluster 4x8xH100 --precision fp8 --tpot 0.05
+
+      fivefold serve llama3-8b --cluster 1xH100 --prompt 512 --answer 128 --concurrent 64 --json
+    """
+    from fivefold.planner.serve import serve
+
+    found = serve(
+        words[0], cluster or "8xH100", changes=words[1:], prompt=prompt, output=answer, sequences=concurrent,
+        precision=precision_of(precision) or "bf16", ttft=ttft, tpot=tpot, imbalance=imbalance,
+    )  # fmt: skip
+    show(found, as_json, output)
+
+
+def goodput(
+    words: ModelWords,
+    cluster: ClusterText = None,
+    tokens: Annotated[
+        str | None, typer.Option(help="Length of the run: 1.4T, 300B; default: the job's, or 20 per parameter.")
+    ] = None,
+    layout: Annotated[str | None, typer.Option(help="This layout, instead of the planner's choice.")] = None,
+    fix: Annotated[str, typer.Option(help="Choices of a layout to keep: tp=8,zero=1.")] = "",
     batch: Batch = None,
     seq: Seq = None,
     precision: Precision = "",
     software: Software = "fivefold",
-    imbalance: Imbalance = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Draw the timeline: .svg or .png.")] = None,
+    every: Annotated[
+        int | None, typer.Option(help="Steps between checkpoints; default: the job's, or those of the shortest run.")
+    ] = None,
+    mtbf: Annotated[
+        float | None, typer.Option(help="Hours between failures of one GPU; default: Llama 3's, 50,677.")
+    ] = None,
+    detect: Annotated[
+        float | None, typer.Option(help="Seconds to notice a failure; default: a tenth of train.timeout.")
+    ] = None,
+    restart: Annotated[float | None, typer.Option(help="Seconds to start again after one; default: 600.")] = None,
+    storage: Annotated[
+        float | None, typer.Option(help="GB/s of all nodes together; default: 2.08 a node, at most 95.")
+    ] = None,
+    save: Annotated[float | None, typer.Option(help="Seconds that a save blocks steps; default: 0.59.")] = None,
+    jitter: Annotated[
+        float | None, typer.Option(help="Deviation of a rank's step, as a share of its mean; default: 0.0072.")
+    ] = None,
+    runs: Annotated[int, typer.Option(help="Simulated runs.")] = 1000,
+    seed: Annotated[int, typer.Option(help="Of the simulation: the same seed draws the same failures.")] = 0,
+    output: Output = None,
     as_json: Json = False,
 ) -> None:
-    """Time one step of a layout on a cluster: its schedule runs on a clock, and no GPU is needed.
+    """Say how long a planned run takes with failures, and how often to save it.
 
-    Exit code 1 if the layout does not fit into the devices' memory.
+    Failures are random, at a rate that others have published or that you know of
+    your cluster. Each costs the time to notice it, to start again, to load the last
+    checkpoint and to make the steps since then again. The expected time is exact;
+    p10, median and p90 come from simulated runs. What uneven ranks cost is printed
+    beside it, and is part of no figure above.
 
     [dim]Examples:[/]
 
-      fivefold simulate llama3-70b --layout dp=2,tp=8,pp=4,zero=1,sp,microbatches=32 --cluster 8x8xH100 --batch 64
+      fivefold goodput llama3-405b --cluster 2048x8xH100 --tokens 15.6T
 
-      fivefold simulate llama3-8b --layout pp=8,schedule=zb-v,microbatches=16,recompute=selective --batch 16 -o step.svg
+      fivefold goodput llama3-70b --cluster 128x8xH100 --tokens 15T --every 500
+
+      fivefold goodput llama3-8b --cluster 128x8xA100 --mtbf 8090 --restart 900 --storage 40
+
+      fivefold goodput recipes/llama3-8b-8xH100.toml --json
     """
-    from fivefold.plan import plan as planning
-    from fivefold.report.paint import PICTURES
-    from fivefold.report.show import check_writable, show
+    from fivefold.planner import goodput_result as room
 
-    whole_layout(layout, words)
-    check_writable(output, *PICTURES)
-    found = planning.simulate(
-        words[0], layout, cluster, changes=words[1:], batch=batch, seq=seq, precision=precision, software=software,
-        imbalance=imbalance,
+    whole_layout(layout or fix, words, "--layout" if layout else "--fix")
+    found = room.goodput(
+        words[0], cluster, changes=words[1:], batch=batch, seq=seq, tokens=tokens, layout=layout, fix=fix,
+        precision=precision, software=software, every=every, mtbf=mtbf, detect=detect, restart=restart,
+        storage=storage, save=save, jitter=jitter, runs=runs, seed=seed,
     )  # fmt: skip
-    if output is not None and found.simulation is None:
-        raise UserError(f"{layout} has one pipeline stage, and so no timeline to draw; give pp=2 or more")
     show(found, as_json, output)
-
-
-def _refuse(options: dict[str, Any], why: str) -> None:
-    if given := [option for option, value in options.items() if value not in (None, "")]:
-        raise UserError(f"{', '.join(given)} {why}")

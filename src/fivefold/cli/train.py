@@ -1,11 +1,13 @@
 """`fivefold train`: run a job."""
 
 import faulthandler
+import json
 import os
 import platform
 import signal
 import sys
 import threading
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -14,36 +16,22 @@ from typing import IO, TYPE_CHECKING, Annotated, Any, TextIO, cast
 import typer
 from rich.console import Console
 
-from fivefold.cli.job_args import RunWords, split
+from fivefold.cli.options import Json, RunWords, split
 from fivefold.launch import faults
-from fivefold.launch.ends import INTERRUPTED, STOPPING, TERMINATED, say, say_ended, signal_name
+from fivefold.launch.exits import INTERRUPTED, STOPPING, TERMINATED, say, say_ended, signal_name
 from fivefold.support.errors import UserError
+from fivefold.support.progress import shown
 
 if TYPE_CHECKING:
     from fivefold.job.config import Job
     from fivefold.job.preflight import Sources
     from fivefold.launch.local import Arrangement, Elastic
     from fivefold.launch.world import World
-    from fivefold.train.resuming import Start
+    from fivefold.trainer.resuming import Start
 
-SHORT = "Train a model.  [dim]fivefold train job.toml optimizer.lr=3e-4 train.steps=200[/]"
+TRAIN = "Train a model.  [dim]fivefold train job.toml optimizer.lr=3e-4 train.steps=200[/]"
 _PATIENCE = 1.0  # seconds for a second Ctrl-C to end in an orderly way
 _TRIES = 10  # restarts of an elastic run that are not for lost ranks
-RESUME = "Go on with a run.  [dim]fivefold resume runs/demo --nproc 8[/]"
-RESUME_HELP = """Go on with the job of a run's directory: `fivefold train RUN`.
-
-Settings after the directory change its job, and are shown before training.
-The model cannot change.
-
-[dim]Examples:[/]
-
-  fivefold resume runs/demo --nproc 8
-
-  fivefold resume runs/demo train.steps=400 optimizer.schedule_steps=400
-
-  fivefold resume runs/demo layout=tp=2 --nproc 2 --restarts 3
-"""
-
 
 _Nproc = Annotated[int, typer.Option(help="Processes to start on this machine; 1 runs in this one.")]
 _Restarts = Annotated[
@@ -72,6 +60,7 @@ def train(
     elastic: _Elastic = False,
     fresh: _Fresh = False,
     check: _Check = False,
+    as_json: Json = False,
 ) -> None:
     """Train a model; without a job file, a small Llama on the Python standard library.
 
@@ -82,7 +71,8 @@ def train(
     checkpoint, the run resumes from it, in whatever layout the job now has; a
     job of another model, data or loss curve is refused. A run's directory in
     place of the job file goes on with the job that is stored there, and settings
-    after it change that job. Ctrl-C saves one more checkpoint and ends with exit
+    after it change that job, but for the model. With --json, the steps of the run are
+    printed at its end. Ctrl-C saves one more checkpoint and ends with exit
     code 130; a second Ctrl-C ends at once. SIGTERM, SIGUSR1 and SIGHUP save one,
     too, and end with 143. Under torchrun or Slurm's srun, the same command joins
     the ranks that they started.
@@ -101,6 +91,8 @@ def train(
 
       fivefold train runs/job train.steps=400 optimizer.schedule_steps=400
 
+      fivefold train runs/job layout=tp=2 --nproc 2 --restarts 3
+
       fivefold train job.toml --nproc 8 --elastic elastic.least=4
 
       fivefold train job.toml --fresh checkpoint.every=50 checkpoint.keep=3
@@ -108,14 +100,12 @@ def train(
       fivefold train job.toml --check
     """
     from fivefold.checkpoint.storage import reach
-    from fivefold.data.progress import late_bar, quiet
     from fivefold.job.config import read_job, to_toml
     from fivefold.job.preflight import preflight
-    from fivefold.launch.local import launch
-    from fivefold.launch.roster import sharing_problem, visible_gpus
-    from fivefold.launch.spare import wait_for_the_others
-    from fivefold.launch.world import current_world
-    from fivefold.train.resuming import Start, directory_named, run_named, stored_job
+    from fivefold.launch.local import launch, sharing_problem, visible_gpus
+    from fivefold.launch.world import current_world, wait_for_the_others
+    from fivefold.support.progress import late_bar, quiet
+    from fivefold.trainer.resuming import Start, directory_named, run_named, stored_job
 
     path, changes = split(job)
     world = current_world()
@@ -144,39 +134,17 @@ def train(
     if not world.joined:  # else rank 0 does so for all
         start.checked(resolved, sources)
     if check:
-        typer.echo(to_toml(resolved))
+        typer.echo(json.dumps(tomllib.loads(to_toml(resolved))) if as_json else to_toml(resolved))
     elif nproc > 1:
-        words = ["fivefold", "train", *(job or []), *(["--fresh"] if fresh else [])]
+        flags = {"--fresh": fresh, "--json": as_json, "--quiet": not shown()}
+        words = ["fivefold", "train", *(job or []), *(flag for flag, wanted in flags.items() if wanted)]
         tries = restarts if restarts is not None else _TRIES if elastic else 0
         how = _elastic(asked, nproc) if elastic else None
         raise typer.Exit(launch(nproc, words, resolved.layout.place, tries, _interrupted(resolved), how))
     elif world.rank >= resolved.layout.world:
         raise typer.Exit(wait_for_the_others(world, resolved.train.timeout))
     else:
-        raise typer.Exit(_run(resolved, sources, world, start))
-
-
-def resume(
-    run: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="RUN [KEY=VALUE]...",
-            help="A run's directory or URL, and settings that change its job.",
-            show_default=False,
-        ),
-    ] = None,
-    nproc: _Nproc = 1,
-    restarts: _Restarts = None,
-    elastic: _Elastic = False,
-    fresh: _Fresh = False,
-    check: _Check = False,
-) -> None:
-    from fivefold.launch.world import current_world
-    from fivefold.train.resuming import run_to_resume
-
-    with _node_named(current_world()):
-        run_to_resume(split(run)[0])
-    train(run, nproc, restarts, elastic, fresh, check)
+        raise typer.Exit(_run(resolved, sources, world, start, as_json))
 
 
 @contextmanager
@@ -191,8 +159,8 @@ def _node_named(world: "World") -> Iterator[None]:
 
 def _arranged(job: "Job", ranks: int, world: "World") -> "tuple[Job, World]":
     """The job in the layout for the ranks that are there, and the world of the ranks that it uses."""
-    from fivefold.elastic.choose import choose
     from fivefold.launch.world import PLANNED
+    from fivefold.trainer.elastic import choose
 
     if not job.checkpoint.save:
         raise UserError("--elastic goes on from checkpoints, and checkpoint.save=false makes none")
@@ -207,9 +175,8 @@ def _arranged(job: "Job", ranks: int, world: "World") -> "tuple[Job, World]":
 
 def _elastic(job: "Job", nproc: int) -> "Elastic":
     """How `--nproc` arranges a job on fewer ranks of this machine."""
-    from fivefold.elastic.choose import choose
-    from fivefold.launch.local import Arrangement, Elastic
-    from fivefold.launch.roster import gpus_here
+    from fivefold.launch.local import Arrangement, Elastic, gpus_here
+    from fivefold.trainer.elastic import choose
 
     def arrange(ranks: int) -> "Arrangement":
         choice = choose(job, ranks, nproc)
@@ -244,19 +211,23 @@ def check_ranks(nproc: int | None, world: "World") -> None:
         )
 
 
-def _run(job: "Job", sources: "Sources", world: "World", start: "Start") -> int:
+def _run(job: "Job", sources: "Sources", world: "World", start: "Start", as_json: bool) -> int:
     """As the one rank that this process is; the exit code."""
     again = not world.joined or bool(world.meeting.file)  # other launchers decide about it
     stop = _Stop(_interrupted(job, again), world)  # before torch is imported, which takes seconds
-    from fivefold.train.loop import Stopped
-    from fivefold.train.run import run_job
+    from fivefold.trainer.loop import Stopped
+    from fivefold.trainer.run import run_job
 
     out = _Lasting(sys.stdout)
-    console = Console(file=cast(IO[str], out), highlight=False, quiet=world.rank > 0)
+    console = Console(file=cast(IO[str], out), highlight=False, quiet=world.rank > 0 or as_json)
     if not faulthandler.is_enabled():  # by our own launcher
         faulthandler.enable()
     try:
-        run_job(job, sources, world, console, start, lambda: bool(stop.signal))
+        directory = run_job(job, sources, world, console, start, lambda: bool(stop.signal))
+        if as_json and world.rank == 0:
+            from fivefold.trainer.result import TrainResult
+
+            print(json.dumps(TrainResult.read(directory).to_dict()), file=cast(IO[str], out))
     except Stopped as stopped:
         by = signal_name(stop.signal) if stop.signal else "a signal to another rank"
         command = f"'fivefold train {stopped.directory}'" if start.fresh else "the same command"

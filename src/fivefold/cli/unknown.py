@@ -1,4 +1,5 @@
-"""Settings that are typed as options, `fivefold train --steps 5`: the answer is what to type."""
+"""Words and options that there are not: what an old command is called now, and how a setting is written that was typed
+as an option, `fivefold train --steps 5`."""
 
 import sys
 from typing import Any
@@ -7,8 +8,49 @@ from typer.core import TyperGroup
 
 from fivefold.support.errors import UserError
 
+MOVED = {
+    "simulate": "plan MODEL --layout LAYOUT",
+    "report": "plan --html or draw --html or inspect --html or verify --html",
+    "report plan": "plan MODEL --html FILE",
+    "report schedule": "draw SCHEDULE --html FILE",
+    "report run": "inspect RUN --html FILE",
+    "report verify": "verify --html FILE",
+    "zero": "compare zero",
+    "context": "compare cp",
+    "mixed": "compare mixed",
+    "schedules": "compare schedules",
+    "resume": "train RUN",
+    "curve": "verify --curve",
+    "experts": "inspect RUN",
+    "models": "list models",
+    "accelerators": "list accelerators",
+    "truth": "accuracy",
+    "checkpoint show": "inspect RUN",
+    "checkpoint verify": "checkpoint ls RUN --verify",
+    "import": "hf import",
+    "import hf": "hf import",
+    "export": "hf export",
+    "export hf": "hf export",
+    "bench steps": "bench train --cases",
+    "bench overhead": "bench peers --overhead",
+    "bench scaling": "bench peers --scaling",
+    "bench recovery": "bench checkpoint --recovery",
+}
+BENCHMARKS = ("attention", "mixed", "overlap", "pipeline", "plan", "schedules")  # `python -m benchmarks.X`
+_SERVING = ("--prompt", "--answer", "--concurrent", "--ttft", "--tpot")
+_OPTIONS = {("plan", option): f"`fivefold plan {option}` is now `fivefold serve {option}`" for option in _SERVING}
+_OPTIONS["plan", "--inference"] = "`fivefold plan --inference` is now `fivefold serve`"
+_OPTIONS["data prepare", "--out"] = "`--out` is now `--output`"
+
 
 class Explaining(TyperGroup):
+    """A group of commands that answers what it does not know with what to type, where that is known."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] not in self.commands and (sentence := moved([*_path(ctx), *args[:2]])):
+            raise UserError(sentence)
+        return super().resolve_command(ctx, args)
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
@@ -19,11 +61,30 @@ class Explaining(TyperGroup):
             raise
 
 
+def moved(words: list[str]) -> str | None:
+    """What the command that begins with these words is now; None if there never was such a one."""
+    for old in (" ".join(words[:2]), words[0]):
+        group, _, name = old.partition(" ")
+        if group == "bench" and name in BENCHMARKS:
+            return f"`fivefold {old}` is now `python -m benchmarks.{name}`, in a clone of the project"
+        if old in MOVED:
+            now = "` or `fivefold ".join(MOVED[old].split(" or "))
+            return f"`fivefold {old}` is now `fivefold {now}`"
+    return None
+
+
+def _path(ctx: Any) -> list[str]:
+    """The words of the groups that led here, without the program's own."""
+    return [*_path(ctx.parent), ctx.info_name] if ctx.parent else []
+
+
 def _explained(error: Any) -> list[str]:
     """What to write for each option that the command does not have; nothing if the first is no setting either."""
+    from fivefold.job.aliases import option_meant
     from fivefold.job.config import KEYS
-    from fivefold.job.words import option_meant
 
+    if sentence := _OPTIONS.get((" ".join(_path(error.ctx)), error.option_name)):
+        return [sentence]
     params = error.ctx.command.params
     known = [name for one in params for name in (*one.opts, *one.secondary_opts) if name.startswith("--")]
     takes = next((one.metavar for one in params if "KEY=VALUE" in (one.metavar or "")), "")

@@ -1,21 +1,43 @@
-"""`fivefold verify`: a layout, compared with one process."""
+"""`fivefold verify` and `fivefold dryrun`: a layout compared with one process, and any rank of it run without GPUs."""
 
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 
-from fivefold.cli.job_args import whole_layout
-from fivefold.cli.progress import counting_bar
-from fivefold.report import show
+from fivefold.cli.options import (
+    Html,
+    Json,
+    ModelWords,
+    Output,
+    Picture,
+    counting_bar,
+    given_of,
+    refuse,
+    split,
+    typed,
+    whole_layout,
+    written,
+)
+from fivefold.render.blocks import console_of, show
+from fivefold.support.errors import UserError
 
-SHORT = "Prove a layout against one process.  [dim]fivefold verify --layout dp=2,tp=2,zero=3[/]"
+VERIFY = "Prove a layout against one process.  [dim]fivefold verify --layout dp=2,tp=2,zero=3[/]"
+DRYRUN = (
+    "Run any rank of any world without GPUs.  [dim]fivefold dryrun llama3-70b --layout dp=8,tp=8,zero=3,sp --batch 8[/]"
+)
 
 
 def verify(
-    changes: Annotated[
+    context: typer.Context,
+    words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Settings of the job, as for train.", show_default=False),
+        typer.Argument(
+            metavar="[FILE] [KEY=VALUE]...",
+            help="Settings of the job, as for train; with --curve a job file; with --html what --json printed.",
+            show_default=False,
+        ),
     ] = None,
     layout: Annotated[str | None, typer.Option(help="The layout to prove.", show_default="dp=2")] = None,
     model: Annotated[str, typer.Option(help="A preset; tiny ones are made narrower still.")] = "tiny",
@@ -35,8 +57,18 @@ def verify(
     repeat: Annotated[
         int, typer.Option(help="Prove each this often, by ranks that stay up: for what seldom fails.")
     ] = 1,
-    timeout: Annotated[float, typer.Option(help="Seconds for one layout.")] = 120.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    curve: Annotated[
+        bool, typer.Option("--curve", help="Train a job both ways instead, and compare the loss curves.")
+    ] = False,
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds for one layout, 120; with --curve for each of three runs, 3600.", show_default=False
+        ),
+    ] = None,
+    output: Output = None,
+    html: Html = None,
+    as_json: Json = False,
 ) -> None:
     """Prove that a layout computes what one process computes, and sends what it should.
 
@@ -47,6 +79,12 @@ def verify(
     losses that even their load out turned on unless they are set.
     Collectives are counted and compared with closed forms. Exit code 0 if all
     hold, 1 if not.
+
+    With --curve, a job is trained under its layout and in one process, and the losses
+    are compared. A third run is the control: one process again, with the samples
+    of every batch in another order, so that only the order of additions differs. The
+    layout follows if it strays at most three times as far as the control. Nothing is
+    saved. Exit code 0 if it follows, 1 if not.
 
     [dim]Examples:[/]
 
@@ -68,22 +106,142 @@ def verify(
 
       fivefold verify --layout dp=2,tp=2,zero=2 --repeat 100
 
+    With --html, the proof is written as one page to send, or that of a file:
+
+      fivefold verify --layout dp=2,tp=2,zero=3 --html proof.html
+
+      fivefold verify --all --json > sweep.json; fivefold verify sweep.json --html sweep.html
+
+      fivefold verify --curve job.toml layout=cp=4,cp_kind=ulysses train.steps=50
+
     Over NCCL, on a GPU that the ranks share (no figure of speed):
 
       fivefold verify --all --sample 60 --device cuda train.share_gpu=nccl train.compile=off
     """
-    from fivefold.verify.verify import verify as prove
+    from fivefold.verifier.verify import verify as prove
 
-    whole_layout(layout, changes or [])
-
+    whole_layout(layout, words or [])
+    file, changes = split(words)
+    if curve:
+        refuse(given_of(context, _OF_PROOFS), "belongs to a proof, and --curve compares loss curves; leave one out")
+        keys = {"layout": "layout", "model": "model", "steps": "train.steps", "seq": "data.seq", "batch": "train.batch",
+                "dtype": "train.dtype", "device": "train.device"}  # fmt: skip
+        asked = [f"{key}={context.params[name]}" for name, key in keys.items() if given_of(context, {name: name})]
+        _curve(file, changes + asked, timeout, output, as_json)
+        return
+    if file is not None:
+        _page(Path(file), changes or given_of(context, _OF_PROOFS | _OF_JOBS), html, as_json)
+        return
     try:
         with counting_bar() as progress:
             found = prove(
-                layout, changes or [], model=model, dtype=dtype, steps=steps, seq=seq, batch=batch, device=device,
-                everything=everything, world=world, sample=sample, jobs=jobs, repeat=repeat, timeout=timeout,
-                progress=progress,
+                layout, changes, model=model, dtype=dtype, steps=steps, seq=seq, batch=batch, device=device,
+                everything=everything, world=world, sample=sample, jobs=jobs, repeat=repeat,
+                timeout=120.0 if timeout is None else timeout, progress=progress,
             )  # fmt: skip
     except KeyboardInterrupt:
         Console(stderr=True).print("stopped; nothing is proven")
         raise typer.Exit(130) from None
-    show(found, as_json)
+    show(found, as_json, output, [] if html is None else [written(found, html)])
+
+
+# Options by the names of their parameters: of a proof alone, and of the job that is proven or trained.
+_OF_PROOFS = {"everything": "--all", "world": "--world", "sample": "--sample", "jobs": "--jobs", "repeat": "--repeat",
+              "html": "--html"}  # fmt: skip
+_OF_JOBS = {name: f"--{name}" for name in ("layout", "model", "dtype", "steps", "seq", "batch", "device", "timeout")}
+
+
+def _curve(file: str | None, changes: list[str], timeout: float | None, output: Path | None, as_json: bool) -> None:
+    from fivefold.verifier.verify import curve
+
+    with console_of(stderr=True).status("three runs: one process, its control, the layout"):
+        found = curve(file, changes, timeout=3600.0 if timeout is None else timeout)
+    show(found, as_json, output)
+
+
+def _page(file: Path, others: list[str], html: Path | None, as_json: bool) -> None:
+    """Of a proof that was made before."""
+    from fivefold.web.report import report
+
+    others = [option for option in others if option != "--html"]
+    if html is None:
+        raise UserError(
+            f"verify proves a layout, as in --layout dp=2; {file} is for --html, if `fivefold verify --json` wrote it, "
+            "or for --curve, if it is a job file"
+        )
+    refuse(others, f"says what to prove, and {file} is a proof; leave one of them out")
+    if file.is_dir():
+        raise UserError(f"{file} is a directory; give what `fivefold verify --json` wrote, or a run to `inspect`")
+    show(report(file, html, typed()), as_json)
+
+
+def dryrun(
+    words: ModelWords,
+    layout: Annotated[str | None, typer.Option(help="dp=128,tp=8,pp=16,...; default: the job file's.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences of a step; default: one for each microbatch.")] = None,
+    seq: Annotated[
+        int | None, typer.Option(help="Tokens of a sequence; default: 8192, or the model's context.")
+    ] = None,
+    rank: Annotated[int | None, typer.Option(help="Which rank of the world; default: 0.")] = None,
+    ranks: Annotated[str, typer.Option(help="Several: 0,127,9001.")] = "",
+    all_stages: Annotated[bool, typer.Option("--all-stages", help="One rank of every pipeline stage.")] = False,
+    stages: Annotated[str, typer.Option(help="all: the same as --all-stages; or some: 0,3.")] = "",
+    cluster: Annotated[
+        str,
+        typer.Option("--cluster", "-c", help="The machines, whose memory it must fit. Default: the job's, or H100s."),
+    ] = "",
+    kernels: Annotated[
+        Literal["cuda", "cpu"], typer.Option(help="Whose memory the backward pass keeps; cpu: as train.count on CPUs.")
+    ] = "cuda",
+    weights: Annotated[Path | None, typer.Option(help="Check that a Hugging Face directory has every weight.")] = None,
+    imbalance: Annotated[
+        float | None,
+        typer.Option(help="With experts: what the rank gets of the tokens, over the mean of its ep group; default: 1."),
+    ] = None,
+    output: Picture = None,
+    as_json: Json = False,
+) -> None:
+    """Run one step of one rank: the same model, layers, pipeline, FSDP2 and optimizer.
+
+    PyTorch's fake process group gives it a world of any size, and fake tensors
+    need no memory. What it counts (bytes held and sent, FLOPs, messages) is shown
+    beside what the planner says, which it does not know. Exit code 1 if the step
+    does not fit into a device.
+
+    [dim]Examples:[/]
+
+      fivefold dryrun llama3-70b --layout dp=8,tp=8,zero=3,sp --rank 9 --batch 8
+
+      fivefold dryrun llama3-405b --rank 9001 --batch 2048
+          --layout dp=128,tp=8,pp=16,zero=1,sp,schedule=interleaved,chunks=8,microbatches=16
+
+      fivefold dryrun llama3-8b --layout dp=2,pp=4,zero=1,microbatches=8 --batch 16 --all-stages -o memory.svg
+
+      fivefold dryrun deepseek-v3 --layout dp=128,pp=16,ep=64,zero=1,microbatches=16,recompute=full
+          --batch 2048 --rank 700 --imbalance 1.2
+
+      fivefold dryrun job.toml --json
+    """
+    from fivefold.dry.run import dryrun as run
+
+    whole_layout(layout, words)
+    given = {"--rank": rank is not None, "--ranks": bool(ranks), "--stages": bool(stages) or all_stages}
+    if len(asked := [option for option, there in given.items() if there]) > 1:
+        raise UserError(f"{' and '.join(asked)} say different things; give one of them")
+    pipeline_ranks: Any = "all" if all_stages or stages == "all" else _numbers("--stages", stages, "all, or 0,3")
+    with counting_bar() as progress:
+        found = run(
+            words[0], layout, changes=words[1:], batch=batch, seq=seq, kernels=kernels, weights=weights,
+            rank=rank if rank is not None else _numbers("--ranks", ranks, "0,127,9001"), stages=pipeline_ranks,
+            cluster=cluster, imbalance=imbalance, progress=progress,
+        )  # fmt: skip
+    show(found, as_json, output)
+
+
+def _numbers(option: str, text: str, example: str) -> list[int] | None:
+    if not text:
+        return None
+    pieces = [piece.strip() for piece in text.split(",") if piece.strip()]
+    if not pieces or not all(piece.isdigit() for piece in pieces):
+        raise UserError(f"{option} {text} should be numbers with commas between them, like {example}")
+    return [int(piece) for piece in pieces]

@@ -39,8 +39,8 @@ class Batch:
         arrays = (self.samples, self.tokens, self.targets, self.loss_mask, self.documents)
         return [Batch(*share) for share in zip(*(np.split(array, parts) for array in arrays), strict=True)]
 
-    def share(self, parts: int, number: int) -> "Share":
-        return Share(self.split(parts)[number], self.samples, self.loss_tokens)
+    def share(self, parts: int, number: int) -> "DpShare":
+        return DpShare(self.split(parts)[number], self.samples, self.loss_tokens)
 
     def padded(self, parts: int) -> "Batch":
         """As many samples as divide into `parts` equal shares: the first sample again, without loss."""
@@ -56,7 +56,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Share:
+class DpShare:
     """One data-parallel rank's samples of a global batch, and what it must know of the others'."""
 
     mine: Batch
@@ -84,7 +84,9 @@ def read_batch(
     )
 
 
-def read_share(split: Split, seq: int, seed: int, samples: Sequence[int], vocab: int, parts: int, number: int) -> Share:
+def read_share(
+    split: Split, seq: int, seed: int, samples: Sequence[int], vocab: int, parts: int, number: int
+) -> DpShare:
     """Share `number` of `parts` of a global batch. Of the others' samples only masks are read, and only to count.
 
     The others' tokens count as read, too: the ranks of a node check each other's files (`data.checking`).
@@ -96,4 +98,4 @@ def read_share(split: Split, seq: int, seed: int, samples: Sequence[int], vocab:
     for start in (window_of(np.concatenate([wanted[:0], *shares]), windows(split.tokens, seq), seed) * seq).tolist():
         split.touch(start, start + seq + 1)
         count += split.loss_tokens(start + 1, start + seq + 1)
-    return Share(mine, wanted, count)
+    return DpShare(mine, wanted, count)

@@ -9,15 +9,17 @@ import platform
 import shutil
 import sysconfig
 from pathlib import Path
+from typing import NamedTuple
 
-from fivefold.data.cache import user_cache
-from fivefold.data.checked import Checked
-from fivefold.data.checking import verify
+import numpy as np
+from numpy.typing import NDArray
+
 from fivefold.data.index import is_prepared
+from fivefold.data.integrity import CheckedData, user_cache, verify
 from fivefold.data.prepare import prepare
-from fivefold.data.progress import Report, quiet
-from fivefold.data.tokens import TokenStore
+from fivefold.data.tokens import Split, TokenStore
 from fivefold.support.errors import UserError
+from fivefold.support.progress import Report, quiet
 
 VALID = 0.05  # some 30 of 600 files: enough to tell learning from memorising
 
@@ -40,7 +42,7 @@ def stdlib_corpus(cache: Path | None = None, progress: Report = quiet) -> Path:
         )
     out = user_cache("corpus", cache) / f"stdlib-{platform.python_version()}-{_fingerprint(root, files)}"
     try:
-        verify(TokenStore.open(out), Checked(out, cache))
+        verify(TokenStore.open(out), CheckedData(out, cache))
     except UserError:  # not there, or damaged; a cache is mended by making it again
         if out.exists() and not is_prepared(out):
             shutil.rmtree(out)  # ours by its name, and of no use
@@ -65,3 +67,48 @@ def _fingerprint(root: Path, files: list[Path]) -> str:
     """Distributions patch the library: the same version with other files is another corpus."""
     lines = [f"{path.relative_to(root).as_posix()} {path.stat().st_size}" for path in files]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:10]
+
+
+# ---- entropy --------------------------------------------------------------------------------------------------------
+# Losses that need no model: those of the best guess from no context, and from one token of context.
+#
+# A model that reaches the first has learnt how frequent tokens are; below the second it must look further back than
+# one token. Both are estimates from the split's own counts (which, given few tokens, flatter the guess), over all
+# tokens, with or without loss, and count the first token after an end of document, as the training loss does.
+
+
+# The pairs of 4096 tokens already take a table of 128 MiB. Above, the table would be the lesser problem: with most
+# pairs seen once or never, the estimate says more about the size of the split than about the text.
+MOST_VOCAB = 4096
+
+
+class Entropy(NamedTuple):
+    """In nats per token."""
+
+    unigram: float
+    bigram: float | None  # H(next | previous); None for a vocabulary above MOST_VOCAB
+
+
+def entropy(split: Split, chunk: int = 1 << 20) -> Entropy:
+    """Count a split's tokens and its pairs of neighbours, `chunk` tokens at a time."""
+    vocab = split.store.vocab
+    paired = vocab <= MOST_VOCAB
+    single = np.zeros(vocab, np.int64)
+    pairs = np.zeros(vocab * vocab if paired else 0, np.int64)
+    if len(pairs) > 1 << 20:
+        chunk = max(chunk, len(pairs))  # each bincount fills a whole table; a chunk as long makes that bearable
+    for start in range(0, split.tokens, chunk):
+        # One token more than the chunk, to pair its last one; the token itself is counted in the next.
+        ids = split.ids(start, min(start + chunk + 1, split.tokens)).astype(np.int64)
+        single += np.bincount(ids[:chunk], minlength=vocab)
+        if paired:
+            pairs += np.bincount(ids[:-1] * vocab + ids[1:], minlength=len(pairs))
+    if not paired:
+        return Entropy(_nats(single), None)
+    previous = pairs.reshape(vocab, vocab).sum(1)
+    return Entropy(_nats(single), _nats(pairs) - _nats(previous))
+
+
+def _nats(counts: NDArray[np.int64]) -> float:
+    shares = counts[counts > 0] / max(int(counts.sum()), 1)
+    return float(-(shares * np.log(shares)).sum())

@@ -40,7 +40,7 @@ class DataFile(File, frozen=True, forbid_unknown_fields=True):
     chunks: str = ""  # crc32 of every CHUNK bytes, 8 hexadecimal digits each
 
 
-class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class DataShard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Some consecutive documents of a split."""
 
     tokens: int
@@ -53,7 +53,7 @@ class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return [self.token_file, self.document_file, *([self.loss_file] if self.loss_file else [])]
 
 
-class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class DataIndex(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A prepared directory, and how it was prepared. No clock or path in it: the same input gives the same bytes."""
 
     version: int
@@ -65,7 +65,7 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: Literal["uint16", "uint32"]
     seed: int
     valid: float
-    splits: dict[str, list[Shard]]
+    splits: dict[str, list[DataShard]]
     seal: str = ""  # sha256 of all of this with an empty seal
 
     def files(self) -> list[DataFile]:
@@ -77,7 +77,7 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def bytes(self) -> int:
         return sum(file.bytes for file in self.files())
 
-    def sealed(self) -> "Index":
+    def sealed(self) -> "DataIndex":
         bare = msgspec.structs.replace(self, seal="")
         return msgspec.structs.replace(self, seal=hashlib.sha256(msgspec.json.encode(bare)).hexdigest())
 
@@ -106,7 +106,7 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             yield from _file_problems(self.tokenizer_file, TOKENIZER, self.tokenizer_file.bytes)
 
 
-def _shard_problems(shard: Shard, name: str, width: int) -> Iterator[str]:
+def _shard_problems(shard: DataShard, name: str, width: int) -> Iterator[str]:
     if not 1 <= shard.documents <= shard.tokens:
         yield f"{name} has {shard.tokens} tokens in {shard.documents} documents, and a document has at least 1 token"
     yield from _file_problems(shard.token_file, f"{name}.tokens", shard.tokens * width)
@@ -139,7 +139,7 @@ def is_prepared(path: Path) -> bool:
     return True
 
 
-def read_index(path: Path) -> Index:
+def read_index(path: Path) -> DataIndex:
     file = path / NAME
     try:
         text = read_regular(file, _LARGEST, links=True)
@@ -154,7 +154,7 @@ def read_index(path: Path) -> Index:
             raise UserError(
                 f"{file} has format version {version}; this release reads version {VERSION}; prepare the text again"
             )
-        index = msgspec.json.decode(text, type=Index)
+        index = msgspec.json.decode(text, type=DataIndex)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # the last: lists in lists in lists
         raise UserError(f"{file} is not an index of prepared tokens or is damaged ({error}); {MEND}") from None
     problems = list(index.problems())

@@ -1,5 +1,8 @@
 """Read prepared tokens: any window of a split, across shards."""
 
+import os
+import resource
+import threading
 from bisect import bisect_right
 from collections.abc import Iterator
 from functools import cached_property
@@ -10,11 +13,99 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.data.files import Files
-from fivefold.data.index import MEND, Index, Shard, read_index
-from fivefold.data.progress import Report, quiet
+from fivefold.data.index import CHUNK, MEND, DataFile, DataIndex, DataShard, read_index
 from fivefold.support.errors import UserError
-from fivefold.support.formatting import did_you_mean
+from fivefold.support.files import Regular, open_regular
+from fivefold.support.progress import Report, quiet
+from fivefold.support.text import did_you_mean
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+# Read the files of prepared tokens, and notice when they change.
+#
+# Not by memory maps: a file that is cut off while it is mapped ends the process with SIGBUS, a read of it ends in a
+# sentence. A window costs the same either way, some microseconds and its copy.
+
+
+class FileStat(NamedTuple):
+    """What a file was like when it was first opened."""
+
+    inode: int
+    bytes: int
+    modified: int
+
+
+class OpenFiles:
+    """The files of a directory, the most recently read of them open. Threads may share it."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.touched: dict[str, bytearray] = {}  # for each file, and each CHUNK of it, whether it was ever read
+        self._open: dict[str, Regular] = {}  # the most recent one last
+        self._seen: dict[str, FileStat] = {}
+        self._lock = threading.Lock()
+        # A quarter of what the process may open; large sets have more files than that.
+        self._most = max(16, min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
+
+    def read(self, file: DataFile, begin: int, out: NDArray[Any]) -> None:
+        """Fill `out` with what the file has from byte `begin` on."""
+        if not out.size:
+            return
+        view, done = out.view(np.uint8).data, 0
+        try:
+            stream = self._stream(file)
+            while done < len(view):
+                count = os.preadv(stream.fileno(), [view[done:]], begin + done)
+                if not count:
+                    break
+                done += count
+            now = _seen(stream)
+        except OSError as error:
+            raise UserError(
+                f"{self.path / file.name} cannot be read at byte {begin + done}: {error.strerror}"
+            ) from None
+        self._compare(file, now)
+        self.touch(file, begin, begin + len(view))
+
+    def touch(self, file: DataFile, begin: int, end: int) -> None:
+        """Count bytes as read."""
+        touched = self.touched.get(file.name)
+        if touched is None:
+            touched = self.touched.setdefault(file.name, bytearray(-(-file.bytes // CHUNK)))
+        for chunk in range(begin // CHUNK, (end - 1) // CHUNK + 1):
+            touched[chunk] = True
+
+    def _stream(self, file: DataFile) -> Regular:
+        with self._lock:
+            stream = self._open.pop(file.name, None)
+            if stream is None:
+                stream = open_regular(self.path / file.name, links=True)
+                self._seen.setdefault(file.name, _seen(stream))
+            self._open[file.name] = stream
+            if len(self._open) > self._most:
+                del self._open[next(iter(self._open))]  # a thread that reads it still holds it
+            return stream
+
+    def _compare(self, file: DataFile, now: FileStat) -> None:
+        """After every read: what was read is from before any change that is found later."""
+        if now.bytes < file.bytes:
+            raise UserError(
+                f"{self.path / file.name} was cut off while it was read: it ends at byte {now.bytes}, and the index "
+                f"promises {file.bytes} bytes; copy it again"
+            )
+        if now != self._seen[file.name]:
+            raise UserError(
+                f"{self.path / file.name} was replaced or changed while it was read; tokens that are in use must stay "
+                "as they are: prepare into another directory"
+            )
+
+
+def _seen(stream: Regular) -> FileStat:
+    found = os.fstat(stream.fileno())
+    return FileStat(found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+# ---- tokens ---------------------------------------------------------------------------------------------------------
+
 
 Ids: TypeAlias = NDArray[np.unsignedinteger[Any]]
 
@@ -22,7 +113,7 @@ _SCAN = 1 << 22  # tokens, or bytes, looked at at a time
 _EVERY = 2048  # documents of which one is remembered: 4 kB for a million of them
 
 
-class Window(NamedTuple):
+class TokenWindow(NamedTuple):
     """Consecutive tokens of a split."""
 
     tokens: NDArray[np.int64]
@@ -33,8 +124,8 @@ class Window(NamedTuple):
 class TokenStore:
     """A directory that `prepare` wrote."""
 
-    def __init__(self, path: Path, index: Index):
-        self.path, self.index, self.files = path, index, Files(path)
+    def __init__(self, path: Path, index: DataIndex):
+        self.path, self.index, self.files = path, index, OpenFiles(path)
         self.vocab = index.vocab
         self.dtype: np.dtype[np.unsignedinteger[Any]] = np.dtype(index.dtype).newbyteorder("<")
         self._splits = {name: Split(self, name, shards) for name, shards in index.splits.items()}
@@ -87,14 +178,14 @@ class TokenStore:
 class Split:
     """The documents of one split as one long row of tokens."""
 
-    def __init__(self, store: TokenStore, name: str, shards: list[Shard]):
+    def __init__(self, store: TokenStore, name: str, shards: list[DataShard]):
         self.store, self.name = store, name
         self._shards = [_OpenShard(store, shard) for shard in shards]
         self._token_bounds = list(accumulate((shard.tokens for shard in shards), initial=0))
         self._document_bounds = list(accumulate((shard.documents for shard in shards), initial=0))
         self.tokens, self.documents = self._token_bounds[-1], self._document_bounds[-1]
 
-    def read(self, start: int, stop: int, vocab: int | None = None) -> Window:
+    def read(self, start: int, stop: int, vocab: int | None = None) -> TokenWindow:
         """The tokens [start, stop); an id outside the vocabulary (the store's own if not given) is refused."""
         vocab = self.store.vocab if vocab is None else vocab
         tokens = np.empty(stop - start, np.int64)
@@ -107,7 +198,7 @@ class Split:
             mask = shard.loss(begin, end)
             if mask is not None:
                 loss[here] = mask
-        return Window(tokens, loss, documents)
+        return TokenWindow(tokens, loss, documents)
 
     def ids(self, start: int, stop: int) -> NDArray[np.int64]:
         """The tokens [start, stop) alone."""
@@ -156,7 +247,7 @@ class Split:
 class _OpenShard:
     """A shard's files. Nothing is opened before it is read: a rank that never comes to a shard never opens it."""
 
-    def __init__(self, store: TokenStore, shard: Shard):
+    def __init__(self, store: TokenStore, shard: DataShard):
         self._store, self._shard = store, shard
         self.tokens = shard.tokens
 

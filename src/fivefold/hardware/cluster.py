@@ -18,6 +18,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,21 +26,90 @@ from msgspec import Struct, structs, to_builtins
 
 from fivefold.hardware.accelerators import (
     ACCELERATORS,
+    PAGES,
+    PRECISIONS,
+    SOURCES,
     Accelerator,
+    Achieved,
     Link,
     Rates,
+    achieved,
     find_accelerator,
     find_link,
+    source_of,
     usual_node,
 )
-from fivefold.hardware.efficiency import Achieved, achieved
-from fivefold.hardware.short_form import HOW, table_of
-from fivefold.support.documents import Missing, path_of, read_toml
+from fivefold.render.blocks import Block, Result, Table, Text
 from fivefold.support.errors import UserError
-from fivefold.support.formatting import did_you_mean
+from fivefold.support.parsing import Missing, path_of, read_toml
 from fivefold.support.ranges import RANKS, misfit, within
+from fivefold.support.text import bytes_text, did_you_mean, either
 
-__all__ = ["Accelerator", "Cluster", "Group", "Link", "Rates"]
+# ---- short form -----------------------------------------------------------------------------------------------------
+# Like nodes in a word, counts before or behind the accelerator: 8x8xH100, 8xH100, 8h100, H100x8, H100:8, 8x4090.
+
+
+HOW = "write nodes x GPUs per node x accelerator, for example '8x8xH100'"
+
+
+def table_of(text: str) -> dict[str, Any]:
+    """'8x8xH100' as the table that TOML would hold."""
+    counts: list[str] = []
+    name, behind = _counts_behind(text)
+    if not behind:
+        before, name = re.findall(r"(?is)\A((?:-?[\d.]+\s*[x×]\s*)*)(.*)\Z", text)[0]
+        counts = re.findall(r"-?[\d.]+", before)
+        glued = re.fullmatch(r"(?is)(\d+)\s*(.*\S)\s*", name)
+        if glued and not _is_known(name) and _is_known(glued[2]):  # 8h100, 8 H100
+            counts, name = [*counts, glued[1]], glued[2]
+        name, behind = _counts_behind(name)
+    if not re.search(r"[^\W\d_]", name) and not _is_known(name):
+        raise UserError(f"no accelerator is named; {HOW}")
+    if len(counts) + len(behind) > 2:
+        raise UserError(f"{len(counts) + len(behind)} counts are too many; {HOW}")
+    if counts and behind:
+        raise UserError(f"{counts[0]} before and {behind[0]} behind the name may be read in two ways; {HOW}")
+    if len(behind) == 2:
+        ways = dict.fromkeys(f"{x}x{y}x{find_accelerator(name).name}" for x, y in (behind, behind[::-1]))
+        raise UserError(f"nodes and GPUs per node stand before the accelerator; write {either(list(ways))}")
+    if len(counts + behind) == 1 and _is_known(name):
+        _one_node((counts + behind)[0], find_accelerator(name).name)
+    return {**dict(zip(("gpus", "nodes"), reversed(counts + behind), strict=False)), "accelerator": name}
+
+
+def _one_node(count: str, name: str) -> None:
+    """Refuse more GPUs than a node has: most who write 64xH100 mean eight nodes, and the two differ in every time."""
+    usual = usual_node(name)
+    if usual is None or not re.fullmatch(r"\d{1,9}", count) or int(count) <= usual:
+        return
+    wanted = int(count)
+    gpus = max(n for n in range(1, usual + 1) if wanted % n == 0)
+    nodes = wanted // gpus
+    if 2 * gpus < usual:  # 17 GPUs: whole nodes nearby are nearer than 17 nodes of one
+        nodes, gpus = round(wanted / usual), usual
+    raise UserError(
+        f"{wanted} GPUs are more than the {usual} that a node of {name} has; write {nodes}x{gpus}x{name}, or "
+        f"1x{wanted}x{name} for one node of {wanted}"
+    )
+
+
+def _counts_behind(text: str) -> tuple[str, list[str]]:
+    """The accelerator, and what stands behind it in h100x8 or H100:8."""
+    name, counts = text.strip(), list[str]()
+    while len(counts) < 3 and not _is_known(name) and (cut := re.fullmatch(r"(?is)(.+?)\s*[x×:]\s*(\d+)", name)):
+        name, counts = cut[1], [cut[2], *counts]
+    return (name, counts) if _is_known(name) else (text, [])
+
+
+def _is_known(name: str) -> bool:
+    try:
+        return bool(find_accelerator(name))
+    except UserError:
+        return False
+
+
+# ---- cluster --------------------------------------------------------------------------------------------------------
+
 
 OVERRIDES = tuple(field for field in Accelerator.__struct_fields__ if field != "name")
 GROUP_KEYS = ("nodes", "gpus", "accelerator", *OVERRIDES)
@@ -281,3 +351,79 @@ def _read_field(kind: type[Struct], name: str, table: Mapping[str, Any], whole: 
     if number and least <= value < bound:
         return int(value) if name == "memory" else float(value)
     raise UserError(f"{name}={value!r} must be a number of {wanted}")
+
+
+# ---- listing --------------------------------------------------------------------------------------------------------
+# The catalogue of accelerators: what each can do at best, how much of it is reached, and where a figure is from.
+
+
+_LISTED = ("fp32", "bf16", "fp8")  # the other rates are shown of one accelerator
+
+
+@dataclass(frozen=True)
+class AcceleratorList(Result):
+    devices: tuple[Accelerator, ...]
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        return [
+            to_builtins(device)
+            | {"achieved": to_builtins(achieved(device.name)) | {"source": source_of(device.name)}}
+            | {"sources": dict(zip(("rates", "memory and links"), SOURCES[device.name], strict=True))}
+            | ({"page": PAGES[device.name]} if device.name in PAGES else {})
+            for device in self.devices
+        ]
+
+    def blocks(self) -> Iterator[Block]:
+        if len(self.devices) == 1:
+            yield from _one(self.devices[0])
+            return
+        rows = [
+            (
+                device.name,
+                f"{device.memory / 1e9:.1f}",
+                f"{device.memory_bandwidth / 1e12:.3g}",
+                *(_tera(getattr(device.peak, precision)) for precision in _LISTED),
+                device.inside.name,
+                device.across.name,
+            )
+            for device in self.devices
+        ]
+        heads = ["name", ">GB", ">TB/s", *(f">{precision}" for precision in _LISTED), "in a node", "between nodes"]
+        caption = "Memory and its bandwidth, dense TFLOP/s, links; `fivefold list accelerators H100` shows one"
+        yield Table(heads, rows, "Accelerators", caption)
+        sources = [(device.name, f"{'. '.join(SOURCES[device.name])}.") for device in self.devices]
+        yield Table(["name", "~its figures are from"], sources, "Sources")
+        reached = [(device.name, source_of(device.name)) for device in self.devices]
+        yield Table(["name", "~the shares of them that software reaches are"], reached, "Efficiency")
+
+
+def _one(device: Accelerator) -> Iterator[Block]:
+    rates, links = SOURCES[device.name]
+    peaks = [(name, f"{_tera(peak)} TFLOP/s") for name in PRECISIONS if (peak := getattr(device.peak, name))]
+    yield Table(["precision", ">dense, at best"], peaks, device.name, rates)
+    rows = [
+        ("memory", f"{bytes_text(device.memory)}, as its driver says"),
+        ("memory bandwidth", f"{device.memory_bandwidth / 1e12:.3g} TB/s"),
+        ("link inside a node", _link(device.inside)),
+        ("link between nodes", f"{_link(device.across)}; a cluster's file can say another"),
+    ]
+    yield Table(["", "~figure"], rows, "Memory and links", links)
+    shares = structs.asdict(achieved(device.name))
+    shown = [(name, f"{value:.3g}") for name, value in shares.items() if isinstance(value, float) and 0.01 < value <= 1]
+    yield Table(["share of a ceiling", ">reached"], shown, "What software reaches", source_of(device.name))
+    if device.name in PAGES:
+        yield Text(f"\nthe maker's paper: {PAGES[device.name]}")
+    yield Text(f"\nwritten in a cluster as 8x{device.name} or 4x8x{device.name}; --json has all figures")
+
+
+def _link(link: Link) -> str:
+    return f"{link.name}, {link.bandwidth / 1e9:g} GB/s in one direction, {link.latency * 1e6:.3g} us a hop"
+
+
+def _tera(rate: float | None) -> str:
+    return "" if rate is None else f"{rate / 1e12:.4g}"
+
+
+def accelerators(name: str | None = None) -> AcceleratorList:
+    """All accelerators that clusters can be made of, or one of them under any of its spellings."""
+    return AcceleratorList(tuple(ACCELERATORS.values()) if name is None else (find_accelerator(name),))

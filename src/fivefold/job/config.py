@@ -15,19 +15,134 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from fivefold.job.changes import Table, apply
-from fivefold.job.model import NESTED, model_of
-from fivefold.job.words import apart, dtype_problem, explain
+from fivefold.data.index import read_index
+from fivefold.job.aliases import apart, dtype_problem, explain
 from fivefold.layout.layout import Layout
-from fivefold.optimizers import OPTIMIZERS, AdamW, AnyOptimizer
+from fivefold.optim import OPTIMIZERS, AnyOptimizer
+from fivefold.optim.adamw import AdamW
+from fivefold.spec.blocks import Experts, LatentSpec, RopeScaling, Yarn
+from fivefold.spec.hf import read_hf_config
 from fivefold.spec.model import ModelSpec
-from fivefold.support.documents import Missing, path_of, read_toml, toml_value
+from fivefold.spec.presets import PRESETS, TOYS, preset
+from fivefold.support.dtypes import dtype_of
 from fivefold.support.errors import Note, UserError
-from fivefold.support.formatting import did_you_mean
+from fivefold.support.parsing import Missing, parse_toml, path_of, read, read_toml, toml_value, unknown_key
 from fivefold.support.places import remote_of
-from fivefold.support.precision import dtype_of
 from fivefold.support.ranges import SECONDS, SEQUENCES, STEPS, TOKENS, outside, within
-from fivefold.support.reading import read, unknown_key
+from fivefold.support.text import did_you_mean
+
+# ---- changes --------------------------------------------------------------------------------------------------------
+# KEY=VALUE of a command line, laid over a job's table.
+#
+# apply(table, "optimizer.lr=3e-4", problems)
+
+
+Table = dict[str, Any]
+
+
+def apply(table: Table, change: str, problems: list[str]) -> None:
+    """Lay one `section.key=value` of the command line over the table."""
+    key, equals, text = change.partition("=")
+    if not equals or not key:
+        problems.append(f"{change!r} is not of the form section.key=value")
+        return
+    if any("\ud800" <= letter <= "\udfff" for letter in change):  # how Python keeps bytes that are no text
+        problems.append(f"{change!r} is not of a text in UTF-8; give it other characters")
+        return
+    *sections, last = key.split(".")
+    for section in sections:
+        if isinstance(table.get(section), str):  # a layout or model by its short name, then changed field by field
+            table[section] = _spread(section, table[section], problems)
+        table = table.setdefault(section, {})
+        if not isinstance(table, dict):
+            problems.append(f"{key}: {section} is a value, not a table")
+            return
+    table[last] = _value(text)
+
+
+def _value(text: str) -> Any:
+    """A TOML value, or plain text where it is none: `1e-4`, `true`, `[1, 2]`, and bare words."""
+    try:
+        table = parse_toml(f"value = {text}")
+        return table["value"] if len(table) == 1 else text  # lines below the first would be read by nobody
+    except (ValueError, RecursionError):
+        return text
+
+
+def _spread(section: str, text: str, problems: list[str]) -> Table:
+    """The table that a short string stands for."""
+    if section == "layout":
+        try:
+            return Layout.parse(text).given()
+        except UserError as error:
+            problems += error.problems
+            return {}
+    return {"preset": text} if section == "model" else {}
+
+
+# ---- model ----------------------------------------------------------------------------------------------------------
+# The model of a job: a preset, a Hugging Face config, or all its numbers.
+
+
+TAG = "kind"  # tells tables apart of which a model may have one or another
+_TABLES = {"experts": (Experts,), "mla": (LatentSpec,), "rope_scaling": (RopeScaling, Yarn)}
+NESTED = {key: [*chain(*(one.__struct_fields__ for one in kinds)), TAG] for key, kinds in _TABLES.items()}  # settings
+
+
+def model_of(value: Any, of_its_own: bool, data: Any, problems: list[str]) -> ModelSpec | None:
+    """`model = "tiny"`, or a table: a `preset` or a Hugging Face `config` and what changes it, or all the numbers.
+
+    Where the file says nothing of a model (`of_its_own`), what the command line says changes tiny. A toy has the
+    vocabulary of the job's data, unless it is given.
+    """
+    table = {"preset": value} if isinstance(value, str) else value
+    if not isinstance(table, dict):
+        problems.append(f"model={value!r} is neither a preset's name nor a table")
+        return None
+    bases = [key for key in ("preset", "config") if key in table]
+    if len(bases) > 1:
+        problems.append(f"model.preset={table['preset']!r} and model.config={table['config']!r} exclude each other")
+        return None
+    if not bases and not of_its_own:
+        bases, table = ["preset"], {"preset": "tiny"} | table
+    known = ["preset", "config", *ModelSpec.__struct_fields__]
+    problems += [unknown_key("model", key, known) for key in table if key not in known]
+    fields = {key: value for key, value in table.items() if key in ModelSpec.__struct_fields__}
+    try:
+        base: Table = {}
+        if "config" in bases:
+            base = msgspec.structs.asdict(read_hf_config(path_of(str(table["config"]))))
+        elif bases:  # a preset leaves out what is derived from others, so that it follows them
+            name = str(table["preset"])
+            preset(name)  # names the nearest where there is none
+            base = {"name": name} | PRESETS[name] | (_vocabulary(data) if name in TOYS else {})
+    except UserError as error:
+        problems += error.problems
+        return None
+    for key in NESTED.keys() & fields.keys():
+        given, whole = fields[key], msgspec.to_builtins(base.get(key)) or {}
+        if isinstance(given, dict) and given.get(TAG, whole.get(TAG)) == whole.get(TAG):
+            fields[key] = whole | given  # a preset's, and what changes it
+        elif given is not None and not isinstance(given, dict):
+            problems.append(
+                f"model.{key}={given!r} is not a table; write model.{key}.{NESTED[key][0]}=... and the like, or take a "
+                f"preset without {key}"
+            )
+            return None
+    return read(ModelSpec, base | fields, "model", problems)
+
+
+def _vocabulary(data: Any) -> Table:
+    """Of prepared data, if it can be read; what is wrong with it is told where the data is opened."""
+    path = data.get("path") if isinstance(data, dict) else None
+    try:
+        return {"vocab": read_index(path_of(path)).vocab} if isinstance(path, str) and path else {}
+    except UserError:
+        return {}
+
+
+# ---- config ---------------------------------------------------------------------------------------------------------
+
 
 Compile = Literal["auto", "on", "off"]
 Dtype = Literal["float32", "bfloat16", "float64"]
@@ -324,13 +439,18 @@ def resolve(table: Table, changes: Sequence[str] = (), name: str = "run") -> Job
 
 def _found(path: Path) -> Path:
     """The file; where there is none, the example or recipe of that name that comes with the package."""
-    name = path.name.removesuffix(".toml") + ".toml"
-    homes = [home for home in (EXAMPLES, RECIPES) if path.parent in (Path(), Path(home.name))]
-    example = next((home / name for home in homes if os.path.isfile(home / name)), None)
+    example = installed(path)
     if os.path.isfile(path) or example is None:
         return path
     warnings.warn(Note(f"there is no file {path} here; the job is Fivefold's own example {example}"), stacklevel=3)
     return example
+
+
+def installed(path: Path) -> Path | None:
+    """The job of that name that comes with the package."""
+    name = path.name.removesuffix(".toml") + ".toml"
+    homes = [home for home in (EXAMPLES, RECIPES) if path.parent in (Path(), Path(home.name))]
+    return next((home / name for home in homes if os.path.isfile(home / name)), None)
 
 
 def _read_job(path: Path) -> Table:

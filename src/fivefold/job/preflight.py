@@ -6,20 +6,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from fivefold.data.checked import Checked
-from fivefold.data.checking import verify
 from fivefold.data.corpus import stdlib_corpus
 from fivefold.data.index import NAME as INDEX
-from fivefold.data.progress import Report, quiet
+from fivefold.data.integrity import CheckedData, verify
 from fivefold.data.tokens import Split, TokenStore
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import Job
 from fivefold.layout.stages import schedule_of
-from fivefold.schedule.check import prove
-from fivefold.support.documents import path_of
+from fivefold.schedules.check import prove
 from fivefold.support.errors import UserError, absent, needs
-from fivefold.support.formatting import si
+from fivefold.support.parsing import path_of
 from fivefold.support.places import remote_of
+from fivefold.support.progress import Report, quiet
+from fivefold.support.text import si
 
 BUILT_IN = 100_000_000  # parameters of the largest model that trains on the standard library's source
 QUICK = 1 << 28  # bytes that are hashed before the start, in a second or two; those of larger sets, beside training
@@ -112,7 +111,7 @@ def open_data(job: Job, problems: list[str], progress: Report = quiet) -> Source
             way_out = "prepare the text with the tokenizer of run.weights" if job.run.weights else ""
             problems.append(f"{has}; {way_out or f'nearest: model.vocab={store.vocab}'}")
         elif store.index.bytes <= QUICK:
-            verify(store, Checked(path), progress)
+            verify(store, CheckedData(path), progress)
         valid = store.split("valid") if "valid" in store.index.splits and job.train.eval_samples else None
         sources = Sources(store.split("train"), valid, path)
     except UserError as error:

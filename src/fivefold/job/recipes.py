@@ -11,14 +11,20 @@ Qwen publishes rates and batches of its first release only. Qwen2.5 says that it
 
 import math
 import re
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
+from fivefold.job.config import SECTIONS, Job
+from fivefold.optim.adamw import AdamW
 from fivefold.spec.model import ModelSpec
+from fivefold.spec.presets import PRESETS, preset
 from fivefold.support.errors import UserError
-from fivefold.support.formatting import counted, si
-from fivefold.support.numbers import divisors
+from fivefold.support.parsing import toml_value
 from fivefold.support.ranges import misfit, within
+from fivefold.support.text import counted, divisors, printable, si
 
 CHINCHILLA = 20  # tokens per parameter: Hoffmann et al., arXiv 2203.15556
 MOST = 10**15  # tokens: a hundred times what any model has read
@@ -43,7 +49,7 @@ SOURCES = (
 )
 
 
-class Published(NamedTuple):
+class PublishedRun(NamedTuple):
     """A run that somebody made, and what it says of itself."""
 
     name: str
@@ -70,7 +76,7 @@ class Published(NamedTuple):
 # With learned positions: GPT-3's table. Its batch grew from 32k tokens while the rate warmed up over 375M tokens; a run
 # with one batch throughout warms up as the others do.
 GPT = tuple(
-    Published(f"GPT-3 {size}", parameters, lr, batch, GPT3)
+    PublishedRun(f"GPT-3 {size}", parameters, lr, batch, GPT3)
     for size, parameters, lr, batch in (
         ("Small", 125e6, 6e-4, M / 2),
         ("Medium", 350e6, 3e-4, M / 2),
@@ -83,22 +89,22 @@ GPT = tuple(
     )
 )
 ROTARY = (
-    Published("Llama 2 7B", 6.74e9, 3e-4, 4 * M, LLAMA2),
-    Published("Llama 2 13B", 13.0e9, 3e-4, 4 * M, LLAMA2),
-    Published("Llama 2 34B", 33.7e9, 1.5e-4, 4 * M, LLAMA2),
-    Published("Llama 2 70B", 69.0e9, 1.5e-4, 4 * M, LLAMA2),
-    Published("Qwen 7B", 7.72e9, 3e-4, 4 * M, QWEN),
-    Published("Qwen 14B", 14.2e9, 3e-4, 4 * M, QWEN),
-    Published("Llama 3 8B", 8.03e9, 3e-4, None, LLAMA3),
-    Published("Llama 3 70B", 70.6e9, 1.5e-4, None, LLAMA3),
+    PublishedRun("Llama 2 7B", 6.74e9, 3e-4, 4 * M, LLAMA2),
+    PublishedRun("Llama 2 13B", 13.0e9, 3e-4, 4 * M, LLAMA2),
+    PublishedRun("Llama 2 34B", 33.7e9, 1.5e-4, 4 * M, LLAMA2),
+    PublishedRun("Llama 2 70B", 69.0e9, 1.5e-4, 4 * M, LLAMA2),
+    PublishedRun("Qwen 7B", 7.72e9, 3e-4, 4 * M, QWEN),
+    PublishedRun("Qwen 14B", 14.2e9, 3e-4, 4 * M, QWEN),
+    PublishedRun("Llama 3 8B", 8.03e9, 3e-4, None, LLAMA3),
+    PublishedRun("Llama 3 70B", 70.6e9, 1.5e-4, None, LLAMA3),
     # 4M tokens at first, 8M after 252M tokens, 16M after 2.87T; the rate ends at 8e-7.
-    Published("Llama 3 405B", 405.9e9, 8e-5, 16 * M, LLAMA3_405B, warmup=8000, final=0.01),
+    PublishedRun("Llama 3 405B", 405.9e9, 8e-5, 16 * M, LLAMA3_405B, warmup=8000, final=0.01),
 )
 # Of models with experts a run says nothing of another model: these are for the model itself. Both rates end at a tenth.
 THEIR_OWN = {
-    "deepseek-v2-lite": Published("DeepSeek-V2-Lite", 15.7e9, 4.2e-4, 4608 * 4096, DEEPSEEK_V2),
+    "deepseek-v2-lite": PublishedRun("DeepSeek-V2-Lite", 15.7e9, 4.2e-4, 4608 * 4096, DEEPSEEK_V2),
     # 3,072 sequences of 4,096 tokens at first, 15,360 after 469B tokens.
-    "deepseek-v3": Published("DeepSeek-V3", 671e9, 2.2e-4, 15360 * 4096, DEEPSEEK_V3),
+    "deepseek-v3": PublishedRun("DeepSeek-V3", 671e9, 2.2e-4, 15360 * 4096, DEEPSEEK_V3),
 }
 USUAL = 4 * M  # tokens of a step, where no table has a model of the size: four million, as in most large runs
 NEAR = 0.8  # of the smallest model of a table: a smaller one follows the laws
@@ -167,13 +173,13 @@ def recipe(spec: ModelSpec, seq: int, tokens: int) -> dict[str, Choice]:
     }
 
 
-def _of_its_own(spec: ModelSpec) -> Published | None:
+def _of_its_own(spec: ModelSpec) -> PublishedRun | None:
     """The published run of this very model, if its size is still that of its name."""
     one = THEIR_OWN.get(spec.name)
     return one if one and abs(spec.parameter_count / one.parameters - 1) < SAME else None
 
 
-def _sized(spec: ModelSpec) -> Published:
+def _sized(spec: ModelSpec) -> PublishedRun:
     """The run whose batch a model takes."""
     table = GPT if spec.positions == "learned" else ROTARY
     return _of_its_own(spec) or min((one for one in table if one.batch), key=lambda one: one.distance(spec))
@@ -234,3 +240,93 @@ def fit(found: Mapping[str, Choice], batch: int, seq: int, tokens: int, given: b
     choices["train.batch"] = Choice(batch, size if given else f"{size}; {wanted.why}")
     choices["train.steps"] = Choice(steps, f"{si(tokens, 4)} tokens")
     return choices
+
+
+# ---- written --------------------------------------------------------------------------------------------------------
+# A job as a file for people: what was decided, each with its reason, and nothing that has its default.
+#
+# written(job, {"optimizer.lr": "Llama 3 70B (...)"}, head=["llama3-70b on 8x8xH100: ..."])
+#
+# `read_job` reads it back as the same job. `to_toml` of job/config.py writes every setting, for machines.
+
+
+WIDTH = 110
+
+
+def written(job: Job, why: Mapping[str, str], head: Sequence[str] = (), hints: Mapping[str, str] | None = None) -> str:
+    """TOML of the settings that differ from their defaults, or that `why` gives a reason for.
+
+    `hints` are comments at the beginning of a section.
+    """
+    lines = [line for paragraph in head for line in comment(paragraph)]
+    tables = {"model": model_table(job.model)}
+    for section in SECTIONS:
+        tables[section] = dict(_said(job, section, why))
+    for section, table in tables.items():
+        hint = (hints or {}).get(section, "")
+        if not table and not hint:
+            continue
+        lines += ["", f"[{section}]", *comment(hint)]
+        nested = {key: value for key, value in table.items() if isinstance(value, dict)}
+        for key, value in table.items():
+            if key not in nested:
+                lines += _line(key, value, why.get(f"{section}.{key}", ""))
+        for name, values in nested.items():
+            lines += ["", f"[{section}.{name}]", *(f"{key} = {_text(value)}" for key, value in values.items())]
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def model_table(spec: ModelSpec) -> dict[str, Any]:
+    """`preset` and what changes it; all the numbers, where no preset has this name."""
+    if spec.name in PRESETS:
+        usual = preset(spec.name)
+        changed = {
+            field: value
+            for field in spec.__struct_fields__
+            if (value := getattr(spec, field)) != getattr(usual, field) and value is not None
+        }
+        if preset(spec.name, **changed) == spec:  # not where a number would be derived anew
+            return {"preset": spec.name} | _plain(changed)
+    return _plain(msgspec.structs.asdict(spec))
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in msgspec.to_builtins(values).items() if value is not None}
+
+
+def _said(job: Job, section: str, why: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
+    value = getattr(job, section)
+    if section == "layout":
+        yield from value.given().items()
+        return
+    usual = type(value)()
+    if section == "optimizer" and value.name != AdamW().name:
+        yield "name", value.name
+    for field in value.__struct_fields__:
+        if getattr(value, field) != getattr(usual, field) or f"{section}.{field}" in why:
+            yield field, getattr(value, field)
+
+
+def _line(key: str, value: Any, why: str) -> list[str]:
+    """The reason stands behind the setting if there is room, and else above it."""
+    setting = f"{key} = {_text(value)}"
+    if not why:
+        return [setting]
+    if len(beside := f"{setting:22}  {''.join(comment(why))}") <= WIDTH:
+        return [beside]
+    return [*comment(why), setting]
+
+
+def comment(text: str) -> list[str]:
+    return [f"# {line}" for line in textwrap.wrap(printable(text), WIDTH - 2, break_on_hyphens=False)]
+
+
+def _text(value: Any) -> str:
+    """As TOML reads it; a small number as people write it: 1.5e-4."""
+    if isinstance(value, float) and 0 < abs(value) < 1e-2:
+        digits = next(n for n in range(18) if float(f"{value:.{n}e}") == value)
+        number, exponent = f"{value:.{digits}e}".split("e")
+        return f"{number}e{int(exponent)}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_text, value))}]"
+    return toml_value(value)

@@ -6,7 +6,7 @@
     nan       poisons a gradient                 hup     SIGHUP, as a terminal sends that is closed
     hang      a wait that never ends             slow    a quarter of a second more
     cut       closes its connections             full    a disk that has no room (at=write)
-    lose      SIGKILL, and its place on this machine answers no more until step `until` (launch/roster.py)
+    lose      SIGKILL, and its place on this machine answers no more until step `until` (launch/local.py)
     spike     a loss and gradients 100 times too large
     flip      a bit that flips in memory
     skip      leaves out its next sum over ranks      shape   takes part in it with a number too many

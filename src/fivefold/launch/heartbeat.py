@@ -73,14 +73,14 @@ def enter(place: str, least: float = 0.0) -> None:
     _hearts[0].enter(place, least)
 
 
-class Seen(NamedTuple):
+class RankSeen(NamedTuple):
     """A rank, as others see it."""
 
     beats: int
     place: str
 
     @classmethod
-    def here(cls) -> "Seen":
+    def here(cls) -> "RankSeen":
         return cls(_hearts[0].count[0], _place(_hearts[0].memory))
 
 
@@ -89,7 +89,7 @@ def _place(memory: memoryview) -> str:
     return f"{main}, and beside it in {beside}" if main and beside else main or beside or "its start"
 
 
-class Stillness:
+class StallDetector:
     """How long something has not changed, in seconds of this process's own running."""
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class Board:
     def __init__(self, path: Path, ranks: int):
         path.write_bytes(bytes(_SLOT.size * ranks))
         self.slots = [_slot(path, rank) for rank in range(ranks)]
-        self.ranks = [Stillness() for _ in range(ranks)]
+        self.ranks = [StallDetector() for _ in range(ranks)]
 
     def still(self, ranks: Iterable[int]) -> bool:
         """Whether one of them has not moved for longer than it may, and has had the time to say so itself."""
@@ -157,7 +157,7 @@ def watched(timeout: float, rank: int = 0, world: int = 1) -> Iterator[None]:
 
 
 def _watch(heart: Heart, rank: int, more: float, over: threading.Event) -> None:
-    stillness, tick = Stillness(), min(_TICK, heart.timeout / 4)
+    stillness, tick = StallDetector(), min(_TICK, heart.timeout / 4)
     while not over.wait(tick):
         limit = _SLOT.unpack(heart.memory)[1]
         seconds = stillness.look(heart.count[0], 2 * tick)

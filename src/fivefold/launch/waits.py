@@ -27,7 +27,7 @@ def seconds() -> float:
     return _stood[0]
 
 
-def stood(wait: Callable[..., T], *args: Any, **options: Any) -> T:
+def timed_wait(wait: Callable[..., T], *args: Any, **options: Any) -> T:
     """`wait(...)`, which returns when others have done their part."""
     start = time.perf_counter()
     try:

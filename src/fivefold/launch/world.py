@@ -2,22 +2,25 @@
 
 import os
 import re
+import signal
 import socket
 import time
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from fivefold.launch.meeting import Meeting, stay_on_this_machine
+from fivefold.launch.exits import INTERRUPTED, STOPPING, TERMINATED
+from fivefold.launch.rendezvous import Rendezvous, stay_on_this_machine
 from fivefold.support.errors import PeerLost, UserError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-    from fivefold.launch.statement import Claim
+    from fivefold.launch.handshake import Hello
 
 # torchrun's words, and our launcher's.
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # how often the ranks have been started again
@@ -38,7 +41,7 @@ class World:
     local_rank: int = 0
     local_size: int = 1  # ranks of this node
     joined: bool = False  # started by a launcher: there is a process group to join, even a group of one
-    meeting: Meeting = field(default_factory=Meeting)
+    meeting: Rendezvous = field(default_factory=Rendezvous)
     run: str = ""  # the launcher's name for it
     start: int | None = 0  # which start of the run this is; None where ranks may count differently: torchrun's do
 
@@ -103,7 +106,7 @@ def _from_torchrun(env: Mapping[str, str]) -> World:
     address = env.get("MASTER_ADDR", "")
     if alone and address and not agent:
         address = "127.0.0.1"
-    meeting = Meeting(env.get(STORE, ""), address, int(env.get("MASTER_PORT", 0)), agent, alone)
+    meeting = Rendezvous(env.get(STORE, ""), address, int(env.get("MASTER_PORT", 0)), agent, alone)
     # torchrun's agents count for themselves: one whose ranks failed has started once more than the others.
     start = None if _AGENT in env else int(env.get(RESTARTS, 0))
     return World(int(env["RANK"]), size, int(env.get("LOCAL_RANK", 0)), local, True, meeting, env.get(RUN, ""), start)
@@ -124,7 +127,7 @@ def _from_slurm(env: Mapping[str, str]) -> World:
         local_rank=int(env.get("SLURM_LOCALID", 0)),
         local_size=max(map(int, re.findall(r"(?:^|,)(\d+)", per_node)), default=size),  # "4(x2),2": the most
         joined=True,
-        meeting=Meeting("", address, int(env.get("MASTER_PORT", port)), alone=alone),
+        meeting=Rendezvous("", address, int(env.get("MASTER_PORT", port)), alone=alone),
         run=f"Slurm step {run}",
         start=start,
     )
@@ -136,13 +139,13 @@ def first_host(nodes: str) -> str:
     return "".join(part or "" for part in match.groups()) if match else nodes
 
 
-def join(world: World, backend: str, timeout: float = 600.0, claim: "Claim | None" = None) -> None:
+def join(world: World, backend: str, timeout: float = 600.0, claim: "Hello | None" = None) -> None:
     """Enter the process group, where a launcher made one; `timeout` is the seconds that ranks wait for each other.
 
     With a claim, what each rank claims is compared first; ranks that one process has started need none.
     """
     from fivefold.launch.handshake import meet
-    from fivefold.launch.interfaces import check_given
+    from fivefold.launch.rendezvous import check_given
 
     if not world.joined:
         return
@@ -167,8 +170,8 @@ def _connect(world: World, backend: str, store: "Store", patience: timedelta) ->
     """Make the process group; where it cannot be, say over which interface."""
     import torch.distributed as dist
 
-    from fivefold.launch.ends import lost_peer
-    from fivefold.launch.interfaces import choose
+    from fivefold.launch.exits import lost_peer
+    from fivefold.launch.rendezvous import choose
 
     way = ""
     if world.apart:  # under NCCL, too: copies of snapshots travel over gloo
@@ -203,7 +206,7 @@ def one_gloo_worker() -> None:
     import torch.distributed as dist
     from torch.distributed.constants import default_pg_timeout
 
-    from fivefold.launch.interfaces import GLOO
+    from fivefold.launch.rendezvous import GLOO
 
     if not dist.is_gloo_available():
         return
@@ -228,3 +231,49 @@ def leave(world: World) -> None:
 
     if world.joined and dist.is_initialized():
         dist.destroy_process_group()
+
+
+# ---- spare ----------------------------------------------------------------------------------------------------------
+# A rank that the layout leaves out: it waits until the others are done, or its launcher starts all anew.
+
+
+_DONE = "fivefold: all steps are done"
+_LOOK = timedelta(seconds=10)
+
+
+def wait_for_the_others(world: World, timeout: float) -> int:
+    """Until they have made all their steps, or have stopped by a signal that this rank got as well; the exit code.
+
+    PeerLost if they end otherwise. A rank that left at once would be missing in the next start of torchrun, and Slurm
+    would not leave the others the time to save.
+    """
+    from torch.distributed import DistNetworkError, DistStoreError
+
+    told: list[int] = []
+    for number in STOPPING:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, _: told.append(number))
+    try:
+        store = world.meeting.store(world.rank, world.size, time.monotonic() + timeout)
+        while True:
+            with suppress(DistStoreError):  # not yet
+                store.wait([_DONE], _LOOK)
+                return 0
+    except DistNetworkError:
+        if told:
+            return INTERRUPTED if told[0] == signal.SIGINT else TERMINATED
+        raise PeerLost(f"rank {world.rank} is spare, and the others have ended before all steps were done") from None
+
+
+def tell_spares() -> None:
+    """By rank 0, after the last step."""
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore
+
+    if not dist.is_initialized():
+        return
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, PrefixStore):  # of this start; spares have the store itself
+        store = store.underlying_store
+    with suppress(RuntimeError):  # a launcher that has ended has none waiting
+        store.set(_DONE, "")

@@ -8,23 +8,40 @@ A layout says nothing of the machine and nothing of the model; `problems` holds 
 """
 
 import math
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
 
 from fivefold.layout.axes import Axes, Degree
-from fivefold.layout.commas import SPACED, with_commas
-from fivefold.schedule.actions import COLLECTIVES
-from fivefold.schedule.catalogue import LARGEST, RECORDS, record_of, size_problem
-from fivefold.schedule.record import Record
-from fivefold.schedule.schedule import Placement, Schedule
+from fivefold.schedules.actions import COLLECTIVES
+from fivefold.schedules.build import ScheduleInfo
+from fivefold.schedules.registry import LARGEST, RECORDS, record_of, size_problem
+from fivefold.schedules.schedule import Placement, Schedule
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError
-from fivefold.support.formatting import either
-from fivefold.support.numbers import divisors
+from fivefold.support.parsing import read, unknown_key
 from fivefold.support.ranges import RANKS, outside, within
-from fivefold.support.reading import read, unknown_key
+from fivefold.support.text import divisors, either
+
+# ---- commas ---------------------------------------------------------------------------------------------------------
+# A layout that was written with spaces for commas, and how it is written: dp=8 zero=3 is dp=8,zero=3.
+
+
+SPACED = "a layout has commas and no spaces"
+# Not every space: a schedule's file may have one, and one may stand beside a comma or an equals sign.
+_FOR_COMMA = re.compile(r"(?<=[^\s,=])\s+(?=[a-z_]+\s*=|(?:sp|\d+)(?:[\s,]|$))")
+
+
+def with_commas(text: str) -> str:
+    """The same text where nothing was wrong with it."""
+    whole, wrong = _FOR_COMMA.subn(",", text.strip())
+    return re.sub(r"\s*([,=])\s*", r"\1", whole) if wrong else whole
+
+
+# ---- layout ---------------------------------------------------------------------------------------------------------
+
 
 ContextKind = Literal["ring", "allgather", "ulysses"]
 Dispatch = Literal["alltoall", "allgather"]
@@ -53,7 +70,7 @@ class Layout(Axes, frozen=True, kw_only=True, forbid_unknown_fields=True):
             msgspec.structs.force_setattr(self, "chunks", own)
 
     @property
-    def record(self) -> Record:
+    def record(self) -> ScheduleInfo:
         """What its schedule is like; raises what is wrong with one that does not exist."""
         return record_of(self.schedule)
 
@@ -326,9 +343,12 @@ class Layout(Axes, frozen=True, kw_only=True, forbid_unknown_fields=True):
             )
 
     def fully_shards(self, spec: ModelSpec) -> bool:
-        """Whether parameters are sharded (ZeRO 3): there is somebody to share the dense ones with, or experts."""
-        copies = max(self.size("data"), self.size("edp") if spec.experts is not None else 1)
-        return self.zero == 3 and copies > 1
+        """Whether parameters are sharded (ZeRO 3)."""
+        return self.zero == 3 and self.has_copies(spec)
+
+    def has_copies(self, spec: ModelSpec) -> bool:
+        """Whether ranks hold the same parameters, which ZeRO can shard: dense ones, or those of experts."""
+        return self.size("data") > 1 or (spec.experts is not None and self.size("edp") > 1)
 
     def _world(self, world: int | None, ranks_by: str) -> Iterator[str]:
         if world is not None and world != self.world:

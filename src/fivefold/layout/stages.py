@@ -4,20 +4,20 @@ stages_of(spec, layout, seq)      # one Stage each; their layers add up to the m
 schedule_of(spec, layout, seq)    # in which order the ranks do what, with these stages
 """
 
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from fivefold.layout.layout import Layout
-from fivefold.schedule.catalogue import build
-from fivefold.schedule.costs import Costs
-from fivefold.schedule.record import Record
-from fivefold.schedule.schedule import Schedule
+from fivefold.schedules.build import ScheduleInfo
+from fivefold.schedules.costs import Costs
+from fivefold.schedules.registry import build
+from fivefold.schedules.schedule import Schedule
 from fivefold.spec.model import ModelSpec
-from fivefold.spec.operations import block, head
-from fivefold.spec.parameters import BOTTOM, TOP, Parameter
+from fivefold.spec.operations import BOTTOM, TOP, BlockOperations, Parameter, block, head
 
-Split = tuple[float, tuple[int, ...]]  # what some stages cost, and the layers of each
+HALVINGS = 64  # of an interval: to the last bit of its ends
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ def balanced(spec: ModelSpec, stages: int, seq: int) -> tuple[int, ...]:
     """
     if stages == 1:
         return (spec.layers,)
-    if 0 < spec.dense_layers < spec.layers:
-        return _partition(spec, stages, seq)
     layer, bottom, top = costs(spec, seq)
+    if any(layer_cost(spec, number, seq) != layer for number in range(spec.layers)):
+        return _partition(spec, stages, seq)
     best: tuple[tuple[float, float], int, int] | None = None
     inner = stages - 2
     for first in range((spec.layers + inner) // (inner + 1) + 1):
@@ -80,34 +80,45 @@ def balanced(spec: ModelSpec, stages: int, seq: int) -> tuple[int, ...]:
 
 
 def _partition(spec: ModelSpec, stages: int, seq: int) -> tuple[int, ...]:
-    """The same for layers that differ: the best split of the last layers over the last stages, for more and more."""
+    """The same for layers that differ: how fast the slowest stage can be, and then the best split of the last layers
+    over the last stages, for more and more of them."""
     _, bottom, top = costs(spec, seq)
     before = [0.0, *accumulate(layer_cost(spec, layer, seq) for layer in range(spec.layers))]
-    inf = float("inf")
+    ends = [bottom, *[0.0] * (stages - 2), top]
 
-    def cost(stage: int, start: int, end: int) -> float:
-        return before[end] - before[start] + bottom * (stage == 0) + top * (stage == stages - 1)
+    def furthest(most: float) -> list[int]:
+        """Where each stage ends, at the latest, if none takes longer than that."""
+        found = [0]
+        for own in ends:
+            found.append(bisect_right(before, before[found[-1]] + most - own) - 1)
+        return found
 
-    def best(most: float) -> Split:
-        """Of stages that take at most that: the least slowest (`most` infinite), or the least sum of squares."""
-        after: list[Split] = [*[(inf, ())] * spec.layers, (0.0, ())]
-        for stage in reversed(range(stages)):
-            row: list[Split] = []
-            for start in range(spec.layers + 1):
-                found: Split = (inf, ())
-                for end in range(start, spec.layers + 1):
-                    own, (rest, sizes) = cost(stage, start, end), after[end]
-                    if own > most * (1 + 1e-12) or rest == inf:
-                        continue
-                    score = max(own, rest) if most == inf else own**2 + rest
-                    if score < found[0]:
-                        found = score, (end - start, *sizes)
-                row.append(found)
-            after = row
-        return after[0]
-
-    slowest, _ = best(inf)
-    return best(slowest)[1]
+    least, most = max(ends), before[-1] + max(ends)
+    for _ in range(HALVINGS):
+        middle = (least + most) / 2
+        least, most = (least, middle) if furthest(middle)[-1] == spec.layers else (middle, most)
+    most *= 1 + 1e-12
+    late, early = furthest(most), [spec.layers]
+    for own in reversed(ends):
+        early.insert(0, bisect_left(before, before[early[0]] - most + own))
+    # By the layer that a stage starts with: the least sum of squares from there on, and where the stage then ends.
+    after, chosen = {spec.layers: (0.0, 0)}, []
+    for stage in reversed(range(stages)):
+        row = {}
+        for start in range(early[stage], late[stage] + 1):
+            found = (float("inf"), 0)
+            for end in range(max(start, early[stage + 1]), late[stage + 1] + 1):
+                own = before[end] - before[start] + ends[stage]
+                if own > most:
+                    break
+                found = min(found, (own**2 + after[end][0], end))
+            row[start] = found
+        after = row
+        chosen.append(row)
+    split = [0]
+    for row in reversed(chosen):
+        split.append(row[split[-1]][1])
+    return tuple(end - start for start, end in pairwise(split))
 
 
 def schedule_of(spec: ModelSpec, layout: Layout, seq: int, microbatches: int = 0) -> Schedule:
@@ -122,7 +133,7 @@ def schedule_of(spec: ModelSpec, layout: Layout, seq: int, microbatches: int = 0
 
 @lru_cache(maxsize=512)
 def _built(
-    record: Record, p: int, m: int, chunks: int, weighed: tuple[ModelSpec, int, tuple[Stage, ...]] | None
+    record: ScheduleInfo, p: int, m: int, chunks: int, weighed: tuple[ModelSpec, int, tuple[Stage, ...]] | None
 ) -> Schedule:
     return build(record, p, m, chunks=chunks, costs=_durations(*weighed, p) if weighed else None)
 
@@ -130,9 +141,8 @@ def _built(
 def _durations(spec: ModelSpec, seq: int, every: tuple[Stage, ...], p: int) -> Costs:
     """By stage, in units of the longest forward: FLOPs, of which scores have no weights and twice the input's."""
     _, bottom, top = costs(spec, seq)
-    scores = block(spec).attention.flops(seq / 2)
     layers = [sum(layer_cost(spec, layer, seq) for layer in stage.layers) for stage in every]
-    seen = [len(stage.layers) * scores for stage in every]
+    seen = [sum(_block(spec, layer).attention.flops(seq / 2) for layer in stage.layers) for stage in every]
     ends = [bottom * stage.first + top * stage.last for stage in every]
     f = [layer + end for layer, end in zip(layers, ends, strict=True)]
     i = [layer + score + end for layer, score, end in zip(layers, seen, ends, strict=True)]
@@ -149,7 +159,11 @@ def costs(spec: ModelSpec, seq: int) -> tuple[float, float, float]:
     return layer_cost(spec, spec.layers - 1, seq), float(spec.hidden), 2.0 * head(spec).size
 
 
+def _block(spec: ModelSpec, layer: int) -> BlockOperations:
+    return block(spec, dense=spec.dense(layer), window=spec.window_of(layer))
+
+
 def layer_cost(spec: ModelSpec, layer: int, seq: int) -> float:
     """Forward FLOPs of a token in one layer."""
-    own = block(spec, dense=spec.dense(layer))
+    own = _block(spec, layer)
     return float(2 * own.active + own.attention.flops(seq / 2))

@@ -1,277 +1,177 @@
-"""Attention kernels that return the log-sum-exp of the scores beside the output, and their backward passes.
+"""Attention as a block has it: plain, or of latents. It is written in ops, which know where the tokens are.
 
-With the LSE, parts of a row of scores can be computed apart and merged. The kernels by device and dtype:
-
-cpu                 aten's flash kernel for CPUs; spans one by one
-cuda, 16 bits       flash attention; spans all at once, through its variable-length form
-cuda, 32, 64 bits   plain matmuls: the flash kernel does not take them, and scores are held whole
-
-All take fewer kv heads than heads. Causal tiles are square: on others the kernels disagree about the diagonal.
-Shapes: B batch, H heads, K kv heads, Sq queries, Sk keys, D head dim.
+Shapes: B batch, S sequence, E hidden, H heads, K kv heads, D head dim.
 """
 
 import math
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fivefold.model import bands
-from fivefold.model.bands import Bands
-from fivefold.model.dtypes import wide
-from fivefold.model.positions import TokenPositions
-from fivefold.model.recompute import kept
-from fivefold.model.spans import Packed, Spans, causal_spans, check_runs
+from fivefold.model.layers import Linear
+from fivefold.model.ops import LocalOps
+from fivefold.spec.blocks import RopeScaling, Yarn
+from fivefold.spec.model import ModelSpec
 
-_aten = torch.ops.aten
-HALF = (torch.bfloat16, torch.float16)
+# ---- rope -----------------------------------------------------------------------------------------------------------
+# Rotary positions (RoFormer, arXiv 2104.09864), with the wavelengths stretched as Llama 3.1 or YaRN do it.
 
 
-Seen = Spans | Bands | None  # which queries of a tile see which keys; None: no document ends in it
+Rotation = tuple[Tensor, Tensor]  # cosines and sines, [B, 1, S, D/2]
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, spans: Seen = None) -> tuple[Tensor, Tensor]:
-    """q [B, H, Sq, D], k and v [B, K, Sk, D] -> output [B, H, Sq, D], LSE [B, H, Sq].
+def frequencies(spec: ModelSpec) -> Tensor:
+    """Radians per position of each pair of dims, float64 [D/2]; float32 is off by 0.004 at position 100,000."""
+    pairs = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float64)
+    inverse = spec.rope_theta ** (-pairs / spec.rotary_dim)
+    match spec.rope_scaling:
+        case None:
+            return inverse
+        case RopeScaling() as scaling:
+            turns = scaling.original_context * inverse / (2 * math.pi)  # full turns within the original context
+            low, high = scaling.low_freq_factor, scaling.high_freq_factor
+            kept = ((turns - low) / (high - low)).clamp(0, 1)
+        case Yarn() as scaling:
+            kept = _kept(scaling, spec.rotary_dim, spec.rope_theta)
+    return inverse * kept + inverse / scaling.factor * (1 - kept)
 
-    Queries outside all spans see nothing: their output is 0 and their LSE -inf.
+
+def _kept(yarn: Yarn, dim: int, theta: float) -> Tensor:
+    """How much of each pair's frequency YaRN keeps. The ramp is over the number of the pair, not over its turns."""
+
+    def pair_that_turns(times: float) -> float:
+        return dim * math.log(yarn.original_context / (times * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = pair_that_turns(yarn.beta_fast), pair_that_turns(yarn.beta_slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = (torch.arange(dim // 2, dtype=torch.float64) - low) / (high - low or 0.001)
+    return 1 - ramp.clamp(0, 1)
+
+
+def tables(spec: ModelSpec, positions: int) -> Tensor:
+    """Cosines and sines of every position, float64 [positions, 2, D/2]; YaRN's are longer than 1."""
+    angles = torch.arange(positions, dtype=torch.float64)[:, None] * frequencies(spec)
+    length = spec.rope_scaling.rotation if isinstance(spec.rope_scaling, Yarn) else 1.0
+    return length * torch.stack((angles.cos(), angles.sin()), dim=1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """x [B, H, S, D] turned by cos, sin [.., 1, S, R/2], in its first R dims; the others pass.
+
+    Dims i and i + R/2 make a pair, as in Hugging Face; `interleaved`: dims 2i and 2i + 1, and the result has the first
+    of every pair before the second, which no product of two results notices.
     """
-    if spans is None:
-        return _forward(q, k, v, causal)
-    if isinstance(spans, Bands):
-        return bands.forward(q, k, v, spans)
-    if flashes(q):
-        return _packed_forward(q, k, v, causal, spans)
-    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    lse = q.new_full(q.shape[:-1], -math.inf, dtype=wide(q.dtype))
-    for row, queries, keys in spans.spans:
-        mine, theirs = (slice(row, row + 1), slice(None), queries), (slice(row, row + 1), slice(None), keys)
-        out[mine], lse[mine] = _forward(q[mine], k[theirs], v[theirs], causal)
-    return out, lse
+    turned = 2 * cos.shape[-1]
+    x, rest = (x, None) if turned == x.shape[-1] else (x[..., :turned], x[..., turned:])
+    first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
+    # bfloat16 meets float32 tables, so the products are float32
+    parts = [(first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype)]
+    return torch.cat(parts if rest is None else [*parts, rest], dim=-1)
 
 
-def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, spans: Seen = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v. `out` and `lse` are those of whole rows of scores, of which this may be a part."""
-    if spans is None:
-        return _backward(grad, q, k, v, out, lse, causal)
-    if isinstance(spans, Bands):
-        return bands.backward(grad, q, k, v, out, lse, spans)
-    if flashes(q):
-        return _packed_backward(grad, q, k, v, out, lse, causal, spans)
-    dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    for row, queries, keys in spans.spans:
-        mine, theirs = (slice(row, row + 1), slice(None), queries), (slice(row, row + 1), slice(None), keys)
-        grads = _backward(grad[mine], q[mine], k[theirs], v[theirs], out[mine], lse[mine], causal)
-        dq[mine], dk[theirs], dv[theirs] = grads  # no two spans share a query or a key
-    return dq, dk, dv
+# ---- self attention -------------------------------------------------------------------------------------------------
 
 
-def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
-    """Add what was seen in other scores of the same rows, in place; out and lse are of the accumulate dtype.
+LATENT_EPS = 1e-6  # of DeepSeek's norms of latents, whatever that of the others
 
-    A row that has seen nothing on either side (LSE -inf) stays as it is.
+
+def self_attention(spec: ModelSpec, ops: LocalOps, layer: int) -> nn.Module:
+    return LatentAttention(spec, ops) if spec.mla else Attention(spec, ops, spec.window_of(layer))
+
+
+def _qk_norm(spec: ModelSpec, heads: int) -> nn.RMSNorm | None:
+    """Of queries or keys, over one head or (OLMoE) over all."""
+    width = spec.head_dim * (heads if spec.qk_norm_over == "all" else 1)
+    return nn.RMSNorm(width, eps=spec.norm_eps) if spec.qk_norm else None
+
+
+class Attention(nn.Module):
+    def __init__(self, spec: ModelSpec, ops: LocalOps, window: int = 0):
+        """`window`: the keys that a query sees, its own the last; 0: all before it."""
+        super().__init__()
+        self.ops, self.window = ops, window
+        self.sinks = nn.Parameter(torch.empty(spec.heads)) if spec.sinks else None
+        self.head_dim, width, self.interleaved = spec.head_dim, spec.heads * spec.head_dim, spec.rope_interleaved
+        qkv_bias = spec.bias or spec.qkv_bias
+        self.q = Linear(spec.hidden, width, bias=qkv_bias)
+        self.k = Linear(spec.hidden, spec.kv_heads * spec.head_dim, bias=qkv_bias)
+        self.v = Linear(spec.hidden, spec.kv_heads * spec.head_dim, bias=qkv_bias)
+        self.q_norm, self.k_norm = (_qk_norm(spec, heads) for heads in (spec.heads, spec.kv_heads))
+        self.norm_of_all_heads = spec.qk_norm_over == "all"
+        self.o = Linear(width, spec.hidden, bias=spec.bias)
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, mask: Any) -> Tensor:
+        q, k, v = self.ops.column_parallel(x, self.q, self.k, self.v)
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if q_norm is not None and k_norm is not None and self.norm_of_all_heads:
+            q, k = self.ops.norm_of_all_heads(q_norm, q, k_norm, k)
+        q, k, v = (self.heads(y) for y in (q, k, v))  # [B, H, S, D], K for k and v
+        if q_norm is not None and k_norm is not None and not self.norm_of_all_heads:
+            q, k = self.ops.norm(q_norm, q), self.ops.norm(k_norm, k)
+        if rotation is not None:
+            q, k = (rotate(x, *rotation, self.interleaved) for x in (q, k))
+        k, v = self.ops.extend_kv(k, v, window=self.window)
+        sinks = None if self.sinks is None else self.ops.weight(self, "sinks")
+        seen = self.ops.attend(q, k, v, mask, sinks)
+        return self.ops.row_parallel(seen.transpose(1, 2).flatten(2), self.o)
+
+    def heads(self, x: Tensor) -> Tensor:
+        """[B, S, heads x D] -> [B, heads, S, D]"""
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+class LatentAttention(nn.Module):
+    """MLA (DeepSeek-V2, arXiv 2405.04434): heads are made of a latent for queries and one for keys and values.
+
+    Shapes: N and R dims of a head without and with positions, D = N + R; V dims of its value.
     """
-    total = torch.logaddexp(lse, new_lse)
-    weight = torch.exp(new_lse - total.masked_fill(total == -math.inf, 0.0))  # -inf - -inf would be NaN
-    out.lerp_(new_out.to(out.dtype), weight[..., None])
-    lse.copy_(total)
 
+    def __init__(self, spec: ModelSpec, ops: LocalOps):
+        super().__init__()
+        assert spec.mla is not None
+        self.ops, self.mla, self.interleaved = ops, spec.mla, spec.rope_interleaved
+        self.scale = spec.rope_scaling.scores if isinstance(spec.rope_scaling, Yarn) else 1.0
+        mla, width = spec.mla, spec.heads * spec.mla.head_dim
+        self.q = None if mla.q_rank else Linear(spec.hidden, width, bias=False)
+        self.q_down = Linear(spec.hidden, mla.q_rank, bias=False) if mla.q_rank else None
+        self.q_norm = nn.RMSNorm(mla.q_rank, eps=LATENT_EPS) if mla.q_rank else None
+        self.q_up = Linear(mla.q_rank, width, bias=False) if mla.q_rank else None
+        self.kv_down = Linear(spec.hidden, mla.cached, bias=False)
+        self.kv_norm = nn.RMSNorm(mla.kv_rank, eps=LATENT_EPS)
+        self.kv_up = Linear(mla.kv_rank, spec.heads * (mla.nope_dim + mla.v_dim), bias=False)
+        self.o = Linear(spec.heads * mla.v_dim, spec.hidden, bias=False)
 
-# ---- sinks ----------------------------------------------------------------------------------------------------------
+    def forward(self, x: Tensor, rotation: Rotation, mask: Any) -> Tensor:
+        mla = self.mla
+        q, latent, shared_key = self.latents(x)
+        q_plain, q_turned = self.heads(q, mla.nope_dim, mla.rope_dim)
+        turned = rotate(shared_key[:, None], *rotation, self.interleaved)  # [B, 1, S, R]
+        earlier, turned = self.ops.extend_kv(latent[:, None], turned)  # what a cache keeps is the latents
+        (kv,) = self.ops.up_projection(earlier[:, 0], self.kv_up)
+        k_plain, v = self.heads(kv, mla.nope_dim, mla.v_dim)
+        q = torch.cat((q_plain, rotate(q_turned, *rotation, self.interleaved)), dim=-1) * self.scale
+        k = torch.cat((k_plain, turned.expand(-1, k_plain.shape[1], -1, -1)), dim=-1)
+        seen = self.ops.attend(q, k, F.pad(v, (0, mla.head_dim - mla.v_dim)), mask)[..., : mla.v_dim]
+        return self.ops.row_parallel(seen.transpose(1, 2).flatten(2), self.o)
 
+    def latents(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, S, H x D], the latent of keys and values [B, S, kv_rank], the key of positions [B, S, R]."""
+        ops, sizes = self.ops, [self.mla.kv_rank, self.mla.rope_dim]
+        if self.q_down is None or self.q_norm is None or self.q_up is None:
+            assert self.q is not None
+            (q,), (kv,) = ops.column_parallel(x, self.q), ops.replicated_linear(x, self.kv_down)
+            latent, shared_key = kv.split(sizes, dim=-1)
+            return q, *ops.spread(torch.cat((ops.norm(self.kv_norm, latent), shared_key), dim=-1)).split(sizes, dim=-1)
+        q, kv = ops.replicated_linear(x, self.q_down, self.kv_down)
+        latent, shared_key = kv.split(sizes, dim=-1)
+        parts = ops.norm(self.q_norm, q), ops.norm(self.kv_norm, latent), shared_key
+        q, latent, shared_key = ops.spread(torch.cat(parts, dim=-1)).split([self.mla.q_rank, *sizes], dim=-1)
+        return *ops.up_projection(q, self.q_up), latent, shared_key
 
-def sink_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
-    """Add a logit for each head [H] to whole rows of scores, in place: it takes its share and gives nothing (gpt-oss).
-
-    Once, after all parts of a row are merged. Backward takes the output and LSE that this makes.
-    """
-    total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
-    out.mul_(torch.exp(lse - total)[..., None])
-    lse.copy_(total)
-
-
-def sink_grad(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """[H], of the output and LSE with sinks."""
-    share = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
-    return -(share * (grad * out).sum(-1, dtype=lse.dtype)).sum((0, 2)).to(sinks.dtype)
-
-
-class Attend(torch.autograd.Function):
-    """Causal attention of whole rows by the kernels of this file: within a window, with sinks, or both."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, spans: Seen) -> Tensor:
-        def compute() -> tuple[Tensor, ...]:
-            out, lse = forward(q, k, v, True, spans)
-            if sinks is not None:
-                sink_(out, lse, sinks)
-            return out, lse
-
-        out, lse = kept(compute, 2, q)
-        ctx.save_for_backward(q, k, v, out, lse, *([] if sinks is None else [sinks]))
-        ctx.spans = spans
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, *sinks = ctx.saved_tensors
-        grads = backward(grad, q, k, v, out, lse, True, ctx.spans)
-        return *grads, sink_grad(grad, out, lse, *sinks) if sinks else None, None
-
-
-def by_definition(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sinks: Tensor | None = None) -> Tensor:
-    """Softmax of all scores under stock autograd, by which the rest is judged. `seen`: bool [.., 1, Sq, Sk]."""
-    precise = wide(q.dtype)
-    copies = q.shape[1] // k.shape[1]
-    k, v = (x[:, :, None].expand(-1, -1, copies, -1, -1).flatten(1, 2).to(precise) for x in (k, v))
-    scores = (q.to(precise) @ k.mT * q.shape[-1] ** -0.5).masked_fill(~seen, -math.inf)
-    if sinks is not None:
-        logits = sinks.to(precise)[:, None, None].expand(*scores.shape[:-1], 1)
-        return (torch.cat((scores, logits), dim=-1).softmax(-1)[..., :-1] @ v).to(q.dtype)
-    return (scores.softmax(-1) @ v).to(q.dtype)
-
-
-# ---- whole tiles ---------------------------------------------------------------------------------------------------
-
-
-def flashes(q: Tensor) -> bool:
-    """Flash attention on a GPU takes it."""
-    return q.is_cuda and q.dtype in HALF
-
-
-def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    if flashes(q):
-        width = q.shape[-1]
-        q, k, v = (_to_eights(x) for x in (q, k, v))
-        out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=width**-0.5)
-        return out[..., :width], lse
-    if q.device.type == "cpu":
-        return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
-    return products(q, k, v, causal)
-
-
-def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    if flashes(q):
-        width = q.shape[-1]
-        grad, q, k, v, out = (_to_eights(x) for x in (grad, q, k, v, out))
-        rows, bounds = lse.contiguous(), (None, None, q.shape[2], k.shape[2])  # the kernel reads LSE as if contiguous
-        op = _aten._scaled_dot_product_flash_attention_backward
-        grads = op(grad, q, k, v, out, rows, *bounds, 0.0, causal, *_no_dropout(q), scale=width**-0.5)
-        dq, dk, dv = (x[..., :width] for x in grads)
-        return dq, dk, dv
-    if q.device.type == "cpu":
-        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal)
-    return products_backward(grad, q, k, v, out, lse, causal)
-
-
-def _to_eights(x: Tensor) -> Tensor:
-    """Flash attention takes head dims that are multiples of 8; zeros change no score."""
-    return F.pad(x, (0, -x.shape[-1] % 8)) if x.shape[-1] % 8 else x
-
-
-def _no_dropout(q: Tensor) -> tuple[Tensor, Tensor]:
-    """The random state that backward asks for and, without dropout, does not read."""
-    state = torch.zeros(2, dtype=torch.uint64, device=q.device)
-    return state, state[0]
-
-
-# ---- spans, packed for flash attention -----------------------------------------------------------------------------
-
-
-def document_spans(positions: TokenPositions) -> Spans:
-    """The documents of whole rows."""
-    documents = positions.host_documents()
-    assert documents is not None
-    check_runs(documents)
-    return causal_spans(documents, positions.position_ids.device)
-
-
-def packed_attention(q: Tensor, k: Tensor, v: Tensor, at: Packed) -> Tensor:
-    """Causal attention within spans that cover every row, under stock autograd. 16 bits, CUDA."""
-    width = q.shape[-1]
-    assert at.queries is None
-    assert at.keys is None
-    flat = (_to_eights(_pack(x, None)) for x in (q, k, v))
-    bounds = (at.query_starts, at.key_starts, at.most_queries, at.most_keys)
-    out = _aten._flash_attention_forward(*flat, *bounds, 0.0, True, False, scale=width**-0.5)[0]
-    return out[..., :width].unflatten(0, (q.shape[0], -1)).transpose(1, 2)
-
-
-def _packed_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, spans: Spans) -> tuple[Tensor, Tensor]:
-    at, (batch, heads, seq, width) = spans.packed, q.shape
-    flat = (_to_eights(_pack(x, index)) for x, index in ((q, at.queries), (k, at.keys), (v, at.keys)))
-    bounds = (at.query_starts, at.key_starts, at.most_queries, at.most_keys)
-    seen, seen_lse, *_ = _aten._flash_attention_forward(*flat, *bounds, 0.0, causal, False, scale=width**-0.5)
-    out = _unpack(seen[..., :width], at.queries, batch, seq)
-    if at.queries is None:
-        lse = seen_lse
-    else:
-        lse = seen_lse.new_full((heads, batch * seq), -math.inf)
-        lse[:, at.queries] = seen_lse
-    return out, lse.unflatten(1, (batch, seq)).transpose(0, 1)
-
-
-def _packed_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, spans: Spans
-) -> tuple[Tensor, Tensor, Tensor]:
-    at, batch, width = spans.packed, q.shape[0], q.shape[-1]
-    places = (at.queries, at.queries, at.keys, at.keys, at.queries)
-    flat = [_to_eights(_pack(x, index)) for x, index in zip((grad, q, k, v, out), places, strict=True)]
-    rows = lse.transpose(0, 1).flatten(1)  # [H, B * Sq]
-    rows = (rows if at.queries is None else rows[:, at.queries]).contiguous()
-    bounds = (at.query_starts, at.key_starts, at.most_queries, at.most_keys)
-    grads = _aten._flash_attention_backward(*flat, rows, *bounds, 0.0, causal, *_no_dropout(q), scale=width**-0.5)
-    dq, dk, dv = (
-        _unpack(part[..., :width], index, batch, x.shape[2])
-        for part, index, x in zip(grads, (at.queries, at.keys, at.keys), (q, k, v), strict=True)
-    )
-    return dq, dk, dv
-
-
-def _pack(x: Tensor, index: Tensor | None) -> Tensor:
-    """[B, H, S, D] -> [rows, H, D]"""
-    flat = x.transpose(1, 2).flatten(0, 1)
-    return flat if index is None else flat[index]
-
-
-def _unpack(x: Tensor, index: Tensor | None, batch: int, seq: int) -> Tensor:
-    """[rows, H, D] -> [B, H, S, D], zero where no row is."""
-    if index is not None:
-        x = x.new_zeros(batch * seq, *x.shape[1:]).index_copy_(0, index, x)
-    return x.unflatten(0, (batch, seq)).transpose(1, 2)
-
-
-# ---- plain matmuls --------------------------------------------------------------------------------------------------
-
-
-def products(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """By the definition, with all scores in memory."""
-    scores = _scores(q, k, causal)
-    lse = scores.logsumexp(-1)
-    seen = torch.exp(scores - lse[..., None]) @ v[:, :, None]
-    return seen.flatten(1, 2), lse.flatten(1, 2)
-
-
-def products_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    groups, scale = (k.shape[1], -1), q.shape[-1] ** -0.5
-    grad, asked, out, rows = (x.unflatten(1, groups) for x in (grad, q, out, lse))  # [B, K, H/K, Sq, ...]
-    p = torch.exp(_scores(q, k, causal) - rows[..., None])
-    ds = p * (grad @ v[:, :, None].mT - (grad * out).sum(-1, keepdim=True)) * scale
-    return (ds @ k[:, :, None]).flatten(1, 2), (ds.mT @ asked).sum(2), (p.mT @ grad).sum(2)
-
-
-def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
-    """[B, K, H/K, Sq, Sk]"""
-    scores = q.unflatten(1, (k.shape[1], -1)) @ k[:, :, None].mT * q.shape[-1] ** -0.5
-    if causal:
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(future, -math.inf)
-    return scores
+    def heads(self, x: Tensor, *dims: int) -> tuple[Tensor, ...]:
+        """[B, S, heads x sum of dims] -> [B, heads, S, dim] each"""
+        return x.unflatten(-1, (-1, sum(dims))).transpose(1, 2).split(dims, dim=-1)

@@ -12,18 +12,13 @@ from torch import Tensor, nn
 
 from fivefold.layout.layout import Recompute
 from fivefold.layout.stages import Stage
-from fivefold.model import random, rope
-from fivefold.model.activations import ACTIVATIONS, gated
-from fivefold.model.compiled import compiled
-from fivefold.model.dtypes import wide
-from fivefold.model.experts.balance import UNBALANCED, Balance
-from fivefold.model.experts.mixture import Mixture, Told
+from fivefold.model import attention, init
+from fivefold.model.attention import self_attention
 from fivefold.model.head import Targets
-from fivefold.model.linear import Linear
+from fivefold.model.layers import ACTIVATIONS, Linear, TokenPositions, gated, wide
+from fivefold.model.moe import UNBALANCED, Balance, MoE, Told
 from fivefold.model.ops import LocalOps
-from fivefold.model.positions import TokenPositions
-from fivefold.model.recompute import recomputed
-from fivefold.model.self_attention import self_attention
+from fivefold.model.recompute import compiled, recomputed
 from fivefold.spec.model import ModelSpec
 
 AS_THEY_ARE = recomputed("none")
@@ -44,14 +39,14 @@ class Dropout(nn.Module):
 
     def __init__(self, rate: float, seed: int, name: str):
         super().__init__()
-        self.rate, self.key = rate, random.key(seed, "dropout", name)
+        self.rate, self.key = rate, init.random_key(seed, "dropout", name)
 
     def forward(self, x: Tensor, positions: TokenPositions) -> Tensor:
         if not self.training or self.rate == 0.0:
             return x
         features = torch.arange(-(-x.shape[-1] // 4), device=x.device)
         sample, position = positions.samples[:, None, None], positions.position_ids[..., None]
-        kept = random.keep(self.key, 1.0 - self.rate, features, position, sample, sample >> 32)
+        kept = init.dropout_mask(self.key, 1.0 - self.rate, features, position, sample, sample >> 32)
         return x * (kept.flatten(-2)[..., : x.shape[-1]].to(x.dtype) / (1.0 - self.rate))
 
 
@@ -84,14 +79,14 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is None:
-            return self.ops.rows(self.activation(*self.ops.columns(x, self.up)), self.down)
-        return self.ops.rows(self.activation(*self.ops.columns(x, self.gate, self.up)), self.down)
+            return self.ops.row_parallel(self.activation(*self.ops.column_parallel(x, self.up)), self.down)
+        return self.ops.row_parallel(self.activation(*self.ops.column_parallel(x, self.gate, self.up)), self.down)
 
 
-def mixture(spec: ModelSpec, ops: LocalOps, balance: Balance) -> Mixture:
+def mixture(spec: ModelSpec, ops: LocalOps, balance: Balance) -> MoE:
     """Experts that a router chooses from, beside one that all tokens visit."""
     assert spec.experts is not None
-    return Mixture(spec, ops, MLP(spec, ops, spec.experts.shared_ffn) if spec.experts.shared else None, balance)
+    return MoE(spec, ops, MLP(spec, ops, spec.experts.shared_ffn) if spec.experts.shared else None, balance)
 
 
 class Block(nn.Module):
@@ -121,7 +116,7 @@ class Block(nn.Module):
     ) -> Tensor:
         """`positions` is that of x's tokens; `rotation` and `mask` are those of all tokens that attention sees here."""
         x, told = self.run(self.steps, x, positions, rotation, mask)
-        if self.training and isinstance(self.mlp, Mixture):
+        if self.training and isinstance(self.mlp, MoE):
             self.mlp.count(told)
         return x
 
@@ -132,7 +127,7 @@ class Block(nn.Module):
         seen = self.attention(self.ops.norm(self.attention_norm, x), rotation, mask)
         x = x + self.attention_dropout(seen, positions)
         normed = self.ops.norm(self.mlp_norm, x)
-        made, told = self.mlp(normed, positions) if isinstance(self.mlp, Mixture) else (self.mlp(normed), None)
+        made, told = self.mlp(normed, positions) if isinstance(self.mlp, MoE) else (self.mlp(normed), None)
         return x + self.mlp_dropout(made, positions), told
 
 
@@ -199,7 +194,7 @@ class Decoder(nn.Module):
         if last is not None and last[0] is ids and last[1] == kept:
             return last[2]
         if table.shape[0] < positions.length or table.dtype != kept or table.device != ids.device:
-            self._rotations = table = rope.tables(self.spec, positions.length).to(ids.device, kept)
+            self._rotations = table = attention.tables(self.spec, positions.length).to(ids.device, kept)
         cos, sin = table[ids].unbind(2)
         self._last_rotation = ids, kept, (cos[:, None], sin[:, None])
         return self._last_rotation[2]

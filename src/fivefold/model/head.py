@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from fivefold.layout.sharding import slices
-from fivefold.model.compiled import compiled
-from fivefold.model.dtypes import wide
+from fivefold.model.layers import wide
+from fivefold.model.recompute import compiled
 
 
 @dataclass(frozen=True)
@@ -186,3 +187,25 @@ def _compiled() -> tuple[Callable[..., Any], ...]:
 def _scaled(x: Tensor, by: Tensor) -> Tensor:
     """In place. PyTorch's own kernel of two dtypes takes four times as long."""
     return x.mul_(by)
+
+
+# ---- loss -----------------------------------------------------------------------------------------------------------
+# Next-token loss as (sum, count): nothing divides but the count of the whole global batch.
+
+
+_IGNORED = -100
+
+
+def loss_sum(logits: Tensor, targets: Tensor, mask: Tensor, smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
+    """Sum of the cross-entropies where `mask` is True, in at least float32. logits [B, S, V], the others [B, S].
+
+    `head.Targets` says what `smoothing` and `z_loss` do.
+    """
+    widened = logits.to(wide(logits.dtype))
+    ignored = targets.masked_fill(~mask, _IGNORED).flatten()
+    total = F.cross_entropy(
+        widened.flatten(0, 1), ignored, ignore_index=_IGNORED, reduction="sum", label_smoothing=smoothing
+    )
+    if z_loss:
+        total = total + z_loss * widened.logsumexp(-1).square().masked_fill(~mask, 0.0).sum()
+    return total

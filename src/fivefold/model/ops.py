@@ -7,16 +7,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fivefold.model import attention
-from fivefold.model import deterministic_attention as deterministic
-from fivefold.model.bands import Bands
-from fivefold.model.deterministic_attention import Tiles
-from fivefold.model.experts.dispatch import LocalDispatch
+from fivefold.model import kernels
+from fivefold.model.dispatch import LocalDispatch
 from fivefold.model.fp8 import fp8_linear
 from fivefold.model.head import Targets, Vocabulary, head_loss
+from fivefold.model.kernels import Tiles
+from fivefold.model.layers import TokenPositions
+from fivefold.model.masks import Packed, WindowMask
 from fivefold.model.norms import normed
-from fivefold.model.positions import TokenPositions
-from fivefold.model.spans import Packed
 
 
 class AttentionOps(Protocol):
@@ -26,7 +24,7 @@ class AttentionOps(Protocol):
         self, positions: TokenPositions, window: int = 0, sinks: bool = False, dtype: torch.dtype = torch.float32
     ) -> Any: ...
 
-    def with_earlier(self, *tensors: Tensor, window: int = 0) -> tuple[Tensor, ...]: ...
+    def extend_kv(self, *tensors: Tensor, window: int = 0) -> tuple[Tensor, ...]: ...
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Tensor | None = None) -> Tensor: ...
 
@@ -43,16 +41,16 @@ class LocalAttention:
         device = positions.position_ids.device
         if window:
             places, documents = np.arange(positions.position_ids.shape[1]), positions.host_documents()
-            return Bands.of(places, places, None if documents is None else (documents, documents), window, device)
+            return WindowMask.of(places, places, None if documents is None else (documents, documents), window, device)
         if sinks:
-            return None if positions.documents is None else attention.document_spans(positions)
+            return None if positions.documents is None else kernels.document_spans(positions)
         if positions.documents is None:
-            wanted = deterministic.wanted(device, positions.length)
-            return deterministic.causal(device, positions.length) if wanted else None
-        flashes = device.type == "cuda" and dtype in attention.HALF
-        return attention.document_spans(positions).packed if flashes else positions.mask()
+            wanted = kernels.wants_tiles(device, positions.length)
+            return kernels.causal_tiles(device, positions.length) if wanted else None
+        flashes = device.type == "cuda" and dtype in kernels.HALF
+        return kernels.document_spans(positions).packed if flashes else positions.mask()
 
-    def with_earlier(self, *tensors: Tensor, window: int = 0) -> tuple[Tensor, ...]:
+    def extend_kv(self, *tensors: Tensor, window: int = 0) -> tuple[Tensor, ...]:
         """What attention reads of these tokens, and of earlier ones that it has met, no more of them than the window
         holds; [B, heads, tokens, features] each."""
         return tensors
@@ -60,13 +58,13 @@ class LocalAttention:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Tensor | None = None) -> Tensor:
         """q [B, H, S, D], k and v [B, K, S, D] -> [B, H, S, D]; no mask means causal. `sinks` [H]: a logit for each
         head beside its scores."""
-        if sinks is not None or isinstance(mask, Bands):
-            return attention.Attend.apply(q, k, v, sinks, mask)
+        if sinks is not None or isinstance(mask, WindowMask):
+            return kernels.Attend.apply(q, k, v, sinks, mask)
         if isinstance(mask, Packed):
-            return attention.packed_attention(q, k, v, mask)
+            return kernels.packed_attention(q, k, v, mask)
         if isinstance(mask, Tiles):
-            if deterministic.fit(q, mask):
-                return deterministic.attend(q, k, v, mask)
+            if kernels.fit_tiles(q, mask):
+                return kernels.attend_tiles(q, k, v, mask)
             mask = None
         grouped = k.shape[1] < q.shape[1]
         return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=grouped)
@@ -122,25 +120,25 @@ class LocalOps:
         """q [B, S, H x D] and k [B, S, K x D], each over the features of all its heads."""
         return self.norm(q_norm, q), self.norm(k_norm, k)
 
-    def columns(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
+    def column_parallel(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
         """Linears that read the same input."""
         return tuple(self.product(x, linear) for linear in linears)
 
-    def rows(self, x: Tensor, linear: nn.Linear) -> Tensor:
+    def row_parallel(self, x: Tensor, linear: nn.Linear) -> Tensor:
         """A linear that writes into the residual stream."""
         return self.product(x, linear)
 
-    def whole(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
+    def replicated_linear(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
         """Linears from the residual stream to latents, which are narrow and the same for all heads."""
-        return self.columns(x, *linears)
+        return self.column_parallel(x, *linears)
 
     def spread(self, latents: Tensor) -> Tensor:
         """Latents of this rank's tokens -> of all tokens whose heads it makes of them."""
         return latents
 
-    def up(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
+    def up_projection(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
         """Linears from latents to heads."""
-        return self.columns(x, *linears)
+        return self.column_parallel(x, *linears)
 
     def product(self, x: Tensor, linear: nn.Linear) -> Tensor:
         return fp8_linear(x, linear.weight, linear.bias) if self.fp8 else linear(x)
@@ -151,9 +149,9 @@ class LocalOps:
         """What `attend` needs to know of which tokens see which; made once for all layers with such a window."""
         return self.attention.attention_mask(positions, window, sinks, dtype)
 
-    def with_earlier(self, *tensors: Tensor, window: int = 0) -> tuple[Tensor, ...]:
+    def extend_kv(self, *tensors: Tensor, window: int = 0) -> tuple[Tensor, ...]:
         """What attention reads of these tokens, and of earlier ones; [B, heads, tokens, features] each."""
-        return self.attention.with_earlier(*tensors, window=window)
+        return self.attention.extend_kv(*tensors, window=window)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Tensor | None = None) -> Tensor:
         """q [B, H, S, D], k and v [B, K, S, D] -> [B, H, S, D]."""

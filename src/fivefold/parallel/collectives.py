@@ -7,15 +7,23 @@ Where ranks share a GPU (`Axis.staged`), what gloo cannot do there goes through 
 """
 
 import hashlib
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor
 
-from fivefold.launch.waits import stood
-from fivefold.parallel.mesh import Axis, around
+from fivefold.launch.exits import lost_peer
+from fivefold.launch.waits import timed_wait
+from fivefold.parallel.mesh import Axis, Mesh, around
+from fivefold.support.errors import PeerLost
 
 _ops = torch.ops._c10d_functional
 
@@ -24,7 +32,7 @@ def wait(x: Tensor, axis: Axis) -> Tensor:
     """The result of a collective over the axis."""
     if axis.size == 1:
         return x
-    return _ops.wait_tensor(x) if torch.compiler.is_compiling() else stood(_ops.wait_tensor, x)
+    return _ops.wait_tensor(x) if torch.compiler.is_compiling() else timed_wait(_ops.wait_tensor, x)
 
 
 def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
@@ -89,7 +97,7 @@ class Exchange:
 
     def wait(self) -> Tensor:
         for work in self.work:
-            stood(work.wait, self.patience)
+            timed_wait(work.wait, self.patience)
         return self.received.to(self.home)
 
 
@@ -114,3 +122,120 @@ def whole(tensor: Tensor) -> Tensor:
 def digest(tensor: Tensor) -> str:
     """Equal for equal bits. Of a float32 or float64 tensor on the CPU."""
     return hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()
+
+
+# ---- host staging ---------------------------------------------------------------------------------------------------
+# Ranks that share a GPU: NCCL refuses them, and gloo gathers, scatters and sends from host memory only.
+#
+# So these go through a copy on the host. It is the slow way of trying a layout on one GPU, and changes no result.
+
+
+# torch 2.13 has new names for them and warns of the old ones.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+staged_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class StagedWork(Protocol):
+    def wait(self) -> Any: ...
+
+
+class _Landing:
+    """A collective between host tensors whose result still has to go to the GPU."""
+
+    def __init__(self, work: StagedWork, host: Tensor, out: Tensor):
+        self.work, self.host, self.out = work, host, out
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.out.copy_(self.host)
+
+
+def reduce_scatter_into(out: Tensor, x: Tensor, axis: Axis) -> StagedWork:
+    """Start the sum over the axis of this rank's part of x; `out` may be that part of x itself."""
+    return _started(_reduce_scatter, out, x, axis)
+
+
+def all_gather_into(out: Tensor, x: Tensor, axis: Axis) -> StagedWork:
+    """Start gathering x of all ranks; x may be this rank's part of `out` itself."""
+    return _started(staged_all_gather, out, x, axis)
+
+
+def _started(collective: Any, out: Tensor, x: Tensor, axis: Axis) -> StagedWork:
+    if not axis.staged:
+        return collective(out, x, group=axis.group, async_op=True)
+    host = torch.empty_like(out, device="cpu")
+    return _Landing(collective(host, x.cpu(), group=axis.group, async_op=True), host, out)
+
+
+def stage(module: FSDPModule) -> None:
+    """Let FSDP2 do the same."""
+    module.set_custom_all_gather(_HostGather())
+    module.set_custom_reduce_scatter(_HostScatter())
+
+
+def _by_host(collective: Any, out: Tensor, x: Tensor, **options: Any) -> None:
+    host = torch.empty_like(out, device="cpu")
+    collective(host, x.cpu(), **options)
+    out.copy_(host)
+
+
+class _Temporary:
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _HostGather(_Temporary, AllGather):
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
+        _by_host(staged_all_gather, output_tensor, input_tensor, group=group)
+
+
+class _HostScatter(_Temporary, ReduceScatter):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        _by_host(_reduce_scatter, output_tensor, input_tensor, group=group, op=op)
+
+
+class Heard(_Temporary, ReduceScatter):
+    """FSDP2's sum of gradients, of which somebody is told first; if that says so, it is not made."""
+
+    def __init__(self, tell: Callable[[Tensor], bool], staged: bool):
+        self.tell, self.host = tell, _HostScatter() if staged else None
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        if self.tell(input_tensor):
+            return None
+        if self.host is not None:
+            return self.host(output_tensor, input_tensor, group, op, async_op)
+        return _reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+
+
+# ---- peer errors ----------------------------------------------------------------------------------------------------
+# Peers that died or fell silent: what torch says of them, in words that name who waited, in what, and for whom.
+
+
+def who(mesh: Mesh) -> str:
+    """This rank, and where it stands in the mesh: 'rank 5 (dp 1, pp 0)'."""
+    place = mesh.layout.place(mesh.world.rank)
+    return f"rank {mesh.world.rank} ({place})" if place else "rank 0"
+
+
+def others(*axes: Axis) -> str:
+    """The other ranks of some axes, by their numbers in the world: 'ranks 0, 3 (dp, ends)'."""
+    wide = [axis for axis in axes if axis.size > 1]
+    ranks = sorted({rank for axis in wide for rank in axis.ranks} - {dist.get_rank()})
+    names = ", ".join(dict.fromkeys(axis.name for axis in wide))
+    return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))} ({names})"
+
+
+@contextmanager
+def waiting(what: str, mesh: Mesh, *axes: Axis) -> Iterator[None]:
+    """Around collectives over some axes: if one fails for want of a peer, the error says what waited for whom."""
+    start = time.monotonic()
+    try:
+        yield
+    except RuntimeError as error:
+        if (why := lost_peer(error)) is None:
+            raise
+        waited = f"waited {time.monotonic() - start:.1f} s for {others(*axes)}"
+        raise PeerLost(f"{who(mesh)}: {what} {waited}: {why}") from error

@@ -23,11 +23,10 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import functional as F
 
-from fivefold.layout.buckets import held
-from fivefold.layout.sharding import chunk, kv_head
+from fivefold.layout.sharding import chunk, held, kv_head
 from fivefold.model.head import Targets, Vocabulary, head_loss
+from fivefold.model.layers import TokenPositions
 from fivefold.model.ops import AttentionOps, LocalOps
-from fivefold.model.positions import TokenPositions
 from fivefold.model.recompute import kept
 from fivefold.parallel.collectives import (
     all_gather,
@@ -38,9 +37,9 @@ from fivefold.parallel.collectives import (
     wait,
 )
 from fivefold.parallel.context import Context
-from fivefold.parallel.deferred_wgrad import Deferral, Target, WeightGradQueue
 from fivefold.parallel.experts import dispatch_of
 from fivefold.parallel.mesh import Axis, Mesh
+from fivefold.parallel.wgrad import Deferral, Target, WeightGradQueue
 from fivefold.spec.model import ModelSpec
 
 
@@ -60,7 +59,7 @@ class TensorParallel(LocalOps):
         self.names: dict[nn.Module, str] = {}  # of the modules that hold parameters
         if later is not None:
             self.between_graphs(
-                "columns", "rows", "whole", "up"
+                "column_parallel", "row_parallel", "replicated_linear", "up_projection"
             )  # with the names of what they put off, which are a layer's own
 
     def adopt(self, model: nn.Module) -> None:
@@ -107,7 +106,7 @@ class TensorParallel(LocalOps):
         """Ranks add up their squares. Where several have the same kv head, all kv heads are counted as often."""
         wide = torch.promote_types(q.dtype, torch.float32)
         squares = torch.stack([x.to(wide).square().mean(-1) for x in (q, k)])
-        means = SumOverRanks.apply(self.axis, squares) / self.axis.size
+        means = AllReduceFn.apply(self.axis, squares) / self.axis.size
         scales = [(mean + norm.eps).rsqrt()[..., None] for mean, norm in zip(means, (q_norm, k_norm), strict=True)]
         weights = [self._of_these_heads(norm, "weight") for norm in (q_norm, k_norm)]
         q, k = ((x * scale * w).to(x.dtype) for x, scale, w in zip((q, k), scales, weights, strict=True))
@@ -118,16 +117,16 @@ class TensorParallel(LocalOps):
 
     # ---- linears -----------------------------------------------------------------------------------------------------
 
-    def columns(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
+    def column_parallel(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
         weights = [self._of_these_heads(linear, "weight") for linear in linears]
         biases = [None if linear.bias is None else self._of_these_heads(linear, "bias") for linear in linears]
-        return Columns.apply(self.axis, self.sp, self._deferral(*linears), x, *weights, *biases)
+        return ColumnParallelFn.apply(self.axis, self.sp, self._deferral(*linears), x, *weights, *biases)
 
-    def whole(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
+    def replicated_linear(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
         """Every rank has these weights and, of the same input, the same outputs; under sp those of its tokens."""
         return self._alone(x, *linears)
 
-    def up(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
+    def up_projection(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
         """Each rank its heads: `spread` has brought what they read, and adds up its gradient."""
         return self._alone(x, *linears)
 
@@ -139,10 +138,10 @@ class TensorParallel(LocalOps):
         )
         targets = tuple(Target(f"{self.names[linear]}.weight") for linear in linears)
         deferral = None if self.later is None else Deferral(self.later, targets)
-        return Columns.apply(Axis("tp"), False, deferral, x, *weights, *biases)
+        return ColumnParallelFn.apply(Axis("tp"), False, deferral, x, *weights, *biases)
 
     def spread(self, latents: Tensor) -> Tensor:
-        return Spread.apply(self.axis, self.sp, latents)
+        return GatherFromSP.apply(self.axis, self.sp, latents)
 
     def _of_these_heads(self, module: nn.Module, kind: str) -> Tensor:
         """k and v with fewer heads than ranks are whole on every rank, which works with the rows of one head."""
@@ -159,8 +158,8 @@ class TensorParallel(LocalOps):
             targets.append(Target(f"{self.names[linear]}.weight", rows, linear.weight.shape[0]))
         return Deferral(self.later, tuple(targets))
 
-    def rows(self, x: Tensor, linear: nn.Linear) -> Tensor:
-        y = Rows.apply(self.axis, self.sp, self._deferral(linear), x, self.local(linear))
+    def row_parallel(self, x: Tensor, linear: nn.Linear) -> Tensor:
+        y = RowParallelFn.apply(self.axis, self.sp, self._deferral(linear), x, self.local(linear))
         return y if linear.bias is None else y + self.local(linear, "bias")  # once, after the summands are added up
 
     # ---- the vocabulary ----------------------------------------------------------------------------------------------
@@ -176,7 +175,7 @@ class TensorParallel(LocalOps):
 
     def logits(self, x: Tensor, table: nn.Linear | nn.Embedding) -> Tensor:
         """[B, S(/tp), E] -> [B, S, V/tp]: never gathered."""
-        return Columns.apply(self.axis, self.sp, None, x, self.local(table), None)[0]
+        return ColumnParallelFn.apply(self.axis, self.sp, None, x, self.local(table), None)[0]
 
     def loss(self, x: Tensor, table: nn.Linear | nn.Embedding, targets: Targets) -> Tensor:
         words = SharedVocabulary(self.spec.vocab, self.axis, self.sp)
@@ -213,7 +212,7 @@ class DeferredLocalOps(LocalOps):
         super().__init__(**options)
         self.later, self.axis = later, Axis("tp")
         self.names: dict[nn.Module, str] = {}
-        self.between_graphs("columns", "whole", "up")
+        self.between_graphs("column_parallel", "replicated_linear", "up_projection")
 
     def adopt(self, model: nn.Module) -> None:
         self.names |= {module: name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
@@ -222,12 +221,12 @@ class DeferredLocalOps(LocalOps):
     def _deferral(self, *linears: nn.Linear) -> Deferral:
         return Deferral(self.later, tuple(Target(f"{self.names[linear]}.weight") for linear in linears))
 
-    def columns(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
+    def column_parallel(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
         weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
-        return Columns.apply(self.axis, False, self._deferral(*linears), x, *weights, *biases)
+        return ColumnParallelFn.apply(self.axis, False, self._deferral(*linears), x, *weights, *biases)
 
-    def rows(self, x: Tensor, linear: nn.Linear) -> Tensor:
-        return self.columns(x, linear)[0]
+    def row_parallel(self, x: Tensor, linear: nn.Linear) -> Tensor:
+        return self.column_parallel(x, linear)[0]
 
 
 def ops_of(
@@ -266,7 +265,7 @@ def ops_of(
     return ops
 
 
-class Columns(Function):
+class ColumnParallelFn(Function):
     """y_i = x W_i^T + b_i for several W_i, each rank with its rows of them: one input, so one gradient to sum."""
 
     @staticmethod
@@ -289,8 +288,8 @@ class Columns(Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         axis, sp, deferral = ctx.axis, ctx.sp, ctx.deferral
         x, *weights = ctx.saved_tensors
-        put_off = deferral is not None and deferral.collecting
-        gathering = all_gather(x, axis) if sp and not put_off else x
+        defer_wgrad = deferral is not None and deferral.collecting
+        gathering = all_gather(x, axis) if sp and not defer_wgrad else x
         flat = [gradient.flatten(0, 1) for gradient in gradients]
         # The last one first, as autograd would: one rank of this is `LocalOps` to the bit.
         dx = flat[-1] @ weights[-1]
@@ -299,7 +298,7 @@ class Columns(Function):
         dx = dx.unflatten(0, gradients[0].shape[:2])
         reducing = scatter_sequence(dx, axis) if sp else all_reduce(dx, axis)
         for_biases = [g.sum(0) if biased else None for g, biased in zip(flat, ctx.biased, strict=True)]
-        if put_off:
+        if defer_wgrad:
             deferral.leave(lambda: (gather_sequence(x, axis) if sp else x).flatten(0, 1), flat)
             return None, None, None, wait(reducing, axis), *[None] * len(weights), *for_biases
         # The weights' gradients are computed while the input's is summed.
@@ -308,7 +307,7 @@ class Columns(Function):
         return None, None, None, wait(reducing, axis), *for_weights, *for_biases
 
 
-class Rows(Function):
+class RowParallelFn(Function):
     """y = sum over ranks of x W^T, each rank with its columns of W and those features of x."""
 
     @staticmethod
@@ -330,7 +329,7 @@ class Rows(Function):
         return None, None, None, dx, dy.T @ x.flatten(0, 1)
 
 
-class SumOverRanks(Function):
+class AllReduceFn(Function):
     """The sum over ranks, of which each rank uses all: gradients are summed, too."""
 
     @staticmethod
@@ -359,7 +358,7 @@ class Reduce(Function):
         return None, None, gather_sequence(gradient, ctx.axis) if ctx.sp else gradient
 
 
-class Spread(Function):
+class GatherFromSP(Function):
     """What every rank reads for its own heads: whole, or (sp) gathered; the gradient is the sum of all ranks'."""
 
     @staticmethod

@@ -1,7 +1,7 @@
 """A counter of everything that this rank sends to others: each collective and send, by axis, in calls and bytes.
 
     with TrafficCounter(mesh) as counter:
-        engine.accumulate(batch)
+        engine.forward_backward(batch)
     counter.rows()      # axis, kind, calls, payload, wire
 
 It works in the dispatcher, where the collectives of this project, of FSDP2 and of DTensor all pass, those of the
@@ -11,6 +11,9 @@ it counts on fake tensors and fake process groups as well. An operator that it d
 Receives, waits and barriers carry no bytes of their own, and a group of one rank moves nothing: they are not counted.
 """
 
+import hashlib
+from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -18,7 +21,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fivefold.layout.collective_cost import Kind, Traffic, total, wire
+from fivefold.cost.links import Kind, Traffic, total, wire
+from fivefold.parallel.control import Control, post
 from fivefold.parallel.mesh import Mesh
 
 SPACES = ("c10d", "_c10d_functional", "_dtensor")  # of the operators that communicate
@@ -37,7 +41,7 @@ _KINDS: dict[str, Kind | None] = {
 }
 
 
-class Event(NamedTuple):
+class TrafficEvent(NamedTuple):
     axis: str
     kind: Kind
     payload: int  # bytes
@@ -49,7 +53,7 @@ class TrafficCounter(TorchDispatchMode):
 
     def __init__(self, mesh: Mesh):
         super().__init__()
-        self.events: list[Event] = []
+        self.events: list[TrafficEvent] = []
         self.axes: dict[tuple[int, ...], str] = {}
         for name in reversed(list(mesh.layout.table)):  # of axes with the same ranks, the first name of the table stays
             axis = mesh.axes.get(name)
@@ -72,7 +76,7 @@ class TrafficCounter(TorchDispatchMode):
             ranks = ranks_of(given)
             if len(ranks) > 1:
                 payload = max(_bytes(side) for side in (*given.values(), result))
-                self.events.append(Event(self.axis(ranks), kind, payload, len(ranks)))
+                self.events.append(TrafficEvent(self.axis(ranks), kind, payload, len(ranks)))
 
     def axis(self, ranks: tuple[int, ...]) -> str:
         """Ranks that are no axis of the mesh keep their numbers for a name, and so are seen."""
@@ -123,3 +127,77 @@ def _bytes(side: Any) -> int:
     if isinstance(side, Tensor):
         return side.numel() * side.element_size()
     return sum(map(_bytes, side)) if isinstance(side, list | tuple) else 0
+
+
+# ---- same calls -----------------------------------------------------------------------------------------------------
+# Whether the ranks of a group call the same collectives: compared in the first step, before each call runs.
+#
+#     same_order(control, mesh, engine.order)       before it: what each rank is about to start, and in which order
+#     with same_calls(mesh):
+#         engine.forward_backward(batch)
+#
+# The first rank of a group to come to its n-th collective leaves word of it in the store, and the others compare
+# theirs. So nobody waits, and of two ranks that disagree the later one raises `Mismatch`, which names both, instead of
+# entering a collective that would hang or compute nonsense. It reads shapes and no data. Messages between two ranks
+# are not compared: the schedule's proof covers those. Not for compiled steps: the compiler would find this mode in its
+# way, and make other graphs, with other roundings.
+
+
+_BUDGET = 40_000  # calls of all ranks in groups of one kind: a store answers that many in about a second
+
+
+class Mismatch(RuntimeError):
+    """Two ranks of a group call different collectives. A bug, of which the traceback shows the place."""
+
+
+def same_order(control: Control, mesh: Mesh, order: str) -> None:
+    """Collective. NCCL hangs, without a word, where replicas start their messages or sums in different orders."""
+    if mesh.world.size == 1:
+        return
+    digest = hashlib.sha256(order.encode()).hexdigest()
+    first: dict[int, tuple[int, str]] = {}  # by place along pp: the first rank there, and its order
+    for rank, (place, found) in enumerate(control.all_gather_object((mesh.pp.rank, digest), tuple[int, str])):
+        other, known = first.setdefault(place, (rank, found))
+        if found != known:
+            raise Mismatch(f"rank {rank} would start its messages and sums in another order than rank {other} does")
+
+
+def same_calls(mesh: Mesh) -> AbstractContextManager[object]:
+    return _Compare(mesh) if mesh.world.size > 1 else nullcontext()
+
+
+class _Compare(TorchDispatchMode):
+    def __init__(self, mesh: Mesh):
+        super().__init__()
+        self.rank, self.post, self.calls = mesh.world.rank, post("calls"), Counter[str]()
+        self.most = min(1000, max(4, _BUDGET // mesh.world.size))  # of one group
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in SPACES and kind_of(func) not in (None, "send"):
+            self._compare(func, given_to(func, args, kwargs))
+        return func(*args, **(kwargs or {}))
+
+    def _compare(self, func: Any, given: dict[str, Any]) -> None:
+        ranks, group = ranks_of(given), group_of(given).group_name
+        number = self.calls[group] = self.calls[group] + 1
+        if len(ranks) == 1 or number > self.most:
+            return
+        uneven = kind_of(func) == "all-to-all"  # ranks may have other numbers of rows, which they told each other
+        shapes = filter(None, (_shape(value, uneven) for value in given.values()))
+        mine = f"{name_of(func)} of {', '.join(shapes)}"
+        known = self.post.first(f"{group} {ranks[0]} {number}", f"{self.rank}|{mine}".encode()).decode()
+        rank, _, theirs = known.partition("|")
+        if theirs != mine:
+            members = ", ".join(map(str, ranks[:8])) + ", ..." * (len(ranks) > 8)
+            raise Mismatch(
+                f"collective {number} of the ranks {members} is {mine} on rank {self.rank}, and {theirs} on rank {rank}"
+            )
+
+
+def _shape(value: Any, uneven: bool = False) -> str:
+    """'float32[2, 3]' of a tensor or of a list of them, '[*, 3]' if rows may differ; nothing of what is neither."""
+    if isinstance(value, Tensor):
+        sides = [*(["*"] if uneven and value.ndim else []), *map(str, value.shape[int(uneven) :])]
+        return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(sides)}]"
+    inside = (_shape(one, uneven) for one in value) if isinstance(value, list | tuple) else ()
+    return " ".join(filter(None, inside))

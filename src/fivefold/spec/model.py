@@ -10,20 +10,17 @@ built to it, the initialiser draws by it, the planner counts with it.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Annotated, Literal
 
 import msgspec
 
-from fivefold.spec.attention import LatentAttention, RopeScaling, Yarn
-from fivefold.spec.experts import Experts
-from fivefold.spec.operations import Attention as Scores
-from fivefold.spec.operations import Elementwise, Matmul, block, head
-from fivefold.spec.parameters import BOTTOM, TOP, Parameter, TensorRule
-from fivefold.support.formatting import either
-from fivefold.support.numbers import divisors
+from fivefold.spec.blocks import Experts, LatentSpec, RopeScaling, Yarn
+from fivefold.spec.operations import BOTTOM, TOP, Elementwise, Matmul, Parameter, Scores, TensorRule, block, head
 from fivefold.support.ranges import TOKENS, outside, within
+from fivefold.support.text import divisors, either
 
 Norm = Literal["rmsnorm", "layernorm"]
 Activation = Literal["swiglu", "swiglu_clamped", "gelu", "gelu_tanh"]
@@ -53,7 +50,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     rope_scaling: RopeScaling | Yarn | None = None  # Llama 3's, or with kind = "yarn" that of DeepSeek and gpt-oss
     rope_dim: Annotated[int, within(0, 100_000)] = 0  # dims of a head that positions turn, the first ones; 0: all
     rope_interleaved: bool = False  # DeepSeek: neighbouring dims make a pair, not dims half a head apart
-    mla: LatentAttention | None = None  # DeepSeek: keys and values are made of one latent of the token
+    mla: LatentSpec | None = None  # DeepSeek: keys and values are made of one latent of the token
     sinks: bool = False  # gpt-oss: a learned logit of each head beside its scores, which takes attention off the keys
     window: Annotated[int, within(0, TOKENS)] = 0  # keys that a query sees, its own the last; 0: all before it
     window_period: Annotated[int, within(1, 10_000)] = 1  # every so manieth layer sees all; 1: none does
@@ -93,11 +90,16 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             elif isinstance(one, Elementwise) and one.kind == "qk_norm":
                 yield self._qk_norm(layer, one)
             elif isinstance(one, Scores) and self.sinks:
-                yield Parameter(f"layers.{layer}.attention.sinks", (self.heads,), "bias", layer, "rows", exact=True)
+                yield Parameter(f"layers.{layer}.attention.sinks", (self.heads,), "bias", layer, "colwise", exact=True)
 
     def window_of(self, layer: int) -> int:
         """Of a layer; 0: it sees all tokens before."""
         return 0 if self.window_period > 1 and (layer + 1) % self.window_period == 0 else self.window
+
+    @cached_property
+    def windows(self) -> Counter[int]:
+        """How many layers have each window."""
+        return Counter(map(self.window_of, range(self.layers)))
 
     def dense(self, layer: int) -> bool:
         """Whether a layer has no experts."""
@@ -128,14 +130,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     @cached_property
     def _parameters(self) -> tuple[Parameter, ...]:
         table = (self.vocab, self.hidden)
-        found = [Parameter("embedding.weight", table, "embedding", BOTTOM, "rows", tied=self.tied)]
+        found = [Parameter("embedding.weight", table, "embedding", BOTTOM, "colwise", tied=self.tied)]
         if self.positions == "learned":
             found.append(Parameter("positions.weight", (self.context, self.hidden), "embedding", BOTTOM))
         for layer in range(self.layers):
             found += self.block_parameters(layer)
         found += self._norm("norm", TOP, self.hidden)
         if not self.tied:
-            found.append(Parameter("head.weight", table, "linear", TOP, "rows"))
+            found.append(Parameter("head.weight", table, "linear", TOP, "colwise"))
         return tuple(found)
 
     def _linear(self, layer: int, one: Matmul) -> Iterator[Parameter]:
@@ -143,7 +145,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         shape, stack = (one.rows, one.inputs), one.experts
         yield Parameter(f"{name}.weight", shape, "linear", layer, one.tp, **facts, experts=stack)
         if one.bias:  # of summands it is added once, to their sum
-            rule = "whole" if one.tp == "columns" else one.tp
+            rule = "replicated" if one.tp == "rowwise" else one.tp
             yield Parameter(f"{name}.bias", (one.rows,), "bias", layer, rule, experts=stack)
 
     def _norm(self, name: str, unit: int, width: int) -> Iterator[Parameter]:
@@ -154,8 +156,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def _qk_norm(self, layer: int, one: Elementwise) -> Parameter:
         name = f"layers.{layer}.{one.name}.weight"
         if self.qk_norm_over == "head":
-            return Parameter(name, (self.head_dim,), "norm", layer, "heads", exact=True)
-        rule: TensorRule = "rows" if one.name == "attention.q_norm" else "kv rows"
+            return Parameter(name, (self.head_dim,), "norm", layer, "per_head", exact=True)
+        rule: TensorRule = "colwise" if one.name == "attention.q_norm" else "colwise_kv"
         return Parameter(name, (one.width,), "norm", layer, rule, exact=True)
 
     @cached_property
@@ -196,7 +198,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         the name of its convention.
         """
         keys = seq if attention == "full" else seq / 2
-        return 6 * self.matmul_parameters + 3 * self.layers * round(block(self).attention.flops(keys))
+        scores = sum(
+            count * round(block(self, window=window).attention.flops(keys)) for window, count in self.windows.items()
+        )
+        return 6 * self.matmul_parameters + 3 * scores
 
     # ---- validation ----------------------------------------------------------------------------------------------
 

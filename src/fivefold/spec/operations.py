@@ -7,16 +7,70 @@
 serving read it too. So another kind of block is a change here, and its kernels.
 """
 
+import math
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from fivefold.spec.parameters import TensorRule
-
 if TYPE_CHECKING:
     from fivefold.spec.model import ModelSpec
+
+
+# ---- parameters -----------------------------------------------------------------------------------------------------
+# Parameter: a tensor of the model, and the facts that every room reads from it. Nothing else parses its name.
+
+
+Kind = Literal["embedding", "linear", "norm", "bias"]
+
+# How the tp axis divides a parameter, in the field's words: "colwise" is column-parallel, each rank with rows of the
+# stored [outputs, inputs]; "rowwise" is row-parallel. "colwise_kv": by whole kv heads; where ranks outnumber these
+# heads, every rank holds all of it and uses one head. "per_head": every rank holds all of it and applies it to its own
+# heads only. "replicated_partial": the same, and to its own tokens only. "experts": tp does not divide it; ep does, by
+# whole experts.
+TensorRule = Literal["colwise", "colwise_kv", "rowwise", "per_head", "replicated_partial", "replicated", "experts"]
+
+# A unit is a part of the decoder: a layer by its number, or what lies below or above the layers. In the order of these
+# numbers forward needs the units, and in the opposite order backward finishes them.
+BOTTOM, TOP = -1, 1 << 30
+
+
+class Parameter(NamedTuple):
+    name: str  # global: the same on every rank of every layout
+    shape: tuple[int, ...]  # of a weight [..., rows, columns], of a norm or bias [..., rows]
+    kind: Kind
+    unit: int  # what must have run forward when this parameter is needed
+    tp: TensorRule = "replicated"
+    tied: bool = False  # both ends of the pipeline hold it
+    residual: bool = False  # it writes into the residual stream
+    experts: int = 0  # that lie one below the other in its rows; 0: it belongs to no expert
+    # Never rounded to a narrower dtype of compute. Such ones are small, no matmul reads them, and their rounding would
+    # move all tokens alike, where that of activations averages out.
+    exact: bool = False
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def layer(self) -> int | None:
+        """The number of its layer; None below and above the layers."""
+        return self.unit if BOTTOM < self.unit < TOP else None
+
+    @property
+    def row_dim(self) -> int:
+        return len(self.shape) - (2 if self.kind in ("linear", "embedding") else 1)
+
+    @property
+    def deferred(self) -> bool:
+        """Whether a schedule that splits backward computes its gradient apart."""
+        # A router's is small, and comes with its input's. The head's is taken with the loss: one for each microbatch
+        # would wait, as large as the head, and nothing would be left to compute.
+        return self.kind == "linear" and self.tp != "replicated_partial" and self.layer is not None
+
+
+# ---- operations -----------------------------------------------------------------------------------------------------
 
 
 class Matmul(NamedTuple):
@@ -53,7 +107,7 @@ class Matmul(NamedTuple):
 
         The stream is whole on every tp rank; with sp, a rank has its tokens of it.
         """
-        return self.tp == "columns" or self.name == "experts.down"
+        return self.tp == "rowwise" or self.name == "experts.down"
 
     @property
     def reads_residual(self) -> bool:
@@ -63,10 +117,10 @@ class Matmul(NamedTuple):
     @property
     def whole(self) -> bool:
         """Whether every tp rank has all of its outputs; with sp, those of its tokens."""
-        return self.writes_residual or self.tp == "whole"
+        return self.writes_residual or self.tp == "replicated"
 
 
-class Attention(NamedTuple):
+class Scores(NamedTuple):
     """Scores and their product with the values, for the heads of one tp rank."""
 
     heads: int
@@ -74,8 +128,7 @@ class Attention(NamedTuple):
     head_dim: int  # of queries and keys; values are padded to it, where theirs is less
     v_dim: int
     cached: int  # numbers that a token leaves for later ones
-    window: int = 0  # the most keys that a query sees,
-    windowed: float = 0.0  # in this share of the layers
+    window: int = 0  # the most keys that a query sees; 0: all before it
 
     @property
     def width(self) -> int:
@@ -93,8 +146,8 @@ class Attention(NamedTuple):
         return self.heads * self.v_dim
 
     def keys(self, keys: float) -> float:
-        """What a query sees of so many keys, averaged over the layers; a causal mask leaves half of a sequence."""
-        return keys + self.windowed * (min(keys, self.window) - keys)
+        """What a query sees of so many keys; a causal mask leaves half of a sequence."""
+        return min(keys, self.window) if self.window else keys
 
     def flops(self, keys: float) -> float:
         """Forward FLOPs of a query that has so many keys before it."""
@@ -114,11 +167,11 @@ class Elementwise(NamedTuple):
         return self.width / (tp if sp or not self.stream else 1)
 
 
-Operation = Matmul | Attention | Elementwise
+Operation = Matmul | Scores | Elementwise
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockOperations:
     """The operations of a block, in the order of the forward pass."""
 
     operations: tuple[Operation, ...]
@@ -136,8 +189,8 @@ class Block:
         return tuple(tuple(group) for _, group in groupby(self.matmuls, key=lambda one: one.reads))
 
     @cached_property
-    def attention(self) -> Attention:
-        return next(one for one in self.operations if isinstance(one, Attention))
+    def attention(self) -> Scores:
+        return next(one for one in self.operations if isinstance(one, Scores))
 
     @cached_property
     def elementwise(self) -> tuple[Elementwise, ...]:
@@ -161,35 +214,35 @@ class Block:
 
 
 @lru_cache(maxsize=4096)
-def block(spec: "ModelSpec", tp: int = 1, dense: bool = False) -> Block:
+def block(spec: "ModelSpec", tp: int = 1, dense: bool = False, window: int = 0) -> BlockOperations:
     """A block on one of `tp` ranks. Where these outnumber the kv heads, several ranks work with the same one.
 
-    In a model with experts it is a block that has some, or (`dense`) one of the first that have none.
+    In a model with experts it is a block that has some, or (`dense`) one of the first that have none. `window` is that
+    of its layer: layers differ in it, and in nothing but what their queries see.
     """
-    return Block(tuple(_block(spec, tp, dense)))
+    return BlockOperations(tuple(_block(spec, tp, dense, window)))
 
 
-def _block(spec: "ModelSpec", tp: int, dense: bool) -> Iterator[Operation]:
+def _block(spec: "ModelSpec", tp: int, dense: bool, window: int) -> Iterator[Operation]:
     hidden, every = spec.hidden, spec.bias
     yield Elementwise("norm", hidden, True, "attention_norm")
     attention = yield from (_latent if spec.mla else _heads)(spec, tp)
-    yield attention
-    yield Matmul("attention", "o", "attention", attention.seen, hidden, "columns", every)
+    yield attention._replace(window=window)
+    yield Matmul("attention", "o", "attention", attention.seen, hidden, "rowwise", every)
     yield from _residual(spec)
     yield Elementwise("norm", hidden, True, "mlp_norm")
     yield from _network(spec, "", spec.ffn, tp) if dense or spec.experts is None else _mixture(spec, tp)
     yield from _residual(spec)
 
 
-def _heads(spec: "ModelSpec", tp: int) -> Generator[Operation, None, Attention]:
+def _heads(spec: "ModelSpec", tp: int) -> Generator[Operation, None, Scores]:
     """Queries, keys and values of the stream."""
     heads, kv_heads, dim = spec.heads // tp, max(1, spec.kv_heads // tp), spec.head_dim
-    windowed = sum(spec.window_of(layer) > 0 for layer in range(spec.layers)) / max(1, spec.layers)
-    attention = Attention(heads, kv_heads, dim, dim, 2 * kv_heads * dim, spec.window, windowed)
+    attention = Scores(heads, kv_heads, dim, dim, 2 * kv_heads * dim)
     bias = spec.bias or spec.qkv_bias
-    yield Matmul("attention", "q", "attention_norm", spec.hidden, attention.width, "rows", bias)
-    yield Matmul("attention", "k", "attention_norm", spec.hidden, attention.kv_width, "kv rows", bias)
-    yield Matmul("attention", "v", "attention_norm", spec.hidden, attention.kv_width, "kv rows", bias)
+    yield Matmul("attention", "q", "attention_norm", spec.hidden, attention.width, "colwise", bias)
+    yield Matmul("attention", "k", "attention_norm", spec.hidden, attention.kv_width, "colwise_kv", bias)
+    yield Matmul("attention", "v", "attention_norm", spec.hidden, attention.kv_width, "colwise_kv", bias)
     if spec.qk_norm:
         yield Elementwise("qk_norm", spec.heads * spec.head_dim, name="attention.q_norm")
         yield Elementwise("qk_norm", spec.kv_heads * spec.head_dim, name="attention.k_norm")
@@ -198,21 +251,21 @@ def _heads(spec: "ModelSpec", tp: int) -> Generator[Operation, None, Attention]:
     return attention
 
 
-def _latent(spec: "ModelSpec", tp: int) -> Generator[Operation, None, Attention]:
+def _latent(spec: "ModelSpec", tp: int) -> Generator[Operation, None, Scores]:
     """MLA: the latents are the same on every tp rank, which makes its heads of them."""
     assert spec.mla is not None
     mla, heads = spec.mla, spec.heads // tp
-    attention = Attention(heads, heads, mla.head_dim, mla.v_dim, mla.cached)
+    attention = Scores(heads, heads, mla.head_dim, mla.v_dim, mla.cached)
     if mla.q_rank:
-        yield Matmul("attention", "q_down", "attention_norm", spec.hidden, mla.q_rank, "whole")
+        yield Matmul("attention", "q_down", "attention_norm", spec.hidden, mla.q_rank, "replicated")
     else:
-        yield Matmul("attention", "q", "attention_norm", spec.hidden, attention.width, "rows")
-    yield Matmul("attention", "kv_down", "attention_norm", spec.hidden, mla.cached, "whole")
+        yield Matmul("attention", "q", "attention_norm", spec.hidden, attention.width, "colwise")
+    yield Matmul("attention", "kv_down", "attention_norm", spec.hidden, mla.cached, "replicated")
     if mla.q_rank:
         yield Elementwise("norm", mla.q_rank, True, "attention.q_norm")
-        yield Matmul("attention", "q_up", "q_latent", mla.q_rank, attention.width, "rows")
+        yield Matmul("attention", "q_up", "q_latent", mla.q_rank, attention.width, "colwise")
     yield Elementwise("norm", mla.kv_rank, True, "attention.kv_norm")
-    yield Matmul("attention", "kv_up", "kv_latent", mla.kv_rank, heads * (mla.nope_dim + mla.v_dim), "rows")
+    yield Matmul("attention", "kv_up", "kv_latent", mla.kv_rank, heads * (mla.nope_dim + mla.v_dim), "colwise")
     yield Elementwise("rope", (spec.heads + 1) * mla.rope_dim)
     return attention
 
@@ -221,10 +274,10 @@ def _network(spec: "ModelSpec", prefix: str, width: int, tp: int) -> Iterator[Op
     """A dense feed-forward network."""
     hidden, ffn, gated = spec.hidden, width // tp, spec.activation.startswith("swiglu")
     if gated:
-        yield Matmul("mlp", f"{prefix}gate", "mlp_norm", hidden, ffn, "rows", spec.bias)
-    yield Matmul("mlp", f"{prefix}up", "mlp_norm", hidden, ffn, "rows", spec.bias)
+        yield Matmul("mlp", f"{prefix}gate", "mlp_norm", hidden, ffn, "colwise", spec.bias)
+    yield Matmul("mlp", f"{prefix}up", "mlp_norm", hidden, ffn, "colwise", spec.bias)
     yield Elementwise("swiglu" if gated else "gelu", width)
-    yield Matmul("mlp", f"{prefix}down", f"{prefix}activation", ffn, hidden, "columns", spec.bias)
+    yield Matmul("mlp", f"{prefix}down", f"{prefix}activation", ffn, hidden, "rowwise", spec.bias)
 
 
 def _mixture(spec: "ModelSpec", tp: int) -> Iterator[Operation]:
@@ -232,7 +285,7 @@ def _mixture(spec: "ModelSpec", tp: int) -> Iterator[Operation]:
     experts = spec.experts
     assert experts is not None
     hidden, of, every = spec.hidden, (experts.count, experts.top_k), spec.bias
-    yield Matmul("mlp", "router", "widened mlp_norm", hidden, experts.count, "tokens", every)
+    yield Matmul("mlp", "router", "widened mlp_norm", hidden, experts.count, "replicated_partial", every)
     gated = spec.activation.startswith("swiglu")
     if gated:
         yield Matmul("mlp", "experts.gate", "dispatched", hidden, experts.ffn, "experts", every, *of)
@@ -254,4 +307,4 @@ def head(spec: "ModelSpec", tp: int = 1) -> Matmul:
 
     The embedding below the blocks is a look-up in a table of this shape.
     """
-    return Matmul("head", "head", "norm", spec.hidden, -(-spec.vocab // tp), "rows")
+    return Matmul("head", "head", "norm", spec.hidden, -(-spec.vocab // tp), "colwise")

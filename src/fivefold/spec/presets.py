@@ -1,15 +1,20 @@
-"""Models by name. Shapes are those of the published configurations; `fivefold models` prints the table.
+"""Models by name. Shapes are those of the published configurations; `fivefold list models` prints the table.
 
 A preset has a line with its numbers, and its family a line that says where they come from.
 """
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from fivefold.spec.attention import LatentAttention, RopeScaling, Yarn
-from fivefold.spec.experts import Experts
+from fivefold.render.blocks import Block, Result, Table
+from fivefold.spec.blocks import Experts, LatentSpec, RopeScaling, Yarn
+from fivefold.spec.hf import read_hf_config
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError
-from fivefold.support.formatting import did_you_mean
+from fivefold.support.ranges import TOKENS, checked, within
+from fivefold.support.text import did_you_mean, si
 
 _GPT = {"norm": "layernorm", "activation": "gelu", "positions": "learned", "bias": True, "tied": True}
 _LLAMA2 = {"vocab": 32_000, "context": 4096}
@@ -36,15 +41,15 @@ def _sigmoid(count: int, top_k: int, ffn: int, **others: Any) -> Experts:
 
 
 _DEEPSEEK = {"context": 163_840, "norm_eps": 1e-6, "rope_interleaved": True}
-_LATENTS = LatentAttention(kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128)
-_LATENTS_OF_Q = LatentAttention(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128)
+_LATENTS = LatentSpec(kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128)
+_LATENTS_OF_Q = LatentSpec(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128)
 
 # For laptops and tests: 257 is 256 bytes and an end of document.
 _BYTES = {"vocab": 257, "context": 2048}
 _OSS_RELEASED = _OSS | {"vocab": 201_088, "context": 131_072, "rope_theta": 150_000.0}
 _OSS_RELEASED |= {"rope_scaling": Yarn(factor=32.0, original_context=4096, truncate=False)}
 _TINY_OSS = _OSS | {"window": 10, "rope_scaling": Yarn(factor=4.0, original_context=512, truncate=False)}
-_TINY_LATENTS = LatentAttention(q_rank=48, kv_rank=32, nope_dim=24, rope_dim=16, v_dim=32)
+_TINY_LATENTS = LatentSpec(q_rank=48, kv_rank=32, nope_dim=24, rope_dim=16, v_dim=32)
 
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": _BYTES | _shape(4, 128, 4, 2, 384),
@@ -195,5 +200,72 @@ def preset(name: str, **changes: Any) -> ModelSpec:
     ff.preset("llama3-8b", layers=16)
     """
     if name not in PRESETS:
-        raise UserError(f"unknown model {name!r}; {did_you_mean(name, list(PRESETS))} ('fivefold models' lists them)")
+        raise UserError(
+            f"unknown model {name!r}; {did_you_mean(name, list(PRESETS))} ('fivefold list models' lists them)"
+        )
     return ModelSpec(**({"name": name} | PRESETS[name] | changes))
+
+
+# ---- listing --------------------------------------------------------------------------------------------------------
+# The presets, with what follows from their numbers: parameters and FLOPs per token.
+
+
+SHAPE = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "context")
+
+
+@dataclass(frozen=True)
+class ModelList(Result):
+    specs: tuple[ModelSpec, ...]
+    seq: int | None  # None: each model's own context
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "model": spec.name,
+                "parameters": spec.parameter_count,
+                "active_parameters": spec.active_parameters,
+                "matmul_parameters": spec.matmul_parameters,
+                "seq": seq,
+                "flops_per_token_full": spec.flops_per_token(seq, "full"),
+                "flops_per_token_causal": spec.flops_per_token(seq, "causal"),
+            }
+            for spec in self.specs
+            for seq in [self.seq or spec.context]
+        ]
+
+    def blocks(self) -> Iterator[Block]:
+        rows = []
+        for row in self.to_dict():
+            flops = (si(row[f"flops_per_token_{counting}"]) for counting in ("full", "causal"))
+            rows.append([row["model"], f"{row['parameters']:,}", str(row["seq"]), *flops])
+        yield Table(
+            ["model", ">parameters", ">seq", ">FLOPs/token full", ">FLOPs/token causal"],
+            rows,
+            title="Models",
+            caption="FLOPs per training token, forward and backward, at the sequence length shown; full and causal: "
+            "how attention is counted",
+        )
+        shapes = [[spec.name, *(str(getattr(spec, name)) for name in SHAPE)] for spec in self.specs]
+        yield Table(["model", *(f">{name.replace('_', ' ')}" for name in SHAPE)], shapes, title="Shapes")
+        yield Table(
+            ["model", ">active", ">experts", ">shared", ">top k", ">expert ffn", ">dense layers", "scores"],
+            [[spec.name, si(spec.active_parameters, 3), *_mixture(spec.experts)]
+             for spec in self.specs if spec.experts is not None],
+            title="Mixtures of experts",
+            caption="active: parameters without those of experts that a token does not visit",
+        )  # fmt: skip
+
+
+def _mixture(experts: Experts) -> list[str]:
+    numbers = experts.count, experts.shared, experts.top_k, experts.ffn, experts.dense_layers
+    return [*map(str, numbers), experts.scores]
+
+
+def models(config: str | Path | None = None, *, seq: int | None = None) -> ModelList:
+    """Every preset, and the model of a Hugging Face `config`; FLOPs at `seq` tokens, or at each model's context.
+
+    ff.models(seq=8192)
+    """
+    checked("seq", seq, within(1, TOKENS))
+    specs = [preset(name) for name in PRESETS] + ([read_hf_config(config)] if config else [])
+    return ModelList(tuple(specs), seq)

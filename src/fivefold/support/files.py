@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import msgspec
 
 from fivefold.support.errors import UserError
-from fivefold.support.formatting import bytes_text
+from fivefold.support.text import bytes_text
 
 Progress = Callable[[int], None]  # told the bytes of every piece
 _CHUNK = 1 << 22  # bytes hashed at a time

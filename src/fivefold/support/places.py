@@ -11,8 +11,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from fivefold.support.documents import path_of
 from fivefold.support.errors import UserError, absent
+from fivefold.support.parsing import path_of
 
 # By protocol, the package that speaks it and how it is installed; fsspec itself has those without one.
 _S3, _GCS, _AZURE = ("s3fs", '"fivefold[s3]"'), ("gcsfs", "gcsfs"), ("adlfs", "adlfs")
@@ -25,7 +25,7 @@ _LONGEST = 900  # bytes of a URL; keys of objects may have 1024
 
 
 @dataclass(frozen=True)
-class Remote:
+class RemotePlace:
     """A place on object storage."""
 
     protocol: str
@@ -34,18 +34,18 @@ class Remote:
     def __str__(self) -> str:
         return f"{self.protocol}://{self.path}"
 
-    def __truediv__(self, name: str) -> "Remote":
-        return Remote(self.protocol, f"{self.path}/{name}")
+    def __truediv__(self, name: str) -> "RemotePlace":
+        return RemotePlace(self.protocol, f"{self.path}/{name}")
 
     @property
     def name(self) -> str:
         return self.path.rpartition("/")[2]
 
     @property
-    def parent(self) -> "Remote":
-        return Remote(self.protocol, self.path.rpartition("/")[0])
+    def parent(self) -> "RemotePlace":
+        return RemotePlace(self.protocol, self.path.rpartition("/")[0])
 
-    def with_name(self, name: str) -> "Remote":
+    def with_name(self, name: str) -> "RemotePlace":
         return self.parent / name
 
     @property
@@ -58,18 +58,18 @@ class Remote:
         return None
 
 
-Place = Path | Remote
+Place = Path | RemotePlace
 
 
 def place_of(text: str | Place) -> Place:
     """The place that a user means by a text; what is no place is refused. (Path has made one slash of two.)"""
-    if isinstance(text, Remote):
+    if isinstance(text, RemotePlace):
         return text
     word = re.sub(rf"^({'|'.join(DRIVERS)}):/(?!/)", r"\1://", str(text)) if isinstance(text, Path) else text
     return remote_of(word) if "://" in word or "::" in word else path_of(text)
 
 
-def remote_of(text: str) -> Remote:
+def remote_of(text: str) -> RemotePlace:
     found = _URL.fullmatch(text)
     if found is None or found[1] not in DRIVERS or "::" in text:
         raise UserError(f"{text!r} is not a place for checkpoints; take one of {', '.join(f'{p}://' for p in DRIVERS)}")
@@ -89,4 +89,4 @@ def remote_of(text: str) -> Remote:
     if odd or not bucket or len(text.encode()) > _LONGEST:
         what = f"{odd[0][:50]!r} in it" if odd else "its length"
         raise UserError(f"{text[:200]!r} is not a plain URL: {what}; write for example s3://bucket/runs")
-    return Remote(protocol, path)
+    return RemotePlace(protocol, path)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from fivefold.job.config import read_job
-from fivefold.model.experts.fp8 import Fp8GroupedLinear, rounded
-from fivefold.model.experts.grouped import GroupedLinear, Groups
+from fivefold.model.fp8 import Fp8GroupedLinear, round_rows
+from fivefold.model.grouped import GroupedLinear, Groups
 
 SIZES = (30, 0, 1, 33)
 
@@ -28,8 +28,8 @@ def test_products_are_off_by_the_formats_rounding_and_the_weights_gradient_is_no
 
 def test_a_row_is_rounded_the_same_beside_any_others() -> None:
     rows = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
-    small, by = rounded(rows * torch.tensor([1.0, 1e-9, 1e9, 0.0, 1.0])[:, None])
-    alone, one = rounded(rows[:1])
+    small, by = round_rows(rows * torch.tensor([1.0, 1e-9, 1e9, 0.0, 1.0])[:, None])
+    alone, one = round_rows(rows[:1])
     assert torch.equal(small[:1].float(), alone.float())
     assert by[0] == one[0]
     assert not small.float().isnan().any()

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fivefold.model.experts.grouped import GroupedLinear, Groups, PutOff, _runs
+from fivefold.model.grouped import GroupedLinear, Groups, PutOff, _runs
 from fivefold.model.recompute import recomputed
 
 
-def linear(x: Tensor, weight: Tensor, groups: Groups, put_off: Callable[[], PutOff | None] | None = None) -> Tensor:
-    return GroupedLinear.apply(x, weight, groups.ends, groups.sizes, put_off)
+def linear(x: Tensor, weight: Tensor, groups: Groups, defer_wgrad: Callable[[], PutOff | None] | None = None) -> Tensor:
+    return GroupedLinear.apply(x, weight, groups.ends, groups.sizes, defer_wgrad)
 
 
 SIZES = [(3, 0, 5, 1), (0, 0, 0, 4), (0, 0, 0, 0), (1, 0, 0, 0), (9, 9, 9, 9)]

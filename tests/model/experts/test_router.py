@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from fivefold.model.decoder import Decoder
-from fivefold.model.experts.balance import AddLoss, Balance, balance_loss, follow_load, row_counts, z_loss
-from fivefold.model.experts.router import Routed, best, in_order
+from fivefold.model.dispatch import Routing, best, in_order
 from fivefold.model.init import initialise
-from fivefold.spec.experts import Experts
+from fivefold.model.moe import AddLoss, Balance, balance_loss, follow_load, row_counts, z_loss
+from fivefold.spec.blocks import Experts
 from fivefold.spec.presets import preset
 
 PLAIN = Experts(count=6, top_k=2, ffn=8)
@@ -57,9 +57,9 @@ def test_a_bias_chooses_and_does_not_weigh() -> None:
     torch.testing.assert_close(routed.weights, 2.5 * picked / picked.sum(-1, keepdim=True))
 
 
-def routed(chosen: list[list[int]], scores: Tensor) -> Routed:
+def routed(chosen: list[list[int]], scores: Tensor) -> Routing:
     slots = in_order(torch.tensor(chosen), scores.shape[1])
-    return Routed(torch.tensor(chosen), torch.ones(len(chosen), len(chosen[0])), scores, scores.log(), *slots)
+    return Routing(torch.tensor(chosen), torch.ones(len(chosen), len(chosen[0])), scores, scores.log(), *slots)
 
 
 def test_the_balance_loss_is_one_where_all_is_even_and_more_where_it_is_not() -> None:

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.layout.layout import Layout
 from fivefold.layout.sharding import context_share
-from fivefold.parallel.context.tiles import Tile, gathered_tiles, own_tile, ring_tile
+from fivefold.parallel.context import Tile, gathered_tiles, own_tile, ring_tile
 from tests.parallel.context.world import Case, Rank
 from tests.ranks import run_ranks
 
@@ -117,16 +117,16 @@ def test_tiles_that_no_document_spans_are_not_computed() -> None:
 def closed_form(case: Case) -> tuple[Counter[Any], Counter[Any]]:
     """What the docstrings say, forward and backward."""
     c, compute = case.layout.cp, case.dtype
-    accumulate = torch.float64 if compute == torch.float64 else torch.float32
+    forward_backward = torch.float64 if compute == torch.float64 else torch.float32
     tokens = case.batch * case.seq // c * case.dim
     kv = 2 * tokens * case.kv_heads
     match case.layout.cp_kind:
         case "ring":
             sends = Counter({("send", kv, compute): c - 1})
-            return sends, sends + Counter({("send", kv, accumulate): c})
+            return sends, sends + Counter({("send", kv, forward_backward): c})
         case "allgather":
             gather = Counter({("all-gather", kv, compute): 1})
-            return gather, gather + Counter({("reduce-scatter", c * kv, accumulate): 1})
+            return gather, gather + Counter({("reduce-scatter", c * kv, forward_backward): 1})
         case _:
             repeated = torch.tensor(case.kv_heads).lcm(torch.tensor(c)).item()
             there = Counter({("all-to-all", tokens * (case.heads + 2 * repeated), compute): 1})

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from fivefold.layout.layout import Layout
-from fivefold.model.positions import TokenPositions
+from fivefold.model.layers import TokenPositions
 from fivefold.parallel.context import Context, share_of
 from fivefold.parallel.mesh import Axis, Mesh
 from tests.parallel.context.world import DOCUMENTS, Case, Rank, shares, worst

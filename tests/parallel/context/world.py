@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fivefold.data.batch import Batch
 from fivefold.layout.layout import Layout
-from fivefold.model.positions import TokenPositions
+from fivefold.model.layers import TokenPositions
 from fivefold.model.recompute import recomputed
 from fivefold.parallel.context import Context
 from fivefold.parallel.mesh import Mesh

@@ -6,11 +6,10 @@ from torch import Tensor
 
 from fivefold.layout.layout import Layout
 from fivefold.model.decoder import mixture
-from fivefold.model.experts.balance import UNBALANCED
-from fivefold.model.experts.dispatch import LocalDispatch
-from fivefold.model.experts.mixture import Mixture
+from fivefold.model.dispatch import LocalDispatch
+from fivefold.model.layers import TokenPositions
+from fivefold.model.moe import UNBALANCED, MoE
 from fivefold.model.ops import LocalOps
-from fivefold.model.positions import TokenPositions
 from fivefold.parallel.experts import dispatch_of
 from fivefold.parallel.mesh import Mesh
 from fivefold.spec.presets import preset
@@ -24,7 +23,7 @@ CHOICES = {
 }
 
 
-def made(dispatch: LocalDispatch | None) -> Mixture:
+def made(dispatch: LocalDispatch | None) -> MoE:
     """The same weights on every rank: of each expert its own."""
     module = mixture(SPEC, LocalOps(dispatch=dispatch), UNBALANCED).double()
     for number, (_, p) in enumerate(module.named_parameters()):
@@ -36,7 +35,7 @@ def tokens(batch: int, seq: int) -> Tensor:
     return torch.randn(batch, seq, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 
 
-def run(module: Mixture, x: Tensor, choice: str) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def run(module: MoE, x: Tensor, choice: str) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     if (choose := CHOICES[choice]) is not None:
         module.router.choose = lambda scores: choose(scores.shape[0]).clone()
     x = x.clone().requires_grad_()

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fivefold.layout.buckets import buckets, held
 from fivefold.layout.layout import Layout
+from fivefold.layout.sharding import buckets, held
 from fivefold.model.head import Targets
 from fivefold.parallel.optimizer import Optimizer
-from fivefold.parallel.zero import Replicated
-from fivefold.spec.parameters import BOTTOM, TOP
+from fivefold.parallel.replicated import Replicated
+from fivefold.spec.operations import BOTTOM, TOP
 from fivefold.spec.presets import preset
-from tests.parallel.zero.world import CONFIG, accumulate, each, make, microbatches, whole
+from tests.parallel.zero.world import CONFIG, each, forward_backward, make, microbatches, whole
 from tests.ranks import run_ranks
 
 DEEP = preset("tiny", layers=4, hidden=16, heads=4, kv_heads=4, head_dim=4, ffn=32, vocab=48)
@@ -104,14 +104,14 @@ def absent(rank: int, world: int, stage: int) -> tuple[float, float]:
     for tokens, targets, mask in parts:
         loss = model(tokens, targets=Targets(targets, mask)) / count
         own += torch.autograd.grad(loss, model.get_parameter(name))[0]
-    accumulate(model, ops, weights, parts, count)
-    weights.publish()
+    forward_backward(model, ops, weights, parts, count)
+    weights.sync_params()
     if rank == 1:
         model.layers = torch.nn.ModuleDict({number: model.layers[number] for number in ("0", "3")})
-    accumulate(model, ops, weights, parts, count)
+    forward_backward(model, ops, weights, parts, count)
     summed = weights.masters[name].grad
     assert summed is not None
-    return own.norm().item(), whole(weights.globally(name, summed)).norm().item()
+    return own.norm().item(), whole(weights.as_dtensor(name, summed)).norm().item()
 
 
 def test_parameters_without_a_gradient_on_one_rank_count_as_zero_and_nothing_hangs() -> None:

@@ -2,13 +2,13 @@
 
 import torch
 
-from fivefold.layout.buckets import Grouping, buckets, held
 from fivefold.layout.layout import Layout
+from fivefold.layout.sharding import Grouping, buckets, held
 from fivefold.parallel.optimizer import Optimizer
 from fivefold.parallel.traffic import TrafficCounter
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import preset
-from tests.parallel.zero.world import CONFIG, SMALL, accumulate, each, make, microbatches
+from tests.parallel.zero.world import CONFIG, SMALL, each, forward_backward, make, microbatches
 from tests.ranks import run_ranks
 
 UNEVEN = preset("tiny", layers=3, hidden=10, heads=1, kv_heads=1, head_dim=10, ffn=7, vocab=257)
@@ -25,7 +25,7 @@ def count(rank: int, world: int, spec: ModelSpec, layout: Layout, dtype: torch.d
     for step in range(2):
         with TrafficCounter(mesh) as counter:
             parts, targets = microbatches(spec, mesh, step, 8, ())
-            accumulate(model, ops, weights, parts, targets)
+            forward_backward(model, ops, weights, parts, targets)
             optimizer.step(1e-3, optimizer.gradient_norm())
             weights.ready()
         seen.append({(row.axis, row.kind): (row.calls, row.payload) for row in counter.rows()})

@@ -9,17 +9,18 @@ from torch import Tensor
 
 from fivefold.layout.layout import Layout
 from fivefold.model.decoder import Decoder
-from fivefold.model.head import Targets
+from fivefold.model.head import Targets, loss_sum
 from fivefold.model.init import initialise
-from fivefold.model.loss import loss_sum
+from fivefold.model.layers import TokenPositions
 from fivefold.model.ops import LocalOps
-from fivefold.model.positions import TokenPositions
-from fivefold.optimizers import AdamW
+from fivefold.optim.adamw import AdamW
 from fivefold.parallel.collectives import whole
+from fivefold.parallel.fsdp import FullySharded
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.optimizer import Optimizer
+from fivefold.parallel.replicated import Replicated
 from fivefold.parallel.tensor import TensorParallel
-from fivefold.parallel.zero import FullySharded, Replicated, Weights
+from fivefold.parallel.weights import Weights
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import preset
 
@@ -107,7 +108,7 @@ def microbatches(
     return list(zip(*mine, strict=True)), int(batch[2].sum())
 
 
-def accumulate(model: Decoder, ops: LocalOps, weights: Weights, parts: list, count: int) -> float:
+def forward_backward(model: Decoder, ops: LocalOps, weights: Weights, parts: list, count: int) -> float:
     total = 0.0
     for number, (tokens, targets, mask) in enumerate(parts, start=1):
         with weights.microbatch(last=number == len(parts)):
@@ -134,9 +135,11 @@ def train(
     run = Run()
     for step in range(STEPS):
         parts, targets = microbatches(spec, mesh, step, count, empty)
-        run.losses.append(accumulate(model, ops, weights, parts, targets))
+        run.losses.append(forward_backward(model, ops, weights, parts, targets))
         if step == 0:
-            grads = {name: weights.globally(name, p.grad) for name, p in weights.masters.items() if p.grad is not None}
+            grads = {
+                name: weights.as_dtensor(name, p.grad) for name, p in weights.masters.items() if p.grad is not None
+            }
             run.gradients.update({name: whole(gradient).clone() for name, gradient in grads.items()})
         norm = optimizer.gradient_norm()
         run.norms.append(norm.item())

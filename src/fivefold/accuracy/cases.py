@@ -1,0 +1,420 @@
+"""Rows of measured runs, a CSV file for each source, as cases of the planner with their measured step time.
+
+Empty means not published. `status` is ok, oom (ran out of memory), theory, or error.
+"""
+
+import csv
+import io
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from msgspec import structs
+
+from fivefold.accuracy.sources import Source
+from fivefold.accuracy.spelling import (
+    Refused,
+    described,
+    description,
+    held_parameters,
+    imbalance_of,
+    is_mixture,
+    kernels_of,
+    mixture_spec,
+    precision_named,
+    preset_named,
+    recompute_named,
+    schedule_named,
+    stray,
+    with_experts,
+    yes_or_no,
+    zero_named,
+)
+from fivefold.cost.footprint import HEADROOM
+from fivefold.cost.stack import SoftwareProfile
+from fivefold.cost.step import Case
+from fivefold.hardware.accelerators import Accelerator, find_accelerator
+from fivefold.hardware.cluster import Cluster, Group
+from fivefold.layout.layout import Layout
+from fivefold.planner.search import search
+from fivefold.schedules.registry import CATALOGUE
+from fivefold.spec.model import ModelSpec
+from fivefold.spec.operations import block, head
+from fivefold.spec.presets import PRESETS, preset
+from fivefold.support.errors import UserError
+from fivefold.support.files import read_regular
+from fivefold.support.text import either
+
+# ---- cells ----------------------------------------------------------------------------------------------------------
+# Cells of measured runs that must be numbers: one that cannot be read is named, and never taken as not published.
+
+
+WHOLE = (
+    "layers", "hidden", "ffn", "heads", "kv_heads", "vocab", "seq_len", "gpus", "gpus_per_node", "dp", "tp", "pp", "vp",
+    "cp", "ep", "micro_batch", "global_batch",
+)  # fmt: skip
+NUMBERS = (
+    "step_time_s", "derived_step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu", "peak_mem_gb",
+)  # fmt: skip
+
+
+class CellValues(Protocol):
+    """A row, as far as it matters here."""
+
+    def text(self, column: str) -> str: ...
+
+
+def number(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def check_cells(row: CellValues) -> None:
+    """Every number is one, above zero, and whole where halves make no sense."""
+    wrong = [sentence for column in (*WHOLE, *NUMBERS) if (sentence := _wrong(column, row.text(column)))]
+    if wrong:
+        raise Refused("; ".join(wrong))
+
+
+def _wrong(column: str, text: str) -> str:
+    kind = "whole number" if column in WHOLE else "number"
+    if not text:
+        return ""
+    value = number(text)
+    if value is None:
+        return f"{column} is {text!r}, and must be a {kind} (no commas, no units), or empty where it is not known"
+    if value <= 0:
+        return f"{column} is {text}, and must be above zero, or empty where it is not known"
+    if column in WHOLE and value != int(value):
+        return f"{column} is {text}, and must be a whole number; nearest: {either(_around(value, 1))}"
+    return ""
+
+
+def check_world(gpus: int, dp: int | None, inner: dict[str, int]) -> None:
+    """The degrees, of which dp may be unknown, make as many ranks as there are GPUs."""
+    ranks = math.prod(inner.values())
+    said = " x ".join(f"{axis}={degree}" for axis, degree in inner.items())
+    if dp is None and gpus % ranks:
+        raise Refused(f"{said} = {ranks} does not divide gpus={gpus}")
+    if dp is not None and dp * ranks != gpus:
+        raise Refused(f"dp={dp} x {said} makes {dp * ranks} GPUs, and gpus is {gpus}")
+
+
+def check_batch(batch: int, dp: int, samples: int) -> None:
+    if batch % (dp * samples):
+        near = either(_around(batch, dp * samples))
+        raise Refused(f"global_batch={batch} does not divide over dp={dp} x micro_batch={samples}; nearest: {near}")
+
+
+def _around(value: float, step: int) -> list[int]:
+    """The multiples of a step on either side."""
+    below = int(value // step) * step
+    return [near for near in (below, below + step) if near]
+
+
+# ---- cases ----------------------------------------------------------------------------------------------------------
+
+
+DATA = Path(__file__).parent / "data"
+MOST, LONGEST = 1 << 26, 4000  # bytes of a file, characters of a cell
+NEEDED = ("source", "model", "seq_len", "gpu", "gpus", "status")
+
+
+class TruthRow(NamedTuple):
+    file: str  # without its ending
+    line: int
+    values: dict[str, str]
+    file_says: Source | None = None  # of its software, in a TOML file beside the CSV
+    shipped: bool = False  # with the package, which describes its sources
+
+    def text(self, column: str) -> str:
+        return (self.values.get(column) or "").strip()
+
+    def number(self, column: str) -> float | None:
+        """None where it is not published, or cannot be read: `check_cells` tells them apart."""
+        return number(self.text(column))
+
+    def whole(self, column: str) -> int | None:
+        value = self.number(column)
+        return None if value is None else round(value)
+
+    @property
+    def status(self) -> str:
+        return self.text("status").lower() or "ok"
+
+    @property
+    def where(self) -> str:
+        return f"{self.file}.csv line {self.line}"
+
+
+def read_rows(directory: Path = DATA) -> list[TruthRow]:
+    """Every row of every CSV file of a directory."""
+    if directory.is_file():
+        raise UserError(f"{directory} is a file, and rows are read from a directory; nearest: {directory.parent}")
+    files = sorted(path for path in directory.glob("*.csv") if path.is_file()) if directory.is_dir() else []
+    if not files:
+        raise UserError(f"{directory} has no .csv files; give a directory of measured runs, as {DATA} is one")
+    if orphan := stray(directory):
+        raise UserError(f"{orphan} describes the runs of {orphan.stem}.csv, which is not there; rename or move it")
+    rows, shipped = [], directory.resolve() == DATA.resolve()
+    for path in files:
+        software = described(path.with_suffix(".toml"))
+        try:
+            text = read_regular(path, MOST, links=True).decode(errors="replace")
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror}") from None
+        reader = csv.DictReader(io.StringIO(text, newline=""))
+        try:
+            missing = [column for column in NEEDED if column not in (reader.fieldnames or ())]
+            if missing:
+                raise UserError(f"{path} lacks the columns {', '.join(missing)}; its first line must name them")
+            rows += [TruthRow(path.stem, reader.line_num, _short(values), software, shipped) for values in reader]
+        except (csv.Error, ValueError) as error:
+            raise UserError(f"{path} line {reader.line_num} cannot be read: {error}") from None
+    return rows
+
+
+def _short(values: dict[str, str]) -> dict[str, str]:
+    """What a row has, if words can be looked for in each of its cells without end."""
+    for column, text in values.items():
+        if isinstance(text, str) and len(text) > LONGEST:
+            raise ValueError(f"{column} has {len(text):,} characters, and at most {LONGEST:,} are read")
+    return values
+
+
+class MeasuredRun(NamedTuple):
+    """A row with its case; `seconds` and `memory` (bytes) are None where they are not published."""
+
+    row: TruthRow
+    source: Source
+    case: Case
+    seconds: float | None
+    memory: float | None
+
+
+def source_of(row: TruthRow) -> Source:
+    """What is known or assumed of a row's software."""
+    words = " ".join(map(row.text, ("url_or_path", "notes")))
+    gpu, precision = map(row.text, ("gpu", "precision"))
+    return description(row.text("system"), row.file_says, row.text("source"), words, gpu, precision, row.shipped)
+
+
+def measured(row: TruthRow) -> MeasuredRun:
+    source = source_of(row)
+    check_cells(row)
+    spec, cluster = spec_of(row, source), cluster_of(row, source)
+    if wrong := spec.problems():
+        raise Refused("; ".join(wrong))
+    known = any(row.whole(axis) is not None for axis in ("dp", "tp", "pp"))
+    layout = layout_of(row, source, spec) if known else Layout()
+    batch = row.whole("global_batch") or layout.dp * layout.microbatches * (row.whole("micro_batch") or 1)
+    precision = precision_named(row.text("precision"), cluster.groups[0].accelerator)
+    case = Case(spec, layout, cluster, _need(row, "seq_len"), batch, precision, stack_of(row, source))
+    if is_mixture(row):
+        if not known:
+            raise Refused("a mixture of experts whose layout is not published")
+        case = _with_experts(row, source, case)
+    if known and (wrong := impossible(case)):
+        raise Refused("; ".join(wrong))
+    if not known:
+        # The layout is not published: take the planner's.
+        case = search(case, top=1, zero=source.zero).best.case
+    memory = row.number("peak_mem_gb")
+    return MeasuredRun(row, source, case, seconds_of(row, source, case), memory and memory * source.memory_unit)
+
+
+def impossible(case: Case) -> list[str]:
+    """Why no software can have run its layout; what the trainer here alone does not do is no reason."""
+    # Others have tied embeddings with ZeRO 2 and 3 in any schedule, shard groups with ZeRO 1, and pad sequences for sp.
+    spec, layout = structs.replace(case.spec, tied=False), structs.replace(case.layout, replicate=1, sp=False)
+    return layout.problems(spec, seq=case.seq, batch=case.batch)
+
+
+def _with_experts(row: TruthRow, source: Source, case: Case) -> Case:
+    """The same with the row's ep, the kernels of its release, and its routing."""
+    spec, layout = with_experts(row, case.spec, case.layout, source.divides_experts)
+    if spec.experts is None:
+        raise Refused(f"ep={layout.ep} deals out experts, and {spec.name} has none")
+    stack = case.stack.but(experts=kernels_of(row, case.stack.experts))
+    return replace(case, spec=spec, layout=layout, stack=stack, imbalance=imbalance_of(row, spec, layout))
+
+
+def _need(row: TruthRow, column: str) -> int:
+    value = row.whole(column)
+    if value is None:
+        raise Refused(f"{column} is not published")
+    return value
+
+
+SHAPE = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
+
+
+def spec_of(row: TruthRow, source: Source) -> ModelSpec:
+    """The row's shape; what it leaves out is the model's, if it names one that we know."""
+    name, given = row.text("model"), {column: _need(row, column) for column in SHAPE if row.text(column)}
+    if is_mixture(row):
+        return mixture_spec(row, given | {"context": _need(row, "seq_len")})
+    known = preset_named(name)
+    if known and given.get("hidden", PRESETS[known]["hidden"]) == PRESETS[known]["hidden"]:
+        return structs.replace(preset(known, **given, context=_need(row, "seq_len")), name=name)
+    shape: dict[str, Any] = {column: _need(row, column) for column in ("layers", "hidden", "heads")}
+    shape |= {column: given.get(column, 0) for column in ("kv_heads", "ffn")}
+    shape |= {"vocab": given.get("vocab", source.vocab or 1), "context": _need(row, "seq_len")}
+    if shape["hidden"] % shape["heads"]:
+        shape["head_dim"] = 256 if "PaLM" in name else 128  # arXiv 2204.02311, table 1
+    if not re.search(r"llama|palm|internlm|mistral|qwen", name, re.I):
+        shape |= {"norm": "layernorm", "activation": "gelu", "positions": "learned", "tied": not source.untied}
+        shape |= {"bias": False} if "MPT" in name else {"bias": True, "dropout": source.dropout}
+    return ModelSpec(name=name, **shape)
+
+
+ASYNC_TP = 0.45  # of what overlap hides elsewhere: torchtitan's own rows with and without it
+
+
+def stack_of(row: TruthRow, source: Source) -> SoftwareProfile:
+    notes = row.text("notes")
+    kernels = (kernel for word, kernel in source.kernels.items() if word in notes)
+    stack = source.stack.but(attention=next(kernels, source.stack.attention))
+    if source.compiled_if_said and "compile" not in notes.lower():
+        stack = stack.but(pointwise="eager", norm="eager")
+    if "rowwise" in row.text("precision").lower():
+        stack = stack.but(rowwise=True)
+    if re.search(r"async.?(tp|tensor)", notes, re.I):
+        stack = stack.but(overlap=structs.replace(stack.overlap, tp=ASYNC_TP))
+    if "RMS kernel" in notes:
+        stack = stack.but(norm="fused")
+    return stack
+
+
+RACK = 72  # GPUs of an NVL72
+FILLED = 64  # of them that runs over several racks take, where experts are dealt out
+
+
+def device_of(name: str) -> Accelerator:
+    """By a source's name, which is exact: less of 'A100-PCIE-40GB' would be a board with other memory and links."""
+    if not name:
+        raise Refused("gpu is not published")
+    try:
+        return find_accelerator(name)
+    except UserError as error:
+        raise Refused(f"gpu is not in the catalogue: {error}") from None
+
+
+def cluster_of(row: TruthRow, source: Source) -> Cluster:
+    gpus, per_node = _need(row, "gpus"), row.whole("gpus_per_node") or 8
+    device = device_of(row.text("gpu"))
+    across = structs.replace(device.across, bandwidth=device.across.bandwidth * source.ports)
+    device = structs.replace(device, across=across)
+    if device.name.startswith("GB"):
+        per_node = RACK  # NVLink joins a rack, whatever counts as a node there
+        if is_mixture(row) and gpus % FILLED == 0:
+            per_node = FILLED  # so that ep lies within a rack
+    per_node = min(per_node, gpus)
+    return Cluster((Group(-(-gpus // per_node), per_node, device),))
+
+
+def layout_of(row: TruthRow, source: Source, spec: ModelSpec) -> Layout:
+    tp, pp, cp = (row.whole(axis) or 1 for axis in ("tp", "pp", "cp"))
+    gpus = _need(row, "gpus")
+    check_world(gpus, row.whole("dp"), {"tp": tp, "pp": pp, "cp": cp})
+    dp = gpus // (tp * pp * cp)
+    zero = _zero(row, source, held_parameters(spec, tp, _ep(row, source, tp)) / pp)
+    zero = min(zero, source.pipelined_zero) if pp > 1 else zero
+    batch = row.whole("global_batch") or (row.whole("micro_batch") or 1) * dp
+    samples = row.whole("micro_batch") or (1 if pp > 1 else max(1, batch // dp))
+    check_batch(batch, dp, samples)
+    microbatches = batch // (dp * samples)
+    sp = yes_or_no("sequence_parallel", row.text("sequence_parallel"), source.sp)
+    degrees: dict[str, Any] = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "zero": zero, "microbatches": microbatches}
+    if zero and (group := re.search(r"shard group: (\d+) ranks", row.text("notes"))):
+        degrees["replicate"] = max(1, dp // int(group.group(1)))
+    layout = Layout(
+        **degrees,
+        cp_kind=source.cp_kind,
+        sp=sp and tp > 1,
+        recompute=recompute_named(row.text("recompute"), source.recompute),
+    )
+    schedule, chunks = _schedule(row, source, spec, layout)
+    layout = structs.replace(layout, schedule=schedule, chunks=chunks)
+    balanced = source.balanced_if and source.balanced_if in row.text("notes")
+    if balanced and layout.stages > 1:
+        return structs.replace(layout, split=_redistributed(spec, layout.stages))
+    return structs.replace(layout, split=_even(spec.layers, layout)) if source.stack.even else layout
+
+
+def _ep(row: TruthRow, source: Source, tp: int) -> int:
+    """Ranks that experts are dealt out over, or divided."""
+    return (row.whole("ep") or 1) * (tp if source.divides_experts else 1)
+
+
+def _zero(row: TruthRow, source: Source, parameters: float) -> int:
+    """As stated, or as the source has it; a run whose weights and gradients would not fit has sharded them."""
+    if (stated := zero_named(row.text("zero_stage"))) is not None:
+        return stated
+    whole = parameters * (source.stack.weight_bytes + source.stack.gradient_bytes)
+    return 3 if whole > HEADROOM * device_of(row.text("gpu")).memory else source.zero
+
+
+def _schedule(row: TruthRow, source: Source, spec: ModelSpec, layout: Layout) -> tuple[str, int]:
+    """Its name, and the stages of a rank."""
+    said = schedule_named(row.text("schedule"))
+    if layout.pp == 1:
+        return "1f1b", 1
+    if said not in ("", "1f1b", "interleaved"):
+        record = CATALOGUE[said]
+        return said, (record.any_chunks and row.whole("vp")) or record.chunks
+    most = max(source.chunks, 2 if said == "interleaved" else 1)
+    chunks = row.whole("vp") or _chunks(spec.layers, layout.pp, most)
+    several = chunks > 1 and layout.microbatches >= layout.pp
+    return ("interleaved", chunks) if several else ("1f1b", 1)
+
+
+def _even(layers: int, layout: Layout) -> tuple[int, ...]:
+    """As many layers on each stage; or with the ends as one more each, as in Llama 3."""
+    n = layout.stages
+    if layers % n == 0:
+        return (layers // n,) * n
+    if (layers + 2) % n == 0 and n > 1 and layers + 2 > n:
+        each = (layers + 2) // n
+        return (each - 1, *(each,) * (n - 2), each - 1)
+    few, more = divmod(layers, n)  # the first stages have one more, as none weighs the ends
+    return (*(few + 1,) * more, *(few,) * (n - more)) if few else ()
+
+
+def _redistributed(spec: ModelSpec, stages: int) -> tuple[int, ...]:
+    """The head as so many whole layers, the last stages with the remainder: Vocabulary Parallelism's times show it."""
+    own = block(spec)
+    worth = round(2 * head(spec).size / (2 * own.weights + own.attention.flops(spec.context)))  # no causal mask
+    each = -(-(spec.layers + worth) // stages)
+    few, more = divmod(spec.layers - max(0, each - worth), stages - 1)
+    return (*(few,) * (stages - 1 - more), *(few + 1,) * more, max(0, each - worth))
+
+
+def _chunks(layers: int, pp: int, most: int) -> int:
+    """As many as divide the layers evenly; or layers, embedding and head together, as in Llama 3."""
+    for units in (layers, layers + 2):
+        if units % pp == 0:
+            return max(n for n in range(1, most + 1) if units % (pp * n) == 0)
+    return 1
+
+
+def seconds_of(row: TruthRow, source: Source, case: Case) -> float | None:
+    """Published, or derived from tokens/s, TFLOP/s or MFU by the source's own convention."""
+    for column in ("step_time_s", "derived_step_time_s"):
+        if (value := row.number(column)) is not None:
+            return value
+    if rate := row.number("tokens_per_s_per_gpu"):
+        return float(case.batch * case.seq) / rate / case.layout.world
+    flops = case.flops(source.counting)
+    if rate := row.number("tflops_per_gpu"):
+        if source.hardware_flops and case.layout.recompute == "full":
+            flops *= 4 / 3
+        return flops / (rate * 1e12) / case.layout.world
+    if mfu := row.number("mfu"):
+        return flops / (mfu / 100 * case.on.peak()) / case.layout.world
+    return None

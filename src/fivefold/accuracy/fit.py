@@ -1,0 +1,273 @@
+"""The constants that measured runs decide, of accelerators and of software, and their fit by least absolute error.
+
+Every source has the same weight. A prior pulls each constant to its first guess, like one more observation. So a
+constant of which the runs say little stays plausible, and leaving a source out does not set others free.
+"""
+
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Self
+
+import numpy as np
+from msgspec import structs
+
+from fivefold.accuracy.cases import MeasuredRun
+from fivefold.cost.kernels import Device
+from fivefold.cost.step import Case, estimate
+from fivefold.hardware.accelerators import LIKE, Achieved, Software, achieved, known, software, write
+
+CLOCK = "H100-96"  # a board at 500 of 700 W: one factor slows all its compute
+
+
+class Fitted(NamedTuple):
+    """A constant: where it belongs, a first guess, and the guess's relative standard deviation."""
+
+    where: str  # an accelerator, or "software"
+    name: str
+    guess: float
+    spread: float
+
+
+# Guesses are what kernel benchmarks and papers report; runs that say nothing of a constant leave it there.
+FITTED = (
+    Fitted("A100-80", "gemm", 0.78, 0.15),
+    Fitted("A100-80", "stream", 0.80, 0.15),
+    Fitted("A100-80", "flash1", 0.30, 0.40),
+    Fitted("A100-80", "flash2", 0.55, 0.30),
+    Fitted("A100-80", "inside", 0.75, 0.20),
+    Fitted("A100-80", "across", 0.80, 0.30),
+    Fitted("H100", "gemm", 0.70, 0.15),
+    Fitted("H100", "fp8", 0.60, 0.20),
+    Fitted("H100", "stream", 0.80, 0.15),
+    Fitted("H100", "flash1", 0.20, 0.40),
+    Fitted("H100", "flash2", 0.36, 0.20),
+    Fitted("H100", "flash3", 0.55, 0.20),
+    Fitted("H100", "inside", 0.75, 0.20),
+    Fitted("H100", "across", 0.80, 0.30),
+    Fitted("B200", "gemm", 0.55, 0.20),
+    Fitted("B200", "fp8", 0.55, 0.20),
+    Fitted("B200", "fp4", 0.45, 0.30),
+    Fitted("B200", "stream", 0.80, 0.15),
+    Fitted("B200", "flash3", 0.50, 0.20),
+    Fitted("B200", "inside", 0.75, 0.20),
+    Fitted(CLOCK, "clock", 0.85, 0.10),
+    Fitted("software", "tp", 0.80, 0.20),
+    Fitted("software", "tp_backward", 0.80, 0.20),
+    Fitted("software", "cp", 0.80, 0.20),
+    Fitted("software", "zero", 0.80, 0.20),
+    Fitted("software", "dp", 0.90, 0.20),
+    Fitted("software", "pp", 0.80, 0.20),
+    Fitted("software", "norm", 1.5, 0.30),
+    Fitted("software", "host", 1.1e-3, 0.30),
+)
+COMPUTE = ("gemm", "fp8", "flash1", "flash2", "flash3")
+UNITS = {"A100-80": 108, "H100": 132, "B200": 148}  # multiprocessors, from the makers' papers
+KIN = {"B200": "H100"}  # whose shares a device has where the runs say nothing of its own
+RAMP = 180.0  # the same kernels' tiles on both
+
+
+@dataclass(frozen=True)
+class Constants:
+    devices: dict[str, Achieved]
+    software: Software
+
+    @classmethod
+    def shipped(cls) -> Self:
+        names = {one.where for one in FITTED} - {"software"}
+        return cls({name: achieved(name) for name in names}, software())
+
+    @classmethod
+    def of(cls, values: list[float]) -> Self:
+        """From numbers in the order of FITTED."""
+        tables: dict[str, dict[str, float]] = {}
+        for one, value in zip(FITTED, values, strict=True):
+            tables.setdefault(one.where, {})[one.name] = float(value)
+        devices = {}
+        for name, units in UNITS.items():
+            shares = tables.get(KIN.get(name, ""), {}) | tables[name]
+            devices[name] = Achieved(**shares, units=units, ramp=RAMP, source=SOURCE)
+        clock = tables[CLOCK]["clock"]
+        slower = {part: clock * getattr(devices["H100"], part) for part in COMPUTE}
+        devices[CLOCK] = structs.replace(devices["H100"], **slower)
+        return cls(devices, Software(**tables["software"]))
+
+    def value(self, one: Fitted) -> float:
+        if one.name == "clock":
+            return self.devices[CLOCK].gemm / self.devices["H100"].gemm
+        return float(getattr(self.software if one.where == "software" else self.devices[one.where], one.name))
+
+    def write(self) -> None:
+        """Write them to the file that the planner reads."""
+        tables = {name: structs.asdict(reached) for name, reached in self.devices.items()}
+        write(tables | {"software": structs.asdict(self.software)})
+
+    def on(self, case: Case) -> Case:
+        accelerator = case.cluster.groups[0].accelerator
+        name = shares_of(accelerator.name)
+        device = Device(accelerator, self.devices[name]) if name in self.devices else case.on
+        return replace(case, device=device, stack=case.stack.but(software=self.software))
+
+
+def shares_of(accelerator: str) -> str:
+    """Whose fitted shares it has; what was measured on a device, and not fitted to these runs, stays."""
+    if accelerator in UNITS or accelerator == CLOCK:
+        return accelerator
+    return "" if accelerator in known() else LIKE.get(accelerator, "")
+
+
+SOURCE = "fitted by `fivefold accuracy --fit` to the runs in accuracy/data"
+
+
+MOST = 100  # rows of a source: a larger one is sampled, because its errors are alike
+PRIOR = 0.08  # weight of the guesses beside that of a source
+NEAR = 0.03  # errors below it are noise: identical runs differ by more
+ROUNDS = 5
+AGAIN = 20  # moves on slopes that are known: they cost nothing
+GUESSES = np.log([one.guess for one in FITTED])
+SPREAD = np.array([one.spread for one in FITTED])
+
+
+def fit(runs: Sequence[MeasuredRun], progress: Callable[[], None] = lambda: None) -> Constants:
+    """Gauss-Newton on the logarithms, reweighted towards absolute errors."""
+    return _constants(_fitted(_sampled(runs), progress))
+
+
+class Whole(NamedTuple):
+    """What all runs decide, and how their errors move around it."""
+
+    rows: list[MeasuredRun]
+    start: np.ndarray
+    there: np.ndarray  # errors
+    slopes: np.ndarray
+
+    @classmethod
+    def of(cls, runs: Sequence[MeasuredRun], progress: Callable[[], None] = lambda: None) -> Self:
+        rows = _sampled(runs)
+        start = _fitted(rows, progress)
+        there = _errors(rows, start)
+        return cls(rows, start, there, _slopes(rows, start, there, progress))
+
+
+def fits_without(
+    whole: Whole, runs: Sequence[MeasuredRun], group: Callable[[MeasuredRun], str]
+) -> dict[str, Constants]:
+    """By group: the constants that the runs outside of it decide. All are near those that all runs decide, so the
+    slopes there serve for each."""
+    (rows, start, there, slopes), found = whole, {}
+    for name in dict.fromkeys(map(group, runs)):
+        others = [at for at, run in enumerate(rows) if group(run) != name]
+        weights, values = _weights([rows[at] for at in others]), start
+        for _ in range(AGAIN):
+            errors = there[others] + slopes[others] @ (values - start)
+            values = values + _move(weights, errors, slopes[others], values)
+        found[name] = _constants(values)
+    return found
+
+
+def _fitted(rows: Sequence[MeasuredRun], progress: Callable[[], None]) -> np.ndarray:
+    weights = _weights(rows)
+
+    def loss(found: np.ndarray, values: np.ndarray) -> float:
+        return float((weights * np.abs(found)).sum() + PRIOR / 2 * (((values - GUESSES) / SPREAD) ** 2).sum())
+
+    values, found = GUESSES, _errors(rows, GUESSES)
+    for _ in range(ROUNDS):
+        move = _move(weights, found, _slopes(rows, values, found, progress), values)
+        tries = [(values + share * move, _errors(rows, values + share * move)) for share in (1.0, 0.5, 0.25)]
+        values, found = min(tries, key=lambda one: loss(one[1], one[0]))
+    return values
+
+
+def _sampled(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
+    rows: list[MeasuredRun] = []
+    for name in dict.fromkeys(run.row.file for run in runs):
+        mine = [run for run in runs if run.seconds and run.row.file == name]
+        rows += mine if len(mine) <= MOST else random.Random(0).sample(mine, MOST)
+    return rows
+
+
+def _weights(rows: Sequence[MeasuredRun]) -> np.ndarray:
+    sizes = Counter(run.row.file for run in rows)
+    return np.array([1 / sizes[run.row.file] for run in rows])
+
+
+def _constants(values: np.ndarray) -> Constants:
+    return Constants.of(list(np.exp(values)))
+
+
+def _errors(rows: Sequence[MeasuredRun], values: np.ndarray) -> np.ndarray:
+    constants = _constants(values)
+    return np.array([math.log(predict(run, constants) / (run.seconds or 1.0)) for run in rows])
+
+
+def _slopes(
+    rows: Sequence[MeasuredRun], values: np.ndarray, there: np.ndarray, progress: Callable[[], None]
+) -> np.ndarray:
+    """How each error moves with each constant; only runs on its device can."""
+    found = np.zeros((len(rows), len(values)))
+    for column, (one, step) in enumerate(zip(FITTED, 1e-3 * np.eye(len(values)), strict=True)):
+        touched = [at for at, run in enumerate(rows) if _touches(one, run)]
+        moved = _errors([rows[at] for at in touched], values + step)
+        found[touched, column] = (moved - there[touched]) / 1e-3
+        progress()
+    return found
+
+
+def _touches(one: Fitted, run: MeasuredRun) -> bool:
+    """Whether a constant can matter to a run."""
+    name = shares_of(run.case.on.accelerator.name)
+    return one.where in ("software", name, KIN.get(name)) or (name == CLOCK and one.where == "H100")
+
+
+def _move(weights: np.ndarray, found: np.ndarray, slopes: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """One step towards the least sum of absolute errors, and of the distance from the guesses."""
+    pull = weights / np.maximum(np.abs(found), NEAR)
+    curvature = slopes.T @ (pull[:, None] * slopes) + np.diag(PRIOR / SPREAD**2)
+    descent = -slopes.T @ (pull * found) - PRIOR * (values - GUESSES) / SPREAD**2
+    return np.asarray(np.clip(np.linalg.solve(curvature, descent), -0.3, 0.3))
+
+
+STEPS = ROUNDS * len(FITTED)  # calls of `progress` in one fit
+STEPS_WITHOUT = STEPS + len(FITTED)  # and in those that leave groups out
+
+
+def predict(run: MeasuredRun, constants: Constants | None = None, exact: bool = False) -> float:
+    """Seconds of a run's step. The fit uses closed forms for pipelines; the evaluation (`exact`) runs the schedules."""
+    case = constants.on(run.case) if constants else run.case
+    return estimate(case, exact).seconds
+
+
+# ---- unseen ---------------------------------------------------------------------------------------------------------
+# Runs as constants predict them that have not seen their source, or their accelerator.
+
+
+class Unseen(NamedTuple):
+    run: MeasuredRun
+    seconds: float  # predicted
+
+
+def by_source(run: MeasuredRun) -> str:
+    return run.row.file
+
+
+def by_accelerator(run: MeasuredRun) -> str:
+    return run.case.on.accelerator.name
+
+
+def unseen(
+    runs: Sequence[MeasuredRun],
+    group: Callable[[MeasuredRun], str],
+    tick: Callable[[], None] = lambda: None,
+    whole: Whole | None = None,
+) -> Iterator[Unseen]:
+    """Every run with a time, under constants that were fitted without its group. `whole`: the fit to all, if known."""
+    timed = [run for run in runs if run.seconds]
+    if len(set(map(group, timed))) < 2:
+        return
+    constants = fits_without(whole or Whole.of(timed, tick), timed, group)
+    for run in timed:
+        if group(run) in constants:
+            yield Unseen(run, predict(run, constants[group(run)], exact=True))

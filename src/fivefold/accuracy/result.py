@@ -1,0 +1,404 @@
+"""What `fivefold accuracy` found: errors by source, sweeps, and rows; for people and as JSON."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from fivefold.accuracy.cases import DATA, MeasuredRun, TruthRow, measured, read_rows, source_of
+from fivefold.accuracy.fit import (
+    FITTED,
+    STEPS,
+    STEPS_WITHOUT,
+    Constants,
+    Unseen,
+    Whole,
+    by_accelerator,
+    by_source,
+    fit,
+    unseen,
+)
+from fivefold.accuracy.score import NONSENSE, RowScore, Score, SweepChoice, choices, evaluate, median_regret, scores
+from fivefold.accuracy.sources import ANY, SOURCES
+from fivefold.accuracy.spelling import is_mixture
+from fivefold.render.blocks import Block, Result, Table, Text
+from fivefold.render.chart import TOP, Plot, sheet
+from fivefold.render.scene import (
+    COLOURS,
+    FAINT,
+    GREY,
+    INK,
+    LABEL,
+    MARGIN,
+    PALE,
+    SHAPES,
+    SMALL,
+    WIDTH,
+    Area,
+    Curve,
+    Mark,
+    Scene,
+    TextMark,
+    cut,
+)
+from fivefold.support.errors import UserError
+
+# ---- picture --------------------------------------------------------------------------------------------------------
+# Predicted against measured step times: a mark for each run, the diagonal, and bands that say how far off it is.
+
+
+HEIGHT, LEFT, WIDE = 880.0, 128.0, 690.0
+BANDS = (0.25, 0.10)  # on either side of the diagonal, the wider behind
+SHADES = (FAINT, PALE)
+
+
+def scatter(results: Sequence[RowScore]) -> Scene:
+    """A mark on the diagonal is a prediction without error; sources have a colour and a shape each."""
+    points = [
+        (result.row.file, result.run.seconds, result.seconds)
+        for result in results
+        if result.error is not None and result.run and result.run.seconds and result.seconds
+    ]
+    spread = [value for _, *both in points for value in both] or [0.1, 10]
+    low, high = 10.0 ** math.floor(math.log10(min(spread))), 10.0 ** math.ceil(math.log10(max(spread)))
+    near = sum(abs(predicted / seconds - 1) <= BANDS[-1] for _, seconds, predicted in points)
+    share = f"; {near / len(points):.0%} of them within 10%" if points else ""
+    files = list(dict.fromkeys(name for name, _, _ in points))
+    said = f"{len(points)} measured runs of {len(files)} sources{share}"
+    scene = sheet("Step times: predicted against measured", said, HEIGHT, "predicted against measured step times")
+    plot = Plot(scene, LEFT, TOP, WIDE, HEIGHT - TOP - 70, (low, low), (high, high), log=True)
+    for band, shade in zip(BANDS, SHADES, strict=True):
+        scene.shapes.append(_band(plot, band, shade))
+    plot.axis_x("measured, seconds per step", "{:g}".format)
+    plot.axis_y("predicted, seconds per step", "{:g}".format)
+    scene.shapes.append(Curve(((plot.x(low), plot.y(low)), (plot.x(high), plot.y(high))), GREY, 1.5))
+    look = {name: (COLOURS[at % len(COLOURS)], at // len(COLOURS) % SHAPES) for at, name in enumerate(files)}
+    for name, seconds, predicted in points:
+        colour, shape = look[name]
+        scene.shapes.append(Mark(plot.x(seconds), plot.y(predicted), 4.2, colour, shape, 0.6))
+    _legend(scene, {name: sum(one == name for one, _, _ in points) for name in files}, look)
+    return scene
+
+
+def _band(plot: Plot, share: float, shade: str) -> Area:
+    """Predictions between 1/(1+share) and 1+share of what was measured."""
+    low, high, factor = plot.low[0], plot.high[0], 1 + share
+    above = ((low, low * factor), (high / factor, high))
+    below = ((high, high / factor), (low * factor, low))
+    corners = ((low, low), *above, (high, high), *below)
+    return Area(tuple((plot.x(x), plot.y(y)) for x, y in corners), shade, shade)
+
+
+def _legend(scene: Scene, counts: dict[str, int], look: dict[str, tuple[str, int]]) -> None:
+    """Right of the plot: the bands, the diagonal, then the sources with their numbers of runs."""
+    x, y = LEFT + WIDE + 44, TOP + 10
+    room = WIDTH - MARGIN / 2 - x
+    for share, shade in zip(reversed(BANDS), reversed(SHADES), strict=True):
+        scene.shapes += [
+            Area(((x, y - 7), (x, y - 7), (x + 26, y - 7), (x + 26, y + 7), (x, y + 7)), shade, shade),
+            TextMark(x + 36, y, f"within {share:.0%}", LABEL),
+        ]
+        y += 26
+    scene.shapes += [Curve(((x, y), (x + 26, y)), GREY, 1.5), TextMark(x + 36, y, "no error", LABEL)]
+    scene.shapes.append(TextMark(x, y + 36, "source (runs)", LABEL, bold=True))
+    y += 62
+    step = min(24.0, (HEIGHT - 40 - y) / max(1, len(counts)))
+    size = min(SMALL, 0.82 * step)
+    for at, (name, count) in enumerate(counts.items()):
+        colour, shape = look[name]
+        words = cut(f"{name} ({count})", size, room - 26)
+        scene.shapes += [
+            Mark(x + 8, y + at * step, 5, colour, shape),
+            TextMark(x + 26, y + at * step, words, size, fill=INK),
+        ]
+
+
+# ---- result ---------------------------------------------------------------------------------------------------------
+
+
+_LINES = 5  # of refused rows that are named
+
+
+@dataclass(frozen=True)
+class TruthResult(Result):
+    results: tuple[RowScore, ...]
+    left_out: dict[str, float]  # by source: the mean error under constants that were fitted without it
+    shown: str  # the source whose rows are shown
+    constants: Constants | None  # that were fitted
+    left_devices: dict[str, float] = field(default_factory=dict)  # by accelerator, likewise
+    own: bool = False  # of a directory of the user's: which software was assumed is told
+
+    @cached_property
+    def scores(self) -> list[Score]:
+        return scores(self.results)
+
+    @cached_property
+    def sweeps(self) -> list[SweepChoice]:
+        return choices(self.results)
+
+    @property
+    def mean_mape(self) -> float | None:
+        """The mean of the sources' mean errors."""
+        return self._mean_of("mape", experts=False)
+
+    @property
+    def experts_mape(self) -> float | None:
+        """The same of models with experts, of sources that have at least five such rows."""
+        return self._mean_of("mape", experts=True)
+
+    def _mean_of(self, what: str, experts: bool) -> float | None:
+        return _mean([getattr(one, what) or 0.0 for one in self.scores if one.judged and one.experts is experts])
+
+    def to_dict(self) -> dict[str, Any]:
+        left = self.left_out
+        return {
+            "sources": {
+                one.source: one.to_dict() | ({"left_out_mape": left[one.source]} if one.source in left else {})
+                for one in self.scores
+            },
+            "mean_mape": self.mean_mape,
+            "left_out_by_accelerator": self.left_devices,
+            "experts_mape": self.experts_mape,
+            "sweeps": {
+                "count": len(self.sweeps),
+                "median_regret": median_regret(self.sweeps),
+                "out_of_memory": sum(choice.out_of_memory for choice in self.sweeps),
+            },
+            "software": [
+                dict(zip(("source", "software", "assumed", "why"), row, strict=True)) for row in self.software
+            ],
+            "rows": [result.to_dict() for result in self.results],
+        }
+
+    def scene(self) -> Scene:
+        return scatter(self.results)
+
+    def blocks(self) -> Iterator[Block]:
+        if self.constants:
+            rows = [(one.where, one.name, f"{one.guess:.4g}", f"{self.constants.value(one):.4g}") for one in FITTED]
+            caption = "guess: what kernel benchmarks and papers report"
+            yield Table(["of", "constant", ">guess", ">fitted"], rows, title="Constants", caption=caption)
+        yield self._errors()
+        if self.left_devices:
+            devices = [(name, _percent(error)) for name, error in self.left_devices.items()]
+            caption = "the mean of its sources' errors, under constants that were fitted without all of its runs"
+            yield Table(
+                ["accelerator", ">left out"], devices, title="Accelerators that nobody has measured", caption=caption
+            )
+        yield from self._memory()
+        if self.own:
+            yield from self._software()
+        yield Text("")
+        yield from self._sentences()
+        if self.shown:
+            yield _rows([result for result in self.results if result.row.file == self.shown])
+        refused: dict[tuple[str, str], list[int]] = {}
+        for result in self.results:
+            if result.refused:
+                refused.setdefault((result.row.file, result.refused), []).append(result.row.line)
+        for (source, reason), lines in refused.items():
+            more = " ..." if len(lines) > _LINES else ""
+            where = f" (line {', '.join(map(str, lines[:_LINES]))}{more})" if self.own else ""
+            yield Text(f"refused: {len(lines)} of {source}{where}: {reason}")
+
+    def _errors(self) -> Table:
+        left = self.left_out
+        heads = ["source", ">rows", ">timed", ">error", ">median", ">bias", ">null model", ">worst"]
+        rows = []
+        for one in self.scores:
+            cells = [one.source, str(one.rows), str(one.timed), _percent(one.mape), _percent(one.median_ape)]
+            worst = one.worst.error if one.worst else None
+            cells += [_percent(one.bias, signed=True), _percent(one.null_mape), _percent(worst, signed=True)]
+            rows.append(cells + ([_percent(left.get(one.source))] if left else []))
+        totals = []
+        for experts, name in ((False, "mean of sources"), (True, "mean of sources, experts")):
+            if (error := self._mean_of("mape", experts)) is not None:
+                null = _percent(self._mean_of("null_mape", experts))
+                without = None if experts else _mean([*left.values()])
+                totals.append([name, "", "", _percent(error), "", "", null, ""])
+                totals[-1] += [_percent(without)] if left else []
+        return Table(
+            heads + ([">left out"] if left else []),
+            rows,
+            title="The planner against measured runs",
+            caption="timed: rows with a measured time; error: mean absolute error of the step time; null model: the "
+            "error of the best single hardware utilisation per source; models with experts have lines of their own, "
+            "which count from five rows on"
+            + ("; left out: the error under constants fitted without the source" if left else ""),
+            totals=totals,
+        )
+
+    @cached_property
+    def software(self) -> list[tuple[str, str, bool, str]]:
+        """By source: the software that its rows are predicted with, whether that is a guess, and who says so."""
+        rows = ((result.row.file, source_of(result.row)) for result in self.results if result.run)
+        found = ((file, source.stack.name, source.assumed, source.why) for file, source in rows)
+        return list(dict.fromkeys(found))
+
+    def _software(self) -> Iterator[Block]:
+        rows = [(file, name, "assumed" if guess else "described", why) for file, name, guess, why in self.software]
+        caption = "a column `system`, or NAME.toml beside NAME.csv, describes the software of a run"
+        yield Table(["source", "~software", "", "~by"], rows, title="The software of these runs", caption=caption)
+
+    def _memory(self) -> Iterator[Table]:
+        """Of the sources that publish memory or failures, or have rows that cannot be predicted."""
+        rows = [
+            [
+                one.source,
+                str(one.refused or ""),
+                f"{_percent(one.memory_mape)} ({one.memory_rows})" if one.memory_rows else "",
+                *map(_percent, (one.oom_right, one.oom_precision, one.oom_recall)),
+            ]
+            for one in self.scores
+            if one.refused or one.memory_rows or one.oom_right is not None
+        ]
+        heads = ["source", ">refused", ">memory error (rows)", ">OOM right", ">precision", ">recall"]
+        caption = (
+            "refused: rows that cannot be predicted; OOM right: rows of which the planner says rightly whether they fit"
+        )
+        if rows:
+            yield Table(heads, rows, title="Memory, and runs that ran out of it (OOM)", caption=caption)
+
+    def _sentences(self) -> Iterator[Text]:
+        if self.sweeps:
+            failed = sum(choice.out_of_memory for choice in self.sweeps)
+            finite = [choice.regret for choice in self.sweeps if not choice.out_of_memory]
+            yield Text(
+                f"sweeps: {len(self.sweeps)}; the planner's choice is slower than the best measured layout by "
+                f"{_percent(median_regret(self.sweeps))} in the median and {_percent(_mean(finite))} in the mean; "
+                f"{failed} of its choices ran out of memory"
+            )
+        ran = [result for result in self.results if result.row.status == "ok" and result.fits is not None]
+        wrong = (result for result in ran if not result.fits and not (result.run and result.run.memory))
+        if alarms := Counter(result.row.file for result in wrong):
+            counts = ", ".join(f"{count} of {name}" for name, count in alarms.items())
+            do = "does" if alarms.total() == 1 else "do"
+            yield Text(f"of {len(ran)} runs that ran, the planner says that {alarms.total()} {do} not fit: {counts}")
+
+
+@dataclass(frozen=True)
+class SourceList(Result):
+    """What is assumed of each source where its rows do not say."""
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        return [
+            {"source": one.match or "any other", "software": one.stack.name}
+            | {name: getattr(one, name) for name in ("zero", "sp", "recompute", "why")}
+            for one in (*SOURCES, ANY)
+        ]
+
+    def blocks(self) -> Iterator[Block]:
+        heads = ["~source", "~software", ">zero", "sp", "recompute", "~why"]
+        rows = [list(map(str, row.values())) for row in self.to_dict()]
+        yield Table(heads, rows, title="What is assumed of each source where its rows do not say")
+
+
+def _rows(results: list[RowScore]) -> Table:
+    # What the planner says of memory is compared only where memory was measured, or ran out.
+    judged = any(result.row.status == "oom" or (result.run and result.run.memory) for result in results)
+    rows = []
+    for result in results:
+        line, run = str(result.row.line), result.run
+        if run is None:
+            rows.append([line, result.row.text("model"), result.refused or "arithmetic of a paper"])
+            continue
+        measured = "out of memory" if result.row.status == "oom" else f"{run.seconds:.4g} s" if run.seconds else ""
+        predicted = f"{result.seconds:.4g} s" if result.seconds else ""
+        cells = [line, run.case.spec.name, str(run.case.layout).partition(",split=")[0], measured, predicted]
+        memory = [_gigabytes(run.memory), _gigabytes(result.memory), "yes" if result.fits else "no"] if judged else []
+        rows.append([*cells, _percent(result.error, signed=True), *memory])
+    memory_heads = [">memory", ">predicted", ">fits"] if judged else []
+    return Table([">line", "model", "~layout", ">measured", ">predicted", ">error", *memory_heads], rows, title="Rows")
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _percent(value: float | None, signed: bool = False) -> str:
+    return "" if value is None else f"{100 * value:+.1f}%" if signed else f"{100 * value:.1f}%"
+
+
+def _gigabytes(size: float | None) -> str:
+    return f"{size / 1e9:.1f} GB" if size else ""
+
+
+# ---- truth ----------------------------------------------------------------------------------------------------------
+# The planner against published, measured runs, as one function.
+#
+# truth(rows="llama3").scores[0].mape
+
+
+Progress = Callable[[int, int, str], None]  # steps so far, all steps, what is done
+
+
+def truth(
+    data: str | Path | None = None,
+    *,
+    rows: str = "",
+    leave_out: bool = False,
+    refit: bool = False,
+    progress: Progress = lambda done, total, what: None,
+) -> TruthResult:
+    """Predict every run of a directory of CSV files, by default of those that come with the package.
+
+        ff.truth()
+        ff.truth(rows="llama3")
+
+    `rows` names one source, whose rows are then shown; `leave_out` also predicts each source, and each accelerator,
+    with constants that were fitted without it (minutes); `refit` fits the constants to the runs and predicts with them.
+    """
+    every = read_rows(Path(data) if data else DATA)
+    files = list(dict.fromkeys(row.file for row in every))
+    if rows and rows not in files:
+        raise UserError(f"unknown source {rows!r}; there are {', '.join(files)}")
+    if rows and not refit:
+        every = [row for row in every if row.file == rows]
+    constants = fit(_runs(every), steps(progress, "fitting", STEPS)) if refit else None
+    left, devices = _left_out(every, progress) if leave_out else ({}, {})
+    results = evaluate(every, constants, tick=steps(progress, "predicting", len(every)))
+    return TruthResult(tuple(results), left, rows, constants, own=data is not None, left_devices=devices)
+
+
+def steps(progress: Progress, what: str, total: int) -> Callable[[], None]:
+    """Counts the calls, and reports each of them."""
+    done = iter(range(1, total + 1))
+    return lambda: progress(next(done, total), total, what)
+
+
+def _runs(every: list[TruthRow]) -> list[MeasuredRun]:
+    """Those that can be predicted."""
+    runs: list[MeasuredRun] = []
+    for row in every:
+        with suppress(UserError, *NONSENSE):
+            # Constants are those of dense models: what experts add has none that is fitted.
+            runs += [measured(row)] if row.status == "ok" and not is_mixture(row) else []
+    return runs
+
+
+def _left_out(every: list[TruthRow], progress: Progress) -> tuple[dict[str, float], dict[str, float]]:
+    """The mean error of each source, and of each accelerator, under constants that were fitted without it."""
+    runs = [run for run in _runs(every) if run.seconds]
+    if len(set(map(by_source, runs))) < 2 and len(set(map(by_accelerator, runs))) < 2:
+        names = ", ".join(sorted(set(map(by_source, runs)))) or "none"
+        raise UserError(
+            f"--leave-out fits the constants without one source, and these runs have no second source or accelerator "
+            f"(sources: {names}); leave --leave-out out, or give more runs"
+        )
+    whole = Whole.of(runs, steps(progress, "fitting", STEPS_WITHOUT))
+    sources, devices = (_mean_errors(unseen(runs, group, whole=whole), group) for group in (by_source, by_accelerator))
+    return sources, devices
+
+
+def _mean_errors(found: Iterable[Unseen], group: Callable[[MeasuredRun], str]) -> dict[str, float]:
+    """Of an accelerator the mean of its sources', which differ in their number of rows."""
+    errors: dict[str, dict[str, list[float]]] = {}
+    for run, seconds in found:
+        error = abs(seconds / (run.seconds or 1.0) - 1)
+        errors.setdefault(group(run), {}).setdefault(run.row.file, []).append(error)
+    return {name: fmean(map(fmean, files.values())) for name, files in errors.items()}

@@ -1,0 +1,257 @@
+"""The planner against measured runs: errors of time and memory, which runs run out of it, and what its choices cost."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fivefold.accuracy.cases import MeasuredRun, TruthRow, measured
+from fivefold.accuracy.fit import Constants, predict
+from fivefold.accuracy.spelling import Refused, is_mixture, older
+from fivefold.cost.footprint import HEADROOM, footprint
+from fivefold.cost.memory import paper
+from fivefold.support.errors import UserError
+
+NONSENSE = (ArithmeticError, ValueError, IndexError, AssertionError)  # of numbers that make no sense together
+
+
+@dataclass(frozen=True)
+class RowScore:
+    """One row: what was measured and what is predicted, or why nothing can be predicted."""
+
+    row: TruthRow
+    run: MeasuredRun | None = None
+    seconds: float | None = None  # predicted
+    memory: float | None = None  # predicted bytes, as an allocator counts them
+    fits: bool | None = None
+    planned: bool = False  # it fits with the headroom that a plan leaves
+    refused: str = ""
+    theory: float | None = None  # bytes, where a row is arithmetic and no measurement
+
+    @property
+    def error(self) -> float | None:
+        """Of time, relative."""
+        return self._relative(self.seconds, self.run and self.run.seconds)
+
+    @property
+    def memory_error(self) -> float | None:
+        if self.theory is not None and self.memory is not None:
+            return self.memory / self.theory - 1
+        return self._relative(self.memory, self.run and self.run.memory)
+
+    def _relative(self, predicted: float | None, measured: float | None) -> float | None:
+        if predicted is None or measured is None or self.row.status != "ok":
+            return None
+        return predicted / measured - 1
+
+    def to_dict(self) -> dict[str, Any]:
+        run = self.run
+        return {
+            "source": self.row.file,
+            "line": self.row.line,
+            "model": self.row.text("model"),
+            "status": self.row.status,
+            "refused": self.refused or None,
+            "layout": str(run.case.layout) if run else None,
+            "measured_seconds": run.seconds if run and self.row.status == "ok" else None,
+            "predicted_seconds": self.seconds,
+            "error": self.error,
+            "measured_memory": run.memory if run else None,
+            "predicted_memory": self.memory,
+            "memory_error": self.memory_error,
+            "fits": self.fits,
+        }
+
+
+def evaluate(
+    rows: Iterable[TruthRow],
+    constants: Constants | None = None,
+    exact: bool = True,
+    tick: Callable[[], None] = lambda: None,
+) -> list[RowScore]:
+    """Predict every row; one that is no measurement, or that cannot be predicted, gets the reason. `tick` is called
+    after each."""
+    results, rows = [], list(rows)
+    later = older(rows)
+    for row in rows:
+        try:
+            if (row.file, row.line) in later:
+                raise Refused("an earlier release of a configuration that a later one ran, too")
+            results.append(_theory(row) if row.status == "theory" else _predicted(row, constants, exact))
+        except UserError as error:
+            results.append(RowScore(row, refused=str(error)))
+        except NONSENSE as error:
+            results.append(RowScore(row, refused=f"its numbers make no sense together ({error})"))
+        tick()
+    return results
+
+
+def _theory(row: TruthRow) -> RowScore:
+    """The ZeRO paper's arithmetic, in its own accounting."""
+    count, ranks, published = row.number("params_b"), row.whole("dp"), row.number("peak_mem_gb")
+    stage = row.whole("zero_stage")
+    if not (count and ranks and published) or stage is None:
+        raise Refused("params_b, dp, zero_stage or peak_mem_gb is not published")
+    return RowScore(row, memory=paper(count * 1e9, stage, ranks).total, theory=published * 1e9)
+
+
+def _predicted(row: TruthRow, constants: Constants | None, exact: bool) -> RowScore:
+    if row.status not in ("ok", "oom"):
+        raise Refused(f"status {row.status!r} is no measurement")
+    run = measured(row)
+    if is_mixture(row):
+        return RowScore(row, run, predict(run, constants, exact) if run.seconds is not None else None)
+    needs, memory = footprint(run.case), run.case.on.accelerator.memory
+    fits, planned = needs.total <= memory, needs.total <= HEADROOM * memory
+    seconds = predict(run, constants, exact) if run.seconds is not None or row.status == "oom" else None
+    return RowScore(row, run, seconds, needs.reserved if run.source.reserved else needs.allocated, fits, planned)
+
+
+EXPERTS = ", experts"  # of the name of a line with models that have some
+FEW = 5  # of their rows: a line that has fewer is shown, and is no part of a mean
+
+
+@dataclass(frozen=True)
+class Score:
+    """The errors of one source."""
+
+    source: str
+    rows: int
+    timed: int
+    refused: int
+    mape: float | None
+    median_ape: float | None
+    bias: float | None
+    null_mape: float | None
+    worst: RowScore | None
+    memory_rows: int
+    memory_mape: float | None
+    oom_rows: int
+    oom_right: float | None
+    oom_precision: float | None
+    oom_recall: float | None
+
+    @property
+    def experts(self) -> bool:
+        return self.source.endswith(EXPERTS)
+
+    @property
+    def judged(self) -> bool:
+        """Whether it is part of a mean."""
+        return self.mape is not None and not (self.experts and self.timed < FEW)
+
+    def to_dict(self) -> dict[str, Any]:
+        worst = {"row": self.worst.row.where, "error": self.worst.error} if self.worst else None
+        return {name: value for name, value in vars(self).items() if name != "worst"} | {"worst": worst}
+
+
+def score(source: str, results: Sequence[RowScore]) -> Score:
+    timed = [result for result in results if result.error is not None]
+    errors = [result.error for result in results if result.error is not None]
+    sizes = [abs(error) for error in errors]
+    memory = [abs(result.memory_error) for result in results if result.memory_error is not None]
+    judged = [result for result in results if result.fits is not None]
+    # Only a source that reports failures says anything about them.
+    failed = [result for result in judged if result.row.status == "oom"]
+    said = [result for result in judged if not result.fits]
+    both = [result for result in failed if not result.fits]
+    right = sum((result.row.status == "oom") == (not result.fits) for result in judged)
+    return Score(
+        source=source,
+        rows=len(results),
+        timed=len(timed),
+        refused=sum(bool(result.refused) for result in results),
+        mape=fmean(sizes) if sizes else None,
+        median_ape=median(sizes) if sizes else None,
+        bias=fmean(errors) if errors else None,
+        null_mape=null_error([result.run for result in timed if result.run]) if timed else None,
+        worst=max(timed, key=lambda result: abs(result.error or 0.0), default=None),
+        memory_rows=len(memory),
+        memory_mape=fmean(memory) if memory else None,
+        oom_rows=len(failed),
+        oom_right=right / len(judged) if failed else None,
+        oom_precision=len(both) / len(said) if failed and said else None,
+        oom_recall=len(both) / len(failed) if failed else None,
+    )
+
+
+def scores(results: Sequence[RowScore]) -> list[Score]:
+    """One per source, which is one per file; models with experts are lines of their own."""
+    lines: dict[str, list[RowScore]] = {}
+    for result in results:
+        lines.setdefault(line_of(result.row), []).append(result)
+    return [score(name, mine) for name, mine in lines.items()]
+
+
+def line_of(row: TruthRow) -> str:
+    return f"{row.file}{EXPERTS}" if is_mixture(row) else row.file
+
+
+def null_seconds(runs: Sequence[MeasuredRun]) -> list[float]:
+    """What a model predicts that knows the best single hardware utilisation of these runs, and nothing else."""
+    ideal = []  # seconds at the peak rate, recomputation counted
+    for case in (run.case for run in runs):
+        again = 4 / 3 if case.layout.recompute == "full" else 1.0
+        ideal.append(case.flops() * again / case.on.accelerator.rate(case.precision) / case.layout.world)
+    ratio = np.array([run.seconds for run in runs]) / ideal
+    # The mean of |u r - 1| over the rows is least where u is one of 1/r: the best constant is found by trying all.
+    best = min(ratio, key=lambda inverse: float(np.mean(np.abs(inverse / ratio - 1))))
+    return [float(best * one) for one in ideal]
+
+
+def null_error(runs: Sequence[MeasuredRun]) -> float:
+    """The mean error of that model."""
+    return fmean(abs(seconds / (run.seconds or 1.0) - 1) for seconds, run in zip(null_seconds(runs), runs, strict=True))
+
+
+ENOUGH = 3  # layouts of a sweep
+
+
+class SweepChoice(NamedTuple):
+    """A sweep: the layout that the planner chooses, and the best measured one."""
+
+    name: str
+    layouts: int
+    chosen: RowScore
+    best: RowScore
+    tried: tuple[RowScore, ...] = ()
+
+    @property
+    def out_of_memory(self) -> bool:
+        return self.chosen.row.status == "oom"
+
+    @property
+    def regret(self) -> float:
+        """How much longer a step takes than with the best measured layout."""
+        chosen, best = self.chosen.run, self.best.run
+        if self.out_of_memory or chosen is None or best is None or not chosen.seconds or not best.seconds:
+            return float("inf")
+        return chosen.seconds / best.seconds - 1
+
+
+def choices(results: Sequence[RowScore]) -> list[SweepChoice]:
+    """One per sweep: the planner chooses from all layouts that were tried, those that failed included."""
+    # Rows of one source with the same work on the same machines, and the same software.
+    columns = ("source", "model", "seq_len", "gpu", "gpus", "global_batch", "precision")
+    sweeps: dict[tuple[str, ...], list[RowScore]] = {}
+    for result in results:
+        if result.run is not None and result.seconds is not None:
+            stack = result.run.case.stack
+            key = (*map(result.row.text, columns), f"{stack.attention}/{stack.norm}")
+            sweeps.setdefault(key, []).append(result)
+    found = []
+    for key, tried in sweeps.items():
+        fitting = [result for result in tried if result.planned]
+        timed = [result for result in tried if result.error is not None]
+        if len(tried) < ENOUGH or len(timed) < 2 or not fitting:
+            continue
+        chosen = min(fitting, key=lambda result: result.seconds or 0.0)
+        best = min(timed, key=lambda result: result.run.seconds if result.run and result.run.seconds else 0.0)
+        found.append(SweepChoice(", ".join(filter(None, key)), len(tried), chosen, best, tuple(tried)))
+    return found
+
+
+def median_regret(found: Sequence[SweepChoice]) -> float | None:
+    return median(choice.regret for choice in found) if found else None

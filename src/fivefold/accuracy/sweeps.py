@@ -1,0 +1,201 @@
+"""Whether a search finds what people find by trying: published sweeps, the planner's choices, and rules of thumb.
+
+sweeps().mean("planner"), sweeps().mean("least, tp")
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+from fivefold.accuracy.cases import DATA, MeasuredRun, read_rows
+from fivefold.accuracy.fit import STEPS_WITHOUT, by_source, unseen
+from fivefold.accuracy.result import Progress, steps
+from fivefold.accuracy.score import SweepChoice, choices, evaluate
+from fivefold.accuracy.spelling import is_mixture
+from fivefold.layout.layout import Layout
+from fivefold.planner.closed import RECOMPUTES
+from fivefold.render.blocks import Block, Result, Table, Text
+
+NEAR = 0.03  # of the best: within the noise of measured runs
+
+
+class Rule(NamedTuple):
+    """A rule of thumb: what it prefers among the layouts that ran. It is told which did; the planner is not."""
+
+    name: str
+    why: str
+    key: Callable[[MeasuredRun], tuple[int, ...]] | None  # the least first; None: the layout in the middle, by speed
+
+
+def _else(run: MeasuredRun) -> tuple[int, ...]:
+    """What all rules then prefer: nothing computed twice, and large microbatches."""
+    return RECOMPUTES.index(run.case.layout.recompute), -run.case.samples
+
+
+def _tp_first(run: MeasuredRun) -> tuple[int, ...]:
+    layout, node = run.case.layout, run.case.cluster.groups[0].gpus
+    return int(layout.tp > node), -layout.tp, layout.pp, layout.cp, *_else(run)
+
+
+def _least(run: MeasuredRun) -> tuple[int, ...]:
+    layout: Layout = run.case.layout
+    return (layout.tp * layout.pp * layout.cp,)
+
+
+def _least_by_tp(run: MeasuredRun) -> tuple[int, ...]:
+    layout, node = run.case.layout, run.case.cluster.groups[0].gpus
+    return *_least(run), int(layout.tp > node), -layout.tp, *_else(run)
+
+
+def _least_by_pp(run: MeasuredRun) -> tuple[int, ...]:
+    return *_least(run), run.case.layout.tp, *_else(run)
+
+
+PLANNER, TOLD = "planner", "told"
+RULES = (
+    Rule("tp first", "as much tp as a node has GPUs, then as little pp as fits", _tp_first),
+    Rule("least, tp", "tp x pp as small as fits, tp rather than pp (arXiv 2104.04473, takeaways 1, 2)", _least_by_tp),
+    Rule("least, pp", "the same, pp rather than tp: data parallelism and ZeRO do the rest", _least_by_pp),
+    Rule("middle", "half of the layouts that ran are faster: what trying one at random gives", None),
+)
+
+
+@dataclass(frozen=True)
+class SweepsResult(Result):
+    """By sweep: how much longer a step takes than with the best measured layout, for the planner and for rules."""
+
+    sweeps: tuple[SweepChoice, ...]
+
+    @cached_property
+    def regrets(self) -> list[dict[str, float]]:
+        """By rule; infinite where the choice ran out of memory."""
+        return [
+            {PLANNER: one.regret, TOLD: regret_if_told(one)} | {rule.name: regret_of(one, rule) for rule in RULES}
+            for one in self.sweeps
+        ]
+
+    def of(self, name: str) -> list[float]:
+        """Where the choice ran."""
+        return [row[name] for row in self.regrets if row[name] < float("inf")]
+
+    def mean(self, name: str) -> float:
+        return fmean(self.of(name))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "rules": {name: _figures(self.of(name)) for name in self.regrets[0]} if self.sweeps else {},
+            "sweeps": [
+                {
+                    "source": one.best.row.file,
+                    "sweep": one.name,
+                    "tried": one.layouts,
+                    "chosen": _layout(one.chosen.run),
+                    "best": _layout(one.best.run),
+                    "out_of_memory": one.out_of_memory,
+                    "regret": {name: value if value < float("inf") else None for name, value in row.items()},
+                }
+                for one, row in zip(self.sweeps, self.regrets, strict=True)
+            ],
+        }
+
+    def blocks(self) -> Iterator[Block]:
+        if not self.sweeps:
+            yield Text("no sweep: three rows or more with one model, batch and cluster, and several layouts")
+            return
+        yield from (self._each(), self._by_source(), self._rules())
+        failed = sum(one.out_of_memory for one in self.sweeps)
+        yield Text(f"{len(self.sweeps)} sweeps; {failed} of the planner's choices ran out of memory")
+
+    def _each(self) -> Table:
+        rows = []
+        for one, regrets in zip(self.sweeps, self.regrets, strict=True):
+            row = one.best.row
+            work = f"{row.file}: {row.text('model')}, {row.text('gpus')} GPUs, batch {row.text('global_batch')}"
+            chosen = "the best" if one.chosen is one.best else _layout(one.chosen.run)
+            cells = [f"{value:.1%}" if value < float("inf") else "out of memory" for value in regrets.values()]
+            rows.append((work, str(one.layouts), _layout(one.best.run), chosen, *cells))
+        heads = ["~sweep", ">tried", "~best measured", "~planner's choice", *(f">{name}" for name in self.regrets[0])]
+        caption = "how much longer a step takes than with the best measured layout"
+        return Table(heads, rows, title="Sweeps", caption=caption)
+
+    def _by_source(self) -> Table:
+        both = list(zip(self.sweeps, self.regrets, strict=True))
+        parts = {name: [row for one, row in both if one.best.row.file == name] for name in self.sources}
+        nodes = {"one node": [row for one, row in both if _nodes(one) == 1]}
+        nodes["several nodes"] = [row for one, row in both if _nodes(one) > 1]
+        heads = ["source", ">sweeps", *(f">{name}" for name in self.regrets[0])]
+        ends = [_means(name, mine) for name, mine in nodes.items() if mine]
+        return Table(heads, [_means(name, mine) for name, mine in parts.items()], "Mean by source", totals=ends)
+
+    @property
+    def sources(self) -> list[str]:
+        return list(dict.fromkeys(one.best.row.file for one in self.sweeps))
+
+    def _rules(self) -> Table:
+        why = {PLANNER: "the shortest predicted step of the layouts that fit by prediction"}
+        why[TOLD] = "the shortest predicted step of the layouts that ran: as the rules, told which did"
+        why |= {rule.name: rule.why for rule in RULES}
+        rows = []
+        for name in self.regrets[0]:
+            shares = (f"{value:.1%}" for value in _figures(self.of(name)).values())
+            rows.append((name, *shares, why[name]))
+        heads = ["choice", ">median", ">mean", ">worst", f">within {NEAR:.0%}", "~what it takes"]
+        caption = "rules are told which layouts ran, and layouts that a rule cannot tell apart count with their mean"
+        return Table(heads, rows, title="Slower than the best measured layout", caption=caption)
+
+
+def sweeps(
+    data: str | Path | None = None,
+    *,
+    leave_out: bool = False,
+    progress: Progress = lambda done, total, what: None,
+) -> SweepsResult:
+    """Every sweep of a directory of measured runs, by default of those that come with the package. `leave_out`: the
+    planner then chooses with constants that were fitted without the sweep's source."""
+    every = read_rows(Path(data) if data else DATA)
+    results = evaluate(every, tick=steps(progress, "predicting", len(every)))
+    if leave_out:
+        runs = [one.run for one in results if one.run and one.error is not None and not is_mixture(one.row)]
+        tick = steps(progress, "fitting without each source", STEPS_WITHOUT)
+        anew = {(run.row.file, run.row.line): seconds for run, seconds in unseen(runs, by_source, tick)}
+        results = [replace(one, seconds=anew.get((one.row.file, one.row.line), one.seconds)) for one in results]
+    return SweepsResult(tuple(choices(results)))
+
+
+def regret_of(sweep: SweepChoice, rule: Rule) -> float:
+    """Of the layouts that the rule likes best; equal ones count with their mean."""
+    runs = [one.run for one in sweep.tried if one.error is not None and one.run]
+    times = {run.row.line: run.seconds or 0.0 for run in runs}
+    if rule.key is None:
+        liked = [median(times.values())]
+    else:
+        first = min(map(rule.key, runs))
+        liked = [times[run.row.line] for run in runs if rule.key(run) == first]
+    return fmean(liked) / min(times.values()) - 1
+
+
+def regret_if_told(sweep: SweepChoice) -> float:
+    """Of the planner, where it need not know what fits."""
+    ran = [one for one in sweep.tried if one.error is not None]
+    return sweep._replace(chosen=min(ran, key=lambda one: one.seconds or 0.0)).regret
+
+
+def _nodes(sweep: SweepChoice) -> int:
+    return sweep.best.run.case.cluster.nodes if sweep.best.run else 1
+
+
+def _means(name: str, regrets: list[dict[str, float]]) -> list[str]:
+    ran = {rule: [row[rule] for row in regrets if row[rule] < float("inf")] for rule in regrets[0]}
+    return [name, str(len(regrets)), *(f"{fmean(values):.1%}" if values else "" for values in ran.values())]
+
+
+def _figures(regrets: list[float]) -> dict[str, float]:
+    near = fmean(value <= NEAR for value in regrets)
+    return {"median": median(regrets), "mean": fmean(regrets), "worst": max(regrets), "near": near}
+
+
+def _layout(run: MeasuredRun | None) -> str:
+    return str(run.case.layout).partition(",split=")[0] if run else ""

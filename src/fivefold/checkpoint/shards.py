@@ -1,0 +1,113 @@
+"""A rank's part of a tensor: a box of it with a global name. State is written as the boxes of one layout and read as
+those of another; `load.py` finds the overlaps.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fivefold.checkpoint.store import Checkpoint, Manifest
+from fivefold.checkpoint.tensors import MODEL, model_key
+from fivefold.layout.sharding import Box
+from fivefold.optim import OPTIMIZERS
+from fivefold.parallel.optimizer import Optimizer
+from fivefold.parallel.weights import Weights
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A box of a tensor. `make` gives its values, and is asked only when they are written: they may lie in a file."""
+
+    shape: tuple[int, ...]  # of the whole
+    box: Box
+    dtype: torch.dtype
+    make: Callable[[], Tensor]
+
+    @classmethod
+    def of(cls, tensor: Tensor, shape: tuple[int, ...], box: Box) -> "Shard":
+        return cls(shape, box, tensor.dtype, lambda: tensor)
+
+    @classmethod
+    def whole(cls, tensor: Tensor) -> "Shard":
+        return cls.of(tensor, tuple(tensor.shape), tuple(range(size) for size in tensor.shape))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(len(side) for side in self.box)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.sizes) * self.dtype.itemsize
+
+
+Pieces = Mapping[str, Shard]
+
+
+def raw(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor that lies in one piece in this machine's memory; they are shared."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# ---- state ----------------------------------------------------------------------------------------------------------
+# A trainer's state as pieces: masters, the optimizer's states and the model's buffers by global name.
+#
+# The model's own weights are not saved: they are made of the masters.
+
+
+Shapes = Mapping[str, tuple[int, ...]]  # of every parameter of the model
+Buffers = Mapping[str, Tensor]  # of this rank's stages, each whole
+
+
+def optimizer_of(manifest: Manifest) -> str:
+    """The name of the optimizer whose states a checkpoint has; empty where there are none."""
+    return manifest.job.get("optimizer", {}).get("name", "adamw") if manifest.optimizer else ""
+
+
+def keys(name: str, manifest: Manifest) -> list[str]:
+    """What a checkpoint has of a parameter: its master, and the optimizer's states."""
+    optimizer = optimizer_of(manifest)
+    return [f"{kind}.{name}" for kind in (MODEL, *(OPTIMIZERS[optimizer].states if optimizer else ()))]
+
+
+def held(
+    weights: Weights, shapes: Shapes, optimizer: Optimizer | None, buffers: Buffers | None = None
+) -> dict[str, Shard]:
+    """All that this rank holds; the pieces share its memory."""
+    return _pieces(weights.masters, weights, shapes, optimizer) | _whole(buffers or {})
+
+
+def stored_buffers(buffers: Buffers, checkpoint: Checkpoint) -> Buffers:
+    """Those that a checkpoint has: weights that others trained may come without."""
+    return {name: buffer for name, buffer in buffers.items() if model_key(name) in checkpoint.tensors}
+
+
+def written(weights: Weights, shapes: Shapes, optimizer: Optimizer, buffers: Buffers) -> dict[str, Shard]:
+    """The part of it that this rank writes: of equal copies the ranks take turns, tensor by tensor."""
+    mine = []
+    for number, name in enumerate(shapes):
+        if name in weights.masters:
+            copy, copies = weights.copies(name)
+            mine += [name] if number % copies == copy else []
+    first = weights.mesh.layout.position("stage", weights.mesh.world.rank) == 0  # of the ranks with these layers
+    return _pieces(mine, weights, shapes, optimizer) | _whole(buffers if first else {})
+
+
+def _whole(buffers: Buffers) -> dict[str, Shard]:
+    return {model_key(name): Shard.whole(buffer) for name, buffer in buffers.items()}
+
+
+def _pieces(names: Iterable[str], weights: Weights, shapes: Shapes, optimizer: Optimizer | None) -> dict[str, Shard]:
+    found = {}
+    for name in names:
+        states = optimizer.kept[name] if optimizer is not None else {}
+        for kind, tensor in ({MODEL: weights.masters[name].detach()} | states).items():
+            if tensor.numel():
+                found[f"{kind}.{name}"] = Shard.of(tensor, shapes[name], weights.block(name))
+    return found

@@ -1,0 +1,169 @@
+"""`fivefold list` and `fivefold accuracy`: models and accelerators that are known, and how far off the planner is."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fivefold.cli.options import Json, Output, Picture, command, counting_bar
+from fivefold.cli.unknown import Explaining
+from fivefold.render.blocks import TEXTS, show
+from fivefold.support.errors import UserError
+from fivefold.support.text import either
+
+LIST = "List models or accelerators, or show one.  [dim]fivefold list models llama3-8b[/]"
+ACCURACY = "Compare the planner with measured runs.  [dim]fivefold accuracy[/]"
+app = typer.Typer(cls=Explaining, no_args_is_help=True, rich_markup_mode="rich", help="What is known by name.")
+
+
+@command(app, "models", "The presets, or one model.  [dim]fivefold list models llama3-8b[/]", TEXTS)
+def models(
+    name: Annotated[
+        str | None, typer.Argument(help="Show this one: a preset, a Hugging Face config.json or its directory.")
+    ] = None,
+    seq: Annotated[
+        int | None, typer.Option(min=1, help="Sequence length for the FLOPs; default: each model's context.")
+    ] = None,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """List the models that Fivefold knows by name, or show all that follows from the numbers of one.
+
+    FLOPs are those of one training token, forward and backward, without
+    recomputation. Attention is counted in full (as PaLM does) and as the causal
+    half (as newer reports do).
+
+    [dim]Examples:[/]
+
+      fivefold list models
+
+      fivefold list models --seq 8192 --json
+
+      fivefold list models llama3-8b
+
+      fivefold list models path/to/config.json
+    """
+    from fivefold.spec import presets
+
+    if name is None:
+        show(presets.models(seq=seq), as_json, output)
+        return
+    from fivefold.planner.training import model
+
+    show(model(name, seq=seq), as_json, output)
+
+
+@command(app, "accelerators", "What clusters are made of.  [dim]fivefold list accelerators H100[/]", TEXTS)
+def accelerators(
+    name: Annotated[str | None, typer.Argument(help="Show this one with all its figures.")] = None,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """List the accelerators that Fivefold plans for: memory, dense rates, links, and the source of every figure.
+
+    Another one needs no code: `fivefold calibrate -o mine.toml` measures the device
+    at hand, and `--cluster 2x8xmine.toml` plans for it.
+
+    [dim]Examples:[/]
+
+      fivefold list accelerators
+
+      fivefold list accelerators MI300X
+
+      fivefold list accelerators --json
+    """
+    from fivefold.hardware import cluster
+
+    show(cluster.accelerators(name), as_json, output)
+
+
+def accuracy(
+    data: Annotated[Path | None, typer.Option(help="A directory of CSV files; default: those of the package.")] = None,
+    rows: Annotated[str, typer.Option(help="Show one source row by row: llama3, torchtitan, ...")] = "",
+    sources: Annotated[bool, typer.Option("--sources", help="Show what is assumed of each source, and why.")] = False,
+    leave_out: Annotated[
+        bool,
+        typer.Option("--leave-out", help="Also predict each source with constants fitted without it."),
+    ] = False,
+    coverage: Annotated[
+        bool,
+        typer.Option("--coverage", help="Show how many runs lie in the ranges that plans print, sources left out."),
+    ] = False,
+    sweeps: Annotated[
+        bool, typer.Option("--sweeps", help="Show each sweep of layouts: the planner's choice, and rules of thumb.")
+    ] = False,
+    fit: Annotated[bool, typer.Option("--fit", help="Fit the constants to the runs, and print them.")] = False,
+    write: Annotated[
+        bool, typer.Option("--write", help="Keep what --fit or --coverage finds, for plans to use.")
+    ] = False,
+    output: Picture = None,
+    as_json: Json = False,
+) -> None:
+    """Predict published training runs, and show how far off the planner is.
+
+    Per source: rows with a time, the mean and median absolute error of the step
+    time, the bias, and the error of a null model that knows one hardware
+    utilisation per source and nothing else; the error of memory; and how many of
+    the runs that ran out of memory the planner predicts. Then the sweeps: how much
+    slower the planner's choice is than the best layout that was measured.
+
+    [dim]Examples:[/]
+
+      fivefold accuracy
+
+      fivefold accuracy --rows llama3
+
+      fivefold accuracy --data my-runs/ --json
+
+      fivefold accuracy --leave-out
+
+      fivefold accuracy --coverage
+
+      fivefold accuracy --sweeps --leave-out
+
+      fivefold accuracy --fit --write
+    """
+    from fivefold.accuracy import result as comparing
+    from fivefold.accuracy.result import SourceList
+
+    if sources:
+        show(SourceList(), as_json, output)
+        return
+    if write and not (fit or coverage):
+        raise UserError("--write keeps what --fit or --coverage finds; give one of them too")
+    others = {"--fit": fit, "--leave-out": leave_out, "--rows": rows}
+    others["-o"] = output if output and output.suffix.lower() not in TEXTS else None  # they have no picture
+    if coverage or sweeps:
+        _by_itself(data, others, coverage, sweeps, write, output, as_json)
+        return
+    with counting_bar() as progress:
+        found = comparing.truth(data, rows=rows, leave_out=leave_out, refit=fit, progress=progress)
+    if write and found.constants:
+        found.constants.write()
+    show(found, as_json, output)
+
+
+def _by_itself(
+    data: Path | None,
+    others: dict[str, object],
+    coverage: bool,
+    sweeps: bool,
+    write: bool,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """--coverage or --sweeps, which have tables of their own."""
+    from fivefold.accuracy.coverage import coverage as ranges
+    from fivefold.accuracy.sweeps import sweeps as comparing
+
+    name = "--coverage" if coverage else "--sweeps"
+    leave_out = bool(others["--leave-out"]) and not coverage
+    others |= {"--sweeps": coverage and sweeps, "--leave-out": others["--leave-out"] and coverage}
+    if given := [option for option, value in others.items() if value]:
+        raise UserError(f"{name} prints tables of its own, with all errors that it needs; leave {either(given)} out")
+    with counting_bar() as progress:
+        held = ranges(data, progress=progress) if coverage else None
+        found = held or comparing(data, leave_out=leave_out, progress=progress)
+    if held and write:
+        held.write()
+    show(found, as_json, output)

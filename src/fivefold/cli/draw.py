@@ -1,0 +1,110 @@
+"""`fivefold draw`: pipeline schedules, and the mesh of a layout."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from fivefold.cli.options import DRAWN, Html, Json, written
+from fivefold.render.blocks import Text, check_writable, console_of, render, show
+from fivefold.support.errors import UserError
+
+DRAW = "Draw a pipeline schedule, or the mesh.  [dim]fivefold draw zb-v --pp 4 --microbatches 8[/]"
+
+Microbatches = Annotated[int | None, typer.Option("--microbatches", "-m", help="Microbatches per step (m).")]
+Ranks = Annotated[int | None, typer.Option("--pp", help="Pipeline ranks (p).")]
+Chunks = Annotated[int | None, typer.Option(help="Stages per rank (v), for interleaved and bfs.")]
+Group = Annotated[int | None, typer.Option(help="Group size (N), for interleaved; default: the smallest that works.")]
+Memory = Annotated[int | None, typer.Option(help="Most live activations per rank, for auto; default: p.")]
+TimesText = Annotated[
+    str,
+    typer.Option(
+        "--times",
+        help="Durations of a whole rank, like f=1,i=1,w=1,comm=0.1. ep=0.4: so much of f and of i are messages of "
+        "experts, which joined pairs (F&B) hide; fb=2.5: how long a pair takes.",
+    ),
+]
+Slow = Annotated[str, typer.Option(help="Slower ranks, as RANK=FACTOR: 1=1.5,3=2.")]
+Sends = Annotated[
+    Literal["eager", "blocking"], typer.Option(help="Whether a sender goes on while its message travels.")
+]
+Overlap = Annotated[bool, typer.Option(help="Whether messages travel while the receiver computes.")]
+
+
+def draw(
+    schedule: Annotated[list[str], typer.Argument(help="Names of schedules, or files; several are compared; or mesh.")],
+    pp: Ranks = None,
+    microbatches: Microbatches = None,
+    chunks: Chunks = None,
+    group: Group = None,
+    memory: Memory = None,
+    times: TimesText = "",
+    slow: Slow = "",
+    sends: Sends = "eager",
+    overlap: Overlap = True,
+    layout: Annotated[str, typer.Option(help="Of the mesh: dp=2,tp=4,pp=2.")] = "",
+    cluster: Annotated[
+        str, typer.Option("--cluster", "-c", help="Of the mesh: 2x8xH100; default: nodes of eight.")
+    ] = "",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write a picture (.svg, .png) or the schedule (.txt, .json).")
+    ] = None,
+    html: Html = None,
+    as_json: Json = False,
+) -> None:
+    """Draw a schedule: which rank computes what when, where the bubbles are, what each rank holds.
+
+    A schedule is proven before it is drawn: complete, in order, free of deadlock, within its memory.
+
+    `draw mesh` draws a layout on a cluster instead: which rank of which node stands where on each axis, and
+    over which links the axis communicates. A file that ends in .dark.svg or .dark.png is dark. With --html,
+    the page of `fivefold ui` is written with these schedules in it, as one file to send.
+
+    [dim]Examples:[/]
+
+      fivefold draw zb-v --pp 4 --microbatches 8
+
+      fivefold draw zb-v --pp 4 --microbatches 8 --times f=1,i=1,w=1,comm=0.1 -o zb-v.svg
+
+      fivefold draw dualpipe-v --pp 4 --microbatches 10 --times f=1,i=1,w=1,ep=0.4
+
+      fivefold draw 1f1b zb-h1 auto --pp 4 --microbatches 8 --slow 1=1.5 -o compare.png
+
+      fivefold draw zb-v --pp 4 --microbatches 8 --html zb-v.html
+
+      fivefold draw my-schedule.txt
+
+      fivefold draw mesh --layout dp=2,tp=4,pp=2 --cluster 2x8xH100 -o mesh.svg
+    """
+    from fivefold.schedules.result import check_output, draw
+
+    if schedule == ["mesh"]:
+        others = (pp, microbatches, chunks, group, memory, times or None, slow or None)
+        if any(value is not None for value in others) or sends != "eager" or not overlap:
+            raise UserError("the mesh is of a layout: give --layout and --cluster, and leave out what times a schedule")
+        if html is not None:
+            raise UserError(
+                f"--html {html} is of schedules; the mesh of a plan is in the page of `fivefold plan --html`"
+            )
+        _draw_mesh(layout, cluster, output, as_json)
+        return
+    if layout or cluster:
+        raise UserError(f"--layout and --cluster are for `draw mesh`; {schedule[0]} has --pp and --microbatches")
+    check_output(output, len(schedule))
+    result = draw(*schedule, pp=pp, microbatches=microbatches, chunks=chunks, group=group, memory=memory, times=times,
+                  slow=slow, sends=sends, overlap=overlap)  # fmt: skip
+    said = [] if output is None else list(result.save(output))
+    said += [] if html is None else [Text(written(result, html))]
+    if as_json or not said:
+        show(result, as_json)
+    else:
+        render(said, console_of(), None)
+
+
+def _draw_mesh(layout: str, cluster: str, output: Path | None, as_json: bool) -> None:
+    from fivefold.planner.pictures import mesh
+
+    if not layout:
+        raise UserError("the mesh is of a layout; give one, as in --layout dp=2,tp=4,pp=2")
+    check_writable(output, *DRAWN)
+    show(mesh(layout, cluster or None), as_json, output)

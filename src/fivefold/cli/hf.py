@@ -1,0 +1,144 @@
+"""`fivefold hf import` and `fivefold hf export`: from and to Hugging Face's directories."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fivefold.cli.options import Json, bytes_bar, command
+from fivefold.cli.unknown import Explaining
+from fivefold.support.dtypes import dtype_of
+from fivefold.support.errors import UserError
+
+if TYPE_CHECKING:
+    from fivefold.checkpoint.store import Checkpoint
+    from fivefold.job.config import Job
+
+SHORT = "Import and export Hugging Face weights.  [dim]fivefold hf import DIR -o runs/llama[/]"
+app = typer.Typer(cls=Explaining, no_args_is_help=True, rich_markup_mode="rich", help="Hugging Face's directories.")
+
+_SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "kb": 10**3, "mb": 10**6, "gb": 10**9,
+          "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}  # fmt: skip
+
+
+@command(app, "import", "From config.json and safetensors.  [dim]fivefold hf import DIR -o runs/llama[/]")
+def import_hf(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="config.json and *.safetensors.", show_default=False)
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The run directory to make.")],
+    data: Annotated[
+        Path | None, typer.Option(help="Tokens to train on; they must be of the model's tokenizer.", show_default=False)
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Make a run directory whose step 0 has the weights of a Hugging Face directory.
+
+    Llama, Mistral, Qwen2.5, Qwen3 and GPT-2, in one file or many. Tensors are read
+    one by one: the whole model is never in memory. The job.toml in the new directory
+    fine-tunes the weights by a published recipe, which it names; `fivefold generate`
+    generates text. Tokenizer, chat template and generation settings are kept for
+    an export. Tokens of another tokenizer are refused.
+
+    [dim]Examples:[/]
+
+      fivefold hf import ~/models/Llama-3.2-1B -o runs/llama
+
+      fivefold data prepare essays/ -o tokens/ --tokenizer runs/llama
+
+      fivefold train runs/llama/job.toml data.path=tokens/
+
+      fivefold generate runs/llama --prompt "Once upon a time"
+    """
+    from fivefold.checkpoint.find import stored
+    from fivefold.checkpoint.hf import import_hf as take
+    from fivefold.checkpoint.hf_files import HuggingFace
+
+    if not directory.is_dir():
+        raise UserError(f"{directory} is not a directory")
+    count = HuggingFace(directory).spec.parameter_count
+    with bytes_bar("importing", 4 * count) as advance:
+        checkpoint = take(directory, output, advance, data)
+    job, run = stored(checkpoint), shlex.quote(str(output))
+    known = (output / "tokenizer.json").is_file()
+    train = f"fivefold train {run}/job.toml" + (" data.path=TOKENS" if data is None else "")
+    if as_json:
+        typer.echo(json.dumps({"checkpoint": str(checkpoint.path), "job": str(output / "job.toml"), "train": train}))
+        return
+    typer.echo(
+        f"{checkpoint.path}; {output / 'job.toml'} fine-tunes it, in {job.train.dtype}, sequences of {job.data.seq} "
+        f"tokens and a learning rate of {job.optimizer.lr:g}"
+    )
+    if data is None and known:
+        typer.echo(f"prepare its data with: fivefold data prepare TEXT -o TOKENS --tokenizer {run}")
+    typer.echo(f"train it with: {train}")
+
+
+@command(app, "export", "For transformers' from_pretrained.  [dim]fivefold hf export runs/demo -o demo-hf[/]")
+def export_hf(
+    run: Annotated[
+        str, typer.Argument(help="A run's directory, or one of its checkpoints; a URL.", show_default=False)
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The directory to make.")],
+    step: Annotated[int | None, typer.Option(help="Which checkpoint; default: the newest complete one.")] = None,
+    dtype: Annotated[
+        str, typer.Option(help="float32, bfloat16 or float16; default: as imported, and float32 of other runs.")
+    ] = "",
+    shard_size: Annotated[str, typer.Option(help="Largest size of one file: 4GB, 500MB.")] = "4GB",
+    as_json: Json = False,
+) -> None:
+    """Write a checkpoint as config.json and safetensors.
+
+    transformers.AutoModelForCausalLM.from_pretrained(DIR) gives the same logits.
+    What an import brought along goes out again: the dtype, tokenizer and chat
+    template, generation settings, the tokens that begin and end a text.
+    One file's tensors are in memory at a time, never the whole model.
+
+    [dim]Examples:[/]
+
+      fivefold hf export runs/demo -o demo-hf
+
+      fivefold hf export runs/demo --step 100 -o demo-hf --dtype bfloat16 --shard-size 2GB
+    """
+    from fivefold.checkpoint.find import find, job_of
+    from fivefold.checkpoint.hf import EXPORTED, usual_dtype
+    from fivefold.checkpoint.hf import export_hf as give
+
+    if dtype and (dtype := dtype_of(dtype)) not in EXPORTED:
+        raise UserError(f"--dtype {dtype} is not one of {', '.join(EXPORTED)}")
+    checkpoint = find(run, step)
+    if damage := checkpoint.damage():
+        raise UserError(damage)
+    job = job_of(checkpoint)
+    dtype = dtype or usual_dtype(checkpoint, job)
+    limit, (tokenizer, end) = _bytes(shard_size), _words(checkpoint, job)
+    with bytes_bar("exporting", EXPORTED[dtype].itemsize * job.model.parameter_count) as advance:
+        give(checkpoint, job.model, output, dtype, limit, tokenizer, end, advance)
+    name, at = job.model.name, checkpoint.manifest.step
+    figures = {"directory": str(output), "model": name, "step": at, "dtype": dtype}
+    typer.echo(json.dumps(figures) if as_json else f"{output}: {name} after step {at}, in {dtype}")
+
+
+def _bytes(text: str) -> int:
+    digits = text.rstrip("kKmMgGiIbB")
+    unit = text[len(digits) :].lower()
+    try:
+        size = float(digits) * _SIZES[unit]
+    except (ValueError, KeyError):
+        raise UserError(f"--shard-size {text} is not a size; write for example 4GB or 500MB") from None
+    if not size >= 1:
+        raise UserError(f"--shard-size {text} holds nothing; write for example 4GB")
+    return int(size)
+
+
+def _words(checkpoint: "Checkpoint", job: "Job") -> tuple[Path | None, int | None]:
+    """The run's tokenizer.json, if it has one, and its end-of-text token, if that is known."""
+    from fivefold.generation.request import text_of_run
+
+    try:
+        text = text_of_run(checkpoint, job)
+    except UserError:  # the data is gone, or has its own tokens
+        return None, None
+    return text.file, text.end

@@ -1,0 +1,221 @@
+"""`fivefold launch`, `fivefold doctor` and `fivefold calibrate`: the machines of a job, and what they run."""
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from fivefold.cli.options import JobWords, Json, Output, RunWords, counting_bar, split, typed
+from fivefold.cli.train import check_ranks
+from fivefold.render.blocks import show
+from fivefold.support.errors import UserError
+from fivefold.support.files import write
+
+LAUNCH = "Write what a cluster runs.  [dim]fivefold launch job.toml --slurm[/]"
+DOCTOR = "Examine the machines of a job.  [dim]srun -N4 --ntasks-per-node=8 fivefold doctor job.toml[/]"
+CALIBRATE = "Measure this device for the planner.  [dim]fivefold calibrate -o mine.toml[/]"
+
+
+def launch(
+    job: JobWords = None,
+    slurm: Annotated[bool, typer.Option("--slurm", help="An sbatch file.")] = False,
+    torchrun: Annotated[bool, typer.Option("--torchrun", help="The line to type on each node.")] = False,
+    kubernetes: Annotated[bool, typer.Option("--kubernetes", help="A Kubernetes Job.")] = False,
+    trainjob: Annotated[bool, typer.Option("--trainjob", help="A TrainJob of Kubeflow Trainer.")] = False,
+    ssh: Annotated[Path | None, typer.Option("--ssh", help="A script for the hosts of this file.")] = None,
+    submit: Annotated[bool, typer.Option("--submit", help="With --slurm: submit it.")] = False,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="The file to write.")] = None,
+    cluster: Annotated[
+        str, typer.Option("--cluster", "-c", help="Nodes x GPUs per node x accelerator; default: the job's own.")
+    ] = "",
+    nodes: Annotated[int | None, typer.Option(help="Nodes; default: the cluster's.")] = None,
+    per_node: Annotated[
+        int | None, typer.Option(help="Ranks per node; default: the cluster's, or ranks / nodes.")
+    ] = None,
+    restarts: Annotated[
+        int | None,
+        typer.Option(
+            help="How often it is started again after failures in a row; default: 3, with --elastic 10.",
+            show_default=False,
+        ),
+    ] = None,
+    elastic: Annotated[
+        bool,
+        typer.Option(
+            "--elastic", help="Slurm, torchrun: go on when nodes are lost, with those left, and grow when they return."
+        ),
+    ] = False,
+    account: Annotated[str | None, typer.Option(help="Slurm's account.")] = None,
+    partition: Annotated[str | None, typer.Option(help="Slurm's partition.")] = None,
+    time: Annotated[str | None, typer.Option(help="Slurm's time limit of one start; default: 24:00:00.")] = None,
+    host: Annotated[str | None, typer.Option(help="torchrun: the node at which the others meet.")] = None,
+    container: Annotated[str | None, typer.Option(help="Slurm with pyxis, Kubernetes: an image with Fivefold.")] = None,
+    claim: Annotated[str | None, typer.Option(help="Kubernetes: the claim of a volume that all pods share.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write what a cluster runs, and say how to start it.
+
+    The job is checked as `train --check` does, as far as this machine can, and its
+    layout against the nodes: those of run.cluster, which `plan -o` writes, of
+    --cluster or of --nodes.
+
+    [dim]Examples:[/]
+
+      fivefold launch job.toml --slurm -o job.sbatch
+
+      fivefold launch job.toml --slurm --account lab --partition gpu --time 2-00:00:00 --submit
+
+      fivefold launch job.toml train.steps=1000 --slurm --container lab/fivefold:1
+
+      fivefold launch job.toml --torchrun --host node1
+
+      fivefold launch job.toml --slurm --elastic elastic.least=48
+
+      fivefold launch job.toml --kubernetes --container lab/fivefold:1 --claim shared
+
+      fivefold launch job.toml --trainjob -o trainjob.yaml
+
+      fivefold launch job.toml --ssh hosts.txt -o start.sh
+    """
+    from fivefold.clusters.deployment import Options
+    from fivefold.clusters.write import launch
+
+    kinds = {"slurm": slurm, "torchrun": torchrun, "kubernetes": kubernetes, "trainjob": trainjob, "ssh": ssh}
+    options = Options(
+        account=account, partition=partition, time=time, host=host, container=container, claim=claim,
+        hosts=ssh, restarts=restarts if restarts is not None else 10 if elastic else 3, submit=submit, elastic=elastic,
+    )  # fmt: skip
+    file, changes = split(job)
+    asked = [kind for kind, wanted in kinds.items() if wanted]
+    show(launch(asked, file, changes, output, options, cluster=cluster, nodes=nodes, per_node=per_node), as_json)
+
+
+def doctor(
+    job: RunWords = None,
+    nproc: Annotated[
+        int | None, typer.Option(help="Processes to start on this machine; default: as many as the layout has.")
+    ] = None,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Measure every rank, node and link of a job, and name the slow or odd one.
+
+    Start it as the job will be started: under srun or torchrun, where it joins
+    the ranks that they started, or by itself on one machine. Every rank times
+    matmuls in the job's dtype and collectives along each axis of the layout;
+    every node's disk under run.dir, clock, versions, limits and GPUs are looked
+    at. What is slow or odd is named against its peers, and against the planner's
+    figures for run.cluster or the accelerator found. Nothing is trained and no
+    data is read. Exit code 0 if all is well, 1 if something is odd.
+
+    [dim]Examples:[/]
+
+      fivefold doctor job.toml
+
+      fivefold doctor runs/job
+
+      srun -N4 --ntasks-per-node=8 fivefold doctor job.toml
+
+      torchrun --nproc-per-node 8 -m fivefold doctor job.toml
+
+      fivefold doctor layout=dp=2,tp=2 run.dir=/scratch/runs --json
+    """
+    from fivefold.job.config import read_job
+    from fivefold.launch.world import current_world
+    from fivefold.machines import doctor as room
+    from fivefold.trainer.resuming import run_named, stored_job
+
+    path, changes = split(job)
+    world = current_world()
+    check_ranks(nproc, world)
+    directory = run_named(path)
+    resolved = stored_job(directory, changes) if directory else read_job(path, changes)
+    if not world.joined:
+        show(room.here(resolved, nproc, job or []), as_json, output)
+    elif found := room.join(resolved, world):
+        show(found, as_json, output)
+
+
+def calibrate(
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write an accelerator (.toml), with --ranks a cluster.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer shapes, less sure.")] = False,
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="What to measure.")] = "auto",
+    each: Annotated[
+        bool, typer.Option("--ranks", help="Measure every rank's own speed, while all of them run.")
+    ] = False,
+    nproc: Annotated[
+        int | None,
+        typer.Option(help="With --ranks: processes to start on this machine; default: one for each GPU, or core."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure what kernels and collectives reach here, as shares of the maker's ceilings.
+
+    Matmuls in the three layouts of training, attention, element-wise kernels,
+    launches, and collectives between the devices of this machine. The constants
+    are those with which the planner's formulas give the measured times best; the
+    last two columns say how well. A cluster then names the file like a device.
+
+    With --ranks, all ranks are measured at once, by themselves or as torchrun
+    or srun started them. Ranks whose speeds agree within the noise form a
+    group, the slow ones are named, and the file is a cluster of these groups.
+
+    [dim]Examples:[/]
+
+      fivefold calibrate
+
+      fivefold calibrate -o mine.toml
+
+      fivefold calibrate --quick --json
+
+      fivefold calibrate --ranks --nproc 4 -o ranks.toml
+
+      srun -N4 --ntasks-per-node=8 fivefold calibrate --ranks -o ranks.toml
+    """
+    if each:
+        _ranks(output, quick, device, nproc, as_json)
+        return
+    if nproc is not None:
+        raise UserError(f"--nproc {nproc} is for --ranks; without it calibrate starts its own ranks")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(
+            "calibrate starts its own ranks, one for each GPU of this machine; run it without a launcher, or with "
+            "--ranks to measure each of the launcher's"
+        )
+    from fivefold.machines.calibrate import calibrate as measure
+    from fivefold.machines.result import to_toml
+
+    with counting_bar() as progress:
+        found = measure(device, quick, progress)
+    if output is not None:
+        host = f"host: {found.host * 1e3:.3f} ms to launch one block's forward pass"
+        write(output, to_toml(found.accelerator, [_made_by(), host]))
+    show(found, as_json)
+    if output is not None and not as_json:
+        typer.echo(f"written to {output}; a cluster of them is for example 8x{output}")
+
+
+def _ranks(output: Path | None, quick: bool, device: str, nproc: int | None, as_json: bool) -> None:
+    """Every rank of this machine, or of the launcher that started this one; rank 0 shows and writes."""
+    from fivefold.launch.world import current_world
+
+    world = current_world()
+    check_ranks(nproc, world)
+    from fivefold.machines.calibrate import calibrate_ranks, joined
+    from fivefold.machines.result import speeds_to_toml
+
+    found = joined(world, device, quick) if world.joined else calibrate_ranks(device, nproc, quick)
+    if found is None:
+        return
+    if output is not None:
+        write(output, speeds_to_toml(found.cluster, [_made_by(), found.sentence]))
+    show(found, as_json)
+    if output is not None and not as_json:
+        typer.echo(f"written to {output}; plan for it with: fivefold plan MODEL --cluster {output}")
+
+
+def _made_by() -> str:
+    return f"Made by: {typed()}"

@@ -1,0 +1,181 @@
+"""What commands share: options that mean the same everywhere, the words of a job, bars for long work.
+
+Every command is registered by `command`, which adds --quiet and looks whether the file of -o can be written.
+"""
+
+import functools
+import inspect
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from fivefold.render.blocks import TEXTS, check_writable
+from fivefold.render.paint import PICTURES
+from fivefold.support.errors import UserError
+from fivefold.support.progress import shown, silenced
+
+DRAWN = (*PICTURES, *TEXTS)  # endings of a result that has a picture
+PAGE = (".html", ".htm")
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors, and with --json the JSON.")]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write the result: .json, .txt.")]
+Picture = Annotated[
+    Path | None, typer.Option("--output", "-o", help="Write the result: .json, .txt; or draw it: .svg, .png.")
+]
+Html = Annotated[Path | None, typer.Option("--html", help="Write a page of it, one file to send: .html.")]
+
+ModelWords = Annotated[
+    list[str],
+    typer.Argument(metavar="MODEL [KEY=VALUE ...]", help="A model's name, a job file or a config; and changes to it."),
+]
+JobWords = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[JOB.toml] [KEY=VALUE]...", help="A job file, and settings that change it.", show_default=False
+    ),
+]
+RunWords = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[JOB.toml | RUN] [KEY=VALUE]...",
+        help="A job file or a run's directory, and settings that change its job.",
+        show_default=False,
+    ),
+]
+ClusterText = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster", "-c", help="Nodes x GPUs per node x accelerator, or a TOML file; default: the job's, or 8xH100."
+    ),
+]
+Batch = Annotated[
+    int | None, typer.Option(help="Sequences per step; default: as published runs of the size, 4M tokens or more.")
+]
+Seq = Annotated[int | None, typer.Option(help="Tokens per sequence; default: 8192, or the model's context.")]
+Precision = Annotated[
+    str, typer.Option(help="Precision of matmuls: bf16, fp16, fp8, fp4, fp32; default: bf16, CPU: fp32.")
+]
+Software = Annotated[str, typer.Option(help="Whose kernels and overlap: fivefold, nemo, torchtitan, megatron.")]
+Imbalance = Annotated[
+    float | None,
+    typer.Option(help="Experts: tokens of the fullest rank over the mean; default: 1.6, by published runs."),
+]
+
+
+def command(
+    app: typer.Typer, name: str, short: str, writes: tuple[str, ...] = ()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a function a command. `writes` are the endings that the file of its -o may have."""
+
+    def add(function: Callable[..., None]) -> Callable[..., None]:
+        app.command(name, short_help=short)(_with_quiet(function, writes))
+        return function
+
+    return add
+
+
+def _with_quiet(function: Callable[..., None], writes: tuple[str, ...]) -> Callable[..., None]:
+    @functools.wraps(function)
+    def run(*, quiet: bool = False, **given: Any) -> None:
+        if writes:
+            check_writable(given["output"], *writes)
+        check_writable(given.get("html"), *PAGE)
+        if not quiet:
+            function(**given)
+            return
+        with (
+            silenced(),
+            open(os.devnull, "w") as nowhere,
+            redirect_stdout(sys.stdout if given.get("as_json") else nowhere),
+        ):
+            function(**given)
+
+    signature = inspect.signature(function)
+    last = inspect.Parameter("quiet", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Quiet)
+    vars(run)["__signature__"] = signature.replace(parameters=[*signature.parameters.values(), last])
+    run.__annotations__ = {**function.__annotations__, "quiet": Quiet}
+    return run
+
+
+def typed() -> str:
+    """The line that was typed, for files that say what they were made by."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    module = spec.name if spec is not None and spec.name.startswith("benchmarks.") else ""
+    return shlex.join([*(["python", "-m", module] if module else ["fivefold"]), *sys.argv[1:]])
+
+
+def written(found: Any, html: Path) -> str:
+    """Write the page of a result, or of what a path holds; and what to say about it."""
+    from fivefold.web.report import report
+
+    return str(report(found, html, typed())).rstrip()
+
+
+def given_of(context: typer.Context, names: Mapping[str, str]) -> list[str]:
+    """Those of the options, by the names of their parameters, that were typed."""
+    source = context.get_parameter_source
+    return [option for name, option in names.items() if getattr(source(name), "name", "") == "COMMANDLINE"]
+
+
+def refuse(options: list[str], why: str) -> None:
+    if options:
+        raise UserError(f"{', '.join(options)} {why}")
+
+
+def whole_layout(layout: str | None, words: list[str], option: str = "--layout") -> None:
+    """Refuse a layout that was cut by a space: `--layout dp=8 zero=3` gives the layout dp=8 and the word zero=3."""
+    from fivefold.job.aliases import apart
+
+    if problems := apart(words, layout or "", f"{option} "):
+        raise UserError(problems)
+
+
+def split(words: list[str] | None) -> tuple[str | None, list[str]]:
+    """The job file, if any, and the KEY=VALUE changes: what has no '=' is the file."""
+    files = [word for word in words or [] if "=" not in word]
+    if len(files) > 1:
+        raise UserError(f"one job file at most, and there are {len(files)}: {', '.join(files)}; changes are KEY=VALUE")
+    return (files[0] if files else None), [word for word in words or [] if "=" in word]
+
+
+# ---- bars -----------------------------------------------------------------------------------------------------------
+# They show on a terminal only, and disappear afterwards.
+
+
+@contextmanager
+def bytes_bar(what: str, total: int | None = None) -> Iterator[Callable[..., None]]:
+    """For bytes that are read or written: call it with how many were done, and the total where it was not known."""
+    with _bar(TextColumn(what), BarColumn(30), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done, total=None: bar.update(task, advance=done, total=total)
+
+
+@contextmanager
+def counting_bar() -> Iterator[Callable[[int, int, str], None]]:
+    """For pieces of work: call it with how many are done, of how many, and what comes next."""
+    with _bar(BarColumn(30), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}")) as bar:
+        task = bar.add_task("")
+        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
+
+
+def _bar(*columns: ProgressColumn) -> Progress:
+    console = Console(stderr=True, highlight=False)
+    return Progress(*columns, console=console, transient=True, disable=not (console.is_terminal and shown()))

@@ -1,0 +1,181 @@
+"""`fivefold generate`, `fivefold trace` and `fivefold inspect`: what a run does, did and learned."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+
+from fivefold.cli.options import PAGE, Html, JobWords, Json, Output, Picture, split, typed, written
+from fivefold.render.blocks import console_of, show
+from fivefold.support.dtypes import dtype_of
+from fivefold.support.errors import UserError
+from fivefold.support.files import write
+
+GENERATE = 'Generate text.  [dim]fivefold generate runs/demo --prompt "def "[/]'
+TRACE = "See where a step's time goes.  [dim]fivefold trace job.toml layout=pp=2,microbatches=4[/]"
+INSPECT = "Look at a run: loss, experts, checkpoint.  [dim]fivefold inspect runs/demo[/]"
+
+
+def generate(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN|DIR", help="A run, a checkpoint, or a Hugging Face directory; a URL.", show_default=False
+        ),
+    ],
+    prompt: Annotated[list[str] | None, typer.Option(help="The prompt; may be given several times.")] = None,
+    tokens: Annotated[str | None, typer.Option(help="The prompt as token ids: 1,2,3.")] = None,
+    count: Annotated[int, typer.Option("--count", "-n", help="The largest number of tokens to generate.")] = 200,
+    temperature: Annotated[float, typer.Option(help="Of the sampling; 0: always take the most likely token.")] = 0.8,
+    top_k: Annotated[int, typer.Option(help="Sample from this many most likely tokens; 0: all.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(help="Sample from the most likely tokens with this total probability; 1: all.")
+    ] = 0.95,
+    seed: Annotated[int, typer.Option(help="Random seed: the same one samples the same text.")] = 0,
+    layout: Annotated[str, typer.Option(help="tp and pp: processes of this machine that share the model.")] = "dp=1",
+    step: Annotated[int | None, typer.Option(help="Which checkpoint; default: the newest complete one.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float64.")] = "float32",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    timeout: Annotated[float, typer.Option(help="Time limit, in seconds, of a layout with several ranks.")] = 600.0,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Continue a prompt, with the weights of a run or of a Hugging Face directory.
+
+    Tokens are sampled; --temperature 0 takes the most likely one each time. The
+    same seed samples the same tokens in any layout, up to rounding, and is said
+    at the end, on standard error. Keys and values of earlier tokens are cached.
+
+    [dim]Examples:[/]
+
+      fivefold generate runs/demo --prompt "def main"
+
+      fivefold generate runs/demo --prompt "import" --seed 7 --top-k 20 --layout tp=2,pp=2
+
+      fivefold generate runs/demo --prompt "import" --temperature 0
+
+      fivefold generate ~/models/Llama-3.2-1B --prompt "Once upon a time" -n 50 --json
+    """
+    from fivefold.generation.request import Request, Sampling
+    from fivefold.generation.request import generate as run
+    from fivefold.support.places import place_of
+
+    if bool(prompt) == bool(tokens):
+        raise UserError("give either --prompt or --tokens")
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    request = Request(place_of(source), step, layout, dtype_of(dtype), device, count, sampling, timeout)
+    console = Console(highlight=False, soft_wrap=True)
+
+    streamed: list[str] = []
+
+    def stream(text: str) -> None:
+        streamed.append(text)
+        if not as_json:
+            encoding = console.encoding  # which may know fewer letters than the model
+            console.file.write(text.encode(encoding, "replace").decode(encoding))
+            console.file.flush()
+
+    answers = run(request, prompt or [], _ids(tokens), stream)
+    figures = json.dumps([asdict(answer) | {"sampling": msgspec.to_builtins(sampling)} for answer in answers])
+    if output is not None:
+        write(output, f"{figures}\n" if output.suffix.lower() == ".json" else "".join(streamed))
+    if as_json:
+        typer.echo(figures)
+    elif temperature:
+        console_of(stderr=True).print(f"sampled with {sampling}", markup=False)
+
+
+def _ids(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise UserError(f"--tokens {text!r} is not a list of numbers; write for example --tokens 1,2,3") from None
+
+
+def trace(
+    job: JobWords = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Write what every rank did, as JSON.")] = Path(
+        "trace.json"
+    ),
+    html: Html = None,
+    timeout: Annotated[float, typer.Option(help="Seconds for the whole run.")] = 600.0,
+    as_json: Json = False,
+) -> None:
+    """Run a few steps of a job and show what every rank did and waited for.
+
+    Starts the layout's ranks on this machine, trains trace.after steps to warm
+    up and trace.steps (3) more, and writes one file for all ranks, which
+    ui.perfetto.dev opens: every action with stage and microbatch, every
+    collective by axis with its bytes, every wait, and beside them the same
+    schedule as the simulator runs it with the measured durations. Nothing else
+    is kept. To trace a longer run on a cluster: fivefold train ... trace.steps=3
+
+    [dim]Examples:[/]
+
+      fivefold trace layout=pp=4,schedule=zb-h1,microbatches=8
+
+      fivefold trace job.toml layout=dp=2,tp=2,pp=2 -o 3d.json
+
+      fivefold trace job.toml --html trace.html
+
+      fivefold trace job.toml trace.steps=10 --json
+    """
+    from fivefold.trainer.start import trace as run
+
+    if output.suffix.lower() in PAGE:
+        raise UserError(f"-o {output} is for what every rank did, as JSON; the page is --html {output}")
+    with console_of(stderr=True).status("training the traced steps"):
+        found = run(*split(job), output=output, timeout=timeout)
+    show(found, as_json, said=[] if html is None else [written(found, html)])
+
+
+def inspect(
+    run: Annotated[
+        str, typer.Argument(help="A run's directory, or one of its checkpoints; a URL.", show_default=False)
+    ],
+    step: Annotated[int | None, typer.Option(help="Which checkpoint; default: the newest complete one.")] = None,
+    output: Picture = None,
+    html: Html = None,
+    as_json: Json = False,
+) -> None:
+    """Show what a run has left: its loss, the load of its experts, and what its newest checkpoint holds.
+
+    Reads metrics.jsonl, which may still grow, and looks at the checkpoint's files
+    without reading them. Of experts it shows how many tokens those of each layer
+    got, at the start and now, by the steps of train.log_every. With -o load.svg, that
+    is drawn, with a line for each expert over all these steps; with -o and any other .svg
+    or .png the loss. With --html, the page of `fivefold ui` is written with this run in it,
+    or with all runs of a directory, as one file. It is made to be sent: of a path the last
+    part is left, and the names of hosts are left out.
+
+    [dim]Examples:[/]
+
+      fivefold inspect runs/demo
+
+      fivefold inspect runs/moe -o load.svg
+
+      fivefold inspect runs/demo --step 100 --json
+
+      fivefold inspect runs/demo --html run.html
+
+      fivefold inspect runs --html all.html
+    """
+    from fivefold.support.places import place_of
+    from fivefold.trainer.inspect import METRICS
+    from fivefold.trainer.inspect import inspect as look
+
+    place = place_of(run)
+    if html is not None and not (isinstance(place, Path) and place.is_dir()):
+        raise UserError(f"--html is of a run's directory, or of one that has runs in it, and {run} is neither")
+    if html is not None and isinstance(place, Path) and not (place / METRICS).is_file():  # one with runs in it
+        from fivefold.web.report import report
+
+        show(report(place, html, typed()), as_json)
+        return
+    show(look(place, step), as_json, output, [] if html is None else [written(place, html)])

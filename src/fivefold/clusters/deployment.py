@@ -1,0 +1,351 @@
+"""What is deployed: a job, the words that start it, and the machines."""
+
+import os
+import re
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import msgspec
+
+from fivefold.clusters import quoting
+from fivefold.clusters.quoting import comment
+from fivefold.cost.memory import checkpoint_bytes
+from fivefold.hardware.cluster import Cluster
+from fivefold.job.config import Job
+from fivefold.layout.layout import Layout
+from fivefold.support.errors import UserError
+from fivefold.support.text import bytes_text, counted, divisors, either, si
+
+# ---- machines -------------------------------------------------------------------------------------------------------
+# Which machines a job is started on: nodes, ranks per node, and whether its layout fits them.
+
+
+@dataclass(frozen=True)
+class Machines:
+    nodes: int
+    per_node: int  # ranks, each with a GPU of its own
+    gpus: bool = True  # false: ranks compute on CPUs
+    notes: tuple[str, ...] = ()
+    cluster: Cluster | None = None  # what is known of them
+
+    @property
+    def world(self) -> int:
+        return self.nodes * self.per_node
+
+    def __str__(self) -> str:
+        return f"{counted(self.nodes, 'node')} x {self.per_node} {'GPUs' if self.gpus else 'ranks'}"
+
+
+def machines(
+    job: Job, cluster: str = "", nodes: int | None = None, per_node: int | None = None, hosts: int = 0
+) -> Machines:
+    """Those that are asked for: by number, by a cluster such as 8x8xH100, or by the job's own run.cluster.
+
+    Other nodes than a cluster's, or `hosts` that have names, are of its size unless --per-node gives another.
+    """
+    for option, value in {"--nodes": nodes, "--per-node": per_node}.items():
+        if value is not None and value < 1:
+            raise UserError(f"{option} {value} must be at least 1")
+    if hosts and nodes and hosts != nodes:
+        raise UserError(f"--nodes {nodes} and a file of {counted(hosts, 'host')} do not agree; leave --nodes out")
+    world, text, nodes = job.layout.world, cluster or job.run.cluster, hosts or nodes
+    known = _of_cluster(text, "--cluster" if cluster else "run.cluster", per_node) if text else None
+    gpus = job.train.device != "cpu" and (known is None or known.gpus)
+    if known and not per_node:
+        found = Machines(nodes or known.nodes, known.per_node, gpus)
+    elif nodes or per_node:
+        found = Machines(nodes or max(1, world // (per_node or 1)), per_node or _evenly(world, nodes or 1), gpus)
+    else:
+        raise UserError(
+            "the job does not say for which machines it is (run.cluster is empty); give --cluster 8x8xH100, or "
+            f"--nodes N for its {world} ranks"
+        )
+    if found.world != world:
+        raise UserError(_mismatch(job, found, hosts))
+    notes = (known.notes if known else ()) + _crossings(job.layout, found)
+    return replace(found, notes=notes, cluster=_resized(known.cluster, found) if known and known.cluster else None)
+
+
+def least_nodes(job: Job, found: Machines) -> int:
+    """With which an elastic job starts: those of elastic.least, but half of them, because a scheduler that has a few
+    free ones would begin with these, and a plan for all is worth a wait."""
+    least, world = job.elastic.least, found.world
+    if found.nodes == 1:
+        raise UserError(
+            f"--elastic is for nodes that are lost, and {found} have no other; `fivefold train --nproc "
+            f"{found.per_node} --elastic` goes on without lost ranks of one node"
+        )
+    if not job.checkpoint.save:
+        raise UserError("--elastic goes on from checkpoints, and checkpoint.save=false makes none")
+    if least > world:
+        raise UserError(f"elastic.least={least} is more than the {world} ranks of {found}; nearest: {world}")
+    return max(-(-least // found.per_node), -(-found.nodes // 2))
+
+
+def _resized(cluster: Cluster, found: Machines) -> Cluster | None:
+    """The cluster with the nodes that are asked for, where it is clear of which kind they are."""
+    if (cluster.nodes, cluster.world) == (found.nodes, found.world):
+        return cluster
+    first, *others = cluster.groups
+    return None if others else Cluster((msgspec.structs.replace(first, nodes=found.nodes, gpus=found.per_node),))
+
+
+def _of_cluster(text: str, where: str, per_node: int | None) -> Machines:
+    try:
+        cluster = Cluster.read(text)
+    except UserError as error:
+        raise UserError([f"{where}: {problem}" for problem in error.problems]) from None
+    sizes = {group.gpus for group in cluster.groups}
+    if len(sizes) > 1 and not per_node:
+        raise UserError(
+            f"{where}={text} has nodes of {either(sorted(sizes))} GPUs, and launchers start equally many ranks on "
+            "each; give --nodes and --per-node"
+        )
+    names = list(dict.fromkeys(group.accelerator.name for group in cluster.groups))
+    unlike = f"nodes of several kinds ({', '.join(names)}): ranks must count through them in this order; pin the nodes"
+    notes = (unlike,) if len(names) > 1 else ()
+    return Machines(cluster.nodes, per_node or sizes.pop(), names != ["CPU"], notes, cluster)
+
+
+def _evenly(world: int, nodes: int) -> int:
+    """Ranks of a node, where nothing but the number of nodes is known."""
+    if world % nodes:
+        near = sorted(divisors(world), key=lambda count: abs(count - nodes))[:2]
+        raise UserError(
+            f"the layout's {world} ranks do not divide over {nodes} nodes; nearest: --nodes {either(sorted(near))}"
+        )
+    return world // nodes
+
+
+def _mismatch(job: Job, found: Machines, hosts: int) -> str:
+    """The sentence, with the nearest machines and, where the job can have it, the nearest layout."""
+    layout, per_node = job.layout, found.per_node
+    world, others = layout.world, layout.world // layout.dp
+    fitting = world // per_node if world % per_node == 0 else 0
+    ways = [f"a file of {counted(fitting, 'host')}" if hosts else f"--nodes {fitting}"] if fitting else []
+    ways += [f"--nodes 1 --per-node {world}"] if not ways and not hosts and world <= per_node else []
+    if found.world % others == 0:
+        smaller = msgspec.structs.replace(layout, dp=found.world // others)
+        legal = not smaller.problems(job.model, world=found.world, seq=job.data.seq, batch=job.train.batch)
+        ways += [f"layout.dp={smaller.dp}"] if legal else []
+    nearest = f"; nearest: {either(ways)}" if ways else "; plan it again for that cluster"
+    return f"the layout {layout} has {world} ranks, and {found} are {found.world}{nearest}"
+
+
+def _crossings(layout: Layout, found: Machines) -> tuple[str, ...]:
+    """tp talks in every layer, and waits for it: over a network that costs more than all else."""
+    if found.nodes == 1 or layout.tp == 1 or found.per_node % layout.tp == 0:
+        return ()
+    return (
+        f"tp={layout.tp} does not divide the {found.per_node} ranks of a node: its groups cross nodes, and every layer "
+        "waits for the network",
+    )
+
+
+# ---- deployment -----------------------------------------------------------------------------------------------------
+
+
+_PER_NODE = 1e9  # bytes per second that a node writes to a shared file system: an assumption, on the low side
+_LEAST = 300  # seconds: Slurm looks at time limits once a minute, and a short step has to end first
+
+
+@dataclass(frozen=True)
+class Deployment:
+    job: Job
+    machines: Machines
+    file: str = ""  # the job file, as the nodes read it
+    changes: tuple[str, ...] = ()  # KEY=VALUE
+    step: float = 0.0  # seconds, as planned; 0: not known
+    packaged: bool = False  # the file comes with Fivefold, and the nodes have it
+    least: int = 0  # nodes with which an elastic job goes on; 0: it is not elastic
+
+    def words(self, command: str = "train") -> str:
+        """What each rank runs."""
+        elastic = ["--elastic"] if self.least and command == "train" else []
+        return quoting.command(["fivefold", command], self.file, self.changes, elastic)
+
+    @property
+    def own_file(self) -> str:
+        """One that the nodes must see."""
+        return "" if self.packaged else self.file
+
+    @property
+    def title(self) -> str:
+        model = self.job.model
+        return f"{model.name}, {si(model.parameter_count)} parameters, {self.job.layout} on {self.machines}"
+
+    @property
+    def plain_name(self) -> str:
+        """The run's name, as every scheduler takes it, and no program for an option."""
+        return re.sub(r"[^\w.-]+", "-", self.job.run.name).lstrip("-") or "run"
+
+    @cached_property
+    def seconds_to_save(self) -> float:
+        return self._checkpoint / (_PER_NODE * self.machines.nodes)
+
+    @property
+    def _checkpoint(self) -> int:
+        return checkpoint_bytes(self.job.model, self.job.train.dtype, self.job.optimizer)
+
+    @property
+    def notice(self) -> int:
+        """Seconds before a time limit at which ranks are told to save: whole minutes."""
+        return -(-int(_LEAST + self.step + 2 * self.seconds_to_save) // 60) * 60
+
+    @property
+    def saving(self) -> str:
+        step = f"after a step of {self.step:.0f} s, as planned; " if self.step >= 1 else ""
+        return f"{step}{bytes_text(self._checkpoint)}, {self.seconds_to_save:.0f} s at 1 GB/s a node"
+
+    @property
+    def log_directory(self) -> str:
+        """Below the runs, unless they are no directory of this file system."""
+        return "runs" if "://" in self.job.run.dir else self.job.run.dir
+
+    @property
+    def mounts(self) -> list[str]:
+        """Paths outside the current directory that a container has to see."""
+        paths = {self.job.data.path, self.job.run.dir, os.path.dirname(self.own_file)}
+        return sorted(path for path in paths if path.startswith(("/", "~")))
+
+
+# ---- options --------------------------------------------------------------------------------------------------------
+# What a user says beside the job and its machines, and to which kind of launch it belongs.
+
+
+KINDS = {
+    "slurm": "an sbatch file",
+    "torchrun": "the line to type on each node",
+    "kubernetes": "a Kubernetes Job",
+    "trainjob": "a TrainJob of Kubeflow Trainer",
+    "ssh": "a script for the hosts of a file",
+}
+_BELONG = {
+    **dict.fromkeys(("account", "partition", "time", "submit"), ("slurm",)),
+    "host": ("torchrun",),
+    "elastic": ("slurm", "torchrun"),
+    "container": ("slurm", "kubernetes", "trainjob"),
+    "claim": ("kubernetes", "trainjob"),
+}
+_NAME = re.compile(r"[\w.,@+-]+")
+_ASCII = re.compile(_NAME.pattern, re.ASCII)
+# Of Slurm: minutes, minutes:seconds, hours:minutes:seconds; and behind days, hours, hours:minutes ...
+_TIME = re.compile(r"(?:(\d{1,4})-)?(\d{1,6})(?::(\d{2}))?(?::(\d{2}))?", re.ASCII)
+USUAL_TIME = "24:00:00"
+_IMAGE = re.compile(r"[\w./:@+-]+", re.ASCII)
+_ENROOT = re.compile(r"[\w./:@+#-]+", re.ASCII)  # REGISTRY#IMAGE
+
+
+@dataclass(frozen=True)
+class Options:
+    """None is not said. An account or partition that is empty has no line."""
+
+    account: str | None = None
+    partition: str | None = None
+    time: str | None = None  # limit of one start
+    submit: bool = False
+    host: str | None = None
+    container: str | None = None  # an image
+    claim: str | None = None  # of a volume
+    hosts: Path | None = None  # a file
+    restarts: int = 3
+    elastic: bool = False  # goes on when nodes are lost, and when they are back
+
+    @property
+    def limit(self) -> int:
+        """Seconds of one start."""
+        found = _TIME.fullmatch(self.time or USUAL_TIME)
+        assert found, "checked by `problems`"
+        days, *rest = found.groups()
+        numbers = [int(number) for number in rest if number is not None]
+        units = [3600, 60, 1] if days or len(numbers) == 3 else [60, 1]
+        return 86400 * int(days or 0) + sum(map(int.__mul__, numbers, units))
+
+    def problems(self, kind: str) -> list[str]:
+        foreign = [name for name, kinds in _BELONG.items() if getattr(self, name) and kind not in kinds]
+        where = {name: " and ".join(f"--{one}" for one in _BELONG[name]) for name in foreign}
+        problems = [f"--{name} belongs to {where[name]}, not to --{kind}" for name in foreign]
+        for name, pattern in {
+            "account": _NAME,
+            "partition": _NAME,
+            "host": _ASCII,
+            "container": _ENROOT if kind == "slurm" else _IMAGE,
+            "claim": _ASCII,
+        }.items():
+            value = getattr(self, name)
+            if value and (not pattern.fullmatch(value) or value.startswith("-")):
+                problems.append(f"--{name} {value!r} is no name")
+        if self.time and not _TIME.fullmatch(self.time):
+            problems.append(f"--time {self.time!r} is no time limit of Slurm; write for example 24:00:00 or 7-00")
+        elif self.limit < 60:
+            problems.append(
+                f"--time {self.time!r} is less than a minute, which Slurm does not count; nearest: --time 1"
+            )
+        if not 0 <= self.restarts <= 1000:
+            problems.append(f"--restarts {self.restarts} must be between 0 and 1000")
+        open_names = [f"--{name}" for name in ("account", "partition") if getattr(self, name) is None]
+        if self.submit and kind == "slurm" and open_names:
+            problems.append(f"--submit needs {' and '.join(open_names)}; an empty name ('') leaves its line out")
+        return problems
+
+
+# ---- environment ----------------------------------------------------------------------------------------------------
+# The variables that ranks are started with, each with its reason. What torch and NCCL do by themselves they do.
+#
+# TORCH_NCCL_ASYNC_ERROR_HANDLING is not among them: torch's default ends a rank whose collective failed. Neither is
+# CUDA_DEVICE_MAX_CONNECTIONS: no kernel of ours relies on the order in which streams are served.
+
+
+@dataclass(frozen=True)
+class Variable:
+    name: str
+    value: str
+    why: str
+    chosen: bool = True  # false: the user may, and how is in `why`
+
+
+def variables(machines: Machines, threads: str, scratch: str, traces: str) -> list[Variable]:
+    """`threads`: of a rank; `scratch`: a directory of the node's own; `traces`: one that outlives the node."""
+    found = [Variable("OMP_NUM_THREADS", threads, "each rank would take all cores of the node for itself")]
+    if machines.gpus:
+        found += [
+            Variable(
+                "TRITON_CACHE_DIR", f"{scratch}/triton", "kernels are compiled onto the node's own disk, not home"
+            ),
+            Variable("NCCL_DEBUG", "WARN", "NCCL says why it failed, and nothing else"),
+            Variable(
+                "TORCH_NCCL_TRACE_BUFFER_SIZE",
+                "2000",
+                "if a collective hangs, each rank writes its last ones; torchfrtrace finds the one who is missing",
+            ),
+            Variable("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", ""),
+            Variable("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", f"{traces}/nccl-rank-", ""),
+        ]
+    if machines.nodes > 1:
+        found += _network(machines.gpus)
+    return found
+
+
+def _network(gpus: bool) -> list[Variable]:
+    why = "only if the nodes have several networks, and the wrong one is taken; `ip -brief address` lists them"
+    if not gpus:
+        return [Variable("GLOO_SOCKET_IFNAME", "eth0", why, chosen=False)]
+    return [
+        Variable("NCCL_SOCKET_IFNAME", "=eth0", f"{why}; = means this name and no other", chosen=False),
+        Variable(
+            "NCCL_IB_HCA",
+            "=mlx5_0,mlx5_1",
+            "only if some adapters are for storage; `ibstat` lists them; = means these, not all that begin so",
+            chosen=False,
+        ),
+    ]
+
+
+def exports(found: list[Variable]) -> list[str]:
+    """As lines of a shell script; values are the shell's to expand."""
+    lines = []
+    for one in found:
+        lines += comment(f"{one.name}: {one.why}.") if one.why else []
+        lines.append(f'{"" if one.chosen else "# "}export {one.name}="{one.value}"')
+    return lines

@@ -1,0 +1,221 @@
+"""Kubernetes: an Indexed Job with a headless service, one pod a node; or a TrainJob of Kubeflow Trainer 2.3.
+
+In both, each pod runs torchrun. The job is a ConfigMap, and data and runs are on a volume that all pods share.
+"""
+
+import os
+import re
+from typing import Any
+
+from fivefold.clusters.deployment import Deployment, variables
+from fivefold.clusters.torchrun import PORT, saving, words
+from fivefold.job.config import to_toml
+from fivefold.support.errors import UserError
+
+IMAGE, CLAIM = "FILL_IN_IMAGE", "FILL_IN_CLAIM"  # neither is a legal name, so neither is taken for one
+_HOME, _JOB = "/work", "/etc/fivefold/job.toml"
+_MOST = 1 << 20  # bytes: kubernetes.io/docs/concepts/configuration/configmap
+_THREADS = 8  # of a rank: how many cores a pod gets is the cluster's to say
+Table = dict[str, Any]
+
+
+def name_of(it: Deployment) -> str:
+    """The run's name as the name of a service: lower case, digits and hyphens, at most 50 so that pods' fit into 63."""
+    found = re.sub(r"[^a-z0-9]+", "-", it.job.run.name.lower()).strip("-")[:50].strip("-")
+    return found if found[:1].isalpha() else f"run-{found}".strip("-")
+
+
+def indexed_job(it: Deployment, image: str, claim: str, restarts: int) -> list[Table]:
+    """A headless service, the job file, and the Job."""
+    name, nodes = name_of(it), it.machines.nodes
+    service = {
+        "#": f"{it.title}.",
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": name},
+        "spec": {
+            "#": "Headless: it gives each pod a name. Pods look for each other before they are ready.",
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {"job-name": name},
+        },
+    }
+    job = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {
+            "name": name,
+            "#": "Pods of a Job start one by one, and may hold GPUs while others wait for theirs. With Kueue they "
+            "start together: labels: {kueue.x-k8s.io/queue-name: QUEUE}.",
+        },
+        "spec": {
+            "completionMode": "Indexed",
+            "completions": nodes,
+            "parallelism": nodes,
+            "#1": f"When a rank fails torchrun starts the ranks of all pods again, up to {restarts} times; then its "
+            f"pod has failed, and the others with it: {nodes} failures for one.",
+            "backoffLimit": restarts * nodes,
+            "podFailurePolicy": {
+                "rules": [
+                    {"#": "A job that is refused would be again.", **_rule("FailJob", "onExitCodes", _refused())},
+                    {"#": "Drained or preempted: not the job's fault.", **_rule("Ignore", "onPodConditions", _moved())},
+                ]
+            },
+            "template": {"spec": _pod(it, name, image, claim, restarts)},
+        },
+    }
+    return [service, _config_map(it, name), job]
+
+
+def notes(it: Deployment) -> list[str]:
+    """Paths that a container may not have."""
+    job = it.job
+    paths = {"data.path": job.data.path, "run.dir": job.run.dir, "layout.schedule": job.layout.schedule}
+    away = [key for key, path in paths.items() if path.startswith(("/", "~")) and not path.startswith(f"{_HOME}/")]
+    outside = [f"{key}={paths[key]}" for key in away]
+    file = [f"layout.schedule={job.layout.schedule}"] if os.path.isfile(job.layout.schedule) else []
+    found = list(dict.fromkeys(outside + file))
+    return [f"in the pods, {', '.join(found)} must be on the volume, which is at {_HOME}"] if found else []
+
+
+def _rule(action: str, key: str, value: Any) -> Table:
+    return {"action": action, key: value}
+
+
+def _refused() -> Table:
+    return {"containerName": "ranks", "operator": "In", "values": [2]}
+
+
+def _moved() -> list[Table]:
+    return [{"type": "DisruptionTarget", "status": "True"}]
+
+
+def _config_map(it: Deployment, name: str) -> Table:
+    meta, text = {"name": f"{name}-job"}, to_toml(it.job)
+    if (size := len(text.encode())) > _MOST:
+        raise UserError(f"the job has {size} bytes, and a ConfigMap of Kubernetes holds {_MOST}; shorten its texts")
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "data": {"job.toml": text}}
+
+
+def _pod(it: Deployment, name: str, image: str, claim: str, restarts: int) -> Table:
+    host = f"{name}-0.{name}:{PORT}"
+    inside = Deployment(it.job, it.machines, _JOB)
+    agent = words(inside, host, f"{name}-$JOB_UID", restarts, ",is_host=$host")
+    script = "\n".join(
+        [
+            "# What is wrong with the job ends it at once, with code 2; torchrun would try again.",
+            f"fivefold train {_JOB} --check --nproc {it.machines.world} > /dev/null || exit $?",
+            '[ "$JOB_COMPLETION_INDEX" = 0 ] && host=1 || host=0',
+            "exec " + " \\\n  ".join(agent),
+        ]
+    )
+    uid = {"fieldRef": {"fieldPath": "metadata.labels['batch.kubernetes.io/controller-uid']"}}
+    container = {
+        "name": "ranks",
+        "image": image or IMAGE,
+        "command": ["bash", "-c", f"{script}\n"],
+        "#": f"The volume's directory: a data.path or run.dir that does not begin with / is looked for in {_HOME}.",
+        "workingDir": _HOME,
+        "env": [{"name": "JOB_UID", "valueFrom": uid}, *_environment(it)],
+        **_resources(it),
+        "#1": "Ready: the ranks have been started. There is no liveness probe: ranks that hang end by themselves after "
+        "train.timeout seconds, and a probe cannot tell those that wait from those that compile.",
+        "readinessProbe": {"exec": {"command": ["pgrep", "--full", "python.* -u -m fivefold"]}, "periodSeconds": 10},
+        "volumeMounts": _mounts(),
+    }
+    return {
+        "#": "Pods of a Job get the host names NAME-0, NAME-1 ... below the service.",
+        "subdomain": name,
+        "#1": "A pod that has failed is replaced, on another node if need be.",
+        "restartPolicy": "Never",
+        "#2": f"Pods that are drained save a checkpoint first: {it.saving}.",
+        "terminationGracePeriodSeconds": it.notice + 60,
+        "containers": [container],
+        "volumes": _volumes(name, claim),
+    }
+
+
+def _environment(it: Deployment) -> list[Table]:
+    runs = _HOME if it.log_directory.startswith("~") else os.path.join(_HOME, it.log_directory)
+    found: list[Table] = []
+    comments: Table = {}
+    for one in [saving(it), *variables(it.machines, str(_THREADS), "/tmp/fivefold", runs)]:
+        key = f"#{one.name}"
+        if one.chosen:
+            why = {key: f"{one.why[:1].upper()}{one.why[1:]}."} if one.why else {}
+            # Kubernetes replaces $(NAME) in a value, and $$ by $.
+            found.append(comments | why | {"name": one.name, "value": one.value.replace("$", "$$")})
+            comments = {}
+        else:
+            comments[key] = f"{one.name}={one.value}: {one.why}."
+    return [*found[:-1], {**found[-1], **comments}]
+
+
+def _resources(it: Deployment) -> Table:
+    if not it.machines.gpus:
+        return {"resources": {"limits": {"cpu": it.machines.per_node}}}
+    why = (
+        "All GPUs of a node. Memory, cores and adapters are named differently on every cluster, and yours to add: for "
+        "example rdma/hca: 1, with the capability IPC_LOCK."
+    )
+    return {"resources": {"#": why, "limits": {"nvidia.com/gpu": it.machines.per_node}}}
+
+
+def _mounts() -> list[Table]:
+    return [
+        {"name": "work", "mountPath": _HOME},
+        {"name": "job", "mountPath": _JOB.rpartition("/")[0]},
+        {"name": "shm", "mountPath": "/dev/shm"},
+    ]
+
+
+def _volumes(name: str, claim: str) -> list[Table]:
+    return [
+        {"name": "work", "persistentVolumeClaim": {"#": "ReadWriteMany: all pods.", "claimName": claim or CLAIM}},
+        {"name": "job", "configMap": {"name": f"{name}-job"}},
+        {
+            "#": "NCCL's ranks of a node talk through shared memory, and a container has 64 MiB of it.",
+            "name": "shm",
+            "emptyDir": {"medium": "Memory", "sizeLimit": "16Gi"},
+        },
+    ]
+
+
+def train_job(it: Deployment, image: str, claim: str, restarts: int) -> list[Table]:
+    """The job file, and a TrainJob on Kubeflow's torch-distributed runtime, which tells torchrun where it is."""
+    name = name_of(it)
+    command = f"exec torchrun --max-restarts={restarts} -m {Deployment(it.job, it.machines, _JOB).words()}"
+    script = f"cd {_HOME} && fivefold train {_JOB} --check --nproc {it.machines.world} > /dev/null && {command}\n"
+    job = {
+        "#": f"{it.title}.",
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": {"name": name},
+        "spec": {
+            "#": "The runtime starts the pods, names them to each other, and says what happens when one fails.",
+            "runtimeRef": {"name": "torch-distributed"},
+            "trainer": {
+                "image": image or IMAGE,
+                "command": ["bash", "-c", script],
+                "numNodes": it.machines.nodes,
+                "numProcPerNode": it.machines.per_node,
+                "env": _environment(it),
+                "resourcesPerNode": _resources(it)["resources"],
+            },
+            "runtimePatches": [{"manager": "fivefold/launch", "trainingRuntimeSpec": _patch(it, name, claim)}],
+        },
+    }
+    return [_config_map(it, name), job]
+
+
+def _patch(it: Deployment, name: str, claim: str) -> Table:
+    """Volumes, which a TrainJob has no fields for, in the pods of the runtime's job `node`."""
+    pod = {
+        "#": f"Pods that are drained save a checkpoint first: {it.saving}.",
+        "terminationGracePeriodSeconds": it.notice + 60,
+        "containers": [{"name": "node", "volumeMounts": _mounts()}],
+        "volumes": _volumes(name, claim),
+    }
+    return {
+        "template": {"spec": {"replicatedJobs": [{"name": "node", "template": {"spec": {"template": {"spec": pod}}}}]}}
+    }

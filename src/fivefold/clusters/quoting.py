@@ -1,0 +1,124 @@
+"""YAML with comments, written from plain data.
+
+A key that begins with # is a comment: {"#": "why", "replicas": 2} becomes a line "# why" and a line "replicas: 2". Of
+YAML's many ways to write a text, three are used: bare where no reader could take it for something else, JSON's quotes,
+and a block for several lines. The first and the last hold plain ASCII alone. JSON's quotes are YAML's double quotes, in
+which a backslash can write every character, so that none has to stand there that a reader refuses or takes for the end
+of a line. A character beyond 16 bits is two escapes in JSON and one in YAML, whose readers do not join two.
+"""
+
+import json
+import os
+import re
+import shlex
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from fivefold.support.errors import UserError
+from fivefold.support.text import printable
+
+# ---- shell ----------------------------------------------------------------------------------------------------------
+# How a text becomes a part of a shell script. Whatever a user has named goes through here, and nowhere else.
+#
+# A word is quoted by `shlex`. Some characters are refused, although quotes would keep most of them: a word also stands
+# in comments, here-documents and lines that are typed, where a line that ends is no longer a part of what it was.
+
+
+# Controls, what ends a line for some reader, and halves of characters, which stand for bytes that are no UTF-8.
+_REFUSED = re.compile("[\0-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+_LONGEST = 24_000  # bytes of a command: ssh gets it quoted again, in one word, and Linux takes 128 KiB of these
+
+
+def word(text: str, instead: str = "leave it out") -> str:
+    if found := _REFUSED.search(text):
+        raise UserError(f"{text!r} has the character {found[0]!r}, which no line of a script can hold; {instead}")
+    return shlex.quote(text)
+
+
+def command(program: Sequence[str], file: str = "", settings: Sequence[str] = (), options: Sequence[str] = ()) -> str:
+    """A program's words, a file and KEY=VALUE, of which any text may come."""
+    instead = "leave it out, or write the setting into the job file"
+    words = [*map(word, program), *([word(_no_option(file))] if file else [])]
+    text = " ".join([*words, *(word(one, instead) for one in settings), *map(word, options)])
+    if (size := len(text.encode())) > _LONGEST:
+        raise UserError(
+            f"`{shlex.join(program)}` with its settings has {size} bytes, and {_LONGEST} at most are sure to reach "
+            "every host; write the settings into the job file"
+        )
+    return text
+
+
+def path(text: str) -> str:
+    """With the home of whoever runs it; a ~ in quotes would be a directory of that name."""
+    home, slash, rest = text.partition("/")
+    if home == "~":
+        return f'"$HOME"{slash}{word(rest) if rest else ""}'
+    return word(_no_option(os.path.expanduser(text)))
+
+
+def _no_option(name: str) -> str:
+    """The same file by a name that no program takes for an option."""
+    return f"./{name}" if name.startswith("-") else name
+
+
+def comment(text: str, width: int = 100) -> list[str]:
+    """As lines of a script or of YAML, for which more characters end a line than for Python or bash."""
+    text = printable(re.sub(r"\s", " ", text))
+    return textwrap.wrap(text, width, initial_indent="# ", subsequent_indent="# ", break_long_words=False)
+
+
+# ---- yaml -----------------------------------------------------------------------------------------------------------
+
+
+_BARE = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")
+_BLOCK = re.compile(r"[!-~][ -~]*\n(?:[ -~]+\n|\n(?=[ -~]))*")  # whole lines of plain characters, none empty at the end
+_WORDS = {"true", "false", "yes", "no", "on", "off", "y", "n", "null"}  # which some readers take for values
+
+
+def documents(*values: dict[str, Any]) -> str:
+    return "---\n".join("\n".join(_lines(value)) + "\n" for value in values)
+
+
+def plain(value: Any) -> Any:
+    """The data without its comments: what a reader gets."""
+    if isinstance(value, dict):
+        return {key: plain(one) for key, one in value.items() if not key.startswith("#")}
+    return [plain(one) for one in value] if isinstance(value, list) else value
+
+
+def _lines(value: dict[str, Any]) -> list[str]:
+    lines = []
+    for key, one in value.items():
+        if key.startswith("#"):
+            lines += comment(one)
+        elif isinstance(one, dict) and one:
+            lines += [f"{key}:", *_indented(_lines(one))]
+        elif isinstance(one, list) and one:
+            lines += [f"{key}:", *(line for item in one for line in _item(item))]
+        elif isinstance(one, str) and _BLOCK.fullmatch(one):
+            lines += [f"{key}: |", *_indented(one.splitlines())]
+        else:
+            lines.append(f"{key}: {_scalar(one)}")
+    return lines
+
+
+def _item(item: Any) -> list[str]:
+    if isinstance(item, str) and _BLOCK.fullmatch(item):
+        return ["- |", *_indented(item.splitlines())]
+    if not isinstance(item, dict) or not item:
+        return [f"- {_scalar(item)}"]
+    lines = _lines(item)
+    first = next(number for number, line in enumerate(lines) if not line.startswith("#"))
+    return [*lines[:first], f"- {lines[first]}", *_indented(lines[first + 1 :])]
+
+
+def _indented(lines: list[str]) -> list[str]:
+    return [f"  {line}" if line else "" for line in lines]
+
+
+def _scalar(value: Any) -> str:
+    if isinstance(value, str) and _BARE.fullmatch(value) and value.lower() not in _WORDS:
+        return value
+    quoted = json.dumps(value, ensure_ascii=False)
+    return "".join(letter if letter.isprintable() else f"\\U{ord(letter):08x}" for letter in quoted)

@@ -1,0 +1,214 @@
+"""torchrun on every node: the line that is the same on all of them.
+
+The ranks meet by c10d's rendezvous, which numbers the nodes itself, and so restarts together: an agent whose ranks fail
+comes back to it, and the others follow. (The static one takes numbers from the line and cannot do that.) The host of
+the rendezvous must stay.
+"""
+
+import re
+from itertools import chain
+from pathlib import Path
+
+from fivefold.clusters.deployment import Deployment, Variable, exports, variables
+from fivefold.clusters.quoting import comment, path, word
+from fivefold.clusters.slurm import filled
+from fivefold.support.errors import UserError
+from fivefold.support.files import read_regular
+from fivefold.support.parsing import parsing, path_of
+
+HOST = "FILL_IN_HOST"
+PORT = 29400
+_JOIN = 3600  # seconds that nodes wait for each other; torchrun's own 600 are less than some queues take
+
+
+def saving(it: Deployment) -> Variable:
+    why = "torchrun that is told to end gives its ranks so many seconds to save, not 30"
+    return Variable("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(it.notice), why)
+
+
+def joining(it: Deployment) -> list[Variable]:
+    """What agents of an elastic run need, of which some join later."""
+    why = (
+        "an agent that joins a run would else wait for the address of its store, which torch 2.11 and 2.13 do not tell"
+    )
+    return [Variable("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1", why)] if it.least else []
+
+
+def words(it: Deployment, endpoint: str, run: str, restarts: int, conf: str = "") -> list[str]:
+    """The command, one piece a line; what starts with a $ is the shell's to expand."""
+    machines = it.machines
+    return [
+        "torchrun",
+        f"--nnodes={it.least}:{machines.nodes}" if it.least else f"--nnodes={machines.nodes}",
+        f"--nproc-per-node={machines.per_node}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={endpoint}",
+        f"--rdzv-id={run}",
+        f"--rdzv-conf=join_timeout={_JOIN}{conf}",
+        f"--max-restarts={restarts}",
+        f"-m {it.words()}",
+    ]
+
+
+def lines(it: Deployment, host: str, run: str, restarts: int) -> str:
+    """What is typed on each node."""
+    host = host or (HOST if it.machines.nodes > 1 else "localhost")
+    usual = variables(it.machines, threads(it), "${TMPDIR:-/tmp}/fivefold-$(id -un)", "$PWD")
+    text = [
+        *comment(f"{it.title}."),
+        *chain(*map(comment, _said(it, host))),
+        *exports([*usual, saving(it), *joining(it)]),
+        " \\\n  ".join(words(it, f"{host}:{PORT}", run, restarts)),
+    ]
+    return "\n".join(text) + "\n"
+
+
+def _said(it: Deployment, host: str) -> list[str]:
+    """To the person who types it."""
+    where = f", in the directory that has {it.own_file}" if it.own_file else ""
+    comma = "," if where else ""
+    if it.machines.nodes == 1:
+        return [f"Type this on the node{where}. Its port {PORT} must be free."]
+    elastic = (
+        f"The run begins with {it.least} nodes, and goes on with those that are left when others are lost, but for "
+        f"{host}, at which they meet. The same line on a node that is back, or another, has it join."
+    )
+    return [
+        f"Type this on each of the {it.machines.nodes} nodes{where}{comma} within an hour; it is the same "
+        f"on all. {host} is one of them, by the name or address that the others reach it by, and its port {PORT} is "
+        "free. run.dir is a directory that all nodes share.",
+        "Ranks prove that they belong together by a secret in run.dir. Where that is not shared, they need one of 16 "
+        "characters or more, the same on all nodes: export FIVEFOLD_SECRET=...",
+        *([elastic] if it.least else []),
+    ]
+
+
+def threads(it: Deployment) -> str:
+    """Cores of a rank, for a shell."""
+    return f"$(( $(nproc) > {it.machines.per_node} ? $(nproc) / {it.machines.per_node} : 1 ))"
+
+
+# ---- ssh ------------------------------------------------------------------------------------------------------------
+# A handful of machines that ssh reaches: a script that starts torchrun on each, and ends all of them together.
+#
+# What ties them is standard input. The script holds a pipe open that every ssh reads, and a host on which it ends
+# tells its ranks to save and stop. So a script that has seen a host fail, is interrupted or is killed leaves no ranks
+# behind.
+
+
+_HOST = re.compile(r"(?:[A-Za-z_][\w.-]*@)?[A-Za-z0-9][\w.-]*", re.ASCII)  # and no option of ssh's
+_LARGEST = 1 << 20  # bytes of a hosts file
+
+_SCRIPT = r"""
+#!/bin/bash
+@TITLE@
+set -u
+hosts=(@HOSTS@)
+ssh=(${SSH:-ssh} -o BatchMode=yes -o ConnectTimeout=20 -o ServerAliveInterval=30 -o ServerAliveCountMax=4)
+run=@NAME@-$(date +%Y%m%d-%H%M%S)
+logs=@LOGS@/ssh-$run
+mkdir -p -- "$logs" || exit 2
+
+# What each host runs: $1 is the run, $2 and $3 are this shell's directory and PATH, $4 is 1 on the first host. When its
+# input ends, with this script or with the network, the ranks are told to save and stop.
+read -r -d '' remote << 'END'
+cd "$2" || exit 2
+export PATH="$3"
+@EXPORTS@
+@AGENT@
+agent=$!
+(while read -r _; do :; done; kill -TERM "$agent") <&0 > /dev/null 2>&1 &
+watch=$!
+wait "$agent"
+code=$?
+kill "$watch"  # else it would send that signal to whoever gets the number next
+exit "$code"
+END
+quote() { printf "'%s'" "${1//\'/\'\\\'\'}"; }  # as every login shell reads it
+
+hold=$(mktemp --directory)
+trap 'rm -r "$hold"' EXIT
+mkfifo "$hold/open"
+pids=() first=1
+for host in "${hosts[@]}"; do
+  command="bash -c $(quote "$remote") fivefold $(quote "$run") $(quote "$PWD") $(quote "$PATH") $first"
+  (
+    "${ssh[@]}" -- "$host" "$command" < "$hold/open" > "$logs/$host.log" 2>&1
+    code=$?
+    echo "$host ended with code $code at $(date -Is)"
+    [ "$code" -eq 0 ] || kill -USR1 $$
+    exit "$code"
+  ) &
+  pids+=($!) first=0
+done
+
+# Hosts that have not saved in time are left to ssh's end.
+stop() {
+  [ -z "${timer:-}" ] || return
+  echo "$1: all hosts save and stop"
+  exec 9>&-
+  (sleep @LAST@ && kill "${pids[@]}") 2> /dev/null & timer=$!
+}
+trap 'stop "a host has failed"' USR1
+trap 'stop "interrupted"' INT TERM HUP
+exec 9<> "$hold/open"  # which waits for nobody
+echo "run $run on ${#hosts[@]} hosts; each writes to $logs/HOST.log"
+
+# By looking once a second: bash may lose the code of a process that ends while a signal interrupts `wait`. 143 is that
+# of hosts that were told to stop, and explains nothing.
+failed=0
+for pid in "${pids[@]}"; do
+  while kill -0 "$pid" 2> /dev/null; do sleep 1; done
+  wait "$pid"
+  code=$?
+  case $failed in 0 | 143) [ "$code" -eq 0 ] || failed=$code ;; esac
+done
+[ -z "${timer:-}" ] || pkill --parent "$timer"
+exit "$failed"
+"""
+
+
+def read_hosts(file: str | Path) -> list[str]:
+    """[USER@]NAME on each line; # begins a comment."""
+    try:
+        with parsing(file, "a list of hosts"):
+            text = read_regular(path_of(file), _LARGEST, links=True).decode()
+    except OSError as error:
+        raise UserError(f"cannot read the hosts file {file}: {error.strerror or error}") from None
+    problems, hosts = [], dict[str, int]()
+    for number, line in enumerate(text.splitlines(), 1):
+        host = line.partition("#")[0].strip()
+        if not host:
+            continue
+        if not _HOST.fullmatch(host):
+            problems.append(f"{file}, line {number}: {host!r} is no host; write NAME or USER@NAME, one on each line")
+        elif host in hosts:
+            problems.append(f"{file}, line {number}: {host} is in line {hosts[host]} already")
+        hosts.setdefault(host, number)
+    if not hosts:
+        problems.append(f"{file} names no host; write NAME or USER@NAME, one on each line")
+    if problems:
+        raise UserError(problems)
+    return list(hosts)
+
+
+def ssh_script(it: Deployment, hosts: list[str], restarts: int) -> str:
+    first = hosts[0].rpartition("@")[2]
+    agent = words(it, f"{first}:{PORT}", '"$1"', restarts, ',is_host="$4"')
+    found = [*variables(it.machines, threads(it), "${TMPDIR:-/tmp}/fivefold-$(id -un)", "$PWD"), saving(it)]
+    return filled(
+        _SCRIPT.lstrip(),
+        {
+            "TITLE": comment(f"{it.title}.")
+            + comment(
+                "Run it on a machine that shares this directory with the hosts, under the same path, and whose shell "
+                "knows `fivefold`. SSH='ssh -F FILE' uses another configuration."
+            ),
+            "HOSTS": " ".join(map(word, hosts)),
+            "NAME": word(it.plain_name),
+            "LOGS": path(it.log_directory),
+            "EXPORTS": exports(found),
+            "AGENT": [" \\\n  ".join([*agent[:-1], f"{agent[-1]} < /dev/null &"])],
+            "LAST": it.notice,
+        },
+    )

@@ -1,0 +1,409 @@
+"""Context parallelism of one layer: ring, all-gather and Ulysses by bytes, seconds and memory.
+
+    case = LayerAttention(131072, heads=16, kv_heads=1, head_dim=128, device=device, wires=wires)  # heads of a tp rank
+    compare(case)["ring"].seconds
+
+Bytes are those of `cost/collectives.py`, and of what `parallel/context.py` runs. A layer takes as long as its slowest
+rank: attention in whole tiles, the merging of partial results, and the exposed communication.
+
+    ring        a step's attention hides that step's sends, as far as it lasts, and a step ends when its slowest rank
+                has finished; the last gradient is sent home after all attention
+    allgather   all communication is exposed
+    ulysses     all communication is exposed; attention is one call, over whole rows of a rank's own heads
+
+(`parallel/context.py` runs a rank's own tile under the gather. `Method.spare` says how much that can hide; it
+is not taken off.)
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Literal, NamedTuple
+
+from msgspec import structs
+
+from fivefold.cost.kernels import QUERIES, Device, plus, times
+from fivefold.cost.links import Kind, Topology, wire
+from fivefold.cost.memory import BYTES, wide_bytes
+from fivefold.cost.stack import FIVEFOLD, Attention
+from fivefold.layout.layout import ContextKind
+from fivefold.support.errors import UserError
+from fivefold.support.text import either
+
+# ---- splits ---------------------------------------------------------------------------------------------------------
+# How the tokens of a sequence are divided over cp ranks, and what each rank then computes. Exact, by counting.
+#
+#     zigzag(seq=131072, ranks=16).scores("earlier")      # causal scores between a rank and one before it
+#
+# Every split here gives out pieces of equal length in rounds, one piece to each rank per round. Contiguous is one
+# round, the zigzag two (the second backwards), a stripe as many as it takes. So what a rank computes with another's
+# keys depends only on which of the two comes first, and all counts are closed forms.
+#
+# Attention kernels work in tiles: a tile with a single unmasked score costs a whole one. They know two masks,
+# everything and the lower triangle: anything else takes several calls, whose results are merged.
+
+
+Side = Literal["own", "earlier", "later"]  # whose keys a rank looks at: its own, or those of a rank before or after it
+SIDES: tuple[Side, ...] = ("own", "earlier", "later")
+
+STRIPES = (1, 128, 1024)  # tokens of a piece
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """One run of an attention kernel: every query sees every key, or a square's lower triangle."""
+
+    queries: int
+    keys: int
+    causal: bool = False
+    diagonal: bool = True  # whether the triangle has it; without: shifted by one token
+
+    @property
+    def scores(self) -> int:
+        if not self.causal:
+            return self.queries * self.keys
+        return self.queries * (self.queries + (1 if self.diagonal else -1)) // 2
+
+    def computed(self, tile: int = QUERIES) -> int:
+        """Scores of all tiles that it touches."""
+        rows, columns = math.ceil(self.queries / tile), math.ceil(self.keys / tile)
+        return tile**2 * (rows * (rows + 1) // 2 if self.causal else rows * columns)
+
+
+@dataclass(frozen=True)
+class SequenceSplit:
+    name: str
+    ranks: int
+    piece: int  # tokens
+    rounds: int
+    turns: bool = False  # every other round runs backwards
+
+    @property
+    def tokens(self) -> int:
+        """Of one rank."""
+        return self.piece * self.rounds
+
+    @property
+    def seq(self) -> int:
+        return self.tokens * self.ranks
+
+    def places(self, rank: int) -> list[range]:
+        """The positions of a rank's tokens, ascending."""
+        starts = (self.piece * self._piece(rank, turn) for turn in range(self.rounds))
+        return [range(start, start + self.piece) for start in starts]
+
+    def _piece(self, rank: int, turn: int) -> int:
+        """The number of the piece that a rank gets in a round."""
+        return turn * self.ranks + (self.ranks - 1 - rank if self.turns and turn % 2 else rank)
+
+    def scores(self, side: Side) -> int:
+        """Causal scores of a rank's queries and the keys of one rank."""
+        if side == "own":
+            return self.tokens * (self.tokens + 1) // 2
+        backwards = self.rounds // 2 if self.turns else 0
+        extra = backwards if side == "later" else self.rounds - backwards
+        return self.piece**2 * (self.rounds * (self.rounds - 1) // 2 + extra)
+
+    @property
+    def busiest(self) -> int:
+        """Scores of the rank that has most: in the middle of the ranks there is a mean of both ends."""
+        return self.scores("own") + (self.ranks - 1) * self._worst
+
+    @property
+    def balance(self) -> float:
+        """The busiest rank's scores over the mean. A ring has the same, since its slowest rank is that one in all
+        steps: the first looks at later ranks only, the last at earlier ones."""
+        return self.busiest * self.ranks / (self.seq * (self.seq + 1) // 2)
+
+    @property
+    def worst_step(self) -> float:
+        """The same within one step of a ring, the worst. In step s, s ranks look at later ones and the rest do not."""
+        earlier, later = self.scores("earlier"), self.scores("later")
+        means = ((step * later + (self.ranks - step) * earlier) / self.ranks for step in range(1, self.ranks))
+        return max((self._worst / mean for mean in means if mean), default=1.0)
+
+    @property
+    def _worst(self) -> int:
+        return max(self.scores("earlier"), self.scores("later"))
+
+    def calls(self, side: Side) -> list[KernelCall]:
+        """What a rank computes with the keys of one rank: a call for each set of queries that see the same keys."""
+        if side == "own":
+            return [KernelCall(self.tokens, self.tokens, causal=True)]
+        if self.piece == 1 and not self.turns:
+            return [KernelCall(self.tokens, self.tokens, causal=True, diagonal=side == "earlier")]
+        # For the queries of each round, how many rounds of the other rank's keys come before them.
+        before = (turn + (side == ("later" if self.turns and turn % 2 else "earlier")) for turn in range(self.rounds))
+        alike = ((seen, len(list(group))) for seen, group in groupby(before))
+        return [KernelCall(count * self.piece, seen * self.piece) for seen, count in alike if seen]
+
+    def gathered(self, rank: int) -> list[KernelCall]:
+        """What a rank computes where all keys are at hand: its own, and what lies between its pieces.
+
+        Pieces of one token would leave a call for every query; then rank by rank, as in a ring.
+        """
+        if self.piece == 1 and not self.turns:
+            earlier, later = self.calls("earlier"), self.calls("later")
+            return [*self.calls("own"), *rank * earlier, *(self.ranks - 1 - rank) * later]
+        found, before = self.calls("own"), -1
+        for turn in range(self.rounds):
+            own = self._piece(rank, turn)
+            if own - before > 1:
+                found.append(KernelCall((self.rounds - turn) * self.piece, (own - before - 1) * self.piece))
+            before = own
+        return found
+
+    @property
+    def waste(self) -> float:
+        """Scores that a ring's busiest rank computes, in whole tiles, over those that are seen."""
+        own, earlier, later = (sum(call.computed() for call in self.calls(side)) for side in SIDES)
+        return (own + (self.ranks - 1) * max(earlier, later)) / self.busiest
+
+
+def contiguous(seq: int, ranks: int) -> SequenceSplit:
+    return SequenceSplit("contiguous", ranks, seq // ranks, 1)
+
+
+def zigzag(seq: int, ranks: int) -> SequenceSplit:
+    """One early and one late piece each: what `ring` and `allgather` run."""
+    return SequenceSplit("zigzag", ranks, seq // (2 * ranks), 2, turns=True)
+
+
+def striped(seq: int, ranks: int, piece: int) -> SequenceSplit:
+    return SequenceSplit(f"striped by {piece}", ranks, piece, seq // ranks // piece)
+
+
+def splits(seq: int, ranks: int) -> list[SequenceSplit]:
+    """Those to compare; a stripe is one if there are several rounds of it."""
+    fine = [striped(seq, ranks, k) for k in reversed(STRIPES) if seq % (ranks * k) == 0 and seq > ranks * k]
+    return [contiguous(seq, ranks), zigzag(seq, ranks), *fine]
+
+
+# ---- methods --------------------------------------------------------------------------------------------------------
+
+
+NARROW, WIDE = BYTES["bfloat16"], wide_bytes("bfloat16")
+
+# Bytes that a call's result costs per element before it is part of the whole: forward, to float32 and interpolated into
+# what was there; backward, the gradient of the queries, added up in float32.
+MERGE = (18.0, 10.0)
+KINDS: tuple[ContextKind, ...] = ("ring", "allgather", "ulysses")
+
+
+class Both(NamedTuple):
+    """Seconds of a layer's forward and backward pass."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+
+class CpMessages(NamedTuple):
+    """Calls of one kind, and the payload of each, in bytes (`cost/links.py` defines it)."""
+
+    kind: Kind
+    calls: int
+    payload: int
+
+
+class KernelTime(NamedTuple):
+    """Kernels that run one after the other."""
+
+    attention: Both = Both()
+    merging: Both = Both()
+
+    @property
+    def both(self) -> Both:
+        return plus(self.attention, self.merging)
+
+
+@dataclass(frozen=True)
+class LayerAttention:
+    """One layer's attention over sequences of one length. The cp degree is that of `wires.layout`."""
+
+    seq: int
+    heads: int  # of one tp rank, and kv heads likewise
+    kv_heads: int
+    head_dim: int
+    device: Device
+    wires: Topology
+    kernel: Attention = FIVEFOLD.attention  # over whole rows, as Ulysses has them
+    partial: Attention = FIVEFOLD.cp_attention or FIVEFOLD.attention  # over parts: it must give the log-sum-exp, too
+    samples: int = 1  # sequences, which travel and are computed together
+    narrow: int = NARROW  # bytes of what is computed with, and of sums
+    wide: int = WIDE
+    window: int = 0  # keys that a query sees, at most; 0: all before it. All keys travel nevertheless
+
+    @property
+    def ranks(self) -> int:
+        return self.wires.layout.cp
+
+    @property
+    def tokens(self) -> int:
+        """Of one rank."""
+        return self.seq // self.ranks
+
+    def size(self, heads: int) -> int:
+        """Elements of so many heads of a rank's tokens."""
+        return self.samples * self.tokens * heads * self.head_dim
+
+    @property
+    def pair(self) -> int:
+        """Elements of a rank's keys and values."""
+        return 2 * self.size(self.kv_heads)
+
+    @property
+    def lcm(self) -> int:
+        """Ulysses repeats kv heads until all ranks get as many."""
+        return math.lcm(self.kv_heads, self.ranks)
+
+    def over(self, ranks: int) -> "LayerAttention":
+        """The same sequence over another number of ranks."""
+        return replace(self, wires=replace(self.wires, layout=structs.replace(self.wires.layout, cp=ranks)))
+
+    def work(self, calls: Sequence[KernelCall], merged: bool = True, heads: int = 0) -> KernelTime:
+        """Calls one after the other, of all heads or of some."""
+        found, tile, heads = [KernelTime()], self.device.tile, heads or self.heads
+        name = self.partial if merged else self.kernel
+        for call in calls:
+            rows = math.ceil(call.queries / tile) * tile
+            keys = call.computed(tile) / rows  # that a query is computed with, on average
+            keys = min(keys, self.window) if self.window else keys
+            kernel = Both(*self.device.attention(name, self.samples, heads, self.head_dim, rows, keys))
+            parts = self.samples * call.queries * heads * self.head_dim * merged
+            found.append(KernelTime(kernel, Both(*(self.device.stream(cost * parts, merged) for cost in MERGE))))
+        return plus(*found)
+
+    def send(self, *payloads: int) -> float:
+        """Seconds in which a rank passes messages on to the next, through one port."""
+        return sum(self.wires.time("send", "cp", payload) for payload in payloads if payload)
+
+
+@dataclass(frozen=True)
+class Method:
+    """What one kind of context parallelism costs a layer, forward and backward."""
+
+    kind: ContextKind
+    split: SequenceSplit
+    sent: tuple[tuple[CpMessages, ...], tuple[CpMessages, ...]]  # forward, backward
+    work: KernelTime  # of the slowest rank
+    exposed: Both  # communication that compute does not hide
+    kept: int  # bytes from forward to backward: q, k, v, the output and its LSE, as attention saw them
+    buffers: int  # bytes beside them while it runs, at most
+    undoing: int  # likewise in backward, with all gradients and copies that it makes
+    moving: Both  # all communication, exposed or hidden
+    waits: float = 0.0  # of the exposed seconds, those in which a ring's step waits for its sends
+    spare: float = 0.0  # seconds of attention that need no other rank's keys, and could hide as much
+
+    @property
+    def seconds(self) -> float:
+        return self.work.both.total + self.exposed.total
+
+    def wire_bytes(self, backward: bool) -> int:
+        """Bytes that a rank sends."""
+        return sum(int(wire(kind, calls * payload, self.split.ranks)) for kind, calls, payload in self.sent[backward])
+
+
+def ring(case: LayerAttention, split: SequenceSplit | None = None) -> Method:
+    split = split or zigzag(case.seq, case.ranks)
+    c, narrow, wide = case.ranks, case.pair * case.narrow, case.pair * case.wide
+    queries = case.size(case.heads)
+    own, earlier, later = (case.work(split.calls(side)) for side in SIDES)
+    slower = max(earlier, later, key=lambda work: work.both.total)
+    # A window reaches back over so many pieces: of an early piece ranks before this one hold them, of a late one those
+    # after it. In the other steps nothing is computed.
+    reach = math.ceil(case.window / split.piece) if case.window else c
+    busy = [step for step in range(1, c) if min(step, c - step) <= reach]
+    forward, backward, waits = 0.0, case.send(wide), 0.0
+    for step in range(c):
+        behind = (slower if step in busy else own if not step else KernelTime()).both
+        # While a rank works with some keys they travel on, and so does the gradient of those of the step before.
+        ahead, back = case.send(narrow * (step < c - 1)), case.send(narrow * (step < c - 1), wide * (step > 0))
+        late = max(0.0, ahead - behind.forward), max(0.0, back - behind.backward)
+        forward, backward, waits = forward + late[0], backward + late[1], waits + sum(late)
+    return Method(
+        "ring",
+        split,
+        ((CpMessages("send", c - 1, narrow),), (CpMessages("send", c - 1, narrow), CpMessages("send", c, wide))),
+        plus(own, times(slower, len(busy))),
+        Both(forward, backward),
+        kept=_kept(case, case.kv_heads),
+        buffers=2 * narrow + 2 * wide,  # at hand and arriving: keys and values, and their gradients
+        # Gradients of keys as they are made, leave and arrive; that of the queries; what a kernel is given and writes.
+        undoing=3 * narrow + 3 * wide + queries * (2 * case.narrow + case.wide),
+        moving=Both((c - 1) * case.send(narrow), (c - 1) * case.send(narrow) + c * case.send(wide)),
+        waits=waits,
+    )
+
+
+def allgather(case: LayerAttention, split: SequenceSplit | None = None) -> Method:
+    split = split or zigzag(case.seq, case.ranks)
+    c, narrow, wide = case.ranks, case.ranks * case.pair * case.narrow, case.ranks * case.pair * case.wide
+    # In rounds of one direction the last rank sees most; in a zigzag ranks differ by the shapes alone.
+    works = [case.work(split.gathered(rank)) for rank in (range(c) if split.turns else (c - 1,))]
+    gather = case.wires.time("all-gather", "cp", narrow)
+    moving = Both(gather, gather + case.wires.time("reduce-scatter", "cp", wide))
+    own = case.work(split.calls("own")).both
+    return Method(
+        "allgather",
+        split,
+        (
+            (CpMessages("all-gather", 1, narrow),),
+            (CpMessages("all-gather", 1, narrow), CpMessages("reduce-scatter", 1, wide)),
+        ),
+        max(works, key=lambda work: work.both.total),
+        moving,
+        kept=_kept(case, case.kv_heads),
+        buffers=narrow + wide,  # all keys and values, and their gradients
+        # All keys as they come and by position; their gradients, by position and twice on the way to ranks; the own.
+        undoing=2 * narrow + 3 * wide + (narrow + wide) // c + case.size(case.heads) * (case.narrow + case.wide),
+        moving=moving,
+        spare=min(gather, own.forward) + min(gather, own.backward),
+    )
+
+
+def ulysses(case: LayerAttention) -> Method:
+    """Raises UserError where a rank would get a part of a head."""
+    c = case.ranks
+    if case.heads % c:
+        fits = [n for n in range(1, case.heads + 1) if case.heads % n == 0]
+        near = [*[n for n in fits if n < c][-1:], *[n for n in fits if n > c][:1]]
+        raise UserError(f"cp={c} does not divide the {case.heads} heads of a tp rank; nearest: cp={either(near)}")
+    there, back = (case.size(heads) * case.narrow for heads in (case.heads + 2 * case.lcm, case.heads))
+    trade = case.wires.time("all-to-all", "cp", there) + case.wires.time("all-to-all", "cp", back)
+    sent = (CpMessages("all-to-all", 1, there), CpMessages("all-to-all", 1, back))
+    row = [KernelCall(case.seq, case.seq, causal=True)]
+    return Method(
+        "ulysses",
+        contiguous(case.seq, c),
+        (sent, sent),
+        case.work(row, merged=False, heads=case.heads // c),
+        Both(trade, trade),
+        kept=_kept(case, case.lcm),
+        buffers=2 * there,  # gradients of q, k and v before and after the trade
+        undoing=2 * there,
+        moving=Both(trade, trade),
+    )
+
+
+def _kept(case: LayerAttention, kv_heads: int) -> int:
+    return 2 * case.size(case.heads + kv_heads) * case.narrow + case.samples * case.tokens * case.heads * case.wide
+
+
+def compare(case: LayerAttention) -> dict[ContextKind, Method | UserError]:
+    """All three kinds, each over the split that it runs with; or why it cannot run."""
+    last: Method | UserError
+    try:
+        last = ulysses(case)
+    except UserError as error:
+        last = error
+    return {"ring": ring(case), "allgather": allgather(case), "ulysses": last}
+
+
+def possible(case: LayerAttention) -> list[Method]:
+    """The fastest first."""
+    return sorted((one for one in compare(case).values() if isinstance(one, Method)), key=lambda one: one.seconds)

@@ -1,0 +1,393 @@
+"""What one rank computes and sends for one microbatch in one block, and at the two ends, in seconds by cause.
+
+Letters as in traffic.py: T tokens of a microbatch on this rank, E hidden, D head dim; of a tp rank H and K query and kv
+heads, F feed-forward columns, V vocabulary rows.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import msgspec
+
+from fivefold.cost import attention
+from fivefold.cost.kernels import Device, copied, remade, score_dim
+from fivefold.cost.links import Kind, Topology
+from fivefold.cost.moe import MoEBlock, ParamShare, Travel, block_share, dense_gemms
+from fivefold.cost.stack import CAST, MOVED, NARROW, WIDE, SoftwareProfile
+from fivefold.layout.layout import ContextKind, Layout
+from fivefold.spec.model import ModelSpec
+from fivefold.spec.operations import BlockOperations, block, head
+
+ROWWISE = 2.0  # times as long as cuBLAS's fp8 with one scale: torch's row-wise matmul was another kernel (2024)
+
+
+class Seconds(NamedTuple):
+    """Where time goes. Of collectives, only the exposed part counts."""
+
+    gemm: float = 0.0
+    attention: float = 0.0
+    memory: float = 0.0  # kernels that are bound by it: norms, activation functions, residual sums, the loss
+    recompute: float = 0.0  # with tp's collectives; cp's and ep's that are sent again are theirs
+    host: float = 0.0  # the device waits for its next kernel
+    tp: float = 0.0
+    cp: float = 0.0
+    zero: float = 0.0
+    ep: float = 0.0  # tokens on their way to experts and back, those of recomputation too
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
+NOTHING = Seconds()
+
+
+class PassTimes(NamedTuple):
+    """One microbatch through a part of the model: forward, and backward in its two halves."""
+
+    forward: Seconds
+    inputs: Seconds  # gradients of the inputs, and recomputation
+    weights: Seconds
+
+
+NO_PASSES = PassTimes(NOTHING, NOTHING, NOTHING)
+
+
+class LayerKind(NamedTuple):
+    """Layers of a kind take as long as each other."""
+
+    dense: bool  # without experts, in a model that has some
+    window: int  # 0: its queries see all tokens before
+
+
+def layer_kind(spec: ModelSpec, layer: int) -> LayerKind:
+    return LayerKind(spec.experts is not None and spec.dense(layer), spec.window_of(layer))
+
+
+@dataclass(frozen=True)
+class BlockCost:
+    """A microbatch of `samples` sequences under a layout, on a device, with a stack."""
+
+    spec: ModelSpec
+    layout: Layout
+    device: Device
+    wires: Topology
+    stack: SoftwareProfile
+    samples: int
+    seq: int
+    precision: str = "bf16"
+    imbalance: float = 1.0  # of experts: the fullest rank against the mean
+    dense: bool = False  # of the first layers of a model with experts, those without
+    window: int | None = None  # of its layer; None: the mean of all layers, for closed forms, which only prune
+
+    @property
+    def tokens(self) -> int:
+        return self.samples * self.seq // self.layout.cp
+
+    @property
+    def wide(self) -> int:
+        """Bytes of an activation."""
+        return WIDE.get(self.precision, 2)
+
+    @cached_property
+    def operations(self) -> BlockOperations:
+        """Of a block on one tp rank."""
+        return block(self.spec, self.layout.tp, self.dense, self.window or 0)
+
+    def of(self, kind: LayerKind) -> "BlockCost":
+        """The same of layers of a kind."""
+        if kind not in self._kinds:
+            self._kinds[kind] = replace(self, dense=kind.dense, window=kind.window)
+        return self._kinds[kind]
+
+    @cached_property
+    def _kinds(self) -> dict[LayerKind, "BlockCost"]:
+        return {}
+
+    @cached_property
+    def mixture(self) -> MoEBlock | None:
+        """Its experts, where it has any."""
+        if self.spec.experts is None or self.dense:
+            return None
+        sizes = (self.tokens, self.wide, self.precision, self.imbalance)
+        return MoEBlock(self.spec, self.layout, self.device, self.wires, self.stack, *sizes)
+
+    @cached_property
+    def gemms(self) -> list[tuple[int, int, int]]:
+        """Forward GEMMs of a block but for those of experts: rows, columns, inner."""
+        part = self.layout.tp if self.layout.sp else 1
+        return dense_gemms(self.operations.matmuls, self.tokens, self.stack.columns_apart, part)
+
+    @cached_property
+    def block(self) -> PassTimes:
+        return self._passes(self.mixture)
+
+    @cached_property
+    def around(self) -> PassTimes:
+        """The block without its experts."""
+        return self._passes(None)
+
+    def _passes(self, mixture: MoEBlock | None) -> PassTimes:
+        forward, inputs, weights = (
+            self._slower * seconds for seconds in _matmuls(self.device, tuple(self.gemms), self.precision)
+        )
+        attend, attend_back = self._attention
+        point, point_back = self._pointwise
+        ep = ep_back = 0.0
+        if mixture is not None:
+            forward, inputs, weights = map(sum, zip((forward, inputs, weights), mixture.matmuls, strict=True))
+            point, point_back = map(sum, zip((point, point_back), mixture.memory, strict=True))
+            ep, ep_back = (sent - less for sent, less in zip(mixture.sent, Travel(mixture).hidden, strict=True))
+        ahead = Seconds(gemm=forward, attention=attend, memory=point)
+        tp, tp_back = self._tensor(forward, inputs + weights, weights)
+        if mixture is not None:
+            tp, tp_back = map(sum, zip((tp, tp_back), mixture.gathered, strict=True))
+        cp, cp_back = self._context()
+        again, resent = self._again(ahead, tp), ep if self.layout.recompute == "full" else 0.0
+        gather, scatter = self._sharded(ahead.total, inputs + weights + attend_back + point_back + again + resent)
+        ahead = ahead._replace(tp=tp, cp=cp, zero=gather, ep=ep)
+        back = Seconds(inputs, attend_back, point_back, again, 0.0, tp_back, cp_back, scatter, ep_back + resent)
+        late = Seconds(gemm=weights, memory=self.added(self.block_parameters))
+        # A device that is faster than its host waits for it, in forward and backward alike; one that is its host, too.
+        behind = 0.0 if self.stack.computes_itself else ahead.total + back.total + late.total
+        launching, passes = self.launching, self._forwards + 1
+        wait = max(0.0, launching - behind)
+        share = 1 / passes
+        return PassTimes(ahead._replace(host=share * wait), back._replace(host=(1 - share) * wait), late)
+
+    @property
+    def _forwards(self) -> int:
+        return 2 if self.layout.recompute == "full" else 1
+
+    @property
+    def launching(self) -> float:
+        """Seconds in which the host launches a block's passes, forward and backward."""
+        own = self.device.reached.host if self.stack.computes_itself else 0.0
+        pace = own or self.stack.host * self.stack.software.host
+        if self.mixture is not None and self.stack.experts.graphs:
+            return 0.0
+        if self.mixture is not None:
+            pace += (own or self.stack.software.host) * self.stack.experts.host
+        return (self._forwards + 1) * pace
+
+    def added(self, parameters: float) -> float:
+        """Adding up gradients in kernels of their own."""
+        return self.device.stream(parameters * self.stack.accumulate_bytes, 0)
+
+    @property
+    def _slower(self) -> float:
+        return ROWWISE if self.stack.rowwise and self.precision == "fp8" else 1.0
+
+    def _gemm(self, m: int, n: int, k: int) -> float:
+        return self._slower * self.device.gemm(m, n, k, self.precision)
+
+    @cached_property
+    def _attention(self) -> tuple[float, float]:
+        """Forward and backward, all of this rank's queries; with cp what its slowest rank does."""
+        if self.window is None:
+            kinds = [(self.of(LayerKind(self.dense, window)), n) for window, n in self.spec.windows.items()]
+            forward, backward = (sum(one._attention[at] * (n / self.spec.layers) for one, n in kinds) for at in (0, 1))
+            return forward, backward
+        if self._over_ranks is not None:
+            work = self._over_ranks.work
+            parts = work.both if self.stack.merges else work.attention
+            return parts.forward, parts.backward
+        own = self.operations.attention
+        dim = score_dim(self.spec, self.stack, own.head_dim, own.v_dim)
+        return self.device.attention(
+            self.stack.attention, self.samples, own.heads, dim, self.seq, own.keys(self.seq / 2)
+        )
+
+    @cached_property
+    def _over_ranks(self) -> attention.Method | None:
+        """The microbatch over the cp ranks (context/methods.py says how each way works)."""
+        if self.layout.cp == 1:
+            return None
+        whole, partial = self.stack.attention, self.stack.cp_attention or self.stack.attention
+        wires = replace(self.wires, layout=msgspec.convert(self.layout.degrees, Layout))  # found again: no more matters
+        sizes = (self.samples, self.wide, max(4, self.wide))  # sums are in float32 at least
+        heads = self.operations.attention[:3]
+        case = attention.LayerAttention(
+            self.seq, *heads, self.device, wires, whole, partial, *sizes, window=self.window or 0
+        )
+        return _method(self.layout.cp_kind, case)
+
+    @cached_property
+    def _pointwise(self) -> tuple[float, float]:
+        """What is bound by memory, forward and backward. The norms of q and k are not counted."""
+        slower = self.stack.software.norm if self.stack.norm == "eager" else 1.0
+        norm = [slower * one for one in getattr(MOVED[self.stack.norm], self.spec.norm)]
+        moved = MOVED[self.stack.pointwise]._asdict() | {"norm": norm}
+        # Inputs of narrow matmuls are cast, forward, and again transposed for the weights' gradients.
+        own = self.operations
+        plain = [group[0] for group in own.groups if not (group[0].experts or group[0].tp == "replicated_partial")]
+        cast = sum(one.inputs for one in plain) * CAST.get(self.precision, 0.0)
+        cast += copied(self.spec, self.stack, self.layout.tp)
+        kernels = 8 if self.stack.pointwise != "eager" else 20
+        shares = [(self.tokens * one.share(self.layout.tp, self.layout.sp), one.kind) for one in own.elementwise]
+        forward, backward = (
+            sum(share * moved[kind][at] for share, kind in shares if kind in moved) + self.tokens * cast
+            for at in (0, 1)
+        )
+        wider = self.wide / 2  # the bytes above are of 2-byte activations
+        return self.device.stream(wider * forward, kernels), self.device.stream(wider * backward, kernels)
+
+    def _again(self, forward: Seconds, sent: float) -> float:
+        """Recomputation: of the whole block, or of operations whose outputs are cheap and large."""
+        if self.layout.recompute == "none":
+            if not (self.stack.remakes_heads and self.spec.mla):
+                return 0.0
+            made = sum(self._gemm(*shape) for shape in remade(self.spec, self.tokens, self.layout.tp))
+            return made + self.device.stream(
+                self.wide / 2 * self.tokens * copied(self.spec, self.stack, self.layout.tp)
+            )
+        if self.layout.recompute == "full":
+            stops = self.stack.stops_early and self.layout.tp == 1 and not self.layout.splits_backward
+            # A shared expert is the last where nothing travels; elsewhere it computes while tokens do.
+            stops = stops and (self.mixture is None or (self.mixture.experts.shared > 0 and self.layout.ep == 1))
+            return forward.total + sent - (self._gemm(*self.gemms[-1]) if stops else 0.0)
+        if self.stack.selective == "attention":
+            return forward.attention
+        return forward.memory + (0.5 * forward.gemm if self.stack.selective == "half" else 0.0)
+
+    def _tensor(self, forward: float, backward: float, weights: float) -> tuple[float, float]:
+        """A sum of T x E for each network forward and back; sp gathers what columns read once more in backward. Latent
+        attention gathers and sums latents instead, and experts are no network that tp divides: see `traffic.py`."""
+        if self.layout.tp == 1:
+            return 0.0, 0.0
+        payload, hides = float(self.wide * self.tokens * self.spec.hidden), self.stack.hides
+        rows = 2 if self.mixture is None or self.mixture.experts.shared else 1
+        mla = self.spec.mla
+        groups = rows - (1 if mla and mla.q_rank else 0)
+        latents = float(self.wide * self.tokens * (mla.q_rank + mla.cached)) if mla else 0.0
+        if self.layout.sp:
+            gather, scatter = (self.wires.time(kind, "tp", payload) for kind in ("all-gather", "reduce-scatter"))
+            one = groups * gather + rows * scatter + self.wires.time("all-gather", "tp", latents, mla is not None)
+            other = rows * gather + groups * scatter + self.wires.time("reduce-scatter", "tp", latents, mla is not None)
+            other += groups * gather
+        else:
+            sums = self.wires.time("all-reduce", "tp", payload)
+            one, other = rows * sums, groups * sums + self.wires.time("all-reduce", "tp", latents, mla is not None)
+        # In pieces behind their own GEMMs: by peer memory, which ends with the node.
+        pieces = hides("tp") if self.wires.by_peers("tp") else 0.0
+        ahead = hidden(one, forward, pieces)
+        if pieces:
+            return ahead, hidden(other, backward, pieces)
+        # A schedule that puts the weights' gradients off has nothing to hide the inputs' behind.
+        behind = 0.0 if self.layout.splits_backward else weights
+        share = max(hides("tp_backward"), self.stack.software.tp_backward * (self.stack.overlap.tp > 0))
+        return ahead, hidden(other, behind, share)
+
+    def _context(self) -> tuple[float, float]:
+        """The exposed exchange of keys and values; a recomputed block exchanges again."""
+        if self._over_ranks is None:
+            return 0.0, 0.0
+        share = self.stack.hides("cp") if self.layout.cp_kind == "ring" else 1.0
+        least, most = self._over_ranks.exposed, self._over_ranks.moving
+        forward, backward = (whole - share * (whole - rest) for whole, rest in zip(most, least, strict=True))
+        return forward, backward + (forward if self.layout.recompute == "full" else 0.0)
+
+    def _sharded(self, forward: float, backward: float) -> tuple[float, float]:
+        """ZeRO 3: weights gathered in forward and backward, gradients scattered, in every microbatch."""
+        if not self.layout.fully_shards(self.spec):
+            return 0.0, 0.0
+        own, share, gather, reduce = self.own, self.stack.hides("zero"), 0.0, 0.0
+        parts = self.stack.unit_parts
+        kind: Kind = "all-reduce" if self.stack.reduces_whole else "reduce-scatter"
+        for axis, count in (("zero", own.dense), ("ezero", own.experts)):
+            if count:
+                gather += self.wires.time("all-gather", axis, count * self.stack.weight_bytes / parts, parts)
+                reduce += self.wires.time(kind, axis, count * self.stack.gradient_bytes / parts, parts)
+        if self.stack.copies_parts:
+            gather += parts * self.wires.reaches["zero"].ranks * self.device.reached.launch
+        again = gather if self.stack.gathers_again and self.layout.recompute == "full" else 0.0
+        behind = max(0.0, backward - self.port)
+        return hidden(gather, forward, share), hidden(again + gather + reduce, behind, share)
+
+    @cached_property
+    def port(self) -> float:
+        """Seconds of a block's backward in which tp or cp holds the node's ports, so that dp cannot."""
+        busy = 0.0
+        if self.layout.tp > 1 and self.wires.across("tp"):
+            payload = float(self.wide * self.tokens * self.spec.hidden)
+            busy += 2 * self.wires.time("all-reduce", "tp", payload)
+        if self._over_ranks is not None and self.wires.across("cp"):
+            busy += self._over_ranks.moving[1]
+        return busy
+
+    @property
+    def passing_bytes(self) -> float:
+        """Bytes that a block's backward needs for a while: gradients of the feed-forward part's intermediates and
+        largest weight; with tp, of both weights that share an input, and of that input, gathered."""
+        down = self.operations.matmuls[-1]
+        bytes_ = self.wide * (2.0 * self.tokens * down.inputs + down.size)
+        if self.layout.tp > 1:
+            bytes_ += self.wide * (down.size + (2 if self.layout.sp else 1) * self.tokens * down.outputs)
+        return bytes_
+
+    @property
+    def exchange_bytes(self) -> float:
+        """Bytes that cp needs beside the activations while attention runs."""
+        return self._over_ranks.buffers if self._over_ranks else 0.0
+
+    @property
+    def undoing_bytes(self) -> float:
+        """Bytes that cp needs beside the activations while attention runs backward."""
+        return self._over_ranks.undoing if self._over_ranks else 0.0
+
+    @property
+    def own(self) -> ParamShare:
+        """Parameters of a block on one rank."""
+        return block_share(self.spec, self.layout.tp, self.layout.ep, self.dense)
+
+    @property
+    def block_parameters(self) -> float:
+        return self.own.total
+
+    @cached_property
+    def bottom(self) -> PassTimes:
+        """The embedding: rows looked up, and added into."""
+        moved = 2.0 * self.wide * self.tokens * self.spec.hidden
+        tp = self.wires.time("all-reduce", "tp", moved / 2) if self.layout.tp > 1 else 0.0
+        look = Seconds(memory=self.device.stream(moved, 2), tp=tp)
+        table = head(self.spec).size / self.layout.tp * (self.spec.vocab > 1)
+        back = self.device.stream(2 * moved, 2) + self.added(table)
+        return PassTimes(look, NOTHING, Seconds(memory=back))
+
+    @cached_property
+    def top(self) -> PassTimes:
+        """The last norm, the head and the loss."""
+        spec, t = self.spec, self.layout.tp
+        m, n, k = self.tokens, head(spec, t).outputs, spec.hidden
+        precision = "bf16" if self.precision in NARROW else self.precision  # the head is never in 8 bits
+        gathered = self.stack.gathers_logits and t > 1
+        loss = self.device.stream(self.stack.logit_bytes * m * (spec.vocab if gathered else n) / 2, 6)
+        payload = float(self.wide * m * k)
+        tp = self.wires.time("all-gather" if self.layout.sp else "all-reduce", "tp", payload) if t > 1 else 0.0
+        trade = self.wires.time("all-gather", "tp", float(self.wide) * m * spec.vocab) if gathered else 0.0
+        return PassTimes(
+            Seconds(gemm=self.device.gemm(m, n, k, precision), memory=loss, tp=(tp if self.layout.sp else 0.0) + trade),
+            Seconds(gemm=self.device.gemm(m, k, n, precision), memory=loss, tp=tp),
+            Seconds(gemm=self.device.gemm(n, k, m, precision), memory=self.added(n * k)),
+        )
+
+
+@lru_cache(maxsize=4096)
+def _matmuls(device: Device, shapes: tuple[tuple[int, int, int], ...], precision: str) -> tuple[float, float, float]:
+    """Seconds forward, and backward for inputs and weights. Many layouts share the shapes."""
+    return (
+        sum(device.gemm(m, n, k, precision) for m, n, k in shapes),
+        sum(device.gemm(m, k, n, precision) for m, n, k in shapes),
+        sum(device.gemm(n, k, m, precision) for m, n, k in shapes),
+    )
+
+
+@lru_cache(maxsize=4096)
+def _method(kind: ContextKind, case: attention.LayerAttention) -> attention.Method:
+    return {"ring": attention.ring, "allgather": attention.allgather, "ulysses": attention.ulysses}[kind](case)
+
+
+def hidden(seconds: float, behind: float, share: float) -> float:
+    """What remains of a collective of which `share` can run behind compute, as far as there is any."""
+    return seconds - share * min(seconds, behind)

@@ -1,0 +1,189 @@
+"""Bytes that a rank holds between steps: parameters, gradients, optimizer state, by ZeRO stage.
+
+With N ranks to shard over (dp x cp, or dp/replicate x cp; of experts the ranks that have the same ones), P parameters
+per tp rank, in bytes per parameter:
+
+  stage   parameters   gradients   optimizer state
+  0       c            a           s
+  1       c            a           s/N
+  2       c            a/N         s/N
+  3       a/N          a/N         m/N      (FSDP2 keeps the full-precision weights themselves in shards)
+
+c is the compute dtype's size, a the accumulation dtype's (4, or 8 in float64), m what the optimizer's states take (2a
+for AdamW's two moments), s is m and a more where a full-precision master is kept beside a bfloat16 weight. Where c is
+a, the weights are the masters: also in bfloat16 those of parameters that are never rounded (norms, sinks), which stage
+3 does not shard. `Accounting` is this table, and whoever counts state reads it.
+"""
+
+import math
+import os
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import msgspec
+
+from fivefold.job.config import Job
+from fivefold.layout.layout import Layout
+from fivefold.layout.sharding import held
+from fivefold.layout.stages import stages_of
+from fivefold.optim.adamw import AdamW
+from fivefold.optim.base import OptimizerConfig
+from fivefold.spec.model import ModelSpec
+from fivefold.support.text import bytes_text, si
+
+ADAMW = AdamW()
+BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+
+
+def dtype_of(wide: int) -> str:
+    """By the bytes of a number."""
+    return next(name for name, size in BYTES.items() if size == wide)
+
+
+def wide_bytes(dtype: str) -> int:
+    """Of masters and sums: float32, or float64 in float64 runs."""
+    return max(BYTES["float32"], BYTES[dtype])
+
+
+class State(NamedTuple):
+    """Bytes of one rank."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        return self.parameters + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True)
+class Accounting:
+    """Bytes per parameter. Two have names, because people mean different ones."""
+
+    weight: int  # in compute
+    gradient: int
+    master: int  # beside the weight; 0: the weight is as wide, and is the master itself
+    states: int  # of the optimizer
+    sharded_masters: bool = True  # ZeRO 3 keeps the master as its only copy, and gathers compute weights from it
+
+    @classmethod
+    def of(cls, dtype: str, optimizer: OptimizerConfig = ADAMW) -> "Accounting":
+        """This code's: gradients are added up, and masters and states kept, in float32 at least."""
+        compute, full = BYTES[dtype], wide_bytes(dtype)
+        return cls(compute, full, full if compute < full else 0, full * len(optimizer.states))
+
+    @property
+    def saved(self) -> int:
+        """What a checkpoint has: masters and states."""
+        return (self.master or self.weight) + self.states
+
+    def held(self, weights: Any, gradients: Any, owned: Any, sharded: bool = False) -> State:
+        """Of so many weights to compute with and gradients, where `owned` parameters are updated here; `sharded`: the
+        weights are those of ZeRO 3. Also for arrays."""
+        if sharded and self.sharded_masters:
+            return State((self.master or self.weight) * weights, self.gradient * gradients, self.states * owned)
+        return State(self.weight * weights, self.gradient * gradients, (self.master + self.states) * owned)
+
+    def state(self, whole: Any, share: Any, zero: int, ranks: int) -> State:
+        """Of a rank that computes with `whole` parameters and owns `share` of them, with `ranks` to shard over."""
+        if zero == 3 and ranks > 1:
+            return self.held(share, share, share, sharded=True)
+        return self.held(whole, share if zero == 2 else whole, share if zero else whole)
+
+
+# The ZeRO paper's (arXiv 1910.02054, table 1): gradients in two bytes. 7.5 billion parameters on 64 GPUs: 120, 31.4,
+# 16.6 and 1.88 GB with stages 0 to 3.
+PAPER = Accounting(weight=2, gradient=2, master=4, states=8, sharded_masters=False)
+OURS = Accounting.of("bfloat16")  # this code's, with AdamW: gradients are added up in float32
+
+
+def paper(parameters: float, zero: int, ranks: int) -> State:
+    """What the ZeRO paper counts for a model of so many parameters, without tp and pp."""
+    return PAPER.state(parameters, parameters / ranks, zero, ranks)
+
+
+def state(spec: ModelSpec, layout: Layout, dtype: str, optimizer: OptimizerConfig = ADAMW) -> State:
+    """What a rank of this code holds at most, to the byte: uneven shards are largest on the first of their axis."""
+    found = [state_of(spec, layout, dtype, optimizer, pp=rank) for rank in range(layout.pp)]
+    return State(*map(max, zip(*found, strict=True)))
+
+
+def state_of(
+    spec: ModelSpec,
+    layout: Layout,
+    dtype: str,
+    optimizer: OptimizerConfig = ADAMW,
+    *,
+    pp: int = 0,
+    tp: int = 0,
+    zero: int = 0,
+    ep: int = 0,
+    ezero: int = 0,
+    seq: int | None = None,
+    narrow: bool = False,
+) -> State:
+    """What the rank at those places of the axes holds, to the byte.
+
+    Layers are divided among stages for sequences of `seq` tokens; of the model's context where it is not said.
+    Gradients are those that exist between microbatches. Buckets, and FSDP2, pad shares to the longest. `narrow`:
+    gradients of a single microbatch that no other rank or stage has a part in stay in the dtype they come in, as they
+    do on a GPU.
+    """
+    rounded, unrounded = Accounting.of(dtype, optimizer), Accounting.of(dtype_of(wide_bytes(dtype)), optimizer)
+    stages = stages_of(spec, layout, seq or spec.context)
+    mine = [stages[number] for number in layout.placement.of_rank[pp]]
+    # An embedding that both ends share on one rank is there once.
+    here = [one for one in held(spec, layout, tp, ep).values() if any(stage.holds(one.parameter) for stage in mine)]
+    states_of = []
+    for axis, exact, place in (("zero", False, zero), ("zero", True, zero), ("ezero", False, ezero)):
+        parts = [one for one in here if one.zero_axis == axis and (rounded.master > 0 and one.parameter.exact) == exact]
+        ranks, each = layout.size(axis), unrounded if exact else rounded
+        whole = sum(one.size for one in parts)
+        owned = sum(math.prod(map(len, one.share(ranks, place))) for one in parts)
+        padded = sum(one.share_size(ranks) for one in parts)
+        if layout.fully_shards(spec):
+            states_of.append(
+                each.held(whole, whole, whole) if exact else each.held(padded, padded, owned, sharded=True)
+            )
+            continue
+        stage = layout.zero if ranks > 1 else 0
+        gradients = {0: whole, 1: padded * ranks, 2: padded}[stage]
+        state = each.held(whole, gradients, owned if stage else whole)
+        if narrow and ranks == layout.microbatches == 1:
+            final = [one for one in parts if not one.tp.partial and not (one.parameter.tied and layout.pp > 1)]
+            less = (each.gradient - each.weight) * sum(one.size for one in final)
+            state = state._replace(gradients=state.gradients - less)
+        states_of.append(state)
+    return State(*map(sum, zip(*states_of, strict=True)))
+
+
+def checkpoint_bytes(spec: ModelSpec, dtype: str, optimizer: OptimizerConfig = ADAMW) -> int:
+    """Of all ranks together: masters and the optimizer's states."""
+    return spec.parameter_count * Accounting.of(dtype, optimizer).saved
+
+
+def host_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def memory_problems(job: Job, ranks: int, have: int, where: str) -> list[str]:
+    """Why `ranks` ranks do not fit into the `have` bytes that they share."""
+    each = state(job.model, job.layout, job.train.dtype, job.optimizer).total
+    if each * ranks <= have:
+        return []
+    on_it = f" on each of the {ranks} ranks that share it" if ranks > 1 else ""
+    return [
+        f"{job.model.name} has {si(job.model.parameter_count)} parameters: weights, gradients and optimizer take "
+        f"{bytes_text(each)} in {job.train.dtype}{on_it}, and {where} has {bytes_text(have)}; take a smaller "
+        f"model, or fewer layers: model.layers={max(1, job.model.layers * have // (each * ranks))} may fit"
+    ]
+
+
+def proof_problems(job: Job) -> list[str]:
+    """The same for a job's ranks on this machine, and for the single process that they are held against."""
+    if job.train.device == "cuda":
+        return []  # each rank looks at its own GPU when it starts
+    alone = msgspec.structs.replace(job, layout=Layout())
+    here = host_memory(), "this machine"
+    return memory_problems(job, job.layout.world, *here) or memory_problems(alone, 1, *here)

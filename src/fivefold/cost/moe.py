@@ -1,0 +1,374 @@
+"""What a mixture of experts adds to a block: grouped matmuls, router, rearranging, all-to-alls; and who holds what.
+
+    mixture = Mixture(spec, layout, device, wires, stack, tokens=4096, wide=2, precision="bf16", imbalance=1.2)
+    mixture.matmuls        # seconds forward, and backward for inputs and weights
+
+A rank routes the tokens that it has of a microbatch (with tp, its part of them), each to K of X experts, of which X/ep
+are on a rank. Without imbalance as many rows arrive as leave. The fullest rank computes, receives and returns
+`imbalance` times the mean, and all others of its layer wait for it. Where every rank has all experts (ep=1) no rank is
+fuller than another.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+from msgspec import structs
+
+from fivefold.cost.collectives import RoutedTokens, dispatched
+from fivefold.cost.kernels import Device
+from fivefold.cost.links import Topology
+from fivefold.cost.memory import dtype_of
+from fivefold.cost.stack import CAST, MOVED, ExpertKernels, SoftwareProfile
+from fivefold.layout.layout import Layout
+from fivefold.layout.stages import Stage
+from fivefold.schedules.costs import Segment, Segments
+from fivefold.spec.blocks import Experts
+from fivefold.spec.model import ModelSpec
+from fivefold.spec.operations import Matmul, block
+from fivefold.support.errors import UserError
+
+# Of the rate of one matmul of the same tiles: 0.73 to 1.02, the mean of ten on one H200 (torch 2.11): up, down and
+# the gradients of their weights, of Qwen3-30B, DeepSeek-V3 and Mixtral.
+GROUPED = 0.89
+
+
+class ParamShare(NamedTuple):
+    """Parameters of one rank: those that tp divides or that all its ranks have, and those of its experts."""
+
+    dense: float
+    experts: float
+
+    @property
+    def total(self) -> float:
+        return self.dense + self.experts
+
+
+@lru_cache(maxsize=4096)
+def block_share(spec: ModelSpec, tp: int, ep: int, dense: bool = False) -> ParamShare:
+    """Of a block; of a model with experts one that has some, or (`dense`) none. Norms count as if tp divided them."""
+    every = list(spec.block_parameters(0 if dense else spec.layers - 1))
+    of_experts = sum(one.size for one in every if one.experts)
+    # Routers, and linears to latents, are whole on every rank.
+    whole = sum(one.size for one in every if one.kind != "norm" and one.tp in ("replicated", "replicated_partial"))
+    return ParamShare(whole + (sum(one.size for one in every) - of_experts - whole) / tp, of_experts / ep)
+
+
+@lru_cache(maxsize=4096)
+def stage_share(spec: ModelSpec, tp: int, ep: int, stage: Stage) -> ParamShare:
+    """Of a stage, with what stands at its ends."""
+    table = spec.vocab * spec.hidden
+    learned = spec.context * spec.hidden * (spec.positions == "learned")
+    bottom = (table + learned) if stage.first else 0
+    top = spec.hidden + (0 if stage.first and spec.tied else table) if stage.last else 0
+    few = plain_layers(spec, stage)
+    plain, mixed = block_share(spec, tp, ep, True), block_share(spec, tp, ep)
+    many = len(stage.layers) - few
+    return ParamShare((bottom + top) / tp + few * plain.dense + many * mixed.dense, many * mixed.experts)
+
+
+def plain_layers(spec: ModelSpec, stage: Stage) -> int:
+    """Layers of a stage that have no experts in a model that has some."""
+    return sum(map(spec.dense, stage.layers)) if spec.experts is not None else 0
+
+
+def collapsed(experts: Experts, ep: int) -> float:
+    """The fullest rank against the mean while all tokens choose the same experts, as untrained routers do.
+
+    The top_k that all choose lie anywhere: the expected number on the rank that has most of them, by rank over ep.
+    """
+    here, chosen = experts.count // ep, experts.top_k
+    within = [0.0, *(_at_most(ep, here, chosen, most) for most in range(1, chosen + 1))]
+    expected = sum(most * (within[most] - within[most - 1]) for most in range(1, chosen + 1))
+    return expected * ep / chosen
+
+
+def _at_most(ranks: int, here: int, chosen: int, most: int) -> float:
+    """The probability that no rank has more than `most` of `chosen` experts, `here` being on each."""
+    ways = [1, *[0] * chosen]
+    for _ in range(ranks):
+        ways = [
+            sum(math.comb(here, n) * ways[total - n] for n in range(min(most, here, total) + 1))
+            for total in range(chosen + 1)
+        ]
+    return ways[chosen] / math.comb(ranks * here, chosen)
+
+
+@dataclass(frozen=True)
+class MoEBlock(RoutedTokens):
+    """The mixture of one block, for a microbatch of `tokens` on a cp rank."""
+
+    spec: ModelSpec
+    layout: Layout
+    device: Device
+    wires: Topology
+    stack: SoftwareProfile
+    tokens: int
+    wide: int  # bytes of an activation
+    precision: str
+    imbalance: float = 1.0
+
+    @property
+    def kernels(self) -> ExpertKernels:
+        own = self.stack.experts
+        return own.alone if own.alone is not None and self.layout.ep == 1 else own
+
+    @cached_property
+    def products(self) -> tuple[tuple[int, int], ...]:
+        """Outputs and inputs of the experts' matmuls; those that read the same are one, if the software joins them."""
+        own = [one for one in block(self.spec).matmuls if one.experts]
+        *columns, down = own
+        if self.stack.columns_apart:
+            return tuple((one.outputs, one.inputs) for one in own)
+        return (sum(one.outputs for one in columns), columns[0].inputs), (down.outputs, down.inputs)
+
+    @cached_property
+    def matmuls(self) -> tuple[float, float, float]:
+        """Seconds of the experts' products and of the router's: forward, and backward for inputs and weights."""
+        m, n, k = self.routed, self.experts.count, self.spec.hidden
+        kind = "fp32" if self.kernels.wide_router and self.wide == 2 else self._wide_precision
+        shapes = ((m, n, k), (m, k, n), (n, k, m))
+        forward, inputs, weights = (
+            own + self.device.gemm(*shape, kind) for own, shape in zip(self.computing, shapes, strict=True)
+        )
+        return forward, inputs, weights
+
+    @cached_property
+    def computing(self) -> tuple[float, float, float]:
+        """Of them the experts' own."""
+        here = self.experts.count // self.layout.ep
+        each = max(1, math.ceil(self.rows / here))
+        found = [0.0, 0.0, 0.0]
+        for n, k in self.products:
+            for at, shape in enumerate(((each, n, k), (each, k, n), (n, k, each))):
+                found[at] += self._grouped(*shape, here)
+        return found[0], found[1], found[2]
+
+    @property
+    def _wide_precision(self) -> str:
+        """Of the router, which is never in 8 bits."""
+        return "bf16" if self.precision in CAST else self.precision
+
+    def _grouped(self, m: int, n: int, k: int, groups: int) -> float:
+        if not self.kernels.grouped:
+            return groups * self.device.gemm(m, n, k, self.precision)
+        launch = self.device.reached.launch
+        return (self.device.gemm(m, n, k, self.precision, groups) - launch) / GROUPED + launch
+
+    @cached_property
+    def memory(self) -> tuple[float, float]:
+        """Seconds of what is bound by memory, forward and backward: choosing, rearranging, casting, adding up; and of
+        the experts' activation what the fullest rank has more of than the mean."""
+        kernels, stack = self.kernels, self.stack
+        moved = MOVED[stack.pointwise]
+        inner, gated = self.experts.ffn, self.spec.activation.startswith("swiglu")
+        more = self.rows - self.slots
+        # Inputs forward and gradients backward, each written as it lies and transposed, once more than it is elsewhere.
+        narrow = 0.0 if kernels.fused_casts else CAST.get(self.precision, -1.0) + 1
+        cast = tuple(narrow * self.rows * sum(shape[at] for shape in self.products) for at in (1, 0))
+        choice = kernels.scores / 2 * self.routed * self.experts.count
+        found = []
+        for at in (0, 1):
+            per_row = kernels.rearranged[at] * self.spec.hidden
+            bytes_ = per_row * (self.slots + (2 * self.rows if self.sorts else 0))  # there, back; and once on the way
+            bytes_ += self._summed(at)
+            bytes_ += (moved.swiglu if gated else moved.gelu)[at] * more * inner
+            found.append(self.device.stream(self.wide / 2 * (bytes_ + cast[at]) + choice, kernels.kernels))
+        return found[0], found[1]
+
+    def _summed(self, at: int) -> float:
+        """Bytes, of 2-byte activations, of adding up what experts said: forward, and backward."""
+        return self.kernels.summed[at] * self.slots * self.spec.hidden
+
+    @property
+    def summing(self) -> tuple[float, float]:
+        """Seconds of that alone: behind the last message of a forward pass, before the first of a backward pass."""
+        forward, backward = (self.device.stream(self.wide / 2 * self._summed(at), 0) for at in (0, 1))
+        return forward, backward
+
+    @property
+    def sorts(self) -> bool:
+        """Whether rows that arrived are sorted once more: they come rank by rank, for several experts."""
+        return self.layout.ep > 1 and self.experts.count > self.layout.ep
+
+    @cached_property
+    def sent(self) -> tuple[float, float]:
+        """Seconds of the all-to-alls (or gathers) of one forward pass and of one backward pass; of tp's gathers of
+        what its ranks routed apart in `gathered`."""
+        return self._both("ep")
+
+    @cached_property
+    def gathered(self) -> tuple[float, float]:
+        return self._both("tp")
+
+    def _both(self, axis: str) -> tuple[float, float]:
+        """Of all collectives over an axis a half in each pass."""
+        whole = sum(calls * seconds for calls, seconds in self.collectives(axis))
+        return whole / 2, whole / 2
+
+    def collectives(self, axis: str) -> list[tuple[int, float]]:
+        """Those of one microbatch and layer, as `dispatched` lists them: calls, and seconds of each."""
+        if self.layout.size(axis) == 1:
+            return []
+        alone = structs.replace(self.layout, microbatches=1, recompute="none")
+        rows = [(self.slots, round(self.rows))]
+        every = dispatched(self.spec, alone, dtype_of(self.wide), rows, self.tokens, 1, balance_loss=False)
+        return [
+            (calls, self._trade(payload) if kind == "all-to-all" else self.wires.time(kind, axis, float(payload)))
+            for over, kind, calls, payload in every
+            if over == axis
+        ]
+
+    def _trade(self, payload: float) -> float:
+        """Seconds of an all-to-all over ep. Where a token travels once to each rank, and once to each node, fewer bytes
+        leave them: those of several experts are copied where they arrive."""
+        reach = self.wires.reaches["ep"]
+        if not self.kernels.once:
+            return self.wires.time("all-to-all", "ep", payload)
+        ranks, nodes = (payload * self._visited(many) / self.experts.top_k for many in (reach.ranks, reach.nodes))
+        if reach.nodes == 1:
+            return self.wires.time("all-to-all", "ep", ranks)
+        card, reached = self.device.accelerator, self.device.reached
+        return max(ranks / (card.inside.bandwidth * reached.inside), self.wires.time("all-to-all", "ep", nodes))
+
+    def _visited(self, places: int) -> float:
+        """Ranks, or nodes, that a token's experts lie on, on average; groups of experts keep it to a part of them."""
+        own = self.experts
+        open_ = max(1.0, places * own.top_groups / own.groups) if own.groups > 1 else float(places)
+        return open_ * (1 - (1 - 1 / open_) ** own.top_k)
+
+
+def dense_gemms(own: tuple[Matmul, ...], tokens: int, apart: bool, part: int) -> list[tuple[int, int, int]]:
+    """Rows, columns and inner dimension of the forward GEMMs that belong to no expert and no router. `part` ranks
+    divide the tokens of what all of them compute alike (sp)."""
+    found: list[tuple[str, int, int, int]] = []
+    for one in own:
+        if one.experts or one.tp == "replicated_partial":
+            continue
+        rows = tokens // part if one.tp == "replicated" else tokens
+        if not apart and found and found[-1][:2] == (one.reads, rows):
+            found[-1] = (one.reads, rows, found[-1][2] + one.outputs, one.inputs)
+        else:
+            found.append((one.reads, rows, one.outputs, one.inputs))
+    return [(rows, n, k) for _, rows, n, k in found]
+
+
+# ---- travel ---------------------------------------------------------------------------------------------------------
+# What runs beside the experts' messages: the shared expert, and in a joined pair the other half's compute.
+#
+#     travel = Travel(mixture)
+#     travel.hidden                                   # by the shared expert, in a forward and a backward pass
+#     travel.forward(seconds)                         # a block's pass as `schedules/costs.py` plays it
+#
+# A token travels to its experts (dispatch) and what they made of it back (combine); gradients take the same ways the
+# other way around. The shared expert needs neither, and runs while tokens are on their way to the others.
+
+
+class Messages(NamedTuple):
+    """Seconds of what can run beside compute; the rest of the experts' collectives stands among the compute."""
+
+    dispatch: float = 0.0
+    combine: float = 0.0
+    combine_back: float = 0.0
+    dispatch_back: float = 0.0
+
+
+class Shared(NamedTuple):
+    """Seconds of the expert that all tokens visit."""
+
+    forward: float = 0.0
+    inputs: float = 0.0
+    weights: float = 0.0
+
+
+@dataclass(frozen=True)
+class Travel:
+    """The messages of one block's mixture, and what there is to do meanwhile."""
+
+    of: MoEBlock
+
+    @cached_property
+    def messages(self) -> Messages:
+        """All but the numbers of tokens that each expert gets: they go first, and are waited for."""
+        share = self.of.stack.hides_experts
+        if not share or self.of.layout.ep == 1:
+            return Messages()
+        each = [share * seconds for _, seconds in self.of.collectives("ep")]
+        if self.of.layout.dispatch == "alltoall":
+            return Messages(*each[-1:] * 4)
+        tokens, weights, choices, sums, tokens_back, weights_back, sums_back = each
+        return Messages(tokens + weights + choices, sums, sums_back, tokens_back + weights_back)
+
+    @cached_property
+    def shared(self) -> Shared:
+        of = self.of
+        if not of.experts.shared:
+            return Shared()
+        own = [one for one in block(of.spec, of.layout.tp).matmuls if one.name.startswith("shared.")]
+        forward = inputs = weights = 0.0
+        for m, n, k in dense_gemms(tuple(own), of.tokens, of.stack.columns_apart, 1):
+            forward += of.device.gemm(m, n, k, of.precision)
+            inputs += of.device.gemm(m, k, n, of.precision)
+            weights += of.device.gemm(n, k, m, of.precision)
+        kinds = MOVED[of.stack.pointwise]
+        each = kinds.swiglu if of.spec.activation.startswith("swiglu") else kinds.gelu
+        elements = of.wide / 2 * of.tokens * of.experts.shared_ffn / of.layout.tp
+        one, other = (of.device.stream(moved * elements) for moved in each)
+        return Shared(forward + one, inputs + other, weights)
+
+    @cached_property
+    def hidden(self) -> tuple[float, float]:
+        """Seconds that the shared expert hides, forward and backward; weight gradients that are put off do not."""
+        back = self.shared.inputs + (0.0 if self.of.layout.splits_backward else self.shared.weights)
+        return min(self.messages.dispatch, self.shared.forward), min(self.messages.dispatch_back, back)
+
+    def forward(self, seconds: float) -> Segments:
+        """A block's forward pass, which takes so long without any overlap."""
+        there, back, *_ = self.messages
+        made, added = self.of.computing[0], self.of.summing[0]
+        before = seconds - sum((there, back, self.shared.forward, made, added))
+        return Segment(before, there, self.shared.forward), Segment(made, back), Segment(added)
+
+    def backward(self, seconds: float) -> Segments:
+        """Its backward pass, the gradients of the weights in their places; likewise, and without recomputation."""
+        *_, back, there = self.messages
+        _, inputs, weights = self.of.computing
+        made, added, shared = inputs + weights, self.of.summing[1], self.shared.inputs + self.shared.weights
+        rest = seconds - sum((back, there, shared, made, added))
+        return Segment(added, back), Segment(made, there, shared), Segment(rest)
+
+
+# ---- imbalance ------------------------------------------------------------------------------------------------------
+# How uneven the load of experts is: the fullest rank of an ep group against the mean.
+
+
+# Qwen3-235B-A22B on 256 H100, tp 4, pp 8, ep 8, with routing forced to be even and with its own: 295 and 237 TFLOP/s at
+# sequences of 16,384, 335 and 277 at 32,768, 368 and 320 at 65,536, 389 and 357 at 131,072 (Megatron-MoE-ModelZoo,
+# best_practice/qwen3/readme.md). Under this planner's costs these are ranks with 1.50 to 1.75 times the mean.
+IMBALANCE = 1.6
+HERE = 16  # experts of a rank in these runs
+SOURCE = f"by four published pairs of even and real routing with {HERE} experts a rank (ep=8)"
+
+
+def more_even(spec: ModelSpec, ep: int, imbalance: float) -> str:
+    """Where the default is of ranks with fewer experts: that it is likely too much. By how much nobody published."""
+    if spec.experts is None or imbalance != IMBALANCE or ep == 1 or (each := spec.experts.count // ep) <= HERE:
+        return ""
+    return f"with {each} a rank, as here, it is likely less, as more loads even out more"
+
+
+def imbalance_for(spec: ModelSpec, given: float | None = None) -> float:
+    """As given, or as published runs have it; 1 for models without experts."""
+    if spec.experts is None:
+        if given is not None:
+            raise UserError(f"imbalance={given:g} is one of experts, and {spec.name} has none; leave it out")
+        return 1.0
+    if given is None:
+        return IMBALANCE
+    if not 1 <= given <= spec.experts.count:
+        raise UserError(
+            f"imbalance={given:g} must be what the fullest rank gets over the mean, 1 to {spec.experts.count}; the "
+            f"default is {IMBALANCE}, {SOURCE}"
+        )
+    return given

@@ -1,0 +1,487 @@
+"""How long one training step takes under a layout: the stages' costs, on the clock of the schedule itself.
+
+case = Case(spec, layout, cluster, seq=8192, batch=2048)
+estimate(case).seconds
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+from msgspec import structs
+
+from fivefold.cost.block import NO_PASSES, BlockCost, PassTimes, Seconds, hidden, layer_kind
+from fivefold.cost.collectives import Rows, even_rows
+from fivefold.cost.kernels import Device, plus, times
+from fivefold.cost.links import Topology
+from fivefold.cost.moe import ParamShare, Travel, stage_share
+from fivefold.cost.stack import FIVEFOLD, SoftwareProfile
+from fivefold.hardware.cluster import Cluster
+from fivefold.layout.layout import Layout
+from fivefold.layout.sharding import chunk
+from fivefold.layout.stages import Stage, schedule_of, stages_of
+from fivefold.schedules.actions import BACKWARD
+from fivefold.schedules.build import ScheduleInfo
+from fivefold.schedules.clock import Lane
+from fivefold.schedules.costs import Costs, MessageLink, Segment, Segments, alone
+from fivefold.schedules.registry import build
+from fivefold.schedules.schedule import Schedule
+from fivefold.schedules.simulate import Simulation, simulate
+from fivefold.spec.model import Attention as Counting
+from fivefold.spec.model import ModelSpec
+from fivefold.spec.operations import BlockOperations, Matmul, block
+
+# ---- halves ---------------------------------------------------------------------------------------------------------
+# A stage's passes as the halves of joined pairs, and what of the experts' messages compute hides in a step.
+#
+# stage_halves(spec, stage, work, held=0.0)       # segments of its F and of its B, for schedules/costs.py
+
+
+class Travelled(NamedTuple):
+    """Seconds of a rank's step in which experts' messages are on their way, and how many of them are hidden."""
+
+    whole: float = 0.0
+    shared: float = 0.0  # by the shared expert
+    paired: float = 0.0  # by the other half of a joined pair
+
+
+STAYED = Travelled()
+
+
+def stage_halves(stage: Stage, work: BlockCost, held: float) -> tuple[Segments, Segments]:
+    """What is sent without overlap (`held`) ends either pass."""
+    spec = work.spec
+    blocks = [block_halves(work.of(layer_kind(spec, layer))) for layer in stage.layers]
+    below = [_plain(work.bottom)] if stage.first else []
+    above = [_plain(work.top)] if stage.last and spec.vocab > 1 else []
+    every = [*below, *blocks, *above]
+    end = (Segment(held),)
+    forward = sum((one for one, _ in every), ()) + end
+    return forward, sum((one for _, one in reversed(every)), ()) + end
+
+
+def block_halves(work: BlockCost) -> tuple[Segments, Segments]:
+    """A block's forward and whole backward pass."""
+    if work.mixture is None:
+        return _plain(work.block)
+    travel, (forward, inputs, weights) = Travel(work.mixture), work.block
+    # As long as they take without any overlap.
+    less, less_back = travel.hidden
+    ahead, back = forward.total + less, inputs.total + weights.total + less_back
+    if work.layout.recompute != "full":
+        return travel.forward(ahead), travel.backward(back)
+    # It runs forward again before its own, messages and all.
+    again = inputs.recompute + forward.ep
+    return travel.forward(ahead), travel.forward(again + less) + travel.backward(back - again)
+
+
+def _plain(passes: PassTimes) -> tuple[Segments, Segments]:
+    forward, inputs, weights = (part.total for part in passes)
+    return (Segment(forward),), (Segment(inputs + weights),)
+
+
+def block_travelled(work: BlockCost) -> Travelled:
+    """Of one microbatch in one block."""
+    if work.mixture is None:
+        return STAYED
+    travel, times = Travel(work.mixture), 2 if work.layout.recompute == "full" else 1
+    (sent, back), (less, less_back) = work.mixture.sent, travel.hidden
+    return Travelled(times * sent + back, times * less + less_back)
+
+
+def saved(lane: Lane, costs: Costs) -> float:
+    """Seconds that a rank's passes take less than F, I and W by themselves, because compute hides messages."""
+    found, first = 0.0, None
+    for action in lane.actions:
+        if action.kind is BACKWARD:
+            found += costs.i[action.stage] + costs.w[action.stage] - costs.b[action.stage]
+            if first is not None:
+                found += costs.f[first] + costs.b[action.stage] - costs.joined(first, action.stage)
+        first = action.stage if action.joined else None
+    return found
+
+
+# ---- time -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model under a layout on a cluster: everything that decides how long a step takes."""
+
+    spec: ModelSpec
+    layout: Layout
+    cluster: Cluster
+    seq: int
+    batch: int  # sequences of a step
+    precision: str = "bf16"
+    stack: SoftwareProfile = FIVEFOLD
+    device: Device | None = None  # None: the cluster's own
+    imbalance: float = 1.0  # of experts: the fullest rank against the mean
+    groups: tuple[int, ...] = ()  # of unlike nodes: which group each pipeline rank is on; empty: all on the first
+
+    @property
+    def samples(self) -> int:
+        """Sequences of a microbatch."""
+        return max(1, self.batch // (self.layout.size("batch") * self.layout.microbatches))
+
+    @property
+    def on(self) -> Device:
+        """The first pipeline rank's."""
+        return self.work.device
+
+    @property
+    def wires(self) -> Topology:
+        return self.work.wires
+
+    @property
+    def work(self) -> BlockCost:
+        return self.work_of(0)
+
+    def work_of(self, rank: int) -> BlockCost:
+        """What a microbatch is on a pipeline rank's device."""
+        return self.works[self.groups[rank] if self.groups else 0]
+
+    def memory_of(self, rank: int) -> int:
+        """Bytes of a pipeline rank's device; of the smallest, where ranks of one stage are on several kinds."""
+        if self.groups:
+            return self.cluster.groups[self.groups[rank]].accelerator.memory
+        return min(group.accelerator.memory for group in self.cluster.groups)
+
+    @cached_property
+    def durations(self) -> Costs:
+        """What the stages' passes and messages take, in the simulator's words."""
+        return costs(self, stage_passes(self))
+
+    def schedule(self, microbatches: int = 0) -> Schedule:
+        """What the ranks do, in which order. On unlike nodes `auto` is made for the seconds of their stages."""
+        layout, m = self.layout, microbatches or self.layout.microbatches
+        if self.groups and layout.record.weighs and layout.pp > 1:
+            return _made_for(layout.record, layout.pp, m, self.durations)
+        return schedule_of(self.spec, layout, self.seq, m)
+
+    @property
+    def splits(self) -> bool:
+        """Whether backward passes are in two halves. `auto` may have found that whole ones are quicker."""
+        if self.groups and self.layout.record.weighs:
+            return self.schedule().splits
+        return self.layout.splits_backward
+
+    @cached_property
+    def works(self) -> list[BlockCost]:
+        """On each group's devices. Unlike groups meet over the slower of their networks."""
+        across = min((group.accelerator.across for group in self.cluster.groups), key=lambda link: link.bandwidth)
+        found = []
+        for group in self.cluster.groups:
+            card = structs.replace(group.accelerator, across=across) if self.groups else group.accelerator
+            device = self.device or Device.of(card)
+            wires = Topology(device, group.gpus, self.layout, self.stack.order)
+            sizes = (self.samples, self.seq, self.precision, self.imbalance)
+            found.append(BlockCost(self.spec, self.layout, device, wires, self.stack, *sizes))
+        return found
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        return stages_of(self.spec, self.layout, self.seq)
+
+    def flops(self, counting: Counting = "full") -> float:
+        """Model FLOPs of a step."""
+        return float(self.spec.flops_per_token(self.seq, counting)) * self.batch * self.seq
+
+    def mfu(self, seconds: float, counting: Counting = "full") -> float:
+        """Of the makers' rates of the devices that the layout uses."""
+        peak = sum(group.world * group.accelerator.rate(self.precision) for group in self.cluster.groups)
+        return self.flops(counting) / seconds / (peak * self.layout.world / self.cluster.world)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A step, from its first forward pass to its new weights."""
+
+    case: Case
+    pipeline: float  # seconds of the schedule
+    busy: Seconds  # of the busiest pipeline rank, by cause
+    dp: float  # gradients and weights that nothing hides
+    optimizer: float
+    simulation: Simulation | None = None  # of a long step, without microbatches in the middle that repeat others
+    bubble: float = 0.0  # share of all pipeline ranks' time in which they do not compute; of the whole step
+    travelled: Travelled = STAYED  # of the busiest rank
+
+    @property
+    def seconds(self) -> float:
+        return self.pipeline + self.dp + self.optimizer + self.case.stack.host_step
+
+    @property
+    def causes(self) -> dict[str, float]:
+        """Seconds of the step, adding up to it."""
+        return {
+            **self.busy._asdict(),
+            "bubble": self.pipeline - self.busy.total,
+            "dp": self.dp,
+            "optimizer": self.optimizer,
+            "other": self.case.stack.host_step,
+        }
+
+
+def estimate(case: Case, exact: bool = True) -> Estimate:
+    """One step. `exact` runs the schedule on its clock; without it a closed form stands in, for pruning."""
+    passes, m = stage_passes(case), case.layout.microbatches
+    if exact and case.layout.splits_backward and not case.splits:
+        passes = stage_passes(unsplit(case))
+    loads = [
+        times(plus(*(part for stage in mine for part in passes[stage])), m) for mine in case.layout.placement.of_rank
+    ]
+    simulation, less, bubble = None, [0.0] * len(loads), 0.0
+    if exact and (case.layout.pp > 1 or pairs_overlap(case)):
+        simulation, length, less, bubble = _simulated(case, case.durations)
+    rank = max(range(len(loads)), key=lambda rank: loads[rank].total - less[rank])
+    busiest = _without(loads[rank], less[rank])
+    if simulation is None and case.layout.pp == 1:
+        length = busiest.total
+    elif simulation is None:
+        length = closed_form(case, [load.total / m for load in loads])
+    optimizer, exposed = _step_end(case, passes)
+    travelled = _travelled(case, rank, less[rank])
+    return Estimate(case, length, busiest, exposed, optimizer, simulation, bubble, travelled)
+
+
+def _simulated(case: Case, durations: Costs) -> tuple[Simulation, float, list[float], float]:
+    """The schedule on its clock, how long it takes, what its pairs save on each rank, and its bubble. A long one
+    repeats itself: its steady state is timed, and counted on."""
+    layout, m = case.layout, case.layout.microbatches
+    few = repeating(layout)
+    simulation = simulate(case.schedule(few), durations)
+    less = _saved(simulation)
+    if few == m:
+        return simulation, simulation.makespan, less, simulation.bubble_makespan
+    longer = simulate(case.schedule(few + layout.pp), durations)
+    more = (m - few) / layout.pp
+    each = zip(less, _saved(longer), strict=True)
+    length = simulation.makespan + more * (longer.makespan - simulation.makespan)
+    short, long = (sum(rank.busy for rank in one.ranks) for one in (simulation, longer))
+    bubble = 1 - (short + more * (long - short)) / (layout.pp * length) if length else 0.0
+    return simulation, length, [short + more * (long - short) for short, long in each], bubble
+
+
+def _saved(simulation: Simulation) -> list[float]:
+    costs, lanes = simulation.costs, simulation.run.lanes
+    return [saved(lane, costs) if costs.segments else 0.0 for lane in lanes]
+
+
+def _without(load: Seconds, seconds: float) -> Seconds:
+    """A rank's load without what joined pairs hide of the experts' messages."""
+    return load._replace(ep=load.ep - seconds)
+
+
+def _travelled(case: Case, rank: int, paired: float) -> Travelled:
+    """Of experts' messages on a pipeline rank, in a step."""
+    if case.spec.experts is None:
+        return STAYED
+    layers = [layer for stage in case.layout.placement.of_rank[rank] for layer in case.stages[stage].layers]
+    many = sum(not case.spec.dense(layer) for layer in layers) * case.layout.microbatches
+    return times(block_travelled(case.work_of(rank)), many)._replace(paired=paired)
+
+
+@lru_cache(maxsize=64)
+def _made_for(record: ScheduleInfo, p: int, m: int, durations: Costs) -> Schedule:
+    return build(record, p, m, costs=durations)
+
+
+def repeating(layout: Layout) -> int:
+    """Microbatches after which its schedule only repeats itself: as many rounds of p as any warm-up needs."""
+    rounds, p, m = 3, layout.pp, layout.microbatches
+    long = 64  # microbatches that are simulated whole, whatever p is
+    return m if m <= rounds * p + long or not layout.record.repeats else rounds * p + m % p
+
+
+def stage_passes(case: Case) -> list[PassTimes]:
+    """What each stage does with a microbatch."""
+    found = []
+    for stage in case.stages:
+        work = case.work_of(case.layout.placement.owner[stage.index])
+        ends = [work.bottom] * stage.first + [work.top] * (stage.last and case.spec.vocab > 1)
+        kinds = Counter(layer_kind(case.spec, layer) for layer in stage.layers)
+        found.append(plus(NO_PASSES, *(times(work.of(kind).block, count) for kind, count in kinds.items()), *ends))
+    return found
+
+
+def unsplit(case: Case) -> Case:
+    """The same stages with backward passes in one piece."""
+    return replace(case, layout=structs.replace(case.layout, schedule="1f1b"))
+
+
+def message(case: Case) -> float:
+    """Bytes of the residual stream between two stages, of one rank."""
+    whole = float(case.work.wide * case.work.tokens * case.spec.hidden)
+    return whole / case.layout.tp if case.layout.sp or case.stack.scattered_sends else whole
+
+
+def costs(case: Case, passes: list[PassTimes]) -> Costs:
+    """In the simulator's words. What is sent without overlap stands in the stage that sends it."""
+    send = max(work.wires.time("send", "pp", message(case)) for work in case.works)
+    if case.stack.scattered_sends and not case.layout.sp:
+        send += case.wires.time("all-gather", "tp", 2.0 * case.work.tokens * case.spec.hidden)
+    # An eager message travels while both ends compute; what is not overlapped holds them up.
+    held = (1 - case.stack.hides("pp")) * send
+    f, i = (tuple(one[at].total + held for one in passes) for at in (0, 1))
+    w = tuple(one.weights.total for one in passes)
+    b = tuple(x + y for x, y in zip(i, w, strict=True))
+    if case.layout.record.weighs:  # where no backward pass is split, tp has the weights' gradients to hide behind
+        b = tuple(one.inputs.total + one.weights.total + held for one in stage_passes(unsplit(case)))
+    ones = tuple(1.0 / case.layout.chunks for _ in passes)
+    halves = _halves(case, held) if pairs_overlap(case) else ()
+    if halves:
+        b = tuple(alone(backward) for _, backward in halves)
+    link = MessageLink(latency=case.stack.hides("pp") * send)
+    return Costs(f=f, i=i, w=w, b=b, activation=ones, segments=halves, link=link)
+
+
+def pairs_overlap(case: Case) -> bool:
+    """Whether the halves of joined pairs run beside each other's messages: there are some, and nobody takes a block's
+    weights away while the other half may need them, as ZeRO 3 does."""
+    layout = case.layout
+    if case.spec.experts is None or layout.fully_shards(case.spec):
+        return False
+    return layout.ep > 1 and layout.record.joins and case.stack.hides_experts > 0
+
+
+def _halves(case: Case, held: float) -> tuple[tuple[Segments, Segments], ...]:
+    works = [case.work_of(rank) for rank in case.layout.placement.owner]
+    return tuple(stage_halves(stage, work, held) for stage, work in zip(case.stages, works, strict=True))
+
+
+def closed_form(case: Case, ranks: list[float]) -> float:
+    """The schedule's makespan, nearly: all microbatches on the busiest rank, and the others' first and last."""
+    layout, m = case.layout, case.layout.microbatches
+    send = case.wires.time("send", "pp", message(case))
+    slowest = max(ranks)
+    fill = (sum(ranks) - slowest) / layout.chunks
+    fill *= m if layout.record.refills else layout.record.fill
+    held = 2 * (1 - case.stack.hides("pp")) * send * m * layout.chunks
+    return m * slowest + fill + held + 2 * (layout.pp - 1) * send
+
+
+def _step_end(case: Case, passes: list[PassTimes]) -> tuple[float, float]:
+    """The optimizer's seconds, and those of gradients and weights that nothing hides, on the fullest stage; of unlike
+    nodes, on the fullest of the kind that takes longer."""
+    ranks, stages = case.layout.placement.of_rank, case.stages
+    counts = [share_of(case, [stages[number] for number in mine]) for mine in ranks]
+    order = sorted(range(len(ranks)), key=lambda rank: counts[rank].total)
+    fullest = {case.groups[rank] if case.groups else 0: rank for rank in order}  # of each kind the last, which has most
+    return max((_end_on(case, passes, rank, counts[rank]) for rank in fullest.values()), key=sum)
+
+
+def _end_on(case: Case, passes: list[PassTimes], rank: int, count: ParamShare) -> tuple[float, float]:
+    layout, work = case.layout, case.work_of(rank)
+    reaches = work.wires.reaches
+    mine = count.dense / reaches["zero"].ranks + count.experts / reaches["ezero"].ranks if layout.zero else count.total
+    learns = case.spec.vocab > 1
+    optimizer = updating(case, count.total, mine, layout.zero < 2, work.device) + 10 * work.device.reached.launch
+    if layout.size("data") == 1 and (not count.experts or layout.size("edp") == 1):
+        return optimizer * learns, 0.0
+    if layout.zero == 3:
+        return optimizer * learns, _sharded_end(case, passes, work.wires, count)
+    held = [case.stages[number] for number in layout.placement.of_rank[rank]] if case.groups else case.stages
+    fullest = max(held, key=lambda stage: share_of(case, [stage]).total)
+    busy = len(fullest.layers) * work.port
+    return optimizer * learns, _replicated_end(case, passes[fullest.index], work.wires, count, busy)
+
+
+def updating(case: Case, count: Any, mine: Any, whole: Any, device: Device | None = None) -> Any:
+    """Seconds of the optimizer for `mine` of `count` parameters; `whole`: all gradients are here. Also for arrays."""
+    stack, device = case.stack, device or case.on
+    if stack.computes_itself and device.reached.update:
+        return device.reached.update * mine
+    moved = (2 * stack.state_bytes + stack.gradient_bytes + stack.step_bytes) * mine
+    moved = moved + 2 * stack.gradient_bytes * (count - mine) * whole  # zeroed and normed before they are dealt
+    return moved / device.bandwidth
+
+
+def _replicated_end(case: Case, one: PassTimes, wires: Topology, count: ParamShare, busy: float) -> float:
+    """ZeRO 0 to 2: gradients behind the last backward pass (stage 2: every one), weights behind the next forward."""
+    layout, stack = case.layout, case.stack
+    rounds = layout.microbatches if layout.zero == 2 else 1
+    gather = reduce = 0.0
+    for part, every, mine in (("zero", "data", count.dense), ("ezero", "edp", count.experts)):
+        gradients = mine * stack.gradient_bytes
+        if mine and layout.zero:
+            # Where the shards have copies, as groups of ZeRO 1 do, sums of shards go round these.
+            shards = wires.reaches[part].ranks
+            calls = shards if stack.broadcasts else 1
+            gather += wires.time("all-gather", part, mine * stack.weight_bytes / calls, calls)
+            reduce += wires.time("reduce-scatter", part, gradients)
+            reduce += wires.time("all-reduce", "replicate", gradients / shards)
+        elif mine:
+            reduce += wires.time("all-reduce", every, gradients)
+    # Axes that leave the node share its ports: while tp or cp holds them (`busy`), gradients wait.
+    free = max(0.0, one.inputs.total + one.weights.total - busy)
+    behind, share = free * layout.chunks * rounds, stack.hides("dp")
+    exposed = hidden(rounds * reduce, behind, share)
+    return exposed + hidden(gather, one.forward.total * layout.chunks, stack.hides_weights)
+
+
+def _sharded_end(case: Case, passes: list[PassTimes], wires: Topology, count: ParamShare) -> float:
+    """ZeRO 3: what stands around the blocks, whose own is in their passes; and copies of the shards."""
+    layout, stack = case.layout, case.stack
+    ends = 2 * case.spec.vocab * case.spec.hidden / layout.tp
+    gather = wires.time("all-gather", "zero", 2 * ends * stack.weight_bytes)
+    scatter = wires.time("reduce-scatter", "zero", ends * stack.gradient_bytes)
+    exposed = layout.microbatches * hidden(gather + scatter, passes[-1].forward.total, stack.hides("zero"))
+    shares = count.dense / wires.reaches["zero"].ranks + count.experts / wires.reaches["ezero"].ranks
+    return exposed + wires.time("all-reduce", "replicate", shares * stack.gradient_bytes)
+
+
+def share_of(case: Case, stages: Sequence[Stage]) -> ParamShare:
+    """Parameters of a rank that has these stages."""
+    return plus(*(stage_share(case.spec, case.layout.tp, case.layout.ep, stage) for stage in stages))
+
+
+# ---- executed -------------------------------------------------------------------------------------------------------
+# FLOPs that a rank executes in a step: recomputation, padding and what every tp rank does alike are among them.
+
+
+def rank_flops(
+    spec: ModelSpec, layout: Layout, seq: int, batch: int, *, pp: int = 0, tp: int = 0, rows: Rows | None = None
+) -> float:
+    """Of the rank at those places; ranks along dp and cp do the same. `rows` are those that go to experts and come to
+    this rank's, of each layer and microbatch; None: as many."""
+    tokens = batch // layout.size("batch") * (seq // layout.cp)
+    stages = stages_of(spec, layout, seq)
+    mine = [stages[number] for number in layout.placement.of_rank[pp]]
+    layers = [layer for stage in mine for layer in stage.layers]
+    found = 3 * 2.0 * spec.hidden * len(chunk(spec.vocab, layout.tp, tp)) * any(stage.last for stage in mine) * tokens
+    for kind, count in Counter((spec.dense(layer), spec.window_of(layer)) for layer in layers).items():
+        found += count * tokens * _each(spec, layout, seq, block(spec, layout.tp, *kind))
+    if spec.experts is None:
+        return found
+    sparse = [layer for layer in layers if not spec.dense(layer)]
+    rows = even_rows(spec, layout, tokens // layout.microbatches, sparse, tp) if rows is None else rows
+    passes = 4 if layout.recompute == "full" else 3
+    for one in block(spec).matmuls:
+        visits = sum(came for _, came in rows) if one.experts else 0
+        if one.name == "router":  # every tp rank has a slice of the tokens
+            visits = len(sparse) * layout.microbatches * len(chunk(tokens // layout.microbatches, layout.tp, tp))
+        found += passes * 2.0 * one.inputs * one.outputs * visits
+    return found
+
+
+def _each(spec: ModelSpec, layout: Layout, seq: int, own: BlockOperations) -> float:
+    """Of a token in a block, without the router and the experts that it chooses."""
+
+    def flops(one: Matmul) -> float:
+        part = layout.tp if one.tp == "replicated" and layout.sp else 1
+        return 2.0 * one.inputs * one.outputs / part
+
+    every = [one for one in own.matmuls if not one.experts and one.name != "router"]
+    matmuls, last = sum(map(flops, every)), own.matmuls[-1]
+    attention = 4 * own.attention.keys(seq / 2) * own.attention.width  # values are padded to the keys' width
+    each = 3 * matmuls + 3.5 * attention  # backward: two matmuls for each, and attention's five for two
+    if layout.recompute == "full":
+        # The block's last matmul is not made again, since nothing in backward needs its output; unless it is one step
+        # with what follows it, a collective or a put-off weight gradient. An expert's is needed: it is weighted; and a
+        # shared one's comes before it, where tokens travel meanwhile.
+        needed = last.experts or (layout.ep > 1 and any(one.experts for one in own.matmuls))
+        stops = layout.tp == 1 and not layout.splits_backward and not needed
+        each += matmuls - (flops(last) if stops else 0.0) + attention
+    return each

@@ -1,0 +1,486 @@
+"""Records with fields: a line of JSONL or a row of parquet is a document.
+
+A record's text is `text` (or the field that is named instead), all of which carries loss. Two kinds of record mask:
+
+    {"segments": [{"text": "Q: 2+2? A:", "loss": false}, {"text": " 4"}]}      segments win over the text field
+    {"prompt": "Q: 2+2? A:", "text": " 4"}                                     with prompt_field="prompt"
+
+Segments (and the prompt and its answer) are tokenized separately and joined: no token straddles their border, so the
+mask is exact, and the prompt has the same ids in training as it has alone at inference. The end-of-document token
+carries loss if the last segment does.
+"""
+
+import codecs
+import gzip
+import io
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import chain
+from pathlib import Path
+from typing import IO, Any, Literal, NamedTuple
+
+import msgspec
+
+from fivefold.data.index import is_prepared
+from fivefold.support.errors import UserError
+from fivefold.support.files import irregular, open_regular
+from fivefold.support.parsing import path_of
+from fivefold.support.text import did_you_mean, either, nearest
+
+# ---- sources --------------------------------------------------------------------------------------------------------
+# Which files are read, in which order, and how far the reading is.
+
+
+Kind = Literal["text", "jsonl", "parquet"]
+
+_KINDS: dict[str, Kind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+# Read as text these would be noise that trains without complaint.
+_PACKED = (".zst", ".xz", ".bz2", ".zip", ".tar", ".tgz", ".7z")
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """A file of documents."""
+
+    path: Path
+    kind: Kind
+    packed: bool  # gzip
+    size: int  # bytes on disk
+
+
+def find_sources(inputs: Sequence[Path], leave_out: Path) -> list[TextSource]:
+    """The files behind the inputs: a file is itself, a directory is all its files in the order of their paths.
+
+    Inside a directory, hidden files and directories are passed over, and so are directories of prepared tokens and
+    `leave_out`, where the tokens will go.
+    """
+    if not inputs:
+        raise UserError("no input was given; name at least one file or directory of text")
+    problems: list[str] = []
+    sources: list[TextSource] = []
+    for given in inputs:
+        try:
+            given = path_of(given)
+            if not given.exists():
+                problems.append(_missing(given))
+                continue
+            found = list(_walk(given, leave_out.absolute())) if given.is_dir() else [given]
+        except UserError as error:
+            problems += error.problems
+            continue
+        except OSError as error:  # a directory that may not be looked into: what is in it would be missing silently
+            problems.append(f"{error.filename} cannot be read: {error.strerror}")
+            continue
+        for path in found:
+            source = _source(path)
+            if isinstance(source, str):
+                problems.append(source)
+            else:
+                sources.append(source)
+    if any(source.kind == "parquet" for source in sources) and find_spec("pyarrow") is None:
+        problems.append('parquet files need pyarrow, which is not installed: pip install "fivefold[parquet]"')
+    if not problems and not sources:
+        problems.append(f"no files in {either(inputs)}: hidden files are passed over, and nothing else is there")
+    if problems:
+        raise UserError(problems)
+    return sources
+
+
+def _walk(root: Path, leave_out: Path) -> Iterator[Path]:
+    for place, folders, names in os.walk(root, onerror=_raise):
+        here = Path(place)
+        # Sorted in place: os.walk goes on in this order, so that the same tree gives the same documents everywhere.
+        passed = {
+            f for f in folders if f.startswith(".") or (here / f).absolute() == leave_out or is_prepared(here / f)
+        }
+        folders[:] = sorted(set(folders) - passed)
+        yield from (here / name for name in sorted(names) if not name.startswith("."))
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _source(path: Path) -> TextSource | str:
+    suffix = path.suffix.lower()
+    if suffix in _PACKED:
+        return f"{path} is packed ({suffix}), which is not read here; unpack it, or pack it as .gz"
+    packed = suffix == ".gz"
+    kind = _KINDS.get(Path(path.stem).suffix.lower() if packed else suffix, "text")
+    if packed and kind == "parquet":
+        return f"{path} is a packed parquet file; unpack it (parquet compresses its own columns)"
+    try:
+        found = path.stat()
+        problem = irregular(found.st_mode)
+        return f"{path} cannot be read: {problem}" if problem else TextSource(path, kind, packed, found.st_size)
+    except OSError as error:  # a dangling link in a walked directory
+        return f"{path} cannot be read: {error.strerror}"
+
+
+def _missing(path: Path) -> str:
+    parent = path.parent
+    if not parent.is_dir():
+        return f"{path} does not exist, and neither does the directory {parent}"
+    hits = nearest(path.name, [entry.name for entry in parent.iterdir()])
+    return f"{path} does not exist" + (f"; did you mean {parent / hits[0]}?" if hits else "")
+
+
+class Meter:
+    """Counts bytes read from disk (so packed ones, of packed files) without a call per document."""
+
+    def __init__(self) -> None:
+        self._before = 0  # of the files that are done
+        self.position: Callable[[], int] = int  # of the file that is open
+        self.empty = 0  # documents that held no text
+
+    def read(self) -> int:
+        return self._before + self.position()
+
+    @contextmanager
+    def file(self, source: TextSource) -> Iterator[None]:
+        """Count a file whose reader sets `position`."""
+        try:
+            yield
+        finally:
+            self.position = int
+            self._before += source.size
+
+    @contextmanager
+    def open(self, source: TextSource) -> Iterator[IO[bytes]]:
+        """The file's bytes, unpacked."""
+        with self.file(source), open_regular(source.path, links=True) as raw:
+            self.position = raw.tell
+            # GzipFile reads lines in Python; behind a BufferedReader they are read in C.
+            inner = gzip.GzipFile(fileobj=raw, mode="rb") if source.packed else raw
+            with io.BufferedReader(inner, 1 << 20) as stream:
+                yield stream
+
+
+# ---- pieces ---------------------------------------------------------------------------------------------------------
+# Pieces: what the tokenizer gets of a document.
+#
+# A document is one or more pieces: a prompt and its answer (which differ in loss), or the parts of a text too long to
+# be tokenized at once.
+
+
+# Characters, or bytes. A BPE encoder holds hundreds of bytes for each byte of its input, and a long text keeps one core
+# busy while the others wait.
+PIECE = 1 << 18
+
+
+class TextPiece(NamedTuple):
+    """Some text of a document."""
+
+    text: str | bytes
+    loss: bool
+    ends: bool  # the document
+
+
+class ReadProblem(NamedTuple):
+    """A place that cannot be read; in the stream, so that the reader can go on and find the others."""
+
+    sentence: str
+
+
+class Fields(NamedTuple):
+    """Where a record keeps its text."""
+
+    text: str = "text"
+    prompt: str | None = None
+
+
+def in_pieces(chunks: Iterable[str]) -> Iterator[str]:
+    """The same text in pieces of at most PIECE characters, cut where a tokenizer would not notice if possible."""
+    rest = ""
+    for chunk in chunks:
+        rest += chunk
+        begin = 0
+        while len(rest) - begin > PIECE:
+            end = _cut(rest, begin)
+            yield rest[begin:end]
+            begin = end
+        rest = rest[begin:]
+    if rest:
+        yield rest
+
+
+def _cut(text: str, begin: int) -> int:
+    """Where to end the piece that starts at `begin`: after the last line end between two lines of text.
+
+    The splitting patterns of GPT-2, GPT-4 and Llama 3 all break after a single line end with no space around it, so
+    the ids are those of the whole text. Failing that, after any line end; failing that, anywhere.
+    """
+    limit = begin + PIECE
+    last = at = text.rfind("\n", begin, limit)
+    while at > limit - PIECE // 16:
+        if not text[at - 1].isspace() and not text[at + 1].isspace():
+            return at + 1
+        at = text.rfind("\n", begin, at)
+    return last + 1 if last > begin else limit
+
+
+# ---- records --------------------------------------------------------------------------------------------------------
+
+
+LONGEST = 128 << 20  # bytes of a line of JSONL, which is in memory with its text; a text file may be of any size
+_ROWS = 256  # of parquet, decoded at a time
+_SHORT = 1 << 20  # bytes of a line that is decoded into objects, which take many times as much, to explain it
+_BOM = b"\xef\xbb\xbf"
+
+
+class TextSegment(msgspec.Struct, forbid_unknown_fields=True):
+    """Some text of a record, with or without loss. Strict: a misspelled `loss` would train on what it should not."""
+
+    text: str
+    loss: bool = True
+
+
+def read_jsonl(path: Path, stream: IO[bytes], fields: Fields, meter: Meter) -> Iterator[TextPiece | ReadProblem]:
+    """The documents of JSON lines; blank lines are passed over."""
+    decode = msgspec.json.Decoder(_record(fields)).decode
+    for number, line in enumerate(_lines(stream), 1):
+        if line is None:
+            yield ReadProblem(
+                f"{path}:{number}: a line of more than {LONGEST >> 20} MiB is not read; write its text to a text file, "
+                "or divide the record"
+            )
+            continue
+        if number == 1:
+            line = line.removeprefix(_BOM)
+        if line.isspace():
+            continue
+        try:
+            record = decode(line)
+            if record.segments is None and (record.text is None or (fields.prompt and record.prompt is None)):
+                yield ReadProblem(f"{path}:{number}: {_explain(line, fields, None)}")
+                continue
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            yield ReadProblem(f"{path}:{number}: {_explain(line, fields, error)}")
+            continue
+        yield from _document(record.text, record.prompt, record.segments, meter)
+
+
+def _lines(stream: IO[bytes]) -> Iterator[bytes | None]:
+    """The lines of a file; None in place of one that is too long, whose end is looked for piece by piece."""
+    while line := stream.readline(LONGEST + 1):
+        if len(line) <= LONGEST:
+            yield line
+            continue
+        while line and not line.endswith(b"\n"):
+            line = stream.readline(_SHORT)
+        yield None
+
+
+def read_parquet(source: TextSource, fields: Fields, meter: Meter) -> Iterator[TextPiece | ReadProblem]:
+    """The documents of a parquet file, a few rows at a time."""
+    import pyarrow.parquet  # slow to import, and optional: that it is there was checked when the file was found
+
+    try:
+        with meter.file(source), pyarrow.parquet.ParquetFile(source.path, buffer_size=1 << 20) as file:
+            columns: list[str] = file.schema_arrow.names
+            wanted = ["segments"] if "segments" in columns else [n for n in (fields.text, fields.prompt) if n]
+            if missing := [name for name in wanted if name not in columns]:
+                for name in missing:
+                    yield ReadProblem(f"{source.path}: {_no_field(name, columns)}")
+                return
+            number, rows = 0, max(file.metadata.num_rows, 1)
+            meter.position = lambda: source.size * number // rows
+            for batch in file.iter_batches(batch_size=_ROWS, columns=wanted):
+                values = {name: batch.column(name).to_pylist() for name in wanted}
+                for row in zip(*(values[name] for name in wanted), strict=True):
+                    number += 1
+                    yield from _row(source.path, number, dict(zip(wanted, row, strict=True)), fields, meter)
+    except pyarrow.ArrowException as error:
+        yield ReadProblem(f"{source.path} is not a readable parquet file: {error}")
+
+
+def _row(
+    path: Path, number: int, row: dict[str, Any], fields: Fields, meter: Meter
+) -> Iterator[TextPiece | ReadProblem]:
+    try:
+        if "segments" in row:
+            yield from _document(None, None, msgspec.convert(row["segments"], list[TextSegment]), meter)
+            return
+    except msgspec.ValidationError as error:
+        yield ReadProblem(f"{path}, row {number}: {error}")
+        return
+    for name, value in row.items():
+        if not isinstance(value, str):
+            yield ReadProblem(f"{path}, row {number}: {_not_text(name, value)}")
+            return
+    yield from _document(row[fields.text], row.get(fields.prompt or ""), None, meter)
+
+
+def _document(
+    text: str | None, prompt: str | None, segments: Sequence[TextSegment] | None, meter: Meter
+) -> Iterator[TextPiece]:
+    if segments is None and prompt is None and text is not None and len(text) <= PIECE:
+        if text:
+            yield TextPiece(text, True, True)
+        else:
+            meter.empty += 1
+        return
+    if segments is None:
+        segments = [TextSegment(prompt, loss=False)] if prompt is not None else []
+        segments = [*segments, TextSegment(text or "")]
+    if not any(segment.text for segment in segments):
+        meter.empty += 1
+        return
+    for place, segment in enumerate(segments):
+        ends, held = place == len(segments) - 1, ""
+        for part in in_pieces([segment.text]):
+            if held:
+                yield TextPiece(held, segment.loss, False)
+            held = part
+        if held or ends:
+            yield TextPiece(held, segment.loss, ends)
+
+
+def _record(fields: Fields) -> type[Any]:
+    """A struct of the wanted fields only: the decoder then steps over all others without building them."""
+    wanted: list[tuple[str, Any, Any]] = [("text", str | None, None), ("segments", list[TextSegment] | None, None)]
+    rename = {"text": fields.text, "segments": "segments"}
+    if fields.prompt:
+        wanted.append(("prompt", str | None, None))
+        rename["prompt"] = fields.prompt
+    # Without a prompt field every record has the same one: none.
+    return msgspec.defstruct("Record", wanted, rename=rename, namespace={} if fields.prompt else {"prompt": None})
+
+
+def _explain(line: bytes, fields: Fields, error: Exception | None) -> str:
+    """What is wrong with a record: found slowly, because it is found once."""
+    if len(line) > _SHORT:
+        return str(error or f"no field {fields.text!r} among the wanted ones")
+    try:
+        record = msgspec.json.decode(line)
+    except RecursionError:
+        return "its values are nested too deeply"
+    except (msgspec.DecodeError, UnicodeDecodeError) as reason:
+        return f'not JSON: {reason}; a line is one record, for example {{"{fields.text}": "..."}}'
+    if not isinstance(record, dict):
+        return f'a record is an object like {{"{fields.text}": "..."}}, not {_type(record)}'
+    if record.get("segments") is None:
+        for name in (fields.text, fields.prompt):
+            if name is not None and name not in record:
+                return _no_field(name, list(record))
+            if name is not None and not isinstance(record[name], str):
+                return _not_text(name, record[name])
+    return f'{error}; segments look like [{{"text": "...", "loss": false}}, ...]'
+
+
+def _no_field(name: str, names: Sequence[str]) -> str:
+    if not names:
+        return f"no field {name!r}: the record is empty"
+    return f"no field {name!r} among {', '.join(map(repr, names))}; {did_you_mean(name, names)}"
+
+
+def _not_text(name: str, value: object) -> str:
+    return f"field {name!r} is {_type(value)}; a string is needed"
+
+
+_TYPES: dict[type, str] = {
+    type(None): "null",
+    bool: "a boolean",
+    int: "a number",
+    float: "a number",
+    str: "a string",
+    list: "a list",
+    dict: "an object",
+}
+
+
+def _type(value: object) -> str:
+    return _TYPES.get(type(value), type(value).__name__)
+
+
+# ---- documents ------------------------------------------------------------------------------------------------------
+# All documents of all files, one after another.
+#
+# Memory is bounded by a piece for text files, a record for JSONL and a row group for parquet.
+
+
+MOST_PROBLEMS = 10
+LOOK_AHEAD = 256 << 20  # bytes that are read on after a problem, to report its neighbours together with it
+
+
+def documents(sources: Sequence[TextSource], fields: Fields, decode: bool, meter: Meter) -> Iterator[TextPiece]:
+    """The pieces of all sources in order, texts as `str` if `decode`.
+
+    After the first problem nothing more is yielded: the input is only read a little further, to name up to ten.
+    """
+    problems: list[str] = []
+    found = 0
+    for item in _items(sources, fields, decode, meter):
+        if isinstance(item, ReadProblem):
+            found = found if problems else meter.read()
+            problems.append(item.sentence)
+            if len(problems) == MOST_PROBLEMS:
+                problems.append(f"stopped after {MOST_PROBLEMS} problems; there may be more")
+                break
+        elif not problems:
+            yield item
+        elif meter.read() - found > LOOK_AHEAD:
+            break
+    if problems:
+        raise UserError(problems)
+
+
+def _items(
+    sources: Sequence[TextSource], fields: Fields, decode: bool, meter: Meter
+) -> Iterator[TextPiece | ReadProblem]:
+    for source in sources:
+        try:
+            if source.kind == "parquet":
+                yield from read_parquet(source, fields, meter)
+                continue
+            with meter.open(source) as stream:
+                if source.kind == "jsonl":
+                    yield from read_jsonl(source.path, stream, fields, meter)
+                else:
+                    yield from _read_text(source.path, stream, decode, meter)
+        except (OSError, EOFError, zlib.error) as error:  # the last two: a damaged or cut-off gzip file
+            yield ReadProblem(f"{source.path} cannot be read: {getattr(error, 'strerror', None) or error}")
+
+
+def _read_text(path: Path, stream: IO[bytes], decode: bool, meter: Meter) -> Iterator[TextPiece | ReadProblem]:
+    """The pieces of a file that is one document: as `str` if `decode`, else its bytes, all of them unchanged."""
+    chunks: Iterator[bytes] = iter(lambda: stream.read(PIECE), b"")
+    texts: Iterator[str] | Iterator[bytes] = in_pieces(_decoded(chunks)) if decode else chunks
+    last: str | bytes | None = None
+    try:
+        for text in texts:
+            if last is not None:
+                yield TextPiece(last, loss=True, ends=False)
+            last = text
+    except _NotUtf8 as error:
+        yield ReadProblem(
+            f"{path} is not UTF-8: byte {error.offset} is 0x{error.byte:02x}; convert the file, leave it out, "
+            'or tokenize as "bytes", which takes any'
+        )
+        return
+    if last is None:
+        meter.empty += 1
+    else:
+        yield TextPiece(last, loss=True, ends=True)
+
+
+class _NotUtf8(Exception):
+    def __init__(self, offset: int, byte: int):
+        self.offset, self.byte = offset, byte
+
+
+def _decoded(chunks: Iterable[bytes]) -> Iterator[str]:
+    """UTF-8 chunk by chunk; a character may lie across two."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    fed = 0
+    for chunk in chain(chunks, [b""]):
+        pending = len(decoder.getstate()[0])
+        try:
+            yield decoder.decode(chunk, final=not chunk)
+        except UnicodeDecodeError as error:
+            raise _NotUtf8(fed - pending + error.start, error.object[error.start]) from error
+        fed += len(chunk)

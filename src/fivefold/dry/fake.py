@@ -1,0 +1,364 @@
+"""A world of any size in one process: PyTorch's fake process group, and tensors that have shapes and no data.
+
+    with pretending(job, rank=9001) as mesh:
+        engine = Engine(job, mesh)          # the one that trains
+
+Tensors are fake CPU ones. A fake GPU would need a CUDA build of torch, and its attention would fall to the kernel that
+stores all scores; on the CPU the flash kernel runs, and keeps what the GPU's keeps. Where CPU kernels keep something
+else than CUDA's, a stand-in keeps what CUDA's does: the RMSNorm, and a product that is added to a float32 sum.
+"""
+
+import functools
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
+
+from fivefold.cost.links import Traffic
+from fivefold.data.batch import Batch
+from fivefold.job.config import Job
+from fivefold.model import head
+from fivefold.model.dispatch import Host
+from fivefold.model.grouped import Groups
+from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.traffic import TrafficCounter
+from fivefold.schedules.schedule import peak_live
+from fivefold.trainer.engine import Engine
+from fivefold.trainer.ledger import Ledger, LedgerSpan
+
+# ---- fast fake ------------------------------------------------------------------------------------------------------
+# Fake tensors, quicker: what an operator makes of given shapes is asked once.
+#
+# PyTorch's fake mode remembers, too, but asks so much about every argument that a remembered answer costs a quarter of
+# a millisecond; a rank of a 70B model asks fifty thousand times. Here a tensor is its type, shape, strides and offset,
+# which is all that the operators of a dense model look at.
+
+
+_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_SPACES = ("aten", "_c10d_functional")
+
+
+class QuickFakeMode(FakeTensorMode):
+    """A FakeTensorMode whose memory answers sooner."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.known: dict[Any, _Recipes | None] = {}
+        self.attributes: dict[torch.device, dict[str, Any]] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
+        if (form := _FORMS.get(func)) is not None:
+            return form(*args, **(kwargs or {}))
+        key = _key(func, args, kwargs)
+        recipes = self.known.get(key) if key is not None else None
+        if recipes is None:
+            result = super().__torch_dispatch__(func, types, args, kwargs or {})
+            if key is not None and key not in self.known:
+                self.known[key] = _recipes(args, result)
+            return result
+        made = [self._make(recipe, args) for recipe in recipes.each]
+        return made[0] if recipes.kind is None else recipes.kind(made)
+
+    def _make(self, recipe: "_Recipe", args: Any) -> Tensor:
+        if recipe.same:
+            return args[recipe.base]
+        if recipe.base is None:
+            empty = torch.empty_strided(recipe.shape, recipe.stride, dtype=recipe.dtype, device="meta")
+        else:
+            empty = torch.empty((0,), dtype=recipe.dtype, device="meta")
+            empty.set_(args[recipe.base].untyped_storage(), recipe.offset, recipe.shape, recipe.stride)
+        # What FakeTensor's own constructor makes, its attributes copied at once.
+        device = recipe.device
+        if device not in self.attributes:
+            self.attributes[device] = dict(FakeTensor(self, torch.empty((0,), device="meta"), device).__dict__)
+        made = Tensor._make_subclass(FakeTensor, empty, False, dispatch_device=True, device_for_backend_keys=device)
+        torch._C._set_throw_on_mutable_data_ptr(made)
+        made.__dict__.update(self.attributes[device])
+        return made
+
+
+def _bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """Whose numbers are all below `minlength`: PyTorch's own fake would have to look at them."""
+    return x.new_empty((minlength,), dtype=torch.int64)
+
+
+def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor, *others: Any) -> Tensor:
+    """[N, I], [G, I, O] -> [N, O]; [O, N], [N, I] -> [G, O, I]. PyTorch's own fake takes bfloat16 alone."""
+    return a.new_empty((a.shape[0], b.shape[2]) if b.ndim == 3 else (len(offs), a.shape[0], b.shape[1]))
+
+
+# Operators whose results' form is known here.
+_FORMS: dict[Any, Any] = {torch.ops.aten.bincount.default: _bincount, torch.ops.aten._grouped_mm.default: _grouped_mm}
+
+
+class _Recipe(NamedTuple):
+    """How to make a tensor again: as new memory, or as a view of an argument."""
+
+    base: int | None  # the argument
+    same: bool  # it is the argument itself
+    dtype: torch.dtype
+    device: torch.device
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Recipes(NamedTuple):
+    kind: type | None  # list or tuple; None: a tensor alone
+    each: list[_Recipe]
+
+
+def _key(func: Any, args: Any, kwargs: Any) -> Any:
+    """What the result's form depends on; None where that is not known to be little."""
+    if func.namespace not in _SPACES or func._schema.is_mutable:
+        return None
+    parts: list[Any] = [func]
+    for arg in args if not kwargs else (*args, *kwargs.keys(), *kwargs.values()):
+        kind = type(arg)
+        if kind is FakeTensor:
+            parts += (arg.dtype, arg.shape, arg.stride(), arg.storage_offset(), arg.fake_device)
+        elif kind is list:
+            if any(type(item) is not int for item in arg):
+                return None
+            parts.append(tuple(arg))
+        elif kind in _PLAIN or isinstance(arg, _PLAIN):
+            parts.append((kind, arg))
+        else:
+            return None
+    return tuple(parts)
+
+
+def _recipes(args: Any, result: Any) -> _Recipes | None:
+    kind = type(result) if isinstance(result, list | tuple) else None
+    each = [_recipe(args, one) for one in ((result,) if kind is None else result)]
+    return None if kind not in (None, list, tuple) or None in each else _Recipes(kind, each)  # type: ignore[arg-type]
+
+
+def _recipe(args: Any, result: Any) -> _Recipe | None:
+    if type(result) is not FakeTensor or result.constant is not None:
+        return None
+    offset = int(result.storage_offset())
+    form = (result.dtype, result.fake_device, tuple(result.shape), result.stride(), offset)
+    memory = result.untyped_storage()
+    for place, arg in enumerate(args):
+        if isinstance(arg, Tensor) and arg.untyped_storage()._cdata == memory._cdata:
+            return _Recipe(place, result is arg, *form)
+    fresh = torch.empty_strided(*form[2:4], dtype=result.dtype, device="meta").untyped_storage().nbytes()
+    return _Recipe(None, False, *form) if fresh == memory.nbytes() and not offset else None
+
+
+# ---- world ----------------------------------------------------------------------------------------------------------
+
+
+Kernels = Literal["cuda", "cpu"]
+
+
+@contextmanager
+def pretending(job: Job, rank: int, kernels: Kernels = "cuda") -> Iterator[Mesh]:
+    """The mesh as `rank` of the job's world sees it. Everything inside is fake.
+
+    `kernels`: whose memory is to be kept for backward; "cpu" is for comparison with runs on CPUs.
+    """
+    layout = job.layout
+    if layout.world > 1:
+        from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend, too
+
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world)
+    # Memory is counted by references, and nothing here waits in a cycle; to look for cycles takes a tenth of the time.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        mesh = Mesh.of(layout, torch.device("cpu"), spec=job.model)
+        stand_ins = _kernels_of_cuda() if kernels == "cuda" else nullcontext()
+        with QuickFakeMode(), _real_meshes(), stand_ins:
+            yield mesh
+    finally:
+        if collects:
+            gc.enable()
+        if layout.world > 1:
+            dist.destroy_process_group()
+
+
+@contextmanager
+def _real_meshes() -> Iterator[None]:
+    """A mesh is made of numbers that are looked at; FSDP2 makes some of its own."""
+    names = [name for name in ("__init__", "__getitem__", "_flatten", "_concatenate") if hasattr(DeviceMesh, name)]
+    plain = {name: DeviceMesh.__dict__[name] for name in names}
+
+    def real(method: Any) -> Any:
+        function = method.__func__ if isinstance(method, staticmethod | classmethod) else method
+
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with unset_fake_temporarily():
+                return function(*args, **kwargs)
+
+        return type(method)(run) if isinstance(method, staticmethod | classmethod) else run
+
+    for name, method in plain.items():
+        setattr(DeviceMesh, name, real(method))
+    try:
+        yield
+    finally:
+        for name, method in plain.items():
+            setattr(DeviceMesh, name, method)
+
+
+@contextmanager
+def _kernels_of_cuda() -> Iterator[None]:
+    """CUDA has one kernel for an RMSNorm, which keeps its input; the CPU computes it in steps, and keeps each. And
+    CUDA adds a product to a float32 sum without a copy of it in between."""
+    real, product = F.rms_norm, head.add_product
+
+    def stand_in(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+        return _FusedNorm.apply(x, weight) if weight is not None else real(x, shape, weight, eps)
+
+    def sum_in_place(total: Tensor | None, grad: Tensor, x: Tensor) -> Tensor:
+        product = grad.T @ x  # counted, and not kept: the sum is
+        return product.to(torch.float32) if total is None else total
+
+    head.add_product = sum_in_place
+    F.rms_norm = stand_in  # type: ignore[assignment]  # by name: recompute calls it again from autograd's own thread
+    try:
+        yield
+    finally:
+        F.rms_norm, head.add_product = real, product
+
+
+class _FusedNorm(torch.autograd.Function):
+    """The memory of `aten._fused_rms_norm`: input, weight, and one float32 number a token."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        scale = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+        ctx.save_for_backward(x, weight, scale)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+# ---- routing --------------------------------------------------------------------------------------------------------
+# Where tokens go in a dry run: nobody computes it, so it is stated.
+#
+# Every rank of ep sends the same number of rows. The rank that runs is the fullest of its ep group: it receives
+# `imbalance` times the mean, dealt evenly over the ranks that send and over its experts; the others share the rest.
+
+
+@dataclass(frozen=True)
+class StatedRouting(Host):
+    rank: int  # of ep
+    ranks: int
+    imbalance: float = 1.0  # what the fullest rank gets, over the mean
+
+    def groups(self, ends: Tensor, slots: int) -> Groups:
+        return Groups.of(tuple(dealt(slots, len(ends))), ends.device)
+
+    def by_expert(self, counts: Tensor, slots: int) -> list[int]:
+        return dealt(self.received(slots), len(counts))
+
+    def by_rank(self, going: Tensor, coming: Tensor, ranks: int, slots: int) -> tuple[list[list[int]], list[list[int]]]:
+        experts, received = len(going) // ranks, dealt(self.received(slots), ranks)
+        rest = iter(dealt(slots - received[self.rank], ranks - 1))
+        sent = [received[self.rank] if rank == self.rank else next(rest) for rank in range(ranks)]
+        return [dealt(rows, experts) for rows in sent], [dealt(rows, experts) for rows in received]
+
+    def received(self, slots: int) -> int:
+        """Rows for the experts of this rank, of all that send."""
+        return round(self.imbalance * slots) if self.ranks > 1 else slots
+
+
+def dealt(rows: int, hands: int) -> list[int]:
+    return [rows // hands + (hand < rows % hands) for hand in range(hands)]
+
+
+# ---- run ------------------------------------------------------------------------------------------------------------
+# One rank's step, dry: every module, collective and action of the schedule, counted.
+
+
+@dataclass(frozen=True)
+class RankRun:
+    """What one rank of a layout holds, sends and computes in a step."""
+
+    rank: int
+    place: dict[str, int]  # along the axes
+    layers: tuple[int, ...]  # of its stages
+    parameters: int  # bytes, like the next four; between steps
+    gradients: int  # at their most
+    optimizer: int
+    peak: int
+    peak_moment: str
+    moments: tuple[LedgerSpan, ...]
+    live: int  # the most (stage, microbatch) pairs that wait for their backward pass
+    allowed: int  # the schedule's own count of them
+    flops: float
+    traffic: tuple[Traffic, ...]
+    seconds: float  # that the dry run took
+
+    @property
+    def activations(self) -> int:
+        """Bytes at the peak that are not state."""
+        at = max(self.moments, key=lambda moment: moment.peak)
+        return at.peak - at.parameters - at.gradients_at_peak - at.optimizer
+
+
+def dry_run(job: Job, rank: int, kernels: Kernels = "cuda", imbalance: float = 1.0) -> RankRun:
+    """A step of `rank` of the job's world. `imbalance`: what it gets of the tokens of an ep group, over the mean."""
+    begin = time.perf_counter()
+    with pretending(job, rank, kernels) as mesh:
+        ledger: Ledger | None = None
+        engine = Engine(job, mesh, lambda action: ledger.moment(action))  # type: ignore[union-attr]
+        if job.model.experts is not None:
+            engine.ops.dispatch.host = StatedRouting(mesh.ep.rank, mesh.ep.size, imbalance)
+        counter = TrafficCounter(mesh)
+        ledger = Ledger(engine, counter)
+        between = engine.weights.resident()
+        with ledger:
+            engine.forward_backward(blank(job))
+            with ledger.moment("the sum of gradients"):
+                norm = engine.gradient_norm()
+            with ledger.moment("the optimizer"):
+                engine.step(1e-3, norm)
+            with ledger.moment("new weights"):
+                engine.weights.ready()
+        return RankRun(
+            rank=rank,
+            place=job.layout.coordinates(rank),
+            layers=tuple(len(model.stage.layers) for model in engine.stages.values()),
+            parameters=between["parameters"],
+            gradients=max(moment.gradients for moment in ledger.moments),
+            optimizer=between["masters"] + engine.optimizer.resident(),
+            peak=ledger.peak,
+            peak_moment=ledger.peak_moment,
+            moments=tuple(ledger.moments),
+            live=engine.pipeline.peak,
+            allowed=peak_live(engine.schedule.compute(mesh.pp.rank)),
+            flops=ledger.flops,
+            traffic=tuple(counter.rows()),
+            seconds=time.perf_counter() - begin,
+        )
+
+
+def blank(job: Job) -> Batch:
+    """A global batch of the job's shape. Nobody reads its content."""
+    shape = (job.train.batch, job.data.seq)
+    tokens, targets = np.zeros((2, *shape), np.int64)
+    return Batch(np.arange(job.train.batch), tokens, targets, np.ones(shape, bool), np.zeros(shape, np.int32))

@@ -1,0 +1,286 @@
+"""What a dry run found: each rank's figures beside the planner's, and its memory through the step."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from fivefold.cost.collectives import RankCoords, Rows, even_rows, expected, shown_axis
+from fivefold.cost.footprint import CONTEXT, FRAGMENTATION, Footprint, footprint_of
+from fivefold.cost.links import Traffic
+from fivefold.cost.memory import state_of
+from fivefold.cost.step import rank_flops
+from fivefold.hardware.cluster import Cluster
+from fivefold.job.config import Job
+from fivefold.layout.layout import Layout
+from fivefold.layout.stages import stages_of
+from fivefold.planner.plan import case_of
+from fivefold.render.blocks import Block, Result, Table, Text
+from fivefold.render.chart import TOP, Plot, legend, sheet
+from fivefold.render.scene import COLOURS, GREY, INK, LABEL, MARGIN, SMALL, WIDTH, Curve, Line, Scene
+from fivefold.render.scene import TextMark as Words
+from fivefold.support.text import bytes_text, counted
+
+if TYPE_CHECKING:
+    from fivefold.dry.fake import RankRun
+
+
+# ---- vs plan --------------------------------------------------------------------------------------------------------
+# A dry run's figures beside the planner's. Neither knows the other: where they agree, both are right, or both
+# are wrong in the same way.
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One quantity, counted and planned."""
+
+    name: str
+    dry: float
+    plan: float
+    unit: str  # "GB", "TFLOP", ""
+
+    @property
+    def difference(self) -> float:
+        """Relative."""
+        return self.plan / self.dry - 1 if self.dry else float(self.plan != 0)
+
+
+@dataclass(frozen=True)
+class RankVsPlan:
+    """One rank: what was counted, and what was planned for it."""
+
+    dry: "RankRun"
+    room: Footprint
+    figures: tuple[Figure, ...]
+    planned: tuple[Traffic, ...]
+    layout: Layout
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        """Of each axis."""
+        return {axis: self.layout.size(axis) for axis in self.layout.table}
+
+    @property
+    def traffic_agrees(self) -> bool:
+        return self.planned == self.dry.traffic
+
+    @property
+    def device_bytes(self) -> float:
+        """What the device must have: the peak, fragmentation, and the context."""
+        return self.dry.peak * (1 + FRAGMENTATION) + CONTEXT
+
+    def to_dict(self) -> dict[str, Any]:
+        dry = self.dry
+        figures = [{"name": f.name, "dry": f.dry, "plan": f.plan, "difference": f.difference} for f in self.figures]
+        return {
+            "rank": dry.rank,
+            "place": dry.place,
+            "layers": list(dry.layers),
+            "seconds": dry.seconds,
+            "peak_bytes": dry.peak,
+            "peak_moment": dry.peak_moment,
+            "device_bytes": self.device_bytes,
+            "figures": figures,
+            "live": dry.live,
+            "live_allowed": dry.allowed,
+            "traffic": [row.to_dict() | {"ranks": self.ranks.get(row.axis)} for row in dry.traffic],
+            "planned_traffic": [row.to_dict() for row in self.planned],
+            "traffic_agrees": self.traffic_agrees,
+            "moments": [moment._asdict() | {"activations": moment.activations} for moment in dry.moments],
+        }
+
+
+def vs_plan(job: Job, dry: "RankRun", cluster: Cluster, imbalance: float = 1.0) -> RankVsPlan:
+    """What the planner says of the rank that was run, which got `imbalance` times the mean of the tokens."""
+    seat, layout, seq, batch = RankCoords.of(job.layout, dry.rank), job.layout, job.data.seq, job.train.batch
+    case = replace(case_of(job, cluster), imbalance=imbalance)
+    room = footprint_of(case, seat.pp)
+    state = state_of(job.model, layout, job.train.dtype, job.optimizer, **seat._asdict(), seq=seq)
+    rows = _rows(job, seat, imbalance)
+    flops = rank_flops(job.model, layout, seq, batch, pp=seat.pp, tp=seat.tp, rows=rows)
+    late = room.late > 0 and room.late - room.unmade + room.after > room.working  # the peak is where all gradients are
+    working = room.after if late else room.working
+    peak = state.total - (room.unmade if late else room.late) + working
+    figures = (
+        Figure("parameters", dry.parameters, state.parameters, "GB"),
+        Figure("gradients", dry.gradients, state.gradients, "GB"),
+        Figure("optimizer", dry.optimizer, state.optimizer, "GB"),
+        Figure("activations at the peak", dry.activations, working, "GB"),
+        Figure("peak", dry.peak, peak, "GB"),
+        Figure("FLOPs executed", dry.flops, flops, "TFLOP"),
+    )
+    balances = job.train.balance_loss > 0
+    planned = expected(job.model, layout, seq, batch, job.train.dtype, seat=seat, balance_loss=balances, rows=rows)
+    return RankVsPlan(dry, room, figures, tuple(planned), layout)
+
+
+def _rows(job: Job, seat: RankCoords, imbalance: float) -> Rows | None:
+    """What experts are sent and get, as it was stated."""
+    spec, layout, seq = job.model, job.layout, job.data.seq
+    if spec.experts is None:
+        return None
+    stages = stages_of(spec, layout, seq)
+    layers = [layer for number in layout.placement.of_rank[seat.pp] for layer in stages[number].layers]
+    tokens = job.train.batch // layout.size("batch") // layout.microbatches * (seq // layout.cp)
+    return even_rows(spec, layout, tokens, [n for n in layers if not spec.dense(n)], seat.tp, imbalance)
+
+
+# ---- result ---------------------------------------------------------------------------------------------------------
+
+
+_SHOWN = 4  # ranks that are shown in full; of more the first
+HEIGHT = 640.0  # of the picture
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class DryRunResult(Result):
+    job: Job
+    machines: Cluster
+    ranks: Sequence[RankVsPlan]
+    advice: str  # where it does not fit: by how much, and what would; else empty
+    imbalance: float = 1.0  # of experts, as it was stated: what each of these ranks gets, over the mean of its ep group
+
+    @property
+    def ok(self) -> bool:  # type: ignore[override]
+        return not self.advice
+
+    def to_dict(self) -> dict[str, Any]:
+        job = self.job
+        asked = {"model": job.model.name, "layout": str(job.layout), "batch": job.train.batch, "seq": job.data.seq}
+        if job.model.experts is not None:
+            asked["imbalance"] = self.imbalance
+        return asked | {"ranks": [one.to_dict() for one in self.ranks], "advice": self.advice or None}
+
+    def scene(self) -> Scene:
+        """Memory through the step, from its first action to its new weights: a line for each rank and the device's."""
+        device, runs, job = self.machines.groups[0].accelerator, [one.dry for one in self.ranks], self.job
+        moments = [_computing(run) for run in runs]
+        asked = f"{job.model.name} as {job.layout}: {job.train.batch} sequences of {job.data.seq:,} tokens"
+        scene = sheet(f"Memory of {counted(len(runs), 'rank')} through a training step", asked, HEIGHT)
+        most = max(device.memory, *(run.peak for run in runs)) / GB
+        first = max(moments, key=len)
+        ends = (len(first), 1.08 * most)
+        plot = Plot(scene, 110, TOP + 10, WIDTH - 110 - MARGIN, HEIGHT - TOP - 170, (0, 0), ends)
+        plot.axis_y("GB, at most in each action")
+        plot.limit(device.memory / GB, f"{device.name}: {device.memory / GB:.0f} GB", INK)
+        _name_moments(plot, first, runs[moments.index(first)].rank if len(runs) > 1 else None)
+        entries = []
+        for at, (run, its) in enumerate(zip(runs, moments, strict=True)):
+            colour = COLOURS[at % len(COLOURS)]
+            heights = [plot.y(peak / GB) for _, peak in its]
+            steps = ((plot.x(n + end), height) for n, height in enumerate(heights) for end in (0, 1))
+            scene.shapes.append(Curve(tuple(steps), colour, 2.2))
+            entries.append((f"rank {run.rank}: {run.peak / GB:.1f} GB in {run.peak_moment}", colour))
+        scene.height = legend(scene, plot.bottom + 76, entries) + 10
+        return scene
+
+    def blocks(self) -> Iterator[Block]:
+        job = self.job
+        yield Text(
+            f"{job.model.name} as {job.layout} in {job.train.dtype}: {job.train.batch} sequences of {job.data.seq:,} "
+            f"tokens, {job.layout.world:,} ranks"
+        )
+        if job.model.experts is not None:
+            yield Text(_routing(job, self.imbalance))
+        if len(self.ranks) > 1:
+            yield _stages(self.ranks)
+        for one in self.ranks[:1] if len(self.ranks) > _SHOWN else self.ranks:
+            yield from _rank(one)
+        if self.advice:
+            yield Text(self.advice, "bad")
+
+
+def _computing(run: "RankRun") -> list[tuple[str, int]]:
+    """What a rank computes, and the most it held meanwhile: its messages are left out, but for one that is the peak."""
+    return [
+        (one.name, one.peak)
+        for one in run.moments
+        if not one.name.startswith(("SEND", "RECV")) or one.name == run.peak_moment
+    ]
+
+
+def _name_moments(plot: Plot, moments: Sequence[tuple[str, int]], rank: int | None) -> None:
+    """The x axis: actions in order, some of them with their names; `rank`: whose, if there are several."""
+    every = max(1, round(len(moments) / 12))
+    for at in range(0, len(moments), every):
+        x = plot.x(at + 0.5)
+        plot.scene.shapes += [
+            Line(x, plot.bottom, x, plot.bottom + 5, GREY),
+            Words(x, plot.bottom + 18, moments[at][0], SMALL, "middle", GREY),
+        ]
+    label = "what is computed, in its order" + ("" if rank is None else f"; the names are those of rank {rank}")
+    plot.scene.shapes += [
+        Line(plot.left, plot.bottom, plot.left + plot.width, plot.bottom, GREY),
+        Words(plot.left + plot.width / 2, plot.bottom + 42, label, LABEL, "middle"),
+    ]
+
+
+def _routing(job: Job, imbalance: float) -> str:
+    """What was stated in place of what a router would have chosen."""
+    if job.layout.ep == 1:
+        return "routing is stated: every expert gets as many tokens"
+    if imbalance == 1:
+        return "routing is stated: every rank of ep, and every expert, gets as many tokens (--imbalance 1)"
+    return f"routing is stated: the rank that runs gets {imbalance:g} times the mean of its {job.layout.ep} ranks of ep"
+
+
+def _rank(one: RankVsPlan) -> Iterator[Block]:
+    from fivefold.trainer.outputs import chart
+
+    dry = one.dry
+    place = ", ".join(f"{axis} {at}" for axis, at in dry.place.items())
+    yield Text(f"\nrank {dry.rank} ({place}), layers {'+'.join(map(str, dry.layers))}, in {dry.seconds:.1f} s", "bold")
+    yield _figures(one)
+    yield Text("")
+    yield _traffic(one)
+    agrees = "as the schedule says" if dry.live == dry.allowed else f"and the schedule says {dry.allowed}"
+    yield Text(f"\nmicrobatches that wait for their backward pass: {dry.live} at most, {agrees}")
+    lines = chart([moment.peak / 1e9 for moment in dry.moments], {}, height=8)
+    yield Text("\n".join([f"GB through the step; the peak is in {dry.peak_moment}", *lines]))
+
+
+def _figures(one: RankVsPlan) -> Table:
+    rows = []
+    for figure in one.figures:
+        scale = 1e9 if figure.unit == "GB" else 1e12
+        same = "the same" if figure.dry == figure.plan else f"{figure.difference:+.2%}"
+        rows.append([figure.name, *(f"{x / scale:,.3f} {figure.unit}" for x in (figure.dry, figure.plan)), same])
+    return Table(["", ">dry run", ">planner", ">difference"], rows)
+
+
+def _traffic(one: RankVsPlan) -> Table:
+    planned = {row[:2]: row for row in one.planned}
+    rows = []
+    for row in one.dry.traffic:
+        other = planned.pop(row[:2], None)
+        same = "the same" if other == row else "none" if other is None else f"{other.calls} calls, {other.payload} B"
+        sent = (f"{row.calls:,}", bytes_text(row.payload), bytes_text(float(row.wire)))
+        rows.append(
+            [shown_axis(one.layout, row.axis, row.kind), f"{one.ranks.get(row.axis, '')}", row.kind, *sent, same]
+        )
+    for other in planned.values():
+        rows.append(
+            [
+                shown_axis(one.layout, other.axis, other.kind),
+                "",
+                other.kind,
+                "0",
+                "",
+                "",
+                f"{other.calls} calls, {other.payload} B",
+            ]
+        )
+    return Table(["axis", ">ranks", "collective", ">calls", ">payload", ">wire", ">planner"], rows)
+
+
+def _stages(found: Sequence[RankVsPlan]) -> Table:
+    rows = []
+    for one in found:
+        dry = one.dry
+        state = dry.parameters + dry.gradients + dry.optimizer
+        sizes = [f"{size / 1e9:.2f} GB" for size in (dry.parameters, state, dry.activations, dry.peak)]
+        peak = next(figure for figure in one.figures if figure.name == "peak")
+        place = [str(dry.rank), str(dry.place["pp"]), "+".join(map(str, dry.layers))]
+        rows.append([*place, *sizes, dry.peak_moment, f"{peak.difference:+.1%}"])
+    heads = [">rank", ">stage", ">layers", ">parameters", ">state", ">activations", ">peak", "~at", ">planner's peak"]
+    return Table(heads, rows, title="Stages")

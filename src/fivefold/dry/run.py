@@ -1,0 +1,196 @@
+"""Dry-run any rank of any world: the code that would train, without data and without GPUs.
+
+dryrun("llama3-70b", "dp=8,tp=8,zero=3,sp", batch=8, rank=9)
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from msgspec import structs
+
+from fivefold.dry.result import DryRunResult, RankVsPlan, vs_plan
+from fivefold.hardware.cluster import Cluster
+from fivefold.job.aliases import layout_changes
+from fivefold.job.config import Job, job_of
+from fivefold.layout.layout import Layout
+from fivefold.planner.plan import case_of
+from fivefold.spec.model import ModelSpec
+from fivefold.support.errors import UserError
+from fivefold.support.parsing import path_of
+from fivefold.support.ranges import SEQUENCES, TOKENS, checked, within
+
+_TRIED = 3  # changes that are run before none is said to fit
+
+
+def dryrun(
+    model: str | Path | ModelSpec | Job,
+    layout: str | Layout | None = None,
+    *,
+    changes: Sequence[str] = (),
+    batch: int | None = None,
+    seq: int | None = None,
+    rank: int | Sequence[int] | None = None,
+    stages: Literal["all"] | Sequence[int] | None = None,
+    cluster: str | Cluster = "",
+    kernels: Literal["cuda", "cpu"] = "cuda",
+    weights: str | Path | None = None,
+    imbalance: float | None = None,
+    progress: Callable[[int, int, str], None] = lambda done, total, what: None,
+) -> DryRunResult:
+    """Run one step of some ranks, and compare what it counts with the planner's figures.
+
+        ff.dryrun("llama3-70b", "dp=8,tp=8,zero=3", rank=63)
+        ff.dryrun("llama3-405b", "dp=8,tp=8,pp=16,microbatches=32", stages="all")
+
+    `model` is a name, a config.json, a job file or an object; `changes` are KEY=VALUE. `rank` names ranks, `stages`
+    pipeline ranks, of each of which the first rank runs; default: rank 0. `cluster` has the memory that the step must
+    fit (default: the job's, or H100s). `kernels` says whose memory the backward pass keeps. `weights` is a Hugging Face
+    directory that must hold every parameter. `imbalance`, for experts: where tokens go is stated and not computed; each
+    rank that runs gets so many times the mean of its ep group, by default 1. `progress` is told how many ranks are
+    done, of how many, and the next.
+    """
+    checked("batch", batch, within(1, SEQUENCES))
+    checked("seq", seq, within(1, TOKENS))
+    job = _job(model, layout, changes, batch, seq)
+    fullest = _imbalance(job, imbalance)
+    machines = _machines(cluster, job)
+    chosen = _ranks(job.layout, rank, stages)
+    if weights is not None:
+        _check_weights(job, path_of(weights))
+    from fivefold.dry.fake import dry_run
+
+    found = []
+    for number, one in enumerate(chosen):
+        progress(number, len(chosen), f"rank {one} of {job.layout.world}")
+        found.append(vs_plan(job, dry_run(job, one, kernels, fullest), machines, fullest))
+    return DryRunResult(job, machines, found, _advice(job, found, machines, fullest), fullest)
+
+
+# ---- reading -----------------------------------------------------------------------------------------------------
+
+
+def _job(
+    model: str | Path | ModelSpec | Job,
+    layout: str | Layout | None,
+    changes: Sequence[str],
+    batch: int | None,
+    seq: int | None,
+) -> Job:
+    if layout is not None and (wrong := layout_changes(changes, f"--layout {layout},")):
+        raise UserError(wrong)
+    job, named = job_of(model, changes)
+    chosen = job.layout if layout is None else layout if isinstance(layout, Layout) else Layout.parse(layout)
+    if seq is None:
+        seq = job.data.seq if "data.seq" in named else min(job.model.context, 8192)
+    if batch is None:
+        batch = job.train.batch if "train.batch" in named else chosen.size("batch") * chosen.microbatches
+    whole = isinstance(model, Job) or str(model).endswith(".toml")
+    dtype = job.train.dtype if whole or "train.dtype" in named else "bfloat16"
+    job = structs.replace(
+        job,
+        layout=chosen,
+        data=structs.replace(job.data, seq=seq),
+        train=structs.replace(job.train, batch=batch, dtype=dtype),
+    )
+    if problems := job.problems(world=chosen.world):
+        raise UserError(problems)
+    return job
+
+
+def _imbalance(job: Job, given: float | None) -> float:
+    """What the rank that runs gets of the tokens of its ep group, over the mean."""
+    if given is None:
+        return 1.0
+    experts, ep = job.model.experts, job.layout.ep
+    if experts is None:
+        raise UserError(f"imbalance={given:g} is for experts, and {job.model.name} has none")
+    if ep == 1:
+        raise UserError(f"imbalance={given:g} is of the ranks of ep, and {job.layout} has every expert on every rank")
+    if not 1 <= given <= ep:
+        nearest = min(given, ep) if given > 1 else 1.0  # also of nan, which compares with nothing
+        raise UserError(
+            f"imbalance={given:g} is what the fullest of the {ep} ranks of ep gets, over the mean: 1 to {ep}; nearest: "
+            f"imbalance={nearest:g}"
+        )
+    return given
+
+
+def _machines(cluster: str | Cluster, job: Job) -> Cluster:
+    world = job.layout.world
+    if not cluster:
+        if job.run.cluster and (planned := Cluster.read(job.run.cluster)).world == world:
+            return planned
+        return Cluster.parse(f"{world}xH100" if world <= 8 else f"{-(-world // 8)}x8xH100")
+    machines = cluster if isinstance(cluster, Cluster) else Cluster.read(cluster)
+    if machines.world != world:
+        raise UserError(f"the layout has {world} ranks, and {machines} has {machines.world} GPUs")
+    return machines
+
+
+def _ranks(
+    layout: Layout, rank: int | Sequence[int] | None, stages: Literal["all"] | Sequence[int] | None
+) -> list[int]:
+    """The ranks that are asked for; of pipeline ranks, the first of each."""
+    if rank is not None and stages is not None:
+        raise UserError("--rank and --stages say different things; give one of them")
+    if stages is not None:
+        wanted = list(range(layout.pp)) if stages == "all" else [int(stage) for stage in stages]
+        if outside := [stage for stage in wanted if not 0 <= stage < layout.pp]:
+            raise UserError(f"--stages {outside[0]}: the pipeline ranks of {layout} are 0 to {layout.pp - 1}")
+        return [layout.rank(pp=stage) for stage in wanted]
+    chosen = [rank or 0] if rank is None or isinstance(rank, int) else list(dict.fromkeys(rank))
+    if outside := [one for one in chosen if not 0 <= one < layout.world]:
+        raise UserError(f"rank {outside[0]} is outside of {layout}; its ranks are 0 to {layout.world - 1}")
+    return chosen
+
+
+def _check_weights(job: Job, directory: Path) -> None:
+    """Every parameter of the model is in the directory, in its shape; else one sentence for all that are not."""
+    from fivefold.checkpoint.hf_files import HuggingFace
+
+    found = HuggingFace(directory)  # names what is missing or misshapen
+    theirs, mine = (msgspec.to_builtins(spec) for spec in (found.spec, job.model))
+    shape = [key for key in mine if key not in ("name", "context", "init_std", "dropout")]
+    others = [f"{key} {theirs[key]} instead of {mine[key]}" for key in shape if theirs[key] != mine[key]]
+    if others:
+        raise UserError(f"{directory} holds another model than {job.model.name}: {', '.join(others)}")
+
+
+# ---- advice ------------------------------------------------------------------------------------------------------
+
+
+def _advice(job: Job, found: list[RankVsPlan], machines: Cluster, imbalance: float) -> str:
+    """Where it does not fit: which component, where, by how much, and the cheapest change that fits."""
+    memory = min(group.accelerator.memory for group in machines.groups)
+    worst = max(found, key=lambda one: one.device_bytes)
+    if worst.device_bytes <= memory:
+        return ""
+    from fivefold.dry.fake import dry_run
+    from fivefold.planner.explain import neighbours
+    from fivefold.planner.search import evaluate
+
+    largest = max(worst.room.parts.items(), key=lambda part: part[1])
+    stage = worst.dry.place["pp"]
+    sentence = (
+        f"it does not fit: rank {worst.dry.rank} (pipeline rank {stage}) needs {worst.device_bytes / 1e9:.1f} GB at "
+        f"{worst.dry.peak_moment}, {(worst.device_bytes - memory) / 1e9:.1f} GB more than a device has; most of it, "
+        f"{largest[1] / 1e9:.1f} GB, is {largest[0]}"
+    )
+    fitting = [
+        one
+        for one in neighbours(evaluate(replace(case_of(job, machines), imbalance=imbalance)))
+        if one.slower is not None
+    ]
+    # The planner says that these fit; a dry run confirms it before one is advised.
+    for one in sorted(fitting, key=lambda one: one.slower or 0.0)[:_TRIED]:
+        other = structs.replace(job, layout=one.layout)
+        if other.problems(world=other.layout.world):
+            continue
+        rank = other.layout.rank(pp=min(stage, other.layout.pp - 1))
+        fullest = min(imbalance, other.layout.ep)
+        if vs_plan(other, dry_run(other, rank, imbalance=fullest), machines, fullest).device_bytes <= memory:
+            return f"{sentence}; the cheapest single change that fits: {one.change} ({one.slower:+.1%} time)"
+    return f"{sentence}; no single change makes it fit: try `fivefold plan`"

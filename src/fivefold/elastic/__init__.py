@@ -1,1 +1,0 @@
-"""The layout of a job on the ranks that are there."""

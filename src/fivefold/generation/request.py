@@ -1,0 +1,236 @@
+"""Generates text for prompts, in this process or on the ranks of a layout."""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from fivefold.checkpoint.find import find, job_of, run_of
+from fivefold.checkpoint.store import Checkpoint
+from fivefold.data.corpus import stdlib_corpus
+from fivefold.data.index import read_index
+from fivefold.data.integrity import check_file
+from fivefold.data.tokenizer import ByteTokenizer, load_tokenizer
+from fivefold.job.config import Job, TrainConfig
+from fivefold.launch import processes
+from fivefold.layout.layout import Layout
+from fivefold.spec.hf import HF_CONFIG
+from fivefold.support.errors import UserError
+from fivefold.support.parsing import read_json
+from fivefold.support.places import Place
+from fivefold.support.ranges import SECONDS, misfit, within
+
+# ---- text -----------------------------------------------------------------------------------------------------------
+# Prompts to tokens and back: bytes, or a tokenizer.json.
+
+
+class GeneratedText:
+    def __init__(self, file: Path | None):
+        """`file`: a tokenizer.json; None: a token is a byte."""
+        self.file = file
+        if file is None:
+            self.end = ByteTokenizer.end
+            return
+        import tokenizers
+
+        self.end = load_tokenizer(file).end
+        self.tokenizer = tokenizers.Tokenizer.from_file(str(file))
+
+    def encode(self, text: str) -> list[int]:
+        raw = text.encode("utf-8", "surrogateescape")  # what a shell hands over need not be text
+        if self.file is None:
+            return list(raw)
+        ids: list[int] = self.tokenizer.encode(raw.decode("utf-8", "replace"), add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        ids = [token for token in ids if token != self.end]
+        if self.file is None:
+            return bytes(token for token in ids if token < 256).decode(errors="replace")
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
+        return text
+
+
+def text_of_run(checkpoint: Checkpoint, job: Job) -> GeneratedText:
+    """Of a run; one that was imported and not trained since has no data."""
+    return text_of(run_of(checkpoint), job.data.path if checkpoint.manifest.data else None, job.model.vocab)
+
+
+def text_of(directory: Place, data: str | None, vocab: int) -> GeneratedText:
+    """The tokenizer in the directory of a run or of Hugging Face's, or that of the data that it was trained on; `data`
+    None: of no data."""
+    if isinstance(directory, Path) and (directory / "tokenizer.json").is_file():
+        return GeneratedText(directory / "tokenizer.json")
+    if data is not None:
+        prepared = Path(data).expanduser() if data else stdlib_corpus()
+        file = read_index(prepared).tokenizer_file
+        if file and (finding := check_file(prepared, file)):
+            raise UserError(finding.sentence)
+        return GeneratedText(prepared / file.name if file else None)
+    if vocab == ByteTokenizer.vocab:
+        return GeneratedText(None)
+    raise UserError(
+        f"{directory} has no tokenizer.json, and its vocabulary of {vocab} is not that of bytes; put the file there, "
+        "or give the prompt as numbers: --tokens 1,2,3"
+    )
+
+
+# ---- request --------------------------------------------------------------------------------------------------------
+
+
+_ALLOWED = {"tp", "pp", "split", "ep", "dispatch"}
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """Temperature 0 takes the likeliest token. Otherwise one of the `top_k` likeliest (0: all) that together have the
+    probability `top_p` is drawn."""
+
+    temperature: float
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def problems(self) -> list[str]:
+        rules = [
+            (
+                self.temperature == 0 or 1e-3 <= self.temperature < math.inf,
+                f"--temperature {self.temperature:g} must be 0, which is greedy, or at least 0.001",
+            ),
+            (0 <= self.seed < 1 << 63, f"--seed {self.seed} must lie between 0 and 2^63 - 1"),
+            (self.top_k >= 0, f"--top-k {self.top_k} must not be negative; 0 means all"),
+            (0 < self.top_p <= 1, f"--top-p {self.top_p:g} is a probability above 0, and at most 1"),
+        ]
+        return [sentence for holds, sentence in rules if not holds]
+
+    def __str__(self) -> str:
+        """As the options that draw the same again."""
+        if self.temperature == 0:
+            return "--temperature 0"
+        top_k = f" --top-k {self.top_k}" if self.top_k else ""
+        return f"--temperature {self.temperature:g}{top_k} --top-p {self.top_p:g} --seed {self.seed}"
+
+
+@dataclass(frozen=True)
+class Request:
+    source: Place
+    step: int | None
+    layout: str
+    dtype: str
+    device: str
+    count: int
+    sampling: Sampling
+    timeout: float
+
+
+@dataclass(frozen=True)
+class Completion:
+    prompt: str
+    text: str
+    prompt_tokens: list[int]
+    tokens: list[int]
+
+
+def generate(
+    request: Request, prompts: list[str], numbers: list[int] | None, stream: Callable[[str], None]
+) -> list[Completion]:
+    """`numbers` is a prompt in tokens, for models whose tokenizer is not here. `stream` gets text as it comes."""
+    job, weights, words, directory = _model(request, needs_text=numbers is None)
+    given = [numbers] if numbers is not None else [words.encode(prompt) for prompt in prompts if words]
+    _check(request, job, given)
+
+    def decoded(ids: list[int]) -> str:
+        return words.decode(ids) if words else " ".join(map(str, ids))
+
+    ends = _ends(directory) or ({words.end} if words else set())
+    found: Iterable[Iterable[int]]
+    if job.layout.world == 1:
+        from fivefold.generation.generator import Chooser, alone
+
+        generator = alone(job, weights, max(map(len, given)) + request.count)
+        found = (generator.generate(ids, request.count, Chooser(request.sampling), ends) for ids in given)
+    else:
+        arguments = (job, weights, given, request.count, request.sampling, ends)
+        function = "fivefold.generation.generator:generate_rank"
+        found = processes.run(job.layout.world, function, *arguments, timeout=request.timeout)[0]
+    answers = []
+    for ids, tokens in zip(given, found, strict=True):
+        answer: list[int] = []
+        prompt, shown = decoded(ids), ""
+        stream(prompt if words else f"{prompt} ")
+        for token in tokens:
+            answer.append(token)
+            text = decoded(answer)
+            if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # half a character waits for its other half
+                stream(text[len(shown) :])
+                shown = text
+        text = decoded(answer)
+        stream(text[len(shown) :] + "\n")
+        answers.append(Completion(prompt, text, ids, answer))
+    return answers
+
+
+def _ends(directory: Place) -> set[int]:
+    """The tokens that end an answer, as a Hugging Face configuration has them."""
+    for name in ("generation_config.json", "config.json", HF_CONFIG):
+        if isinstance(directory, Path) and (directory / name).is_file():
+            table = read_json(directory / name)
+            found = table.get("eos_token_id") if isinstance(table, dict) else None
+            tokens = found if isinstance(found, list) else [] if found is None else [found]
+            if strange := [token for token in tokens if type(token) is not int]:
+                raise UserError(f"{directory / name}: eos_token_id={strange[0]!r} is not a token's number")
+            if tokens:
+                return set(tokens)
+    return set()
+
+
+def _model(request: Request, needs_text: bool) -> tuple[Job, Place, GeneratedText | None, Place]:
+    """The job to generate with, its weights, its tokenizer, and the directory of the run or Hugging Face model."""
+    layout = Layout.parse(request.layout)
+    if strange := sorted(set(layout.given()) - _ALLOWED):
+        named = ", ".join(strange)
+        raise UserError(f"--layout {request.layout}: {named} does not help to generate; tp and pp do, and ep within tp")
+    source = request.source
+    weights: Place
+    directory: Place
+    if isinstance(source, Path) and (source / "config.json").is_file():
+        from fivefold.checkpoint.hf_files import HuggingFace
+
+        spec, weights, directory = HuggingFace(source).spec, source, source
+        words = text_of(source, None, spec.vocab) if needs_text else None
+    else:
+        checkpoint = find(source, request.step)
+        if damage := checkpoint.damage():
+            raise UserError(damage)
+        made_by = job_of(checkpoint)
+        spec, weights, directory = made_by.model, checkpoint.path, run_of(checkpoint)
+        words = text_of_run(checkpoint, made_by) if needs_text else None
+    if request.dtype not in ("float32", "bfloat16", "float64"):
+        raise UserError(f"--dtype {request.dtype} is none of float32, bfloat16, float64")
+    if request.device not in ("auto", "cpu", "cuda"):
+        raise UserError(f"--device {request.device} is none of auto, cpu, cuda")
+    # Not compiled: every length of text is another shape.
+    train = msgspec.convert({"dtype": request.dtype, "device": request.device, "compile": "off"}, TrainConfig)
+    job = Job(model=spec, layout=msgspec.structs.replace(layout, microbatches=1), train=train)
+    return job, weights, words, directory
+
+
+def _check(request: Request, job: Job, prompts: list[list[int]]) -> None:
+    problems = request.sampling.problems()
+    problems += job.layout.problems(job.model, seq=job.data.seq, batch=job.layout.microbatches)
+    limits = {"--count": within(1, 10_000_000), "--timeout": within(0.001, SECONDS)}
+    given = {"--count": request.count, "--timeout": request.timeout}
+    problems += filter(None, (misfit(name, given[name], allowed) for name, allowed in limits.items()))
+    vocab, longest = job.model.vocab, max(map(len, prompts), default=0)
+    if any(not prompt for prompt in prompts):
+        problems.append("an empty prompt has no token to continue; give at least one")
+    if strange := [token for prompt in prompts for token in prompt if not 0 <= token < vocab]:
+        problems.append(f"token {strange[0]} is not in the vocabulary of {vocab}: 0 to {vocab - 1}")
+    if job.model.positions == "learned" and longest + request.count > job.model.context:
+        problems.append(
+            f"{longest} tokens and {request.count} more are beyond the {job.model.context} positions of "
+            f"{job.model.name}; nearest: --count {max(1, job.model.context - longest)}"
+        )
+    if problems:
+        raise UserError(problems)

@@ -1,0 +1,63 @@
+"""A job that trains given weights further: a published recipe of full fine-tuning.
+
+    tuned(spec, "bfloat16")[0].optimizer.lr     # 5e-6 for a model of 8B parameters
+
+It is that of Tulu 3's supervised fine-tuning (arXiv 2411.15124), as its commands have it:
+https://github.com/allenai/open-instruct/blob/main/docs/tulu3.md. Rates of pretraining are some hundred times as high,
+and would undo what the weights know.
+"""
+
+import math
+
+from fivefold.data.tokens import TokenStore
+from fivefold.job.config import DataConfig, Dtype, Job, RunConfig, TrainConfig
+from fivefold.job.recipes import Choice
+from fivefold.layout.layout import Layout
+from fivefold.optim.adamw import AdamW
+from fivefold.spec.model import ModelSpec
+from fivefold.support.text import si
+
+SOURCE = "https://github.com/allenai/open-instruct/blob/main/docs/tulu3.md"
+RATES = {"8B": (8.03e9, 5e-6), "70B": (70.6e9, 2e-6)}  # parameters and rate
+BATCH, SEQ, EPOCHS = 128, 4096, 2
+WARMUP = 0.03  # of the steps
+
+
+def tuned(spec: ModelSpec, dtype: Dtype, data: TokenStore | None = None) -> tuple[Job, dict[str, Choice]]:
+    """The job, and where its settings come from."""
+    size = min(RATES, key=lambda one: abs(math.log(RATES[one][0] / spec.parameter_count)))
+    seq = min(spec.context, SEQ)
+    steps = TrainConfig().steps
+    length = "of the data's size nothing is known yet"
+    if data is not None:
+        tokens = data.split("train").tokens
+        steps = max(1, -(-EPOCHS * tokens // (BATCH * seq)))
+        length = f"{EPOCHS} epochs, as Tulu 3, of {si(tokens)} tokens"
+    choices = {
+        "optimizer.lr": Choice(RATES[size][1], f"Tulu 3 {size}, supervised fine-tuning"),
+        "optimizer.betas": Choice((0.9, 0.999), "PyTorch's, as Tulu 3"),
+        "optimizer.weight_decay": Choice(0.0, "Tulu 3"),
+        "optimizer.schedule": Choice("wsd", "with decay = 1, a line down from the warm-up on: Tulu 3"),
+        "optimizer.decay": Choice(1.0, ""),
+        "optimizer.final": Choice(0.0, "Tulu 3"),
+        "optimizer.warmup": Choice(max(1, round(WARMUP * steps)), f"steps: {WARMUP:.0%} of them, as Tulu 3"),
+        "data.seq": Choice(seq, "tokens: Tulu 3" if seq == SEQ else f"tokens: the context of {spec.name}"),
+        "train.batch": Choice(BATCH, "sequences: Tulu 3"),
+        "train.steps": Choice(steps, length),
+        "train.dtype": Choice(
+            dtype, "as the weights; masters are float32" if dtype == "bfloat16" else "as the weights"
+        ),
+        "layout.microbatches": Choice(BATCH, "a sequence at a time; fivefold plan chooses a layout for a cluster"),
+    }
+    own = {section: {key.partition(".")[2]: one.value for key, one in choices.items() if key.startswith(f"{section}.")}
+           for section in ("optimizer", "data", "train", "layout")}  # fmt: skip
+    path = str(data.path.absolute()) if data is not None else ""
+    job = Job(
+        model=spec,
+        layout=Layout(**own["layout"]),
+        data=DataConfig(path=path, **own["data"]),
+        optimizer=AdamW(**own["optimizer"]),
+        train=TrainConfig(**own["train"]),
+        run=RunConfig(),
+    )
+    return job, choices

@@ -1,0 +1,334 @@
+"""Where ranks meet: the store through which they find each other, and who can reach it.
+
+Ranks of one machine meet at a file, or on its loopback interface. Ranks of several machines meet at the address of rank
+0, and at no other address of its machine. torch's own way in would listen on all of them, wait without a limit for a
+listener that never answers, and spend minutes on a name that does not resolve.
+"""
+
+import errno
+import fcntl
+import ipaddress
+import os
+import secrets
+import socket
+import stat
+import struct
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fivefold.launch import heartbeat
+from fivefold.support.errors import PeerLost, UserError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+T = TypeVar("T")
+_ANSWER = 20.0  # seconds in which a store that listens has answered
+_TRIES = 5.0  # seconds in which torch tries again to speak with one
+_LOOPBACK, _UP = 0x8, 0x1  # flags of an interface
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    file: str = ""  # of a FileStore
+    address: str = ""  # else of a TCPStore
+    port: int = 0
+    agent: bool = False  # torchrun's own store listens there; else rank 0's
+    alone: bool = False  # all ranks are on this machine
+
+    def __str__(self) -> str:
+        return self.file or f"{self.address}:{self.port}"
+
+    def store(self, rank: int, size: int, deadline: float) -> "Store":
+        """Open it. Rank 0 is the one that listens; the others wait for it until `deadline` (of time.monotonic)."""
+        from torch._C._distributed_c10d import FileStore
+
+        if self.file:
+            return FileStore(self.file, size)
+        return self._connected(deadline) if rank or self.agent else self._served()
+
+    def _served(self) -> "Store":
+        for family, address in self.resolved():
+            # A machine may know its own name as loopback (Debian's 127.0.1.1), or be told "localhost" (Kubernetes)
+            # while the others are told a name: then no address is known to be the one that they use.
+            everywhere = not self.alone and not self.literal and ipaddress.ip_address(address).is_loopback
+            try:
+                if everywhere and socket.has_dualstack_ipv6():
+                    listener = socket.create_server(("", self.port), family=socket.AF_INET6, dualstack_ipv6=True)
+                else:
+                    listener = socket.create_server(("" if everywhere else address, self.port), family=family)
+            except OSError as error:
+                if error.errno == errno.EADDRNOTAVAIL:
+                    continue
+                if error.errno != errno.EADDRINUSE:
+                    raise UserError(f"rank 0 cannot listen at {self}: {error.strerror}; set MASTER_PORT") from None
+                raise UserError(
+                    f"rank 0 cannot listen at {self}: another process listens there; set MASTER_PORT to a free port, "
+                    "the same on all ranks"
+                ) from None
+            return _tcp_store(address, self.port, listener.detach())
+        raise UserError(
+            f"rank 0 runs on {socket.gethostname()}, and {self.address} is no address of that machine; set MASTER_ADDR "
+            "to one of its addresses, the same on all ranks"
+        )
+
+    def _connected(self, deadline: float) -> "Store":
+        self.resolved()
+        start, pause = time.monotonic(), 0.01
+        while True:
+            if self._listens(deadline):
+                try:
+                    return within(_ANSWER, lambda alive: _tcp_store(self.address, self.port))
+                except (TimeoutError, RuntimeError):
+                    if self._listens(deadline):  # else it has just ended, and its place may be taken
+                        raise UserError(
+                            f"a process listens at {self}, and does not answer as a store does: end it, or set "
+                            "MASTER_PORT to a free port, the same on all ranks"
+                        ) from None
+            if time.monotonic() > deadline:
+                waited = f"within {time.monotonic() - start:.0f} s"
+                raise PeerLost(f"rank 0 has not joined {waited}: nothing listens at {self}")
+            time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
+            pause = min(2 * pause, 1.0)
+            heartbeat.beat()
+
+    def _listens(self, deadline: float) -> bool:
+        try:
+            socket.create_connection((self.address, self.port), min(5.0, max(0.1, deadline - time.monotonic()))).close()
+        except OSError:
+            return False
+        return True
+
+    @property
+    def literal(self) -> bool:
+        try:
+            ipaddress.ip_address(self.address)
+        except ValueError:
+            return False
+        return True
+
+    def resolved(self) -> list[tuple[socket.AddressFamily, str]]:
+        try:
+            found = socket.getaddrinfo(self.address, self.port, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:
+            raise UserError(
+                f"the address of rank 0, {self.address!r}, cannot be resolved on {socket.gethostname()} "
+                f"({getattr(error, 'strerror', None) or error}); set MASTER_ADDR to one that can, the same on all ranks"
+            ) from None
+        return [(family, str(where[0])) for family, _, _, _, where in found]
+
+
+def _tcp_store(address: str, port: int, listener: int | None = None) -> "Store":
+    from torch._C._distributed_c10d import TCPStore
+
+    more: dict[str, Any] = {} if listener is None else {"master_listen_fd": listener}
+    patience = timedelta(seconds=_TRIES)
+    return TCPStore(address, port, None, listener is not None, patience, wait_for_workers=False, **more)
+
+
+def within(seconds: float, act: Callable[[Callable[[], None]], T]) -> T:
+    """What `act(alive)` returns, or TimeoutError once `alive` has not been called for so long.
+
+    A call into torch may wait without a limit; it is left behind then.
+    """
+    done = threading.Event()
+    seen = time.monotonic()
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def alive() -> None:
+        nonlocal seen
+        seen = time.monotonic()
+        heartbeat.beat()  # the wait has a limit of its own
+
+    def run() -> None:
+        try:
+            results.append(act(alive))
+        except BaseException as error:
+            errors.append(error)
+        done.set()
+
+    threading.Thread(target=run, name="meeting", daemon=True).start()
+    while not done.wait(max(0.01, seen + seconds - time.monotonic())):
+        if time.monotonic() > seen + seconds:
+            raise TimeoutError
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def stay_on_this_machine() -> None:
+    """gloo and NCCL listen on the loopback interface alone, for ranks that are all here."""
+    names = [name for _, name in socket.if_nameindex()]
+    loopback = next((name for name in names if is_loopback(name)), None)
+    if loopback:
+        os.environ["GLOO_SOCKET_IFNAME"] = loopback
+        os.environ["NCCL_SOCKET_IFNAME"] = f"={loopback}"
+
+
+def is_loopback(interface: str) -> bool:
+    flags = Path("/sys/class/net", interface, "flags")
+    if not flags.exists():  # not Linux
+        return interface.startswith("lo")
+    return int(flags.read_text(), 16) & (_LOOPBACK | _UP) == _LOOPBACK | _UP
+
+
+# ---- interfaces -----------------------------------------------------------------------------------------------------
+# Which of a machine's network interfaces gloo uses: the one over which ranks have met.
+#
+# gloo would take the address that a machine's own name resolves to. On many machines that is loopback (Debian's
+# 127.0.1.1), which ranks of other machines cannot reach, and gloo's ranks wait for each other until a time limit.
+
+
+GLOO = "GLOO_SOCKET_IFNAME"
+_ADDRESS = 0x8915  # SIOCGIFADDR, Linux's question for an interface's address
+
+
+def check_given(meeting: Rendezvous) -> None:
+    """Refuse an interface that the user has chosen for gloo, and that cannot work."""
+    found = _interface_to(meeting.resolved()[0][1], meeting.port)
+    names = [name for _, name in socket.if_nameindex()]
+    known = f", or {GLOO}={found}: {meeting.address} is reached over it" if found and not is_loopback(found) else ""
+    for name in _given():
+        if name not in names:
+            why = f"{socket.gethostname()} has no such interface, only {', '.join(names)}"
+        elif known and is_loopback(name):
+            why = "no other machine can reach a loopback interface"
+        else:
+            continue
+        raise UserError(f"{GLOO}={name}: {why}; nearest: unset {GLOO}{known}")
+
+
+def choose(meeting: Rendezvous, store: "Store", size: int, timeout: float) -> str:
+    """Collective, of ranks that have met at `store`: tell gloo its interface, unless the user has.
+
+    Returns what to say if ranks then cannot reach each other: which interface is used, and which might be right.
+    """
+    found, given = _interface_to(_of_rank_0(meeting, store, size, timeout), meeting.port), _given()
+    if found and not given:
+        os.environ[GLOO] = found
+    if found and given and found not in given:
+        says = f"this rank uses {', '.join(given)}, as {GLOO} says, but {meeting.address} is reached over {found}"
+        return f"{says}: unset {GLOO} on all ranks"
+    used = ", ".join(given) or found
+    return f"this rank uses {used}" if used else f"set {GLOO} to the interface that ranks share"
+
+
+def _given() -> list[str]:
+    return [name for name in os.environ.get(GLOO, "").split(",") if name]
+
+
+def _of_rank_0(meeting: Rendezvous, store: "Store", size: int, timeout: float) -> str:
+    """Its address as other machines know it. On its own machine the name may stand for loopback."""
+    addresses = [address for _, address in meeting.resolved()]
+    if meeting.literal:
+        return addresses[0]
+    outside = [address for address in addresses if not ipaddress.ip_address(address).is_loopback]
+    if outside:
+        store.set("address of rank 0", outside[0])
+    told = store.add("know rank 0", 1)
+    deadline = time.monotonic() + timeout
+    while not outside and told < size and not store.check(["address of rank 0"]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+        told = store.add("know rank 0", 0)
+    if not outside and store.check(["address of rank 0"]):
+        outside = [store.get("address of rank 0").decode()]
+    return (outside or addresses)[0]
+
+
+def _interface_to(address: str, port: int) -> str:
+    """The one that has this machine's own address on the way there; nothing is sent."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, port))
+        return interface_of(str(probe.getsockname()[0]))
+    return ""
+
+
+def interface_of(address: str) -> str:
+    """The interface that has this address; empty if none is known to."""
+    if ":" in address:
+        wanted = ipaddress.IPv6Address(address.partition("%")[0]).packed.hex()
+        with suppress(OSError):
+            lines = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
+            return next((line[-1] for line in lines if line[0] == wanted), "")
+        return ""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has no address
+                answer = fcntl.ioctl(asked, _ADDRESS, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return ""
+
+
+# ---- secret ---------------------------------------------------------------------------------------------------------
+# The secret of a run: what a process has to know to be one of its ranks.
+#
+# It is FIVEFOLD_SECRET where that is set, as our launcher does. Else it is in run.dir, which the machines of a run
+# share, in a file that only the user can read. A file that others may know or may have written is refused, and never
+# ignored.
+
+
+SECRET = "FIVEFOLD_SECRET"
+_NAME = ".secret"
+_LEAST = 16  # characters
+_WAY_OUT = f"or set {SECRET} to {_LEAST} random characters or more, the same on all machines"
+
+
+def kept(directory: Path, env: Mapping[str, str] = os.environ) -> str:
+    """Where the secret is, for people: two ranks that have different ones look in two places."""
+    return SECRET if SECRET in env else str((directory / _NAME).absolute())
+
+
+def run_secret(directory: Path, env: Mapping[str, str] = os.environ) -> bytes:
+    """By which the ranks of a run below `directory` (its run.dir) know each other; the first to come makes it."""
+    if (given := env.get(SECRET)) is not None:
+        if len(given) < _LEAST:
+            raise UserError(f"{SECRET} has {len(given)} characters, and a secret has {_LEAST} or more")
+        return os.fsencode(given)
+    path = directory / _NAME
+    try:
+        if not os.path.lexists(path):
+            _make(path)
+        stream = open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")  # noqa: SIM115
+    except OSError as error:
+        raise UserError(
+            f"{path}, by which the ranks of a run know each other, cannot be read or made ({error.strerror}): make "
+            f"run.dir a directory that all machines share, {_WAY_OUT}"
+        ) from None
+    with stream:
+        about = os.fstat(stream.fileno())
+        reasons = [
+            (stat.S_ISREG(about.st_mode), "is no regular file"),
+            (about.st_uid == os.geteuid(), f"belongs to user {about.st_uid}, and this process to {os.geteuid()}"),
+            (not about.st_mode & 0o077, f"is open to other users: its mode is {about.st_mode & 0o777:o}, not 600"),
+        ]
+        wrong = next((why for right, why in reasons if not right), "")
+        secret = b"" if wrong else stream.read(4096).strip()
+    if wrong or len(secret) < _LEAST:
+        wrong = wrong or f"holds {len(secret)} characters, and a secret has {_LEAST} or more"
+        raise UserError(f"{path} cannot be trusted to keep a secret: it {wrong}; delete it, {_WAY_OUT}")
+    return secret
+
+
+def _make(path: Path) -> None:
+    """Whole or not at all: a rank that comes later must not read half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=_NAME)  # with mode 600
+    try:
+        with open(handle, "w") as stream:
+            stream.write(secrets.token_hex(32))
+            stream.flush()
+            os.fsync(handle)
+        with suppress(FileExistsError):  # another rank was quicker
+            os.link(draft, path)
+    finally:
+        os.unlink(draft)

@@ -1,0 +1,230 @@
+"""`fivefold doctor`: every rank of a job measures its device, its links and its node, and the odd one is named."""
+
+import shlex
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fivefold.clusters.torchrun import HOST, PORT
+from fivefold.hardware.cluster import Cluster
+from fivefold.job.config import Job, read_job
+from fivefold.job.preflight import run_directory_problems
+from fivefold.launch import processes
+from fivefold.launch.handshake import ranks_text
+from fivefold.launch.host import cores
+from fivefold.launch.world import World
+from fivefold.machines.judge import Examination, findings, flops_text, rate_text
+from fivefold.render.blocks import Block, Result, Row, Table, Text
+from fivefold.support.errors import UserError
+from fivefold.support.parsing import path_of
+from fivefold.support.text import bytes_text, counted
+
+# ---- result ---------------------------------------------------------------------------------------------------------
+# What an examination has found, as tables and as sentences that name the odd one.
+
+
+_SHOWN = 16  # rows of a table
+
+
+@dataclass(frozen=True)
+class DoctorResult(Result):
+    all_: Examination
+    seconds: float
+
+    @cached_property
+    def findings(self) -> list[str]:
+        return findings(self.all_)
+
+    @property
+    def ok(self) -> bool:  # type: ignore[override]
+        return not self.findings
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "ok": self.ok,
+            "findings": self.findings,
+            "seconds": self.seconds,
+            "layout": str(self.all_.job.layout),
+            "expected": {
+                "matmul": [self.all_.expected_rate(one) for one in self.all_.reports],
+                "links": {axis: self.all_.expected_link(axis) for axis in self.all_.rings},
+            },
+            "ranks": [_finite(msgspec.to_builtins(one)) for one in self.all_.reports],
+        }
+
+    def blocks(self) -> Iterator[Block]:
+        nodes, ranks = self.all_.nodes, self.all_.reports
+        yield Text(f"{counted(len(ranks), 'rank')} on {counted(len(nodes), 'node')}, {self.all_.job.layout}", "bold")
+        versions = {name: one for report in ranks for name, one in report.versions.items()}
+        yield Text(", ".join(f"{name} {version}" for name, version in versions.items()), "dim")
+        yield self._devices()
+        yield self._limits()
+        if any(one.disk and not one.disk.error for one in ranks):
+            yield self._disks()
+        if any(one.gpu for one in ranks):
+            yield self._gpus()
+        if self.all_.rings:
+            yield self._axes()
+        for sentence in self.findings:
+            yield Text(sentence, "bad")
+        verdict = f"{len(self.findings)} things are odd" if self.findings[1:] else "1 thing is odd"
+        yield Text(f"{verdict if self.findings else 'all is well'}; {self.seconds:.0f} s", "" if self.ok else "bold")
+
+    def _devices(self) -> Table:
+        rows = []
+        for node, ranks in self.all_.nodes.items():
+            rates, first = [one.rate for one in ranks], ranks[0]
+            expected = self.all_.expected_rate(first)
+            rows.append([
+                node, ranks_text([one.rank for one in ranks]).split(" ", 1)[1], first.device, flops_text(min(rates)),
+                flops_text(max(rates)), f"{min(rates) / expected:.0%}" if expected else "-",
+                "rank 0" if first is self.all_.reports[0] else f"{1e3 * first.ahead:+.1f} ms",
+            ])  # fmt: skip
+        heads = ["node", "~ranks", "~device", ">slowest rank", ">fastest", ">of plan", ">clock"]
+        return _table(heads, rows, f"matmuls in {self.all_.reports[0].precision}")
+
+    def _limits(self) -> Table:
+        rows = []
+        for node, (first, *_) in self.all_.nodes.items():
+            have = first.amounts
+            rows.append([
+                node, bytes_text(have["memory"]), f"{have['cores']:.0f}", _limit(have["open files"], "{:.0f}".format),
+                _limit(have["locked memory"], bytes_text), bytes_text(have.get("/dev/shm", 0)),
+            ])  # fmt: skip
+        return _table(["node", ">memory free", ">cores", ">open files", ">locked memory", ">/dev/shm"], rows)
+
+    def _disks(self) -> Table:
+        disks = {one.node: one.disk for one in self.all_.reports if one.disk and not one.disk.error}
+        rows = [
+            [node, rate_text(disk.write), rate_text(disk.read), f"{1e3 * disk.sync:.1f} ms", bytes_text(disk.free)]
+            for node, disk in disks.items()
+        ]
+        return _table(["node", ">disk write", ">read", ">fsync", ">free"], rows, "of run.dir, all nodes at once")
+
+    def _gpus(self) -> Table:
+        rows = [
+            [str(one.rank), one.node, f"{gpu.clock} of {gpu.most} MHz", f"{gpu.temperature} C",
+             f"{gpu.power:.0f} of {gpu.limit:.0f} W", ", ".join(gpu.slowed) or "-", str(gpu.errors)]
+            for one in self.all_.reports if (gpu := one.gpu)
+        ]  # fmt: skip
+        return _table([">rank", "node", ">clock", ">heat", ">power", "~held back by", ">ECC errors"], rows)
+
+    def _axes(self) -> Table:
+        rows = []
+        sends = [send for one in self.all_.reports for send in one.sends]
+        for axis, rings in self.all_.rings.items():
+            expected = self.all_.expected_link(axis)
+            for ring in sorted(rings, key=lambda ring: ring.reduce):
+                members = set(ring.ranks)
+                own = [send.bandwidth for send in sends if send.axis == axis and members.issuperset(send.ranks)]
+                rows.append([
+                    axis, self.all_.who(ring.ranks), f"{1e6 * ring.latency:.0f} us", rate_text(ring.reduce),
+                    rate_text(ring.gather), rate_text(min(own)) if own else "-",
+                    rate_text(expected) if expected else "-",
+                ])  # fmt: skip
+        heads = ["axis", "~group", ">latency", ">all-reduce", ">all-gather", ">send", ">planner"]
+        return _table(heads, rows, "what a rank passes on; of each axis the slowest group first")
+
+
+def _table(heads: Sequence[str], rows: Sequence[Row], caption: str = "") -> Table:
+    more = f"{len(rows) - _SHOWN} more rows are in --json" if len(rows) > _SHOWN else ""
+    return Table(heads, rows[:_SHOWN], caption="; ".join(filter(None, (caption, more))))
+
+
+def _limit(value: float, text: Any) -> str:
+    return "no limit" if value == inf else str(text(value))
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity."""
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    return None if value == inf else value
+
+
+# ---- doctor ---------------------------------------------------------------------------------------------------------
+
+
+_LONGEST = 300.0  # seconds for ranks of this machine
+_CROWD = 4  # ranks on a core: more were meant for other machines
+_FEW = 8  # ranks that any machine may start
+
+
+def doctor(
+    job: str | Path | Job | None = None, changes: Sequence[str] = (), *, nproc: int | None = None
+) -> DoctorResult:
+    """Examine this machine with `nproc` ranks of a job (default: as many as its layout has).
+
+        ff.doctor("examples/demo.toml").ok
+        ff.doctor(None, ["layout=dp=2"], nproc=2)
+
+    Every rank measures matmuls in the job's dtype and collectives along each axis of its layout; the node's disk,
+    limits, clock and versions are looked at, too. No data is read, and nothing is trained.
+    """
+    resolved = job if isinstance(job, Job) else read_job(job and str(job), list(changes))
+    if isinstance(job, Job) and changes:
+        raise UserError(f"{changes[0]!r} changes a job that is given by name; change the object instead")
+    return here(resolved, nproc, ["JOB"] if isinstance(job, Job) else [*([str(job)] if job else []), *changes])
+
+
+def here(job: Job, nproc: int | None, words: Sequence[str]) -> DoctorResult:
+    """Examine this machine; `words` are what a command names the job by."""
+    size = job.layout.world if nproc is None else nproc
+    check(job, size)
+    if nproc is None and (sentence := _elsewhere(job, shlex.join(words))):
+        raise UserError(sentence)
+    start = time.monotonic()
+    reports = processes.run(size, "fivefold.machines.examine:here", msgspec.to_builtins(job), timeout=_LONGEST)
+    return DoctorResult(Examination(job, reports), time.monotonic() - start)
+
+
+def join(job: Job, world: World) -> DoctorResult | None:
+    """Examine the machines of the ranks that another launcher has started, as one of them; rank 0 has the result."""
+    check(job, world.size)
+    from fivefold.machines.examine import joined
+
+    start = time.monotonic()
+    reports = joined(job, world)
+    return DoctorResult(Examination(job, reports), time.monotonic() - start) if reports else None
+
+
+def check(job: Job, world: int) -> None:
+    """What is wrong with the job on so many ranks. Data that is not there yet is no problem."""
+    problems = job.problems(world)
+    try:
+        problems += run_directory_problems(path_of(job.run.dir))
+        if job.run.cluster:
+            Cluster.read(job.run.cluster)
+    except UserError as error:
+        problems += error.problems
+    if problems:
+        raise UserError(problems)
+
+
+def _elsewhere(job: Job, words: str) -> str:
+    """Why the ranks of a job are not all started on this machine, and how they are on theirs."""
+    world, cluster = job.layout.world, Cluster.read(job.run.cluster) if job.run.cluster else None
+    if cluster and cluster.nodes > 1 and world > max(group.gpus for group in cluster.groups):
+        why = f"they are those of {cluster.nodes} nodes, run.cluster={job.run.cluster}"
+    elif world > max(_FEW, _CROWD * cores()):
+        why = f"this machine has {counted(cores(), 'core')}"
+    else:
+        return ""
+    ways = [f"srun -n{world} fivefold doctor {words}"]
+    if cluster and cluster.world == world and len({group.gpus for group in cluster.groups}) == 1:
+        nodes, each = cluster.nodes, cluster.groups[0].gpus
+        meeting = f" --rdzv-backend=c10d --rdzv-endpoint={HOST}:{PORT}" if nodes > 1 else ""
+        ways = [
+            f"srun -N{nodes} --ntasks-per-node={each} fivefold doctor {words}",
+            f"on each node torchrun --nnodes={nodes} --nproc-per-node={each}{meeting} -m fivefold doctor {words}",
+        ]
+    return (
+        f"{world} ranks are too many for this machine alone: {why}; start it where the job will run: "
+        f"{', or '.join(ways)} (--nproc {world} starts all of them here)"
+    )

@@ -1,0 +1,239 @@
+"""One rank's part in an examination."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from fivefold.cost.links import Kind, wire
+from fivefold.job.config import Job, job_from
+from fivefold.launch import faults, heartbeat, processes
+from fivefold.launch import world as worlds
+from fivefold.launch.device import (
+    DTYPES,
+    bind,
+    choose_backend,
+    choose_device,
+    make_repeatable,
+    pci_address,
+    precision_of,
+)
+from fivefold.launch.handshake import claim
+from fivefold.layout.axes import PLACED
+from fivefold.machines import node as this_node
+from fivefold.machines.calibrate import device_name
+from fivefold.machines.clock import Clock, timed_collectives
+from fivefold.machines.judge import Examination, RankReport, RingReport, Send, clocks, host_ids, slow_ranks
+from fivefold.machines.node import host_id, node_name
+from fivefold.parallel.control import Control, gather_object
+from fivefold.parallel.mesh import Axis, Mesh
+from fivefold.support.parsing import path_of
+from fivefold.tracing.tracer import against_rank_0
+
+# ---- measure --------------------------------------------------------------------------------------------------------
+# What a rank measures: its matmuls, and the links of every axis of its mesh.
+
+
+_WIDTH = {"cuda": 4096, "cpu": 384}  # of square matrices
+_AT_ONCE = {"cuda": 8, "cpu": 1}  # matmuls that are timed together: about 2 ms of a datacenter GPU, and of a core
+_LEAST = 10  # rounds
+_ROUNDS = 5  # of messages
+_SIZES = {"cuda": (1 << 10, 1 << 20, 1 << 27), "cpu": (1 << 10, 1 << 20, 1 << 23)}  # bytes
+
+
+def usual(device: torch.device) -> Callable[[list[float]], float]:
+    """Which of several times counts. A CPU has other work in between, and its best round was not disturbed; a GPU is
+    the rank's own, and one that is hot is slower later."""
+    return median if device.type == "cuda" else min
+
+
+def matmul_rate(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
+    """FLOP/s of matmuls that go on for so long."""
+    width, count, clock, times = _WIDTH[device.type], _AT_ONCE[device.type], Clock(device, 0.0), list[float]()
+    generator = torch.Generator(device).manual_seed(0)  # not zeros, which draw less power; not the run's own numbers
+    a, b = (torch.randn(width, width, device=device, generator=generator).to(dtype) for _ in range(2))
+    out = a @ b
+    clock.synchronize()
+    end = time.perf_counter() + seconds
+    while len(times) < _LEAST or time.perf_counter() < end:
+        start = time.perf_counter()
+        faults.strike("matmul")
+        for _ in range(count):
+            torch.mm(a, b, out=out)
+        clock.synchronize()
+        times.append(time.perf_counter() - start)
+    return 2.0 * width**3 * count / usual(device)(times[len(times) // 2 :] if device.type == "cuda" else times)
+
+
+def ring(axis: Axis, device: torch.device) -> RingReport:
+    """Collectives among the ranks of this rank's group. All of them call it."""
+    found = timed_collectives(device, _SIZES[device.type], _ROUNDS, axis.group, usual(device))
+
+    def carried(kind: Kind) -> float:
+        _, payload, seconds = max(one for one in found if one[0] == kind)
+        return float(wire(kind, payload, axis.size)) / seconds
+
+    latency = min(seconds for kind, _, seconds in found if kind == "all-reduce")
+    return RingReport(axis.name, axis.ranks, latency, carried("all-reduce"), carried("all-gather"), found)
+
+
+def sends(axis: Axis, device: torch.device) -> list[Send]:
+    """From this rank to the next of its group and back, so that a node which is slow in one direction has two slow
+    links. All of the group call it."""
+    found = []
+    payload = torch.ones(_SIZES[device.type][-1] // 4, device=device)
+    for turn in turns(axis.size):
+        dist.barrier(axis.group)
+        for here, there in turn:
+            if axis.rank not in (here, there):
+                continue
+            times = []
+            for _ in range(_ROUNDS + 1):
+                start = time.perf_counter()
+                faults.strike("link")
+                if axis.rank == here:
+                    dist.send(payload, group=axis.group, group_dst=there)
+                    dist.recv(payload, group=axis.group, group_src=there)
+                else:
+                    dist.recv(payload, group=axis.group, group_src=here)
+                    dist.send(payload, group=axis.group, group_dst=here)
+                payload[0].item()  # on a GPU the message has come only now
+                times.append(time.perf_counter() - start)
+            if axis.rank == here:
+                pair = axis.ranks[here], axis.ranks[there]
+                found.append(Send(axis.name, pair, 2 * payload.nbytes / usual(device)(times[1:])))
+    return found
+
+
+def turns(size: int) -> Iterator[list[tuple[int, int]]]:
+    """The neighbours around a ring, in turns in which no rank has two partners."""
+    pairs = [(at, (at + 1) % size) for at in range(size if size > 2 else size - 1)]
+    last = [pairs.pop()] if size % 2 and size > 2 else []
+    for turn in (pairs[::2], pairs[1::2], last):
+        if turn:
+            yield turn
+
+
+# ---- examine --------------------------------------------------------------------------------------------------------
+
+
+PURPOSE = "an examination"
+_SUSTAINED = {"cuda": 2.0, "cpu": 0.5}  # seconds of matmuls
+
+
+def here(rank: processes.Rank, table: dict[str, object]) -> RankReport:
+    """As one of the ranks that this machine has started for it."""
+    job = job_from(table)
+    device = choose_device(job.train.device, rank.number)
+    bind(device, worlds.World(rank.number, rank.world, rank.number, rank.world))
+    if rank.world > 1:
+        rank.join(choose_backend(device, rank.world, job.train, rank.number))
+    return examine(job, Mesh.of(job.layout, device, spec=job.model), rank.number == 0)
+
+
+def joined(job: Job, world: worlds.World) -> list[RankReport]:
+    """As one of the ranks that torchrun or Slurm has started: all reports on rank 0, none on the others."""
+    device = choose_device(job.train.device, world.local_rank)
+    bind(device, world)
+    with heartbeat.watched(job.train.timeout, world.rank, world.size):
+        proof = claim(job, Path(), world, PURPOSE)
+        backend = choose_backend(device, world.local_size, job.train, world.rank, world.apart)
+        worlds.join(world, backend, job.train.timeout, proof)
+        try:
+            mesh = Mesh.of(job.layout, device, job.train.timeout, spec=job.model)
+            mine = examine(job, mesh, world.local_rank == 0)
+            return gather_object(mine, RankReport, mesh.world.group) if world.size > 1 else [mine]
+        finally:
+            worlds.leave(world)
+
+
+def examine(job: Job, mesh: Mesh, first: bool) -> RankReport:
+    """Measure together with all other ranks, which call it, too. `first`: of its node."""
+    make_repeatable(job.train)
+    device, world = mesh.device, mesh.world
+
+    def together(place: str) -> None:
+        heartbeat.enter(place)
+        if world.size > 1:
+            dist.barrier(world.group)
+
+    together("the comparison of clocks")
+    node = this_node.node_name()
+    offset, unsure = against_rank_0(mesh, time.time, node)
+    together("matmuls")
+    rate = matmul_rate(device, DTYPES[job.train.dtype], _SUSTAINED[device.type])
+    gpu = this_node.gpu_state(pci_address(device.index)) if device.type == "cuda" else None
+    together("the disk under run.dir")
+    disk = this_node.try_disk(path_of(job.run.dir)) if first else None
+    amounts = this_node.amounts()
+    if device.type == "cuda":
+        amounts["GPU memory"] = torch.cuda.mem_get_info(device)[0]
+    report = RankReport(
+        rank=world.rank,
+        node=node,
+        cpu=device.type == "cpu",
+        device=device_name(device),
+        precision=precision_of(job.train.dtype, device),
+        rate=rate,
+        versions=this_node.versions(device.type == "cuda"),
+        amounts=amounts,
+        ahead=-offset,
+        unsure=unsure,
+        disk=disk,
+        gpu=gpu,
+        host_id=this_node.host_id() if device.type == "cuda" else "",
+    )
+    return _with_links(report, mesh, together)
+
+
+def _with_links(report: RankReport, mesh: Mesh, together: Callable[[str], None]) -> RankReport:
+    rings, found = [], []
+    for name in PLACED:
+        axis = getattr(mesh, name)
+        if axis.size == 1:
+            continue
+        together(f"the links of {name}")
+        device = torch.device("cpu") if axis.staged else mesh.device
+        measured = ring(axis, device)
+        rings += [measured] if axis.rank == 0 else []
+        together(f"messages along {name}")
+        found += sends(axis, device)
+    return msgspec.structs.replace(report, rings=rings, sends=found)
+
+
+# ---- before ---------------------------------------------------------------------------------------------------------
+# Before the first step of several ranks: the part of an examination that costs next to nothing.
+#
+# Each rank times a few matmuls and reads its clock; values travel through the store, and no collective is called. Rank
+# 0 gets a sentence for each rank that is much slower than its peers, for each node whose clock is off, and for an
+# NCCL_HOSTID that would turn off NVLink.
+
+
+_SECONDS = 0.03  # of matmuls
+_LOOKS = 2  # at the clocks: the nearer one counts
+
+
+def before_step_1(job: Job, mesh: Mesh, control: Control) -> list[str]:
+    """What is odd, on rank 0. All ranks call it."""
+    if mesh.world.size == 1:
+        return []
+    rate = matmul_rate(mesh.device, DTYPES[job.train.dtype], _SECONDS)
+    if mesh.device.type == "cuda":  # the peaks that a run reports are its own
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(mesh.device)
+    times = []
+    for _ in range(_LOOKS):
+        control.all_gather_object(0, int)  # which all ranks leave at almost the same moment
+        times.append(time.time())
+    named = host_id() if mesh.device.type == "cuda" else ""
+    found = control.gather_object((node_name(), rate, times, named), tuple[str, float, list[float], str])
+    reports, cpu = [], mesh.device.type == "cpu"
+    for rank, (node, reached, theirs, named) in enumerate(found):
+        ahead = min((there - here for there, here in zip(theirs, times, strict=True)), key=abs)
+        reports.append(RankReport(rank, node, cpu, "", "", reached, {}, {}, ahead, 2 * control.pause, host_id=named))
+    examination = Examination(job, reports)
+    return [*slow_ranks(examination), *clocks(examination), *host_ids(examination)] if reports else []

@@ -1,0 +1,207 @@
+"""The constants with which the planner's formulas (`plan.cost.kernels.Device`) give measured seconds, and how well."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from statistics import fmean, median
+from typing import Any, cast
+
+import torch
+from msgspec import structs
+
+from fivefold.cost.kernels import BACKWARD, NARROW_HEAD, Device
+from fivefold.cost.stack import Attention
+from fivefold.hardware.accelerators import Accelerator, Achieved, Link, achieved
+from fivefold.hardware.cluster import SHARE
+from fivefold.machines.clock import Timing
+from fivefold.machines.kernels import AttentionTiming, BlockTiming, MatmulTiming
+from fivefold.machines.result import CalibrationResult, MeasuredRow, short
+
+RAMPS = (0, 25, 50, 75, 100, 150, 200, 250, 300, 400, 500, 650, 800, 1000, 1300, 1700, 2200, 3000)
+NO_SHARES = ("ramp", "units", "launch", "host", "update", "source")
+ATTENTION = {"flash2": "torch's flash kernel", "flash3": "cuDNN's"}
+Ratios = Callable[[Device], Iterable[float]]  # planned / measured
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The timings themselves."""
+
+    name: str  # of the device
+    units: int
+    alone: float  # FLOP/s of large products, back to back for seconds
+    products: list[MatmulTiming]
+    fp8: list[MatmulTiming]
+    attention: dict[str, list[AttentionTiming]]
+    blocks: dict[str, BlockTiming]
+    streams: dict[str, float]  # bytes/s
+    launch: float
+    host: tuple[float, float]  # a block's forward and backward pass
+    update: float  # of a parameter, on a CPU; 0 on a GPU, where memory bounds it
+
+
+def fitted(base: Accelerator, samples: Samples, links: tuple[int, list[Timing]]) -> CalibrationResult:
+    """`base` has the ceilings; `links` are ranks and what their collectives took."""
+    fit = Fit(base, achieved(base.name))
+    stream = short(median(samples.streams.values()) / base.memory_bandwidth)
+    fit.set(launch=short(samples.launch), units=samples.units, stream=stream)
+    if base.is_cpu:  # what a kernel's launch takes is part of the host's time, which is added
+        fit.set(launch=0.0, host=short(fmean(samples.host)), update=short(samples.update))
+    fit.products(samples.products)
+    share = samples.alone / base.rate("bf16")
+    fit.row("gemm, sustained", tera(samples.alone), share, note="nothing but large products, for seconds")
+    fit.eighths(samples.fp8)
+    for name, timings in samples.attention.items():
+        fit.attention(name, timings)
+    fit.blocks(samples.blocks)
+    if base.is_cpu:
+        fit.set(flash3=fit.found.flash2)
+    fit.streams(samples.streams)
+    fit.row("launch", f"{samples.launch * 1e6:.2f} us", note="from one tiny kernel to the next")
+    ahead, back = (f"{seconds * 1e3:.3f} ms" for seconds in samples.host)
+    fit.row("host", ahead, note=f"to launch a block forward; backward {back}")
+    if samples.update:
+        fit.row("update", f"{samples.update * 1e9:.3g} ns", note="a parameter: norm, clipping and AdamW")
+    inside = fit.links(*links)
+    kept = [row.what for row in fit.rows if row.measured == "-"]
+    source = f"measured by fivefold calibrate on {samples.name}, torch {torch.__version__}, {date.today()}"
+    source += f"; kept from the catalogue: {', '.join([*kept, 'flash1', 'across'])}"
+    # No share beyond what a file may hold: a machine that had other work for a while measures odd things.
+    shares = {name: value for name, value in structs.asdict(fit.found).items() if name not in NO_SHARES}
+    fit.set(source=source, **{name: min(SHARE, value) for name, value in shares.items()})
+    accelerator = structs.replace(base, inside=inside, achieved=fit.found)
+    told = asdict(samples) | {"collectives": links}
+    return CalibrationResult(samples.name, accelerator, fit.rows, samples.host[0], told)
+
+
+class Fit:
+    """Constants, found one after the other, and a row for each thing that was measured."""
+
+    def __init__(self, base: Accelerator, found: Achieved):
+        self.base, self.found = base, found
+        self.rows: list[MeasuredRow] = []
+
+    @property
+    def device(self) -> Device:
+        return Device(self.base, self.found)
+
+    def set(self, **constants: Any) -> None:
+        self.found = structs.replace(self.found, **constants)
+
+    def row(
+        self, what: str, measured: str, share: float | None = None, ratios: Iterable[float] = (), note: str = ""
+    ) -> None:
+        """With the errors of the planned times."""
+        errors = [abs(ratio - 1) for ratio in ratios]
+        middle = median(errors) if errors else None
+        self.rows.append(MeasuredRow(what, measured, share, middle, max(errors, default=None), note))
+
+    def settled(self, shares: Achieved, name: str, ratios: Ratios) -> Achieved:
+        """The share with which the median of planned / measured is 1. Where something else bounds a time the share does
+        nothing: a few rounds settle it."""
+        for _ in range(4):
+            off = median(ratios(Device(self.base, shares)))
+            shares = structs.replace(shares, **{name: short(max(1e-6, getattr(shares, name) * off))})
+        return shares
+
+    def products(self, products: Sequence[MatmulTiming]) -> None:
+        """`gemm` and `ramp` together, by the least mean error of the sweep's times."""
+
+        def ratios(device: Device) -> list[float]:
+            return [device.gemm(p.m, p.n, p.k) / p.seconds for p in products]
+
+        def error(shares: Achieved) -> float:
+            return fmean(abs(ratio - 1) for ratio in ratios(Device(self.base, shares)))
+
+        starts = [structs.replace(self.found, ramp=float(ramp), gemm=0.5) for ramp in RAMPS]
+        best = self.found = min((self.settled(start, "gemm", ratios) for start in starts), key=error)
+        note = f"ramp {best.ramp:g}, {len(products)} shapes, {best.units} units"
+        self.row("gemm, in a sweep", tera(best.gemm * self.base.rate("bf16")), best.gemm, ratios(self.device), note)
+
+    def eighths(self, products: Sequence[MatmulTiming]) -> None:
+        if not products or self.base.peak.fp8 is None:
+            self.row("fp8", "-", note="this hardware has none: the catalogue's value stays")
+            return
+
+        def ratios(device: Device) -> list[float]:
+            return [device.gemm(p.m, p.n, p.k, "fp8") / p.seconds for p in products]
+
+        self.found = self.settled(self.found, "fp8", ratios)
+        share, note = self.found.fp8, f"{len(products)} shapes, one scale a tensor"
+        self.row("fp8", tera(share * self.base.rate("fp8")), share, ratios(self.device), note)
+
+    def attention(self, name: str, timings: Sequence[AttentionTiming]) -> None:
+        """The share with which forward and backward together come out; their own rates are told beside it."""
+        if not timings:
+            self.row(name, "-", note=f"{ATTENTION[name]} does not run here: the catalogue's value stays")
+            return
+
+        def ratios(device: Device) -> list[float]:
+            return [_attention(device, name, one) / (one.forward + one.backward) for one in timings]
+
+        self.found = self.settled(self.found, name, ratios)
+        usual = [one for one in timings if one.head_dim > 64 or self.base.is_cpu]
+        ahead = median(one.flops / one.forward for one in usual)
+        back = median(2.5 * one.flops / one.backward for one in usual)
+        note = f"forward {tera(ahead)}, backward {back / ahead:.2f} of it (planned {BACKWARD})"
+        narrow = [one.flops / one.forward for one in timings if one.head_dim <= 64]
+        if narrow and not self.base.is_cpu:
+            note += f"; heads of 64 reach {median(narrow) / ahead:.2f} of it (planned {NARROW_HEAD})"
+        share = getattr(self.found, name)
+        self.row(f"{name}, in a sweep", tera(share * self.base.rate("bf16")), share, ratios(self.device), note)
+
+    def blocks(self, blocks: dict[str, BlockTiming]) -> None:
+        """What products and attention reach between the other kernels of a block, as training sees them."""
+        rate = self.base.rate("bf16")
+        for name, block in blocks.items():
+            one = block.attention
+            factor = _attention(self.device, name, one) / (one.forward + one.backward)
+            share = short(getattr(self.found, name) * factor)
+            self.set(**{name: share})
+            ahead, back = one.flops / one.forward, 2.5 * one.flops / one.backward
+            note = f"in a block: forward {tera(ahead)}, backward {back / ahead:.2f} of it (planned {BACKWARD})"
+            self.row(name, tera(share * rate), share, note=note)
+        for block in list(blocks.values())[-1:]:
+            planned = sum(self.device.gemm(*shape) for shape in block.shapes)
+            self.set(gemm=short(self.found.gemm * planned / block.products))
+            reached = tera(sum(2.0 * m * n * k for m, n, k in block.shapes) / block.products)
+            part = f"{100 * block.products / block.whole:.0f}% of the time"
+            note = f"in a block: {reached} as a whole, with products {part}"
+            self.row("gemm", tera(self.found.gemm * rate), self.found.gemm, note=note)
+
+    def streams(self, streams: dict[str, float]) -> None:
+        usual, rates = median(streams.values()), streams.__getitem__
+        slow, fast = min(streams, key=rates), max(streams, key=rates)
+        note = f"{slow} {streams[slow] / 1e9:.4g} to {fast} {streams[fast] / 1e9:.4g}"
+        ratios = (usual / rate for rate in streams.values())
+        self.row("stream", f"{usual / 1e9:.4g} GB/s", self.found.stream, ratios, note)
+
+    def links(self, world: int, timings: list[Timing]) -> Link:
+        """Latency from the smallest messages, bandwidth from the largest: a ring of n passes on n-1 times."""
+        inside = self.base.inside
+        if not timings:
+            self.row("inside", "-", note="one device, no links to measure: the catalogue's value stays")
+            return inside
+        # Hops, bytes and seconds: an all-reduce goes around twice.
+        rings = [((2 if kind == "all-reduce" else 1) * (world - 1), size, t) for kind, size, t in timings]
+        sizes = [size for _, size, _ in rings]
+        latency = median(t / hops for hops, size, t in rings if size == min(sizes))
+        large = [ring for ring in rings if ring[1] == max(sizes)]
+        bandwidth = median(hops * size / world / max(t / 2, t - hops * latency) for hops, size, t in large)
+        ratios = [hops * (latency + size / world / bandwidth) / t for hops, size, t in rings]
+        share = 1.0 if self.base.is_cpu else short(bandwidth / inside.bandwidth)
+        self.set(inside=share)
+        self.row("inside", f"{bandwidth / 1e9:.4g} GB/s", share, ratios, f"{latency * 1e6:.1f} us a hop, {world} ranks")
+        if self.base.is_cpu:
+            return Link(short(bandwidth), short(latency), "measured")
+        return structs.replace(inside, latency=short(latency))
+
+
+def _attention(device: Device, name: str, one: AttentionTiming) -> float:
+    """Planned seconds, forward and backward."""
+    kernel = cast(Attention, name)
+    return sum(device.attention(kernel, one.samples, one.heads, one.head_dim, one.seq, one.seq / 2))
+
+
+def tera(rate: float) -> str:
+    return f"{rate / 1e12:.4g} TFLOP/s"

@@ -1,0 +1,436 @@
+"""Which rank, node or link is the odd one: what ranks have measured, against their peers and against the planner.
+
+    findings(examination)      # a sentence for each; none where all is well
+
+A figure is odd if it is worse than a stated share of the median of its peers' or of what the planner expects. Of two,
+neither can be called the odd one: they differ. Each sentence names ranks and nodes, both figures, and the threshold.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import median
+from typing import TypeVar
+
+import msgspec
+
+from fivefold.cost.kernels import Device
+from fivefold.cost.links import Topology
+from fivefold.cost.memory import checkpoint_bytes
+from fivefold.hardware.accelerators import Accelerator, find_accelerator
+from fivefold.hardware.cluster import Cluster
+from fivefold.job.config import Job
+from fivefold.launch.handshake import ranks_text, short
+from fivefold.support.errors import UserError
+from fivefold.support.text import bytes_text
+
+# ---- reports --------------------------------------------------------------------------------------------------------
+# What one rank has found out about itself, its node and its links. Ranks send it to rank 0.
+
+
+class Disk(msgspec.Struct, frozen=True):
+    """Of run.dir, by the first rank of a node while the others' first ranks do the same."""
+
+    write: float = 0.0  # bytes/s, until they are on the disk
+    read: float = 0.0  # bytes/s
+    sync: float = 0.0  # seconds until a small file is on the disk
+    free: int = 0  # bytes
+    error: str = ""  # why it could not be written
+
+
+class Gpu(msgspec.Struct, frozen=True):
+    """As its driver sees it, right after the matmuls."""
+
+    clock: int  # MHz
+    most: int  # MHz: the highest it may have
+    temperature: int  # Celsius
+    power: float  # W
+    limit: float  # W
+    slowed: list[str]  # why the driver holds the clock back
+    errors: int  # ECC errors that were not corrected, since the driver was loaded
+
+
+class RingReport(msgspec.Struct, frozen=True):
+    """Collectives of one group of an axis, while all groups of the axis do the same."""
+
+    axis: str
+    ranks: list[int]
+    latency: float  # seconds of the smallest all-reduce
+    reduce: float  # bytes/s that a rank passes on in the largest all-reduce
+    gather: float  # and in the largest all-gather
+    seconds: list[tuple[str, int, float]]  # kind, payload in bytes, seconds: all that was measured
+
+
+class Send(msgspec.Struct, frozen=True):
+    """A large message from one rank of a group to the next, and back."""
+
+    axis: str
+    ranks: tuple[int, int]
+    bandwidth: float  # bytes/s
+
+
+class RankReport(msgspec.Struct, frozen=True):
+    rank: int
+    node: str
+    cpu: bool  # the device is one
+    device: str
+    precision: str  # of the matmuls, in the planner's words
+    rate: float  # FLOP/s
+    versions: dict[str, str]
+    amounts: dict[str, float]  # of memory, cores and limits; of the node, or of this rank's share of it
+    ahead: float = 0.0  # seconds of its node's clock before that of rank 0
+    unsure: float = 0.0  # seconds by which that may be wrong
+    disk: Disk | None = None
+    gpu: Gpu | None = None
+    host_id: str = ""  # NCCL_HOSTID, where somebody else than a rank that shares a GPU has set it
+    rings: list[RingReport] = []  # those of which it is the first rank
+    sends: list[Send] = []  # by it
+
+
+# ---- examination ----------------------------------------------------------------------------------------------------
+# The reports of all ranks together: which nodes there are, what they are called, and what the planner expects.
+
+
+T = TypeVar("T")
+_NAMED = 4  # nodes, or groups, in one sentence
+
+
+@dataclass(frozen=True)
+class Examination:
+    job: Job
+    reports: Sequence[RankReport]  # in the order of their ranks
+
+    @cached_property
+    def nodes(self) -> dict[str, list[RankReport]]:
+        """The ranks of each."""
+        found: dict[str, list[RankReport]] = defaultdict(list)
+        for report in self.reports:
+            found[report.node].append(report)
+        return dict(found)
+
+    @cached_property
+    def rings(self) -> dict[str, list[RingReport]]:
+        """The groups of each axis."""
+        found: dict[str, list[RingReport]] = defaultdict(list)
+        for report in self.reports:
+            for ring in report.rings:
+                found[ring.axis].append(ring)
+        return dict(found)
+
+    @cached_property
+    def cluster(self) -> Cluster | None:
+        return Cluster.read(self.job.run.cluster) if self.job.run.cluster else None
+
+    def who(self, ranks: Iterable[int]) -> str:
+        """'node b (ranks 2, 3)' where these are all of its ranks, of several nodes; else 'rank 3 on b'."""
+        wanted, parts = set(ranks), []
+        for node, reports in self.nodes.items():
+            here = [report.rank for report in reports if report.rank in wanted]
+            if here and len(here) == len(reports) and len(self.nodes) > 1:
+                parts.append(f"node {short(node)} ({ranks_text(here)})")
+            elif here:
+                parts.append(f"{ranks_text(here)} on {short(node)}")
+        return some(parts, str)
+
+    def accelerator(self, report: RankReport) -> Accelerator | None:
+        """What the planner knows of a rank's device: of a CPU only what `fivefold calibrate` has measured, and nothing
+        where a GPU was planned and this is none."""
+        if self.cluster is None:
+            return known(report.device)
+        found = self.planned(report)
+        if found is None or found.is_cpu != report.cpu:
+            return None
+        return None if found.is_cpu and found.achieved is None else found
+
+    def planned(self, report: RankReport) -> Accelerator | None:
+        """The device that run.cluster has in a rank's place."""
+        groups = self.cluster.groups if self.cluster else ()
+        each = [group.accelerator for group in groups for _ in range(group.world)]
+        return each[report.rank] if report.rank < len(each) else None
+
+    def expected_rate(self, report: RankReport) -> float | None:
+        """FLOP/s with which the planner counts large matmuls."""
+        accelerator = self.accelerator(report)
+        try:
+            return Device.of(accelerator).rate(report.precision) if accelerator else None
+        except UserError:  # a device without that precision
+            return None
+
+    def expected_link(self, axis: str) -> float | None:
+        """Bytes/s that a rank passes on in a large collective, as the planner counts them."""
+        accelerator = self.accelerator(self.reports[0])
+        if accelerator is None:
+            return None
+        return Topology(Device.of(accelerator), max(map(len, self.nodes.values())), self.job.layout).bandwidth(axis)
+
+
+def known(device: str) -> Accelerator | None:
+    """The catalogue's entry of a device, by the name that torch has for it."""
+    try:
+        return find_accelerator(device)
+    except UserError:
+        return None
+
+
+def some(things: Sequence[T], text: Callable[[T], str]) -> str:
+    more = f" and {len(things) - _NAMED} more" if len(things) > _NAMED else ""
+    return ", ".join(map(text, things[:_NAMED])) + more
+
+
+def rate_text(value: float) -> str:
+    """1.5e9 -> '1.5 GB/s'."""
+    size, unit = next(((size, unit) for size, unit in ((1e9, "GB/s"), (1e6, "MB/s")) if value >= size), (1e3, "kB/s"))
+    return f"{value / size:.3g} {unit}"
+
+
+def flops_text(value: float) -> str:
+    """9.9e14 -> '990 TFLOP/s'."""
+    size, unit = (1e12, "T") if value >= 1e12 else (1e9, "G")
+    return f"{value / size:.3g} {unit}FLOP/s"
+
+
+# ---- judge ----------------------------------------------------------------------------------------------------------
+
+
+K = TypeVar("K", bound=Hashable)
+RATE = 0.7  # of matmuls: the least share of the median of the peers, and of what the planner expects
+CORE = 0.5  # the same of CPUs: a core may share its units with another, which is busy or not
+LINK = 0.5  # of bandwidths
+DISK = 0.5
+LATE = 3.0  # times the median of the peers: the longest latency
+_LATER = 200e-6  # seconds that it must be longer, too
+SKEW = 1.0  # seconds between clocks
+_FILES = 8  # open files for each rank of the world: gloo keeps connections to all, in several groups
+_SHARED = 1 << 30  # bytes of /dev/shm, through which GPUs of a node may exchange
+_LOCKED = 1 << 30  # bytes of memory that RDMA may pin
+_NEITHER = "of two, neither can be called the odd one"
+
+
+def findings(all_: Examination) -> list[str]:
+    return [
+        *_versions(all_),
+        *slow_ranks(all_),
+        *_slow_for_the_planner(all_),
+        *_gpus(all_),
+        *clocks(all_),
+        *_disks(all_),
+        *_links(all_),
+        *_limits(all_),
+        *_other_cluster(all_),
+        *host_ids(all_),
+    ]
+
+
+def host_ids(all_: Examination) -> Iterator[str]:
+    told = [one for one in all_.reports if one.host_id]
+    if told:
+        values, where = ", ".join(dict.fromkeys(short(one.host_id) for one in told)), [one.rank for one in told]
+        yield (
+            f"NCCL_HOSTID is set ({values}) on {all_.who(where)}: by it NCCL tells hosts apart; ranks of a node that "
+            "differ in it use neither NVLink nor shared memory, and nodes that share it are taken for one; unset it"
+        )
+
+
+def odd(values: Mapping[K, float], share: float) -> dict[K, float]:
+    """Those below `share` of the median of the others, each with that median."""
+    found = {}
+    for key, value in values.items():
+        peers = [other for one, other in values.items() if one != key]
+        if peers and value < share * median(peers):
+            found[key] = median(peers)
+    return found
+
+
+def slow_ranks(all_: Examination) -> Iterator[str]:
+    share = CORE if all_.reports[0].cpu else RATE
+    yield from _slow(all_, "matmuls", {one.rank: one.rate for one in all_.reports}, share, flops_text)
+
+
+def _slow(
+    all_: Examination, what: str, values: Mapping[int, float], share: float, text: Callable[[float], str]
+) -> Iterator[str]:
+    """Of ranks; those of a node are named together."""
+    slow = odd(values, share)
+    if not slow:
+        return
+    if len(values) == 2:
+        parts = [f"{all_.who([rank])} reaches {text(value)}" for rank, value in values.items()]
+        yield f"{what}: {' and '.join(parts)}; {_NEITHER}"
+        return
+    worst = min(slow, key=lambda rank: values[rank])
+    reach = "reaches" if len(slow) == 1 else "reach as little as"
+    yield (
+        f"{what}: {all_.who(slow)} {reach} {text(values[worst])}, {values[worst] / slow[worst]:.0%} of the median of "
+        f"the others, {text(slow[worst])} (odd below {share:.0%})"
+    )
+
+
+def _versions(all_: Examination) -> Iterator[str]:
+    facts = {one.rank: one.versions | {"device": one.device} for one in all_.reports}
+    for name in dict.fromkeys(name for mine in facts.values() for name in mine):
+        by_value: dict[str, list[int]] = defaultdict(list)
+        for rank, mine in facts.items():
+            by_value[mine.get(name, "none")].append(rank)
+        (usual, most), *others = sorted(by_value.items(), key=lambda item: -len(item[1]))
+        if len(others) == 1 and len(others[0][1]) == len(most):
+            parts = [f"{short(value)} on {all_.who(ranks)}" for value, ranks in by_value.items()]
+            yield f"versions: {name} is {' and '.join(parts)}; neither can be called the odd one"
+            continue
+        for value, ranks in others:
+            yield f"versions: {name} is {short(value)} on {all_.who(ranks)}, and {short(usual)} on most"
+
+
+def clocks(all_: Examination) -> Iterator[str]:
+    for node, (first, *_) in all_.nodes.items():
+        if abs(first.ahead) - first.unsure > SKEW:
+            way = "ahead of" if first.ahead > 0 else "behind"
+            yield (
+                f"clocks: that of node {short(node)} is {abs(first.ahead):.3f} s {way} that of rank 0 on "
+                f"{short(all_.reports[0].node)} (odd above {SKEW:g} s)"
+            )
+
+
+def _disks(all_: Examination) -> Iterator[str]:
+    found = {one.rank: one.disk for one in all_.reports if one.disk}
+    for rank, disk in found.items():
+        if disk.error:
+            yield f"disk: run.dir={all_.job.run.dir} cannot be written on {all_.who([rank])}: {disk.error}"
+    well = {rank: disk for rank, disk in found.items() if not disk.error}
+    job = all_.job
+    each = checkpoint_bytes(job.model, job.train.dtype, job.optimizer)
+    needed = (job.checkpoint.keep + 1) * each if job.checkpoint.save and not job.checkpoint.url else 0
+    if well and (free := min(disk.free for disk in well.values())) < needed:
+        yield (
+            f"disk: {bytes_text(free)} are free under run.dir={job.run.dir}, and checkpoint.keep={job.checkpoint.keep} "
+            f"with the one being written take {bytes_text(needed)}"
+        )
+    for what, way in (("writes to run.dir", "write"), ("reads from run.dir", "read")):
+        yield from _slow(
+            all_, f"disk: {what}", {rank: getattr(one, way) for rank, one in well.items()}, DISK, rate_text
+        )
+
+
+# ---- links -----------------------------------------------------------------------------------------------------------
+
+
+def _links(all_: Examination) -> Iterator[str]:
+    for axis, rings in all_.rings.items():
+        for what, way in (("all-reduces", "reduce"), ("all-gathers", "gather")):
+            values = {tuple(ring.ranks): getattr(ring, way) for ring in rings}
+            slow = odd(values, LINK)
+            if slow and len(values) == 2:
+                parts = [f"{rate_text(value)} among {all_.who(ranks)}" for ranks, value in values.items()]
+                yield f"{axis}: {what} reach {' and '.join(parts)}; {_NEITHER}"
+            elif slow:
+                worst = min(slow, key=lambda ranks: values[ranks])
+                yield (
+                    f"{axis}: {what} among {some(list(slow), all_.who)} reach {rate_text(values[worst])}, and "
+                    f"{rate_text(slow[worst])} in the median of the other groups (odd below {LINK:.0%})"
+                )
+        late = odd({tuple(ring.ranks): 1 / ring.latency for ring in rings}, 1 / LATE)
+        for ring in rings:
+            usual = 1 / late.get(tuple(ring.ranks), 1 / ring.latency)
+            if len(rings) > 2 and ring.latency > usual + _LATER:
+                yield (
+                    f"{axis}: a small all-reduce among {all_.who(ring.ranks)} takes {1e6 * ring.latency:.0f} us, and "
+                    f"{1e6 * usual:.0f} us in the median of the other groups (odd above {LATE:g} times that)"
+                )
+        yield from _sends(all_, axis)
+        expected = all_.expected_link(axis)
+        if expected and (few := [ring for ring in rings if ring.reduce < LINK * expected]):
+            yield (
+                f"{axis}: all-reduces among {some([ring.ranks for ring in few], all_.who)} reach "
+                f"{rate_text(min(ring.reduce for ring in few))}, and the planner expects {rate_text(expected)} "
+                f"(odd below {LINK:.0%})"
+            )
+
+
+def _sends(all_: Examination, axis: str) -> Iterator[str]:
+    """Links inside nodes are compared with each other, and so are those between nodes."""
+    found = {send.ranks: send.bandwidth for one in all_.reports for send in one.sends if send.axis == axis}
+    node = {one.rank: one.node for one in all_.reports}
+    for where in ("inside a node", "between nodes"):
+        values = {
+            pair: value
+            for pair, value in found.items()
+            if (node[pair[0]] == node[pair[1]]) == (where == "inside a node")
+        }
+        slow = odd(values, LINK)
+        if not slow or len(values) < 3:
+            continue
+        # Where all links of a rank are slow, and it has several, the rank is the cause.
+        bad = Counter(rank for pair in slow for rank in pair)
+        guilty = [rank for rank, count in bad.items() if 1 < count == sum(rank in pair for pair in values)]
+        who = f"with {all_.who(guilty)}" if guilty else f"between {some(list(slow), all_.who)}"
+        worst = min(slow, key=lambda pair: values[pair])
+        yield (
+            f"{axis}: messages {who} reach {rate_text(values[worst])}, and {rate_text(slow[worst])} in the median of "
+            f"the other links {where} (odd below {LINK:.0%})"
+        )
+
+
+# ---- against what is known -------------------------------------------------------------------------------------------
+
+
+def _slow_for_the_planner(all_: Examination) -> Iterator[str]:
+    slow: dict[float, list[int]] = defaultdict(list)
+    for one in all_.reports:
+        expected = all_.expected_rate(one)
+        if expected and one.rate < (CORE if one.cpu else RATE) * expected:
+            slow[expected].append(one.rank)
+    for expected, ranks in slow.items():
+        worst = min(all_.reports[rank].rate for rank in ranks)
+        yield (
+            f"matmuls: {all_.who(ranks)}: {flops_text(worst)} in {all_.reports[ranks[0]].precision}, and the planner "
+            f"expects {flops_text(expected)} (odd below {CORE if all_.reports[0].cpu else RATE:.0%})"
+        )
+
+
+def _gpus(all_: Examination) -> Iterator[str]:
+    for one in all_.reports:
+        if one.gpu and (why := [reason for reason in one.gpu.slowed if reason != "the power limit"]):
+            yield f"GPU of {all_.who([one.rank])}: its clock is held back by {' and '.join(why)}"
+        if one.gpu and one.gpu.errors:
+            yield f"GPU of {all_.who([one.rank])}: {one.gpu.errors} memory errors that ECC could not correct"
+
+
+def _limits(all_: Examination) -> Iterator[str]:
+    world = len(all_.reports)
+    for node, (first, *_) in all_.nodes.items():
+        files, shared = first.amounts["open files"], first.amounts.get("/dev/shm", 0)
+        if files < _FILES * world:
+            yield (
+                f"limits: node {short(node)} allows {files:.0f} open files, and {world} ranks may want "
+                f"{_FILES * world}: raise it with ulimit -n"
+            )
+        if "RDMA adapters" in first.versions and first.amounts["locked memory"] < _LOCKED:
+            yield (
+                f"limits: node {short(node)} allows {bytes_text(first.amounts['locked memory'])} of locked memory, and "
+                "RDMA pins what it sends: ulimit -l unlimited, or docker run --ulimit memlock=-1"
+            )
+        if first.gpu and shared < _SHARED:
+            yield (
+                f"limits: /dev/shm of node {short(node)} has {bytes_text(shared)}, and NCCL may want "
+                f"{bytes_text(_SHARED)}: in a container, --shm-size or a memory volume at /dev/shm gives it more"
+            )
+
+
+def _other_cluster(all_: Examination) -> Iterator[str]:
+    """Machines that are not those that the job was planned for."""
+    if all_.cluster is None:
+        return
+    here = sorted(len(ranks) for ranks in all_.nodes.values())
+    if here != sorted(group.gpus for group in all_.cluster.groups for _ in range(group.nodes)):
+        sizes = " or ".join(map(str, sorted(set(here))))
+        yield f"cluster: planned for run.cluster={all_.job.run.cluster}, run on nodes x ranks = {len(here)} x {sizes}"
+    others: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for one in all_.reports:
+        planned, is_it = all_.planned(one), known(one.device)
+        if planned and (planned.is_cpu != one.cpu or (is_it and is_it.name != planned.name)):
+            others["a CPU" if one.cpu else short(one.device), planned.name].append(one.rank)
+    for (device, name), ranks in others.items():
+        yield (
+            f"cluster: {all_.who(ranks)} {'has' if len(ranks) == 1 else 'have'} {device}, and the job was planned for "
+            f"{name}"
+        )

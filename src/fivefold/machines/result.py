@@ -1,0 +1,207 @@
+"""What was measured on a device, as shares of its maker's ceilings, and the accelerator that comes of it."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from statistics import median
+from typing import Any, NamedTuple
+
+import msgspec
+
+from fivefold.cost.block import BlockCost
+from fivefold.cost.kernels import Device
+from fivefold.cost.links import Topology
+from fivefold.cost.stack import ON_CPUS
+from fivefold.hardware.accelerators import Accelerator
+from fivefold.hardware.cluster import Cluster, Group
+from fivefold.launch.handshake import ranks_text
+from fivefold.layout.layout import Layout
+from fivefold.planner.mixed_compare import slowed
+from fivefold.render.blocks import Block, Result, Table, Text
+from fivefold.spec.model import ModelSpec
+from fivefold.support.parsing import toml_value
+from fivefold.support.text import counted, printable
+
+
+@dataclass(frozen=True)
+class MeasuredRow:
+    """One thing that was measured."""
+
+    what: str
+    measured: str
+    share: float | None = None  # of the maker's ceiling
+    median: float | None = None  # error with which the planner's formula gives it back
+    worst: float | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class CalibrationResult(Result):
+    device: str
+    accelerator: Accelerator  # with the fitted constants, for the planner
+    rows: list[MeasuredRow]
+    host: float  # seconds to launch a block's forward pass
+    samples: dict[str, Any]  # the timings themselves, for JSON
+
+    def to_dict(self) -> Any:
+        return {name: msgspec.to_builtins(getattr(self, name)) for name in ("accelerator", "rows", "host", "samples")}
+
+    def blocks(self) -> Iterator[Block]:
+        yield Text(f"{self.device}, as {self.accelerator.name}")
+        rows = []
+        for row in self.rows:
+            shares = ("" if x is None else f"{100 * x:.1f}%" for x in (row.share, row.median, row.worst))
+            rows.append([row.what, row.measured, *shares, row.note])
+        yield Table(["~", ">measured", ">of ceiling", ">error", ">worst", "~"], rows)
+
+
+def short(value: float) -> float:
+    """Four digits: more were not measured."""
+    return float(f"{value:.4g}") if math.isfinite(value) else value
+
+
+def to_toml(accelerator: Accelerator, comments: list[str]) -> str:
+    """A file that `Cluster.parse("8xFILE.toml")` reads."""
+    return "\n".join([*comment_lines(comments), *table_lines(msgspec.to_builtins(accelerator))]) + "\n"
+
+
+def comment_lines(comments: Sequence[str]) -> list[str]:
+    return [f"# {printable(comment)}" for comment in comments]
+
+
+def table_lines(table: dict[str, Any], name: str = "") -> Iterator[str]:
+    """A table and those inside it, as TOML; what is None is left out."""
+    nested = {key: value for key, value in table.items() if isinstance(value, dict)}
+    yield from (
+        f"{key} = {toml_value(value)}" for key, value in table.items() if key not in nested and value is not None
+    )
+    for key, values in nested.items():
+        inner = f"{name}.{key}".lstrip(".")
+        yield from ("", f"[{inner}]", *table_lines(values, inner))
+
+
+# ---- speeds ---------------------------------------------------------------------------------------------------------
+# How fast the ranks of a job are beside each other, which of them are slow, and the cluster that the planner reads.
+#
+# found = RanksResult(speeds)         # of each rank a RankSpeed
+# found.classes                       # ranks that agree within the noise, the fastest first
+# to_toml(found.cluster, [...])       # for plan --cluster, simulate and a job's run.cluster
+
+
+LEAST, MOST = 0.05, 0.20  # how far ranks of one speed may lie apart, however quiet or noisy the machine was
+
+
+class RankSpeed(msgspec.Struct, frozen=True):
+    """What one rank measured while all were at work."""
+
+    rank: int
+    node: str
+    device: str
+    seconds: list[float]  # of a block forward and backward, one figure a round
+    accelerator: Accelerator  # fitted, for the planner
+
+
+class SpeedClass(NamedTuple):
+    """Ranks of one speed."""
+
+    ranks: tuple[int, ...]
+    seconds: float  # of the median one
+    slower: float  # times the fastest class
+
+
+@dataclass(frozen=True)
+class RanksResult(Result):
+    speeds: Sequence[RankSpeed]  # in the order of ranks
+
+    @cached_property
+    def tolerance(self) -> float:
+        return tolerance([one.seconds for one in self.speeds])
+
+    @cached_property
+    def classes(self) -> list[SpeedClass]:
+        return classes([one.seconds for one in self.speeds])
+
+    @cached_property
+    def cluster(self) -> Cluster:
+        """Groups in the order of ranks: neighbours of one speed, as the class's median rank has it."""
+        place = {rank: at for at, one in enumerate(self.classes) for rank in one.ranks}
+        usual = [self._usual(one) for one in self.classes]
+        runs = [list(run) for _, run in groupby(self.speeds, key=lambda one: place[one.rank])]
+        return Cluster(tuple(g for run in runs for g in _groups(run, usual[place[run[0].rank]])))
+
+    def _usual(self, one: SpeedClass) -> Accelerator:
+        ordered = sorted((self.speeds[rank] for rank in one.ranks), key=lambda speed: median(speed.seconds))
+        return ordered[(len(ordered) - 1) // 2].accelerator
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "ranks": [msgspec.to_builtins(one) for one in self.speeds],
+            "classes": [one._asdict() for one in self.classes],
+            "tolerance": self.tolerance,
+            "cluster": self.cluster.to_dict(),
+        }
+
+    def blocks(self) -> Iterator[Block]:
+        rows = [
+            (ranks_text(one.ranks), self.speeds[one.ranks[0]].device, f"{one.seconds * 1e3:.1f}", f"{one.slower:.2f}")
+            for one in self.classes
+        ]
+        yield Table(["~ranks", "~device", ">ms a block", ">times as long"], rows)
+        yield Text(self.sentence)
+
+    @property
+    def sentence(self) -> str:
+        """Which ranks are slow, and by how much."""
+        world, noise = counted(len(self.speeds), "rank"), f"within {self.tolerance:.0%}, the noise of this run"
+        if len(self.classes) == 1:
+            return f"{world} at work at once: all have one speed, {noise}"
+        slow = [f"{one.slower:.2f} times as long on {ranks_text(one.ranks)}" for one in self.classes[1:]]
+        fast = ranks_text(self.classes[0].ranks)
+        return f"{world} at work at once: {fast} the fastest; a block takes {', '.join(slow)} (one speed: {noise})"
+
+
+def tolerance(rounds: Sequence[Sequence[float]]) -> float:
+    """How far two ranks of one speed may lie apart: as far as the rounds of the usual rank do, within bounds."""
+    return min(MOST, max(LEAST, median(max(one) / min(one) - 1 for one in rounds)))
+
+
+def classes(rounds: Sequence[Sequence[float]]) -> list[SpeedClass]:
+    """The fastest first. A rank belongs to a class if it is as fast as the class's fastest, within the tolerance."""
+    limit, seconds = 1 + tolerance(rounds), [median(one) for one in rounds]
+    found: list[list[int]] = []
+    for rank in sorted(range(len(seconds)), key=seconds.__getitem__):
+        if found and seconds[rank] <= limit * seconds[found[-1][0]]:
+            found[-1].append(rank)
+        else:
+            found.append([rank])
+    usual = [median(seconds[rank] for rank in ranks) for ranks in found]
+    return [SpeedClass(tuple(sorted(ranks)), s, s / usual[0]) for ranks, s in zip(found, usual, strict=True)]
+
+
+def at_pace(core: Accelerator, seconds: float, spec: ModelSpec, samples: int, seq: int) -> Accelerator:
+    """A CPU's core on which the planner gives a block these `seconds`, forward and backward: all its rates alike.
+
+    Kernels are timed one after the other, and each meets other moments of a shared machine; the block was timed on all
+    ranks at the same moments, so what it says of their speeds is the surest.
+    """
+    device, stack = Device.of(core), ON_CPUS.computing_in("fp32")
+    work = BlockCost(spec, Layout(), device, Topology(device, 1, Layout()), stack, samples, seq, "fp32")
+    return slowed(core, seconds / sum(part.total for part in work.block))
+
+
+def _groups(run: Sequence[RankSpeed], device: Accelerator) -> Iterator[Group]:
+    """Neighbours of one speed: nodes with as many ranks each make one group."""
+    each = [len(list(ranks)) for _, ranks in groupby(run, key=lambda one: one.node)]
+    for gpus, nodes in groupby(each):
+        yield Group(len(list(nodes)), gpus, device)
+
+
+def speeds_to_toml(cluster: Cluster, comments: Sequence[str]) -> str:
+    """A file that `Cluster.read` reads back as the same cluster."""
+    lines = comment_lines(comments)
+    for group in cluster.groups:
+        table = msgspec.to_builtins(group)  # with every figure: none is the catalogue's
+        lines += ["", "[[cluster.group]]", *table_lines(table, "cluster.group")]
+    return "\n".join(lines) + "\n"

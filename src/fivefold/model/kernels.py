@@ -1,0 +1,332 @@
+"""Attention kernels that return the log-sum-exp of the scores beside the output, and their backward passes.
+
+With the LSE, parts of a row of scores can be computed apart and merged. The kernels by device and dtype:
+
+cpu                 aten's flash kernel for CPUs; spans one by one
+cuda, 16 bits       flash attention; spans all at once, through its variable-length form
+cuda, 32, 64 bits   plain matmuls: the flash kernel does not take them, and scores are held whole
+
+All take fewer kv heads than heads. Causal tiles are square: on others the kernels disagree about the diagonal.
+Shapes: B batch, H heads, K kv heads, Sq queries, Sk keys, D head dim.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from fivefold.model import masks
+from fivefold.model.layers import TokenPositions, wide
+from fivefold.model.masks import DocumentMask, Packed, WindowMask, causal_spans, check_runs
+from fivefold.model.recompute import kept
+
+_aten = torch.ops.aten
+HALF = (torch.bfloat16, torch.float16)
+
+
+Seen = DocumentMask | WindowMask | None  # which queries of a tile see which keys; None: no document ends in it
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, spans: Seen = None) -> tuple[Tensor, Tensor]:
+    """q [B, H, Sq, D], k and v [B, K, Sk, D] -> output [B, H, Sq, D], LSE [B, H, Sq].
+
+    Queries outside all spans see nothing: their output is 0 and their LSE -inf.
+    """
+    if spans is None:
+        return _forward(q, k, v, causal)
+    if isinstance(spans, WindowMask):
+        return masks.forward(q, k, v, spans)
+    if flashes(q):
+        return _packed_forward(q, k, v, causal, spans)
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    lse = q.new_full(q.shape[:-1], -math.inf, dtype=wide(q.dtype))
+    for row, queries, keys in spans.spans:
+        mine, theirs = (slice(row, row + 1), slice(None), queries), (slice(row, row + 1), slice(None), keys)
+        out[mine], lse[mine] = _forward(q[mine], k[theirs], v[theirs], causal)
+    return out, lse
+
+
+def backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, spans: Seen = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v. `out` and `lse` are those of whole rows of scores, of which this may be a part."""
+    if spans is None:
+        return _backward(grad, q, k, v, out, lse, causal)
+    if isinstance(spans, WindowMask):
+        return masks.backward(grad, q, k, v, out, lse, spans)
+    if flashes(q):
+        return _packed_backward(grad, q, k, v, out, lse, causal, spans)
+    dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    for row, queries, keys in spans.spans:
+        mine, theirs = (slice(row, row + 1), slice(None), queries), (slice(row, row + 1), slice(None), keys)
+        grads = _backward(grad[mine], q[mine], k[theirs], v[theirs], out[mine], lse[mine], causal)
+        dq[mine], dk[theirs], dv[theirs] = grads  # no two spans share a query or a key
+    return dq, dk, dv
+
+
+def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
+    """Add what was seen in other scores of the same rows, in place; out and lse are of the accumulate dtype.
+
+    A row that has seen nothing on either side (LSE -inf) stays as it is.
+    """
+    total = torch.logaddexp(lse, new_lse)
+    weight = torch.exp(new_lse - total.masked_fill(total == -math.inf, 0.0))  # -inf - -inf would be NaN
+    out.lerp_(new_out.to(out.dtype), weight[..., None])
+    lse.copy_(total)
+
+
+# ---- sinks ----------------------------------------------------------------------------------------------------------
+
+
+def sink_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """Add a logit for each head [H] to whole rows of scores, in place: it takes its share and gives nothing (gpt-oss).
+
+    Once, after all parts of a row are merged. Backward takes the output and LSE that this makes.
+    """
+    total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+    out.mul_(torch.exp(lse - total)[..., None])
+    lse.copy_(total)
+
+
+def sink_grad(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """[H], of the output and LSE with sinks."""
+    share = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
+    return -(share * (grad * out).sum(-1, dtype=lse.dtype)).sum((0, 2)).to(sinks.dtype)
+
+
+class Attend(torch.autograd.Function):
+    """Causal attention of whole rows by the kernels of this file: within a window, with sinks, or both."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, spans: Seen) -> Tensor:
+        def compute() -> tuple[Tensor, ...]:
+            out, lse = forward(q, k, v, True, spans)
+            if sinks is not None:
+                sink_(out, lse, sinks)
+            return out, lse
+
+        out, lse = kept(compute, 2, q)
+        ctx.save_for_backward(q, k, v, out, lse, *([] if sinks is None else [sinks]))
+        ctx.spans = spans
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, *sinks = ctx.saved_tensors
+        grads = backward(grad, q, k, v, out, lse, True, ctx.spans)
+        return *grads, sink_grad(grad, out, lse, *sinks) if sinks else None, None
+
+
+def by_definition(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sinks: Tensor | None = None) -> Tensor:
+    """Softmax of all scores under stock autograd, by which the rest is judged. `seen`: bool [.., 1, Sq, Sk]."""
+    precise = wide(q.dtype)
+    copies = q.shape[1] // k.shape[1]
+    k, v = (x[:, :, None].expand(-1, -1, copies, -1, -1).flatten(1, 2).to(precise) for x in (k, v))
+    scores = (q.to(precise) @ k.mT * q.shape[-1] ** -0.5).masked_fill(~seen, -math.inf)
+    if sinks is not None:
+        logits = sinks.to(precise)[:, None, None].expand(*scores.shape[:-1], 1)
+        return (torch.cat((scores, logits), dim=-1).softmax(-1)[..., :-1] @ v).to(q.dtype)
+    return (scores.softmax(-1) @ v).to(q.dtype)
+
+
+# ---- whole tiles ---------------------------------------------------------------------------------------------------
+
+
+def flashes(q: Tensor) -> bool:
+    """Flash attention on a GPU takes it."""
+    return q.is_cuda and q.dtype in HALF
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    if flashes(q):
+        width = q.shape[-1]
+        q, k, v = (_to_eights(x) for x in (q, k, v))
+        out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=width**-0.5)
+        return out[..., :width], lse
+    if q.device.type == "cpu":
+        return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    return products(q, k, v, causal)
+
+
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    if flashes(q):
+        width = q.shape[-1]
+        grad, q, k, v, out = (_to_eights(x) for x in (grad, q, k, v, out))
+        rows, bounds = lse.contiguous(), (None, None, q.shape[2], k.shape[2])  # the kernel reads LSE as if contiguous
+        op = _aten._scaled_dot_product_flash_attention_backward
+        grads = op(grad, q, k, v, out, rows, *bounds, 0.0, causal, *_no_dropout(q), scale=width**-0.5)
+        dq, dk, dv = (x[..., :width] for x in grads)
+        return dq, dk, dv
+    if q.device.type == "cpu":
+        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal)
+    return products_backward(grad, q, k, v, out, lse, causal)
+
+
+def _to_eights(x: Tensor) -> Tensor:
+    """Flash attention takes head dims that are multiples of 8; zeros change no score."""
+    return F.pad(x, (0, -x.shape[-1] % 8)) if x.shape[-1] % 8 else x
+
+
+def _no_dropout(q: Tensor) -> tuple[Tensor, Tensor]:
+    """The random state that backward asks for and, without dropout, does not read."""
+    state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    return state, state[0]
+
+
+# ---- spans, packed for flash attention -----------------------------------------------------------------------------
+
+
+def document_spans(positions: TokenPositions) -> DocumentMask:
+    """The documents of whole rows."""
+    documents = positions.host_documents()
+    assert documents is not None
+    check_runs(documents)
+    return causal_spans(documents, positions.position_ids.device)
+
+
+def packed_attention(q: Tensor, k: Tensor, v: Tensor, at: Packed) -> Tensor:
+    """Causal attention within spans that cover every row, under stock autograd. 16 bits, CUDA."""
+    width = q.shape[-1]
+    assert at.queries is None
+    assert at.keys is None
+    flat = (_to_eights(_pack(x, None)) for x in (q, k, v))
+    bounds = (at.query_starts, at.key_starts, at.most_queries, at.most_keys)
+    out = _aten._flash_attention_forward(*flat, *bounds, 0.0, True, False, scale=width**-0.5)[0]
+    return out[..., :width].unflatten(0, (q.shape[0], -1)).transpose(1, 2)
+
+
+def _packed_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, spans: DocumentMask) -> tuple[Tensor, Tensor]:
+    at, (batch, heads, seq, width) = spans.packed, q.shape
+    flat = (_to_eights(_pack(x, index)) for x, index in ((q, at.queries), (k, at.keys), (v, at.keys)))
+    bounds = (at.query_starts, at.key_starts, at.most_queries, at.most_keys)
+    seen, seen_lse, *_ = _aten._flash_attention_forward(*flat, *bounds, 0.0, causal, False, scale=width**-0.5)
+    out = _unpack(seen[..., :width], at.queries, batch, seq)
+    if at.queries is None:
+        lse = seen_lse
+    else:
+        lse = seen_lse.new_full((heads, batch * seq), -math.inf)
+        lse[:, at.queries] = seen_lse
+    return out, lse.unflatten(1, (batch, seq)).transpose(0, 1)
+
+
+def _packed_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, spans: DocumentMask
+) -> tuple[Tensor, Tensor, Tensor]:
+    at, batch, width = spans.packed, q.shape[0], q.shape[-1]
+    places = (at.queries, at.queries, at.keys, at.keys, at.queries)
+    flat = [_to_eights(_pack(x, index)) for x, index in zip((grad, q, k, v, out), places, strict=True)]
+    rows = lse.transpose(0, 1).flatten(1)  # [H, B * Sq]
+    rows = (rows if at.queries is None else rows[:, at.queries]).contiguous()
+    bounds = (at.query_starts, at.key_starts, at.most_queries, at.most_keys)
+    grads = _aten._flash_attention_backward(*flat, rows, *bounds, 0.0, causal, *_no_dropout(q), scale=width**-0.5)
+    dq, dk, dv = (
+        _unpack(part[..., :width], index, batch, x.shape[2])
+        for part, index, x in zip(grads, (at.queries, at.keys, at.keys), (q, k, v), strict=True)
+    )
+    return dq, dk, dv
+
+
+def _pack(x: Tensor, index: Tensor | None) -> Tensor:
+    """[B, H, S, D] -> [rows, H, D]"""
+    flat = x.transpose(1, 2).flatten(0, 1)
+    return flat if index is None else flat[index]
+
+
+def _unpack(x: Tensor, index: Tensor | None, batch: int, seq: int) -> Tensor:
+    """[rows, H, D] -> [B, H, S, D], zero where no row is."""
+    if index is not None:
+        x = x.new_zeros(batch * seq, *x.shape[1:]).index_copy_(0, index, x)
+    return x.unflatten(0, (batch, seq)).transpose(1, 2)
+
+
+# ---- plain matmuls --------------------------------------------------------------------------------------------------
+
+
+def products(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """By the definition, with all scores in memory."""
+    scores = _scores(q, k, causal)
+    lse = scores.logsumexp(-1)
+    seen = torch.exp(scores - lse[..., None]) @ v[:, :, None]
+    return seen.flatten(1, 2), lse.flatten(1, 2)
+
+
+def products_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    groups, scale = (k.shape[1], -1), q.shape[-1] ** -0.5
+    grad, asked, out, rows = (x.unflatten(1, groups) for x in (grad, q, out, lse))  # [B, K, H/K, Sq, ...]
+    p = torch.exp(_scores(q, k, causal) - rows[..., None])
+    ds = p * (grad @ v[:, :, None].mT - (grad * out).sum(-1, keepdim=True)) * scale
+    return (ds @ k[:, :, None]).flatten(1, 2), (ds.mT @ asked).sum(2), (p.mT @ grad).sum(2)
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
+    """[B, K, H/K, Sq, Sk]"""
+    scores = q.unflatten(1, (k.shape[1], -1)) @ k[:, :, None].mT * q.shape[-1] ** -0.5
+    if causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(future, -math.inf)
+    return scores
+
+
+# ---- deterministic attention ----------------------------------------------------------------------------------------
+# Causal attention that gives the same bits every time, on a GPU: FlexAttention's kernels, inside a compiled block.
+#
+# cuDNN's backward pass, the fastest, adds up in whatever order its blocks arrive; flash attention 2's takes more than
+# twice as long with its order fixed. FlexAttention's order is fixed by construction, and is in between
+# (docs/speed.md).
+
+
+_SIDE = 128  # of a tile
+_WIDTHS = (64, 128)  # of heads, for which there are tuned kernels
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Which tiles of the scores of a whole row are looked at."""
+
+    length: int
+    mask: Any  # a BlockMask; its module brings the compiler along, and is imported when it is asked for
+
+
+def wants_tiles(device: torch.device, length: int) -> bool:
+    return device.type == "cuda" and length % _SIDE == 0 and torch.are_deterministic_algorithms_enabled()
+
+
+@lru_cache(maxsize=4)
+def causal_tiles(device: torch.device, length: int) -> Tiles:
+    """Below the diagonal a tile is seen whole. Told tile by tile: to look at every score would take gigabytes."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    here = torch.arange(length // _SIDE, dtype=torch.int32, device=device)
+    row = here.expand(1, 1, len(here), -1).contiguous()
+    itself = (row + here[:, None]) % len(here)  # first the tile on the diagonal; the others do not count
+    one = torch.ones_like(here)[None, None]
+    return Tiles(length, BlockMask.from_kv_blocks(one, itself, here[None, None], row, _SIDE, _sees))
+
+
+def _sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return query >= key
+
+
+def fit_tiles(q: Tensor, tiles: Tiles) -> bool:
+    """Whether `attend` takes it. Outside of a compiled block FlexAttention would hold all scores."""
+    known = q.dtype in HALF and q.shape[-1] in _WIDTHS and q.shape[2] == tiles.length
+    return known and torch.compiler.is_compiling()
+
+
+def attend_tiles(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> Tensor:
+    """q [B, H, S, D], k and v [B, K, S, D] -> [B, H, S, D]"""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    seen = flex_attention(q, k, v, block_mask=tiles.mask, enable_gqa=k.shape[1] < q.shape[1])
+    assert isinstance(seen, Tensor)
+    return seen

@@ -1,0 +1,200 @@
+"""Spans: where rows hold several documents, which queries see which keys, as rectangles of the score matrix.
+
+Documents are runs: along a row their numbers never fall. So a causal square breaks into smaller causal squares, one per
+run; and where every key comes before every query, only the keys' last document can also be the queries' first, and one
+rectangle per row is left: a few first queries against a few last keys. Nothing needs a mask, and what no document spans
+is not computed. All of it is found on the host, from arrays that are there anyway; no device waits.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fivefold.model.layers import wide
+
+Documents = NDArray[np.integer]
+
+
+class DocumentSpan(NamedTuple):
+    row: int
+    queries: slice
+    keys: slice
+
+
+class Packed(NamedTuple):
+    """Spans as the variable-length kernels want them: rows of [B * S], and where each span begins among them.
+
+    How many spans there are and how long the longest is are constants of a graph: both are rounded up to powers of two,
+    with spans of no rows behind the last, so that a compiled block has a few graphs and not one for each microbatch.
+    """
+
+    queries: Tensor | None  # None: all rows in order
+    keys: Tensor | None
+    query_starts: Tensor  # int32 [spans + 1]
+    key_starts: Tensor
+    most_queries: int
+    most_keys: int
+
+
+@dataclass(frozen=True)
+class DocumentMask:
+    spans: tuple[DocumentSpan, ...]
+    rows: int  # B
+    queries: int  # of a row, in a span or not
+    keys: int
+    device: torch.device
+
+    @cached_property
+    def packed(self) -> Packed:
+        queries, query_starts, most_queries = self._pack([(s.row, s.queries) for s in self.spans], self.queries)
+        keys, key_starts, most_keys = self._pack([(s.row, s.keys) for s in self.spans], self.keys)
+        # A bound of one query would have flash attention take a decoding shortcut, with an LSE of another shape.
+        return Packed(queries, keys, query_starts, key_starts, max(2, most_queries), most_keys)
+
+    def _pack(self, pieces: list[tuple[int, slice]], width: int) -> tuple[Tensor | None, Tensor, int]:
+        lengths = [piece.stop - piece.start for _, piece in pieces]
+        nothing = [0] * (_rounded(len(lengths)) - len(lengths))
+        starts = torch.tensor(np.cumsum([0, *lengths, *nothing]), dtype=torch.int32)
+        index = None
+        if sum(lengths) < self.rows * width:
+            places = [np.arange(row * width + piece.start, row * width + piece.stop) for row, piece in pieces]
+            index = torch.from_numpy(np.concatenate(places)).to(self.device)
+        return index, starts.to(self.device), _rounded(max(lengths))
+
+
+def _rounded(count: int) -> int:
+    """The next power of two."""
+    return 1 << (count - 1).bit_length()
+
+
+def causal_spans(documents: Documents, device: torch.device) -> DocumentMask:
+    """Of a square in which query i may see keys up to i. documents [B, S]."""
+    rows, width = documents.shape
+    spans = []
+    for row in range(rows):
+        cuts = [0, *(np.flatnonzero(np.diff(documents[row])) + 1).tolist(), width]
+        runs = [slice(a, b) for a, b in pairwise(cuts)]
+        spans += [DocumentSpan(row, run, run) for run in runs]
+    return DocumentMask(tuple(spans), rows, width, width, device)
+
+
+def full_spans(queries: Documents, keys: Documents, device: torch.device) -> DocumentMask:
+    """Of a rectangle in which every key comes before every query. queries [B, Sq], keys [B, Sk]."""
+    rows, width = keys.shape
+    spans = []
+    for row in range(rows):
+        shared = keys[row, -1]
+        seeing = int(np.count_nonzero(queries[row] == shared))
+        if seeing:
+            seen = int(np.count_nonzero(keys[row] == shared))
+            spans.append(DocumentSpan(row, slice(0, seeing), slice(width - seen, width)))
+    return DocumentMask(tuple(spans), rows, queries.shape[1], width, device)
+
+
+def check_runs(documents: Documents) -> None:
+    if (np.diff(documents, axis=1) < 0).any():
+        row = int(np.flatnonzero((np.diff(documents, axis=1) < 0).any(axis=1))[0])
+        raise ValueError(
+            f"the document numbers of row {row} fall along the row; attention over several ranks, and packed attention "
+            "on a GPU, need every document in one run, numbered in order"
+        )
+
+
+# ---- bands ----------------------------------------------------------------------------------------------------------
+# Bands: attention within a sliding window, a strip of queries at a time, by plain products.
+#
+# A query at position p sees the keys at p - window + 1 ... p of its document. Positions ascend along both sides, so
+# what a strip of neighbouring queries sees is one slice of the keys, not much longer than the strip; a mask says the
+# rest. Scores of one strip are held at a time: of B rows and H heads B H n (n + window) numbers, n the queries of a
+# strip, in the accumulate dtype. Any part of the scores can be computed so, a rank's own or those with another rank's
+# keys.
+
+
+_STRIP = 128  # queries, at least: fewer would leave a device idle
+
+
+class WindowBand(NamedTuple):
+    queries: slice
+    keys: slice
+    seen: Tensor  # bool [B or 1, 1, 1, queries, keys]
+
+
+@dataclass(frozen=True)
+class WindowMask:
+    bands: tuple[WindowBand, ...]  # no two share a query
+
+    @classmethod
+    def of(
+        cls,
+        queries: NDArray[np.int64],
+        keys: NDArray[np.int64],
+        documents: tuple[Documents, Documents] | None,
+        window: int,
+        device: torch.device,
+    ) -> "WindowMask":
+        """`queries` [Sq] and `keys` [Sk] are positions, `documents` those at them, [B, Sq] and [B, Sk]."""
+        bands, step = [], max(window, _STRIP)
+        for start in range(0, len(queries), step):
+            here = slice(start, min(start + step, len(queries)))
+            asking = queries[here]
+            low, high = (int(at) for at in np.searchsorted(keys, (asking[0] - window + 1, asking[-1] + 1)))
+            there = slice(low, high)
+            distance = asking[:, None] - keys[there]
+            seen = ((distance >= 0) & (distance < window))[None]
+            if documents is not None:
+                seen = seen & (documents[0][:, here, None] == documents[1][:, None, there])
+            if seen.any():
+                bands.append(WindowBand(here, there, torch.from_numpy(seen[:, None, None]).to(device)))
+        return cls(tuple(bands))
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, bands: WindowMask) -> tuple[Tensor, Tensor]:
+    """q [B, H, Sq, D], k and v [B, K, Sk, D] -> output [B, H, Sq, D], LSE [B, H, Sq]; -inf where nothing is seen."""
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    lse = q.new_full(q.shape[:-1], -math.inf, dtype=wide(q.dtype))
+    for band in bands.bands:
+        scores, values = _scores(q, k, band), _part(v, band.keys)[:, :, None]
+        rows = scores.logsumexp(-1)
+        seen = _exp(scores, rows) @ values
+        out[:, :, band.queries], lse[:, :, band.queries] = seen.flatten(1, 2).to(q.dtype), rows.flatten(1, 2)
+    return out, lse
+
+
+def backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bands: WindowMask
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `attention.backward`: `out` and `lse` are those of whole rows of scores. In the accumulate dtype."""
+    dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (q, k, v))
+    groups, scale = (k.shape[1], -1), q.shape[-1] ** -0.5
+    for band in bands.bands:
+        here, there = band.queries, band.keys
+        gradient, asked, made, rows = (_part(x, here).unflatten(1, groups) for x in (grad, q, out, lse))
+        p, values = _exp(_scores(q, k, band), rows), _part(v, there)[:, :, None]
+        ds = p * (gradient @ values.mT - (gradient * made).sum(-1, keepdim=True)) * scale
+        dq[:, :, here] = (ds @ _part(k, there)[:, :, None]).flatten(1, 2)
+        dk[:, :, there] += (ds.mT @ asked).sum(2)
+        dv[:, :, there] += (p.mT @ gradient).sum(2)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _scores(q: Tensor, k: Tensor, band: WindowBand) -> Tensor:
+    """[B, K, H/K, queries, keys]"""
+    asked = _part(q, band.queries).unflatten(1, (k.shape[1], -1))
+    scores = asked @ _part(k, band.keys)[:, :, None].mT * q.shape[-1] ** -0.5
+    return scores.masked_fill(~band.seen, -math.inf)
+
+
+def _exp(scores: Tensor, lse: Tensor) -> Tensor:
+    """Probabilities; a row that sees nothing has none."""
+    return torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
+
+
+def _part(x: Tensor, places: slice) -> Tensor:
+    return x[:, :, places].to(wide(x.dtype))

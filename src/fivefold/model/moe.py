@@ -1,0 +1,178 @@
+"""The mixture: what a block with experts has in place of a dense network."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from fivefold.model.dispatch import Router, Routing
+from fivefold.model.grouped import Groups
+from fivefold.model.layers import ACTIVATIONS, TokenPositions, gated
+from fivefold.model.ops import LocalOps
+from fivefold.spec.blocks import Experts
+from fivefold.spec.model import ModelSpec
+
+# ---- balance --------------------------------------------------------------------------------------------------------
+# What keeps the load of experts even, in every layout alike.
+#
+# balance loss   of each row of the batch (DeepSeek-V3, arXiv 2412.19437, section 2.1.2): the share of the row's slots
+#                that an expert got, times the mean of its normalised scores, summed over experts; 1 where all are
+#                equal
+# z loss         the squared log-partition of the router's logits (ST-MoE, arXiv 2202.08906), which keeps them small
+# bias           added to the scores for the choice alone; after a step, up for experts below the mean load, down above
+#
+# Both losses are divided by numbers of the whole global batch, of rows and of tokens. So they are sums, as the loss of
+# tokens is: how the batch was cut does not matter. They reach the backward pass where they are made, in whichever
+# stage that is (`AddLoss`), and are no part of the loss that is reported.
+
+
+@dataclass(frozen=True)
+class Balance:
+    """The factors of the losses, and what they are divided by."""
+
+    loss: float = 0.0
+    z_loss: float = 0.0
+    rows: int = 1  # of the global batch
+    tokens: int = 1  # of the global batch
+
+    @property
+    def wanted(self) -> bool:
+        return self.loss > 0 or self.z_loss > 0
+
+
+UNBALANCED = Balance()
+
+
+class AddLoss(Function):
+    """x as it is; in the backward pass `loss` is differentiated too, as if it had been added to the end of all."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        ctx.kind = loss.dtype
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, torch.ones((), dtype=ctx.kind, device=gradient.device)
+
+
+def row_counts(routed: Routing, rows: Tensor, count: int) -> Tensor:
+    """How often the tokens of each of `count` rows chose each expert, int64 [B, X]; `rows` [n]: the tokens'."""
+    (slots, experts), order = (routed.chosen.shape[1], routed.scores.shape[1]), routed.order
+    # In their order slots ascend by expert and, within an expert, by row.
+    sorted_ = routed.chosen.flatten()[order] * count + rows[order // slots]
+    every = torch.arange(experts * count, device=order.device)
+    ends = torch.searchsorted(sorted_, every, right=True)
+    return ends.diff(prepend=ends.new_zeros(1)).view(experts, count).T.contiguous()
+
+
+def balance_loss(experts: Experts, routed: Routing, rows: Tensor, counts: Tensor, length: int) -> Tensor:
+    """The sum over rows, of this rank's tokens. `counts` [B, X] are those of whole rows of `length` tokens."""
+    share = counts.to(routed.scores.dtype) * (experts.count / (experts.top_k * length))
+    scores = routed.scores
+    if experts.scores == "sigmoid":
+        scores = scores / scores.sum(-1, keepdim=True)
+    return (share[rows] * scores).sum() / length
+
+
+def z_loss(routed: Routing) -> Tensor:
+    """The sum over this rank's tokens."""
+    return routed.logits.logsumexp(-1).square().sum()
+
+
+@torch.no_grad()
+def follow_load(bias: Tensor, load: Tensor, rate: float) -> None:
+    """Move the bias of every expert by `rate`, towards an equal load. `load` [X] is of the whole global batch."""
+    behind = load.sum() - len(load) * load  # whole numbers: the same on every rank
+    bias.add_(behind.sign().to(bias.dtype), alpha=rate)
+
+
+# ---- mixture --------------------------------------------------------------------------------------------------------
+
+
+# Of a microbatch: tokens of each expert [X], and the balance loss and z loss [2] where there are such.
+Told = tuple[Tensor, Tensor | None]
+
+
+class ExpertLinear(nn.Module):
+    """A linear of every expert; their weights lie one below the other, [X * O, I]."""
+
+    def __init__(self, experts: int, inputs: int, outputs: int, bias: bool):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts * outputs, inputs))
+        self.bias = nn.Parameter(torch.empty(experts * outputs)) if bias else None
+
+
+class ExpertNetworks(nn.Module):
+    """The feed-forward networks of all experts. They compute rows that lie expert by expert."""
+
+    def __init__(self, spec: ModelSpec, ops: LocalOps):
+        super().__init__()
+        assert spec.experts is not None
+        self.ops, count, ffn = ops, spec.experts.count, spec.experts.ffn
+        self.gate = ExpertLinear(count, spec.hidden, ffn, spec.bias) if gated(spec.activation) else None
+        self.up = ExpertLinear(count, spec.hidden, ffn, spec.bias)
+        self.down = ExpertLinear(count, ffn, spec.hidden, spec.bias)
+        self.activation = ACTIVATIONS[spec.activation]
+
+    def forward(self, x: Tensor, groups: Groups) -> Tensor:
+        linear = self.ops.dispatch.linear
+        up = linear(x, self.up, groups)
+        inner = self.activation(up) if self.gate is None else self.activation(linear(x, self.gate, groups), up)
+        return linear(inner, self.down, groups, last=True)
+
+
+class MoE(nn.Module):
+    def __init__(self, spec: ModelSpec, ops: LocalOps, shared: nn.Module | None, balance: Balance):
+        super().__init__()
+        assert spec.experts is not None
+        self.spec, self.ops, self.balance = spec.experts, ops, balance
+        self.router = Router(spec)
+        self.experts = ExpertNetworks(spec, ops)
+        self.shared = shared
+        self.losses: Tensor | None = None  # [2] balance loss and z loss since the step began
+        if ops.compiled and not ops.dispatch.in_graph:  # how many tokens go where is no constant of a graph
+            self.forward = torch.compiler.disable(self.forward)  # type: ignore[method-assign]
+
+    def forward(self, x: Tensor, positions: TokenPositions) -> tuple[Tensor, Told]:
+        """x [B, S, E]; `positions` are those of its tokens."""
+        dispatch = self.ops.dispatch
+        tokens = own = dispatch.own_tokens(x)
+        if positions.real is not None:  # what only fills a batch up is not routed
+            chosen = (dispatch.rows(x) < positions.real).nonzero().flatten()
+            tokens = own[chosen]
+        bias = None if self.router.bias is None else self.ops.weight(self.router, "bias")
+        routed = self.router(tokens, self.ops.weight(self.router), bias)
+        losses = None
+        if self.training and self.balance.wanted:
+            routed, losses = self._with_losses(routed, x, positions)
+        beside = None if self.shared is None else partial(self.shared, x)
+        y, shared = dispatch.run(tokens, routed, self.experts, x.shape[0] * x.shape[1], beside)
+        if positions.real is not None:
+            y = torch.zeros_like(own).index_copy(0, chosen, y)
+        y = dispatch.all_tokens(y, x)
+        return y if shared is None else y + shared, (routed.counts, losses)
+
+    def count(self, told: Told) -> None:
+        """What `forward` told of a microbatch: once, however often its block runs for a backward pass."""
+        counts, losses = told
+        self.router.count(counts)
+        if losses is not None:
+            self.losses = losses if self.losses is None else self.losses + losses
+
+    def _with_losses(self, routed: Routing, x: Tensor, positions: TokenPositions) -> tuple[Routing, Tensor]:
+        """The same, whose backward pass differentiates the losses too; and these."""
+        asked, losses = self.balance, [routed.scores.new_zeros(()), routed.scores.new_zeros(())]
+        if asked.loss:
+            rows = self.ops.dispatch.rows(x)
+            counts = self.ops.dispatch.over_sequence(row_counts(routed, rows, x.shape[0]))
+            losses[0] = balance_loss(self.spec, routed, rows, counts, positions.length) / asked.rows
+        if asked.z_loss:
+            losses[1] = z_loss(routed) / asked.tokens
+        weights = AddLoss.apply(routed.weights, asked.loss * losses[0] + asked.z_loss * losses[1])
+        return replace(routed, weights=weights), torch.stack(losses).detach()

@@ -1,0 +1,119 @@
+"""What an optimizer is: its settings and their bounds, the state that it keeps, and its update rule.
+
+An optimizer is a subclass of `OptimizerConfig` in a file of its own, and a line in the table of
+`optim/__init__.py`. The job file, the trainer, checkpoints, memory accounting and the verifier read everything
+they need from the class. The norm and the clipping of gradients are the same for all optimizers:
+`parallel/optimizer.py` has them.
+
+Jobs and plans read this without torch: rules import it where they compute.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+import msgspec
+
+from fivefold.support.ranges import STEPS, within
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    Tensors = Sequence[Tensor]
+
+Rule = tuple[bool, str]  # whether a bound holds, and the sentence that says so if it does not
+
+
+class OptimizerConfig(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="name", tag=str.lower
+):
+    states: ClassVar[tuple[str, ...]] = ()  # names of the tensors kept per parameter, shaped and typed as its master
+    whole_matrices: ClassVar[bool] = False  # the rule reads a whole matrix, and not the part that a rank holds
+    fuses: ClassVar[bool] = False  # whether it has `fused_update`
+
+    lr: float = 3e-3  # peak
+    weight_decay: float = 0.1  # decoupled; norms, biases and embeddings are spared
+    clip: float = 1.0  # of the global gradient norm; 0: never
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    warmup: int = 20  # steps, linear from 0
+    decay: float = 0.2  # wsd: the share of the steps, at the end, in which the rate falls
+    final: float = 0.1  # the last rate, as a share of the peak
+    schedule_steps: Annotated[int, within(0, STEPS)] = 0  # over which the schedule runs, and then stays; 0: train.steps
+
+    @property
+    def name(self) -> str:
+        """What a job calls it: the class's name in lower case."""
+        return str(self.__struct_config__.tag)
+
+    def rules(self) -> list[Rule]:
+        """Bounds of the settings."""
+        return [
+            (0 < self.lr < math.inf, f"optimizer.lr={self.lr} must be a positive number"),
+            *self.own_rules(),
+            (0 <= self.weight_decay < math.inf, f"optimizer.weight_decay={self.weight_decay} must not be negative"),
+            (0 <= self.clip < math.inf, f"optimizer.clip={self.clip} must not be negative; 0 turns it off"),
+            (self.warmup >= 0, f"optimizer.warmup={self.warmup} must not be negative; 0 means none"),
+            (0 <= self.decay <= 1, f"optimizer.decay={self.decay} is a share of the steps, between 0 and 1"),
+            (0 <= self.final <= 1, f"optimizer.final={self.final} is a share of the peak rate, between 0 and 1"),
+            (
+                self.schedule_steps <= 0 or self.schedule_steps > self.warmup,
+                f"optimizer.schedule_steps={self.schedule_steps} must be above optimizer.warmup={self.warmup}, since "
+                f"the schedule follows the warm-up; nearest: optimizer.schedule_steps={self.warmup + 1}; with 0, the "
+                "schedule has train.steps",
+            ),
+        ]
+
+    def own_rules(self) -> list[Rule]:
+        """Bounds of the settings that only this optimizer has."""
+        return []
+
+    def update(
+        self, masters: "Tensors", grads: "Tensors", states: "Sequence[Tensors]", rate: float, decay: float, step: int
+    ) -> None:
+        """Step number `step`, from 1, of some parameters, in place; `states`: a list for each name of a state."""
+        raise NotImplementedError
+
+    def fused_update(
+        self,
+        master: "Tensor",
+        states: "Tensors",
+        scale: "Tensor",
+        rounded: "Tensor | None",
+        rate: float,
+        decay: float,
+        step: int,
+    ) -> None:
+        """On a GPU, in one pass over memory: the update of one float32 parameter, whose gradient counts `scale` times,
+        and the model's `rounded` copy of it."""
+        raise NotImplementedError
+
+    def stock(self, groups: list[dict[str, Any]], **options: Any) -> "torch.optim.Optimizer":
+        """PyTorch's own optimizer with these settings: the verifier's reference, and the benchmarks' peers."""
+        raise NotImplementedError
+
+
+# ---- learning rate --------------------------------------------------------------------------------------------------
+# The learning rate of every step: a pure function of the step, so that a resumed run needs no state.
+
+
+def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
+    """Rate of `step` (from 0) of a run of `steps`: a linear warm-up, then the schedule, whose last rate stays."""
+    steps = config.schedule_steps or steps
+    if step < config.warmup:
+        return config.lr * (step + 1) / config.warmup
+    falling = {
+        "constant": 0.0,
+        "cosine": 0.5 - 0.5 * math.cos(math.pi * _passed(step, config.warmup, steps)),
+        "wsd": _passed(step, max(config.warmup, steps - round(config.decay * steps)), steps),
+    }[config.schedule]
+    return config.lr * (1.0 - falling * (1.0 - config.final))
+
+
+def _passed(step: int, start: int, steps: int) -> float:
+    """How much of the way from `start` to the last step is behind us, 0 to 1."""
+    if step < start:
+        return 0.0
+    if step >= steps - 1:
+        return 1.0
+    return (step - start + 1) / (steps - start)

@@ -1,0 +1,225 @@
+"""ZeRO 3 and hybrid sharding: FSDP2, a block at a time.
+
+A rank holds a share of the rows of every parameter, in full precision: its master. A block's weights are gathered in
+the compute dtype for its forward and again for its backward, and released after each; its gradients are reduce-
+scattered in full precision every microbatch. With `replicate`, that happens within each copy, and the shards of the
+gradients are summed over the copies once a step.
+
+Parameters that are never rounded stay out of FSDP2's hands where compute is narrow: it wants the gradients of a unit in
+one dtype, and they are few. Every rank holds them whole, and buckets sum their gradients once a step, as in stage 0.
+
+Gradients of weight-gradient passes of their own come after FSDP2 has let go of a block. They need no weights, only a
+sum: buckets take them, as in stage 2, and their shards accumulate beside FSDP2's.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from fivefold.layout.sharding import MINIMUM, Grouping, LocalParam, buckets, layers_of
+from fivefold.model.init import draw
+from fivefold.model.layers import wide
+from fivefold.model.moe import ExpertNetworks
+from fivefold.model.recompute import unnumbered
+from fivefold.parallel.buckets import Bucket, Part, Reducer, slots_of
+from fivefold.parallel.collectives import Heard, stage
+from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.weights import Tap, Weights, held_by, listen, local_of, remake
+from fivefold.spec.model import ModelSpec
+
+
+class FullySharded(Weights):
+    reshard_after_forward = True
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        spec: ModelSpec,
+        mesh: Mesh,
+        compute: torch.dtype,
+        seed: int,
+        minimum: int = MINIMUM,
+        split: bool = False,
+    ):
+        self.mesh, self.halves = mesh, split
+        per_stage = [held_by(model, spec, mesh) for model in stages]
+        self.held = {name: one for held in per_stage for name, one in held.items()}
+        self.modules: list[FSDPModule] = []
+        self.parameters: dict[str, DTensor] = {}
+        self.masters = {}
+        self.roots: list[FSDPModule] = []
+        self.units: dict[str, FSDPModule] = {}  # by name
+        narrow = compute != wide(compute)
+        self.whole = {name for name, one in self.held.items() if narrow and one.parameter.exact}
+        for model, held in zip(stages, per_stage, strict=True):
+            remake(model, held, wide(compute), torch.device("meta"))
+            layers = layers_of(one.parameter.unit for one in held.values())
+            found = _shard(model, layers, mesh, compute, {p for n, p in model.named_parameters() if n in self.whole})
+            self.modules += found
+            self.roots.append(self.modules[-1])
+            self.units |= {_unit(model, one): one for one in found}
+            _materialise(model, self.whole & held.keys(), mesh.device)
+            for name, parameter in model.named_parameters():
+                one, local = self.held[name], local_of(parameter)
+                draw(spec, one.parameter, local, seed, self.block(name))
+                self.masters[name] = nn.Parameter(local)
+                if name in self.whole:
+                    listen(parameter, one, self.add)
+                    continue
+                assert isinstance(parameter, DTensor)
+                self.parameters[name] = parameter
+                if split and one.parameter.deferred:
+                    parameter.requires_grad_(False)  # FSDP2 of torch 2.11 would reduce zeros for want of a gradient
+        groups = [
+            (number, group)
+            for number, held in enumerate(per_stage)
+            for group in buckets(held.values(), minimum, split, narrow=narrow)
+            if group.late or group.exact
+        ]
+        self.reducer = Reducer([self._bucket(group, compute) for _, group in groups], groups)
+
+    def _bucket(self, group: Grouping, compute: torch.dtype) -> Bucket:
+        # FSDP2 has the real weights, when it has them; a bucket that only sums needs their shapes.
+        shapes = {one.name: torch.empty(one.shape, device="meta") for one in group.held}
+        zero = self.zero(group)
+        slots = slots_of(group, shapes, self.masters, 1 if group.exact else zero.size)
+        return Bucket(slots, zero, self.mesh.tp if group.partial else None, 0 if group.exact else 2, compute)
+
+    def sharded(self, one: LocalParam) -> bool:
+        return one.name not in self.whole
+
+    @contextmanager
+    def microbatch(self, last: bool, stage: int = 0, part: Part = "all") -> Iterator[None]:
+        if self.mesh.replicate.size > 1 and part != "weights":
+            self.roots[stage].set_requires_all_reduce(last and not self.rehearsing)
+        with nullcontext() if self.rehearsing else self.reducer.microbatch(last, stage, part):
+            yield
+
+    def set_grad_hook(self, grad_hook: Tap) -> None:
+        """FSDP2 shows gradients where it sums them: a unit's at a time, one behind the other."""
+        super().set_grad_hook(grad_hook)
+        for name, module in self.units.items():
+            module.set_custom_reduce_scatter(Heard(partial(self.heard, name), staged=self.mesh.zero.staged))
+
+    def drop(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        for group in _groups(self.modules):
+            group._partial_reduce_output = None
+
+    def finish(self) -> None:
+        self.reducer.finish()
+        for bucket in self.reducer.buckets if self.mesh.replicate.size > 1 else ():
+            dist.all_reduce(bucket.shard, group=self.mesh.replicate.group)
+        for name, parameter in self.parameters.items():
+            if name in self.reducer.home:
+                continue
+            master, gradient = self.masters[name], parameter.grad
+            # FSDP2 pads what does not divide, in storage of its own: the optimizer must step on that and no other.
+            assert _same_memory(parameter._local_tensor, master), f"{name} has moved in memory"
+            master.grad = gradient._local_tensor if isinstance(gradient, DTensor) else torch.zeros_like(master)
+            if self.shared(self.held[name]):
+                dist.all_reduce(master.grad, group=self.mesh.ends.group)
+
+    def sync_params(self, rounded: frozenset[str] = frozenset()) -> None:
+        for name, parameter in self.parameters.items():
+            parameter.grad = self.masters[name].grad = None
+        for bucket in self.reducer.buckets:
+            bucket.forget()
+
+    def ready(self) -> None:
+        """The masters are the model's weights."""
+
+    def gradient_memory(self) -> Iterator[Tensor]:
+        yield from (p.grad._local_tensor for p in self.parameters.values() if isinstance(p.grad, DTensor))
+        for group in _groups(self.modules):
+            if group._partial_reduce_output is not None:
+                yield group._partial_reduce_output
+        yield from self.buffers()
+
+    def compute_memory(self) -> Iterator[Tensor]:
+        yield from self.masters.values()
+        for group in _groups(self.modules):
+            for parameter in group.fsdp_params:
+                yield from parameter.all_gather_outputs
+
+
+def _materialise(model: nn.Module, whole: set[str], device: torch.device) -> None:
+    """Memory for each rank's shards only, since nobody ever holds the whole model; and for the `whole` parameters,
+    which FSDP2 leaves alone. Those get new tensors, because fake ones cannot be swapped."""
+    plain = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in sorted(whole)]
+    shapes = [(module, key, module._parameters.pop(key)) for module, key in plain]
+    model.to_empty(device=device)
+    for module, key, shape in shapes:
+        assert shape is not None
+        module.register_parameter(key, nn.Parameter(torch.empty_like(shape, device=device)))
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    """Without a look at addresses, which tensors of a dry run do not have."""
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset()
+
+
+def _shard(
+    model: nn.Module, layers: list[int], mesh: Mesh, compute: torch.dtype, whole: set[nn.Parameter]
+) -> list[FSDPModule]:
+    """The model in FSDP2's hands, block by block; a block's experts before the rest of it, over ranks of their own;
+    itself the last. Those that stay `whole` are left out."""
+    found: list[FSDPModule] = []
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=wide(compute), cast_forward_inputs=False)
+    for module in _units(model, layers):
+        axes = ("ezero" if isinstance(module, ExpertNetworks) else "zero",)
+        plane = mesh.plane(*(("replicate", *axes) if mesh.replicate.size > 1 else axes))
+        sharded = fully_shard(module, mesh=plane, mp_policy=policy, reshard_after_forward=True, ignored_params=whole)
+        assert isinstance(sharded, FSDPModule)
+        # Sums: the loss has been divided by the token count already. Plain ones: gloo cannot scale while it adds.
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
+        if mesh.zero.staged:
+            stage(sharded)
+        if isinstance(module, ExpertNetworks):
+            _gather_aside(module)
+        found.append(sharded)
+    # In backward each one gathers the weights of the one below ahead; the lowest nothing. FSDP2 by itself goes by the
+    # order of past forwards, and under a pipeline would gather those of another microbatch or stage, which nobody uses.
+    for below, sharded in zip((found[0], *found), found, strict=False):
+        sharded.set_modules_to_backward_prefetch([below])
+    return found
+
+
+def _unit(model: nn.Module, module: FSDPModule) -> str:
+    """The name of what is gathered at a time; the rest of a stage has that of its first layer."""
+    name = next(name for name, inside in model.named_modules() if inside is module)
+    return name or f"the rest of the stage of {next(iter(dict(model.named_parameters())), 'no weights')}"
+
+
+def _gather_aside(module: nn.Module) -> None:
+    """Of a unit inside of a block: whether its weights are there already may differ when the block is recomputed."""
+    during = ExitStack()
+    for register in (module.register_forward_pre_hook, module.register_forward_hook):
+        register(lambda *_: during.enter_context(unnumbered()), prepend=True)  # before FSDP2's own hook ...
+        register(lambda *_: during.close())  # ... and after it
+
+
+def _units(model: nn.Module, layers: list[int]) -> Iterator[nn.Module]:
+    """What is gathered at a time, in the order of the forward pass."""
+    for block in (model.get_submodule(f"layers.{layer}") for layer in layers):
+        yield from (module for module in block.modules() if isinstance(module, ExpertNetworks))
+        yield block
+    yield model
+
+
+def _groups(modules: list[FSDPModule]) -> Iterator[Any]:
+    """FSDP2's own view of its parameters, which torch 2.13 keeps in a list and 2.11 does not: there a module without
+    parameters of its own, such as a stage between the ends, has None."""
+    for module in modules:
+        state: Any = module._get_fsdp_state()
+        groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+        yield from filter(None, groups)

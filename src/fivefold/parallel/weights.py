@@ -1,0 +1,219 @@
+"""Weights: one rank's part of a model's parameters, made anew and seen as part of the whole."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from fivefold.layout.sharding import Box, Grouping, LocalParam, held
+from fivefold.model.layers import wide
+from fivefold.parallel.buckets import Part, Reducer
+from fivefold.parallel.mesh import Axis, Mesh
+from fivefold.spec.model import ModelSpec
+
+Tap = Callable[[str, Tensor], None]
+
+
+class Weights(Protocol):
+    """A model's weights on this rank: in full precision for the optimizer, in the compute dtype for the model.
+
+    `Replicated` and `FullySharded` inherit what they share from here.
+    """
+
+    mesh: Mesh
+    held: dict[str, LocalParam]
+    masters: dict[str, nn.Parameter]
+    """By global name, this rank's shard in full precision. `finish` sets `grad` and `sync_params` deletes it."""
+    halves: bool
+    """Whether every backward pass must come in two halves, because some passes of this schedule do."""
+    reshard_after_forward: bool
+    """Whether the model's weights are there only while a pass of theirs runs."""
+    reducer: Reducer
+    grad_hook: Tap | None = None
+    """Is told of the gradients of a step's first microbatch as they come, before ranks add theirs up."""
+    number: int = 0
+    """The microbatch of the backward pass that runs."""
+    rehearsing: bool = False
+    """Whether gradients go to `grad_hook` and nowhere else."""
+
+    def microbatch(self, last: bool, stage: int = 0, part: Part = "all") -> AbstractContextManager[None]:
+        """Around the backward pass of one microbatch through one of this rank's stages, whole or half; `last`: no
+        other will follow in this step."""
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Take a gradient that does not come from autograd, but from a weight-gradient pass of its own."""
+        if not self.heard(name, gradient):
+            self.reducer.add(name, gradient)
+
+    def set_grad_hook(self, grad_hook: Tap) -> None:
+        """From here on `grad_hook` is told of gradients."""
+        self.grad_hook = grad_hook
+
+    def heard(self, name: str, gradient: Tensor) -> bool:
+        """Tell `grad_hook`; whether that is all that is to be done."""
+        if self.grad_hook is not None and self.number == 0:
+            self.grad_hook(name, gradient)
+        return self.rehearsing
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Around passes whose gradients are looked at and not learned from, before those of a step begin."""
+        self.rehearsing = True
+        self.drop()
+        try:
+            yield
+        finally:
+            self.rehearsing = False
+            self.drop()
+
+    def drop(self) -> None:
+        """Gradients that have come where nobody could keep them away."""
+
+    def finish(self) -> None:
+        """After the last microbatch: the masters' gradients are sums over all ranks that hold the parameter."""
+
+    def compute_copies(self) -> dict[str, Tensor]:
+        """The model's weights that are rounded copies of this rank's masters, and that nobody else has a part in."""
+        return {}
+
+    def sync_params(self, rounded: frozenset[str] = frozenset()) -> None:
+        """After the masters have changed: the model's weights follow, at the latest when its forward needs them.
+
+        Those that are `rounded` have followed already.
+        """
+
+    def ready(self) -> None:
+        """Wait until the model's own weights are the published ones, for whoever reads them without a forward."""
+
+    def gradient_memory(self) -> Iterator[Tensor]:
+        """Memory of gradients that is held right now."""
+        ...
+
+    def compute_memory(self) -> Iterable[Tensor]:
+        """Memory of the weights that the model computes with, as far as it is held right now."""
+        ...
+
+    def sharded(self, one: LocalParam) -> bool:
+        """Whether its master is the share of rows that ZeRO gives to this rank, or all that it computes with."""
+        ...
+
+    def zero(self, one: LocalParam | Grouping) -> Axis:
+        """The ranks that ZeRO divides it over."""
+        return getattr(self.mesh, one.zero_axis)
+
+    def replicate_axes(self, name: str, whole: bool = False) -> list[str]:
+        """The axes whose ranks hold the same bits of a master; `whole`: of the weight that the model computes with."""
+        one = self.held[name]
+        axes = ["replicate"] if self.sharded(one) and not whole else ["replicate", one.zero_axis]
+        axes += ["tp"] if one.tp.dim is None else []
+        return axes + (["ends"] if one.parameter.tied else [])
+
+    def copies(self, name: str) -> tuple[int, int]:
+        """Which copy this rank's shard is, and of how many: in sums over the world the first one counts."""
+        axes = [getattr(self.mesh, axis) for axis in self.replicate_axes(name)]
+        number = 0
+        for axis in axes:
+            number = number * axis.size + axis.rank
+        return number, math.prod(axis.size for axis in axes)
+
+    def shared(self, one: LocalParam) -> bool:
+        """Whether the other end of the pipeline holds a copy, whose gradients are added to this one's."""
+        return one.parameter.tied and self.mesh.ends.size > 1
+
+    def block(self, name: str) -> Box:
+        """The part of the whole parameter that this rank's master is."""
+        one = self.held[name]
+        zero = self.zero(one)
+        return one.share(zero.size, zero.rank) if self.sharded(one) else one.box
+
+    def as_dtensor(self, name: str, local: Tensor) -> Tensor:
+        """The whole parameter's view of a shard that is shaped like the master: a DTensor over zero x tp, or of experts
+        over ezero x ep."""
+        one, mesh = self.held[name], self.mesh
+        if mesh.world.size == 1:
+            return local
+        inner: Axis = getattr(mesh, one.tp.axis)
+        over_tp: Placement = Replicate() if one.tp.dim is None or inner.size == 1 else Shard(one.tp.dim)
+        over_zero: Placement = Replicate()
+        if self.sharded(one):
+            # The rows are cut over tp first and over zero second, though zero is the outer axis of the mesh.
+            over_zero = _StridedShard(0, split_factor=inner.size) if over_tp == Shard(0) else Shard(0)
+        shape = torch.Size(one.parameter.shape)
+        stride = torch.empty(shape, device="meta").stride()
+        plane = mesh.plane(one.zero_axis, one.tp.axis)
+        return DTensor.from_local(local, plane, [over_zero, over_tp], run_check=False, shape=shape, stride=stride)
+
+    def buffers(self) -> Iterator[Tensor]:
+        """Memory of gradients that is held between steps."""
+        for bucket in self.reducer.buckets:
+            yield from bucket.held()
+
+    def resident(self) -> dict[str, int]:
+        """Bytes of parameters, gradients and masters held right now; a master that is its parameter counts once."""
+        seen: set[int] = set()
+        return {
+            "parameters": _bytes(self.compute_memory(), seen),
+            "gradients": _bytes(self.gradient_memory(), seen),
+            "masters": _bytes(self.masters.values(), seen),
+        }
+
+
+def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
+    """Bytes of the memory behind `tensors`, each piece of memory once; `seen` are the pieces counted already."""
+    total = 0
+    for tensor in tensors:
+        memory = tensor.untyped_storage()
+        if memory._cdata not in seen:
+            seen.add(memory._cdata)
+            total += memory.nbytes()
+    return total
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, or the tensor itself; without history."""
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def listen(parameter: nn.Parameter, one: LocalParam, add: Tap) -> None:
+    """Hand every gradient of a parameter to `add` as it comes."""
+
+    def came(_: Tensor) -> None:
+        gradient = parameter.grad
+        parameter.grad = None
+        if gradient is None:
+            return  # it was put off, and will be added by whoever computes it
+        if isinstance(gradient, DTensor) and gradient.placements[0].is_partial() != one.tp.partial:
+            raise RuntimeError(f"the gradient of {one.name} came as {gradient.placements[0]} over tp")
+        add(one.name, local_of(gradient))
+
+    parameter.register_post_accumulate_grad_hook(came)
+
+
+def remake(model: nn.Module, held: dict[str, LocalParam], compute: torch.dtype, device: torch.device) -> None:
+    """Its parameters anew and empty on a device, in the dtype of compute; those that are never rounded in a wide one.
+
+    As `model.to(dtype).to_empty(device=device)`, which swaps tensors in place; those of a dry run refuse that.
+    """
+    for owner, module in model.named_modules():
+        for name, old in list(module._parameters.items()):
+            if old is None:
+                continue
+            dtype = wide(compute) if held[f"{owner}.{name}"].parameter.exact else compute
+            new = torch.empty(local_of(old).shape, dtype=dtype, device=device)
+            if isinstance(old, DTensor):
+                new = DTensor.from_local(
+                    new, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
+                )
+            setattr(module, name, nn.Parameter(new))
+
+
+def held_by(model: nn.Module, spec: ModelSpec, mesh: Mesh) -> dict[str, LocalParam]:
+    """The parameters of one of this rank's stages."""
+    here = {name for name, _ in model.named_parameters()}
+    ep = mesh.ep.rank if spec.experts is not None else 0
+    return {name: one for name, one in held(spec, mesh.layout, mesh.tp.rank, ep).items() if name in here}

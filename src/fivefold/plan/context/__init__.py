@@ -1,1 +1,0 @@
-"""Ring, all-gather or Ulysses, and from which length on."""

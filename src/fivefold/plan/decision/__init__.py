@@ -1,1 +1,0 @@
-"""The decision for a layout, written down for a design review."""

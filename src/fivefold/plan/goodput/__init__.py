@@ -1,1 +1,0 @@
-"""Days to train with failures: how often to save, and what slow ranks cost."""

@@ -1,1 +1,0 @@
-"""Unlike GPUs in one run: which rank is on which, how many layers each takes, and which schedule."""

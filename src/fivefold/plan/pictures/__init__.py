@@ -1,1 +1,0 @@
-"""Pictures of a plan: memory, time, traffic, and where its ranks are."""

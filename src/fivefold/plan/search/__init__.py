@@ -1,1 +1,0 @@
-"""All layouts, pruned by closed forms and timed by their schedules."""

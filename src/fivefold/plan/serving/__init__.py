@@ -1,1 +1,0 @@
-"""Serving: latency, throughput, cache."""

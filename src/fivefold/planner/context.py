@@ -1,0 +1,524 @@
+"""Ring, all-gather and Ulysses compared for one layer: the best kind, and where another overtakes it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar, get_args
+
+from msgspec import structs
+
+from fivefold.cost.attention import LayerAttention, Method, allgather, compare, possible, ring, splits
+from fivefold.cost.kernels import QUERIES, Device
+from fivefold.cost.links import Topology
+from fivefold.cost.stack import Attention
+from fivefold.cost.step import Case
+from fivefold.cost.systems import software_of
+from fivefold.hardware.cluster import Cluster
+from fivefold.layout.layout import ContextKind, Layout, tp_fits
+from fivefold.layout.sharding import kv_head
+from fivefold.planner.search import Option, search
+from fivefold.planner.space import FEWEST_TOKENS
+from fivefold.render.blocks import Block, Result, Table, Text
+from fivefold.spec.model import ModelSpec
+from fivefold.spec.presets import preset
+from fivefold.support.errors import UserError
+from fivefold.support.ranges import RANKS, TOKENS, checked, misfit, within
+from fivefold.support.text import counted, did_you_mean, either
+
+# ---- crossing -------------------------------------------------------------------------------------------------------
+# Where one kind of context parallelism overtakes another: methods.py, asked at many lengths and degrees.
+#
+# Nothing is derived here. Lengths double from one tile per piece upwards, and where an answer changes between two of
+# them the change is bisected. Attention grows with the square of the length and traffic with its first power, so there
+# is usually one change between two neighbours. Kernels that fill their last wave badly can add more, which may be
+# missed.
+
+
+LONGEST = 1 << 24  # tokens; longer sequences are not asked about
+
+T = TypeVar("T")
+
+
+class Since(NamedTuple, Generic[T]):
+    """An answer, and the least number that has it."""
+
+    start: int
+    answer: T
+
+
+def changes(ask: Callable[[int], T], numbers: Sequence[int], step: int) -> list[Since[T]]:
+    """The answers over ascending multiples of `step`: the first, and every other one where it begins."""
+    found = [Since(numbers[0], ask(numbers[0]))]
+    for low, high in pairwise(numbers):
+        at, last = low, ask(high)
+        while found[-1].answer != last:
+            end, answer = high, last
+            while end - at > step:
+                middle = (at + end) // 2 // step * step
+                if ask(middle) == found[-1].answer:
+                    at = middle
+                else:
+                    end, answer = middle, ask(middle)
+            found.append(Since(end, answer))
+            at = end
+    return found
+
+
+def _over_lengths(case: LayerAttention, ask: Callable[[LayerAttention], T]) -> list[Since[T]]:
+    step = 2 * case.ranks * QUERIES  # pieces are whole tiles
+    doubled = [step << power for power in range(64) if step << power <= max(LONGEST, step)]
+    return changes(lambda seq: ask(replace(case, seq=seq)), doubled, step)
+
+
+def by_length(case: LayerAttention) -> list[Since[ContextKind]]:
+    """The fastest kind, by the length of the sequence."""
+    return _over_lengths(case, lambda asked: possible(asked)[0].kind)
+
+
+def ring_or_gather(case: LayerAttention) -> list[Since[ContextKind]]:
+    """The faster of the two kinds that do not divide heads."""
+    return _over_lengths(case, lambda asked: min(ring(asked), allgather(asked), key=lambda one: one.seconds).kind)
+
+
+def ring_is_free(case: LayerAttention) -> list[Since[bool]]:
+    """Whether attention hides every send of a ring but that of the last gradient."""
+    return _over_lengths(case, lambda asked: ring(asked).waits == 0)
+
+
+class Degree(NamedTuple):
+    """One sequence over a number of ranks."""
+
+    ranks: int
+    seconds: dict[ContextKind, float | None]  # None: it cannot run
+
+    @property
+    def best(self) -> ContextKind:
+        return min((time, kind) for kind, time in self.seconds.items() if time is not None)[1]
+
+
+def by_degree(case: LayerAttention, most: int) -> list[Degree]:
+    """The same sequence over 2, 4, 8, ... ranks, as far as there are any and it divides; and over as many as asked."""
+    doubled = {1 << power for power in range(1, most.bit_length())}
+    fits = sorted(c for c in doubled | {case.ranks} if c <= most and case.seq % (2 * c) == 0)
+    return [
+        Degree(ranks, {kind: getattr(one, "seconds", None) for kind, one in compare(case.over(ranks)).items()})
+        for ranks in fits
+    ]
+
+
+# ---- compare --------------------------------------------------------------------------------------------------------
+
+
+TIE = 1.03  # the model of kernels and links is not more exact than that
+
+
+@dataclass(frozen=True)
+class ContextResult(Result):
+    model: str
+    cluster: str
+    case: LayerAttention
+    most: int  # cp ranks that the cluster has
+
+    @cached_property
+    def methods(self) -> dict[ContextKind, Method | UserError]:
+        """By kind: what it costs, or why it cannot run."""
+        return compare(self.case)
+
+    @cached_property
+    def splits(self) -> list[dict[str, Any]]:
+        """The ways to divide the tokens, with their balance and the time of a layer."""
+        return [
+            {
+                "split": split.name,
+                "piece": split.piece,
+                "balance": split.balance,
+                "worst_step": split.worst_step,
+                "tiles": split.waste,
+                "calls_ring_step": max(len(split.calls("earlier")), len(split.calls("later"))),
+                "calls_gathered": max(len(split.gathered(rank)) for rank in range(self.case.ranks)),
+                "ring_seconds": ring(self.case, split).seconds,
+                "allgather_seconds": allgather(self.case, split).seconds,
+            }
+            for split in splits(self.case.seq, self.case.ranks)
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        case, degrees = self.case, by_degree(self.case, self.most)
+        shape = {"seq": case.seq, "tp": case.wires.layout.tp, "cp": case.ranks}
+        heads = {"heads": case.heads, "kv_heads": case.kv_heads, "head_dim": case.head_dim}
+        faster, free = ring_or_gather(case), ring_is_free(case)
+        return {"model": self.model, "cluster": self.cluster, **shape, **heads} | {
+            "splits": self.splits,
+            "methods": [
+                {"kind": kind, "refused": str(one)} if isinstance(one, UserError) else _figures(one)
+                for kind, one in self.methods.items()
+            ],
+            "best": possible(case)[0].kind,
+            "best_by_seq": [{"from": start, "best": kind} for start, kind in by_length(case)],
+            "ring_or_allgather_by_seq": [{"from": start, "faster": kind} for start, kind in faster],
+            "ring_free_by_seq": [{"from": start, "free": answer} for start, answer in free],
+            "by_cp": [{"cp": one.ranks, "best": one.best, "seconds": one.seconds} for one in degrees],
+        }
+
+    def blocks(self) -> Iterator[Block]:
+        case = self.case
+        layout, accelerator = case.wires.layout, case.device.accelerator
+        link, where = accelerator.inside, "within a node"
+        if case.wires.across("cp"):
+            link, where = accelerator.across, f"{case.wires.reaches['cp'].together} per node"
+        yield Text(
+            f"one layer of {self.model} on {self.cluster}: {case.seq:,} tokens, tp={layout.tp}, cp={layout.cp}\n"
+            f"a rank has {case.tokens:,} tokens, {counted(case.heads, 'head')} and {counted(case.kv_heads, 'kv head')} "
+            f"of {case.head_dim}; cp ranks are {where}, joined by {link.name}"
+        )
+        yield from (self._split_table(), self._method_table(), Text(""))
+        yield from map(Text, self._sentences())
+
+    def _split_table(self) -> Table:
+        rows = []
+        for row in self.splits:
+            name, _, *ratios, calls, gathered, around, at_once = row.values()
+            ratios = [f"{ratio:.3f}" for ratio in ratios]
+            rows.append([name, *ratios, str(calls), str(gathered), _ms(around), _ms(at_once)])
+        return Table(
+            ["split", ">busiest rank", ">worst step", ">tiles", ">calls", ">gathered", ">ring ms", ">allgather ms"],
+            rows,
+            title="How tokens are divided",
+            caption="busiest rank: its scores over the mean; worst step: the same within one step of a ring; "
+            "tiles: scores in whole tiles over scores that count; calls: kernels of a ring's step, and of a rank with "
+            "all keys gathered",
+        )
+
+    def _method_table(self) -> Table:
+        rows = []
+        for kind, one in self.methods.items():
+            if isinstance(one, UserError):
+                rows.append([kind, *["-"] * 8])
+                continue
+            times = (one.work.attention.total, one.work.merging.total, one.exposed.total, one.seconds)
+            sent = (one.wire_bytes(backward) for backward in (False, True))
+            rows.append([kind, *map(_mib, sent), *map(_ms, times), *map(_mib, (one.kept, one.buffers))])
+        return Table(
+            ["kind", ">MiB sent", ">back", ">ms attend", ">merge", ">exposed", ">layer", ">MiB kept", ">buffers"],
+            rows,
+            title="How keys are exchanged",
+            caption="one layer: MiB that a rank sends forward and backward; milliseconds of both passes: attention, "
+            "merging, exposed communication, total; memory kept until backward, and buffers beside it",
+        )
+
+    def _sentences(self) -> Iterator[str]:
+        case = self.case
+        yield f"best: {self._best()}"
+        yield f"why: {self._why()}"
+        yield f"tokens: {self._tokens()}"
+        if isinstance(refusal := self.methods["ulysses"], UserError):
+            yield f"ulysses cannot run: {refusal}"
+        elif case.lcm > case.kv_heads:
+            yield (
+                f"ulysses repeats the {counted(case.kv_heads, 'kv head')} of a rank {case.lcm // case.kv_heads} times, "
+                "and sends and keeps the copies"
+            )
+        yield f"by length, cp={case.ranks}: {_ranges(by_length(case))}"
+        yield f"  of ring and allgather: {_ranges(ring_or_gather(case))}"
+        free = [one.start for one in ring_is_free(case) if one.answer]
+        hides = f"from {free[-1]:,} tokens" if free else f"at no length up to {LONGEST:,}"
+        yield f"  attention hides a ring's sends, all but the last: {hides}"
+        yield f"by cp, {case.seq:,} tokens: {_degrees(by_degree(case, self.most))}"
+        yield "with documents the balance of ring and allgather depends on where they end; ulysses is always balanced"
+
+    def _best(self) -> str:
+        first, *others = possible(self.case)
+        rest = ", ".join(f"{one.kind} takes {one.seconds / first.seconds:.2f} times as long" for one in others)
+        tie = [one.kind for one in others if one.seconds < TIE * first.seconds]
+        close = f"; {either(tie)} is as good, within the error of this model" if tie else ""
+        return f"{first.kind}, {first.split.name}: {_ms(first.seconds)} ms per layer; {rest}{close}"
+
+    def _why(self) -> str:
+        """What each kind pays beside attention itself."""
+        reasons = []
+        for kind, one in self.methods.items():
+            if isinstance(one, UserError):
+                continue
+            sent = _mib(sum(map(one.wire_bytes, (False, True))))
+            paid = f"{kind} waits {_ms(one.exposed.total)} ms for its {sent} MiB"
+            if one.work.merging.total:
+                paid += f" and merges for {_ms(one.work.merging.total)} ms"
+            if one.spare:
+                paid += f" (a rank's own tile can hide up to {_ms(one.spare)} ms of the gather)"
+            reasons.append(paid)
+        return "; ".join(reasons)
+
+    def _tokens(self) -> str:
+        """The zigzag is what runs: another split must be clearly better to be named."""
+        parts = []
+        for kind in ("ring", "allgather"):
+            times = {row["split"]: row[f"{kind}_seconds"] for row in self.splits}
+            best = min(times, key=lambda name: times[name])
+            parts.append(f"{'zigzag' if times['zigzag'] < TIE * times[best] else best} for {kind}")
+        return ", ".join(parts)
+
+
+def _figures(one: Method) -> dict[str, Any]:
+    return {
+        "kind": one.kind,
+        "split": one.split.name,
+        "sent_forward": one.wire_bytes(backward=False),
+        "sent_backward": one.wire_bytes(backward=True),
+        "attention_seconds": one.work.attention.total,
+        "merging_seconds": one.work.merging.total,
+        "exposed_seconds": one.exposed.total,
+        "seconds": one.seconds,
+        "kept": one.kept,
+        "buffers": one.buffers,
+    }
+
+
+def _ranges(found: list[Since[Any]]) -> str:
+    """'ulysses, then ring from 20,480 tokens'."""
+    if len(found) == 1:
+        return f"{found[0].answer} at every length"
+    return f"{found[0].answer}, then " + ", then ".join(f"{one.answer} from {one.start:,} tokens" for one in found[1:])
+
+
+def _degrees(found: list[Degree]) -> str:
+    """'ring at cp=2 to 64; ulysses is possible up to cp=16'."""
+    parts = []
+    for kind, group in groupby(found, key=lambda one: one.best):
+        ranks = [one.ranks for one in group]
+        parts.append(f"{kind} at cp={ranks[0]}" + (f" to {ranks[-1]}" if len(ranks) > 1 else ""))
+    able = [one.ranks for one in found if one.seconds["ulysses"] is not None]
+    return ", ".join(parts) + (f"; ulysses is possible up to cp={able[-1]}" if able else "; ulysses is never possible")
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:,.{0 if seconds >= 1 else 2}f}"
+
+
+def _mib(count: float) -> str:
+    return f"{count / (1 << 20):,.{0 if count >= 100 << 20 else 1}f}"
+
+
+def context(
+    seq: int,
+    cp: int,
+    *,
+    model: str | ModelSpec | None = None,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    tp: int | None = None,
+    cluster: str | Path | Cluster = "16x8xH100",
+    software: str = "fivefold",
+) -> ContextResult:
+    """Compare the kinds of context parallelism for a sequence of `seq` tokens over `cp` ranks.
+
+    The heads are a model's, or given one by one. `tp` ranks share them; by default as many as a node has, if heads and
+    cluster allow.
+    """
+    spec, machines, stack = _spec(model, heads, kv_heads, head_dim), Cluster.read(cluster), software_of(software)
+    group = machines.groups[0]
+    found = spec.problems()
+    if len(machines.groups) > 1:
+        found.append(f"{machines} has mixed nodes, and a cp group runs on nodes of one kind; nearest: cluster={group}")
+    if cp < 2:
+        found.append(f"cp={cp} does not divide a sequence; nearest: cp=2")
+    found += filter(None, (misfit("seq", seq, within(1, TOKENS)), misfit("cp", max(cp, 2), within(2, RANKS))))
+    if found:
+        raise UserError(found)
+    if tp is None:
+        legal = [n for n in range(1, group.gpus + 1) if group.gpus % n == 0 and tp_fits(spec, n)]
+        tp = max(n for n in legal if n == 1 or n * cp <= machines.world)
+    layout = Layout(tp=tp, cp=cp)
+    found = layout.problems(spec, seq=seq)
+    if layout.world > machines.world:
+        fits = [n for n in range(2, min(cp, machines.world // max(1, tp) + 1)) if seq % (2 * n) == 0]
+        larger = f"cluster={-(-layout.world // group.gpus)}x{group.gpus}x{group.accelerator.name}"
+        found.append(
+            f"tp={tp} x cp={cp} needs {layout.world} GPUs, and {machines} has {machines.world}; nearest: "
+            + either([*(f"cp={n}" for n in fits[-1:]), larger])
+        )
+    if found:
+        raise UserError(found)
+    device = Device.of(group.accelerator)
+    case = LayerAttention(
+        seq,
+        spec.heads // tp,
+        len(kv_head(spec, layout, 0)),
+        spec.head_dim,
+        device,
+        Topology(device, group.gpus, layout),
+        kernel=stack.attention,
+        partial=stack.cp_attention or stack.attention,
+    )
+    return ContextResult(spec.name, str(machines), case, machines.world // tp)
+
+
+def _spec(model: str | ModelSpec | None, heads: int | None, kv_heads: int | None, head_dim: int | None) -> ModelSpec:
+    """The model, or one with the given heads."""
+    if heads is None:
+        parts = {"kv_heads": kv_heads, "head_dim": head_dim}
+        if loose := [f"{name}={value}" for name, value in parts.items() if value is not None]:
+            raise UserError(f"{', '.join(loose)} needs heads; give heads too, or only a model")
+        return model if isinstance(model, ModelSpec) else preset(model or "llama3-405b")
+    if model is not None:
+        raise UserError(f"model={model} has heads of its own, and heads={heads} is given; leave one of them out")
+    kv, width = heads if kv_heads is None else kv_heads, 128 if head_dim is None else head_dim
+    given = {"heads": heads, "kv_heads": kv, "head_dim": width}
+    if small := [f"{name}={value} must be at least 1" for name, value in given.items() if value < 1]:
+        raise UserError(small)
+    # The feed-forward width is one that every tp divides which divides the heads.
+    name, hidden = f"a model of {heads} heads", heads * width
+    return ModelSpec(name=name, layers=1, hidden=hidden, heads=heads, kv_heads=kv, head_dim=width, ffn=heads, vocab=2)
+
+
+# ---- unplanned ------------------------------------------------------------------------------------------------------
+# What trains, is proven and planned, but has no cost model yet for lengths: refused by name.
+
+
+def refuse_unplanned(spec: ModelSpec) -> None:
+    if spec.experts is not None:
+        raise UserError(
+            f"{spec.name} has {spec.experts.count} experts a layer, and the comparison of lengths knows dense "
+            f"models alone; training is planned: 'fivefold plan {spec.name} --cluster 2x8xH100'"
+        )
+
+
+# ---- lengths --------------------------------------------------------------------------------------------------------
+# Whether context parallelism pays, and how much of it: whole steps, by the length of a sequence, cp and the kernel.
+#
+# lengths([8192, 131072], "llama3-8b", "8x8xH100").rows[0].best      # the best layout of every cp
+#
+# Each number is a search over all layouts with that cp. A step has about as many tokens at every length.
+
+
+STEP = 1 << 22  # tokens
+PEAK = "peak"  # a kernel that reaches the device's peak rate: none can be faster
+KERNELS = (*get_args(Attention)[2:], PEAK)
+
+
+class Length(NamedTuple):
+    """One length with one attention kernel: by cp, the fastest layout that fits; None where none does."""
+
+    seq: int
+    batch: int
+    kernel: str  # empty: the software's own
+    by_cp: dict[int, Option | None]
+
+    @property
+    def best(self) -> Option | None:
+        return min(filter(None, self.by_cp.values()), key=lambda one: one.seconds, default=None)
+
+    def slower(self, cp: int) -> float | None:
+        """Than the best, with this cp."""
+        found = self.by_cp.get(cp)
+        return found.seconds / self.best.seconds - 1 if found and self.best else None
+
+
+@dataclass(frozen=True)
+class LengthsResult(Result):
+    model: str
+    cluster: str
+    software: str
+    rows: tuple[Length, ...]
+
+    @property
+    def degrees(self) -> list[int]:
+        return sorted({cp for row in self.rows for cp in row.by_cp})
+
+    def to_dict(self) -> dict[str, Any]:
+        asked = {"model": self.model, "cluster": self.cluster, "software": self.software}
+        return asked | {
+            "lengths": [
+                {
+                    "seq": row.seq,
+                    "batch": row.batch,
+                    "kernel": row.kernel or None,
+                    "best": str(row.best.layout) if row.best else None,
+                    "by_cp": [
+                        {"cp": cp, "layout": str(one.layout) if one else None, "seconds": one.seconds if one else None}
+                        for cp, one in row.by_cp.items()
+                    ],
+                }
+                for row in self.rows
+            ]
+        }
+
+    def blocks(self) -> Iterator[Block]:
+        yield Text(f"{self.model} on {self.cluster}, {self.software}: the fastest layout with each cp")
+        kernels = any(row.kernel for row in self.rows)
+        first, slower, fastest = [">tokens", *(["kernel"] if kernels else [])], [], []
+        for row in self.rows:
+            what, best = [f"{row.seq:,}", *([row.kernel] if kernels else [])], row.best
+            slower.append([*what, *(_loss(row, cp) for cp in self.degrees)])
+            if best:
+                share = f"{best.case.mfu(best.seconds, 'causal'):.1%}"
+                fastest.append([*what, f"{best.seconds:.2f} s", share, str(best.layout)])
+        caption = "how much slower than with the best cp, over all other choices; no: none fits; -: not tried"
+        yield Table([*first, *(f">cp={cp}" for cp in self.degrees)], slower, title="cp by length", caption=caption)
+        caption = "MFU: with the half of attention that a causal mask leaves"
+        yield Table([*first, ">step", ">MFU", "~layout"], fastest, title="The fastest", caption=caption)
+
+
+def _loss(row: Length, cp: int) -> str:
+    if cp not in row.by_cp:
+        return "-"
+    slower = row.slower(cp)
+    return "no" if slower is None else "best" if slower == 0 else f"+{slower:.1%}"
+
+
+def lengths(
+    seqs: Sequence[int],
+    model: str | ModelSpec = "llama3-8b",
+    cluster: str | Path | Cluster = "8x8xH100",
+    *,
+    kernels: Sequence[str] = (),
+    software: str = "fivefold",
+) -> LengthsResult:
+    """The fastest layout of every cp, for sequences of these lengths, in steps of about 4M tokens.
+
+    `kernels` are attention kernels to compare: flash1, flash2, flash3, or peak, which no kernel can surpass.
+    """
+    spec, machines = preset(model) if isinstance(model, str) else model, Cluster.read(cluster)
+    refuse_unplanned(spec)
+    if len(machines.groups) > 1:
+        raise UserError(f"{machines} has mixed nodes; give one group, as cluster={machines.groups[0]}")
+    if wrong := [name for name in kernels if name not in KERNELS]:
+        raise UserError(f"{wrong[0]!r} is not an attention kernel; {did_you_mean(wrong[0], KERNELS)}")
+    for seq in seqs:
+        checked("seq", seq, within(2, TOKENS))
+    stack, rows = software_of(software, machines.groups[0].accelerator), []
+    for seq in seqs:
+        batch = max(1, STEP // seq)
+        case = Case(structs.replace(spec, context=max(spec.context, seq)), Layout(), machines, seq, batch, stack=stack)
+        for kernel in kernels or ("",):
+            with_it = _with(case, kernel)
+            rows.append(Length(seq, batch, kernel, {cp: _fastest(with_it, cp) for cp in _cp_degrees(case)}))
+    return LengthsResult(spec.name, str(machines), stack.name, tuple(rows))
+
+
+def _cp_degrees(case: Case) -> Iterator[int]:
+    """Powers of two that leave a rank enough tokens."""
+    cp = 1
+    while cp <= case.cluster.world and (cp == 1 or (case.seq % (2 * cp) == 0 and case.seq // cp >= FEWEST_TOKENS)):
+        yield cp
+        cp *= 2
+
+
+def _with(case: Case, kernel: str) -> Case:
+    """Every attention of the case by one kernel."""
+    if not kernel:
+        return case
+    name = KERNELS[-2] if kernel == PEAK else kernel
+    device = Device.of(case.cluster.groups[0].accelerator)
+    if kernel == PEAK:
+        device = replace(device, reached=structs.replace(device.reached, **{name: 1.0}))
+    return replace(case, device=device, stack=case.stack.but(attention=name, cp_attention=name))
+
+
+def _fastest(case: Case, cp: int) -> Option | None:
+    try:
+        return search(case, top=1, cp=cp).best
+    except UserError:  # nothing fits, or the batch does not divide
+        return None

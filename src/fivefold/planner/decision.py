@@ -1,0 +1,441 @@
+"""`plan -o decision.md`: the question, the layout, its math with numbers filled in, its neighbours, its turning points.
+
+decide(plan("llama3-70b", "8x8xH100")).markdown()
+
+Every figure is one of the plan's own; only what would change the decision is planned again.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from msgspec import structs
+
+from fivefold.cost.footprint import HEADROOM
+from fivefold.cost.step import Case
+from fivefold.hardware.accelerators import Accelerator
+from fivefold.hardware.cluster import Cluster
+from fivefold.layout.layout import Layout
+from fivefold.planner.explain import ALIKE, CAUSES, RANKS_BY, Neighbour, difference, simplest
+from fivefold.planner.interval import IN_WORDS
+from fivefold.planner.result import PlanResult, figures
+from fivefold.planner.search import SURVIVORS, By, Option, evaluate, search
+from fivefold.planner.textbook import Shortcut, shortcuts
+from fivefold.planner.training import DAY
+from fivefold.render.blocks import Block, Result, Table, Text
+from fivefold.render.html import Section, to_markdown, to_page
+from fivefold.support.errors import UserError
+from fivefold.support.text import counted, si
+
+# ---- turning --------------------------------------------------------------------------------------------------------
+# What would change a decision: memory, batch and links at which another layout is chosen, found by planning again.
+
+
+FACTORS = (0.5, 2.0)
+HALVINGS = 2  # of the interval in which the choice changes
+Progress = Callable[[int, int, str], None]
+
+
+class Quantity(NamedTuple):
+    """Something of the question that may be otherwise: `change` makes a case that has so many times as much of it, and
+    `read` says how much a case has."""
+
+    name: str
+    unit: str
+    read: Callable[[Case], float]
+    change: Callable[[Case, float], Case]
+
+
+@dataclass(frozen=True)
+class TurningPoint:
+    """The choice holds up to `holds`, and is another at `turns`; None: no other up to there."""
+
+    name: str
+    unit: str
+    value: float  # as it was asked
+    holds: float
+    turns: float | None
+    choice: str = ""  # the layout there; empty: nothing fits
+    why: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("name", "unit", "value", "holds", "turns", "choice", "why")}
+
+
+def quantities(case: Case) -> list[Quantity]:
+    """Of unlike nodes the memory alone: which of their links would it be?"""
+    found = [Quantity("memory of a device", "GB", lambda one: _card(one).memory / 1e9, _memory)]
+    if not case.cluster.groups[1:]:
+        where = "between nodes" if case.cluster.nodes > 1 else "within the node"
+        if case.cluster.world > 1:
+            found.append(Quantity(f"link {where}", "GB/s", _speed, _link))
+        found.append(Quantity("batch", "sequences", lambda one: one.batch, _batch))
+    return found
+
+
+def _card(case: Case) -> Accelerator:
+    return case.cluster.groups[0].accelerator
+
+
+def _speed(case: Case) -> float:
+    return float(getattr(_card(case), _which(case)).bandwidth / 1e9)
+
+
+def _which(case: Case) -> str:
+    """The link that is the narrowest."""
+    return "across" if case.cluster.nodes > 1 else "inside"
+
+
+class OpenCase(NamedTuple):
+    """The question behind a choice: a case whose layout is open, the ranking, and choices that are not free."""
+
+    case: Case
+    by: By
+    fixed: dict[str, Any]
+
+    def choice(self, case: Case) -> Option | None:
+        """As `plan` chooses; None where nothing fits."""
+        try:
+            found = search(case, self.by, SURVIVORS if self.by == "throughput" else 1, **self.fixed)
+        except UserError:
+            return None
+        return simplest(found.options) if self.by == "throughput" else found.best
+
+
+def turns(chosen: Option, asked: OpenCase, progress: Progress | None = None) -> Iterator[TurningPoint]:
+    """For half and twice as much of each quantity. Where the choice changes, about where."""
+    case = asked.case
+    every = [(quantity, factor) for quantity in quantities(case) for factor in FACTORS]
+    for done, (quantity, factor) in enumerate(every):
+        if progress:
+            progress(done, len(every), f"{quantity.name} x {factor:g}")
+        yield _turn(chosen, asked, quantity, factor)
+
+
+def _turn(chosen: Option, asked: OpenCase, quantity: Quantity, factor: float) -> TurningPoint:
+    def at(factor: float) -> float:
+        return quantity.read(quantity.change(asked.case, factor))
+
+    one = asked.choice(quantity.change(asked.case, factor))
+    if not _differs(chosen.layout, one):
+        return TurningPoint(quantity.name, quantity.unit, at(1.0), at(factor), None)
+    holds, turned = 1.0, factor
+    for _ in range(HALVINGS):
+        middle = math.sqrt(holds * turned)
+        there = asked.choice(quantity.change(asked.case, middle))
+        if _differs(chosen.layout, there):
+            turned, one = middle, there
+        else:
+            holds = middle
+    why = "" if one is None else _compared(chosen, one)
+    choice = str(one.layout) if one else ""
+    return TurningPoint(quantity.name, quantity.unit, at(1.0), at(holds), at(turned), choice, why)
+
+
+def _differs(layout: Layout, other: Option | None) -> bool:
+    """In more than the number of its microbatches."""
+    if other is None:
+        return True
+    one, two = (structs.replace(each, microbatches=1) for each in (layout, other.layout))
+    return one != two
+
+
+def _compared(chosen: Option, other: Option) -> str:
+    """How the choice of now would do there."""
+    case, layout = other.case, chosen.layout
+    rows = case.batch // layout.dp // chosen.case.samples  # microbatches of the size of now
+    if rows and case.batch == rows * layout.dp * chosen.case.samples:
+        layout = structs.replace(layout, microbatches=rows)
+    if layout.problems(case.spec, world=case.cluster.world, seq=case.seq, batch=case.batch, ranks_by=RANKS_BY):
+        return f"{layout} does not divide it"
+    if chosen.case.groups:
+        return ""
+    stays = evaluate(replace(case, layout=layout))
+    if not stays.fits:
+        return f"{layout} does not fit there: it needs {stays.footprint.total / 1e9:.1f} GB"
+    little = abs(other.seconds / stays.seconds - 1) < ALIKE
+    noise = ", and so little is within the noise of measured runs" if little else ""
+    return f"against staying it {difference(stays, other)}{noise}"
+
+
+def _memory(case: Case, factor: float) -> Case:
+    def changed(card: Accelerator) -> Accelerator:
+        return structs.replace(card, memory=int(card.memory * factor))
+
+    return _with_cards(case, changed)
+
+
+def _link(case: Case, factor: float) -> Case:
+    which = _which(case)
+
+    def changed(card: Accelerator) -> Accelerator:
+        link = getattr(card, which)
+        return structs.replace(card, **{which: structs.replace(link, bandwidth=link.bandwidth * factor)})
+
+    return _with_cards(case, changed)
+
+
+def _batch(case: Case, factor: float) -> Case:
+    """A multiple of the devices, where the batch was one."""
+    unit = math.gcd(case.batch, case.cluster.world)
+    return replace(case, batch=max(unit, round(case.batch * factor / unit) * unit))
+
+
+def _with_cards(case: Case, changed: Callable[[Accelerator], Accelerator]) -> Case:
+    groups = tuple(structs.replace(group, accelerator=changed(group.accelerator)) for group in case.cluster.groups)
+    return replace(case, cluster=Cluster(groups))
+
+
+# ---- decision -------------------------------------------------------------------------------------------------------
+
+
+GB = 1e9
+SMALL = 4096  # bytes: a smaller payload has no row
+EXACT = 0.01  # between a shortcut and the exact figure
+NEGLIGIBLE = 5e-4  # of a step: a shorter cause has no row
+
+
+@dataclass(frozen=True)
+class Decision(Result):
+    found: PlanResult
+    shortcuts: tuple[Shortcut, ...]
+    turns: tuple[TurningPoint, ...]
+    command: str = ""  # that made it
+
+    @property
+    def title(self) -> str:
+        return f"The layout of {self.found.case.spec.name} on {self.found.case.cluster}"
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """What `plan --json` says of the layout."""
+        return figures(self.found.explained, self.found.price)
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.found.to_dict() | {
+            "shortcuts": [one.to_dict() for one in self.shortcuts],
+            "turns": [one.to_dict() for one in self.turns],
+        }
+
+    def blocks(self) -> Iterator[Block]:
+        for section in self.sections():
+            yield Text(f"\n{section.title}", "bold")
+            yield from section.blocks
+
+    def markdown(self) -> str:
+        return to_markdown(self.title, self.sections())
+
+    def html(self) -> str:
+        """The same as a page of its own, with pictures."""
+        found = self.found
+        pictures = {"Memory": found.drawn("memory"), "Traffic": found.drawn("traffic"), "Time": found.scene()}
+        return to_page(self.title, self.sections(), pictures)
+
+    def sections(self) -> list[Section]:
+        return [
+            Section("The question", [*self._question()]),
+            Section("The decision", [*self._decision()]),
+            Section("Memory", [*self._memory()]),
+            Section("Traffic", [*self._traffic()]),
+            Section("Time", [*self._time()]),
+            Section("Beside the textbook", [*self._textbook()]),
+            Section("Layouts one change away", [*self._neighbours()]),
+            Section("What would change the decision", [*self._turning()]),
+        ]
+
+    # ---- sections ----------------------------------------------------------------------------------------------------
+
+    def _question(self) -> Iterator[Block]:
+        case = self.found.case
+        spec, group = case.spec, case.cluster.groups[0]
+        card = group.accelerator
+        experts = f", {si(spec.active_parameters, 4)} of them active for a token" if spec.experts else ""
+        yield Text(
+            f"Which layout trains {spec.name} ({si(spec.parameter_count, 4)} parameters{experts}; {spec.layers} layers,"
+            f" hidden {spec.hidden:,}) on {case.cluster} with {case.batch:,} sequences of {case.seq:,} tokens a step "
+            f"({si(case.batch * case.seq)} tokens), in {case.precision}, with the kernels and the overlap of "
+            f"{case.stack.name}?"
+        )
+        rows = [
+            ("devices", f"{case.cluster.world:,} on {counted(case.cluster.nodes, 'node')}"),
+            ("memory of a device", f"{card.memory / GB:.1f} GB, of which a plan fills {HEADROOM:.0%}"),
+            ("link within a node", f"{card.inside.name}, {card.inside.bandwidth / GB:.4g} GB/s each way"),
+            ("link between nodes", f"{card.across.name}, {card.across.bandwidth / GB:.4g} GB/s each way"),
+            (f"peak in {case.precision}", f"{_rate(card.rate(case.precision) / 1e12)} TFLOP/s"),
+        ]
+        yield Table(["", f"{card.name}, {'nominal' if card.is_cpu else 'by its maker'}"], rows)
+        if self.command:
+            yield Text(f"This page is made by `{self.command}`.")
+
+    def _decision(self) -> Iterator[Block]:
+        found, option, shown = self.found, self.found.explained, self.figures
+        yield Text(f"`{option.layout}`")
+        whose = "It was given" if found.given else "It is the planner's choice"
+        yield Text(f"{whose}; {found.evaluated:,} layouts were evaluated, and {found.fitting:,} of them fit.")
+        if not option.fits:
+            yield Text(f"It does not fit: {option.footprint.total / GB:.1f} GB of {option.limit / GB:.1f}.")
+        ranges = {key: shown[f"{key}_range"] for key in ("step_seconds", "tokens_per_second", "mfu", "memory_bytes")}
+
+        def row(name: str, key: str, said: Any) -> tuple[str, str, str]:
+            low_high = ranges[key]
+            return name, said(shown[key]), " to ".join(map(said, low_high)) if low_high else "not known"
+
+        rows = [
+            row("time of a step", "step_seconds", _seconds),
+            row("tokens per second", "tokens_per_second", si),
+            row("MFU", "mfu", "{:.1%}".format),
+            row("memory of the fullest rank", "memory_bytes", _gigabytes),
+        ]
+        yield Table(["", ">predicted", f">{IN_WORDS}"], rows)
+        cost = f", and costs ${shown['cost_per_day']:,.0f}" if found.price is not None else ""
+        yield Text(f"At this rate a day has {si(option.tokens_per_second * DAY)} tokens{cost}.")
+        if found.given:
+            yield Text(f"The planner's choice, `{found.chosen.layout}`, {difference(found.given, found.chosen)}.")
+        elif found.chosen is not found.options[0]:
+            fastest = found.options[0]
+            faster = 1 - fastest.seconds / found.chosen.seconds
+            yield Text(f"`{fastest.layout}` is {faster:.1%} faster, and the choice is simpler.")
+
+    def _memory(self) -> Iterator[Block]:
+        shown, option = self.figures, self.found.explained
+        parts, total = shown["memory_by_component"], shown["memory_bytes"]
+        rows = [(name, _gigabytes(size), f"{size / total:.1%}") for name, size in parts.items() if size > 0]
+        left = option.limit - total
+        totals = [("total", _gigabytes(total), ""), ("a plan's limit", _gigabytes(option.limit), "")]
+        yield Table(["component", ">of a rank", ">share"], rows, totals=totals)
+        room = f"{left / GB:.1f} GB are left below the limit" if left >= 0 else f"{-left / GB:.1f} GB too many"
+        yield Text(f"The fullest is pipeline rank {shown['memory_rank']}; {room}.")
+
+    def _traffic(self) -> Iterator[Block]:
+        rows = [
+            (
+                row["axis"], row["kind"], f"{row['calls']:,}", _size(row["payload"]), _size(row["inside"]),
+                _size(row["across"]), "" if row["seconds"] is None else _seconds(row["seconds"]),
+            )
+            for row in self.figures["traffic"]
+            if row["payload"] > SMALL
+        ]  # fmt: skip
+        if not rows:
+            yield Text("A rank sends nothing that counts.")
+            return
+        rank = self.figures["traffic_rank"]
+        who = f"a rank of pipeline rank {rank}" if rank else "the first rank"
+        heads = ["axis", "collective", ">calls", ">payload", ">in node", ">between", ">alone"]
+        yield Table(
+            heads,
+            rows,
+            caption=f"What {who} sends in a step. Payload: bytes handed to the collectives. In node, between "
+            "(nodes): bytes on the wire. Alone: seconds, one call after the other, if no compute hid them.",
+        )
+
+    def _time(self) -> Iterator[Block]:
+        shown = self.figures
+        step = shown["step_seconds"]
+        rows = [
+            (CAUSES[cause], _seconds(length), f"{length / step:.1%}")
+            for cause, length in shown["time_by_cause"].items()
+            if abs(length) >= NEGLIGIBLE * step
+        ]
+        yield Table(
+            ["cause", ">time", ">share"], rows, totals=[("step", _seconds(step), "")],
+            caption="Collectives and communication: what compute does not hide.",
+        )  # fmt: skip
+
+    def _textbook(self) -> Iterator[Block]:
+        rows = [
+            (one.name, one.said(one.textbook), one.said(one.exact), _times(one.exact, one.textbook))
+            for one in self.shortcuts
+        ]
+        yield Table(["", ">shortcut", ">exact", ">exact / shortcut"], rows)
+        yield Text("\n".join(map(_reasoned, self.shortcuts)))
+        yield Text(
+            "P parameters, B sequences of a microbatch and S of its tokens on a rank, H hidden, L layers, m "
+            "microbatches, N ranks that ZeRO shards over, t, p and e the degrees of tp, pp and ep, v stages of a rank, "
+            "K experts of a token, a attention heads; 2 bytes a number. Sources: arXiv 1910.02054 (state, 2M, 3M), "
+            "2205.05198 (activations), 1909.08053 (tp)."
+        )
+
+    def _neighbours(self) -> Iterator[Block]:
+        ordered = sorted(self.found.neighbours, key=lambda one: (one.slower is None, one.slower or 0.0))
+        rows = [
+            (one.change, _changed(one), "" if one.memory is None else _gigabytes(one.memory))
+            for one in ordered
+        ]  # fmt: skip
+        yield Table(["change", ">time", ">memory"], rows)
+        yield Text("\n".join(f"- {one.sentence}" for one in ordered))
+
+    def _turning(self) -> Iterator[Block]:
+        found = self.found
+        if found.explained.fits:
+            least = found.explained.footprint.total / HEADROOM / GB
+            yield Text(
+                f"`{found.layout}` needs devices of {least:.1f} GB; with less memory it takes more microbatches, or "
+                "does not fit at all."
+            )
+        yield Text(
+            "Planned again with half and with twice as much of each, the choice "
+            f"(`{found.chosen.layout}`, microbatches apart):"
+        )
+        rows = [
+            (
+                one.name,
+                f"{one.value:.4g} {one.unit}",
+                f"{one.holds:.4g}",
+                f"{one.turns:.4g}" if one.turns else "no other",
+            )
+            for one in self.turns
+        ]
+        yield Table(["", ">now", ">holds up to", ">is another at"], rows)
+        changes = [one for one in self.turns if one.turns is not None]
+        lines = [f"- {one.name} {one.turns:.4g} {one.unit}: {_instead(one)}" for one in changes]
+        yield Text("\n".join(lines) or "Nothing of this changes it.")
+
+
+def decide(found: PlanResult, command: str = "", progress: Progress | None = None) -> Decision:
+    """The decision for a plan's layout. Planning again takes a dozen searches; `progress` hears of them."""
+    asked = OpenCase(found.case, found.by, found.fixed)
+    changed = tuple(turns(found.chosen, asked, progress))
+    return Decision(found, tuple(shortcuts(found.explained)), changed, command)
+
+
+def _reasoned(one: Shortcut) -> str:
+    near = one.textbook and abs(one.exact / one.textbook - 1) < EXACT
+    return f"- {one.name}: {one.formula}. {'Alike' if near else 'Why they differ'}: {one.why}."
+
+
+def _instead(turn: TurningPoint) -> str:
+    if not turn.choice:
+        return "nothing fits"
+    return f"`{turn.choice}`" + (f"; {turn.why}" if turn.why else "")
+
+
+def _changed(one: Neighbour) -> str:
+    if one.slower is not None:
+        return f"{one.slower:+.1%}"
+    return "cannot run" if one.memory is None else "does not fit"
+
+
+def _rate(tera: float) -> str:
+    return f"{tera:,.0f}" if tera >= 10 else f"{tera:.3g}"
+
+
+def _times(exact: float, textbook: float) -> str:
+    return f"{exact / textbook:.2f}" if textbook else ""
+
+
+def _size(size: float) -> str:
+    """Four digits."""
+    for unit, name in ((1e12, "TB"), (GB, "GB"), (1e6, "MB"), (1e3, "KB")):
+        if size >= 0.99995 * unit:
+            return f"{size / unit:.4g} {name}"
+    return f"{size:.4g} B"
+
+
+def _gigabytes(size: float) -> str:
+    """Two decimals; of what would be 0.00 GB the megabytes."""
+    return f"{size / GB:,.2f} GB" if size >= GB / 200 or not size else f"{size / 1e6:.3g} MB"
+
+
+def _seconds(length: float) -> str:
+    return f"{length:.2f} s" if length >= 1 else f"{1e3 * length:.3g} ms"

@@ -1,0 +1,273 @@
+"""Which of the ranked layouts to take, why not its neighbours, and whether another batch would do better.
+
+The choice is the simplest layout among those that nobody could tell apart. Published runs of one configuration differ
+by 6% between releases of the same software, and the model's own error is of that size. A layout that wins by less and
+needs one axis more, or tp over a network, is not worth its trouble.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from msgspec import structs
+
+from fivefold.cost.collectives import RankCoords, expected
+from fivefold.cost.footprint import HEADROOM, Footprint, footprint
+from fivefold.cost.links import Reach
+from fivefold.cost.memory import dtype_of
+from fivefold.cost.step import Case, estimate
+from fivefold.layout.layout import Layout
+from fivefold.planner.closed import ep_changes
+from fivefold.planner.mixed import divided, groups_of, spanning
+from fivefold.planner.search import Option, can_be_made, search
+from fivefold.schedules.registry import CATALOGUE
+from fivefold.support.errors import UserError
+from fivefold.support.text import either
+
+NAMED = 3  # causes of a difference at most
+RANKS_BY = "a cluster of"  # how a planner's reader gives a number of ranks
+
+EVEN, SPEED = "even layers", "layers by speed"  # over mixed nodes
+
+# The name of each cause of time. Communication is what compute does not hide.
+CAUSES = {
+    "gemm": "matmuls",
+    "attention": "attention",
+    "memory": "memory-bound kernels",
+    "recompute": "recomputation",
+    "host": "waiting for the host",
+    "tp": "tp collectives",
+    "cp": "cp communication",
+    "zero": "ZeRO-3 gathers and scatters",
+    "ep": "tokens on their way to experts",
+    "bubble": "pipeline bubbles and sends",
+    "dp": "gradient and weight collectives",
+    "optimizer": "optimizer",
+    "other": "host work between steps",
+}
+
+
+class Neighbour(NamedTuple):
+    """A layout one change away. `slower` is relative to the option; None where it cannot run or does not fit."""
+
+    change: str
+    layout: Layout
+    slower: float | None
+    sentence: str
+    memory: float | None = None  # bytes of its fullest rank; None where it cannot run
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"change": self.change, "layout": str(self.layout), "slower": self.slower, "why": self.sentence} | {
+            "memory_bytes": self.memory
+        }
+
+
+def neighbours(option: Option) -> list[Neighbour]:
+    """What each single change would do."""
+    return [_judge(option, change, layout) for change, layout in _changes(option.case)]
+
+
+def nearest_fit(option: Option) -> Neighbour | None:
+    """Of the layouts one change away that fit, the quickest; where none does, the planner's choice, if there is one."""
+    if fitting := [one for one in neighbours(option) if one.slower is not None]:
+        return min(fitting, key=lambda one: one.slower or 0.0)
+    try:
+        best = simplest(search(option.case).options)
+    except UserError:
+        return None
+    change = str(best.layout)
+    return Neighbour(change, best.layout, best.seconds / option.seconds - 1, f"{change} {difference(option, best)}")
+
+
+def _changes(case: Case) -> Iterator[tuple[str, Layout]]:
+    """One degree doubled or halved (dp takes the difference), or one other choice."""
+    layout, world = case.layout, case.cluster.world
+    if case.groups:
+        yield (EVEN, structs.replace(layout, split=())) if layout.split else (SPEED, layout)
+    # A split by hand belongs to its degrees; over mixed nodes it is made anew.
+    for axis in () if layout.split and not case.groups else ("tp", "pp", "cp"):
+        value = getattr(layout, axis)
+        for other in (2 * value, value // 2):
+            dp = world // max(1, layout.world // layout.dp // value * other) if other else 0
+            if dp:
+                changes: dict[str, Any] = {axis: other, "dp": dp}
+                if axis == "tp":
+                    changes["sp"] = other > 1 and (layout.sp or layout.tp == 1)
+                if layout.dp * layout.microbatches % dp == 0:  # as many as keep microbatches as large as they are
+                    changes["microbatches"] = layout.dp * layout.microbatches // dp
+                yield f"{axis}={other}", structs.replace(layout, **changes)
+    for zero in range(4):
+        if abs(zero - layout.zero) == 1 and layout.has_copies(case.spec):
+            yield f"zero={zero}", structs.replace(layout, zero=zero)
+    for recompute in ("none", "selective", "full"):
+        if recompute != layout.recompute:
+            yield f"recompute={recompute}", structs.replace(layout, recompute=recompute)
+    for count in (2 * layout.microbatches, layout.microbatches // 2):
+        if count:
+            yield f"microbatches={count}", structs.replace(layout, microbatches=count)
+    yield from ep_changes(case)
+    if layout.tp > 1:
+        yield ("no sp" if layout.sp else "sp"), structs.replace(layout, sp=not layout.sp)
+    if layout.pp > 1:
+        for record in CATALOGUE.values():
+            if record is layout.record or not (record.planned or (case.groups and record.weighs)):
+                continue
+            if record.planned or can_be_made(layout):
+                change = f"schedule={record.name}"
+                yield change, structs.replace(layout, schedule=record.name, chunks=0, split=())
+
+
+def _judge(option: Option, change: str, layout: Layout) -> Neighbour:
+    case = replace(option.case, layout=layout, groups=())
+    if option.case.groups:  # each layout has its own division of the layers, unless the option has none
+        if problems := spanning(case.cluster, layout):
+            return Neighbour(change, layout, None, f"{change} cannot run: {problems[0]}")
+        layout = structs.replace(layout, split=())
+        case = replace(case, layout=layout, groups=groups_of(case.cluster, layout))
+    problems = layout.problems(case.spec, world=case.cluster.world, seq=case.seq, batch=case.batch, ranks_by=RANKS_BY)
+    if problems:
+        return Neighbour(change, layout, None, f"{change} cannot run: {problems[0]}")
+    if case.groups and change != EVEN and (option.layout.split or change == SPEED):
+        case = divided(case)
+        layout = case.layout
+    needs = footprint(case)
+    limit = HEADROOM * case.memory_of(needs.rank)
+    if needs.total > limit:
+        why = (
+            f"{change} does not fit: needs {needs.total / 1e9:.1f} GB on pipeline rank {needs.rank}, limit "
+            f"{limit / 1e9:.1f} GB; {_fullest(option, needs)}"
+        )
+        return Neighbour(change, layout, None, why, needs.total)
+    other = Option(case, estimate(case), needs)
+    slower = other.seconds / option.seconds - 1
+    return Neighbour(change, layout, slower, f"{change} {difference(option, other)}", needs.total)
+
+
+def _fullest(option: Option, needs: Footprint) -> str:
+    """What makes it too large: of an option that fits what has grown most, of one that does not its largest part."""
+    before, parts = option.footprint.parts, needs.parts
+    grown = max(parts, key=lambda part: parts[part] - before.get(part, 0.0))
+    now, was = (f"{size / 1e9:.1f}" for size in (parts[grown], before.get(grown, 0.0)))
+    if option.fits and now != was:
+        return f"{grown} {now} GB instead of {was}"
+    largest = max(parts, key=lambda part: parts[part])
+    return f"its largest part is {largest}, {parts[largest] / 1e9:.1f} GB"
+
+
+def difference(best: Option, other: Option) -> str:
+    """How another option's step differs, and what makes the difference."""
+    slower = other.seconds / best.seconds - 1
+    if abs(slower) < 0.001:
+        return "takes the same time"
+    here, there = best.estimate.causes, other.estimate.causes
+    sign = -1 if slower < 0 else 1
+    moved = {cause: (there[cause] - here[cause]) / best.seconds for cause in there}
+    cause, *others = sorted(moved, key=lambda cause: -sign * moved[cause])
+    named, told = [cause], moved[cause]
+    while len(named) < NAMED and sign * told < abs(slower) / 2:  # one that is no half of it does not explain it
+        named.append(others.pop(0))
+        told += moved[named[-1]]
+    why = ", ".join(f"{CAUSES[one]} {moved[one]:+.1%}" for one in named) + " of the "
+    why += "shorter step" if any(abs(moved[one]) > 1 for one in named) else "step"  # whose a share above 100% is
+    if "ep" in named and (best.estimate.travelled.paired > 0) != (other.estimate.travelled.paired > 0):
+        why += f", which joined pairs hide {'there' if other.estimate.travelled.paired else 'here'}"
+    if slower < 0:
+        return f"is {-slower:.1%} faster: {why}"
+    across = [axis for axis in ("tp", "cp", "ep") if other.case.wires.across(axis) and not best.case.wires.across(axis)]
+    if set(named) & set(across):
+        why += f", because {either(across)} then leaves the node"
+    return f"is {slower:.1%} slower: {why}"
+
+
+class AxisTraffic(NamedTuple):
+    """What a rank sends along an axis in one step, by class of link. Experts' messages are ep's, also where another
+    axis has the same ranks."""
+
+    axis: str
+    kind: str
+    calls: int
+    payload: int  # bytes handed to the collectives
+    inside: float  # bytes on the wire within the node
+    across: float  # and between nodes
+    seconds: float | None  # that these would take if nothing hid them; None: of the whole world, a few numbers
+
+
+def sender(option: Option) -> int:
+    """The pipeline rank whose traffic is shown: the fullest, as for memory; or else the first that has experts."""
+    case, fullest = option.case, option.footprint.rank
+    if case.spec.experts is None:
+        return fullest
+    ranks = case.layout.placement.of_rank
+    having = [rank for rank, mine in enumerate(ranks) if any(_with_experts(case, stage) for stage in mine)]
+    return fullest if fullest in having else having[0]
+
+
+def _with_experts(case: Case, stage: int) -> bool:
+    return any(not case.spec.dense(layer) for layer in case.stages[stage].layers)
+
+
+def traffic(option: Option) -> list[AxisTraffic]:
+    """What `sender` sends, by axis and kind, divided by where the ranks of the axis are. Experts' tokens: the mean."""
+    case, rank, found = option.case, sender(option), []
+    wires = case.work_of(rank).wires
+    dtype = dtype_of(case.work.wide)
+    splits = case.splits if case.groups else None
+    sizes = (case.spec, case.layout, case.seq, case.batch, dtype)
+    for row in expected(*sizes, seat=RankCoords(pp=rank), splits=splits, experts_apart=True):
+        reach = wires.reaches.get(row.axis)  # None: the whole world, the pipeline's ends: a few numbers
+        share, wire = _leaving(row.kind, reach, case.cluster.nodes), float(row.wire)
+        alone = wires.time(row.kind, row.axis, row.payload / row.calls, row.calls) if reach else None
+        found.append(AxisTraffic(row.axis, row.kind, row.calls, row.payload, wire * (1 - share), wire * share, alone))
+    return found
+
+
+def _leaving(kind: str, reach: Reach | None, nodes: int) -> float:
+    """Of a rank's bytes, the share that goes to other nodes."""
+    if (reach.nodes if reach else nodes) == 1:
+        return 0.0
+    if reach is None or kind == "send":
+        return 1.0
+    if kind == "all-to-all":  # as much to each of the other ranks
+        return (reach.ranks - reach.together) / (reach.ranks - 1)
+    return 1 / reach.together  # a ring leaves a node once for each that it enters
+
+
+ALIKE = 0.03  # of a step
+UNPROVEN = 0.10  # likewise, of tp over a network: no run that judges the planner has it, so its times must win by more
+WORTH = 0.05  # more tokens per second: from here on another batch is worth a sentence
+
+
+def complexity(option: Option) -> int:
+    """How much there is to get right: axes in use, a schedule to trust, and tp over a network. The last weighs as two
+    axes: its collectives stand in every block and wait for the slowest port, so nobody takes it where there is a way
+    around."""
+    layout = option.layout
+    axes = (layout.pp > 1) * 2 + (layout.tp > 1) * (3 if option.case.wires.across("tp") else 1) + (layout.cp > 1)
+    return axes + (layout.pp > 1 and layout.splits_backward) + (layout.replicate > 1) + (layout.ep > 1)
+
+
+def simplest(options: Sequence[Option]) -> Option:
+    """Of those within 3% of the fastest; within 10%, where the fastest has tp over a network and others have not."""
+    first = min(options, key=lambda option: option.seconds)
+    inside = [option for option in options if not option.case.wires.across("tp")]
+    if inside and first not in inside:
+        within = min(inside, key=lambda option: option.seconds)
+        first, options = (within, inside) if within.seconds <= (1 + UNPROVEN) * first.seconds else (first, options)
+    near = [option for option in options if option.seconds <= (1 + ALIKE) * first.seconds]
+    return min(near, key=lambda option: (complexity(option), option.seconds))
+
+
+def better_batch(option: Option) -> str:
+    """A sentence about a batch nearby that divides better over the devices; empty where the given one is good."""
+    case, unit = option.case, option.case.cluster.groups[0].gpus
+    if case.batch % unit == 0 or case.groups:
+        return ""
+    near = max(unit, round(case.batch / unit) * unit)
+    better = search(replace(case, batch=near), top=1).best
+    gain = better.tokens_per_second / option.tokens_per_second - 1
+    if gain < WORTH:
+        return ""
+    return (
+        f"a batch of {case.batch} divides badly over {case.cluster.world} devices; batch={near} gives {gain:.0%} more "
+        f"tokens/s, with {better.layout}"
+    )

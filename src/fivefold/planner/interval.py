@@ -1,0 +1,127 @@
+"""How far off a prediction may be: ranges that should hold in four of five cases.
+
+    step_range(case)             # Range(low=0.88, high=1.24), as factors of the predicted step time; or None
+    step_range(case).around(10)  # (8.8, 12.4)
+
+`interval.toml`, beside this file, has the widths. `fivefold accuracy --coverage --write` makes it from runs that the
+constants had not seen. Kinds of cases differ in width: each trait of a case has a factor.
+"""
+
+import math
+import tomllib
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from msgspec import Struct, convert, field
+
+from fivefold.cost.step import Case
+from fivefold.hardware import accelerators
+
+FILE = Path(__file__).with_suffix(".toml")
+SHARE = 0.8  # of cases: a range is to hold in so many
+IN_WORDS = "in 4 of 5 cases"
+LARGE = 10e9  # parameters
+FAR = 512  # GPUs
+
+Traits = dict[str, str]  # by the name of a trait: what a case has of it
+
+
+class Band(Struct, frozen=True):
+    """Logarithms of measured over predicted, between which a case should lie. Width is times the factors."""
+
+    low: float
+    high: float
+    sources: int
+    rows: int
+    covered: float = 0.0  # of the rows of sources left out, each against the band of the others: the mean of sources
+    factors: dict[str, dict[str, float]] = field(default_factory=dict)  # by trait and by what a case has of it
+
+    def scale(self, traits: Traits) -> float:
+        return math.prod(self.factors.get(name, {}).get(level, 1.0) for name, level in traits.items())
+
+    def holds(self, error: float, traits: Traits) -> bool:
+        return self.low <= error / self.scale(traits) <= self.high
+
+    def range(self, traits: Traits) -> "Range":
+        scale = self.scale(traits)
+        return Range(math.exp(self.low * scale), math.exp(self.high * scale))
+
+
+class Bands(Struct, frozen=True):
+    time: Band
+    memory: Band
+
+
+class Range(NamedTuple):
+    """Factors of what is predicted."""
+
+    low: float
+    high: float
+
+    def around(self, value: float) -> tuple[float, float]:
+        return self.low * value, self.high * value
+
+    def text(self, value: float) -> str:
+        """'8.80 to 12.4', around a value."""
+        return " to ".join(f"{end:#.3g}".removesuffix(".") for end in self.around(value))
+
+    def inverse(self, value: float) -> tuple[float, float]:
+        """Of what falls as the predicted number rises: a rate, where a time is predicted."""
+        return value / self.high, value / self.low
+
+
+@cache
+def bands() -> Bands:
+    """The file's."""
+    return convert(tomllib.loads(FILE.read_text()), Bands)
+
+
+def traits(case: Case) -> Traits:
+    """What decides how far off a prediction may be."""
+    devices = [group.accelerator for group in case.cluster.groups]
+    guess = any(one.achieved is None and accelerators.source_of(one.name).startswith("a guess") for one in devices)
+    nodes, world = case.cluster.machines, case.layout.world
+    return {
+        "system": _system(case),
+        "device": "guess" if guess else "known",
+        "model": "dense" if case.spec.experts is None else "experts",
+        "size": "10B and more" if case.spec.parameter_count >= LARGE else "below 10B",
+        "scale": "one node" if nodes == 1 else f"up to {FAR} GPUs" if world <= FAR else f"more than {FAR} GPUs",
+    }
+
+
+def _system(case: Case) -> str:
+    if case.on.accelerator.is_cpu:
+        return "CPUs"
+    if case.stack.pointwise == "fivefold" and case.on.reached.source.startswith("measured"):
+        return "calibrated"  # this code, on a device whose kernels were measured
+    return "eager" if case.stack.pointwise == "eager" else "fused"
+
+
+def step_range(case: Case) -> Range | None:
+    """Of a step's time. None on a CPU that nobody has calibrated: what such a core reaches is a mere assumption."""
+    if case.on.reached.source.startswith("assumed"):
+        return None
+    return bands().time.range(traits(case))
+
+
+def memory_range() -> Range:
+    """Of what is allocated at the peak: few sources publish it, so that all cases have the same."""
+    return bands().memory.range({})
+
+
+def write(found: Bands, path: Path = FILE) -> None:
+    lines = [
+        "# Made by `fivefold accuracy --coverage --write`. low, high: logarithms of measured over predicted, between",
+        f"# which {SHARE:.0%} of the cases of an unseen source should lie; covered: how many did, sources left out;",
+        "# factors: how much wider that is, by trait.",
+    ]
+    for name, band in (("time", found.time), ("memory", found.memory)):
+        lines += ["", f"[{name}]", f"low = {band.low:.4f}", f"high = {band.high:.4f}"]
+        lines += [f"sources = {band.sources}", f"rows = {band.rows}", f"covered = {band.covered:.3f}"]
+        for trait, levels in band.factors.items():
+            lines += ["", f"[{name}.factors.{trait}]"]
+            lines += [f'"{level}" = {factor:.3f}' for level, factor in sorted(levels.items())]
+    path.write_text("\n".join(lines) + "\n")
+    bands.cache_clear()

@@ -1,0 +1,217 @@
+"""Which group of a mixed cluster each pipeline rank is on.
+
+Every replica spans all groups, so that none is slower than another: the batch is dealt out evenly over dp, and a
+replica of slow devices would hold up all others. A pipeline passes through one group after the other.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations_with_replacement, islice, permutations
+
+from msgspec import structs
+
+from fivefold.cost.footprint import HEADROOM, Footprint, footprint_of
+from fivefold.cost.step import Case, estimate, unsplit
+from fivefold.hardware.cluster import Cluster, Group, table_of
+from fivefold.layout.layout import Layout
+from fivefold.support.errors import UserError
+from fivefold.support.text import either
+
+MOST_ORDERS = 6  # of groups, that are tried
+
+
+def merged(cluster: Cluster) -> Cluster:
+    """The same nodes with those of one kind in one group, in the order in which the kinds first appear.
+
+    Ranks that were measured are where they are: of those only neighbours are of one group."""
+    found: list[Group] = []
+    for group in cluster.groups:
+        at = next((at for at, one in enumerate(found) if structs.replace(one, nodes=group.nodes) == group), None)
+        if at is None or (at < len(found) - 1 and not _may_move(cluster)):
+            found.append(group)
+        else:
+            found[at] = structs.replace(found[at], nodes=found[at].nodes + group.nodes)
+    return Cluster(tuple(found))
+
+
+def orders(cluster: Cluster) -> Iterator[Cluster]:
+    """The orders in which a pipeline can pass through the groups, the given one first."""
+    for number, groups in enumerate(permutations(cluster.groups) if _may_move(cluster) else [cluster.groups]):
+        if number < MOST_ORDERS:
+            yield Cluster(groups)
+
+
+def _may_move(cluster: Cluster) -> bool:
+    """Whether its nodes can be numbered otherwise. A file's cannot: a job names the file, whose order is the ranks'."""
+    return all(group.from_catalogue for group in cluster.groups)
+
+
+def groups_of(cluster: Cluster, layout: Layout) -> tuple[int, ...]:
+    """The group of each pipeline rank, where every replica spans all groups; empty where there is one group."""
+    if len(cluster.groups) == 1:
+        return ()
+    row = layout.world // layout.pp  # ranks of one stage
+    degrees = ",".join(f"{axis}={many}" for axis, many in layout.degrees.items() if many > 1) or "dp=1"
+    if any(group.world % row for group in cluster.groups):
+        raise UserError(
+            f"{degrees} does not span the mixed nodes of {cluster}: a pipeline stage has dp x tp x cp = {row} "
+            f"ranks, and the groups have {either([group.world for group in cluster.groups])}; nearest: a dp x tp x cp "
+            f"that divides {math.gcd(*(group.world for group in cluster.groups))}"
+        )
+    if cut := next((group for group in cluster.groups if group.world // layout.dp % group.gpus), None):
+        most = math.gcd(*(group.nodes for group in cluster.groups))
+        near = f"a dp that divides {most}" if most > 1 else "dp=1"
+        raise UserError(
+            f"{degrees} gives each of its {layout.dp} replicas {cut.world // layout.dp} of the {cut.gpus} GPUs of a "
+            f"node of {cut}: ranks of a node have consecutive numbers, and those of a replica too, so a replica takes "
+            f"whole nodes of every kind; nearest: {near}, with more cp, tp or pp"
+        )
+    return tuple(at for at, group in enumerate(cluster.groups) for _ in range(group.world // row))
+
+
+def spanning(cluster: Cluster, layout: Layout) -> list[str]:
+    """Why a layout's degrees do not span the groups; empty where they do."""
+    try:
+        groups_of(cluster, layout)
+    except UserError as error:
+        return error.problems
+    return []
+
+
+def hosts(cluster: Cluster, dp: int, given: str) -> str:
+    """A mixed cluster as its hosts are to be numbered: for each replica its nodes of every kind, in the pipeline's
+    order. `given` is how the user wrote it, with the names of their accelerators; a file of tables stays that."""
+    try:
+        tables = [table_of(part.strip()) for part in given.split("+")]
+        named = {group: table["accelerator"] for group, table in zip(Cluster.parse(given).groups, tables, strict=True)}
+    except UserError:
+        return given
+    names = {structs.replace(group, nodes=1): name for group, name in named.items()}
+    replica = []
+    for group in cluster.groups:
+        count, name = group.nodes // dp, names[structs.replace(group, nodes=1)]
+        replica.append(f"{count}x{group.gpus}x{name}" if count > 1 else f"{group.gpus}x{name}")
+    return "+".join(replica * dp)
+
+
+# ---- split ----------------------------------------------------------------------------------------------------------
+# How many layers each stage takes where devices differ: by speed, as far as each rank's own memory goes.
+#
+# divided(case)     # by the ranks' loads: exact where microbatches are many
+# refined(case)     # then layer by layer, as long as the simulated step becomes shorter
+
+
+TRIES = 12  # of handing layers on, until all ranks fit
+EVALUATIONS = 300  # of a refinement, at most
+FEW = 4  # stages, of which two layers are moved at a time
+
+
+def divided(case: Case) -> Case:
+    """The case with layers divided by speed; a rank that would not fit gives layers to the others, as far as they have
+    room. Where there is none, layers stay where they are quickest. `auto`, made for a split, takes that of 1F1B."""
+    if case.layout.record.weighs:
+        return replace(case, layout=structs.replace(case.layout, split=divided(unsplit(case)).layout.split))
+    caps = [case.spec.layers] * case.layout.pp
+    quickest = found = with_split(case, by_load(case, caps))
+    for _ in range(TRIES):
+        over = {rank: many for rank in range(case.layout.pp) if (many := _excess(found, rank))}
+        if not over:
+            return found
+        held = layers_of(found)
+        caps = [held[rank] - over[rank] if rank in over else cap for rank, cap in enumerate(caps)]
+        if min(caps) < 0 or sum(caps) < case.spec.layers:
+            break
+        found = with_split(case, by_load(case, caps))
+    return quickest
+
+
+def by_load(case: Case, caps: Sequence[int]) -> list[int]:
+    """Layers of each rank: the next one goes to the rank that would then be done first, if it has room."""
+    pp, owner = case.layout.pp, case.layout.placement.owner
+    each = [_total(case.work_of(rank).block) for rank in range(pp)]
+    load, found = [0.0] * pp, [0] * pp
+    load[owner[0]] += _total(case.work_of(owner[0]).bottom)
+    load[owner[-1]] += _total(case.work_of(owner[-1]).top)
+    for _ in range(case.spec.layers):
+        # Among equals the later one, which holds fewer microbatches.
+        free = [rank for rank in reversed(range(pp)) if found[rank] < caps[rank]]
+        rank = min(free, key=lambda at: load[at] + each[at])
+        load[rank] += each[rank]
+        found[rank] += 1
+    return found
+
+
+def with_split(case: Case, layers: Sequence[int]) -> Case:
+    """The case with so many layers on each rank; a rank's stages share them evenly, its ends counted."""
+    placement, split = case.layout.placement, [0] * case.layout.stages
+    for rank, mine in enumerate(placement.of_rank):
+        work, load = case.work_of(rank), dict.fromkeys(mine, 0.0)
+        if 0 in load:
+            load[0] += _total(work.bottom)
+        if placement.stages - 1 in load:
+            load[placement.stages - 1] += _total(work.top)
+        for _ in range(layers[rank]):
+            stage = min(reversed(mine), key=load.__getitem__)
+            load[stage] += _total(work.block)
+            split[stage] += 1
+    return replace(case, layout=structs.replace(case.layout, split=tuple(split)))
+
+
+def refined(case: Case, evaluations: int = EVALUATIONS) -> Case:
+    """A case that `divided` made, after moves of layers between stages that shorten the simulated step: of one layer,
+    and of few stages two at a time where one gains nothing."""
+    fits = fitting(case)
+    best, seconds, left = case, estimate(case).seconds, evaluations
+    reach = 1
+    while left and reach <= (2 if case.layout.stages <= FEW else 1):
+        found = None
+        for other in islice(_moves(best, reach), left):
+            left -= 1
+            now = estimate(other).seconds
+            if now < seconds * (1 - 1e-9) and (not fits or fitting(other)):
+                found, seconds = other, now
+        reach, best = (1, found) if found else (reach + 1, best)
+    return best
+
+
+def _moves(case: Case, reach: int) -> Iterator[Case]:
+    """So many layers, each from one stage to another."""
+    pairs, split = list(permutations(range(case.layout.stages), 2)), case.layout.split
+    for moves in combinations_with_replacement(pairs, reach):
+        moved = list(split)
+        for giver, taker in moves:
+            moved[giver] -= 1
+            moved[taker] += 1
+        if min(moved) >= 0 and tuple(moved) != split:
+            yield replace(case, layout=structs.replace(case.layout, split=tuple(moved)))
+
+
+def layers_of(case: Case) -> list[int]:
+    """Of each pipeline rank."""
+    return [sum(len(case.stages[number].layers) for number in mine) for mine in case.layout.placement.of_rank]
+
+
+def footprints(case: Case) -> list[Footprint]:
+    return [footprint_of(case, rank) for rank in range(case.layout.pp)]
+
+
+def fitting(case: Case) -> bool:
+    """Whether every rank fits into its own device."""
+    return all(one.total <= HEADROOM * case.memory_of(one.rank) for one in footprints(case))
+
+
+def _excess(case: Case, rank: int) -> int:
+    """Layers by which a rank overfills its device, about; at least one where it does."""
+    here = footprint_of(case, rank).total
+    over, held = here - HEADROOM * case.memory_of(rank), layers_of(case)
+    if over <= 0 or not held[rank]:
+        return int(over > 0)
+    fewer = [count - (at == rank) for at, count in enumerate(held)]
+    fewer[rank - 1] += 1
+    each = here - footprint_of(with_split(case, fewer), rank).total
+    return max(1, min(held[rank], int(over / each))) if each > 0 else 1
+
+
+def _total(passes: Sequence[Sequence[float]]) -> float:
+    return sum(map(sum, passes))

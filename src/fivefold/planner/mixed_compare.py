@@ -1,0 +1,221 @@
+"""What each schedule makes of devices of unequal speed: step times side by side, on the clock of the schedule itself.
+
+found = compare("llama3-70b", "2x8xH100+2x8xA100", layout="tp=8,pp=4,sp,microbatches=64,recompute=full", batch=256)
+found.rows[0].layout, found.rows[0].seconds, found.rows[0].gain
+compare("tiny", "1xfast.toml+1xslow.toml", layout="pp=2,microbatches=8", batch=16, seq=128)
+compare("llama3-8b", "4x8xH100", slower=(1.5, 2))      # the second half of the nodes that many times slower
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from msgspec import structs
+
+from fivefold.cost.kernels import Device
+from fivefold.cost.step import Case
+from fivefold.hardware.accelerators import PRECISIONS, Accelerator
+from fivefold.hardware.cluster import Cluster
+from fivefold.layout.layout import Layout
+from fivefold.planner.mixed import divided, groups_of, merged, refined
+from fivefold.planner.plan import question
+from fivefold.planner.search import Option, evaluate, search
+from fivefold.render.blocks import Block, Result, Table, Text
+from fivefold.schedules.registry import record_of
+from fivefold.support.errors import UserError
+
+SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v", "auto")
+KIN = ("1f1b", "zb-h1")  # schedules of one stage a rank, for which layers are moved before `auto` is made for them
+
+
+@dataclass(frozen=True)
+class MixedRow:
+    """One schedule with one split on one cluster."""
+
+    slower: float | None  # how much slower the second half of the nodes was made; None: the cluster as it is
+    split: str  # "even": as if all devices were alike; "speed": by the speed and the memory of each
+    option: Option
+    base: float  # seconds of a step of even 1F1B
+
+    @property
+    def schedule(self) -> str:
+        return self.layout.schedule
+
+    @property
+    def layout(self) -> Layout:
+        return self.option.layout
+
+    @property
+    def seconds(self) -> float:
+        return self.option.seconds
+
+    @property
+    def gain(self) -> float:
+        """Of speed over even 1F1B: 0.5 is half as many steps more in the same time."""
+        return self.base / self.seconds - 1
+
+    @property
+    def idle(self) -> float:
+        """The share of all ranks' time in the pipeline in which they do not compute."""
+        return idle(self.option)
+
+    def to_dict(self) -> dict[str, Any]:
+        layers = [len(stage.layers) for stage in self.option.case.stages]
+        return {
+            "cluster": str(self.option.case.cluster),
+            "slower": self.slower,
+            "schedule": self.schedule,
+            "split": self.split,
+            "layers": layers,
+            "predicted_seconds": self.seconds,
+            "gain": self.gain,
+            "bubble": self.idle,
+            "memory_bytes": self.option.footprint.total,
+            "memory_rank": self.option.footprint.rank,
+            "fits": self.option.fits,
+            "layout": str(self.layout),
+        }
+
+
+@dataclass(frozen=True)
+class MixedSchedules(Result):
+    case: Case  # what was asked; its layout is the one that schedules and splits were put into
+    rows: tuple[MixedRow, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        asked = {"model": self.case.spec.name, "batch": self.case.batch, "seq": self.case.seq}
+        return asked | {"rows": [row.to_dict() for row in self.rows]}
+
+    def blocks(self) -> Iterator[Block]:
+        case = self.case
+        yield Text(f"{case.spec.name}, {case.batch} sequences of {case.seq:,} tokens per step, {case.layout}")
+        for slower in dict.fromkeys(row.slower for row in self.rows):
+            mine = [row for row in self.rows if row.slower == slower]
+            about = "" if slower is None else f", the second half of the nodes {slower:g} times slower"
+            yield Table(
+                ["schedule", "split", "~layers", ">step s", ">gain", ">bubble", ">memory GB"],
+                [_cells(row) for row in mine],
+                title=f"{mine[0].option.case.cluster}{about}",
+                caption="gain: of speed over even 1F1B; bubble: of all ranks' time in the pipeline; memory: of the "
+                "rank that fills its device the most",
+            )
+
+
+def compare(
+    model: Any,
+    cluster: str | Path | Cluster | None = None,
+    *,
+    layout: str | Layout | None = None,
+    schedules: Sequence[str] = SCHEDULES,
+    slower: Sequence[float] = (),
+    changes: Sequence[str] = (),
+    batch: int | None = None,
+    seq: int | None = None,
+    precision: str = "",
+    software: str = "fivefold",
+) -> MixedSchedules:
+    """Time a step of every schedule, with layers divided evenly and by speed.
+
+    `layout` has the degrees, microbatches and recompute that all of them share; without one it is the planner's choice
+    for 1F1B, with the groups in the order that suits it. `slower` makes the second half of a cluster of like nodes
+    that many times slower, one table for each.
+    """
+    case = question(model, cluster, changes, batch, seq, precision, software)
+    clusters = _clusters(case.cluster, slower)
+    if layout is None:  # the planner's, and the order of the groups that it belongs to
+        best = search(replace(case, cluster=clusters[-1][1]), top=1, schedule="1f1b").best
+        layout = best.layout
+        clusters = clusters if slower else [(None, best.case.cluster)]
+    base = _base(replace(case, cluster=clusters[-1][1]), layout)
+    rows = [row for factor, machines in clusters for row in _rows(replace(base, cluster=machines), factor, schedules)]
+    return MixedSchedules(base, tuple(rows))
+
+
+def _base(case: Case, layout: str | Layout) -> Case:
+    """The layout into which schedules and splits are put."""
+    found = Layout.parse(layout) if isinstance(layout, str) else layout
+    plain = structs.replace(found, schedule="1f1b", chunks=0, split=())
+    if problems := plain.problems(case.spec, world=case.cluster.world, seq=case.seq, batch=case.batch):
+        raise UserError(problems)
+    if plain.pp == 1:
+        raise UserError(f"{plain} has one pipeline stage, and a schedule needs several; give pp=2 or more")
+    return replace(case, layout=plain)
+
+
+def _rows(case: Case, factor: float | None, schedules: Sequence[str]) -> Iterator[MixedRow]:
+    case = replace(case, groups=groups_of(case.cluster, case.layout))
+    even = evaluate(case)
+    yield MixedRow(factor, "even", even, even.seconds)
+    for name in schedules:
+        shaped = replace(case, layout=structs.replace(case.layout, schedule=name, chunks=record_of(name).chunks))
+        if problems := shaped.layout.problems(case.spec, seq=case.seq, batch=case.batch):
+            raise UserError(problems)
+        if name != "1f1b":
+            yield MixedRow(factor, "even", evaluate(shaped), even.seconds)
+        yield MixedRow(factor, "speed", evaluate(best_split(shaped)), even.seconds)
+
+
+def best_split(case: Case) -> Case:
+    """Layers by speed and memory, refined on the clock; `auto`, which is made for a split, takes the better of two."""
+    if not case.layout.record.weighs:
+        return refined(divided(case))
+    splits = {_with_schedule(case, name) for name in KIN}
+    found = [evaluate(replace(case, layout=structs.replace(case.layout, split=split))) for split in splits]
+    return min(found, key=lambda option: (not option.fits, option.seconds)).case
+
+
+def _with_schedule(case: Case, name: str) -> tuple[int, ...]:
+    return refined(divided(replace(case, layout=structs.replace(case.layout, schedule=name)))).layout.split
+
+
+def idle(option: Option) -> float:
+    """The share of all ranks' time in the pipeline in which they do not compute."""
+    case, times = option.case, option.case.durations
+    backward = [i + w for i, w in zip(times.i, times.w, strict=True)] if case.splits else times.b
+    busy = case.layout.microbatches * (sum(times.f) + sum(backward))
+    return 1 - busy / (case.layout.pp * option.estimate.pipeline)
+
+
+def _clusters(cluster: Cluster, slower: Sequence[float]) -> list[tuple[float | None, Cluster]]:
+    one = merged(cluster)
+    if not slower:
+        if len(one.groups) == 1:
+            raise UserError(f"{cluster} has devices of one kind; give several, or how much slower half of them is")
+        return [(None, one)]
+    if len(one.groups) > 1:
+        raise UserError(f"{cluster} is mixed as it is; give one kind of nodes to make half of them slower")
+    return [(factor, halved(one, factor)) for factor in slower]
+
+
+def halved(cluster: Cluster, factor: float) -> Cluster:
+    """Two groups: the second half of the nodes, or of a single node's devices, that many times slower."""
+    (group,) = cluster.groups
+    field = "nodes" if group.nodes > 1 else "gpus"
+    if not 1 <= factor <= 1000:
+        raise UserError(f"slower={factor:g} must be at least 1 and at most 1000")
+    count = getattr(group, field)
+    if count % 2:
+        raise UserError(f"{cluster} has {count} {field}, which do not halve; nearest: {count + 1}")
+    half = structs.replace(group, **{field: count // 2})
+    return Cluster((half, structs.replace(half, accelerator=slowed(group.accelerator, factor))))
+
+
+def slowed(accelerator: Accelerator, factor: float) -> Accelerator:
+    """The same device at a lower clock: rates, memory and the host's work are slower, links are not."""
+    reached, peak = Device.of(accelerator).reached, accelerator.peak
+    slow = {name: rate / factor for name in PRECISIONS if (rate := getattr(peak, name)) is not None}
+    times = {name: getattr(reached, name) * factor for name in ("launch", "host", "update")}
+    return structs.replace(
+        accelerator,
+        peak=structs.replace(peak, **slow),
+        memory_bandwidth=accelerator.memory_bandwidth / factor,
+        achieved=structs.replace(reached, **times),
+    )
+
+
+def _cells(row: MixedRow) -> list[str]:
+    layers = ",".join(str(len(stage.layers)) for stage in row.option.case.stages)
+    memory = f"{row.option.footprint.total / 1e9:.1f}" + ("" if row.option.fits else " (too much)")
+    step = f"{row.seconds:.3g}" if row.seconds < 100 else f"{row.seconds:.1f}"
+    return [row.schedule, row.split, layers, step, f"{row.gain:+.1%}", f"{row.idle:.1%}", memory]

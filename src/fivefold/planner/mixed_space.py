@@ -1,0 +1,254 @@
+"""All layouts over unlike nodes at once: arrays of choices and of the groups' orders, with closed forms (closed.py)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+import numpy as np
+from msgspec import structs
+
+from fivefold.cost.activations import defer_wgrad
+from fivefold.cost.footprint import CONTEXT, FRAGMENTATION, HEADROOM
+from fivefold.cost.step import Case, updating
+from fivefold.hardware.cluster import Cluster
+from fivefold.layout.layout import Layout
+from fivefold.planner.closed import SLACK, Array, BlockArrays, BlockShape, Choices, Closed
+from fivefold.planner.mixed import groups_of, orders
+from fivefold.planner.space import SearchQuery, Space, legal, shapes_of
+from fivefold.support.text import divisors
+
+# ---- closed ---------------------------------------------------------------------------------------------------------
+# Closed forms of time and memory for many layouts over unlike nodes at once: they rank and prune.
+#
+# They are those of like nodes (search/closed.py), taken on each group's devices. Layers are dealt out by the time they
+# take on each rank, as far as its own memory goes: the least time in which all ranks together hold the model.
+
+
+ROUNDS = 12  # of bisection: that time to a few thousandths of itself
+
+
+@dataclass(frozen=True)
+class MixedClosed:
+    """What the formulas are made of, by group where devices matter."""
+
+    wish: SearchQuery
+    shapes: list[BlockShape]
+    of: Choices
+
+    @cached_property
+    def groups(self) -> list[Closed]:
+        """The closed forms on each group's devices, as if all ranks had them."""
+        case, found = self.wish.case, []
+        across = min((group.accelerator.across for group in case.cluster.groups), key=lambda link: link.bandwidth)
+        for group in case.cluster.groups:
+            card = structs.replace(group.accelerator, across=across)
+            alone = replace(case, cluster=Cluster((structs.replace(group, accelerator=card),)))
+            used = {int(at): BlockArrays.of(alone, self.shapes[at]) for at in np.unique(self.of.shape)}
+            table = np.array([used.get(at, next(iter(used.values()))) for at in range(len(self.shapes))])
+            found.append(Closed(alone, self.of, BlockArrays(*table[self.of.shape].T), self.wish.pipelines))
+        return found
+
+    @cached_property
+    def splits(self) -> Array:
+        return np.array([one.schedule.splits for one in self.wish.pipelines])[self.of.pipeline]
+
+    @cached_property
+    def each(self) -> list[Array]:
+        """Seconds of a layer and a microbatch, by group."""
+        found = []
+        for closed, (rate, latency) in zip(self.groups, self.links, strict=True):
+            block, layers = closed.block, self.wish.case.spec.layers
+            gathering = closed.gathering(rate, latency) * self.of.pp / layers
+            own = block.forward + block.backward + np.where(self.splits, block.unhidden, 0.0)
+            found.append(own + np.where(self.of.zero == 3, gathering, 0.0))
+        return found
+
+    @cached_property
+    def links(self) -> list[tuple[Array, Array]]:
+        return [closed.data_links() for closed in self.groups]
+
+    @cached_property
+    def end(self) -> Array:
+        """Seconds of the optimizer, gradients and weights behind the last pass: the slowest group's."""
+        zero, data, found = self.of.zero, self.of.dp * self.of.cp, []
+        for closed, links in zip(self.groups, self.links, strict=True):
+            mine = closed.parameters / np.where(zero > 0, data, 1)
+            found.append(closed.after(*links) + updating(closed.case, closed.parameters, mine, zero < 2))
+        return np.max(found, axis=0) + self.wish.case.stack.host_step
+
+    @cached_property
+    def bytes_of_a_parameter(self) -> Array:
+        held, data = self.wish.case.stack.accounting, self.of.dp * self.of.cp
+        found = np.zeros(len(data))
+        for stage in range(4):
+            at = self.of.zero == stage
+            one: Any = np.ones(int(at.sum()))
+            found[at] = held.state(one, one / data[at], stage, 2).total
+        return found
+
+    @cached_property
+    def waiting(self) -> Array:
+        """Bytes per layer that wait for their weights' gradients where a backward pass is split."""
+        case, found = self.wish.case, []
+        for shape in self.shapes:
+            layout = Layout(tp=shape.tp, cp=shape.cp, cp_kind=shape.cp_kind, sp=shape.sp, recompute=shape.recompute)
+            tokens = shape.samples * case.seq // shape.cp
+            found.append(defer_wgrad(case.spec, layout, tokens, case.work.wide))
+        kept = self.groups[0].block.kept
+        return np.where(self.splits, np.maximum(0.0, np.array(found)[self.of.shape] - kept), 0.0)
+
+    def of_rows(self, rows: Array, ranks: list[int]) -> tuple[Array, Array]:
+        """Seconds of a step, and the fullest rank's share of its device, with these groups as pipeline ranks."""
+        layers, p = self.wish.case.spec.layers, len(ranks)
+        each = np.stack([self.each[group][rows] for group in ranks], axis=1)
+        ends = np.zeros_like(each)
+        bent = np.array([one.both_ends for one in self.wish.pipelines])[self.of.pipeline[rows]]
+        last = np.where(bent, 0, p - 1)
+        at = np.arange(len(rows))
+        by_group = np.stack([np.asarray(closed.block.ends)[rows] for closed in self.groups], axis=1)
+        ends[at, last] = by_group[at, np.array(ranks)[last]]
+        fixed, per_layer, room = self._memory(rows, ranks, last)
+        caps = np.clip(np.floor((room - fixed) / per_layer), 0, layers)
+        possible = caps.sum(axis=1) >= layers
+        caps = np.where(possible[:, None], caps, layers)
+        held, slowest = _dealt(each, ends, caps, layers)
+        share = ((fixed + held * per_layer) * (1 + FRAGMENTATION) + CONTEXT) / self._devices(ranks)
+        return self._pipeline(rows, held * each + ends, slowest) + self.end[rows], share.max(axis=1)
+
+    def _devices(self, ranks: list[int]) -> Array:
+        return np.array([self.wish.case.cluster.groups[group].accelerator.memory for group in ranks], dtype=float)
+
+    def _memory(self, rows: Array, ranks: list[int], last: Array) -> tuple[Array, Array, Array]:
+        """By rank: bytes without any layer, bytes of each layer, and what the device has room for."""
+        spec, stack, p = self.wish.case.spec, self.wish.case.stack, len(ranks)
+        closed, of, rank = self.groups[0], self.of, np.arange(p)
+        kept, logits, message = (
+            np.asarray(one)[rows, None] for one in (closed.block.kept, closed.block.logits, closed.block.message)
+        )
+        chunks, tp = closed.chunks[rows, None], of.tp[rows, None]
+        state = self.bytes_of_a_parameter[rows, None]
+        flying = self._flying(rows, p)
+        per_layer = state * spec.block_parameter_count / tp + kept * flying
+        per_layer = per_layer + self.waiting[rows, None] / chunks
+        table = state * spec.vocab * spec.hidden / tp
+        is_last = rank[None, :] == last[:, None]
+        fixed = table * ((rank == 0)[None, :] + 0.0 + is_last) + stack.bucket_bytes
+        whole = (closed.block.whole + closed.gathered())[rows, None]
+        moments = np.maximum(whole, logits * is_last)
+        messages = (1 + 2 * chunks + flying * chunks) * message
+        room = (HEADROOM * self._devices(ranks) - CONTEXT) / (1 + FRAGMENTATION)
+        return fixed + moments + messages, per_layer, room[None, :]
+
+    def _flying(self, rows: Array, p: int) -> Array:
+        """Microbatches that each rank holds, in whole ranks' activations: with whole backward passes, the later the
+        fewer."""
+        found, rank = np.ones((len(rows), p)), np.arange(p)
+        for index, (record, chunks) in enumerate(self.wish.pipelines):
+            at = self.of.pipeline[rows] == index
+            m = self.of.microbatches[rows][at][:, None]
+            fewer = 0 if record.splits else rank[None, :] * (1 if chunks == 1 else 2 / chunks)
+            found[at] = np.clip(record.live(p, m, chunks) - fewer, 1 / chunks, m)
+        return found
+
+    def _pipeline(self, rows: Array, loads: Array, slowest: Array) -> Array:
+        closed, m, p = self.groups[0], self.of.microbatches[rows], loads.shape[1]
+        remains = np.array([one.schedule.fill for one in self.wish.pipelines])[self.of.pipeline[rows]]
+        chunks, hides = closed.chunks[rows], self.wish.case.stack.hides("pp")
+        send = closed.sending()[rows]
+        held = 2 * (1 - hides) * send * m * chunks
+        passes = m * slowest + remains * (loads.sum(axis=1) - slowest) / chunks
+        waits = np.array([one.schedule.waits for one in self.wish.pipelines])[self.of.pipeline[rows]]
+        return np.maximum(passes, waits * (p + m) * slowest * 2 / 3) + held + 2 * (p - 1) * send
+
+
+def _dealt(each: Array, ends: Array, caps: Array, layers: int) -> tuple[Array, Array]:
+    """Layers of each rank in the least time in which all ranks hold them all, and that time."""
+
+    def held(time: Array) -> Array:
+        return np.clip(np.floor((time[:, None] - ends) / each), 0, caps)
+
+    # From what would do if layers could be cut to where the busiest rank has all that it has room for.
+    low = (layers + (ends / each).sum(axis=1)) / (1 / each).sum(axis=1)
+    high = (caps * each + ends).max(axis=1)
+    for _ in range(ROUNDS):
+        middle = (low + high) / 2
+        enough = held(middle).sum(axis=1) >= layers
+        low, high = np.where(enough, low, middle), np.where(enough, middle, high)
+    found = held(high)
+    return found, np.maximum((found * each + ends).max(axis=1), 0.0)
+
+
+# ---- space ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MixedSpace:
+    """All combinations of choices and orders of the groups; `memory` is the fullest rank's share of its device."""
+
+    space: Space
+    orders: list[Cluster]
+    order: Array  # which of them an element has
+
+    def __len__(self) -> int:
+        return len(self.space)
+
+    @property
+    def fits(self) -> Array:
+        return self.space.memory <= HEADROOM * SLACK
+
+    def case(self, case: Case, at: int) -> Case:
+        """One combination, its layers not yet divided."""
+        cluster, layout = self.orders[self.order[at]], self.space.layout(at)
+        return replace(case, cluster=cluster, layout=layout, groups=groups_of(cluster, layout))
+
+
+def mixed_space(wish: SearchQuery) -> MixedSpace:
+    """Every combination in which each replica spans all groups."""
+    shapes = list(shapes_of(wish))
+    every = list(orders(wish.case.cluster))
+    of = legal(wish, _combinations(wish, shapes))
+    count = len(of.tp)
+    seconds, memory = (np.full((len(every), count), np.inf) for _ in range(2))
+    closed = MixedClosed(wish, shapes, of)
+    for number, cluster in enumerate(every):
+        for pp in np.unique(of.pp).tolist():
+            rows = np.flatnonzero(of.pp == pp)
+            seconds[number, rows], memory[number, rows] = closed.of_rows(rows, _ranks(wish.case.cluster, cluster, pp))
+    tiled = Choices(*(np.tile(column, len(every)) for column in of))
+    space = Space(tiled, shapes, wish.pipelines, seconds.ravel(), memory.ravel())
+    return MixedSpace(space, every, np.repeat(np.arange(len(every)), count))
+
+
+def _ranks(given: Cluster, order: Cluster, pp: int) -> list[int]:
+    """The group of each pipeline rank, by its number in the given cluster."""
+    return [given.groups.index(one) for one in order.groups for _ in range(one.world * pp // order.world)]
+
+
+def _combinations(wish: SearchQuery, shapes: list[BlockShape]) -> Choices:
+    """Shapes with every dp that leaves each replica whole nodes of every kind, ZeRO stage and pipeline."""
+    rows = np.array(list(_rows(wish, shapes)), dtype=np.int64).reshape(-1, 7)
+    tp, pp, cp, dp, shape, zero, pipeline = rows.T
+    samples = np.array([one.samples for one in shapes] or [1], dtype=np.int64)[shape]
+    return Choices(tp, pp, cp, dp, zero, samples, wish.case.batch // (dp * samples), shape, pipeline)
+
+
+def _rows(wish: SearchQuery, shapes: list[BlockShape]) -> Iterator[tuple[int, ...]]:
+    cluster, batch, most = wish.case.cluster, wish.case.batch, wish.case.spec.layers + 2
+    pipelines = range(len(wish.pipelines))
+    for number, shape in enumerate(shapes):
+        for dp in wish.free("dp", divisors(cluster.world)):
+            row = dp * shape.tp * shape.cp
+            pp = cluster.world // row
+            if pp > most or pp != wish.fixed.get("pp", pp) or batch % (dp * shape.samples) or not _spans(cluster, row):
+                continue
+            if any(group.world // dp % group.gpus for group in cluster.groups):
+                continue
+            zeros = wish.free("zero", [0, 1, 2, 3] if dp * shape.cp > 1 else [0])
+            for zero, pipeline in product(zeros, pipelines):
+                yield shape.tp, pp, shape.cp, dp, number, zero, pipeline
+
+
+def _spans(cluster: Cluster, row: int) -> bool:
+    return not any(group.world % row for group in cluster.groups)

@@ -1,0 +1,139 @@
+"""The nearest layout that can run, for one that cannot: degrees, microbatches and, if need be, other choices change.
+
+nearest(case, layout, keep="tp")        # a layout without problems; None where nothing near has none
+steps(case, layout)["tp"]               # the values of one field that a model and a number of GPUs allow
+moved(case, layout, "tp", "16")         # one field set, and what follows it: dp takes the difference
+
+A case's own layout is not read.
+"""
+
+import math
+from collections.abc import Iterator
+from itertools import product
+from typing import Any, get_args
+
+from msgspec import structs
+
+from fivefold.cost.step import Case
+from fivefold.layout.layout import ContextKind, Dispatch, Layout, Recompute, tp_fits
+from fivefold.planner.explain import RANKS_BY
+from fivefold.schedules.registry import CATALOGUE
+from fivefold.support.text import divisors
+
+NEAR = 6  # values of a degree that are tried, the nearest first
+TRIED = 400  # layouts that are held against the rules, for each set of other choices
+KEPT = 6.0  # how much further away a change of the field is that is to be kept
+WEIGHTS = {"tp": 1.0, "pp": 1.1, "cp": 1.2, "ep": 0.8, "microbatches": 0.5}  # of a doubling
+# Other choices that may stand in the way, each with a value that never does.
+PLAIN: tuple[dict[str, Any], ...] = (
+    {}, {"sp": False}, {"replicate": 1}, {"split": ()}, {"schedule": "1f1b", "chunks": 0}, {"cp_kind": "ring"},
+    {"zero": 1, "replicate": 1},
+    {"sp": False, "replicate": 1, "split": (), "schedule": "1f1b", "chunks": 0, "cp_kind": "ring", "zero": 1},
+)  # fmt: skip
+
+
+def problems(case: Case, layout: Layout) -> list[str]:
+    """Why a layout cannot run, as `simulate` would say it."""
+    return layout.problems(case.spec, world=case.cluster.world, seq=case.seq, batch=case.batch, ranks_by=RANKS_BY)
+
+
+def steps(case: Case, layout: Layout) -> dict[str, list[Any]]:
+    """The values that each field may take: of degrees those that the model and the number of GPUs allow by themselves;
+    of microbatches and ep those that go with the layout's own degrees."""
+    spec, ways = case.spec, divisors(case.cluster.world)
+    share = case.batch // layout.dp if case.batch % layout.dp == 0 else case.batch
+    stage = max(1, layout.dp // layout.replicate * layout.cp * layout.tp)
+    experts = 1 if spec.experts is None else spec.experts.count
+    record = CATALOGUE.get(layout.schedule)
+    most = (spec.layers + 2) // layout.pp
+    return {
+        "dp": ways,
+        "tp": [n for n in ways if tp_fits(spec, n)],
+        "pp": [n for n in ways if n <= spec.layers + 2],
+        "cp": [n for n in ways if n == 1 or case.seq % (2 * n) == 0],
+        "ep": [n for n in divisors(stage) if experts % n == 0],
+        "microbatches": divisors(share),
+        "zero": [0, 1, 2, 3],
+        "replicate": divisors(layout.dp),
+        "chunks": list(range(1, max(1, most) + 1)) if record and record.any_chunks else [layout.chunks],
+        "recompute": list(get_args(Recompute)),
+        "schedule": list(CATALOGUE),
+        "cp_kind": list(get_args(ContextKind)),
+        "dispatch": list(get_args(Dispatch)),
+        "sp": [False, True],
+    }
+
+
+def moved(case: Case, layout: Layout, field: str, value: str) -> Layout:
+    """The layout with one field set. dp takes the difference in ranks, microbatches stay as large as they are; the
+    split of the layers and the chunks of a schedule belong to what they were made for."""
+    changes = structs.asdict(layout) | {field: value}
+    if field in ("pp", "chunks", "schedule"):
+        changes["split"] = ()
+    if field == "schedule":
+        changes["chunks"] = 0
+    if field == "tp":
+        changes["sp"] = layout.sp or layout.tp == 1
+    if field == "zero" and value != "3":
+        changes["replicate"] = 1
+    found = Layout.from_dict({key: value for key, value in changes.items() if not (key == "chunks" and not value)})
+    if found.tp == 1 and field != "sp":
+        found = structs.replace(found, sp=False)
+    if field in ("tp", "pp", "cp"):
+        found = _following(case, layout, found)
+    if field == "dp" and (other := nearest(case, found, "dp")) is not None and other.dp == found.dp:
+        return other
+    return found
+
+
+def _following(case: Case, before: Layout, layout: Layout) -> Layout:
+    inner = layout.world // layout.dp
+    dp = case.cluster.world // inner
+    if dp * inner != case.cluster.world:
+        return layout
+    changes: dict[str, Any] = {"dp": dp}
+    if before.dp * before.microbatches % dp == 0:
+        changes["microbatches"] = before.dp * before.microbatches // dp
+    if dp % layout.replicate:
+        changes["replicate"] = 1
+    shared = dp // changes.get("replicate", layout.replicate) * layout.cp * layout.tp
+    return structs.replace(layout, **changes, ep=math.gcd(layout.ep, shared))
+
+
+def nearest(case: Case, layout: Layout, keep: str = "") -> Layout | None:
+    """The nearest layout without problems; the field `keep` changes only where it must."""
+    for plain in PLAIN:
+        start = structs.replace(layout, **plain)
+        around = sorted(_around(case, start, keep), key=lambda one: one[0])
+        for _, changes in around[:TRIED]:
+            found = structs.replace(start, **changes)
+            if not problems(case, found):
+                return found
+    return None
+
+
+def _around(case: Case, layout: Layout, keep: str) -> Iterator[tuple[float, dict[str, Any]]]:
+    """Degrees and microbatches nearby, each with how far away it is."""
+    world, legal, whole = case.cluster.world, steps(case, layout), layout.dp * layout.microbatches
+
+    def far(field: str, value: int, of: int) -> float:
+        return abs(math.log2(value / of)) * WEIGHTS.get(field, 0.0) * (KEPT if field == keep else 1.0)
+
+    near = {
+        axis: sorted(legal[axis], key=lambda n: abs(math.log2(n / getattr(layout, axis))))[:NEAR]
+        for axis in ("tp", "pp", "cp")
+    }
+    for tp, pp, cp in product(*near.values()):
+        inner = tp * pp * cp
+        if world % inner or case.batch % (dp := world // inner):
+            continue
+        wanted = layout.microbatches if keep == "microbatches" else max(1, round(whole / dp))
+        counts = sorted(divisors(case.batch // dp), key=lambda n: abs(math.log2(n / wanted)))[:4]
+        distance = far("tp", tp, layout.tp) + far("pp", pp, layout.pp) + far("cp", cp, layout.cp)
+        distance += abs(math.log2(dp / layout.dp)) * (KEPT if keep == "dp" else 0.0)
+        base = {"tp": tp, "pp": pp, "cp": cp, "dp": dp}
+        shared = divisors(max(1, dp // layout.replicate) * cp * tp)
+        for count in {*counts, *(n for n in divisors(case.batch // dp) if n >= 2 * pp and n < 4 * pp)}:
+            for ep in sorted(shared, key=lambda n: abs(math.log2(n / layout.ep)))[:2] if layout.ep > 1 else (1,):
+                more = far("microbatches", count, wanted) + far("ep", ep, layout.ep)
+                yield distance + more, base | {"microbatches": count, "ep": ep}

@@ -1,0 +1,245 @@
+"""Planning as two functions: which layout to take, and how long a step of a given layout takes.
+
+plan("llama3-70b", "8x8xH100").chosen.layout
+simulate("llama3-8b", "pp=8,schedule=zb-v,microbatches=16,recompute=selective", batch=16).option.seconds
+
+They take names or objects, raise UserError for input that cannot be planned, and print nothing.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+from fivefold.cost.moe import imbalance_for
+from fivefold.cost.step import Case
+from fivefold.cost.systems import software_of
+from fivefold.hardware.cluster import Cluster
+from fivefold.job.aliases import layout_changes
+from fivefold.job.config import Job, job_of
+from fivefold.job.recipes import usual_batch
+from fivefold.layout.layout import Layout
+from fivefold.planner.explain import RANKS_BY, better_batch, nearest_fit, neighbours, simplest
+from fivefold.planner.mixed import groups_of, merged
+from fivefold.planner.result import PlanResult, SimulateResult
+from fivefold.planner.search import SURVIVORS, By, Option, Ranking, evaluate, search
+from fivefold.planner.training import batch_of, budget_of, training_of
+from fivefold.spec.model import ModelSpec
+from fivefold.support.dtypes import precision_of
+from fivefold.support.errors import UserError
+from fivefold.support.ranges import SEQUENCES, TOKENS, checked, within
+from fivefold.support.text import did_you_mean
+
+USUAL_CLUSTER = "8xH100"  # where neither the question nor the job names one
+SEQ = 8192  # tokens of a sequence, where none is given and the model's context is longer
+
+
+def plan(
+    model: str | Path | ModelSpec | Job,
+    cluster: str | Path | Cluster | None = None,
+    *,
+    changes: Sequence[str] = (),
+    batch: int | None = None,
+    seq: int | None = None,
+    tokens: str | float | None = None,
+    layout: str | Layout | None = None,
+    fix: str | Mapping[str, Any] = "",
+    by: By = "throughput",
+    top: int = 5,
+    precision: str = "",
+    software: str = "fivefold",
+    price: float | None = None,
+    imbalance: float | None = None,
+) -> PlanResult:
+    """Search all layouts of a model on a cluster, choose one, and say why.
+
+        ff.plan("llama3-70b", "8x8xH100").chosen.layout
+        ff.plan("tiny", "2xCPU", batch=16, seq=128, fix="tp=2")
+
+    `cluster` is by default the job's, or 8xH100. `changes` are KEY=VALUE settings of the model or job, `batch` counts
+    sequences of a step, `fix` holds choices that are not free ("tp=8,zero=1"), `layout` is explained beside the choice,
+    `price` is dollars per device and hour. `tokens` is the length of the run ("1.4T", 300e9, or "chinchilla": 20 per
+    parameter); where it is given, the batch is that of a published recipe, as the settings of `.job` are. `imbalance`
+    is what the fullest rank gets of the tokens that visit experts, over the mean; by default that of published pairs.
+    """
+    if price is not None and not 0 <= price < 1e6:
+        raise UserError(f"price={price:g} must be dollars per GPU and hour, zero or more")
+    if by not in get_args(By):
+        raise UserError(f"by={by!r} is not a ranking; {did_you_mean(str(by), get_args(By))}")
+    checked("top", top, within(1, SEQUENCES))
+    if layout is not None and fix:
+        raise UserError("a layout leaves nothing to search, and fix holds choices of a search; give one of them")
+    if wrong := layout_changes(changes, "--fix " if layout is None else f"--layout {layout},"):
+        raise UserError(wrong)
+    job, kept, case = _question(model, cluster, changes, batch, seq, precision, software, tokens)
+    case = replace(case, imbalance=imbalance_for(case.spec, imbalance))
+    training = training_of(
+        job, kept, case, tokens, _written(case.cluster, cluster or job.run.cluster or USUAL_CLUSTER), batch
+    )
+    free = batch is None and tokens is None and kept is not None and "train.batch" not in kept
+    given = _given(case, layout) if layout is not None else None
+    fixed = fixed_choices(fix)
+    unsearched = ""
+    try:
+        found = search(case, by, max(top, SURVIVORS) if by == "throughput" else top, **fixed)
+    except UserError as error:
+        if given is None:
+            raise
+        found, unsearched = (
+            Ranking((given,), 0, 0),
+            "; ".join(error.problems),
+        )  # what was given can be timed all the same
+    chosen = simplest(found.options) if by == "throughput" and not unsearched else found.best
+    explained = given or chosen
+    return PlanResult(
+        case=case,
+        options=found.options[:top],
+        chosen=chosen,
+        given=given,
+        evaluated=found.evaluated,
+        fitting=found.fitting,
+        neighbours=tuple(neighbours(explained)),
+        hint=better_batch(explained),
+        price=price,
+        training=training,
+        by=by,
+        fixed=fixed,
+        batch_from=usual_batch(case.spec, case.seq, case.cluster.world).why if free else "",
+        unsearched=unsearched,
+        nearest=nearest_fit(given) if given and not given.fits else None,
+    )
+
+
+def simulate(
+    model: str | Path | ModelSpec | Job,
+    layout: str | Layout,
+    cluster: str | Path | Cluster | None = None,
+    *,
+    changes: Sequence[str] = (),
+    batch: int | None = None,
+    seq: int | None = None,
+    precision: str = "",
+    software: str = "fivefold",
+    imbalance: float | None = None,
+) -> SimulateResult:
+    """Time one step of a layout: its schedule runs on a clock. No GPU and no weights are needed.
+
+        ff.simulate("llama3-70b", "dp=8,tp=8,zero=1", "8x8xH100")
+        ff.simulate("llama3-8b", "dp=2,pp=4,microbatches=8,schedule=zb-h1", batch=16, seq=4096)
+
+    Where it does not fit into the devices, the result says so and is not `ok`.
+    """
+    if wrong := layout_changes(changes, f"--layout {layout},"):
+        raise UserError(wrong)
+    option = option_of(question(model, cluster, changes, batch, seq, precision, software), layout, imbalance)
+    return SimulateResult(option, None if option.fits else nearest_fit(option))
+
+
+def option_of(case: Case, layout: str | Layout, imbalance: float | None = None) -> Option:
+    """A layout of a question's case, timed; whether it fits or not."""
+    return _given(replace(case, imbalance=imbalance_for(case.spec, imbalance)), layout)
+
+
+def case_of(job: Job, cluster: Cluster, precision: str = "", software: str = "fivefold") -> Case:
+    """A job as the planner asks: its model, layout, sizes and optimizer, in its precision or another, as a software
+    runs it on these devices."""
+    precision = precision or ("fp8" if job.train.fp8 else precision_of(job.train.dtype))
+    stack = software_of(software, cluster.groups[0].accelerator)
+    stack = stack.optimizing_with(job.optimizer).computing_in(precision)
+    return Case(job.model, job.layout, cluster, job.data.seq, job.train.batch, precision, stack)
+
+
+def as_it_stands(job: Job, cluster: Cluster) -> Option:
+    """A job's own layout on a cluster."""
+    return option_of(_rated(case_of(job, cluster)), job.layout)
+
+
+def _rated(case: Case) -> Case:
+    """Raises where a device has no rate for the precision, with those that there are."""
+    for group in case.cluster.groups:
+        group.accelerator.rate(case.precision)
+    return case
+
+
+def fixed_choices(fix: str | Mapping[str, Any]) -> dict[str, Any]:
+    """Choices of a layout that are not free, and `microbatch`, the sequences of one."""
+    if not isinstance(fix, str):
+        return {"samples" if key == "microbatch" else key: value for key, value in fix.items()}
+    parts = [part for piece in fix.split(",") if (part := piece.strip())]
+    size = [part.removeprefix("microbatch=") for part in parts if re.fullmatch(r"microbatch=\d+", part)]
+    rest = [part for part in parts if not re.fullmatch(r"microbatch=\d+", part)]
+    layout = Layout.parse(",".join(rest))
+    fixed = {key: getattr(layout, key) for part in rest if not (key := part.partition("=")[0].strip()).isdigit()}
+    return fixed | ({"samples": int(size[-1])} if size else {})
+
+
+def question(
+    model: str | Path | ModelSpec | Job,
+    cluster: str | Path | Cluster | None = None,
+    changes: Sequence[str] = (),
+    batch: int | None = None,
+    seq: int | None = None,
+    precision: str = "",
+    software: str = "fivefold",
+) -> Case:
+    """A checked case, whose layout is open."""
+    return _question(model, cluster, changes, batch, seq, precision, software)[-1]
+
+
+def _question(
+    model: str | Path | ModelSpec | Job,
+    cluster: str | Path | Cluster | None,
+    changes: Sequence[str],
+    batch: int | None,
+    seq: int | None,
+    precision: str,
+    software: str,
+    tokens: str | float | None = None,
+) -> tuple[Job, set[str] | None, Case]:
+    """The job behind the question; its settings that stay, None if all do; a checked case, whose layout is open."""
+    options = {"data.seq": ("seq", seq), "train.batch": ("batch", batch), "run.cluster": ("cluster", cluster)}
+    options |= dict.fromkeys(("train.dtype", "train.fp8"), ("precision", precision or None))
+    for change in changes:
+        option, value = options.get(change.partition("=")[0], ("", None))
+        if value is not None:
+            raise UserError(f"{change} and {option}={value} say the same thing; give one of them")
+    job, named = job_of(model, changes)
+    kept = None if isinstance(model, Job) or str(model).endswith(".toml") else named
+    if not precision and (job.train.fp8 or "train.dtype" in named):
+        precision = "fp8" if job.train.fp8 else precision_of(job.train.dtype)
+    machines, spec = Cluster.read(cluster or job.run.cluster or USUAL_CLUSTER), job.model
+    if wrong := spec.problems():
+        raise UserError(wrong)
+    if seq is None:
+        seq = job.data.seq if "data.seq" in named else min(spec.context, SEQ)
+    checked("seq", seq, within(1, TOKENS))
+    if spec.positions == "learned" and seq > spec.context:
+        raise UserError(
+            f"seq={seq} is longer than the {spec.context} learned positions of {spec.name}; nearest: seq={spec.context}"
+        )
+    if batch is None:
+        if "train.batch" in named:
+            batch = job.train.batch
+        elif total := budget_of(tokens, job):
+            batch = batch_of(job, total, seq, machines.world)
+        else:
+            batch = usual_batch(spec, seq, machines.world).value
+    checked("batch", batch, within(1, SEQUENCES))
+    precision = precision_of(precision) or ("fp32" if machines.groups[0].accelerator.is_cpu else "bf16")
+    case = _rated(case_of(job, machines, precision, software))
+    return job, kept, replace(case, layout=Layout(), seq=seq, batch=batch)
+
+
+def _written(cluster: Cluster, given: str | Path | Cluster) -> str:
+    """How a job names its cluster: as the user did, since a file may have replaced figures of the catalogue."""
+    return str(given).strip() if isinstance(given, str | Path) else str(cluster)
+
+
+def _given(case: Case, layout: str | Layout) -> Option:
+    layout = Layout.parse(layout) if isinstance(layout, str) else layout
+    problems = layout.problems(case.spec, world=case.cluster.world, seq=case.seq, batch=case.batch, ranks_by=RANKS_BY)
+    if problems:
+        raise UserError(problems)
+    case = replace(case, cluster=merged(case.cluster))
+    return evaluate(replace(case, layout=layout, groups=groups_of(case.cluster, layout)))

@@ -1,0 +1,526 @@
+"""Planning for serving: how to divide a model that only generates, how fast tokens come, and for how many at once.
+
+    plan = serve("llama3-70b", "8xH100", prompt=1024, output=256)
+    plan.latency.token             # seconds for a token, at its fastest
+    plan.throughput.per_gpu        # tokens per second, at its most
+    plan.explanation               # why, in sentences
+
+options.py has the ways to do it, memory.py what they hold, step.py their time (mixture.py that of experts),
+sentences.py why or why not.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fivefold.cost.moe import IMBALANCE, SOURCE, imbalance_for, more_even
+from fivefold.hardware.cluster import Cluster
+from fivefold.job.config import Job, job_of
+from fivefold.layout.layout import tp_fits
+from fivefold.planner.serve_cost import (
+    Replica,
+    degrees,
+    held,
+    largest,
+    memory_limit,
+    most_touched,
+    touched,
+    whole_cache,
+    whole_weights,
+)
+from fivefold.planner.serve_options import (
+    BOUNDS,
+    Service,
+    ServingOption,
+    frontier,
+    fullest,
+    gigabytes,
+    milliseconds,
+    options,
+    rate,
+    replicas,
+    sequences,
+)
+from fivefold.render.blocks import Block, Result, Table, Text
+from fivefold.spec.model import ModelSpec
+from fivefold.support.errors import UserError
+from fivefold.support.ranges import TOKENS, misfit, within
+
+# ---- expert sentences -----------------------------------------------------------------------------------------------
+# Sentences about experts and latents in a plan for serving: what a step touches, and why not another ep, tp or dp.
+
+
+def about_experts(service: Service, quick: ServingOption, heavy: ServingOption) -> Iterator[str]:
+    """None for dense models with keys and values of their own."""
+    if service.spec.mla is not None:
+        yield _latents(service, heavy)
+    if service.spec.experts is None:
+        return
+    yield _touched(service, heavy)
+    yield from _whole_experts(service, quick)
+    for other in _neighbours(service, heavy):
+        yield why_not(service, heavy, other)
+    if heavy.ep > 1:
+        yield _uneven(service, heavy)
+
+
+def _latents(service: Service, heavy: ServingOption) -> str:
+    mla = service.spec.mla
+    assert mla is not None
+    each = whole_cache(service.spec, service.cache_bytes)
+    told = (
+        f"A token leaves {mla.kv_rank} + {mla.rope_dim} numbers a layer in the cache, {each:,.0f} bytes in all, from "
+        f"which every head works: tp divides the heads and not these"
+    )
+    if heavy.tp > 1:
+        return f"{told}, so tp={heavy.tp} holds them {heavy.tp} times."
+    return f"{told}, so tp=2 would hold them twice."
+
+
+def _touched(service: Service, heavy: ServingOption) -> str:
+    own = service.spec.experts
+    assert own is not None
+    tokens = -(-heavy.batch // heavy.pp)
+    here = most_touched(own, heavy.ep, tokens)
+    groups = f", at most {here:.1f} of the {own.count // heavy.ep} of a GPU" if heavy.ep > 1 else ""
+    return (
+        f"A token visits {own.top_k} of {own.count} experts of a layer; the {tokens:,} of a step at {heavy.layout} "
+        f"visit {touched(own, tokens):.1f} of them, {own.count} x (1 - (1 - {own.top_k}/{own.count})^{tokens}), if all "
+        f"are chosen equally often{groups}. Only these are read."
+    )
+
+
+def _whole_experts(service: Service, quick: ServingOption) -> Iterator[str]:
+    """At the lowest latency: whether ranks divide experts, or have whole ones."""
+    every = degrees(service.spec, quick.tp, quick.dp)
+    if len(every) < 2:
+        return
+    ep = every[-1] if quick.ep == 1 else 1
+    step = service.like(quick, ep=ep).step(quick.batch, service.context)
+    reason = "GPUs without a chosen expert wait for those that read one" if quick.ep == 1 else "each has a part of all"
+    yield (
+        f"Why not ep={ep} at {sequences(quick.batch)}: {reason}, and a token takes {milliseconds(step.total)} instead "
+        f"of {milliseconds(quick.step)}."
+    )
+
+
+def _neighbours(service: Service, one: ServingOption) -> Iterator[Replica]:
+    """On the same GPUs: the next ep; half and twice the tp, or half the pp, with as much more or less dp. On others:
+    half and twice the dp."""
+    spec, world = service.spec, service.group.world
+    every = degrees(spec, one.tp, one.dp)
+    at = every.index(one.ep)
+    for ep in (*every[max(0, at - 1) : at], *every[at + 1 : at + 2]):
+        yield service.like(one, ep=ep)
+    sizes = [(one.tp / 2, 2 * one.dp, one.pp), (2 * one.tp, one.dp / 2, one.pp), (one.tp, 2 * one.dp, one.pp / 2)]
+    sizes += [(one.tp, one.dp / 2, one.pp), (one.tp, 2 * one.dp, one.pp)]
+    for tp, dp, pp in [tuple(map(int, size)) for size in sizes if all(float(part).is_integer() for part in size)]:
+        if service.fits_heads(tp) and tp * dp * pp <= world and (found := degrees(spec, tp, dp)):
+            yield service.like(one, tp=tp, dp=dp, pp=pp, ep=found[-1])
+
+
+def why_not(service: Service, heavy: ServingOption, other: Replica) -> str:
+    """Why another layout is not the one with the most tokens per second."""
+    start = f"Why not {other.name}: "
+    full = fullest(service, other)
+    if full is None:
+        needs = held(other, 1, service.tokens, service.prompt)
+        return (
+            f"{start}one sequence needs {gigabytes(needs.total)} of a GPU, {gigabytes(needs.weights)} of it weights, "
+            f"and {gigabytes(memory_limit(service.device))} is the limit."
+        )
+    replica = service.like(heavy)
+    batch = max(1, heavy.batch * other.world // replica.world)  # as many for each GPU
+    was, step = heavy.parts, other.step(batch, service.context)
+    more = {name: getattr(step, name) - getattr(was, name) for name in step._fields}
+    worst = max(more, key=lambda name: more[name])
+    cause = f", {milliseconds(more[worst])} more of it {BOUNDS[worst]}" if more[worst] > 0.02 * step.total else ""
+    return (
+        f"{start}it gives at most {rate(full.per_gpu)} tokens/s per GPU instead of {rate(heavy.per_gpu)}; a step of "
+        f"{sequences(batch)} takes {milliseconds(step.total)} instead of {milliseconds(heavy.step)} "
+        f"with {heavy.batch:,}{cause}."
+    )
+
+
+def _uneven(service: Service, heavy: ServingOption) -> str:
+    even = replace(service.like(heavy), imbalance=1.0).step(heavy.batch, service.context).total
+    source = f" ({SOURCE})" if service.imbalance == IMBALANCE else ""
+    less = more_even(service.spec, heavy.ep, service.imbalance)
+    source += f"; {less}" if less else ""
+    return (
+        f"The fullest of {heavy.ep} groups is taken to get {service.imbalance:g} times the mean{source}; with the same "
+        f"load on all a step at {heavy.layout} would take {milliseconds(even)} instead of {milliseconds(heavy.step)}."
+    )
+
+
+# ---- sentences ------------------------------------------------------------------------------------------------------
+# Why a plan for serving is what it is, or why a model cannot be served as asked: sentences with numbers.
+
+
+NODE = 8  # GPUs of a usual node, where the given one is smaller
+
+
+def explain(service: Service, quick: ServingOption, heavy: ServingOption) -> tuple[str, ...]:
+    """Sentences about the option with the lowest latency and the one with the highest throughput."""
+    sentences = [
+        _bound(quick),
+        _wider(service, quick, heavy),
+        _deeper(service, quick if quick.pp > 1 or heavy.pp == 1 else heavy),
+        _turn(service, heavy),
+        _copies(service, max(quick, heavy, key=lambda one: one.tp)),
+        *about_experts(service, quick, heavy),
+        _graphs(service, quick),
+    ]
+    return tuple(sentence for sentence in sentences if sentence)
+
+
+def _bound(quick: ServingOption) -> str:
+    parts = sorted(quick.parts._asdict().items(), key=lambda item: -item[1])
+    shares = [f"{BOUNDS[name]} {value / quick.step:.0%}" for name, value in parts if value > 0.05 * quick.step]
+    return f"A step of {milliseconds(quick.step)} at {quick.layout} and {sequences(quick.batch)}: {', '.join(shares)}."
+
+
+def _wider(service: Service, quick: ServingOption, heavy: ServingOption) -> str:
+    """Why not more tp: on the same GPUs with less pp where that is possible, or else on more of them."""
+    spec, gpus, world = service.spec, service.group.gpus, service.group.world
+    more = [tp for tp in range(quick.tp + 1, max(8 * gpus, NODE) + 1) if tp_fits(spec, tp)]
+    more = [tp for tp in more if (gpus % tp == 0 or tp % gpus == 0) and degrees(spec, tp)]
+    if not more:
+        return f"tp={quick.tp} is the most that {spec.heads} heads and {spec.kv_heads} kv heads allow here."
+    wide, before = _widened(service, quick, more[0]), quick.tp * quick.dp * quick.pp
+    tp = wide.tp
+    step = wide.step(quick.batch, service.context)
+    where = f"it leaves the node of {gpus}; " if wide.crosses else ""
+    share, was = step.tp / step.total, quick.parts.tp / quick.step
+    gain = quick.step / step.total
+    verdict = f"{gain:.2f} times as fast" if gain >= 1 else f"{1 / gain:.2f} times as slow"
+    cost = "on the same GPUs" if wide.world == before else f"for {wide.world / before:.3g} times the GPUs"
+    there = "" if wide.world <= world else f"; it takes {wide.world} GPUs, and the cluster has {world}"
+    if not there and gain >= 1 and (full := fullest(service, wide)):
+        less = rate(full.per_gpu), rate(heavy.per_gpu)
+        there = f"; but it gives at most {less[0]} tokens/s per GPU instead of {less[1]}"
+    named = f"tp={tp}" if wide.dp == quick.dp else wide.name
+    return (
+        f"Why not {named}: {where}all-reduces are {share:.0%} of its step instead of {was:.0%}, and a token takes "
+        f"{milliseconds(step.total)} instead of {milliseconds(quick.step)}, {verdict} {cost}{there}."
+    )
+
+
+def _widened(service: Service, quick: ServingOption, tp: int) -> Replica:
+    """With more tp, and as much dp as there are experts for."""
+    spec, before = service.spec, quick.tp * quick.dp * quick.pp
+    dp = next(dp for dp in (quick.dp, max(1, quick.tp * quick.dp // tp), 1) if degrees(spec, tp, dp))
+    pp = before // (tp * dp) if quick.pp > 1 and before % (tp * dp) == 0 else quick.pp
+    every = degrees(spec, tp, dp)
+    return service.like(quick, tp=tp, dp=dp, pp=pp, ep=quick.ep if quick.ep == 1 and 1 in every else every[-1])
+
+
+def _deeper(service: Service, chosen: ServingOption) -> str:
+    """What pp gives, and what it costs."""
+    pp = chosen.pp if chosen.pp > 1 else 2
+    if pp > service.spec.layers:
+        return ""
+    flat, deep = service.like(chosen, pp=1), service.like(chosen, pp=pp)
+    short, long = (one.step(1, service.context).total for one in (flat, deep))
+    fit, fits = (largest(one, service.tokens, service.prompt) for one in (flat, deep))
+    weights, less = (held(one, 1, service.tokens, service.prompt).weights for one in (flat, deep))
+    more = f"{fits:,} sequences instead of {fit:,}" if fit else f"{sequences(fits)}, where {flat.name} alone holds none"
+    world = service.group.world
+    there = "" if deep.world <= world else f"; it takes {deep.world} GPUs, and the cluster has {world}"
+    return (
+        f"pp={pp} gives memory, not speed: a GPU holds {gigabytes(less)} of weights instead of {gigabytes(weights)}, "
+        f"and a replica holds {more}; but a token still passes every layer, {milliseconds(long)} with the sends "
+        f"instead of {milliseconds(short)}{there}."
+    )
+
+
+def turning(replica: Replica) -> int | None:
+    """Rows of a step from which the matmuls wait for the tensor cores rather than for the weights."""
+
+    def waits(rows: int) -> bool:
+        parts = replica.rows(rows)
+        return parts.compute > parts.weights
+
+    rows = next((1 << power for power in range(14) if waits(1 << power)), None)
+    return rows and bisect_left(range(rows), True, lo=rows // 2 + 1, key=waits)
+
+
+def _turn(service: Service, heavy: ServingOption) -> str:
+    replica = service.like(heavy)
+    rows = turning(replica)
+    if rows is None:
+        return ""
+    most = largest(replica, service.tokens, service.prompt)
+    turn = rows * replica.pp * replica.dp
+    about = sequences(int(float(f"{turn:.2g}")))  # tiles make the third digit look more certain than it is
+    reach = "more than" if turn > most else "fewer than"
+    share = heavy.parts.cache / heavy.step
+    cache = f"; reading the cache is {share:.0%} of that step, and grows with every sequence" if share > 0.05 else ""
+    return (
+        f"At {heavy.layout} the matmuls turn from memory-bound to compute-bound at about {about} per "
+        f"replica, {reach} the {most:,} that fit{cache}."
+    )
+
+
+def _copies(service: Service, widest: ServingOption) -> str:
+    kv = service.spec.kv_heads
+    if widest.tp <= kv or service.spec.mla:
+        return ""
+    times = widest.tp // kv
+    return f"tp={widest.tp} is more than the {kv} kv heads: each is held {times} times, and the cache with it."
+
+
+def _graphs(service: Service, quick: ServingOption) -> str:
+    other = replace(service.like(quick), graphs=not service.graphs)
+    took = milliseconds(other.step(quick.batch, service.context).total)
+    if service.graphs:
+        return f"This is with CUDA graphs: if the host launches plain PyTorch instead, a step takes {took}."
+    return f"This is without CUDA graphs; with them a step takes {took} instead of {milliseconds(quick.step)}."
+
+
+def missed(service: Service, found: list[ServingOption]) -> str:
+    """For targets that no option meets: the nearest option."""
+    every = [("ttft", service.ttft, "to the first token"), ("token", service.tpot, "for each token after it")]
+    targets = [(name, value, words) for name, value, words in every if value]
+    near = min(found, key=lambda option: max(getattr(option, name) / value for name, value, _ in targets))
+    wanted = " and ".join(f"{milliseconds(value)} {words}" for _, value, words in targets)
+    has = " and ".join(f"{milliseconds(getattr(near, name))} {words}" for name, _, words in targets)
+    return (
+        f"Nothing meets {wanted}: the nearest is {near.layout} with {sequences(near.batch)} per replica, {has}; "
+        f"most of its step is {BOUNDS[near.bound]}."
+    )
+
+
+def problems(service: Service) -> list[str]:
+    """Everything that is wrong with the request, before any search."""
+    spec, cluster = service.spec, service.cluster
+    found = spec.problems()
+    given = {name: value for name, value in vars(service).items() if value is not None}
+    counts = [misfit(name, given.get(name), within(1, TOKENS)) for name in ("prompt", "output", "sequences")]
+    targets = [name for name in ("ttft", "tpot") if not given.get(name, 1) > 0]
+    found += filter(None, counts)
+    found += [f"the target {name}={given[name]} must be more than 0 seconds" for name in targets]
+    if service.precision not in ("bf16", "fp8"):
+        found.append(f"precision={service.precision!r} of the weights must be 'bf16' or 'fp8'")
+    elif len(cluster.groups) and getattr(service.group.accelerator.peak, service.precision) is None:
+        found.append(f"{service.group.accelerator.name} has no {service.precision} matmuls; serve in bf16")
+    if service.cache_bytes not in (1, 2):
+        found.append(f"cache_bytes={service.cache_bytes} must be 2 (bf16) or 1 (fp8)")
+    if not any(counts[:2]) and service.tokens > spec.context:
+        left = spec.context - service.prompt
+        hint = f"nearest: output={left}" if left > 0 else f"prompt and output share {spec.context:,}"
+        found.append(
+            f"prompt={service.prompt:,} and output={service.output:,} are {service.tokens:,} tokens, and the context "
+            f"of {spec.name} is {spec.context:,}; {hint}"
+        )
+    if len(cluster.groups) > 1:
+        each = " and ".join(f"'{group}'" for group in cluster.groups)
+        found.append(
+            f"{cluster} has mixed nodes, and a replica would wait for its slowest device; plan {each} separately"
+        )
+    return found
+
+
+def needed(service: Service) -> Replica | None:
+    """The smallest replica that holds the model and one sequence, on as many of these GPUs as it takes."""
+    spec, gpus = service.spec, max(service.group.gpus, NODE)
+    weights, space = whole_weights(spec, service.precision), memory_limit(service.device)
+    sizes = [
+        (tp * pp, -tp)
+        for tp in range(1, gpus + 1)
+        if gpus % tp == 0 and tp_fits(spec, tp) and degrees(spec, tp)
+        for pp in range(1, spec.layers + 1)
+        if (gpus % (tp * pp) == 0 or (tp * pp) % gpus == 0) and weights < tp * pp * space
+    ]
+    for world, minus in sorted(sizes):
+        replica = service.replica(-minus, world // -minus, gpus, ep=degrees(spec, -minus)[-1])
+        if largest(replica, service.tokens, service.prompt):
+            return replica
+    return None
+
+
+def no_room(service: Service) -> str:
+    """For a cluster where not one sequence fits: what would be needed."""
+    spec, accelerator = service.spec, service.group.accelerator
+    weights, cache = whole_weights(spec, service.precision), whole_cache(spec, service.cache_bytes, service.tokens)
+    remedy = f"no number of {accelerator.name} holds it in equal parts"
+    if enough := needed(service):
+        remedy = f"it takes {enough.world} {accelerator.name} ({enough.name})"
+    smaller = replace(service, precision="fp8")
+    if service.precision == "bf16" and accelerator.peak.fp8 and next(replicas(smaller), None):
+        remedy += f", or fp8 weights ({gigabytes(whole_weights(spec, 'fp8'))}), which fit here"
+    return (
+        f"{spec.name} in {service.precision} fits nowhere on {service.cluster}: its weights are {gigabytes(weights)}, "
+        f"the cache of one sequence of {service.tokens:,} tokens is {gigabytes(cache)}, and {service.group.world} x "
+        f"{gigabytes(memory_limit(service.device))} is the limit of a plan; {remedy}"
+    )
+
+
+def too_many(service: Service) -> str:
+    """For a model that fits, but not with so many sequences."""
+    found = [(service.group.world // one.world * most, one) for one, most in replicas(service)]
+    most, best = max(found, key=lambda pair: pair[0])
+    each = whole_cache(service.spec, service.cache_bytes, service.tokens)
+    remedy = f"at most {most:,} fit, on {service.group.world // best.world} x {best.name}"
+    if service.cache_bytes == 2:
+        remedy += "; a cache in fp8 (1 byte) takes about twice as many"
+    return (
+        f"{service.sequences:,} sequences at once do not fit on {service.cluster}: each has {gigabytes(each)} of cache "
+        f"at its end; {remedy}"
+    )
+
+
+# ---- serve ----------------------------------------------------------------------------------------------------------
+
+
+MOST = 12  # rows of the frontier
+CACHES = {1: "fp8", 2: "bf16"}
+
+
+@dataclass(frozen=True)
+class ServePlan(Result):
+    """How to serve a model. `crossing` is what tp across nodes would give; the other options keep it inside."""
+
+    service: Service
+    latency: ServingOption  # the lowest per token
+    throughput: ServingOption  # the most tokens per second
+    meeting: tuple[ServingOption, ...]  # those that meet the targets, most tokens per second first; empty without any
+    frontier: tuple[ServingOption, ...]  # from the lowest latency to the highest throughput
+    crossing: ServingOption | None  # the lowest per token with tp across nodes, where the cluster is that large
+    options: tuple[ServingOption, ...]
+    explanation: tuple[str, ...]
+
+    @property
+    def best(self) -> ServingOption:
+        """What to run: the best that meets the targets, or without targets the most tokens per second."""
+        return self.meeting[0] if self.meeting else self.throughput
+
+    def to_dict(self) -> dict[str, Any]:
+        def plain(value: Any) -> Any:
+            return list(map(plain, value)) if isinstance(value, tuple) else getattr(value, "to_dict", lambda: value)()
+
+        return {name: plain(value) for name, value in vars(self).items()}
+
+    def blocks(self) -> Iterator[Block]:
+        service = self.service
+        yield Text(
+            f"{service.spec.name} on {service.cluster}: prompts of {service.prompt:,} tokens, answers of "
+            f"{service.output:,}, weights in {service.precision}, cache in {CACHES[service.cache_bytes]}",
+            "bold",
+        )
+        yield self._choices()
+        if len(self.frontier) > 1:
+            last = len(self.frontier) - 1
+            few = min(MOST, last + 1)  # rows, evenly spaced where the frontier is long
+            rows = [_row(self.frontier[round(at * last / (few - 1))]) for at in range(few)]
+            caption = "sequences: replicas x sequences of each"
+            if any(one.dp > 1 for one in self.frontier):
+                caption += "; dp: groups of GPUs that have sequences of their own and share the experts"
+            yield Table(HEADS, rows, title="From low latency to high throughput", caption=caption)
+        yield self._parts()
+        for sentence in self.explanation:
+            yield Text(f"\n{sentence}")
+
+    def _choices(self) -> Table:
+        """A column for each choice."""
+        named = {
+            "meets the targets": self.meeting[0] if self.meeting else None,
+            "lowest latency": self.latency,
+            "highest throughput": self.throughput,
+            "tp across nodes": self.crossing,
+        }
+        chosen = {name: option for name, option in named.items() if option}
+        rows = [[what, *(show(option) for option in chosen.values())] for what, show in FIGURES.items()]
+        return Table(["", *(f">~{name}" for name in chosen)], rows, caption=_waits(self.throughput))
+
+    def _parts(self) -> Table:
+        rows = []
+        for field, words in BOUNDS.items():
+            low, high = getattr(self.latency.parts, field), getattr(self.throughput.parts, field)
+            if low > 0 or high > 0:
+                shares = f"{low / self.latency.step:.0%}", f"{high / self.throughput.step:.0%}"
+                rows.append([words, milliseconds(low), shares[0], milliseconds(high), shares[1]])
+        return Table(
+            ["cause", ">lowest latency", ">share", ">highest throughput", ">share"],
+            rows,
+            title="Where a step's time goes",
+            totals=[("a step", milliseconds(self.latency.step), "", milliseconds(self.throughput.step))],
+        )
+
+
+FIGURES: dict[str, Callable[[ServingOption], str]] = {
+    "layout": lambda one: one.layout,
+    "replicas": lambda one: str(one.replicas),
+    "sequences each": lambda one: f"{one.batch:,}",
+    "to first token": lambda one: milliseconds(one.ttft),
+    "per token": lambda one: milliseconds(one.token),
+    "tokens/s": lambda one: rate(one.tokens_per_second),
+    "tokens/s per GPU": lambda one: rate(one.per_gpu),
+    "KV cache per GPU": lambda one: f"{one.held.cache / 1e9:.1f} GB",
+    "memory per GPU": lambda one: f"{one.held.total / 1e9:.1f} GB",
+    "bound by": lambda one: BOUNDS[one.bound],
+}
+HEADS = ("~layout", ">sequences", ">first token", ">per token", ">tokens/s", ">per GPU", ">cache GB", "~bound by")
+
+
+def _waits(heavy: ServingOption) -> str:
+    """Why a token takes longer than a step."""
+    if heavy.token <= heavy.step:
+        return ""
+    return (
+        f"per token: a step and the prefills of other sequences that come between, {milliseconds(heavy.step)} + "
+        f"{milliseconds(heavy.token - heavy.step)} at the highest throughput"
+    )
+
+
+def _row(one: ServingOption) -> list[str]:
+    sequences = f"{one.replicas} x {one.batch:,}" if one.replicas > 1 else f"{one.batch:,}"
+    times, rates = map(milliseconds, (one.ttft, one.token)), map(rate, (one.tokens_per_second, one.per_gpu))
+    return [one.layout, sequences, *times, *rates, f"{one.held.cache / 1e9:.1f}", BOUNDS[one.bound]]
+
+
+def serve(
+    model: str | Path | ModelSpec | Job,
+    cluster: str | Path | Cluster = "8xH100",
+    *,
+    changes: Sequence[str] = (),
+    prompt: int = 2048,
+    output: int = 512,
+    sequences: int | None = None,
+    precision: str = "bf16",
+    cache_bytes: int = 2,
+    ttft: float | None = None,
+    tpot: float | None = None,
+    graphs: bool = True,
+    imbalance: float | None = None,
+) -> ServePlan:
+    """Plan serving. `ttft` and `tpot` are targets in seconds: to the first token, and for each one after it.
+
+        ff.serve("llama3-70b", "8xH100", prompt=1024, output=256, ttft=0.5)
+
+    `imbalance`: of experts, rows of the fullest group of ranks over the mean; None: as published runs have it.
+    """
+    job, _ = job_of(model, changes)
+    if ignored := [change for change in changes if not change.startswith("model.")]:
+        raise UserError(f"{' '.join(ignored)} would be ignored: serving reads settings of the model alone")
+    machines = Cluster.read(cluster)
+    given = (prompt, output, sequences, precision, cache_bytes, ttft, tpot, graphs, imbalance_for(job.model, imbalance))
+    service = Service(job.model, machines.alike() or machines, *given)
+    if found := problems(service):
+        raise UserError(found)
+    every = options(service)
+    if not every:
+        raise UserError(too_many(service) if next(replicas(service), None) else no_room(service))
+    # tp stays inside the node, unless nothing fits so.
+    inside = [option for option in every if not option.crosses] or every
+    quick = min(inside, key=lambda one: (one.token, one.tp * one.pp))
+    heavy = max(inside, key=lambda one: (one.tokens_per_second, -one.token))
+    sentences, meeting = explain(service, quick, heavy), []
+    if ttft is not None or tpot is not None:
+        meeting = sorted((one for one in inside if one.meets(service)), key=lambda one: -one.tokens_per_second)
+        if not meeting:
+            sentences = (missed(service, inside), *sentences)
+    across = min((one for one in every if one.crosses), key=lambda one: one.token, default=None)
+    return ServePlan(service, quick, heavy, tuple(meeting), frontier(inside), across, tuple(every), sentences)

@@ -1,0 +1,502 @@
+"""How long a replica that serves takes: one decode step, and the prefill of a prompt, in seconds by cause.
+
+    replica = Replica(spec, Device.of(accelerator), gpus=8, tp=8)
+    replica.step(batch=16, context=1500).total      # seconds in which 16 sequences get a token each
+    replica.prefill(prompt=1024).latency            # seconds to the first token
+
+A decode step multiplies a few rows with every weight: it takes as long as the weights and the cache take to be read,
+plus what each kernel and each all-reduce costs however little it does. Letters as in work.py. Of experts it reads those
+that its tokens visit (mixture.py).
+
+Latent attention (MLA) decodes over the latents themselves: the product that makes keys of them goes to the query, the
+one that makes values to the output, so the same weights are read once, and every head works on the kv_rank + rope_dim
+numbers of a token. Many heads share what is read, so the tensor cores may be what they wait for. A prefill makes keys
+and values of the latents, those of earlier chunks again.
+
+Where the numbers come from. Kernels of a block: GEMMs for q k v, o, gate and up, down; a norm with its residual sum,
+twice; rotation; the write into the cache; attention over parts of the cache, and the sum of the parts; the activation
+function. With CUDA graphs a kernel costs `Achieved.launch`. The count, `BETWEEN` and `SKINNY` were chosen with batch 1
+on A100s in gpt-fast's README in view, which leaves 52 us a block beyond the weights' bytes: those runs are no
+independent check of them. TensorRT-LLM's throughputs are: nothing was chosen by them. Without graphs the host launches,
+and a block of plain PyTorch takes it `Software.host`.
+"""
+
+import math
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+from fivefold.cost.block import LayerKind, layer_kind
+from fivefold.cost.footprint import CONTEXT, FRAGMENTATION, HEADROOM
+from fivefold.cost.kernels import Device, plus, remade, times
+from fivefold.cost.links import NCCL_BASE, Kind, Topology, flagged
+from fivefold.cost.moe import GROUPED, dense_gemms, plain_layers
+from fivefold.cost.stack import MOVED, Attention
+from fivefold.hardware.accelerators import software
+from fivefold.layout.layout import Layout
+from fivefold.layout.stages import Stage, stages_of
+from fivefold.spec.blocks import Experts
+from fivefold.spec.model import ModelSpec
+from fivefold.spec.operations import BlockOperations, Matmul, block, head
+from fivefold.support.text import divisors
+
+# ---- parts ----------------------------------------------------------------------------------------------------------
+# What the modules of serving share: seconds of a step by cause, bytes of a weight.
+
+
+class Parts(NamedTuple):
+    """Seconds of a step by cause."""
+
+    weights: float = 0.0  # matmuls that wait for their weights
+    cache: float = 0.0  # keys and values read
+    compute: float = 0.0  # matmuls that wait for the tensor cores; attention of the prefill, and over latents
+    pointwise: float = 0.0  # bytes of norms, rotations, activation functions, logits
+    launch: float = 0.0  # from one kernel to the next
+    tp: float = 0.0  # all-reduces
+    ep: float = 0.0  # tokens on their way to experts and back
+    pp: float = 0.0  # sends, and a stage's wait for a slower one
+    host: float = 0.0  # the device waits for the host
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+    @property
+    def bound(self) -> str:
+        """The field that has the most."""
+        return max(self._fields, key=lambda name: getattr(self, name))
+
+
+def linear_bytes(precision: str) -> int:
+    """Of a weight of the blocks."""
+    return 1 if precision == "fp8" else 2
+
+
+# ---- mixture --------------------------------------------------------------------------------------------------------
+# Experts of a replica that serves: which of them a step touches, how long they take, and what their ranks send.
+#
+# The ranks of a stage, tp x dp, share the experts of its layers: ep groups of ranks have count/ep whole experts each,
+# and the tp x dp / ep ranks of a group divide their width. No expert is held twice, whatever ep is. With dp the ranks
+# have sequences of their own and meet only here.
+#
+#     touched(experts, 64)        # experts that a step of 64 tokens reads, of a layer
+#     most_touched(experts, 8, 64)    # and of those how many are on the fullest of 8 groups
+
+
+ROUTING = 4  # kernels beside the products and the activation: the choice, sorting it by expert (2), and adding up
+
+
+def touched(experts: Experts, tokens: int) -> float:
+    """Experts of a layer that so many tokens visit together, on average: X (1 - (1 - K/X)^T).
+
+    Tokens choose independently of each other, and every expert equally often; real routers repeat themselves, which
+    leaves more experts untouched.
+    """
+    return experts.count * (1 - (1 - experts.top_k / experts.count) ** tokens)
+
+
+@lru_cache(maxsize=1 << 14)
+def most_touched(experts: Experts, ep: int, tokens: int) -> float:
+    """Of those, how many are on the group that has the most of them, on average: all others wait while it reads them.
+
+    Each of a group's X/ep experts is touched with the same probability, as if independently of the others.
+    """
+    each, share = experts.count // ep, touched(experts, tokens) / experts.count
+    if ep == 1:
+        return each * share
+    within, expected = 0.0, 0.0
+    for many in range(each):
+        within += math.comb(each, many) * share**many * (1 - share) ** (each - many)
+        expected += 1 - min(1.0, within) ** ep
+    return max(1.0, expected)
+
+
+def degrees(spec: ModelSpec, tp: int, dp: int = 1) -> list[int]:
+    """The ep that tp x dp ranks can have, the largest last; 1 without experts. Ranks that have sequences of their own
+    have whole experts: so do the servers that work like this."""
+    own, ranks = spec.experts, tp * dp
+    if own is None:
+        return [1] if dp == 1 else []
+    found = [ep for ep in divisors(ranks) if own.count % ep == 0 and own.ffn % (ranks // ep) == 0]
+    return found if dp == 1 else [ep for ep in found if ep == ranks]
+
+
+def mixture(replica: "Replica", rows: int, busy: int) -> Parts:
+    """Seconds of the experts of a block that all ranks of a stage together give `busy` x `rows` tokens."""
+    spec, own, device = replica.spec, replica.spec.experts, replica.device
+    assert own is not None
+    tokens, inner = busy * rows, own.ffn * replica.ep // replica.ranks
+    hit = most_touched(own, replica.ep, tokens)
+    here = replica.uneven * tokens * own.top_k / replica.ep  # rows on the fullest rank
+    gated = spec.activation.startswith("swiglu")
+    shapes = [((1 + gated) * inner, spec.hidden), (spec.hidden, inner)]
+    products = [_grouped(replica, here, n, k, hit) for n, k in shapes]
+    router = replica.matmul(rows, own.count, spec.hidden, "bf16")
+    active = (MOVED["fused"].swiglu if gated else MOVED["fused"].gelu)[0]
+    moved = here * (active * inner + 2 * 4.0 * spec.hidden)  # rows are put into order, and added up
+    launch = ROUTING * device.reached.launch
+    rest = Parts(pointwise=device.stream(moved, 0), launch=launch, ep=exchange(replica, rows))
+    return plus(router, *products, rest)
+
+
+def _grouped(replica: "Replica", rows: float, n: int, k: int, hit: float) -> Parts:
+    """A product of `hit` experts in one kernel. What was measured of grouped kernels is their pace at tensor cores."""
+    groups = math.ceil(hit)
+    parts = replica.matmul(max(1, math.ceil(rows / hit)), n, k, replica.precision, groups)
+    share = times(parts, hit / groups)
+    return share._replace(compute=share.compute / GROUPED, launch=parts.launch)
+
+
+def exchange(replica: "Replica", rows: int) -> float:
+    """Seconds in which tokens reach their experts and come back, where ranks have sequences of their own (dp).
+
+    All-to-all, which the fullest rank ends last, or all tokens to all ranks and sums back, whichever takes less.
+    Without dp every rank has all tokens already, and the all-reduce of tp adds up what experts said.
+    """
+    spec, own = replica.spec, replica.spec.experts
+    if replica.dp == 1 or own is None:
+        return 0.0
+    there, back = linear_bytes(replica.precision), 2
+    slots = replica.uneven * math.ceil(rows / replica.tp) * own.top_k * spec.hidden
+    every = float(rows * replica.dp * spec.hidden)
+    gather = replica.collective("all-gather", "ep", there * every)
+    scatter = replica.collective("reduce-scatter", "ep", back * every)
+    trade = sum(replica.collective("all-to-all", "ep", size * slots) for size in (there, back))
+    return min(trade, gather + scatter)
+
+
+# ---- step -----------------------------------------------------------------------------------------------------------
+
+
+ATTENTION: Attention = "flash3"  # of the prefill: the best kernel that the device has
+CHUNK = 2048  # tokens of prompts that are computed together: enough for the tensor cores, and little to hold
+KERNELS = 7  # of a block, beside its GEMMs
+TILE, SKINNY = 64, 16  # rows of the smallest tile in kernels.py; of the kernels that servers have for fewer rows
+SAMPLING = 8  # kernels after the head: scale, filter, softmax, draw
+BETWEEN = 0.2e-3  # seconds in which the host reads the tokens, schedules, and starts the next graph
+LOGIT_BYTES = 12.0  # that the head's output is read and written: as bf16, then as float32
+
+
+class Prefill(NamedTuple):
+    """A prompt's way through the replica."""
+
+    latency: float  # seconds from its first token in to the first token out
+    busy: float  # seconds that it takes away from the others, with prompts that are computed together
+
+
+@dataclass(frozen=True)
+class Replica:
+    """A model over tp x dp x pp GPUs."""
+
+    spec: ModelSpec
+    device: Device
+    gpus: int  # of a node
+    tp: int = 1
+    pp: int = 1
+    precision: str = "bf16"  # of the blocks' weights and matmuls; embedding, head and routers stay in bf16
+    cache_bytes: int = 2  # of an element of a key or value
+    graphs: bool = True  # CUDA graphs
+    dp: int = 1  # groups of tp ranks that have sequences of their own and share the experts
+    ep: int = 1  # groups of ranks that have whole experts
+    imbalance: float = 1.0  # rows of the fullest of those, over the mean
+
+    @property
+    def ranks(self) -> int:
+        """Of a stage."""
+        return self.tp * self.dp
+
+    @property
+    def world(self) -> int:
+        return self.ranks * self.pp
+
+    @property
+    def name(self) -> str:
+        every = {"tp": self.tp, "dp": self.dp, "pp": self.pp, "ep": self.ep}
+        said = {"tp": self.tp} if self.dp == 1 else {}  # as dense models have it, also where it is 1
+        return ",".join(f"{axis}={size}" for axis, size in every.items() if size > 1 or axis in said)
+
+    @property
+    def crosses(self) -> bool:
+        """Whether tp leaves the node."""
+        return self.tp > self.gpus
+
+    @property
+    def uneven(self) -> float:
+        """Rows of the fullest group over the mean: no group has more than all."""
+        return min(self.imbalance, self.ep)
+
+    @cached_property
+    def block(self) -> BlockOperations:
+        """The operations of a block on one GPU; of a model with experts one that has some."""
+        return block(self.spec, self.tp)
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        return _stages(self.spec, self.pp)
+
+    @cached_property
+    def wires(self) -> Topology:
+        # Its "ep" are all ranks of a stage, and they are neighbours.
+        layout = Layout(tp=self.tp, dp=self.dp, pp=self.pp, ep=self.ranks)
+        return Topology(self.device, self.gpus, layout, ("tp", "dp", "pp"), start=0.0)  # `collective` adds it
+
+    @cached_property
+    def _fast(self) -> Topology:
+        """The same links under the protocol of small messages."""
+        return flagged(self.wires)
+
+    def collective(self, kind: Kind, axis: str, payload: float) -> float:
+        """Seconds under the better of the two protocols, as NCCL chooses."""
+        if self.wires.reaches[axis].ranks == 1:
+            return 0.0
+        base = self.device.reached.launch + NCCL_BASE * self.wires.across(axis)
+        return base + min(self.wires.time(kind, axis, payload), self._fast.time(kind, axis, payload))
+
+    @cached_property
+    def _free(self) -> Device:
+        """Its tensor cores take no time: what remains is the bytes."""
+        return self.device.but(gemm=math.inf, fp8=math.inf)
+
+    def matmul(self, m: int, n: int, k: int, precision: str, groups: int = 1) -> Parts:
+        """Of `groups` of the same shape, in one kernel."""
+        launch = self.device.reached.launch
+        whole = self.device.gemm(m, n, k, precision, groups) - launch
+        free = self._free.gemm(m, n, k, precision, groups) - launch
+        if m < TILE:
+            whole = max(free, whole * math.ceil(m / SKINNY) * SKINNY / TILE)
+        return Parts(compute=whole, launch=launch) if whole > 1.0001 * free else Parts(weights=whole, launch=launch)
+
+    def rows(self, rows: int, dense: bool = False, busy: int = 0) -> Parts:
+        """Of a block, for so many tokens of a tp group at once, without attention. `dense`: a block without experts;
+        `busy`: groups that have tokens, all of them unless it is said."""
+        spec, device, own = self.spec, self.device, block(self.spec, self.tp, dense)
+        routed = spec.experts is not None and not dense
+        matmuls = (self.matmul(*shape, self.precision) for shape in dense_gemms(own.matmuls, rows, False, 1))
+        moved = MOVED["fused"]
+        norm = getattr(moved, spec.norm)[0] + moved.residual[0]
+        active = (moved.swiglu if spec.activation.startswith("swiglu") else moved.gelu)[0]
+        turned = own.attention.width + own.attention.kv_width
+        if spec.mla:
+            turned = (own.attention.heads + 1) * spec.mla.rope_dim
+        wide = spec.experts.shared_ffn if routed and spec.experts is not None else spec.ffn
+        size = 2 * norm * spec.hidden + active * wide / self.tp + moved.rope[0] * turned
+        # In fp8 a kernel of its own casts attention's output. MLA norms its latents, and makes values by themselves.
+        kernels = KERNELS + spec.qk_norm + (self.precision == "fp8") + (3 if spec.mla else 0)
+        # Ranks of tp each send a part of the tokens to experts: what came back is gathered, with what they share.
+        gathers = routed and self.dp > 1 and not wide
+        second: Kind = "all-gather" if gathers else "all-reduce"
+        reduce = sum(self.collective(kind, "tp", 2.0 * rows * spec.hidden) for kind in ("all-reduce", second))
+        rest = Parts(pointwise=device.stream(rows * size, 0), launch=kernels * device.reached.launch, tp=reduce)
+        return plus(*matmuls, rest, *([mixture(self, rows, busy or self.dp)] if routed else []))
+
+    def _bottom(self, rows: int) -> Parts:
+        """The embedding."""
+        moved = 4.0 * rows * self.spec.hidden
+        reduce = self.collective("all-reduce", "tp", moved / 2)
+        return Parts(pointwise=self.device.stream(moved, 0), launch=2 * self.device.reached.launch, tp=reduce)
+
+    def _top(self, rows: int) -> Parts:
+        """The last norm, the head and the choice of a token; every tp rank has all logits for that."""
+        spec = self.spec
+        logits = self.matmul(rows, head(spec, self.tp).outputs, spec.hidden, "bf16")
+        gather = self.collective("all-gather", "tp", 2.0 * rows * spec.vocab)
+        moved = LOGIT_BYTES * rows * spec.vocab
+        rest = Parts(pointwise=self.device.stream(moved, 0), launch=SAMPLING * self.device.reached.launch, tp=gather)
+        return plus(logits, rest)
+
+    def cache_read(self, context: float, window: int = 0) -> float:
+        """Bytes that one GPU reads for one sequence in one block with such a window, and holds of it. A latent has no
+        heads that tp could divide: every rank of tp has all of it."""
+        own = self.block.attention._replace(window=window)
+        return float(own.cached * self.cache_bytes * own.keys(context))
+
+    def attend(self, rows: int, context: float, window: int = 0) -> Parts:
+        """Of a block: one query of each of `rows` sequences."""
+        read = self.device.stream(rows * self.cache_read(context, window), 0)
+        if self.spec.mla is None:
+            return Parts(cache=read)
+        own, mla = self.block.attention, self.spec.mla
+        flops = 2.0 * rows * own.heads * (mla.cached + mla.kv_rank) * context
+        work = flops / (self.device.peak() * getattr(self.device.reached, ATTENTION))
+        return Parts(compute=work) if work > read else Parts(cache=read)
+
+    @cached_property
+    def _kinds(self) -> list[Counter[LayerKind]]:
+        """How many layers of each kind every stage has."""
+        return [Counter(layer_kind(self.spec, layer) for layer in stage.layers) for stage in self.stages]
+
+    def _loads(self, layer: Callable[[LayerKind], Parts], bottom: Parts, top: Parts) -> list[Parts]:
+        """Of every stage, by what a block of each kind takes, and the ends."""
+        each = {kind: layer(kind) for kind in set().union(*self._kinds)}
+        found = []
+        for stage, kinds in zip(self.stages, self._kinds, strict=True):
+            blocks = (times(each[kind], count) for kind, count in kinds.items())
+            found.append(plus(Parts(), *blocks, *[bottom] * stage.first, *[top] * stage.last))
+        return found
+
+    def step(self, batch: int, context: float) -> Parts:
+        """From one token of each of `batch` sequences to the next, when each has `context` tokens behind it.
+
+        A pipeline has pp groups of sequences in flight, one per stage: a token's way is as long as without it, and
+        every stage reads its weights once for each group.
+        """
+        rows, busy = math.ceil(batch / (self.pp * self.dp)), min(self.dp, batch)
+
+        def layer(kind: LayerKind) -> Parts:
+            return plus(self.rows(rows, kind.dense, busy), self.attend(rows, context, kind.window))
+
+        loads = self._loads(layer, self._bottom(rows), self._top(rows))
+        found = plus(*loads)
+        # The last stage sends its tokens back to the first; a group waits where the one before it is not yet through.
+        send = self.collective("send", "pp", 2.0 * rows * self.spec.hidden)
+        slowest = min(self.pp, batch) * (max(load.total for load in loads) + send)
+        found = found._replace(pp=self.pp * send + max(0.0, slowest - (found.total + self.pp * send)))
+        host = BETWEEN if self.graphs else BETWEEN + max(0.0, self.spec.layers * software().host - found.total)
+        return found._replace(host=host)
+
+    def prefill(self, prompt: int, prompts: int = 1) -> Prefill:
+        """One prompt's latency; and the time of one among `prompts` that are there at once.
+
+        A long prompt goes through the stages in chunks, one behind the other; short ones are computed together. Each
+        group of dp computes its own, at once.
+        """
+        alone, _ = self._prompts(prompt, 1, 1)
+        busy = min(self.dp, prompts)
+        together = max(1, min(prompts // busy, CHUNK // prompt))
+        return Prefill(alone + BETWEEN, self._prompts(prompt, together, busy)[1] / (together * busy))
+
+    def _prompts(self, prompt: int, count: int, busy: int) -> tuple[float, float]:
+        """Seconds through all stages, and in the slowest of them; `count` prompts on each of `busy` groups."""
+        spec, tokens = self.spec, prompt * count
+        chunks = math.ceil(tokens / CHUNK)
+        rows = math.ceil(tokens / chunks)
+        own = self.block.attention
+        dim = (own.head_dim + own.v_dim) / 2
+        earlier = remade(spec, rows * (chunks - 1) // 2, self.tp)[-1:] if chunks > 1 else []  # keys and values
+        again = sum(self.matmul(*up, self.precision).total for up in earlier)
+        # Without CUDA graphs the host launches every chunk.
+        least = 0.0 if self.graphs else software().host * chunks
+
+        def layer(kind: LayerKind) -> Parts:
+            keys = own._replace(window=kind.window).keys(prompt / 2)
+            attend, _ = self.device.attention(ATTENTION, count, own.heads, dim, prompt, keys)
+            return Parts(compute=max(least, (self.rows(rows, kind.dense, busy).total + again) * chunks + attend))
+
+        bottom, top = times(self._bottom(rows), chunks), self._top(count)
+        spent = [load.total for load in self._loads(layer, bottom, top)]
+        sends = (self.pp - 1) * self.collective("send", "pp", 2.0 * rows * spec.hidden)
+        return sum(spent) / chunks + (chunks - 1) / chunks * max(spent) + sends, max(spent)
+
+
+@lru_cache(maxsize=1024)
+def _stages(spec: ModelSpec, pp: int) -> tuple[Stage, ...]:
+    # A decode step reads the head's weights as it reads a block's, so the balance of FLOPs is one of bytes, too.
+    return stages_of(spec, Layout(pp=pp), 1)
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+# What a GPU that serves holds: weights, the cache of its sequences, a chunk of a prefill, and a margin.
+
+
+MOST = 1 << 20  # sequences; nobody has more
+
+
+class ServingMemory(NamedTuple):
+    """Bytes of one GPU."""
+
+    weights: float
+    cache: float
+    activations: float
+    margin: float  # context, and holes between what is allocated; the cache is one pool and has none
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
+def held(replica: Replica, batch: int, tokens: int, prompt: int) -> ServingMemory:
+    """On the stage that needs the most. Every sequence has the memory that it needs at its end."""
+    spec, each = replica.spec, -(-batch // replica.dp)  # sequences of a tp group
+    rows = max(min(CHUNK, prompt * each), -(-each // replica.pp))
+    stream = 2.0 * rows * (3 * spec.hidden + _inner(replica))  # stream, normed stream, sum
+    logits = 6.0 * -(-each // replica.pp) * spec.vocab  # in bf16 and float32
+    found = []
+    for stage in replica.stages:
+        weights, activations = stage_weights(replica, stage), stream + logits * stage.last
+        cache = each * sum(replica.cache_read(tokens, spec.window_of(layer)) for layer in stage.layers)
+        found.append(ServingMemory(weights, cache, activations, CONTEXT + FRAGMENTATION * (weights + activations)))
+    return max(found, key=lambda one: one.total)
+
+
+def _inner(replica: Replica) -> float:
+    """Features of a token within a block: q, k, v; gate, up and their product, of experts those that it visits, with
+    its copies on the way to them, as the fullest rank has them."""
+    spec, attention = replica.spec, replica.block.attention
+    heads = attention.width + 2 * attention.kv_width
+    if spec.experts is None:
+        return heads + 3 * spec.ffn / replica.tp
+    own, plain = spec.experts, 3 * spec.ffn / replica.tp * (spec.dense_layers > 0)
+    visits = replica.uneven * replica.dp * own.top_k / replica.ep
+    routed = visits * (3 * own.ffn * replica.ep / replica.ranks + 2 * spec.hidden)
+    return heads + max(plain, routed + 3 * own.shared_ffn / replica.tp)
+
+
+def stage_weights(replica: Replica, stage: Stage) -> float:
+    """Bytes of one rank."""
+    spec, table = replica.spec, 2.0 * head(replica.spec, replica.tp).size
+    few, share = plain_layers(spec, stage), (replica.tp, replica.ranks, replica.precision)
+    layers = few * _block_weights(spec, *share, dense=True) + (len(stage.layers) - few) * _block_weights(spec, *share)
+    tables = stage.first + stage.last - (stage.first and stage.last and spec.tied)
+    learned = 2.0 * spec.context * spec.hidden * (stage.first and spec.positions == "learned")
+    return layers + tables * table + learned + 2.0 * spec.hidden * stage.last
+
+
+@lru_cache(maxsize=4096)
+def _block_weights(spec: ModelSpec, tp: int, ranks: int, precision: str, dense: bool = False) -> float:
+    """Bytes of a block on one rank: its part of the linears, and of the experts, which all ranks of a stage share;
+    norms and routers are whole on every rank; biases hardly count."""
+    every = sum(one.size for one in spec.block_parameters(0 if dense else spec.layers - 1))
+    rest = every - sum(one.size for one in _narrow(spec, 1, dense))
+    own = sum(one.size / (ranks if one.experts else 1) for one in _narrow(spec, tp, dense))
+    return linear_bytes(precision) * own + 2.0 * rest
+
+
+def _narrow(spec: ModelSpec, tp: int, dense: bool) -> list[Matmul]:
+    """The linears that may be in 8 bits: all but routers."""
+    return [one for one in block(spec, tp, dense).matmuls if one.tp != "replicated_partial"]
+
+
+def whole_weights(spec: ModelSpec, precision: str) -> float:
+    """Bytes of the model, once."""
+    few = spec.dense_layers if spec.experts else 0
+    per_block = [sum(one.size for one in _narrow(spec, 1, dense)) for dense in (False, True)]
+    linears = (spec.layers - few) * per_block[0] + few * per_block[1]
+    return linear_bytes(precision) * linears + 2.0 * (spec.parameter_count - linears)
+
+
+def whole_cache(spec: ModelSpec, cache_bytes: int, tokens: int = 1) -> float:
+    """Bytes that so many tokens leave in the cache, over all layers; in those with a window no more than it holds."""
+    own = block(spec).attention
+    keys = sum(count * own._replace(window=window).keys(tokens) for window, count in spec.windows.items())
+    return own.cached * cache_bytes * keys
+
+
+def memory_limit(device: Device) -> float:
+    """Bytes of a GPU that a plan may fill."""
+    return HEADROOM * device.accelerator.memory
+
+
+def largest(replica: Replica, tokens: int, prompt: int) -> int:
+    """Sequences that a replica has memory for; 0 where not even one."""
+    space = memory_limit(replica.device)
+
+    def too_many(batch: int) -> bool:
+        return held(replica, batch, tokens, prompt).total > space
+
+    high = 1
+    while high < MOST and not too_many(high):
+        high *= 2
+    return bisect_left(range(high), True, lo=high // 2 + 1, key=too_many) - 1

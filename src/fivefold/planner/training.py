@@ -1,0 +1,348 @@
+"""From a plan to a training run: its token budget, its settings with their reasons, and its job file.
+
+training = training_of(job, {"optimizer.lr"}, case, tokens=None, cluster="8x8xH100")
+training.job(option)          # what `fivefold train` runs
+training.file(option)         # the same, as a file for people
+"""
+
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Set
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import structs
+
+from fivefold.cost.memory import State, state
+from fivefold.cost.step import Case
+from fivefold.job.aliases import NO_FP16
+from fivefold.job.config import Job, job_of
+from fivefold.job.preflight import needs_data
+from fivefold.job.recipes import CHINCHILLA, SOURCES, Choice, fit, recipe, tokens_of, usable_batch, written
+from fivefold.layout.layout import Layout
+from fivefold.optim.adamw import AdamW
+from fivefold.planner.goodput import PUBLISHED, RUNS, USUAL, FailureCosts, GoodputRun, failures_of, length, saved_bytes
+from fivefold.planner.interval import IN_WORDS, step_range
+from fivefold.planner.mixed import hosts
+from fivefold.planner.search import Option
+from fivefold.render.blocks import Block, Result, Table, Text
+from fivefold.spec.model import ModelSpec
+from fivefold.spec.operations import block
+from fivefold.spec.presets import PRESETS, source_of
+from fivefold.support.errors import UserError
+from fivefold.support.ranges import TOKENS, checked, within
+from fivefold.support.text import bytes_text, si
+
+HOUR, DAY = 3600, 86_400
+GB = 1e9
+EVALUATED = HOUR / 2  # between two looks at the held-out loss
+# Of compute, by what was planned. fp16 would need a loss scale, and a job has no switch for tf32.
+DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp8": "bfloat16"}
+TWENTY = "chinchilla"  # as a token budget: 20 per parameter, and the batch of the recipe
+
+
+def budget_of(tokens: str | float | None, job: Job) -> int | None:
+    """The tokens of a run; None, where nobody has said."""
+    if tokens is None or tokens == TWENTY:
+        return None if tokens is None else CHINCHILLA * job.model.parameter_count
+    return tokens_of(tokens)
+
+
+def batch_of(job: Job, tokens: int, seq: int, world: int) -> int:
+    """Sequences of a step, as the recipe has them and the ranks can divide them."""
+    return usable_batch(recipe(job.model, seq, tokens)["train.tokens"].value, seq, world)
+
+
+@dataclass(frozen=True)
+class Training:
+    """A run of `tokens` tokens. `choices` are settings of the recipe that the user did not make."""
+
+    asked: Job
+    tokens: int
+    steps: int
+    choices: dict[str, Choice]
+    kept: Set[str] | None  # settings that the user made; None: all, in a job of their own
+    cluster: str  # as the user wrote it
+    said: bool  # whether the user asked for a budget, or for a job
+
+    def settings(self, option: Option) -> dict[str, Choice]:
+        """All that the plan decides beside the layout."""
+        case, found = option.case, dict(self.choices)
+        found["data.seq"] = Choice(case.seq, "tokens of a sample, as planned")
+        found["train.batch"] = found.get("train.batch", Choice(case.batch, f"sequences of {case.seq:,}"))
+        if case.precision in DTYPES:
+            found["train.dtype"] = Choice(DTYPES[case.precision], f"planned in {case.precision}")
+        if case.precision == "fp8" or self.asked.train.fp8:
+            found["train.fp8"] = Choice(case.precision == "fp8", "matmuls of blocks, as planned")
+        found["run.cluster"] = Choice(self.cluster, "what this file was planned for")
+        if case.groups:
+            found["run.cluster"] = Choice(self.hosts(option), "nodes in the order of their hosts' numbers, as planned")
+        if self.kept is None:
+            return found
+        if case.on.accelerator.is_cpu:
+            found["train.device"] = Choice("cpu", "as planned")
+        run = self.run(option)
+        found["checkpoint.every"] = Choice(run.best, often(option, run))
+        half = min(int(float(f"{max(1, EVALUATED / option.seconds):.0e}")), run.most)
+        found["train.eval_every"] = Choice(half, "steps: about half an hour, at most a tenth of the run")
+        found["run.name"] = Choice(case.spec.name, "the directory below runs/")
+        decided = ("data.seq", "train.batch", "train.dtype", "run.cluster")
+        return {key: it for key, it in found.items() if key in decided or key not in self.kept}
+
+    def run(self, option: Option, costs: FailureCosts = PUBLISHED, every: int | None = None) -> GoodputRun:
+        """The run under failures, saved as the job is, or else as is best."""
+        run = GoodputRun(self.steps, option.seconds, 0, failures_of(option, costs, self.asked.train.timeout))
+        if every is None and (self.kept is None or "checkpoint.every" in self.kept):
+            every = self.asked.checkpoint.every
+        if not self.asked.checkpoint.save:
+            every = 0
+        return replace(run, every=run.best if every is None else every)
+
+    def hosts(self, option: Option) -> str:
+        """The cluster as its hosts are to be numbered."""
+        return hosts(option.case.cluster, option.layout.dp, self.cluster) if option.case.groups else self.cluster
+
+    def job(self, option: Option, schedule: str = "") -> Job:
+        """`schedule`: the file with the option's own, where it has one (`plan.mixed.written`)."""
+        if option.case.precision not in DTYPES:
+            raise UserError(_no_job(option.case))
+        layout = structs.replace(option.layout, schedule=schedule) if schedule else option.layout
+        changed: dict[str, Any] = {"layout": layout}
+        for key, choice in self.settings(option).items():
+            section, _, field = key.partition(".")
+            changed[section] = structs.replace(
+                changed.get(section, getattr(self.asked, section)), **{field: choice.value}
+            )
+        return structs.replace(self.asked, **changed)
+
+    def file(self, option: Option, path: str = "job.toml", command: str = "", schedule: str = "") -> str:
+        """A job file; a job that could not be trained is refused. `command` is what made it."""
+        job, spec = self.job(option, schedule), option.case.spec
+        if problems := job.problems(world=option.layout.world):
+            raise UserError(problems)
+        head = [
+            f"{spec.name} on {self.cluster}: {expected(option)}",
+            f"{self.sentence(option)}. Start it with {start(option, path)}.",
+            *([f"Made by: {command}"] if command else []),
+            *([f"Sources: {SOURCES}."] if any(key.startswith("optimizer.") for key in self.choices) else []),
+        ]
+        fill = "a directory made by fivefold data prepare"
+        fill = f"fill in: {fill}" if needs_data(job) else f"{fill}; without it, Python's own source"
+        hints = {} if job.data.path else {"data": f'path = "..."  {fill}'}
+        why = {key: choice.why for key, choice in self.settings(option).items()}
+        return written(job, why, head, hints)
+
+    def figures(self, option: Option, price: float | None) -> dict[str, Any]:
+        seconds, found = self.steps * option.seconds, step_range(option.case)
+        hours = seconds * option.layout.world / HOUR
+        made = self.settings(option)
+        row: dict[str, Any] = {
+            "tokens": self.tokens,
+            "steps": self.steps,
+            "days": seconds / DAY,
+            "days_range": found and found.around(seconds / DAY),
+            "gpu_hours": hours,
+            "with_failures": self.run(option).figures(),
+            "settings": {key: {"value": choice.value, "why": choice.why} for key, choice in made.items()},
+        }
+        return row if price is None else row | {"cost": price * hours}
+
+    def sentence(self, option: Option, price: float | None = None) -> str:
+        figures, count = self.figures(option, price), self.asked.model.parameter_count
+        ratio = self.tokens / count
+        many = f"{ratio:.3g}" if ratio < 1e4 else si(ratio)
+        device = "rank-hours" if option.case.on.accelerator.is_cpu else "GPU-hours"
+        cost = f", ${figures['cost']:,.0f}" if price is not None else ""
+        return (
+            f"{si(self.tokens, 4)} tokens, {many} per parameter: {self.steps:,} steps, {length(figures['days'])}, "
+            f"{_count(figures['gpu_hours'])} {device}{cost}"
+        )
+
+    def failing(self, option: Option) -> str:
+        """How long it takes with failures."""
+        run = self.run(option)
+        found, one = run.simulated(), f"one in {length(run.failures.between / DAY)}"
+        often = f"a checkpoint every {run.every:,} steps" if run.every else "a checkpoint at the end"
+        if found is None:
+            return f"with failures, {one}, and {often}, it comes to no end"
+        low, _, high = (length(days) for days in run.days(found))
+        span = low if low == high else f"{low} to {high}"
+        return (
+            f"with failures, {one}, and {often}: {span} (p10 to p90 of {RUNS:,} simulated runs), "
+            f"{run.work / run.expected:.1%} of it training; fivefold goodput has the parts"
+        )
+
+    def table(self, option: Option) -> Table:
+        rows = [(key, str(choice.value), choice.why) for key, choice in self.settings(option).items()]
+        caption = SOURCES if any(key.startswith("optimizer.") for key in self.choices) else ""
+        return Table(["setting", "value", "~where it comes from"], rows, title="Training", caption=caption)
+
+
+def training_of(
+    job: Job, kept: Set[str] | None, case: Case, tokens: str | float | None, cluster: str, batch: int | None
+) -> Training:
+    """A job of one's own keeps its settings, and a budget changes its steps; a model gets a recipe."""
+    step, total = case.batch * case.seq, budget_of(tokens, job)
+    own = kept is None or "train.steps" in kept
+    if total is not None and kept is not None and own:
+        raise UserError(
+            f"train.steps={job.train.steps} and tokens={tokens} both say how long to train; give one of them"
+        )
+    if total is None:
+        total = job.train.steps * step if own else CHINCHILLA * job.model.parameter_count
+    said = tokens is not None
+    if not said and total < step:  # nobody asked
+        total = step
+    given = not said or batch is not None or kept is None or "train.batch" in kept
+    choices = fit(recipe(job.model, case.seq, total), case.batch, case.seq, total, given)
+    steps = choices["train.steps"].value
+    if kept is None:
+        choices = {"train.steps": choices["train.steps"]} if said else {}
+    elif not isinstance(job.optimizer, AdamW):  # the published rates and decays are Adam's
+        theirs = ("optimizer.lr", "optimizer.betas", "optimizer.weight_decay")
+        choices = {key: choice for key, choice in choices.items() if key not in theirs}
+    return Training(job, total, steps, choices, kept, cluster, said)
+
+
+def often(option: Option, run: GoodputRun) -> str:
+    """Why so many steps lie between checkpoints."""
+    size = f"{bytes_text(saved_bytes(option))} each, and the newest two are kept"
+    if run.best == run.most:
+        return f"steps: a tenth of the run; {size}"
+    blocked, between = run.failures.blocked, length(run.failures.between / DAY)
+    span = length(run.best * run.step / DAY)
+    return (
+        f"steps, {span}: the shortest expected run, if it fails once in {between} ({USUAL.source}) and a save costs "
+        f"{blocked:.2g} s; {size}"
+    )
+
+
+def start(option: Option, path: str) -> str:
+    """The command that runs the job."""
+    if option.case.cluster.nodes > 1:
+        return f"fivefold launch {shlex.quote(path)} --slurm"
+    ranks = f" --nproc {option.layout.world}" if option.layout.world > 1 else ""
+    return f"fivefold train {shlex.quote(path)}{ranks}"
+
+
+def expected(option: Option) -> str:
+    """What a run should reach, to hold against its own output."""
+    case, rate = option.case, option.tokens_per_second
+    each = f" ({rate / option.layout.world:,.0f} a rank)" if option.layout.world > 1 else ""
+    return (
+        f"{rate:,.0f} tokens/s{each}, MFU {case.mfu(option.seconds):.1%}, {option.seconds:.3g} s a step"
+        f"{range_text(option)}, "
+        f"{option.footprint.total / GB:.1f} of {option.device_memory / GB:.1f} GB on the fullest rank, as planned."
+    )
+
+
+def range_text(option: Option) -> str:
+    """Behind a step's seconds; empty where nothing is known of the device."""
+    found = step_range(option.case)
+    return f" ({found.text(option.seconds)} {IN_WORDS})" if found else ""
+
+
+def _no_job(case: Case) -> str:
+    """Of a precision that can be planned, and in which no run computes."""
+    half = case.precision == "fp16"
+    without = [group.accelerator.name for group in case.cluster.groups if group.accelerator.peak.bf16 is None]
+    why = NO_FP16 if half else f"no setting makes it compute in {case.precision}"
+    nearest = "fp8" if case.precision == "fp4" else "bf16" if half and not without else "fp32"
+    older = f", as {without[0]} has no bf16" if half and without else ""
+    return f"precision={case.precision} can be planned, and not trained in: {why}; nearest: precision={nearest}{older}"
+
+
+def _count(hours: float) -> str:
+    return f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"
+
+
+# ---- model ----------------------------------------------------------------------------------------------------------
+# One model: its numbers, its parameters by part, FLOPs of a token, bytes of its training state, and their source.
+
+
+_PARTS = {"embedding": "embedding", "norm": "norms", "bias": "biases"}
+_ORDER = ("embedding", "attention", "mlp", "experts", "norms", "biases", "head")
+STATE_DTYPES = ("bfloat16", "float32")
+
+
+@dataclass(frozen=True)
+class ModelResult(Result):
+    spec: ModelSpec
+    seq: int
+    source: str  # of its numbers
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Parameters by the part of the decoder that they belong to."""
+        spec, parts = self.spec, Counter[str]()
+        few = spec.dense_layers
+        for one in msgspec.structs.replace(spec, layers=0).parameters():
+            parts["head" if one.kind == "linear" else _PARTS[one.kind]] += one.size
+        for layer, times in ((0, few), (spec.layers - 1, spec.layers - few)):
+            for one in spec.block_parameters(layer) if times else ():
+                if one.kind in ("norm", "bias"):
+                    parts[_PARTS[one.kind]] += times * one.size
+            for matmul in block(spec, dense=spec.dense(layer)).matmuls if times else ():
+                parts["experts" if matmul.experts else matmul.branch] += times * matmul.size
+        return {name: parts[name] for name in _ORDER if parts[name]}
+
+    @property
+    def states(self) -> dict[str, State]:
+        """Bytes of training all of it on one device, by the dtype of compute."""
+        return {dtype: state(self.spec, Layout(), dtype) for dtype in STATE_DTYPES}
+
+    def to_dict(self) -> dict[str, Any]:
+        spec = self.spec
+        return msgspec.to_builtins(spec) | {
+            "source": self.source,
+            "parameters": spec.parameter_count,
+            "parameters_by_part": self.parts,
+            "active_parameters": spec.active_parameters,
+            "matmul_parameters": spec.matmul_parameters,
+            "seq": self.seq,
+            "flops_per_token_full": spec.flops_per_token(self.seq, "full"),
+            "flops_per_token_causal": spec.flops_per_token(self.seq, "causal"),
+            "training_bytes": {dtype: held._asdict() | {"total": held.total} for dtype, held in self.states.items()},
+        }
+
+    def blocks(self) -> Iterator[Block]:
+        spec, total = self.spec, self.spec.parameter_count
+        active = f", {spec.active_parameters:,} of them active for a token" if spec.experts else ""
+        yield Text(f"{spec.name}: {total:,} parameters{active}", "bold")
+        yield Text(f"numbers: {self.source}")
+        numbers = msgspec.to_builtins(spec) | {"name": None} | ({} if spec.qk_norm else {"qk_norm_over": None})
+        yield Table(["", "~value"], [*_rows(numbers)], "Numbers")
+        parts = [(name, f"{count:,}", f"{count / total:.1%}") for name, count in self.parts.items()]
+        caption = "the head is the embedding" if spec.tied else ""
+        yield Table(["part", ">parameters", ">share"], parts, "Parameters", caption, totals=[("total", f"{total:,}")])
+        flops = [(kind, si(spec.flops_per_token(self.seq, kind), 4)) for kind in ("full", "causal")]
+        title = f"FLOPs of a training token, at sequences of {self.seq:,}"
+        yield Table(["attention counted", ">FLOPs"], flops, title, "forward and backward, without recomputation")
+        held = [(key, *(f"{size / 1e9:,.2f}" for size in (*one, one.total))) for key, one in self.states.items()]
+        heads = ["computing in", ">weights", ">gradients", ">optimizer", ">total"]
+        yield Table(heads, held, "GB of training state, AdamW, all on one device", "activations come on top")
+
+
+def _rows(numbers: dict[str, Any], of: str = "") -> Iterator[tuple[str, str]]:
+    """What is given, a line for each number; those of a table within begin with its name."""
+    for key, value in numbers.items():
+        if isinstance(value, dict):
+            yield from _rows(value, f"{key} ")
+        elif value:
+            yield (of + key).replace("_", " "), _shown(value)
+
+
+def _shown(value: Any) -> str:
+    return "yes" if value is True else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def model(name: str | Path | ModelSpec, *, seq: int | None = None) -> ModelResult:
+    """A preset, or the model of a Hugging Face config or a job file; FLOPs at `seq` tokens, or at its context."""
+    checked("seq", seq, within(1, TOKENS))
+    spec = job_of(name)[0].model
+    if problems := spec.problems():
+        raise UserError(problems)
+    source = source_of(spec.name) if isinstance(name, str) and name in PRESETS else str(name)
+    return ModelResult(spec, seq or spec.context, "given" if isinstance(name, ModelSpec) else source)

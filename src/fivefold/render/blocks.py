@@ -1,0 +1,369 @@
+"""The blocks that a result is made of, and `Result`, which every command returns."""
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import typer
+from rich.console import Console
+from rich.text import Text as RichText
+
+from fivefold.render.paint import save
+from fivefold.support.errors import UserError
+from fivefold.support.files import write
+from fivefold.support.parsing import path_of
+from fivefold.support.progress import shown
+
+if TYPE_CHECKING:
+    from rich.text import Text as RichText
+
+    from fivefold.render.scene import Scene
+
+Style = Literal["", "bold", "dim", "good", "bad"]
+
+
+class Cell(NamedTuple):
+    """A cell of a table, with emphasis. A plain string is a cell without any."""
+
+    text: str
+    style: Style = ""
+
+
+def mark(holds: bool) -> Cell:
+    """The end of a row that judges something."""
+    return Cell("ok", "good") if holds else Cell("FAILS", "bad")
+
+
+Row = Sequence[Any]  # strings and Cells, whose common type mypy would take for Sequence[str]
+
+
+class Column(NamedTuple):
+    head: str
+    right: bool  # aligned: numbers are, words are not
+    breaks: bool  # may go on in a second line, after a comma or a space
+
+
+@dataclass(frozen=True)
+class Text:
+    """A sentence, or several lines."""
+
+    text: str
+    style: Style = ""
+    typed: bool = False  # commands, which another line break would change
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells. In `heads`, `>step` is aligned to the right and the cells of `~layout` may break into lines.
+
+    A table that does not fit the terminal breaks those cells; if that is not enough, each row becomes a record.
+    """
+
+    heads: Sequence[str]
+    rows: Sequence[Row]
+    title: str = ""
+    caption: str = ""
+    totals: Sequence[Row] = field(default=())  # below a rule
+
+    @property
+    def columns(self) -> list[Column]:
+        return [Column(head.lstrip(">~"), ">" in head[:2], "~" in head[:2]) for head in self.heads]
+
+    @property
+    def cells(self) -> Iterator[list[Cell]]:
+        """All rows, the totals last, each with a cell for every column."""
+        for row in (*self.rows, *self.totals):
+            cells = [cell if isinstance(cell, Cell) else Cell(cell) for cell in row]
+            yield cells + [Cell("")] * (len(self.heads) - len(cells))
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A picture made of characters: `draw(width, colour)` returns it as rich's text."""
+
+    draw: Callable[[int, bool], "RichText"]
+
+
+Block = Text | Table | Drawing
+
+
+class Result:
+    """What a command has found. Subclasses say what people see (`blocks`), what scripts read (`to_dict`) and, where a
+    picture helps, what is drawn (`scene`)."""
+
+    ok: bool = True  # whether the command succeeded; a result that is not ends it with exit code 1
+
+    def blocks(self) -> Iterable[Block]:
+        raise NotImplementedError
+
+    def to_dict(self) -> Any:
+        """The same figures as plain data, for JSON."""
+        raise NotImplementedError
+
+    def scene(self) -> "Scene | None":
+        """The picture as data, which becomes SVG and PNG, light and dark."""
+        return None
+
+    def drawn(self, name: str) -> "Scene | None":
+        """The picture that a file of this name should hold: some results have several."""
+        return self.scene()
+
+    def svg(self, dark: bool = False) -> str | None:
+        from fivefold.render.paint import to_svg
+
+        scene = self.scene()
+        return None if scene is None else to_svg(scene, dark)
+
+    def __str__(self) -> str:
+
+        return to_text(self.blocks())
+
+    def _repr_html_(self) -> str:
+        """How a notebook shows it."""
+        from fivefold.render.html import to_html
+
+        return to_html(self)
+
+
+# ---- fit ------------------------------------------------------------------------------------------------------------
+# Tables fitted to a width: columns that may break are narrowed, and if that is not enough rows become records.
+#
+# Pure text: `table_lines` returns rows of (text, style) pieces, which the terminal paints and tests read.
+
+
+GAP = 2  # spaces between columns
+NARROWEST = 14  # to which a column that may break is narrowed
+Line = list[tuple[str, Style]]
+
+
+def table_lines(table: Table, width: int | None) -> Iterator[Line]:
+    """The table without its title and caption. `width` None: as wide as it is, a line for each row."""
+    columns, rows = table.columns, list(table.cells)
+    widths = _widths(columns, rows, width)
+    if widths is None:
+        assert width is not None
+        yield from _records(columns, rows, width)
+        return
+    heads = [_broken(column.head, size) for column, size in zip(columns, widths, strict=True)]
+    if any(column.head for column in columns):
+        height = max(map(len, heads))
+        for at in range(height):
+            texts = [head[at - height + len(head)] if at >= height - len(head) else "" for head in heads]
+            yield [((" " * GAP).join(_aligned(columns, widths, texts)).rstrip(), "bold")]
+    for number, row in enumerate(rows):
+        if number == len(table.rows) and number:
+            yield [("─" * (sum(widths) + GAP * (len(widths) - 1)), "dim")]
+        yield from _row(columns, widths, row)
+
+
+def _row(columns: list[Column], widths: list[int], row: list[Cell]) -> Iterator[Line]:
+    broken = [
+        _broken(cell.text, size) if column.breaks else [cell.text]
+        for cell, size, column in zip(row, widths, columns, strict=True)
+    ]
+    for at in range(max(map(len, broken))):
+        aligned = _aligned(columns, widths, [texts[at] if at < len(texts) else "" for texts in broken])
+        pieces: Line = []
+        for text, cell in zip(aligned, row, strict=True):
+            pieces += (text, cell.style), (" " * GAP, "")
+        while pieces and not pieces[-1][0].strip():
+            pieces.pop()
+        if pieces:
+            pieces[-1] = (pieces[-1][0].rstrip(), pieces[-1][1])
+        yield pieces
+
+
+def _aligned(columns: list[Column], widths: list[int], texts: list[str]) -> list[str]:
+    cells = zip(columns, widths, texts, strict=True)
+    return [text.rjust(size) if column.right else text.ljust(size) for column, size, text in cells]
+
+
+def _widths(columns: list[Column], rows: list[list[Cell]], width: int | None) -> list[int] | None:
+    """Of each column; None where no choice of widths is narrow enough."""
+    cells = [max((len(row[at].text) for row in rows), default=0) for at in range(len(columns))]
+    whole = [max(len(column.head), cell) for column, cell in zip(columns, cells, strict=True)]
+    gaps = GAP * (len(columns) - 1)
+    if width is None or sum(whole) + gaps <= width:
+        return whole
+    slim = [max(_longest(column.head), cell) for column, cell in zip(columns, cells, strict=True)]
+    if sum(slim) + gaps <= width:
+        return slim
+    least = [
+        min(size, max(NARROWEST, *(_longest(row[at].text) for row in rows), _longest(column.head)))
+        if column.breaks
+        else size
+        for at, (column, size) in enumerate(zip(columns, slim, strict=True))
+    ]
+    spare = width - gaps - sum(least)
+    if spare < 0:
+        return None
+    for at, column in enumerate(columns):
+        if column.breaks:
+            given = min(spare, slim[at] - least[at])
+            least[at], spare = least[at] + given, spare - given
+    return least
+
+
+def _records(columns: list[Column], rows: list[list[Cell]], width: int) -> Iterator[Line]:
+    """A row each: its first words on a line of their own, the rest as `head value` pairs below."""
+    for row in rows:
+        names = [column.head and cell.text and not column.right for column, cell in zip(columns, row, strict=True)]
+        title = next((at for at, is_name in enumerate(names) if is_name), 0)
+        ahead = [cell for cell in row[:title] if cell.text]
+        opening = " ".join(cell.text for cell in (*ahead, row[title]))
+        for at, text in enumerate(_broken(opening, width)):
+            yield [(text if not at else f"  {text}", row[title].style or "bold")]
+        line: Line = [("  ", "")]
+        for column, cell in list(zip(columns, row, strict=True))[title + 1 :]:
+            if not cell.text:
+                continue
+            pair = f"{column.head} {cell.text}".strip()
+            if len(line) > 1:
+                line.append(("   ", ""))
+            if sum(len(text) for text, _ in line) + len(pair) > width and len(line) > 1:
+                yield line[:-1]
+                line = [("  ", "")]
+            for at, text in enumerate(_broken(pair, width - 2)):
+                if at:
+                    yield line
+                    line = [("  ", "")]
+                line.append((text, cell.style))
+        if len(line) > 1:
+            yield line
+
+
+def _pieces(text: str) -> list[str]:
+    """Where a text may be broken: after a comma or a space."""
+    return re.findall(r"[^, \n]*(?:[, \n]+|$)", text)[:-1] or [text]
+
+
+def _longest(text: str) -> int:
+    return max((len(piece.rstrip()) for piece in _pieces(text)), default=0)
+
+
+def _broken(text: str, width: int) -> list[str]:
+    """In lines of at most `width`, as far as its pieces allow."""
+    found = [""]
+    for piece in _pieces(text):
+        if found[-1] and len(found[-1]) + len(piece.rstrip()) > width:
+            found.append("")
+        found[-1] += piece.replace("\n", " ")
+    return [line.rstrip() for line in found]
+
+
+# ---- terminal -------------------------------------------------------------------------------------------------------
+# Blocks on a terminal, and as plain text.
+
+
+STYLES = {"": "", "bold": "bold", "dim": "dim", "good": "green", "bad": "bold red"}
+
+
+_OBEYED = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # by terminals, or not to be encoded
+
+
+def _inert(text: str) -> str:
+    """Names come from files: what a terminal would obey is shown as an escape."""
+    return _OBEYED.sub(lambda found: repr(found[0])[1:-1], text)
+
+
+def console_of(stderr: bool = False) -> Console:
+    """For everything that the program prints: numbers are not coloured, and nothing is cut. What goes to standard error
+    are remarks, which --quiet leaves out."""
+    columns = os.environ.get("COLUMNS", "")
+    unknown = columns.isdigit() and int(columns) < 1  # some shells say 0 where there is no terminal
+    width = 80 if unknown else None
+    return Console(stderr=stderr, highlight=False, soft_wrap=True, width=width, quiet=stderr and not shown())
+
+
+def width_of(console: Console) -> int | None:
+    """Columns there are; None, which is any number, where the output goes into a file or a pipe."""
+    return console.width if console.is_terminal or os.environ.get("COLUMNS") else None
+
+
+def render(blocks: Iterable[Block], console: Console, width: int | None) -> None:
+    for block in blocks:
+        if isinstance(block, Text):
+            whole = width is None or block.typed
+            console.print(RichText(_inert(block.text), STYLES[block.style]), soft_wrap=whole, width=width)
+        elif isinstance(block, Drawing):
+            console.print(block.draw(width or 120, console.color_system is not None), no_wrap=True, crop=True)
+        else:
+            _table(block, console, width)
+
+
+def _table(table: Table, console: Console, width: int | None) -> None:
+    if table.title:
+        console.print(RichText(_inert(f"\n{table.title}"), "bold underline"), soft_wrap=width is None, width=width)
+    for line in table_lines(table, width):
+        text = RichText.assemble(*((_inert(text), STYLES[style]) for text, style in line))
+        console.print(text, no_wrap=True, overflow="ignore", crop=False)
+    if table.caption:
+        console.print(RichText(_inert(table.caption), "dim"), soft_wrap=width is None, width=width)
+
+
+def to_text(blocks: Iterable[Block], width: int | None = None) -> str:
+    """Without colours: what `print` and files get."""
+    out = StringIO()
+    render(blocks, Console(file=out, highlight=False, width=width or 10_000, color_system=None), width)
+    return out.getvalue()
+
+
+# ---- show -----------------------------------------------------------------------------------------------------------
+# The end of every command: its result on the terminal or as JSON, its picture in a file, its exit code.
+
+
+TEXTS = (".json", ".txt")  # what any result can be written as
+
+
+def show(result: Result, as_json: bool = False, output: Path | None = None, said: Iterable[str] = ()) -> None:
+    """Print a result, and write it where `output` says; one that is not ok ends the command with exit code 1.
+
+    The file's ending says what is written: figures (.json), what is printed (.txt), or a picture. `said` are remarks
+    about other files."""
+    if output is not None:
+        _write(result, output)
+        said = (*said, f"written to {output}")
+    if as_json:
+        typer.echo(json.dumps(result.to_dict()))
+    else:
+        console = console_of()
+        render(result.blocks(), console, width_of(console))
+        render(map(Text, said), console, None)
+    if not result.ok:
+        raise typer.Exit(1)
+
+
+def _write(result: Result, output: Path) -> None:
+    match output.suffix.lower():
+        case ".json":
+            write(output, json.dumps(result.to_dict(), indent=1) + "\n")
+        case ".txt":
+            write(output, to_text(result.blocks()))
+        case _:
+            scene = result.drawn(output.stem)
+            if scene is None:
+                raise UserError(f"there is nothing to draw in {output}")
+            save(scene, output)
+
+
+def check_writable(path: Path | None, *suffixes: str) -> None:
+    """Refuse a file that could not be written, before the work that it is for."""
+    if path is None:
+        return
+    if suffixes and path.suffix.lower() not in suffixes:
+        raise UserError(f"{path} should end in {' or '.join(suffixes)}")
+    path_of(path)  # refuses what no file can be named
+    if not path.parent.is_dir():
+        raise UserError(f"{path} cannot be written: there is no directory {path.parent}")
+    new = not path.exists()
+    try:
+        path.open("a").close()  # to look whether it may be written is not enough, under /proc for one
+        if new:
+            path.unlink()
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}") from None

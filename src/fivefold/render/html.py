@@ -1,0 +1,150 @@
+"""A result as HTML, for notebooks: its tables, its sentences and its picture."""
+
+import re
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import NamedTuple
+
+from fivefold.render.blocks import Block, Cell, Result, Table, Text, to_text
+from fivefold.render.paint import to_svg
+from fivefold.render.scene import DARK, FONT, GREY, INK, PALE, PAPER, Scene
+
+STYLES = {"bold": "font-weight:bold", "dim": "opacity:.6", "good": "color:green", "bad": "color:red;font-weight:bold"}
+
+
+def to_html(result: Result) -> str:
+    parts = []
+    for block in result.blocks():
+        if isinstance(block, Table):
+            parts.append(table_html(block))
+        elif isinstance(block, Text):
+            parts.append(_styled("p", Cell(block.text, block.style)))
+        elif result.svg() is None:  # a drawing in characters stands for a picture where there is none
+            parts.append(f"<pre>{escape(to_text([block]))}</pre>")
+    return "\n".join([*parts, *filter(None, [result.svg()])])
+
+
+def _styled(tag: str, cell: Cell, style: str = "") -> str:
+    wanted = ";".join(filter(None, (style, STYLES.get(cell.style, ""))))
+    text = escape(cell.text).replace("\n", "<br>")
+    return f'<{tag} style="{wanted}">{text}</{tag}>' if wanted else f"<{tag}>{text}</{tag}>"
+
+
+def table_html(table: Table) -> str:
+    sides = ["text-align:right" if column.right else "text-align:left" for column in table.columns]
+    heads = "".join(_styled("th", Cell(column.head), side) for column, side in zip(table.columns, sides, strict=True))
+    rows = "".join(
+        f"<tr>{''.join(_styled('td', cell, side) for cell, side in zip(cells, sides, strict=True))}</tr>"
+        for cells in table.cells
+    )
+    title = _styled("p", Cell(table.title, "bold")) if table.title else ""
+    caption = _styled("p", Cell(table.caption, "dim")) if table.caption else ""
+    return f"{title}<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>{caption}"
+
+
+# ---- markdown -------------------------------------------------------------------------------------------------------
+# Sections of blocks as Markdown that is read as plain text too: tables are aligned, prose is broken at 80 columns.
+
+
+WIDTH = 80
+
+
+class Section(NamedTuple):
+    title: str
+    blocks: Sequence[Block]
+
+
+def to_markdown(title: str, sections: Iterable[Section]) -> str:
+    """A Text whose lines begin with `- ` is a list; its items go on below themselves."""
+    parts = [f"# {title}"]
+    for section in sections:
+        parts.append(f"## {section.title}")
+        parts += [_block(block) for block in section.blocks]
+    return "\n\n".join(parts) + "\n"
+
+
+def _block(block: Block) -> str:
+    if isinstance(block, Table):
+        parts = [f"**{block.title}**" if block.title else "", _table(block), _prose(block.caption)]
+        return "\n\n".join(filter(None, parts))
+    if isinstance(block, Text):
+        return "\n".join(map(_prose, block.text.splitlines()))
+    return f"```\n{to_text([block])}\n```"
+
+
+def _prose(line: str) -> str:
+    indent = "  " if line.startswith("- ") else ""
+    return textwrap.fill(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _table(table: Table) -> str:
+    """Totals are rows of their own, in bold."""
+    columns, rows = table.columns, [[_escaped(cell.text) for cell in cells] for cells in table.cells]
+    for row in rows[len(table.rows) :]:
+        row[:] = [f"**{text}**" if text else "" for text in row]
+    heads = [_escaped(column.head) for column in columns]
+    sizes = [max(3, *(len(row[at]) for row in (heads, *rows))) for at in range(len(columns))]
+    rule = ["-" * (size - 1) + ":" if column.right else "-" * size for column, size in zip(columns, sizes, strict=True)]
+
+    def line(row: list[str]) -> str:
+        cells = zip(row, sizes, columns, strict=True)
+        return f"| {' | '.join(text.rjust(n) if column.right else text.ljust(n) for text, n, column in cells)} |"
+
+    return "\n".join([line(heads), line(rule), *map(line, rows)])
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+# ---- page -----------------------------------------------------------------------------------------------------------
+# Sections of blocks as one HTML file: no scripts, nothing from elsewhere, light and dark, made for print too.
+
+
+STYLE = f"""
+body {{ font: 16px/1.5 {FONT}; color: {INK}; background: {PAPER}; }}
+body {{ max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }}
+table {{ border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; }}
+th, td {{ padding: .25rem .75rem; border-bottom: 1px solid {PALE}; }}
+code {{ font-family: ui-monospace, monospace; overflow-wrap: anywhere; }}
+figure {{ margin: 1rem 0; }} svg {{ width: 100%; height: auto; }} .dark {{ display: none; }}
+.scroll {{ overflow-x: auto; }}
+@media (prefers-color-scheme: dark) {{
+  body {{ color: {DARK[INK]}; background: {DARK[PAPER]}; }} th, td {{ border-color: {DARK[PALE]}; }}
+  a {{ color: {DARK[GREY]}; }} .light {{ display: none; }} .dark {{ display: block; }}
+}}
+@media print {{ .dark {{ display: none; }} .light {{ display: block; }} }}
+"""
+
+
+def to_page(title: str, sections: Iterable[Section], pictures: Mapping[str, Scene]) -> str:
+    """`pictures` stand at the end of the section that they are named after."""
+    parts = [f"<h1>{escape(title)}</h1>"]
+    for section in sections:
+        parts.append(f"<h2>{escape(section.title)}</h2>")
+        parts += [_html_block(block) for block in section.blocks]
+        if scene := pictures.get(section.title):
+            both = (("light", False), ("dark", True))
+            parts += [f'<figure class="{name}">{to_svg(scene, dark)}</figure>' for name, dark in both]
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
+    body = "\n".join(parts)
+    return (
+        f'<!doctype html>\n<html lang="en"><head>{head}<style>{STYLE}</style></head>\n<body>\n{body}\n</body></html>\n'
+    )
+
+
+def _html_block(block: Block) -> str:
+    if isinstance(block, Table):
+        return f'<div class="scroll">{table_html(block)}</div>'
+    if not isinstance(block, Text):
+        return f"<pre>{escape(to_text([block]))}</pre>"
+    lines = block.text.splitlines()
+    if all(line.startswith("- ") for line in lines):
+        return f"<ul>{''.join(f'<li>{_marked(line[2:])}</li>' for line in lines)}</ul>"
+    return f"<p>{'<br>'.join(map(_marked, lines))}</p>"
+
+
+def _marked(line: str) -> str:
+    """Escaped, with `code` in its own face."""
+    return re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(line))

@@ -1,1 +1,0 @@
-"""One builder a file; each returns the order in which every rank computes."""

@@ -1,1 +1,0 @@
-"""Pictures of schedules: SVG and PNG files, and a coloured view for the terminal."""

@@ -1,0 +1,280 @@
+"""What a schedule is like: one `ScheduleInfo` each, declared beside its builder and listed in `catalogue`.
+
+Layouts, the planner and the trainer ask the record, never the name.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from heapq import heappop, heappush
+from itertools import product
+from typing import Any
+
+from fivefold.schedules.actions import (
+    ALL,
+    BACKWARD,
+    COMPUTE,
+    FORWARD,
+    GATHER,
+    INPUT_GRAD,
+    LAST_READERS,
+    REDUCE,
+    STEP,
+    WEIGHT_GRAD,
+    Action,
+    Channel,
+    Kind,
+)
+from fivefold.schedules.costs import Costs
+from fivefold.schedules.schedule import NOTHING, Bounds, Placement, Schedule
+from fivefold.support.errors import UserError
+
+
+@dataclass(frozen=True)
+class ScheduleRequest:
+    """What a schedule is wanted for. `chunks` are stages per rank (v), `group` is interleaved's N, and only `auto`
+    reads `costs` and `memory`."""
+
+    p: int
+    m: int
+    chunks: int
+    group: int | None = None
+    costs: Costs | None = None
+    memory: int | None = None
+
+
+def vee(p: int, chunks: int) -> Placement:
+    return Placement.vee(p)
+
+
+@dataclass(frozen=True, eq=False)  # each is one of a kind, and a quick key for caches
+class ScheduleInfo:
+    """The facts of one schedule. A file is described by a record too (`catalogue.record_of`)."""
+
+    name: str
+    build: Callable[[ScheduleRequest], Schedule]
+    place: Callable[[int, int], Placement] = Placement.looped  # of p and chunks
+    chunks: int = 1  # stages per rank: exactly so many, or with `any_chunks` the default
+    any_chunks: bool = False
+    splits: bool = False  # computes weight gradients (W) apart from input gradients (I)
+    least: int = 0  # microbatches that it cannot do without, times p
+    also: str = ""  # what else it needs, in words
+    options: tuple[str, ...] = ()  # of `group` and `memory`, those that it takes
+    weighs: bool = False  # made for the durations of the stages at hand, so that no shorter one stands for a long one
+    bubble: str = ""  # its formula, in times of a whole rank
+    schedule: Schedule | None = None  # as a file has it, for its own p and m alone
+
+    # For the planner's closed forms, with stages, sends and a head as models have them.
+    fill: float = 1.0  # how much of 1F1B's fill it leaves
+    waits: bool = False  # with few microbatches its weight gradients fill nothing: p + m forward and input passes
+    joins: bool = False  # nearly every forward pass with a backward pass (F&B), from the p-th microbatch on
+    refills: bool = False  # fills the pipeline again for every microbatch
+    live: Callable[[Any, Any, int], Any] = lambda p, m, v: p  # activations of a rank, in A, at most m; also of arrays
+    planned: tuple[int, ...] = ()  # the chunks with which the planner tries it; none: it does not
+
+    @property
+    def needs(self) -> str:
+        """What it asks of the numbers; empty when any will do."""
+        least = {0: "", 1: "m >= p"}.get(self.least, f"m >= {self.least}p")
+        return "; ".join(filter(None, (least, self.also)))
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a long one only repeats what a shorter one does."""
+        return not self.weighs and self.schedule is None
+
+    def takes(self, option: str) -> bool:
+        """Whether `chunks`, `group` or `memory` makes a difference to it."""
+        return self.any_chunks if option == "chunks" else option in self.options
+
+    def placement(self, p: int, chunks: int = 0) -> Placement:
+        """Where its stages live."""
+        return _placed(self, p, chunks or self.chunks)
+
+
+@lru_cache(maxsize=1024)  # the planner asks for each layout, many times
+def _placed(record: ScheduleInfo, p: int, chunks: int) -> Placement:
+    return record.place(p, chunks)
+
+
+# ---- wiring ---------------------------------------------------------------------------------------------------------
+# From compute orders to a whole schedule: put every SEND and RECV where the executor should meet it.
+#
+# A builder only says in which order each rank computes. What crosses ranks follows from the placement, and from one
+# sequence of all actions of all ranks, by the time at which they end on a clock (`_TIMES`; a joined pair is one
+# action). A message comes right behind its producer, and into the lists of both its ranks:
+#
+# * its SEND stands right behind the producer;
+# * its RECV stands before the first action of the receiver that ends after the producer;
+# * of several messages between two actions, both their ranks list them in the sequence's order.
+#
+# So all lists are parts of one sequence, a message being one event of both its ranks, and ranks cannot wait for each
+# other in a circle: not even if a message holds up everything that its two ranks do until both have come to it. On
+# NCCL it may: a receive is a kernel that spins on the device, and whatever waits for the whole device (the first use
+# of a kernel, an allocation, a compilation) waits for the peer. Any clock gives such a sequence, so real durations do
+# not matter, nor does who wrote the order; `check.rendezvous` proves it without knowing of clocks.
+#
+# That the action under way when a message is made has its receive before it, and not behind it, lets the message
+# travel beside that action. Where stages take the same time, schedules of the catalogue lose nothing against receives
+# posted as early as buffers allow; where they do not, a message may be made before this clock has it, and wait for its
+# receive.
+
+
+Order = list[Action]
+# Whole numbers, so that sums are exact. A joined pair takes the sum of its two.
+_TIMES: dict[Kind, int] = {FORWARD: 20, BACKWARD: 40, INPUT_GRAD: 20, WEIGHT_GRAD: 20}
+_MESSAGE = 1
+_action = tuple.__new__  # a NamedTuple's own constructor takes three times as long, and most actions are made here
+
+
+def wire(
+    name: str,
+    placement: Placement,
+    microbatches: int,
+    orders: Iterable[Iterable[Action]],
+    *,
+    buffers: int = 2,
+    promise: Bounds = NOTHING,
+) -> Schedule:
+    """The schedule that computes in these orders. It has at least so many `buffers`, and as many as its receives take.
+
+    GATHER, REDUCE and STEP are carried along where they stand. Orders in which ranks wait for each other for ever get
+    all their messages too, so that `check` can say who waits for whom.
+    """
+    sequence = _Sequence(placement, orders)
+    sequence.run()
+    ranks = tuple(map(tuple, sequence.lists[: len(sequence.groups)]))
+    return Schedule(name, placement, microbatches, ranks, max(buffers, sequence.most), promise)
+
+
+class _Wire:
+    """A channel, and what has gone over it. Its messages are known by their microbatches."""
+
+    def __init__(self, channel: Channel, receiver: Order) -> None:
+        self.send, self.receive, self.target = channel.send, channel.receive, channel.target
+        self.receiver = receiver  # the list of the rank that receives
+        self.made: dict[int, int] = {}  # when its producer ended
+        self.awaited: dict[int, list[int]] = {}  # the ranks that cannot begin without it
+        self.held = 0  # received and not consumed yet
+
+
+# How long an action takes, the wire that it needs a message of, and the wire that it feeds.
+Ends = tuple[int, _Wire | None, _Wire | None]
+_NOTHING: Ends = (0, None, None)
+
+
+class _Sequence:
+    """Grows by what ends next: an action goes into its rank's list, and its message into those of both its ranks."""
+
+    def __init__(self, placement: Placement, orders: Iterable[Iterable[Action]]) -> None:
+        self.groups = [_groups(order) for order in orders]  # what is left to do, the next at the end
+        self.lists: list[Order] = [[] for _ in range(max(len(self.groups), placement.ranks))]
+        wires = [(to, _Wire(to, self.lists[placement.owner[to.target]])) for to in placement.channels]
+        needs = {(kind, to.target): wire for to, wire in wires for kind in to.compute}
+        feeds = {(kind, to.source): wire for to, wire in wires for kind in to.compute}
+        computed = product(_TIMES, range(placement.stages))
+        self.of = {one: (_TIMES[one[0]], needs.get(one), feeds.get(one)) for one in computed}  # by kind and stage
+        self.clocks = [0] * len(self.groups)
+        self.agenda: list[tuple[int, int]] = []  # when what a rank is at ends, and the rank
+        self.most = 0  # messages of one channel that are held at once
+
+    def run(self) -> None:
+        for rank in range(len(self.groups)):
+            self._begin(rank)
+        while self.agenda or self._let_go():
+            self._end(*heappop(self.agenda))
+
+    def _begin(self, rank: int) -> None:
+        """What is next on a rank, unless it waits for a message."""
+        if not self.groups[rank]:
+            return
+        start, time = self.clocks[rank], 0
+        for kind, stage, microbatch, _ in self.groups[rank][-1]:
+            takes, need, _ = self.of.get((kind, stage), _NOTHING)
+            time += takes
+            if need is not None:
+                made = need.made.get(microbatch)
+                if made is None:
+                    need.awaited.setdefault(microbatch, []).append(rank)
+                    return
+                if made + _MESSAGE > start:
+                    start = made + _MESSAGE
+        heappush(self.agenda, (start + time, rank))
+
+    def _end(self, now: int, rank: int) -> None:
+        self.clocks[rank] = now
+        order, group = self.lists[rank], self.groups[rank].pop()
+        order += group
+        for kind, stage, microbatch, _ in group:
+            _, need, feed = self.of.get((kind, stage), _NOTHING)
+            if need is not None:
+                need.held -= 1
+            if feed is not None:
+                order.append(_action(Action, (feed.send, stage, microbatch, False)))
+                if microbatch not in feed.made:
+                    self._receive(feed, microbatch, now)
+        self._begin(rank)
+
+    def _receive(self, wire: _Wire, microbatch: int, now: int) -> None:
+        wire.receiver.append(_action(Action, (wire.receive, wire.target, microbatch, False)))
+        wire.made[microbatch] = now
+        wire.held += 1
+        if wire.held > self.most:
+            self.most = wire.held
+        for rank in wire.awaited.pop(microbatch, ()):
+            self._begin(rank)
+
+    def _let_go(self) -> bool:
+        """Whoever is left waits for ever. The first of them receives what it waits for all the same; False: nobody."""
+        rank = next((rank for rank, groups in enumerate(self.groups) if groups), None)
+        if rank is None:
+            return False
+        for kind, stage, microbatch, _ in self.groups[rank][-1]:
+            _, need, _ = self.of.get((kind, stage), _NOTHING)
+            if need is not None and microbatch not in need.made:
+                self._receive(need, microbatch, self.clocks[rank])
+        return True
+
+
+def _groups(order: Iterable[Action]) -> list[Order]:
+    """What ends together, the last first: a computation or a joined pair, with the collectives before it."""
+    groups: list[Order] = [[]]
+    for action in order:
+        groups[-1].append(action)
+        if action[0] in COMPUTE and not action[3]:
+            groups.append([])
+    if not groups[-1]:
+        groups.pop()
+    return groups[::-1]
+
+
+# Data parallelism's part of a step: gather parameters, reduce gradients, step the optimizer, each where it is due. A
+# pipeline schedule ends with the last weight gradient; what follows depends on how the data-parallel group shares
+# parameters, gradients and optimizer state (ZeRO stages 0 to 2; stage 3 gathers inside blocks, not between actions).
+
+
+def with_zero(schedule: Schedule, zero: int) -> Schedule:
+    """The same schedule with REDUCE once a gradient is final, STEP at the end and, from stage 1 on, GATHER at first."""
+    if zero not in (0, 1, 2):
+        raise UserError(
+            f"zero={zero} cannot be written into a schedule; use 0, 1 or 2 (stage 3 gathers block by block)"
+        )
+    return replace(schedule, ranks=tuple(tuple(_extend(list(order), zero)) for order in schedule.ranks))
+
+
+def _extend(order: Order, zero: int) -> Order:
+    last = {action.stage: place for place, action in enumerate(order) if action.kind in LAST_READERS}
+    gathered = set() if zero else set(last)
+    extended: Order = []
+    late: Order = []  # what is due before the rank computes on: behind the pair it belongs to, and behind its sends
+    for place, action in enumerate(order):
+        if late and action.kind in COMPUTE and not extended[-1].joined:
+            extended += late
+            late.clear()
+        if action.kind is FORWARD and action.stage not in gathered:
+            gathered.add(action.stage)
+            extended.append(Action(GATHER, action.stage))
+        extended.append(action)
+        if action.kind in LAST_READERS and (zero == 2 or place == last[action.stage]):
+            late.append(Action(REDUCE, action.stage, action.microbatch if zero == 2 else ALL))
+    return extended + late + [Action(STEP, stage) for stage in sorted(last)]

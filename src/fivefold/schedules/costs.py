@@ -1,0 +1,409 @@
+"""What actions cost: durations per stage and kind, what an activation weighs, and the link between two ranks."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from operator import mul
+from statistics import median
+from typing import Any, Literal, NamedTuple, Self
+
+from fivefold.schedules.actions import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Kind
+from fivefold.schedules.schedule import Placement
+from fivefold.support.errors import UserError
+from fivefold.support.text import did_you_mean, figure, whole_number
+
+# ---- pairs ----------------------------------------------------------------------------------------------------------
+# How long a joined pair takes whose two halves run beside each other's messages, by the rule that executes it.
+#
+#     forward = [Segment(2.0, message=1.0, beside=0.5), Segment(1.0, message=1.0), Segment(0.5)]
+#     play(forward, backward).together
+#
+# A pass is a list of segments. In each it computes, then issues a message (experts' tokens on their way, or what came
+# of them), computes what it can `beside` it, and waits until the message is there. The two halves of a pair hold one
+# baton, and only who holds it computes. The forward pass goes first; a half hands the baton over before each wait, and
+# takes up its wait when it has the baton again; when one half ends, the other keeps it. So the order of all messages
+# is a function of the two lists, never of who is quicker. Both halves' messages share one link: two at a time take
+# twice as long each.
+
+
+class Segment(NamedTuple):
+    """Seconds, or any unit of time: of `compute`, then of a `message`, with so much compute `beside` it."""
+
+    compute: float
+    message: float = 0.0
+    beside: float = 0.0
+
+
+Segments = tuple[Segment, ...]
+
+
+class Pair(NamedTuple):
+    """How long each half takes by itself, and both as a pair."""
+
+    forward: float
+    backward: float
+    together: float
+
+    @property
+    def hidden(self) -> float:
+        """What the pair saves against one half after the other."""
+        return self.forward + self.backward - self.together
+
+
+def scaled(segments: Segments, factor: float) -> Segments:
+    """The same pass on a machine that takes `factor` times as long."""
+    return tuple(Segment(*(factor * part for part in one)) for one in segments)
+
+
+def one_block(forward: float, backward: float, messages: float) -> tuple[Segments, Segments]:
+    """A stage of which no more is known than how long its passes take, and its experts' messages in either of them.
+
+    One block: half of the compute comes before the dispatch, and half is the experts'; backward is the mirror of it.
+    """
+    half, message, back = (forward - messages) / 2, messages / 2, (backward - messages) / 2
+    return (
+        (Segment(half, message), Segment(half, message)),
+        (Segment(0.0, message), Segment(back, message), Segment(back)),
+    )
+
+
+def alone(segments: Iterable[Segment]) -> float:
+    """How long a pass takes by itself: only what it computes beside a message hides any of it."""
+    return sum(compute + max(message, beside) for compute, message, beside in segments)
+
+
+def play(forward: Iterable[Segment], backward: Iterable[Segment]) -> Pair:
+    """The two halves of a pair, each by itself and both together."""
+    return _played(tuple(forward), tuple(backward))
+
+
+@lru_cache(maxsize=4096)
+def _played(forward: Segments, backward: Segments) -> Pair:
+    each = alone(forward), alone(backward)
+    # A half only waits while the link carries something, so a pair takes no longer than both in turn, but for rounding.
+    return Pair(*each, min(_Baton((forward, backward)).run(), sum(each)))
+
+
+class _Baton:
+    """A pair on its way: the time, where each half is, and what is left of its message."""
+
+    def __init__(self, halves: tuple[Segments, Segments]) -> None:
+        self.halves, self.next = halves, [0, 0]
+        self.left = [0.0, 0.0]
+        self.now = 0.0
+
+    def run(self) -> float:
+        holder = 0
+        while True:
+            ended = self.turn(holder)
+            if not self.over(1 - holder):
+                holder = 1 - holder
+            elif ended:
+                return self.now
+
+    def over(self, half: int) -> bool:
+        return self.next[half] == len(self.halves[half]) and not self.left[half]
+
+    def turn(self, half: int) -> bool:
+        """Go on to where this half waits next, or to its end; whether it is at its end."""
+        while self.left[half]:
+            self.advance(self.next_arrival)
+        while self.next[half] < len(self.halves[half]):
+            compute, message, beside = self.halves[half][self.next[half]]
+            self.next[half] += 1
+            self.advance(compute)
+            self.left[half] = message
+            self.advance(beside)
+            if message:
+                return False
+        return True
+
+    @property
+    def next_arrival(self) -> float:
+        """How long until one of the messages on their way is there."""
+        flying = [one for one in self.left if one]
+        return min(flying) * len(flying) if flying else math.inf
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass: messages travel, two of them at half the pace."""
+        self.now += seconds
+        while seconds and any(self.left):
+            least, share, until = min(filter(None, self.left)), sum(map(bool, self.left)), self.next_arrival
+            if seconds < until:
+                self.left = [max(0.0, one - seconds / share) for one in self.left]
+                return
+            self.left = [one - least if one > least else 0.0 for one in self.left]
+            seconds -= until
+
+
+# ---- costs ----------------------------------------------------------------------------------------------------------
+
+
+Duration = float | Sequence[float]
+"""One number: the time of a whole rank, shared evenly among its chunks. A sequence: one time per stage."""
+
+LONGEST = 1e30  # of any one duration, in any unit: sums of millions of them are still numbers
+
+
+def _is_duration(value: float) -> bool:
+    return 0 <= value <= LONGEST  # false for nan
+
+
+@dataclass(frozen=True)
+class MessageLink:
+    """How a message travels: `latency` after it has left, and leaving takes `message / bandwidth`.
+
+    Messages of one channel leave one after the other; channels do not slow each other. `sends`: "eager" lets the
+    sender compute on while the message travels, "blocking" holds it until delivery. `overlap=False` starts a transfer
+    only when the consumer's turn has come, so that the receiver stands still meanwhile.
+    """
+
+    latency: float = 0.0
+    bandwidth: float = math.inf  # bytes per unit of time
+    message: float = 0.0  # bytes
+    sends: Literal["eager", "blocking"] = "eager"
+    overlap: bool = True
+
+    def __post_init__(self) -> None:
+        if self.sends not in ("eager", "blocking"):
+            raise UserError(f"a link's sends are 'eager' or 'blocking', not {self.sends!r}")
+        if not self.bandwidth > 0 or not 0 <= self.message < math.inf:
+            raise UserError(
+                f"a link with bandwidth={self.bandwidth:g} and messages of {self.message:g} bytes cannot be: the "
+                "bandwidth must be above zero (infinite by default), the message zero or more"
+            )
+        if not (_is_duration(self.latency) and _is_duration(self.occupancy)):
+            raise UserError(
+                f"a message takes a latency of {self.latency:g} and {self.message:g} bytes / {self.bandwidth:g} = "
+                f"{self.occupancy:g} on the link; both must be between 0 and {LONGEST:g}"
+            )
+
+    @property
+    def occupancy(self) -> float:
+        """How long a message keeps its channel busy."""
+        return self.message / self.bandwidth
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Durations per stage. A joined F&B takes what `pair` says, by the stage of its forward, or else what comes of
+    playing the `segments` of its F and its B. `activation` is what one microbatch's activations of the stage weigh, in
+    units of a whole rank's (A)."""
+
+    f: tuple[float, ...]
+    i: tuple[float, ...]
+    w: tuple[float, ...]
+    b: tuple[float, ...]
+    activation: tuple[float, ...]
+    pair: tuple[float, ...] | None = None
+    segments: tuple[tuple[Segments, Segments], ...] = ()  # of each stage's F and B; none: a pair takes F + B
+    gather: float = 0.0
+    reduce: float = 0.0
+    step: float = 0.0
+    link: MessageLink = MessageLink()
+
+    def __post_init__(self) -> None:
+        per_stage = {"f": self.f, "i": self.i, "w": self.w, "b": self.b, "activation": self.activation}
+        if self.pair is not None:
+            per_stage["fb"] = self.pair
+        if self.segments and len(self.segments) != len(self.f):
+            raise UserError(f"f has times for {len(self.f)} stages, and there are segments of {len(self.segments)}")
+        for name, values in per_stage.items():
+            if len(values) != len(self.f):
+                raise UserError(f"f has times for {len(self.f)} stages, and {name} for {len(values)}; they must agree")
+        once = {"gather": (self.gather,), "reduce": (self.reduce,), "step": (self.step,)}
+        for name, values in (per_stage | once).items():
+            strange = next((value for value in values if not _is_duration(value)), None)
+            if strange is not None:
+                raise UserError(f"{name}={strange:g} is not a duration; give a number from zero to {LONGEST:g}")
+
+    @classmethod
+    def even(
+        cls,
+        placement: Placement,
+        f: Duration = 1.0,
+        i: Duration = 1.0,
+        w: Duration = 1.0,
+        *,
+        b: Duration | None = None,
+        fb: Duration | None = None,
+        ep: Duration | None = None,
+        link: MessageLink | None = None,
+    ) -> Self:
+        """Costs from times per rank: with v chunks on a rank, each takes 1/v. B takes I + W unless it is given. Of F,
+        and of B, experts' messages take `ep`, which the other half of a joined pair hides."""
+        i_times, w_times = _per_stage("i", i, placement), _per_stage("w", w, placement)
+        b_times = tuple(map(sum, zip(i_times, w_times, strict=True)))
+        f_times = _per_stage("f", f, placement)
+        b_times = b_times if b is None else _per_stage("b", b, placement)
+        return cls(
+            f=f_times,
+            i=i_times,
+            w=w_times,
+            b=b_times,
+            segments=() if ep is None else _halves(f_times, i_times, b_times, _per_stage("ep", ep, placement)),
+            pair=None if fb is None else _per_stage("fb", fb, placement),
+            activation=_per_stage("activation", 1.0, placement),
+            link=link or MessageLink(),
+        )
+
+    @classmethod
+    def measured(cls, seconds: Mapping[tuple[Kind, int], Sequence[float]], stages: int) -> Self:
+        """Medians of what each kind and stage took; messages take no time, and stages weigh the same."""
+        f, i, w, b = (
+            tuple(median(seconds.get((kind, stage), [0.0])) for stage in range(stages))
+            for kind in (FORWARD, INPUT_GRAD, WEIGHT_GRAD, BACKWARD)
+        )
+        return cls(f, i, w, b, activation=(1.0,) * stages)
+
+    @classmethod
+    def slots(cls, placement: Placement) -> Self:
+        """One slot for every F, I and W of a stage, two for a B, none for a message: the clock of `Promise.slots`."""
+        ones = (1.0,) * placement.stages
+        return cls(f=ones, i=ones, w=ones, b=(2.0,) * placement.stages, activation=ones)
+
+    def slowed(self, placement: Placement, factors: Mapping[int, float]) -> Self:
+        """The same work on mixed machines: `factors[rank]` times as long on that rank."""
+        strange = [rank for rank in factors if not 0 <= rank < placement.ranks]
+        if strange:
+            raise UserError(f"rank {strange[0]} cannot be slowed: ranks are 0 to {placement.ranks - 1}")
+        scale = [factors.get(rank, 1.0) for rank in placement.owner]
+        times = {"f": self.f, "i": self.i, "w": self.w, "b": self.b} | ({"pair": self.pair} if self.pair else {})
+        slower: dict[str, Any] = {name: tuple(map(mul, stages, scale)) for name, stages in times.items()}
+        halves = zip(self.segments, scale[: len(self.segments)], strict=True)
+        segments = tuple((scaled(f, factor), scaled(b, factor)) for (f, b), factor in halves)
+        return replace(self, **slower, segments=segments)
+
+    def of(self, kind: Kind) -> tuple[float, ...]:
+        """The durations per stage of one kind of compute."""
+        return {FORWARD: self.f, BACKWARD: self.b, INPUT_GRAD: self.i, WEIGHT_GRAD: self.w}[kind]
+
+    def joined(self, forward_stage: int, backward_stage: int) -> float:
+        """How long an F&B takes."""
+        if self.pair is not None:
+            return self.pair[forward_stage]
+        if self.segments:
+            return play(self.segments[forward_stage][0], self.segments[backward_stage][1]).together
+        return self.f[forward_stage] + self.b[backward_stage]
+
+
+def _halves(
+    f: tuple[float, ...], i: tuple[float, ...], b: tuple[float, ...], ep: tuple[float, ...]
+) -> tuple[tuple[Segments, Segments], ...]:
+    for stage, (messages, *passes) in enumerate(zip(ep, f, i, b, strict=True)):
+        if messages > min(passes):
+            raise UserError(
+                f"ep={messages:g} of stage {stage} is a part of its passes, the shortest of which takes "
+                f"{min(passes):g}; give at most that"
+            )
+    return tuple(map(one_block, f, b, ep))
+
+
+def _per_stage(name: str, times: Duration, placement: Placement) -> tuple[float, ...]:
+    if isinstance(times, int | float):
+        return tuple(times / len(placement.of_rank[rank]) for rank in placement.owner)
+    values = tuple(times)
+    if len(values) != placement.stages:
+        raise UserError(
+            f"{name} has {len(values)} times, and there are {placement.stages} stages; give one time, or one per stage"
+        )
+    return values
+
+
+# ---- times ----------------------------------------------------------------------------------------------------------
+# Times as people write them: `f=1,i=1,w=1,comm=0.1`.
+#
+#     f, i, w    forward, input gradient, weight gradient of a whole rank; with v chunks, each chunk takes 1/v
+#     b, fb      the whole backward (i+w if left out), and a forward overlapped with a backward (f+b if left out)
+#     ep         of f, and of i, the messages of experts: joined pairs hide them, as far as they can, if fb is left out
+#     comm       latency of one message
+#     bytes, bandwidth    size of a message, and what a link carries per unit of time
+#     gather, reduce, step    the collectives and the optimizer of one stage
+#
+# A value may be one number per stage, separated by colons: `f=1:1:1.5:1`.
+
+
+PER_STAGE = ("f", "i", "w", "b", "fb", "ep")
+SINGLE = ("comm", "bytes", "bandwidth", "gather", "reduce", "step")
+KEYS = (*PER_STAGE, *SINGLE)
+
+
+@dataclass(frozen=True)
+class Durations:
+    """Durations before they are spread over the stages of a schedule."""
+
+    values: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    slow: Mapping[int, float] = field(default_factory=dict)  # rank -> how many times as long it takes
+    sends: Literal["eager", "blocking"] = "eager"
+    overlap: bool = True
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read `f=1,i=1,w=0.5,comm=0.1`; every part that cannot be read is named."""
+        values: dict[str, tuple[float, ...]] = {}
+        problems: list[str] = []
+        for part in filter(None, (piece.strip() for piece in text.split(","))):
+            key, _, value = (piece.strip() for piece in part.partition("="))
+            if key not in KEYS:
+                problems.append(f"times: {key!r} is not a time; {did_you_mean(key, KEYS)}")
+                continue
+            if key in values:
+                problems.append(f"times: {key} is given for the second time, as {value}")
+                continue
+            numbers = [_duration(piece) for piece in value.split(":")]
+            if None in numbers or (key in SINGLE and len(numbers) > 1):
+                wanted = "a number of zero or more" + (", or one per stage as 1:1:1.5:1" if key in PER_STAGE else "")
+                problems.append(f"times: {key}={value} is not a time; write {key}= and {wanted}")
+            else:
+                values[key] = tuple(number for number in numbers if number is not None)
+        if values.get("bandwidth") == (0.0,):
+            problems.append("times: bandwidth=0 carries nothing; leave it out for a link that takes no time")
+        if "fb" in values and "ep" in values:
+            problems.append("times: fb and ep both say how long a joined pair takes; leave one of them out")
+        spent = {key: sum(values.get(key, (1.0,))) for key in ("f", "i", "w", "b")}
+        if not spent["f"] and not (spent["b"] and spent["i"] + spent["w"]):
+            problems.append(f"times: with {text} neither a forward nor a backward pass takes time; give f more than 0")
+        if problems:
+            raise UserError(problems)
+        return cls(values)
+
+    def __str__(self) -> str:
+        """As it would be written, with what is left out."""
+        values = {"f": (1.0,), "i": (1.0,), "w": (1.0,)} | dict(self.values)
+        text = ",".join(f"{key}={':'.join(figure(value) for value in values[key])}" for key in KEYS if key in values)
+        text += "".join(f", rank {rank} takes {factor:g} times as long" for rank, factor in self.slow.items())
+        return text + ", blocking sends" * (self.sends == "blocking") + ", no overlap" * (not self.overlap)
+
+    def costs(self, placement: Placement) -> Costs:
+        """The costs of the stages of one placement."""
+        single = {key: self.values[key][0] for key in SINGLE if key in self.values}
+        travel = single.get("comm", 0.0), single.get("bandwidth", float("inf")), single.get("bytes", 0.0)
+        link = MessageLink(*travel, self.sends, self.overlap)
+        per_stage = {key: values for key, values in self.values.items() if key in PER_STAGE}
+        spread = {key: values[0] if len(values) == 1 else values for key, values in per_stage.items()}
+        once: dict[str, Any] = {key: single.get(key, 0.0) for key in ("gather", "reduce", "step")}
+        return replace(Costs.even(placement, **spread, link=link), **once).slowed(placement, self.slow)
+
+
+def parse_slow(text: str) -> dict[int, float]:
+    """Read `2=1.5,3=2`: rank 2 takes one and a half times as long, rank 3 twice."""
+    factors: dict[int, float] = {}
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        rank, _, factor = (piece.strip() for piece in part.partition("="))
+        number = _duration(factor)
+        which = whole_number(rank)
+        if which is None or not number:
+            raise UserError(f"slow: {part!r} should be a rank and a factor above zero, like 2=1.5")
+        if which in factors:
+            raise UserError(f"slow: rank {which} is given for the second time, as {part}")
+        factors[which] = number
+    return factors
+
+
+def _duration(text: str) -> float | None:
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if 0 <= number < float("inf") else None

@@ -1,0 +1,118 @@
+"""Every schedule by name; `build` makes one from numbers, and `record_of` also knows schedules in files."""
+
+import os
+from functools import lru_cache
+from pathlib import Path
+
+from fivefold.schedules.auto import AUTO
+from fivefold.schedules.build import ScheduleInfo, ScheduleRequest
+from fivefold.schedules.classic import BREADTH_FIRST, GPIPE, INTERLEAVED, NAIVE, ONE_F_ONE_B
+from fivefold.schedules.costs import Costs
+from fivefold.schedules.schedule import Schedule, peak_live
+from fivefold.schedules.text import SUFFIXES, load
+from fivefold.schedules.zero_bubble import DUALPIPE_V, V_HALF, V_MIN, ZB_H1, ZB_H2, ZB_V
+from fivefold.support.errors import UserError
+from fivefold.support.parsing import path_of
+from fivefold.support.text import counted, did_you_mean, either
+
+RECORDS = (
+    NAIVE,
+    GPIPE,
+    ONE_F_ONE_B,
+    INTERLEAVED,
+    BREADTH_FIRST,
+    ZB_H1,
+    ZB_H2,
+    ZB_V,
+    V_HALF,
+    V_MIN,
+    DUALPIPE_V,
+    AUTO,
+)
+LARGEST = 1 << 18  # stages x microbatches; to build and to prove a schedule takes some 50 us for each
+CATALOGUE: dict[str, ScheduleInfo] = {record.name: record for record in RECORDS}
+
+
+def record_of(name: str) -> ScheduleInfo:
+    """The schedule of that name or in that file, which is proven; else what is wrong with it."""
+    if record := CATALOGUE.get(name):
+        return record
+    if is_file(name):
+        path = path_of(name)
+        try:
+            seen = path.stat()
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror}") from None
+        return _in_file(name, path, seen.st_mtime_ns, seen.st_size)
+    raise UserError(f"unknown schedule {name!r}; {did_you_mean(name, list(CATALOGUE))}")
+
+
+def is_file(name: str) -> bool:
+    """Whether a schedule is meant as a file."""
+    return name not in CATALOGUE and (Path(name).suffix.lower() in SUFFIXES or "/" in name or os.path.isfile(name))
+
+
+@lru_cache(maxsize=64)
+def _in_file(name: str, path: Path, changed: int, size: int) -> ScheduleInfo:
+    """Read once, and again when the file has `changed`."""
+    schedule = load(path)
+    chunks = schedule.placement.chunks
+    most = max(map(peak_live, schedule.ranks)) / chunks
+    return ScheduleInfo(
+        name,
+        lambda request: schedule,
+        lambda p, chunks: schedule.placement,
+        chunks=chunks,
+        splits=schedule.splits,
+        joins=any(action.joined for order in schedule.ranks for action in order),
+        schedule=schedule,
+        live=lambda p, m, v: most,
+        planned=(chunks,),
+    )
+
+
+def build(
+    schedule: str | ScheduleInfo,
+    p: int,
+    m: int,
+    *,
+    chunks: int | None = None,
+    group: int | None = None,
+    costs: Costs | None = None,
+    memory: int | None = None,
+) -> Schedule:
+    """A schedule for p ranks and m microbatches; what cannot be is refused with the reason."""
+    record = record_of(schedule) if isinstance(schedule, str) else schedule
+    problems = _problems(record, p, m, chunks, group, memory)
+    if problems:
+        raise UserError(problems)
+    return record.build(ScheduleRequest(p, m, chunks or record.chunks, group, costs, memory))
+
+
+def size_problem(stages: int, m: int) -> str | None:
+    """Why a schedule is too large to be made."""
+    whole = f"{stages} stages x {m} microbatches"
+    return f"{whole} are more than the {LARGEST} that a schedule can have" if stages * m > LARGEST else None
+
+
+def _problems(
+    record: ScheduleInfo, p: int, m: int, chunks: int | None, group: int | None, memory: int | None
+) -> list[str]:
+    found = [
+        f"{what} is {value}, and must be at least 1"
+        for what, value in (("the number of ranks", p), ("the number of microbatches", m), ("chunks", chunks))
+        if value is not None and value < 1
+    ]
+    if wrong := size_problem(p * (chunks or record.chunks), m):
+        found.append(wrong)
+    if (held := record.schedule) and (p, m) != (held.p, held.m):
+        found.append(f"{record.name} is a schedule for p={held.p} and m={held.m}, not p={p} and m={m}")
+    if chunks is not None and chunks != record.chunks and not record.any_chunks:
+        tunable = either([other.name for other in RECORDS if other.any_chunks])
+        has = counted(record.chunks, "chunk")
+        found.append(f"{record.name} has {has} per rank, not {chunks}; leave it out, or use {tunable}")
+    if group is not None and not record.takes("group"):
+        found.append(f"{record.name} has no group size N; leave it out, or use interleaved")
+    if memory is not None and not record.takes("memory"):
+        found.append(f"{record.name} takes no memory limit; leave it out, or use auto")
+    return found

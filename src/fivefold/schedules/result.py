@@ -1,0 +1,360 @@
+"""`draw` and `compare`: schedules proven, timed and drawn, as results for the terminal, scripts and notebooks."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from fivefold.render import paint
+from fivefold.render.blocks import Block, Drawing, Result, Table, Text, check_writable
+from fivefold.render.paint import PICTURES
+from fivefold.render.scene import Scene
+from fivefold.schedules.actions import SENDS
+from fivefold.schedules.check import prove
+from fivefold.schedules.classic import legal_groups
+from fivefold.schedules.costs import Costs, Durations, MessageLink, parse_slow
+from fivefold.schedules.draw import legend, picture, timeline
+from fivefold.schedules.registry import CATALOGUE, LARGEST, build, is_file, record_of, size_problem
+from fivefold.schedules.schedule import Placement, Schedule
+from fivefold.schedules.simulate import Simulation, simulate
+from fivefold.schedules.text import SUFFIXES, save
+from fivefold.support.errors import UserError
+from fivefold.support.ranges import checked, within
+from fivefold.support.text import bytes_text, figure
+
+Sends = Literal["eager", "blocking"]
+OPTIONS = ("chunks", "group", "memory")
+
+
+@dataclass(frozen=True)
+class Query:
+    """What is asked for: schedules by name or file, for these numbers.
+
+    `chunks`, `group` and `memory` go to the schedules that take them, so that several can be compared in one command;
+    where none of them does, the option is passed on all the same, to be refused.
+    """
+
+    names: Sequence[str]
+    pp: int | None
+    microbatches: int | None
+    chunks: int | None = None
+    group: int | None = None
+    memory: int | None = None
+    times: Durations = field(default_factory=Durations)
+
+    def __post_init__(self) -> None:
+        for option in ("pp", "microbatches", *OPTIONS):
+            checked(f"--{option}", getattr(self, option), within(1, LARGEST))
+
+    def simulate(self, one: str | Path | Schedule) -> Simulation:
+        """A schedule on the clock: of the catalogue, of a file, or as it is, once it is proven."""
+        if isinstance(one, Schedule):
+            schedule = prove(one)
+        else:
+            schedule = self.load(str(one)) if is_file(str(one)) else self.build(str(one))
+        return simulate(schedule, self.times.costs(schedule.placement))
+
+    def compare(self) -> dict[str, Simulation | UserError]:
+        """Every schedule, or why it is refused. What refuses all of them is an error of the query."""
+        results: dict[str, Simulation | UserError] = {}
+        for name in self.names:
+            try:
+                results[name] = self.simulate(name)
+            except UserError as refusal:
+                results[name] = refusal
+        refusals = [result for result in results.values() if isinstance(result, UserError)]
+        if len(refusals) == len(results):
+            raise UserError(dict.fromkeys(map(str, refusals)))
+        return results
+
+    def build(self, name: str) -> Schedule:
+        record = record_of(name)
+        if self.pp is None or self.microbatches is None:
+            options = {"--pp": self.pp, "--microbatches": self.microbatches}
+            missing = " and ".join(option for option, value in options.items() if value is None)
+            raise UserError(f"{name} needs {missing}, as in --pp 4 --microbatches 8")
+        given = {option: value for option, value in self.options().items() if record.takes(option)} | self.untaken()
+        if wrong := size_problem(self.pp * given.get("chunks", record.chunks), self.microbatches):
+            raise UserError(wrong)
+        if not record.weighs:
+            return _proven(name, self.pp, self.microbatches, tuple(given.items()))
+        costs = self.times.costs(record.placement(self.pp, given.get("chunks", 0)))
+        return prove(build(name, self.pp, self.microbatches, costs=costs, **given))
+
+    def load(self, name: str) -> Schedule:
+        schedule = record_of(name).schedule
+        assert schedule is not None
+        for option, given, held in (("--pp", self.pp, schedule.p), ("--microbatches", self.microbatches, schedule.m)):
+            if given not in (None, held):
+                raise UserError(f"{option} is {given}, and {name} is a schedule for {held}; leave the option out")
+        for option in self.untaken():
+            raise UserError(f"{name} is a schedule as it stands, and --{option} cannot change it; leave the option out")
+        return schedule
+
+    def options(self) -> dict[str, int]:
+        values = {option: getattr(self, option) for option in OPTIONS}
+        return {option: value for option, value in values.items() if value is not None}
+
+    def untaken(self) -> dict[str, int]:
+        """The options that none of the schedules takes."""
+        records = [CATALOGUE[name] for name in self.names if name in CATALOGUE]
+        return {option: n for option, n in self.options().items() if not any(one.takes(option) for one in records)}
+
+
+@lru_cache(maxsize=32)  # whoever moves a duration asks for the same schedule again, and proving takes most of the time
+def _proven(name: str, p: int, m: int, given: tuple[tuple[str, int], ...]) -> Schedule:
+    options: dict[str, Any] = dict(given)
+    return prove(build(name, p, m, **options))
+
+
+# ---- drawn -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DrawResult(Result):
+    """Schedules on a clock: `simulations` has the timeline, the bubble and the memory of each."""
+
+    simulations: tuple[Simulation, ...]
+    query: Query | None = None  # what was asked, where it was
+
+    def blocks(self) -> Iterator[Block]:
+        for simulation in self.simulations:
+            schedule = simulation.schedule
+            yield Text(f"{schedule.name}  p={schedule.p} m={schedule.m}  {_summary(simulation)}", "bold")
+            yield Drawing(partial(timeline, simulation))
+        yield Drawing(lambda _, colour: legend(self.simulations, colour))
+
+    def to_dict(self) -> dict[str, Any]:
+        rows = [figures_of(simulation) | _details(simulation) for simulation in self.simulations]
+        return rows[0] if len(rows) == 1 else {"schedules": rows}
+
+    def scene(self) -> Scene:
+        return picture(self.simulations)
+
+    def svg(self, dark: bool = False) -> str:
+        return paint.to_svg(self.scene(), dark)
+
+    def save(self, path: Path) -> Iterator[Block]:
+        """Write the picture (.svg, .png) or the one schedule (.txt, .json); and what there is to say about that."""
+        if path.suffix.lower() in PICTURES:
+            paint.save(self.scene(), path)
+        else:
+            save(self.simulations[0].schedule, path)
+        for simulation in self.simulations:
+            yield Text(f"{simulation.schedule.name}: {_summary(simulation)}")
+        yield Text(f"written to {path}")
+
+
+def draw(
+    *schedules: str | Path | Schedule,
+    pp: int | None = None,
+    microbatches: int | None = None,
+    chunks: int | None = None,
+    group: int | None = None,
+    memory: int | None = None,
+    times: str | Durations = "",
+    slow: str | Mapping[int, float] = "",
+    sends: Sends = "eager",
+    overlap: bool = True,
+) -> DrawResult:
+    """Draw schedules: which rank computes what when, where the bubbles are, and what each rank holds.
+
+        ff.draw("zb-v", pp=4, microbatches=8)
+        ff.draw("1f1b", "zb-h1", pp=4, microbatches=8, slow={1: 1.5})    # compared on one time scale
+
+    A schedule is a name, a file or an object, and is proven before it is drawn. `times` are durations of a whole rank,
+    like "f=1,i=1,w=1,comm=0.1"; `slow` says how many times as long a rank takes.
+    """
+    if not schedules:
+        raise UserError("there is no schedule to draw; give a name, for example '1f1b', a file or a Schedule")
+    names = tuple(str(one) for one in schedules if not isinstance(one, Schedule))
+    query = Query(names, pp, microbatches, chunks, group, memory, _times(times, slow, sends, overlap))
+    return DrawResult(tuple(map(query.simulate, schedules)), query)
+
+
+def schedule(name: str | Path, pp: int | None = None, microbatches: int | None = None, **options: Any) -> Schedule:
+    """A schedule of the catalogue for `pp` ranks, or the one in a file, proven; `options` are those of `draw`.
+
+    ff.schedule("zb-v", pp=4, microbatches=8)
+    """
+    return draw(name, pp=pp, microbatches=microbatches, **options).simulations[0].schedule
+
+
+def check_output(path: Path | None, schedules: int) -> None:
+    """Refuse a file that can be neither picture nor schedule, before minutes are spent on its content."""
+    if path is None:
+        return
+    suffix = path.suffix.lower()
+    if suffix not in (*PICTURES, *SUFFIXES):
+        page = f"; the page is --html {path}" if suffix in (".html", ".htm") else ""
+        raise UserError(
+            f"{path} should end in {', '.join(PICTURES)} for a picture, {', '.join(SUFFIXES)} for data{page}"
+        )
+    if suffix in SUFFIXES and schedules > 1:
+        raise UserError(f"{path} can hold one schedule, and {schedules} are given; write them one by one")
+    check_writable(path)
+
+
+# ---- all of them compared ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CompareResult(Result):
+    """Every schedule of the catalogue for the same numbers: its simulation, or why it is refused."""
+
+    query: Query
+    results: Mapping[str, Simulation | UserError]
+
+    @property
+    def group(self) -> int | None:
+        """Interleaved's N."""
+        p, m = self.query.pp or 0, self.query.microbatches or 0
+        return self.query.group or next(iter(legal_groups(p, m)), None)
+
+    def blocks(self) -> Iterator[Block]:
+        query, n = self.query, self.group
+        yield Text(f"p={query.pp}, m={query.microbatches}{f', N={n}' if n else ''}, {query.times}")
+        by_size = "bytes" in query.times.values
+        sent = "bytes that a rank sends per step" if by_size else "messages per rank and microbatch"
+        yield Text(f"bubble: of the makespan; peak: in A; sends: {sent}\n")
+        heads = ["schedule", ">v", ">makespan", ">bubble", ">of span", ">peak A", ">sends", "~bubble by formula"]
+        found = {name: one for name, one in self.results.items() if isinstance(one, Simulation)}
+        yield Table(heads, [[name, *_cells(one), CATALOGUE[name].bubble] for name, one in found.items()])
+        yield Text("")
+        for name in found:
+            if needs := CATALOGUE[name].needs:
+                yield Text(f"{name} needs {needs}")
+        refused: dict[str, list[str]] = {}  # why -> who; the same reason is given once
+        for name, one in self.results.items():
+            if isinstance(one, UserError):
+                refused.setdefault(str(one), []).append(name)
+        for reason, names in refused.items():
+            yield Text(f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} refused: {reason}")
+
+    def to_dict(self) -> dict[str, Any]:
+        rows = [
+            (figures_of(one) if isinstance(one, Simulation) else {"schedule": name, "refused": str(one)})
+            | {"needs": CATALOGUE[name].needs}
+            for name, one in self.results.items()
+        ]
+        asked = {"pp": self.query.pp, "microbatches": self.query.microbatches, "group": self.group}
+        return asked | {"times": str(self.query.times), "schedules": rows}
+
+
+def compare(
+    pp: int = 4,
+    microbatches: int = 8,
+    *,
+    chunks: int | None = None,
+    group: int | None = None,
+    memory: int | None = None,
+    times: str | Durations = "",
+    slow: str | Mapping[int, float] = "",
+    sends: Sends = "eager",
+    overlap: bool = True,
+) -> CompareResult:
+    """Compare all schedules: bubble, memory, messages, and what each one needs. Arguments are those of `draw`."""
+    query = Query(tuple(CATALOGUE), pp, microbatches, chunks, group, memory, _times(times, slow, sends, overlap))
+    return CompareResult(query, query.compare())
+
+
+class PublishedPipeline(NamedTuple):
+    """One model of the zero-bubble paper (Qi et al. 2023): its pipeline, its measured durations in milliseconds of one
+    rank, and the bubble rate of each schedule, which is the bubble of the span."""
+
+    model: str
+    p: int
+    m: int
+    f: float
+    i: float
+    w: float
+    comm: float
+    rates: dict[str, float]
+
+
+PUBLISHED = (
+    PublishedPipeline("1.5B", 8, 24, 18.522, 18.086, 9.337, 0.601, {"1f1b": 0.2431, "zb-h1": 0.1585, "zb-h2": 0.1083}),
+    PublishedPipeline("6.2B", 8, 24, 29.718, 29.444, 19.927, 0.527, {"1f1b": 0.2347, "zb-h1": 0.1323, "zb-h2": 0.0698}),
+    PublishedPipeline(
+        "14.6B", 16, 48, 11.347, 11.248, 8.132, 0.377, {"1f1b": 0.2552, "zb-h1": 0.1397, "zb-h2": 0.0672}
+    ),
+    PublishedPipeline(
+        "28.3B", 32, 96, 10.419, 10.207, 7.715, 0.408, {"1f1b": 0.2646, "zb-h1": 0.1421, "zb-h2": 0.0641}
+    ),
+)
+
+
+def reproduce(row: PublishedPipeline) -> dict[str, float]:
+    """The bubble rates that our schedules have on the paper's durations."""
+    costs = Costs.even(Placement.single(row.p), row.f, row.i, row.w, link=MessageLink(latency=row.comm))
+    return {name: simulate(build(name, row.p, row.m), costs).bubble_span for name in row.rates}
+
+
+@dataclass(frozen=True)
+class PublishedResult(Result):
+    """The bubble rates that the zero-bubble paper publishes, beside ours for the same durations."""
+
+    def blocks(self) -> Iterator[Block]:
+        rows = [
+            [row.model, str(row.p), str(row.m), name, f"{rate:.4f}", f"{ours[name]:.4f}"]
+            for row in PUBLISHED
+            for ours in [reproduce(row)]
+            for name, rate in row.rates.items()
+        ]
+        yield Table(["model", ">p", ">m", "schedule", ">published", ">ours"], rows)
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        return [{"model": row.model, "published": row.rates, "ours": reproduce(row)} for row in PUBLISHED]
+
+
+# ---- figures -----------------------------------------------------------------------------------------------------
+
+
+def _times(times: str | Durations, slow: str | Mapping[int, float], sends: Sends, overlap: bool) -> Durations:
+    if isinstance(times, Durations):
+        return times
+    return Durations(Durations.parse(times).values, parse_slow(slow) if isinstance(slow, str) else slow, sends, overlap)
+
+
+def _summary(simulation: Simulation) -> str:
+    return (
+        f"makespan {figure(simulation.makespan)}, bubble {simulation.bubble_makespan:.2%} of the makespan and "
+        f"{simulation.bubble_span:.2%} of the span, peak {max(simulation.peak_activations):.4g} A"
+    )
+
+
+def figures_of(simulation: Simulation) -> dict[str, Any]:
+    """The numbers of one schedule. Bubbles are fractions of what they are measured over; peaks are per rank, in A."""
+    schedule = simulation.schedule
+    messages = schedule.count(*SENDS)
+    return {
+        "schedule": schedule.name,
+        "pp": schedule.p,
+        "microbatches": schedule.m,
+        "chunks": schedule.placement.chunks,
+        "makespan": simulation.makespan,
+        "bubble_makespan": simulation.bubble_makespan,
+        "bubble_span": simulation.bubble_span,
+        "peak_activations": simulation.peak_activations,
+        "messages": messages,
+        "bytes_sent": messages * simulation.costs.link.message,
+        "buffers": schedule.buffers,
+    }
+
+
+def _details(simulation: Simulation) -> dict[str, Any]:
+    """Where the time of each rank goes, and the whole timeline as [action, start, end]."""
+    timeline = [[[str(action), start, end] for action, start, end in spans] for spans in simulation.timeline]
+    return {"ranks": [rank._asdict() for rank in simulation.ranks], "timeline": timeline}
+
+
+def _cells(simulation: Simulation) -> Iterator[str]:
+    schedule, size = simulation.schedule, simulation.costs.link.message
+    per_rank = schedule.count(*SENDS) / schedule.p
+    yield str(schedule.placement.chunks)
+    yield figure(simulation.makespan)
+    yield f"{simulation.bubble_makespan:.2%}"
+    yield f"{simulation.bubble_span:.2%}"
+    yield f"{max(simulation.peak_activations):.4g}"
+    yield bytes_text(per_rank * size) if size else f"{per_rank / schedule.m:.3g}"

@@ -1,0 +1,519 @@
+"""A Hugging Face `config.json` read as a ModelSpec, and written of one. Pure: planning a model needs no torch."""
+
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fivefold.spec.blocks import Experts, LatentSpec, RopeScaling, Yarn
+from fivefold.spec.model import Activation, ModelSpec
+from fivefold.support.errors import Note, UserError
+from fivefold.support.parsing import path_of, read, read_json
+from fivefold.support.text import did_you_mean, either
+
+# ---- hf attention ---------------------------------------------------------------------------------------------------
+# The attention of a Hugging Face `config.json`: rotary positions, latents, windows. `hf_config` reads the rest.
+
+
+Config = dict[str, Any]
+Numbers = dict[str, Any]  # the fields of a ModelSpec, not yet checked
+
+LATENT = {
+    "kv_rank": "kv_lora_rank",
+    "nope_dim": "qk_nope_head_dim",
+    "rope_dim": "qk_rope_head_dim",
+    "v_dim": "v_head_dim",
+}
+_ORIGINAL = {"original_context": "original_max_position_embeddings"}
+_STRETCHES: dict[str, tuple[type[RopeScaling] | type[Yarn], tuple[str, ...]]] = {  # and what may not be left out
+    "llama3": (RopeScaling, RopeScaling.__struct_fields__),
+    "yarn": (Yarn, ("factor", "original_context")),
+}
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+
+def read_rope(config: Config) -> Numbers:
+    """Theta, scaling and rotary dims, from either spelling: `rope_theta` + `rope_scaling`, or `rope_parameters`."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise UserError(f"rope scaling is {rope!r}, not a table")
+    theta = rope.get("rope_theta") or config.get("rope_theta", 10_000.0)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return {"rope_theta": theta, "rope_scaling": None}
+    if not isinstance(kind, str) or kind not in _STRETCHES:
+        raise UserError(
+            f"rope type {kind!r} is not supported; {either([repr(one) for one in ('default', *_STRETCHES)])}"
+        )
+    stretch, required = _STRETCHES[kind]
+    keys = {field: _ORIGINAL.get(field, field) for field in stretch.__struct_fields__}
+    if missing := [keys[field] for field in required if rope.get(keys[field]) is None]:
+        raise UserError(f"rope scaling {kind!r} has no {key}" for key in missing)
+    given = {field: rope[key] for field, key in keys.items() if rope.get(key) is not None}
+    return {"rope_theta": theta, "rope_scaling": {"kind": kind} | given}
+
+
+def write_rope(spec: ModelSpec) -> Config:
+    """Both spellings: releases before 5 read rope_theta and rope_scaling, later ones rope_parameters."""
+    older: Config | None = None
+    if (stretch := spec.rope_scaling) is not None:
+        older = {"rope_type": "yarn" if isinstance(stretch, Yarn) else "llama3"}
+        older |= {_ORIGINAL.get(field, field): getattr(stretch, field) for field in stretch.__struct_fields__}
+        # What follows from the rest is left out; theirs takes a 0 for a number.
+        older = {key: value for key, value in older.items() if value != 0 or isinstance(value, bool)}
+    newer = {"rope_theta": spec.rope_theta} | (older or {"rope_type": "default"})
+    return {"rope_theta": spec.rope_theta, "rope_scaling": older, "rope_parameters": newer}
+
+
+def read_partial(config: Config, default: float) -> Numbers:
+    """GLM: the share of a head's dims that positions turn."""
+    rope = config.get("rope_parameters") or {}
+    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", default))
+    width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    if type(width) is not int or not isinstance(share, int | float) or not 0 < share <= 1:
+        raise UserError(f"partial_rotary_factor={share!r} of head_dim={width!r} is not a share of a head's dims")
+    return {"rope_dim": 0 if share == 1 else int(width * share)}
+
+
+def read_latent(config: Config) -> Numbers:
+    """DeepSeek's MLA."""
+    heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads")
+    if kv_heads not in (None, heads):
+        raise UserError(
+            f"num_key_value_heads={kv_heads!r} beside latent attention, which has one for each of {heads} heads"
+        )
+    latent = {"q_rank": config.get("q_lora_rank") or 0} | {field: config[key] for field, key in LATENT.items()}
+    return {"mla": latent, "rope_interleaved": bool(config.get("rope_interleave", True))}
+
+
+def write_latent(spec: ModelSpec) -> Config:
+    assert spec.mla is not None
+    return _named(spec.mla, LATENT) | {
+        "q_lora_rank": spec.mla.q_rank or None,
+        "num_key_value_heads": spec.heads,
+        "head_dim": spec.mla.rope_dim,
+        "rope_interleave": spec.rope_interleaved,
+        "attention_bias": False,
+    }
+
+
+def read_windows(config: Config) -> Numbers:
+    """gpt-oss: which layers see a window of the keys, and which all of them."""
+    layers = config["num_hidden_layers"]
+    kinds = config.get("layer_types") or [(_SLIDING, _FULL)[layer % 2] for layer in range(layers)]
+    every = kinds.index(_FULL) + 1 if isinstance(kinds, list) and _FULL in kinds else 0
+    if kinds != [_FULL if every and (layer + 1) % every == 0 else _SLIDING for layer in range(layers)]:
+        raise UserError(
+            f"layer_types={kinds!r} is not supported; every second (or third, ...) is {_FULL}, the others {_SLIDING}"
+        )
+    if every == 1:
+        return {"sinks": True}
+    return {"sinks": True, "window": config.get("sliding_window", 128), "window_period": every or 1}
+
+
+def write_windows(spec: ModelSpec) -> Config:
+    kinds = [_SLIDING if spec.window_of(layer) else _FULL for layer in range(spec.layers)]
+    return {"sliding_window": spec.window or None, "layer_types": kinds}
+
+
+def _named(one: LatentSpec, names: dict[str, str]) -> Config:
+    return {key: getattr(one, field) for field, key in names.items()}
+
+
+# ---- hf experts -----------------------------------------------------------------------------------------------------
+# The mixture of experts of a Hugging Face `config.json`. `hf_config` reads the rest.
+
+
+@dataclass(frozen=True)
+class _Kind:
+    names: dict[str, str]  # fields of Experts in the words of a `model_type`
+    fixed: Config = field(default_factory=dict)  # fields that it has no word for, where they are not the default
+    spelled: Config = field(default_factory=dict)  # what its config.json says beside them; nothing else is read
+
+
+_VISITS = {"top_k": "num_experts_per_tok"}
+_PLAIN_EXPERTS = _VISITS | {"count": "num_local_experts", "ffn": "intermediate_size"}
+_QWEN = _VISITS | {"count": "num_experts", "ffn": "moe_intermediate_size", "renormalise": "norm_topk_prob"}
+_DEEPSEEK = _VISITS | {
+    "count": "n_routed_experts",
+    "ffn": "moe_intermediate_size",
+    "shared": "n_shared_experts",
+    "dense_layers": "first_k_dense_replace",
+    "scale": "routed_scaling_factor",
+    "groups": "n_group",
+    "top_groups": "topk_group",
+}
+_V3 = _Kind(
+    _DEEPSEEK | {"renormalise": "norm_topk_prob"},
+    {"scores": "sigmoid", "balance_bias": True},
+    {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
+)
+KINDS: dict[str, _Kind] = {
+    "mixtral": _Kind(_PLAIN_EXPERTS, spelled={"router_jitter_noise": 0.0}),
+    "gpt_oss": _Kind(_PLAIN_EXPERTS),
+    "olmoe": _Kind(_QWEN | {"ffn": "intermediate_size"}),
+    "qwen3_moe": _Kind(_QWEN, spelled={"decoder_sparse_step": 1}),
+    # transformers' DeepSeek-V2 never renormalises, whatever norm_topk_prob says.
+    "deepseek_v2": _Kind(
+        _DEEPSEEK, {"renormalise": False}, {"scoring_func": "softmax", "moe_layer_freq": 1, "norm_topk_prob": False}
+    ),
+    "deepseek_v3": _V3,
+    "kimi_k2": _V3,
+    "glm4_moe": _V3,
+}
+_METHODS = ("greedy", "group_limited_greedy")  # of DeepSeek-V2: without groups, and with
+_OTHERS = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}  # transformers 5 renames for some
+
+
+def read_experts(config: Config) -> Numbers:
+    """The `experts` of a model, if any of its layers has some."""
+    kind, layers = str(config["model_type"]), config["num_hidden_layers"]
+    names = KINDS[kind].names
+    if further := config.get("num_nextn_predict_layers"):
+        warnings.warn(
+            Note(f"num_nextn_predict_layers={further} is read as 0: layers that predict later tokens are left out"),
+            stacklevel=2,
+        )
+    given = {name: config.get(key, config.get(_OTHERS.get(key, key))) for name, key in names.items()}
+    if kind == "deepseek_v2" and _method(config) == _METHODS[0]:
+        given |= {"groups": 1, "top_groups": 1}
+    if kind == "qwen3_moe":
+        given["dense_layers"] = _first_layers(config)
+    dense = given.get("dense_layers", 0)
+    if type(dense) is int and dense >= layers:
+        return {}
+    if missing := [names[name] for name, value in given.items() if value is None]:
+        raise UserError(f"{key} is missing" for key in missing)
+    return {"experts": given | KINDS[kind].fixed}
+
+
+def _method(config: Config) -> str:
+    method = config.get("topk_method", _METHODS[0])
+    if method not in _METHODS:
+        raise UserError(f"topk_method={method!r} is not supported for deepseek_v2; {' and '.join(_METHODS)} are")
+    return method
+
+
+def _first_layers(config: Config) -> int:
+    """Qwen names the layers without experts; they have to be the first."""
+    dense = config.get("mlp_only_layers") or []
+    first = [*range(len(dense))] if isinstance(dense, list) else []
+    if dense != first:
+        raise UserError(
+            f"mlp_only_layers={dense!r} is not supported: layers without experts are the first ones, as in {first}"
+        )
+    return len(first)
+
+
+def kind_of(spec: ModelSpec) -> str:
+    """The `model_type` of transformers that has the model's experts."""
+    assert spec.experts is not None
+    sigmoid = spec.experts.scores == "sigmoid"
+    if spec.mla is not None:
+        return "deepseek_v3" if sigmoid else "deepseek_v2"
+    if sigmoid:
+        return "glm4_moe"
+    if spec.bias:
+        return "gpt_oss"
+    return ("olmoe" if spec.qk_norm_over == "all" else "qwen3_moe") if spec.qk_norm else "mixtral"
+
+
+def misfits(spec: ModelSpec, kind: str) -> list[str]:
+    """Why transformers' models of a kind do not have these experts."""
+    experts = spec.experts
+    if experts is None:
+        return []
+    one = KINDS[kind]
+    free = {*one.names, *(("dense_layers",) if kind == "qwen3_moe" else ())}
+    wanted = {name: one.fixed.get(name, _DEFAULTS[name]) for name in Experts.__struct_fields__ if name not in free}
+    found = [
+        f"{kind} of transformers has experts.{name}={only!r}, and {spec.name} has {getattr(experts, name)!r}"
+        for name, only in wanted.items()
+        if getattr(experts, name) != only
+    ]
+    if "shared" in free and not experts.shared:
+        found.append(f"{kind} of transformers has at least one shared expert, and {spec.name} has none")
+    return found
+
+
+def write_experts(spec: ModelSpec, kind: str) -> Config:
+    """The part of a `config.json` that is about experts."""
+    names = KINDS[kind].names
+    if (experts := spec.experts) is None:
+        return {names["dense_layers"]: spec.layers}
+    found = {key: getattr(experts, name) for name, key in names.items()} | KINDS[kind].spelled
+    if kind == "deepseek_v2":
+        found["topk_method"] = _METHODS[experts.groups > 1]
+    if kind == "qwen3_moe":
+        found["mlp_only_layers"] = [*range(experts.dense_layers)]
+    if kind in ("deepseek_v3", "glm4_moe"):
+        found["num_nextn_predict_layers"] = 0
+    return found
+
+
+_DEFAULTS = {one.name: one.default for one in msgspec.structs.fields(Experts)}
+
+
+# ---- hf config ------------------------------------------------------------------------------------------------------
+
+
+HF_CONFIG = "config.hf.json"  # beside an imported run's job: what Hugging Face's config.json said
+
+# Our fields in Hugging Face's words. A config without one of these is refused.
+_LLAMA = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "ffn": "intermediate_size",
+    "vocab": "vocab_size",
+    "context": "max_position_embeddings",
+}
+_QWEN3 = {"kv_heads": "num_key_value_heads", "head_dim": "head_dim"}  # a Llama may leave them to its rule
+_GPT2 = {"layers": "n_layer", "hidden": "n_embd", "heads": "n_head", "vocab": "vocab_size", "context": "n_positions"}
+
+
+_BLOCK: Config = {"norm": "rmsnorm", "bias": False, "activation": "swiglu", "sinks": False, "window": 0}
+_PLAIN = _BLOCK | {"rope_interleaved": False, "rope_dim": 0, "qkv_bias": False}
+_OSS = _PLAIN | {"bias": True, "activation": "swiglu_clamped", "sinks": True, "qk_norm": False}
+_CLASSES = {"gpt2": "GPT2LMHeadModel"}
+
+
+# Of their settings that no field of ours has, those that an export gives back: they change no logits.
+_KEPT = (
+    *(f"{token}_token_id" for token in ("bos", "eos", "pad", "sep")),
+    "router_aux_loss_coef", "output_router_logits", "attn_pdrop", "attention_dropout", "pretraining_tp",
+)  # fmt: skip
+
+
+def kept_settings(config: Config) -> Config:
+    """Of an imported `config.json`, what an export takes over."""
+    return {key: config[key] for key in _KEPT if key in config}
+
+
+def read_hf_config(path: str | Path) -> ModelSpec:
+    """The model that a `config.json`, or the directory that holds one, describes."""
+    path = path_of(path)
+    file = path / "config.json" if os.path.isdir(path) else path
+    config = read_json(file)
+    if not isinstance(config, dict):
+        raise UserError(f"{file} holds a {type(config).__name__}, not the table of a model's settings")
+    try:
+        name = os.fsencode(file.resolve().parent.name).decode(errors="replace")  # which may be no text
+        return spec_from_hf(config, name=name)
+    except UserError as error:
+        raise UserError(f"{file}: {problem}" for problem in error.problems) from None
+
+
+def spec_from_hf(config: Config, name: str = "custom") -> ModelSpec:
+    kind = str(config.get("model_type", ""))
+    if kind not in _READERS:
+        raise UserError(f"model_type {kind!r} is not of the family; {did_you_mean(kind, list(_READERS))}")
+    reader, required = _READERS[kind]
+    missing = [key for key in required.values() if type(config.get(key)) is not int]  # True is an int to isinstance
+    if missing:
+        raise UserError(f"{key} is missing or not a whole number" for key in missing)
+    problems = [f"{key}={config[key]!r} is not supported for {kind}; only {key}={only!r} is"
+                for key, only in _only(kind).items() if config.get(key) not in (None, only)]  # fmt: skip
+    if problems:
+        raise UserError(problems)
+    for key, default in (("attn_pdrop", 0.1 if kind == "gpt2" else 0.0), ("attention_dropout", 0.0)):
+        if config.get(key, default):
+            warnings.warn(Note(f"{key} is read as 0: attention probabilities are never dropped"), stacklevel=2)
+    spec = read(ModelSpec, {"name": name} | reader(config), "model", problems)
+    if spec is None or (problems := spec.problems()):
+        raise UserError(problems)
+    return spec
+
+
+def to_hf_config(spec: ModelSpec, dtype: str) -> Config:
+    """The `config.json` under which `transformers` has this model, with weights of `dtype`, if it has it at all."""
+    kind = "qwen3" if spec.qk_norm else "qwen2" if spec.qkv_bias else "llama"  # Mistral's weights are a Llama's
+    if spec.positions == "learned" or spec.mla or spec.rope_dim:
+        kind = "gpt2" if spec.positions == "learned" else "deepseek_v3" if spec.mla else "glm4_moe"
+    kind = kind_of(spec) if spec.experts else kind
+    write = _WRITERS.get(kind, _to_llama)
+    wanted: Config = {
+        "gpt2": {"norm": "layernorm", "bias": True, "kv_heads": spec.heads, "head_dim": spec.hidden // spec.heads},
+        "deepseek_v2": _BLOCK | {"rope_interleaved": True},
+        "deepseek_v3": _BLOCK,
+        "glm4_moe": _BLOCK | {"rope_interleaved": False, "qk_norm_over": "head"},
+        "gpt_oss": {field: only for field, only in _OSS.items() if field != "window"},
+        "mixtral": _PLAIN | {"qk_norm": False},
+        "olmoe": _PLAIN | {"qk_norm": True, "qk_norm_over": "all", "head_dim": spec.hidden // spec.heads},
+        "qwen3_moe": _PLAIN | {"qk_norm": True, "qk_norm_over": "head"},
+    }.get(kind, _PLAIN | {"qkv_bias": kind == "qwen2", "qk_norm_over": "head"})
+    problems = [
+        f"{kind} of transformers has {key}={only!r}, and {spec.name} has {key}={getattr(spec, key)!r}"
+        for key, only in wanted.items()
+        if getattr(spec, key) != only
+    ]
+    problems += misfits(spec, kind)
+    if kind == "gpt2" and spec.activation == "swiglu":
+        problems.append(f"gpt2 of transformers has no activation='swiglu', and {spec.name} has")
+    if problems:
+        raise UserError(problems)
+    shared = {
+        "model_type": kind,
+        "architectures": [_CLASSES.get(kind, f"{kind.title().replace('_', '')}ForCausalLM")],
+        "vocab_size": spec.vocab,
+        "tie_word_embeddings": spec.tied,
+        "initializer_range": spec.init_std,
+        "torch_dtype": dtype,
+        "use_cache": True,
+    }
+    return shared | write(spec) | (write_experts(spec, kind) if kind in KINDS else {})
+
+
+def _written(spec: ModelSpec, names: dict[str, str]) -> Config:
+    return {key: getattr(spec, field) for field, key in names.items()}
+
+
+def _to_llama(spec: ModelSpec) -> Config:
+    return (
+        _written(spec, _LLAMA | _QWEN3)
+        | write_rope(spec)
+        | {"rms_norm_eps": spec.norm_eps, "hidden_act": "silu", "attention_dropout": 0.0}
+        | ({"use_sliding_window": False} if spec.qk_norm or spec.qkv_bias else {"mlp_bias": False})
+        | ({} if spec.qkv_bias else {"attention_bias": False})  # Qwen2 has no such setting: its q, k and v have biases
+    )
+
+
+def _to_deepseek(spec: ModelSpec) -> Config:
+    return _to_llama(spec) | write_latent(spec)
+
+
+def _to_glm(spec: ModelSpec) -> Config:
+    config = _to_llama(spec) | {"attention_bias": spec.qkv_bias, "use_qk_norm": spec.qk_norm}
+    share = {"partial_rotary_factor": (spec.rope_dim or spec.head_dim) / spec.head_dim}  # left out, it would be a half
+    return config | share | {"rope_parameters": config["rope_parameters"] | share}
+
+
+def _to_oss(spec: ModelSpec) -> Config:
+    return _to_llama(spec) | write_windows(spec) | {"attention_bias": True} | _SWIGLU_CLAMPED
+
+
+def _to_gpt2(spec: ModelSpec) -> Config:
+    return _written(spec, _GPT2 | {"ffn": "n_inner"}) | {
+        "layer_norm_epsilon": spec.norm_eps,
+        "activation_function": {"gelu": "gelu", "gelu_tanh": "gelu_new"}[spec.activation],
+        "resid_pdrop": spec.dropout,
+        "embd_pdrop": spec.dropout,
+        "attn_pdrop": 0.0,
+    }
+
+
+def _llama(config: Config) -> Numbers:
+    return {field: config.get(key) or 0 for field, key in (_LLAMA | _QWEN3).items()} | {
+        **read_rope(config),
+        "norm_eps": config.get("rms_norm_eps", 1e-6),
+        "tied": bool(config.get("tie_word_embeddings", False)),
+        "qkv_bias": config["model_type"] == "qwen2",
+        "qk_norm": config["model_type"] == "qwen3",
+        "init_std": config.get("initializer_range", 0.02),
+    }
+
+
+def _mistral(config: Config) -> Numbers:
+    window = config.get("sliding_window", 4096)  # what Hugging Face fills in
+    if window is not None:
+        raise UserError(f"sliding_window={window!r} is not supported for mistral; only null is, as in Mistral 7B v0.3")
+    return _llama(config)
+
+
+def _deepseek(config: Config) -> Numbers:
+    """DeepSeek-V2 and V3, and Kimi K2, which is a V3. What they call head_dim is that of positions."""
+    own = {"kv_heads": 0, "head_dim": 0, "qkv_bias": False, "qk_norm": False}
+    return _llama(config) | own | read_latent(config) | read_experts(config)
+
+
+def _glm(config: Config) -> Numbers:
+    biased, normed = bool(config.get("attention_bias", False)), bool(config.get("use_qk_norm", False))
+    own = {"norm_eps": config.get("rms_norm_eps", 1e-5), "qkv_bias": biased, "qk_norm": normed}
+    return _llama(config) | own | read_partial(config, 0.5) | read_experts(config)
+
+
+def _mixture(config: Config) -> Numbers:
+    """Mixtral, OLMoE and Qwen3's: Llamas with experts, some of them with a q/k norm."""
+    kind = config["model_type"]
+    own = {"qk_norm": kind != "mixtral", "qk_norm_over": "all" if kind == "olmoe" else "head"}
+    return _llama(config) | own | read_experts(config)
+
+
+def _oss(config: Config) -> Numbers:
+    """gpt-oss: biases everywhere, sinks, windows in some layers, a swiglu that is bounded."""
+    own = {"norm_eps": config.get("rms_norm_eps", 1e-5), "bias": True, "activation": "swiglu_clamped"}
+    return _llama(config) | own | read_windows(config) | read_experts(config)
+
+
+def _gpt2(config: Config) -> Numbers:
+    rates = {key: config.get(key, 0.1) for key in ("resid_pdrop", "embd_pdrop")}
+    if rates["resid_pdrop"] != rates["embd_pdrop"]:
+        raise UserError(
+            f"resid_pdrop={rates['resid_pdrop']} and embd_pdrop={rates['embd_pdrop']} differ; one rate is kept"
+        )
+    activation = str(config.get("activation_function", "gelu_new"))
+    if activation not in _GELUS:
+        raise UserError(
+            f"activation_function={activation!r} is not supported; {did_you_mean(activation, list(_GELUS))}"
+        )
+    return {field: config.get(key) or 0 for field, key in (_GPT2 | {"ffn": "n_inner"}).items()} | {
+        "norm": "layernorm",
+        "norm_eps": config.get("layer_norm_epsilon", 1e-5),
+        "activation": _GELUS[activation],
+        "positions": "learned",
+        "bias": True,
+        "tied": bool(config.get("tie_word_embeddings", True)),
+        "dropout": rates["resid_pdrop"],
+        "init_std": config.get("initializer_range", 0.02),
+    }
+
+
+_GELUS: dict[str, Activation] = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+_READERS: dict[str, tuple[Callable[[Config], Numbers], dict[str, str]]] = {
+    "llama": (_llama, _LLAMA),
+    "mistral": (_mistral, _LLAMA | {"kv_heads": "num_key_value_heads"}),
+    "qwen2": (_llama, _LLAMA | {"kv_heads": "num_key_value_heads"}),
+    # What Hugging Face would fill in for an absent head_dim or number of kv heads is not what Llama's rule gives.
+    "qwen3": (_llama, _LLAMA | _QWEN3),
+    "deepseek_v2": (_deepseek, _LLAMA | LATENT),
+    "deepseek_v3": (_deepseek, _LLAMA | LATENT),
+    "kimi_k2": (_deepseek, _LLAMA | LATENT),
+    "glm4_moe": (_glm, _LLAMA | {"kv_heads": "num_key_value_heads"}),
+    "mixtral": (_mixture, _LLAMA | {"kv_heads": "num_key_value_heads"}),
+    "olmoe": (_mixture, _LLAMA | {"kv_heads": "num_key_value_heads"}),
+    "qwen3_moe": (_mixture, _LLAMA | _QWEN3),
+    "gpt_oss": (_oss, _LLAMA | _QWEN3),
+    "gpt2": (_gpt2, _GPT2),
+}
+_WRITERS: dict[str, Callable[[ModelSpec], Config]] = {
+    "gpt2": _to_gpt2,
+    "deepseek_v2": _to_deepseek,
+    "deepseek_v3": _to_deepseek,
+    "glm4_moe": _to_glm,
+    "gpt_oss": _to_oss,
+}
+_SWIGLU_CLAMPED = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}  # as transformers 5 spells it
+# Settings that would change the arithmetic: anything but these values is refused, never ignored.
+_ONLY: dict[str, Config] = {
+    "llama": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    "mistral": {"hidden_act": "silu"},
+    "qwen2": {"hidden_act": "silu", "use_sliding_window": False},
+    "qwen3": {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
+    "deepseek_v2": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    "deepseek_v3": {"hidden_act": "silu", "attention_bias": False},
+    "kimi_k2": {"hidden_act": "silu", "attention_bias": False},
+    "glm4_moe": {"hidden_act": "silu"},
+    "mixtral": {"hidden_act": "silu", "sliding_window": None},
+    "olmoe": {"hidden_act": "silu", "attention_bias": False, "clip_qkv": None},
+    "qwen3_moe": {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
+    "gpt_oss": {"hidden_act": "silu", "attention_bias": True, **_SWIGLU_CLAMPED},
+    "gpt2": {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
+}
+
+
+def _only(kind: str) -> Config:
+    return _ONLY[kind] | (KINDS[kind].spelled if kind in KINDS else {})

@@ -1,0 +1,225 @@
+"""Texts from outside: paths, files, TOML and JSON. Whatever is wrong with one is a `UserError` with its name.
+
+Parsers raise more than errors of their own: RecursionError for brackets without an end, ValueError for a number of
+5,000 digits, UnicodeDecodeError. `parsing` turns all of them into a sentence, also around other decoders.
+"""
+
+import json
+import os
+import tomllib
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+import msgspec
+
+from fivefold.support.errors import UserError
+from fivefold.support.files import read_regular
+from fivefold.support.text import did_you_mean
+
+BROKEN = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError)  # what a decoder raises of bad JSON
+_LARGEST = {"TOML": 1 << 20, "JSON": 1 << 26}  # bytes
+_DEEPEST = 64  # tables and lists inside each other
+_DOTS = 1000  # of a line
+_BITS = 64  # of a whole number; thousands of digits cannot even be printed
+_NAME = 255  # bytes of a file's name, on every file system in use
+_PATH = 4095  # bytes of a path that the system takes
+
+
+class Missing(UserError):
+    """There is no such file. Who knows which others there are says so instead."""
+
+
+def path_of(text: str | Path) -> Path:
+    """The path that a user means by a text, `~` included; one that no file can have is refused."""
+    path = Path(text)
+    try:
+        path = path.expanduser()
+    except RuntimeError:
+        raise UserError(f"{str(text)!r} names the home of a user, {path.parts[0]}, who is not known here") from None
+    if "\0" in str(path):
+        raise UserError(f"{str(text)!r} is not a path: it has a character of code 0")
+    names = [os.fsencode(part) for part in path.parts] if _encodes(path) else None
+    if names is None:
+        raise UserError(f"{str(text)!r} is not a path: the file system cannot write its characters")
+    if max(map(len, names), default=0) > _NAME or len(os.fsencode(path)) > _PATH:
+        raise UserError(f"the path {str(text)[:40]!r}... is too long: names have {_NAME} bytes at most, paths {_PATH}")
+    return path
+
+
+def _encodes(path: Path) -> bool:
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+@contextmanager
+def parsing(source: str | Path, kind: str) -> Iterator[None]:
+    """Around a parser: `source` is what it reads, `kind` what that should be ("TOML", "an index of tensors")."""
+    try:
+        yield
+    except RecursionError:
+        raise UserError(f"{source} cannot be read as {kind}: it is nested too deeply") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{source} cannot be read as {kind}: byte {error.start} is not of a text in UTF-8") from None
+    except ValueError as error:
+        # Python's own advice about long numbers is for programmers.
+        why = "a number in it has thousands of digits" if "integer string conversion" in str(error) else error
+        raise UserError(f"{source} cannot be read as {kind}: {why}") from None
+
+
+def read_bytes(path: Path, kind: str) -> bytes:
+    """A whole file: no pipe or device, which may have no end, and not larger than any of its kind."""
+    try:
+        return read_regular(path_of(path), _LARGEST[kind], links=True)
+    except OSError as error:
+        problem = Missing if isinstance(error, FileNotFoundError) else UserError
+        raise problem(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    with parsing(path, "TOML"):
+        return parse_toml(read_bytes(path, "TOML").decode())
+
+
+def read_json(path: Path) -> Any:
+    with parsing(path, "JSON"):
+        return parse_json(read_bytes(path, "JSON"))
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Raises what `parsing` speaks of."""
+    text = text.replace("\r\n", "\n")
+    for number, line in enumerate(text.split("\n"), 1):
+        if (dots := line.count(".")) > _DOTS:  # the parser's time grows with the square of a key's parts
+            raise ValueError(f"line {number} has {dots:,} dots, and at most {_DOTS:,} are read")
+    return _tame(tomllib.loads(text))
+
+
+def toml_value(value: Any) -> str:
+    """A scalar or a list of them, as TOML. JSON's is read the same but for one character, which TOML has escaped."""
+    return msgspec.json.encode(value).decode().replace("\x7f", "\\u007f")
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Raises what `parsing` speaks of."""
+    return _tame(json.loads(text))
+
+
+def _tame(found: Any) -> Any:
+    """What was parsed, if all of it can be walked through and printed."""
+    level = [found]
+    for _ in range(_DEEPEST):
+        if any(type(value) is int and value.bit_length() > _BITS for value in level):
+            raise ValueError(f"a number in it has more than {_BITS} bits")
+        inside = [value for value in level if isinstance(value, dict | list)]
+        level = [one for value in inside for one in (value.values() if isinstance(value, dict) else value)]
+        if not level:
+            return found
+    raise ValueError(f"it is nested more than {_DEEPEST} deep")
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+# Tables (TOML, JSON, KEY=VALUE) read into description objects, with every problem named at once.
+#
+# msgspec converts and stops at the first misfit; this walks the fields itself, so that a job file with three mistakes
+# gets three sentences.
+
+
+T = TypeVar("T")
+S = TypeVar("S", bound=msgspec.Struct)
+
+_SPOKEN: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    dict: "a table",
+    list: "a list",
+    tuple: "a list",
+}
+
+
+def read(kind: type[T], value: Any, path: str, problems: list[str]) -> T | None:
+    """`value` as a `kind`, or None and sentences added to `problems`; `path` is how the user wrote it."""
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and isinstance(value, dict):
+        return _struct(kind, value, path, problems)
+    try:
+        return msgspec.convert(value, kind, strict=False)
+    except msgspec.ValidationError:
+        problems.append(_misfit(kind, value, path))
+        return None
+
+
+def _struct(kind: type[S], table: dict[str, Any], path: str, problems: list[str]) -> S | None:
+    before = len(problems)
+    known = {field.name: field for field in msgspec.structs.fields(kind)}
+    table = {key: value for key, value in table.items() if key != kind.__struct_config__.tag_field}
+    problems += [unknown_key(path, key, list(known)) for key in table if key not in known]
+    values: dict[str, Any] = {}
+    for name, field in known.items():
+        if name in table:
+            optional, inner = _plain(field.type)
+            if table[name] is None and optional:
+                values[name] = None
+            elif isinstance(inner, tuple):
+                values[name] = _one_of(inner, table[name], join(path, name), problems)
+            else:
+                values[name] = read(inner, table[name], join(path, name), problems)
+        elif field.required:
+            problems.append(f"{join(path, name)} is missing: it has no default")
+    return kind(**values) if len(problems) == before else None
+
+
+def _one_of(kinds: tuple[type[msgspec.Struct], ...], value: Any, path: str, problems: list[str]) -> Any:
+    """One of several kinds of table, told apart by their tag; without one it is the first."""
+    if isinstance(value, kinds):
+        return value
+    tags = {str(kind.__struct_config__.tag): kind for kind in kinds}
+    first, field = kinds[0], kinds[0].__struct_config__.tag_field
+    tag = value.get(field, first.__struct_config__.tag) if isinstance(value, dict) else first.__struct_config__.tag
+    if tag not in tags:
+        problems.append(f"{path}.{field}={tag!r} is not a choice; {did_you_mean(str(tag), list(tags))}")
+        return None
+    return read(tags[tag], value, path, problems)
+
+
+def unknown_key(path: str, key: str, known: list[str]) -> str:
+    return f"{join(path, key)} is not a setting; {did_you_mean(key, known)}"
+
+
+def join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _misfit(kind: Any, value: Any, path: str) -> str:
+    """What was written, and what was wanted instead."""
+    if get_origin(kind) is Literal:
+        return f"{path}={value!r} is not a choice; {did_you_mean(str(value), [str(a) for a in get_args(kind)])}"
+    wanted = _SPOKEN.get(get_origin(kind) or kind, "a table")
+    inside = [_SPOKEN[item] for item in get_args(kind) if item in _SPOKEN]
+    count = "" if Ellipsis in get_args(kind) or get_origin(kind) is not tuple else f"{len(get_args(kind))} "
+    return f"{path}={value!r} is not {wanted}" + (f" of {count}{inside[0].removeprefix('a ')}s" if inside else "")
+
+
+def _plain(kind: Any) -> tuple[bool, Any]:
+    """Whether a type allows None, and the rest of it, without its range: a number outside of one is still a number.
+
+    Where several kinds of table are allowed, the rest is all of them.
+    """
+    if get_origin(kind) in (types.UnionType, Union):
+        first, *others = (option for option in get_args(kind) if option is not type(None))
+        return True, (first, *others) if others else _plain(first)[1]
+    return False, kind.__origin__ if get_origin(kind) is Annotated else kind
+
+
+def numbers(text: str, option: str) -> list[float]:
+    """The numbers of a list with commas."""
+    try:
+        return [float(word) for word in text.split(",") if word.strip()]
+    except ValueError:
+        raise UserError(f"{option} {text} is not a list of numbers; write for example {option} 1.5,2") from None

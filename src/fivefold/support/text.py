@@ -1,0 +1,77 @@
+"""Text for messages: the nearest name, numbers in readable form."""
+
+import math
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+
+
+def nearest(name: str, choices: Iterable[str], most: int = 1) -> list[str]:
+    """The choices that look most like a misspelled name, best first; empty when none does."""
+    by_lower = {choice.lower(): choice for choice in choices}
+    return [by_lower[hit] for hit in get_close_matches(name.lower(), by_lower, n=most, cutoff=0.5)]
+
+
+def did_you_mean(name: str, choices: Sequence[str]) -> str:
+    """The tail of an "unknown X" sentence: the nearest name, or all of them when nothing is near."""
+    hits = nearest(name, choices)
+    return f"did you mean {hits[0]!r}?" if hits else f"known: {', '.join(choices)}"
+
+
+def printable(text: str) -> str:
+    """Without what a terminal would obey, and without anything that could end a line of a comment."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def either(values: Sequence[object]) -> str:
+    """'a', 'a or b', 'a, b or c'."""
+    words = [str(value) for value in values]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def si(value: float, digits: int = 3) -> str:
+    """8030261248 -> '8.03B': decimal prefixes, for parameters, tokens and FLOPs."""
+    for size, suffix in ((1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.{digits}g}{suffix}" if abs(value) < 1000 * size else f"{value / size:.0f}{suffix}"
+    return f"{value:.{digits}g}"
+
+
+def bytes_text(count: float) -> str:
+    """1610612736 -> '1.50 GiB': binary prefixes, for memory and files."""
+    for size, suffix in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if abs(count) >= size:
+            return f"{count / size:.2f} {suffix}"
+    return f"{count:.0f} B"
+
+
+def counted(number: int, what: str) -> str:
+    """No graphs, 1 graph, 2 graphs."""
+    return f"{number or 'no'} {what}{'' if number == 1 else 's'}"
+
+
+def graphs_text(graphs: int, breaks: dict[str, int], blocks: bool = True) -> str:
+    """What was compiled, and what stands between the graphs; `blocks`: whether they were."""
+    total = sum(breaks.values())
+    why = "".join(f"\n  {count} x {reason.strip().splitlines()[0]}" for reason, count in breaks.items())
+    text = f"compiled: {counted(graphs, 'graph')}, {counted(total, 'break')} between them{why}"
+    return text if blocks else f"{text}\nblocks are not: with recompute=selective this layout would break their graphs"
+
+
+def whole_number(word: str) -> int | None:
+    """A number as people write one; '²' is a digit to Python too, and thousands of digits are a slip."""
+    return int(word) if word.isascii() and word.isdigit() and len(word) <= 18 else None
+
+
+def figure(value: float) -> str:
+    """A number to read: 25.5, 0.0125, 33005.5, 1234568; an exponent only where digits would not help."""
+    return f"{value:.0f}" if 1e6 <= abs(value) < 1e12 else f"{value:.6g}"
+
+
+# ---- numbers --------------------------------------------------------------------------------------------------------
+# Whole numbers.
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, in order."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})

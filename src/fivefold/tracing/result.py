@@ -1,0 +1,139 @@
+"""The result of a trace: the file for the viewer, tables for people, JSON."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from fivefold.render.blocks import Block, Cell, Result, Row, Table, Text, render, width_of
+from fivefold.support.text import bytes_text, counted
+from fivefold.tracing.chrome import write
+from fivefold.tracing.records import Trace
+from fivefold.tracing.summary import Bubble, TracedTime, TraceSummary
+
+_PARTS = ("step", "compute", "exposed", "bubble", "optimizer", "other")
+_SHOWN = 16  # ranks that are listed one by one
+
+
+@dataclass(frozen=True)
+class TraceResult(Result):
+    summary: TraceSummary
+    file: Path  # which a viewer opens
+
+    def blocks(self) -> Iterator[Block]:
+        summary, trace, total = self.summary, self.summary.trace, self.summary.total
+        yield Text(f"trace  {trace.layout or 'one rank'}", "bold")
+        yield Text(f"ms of a step, mean of {counted(trace.steps, 'step')}")
+        yield self._times()
+        if summary.axes:
+            yield Text("\ncommunication, ms a step: exposed / hidden")
+            yield self._traffic()
+        if parts := ", ".join(f"{name} {_ms(seconds)}" for name, seconds in summary.parts.items()):
+            yield Text(f"\nexperts, ms a step with waits: {parts}")
+        if trace.schedule.p > 1:
+            both = summary.bubble
+            yield Text(
+                f"\nThe bubble is {both.measured:.1%} of the time of {trace.schedule.name}; the same schedule with the "
+                f"medians of these durations predicts {both.predicted:.1%}."
+            )
+        if summary.untraced is not None:
+            yield Text(f"A step took {1e3 * total.step:.1f} ms with tracing and {1e3 * summary.untraced:.1f} without.")
+        if error := max(rank.clock_error for rank in trace.ranks):
+            yield Text(f"The machines' clocks agree to {1e6 * error:.0f} us.")
+        yield Text(f"trace of all ranks: {self.file}; ui.perfetto.dev opens it")
+
+    def _times(self) -> Table:
+        piped, total = self.summary.trace.schedule.p > 1, self.summary.total
+        shares = [f"{_part(total, name) / total.step:.1%}" for name in _PARTS]
+
+        def cells(time: TracedTime, bubble: Bubble) -> list[str]:
+            bubbles = [f"{bubble.measured:.1%}", f"{bubble.predicted:.1%}"] if piped else []
+            return [*(_ms(_part(time, name)) for name in _PARTS), *bubbles]
+
+        heads = (*_PARTS, "measured", "predicted") if piped else _PARTS
+        return self._by_rank(heads, cells, ["share", *shares])
+
+    def _traffic(self) -> Table:
+        """A column for each axis; in the end what a rank sends along it in the mean."""
+        axes, piped = self.summary.axes, self.summary.trace.schedule.p > 1
+        calls, payload = zip(*(sent(self.summary.trace, axis) for axis in axes), strict=True)
+
+        def cells(time: TracedTime, bubble: Bubble) -> list[str]:
+            both = [f"{_ms(time.exposed.get(axis, 0.0))} / {_ms(time.hidden.get(axis, 0.0))}" for axis in axes]
+            return [*both, *([_ms(time.wait)] if piped else [])]
+
+        below = ["calls", *(f"{one:g}" for one in calls)], ["payload", *map(bytes_text, payload)]
+        return self._by_rank((*axes, "wait") if piped else axes, cells, *below)
+
+    def _by_rank(self, heads: Sequence[str], cells: Callable[[TracedTime, Bubble], list[str]], *below: Row) -> Table:
+        """A row for each rank, their mean, and what stands below it. Ranks beyond those that are shown are counted."""
+        summary, ranks = self.summary, self.summary.trace.ranks
+        rows: list[Row] = [
+            [f"{rank.rank}  {rank.name}".rstrip(), *cells(time, summary.bubble_of(rank))]
+            for rank, time in list(zip(ranks, summary.by_rank, strict=True))[:_SHOWN]
+        ]
+        if (more := len(ranks) - _SHOWN) > 0:
+            rows.append([Cell(f"{more} more; --json has them", "dim")])
+        mean = [Cell("mean", "bold"), *cells(summary.total, summary.bubble)]
+        dim = ([Cell(cell, "dim") for cell in row] for row in below)
+        return Table(["rank", *(f">{name}" for name in heads)], rows, totals=[mean, *dim])
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.figures() | {"file": str(self.file)}
+
+    def figures(self) -> dict[str, Any]:
+        """What the file itself holds, too."""
+        summary, trace = self.summary, self.summary.trace
+        ranks = [
+            {"rank": rank.rank, "place": rank.name} | _row(time, summary.bubble_of(rank))
+            for rank, time in zip(trace.ranks, summary.by_rank, strict=True)
+        ]
+        axes = {axis: dict(zip(("calls", "payload"), sent(trace, axis), strict=True)) for axis in summary.axes}
+        return {
+            "layout": trace.layout,
+            "schedule": trace.schedule.name,
+            "steps": trace.steps,
+            "untraced_step": summary.untraced,
+            "clock_error": max(rank.clock_error for rank in trace.ranks),
+            "ranks": ranks,
+            "mean": _row(summary.total, summary.bubble),
+            "sent": axes,
+            "experts": summary.parts,
+        }
+
+
+class TraceFile:
+    """Takes a run's trace and writes it; `show` prints the summary, and nothing where there was no trace."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.result: TraceResult | None = None
+
+    def __call__(self, trace: Trace) -> None:
+        self.result = TraceResult(TraceSummary(trace), self.path)
+        write(self.result.summary, self.path.expanduser(), self.result.figures())
+
+    def show(self, console: Console) -> None:
+        if self.result is not None:
+            render(self.result.blocks(), console, width_of(console))
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f}"
+
+
+def _part(time: TracedTime, name: str) -> float:
+    return sum(time.exposed.values()) if name == "exposed" else getattr(time, name)
+
+
+def sent(trace: Trace, axis: str) -> tuple[float, float]:
+    """Calls and payload bytes along an axis, for a rank and a step in the mean."""
+    flights = [flight for rank in trace.ranks for flight in rank.flights if flight.axis == axis]
+    parts = len(trace.ranks) * trace.steps
+    return len(flights) / parts, sum(flight.payload for flight in flights) / parts
+
+
+def _row(time: TracedTime, bubble: Bubble) -> dict[str, Any]:
+    return asdict(time) | {"bubble_measured": bubble.measured, "bubble_predicted": bubble.predicted}

@@ -1,0 +1,163 @@
+"""Between damaged data and the weights.
+
+Every rank reads its batches through the guard. Where the data is too large to be hashed before the start, the ranks of
+each node share its files and hash them beside training. What one rank finds, all learn from the sum of a step's
+wishes: that step changes no weights, and all ranks end with the same sentence.
+"""
+
+import platform
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fivefold.data.batch import Batch, DpShare, read_share
+from fivefold.data.index import CHUNK, MEND
+from fivefold.data.integrity import CheckedData, Checker, Finding
+from fivefold.data.order import samples_of, window_of, windows
+from fivefold.data.tokens import Split
+from fivefold.job.config import Job
+from fivefold.job.preflight import QUICK, Sources
+from fivefold.launch import heartbeat
+from fivefold.parallel.control import Control
+from fivefold.support.errors import TrainingError, UserError
+from fivefold.support.text import bytes_text
+
+if TYPE_CHECKING:
+    from fivefold.trainer.checkpointing import Checkpoints
+
+WISH = float(1 << 20)  # that all stop for the data's sake: more than all ranks together wish for other reasons
+_NAMED = 6  # steps
+_BLOCK = 1 << 16  # samples looked at at a time
+
+
+class BadData(TrainingError):
+    """Data that is not what was prepared, or cannot be read."""
+
+    code = 2  # bad input: a restart would find it again
+
+
+class DataGuard:
+    def __init__(self, job: Job, sources: Sources):
+        self.job, self.sources = job, sources
+        self.unread: list[Finding] = []  # what this rank could not read
+        self.control: Control | None = None
+        self.say: Callable[[str], None] = lambda _: None
+        self.checker: Checker | None = None
+        self.done = self.samples = 0  # at this start
+
+    def watch(self, control: Control, say: Callable[[str], None]) -> None:
+        """Collective: what ranks find, they tell each other over `control`, which must be the guard's own; and this
+        rank gets its share of files."""
+        self.control, self.say = control, say
+        store, hosts = self.sources.train.store, control.all_gather_object(platform.node(), str)
+        if store.index.bytes > QUICK:  # else preflight has hashed all of it
+            here = [rank for rank, host in enumerate(hosts) if host == hosts[control.rank]]
+            self.checker = Checker(store, CheckedData(store.path), here.index(control.rank), len(here))
+
+    def begin(self, done: int, samples: int) -> None:
+        """Steps and samples of earlier starts."""
+        self.done, self.samples = done, samples
+        if self.checker:
+            self.checker.start()
+
+    def moved(self, done: int, samples: int) -> None:
+        """A rollback: steps and samples no longer go together as before."""
+        self.done, self.samples = done, samples
+
+    def close(self) -> None:
+        if self.checker:
+            self.checker.close()
+
+    def read(self, split: Split, samples: Sequence[int], parts: int = 1, number: int = 0) -> DpShare:
+        """Share `number` of a global batch; one without loss in place of what cannot be read, for the ranks to meet in
+        all collectives."""
+        data = self.job.data
+        try:
+            return read_share(split, data.seq, data.seed, samples, self.job.model.vocab, parts, number)
+        except UserError as error:
+            self.unread.append(Finding("", str(error)))
+            empty = np.zeros((len(samples), data.seq), np.int64)
+            none = Batch(np.asarray(samples), empty, empty, empty.astype(bool), empty.astype(np.int32))
+            return none.share(parts, number)
+
+    @property
+    def findings(self) -> list[Finding]:
+        return self.unread + (self.checker.findings if self.checker else [])
+
+    @property
+    def wish(self) -> float:
+        return WISH if self.findings else 0.0
+
+    def finish(self) -> None:
+        """Check what the steps have read, also those of earlier starts, and nobody has hashed by now."""
+        if self.checker:
+            self.checker.close()
+            if not self.checker.done:
+                self._touch_earlier()
+            size = CHUNK * sum(len(chunks) for _, chunks in self.checker.left())
+            if size > QUICK:
+                self.say(f"hashes {bytes_text(size)} of data that steps have read and nobody has hashed yet")
+            self.checker.finish(heartbeat.beat)
+
+    def _touch_earlier(self) -> None:
+        split, seq = self.sources.train, self.job.data.seq
+        count = windows(split.tokens, seq)
+        for sample in range(0, min(self.samples, count), _BLOCK):
+            samples = np.arange(sample, min(sample + _BLOCK, self.samples, count))
+            for start in (window_of(samples, count, self.job.data.seed) * seq).tolist():
+                split.touch(start, start + seq + 1)
+            heartbeat.beat()
+
+    def agree(self, done: int, samples: int, checkpointing: "Checkpoints | None" = None, sure: bool = False) -> None:
+        """Collective: end all ranks if one of them has found something, after `done` steps and `samples` samples.
+
+        Where no step has read what is damaged, the state is saved first. `sure`: one has found something.
+        """
+        size = self.control.size if self.control else 1
+        found = self.control.all_gather_object(self.findings, list[Finding]) if self.control else [self.findings]
+        if not any(found) and not sure:
+            return
+        sentences, clean = dict[str, int](), True
+        for rank, one in ((rank, one) for rank, of_rank in enumerate(found) for one in of_rank):
+            used = self._used(one, done, samples)
+            clean = clean and not used
+            sentences.setdefault(one.sentence + self._consequence(one, used, samples), rank)
+        if clean and done and checkpointing is not None:
+            with suppress(TrainingError):  # that of the data says more
+                checkpointing.after(done, must=True)
+        said = [text + (f" (rank {rank} found it)" if size > 1 else "") for text, rank in sentences.items()]
+        told = "; ".join(said) or "another rank cannot read its data"
+        raise BadData(f"after step {done}: {told}; {MEND}")
+
+    def _used(self, finding: Finding, done: int, samples: int) -> list[int]:
+        """The steps that have read the damaged bytes."""
+        return sorted({self._step(sample) for sample in self._readers(finding, samples) if sample < samples})
+
+    def _consequence(self, finding: Finding, used: list[int], samples: int) -> str:
+        if used:
+            more = f" and {len(used) - _NAMED} more" if len(used) > _NAMED else ""
+            steps = f"step{'s' if len(used) > 1 else ''} {', '.join(map(str, used[:_NAMED]))}{more}"
+            return f"; {steps} read it: go back to a checkpoint before step {used[0]}"
+        later = [sample for sample in self._readers(finding, samples) if sample >= samples]
+        return f"; no step has read it, and step {self._step(min(later))} would be the first" if later else ""
+
+    def _readers(self, finding: Finding, samples: int) -> list[int]:
+        """The samples that read the bytes of a finding, to the end of the epoch after that of sample `samples`."""
+        split, seq, seed = self.sources.train, self.job.data.seq, self.job.data.seed
+        count, found = windows(split.tokens, seq), []
+        for begin, end in finding.ranges:
+            tokens = split.tokens_in(finding.file, begin, end)
+            if tokens is not None:
+                # Window w reads the tokens w * seq to w * seq + seq: one more than its own.
+                last = min((tokens[1] - 1) // seq, count - 1)
+                inside = np.arange(max(-(-tokens[0] // seq) - 1, 0), last + 1)
+                for epoch in range(samples // count + 2):
+                    found += samples_of(inside, count, seed, epoch).tolist()
+        return found
+
+    def _step(self, sample: int) -> int:
+        if sample >= self.samples:
+            return self.done + 1 + (sample - self.samples) // self.job.train.batch
+        return sample * self.done // self.samples + 1  # of an earlier start: exact if its batches had one size

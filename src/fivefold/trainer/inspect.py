@@ -1,0 +1,83 @@
+"""What a run has left behind: its steps, the load of its experts, and its newest checkpoint.
+
+inspect("runs/moe").run.losses
+inspect("s3://bucket/runs/moe").checkpoint     # of a URL, or of a checkpoint's own directory, that is all there is
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fivefold.checkpoint.find import one_of, reachable, store_of
+from fivefold.checkpoint.inspect import CheckpointContents, show_checkpoint
+from fivefold.checkpoint.storage import storage_of
+from fivefold.render.blocks import Block, Result, Text
+from fivefold.render.scene import Scene
+from fivefold.support.errors import UserError
+from fivefold.support.places import Place, place_of
+from fivefold.trainer.result import ExpertsResult, TrainResult
+from fivefold.trainer.resuming import stored_job
+
+METRICS = "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class InspectResult(Result):
+    run: TrainResult | None
+    experts: ExpertsResult | None
+    checkpoint: CheckpointContents | None
+    notes: tuple[str, ...] = ()  # why a part is not there that might be
+
+    def to_dict(self) -> dict[str, Any]:
+        parts = {"run": self.run, "experts": self.experts, "checkpoint": self.checkpoint}
+        return {name: part and part.to_dict() for name, part in parts.items()} | {"notes": list(self.notes)}
+
+    def blocks(self) -> Iterator[Block]:
+        for number, part in enumerate(part for part in (self.run, self.experts, self.checkpoint) if part):
+            if number:
+                yield Text("")
+            yield from part.blocks()
+        yield from map(Text, self.notes)
+
+    def scene(self) -> Scene | None:
+        return self.run.scene() if self.run else None
+
+    def drawn(self, name: str) -> Scene | None:
+        """The load of its experts, if the file's name has that word; else its loss by step."""
+        if "load" not in name.lower():
+            return self.scene()
+        if self.experts is None:
+            raise UserError(f"there is no load of experts to draw; {'; '.join(self.notes) or 'the model has none'}")
+        return self.experts.scene()
+
+
+def inspect(run: str | Place, step: int | None = None) -> InspectResult:
+    """Look at a run, by its directory or URL, and at its newest checkpoint or that of `step`; or at one checkpoint."""
+    place = place_of(run)
+    if one_of(place) or not isinstance(place, Path) or not (place / METRICS).is_file():
+        return InspectResult(None, None, show_checkpoint(place, step))
+    try:
+        trained, notes = TrainResult.read(place), list[str]()
+        experts = _experts(place, notes)
+    except OSError as error:
+        raise UserError(f"{error.filename or place} cannot be read: {error.strerror}") from None
+    saved = step is not None or _saved(place)
+    if not saved:
+        notes.append(f"{place} has no complete checkpoint")
+    return InspectResult(trained, experts, show_checkpoint(place, step) if saved else None, tuple(notes))
+
+
+def _saved(place: Path) -> bool:
+    with reachable(place):
+        return storage_of(place).holds(place / "checkpoints") and bool(store_of(place).complete())
+
+
+def _experts(place: Path, notes: list[str]) -> ExpertsResult | None:
+    """Of a model that has any, and of steps that have recorded their load."""
+    try:
+        model = stored_job(place).model
+        return ExpertsResult.read(place, model) if model.experts else None
+    except UserError as error:
+        notes += error.problems
+        return None

@@ -1,0 +1,310 @@
+"""The training loop: batches in, steps of the engine, records for the listeners.
+
+Every rank runs it, and all ranks report the same numbers of a step.
+"""
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+
+from fivefold.data.batch import Batch, DpShare
+from fivefold.data.order import windows
+from fivefold.job.config import Job
+from fivefold.job.preflight import Sources
+from fivefold.launch import faults, heartbeat
+from fivefold.launch.device import peak_flops, peak_memory
+from fivefold.launch.waits import timed_wait
+from fivefold.optim.base import learning_rate
+from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.traffic import same_calls
+from fivefold.support.errors import PeerLost, TrainingError
+from fivefold.support.progress import prefetch
+from fivefold.tracing.records import Trace
+from fivefold.tracing.tracer import tracer_of
+from fivefold.trainer.corruption import Corrupt, Corruption
+from fivefold.trainer.data_guard import WISH, DataGuard
+from fivefold.trainer.engine import Engine
+from fivefold.trainer.ledger import Counted
+from fivefold.trainer.records import Deciding, Evaluation, Listener, Step, StepDecision
+from fivefold.trainer.spikes import Account, Policy, StepNumbers
+from fivefold.trainer.stragglers import Phases, SlowWatch
+
+if TYPE_CHECKING:
+    from fivefold.trainer.checkpointing import Checkpoints
+
+
+class Stopped(Exception):
+    """All ranks have agreed to stop after a step, because one was asked to."""
+
+    def __init__(self, step: int, directory: Path = Path()):
+        self.step, self.directory = step, directory
+        super().__init__(f"stopped after step {step}")
+
+
+class Trainer:
+    """A job's engine and data."""
+
+    def __init__(self, job: Job, sources: Sources, mesh: Mesh):
+        self.job, self.sources, self.mesh = job, sources, mesh
+        self.tracer = tracer_of(mesh, job.trace.after, job.trace.steps)
+        self.phases = Phases(mesh.device, self.tracer.watch)
+        self.engine = Engine(job, mesh, self.phases.watch)
+        self.slow = SlowWatch(job, mesh, self.phases)
+        if self.tracer.part is not None:
+            self.engine.ops.dispatch.watch = self.tracer.part
+        self.guard = DataGuard(job, sources)
+        self.counted = Counted(self.engine, mesh, job.train.count, job.train.steps)
+        self.policy = Policy(job.watch)
+        self.account = Account()
+        self.corruption = Corruption(self.engine, mesh, self.account)
+        self.corruption.unread = lambda: bool(self.guard.unread)
+        self.decision: StepDecision | None = None  # about the last step
+        self.done = 0  # steps of the whole run, with those of the checkpoint that it resumes
+        self.samples = 0  # of the data order that they were trained on
+        self.stopping: Callable[[], bool] = lambda: False  # whether this rank has been asked to stop
+        self.checkpointing: Checkpoints | None = None
+        self.stopped = False  # whether any has, and so all do, after this step
+        self.told: set[str] = set()  # what is said once
+        peak = peak_flops(mesh.device, job.train.dtype)
+        self.peak = peak * mesh.world.size if peak else None
+
+    def run(
+        self,
+        listeners: list[Listener],
+        on_trace: Callable[[Trace], None] | None = None,
+        checkpointing: "Checkpoints | None" = None,
+    ) -> Evaluation | None:
+        """Do all steps that are left. Returns the last evaluation on held-out data, if there is any.
+
+        On rank 0 `on_trace` gets the trace of the steps that the job asks to be traced.
+        """
+        self.checkpointing = checkpointing
+        try:
+            return self._run(listeners, on_trace)
+        except TrainingError as error:
+            if checkpointing is not None and not isinstance(error, PeerLost):  # all ranks have it, and end together
+                checkpointing.end()
+                if isinstance(error, Corrupt):
+                    checkpointing.quarantine(error.suspect)
+            raise
+        finally:
+            self.guard.close()
+
+    def _run(self, listeners: list[Listener], on_trace: Callable[[Trace], None] | None) -> Evaluation | None:
+        if self.checkpointing is not None:
+            self.checkpointing.prepare()
+        steps, evaluation, made = self.job.train.steps, None, itertools.count(1)
+        self.guard.begin(self.done, self.samples)
+        while self.done < steps:  # once, and once more after each rollback
+            with closing(prefetch(self.reads())) as batches:
+                while self.done < steps:
+                    with self.phases.of("data"):
+                        batch = next(batches)
+                    trace = self._next(batch, next(made), listeners)
+                    if trace is not None and on_trace is not None:
+                        on_trace(trace)
+                    if self._rolled_back(listeners):
+                        break
+                    evaluation = self._after(listeners) or evaluation
+        if not self.engine.optimizer.updates:  # of the whole run, also before the checkpoint that this start resumes
+            raise TrainingError(
+                f"in all {steps} steps no target carried loss: every token of {self.sources.path} is masked"
+            )
+        return evaluation
+
+    def _next(self, batch: DpShare, made: int, listeners: list[Listener]) -> Trace | None:
+        """The next step, which is number `made` of this start. A rollback has yet to happen, and is told by then."""
+        step, first = self.done + 1, made == 1
+        heartbeat.enter(f"step {step}", least=heartbeat.LONG if first else 0.0)
+        compared = same_calls(self.mesh) if first and not self.engine.compiled else nullcontext()
+        with compared, self.tracer.step(made), self.counted.step(made), self.phases.whole(step):
+            record = self.step(step, batch)
+        self.done, self.samples = step, int(batch.samples[-1]) + 1
+        self.account.step(record.seconds)
+        rolls_back = self.decision is not None and self.decision.action == "rollback"
+        if math.isfinite(record.loss or 0.0) and math.isfinite(record.grad_norm) and not rolls_back:
+            for listener in listeners:
+                listener.on_step(record)
+        return self.tracer.after(made, self.engine.schedule)
+
+    def _rolled_back(self, listeners: list[Listener]) -> bool:
+        """Settle what was decided about the step. A rollback without a checkpoint that is old enough is a skip."""
+        decision, back = self.decision, None
+        if decision is None:
+            return False
+        if decision.action == "rollback":
+            latest = decision.step - 1 - self.job.watch.rollback
+            back = self.checkpointing.before(latest) if self.checkpointing is not None else None
+            if back is None:
+                self.policy.say(
+                    f"step {decision.step}: there is no checkpoint of step {latest} or before to go back to"
+                )
+                decision = msgspec.structs.replace(decision, action="skip")
+            else:
+                found = back.manifest
+                decision = msgspec.structs.replace(decision, back=found.step, back_samples=found.samples)
+        self.policy.settle(decision)
+        if back is not None and self.checkpointing is not None:
+            self.checkpointing.go_back(back)
+            self.samples = decision.samples
+            self.guard.moved(self.done, self.samples)
+        for listener in listeners:
+            if isinstance(listener, Deciding):
+                listener.on_decision(decision)
+        return back is not None
+
+    def _after(self, listeners: list[Listener]) -> Evaluation | None:
+        """What follows a step: evaluation, a checkpoint, the end that was asked for."""
+        step, steps, every = self.done, self.job.train.steps, self.job.train.eval_every
+        evaluation = None
+        if step == steps or (every and step % every == 0 and not self.stopped):
+            evaluation = self.evaluate(step)
+            if evaluation is not None:
+                for listener in listeners:
+                    listener.on_evaluation(evaluation)
+        if step == steps:
+            heartbeat.enter("the hashing of data")
+            self.guard.finish()
+            self.agree()
+            heartbeat.enter(f"step {step}")
+        if self.checkpointing is not None:
+            self.checkpointing.after(step, must=self.stopped or step == steps)
+        if self.stopped and step < steps:
+            raise Stopped(step)
+        return evaluation
+
+    def reads(self, whole: bool = False) -> Iterator[partial[DpShare]]:
+        """One call per step that reads this rank's share of its global batch, or all of it: the samples after those
+        before, whatever the layout, but for those that a rollback of an earlier start has left out."""
+        size, dp, first = self.job.train.batch, self.mesh.batch, self.samples
+        share = (1, 0) if whole else (dp.size, dp.rank)
+        for done in range(self.done, self.job.train.steps):
+            first = self.policy.decisions.onward(done, first)
+            yield partial(self.guard.read, self.sources.train, range(first, first + size), *share)
+            first += size
+
+    def agree(self, sure: bool = False) -> None:
+        """Collective: if a rank has found the data damaged, all end. The weights are those after `done` steps."""
+        self.guard.agree(self.done, self.samples, self.checkpointing, sure)
+
+    def step(self, step: int, batch: Batch | DpShare) -> Step:
+        """Step number `step`, counted from 1. A batch in which no target carries loss changes nothing."""
+        try:
+            return self._step(step, batch)
+        except PeerLost as error:
+            raise PeerLost(f"step {step}: {error}") from error.__cause__
+
+    def _step(self, step: int, batch: Batch | DpShare) -> Step:
+        start, others = time.perf_counter(), partial(self._share_of, batch)
+        self.corruption.before_forward(step, others)
+        loss = self.engine.forward_backward(batch)
+        first, samples = int(batch.samples.min()), int(batch.samples.max()) + 1
+        loss = self._poisoned(loss, step, first // len(batch.samples) + 1)
+        self.corruption.before_update(step, others)
+        with self.tracer.update("norm"):
+            # What one rank wishes for, all learn; and all have rank 0's loss to the bit, to decide alike.
+            shared = torch.stack((torch.full_like(loss, float(self.stopping()) + self.guard.wish), loss))
+            shared[1] *= self.mesh.world.rank == 0
+            with self.account.of("slow ranks"):
+                table = self.slow.table(step)
+            norm = self.engine.gradient_norm(shared, *([] if table is None else [table]))
+            loads = self.engine.loads
+            found = torch.cat((norm[None], shared) if loads is None else (norm[None], shared, loads.sums))
+            norm_value, wishes, mean, *sums = timed_wait(found.tolist)  # the step's one wait for the device
+        if wishes >= WISH:
+            self.agree(sure=True)
+        with self.account.of("slow ranks"):
+            self.slow.look(step, table, self.policy.say)
+        self.account.add("slow ranks", self.phases.cost())
+        with self.account.of("spikes"):
+            judged = batch.loss_tokens or not math.isfinite(mean)
+            self.decision = self.policy.look(step, first, samples, StepNumbers(mean, norm_value)) if judged else None
+        learns = batch.loss_tokens and not (self.decision is not None and self.decision.changes)
+        rate = learning_rate(self.job.optimizer, step - 1, self.job.train.steps)
+        with self.tracer.update("STEP"), self.phases.of("optimizer"):
+            self.engine.step(rate if learns else None, norm)
+        self.corruption.after_update(step)
+        seconds = time.perf_counter() - start
+        tokens = len(batch.samples) * self.job.data.seq
+        achieved = tokens * self.job.model.flops_per_token(self.job.data.seq) / seconds
+        self.stopped = wishes > 0
+        if not batch.loss_tokens:
+            self._once(
+                f"step {step}: none of its target tokens carries loss (samples {first} to {samples - 1}): it has no "
+                "loss and makes no update; other steps like it are not named",
+                "step",
+            )
+        return Step(
+            step=step,
+            loss=mean if judged else None,
+            grad_norm=norm_value,
+            lr=rate,
+            tokens=tokens,
+            loss_tokens=batch.loss_tokens,
+            seconds=seconds,
+            tokens_per_second=tokens / seconds,
+            mfu=achieved / self.peak if self.peak else None,
+            memory=peak_memory(self.mesh.device),
+            load=None if loads is None else loads.record(sums, whole=self.logs(step)),
+            samples=samples,
+        )
+
+    def _share_of(self, batch: Batch | DpShare, number: int) -> DpShare:
+        """What the dp rank of a number has of a step's global batch."""
+        return self.guard.read(self.sources.train, batch.samples.tolist(), self.mesh.batch.size, number)
+
+    def _poisoned(self, loss: torch.Tensor, step: int, batch: int) -> torch.Tensor:
+        """The loss; where a fault is asked for, its gradients are poisoned, and it is with them."""
+        kind = faults.strike("step", step=step) or faults.strike("batch", step=batch)
+        gradients = (p.grad for p in self.engine.weights.masters.values() if p.grad is not None)
+        if kind == "nan":
+            next(gradients).fill_(math.nan)
+        if kind == "spike":
+            for gradient in gradients:
+                gradient.mul_(faults.SPIKE)
+            return loss * faults.SPIKE
+        return loss
+
+    def _once(self, sentence: str, kind: str) -> None:
+        if kind not in self.told:
+            self.told.add(kind)
+            self.policy.say(sentence)
+
+    def logs(self, step: int) -> bool:
+        """Whether a line is printed of a step, where there is no terminal."""
+        train = self.job.train
+        return step in (1, train.steps) or step % train.log_every == 0
+
+    def evaluate(self, step: int) -> Evaluation | None:
+        """The held-out loss over the first `eval_samples` sequences of the held-out order: always the same ones."""
+        seq, train, valid = self.job.data.seq, self.job.train, self.sources.valid
+        if valid is None:
+            return None
+        heartbeat.enter(f"the evaluation after step {step}", least=heartbeat.LONG if self.engine.compiled else 0.0)
+        samples = min(train.eval_samples, windows(valid.tokens, seq))
+        size = max(1, train.batch // self.job.layout.microbatches)
+        total, count = 0.0, 0
+        for first in range(0, samples, size):
+            wanted = range(first, min(samples, first + size))
+            batch = self.guard.read(valid, wanted).mine
+            total += self.engine.evaluate(batch)
+            count += batch.loss_tokens
+        self.agree()
+        if not math.isfinite(total):
+            raise TrainingError(f"the held-out loss after step {step} is {total}: the weights are no longer of use")
+        if not count:
+            self._once(
+                f"none of the first {samples} held-out samples has a target that carries loss: there is no held-out "
+                f"loss; train.eval_samples={train.eval_samples} says how many are read",
+                "evaluation",
+            )
+            return None
+        return Evaluation(step=step, held_out_loss=total / count, samples=samples, loss_tokens=count)

@@ -1,0 +1,240 @@
+"""What rank 0 keeps of a run beside its checkpoints: the job, the environment, metrics, TensorBoard's file, the trace.
+
+What cannot be written before the first step ends the run with a sentence. Later on it ends no training: a note says so,
+once, and a run that could not keep all that it promised ends with exit code 1.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from fivefold.job.config import Job, to_toml
+from fivefold.support.errors import TrainingError, UserError
+from fivefold.support.files import cannot_write, put
+from fivefold.support.text import bytes_text, counted, si
+from fivefold.tracing.records import Trace
+from fivefold.tracing.result import TraceFile
+from fivefold.trainer.directories import owners, sign
+from fivefold.trainer.records import Evaluation, MetricsFile, Step, StepDecision, TensorBoard, trim
+
+Say = Callable[[str], None]
+_BOARD = "TensorBoard's file"
+
+
+class Outputs:
+    """Files of a run in its `directory`. `done`: the steps before the first that will come."""
+
+    def __init__(self, directory: Path, job: Job, environment: Mapping[str, object], done: int, say: Say):
+        self.directory, self.say = directory, say
+        self.lost: list[str] = []  # what was promised and is not there
+        self.runs = owners(directory) or []
+        self.described = {"job.toml": to_toml(job), "environment.json": json.dumps(environment, indent=2) + "\n"}
+        self.traced = TraceFile(directory / "trace.json")
+        metrics = directory / "metrics.jsonl"
+        try:
+            self.handle = os.open(directory, os.O_RDONLY)  # as long as it is open, no other has the directory's number
+            self.describe()
+            self.earlier, damaged = trim(metrics, done)
+            self.metrics = MetricsFile(metrics, say)
+            self.board = TensorBoard(directory / "tensorboard", done + 1) if job.run.tensorboard else None
+        except OSError as error:
+            raise cannot_write(Path(error.filename or directory), error) from None
+        if damaged:
+            say(f"{metrics}: {counted(damaged, 'line')}, damaged or half written, left out")
+
+    def describe(self) -> None:
+        for name, text in self.described.items():
+            put(self.directory / name, text)
+
+    @property
+    def gone(self) -> bool:
+        """Whether the directory was deleted or moved away: another one of its name would be none of this run's."""
+        try:
+            return not os.path.samestat(os.stat(self.directory), os.fstat(self.handle))
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError:
+            return False
+
+    def vanished(self) -> bool:
+        """Whether it is gone. Then there is a new one, which the last checkpoint and the same command find."""
+        if self.gone:
+            with suppress(OSError, UserError):
+                self.directory.mkdir(parents=True, exist_ok=True)
+                self.describe()
+                sign(self.directory, self.runs)
+        return self.gone
+
+    def keep(self, what: str | Path, write: Callable[[], object]) -> None:
+        """Write something in mid-run that training can do without."""
+        try:
+            write()
+        except OSError as error:
+            self.lost.append(f"{what} cannot be written: {error.strerror or error}")
+            self.say(f"{self.lost[-1]}; training goes on without it")
+            self.board = None if what == _BOARD else self.board
+
+    def on_step(self, record: Step) -> None:
+        self.metrics.on_step(record)
+        if board := self.board:
+            self.keep(_BOARD, lambda: board.on_step(record))
+
+    def on_evaluation(self, record: Evaluation) -> None:
+        self.metrics.on_evaluation(record)
+        if board := self.board:
+            self.keep(_BOARD, lambda: board.on_evaluation(record))
+
+    def on_decision(self, record: StepDecision) -> None:
+        self.keep(self.metrics.path, lambda: self.metrics.on_decision(record))
+        if board := self.board:
+            self.keep(_BOARD, lambda: board.on_decision(record))
+
+    def trace(self, trace: Trace) -> None:
+        self.keep(self.traced.path, lambda: self.traced(trace))
+
+    def close(self) -> None:
+        self.metrics.close()
+        if self.board:
+            self.board.close()
+        if self.metrics.lost:
+            records = f"{counted(self.metrics.lost, 'record')} of {self.metrics.path}"
+            self.lost.append(f"{records} could not be kept: {self.metrics.why}")
+
+    def judge(self) -> None:
+        """After the last step: raise what is missing."""
+        if self.gone:
+            raise vanishing(self.directory)
+        if self.lost:
+            raise TrainingError(f"all steps are done, but {'; '.join(self.lost)}")
+
+
+def vanishing(directory: Path) -> TrainingError:
+    return TrainingError(
+        f"{directory} was deleted or moved away during the run; a new one has the last checkpoint, unless "
+        "checkpoint.save=false, and the same command goes on from it"
+    )
+
+
+# ---- display --------------------------------------------------------------------------------------------------------
+# What a person sees of a run: a live panel on a terminal, plain lines elsewhere, and a summary at the end.
+
+
+_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # of a braille cell, by column and row
+
+
+class Display:
+    """Follows a run of `steps`; `marks` are losses to compare with (the entropies of the corpus).
+
+    `earlier` are the steps before the one that this process begins with.
+    """
+
+    def __init__(
+        self, console: Console, steps: int, marks: dict[str, float], log_every: int, earlier: Sequence[Step] = ()
+    ):
+        self.console, self.steps, self.marks, self.log_every = console, steps, marks, log_every
+        self.losses = [record.loss for record in earlier]
+        self.of_steps = [record.step for record in earlier]
+        self.steps_here = 0
+        self.held_out: Evaluation | None = None
+        self.start = time.monotonic()
+        self.live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
+        if self.live:
+            self.live.start()
+
+    def on_step(self, record: Step) -> None:
+        self.losses.append(record.loss)
+        self.of_steps.append(record.step)
+        self.steps_here += 1
+        if self.live:
+            held_out = f"  held-out {self.held_out.held_out_loss:.3f}" if self.held_out else ""
+            left = (time.monotonic() - self.start) / self.steps_here * (self.steps - record.step)
+            progress = Table.grid(padding=(0, 1))
+            bar = ProgressBar(total=self.steps, completed=record.step, width=48)
+            progress.add_row(bar, f"step {record.step}/{self.steps}", f"[dim]{left:.0f} s left[/]")
+            self.live.update(Group(progress, Text(_line(record) + held_out), *self.curve()))
+        elif self.steps_here == 1 or record.step % self.log_every == 0 or record.step == self.steps:
+            self.console.print(
+                f"step {record.step:>{len(str(self.steps))}}/{self.steps}  {_line(record)}", soft_wrap=True
+            )
+
+    def on_evaluation(self, record: Evaluation) -> None:
+        self.held_out = record
+        if not self.live:
+            self.console.print(f"held-out loss {record.held_out_loss:.4f} after step {record.step}")
+
+    def on_decision(self, record: StepDecision) -> None:
+        """The curve is that of the steps that count; the run itself says what was decided."""
+        while self.of_steps and self.of_steps[-1] > record.place:
+            del self.losses[-1], self.of_steps[-1]
+
+    def close(self) -> None:
+        if self.live:
+            self.live.stop()
+
+    def curve(self) -> Iterable[Text]:
+        """The loss so far; nothing where the terminal has no braille."""
+        if sum(loss is not None for loss in self.losses) < 2 or not self.console.encoding.lower().startswith("utf"):
+            return []
+        width = max(20, min(72, self.console.width - 20))
+        return [Text(row, style="cyan") for row in chart(self.losses, self.marks, width)]
+
+
+def _line(record: Step) -> str:
+    mfu = f"  MFU {record.mfu:.1%}" if record.mfu is not None else ""
+    load = f"  fullest expert {record.load.fullest:.2f}x" if record.load is not None else ""
+    loss = "no loss" if record.loss is None else f"loss {record.loss:.3f}"
+    return (
+        f"{loss}  grad norm {record.grad_norm:.2f}  lr {record.lr:.2e}  "
+        f"{si(record.tokens_per_second)} tokens/s{mfu}{load}  memory {bytes_text(record.memory)}"
+    )
+
+
+def drawable(values: Sequence[float | None]) -> list[float | None]:
+    """Within what can be scaled to a picture: a file of an earlier release may have any number in it."""
+    return [None if value is None else max(-1e30, min(1e30, value)) for value in values]
+
+
+def chart(values: Sequence[float | None], marks: dict[str, float], width: int = 64, height: int = 10) -> list[str]:
+    """The curve of `values` in braille, with a dashed line and a label at each mark; rows of text, top first. Where
+    there is no value the curve has a gap."""
+    values = drawable(values)
+    known = [*(value for value in values if value is not None), *marks.values()]
+    top, bottom = max(known), min(known)
+    span = (top - bottom) or 1.0
+
+    def row_of(value: float, rows: int) -> int:
+        return round((top - value) / span * (rows - 1))
+
+    cells = [[0] * width for _ in range(height)]
+    before = None
+    for x in range(2 * width):  # a braille cell has two columns and four rows of dots
+        start, stop = x * len(values) // (2 * width), (x + 1) * len(values) // (2 * width)
+        # What falls on this column; the nearest value where none does.
+        share = [value for value in values[start : max(stop, start + 1)] if value is not None]
+        if not share:
+            before = None
+            continue
+        y = row_of(sum(share) / len(share), 4 * height)
+        joined = (y, y if before is None else before)
+        for dot in range(min(joined), max(joined) + 1):  # join the points, so that a steep fall is a line
+            cells[dot // 4][x // 2] |= _DOTS[x % 2][dot % 4]
+        before = y
+    labels = {0: f"{top:.2f}", height - 1: f"{bottom:.2f}"}
+    dashed: dict[int, str] = {}
+    for name, value in marks.items():
+        row = row_of(value, height)
+        labels[row], dashed[row] = f"{value:.2f}", f" {name}"
+    lines = []
+    for y, row_cells in enumerate(cells):
+        line = "".join(chr(0x2800 + cell) if cell else "╌" if y in dashed else " " for cell in row_cells)
+        lines.append(f"{labels.get(y, ''):>6} {'┼' if y in labels else '│'}{line}{dashed.get(y, '')}")
+    return lines

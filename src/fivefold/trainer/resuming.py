@@ -1,0 +1,257 @@
+"""Going on with a run: `fivefold train runs/first`, and what a command by hand finds under its name.
+
+job = stored_job(Path("runs/first"), ["train.steps=80"])     # the job of that directory, changed
+refused(Path("runs/first"), job, sources, named=True)        # why the run cannot go on with it
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fivefold.checkpoint.find import find, reachable, run_of, store_of, stored
+from fivefold.checkpoint.hf_extras import TOKENIZERS
+from fivefold.checkpoint.store import MANIFEST, Checkpoint, Damaged, Store
+from fivefold.data.tokenizer import foreign
+from fivefold.job.config import Job, RunConfig, installed, resolve
+from fivefold.job.preflight import Sources
+from fivefold.job.resume_rules import NEVER, Change, changes, refusals
+from fivefold.spec.hf import HF_CONFIG
+from fivefold.support.errors import UserError
+from fivefold.support.files import put, read_regular
+from fivefold.support.parsing import BROKEN, Missing, path_of, read_toml
+from fivefold.support.places import Place, RemotePlace, place_of
+from fivefold.support.text import did_you_mean
+from fivefold.trainer.directories import JOB, chosen, complete, earlier
+from fivefold.trainer.records import Step, read
+
+SCHEDULE = "schedule.txt"  # a pipeline schedule that the job took from a file
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a command trains: in the run's directory that it names, in a `fresh` one, or where its job's name leads."""
+
+    named: Path | None = None
+    fresh: bool = False
+
+    def checked(self, job: Job, sources: Sources) -> Path | None:
+        """The directory that the job goes on in, if there is one. UserError if it must not, or was not meant to."""
+        directory = self.named or chosen(job, self.fresh)
+        if directory is None:
+            if problems := misbegun(job, sources):
+                raise UserError(problems)
+            return None
+        problems = refused(directory, job, sources, named=self.named is not None)
+        if problems and not self.named and (own := earlier(job, directory)):
+            directory, problems = own, refused(own, job, sources, named=False)
+        if problems:
+            raise UserError(problems)
+        return directory
+
+
+def run_named(word: str | None) -> Place | None:
+    """The run's directory, or its URL, that a word of the command line names; None for a job file."""
+    path = place_of(word) if word else None
+    if isinstance(path, RemotePlace):
+        return path
+    if path is None or os.path.isfile(path):
+        return None
+    if not os.path.isdir(path):
+        near = str(path_of(RunConfig().dir) / path)  # its name alone; an example or a recipe may have the same
+        same = len(path.parts) == 1 and near in _runs(path_of(RunConfig().dir)) and not installed(path)
+        others = [near] if same else _runs(path.parent) if len(path.parts) > 1 else []
+        if path.suffix != ".toml" and others:
+            raise UserError(f"there is neither a run nor a job file {path}; {did_you_mean(str(path), others)}")
+        return None
+    if inside := next((one for one in (path, *path.parents) if one.name == "checkpoints"), None):
+        run, newest = inside.parent, next((one.path.name for one in Store(inside).complete()), "none is complete")
+        one = path != inside and (path / MANIFEST).is_file()
+        step = f" --step {Checkpoint(path).manifest.step}" if one else ""
+        raise UserError(
+            f"{path} {'is a checkpoint' if one else 'has checkpoints'}; 'fivefold train {run}' goes on from the "
+            f"newest ({newest}), and 'fivefold checkpoint reshard {run}{step} --layout dp=1 -o NEW' makes a run of one"
+        )
+    if not (path / JOB).exists() and not newest_of(Store(path / "checkpoints").complete()):
+        others = _runs(path) or _runs(path.parent)
+        known = f"; there is: {', '.join(others[:5])}" if others else ""
+        raise UserError(f"{path} is not the directory of a run: it has neither {JOB} nor a checkpoint{known}")
+    return path
+
+
+def directory_named(run: Place | None, job: Job) -> Path | None:
+    """The directory of a run that was named; one that was named by its URL has it where its job says."""
+    return path_of(job.run.dir) / job.run.name if isinstance(run, RemotePlace) else run
+
+
+def stored_job(directory: Place, words: Sequence[str] = ()) -> Job:
+    """The job that a run's directory holds, with KEY=VALUE changes, and as the job of that directory: it may have been
+    moved or renamed since. With a URL, that of its newest checkpoint."""
+    places = ("run=", "run.name=", "checkpoint.url=" if isinstance(directory, RemotePlace) else "run.dir=")
+    if moved := [word for word in words if word.startswith(places)]:
+        way_out = (
+            "--fresh" if isinstance(directory, RemotePlace) else f"'fivefold train {directory / JOB} run.name=NAME'"
+        )
+        raise UserError(
+            f"{moved[0]} is another place than {directory}, in which the run goes on; a run of its own with the same "
+            f"job is {way_out}"
+        )
+    if isinstance(directory, RemotePlace):
+        with reachable(directory):
+            newest = newest_of(store_of(directory).complete())
+        if newest is None:
+            raise UserError(f"{directory} has no checkpoint to go on from")
+        table = msgspec.to_builtins(stored(newest))
+        table["run"]["name"], table["checkpoint"]["url"] = directory.name, str(directory.parent)
+        return resolve(table, words)
+    table = _table(directory)
+    whole = Path(os.path.abspath(directory))
+    near = str(directory.parent) if directory.name not in ("", "..") else str(whole.parent)
+    table["run"] = table.get("run", {}) | {"name": whole.name, "dir": near}
+    if (directory / HF_CONFIG).is_file() and (first := _imported(whole)):
+        table["run"]["weights"] = str(first)
+    layout = table.get("layout", {})
+    if Path(str(layout.get("schedule"))).name == SCHEDULE and (directory / SCHEDULE).is_file():
+        layout["schedule"] = str((directory / SCHEDULE).absolute())
+    try:
+        resolve(table)
+    except UserError as error:
+        raise UserError(f"{directory / JOB}: {problem}" for problem in error.problems) from None
+    return resolve(table, words)
+
+
+def _imported(directory: Path) -> Place | None:
+    """The weights with which an imported run began, where the directory is now."""
+    return next((one.path for one in Store(directory / "checkpoints").complete() if one.step == 0), None)
+
+
+def _table(directory: Path) -> dict[str, Any]:
+    """From job.toml; where that was lost, from the newest checkpoint."""
+    newest = newest_of(Store(directory / "checkpoints").complete())
+    try:
+        table = read_toml(directory / JOB)
+        if any(not isinstance(table.get(section, {}), dict) for section in ("run", "layout")):
+            raise UserError(f"{directory / JOB} has settings where it should have sections")
+        return table
+    except Missing:
+        if newest is None:
+            raise UserError(f"{directory} is no run: it has neither job.toml nor a checkpoint") from None
+        return msgspec.to_builtins(stored(newest))
+    except UserError as error:
+        way_out = f"mend or delete it: {newest.path} has the job, too" if newest else "it is to be mended"
+        raise UserError(f"{problem}; {way_out}" for problem in error.problems) from None
+
+
+def newest_of(found: list[Checkpoint]) -> Checkpoint | None:
+    """The newest complete checkpoint whose manifest is sound. Its tensors are looked at when it is loaded."""
+    for one in found:
+        try:
+            _ = one.manifest
+        except Damaged:
+            continue
+        return one
+    return None
+
+
+def refused(directory: Path, job: Job, sources: Sources, named: bool) -> list[str]:
+    """Why the run of a directory cannot go on with a job, or was not meant to."""
+    found = complete(job, directory)
+    newest = newest_of(found)
+    if named and not found:
+        return [f"{directory} has no checkpoint to go on from; --fresh starts its job over in a directory of its own"]
+    if newest is None:  # the load says which are damaged
+        return []
+    if not (newest.manifest.step or newest.manifest.optimizer or named or job.run.weights):
+        return [
+            f"{directory} has imported weights, and this job of the same name does not say that it is meant for them: "
+            f"it may have a rate of pretraining (optimizer.lr={job.optimizer.lr:g}); run.weights={newest.path} says "
+            "so, and run.name=NAME or --fresh trains random ones in a directory of its own"
+        ]
+    changed, done = differences(newest, job, sources), newest.manifest.step
+    return refusals(stored(newest), job, done, changed, directory, named) + _foreign(directory, sources)
+
+
+def misbegun(job: Job, sources: Sources) -> list[str]:
+    """Why a new run cannot start from the weights that its job names."""
+    if not job.run.weights:
+        return []
+    way_out = "run.weights=RUN takes those of another run, and run.weights= random ones"
+    try:
+        weights = find(job.run.weights)
+        before = stored(weights)
+    except UserError as error:
+        return [f"run.weights={job.run.weights}: {problem}; {way_out}" for problem in error.problems]
+    if other := [str(one) for one in changes(before, job) if one.rule == NEVER]:
+        return [f"run.weights={job.run.weights} are those of another model: {', '.join(other[:6])}; {way_out}"]
+    return _foreign(run_of(weights), sources)
+
+
+def _foreign(run: Place, sources: Sources) -> list[str]:
+    """Why the data is not in the tokens that the weights of a run were made of."""
+    return foreign(run, sources.path, TOKENIZERS) if isinstance(run, Path) else []
+
+
+def differences(checkpoint: Checkpoint, job: Job, sources: Sources) -> list[Change]:
+    """What differs from the run so far."""
+    return changes(stored(checkpoint), job, (checkpoint.manifest.data, sources.fingerprint))
+
+
+def misfits(checkpoint: Checkpoint, job: Job) -> list[str]:
+    """Why a job cannot go on from a checkpoint, whoever asks for it: its model is another."""
+    before = stored(checkpoint)
+    return refusals(before, job, 0, changes(before, job), checkpoint.path, named=False)
+
+
+def _runs(parent: Path) -> list[str]:
+    return sorted(str(other.parent) for other in parent.glob(f"*/{JOB}")) if parent.is_dir() else []
+
+
+# ---- progress -------------------------------------------------------------------------------------------------------
+# Whether starts of a run get anywhere: launchers that restart for ever are stopped by the run itself.
+#
+# Our own launcher knows why ranks failed, and stops earlier (`launch/local.py`); torchrun and Slurm know only that
+# they did. A run's directory has the furthest step that any start has recorded, and how many have begun since.
+
+
+FILE = "progress.json"
+MOST = 5  # starts in a row without a new step
+
+
+class Progress(msgspec.Struct, frozen=True):
+    step: int = 0  # the furthest that was recorded
+    starts: int = 0  # that have begun since
+
+
+def begin(directory: Path, again: bool, steps: int) -> None:
+    """Count a start of a run of so many steps. UserError if a launcher starts it `again`, and several starts have made
+    no new step; with that the count begins anew, so that a person who has mended the cause is not refused."""
+    if (here := reached(directory)) >= steps:
+        return
+    before = _stored(directory) if again else Progress(here)
+    now = Progress(here, 1) if here > before.step else Progress(before.step, before.starts + 1)
+    tired = now.starts > MOST
+    put(directory / FILE, msgspec.json.encode(Progress(now.step) if tired else now).decode() + "\n")
+    if tired:
+        raise UserError(
+            f"{MOST} starts in a row have made no step after step {now.step}, and this one is not tried; the reasons "
+            f"are in {directory / 'logs'}, and the next start tries again"
+        )
+
+
+def reached(directory: Path) -> int:
+    """The last step that a run has recorded; none, where that cannot be read: who writes there says why."""
+    try:
+        records = (record for _, record in read(directory / "metrics.jsonl"))
+        return max((record.step for record in records if isinstance(record, Step)), default=0)
+    except OSError:
+        return 0
+
+
+def _stored(directory: Path) -> Progress:
+    try:
+        return msgspec.json.decode(read_regular(directory / FILE, 1000), type=Progress)
+    except (OSError, *BROKEN):
+        return Progress()

@@ -1,0 +1,404 @@
+"""Runs a job: finds its directory, joins the ranks, resumes, trains, and prints what a person reads."""
+
+import json
+import os
+import platform
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing, suppress
+from itertools import groupby
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import torch
+from rich.console import Console
+from rich.text import Text
+
+from fivefold.checkpoint.find import find, run_of, stored
+from fivefold.checkpoint.hf_extras import carry
+from fivefold.data.corpus import entropy
+from fivefold.data.index import NAME as INDEX
+from fivefold.job.config import Job
+from fivefold.job.preflight import Sources
+from fivefold.job.resume_rules import MEANT, Change, bends
+from fivefold.launch import heartbeat, logs
+from fivefold.launch import world as worlds
+from fivefold.launch.device import bind, check_bfloat16, check_memory, choose_backend, choose_device, make_repeatable
+from fivefold.launch.exits import lost_peer
+from fivefold.launch.handshake import claim, ranks_text, short
+from fivefold.launch.world import tell_spares
+from fivefold.machines.examine import before_step_1
+from fivefold.model.recompute import compilation
+from fivefold.parallel.control import Control
+from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.traffic import same_order
+from fivefold.render.blocks import render, width_of
+from fivefold.render.paint import to_svg
+from fivefold.schedules.text import save
+from fivefold.support.errors import PeerLost, UserError
+from fivefold.support.files import cannot_write, put
+from fivefold.support.text import counted, graphs_text, si
+from fivefold.trainer.checkpointing import Checkpoints
+from fivefold.trainer.directories import JOB, complete, entered, store, trained
+from fivefold.trainer.directories import claim as claim_directory
+from fivefold.trainer.loop import Stopped, Trainer
+from fivefold.trainer.outputs import Display, Outputs, vanishing
+from fivefold.trainer.records import Evaluation, Listener
+from fivefold.trainer.recovery import Recovery
+from fivefold.trainer.result import PICTURE, ExpertsResult
+from fivefold.trainer.resuming import SCHEDULE, Start, begin, differences
+from fivefold.trainer.spikes import NAME as DECISIONS
+from fivefold.trainer.spikes import KnownDecisions, known
+from fivefold.version import __version__
+
+# ---- sharing --------------------------------------------------------------------------------------------------------
+# Whether all nodes of a run see its directory, before the first step: all ranks write into its checkpoints.
+
+
+_SETTLES = 10.0  # seconds: a network file system may show a new directory late
+_NAMED = 8  # nodes
+
+
+def mark(directory: Path) -> Path:
+    """By rank 0: a file that nobody else can have made."""
+    path = directory / f".seen-{secrets.token_hex(16)}"
+    try:
+        put(path, path.name)
+    except OSError as error:
+        raise cannot_write(path, error) from None
+    return path
+
+
+def check_shared(marked: Path, control: Control) -> None:
+    """Collective: all ranks look for rank 0's mark, which is then removed. If one does not see it, all end."""
+    blind = "" if _sees(marked, time.monotonic() + _SETTLES) else str(marked.parent.absolute())
+    found = control.gather_object((platform.node(), blind), tuple[str, str])
+    problem = blind_nodes(found)
+    if control.rank == 0:
+        with suppress(OSError):
+            marked.unlink()
+    if problem := control.broadcast_object(problem, str):
+        raise UserError([problem] if blind or control.rank == 0 else [])
+
+
+def _sees(path: Path, deadline: float) -> bool:
+    while True:
+        with suppress(OSError):
+            if path.read_text() == path.name:
+                return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+
+
+def blind_nodes(found: list[tuple[str, str]]) -> str:
+    """What to say of the nodes that do not see it: of each rank, its node and where it looked in vain."""
+    blind = sorted((host, where, rank) for rank, (host, where) in enumerate(found) if where)
+    if not blind:
+        return ""
+    nodes = [
+        f"{short(host)} ({ranks_text([rank for _, _, rank in ranks])}) does not see it at {where}"
+        for (host, where), ranks in groupby(blind, lambda one: one[:2])
+    ]
+    more = f"; {len(nodes) - _NAMED} more nodes do not" if len(nodes) > _NAMED else ""
+    return (
+        f"{short(found[0][0])} (rank 0) has made the run's directory, and {'; '.join(nodes[:_NAMED])}{more}. All ranks "
+        "write checkpoints into it: set run.dir to a directory of a file system that all nodes share, or "
+        "checkpoint.url to object storage"
+    )
+
+
+# ---- run ------------------------------------------------------------------------------------------------------------
+
+
+T = TypeVar("T")
+_COUNTED = 1 << 26  # tokens up to which the corpus is counted before a run: about a second
+
+
+def run_job(
+    job: Job, sources: Sources, world: worlds.World, console: Console, start: Start, stopping: Callable[[], bool]
+) -> Path:
+    """Train, and return the run's directory. Rank 0 alone prints. `stopping`: whether this rank was asked to stop and
+    save."""
+    try:
+        with heartbeat.watched(job.train.timeout, world.rank, world.size):
+            return _run_job(job, sources, world, console, start, stopping)
+    except RuntimeError as error:
+        why = lost_peer(error) if world.size > 1 else None
+        if why is None:
+            raise
+        raise PeerLost(f"rank {world.rank} lost its connection to another rank: {why}") from error
+
+
+def _run_job(
+    job: Job, sources: Sources, world: worlds.World, console: Console, start: Start, stopping: Callable[[], bool]
+) -> Path:
+    device = choose_device(job.train.device, world.local_rank)
+    bind(device, world)
+    check_memory(job, device, world)
+    make_repeatable(job.train)
+    slow = check_bfloat16(device, job.train.dtype)
+    proof = claim(job, sources.path / INDEX, world) if world.joined else None
+    backend = choose_backend(device, world.local_size, job.train, world.rank, world.apart)
+    worlds.join(world, backend, job.train.timeout, proof)
+
+    def note(sentence: str) -> None:
+        console.print(Text.assemble(("note  ", "bold yellow"), sentence), soft_wrap=True)
+
+    with ExitStack() as leaving:
+        leaving.callback(worlds.leave, world)
+        mesh = Mesh.of(job.layout, device, job.train.timeout, spec=job.model)
+        control = leaving.enter_context(closing(Control(mesh, job.train.timeout)))
+        directory, again = _agreed(control, lambda: _begun(job, sources, start)) or (Path(), False)
+        directory = control.broadcast_object(directory, Path)
+        if world.apart and job.checkpoint.save and not job.checkpoint.url:
+            marked = control.broadcast_object(_agreed(control, lambda: mark(directory)) or Path(), Path)
+            check_shared(marked, control)
+        if world.joined:
+            logs.keep(directory / "logs", world)
+        if world.rank == 0:  # whose job is the one that is written
+            job = _with_its_schedule(job, directory)
+        heartbeat.enter("the making of the model", least=heartbeat.LONG)
+        trainer = Trainer(job, sources, mesh)
+        same_order(control, mesh, trainer.engine.order)
+        trainer.guard.watch(leaving.enter_context(closing(Control(mesh, job.train.timeout))), note)
+        checkpointing = Checkpoints(store(job, directory), control, trainer, note)
+        leaving.callback(checkpointing.close)
+        if world.rank == 0:
+            show_job(console, job, mesh)
+        for sentence in before_step_1(job, mesh, control):
+            note(sentence)
+        recovery = _recovery(directory, world, note) if again else None
+        trainer.policy.say = note
+        trainer.policy.learn(
+            control.broadcast_object(
+                _agreed(control, lambda: _decided(directory, note)) or KnownDecisions(), KnownDecisions
+            )
+        )
+        trainer.policy.directory = directory if world.rank == 0 else None
+        begun = checkpointing.restore()
+        if recovery is not None:
+            recovery.loaded(trainer.done, world.size, str(job.layout))
+        if checkpointing.weights:
+            console.print(f"[bold]starts[/] with the weights of {checkpointing.weights}", soft_wrap=True)
+        if begun is not None:
+            loaded = f"{checkpointing.began}; loaded in {checkpointing.seconds:.2f} s"
+            console.print(f"[bold]resumes[/] from {loaded}", soft_wrap=True)
+            changed = differences(begun, job, sources)
+            show_changes(console, changed)
+            if any(one.key.startswith("watch.") and one.rule == MEANT for one in changed):
+                trainer.policy.judged = 0  # other rules were asked for
+        if trainer.done >= job.train.steps:
+            before = stored(begun) if begun else job
+            console.print(finished(directory, before, trainer.done), soft_wrap=True, markup=False)
+            if world.rank == 0:
+                tell_spares()
+            return directory
+        facts = environment(mesh, sources)
+        outputs = _agreed(control, lambda: Outputs(directory, job, facts, trainer.done, note))
+        trainer.stopping = lambda: stopping() or (outputs is not None and outputs.vanished())
+        if outputs is None:
+            _train(trainer, control, directory, checkpointing, [])
+            return directory
+        say(console, "run", f"{directory}; every setting: {directory / JOB}")
+        marks = show_corpus(console, sources)
+        if slow:
+            note(slow)
+        display = Display(console, job.train.steps, marks, job.train.log_every, outputs.earlier)
+        begin = time.monotonic()
+        listeners: list[Listener] = [one for one in (outputs, display, recovery) if one]
+        evaluation = _train(trainer, control, directory, checkpointing, listeners, outputs)
+        tell_spares()
+        steps = f"{display.steps_here} steps in {time.monotonic() - begin:.1f} s"
+        for row in display.curve():
+            console.print(row, soft_wrap=True)
+        console.print(f"{steps}; job, metrics and environment in {directory}", markup=False)
+        if evaluation is not None:
+            loss = f"[bold]held-out loss {evaluation.held_out_loss:.4f}[/]"
+            console.print(f"{loss} nats per token, {verdict(evaluation, marks)}")
+        console.print(f"[bold]watchers[/]  {trainer.account}", soft_wrap=True)
+        _show_rest(console, outputs, trainer, job, directory)
+        outputs.judge()
+        return directory
+
+
+def _show_rest(console: Console, outputs: Outputs, trainer: Trainer, job: Job, directory: Path) -> None:
+    """What only some runs have: experts, a trace, compiled blocks, counts."""
+    if job.model.experts is not None:
+        _show_load(console, outputs, job, directory)
+    outputs.traced.show(console)
+    if trainer.engine.compiled:
+        console.print(graphs_text(*compilation(), blocks=job.layout.compiles_blocks), soft_wrap=True)
+    if job.train.count:
+        render(trainer.counted.blocks(), console, width_of(console))
+        counts = directory / "counts.json"
+        outputs.keep(counts, lambda: put(counts, json.dumps(trainer.counted.to_dict(), indent=2) + "\n"))
+
+
+def _show_load(console: Console, outputs: Outputs, job: Job, directory: Path) -> None:
+    """The load of the experts, and its picture."""
+    with suppress(UserError):  # the metrics were lost, and that has been said
+        load = ExpertsResult.read(directory, job.model)
+        outputs.keep(directory / PICTURE, lambda: put(directory / PICTURE, to_svg(load.scene())))
+        render(load.blocks(), console, width_of(console))
+
+
+def _recovery(directory: Path, world: worlds.World, say: Callable[[str], None]) -> Recovery | None:
+    """Of rank 0 of a run that a launcher has started again."""
+    planned = float(os.environ.get(worlds.PLANNED, 0))
+    recovery = Recovery.seen(directory, planned, world.apart or not world.meeting.file, say)
+    if recovery is not None:
+        recovery.loads()
+    return recovery
+
+
+def _agreed(control: Control, do: Callable[[], T]) -> T | None:
+    """What rank 0 got by doing it. If it cannot, all ranks end alike, and rank 0 says why."""
+    done, problems = None, []
+    if control.rank == 0:
+        try:
+            done = do()
+        except UserError as error:
+            problems = error.problems
+    if control.broadcast_object(bool(problems), bool):
+        raise UserError(problems)
+    return done
+
+
+def _begun(job: Job, sources: Sources, start: Start) -> tuple[Path, bool]:
+    """The run's directory, claimed, and whether a launcher starts the run again. A schedule from a file is kept in it,
+    so that the run resumes without the file."""
+    found = start.checked(job, sources)
+    again = worlds.starts_before() > 0 or (worlds.PLANNED in os.environ and found is not None and trained(job, found))
+    directory = entered(job, found)
+    claim_directory(directory)
+    if job.run.weights and not complete(job, directory):
+        try:
+            carry(run_of(find(job.run.weights)), directory)
+        except OSError as error:
+            raise cannot_write(directory, error) from None
+    begin(directory, again, job.train.steps)
+    if schedule := job.layout.record.schedule:
+        save(schedule, directory / SCHEDULE)
+    return directory, again
+
+
+def _decided(directory: Path, note: Callable[[str], None]) -> KnownDecisions:
+    """What earlier starts have decided about steps."""
+    try:
+        found = known(directory)
+    except OSError as error:
+        raise cannot_write(Path(error.filename or directory), error) from None
+    if found.damaged:
+        note(f"{directory / DECISIONS}: {counted(found.damaged, 'line')}, damaged or half written, left out")
+    return found
+
+
+def _with_its_schedule(job: Job, directory: Path) -> Job:
+    """The job with the schedule that was kept."""
+    if job.layout.record.schedule is None:
+        return job
+    kept = str((directory / SCHEDULE).absolute())
+    return msgspec.structs.replace(job, layout=msgspec.structs.replace(job.layout, schedule=kept))
+
+
+def _train(
+    trainer: Trainer,
+    control: Control,
+    directory: Path,
+    checkpointing: Checkpoints,
+    listeners: list[Listener],
+    outputs: Outputs | None = None,
+) -> Evaluation | None:
+    """All steps that are left. A run whose directory vanishes stops as if asked to, and all ranks know why."""
+    try:
+        return trainer.run(listeners, outputs.trace if outputs else None, checkpointing)
+    except Stopped as stopped:
+        if control.broadcast_object(outputs is not None and outputs.gone, bool):
+            raise vanishing(directory) from None
+        raise Stopped(stopped.step, directory) from None
+    finally:
+        for listener in listeners:
+            listener.close()
+
+
+def environment(mesh: Mesh, sources: Sources) -> dict[str, object]:
+    """What a run was made with, kept beside its metrics."""
+    device = mesh.device
+    return {
+        "fivefold": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "platform": platform.platform(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu x {torch.get_num_threads()}",
+        "ranks": mesh.world.size,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "data": str(sources.path),
+    }
+
+
+def show_job(console: Console, job: Job, mesh: Mesh) -> None:
+    """What trains, how long and where. The resolved job is in the run's directory, and `--check` prints it."""
+    model, train, optimizer = job.model, job.train, job.optimizer
+    size = f"{si(model.parameter_count)} parameters"
+    if model.experts is not None:
+        size += f", {si(model.active_parameters)} active"
+    lines = {
+        f"fivefold {__version__}": f"{model.name}, {size}",
+        "train": f"{counted(train.steps, 'step')} of {counted(train.batch, 'sequence')} of {job.data.seq} tokens; "
+        f"{optimizer.name}, lr {optimizer.lr:g}, {optimizer.schedule}",
+        "layout": f"{job.layout}: {counted(mesh.world.size, 'rank')} on {_device(mesh)}, {train.dtype}",
+    }
+    for name, text in lines.items():
+        say(console, name, text)
+
+
+def say(console: Console, what: str, text: str) -> None:
+    console.print(Text.assemble((f"{what:6}", "bold"), f"  {text}"), soft_wrap=True)
+
+
+def _device(mesh: Mesh) -> str:
+    return torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "CPU"
+
+
+def show_changes(console: Console, changes: list[Change]) -> None:
+    """What differs from the run so far."""
+    for change in changes:
+        console.print(Text.assemble(("changed", "bold"), f"  {change}"), soft_wrap=True)
+
+
+def finished(directory: Path, job: Job, done: int) -> str:
+    """A sentence for a run that has nothing left to do, with what goes on with its job and keeps its learning rates."""
+    steps = done + job.train.steps
+    longer = msgspec.structs.replace(job, train=msgspec.structs.replace(job.train, steps=steps))
+    keeps = f" optimizer.schedule_steps={job.train.steps}" if bends(job, longer, done) else ""
+    return (
+        f"all {done} steps of {directory} are done; --fresh starts over in a directory of its own, and "
+        f"'fivefold train {directory} train.steps={steps}{keeps}' continues it"
+    )
+
+
+def show_corpus(console: Console, sources: Sources) -> dict[str, float]:
+    """The data, and the losses of guessing by frequency: what a model has to beat."""
+    train, valid = sources.train, sources.valid
+    held_out = f"{si(valid.tokens) if valid else 'none'} held out"
+    size = f"  {si(train.tokens)} tokens in {train.documents} documents, {held_out}  "
+    console.print(Text.assemble(("corpus", "bold"), size, (str(sources.path), "dim")))
+    if train.tokens > _COUNTED:
+        return {}
+    known = entropy(train)
+    marks = {"unigram": known.unigram} | ({"bigram": known.bigram} if known.bigram is not None else {})
+    text = ", ".join(f"{name} entropy {value:.3f}" for name, value in marks.items())
+    console.print(
+        f"[bold]corpus[/]  {text} nats per token: what guessing by frequency, knowing 0 or 1 tokens, can reach"
+    )
+    return marks
+
+
+def verdict(evaluation: Evaluation, marks: dict[str, float]) -> str:
+    beaten = [f"{name} entropy {value:.4f}" for name, value in marks.items() if evaluation.held_out_loss < value]
+    missed = [f"{name} entropy {value:.4f}" for name, value in marks.items() if evaluation.held_out_loss >= value]
+    parts = ([f"below the {beaten[-1]}"] if beaten else []) + ([f"not yet below the {missed[0]}"] if missed else [])
+    return ", ".join(parts) or f"over {evaluation.loss_tokens} tokens"

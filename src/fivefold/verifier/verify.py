@@ -1,0 +1,428 @@
+"""Compare layouts with one process: start the ranks, run both, judge.
+
+    verify(layout="dp=2,tp=2,zero=3").ok
+
+    with Judge() as judge:
+        verdict = judge(job)
+    verdict.passed, verdict.problems
+
+No torch in this process: what computes is named, and runs in processes of its own.
+"""
+
+import math
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import msgspec
+
+from fivefold.cost.collectives import RankCoords, Routing, expected, rows_of
+from fivefold.cost.links import Traffic, times, total
+from fivefold.cost.memory import proof_problems, state_of
+from fivefold.job.config import Job, read_job
+from fivefold.job.preflight import preflight
+from fivefold.launch import processes
+from fivefold.layout.layout import Layout
+from fivefold.layout.stages import schedule_of
+from fivefold.render.blocks import Block, Result, Table, Text
+from fivefold.schedules.schedule import peak_live
+from fivefold.spec.model import ModelSpec
+from fivefold.support.errors import UserError
+from fivefold.support.ranges import SEQUENCES, STEPS, TOKENS, checked, seconds, within
+from fivefold.verifier.cases import LayoutCase, all_cases, covered, pairwise, with_balance
+from fivefold.verifier.compare import OPTIMIZER
+from fivefold.verifier.result import VerifyResult
+from fivefold.verifier.verdict import RankMeasurement, Verdict
+
+PATIENCE = 120.0  # seconds for one layout
+# Tiny presets are made narrower still, so that a layout takes a second.
+_NARROW = ("model.hidden=64", "model.ffn=96")
+_LAYERS = 2  # more where a layout has more stages
+_DEFAULT = "dp=2"
+
+
+def verify(
+    layout: str | Layout | None = None,
+    changes: Sequence[str] = (),
+    *,
+    model: str | ModelSpec = "tiny",
+    dtype: str = "float64",
+    steps: int = 3,
+    seq: int = 32,
+    batch: int | None = None,
+    device: str = "cpu",
+    everything: bool = False,
+    world: int | None = None,
+    sample: int | None = None,
+    jobs: int = 1,
+    repeat: int = 1,
+    timeout: float = PATIENCE,
+    hook: str = "",
+    progress: Callable[[int, int, str], None] = lambda done, total, what: None,
+) -> VerifyResult:
+    """Prove that a layout, or every legal one of `world` ranks (`everything`), computes what one process computes.
+
+        ff.verify("dp=2,tp=2,zero=1")
+        ff.verify(everything=True, world=4, sample=10, progress=print)
+
+    Starts the ranks on this machine. `changes` are settings of the job, KEY=VALUE. `sample` takes so many of the
+    layouts, chosen to meet every pair of settings; `jobs` of them run at a time. `repeat` proves each so often, by
+    ranks that stay up: for what happens once in a hundred times. `progress` is told how many layouts are done, of how
+    many, and which one is next.
+    """
+    _check(layout, everything, world, sample, timeout)
+    limits = (("steps", steps, STEPS), ("seq", seq, TOKENS), ("batch", batch, SEQUENCES))
+    for name, value, most in (*limits, ("jobs", jobs, 1000), ("repeat", repeat, 100_000)):
+        checked(f"--{name}", value, within(1, most))
+    world = 4 if world is None else world
+    chosen = "dp=1" if everything else str(layout or _DEFAULT)
+    if isinstance(model, ModelSpec) and any(one.startswith("model") for one in changes):
+        raise UserError("a ModelSpec is the whole model; change it, and not model settings beside it")
+    tiny = not isinstance(model, ModelSpec) and model.startswith("tiny")
+    deepen = tiny and not any(one.startswith("model.layers=") for one in changes)
+    narrow = [*_NARROW, *([f"model.layers={_layers(chosen)}"] if deepen else [])] if tiny else []
+    if batch is None:
+        batch = max(8, 2 * world) if everything else 8
+    settings = {
+        "model.preset": "tiny" if isinstance(model, ModelSpec) else model,
+        "layout": chosen,
+        "data.seq": seq,
+        "data.document_mask": "true",
+        "train.batch": batch,
+        "train.steps": steps,
+        "train.dtype": dtype,
+        "train.device": device,
+    }
+    settings |= {f"optimizer.{key}": value for key, value in OPTIMIZER.items()}
+    job = read_job(None, [*(f"{key}={value}" for key, value in settings.items()), *narrow, *changes])
+    if isinstance(model, ModelSpec):
+        job = msgspec.structs.replace(job, model=model)
+    given = {one.partition("=")[0] for one in changes}
+    job = with_balance(job, given)
+    rounding = [
+        f"train.{key}=true makes layouts agree as far as 8 bits do; prove train.{key}=false"
+        for key in ("fp8", "fp8_experts")
+        if getattr(job.train, key)
+    ]
+    if problems := job.problems() or rounding or proof_problems(job):
+        raise UserError(problems)
+    total = all_cases(job, world, deepen, given) if everything else [LayoutCase(job, "")]
+    cases = total if sample is None else pairwise(total, sample)
+    judged = _judged(cases * repeat, jobs, timeout, hook, progress, stay=repeat > 1 or device == "cuda")
+    if len(total) == repeat == 1:
+        return VerifyResult(judged)
+    return VerifyResult(judged, len(total) * repeat, covered(cases, total))
+
+
+def _judged(
+    cases: Sequence[LayoutCase],
+    jobs: int,
+    timeout: float,
+    hook: str,
+    progress: Callable[[int, int, str], None],
+    stay: bool,
+) -> list[tuple[LayoutCase, Verdict]]:
+    """A verdict on each; `jobs` at a time, whose ranks are processes of their own, or `stay` for the next."""
+    found = []
+    if len(cases) > 1 and stay:
+        with Judge(timeout, hook) as judge:
+            stood = judge.standing([case.job for case in cases], min(jobs, len(cases)), progress)
+        return list(zip(cases, stood, strict=True))
+    with Judge(timeout, hook) as judge, ThreadPoolExecutor(jobs) as pool:
+        verdicts = pool.map(lambda case: judge(case.job), cases) if jobs > 1 else (judge(case.job) for case in cases)
+        try:
+            for number, case in enumerate(cases):
+                progress(number, len(cases), f"{case.job.layout} {case.variant}")
+                found.append((case, next(verdicts)))
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C nothing new begins
+    return found
+
+
+def _check(
+    layout: str | Layout | None, everything: bool, world: int | None, sample: int | None, timeout: float
+) -> None:
+    """Options that make no sense, alone or together."""
+    if sample is not None and sample < 1:
+        raise UserError(f"--sample {sample} takes no layout; nearest: --sample 1")
+    if world is not None and world < 1:
+        raise UserError(f"--world {world} has no ranks; nearest: --world 1")
+    seconds("--timeout", timeout)
+    if everything and layout is not None:
+        raise UserError(f"--all takes every layout of --world ranks, and --layout {layout} names one; leave one out")
+    if not everything and (world is not None or sample is not None):
+        raise UserError("--world and --sample belong to --all; one layout says its own number of ranks")
+
+
+def _layers(text: str) -> int:
+    """As many as a layout says, or as it needs to fill its stages; the first and last stage may have none."""
+    layout = Layout.parse(text)
+    return sum(layout.split) or max(_LAYERS, layout.stages - 2)
+
+
+class Judge:
+    """Judges jobs one after another; the reference of a model is computed once."""
+
+    def __init__(self, patience: float = PATIENCE, hook: str = ""):
+        self.patience, self.hook = patience, hook
+        self.home = tempfile.TemporaryDirectory(prefix="fivefold-verify-")
+        self.references: dict[bytes, tuple[Path, list[Routing]]] = {}
+        self.writing = Lock()
+
+    def __enter__(self) -> "Judge":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.home.cleanup()
+
+    def __call__(self, job: Job) -> Verdict:
+        measure = "fivefold.verifier.rank:measure"
+        start = time.perf_counter()
+        try:
+            reference, _ = self._reference(job)
+            start = time.perf_counter()
+            found = processes.run(job.layout.world, measure, job, reference, self.hook, timeout=self.patience)
+        except processes.RankError as error:
+            return Verdict(job, time.perf_counter() - start, broken=str(error), details=error.details)
+        return self._verdict(job, found, time.perf_counter() - start)
+
+    def standing(self, jobs: Sequence[Job], several: int, progress: Callable[[int, int, str], None]) -> list[Verdict]:
+        """Verdicts on jobs of one world, by ranks that stay up; `several` worlds of them at a time.
+
+        On a GPU ranks take longer to start than most layouts do to prove.
+        """
+        progress(0, len(jobs), "one process")
+        self._write_references(jobs)
+        turns = [_Turns(self, jobs, range(first, len(jobs), several), progress) for first in range(several)]
+        if several == 1:
+            turns[0].run()
+        else:
+            with ThreadPoolExecutor(several) as pool:
+                try:
+                    list(pool.map(_Turns.run, turns))
+                finally:  # after Ctrl-C the ranks of the others are ended, too, when they speak next
+                    for one in turns:
+                        one.stopped = True
+        done = {number: verdict for one in turns for number, verdict in one.done.items()}
+        return [done[number] for number in range(len(jobs))]
+
+    def _verdict(self, job: Job, found: list[RankMeasurement], seconds: float) -> Verdict:
+        _, routing = self._reference(job)
+        compiled = bool(found[0].graphs)  # then traffic is not counted
+        forms = [[] for _ in found] if compiled else closed_forms(job, routing)
+        return Verdict.of(job, found, forms, holdings(job), seconds)
+
+    def _write_references(self, jobs: Sequence[Job]) -> None:
+        """Of all jobs, in one process. What fails there is tried again by itself, and named then."""
+        missing = {key: plain for job in jobs for key, plain in [_plain(job)] if key not in self.references}
+        paths = [self._path(len(self.references) + number) for number in range(len(missing))]
+        waiting = deque(zip(missing, paths, strict=True))
+
+        def each(found: list[list[Routing]]) -> None:
+            key, path = waiting.popleft()
+            self.references[key] = path, found[0]
+
+        write, plain = "fivefold.verifier.reference:write_each", list(missing.values())
+        with suppress(processes.RankError):
+            processes.run(1, write, plain, paths, timeout=self.patience, each=each)
+
+    def _path(self, number: int) -> Path:
+        return Path(self.home.name, f"{number}.reference")
+
+    def _reference(self, job: Job) -> tuple[Path, list[Routing]]:
+        """One for all layouts of a model with the same dp, on which the data's masks depend; and where tokens went."""
+        key, plain = _plain(job)
+        with self.writing:  # of two that need the same one the second waits
+            if key not in self.references:
+                path = self._path(len(self.references))
+                write = "fivefold.verifier.reference:write_reference"
+                [routing] = processes.run(1, write, plain, path, timeout=self.patience)
+                self.references[key] = path, routing
+            return self.references[key]
+
+
+class _Turns:
+    """Some of the jobs, one after the other, by ranks that stay up. After one that breaks them, others go on."""
+
+    def __init__(self, judge: Judge, jobs: Sequence[Job], share: range, progress: Callable[[int, int, str], None]):
+        self.judge, self.jobs, self.left, self.progress = judge, jobs, deque(share), progress
+        self.done: dict[int, Verdict] = {}
+        self.start, self.stopped = 0.0, False
+
+    def run(self) -> None:
+        measure = "fivefold.verifier.rank:measure_each"
+        while self.left:
+            some, self.start = [self.jobs[number] for number in self.left], time.perf_counter()
+            try:
+                where = [self.judge._reference(job)[0] for job in some]
+                world, patience = some[0].layout.world, self.judge.patience
+                processes.run(world, measure, some, where, self.judge.hook, timeout=patience, each=self.measured)
+            except processes.RankError as error:
+                if not self.left:
+                    raise
+                seconds = time.perf_counter() - self.start
+                self.tell(Verdict(self.jobs[self.left[0]], seconds, broken=str(error), details=error.details))
+
+    def measured(self, found: list[RankMeasurement]) -> None:
+        if self.stopped:
+            raise KeyboardInterrupt
+        seconds, self.start = time.perf_counter() - self.start, time.perf_counter()
+        self.tell(self.judge._verdict(self.jobs[self.left[0]], found, seconds))
+
+    def tell(self, verdict: Verdict) -> None:
+        self.done[self.left.popleft()] = verdict
+        following = str(self.jobs[self.left[0]].layout) if self.left else ""
+        self.progress(len(self.jobs) - len(self.left), len(self.jobs), following)
+
+
+def _plain(job: Job) -> tuple[bytes, Job]:
+    """The job of one process, and a name for it."""
+    plain = msgspec.structs.replace(job, layout=Layout(dp=job.layout.size("batch")))
+    return msgspec.json.encode(plain), plain
+
+
+def closed_forms(job: Job, routing: Sequence[Routing] = ()) -> list[list[Traffic]]:
+    """What each rank should send in all steps; where there are experts, given where the tokens of each step go."""
+    train, layout, seq = job.train, job.layout, job.data.seq
+    seats = [RankCoords.of(layout, rank) for rank in range(layout.world)]
+    a_step = partial(
+        expected, job.model, layout, seq, train.batch, train.dtype,
+        smoothing=train.label_smoothing > 0, balance_loss=train.balance_loss > 0,
+    )  # fmt: skip
+    if job.model.experts is None:
+        forms = {seat: a_step(seat=seat) for seat in set(seats)}
+        return [[times(row, train.steps) for row in forms[seat]] for seat in seats]
+    every = []
+    for rank, seat in enumerate(seats):
+        steps = [rows_of(job.model, layout, rank, seq, train.batch, one) for one in routing]
+        every.append(total(row for rows in steps for row in a_step(seat=seat, rows=rows)))
+    return every
+
+
+def holdings(job: Job) -> list[dict[str, float]]:
+    """What each rank should hold when gradients are complete, and how many microbatches its schedule lets wait."""
+    seats = [RankCoords.of(job.layout, rank) for rank in range(job.layout.world)]
+    schedule = schedule_of(job.model, job.layout, job.data.seq)
+    live = [peak_live(schedule.compute(rank)) for rank in range(job.layout.pp)]
+    forms = {}
+    for seat in set(seats):
+        state = state_of(
+            job.model, job.layout, job.train.dtype, job.optimizer, **seat._asdict(),
+            seq=job.data.seq, narrow=job.train.device == "cuda",
+        )  # fmt: skip
+        sizes = {"parameters": state.parameters, "gradients": state.gradients, "optimizer": state.optimizer}
+        forms[seat] = sizes | {"microbatches in flight": live[seat.pp]}
+    return [forms[seat] for seat in seats]
+
+
+# ---- curve ----------------------------------------------------------------------------------------------------------
+# A run's loss curve under a layout, compared with the same run in one process.
+#
+# Two runs that add the same numbers in another order drift apart, and in float32 the drift grows from step to step. A
+# third run says how far is too far: the single process again, with the samples of every batch in another order, which
+# changes nothing but the order of additions. A layout may stray `ALLOWED` times as far as that control. It may always
+# stray by a few roundings of the loss itself, since the control of a short run can happen to agree to the bit.
+
+
+ALLOWED = 3.0
+
+
+@dataclass(frozen=True)
+class CurveResult(Result):
+    """Losses by step; None where no target carries loss, alike in all three."""
+
+    layout: Layout
+    alone: list[float | None]
+    control: list[float | None]
+    spread: list[float | None]
+    same_start: bool  # the layout began with the very bits of the single process
+    rounding: float  # of the dtype: the distance from 1 to the next number
+
+    @property
+    def noise(self) -> float:
+        return _apart(self.alone, self.control)
+
+    @property
+    def distance(self) -> float:
+        return _apart(self.alone, self.spread)
+
+    @property
+    def allowed(self) -> float:
+        return ALLOWED * max(self.noise, 4 * self.rounding * max(abs(one or 0.0) for one in self.alone))
+
+    @property
+    def ok(self) -> bool:  # type: ignore[override]
+        return self.same_start and self.distance <= self.allowed
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "passed": self.ok,
+            "layout": str(self.layout),
+            "same_start": self.same_start,
+            "noise": self.noise,
+            "distance": self.distance,
+            "allowed": self.allowed,
+            "losses": {"alone": self.alone, "control": self.control, "layout": self.spread},
+        }
+
+    def blocks(self) -> Iterator[Block]:
+        steps = len(self.alone)
+        rows = []
+        for step in sorted({1, steps, *range(10, steps, max(1, steps // 10))}):
+            a, b, c = (losses[step - 1] for losses in (self.alone, self.control, self.spread))
+            if a is None or b is None or c is None:
+                rows.append([str(step), *("none" if one is None else f"{one:.6f}" for one in (a, b, c)), "", ""])
+                continue
+            rows.append([str(step), f"{a:.6f}", f"{b:.6f}", f"{c:.6f}", f"{abs(b - a):.1e}", f"{abs(c - a):.1e}"])
+        heads = [">step", ">one process", ">control", ">layout", ">|control - one|", ">|layout - one|"]
+        yield Table(heads, rows, title=f"loss of {self.layout}")
+        yield Text(f"initial weights: {'' if self.same_start else 'not '}the same bits in both")
+        yield Text(
+            f"largest distance over {steps} steps: control {self.noise:.1e}, layout {self.distance:.1e}, allowed "
+            f"{self.allowed:.1e}: {'follows' if self.ok else 'strays'}",
+            "good" if self.ok else "bad",
+        )
+
+
+def _apart(some: Sequence[float | None], others: Sequence[float | None]) -> float:
+    """The largest distance of two curves: without end where one has a loss and the other has none."""
+    pairs = zip(some, others, strict=True)
+    return max(
+        abs(a - b) if a is not None and b is not None else 0.0 if a is None and b is None else math.inf
+        for a, b in pairs
+    )
+
+
+def curve(job: str | Path | Job | None = None, changes: Sequence[str] = (), *, timeout: float = 3600.0) -> CurveResult:
+    """Train a job under its layout and in one process, and compare the losses. `changes` are KEY=VALUE.
+
+    ff.curve("examples/demo.toml", ["train.steps=20"])
+    """
+    resolved = job if isinstance(job, Job) else read_job(job and str(job), list(changes))
+    preflight(resolved, resolved.layout.world)
+    if problems := proof_problems(resolved):
+        raise UserError(problems)
+    return follow(resolved, timeout)
+
+
+def follow(job: Job, timeout: float) -> CurveResult:
+    """Three runs, one after the other: alone, its control, and the job's own layout."""
+    layout = job.layout
+    alone = Layout(microbatches=layout.size("batch") * layout.microbatches, recompute=layout.recompute)
+    single = msgspec.structs.replace(job, layout=alone)
+
+    def run(which: Job, shuffled: bool) -> tuple[list[float | None], set[tuple[str, str]]]:
+        found = processes.run(which.layout.world, "fivefold.verifier.rank:curve", which, shuffled, timeout=timeout)
+        return found[0][0], {one for _, weights in found for one in weights.items()}  # ranks have their own stages
+
+    (a, start), (b, _), (c, other) = run(single, False), run(single, True), run(job, False)
+    rounding = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7}[job.train.dtype]
+    return CurveResult(layout, a, b, c, same_start=start == other, rounding=rounding)

@@ -1,0 +1,136 @@
+"""`fivefold ui`: serve the page on this machine until it is stopped.
+
+ui(port=0, runs=["runs/demo"], browser=False)
+"""
+
+import contextlib
+import importlib
+import logging
+import secrets
+import socket
+import webbrowser
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fivefold.support.errors import UserError, absent
+from fivefold.support.parsing import path_of
+from fivefold.support.ranges import checked, within
+from fivefold.support.text import did_you_mean
+from fivefold.web.question import Ask
+
+LOOPBACK = "127.0.0.1"
+GRACE = 2  # seconds that answers have when the server is told to stop
+NEEDS = 'this needs starlette and uvicorn: pip install "fivefold[ui]"'
+
+
+def ui(
+    port: int = 0,
+    runs: Sequence[str | Path] = (),
+    browser: bool = True,
+    say: Callable[[str], object] = print,
+) -> None:
+    """Serve until interrupted. `port` 0 is any free one; `runs` are the directories that may be read.
+
+    ff.ui(port=8000, runs=["runs"])
+    """
+    checked("port", port, within(0, 65535))
+    places = tuple(_directory(run) for run in runs)
+    if absent("starlette") or absent("uvicorn"):
+        raise UserError(NEEDS)
+    import uvicorn
+
+    from fivefold.web.server import application
+
+    token = secrets.token_urlsafe(32)
+    with bound(port) as listening:
+        port = listening.getsockname()[1]
+        address = f"http://{LOOPBACK}:{port}/#token={token}"
+        say(f"open {address}\nonly this machine can; stop with Ctrl-C")
+        if browser:
+            webbrowser.open(address)
+        config = uvicorn.Config(
+            application(token, port, places), log_level="warning", access_log=False, server_header=False, ws="none",
+            proxy_headers=False, http="h11", timeout_graceful_shutdown=GRACE,
+        )  # fmt: skip
+        logging.getLogger("uvicorn.error").addFilter(worth_saying)
+        with contextlib.suppress(KeyboardInterrupt):  # which uvicorn raises once more when all is closed
+            uvicorn.Server(config).run(sockets=[listening])
+
+
+def worth_saying(record: logging.LogRecord) -> bool:
+    """That answers which nobody waits for are left when the server is told to stop is no error."""
+    return "timeout graceful shutdown exceeded" not in str(record.msg)
+
+
+def _directory(run: str | Path) -> Path:
+    path = path_of(run)
+    if not path.is_dir():
+        raise UserError(f"--runs {run} is not a directory; give a run's, or one that has runs in it")
+    return path.resolve()
+
+
+def bound(port: int) -> socket.socket:
+    """A socket on the loopback interface alone."""
+    found = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind((LOOPBACK, port))
+        found.listen()
+    except OSError as error:
+        found.close()
+        raise UserError(f"port {port} cannot be had: {error.strerror}; --port 0 takes a free one") from None
+    return found
+
+
+# ---- views ----------------------------------------------------------------------------------------------------------
+# The views of the page: each a module `api_NAME.py` here and `static/views/NAME.js` there.
+#
+# answer("plan", "", Ask({"model": "llama3-8b"}))          # the view's payload, all that its page draws
+# answer("plan", "search", Ask({"model": "llama3-8b"}))    # a part that takes longer, and comes later
+#
+# A payload is plain data: a server sends it, and a file that stands for itself has it inline. A view's module imports
+# neither the server nor torch.
+
+
+class View(NamedTuple):
+    name: str  # of api_NAME.py and static/views/NAME.js
+    title: str  # of its tab
+    says: str  # what it shows, in a few words
+    parts: tuple[str, ...] = ()  # functions of its module beside `payload`
+    slow: tuple[str, ...] = ()  # of the parts (or "payload"): computed in a process of their own, which can be stopped
+    kept: tuple[str, ...] = ()  # of the slow: the same for the same words as long as the server lives
+
+
+VIEWS = (
+    View("plan", "Plan", "a layout's memory, time and traffic", parts=("search", "why"), slow=("search", "why")),
+    View("mesh", "Mesh", "every rank, what it has and whom it talks to", parts=("rank", "ranks"), slow=("ranks",)),
+    View("schedule", "Schedule", "who computes what when", parts=("every", "made"), slow=("every", "made")),
+    View("run", "Run", "training runs, live", parts=("tail", "trace"), slow=("trace",)),
+    View("truth", "Truth", "predicted against measured step times", parts=("rows",), slow=("rows",), kept=("rows",)),
+)
+NAMED = {view.name: view for view in VIEWS}
+
+
+class Nothing(UserError):
+    """There is no such view or part."""
+
+
+def view_of(name: str, part: str = "") -> View:
+    if name not in NAMED:
+        raise Nothing(f"there is no view {name[:40]!r}; {did_you_mean(name[:40], list(NAMED))}")
+    if part and part not in NAMED[name].parts:
+        raise Nothing(f"{name} has no part {part[:40]!r}; it has {', '.join(NAMED[name].parts) or 'none'}")
+    return NAMED[name]
+
+
+def heavy(name: str, part: str, ask: Ask) -> bool:
+    """Whether a payload takes longer than others of its view, as its module says: a process of its own computes it."""
+    found = getattr(importlib.import_module(f"fivefold.web.{name}"), "heavy", None)
+    return not part and found is not None and found(ask)
+
+
+def answer(name: str, part: str, ask: Ask) -> Any:
+    """A view's payload, or a part of it."""
+    view_of(name, part)
+    return getattr(importlib.import_module(f"fivefold.web.{name}"), part or "payload")(ask)

@@ -1,0 +1,270 @@
+"""The Mesh view: which rank of a layout stands where, what it has, whom it talks to, and what one layer sends.
+
+payload(Ask({"model": "llama3-70b", "cluster": "2x8xH100", "layout": "dp=2,tp=4,pp=2,zero=1,microbatches=4"}))
+rank(Ask({..., "rank": "5"}))       # one rank: its part of the model and the batch, its groups, its node, its replica
+
+Places are those of `fivefold draw mesh`; parts those that training gives a rank; bytes and seconds the planner's.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from fivefold.cost.collectives import LayerMessage, in_order
+from fivefold.cost.links import wire
+from fivefold.cost.memory import dtype_of
+from fivefold.cost.step import Case
+from fivefold.layout.layout import Layout
+from fivefold.layout.sharding import RankPart, part_of
+from fivefold.planner.nearest import nearest, problems, steps
+from fivefold.planner.pictures import MOST, mesh
+from fivefold.support.errors import UserError
+from fivefold.support.ranges import checked, within
+from fivefold.web.question import (
+    ASKED,
+    Ask,
+    case_of,
+    choices,
+    described,
+    fields_of,
+    layout_asked,
+    software_of,
+    words_of,
+)
+
+SINGLY = 256  # ranks that are drawn one by one; of more, a cell is a node
+REPLICA = 512  # ranks of a replica that are drawn; of more, those of one place along cp
+FEW = 128  # ranks that are asked for their places one by one
+HELD = 64  # ranks whose parts a file holds
+CHOSEN = ("rank", "layer")
+SHARED = ("replicate", "zero", "ezero")  # what parameters are shared over: made of other axes
+
+
+def payload(ask: Ask) -> dict[str, Any]:
+    """The map, one rank of it, and the collectives of one layer."""
+    ask.only(*ASKED, "layout", "move", *CHOSEN)
+    question = _small(ask)
+    wanted = layout_asked(question, ask) if ask.text("layout") else _usual(question)
+    wrong = problems(question, wanted)
+    shown = nearest(question, wanted, ask.text("move").partition("=")[0]) if wrong else wanted
+    page = _asked_for(question, software_of(ask), wanted, wrong, shown)
+    if shown is None:
+        return page | {"map": None, "chosen": None, "layer": None, "asks": {}}
+    number = checked("rank", ask.whole("rank"), within(0, shown.world - 1)) or 0
+    layer = checked("layer", ask.whole("layer"), within(0, question.spec.layers - 1))
+    return page | _page(replace(question, layout=shown), software_of(ask), number, layer)
+
+
+def placed(case: Case, software: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The payload and the parts of a case with its layout, of whatever model and cluster."""
+    page = _asked_for(case, software, case.layout, [], case.layout) | _page(case, software, 0, None)
+    return page, {"ranks": _held(case, 0)}
+
+
+def _asked_for(case: Case, software: str, wanted: Layout, wrong: list[str], shown: Layout | None) -> dict[str, Any]:
+    return {
+        "question": described(case, software),
+        "choices": choices(case, software),
+        "steps": steps(case, wanted),
+        "wanted": fields_of(wanted),
+        "problems": wrong,
+        "shown": None if shown is None else fields_of(shown),
+    }
+
+
+def _page(case: Case, software: str, number: int, layer: int | None) -> dict[str, Any]:
+    return {
+        "map": _map(case),
+        "chosen": _chosen(case, number),
+        "layer": _layer(case, layer, number),
+        "asks": {"ranks": words_of(case, software) | {"layout": str(case.layout), "rank": str(number)}},
+    }
+
+
+def _small(ask: Ask) -> Case:
+    """The question, of a cluster whose ranks can be drawn."""
+    case = case_of(ask)
+    if (world := case.cluster.world) > MOST:
+        raise UserError(f"{case.cluster} has {world} GPUs, and a mesh of more than {MOST} is not drawn")
+    return case
+
+
+def _usual(case: Case) -> Layout:
+    """What the page begins with: something of every axis that the model and the cluster have room for."""
+    world, gpus = case.cluster.world, case.cluster.groups[0].gpus
+    tp, ep = min(4, gpus), 1 if case.spec.experts is None else 8
+    pp = 2 if world >= 2 * tp else 1
+    start = Layout(dp=max(1, world // (tp * pp)), tp=tp, pp=pp, ep=ep, zero=1, sp=tp > 1, microbatches=2 * pp)
+    return nearest(case, start) or start
+
+
+def rank(ask: Ask) -> dict[str, Any]:
+    """One rank."""
+    case, number = _asked(ask)
+    return _chosen(case, number)
+
+
+def ranks(ask: Ask) -> list[dict[str, Any]]:
+    """All ranks of a small mesh, or those of one rank's node: for a page that cannot ask."""
+    return _held(*_asked(ask))
+
+
+def _held(case: Case, number: int) -> list[dict[str, Any]]:
+    world, gpus = case.layout.world, case.cluster.groups[0].gpus
+    some = range(world) if world <= HELD else range(number // gpus * gpus, (number // gpus + 1) * gpus)
+    return [_chosen(case, one) for one in some]
+
+
+def _asked(ask: Ask) -> tuple[Case, int]:
+    ask.only(*ASKED, "layout", "rank")
+    question, number = _small(ask), ask.whole("rank") or 0
+    layout = layout_asked(question, ask)
+    if wrong := problems(question, layout):
+        raise UserError(wrong)
+    if not 0 <= number < layout.world:
+        raise UserError(f"there is no rank {number}; {layout} has {layout.world}, from 0")
+    return replace(question, layout=layout), number
+
+
+# ---- the map -----------------------------------------------------------------------------------------------------
+
+
+def _map(case: Case) -> dict[str, Any]:
+    layout, found = case.layout, mesh(case.layout, case.cluster)
+    singly = layout.world <= SINGLY
+    cells = range(layout.world) if singly else [node[0] for node in found.nodes]
+    axes = [axis | {"where": panel.where} for axis, panel in zip(found.axes, found.panels, strict=True)]
+    groups = {axis: layout.groups(axis) for axis in _talking(case)} if singly else {}
+    return {
+        "nodes": len(found.nodes),
+        "gpus": len(found.nodes[0]),
+        "singly": singly,
+        "axes": axes,
+        "cells": list(cells),
+        "at": {one["axis"]: _places(layout, one["axis"], cells) for one in axes},
+        "groups": groups,
+    }
+
+
+def _places(layout: Layout, axis: str, ranks: Sequence[int]) -> list[int]:
+    """Where ranks stand along an axis."""
+    if len(ranks) < FEW:
+        return [layout.position(axis, one) for one in ranks]
+    found = {one: place for group in layout.groups(axis) for place, one in enumerate(group)}
+    return [found[one] for one in ranks]
+
+
+def _talking(case: Case) -> dict[str, list[int]]:
+    """Every axis along which a rank talks, with the group of rank 0: those of the layout, and those that parameters
+    are shared over."""
+    more = ("ep", "ezero") if case.spec.experts is not None else ()
+    found: dict[str, list[int]] = {}
+    for axis in ("tp", "cp", "pp", "dp", "replicate", "zero", *more):
+        if case.layout.size(axis) > 1:
+            group = case.layout.group(axis, 0)
+            if axis not in SHARED or group not in found.values():  # dp and zero are often the same ranks
+                found[axis] = group
+    return found
+
+
+# ---- a rank --------------------------------------------------------------------------------------------------------
+
+
+def _chosen(case: Case, number: int) -> dict[str, Any]:
+    layout, gpus = case.layout, case.cluster.groups[0].gpus
+    node = number // gpus
+    return {
+        "part": _part(case, part_of(case.spec, layout, case.seq, case.batch, number)),
+        "groups": {axis: layout.group(axis, number) for axis in _talking(case)},
+        "node": {"number": node} | _cells(layout, range(node * gpus, (node + 1) * gpus)),
+        "replica": _replica(case, number),
+    }
+
+
+def _cells(layout: Layout, ranks: Sequence[int]) -> dict[str, Any]:
+    """Ranks, and where they stand along every axis."""
+    where = [layout.coordinates(one) for one in ranks]
+    at = {axis: [one[axis] for one in where] for axis in ("tp", "cp", "pp", "dp") if layout.size(axis) > 1}
+    at |= {axis: _places(layout, axis, ranks) for axis in ("ep", "replicate") if layout.size(axis) > 1}
+    return {"ranks": list(ranks), "at": at}
+
+
+def _replica(case: Case, number: int) -> dict[str, Any]:
+    """The ranks that hold the model once, in a line for each pipeline rank."""
+    layout, at = case.layout, case.layout.coordinates(number)
+    whole = layout.pp * layout.cp * layout.tp <= REPLICA
+    shares = range(layout.cp) if whole else [at["cp"]]
+    lines = []
+    for pp in range(layout.pp):
+        line = [layout.rank(dp=at["dp"], pp=pp, cp=cp, tp=tp) for cp in shares for tp in range(layout.tp)]
+        layers = [case.stages[stage].layers for stage in layout.placement.of_rank[pp]]
+        lines.append({"layers": [_ends(one) for one in layers]} | _cells(layout, line))
+    return {"dp": at["dp"], "whole": whole, "lines": lines}
+
+
+def _part(case: Case, part: RankPart) -> dict[str, Any]:
+    layout, spec = case.layout, case.spec
+    shards = {axis: [layout.position(axis, part.rank), layout.size(axis)] for axis in ("zero", "ezero")}
+    return {
+        "rank": part.rank,
+        "at": part.at | ({"ep": layout.position("ep", part.rank)} if layout.ep > 1 else {}),
+        "stages": [
+            {"stage": one.index, "layers": _ends(one.layers), "embedding": one.first, "head": one.last}
+            for one in part.stages
+        ],
+        "heads": _ends(part.heads),
+        "kv_heads": _ends(part.kv_heads),
+        "experts": _ends(part.experts),
+        "positions": [_ends(one) for one in part.positions],
+        "sequences": _ends(part.sequences),
+        "of": {
+            "layers": spec.layers, "heads": spec.heads, "kv_heads": spec.kv_heads, "positions": case.seq,
+            "sequences": case.batch, "experts": 0 if spec.experts is None else spec.experts.count,
+            "parameters": spec.parameter_count,
+        },
+        "zero": layout.zero,
+        "shards": shards if spec.experts is not None else {"zero": shards["zero"]},
+        "parameters": part.parameters,
+        "own": part.own,
+    }  # fmt: skip
+
+
+def _ends(numbers: range) -> list[int]:
+    """First and last; nothing of nothing."""
+    return [numbers[0], numbers[-1]] if numbers else []
+
+
+# ---- a layer -------------------------------------------------------------------------------------------------------
+
+
+def _layer(case: Case, wanted: int | None, number: int) -> dict[str, Any]:
+    """What one layer sends, in order: that which is asked for, or the middle one of a rank's own."""
+    spec, layout = case.spec, case.layout
+    mine = [
+        layer
+        for stage in layout.placement.of_rank[layout.position("pp", number)]
+        for layer in case.stages[stage].layers
+    ]
+    layer = wanted if wanted is not None else mine[len(mine) // 2] if mine else 0
+    sent = in_order(spec, layout, case.seq, case.batch, dtype_of(case.work.wide), layer)
+    talking = _talking(case)
+    return {"number": layer, "layers": spec.layers, "sent": [_sent(case, one, talking) for one in sent]}
+
+
+def _sent(case: Case, one: LayerMessage, talking: dict[str, list[int]]) -> dict[str, Any]:
+    layout, card = case.layout, case.on.accelerator
+    reach = case.wires.reaches.get(one.axis)
+    leaves = (reach or case.cluster).nodes > 1
+    link = card.across if leaves else card.inside
+    group = talking.get(one.axis) or layout.group(one.axis, 0)
+    same = one.axis if one.axis in talking else next((axis for axis in talking if talking[axis] == group), one.axis)
+    return one._asdict() | {
+        "ranks": layout.size(one.axis),
+        "together": layout.size(one.axis) if reach is None else reach.together,
+        "wire": float(wire(one.kind, one.calls * one.payload, layout.size(one.axis))),
+        "link": link.name,
+        "across": leaves,
+        "bytes_per_second": link.bandwidth,
+        "seconds": None if reach is None else case.wires.time(one.kind, one.axis, one.payload, one.calls),
+        "group": same,  # the name under which its ranks are listed
+    }

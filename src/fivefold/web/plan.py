@@ -1,0 +1,131 @@
+"""The Plan view: a layout of a model on a cluster, as `fivefold plan` has it.
+
+payload(Ask({"model": "llama3-70b", "cluster": "8x8xH100", "layout": "dp=8,tp=8,zero=1,sp,microbatches=8"}))
+payload(Ask({..., "move": "tp=16"}))    # one slider moved: dp follows; what cannot run comes with the nearest that can
+"""
+
+from typing import Any
+
+from fivefold.cost.footprint import footprint_of
+from fivefold.cost.step import Case
+from fivefold.layout.layout import Layout
+from fivefold.planner.explain import CAUSES, difference, nearest_fit, neighbours
+from fivefold.planner.nearest import nearest, problems, steps
+from fivefold.planner.plan import option_of, plan
+from fivefold.planner.result import PlanResult, SimulateResult, simulated
+from fivefold.planner.search import Option
+from fivefold.schedules.registry import CATALOGUE
+from fivefold.support.errors import UserError
+from fivefold.web.question import (
+    ASKED,
+    Ask,
+    case_of,
+    choices,
+    described,
+    fields_of,
+    for_page,
+    layout_asked,
+    layout_of,
+    software_of,
+    words_of,
+)
+
+TOP = 12  # rows of the ranking
+PASSES = 4096  # of a pipeline, that are simulated while a slider moves
+RANKS = 128  # pipeline ranks whose memory is listed
+
+
+def payload(ask: Ask) -> dict[str, Any]:
+    """All that the page draws while a slider moves."""
+    ask.only(*ASKED, "layout", "move")
+    case = case_of(ask)
+    wanted = layout_asked(case, ask)
+    wrong = problems(case, wanted)
+    shown = nearest(case, wanted, ask.text("move").partition("=")[0]) if wrong else wanted
+    option = None if shown is None else option_of(case, shown)
+    return _page(case, software_of(ask), wanted, wrong, option)
+
+
+def heavy(ask: Ask) -> bool:
+    """A schedule of many passes, or one that is searched for."""
+    layout = layout_asked(case_of(ask), ask)
+    searched = layout.schedule in CATALOGUE and CATALOGUE[layout.schedule].weighs
+    return searched or layout.pp * layout.chunks * layout.microbatches > PASSES
+
+
+def planned(found: PlanResult) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The payload and the parts of what `plan` has found, of whatever model and cluster it was asked for."""
+    if found.chosen.case.groups:
+        raise UserError(
+            f"{found.case.cluster} has unlike nodes, for which the page has no view; `fivefold plan -o decision.html` "
+            "writes the decision down"
+        )
+    option = found.explained
+    page = _page(found.case, found.case.stack.name, option.layout, [], option)
+    advice = SimulateResult(option, None if option.fits else nearest_fit(option)).advice
+    against = None if found.given is None else difference(found.chosen, found.given)
+    told = {
+        "advice": for_page(advice) or None,
+        "neighbours": [one.to_dict() for one in found.neighbours],
+        "against": against,
+    }
+    return page, {"search": found.to_dict(), "why": told}
+
+
+def _page(case: Case, software: str, wanted: Layout, wrong: list[str], option: Option | None) -> dict[str, Any]:
+    """`option` is the layout that is shown: the wanted one, or the nearest that can run."""
+    shown = None if option is None else option.layout
+    return {
+        "question": described(case, software),
+        "choices": choices(case, software),
+        "steps": steps(case, wanted),
+        "wanted": fields_of(wanted),
+        "problems": [for_page(one) for one in wrong],
+        "shown": None if shown is None else fields_of(shown),
+        "changes": [] if shown is None else _changes(wanted, shown),
+        "figures": None if option is None else simulated(option),
+        "ranks": [] if option is None else _ranks(option),
+        "device_memory_bytes": case.memory_of(0),
+        "causes": CAUSES,
+        "asks": _asks(case, software, option),
+    }
+
+
+def _asks(case: Case, software: str, option: Option | None) -> dict[str, dict[str, str]]:
+    """The words of the parts that belong to this payload."""
+    asked = words_of(case, software)
+    return {"search": asked} | ({} if option is None else {"why": asked | {"layout": str(option.layout)}})
+
+
+def search(ask: Ask) -> dict[str, Any]:
+    """The ranking, as `fivefold plan --json` has it."""
+    ask.only(*ASKED)
+    case = case_of(ask)
+    found = plan(case.spec, case.cluster, batch=case.batch, seq=case.seq, precision=case.precision,
+                 software=software_of(ask), top=TOP)  # fmt: skip
+    return found.to_dict()
+
+
+def why(ask: Ask) -> dict[str, Any]:
+    """What each single change of a layout would do; where it does not fit, what `simulate` advises; and how it differs
+    from the layout `best`, if one is named."""
+    ask.only(*ASKED, "layout", "best")
+    case, best = case_of(ask), ask.text("best")
+    option = option_of(case, layout_of(ask.text("layout", "dp=1")))
+    result = SimulateResult(option, None if option.fits else nearest_fit(option))
+    return {
+        "advice": for_page(result.advice) or None,
+        "neighbours": [one.to_dict() for one in neighbours(option)],
+        "against": difference(option_of(case, layout_of(best)), option) if best else None,
+    }
+
+
+def _changes(before: Layout, after: Layout) -> list[str]:
+    """'tp 16 → 8', of every field that differs."""
+    fields = [name for name in before.__struct_fields__ if getattr(before, name) != getattr(after, name)]
+    return [f"{name} {getattr(before, name)} → {getattr(after, name)}" for name in fields]
+
+
+def _ranks(option: Option) -> list[dict[str, float]]:
+    """Bytes by component, of every pipeline rank."""
+    return [footprint_of(option.case, rank).parts for rank in range(min(RANKS, option.layout.pp))]

@@ -1,0 +1,200 @@
+"""The question of a page: a model, a cluster, a batch and a layout, read from the words of its address.
+
+case = case_of(Ask({"model": "llama3-70b", "cluster": "8x8xH100"}))
+layout_asked(case, ask)         # of "layout", and of "move" the one field that a slider changes
+
+Models, accelerators and schedules are those of the catalogues. Files belong to the command line.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from fivefold.cost.step import Case
+from fivefold.cost.systems import SYSTEMS
+from fivefold.hardware.accelerators import ACCELERATORS, PRECISIONS
+from fivefold.hardware.cluster import Cluster
+from fivefold.layout.layout import Layout
+from fivefold.planner.nearest import moved, nearest
+from fivefold.planner.plan import question
+from fivefold.schedules.registry import CATALOGUE
+from fivefold.spec.presets import PRESETS, preset
+from fivefold.support.errors import UserError
+from fivefold.support.ranges import checked, outside, within
+from fivefold.support.text import did_you_mean, either, whole_number
+
+# ---- ask ------------------------------------------------------------------------------------------------------------
+# What a page asks: the words behind the ? of an address, read strictly, and the run directories it may look at.
+#
+# ask = Ask({"model": "llama3-8b", "batch": "512"})
+# ask.text("model"), ask.whole("batch"), ask.whole("seq")     # "llama3-8b", 512, None
+
+
+@dataclass(frozen=True)
+class Ask:
+    query: Mapping[str, str] = field(default_factory=dict)
+    runs: tuple[Path, ...] = ()  # directories that the user gave; nothing else may be read
+
+    def only(self, *names: str) -> None:
+        """Refuse words that nobody would read: a misspelled one must not be a silent default."""
+        if strange := [name for name in self.query if name not in names]:
+            raise UserError([f"{name!r} is not asked for here; {did_you_mean(name, names)}" for name in strange])
+
+    def text(self, name: str, usual: str = "") -> str:
+        """A word; `usual` where it is absent or empty."""
+        return self.query.get(name, "").strip() or usual
+
+    def whole(self, name: str) -> int | None:
+        """A whole number; None where it is absent or empty."""
+        if not (word := self.text(name)):
+            return None
+        if (number := whole_number(word)) is None:
+            raise UserError(f"{name}={word[:40]!r} is not a whole number")
+        return number
+
+    def one_of(self, name: str, choices: tuple[str, ...], usual: str = "") -> str:
+        """One of some words."""
+        if (word := self.text(name, usual)) not in choices:
+            raise UserError(f"{name}={word[:40]!r} is not {either([choice or 'nothing' for choice in choices])}")
+        return word
+
+
+_OPTION = re.compile(r"(`[^`]*`|'fivefold [^']*')|(?<![\w-])--([a-z][a-z-]*)")
+
+
+def for_page(sentence: str) -> str:
+    """A command's sentence in the page's words: "nearest: --batch 8" is "nearest: batch 8", since the page has fields
+    for options. Commands to type, in quotes, stay what they are."""
+    return _OPTION.sub(lambda found: found[1] or found[2].replace("-", " "), sentence)
+
+
+# ---- question -------------------------------------------------------------------------------------------------------
+
+
+MODEL, CLUSTER = "llama3-70b", "8x8xH100"  # what the page begins with
+ASKED = ("model", "cluster", "batch", "seq", "precision", "software")
+# Far beyond what is trained, and near enough that every answer comes: a page's question has no end of its own.
+SEQUENCES, TOKENS = 1 << 20, 1 << 30  # of a step
+GPUS = 1 << 17
+LONGEST = 2000  # characters of a layout, whose split may have any number of parts
+PRODUCT = 10**9  # of a layout's degrees, whose divisors are looked for
+
+
+def words_of(case: Case, software: str) -> dict[str, str]:
+    """As the address would have them."""
+    words = (case.spec.name, str(case.cluster), case.batch, case.seq, case.precision, software)
+    return dict(zip(ASKED, map(str, words), strict=True))
+
+
+def case_of(ask: Ask) -> Case:
+    """The question, of names alone."""
+    model, cluster = ask.text("model", MODEL), ask.text("cluster", CLUSTER)
+    if model not in PRESETS:
+        raise UserError(f"unknown model {model[:60]!r}; {did_you_mean(model[:60], list(PRESETS))}")
+    if ".toml" in cluster.lower() or "/" in cluster:
+        raise UserError(f"cluster={cluster[:60]!r} is a file, and the page reads none; `fivefold plan --cluster` does")
+    if cluster.startswith("x"):
+        raise UserError(f"cluster={cluster[:60]!r} has no number of nodes before its first x; nearest: 1{cluster[:60]}")
+    if "+" in cluster:
+        raise UserError(
+            f"cluster={cluster[:60]!r} has unlike nodes, for which there are no sliders; `fivefold plan` has them"
+        )
+    batch, seq = checked("batch", ask.whole("batch"), within(1, SEQUENCES)), ask.whole("seq")
+    machines = Cluster.parse(cluster)
+    if machines.world > GPUS:
+        raise UserError(
+            f"{machines} has {machines.world} GPUs, and the page asks for at most {GPUS}; `fivefold plan` may"
+        )
+    case = _question(model, cluster, batch, seq, ask.text("precision"), software_of(ask))
+    if case.batch * case.seq > TOKENS:
+        raise UserError(
+            f"batch={case.batch} x seq={case.seq} is {case.batch * case.seq} tokens in a step, and the page asks for "
+            f"at most {TOKENS}; nearest: batch={max(1, TOKENS // case.seq)}"
+        )
+    return case
+
+
+@lru_cache(maxsize=64)
+def _question(model: str, cluster: str, batch: int | None, seq: int | None, precision: str, software: str) -> Case:
+    return question(preset(model), Cluster.parse(cluster), (), batch, seq, precision, software)
+
+
+def software_of(ask: Ask) -> str:
+    return ask.text("software", "fivefold")
+
+
+def layout_of(text: str) -> Layout:
+    for part in text.split(","):
+        key, _, value = (word.strip() for word in part.partition("="))
+        if key == "schedule" and value not in CATALOGUE:  # a layout may name a file, and a page must not
+            raise UserError(f"unknown schedule {value[:60]!r}; {did_you_mean(value[:60], list(CATALOGUE))}")
+    if len(text) > LONGEST:
+        raise UserError(f"a layout of {len(text)} characters is longer than the {LONGEST} that the page reads")
+    return _in_range(Layout.parse(text))
+
+
+def _in_range(layout: Layout) -> Layout:
+    """Held against its ranges before anything counts up to one of its numbers, or divides by it."""
+    if wrong := outside(layout, "layout"):
+        raise UserError(list(wrong.values()))
+    if layout.world > PRODUCT:
+        raise UserError(f"{layout} has {layout.world} ranks, and {PRODUCT} are the most")
+    return layout
+
+
+def layout_asked(case: Case, ask: Ask) -> Layout:
+    """The layout that is asked for; without one, plain data parallelism with everything sharded, or what is near it."""
+    if not ask.text("layout"):
+        start = Layout(dp=case.cluster.world, zero=3, microbatches=max(1, case.batch // case.cluster.world))
+        layout = nearest(case, start) or start
+    else:
+        layout = layout_of(ask.text("layout"))
+    field, equals, value = ask.text("move").partition("=")
+    if not field:
+        return layout
+    if not equals or field not in Layout.__struct_fields__ or field == "split":
+        raise UserError(f"move={ask.text('move')[:60]!r} is no field of a layout and its value; write move=tp=8")
+    layout_of(f"{field}={value}")  # by itself, before others follow it
+    return _in_range(moved(case, layout, field, value))
+
+
+def fields_of(layout: Layout) -> dict[str, Any]:
+    fields = {name: getattr(layout, name) for name in layout.__struct_fields__}
+    return {"text": str(layout), "world": layout.world, "fields": fields}
+
+
+def described(case: Case, software: str) -> dict[str, Any]:
+    spec, group = case.spec, case.cluster.groups[0]
+    links = {name: {"name": link.name, "bytes_per_second": link.bandwidth} for name, link in
+             (("inside", group.accelerator.inside), ("across", group.accelerator.across))}  # fmt: skip
+    return {
+        "model": spec.name, "parameters": spec.parameter_count, "active_parameters": spec.active_parameters,
+        "layers": spec.layers, "heads": spec.heads, "context": spec.context,
+        "experts": None if spec.experts is None else spec.experts.count,
+        "cluster": str(case.cluster), "nodes": group.nodes, "gpus": group.gpus, "world": group.world,
+        "accelerator": group.accelerator.name, "links": links,
+        "batch": case.batch, "seq": case.seq, "precision": case.precision, "software": software,
+    }  # fmt: skip
+
+
+def choices(case: Case, software: str) -> dict[str, Any]:
+    """What the page's lists offer; what a file described is one more choice."""
+    device, spec = case.cluster.groups[0].accelerator, case.spec
+    others = [] if spec.name in PRESETS else [{"name": spec.name, "parameters": spec.parameter_count}]
+    devices = {device.name: device} | ACCELERATORS if device.name not in ACCELERATORS else ACCELERATORS
+    return {
+        "models": [*_models(), *others],
+        "accelerators": [{"name": one.name, "memory_bytes": one.memory} for one in devices.values()],
+        "precisions": [name for name in PRECISIONS if getattr(device.peak, name) is not None],
+        "software": list(dict.fromkeys((*SYSTEMS, software))),
+        "schedules": [{"name": one.name, "needs": one.needs} for one in CATALOGUE.values()],
+    }
+
+
+@lru_cache(maxsize=1)
+def _models() -> list[dict[str, Any]]:
+    specs = [preset(name) for name in PRESETS]
+    return [{"name": spec.name, "parameters": spec.parameter_count} for spec in specs]

@@ -1,0 +1,357 @@
+"""`report`: what a command has found, as one HTML file to send to a colleague. It needs no server and no network.
+
+report(plan("llama3-70b", "8x8xH100"), "plan.html")
+report(verify("dp=2,tp=2"), "proof.html")
+report(Path("verify.json"), "proof.html")       # what `verify --json` printed
+report(Path("runs/demo"), "run.html")           # a run, or the newest of a directory
+"""
+
+import base64
+import datetime
+import html
+import posixpath
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fivefold.planner.result import PlanResult
+from fivefold.render.blocks import Block, Result, Text, check_writable
+from fivefold.schedules.result import DrawResult
+from fivefold.support.errors import UserError
+from fivefold.support.files import write
+from fivefold.support.parsing import path_of, read_json
+from fivefold.tracing.chrome import lanes
+from fivefold.tracing.result import TraceResult
+from fivefold.verifier.result import VerifyResult
+from fivefold.version import __version__
+from fivefold.web.app import View, answer, view_of
+from fivefold.web.question import Ask
+from fivefold.web.run_files import placeless, sent
+
+# ---- whole ----------------------------------------------------------------------------------------------------------
+# A view as one HTML file: its payload, its scripts and its look in one, which needs neither a server nor a network.
+#
+# page = whole("a plan", [held("plan", Ask({"model": "llama3-70b", "cluster": "8x8xH100"}))])
+#
+# The scripts are those of the page, as they are; only how modules name each other is changed, from a path to an entry
+# of the file's import map.
+
+
+STATIC = Path(__file__).parent / "static"
+POLICY = "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data: blob:"
+_IMPORTED = re.compile(r"""(["'`])(\.{1,2}/[^"'`\n]+\.js)\1""")
+_HEAD = """<!doctype html>
+<html lang="en">
+<head>
+  <meta charset="utf-8">
+  <meta http-equiv="Content-Security-Policy" content="{policy}">
+  <meta name="viewport" content="width=device-width, initial-scale=1">
+  <meta name="color-scheme" content="light dark">
+  <title>{title}</title>
+  <style>{style}</style>
+  <script type="importmap">{modules}</script>
+  <script type="application/json" id="payload">{payload}</script>
+  <script type="module">import "fivefold/app.js";</script>
+</head>
+"""
+
+
+def view(of: str | View, payload: Any, parts: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """A view with what it shows."""
+    one = of if isinstance(of, View) else view_of(of)
+    return {"name": one.name, "title": one.title, "says": one.says, "payload": payload, "parts": dict(parts or {})}
+
+
+def held(name: str, ask: Ask, parts: Sequence[str] | None = None) -> dict[str, Any]:
+    """A view with its payload and its parts, all or those that are named; the payload `asks` for them."""
+    payload = answer(name, "", ask)
+    asks = {part: words for part, words in payload.get("asks", {}).items() if parts is None or part in parts}
+    found = {part: answer(name, part, Ask(words, ask.runs)) for part, words in asks.items()}
+    return view(name, payload, found)
+
+
+def whole(title: str, views: Sequence[dict[str, Any]], made: Mapping[str, str] | None = None) -> str:
+    """The page of these views, each as `view` or `held` has it; `made`: by what, by which command, on which day."""
+    names = [path.relative_to(STATIC).as_posix() for path in STATIC.rglob("*.js")]
+    modules = {f"fivefold/{name}": _data("text/javascript", _by_name(name)) for name in sorted(names)}
+    body = (STATIC / "index.html").read_text().partition("<body>")[2]
+    icon = _data("image/svg+xml", (STATIC / "icon.svg").read_text())
+    head = _HEAD.format(
+        policy=POLICY, title=html.escape(title), style=(STATIC / "style.css").read_text(),
+        modules=_json({"imports": modules}), payload=_json({"title": title, "made": made, "views": list(views)}),
+    )  # fmt: skip
+    return f"{head}<body>{body.replace('icon.svg', icon)}"
+
+
+def _by_name(name: str) -> str:
+    """A module's text, in which others have their names of the import map."""
+    folder = posixpath.dirname(name)
+
+    def renamed(found: re.Match[str]) -> str:
+        return f"{found[1]}fivefold/{posixpath.normpath(posixpath.join(folder, found[2]))}{found[1]}"
+
+    return _IMPORTED.sub(renamed, (STATIC / name).read_text())
+
+
+def _data(kind: str, text: str) -> str:
+    return f"data:{kind};base64,{base64.b64encode(text.encode()).decode()}"
+
+
+def _json(value: Any) -> str:
+    """As the text of a script element: nothing in it can end that element, or a line of a script."""
+    text = msgspec.json.encode(value).decode()
+    for sign in "<>&\u2028\u2029":
+        text = text.replace(sign, f"\\u{ord(sign):04x}")
+    return text
+
+
+# ---- proof ----------------------------------------------------------------------------------------------------------
+# The Verify view of a report: what `verify --json` says of a layout, or of a sweep of them.
+#
+# shown(verify("dp=2,tp=2").to_dict())
+# read(Path("verify.json"))           # the same, of a file; one that is something else is refused
+
+
+IN_FULL = 20  # layouts of a sweep that are told in full, those that fail first
+
+
+class ProofPair(msgspec.Struct):
+    layout: float | None
+    reference: float | None
+
+
+class Worst(msgspec.Struct):
+    name: str
+    step: int
+    error: float | None
+    note: str
+    holds: bool
+
+
+class ProofNumbers(msgspec.Struct):
+    calls: float
+    payload: float
+    wire: float
+
+
+class ProofTraffic(msgspec.Struct):
+    axis: str
+    kind: str
+    counted: ProofNumbers
+    expected: ProofNumbers
+    holds: bool
+
+
+class ProofMemory(msgspec.Struct):
+    rank: int
+    name: str
+    expected: float
+    counted: float
+    holds: bool
+
+
+class Proof(msgspec.Struct):
+    """One layout against one process."""
+
+    layout: str
+    model: str
+    variant: str
+    dtype: str
+    passed: bool
+    problems: list[str]
+    details: str
+    bound: float
+    losses: list[ProofPair]
+    norms: list[ProofPair]
+    traffic_per_step: list[ProofTraffic]
+    held: list[ProofMemory]
+    seconds: float
+    worst_loss: Worst | None = None
+    worst_norm: Worst | None = None
+    worst_gradient: Worst | None = None
+    worst_parameter: Worst | None = None
+    worst_routing: Worst | None = None
+    worst_load: Worst | None = None
+    worst_bias: Worst | None = None
+
+
+class Sweep(msgspec.Struct):
+    passed: bool
+    sampled: int
+    total: int
+    pairs_met: float
+    failed: int
+    layouts: list[Proof]
+
+
+def read(path: Path) -> dict[str, Any]:
+    """What a file holds that `verify --json` wrote."""
+    try:
+        return shown(read_json(path))
+    except msgspec.ValidationError as error:
+        raise UserError(
+            f"{path} is not what `fivefold verify --json` prints: {error}; write one with "
+            f"`fivefold verify --layout dp=2 --json > {path}`"
+        ) from None
+
+
+def shown(found: Any) -> dict[str, Any]:
+    """The payload: a sweep's rows, and those layouts in full that fail, or that came first."""
+    if not (isinstance(found, dict) and "layouts" in found):
+        one = msgspec.convert(found, Proof)
+        return {"title": f"{one.layout} of {one.model}", "sweep": None, "proofs": [msgspec.to_builtins(one)]}
+    sweep = msgspec.convert(found, Sweep)
+    full = sorted(sweep.layouts, key=lambda one: one.passed)[:IN_FULL]
+    counts = {name: getattr(sweep, name) for name in ("passed", "sampled", "total", "pairs_met", "failed")}
+    return {
+        "title": f"{sweep.sampled} of {sweep.total} layouts",
+        "sweep": counts | {"rows": [_row(one) for one in sweep.layouts]},
+        "proofs": [msgspec.to_builtins(one) for one in full],
+    }
+
+
+def _row(one: Proof) -> dict[str, Any]:
+    return {
+        "layout": one.layout,
+        "model": one.variant or one.model,
+        "passed": one.passed,
+        "seconds": one.seconds,
+        "gradient": one.worst_gradient and one.worst_gradient.error,
+        "parameter": one.worst_parameter and one.worst_parameter.error,
+        "traffic": all(sent.holds for sent in one.traffic_per_step),
+        "held": all(held.holds for held in one.held),
+    }
+
+
+# ---- report ---------------------------------------------------------------------------------------------------------
+
+
+LARGEST = 3_000_000  # bytes of a report: what every mail passes on
+HTML = ".html"
+TRACE = View("trace", "Trace", "what the ranks of a step did")  # nor anything to run
+VERIFY = View("verify", "Verify", "a layout against one process")  # a page that is served has nothing to prove
+
+
+@dataclass(frozen=True)
+class Report(Result):
+    """A file that was written."""
+
+    file: Path
+    title: str
+    views: tuple[str, ...]
+    size: int  # bytes
+
+    def blocks(self) -> Iterator[Block]:
+        yield Text(f"{self.title}: written to {self.file}, {self.size / 1e6:.2f} MB; a browser opens it")
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"file": str(self.file), "title": self.title, "views": list(self.views), "bytes": self.size}
+
+
+def report(found: Result | str | Path, output: str | Path, command: str = "") -> Report:
+    """Write a result, or what a path holds, as one file; `command` is what the file says that it was made by.
+
+    ff.report(ff.plan("llama3-8b", "8xH100"), "plan.html")
+    ff.report("runs/demo", "run.html")
+    """
+    path = path_of(output)
+    check_writable(path, HTML, ".htm")
+    title, views = seen(found)
+    made = {
+        "by": f"Fivefold {__version__}",
+        "command": placeless(command),
+        "on": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
+    }
+    text = whole(title, views, made).encode()
+    if len(text) > LARGEST:
+        raise UserError(
+            f"the report of {title} has {len(text) / 1e6:.2f} MB, and {LARGEST / 1e6:g} MB is the most; report fewer "
+            "runs, schedules, ranks or microbatches, or look at it with `fivefold ui`"
+        )
+    write(path, text.decode())
+    return Report(path, title, tuple(one["name"] for one in views), len(text))
+
+
+def seen(found: Result | str | Path) -> tuple[str, list[dict[str, Any]]]:
+    """A title, and the views that show it."""
+    if isinstance(found, str | Path):
+        return _of_path(path_of(found))
+    for kind, views in KINDS.items():
+        if isinstance(found, kind):
+            return views(found)
+    names = ", ".join(kind.__name__ for kind in KINDS)
+    raise UserError(f"there is no report of a {type(found).__name__}; there are reports of {names}, and of a run")
+
+
+def _of_plan(found: PlanResult) -> tuple[str, list[dict[str, Any]]]:
+    """The plan; where its ranks can be drawn the mesh of its layout, and of a pipeline the schedule."""
+    from fivefold.planner.pictures import MOST
+    from fivefold.web.mesh import placed
+    from fivefold.web.plan import planned
+    from fivefold.web.schedule import stepped
+
+    option, views = found.explained, [view("plan", *planned(found))]
+    if option.layout.world <= MOST:
+        views.append(view("mesh", *placed(option.case, found.case.stack.name)))
+    timed = option.estimate.simulation
+    if timed is not None and (shown := stepped(timed, option.layout.microbatches)) is not None:
+        views.append(view("schedule", shown))
+    return f"{found.case.spec.name} on {found.case.cluster}", views
+
+
+def _of_draw(found: DrawResult) -> tuple[str, list[dict[str, Any]]]:
+    from fivefold.web.schedule import drawn
+
+    shown, views = found.simulations[0].schedule, drawn(found)
+    names = [name for name, _, _ in views]
+    title = f"{', '.join(names)}: p={shown.p}, m={shown.m}"
+    if len(views) == 1:
+        return title, [view("schedule", *views[0][1:])]
+    return title, [
+        view("schedule", *one) | {"module": "schedule", "name": f"schedule-{at}", "title": name}
+        for at, (name, *one) in enumerate(views)
+    ]
+
+
+def _of_verify(found: VerifyResult) -> tuple[str, list[dict[str, Any]]]:
+    return _proof(shown(found.to_dict()))
+
+
+def _of_path(path: Path) -> tuple[str, list[dict[str, Any]]]:
+    if path.is_dir():
+        return _of_runs(path)
+    return _proof(read(path))
+
+
+def _of_runs(path: Path) -> tuple[str, list[dict[str, Any]]]:
+    """A run's directory, or one with runs in it, of which the newest are shown."""
+    from fivefold.web.run import SHOWN
+    from fivefold.web.run_files import runs_in
+
+    roots = (path.resolve(),)
+    found, notes = runs_in(roots)
+    if not found:
+        raise UserError(notes or f"{path} has no run in it; a run's directory has job.toml and metrics.jsonl")
+    names = list(found)[:SHOWN]
+    return ", ".join(names), [sent(held("run", Ask({"runs": ",".join(names)}, roots)))]
+
+
+def _of_trace(found: TraceResult) -> tuple[str, list[dict[str, Any]]]:
+    shown = {"run": found.file.stem} | lanes(found.file)
+    return f"a trace of {shown['layout'] or 'one rank'}", [view(TRACE, shown)]
+
+
+def _proof(payload: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
+    return payload["title"], [view(VERIFY, payload)]
+
+
+KINDS: dict[type[Result], Callable[[Any], tuple[str, list[dict[str, Any]]]]] = {
+    PlanResult: _of_plan,
+    DrawResult: _of_draw,
+    VerifyResult: _of_verify,
+    TraceResult: _of_trace,
+}

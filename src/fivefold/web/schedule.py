@@ -1,0 +1,241 @@
+"""The Schedule view: a pipeline schedule on the clock, as `fivefold draw` and `fivefold compare schedules` have it.
+
+payload(Ask({"schedule": "zb-v", "pp": "8", "microbatches": "16", "times": "f=1,i=1,w=1,comm=0.1", "slow": "2=1.5"}))
+
+The words are those of the command line. Schedules are those of the catalogue; files belong to the command line.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from fivefold.schedules.costs import Durations, parse_slow
+from fivefold.schedules.draw import NAMES
+from fivefold.schedules.registry import CATALOGUE
+from fivefold.schedules.result import CompareResult, DrawResult, Query, figures_of
+from fivefold.schedules.simulate import Simulation, needs
+from fivefold.support.errors import UserError
+from fivefold.support.ranges import checked, within
+from fivefold.support.text import did_you_mean
+from fivefold.web.question import Ask
+
+ASKED = ("pp", "microbatches", "chunks", "times", "slow")
+SCHEDULE, PP, MICROBATCHES = "1f1b", 8, 16  # what the page begins with
+USUAL = {"f": 1.0, "i": 1.0, "w": 1.0, "comm": 0.0, "ep": 0.0}
+MOST = 1 << 13  # pipeline ranks x microbatches that a page can draw
+LAST = float("inf")
+FINE = 4000  # steps of time in a small picture
+WIDEST = 256  # pipeline ranks that it can draw, and chunks of one
+AT_ONCE, NARROW = (
+    1024,
+    16,
+)  # passes and ranks that are drawn while a slider moves; more is drawn in a process of its own
+SLIDING = 2048  # pipeline ranks x microbatches that sliders lead to
+RANKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+COUNTS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
+
+
+def payload(ask: Ask) -> dict[str, Any]:
+    """One schedule: its figures, what every rank does when, what each action waits for, and the memory it holds.
+
+    A schedule that is made for the durations at hand takes longer: it is the part `made`.
+    """
+    ask.only("schedule", *ASKED)
+    name = ask.text("schedule", SCHEDULE)
+    query = _query(ask, name)
+    asked = {"pp": str(query.pp), "microbatches": str(query.microbatches)}
+    asked |= {key: ask.text(key) for key in ASKED if ask.text(key)}
+    drawn = {"drawn": None, "refused": None} if CATALOGUE[name].weighs else _one(query, name)
+    schedules = [{"name": one.name, "needs": one.needs, "made": one.weighs} for one in CATALOGUE.values()]
+    return _page(query, name, schedules, asked) | drawn
+
+
+def heavy(ask: Ask) -> bool:
+    """Many passes; of many ranks, schedules are found one action after the other."""
+    query = _query(ask, ask.text("schedule", SCHEDULE))
+    assert query.pp is not None
+    assert query.microbatches is not None
+    return query.pp > NARROW or query.pp * query.microbatches * (query.chunks or 1) > AT_ONCE
+
+
+def drawn(found: DrawResult) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Of every schedule that `draw` has drawn its name, its payload and its parts: several stand beside each other, and
+    one beside all of the catalogue."""
+    query, first = found.query, found.simulations[0].schedule
+    asked = query or Query((), first.p, first.m)
+    if (most := max(one.schedule.p * one.schedule.m for one in found.simulations)) > MOST:
+        raise UserError(f"{most} passes of a pipeline are more than the {MOST} that a page draws; -o draws a picture")
+    if len(found.simulations) > 1:
+        *others, last = found.simulations
+        parts = {
+            "every": {"schedules": [_row(one) for one in others], "fine": FINE, "these": True},
+            "made": _made(last),
+        }
+    else:  # of a large one it stands alone: the catalogue would take minutes, and more room than a mail has
+        parts = _beside(asked, found.simulations[0]) if most <= SLIDING else {}
+    pages = []
+    for one in found.simulations:
+        name, own = one.schedule.name, replace(asked, pp=one.schedule.p, microbatches=one.schedule.m)
+        schedules = [{"name": name, "needs": CATALOGUE[name].needs if name in CATALOGUE else "", "made": False}]
+        pages.append((name, _page(own, name, schedules, {}) | {"drawn": _drawn(one), "refused": None}, parts))
+    return pages
+
+
+def stepped(simulation: Simulation, microbatches: int) -> dict[str, Any] | None:
+    """The payload of a step as the planner has timed it, of that many microbatches: in seconds, stage by stage. None
+    where it is more than a file has room for."""
+    name, p, m = simulation.schedule.name, simulation.schedule.p, simulation.schedule.m
+    if p * m * max(1, len(simulation.schedule.placement.owner) // p) > SLIDING:
+        return None
+    schedules = [{"name": name, "needs": CATALOGUE[name].needs if name in CATALOGUE else "", "made": False}]
+    page = _page(Query((), p, m), name, schedules, {})
+    return page | {"drawn": _drawn(simulation), "refused": None, "clock": "s", "microbatches": microbatches}
+
+
+def _beside(query: Query, one: Simulation) -> dict[str, Any]:
+    """The catalogue for the same numbers, with a schedule that is not of it; and the one that is made for them."""
+    name, p, m = one.schedule.name, one.schedule.p, one.schedule.m
+    asked = replace(query, names=tuple(CATALOGUE), pp=p, microbatches=m)
+    (maker,) = (name for name, record in CATALOGUE.items() if record.weighs)
+    listed = replace(asked, names=tuple(name for name in CATALOGUE if name != maker), memory=None)
+    rows = [*_rows(listed), *([] if name in CATALOGUE else [_row(one)])]
+    made = _made(one) if name == maker else {"schedule": maker} | _one(replace(asked, chunks=None, group=None), maker)
+    return {"every": {"schedules": sorted(rows, key=lambda row: row.get("makespan", LAST)), "fine": FINE}, "made": made}
+
+
+def _made(one: Simulation) -> dict[str, Any]:
+    return {"schedule": one.schedule.name, "drawn": _drawn(one), "refused": None}
+
+
+def _row(one: Simulation) -> dict[str, Any]:
+    return figures_of(one) | {"needs": "", "lanes": _small(one)}
+
+
+def _page(query: Query, name: str, schedules: list[dict[str, Any]], asked: dict[str, str]) -> dict[str, Any]:
+    return {
+        "asked": _asked(query, name),
+        "steps": _steps(query),
+        "schedules": schedules,
+        "kinds": {str(kind): name for kind, name in NAMES.items()},
+        "asks": {"every": asked, "made": asked},
+    }
+
+
+def every(ask: Ask) -> dict[str, Any]:
+    """The schedules for the same numbers, the quickest first, each as a small picture; or why one is refused."""
+    ask.only(*ASKED)
+    query = _query(ask, *(name for name, one in CATALOGUE.items() if not one.weighs))
+    return {"schedules": sorted(_rows(query), key=lambda row: row.get("makespan", LAST)), "fine": FINE}
+
+
+def made(ask: Ask) -> dict[str, Any]:
+    """The schedule that is made for the durations at hand, as `payload` has others."""
+    ask.only(*ASKED)
+    (name,) = (name for name, one in CATALOGUE.items() if one.weighs)
+    return {"schedule": name} | _one(_query(ask, name), name)
+
+
+def _one(query: Query, name: str) -> dict[str, Any]:
+    try:
+        return {"drawn": _drawn(query.simulate(name)), "refused": None}
+    except UserError as error:
+        return {"drawn": None, "refused": str(error)}
+
+
+def _rows(query: Query) -> list[dict[str, Any]]:
+    """As `fivefold compare schedules --json` has them, and beside the figures what is drawn."""
+    found: dict[str, Simulation | UserError] = {}
+    for name in query.names:
+        try:
+            found[name] = query.simulate(name)
+        except UserError as error:
+            found[name] = error
+    rows = CompareResult(query, found).to_dict()["schedules"]
+    drawn = {name: _small(one) if isinstance(one, Simulation) else [] for name, one in found.items()}
+    return [row | {"lanes": drawn[row["schedule"]]} for row in rows]
+
+
+def _query(ask: Ask, *names: str) -> Query:
+    if strange := [name for name in names if name not in CATALOGUE]:  # it may be a file's, and a page reads none
+        raise UserError(f"unknown schedule {strange[0][:60]!r}; {did_you_mean(strange[0][:60], list(CATALOGUE))}")
+    pp, m = _whole(ask, "pp", PP, WIDEST), _whole(ask, "microbatches", MICROBATCHES, MOST)
+    chunks = ask.whole("chunks") if any(CATALOGUE[name].any_chunks for name in names) else None
+    checked("chunks", chunks, within(1, WIDEST))
+    if pp * m * (chunks or 1) > (MOST if chunks is None else 4 * MOST):
+        raise UserError(
+            f"pp={pp} x microbatches={m}{f' x chunks={chunks}' if chunks else ''} is more than the "
+            f"{MOST if chunks is None else 4 * MOST} that a page draws; `fivefold draw` may"
+        )
+    slow = parse_slow(ask.text("slow"))
+    if strange_rank := next((rank for rank in slow if rank >= pp), None):
+        raise UserError(f"slow names rank {strange_rank}, and pp={pp} has the ranks 0 to {pp - 1}")
+    return Query(names, pp, m, chunks, times=Durations(Durations.parse(ask.text("times")).values, slow))
+
+
+def _whole(ask: Ask, name: str, usual: int, most: int) -> int:
+    """In its range; `usual` only where it is not given."""
+    found = checked(name, ask.whole(name), within(1, most))
+    return usual if found is None else int(found)
+
+
+def _asked(query: Query, name: str) -> dict[str, Any]:
+    """What the controls show."""
+    values = query.times.values
+    times = {key: values[key][0] if key in values else usual for key, usual in USUAL.items()}
+    slow = next(iter(query.times.slow.items()), (None, 1.5))
+    return {
+        "schedule": name, "pp": query.pp, "microbatches": query.microbatches, "chunks": query.chunks,
+        "times": times, "slow": slow[0], "factor": slow[1], "said": str(query.times),
+        "takes_chunks": name in CATALOGUE and CATALOGUE[name].any_chunks,
+        "usual_chunks": CATALOGUE[name].chunks if name in CATALOGUE else 1,
+    }  # fmt: skip
+
+
+def _steps(query: Query) -> dict[str, list[Any]]:
+    """The values of the sliders. The messages of experts are a part of the shorter of F and I."""
+    assert query.pp is not None
+    assert query.microbatches is not None
+    values = query.times.values
+    shortest = min(min(values.get(key, (1.0,))) for key in ("f", "i"))
+    tenths = [n / 10 for n in range(1, 31)]
+    return {
+        "pp": sorted({query.pp, *(n for n in RANKS if n * query.microbatches <= SLIDING)}),
+        "microbatches": sorted({query.microbatches, *(n for n in COUNTS if n * query.pp <= SLIDING)}),
+        "chunks": [2, 3, 4, 6, 8],
+        "f": tenths,
+        "i": tenths,
+        "w": tenths,
+        "comm": [n / 20 for n in range(21)],
+        "ep": [n / 20 for n in range(61) if n / 20 <= shortest],
+        "slow": list(range(query.pp)),
+        "factor": [n / 20 for n in range(21, 61)],
+    }
+
+
+def _drawn(simulation: Simulation) -> dict[str, Any]:
+    schedule = simulation.schedule
+    lanes = [list(simulation.shown(rank)) for rank in range(schedule.p)]
+    return {
+        "figures": figures_of(simulation),
+        "ranks": [rank._asdict() for rank in simulation.ranks],
+        "owner": schedule.placement.owner,
+        "chunk": schedule.placement.chunk,
+        # Of every rank what is drawn: [kind, stage, microbatch, start, end], and of a pair in one box the other half.
+        "lanes": [
+            [(*one.action[:3], one.start, one.end, *(one.beside[:3] if one.beside else ())) for one in lane]
+            for lane in lanes
+        ],
+        "needs": needs(schedule, lanes),
+        "memory": simulation.memory,
+    }
+
+
+def _small(simulation: Simulation) -> list[dict[str, Any]]:
+    """Of every rank the kinds, the chunks, and the starts and ends in steps of the makespan."""
+    chunk, scale = simulation.schedule.placement.chunk, FINE / simulation.makespan
+    found = []
+    for rank in range(simulation.schedule.p):
+        shown = list(simulation.shown(rank))
+        kinds = "".join("P" if one.beside else one.action.kind[0] for one in shown)
+        ends = [round(scale * time) for one in shown for time in (one.start, one.end)]
+        found.append({"kinds": kinds, "chunks": [chunk[one.action.stage] for one in shown], "ends": ends})
+    return found

@@ -1,0 +1,76 @@
+"""The Truth view: what the planner predicts of measured runs, as `fivefold accuracy` has it.
+
+payload(Ask())                          # the sources, and how many rows each has
+rows(Ask({"source": "llama3"}))         # its rows: cells, prediction, range, error; and its line of the table
+rows(Ask())                             # those of all sources, which takes half a minute
+"""
+
+from functools import cache
+from typing import Any
+
+from fivefold.accuracy.cases import read_rows
+from fivefold.accuracy.result import BANDS, TruthResult, truth
+from fivefold.accuracy.score import EXPERTS, RowScore, line_of, null_seconds
+from fivefold.planner.interval import SHARE, step_range
+from fivefold.support.errors import UserError
+from fivefold.support.text import did_you_mean
+from fivefold.web.question import Ask
+
+LONG = ("source", "url_or_path", "notes")  # cells whose texts many rows share: each text is sent once
+GIVEN = ("status", "model")  # cells that a row's figures have as well
+
+
+def payload(ask: Ask) -> dict[str, Any]:
+    """What there is to be asked for."""
+    ask.only("source", "model", "kind")
+    files = [row.file for row in read_rows()]
+    if (asked := ask.text("source").removesuffix(EXPERTS)) and asked not in files:
+        raise UserError(f"unknown source {asked[:60]!r}; {did_you_mean(asked[:60], list(dict.fromkeys(files)))}")
+    return {
+        "sources": [{"name": name, "rows": files.count(name)} for name in dict.fromkeys(files)],
+        "bands": sorted(BANDS),
+        "range_share": SHARE,
+        "asks": {"rows": {}},
+    }
+
+
+def rows(ask: Ask) -> dict[str, Any]:
+    """Every row of a source, or of all."""
+    ask.only("source")
+    return _rows(ask.text("source"))
+
+
+@cache
+def _rows(source: str) -> dict[str, Any]:
+    result = truth(rows=source)
+    whole = result.to_dict()
+    texts: dict[str, int] = {}
+    null = _null(result)
+    found = [_row(one, texts) | {"null_seconds": null.get(one.row.where)} for one in result.results]
+    lines = [whole["sources"][one.source] | {"experts": one.experts, "judged": one.judged} for one in result.scores]
+    names = ("mean_mape", "experts_mape", "sweeps")
+    return {"lines": lines, "rows": found, "texts": list(texts), **{name: whole[name] for name in names}}
+
+
+def _null(result: TruthResult) -> dict[str, float]:
+    """By row: what a model predicts that knows one utilisation for each line of the table."""
+    found: dict[str, float] = {}
+    for line in result.scores:
+        timed = [one for one in result.results if one.error is not None and line_of(one.row) == line.source]
+        seconds = null_seconds([one.run for one in timed if one.run]) if timed else []
+        found |= {one.row.where: value for one, value in zip(timed, seconds, strict=True)}
+    return found
+
+
+def _row(score: RowScore, texts: dict[str, int]) -> dict[str, Any]:
+    """Its figures as `accuracy --json` has them, its range, and its cells as they stand in the file."""
+    run = score.run
+    band = step_range(run.case) if run and score.seconds is not None else None
+    values = {name: text.strip() for name, text in score.row.values.items() if name and text and text.strip()}
+    return score.to_dict() | {
+        "experts": line_of(score.row).endswith(EXPERTS),
+        "software": run.source.stack.name if run else None,
+        "predicted_range": band.around(score.seconds) if band and score.seconds is not None else None,
+        "cells": {name: text for name, text in values.items() if name not in (*LONG, *GIVEN)},
+        "long": {name: texts.setdefault(values[name], len(texts)) for name in LONG if name in values},
+    }

@@ -1,0 +1,50 @@
+"""A process that answers one question after the other: lines of JSON in, lines of JSON out.
+
+What takes seconds runs here and not in the server: a newer question ends it at once, and sliders stay quick meanwhile.
+"""
+
+import importlib
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fivefold.support.errors import UserError
+from fivefold.web.app import answer
+from fivefold.web.question import Ask
+
+
+class WorkerQuestion(msgspec.Struct):
+    view: str
+    part: str
+    query: dict[str, str]
+
+
+def respond(line: bytes, runs: tuple[Path, ...]) -> dict[str, Any]:
+    """The answer, or the problems with the question, or the trace of a bug."""
+    question = msgspec.json.decode(line, type=WorkerQuestion)
+    try:
+        return {"answer": answer(question.view, question.part, Ask(question.query, runs))}
+    except UserError as error:
+        return {"problems": error.problems}
+    except Exception:
+        return {"trace": traceback.format_exc()}
+
+
+def main() -> None:
+    runs = tuple(map(Path, sys.argv[1:]))
+    os.nice(10)  # a slider that moves goes first
+    importlib.import_module("fivefold.planner.plan")  # which takes longest, before the first question
+    try:
+        for line in sys.stdin.buffer:
+            sys.stdout.buffer.write(msgspec.json.encode(respond(line, runs)) + b"\n")
+            sys.stdout.buffer.flush()
+    except BrokenPipeError:
+        os._exit(0)  # the server has gone, and nobody wants to hear of it
+
+
+if __name__ == "__main__":
+    main()

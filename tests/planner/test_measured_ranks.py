@@ -1,0 +1,31 @@
+"""Plans for ranks whose speeds were measured: rank 0 stays rank 0."""
+
+from msgspec import structs
+
+from fivefold.hardware.accelerators import ACCELERATORS
+from fivefold.hardware.cluster import Cluster, Group
+from fivefold.planner import plan
+from fivefold.planner.mixed import merged, orders
+from fivefold.planner.mixed_compare import slowed
+
+FAST = structs.replace(ACCELERATORS["CPU"], memory_bandwidth=1e10)
+SLOW = slowed(FAST, 2.0)
+
+
+def ranks(*devices) -> Cluster:
+    return Cluster(tuple(Group(1, 1, device) for device in devices))
+
+
+def test_measured_ranks_keep_their_numbers_and_those_of_a_catalogue_may_move() -> None:
+    assert list(orders(ranks(FAST, SLOW))) == [ranks(FAST, SLOW)]
+    assert len(list(orders(Cluster.parse("8xH100+8xA100")))) == 2
+    assert merged(ranks(FAST, SLOW, FAST)) == ranks(FAST, SLOW, FAST)
+    assert merged(ranks(FAST, FAST, SLOW)) == Cluster((Group(2, 1, FAST), Group(1, 1, SLOW)))
+    assert merged(Cluster.parse("8xH100+8xA100+8xH100")) == Cluster.parse("2x8xH100+8xA100")
+
+
+def test_the_slow_rank_gets_fewer_layers_wherever_it_is() -> None:
+    for devices, slow in (((FAST, SLOW), 1), ((SLOW, FAST), 0)):
+        found = plan.plan("small", ranks(*devices), batch=8, seq=64, fix="schedule=1f1b")
+        layers = found.chosen.layout.split
+        assert layers[slow] < layers[1 - slow]

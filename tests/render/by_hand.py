@@ -1,0 +1,188 @@
+"""Results of commands that run, made of small data: no rank is started, and torch is not imported."""
+
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+
+from fivefold.checkpoint.inspect import CheckpointCheck, CheckpointContents, CheckpointList
+from fivefold.checkpoint.store import Manifest
+from fivefold.clusters.write import LaunchResult, deployment, follow
+from fivefold.cost.links import Traffic
+from fivefold.dry.result import DryRunResult, vs_plan
+from fivefold.hardware.accelerators import ACCELERATORS
+from fivefold.hardware.cluster import Cluster
+from fivefold.job.config import read_job
+from fivefold.machines.doctor import DoctorResult
+from fivefold.machines.judge import Examination
+from fivefold.machines.result import CalibrationResult, MeasuredRow, RankSpeed, RanksResult
+from fivefold.spec.presets import preset
+from fivefold.support.files import File
+from fivefold.tracing.result import TraceResult
+from fivefold.tracing.summary import TraceSummary
+from fivefold.trainer.records import Evaluation, Load, Step
+from fivefold.trainer.result import ExpertsResult, TrainResult
+from fivefold.verifier.cases import LayoutCase
+from fivefold.verifier.compare import Error
+from fivefold.verifier.result import VerifyResult
+from fivefold.verifier.verdict import Count, MemoryCheck, Verdict
+from fivefold.verifier.verify import CurveResult
+from tests.machines.made import examined_job, reports
+from tests.tracing.test_summary import by_hand
+
+LONG = "dp=2,tp=2,pp=2,cp=2,zero=1,sp,schedule=zb-v,microbatches=8,recompute=selective"
+JOB = read_job(None, ["model=tiny-qwen3", f"layout={LONG}", "train.batch=32", "data.seq=64"])
+
+
+def _verdict(holds: bool = True, noisy: bool = False) -> Verdict:
+    value, name = 1e-16 if holds else 0.5, "layers.10.attention.k_norm.weight"
+    sent = Traffic("dp", "reduce-scatter", 6, 1 << 30, Fraction(1 << 29))
+    other = sent if holds else Traffic("dp", "reduce-scatter", 9, 1 << 31, Fraction(1 << 29))
+    return Verdict(
+        JOB,
+        1.5,
+        losses=[(5.543610057, 5.543610057)],
+        norms=[(1.323600561, 1.323600561)],
+        errors=[
+            Error("loss", "", 1, value, 1e-10),
+            Error("norm", "", 1, value, 1e-10),
+            Error("gradient", name, 1, value, 0.2 if noisy else 1e-10),
+            Error("parameter", name, 1, value, 1e-10),
+        ],
+        traffic=[Count(0, other, sent)],
+        held=[
+            MemoryCheck(0, "microbatches in flight", 4, 4 if holds else 5),
+            MemoryCheck(0, "optimizer", 1 << 30, 1 << 30),
+        ],
+        graphs=(3, {"a reason": 2}),
+    )
+
+
+def verified(holds: bool = True, noisy: bool = False) -> VerifyResult:
+    return VerifyResult([(LayoutCase(JOB, ""), _verdict(holds, noisy))])
+
+
+def broken() -> VerifyResult:
+    verdict = Verdict(JOB, 1.0, broken="rank 1 died by SIGKILL", details="Traceback\n  a line of it")
+    return VerifyResult([(LayoutCase(JOB, ""), verdict)])
+
+
+def swept() -> VerifyResult:
+    judged = [(LayoutCase(JOB, "GPT block with dropout"), _verdict(number % 2 == 0)) for number in range(24)]
+    return VerifyResult(judged, 831, 0.9)
+
+
+def followed() -> CurveResult:
+    losses = [5.0 - step / 100 for step in range(30)]
+    return CurveResult(JOB.layout, losses, losses, [x + 1e-7 for x in losses], same_start=True, rounding=2.0**-23)
+
+
+def traced(ranks: int = 2) -> TraceResult:
+    trace = by_hand()
+    many = tuple(
+        replace(trace.ranks[at % 2], rank=at, line=at // 2, name=f"dp{at // 2} pp{at % 2}", clock_error=1e-5)
+        for at in range(ranks)
+    )
+    return TraceResult(TraceSummary(replace(trace, ranks=many, layout=LONG)), Path("trace.json"))
+
+
+def dried(ranks: int = 2) -> DryRunResult:
+    cluster = Cluster.parse("2x8xH100")
+
+    def run(rank: int) -> Any:
+        moments = tuple(
+            SimpleNamespace(name=f"F0.{at}", peak=10**10 + at, _asdict=dict, activations=at) for at in range(20)
+        )
+        return SimpleNamespace(
+            rank=rank, place=JOB.layout.coordinates(rank), layers=(1, 1), parameters=10**9, gradients=10**9,
+            optimizer=4 * 10**9, peak=123 * 10**9, peak_moment="the sum of gradients", moments=moments, live=4,
+            allowed=5, flops=1e15, traffic=(Traffic("dp", "all-reduce", 3, 1 << 30, Fraction(1 << 30)),), seconds=1.2,
+            activations=10**10,
+        )  # fmt: skip
+
+    found = [vs_plan(JOB, run(rank), cluster) for rank in range(ranks)]
+    return DryRunResult(JOB, cluster, found, "it does not fit: rank 0 (pipeline rank 0) needs more than a device has")
+
+
+def listed() -> CheckpointList:
+    sound = {"name": "step-00000008", "step": 8, "complete": True, "problems": [], "layout": LONG, "files": 16,
+             "bytes": 10**10}  # fmt: skip
+    damaged = {"name": "step-00000006", "step": 6, "complete": False, "problems": ["rank-1.tensors is missing"]}
+    kept = {"name": "step-00000010.1767225600000", "step": 10, "layout": LONG, "files": 16, "bytes": 10**10}
+    halves, aside, home = ["step-00000009.incomplete"], ["step-1.damaged-2"], f"/dev/shm/fivefold-0/{'4f1d' * 8}"
+    return CheckpointList(Path("runs/demo"), [damaged, sound], halves, aside, [kept], home)
+
+
+def held() -> CheckpointContents:
+    files = [File(name=f"rank-{rank}.tensors", bytes=10**9, sha256="0123456789abcdef" * 4) for rank in range(3)]
+    manifest = Manifest(
+        torch="2.13", step=8, samples=32, updates=8, optimizer=True, data="", job=msgspec.to_builtins(JOB), files=files
+    )
+    checkpoint = SimpleNamespace(path=Path("runs/demo/checkpoints/step-00000008"), manifest=manifest)
+    tensors = [{"name": "norm.weight", "shape": [64], "dtype": "float32", "pieces": 2}]
+    return CheckpointContents(cast(Any, checkpoint), tensors)
+
+
+def checked() -> CheckpointCheck:
+    return CheckpointCheck({"step-00000006": ["rank-1.tensors is missing"], "step-00000008": []})
+
+
+def trained() -> TrainResult:
+    steps = [
+        Step(
+            step=at,
+            loss=5.0 / at,
+            grad_norm=1.5,
+            lr=1e-3,
+            tokens=1 << 20,
+            loss_tokens=1 << 20,
+            seconds=1.0,
+            tokens_per_second=1048576.0,
+            mfu=None,
+            memory=1 << 30,
+        )
+        for at in range(1, 40)
+    ]  # fmt: skip
+    return TrainResult(Path("runs/demo"), steps, Evaluation(step=39, held_out_loss=2.5, samples=8, loss_tokens=512))
+
+
+def loaded() -> ExpertsResult:
+    model = preset("tiny-deepseek")
+    tokens = [[10 + layer * expert % 7 for expert in range(8)] for layer in range(1, 4)]
+    steps = [msgspec.structs.replace(one, load=Load.of(tokens, due=0)) for one in trained().steps]
+    return ExpertsResult(Path("runs/a-long-name-of-a-run"), model, steps, 0, steps[0])
+
+
+def calibrated() -> CalibrationResult:
+    rows = [
+        MeasuredRow("gemm, sustained", "712.3 TFLOP/s", 0.72, note="nothing but large products, for seconds"),
+        MeasuredRow(
+            "attention, flash2, forward and backward", "512.0 TFLOP/s", 0.5, 0.02, 0.11, "over 12 shapes of training"
+        ),
+        MeasuredRow("launch", "2.12 us", note="from one tiny kernel to the next"),
+    ]
+    return CalibrationResult("NVIDIA H200", ACCELERATORS["H200"], rows, 1e-3, {"units": 132})
+
+
+def deployed() -> LaunchResult:
+    it = deployment(None, [f"layout={LONG}", "train.batch=32", "data.seq=64"], nodes=2).it
+    blank, note = "FILL_IN_ACCOUNT in job.sbatch, or give --account", "tp=8 does not divide the 4 ranks of a node"
+    start = ["sbatch job.sbatch"]
+    return LaunchResult("slurm", it.title, 2, 8, "job.sbatch", "", start, [blank], [note], "123", follow("123", it))
+
+
+def shown() -> LaunchResult:
+    return replace(deployed(), kind="torchrun", output="", text="torchrun \\\n  --nnodes=2", submitted="", follow=())
+
+
+def examined(nodes: int = 3) -> DoctorResult:
+    return DoctorResult(Examination(examined_job(nodes), reports(nodes, slow=1)), 12.0)
+
+
+def speeds() -> RanksResult:
+    """Two of four ranks take twice as long."""
+    paces = [[0.1, 0.11], [0.1, 0.1], [0.2, 0.21], [0.2, 0.2]]
+    return RanksResult([RankSpeed(n, "node-1", "a CPU", one, ACCELERATORS["CPU"]) for n, one in enumerate(paces)])

@@ -1,0 +1,185 @@
+"""A run that is started again goes on in its own directory, whoever starts it and whatever else has its name."""
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from fivefold.checkpoint.store import MANIFEST
+from fivefold.job.config import Job, TrainConfig, read_job
+from fivefold.launch.world import PLANNED, RESTARTS, RUN
+from fivefold.support.errors import UserError
+from fivefold.trainer.directories import OWNERS, claim, earlier, identities, owners, run_directory, sign
+from tests.commands import fivefold
+from tests.trainer.test_ends import FAST
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return named(tmp_path)
+
+
+def named(parent: Path, *changes: str) -> Job:
+    return read_job(None, [f"run.dir={parent}", "run.name=sn", *changes])
+
+
+def torchrun(run: str, restarts: int = 0) -> dict[str, str]:
+    return {RUN: run, RESTARTS: str(restarts)}
+
+
+def slurm(job: int, restarts: int = 0, step: int | None = 0) -> dict[str, str]:
+    env = {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step), "SLURM_RESTART_COUNT": str(restarts)}
+    return {name: value for name, value in env.items() if value != "None"}
+
+
+def start(job: Job, env: Mapping[str, str], fresh: bool = False, saves: bool = True) -> str:
+    """The name of the directory in which a start trains, and as a rule leaves a checkpoint."""
+    directory = run_directory(job, fresh, env)
+    if saves:
+        step = directory / "checkpoints/step-00000001"
+        step.mkdir(parents=True, exist_ok=True)
+        (step / MANIFEST).write_text("")
+    return directory.name
+
+
+def test_a_command_by_hand_resumes_the_newest_and_fresh_makes_a_new_one(job: Job) -> None:
+    assert [start(job, {}), start(job, {}), start(job, {}, fresh=True), start(job, {})] == ["sn", "sn", "sn-2", "sn-2"]
+
+
+@pytest.mark.parametrize("launcher", [torchrun, slurm])
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_restart_goes_on_in_its_own_directory(job: Job, launcher, fresh: bool) -> None:
+    assert start(job, launcher(7), fresh) == "sn"
+    assert start(job, launcher(8), fresh=True) == "sn-2"
+    assert start(job, launcher(7, 1), fresh) == "sn"
+    assert start(job, launcher(8, 3), fresh) == "sn-2"
+
+
+@pytest.mark.parametrize("launcher", [torchrun, slurm])
+def test_a_restart_before_the_first_checkpoint_goes_on_there_too(job: Job, launcher) -> None:
+    assert start(job, launcher(7), saves=False) == "sn"
+    assert start(job, launcher(7, 1)) == "sn"
+
+
+def test_an_elastic_run_goes_on_in_its_own_directory_also_where_its_launcher_counts_no_start(job: Job) -> None:
+    first = torchrun("seven") | {PLANNED: "0.1"}
+    assert [start(job, first, fresh=True), start(job, {}, fresh=True)] == ["sn", "sn-2"]
+    assert start(job, first, fresh=True) == "sn"  # other members: torchrun's count stays 0
+    assert start(job, torchrun("none") | {PLANNED: "0.1"}, fresh=True) == "sn-3"  # a name that all runs have
+
+
+def test_a_restart_by_name_never_takes_the_directory_of_another_run(tmp_path: Path) -> None:
+    """Run A, seed 1, is at step 150 when B of the same name and launcher's word comes; then A is started again."""
+    a, b = named(tmp_path, "train.seed=1"), named(tmp_path, "train.seed=2")
+    assert start(a, torchrun("none")) == "sn"
+    assert start(b, torchrun("none"), fresh=True) == "sn-2"
+    assert start(a, torchrun("none", 1)) == "sn"
+    assert start(b, torchrun("none", 1)) == "sn-2"
+
+
+def test_two_commands_of_one_slurm_job_stay_apart_in_another_layout_too(tmp_path: Path) -> None:
+    a, b = named(tmp_path, "train.seed=1"), named(tmp_path, "train.seed=2")
+    assert [start(one, slurm(7, step=None), fresh=True) for one in (a, b)] == ["sn", "sn-2"]
+    wide = named(tmp_path, "train.seed=1", "layout=dp=2")
+    assert [start(one, slurm(7, 1, step=None), fresh=True) for one in (wide, b)] == ["sn", "sn-2"]
+
+
+def test_a_requeued_job_goes_on_where_its_inner_launcher_has_another_name(job: Job) -> None:
+    assert start(job, slurm(7) | torchrun("first"), fresh=True) == "sn"
+    assert start(job, {}, fresh=True) == "sn-2"
+    assert start(job, slurm(7, 1) | torchrun("second"), fresh=True) == "sn"
+    assert start(job, torchrun("second", 1)) == "sn"
+
+
+def test_a_run_that_resumed_anothers_directory_by_hand_has_it_from_then_on(job: Job) -> None:
+    assert start(job, {}) == "sn"
+    assert start(job, torchrun("a")) == "sn"
+    assert start(job, {}, fresh=True) == "sn-2"
+    assert start(job, torchrun("a", 1)) == "sn"
+
+
+def test_a_run_whose_first_start_made_no_directory_begins_as_a_first_start_does(job: Job) -> None:
+    assert start(job, torchrun("a", 1)) == "sn"
+    assert start(job, torchrun("b", 1)) == "sn"
+    assert start(job, torchrun("c", 1), fresh=True) == "sn-2"
+
+
+def test_but_not_in_the_directory_of_another_job(job: Job, tmp_path: Path) -> None:
+    assert start(job, {}) == "sn"
+    assert start(named(tmp_path, "train.seed=2"), {}, fresh=True) == "sn-2"
+    assert start(named(tmp_path, "train.seed=7"), slurm(99, 1)) == "sn-3"
+    assert start(job, slurm(98, 1)) == "sn"
+
+
+def test_a_command_that_the_newest_refuses_has_an_earlier_one_of_the_same_job(job: Job, tmp_path: Path) -> None:
+    other = named(tmp_path, "train.seed=2")
+    assert [start(job, {}), start(job, {}, fresh=True, saves=False)] == ["sn", "sn-2"]
+    assert start(other, {}, fresh=True) == "sn-3"
+    assert earlier(job, tmp_path / "sn-3", {}) == tmp_path / "sn"  # sn-2 has no checkpoint
+    assert earlier(other, tmp_path / "sn-3", {}) is None
+    assert earlier(job, tmp_path / "sn-3", torchrun("a")) == tmp_path / "sn"
+    assert earlier(job, tmp_path / "sn-3", torchrun("a", 1)) is None  # a restart never moves
+
+
+def test_damage_to_the_names_of_runs_stops_a_restart_and_no_command_by_hand(job: Job, tmp_path: Path) -> None:
+    assert start(job, torchrun("a")) == "sn"
+    assert start(job, torchrun("b"), fresh=True) == "sn-2"
+    file = tmp_path / "sn" / OWNERS
+    whole = file.read_bytes()
+    for bit in range(0, 8 * len(whole), 3):
+        data = bytearray(whole)
+        data[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(data)
+        with suppress(UserError):  # as a rule; a bit of white space changes nothing
+            assert run_directory(job, False, torchrun("a", 1)).name == "sn"
+            file.write_bytes(whole)
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(UserError, match="cannot be told"):
+        run_directory(job, False, torchrun("a", 1))
+    assert run_directory(job, False, torchrun("b", 1)).name == "sn-2"
+    assert start(job, {}) == "sn-2"
+
+
+def test_a_directory_remembers_the_last_runs(tmp_path: Path) -> None:
+    sign(tmp_path, [f"run {number}" for number in (*range(100), 50)])
+    found = owners(tmp_path)
+    assert found is not None
+    assert (len(found), found[-2:]) == (64, ["run 99", "run 50"])
+
+
+def test_pipes_in_the_place_of_its_files_stop_a_run_at_once(job: Job, tmp_path: Path) -> None:
+    for name in ("claim", f"{OWNERS}.half"):
+        os.mkfifo(tmp_path / name)
+    with pytest.raises(UserError, match=r"cannot write .*claim: .*are free there"):
+        claim(tmp_path)
+    sign(tmp_path, ["a"])
+    assert owners(tmp_path) == ["a"]
+    os.close(os.open(tmp_path / OWNERS, os.O_RDONLY))
+
+
+def test_a_requeued_run_goes_on_where_it_was_killed(tokens: Path, tmp_path: Path) -> None:
+    words = ["train", f"data.path={tokens}", *FAST, "--fresh", "train.steps=4", "checkpoint.every=1"]
+    batch = {"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "0"}
+    killed = fivefold(*words, cwd=tmp_path, env=batch | {"FIVEFOLD_FAULT": "term@step=2"})
+    assert killed.returncode == 143
+    other = fivefold(*words, "train.seed=2", cwd=tmp_path)
+    assert other.returncode == 0
+    on = fivefold(*words, cwd=tmp_path, env=batch | {"SLURM_RESTART_COUNT": "1"})
+    assert on.returncode == 0, on.stderr
+    assert "resumes from runs/run/checkpoints/step-00000002, after step 2" in on.stdout
+
+
+def test_a_run_is_known_by_what_was_given_so_that_a_new_setting_with_a_default_changes_nothing() -> None:
+    job = read_job(None, ["optimizer.lr=1e-4"])
+    [name] = identities(job, {"SLURM_JOB_ID": "7"})
+
+    class Wider(TrainConfig, frozen=True, kw_only=True):
+        new: int = 3
+
+    [same] = identities(msgspec.structs.replace(job, train=Wider()), {"SLURM_JOB_ID": "7"})
+    [other] = identities(msgspec.structs.replace(job, train=Wider(new=4)), {"SLURM_JOB_ID": "7"})
+    assert name == same != other

@@ -1,0 +1,52 @@
+"""A run on many ranks is the run on one: losses, norms and held-out losses, with samples that do not divide."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fivefold.data.batch import Batch
+from fivefold.job.config import Job
+from fivefold.job.preflight import preflight
+from fivefold.parallel.mesh import Mesh
+from fivefold.trainer.loop import Trainer
+from tests.ranks import run_ranks
+from tests.trainer.test_loop import Recorder, small_job
+
+
+def run(rank: int, world: int, job: Job) -> list[float]:
+    trainer, recorder = Trainer(job, preflight(job, world), Mesh.of(job.layout, torch.device("cpu"))), Recorder()
+    trainer.run([recorder])
+    return [number for step in recorder.steps for number in (step.loss, step.grad_norm)] + [
+        evaluation.held_out_loss for evaluation in recorder.evaluations
+    ]
+
+
+LAYOUTS = ["dp=2,cp=2,zero=3", "dp=4,zero=1", "tp=2,sp", "pp=2,microbatches=2,schedule=zb-v", "dp=2,pp=2,zero=2"]
+
+
+COMMON = ["train.dtype=float64", "train.steps=3", "train.eval_every=2", "train.eval_samples=5", "model.dropout=0.1"]
+
+
+@pytest.fixture(scope="module")
+def want(tokens: Path) -> list[float]:
+    return run(0, 1, small_job(tokens, *COMMON))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_on_many_ranks_is_the_run_on_one(tokens: Path, want: list[float], layout: str) -> None:
+    job = small_job(tokens, *COMMON, f"layout={layout}")
+    assert len(want) == 8
+    for got in run_ranks(job.layout.world, run, job):
+        assert got == pytest.approx(want, rel=1e-9)
+
+
+def test_padding_adds_samples_without_loss() -> None:
+    arrays = np.arange(12).reshape(3, 4)
+    batch = Batch(np.arange(3), arrays, arrays, np.ones((3, 4), bool), arrays)
+    padded = batch.padded(2)
+    assert padded.tokens.shape == (4, 4)
+    assert padded.loss_tokens == batch.loss_tokens == 12
+    assert padded.loss_mask[3].sum() == 0
+    assert batch.padded(3) is batch

@@ -1,0 +1,115 @@
+"""Pipelines among the other axes, on 4 and 8 ranks, against one process: results to 1e-10, traffic to the byte."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from fivefold.job.config import Job
+from fivefold.verifier.compare import Error
+from fivefold.verifier.verdict import RankMeasurement, Verdict
+from fivefold.verifier.verify import Judge, closed_forms, holdings
+from tests.verifier import cases
+from tests.verifier.cases import job, tiny
+
+BUGS = "tests.verifier.cases:"
+
+
+@pytest.fixture(scope="module")
+def judge() -> Iterator[Judge]:
+    with Judge(patience=120) as one:
+        yield one
+
+
+PROOFS = {
+    **{
+        f"dp=2, tp=2, pp=2, zero={zero}": job(f"dp=2,tp=2,pp=2,sp,zero={zero},microbatches=2", steps=2)
+        for zero in range(4)
+    },
+    "cp=2, tp=2, pp=2, biases on q, k and v": job(
+        "cp=2,tp=2,pp=2,zero=1,microbatches=4,schedule=zb-h1,recompute=full", tiny(qkv_bias=True, kv_heads=1)
+    ),
+    "cp=2, pp=2, biases on q, k and v": job(
+        "cp=2,pp=2,zero=1,microbatches=4,schedule=zb-h1,recompute=full", tiny(qkv_bias=True, kv_heads=1)
+    ),
+    "zb-v": job("tp=2,pp=2,schedule=zb-v,microbatches=4", tiny(layers=4)),
+    "interleaved, tied, uneven": job(
+        "tp=2,pp=2,schedule=interleaved,microbatches=2,split=0,3,1,0", tiny(layers=4, tied=True)
+    ),
+    "tied over four ranks, zero 3": job(
+        "dp=2,pp=4,zero=3,microbatches=4,schedule=zb-h2,split=1,0,1,0", tiny(tied=True)
+    ),
+    "halves and wholes, hybrid": job("dp=4,pp=2,zero=3,replicate=2,microbatches=4,schedule=dualpipe-v", batch=16),
+    "halves and wholes, zero 2": job("dp=2,pp=2,zero=2,microbatches=4,schedule=dualpipe-v,recompute=selective"),
+    "float32": job("tp=2,pp=2,sp,microbatches=2,schedule=v-min", dtype="float32"),
+    "bfloat16": job("dp=2,pp=2,zero=1,microbatches=2,schedule=zb-h1", dtype="bfloat16"),
+}
+
+
+# What the first five vary, the others have as well, but not three axes at a time.
+SLOW = [pytest.mark.slow] * 5 + [()] * (len(PROOFS) - 5)
+
+
+@pytest.mark.parametrize(
+    "proof",
+    [pytest.param(proof, id=name, marks=marks) for (name, proof), marks in zip(PROOFS.items(), SLOW, strict=True)],
+)
+def test_a_pipeline_computes_what_one_process_computes_and_sends_what_the_closed_form_says(
+    judge: Judge, proof: Job
+) -> None:
+    assert proof.problems() == []
+    verdict = judge(proof)
+    assert verdict.problems == []
+    assert verdict.passed
+    sends = [count for count in verdict.traffic if (count.counted.axis, count.counted.kind) == ("pp", "send")]
+    assert sum(count.counted.calls for count in sends) > 0
+    if proof.train.dtype == "float64":
+        assert all(error.value < 1e-13 for error in verdict.errors)
+
+
+@pytest.mark.parametrize(
+    ("bug", "layout", "named"),
+    [
+        (cases.the_ends_of_a_tied_embedding_are_not_summed, "pp=2,microbatches=2", "embedding.weight"),
+        (cases.a_weight_gradient_is_forgotten, "pp=2,microbatches=2,schedule=zb-h1", ".weight"),
+        (cases.microbatches_arrive_in_the_wrong_order, "pp=2,microbatches=2", "layers."),
+    ],
+)
+def test_a_deliberate_bug_fails_and_the_parameter_is_named(judge: Judge, bug: object, layout: str, named: str) -> None:
+    judge.hook = BUGS + bug.__name__
+    verdict = judge(job(layout, tiny(tied=True)))
+    judge.hook = ""
+    assert not verdict.passed
+    worst = verdict.worst("gradient")
+    assert worst is not None
+    assert not worst.holds
+    assert named in worst.name
+
+
+def test_a_parameter_that_no_rank_holds_fails_and_so_do_copies_that_differ(judge: Judge) -> None:
+    one = job("pp=2", tiny(layers=1), steps=1)
+    names = [parameter.name for parameter in one.model.parameters()]
+
+    def measured(held: list[str], digest: str) -> RankMeasurement:
+        errors = [Error(what, name, 1, 0.0, 1e-10) for what in ("gradient", "parameter") for name in held]
+        return RankMeasurement(
+            errors=errors, digests=dict.fromkeys(held, digest), held={"gradients": 8, "peak": 9, "flops": 1}
+        )
+
+    forms, holding = [[] for _ in closed_forms(one)], [{"gradients": 8.0} for _ in holdings(one)]
+    whole = [measured(names[:3], "a"), measured(names[3:], "b")]
+    assert Verdict.of(one, whole, forms, holding, 0.0).passed
+    less = [whole[0], measured(names[3:-1], "b")]
+    verdict = Verdict.of(one, less, forms, holding, 0.0)
+    assert verdict.problems[:2] == [
+        f"the gradient of {names[-1]} is held by no rank (step 1)",
+        f"the parameter {names[-1]} is held by no rank (step 1)",
+    ]
+    torn = [whole[0], replace(whole[1], digests={names[0]: "c", **whole[1].digests})]
+    assert Verdict.of(one, torn, forms, holding, 0.0).problems == [
+        f"ranks 0 and 1 hold {names[0]}, and not the same bits of it"
+    ]
+    holding[1] = {"gradients": 16.0}
+    assert Verdict.of(one, whole, forms, holding, 0.0).problems == [
+        "rank 1 holds 8 bytes of gradients, and the closed form has 16"
+    ]
