@@ -49,7 +49,7 @@ def modules() -> dict[str, Path]:
 
 
 def room(module: str) -> str:
-    """`plan` of fivefold.planner.space; nothing of the package itself, which holds the version and lazy names."""
+    """`planner` of fivefold.planner.space; nothing of the package itself, which holds the version and lazy names."""
     return module.split(".")[1] if "." in module else ""
 
 

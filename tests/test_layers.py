@@ -43,6 +43,16 @@ def test_the_package_itself_loads_nothing_and_nobody_asks_it() -> None:
     assert asking == []
 
 
+def test_no_two_classes_have_one_name() -> None:
+    """A reader who meets a name knows what it is."""
+    homes: dict[str, list[str]] = {}
+    for module, path in modules().items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(module)
+    assert {name: found for name, found in homes.items() if len(found) > 1} == {}
+
+
 def test_what_is_pure_loads_no_torch() -> None:
     wrong = [f"{HEAVY & loaded(module)}: {way(module)}" for module in pure_modules() if HEAVY & loaded(module)]
     assert not wrong, "\n".join(wrong)
