@@ -30,7 +30,7 @@ def held(rule: TensorRule, tp: int, rank: int) -> LocalParam:
 
 
 def test_a_bucket_gives_every_zero_rank_its_share_of_a_stack() -> None:
-    for rule, tp, parts in (("rows", 2, 2), ("columns", 2, 3), ("whole", 1, 4)):
+    for rule, tp, parts in (("colwise", 2, 2), ("rowwise", 2, 3), ("replicated", 1, 4)):
         for rank in range(tp):
             one = held(rule, tp, rank)
             (bucket,) = buckets([one])
@@ -46,11 +46,11 @@ def test_a_bucket_gives_every_zero_rank_its_share_of_a_stack() -> None:
 
 
 def test_a_checkpoint_of_a_stack_is_read_in_the_boxes_of_another_layout(tmp_path: Path) -> None:
-    shares = [held("rows", 2, rank).share(3, index) for rank in range(2) for index in range(3)]
+    shares = [held("colwise", 2, rank).share(3, index) for rank in range(2) for index in range(3)]
     written = [{"model.experts": Shard.of(part(box), SHAPE, box)} for box in shares if all(map(len, box))]
     manifest = Manifest(step=1, samples=0, updates=0, optimizer=False, data="", job={})
     checkpoint = Checkpoint(write_alone(Store(tmp_path), written, manifest, lambda _: None))
-    for box in (held("columns", 2, 1).share(2, 1), held("whole", 1, 0).box):
+    for box in (held("rowwise", 2, 1).share(2, 1), held("replicated", 1, 0).box):
         into = torch.empty([len(side) for side in box])
         load(checkpoint, {"model.experts": Shard.of(into, SHAPE, box)})
         assert torch.equal(into, part(box))

@@ -170,7 +170,7 @@ def test_a_layout_that_does_not_fit_is_shown_with_the_nearest_that_does() -> Non
     line = ["plan", "llama3-8b", "--layout", "dp=8,microbatches=16", "--batch", "128"]
     result = CliRunner().invoke(app, line)
     assert result.exit_code == 1
-    assert "nearest: --layout dp=8,zero=" in result.output
+    assert "nearest: --layout dp=8,zero=" in " ".join(result.output.split())
     found = json.loads(CliRunner().invoke(app, [*line, "--json"]).output)["layout"]
     assert "nearest: --layout" in found["advice"]
     assert found["memory_limit_bytes"] < found["memory_bytes"]

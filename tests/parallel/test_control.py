@@ -27,11 +27,11 @@ def control(world: int) -> Control:
 
 def exchange(rank: int, world: int) -> tuple[object, ...]:
     with closing(control(world)) as ranks:
-        first = ranks.broadcast_object(Path(f"of-{rank}"), Path)
-        lengths = [len(text) for text in ranks.all_gather_object("x" * (1000 * rank + 1), str)]
+        first = ranks.broadcast_value(Path(f"of-{rank}"), Path)
+        lengths = [len(text) for text in ranks.all_gather_values("x" * (1000 * rank + 1), str)]
         for _ in range(3):
-            ranks.broadcast_object(0, int)  # rank 0 runs ahead of those who listen
-        found = first, lengths, ranks.gather_object(rank, int)
+            ranks.broadcast_value(0, int)  # rank 0 runs ahead of those who listen
+        found = first, lengths, ranks.gather_values(rank, int)
         assert not isinstance(ranks.post, Folder) or rank or len(list(ranks.post.path.glob("[0-9]*"))) == 0
         return found
 
@@ -59,13 +59,13 @@ def test_a_store_carries_what_is_larger_than_it_takes() -> None:
 def meet(rank: int, world: int, stopped: int) -> str:
     """One rank stops before it answers; what the others say."""
     ranks = control(world)
-    ranks.all_gather_object(None, None)
+    ranks.all_gather_values(None, None)
     heartbeat.enter(f"the checkpoint of step {rank}")
-    ranks.all_gather_object(None, None)
+    ranks.all_gather_values(None, None)
     if rank == stopped:
         os.kill(os.getpid(), signal.SIGSTOP)
     with pytest.raises(PeerLost) as lost:
-        ranks.all_gather_object(rank, int)
+        ranks.all_gather_values(rank, int)
     return str(lost.value)
 
 
@@ -84,11 +84,11 @@ def test_a_silent_rank_is_named_with_its_place(stopped: int) -> None:
 
 def take_long(rank: int, world: int) -> float:
     ranks, start = control(world), time.monotonic()
-    ranks.all_gather_object(None, None)
+    ranks.all_gather_values(None, None)
     while rank == 1 and time.monotonic() - start < 3 * _TIMEOUT:
         heartbeat.beat()
         time.sleep(0.05)
-    ranks.all_gather_object(rank, int)
+    ranks.all_gather_values(rank, int)
     return time.monotonic() - start
 
 
@@ -99,14 +99,14 @@ def test_who_moves_is_waited_for() -> None:
 
 def leave_early(rank: int, world: int) -> tuple[str, float]:
     ranks = Control(Mesh.of(Layout(dp=world), torch.device("cpu")), timeout=8.0)
-    ranks.all_gather_object(None, None)
+    ranks.all_gather_values(None, None)
     start = time.monotonic()
     if rank == 1:
         heartbeat.enter("step 7")
         ranks.close()
         return "", 0.0
     with pytest.raises(PeerLost) as lost:
-        ranks.gather_object(rank, int)
+        ranks.gather_values(rank, int)
     return str(lost.value), time.monotonic() - start
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from fivefold.parallel.control import all_gather_object, gather_object, packed, unpacked
+from fivefold.parallel.control import all_gather_values, gather_values, packed, unpacked
 from fivefold.schedules.actions import FORWARD, Action
 from fivefold.schedules.clock import BusySpan
 from fivefold.support.errors import TrainingError
@@ -61,7 +61,7 @@ def test_a_pickle_is_not_run(tmp_path: Path) -> None:
 
 
 def gather(rank: int, world: int) -> tuple[object, ...]:
-    return [len(text) for text in all_gather_object("x" * (1000 * rank + 1), str)], gather_object(
+    return [len(text) for text in all_gather_values("x" * (1000 * rank + 1), str)], gather_values(
         rank, int, dist.group.WORLD
     )
 

@@ -77,7 +77,7 @@ class CheckpointFiles:
         self.mine = written(engine.weights, shapes, engine.optimizer, engine.buffers)
         self.into = held(engine.weights, shapes, engine.optimizer)
         self.plain = {name: piece.make() for name, piece in self.mine.items()}
-        self.bytes = sum(control.all_gather_object(sum(tensor.nbytes for tensor in self.plain.values()), int))
+        self.bytes = sum(control.all_gather_values(sum(tensor.nbytes for tensor in self.plain.values()), int))
         self.store = Store(directory / "files")
         self.dcp, self.torch = directory / f"dcp-{rank.number}", directory / f"torch-{rank.number}.pt"
 
@@ -97,7 +97,7 @@ class CheckpointFiles:
                     old.storage.delete(old.path)
             shutil.rmtree(self.dcp)
             os.sync()
-            self.control.all_gather_object(None, None)
+            self.control.all_gather_values(None, None)
         return saves, loads
 
     def load_ours(self) -> None:
@@ -180,7 +180,7 @@ def lose(
     kept.save(trainer.done)
     kept.memory.finish()
     kept.ensure()
-    size = sum(kept.control.all_gather_object(total(kept.pieces()), int))
+    size = sum(kept.control.all_gather_values(total(kept.pieces()), int))
     usual, stops, lost = map(list, zip(*found, strict=True))
     return size, usual, stops, lost
 

@@ -17,7 +17,7 @@ from fivefold.data.batch import Batch
 from fivefold.launch.processes import Rank
 from fivefold.launch.rendezvous import Rendezvous
 from fivefold.launch.world import World, join
-from fivefold.parallel.control import all_gather_object
+from fivefold.parallel.control import all_gather_values
 from fivefold.parallel.experts import AsyncExchange, Send, Tensors
 from fivefold.parallel.mesh import Axis, Mesh
 from fivefold.schedules.actions import BACKWARD, FORWARD, Action, Kind
@@ -171,9 +171,9 @@ def run(rank: Rank, shape: OverlapShape, schedule: str, wires: WireDelay) -> Ove
 
     systems = {IN_TURN: lambda: passes.run(False), IN_TURNS: lambda: passes.run(True)}
     times = take_turns(systems, shape.rounds, after=after)
-    everyone = all_gather_object(recorder.passes, list[Pass])
+    everyone = all_gather_values(recorder.passes, list[Pass])
     simulated, hidden = predicted(passes.engine.schedule, [one for rank in everyone for one in rank])
-    agreed = all(all_gather_object(same, bool))
+    agreed = all(all_gather_values(same, bool))
     return OverlapResult(shape, times, simulated, hidden, agreed, str(wires), machine())
 
 

@@ -16,7 +16,7 @@ from fivefold.launch.processes import Rank
 from fivefold.model.head import loss_sum
 from fivefold.model.ops import LocalOps
 from fivefold.parallel.collectives import whole
-from fivefold.parallel.control import all_gather_object
+from fivefold.parallel.control import all_gather_values
 from fivefold.parallel.mesh import Mesh
 from fivefold.schedules.actions import Action, Kind
 from fivefold.schedules.costs import Costs
@@ -67,7 +67,7 @@ class FivefoldPipeline:
     def costs(self) -> Costs:
         """What compute costs on all ranks; collective."""
         mine = [(kind, stage, times) for (kind, stage), times in self.durations.items()]
-        everyone = all_gather_object(mine, list[tuple[Kind, int, list[float]]])
+        everyone = all_gather_values(mine, list[tuple[Kind, int, list[float]]])
         known = {(kind, stage): seconds for rank in everyone for kind, stage, seconds in rank}
         return Costs.measured(known, self.engine.schedule.placement.stages)
 

@@ -39,7 +39,7 @@ from fivefold.model.hf_names import sources, style_in
 from fivefold.model.init import draw, initialise
 from fivefold.model.layers import TokenPositions
 from fivefold.model.ops import LocalOps
-from fivefold.parallel.control import all_gather_object
+from fivefold.parallel.control import all_gather_values
 from fivefold.parallel.mesh import Mesh
 from fivefold.spec.hf import to_hf_config
 from fivefold.trainer.engine import Engine
@@ -386,6 +386,6 @@ def _loss(system: FivefoldSystem | Loop | None) -> float:
     if not dist.is_initialized():
         assert mine is not None
         return mine[0]
-    known = [one for one in all_gather_object(mine, tuple[float, bool] | None) if one is not None]
+    known = [one for one in all_gather_values(mine, tuple[float, bool] | None) if one is not None]
     total = sum(loss for loss, _ in known)
     return total if known[0][1] else total / len(known)

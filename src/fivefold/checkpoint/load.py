@@ -42,7 +42,7 @@ def newest(
     bad: set[Place] = set()
     while True:
         found = _candidate(store, bad, say, usable) if control.rank == 0 else (None, [])
-        name, refusal = control.broadcast_object(found, tuple[str | None, list[str]])
+        name, refusal = control.broadcast_value(found, tuple[str | None, list[str]])
         if refusal:
             raise UserError(refusal if control.rank == 0 else [])
         if name is None:
@@ -64,7 +64,7 @@ def newest(
 
 def damage(checkpoint: Checkpoint, control: Control) -> list[str]:
     """Collective: what is not as the manifest says; each rank hashes a share. What must not be touched is refused."""
-    shares = control.all_gather_object(_share(checkpoint, control), tuple[list[str], list[str]])
+    shares = control.all_gather_values(_share(checkpoint, control), tuple[list[str], list[str]])
     if refusal := _all(refused for _, refused in shares):
         raise UserError(refusal if control.rank == 0 else [])
     return _all(damaged for damaged, _ in shares)

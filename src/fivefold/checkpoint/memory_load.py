@@ -61,7 +61,7 @@ def find(
 ) -> list[Candidate]:
     """Collective: all that are whole, the newest first. Rank 0 says which are not, and leaves out those that are not
     `usable`."""
-    told = nodes.control.gather_object(listing(nodes.home) if nodes.first else Listing(), Listing)
+    told = nodes.control.gather_values(listing(nodes.home) if nodes.first else Listing(), Listing)
     found: list[Candidate] = []
     if nodes.rank == 0:
         firsts = [told[ranks[0]] for ranks in nodes.nodes]
@@ -72,7 +72,7 @@ def find(
             if gone := one.missing:
                 named = ", ".join(gone[:4]) + f" and {len(gone) - 4} more" * (len(gone) > 4)
                 say(f"step {one.step} in memory is not whole: no node has {named} of {one.name}; it is not used")
-    return nodes.control.broadcast_object(found, list[Candidate])
+    return nodes.control.broadcast_value(found, list[Candidate])
 
 
 def fetch(nodes: Nodes, one: Candidate) -> None:
@@ -90,7 +90,7 @@ def fetch(nodes: Nodes, one: Candidate) -> None:
             path.mkdir(mode=0o700, exist_ok=True)
             for name, part in zip(names, parts, strict=True):
                 (path / name).write_bytes(part)
-    nodes.control.all_gather_object(None, None)
+    nodes.control.all_gather_values(None, None)
 
 
 class SnapshotReading(NamedTuple):
@@ -143,7 +143,7 @@ def load(
         agreed(nodes.control, lambda: wait(works))
         for overlap, part in rows:
             overlap.put(part)
-    told = nodes.control.all_gather_object(harm, list[CorruptFile])
+    told = nodes.control.all_gather_values(harm, list[CorruptFile])
     return list(dict.fromkeys(sentence for sentences in told for sentence in sentences))
 
 
@@ -160,7 +160,7 @@ def _divided(nodes: Nodes, one: Candidate, wanted: dict[str, list[RowOverlap]], 
         used = {file for file, holders in one.files.items() if file != TABLE and nodes.node in holders}
     else:
         asked = [(rank, file) for rank, found in far.items() for file in {overlap.file for overlap in found}]
-        told = nodes.control.all_gather_object([*asked, *((nodes.rank, file) for file in near)], list[tuple[int, str]])
+        told = nodes.control.all_gather_values([*asked, *((nodes.rank, file) for file in near)], list[tuple[int, str]])
         here = nodes.nodes[nodes.node]
         used = {file for found in told for rank, file in found if rank in here}
     ranks = nodes.nodes[nodes.node]
@@ -268,7 +268,7 @@ class Memory:
             except OSError as error:
                 problem = f"{run} cannot be written to: {error.strerror or error}"
         told = name, problem, int(1000 * time.time())
-        name, problem, start = control.broadcast_object(told, tuple[str, str, int])
+        name, problem, start = control.broadcast_value(told, tuple[str, str, int])
         if name:
             nodes = Nodes(Control(mesh, control.timeout), name, start, wanted)
             if nodes.first and not nodes.problem:

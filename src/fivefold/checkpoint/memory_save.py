@@ -65,7 +65,7 @@ class Nodes:
             problem = f"{self.home.parent} cannot be made" if make else ""
         except OSError as error:
             problem = error.strerror or str(error)
-        told = control.all_gather_object((*here(), problem), tuple[str, str, str])
+        told = control.all_gather_values((*here(), problem), tuple[str, str, str])
         self.nodes = nodes_of([(host, place) for host, place, _ in told])
         self.node = next(number for number, ranks in enumerate(self.nodes) if self.rank in ranks)
         self.first = self.rank == self.nodes[self.node][0]
@@ -82,7 +82,7 @@ class Nodes:
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.control.timeout))
         except RuntimeError as error:
             why = f"rank {self.rank} cannot reach the others over gloo: {str(error).splitlines()[0][:200]}"
-        return next(filter(None, self.control.all_gather_object(why, str)), "")
+        return next(filter(None, self.control.all_gather_values(why, str)), "")
 
     def broadcast(self, parts: list[bytes], source: int) -> list[bytes]:
         """Collective: the parts that `source` has, on every rank."""
@@ -228,7 +228,7 @@ class SnapshotWriter:
             for one in self.store.complete():
                 if one.step > step:
                     (self.nodes.home / one.path.name / MANIFEST).unlink(missing_ok=True)
-        self.nodes.control.all_gather_object(None, None)
+        self.nodes.control.all_gather_values(None, None)
         self._free([path for path in self.taken if (path / MANIFEST).exists()])
 
     def _slot(self, pieces: Pieces) -> SnapshotSlot:
@@ -275,14 +275,14 @@ class SnapshotWriter:
             if not problem
             else WrittenPart(problem=f"rank {self.nodes.rank}: {problem}")
         )
-        parts = control.gather_object(mine, WrittenPart)
+        parts = control.gather_values(mine, WrittenPart)
         if control.rank == 0:
             said = next((part.problem for part in parts if part.problem), "")
             try:
                 tables = _tables(manifest, [part.written for part in parts]) if not said else tables
             except Exception as error:
                 said = _why(error)
-        if said := control.broadcast_object(said, str):
+        if said := control.broadcast_value(said, str):
             raise NotSaved(said)
         if self.nodes.group is not None:
             own = tables

@@ -195,12 +195,12 @@ class Saver:
 
 def write(store: Store, control: Control, pieces: Pieces, manifest: Manifest) -> Place:
     """Collective: every rank's pieces into a checkpoint, which exists from the moment its manifest does."""
-    needed, first = sum(control.all_gather_object(total(pieces), int)), control.rank == 0
+    needed, first = sum(control.all_gather_values(total(pieces), int)), control.rank == 0
     name = agreed(control, lambda: _room(store, manifest.step, needed).name if first else "")
-    path = store.directory / control.broadcast_object(name, str)
+    path = store.directory / control.broadcast_value(name, str)
     with _complete_or_gone(store, path) if first else nullcontext():
         mine = agreed(control, lambda: _written(path, control.rank, pieces, manifest.step))
-        written = control.gather_object(mine, Written)
+        written = control.gather_values(mine, Written)
         agreed(control, lambda: _commit(store, path, manifest, written) if first else None)
     return path
 
@@ -266,6 +266,6 @@ def agreed(control: Control, do: Callable[[], T]) -> T:
         who = f"rank {control.rank}: " if control.size > 1 else ""
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         problem = f"{who}{why or type(error).__name__}"
-    if why := next(filter(None, control.all_gather_object(problem, str)), ""):
+    if why := next(filter(None, control.all_gather_values(problem, str)), ""):
         raise NotSaved(why)
     return done

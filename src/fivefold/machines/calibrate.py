@@ -35,7 +35,7 @@ from fivefold.machines.fit import ATTENTION, Samples, fitted
 from fivefold.machines.kernels import Kernels, block_of, of_device
 from fivefold.machines.result import CalibrationResult, RankSpeed, RanksResult, at_pace, short
 from fivefold.model.ops import LocalOps
-from fivefold.parallel.control import gather_object
+from fivefold.parallel.control import gather_values
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError
 from fivefold.support.text import counted
@@ -199,7 +199,7 @@ def joined(world: worlds.World, device: str, quick: bool) -> RanksResult | None:
             world, choose_backend(chosen, world.local_size), job.train.timeout, claim(job, Path(), world, PURPOSE)
         )
         try:
-            speeds = gather_object(measured(chosen, world.local_size, quick), RankSpeed)
+            speeds = gather_values(measured(chosen, world.local_size, quick), RankSpeed)
         finally:
             worlds.leave(world)
     return RanksResult(speeds) if speeds else None

@@ -29,7 +29,7 @@ from fivefold.machines.calibrate import device_name
 from fivefold.machines.clock import Clock, timed_collectives
 from fivefold.machines.judge import Examination, RankReport, RingReport, Send, clocks, host_ids, slow_ranks
 from fivefold.machines.node import host_id, node_name
-from fivefold.parallel.control import Control, gather_object
+from fivefold.parallel.control import Control, gather_values
 from fivefold.parallel.mesh import Axis, Mesh
 from fivefold.support.parsing import path_of
 from fivefold.tracing.tracer import against_rank_0
@@ -146,7 +146,7 @@ def joined(job: Job, world: worlds.World) -> list[RankReport]:
         try:
             mesh = Mesh.of(job.layout, device, job.train.timeout, spec=job.model)
             mine = examine(job, mesh, world.local_rank == 0)
-            return gather_object(mine, RankReport, mesh.world.group) if world.size > 1 else [mine]
+            return gather_values(mine, RankReport, mesh.world.group) if world.size > 1 else [mine]
         finally:
             worlds.leave(world)
 
@@ -227,10 +227,10 @@ def before_step_1(job: Job, mesh: Mesh, control: Control) -> list[str]:
         torch.cuda.reset_peak_memory_stats(mesh.device)
     times = []
     for _ in range(_LOOKS):
-        control.all_gather_object(0, int)  # which all ranks leave at almost the same moment
+        control.all_gather_values(0, int)  # which all ranks leave at almost the same moment
         times.append(time.time())
     named = host_id() if mesh.device.type == "cuda" else ""
-    found = control.gather_object((node_name(), rate, times, named), tuple[str, float, list[float], str])
+    found = control.gather_values((node_name(), rate, times, named), tuple[str, float, list[float], str])
     reports, cpu = [], mesh.device.type == "cpu"
     for rank, (node, reached, theirs, named) in enumerate(found):
         ahead = min((there - here for there, here in zip(theirs, times, strict=True)), key=abs)

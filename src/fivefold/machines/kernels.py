@@ -91,10 +91,10 @@ class TimedOps(LocalOps):
         yield
         self.log[what].append((start, self.clock.now()))
 
-    def columns(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
+    def column_parallel(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
         return tuple(_Matmul.apply(x, linear.weight, self) for linear in linears)
 
-    def rows(self, x: Tensor, linear: nn.Linear) -> Tensor:
+    def row_parallel(self, x: Tensor, linear: nn.Linear) -> Tensor:
         return _Matmul.apply(x, linear.weight, self)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Tensor | None = None) -> Tensor:

@@ -1,9 +1,9 @@
 """Small values that ranks exchange beside the training step: rank 0 collects, and rank 0 announces.
 
     control = Control(mesh, timeout=600)
-    control.broadcast_object(value, Path)     # rank 0's, on every rank
-    control.gather_object(value, int)         # all ranks', on rank 0
-    control.all_gather_object(value, int)     # all ranks', on every rank
+    control.broadcast_value(value, Path)      # rank 0's, on every rank
+    control.gather_values(value, int)         # all ranks', on rank 0
+    control.all_gather_values(value, int)     # all ranks', on every rank
 
 They travel through the store at which the ranks met, not through a process group: a background thread may use it, a
 wait can be given up, and it is known who is missing. A wait lasts as long as those waited for move (see
@@ -121,8 +121,8 @@ def post(name: str) -> Folder | Remote:
 #     data = packed(value)
 #     value = unpacked(data, list[File])     # a TrainingError, if it is not that
 #
-#     all_gather_object(value, int, group)   # collective: the values of all ranks, in their order, on every rank
-#     gather_object(value, RankTrace, group) # collective: those of all ranks, on the first; others get none
+#     all_gather_values(value, int, group)   # collective: the values of all ranks, in their order, on every rank
+#     gather_values(value, RankTrace, group) # collective: those of all ranks, on the first; others get none
 #
 # torch's collectives of objects unpickle, and so execute, whatever comes.
 
@@ -149,7 +149,7 @@ def _plain(value: Any) -> Any:
     raise NotImplementedError(f"{type(value).__name__} is not sent between ranks")  # msgspec asks for this one
 
 
-def all_gather_object(value: T, kind: Any, group: Group = None) -> list[T]:
+def all_gather_values(value: T, kind: Any, group: Group = None) -> list[T]:
     size, mine = _start(value, group)
     sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, size, group=group)
@@ -159,7 +159,7 @@ def all_gather_object(value: T, kind: Any, group: Group = None) -> list[T]:
     return _values(boxes, sizes, kind)
 
 
-def gather_object(value: T, kind: Any, group: Group = None) -> list[T]:
+def gather_values(value: T, kind: Any, group: Group = None) -> list[T]:
     size, mine = _start(value, group)
     first, longest = dist.get_rank(group) == 0, size.clone()
     dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
@@ -209,7 +209,7 @@ class Control:
             self.post = post(self.path)
             self.teller.start()
 
-    def broadcast_object(self, value: T, kind: Any) -> T:
+    def broadcast_value(self, value: T, kind: Any) -> T:
         """The value of rank 0, of the type `kind`, on every rank; what the others give is not looked at."""
         if self.size == 1:
             return value
@@ -221,7 +221,7 @@ class Control:
         self._wait({0: key})
         return unpacked(self.post.get(key), kind)
 
-    def gather_object(self, value: T, kind: Any) -> list[T]:
+    def gather_values(self, value: T, kind: Any) -> list[T]:
         """The values of all ranks, in their order, on rank 0; the others get none, and do not wait."""
         if self.size == 1:
             return [value]
@@ -237,9 +237,9 @@ class Control:
         self.announced.clear()
         return found
 
-    def all_gather_object(self, value: T, kind: Any) -> list[T]:
+    def all_gather_values(self, value: T, kind: Any) -> list[T]:
         """The values of all ranks, in their order, on every rank: for values that are small, or of few ranks."""
-        return self.broadcast_object(self.gather_object(value, kind), list[kind])
+        return self.broadcast_value(self.gather_values(value, kind), list[kind])
 
     def close(self) -> None:
         """This rank takes part no more: those who wait for it learn so at once. Rank 0, whose process may have the

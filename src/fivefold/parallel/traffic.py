@@ -156,7 +156,7 @@ def same_order(control: Control, mesh: Mesh, order: str) -> None:
         return
     digest = hashlib.sha256(order.encode()).hexdigest()
     first: dict[int, tuple[int, str]] = {}  # by place along pp: the first rank there, and its order
-    for rank, (place, found) in enumerate(control.all_gather_object((mesh.pp.rank, digest), tuple[int, str])):
+    for rank, (place, found) in enumerate(control.all_gather_values((mesh.pp.rank, digest), tuple[int, str])):
         other, known = first.setdefault(place, (rank, found))
         if found != known:
             raise Mismatch(f"rank {rank} would start its messages and sums in another order than rank {other} does")

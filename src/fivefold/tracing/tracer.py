@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.parallel.control import all_gather_object, gather_object
+from fivefold.parallel.control import all_gather_values, gather_values
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.traffic import SPACES, TrafficCounter, given_to, name_of, ranks_of
 from fivefold.schedules.actions import COMPUTE, Action
@@ -260,7 +260,7 @@ class Tracer:
         world, layout = self.mesh.world, self.mesh.layout
         gathered = [self._records()]
         if world.size > 1:
-            gathered = gather_object(gathered[0], RankTrace, world.group)
+            gathered = gather_values(gathered[0], RankTrace, world.group)
         return Trace(schedule, tuple(gathered), str(layout)) if world.rank == 0 else None
 
     def _records(self) -> RankTrace:
@@ -299,7 +299,7 @@ def against_rank_0(
     world = mesh.world
     if world.size == 1:
         return 0.0, 0.0
-    hosts = all_gather_object(host or socket.gethostname(), str, world.group)
+    hosts = all_gather_values(host or socket.gethostname(), str, world.group)
     firsts = {name: hosts.index(name) for name in hosts}
     mine, measured = (0.0, 0.0), [(0.0, 0.0)] * world.size
     ping = torch.zeros(1, dtype=torch.float64, device="cpu" if world.staged else mesh.device)
@@ -320,5 +320,5 @@ def against_rank_0(
             error, offset = min(answers)
             mine = offset, error
     if len(firsts) > 1:
-        measured = all_gather_object(mine, tuple[float, float], world.group)
+        measured = all_gather_values(mine, tuple[float, float], world.group)
     return measured[firsts[hosts[world.rank]]]

@@ -55,7 +55,7 @@ class Checkpoints:
         self.memory.enter(self.trainer.mesh, run, wanted)
         self.starts = self._starts(run) if self.control.rank == 0 and self.memory.memory is not None else []
         found = self.memory.find(self._counts)
-        disk: int | None = self.control.broadcast_object(self._on_disk() if found else None, int | None)
+        disk: int | None = self.control.broadcast_value(self._on_disk() if found else None, int | None)
         checkpoint = self._from_memory([one for one in found if one.step >= (disk or 0)], disk)
         if checkpoint is None:
             checkpoint = self._from_disk([one for one in found if one.step < (disk or 0)], disk)
@@ -104,7 +104,7 @@ class Checkpoints:
 
     def _from_others(self, named: str) -> None:
         """The weights of another run, with nothing else of it: this one is at its first step."""
-        path, problems = self.control.broadcast_object(_found(named, self.control.rank), tuple[str, list[str]])
+        path, problems = self.control.broadcast_value(_found(named, self.control.rank), tuple[str, list[str]])
         engine, weights = self.trainer.engine, Checkpoint(place_of(path)) if path else None
         if weights is None or (problems := damage(weights, self.control) or misfits(weights, self.trainer.job)):
             raise UserError(problems if self.control.rank == 0 else [])
@@ -157,7 +157,7 @@ class Checkpoints:
         self.finish()
         self.memory.finish()
         found = self.memory.find(lambda one: one.step <= step and self._counts(one))
-        disk = self.control.broadcast_object(self._on_disk(step) if found else None, int | None)
+        disk = self.control.broadcast_value(self._on_disk(step) if found else None, int | None)
         if checkpoint := self.memory.sound([one for one in found if one.step >= (disk or 0)]):
             return checkpoint
         return newest(self.store, self.control, self.say, lambda one: one.step <= step and self._stands(one))
@@ -166,7 +166,7 @@ class Checkpoints:
         """Collective, in mid-run: the trainer as it was then. Checkpoints of later steps are deleted."""
         self._take(checkpoint)
         self.saved = min(self.saved, checkpoint.step)  # steps that come again are saved again
-        self.control.all_gather_object(True, bool)  # all have read it
+        self.control.all_gather_values(True, bool)  # all have read it
         self.memory.forget(after=checkpoint.step)
         if self.control.rank == 0:
             try:

@@ -438,7 +438,7 @@ class Corruption:
     def _told(self, value: object, kind: object) -> list:  # type: ignore[type-arg]
         """What every rank has to say, when something is wrong."""
         with closing(Control(self.mesh, self.engine.job.train.timeout)) as control:
-            return control.all_gather_object(value, kind)
+            return control.all_gather_values(value, kind)
 
 
 def _rounds_as(device: torch.device) -> str:

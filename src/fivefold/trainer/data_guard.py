@@ -51,7 +51,7 @@ class DataGuard:
         """Collective: what ranks find, they tell each other over `control`, which must be the guard's own; and this
         rank gets its share of files."""
         self.control, self.say = control, say
-        store, hosts = self.sources.train.store, control.all_gather_object(platform.node(), str)
+        store, hosts = self.sources.train.store, control.all_gather_values(platform.node(), str)
         if store.index.bytes > QUICK:  # else preflight has hashed all of it
             here = [rank for rank, host in enumerate(hosts) if host == hosts[control.rank]]
             self.checker = Checker(store, CheckedData(store.path), here.index(control.rank), len(here))
@@ -116,7 +116,7 @@ class DataGuard:
         Where no step has read what is damaged, the state is saved first. `sure`: one has found something.
         """
         size = self.control.size if self.control else 1
-        found = self.control.all_gather_object(self.findings, list[Finding]) if self.control else [self.findings]
+        found = self.control.all_gather_values(self.findings, list[Finding]) if self.control else [self.findings]
         if not any(found) and not sure:
             return
         sentences, clean = dict[str, int](), True

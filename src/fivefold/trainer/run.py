@@ -74,12 +74,12 @@ def mark(directory: Path) -> Path:
 def check_shared(marked: Path, control: Control) -> None:
     """Collective: all ranks look for rank 0's mark, which is then removed. If one does not see it, all end."""
     blind = "" if _sees(marked, time.monotonic() + _SETTLES) else str(marked.parent.absolute())
-    found = control.gather_object((platform.node(), blind), tuple[str, str])
+    found = control.gather_values((platform.node(), blind), tuple[str, str])
     problem = blind_nodes(found)
     if control.rank == 0:
         with suppress(OSError):
             marked.unlink()
-    if problem := control.broadcast_object(problem, str):
+    if problem := control.broadcast_value(problem, str):
         raise UserError([problem] if blind or control.rank == 0 else [])
 
 
@@ -152,9 +152,9 @@ def _run_job(
         mesh = Mesh.of(job.layout, device, job.train.timeout, spec=job.model)
         control = leaving.enter_context(closing(Control(mesh, job.train.timeout)))
         directory, again = _agreed(control, lambda: _begun(job, sources, start)) or (Path(), False)
-        directory = control.broadcast_object(directory, Path)
+        directory = control.broadcast_value(directory, Path)
         if world.apart and job.checkpoint.save and not job.checkpoint.url:
-            marked = control.broadcast_object(_agreed(control, lambda: mark(directory)) or Path(), Path)
+            marked = control.broadcast_value(_agreed(control, lambda: mark(directory)) or Path(), Path)
             check_shared(marked, control)
         if world.joined:
             logs.keep(directory / "logs", world)
@@ -173,7 +173,7 @@ def _run_job(
         recovery = _recovery(directory, world, note) if again else None
         trainer.policy.say = note
         trainer.policy.learn(
-            control.broadcast_object(
+            control.broadcast_value(
                 _agreed(control, lambda: _decided(directory, note)) or KnownDecisions(), KnownDecisions
             )
         )
@@ -262,7 +262,7 @@ def _agreed(control: Control, do: Callable[[], T]) -> T | None:
             done = do()
         except UserError as error:
             problems = error.problems
-    if control.broadcast_object(bool(problems), bool):
+    if control.broadcast_value(bool(problems), bool):
         raise UserError(problems)
     return done
 
@@ -316,7 +316,7 @@ def _train(
     try:
         return trainer.run(listeners, outputs.trace if outputs else None, checkpointing)
     except Stopped as stopped:
-        if control.broadcast_object(outputs is not None and outputs.gone, bool):
+        if control.broadcast_value(outputs is not None and outputs.gone, bool):
             raise vanishing(directory) from None
         raise Stopped(stopped.step, directory) from None
     finally:

@@ -28,7 +28,7 @@ def story(rank: int, world: int, job: Job, directory: Path) -> Story:
     run = Run(job, world, directory / "checkpoints")
     policy = run.trainer.policy
     policy.learn(
-        run.keeper.control.broadcast_object(known(directory) if rank == 0 else KnownDecisions(), KnownDecisions)
+        run.keeper.control.broadcast_value(known(directory) if rank == 0 else KnownDecisions(), KnownDecisions)
     )
     policy.say, policy.directory = run.said.append, directory if rank == 0 else None
     run.keeper.restore()

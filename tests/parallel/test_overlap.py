@@ -1,4 +1,4 @@
-"""The baton: one half runs at a time, in an order that does not depend on who is quicker; a failure ends both."""
+"""A pair of halves: one runs at a time, in an order that does not depend on who is quicker; a failure ends both."""
 
 import threading
 import time
@@ -14,20 +14,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fivefold.parallel.overlap import PairRunner
 
 
-def half(baton: PairRunner, said: list[str], name: str, stretches: int, seconds: float = 0.0) -> Callable[[], None]:
+def half(runner: PairRunner, said: list[str], name: str, stretches: int, seconds: float = 0.0) -> Callable[[], None]:
     def work() -> None:
         for number in range(stretches):
             said.append(f"{name}{number}")
             time.sleep(seconds)
             if number < stretches - 1:
-                baton.hand_over()
+                runner.yield_turn()
 
     return work
 
 
 @pytest.mark.parametrize("slow", ["f", "b"])
 def test_halves_take_turns_whoever_is_slow(slow: str) -> None:
-    baton = PairRunner()
+    runner = PairRunner()
     for first, second, order in [
         (3, 3, "f0 b0 f1 b1 f2 b2"),
         (2, 4, "f0 b0 f1 b1 b2 b3"),
@@ -36,13 +36,13 @@ def test_halves_take_turns_whoever_is_slow(slow: str) -> None:
     ]:
         said: list[str] = []
         naps = {name: 0.01 * (name == slow) for name in "fb"}
-        baton.run(half(baton, said, "f", first, naps["f"]), half(baton, said, "b", second, naps["b"]))
+        runner.run(half(runner, said, "f", first, naps["f"]), half(runner, said, "b", second, naps["b"]))
         assert " ".join(said) == order
-    baton.hand_over()  # outside of pairs: nothing
+    runner.yield_turn()  # outside of pairs: nothing
 
 
 def test_each_stretch_is_watched_by_itself() -> None:
-    baton, said = PairRunner(), list[str]()
+    runner, said = PairRunner(), list[str]()
 
     @contextmanager
     def watch(name: str) -> Iterator[None]:
@@ -52,12 +52,12 @@ def test_each_stretch_is_watched_by_itself() -> None:
 
     def work(name: str) -> Callable[[], None]:
         def run() -> None:
-            with baton.watched(lambda: watch(name)):
-                half(baton, said, name, 2)()
+            with runner.watched(lambda: watch(name)):
+                half(runner, said, name, 2)()
 
         return run
 
-    baton.run(work("f"), work("b"))
+    runner.run(work("f"), work("b"))
     assert " ".join(said) == "<f f0 f> <b b0 b> <f f1 f> <b b1 b>"
 
 
@@ -68,15 +68,15 @@ class Broken(Exception):
 @pytest.mark.parametrize(("failing", "order"), [("f", "f0 b0 f1 bx"), ("b", "f0 b0 f1 b1 fx")])
 def test_the_error_of_one_half_ends_both_and_is_raised(failing: str, order: str) -> None:
     """The other one is unwound where it waits for its turn; afterwards the next pair runs."""
-    baton, said = PairRunner(), list[str]()
+    runner, said = PairRunner(), list[str]()
 
     def work(name: str) -> Callable[[], None]:
         def run() -> None:
             try:
-                half(baton, said, name, 2)()
+                half(runner, said, name, 2)()
                 if name == failing:
                     raise Broken(name)
-                baton.hand_over()
+                runner.yield_turn()
                 said.append(f"{name}2")
             except Broken:
                 raise
@@ -89,19 +89,19 @@ def test_the_error_of_one_half_ends_both_and_is_raised(failing: str, order: str)
     for _ in range(2):
         said.clear()
         with pytest.raises(Broken, match=failing):
-            baton.run(work("f"), work("b"))
+            runner.run(work("f"), work("b"))
         assert " ".join(said) == order
-    baton.run(half(baton, said, "f", 1), half(baton, said, "b", 1))
+    runner.run(half(runner, said, "f", 1), half(runner, said, "b", 1))
 
 
 def test_a_first_half_that_fails_at_once_leaves_the_second_unstarted() -> None:
-    baton, said = PairRunner(), list[str]()
+    runner, said = PairRunner(), list[str]()
 
     def fails() -> None:
         raise Broken
 
     with pytest.raises(Broken):
-        baton.run(fails, half(baton, said, "b", 2))
+        runner.run(fails, half(runner, said, "b", 2))
     assert said == []
 
 
@@ -118,26 +118,26 @@ class Seen(TorchDispatchMode):
 def test_modes_and_context_go_along_and_stay_with_their_half() -> None:
     """The second half has those of the caller; what a half adds the other does not see."""
     where: ContextVar[str] = ContextVar("where", default="nowhere")
-    baton, found = PairRunner(), list[str]()
+    runner, found = PairRunner(), list[str]()
     outer, inner = Seen(), Seen()
 
     def first() -> None:
         where.set("first")
         with inner:
             torch.zeros(1)
-            baton.hand_over()
+            runner.yield_turn()
             torch.zeros(1)
 
     def second() -> None:
         found.append(where.get())
         assert not torch.is_grad_enabled()
         torch.ones(1)
-        baton.hand_over()
+        runner.yield_turn()
         torch.ones(1)
 
     where.set("caller")
     with torch.no_grad(), outer:
-        baton.run(first, second)
+        runner.run(first, second)
     assert found == ["caller"]
     assert [op.split()[0] for op in inner.ops] == ["aten.zeros.default"] * 2
     assert [op.split()[0] for op in outer.ops] == [f"aten.{name}.default" for name in ("zeros", "ones") * 2]
@@ -148,14 +148,14 @@ class Passing(torch.autograd.Function):
     """The identity, whose backward pass hands over."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, baton: PairRunner, said: list[str]) -> torch.Tensor:
-        ctx.baton, ctx.said = baton, said
+    def forward(ctx: Any, x: torch.Tensor, runner: PairRunner, said: list[str]) -> torch.Tensor:
+        ctx.runner, ctx.said = runner, said
         return x * 1
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         ctx.said.append("b")
-        ctx.baton.hand_over()
+        ctx.runner.yield_turn()
         return gradient, None, None
 
 
@@ -165,26 +165,26 @@ GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(
 @pytest.mark.parametrize("device", ["cpu", GPU])
 def test_a_backward_pass_hands_over_from_whichever_thread_autograd_runs_it_in(device: str) -> None:
     """And a failure of the other half ends it there."""
-    baton, said = PairRunner(), list[str]()
+    runner, said = PairRunner(), list[str]()
     for fails in (False, True):
         x = torch.ones(3, device=device, requires_grad=True)
         y = x
         for _ in range(3):
-            y = Passing.apply(y, baton, said)
+            y = Passing.apply(y, runner, said)
 
         def forward(fails: bool = fails) -> None:
             for _ in range(2):
                 said.append("f")
-                baton.hand_over()
+                runner.yield_turn()
             if fails:
                 raise Broken
 
         said.clear()
         if fails:
             with pytest.raises(Broken):
-                baton.run(forward, y.sum().backward)
+                runner.run(forward, y.sum().backward)
             assert ("".join(said), x.grad) == ("fbfb", None)
         else:
-            baton.run(forward, y.sum().backward)
+            runner.run(forward, y.sum().backward)
             assert "".join(said) == "fbfbb"
             assert torch.equal(x.grad, torch.ones(3, device=device))  # type: ignore[arg-type]
