@@ -157,7 +157,7 @@ def _gathered(x: Tensor, tokens: int, axis: Axis) -> Tensor:
 # ---- trips ----------------------------------------------------------------------------------------------------------
 # A message of experts in two steps, sent off and waited for, so that something else can run in between.
 #
-#     trip = Trip(dispatch, DISPATCH, there, back)
+#     exchange = AsyncExchange(dispatch, DISPATCH, there, back)
 #     ticket = SendOff.apply(trip, x)         forward starts there(x); backward waits for the gradient
 #     ...                                     runs while the message travels, and so does its backward pass
 #     trip.pause()                            the other half of a joined pair runs, where there is one

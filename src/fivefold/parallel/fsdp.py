@@ -98,8 +98,8 @@ class FullySharded(Weights):
     @contextmanager
     def microbatch(self, last: bool, stage: int = 0, part: Part = "all") -> Iterator[None]:
         if self.mesh.replicate.size > 1 and part != "weights":
-            self.roots[stage].set_requires_all_reduce(last and not self.rehearsing)
-        with nullcontext() if self.rehearsing else self.reducer.microbatch(last, stage, part):
+            self.roots[stage].set_requires_all_reduce(last and not self.replaying)
+        with nullcontext() if self.replaying else self.reducer.microbatch(last, stage, part):
             yield
 
     def set_grad_hook(self, grad_hook: Tap) -> None:

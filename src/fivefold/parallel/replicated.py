@@ -171,7 +171,7 @@ class Replicated(Weights):
     # ---- gradients -----------------------------------------------------------------------------------------------
 
     def microbatch(self, last: bool, stage: int = 0, part: Part = "all") -> AbstractContextManager[None]:
-        return nullcontext() if self.rehearsing else self.reducer.microbatch(last, stage, part)
+        return nullcontext() if self.replaying else self.reducer.microbatch(last, stage, part)
 
     def add(self, name: str, gradient: Tensor) -> None:
         """A gradient has come, from autograd or from a weight-gradient pass of its own; it may be the bucket's last."""

@@ -38,7 +38,7 @@ class Weights(Protocol):
     """Is told of the gradients of a step's first microbatch as they come, before ranks add theirs up."""
     number: int = 0
     """The microbatch of the backward pass that runs."""
-    rehearsing: bool = False
+    replaying: bool = False
     """Whether gradients go to `grad_hook` and nowhere else."""
 
     def microbatch(self, last: bool, stage: int = 0, part: Part = "all") -> AbstractContextManager[None]:
@@ -58,17 +58,17 @@ class Weights(Protocol):
         """Tell `grad_hook`; whether that is all that is to be done."""
         if self.grad_hook is not None and self.number == 0:
             self.grad_hook(name, gradient)
-        return self.rehearsing
+        return self.replaying
 
     @contextmanager
-    def rehearsal(self) -> Iterator[None]:
+    def replay_context(self) -> Iterator[None]:
         """Around passes whose gradients are looked at and not learned from, before those of a step begin."""
-        self.rehearsing = True
+        self.replaying = True
         self.drop()
         try:
             yield
         finally:
-            self.rehearsing = False
+            self.replaying = False
             self.drop()
 
     def drop(self) -> None:

@@ -83,7 +83,7 @@ def digests(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 # ---- replay ---------------------------------------------------------------------------------------------------------
-# A microbatch computed twice: digests of its gradients, of the step itself and of a rehearsal.
+# A microbatch computed twice: digests of its gradients, of the step itself and of a replay.
 
 
 class Replay:
@@ -99,7 +99,7 @@ class Replay:
             start = time.perf_counter()
             with _disable_current_modes():
                 self.seen[name] = digest(gradient)
-            if not self.engine.weights.rehearsing:  # whose time is counted as a whole
+            if not self.engine.weights.replaying:  # whose time is counted as a whole
                 self.account.add("replay", time.perf_counter() - start)
 
     def listen(self) -> None:
@@ -114,7 +114,7 @@ class Replay:
         return total
 
     def replay_microbatch(self, share: DpShare) -> Tensor:
-        """The same number of a rehearsal."""
+        """The same number of a replay."""
         self.listen()
         with _disable_current_modes():
             self.engine.replay_microbatch(share)

@@ -221,7 +221,7 @@ class Engine(RankModel):
         """Forward and backward passes of a share's first microbatch, before a step: `weights.grad_hook` is told of its
         gradients, and nothing else is changed by them."""
         first, count = share.mine.split(self.job.layout.microbatches)[0], max(1, share.loss_tokens)
-        with self.weights.rehearsal():
+        with self.weights.replay_context():
             microbatch = self._microbatch(first, **self._extras())
             self.pipeline.run([microbatch], lambda total: self._share(total, count), first=True)
 
