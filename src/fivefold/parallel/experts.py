@@ -154,14 +154,14 @@ def _gathered(x: Tensor, tokens: int, axis: Axis) -> Tensor:
     return wait(all_gather(F.pad(x, (0, 0, 0, missing)), axis), axis)[:tokens]
 
 
-# ---- trips ----------------------------------------------------------------------------------------------------------
+# ---- exchanges ------------------------------------------------------------------------------------------------------
 # A message of experts in two steps, sent off and waited for, so that something else can run in between.
 #
 #     exchange = AsyncExchange(dispatch, DISPATCH, there, back)
-#     ticket = SendOff.apply(trip, x)         forward starts there(x); backward waits for the gradient
+#     ticket = StartExchange.apply(exchange, x)  forward starts there(x); backward waits for the gradient
 #     ...                                     runs while the message travels, and so does its backward pass
-#     trip.pause()                            the other half of a joined pair runs, where there is one
-#     (y,) = Arrive.apply(trip, 1, ticket)    forward waits for it; backward starts back(gradient)
+#     exchange.pause()                        the other half of a joined pair runs, where there is one
+#     (y,) = FinishExchange.apply(exchange, 1, ticket)  forward waits for it; backward starts back(gradient)
 #
 # Autograd runs what is ready in the reverse order of its making. So the backward pass of what was computed in between
 # comes when the gradient has been sent off, and before it is waited for. Selective recompute keeps what has arrived,
