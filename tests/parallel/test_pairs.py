@@ -58,7 +58,7 @@ def both_ways(rank: int, world: int, layout: str) -> tuple[list[float], list[dic
     mesh = Mesh.of(one.layout, CPU, spec=one.model)
     engine = Engine(one, mesh, order.watch)
     assert mesh.returning is not None
-    assert engine.pipeline.baton is not None
+    assert engine.pipeline.pair_runner is not None
     order.names = {mesh.ep.group_name: "ep", mesh.returning.group_name: "back"}
     losses, gradients, calls = [], [], []
     for in_turns in (True, False):
@@ -74,7 +74,7 @@ def both_ways(rank: int, world: int, layout: str) -> tuple[list[float], list[dic
 
 @pytest.mark.parametrize("layout", [LAYOUTS[0], *(pytest.param(one, marks=pytest.mark.slow) for one in LAYOUTS[1:])])
 def test_pairs_in_turns_give_the_same_bits_and_the_schedule_alone_orders_their_collectives(layout: str) -> None:
-    """Every rank of a stage calls those of ep as the rule of the baton has it."""
+    """Every rank of a stage calls those of ep as the rule of turns has it."""
     for rank, (losses, (one, other), (turns, turn)) in enumerate(run_ranks(4, both_ways, layout)):
         assert losses[0] == losses[1]
         assert all(torch.equal(one[name], other[name]) for name in one)

@@ -1,4 +1,4 @@
-"""The baton: pairs worked out by hand, and what holds of any pair."""
+"""Pairs worked out by hand, and what holds of any pair."""
 
 import pytest
 from hypothesis import given
@@ -20,11 +20,11 @@ BY_HAND = [
     ((Segment(1.0, 2.0),), (Segment(1.0, 2.0),), 5.0),
     # The shared expert beside the dispatch hides it all; B comes after.
     ((Segment(1.0, 2.0, 2.0), Segment(1.0)), (Segment(3.0),), 7.0),
-    # Without messages there is nothing to wait for, and no baton changes hands.
+    # Without messages there is nothing to wait for, and no turn is yielded.
     ((Segment(1.0), Segment(2.0)), (Segment(4.0),), 7.0),
     ((), (Segment(1.0, 1.0),), 2.0),
     ((Segment(1.0, 1.0),), (), 2.0),
-    # F waits with the baton in its hand, though B's message (2 to 3, at half the pace) is there first: F's is at 6.5.
+    # F waits and it is its turn, though B's message (2 to 3, at half the pace) is there first: F's is at 6.5.
     ((Segment(1.0, 5.0), Segment(1.0)), (Segment(1.0, 0.5), Segment(1.0)), 8.5),
 ]
 

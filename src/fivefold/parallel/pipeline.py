@@ -5,7 +5,7 @@ by their consumers; sends are handed over and drained at the end. What a stage c
 and gradients of a stage come in ascending microbatches, so that their sums are those of a single device.
 
 Where experts send tokens to other ranks, the F and the B of a joined pair run in turns: each waits for its messages
-while the other computes (`baton`). What they compute is the same to the bit. Otherwise the F runs, and then the B: a
+while the other computes (`pair_runner`). What they compute is the same to the bit. Otherwise the F runs, and then the B: a
 dense model has nothing to hide, and FSDP2 takes a block's weights away after each of its passes, which may be those
 that the other half has just asked for.
 """
@@ -208,20 +208,20 @@ class Pipeline:
             for kinds in (GRADIENT_MAKERS, LAST_READERS)
             for action in {action.stage: action for action in self.order if action.kind in kinds}.values()
         }
-        self.baton = self._baton()
+        self.pair_runner = self._pair_runner()
         self.in_turns = True  # off: one half of a pair after the other
         self.peak = 0  # the most (stage, microbatch) pairs whose graph or deferred work was held at once, so far
 
-    def _baton(self) -> PairRunner | None:
+    def _pair_runner(self) -> PairRunner | None:
         """Where pairs run in turns: there is something to wait for, and weights stay where they are."""
         if not any(action.joined for action in self.order) or self.weights.reshard_after_forward:
             return None
         dispatch = next(iter(self.stages.values())).ops.dispatch
         if not dispatch.travels:
             return None
-        baton = PairRunner()
-        dispatch.yield_turn = baton.yield_turn
-        return baton
+        pair_runner = PairRunner()
+        dispatch.yield_turn = pair_runner.yield_turn
+        return pair_runner
 
     def run(self, microbatches: Sequence[Microbatch], loss_of: Callable[[Tensor], Tensor], first: bool = False) -> None:
         """All forward and backward passes; `loss_of` makes of a microbatch's loss sum what is differentiated.
@@ -235,9 +235,9 @@ class Pipeline:
         order = iter(self.first if first else self.order)
         watch: Watch = (lambda action: nullcontext()) if first else self.watch
         for action in order:
-            if action.joined and self.baton is not None and self.in_turns:
+            if action.joined and self.pair_runner is not None and self.in_turns:
                 self.peak = max(self.peak, len(self.outputs) + len(self.deferred) + 1)  # the F's, while the B's is held
-                self.baton.run(partial(self._half, action), partial(self._half, next(order)))
+                self.pair_runner.run(partial(self._half, action), partial(self._half, next(order)))
             else:
                 with self._named(str(action)), watch(action):
                     self._do(action)
@@ -330,8 +330,8 @@ class Pipeline:
 
     def _half(self, action: Action) -> None:
         """Of a joined pair."""
-        assert self.baton is not None
-        with self._named(str(action)), self.baton.watched(lambda: self.watch(action)):
+        assert self.pair_runner is not None
+        with self._named(str(action)), self.pair_runner.watched(lambda: self.watch(action)):
             self._do(action)
 
     def _input_half(self, action: Action) -> None:

@@ -20,11 +20,11 @@ from fivefold.support.text import did_you_mean, figure, whole_number
 #     play(forward, backward).together
 #
 # A pass is a list of segments. In each it computes, then issues a message (experts' tokens on their way, or what came
-# of them), computes what it can `beside` it, and waits until the message is there. The two halves of a pair hold one
-# baton, and only who holds it computes. The forward pass goes first; a half hands the baton over before each wait, and
-# takes up its wait when it has the baton again; when one half ends, the other keeps it. So the order of all messages
-# is a function of the two lists, never of who is quicker. Both halves' messages share one link: two at a time take
-# twice as long each.
+# of them), computes what it can `beside` it, and waits until the message is there. The two halves of a pair take
+# turns, and only one computes at a time. The forward pass goes first; a half yields its turn before each wait, and takes
+# up its wait when it is its turn again; when one half ends, the other runs on. So the order of all messages is a
+# function of the two lists, never of who is quicker. Both halves' messages share one link: two at a time take twice as
+# long each.
 
 
 class Segment(NamedTuple):
@@ -82,10 +82,10 @@ def play(forward: Iterable[Segment], backward: Iterable[Segment]) -> Pair:
 def _played(forward: Segments, backward: Segments) -> Pair:
     each = alone(forward), alone(backward)
     # A half only waits while the link carries something, so a pair takes no longer than both in turn, but for rounding.
-    return Pair(*each, min(_Baton((forward, backward)).run(), sum(each)))
+    return Pair(*each, min(_PairClock((forward, backward)).run(), sum(each)))
 
 
-class _Baton:
+class _PairClock:
     """A pair on its way: the time, where each half is, and what is left of its message."""
 
     def __init__(self, halves: tuple[Segments, Segments]) -> None:
