@@ -5,9 +5,9 @@ by their consumers; sends are handed over and drained at the end. What a stage c
 and gradients of a stage come in ascending microbatches, so that their sums are those of a single device.
 
 Where experts send tokens to other ranks, the F and the B of a joined pair run in turns: each waits for its messages
-while the other computes (`pair_runner`). What they compute is the same to the bit. Otherwise the F runs, and then the B: a
-dense model has nothing to hide, and FSDP2 takes a block's weights away after each of its passes, which may be those
-that the other half has just asked for.
+while the other computes (`pair_runner`). What they compute is the same to the bit. Otherwise the F runs, and then the
+B: a dense model has nothing to hide, and FSDP2 takes a block's weights away after each of its passes, which may be
+those that the other half has just asked for.
 """
 
 import time

@@ -21,8 +21,8 @@ from fivefold.support.text import did_you_mean, figure, whole_number
 #
 # A pass is a list of segments. In each it computes, then issues a message (experts' tokens on their way, or what came
 # of them), computes what it can `beside` it, and waits until the message is there. The two halves of a pair take
-# turns, and only one computes at a time. The forward pass goes first; a half yields its turn before each wait, and takes
-# up its wait when it is its turn again; when one half ends, the other runs on. So the order of all messages is a
+# turns, and only one computes at a time. The forward pass goes first; a half yields its turn before each wait, and
+# takes up its wait when it is its turn again; when one half ends, the other runs on. So the order of all messages is a
 # function of the two lists, never of who is quicker. Both halves' messages share one link: two at a time take twice as
 # long each.
 
