@@ -62,7 +62,7 @@ def each(rank: int, world: int, cases: list[Job]) -> list[Held]:
     wanted = dict(zip(keys, cases, strict=True))
     mine = {key: alone(case) for number, (key, case) in enumerate(wanted.items()) if number % world == rank}
     shared: list[Any] = [None] * world
-    dist.all_gather_values(shared, {key: replace(one, watched=None) for key, one in mine.items()})
+    dist.all_gather_object(shared, {key: replace(one, watched=None) for key, one in mine.items()})
     references, meshes = {key: one for some in shared for key, one in some.items()}, Meshes()
     return [
         held(rank, case, run(case, meshes.of(case.layout, case.model.tied)), references[key])
