@@ -22,7 +22,7 @@ from fivefold.web.mesh import rank as one_rank
 from fivefold.web.plan import payload as planning
 from fivefold.web.question import Ask
 from fivefold.web.report import shown
-from fivefold.web.run_files import placeless
+from fivefold.web.run_files import _places, placeless
 from fivefold.web.schedule import every, made, payload
 from tests.tracing.test_summary import by_hand
 from tests.web.a_run import a_run, log
@@ -260,6 +260,14 @@ def test_a_run_s_report_names_no_place_however_it_is_spelt(tmp_path: Path) -> No
 def test_of_a_path_its_last_part_is_left(text: str, left: str) -> None:
     assert placeless(text) == left
     assert placeless({"text": [text], "k": 1}) == {"text": [left], "k": 1}
+
+
+def test_long_and_deep_paths_do_not_fill_the_memory() -> None:
+    """A hostile file's: every folder above half a million would be kept."""
+    assert _places({"x": "/a" * 500_000}) == []
+    deep = ["/" + f"{number}/" * 900 for number in range(100)]
+    assert sum(map(len, _places([deep]))) < 2_000_000
+    assert _places({"run": "/home/joe/my runs"}) == ["/home/joe/my runs", "/home/joe"]
 
 
 def test_what_is_no_path_stays() -> None:

@@ -412,6 +412,7 @@ _PATH = re.compile(rf"(?P<begins>{_BEGINS})(?P<between>{_BETWEEN}*)(?P<last>{_LA
 _QUOTED = re.compile(rf"(?P<quote>['\"`])(?P<path>(?:{_BEGINS})[^'\"`\n]*)(?P=quote)")
 _WHOLE = re.compile(rf"(?:{_BEGINS})[^\n]*")
 _SENTENCE = re.compile(r"[:;,]\s")
+_LONGEST_PATH, _DEEPEST = 4096, 64  # characters, and folders that are looked for in texts
 _SENTENCES = (
     "text",
     "command",
@@ -465,13 +466,14 @@ def _last(path: str) -> str:
 
 
 def _places(value: Any) -> list[str]:
-    """Every text that is a path as a whole, and the folders above it, the longest first."""
+    """Every text that is a path as a whole, and the folders above it, the longest first. What is longer than any path
+    of Linux is none, and of a deep one the upper folders are enough: a file is not to fill the memory with them."""
     if isinstance(value, dict | list):
         found = {one for inner in (value.values() if isinstance(value, dict) else value) for one in _places(inner)}
         return sorted(found, key=len, reverse=True)
-    if not isinstance(value, str) or not _WHOLE.fullmatch(value):
+    if not isinstance(value, str) or len(value) > _LONGEST_PATH or not _WHOLE.fullmatch(value):
         return []
-    parts = value.split("/")
+    parts = value.split("/")[:_DEEPEST]
     return ["/".join(parts[:count]) for count in range(len(parts), 2, -1)]
 
 
