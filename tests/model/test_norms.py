@@ -8,7 +8,7 @@ from torch import nn
 
 from fivefold.layout.layout import Layout
 from fivefold.model.decoder import Decoder
-from fivefold.model.norms import normed
+from fivefold.model.layers import normed
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.optimizer import spread
 from fivefold.spec.presets import preset

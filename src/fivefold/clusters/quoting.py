@@ -1,4 +1,4 @@
-"""YAML with comments, written from plain data.
+"""What is written into another language, quoted by its rules: words of a shell, and YAML with comments.
 
 A key that begins with # is a comment: {"#": "why", "replicas": 2} becomes a line "# why" and a line "replicas: 2". Of
 YAML's many ways to write a text, three are used: bare where no reader could take it for something else, JSON's quotes,

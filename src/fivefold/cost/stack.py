@@ -1,4 +1,4 @@
-"""Stack: the software that runs a layout. Which kernels it has, what it overlaps, in which order it places the axes.
+"""`SoftwareProfile`: the software that runs a layout, its kernels, what it overlaps, and how it orders the axes.
 
 Two systems that run one layout on one cluster differ by a third in speed, and in memory too; what makes the difference
 is said here, by name. `FIVEFOLD` is this code. The systems behind published runs are in `systems.py`.

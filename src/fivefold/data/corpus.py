@@ -1,4 +1,4 @@
-"""The corpus that is always there: the sources of Python's own standard library, as bytes.
+"""The corpus that is always there: the sources of Python's own standard library, as bytes; and their entropy.
 
 A first run needs no download. The corpus is prepared once per Python release and kept in the user's cache.
 """

@@ -1,4 +1,4 @@
-"""`fivefold calibrate`: the constants of `hardware.efficiency.Achieved`, measured on the device at hand.
+"""`fivefold calibrate`: the constants of `hardware.accelerators.Achieved`, measured on the device at hand.
 
     calibration = calibrate("cuda")
     calibration.accelerator                   # with them in it, for the planner

@@ -1,4 +1,6 @@
-"""Spans: where rows hold several documents, which queries see which keys, as rectangles of the score matrix.
+"""Which queries see which keys: documents in one row, and sliding windows.
+
+Spans: where rows hold several documents, which queries see which keys, as rectangles of the score matrix.
 
 Documents are runs: along a row their numbers never fall. So a causal square breaks into smaller causal squares, one per
 run; and where every key comes before every query, only the keys' last document can also be the queries' first, and one

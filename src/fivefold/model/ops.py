@@ -12,9 +12,8 @@ from fivefold.model.dispatch import LocalDispatch
 from fivefold.model.fp8 import fp8_linear
 from fivefold.model.head import Targets, Vocabulary, head_loss
 from fivefold.model.kernels import Tiles
-from fivefold.model.layers import TokenPositions
+from fivefold.model.layers import TokenPositions, normed
 from fivefold.model.masks import Packed, WindowMask
-from fivefold.model.norms import normed
 
 
 class AttentionOps(Protocol):

@@ -1,4 +1,6 @@
-"""What a schedule is like: one `ScheduleInfo` each, declared beside its builder and listed in `catalogue`.
+"""How schedules are made: what each one is like, and sends and receives between its actions.
+
+What a schedule is like: one `ScheduleInfo` each, declared beside its builder and listed in `registry`.
 
 Layouts, the planner and the trainer ask the record, never the name.
 """

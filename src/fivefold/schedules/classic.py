@@ -1,4 +1,7 @@
-"""Naive model parallelism: one microbatch at a time, so that one rank works and the others wait. The baseline."""
+"""The schedules without a split backward: naive, GPipe, 1F1B, breadth-first, interleaved 1F1B.
+
+Naive model parallelism: one microbatch at a time, so that one rank works and the others wait. The baseline.
+"""
 
 from fivefold.schedules.actions import BACKWARD, FORWARD, Action
 from fivefold.schedules.build import Order, ScheduleInfo, wire

@@ -1,4 +1,6 @@
-"""ZB-H1 and ZB-H2: split the backward, and fill the bubbles of 1F1B with weight gradients (Qi et al. 2023).
+"""The zero-bubble schedules: ZB-H1, ZB-H2, ZB-V, V-Half, V-Min and DualPipeV.
+
+ZB-H1 and ZB-H2: split the backward, and fill the bubbles of 1F1B with weight gradients (Qi et al. 2023).
 
 I keeps the pipeline going, W can wait. Rank r defers its W by r (H1) or 2r (H2) microbatches, so that each rank has
 just enough of them left to fill its own tail. H1 lives in 1F1B's memory; H2 warms up twice as deep and, where F, I and

@@ -1,4 +1,7 @@
-"""Progress of a long job: a callback of (bytes done, total bytes), and a bar as one."""
+"""Bars of long work, and reading ahead in the background.
+
+Progress of a long job: a callback of (bytes done, total bytes), and a bar as one.
+"""
 
 import sys
 import time
