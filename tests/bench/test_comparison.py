@@ -199,9 +199,8 @@ def test_bad_wishes_get_a_sentence(words: str, sentence: str) -> None:
 
 
 def test_a_jobs_steps_are_timed_in_turns_and_a_checkpoint_beside_them(tmp_path: Path) -> None:
-    line = (
-        f"bench train tiny data.seq=32 train.batch=2 train.dtype=float32 run.dir={tmp_path}/runs --steps 2 --against hf"
-    )
+    small = f"data.seq=32 train.batch=2 train.dtype=float32 train.device=cpu run.dir={tmp_path}/runs"
+    line = f"bench train tiny {small} --steps 2 --against hf"
     result = CliRunner().invoke(app, [*line.split(), "--rounds", "1", "--checkpoint", "--profile", "--json"])
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)

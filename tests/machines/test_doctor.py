@@ -36,7 +36,7 @@ def planted(rank: int, world: int, folder: str) -> RankReport:
     node._PIECES, examine._SUSTAINED["cpu"] = 1, 0.05
     usual = node.versions
     if rank == 1:
-        node.versions = lambda cuda: usual(cuda) | {"torch": "2.11.0"}
+        node.versions = lambda cuda: usual(cuda) | {"torch": "2.10.0"}
         examine.time = SimpleNamespace(time=lambda: time.time() + 7, perf_counter=time.perf_counter)  # type: ignore[assignment]
     if rank == 2:
         os.environ["FIVEFOLD_FAULT"] = "slow@rank=2,at=matmul"
@@ -48,12 +48,12 @@ def planted(rank: int, world: int, folder: str) -> RankReport:
 def test_what_is_planted_is_found(tmp_path: Path) -> None:
     reports = run_ranks(4, planted, str(tmp_path / "runs"))
     said = findings(Examination(read_job(None, WORDS), reports))
-    assert any(one.startswith("versions: torch is 2.11.0 on node b (rank 1), and 2.1") for one in said), said
+    assert any(one.startswith("versions: torch is 2.10.0 on node b (rank 1), and 2.1") for one in said), said
     assert any(one.startswith("matmuls: node c (rank 2) reaches") for one in said), said
     # The others share a disk here, and may be slow in turns.
     assert any(one.startswith("disk: writes to run.dir: ") and "node d (rank 3) reach" in one for one in said), said
     (clock,) = [one for one in said if one.startswith("clocks:")]
-    assert clock.startswith("clocks: that of node b is 7.0")
+    assert re.match(r"clocks: that of node b is (6\.9|7\.0)", clock)
     assert [send.ranks for one in reports for send in one.sends] == [(0, 1), (1, 2), (2, 3), (3, 0)]
     (ring,) = [ring for one in reports for ring in one.rings]
     assert (ring.axis, ring.ranks) == ("dp", [0, 1, 2, 3])

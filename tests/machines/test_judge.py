@@ -54,6 +54,15 @@ def test_all_that_are_slow_alike_are_slow_for_the_planner_alone() -> None:
     assert all(f"gpu-00{node}.cluster" in said for node in range(3))
 
 
+def test_ranks_that_share_a_gpu_are_not_held_to_the_planner() -> None:
+    slow = [msgspec.structs.replace(one, rate=0.5 * WELL, gpu_id="GPU-0") for one in reports(1)]
+    assert found(slow) == []
+    assert "ranks 0, 1 on gpu-000.cluster share a GPU" in str(DoctorResult(Examination(examined_job(1), slow), 1.0))
+    apart = [msgspec.structs.replace(one, gpu_id=f"GPU-{one.rank}") for one in slow]
+    assert found(apart)
+    assert all("the planner expects" in said for said in found(apart))
+
+
 def test_of_two_neither_is_the_odd_one() -> None:
     two = [msgspec.structs.replace(one, rings=[], sends=[], disk=None) for one in reports()[:2]]
     (said,) = [one for one in found(but(two, 1, rate=0.6 * WELL)) if "planner" not in one]

@@ -3,12 +3,15 @@
 import os
 import signal
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 
+from fivefold.job.config import Job
 from fivefold.launch import processes
 from fivefold.verifier import rank as measure
-from fivefold.verifier.verify import verify
+from fivefold.verifier.verify import Judge, verify
+from tests.verifier.cases import job
 
 
 def counting(rank: processes.Rank, dies: int, after: bool) -> Generator[int]:
@@ -60,6 +63,25 @@ def test_after_a_layout_that_breaks_the_ranks_others_go_on(repeat: int, passed: 
     found = verify("dp=2", steps=1, repeat=repeat, hook=f"{__name__}:{break_the_second.__name__}")
     assert [verdict.passed for _, verdict in found.judged] == passed
     assert "rank 1 was ended by SIGKILL" in found.judged[1][1].broken
+
+
+def loops(rank: processes.Rank, jobs: list[Job], references: list[Path]) -> list[int]:
+    """Threads of gloo's that are left after each of them."""
+    found = []
+    for _ in measure.measure_each(rank, jobs, references):
+        tasks = [Path(task, "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+        found.append(sum(comm.startswith("gloo_tcp_loop") for comm in tasks))
+    return found
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "dp=2,zero=3", "tp=2"])
+def test_groups_of_the_layout_before_have_no_threads(layout: str) -> None:
+    """Those of a group that others have left run without end: after a hundred layouts nothing else would."""
+    one = job(layout)
+    with Judge(60) as judge:
+        reference, _ = judge._reference(one)
+        for first, *later in processes.run(2, f"{__name__}:{loops.__name__}", [one] * 3, [reference] * 3, timeout=60):
+            assert later == [first, first]
 
 
 def test_ctrl_c_ends_repeats_at_once() -> None:

@@ -63,6 +63,8 @@ class DoctorResult(Result):
         yield Text(f"{counted(len(ranks), 'rank')} on {counted(len(nodes), 'node')}, {self.all_.job.layout}", "bold")
         versions = {name: one for report in ranks for name, one in report.versions.items()}
         yield Text(", ".join(f"{name} {version}" for name, version in versions.items()), "dim")
+        if shared := self.all_.sharing:
+            yield Text(f"{self.all_.who(shared)} share a GPU: compared with each other, not with the planner", "dim")
         yield self._devices()
         yield self._limits()
         if any(one.disk and not one.disk.error for one in ranks):

@@ -185,6 +185,7 @@ def examine(job: Job, mesh: Mesh, first: bool) -> RankReport:
         unsure=unsure,
         disk=disk,
         gpu=gpu,
+        gpu_id=str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "",
         host_id=this_node.host_id() if device.type == "cuda" else "",
     )
     return _with_links(report, mesh, together)

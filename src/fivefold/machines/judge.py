@@ -83,6 +83,7 @@ class RankReport(msgspec.Struct, frozen=True):
     unsure: float = 0.0  # seconds by which that may be wrong
     disk: Disk | None = None
     gpu: Gpu | None = None
+    gpu_id: str = ""  # its own name of a GPU: ranks that have the same one share it
     host_id: str = ""  # NCCL_HOSTID, where somebody else than a rank that shares a GPU has set it
     rings: list[RingReport] = []  # those of which it is the first rank
     sends: list[Send] = []  # by it
@@ -122,6 +123,12 @@ class Examination:
     def cluster(self) -> Cluster | None:
         return Cluster.read(self.job.run.cluster) if self.job.run.cluster else None
 
+    @cached_property
+    def sharing(self) -> list[int]:
+        """The ranks that share a GPU with another."""
+        count = Counter((one.node, one.gpu_id) for one in self.reports if one.gpu_id)
+        return [one.rank for one in self.reports if count[one.node, one.gpu_id] > 1]
+
     def who(self, ranks: Iterable[int]) -> str:
         """'node b (ranks 2, 3)' where these are all of its ranks, of several nodes; else 'rank 3 on b'."""
         wanted, parts = set(ranks), []
@@ -135,7 +142,9 @@ class Examination:
 
     def accelerator(self, report: RankReport) -> Accelerator | None:
         """What the planner knows of a rank's device: of a CPU only what `fivefold calibrate` has measured, and nothing
-        where a GPU was planned and this is none."""
+        where a GPU was planned and this is none, or where ranks share one, as no plan has them."""
+        if report.rank in self.sharing:
+            return None
         if self.cluster is None:
             return known(report.device)
         found = self.planned(report)

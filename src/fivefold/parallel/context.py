@@ -130,10 +130,10 @@ class AttentionTile:
 Works = list[AttentionTile | None]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class PartsMask:
-    """Which keys a rank's tokens see, part by part. An object, which a graph takes as it is: a list it would look into,
-    and be another one where another part is empty."""
+    """Which keys a rank's tokens see, part by part. An object, which a graph takes as it is: into a list, and with
+    PyTorch 2.11 into a frozen dataclass, it would look, and be another one where another part is empty."""
 
     works: Works
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -180,11 +181,17 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def listen(parameter: nn.Parameter, one: LocalParam, add: Tap) -> None:
-    """Hand every gradient of a parameter to `add` as it comes."""
+    """Hand every gradient of a parameter to `add`, a method, as it comes.
 
-    def came(_: Tensor) -> None:
-        gradient = parameter.grad
+    Weakly: Python's collector does not see through a parameter that PyTorch holds as well, and weights that nobody
+    uses any more would stay for ever, with the threads of their groups.
+    """
+    weak = WeakMethod(add)
+
+    def came(parameter: Tensor) -> None:
+        gradient, add = parameter.grad, weak()
         parameter.grad = None
+        assert add is not None  # a gradient comes to weights that are in use
         if gradient is None:
             return  # it was put off, and will be added by whoever computes it
         if isinstance(gradient, DTensor) and gradient.placements[0].is_partial() != one.tp.partial:

@@ -69,6 +69,7 @@ def test_a_rank_that_becomes_slow_in_mid_run_is_named(tmp_path: Path, layout: st
     """By what it does itself: its peer's steps are just as long."""
     words = ["train.steps=24", "watch.slow_every=4", "watch.slow=4", "train.eval_samples=0", "checkpoint.save=false"]
     small = ["model.layers=1", "model.hidden=32", "model.ffn=32", "data.seq=16", "train.batch=2"]  # beside 250 ms
+    small += ["train.device=cpu"]  # of a GPU's kernels the host sees no time
     fault = {"FIVEFOLD_FAULT": "slow@rank=1,step=8,until=20,at=forward"}
     done = fivefold("train", f"layout={layout}", *words, *small, "--nproc", "2", cwd=tmp_path, env=fault)
     assert done.returncode == 0, done.stderr
