@@ -167,11 +167,11 @@ def test_what_is_no_budget_is_refused(text: str | float, why: str) -> None:
         tokens_of(text)
 
 
-@pytest.mark.parametrize(("model", "lr"), [("deepseek-v3", 2.2e-4), ("deepseek-v2-lite", 4.2e-4)])
+@pytest.mark.parametrize(("model", "lr"), [("deepseek-v3", 2.2e-4), ("deepseek-v2-lite", 4.2e-4), ("kimi-k2", 2e-4)])
 def test_a_model_takes_the_rate_of_its_own_published_run(model: str, lr: float) -> None:
     found = recipe(preset(model), 4096, 10**13)["optimizer.lr"]
     assert found.value == lr
-    assert "DeepSeek-V" in found.why
+    assert found.why.startswith(("DeepSeek-V", "Kimi K2"))
     other = structs.replace(preset(model), layers=preset(model).layers // 2)
     assert recipe(other, 4096, 10**13)["optimizer.lr"].value != lr, "a model of another size is another one"
 
@@ -193,3 +193,20 @@ def test_the_usual_batch_is_that_of_published_runs_whatever_the_cluster(
     found = usual_batch(preset(model), seq, world)
     assert found.value == batch
     assert "--batch changes it" in found.why
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens", "batch"),
+    [("deepseek-v3", 14_800 * 10**9, 62.9e6), ("kimi-k2", 15_500 * 10**9, 67e6), ("kimi-k2", 10**15, 67e6)],
+)
+def test_a_model_with_a_run_of_its_own_has_its_batch(model: str, tokens: int, batch: float) -> None:
+    found = recipe(preset(model), 4096, tokens)["train.tokens"]
+    assert found.value == pytest.approx(batch, rel=2e-3)
+    assert "law" not in found.why
+
+
+def test_a_shorter_run_of_it_has_a_smaller_batch_and_says_why() -> None:
+    found = recipe(preset("deepseek-v3"), 4096, 1_480 * 10**9)["train.tokens"]
+    assert found.value == pytest.approx(15360 * 4096 * 0.1**0.3271)
+    assert "DeepSeek-V3: " in found.why
+    assert "x 0.47 for a shorter run" in found.why

@@ -12,7 +12,7 @@ import pytest
 from fivefold.render.scene import Curve
 from fivefold.support.errors import UserError
 from fivefold.trainer.outputs import chart
-from fivefold.trainer.records import MOST, Evaluation, MetricsFile, Step, from_line, read, to_line, trim
+from fivefold.trainer.records import MOST, Evaluation, MetricsFile, Step, from_line, read, recent, to_line, trim
 from fivefold.trainer.result import TrainResult
 from fivefold.trainer.resuming import reached
 
@@ -228,3 +228,30 @@ def test_steps_without_a_loss_have_none_also_those_that_earlier_releases_wrote_a
     last = TrainResult(tmp_path, found.steps[:2])
     assert "none" in str(last)
     assert last.scene() is None
+
+
+def test_a_line_whose_sum_stands_otherwise_is_damaged(metrics: Path) -> None:
+    line = to_line(step(1))
+    assert from_line(line) is not None
+    assert from_line(line.replace(b',"crc":', b', "crc": ').replace(b"5.5", b"1.5")) is None
+    assert from_line(line.replace(b',"crc":"', b',"crc":"F')) is None
+
+
+@pytest.mark.parametrize("most", [1, 100, 400, 10_000])
+def test_of_a_long_file_the_newest_lines_are_shown_and_the_rest_is_named(metrics: Path, most: int) -> None:
+    whole = metrics.read_bytes()
+    records, left = recent(metrics, most)
+    assert records == [from_line(line) for line in whole[left:].splitlines(keepends=True)]
+    assert None not in records
+    assert left == 0 or whole[left - 1 : left] == b"\n"
+    assert len(whole) - left <= most
+
+
+def test_a_result_says_what_it_has_not_read(metrics: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert TrainResult.read(metrics.parent).left_out == 0
+    last = len(to_line(step(3)))
+    monkeypatch.setattr(recent, "__defaults__", (last,))
+    found = TrainResult.read(metrics.parent)
+    assert [one.step for one in found.steps] == [3]
+    assert found.to_dict()["left_out"] == metrics.stat().st_size - last
+    assert "more before these steps, which were not read" in str(found)

@@ -17,14 +17,14 @@ from fivefold.support.errors import UserError
 from fivefold.tracing.chrome import STEPS, lanes
 from fivefold.tracing.result import TraceResult
 from fivefold.tracing.summary import TraceSummary
-from fivefold.trainer.records import to_line, trim
+from fivefold.trainer.records import METRICS, to_line, trim
 from fivefold.trainer.result import TrainResult
 from fivefold.web import run as api_run
 from fivefold.web import run_files
 from fivefold.web.question import Ask
 from fivefold.web.report import held
 from fivefold.web.run import BUCKETS, claimed, payload, tail, thinned, trace
-from fivefold.web.run_files import METRICS, metrics, runs_in
+from fivefold.web.run_files import metrics, runs_in
 from tests.tracing.test_summary import by_hand
 from tests.web.a_run import ENVIRONMENT, a_run, log, step
 from tests.web.serving import serving

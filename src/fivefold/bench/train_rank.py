@@ -43,7 +43,7 @@ from fivefold.support.errors import UserError
 from fivefold.support.progress import prefetch
 from fivefold.trainer.checkpointing import Checkpoints
 from fivefold.trainer.loop import Stopped, Trainer
-from fivefold.trainer.records import Evaluation, Listener, MetricsFile, Step
+from fivefold.trainer.records import METRICS, Evaluation, Listener, MetricsFile, Step
 from fivefold.verifier.cases import write_tokens
 
 _WARM = 5  # steps of a turn: kernels are compiled and chosen, the allocator finds its blocks, the clocks settle
@@ -158,7 +158,7 @@ def ours(job: Job, device: torch.device, watch: Watch, path: Path, extras: Extra
     # As many steps as it takes: the run is stopped, and its learning rate is that of a long one.
     job = structs.replace(job, train=structs.replace(job.train, steps=1_000_000))
     trainer = Trainer(job, made_up(path, job), Mesh.of(job.layout, device, spec=job.model))
-    metrics = MetricsFile(path / "metrics.jsonl")
+    metrics = MetricsFile(path / METRICS)
     checkpointing = Once(path, trainer, watch) if extras.checkpoint else None
     _until(trainer, checkpointing.written if checkpointing else watch.done, [metrics, watch], checkpointing)
     saved = checkpointing.cost(watch.times[watch.last :]) if checkpointing else None

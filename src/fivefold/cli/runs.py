@@ -167,8 +167,8 @@ def inspect(
       fivefold inspect runs --html all.html
     """
     from fivefold.support.places import place_of
-    from fivefold.trainer.inspect import METRICS
     from fivefold.trainer.inspect import inspect as look
+    from fivefold.trainer.records import METRICS
 
     place = place_of(run)
     if html is not None and not (isinstance(place, Path) and place.is_dir()):

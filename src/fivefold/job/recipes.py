@@ -33,7 +33,7 @@ M = 1 << 20  # what papers call 4M tokens is 4 x 2^20: 1,024 sequences of 4,096
 # Their titles, in this order: Language Models are Few-Shot Learners; Llama 2: Open Foundation and Fine-Tuned Chat
 # Models; The Llama 3 Herd of Models; Qwen Technical Report; DeepSeek LLM: Scaling Open-Source Language Models with
 # Longtermism; DeepSeek-V2: A Strong, Economical, and Efficient Mixture-of-Experts Language Model; DeepSeek-V3 Technical
-# Report; On the SDEs and Scaling Rules for Adaptive Gradient Algorithms.
+# Report; Kimi K2: Open Agentic Intelligence; On the SDEs and Scaling Rules for Adaptive Gradient Algorithms.
 GPT3 = "arXiv 2005.14165, table 2.1"
 LLAMA2 = "arXiv 2307.09288, table 1"
 LLAMA3 = "arXiv 2407.21783, table 3"
@@ -42,10 +42,12 @@ QWEN = "arXiv 2309.16609, table 1"
 DEEPSEEK = "arXiv 2401.02954, section 3.1"
 DEEPSEEK_V2 = "arXiv 2405.04434, appendix B"
 DEEPSEEK_V3 = "arXiv 2412.19437, section 4.2"
+KIMI_K2 = "arXiv 2507.20534, section 2.5"
 SQUARE_ROOT = "arXiv 2205.10287"
 SOURCES = (
     "GPT-3: arXiv 2005.14165; Llama 2: arXiv 2307.09288; Llama 3: arXiv 2407.21783; Qwen: arXiv 2309.16609; DeepSeek "
-    "LLM: arXiv 2401.02954; DeepSeek-V2: arXiv 2405.04434; DeepSeek-V3: arXiv 2412.19437"
+    "LLM: arXiv 2401.02954; DeepSeek-V2: arXiv 2405.04434; DeepSeek-V3: arXiv 2412.19437; "
+    "Kimi K2: arXiv 2507.20534"
 )
 
 
@@ -59,6 +61,7 @@ class PublishedRun(NamedTuple):
     source: str
     warmup: int = 2000  # steps: Llama 1 and 2, DeepSeek LLM
     final: float = 0.1
+    tokens: float | None = None  # of the whole run, where a shorter one of the same model is a question
 
     def says(self, what: str = "") -> str:
         return f"{self.name}{what} ({self.source})"
@@ -100,11 +103,13 @@ ROTARY = (
     # 4M tokens at first, 8M after 252M tokens, 16M after 2.87T; the rate ends at 8e-7.
     PublishedRun("Llama 3 405B", 405.9e9, 8e-5, 16 * M, LLAMA3_405B, warmup=8000, final=0.01),
 )
-# Of models with experts a run says nothing of another model: these are for the model itself. Both rates end at a tenth.
+# Of models with experts a run says nothing of another model: these are for the model itself. All rates end at a tenth.
 THEIR_OWN = {
-    "deepseek-v2-lite": PublishedRun("DeepSeek-V2-Lite", 15.7e9, 4.2e-4, 4608 * 4096, DEEPSEEK_V2),
+    "deepseek-v2-lite": PublishedRun("DeepSeek-V2-Lite", 15.7e9, 4.2e-4, 4608 * 4096, DEEPSEEK_V2, tokens=5.7e12),
     # 3,072 sequences of 4,096 tokens at first, 15,360 after 469B tokens.
-    "deepseek-v3": PublishedRun("DeepSeek-V3", 671e9, 2.2e-4, 15360 * 4096, DEEPSEEK_V3),
+    "deepseek-v3": PublishedRun("DeepSeek-V3", 671e9, 2.2e-4, 15360 * 4096, DEEPSEEK_V3, tokens=14.8e12),
+    # With Muon, whose updates have the size of AdamW's there.
+    "kimi-k2": PublishedRun("Kimi K2", 1.04e12, 2e-4, 67e6, KIMI_K2, warmup=500, tokens=15.5e12),
 }
 USUAL = 4 * M  # tokens of a step, where no table has a model of the size: four million, as in most large runs
 NEAR = 0.8  # of the smallest model of a table: a smaller one follows the laws
@@ -157,7 +162,11 @@ def recipe(spec: ModelSpec, seq: int, tokens: int) -> dict[str, Choice]:
         largest = f", the largest published; this model has {times:.1f} times as many parameters" * (times > FAR)
         lr = Choice(own.lr, own.says() + largest)
         batch = Choice(sized.batch or best_batch, sized.batch_says())
-        if best_batch < batch.value:
+        if mine and mine.tokens:  # the law's slope, through the run that was made: its constant is of dense models
+            share = min(1.0, tokens / mine.tokens) ** 0.3271
+            short = f", x {share:.2f} for a shorter run: DeepSeek LLM's law, C^0.3271 ({DEEPSEEK})" * (share < 0.99)
+            batch = Choice(batch.value * share, batch.why + short)
+        elif best_batch < batch.value:
             batch = Choice(best_batch, f"a short run: DeepSeek LLM's law, 0.2920 C^0.3271 tokens, {law}")
         warmup, final, like = own.warmup, own.final, own.name if own.warmup != 2000 else "Llama 2, DeepSeek LLM"
         end = own.says() if own.final != 0.1 else "GPT-3, Llama 2, Qwen"

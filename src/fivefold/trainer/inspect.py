@@ -16,10 +16,9 @@ from fivefold.render.blocks import Block, Result, Text
 from fivefold.render.scene import Scene
 from fivefold.support.errors import UserError
 from fivefold.support.places import Place, place_of
+from fivefold.trainer.records import METRICS
 from fivefold.trainer.result import ExpertsResult, TrainResult
 from fivefold.trainer.resuming import stored_job
-
-METRICS = "metrics.jsonl"
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from fivefold.support.text import bytes_text, counted, si
 from fivefold.tracing.records import Trace
 from fivefold.tracing.result import TraceFile
 from fivefold.trainer.directories import owners, sign
-from fivefold.trainer.records import Evaluation, MetricsFile, Step, StepDecision, TensorBoard, trim
+from fivefold.trainer.records import METRICS, Evaluation, MetricsFile, Step, StepDecision, TensorBoard, trim
 
 Say = Callable[[str], None]
 _BOARD = "TensorBoard's file"
@@ -39,7 +39,7 @@ class Outputs:
         self.runs = owners(directory) or []
         self.described = {"job.toml": to_toml(job), "environment.json": json.dumps(environment, indent=2) + "\n"}
         self.traced = TraceFile(directory / "trace.json")
-        metrics = directory / "metrics.jsonl"
+        metrics = directory / METRICS
         try:
             self.handle = os.open(directory, os.O_RDONLY)  # as long as it is open, no other has the directory's number
             self.describe()

@@ -199,8 +199,10 @@ class TensorBoard:
 
 
 Record = Step | Evaluation | StepDecision | Judged  # the last in decisions.jsonl alone
+METRICS = "metrics.jsonl"
 _SUM = re.compile(rb',"crc":"([0-9a-f]{8})"}\n?\Z')
 MOST = 1 << 32  # bytes of a file that another process may have written
+RECENT = 1 << 26  # bytes of it that are shown: some 150,000 steps
 _LONGEST = 1 << 22  # bytes of a line that is looked at
 _KEPT = 1 << 24  # bytes of records that wait for a disk with room
 
@@ -215,7 +217,7 @@ def from_line(line: bytes) -> Record | None:
     if not line.lstrip().startswith(b"{"):  # a decoder takes longer to say so
         return None
     found = _SUM.search(line)
-    if found and zlib.crc32(line[: found.start()] + b"}") != int(found[1], 16):
+    if zlib.crc32(line[: found.start()] + b"}") != int(found[1], 16) if found else b'"crc"' in line:
         return None
     try:
         record: Record = msgspec.json.decode(line, type=Record)
@@ -241,6 +243,21 @@ def read(path: Path, most: int = MOST) -> Iterator[tuple[bytes, Record | None]]:
             )
         while line := file.readline(_LONGEST):
             yield line, from_line(line)
+
+
+def recent(path: Path, most: int = RECENT) -> tuple[list[Record | None], int]:
+    """The records of a file's last `most` bytes, None for each damaged line, and how many bytes before them were left
+    out: of what a person looks at, nobody waits minutes for the oldest."""
+    try:
+        raw = open_regular(path)
+    except FileNotFoundError:
+        return [], 0
+    with io.BufferedReader(raw) as file:
+        left = max(0, os.fstat(raw.fileno()).st_size - most)
+        if left:
+            left += len(os.pread(raw.fileno(), _LONGEST, left - 1).partition(b"\n")[0])  # up to a whole line
+        file.seek(left)
+        return [from_line(line) for line in iter(lambda: file.readline(_LONGEST), b"")], left
 
 
 def place(record: Record) -> int:

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from fivefold.support.files import open_regular
-from fivefold.trainer.records import Evaluation, Step
+from fivefold.trainer.records import METRICS, Evaluation, Step
 from fivefold.trainer.resuming import reached
 
 FILE = "recoveries.jsonl"
@@ -72,7 +72,7 @@ class Recovery:
         last = reached(directory)
         if not last:
             return None
-        recovery = cls(last, (directory / "metrics.jsonl").stat().st_mtime, planned, apart, say)
+        recovery = cls(last, (directory / METRICS).stat().st_mtime, planned, apart, say)
         recovery.directory = directory
         return recovery
 

@@ -1,7 +1,6 @@
 """What a run has left in its directory: every step's figures, and how well it does on held-out data."""
 
 import math
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
@@ -17,12 +16,16 @@ from fivefold.render.scene import TextMark as Words
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError
 from fivefold.support.parsing import path_of
-from fivefold.support.text import counted
+from fivefold.support.text import bytes_text, counted
 from fivefold.trainer.outputs import chart, drawable
-from fivefold.trainer.records import Evaluation, Load, Step, StepDecision, evenness, read
+from fivefold.trainer.records import METRICS, Evaluation, Load, Step, StepDecision, evenness, recent
 from fivefold.trainer.resuming import stored_job
 
 _HEIGHT = 560.0  # of the picture
+
+
+def _left_out(size: int) -> str:
+    return f"{METRICS} has {bytes_text(size)} more before these steps, which were not read"
 
 
 @dataclass(frozen=True)
@@ -32,14 +35,15 @@ class TrainResult(Result):
     evaluation: Evaluation | None = None  # the last
     damaged: int = 0  # lines of the metrics that are not what was written, and are left out
     decisions: list[StepDecision] = field(default_factory=list)  # about steps that were spikes or no numbers
+    left_out: int = 0  # bytes of the metrics before these steps
 
     @classmethod
     def read(cls, directory: Path) -> "TrainResult":
-        records = [record for _, record in read(directory / "metrics.jsonl", sys.maxsize)]
+        records, left = recent(directory / METRICS)
         looks = [record for record in records if isinstance(record, Evaluation)]
         steps = [record for record in records if isinstance(record, Step)]
         decisions = [record for record in records if isinstance(record, StepDecision)]
-        return cls(directory, steps, looks[-1] if looks else None, records.count(None), decisions)
+        return cls(directory, steps, looks[-1] if looks else None, records.count(None), decisions, left)
 
     @property
     def losses(self) -> list[float]:
@@ -53,6 +57,7 @@ class TrainResult(Result):
             "evaluation": msgspec.to_builtins(self.evaluation),
             "damaged": self.damaged,
             "decisions": msgspec.to_builtins(self.decisions),
+            "left_out": self.left_out,
         }
 
     def blocks(self) -> Iterator[Block]:
@@ -72,6 +77,8 @@ class TrainResult(Result):
             yield Text(str(decision))
         if self.damaged:
             yield Text(f"{counted(self.damaged, 'line')} of the metrics are damaged and left out")
+        if self.left_out:
+            yield Text(_left_out(self.left_out))
         yield Text(f"job, metrics and checkpoints are in {self.directory}")
 
     def scene(self) -> Scene | None:
@@ -123,12 +130,13 @@ class ExpertsResult(Result):
     steps: list[Step]  # those whose record has the tokens of every expert
     dropped: int  # of all steps
     fullest: Step  # the step with the fullest expert of all
+    left_out: int = 0  # bytes of the metrics before these steps
 
     @classmethod
     def read(cls, directory: Path, model: ModelSpec) -> "ExpertsResult":
         if model.experts is None:
             raise UserError(f"{model.name}, which {directory} trains, has no experts")
-        records = [one for _, one in read(directory / "metrics.jsonl")]
+        records, left = recent(directory / METRICS)
         every = [one for one in records if isinstance(one, Step) and one.load is not None]
         shape = [model.experts.count] * (model.layers - model.dense_layers)
         whole = [step for step in every if [len(layer) for layer in _tokens(step)] == shape]
@@ -137,7 +145,7 @@ class ExpertsResult(Result):
             why = f"; {damaged} of its metrics.jsonl cannot be read" if None in records else " yet"
             raise UserError(f"{directory} has no step with a load{why}")
         fullest = max(every, key=lambda step: _load(step).fullest)
-        return cls(directory, model, whole, sum(_load(step).dropped for step in every), fullest)
+        return cls(directory, model, whole, sum(_load(step).dropped for step in every), fullest, left)
 
     @property
     def layers(self) -> range:
@@ -150,6 +158,7 @@ class ExpertsResult(Result):
             "experts": msgspec.to_builtins(self.model.experts),
             "layers": list(self.layers),
             "dropped": self.dropped,
+            "left_out": self.left_out,
             "fullest": {"step": self.fullest.step, "times_the_mean": _load(self.fullest).fullest},
             "steps": [{"step": one.step} | msgspec.to_builtins(one.load) for one in self.steps],
         }
@@ -185,6 +194,8 @@ class ExpertsResult(Result):
             f"The fullest expert of all steps had {_times(load.fullest)} the mean of its layer, in step "
             f"{self.fullest.step}; {counted(self.dropped, 'token')} dropped."
         )
+        if self.left_out:
+            yield Text(_left_out(self.left_out))
 
     # ---- the picture -------------------------------------------------------------------------------------------------
 
@@ -227,7 +238,7 @@ def experts(run: str | Path) -> ExpertsResult:
     ff.experts("runs/moe")
     """
     directory = path_of(str(run))
-    if not (directory / "metrics.jsonl").is_file():
+    if not (directory / METRICS).is_file():
         raise UserError(f"{directory} is not the directory of a run: it has no metrics.jsonl")
     try:
         return ExpertsResult.read(directory, stored_job(directory).model)

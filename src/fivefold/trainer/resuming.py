@@ -26,7 +26,7 @@ from fivefold.support.parsing import BROKEN, Missing, path_of, read_toml
 from fivefold.support.places import Place, RemotePlace, place_of
 from fivefold.support.text import did_you_mean
 from fivefold.trainer.directories import JOB, chosen, complete, earlier
-from fivefold.trainer.records import Step, read
+from fivefold.trainer.records import METRICS, Step, read
 
 SCHEDULE = "schedule.txt"  # a pipeline schedule that the job took from a file
 
@@ -244,7 +244,7 @@ def begin(directory: Path, again: bool, steps: int) -> None:
 def reached(directory: Path) -> int:
     """The last step that a run has recorded; none, where that cannot be read: who writes there says why."""
     try:
-        records = (record for _, record in read(directory / "metrics.jsonl"))
+        records = (record for _, record in read(directory / METRICS))
         return max((record.step for record in records if isinstance(record, Step)), default=0)
     except OSError:
         return 0

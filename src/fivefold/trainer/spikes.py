@@ -15,7 +15,7 @@ import msgspec
 from fivefold.job.config import WatchConfig
 from fivefold.support.errors import TrainingError, UserError
 from fivefold.support.files import open_regular
-from fivefold.trainer.records import Judged, Step, StepDecision, read, to_line, trim
+from fivefold.trainer.records import METRICS, Judged, Step, StepDecision, read, to_line, trim
 
 _LEAST = 0.05  # of the usual loss: less above it is no spike, however even the losses are
 
@@ -58,7 +58,7 @@ def spikes(found: StepNumbers, recent: Sequence[StepNumbers], window: int, facto
 # number of its batch's first sample, whatever happened to the steps in between, in any layout.
 
 
-NAME, METRICS = "decisions.jsonl", "metrics.jsonl"
+NAME = "decisions.jsonl"
 _ALL = 1 << 62  # steps
 
 

@@ -17,12 +17,11 @@ from typing import Any
 from fivefold.layout.layout import Layout
 from fivefold.support.errors import UserError
 from fivefold.tracing.chrome import lanes
-from fivefold.trainer.records import Evaluation, Record, Step
+from fivefold.trainer.records import METRICS, Evaluation, Record, Step
 from fivefold.web.question import Ask
 from fivefold.web.run_files import (
     ENVIRONMENT,
     JOB,
-    METRICS,
     MetricsPiece,
     RunFiles,
     events,

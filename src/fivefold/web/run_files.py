@@ -16,9 +16,9 @@ from fivefold.support.errors import UserError
 from fivefold.support.files import open_regular, read_regular
 from fivefold.support.parsing import parse_json, parse_toml, parsing
 from fivefold.support.text import bytes_text, counted, did_you_mean
-from fivefold.trainer.records import Record, from_line
+from fivefold.trainer.records import METRICS, Record, from_line
 
-METRICS, JOB, ENVIRONMENT = "metrics.jsonl", "job.toml", "environment.json"
+JOB, ENVIRONMENT = "job.toml", "environment.json"
 MOST = {JOB: 1 << 16, ENVIRONMENT: 1 << 20}  # bytes
 AT_ONCE, LINES = 1 << 24, 1 << 16  # bytes and lines of metrics in one answer: a page asks for the rest
 LONGEST = 1 << 22  # bytes of a line; one that has more is damaged
