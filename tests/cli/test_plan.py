@@ -179,7 +179,10 @@ def test_serving() -> None:
     ("line", "words"),
     [
         ("plan llama4-8b", "unknown model 'llama4-8b'; did you mean 'llama3-8b'?"),
-        ("plan llama3-8b --cluster 8xH1000", "unknown accelerator 'H1000'; did you mean 'H100' or 'H100-96'?"),
+        (
+            "plan llama3-8b --cluster 8xH1000",
+            "unknown accelerator 'H1000'; did you mean 'H100', 'H100-96' or 'H100-PCIE'?",
+        ),
         ("plan llama3-8b --cluster 8xH100.toml", "H100.toml"),
         ("plan llama3-8b --cluster 1xH100", "it fits on"),
         ("plan llama3-8b --batch 0", "batch=0 must be at least 1"),

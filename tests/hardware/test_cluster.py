@@ -109,6 +109,7 @@ def test_a_count_may_touch_the_name_and_a_name_may_be_a_number(text, meant):
     [
         ("NVIDIA A100-PCIE-40GB", "A100-PCIE-40", 40, 31.5),
         ("NVIDIA A100 80GB PCIe", "A100-PCIE-80", 80, 31.5),
+        ("NVIDIA H100 PCIe", "H100-PCIE", 79.6, 63),
         ("A100-40GB", "A100-40", 40, 300),
         ("A100-SXM-80GB", "A100-80", 80, 300),
         ("NVIDIA A800-SXM4-80GB", "A800", 80, 200),
@@ -123,11 +124,16 @@ def test_a_board_has_its_own_memory_and_links(spelling, name, gib, inside):
     assert (found.name, round(found.memory / 2**30, 1), found.inside.bandwidth / 1e9) == (name, gib, inside)
 
 
+@pytest.mark.parametrize("name", ["H20", "NVIDIA A30", "T4", "GH200", "RTX 3090", "H20-96GB", "L4"])
+def test_a_device_that_is_not_here_is_no_misprint_of_another(name):
+    with pytest.raises(UserError, match=r"the catalogue has A100-40, .*fivefold calibrate -o \w+.toml"):
+        find_accelerator(name)
+
+
 @pytest.mark.parametrize(
     ("spelling", "near"),
     [
-        ("H100 PCIe", "'H100' or 'H100-96'"),
-        ("NVIDIA H100 NVL", "'H100' or 'H100-96'"),
+        ("NVIDIA H100 NVL", "'H100', 'H100-96' or 'H100-PCIE'"),
         ("A100-PCIE", "'A100-PCIE-40' or 'A100-PCIE-80'"),
         ("Tesla V100-PCIE-16GB", "'V100' or 'V100-16'"),
     ],

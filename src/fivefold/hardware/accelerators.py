@@ -164,7 +164,8 @@ class Accelerator(Struct, frozen=True, kw_only=True):
         rate: float | None = getattr(self.peak, precision)
         if rate is None:
             has = [name for name in PRECISIONS if getattr(self.peak, name) is not None]
-            raise UserError(f"{self.name} has no {precision} rate; it has {', '.join(has) or 'none'}")
+            near = "; nearest: --precision fp16" if precision == "bf16" and self.peak.fp16 else ""
+            raise UserError(f"{self.name} has no {precision} rate; it has {', '.join(has) or 'none'}{near}")
         return rate
 
 
@@ -207,9 +208,13 @@ _A100: Rated = (
     Rates(fp64=19.5 * T, fp32=19.5 * T, tf32=156 * T, bf16=312 * T, fp16=312 * T),
     "A100 datasheet (SXM): dense, beside sparse; fp64 is the tensor-core line",
 )
-_HOPPER: Rated = (  # the PCIe and NVL boards are slower: not these entries
+_HOPPER: Rated = (  # the NVL board is slower, too, and has no entry
     Rates(fp64=66.9 * T, fp32=66.9 * T, tf32=494.7 * T, bf16=989.4 * T, fp16=989.4 * T, fp8=1978.9 * T),
     "H100 whitepaper, SXM5 column, without sparsity (datasheets print it with); fp64 is the tensor-core line",
+)
+_H100_PCIE: Rated = (
+    Rates(fp64=51.2 * T, fp32=51.2 * T, tf32=378 * T, bf16=756 * T, fp16=756 * T, fp8=1513 * T),
+    "H100 whitepaper, PCIe column, without sparsity; fp64 is the tensor-core line",
 )
 _H800: Rated = (
     Rates(fp64=1 * T, fp32=66.9 * T, tf32=494.7 * T, bf16=989.4 * T, fp16=989.4 * T, fp8=1978.9 * T),
@@ -318,6 +323,9 @@ ACCELERATORS = {
                 source="H100 datasheet: 3.35 TB/s. DGX H100 user guide: one ConnectX-7 port beside each GPU"),
         _device("H100-96", _HOPPER, 97871, 2400, "NVLink4", "InfiniBand-NDR",
                 source="README of torchtitan's benchmarks: 96 GB of HBM2e at 2.4 TB/s, limited to 500 W of 700"),
+        _device("H100-PCIE", _H100_PCIE, 81559, 2039, "PCIe5", "InfiniBand-NDR",
+                source="H100 whitepaper (PCIe): bandwidth; a bridge of NVLink joins two boards at most, so PCIe is "
+                "taken. Assumption: ports as DGX H100's"),
         _device("H200", _HOPPER, 143771, 4800, "NVLink4", "InfiniBand-NDR",
                 source="H200 datasheet: 4.8 TB/s. DGX H200 is DGX H100 with other GPUs"),
         _device("H800", _H800, 81559, 3350, "NVLink-400", "InfiniBand-NDR",
@@ -366,6 +374,7 @@ _SPELLINGS = {
     "A100-PCIE-80": "a100pcie80gb a10080gbpcie a10080pcie",
     "A800": "a80080 a80080gb a800sxm a800sxm4 a800sxm80gb a800sxm480gb a80080gbsxm",
     "H100": "h10080 h10080gb h10080gbsxm h10080gbsxm700w h10080gbhbm3 h100sxm h100sxm5",
+    "H100-PCIE": "h100pcie80gb h10080gbpcie",
     "H100-96": "h10096gbhbm2e500w",
     "H800": "h80080 h80080gb h800sxm h800sxm5 h800sxm80gb h80080gbsxm",
     "H200": "h200sxm h200141gb h200141gbsxm",
@@ -385,6 +394,13 @@ _SPELLINGS = {
     "V100-16": "v10016gb v100sxm16gb v100sxm216gb v10016gbsxm2",
     "TPU-v4": "tpuv4",
 }
+
+
+# Devices that the catalogue does not have, and whose names are near to some that it has.
+_NOT_HERE = frozenset(
+    """a2 a10 a16 a30 a40 a4000 a5000 a6000 rtxa4000 rtxa5000 rtxa6000 rtx6000 b100 gb10 gh200 h20 l4 l20 l40 p100 t4
+    mi100 mi210 mi250 mi250x mi300a rtx2080 rtx3080 rtx3090 3090 rtx4080 4080 rtx5080 5080 tpuv5e tpuv5p tpuv6e""".split()
+)
 
 
 # GPUs of the node an accelerator usually sits in, where not 8; None: any number of them is one.
@@ -413,10 +429,19 @@ def find_link(name: str) -> Link:
 def _find(what: str, name: str, known: dict[str, D], spelled: dict[str, D]) -> D:
     found = spelled | {_plain(one): entry for one, entry in known.items()}
     if _plain(name) not in found:
-        same = _boards(_plain(name)) if what == "accelerator" else []
-        hint = f"did you mean {either(same)}?" if same else did_you_mean(name, list(known))
+        hint = _meant(name) if what == "accelerator" else did_you_mean(name, list(known))
         raise UserError(f"unknown {what} {name!r}; {hint}")
     return found[_plain(name)]
+
+
+def _meant(name: str) -> str:
+    """Boards of the same chip, or the nearest spelling; but the name of another device is no misprint."""
+    if same := _boards(_plain(name)):
+        return f"did you mean {either(same)}?"
+    if (device := _plain(re.sub(r"(?i)[\s-]\d+ ?gb.*", "", name))) in _NOT_HERE:
+        measured = f"`fivefold calibrate -o {device}.toml` on one measures it for the planner"
+        return f"the catalogue has {', '.join(ACCELERATORS)}; {measured}"
+    return did_you_mean(name, list(ACCELERATORS))
 
 
 def _boards(name: str) -> list[str]:
