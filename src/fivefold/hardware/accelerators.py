@@ -397,9 +397,10 @@ _SPELLINGS = {
 
 
 # Devices that the catalogue does not have, and whose names are near to some that it has.
-_NOT_HERE = frozenset(
-    """a2 a10 a16 a30 a40 a4000 a5000 a6000 rtxa4000 rtxa5000 rtxa6000 rtx6000 b100 gb10 gh200 h20 l4 l20 l40 p100 t4
-    mi100 mi210 mi250 mi250x mi300a rtx2080 rtx3080 rtx3090 3090 rtx4080 4080 rtx5080 5080 tpuv5e tpuv5p tpuv6e""".split()
+_NOT_HERE = (
+    "a2 a10 a16 a30 a40 a4000 a5000 a6000 rtxa4000 rtxa5000 rtxa6000 rtx6000 b100 gb10 gh200 h20 l4 l20 l40 p100 t4 "
+    "mi100 mi210 mi250 mi250x mi300a rtx2080 rtx3080 rtx3090 3090 rtx4080 4080 rtx5080 5080 tpuv5e tpuv5p tpuv6e"
+)
 )
 
 
@@ -438,7 +439,7 @@ def _meant(name: str) -> str:
     """Boards of the same chip, or the nearest spelling; but the name of another device is no misprint."""
     if same := _boards(_plain(name)):
         return f"did you mean {either(same)}?"
-    if (device := _plain(re.sub(r"(?i)[\s-]\d+ ?gb.*", "", name))) in _NOT_HERE:
+    if (device := _plain(re.sub(r"(?i)[\s-]\d+ ?gb.*", "", name))) in _NOT_HERE.split():
         measured = f"`fivefold calibrate -o {device}.toml` on one measures it for the planner"
         return f"the catalogue has {', '.join(ACCELERATORS)}; {measured}"
     return did_you_mean(name, list(ACCELERATORS))
