@@ -401,7 +401,6 @@ _NOT_HERE = (
     "a2 a10 a16 a30 a40 a4000 a5000 a6000 rtxa4000 rtxa5000 rtxa6000 rtx6000 b100 gb10 gh200 h20 l4 l20 l40 p100 t4 "
     "mi100 mi210 mi250 mi250x mi300a rtx2080 rtx3080 rtx3090 3090 rtx4080 4080 rtx5080 5080 tpuv5e tpuv5p tpuv6e"
 )
-)
 
 
 # GPUs of the node an accelerator usually sits in, where not 8; None: any number of them is one.
