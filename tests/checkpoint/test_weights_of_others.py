@@ -250,6 +250,15 @@ def test_a_model_whose_tokenizer_is_not_read_here_is_not_trained_on_bytes(own: P
     assert "save_pretrained" in said
 
 
+@pytest.mark.parametrize("eos", [99_999, [2, -1], "2", True])
+def test_an_import_names_special_tokens_that_are_none(own: Path, tmp_path: Path, eos: object) -> None:
+    shutil.copytree(own / "hf", tmp_path / "hf")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"eos_token_id": eos}))
+    with pytest.warns(Note, match=r"eos_token_id=.* of config\.json is no token of \d+"):
+        import_hf(tmp_path / "hf", tmp_path / "run", quiet)
+
+
 def test_every_new_run_of_the_job_starts_from_the_imported_weights(own: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "m"
     import_hf(own / "hf", run, quiet)

@@ -31,12 +31,13 @@ from fivefold.job.fine_tuning import SOURCE, tuned
 from fivefold.job.recipes import written
 from fivefold.layout.sharding import chunk
 from fivefold.model.hf_names import BALANCE, TensorSource, sources, style_of, tensors
-from fivefold.spec.hf import HF_CONFIG, kept_settings, to_hf_config
+from fivefold.spec.hf import HF_CONFIG, kept_settings, no_tokens, to_hf_config
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import Parameter
 from fivefold.support.errors import Note, UserError
 from fivefold.support.files import Progress, whole_or_nothing
 from fivefold.support.parsing import path_of, read_json
+from fivefold.support.text import printable
 
 T = TypeVar("T")
 _Part = tuple[Parameter, TensorSource]  # rows of a parameter, and where they lie in a tensor of theirs
@@ -75,6 +76,9 @@ def import_hf(directory: Path, run: Path, progress: Progress, data: str | Path |
             Note(f"{directory} has no {TOKENIZER}: whether tokens are the model's own cannot be told when it trains"),
             stacklevel=2,
         )
+    if strange := no_tokens(theirs.settings, spec.vocab):
+        sentence = f"{strange} of config.json is no token of {spec.vocab}; an export gives it back as it is"
+        warnings.warn(Note(printable(sentence)), stacklevel=2)
     return Checkpoint(path)
 
 

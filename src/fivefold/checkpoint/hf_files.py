@@ -101,8 +101,8 @@ class HuggingFace:
         config = own_file(directory, "config.json")
         self.spec = read_hf_config(directory)
         self.files = _files(directory)
-        settings = read_json(config)
-        self.tile = tile(directory, settings.get("quantization_config"))
+        self.settings = read_json(config)
+        self.tile = tile(directory, self.settings.get("quantization_config"))
         if self.spec.layers > max(_LISTED, len(self.files)):
             raise UserError(f"{config} means {self.spec.layers} layers, and {directory} has {len(self.files)} tensors")
         self.open: dict[Path, Any] = {}
@@ -111,7 +111,7 @@ class HuggingFace:
         held = tensors(self.spec)
         self.homes = {one.name: list(sources(self.spec, one, style)) for one in held}
         problems = [problem for one in held if (problem := self._misfit(one))]
-        if left := self._left(settings.get("num_nextn_predict_layers")):
+        if left := self._left(self.settings.get("num_nextn_predict_layers")):
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
             problems.append(f"tensor {left[0]}{more} of {directory} has no place in the model of its config.json")
         if problems:

@@ -311,9 +311,12 @@ class Layout(Axes, frozen=True, kw_only=True, forbid_unknown_fields=True):
         share = self.size("batch") * self.microbatches
         if batch is not None and batch % share:
             near = [n for n in (batch // share * share, -(-batch // share) * share) if n]
+            whole, rest = divmod(batch, self.size("batch"))
+            fewer = [n for n in divisors(whole) if n < self.microbatches] if whole and not rest else []
             yield (
                 f"a global batch of {batch} sequences does not divide over dp={self.dp} x "
                 f"microbatches={self.microbatches}; nearest: batch={either(near)}"
+                + (f", or layout.microbatches={max(fewer)}" if fewer else "")
             )
 
     def _experts(self, spec: ModelSpec) -> Iterator[str]:

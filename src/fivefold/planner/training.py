@@ -214,8 +214,8 @@ def often(option: Option, run: GoodputRun) -> str:
     blocked, between = run.failures.blocked, length(run.failures.between / DAY)
     span = length(run.best * run.step / DAY)
     return (
-        f"steps, {span}: the shortest expected run, if it fails once in {between} ({USUAL.source}) and a save costs "
-        f"{blocked:.2g} s; {size}"
+        f"steps, {span}: the shortest expected run, if it fails once in {between} ({USUAL.source}) and a save holds "
+        f"the steps up for {blocked:.2g} s; {size}"
     )
 
 

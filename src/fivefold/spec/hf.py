@@ -284,14 +284,27 @@ _CLASSES = {"gpt2": "GPT2LMHeadModel"}
 
 # Of their settings that no field of ours has, those that an export gives back: they change no logits.
 _KEPT = (
-    *(f"{token}_token_id" for token in ("bos", "eos", "pad", "sep")),
+    *(f"{token}_token_id" for token in ("bos", "eos", "pad", "sep")),  # _SPECIAL of them
     "router_aux_loss_coef", "output_router_logits", "attn_pdrop", "attention_dropout", "pretraining_tp",
 )  # fmt: skip
+
+
+_SPECIAL = 4
 
 
 def kept_settings(config: Config) -> Config:
     """Of an imported `config.json`, what an export takes over."""
     return {key: config[key] for key in _KEPT if key in config}
+
+
+def no_tokens(config: Config, vocab: int) -> str:
+    """The special tokens of a `config.json` that its vocabulary does not have, or that are no numbers."""
+    found = []
+    for key in _KEPT[:_SPECIAL]:
+        ids = config[key] if isinstance(config.get(key), list) else [config.get(key)]
+        if any(one is not None and not (type(one) is int and 0 <= one < vocab) for one in ids):
+            found.append(f"{key}={str(config[key])[:40]}")
+    return ", ".join(found)
 
 
 def read_hf_config(path: str | Path) -> ModelSpec:
