@@ -157,20 +157,24 @@ class Schedule:
 
     @cached_property
     def on_their_way(self) -> tuple[int, ...]:
-        """By rank: messages that are held beside activations, at most: receives that are posted and not consumed, and
-        a gradient on each channel that it is sent on. (A sent activation is held for its backward pass anyway.)"""
+        """By rank: messages that are held beside the activations of `in_flight`, at most: receives that are posted and
+        not consumed, and a gradient on each channel that it is sent on. (A sent activation is held for its backward
+        pass anyway.) More may be posted when fewer microbatches are held, each of which is a message at least."""
         channels, owner = self.placement.channels, self.placement.owner
         consumers = {(kind, channel.target) for channel in channels for kind in channel.compute}
         found = []
         for rank, order in enumerate(self.ranks):
-            posted = most = 0
+            posted = live = most = 0
             for action in order:
                 if action.kind in RECEIVES:
                     posted += 1
-                    most = max(most, posted)
                 elif (action.kind, action.stage) in consumers:
                     posted -= 1
-            found.append(most + sum(one.gradients and owner[one.source] == rank for one in channels))
+                live += action.kind is FORWARD
+                most = max(most, posted + live)
+                live -= action.kind in LAST_READERS
+            beside = most - sum(self.in_flight[rank].values())
+            found.append(beside + sum(one.gradients and owner[one.source] == rank for one in channels))
         return tuple(found)
 
     def count(self, *kinds: Kind) -> int:
