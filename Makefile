@@ -58,7 +58,7 @@ alone: install
 # Run these before a change of what they prove lands, and commit the transcripts.
 prove: install
 	$(KEEP) layouts $(BIN)/fivefold verify --all --world 4 --sample 60
-	$(KEEP) truth $(BIN)/fivefold accuracy --leave-out
+	$(KEEP) accuracy $(BIN)/fivefold accuracy --leave-out
 	$(KEEP) slow-tests $(BIN)/python -m pytest -m slow
 
 # On hosts made of namespaces and a Slurm of their own: needs root, iproute2, slurm-wlm and munge.

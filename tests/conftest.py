@@ -51,7 +51,7 @@ _FIRST = (
     *("test_verify.py", "test_pipeline.py", "test_compiled.py", "test_equal.py", "test_resume.py", "test_layouts.py"),
     *("test_tensor.py", "test_pipelines.py", "test_faults.py", "test_checkpoint.py", "test_readme.py", "test_guide.py"),
     *("test_dryrun.py", "test_examples.py", "test_cli.py", "test_parts.py", "test_ranks.py", "test_trace.py"),
-    *("test_experts.py", "test_truth.py", "test_comparison.py"),
+    *("test_experts.py", "test_accuracy.py", "test_comparison.py"),
 )
 
 

@@ -114,7 +114,7 @@ def test_schedules_draw_themselves_in_a_notebook() -> None:
     [
         (lambda: ff.plan("tiny", "2xCPU", batch=8, seq=64, by="speed"), "by='speed' is not a ranking"),
         (lambda: ff.plan("tiny", "2xCPU", batch=8, seq=64, top=0), "top=0 must be at least 1"),
-        (lambda: ff.truth("nowhere"), "nowhere has no .csv files"),
+        (lambda: ff.planner_accuracy("nowhere"), "nowhere has no .csv files"),
         (lambda: ff.models(seq=0), "seq=0 must be at least 1"),
         (lambda: ff.verify("dp=1", ["model.layers=2"], model=ff.preset("tiny")), "a ModelSpec is the whole model"),
     ],

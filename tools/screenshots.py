@@ -46,7 +46,8 @@ ZOOM = '[data-testid="zoom-in"]'
 EVERY = '[data-testid="take-auto"]'
 BOTH = "run?runs=pipeline,slower-rate"  # of tools/demo_runs.py
 FOLLOWED = '.view-run[data-loaded] [data-testid="trace-plot"] svg'
-PREDICTED = ".view-truth [data-loaded]"  # half a minute: all published runs
+SHAPE = '[data-testid="select-accuracy-shape"]'
+PREDICTED = ".view-accuracy [data-loaded]"  # half a minute: all published runs
 SHOTS = {
     "plan": Shot(PLAN, JUDGED),
     "plan-dark": Shot(f"{BIG}&layout=dp=64,tp=8,pp=16,cp=2,zero=1,sp,microbatches=32", JUDGED, dark=True),
@@ -70,11 +71,13 @@ SHOTS = {
     "run-whole": Shot(BOTH, FOLLOWED, whole=True),
     "run-moe-whole": Shot("run?runs=moe", FOLLOWED, whole=True, dark=True),
     "run-phone": Shot("run?runs=pipeline", FOLLOWED, width=390, height=844, whole=True),
-    "truth": Shot("truth", PREDICTED, height=900),
-    "truth-dark": Shot("truth", PREDICTED, height=900, dark=True),
-    "truth-times": Shot("truth", PREDICTED, height=900, picks=(('[data-testid="select-truth-shape"]', "step times"),)),
-    "truth-whole": Shot("truth?kind=experts", PREDICTED, whole=True),
-    "truth-phone": Shot("truth?source=torchtitan", PREDICTED, width=390, height=844, whole=True),
+    "accuracy": Shot("accuracy", PREDICTED, height=900),
+    "accuracy-dark": Shot("accuracy", PREDICTED, height=900, dark=True),
+    "accuracy-times": Shot(
+        "accuracy", PREDICTED, height=900, picks=(('[data-testid="select-accuracy-shape"]', "step times"),)
+    ),
+    "accuracy-whole": Shot("accuracy?kind=experts", PREDICTED, whole=True),
+    "accuracy-phone": Shot("accuracy?source=torchtitan", PREDICTED, width=390, height=844, whole=True),
 }
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from fivefold.version import __version__ as __version__
 
 if TYPE_CHECKING:  # what type checkers and editors see; _HOMES says the same to Python
-    from fivefold.accuracy.result import truth
+    from fivefold.accuracy.result import planner_accuracy
     from fivefold.dry.run import dryrun
     from fivefold.hardware.cluster import Cluster
     from fivefold.job.config import Job, read_job
@@ -56,6 +56,7 @@ __all__ = [
     "mesh",
     "models",
     "plan",
+    "planner_accuracy",
     "preset",
     "read_job",
     "report",
@@ -64,7 +65,6 @@ __all__ = [
     "simulate",
     "trace",
     "train",
-    "truth",
     "ui",
     "verify",
 ]
@@ -86,6 +86,7 @@ _HOMES = {
     "mesh": "fivefold.planner.pictures",
     "models": "fivefold.spec.presets",
     "plan": "fivefold.planner.plan",
+    "planner_accuracy": "fivefold.accuracy.result",
     "preset": "fivefold.spec.presets",
     "read_job": "fivefold.job.config",
     "report": "fivefold.web.report",
@@ -94,7 +95,6 @@ _HOMES = {
     "simulate": "fivefold.planner.plan",
     "trace": "fivefold.trainer.start",
     "train": "fivefold.trainer.start",
-    "truth": "fivefold.accuracy.result",
     "ui": "fivefold.web.app",
     "verify": "fivefold.verifier.verify",
 }
@@ -102,7 +102,8 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        renamed = "; it is now planner_accuracy" if name == "truth" else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{renamed}")
     found = getattr(importlib.import_module(_HOMES[name]), name)
     return globals().setdefault(name, found)
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.accuracy.cases import MeasuredRun, TruthRow, measured, read_rows
-from fivefold.accuracy.result import _runs, truth
+from fivefold.accuracy.cases import PublishedRow, MeasuredRun, measured, read_rows
+from fivefold.accuracy.result import _runs, planner_accuracy
 from fivefold.accuracy.score import evaluate
 from fivefold.render.blocks import Text
 from fivefold.support.errors import UserError
@@ -19,7 +19,7 @@ SHAPE = {"layers": "2", "hidden": "64", "heads": "4", "vocab": "1000"}
 
 
 def run(**cells: str) -> MeasuredRun:
-    return measured(TruthRow("mine", 2, RUN | cells))
+    return measured(PublishedRow("mine", 2, RUN | cells))
 
 
 @pytest.mark.parametrize(
@@ -89,31 +89,35 @@ def test_a_cell_without_end_is_refused_by_its_line(tmp_path: Path, column: str) 
 
 def test_numbers_of_thousands_of_digits_are_no_release(tmp_path: Path) -> None:
     digits = "9" * 4_400
-    (one,) = evaluate([TruthRow("mine", 2, RUN | {"model": "mixtral-8x7b", "source": f"Megatron-Bridge 1.{digits}"})])
+    (one,) = evaluate(
+        [PublishedRow("mine", 2, RUN | {"model": "mixtral-8x7b", "source": f"Megatron-Bridge 1.{digits}"})]
+    )
     assert one.refused or one.seconds
     (one,) = evaluate(
-        [TruthRow("mine", 2, RUN | {"model": "my-moe", "notes": f"experts={digits} top-k=1 expert_ffn=64"})]
+        [PublishedRow("mine", 2, RUN | {"model": "my-moe", "notes": f"experts={digits} top-k=1 expert_ffn=64"})]
     )
     assert "neither a preset of its name nor its notes say how many" in one.refused
 
 
 def test_a_row_that_makes_no_sense_is_left_out_of_what_is_fitted() -> None:
-    nonsense = TruthRow("mine", 2, RUN | {"zero_stage": "3", "notes": "shard group: 0 ranks"})
+    nonsense = PublishedRow("mine", 2, RUN | {"zero_stage": "3", "notes": "shard group: 0 ranks"})
     assert "make no sense together" in evaluate([nonsense])[0].refused
-    assert [one.row.line for one in _runs([nonsense, TruthRow("mine", 3, RUN)])] == [3]
+    assert [one.row.line for one in _runs([nonsense, PublishedRow("mine", 3, RUN)])] == [3]
 
 
 def test_the_lines_of_refused_rows_are_told(tmp_path: Path) -> None:
     mixture = RUN | {"model": "my-moe", "notes": "experts=4 top-k=2 expert_ffn=64", "layers": "2", "hidden": "64"}
     rows = [mixture, RUN | dict.fromkeys(("notes", "layers", "hidden"), ""), mixture]
     (tmp_path / "march.csv").write_text("\n".join(",".join(one) for one in ([*mixture], *(r.values() for r in rows))))
-    said = [block.text for block in truth(tmp_path).blocks() if isinstance(block, Text)]
+    said = [block.text for block in planner_accuracy(tmp_path).blocks() if isinstance(block, Text)]
     told = "refused: 2 of march (line 2, 4): 'my-moe' has its experts in its notes, and so takes no shape of a preset"
     assert f"{told}; not published: heads, vocab" in said
 
 
 def test_a_refused_row_is_listed_and_the_next_is_predicted() -> None:
-    bad, good = evaluate([TruthRow("mine", 2, RUN | {"step_time_s": "12 s"}), TruthRow("mine", 3, RUN)], exact=False)
+    bad, good = evaluate(
+        [PublishedRow("mine", 2, RUN | {"step_time_s": "12 s"}), PublishedRow("mine", 3, RUN)], exact=False
+    )
     assert bad.refused.startswith("step_time_s is '12 s'")
     assert good.error is not None
 
@@ -139,4 +143,4 @@ def test_a_file_in_place_of_its_directory_is_told(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"march.csv is a file, .*; nearest: {tmp_path}$"):
         read_rows(path)
     with pytest.raises(UserError, match=r"no second source or accelerator \(sources: march\)"):
-        truth(tmp_path, leave_out=True)
+        planner_accuracy(tmp_path, leave_out=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fivefold.accuracy.cases import MeasuredRun, device_of, measured, read_rows
-from fivefold.accuracy.result import truth
+from fivefold.accuracy.result import planner_accuracy
 from fivefold.accuracy.sources import USUAL
 from fivefold.accuracy.spelling import Refused, precision_named, preset_named, schedule_named
 from fivefold.cost.systems import SYSTEMS
@@ -30,7 +30,7 @@ def test_the_page_s_example_runs_and_prints_what_it_shows(tmp_path: Path, capsys
         found = re.search(rf"```{kind}\n(.*?)```", page, re.DOTALL)
         assert found is not None
         (tmp_path / f"march.{kind}").write_text(found.group(1))
-    result = truth(tmp_path)
+    result = planner_accuracy(tmp_path)
     assert [(row.refused, row.fits) for row in result.results] == [("", True)] * 2
     assert all(abs(row.error or 1.0) < 0.25 for row in result.results)
     shown = re.search(r"\$ fivefold accuracy --data my-runs/\n(.*?)```", page, re.DOTALL)

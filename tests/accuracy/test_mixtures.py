@@ -2,7 +2,7 @@
 
 import pytest
 
-from fivefold.accuracy.cases import TruthRow, measured, read_rows
+from fivefold.accuracy.cases import PublishedRow, measured, read_rows
 from fivefold.accuracy.score import evaluate, line_of, scores
 from fivefold.accuracy.spelling import Refused, imbalance_of, is_mixture, older, with_experts
 from fivefold.cost.moe import IMBALANCE
@@ -18,8 +18,8 @@ BRIDGE = {
 }  # fmt: skip
 
 
-def row(line: int = 2, **changes: str) -> TruthRow:
-    return TruthRow("bridge", line, BRIDGE | changes)
+def row(line: int = 2, **changes: str) -> PublishedRow:
+    return PublishedRow("bridge", line, BRIDGE | changes)
 
 
 def test_a_row_takes_the_shape_of_its_preset_and_its_own_ep():

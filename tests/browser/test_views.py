@@ -32,7 +32,7 @@ STATES = {  # what a view shows beside what it begins with
     "no such map": "mesh?model=llama3-8b&cluster=2x8xH100&batch=64&layout=dp=3,tp=4,pp=2,zero=1,sp,microbatches=8",
     "refused schedules": "schedule?schedule=dualpipe-v&pp=8&microbatches=6",
     "a long schedule": "schedule?schedule=dualpipe-v&pp=16&microbatches=64&times=comm=0.05,ep=0.5&slow=3=1.5",
-    "experts published": "truth?kind=experts",
+    "experts published": "accuracy?kind=experts",
 }
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-PATIENCE = 300_000  # ms, of a busy machine: Truth predicts for half a minute of a free core
+PATIENCE = 300_000  # ms, of a busy machine: Accuracy predicts for half a minute of a free core
 QUIET = """() => !document.querySelector(':root[data-asking], .busy')
     && document.querySelector('main .view')?.childElementCount > 0"""
 

@@ -235,7 +235,7 @@ def test_accuracy_on_a_directory_for_scripts(tmp_path: Path) -> None:
     from fivefold.accuracy.cases import DATA
 
     (tmp_path / "llama3.csv").write_text((DATA / "llama3.csv").read_text())
-    found = asked(f"accuracy --data {tmp_path} -o {tmp_path / 'truth.svg'}")
+    found = asked(f"accuracy --data {tmp_path} -o {tmp_path / 'accuracy.svg'}")
     source = found["sources"]["llama3"]
     assert source["rows"] == 3
     assert source["mape"] < 0.10
@@ -243,7 +243,7 @@ def test_accuracy_on_a_directory_for_scripts(tmp_path: Path) -> None:
         assert name in source
     assert len(found["rows"]) == 3
     assert all(row["predicted_seconds"] > 0 for row in found["rows"])
-    assert (tmp_path / "truth.svg").read_text().count("<circle") == 3 + 1
+    assert (tmp_path / "accuracy.svg").read_text().count("<circle") == 3 + 1
 
 
 def test_accuracy_shows_rows_and_assumptions(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from fivefold.accuracy.result import SourceList, truth
+from fivefold.accuracy.result import SourceList, planner_accuracy
 from fivefold.cost.memory import checkpoint_bytes, state, state_of
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import read_job
@@ -87,7 +87,7 @@ def results(small: PlanResult) -> dict[str, Result]:
         "serve": serve("llama3-405b", "2x8xH100", prompt=2048, output=512, ttft=0.6, tpot=0.1),
         "context": context(131072, 16),
         "models": models(),
-        "truth": truth(rows="torchtitan"),
+        "accuracy": planner_accuracy(rows="torchtitan"),
         "sources": SourceList(),
     }
 

@@ -17,7 +17,7 @@ from rich.cells import cell_len
 import fivefold as ff
 from fivefold.accuracy.coverage import CoverageResult, Covered
 from fivefold.accuracy.fit import Constants
-from fivefold.accuracy.result import SourceList, TruthResult, truth
+from fivefold.accuracy.result import AccuracyResult, SourceList, planner_accuracy
 from fivefold.accuracy.score import choices
 from fivefold.accuracy.sweeps import SweepsResult
 from fivefold.bench import attention, checkpoint, comparison, overlap, pipeline, planner, scaling, steps, train
@@ -107,8 +107,8 @@ def on_unequal_ranks() -> mixed_ranks.MixedBenchResult:
     return mixed_ranks.MixedBenchResult(by_hand.JOB, 4, 2, Machine(4, "2.13", "Neoverse"), (run,))
 
 
-def judged() -> TruthResult:
-    result = truth(rows="torchtitan")
+def judged() -> AccuracyResult:
+    result = planner_accuracy(rows="torchtitan")
     left_out = {score.source: 0.05 for score in result.scores}
     return replace(result, left_out=left_out, constants=Constants.shipped())
 
@@ -135,9 +135,9 @@ MAKERS: dict[str, Callable[[], Result]] = {
     "ModelResult": lambda: model("llama3-405b"),
     "AcceleratorList": accelerators,
     "AcceleratorList of one": lambda: accelerators("MI300X"),
-    "TruthResult": judged,
-    "TruthResult with sweeps": lambda: truth(rows="korthikanti_2022"),
-    "SweepsResult": lambda: SweepsResult(tuple(choices(truth(rows="korthikanti_2022").results))),
+    "AccuracyResult": judged,
+    "AccuracyResult with sweeps": lambda: planner_accuracy(rows="korthikanti_2022"),
+    "SweepsResult": lambda: SweepsResult(tuple(choices(planner_accuracy(rows="korthikanti_2022").results))),
     "CoverageResult": covered,
     "SourceList": SourceList,
     "DrawResult": lambda: ff.draw("1f1b", "zb-v", pp=4, microbatches=8),

@@ -136,7 +136,7 @@ def test_payloads_need_neither_torch_nor_a_server() -> None:
     code = (
         "import sys; from fivefold.web.app import answer; from fivefold.web.question import Ask;"
         "answer('plan', '', Ask({'model': 'tiny', 'cluster': '2xCPU', 'batch': '8', 'seq': '64'}));"
-        "answer('run', '', Ask({})); answer('truth', 'rows', Ask({'source': 'llama3'}));"
+        "answer('run', '', Ask({})); answer('accuracy', 'rows', Ask({'source': 'llama3'}));"
         "print([name for name in ('torch', 'starlette', 'uvicorn') if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"

@@ -125,7 +125,7 @@ MOST, LONGEST = 1 << 26, 4000  # bytes of a file, characters of a cell
 NEEDED = ("source", "model", "seq_len", "gpu", "gpus", "status")
 
 
-class TruthRow(NamedTuple):
+class PublishedRow(NamedTuple):
     file: str  # without its ending
     line: int
     values: dict[str, str]
@@ -152,7 +152,7 @@ class TruthRow(NamedTuple):
         return f"{self.file}.csv line {self.line}"
 
 
-def read_rows(directory: Path = DATA) -> list[TruthRow]:
+def read_rows(directory: Path = DATA) -> list[PublishedRow]:
     """Every row of every CSV file of a directory."""
     if directory.is_file():
         raise UserError(f"{directory} is a file, and rows are read from a directory; nearest: {directory.parent}")
@@ -173,7 +173,7 @@ def read_rows(directory: Path = DATA) -> list[TruthRow]:
             missing = [column for column in NEEDED if column not in (reader.fieldnames or ())]
             if missing:
                 raise UserError(f"{path} lacks the columns {', '.join(missing)}; its first line must name them")
-            rows += [TruthRow(path.stem, reader.line_num, _short(values), software, shipped) for values in reader]
+            rows += [PublishedRow(path.stem, reader.line_num, _short(values), software, shipped) for values in reader]
         except (csv.Error, ValueError) as error:
             raise UserError(f"{path} line {reader.line_num} cannot be read: {error}") from None
     return rows
@@ -190,21 +190,21 @@ def _short(values: dict[str, str]) -> dict[str, str]:
 class MeasuredRun(NamedTuple):
     """A row with its case; `seconds` and `memory` (bytes) are None where they are not published."""
 
-    row: TruthRow
+    row: PublishedRow
     source: Source
     case: Case
     seconds: float | None
     memory: float | None
 
 
-def source_of(row: TruthRow) -> Source:
+def source_of(row: PublishedRow) -> Source:
     """What is known or assumed of a row's software."""
     words = " ".join(map(row.text, ("url_or_path", "notes")))
     gpu, precision = map(row.text, ("gpu", "precision"))
     return description(row.text("system"), row.file_says, row.text("source"), words, gpu, precision, row.shipped)
 
 
-def measured(row: TruthRow) -> MeasuredRun:
+def measured(row: PublishedRow) -> MeasuredRun:
     source = source_of(row)
     check_cells(row)
     spec, cluster = spec_of(row, source), cluster_of(row, source)
@@ -235,7 +235,7 @@ def impossible(case: Case) -> list[str]:
     return layout.problems(spec, seq=case.seq, batch=case.batch)
 
 
-def _with_experts(row: TruthRow, source: Source, case: Case) -> Case:
+def _with_experts(row: PublishedRow, source: Source, case: Case) -> Case:
     """The same with the row's ep, the kernels of its release, and its routing."""
     spec, layout = with_experts(row, case.spec, case.layout, source.divides_experts)
     if spec.experts is None:
@@ -244,7 +244,7 @@ def _with_experts(row: TruthRow, source: Source, case: Case) -> Case:
     return replace(case, spec=spec, layout=layout, stack=stack, imbalance=imbalance_of(row, spec, layout))
 
 
-def _need(row: TruthRow, column: str) -> int:
+def _need(row: PublishedRow, column: str) -> int:
     value = row.whole(column)
     if value is None:
         raise Refused(f"{column} is not published")
@@ -254,7 +254,7 @@ def _need(row: TruthRow, column: str) -> int:
 SHAPE = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
 
 
-def spec_of(row: TruthRow, source: Source) -> ModelSpec:
+def spec_of(row: PublishedRow, source: Source) -> ModelSpec:
     """The row's shape; what it leaves out is the model's, if it names one that we know."""
     name, given = row.text("model"), {column: _need(row, column) for column in SHAPE if row.text(column)}
     if is_mixture(row):
@@ -276,7 +276,7 @@ def spec_of(row: TruthRow, source: Source) -> ModelSpec:
 ASYNC_TP = 0.45  # of what overlap hides elsewhere: torchtitan's own rows with and without it
 
 
-def stack_of(row: TruthRow, source: Source) -> SoftwareProfile:
+def stack_of(row: PublishedRow, source: Source) -> SoftwareProfile:
     notes = row.text("notes")
     kernels = (kernel for word, kernel in source.kernels.items() if word in notes)
     stack = source.stack.but(attention=next(kernels, source.stack.attention))
@@ -305,7 +305,7 @@ def device_of(name: str) -> Accelerator:
         raise Refused(f"gpu is not in the catalogue: {error}") from None
 
 
-def cluster_of(row: TruthRow, source: Source) -> Cluster:
+def cluster_of(row: PublishedRow, source: Source) -> Cluster:
     gpus, per_node = _need(row, "gpus"), row.whole("gpus_per_node") or 8
     device = device_of(row.text("gpu"))
     across = structs.replace(device.across, bandwidth=device.across.bandwidth * source.ports)
@@ -318,7 +318,7 @@ def cluster_of(row: TruthRow, source: Source) -> Cluster:
     return Cluster((Group(-(-gpus // per_node), per_node, device),))
 
 
-def layout_of(row: TruthRow, source: Source, spec: ModelSpec) -> Layout:
+def layout_of(row: PublishedRow, source: Source, spec: ModelSpec) -> Layout:
     tp, pp, cp = (row.whole(axis) or 1 for axis in ("tp", "pp", "cp"))
     gpus = _need(row, "gpus")
     check_world(gpus, row.whole("dp"), {"tp": tp, "pp": pp, "cp": cp})
@@ -347,12 +347,12 @@ def layout_of(row: TruthRow, source: Source, spec: ModelSpec) -> Layout:
     return structs.replace(layout, split=_even(spec.layers, layout)) if source.stack.even else layout
 
 
-def _ep(row: TruthRow, source: Source, tp: int) -> int:
+def _ep(row: PublishedRow, source: Source, tp: int) -> int:
     """Ranks that experts are dealt out over, or divided."""
     return (row.whole("ep") or 1) * (tp if source.divides_experts else 1)
 
 
-def _zero(row: TruthRow, source: Source, parameters: float) -> int:
+def _zero(row: PublishedRow, source: Source, parameters: float) -> int:
     """As stated, or as the source has it; a run whose weights and gradients would not fit has sharded them."""
     if (stated := zero_named(row.text("zero_stage"))) is not None:
         return stated
@@ -360,7 +360,7 @@ def _zero(row: TruthRow, source: Source, parameters: float) -> int:
     return 3 if whole > HEADROOM * device_of(row.text("gpu")).memory else source.zero
 
 
-def _schedule(row: TruthRow, source: Source, spec: ModelSpec, layout: Layout) -> tuple[str, int]:
+def _schedule(row: PublishedRow, source: Source, spec: ModelSpec, layout: Layout) -> tuple[str, int]:
     """Its name, and the stages of a rank."""
     said = schedule_named(row.text("schedule"))
     if layout.pp == 1:
@@ -403,7 +403,7 @@ def _chunks(layers: int, pp: int, most: int) -> int:
     return 1
 
 
-def seconds_of(row: TruthRow, source: Source, case: Case) -> float | None:
+def seconds_of(row: PublishedRow, source: Source, case: Case) -> float | None:
     """Published, or derived from tokens/s, TFLOP/s or MFU by the source's own convention."""
     for column in ("step_time_s", "derived_step_time_s"):
         if (value := row.number(column)) is not None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from msgspec import structs
 
-from fivefold.accuracy.cases import DATA, TruthRow, read_rows
+from fivefold.accuracy.cases import DATA, PublishedRow, read_rows
 from fivefold.accuracy.fit import STEPS_WITHOUT, unseen
 from fivefold.accuracy.fit import by_source as file_of
 from fivefold.accuracy.result import Progress, steps
@@ -299,7 +299,7 @@ def first_sight() -> dict[tuple[str, int], dict[str, str]]:
     return {(row["source"], int(row["line"])): row for row in csv.DictReader(lines)}
 
 
-def _key(row: TruthRow) -> tuple[str, int]:
+def _key(row: PublishedRow) -> tuple[str, int]:
     return row.file, row.line
 
 

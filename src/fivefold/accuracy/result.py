@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from fivefold.accuracy.cases import DATA, MeasuredRun, TruthRow, measured, read_rows, source_of
+from fivefold.accuracy.cases import DATA, PublishedRow, MeasuredRun, measured, read_rows, source_of
 from fivefold.accuracy.fit import (
     FITTED,
     STEPS,
@@ -125,7 +125,7 @@ _LINES = 5  # of refused rows that are named
 
 
 @dataclass(frozen=True)
-class TruthResult(Result):
+class AccuracyResult(Result):
     results: tuple[RowScore, ...]
     left_out: dict[str, float]  # by source: the mean error under constants that were fitted without it
     shown: str  # the source whose rows are shown
@@ -328,27 +328,27 @@ def _gigabytes(size: float | None) -> str:
     return f"{size / 1e9:.1f} GB" if size else ""
 
 
-# ---- truth ----------------------------------------------------------------------------------------------------------
+# ---- accuracy -------------------------------------------------------------------------------------------------------
 # The planner against published, measured runs, as one function.
 #
-# truth(rows="llama3").scores[0].mape
+# planner_accuracy(rows="llama3").scores[0].mape
 
 
 Progress = Callable[[int, int, str], None]  # steps so far, all steps, what is done
 
 
-def truth(
+def planner_accuracy(
     data: str | Path | None = None,
     *,
     rows: str = "",
     leave_out: bool = False,
     refit: bool = False,
     progress: Progress = lambda done, total, what: None,
-) -> TruthResult:
+) -> AccuracyResult:
     """Predict every run of a directory of CSV files, by default of those that come with the package.
 
-        ff.truth()
-        ff.truth(rows="llama3")
+        ff.planner_accuracy()
+        ff.planner_accuracy(rows="llama3")
 
     `rows` names one source, whose rows are then shown; `leave_out` also predicts each source, and each accelerator,
     with constants that were fitted without it (minutes); `refit` fits the constants to the runs and predicts with them.
@@ -362,7 +362,7 @@ def truth(
     constants = fit(_runs(every), steps(progress, "fitting", STEPS)) if refit else None
     left, devices = _left_out(every, progress) if leave_out else ({}, {})
     results = evaluate(every, constants, tick=steps(progress, "predicting", len(every)))
-    return TruthResult(tuple(results), left, rows, constants, own=data is not None, left_devices=devices)
+    return AccuracyResult(tuple(results), left, rows, constants, own=data is not None, left_devices=devices)
 
 
 def steps(progress: Progress, what: str, total: int) -> Callable[[], None]:
@@ -371,7 +371,7 @@ def steps(progress: Progress, what: str, total: int) -> Callable[[], None]:
     return lambda: progress(next(done, total), total, what)
 
 
-def _runs(every: list[TruthRow]) -> list[MeasuredRun]:
+def _runs(every: list[PublishedRow]) -> list[MeasuredRun]:
     """Those that can be predicted."""
     runs: list[MeasuredRun] = []
     for row in every:
@@ -381,7 +381,7 @@ def _runs(every: list[TruthRow]) -> list[MeasuredRun]:
     return runs
 
 
-def _left_out(every: list[TruthRow], progress: Progress) -> tuple[dict[str, float], dict[str, float]]:
+def _left_out(every: list[PublishedRow], progress: Progress) -> tuple[dict[str, float], dict[str, float]]:
     """The mean error of each source, and of each accelerator, under constants that were fitted without it."""
     runs = [run for run in _runs(every) if run.seconds]
     if len(set(map(by_source, runs))) < 2 and len(set(map(by_accelerator, runs))) < 2:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fivefold.accuracy.cases import MeasuredRun, TruthRow, measured
+from fivefold.accuracy.cases import PublishedRow, MeasuredRun, measured
 from fivefold.accuracy.fit import Constants, predict
 from fivefold.accuracy.spelling import Refused, is_mixture, older
 from fivefold.cost.footprint import HEADROOM, footprint
@@ -21,7 +21,7 @@ NONSENSE = (ArithmeticError, ValueError, IndexError, AssertionError)  # of numbe
 class RowScore:
     """One row: what was measured and what is predicted, or why nothing can be predicted."""
 
-    row: TruthRow
+    row: PublishedRow
     run: MeasuredRun | None = None
     seconds: float | None = None  # predicted
     memory: float | None = None  # predicted bytes, as an allocator counts them
@@ -66,7 +66,7 @@ class RowScore:
 
 
 def evaluate(
-    rows: Iterable[TruthRow],
+    rows: Iterable[PublishedRow],
     constants: Constants | None = None,
     exact: bool = True,
     tick: Callable[[], None] = lambda: None,
@@ -88,7 +88,7 @@ def evaluate(
     return results
 
 
-def _theory(row: TruthRow) -> RowScore:
+def _theory(row: PublishedRow) -> RowScore:
     """The ZeRO paper's arithmetic, in its own accounting."""
     count, ranks, published = row.number("params_b"), row.whole("dp"), row.number("peak_mem_gb")
     stage = row.whole("zero_stage")
@@ -97,7 +97,7 @@ def _theory(row: TruthRow) -> RowScore:
     return RowScore(row, memory=paper(count * 1e9, stage, ranks).total, theory=published * 1e9)
 
 
-def _predicted(row: TruthRow, constants: Constants | None, exact: bool) -> RowScore:
+def _predicted(row: PublishedRow, constants: Constants | None, exact: bool) -> RowScore:
     if row.status not in ("ok", "oom"):
         raise Refused(f"status {row.status!r} is no measurement")
     run = measured(row)
@@ -185,7 +185,7 @@ def scores(results: Sequence[RowScore]) -> list[Score]:
     return [score(name, mine) for name, mine in lines.items()]
 
 
-def line_of(row: TruthRow) -> str:
+def line_of(row: PublishedRow) -> str:
     return f"{row.file}{EXPERTS}" if is_mixture(row) else row.file
 
 

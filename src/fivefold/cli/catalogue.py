@@ -137,7 +137,7 @@ def accuracy(
         _by_itself(data, others, coverage, sweeps, write, output, as_json)
         return
     with counting_bar() as progress:
-        found = comparing.truth(data, rows=rows, leave_out=leave_out, refit=fit, progress=progress)
+        found = comparing.planner_accuracy(data, rows=rows, leave_out=leave_out, refit=fit, progress=progress)
     if write and found.constants:
         found.constants.write()
     show(found, as_json, output)

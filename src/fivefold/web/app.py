@@ -107,7 +107,9 @@ VIEWS = (
     View("mesh", "Mesh", "every rank, what it has and whom it talks to", parts=("rank", "ranks"), slow=("ranks",)),
     View("schedule", "Schedule", "who computes what when", parts=("every", "made"), slow=("every", "made")),
     View("run", "Run", "training runs, live", parts=("tail", "trace"), slow=("trace",)),
-    View("truth", "Truth", "predicted against measured step times", parts=("rows",), slow=("rows",), kept=("rows",)),
+    View(
+        "accuracy", "Accuracy", "predicted against measured step times", parts=("rows",), slow=("rows",), kept=("rows",)
+    ),
 )
 NAMED = {view.name: view for view in VIEWS}
 

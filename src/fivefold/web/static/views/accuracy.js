@@ -1,11 +1,11 @@
-// Truth: what the planner predicts of runs that were measured and published, beside a model that knows next to nothing.
+// Accuracy: what the planner predicts of runs that were measured and published, beside a model that knows next to nothing.
 import { select } from "../lib/controls.js";
 import { card, element } from "../lib/dom.js";
 import * as format from "../lib/format.js";
 import { responsive } from "../lib/plot.js";
 import * as state from "../lib/state.js";
-import { bandsLegend, lookOf, scatter, span } from "./truth_scatter.js";
-import { FIRST, drawRow, orders, rowTable, sourceTable } from "./truth_tables.js";
+import { bandsLegend, lookOf, scatter, span } from "./accuracy_scatter.js";
+import { FIRST, drawRow, orders, rowTable, sourceTable } from "./accuracy_tables.js";
 
 const ALL = "all", SHAPES = ["predicted ÷ measured", "step times"];
 const KINDS = [{ value: ALL, text: "all models" }, { value: "dense", text: "dense" }, { value: "experts", text: "with experts" }];
@@ -19,13 +19,13 @@ export function mount(root, source) {
   let payload = null, rows = [], lines = [], texts = [], looks = new Map(), at = null, shown = FIRST, order = orders[0], left = true, shape = SHAPES[0], ends = [0.1, 10];
   const NONE = { source: ALL, kind: ALL, model: ALL, gpu: ALL }, inAddress = () => ({ ...NONE, ...Object.fromEntries(Object.entries(state.read().words).filter(([name]) => name in NONE)) });
   let words = inAddress();
-  const notice = element("p", { class: "notice bad gap", role: "alert", hidden: true, "data-testid": "truth-refused" });
+  const notice = element("p", { class: "notice bad gap", role: "alert", hidden: true, "data-testid": "accuracy-refused" });
   const gone = new AbortController();
 
-  const controls = Object.fromEntries([["source", "Source"], ["kind", "Kind"], ["model", "Model"], ["gpu", "GPU"]].map(([name, label]) => [name, select({ name: `truth-${name}`, label, onInput: value => filter(name, value) })]));
-  const sorting = select({ name: "truth-order", label: "Order", onInput: value => { order = value; list(); } });
-  const shaping = select({ name: "truth-shape", label: "Picture", onInput: value => { shape = value; planner.update(); null_.update(); } });
-  const said = element("span", { class: "dim small", "aria-live": "polite", "data-testid": "truth-status" });
+  const controls = Object.fromEntries([["source", "Source"], ["kind", "Kind"], ["model", "Model"], ["gpu", "GPU"]].map(([name, label]) => [name, select({ name: `accuracy-${name}`, label, onInput: value => filter(name, value) })]));
+  const sorting = select({ name: "accuracy-order", label: "Order", onInput: value => { order = value; list(); } });
+  const shaping = select({ name: "accuracy-shape", label: "Picture", onInput: value => { shape = value; planner.update(); null_.update(); } });
+  const said = element("span", { class: "dim small", "aria-live": "polite", "data-testid": "accuracy-status" });
   const error = figure("Mean error of all runs", "mean-error"), near = figure("Within 10%", "near"), far = figure("Within 25%", "far"), inside = figure("Inside the predicted range", "inside");
   const timed = () => chosen().filter(row => row.error !== null);
   const faint = () => words.source === ALL && words.model === ALL && words.gpu === ALL && words.kind === ALL ? [] : rows.filter(row => row.error !== null && !passes(row));
@@ -35,7 +35,7 @@ export function mount(root, source) {
   root.append(element("div", { class: "stack" },
     card("Predicted against measured", { aside: said }, element("div", { class: "row" }, Object.values(controls).map(one => one.element), shaping.element), notice),
     element("div", { class: "figures" }, error.element, near.element, far.element, inside.element),
-    element("div", { class: "truth-grid" },
+    element("div", { class: "accuracy-grid" },
       card("The planner", {}, planner.element, legend), card("Null model: one utilisation for each source", {}, null_.element, element("p", { class: "dim small" }, "It knows a source's best single share of the peak rate, found with its measured times, and nothing of layouts.")), row.element,
       card("Sources", { class: "card every" }, sources)),
     card("Runs", { aside: sorting.element }, listed)));
@@ -56,7 +56,7 @@ export function mount(root, source) {
     words = { ...words, [name]: value };
     notice.hidden = true;
     shown = FIRST;
-    state.write("truth", Object.fromEntries(Object.entries(words).filter(([, one]) => one !== ALL)), true);
+    state.write("accuracy", Object.fromEntries(Object.entries(words).filter(([, one]) => one !== ALL)), true);
     draw();
   }
 
@@ -132,7 +132,7 @@ export function mount(root, source) {
   }
 
   const listening = state.onChange(() => {
-    if (state.read().view !== "truth") return;
+    if (state.read().view !== "accuracy") return;
     words = inAddress();
     notice.hidden = true;
     if (payload) draw();

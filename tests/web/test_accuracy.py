@@ -1,16 +1,16 @@
-"""The Truth view: rows, ranges and errors are those of `fivefold accuracy`; the null model's rows make its error."""
+"""The Accuracy view: rows, ranges and errors are those of `fivefold accuracy`; the null model's rows make its error."""
 
 from statistics import fmean
 from typing import Any
 
 import pytest
 
-from fivefold.accuracy.result import truth
+from fivefold.accuracy.result import planner_accuracy
 from fivefold.accuracy.score import null_error
 from fivefold.planner.interval import step_range
 from fivefold.support.errors import UserError
+from fivefold.web.accuracy import payload, rows
 from fivefold.web.question import Ask
-from fivefold.web.truth import payload, rows
 from fivefold.web.workers import Workers
 from tests.web.serving import serving
 
@@ -29,8 +29,8 @@ def test_the_list_has_every_source() -> None:
 @pytest.mark.parametrize(
     ("source", "experts"), [("llama3", False), ("laer_moe_megatron", True), ("zero_memory", False)]
 )
-def test_rows_are_those_of_truth(source: str, experts: bool) -> None:
-    found, result = rows(Ask({"source": source})), truth(rows=source)
+def test_rows_are_those_of_accuracy(source: str, experts: bool) -> None:
+    found, result = rows(Ask({"source": source})), planner_accuracy(rows=source)
     whole = result.to_dict()
     assert len(found["rows"]) == len(whole["rows"])
     for row, known, score in zip(found["rows"], whole["rows"], result.results, strict=True):
@@ -54,7 +54,7 @@ def test_the_null_models_rows_make_its_error() -> None:
     assert len(timed) == line["timed"]
     error = fmean(abs(row["null_seconds"] / row["measured_seconds"] - 1) for row in timed)
     assert error == pytest.approx(line["null_mape"], rel=1e-12)
-    runs = [score.run for score in truth(rows="torchtitan").results if score.run and score.error is not None]
+    runs = [score.run for score in planner_accuracy(rows="torchtitan").results if score.run and score.error is not None]
     assert line["null_mape"] == null_error(runs) > line["mape"]
 
 
@@ -68,7 +68,7 @@ def test_answers_that_never_change_are_computed_once(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Workers, "ask", ask)
     with serving() as server:
         for source in ("llama3", "llama3", "torchtitan"):
-            assert server.ask("truth/rows", {"source": source}).json == {"rows": []}
+            assert server.ask("accuracy/rows", {"source": source}).json == {"rows": []}
         server.ask("plan/search")
         server.ask("plan/search")
     assert calls == [{"source": "llama3"}, {"source": "torchtitan"}, {}, {}]

@@ -1,4 +1,4 @@
-"""The Truth view: what the planner predicts of measured runs, as `fivefold accuracy` has it.
+"""The Accuracy view: what the planner predicts of measured runs, as `fivefold accuracy` has it.
 
 payload(Ask())                          # the sources, and how many rows each has
 rows(Ask({"source": "llama3"}))         # its rows: cells, prediction, range, error; and its line of the table
@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from fivefold.accuracy.cases import read_rows
-from fivefold.accuracy.result import BANDS, TruthResult, truth
+from fivefold.accuracy.result import BANDS, AccuracyResult, planner_accuracy
 from fivefold.accuracy.score import EXPERTS, RowScore, line_of, null_seconds
 from fivefold.planner.interval import SHARE, step_range
 from fivefold.support.errors import UserError
@@ -42,7 +42,7 @@ def rows(ask: Ask) -> dict[str, Any]:
 
 @cache
 def _rows(source: str) -> dict[str, Any]:
-    result = truth(rows=source)
+    result = planner_accuracy(rows=source)
     whole = result.to_dict()
     texts: dict[str, int] = {}
     null = _null(result)
@@ -52,7 +52,7 @@ def _rows(source: str) -> dict[str, Any]:
     return {"lines": lines, "rows": found, "texts": list(texts), **{name: whole[name] for name in names}}
 
 
-def _null(result: TruthResult) -> dict[str, float]:
+def _null(result: AccuracyResult) -> dict[str, float]:
     """By row: what a model predicts that knows one utilisation for each line of the table."""
     found: dict[str, float] = {}
     for line in result.scores:

@@ -1,10 +1,10 @@
-// Truth in words and numbers: one row with all its cells, a line for each source, and the rows.
+// Accuracy in words and numbers: one row with all its cells, a line for each source, and the rows.
 import { button } from "../lib/controls.js";
 import { card, element, layoutText } from "../lib/dom.js";
 import * as format from "../lib/format.js";
 import { interval, responsive } from "../lib/plot.js";
 import { table } from "../lib/table.js";
-import { sign } from "./truth_scatter.js";
+import { sign } from "./accuracy_scatter.js";
 
 const MORE = 40;  // rows that are listed at a time
 const NAMES = { gpu: "GPU", gpus: "GPUs", seq_len: "sequence", micro_batch: "microbatch", global_batch: "batch", zero_stage: "ZeRO", sequence_parallel: "sp", params_b: "params, B", step_time_s: "step, s", derived_step_time_s: "step, s, derived", tokens_per_s_per_gpu: "tokens/s per GPU", tflops_per_gpu: "TFLOP/s per GPU", mfu: "MFU, %", hfu: "HFU, %", peak_mem_gb: "peak memory, GB", url_or_path: "published", kv_heads: "kv heads", gpus_per_node: "GPUs of a node" };

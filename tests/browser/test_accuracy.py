@@ -1,4 +1,4 @@
-"""The Truth view in a browser: its figures, its table and its rows are those of `fivefold accuracy`."""
+"""The Accuracy view in a browser: its figures, its table and its rows are those of `fivefold accuracy`."""
 
 from collections.abc import Callable
 from statistics import fmean
@@ -25,12 +25,12 @@ def seconds(value: float) -> str:
 
 
 @pytest.mark.parametrize("source", ["llama3", "torchtitan"])
-def test_figures_of_a_source_are_those_of_truth(window: Opening, source: str) -> None:
-    found = window("truth")
-    found.page.wait_for_selector(".view-truth [data-loaded]")  # of all published runs
-    found.one("select-truth-source").select_option(source)
+def test_figures_of_a_source_are_those_of_accuracy(window: Opening, source: str) -> None:
+    found = window("accuracy")
+    found.page.wait_for_selector(".view-accuracy [data-loaded]")  # of all published runs
+    found.one("select-accuracy-source").select_option(source)
     found.settle()
-    told = ff.truth(rows=source).to_dict()
+    told = ff.planner_accuracy(rows=source).to_dict()
     errors = [abs(row["error"]) for row in told["rows"] if row["error"] is not None]
     assert found.text("mean-error") == percent(fmean(errors))
     for name, band in (("near", 0.1), ("far", 0.25)):
@@ -54,22 +54,22 @@ def test_figures_of_a_source_are_those_of_truth(window: Opening, source: str) ->
 
 
 def test_an_address_that_names_nothing_published_is_told_and_all_is_shown(window: Opening) -> None:
-    found = window("truth?source=nowhere&gpu=H100x")
-    found.page.wait_for_selector(".view-truth [data-loaded]")
-    said = found.text("truth-refused")
+    found = window("accuracy?source=nowhere&gpu=H100x")
+    found.page.wait_for_selector(".view-accuracy [data-loaded]")
+    said = found.text("accuracy-refused")
     assert said == "The published runs have no source 'nowhere' and no GPU 'H100x'. Shown instead are all."
-    assert found.one("select-truth-source").input_value() == "all"
-    found.one("select-truth-source").select_option("llama3")
+    assert found.one("select-accuracy-source").input_value() == "all"
+    found.one("select-accuracy-source").select_option("llama3")
     found.settle()
-    assert not found.one("truth-refused").is_visible()
-    assert found.page.url.endswith("#truth?source=llama3")
+    assert not found.one("accuracy-refused").is_visible()
+    assert found.page.url.endswith("#accuracy?source=llama3")
     assert found.wrong == []
 
 
 def test_the_run_that_is_told_of_is_one_of_those_that_are_shown(window: Opening) -> None:
-    found = window("truth?source=llama3")
-    found.page.wait_for_selector(".view-truth [data-loaded]")
+    found = window("accuracy?source=llama3")
+    found.page.wait_for_selector(".view-accuracy [data-loaded]")
     assert "llama3.csv" in found.text("row")
     found.one("source-megatron_bridge, experts").click()  # a line of its own, which the list of sources has, too
     assert "megatron_bridge.csv" in found.text("row")
-    assert found.one("select-truth-source").input_value() == "megatron_bridge, experts"
+    assert found.one("select-accuracy-source").input_value() == "megatron_bridge, experts"
