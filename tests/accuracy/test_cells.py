@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.accuracy.cases import PublishedRow, MeasuredRun, measured, read_rows
+from fivefold.accuracy.cases import MeasuredRun, PublishedRow, measured, read_rows
 from fivefold.accuracy.result import _runs, planner_accuracy
 from fivefold.accuracy.score import evaluate
 from fivefold.render.blocks import Text

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from fivefold.accuracy.cases import DATA, PublishedRow, MeasuredRun, measured, read_rows, source_of
+from fivefold.accuracy.cases import DATA, MeasuredRun, PublishedRow, measured, read_rows, source_of
 from fivefold.accuracy.fit import (
     FITTED,
     STEPS,

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fivefold.accuracy.cases import PublishedRow, MeasuredRun, measured
+from fivefold.accuracy.cases import MeasuredRun, PublishedRow, measured
 from fivefold.accuracy.fit import Constants, predict
 from fivefold.accuracy.spelling import Refused, is_mixture, older
 from fivefold.cost.footprint import HEADROOM, footprint
