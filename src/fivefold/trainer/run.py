@@ -18,6 +18,7 @@ from rich.text import Text
 
 from fivefold.checkpoint.find import find, run_of, stored
 from fivefold.checkpoint.hf_extras import carry
+from fivefold.checkpoint.store import Checkpoint
 from fivefold.data.corpus import entropy
 from fivefold.data.index import NAME as INDEX
 from fivefold.job.config import Job
@@ -139,89 +140,142 @@ def _run_job(
     bind(device, world)
     check_memory(job, device, world)
     make_repeatable(job.train)
-    slow = check_bfloat16(device, job.train.dtype)
     proof = claim(job, sources.path / INDEX, world) if world.joined else None
     backend = choose_backend(device, world.local_size, job.train, world.rank, world.apart)
     worlds.join(world, backend, job.train.timeout, proof)
-
-    def note(sentence: str) -> None:
-        console.print(Text.assemble(("note  ", "bold yellow"), sentence), soft_wrap=True)
-
     with ExitStack() as leaving:
         leaving.callback(worlds.leave, world)
-        mesh = Mesh.of(job.layout, device, job.train.timeout, spec=job.model)
-        control = leaving.enter_context(closing(Control(mesh, job.train.timeout)))
-        directory, again = _agreed(control, lambda: _begun(job, sources, start)) or (Path(), False)
-        directory = control.broadcast_value(directory, Path)
+        run = _RankRun(job, sources, world, console, Mesh.of(job.layout, device, job.train.timeout, spec=job.model))
+        run.enter_directory(start, leaving)
+        run.make_trainer(leaving)
+        run.resume()
+        if not run.is_finished():
+            run.train(stopping)
+        return run.directory
+
+
+class _RankRun:
+    """One rank's part of a run, step by step, once the ranks have joined."""
+
+    control: Control
+    directory: Path
+    again: bool  # a launcher starts the run again; known to rank 0 alone
+    trainer: Trainer
+    checkpointing: Checkpoints
+    begun: Checkpoint | None = None  # from which it goes on
+    recovery: Recovery | None = None
+
+    def __init__(self, job: Job, sources: Sources, world: worlds.World, console: Console, mesh: Mesh):
+        self.job, self.sources, self.world, self.console, self.mesh = job, sources, world, console, mesh
+        self.slow = check_bfloat16(mesh.device, job.train.dtype)  # before the first product warns of it
+
+    def note(self, sentence: str) -> None:
+        self.console.print(Text.assemble(("note  ", "bold yellow"), sentence), soft_wrap=True)
+
+    def enter_directory(self, start: Start, leaving: ExitStack) -> None:
+        """Collective: rank 0 claims the run's directory, and all ranks see it."""
+        job, world = self.job, self.world
+        control = self.control = leaving.enter_context(closing(Control(self.mesh, job.train.timeout)))
+        found, self.again = _agreed(control, lambda: _begun(job, self.sources, start)) or (Path(), False)
+        directory = self.directory = control.broadcast_value(found, Path)
         if world.apart and job.checkpoint.save and not job.checkpoint.url:
             marked = control.broadcast_value(_agreed(control, lambda: mark(directory)) or Path(), Path)
             check_shared(marked, control)
         if world.joined:
             logs.keep(directory / "logs", world)
         if world.rank == 0:  # whose job is the one that is written
-            job = _with_its_schedule(job, directory)
+            self.job = _with_its_schedule(job, directory)
+
+    def make_trainer(self, leaving: ExitStack) -> None:
+        """The model on its ranks, with its checkpoints and watchers; then what a person reads before the first step."""
+        job, mesh, control = self.job, self.mesh, self.control
         heartbeat.enter("the making of the model", least=heartbeat.LONG)
-        trainer = Trainer(job, sources, mesh)
+        trainer = self.trainer = Trainer(job, self.sources, mesh)
         same_order(control, mesh, trainer.engine.order)
-        trainer.guard.watch(leaving.enter_context(closing(Control(mesh, job.train.timeout))), note)
-        checkpointing = Checkpoints(store(job, directory), control, trainer, note)
-        leaving.callback(checkpointing.close)
-        if world.rank == 0:
-            show_job(console, job, mesh)
+        trainer.guard.watch(leaving.enter_context(closing(Control(mesh, job.train.timeout))), self.note)
+        self.checkpointing = Checkpoints(store(job, self.directory), control, trainer, self.note)
+        leaving.callback(self.checkpointing.close)
+        if self.world.rank == 0:
+            show_job(self.console, job, mesh)
         for sentence in before_step_1(job, mesh, control):
-            note(sentence)
-        recovery = _recovery(directory, world, note) if again else None
+            self.note(sentence)
+
+    def resume(self) -> None:
+        """Load what there is, and say from where, and what differs from the run so far."""
+        trainer, console, world, note = self.trainer, self.console, self.world, self.note
+        self.recovery = _recovery(self.directory, world, note) if self.again else None
+        decided = _agreed(self.control, lambda: _decided(self.directory, note)) or KnownDecisions()
         trainer.policy.say = note
-        trainer.policy.learn(
-            control.broadcast_value(
-                _agreed(control, lambda: _decided(directory, note)) or KnownDecisions(), KnownDecisions
-            )
-        )
-        trainer.policy.directory = directory if world.rank == 0 else None
-        begun = checkpointing.restore()
-        if recovery is not None:
-            recovery.loaded(trainer.done, world.size, str(job.layout))
-        if checkpointing.weights:
-            console.print(f"[bold]starts[/] with the weights of {checkpointing.weights}", soft_wrap=True)
-        if begun is not None:
-            loaded = f"{checkpointing.began}; loaded in {checkpointing.seconds:.2f} s"
+        trainer.policy.learn(self.control.broadcast_value(decided, KnownDecisions))
+        trainer.policy.directory = self.directory if world.rank == 0 else None
+        self.begun = self.checkpointing.restore()
+        if self.recovery is not None:
+            self.recovery.loaded(trainer.done, world.size, str(self.job.layout))
+        if self.checkpointing.weights:
+            console.print(f"[bold]starts[/] with the weights of {self.checkpointing.weights}", soft_wrap=True)
+        if self.begun is not None:
+            loaded = f"{self.checkpointing.began}; loaded in {self.checkpointing.seconds:.2f} s"
             console.print(f"[bold]resumes[/] from {loaded}", soft_wrap=True)
-            changed = differences(begun, job, sources)
+            changed = differences(self.begun, self.job, self.sources)
             show_changes(console, changed)
             if any(one.key.startswith("watch.") and one.rule == MEANT for one in changed):
                 trainer.policy.judged = 0  # other rules were asked for
-        if trainer.done >= job.train.steps:
-            before = stored(begun) if begun else job
-            console.print(finished(directory, before, trainer.done), soft_wrap=True, markup=False)
-            if world.rank == 0:
-                tell_spares()
-            return directory
-        facts = environment(mesh, sources)
-        outputs = _agreed(control, lambda: Outputs(directory, job, facts, trainer.done, note))
+
+    def is_finished(self) -> bool:
+        """Whether no step is left; says so, and how to go on."""
+        if self.trainer.done < self.job.train.steps:
+            return False
+        before = stored(self.begun) if self.begun else self.job
+        self.console.print(finished(self.directory, before, self.trainer.done), soft_wrap=True, markup=False)
+        if self.world.rank == 0:
+            tell_spares()
+        return True
+
+    def train(self, stopping: Callable[[], bool]) -> None:
+        """All steps that are left; rank 0 writes and shows them."""
+        job, trainer, console = self.job, self.trainer, self.console
+        facts = environment(self.mesh, self.sources)
+        outputs = _agreed(self.control, lambda: Outputs(self.directory, job, facts, trainer.done, self.note))
         trainer.stopping = lambda: stopping() or (outputs is not None and outputs.vanished())
         if outputs is None:
-            _train(trainer, control, directory, checkpointing, [])
-            return directory
-        say(console, "run", f"{directory}; every setting: {directory / JOB}")
-        marks = show_corpus(console, sources)
-        if slow:
-            note(slow)
+            self._steps([])
+            return
+        say(console, "run", f"{self.directory}; every setting: {self.directory / JOB}")
+        marks = show_corpus(console, self.sources)
+        if self.slow:
+            self.note(self.slow)
         display = Display(console, job.train.steps, marks, job.train.log_every, outputs.earlier)
         begin = time.monotonic()
-        listeners: list[Listener] = [one for one in (outputs, display, recovery) if one]
-        evaluation = _train(trainer, control, directory, checkpointing, listeners, outputs)
+        evaluation = self._steps([one for one in (outputs, display, self.recovery) if one], outputs)
         tell_spares()
-        steps = f"{display.steps_here} steps in {time.monotonic() - begin:.1f} s"
+        self._show_end(display, time.monotonic() - begin, evaluation, marks)
+        _show_rest(console, outputs, trainer, job, self.directory)
+        outputs.judge()
+
+    def _steps(self, listeners: list[Listener], outputs: Outputs | None = None) -> Evaluation | None:
+        """A run whose directory vanishes stops as if asked to, and all ranks know why."""
+        try:
+            return self.trainer.run(listeners, outputs.trace if outputs else None, self.checkpointing)
+        except Stopped as stopped:
+            if self.control.broadcast_value(outputs is not None and outputs.gone, bool):
+                raise vanishing(self.directory) from None
+            raise Stopped(stopped.step, self.directory) from None
+        finally:
+            for listener in listeners:
+                listener.close()
+
+    def _show_end(
+        self, display: Display, seconds: float, evaluation: Evaluation | None, marks: dict[str, float]
+    ) -> None:
+        console = self.console
         for row in display.curve():
             console.print(row, soft_wrap=True)
-        console.print(f"{steps}; job, metrics and environment in {directory}", markup=False)
+        steps = f"{display.steps_here} steps in {seconds:.1f} s"
+        console.print(f"{steps}; job, metrics and environment in {self.directory}", markup=False)
         if evaluation is not None:
             loss = f"[bold]held-out loss {evaluation.held_out_loss:.4f}[/]"
             console.print(f"{loss} nats per token, {verdict(evaluation, marks)}")
-        console.print(f"[bold]watchers[/]  {trainer.account}", soft_wrap=True)
-        _show_rest(console, outputs, trainer, job, directory)
-        outputs.judge()
-        return directory
+        console.print(f"[bold]watchers[/]  {self.trainer.account}", soft_wrap=True)
 
 
 def _show_rest(console: Console, outputs: Outputs, trainer: Trainer, job: Job, directory: Path) -> None:
@@ -302,26 +356,6 @@ def _with_its_schedule(job: Job, directory: Path) -> Job:
         return job
     kept = str((directory / SCHEDULE).absolute())
     return msgspec.structs.replace(job, layout=msgspec.structs.replace(job.layout, schedule=kept))
-
-
-def _train(
-    trainer: Trainer,
-    control: Control,
-    directory: Path,
-    checkpointing: Checkpoints,
-    listeners: list[Listener],
-    outputs: Outputs | None = None,
-) -> Evaluation | None:
-    """All steps that are left. A run whose directory vanishes stops as if asked to, and all ranks know why."""
-    try:
-        return trainer.run(listeners, outputs.trace if outputs else None, checkpointing)
-    except Stopped as stopped:
-        if control.broadcast_value(outputs is not None and outputs.gone, bool):
-            raise vanishing(directory) from None
-        raise Stopped(stopped.step, directory) from None
-    finally:
-        for listener in listeners:
-            listener.close()
 
 
 def environment(mesh: Mesh, sources: Sources) -> dict[str, object]:
