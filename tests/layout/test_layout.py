@@ -1,5 +1,8 @@
 """Layouts: text that round-trips, and every reason why one cannot run."""
 
+import re
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -166,3 +169,54 @@ def test_layouts_and_builders_agree_on_schedules() -> None:
                     assert legal, (schedule, p, m)
                 except UserError:
                     assert not legal, (schedule, p, m)
+
+
+CODES = {
+    "layout.tp.heads": ("tp=3", "llama3-8b"),
+    "layout.tp.kv_heads": ("tp=12", "36 heads"),
+    "layout.tp.ffn": ("tp=5", "llama2-13b"),
+    "layout.sp.tp": ("sp", "tiny"),
+    "layout.cp.heads": ("cp=8,cp_kind=ulysses", "tiny"),
+    "layout.seq.pieces": ("cp=5", "tiny"),
+    "layout.schedule.unknown": ("schedule=1f2b", "tiny"),
+    "layout.schedule.size": ("pp=4096,microbatches=65536", "tiny"),
+    "layout.chunks.schedule": ("schedule=zb-v,chunks=3", "tiny"),
+    "layout.microbatches.schedule": ("pp=2,schedule=dualpipe-v,microbatches=3", "tiny"),
+    "layout.split.negative": ("split=-1,5,pp=2", "tiny"),
+    "layout.split.stages": ("pp=2,split=4", "tiny"),
+    "layout.split.layers": ("pp=2,split=3,2", "tiny"),
+    "layout.pp.layers": ("pp=8", "tiny"),
+    "layout.zero.tied": ("dp=2,pp=2,zero=2,schedule=zb-v,microbatches=4", "tied"),
+    "layout.zero.stage": ("zero=4", "tiny"),
+    "layout.replicate.zero": ("dp=4,replicate=2", "tiny"),
+    "layout.replicate.dp": ("dp=4,zero=3,replicate=3", "tiny"),
+    "layout.batch.share": ("dp=3,microbatches=5", "tiny"),
+    "layout.ep.dense": ("dp=2,ep=2", "tiny"),
+    "layout.dispatch.dense": ("dp=2,dispatch=allgather", "tiny"),
+    "layout.dispatch.ep": ("dp=2,dispatch=allgather", "tiny-moe"),
+    "layout.ep.ranks": ("ep=4", "tiny-moe"),
+    "layout.ep.experts": ("dp=3,ep=3", "tiny-moe"),
+    "layout.ranks.given": ("dp=4", "tiny"),
+    "layout.ranks.most": ("dp=1000000,tp=1000000", "tiny"),
+    "layout.dp.range": ("dp=0", "tiny"),
+}
+OTHERS = {"36 heads": preset("tiny", hidden=288, heads=36, kv_heads=8, head_dim=8), "tied": preset("tiny", tied=True)}
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_a_problem_has_a_code(code: str) -> None:
+    text, model = CODES[code]
+    spec = OTHERS.get(model) or preset(model)
+    problems = Layout.parse(text).problems(spec, world=1 if code == "layout.ranks.given" else None, seq=128, batch=16)
+    assert code in UserError(problems).codes
+    assert len(UserError(problems).codes) == len(problems)
+
+
+def test_codes_are_in_the_docs_and_provoked_above() -> None:
+    """Those of files of schedules are provoked where files are."""
+    root = Path(__file__).parents[2]
+    said = set(re.findall(r'Problem\(\s*"(layout[\w.]+)"', (root / "src/fivefold/layout/layout.py").read_text()))
+    files = {f"layout.schedule.{what}" for what in ("degree", "stages", "first", "collectives")}
+    assert said - files == set(CODES) - {"layout.dp.range"}
+    documented = set(re.findall(r"^\| `(layout[\w.]+)`", (root / "docs/problems.md").read_text(), re.M))
+    assert said <= documented

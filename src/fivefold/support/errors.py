@@ -25,14 +25,28 @@ def absent(package: str) -> bool:
         return True
 
 
+class Problem(str):
+    """A sentence with a code, "layout.tp.heads", by which scripts and tests know it while its words may change."""
+
+    code: str
+
+    def __new__(cls, code: str, sentence: str) -> "Problem":
+        made = super().__new__(cls, sentence)
+        made.code = code
+        return made
+
+
 class UserError(Exception):
-    """One or more problems with what the user gave us; each a sentence with the values and what to write instead."""
+    """One or more problems with what the user gave us; each a sentence with the values and what to write instead.
+
+    `codes` are those of the problems that have one."""
 
     def __init__(self, problems: str | Iterable[str]):
         found = [problems] if isinstance(problems, str) else list(problems)
         if len(found) > MOST + 1:  # and not one: the sentence below, when it is raised again
             found = [*found[:MOST], f"and {len(found) - MOST} more problems"]
-        self.problems = [_clipped(sentence) for sentence in found]
+        self.problems = [_clipped(str(sentence)) for sentence in found]
+        self.codes = [sentence.code for sentence in found if isinstance(sentence, Problem)]
         super().__init__("\n".join(self.problems))
 
 
