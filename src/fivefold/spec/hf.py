@@ -282,14 +282,12 @@ _OSS = _PLAIN | {"bias": True, "activation": "swiglu_clamped", "sinks": True, "q
 _CLASSES = {"gpt2": "GPT2LMHeadModel"}
 
 
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id")
 # Of their settings that no field of ours has, those that an export gives back: they change no logits.
 _KEPT = (
-    *(f"{token}_token_id" for token in ("bos", "eos", "pad", "sep")),  # _SPECIAL of them
+    *_TOKEN_IDS,
     "router_aux_loss_coef", "output_router_logits", "attn_pdrop", "attention_dropout", "pretraining_tp",
 )  # fmt: skip
-
-
-_SPECIAL = 4
 
 
 def kept_settings(config: Config) -> Config:
@@ -300,7 +298,7 @@ def kept_settings(config: Config) -> Config:
 def no_tokens(config: Config, vocab: int) -> str:
     """The special tokens of a `config.json` that its vocabulary does not have, or that are no numbers."""
     found = []
-    for key in _KEPT[:_SPECIAL]:
+    for key in _TOKEN_IDS:
         ids = config[key] if isinstance(config.get(key), list) else [config.get(key)]
         if any(one is not None and not (type(one) is int and 0 <= one < vocab) for one in ids):
             found.append(f"{key}={str(config[key])[:40]}")
