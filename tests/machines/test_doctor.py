@@ -91,7 +91,8 @@ def test_a_slow_rank_is_noted_before_the_first_step(tokens: Path, tmp_path: Path
     assert done.returncode == 0, done.stderr
     noted, _, steps = done.stdout.partition("step 1/")
     (note,) = [line for line in noted.splitlines() if line.startswith("note  matmuls: rank")]
-    assert re.search(r"\b2 on ", note)  # a machine with other work may make another one slow, too
+    ranks = re.findall(r"\d+", note.partition(" on ")[0])
+    assert "2" in ranks  # a machine with other work may make another one slow, too
     assert "of the median of the others" in note
     assert steps
 
