@@ -8,9 +8,10 @@ import torch
 from typer.testing import CliRunner
 
 from fivefold.cli import app
-from fivefold.cost.collectives import RankCoords, even_rows, expected
 from fivefold.cost.memory import state_of
+from fivefold.cost.routing import even_rows
 from fivefold.cost.step import rank_flops
+from fivefold.cost.traffic import RankCoords, expected
 from fivefold.dry.fake import RankRun, StatedRouting, dealt, dry_run
 from fivefold.dry.result import vs_plan
 from fivefold.hardware.cluster import Cluster
@@ -118,14 +119,14 @@ REST = [pytest.param(*case, marks=pytest.mark.slow) for case in LARGE if case no
 def check_counts(job: Job, dry: RankRun, imbalance: float = 1.0) -> None:
     """State, traffic and FLOPs are equal."""
     spec, layout, seq, batch = job.model, job.layout, job.data.seq, job.train.batch
-    seat = RankCoords.of(layout, dry.rank)
-    state = state_of(spec, layout, job.train.dtype, job.optimizer, **seat._asdict(), seq=seq)
+    coords = RankCoords.of(layout, dry.rank)
+    state = state_of(spec, layout, job.train.dtype, job.optimizer, **coords._asdict(), seq=seq)
     assert (dry.parameters, dry.gradients, dry.optimizer) == state
     tokens = batch // layout.size("batch") // layout.microbatches * (seq // layout.cp)
-    layers = sum(dry.layers) - (spec.dense_layers if seat.pp == 0 else 0)
-    rows = even_rows(spec, layout, tokens, range(layers), seat.tp, imbalance)
-    assert list(dry.traffic) == expected(spec, layout, seq, batch, job.train.dtype, seat=seat, rows=rows)
-    assert dry.flops == pytest.approx(rank_flops(spec, layout, seq, batch, pp=seat.pp, tp=seat.tp, rows=rows))
+    layers = sum(dry.layers) - (spec.dense_layers if coords.pp == 0 else 0)
+    rows = even_rows(spec, layout, tokens, range(layers), coords.tp, imbalance)
+    assert list(dry.traffic) == expected(spec, layout, seq, batch, job.train.dtype, coords=coords, rows=rows)
+    assert dry.flops == pytest.approx(rank_flops(spec, layout, seq, batch, pp=coords.pp, tp=coords.tp, rows=rows))
     assert dry.live == dry.allowed
 
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from unittest.mock import patch
 
 import pytest
 
@@ -47,11 +48,9 @@ def test_what_one_step_frees_the_next_one_uses() -> None:
         ({"MALLOC_ARENA_MAX": "2"}, {"MIMALLOC_PURGE_DELAY", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}),
     ],
 )
-def test_who_has_set_an_allocator_up_is_obeyed(
-    monkeypatch: pytest.MonkeyPatch, mine: dict[str, str], left: set[str]
-) -> None:
+def test_who_has_set_an_allocator_up_is_obeyed(mine: dict[str, str], left: set[str]) -> None:
     before = untouched() | mine
-    monkeypatch.setattr(os, "environ", dict(before))
-    keep_freed_memory()
-    assert os.environ.keys() - before.keys() == left
-    assert {name: os.environ[name] for name in mine} == mine
+    with patch.dict(os.environ, before, clear=True):  # the same object: libraries that are imported now keep it
+        keep_freed_memory()
+        assert os.environ.keys() - before.keys() == left
+        assert {name: os.environ[name] for name in mine} == mine

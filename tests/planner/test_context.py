@@ -27,9 +27,9 @@ from fivefold.cost.attention import (
     ulysses,
     zigzag,
 )
-from fivefold.cost.collectives import expected
 from fivefold.cost.kernels import QUERIES, Device
 from fivefold.cost.links import Topology, total
+from fivefold.cost.traffic import expected
 from fivefold.hardware.accelerators import find_accelerator
 from fivefold.layout.layout import Layout
 from fivefold.layout.sharding import context_share

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from fivefold.cost.collectives import RankCoords, expected, shown_axis
 from fivefold.cost.step import Case
+from fivefold.cost.traffic import RankCoords, expected, shown_axis
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
 from fivefold.planner.explain import AxisTraffic, difference, neighbours, sender, traffic
@@ -47,7 +47,7 @@ def test_traffic_is_of_the_rank_that_memory_shows() -> None:
     assert sender(one) == one.footprint.rank != 0
     found = sent(one)
     case = one.case
-    rows = expected(case.spec, case.layout, 8192, 1024, "bfloat16", seat=RankCoords(pp=sender(one)))
+    rows = expected(case.spec, case.layout, 8192, 1024, "bfloat16", coords=RankCoords(pp=sender(one)))
     both = next(row for row in rows if (row.axis, row.kind) == ("cp", "all-to-all"))  # as a counter sees them
     assert found["cp", "all-to-all"].payload + found["ep", "all-to-all"].payload == both.payload
     given = simulate("deepseek-v3", layout, "128x8xH100", batch=1024, seq=8192).to_dict()

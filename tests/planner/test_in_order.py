@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from fivefold.cost.collectives import expected, in_order
+from fivefold.cost.traffic import expected, in_order
 from fivefold.layout.layout import Layout
 from fivefold.spec.blocks import LatentSpec
 from fivefold.spec.presets import preset

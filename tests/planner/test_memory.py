@@ -5,8 +5,8 @@ from functools import cache
 import pytest
 import torch
 
-from fivefold.cost.collectives import RankCoords
 from fivefold.cost.memory import State, state, state_of
+from fivefold.cost.traffic import RankCoords
 from fivefold.job.config import Job, read_job
 from fivefold.layout.layout import Layout
 from fivefold.parallel.mesh import Mesh
@@ -68,8 +68,8 @@ def narrow(rank: int, world: int) -> list[tuple[int, float]]:
         for master in unsharded.masters.values():
             master.grad_dtype = None
         engine.forward_backward(make_batch(job, 0))
-        seat = RankCoords.of(job.layout, rank)
-        table = state_of(job.model, job.layout, "bfloat16", **seat._asdict(), seq=job.data.seq, narrow=True)
+        coords = RankCoords.of(job.layout, rank)
+        table = state_of(job.model, job.layout, "bfloat16", **coords._asdict(), seq=job.data.seq, narrow=True)
         found.append((engine.weights.resident()["gradients"], table.gradients))
     return found
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fivefold.cost.collectives import expected
 from fivefold.cost.footprint import footprint
 from fivefold.cost.stack import ON_CPUS
 from fivefold.cost.step import Case, costs, estimate, stage_passes
+from fivefold.cost.traffic import expected
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
 from fivefold.planner.explain import complexity, difference, neighbours, simplest, traffic

@@ -6,8 +6,8 @@ from fractions import Fraction
 
 import pytest
 
-from fivefold.cost.collectives import RankCoords, expected
 from fivefold.cost.links import Traffic, total, wire
+from fivefold.cost.traffic import RankCoords, expected
 from fivefold.layout.axes import AXES
 from fivefold.layout.layout import Layout
 from fivefold.spec.presets import preset
@@ -122,7 +122,7 @@ def test_hybrid_sharding_adds_up_its_copies_once_a_step() -> None:
 
 def of_rank(layout: str, rank: int, **more: object) -> dict[tuple[str, str], Traffic]:
     parsed = Layout.parse(layout)
-    return sent(layout, seat=RankCoords.of(parsed, rank), **more)
+    return sent(layout, coords=RankCoords.of(parsed, rank), **more)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_the_ranks_of_a_pipeline_share_what_one_rank_sends(layout: str, schedule
     """Each its own layers, the first the embedding, the last the head: together no more and no less."""
     alone = sent(f"{layout},microbatches=2", minimum=1)
     pipeline = f"{layout},microbatches=2,pp=2,schedule={schedule}"
-    ranks = [sent(pipeline, seat=RankCoords(pp=rank), minimum=1) for rank in range(2)]
+    ranks = [sent(pipeline, coords=RankCoords(pp=rank), minimum=1) for rank in range(2)]
     numbers = ("all-reduce",)  # those of the loss and the norm are on every rank
     for (axis, kind), row in alone.items():
         if kind not in numbers:
@@ -167,7 +167,7 @@ def test_the_ranks_of_a_pipeline_share_what_one_rank_sends(layout: str, schedule
 def test_the_ends_of_a_pipeline_add_up_a_tied_embedding() -> None:
     tied = preset("tiny", vocab=256, tied=True)
     table = tied.vocab * tied.hidden * 4
-    rows = [expected(tied, Layout(pp=4), S, B, "float32", seat=RankCoords(pp=rank)) for rank in range(4)]
+    rows = [expected(tied, Layout(pp=4), S, B, "float32", coords=RankCoords(pp=rank)) for rank in range(4)]
     shared = [sum(row.payload for row in some if row.axis == "ends") for some in rows]
     assert shared == [table, 0, 0, table]
     # Two ranks are the ends of their own axis, and a V has both ends on one rank.
@@ -184,13 +184,13 @@ def test_weight_gradients_of_their_own_are_buckets_of_their_own() -> None:
     assert split.calls == 2 * whole.calls
 
 
-def test_a_seat_follows_the_order_of_the_axes() -> None:
+def test_coords_follow_the_order_of_the_axes() -> None:
     layout = Layout(dp=4, replicate=2, zero=3, pp=2, cp=2, tp=2)
-    seats = [RankCoords.of(layout, rank) for rank in range(32)]
-    assert [seat[:3] for seat in seats[:5]] == [(0, 0, 0), (1, 0, 0), (0, 0, 1), (1, 0, 1), (0, 1, 0)]
-    assert seats[8][:3] == (0, 0, 2)
-    assert seats[16][:3] == (0, 0, 0)  # the other copy
-    assert [seat.ezero for seat in seats[:16:8]] == [0, 4]  # experts are sharded over tp too
+    all_coords = [RankCoords.of(layout, rank) for rank in range(32)]
+    assert [coords[:3] for coords in all_coords[:5]] == [(0, 0, 0), (1, 0, 0), (0, 0, 1), (1, 0, 1), (0, 1, 0)]
+    assert all_coords[8][:3] == (0, 0, 2)
+    assert all_coords[16][:3] == (0, 0, 0)  # the other copy
+    assert [coords.ezero for coords in all_coords[:16:8]] == [0, 4]  # experts are sharded over tp too
 
 
 def test_smaller_buckets_are_more_calls_of_as_many_bytes() -> None:

@@ -5,7 +5,7 @@ import random
 import pytest
 
 import fivefold as ff
-from fivefold.cost.collectives import in_order
+from fivefold.cost.traffic import in_order
 from fivefold.layout.layout import Layout
 from fivefold.layout.sharding import context_share, kv_head, part_of
 from fivefold.layout.sharding import held as parameters

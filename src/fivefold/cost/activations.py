@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from fivefold.cost.collectives import RoutedTokens
+from fivefold.cost.routing import RoutedTokens
 from fivefold.cost.stack import SoftwareProfile
 from fivefold.layout.layout import Layout
 from fivefold.spec.model import ModelSpec

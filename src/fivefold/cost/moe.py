@@ -16,10 +16,11 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from fivefold.cost.collectives import RoutedTokens, dispatched
+from fivefold.cost.collectives import dispatched
 from fivefold.cost.kernels import Device
 from fivefold.cost.links import Topology
 from fivefold.cost.memory import dtype_of
+from fivefold.cost.routing import RoutedTokens
 from fivefold.cost.stack import CAST, MOVED, ExpertKernels, SoftwareProfile
 from fivefold.layout.layout import Layout
 from fivefold.layout.stages import Stage

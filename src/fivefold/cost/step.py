@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 from msgspec import structs
 
 from fivefold.cost.block import NO_PASSES, BlockCost, PassTimes, Seconds, hidden, layer_kind
-from fivefold.cost.collectives import Rows, even_rows
 from fivefold.cost.kernels import Device, plus, times
 from fivefold.cost.links import Topology
 from fivefold.cost.moe import ParamShare, Travel, stage_share
+from fivefold.cost.routing import Rows, even_rows
 from fivefold.cost.stack import FIVEFOLD, SoftwareProfile
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout

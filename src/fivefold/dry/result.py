@@ -4,11 +4,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from fivefold.cost.collectives import RankCoords, Rows, even_rows, expected, shown_axis
 from fivefold.cost.footprint import CONTEXT, FRAGMENTATION, Footprint, footprint_of
 from fivefold.cost.links import Traffic
 from fivefold.cost.memory import state_of
+from fivefold.cost.routing import Rows, even_rows
 from fivefold.cost.step import rank_flops
+from fivefold.cost.traffic import RankCoords, expected, shown_axis
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import Job
 from fivefold.layout.layout import Layout
@@ -91,12 +92,12 @@ class RankVsPlan:
 
 def vs_plan(job: Job, dry: "RankRun", cluster: Cluster, imbalance: float = 1.0) -> RankVsPlan:
     """What the planner says of the rank that was run, which got `imbalance` times the mean of the tokens."""
-    seat, layout, seq, batch = RankCoords.of(job.layout, dry.rank), job.layout, job.data.seq, job.train.batch
+    coords, layout, seq, batch = RankCoords.of(job.layout, dry.rank), job.layout, job.data.seq, job.train.batch
     case = replace(case_of(job, cluster), imbalance=imbalance)
-    room = footprint_of(case, seat.pp)
-    state = state_of(job.model, layout, job.train.dtype, job.optimizer, **seat._asdict(), seq=seq)
-    rows = _rows(job, seat, imbalance)
-    flops = rank_flops(job.model, layout, seq, batch, pp=seat.pp, tp=seat.tp, rows=rows)
+    room = footprint_of(case, coords.pp)
+    state = state_of(job.model, layout, job.train.dtype, job.optimizer, **coords._asdict(), seq=seq)
+    rows = _rows(job, coords, imbalance)
+    flops = rank_flops(job.model, layout, seq, batch, pp=coords.pp, tp=coords.tp, rows=rows)
     late = room.late > 0 and room.late - room.unmade + room.after > room.working  # the peak is where all gradients are
     working = room.after if late else room.working
     peak = state.total - (room.unmade if late else room.late) + working
@@ -109,19 +110,19 @@ def vs_plan(job: Job, dry: "RankRun", cluster: Cluster, imbalance: float = 1.0) 
         Figure("FLOPs executed", dry.flops, flops, "TFLOP"),
     )
     balances = job.train.balance_loss > 0
-    planned = expected(job.model, layout, seq, batch, job.train.dtype, seat=seat, balance_loss=balances, rows=rows)
+    planned = expected(job.model, layout, seq, batch, job.train.dtype, coords=coords, balance_loss=balances, rows=rows)
     return RankVsPlan(dry, room, figures, tuple(planned), layout)
 
 
-def _rows(job: Job, seat: RankCoords, imbalance: float) -> Rows | None:
+def _rows(job: Job, coords: RankCoords, imbalance: float) -> Rows | None:
     """What experts are sent and get, as it was stated."""
     spec, layout, seq = job.model, job.layout, job.data.seq
     if spec.experts is None:
         return None
     stages = stages_of(spec, layout, seq)
-    layers = [layer for number in layout.placement.of_rank[seat.pp] for layer in stages[number].layers]
+    layers = [layer for number in layout.placement.of_rank[coords.pp] for layer in stages[number].layers]
     tokens = job.train.batch // layout.size("batch") // layout.microbatches * (seq // layout.cp)
-    return even_rows(spec, layout, tokens, [n for n in layers if not spec.dense(n)], seat.tp, imbalance)
+    return even_rows(spec, layout, tokens, [n for n in layers if not spec.dense(n)], coords.tp, imbalance)
 
 
 # ---- result ---------------------------------------------------------------------------------------------------------

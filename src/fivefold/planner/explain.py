@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 from msgspec import structs
 
-from fivefold.cost.collectives import RankCoords, expected
 from fivefold.cost.footprint import HEADROOM, Footprint, footprint
 from fivefold.cost.links import Reach
 from fivefold.cost.memory import dtype_of
 from fivefold.cost.step import Case, estimate
+from fivefold.cost.traffic import RankCoords, expected
 from fivefold.layout.layout import Layout
 from fivefold.planner.closed import ep_changes
 from fivefold.planner.mixed import divided, groups_of, spanning
@@ -213,7 +213,7 @@ def traffic(option: Option) -> list[AxisTraffic]:
     dtype = dtype_of(case.work.wide)
     splits = case.splits if case.groups else None
     sizes = (case.spec, case.layout, case.seq, case.batch, dtype)
-    for row in expected(*sizes, seat=RankCoords(pp=rank), splits=splits, experts_apart=True):
+    for row in expected(*sizes, coords=RankCoords(pp=rank), splits=splits, experts_apart=True):
         reach = wires.reaches.get(row.axis)  # None: the whole world, the pipeline's ends: a few numbers
         share, wire = _leaving(row.kind, reach, case.cluster.nodes), float(row.wire)
         alone = wires.time(row.kind, row.axis, row.payload / row.calls, row.calls) if reach else None

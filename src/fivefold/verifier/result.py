@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fivefold.cost.collectives import shown_axis
+from fivefold.cost.traffic import shown_axis
 from fivefold.layout.axes import AXES
 from fivefold.render.blocks import Block, Cell, Result, Table, Text, mark
 from fivefold.support.text import bytes_text, graphs_text

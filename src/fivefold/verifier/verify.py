@@ -24,9 +24,10 @@ from typing import Any
 
 import msgspec
 
-from fivefold.cost.collectives import RankCoords, Routing, expected, rows_of
 from fivefold.cost.links import Traffic, times, total
 from fivefold.cost.memory import proof_problems, state_of
+from fivefold.cost.routing import Routing, rows_of
+from fivefold.cost.traffic import RankCoords, expected
 from fivefold.job.config import Job, read_job
 from fivefold.job.preflight import preflight
 from fivefold.launch import processes
@@ -292,35 +293,35 @@ def _plain(job: Job) -> tuple[bytes, Job]:
 def closed_forms(job: Job, routing: Sequence[Routing] = ()) -> list[list[Traffic]]:
     """What each rank should send in all steps; where there are experts, given where the tokens of each step go."""
     train, layout, seq = job.train, job.layout, job.data.seq
-    seats = [RankCoords.of(layout, rank) for rank in range(layout.world)]
+    all_coords = [RankCoords.of(layout, rank) for rank in range(layout.world)]
     a_step = partial(
         expected, job.model, layout, seq, train.batch, train.dtype,
         smoothing=train.label_smoothing > 0, balance_loss=train.balance_loss > 0,
     )  # fmt: skip
     if job.model.experts is None:
-        forms = {seat: a_step(seat=seat) for seat in set(seats)}
-        return [[times(row, train.steps) for row in forms[seat]] for seat in seats]
+        forms = {coords: a_step(coords=coords) for coords in set(all_coords)}
+        return [[times(row, train.steps) for row in forms[coords]] for coords in all_coords]
     every = []
-    for rank, seat in enumerate(seats):
+    for rank, coords in enumerate(all_coords):
         steps = [rows_of(job.model, layout, rank, seq, train.batch, one) for one in routing]
-        every.append(total(row for rows in steps for row in a_step(seat=seat, rows=rows)))
+        every.append(total(row for rows in steps for row in a_step(coords=coords, rows=rows)))
     return every
 
 
 def holdings(job: Job) -> list[dict[str, float]]:
     """What each rank should hold when gradients are complete, and how many microbatches its schedule lets wait."""
-    seats = [RankCoords.of(job.layout, rank) for rank in range(job.layout.world)]
+    all_coords = [RankCoords.of(job.layout, rank) for rank in range(job.layout.world)]
     schedule = schedule_of(job.model, job.layout, job.data.seq)
     live = [peak_live(schedule.compute(rank)) for rank in range(job.layout.pp)]
     forms = {}
-    for seat in set(seats):
+    for coords in set(all_coords):
         state = state_of(
-            job.model, job.layout, job.train.dtype, job.optimizer, **seat._asdict(),
+            job.model, job.layout, job.train.dtype, job.optimizer, **coords._asdict(),
             seq=job.data.seq, narrow=job.train.device == "cuda",
         )  # fmt: skip
         sizes = {"parameters": state.parameters, "gradients": state.gradients, "optimizer": state.optimizer}
-        forms[seat] = sizes | {"microbatches in flight": live[seat.pp]}
-    return [forms[seat] for seat in seats]
+        forms[coords] = sizes | {"microbatches in flight": live[coords.pp]}
+    return [forms[coords] for coords in all_coords]
 
 
 # ---- curve ----------------------------------------------------------------------------------------------------------

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from fivefold.cost.collectives import LayerMessage, in_order
+from fivefold.cost.collectives import Collective
 from fivefold.cost.links import wire
 from fivefold.cost.memory import dtype_of
 from fivefold.cost.step import Case
+from fivefold.cost.traffic import in_order
 from fivefold.layout.layout import Layout
 from fivefold.layout.sharding import RankPart, part_of
 from fivefold.planner.nearest import nearest, problems, steps
@@ -251,7 +252,7 @@ def _layer(case: Case, wanted: int | None, number: int) -> dict[str, Any]:
     return {"number": layer, "layers": spec.layers, "sent": [_sent(case, one, talking) for one in sent]}
 
 
-def _sent(case: Case, one: LayerMessage, talking: dict[str, list[int]]) -> dict[str, Any]:
+def _sent(case: Case, one: Collective, talking: dict[str, list[int]]) -> dict[str, Any]:
     layout, card = case.layout, case.on.accelerator
     reach = case.wires.reaches.get(one.axis)
     leaves = (reach or case.cluster).nodes > 1

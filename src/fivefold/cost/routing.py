@@ -1,0 +1,91 @@
+"""How many tokens a rank sends to experts and gets for its own, given where tokens go or if all experts get as many.
+
+rows_of(spec, layout, rank, seq, batch, routing)        # a (sent, received) for each layer and microbatch
+even_rows(spec, layout, tokens, layers, tp=0)           # the same without knowing the routing
+"""
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.layout.layout import Layout
+from fivefold.layout.sharding import chunk, context_share
+from fivefold.layout.stages import stages_of
+from fivefold.spec.blocks import Experts
+from fivefold.spec.model import ModelSpec
+
+Routing = Mapping[int, NDArray[np.int64]]  # by layer, [B, S, K]: the experts of each token of a global batch
+Rows = list[tuple[int, int]]  # that a rank sends to experts and receives, for each layer and microbatch
+
+
+class RoutedTokens:
+    """A rank's part of a microbatch with `tokens` on its cp rank, on average; the fullest rank receives `imbalance`
+    times that. For classes that have these four."""
+
+    spec: ModelSpec
+    layout: Layout
+    tokens: int
+    imbalance: float
+
+    @property
+    def experts(self) -> Experts:
+        assert self.spec.experts is not None
+        return self.spec.experts
+
+    @property
+    def routed(self) -> int:
+        """Tokens that the first tp rank routes."""
+        return len(chunk(self.tokens, self.layout.tp, 0))
+
+    @property
+    def slots(self) -> int:
+        """Rows that a rank sends."""
+        return self.routed * self.experts.top_k
+
+    @property
+    def rows(self) -> float:
+        """Rows that the fullest rank receives and computes: no rank has more than all."""
+        return self.slots * min(self.imbalance, self.layout.ep)
+
+
+def tokens_of(layout: Layout, rank: int, seq: int, batch: int, microbatch: int) -> tuple[NDArray[np.int64], ...]:
+    """The rows and positions of the tokens that a rank routes of one of its microbatches, in its order."""
+    at = {axis: layout.position(axis, rank) for axis in ("batch", "cp", "tp")}
+    sequences = chunk(batch, layout.size("batch") * layout.microbatches, at["batch"] * layout.microbatches + microbatch)
+    share = np.concatenate([np.array(piece) for piece in context_share(seq, layout, at["cp"])])
+    if layout.sp:
+        piece = chunk(len(share), layout.tp, at["tp"])
+        share = share[piece.start : piece.stop]
+    rows, positions = (grid.ravel() for grid in np.meshgrid(np.array(sequences), share, indexing="ij"))
+    if layout.sp:
+        return rows, positions
+    piece = chunk(len(rows), layout.tp, at["tp"])
+    return rows[piece.start : piece.stop], positions[piece.start : piece.stop]
+
+
+def rows_of(spec: ModelSpec, layout: Layout, rank: int, seq: int, batch: int, routing: Routing) -> Rows:
+    """Of one rank in one step."""
+    assert spec.experts is not None
+    stages, own = stages_of(spec, layout, seq), layout.position("ep", rank)
+    numbers = layout.placement.of_rank[layout.position("pp", rank)]
+    layers = [layer for number in numbers for layer in stages[number].layers if not spec.dense(layer)]
+    per_rank, peers = spec.experts.count // layout.ep, layout.group("ep", rank) if layout.ep > 1 else [rank]
+    rows = []
+    for microbatch in range(layout.microbatches):
+        tokens = [tokens_of(layout, peer, seq, batch, microbatch) for peer in peers]
+        for layer in layers:
+            sent = routing[layer][tokens[own]].size
+            rows.append((sent, sum(int((routing[layer][at] // per_rank == own).sum()) for at in tokens)))
+    return rows
+
+
+def even_rows(
+    spec: ModelSpec, layout: Layout, tokens: int, layers: Iterable[int], tp: int, imbalance: float = 1.0
+) -> Rows:
+    """The same for any rank at place `tp` of that axis, whose microbatches have so many tokens, if all experts get the
+    same load; or if this rank's get `imbalance` times the mean."""
+    assert spec.experts is not None
+    slots = len(chunk(tokens, layout.tp, tp)) * spec.experts.top_k
+    received = round(imbalance * slots) if layout.ep > 1 else slots
+    return [(slots, received) for _ in range(layout.microbatches) for _ in layers]
