@@ -144,9 +144,9 @@ def test_bytes_are_those_of_the_closed_forms(kind: str, tp: int, cp: int) -> Non
     kinds = {sent.kind for sent in (*one.sent[0], *one.sent[1])}
     rows = [row for row in expected(spec, layout, seq, 1, "bfloat16") if row.axis == "cp" and row.kind in kinds]
     ours = {name: [0, 0] for name in kinds}
-    for name, calls, payload in (*one.sent[0], *one.sent[1]):
-        ours[name][0] += calls
-        ours[name][1] += calls * payload
+    for sent in (*one.sent[0], *one.sent[1]):
+        ours[sent.kind][0] += sent.calls
+        ours[sent.kind][1] += sent.calls * sent.payload
     assert {row.kind: [row.calls, row.payload] for row in total(rows)} == ours
     assert one.wire_bytes(False) + one.wire_bytes(True) == sum(row.wire for row in rows)
 

@@ -23,8 +23,9 @@ from typing import Literal, NamedTuple
 
 from msgspec import structs
 
+from fivefold.cost.collectives import Collective, context
 from fivefold.cost.kernels import QUERIES, Device, plus, times
-from fivefold.cost.links import Kind, Topology, wire
+from fivefold.cost.links import Topology, wire
 from fivefold.cost.memory import BYTES, wide_bytes
 from fivefold.cost.stack import FIVEFOLD, Attention
 from fivefold.layout.layout import ContextKind
@@ -202,14 +203,6 @@ class Both(NamedTuple):
         return self.forward + self.backward
 
 
-class CpMessages(NamedTuple):
-    """Calls of one kind, and the payload of each, in bytes (`cost/links.py` defines it)."""
-
-    kind: Kind
-    calls: int
-    payload: int
-
-
 class KernelTime(NamedTuple):
     """Kernels that run one after the other."""
 
@@ -261,6 +254,20 @@ class LayerAttention:
         """Ulysses repeats kv heads until all ranks get as many."""
         return math.lcm(self.kv_heads, self.ranks)
 
+    def collectives(self, kind: ContextKind) -> tuple[list[Collective], list[Collective]]:
+        """Of a forward and a backward pass."""
+        head = self.size(1)
+        both = context(kind, self.ranks, head, self.heads, self.kv_heads, self.narrow, self.wide)
+        return both["forward"], both["backward"]
+
+    def moving(self, kind: ContextKind) -> Both:
+        """Seconds of all of them."""
+        forward, backward = (
+            sum(self.wires.time(sent.kind, "cp", sent.payload, sent.calls) for sent in way)
+            for way in self.collectives(kind)
+        )
+        return Both(forward, backward)
+
     def over(self, ranks: int) -> "LayerAttention":
         """The same sequence over another number of ranks."""
         return replace(self, wires=replace(self.wires, layout=structs.replace(self.wires.layout, cp=ranks)))
@@ -289,7 +296,7 @@ class Method:
 
     kind: ContextKind
     split: SequenceSplit
-    sent: tuple[tuple[CpMessages, ...], tuple[CpMessages, ...]]  # forward, backward
+    sent: tuple[list[Collective], list[Collective]]  # forward, backward
     work: KernelTime  # of the slowest rank
     exposed: Both  # communication that compute does not hide
     kept: int  # bytes from forward to backward: q, k, v, the output and its LSE, as attention saw them
@@ -305,7 +312,7 @@ class Method:
 
     def wire_bytes(self, backward: bool) -> int:
         """Bytes that a rank sends."""
-        return sum(int(wire(kind, calls * payload, self.split.ranks)) for kind, calls, payload in self.sent[backward])
+        return sum(int(wire(sent.kind, sent.calls * sent.payload, self.split.ranks)) for sent in self.sent[backward])
 
 
 def ring(case: LayerAttention, split: SequenceSplit | None = None) -> Method:
@@ -328,33 +335,30 @@ def ring(case: LayerAttention, split: SequenceSplit | None = None) -> Method:
     return Method(
         "ring",
         split,
-        ((CpMessages("send", c - 1, narrow),), (CpMessages("send", c - 1, narrow), CpMessages("send", c, wide))),
+        case.collectives("ring"),
         plus(own, times(slower, len(busy))),
         Both(forward, backward),
         kept=_kept(case, case.kv_heads),
         buffers=2 * narrow + 2 * wide,  # at hand and arriving: keys and values, and their gradients
         # Gradients of keys as they are made, leave and arrive; that of the queries; what a kernel is given and writes.
         undoing=3 * narrow + 3 * wide + queries * (2 * case.narrow + case.wide),
-        moving=Both((c - 1) * case.send(narrow), (c - 1) * case.send(narrow) + c * case.send(wide)),
+        moving=case.moving("ring"),
         waits=waits,
     )
 
 
 def allgather(case: LayerAttention, split: SequenceSplit | None = None) -> Method:
     split = split or zigzag(case.seq, case.ranks)
-    c, narrow, wide = case.ranks, case.ranks * case.pair * case.narrow, case.ranks * case.pair * case.wide
+    c, sent, moving = case.ranks, case.collectives("allgather"), case.moving("allgather")
+    narrow, wide = (collective.payload for collective in sent[1])
     # In rounds of one direction the last rank sees most; in a zigzag ranks differ by the shapes alone.
     works = [case.work(split.gathered(rank)) for rank in (range(c) if split.turns else (c - 1,))]
-    gather = case.wires.time("all-gather", "cp", narrow)
-    moving = Both(gather, gather + case.wires.time("reduce-scatter", "cp", wide))
+    gather = moving.forward
     own = case.work(split.calls("own")).both
     return Method(
         "allgather",
         split,
-        (
-            (CpMessages("all-gather", 1, narrow),),
-            (CpMessages("all-gather", 1, narrow), CpMessages("reduce-scatter", 1, wide)),
-        ),
+        sent,
         max(works, key=lambda work: work.both.total),
         moving,
         kept=_kept(case, case.kv_heads),
@@ -373,20 +377,19 @@ def ulysses(case: LayerAttention) -> Method:
         fits = [n for n in range(1, case.heads + 1) if case.heads % n == 0]
         near = [*[n for n in fits if n < c][-1:], *[n for n in fits if n > c][:1]]
         raise UserError(f"cp={c} does not divide the {case.heads} heads of a tp rank; nearest: cp={either(near)}")
-    there, back = (case.size(heads) * case.narrow for heads in (case.heads + 2 * case.lcm, case.heads))
-    trade = case.wires.time("all-to-all", "cp", there) + case.wires.time("all-to-all", "cp", back)
-    sent = (CpMessages("all-to-all", 1, there), CpMessages("all-to-all", 1, back))
+    sent, moving = case.collectives("ulysses"), case.moving("ulysses")
+    there = sent[0][0].payload
     row = [KernelCall(case.seq, case.seq, causal=True)]
     return Method(
         "ulysses",
         contiguous(case.seq, c),
-        (sent, sent),
+        sent,
         case.work(row, merged=False, heads=case.heads // c),
-        Both(trade, trade),
+        moving,
         kept=_kept(case, case.lcm),
         buffers=2 * there,  # gradients of q, k and v before and after the trade
         undoing=2 * there,
-        moving=Both(trade, trade),
+        moving=moving,
     )
 
 

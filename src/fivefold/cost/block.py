@@ -1,9 +1,11 @@
 """What one rank computes and sends for one microbatch in one block, and at the two ends, in seconds by cause.
 
-Letters as in traffic.py: T tokens of a microbatch on this rank, E hidden, D head dim; of a tp rank H and K query and kv
+Letters: T tokens of a microbatch on this rank, E hidden, D head dim; of a tp rank H and K query and kv
 heads, F feed-forward columns, V vocabulary rows.
 """
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -11,6 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from fivefold.cost import attention
+from fivefold.cost.collectives import BlockCollectives, Collective
 from fivefold.cost.kernels import Device, copied, remade, score_dim
 from fivefold.cost.links import Kind, Topology
 from fivefold.cost.moe import MoEBlock, ParamShare, Travel, block_share, dense_gemms
@@ -201,7 +204,7 @@ class BlockCost:
 
     @cached_property
     def _over_ranks(self) -> attention.Method | None:
-        """The microbatch over the cp ranks (context/methods.py says how each way works)."""
+        """The microbatch over the cp ranks (`cost/attention.py` says what each way costs)."""
         if self.layout.cp == 1:
             return None
         whole, partial = self.stack.attention, self.stack.cp_attention or self.stack.attention
@@ -252,32 +255,37 @@ class BlockCost:
         return forward.memory + (0.5 * forward.gemm if self.stack.selective == "half" else 0.0)
 
     def _tensor(self, forward: float, backward: float, weights: float) -> tuple[float, float]:
-        """A sum of T x E for each network forward and back; sp gathers what columns read once more in backward. Latent
-        attention gathers and sums latents instead, and experts are no network that tp divides: see `traffic.py`."""
+        """The exposed seconds of tp's collectives, but for those of experts, forward and backward."""
         if self.layout.tp == 1:
             return 0.0, 0.0
-        payload, hides = float(self.wide * self.tokens * self.spec.hidden), self.stack.hides
-        rows = 2 if self.mixture is None or self.mixture.experts.shared else 1
-        mla = self.spec.mla
-        groups = rows - (1 if mla and mla.q_rank else 0)
-        latents = float(self.wide * self.tokens * (mla.q_rank + mla.cached)) if mla else 0.0
-        if self.layout.sp:
-            gather, scatter = (self.wires.time(kind, "tp", payload) for kind in ("all-gather", "reduce-scatter"))
-            one = groups * gather + rows * scatter + self.wires.time("all-gather", "tp", latents, mla is not None)
-            other = rows * gather + groups * scatter + self.wires.time("reduce-scatter", "tp", latents, mla is not None)
-            other += groups * gather
-        else:
-            sums = self.wires.time("all-reduce", "tp", payload)
-            one, other = rows * sums, groups * sums + self.wires.time("all-reduce", "tp", latents, mla is not None)
+        hides, sent_back = self.stack.hides, self._tp_backward
         # In pieces behind their own GEMMs: by peer memory, which ends with the node.
         pieces = hides("tp") if self.wires.by_peers("tp") else 0.0
-        ahead = hidden(one, forward, pieces)
+        ahead = hidden(self._tp_forward, forward, pieces)
         if pieces:
-            return ahead, hidden(other, backward, pieces)
+            return ahead, hidden(sent_back, backward, pieces)
         # A schedule that puts the weights' gradients off has nothing to hide the inputs' behind.
         behind = 0.0 if self.layout.splits_backward else weights
         share = max(hides("tp_backward"), self.stack.software.tp_backward * (self.stack.overlap.tp > 0))
-        return ahead, hidden(other, behind, share)
+        return ahead, hidden(sent_back, behind, share)
+
+    @cached_property
+    def collectives(self) -> BlockCollectives:
+        """Of one microbatch, but for what goes to experts, which `moe.py` knows the rows of."""
+        moe = self.spec.experts is not None and not self.dense
+        return BlockCollectives(self.spec, self.layout, self.tokens, self.wide, max(4, self.wide), moe)
+
+    @property
+    def _tp_forward(self) -> float:
+        return self._over_tp((*self.collectives.attention(), *self.collectives.mlp()))
+
+    @cached_property
+    def _tp_backward(self) -> float:
+        return self._over_tp((*self.collectives.attention_back(), *self.collectives.mlp_back()))
+
+    def _over_tp(self, collectives: Iterable[Collective]) -> float:
+        alike = Counter((sent.kind, sent.payload) for sent in collectives if sent.axis == "tp")
+        return sum(self.wires.time(kind, "tp", payload, calls) for (kind, payload), calls in alike.items())
 
     def _context(self) -> tuple[float, float]:
         """The exposed exchange of keys and values; a recomputed block exchanges again."""
@@ -310,8 +318,7 @@ class BlockCost:
         """Seconds of a block's backward in which tp or cp holds the node's ports, so that dp cannot."""
         busy = 0.0
         if self.layout.tp > 1 and self.wires.across("tp"):
-            payload = float(self.wide * self.tokens * self.spec.hidden)
-            busy += 2 * self.wires.time("all-reduce", "tp", payload)
+            busy += self._tp_backward
         if self._over_ranks is not None and self.wires.across("cp"):
             busy += self._over_ranks.moving[1]
         return busy
@@ -349,11 +356,11 @@ class BlockCost:
     def bottom(self) -> PassTimes:
         """The embedding: rows looked up, and added into."""
         moved = 2.0 * self.wide * self.tokens * self.spec.hidden
-        tp = self.wires.time("all-reduce", "tp", moved / 2) if self.layout.tp > 1 else 0.0
-        look = Seconds(memory=self.device.stream(moved, 2), tp=tp)
+        sums, *gathers = self.collectives.embedding()
+        look = Seconds(memory=self.device.stream(moved, 2), tp=self._over_tp([sums]))
         table = head(self.spec).size / self.layout.tp * (self.spec.vocab > 1)
         back = self.device.stream(2 * moved, 2) + self.added(table)
-        return PassTimes(look, NOTHING, Seconds(memory=back))
+        return PassTimes(look, Seconds(tp=self._over_tp(gathers)), Seconds(memory=back))
 
     @cached_property
     def top(self) -> PassTimes:
@@ -363,12 +370,11 @@ class BlockCost:
         precision = "bf16" if self.precision in NARROW else self.precision  # the head is never in 8 bits
         gathered = self.stack.gathers_logits and t > 1
         loss = self.device.stream(self.stack.logit_bytes * m * (spec.vocab if gathered else n) / 2, 6)
-        payload = float(self.wide * m * k)
-        tp = self.wires.time("all-gather" if self.layout.sp else "all-reduce", "tp", payload) if t > 1 else 0.0
+        *gathers, sums = self.collectives.head()  # the loss's own, a few bytes a token, are not counted
         trade = self.wires.time("all-gather", "tp", float(self.wide) * m * spec.vocab) if gathered else 0.0
         return PassTimes(
-            Seconds(gemm=self.device.gemm(m, n, k, precision), memory=loss, tp=(tp if self.layout.sp else 0.0) + trade),
-            Seconds(gemm=self.device.gemm(m, k, n, precision), memory=loss, tp=tp),
+            Seconds(gemm=self.device.gemm(m, n, k, precision), memory=loss, tp=self._over_tp(gathers) + trade),
+            Seconds(gemm=self.device.gemm(m, k, n, precision), memory=loss, tp=self._over_tp([sums])),
             Seconds(gemm=self.device.gemm(n, k, m, precision), memory=self.added(n * k)),
         )
 

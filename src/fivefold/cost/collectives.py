@@ -85,7 +85,7 @@ class BlockCollectives:
             yield from self.combine_back()
             yield from self.dispatch_back()
             yield from self.mlp_back()
-            yield from self._gather_slices("backward", "gradients of all tokens")
+            yield from self.slices_back()
         else:
             yield from self.mlp_back()
         yield from self.attention_back()
@@ -230,6 +230,9 @@ class BlockCollectives:
         if not self.layout.sp:
             payload = self.layout.tp * self._routed * self.spec.hidden * self.compute
             yield self._tp(when, what, "all-gather", payload)
+
+    def slices_back(self) -> Iterator[Collective]:
+        return self._gather_slices("backward", "gradients of all tokens")
 
     def counts(self) -> Iterator[Collective]:
         """What goes before any token, and is waited for."""

@@ -10,16 +10,14 @@ fuller than another.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from msgspec import structs
-
-from fivefold.cost.collectives import dispatched
+from fivefold.cost.collectives import BlockCollectives, Collective
 from fivefold.cost.kernels import Device
 from fivefold.cost.links import Topology
-from fivefold.cost.memory import dtype_of
 from fivefold.cost.routing import RoutedTokens
 from fivefold.cost.stack import CAST, MOVED, ExpertKernels, SoftwareProfile
 from fivefold.layout.layout import Layout
@@ -194,32 +192,35 @@ class MoEBlock(RoutedTokens):
         return self.layout.ep > 1 and self.experts.count > self.layout.ep
 
     @cached_property
+    def collectives(self) -> BlockCollectives:
+        """Of one microbatch; the fullest rank receives `rows`."""
+        rows = (self.slots, round(self.rows))
+        return BlockCollectives(self.spec, self.layout, self.tokens, self.wide, max(4, self.wide), moe=True, rows=rows)
+
+    @cached_property
     def sent(self) -> tuple[float, float]:
-        """Seconds of the all-to-alls (or gathers) of one forward pass and of one backward pass; of tp's gathers of
-        what its ranks routed apart in `gathered`."""
+        """Seconds of the all-to-alls (or gathers) over ep of one forward pass and of one backward pass."""
         return self._both("ep")
 
     @cached_property
     def gathered(self) -> tuple[float, float]:
+        """Of tp's gathers of what its ranks routed apart."""
         return self._both("tp")
 
     def _both(self, axis: str) -> tuple[float, float]:
-        """Of all collectives over an axis a half in each pass."""
-        whole = sum(calls * seconds for calls, seconds in self.collectives(axis))
-        return whole / 2, whole / 2
+        of = self.collectives
+        forward, backward = (*of.dispatch(), *of.combine()), (*of.combine_back(), *of.dispatch_back())
+        return self.seconds(forward, axis), self.seconds((*backward, *of.slices_back()), axis)
 
-    def collectives(self, axis: str) -> list[tuple[int, float]]:
-        """Those of one microbatch and layer, as `dispatched` lists them: calls, and seconds of each."""
+    def seconds(self, collectives: Iterable[Collective], axis: str) -> float:
+        """Of those over an axis."""
         if self.layout.size(axis) == 1:
-            return []
-        alone = structs.replace(self.layout, microbatches=1, recompute="none")
-        rows = [(self.slots, round(self.rows))]
-        every = dispatched(self.spec, alone, dtype_of(self.wide), rows, self.tokens, 1, balance_loss=False)
-        return [
-            (calls, self._trade(payload) if kind == "all-to-all" else self.wires.time(kind, axis, float(payload)))
-            for over, kind, calls, payload in every
-            if over == axis
-        ]
+            return 0.0
+        return sum(
+            self._trade(sent.payload) if sent.kind == "all-to-all" else self.wires.time(sent.kind, axis, sent.payload)
+            for sent in collectives
+            if sent.axis == axis
+        )
 
     def _trade(self, payload: float) -> float:
         """Seconds of an all-to-all over ep. Where a token travels once to each rank, and once to each node, fewer bytes
@@ -295,11 +296,9 @@ class Travel:
         share = self.of.stack.hides_experts
         if not share or self.of.layout.ep == 1:
             return Messages()
-        each = [share * seconds for _, seconds in self.of.collectives("ep")]
-        if self.of.layout.dispatch == "alltoall":
-            return Messages(*each[-1:] * 4)
-        tokens, weights, choices, sums, tokens_back, weights_back, sums_back = each
-        return Messages(tokens + weights + choices, sums, sums_back, tokens_back + weights_back)
+        sent = self.of.collectives
+        ways = sent.tokens_to_experts(), sent.combine(), sent.combine_back(), sent.dispatch_back()
+        return Messages(*(share * self.of.seconds(way, "ep") for way in ways))
 
     @cached_property
     def shared(self) -> Shared:
