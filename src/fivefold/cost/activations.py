@@ -70,7 +70,7 @@ class MixtureMemory(RoutedTokens):
 
     @cached_property
     def matmuls(self) -> list[Matmul]:
-        return [one for one in block(self.spec).matmuls if one.experts]
+        return [matmul for matmul in block(self.spec).matmuls if matmul.experts]
 
     @property
     def inner(self) -> float:
@@ -94,11 +94,13 @@ class MixtureMemory(RoutedTokens):
     def everything(self) -> float:
         """What autograd saves without recompute."""
         *columns, down = self.matmuls
-        inner = sum(one.outputs for one in columns) + (1 + written_by_activation(self.spec, self.stack)) * down.inputs
-        found = self.router + self.rows * self.wide * (self.spec.hidden + inner)
+        inner = (
+            sum(matmul.outputs for matmul in columns) + (1 + written_by_activation(self.spec, self.stack)) * down.inputs
+        )
+        bytes_ = self.router + self.rows * self.wide * (self.spec.hidden + inner)
         if not self.eager:
-            return found
-        return found + self.said * (2 if self.gathers else 1)  # its sum over ranks keeps what it adds up, too
+            return bytes_
+        return bytes_ + self.said * (2 if self.gathers else 1)  # its sum over ranks keeps what it adds up, too
 
     @property
     def outputs(self) -> float:
@@ -106,22 +108,22 @@ class MixtureMemory(RoutedTokens):
         hidden, wide, experts = self.spec.hidden, self.wide, self.experts
         # Of rows that travel back nothing is read where they were made.
         written = self.matmuls[:-1] if self.layout.ep > 1 and not self.gathers else self.matmuls
-        found = self.rows * wide * sum(one.outputs for one in written)
-        found += self.routed * experts.count * self.widened
+        bytes_ = self.rows * wide * sum(matmul.outputs for matmul in written)
+        bytes_ += self.routed * experts.count * self.widened
         if self.gathers:
-            found += self._tokens * wide + self.layout.ep * self.slots * (8 + self.widened)
-            found += self.routed * hidden * self.widened
+            bytes_ += self._tokens * wide + self.layout.ep * self.slots * (8 + self.widened)
+            bytes_ += self.routed * hidden * self.widened
         elif self.layout.ep > 1:
-            found += (self.rows + self.slots) * hidden * wide
+            bytes_ += (self.rows + self.slots) * hidden * wide
         if self.layout.tp > 1 and not self.layout.sp:  # all slices of the tokens
-            found += self.tokens * hidden * wide
-        return found
+            bytes_ += self.tokens * hidden * wide
+        return bytes_
 
     @property
     def defer_wgrad(self) -> float:
         """Between I and W: rows and intermediates, the gradients of what experts' linears wrote."""
         *columns, down = self.matmuls
-        features = columns[0].inputs + down.inputs + sum(one.outputs for one in self.matmuls)
+        features = columns[0].inputs + down.inputs + sum(matmul.outputs for matmul in self.matmuls)
         return self.rows * self.wide * features
 
     @property
@@ -257,14 +259,16 @@ def defer_wgrad(spec: ModelSpec, layout: Layout, tokens: int, wide: int = 2, den
     experts `MixtureMemory` says it."""
     own, part = _block(spec, layout, dense), layout.tp if layout.sp else 1
     groups = [group for group in own.groups if not _of_experts(group[0])]
-    every = [one for group in groups for one in group]
+    matmuls = [matmul for group in groups for matmul in group]
     read = sum(group[0].inputs / (part if group[0].reads_residual else 1) for group in groups)
-    return tokens * wide * (read + sum(one.outputs / (part if one.tp == "replicated" else 1) for one in every))
+    return (
+        tokens * wide * (read + sum(matmul.outputs / (part if matmul.tp == "replicated" else 1) for matmul in matmuls))
+    )
 
 
-def _of_experts(one: Matmul) -> bool:
+def _of_experts(matmul: Matmul) -> bool:
     """Whether it is an expert's, or the router's."""
-    return one.experts > 0 or one.tp == "replicated_partial"
+    return matmul.experts > 0 or matmul.tp == "replicated_partial"
 
 
 def _block(spec: ModelSpec, layout: Layout, dense: bool = False) -> BlockOperations:
@@ -279,7 +283,7 @@ def _block(spec: ModelSpec, layout: Layout, dense: bool = False) -> BlockOperati
 def _outputs(own: BlockOperations, branch: str, layout: Layout) -> float:
     """Features that the matmuls of a branch write; of those that every rank has, sp leaves a rank its part."""
     part = layout.tp if layout.sp else 1
-    return sum(one.outputs / (part if one.whole else 1) for one in own.of(branch) if not _of_experts(one))
+    return sum(matmul.outputs / (part if matmul.whole else 1) for matmul in own.of(branch) if not _of_experts(matmul))
 
 
 def _everything(
@@ -296,22 +300,24 @@ def _everything(
 
     def stream(kind: str) -> float:
         """Elements that operations of a kind read. Without sp every tp rank holds all of them."""
-        return tokens * sum(one.share(layout.tp, layout.sp) for one in own.elementwise if one.kind == kind)
+        return tokens * sum(
+            operation.share(layout.tp, layout.sp) for operation in own.elementwise if operation.kind == kind
+        )
 
     # Each norm keeps its input (the residual stream) and its output, which the columns read; in eager float32 RMSNorm
     # the input as float32 and the normalised values besides. A dropout keeps its mask.
     eager = stack.norm == "eager" and spec.norm == "rmsnorm"
     norm = (stream("norm") + stream("qk_norm")) * (wide + (8 if eager else 0)) + stream("dropout")
-    network = [one for one in own.of("mlp") if not _of_experts(one)]
-    if not network:  # nothing but the router reads the second norm's output
+    mlp = [matmul for matmul in own.of("mlp") if not _of_experts(matmul)]
+    if not mlp:  # nothing but the router reads the second norm's output
         norm -= tokens * wide * spec.hidden / (layout.tp if layout.sp else 1)
     scores = 0.0
     if stack.attention in ("torch", "fused"):
         # Fused: probabilities, a mask, and what it leaves of them. Torch: float32 softmax, cast, mask.
         per_score = 2 * wide + {"fused": 1, "torch": 4}[stack.attention]
         scores = float(per_score * tokens * own.attention.heads * seq)
-    inner = sum(one.outputs for one in network[:-1])
-    inner += sum((1 + written_by_activation(spec, stack)) * one.inputs for one in network[-1:])
+    inner = sum(matmul.outputs for matmul in mlp[:-1])
+    inner += sum((1 + written_by_activation(spec, stack)) * matmul.inputs for matmul in mlp[-1:])
     attention = _attention(spec, layout, stack, own, tokens, wide)
     experts = mixture.everything if mixture else 0.0
     return SavedActivations(
@@ -323,12 +329,12 @@ def _attention(
     spec: ModelSpec, layout: Layout, stack: SoftwareProfile, own: BlockOperations, tokens: int, wide: int
 ) -> float:
     """Queries, keys, values, the output (or two copies of it), a number for each query."""
-    outputs, one = 2 if stack.copies_attention else 1, own.attention
+    outputs, attention = 2 if stack.copies_attention else 1, own.attention
     if spec.mla is None:
-        return float(tokens * (wide * ((1 + outputs) * one.width + 2 * one.kv_width) + 4 * one.heads))
+        return float(tokens * (wide * ((1 + outputs) * attention.width + 2 * attention.kv_width) + 4 * attention.heads))
     # Of latent attention the norms' outputs are the latents that heads are made of, side by side; with sp those of all
     # tokens. Values are padded to the width of the keys.
-    values = one.width if stack.pads_values else one.seen
+    values = attention.width if stack.pads_values else attention.seen
     part, latents = layout.tp if layout.sp else 1, spec.mla.q_rank + spec.mla.cached
-    made = 2 * one.width + 2 * values + (outputs - 1) * one.seen
-    return float(tokens * (wide * (made + latents + spec.mla.rope_dim / part) + 4 * one.heads))
+    made = 2 * attention.width + 2 * values + (outputs - 1) * attention.seen
+    return float(tokens * (wide * (made + latents + spec.mla.rope_dim / part) + 4 * attention.heads))

@@ -147,13 +147,13 @@ class SequenceSplit:
         if self.piece == 1 and not self.turns:
             earlier, later = self.calls("earlier"), self.calls("later")
             return [*self.calls("own"), *rank * earlier, *(self.ranks - 1 - rank) * later]
-        found, before = self.calls("own"), -1
+        calls, before = self.calls("own"), -1
         for turn in range(self.rounds):
             own = self._piece(rank, turn)
             if own - before > 1:
-                found.append(KernelCall((self.rounds - turn) * self.piece, (own - before - 1) * self.piece))
+                calls.append(KernelCall((self.rounds - turn) * self.piece, (own - before - 1) * self.piece))
             before = own
-        return found
+        return calls
 
     @property
     def waste(self) -> float:
@@ -274,7 +274,7 @@ class LayerAttention:
 
     def work(self, calls: Sequence[KernelCall], merged: bool = True, heads: int = 0) -> KernelTime:
         """Calls one after the other, of all heads or of some."""
-        found, tile, heads = [KernelTime()], self.device.tile, heads or self.heads
+        times_, tile, heads = [KernelTime()], self.device.tile, heads or self.heads
         name = self.partial if merged else self.kernel
         for call in calls:
             rows = math.ceil(call.queries / tile) * tile
@@ -282,8 +282,8 @@ class LayerAttention:
             keys = min(keys, self.window) if self.window else keys
             kernel = Both(*self.device.attention(name, self.samples, heads, self.head_dim, rows, keys))
             parts = self.samples * call.queries * heads * self.head_dim * merged
-            found.append(KernelTime(kernel, Both(*(self.device.stream(cost * parts, merged) for cost in MERGE))))
-        return plus(*found)
+            times_.append(KernelTime(kernel, Both(*(self.device.stream(cost * parts, merged) for cost in MERGE))))
+        return plus(*times_)
 
     def send(self, *payloads: int) -> float:
         """Seconds in which a rank passes messages on to the next, through one port."""
@@ -409,4 +409,6 @@ def compare(case: LayerAttention) -> dict[ContextKind, Method | UserError]:
 
 def possible(case: LayerAttention) -> list[Method]:
     """The fastest first."""
-    return sorted((one for one in compare(case).values() if isinstance(one, Method)), key=lambda one: one.seconds)
+    return sorted(
+        (method for method in compare(case).values() if isinstance(method, Method)), key=lambda method: method.seconds
+    )

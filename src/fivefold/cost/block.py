@@ -190,7 +190,9 @@ class BlockCost:
         """Forward and backward, all of this rank's queries; with cp what its slowest rank does."""
         if self.window is None:
             kinds = [(self.of(LayerKind(self.dense, window)), n) for window, n in self.spec.windows.items()]
-            forward, backward = (sum(one._attention[at] * (n / self.spec.layers) for one, n in kinds) for at in (0, 1))
+            forward, backward = (
+                sum(block._attention[at] * (n / self.spec.layers) for block, n in kinds) for at in (0, 1)
+            )
             return forward, backward
         if self._over_ranks is not None:
             work = self._over_ranks.work
@@ -207,12 +209,12 @@ class BlockCost:
         """The microbatch over the cp ranks (`cost/attention.py` says what each way costs)."""
         if self.layout.cp == 1:
             return None
-        whole, partial = self.stack.attention, self.stack.cp_attention or self.stack.attention
+        full_kernel, partial_kernel = self.stack.attention, self.stack.cp_attention or self.stack.attention
         wires = replace(self.wires, layout=msgspec.convert(self.layout.degrees, Layout))  # found again: no more matters
         sizes = (self.samples, self.wide, max(4, self.wide))  # sums are in float32 at least
         heads = self.operations.attention[:3]
         case = attention.LayerAttention(
-            self.seq, *heads, self.device, wires, whole, partial, *sizes, window=self.window or 0
+            self.seq, *heads, self.device, wires, full_kernel, partial_kernel, *sizes, window=self.window or 0
         )
         return _method(self.layout.cp_kind, case)
 
@@ -220,15 +222,18 @@ class BlockCost:
     def _pointwise(self) -> tuple[float, float]:
         """What is bound by memory, forward and backward. The norms of q and k are not counted."""
         slower = self.stack.software.norm if self.stack.norm == "eager" else 1.0
-        norm = [slower * one for one in getattr(MOVED[self.stack.norm], self.spec.norm)]
+        norm = [slower * bytes_ for bytes_ in getattr(MOVED[self.stack.norm], self.spec.norm)]
         moved = MOVED[self.stack.pointwise]._asdict() | {"norm": norm}
         # Inputs of narrow matmuls are cast, forward, and again transposed for the weights' gradients.
         own = self.operations
         plain = [group[0] for group in own.groups if not (group[0].experts or group[0].tp == "replicated_partial")]
-        cast = sum(one.inputs for one in plain) * CAST.get(self.precision, 0.0)
+        cast = sum(matmul.inputs for matmul in plain) * CAST.get(self.precision, 0.0)
         cast += copied(self.spec, self.stack, self.layout.tp)
         kernels = 8 if self.stack.pointwise != "eager" else 20
-        shares = [(self.tokens * one.share(self.layout.tp, self.layout.sp), one.kind) for one in own.elementwise]
+        shares = [
+            (self.tokens * operation.share(self.layout.tp, self.layout.sp), operation.kind)
+            for operation in own.elementwise
+        ]
         forward, backward = (
             sum(share * moved[kind][at] for share, kind in shares if kind in moved) + self.tokens * cast
             for at in (0, 1)
@@ -293,7 +298,9 @@ class BlockCost:
             return 0.0, 0.0
         share = self.stack.hides("cp") if self.layout.cp_kind == "ring" else 1.0
         least, most = self._over_ranks.exposed, self._over_ranks.moving
-        forward, backward = (whole - share * (whole - rest) for whole, rest in zip(most, least, strict=True))
+        forward, backward = (
+            all_seconds - share * (all_seconds - rest) for all_seconds, rest in zip(most, least, strict=True)
+        )
         return forward, backward + (forward if self.layout.recompute == "full" else 0.0)
 
     def _sharded(self, forward: float, backward: float) -> tuple[float, float]:

@@ -165,22 +165,22 @@ def _reaches(
     kind: type[Layout], degrees: tuple[tuple[str, int], ...], more: tuple[int, int], gpus: int, order: tuple[str, ...]
 ) -> dict[str, Reach]:
     named: dict[str, Any] = dict(degrees)
-    layout, found, stride = kind(**named, replicate=more[0], ep=more[1]), dict[str, Reach](), 1
+    layout, reaches, stride = kind(**named, replicate=more[0], ep=more[1]), dict[str, Reach](), 1
     for axis in dict.fromkeys((*order, *PLACED)):  # what an order does not name is furthest apart
         size = getattr(layout, axis)
-        found[axis] = Reach(size, _together(size, stride, gpus))
+        reaches[axis] = Reach(size, _together(size, stride, gpus))
         stride *= size
-    within = found["dp"].together
-    found["shard"] = Reach(layout.shard, min(layout.shard, within))
-    found["replicate"] = Reach(layout.replicate, _together(layout.replicate, layout.shard, within))
+    within = reaches["dp"].together
+    reaches["shard"] = Reach(layout.shard, min(layout.shard, within))
+    reaches["replicate"] = Reach(layout.replicate, _together(layout.replicate, layout.shard, within))
     # Experts are dealt out over the ranks of a stage, neighbours first.
-    near = math.prod(found[axis].together for axis in ("tp", "cp", "dp"))
-    found["ep"] = Reach(layout.ep, min(layout.ep, near))
-    found["ezero"] = Reach(layout.ezero, max(1, min(layout.ezero, near // layout.ep)))
+    near = math.prod(reaches[axis].together for axis in ("tp", "cp", "dp"))
+    reaches["ep"] = Reach(layout.ep, min(layout.ep, near))
+    reaches["ezero"] = Reach(layout.ezero, max(1, min(layout.ezero, near // layout.ep)))
     for axis, parts in layout.table.items():
-        if axis not in (*found, "world", "ends") and found.keys() >= set(parts):
-            found[axis] = Reach(layout.size(axis), math.prod(found[part].together for part in parts))
-    return found
+        if axis not in (*reaches, "world", "ends") and reaches.keys() >= set(parts):
+            reaches[axis] = Reach(layout.size(axis), math.prod(reaches[part].together for part in parts))
+    return reaches
 
 
 # ---- messages -------------------------------------------------------------------------------------------------------

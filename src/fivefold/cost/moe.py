@@ -47,11 +47,15 @@ class ParamShare(NamedTuple):
 @lru_cache(maxsize=4096)
 def block_share(spec: ModelSpec, tp: int, ep: int, dense: bool = False) -> ParamShare:
     """Of a block; of a model with experts one that has some, or (`dense`) none. Norms count as if tp divided them."""
-    every = list(spec.block_parameters(0 if dense else spec.layers - 1))
-    of_experts = sum(one.size for one in every if one.experts)
+    params = list(spec.block_parameters(0 if dense else spec.layers - 1))
+    of_experts = sum(param.size for param in params if param.experts)
     # Routers, and linears to latents, are whole on every rank.
-    whole = sum(one.size for one in every if one.kind != "norm" and one.tp in ("replicated", "replicated_partial"))
-    return ParamShare(whole + (sum(one.size for one in every) - of_experts - whole) / tp, of_experts / ep)
+    replicated = sum(
+        param.size for param in params if param.kind != "norm" and param.tp in ("replicated", "replicated_partial")
+    )
+    return ParamShare(
+        replicated + (sum(param.size for param in params) - of_experts - replicated) / tp, of_experts / ep
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -116,11 +120,11 @@ class MoEBlock(RoutedTokens):
     @cached_property
     def products(self) -> tuple[tuple[int, int], ...]:
         """Outputs and inputs of the experts' matmuls; those that read the same are one, if the software joins them."""
-        own = [one for one in block(self.spec).matmuls if one.experts]
+        own = [matmul for matmul in block(self.spec).matmuls if matmul.experts]
         *columns, down = own
         if self.stack.columns_apart:
-            return tuple((one.outputs, one.inputs) for one in own)
-        return (sum(one.outputs for one in columns), columns[0].inputs), (down.outputs, down.inputs)
+            return tuple((matmul.outputs, matmul.inputs) for matmul in own)
+        return (sum(matmul.outputs for matmul in columns), columns[0].inputs), (down.outputs, down.inputs)
 
     @cached_property
     def matmuls(self) -> tuple[float, float, float]:
@@ -138,11 +142,11 @@ class MoEBlock(RoutedTokens):
         """Of them the experts' own."""
         here = self.experts.count // self.layout.ep
         each = max(1, math.ceil(self.rows / here))
-        found = [0.0, 0.0, 0.0]
+        seconds = [0.0, 0.0, 0.0]
         for n, k in self.products:
             for at, shape in enumerate(((each, n, k), (each, k, n), (n, k, each))):
-                found[at] += self._grouped(*shape, here)
-        return found[0], found[1], found[2]
+                seconds[at] += self._grouped(*shape, here)
+        return seconds[0], seconds[1], seconds[2]
 
     @property
     def _wide_precision(self) -> str:
@@ -167,14 +171,14 @@ class MoEBlock(RoutedTokens):
         narrow = 0.0 if kernels.fused_casts else CAST.get(self.precision, -1.0) + 1
         cast = tuple(narrow * self.rows * sum(shape[at] for shape in self.products) for at in (1, 0))
         choice = kernels.scores / 2 * self.routed * self.experts.count
-        found = []
+        seconds = []
         for at in (0, 1):
             per_row = kernels.rearranged[at] * self.spec.hidden
             bytes_ = per_row * (self.slots + (2 * self.rows if self.sorts else 0))  # there, back; and once on the way
             bytes_ += self._summed(at)
             bytes_ += (moved.swiglu if gated else moved.gelu)[at] * more * inner
-            found.append(self.device.stream(self.wide / 2 * (bytes_ + cast[at]) + choice, kernels.kernels))
-        return found[0], found[1]
+            seconds.append(self.device.stream(self.wide / 2 * (bytes_ + cast[at]) + choice, kernels.kernels))
+        return seconds[0], seconds[1]
 
     def _summed(self, at: int) -> float:
         """Bytes, of 2-byte activations, of adding up what experts said: forward, and backward."""
@@ -244,16 +248,16 @@ class MoEBlock(RoutedTokens):
 def dense_gemms(own: tuple[Matmul, ...], tokens: int, apart: bool, part: int) -> list[tuple[int, int, int]]:
     """Rows, columns and inner dimension of the forward GEMMs that belong to no expert and no router. `part` ranks
     divide the tokens of what all of them compute alike (sp)."""
-    found: list[tuple[str, int, int, int]] = []
-    for one in own:
-        if one.experts or one.tp == "replicated_partial":
+    gemms: list[tuple[str, int, int, int]] = []
+    for matmul in own:
+        if matmul.experts or matmul.tp == "replicated_partial":
             continue
-        rows = tokens // part if one.tp == "replicated" else tokens
-        if not apart and found and found[-1][:2] == (one.reads, rows):
-            found[-1] = (one.reads, rows, found[-1][2] + one.outputs, one.inputs)
+        rows = tokens // part if matmul.tp == "replicated" else tokens
+        if not apart and gemms and gemms[-1][:2] == (matmul.reads, rows):
+            gemms[-1] = (matmul.reads, rows, gemms[-1][2] + matmul.outputs, matmul.inputs)
         else:
-            found.append((one.reads, rows, one.outputs, one.inputs))
-    return [(rows, n, k) for _, rows, n, k in found]
+            gemms.append((matmul.reads, rows, matmul.outputs, matmul.inputs))
+    return [(rows, n, k) for _, rows, n, k in gemms]
 
 
 # ---- travel ---------------------------------------------------------------------------------------------------------
@@ -305,7 +309,7 @@ class Travel:
         of = self.of
         if not of.experts.shared:
             return Shared()
-        own = [one for one in block(of.spec, of.layout.tp).matmuls if one.name.startswith("shared.")]
+        own = [matmul for matmul in block(of.spec, of.layout.tp).matmuls if matmul.name.startswith("shared.")]
         forward = inputs = weights = 0.0
         for m, n, k in dense_gemms(tuple(own), of.tokens, of.stack.columns_apart, 1):
             forward += of.device.gemm(m, n, k, of.precision)
@@ -314,8 +318,8 @@ class Travel:
         kinds = MOVED[of.stack.pointwise]
         each = kinds.swiglu if of.spec.activation.startswith("swiglu") else kinds.gelu
         elements = of.wide / 2 * of.tokens * of.experts.shared_ffn / of.layout.tp
-        one, other = (of.device.stream(moved * elements) for moved in each)
-        return Shared(forward + one, inputs + other, weights)
+        activation, activation_back = (of.device.stream(moved * elements) for moved in each)
+        return Shared(forward + activation, inputs + activation_back, weights)
 
     @cached_property
     def hidden(self) -> tuple[float, float]:

@@ -161,7 +161,7 @@ SYSTEMS: dict[str, SoftwareProfile] = {
 
 def software_of(name: str, device: Accelerator | None = None) -> SoftwareProfile:
     """By name, on a device: a CPU runs this code in another way than a GPU."""
-    found = SYSTEMS.get(name.strip().lower())
-    if found is None:
+    profile = SYSTEMS.get(name.strip().lower())
+    if profile is None:
         raise UserError(f"unknown software {name!r}; {did_you_mean(name, list(SYSTEMS))}")
-    return ON_CPUS if found is FIVEFOLD and device is not None and device.is_cpu else found
+    return ON_CPUS if profile is FIVEFOLD and device is not None and device.is_cpu else profile
