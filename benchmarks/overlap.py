@@ -7,8 +7,8 @@ namespaces (root, with `ip` and `tc`), the two live in one each, and the kernel 
 each rank waits as long as its messages would take on such a wire, and the wire is shared by those under way at a time.
 
 The simulator is given what was measured of one half after the other: for each pass its compute, its messages and what
-it computes beside them. `schedules/costs.py` plays a pair of them by the rule that the trainer runs by, and the clock runs
-the schedule with what comes of it.
+it computes beside them. `schedules/costs.py` plays a pair of them by the rule that the trainer runs by, and the clock
+runs the schedule with what comes of it.
 """
 
 import ctypes
