@@ -1,8 +1,8 @@
 """The attention lab: the numbers it shows are those of real ranks, and bad shapes start none."""
 
 import pytest
+from benchmarks.attention import AttentionShape, measure
 
-from fivefold.bench.attention import AttentionShape, measure
 from fivefold.support.errors import UserError
 
 SMALL = {"hidden": 32, "heads": 4, "kv_heads": 2, "seq": 16, "batch": 2, "dtype": "float64", "rounds": 1}

@@ -11,7 +11,9 @@ from fivefold.job.config import read_job
 def test_its_products_are_the_model_s_flops(model: str, microbatches: int) -> None:
     job = read_job(None, [f"model={model}", "train.batch=4", "data.seq=4096", f"layout=microbatches={microbatches}"])
     tokens = job.train.batch * job.data.seq
-    assert sum(one.flops for one in products(job)) == pytest.approx(6 * tokens * job.model.matmul_parameters, rel=1e-9)
+    assert sum(matmul.flops for matmul in products(job)) == pytest.approx(
+        6 * tokens * job.model.matmul_parameters, rel=1e-9
+    )
 
 
 def test_masters_take_their_bytes() -> None:

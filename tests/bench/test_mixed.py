@@ -7,13 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks.mixed import app
+from benchmarks import slow
+from benchmarks.mixed import EVEN, SYSTEMS, MixedBenchResult, MixedRun, app, plans
 from typer.testing import CliRunner
 
-from fivefold.bench import slow
 from fivefold.bench.comparison import base_job
 from fivefold.bench.harness import Machine, RoundTimes
-from fivefold.bench.mixed import EVEN, SYSTEMS, MixedBenchResult, MixedRun, plans
 from fivefold.hardware.accelerators import ACCELERATORS
 from fivefold.machines.result import RankSpeed, RanksResult, at_pace
 from fivefold.render.blocks import to_text

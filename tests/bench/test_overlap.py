@@ -3,11 +3,9 @@
 import time
 
 import pytest
-from benchmarks.overlap import app
+from benchmarks.overlap import IN_TURN, IN_TURNS, Delay, OverlapShape, Pass, WireDelay, app, limited, measure, predicted
 from typer.testing import CliRunner
 
-from fivefold.bench.overlap import IN_TURN, IN_TURNS, OverlapShape, WireDelay, limited, measure
-from fivefold.bench.overlap_rank import Delay, Pass, predicted
 from fivefold.parallel.experts import AsyncExchange
 from fivefold.schedules.text import read_text
 from fivefold.support.errors import UserError

@@ -5,10 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from benchmarks.pipeline import app
+from benchmarks.pipeline import SCHEDULES, PipelineResult, PipelineShape, app, measure
 from typer.testing import CliRunner
 
-from fivefold.bench.pipeline import SCHEDULES, PipelineResult, PipelineShape, measure
 from fivefold.support.errors import UserError
 
 pytestmark = pytest.mark.skipif(

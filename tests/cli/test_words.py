@@ -1,8 +1,8 @@
 """What holds of every command: its help, --json, -o and --quiet; and old words are answered with the new ones."""
 
+import importlib
 import json
 import re
-import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ def leaves(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]
 
 
 COMMANDS = dict(leaves(typer.main.get_command(app)))
-PROJECTS = {name: runpy.run_module(f"benchmarks.{name}")["app"] for name in unknown.BENCHMARKS}
+PROJECTS = {name: importlib.import_module(f"benchmarks.{name}").app for name in unknown.BENCHMARKS}
 EVERY = COMMANDS | {name: typer.main.get_command(one) for name, one in PROJECTS.items()}
 
 

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import pytest
+from benchmarks.plan import QUESTIONS
 
-from fivefold.bench.planner import QUESTIONS
 from fivefold.cost.moe import IMBALANCE, imbalance_for
 from fivefold.cost.step import Case
 from fivefold.hardware.cluster import Cluster

@@ -12,6 +12,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from benchmarks import attention, overlap, pipeline, plan, schedules
+from benchmarks import mixed as mixed_ranks
 from rich.cells import cell_len
 
 import fivefold as ff
@@ -20,9 +22,8 @@ from fivefold.accuracy.fit import Constants
 from fivefold.accuracy.result import AccuracyResult, SourceList, planner_accuracy
 from fivefold.accuracy.score import choices
 from fivefold.accuracy.sweeps import SweepsResult
-from fivefold.bench import attention, checkpoint, comparison, overlap, pipeline, planner, scaling, steps, train
+from fivefold.bench import checkpoint, comparison, scaling, steps, train
 from fivefold.bench import checkpoint as recovery
-from fivefold.bench import mixed as mixed_ranks
 from fivefold.bench.harness import Machine, RoundTimes, RowsResult
 from fivefold.hardware.accelerators import ACCELERATORS
 from fivefold.hardware.cluster import accelerators
@@ -145,9 +146,9 @@ MAKERS: dict[str, Callable[[], Result]] = {
     "PublishedResult": PublishedResult,
     "ZeroResult": lambda: zero("llama3-8b"),
     "RowsResult of planning": lambda: RowsResult(
-        [planner.QUESTIONS[0]._asdict() | planner.time_search(planner.QUESTIONS[0], 1)], planner.COLUMNS, "median"
+        [plan.QUESTIONS[0]._asdict() | plan.time_search(plan.QUESTIONS[0], 1)], plan.COLUMNS, "median"
     ),
-    "RowsResult of schedules": lambda: planner.result([planner.best(planner.CASES[0])]),
+    "RowsResult of schedules": lambda: schedules.result([schedules.best(schedules.CASES[0])]),
     "RowsResult of steps": lambda: steps.result(
         [steps.Timed(steps.StepCase("llama3-8b", 4), "H100", "2.13", "bfloat16", 5, 0.5, 0.4, 0.6, 10**10)],
         ACCELERATORS["H100"],

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 from benchmarks import schedules as benchmark
+from benchmarks.schedules import ScheduleCase
 from typer.testing import CliRunner
 
-from fivefold.bench import planner as benchmark_module
-from fivefold.bench.planner import ScheduleCase
 from fivefold.cli import app
 from fivefold.schedules.registry import CATALOGUE, build
 from fivefold.schedules.text import save
@@ -110,8 +109,8 @@ def test_the_published_rates_are_a_table() -> None:
 
 
 def test_the_benchmark_is_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert ScheduleCase("interleaved", 16, 128, 4) in benchmark_module.CASES
-    monkeypatch.setattr(benchmark_module, "CASES", (ScheduleCase("interleaved", 2, 4, 2), ScheduleCase("zb-h1", 4, 8)))
+    assert ScheduleCase("interleaved", 16, 128, 4) in benchmark.CASES
+    monkeypatch.setattr(benchmark, "CASES", (ScheduleCase("interleaved", 2, 4, 2), ScheduleCase("zb-h1", 4, 8)))
     benchmark.schedules()
     assert "interleaved  2  4  2" in capsys.readouterr().out
     benchmark.schedules(as_json=True)

@@ -5,14 +5,13 @@ import sys
 from time import process_time
 
 import pytest
-
-from fivefold.bench.planner import ScheduleCase, measure_schedules
+from benchmarks.schedules import ScheduleCase, measure
 
 pytestmark = pytest.mark.alone
 
 
 def test_sixteen_thousand_actions_take_well_under_half_a_second() -> None:
-    timings = [measure_schedules(ScheduleCase("interleaved", 16, 128, 4), clock=process_time) for _ in range(3)]
+    timings = [measure(ScheduleCase("interleaved", 16, 128, 4), clock=process_time) for _ in range(3)]
     assert timings[0].compute_actions == 16_384
     assert min(timing.total for timing in timings) < 0.5
 
@@ -20,7 +19,7 @@ def test_sixteen_thousand_actions_take_well_under_half_a_second() -> None:
 @pytest.mark.parametrize("name", ["interleaved", "zb-v", "v-half"])
 def test_the_cost_grows_linearly(name: str) -> None:
     def cost(m: int) -> float:
-        return min(measure_schedules(ScheduleCase(name, 8, m), clock=process_time).total for _ in range(3)) / m
+        return min(measure(ScheduleCase(name, 8, m), clock=process_time).total for _ in range(3)) / m
 
     assert cost(192) < 2.0 * cost(48)
 

@@ -139,7 +139,7 @@ class PublishedRow(NamedTuple):
         """None where it is not published, or cannot be read: `check_cells` tells them apart."""
         return number(self.text(column))
 
-    def whole(self, column: str) -> int | None:
+    def integer(self, column: str) -> int | None:
         value = self.number(column)
         return None if value is None else round(value)
 
@@ -210,9 +210,9 @@ def measured(row: PublishedRow) -> MeasuredRun:
     spec, cluster = spec_of(row, source), cluster_of(row, source)
     if wrong := spec.problems():
         raise Refused("; ".join(wrong))
-    known = any(row.whole(axis) is not None for axis in ("dp", "tp", "pp"))
+    known = any(row.integer(axis) is not None for axis in ("dp", "tp", "pp"))
     layout = layout_of(row, source, spec) if known else Layout()
-    batch = row.whole("global_batch") or layout.dp * layout.microbatches * (row.whole("micro_batch") or 1)
+    batch = row.integer("global_batch") or layout.dp * layout.microbatches * (row.integer("micro_batch") or 1)
     precision = precision_named(row.text("precision"), cluster.groups[0].accelerator)
     case = Case(spec, layout, cluster, _need(row, "seq_len"), batch, precision, stack_of(row, source))
     if is_mixture(row):
@@ -245,7 +245,7 @@ def _with_experts(row: PublishedRow, source: Source, case: Case) -> Case:
 
 
 def _need(row: PublishedRow, column: str) -> int:
-    value = row.whole(column)
+    value = row.integer(column)
     if value is None:
         raise Refused(f"{column} is not published")
     return value
@@ -306,7 +306,7 @@ def device_of(name: str) -> Accelerator:
 
 
 def cluster_of(row: PublishedRow, source: Source) -> Cluster:
-    gpus, per_node = _need(row, "gpus"), row.whole("gpus_per_node") or 8
+    gpus, per_node = _need(row, "gpus"), row.integer("gpus_per_node") or 8
     device = device_of(row.text("gpu"))
     across = structs.replace(device.across, bandwidth=device.across.bandwidth * source.ports)
     device = structs.replace(device, across=across)
@@ -319,14 +319,14 @@ def cluster_of(row: PublishedRow, source: Source) -> Cluster:
 
 
 def layout_of(row: PublishedRow, source: Source, spec: ModelSpec) -> Layout:
-    tp, pp, cp = (row.whole(axis) or 1 for axis in ("tp", "pp", "cp"))
+    tp, pp, cp = (row.integer(axis) or 1 for axis in ("tp", "pp", "cp"))
     gpus = _need(row, "gpus")
-    check_world(gpus, row.whole("dp"), {"tp": tp, "pp": pp, "cp": cp})
+    check_world(gpus, row.integer("dp"), {"tp": tp, "pp": pp, "cp": cp})
     dp = gpus // (tp * pp * cp)
     zero = _zero(row, source, held_parameters(spec, tp, _ep(row, source, tp)) / pp)
     zero = min(zero, source.pipelined_zero) if pp > 1 else zero
-    batch = row.whole("global_batch") or (row.whole("micro_batch") or 1) * dp
-    samples = row.whole("micro_batch") or (1 if pp > 1 else max(1, batch // dp))
+    batch = row.integer("global_batch") or (row.integer("micro_batch") or 1) * dp
+    samples = row.integer("micro_batch") or (1 if pp > 1 else max(1, batch // dp))
     check_batch(batch, dp, samples)
     microbatches = batch // (dp * samples)
     sp = yes_or_no("sequence_parallel", row.text("sequence_parallel"), source.sp)
@@ -349,15 +349,15 @@ def layout_of(row: PublishedRow, source: Source, spec: ModelSpec) -> Layout:
 
 def _ep(row: PublishedRow, source: Source, tp: int) -> int:
     """Ranks that experts are dealt out over, or divided."""
-    return (row.whole("ep") or 1) * (tp if source.divides_experts else 1)
+    return (row.integer("ep") or 1) * (tp if source.divides_experts else 1)
 
 
 def _zero(row: PublishedRow, source: Source, parameters: float) -> int:
     """As stated, or as the source has it; a run whose weights and gradients would not fit has sharded them."""
     if (stated := zero_named(row.text("zero_stage"))) is not None:
         return stated
-    whole = parameters * (source.stack.weight_bytes + source.stack.gradient_bytes)
-    return 3 if whole > HEADROOM * device_of(row.text("gpu")).memory else source.zero
+    needed = parameters * (source.stack.weight_bytes + source.stack.gradient_bytes)
+    return 3 if needed > HEADROOM * device_of(row.text("gpu")).memory else source.zero
 
 
 def _schedule(row: PublishedRow, source: Source, spec: ModelSpec, layout: Layout) -> tuple[str, int]:
@@ -367,9 +367,9 @@ def _schedule(row: PublishedRow, source: Source, spec: ModelSpec, layout: Layout
         return "1f1b", 1
     if said not in ("", "1f1b", "interleaved"):
         record = CATALOGUE[said]
-        return said, (record.any_chunks and row.whole("vp")) or record.chunks
+        return said, (record.any_chunks and row.integer("vp")) or record.chunks
     most = max(source.chunks, 2 if said == "interleaved" else 1)
-    chunks = row.whole("vp") or _chunks(spec.layers, layout.pp, most)
+    chunks = row.integer("vp") or _chunks(spec.layers, layout.pp, most)
     several = chunks > 1 and layout.microbatches >= layout.pp
     return ("interleaved", chunks) if several else ("1f1b", 1)
 

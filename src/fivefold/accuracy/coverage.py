@@ -57,39 +57,39 @@ def band_of(residuals: Sequence[Residual], share: float = SHARE) -> Band:
     sources = by_source(residuals)
     factors = _factors(residuals)
     flat = Band(-1.0, 1.0, len(sources), len(residuals), factors=factors)
-    slow = _mean(residuals, lambda one: max(0.0, one.error))
-    fast = _mean(residuals, lambda one: max(0.0, -one.error))
-    whole = slow + fast
-    if not whole:
+    slow = _mean(residuals, lambda residual: max(0.0, residual.error))
+    fast = _mean(residuals, lambda residual: max(0.0, -residual.error))
+    total = slow + fast
+    if not total:
         return structs.replace(flat, low=0.0, high=0.0)
-    up, down = (HALF + (1 - HALF) * 2 * side / whole for side in (slow, fast))
+    up, down = (HALF + (1 - HALF) * 2 * side / total for side in (slow, fast))
 
-    def size(one: Residual) -> float:
-        return max(one.error / up, -one.error / down) / flat.scale(one.traits)
+    def size(row: Residual) -> float:
+        return max(row.error / up, -row.error / down) / flat.scale(row.traits)
 
-    sizes = [(size(one), 1 / len(sources[one.source])) for one in residuals]
+    sizes = [(size(residual), 1 / len(sources[residual.source])) for residual in residuals]
     reach = quantile(sizes, share * (len(sources) + 1) / len(sources))
     return structs.replace(flat, low=-down * reach, high=up * reach)
 
 
 def _factors(residuals: Sequence[Residual]) -> dict[str, dict[str, float]]:
     """By trait: how much larger the errors of a level are than all are, by sources that have it."""
-    usual = _mean(residuals, lambda one: abs(one.error)) or 1.0
-    found: dict[str, dict[str, float]] = {}
-    for name in dict.fromkeys(name for one in residuals for name in one.traits):
-        for level in sorted({one.traits[name] for one in residuals if name in one.traits}):
-            mine = by_source([one for one in residuals if one.traits.get(name) == level])
-            means = [fmean(abs(one.error) for one in rows) for rows in mine.values()]
+    usual = _mean(residuals, lambda residual: abs(residual.error)) or 1.0
+    factors: dict[str, dict[str, float]] = {}
+    for name in dict.fromkeys(name for residual in residuals for name in residual.traits):
+        for level in sorted({residual.traits[name] for residual in residuals if name in residual.traits}):
+            of_level = by_source([residual for residual in residuals if residual.traits.get(name) == level])
+            means = [fmean(abs(residual.error) for residual in rows) for rows in of_level.values()]
             factor = (sum(means) + PRIOR * usual) / ((len(means) + PRIOR) * usual)
-            found.setdefault(name, {})[level] = factor
-    return found
+            factors.setdefault(name, {})[level] = factor
+    return factors
 
 
 def by_source(residuals: Sequence[Residual]) -> dict[str, list[Residual]]:
-    found: dict[str, list[Residual]] = {}
-    for one in residuals:
-        found.setdefault(one.source, []).append(one)
-    return found
+    sources: dict[str, list[Residual]] = {}
+    for residual in residuals:
+        sources.setdefault(residual.source, []).append(residual)
+    return sources
 
 
 def _mean(residuals: Sequence[Residual], of: Callable[[Residual], float]) -> float:
@@ -119,9 +119,9 @@ class Covered(NamedTuple):
 
 
 def covered(source: str, rows: Sequence[Residual], band: Band) -> Covered:
-    outside = [one.error for one in rows if not band.holds(one.error, one.traits)]
+    outside = [row.error for row in rows if not band.holds(row.error, row.traits)]
     above = sum(error > 0 for error in outside)
-    error = fmean(abs(math.expm1(-one.error)) for one in rows)  # of the prediction, as everywhere
+    error = fmean(abs(math.expm1(-row.error)) for row in rows)  # of the prediction, as everywhere
     shares = (count / len(rows) for count in (len(rows) - len(outside), len(outside) - above, above))
     return Covered(source, len(rows), error, *shares)
 
@@ -132,7 +132,8 @@ def coverage_of(residuals: Sequence[Residual]) -> list[Covered]:
     if len(sources) < 2:
         return []
     return [
-        covered(name, rows, band_of([one for one in residuals if one.source != name])) for name, rows in sources.items()
+        covered(name, rows, band_of([residual for residual in residuals if residual.source != name]))
+        for name, rows in sources.items()
     ]
 
 
@@ -157,14 +158,14 @@ def h200_steps(folder: Path = FOLDER) -> list[OwnStep]:
     """Compiled steps of one H200; none, where the repository is not at hand."""
     path = folder / "h200-steps.csv"
     lines = [line for line in path.read_text().splitlines() if not line.startswith("#")] if path.exists() else []
-    found = []
+    measured = []
     for row in csv.DictReader(lines):
         layout = Layout(microbatches=int(row["microbatches"]), recompute=row["recompute"])  # type: ignore[arg-type]
         batch = layout.microbatches * int(row["samples"])
         spec = preset(row["model"], layers=int(row["layers"]))
         case = Case(spec, layout, Cluster.parse("H200"), int(row["seq"]), batch)
-        found.append(OwnStep(case, float(row["seconds"]), float(row["memory"])))
-    return found
+        measured.append(OwnStep(case, float(row["seconds"]), float(row["memory"])))
+    return measured
 
 
 def own_times(folder: Path = FOLDER) -> Iterator[Residual]:
@@ -201,11 +202,11 @@ class CoverageResult(Result):
     @property
     def mean(self) -> float | None:
         """Of sources: the share of rows inside."""
-        return fmean(one.inside for one in self.time) if self.time else None
+        return fmean(source.inside for source in self.time) if self.time else None
 
     @property
     def memory_mean(self) -> float | None:
-        return fmean(one.inside for one in self.memory) if self.memory else None
+        return fmean(source.inside for source in self.memory) if self.memory else None
 
     def write(self) -> None:
         """Keep the ranges in the file that plans read."""
@@ -219,9 +220,9 @@ class CoverageResult(Result):
         return {
             "share": SHARE,
             "mean": self.mean,
-            "sources": [one._asdict() for one in self.time],
+            "sources": [source._asdict() for source in self.time],
             "memory_mean": self.memory_mean,
-            "memory": [one._asdict() for one in self.memory],
+            "memory": [source._asdict() for source in self.memory],
             "ranges": {
                 name: {"low": math.exp(band.low), "high": math.exp(band.high), "factors": band.factors}
                 for name, band in (("time", self.bands.time), ("memory", self.bands.memory))
@@ -248,10 +249,15 @@ class CoverageResult(Result):
         rows = []
         for name, levels in self.bands.time.factors.items():
             for level, factor in levels.items():
-                mine = [one for one in self.residuals if one.traits.get(name) == level]
+                of_level = [residual for residual in self.residuals if residual.traits.get(name) == level]
                 band = self.bands.time
                 low, high = (math.exp(side * factor) for side in (band.low, band.high))
-                cells = (str(len(by_source(mine))), f"{len(mine):,}", f"{factor:.2f}", f"{low:.2f} to {high:.2f}")
+                cells = (
+                    str(len(by_source(of_level))),
+                    f"{len(of_level):,}",
+                    f"{factor:.2f}",
+                    f"{low:.2f} to {high:.2f}",
+                )
                 rows.append((name, level, *cells))
         caption = (
             "width: of the range, relative to all cases; those of a case's traits are multiplied. A guess: a device "
@@ -266,8 +272,8 @@ def coverage(data: str | Path | None = None, *, progress: Progress = lambda done
 
     With `data`, a directory of runs that nobody has fitted anything to, the ranges are those that plans print.
     """
-    every = read_rows(Path(data) if data else DATA)
-    results = evaluate(every, tick=steps(progress, "predicting", len(every)))
+    rows = read_rows(Path(data) if data else DATA)
+    results = evaluate(rows, tick=steps(progress, "predicting", len(rows)))
     if data is not None:
         known = bands()
         time, memory = list(_as_shipped(results)), list(_memory(results, {}))
@@ -284,13 +290,13 @@ def coverage(data: str | Path | None = None, *, progress: Progress = lambda done
         time.append(Residual(run.row.file, math.log((run.seconds or 1.0) / seconds), there))
     time += own_times()
     memory = [*_memory(results, first), *own_memory()]
-    found, held = coverage_of(time), coverage_of(memory)
-    made = Bands(_judged(band_of(time), found), _judged(band_of(memory), held))
-    return CoverageResult(tuple(found), tuple(held), made, tuple(time), own=False)
+    by_time, by_memory = coverage_of(time), coverage_of(memory)
+    made = Bands(_judged(band_of(time), by_time), _judged(band_of(memory), by_memory))
+    return CoverageResult(tuple(by_time), tuple(by_memory), made, tuple(time), own=False)
 
 
-def _judged(band: Band, found: Sequence[Covered]) -> Band:
-    return structs.replace(band, covered=fmean(one.inside for one in found))
+def _judged(band: Band, sources: Sequence[Covered]) -> Band:
+    return structs.replace(band, covered=fmean(source.inside for source in sources))
 
 
 def first_sight() -> dict[tuple[str, int], dict[str, str]]:
@@ -329,15 +335,15 @@ def _against(residuals: Sequence[Residual], band: Band) -> tuple[Covered, ...]:
     return tuple(covered(name, rows, band) for name, rows in by_source(residuals).items())
 
 
-def _table(title: str, found: Sequence[Covered], mean: float | None) -> Table:
+def _table(title: str, sources: Sequence[Covered], mean: float | None) -> Table:
     rows = []
-    for one in found:
-        shares = (one.error, one.inside, one.below, one.above)
-        rows.append((one.source, f"{one.rows:,}", *(f"{100 * part:.1f}%" for part in shares)))
+    for source in sources:
+        shares = (source.error, source.inside, source.below, source.above)
+        rows.append((source.source, f"{source.rows:,}", *(f"{100 * part:.1f}%" for part in shares)))
     caption = (
         "error: mean absolute, of what was predicted unseen; inside: of the rows, should be "
         f"{SHARE:.0%} on the mean of sources; below, above: the range"
     )
-    error = fmean(one.error for one in found)
+    error = fmean(source.error for source in sources)
     total = ("mean of sources", "", f"{100 * error:.1f}%", f"{100 * (mean or 0.0):.1f}%")
     return Table(["source", ">rows", ">error", ">inside", ">below", ">above"], rows, title, caption, [total])

@@ -76,15 +76,15 @@ class Constants:
 
     @classmethod
     def shipped(cls) -> Self:
-        names = {one.where for one in FITTED} - {"software"}
+        names = {fitted.where for fitted in FITTED} - {"software"}
         return cls({name: achieved(name) for name in names}, software())
 
     @classmethod
     def of(cls, values: list[float]) -> Self:
         """From numbers in the order of FITTED."""
         tables: dict[str, dict[str, float]] = {}
-        for one, value in zip(FITTED, values, strict=True):
-            tables.setdefault(one.where, {})[one.name] = float(value)
+        for fitted, value in zip(FITTED, values, strict=True):
+            tables.setdefault(fitted.where, {})[fitted.name] = float(value)
         devices = {}
         for name, units in UNITS.items():
             shares = tables.get(KIN.get(name, ""), {}) | tables[name]
@@ -94,10 +94,10 @@ class Constants:
         devices[CLOCK] = structs.replace(devices["H100"], **slower)
         return cls(devices, Software(**tables["software"]))
 
-    def value(self, one: Fitted) -> float:
-        if one.name == "clock":
+    def value(self, fitted: Fitted) -> float:
+        if fitted.name == "clock":
             return self.devices[CLOCK].gemm / self.devices["H100"].gemm
-        return float(getattr(self.software if one.where == "software" else self.devices[one.where], one.name))
+        return float(getattr(self.software if fitted.where == "software" else self.devices[fitted.where], fitted.name))
 
     def write(self) -> None:
         """Write them to the file that the planner reads."""
@@ -126,8 +126,8 @@ PRIOR = 0.08  # weight of the guesses beside that of a source
 NEAR = 0.03  # errors below it are noise: identical runs differ by more
 ROUNDS = 5
 AGAIN = 20  # moves on slopes that are known: they cost nothing
-GUESSES = np.log([one.guess for one in FITTED])
-SPREAD = np.array([one.spread for one in FITTED])
+GUESSES = np.log([constant.guess for constant in FITTED])
+SPREAD = np.array([constant.spread for constant in FITTED])
 
 
 def fit(runs: Sequence[MeasuredRun], progress: Callable[[], None] = lambda: None) -> Constants:
@@ -135,7 +135,7 @@ def fit(runs: Sequence[MeasuredRun], progress: Callable[[], None] = lambda: None
     return _constants(_fitted(_sampled(runs), progress))
 
 
-class Whole(NamedTuple):
+class FullFit(NamedTuple):
     """What all runs decide, and how their errors move around it."""
 
     rows: list[MeasuredRun]
@@ -152,40 +152,40 @@ class Whole(NamedTuple):
 
 
 def fits_without(
-    whole: Whole, runs: Sequence[MeasuredRun], group: Callable[[MeasuredRun], str]
+    fitted_to_all: FullFit, runs: Sequence[MeasuredRun], group: Callable[[MeasuredRun], str]
 ) -> dict[str, Constants]:
     """By group: the constants that the runs outside of it decide. All are near those that all runs decide, so the
     slopes there serve for each."""
-    (rows, start, there, slopes), found = whole, {}
+    (rows, start, there, slopes), constants = fitted_to_all, {}
     for name in dict.fromkeys(map(group, runs)):
         others = [at for at, run in enumerate(rows) if group(run) != name]
         weights, values = _weights([rows[at] for at in others]), start
         for _ in range(AGAIN):
             errors = there[others] + slopes[others] @ (values - start)
             values = values + _move(weights, errors, slopes[others], values)
-        found[name] = _constants(values)
-    return found
+        constants[name] = _constants(values)
+    return constants
 
 
 def _fitted(rows: Sequence[MeasuredRun], progress: Callable[[], None]) -> np.ndarray:
     weights = _weights(rows)
 
-    def loss(found: np.ndarray, values: np.ndarray) -> float:
-        return float((weights * np.abs(found)).sum() + PRIOR / 2 * (((values - GUESSES) / SPREAD) ** 2).sum())
+    def loss(off: np.ndarray, values: np.ndarray) -> float:
+        return float((weights * np.abs(off)).sum() + PRIOR / 2 * (((values - GUESSES) / SPREAD) ** 2).sum())
 
-    values, found = GUESSES, _errors(rows, GUESSES)
+    values, errors = GUESSES, _errors(rows, GUESSES)
     for _ in range(ROUNDS):
-        move = _move(weights, found, _slopes(rows, values, found, progress), values)
+        move = _move(weights, errors, _slopes(rows, values, errors, progress), values)
         tries = [(values + share * move, _errors(rows, values + share * move)) for share in (1.0, 0.5, 0.25)]
-        values, found = min(tries, key=lambda one: loss(one[1], one[0]))
+        values, errors = min(tries, key=lambda tried: loss(tried[1], tried[0]))
     return values
 
 
 def _sampled(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
     rows: list[MeasuredRun] = []
     for name in dict.fromkeys(run.row.file for run in runs):
-        mine = [run for run in runs if run.seconds and run.row.file == name]
-        rows += mine if len(mine) <= MOST else random.Random(0).sample(mine, MOST)
+        of_source = [run for run in runs if run.seconds and run.row.file == name]
+        rows += of_source if len(of_source) <= MOST else random.Random(0).sample(of_source, MOST)
     return rows
 
 
@@ -207,26 +207,26 @@ def _slopes(
     rows: Sequence[MeasuredRun], values: np.ndarray, there: np.ndarray, progress: Callable[[], None]
 ) -> np.ndarray:
     """How each error moves with each constant; only runs on its device can."""
-    found = np.zeros((len(rows), len(values)))
-    for column, (one, step) in enumerate(zip(FITTED, 1e-3 * np.eye(len(values)), strict=True)):
-        touched = [at for at, run in enumerate(rows) if _touches(one, run)]
+    slopes = np.zeros((len(rows), len(values)))
+    for column, (constant, step) in enumerate(zip(FITTED, 1e-3 * np.eye(len(values)), strict=True)):
+        touched = [at for at, run in enumerate(rows) if _touches(constant, run)]
         moved = _errors([rows[at] for at in touched], values + step)
-        found[touched, column] = (moved - there[touched]) / 1e-3
+        slopes[touched, column] = (moved - there[touched]) / 1e-3
         progress()
-    return found
+    return slopes
 
 
-def _touches(one: Fitted, run: MeasuredRun) -> bool:
+def _touches(constant: Fitted, run: MeasuredRun) -> bool:
     """Whether a constant can matter to a run."""
     name = shares_of(run.case.on.accelerator.name)
-    return one.where in ("software", name, KIN.get(name)) or (name == CLOCK and one.where == "H100")
+    return constant.where in ("software", name, KIN.get(name)) or (name == CLOCK and constant.where == "H100")
 
 
-def _move(weights: np.ndarray, found: np.ndarray, slopes: np.ndarray, values: np.ndarray) -> np.ndarray:
+def _move(weights: np.ndarray, errors: np.ndarray, slopes: np.ndarray, values: np.ndarray) -> np.ndarray:
     """One step towards the least sum of absolute errors, and of the distance from the guesses."""
-    pull = weights / np.maximum(np.abs(found), NEAR)
+    pull = weights / np.maximum(np.abs(errors), NEAR)
     curvature = slopes.T @ (pull[:, None] * slopes) + np.diag(PRIOR / SPREAD**2)
-    descent = -slopes.T @ (pull * found) - PRIOR * (values - GUESSES) / SPREAD**2
+    descent = -slopes.T @ (pull * errors) - PRIOR * (values - GUESSES) / SPREAD**2
     return np.asarray(np.clip(np.linalg.solve(curvature, descent), -0.3, 0.3))
 
 
@@ -261,13 +261,13 @@ def unseen(
     runs: Sequence[MeasuredRun],
     group: Callable[[MeasuredRun], str],
     tick: Callable[[], None] = lambda: None,
-    whole: Whole | None = None,
+    fitted_to_all: FullFit | None = None,
 ) -> Iterator[Unseen]:
-    """Every run with a time, under constants that were fitted without its group. `whole`: the fit to all, if known."""
+    """Every run with a time, under constants that were fitted without its group. `fitted_to_all`: if it is known."""
     timed = [run for run in runs if run.seconds]
     if len(set(map(group, timed))) < 2:
         return
-    constants = fits_without(whole or Whole.of(timed, tick), timed, group)
+    constants = fits_without(fitted_to_all or FullFit.of(timed, tick), timed, group)
     for run in timed:
         if group(run) in constants:
             yield Unseen(run, predict(run, constants[group(run)], exact=True))

@@ -16,8 +16,8 @@ from fivefold.accuracy.fit import (
     STEPS,
     STEPS_WITHOUT,
     Constants,
+    FullFit,
     Unseen,
-    Whole,
     by_accelerator,
     by_source,
     fit,
@@ -81,7 +81,7 @@ def scatter(results: Sequence[RowScore]) -> Scene:
     for name, seconds, predicted in points:
         colour, shape = look[name]
         scene.shapes.append(Mark(plot.x(seconds), plot.y(predicted), 4.2, colour, shape, 0.6))
-    _legend(scene, {name: sum(one == name for one, _, _ in points) for name in files}, look)
+    _legend(scene, {name: sum(source == name for source, _, _ in points) for name in files}, look)
     return scene
 
 
@@ -152,14 +152,16 @@ class AccuracyResult(Result):
         return self._mean_of("mape", experts=True)
 
     def _mean_of(self, what: str, experts: bool) -> float | None:
-        return _mean([getattr(one, what) or 0.0 for one in self.scores if one.judged and one.experts is experts])
+        return _mean(
+            [getattr(score, what) or 0.0 for score in self.scores if score.judged and score.experts is experts]
+        )
 
     def to_dict(self) -> dict[str, Any]:
         left = self.left_out
         return {
             "sources": {
-                one.source: one.to_dict() | ({"left_out_mape": left[one.source]} if one.source in left else {})
-                for one in self.scores
+                score.source: score.to_dict() | ({"left_out_mape": left[score.source]} if score.source in left else {})
+                for score in self.scores
             },
             "mean_mape": self.mean_mape,
             "left_out_by_accelerator": self.left_devices,
@@ -180,7 +182,10 @@ class AccuracyResult(Result):
 
     def blocks(self) -> Iterator[Block]:
         if self.constants:
-            rows = [(one.where, one.name, f"{one.guess:.4g}", f"{self.constants.value(one):.4g}") for one in FITTED]
+            rows = [
+                (fitted.where, fitted.name, f"{fitted.guess:.4g}", f"{self.constants.value(fitted):.4g}")
+                for fitted in FITTED
+            ]
             caption = "guess: what kernel benchmarks and papers report"
             yield Table(["of", "constant", ">guess", ">fitted"], rows, title="Constants", caption=caption)
         yield self._errors()
@@ -210,11 +215,11 @@ class AccuracyResult(Result):
         left = self.left_out
         heads = ["source", ">rows", ">timed", ">error", ">median", ">bias", ">null model", ">worst"]
         rows = []
-        for one in self.scores:
-            cells = [one.source, str(one.rows), str(one.timed), _percent(one.mape), _percent(one.median_ape)]
-            worst = one.worst.error if one.worst else None
-            cells += [_percent(one.bias, signed=True), _percent(one.null_mape), _percent(worst, signed=True)]
-            rows.append(cells + ([_percent(left.get(one.source))] if left else []))
+        for score in self.scores:
+            cells = [score.source, str(score.rows), str(score.timed), _percent(score.mape), _percent(score.median_ape)]
+            worst = score.worst.error if score.worst else None
+            cells += [_percent(score.bias, signed=True), _percent(score.null_mape), _percent(worst, signed=True)]
+            rows.append(cells + ([_percent(left.get(score.source))] if left else []))
         totals = []
         for experts, name in ((False, "mean of sources"), (True, "mean of sources, experts")):
             if (error := self._mean_of("mape", experts)) is not None:
@@ -237,8 +242,8 @@ class AccuracyResult(Result):
     def software(self) -> list[tuple[str, str, bool, str]]:
         """By source: the software that its rows are predicted with, whether that is a guess, and who says so."""
         rows = ((result.row.file, source_of(result.row)) for result in self.results if result.run)
-        found = ((file, source.stack.name, source.assumed, source.why) for file, source in rows)
-        return list(dict.fromkeys(found))
+        described = ((file, source.stack.name, source.assumed, source.why) for file, source in rows)
+        return list(dict.fromkeys(described))
 
     def _software(self) -> Iterator[Block]:
         rows = [(file, name, "assumed" if guess else "described", why) for file, name, guess, why in self.software]
@@ -249,13 +254,13 @@ class AccuracyResult(Result):
         """Of the sources that publish memory or failures, or have rows that cannot be predicted."""
         rows = [
             [
-                one.source,
-                str(one.refused or ""),
-                f"{_percent(one.memory_mape)} ({one.memory_rows})" if one.memory_rows else "",
-                *map(_percent, (one.oom_right, one.oom_precision, one.oom_recall)),
+                score.source,
+                str(score.refused or ""),
+                f"{_percent(score.memory_mape)} ({score.memory_rows})" if score.memory_rows else "",
+                *map(_percent, (score.oom_right, score.oom_precision, score.oom_recall)),
             ]
-            for one in self.scores
-            if one.refused or one.memory_rows or one.oom_right is not None
+            for score in self.scores
+            if score.refused or score.memory_rows or score.oom_right is not None
         ]
         heads = ["source", ">refused", ">memory error (rows)", ">OOM right", ">precision", ">recall"]
         caption = (
@@ -287,9 +292,9 @@ class SourceList(Result):
 
     def to_dict(self) -> list[dict[str, Any]]:
         return [
-            {"source": one.match or "any other", "software": one.stack.name}
-            | {name: getattr(one, name) for name in ("zero", "sp", "recompute", "why")}
-            for one in (*SOURCES, ANY)
+            {"source": source.match or "any other", "software": source.stack.name}
+            | {name: getattr(source, name) for name in ("zero", "sp", "recompute", "why")}
+            for source in (*SOURCES, ANY)
         ]
 
     def blocks(self) -> Iterator[Block]:
@@ -353,15 +358,15 @@ def planner_accuracy(
     `rows` names one source, whose rows are then shown; `leave_out` also predicts each source, and each accelerator,
     with constants that were fitted without it (minutes); `refit` fits the constants to the runs and predicts with them.
     """
-    every = read_rows(Path(data) if data else DATA)
-    files = list(dict.fromkeys(row.file for row in every))
+    published = read_rows(Path(data) if data else DATA)
+    files = list(dict.fromkeys(row.file for row in published))
     if rows and rows not in files:
         raise UserError(f"unknown source {rows!r}; there are {', '.join(files)}")
     if rows and not refit:
-        every = [row for row in every if row.file == rows]
-    constants = fit(_runs(every), steps(progress, "fitting", STEPS)) if refit else None
-    left, devices = _left_out(every, progress) if leave_out else ({}, {})
-    results = evaluate(every, constants, tick=steps(progress, "predicting", len(every)))
+        published = [row for row in published if row.file == rows]
+    constants = fit(_runs(published), steps(progress, "fitting", STEPS)) if refit else None
+    left, devices = _left_out(published, progress) if leave_out else ({}, {})
+    results = evaluate(published, constants, tick=steps(progress, "predicting", len(published)))
     return AccuracyResult(tuple(results), left, rows, constants, own=data is not None, left_devices=devices)
 
 
@@ -371,34 +376,36 @@ def steps(progress: Progress, what: str, total: int) -> Callable[[], None]:
     return lambda: progress(next(done, total), total, what)
 
 
-def _runs(every: list[PublishedRow]) -> list[MeasuredRun]:
+def _runs(rows: list[PublishedRow]) -> list[MeasuredRun]:
     """Those that can be predicted."""
     runs: list[MeasuredRun] = []
-    for row in every:
+    for row in rows:
         with suppress(UserError, *NONSENSE):
             # Constants are those of dense models: what experts add has none that is fitted.
             runs += [measured(row)] if row.status == "ok" and not is_mixture(row) else []
     return runs
 
 
-def _left_out(every: list[PublishedRow], progress: Progress) -> tuple[dict[str, float], dict[str, float]]:
+def _left_out(rows: list[PublishedRow], progress: Progress) -> tuple[dict[str, float], dict[str, float]]:
     """The mean error of each source, and of each accelerator, under constants that were fitted without it."""
-    runs = [run for run in _runs(every) if run.seconds]
+    runs = [run for run in _runs(rows) if run.seconds]
     if len(set(map(by_source, runs))) < 2 and len(set(map(by_accelerator, runs))) < 2:
         names = ", ".join(sorted(set(map(by_source, runs)))) or "none"
         raise UserError(
             f"--leave-out fits the constants without one source, and these runs have no second source or accelerator "
             f"(sources: {names}); leave --leave-out out, or give more runs"
         )
-    whole = Whole.of(runs, steps(progress, "fitting", STEPS_WITHOUT))
-    sources, devices = (_mean_errors(unseen(runs, group, whole=whole), group) for group in (by_source, by_accelerator))
+    fitted_to_all = FullFit.of(runs, steps(progress, "fitting", STEPS_WITHOUT))
+    sources, devices = (
+        _mean_errors(unseen(runs, group, fitted_to_all=fitted_to_all), group) for group in (by_source, by_accelerator)
+    )
     return sources, devices
 
 
-def _mean_errors(found: Iterable[Unseen], group: Callable[[MeasuredRun], str]) -> dict[str, float]:
+def _mean_errors(predictions: Iterable[Unseen], group: Callable[[MeasuredRun], str]) -> dict[str, float]:
     """Of an accelerator the mean of its sources', which differ in their number of rows."""
     errors: dict[str, dict[str, list[float]]] = {}
-    for run, seconds in found:
+    for run, seconds in predictions:
         error = abs(seconds / (run.seconds or 1.0) - 1)
         errors.setdefault(group(run), {}).setdefault(run.row.file, []).append(error)
     return {name: fmean(map(fmean, files.values())) for name, files in errors.items()}

@@ -90,8 +90,8 @@ def evaluate(
 
 def _theory(row: PublishedRow) -> RowScore:
     """The ZeRO paper's arithmetic, in its own accounting."""
-    count, ranks, published = row.number("params_b"), row.whole("dp"), row.number("peak_mem_gb")
-    stage = row.whole("zero_stage")
+    count, ranks, published = row.number("params_b"), row.integer("dp"), row.number("peak_mem_gb")
+    stage = row.integer("zero_stage")
     if not (count and ranks and published) or stage is None:
         raise Refused("params_b, dp, zero_stage or peak_mem_gb is not published")
     return RowScore(row, memory=paper(count * 1e9, stage, ranks).total, theory=published * 1e9)
@@ -182,7 +182,7 @@ def scores(results: Sequence[RowScore]) -> list[Score]:
     lines: dict[str, list[RowScore]] = {}
     for result in results:
         lines.setdefault(line_of(result.row), []).append(result)
-    return [score(name, mine) for name, mine in lines.items()]
+    return [score(name, of_line) for name, of_line in lines.items()]
 
 
 def line_of(row: PublishedRow) -> str:
@@ -198,7 +198,7 @@ def null_seconds(runs: Sequence[MeasuredRun]) -> list[float]:
     ratio = np.array([run.seconds for run in runs]) / ideal
     # The mean of |u r - 1| over the rows is least where u is one of 1/r: the best constant is found by trying all.
     best = min(ratio, key=lambda inverse: float(np.mean(np.abs(inverse / ratio - 1))))
-    return [float(best * one) for one in ideal]
+    return [float(best * seconds) for seconds in ideal]
 
 
 def null_error(runs: Sequence[MeasuredRun]) -> float:
@@ -241,7 +241,7 @@ def choices(results: Sequence[RowScore]) -> list[SweepChoice]:
             stack = result.run.case.stack
             key = (*map(result.row.text, columns), f"{stack.attention}/{stack.norm}")
             sweeps.setdefault(key, []).append(result)
-    found = []
+    chosen_by_sweep = []
     for key, tried in sweeps.items():
         fitting = [result for result in tried if result.planned]
         timed = [result for result in tried if result.error is not None]
@@ -249,9 +249,9 @@ def choices(results: Sequence[RowScore]) -> list[SweepChoice]:
             continue
         chosen = min(fitting, key=lambda result: result.seconds or 0.0)
         best = min(timed, key=lambda result: result.run.seconds if result.run and result.run.seconds else 0.0)
-        found.append(SweepChoice(", ".join(filter(None, key)), len(tried), chosen, best, tuple(tried)))
-    return found
+        chosen_by_sweep.append(SweepChoice(", ".join(filter(None, key)), len(tried), chosen, best, tuple(tried)))
+    return chosen_by_sweep
 
 
-def median_regret(found: Sequence[SweepChoice]) -> float | None:
-    return median(choice.regret for choice in found) if found else None
+def median_regret(chosen: Sequence[SweepChoice]) -> float | None:
+    return median(choice.regret for choice in chosen) if chosen else None

@@ -275,22 +275,22 @@ def known(text: str) -> Source | None:
 def guessed(text: str, gpu: str, precision: str = "") -> Source:
     """A source that nobody has described: by its words, the year of its paper, or its accelerator and format."""
     system, why = _by_words(text) or _by_year(text) or _by_device(gpu, precision)
-    found = replace(usual(system), assumed=True, why=f"{system!r}, by {why}")
-    flash = re.search(r"flash.?att", text, re.IGNORECASE) and found.stack.attention in ("fused", "torch")
-    return replace(found, stack=found.stack.but(attention="flash2")) if flash else found
+    source = replace(usual(system), assumed=True, why=f"{system!r}, by {why}")
+    flash = re.search(r"flash.?att", text, re.IGNORECASE) and source.stack.attention in ("fused", "torch")
+    return replace(source, stack=source.stack.but(attention="flash2")) if flash else source
 
 
 def _by_words(text: str) -> tuple[str, str] | None:
     for word, system in WORDS:
-        if found := re.search(word, text, re.IGNORECASE):
-            return system, f"the word {found.group()!r}"
+        if match := re.search(word, text, re.IGNORECASE):
+            return system, f"the word {match.group()!r}"
     return None
 
 
 def _by_year(text: str) -> tuple[str, str] | None:
     """Of a paper or a release before FlashAttention was common."""
-    if found := re.search(r"arXiv.?(19|2[0-2])\d\d\.\d{4,5}|\b20(19|2[0-2])\b", text):
-        return ("megatron" if "22" in found.groups() else "megatron-2021"), f"the year of {found.group()!r}"
+    if match := re.search(r"arXiv.?(19|2[0-2])\d\d\.\d{4,5}|\b20(19|2[0-2])\b", text):
+        return ("megatron" if "22" in match.groups() else "megatron-2021"), f"the year of {match.group()!r}"
     return None
 
 

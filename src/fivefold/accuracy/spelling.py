@@ -66,12 +66,12 @@ def described(path: Path) -> Source | None:
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     problems: list[str] = []
-    found = _changed(structs.replace(base, why=f"{path.name}, from {system or START!r}"), table, "", problems)
-    if not set(found.stack.order) <= set(PLACED) or len(set(found.stack.order)) < len(found.stack.order):
-        problems.append(f"stack.order={list(found.stack.order)} is not an order of {', '.join(PLACED)}")
+    source = _changed(structs.replace(base, why=f"{path.name}, from {system or START!r}"), table, "", problems)
+    if not set(source.stack.order) <= set(PLACED) or len(set(source.stack.order)) < len(source.stack.order):
+        problems.append(f"stack.order={list(source.stack.order)} is not an order of {', '.join(PLACED)}")
     if problems:
         raise UserError(f"{path}: {'; '.join(problems)}")
-    return found
+    return source
 
 
 def _changed(base: S, table: dict[str, Any], path: str, problems: list[str]) -> S:
@@ -93,10 +93,10 @@ def _changed(base: S, table: dict[str, Any], path: str, problems: list[str]) -> 
 
 def _outside(path: str, value: Any) -> list[str]:
     """A sentence for each number that no run can have."""
-    every = value if isinstance(value, tuple) else (value,)
-    numbers = [one for one in every if type(one) in (int, float)]
-    found = (misfit(path, one, RANGES.get(path, ANY_NUMBER)) for one in numbers)
-    return [sentence for sentence in found if sentence]
+    values = value if isinstance(value, tuple) else (value,)
+    numbers = [number for number in values if type(number) in (int, float)]
+    problems = (misfit(path, number, RANGES.get(path, ANY_NUMBER)) for number in numbers)
+    return [sentence for sentence in problems if sentence]
 
 
 def stray(directory: Path) -> Path | None:
@@ -162,10 +162,10 @@ def schedule_named(text: str) -> str:
     if word in _NONE:
         return ""
     spelled = {other: name for name, others in _SCHEDULES.items() for other in others.split()}
-    found = (spelled | {plain(name): name for name in CATALOGUE}).get(word)
-    if found is None:
+    schedule = (spelled | {plain(name): name for name in CATALOGUE}).get(word)
+    if schedule is None:
         raise Refused(f"schedule {text!r} is none of ours; {did_you_mean(text.lower(), list(CATALOGUE))}")
-    return found
+    return schedule
 
 
 def precision_named(text: str, device: Accelerator) -> str:
@@ -184,8 +184,8 @@ def precision_named(text: str, device: Accelerator) -> str:
 def zero_named(text: str) -> int | None:
     """3 of '3', 'zero3', 'ZeRO-3', 'stage 3' or '3 (FSDP2)'; None where a row does not say."""
     word = plain(re.sub(r"\(.*?\)", "", text))
-    if found := re.fullmatch(r"(?:zero)?(?:stage)?([0-3])(?:\.0)?", word):
-        return int(found.group(1))
+    if match := re.fullmatch(r"(?:zero)?(?:stage)?([0-3])(?:\.0)?", word):
+        return int(match.group(1))
     # Weights that are gathered once a step: optimizer and gradients are sharded, and the software says how.
     if not word or "not resharded" in text:
         return None
@@ -240,11 +240,11 @@ class MixtureValues(Protocol):
     @property
     def values(self) -> Mapping[str, str]: ...
     def text(self, column: str) -> str: ...
-    def whole(self, column: str) -> int | None: ...
+    def integer(self, column: str) -> int | None: ...
 
 
 def is_mixture(row: MixtureValues) -> bool:
-    return (row.whole("ep") or 1) > 1 or re.search(NAMES, row.text("model"), re.I) is not None
+    return (row.integer("ep") or 1) > 1 or re.search(NAMES, row.text("model"), re.I) is not None
 
 
 def mixture_spec(row: MixtureValues, shape: dict[str, Any]) -> ModelSpec:
@@ -283,7 +283,7 @@ def _preset(name: str) -> str | None:
 def with_experts(row: MixtureValues, spec: ModelSpec, layout: Layout, divided: bool) -> tuple[ModelSpec, Layout]:
     """The layout with the row's ep. `divided`: tp divides the experts, too. A part of an expert is then an expert by
     itself: ep x tp ranks have them, and a token visits all parts of those that it chooses."""
-    ep = row.whole("ep") or 1
+    ep = row.integer("ep") or 1
     if divided and layout.tp > 1 and spec.experts is not None:
         own, tp = spec.experts, layout.tp
         parts = structs.replace(own, count=own.count * tp, top_k=own.top_k * tp, ffn=own.ffn // tp)
@@ -311,14 +311,14 @@ def held_parameters(spec: ModelSpec, tp: int, ep: int) -> float:
     """Of a rank that has all layers."""
     plain, mixed = block_share(spec, tp, ep, True), block_share(spec, tp, ep)
     blocks = spec.dense_layers * plain.total + (spec.layers - spec.dense_layers) * mixed.total
-    whole = spec.dense_layers * block_share(spec, 1, 1, True).total
-    whole += (spec.layers - spec.dense_layers) * block_share(spec, 1, 1).total
-    return blocks + (spec.parameter_count - whole) / tp
+    undivided = spec.dense_layers * block_share(spec, 1, 1, True).total
+    undivided += (spec.layers - spec.dense_layers) * block_share(spec, 1, 1).total
+    return blocks + (spec.parameter_count - undivided) / tp
 
 
 def release(row: MixtureValues) -> tuple[int, ...]:
-    found = re.search(RELEASE, row.text("source"))
-    return tuple(map(int, found.group(1).split("."))) if found else ()
+    match = re.search(RELEASE, row.text("source"))
+    return tuple(map(int, match.group(1).split("."))) if match else ()
 
 
 def older(rows: Sequence[Any]) -> dict[tuple[str, int], int]:
@@ -337,4 +337,4 @@ def _configuration(row: Any) -> tuple[str, ...]:
     name = row.text("model")
     model = re.sub(r"\(.*?\)|[^a-z0-9]", "", name.lower()) + (" w/o MTP" if "w/o MTP" in name else "")
     narrow = "8" if re.search("8", re.sub("16", "", row.text("precision"))) else "16"
-    return row.file, model, narrow, str(row.whole("vp") or 1), *map(row.text, SAME)
+    return row.file, model, narrow, str(row.integer("vp") or 1), *map(row.text, SAME)

@@ -73,8 +73,8 @@ class SweepsResult(Result):
     def regrets(self) -> list[dict[str, float]]:
         """By rule; infinite where the choice ran out of memory."""
         return [
-            {PLANNER: one.regret, TOLD: regret_if_told(one)} | {rule.name: regret_of(one, rule) for rule in RULES}
-            for one in self.sweeps
+            {PLANNER: sweep.regret, TOLD: regret_if_told(sweep)} | {rule.name: regret_of(sweep, rule) for rule in RULES}
+            for sweep in self.sweeps
         ]
 
     def of(self, name: str) -> list[float]:
@@ -89,15 +89,15 @@ class SweepsResult(Result):
             "rules": {name: _figures(self.of(name)) for name in self.regrets[0]} if self.sweeps else {},
             "sweeps": [
                 {
-                    "source": one.best.row.file,
-                    "sweep": one.name,
-                    "tried": one.layouts,
-                    "chosen": _layout(one.chosen.run),
-                    "best": _layout(one.best.run),
-                    "out_of_memory": one.out_of_memory,
+                    "source": sweep.best.row.file,
+                    "sweep": sweep.name,
+                    "tried": sweep.layouts,
+                    "chosen": _layout(sweep.chosen.run),
+                    "best": _layout(sweep.best.run),
+                    "out_of_memory": sweep.out_of_memory,
                     "regret": {name: value if value < float("inf") else None for name, value in row.items()},
                 }
-                for one, row in zip(self.sweeps, self.regrets, strict=True)
+                for sweep, row in zip(self.sweeps, self.regrets, strict=True)
             ],
         }
 
@@ -106,33 +106,33 @@ class SweepsResult(Result):
             yield Text("no sweep: three rows or more with one model, batch and cluster, and several layouts")
             return
         yield from (self._each(), self._by_source(), self._rules())
-        failed = sum(one.out_of_memory for one in self.sweeps)
+        failed = sum(sweep.out_of_memory for sweep in self.sweeps)
         yield Text(f"{len(self.sweeps)} sweeps; {failed} of the planner's choices ran out of memory")
 
     def _each(self) -> Table:
         rows = []
-        for one, regrets in zip(self.sweeps, self.regrets, strict=True):
-            row = one.best.row
+        for sweep, regrets in zip(self.sweeps, self.regrets, strict=True):
+            row = sweep.best.row
             work = f"{row.file}: {row.text('model')}, {row.text('gpus')} GPUs, batch {row.text('global_batch')}"
-            chosen = "the best" if one.chosen is one.best else _layout(one.chosen.run)
+            chosen = "the best" if sweep.chosen is sweep.best else _layout(sweep.chosen.run)
             cells = [f"{value:.1%}" if value < float("inf") else "out of memory" for value in regrets.values()]
-            rows.append((work, str(one.layouts), _layout(one.best.run), chosen, *cells))
+            rows.append((work, str(sweep.layouts), _layout(sweep.best.run), chosen, *cells))
         heads = ["~sweep", ">tried", "~best measured", "~planner's choice", *(f">{name}" for name in self.regrets[0])]
         caption = "how much longer a step takes than with the best measured layout"
         return Table(heads, rows, title="Sweeps", caption=caption)
 
     def _by_source(self) -> Table:
         both = list(zip(self.sweeps, self.regrets, strict=True))
-        parts = {name: [row for one, row in both if one.best.row.file == name] for name in self.sources}
-        nodes = {"one node": [row for one, row in both if _nodes(one) == 1]}
-        nodes["several nodes"] = [row for one, row in both if _nodes(one) > 1]
+        parts = {name: [row for sweep, row in both if sweep.best.row.file == name] for name in self.sources}
+        nodes = {"one node": [row for sweep, row in both if _nodes(sweep) == 1]}
+        nodes["several nodes"] = [row for sweep, row in both if _nodes(sweep) > 1]
         heads = ["source", ">sweeps", *(f">{name}" for name in self.regrets[0])]
-        ends = [_means(name, mine) for name, mine in nodes.items() if mine]
-        return Table(heads, [_means(name, mine) for name, mine in parts.items()], "Mean by source", totals=ends)
+        ends = [_means(name, rows) for name, rows in nodes.items() if rows]
+        return Table(heads, [_means(name, rows) for name, rows in parts.items()], "Mean by source", totals=ends)
 
     @property
     def sources(self) -> list[str]:
-        return list(dict.fromkeys(one.best.row.file for one in self.sweeps))
+        return list(dict.fromkeys(sweep.best.row.file for sweep in self.sweeps))
 
     def _rules(self) -> Table:
         why = {PLANNER: "the shortest predicted step of the layouts that fit by prediction"}
@@ -155,19 +155,23 @@ def sweeps(
 ) -> SweepsResult:
     """Every sweep of a directory of measured runs, by default of those that come with the package. `leave_out`: the
     planner then chooses with constants that were fitted without the sweep's source."""
-    every = read_rows(Path(data) if data else DATA)
-    results = evaluate(every, tick=steps(progress, "predicting", len(every)))
+    rows = read_rows(Path(data) if data else DATA)
+    results = evaluate(rows, tick=steps(progress, "predicting", len(rows)))
     if leave_out:
-        runs = [one.run for one in results if one.run and one.error is not None and not is_mixture(one.row)]
+        runs = [
+            result.run for result in results if result.run and result.error is not None and not is_mixture(result.row)
+        ]
         tick = steps(progress, "fitting without each source", STEPS_WITHOUT)
         anew = {(run.row.file, run.row.line): seconds for run, seconds in unseen(runs, by_source, tick)}
-        results = [replace(one, seconds=anew.get((one.row.file, one.row.line), one.seconds)) for one in results]
+        results = [
+            replace(result, seconds=anew.get((result.row.file, result.row.line), result.seconds)) for result in results
+        ]
     return SweepsResult(tuple(choices(results)))
 
 
 def regret_of(sweep: SweepChoice, rule: Rule) -> float:
     """Of the layouts that the rule likes best; equal ones count with their mean."""
-    runs = [one.run for one in sweep.tried if one.error is not None and one.run]
+    runs = [tried.run for tried in sweep.tried if tried.error is not None and tried.run]
     times = {run.row.line: run.seconds or 0.0 for run in runs}
     if rule.key is None:
         liked = [median(times.values())]
@@ -179,8 +183,8 @@ def regret_of(sweep: SweepChoice, rule: Rule) -> float:
 
 def regret_if_told(sweep: SweepChoice) -> float:
     """Of the planner, where it need not know what fits."""
-    ran = [one for one in sweep.tried if one.error is not None]
-    return sweep._replace(chosen=min(ran, key=lambda one: one.seconds or 0.0)).regret
+    ran = [tried for tried in sweep.tried if tried.error is not None]
+    return sweep._replace(chosen=min(ran, key=lambda tried: tried.seconds or 0.0)).regret
 
 
 def _nodes(sweep: SweepChoice) -> int:

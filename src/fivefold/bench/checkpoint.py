@@ -25,6 +25,7 @@ from fivefold.launch import processes
 from fivefold.render.blocks import Block, Result, Table, Text
 from fivefold.support.text import bytes_text, counted, si
 
+_RANK = "fivefold.bench.checkpoint_rank"
 NAMES = {"ours": "ours: hashed, synced, atomic", "dcp": "DCP alone: synced", "torch": "torch.save: synced"}
 
 
@@ -53,15 +54,15 @@ class CheckpointResult(Result):
         }
 
     def blocks(self) -> Iterator[Block]:
-        found, model, rounds = self.to_dict(), self.job.model, len(self.usual)
-        step, snapshot, lost = (1e3 * found[key] for key in ("step", "snapshot", "lost"))
+        figures, model, rounds = self.to_dict(), self.job.model, len(self.usual)
+        step, snapshot, lost = (1e3 * figures[key] for key in ("step", "snapshot", "lost"))
         yield Text(
             f"{model.name}, {si(model.parameter_count)} parameters, {bytes_text(self.bytes)} of weights and moments, "
             f"under {self.job.layout}; {counted(rounds, 'round')} in turns, medians\n"
             f"a step takes {step:.0f} ms; a save stops it for {snapshot:.0f} ms, and beside the writing steps lose "
             f"{lost:.0f} ms in total ({lost / step:.2f} steps)"
         )
-        rows = [(words, *(bytes_text(found[way][name]) for way in ("save", "load"))) for name, words in NAMES.items()]
+        rows = [(words, *(bytes_text(figures[way][name]) for way in ("save", "load"))) for name, words in NAMES.items()]
         yield Table(["per second", ">save", ">load"], rows)
         yield from caveats([*self.save.values(), *self.load.values()], rounds, world=1, cores=1)
 
@@ -70,24 +71,32 @@ def measure(
     path: str | None, changes: list[str], rounds: int, steps: int, directory: Path | None, timeout: float, told: Told
 ) -> CheckpointResult:
     """On the job's ranks, started here, with files in `directory`; nothing is left there."""
-    missing = [f"--directory {directory} is no directory"] if directory is not None and not directory.is_dir() else []
-    refuse([*too_small(rounds=rounds, steps=steps), *missing])
-    job = read_job(path, changes)
-    job = structs.replace(job, train=structs.replace(job.train, steps=2 + 2 * rounds * steps, eval_samples=0))
+    _check(rounds, steps, directory)
+    job = _with_steps(read_job(path, changes), 2 + 2 * rounds * steps)
     world = job.layout.world
-    preflight(job, world)
     told(f"{counted(rounds, 'round')} on {counted(world, 'rank')}")
     with tempfile.TemporaryDirectory(prefix="fivefold-", dir=directory) as scratch:
-        function = "fivefold.bench.checkpoint_rank:run"
-        found: CheckpointResult = processes.run(world, function, job, scratch, rounds, steps, timeout=timeout)[0]
-    return found
+        result: CheckpointResult = processes.run(world, f"{_RANK}:run", job, scratch, rounds, steps, timeout=timeout)[0]
+    return result
+
+
+def _check(rounds: int, steps: int, directory: Path | None) -> None:
+    missing = [f"--directory {directory} is no directory"] if directory is not None and not directory.is_dir() else []
+    refuse([*too_small(rounds=rounds, steps=steps), *missing])
+
+
+def _with_steps(job: Job, steps: int) -> Job:
+    """A job that takes so many and does not evaluate; what cannot be trained is refused."""
+    job = structs.replace(job, train=structs.replace(job.train, steps=steps, eval_samples=0))
+    preflight(job, job.layout.world)
+    return job
 
 
 # ---- recovery -------------------------------------------------------------------------------------------------------
 # `fivefold bench checkpoint --recovery`: how long ranks that are started anew take to get their state, from memory and
 # from disk.
 #
-#     measure(None, ["model=small", "layout=dp=2,zero=1"], rounds=5, ...)
+#     measure_recovery(None, ["model=small", "layout=dp=2,zero=1"], rounds=5, ...)
 #
 # Starts from the two take turns. Each is of new processes, so pages are touched for the first time in both; the files
 # of the disk are dropped from the page cache before. What a snapshot costs is measured on the steps beside it.
@@ -95,7 +104,6 @@ def measure(
 
 TIERS = ("memory", "disk")
 _EVERY = 10  # steps, where the job takes no snapshots
-_RANK = "fivefold.bench.checkpoint_rank"
 
 
 @dataclass(frozen=True)
@@ -117,7 +125,7 @@ class RecoveryResult(Result):
         return (config.memory_every if tier == "memory" else config.every) / 2 * median(self.usual)
 
     def to_dict(self) -> dict[str, Any]:
-        found: dict[str, Any] = {
+        by_tier: dict[str, Any] = {
             tier: {
                 "start": self.starting.median(tier),
                 "load": self.load.median(tier),
@@ -129,11 +137,11 @@ class RecoveryResult(Result):
         steps = {"step": median(self.usual), "blocked": median(self.blocked), "lost": median(self.lost)}
         times = {"times": {tier: self.load[tier] for tier in TIERS}}
         names = {"model": self.job.model.name, "layout": str(self.job.layout), "bytes": self.bytes}
-        return {**names, **steps, **found, "faster": ratio(self.load["disk"], self.load["memory"]), **times}
+        return {**names, **steps, **by_tier, "faster": ratio(self.load["disk"], self.load["memory"]), **times}
 
     def blocks(self) -> Iterator[Block]:
-        found, model, rounds = self.to_dict(), self.job.model, len(self.load["disk"])
-        step, blocked, lost = (1e3 * found[key] for key in ("step", "blocked", "lost"))
+        figures, model, rounds = self.to_dict(), self.job.model, len(self.load["disk"])
+        step, blocked, lost = (1e3 * figures[key] for key in ("step", "blocked", "lost"))
         yield Text(
             f"{model.name}, {si(model.parameter_count)} parameters, {bytes_text(self.bytes)} of weights and moments, "
             f"under {self.job.layout}; {counted(rounds, 'start')} from each, in turns, medians\n"
@@ -147,9 +155,11 @@ class RecoveryResult(Result):
             "publish": "the model's weights, of what was loaded",
             "repeated": f"steps done again: half of {config.memory_every}, and of {config.every}",
         }
-        rows = [(text, *(f"{found[tier][key]:.3f}" for tier in TIERS)) for key, text in words.items()]
+        rows = [(text, *(f"{figures[tier][key]:.3f}" for tier in TIERS)) for key, text in words.items()]
         yield Table(["seconds", *(f">from {tier}" for tier in TIERS)], rows)
-        yield Text(f"the load from memory is {found['faster']:.1f} times as fast: the median of each round's own ratio")
+        yield Text(
+            f"the load from memory is {figures['faster']:.1f} times as fast: the median of each round's own ratio"
+        )
         yield from caveats([*self.load.values()], rounds, world=1, cores=1)
 
 
@@ -157,17 +167,12 @@ def measure_recovery(
     path: str | None, changes: list[str], rounds: int, steps: int, directory: Path | None, timeout: float, told: Told
 ) -> RecoveryResult:
     """On the job's ranks, started here, with files in `directory` and in shared memory; nothing is left there."""
-    missing = [f"--directory {directory} is no directory"] if directory is not None and not directory.is_dir() else []
-    refuse([*too_small(rounds=rounds, steps=steps), *missing])
+    _check(rounds, steps, directory)
     job = read_job(path, changes)
     every = job.checkpoint.memory_every or _EVERY
-    job = structs.replace(
-        job,
-        train=structs.replace(job.train, steps=3 + 2 * rounds * steps, eval_samples=0),
-        checkpoint=structs.replace(job.checkpoint, memory_every=every, save=True, url=""),
-    )
+    saving = structs.replace(job.checkpoint, memory_every=every, save=True, url="")
+    job = _with_steps(structs.replace(job, checkpoint=saving), 3 + 2 * rounds * steps)
     world = job.layout.world
-    preflight(job, world)
     shared = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
     memory = tempfile.mkdtemp(prefix="fivefold-bench-", dir=shared)
     try:
@@ -180,11 +185,10 @@ def measure_recovery(
             for number, tier in turns(TIERS, rounds):
                 told(f"round {number + 1} of {rounds}: from {tier}")
                 _forget(Path(scratch))
-                found = processes.run(
-                    world, f"{_RANK}:find", job, scratch, memory, tier, time.time(), timeout=timeout
-                )  # the slowest rank is what the others wait for
-                for times, seconds in zip((starting, load, publish), zip(*found, strict=True), strict=True):
-                    times[tier].append(max(seconds))
+                asked = (job, scratch, memory, tier, time.time())
+                seconds_by_rank = processes.run(world, f"{_RANK}:find", *asked, timeout=timeout)
+                for times, seconds in zip((starting, load, publish), zip(*seconds_by_rank, strict=True), strict=True):
+                    times[tier].append(max(seconds))  # the slowest rank is what the others wait for
     finally:
         for place in (memory, f"{memory}-none"):
             shutil.rmtree(place, ignore_errors=True)

@@ -4,7 +4,7 @@ import os
 import shutil
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -34,56 +34,70 @@ from fivefold.trainer.checkpointing import Checkpoints
 from fivefold.trainer.loop import Trainer
 
 
-def run(rank: Rank, job: Job, directory: str, rounds: int, plain_steps: int) -> CheckpointResult:
+def _checkpoints(rank: Rank, job: Job, directory: Path) -> Checkpoints:
     if rank.world > 1:
         rank.join("gloo")
     mesh = Mesh.of(job.layout, choose_device(job.train.device, rank.number), spec=job.model)
-    control = Control(mesh)
     trainer = Trainer(job, preflight(job, rank.world), mesh)
-    checkpointing = Checkpoints(Store(Path(directory) / "run"), control, trainer, lambda _: None)
-    steps = enumerate(trainer.reads(), start=1)
+    return Checkpoints(Store(directory), Control(mesh), trainer, lambda _: None)
 
-    def step() -> float:
-        number, read = next(steps)
+
+class Steps:
+    """A trainer's steps, one at a time."""
+
+    def __init__(self, trainer: Trainer):
+        self.trainer, self.reads = trainer, enumerate(trainer.reads(), start=1)
+
+    def take(self) -> float:
+        """Its seconds, without the reading of the batch."""
+        number, read = next(self.reads)
         batch = read()
         start = time.perf_counter()
-        trainer.step(number, batch)
-        trainer.done = number
+        self.trainer.step(number, batch)
+        self.trainer.done, self.trainer.samples = number, int(batch.samples[-1]) + 1
         return time.perf_counter() - start
 
-    checkpointing.prepare()
-    for _ in range(2):
-        step()
-    found: list[tuple[float, float, float]] = []
-    for _ in range(rounds):
-        plain = median(step() for _ in range(plain_steps))
+    def beside(self, save: Callable[[int], object], count: int) -> tuple[float, float, float]:
+        """Seconds of a usual step, of the call of `save`, and what that and the `count` steps after it lose."""
+        usual = median(self.take() for _ in range(count))
         start = time.perf_counter()
-        checkpointing.save(trainer.done)
+        save(self.trainer.done)
         stopped = time.perf_counter() - start
-        beside = [step() for _ in range(plain_steps)]  # on every rank as many: they wait for each other
-        found.append((plain, stopped, stopped + sum(beside) - plain_steps * plain))
-        checkpointing.ensure()
-    files = CheckpointFiles(rank, control, checkpointing, Path(directory))
-    usual, snapshot, lost = map(list, zip(*found, strict=True))
+        after = [self.take() for _ in range(count)]  # on every rank as many: they wait for each other
+        return usual, stopped, stopped + sum(after) - count * usual
+
+
+def run(rank: Rank, job: Job, directory: str, rounds: int, plain_steps: int) -> CheckpointResult:
+    checkpoints = _checkpoints(rank, job, Path(directory) / "run")
+    steps = Steps(checkpoints.trainer)
+    checkpoints.prepare()
+    for _ in range(2):
+        steps.take()
+    costs: list[tuple[float, float, float]] = []
+    for _ in range(rounds):
+        costs.append(steps.beside(checkpoints.save, plain_steps))
+        checkpoints.ensure()
+    files = CheckpointFiles(rank, checkpoints, Path(directory))
+    usual, snapshot, lost = map(list, zip(*costs, strict=True))
     return CheckpointResult(job, files.bytes, usual, snapshot, lost, *files.times(rounds))
 
 
 class CheckpointFiles:
     """Save and load of the same state: ours, DCP alone, torch.save of what each rank holds."""
 
-    def __init__(self, rank: Rank, control: Control, checkpointing: Checkpoints, directory: Path):
-        engine, shapes = checkpointing.trainer.engine, checkpointing.shapes
-        self.rank, self.control, self.manifest = rank, control, checkpointing.store.complete()[0].manifest
-        self.mine = written(engine.weights, shapes, engine.optimizer, engine.buffers)
+    def __init__(self, rank: Rank, checkpoints: Checkpoints, directory: Path):
+        engine, shapes = checkpoints.trainer.engine, checkpoints.shapes
+        self.rank, self.control, self.manifest = rank, checkpoints.control, checkpoints.store.complete()[0].manifest
+        self.pieces = written(engine.weights, shapes, engine.optimizer, engine.buffers)
         self.into = held(engine.weights, shapes, engine.optimizer)
-        self.plain = {name: piece.make() for name, piece in self.mine.items()}
-        self.bytes = sum(control.all_gather_values(sum(tensor.nbytes for tensor in self.plain.values()), int))
+        self.plain = {name: piece.make() for name, piece in self.pieces.items()}
+        self.bytes = sum(self.control.all_gather_values(sum(tensor.nbytes for tensor in self.plain.values()), int))
         self.store = Store(directory / "files")
         self.dcp, self.torch = directory / f"dcp-{rank.number}", directory / f"torch-{rank.number}.pt"
 
     def times(self, rounds: int) -> tuple[RoundTimes, RoundTimes]:
         systems: dict[str, tuple[Call, Call]] = {
-            "ours": (partial(write, self.store, self.control, self.mine, self.manifest), self.load_ours),
+            "ours": (partial(write, self.store, self.control, self.pieces, self.manifest), self.load_ours),
             "dcp": (self.save_dcp, self.load_dcp),
             "torch": (self.save_torch, self.load_torch),
         }
@@ -101,9 +115,9 @@ class CheckpointFiles:
         return saves, loads
 
     def load_ours(self) -> None:
-        found = newest(self.store, self.control, lambda _: None)
-        assert found is not None
-        load(found, self.into)
+        checkpoint = newest(self.store, self.control, lambda _: None)
+        assert checkpoint is not None
+        load(checkpoint, self.into)
 
     def save_dcp(self) -> None:
         """Each rank by itself: DCP's ranks would exchange pickles."""
@@ -138,60 +152,41 @@ def quietly() -> Iterator[None]:
 # One rank of `fivefold bench checkpoint --recovery`.
 
 
-def _made(rank: Rank, job: Job, directory: str, memory: str) -> Checkpoints:
+def _with_memory(rank: Rank, job: Job, directory: str, memory: str) -> Checkpoints:
     os.environ[PLACE] = memory
-    if rank.world > 1:
-        rank.join("gloo")
-    mesh = Mesh.of(job.layout, choose_device(job.train.device, rank.number), spec=job.model)
-    trainer = Trainer(job, preflight(job, rank.world), mesh)
-    return Checkpoints(Store(Path(directory) / "checkpoints"), Control(mesh), trainer, lambda _: None)
+    return _checkpoints(rank, job, Path(directory) / "checkpoints")
 
 
 def lose(
     rank: Rank, job: Job, directory: str, memory: str, rounds: int, plain_steps: int
 ) -> tuple[int, list[float], list[float], list[float]]:
     """Steps, snapshots in memory beside them, one checkpoint on disk of the last step; then the ranks are gone."""
-    kept = _made(rank, job, directory, memory)
-    kept.restore()
-    trainer = kept.trainer
-    steps = enumerate(trainer.reads(), start=1)
-
-    def step() -> float:
-        number, read = next(steps)
-        batch = read()
-        start = time.perf_counter()
-        trainer.step(number, batch)
-        trainer.done, trainer.samples = number, int(batch.samples[-1]) + 1
-        return time.perf_counter() - start
-
+    checkpoints = _with_memory(rank, job, directory, memory)
+    checkpoints.restore()
+    steps = Steps(checkpoints.trainer)
     for _ in range(3):  # each rank has three files, and makes them with its first snapshots
-        step()
-        kept.remember(trainer.done)
-    found: list[tuple[float, float, float]] = []
+        steps.take()
+        checkpoints.remember(steps.trainer.done)
+    costs: list[tuple[float, float, float]] = []
     for _ in range(rounds):
-        kept.memory.finish()
-        plain = median(step() for _ in range(plain_steps))
-        start = time.perf_counter()
-        kept.remember(trainer.done)
-        blocked = time.perf_counter() - start
-        beside = [step() for _ in range(plain_steps)]
-        found.append((plain, blocked, blocked + sum(beside) - plain_steps * plain))
-    kept.remember(trainer.done)
-    kept.save(trainer.done)
-    kept.memory.finish()
-    kept.ensure()
-    size = sum(kept.control.all_gather_values(total(kept.pieces()), int))
-    usual, stops, lost = map(list, zip(*found, strict=True))
+        checkpoints.memory.finish()
+        costs.append(steps.beside(checkpoints.remember, plain_steps))
+    checkpoints.remember(steps.trainer.done)
+    checkpoints.save(steps.trainer.done)
+    checkpoints.memory.finish()
+    checkpoints.ensure()
+    size = sum(checkpoints.control.all_gather_values(total(checkpoints.pieces()), int))
+    usual, stops, lost = map(list, zip(*costs, strict=True))
     return size, usual, stops, lost
 
 
 def find(rank: Rank, job: Job, directory: str, memory: str, tier: str, asked: float) -> tuple[float, float, float]:
     """Seconds of a new start: until it has a model, until that has its state, and until weights are those."""
-    kept = _made(rank, job, directory, memory if tier == "memory" else f"{memory}-none")
+    checkpoints = _with_memory(rank, job, directory, memory if tier == "memory" else f"{memory}-none")
     if rank.world > 1:
         dist.barrier()
     begun = time.time() - asked
-    kept.restore()
-    assert kept.began.startswith("memory") == (tier == "memory"), kept.began
-    kept.close()
-    return begun, kept.read, kept.seconds - kept.read
+    checkpoints.restore()
+    assert checkpoints.began.startswith("memory") == (tier == "memory"), checkpoints.began
+    checkpoints.close()
+    return begun, checkpoints.read, checkpoints.seconds - checkpoints.read

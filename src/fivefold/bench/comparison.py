@@ -31,7 +31,7 @@ from fivefold.cost.step import estimate
 from fivefold.hardware.accelerators import Accelerator, Link, find_accelerator
 from fivefold.hardware.cluster import Cluster, Group
 from fivefold.job.config import Job, read_job
-from fivefold.launch import processes as launched
+from fivefold.launch import processes
 from fivefold.layout.layout import Layout
 from fivefold.render.blocks import Block, Result, Text
 from fivefold.spec.hf import to_hf_config
@@ -71,12 +71,12 @@ class Comparison:
 
     def check(self) -> None:
         problems, job = too_small(rounds=self.rounds), self.job
-        if odd := [one for one in self.systems if layout_of(job, one).world not in (1, self.world)]:
+        if odd := [system for system in self.systems if layout_of(job, system).world not in (1, self.world)]:
             problems.append(f"{odd[0]} has neither one rank nor {self.world}, as the others; measure it by itself")
         for system in self.systems:
             layout = layout_of(job, system)
-            found = layout.problems(job.model, seq=job.data.seq, batch=job.train.batch)
-            problems += [f"{system}: {problem}" for problem in found]
+            misfits = layout.problems(job.model, seq=job.data.seq, batch=job.train.batch)
+            problems += [f"{system}: {problem}" for problem in misfits]
             if system.startswith(PEERS["tp"]) and job.model.kv_heads % layout.tp:  # ours copies them
                 problems.append(
                     f"{system}: it splits whole heads, and model.kv_heads={job.model.kv_heads} is not a multiple of "
@@ -203,8 +203,8 @@ def measured(cases: Sequence[Comparison], told: Told) -> Iterator[ComparisonResu
 
 def measure(case: Comparison) -> ComparisonResult:
     patience = _PATIENCE * (case.rounds + 2) * len(case.systems)
-    found: ComparisonResult = launched.run(case.world, "fivefold.bench.systems:run", case, timeout=patience)[0]
-    return found
+    result: ComparisonResult = processes.run(case.world, "fivefold.bench.systems:run", case, timeout=patience)[0]
+    return result
 
 
 def layout_of(job: Job, system: str) -> Layout:

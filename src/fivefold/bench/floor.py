@@ -6,14 +6,27 @@ write, at the speed of a long sum of two vectors. Nothing waits, and the load of
 quicker in a step than alone, where the same product runs without a pause and the device slows down to stay cool.
 """
 
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fivefold.bench.train import FloorPart
 from fivefold.job.config import Job
+from fivefold.launch.device import DTYPES, choose_device
+from fivefold.launch.processes import Rank
 from fivefold.layout.sharding import slices
+from fivefold.machines.clock import Clock
+from fivefold.model.grouped import Groups, product, weight_gradient
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import block, head
 
 _MASTER = 4  # bytes of a master, and of a moment
+_SETTLE = 0.05  # seconds of a measurement, at least
+_VECTOR = 1 << 28  # elements
 
 
 @dataclass(frozen=True)
@@ -33,35 +46,19 @@ class Product:
         return 6 * self.rows * self.inputs * self.outputs * self.times
 
 
-@dataclass(frozen=True)
-class FloorPart:
-    """What a step must do, and how long it takes alone."""
-
-    name: str
-    seconds: float
-    flops: float = 0.0
-    bytes: float = 0.0
-
-    @property
-    def pace(self) -> str:
-        if self.flops:
-            return f"{self.flops / self.seconds / 1e12:.3g} TFLOP/s"
-        return f"{self.bytes / self.seconds / 1e12:.3g} TB/s"
-
-
 def products(job: Job) -> list[Product]:
     """Of a step of a job on one device."""
     model, count = job.model, job.layout.microbatches
     tokens = job.train.batch * job.data.seq // count
-    found: list[Product] = []
+    matmuls: list[Product] = []
     for dense, layers in ((True, model.dense_layers), (False, model.layers - model.dense_layers)):
-        for one in block(model, dense=dense).matmuls if layers else ():
-            part = "products of experts" if one.experts else "products of blocks"
-            rows = tokens * max(1, one.chosen)
-            found.append(Product(part, rows, one.inputs, one.outputs, layers * count, one.experts))
+        for matmul in block(model, dense=dense).matmuls if layers else ():
+            part = "products of experts" if matmul.experts else "products of blocks"
+            rows = tokens * max(1, matmul.chosen)
+            matmuls.append(Product(part, rows, matmul.inputs, matmul.outputs, layers * count, matmul.experts))
     top, parts = head(model), slices(tokens, model.vocab)
     times = count * tokens / len(parts[0])
-    return [*found, Product("products of the head", len(parts[0]), top.inputs, top.outputs, times)]
+    return [*matmuls, Product("products of the head", len(parts[0]), top.inputs, top.outputs, times)]
 
 
 def memory(job: Job) -> dict[str, float]:
@@ -91,3 +88,66 @@ def _features(model: ModelSpec, dense: bool) -> float:
     moved = (hidden + slots) + (slots + hidden)  # tokens to their slots, and back to tokens
     moved += (2 * slots + hidden) + (slots + hidden)  # the same backward; weights' gradients read what experts said
     return norms + rotations + moved + (3 + 5) * experts.top_k * experts.ffn + (3 + 5) * experts.shared_ffn
+
+
+def run(rank: Rank, job: Job) -> list[FloorPart]:
+    device, dtype = choose_device(job.train.device), DTYPES[job.train.dtype]
+    seconds: dict[str, float] = defaultdict(float)
+    flops: dict[str, float] = defaultdict(float)
+    for matmul in products(job):
+        seconds[matmul.part] += matmul.times * _product(matmul, device, dtype)
+        flops[matmul.part] += matmul.flops
+    parts = [FloorPart(name, seconds[name], flops=flops[name]) for name in seconds]
+    parts.append(_attention(job, device, dtype))
+    pace = _memory(device)
+    return [*parts, *(FloorPart(name, size / pace, bytes=size) for name, size in memory(job).items())]
+
+
+def _product(matmul: Product, device: torch.device, dtype: torch.dtype) -> float:
+    """Seconds of a product and its two gradients."""
+    x, dy = (torch.randn(matmul.rows, width, device=device, dtype=dtype) for width in (matmul.inputs, matmul.outputs))
+    weight = torch.randn(max(1, matmul.groups), matmul.outputs, matmul.inputs, device=device, dtype=dtype)
+    if not matmul.groups:
+        w = weight[0]
+        return sum(_time(device, call) for call in (lambda: x @ w.T, lambda: dy @ w, lambda: dy.T @ x))
+    share, rest = divmod(matmul.rows, matmul.groups)
+    groups = Groups.of(tuple(share + (number < rest) for number in range(matmul.groups)), device)
+    calls: list[Callable[[], Tensor]] = [
+        lambda: product(x, weight.mT, groups.ends, groups.sizes),
+        lambda: product(dy, weight, groups.ends, groups.sizes),
+        lambda: weight_gradient(dy, x, groups.ends, groups.sizes),
+    ]
+    return sum(_time(device, call) for call in calls)
+
+
+def _attention(job: Job, device: torch.device, dtype: torch.dtype) -> FloorPart:
+    """Causal, by PyTorch's choice of kernel; its FLOPs are those that a causal mask leaves."""
+    model, scores, size = job.model, block(job.model).attention, (job.train.batch, job.data.seq)
+    q, k, v = (
+        torch.randn(size[0], heads, size[1], width, device=device, dtype=dtype, requires_grad=True)
+        for heads, width in (
+            (scores.heads, scores.head_dim), (scores.kv_heads, scores.head_dim), (scores.kv_heads, scores.v_dim)
+        )
+    )  # fmt: skip
+
+    def forward() -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=scores.kv_heads < scores.heads)
+
+    def both() -> None:
+        y = forward()
+        torch.autograd.grad(y, (q, k, v), y)
+
+    done = 3 * model.layers * size[0] * size[1] * scores.flops(size[1] / 2)
+    return FloorPart("attention", model.layers * _time(device, both), flops=done)
+
+
+def _memory(device: torch.device) -> float:
+    """Bytes a second of c = a + b over long vectors."""
+    count = _VECTOR if device.type == "cuda" else _VECTOR >> 6
+    a, b, c = (torch.ones(count, device=device) for _ in range(3))
+    return 3 * a.nbytes / _time(device, lambda: torch.add(a, b, out=c))
+
+
+def _time(device: torch.device, run: Callable[[], object]) -> float:
+    """Seconds of a call, of many in a row."""
+    return Clock(device, _SETTLE).seconds(run)

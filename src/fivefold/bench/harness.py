@@ -1,11 +1,11 @@
 """One harness for all benchmarks: systems take turns, so that all of them meet the same noise.
 
     list(turns(("A", "B"), rounds=2))                          # [(0, "A"), (0, "B"), (1, "B"), (1, "A")]
-    Times({"A": [1.0, 2.0], "B": [2.0, 4.0]}).ratio("A", "B")  # 0.5: the median of each round's own ratio
+    RoundTimes({"A": [1.0, 2.0], "B": [2.0, 4.0]}).ratio("A", "B")  # 0.5: the median of each round's own ratio
 
 A benchmark has a case (what it measures, on how many ranks), its systems and its result. A result whose systems do not
-agree is not ok: one that computes something else is not faster. `bench.rank` is the half of the harness that runs on
-ranks.
+agree is not ok: one that computes something else is not faster. `bench/systems.py` has the half of
+the harness that runs on ranks.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,7 +35,7 @@ class RoundTimes(dict[str, list[float]]):
 
 def ratio(ours: Iterable[float], others: Iterable[float]) -> float:
     """The median of each round's own ratio: both sides of it have met the same noise."""
-    return median(mine / other for mine, other in zip(ours, others, strict=True))
+    return median(our / other for our, other in zip(ours, others, strict=True))
 
 
 def turns(systems: Iterable[str], rounds: int) -> Iterator[tuple[int, str]]:
@@ -98,14 +98,14 @@ def refuse(problems: Sequence[str]) -> None:
 
 def too_small(**options: int) -> list[str]:
     """Or too large, for numbers that nothing else judges."""
-    return [one for name, value in options.items() if (one := misfit(f"--{name}", value, within(1, 1_000_000)))]
+    return [why for name, value in options.items() if (why := misfit(f"--{name}", value, within(1, 1_000_000)))]
 
 
 def choices(text: str, option: str, known: Sequence[str]) -> list[str]:
     """The words of a list with commas, each once."""
-    found = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
-    if not found:
+    words = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    if not words:
         raise UserError(f"{option} names nothing; leave it out for the default")
-    if unknown := [word for word in found if word not in known]:
+    if unknown := [word for word in words if word not in known]:
         raise UserError(f"{option} {unknown[0]} is not a choice; {did_you_mean(unknown[0], known)}")
-    return found
+    return words

@@ -81,8 +81,8 @@ class ScalingResult(Result):
     def to_dict(self) -> dict[str, Any]:
         runs = [{"ranks": run.case.world, "agree": run.ok, "seconds": run.seconds} for run in self.runs]
         reached = {ranks: _reached(core, ranks) for ranks, core in sorted(self.cores.items())}
-        found = self.runs[0].setup() | {"layouts": self.rows(), "runs": runs}
-        return found | ({"cores_by_ranks": reached} if self.cores else {})
+        measured = self.runs[0].setup() | {"layouts": self.rows(), "runs": runs}
+        return measured | ({"cores_by_ranks": reached} if self.cores else {})
 
     def blocks(self) -> Iterator[Block]:
         yield self.runs[0].heading()
@@ -100,8 +100,8 @@ class ScalingResult(Result):
 
 
 def _alone(rows: Sequence[Mapping[str, Any]]) -> str:
-    one = rows[0]["predicted_one_process_seconds"]
-    also = "" if one is None else f"; simulated: the simulator's step and its error; for one process: {one:.3f} s"
+    single = rows[0]["predicted_one_process_seconds"]
+    also = "" if single is None else f"; simulated: the simulator's step and its error; for one process: {single:.3f} s"
     return f"alone: seconds of one process in the same run; stages take a sequence at a time{also}"
 
 
@@ -137,7 +137,7 @@ def scaling(
         raise UserError(f"--ranks {ranks} leaves nothing to compare; nearest: --ranks 2")
     if not any(least <= 2**power <= ranks for power in range(1, ranks.bit_length())):
         raise UserError(f"--least {least} --ranks {ranks}: no power of two is among them; nearest: --least 2")
-    if batch is not None and (said := [one for one in changes if one.startswith("train.batch=")]):
+    if batch is not None and (said := [change for change in changes if change.startswith("train.batch=")]):
         raise UserError(f"--batch {batch} and {said[0]} say the same thing twice; leave one out")
     # Short sequences: one process takes seconds for a step of sixteen, and not minutes.
     sizes = [f"train.batch={16 if batch is None else batch}", "data.seq=128"]
@@ -173,15 +173,15 @@ def layouts(job: Job, most: int, only: str, least: int = 2) -> list[str]:
     """
     wanted = choices(only, "--only", (*AXES, EP))
     sizes = [size for exponent in range(1, most.bit_length()) if least <= (size := 2**exponent) <= most]
-    found = [f"{axis}={size}" for axis in AXES[:-1] if axis in wanted for size in sizes]
+    texts = [f"{axis}={size}" for axis in AXES[:-1] if axis in wanted for size in sizes]
     if EP in wanted:  # the same ranks with all experts each, too: their gradients travel, and no tokens
         kinds = ("", ",ep={}", ",ep={},dispatch=allgather")
-        found += [f"dp={size}{kind.format(size)}" for size in sizes for kind in kinds]
+        texts += [f"dp={size}{kind.format(size)}" for size in sizes for kind in kinds]
     if "3d" in wanted:
-        found += [f"dp={size // 4},tp=2,pp=2" for size in sizes if size >= 8]
-        found += [f"dp=2,tp=2,pp={size // 4}" for size in sizes if size >= 16]
+        texts += [f"dp={size // 4},tp=2,pp=2" for size in sizes if size >= 8]
+        texts += [f"dp=2,tp=2,pp={size // 4}" for size in sizes if size >= 16]
     fitting = []
-    for text in found:
+    for text in texts:
         layout = Layout.parse(text)
         if layout.pp > 1:
             text = f"{text},microbatches={max(1, job.train.batch // layout.dp)}"

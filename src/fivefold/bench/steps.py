@@ -98,18 +98,19 @@ COLUMNS = {
 def result(timed: Sequence[Timed], accelerator: Accelerator | None) -> RowsResult:
     """Beside each step the planner's, where it knows the device."""
     beside = []
-    for one in timed:
-        case = one.case
-        whole = preset(case.model).layers == case.layers
-        cells: dict[str, Any] = {"shown": case.model if whole else f"{case.model}, {case.layers} layers"}
+    for timing in timed:
+        case = timing.case
+        all_layers = preset(case.model).layers == case.layers
+        cells: dict[str, Any] = {"shown": case.model if all_layers else f"{case.model}, {case.layers} layers"}
         cells |= {"batch": f"{case.microbatches} x {case.samples} x {case.seq}", "step": "too large"}
-        if one.seconds is not None:
-            cells |= {"step": f"{1e3 * one.seconds:.1f} ms", "bytes": bytes_text(one.memory) if one.memory else None}
+        if timing.seconds is not None:
+            peak = bytes_text(timing.memory) if timing.memory else None
+            cells |= {"step": f"{1e3 * timing.seconds:.1f} ms", "bytes": peak}
             if accelerator is not None:
                 seconds = predicted(case, accelerator)
-                cells |= {"planned": f"{1e3 * seconds:.1f} ms", "off": seconds / one.seconds - 1}
+                cells |= {"planned": f"{1e3 * seconds:.1f} ms", "off": seconds / timing.seconds - 1}
         beside.append(cells)
-    return RowsResult([one.row for one in timed], COLUMNS, beside=beside)
+    return RowsResult([timing.row for timing in timed], COLUMNS, beside=beside)
 
 
 def cases(word: str) -> list[StepCase]:

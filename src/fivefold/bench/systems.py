@@ -119,8 +119,10 @@ class RankBatch:
 
     @classmethod
     def of(cls, batch: Batch, layout: Layout, rank: int = 0, device: torch.device = CPU) -> "RankBatch":
-        mine = batch.split(layout.dp)[rank].split(layout.microbatches)
-        pairs = [(torch.from_numpy(one.tokens).to(device), torch.from_numpy(one.targets).to(device)) for one in mine]
+        parts = batch.split(layout.dp)[rank].split(layout.microbatches)
+        pairs = [
+            (torch.from_numpy(part.tokens).to(device), torch.from_numpy(part.targets).to(device)) for part in parts
+        ]
         return cls(pairs, batch.loss_tokens)
 
 
@@ -172,8 +174,8 @@ class Loop:
     def __init__(self, model: nn.Module, part: RankBatch, job: Job, scale: float = 1.0, rate: float = RATE):
         """`scale`: what wrappers that average over ranks divide by, and sums have not."""
         self.model, self.part, self.job, self.scale = model, part, job, scale
-        every = list(model.parameters())  # plain tensors and DTensors do not meet in one kernel
-        split = [[p for p in every if isinstance(p, DTensor) == kind] for kind in (False, True)]
+        params = list(model.parameters())  # plain tensors and DTensors do not meet in one kernel
+        split = [[p for p in params if isinstance(p, DTensor) == kind] for kind in (False, True)]
         self.groups = [group for group in split if group]
         groups = [{"params": group, "weight_decay": job.optimizer.weight_decay} for group in self.groups]
         self.optimizer = job.optimizer.stock(groups, lr=rate, fused=True)
@@ -228,10 +230,10 @@ class HuggingFaceSystem(Loop):
         weights = model.state_dict()
         style = style_in(job.model, weights)
         for parameter in job.model.parameters():  # ours, so that its first loss is ours, too
-            whole = torch.empty(parameter.shape, dtype=DTYPES[job.train.dtype], device=device)
-            draw(job.model, parameter, whole, job.train.seed)
+            full = torch.empty(parameter.shape, dtype=DTYPES[job.train.dtype], device=device)
+            draw(job.model, parameter, full, job.train.seed)
             for home in sources(job.model, parameter, style):
-                home.ours(weights[home.name]).copy_(whole[home.rows.start : home.rows.stop])
+                home.ours(weights[home.name]).copy_(full[home.rows.start : home.rows.stop])
         self.called = torch.compile(model) if compiles(job.train, device) else model
         super().__init__(model, part, job, rate=rate)
 
@@ -299,26 +301,26 @@ class TorchPipeline:
         layout, rank = job.layout, dist.get_rank()
         stages, owner = stages_of(job.model, layout, job.data.seq), layout.placement.owner
         first = torch.from_numpy(batch.split(layout.microbatches)[0].tokens)
-        mine = [stage for stage in stages if owner[stage.index] == rank]
-        decoders = [Decoder(job.model, ops=ops, stage=stage) for stage in mine]
-        self.model = nn.ModuleList(TorchStage(one, TokenPositions.of(first)) for one in decoders)
-        self.parameters = {name: one for decoder in decoders for name, one in decoder.named_parameters()}
+        local = [stage for stage in stages if owner[stage.index] == rank]
+        decoders = [Decoder(job.model, ops=ops, stage=stage) for stage in local]
+        self.model = nn.ModuleList(TorchStage(decoder, TokenPositions.of(first)) for decoder in decoders)
+        self.parameters = {name: param for decoder in decoders for name, param in decoder.named_parameters()}
         for parameter in job.model.parameters():
             if parameter.name in self.parameters:
                 draw(job.model, parameter, self.parameters[parameter.name], job.train.seed)
-        pairs = zip(self.model, mine, strict=True)
+        pairs = zip(self.model, local, strict=True)
         parts = [PipelineStage(module, stage.index, len(stages), CPU) for module, stage in pairs]
         made, count = getattr(schedules, kind), batch.loss_tokens
         taken = parts[0] if issubclass(made, schedules.PipelineScheduleSingle) else parts
         self.schedule = made(taken, layout.microbatches, lambda *pair: loss(*pair) / count, scale_grads=False)
         tokens, targets = torch.from_numpy(batch.tokens), torch.from_numpy(batch.targets)
-        self.inputs = [tokens] if any(stage.first for stage in mine) else []
-        self.targets = targets if any(stage.last for stage in mine) else None
+        self.inputs = [tokens] if any(stage.first for stage in local) else []
+        self.targets = targets if any(stage.last for stage in local) else None
 
     def step(self) -> float:
         losses: list[Tensor] = []
         self.schedule.step(*self.inputs, target=self.targets, losses=losses, return_outputs=False)
-        return sum(one.item() for one in losses)
+        return sum(loss.item() for loss in losses)
 
 
 class Pipelined(Loop):
@@ -355,11 +357,11 @@ def run(rank: Rank, case: Comparison) -> ComparisonResult:
 
     def after(name: str) -> None:
         system = built[name]
-        if isinstance(system, FivefoldSystem) and (found := system.imbalance) is not None:
-            uneven.setdefault(name, []).append(found)
+        if isinstance(system, FivefoldSystem) and (imbalance := system.imbalance) is not None:
+            uneven.setdefault(name, []).append(imbalance)
 
     times = take_turns(steps, case.rounds, after=after)
-    return ComparisonResult(case, times, losses, machine(), {name: fmean(every) for name, every in uneven.items()})
+    return ComparisonResult(case, times, losses, machine(), {name: fmean(values) for name, values in uneven.items()})
 
 
 def build(job: Job, name: str, batch: Batch, rank: int) -> FivefoldSystem | Loop | None:
@@ -382,10 +384,10 @@ def build(job: Job, name: str, batch: Batch, rank: int) -> FivefoldSystem | Loop
 
 def _loss(system: FivefoldSystem | Loop | None) -> float:
     """The loss of a step, as all ranks together have it."""
-    mine = None if system is None else (system.step(), system.sums)
+    local = None if system is None else (system.step(), system.sums)
     if not dist.is_initialized():
-        assert mine is not None
-        return mine[0]
-    known = [one for one in all_gather_values(mine, tuple[float, bool] | None) if one is not None]
+        assert local is not None
+        return local[0]
+    known = [part for part in all_gather_values(local, tuple[float, bool] | None) if part is not None]
     total = sum(loss for loss, _ in known)
     return total if known[0][1] else total / len(known)

@@ -18,7 +18,6 @@ from typing import Any
 from msgspec import structs
 
 from fivefold.bench.comparison import of_one_process, only_ours
-from fivefold.bench.floor import FloorPart
 from fivefold.bench.harness import HUGGING_FACE, OURS, Told, choices, ratio, refuse, table, too_small, turns
 from fivefold.hardware.accelerators import find_accelerator
 from fivefold.job.config import Job, TraceConfig, read_job
@@ -70,6 +69,22 @@ class TrainTurn:
     parameters: str  # the dtypes of what is trained
     saved: Saved | None = None
     kernels: list[dict[str, Any]] = field(default_factory=list)  # name, kind, seconds and calls of a step
+
+
+@dataclass(frozen=True)
+class FloorPart:
+    """What a step must do, and how long it takes alone."""
+
+    name: str
+    seconds: float
+    flops: float = 0.0
+    bytes: float = 0.0
+
+    @property
+    def pace(self) -> str:
+        if self.flops:
+            return f"{self.flops / self.seconds / 1e12:.3g} TFLOP/s"
+        return f"{self.bytes / self.seconds / 1e12:.3g} TB/s"
 
 
 @dataclass(frozen=True)
@@ -174,13 +189,13 @@ class TrainBenchResult(Result):
 
     def _row(self, name: str) -> dict[str, Any]:
         step, first, last = self.step(name), self.turns[name][0], self.turns[name][-1]
-        every = [1e3 * second for turn in self.turns[name] for second in turn.seconds]
+        milliseconds = [1e3 * second for turn in self.turns[name] for second in turn.seconds]
         breaks = counted(sum(last.breaks.values()), "break")
         return {
             "system": name,
             "step": 1e3 * step,
-            "from": min(every),
-            "to": max(every),
+            "from": min(milliseconds),
+            "to": max(milliseconds),
             "rate": self.tokens / step,
             "mfu": self.mfu(step),
             "faster": f"{self.faster(name):.2f}x" if len(self.turns) > 1 else None,
@@ -223,9 +238,9 @@ class TrainBenchResult(Result):
 def _profile(kernels: list[dict[str, Any]]) -> Table:
     milliseconds: dict[str, float] = defaultdict(float)
     calls: dict[str, float] = defaultdict(float)
-    for one in kernels:
-        milliseconds[one["kind"]] += 1e3 * one["seconds"]
-        calls[one["kind"]] += one["calls"]
+    for kernel in kernels:
+        milliseconds[kernel["kind"]] += 1e3 * kernel["seconds"]
+        calls[kernel["kind"]] += kernel["calls"]
     total = sum(milliseconds.values())
     longest = sorted(milliseconds.items(), key=lambda item: -item[1])
     rows = [(kind, f"{ms:.1f}", f"{ms / total:.1%}", f"{calls[kind]:,.0f}") for kind, ms in longest]
@@ -261,13 +276,13 @@ def systems(job: Job, against: str) -> dict[str, Job]:
         if not compiles(job.train, choose_device(job.train.device)):
             setting = f"train.compile={job.train.compile}"
             raise UserError(f"--against eager: with {setting} the job is not compiled here itself")
-    found = {OURS: job}
+    jobs = {OURS: job}
     changed: dict[str, dict[str, Any]] = {"hf": {}, "eager": {"compile": "off"}}
     for word in wanted:
         train = structs.replace(job.train, **changed.get(word, {word: True}))
-        found[AGAINST[word]] = structs.replace(job, train=train)
-    refuse([f"{name}: {problem}" for name, its in found.items() for problem in its.problems(world=1)])
-    return found
+        jobs[AGAINST[word]] = structs.replace(job, train=train)
+    refuse([f"{name}: {problem}" for name, changed_job in jobs.items() for problem in changed_job.problems(world=1)])
+    return jobs
 
 
 def measure(
@@ -276,18 +291,18 @@ def measure(
     jobs = systems(job_of(words), against)
     rounds = min(2, len(jobs)) if rounds is None else rounds
     refuse(too_small(steps=steps, rounds=rounds))
-    found: dict[str, list[TrainTurn]] = {name: [] for name in jobs}
+    taken: dict[str, list[TrainTurn]] = {name: [] for name in jobs}
     for number, name in turns(jobs, rounds):
         told(f"{name}: compiles, warms up, and takes {steps} steps; round {number + 1} of {rounds}")
         more, job = extras if number == 0 and name == OURS else Extras(), jobs[name]
         with _directory(Path(job.run.dir).expanduser()) as path:
             function = "fivefold.bench.train_rank:run"
-            found[name] += processes.run(1, function, job, name == HUGGING_FACE, steps, more, path, timeout=_PATIENCE)
+            taken[name] += processes.run(1, function, job, name == HUGGING_FACE, steps, more, path, timeout=_PATIENCE)
     floor: list[FloorPart] = []
     if extras.floor:
         told("what a step must do, each alone")
-        (floor,) = processes.run(1, "fivefold.bench.train_rank:run_floor", jobs[OURS], timeout=_PATIENCE)
-    return TrainBenchResult(jobs[OURS], found, extras, floor)
+        (floor,) = processes.run(1, "fivefold.bench.floor:run", jobs[OURS], timeout=_PATIENCE)
+    return TrainBenchResult(jobs[OURS], taken, extras, floor)
 
 
 @contextmanager

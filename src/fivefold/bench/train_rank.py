@@ -6,7 +6,6 @@ import re
 import tempfile
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -18,11 +17,8 @@ from typing import Any
 
 import torch
 from msgspec import structs
-from torch import Tensor
-from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from fivefold.bench.floor import FloorPart, Product, memory, products
 from fivefold.bench.steps import WARM, StepCase, Timed
 from fivefold.bench.systems import HuggingFaceSystem, RankBatch
 from fivefold.bench.train import CPU, Extras, Saved, TrainTurn
@@ -31,14 +27,11 @@ from fivefold.data.batch import Batch, read_batch
 from fivefold.data.tokens import TokenStore
 from fivefold.job.config import Job
 from fivefold.job.preflight import Sources
-from fivefold.launch.device import DTYPES, check_bfloat16, choose_device, make_repeatable, peak_memory
+from fivefold.launch.device import check_bfloat16, choose_device, make_repeatable, peak_memory
 from fivefold.launch.processes import Rank
-from fivefold.machines.clock import Clock
-from fivefold.model.grouped import Groups, product, weight_gradient
 from fivefold.model.recompute import compilation
 from fivefold.parallel.control import Control
 from fivefold.parallel.mesh import Mesh
-from fivefold.spec.operations import block
 from fivefold.support.errors import UserError
 from fivefold.support.progress import prefetch
 from fivefold.trainer.checkpointing import Checkpoints
@@ -136,7 +129,7 @@ class Watch:
     def times(self) -> list[float]:
         return [after - before for before, after in pairwise(self.ends)]
 
-    def turn(self, device: torch.device, parameters: str, **found: Any) -> TrainTurn:
+    def turn(self, device: torch.device, parameters: str, **extras: Any) -> TrainTurn:
         graphs, breaks = compilation()
         on_gpu = device.type == "cuda"
         return TrainTurn(
@@ -149,7 +142,7 @@ class Watch:
             graphs=graphs,
             breaks=breaks,
             parameters=parameters,
-            **found,
+            **extras,
         )
 
 
@@ -246,14 +239,14 @@ class Profile:
             torch.cuda.synchronize(self.device)
 
     def _read(self) -> list[dict[str, Any]]:
-        found = []
+        kernels = []
         for row in self.profiler.key_averages():
             time = row.self_device_time_total if self.on_gpu else row.self_cpu_time_total
             if time > 0:
                 kind = next((kind for kind, pattern in KINDS.items() if re.search(pattern, row.key)), "others")
                 numbers = {"seconds": time / 1e6 / self.steps, "calls": row.count / self.steps}
-                found.append({"name": row.key, "kind": kind} | numbers)
-        return sorted(found, key=lambda kernel: -kernel["seconds"])
+                kernels.append({"name": row.key, "kind": kind} | numbers)
+        return sorted(kernels, key=lambda kernel: -kernel["seconds"])
 
 
 def _hugging_face(job: Job, sources: Sources, device: torch.device, watch: Watch, steps: int) -> None:
@@ -267,74 +260,3 @@ def _hugging_face(job: Job, sources: Sources, device: torch.device, watch: Watch
         for batch in batches:
             loop.part = RankBatch.of(batch, job.layout, device=device)
             watch.tick(loop.step())
-
-
-# ---- floor rank -----------------------------------------------------------------------------------------------------
-# The rates that a floor is made of, measured on the device of one process.
-
-
-_SETTLE = 0.05  # seconds of a measurement, at least
-_VECTOR = 1 << 28  # elements
-
-
-def run_floor(rank: Rank, job: Job) -> list[FloorPart]:
-    device, dtype = choose_device(job.train.device), DTYPES[job.train.dtype]
-    seconds: dict[str, float] = defaultdict(float)
-    flops: dict[str, float] = defaultdict(float)
-    for one in products(job):
-        seconds[one.part] += one.times * _product(one, device, dtype)
-        flops[one.part] += one.flops
-    found = [FloorPart(name, seconds[name], flops=flops[name]) for name in seconds]
-    found.append(_attention(job, device, dtype))
-    pace = _memory(device)
-    return [*found, *(FloorPart(name, size / pace, bytes=size) for name, size in memory(job).items())]
-
-
-def _product(one: Product, device: torch.device, dtype: torch.dtype) -> float:
-    """Seconds of a product and its two gradients."""
-    x, dy = (torch.randn(one.rows, width, device=device, dtype=dtype) for width in (one.inputs, one.outputs))
-    weight = torch.randn(max(1, one.groups), one.outputs, one.inputs, device=device, dtype=dtype)
-    if not one.groups:
-        w = weight[0]
-        return sum(_time(device, call) for call in (lambda: x @ w.T, lambda: dy @ w, lambda: dy.T @ x))
-    share, rest = divmod(one.rows, one.groups)
-    groups = Groups.of(tuple(share + (number < rest) for number in range(one.groups)), device)
-    calls: list[Callable[[], Tensor]] = [
-        lambda: product(x, weight.mT, groups.ends, groups.sizes),
-        lambda: product(dy, weight, groups.ends, groups.sizes),
-        lambda: weight_gradient(dy, x, groups.ends, groups.sizes),
-    ]
-    return sum(_time(device, call) for call in calls)
-
-
-def _attention(job: Job, device: torch.device, dtype: torch.dtype) -> FloorPart:
-    """Causal, by PyTorch's choice of kernel; its FLOPs are those that a causal mask leaves."""
-    model, scores, size = job.model, block(job.model).attention, (job.train.batch, job.data.seq)
-    q, k, v = (
-        torch.randn(size[0], heads, size[1], width, device=device, dtype=dtype, requires_grad=True)
-        for heads, width in (
-            (scores.heads, scores.head_dim), (scores.kv_heads, scores.head_dim), (scores.kv_heads, scores.v_dim)
-        )
-    )  # fmt: skip
-
-    def forward() -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=scores.kv_heads < scores.heads)
-
-    def both() -> None:
-        y = forward()
-        torch.autograd.grad(y, (q, k, v), y)
-
-    done = 3 * model.layers * size[0] * size[1] * scores.flops(size[1] / 2)
-    return FloorPart("attention", model.layers * _time(device, both), flops=done)
-
-
-def _memory(device: torch.device) -> float:
-    """Bytes a second of c = a + b over long vectors."""
-    count = _VECTOR if device.type == "cuda" else _VECTOR >> 6
-    a, b, c = (torch.ones(count, device=device) for _ in range(3))
-    return 3 * a.nbytes / _time(device, lambda: torch.add(a, b, out=c))
-
-
-def _time(device: torch.device, run: Callable[[], object]) -> float:
-    """Seconds of a call, of many in a row."""
-    return Clock(device, _SETTLE).seconds(run)

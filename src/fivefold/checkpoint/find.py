@@ -65,24 +65,24 @@ def one_of(run: str | Place) -> Checkpoint | None:
 
 def find(path: str | Place, step: int | None = None) -> Checkpoint:
     """The one of `step`, or the newest that is complete and has all its files."""
-    if one := one_of(path):
-        if step is not None and (found := one.manifest.step) != step:
-            raise UserError(f"{path} is the checkpoint of step {found}, and --step {step} is another; leave one out")
-        return one
+    if checkpoint := one_of(path):
+        if step is not None and (its_step := checkpoint.manifest.step) != step:
+            raise UserError(f"{path} is the checkpoint of step {its_step}, and --step {step} is another; leave one out")
+        return checkpoint
     store = store_of(path)
     with reachable(path):
         complete = store.complete()
     if step is not None:
-        if same := [one for one in complete if one.step == step]:
+        if same := [checkpoint for checkpoint in complete if checkpoint.step == step]:
             return same[0]
-        known = ", ".join(str(one.step) for one in reversed(complete)) or "none"
+        known = ", ".join(str(checkpoint.step) for checkpoint in reversed(complete)) or "none"
         raise UserError(f"{path} has no complete checkpoint of step {step}; it has: {known}")
     damage: list[str] = []
-    for one in complete:
-        if not (misfits := one.misfits()):
+    for checkpoint in complete:
+        if not (misfits := checkpoint.misfits()):
             for problem in damage:
                 warnings.warn(Note(f"{problem}; the checkpoint before it is taken"), stacklevel=2)
-            return one
+            return checkpoint
         damage += misfits[:1]
     raise UserError(damage or [f"{path} has no complete checkpoint"])
 

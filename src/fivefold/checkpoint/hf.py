@@ -68,7 +68,7 @@ def import_hf(directory: Path, run: Path, progress: Progress, data: str | Path |
     with whole_or_nothing(run):
         run.mkdir(parents=True, exist_ok=True)
         path = write_alone(where, parts, manifest, progress)
-        (run / "job.toml").write_text(_file(job, {key: one.why for key, one in choices.items()}))
+        (run / "job.toml").write_text(_file(job, {key: choice.why for key, choice in choices.items()}))
         shutil.copyfile(directory / "config.json", run / HF_CONFIG)
         carried = carry(directory, run, CARRIED)
     if not store and TOKENIZER not in carried and spec.vocab != ByteTokenizer.vocab:
@@ -111,10 +111,10 @@ def _dtype(theirs: HuggingFace) -> Dtype:
     return "bfloat16"  # also of quantised ones, whose numbers are as exact
 
 
-def _in_turn(theirs: HuggingFace, every: list[Parameter]) -> Iterator[list[tuple[str, Shard]]]:
+def _in_turn(theirs: HuggingFace, parameters: list[Parameter]) -> Iterator[list[tuple[str, Shard]]]:
     """Pieces that can be held together, in the order of the model; what is larger than a part comes in pieces alone."""
     together: list[tuple[str, Shard]] = []
-    for parameter in every:
+    for parameter in parameters:
         times = -(-4 * parameter.size // _PART)
         if times < 2:
             together.append((parameter.name, _lazy(theirs, parameter, range(parameter.shape[0]))))
@@ -164,7 +164,7 @@ def export_hf(
     for parameter in tensors(spec):
         for source in sources(spec, parameter, style_of(config["model_type"])):
             homes.setdefault(source.name, []).append((parameter, source))
-    sizes = [math.prod(source.shape(one)) * kind.itemsize for ((one, source), *_) in homes.values()]
+    sizes = [math.prod(source.shape(param)) * kind.itemsize for ((param, source), *_) in homes.values()]
     groups = list(_cut(list(homes.values()), sizes, limit))
     half = out.with_name(f".{out.name}-{uuid.uuid4().hex}")
     with whole_or_nothing(out):

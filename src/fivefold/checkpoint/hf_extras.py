@@ -27,9 +27,9 @@ _LARGEST = 1 << 26  # bytes of one: the largest tokenizer.json of published mode
 
 def carry(source: Place, to: Path, names: tuple[str, ...] = (*CARRIED, HF_CONFIG)) -> list[str]:
     """Copy those of the files that a directory has; their names. One that is no file of its own is refused."""
-    found: list[str] = []
+    present: list[str] = []
     if not isinstance(source, Path):  # object storage has checkpoints alone
-        return found
+        return present
     for name in names:
         place = own_file(source, name)
         if not place.is_file():
@@ -39,8 +39,8 @@ def carry(source: Place, to: Path, names: tuple[str, ...] = (*CARRIED, HF_CONFIG
         except OSError as error:
             raise UserError(f"cannot read {place}: {error.strerror or error}") from None
         (to / name).write_bytes(content)
-        found.append(name)
-    return found
+        present.append(name)
+    return present
 
 
 def own_file(directory: Path, name: str) -> Path:
@@ -56,7 +56,7 @@ def own_file(directory: Path, name: str) -> Path:
         real = place.resolve()
     except RuntimeError:  # a link to itself
         real = Path()
-    if not any(real.is_relative_to(one) for one in homes):
+    if not any(real.is_relative_to(allowed) for allowed in homes):
         raise UserError(f"{place} leads out of {directory}, to {real}; put the file itself there")
     if os.path.exists(real) and not real.is_file():
         raise UserError(f"{place} is no regular file")

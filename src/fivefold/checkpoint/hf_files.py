@@ -70,7 +70,7 @@ def fp8(numbers: Tensor, scales: Tensor, box: tuple[slice, ...], tile: Tile) -> 
 
 def mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     """blocks [..., n, 16] and scales [..., n] of bytes -> float32 [..., n * 32]."""
-    table = torch.tensor([*_E2M1, *(-one for one in _E2M1)])
+    table = torch.tensor([*_E2M1, *(-number for number in _E2M1)])
     numbers = table[torch.stack((blocks & 15, blocks >> 4), dim=-1).long()].flatten(-2)
     return torch.ldexp(numbers, scales[..., None].int() - _BIAS).flatten(-2)
 
@@ -109,8 +109,8 @@ class HuggingFace:
         self.kinds = Counter[str]()  # numbers of each kind, in the files' words
         style = style_in(self.spec, self.files)
         held = tensors(self.spec)
-        self.homes = {one.name: list(sources(self.spec, one, style)) for one in held}
-        problems = [problem for one in held if (problem := self._misfit(one))]
+        self.homes = {parameter.name: list(sources(self.spec, parameter, style)) for parameter in held}
+        problems = [problem for parameter in held if (problem := self._misfit(parameter))]
         if left := self._left(self.settings.get("num_nextn_predict_layers")):
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
             problems.append(f"tensor {left[0]}{more} of {directory} has no place in the model of its config.json")
@@ -123,7 +123,7 @@ class HuggingFace:
         used |= {beside for name in used if (beside := self._scales(name))}
         beyond = range(self.spec.layers, self.spec.layers + (further if isinstance(further, int) else 0))
         left = sorted(name for name in set(self.files) - used if not _NEEDLESS.search(name))
-        return [name for name in left if not ((found := _LAYER.match(name)) and int(found[1]) in beyond)]
+        return [name for name in left if not ((match := _LAYER.match(name)) and int(match[1]) in beyond)]
 
     def _misfit(self, parameter: Parameter) -> str | None:
         """The first thing that is wrong with a parameter's tensors."""
@@ -145,20 +145,20 @@ class HuggingFace:
             scales = tuple(self._slice(beside).get_shape()) if beside else None
         except SafetensorError:
             return f"{self.files[name]} has no tensor {name}, and {INDEX} says so"
-        kind, found, wanted = lies.get_dtype(), tuple(lies.get_shape()), home.shape(parameter)
-        self.kinds[kind] += math.prod(found)
+        kind, shape, wanted = lies.get_dtype(), tuple(lies.get_shape()), home.shape(parameter)
+        self.kinds[kind] += math.prod(shape)
         right: tuple[int, ...] | None = None
         if name.endswith(BLOCKS) and kind == "U8":
-            found, right = unblocked(found), (*wanted[:-1], -(-wanted[-1] // BLOCK))
+            shape, right = unblocked(shape), (*wanted[:-1], -(-wanted[-1] // BLOCK))
         elif kind == FP8 and self.tile is not None and len(wanted) == 2:
             right = tiles(wanted, self.tile)
         elif kind not in _FLOATS:
             return f"tensor {name} of {file} is of {kind}, which is no kind of weight"
-        if found != wanted:
+        if shape != wanted:
             means = f"for our {parameter.name}, and config.json means {list(wanted)}"
-            return f"tensor {name} of {file} gives shape {list(found)} {means}"
+            return f"tensor {name} of {file} gives shape {list(shape)} {means}"
         if scales != right:
-            has, needs = (f"scales of shape {list(one)}" if one else "no scales" for one in (scales, right))
+            has, needs = (f"scales of shape {list(sizes)}" if sizes else "no scales" for sizes in (scales, right))
             return f"tensor {name} of {file} is of {kind} with {has}, and config.json means {needs}"
         return None
 
@@ -195,10 +195,10 @@ class HuggingFace:
         assert name is not None
         at = (slice(home.expert, home.expert + 1),) if home.stack else ()
         if home.transposed or home.parts > 1:
-            whole = self._numbers(name, (*at, *[slice(None)] * len(box)))
-            return home.of_matrix(whole[0] if at else whole)[own].contiguous()
-        found = self._numbers(name, (*at, *own))
-        return found[0] if at else found
+            numbers = self._numbers(name, (*at, *[slice(None)] * len(box)))
+            return home.of_matrix(numbers[0] if at else numbers)[own].contiguous()
+        part = self._numbers(name, (*at, *own))
+        return part[0] if at else part
 
     def _numbers(self, name: str, box: tuple[slice, ...]) -> Tensor:
         """A box of their tensor, as the numbers that it stands for."""
@@ -231,12 +231,12 @@ def _files(directory: Path) -> dict[str, Path]:
             few = ", ".join(name[:80] for name in missing[:_NAMED]) + (" ..." if len(missing) > _NAMED else "")
             raise UserError(f"{directory} lacks {counted(len(missing), 'file')} that {INDEX} names: {few}")
         return {tensor: places[name] for tensor, name in names.items()}
-    found = [own_file(directory, path.name) for path in sorted(directory.glob("*.safetensors"))]
-    if not found:
+    paths = [own_file(directory, path.name) for path in sorted(directory.glob("*.safetensors"))]
+    if not paths:
         others = [path.name for pattern in ("*.bin", "*.pth") for path in directory.glob(pattern)]
         hint = f"; it has {others[0]}: save it with safetensors first" if others else ""
         raise UserError(f"{directory} has no *.safetensors{hint}")
-    return {tensor: path for path in found for tensor in _opened(path).keys()}  # noqa: SIM118 - it is no dict
+    return {tensor: path for path in paths for tensor in _opened(path).keys()}  # noqa: SIM118 - it is no dict
 
 
 def _opened(path: Path) -> Any:

@@ -27,8 +27,8 @@ class CheckpointList(Result):
     home: str  # where those are
 
     def to_dict(self) -> dict[str, Any]:
-        found = {"checkpoints": self.checkpoints, "incomplete": self.incomplete, "aside": self.aside}
-        return {**found, "memory": self.memory, "home": self.home}
+        listed = {"checkpoints": self.checkpoints, "incomplete": self.incomplete, "aside": self.aside}
+        return {**listed, "memory": self.memory, "home": self.home}
 
     def blocks(self) -> Iterator[Block]:
         rows: list[list[str | Cell]] = []
@@ -61,11 +61,12 @@ def list_checkpoints(run: str | Place) -> CheckpointList:
     rows: list[dict[str, Any]] = []
     with reachable(run):
         complete, incomplete, aside = store.complete(), store.incomplete(), store.aside()
-    for one in reversed(complete):
-        misfits = one.misfits()
-        row: dict[str, Any] = {"name": one.path.name, "step": one.step, "complete": not misfits, "problems": misfits}
+    for checkpoint in reversed(complete):
+        misfits = checkpoint.misfits()
+        row: dict[str, Any] = {"name": checkpoint.path.name, "step": checkpoint.step}
+        row |= {"complete": not misfits, "problems": misfits}
         if not misfits:
-            row |= {"layout": _layout(one), "files": len(one.manifest.files), "bytes": one.bytes}
+            row |= {"layout": _layout(checkpoint), "files": len(checkpoint.manifest.files), "bytes": checkpoint.bytes}
         rows.append(row)
     halves = [path.name for path in incomplete]
     return CheckpointList(run, rows, halves, [path.name for path in aside], memory, home)
@@ -81,19 +82,19 @@ def _in_memory(run: str | Place) -> tuple[list[dict[str, Any]], str]:
     """The snapshots that this node has of a run, the newest last, and where they are."""
     place = place_of(run)
     place = place.parent if place.name == "checkpoints" else place
-    found = [one for one in reversed(in_memory(place)) if not _problems(one)]
-    rows = [
-        {"name": one.path.name, "step": one.step, "layout": _layout(one), "files": len(one.manifest.files),
-         "bytes": size_here(one)}
-        for one in found
-    ]  # fmt: skip
-    return rows, str(found[0].path.parent) if found else ""
+    snapshots = [snapshot for snapshot in reversed(in_memory(place)) if not _problems(snapshot)]
+    rows = []
+    for snapshot in snapshots:
+        files = len(snapshot.manifest.files)
+        row = {"name": snapshot.path.name, "step": snapshot.step, "layout": _layout(snapshot), "files": files}
+        rows.append(row | {"bytes": size_here(snapshot)})
+    return rows, str(snapshots[0].path.parent) if snapshots else ""
 
 
-def _problems(one: Checkpoint) -> list[str]:
+def _problems(checkpoint: Checkpoint) -> list[str]:
     """Of a manifest."""
     try:
-        _ = one.manifest
+        _ = checkpoint.manifest
     except UserError as error:
         return error.problems
     return []
@@ -135,14 +136,14 @@ class CheckpointContents(Result):
 
 def show_checkpoint(run: str | Place, step: int | None = None) -> CheckpointContents:
     """The newest complete checkpoint, or that of `step`: the run's position, its job, its files and its tensors."""
-    one = find(run, step)
-    if misfits := one.misfits():
+    checkpoint = find(run, step)
+    if misfits := checkpoint.misfits():
         raise UserError(misfits)
     tensors = [
         {"name": name, "shape": list(stored.shape), "dtype": stored.dtype, "pieces": len(stored.chunks)}
-        for name, stored in sorted(one.tensors.items())
+        for name, stored in sorted(checkpoint.tensors.items())
     ]
-    return CheckpointContents(one, tensors)
+    return CheckpointContents(checkpoint, tensors)
 
 
 @dataclass(frozen=True)
@@ -171,15 +172,15 @@ def verify_checkpoints(
     """
     alone = find(run, step) if step is not None else one_of(run)
     with reachable(run):
-        every = [alone] if alone else store_of(run).complete()
-    if not every:
+        checkpoints = [alone] if alone else store_of(run).complete()
+    if not checkpoints:
         raise UserError(f"{run} has no complete checkpoint")
-    total = sum(one.bytes for one in every if not one.misfits())
+    total = sum(checkpoint.bytes for checkpoint in checkpoints if not checkpoint.misfits())
 
-    def problems(one: Checkpoint) -> list[str]:
+    def problems(checkpoint: Checkpoint) -> list[str]:
         try:
-            return one.misfits() or one.damage(progress=lambda done: progress(done, total))
+            return checkpoint.misfits() or checkpoint.damage(progress=lambda done: progress(done, total))
         except UserError as error:
             return error.problems
 
-    return CheckpointCheck({one.path.name: problems(one) for one in every})
+    return CheckpointCheck({checkpoint.path.name: problems(checkpoint) for checkpoint in checkpoints})

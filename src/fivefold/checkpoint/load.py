@@ -41,8 +41,8 @@ def newest(
     """
     bad: set[Place] = set()
     while True:
-        found = _candidate(store, bad, say, usable) if control.rank == 0 else (None, [])
-        name, refusal = control.broadcast_value(found, tuple[str | None, list[str]])
+        chosen = _candidate(store, bad, say, usable) if control.rank == 0 else (None, [])
+        name, refusal = control.broadcast_value(chosen, tuple[str | None, list[str]])
         if refusal:
             raise UserError(refusal if control.rank == 0 else [])
         if name is None:
@@ -90,7 +90,7 @@ def _candidate(
         for path in store.incomplete() if not bad else ():
             say(f"{path.name} was never finished; {set_aside(store, path, 'incomplete')}")
         store.prune()
-        newest = next((one for one in store.complete() if one.path not in bad and usable(one)), None)
+        newest = next((saved for saved in store.complete() if saved.path not in bad and usable(saved)), None)
     except OSError as error:
         return None, [f"cannot list {store.directory}: {error.strerror or error}"]
     if newest is not None:
@@ -122,9 +122,7 @@ def _flip(checkpoint: Checkpoint) -> None:
 class RowOverlap(NamedTuple):
     """The rows of a stored chunk in which it overlaps a piece that a rank wants. They lie together."""
 
-    name: str
-    file: str
-    start: int  # the first byte of the rows, counted from where the chunk's numbers begin
+    start: int  # the first byte of the rows in the chunk's file
     chunk: Chunk
     dtype: torch.dtype
     shape: tuple[int, ...]  # of the rows
@@ -146,6 +144,12 @@ class RowOverlap(NamedTuple):
     def put(self, rows: Tensor) -> None:
         self.place.copy_(rows[self.inner])
 
+    def read(self, stream: FileReader) -> None:
+        rows = self.place.detach() if self.straight else torch.empty(self.shape, dtype=self.dtype)
+        stream.fill(raw(rows), self.start, beat)
+        if not self.straight:
+            self.put(rows)
+
 
 def overlaps(checkpoint: Checkpoint, pieces: Pieces) -> dict[str, list[RowOverlap]]:
     """What a rank wants of each file, in the order of its bytes."""
@@ -157,12 +161,12 @@ def overlaps(checkpoint: Checkpoint, pieces: Pieces) -> dict[str, list[RowOverla
             raise UserError(f"{checkpoint.path} {has}, and {list(piece.shape)} is wanted")
         into, dtype = piece.make(), getattr(torch, stored.dtype)
         for chunk in stored.chunks:
-            if found := _overlap(name, chunk, dtype, piece, into):
-                todo.setdefault(chunk.file, []).append(found)
-    return {file: sorted(found, key=lambda one: one.chunk.start) for file, found in todo.items()}
+            if overlap := _overlap(chunk, dtype, piece, into):
+                todo.setdefault(chunk.file, []).append(overlap)
+    return {file: sorted(wanted, key=lambda overlap: overlap.chunk.start) for file, wanted in todo.items()}
 
 
-def _overlap(name: str, chunk: Chunk, dtype: torch.dtype, piece: Shard, into: Tensor) -> RowOverlap | None:
+def _overlap(chunk: Chunk, dtype: torch.dtype, piece: Shard, into: Tensor) -> RowOverlap | None:
     shared = [
         range(max(first, side.start), min(first + size, side.stop))
         for first, size, side in zip(chunk.offsets, chunk.sizes, piece.box, strict=True)
@@ -172,13 +176,13 @@ def _overlap(name: str, chunk: Chunk, dtype: torch.dtype, piece: Shard, into: Te
     place = into[tuple(slice(part.start - side.start, part.stop - side.start)
                        for part, side in zip(shared, piece.box, strict=True))]  # fmt: skip
     if not shared:
-        return RowOverlap(name, chunk.file, 0, chunk, dtype, (), (), place)
-    rows = (shared[0].start - chunk.offsets[0]) * math.prod(chunk.sizes[1:]) * dtype.itemsize
+        return RowOverlap(chunk.start, chunk, dtype, (), (), place)
+    skipped = (shared[0].start - chunk.offsets[0]) * math.prod(chunk.sizes[1:]) * dtype.itemsize
     inner = (
         slice(part.start - first, part.stop - first) for part, first in zip(shared[1:], chunk.offsets[1:], strict=True)
     )
     shape = (len(shared[0]), *chunk.sizes[1:])
-    return RowOverlap(name, chunk.file, rows, chunk, dtype, shape, (slice(None), *inner), place)
+    return RowOverlap(chunk.start + skipped, chunk, dtype, shape, (slice(None), *inner), place)
 
 
 def load(checkpoint: Checkpoint, pieces: Pieces) -> None:
@@ -187,20 +191,13 @@ def load(checkpoint: Checkpoint, pieces: Pieces) -> None:
 
     def read(file: str) -> None:
         with checkpoint.storage.open(checkpoint.path / file) as stream:
-            for one in todo[file]:
-                _fill(stream, one.chunk.start + one.start, one)
+            for overlap in todo[file]:
+                overlap.read(stream)
 
     try:
         side_by_side(read, list(todo), for_files())
     except OSError as error:
         raise UserError(f"cannot read {checkpoint.path}: {error.strerror or error}") from None
-
-
-def _fill(stream: FileReader, start: int, one: RowOverlap) -> None:
-    rows = one.place.detach() if one.straight else torch.empty(one.shape, dtype=one.dtype)
-    stream.fill(raw(rows), start, beat)
-    if not one.straight:
-        one.put(rows)
 
 
 # ---- reshard --------------------------------------------------------------------------------------------------------
@@ -239,14 +236,14 @@ def boxes_of(spec: ModelSpec, layout: Layout, seq: int) -> list[dict[str, Box]]:
         pp, tp, ep = (layout.position(axis, rank) for axis in ("pp", "tp", "ep"))
         shares = {axis: (layout.size(axis), layout.position(axis, rank)) for axis in ("zero", "ezero")}
         here = [stage for stage in stages if owner[stage.index] == pp]
-        mine: dict[str, Box] = {}
-        for name, one in held(spec, layout, tp, ep).items():
-            box = one.share(*shares[one.zero_axis]) if layout.zero else one.box
-            holds = any(stage.holds(one.parameter) for stage in here)
+        local: dict[str, Box] = {}
+        for name, shard in held(spec, layout, tp, ep).items():
+            box = shard.share(*shares[shard.zero_axis]) if layout.zero else shard.box
+            holds = any(stage.holds(shard.parameter) for stage in here)
             if holds and all(map(len, box)) and (name, box) not in taken:
                 taken.add((name, box))
-                mine[name] = box
-        boxes.append(mine)
+                local[name] = box
+        boxes.append(local)
     return boxes
 
 

@@ -57,10 +57,10 @@ def private(path: Path, make: bool = False) -> Path:
     if make:
         with suppress(FileExistsError):
             path.mkdir(mode=0o700)
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode):
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode):
         raise OSError(errno.ENOTDIR, f"{path} is no directory")
-    if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise OSError(errno.EPERM, f"{path} is not this user's alone: it must be theirs, with mode 0700")
     return path
 
@@ -73,10 +73,10 @@ def home(run: str, make: bool = False) -> Path:
 def known(run: Place) -> str:
     """The id by which memory knows the run of this directory; empty where there is none."""
     try:
-        found = msgspec.json.decode(storage_of(run).read(run / ID, 1000), type=Identity)
+        identity = msgspec.json.decode(storage_of(run).read(run / ID, 1000), type=Identity)
     except (OSError, *BROKEN):
         return ""
-    return found.id if _ID.fullmatch(found.id) and found.inode == _inode(run) else ""
+    return identity.id if _ID.fullmatch(identity.id) and identity.inode == _inode(run) else ""
 
 
 def made(run: Place) -> str:
@@ -110,16 +110,16 @@ def starts(run: Place) -> list[Began]:
     """Those that are remembered; Damaged where that cannot be known."""
     place = run / STARTS
     try:
-        found = msgspec.json.decode(storage_of(run).read(place, 1 << 16), type=Starts | list[Began])
+        stored = msgspec.json.decode(storage_of(run).read(place, 1 << 16), type=Starts | list[Began])
     except FileNotFoundError:
         return []
     except (OSError, *BROKEN) as error:
         raise Damaged(f"{place} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    if isinstance(found, list):  # of earlier releases, without a sum
-        return found
-    if found != Starts.of(found.starts):
+    if isinstance(stored, list):  # of earlier releases, without a sum
+        return stored
+    if stored != Starts.of(stored.starts):
         raise Damaged(f"{place} is damaged: its numbers are not those that it was sealed with")
-    return found.starts
+    return stored.starts
 
 
 def begin(run: Place, before: Sequence[Began], at: int, step: int) -> None:
@@ -191,33 +191,32 @@ def clear(place: Path) -> None:
 
 def listing(place: Path) -> Listing:
     """What is complete there."""
-    found, problems = [], []
+    snapshots, problems = [], []
     try:
         private(place)
-        for one in Store(place).complete():
+        for snapshot in Store(place).complete():
             try:
-                found.append(_held(one))
+                snapshots.append(_held(snapshot))
             except UserError as error:
                 problems += error.problems
     except FileNotFoundError:
         pass
     except OSError as error:
         problems.append(f"{place} cannot be used: {error.strerror or error}")
-    return Listing(found, problems)
+    return Listing(snapshots, problems)
 
 
-def _held(one: Checkpoint) -> NodeFiles:
-    assert isinstance(one.path, Path)
-    manifest, files = one.manifest, one.manifest.files
-    sizes = one.storage.sizes(one.path, [file.name for file in files])
-    here = [file.name for file in files if sizes[file.name] == file.bytes]
+def _held(snapshot: Checkpoint) -> NodeFiles:
+    path, manifest = snapshot.path, snapshot.manifest
+    assert isinstance(path, Path)
+    names = [file.name for file in manifest.files]
+    sizes = snapshot.storage.sizes(path, names)
+    here = [file.name for file in manifest.files if sizes[file.name] == file.bytes]
     try:
-        node, nodes = msgspec.json.decode(read_regular(one.path / NODE, 1000), type=tuple[int, int])
+        node, nodes = msgspec.json.decode(read_regular(path / NODE, 1000), type=tuple[int, int])
     except (OSError, *BROKEN) as error:
-        raise Damaged(f"{one.path / NODE} is damaged: {error}") from None
-    return NodeFiles(
-        one.path.name, manifest.step, manifest.samples, manifest.seal, node, nodes, [file.name for file in files], here
-    )
+        raise Damaged(f"{path / NODE} is damaged: {error}") from None
+    return NodeFiles(path.name, manifest.step, manifest.samples, manifest.seal, node, nodes, names, here)
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -250,15 +249,15 @@ class Candidate(msgspec.Struct, frozen=True):
 
 def candidates(nodes: Sequence[Sequence[NodeFiles]]) -> list[Candidate]:
     """Of what each node has, the newest first: of equal steps the one that was made last."""
-    found: dict[tuple[str, str], Candidate] = {}
+    by_seal: dict[tuple[str, str], Candidate] = {}
     for number, snapshots in enumerate(nodes):
         for held in snapshots:
             empty = Candidate(held.name, held.step, held.samples, held.nodes, [], {name: [] for name in held.files})
-            one = found.setdefault((held.name, held.seal), empty)
-            one.manifests.append(number)
+            snapshot = by_seal.setdefault((held.name, held.seal), empty)
+            snapshot.manifests.append(number)
             for name in held.here:
-                one.files[name].append(number)
-    return sorted(found.values(), key=lambda one: (one.step, made_at(one.name)), reverse=True)
+                snapshot.files[name].append(number)
+    return sorted(by_seal.values(), key=lambda snapshot: (snapshot.step, made_at(snapshot.name)), reverse=True)
 
 
 def made_at(name: str) -> int:
@@ -268,10 +267,10 @@ def made_at(name: str) -> int:
 
 def nodes_of(ranks: Sequence[tuple[str, str]]) -> list[list[int]]:
     """The ranks of each node, by where each of them is; nodes in the order of their first ranks."""
-    found: dict[tuple[str, str], list[int]] = {}
+    by_place: dict[tuple[str, str], list[int]] = {}
     for rank, place in enumerate(ranks):
-        found.setdefault(place, []).append(rank)
-    return list(found.values())
+        by_place.setdefault(place, []).append(rank)
+    return list(by_place.values())
 
 
 def copies(nodes: Sequence[Sequence[int]]) -> dict[int, int]:

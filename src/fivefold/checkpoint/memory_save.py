@@ -1,9 +1,9 @@
-"""Saving into memory: a rank's pieces are copied right into the file that outlives it; the rest is in the background.
+"""What a rank holds of snapshots in memory: its pieces are copied right into a file that outlives it.
 
-keeper = Keeper(nodes, device)
-copied = keeper.start(pieces, manifest)    # parameters may change from there on; on a GPU, behind this event
+writer = SnapshotWriter(nodes, device)
+copied = writer.start(pieces, manifest)    # parameters may change from there on; on a GPU, behind this event
 ...
-keeper.finish()                            # waits for the one under way, and says why it was not taken, if it was not
+writer.finish()                            # waits for the one under way, and says why it was not taken, if it was not
 
 A rank has up to three files: those of the two newest snapshots, and the one that is being filled. They are used again,
 as pages that are there take a copy at the pace of memory. A snapshot loses its manifest before its files are.
@@ -13,113 +13,26 @@ import hashlib
 import mmap
 import os
 import shutil
-import threading
-from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.checkpoint.memory import KEPT, NODE, copies, free, here, home, made_at, nodes_of
-from fivefold.checkpoint.save import NotSaved, Saving, Written, agreed
-from fivefold.checkpoint.shards import Pieces, dtype_name
+from fivefold.checkpoint.memory import KEPT, NODE, free, made_at
+from fivefold.checkpoint.memory_peers import Nodes, wait
+from fivefold.checkpoint.save import BackgroundSaver, Saving, Written, agreed, together
+from fivefold.checkpoint.shards import Pieces
 from fivefold.checkpoint.staging import Snapshot, Staging, extent, starts
 from fivefold.checkpoint.store import MANIFEST, Manifest, Store
-from fivefold.checkpoint.tensors import TABLE, Chunk, Stored, check, merged, segment_sum, segments, total
+from fivefold.checkpoint.tensors import TABLE, segment_sum, segments, total
 from fivefold.launch import faults, heartbeat
-from fivefold.launch.heartbeat import beat
 from fivefold.launch.host import for_files, side_by_side
-from fivefold.parallel.control import Control
-from fivefold.support.errors import TrainingError
 from fivefold.support.files import File
 from fivefold.support.text import bytes_text
 
-# ---- memory nodes ---------------------------------------------------------------------------------------------------
-# The nodes on which a run's ranks are, and what they send each other of snapshots in memory.
-#
-# Copies travel over a gloo group of their own. The step's collectives have other groups, so that neither waits for the
-# other whoever comes first; the store at which ranks met would carry all of it through one process. Where all ranks
-# are on one node there is no such group, and nothing is sent.
-
-
-_PIECE = 1 << 26  # bytes of a message
 _SHARED = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)  # all pages at once, not one after the other
-
-
-class Nodes:
-    """All ranks make one together."""
-
-    def __init__(self, control: Control, run: str, start: int, make: bool):
-        """`start`: a number that is larger with every start of the run, and the same on all ranks."""
-        self.control, self.rank, self.run, self.start = control, control.rank, run, start
-        problem = ""
-        try:
-            self.home = home(run, make)
-        except FileNotFoundError:  # nothing has been kept here
-            self.home = Path(here()[1]) / run
-            problem = f"{self.home.parent} cannot be made" if make else ""
-        except OSError as error:
-            problem = error.strerror or str(error)
-        told = control.all_gather_values((*here(), problem), tuple[str, str, str])
-        self.nodes = nodes_of([(host, place) for host, place, _ in told])
-        self.node = next(number for number, ranks in enumerate(self.nodes) if self.rank in ranks)
-        self.first = self.rank == self.nodes[self.node][0]
-        self.problem = next((f"rank {rank}: {why}" for rank, (*_, why) in enumerate(told) if why), "")
-        self.to = copies(self.nodes)
-        self.group: Any = None
-        if len(self.nodes) > 1 and not self.problem:
-            self.problem = self._join()
-
-    def _join(self) -> str:
-        """Collective: the group of all ranks, or why there is none."""
-        why = ""
-        try:
-            self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.control.timeout))
-        except RuntimeError as error:
-            why = f"rank {self.rank} cannot reach the others over gloo: {str(error).splitlines()[0][:200]}"
-        return next(filter(None, self.control.all_gather_values(why, str)), "")
-
-    def broadcast(self, parts: list[bytes], source: int) -> list[bytes]:
-        """Collective: the parts that `source` has, on every rank."""
-        if self.group is None:
-            return parts
-        sizes = torch.tensor([len(part) for part in parts])
-        dist.broadcast(sizes, source, group=self.group)
-        data = _bytes(parts) if self.rank == source else torch.empty(int(sizes.sum()), dtype=torch.uint8)
-        dist.broadcast(data, source, group=self.group)
-        return [bytes(part.numpy()) for part in data.split(sizes.tolist())]
-
-    def all_to_all(self, parts: list[bytes]) -> list[bytes]:
-        """Collective: a part for each rank; those that the ranks had for this one."""
-        sent = torch.tensor([len(part) for part in parts])
-        sizes = torch.empty_like(sent)
-        dist.all_to_all_single(sizes, sent, group=self.group)
-        found = torch.empty(int(sizes.sum()), dtype=torch.uint8)
-        dist.all_to_all_single(found, _bytes(parts), sizes.tolist(), sent.tolist(), group=self.group)
-        return [bytes(part.numpy()) for part in found.split(sizes.tolist())]
-
-    def send(self, data: Tensor, to: int) -> list[Any]:
-        """Begin to; each pair of ranks has one order of its messages."""
-        return [dist.isend(piece, to, group=self.group) for piece in data.split(_PIECE)]
-
-    def receive(self, into: Tensor, source: int) -> list[Any]:
-        return [dist.irecv(piece, source, group=self.group) for piece in into.split(_PIECE)]
-
-
-def _bytes(parts: list[bytes]) -> Tensor:
-    whole = bytearray(b"".join(parts))
-    return torch.frombuffer(whole or bytearray(1), dtype=torch.uint8)[: len(whole)]
-
-
-def wait(works: Iterable[Any]) -> None:
-    for work in works:
-        work.wait()
-        beat()
 
 
 def new_memory(path: Path, size: int) -> mmap.mmap:
@@ -139,16 +52,6 @@ def new_memory(path: Path, size: int) -> mmap.mmap:
 
 def tensor_of(memory: mmap.mmap) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-# ---- memory save ----------------------------------------------------------------------------------------------------
-
-
-class WrittenPart(msgspec.Struct, frozen=True):
-    """What a rank has written, or why it has not."""
-
-    written: Written = Written([], {})
-    problem: str = ""
 
 
 @dataclass
@@ -172,12 +75,15 @@ class SnapshotSlot:
             self.inside = None
 
 
-class SnapshotWriter:
+class SnapshotWriter(BackgroundSaver):
+    what, failed = "snapshot", "no snapshot was taken into memory after step {step}"
+
     def __init__(self, nodes: Nodes, device: torch.device):
+        super().__init__()
         self.nodes, self.device, self.store = nodes, device, Store(nodes.home)
         self.slots: list[SnapshotSlot] = []
-        self.saving: Saving | None = None
-        self.thread = threading.Thread()
+        self.filling: SnapshotSlot | None = None  # by the snapshot under way
+        self.refused: OSError | None = None  # why there is no slot for it
         self.count = 0  # of snapshots begun: all ranks count the same
         self.taken: list[Path] = []  # those of this start, the newest last
 
@@ -186,36 +92,15 @@ class SnapshotWriter:
     ) -> torch.cuda.Event | None:
         """Collective. An earlier one must be finished."""
         assert self.saving is None
-        slot, problem, snapshot = None, "", Snapshot({}, self.device, after)
+        self.filling, self.refused, snapshot = None, None, Snapshot({}, self.device, after)
         try:
-            slot = self._slot(pieces) if pieces else None
-            snapshot = slot.staging.take(pieces, after) if slot else snapshot
+            if pieces:
+                self.filling = self._slot(pieces)
+                snapshot = self.filling.staging.take(pieces, after)
         except OSError as error:
-            problem = _why(error)
-        self.saving, self.count = Saving(manifest), self.count + 1
-        arguments = (self.saving, snapshot, slot, problem)
-        self.thread = threading.Thread(target=self._write, args=arguments, name="memory", daemon=True)
-        self.thread.start()
-        return snapshot.copied
-
-    @property
-    def ended(self) -> bool:
-        return not self.thread.is_alive()
-
-    def finish(self) -> str | None:
-        """Wait for the one under way; all ranks get the same: why it was not taken, if it was not."""
-        if self.saving is None:
-            return None
-        self.thread.join()
-        saving, self.saving = self.saving, None
-        if saving.error is None:
-            return None
-        if isinstance(saving.error, TrainingError):
-            raise saving.error
-        said = f"no snapshot was taken into memory after step {saving.manifest.step}: {saving.error}"
-        if not isinstance(saving.error, NotSaved):
-            raise TrainingError(said) from saving.error
-        return said
+            self.refused = error
+        self.count += 1
+        return self._begin(manifest, snapshot, self._write)
 
     def forget(self, step: int | None = None) -> None:
         """Collective: no snapshot after a step counts any more; without one, none at all, and all memory is given
@@ -225,9 +110,9 @@ class SnapshotWriter:
                 shutil.rmtree(self.nodes.home, ignore_errors=True)
             return
         if self.nodes.first:
-            for one in self.store.complete():
-                if one.step > step:
-                    (self.nodes.home / one.path.name / MANIFEST).unlink(missing_ok=True)
+            for snapshot in self.store.complete():
+                if snapshot.step > step:
+                    (self.nodes.home / snapshot.path.name / MANIFEST).unlink(missing_ok=True)
         self.nodes.control.all_gather_values(None, None)
         self._free([path for path in self.taken if (path / MANIFEST).exists()])
 
@@ -242,23 +127,15 @@ class SnapshotWriter:
         self.slots.append(SnapshotSlot(spare, f"rank-{self.nodes.rank}.tensors", memory, staging))
         return self.slots[-1]
 
-    def _write(self, saving: Saving, snapshot: Snapshot, slot: SnapshotSlot | None, problem: str) -> None:
-        """In the background."""
-        step = saving.manifest.step
-        heartbeat.enter(f"the snapshot of step {step}")
-        path = self.nodes.home / f"step-{step:08d}.{self.nodes.start + self.count}"
-        try:
-            snapshot.arrive()
-            self._save(path, saving.manifest, snapshot, slot, problem)
-        except BaseException as error:
-            saving.error = error
-            if slot is not None:
-                slot.leave()
-        else:
-            self.taken.append(path)
-            self._free(self.taken[-KEPT:])
-        finally:
-            heartbeat.enter("")
+    def _path(self, step: int) -> Path:
+        """Of the snapshot under way."""
+        return self.nodes.home / f"step-{step:08d}.{self.nodes.start + self.count}"
+
+    def _after(self, saving: Saving) -> None:
+        if saving.error is None:
+            self._free([*self.taken, self._path(saving.manifest.step)][-KEPT:])
+        elif self.filling is not None:
+            self.filling.leave()
 
     def _free(self, kept: list[Path]) -> None:
         self.taken = kept
@@ -266,53 +143,36 @@ class SnapshotWriter:
             if slot.inside not in kept:
                 slot.leave()
 
-    def _save(
-        self, path: Path, manifest: Manifest, snapshot: Snapshot, slot: SnapshotSlot | None, problem: str
-    ) -> None:
-        control, tables, said = self.nodes.control, [b"", b""], ""
-        mine = (
-            self._own(path, snapshot, slot)
-            if not problem
-            else WrittenPart(problem=f"rank {self.nodes.rank}: {problem}")
-        )
-        parts = control.gather_values(mine, WrittenPart)
-        if control.rank == 0:
-            said = next((part.problem for part in parts if part.problem), "")
-            try:
-                tables = _tables(manifest, [part.written for part in parts]) if not said else tables
-            except Exception as error:
-                said = _why(error)
-        if said := control.broadcast_value(said, str):
-            raise NotSaved(said)
-        if self.nodes.group is not None:
-            own = tables
-            tables = agreed(control, lambda: self.nodes.broadcast(own, 0))
-            self._copy(path, msgspec.json.decode(tables[1], type=Manifest), slot)
-        agreed(control, lambda: self._commit(path, tables, manifest.step) if self.nodes.first else None)
+    def _write(self, manifest: Manifest, pieces: Pieces) -> None:
+        control, nodes, path = self.nodes.control, self.nodes, self._path(manifest.step)
+        local = agreed(control, lambda: self._local(path, pieces))
+        written = control.gather_values(local, Written)
+        tables = agreed(control, lambda: _tables(manifest, written) if control.rank == 0 else [b"", b""])
+        if nodes.group is not None:
+            of_first = tables
+            tables = agreed(control, lambda: nodes.broadcast(of_first, 0))
+            self._copy(path, msgspec.json.decode(tables[1], type=Manifest))
+        agreed(control, lambda: self._commit(path, tables, manifest.step) if nodes.first else None)
 
-    def _own(self, path: Path, snapshot: Snapshot, slot: SnapshotSlot | None) -> WrittenPart:
-        if slot is None:
-            return WrittenPart()
-        try:
-            slot.enter(path)
-            tensors = {}
-            for name, start in starts(snapshot.pieces).items():
-                piece = snapshot.pieces[name]
-                chunk = Chunk(tuple(side.start for side in piece.box), piece.sizes, slot.name, start, piece.nbytes)
-                tensors[name] = Stored(tuple(piece.shape), dtype_name(piece.dtype), (chunk,))
-            whole = memoryview(slot.memory)
+    def _local(self, path: Path, pieces: Pieces) -> Written:
+        """This rank's file, in its place, and its sum."""
+        if self.refused is not None:
+            raise self.refused
+        if (slot := self.filling) is None:
+            return Written([], {})
+        slot.enter(path)
+        data, begins = memoryview(slot.memory), starts(pieces)
 
-            def read(start: int, size: int) -> memoryview:
-                heartbeat.beat()
-                return whole[start : start + size]
+        def read(start: int, size: int) -> memoryview:
+            heartbeat.beat()
+            return data[start : start + size]
 
-            parts = segments((start, snapshot.pieces[name].nbytes) for name, start in starts(snapshot.pieces).items())
-            sums = side_by_side(lambda part: segment_sum(part, read), parts, for_files())
-            return WrittenPart(Written([File(slot.name, len(whole), total(sums))], tensors))
-        except Exception as error:  # the others wait to hear of it
-            return WrittenPart(problem=f"rank {self.nodes.rank}: {_why(error)}")
+        parts = segments((start, pieces[name].nbytes) for name, start in begins.items())
+        sums = side_by_side(lambda part: segment_sum(part, read), parts, for_files())
+        tensors = {name: pieces[name].stored(slot.name, start) for name, start in begins.items()}
+        return Written([File(slot.name, len(data), total(sums))], tensors)
 
-    def _copy(self, path: Path, manifest: Manifest, slot: SnapshotSlot | None) -> None:
+    def _copy(self, path: Path, manifest: Manifest) -> None:
         """Collective: this rank's file to a rank of the next node, and those that others have for this one."""
         nodes, sizes = self.nodes, {file.name: file.bytes for file in manifest.files}
         sources = {rank: f"rank-{rank}.tensors" for rank, to in nodes.to.items() if to == nodes.rank}
@@ -323,7 +183,7 @@ class SnapshotWriter:
         )
 
         def exchange() -> None:
-            works = nodes.send(tensor_of(slot.memory), nodes.to[nodes.rank]) if slot is not None else []
+            works = nodes.send(tensor_of(self.filling.memory), nodes.to[nodes.rank]) if self.filling is not None else []
             for rank, memory in rooms.items():
                 works += nodes.receive(tensor_of(memory), rank)
             wait(works)
@@ -342,19 +202,13 @@ class SnapshotWriter:
             if old != path:
                 self.store.storage.delete(old)
         half.rename(path / MANIFEST)
-        for one in sorted(self.store.complete(), key=lambda one: made_at(one.path.name))[:-KEPT]:
-            os.unlink(self.nodes.home / one.path.name / MANIFEST)
+        for old in sorted(self.store.complete(), key=lambda snapshot: made_at(snapshot.path.name))[:-KEPT]:
+            os.unlink(self.nodes.home / old.path.name / MANIFEST)
 
 
 def _tables(manifest: Manifest, written: list[Written]) -> list[bytes]:
     """What lies where, and the manifest, as files."""
-    tensors = merged([one.tensors for one in written])
-    files = [file for one in written for file in one.files]
-    check(tensors, {file.name: file.bytes for file in files})
+    tensors, files = together(written)
     table = msgspec.json.encode(tensors)
     files.append(File(TABLE, len(table), hashlib.sha256(table).hexdigest()))
     return [table, msgspec.structs.replace(manifest, files=files).text()]
-
-
-def _why(error: Exception) -> str:
-    return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__

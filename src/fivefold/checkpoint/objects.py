@@ -70,16 +70,16 @@ class Objects:
         return bytes(content)
 
     def open(self, place: RemotePlace) -> "Download":
-        found = asked(lambda: self.driver.info(str(place)))
-        if found["type"] != "file":
+        entry = asked(lambda: self.driver.info(str(place)))
+        if entry["type"] != "file":
             raise OSError(errno.ENOENT, "there is no such object")
-        return Download(self.driver, str(place), int(found["size"]))
+        return Download(self.driver, str(place), int(entry["size"]))
 
     def sizes(self, folder: RemotePlace, names: Iterable[str]) -> dict[str, int | OSError]:
         """By one listing, however many files there are."""
-        found = self._inside(folder)
+        entries = self._inside(folder)
         missing = FileNotFoundError(errno.ENOENT, "there is no such object")
-        return {name: int(found[name]["size"]) if name in found else missing for name in names}
+        return {name: int(entries[name]["size"]) if name in entries else missing for name in names}
 
     def exists(self, place: RemotePlace) -> bool:
         try:
@@ -91,18 +91,18 @@ class Objects:
         return bool(self._inside(folder))
 
     def folders(self, directory: RemotePlace) -> list[RemotePlace]:
-        found = self._inside(directory)
-        marks = {name.rpartition(".")[0]: name for name, entry in found.items() if entry["type"] == "file"}
-        return [directory / marks.get(name, name) for name, entry in found.items() if entry["type"] == "directory"]
+        entries = self._inside(directory)
+        marks = {name.rpartition(".")[0]: name for name, entry in entries.items() if entry["type"] == "file"}
+        return [directory / marks.get(name, name) for name, entry in entries.items() if entry["type"] == "directory"]
 
     def _inside(self, folder: RemotePlace) -> dict[str, dict[str, Any]]:
         """What lies directly in a folder, by name; nothing where there is none."""
         try:
-            found = asked(lambda: self.driver.ls(str(folder), detail=True))
+            entries = asked(lambda: self.driver.ls(str(folder), detail=True))
         except FileNotFoundError:
             return {}
         above = self.driver._strip_protocol(str(folder)).strip("/") + "/"
-        paths = [(entry["name"].strip("/"), entry) for entry in found]
+        paths = [(entry["name"].strip("/"), entry) for entry in entries]
         return {path[len(above) :]: entry for path, entry in paths if path.startswith(above)}
 
     def create(self, place: RemotePlace, progress: Progress) -> HashedFile:
@@ -156,10 +156,10 @@ class Download:
         self.ahead = b""
 
     def read(self, count: int, /) -> bytes:
-        found = bytearray(max(0, min(count, self.size - self.at)))
-        self.fill(memoryview(found), self.at)
-        self.at += len(found)
-        return bytes(found)
+        data = bytearray(max(0, min(count, self.size - self.at)))
+        self.fill(memoryview(data), self.at)
+        self.at += len(data)
+        return bytes(data)
 
     def fill(self, into: memoryview, start: int, progress: Progress = lambda _: None, /) -> None:
         done = 0
@@ -174,10 +174,10 @@ class Download:
 
     def _range(self, start: int, count: int) -> bytes:
         end = min(start + count, self.size)
-        found: bytes = asked(lambda: self.driver.cat_file(self.url, start=start, end=end)) if start < end else b""
-        if not found or len(found) != end - start:
+        data: bytes = asked(lambda: self.driver.cat_file(self.url, start=start, end=end)) if start < end else b""
+        if not data or len(data) != end - start:
             raise OSError(errno.ENOENT, "it is shorter than it was")
-        return found
+        return data
 
 
 class Upload(HashedFile):
@@ -220,12 +220,12 @@ class _Parts:
 
 def asked(call: Callable[[], T]) -> T:
     """What a driver answers, in time."""
-    found: list[T] = []
+    answers: list[T] = []
     errors: list[BaseException] = []
 
     def work() -> None:
         try:
-            found.append(call())
+            answers.append(call())
         except BaseException as error:
             errors.append(error)
 
@@ -238,9 +238,9 @@ def asked(call: Callable[[], T]) -> T:
         beat()  # it waits no longer than it may
     if errors:
         raise sentence(errors[0]) from None
-    if not found:
+    if not answers:
         raise TimeoutError(errno.ETIMEDOUT, f"the storage has not answered for {_PATIENCE:.0f} s")
-    return found[0]
+    return answers[0]
 
 
 def sentence(error: BaseException) -> OSError:

@@ -18,11 +18,11 @@ from typing import TypeVar
 import msgspec
 import torch
 
-from fivefold.checkpoint.shards import Pieces, Shard, dtype_name, raw
+from fivefold.checkpoint.shards import Pieces, Shard, raw
 from fivefold.checkpoint.staging import Snapshot, Staging
 from fivefold.checkpoint.storage import storage_of
 from fivefold.checkpoint.store import VERSION, Manifest, Store
-from fivefold.checkpoint.tensors import TABLE, Chunk, Stored, Tensors, check, merged
+from fivefold.checkpoint.tensors import TABLE, Tensors, check, merged
 from fivefold.job.config import CheckpointConfig
 from fivefold.launch import faults, heartbeat
 from fivefold.launch.heartbeat import beat
@@ -57,7 +57,7 @@ def write_pieces(directory: Place, rank: int, pieces: Pieces, threads: int = 1) 
     numbers = [f".{number}" for number in range(len(parts))] if len(parts) > 1 else [""]
     todo = [(directory / f"rank-{rank}{number}.tensors", part) for number, part in zip(numbers, parts, strict=False)]
     try:
-        written = side_by_side(lambda one: _write(*one), todo, threads)
+        written = side_by_side(lambda part: _write(*part), todo, threads)
     except OSError as error:
         raise OSError(_why(error, directory, total(pieces))) from None
     return Written([file for file, _ in written], merged([tensors for _, tensors in written]))
@@ -69,9 +69,8 @@ def _write(path: Place, pieces: Pieces) -> tuple[File, Tensors]:
         for name, piece in pieces.items():
             tensor = piece.make().detach().cpu().contiguous()
             assert (tuple(tensor.shape), tensor.dtype) == (piece.sizes, piece.dtype), name
-            chunk = Chunk(tuple(side.start for side in piece.box), piece.sizes, path.name, stream.tell(), piece.nbytes)
+            tensors[name] = piece.stored(path.name, stream.tell())
             stream.write(raw(tensor))
-            tensors[name] = Stored(tuple(piece.shape), dtype_name(piece.dtype), (chunk,))
         return stream.finish(), tensors
 
 
@@ -128,24 +127,39 @@ class Saving:
     kept: str = ""  # where there is an error: which checkpoint is the last good one
 
 
-class Saver:
-    def __init__(self, store: Store, control: Control, config: CheckpointConfig, device: torch.device):
-        self.store, self.control, self.config = store, control, config
+class BackgroundSaver:
+    """Saves in a thread, one at a time. What is to be saved is copied first, and then may change."""
+
+    what, failed = "", ""  # a save, and the sentence for one that was not written: "... step {step}"
+
+    def __init__(self) -> None:
         self.saving: Saving | None = None
         self.thread = threading.Thread()
-        self.staging = Staging(device)
 
-    def start(
-        self, pieces: Pieces, manifest: Manifest, after: torch.cuda.Event | None = None
+    def _begin(
+        self, manifest: Manifest, snapshot: Snapshot, write: Callable[[Manifest, Pieces], object]
     ) -> torch.cuda.Event | None:
-        """Collective. Takes the snapshot. An earlier save must be finished: one at most is under way. `after`: another
-        copy that is."""
-        assert self.saving is None
-        snapshot = self.staging.take(pieces, after)
         self.saving = Saving(manifest)
-        self.thread = threading.Thread(target=self._write, args=(self.saving, snapshot), name="checkpoint", daemon=True)
+        arguments = (self.saving, snapshot, write)
+        self.thread = threading.Thread(target=self._run, args=arguments, name=self.what, daemon=True)
         self.thread.start()
         return snapshot.copied
+
+    def _run(self, saving: Saving, snapshot: Snapshot, write: Callable[[Manifest, Pieces], object]) -> None:
+        """In the background."""
+        heartbeat.enter(f"the {self.what} of step {saving.manifest.step}")
+        try:
+            snapshot.arrive()
+            write(saving.manifest, snapshot.pieces)
+        except BaseException as error:
+            saving.error = error
+        finally:
+            heartbeat.enter("")
+        self._after(saving)
+
+    def _after(self, saving: Saving) -> None:
+        """In the background, when it is written or has failed."""
+        raise NotImplementedError
 
     @property
     def ended(self) -> bool:
@@ -163,31 +177,46 @@ class Saver:
         saving, self.saving = self.saving, None
         if saving.error is None:
             return None
-        said = f"the checkpoint of step {saving.manifest.step} was not written: {saving.error}; {saving.kept}"
         if isinstance(saving.error, TrainingError):
             raise saving.error
+        said = f"{self.failed.format(step=saving.manifest.step)}: {saving.error}"
+        said += f"; {saving.kept}" if saving.kept else ""
         if not isinstance(saving.error, NotSaved):
             raise TrainingError(said) from saving.error
         return said
 
-    def _write(self, saving: Saving, snapshot: Snapshot) -> None:
-        """In the background."""
-        heartbeat.enter(f"the checkpoint of step {saving.manifest.step}")
-        try:
-            snapshot.arrive()
-            write(self.store, self.control, snapshot.pieces, saving.manifest)
-        except BaseException as error:
-            saving.error, saving.kept = error, self._kept()
-            return
-        finally:
-            heartbeat.enter("")
-        if self.control.rank == 0:
+
+class Saver(BackgroundSaver):
+    """Of checkpoints."""
+
+    what, failed = "checkpoint", "the checkpoint of step {step} was not written"
+
+    def __init__(self, store: Store, control: Control, config: CheckpointConfig, device: torch.device):
+        super().__init__()
+        self.store, self.control, self.config = store, control, config
+        self.staging = Staging(device)
+
+    def start(
+        self, pieces: Pieces, manifest: Manifest, after: torch.cuda.Event | None = None
+    ) -> torch.cuda.Event | None:
+        """Collective. Takes the snapshot. An earlier save must be finished: one at most is under way. `after`: another
+        copy that is."""
+        assert self.saving is None
+        return self._begin(manifest, self.staging.take(pieces, after), self._write)
+
+    def _write(self, manifest: Manifest, pieces: Pieces) -> None:
+        write(self.store, self.control, pieces, manifest)
+
+    def _after(self, saving: Saving) -> None:
+        if saving.error is not None:
+            saving.kept = self._kept()
+        elif self.control.rank == 0:
             with suppress(OSError):  # what cannot be deleted now is tried again after the next save
                 self.store.retain(self.config.keep, self.config.keep_every)
 
     def _kept(self) -> str:
         try:
-            last = next((one for one in self.store.complete() if not one.misfits()), None)
+            last = next((checkpoint for checkpoint in self.store.complete() if not checkpoint.misfits()), None)
         except OSError as error:
             return f"{self.store.directory} cannot be listed: {error.strerror}"
         return f"the last good one is {last.path.name}" if last else "there is none before it"
@@ -199,8 +228,8 @@ def write(store: Store, control: Control, pieces: Pieces, manifest: Manifest) ->
     name = agreed(control, lambda: _room(store, manifest.step, needed).name if first else "")
     path = store.directory / control.broadcast_value(name, str)
     with _complete_or_gone(store, path) if first else nullcontext():
-        mine = agreed(control, lambda: _written(path, control.rank, pieces, manifest.step))
-        written = control.gather_values(mine, Written)
+        local = agreed(control, lambda: _written(path, control.rank, pieces, manifest.step))
+        written = control.gather_values(local, Written)
         agreed(control, lambda: _commit(store, path, manifest, written) if first else None)
     return path
 
@@ -210,10 +239,16 @@ def _written(path: Place, rank: int, pieces: Pieces, step: int) -> Written:
     return write_pieces(path, rank, pieces, for_files())
 
 
+def together(written: list[Written]) -> tuple[Tensors, list[File]]:
+    """What all ranks have written, checked before it counts: every element lies there once."""
+    tensors = merged([part.tensors for part in written])
+    files = [file for part in written for file in part.files]
+    check(tensors, {file.name: file.bytes for file in files})
+    return tensors, files
+
+
 def _commit(store: Store, path: Place, manifest: Manifest, written: list[Written]) -> None:
-    tensors = merged([one.tensors for one in written])
-    files = [file for one in written for file in one.files]
-    check(tensors, {file.name: file.bytes for file in files})  # before it counts: every element once
+    tensors, files = together(written)
     with store.storage.create(path / TABLE, heartbeat.beat) as table:
         table.write(msgspec.json.encode(tensors))
         files.append(table.finish())
@@ -264,8 +299,8 @@ def agreed(control: Control, do: Callable[[], T]) -> T:
         done = do()
     except Exception as error:
         who = f"rank {control.rank}: " if control.size > 1 else ""
-        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        problem = f"{who}{why or type(error).__name__}"
+        why = error.strerror if isinstance(error, OSError) else None
+        problem = f"{who}{why or str(error) or type(error).__name__}"
     if why := next(filter(None, control.all_gather_values(problem, str)), ""):
         raise NotSaved(why)
     return done

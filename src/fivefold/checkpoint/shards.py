@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fivefold.checkpoint.store import Checkpoint, Manifest
-from fivefold.checkpoint.tensors import MODEL, model_key
+from fivefold.checkpoint.tensors import MODEL, Chunk, Stored, model_key
 from fivefold.layout.sharding import Box
 from fivefold.optim import OPTIMIZERS
 from fivefold.parallel.optimizer import Optimizer
@@ -42,6 +42,11 @@ class Shard:
     def nbytes(self) -> int:
         return math.prod(self.sizes) * self.dtype.itemsize
 
+    def stored(self, file: str, start: int) -> Stored:
+        """Of this box alone, if its numbers lie in `file` from byte `start` on."""
+        chunk = Chunk(tuple(side.start for side in self.box), self.sizes, file, start, self.nbytes)
+        return Stored(tuple(self.shape), dtype_name(self.dtype), (chunk,))
+
 
 Pieces = Mapping[str, Shard]
 
@@ -62,7 +67,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 Shapes = Mapping[str, tuple[int, ...]]  # of every parameter of the model
-Buffers = Mapping[str, Tensor]  # of this rank's stages, each whole
+Buffers = Mapping[str, Tensor]  # of this rank's stages, each in full
 
 
 def optimizer_of(manifest: Manifest) -> str:
@@ -80,7 +85,7 @@ def held(
     weights: Weights, shapes: Shapes, optimizer: Optimizer | None, buffers: Buffers | None = None
 ) -> dict[str, Shard]:
     """All that this rank holds; the pieces share its memory."""
-    return _pieces(weights.masters, weights, shapes, optimizer) | _whole(buffers or {})
+    return _pieces(weights.masters, weights, shapes, optimizer) | _full(buffers or {})
 
 
 def stored_buffers(buffers: Buffers, checkpoint: Checkpoint) -> Buffers:
@@ -90,24 +95,24 @@ def stored_buffers(buffers: Buffers, checkpoint: Checkpoint) -> Buffers:
 
 def written(weights: Weights, shapes: Shapes, optimizer: Optimizer, buffers: Buffers) -> dict[str, Shard]:
     """The part of it that this rank writes: of equal copies the ranks take turns, tensor by tensor."""
-    mine = []
+    names = []
     for number, name in enumerate(shapes):
         if name in weights.masters:
             copy, copies = weights.copies(name)
-            mine += [name] if number % copies == copy else []
+            names += [name] if number % copies == copy else []
     first = weights.mesh.layout.position("stage", weights.mesh.world.rank) == 0  # of the ranks with these layers
-    return _pieces(mine, weights, shapes, optimizer) | _whole(buffers if first else {})
+    return _pieces(names, weights, shapes, optimizer) | _full(buffers if first else {})
 
 
-def _whole(buffers: Buffers) -> dict[str, Shard]:
+def _full(buffers: Buffers) -> dict[str, Shard]:
     return {model_key(name): Shard.whole(buffer) for name, buffer in buffers.items()}
 
 
 def _pieces(names: Iterable[str], weights: Weights, shapes: Shapes, optimizer: Optimizer | None) -> dict[str, Shard]:
-    found = {}
+    pieces = {}
     for name in names:
         states = optimizer.kept[name] if optimizer is not None else {}
         for kind, tensor in ({MODEL: weights.masters[name].detach()} | states).items():
             if tensor.numel():
-                found[f"{kind}.{name}"] = Shard.of(tensor, shapes[name], weights.block(name))
-    return found
+                pieces[f"{kind}.{name}"] = Shard.of(tensor, shapes[name], weights.block(name))
+    return pieces

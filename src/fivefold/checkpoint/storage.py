@@ -140,10 +140,10 @@ class Directories:
 
 def _size(place: Path) -> int | OSError:
     try:
-        found = place.lstat()
+        status = place.lstat()
     except OSError as error:
         return error
-    return found.st_size if stat.S_ISREG(found.st_mode) else OSError(errno.EINVAL, "no regular file")
+    return status.st_size if stat.S_ISREG(status.st_mode) else OSError(errno.EINVAL, "no regular file")
 
 
 _DIRECTORIES = Directories()

@@ -106,10 +106,10 @@ class Checkpoint:
             table = msgspec.json.decode(self._bytes(MANIFEST, _LONGEST))
             if not isinstance(table, dict) or _seal(table) != table.get("seal"):
                 raise ValueError("its numbers are not those that it was sealed with")
-            if type(found := table.get("version")) is int and found != VERSION:
+            if type(stated := table.get("version")) is int and stated != VERSION:
                 old = "; an earlier release reads both, and its `fivefold checkpoint reshard` writes version 2"
-                said = f"{self.path} has version {found} of the format, and this release reads version {VERSION}"
-                raise UserError(said + (old if found < VERSION else ""))
+                said = f"{self.path} has version {stated} of the format, and this release reads version {VERSION}"
+                raise UserError(said + (old if stated < VERSION else ""))
             manifest = msgspec.convert(table, Manifest)
             names = [file.name for file in manifest.files]
             if strange := [name for name in names if not plain_name(name)]:
@@ -164,22 +164,22 @@ class Checkpoint:
         except OSError as error:
             raise UserError(f"{self.path} cannot be looked at: {error.strerror}") from None
 
-    def _misfit(self, file: File, found: int | OSError) -> str | None:
+    def _misfit(self, file: File, size: int | OSError) -> str | None:
         place = self.path / file.name
-        if isinstance(found, FileNotFoundError):
+        if isinstance(size, FileNotFoundError):
             return f"{place} is missing: the manifest promises {file.bytes} bytes"
-        if isinstance(found, OSError):
-            return f"{place} {'is' if found.errno == errno.EINVAL else 'cannot be looked at:'} {found.strerror}"
-        word = "short" if found < file.bytes else "too long"
-        said = f"{place} is {word}: {found} bytes, and the manifest promises {file.bytes}"
-        return None if found == file.bytes else said
+        if isinstance(size, OSError):
+            return f"{place} {'is' if size.errno == errno.EINVAL else 'cannot be looked at:'} {size.strerror}"
+        word = "short" if size < file.bytes else "too long"
+        said = f"{place} is {word}: {size} bytes, and the manifest promises {file.bytes}"
+        return None if size == file.bytes else said
 
     def damage(self, files: Iterable[File] | None = None, progress: Progress | None = None) -> list[str]:
         """What is wrong with some of its files (all), every byte read. UserError where one cannot be opened."""
         chosen = self.manifest.files if files is None else list(files)
         sizes = self._sizes(chosen)
-        found = side_by_side(lambda file: self._damage(file, sizes[file.name], progress), chosen, for_files())
-        return list(dict.fromkeys(problem for problem in found if problem))  # a bad table is one for all its files
+        problems = side_by_side(lambda file: self._damage(file, sizes[file.name], progress), chosen, for_files())
+        return list(dict.fromkeys(problem for problem in problems if problem))  # a bad table is one for all its files
 
     def _damage(self, file: File, size: int | OSError, progress: Progress | None) -> str | None:
         place = self.path / file.name
@@ -187,8 +187,8 @@ class Checkpoint:
             if misfit := self._misfit(file, size):
                 return misfit
             with self.storage.open(place) as stream:
-                if (found := self._sum(file, stream, progress)) != file.sha256:
-                    return altered(place, found, file)
+                if (digest := self._sum(file, stream, progress)) != file.sha256:
+                    return altered(place, digest, file)
                 if file.name == TABLE:
                     _ = self.tensors  # Damaged, if it is not what it should be
         except Damaged as error:
@@ -213,10 +213,10 @@ class Checkpoint:
         return sum_of(extents(self.tensors, file.name), read)
 
 
-def altered(place: Place, found: str, file: File) -> str:
+def altered(place: Place, digest: str, file: File) -> str:
     """The sentence for a file whose sum is not the one that was promised."""
     promised = file.sha256.rpartition(":")[2][:16]
-    return f"{place} is damaged: its {short(found)}, and the manifest promises {promised}..."
+    return f"{place} is damaged: its {short(digest)}, and the manifest promises {promised}..."
 
 
 class Store:
@@ -231,16 +231,16 @@ class Store:
 
     def complete(self) -> list[Checkpoint]:
         """Those whose manifest is in place, the newest first; what their files hold is not looked at."""
-        found = [path for path in self._named() if self._has_manifest(path)]
-        return [Checkpoint(path) for path in sorted(found, key=_parts, reverse=True)]
+        paths = [path for path in self._named() if self._has_manifest(path)]
+        return [Checkpoint(path) for path in sorted(paths, key=_parts, reverse=True)]
 
     def incomplete(self) -> list[Place]:
         return [path for path in self._named() if not self._has_manifest(path)]
 
     def aside(self) -> list[Place]:
         """Set aside earlier."""
-        found = (path for path in self.storage.folders(self.directory) if _ASIDE.search(path.name))
-        return sorted(found, key=lambda path: path.name)
+        paths = (path for path in self.storage.folders(self.directory) if _ASIDE.search(path.name))
+        return sorted(paths, key=lambda path: path.name)
 
     def _named(self) -> list[Place]:
         return [path for path in self.storage.folders(self.directory) if _NAME.fullmatch(path.name)]
@@ -279,7 +279,7 @@ class Store:
             number += 1
         to = path.with_name(name)
         self.storage.rename(path, to)
-        self.storage.point(self.directory, next((one.path.name for one in self.complete()), None))
+        self.storage.point(self.directory, next((checkpoint.path.name for checkpoint in self.complete()), None))
         return to
 
     def retain(self, keep: int, every: int) -> list[Place]:
@@ -289,15 +289,15 @@ class Store:
         Half saves go too, but for the newest that was set aside. Nothing may be under way.
         """
         self.prune()
-        good = [one for one in self.complete() if not one.misfits()]
-        old = [one.path for one in good[keep:] if one.step and not (every and one.step % every == 0)]
+        good = [save for save in self.complete() if not save.misfits()]
+        old = [save.path for save in good[keep:] if save.step and not (every and save.step % every == 0)]
         self._delete([*self.incomplete(), *old])
         return old
 
     def undo(self, step: int) -> None:
         """Delete those of later steps than this one: the run has gone back to it, and they are not its own any more."""
-        self._delete([one.path for one in self.complete() if one.step > step])
-        self.storage.point(self.directory, next((one.path.name for one in self.complete()), None))
+        self._delete([checkpoint.path for checkpoint in self.complete() if checkpoint.step > step])
+        self.storage.point(self.directory, next((checkpoint.path.name for checkpoint in self.complete()), None))
 
     def _delete(self, paths: list[Place]) -> None:
         for path in paths:

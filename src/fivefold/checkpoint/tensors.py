@@ -100,7 +100,7 @@ def _disjoint(chunks: tuple[Chunk, ...], dims: int) -> bool:
     if len(chunks) == 1:
         return True
     sides = [{(chunk.offsets[dim], chunk.sizes[dim]) for chunk in chunks} for dim in range(dims)]
-    cut = [dim for dim, found in enumerate(sides) if len(found) > 1]
+    cut = [dim for dim, distinct in enumerate(sides) if len(distinct) > 1]
     if len(cut) == 1:  # one after the other in one dimension, as most are
         ranges = sorted((chunk.offsets[cut[0]], chunk.sizes[cut[0]]) for chunk in chunks)
         return all(first + size <= after for (first, size), (after, _) in pairwise(ranges))
@@ -155,10 +155,10 @@ class SegmentSums:
     def add(self, start: int, data: memoryview) -> None:
         """The bytes of a piece, which begins with this byte of the file. Whatever lies so many bytes behind another is
         so many columns behind it."""
-        whole = np.frombuffer(data, np.uint8)
-        if odd := len(whole) % _WORD.itemsize:
-            whole = np.pad(whole, (0, _WORD.itemsize - odd))
-        words, (plain, weighted) = whole.view(_WORD), self.sums
+        octets = np.frombuffer(data, np.uint8)
+        if odd := len(octets) % _WORD.itemsize:
+            octets = np.pad(octets, (0, _WORD.itemsize - odd))
+        words, (plain, weighted) = octets.view(_WORD), self.sums
         column = start // _WORD.itemsize % _WIDTH
         first, words = words[: _WIDTH - column], words[_WIDTH - column :]
         plain[column : column + len(first)] += first
@@ -182,16 +182,16 @@ def extents(tensors: Tensors, file: str) -> list[Extent]:
 
 def segments(chunks: Iterable[Extent]) -> list[list[Extent]]:
     """The pieces in which chunks are read, and which of them are summed together."""
-    found: list[list[Extent]] = []
+    groups: list[list[Extent]] = []
     held = _SEGMENT
     for start, size in chunks:
         for first in range(0, size, _PIECE):
             if held >= _SEGMENT:
-                found.append([])
+                groups.append([])
                 held = 0
-            found[-1].append((start + first, min(_PIECE, size - first)))
-            held += found[-1][-1][1]
-    return found
+            groups[-1].append((start + first, min(_PIECE, size - first)))
+            held += groups[-1][-1][1]
+    return groups
 
 
 def segment_sum(pieces: Sequence[Extent], read: Callable[[int, int], memoryview]) -> bytes:
@@ -212,7 +212,7 @@ def sum_of(chunks: Iterable[Extent], read: Callable[[int, int], memoryview]) -> 
     return total(segment_sum(pieces, read) for pieces in segments(chunks))
 
 
-def short(found: str) -> str:
+def short(digest: str) -> str:
     """For people: which kind, and how it begins."""
-    kind, _, digits = found.rpartition(":")
+    kind, _, digits = digest.rpartition(":")
     return f"{f'sum ({kind})' if kind else 'sha256'} is {digits[:16]}..."

@@ -108,8 +108,9 @@ class _LanePainter:
 
     def flights(self, rank: RankTrace) -> Iterator[Event]:
         for place, axis in enumerate(self.summary.axes):
-            mine = sorted((flight for flight in rank.flights if flight.axis == axis), key=lambda flight: flight.start)
-            for thread, flights in enumerate(_apart(mine), start=AXES + place * _PER_AXIS):
+            of_axis = [flight for flight in rank.flights if flight.axis == axis]
+            ordered = sorted(of_axis, key=lambda flight: flight.start)
+            for thread, flights in enumerate(_apart(ordered), start=AXES + place * _PER_AXIS):
                 yield from _lane(rank, thread, axis)
                 for flight in flights:
                     args: dict[str, Any] = {"axis": axis, "kind": flight.kind, "bytes": flight.payload}
@@ -182,14 +183,14 @@ def _apart(spans: Sequence[T]) -> list[list[T]]:
 
 def _one_by_one(simulation: Simulation, place: int) -> list[BusySpan]:
     """A rank's spans. A joined pair covers one time twice; here its F ends where its B starts, at its share of it."""
-    found: list[BusySpan] = []
+    spans: list[BusySpan] = []
     for span in simulation.timeline[place]:
-        if found and found[-1].action.joined:
-            forward, backward = simulation.costs.f[found[-1].action.stage], simulation.costs.b[span.action.stage]
+        if spans and spans[-1].action.joined:
+            forward, backward = simulation.costs.f[spans[-1].action.stage], simulation.costs.b[span.action.stage]
             middle = span.start + (span.end - span.start) * forward / ((forward + backward) or 1.0)
-            found[-1], span = found[-1]._replace(end=middle), span._replace(start=middle)
-        found.append(span)
-    return found
+            spans[-1], span = spans[-1]._replace(end=middle), span._replace(start=middle)
+        spans.append(span)
+    return spans
 
 
 # ---- lanes ----------------------------------------------------------------------------------------------------------
@@ -233,22 +234,22 @@ def lanes(path: Path, step: int | None = None) -> dict[str, Any]:
     first, last = windows[chosen]
     later = next((start for start in starts if start > first), float("inf"))
     numbers = sorted({event.pid for event in file.traceEvents})
-    mine: dict[int, list[_Event]] = {number: [] for number in numbers[:RANKS]}
+    by_rank: dict[int, list[_Event]] = {number: [] for number in numbers[:RANKS]}
     slices = 0
     for event in file.traceEvents:
         drawn = _drawn(event, first, later)
-        slices += drawn and event.pid in mine
-        if event.pid in mine and (event.ph == "M" or (drawn and slices <= SLICES)):
-            mine[event.pid].append(event)
-    found = {
+        slices += drawn and event.pid in by_rank
+        if event.pid in by_rank and (event.ph == "M" or (drawn and slices <= SLICES)):
+            by_rank[event.pid].append(event)
+    view = {
         "steps": list(windows),
         "step": chosen,
         "microseconds": last - first,
-        "ranks": [_rank(events, number, first) for number, events in mine.items()],
+        "ranks": [_rank(events, number, first) for number, events in by_rank.items()],
         "left_out": max(0, len(numbers) - RANKS),
         "slices_left_out": max(0, slices - SLICES),
     }
-    return found | {name: file.otherData.get(name) for name in ("layout", "schedule", "summary")}
+    return view | {name: file.otherData.get(name) for name in ("layout", "schedule", "summary")}
 
 
 def _read(path: Path) -> _File:
@@ -264,13 +265,13 @@ def _read(path: Path) -> _File:
 
 def _windows(file: _File) -> dict[int, tuple[float, float]]:
     """By step: from the first start on any rank to the last end."""
-    found: dict[int, tuple[float, float]] = {}
+    windows: dict[int, tuple[float, float]] = {}
     for event in file.traceEvents:
         number = event.name.removeprefix("step ")
         if event.tid == STEPS and event.ph == "X" and number.isdecimal() and len(number) <= _DIGITS:
-            start, end = found.get(int(number), (event.ts, event.ts))
-            found[int(number)] = min(start, event.ts), max(end, event.ts + event.dur)
-    return dict(sorted(found.items()))
+            start, end = windows.get(int(number), (event.ts, event.ts))
+            windows[int(number)] = min(start, event.ts), max(end, event.ts + event.dur)
+    return dict(sorted(windows.items()))
 
 
 def _drawn(event: _Event, first: float, later: float) -> bool:

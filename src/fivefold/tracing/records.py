@@ -95,10 +95,10 @@ class Trace:
     @cached_property
     def lines(self) -> list[list[RankTrace]]:
         """The ranks of each pipeline, in its order."""
-        found: dict[int, list[RankTrace]] = defaultdict(list)
+        lines: dict[int, list[RankTrace]] = defaultdict(list)
         for rank in sorted(self.ranks, key=lambda rank: rank.place):
-            found[rank.line].append(rank)
-        return [found[line] for line in sorted(found)]
+            lines[rank.line].append(rank)
+        return [lines[line] for line in sorted(lines)]
 
     @property
     def steps(self) -> int:

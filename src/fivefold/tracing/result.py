@@ -64,7 +64,7 @@ class TraceResult(Result):
             both = [f"{_ms(time.exposed.get(axis, 0.0))} / {_ms(time.hidden.get(axis, 0.0))}" for axis in axes]
             return [*both, *([_ms(time.wait)] if piped else [])]
 
-        below = ["calls", *(f"{one:g}" for one in calls)], ["payload", *map(bytes_text, payload)]
+        below = ["calls", *(f"{count:g}" for count in calls)], ["payload", *map(bytes_text, payload)]
         return self._by_rank((*axes, "wait") if piped else axes, cells, *below)
 
     def _by_rank(self, heads: Sequence[str], cells: Callable[[TracedTime, Bubble], list[str]], *below: Row) -> Table:

@@ -73,12 +73,12 @@ class TraceSummary:
     @cached_property
     def by_rank(self) -> list[TracedTime]:
         """By rank, the mean over the traced steps."""
-        found = []
+        means = []
         for rank in self.trace.ranks:
             line = self.trace.lines[self.line_of[rank.rank]]
             runs = [self.trace.run(line, step) for step in range(len(rank.steps))]
-            found.append(TracedTime.mean([_parts(rank, *step) for step in zip(rank.steps, runs, strict=True)]))
-        return found
+            means.append(TracedTime.mean([_parts(rank, *step) for step in zip(rank.steps, runs, strict=True)]))
+        return means
 
     @cached_property
     def total(self) -> TracedTime:
@@ -94,9 +94,9 @@ class TraceSummary:
     def parts(self) -> dict[str, float]:
         """Seconds of a step for parts of actions, the mean over ranks: dispatch and combine, waits included."""
         runs = self.trace.steps * len(self.trace.ranks)
-        every = [part for rank in self.trace.ranks for part in rank.parts]
-        names = dict.fromkeys(part.name for part in every)
-        return {name: sum(part.end - part.start for part in every if part.name == name) / runs for name in names}
+        spans = [part for rank in self.trace.ranks for part in rank.parts]
+        names = dict.fromkeys(part.name for part in spans)
+        return {name: sum(part.end - part.start for part in spans if part.name == name) / runs for name in names}
 
     # ---- bubbles -------------------------------------------------------------------------------------------------
 
@@ -160,11 +160,11 @@ def _parts(rank: RankTrace, window: StepWindow, pipeline: StepWindow) -> TracedT
     lengths = np.diff(cuts)
 
     def during(spans: Iterable[Timed]) -> Moments:
-        found = np.zeros(len(lengths), bool)
+        mask = np.zeros(len(lengths), bool)
         for span in spans:
             first, last = np.searchsorted(cuts, (span.start, span.end))
-            found[first:last] = True
-        return found
+            mask[first:last] = True
+        return mask
 
     def seconds(moments: Moments) -> float:
         return float(lengths[moments].sum())

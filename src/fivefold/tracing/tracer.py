@@ -108,8 +108,8 @@ class Timer(TrafficCounter):
     def landed(self, end: float) -> list[Flight]:
         """All flights; those that nobody has waited for yet end at `end`."""
         return [
-            Flight(one.axis, one.what, one.payload, one.start, max(one.start, one.land(end)), one.during)
-            for one in self.flights
+            Flight(sent.axis, sent.what, sent.payload, sent.start, max(sent.start, sent.land(end)), sent.during)
+            for sent in self.flights
         ]
 
 
@@ -301,7 +301,7 @@ def against_rank_0(
         return 0.0, 0.0
     hosts = all_gather_values(host or socket.gethostname(), str, world.group)
     firsts = {name: hosts.index(name) for name in hosts}
-    mine, measured = (0.0, 0.0), [(0.0, 0.0)] * world.size
+    local, measured = (0.0, 0.0), [(0.0, 0.0)] * world.size
     ping = torch.zeros(1, dtype=torch.float64, device="cpu" if world.staged else mesh.device)
     for first in firsts.values():
         if world.rank == 0 and first:
@@ -318,7 +318,7 @@ def against_rank_0(
                 theirs, end = ping.item(), clock()
                 answers.append(((end - start) / 2, theirs - (start + end) / 2))
             error, offset = min(answers)
-            mine = offset, error
+            local = offset, error
     if len(firsts) > 1:
-        measured = all_gather_values(mine, tuple[float, float], world.group)
+        measured = all_gather_values(local, tuple[float, float], world.group)
     return measured[firsts[hosts[world.rank]]]

@@ -53,7 +53,7 @@ class Checkpoints:
         self.start, wanted = time.monotonic(), bool(self.trainer.job.checkpoint.memory_every)
         run = self.store.directory.parent
         self.memory.enter(self.trainer.mesh, run, wanted)
-        self.starts = self._starts(run) if self.control.rank == 0 and self.memory.memory is not None else []
+        self.starts = self._starts(run) if self.control.rank == 0 and self.memory.nodes is not None else []
         found = self.memory.find(self._counts)
         disk: int | None = self.control.broadcast_value(self._on_disk() if found else None, int | None)
         checkpoint = self._from_memory([one for one in found if one.step >= (disk or 0)], disk)
@@ -61,8 +61,8 @@ class Checkpoints:
             checkpoint = self._from_disk([one for one in found if one.step < (disk or 0)], disk)
         if checkpoint is None and self.trainer.job.run.weights:
             self._from_others(self.trainer.job.run.weights)
-        if self.control.rank == 0 and self.memory.memory is not None:
-            begin(run, self.starts, self.memory.memory.nodes.start, checkpoint.manifest.step if checkpoint else 0)
+        if self.control.rank == 0 and self.memory.nodes is not None:
+            begin(run, self.starts, self.memory.nodes.start, checkpoint.manifest.step if checkpoint else 0)
         self.seconds = time.monotonic() - self.start
         return checkpoint
 
@@ -72,8 +72,8 @@ class Checkpoints:
             return starts(run)
         except Damaged as error:
             self.say(f"{error}; snapshots in memory are left alone, and the newest checkpoint on disk is taken")
-            assert self.memory.memory is not None
-            return [Began(self.memory.memory.nodes.start, -1)]
+            assert self.memory.nodes is not None
+            return [Began(self.memory.nodes.start, -1)]
 
     def _from_memory(self, found: list[Candidate], disk: int | None) -> Checkpoint | None:
         kept = self.memory.load(found, self._wanted)

@@ -1,7 +1,7 @@
 """Make a process slower than the others, for benchmarks: it is stopped for a part of every few milliseconds.
 
     with slowed(1.5): ...                            # this process takes 1.5 times as long
-    python -m fivefold.bench.slow PID 2              # so does that one, until this is ended
+    python -m benchmarks.slow PID 2                  # so does that one, until this is ended
 
 SIGSTOP and SIGCONT need neither root nor a core of one's own, and any factor can be had. A period of milliseconds is
 far shorter than a pipeline stage's pass, so the process behaves as a slower device: every pass takes longer by the

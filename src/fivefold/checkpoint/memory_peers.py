@@ -1,0 +1,92 @@
+"""The exchange with peers: the nodes on which a run's ranks are, and what they send each other of snapshots in memory.
+
+Copies travel over a gloo group of their own. The step's collectives have other groups, so that neither waits for the
+other whoever comes first; the store at which ranks met would carry all of it through one process. Where all ranks are
+on one node there is no such group, and nothing is sent.
+"""
+
+from collections.abc import Iterable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fivefold.checkpoint.memory import copies, here, home, nodes_of
+from fivefold.launch.heartbeat import beat
+from fivefold.parallel.control import Control
+
+_PIECE = 1 << 26  # bytes of a message
+
+
+class Nodes:
+    """Where a run's ranks are. All of them make one together."""
+
+    def __init__(self, control: Control, run: str, start: int, *, make: bool):
+        """`start`: a number that is larger with every start of the run, and the same on all ranks."""
+        self.control, self.rank, self.run, self.start = control, control.rank, run, start
+        problem = ""
+        try:
+            self.home = home(run, make)
+        except FileNotFoundError:  # nothing has been kept here
+            self.home = Path(here()[1]) / run
+            problem = f"{self.home.parent} cannot be made" if make else ""
+        except OSError as error:
+            problem = error.strerror or str(error)
+        told = control.all_gather_values((*here(), problem), tuple[str, str, str])
+        self.nodes = nodes_of([(host, place) for host, place, _ in told])
+        self.node = next(number for number, ranks in enumerate(self.nodes) if self.rank in ranks)
+        self.first = self.rank == self.nodes[self.node][0]
+        self.problem = next((f"rank {rank}: {why}" for rank, (*_, why) in enumerate(told) if why), "")
+        self.to = copies(self.nodes)
+        self.group: Any = None
+        if len(self.nodes) > 1 and not self.problem:
+            self.problem = self._join()
+
+    def _join(self) -> str:
+        """Collective: the group of all ranks, or why there is none."""
+        why = ""
+        try:
+            self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.control.timeout))
+        except RuntimeError as error:
+            why = f"rank {self.rank} cannot reach the others over gloo: {str(error).splitlines()[0][:200]}"
+        return next(filter(None, self.control.all_gather_values(why, str)), "")
+
+    def broadcast(self, parts: list[bytes], source: int) -> list[bytes]:
+        """Collective: the parts that `source` has, on every rank."""
+        if self.group is None:
+            return parts
+        sizes = torch.tensor([len(part) for part in parts])
+        dist.broadcast(sizes, source, group=self.group)
+        data = _bytes(parts) if self.rank == source else torch.empty(int(sizes.sum()), dtype=torch.uint8)
+        dist.broadcast(data, source, group=self.group)
+        return [bytes(part.numpy()) for part in data.split(sizes.tolist())]
+
+    def all_to_all(self, parts: list[bytes]) -> list[bytes]:
+        """Collective: a part for each rank; those that the ranks had for this one."""
+        sent = torch.tensor([len(part) for part in parts])
+        sizes = torch.empty_like(sent)
+        dist.all_to_all_single(sizes, sent, group=self.group)
+        received = torch.empty(int(sizes.sum()), dtype=torch.uint8)
+        dist.all_to_all_single(received, _bytes(parts), sizes.tolist(), sent.tolist(), group=self.group)
+        return [bytes(part.numpy()) for part in received.split(sizes.tolist())]
+
+    def send(self, data: Tensor, to: int) -> list[Any]:
+        """Begin to; each pair of ranks has one order of its messages."""
+        return [dist.isend(piece, to, group=self.group) for piece in data.split(_PIECE)]
+
+    def receive(self, into: Tensor, source: int) -> list[Any]:
+        return [dist.irecv(piece, source, group=self.group) for piece in into.split(_PIECE)]
+
+
+def _bytes(parts: list[bytes]) -> Tensor:
+    joined = bytearray(b"".join(parts))
+    return torch.frombuffer(joined or bytearray(1), dtype=torch.uint8)[: len(joined)]
+
+
+def wait(works: Iterable[Any]) -> None:
+    for work in works:
+        work.wait()
+        beat()
