@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 import typer
 
 from fivefold.cli.options import JobWords, Json, Output, RunWords, counting_bar, split, typed
-from fivefold.cli.train import check_ranks
 from fivefold.render.blocks import show
 from fivefold.support.errors import UserError
 from fivefold.support.files import write
@@ -125,6 +124,7 @@ def doctor(
     from fivefold.launch.world import current_world
     from fivefold.machines import doctor as room
     from fivefold.trainer.resuming import run_named, stored_job
+    from fivefold.trainer.start import check_ranks
 
     path, changes = split(job)
     world = current_world()
@@ -201,6 +201,7 @@ def calibrate(
 def _ranks(output: Path | None, quick: bool, device: str, nproc: int | None, as_json: bool) -> None:
     """Every rank of this machine, or of the launcher that started this one; rank 0 shows and writes."""
     from fivefold.launch.world import current_world
+    from fivefold.trainer.start import check_ranks
 
     world = current_world()
     check_ranks(nproc, world)

@@ -180,13 +180,6 @@ def _at_first(job: Job, directory: Path) -> str:
     )
 
 
-def directory_of(job: Job, env: Mapping[str, str]) -> Path:
-    """Where a run with this environment has trained; the newest of its name, if none knows it."""
-    directories, mine = _existing(job), identities(job, env)
-    knowing = [directory for directory in directories if set(owners(home(job, directory)) or []) & set(mine)]
-    return (knowing or directories)[-1]
-
-
 def claim(directory: Path) -> None:
     """One process at a time trains in a directory. The claim ends with the process, however that ends."""
     try:

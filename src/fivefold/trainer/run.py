@@ -5,7 +5,7 @@ import os
 import platform
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from itertools import groupby
 from pathlib import Path
@@ -119,13 +119,19 @@ _COUNTED = 1 << 26  # tokens up to which the corpus is counted before a run: abo
 
 
 def run_job(
-    job: Job, sources: Sources, world: worlds.World, console: Console, start: Start, stopping: Callable[[], bool]
+    job: Job,
+    sources: Sources,
+    world: worlds.World,
+    console: Console,
+    start: Start,
+    stopping: Callable[[], bool],
+    listeners: Sequence[Listener] = (),
 ) -> Path:
-    """Train, and return the run's directory. Rank 0 alone prints. `stopping`: whether this rank was asked to stop and
-    save."""
+    """Train, and return the run's directory. Rank 0 alone prints, and tells `listeners` of its steps. `stopping`:
+    whether this rank was asked to stop and save."""
     try:
         with heartbeat.watched(job.train.timeout, world.rank, world.size):
-            return _run_job(job, sources, world, console, start, stopping)
+            return _run_job(job, sources, world, console, start, stopping, listeners)
     except RuntimeError as error:
         why = lost_peer(error) if world.size > 1 else None
         if why is None:
@@ -134,7 +140,13 @@ def run_job(
 
 
 def _run_job(
-    job: Job, sources: Sources, world: worlds.World, console: Console, start: Start, stopping: Callable[[], bool]
+    job: Job,
+    sources: Sources,
+    world: worlds.World,
+    console: Console,
+    start: Start,
+    stopping: Callable[[], bool],
+    listeners: Sequence[Listener],
 ) -> Path:
     device = choose_device(job.train.device, world.local_rank)
     bind(device, world)
@@ -150,7 +162,7 @@ def _run_job(
         run.make_trainer(leaving)
         run.resume()
         if not run.is_finished():
-            run.train(stopping)
+            run.train(stopping, listeners)
         return run.directory
 
 
@@ -231,8 +243,8 @@ class _RankRun:
             tell_spares()
         return True
 
-    def train(self, stopping: Callable[[], bool]) -> None:
-        """All steps that are left; rank 0 writes and shows them."""
+    def train(self, stopping: Callable[[], bool], listeners: Sequence[Listener]) -> None:
+        """All steps that are left; rank 0 writes and shows them, and tells `listeners`."""
         job, trainer, console = self.job, self.trainer, self.console
         facts = environment(self.mesh, self.sources)
         outputs = _agreed(self.control, lambda: Outputs(self.directory, job, facts, trainer.done, self.note))
@@ -246,7 +258,8 @@ class _RankRun:
             self.note(self.slow)
         display = Display(console, job.train.steps, marks, job.train.log_every, outputs.earlier)
         begin = time.monotonic()
-        evaluation = self._steps([one for one in (outputs, display, self.recovery) if one], outputs)
+        recovery = [self.recovery] if self.recovery else []
+        evaluation = self._steps([outputs, display, *recovery, *listeners], outputs)
         tell_spares()
         self._show_end(display, time.monotonic() - begin, evaluation, marks)
         _show_rest(console, outputs, trainer, job, self.directory)
