@@ -31,6 +31,12 @@ Sends = Annotated[
 Overlap = Annotated[bool, typer.Option(help="Whether messages travel while the receiver computes.")]
 
 
+_Cluster = Annotated[str, typer.Option("--cluster", "-c", help="Of the mesh: 2x8xH100; default: nodes of eight.")]
+_Output = Annotated[
+    Path | None, typer.Option("--output", "-o", help="Write a picture (.svg, .png) or the schedule (.txt, .json).")
+]
+
+
 def draw(
     schedule: Annotated[list[str], typer.Argument(help="Names of schedules, or files; several are compared; or mesh.")],
     pp: Ranks = None,
@@ -43,12 +49,8 @@ def draw(
     sends: Sends = "eager",
     overlap: Overlap = True,
     layout: Annotated[str, typer.Option(help="Of the mesh: dp=2,tp=4,pp=2.")] = "",
-    cluster: Annotated[
-        str, typer.Option("--cluster", "-c", help="Of the mesh: 2x8xH100; default: nodes of eight.")
-    ] = "",
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write a picture (.svg, .png) or the schedule (.txt, .json).")
-    ] = None,
+    cluster: _Cluster = "",
+    output: _Output = None,
     html: Html = None,
     as_json: Json = False,
 ) -> None:

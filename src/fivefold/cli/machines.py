@@ -16,6 +16,25 @@ DOCTOR = "Examine the machines of a job.  [dim]srun -N4 --ntasks-per-node=8 five
 CALIBRATE = "Measure this device for the planner.  [dim]fivefold calibrate -o mine.toml[/]"
 
 
+_Cluster = Annotated[
+    str, typer.Option("--cluster", "-c", help="Nodes x GPUs per node x accelerator; default: the job's own.")
+]
+_PerNode = Annotated[int | None, typer.Option(help="Ranks per node; default: the cluster's, or ranks / nodes.")]
+_Restarts = Annotated[
+    int | None,
+    typer.Option(
+        help="How often it is started again after failures in a row; default: 3, with --elastic 10.",
+        show_default=False,
+    ),
+]
+_Elastic = Annotated[
+    bool,
+    typer.Option(
+        "--elastic", help="Slurm, torchrun: go on when nodes are lost, with those left, and grow when they return."
+    ),
+]
+
+
 def launch(
     job: JobWords = None,
     slurm: Annotated[bool, typer.Option("--slurm", help="An sbatch file.")] = False,
@@ -25,26 +44,11 @@ def launch(
     ssh: Annotated[Path | None, typer.Option("--ssh", help="A script for the hosts of this file.")] = None,
     submit: Annotated[bool, typer.Option("--submit", help="With --slurm: submit it.")] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="The file to write.")] = None,
-    cluster: Annotated[
-        str, typer.Option("--cluster", "-c", help="Nodes x GPUs per node x accelerator; default: the job's own.")
-    ] = "",
+    cluster: _Cluster = "",
     nodes: Annotated[int | None, typer.Option(help="Nodes; default: the cluster's.")] = None,
-    per_node: Annotated[
-        int | None, typer.Option(help="Ranks per node; default: the cluster's, or ranks / nodes.")
-    ] = None,
-    restarts: Annotated[
-        int | None,
-        typer.Option(
-            help="How often it is started again after failures in a row; default: 3, with --elastic 10.",
-            show_default=False,
-        ),
-    ] = None,
-    elastic: Annotated[
-        bool,
-        typer.Option(
-            "--elastic", help="Slurm, torchrun: go on when nodes are lost, with those left, and grow when they return."
-        ),
-    ] = False,
+    per_node: _PerNode = None,
+    restarts: _Restarts = None,
+    elastic: _Elastic = False,
     account: Annotated[str | None, typer.Option(help="Slurm's account.")] = None,
     partition: Annotated[str | None, typer.Option(help="Slurm's partition.")] = None,
     time: Annotated[str | None, typer.Option(help="Slurm's time limit of one start; default: 24:00:00.")] = None,
@@ -90,11 +94,14 @@ def launch(
     show(launch(asked, file, changes, output, options, cluster=cluster, nodes=nodes, per_node=per_node), as_json)
 
 
+_Nproc = Annotated[
+    int | None, typer.Option(help="Processes to start on this machine; default: as many as the layout has.")
+]
+
+
 def doctor(
     job: RunWords = None,
-    nproc: Annotated[
-        int | None, typer.Option(help="Processes to start on this machine; default: as many as the layout has.")
-    ] = None,
+    nproc: _Nproc = None,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
@@ -137,19 +144,22 @@ def doctor(
         show(found, as_json, output)
 
 
+_Output = Annotated[
+    Path | None, typer.Option("--output", "-o", help="Write an accelerator (.toml), with --ranks a cluster.")
+]
+_Each = Annotated[bool, typer.Option("--ranks", help="Measure every rank's own speed, while all of them run.")]
+_CalibrateNproc = Annotated[
+    int | None,
+    typer.Option(help="With --ranks: processes to start on this machine; default: one for each GPU, or core."),
+]
+
+
 def calibrate(
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write an accelerator (.toml), with --ranks a cluster.")
-    ] = None,
+    output: _Output = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer shapes, less sure.")] = False,
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="What to measure.")] = "auto",
-    each: Annotated[
-        bool, typer.Option("--ranks", help="Measure every rank's own speed, while all of them run.")
-    ] = False,
-    nproc: Annotated[
-        int | None,
-        typer.Option(help="With --ranks: processes to start on this machine; default: one for each GPU, or core."),
-    ] = None,
+    each: _Each = False,
+    nproc: _CalibrateNproc = None,
     as_json: Json = False,
 ) -> None:
     """Measure what kernels and collectives reach here, as shares of the maker's ceilings.

@@ -35,17 +35,27 @@ GOODPUT = "Days to train, with failures.  [dim]fivefold goodput llama3-405b --cl
 WRITES = (".toml", ".md", ".html", *DRAWN)
 
 
+_Tokens = Annotated[
+    str | None, typer.Option(help="Length of the run: 1.4T, 300B; default: chinchilla, 20 per parameter.")
+]
+_Layout = Annotated[str | None, typer.Option(help="Explain and time this layout, and compare it with the best.")]
+_Output = Annotated[
+    Path | None,
+    typer.Option(
+        "--output",
+        "-o",
+        help="Write a job (.toml), the decision (.md, .html), a picture, the result (.json, .txt).",
+    ),
+]
+
+
 def plan(
     words: ModelWords,
     cluster: ClusterText = None,
     batch: Batch = None,
     seq: Seq = None,
-    tokens: Annotated[
-        str | None, typer.Option(help="Length of the run: 1.4T, 300B; default: chinchilla, 20 per parameter.")
-    ] = None,
-    layout: Annotated[
-        str | None, typer.Option(help="Explain and time this layout, and compare it with the best.")
-    ] = None,
+    tokens: _Tokens = None,
+    layout: _Layout = None,
     fix: Annotated[str, typer.Option(help="Choices to keep: tp=8,zero=1,recompute=none.")] = "",
     by: Annotated[Literal["throughput", "memory", "pareto"], typer.Option(help="Rank layouts by.")] = "throughput",
     top: Annotated[int, typer.Option(min=1, help="Layouts to show.")] = 5,
@@ -53,14 +63,7 @@ def plan(
     software: Software = "fivefold",
     imbalance: Imbalance = None,
     price: Annotated[float | None, typer.Option(help="Dollars per GPU and hour.")] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            help="Write a job (.toml), the decision (.md, .html), a picture, the result (.json, .txt).",
-        ),
-    ] = None,
+    output: _Output = None,
     html: Html = None,
     as_json: Json = False,
 ) -> None:
@@ -193,35 +196,37 @@ def serve(
     show(found, as_json, output)
 
 
+_GoodputTokens = Annotated[
+    str | None, typer.Option(help="Length of the run: 1.4T, 300B; default: the job's, or 20 per parameter.")
+]
+_Every = Annotated[
+    int | None, typer.Option(help="Steps between checkpoints; default: the job's, or those of the shortest run.")
+]
+_Mtbf = Annotated[float | None, typer.Option(help="Hours between failures of one GPU; default: Llama 3's, 50,677.")]
+_Detect = Annotated[float | None, typer.Option(help="Seconds to notice a failure; default: a tenth of train.timeout.")]
+_Storage = Annotated[float | None, typer.Option(help="GB/s of all nodes together; default: 2.08 a node, at most 95.")]
+_Jitter = Annotated[
+    float | None, typer.Option(help="Deviation of a rank's step, as a share of its mean; default: 0.0072.")
+]
+
+
 def goodput(
     words: ModelWords,
     cluster: ClusterText = None,
-    tokens: Annotated[
-        str | None, typer.Option(help="Length of the run: 1.4T, 300B; default: the job's, or 20 per parameter.")
-    ] = None,
+    tokens: _GoodputTokens = None,
     layout: Annotated[str | None, typer.Option(help="This layout, instead of the planner's choice.")] = None,
     fix: Annotated[str, typer.Option(help="Choices of a layout to keep: tp=8,zero=1.")] = "",
     batch: Batch = None,
     seq: Seq = None,
     precision: Precision = "",
     software: Software = "fivefold",
-    every: Annotated[
-        int | None, typer.Option(help="Steps between checkpoints; default: the job's, or those of the shortest run.")
-    ] = None,
-    mtbf: Annotated[
-        float | None, typer.Option(help="Hours between failures of one GPU; default: Llama 3's, 50,677.")
-    ] = None,
-    detect: Annotated[
-        float | None, typer.Option(help="Seconds to notice a failure; default: a tenth of train.timeout.")
-    ] = None,
+    every: _Every = None,
+    mtbf: _Mtbf = None,
+    detect: _Detect = None,
     restart: Annotated[float | None, typer.Option(help="Seconds to start again after one; default: 600.")] = None,
-    storage: Annotated[
-        float | None, typer.Option(help="GB/s of all nodes together; default: 2.08 a node, at most 95.")
-    ] = None,
+    storage: _Storage = None,
     save: Annotated[float | None, typer.Option(help="Seconds that a save blocks steps; default: 0.59.")] = None,
-    jitter: Annotated[
-        float | None, typer.Option(help="Deviation of a rank's step, as a share of its mean; default: 0.0072.")
-    ] = None,
+    jitter: _Jitter = None,
     runs: Annotated[int, typer.Option(help="Simulated runs.")] = 1000,
     seed: Annotated[int, typer.Option(help="Of the simulation: the same seed draws the same failures.")] = 0,
     output: Output = None,

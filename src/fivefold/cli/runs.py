@@ -20,21 +20,23 @@ TRACE = "See where a step's time goes.  [dim]fivefold trace job.toml layout=pp=2
 INSPECT = "Look at a run: loss, experts, checkpoint.  [dim]fivefold inspect runs/demo[/]"
 
 
+_Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN|DIR", help="A run, a checkpoint, or a Hugging Face directory; a URL.", show_default=False
+    ),
+]
+_TopP = Annotated[float, typer.Option(help="Sample from the most likely tokens with this total probability; 1: all.")]
+
+
 def generate(
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN|DIR", help="A run, a checkpoint, or a Hugging Face directory; a URL.", show_default=False
-        ),
-    ],
+    source: _Source,
     prompt: Annotated[list[str] | None, typer.Option(help="The prompt; may be given several times.")] = None,
     tokens: Annotated[str | None, typer.Option(help="The prompt as token ids: 1,2,3.")] = None,
     count: Annotated[int, typer.Option("--count", "-n", help="The largest number of tokens to generate.")] = 200,
     temperature: Annotated[float, typer.Option(help="Of the sampling; 0: always take the most likely token.")] = 0.8,
     top_k: Annotated[int, typer.Option(help="Sample from this many most likely tokens; 0: all.")] = 0,
-    top_p: Annotated[
-        float, typer.Option(help="Sample from the most likely tokens with this total probability; 1: all.")
-    ] = 0.95,
+    top_p: _TopP = 0.95,
     seed: Annotated[int, typer.Option(help="Random seed: the same one samples the same text.")] = 0,
     layout: Annotated[str, typer.Option(help="tp and pp: processes of this machine that share the model.")] = "dp=1",
     step: Annotated[int | None, typer.Option(help="Which checkpoint; default: the newest complete one.")] = None,

@@ -29,43 +29,43 @@ DRYRUN = (
 )
 
 
+_Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[FILE] [KEY=VALUE]...",
+        help="Settings of the job, as for train; with --curve a job file; with --html what --json printed.",
+        show_default=False,
+    ),
+]
+_Batch = Annotated[
+    int | None, typer.Option(help="Sequences of a global batch; default: 8, or with --all twice --world if more.")
+]
+_Sample = Annotated[int | None, typer.Option(help="With --all: this many, chosen to meet every pair of settings.")]
+_Repeat = Annotated[int, typer.Option(help="Prove each this often, by ranks that stay up: for what seldom fails.")]
+_Curve = Annotated[bool, typer.Option("--curve", help="Train a job both ways instead, and compare the loss curves.")]
+_Timeout = Annotated[
+    float | None,
+    typer.Option(help="Seconds for one layout, 120; with --curve for each of three runs, 3600.", show_default=False),
+]
+
+
 def verify(
     context: typer.Context,
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[FILE] [KEY=VALUE]...",
-            help="Settings of the job, as for train; with --curve a job file; with --html what --json printed.",
-            show_default=False,
-        ),
-    ] = None,
+    words: _Words = None,
     layout: Annotated[str | None, typer.Option(help="The layout to prove.", show_default="dp=2")] = None,
     model: Annotated[str, typer.Option(help="A preset; tiny ones are made narrower still.")] = "tiny",
     dtype: Annotated[str, typer.Option(help="Of compute: float64, float32 or bfloat16.")] = "float64",
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 3,
     seq: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 32,
-    batch: Annotated[
-        int | None, typer.Option(help="Sequences of a global batch; default: 8, or with --all twice --world if more.")
-    ] = None,
+    batch: _Batch = None,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="On cuda, ranks may share a GPU.")] = "cpu",
     everything: Annotated[bool, typer.Option("--all", help="Every legal layout of --world ranks.")] = False,
     world: Annotated[int | None, typer.Option(help="With --all: how many ranks; default: 4.")] = None,
-    sample: Annotated[
-        int | None, typer.Option(help="With --all: this many, chosen to meet every pair of settings.")
-    ] = None,
+    sample: _Sample = None,
     jobs: Annotated[int, typer.Option(help="With --all: layouts at a time, on a machine with cores for it.")] = 1,
-    repeat: Annotated[
-        int, typer.Option(help="Prove each this often, by ranks that stay up: for what seldom fails.")
-    ] = 1,
-    curve: Annotated[
-        bool, typer.Option("--curve", help="Train a job both ways instead, and compare the loss curves.")
-    ] = False,
-    timeout: Annotated[
-        float | None,
-        typer.Option(
-            help="Seconds for one layout, 120; with --curve for each of three runs, 3600.", show_default=False
-        ),
-    ] = None,
+    repeat: _Repeat = 1,
+    curve: _Curve = False,
+    timeout: _Timeout = None,
     output: Output = None,
     html: Html = None,
     as_json: Json = False,
@@ -175,29 +175,33 @@ def _page(file: Path, others: list[str], html: Path | None, as_json: bool) -> No
     show(report(file, html, typed()), as_json)
 
 
+_Seq = Annotated[int | None, typer.Option(help="Tokens of a sequence; default: 8192, or the model's context.")]
+_Cluster = Annotated[
+    str,
+    typer.Option("--cluster", "-c", help="The machines, whose memory it must fit. Default: the job's, or H100s."),
+]
+_Kernels = Annotated[
+    Literal["cuda", "cpu"], typer.Option(help="Whose memory the backward pass keeps; cpu: as train.count on CPUs.")
+]
+_Imbalance = Annotated[
+    float | None,
+    typer.Option(help="With experts: what the rank gets of the tokens, over the mean of its ep group; default: 1."),
+]
+
+
 def dryrun(
     words: ModelWords,
     layout: Annotated[str | None, typer.Option(help="dp=128,tp=8,pp=16,...; default: the job file's.")] = None,
     batch: Annotated[int | None, typer.Option(help="Sequences of a step; default: one for each microbatch.")] = None,
-    seq: Annotated[
-        int | None, typer.Option(help="Tokens of a sequence; default: 8192, or the model's context.")
-    ] = None,
+    seq: _Seq = None,
     rank: Annotated[int | None, typer.Option(help="Which rank of the world; default: 0.")] = None,
     ranks: Annotated[str, typer.Option(help="Several: 0,127,9001.")] = "",
     all_stages: Annotated[bool, typer.Option("--all-stages", help="One rank of every pipeline stage.")] = False,
     stages: Annotated[str, typer.Option(help="all: the same as --all-stages; or some: 0,3.")] = "",
-    cluster: Annotated[
-        str,
-        typer.Option("--cluster", "-c", help="The machines, whose memory it must fit. Default: the job's, or H100s."),
-    ] = "",
-    kernels: Annotated[
-        Literal["cuda", "cpu"], typer.Option(help="Whose memory the backward pass keeps; cpu: as train.count on CPUs.")
-    ] = "cuda",
+    cluster: _Cluster = "",
+    kernels: _Kernels = "cuda",
     weights: Annotated[Path | None, typer.Option(help="Check that a Hugging Face directory has every weight.")] = None,
-    imbalance: Annotated[
-        float | None,
-        typer.Option(help="With experts: what the rank gets of the tokens, over the mean of its ep group; default: 1."),
-    ] = None,
+    imbalance: _Imbalance = None,
     output: Picture = None,
     as_json: Json = False,
 ) -> None:

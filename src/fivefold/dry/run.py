@@ -42,10 +42,12 @@ def dryrun(
 ) -> DryRunResult:
     """Run one step of some ranks, and compare what it counts with the planner's figures.
 
-        ff.dryrun("llama3-70b", "dp=8,tp=8,zero=3", rank=63)
-        ff.dryrun("llama3-405b", "dp=8,tp=8,pp=16,microbatches=32", stages="all")
+        >>> ff.dryrun("llama3-70b", "dp=8,tp=8,zero=3", rank=63).ok  # doctest: +SKIP
+        True
+        >>> result = ff.dryrun("llama3-405b", "dp=8,tp=8,pp=16,microbatches=32", stages="all")  # doctest: +SKIP
 
-    `model` is a name, a config.json, a job file or an object; `changes` are KEY=VALUE. `rank` names ranks, `stages`
+    `model` is a name, a config.json, a job file or an object; `changes` are KEY=VALUE. The step has `batch` sequences
+    of `seq` tokens in `layout`, by default the job's. `rank` names ranks, `stages`
     pipeline ranks, of each of which the first rank runs; default: rank 0. `cluster` has the memory that the step must
     fit (default: the job's, or H100s). `kernels` says whose memory the backward pass keeps. `weights` is a Hugging Face
     directory that must hold every parameter. `imbalance`, for experts: where tokens go is stated and not computed; each

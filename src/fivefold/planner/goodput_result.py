@@ -247,14 +247,17 @@ def goodput(
 ) -> GoodputResult:
     """Days to train with failures: expected, and as a distribution of seeded simulated runs.
 
-        ff.goodput("llama3-405b", "2048x8xH100", tokens="15.6T")
-        ff.goodput("llama3-70b", "8x8xH100", tokens="1.4T", mtbf=50_000, every=500)
+        >>> run = ff.goodput("llama3-8b", "8xH100", tokens="1.4T", mtbf=50_000, every=500)
+        >>> print(f"{run.goodput:.1%} of the time trains")
+        99.8% of the time trains
 
-    The run is that of `plan` with the same arguments; `tokens` are 20 per parameter where neither they nor the job say.
+    The run is that of `plan` with the same `model`, `cluster`, `changes`, `batch`, `seq`, `layout`, `fix`, `precision`
+    and `software`; `tokens` are 20 per parameter where neither they nor the job say.
     `every` counts steps between checkpoints; without it, and where the job does not say, they are those of the shortest
     run. `mtbf` is hours between failures of one GPU, `detect` and `restart` are seconds, `storage` is GB a second of
     all nodes together, `save` the seconds that a save blocks steps: published or measured where not given. `jitter` is
-    the deviation of a rank's step as a share of its mean.
+    the deviation of a rank's step as a share of its mean. The distribution is that of `runs`, whose failures a `seed`
+    draws.
     """
     costs = FailureCosts(mtbf, detect, restart, storage, save)
     costs.check()

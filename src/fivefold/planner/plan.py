@@ -54,14 +54,19 @@ def plan(
 ) -> PlanResult:
     """Search all layouts of a model on a cluster, choose one, and say why.
 
-        ff.plan("llama3-70b", "8x8xH100").chosen.layout
-        ff.plan("tiny", "2xCPU", batch=16, seq=128, fix="tp=2")
+        >>> print(ff.plan("llama3-8b", "8xH100").chosen.layout)
+        dp=8,zero=2,microbatches=64,recompute=selective
+        >>> print(ff.plan("tiny", "2xCPU", batch=16, seq=128, fix="tp=2").chosen.layout)
+        tp=2,sp
 
-    `cluster` is by default the job's, or 8xH100. `changes` are KEY=VALUE settings of the model or job, `batch` counts
-    sequences of a step, `fix` holds choices that are not free ("tp=8,zero=1"), `layout` is explained beside the choice,
-    `price` is dollars per device and hour. `tokens` is the length of the run ("1.4T", 300e9, or "chinchilla": 20 per
-    parameter); where it is given, the batch is that of a published recipe, as the settings of `.job` are. `imbalance`
-    is what the fullest rank gets of the tokens that visit experts, over the mean; by default that of published pairs.
+    `model` is a name, a config.json, a job file or an object, and `cluster` by default the job's, or 8xH100. `changes`
+    are KEY=VALUE settings of the model or job, `batch` counts sequences of a step, `seq` the tokens of one; `fix` holds
+    choices that are not free ("tp=8,zero=1"), `layout` is explained beside the choice. The `top` layouts are listed
+    `by` throughput, memory or pareto. Matmuls are in `precision` (bf16, on CPUs fp32), kernels and overlap those of a
+    `software` (fivefold, nemo, torchtitan, megatron). `price` is dollars per device and hour. `tokens` is the length of
+    the run ("1.4T", 300e9, or "chinchilla": 20 per parameter); where it is given, the batch is that of a published
+    recipe, as the settings of `.job` are. `imbalance` is what the fullest rank gets of the tokens that visit experts,
+    over the mean; by default that of published pairs.
     """
     if price is not None and not 0 <= price < 1e6:
         raise UserError(f"price={price:g} must be dollars per GPU and hour, zero or more")
@@ -125,10 +130,13 @@ def simulate(
 ) -> SimulateResult:
     """Time one step of a layout: its schedule runs on a clock. No GPU and no weights are needed.
 
-        ff.simulate("llama3-70b", "dp=8,tp=8,zero=1", "8x8xH100")
-        ff.simulate("llama3-8b", "dp=2,pp=4,microbatches=8,schedule=zb-h1", batch=16, seq=4096)
+        >>> ff.simulate("llama3-8b", "dp=2,pp=4,microbatches=8,schedule=zb-h1", batch=16, seq=4096).ok
+        True
+        >>> ff.simulate("llama3-70b", "dp=8,tp=8,zero=1", "8x8xH100").ok  # it does not fit into the devices
+        False
 
-    Where it does not fit into the devices, the result says so and is not `ok`.
+    `model`, `cluster`, `changes`, `batch`, `seq`, `precision`, `software` and `imbalance` are those of `plan`, and
+    `layout` is the one to time.
     """
     if wrong := layout_changes(changes, f"--layout {layout},"):
         raise UserError(wrong)

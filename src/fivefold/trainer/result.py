@@ -233,9 +233,9 @@ class ExpertsResult(Result):
 
 
 def experts(run: str | Path) -> ExpertsResult:
-    """The load of the experts of a run, by its directory.
+    """The load of the experts of a `run`, by its directory.
 
-    ff.experts("runs/moe")
+    >>> result = ff.experts("runs/moe")  # doctest: +SKIP
     """
     directory = path_of(str(run))
     if not (directory / METRICS).is_file():

@@ -38,9 +38,9 @@ def train(
 ) -> TrainResult:
     """Train a job on ranks of this machine, and return its losses and its directory.
 
-        ff.train("examples/demo.toml", ["train.steps=50"]).losses
-        ff.train("runs/demo", ["train.steps=300"], progress=print)
-        ff.train("examples/demo.toml", on_record=lambda step: print(step.step, step.loss))
+        >>> losses = ff.train("examples/demo.toml", ["train.steps=50"]).losses  # doctest: +SKIP
+        >>> result = ff.train("runs/demo", ["train.steps=300"], progress=print)  # doctest: +SKIP
+        >>> result = ff.train(on_record=lambda step: print(step.step, step.loss))  # doctest: +SKIP
 
     `job` is a job file, the directory of a run to go on with, or an object (default: a small Llama on Python's own
     source), `changes` are KEY=VALUE. `nproc` is the number of ranks (default: as many as the layout has), and
@@ -130,9 +130,10 @@ def trace(
 ) -> TraceResult:
     """Run a few steps of a job, write what every rank did to `output`, and sum up where the time went.
 
-        ff.trace("examples/demo.toml", ["trace.steps=2"], output="trace.json")
+        >>> result = ff.trace("examples/demo.toml", ["trace.steps=2"], output="trace.json")  # doctest: +SKIP
 
-    Starts the layout's ranks on this machine. `changes` are KEY=VALUE; trace.after and trace.steps say which steps.
+    Starts the ranks of the `job`, a file or an object, on this machine; they have `timeout` seconds. `changes` are
+    KEY=VALUE; trace.after and trace.steps say which steps.
     """
     file = TraceFile(Path(output))
     if not file.path.expanduser().absolute().parent.is_dir():
