@@ -111,24 +111,19 @@ def train(
 
       fivefold bench train --cases llama3-8b,layers=4/8,seq=8192 --accelerator mine.toml
     """
-    of_cases = {name: f"--{name}" for name in ("warm", "accelerator", "device", "dtype")}
-    of_jobs = {name: f"--{name}" for name in ("against", "rounds", "checkpoint", "profile", "floor")}
-    if cases:
-        from fivefold.bench import steps as timing
-
-        refuse(given_of(context, of_jobs), "is of a job, and --cases times cases; leave one of them out")
-        count = 7 if steps is None else steps
-        measured(
-            lambda told: timing.measure(words, count, warm, accelerator, device, dtype_of(dtype), told), as_json, output
-        )
-        return
+    from fivefold.bench.steps import measure as measure_cases
     from fivefold.bench.train import Extras, measure
 
-    refuse(given_of(context, of_cases), "is of --cases; add it, or leave this out")
+    if cases:
+        refuse(given_of(context, _OF_JOBS), "is of a job, and --cases times cases; leave one of them out")
+        timed = (words, _or(steps, 7), warm, accelerator, device, dtype_of(dtype))
+        measured(lambda told: measure_cases(*timed, told), as_json, output)
+        return
+    refuse(given_of(context, _OF_CASES), "is of --cases; add it, or leave this out")
     if output is not None and output.suffix == ".csv":
         raise UserError(f"-o {output} is for the rows of --cases; the figures of a job are .json")
-    extras, turn = Extras(checkpoint, profile, floor), 10 if steps is None else steps
-    measured(lambda told: [measure(words, against, turn, rounds, extras, told)], as_json, output)
+    extras = Extras(checkpoint, profile, floor)
+    measured(lambda told: [measure(words, against, _or(steps, 10), rounds, extras, told)], as_json, output)
 
 
 _Rounds = Annotated[
@@ -147,6 +142,11 @@ _Batch = Annotated[
 _Predict = Annotated[
     bool, typer.Option("--predict", help="With --scaling: measure the cores, too, and show the prediction.")
 ]
+
+
+# Options by the names of their parameters: of cases alone, and of a job alone.
+_OF_CASES = {name: f"--{name}" for name in ("warm", "accelerator", "device", "dtype")}
+_OF_JOBS = {name: f"--{name}" for name in ("against", "rounds", "checkpoint", "profile", "floor")}
 
 
 @command(app, "peers", "Against torch's own parallelisms.  [dim]fivefold bench peers --ranks 2[/]", WRITES)
@@ -297,8 +297,8 @@ def _keep(result: Result, output: Path) -> bool:
             rows: Any = getattr(result, "rows", None)
             output.write_text(_csv(typed(), rows() if callable(rows) else rows))
         else:
-            found = result.to_dict()
-            figures = found if isinstance(found, dict) else {"rows": found}
+            rows = result.to_dict()
+            figures = rows if isinstance(rows, dict) else {"rows": rows}
             output.write_text(json.dumps({"command": typed()} | figures, indent=1) + "\n")
     except OSError as error:
         Console(stderr=True, soft_wrap=True).print(f"--output {output} was not written: {error.strerror}", markup=False)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fivefold.cli.draw import Chunks, Group, Memory, Overlap, Sends, Slow, TimesText
-from fivefold.cli.options import Batch, Json, ModelWords, Output, Seq, command
+from fivefold.cli.options import Batch, Json, ModelWords, Output, Seq, Software, command
 from fivefold.cli.unknown import Explaining
 from fivefold.render.blocks import TEXTS, show
 from fivefold.support.errors import UserError
@@ -70,7 +70,7 @@ def cp(
     cluster: _Cluster = None,
     lengths: _Lengths = "",
     kernels: _Kernels = "",
-    software: Annotated[str, typer.Option(help="Whose kernels: fivefold, nemo, torchtitan, megatron.")] = "fivefold",
+    software: Software = "fivefold",
     output: Output = None,
     as_json: Json = False,
 ) -> None:

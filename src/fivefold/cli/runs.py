@@ -1,6 +1,7 @@
 """`fivefold generate`, `fivefold trace` and `fivefold inspect`: what a run does, did and learned."""
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -70,18 +71,8 @@ def generate(
         raise UserError("give either --prompt or --tokens")
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     request = Request(place_of(source), step, layout, dtype_of(dtype), device, count, sampling, timeout)
-    console = Console(highlight=False, soft_wrap=True)
-
     streamed: list[str] = []
-
-    def stream(text: str) -> None:
-        streamed.append(text)
-        if not as_json:
-            encoding = console.encoding  # which may know fewer letters than the model
-            console.file.write(text.encode(encoding, "replace").decode(encoding))
-            console.file.flush()
-
-    answers = run(request, prompt or [], _ids(tokens), stream)
+    answers = run(request, prompt or [], _ids(tokens), streamed.append if as_json else _printing(streamed))
     figures = json.dumps([asdict(answer) | {"sampling": msgspec.to_builtins(sampling)} for answer in answers])
     if output is not None:
         write(output, f"{figures}\n" if output.suffix.lower() == ".json" else "".join(streamed))
@@ -89,6 +80,19 @@ def generate(
         typer.echo(figures)
     elif temperature:
         console_of(stderr=True).print(f"sampled with {sampling}", markup=False)
+
+
+def _printing(streamed: list[str]) -> Callable[[str], None]:
+    """Keep pieces of text, and print them as they come."""
+    console = Console(highlight=False, soft_wrap=True)
+
+    def stream(text: str) -> None:
+        streamed.append(text)
+        encoding = console.encoding  # which may know fewer letters than the model
+        console.file.write(text.encode(encoding, "replace").decode(encoding))
+        console.file.flush()
+
+    return stream
 
 
 def _ids(text: str | None) -> list[int] | None:
@@ -133,8 +137,8 @@ def trace(
     if output.suffix.lower() in PAGE:
         raise UserError(f"-o {output} is for what every rank did, as JSON; the page is --html {output}")
     with console_of(stderr=True).status("training the traced steps"):
-        found = run(*split(job), output=output, timeout=timeout)
-    show(found, as_json, said=[] if html is None else [written(found, html)])
+        result = run(*split(job), output=output, timeout=timeout)
+    show(result, as_json, said=[] if html is None else [written(result, html)])
 
 
 def inspect(

@@ -1,7 +1,7 @@
 """`fivefold verify` and `fivefold dryrun`: a layout compared with one process, and any rank of it run without GPUs."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -12,6 +12,7 @@ from fivefold.cli.options import (
     ModelWords,
     Output,
     Picture,
+    Seq,
     counting_bar,
     given_of,
     refuse,
@@ -22,6 +23,9 @@ from fivefold.cli.options import (
 )
 from fivefold.render.blocks import console_of, show
 from fivefold.support.errors import UserError
+
+if TYPE_CHECKING:
+    from fivefold.verifier.verify import CurveResult
 
 VERIFY = "Prove a layout against one process.  [dim]fivefold verify --layout dp=2,tp=2,zero=3[/]"
 DRYRUN = (
@@ -123,18 +127,14 @@ def verify(
     whole_layout(layout, words or [])
     file, changes = split(words)
     if curve:
-        refuse(given_of(context, _OF_PROOFS), "belongs to a proof, and --curve compares loss curves; leave one out")
-        keys = {"layout": "layout", "model": "model", "steps": "train.steps", "seq": "data.seq", "batch": "train.batch",
-                "dtype": "train.dtype", "device": "train.device"}  # fmt: skip
-        asked = [f"{key}={context.params[name]}" for name, key in keys.items() if given_of(context, {name: name})]
-        _curve(file, changes + asked, timeout, output, as_json)
+        show(_curve(context, file, changes, timeout), as_json, output)
         return
     if file is not None:
         _page(Path(file), changes or given_of(context, _OF_PROOFS | _OF_JOBS), html, as_json)
         return
     try:
         with counting_bar() as progress:
-            found = prove(
+            result = prove(
                 layout, changes, model=model, dtype=dtype, steps=steps, seq=seq, batch=batch, device=device,
                 everything=everything, world=world, sample=sample, jobs=jobs, repeat=repeat,
                 timeout=120.0 if timeout is None else timeout, progress=progress,
@@ -142,7 +142,7 @@ def verify(
     except KeyboardInterrupt:
         Console(stderr=True).print("stopped; nothing is proven")
         raise typer.Exit(130) from None
-    show(found, as_json, output, [] if html is None else [written(found, html)])
+    show(result, as_json, output, [] if html is None else [written(result, html)])
 
 
 # Options by the names of their parameters: of a proof alone, and of the job that is proven or trained.
@@ -151,12 +151,18 @@ _OF_PROOFS = {"everything": "--all", "world": "--world", "sample": "--sample", "
 _OF_JOBS = {name: f"--{name}" for name in ("layout", "model", "dtype", "steps", "seq", "batch", "device", "timeout")}
 
 
-def _curve(file: str | None, changes: list[str], timeout: float | None, output: Path | None, as_json: bool) -> None:
+_SETTINGS = {"layout": "layout", "model": "model", "steps": "train.steps", "seq": "data.seq", "batch": "train.batch",
+             "dtype": "train.dtype", "device": "train.device"}  # fmt: skip
+
+
+def _curve(context: typer.Context, file: str | None, changes: list[str], timeout: float | None) -> "CurveResult":
+    """Options of the job that were typed are settings of the one that is trained."""
     from fivefold.verifier.verify import curve
 
+    refuse(given_of(context, _OF_PROOFS), "belongs to a proof, and --curve compares loss curves; leave one out")
+    asked = [f"{key}={context.params[name]}" for name, key in _SETTINGS.items() if given_of(context, {name: name})]
     with console_of(stderr=True).status("three runs: one process, its control, the layout"):
-        found = curve(file, changes, timeout=3600.0 if timeout is None else timeout)
-    show(found, as_json, output)
+        return curve(file, changes + asked, timeout=3600.0 if timeout is None else timeout)
 
 
 def _page(file: Path, others: list[str], html: Path | None, as_json: bool) -> None:
@@ -175,7 +181,6 @@ def _page(file: Path, others: list[str], html: Path | None, as_json: bool) -> No
     show(report(file, html, typed()), as_json)
 
 
-_Seq = Annotated[int | None, typer.Option(help="Tokens of a sequence; default: 8192, or the model's context.")]
 _Cluster = Annotated[
     str,
     typer.Option("--cluster", "-c", help="The machines, whose memory it must fit. Default: the job's, or H100s."),
@@ -193,7 +198,7 @@ def dryrun(
     words: ModelWords,
     layout: Annotated[str | None, typer.Option(help="dp=128,tp=8,pp=16,...; default: the job file's.")] = None,
     batch: Annotated[int | None, typer.Option(help="Sequences of a step; default: one for each microbatch.")] = None,
-    seq: _Seq = None,
+    seq: Seq = None,
     rank: Annotated[int | None, typer.Option(help="Which rank of the world; default: 0.")] = None,
     ranks: Annotated[str, typer.Option(help="Several: 0,127,9001.")] = "",
     all_stages: Annotated[bool, typer.Option("--all-stages", help="One rank of every pipeline stage.")] = False,
@@ -234,12 +239,12 @@ def dryrun(
         raise UserError(f"{' and '.join(asked)} say different things; give one of them")
     pipeline_ranks: Any = "all" if all_stages or stages == "all" else _numbers("--stages", stages, "all, or 0,3")
     with counting_bar() as progress:
-        found = run(
+        result = run(
             words[0], layout, changes=words[1:], batch=batch, seq=seq, kernels=kernels, weights=weights,
             rank=rank if rank is not None else _numbers("--ranks", ranks, "0,127,9001"), stages=pipeline_ranks,
             cluster=cluster, imbalance=imbalance, progress=progress,
         )  # fmt: skip
-    show(found, as_json, output)
+    show(result, as_json, output)
 
 
 def _numbers(option: str, text: str, example: str) -> list[int] | None:

@@ -68,11 +68,7 @@ def plan(
     recipe, as the settings of `.job` are. `imbalance` is what the fullest rank gets of the tokens that visit experts,
     over the mean; by default that of published pairs.
     """
-    if price is not None and not 0 <= price < 1e6:
-        raise UserError(f"price={price:g} must be dollars per GPU and hour, zero or more")
-    if by not in get_args(By):
-        raise UserError(f"by={by!r} is not a ranking; {did_you_mean(str(by), get_args(By))}")
-    checked("top", top, within(1, SEQUENCES))
+    _check_wishes(by, top, price)
     if layout is not None and fix:
         raise UserError("a layout leaves nothing to search, and fix holds choices of a search; give one of them")
     if wrong := layout_changes(changes, "--fix " if layout is None else f"--layout {layout},"):
@@ -85,25 +81,16 @@ def plan(
     free = batch is None and tokens is None and kept is not None and "train.batch" not in kept
     given = _given(case, layout) if layout is not None else None
     fixed = fixed_choices(fix)
-    unsearched = ""
-    try:
-        found = search(case, by, max(top, SURVIVORS) if by == "throughput" else top, **fixed)
-    except UserError as error:
-        if given is None:
-            raise
-        found, unsearched = (
-            Ranking((given,), 0, 0),
-            "; ".join(error.problems),
-        )  # what was given can be timed all the same
-    chosen = simplest(found.options) if by == "throughput" and not unsearched else found.best
+    ranking, unsearched = _ranked(case, by, top, fixed, given)
+    chosen = simplest(ranking.options) if by == "throughput" and not unsearched else ranking.best
     explained = given or chosen
     return PlanResult(
         case=case,
-        options=found.options[:top],
+        options=ranking.options[:top],
         chosen=chosen,
         given=given,
-        evaluated=found.evaluated,
-        fitting=found.fitting,
+        evaluated=ranking.evaluated,
+        fitting=ranking.fitting,
         neighbours=tuple(neighbours(explained)),
         hint=better_batch(explained),
         price=price,
@@ -114,6 +101,24 @@ def plan(
         unsearched=unsearched,
         nearest=nearest_fit(given) if given and not given.fits else None,
     )
+
+
+def _check_wishes(by: str, top: int, price: float | None) -> None:
+    if price is not None and not 0 <= price < 1e6:
+        raise UserError(f"price={price:g} must be dollars per GPU and hour, zero or more")
+    if by not in get_args(By):
+        raise UserError(f"by={by!r} is not a ranking; {did_you_mean(str(by), get_args(By))}")
+    checked("top", top, within(1, SEQUENCES))
+
+
+def _ranked(case: Case, by: By, top: int, fixed: dict[str, Any], given: Option | None) -> tuple[Ranking, str]:
+    """The best layouts; where there are none but the `given` one, which can be timed all the same, also why."""
+    try:
+        return search(case, by, max(top, SURVIVORS) if by == "throughput" else top, **fixed), ""
+    except UserError as error:
+        if given is None:
+            raise
+        return Ranking((given,), 0, 0), "; ".join(error.problems)
 
 
 def simulate(

@@ -19,7 +19,7 @@ from fivefold.launch.exits import INTERRUPTED, STOPPING, TERMINATED, say, say_en
 from fivefold.launch.world import World, current_world
 from fivefold.support.errors import TrainingError, UserError
 from fivefold.trainer.records import Listener
-from fivefold.trainer.report import Failed, Finished, RankReport, Refused, ReportedOutput
+from fivefold.trainer.report import Failed, Finished, RankReport, RefusedInput, ReportedOutput
 from fivefold.trainer.resuming import Start
 
 _PATIENCE = 1.0  # seconds for a second Ctrl-C to end in an orderly way
@@ -120,7 +120,7 @@ def train_rank(rank: int, ranks: int, job: Job, start: Start, path: Path) -> Non
         if rank == 0:
             report.send(Finished(str(end.directory)))
     except UserError as error:
-        report.send(Refused(error.problems, error.codes))
+        report.send(RefusedInput(error.problems, error.codes))
         sys.exit(2)
     except TrainingError as error:
         report.send(Failed(str(error)))

@@ -29,7 +29,7 @@ class Printed(msgspec.Struct, frozen=True, tag="printed", tag_field="kind"):
     line: str
 
 
-class Refused(msgspec.Struct, frozen=True, tag="refused", tag_field="kind"):
+class RefusedInput(msgspec.Struct, frozen=True, tag="refused", tag_field="kind"):
     """Bad input, as a rank has found it."""
 
     problems: list[str]
@@ -48,7 +48,7 @@ class Finished(msgspec.Struct, frozen=True, tag="finished", tag_field="kind"):
     directory: str
 
 
-Message = Printed | Refused | Failed | Finished | Step
+Message = Printed | RefusedInput | Failed | Finished | Step
 
 
 def _decoded(line: bytes) -> Message | None:
@@ -118,7 +118,7 @@ class Follower:
         self.half = b""
         self.said: list[str] = []
         self.directory: Path | None = None  # of a run that has made all its steps
-        self.refused: list[Refused] = []
+        self.refused: list[RefusedInput] = []
         self.story: list[str] = []  # what ranks and their launcher said of failures
 
     def say(self, sentence: str) -> None:
@@ -141,7 +141,7 @@ class Follower:
                 self.on_record(message)
             case Failed():
                 self.story.append(message.sentence)
-            case Refused():
+            case RefusedInput():
                 self.refused.append(message)
             case Finished():
                 self.directory = Path(message.directory)

@@ -52,14 +52,7 @@ def train(
     fails is a TrainingError, which names the rank. Ctrl-C has the ranks save a checkpoint first, and is then a
     KeyboardInterrupt; a second one ends them at once, and so does an exception of a callback.
     """
-    if isinstance(job, Job) and changes:
-        raise UserError(f"{changes[0]!r} changes a job that is given by name; change the object instead")
-    run = None if isinstance(job, Job) else run_named(str(job) if job else None)
-    if run:
-        resolved = stored_job(run, changes)
-    else:
-        resolved = job if isinstance(job, Job) else read_job(job and str(job), list(changes))
-    start = Start(None if fresh else directory_named(run, resolved), fresh)
+    resolved, start = _job_and_start(job, changes, fresh)
     ranks = resolved.layout.world if nproc is None else nproc
     check_ranks(ranks, current_world())
     check_restarts(restarts)
@@ -88,6 +81,17 @@ def train(
         raise follower.refusal() if code == 2 else follower.failure(code)
     assert follower.directory is not None
     return TrainResult.read(follower.directory)
+
+
+def _job_and_start(job: str | Path | Job | None, changes: Sequence[str], fresh: bool) -> tuple[Job, Start]:
+    """What trains, and where."""
+    if isinstance(job, Job):
+        if changes:
+            raise UserError(f"{changes[0]!r} changes a job that is given by name; change the object instead")
+        return job, Start(None, fresh)
+    run = run_named(str(job) if job else None)
+    resolved = stored_job(run, changes) if run else read_job(job and str(job), list(changes))
+    return resolved, Start(None if fresh else directory_named(run, resolved), fresh)
 
 
 def check_ranks(nproc: int | None, world: World) -> None:
@@ -138,10 +142,10 @@ def trace(
     file = TraceFile(Path(output))
     if not file.path.expanduser().absolute().parent.is_dir():
         raise UserError(f"--output {output}: there is no directory {file.path.parent}")
-    whole, replace = job if isinstance(job, Job) else read_job(_of_a_job(job), changes), msgspec.structs.replace
-    traced = replace(whole.trace, steps=whole.trace.steps or STEPS)
+    full, replace = job if isinstance(job, Job) else read_job(_of_a_job(job), changes), msgspec.structs.replace
+    traced = replace(full.trace, steps=full.trace.steps or STEPS)
     steps = max(0, traced.after) + max(1, traced.steps)  # the warm-up and the traced steps, and no evaluation
-    short = replace(whole, train=replace(whole.train, steps=steps, eval_samples=0), trace=traced)
+    short = replace(full, train=replace(full.train, steps=steps, eval_samples=0), trace=traced)
     preflight(short, short.layout.world)
     file(processes.run(short.layout.world, "fivefold.trainer.start:trace_rank", short, timeout=timeout)[0])
     assert file.result is not None
