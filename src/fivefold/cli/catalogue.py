@@ -141,10 +141,10 @@ def accuracy(
         _by_itself(data, others, coverage, sweeps, write, output, as_json)
         return
     with counting_bar() as progress:
-        found = comparing.planner_accuracy(data, rows=rows, leave_out=leave_out, refit=fit, progress=progress)
-    if write and found.constants:
-        found.constants.write()
-    show(found, as_json, output)
+        result = comparing.planner_accuracy(data, rows=rows, leave_out=leave_out, refit=fit, progress=progress)
+    if write and result.constants:
+        result.constants.write()
+    show(result, as_json, output)
 
 
 def _by_itself(
@@ -167,7 +167,7 @@ def _by_itself(
         raise UserError(f"{name} prints tables of its own, with all errors that it needs; leave {either(given)} out")
     with counting_bar() as progress:
         held = ranges(data, progress=progress) if coverage else None
-        found = held or comparing(data, leave_out=leave_out, progress=progress)
+        result = held or comparing(data, leave_out=leave_out, progress=progress)
     if held and write:
         held.write()
-    show(found, as_json, output)
+    show(result, as_json, output)

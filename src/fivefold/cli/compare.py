@@ -112,11 +112,11 @@ def cp(
         raise UserError("--seq and --cp say which layer to compare, as in --seq 131072 --cp 16; or give --lengths")
     if kernels:
         raise UserError(f"--kernels {kernels} belongs to --lengths; give both")
-    found = compare.context(
+    result = compare.context(
         seq, ranks, model=model, heads=heads, kv_heads=kv_heads, head_dim=head_dim, tp=tp,
         cluster=cluster or "16x8xH100", software=software,
     )  # fmt: skip
-    show(found, as_json, output)
+    show(result, as_json, output)
 
 
 def _whole_steps(lengths: str, model: str, cluster: str, kernels: str, software: str) -> "LengthsResult":
@@ -170,10 +170,10 @@ def mixed(
 
     names = [name.strip() for name in schedules.split(",") if name.strip()] or SCHEDULES
     factors = numbers(slower, "--slower")
-    found = compare(
+    result = compare(
         words[0], cluster, layout=layout, schedules=names, slower=factors, changes=words[1:], batch=batch, seq=seq
     )
-    show(found, as_json, output)
+    show(result, as_json, output)
 
 
 _Microbatches = Annotated[

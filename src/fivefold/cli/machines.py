@@ -140,8 +140,8 @@ def doctor(
     resolved = stored_job(directory, changes) if directory else read_job(path, changes)
     if not world.joined:
         show(room.here(resolved, nproc, job or []), as_json, output)
-    elif found := room.join(resolved, world):
-        show(found, as_json, output)
+    elif result := room.join(resolved, world):
+        show(result, as_json, output)
 
 
 _Output = Annotated[
@@ -199,11 +199,11 @@ def calibrate(
     from fivefold.machines.result import to_toml
 
     with counting_bar() as progress:
-        found = measure(device, quick, progress)
+        result = measure(device, quick, progress)
     if output is not None:
-        host = f"host: {found.host * 1e3:.3f} ms to launch one block's forward pass"
-        write(output, to_toml(found.accelerator, [_made_by(), host]))
-    show(found, as_json)
+        host = f"host: {result.host * 1e3:.3f} ms to launch one block's forward pass"
+        write(output, to_toml(result.accelerator, [_made_by(), host]))
+    show(result, as_json)
     if output is not None and not as_json:
         typer.echo(f"written to {output}; a cluster of them is for example 8x{output}")
 
@@ -218,12 +218,12 @@ def _ranks(output: Path | None, quick: bool, device: str, nproc: int | None, as_
     from fivefold.machines.calibrate import calibrate_ranks, joined
     from fivefold.machines.result import speeds_to_toml
 
-    found = joined(world, device, quick) if world.joined else calibrate_ranks(device, nproc, quick)
-    if found is None:
+    result = joined(world, device, quick) if world.joined else calibrate_ranks(device, nproc, quick)
+    if result is None:
         return
     if output is not None:
-        write(output, speeds_to_toml(found.cluster, [_made_by(), found.sentence]))
-    show(found, as_json)
+        write(output, speeds_to_toml(result.cluster, [_made_by(), result.sentence]))
+    show(result, as_json)
     if output is not None and not as_json:
         typer.echo(f"written to {output}; plan for it with: fivefold plan MODEL --cluster {output}")
 

@@ -117,44 +117,44 @@ def plan(
     whole_layout(layout or fix, words, "--layout" if layout else "--fix")
     if tokens is None and _is_job(output) and not words[0].endswith(".toml"):
         tokens = None if any(word.startswith("train.steps=") for word in words) else TWENTY
-    found = planning.plan(
+    result = planning.plan(
         words[0], cluster, changes=words[1:], batch=batch, seq=seq, layout=layout, fix=fix, by=by, top=top,
         precision=precision, software=software, price=price, tokens=tokens, imbalance=imbalance,
     )  # fmt: skip
-    said = [] if html is None else ["", written(found, html)]
+    said = [] if html is None else ["", written(result, html)]
     if output is not None and output.suffix.lower() in WRITERS:
-        said = ["", WRITERS[output.suffix.lower()](found, output), *said[1:]]
+        said = ["", WRITERS[output.suffix.lower()](result, output), *said[1:]]
         output = None
-    show(found, as_json, output, said)
+    show(result, as_json, output, said)
 
 
 def _is_job(output: Path | None) -> bool:
     return output is not None and output.suffix.lower() == ".toml"
 
 
-def _write_decision(found: "PlanResult", output: Path) -> str:
+def _write_decision(result: "PlanResult", output: Path) -> str:
     """Write the question, the layout with its math, its neighbours, and what would change the decision."""
     from fivefold.planner.decision import decide
     from fivefold.support.files import write
 
     with counting_bar() as progress:
-        decision = decide(found, typed(), progress)
+        decision = decide(result, typed(), progress)
     write(output, decision.html() if output.suffix.lower() == ".html" else decision.markdown())
     return f"written to {output}"
 
 
-def _write_job(found: "PlanResult", output: Path) -> str:
+def _write_job(result: "PlanResult", output: Path) -> str:
     """Write the job, and a schedule that was made for it beside it; what to do next."""
     from fivefold.job.preflight import needs_data
     from fivefold.planner.search import write_schedule
     from fivefold.planner.training import start
     from fivefold.support.files import write
 
-    schedule = write_schedule(found.explained, output.with_suffix(".schedule.txt"))
-    write(output, found.training.file(found.explained, str(output), typed(), schedule))
-    fill = "fill in data.path, then " if needs_data(found.job) else ""
+    schedule = write_schedule(result.explained, output.with_suffix(".schedule.txt"))
+    write(output, result.training.file(result.explained, str(output), typed(), schedule))
+    fill = "fill in data.path, then " if needs_data(result.job) else ""
     beside = f", with its schedule in {schedule}" if schedule else ""
-    return f"written to {output}{beside}: {fill}{start(found.explained, str(output))}"
+    return f"written to {output}{beside}: {fill}{start(result.explained, str(output))}"
 
 
 WRITERS = {".toml": _write_job, ".md": _write_decision, ".html": _write_decision}  # of what is not the result itself
@@ -189,11 +189,11 @@ def serve(
     """
     from fivefold.planner.serve import serve
 
-    found = serve(
+    result = serve(
         words[0], cluster or "8xH100", changes=words[1:], prompt=prompt, output=answer, sequences=concurrent,
         precision=precision_of(precision) or "bf16", ttft=ttft, tpot=tpot, imbalance=imbalance,
     )  # fmt: skip
-    show(found, as_json, output)
+    show(result, as_json, output)
 
 
 _GoodputTokens = Annotated[
@@ -253,9 +253,9 @@ def goodput(
     from fivefold.planner import goodput_result as room
 
     whole_layout(layout or fix, words, "--layout" if layout else "--fix")
-    found = room.goodput(
+    result = room.goodput(
         words[0], cluster, changes=words[1:], batch=batch, seq=seq, tokens=tokens, layout=layout, fix=fix,
         precision=precision, software=software, every=every, mtbf=mtbf, detect=detect, restart=restart,
         storage=storage, save=save, jitter=jitter, runs=runs, seed=seed,
     )  # fmt: skip
-    show(found, as_json, output)
+    show(result, as_json, output)

@@ -250,7 +250,7 @@ def goodput(
 
         >>> run = ff.goodput("llama3-8b", "8xH100", tokens="1.4T", mtbf=50_000, every=500)
         >>> print(f"{run.goodput:.1%} of the time trains")
-        99.8% of the time trains
+        99.9% of the time trains
 
     The run is that of `plan` with the same `model`, `cluster`, `changes`, `batch`, `seq`, `layout`, `fix`, `precision`
     and `software`; `tokens` are 20 per parameter where neither they nor the job say.

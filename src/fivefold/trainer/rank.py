@@ -19,7 +19,7 @@ from fivefold.launch.exits import INTERRUPTED, STOPPING, TERMINATED, say, say_en
 from fivefold.launch.world import World, current_world
 from fivefold.support.errors import TrainingError, UserError
 from fivefold.trainer.records import Listener
-from fivefold.trainer.report import Failed, Finished, RankReport, RefusedInput, ReportedOutput
+from fivefold.trainer.report import Failed, Finished, RefusedInput, ReportedOutput, ReportWriter
 from fivefold.trainer.resuming import Start
 
 _PATIENCE = 1.0  # seconds for a second Ctrl-C to end in an orderly way
@@ -108,7 +108,7 @@ class _StopSignal:
 
 def train_rank(rank: int, ranks: int, job: Job, start: Start, path: Path) -> None:
     """One rank of `ff.train`, which reports into a file and ends as the process of a command would."""
-    report = RankReport(path)
+    report = ReportWriter(path)
     try:
         world = current_world() if ranks > 1 else World()  # one has nobody to join
         console = Console(

@@ -1,6 +1,6 @@
 """What ranks report to the process that has started them, as a notebook does: lines of JSON in a file of its own.
 
-    report = RankReport(path)               # in a rank
+    report = ReportWriter(path)               # in a rank
     report.send(Printed("step 1/3 ..."))
     follower.poll()                     # in the process that waits: what is new reaches its callbacks
 
@@ -59,7 +59,7 @@ def _decoded(line: bytes) -> Message | None:
     return message
 
 
-class RankReport:
+class ReportWriter:
     """A rank's end of it, and a listener of its steps."""
 
     def __init__(self, path: Path):
@@ -88,7 +88,7 @@ class ReportedOutput:
 
     encoding = "utf-8"
 
-    def __init__(self, report: RankReport):
+    def __init__(self, report: ReportWriter):
         self.report, self.half = report, ""
 
     def write(self, text: str) -> int:

@@ -75,8 +75,8 @@ def mark(directory: Path) -> Path:
 def check_shared(marked: Path, control: Control) -> None:
     """Collective: all ranks look for rank 0's mark, which is then removed. If one does not see it, all end."""
     blind = "" if _sees(marked, time.monotonic() + _SETTLES) else str(marked.parent.absolute())
-    found = control.gather_values((platform.node(), blind), tuple[str, str])
-    problem = blind_nodes(found)
+    sights = control.gather_values((platform.node(), blind), tuple[str, str])
+    problem = blind_nodes(sights)
     if control.rank == 0:
         with suppress(OSError):
             marked.unlink()
@@ -94,19 +94,19 @@ def _sees(path: Path, deadline: float) -> bool:
         time.sleep(0.2)
 
 
-def blind_nodes(found: list[tuple[str, str]]) -> str:
+def blind_nodes(sights: list[tuple[str, str]]) -> str:
     """What to say of the nodes that do not see it: of each rank, its node and where it looked in vain."""
-    blind = sorted((host, where, rank) for rank, (host, where) in enumerate(found) if where)
+    blind = sorted((host, where, rank) for rank, (host, where) in enumerate(sights) if where)
     if not blind:
         return ""
     nodes = [
         f"{short(host)} ({ranks_text([rank for _, _, rank in ranks])}) does not see it at {where}"
-        for (host, where), ranks in groupby(blind, lambda one: one[:2])
+        for (host, where), ranks in groupby(blind, lambda row: row[:2])
     ]
     more = f"; {len(nodes) - _NAMED} more nodes do not" if len(nodes) > _NAMED else ""
     return (
-        f"{short(found[0][0])} (rank 0) has made the run's directory, and {'; '.join(nodes[:_NAMED])}{more}. All ranks "
-        "write checkpoints into it: set run.dir to a directory of a file system that all nodes share, or "
+        f"{short(sights[0][0])} (rank 0) has made the run's directory, and {'; '.join(nodes[:_NAMED])}{more}. All "
+        "ranks write checkpoints into it: set run.dir to a directory of a file system that all nodes share, or "
         "checkpoint.url to object storage"
     )
 
@@ -188,8 +188,8 @@ class _RankRun:
         """Collective: rank 0 claims the run's directory, and all ranks see it."""
         job, world = self.job, self.world
         control = self.control = leaving.enter_context(closing(Control(self.mesh, job.train.timeout)))
-        found, self.again = _agreed(control, lambda: _begun(job, self.sources, start)) or (Path(), False)
-        directory = self.directory = control.broadcast_value(found, Path)
+        claimed, self.again = _agreed(control, lambda: _begun(job, self.sources, start)) or (Path(), False)
+        directory = self.directory = control.broadcast_value(claimed, Path)
         if world.apart and job.checkpoint.save and not job.checkpoint.url:
             marked = control.broadcast_value(_agreed(control, lambda: mark(directory)) or Path(), Path)
             check_shared(marked, control)
@@ -230,7 +230,7 @@ class _RankRun:
             console.print(f"[bold]resumes[/] from {loaded}", soft_wrap=True)
             changed = differences(self.begun, self.job, self.sources)
             show_changes(console, changed)
-            if any(one.key.startswith("watch.") and one.rule == MEANT for one in changed):
+            if any(change.key.startswith("watch.") and change.rule == MEANT for change in changed):
                 trainer.policy.judged = 0  # other rules were asked for
 
     def is_finished(self) -> bool:
@@ -337,9 +337,9 @@ def _agreed(control: Control, do: Callable[[], T]) -> T | None:
 def _begun(job: Job, sources: Sources, start: Start) -> tuple[Path, bool]:
     """The run's directory, claimed, and whether a launcher starts the run again. A schedule from a file is kept in it,
     so that the run resumes without the file."""
-    found = start.checked(job, sources)
-    again = worlds.starts_before() > 0 or (worlds.PLANNED in os.environ and found is not None and trained(job, found))
-    directory = entered(job, found)
+    chosen = start.checked(job, sources)
+    again = worlds.starts_before() > 0 or (worlds.PLANNED in os.environ and chosen is not None and trained(job, chosen))
+    directory = entered(job, chosen)
     claim_directory(directory)
     if job.run.weights and not complete(job, directory):
         try:
@@ -355,12 +355,12 @@ def _begun(job: Job, sources: Sources, start: Start) -> tuple[Path, bool]:
 def _decided(directory: Path, note: Callable[[str], None]) -> KnownDecisions:
     """What earlier starts have decided about steps."""
     try:
-        found = known(directory)
+        decisions = known(directory)
     except OSError as error:
         raise cannot_write(Path(error.filename or directory), error) from None
-    if found.damaged:
-        note(f"{directory / DECISIONS}: {counted(found.damaged, 'line')}, damaged or half written, left out")
-    return found
+    if decisions.damaged:
+        note(f"{directory / DECISIONS}: {counted(decisions.damaged, 'line')}, damaged or half written, left out")
+    return decisions
 
 
 def _with_its_schedule(job: Job, directory: Path) -> Job:

@@ -68,7 +68,7 @@ def verify(
     hook: str = "",
     progress: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> VerifyResult:
-    """Prove that a layout, or every legal one of `world` ranks (`everything`), computes what one process computes.
+    """Prove that a `layout`, or every legal one of `world` ranks (`everything`), computes what one process computes.
 
         >>> ff.verify("dp=2,tp=2,zero=1").ok  # doctest: +SKIP
         True
