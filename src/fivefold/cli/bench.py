@@ -34,6 +34,7 @@ Rounds = Annotated[int, typer.Option(help="Timed steps of each system; medians a
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", help="Write the figures: .json has all, .csv the rows of a table.")
 ]
+Figures = Annotated[Path | None, typer.Option("--output", "-o", help="Write the figures: .json.")]
 
 
 _Words = Annotated[
@@ -233,7 +234,7 @@ def checkpoint(
     steps: _CheckpointSteps = None,
     directory: _Directory = None,
     timeout: _Timeout = None,
-    output: Output = None,
+    output: Figures = None,
     as_json: Json = False,
 ) -> None:
     """Time what steps lose to an asynchronous save, and how fast files are written and read.
