@@ -76,6 +76,19 @@ assert fivefold.render.blocks.Result is ff.Result
 FUNCTIONS = [name for name in ff.__all__ if inspect.isfunction(getattr(ff, name))]
 
 
+DESCRIPTIONS = {"preset": ff.ModelSpec, "read_job": ff.Job, "schedule": ff.Schedule, "ui": None}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_return_results_but_those_that_make_descriptions(name: str) -> None:
+    returned = inspect.signature(getattr(ff, name)).return_annotation
+    if name in DESCRIPTIONS:
+        assert returned is DESCRIPTIONS[name]
+    else:
+        assert issubclass(returned, ff.Result)
+        assert returned.to_dict is not ff.Result.to_dict
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_function_s_docstring_has_examples_and_all_arguments(name: str) -> None:
     """Examples that take long, or leave files, are not run: their calls fit the signature."""

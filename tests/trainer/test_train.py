@@ -109,6 +109,18 @@ def test_ctrl_c_saves_first_and_leaves_the_handlers_as_they_were(job: ff.Job) ->
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_another_signal_saves_too_and_is_an_error_that_says_so(job: ff.Job) -> None:
+    long = replace(job, train=replace(job.train, steps=100_000))
+
+    def terminate(record: Step) -> None:
+        if record.step == 2:
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(TrainingError, match=r"stopped by SIGTERM after step \d+; its checkpoint is saved"):
+        ff.train(long, on_record=terminate)
+    assert Store(Path(job.run.dir, "run/checkpoints")).complete()
+
+
 def test_an_exception_of_a_callback_is_the_callers_and_ends_the_ranks(job: ff.Job) -> None:
     long = replace(job, train=replace(job.train, steps=100_000))
     with pytest.raises(ZeroDivisionError):

@@ -28,6 +28,7 @@ _PATIENCE = 1.0  # seconds for a second Ctrl-C to end in an orderly way
 class RankEnd(NamedTuple):
     code: int  # as of a process
     directory: Path | None = None  # of the run, if no step of it is left
+    why: str = ""  # else
 
 
 def run_rank(
@@ -55,8 +56,10 @@ def run_rank(
         command = f"'fivefold train {stopped.directory}'" if start.fresh else "the same command"
         saved = f"its checkpoint is saved, and {command} resumes from it"
         how = saved if job.checkpoint.save else "nothing is saved: checkpoint.save=false"
-        console.print(f"stopped by {by} after step {stopped.step}; {how}", soft_wrap=True)
-        return RankEnd(INTERRUPTED if stop.signal == signal.SIGINT else TERMINATED if job.checkpoint.save else 1)
+        why = f"stopped by {by} after step {stopped.step}; {how}"
+        console.print(why, soft_wrap=True)
+        code = INTERRUPTED if stop.signal == signal.SIGINT else TERMINATED if job.checkpoint.save else 1
+        return RankEnd(code, why=why)
     except KeyboardInterrupt:
         return RankEnd(INTERRUPTED)
 
@@ -115,10 +118,10 @@ def train_rank(rank: int, ranks: int, job: Job, start: Start, path: Path) -> Non
             file=cast(IO[str], ReportedOutput(report)), highlight=False, quiet=rank > 0, force_terminal=False
         )
         end = run_rank(job, preflight(job, ranks), world, start, console, report.say, [report])
+        if rank == 0:
+            report.send(Failed(end.why) if end.code else Finished(str(end.directory)))
         if end.code:
             sys.exit(end.code)
-        if rank == 0:
-            report.send(Finished(str(end.directory)))
     except UserError as error:
         report.send(RefusedInput(error.problems, error.codes))
         sys.exit(2)

@@ -37,7 +37,7 @@ class RefusedInput(msgspec.Struct, frozen=True, tag="refused", tag_field="kind")
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed", tag_field="kind"):
-    """Why a rank cannot go on."""
+    """Why a rank does not go on."""
 
     sentence: str
 
@@ -145,6 +145,9 @@ class Follower:
                 self.refused.append(message)
             case Finished():
                 self.directory = Path(message.directory)
+
+    def close(self) -> None:
+        self.file.close()
 
     def refusal(self) -> UserError:
         error = UserError(dict.fromkeys(problem for refused in self.refused for problem in refused.problems))

@@ -3,6 +3,7 @@
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import msgspec
@@ -62,9 +63,9 @@ def train(
     check_sharing(resolved, ranks)
     start.checked(resolved, sources)
     keep_freed_memory()
-    with tempfile.TemporaryDirectory(prefix="fivefold-train-") as home:
-        report = Path(home, "report")
-        follower = Follower(report, progress, on_record)
+    with ExitStack() as leaving:
+        report = Path(leaving.enter_context(tempfile.TemporaryDirectory(prefix="fivefold-train-")), "report")
+        follower = leaving.enter_context(closing(Follower(report, progress, on_record)))
         launcher = Launcher(
             "fivefold.trainer.rank:train_rank",
             Arrangement(ranks, resolved.layout.place, (resolved, start, report)),
