@@ -127,17 +127,14 @@ def doctor(
 
       fivefold doctor layout=dp=2,tp=2 run.dir=/scratch/runs --json
     """
-    from fivefold.job.config import read_job
     from fivefold.launch.world import current_world
     from fivefold.machines import doctor as room
-    from fivefold.trainer.resuming import run_named, stored_job
-    from fivefold.trainer.start import check_ranks
+    from fivefold.trainer.start import check_ranks, job_and_start
 
     path, changes = split(job)
     world = current_world()
     check_ranks(nproc, world)
-    directory = run_named(path)
-    resolved = stored_job(directory, changes) if directory else read_job(path, changes)
+    resolved, _ = job_and_start(path, changes, fresh=True)
     if not world.joined:
         show(room.here(resolved, nproc, job or []), as_json, output)
     elif result := room.join(resolved, world):

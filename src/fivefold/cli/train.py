@@ -96,13 +96,15 @@ def train(
     """
     from fivefold.job.config import to_toml
     from fivefold.launch.world import current_world, wait_for_the_others
-    from fivefold.trainer.start import check_sharing
+    from fivefold.trainer.start import check_sharing, job_and_start
 
     path, changes = split(job)
     world = current_world()
     _check_options(nproc, restarts or 0, elastic, world)
     with _node_named(world):
-        asked, start = _job_and_start(path, changes, fresh, world)
+        if world.meeting.address:
+            world.meeting.resolved()  # before torch is imported, and data hashed
+        asked, start = job_and_start(path, changes, fresh=fresh)
         ranks = nproc if nproc > 1 else world.size
         resolved, world = _arranged(asked, ranks, world) if elastic else (asked, world)
         elsewhere = check and resolved.run.cluster and ranks == 1  # a job for a cluster is checked on any machine
@@ -121,17 +123,6 @@ def train(
         raise typer.Exit(wait_for_the_others(world, resolved.train.timeout))
     else:
         raise typer.Exit(_run(resolved, sources, world, start, as_json))
-
-
-def _job_and_start(path: str | None, changes: list[str], fresh: bool, world: "World") -> "tuple[Job, Start]":
-    from fivefold.job.config import read_job
-    from fivefold.trainer.resuming import Start, directory_named, run_named, stored_job
-
-    if world.meeting.address:
-        world.meeting.resolved()  # before torch is imported, and data hashed
-    directory = run_named(path)
-    job = stored_job(directory, changes) if directory else read_job(path, changes)
-    return job, Start(None if fresh else directory_named(directory, job), fresh)
 
 
 def _sources(job: "Job", ranks: int, world: "World") -> "Sources":

@@ -53,7 +53,7 @@ def train(
     fails is a TrainingError, which names the rank. Ctrl-C has the ranks save a checkpoint first, and is then a
     KeyboardInterrupt; a second one ends them at once, and so does an exception of a callback.
     """
-    resolved, start = _job_and_start(job, changes, fresh)
+    resolved, start = job_and_start(job, changes, fresh=fresh)
     ranks = resolved.layout.world if nproc is None else nproc
     check_ranks(ranks, current_world())
     check_restarts(restarts)
@@ -84,15 +84,15 @@ def train(
     return TrainResult.read(follower.directory)
 
 
-def _job_and_start(job: str | Path | Job | None, changes: Sequence[str], fresh: bool) -> tuple[Job, Start]:
+def job_and_start(job: str | Path | Job | None, changes: Sequence[str], *, fresh: bool) -> tuple[Job, Start]:
     """What trains, and where."""
     if isinstance(job, Job):
         if changes:
             raise UserError(f"{changes[0]!r} changes a job that is given by name; change the object instead")
-        return job, Start(None, fresh)
+        return job, Start(None, fresh=fresh)
     run = run_named(str(job) if job else None)
     resolved = stored_job(run, changes) if run else read_job(job and str(job), list(changes))
-    return resolved, Start(None if fresh else directory_named(run, resolved), fresh)
+    return resolved, Start(None if fresh else directory_named(run, resolved), fresh=fresh)
 
 
 def check_ranks(nproc: int | None, world: World) -> None:
