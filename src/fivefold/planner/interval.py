@@ -112,13 +112,13 @@ def memory_range() -> Range:
     return bands().memory.range({})
 
 
-def write(bands: Bands, path: Path = FILE) -> None:
+def write(fitted: Bands, path: Path = FILE) -> None:
     lines = [
         "# Made by `fivefold accuracy --coverage --write`. low, high: logarithms of measured over predicted, between",
         f"# which {SHARE:.0%} of the cases of an unseen source should lie; covered: how many did, sources left out;",
         "# factors: how much wider that is, by trait.",
     ]
-    for name, band in (("time", bands.time), ("memory", bands.memory)):
+    for name, band in (("time", fitted.time), ("memory", fitted.memory)):
         lines += ["", f"[{name}]", f"low = {band.low:.4f}", f"high = {band.high:.4f}"]
         lines += [f"sources = {band.sources}", f"rows = {band.rows}", f"covered = {band.covered:.3f}"]
         for trait, levels in band.factors.items():
