@@ -25,8 +25,8 @@ def lane_of(axes: Sequence[str], layout: Layout) -> Lane:
 def lanes(layout: Layout, experts: bool) -> list[Lane]:
     """All that a tensor can have in a layout, in an order that all ranks share."""
     choices = (axes for axes in product(*_CHOICES) if experts or "ezero" not in axes)
-    lanes = {lane_of(axes, layout) for axes in choices} | ({lane_of(["stage"], layout)} if experts else set())
-    return sorted(lanes - {()})
+    distinct = {lane_of(axes, layout) for axes in choices} | ({lane_of(["stage"], layout)} if experts else set())
+    return sorted(distinct - {()})
 
 
 def groups(layout: Layout, lane: Lane) -> list[list[int]]:
