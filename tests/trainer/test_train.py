@@ -123,8 +123,16 @@ def test_another_signal_saves_too_and_is_an_error_that_says_so(job: ff.Job) -> N
 
 def test_an_exception_of_a_callback_is_the_callers_and_ends_the_ranks(job: ff.Job) -> None:
     long = replace(job, train=replace(job.train, steps=100_000))
+    steps: list[int] = []
+
+    def stumble(record: Step) -> None:
+        steps.append(record.step)
+        if record.step == 2:
+            raise ZeroDivisionError
+
     with pytest.raises(ZeroDivisionError):
-        ff.train(long, on_record=lambda record: 1 / (record.step - 2))
+        ff.train(long, on_record=stumble)
+    assert steps == [1, 2]
     assert TrainResult.read(Path(job.run.dir, "run")).steps[0].step == 1  # what was done is kept
 
 

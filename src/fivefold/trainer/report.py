@@ -92,7 +92,7 @@ class ReportedOutput:
         self.report, self.half = report, ""
 
     def write(self, text: str) -> int:
-        with suppress(OSError):
+        with suppress(OSError, UnicodeError):  # the log's encoding may know fewer letters
             sys.stdout.write(text)
         *lines, self.half = (self.half + text).split("\n")
         for line in lines:
@@ -115,7 +115,7 @@ class Follower:
         path.touch(0o600)
         self.file = path.open("rb")
         self.progress, self.on_record = progress, on_record
-        self.half = b""
+        self.half, self.over = b"", False
         self.said: list[str] = []
         self.directory: Path | None = None  # of a run that has made all its steps
         self.refused: list[RefusedInput] = []
@@ -125,6 +125,10 @@ class Follower:
         self.said.append(sentence)
 
     def poll(self) -> None:
+        """After an exception of a callback there is nobody to tell more."""
+        if self.over:
+            return
+        self.over = True
         *lines, self.half = (self.half + self.file.read()).split(b"\n")
         for line in lines:
             if message := _decoded(line):
@@ -132,6 +136,7 @@ class Follower:
         while self.said:
             self.story.append(self.said.pop(0))
             self.progress(self.story[-1])
+        self.over = False
 
     def _hear(self, message: Message) -> None:
         match message:

@@ -16,7 +16,7 @@ from fivefold.launch.exits import INTERRUPTED
 from fivefold.launch.host import keep_freed_memory
 from fivefold.launch.local import Arrangement, Launcher, sharing_problem, visible_gpus
 from fivefold.launch.world import World, current_world
-from fivefold.support.errors import UserError
+from fivefold.support.errors import TrainingError, UserError
 from fivefold.support.parsing import path_of
 from fivefold.tracing.records import Trace
 from fivefold.tracing.result import TraceFile, TraceResult
@@ -80,7 +80,8 @@ def train(
         raise KeyboardInterrupt
     if code:
         raise follower.refusal() if code == 2 else follower.failure(code)
-    assert follower.directory is not None
+    if follower.directory is None:
+        raise TrainingError(f"all steps are done, but {tempfile.gettempdir()} had no room for what the ranks reported")
     return TrainResult.read(follower.directory)
 
 
