@@ -12,6 +12,6 @@ two = ff.train(changes=["layout=tp=2,sp", "run.name=two", *SMALL])
 print(two)  # in a notebook: the loss as a picture
 
 # The same model, the same data and the same loss on one process: the layout changes only who computes what.
-one = ff.train(changes=["run.name=one", *SMALL])
-apart = max(abs(a - b) for a, b in zip(one.losses, two.losses, strict=True))
-print(f"loss {one.losses[0]:.2f} -> {one.losses[-1]:.2f}; the two curves differ by at most {apart:.1e}")
+alone = ff.train(changes=["run.name=one", *SMALL])
+apart = max(abs(a - b) for a, b in zip(alone.losses, two.losses, strict=True))
+print(f"loss {alone.losses[0]:.2f} -> {alone.losses[-1]:.2f}; the two curves differ by at most {apart:.1e}")

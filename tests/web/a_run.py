@@ -17,7 +17,7 @@ WORDS = ["layout=pp=2,microbatches=4", "train.steps=40", "run.name=demo"]
 
 
 def step(number: int, experts: bool = False) -> Step:
-    load = Load.of([[number, 3, 1], [2, 2, number]], 6, whole=number % 5 == 0) if experts else None
+    load = Load.of([[number, 3, 1], [2, 2, number]], 6, by_expert=number % 5 == 0) if experts else None
     return Step(
         step=number, loss=5.0 / number, grad_norm=1.0 + number % 3, lr=1e-3 / number, tokens=64, loss_tokens=63,
         seconds=0.5, tokens_per_second=128.0, mfu=0.4 if number % 2 else None, memory=1000 + number, load=load,

@@ -352,11 +352,11 @@ def planner_accuracy(
 ) -> AccuracyResult:
     """Predict every run of a directory of CSV files, by default of those that come with the package.
 
-        ff.planner_accuracy()
-        ff.planner_accuracy(rows="llama3")
+        >>> result = ff.planner_accuracy(rows="llama3")
 
-    `rows` names one source, whose rows are then shown; `leave_out` also predicts each source, and each accelerator,
-    with constants that were fitted without it (minutes); `refit` fits the constants to the runs and predicts with them.
+    `data` is that directory. `rows` names one source, whose rows are then shown; `leave_out` also predicts each source,
+    and each accelerator, with constants that were fitted without it (minutes); `refit` fits the constants to the runs
+    and predicts with them. `progress` is told how much is done, of how much, and what is next.
     """
     published = read_rows(Path(data) if data else DATA)
     files = list(dict.fromkeys(row.file for row in published))

@@ -74,9 +74,9 @@ def _root(
 
 def program(function: Callable[..., None], writes: tuple[str, ...] = TEXTS) -> typer.Typer:
     """A program of one function, which `main` runs as it runs the commands."""
-    one = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
-    command(one, function.__name__, "", writes)(function)
-    return one
+    single = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
+    command(single, function.__name__, "", writes)(function)
+    return single
 
 
 def main(wanted: typer.Typer | None = None) -> None:

@@ -34,47 +34,51 @@ Rounds = Annotated[int, typer.Option(help="Timed steps of each system; medians a
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", help="Write the figures: .json has all, .csv the rows of a table.")
 ]
+Figures = Annotated[Path | None, typer.Option("--output", "-o", help="Write the figures: .json.")]
+
+
+_Words = Annotated[
+    list[str],
+    typer.Argument(metavar="MODEL|JOB [KEY=VALUE]...", help="As for train; with --cases MODEL[,KEY=VALUE]..."),
+]
+_Against = Annotated[
+    str,
+    typer.Option(
+        help="Some of hf (Hugging Face transformers, compiled), fp8 (with 8-bit matmuls), fp8_experts (those of "
+        "experts), deterministic (the same bits every time), eager (not compiled), with commas."
+    ),
+]
+_Steps = Annotated[int | None, typer.Option(help="Timed steps of a turn, 10, or of a case, 7; medians are shown.")]
+_Checkpoint = Annotated[
+    bool, typer.Option("--checkpoint", help="Save one beside the steps, too, and show what they lose to it.")
+]
+_Profile = Annotated[bool, typer.Option("--profile", help="Show where a step's time goes, by kind of kernel.")]
+_Cases = Annotated[bool, typer.Option("--cases", help="Time cases on one device, each beside the planner's estimate.")]
+_Warm = Annotated[
+    float, typer.Option(help="With --cases: seconds of steps before the timed ones: power limits show late.")
+]
+_Accelerator = Annotated[
+    str | None,
+    typer.Option(help="With --cases: plan for this, a name or a file of fivefold calibrate; else the device's."),
+]
+_Dtype = Annotated[str, typer.Option(help="With --cases: float32, float64 or bfloat16; auto: bfloat16 on a GPU.")]
 
 
 @command(app, "train", "Step time, MFU and memory of a job.  [dim]fivefold bench train llama3-8b[/]", WRITES)
 def train(
     context: typer.Context,
-    words: Annotated[
-        list[str],
-        typer.Argument(metavar="MODEL|JOB [KEY=VALUE]...", help="As for train; with --cases MODEL[,KEY=VALUE]..."),
-    ],
-    against: Annotated[
-        str,
-        typer.Option(
-            help="Some of hf (Hugging Face transformers, compiled), fp8 (with 8-bit matmuls), fp8_experts (those of "
-            "experts), deterministic (the same bits every time), eager (not compiled), with commas."
-        ),
-    ] = "none",
-    steps: Annotated[
-        int | None, typer.Option(help="Timed steps of a turn, 10, or of a case, 7; medians are shown.")
-    ] = None,
+    words: _Words,
+    against: _Against = "none",
+    steps: _Steps = None,
     rounds: Annotated[int | None, typer.Option(help="Turns of each system; 2, or 1 if there is one only.")] = None,
-    checkpoint: Annotated[
-        bool, typer.Option("--checkpoint", help="Save one beside the steps, too, and show what they lose to it.")
-    ] = False,
-    profile: Annotated[
-        bool, typer.Option("--profile", help="Show where a step's time goes, by kind of kernel.")
-    ] = False,
+    checkpoint: _Checkpoint = False,
+    profile: _Profile = False,
     floor: Annotated[bool, typer.Option("--floor", help="Measure what a step must do, each part alone.")] = False,
-    cases: Annotated[
-        bool, typer.Option("--cases", help="Time cases on one device, each beside the planner's estimate.")
-    ] = False,
-    warm: Annotated[
-        float, typer.Option(help="With --cases: seconds of steps before the timed ones: power limits show late.")
-    ] = 2.0,
-    accelerator: Annotated[
-        str | None,
-        typer.Option(help="With --cases: plan for this, a name or a file of fivefold calibrate; else the device's."),
-    ] = None,
+    cases: _Cases = False,
+    warm: _Warm = 2.0,
+    accelerator: _Accelerator = None,
     device: Annotated[str, typer.Option(help="With --cases: auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[
-        str, typer.Option(help="With --cases: float32, float64 or bfloat16; auto: bfloat16 on a GPU.")
-    ] = "auto",
+    dtype: _Dtype = "auto",
     output: Output = None,
     as_json: Json = False,
 ) -> None:
@@ -108,24 +112,42 @@ def train(
 
       fivefold bench train --cases llama3-8b,layers=4/8,seq=8192 --accelerator mine.toml
     """
-    of_cases = {name: f"--{name}" for name in ("warm", "accelerator", "device", "dtype")}
-    of_jobs = {name: f"--{name}" for name in ("against", "rounds", "checkpoint", "profile", "floor")}
-    if cases:
-        from fivefold.bench import steps as timing
-
-        refuse(given_of(context, of_jobs), "is of a job, and --cases times cases; leave one of them out")
-        count = 7 if steps is None else steps
-        measured(
-            lambda told: timing.measure(words, count, warm, accelerator, device, dtype_of(dtype), told), as_json, output
-        )
-        return
+    from fivefold.bench.steps import measure as measure_cases
     from fivefold.bench.train import Extras, measure
 
-    refuse(given_of(context, of_cases), "is of --cases; add it, or leave this out")
+    if cases:
+        refuse(given_of(context, _OF_JOBS), "is of a job, and --cases times cases; leave one of them out")
+        timed = (words, _or(steps, 7), warm, accelerator, device, dtype_of(dtype))
+        measured(lambda told: measure_cases(*timed, told), as_json, output)
+        return
+    refuse(given_of(context, _OF_CASES), "is of --cases; add it, or leave this out")
     if output is not None and output.suffix == ".csv":
         raise UserError(f"-o {output} is for the rows of --cases; the figures of a job are .json")
-    extras, turn = Extras(checkpoint, profile, floor), 10 if steps is None else steps
-    measured(lambda told: [measure(words, against, turn, rounds, extras, told)], as_json, output)
+    extras = Extras(checkpoint, profile, floor)
+    measured(lambda told: [measure(words, against, _or(steps, 10), rounds, extras, told)], as_json, output)
+
+
+_Rounds = Annotated[
+    int | None, typer.Option(help="Timed steps of each system, 5; with --overhead 7, with --scaling 3.")
+]
+_Only = Annotated[
+    str | None,
+    typer.Option(help="Some of dp,tp,pp,cp,zero, with commas; with --scaling of dp,tp,pp,cp,3d, or ep (experts)."),
+]
+_Overhead = Annotated[
+    bool, typer.Option("--overhead", help="One process, against a bare PyTorch loop and Hugging Face's.")
+]
+_Batch = Annotated[
+    int | None, typer.Option(help="With --scaling: sequences of a step, 16 for all.", show_default=False)
+]
+_Predict = Annotated[
+    bool, typer.Option("--predict", help="With --scaling: measure the cores, too, and show the prediction.")
+]
+
+
+# Options by the names of their parameters: of cases alone, and of a job alone.
+_OF_CASES = {name: f"--{name}" for name in ("warm", "accelerator", "device", "dtype")}
+_OF_JOBS = {name: f"--{name}" for name in ("against", "rounds", "checkpoint", "profile", "floor")}
 
 
 @command(app, "peers", "Against torch's own parallelisms.  [dim]fivefold bench peers --ranks 2[/]", WRITES)
@@ -133,24 +155,13 @@ def peers(
     context: typer.Context,
     changes: Changes = None,
     ranks: Annotated[int, typer.Option(help="Ranks of every system that has several; with --scaling the most.")] = 2,
-    rounds: Annotated[
-        int | None, typer.Option(help="Timed steps of each system, 5; with --overhead 7, with --scaling 3.")
-    ] = None,
-    only: Annotated[
-        str | None,
-        typer.Option(help="Some of dp,tp,pp,cp,zero, with commas; with --scaling of dp,tp,pp,cp,3d, or ep (experts)."),
-    ] = None,
-    overhead: Annotated[
-        bool, typer.Option("--overhead", help="One process, against a bare PyTorch loop and Hugging Face's.")
-    ] = False,
+    rounds: _Rounds = None,
+    only: _Only = None,
+    overhead: _Overhead = False,
     scaling: Annotated[bool, typer.Option("--scaling", help="Fivefold alone, from one rank to many.")] = False,
     least: Annotated[int, typer.Option(help="With --scaling: the fewest ranks.")] = 2,
-    batch: Annotated[
-        int | None, typer.Option(help="With --scaling: sequences of a step, 16 for all.", show_default=False)
-    ] = None,
-    predict: Annotated[
-        bool, typer.Option("--predict", help="With --scaling: measure the cores, too, and show the prediction.")
-    ] = False,
+    batch: _Batch = None,
+    predict: _Predict = False,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
@@ -201,23 +212,29 @@ def peers(
         measured(lambda told: [comparison.peers(changes or [], ranks, _or(rounds, 5), some, told)], as_json, output)
 
 
+_Recovery = Annotated[
+    bool, typer.Option("--recovery", help="Time how ranks that are started anew get their state instead.")
+]
+_CheckpointSteps = Annotated[
+    int | None, typer.Option(help="Steps before each save, and beside its writing, 6; with --recovery 4.")
+]
+_Directory = Annotated[
+    Path | None, typer.Option(help="On the disk to be measured; without it the system's for temporary files.")
+]
+_Timeout = Annotated[
+    float | None, typer.Option(help="Seconds for the whole run, 1200; with --recovery for each start, 600.")
+]
+
+
 @command(app, "checkpoint", "What a checkpoint costs.  [dim]fivefold bench checkpoint model=small[/]", (".json",))
 def checkpoint(
     job: JobWords = None,
-    recovery: Annotated[
-        bool, typer.Option("--recovery", help="Time how ranks that are started anew get their state instead.")
-    ] = False,
+    recovery: _Recovery = False,
     rounds: Annotated[int, typer.Option(help="Saves and loads, or starts, of each kind, in turns.")] = 5,
-    steps: Annotated[
-        int | None, typer.Option(help="Steps before each save, and beside its writing, 6; with --recovery 4.")
-    ] = None,
-    directory: Annotated[
-        Path | None, typer.Option(help="On the disk to be measured; without it the system's for temporary files.")
-    ] = None,
-    timeout: Annotated[
-        float | None, typer.Option(help="Seconds for the whole run, 1200; with --recovery for each start, 600.")
-    ] = None,
-    output: Output = None,
+    steps: _CheckpointSteps = None,
+    directory: _Directory = None,
+    timeout: _Timeout = None,
+    output: Figures = None,
     as_json: Json = False,
 ) -> None:
     """Time what steps lose to an asynchronous save, and how fast files are written and read.
@@ -281,8 +298,8 @@ def _keep(result: Result, output: Path) -> bool:
             rows: Any = getattr(result, "rows", None)
             output.write_text(_csv(typed(), rows() if callable(rows) else rows))
         else:
-            found = result.to_dict()
-            figures = found if isinstance(found, dict) else {"rows": found}
+            rows = result.to_dict()
+            figures = rows if isinstance(rows, dict) else {"rows": rows}
             output.write_text(json.dumps({"command": typed()} | figures, indent=1) + "\n")
     except OSError as error:
         Console(stderr=True, soft_wrap=True).print(f"--output {output} was not written: {error.strerror}", markup=False)

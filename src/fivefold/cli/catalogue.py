@@ -77,25 +77,29 @@ def accelerators(
     show(cluster.accelerators(name), as_json, output)
 
 
+_LeaveOut = Annotated[
+    bool,
+    typer.Option("--leave-out", help="Also predict each source with constants fitted without it."),
+]
+_Coverage = Annotated[
+    bool,
+    typer.Option("--coverage", help="Show how many runs lie in the ranges that plans print, sources left out."),
+]
+_Sweeps = Annotated[
+    bool, typer.Option("--sweeps", help="Show each sweep of layouts: the planner's choice, and rules of thumb.")
+]
+_Write = Annotated[bool, typer.Option("--write", help="Keep what --fit or --coverage finds, for plans to use.")]
+
+
 def accuracy(
     data: Annotated[Path | None, typer.Option(help="A directory of CSV files; default: those of the package.")] = None,
     rows: Annotated[str, typer.Option(help="Show one source row by row: llama3, torchtitan, ...")] = "",
     sources: Annotated[bool, typer.Option("--sources", help="Show what is assumed of each source, and why.")] = False,
-    leave_out: Annotated[
-        bool,
-        typer.Option("--leave-out", help="Also predict each source with constants fitted without it."),
-    ] = False,
-    coverage: Annotated[
-        bool,
-        typer.Option("--coverage", help="Show how many runs lie in the ranges that plans print, sources left out."),
-    ] = False,
-    sweeps: Annotated[
-        bool, typer.Option("--sweeps", help="Show each sweep of layouts: the planner's choice, and rules of thumb.")
-    ] = False,
+    leave_out: _LeaveOut = False,
+    coverage: _Coverage = False,
+    sweeps: _Sweeps = False,
     fit: Annotated[bool, typer.Option("--fit", help="Fit the constants to the runs, and print them.")] = False,
-    write: Annotated[
-        bool, typer.Option("--write", help="Keep what --fit or --coverage finds, for plans to use.")
-    ] = False,
+    write: _Write = False,
     output: Picture = None,
     as_json: Json = False,
 ) -> None:
@@ -137,10 +141,10 @@ def accuracy(
         _by_itself(data, others, coverage, sweeps, write, output, as_json)
         return
     with counting_bar() as progress:
-        found = comparing.planner_accuracy(data, rows=rows, leave_out=leave_out, refit=fit, progress=progress)
-    if write and found.constants:
-        found.constants.write()
-    show(found, as_json, output)
+        result = comparing.planner_accuracy(data, rows=rows, leave_out=leave_out, refit=fit, progress=progress)
+    if write and result.constants:
+        result.constants.write()
+    show(result, as_json, output)
 
 
 def _by_itself(
@@ -163,7 +167,7 @@ def _by_itself(
         raise UserError(f"{name} prints tables of its own, with all errors that it needs; leave {either(given)} out")
     with counting_bar() as progress:
         held = ranges(data, progress=progress) if coverage else None
-        found = held or comparing(data, leave_out=leave_out, progress=progress)
+        result = held or comparing(data, leave_out=leave_out, progress=progress)
     if held and write:
         held.write()
-    show(found, as_json, output)
+    show(result, as_json, output)

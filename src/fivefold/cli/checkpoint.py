@@ -54,8 +54,8 @@ def ls(
         show(list_checkpoints(run), as_json, output)
         return
     with bytes_bar("reading") as progress:
-        found = verify_checkpoints(run, step, progress)
-    show(found, as_json, output)
+        result = verify_checkpoints(run, step, progress)
+    show(result, as_json, output)
 
 
 @command(app, "reshard", "Rewrite one.  [dim]fivefold checkpoint reshard runs/demo --layout tp=8 -o big[/]")
@@ -82,28 +82,30 @@ def reshard(
     """
     from fivefold.checkpoint.find import find, job_of, run_of
     from fivefold.checkpoint.hf_extras import carry
-    from fivefold.checkpoint.load import reshard as cut
+    from fivefold.checkpoint.load import reshard as write_shards
     from fivefold.checkpoint.storage import making_at
     from fivefold.checkpoint.store import Store
     from fivefold.job.config import to_toml
     from fivefold.layout.layout import Layout
 
-    one, to = find(run, step), place_of(output)
+    checkpoint, target = find(run, step), place_of(output)
     wanted = Layout.parse(layout)
-    job = job_of(one, layout=wanted, run=to if isinstance(to, Path) else None)
+    job = job_of(checkpoint, layout=wanted, run=target if isinstance(target, Path) else None)
     if problems := job.layout.problems(job.model, seq=job.data.seq, batch=job.train.batch):
         raise UserError(problems)
-    if damage := one.damage():
+    if damage := checkpoint.damage():
         raise UserError(damage)
-    making = whole_or_nothing(to) if isinstance(to, Path) else making_at(to)
-    with making, bytes_bar("writing", one.bytes) as advance:
-        if isinstance(to, Path):
-            to.mkdir(parents=True, exist_ok=True)
-        path = cut(one, job.model, wanted, job.data.seq, Store(to / "checkpoints"), advance)
-        if isinstance(to, Path):
-            (to / "job.toml").write_text(to_toml(job))
-            carry(run_of(one), to)
-    how = f"{to / 'job.toml'}" if isinstance(to, Path) else f"JOB checkpoint.url={to.parent} run.name={to.name}"
+    making = whole_or_nothing(target) if isinstance(target, Path) else making_at(target)
+    with making, bytes_bar("writing", checkpoint.bytes) as advance:
+        if isinstance(target, Path):
+            target.mkdir(parents=True, exist_ok=True)
+        path = write_shards(checkpoint, job.model, wanted, job.data.seq, Store(target / "checkpoints"), advance)
+        if isinstance(target, Path):
+            (target / "job.toml").write_text(to_toml(job))
+            carry(run_of(checkpoint), target)
+    how = f"JOB checkpoint.url={target.parent} run.name={target.name}"
+    if isinstance(target, Path):
+        how = f"{target / 'job.toml'}"
     resume = f"fivefold train {how} --nproc {wanted.world}"
     said = json.dumps({"checkpoint": str(path), "resume": resume}) if as_json else f"{path}; resume with: {resume}"
     typer.echo(said)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fivefold.cli.draw import Chunks, Group, Memory, Overlap, Sends, Slow, TimesText
-from fivefold.cli.options import Batch, Json, ModelWords, Output, Seq, command
+from fivefold.cli.options import Batch, Json, ModelWords, Output, Seq, Software, command
 from fivefold.cli.unknown import Explaining
 from fivefold.render.blocks import TEXTS, show
 from fivefold.support.errors import UserError
@@ -41,31 +41,36 @@ def zero(
     show(zero(model, ranks), as_json, output)
 
 
+_Model = Annotated[
+    str | None,
+    typer.Option(help="The model whose heads are used; default: llama3-405b, of --lengths: llama3-8b."),
+]
+_Tp = Annotated[
+    int | None, typer.Option(help="Ranks that share the heads; default: a node's GPUs, if heads and cluster allow.")
+]
+_Cluster = Annotated[
+    str | None,
+    typer.Option(help="Nodes x GPUs per node x accelerator; default: 16x8xH100, of --lengths: 8x8xH100."),
+]
+_Lengths = Annotated[
+    str, typer.Option(help="Plan whole steps with every cp, for sequences of these tokens: 8192,131072,1048576.")
+]
+_Kernels = Annotated[str, typer.Option(help="With --lengths: attention kernels to compare: flash2,flash3,peak.")]
+
+
 @command(app, "cp", "Ring, all-gather and Ulysses.  [dim]fivefold compare cp --seq 131072 --cp 16[/]", TEXTS)
 def cp(
     seq: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
     ranks: Annotated[int | None, typer.Option("--cp", help="Ranks that share a sequence.")] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="The model whose heads are used; default: llama3-405b, of --lengths: llama3-8b."),
-    ] = None,
+    model: _Model = None,
     heads: Annotated[int | None, typer.Option(help="Attention heads, instead of a model's.")] = None,
     kv_heads: Annotated[int | None, typer.Option(help="Key and value heads; default: as many as heads.")] = None,
     head_dim: Annotated[int | None, typer.Option(help="Width of a head; default: 128.")] = None,
-    tp: Annotated[
-        int | None, typer.Option(help="Ranks that share the heads; default: a node's GPUs, if heads and cluster allow.")
-    ] = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option(help="Nodes x GPUs per node x accelerator; default: 16x8xH100, of --lengths: 8x8xH100."),
-    ] = None,
-    lengths: Annotated[
-        str, typer.Option(help="Plan whole steps with every cp, for sequences of these tokens: 8192,131072,1048576.")
-    ] = "",
-    kernels: Annotated[
-        str, typer.Option(help="With --lengths: attention kernels to compare: flash2,flash3,peak.")
-    ] = "",
-    software: Annotated[str, typer.Option(help="Whose kernels: fivefold, nemo, torchtitan, megatron.")] = "fivefold",
+    tp: _Tp = None,
+    cluster: _Cluster = None,
+    lengths: _Lengths = "",
+    kernels: _Kernels = "",
+    software: Software = "fivefold",
     output: Output = None,
     as_json: Json = False,
 ) -> None:
@@ -107,11 +112,11 @@ def cp(
         raise UserError("--seq and --cp say which layer to compare, as in --seq 131072 --cp 16; or give --lengths")
     if kernels:
         raise UserError(f"--kernels {kernels} belongs to --lengths; give both")
-    found = compare.context(
+    result = compare.context(
         seq, ranks, model=model, heads=heads, kv_heads=kv_heads, head_dim=head_dim, tp=tp,
         cluster=cluster or "16x8xH100", software=software,
     )  # fmt: skip
-    show(found, as_json, output)
+    show(result, as_json, output)
 
 
 def _whole_steps(lengths: str, model: str, cluster: str, kernels: str, software: str) -> "LengthsResult":
@@ -122,18 +127,23 @@ def _whole_steps(lengths: str, model: str, cluster: str, kernels: str, software:
     return whole_steps(numbers, model, cluster, kernels=names, software=software)
 
 
+_MixedCluster = Annotated[
+    str, typer.Option("--cluster", "-c", help="Unlike nodes, such as 2x8xH100+2x8xA100; or like ones and --slower.")
+]
+_Layout = Annotated[
+    str | None, typer.Option(help="Degrees, microbatches and recompute of all schedules; default: the planner's.")
+]
+_Schedules = Annotated[
+    str, typer.Option(help="Schedules to compare, with commas; default: 1f1b,interleaved,zb-h1,zb-v,auto.")
+]
+
+
 @command(app, "mixed", "Schedules on unlike GPUs.  [dim]fivefold compare mixed llama3-70b[/]", TEXTS)
 def mixed(
     words: ModelWords,
-    cluster: Annotated[
-        str, typer.Option("--cluster", "-c", help="Unlike nodes, such as 2x8xH100+2x8xA100; or like ones and --slower.")
-    ] = "2x8xH100+2x8xA100",
-    layout: Annotated[
-        str | None, typer.Option(help="Degrees, microbatches and recompute of all schedules; default: the planner's.")
-    ] = None,
-    schedules: Annotated[
-        str, typer.Option(help="Schedules to compare, with commas; default: 1f1b,interleaved,zb-h1,zb-v,auto.")
-    ] = "",
+    cluster: _MixedCluster = "2x8xH100+2x8xA100",
+    layout: _Layout = None,
+    schedules: _Schedules = "",
     slower: Annotated[str, typer.Option(help="Make half of like nodes so many times slower: 1.5,2.")] = "",
     batch: Batch = None,
     seq: Seq = None,
@@ -160,18 +170,21 @@ def mixed(
 
     names = [name.strip() for name in schedules.split(",") if name.strip()] or SCHEDULES
     factors = numbers(slower, "--slower")
-    found = compare(
+    result = compare(
         words[0], cluster, layout=layout, schedules=names, slower=factors, changes=words[1:], batch=batch, seq=seq
     )
-    show(found, as_json, output)
+    show(result, as_json, output)
+
+
+_Microbatches = Annotated[
+    int | None, typer.Option("--microbatches", "-m", help="Microbatches per step (m); default: 8.")
+]
 
 
 @command(app, "schedules", "All schedules.  [dim]fivefold compare schedules --pp 8 --microbatches 32[/]", TEXTS)
 def schedules(
     pp: Annotated[int | None, typer.Option("--pp", help="Pipeline ranks (p); default: 4.")] = None,
-    microbatches: Annotated[
-        int | None, typer.Option("--microbatches", "-m", help="Microbatches per step (m); default: 8.")
-    ] = None,
+    microbatches: _Microbatches = None,
     chunks: Chunks = None,
     group: Group = None,
     memory: Memory = None,

@@ -31,6 +31,12 @@ Sends = Annotated[
 Overlap = Annotated[bool, typer.Option(help="Whether messages travel while the receiver computes.")]
 
 
+_Cluster = Annotated[str, typer.Option("--cluster", "-c", help="Of the mesh: 2x8xH100; default: nodes of eight.")]
+_Output = Annotated[
+    Path | None, typer.Option("--output", "-o", help="Write a picture (.svg, .png) or the schedule (.txt, .json).")
+]
+
+
 def draw(
     schedule: Annotated[list[str], typer.Argument(help="Names of schedules, or files; several are compared; or mesh.")],
     pp: Ranks = None,
@@ -43,12 +49,8 @@ def draw(
     sends: Sends = "eager",
     overlap: Overlap = True,
     layout: Annotated[str, typer.Option(help="Of the mesh: dp=2,tp=4,pp=2.")] = "",
-    cluster: Annotated[
-        str, typer.Option("--cluster", "-c", help="Of the mesh: 2x8xH100; default: nodes of eight.")
-    ] = "",
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write a picture (.svg, .png) or the schedule (.txt, .json).")
-    ] = None,
+    cluster: _Cluster = "",
+    output: _Output = None,
     html: Html = None,
     as_json: Json = False,
 ) -> None:
@@ -80,13 +82,8 @@ def draw(
 
     if schedule == ["mesh"]:
         others = (pp, microbatches, chunks, group, memory, times or None, slow or None)
-        if any(value is not None for value in others) or sends != "eager" or not overlap:
-            raise UserError("the mesh is of a layout: give --layout and --cluster, and leave out what times a schedule")
-        if html is not None:
-            raise UserError(
-                f"--html {html} is of schedules; the mesh of a plan is in the page of `fivefold plan --html`"
-            )
-        _draw_mesh(layout, cluster, output, as_json)
+        timed = any(value is not None for value in others) or sends != "eager" or not overlap
+        _draw_mesh(layout, cluster, output, html, as_json, timed=timed)
         return
     if layout or cluster:
         raise UserError(f"--layout and --cluster are for `draw mesh`; {schedule[0]} has --pp and --microbatches")
@@ -101,9 +98,15 @@ def draw(
         render(said, console_of(), None)
 
 
-def _draw_mesh(layout: str, cluster: str, output: Path | None, as_json: bool) -> None:
+def _draw_mesh(
+    layout: str, cluster: str, output: Path | None, html: Path | None, as_json: bool, *, timed: bool
+) -> None:
     from fivefold.planner.pictures import mesh
 
+    if timed:
+        raise UserError("the mesh is of a layout: give --layout and --cluster, and leave out what times a schedule")
+    if html is not None:
+        raise UserError(f"--html {html} is of schedules; the mesh of a plan is in the page of `fivefold plan --html`")
     if not layout:
         raise UserError("the mesh is of a layout; give one, as in --layout dp=2,tp=4,pp=2")
     check_writable(output, *DRAWN)

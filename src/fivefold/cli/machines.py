@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 import typer
 
 from fivefold.cli.options import JobWords, Json, Output, RunWords, counting_bar, split, typed
-from fivefold.cli.train import check_ranks
 from fivefold.render.blocks import show
 from fivefold.support.errors import UserError
 from fivefold.support.files import write
@@ -15,6 +14,25 @@ from fivefold.support.files import write
 LAUNCH = "Write what a cluster runs.  [dim]fivefold launch job.toml --slurm[/]"
 DOCTOR = "Examine the machines of a job.  [dim]srun -N4 --ntasks-per-node=8 fivefold doctor job.toml[/]"
 CALIBRATE = "Measure this device for the planner.  [dim]fivefold calibrate -o mine.toml[/]"
+
+
+_Cluster = Annotated[
+    str, typer.Option("--cluster", "-c", help="Nodes x GPUs per node x accelerator; default: the job's own.")
+]
+_PerNode = Annotated[int | None, typer.Option(help="Ranks per node; default: the cluster's, or ranks / nodes.")]
+_Restarts = Annotated[
+    int | None,
+    typer.Option(
+        help="How often it is started again after failures in a row; default: 3, with --elastic 10.",
+        show_default=False,
+    ),
+]
+_Elastic = Annotated[
+    bool,
+    typer.Option(
+        "--elastic", help="Slurm, torchrun: go on when nodes are lost, with those left, and grow when they return."
+    ),
+]
 
 
 def launch(
@@ -26,26 +44,11 @@ def launch(
     ssh: Annotated[Path | None, typer.Option("--ssh", help="A script for the hosts of this file.")] = None,
     submit: Annotated[bool, typer.Option("--submit", help="With --slurm: submit it.")] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="The file to write.")] = None,
-    cluster: Annotated[
-        str, typer.Option("--cluster", "-c", help="Nodes x GPUs per node x accelerator; default: the job's own.")
-    ] = "",
+    cluster: _Cluster = "",
     nodes: Annotated[int | None, typer.Option(help="Nodes; default: the cluster's.")] = None,
-    per_node: Annotated[
-        int | None, typer.Option(help="Ranks per node; default: the cluster's, or ranks / nodes.")
-    ] = None,
-    restarts: Annotated[
-        int | None,
-        typer.Option(
-            help="How often it is started again after failures in a row; default: 3, with --elastic 10.",
-            show_default=False,
-        ),
-    ] = None,
-    elastic: Annotated[
-        bool,
-        typer.Option(
-            "--elastic", help="Slurm, torchrun: go on when nodes are lost, with those left, and grow when they return."
-        ),
-    ] = False,
+    per_node: _PerNode = None,
+    restarts: _Restarts = None,
+    elastic: _Elastic = False,
     account: Annotated[str | None, typer.Option(help="Slurm's account.")] = None,
     partition: Annotated[str | None, typer.Option(help="Slurm's partition.")] = None,
     time: Annotated[str | None, typer.Option(help="Slurm's time limit of one start; default: 24:00:00.")] = None,
@@ -91,11 +94,14 @@ def launch(
     show(launch(asked, file, changes, output, options, cluster=cluster, nodes=nodes, per_node=per_node), as_json)
 
 
+_Nproc = Annotated[
+    int | None, typer.Option(help="Processes to start on this machine; default: as many as the layout has.")
+]
+
+
 def doctor(
     job: RunWords = None,
-    nproc: Annotated[
-        int | None, typer.Option(help="Processes to start on this machine; default: as many as the layout has.")
-    ] = None,
+    nproc: _Nproc = None,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
@@ -121,35 +127,36 @@ def doctor(
 
       fivefold doctor layout=dp=2,tp=2 run.dir=/scratch/runs --json
     """
-    from fivefold.job.config import read_job
     from fivefold.launch.world import current_world
     from fivefold.machines import doctor as room
-    from fivefold.trainer.resuming import run_named, stored_job
+    from fivefold.trainer.start import check_ranks, job_and_start
 
     path, changes = split(job)
     world = current_world()
     check_ranks(nproc, world)
-    directory = run_named(path)
-    resolved = stored_job(directory, changes) if directory else read_job(path, changes)
+    resolved, _ = job_and_start(path, changes, fresh=True)
     if not world.joined:
         show(room.here(resolved, nproc, job or []), as_json, output)
-    elif found := room.join(resolved, world):
-        show(found, as_json, output)
+    elif result := room.join(resolved, world):
+        show(result, as_json, output)
+
+
+_Output = Annotated[
+    Path | None, typer.Option("--output", "-o", help="Write an accelerator (.toml), with --ranks a cluster.")
+]
+_Each = Annotated[bool, typer.Option("--ranks", help="Measure every rank's own speed, while all of them run.")]
+_CalibrateNproc = Annotated[
+    int | None,
+    typer.Option(help="With --ranks: processes to start on this machine; default: one for each GPU, or core."),
+]
 
 
 def calibrate(
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write an accelerator (.toml), with --ranks a cluster.")
-    ] = None,
+    output: _Output = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer shapes, less sure.")] = False,
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="What to measure.")] = "auto",
-    each: Annotated[
-        bool, typer.Option("--ranks", help="Measure every rank's own speed, while all of them run.")
-    ] = False,
-    nproc: Annotated[
-        int | None,
-        typer.Option(help="With --ranks: processes to start on this machine; default: one for each GPU, or core."),
-    ] = None,
+    each: _Each = False,
+    nproc: _CalibrateNproc = None,
     as_json: Json = False,
 ) -> None:
     """Measure what kernels and collectives reach here, as shares of the maker's ceilings.
@@ -189,11 +196,11 @@ def calibrate(
     from fivefold.machines.result import to_toml
 
     with counting_bar() as progress:
-        found = measure(device, quick, progress)
+        result = measure(device, quick, progress)
     if output is not None:
-        host = f"host: {found.host * 1e3:.3f} ms to launch one block's forward pass"
-        write(output, to_toml(found.accelerator, [_made_by(), host]))
-    show(found, as_json)
+        host = f"host: {result.host * 1e3:.3f} ms to launch one block's forward pass"
+        write(output, to_toml(result.accelerator, [_made_by(), host]))
+    show(result, as_json)
     if output is not None and not as_json:
         typer.echo(f"written to {output}; a cluster of them is for example 8x{output}")
 
@@ -201,18 +208,19 @@ def calibrate(
 def _ranks(output: Path | None, quick: bool, device: str, nproc: int | None, as_json: bool) -> None:
     """Every rank of this machine, or of the launcher that started this one; rank 0 shows and writes."""
     from fivefold.launch.world import current_world
+    from fivefold.trainer.start import check_ranks
 
     world = current_world()
     check_ranks(nproc, world)
     from fivefold.machines.calibrate import calibrate_ranks, joined
     from fivefold.machines.result import speeds_to_toml
 
-    found = joined(world, device, quick) if world.joined else calibrate_ranks(device, nproc, quick)
-    if found is None:
+    result = joined(world, device, quick) if world.joined else calibrate_ranks(device, nproc, quick)
+    if result is None:
         return
     if output is not None:
-        write(output, speeds_to_toml(found.cluster, [_made_by(), found.sentence]))
-    show(found, as_json)
+        write(output, speeds_to_toml(result.cluster, [_made_by(), result.sentence]))
+    show(result, as_json)
     if output is not None and not as_json:
         typer.echo(f"written to {output}; plan for it with: fivefold plan MODEL --cluster {output}")
 

@@ -122,11 +122,11 @@ def typed() -> str:
     return shlex.join([*(["python", "-m", module] if module else ["fivefold"]), *sys.argv[1:]])
 
 
-def written(found: Any, html: Path) -> str:
+def written(result: Any, html: Path) -> str:
     """Write the page of a result, or of what a path holds; and what to say about it."""
     from fivefold.web.report import report
 
-    return str(report(found, html, typed())).rstrip()
+    return str(report(result, html, typed())).rstrip()
 
 
 def given_of(context: typer.Context, names: Mapping[str, str]) -> list[str]:

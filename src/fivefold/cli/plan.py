@@ -35,17 +35,27 @@ GOODPUT = "Days to train, with failures.  [dim]fivefold goodput llama3-405b --cl
 WRITES = (".toml", ".md", ".html", *DRAWN)
 
 
+_Tokens = Annotated[
+    str | None, typer.Option(help="Length of the run: 1.4T, 300B; default: chinchilla, 20 per parameter.")
+]
+_Layout = Annotated[str | None, typer.Option(help="Explain and time this layout, and compare it with the best.")]
+_Output = Annotated[
+    Path | None,
+    typer.Option(
+        "--output",
+        "-o",
+        help="Write a job (.toml), the decision (.md, .html), a picture, the result (.json, .txt).",
+    ),
+]
+
+
 def plan(
     words: ModelWords,
     cluster: ClusterText = None,
     batch: Batch = None,
     seq: Seq = None,
-    tokens: Annotated[
-        str | None, typer.Option(help="Length of the run: 1.4T, 300B; default: chinchilla, 20 per parameter.")
-    ] = None,
-    layout: Annotated[
-        str | None, typer.Option(help="Explain and time this layout, and compare it with the best.")
-    ] = None,
+    tokens: _Tokens = None,
+    layout: _Layout = None,
     fix: Annotated[str, typer.Option(help="Choices to keep: tp=8,zero=1,recompute=none.")] = "",
     by: Annotated[Literal["throughput", "memory", "pareto"], typer.Option(help="Rank layouts by.")] = "throughput",
     top: Annotated[int, typer.Option(min=1, help="Layouts to show.")] = 5,
@@ -53,14 +63,7 @@ def plan(
     software: Software = "fivefold",
     imbalance: Imbalance = None,
     price: Annotated[float | None, typer.Option(help="Dollars per GPU and hour.")] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            help="Write a job (.toml), the decision (.md, .html), a picture, the result (.json, .txt).",
-        ),
-    ] = None,
+    output: _Output = None,
     html: Html = None,
     as_json: Json = False,
 ) -> None:
@@ -114,44 +117,44 @@ def plan(
     whole_layout(layout or fix, words, "--layout" if layout else "--fix")
     if tokens is None and _is_job(output) and not words[0].endswith(".toml"):
         tokens = None if any(word.startswith("train.steps=") for word in words) else TWENTY
-    found = planning.plan(
+    result = planning.plan(
         words[0], cluster, changes=words[1:], batch=batch, seq=seq, layout=layout, fix=fix, by=by, top=top,
         precision=precision, software=software, price=price, tokens=tokens, imbalance=imbalance,
     )  # fmt: skip
-    said = [] if html is None else ["", written(found, html)]
+    said = [] if html is None else ["", written(result, html)]
     if output is not None and output.suffix.lower() in WRITERS:
-        said = ["", WRITERS[output.suffix.lower()](found, output), *said[1:]]
+        said = ["", WRITERS[output.suffix.lower()](result, output), *said[1:]]
         output = None
-    show(found, as_json, output, said)
+    show(result, as_json, output, said)
 
 
 def _is_job(output: Path | None) -> bool:
     return output is not None and output.suffix.lower() == ".toml"
 
 
-def _write_decision(found: "PlanResult", output: Path) -> str:
+def _write_decision(result: "PlanResult", output: Path) -> str:
     """Write the question, the layout with its math, its neighbours, and what would change the decision."""
     from fivefold.planner.decision import decide
     from fivefold.support.files import write
 
     with counting_bar() as progress:
-        decision = decide(found, typed(), progress)
+        decision = decide(result, typed(), progress)
     write(output, decision.html() if output.suffix.lower() == ".html" else decision.markdown())
     return f"written to {output}"
 
 
-def _write_job(found: "PlanResult", output: Path) -> str:
+def _write_job(result: "PlanResult", output: Path) -> str:
     """Write the job, and a schedule that was made for it beside it; what to do next."""
     from fivefold.job.preflight import needs_data
     from fivefold.planner.search import write_schedule
     from fivefold.planner.training import start
     from fivefold.support.files import write
 
-    schedule = write_schedule(found.explained, output.with_suffix(".schedule.txt"))
-    write(output, found.training.file(found.explained, str(output), typed(), schedule))
-    fill = "fill in data.path, then " if needs_data(found.job) else ""
+    schedule = write_schedule(result.explained, output.with_suffix(".schedule.txt"))
+    write(output, result.training.file(result.explained, str(output), typed(), schedule))
+    fill = "fill in data.path, then " if needs_data(result.job) else ""
     beside = f", with its schedule in {schedule}" if schedule else ""
-    return f"written to {output}{beside}: {fill}{start(found.explained, str(output))}"
+    return f"written to {output}{beside}: {fill}{start(result.explained, str(output))}"
 
 
 WRITERS = {".toml": _write_job, ".md": _write_decision, ".html": _write_decision}  # of what is not the result itself
@@ -186,42 +189,44 @@ def serve(
     """
     from fivefold.planner.serve import serve
 
-    found = serve(
+    result = serve(
         words[0], cluster or "8xH100", changes=words[1:], prompt=prompt, output=answer, sequences=concurrent,
         precision=precision_of(precision) or "bf16", ttft=ttft, tpot=tpot, imbalance=imbalance,
     )  # fmt: skip
-    show(found, as_json, output)
+    show(result, as_json, output)
+
+
+_GoodputTokens = Annotated[
+    str | None, typer.Option(help="Length of the run: 1.4T, 300B; default: the job's, or 20 per parameter.")
+]
+_Every = Annotated[
+    int | None, typer.Option(help="Steps between checkpoints; default: the job's, or those of the shortest run.")
+]
+_Mtbf = Annotated[float | None, typer.Option(help="Hours between failures of one GPU; default: Llama 3's, 50,677.")]
+_Detect = Annotated[float | None, typer.Option(help="Seconds to notice a failure; default: a tenth of train.timeout.")]
+_Storage = Annotated[float | None, typer.Option(help="GB/s of all nodes together; default: 2.08 a node, at most 95.")]
+_Jitter = Annotated[
+    float | None, typer.Option(help="Deviation of a rank's step, as a share of its mean; default: 0.0072.")
+]
 
 
 def goodput(
     words: ModelWords,
     cluster: ClusterText = None,
-    tokens: Annotated[
-        str | None, typer.Option(help="Length of the run: 1.4T, 300B; default: the job's, or 20 per parameter.")
-    ] = None,
+    tokens: _GoodputTokens = None,
     layout: Annotated[str | None, typer.Option(help="This layout, instead of the planner's choice.")] = None,
     fix: Annotated[str, typer.Option(help="Choices of a layout to keep: tp=8,zero=1.")] = "",
     batch: Batch = None,
     seq: Seq = None,
     precision: Precision = "",
     software: Software = "fivefold",
-    every: Annotated[
-        int | None, typer.Option(help="Steps between checkpoints; default: the job's, or those of the shortest run.")
-    ] = None,
-    mtbf: Annotated[
-        float | None, typer.Option(help="Hours between failures of one GPU; default: Llama 3's, 50,677.")
-    ] = None,
-    detect: Annotated[
-        float | None, typer.Option(help="Seconds to notice a failure; default: a tenth of train.timeout.")
-    ] = None,
+    every: _Every = None,
+    mtbf: _Mtbf = None,
+    detect: _Detect = None,
     restart: Annotated[float | None, typer.Option(help="Seconds to start again after one; default: 600.")] = None,
-    storage: Annotated[
-        float | None, typer.Option(help="GB/s of all nodes together; default: 2.08 a node, at most 95.")
-    ] = None,
+    storage: _Storage = None,
     save: Annotated[float | None, typer.Option(help="Seconds that a save blocks steps; default: 0.59.")] = None,
-    jitter: Annotated[
-        float | None, typer.Option(help="Deviation of a rank's step, as a share of its mean; default: 0.0072.")
-    ] = None,
+    jitter: _Jitter = None,
     runs: Annotated[int, typer.Option(help="Simulated runs.")] = 1000,
     seed: Annotated[int, typer.Option(help="Of the simulation: the same seed draws the same failures.")] = 0,
     output: Output = None,
@@ -248,9 +253,9 @@ def goodput(
     from fivefold.planner import goodput_result as room
 
     whole_layout(layout or fix, words, "--layout" if layout else "--fix")
-    found = room.goodput(
+    result = room.goodput(
         words[0], cluster, changes=words[1:], batch=batch, seq=seq, tokens=tokens, layout=layout, fix=fix,
         precision=precision, software=software, every=every, mtbf=mtbf, detect=detect, restart=restart,
         storage=storage, save=save, jitter=jitter, runs=runs, seed=seed,
     )  # fmt: skip
-    show(found, as_json, output)
+    show(result, as_json, output)

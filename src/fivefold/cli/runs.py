@@ -1,6 +1,7 @@
 """`fivefold generate`, `fivefold trace` and `fivefold inspect`: what a run does, did and learned."""
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -20,21 +21,23 @@ TRACE = "See where a step's time goes.  [dim]fivefold trace job.toml layout=pp=2
 INSPECT = "Look at a run: loss, experts, checkpoint.  [dim]fivefold inspect runs/demo[/]"
 
 
+_Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN|DIR", help="A run, a checkpoint, or a Hugging Face directory; a URL.", show_default=False
+    ),
+]
+_TopP = Annotated[float, typer.Option(help="Sample from the most likely tokens with this total probability; 1: all.")]
+
+
 def generate(
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN|DIR", help="A run, a checkpoint, or a Hugging Face directory; a URL.", show_default=False
-        ),
-    ],
+    source: _Source,
     prompt: Annotated[list[str] | None, typer.Option(help="The prompt; may be given several times.")] = None,
     tokens: Annotated[str | None, typer.Option(help="The prompt as token ids: 1,2,3.")] = None,
     count: Annotated[int, typer.Option("--count", "-n", help="The largest number of tokens to generate.")] = 200,
     temperature: Annotated[float, typer.Option(help="Of the sampling; 0: always take the most likely token.")] = 0.8,
     top_k: Annotated[int, typer.Option(help="Sample from this many most likely tokens; 0: all.")] = 0,
-    top_p: Annotated[
-        float, typer.Option(help="Sample from the most likely tokens with this total probability; 1: all.")
-    ] = 0.95,
+    top_p: _TopP = 0.95,
     seed: Annotated[int, typer.Option(help="Random seed: the same one samples the same text.")] = 0,
     layout: Annotated[str, typer.Option(help="tp and pp: processes of this machine that share the model.")] = "dp=1",
     step: Annotated[int | None, typer.Option(help="Which checkpoint; default: the newest complete one.")] = None,
@@ -68,18 +71,8 @@ def generate(
         raise UserError("give either --prompt or --tokens")
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     request = Request(place_of(source), step, layout, dtype_of(dtype), device, count, sampling, timeout)
-    console = Console(highlight=False, soft_wrap=True)
-
     streamed: list[str] = []
-
-    def stream(text: str) -> None:
-        streamed.append(text)
-        if not as_json:
-            encoding = console.encoding  # which may know fewer letters than the model
-            console.file.write(text.encode(encoding, "replace").decode(encoding))
-            console.file.flush()
-
-    answers = run(request, prompt or [], _ids(tokens), stream)
+    answers = run(request, prompt or [], _ids(tokens), streamed.append if as_json else _printing(streamed))
     figures = json.dumps([asdict(answer) | {"sampling": msgspec.to_builtins(sampling)} for answer in answers])
     if output is not None:
         write(output, f"{figures}\n" if output.suffix.lower() == ".json" else "".join(streamed))
@@ -87,6 +80,19 @@ def generate(
         typer.echo(figures)
     elif temperature:
         console_of(stderr=True).print(f"sampled with {sampling}", markup=False)
+
+
+def _printing(streamed: list[str]) -> Callable[[str], None]:
+    """Keep pieces of text, and print them as they come."""
+    console = Console(highlight=False, soft_wrap=True)
+
+    def stream(text: str) -> None:
+        streamed.append(text)
+        encoding = console.encoding  # which may know fewer letters than the model
+        console.file.write(text.encode(encoding, "replace").decode(encoding))
+        console.file.flush()
+
+    return stream
 
 
 def _ids(text: str | None) -> list[int] | None:
@@ -131,8 +137,8 @@ def trace(
     if output.suffix.lower() in PAGE:
         raise UserError(f"-o {output} is for what every rank did, as JSON; the page is --html {output}")
     with console_of(stderr=True).status("training the traced steps"):
-        found = run(*split(job), output=output, timeout=timeout)
-    show(found, as_json, said=[] if html is None else [written(found, html)])
+        result = run(*split(job), output=output, timeout=timeout)
+    show(result, as_json, said=[] if html is None else [written(result, html)])
 
 
 def inspect(

@@ -86,12 +86,12 @@ def _explained(error: Any) -> list[str]:
     if sentence := _OPTIONS.get((" ".join(_path(error.ctx)), error.option_name)):
         return [sentence]
     params = error.ctx.command.params
-    known = [name for one in params for name in (*one.opts, *one.secondary_opts) if name.startswith("--")]
-    takes = next((one.metavar for one in params if "KEY=VALUE" in (one.metavar or "")), "")
-    found: dict[str, str | None] = {}
+    known = [name for param in params for name in (*param.opts, *param.secondary_opts) if name.startswith("--")]
+    takes = next((param.metavar for param in params if "KEY=VALUE" in (param.metavar or "")), "")
+    sentences: dict[str, str | None] = {}
     for at, word in enumerate(sys.argv):
         name, equals, value = word.partition("=")
         if name.startswith("--") and name not in (*known, "--help"):
             words = [*([value] if equals else []), *sys.argv[at + 1 :]]
-            found[name] = option_meant(name, words, known, takes, KEYS)
-    return [sentence for sentence in found.values() if sentence] if found.get(error.option_name) else []
+            sentences[name] = option_meant(name, words, known, takes, KEYS)
+    return [sentence for sentence in sentences.values() if sentence] if sentences.get(error.option_name) else []

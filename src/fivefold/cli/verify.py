@@ -1,7 +1,7 @@
 """`fivefold verify` and `fivefold dryrun`: a layout compared with one process, and any rank of it run without GPUs."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -12,6 +12,7 @@ from fivefold.cli.options import (
     ModelWords,
     Output,
     Picture,
+    Seq,
     counting_bar,
     given_of,
     refuse,
@@ -23,49 +24,52 @@ from fivefold.cli.options import (
 from fivefold.render.blocks import console_of, show
 from fivefold.support.errors import UserError
 
+if TYPE_CHECKING:
+    from fivefold.verifier.verify import CurveResult
+
 VERIFY = "Prove a layout against one process.  [dim]fivefold verify --layout dp=2,tp=2,zero=3[/]"
 DRYRUN = (
     "Run any rank of any world without GPUs.  [dim]fivefold dryrun llama3-70b --layout dp=8,tp=8,zero=3,sp --batch 8[/]"
 )
 
 
+_Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[FILE] [KEY=VALUE]...",
+        help="Settings of the job, as for train; with --curve a job file; with --html what --json printed.",
+        show_default=False,
+    ),
+]
+_Batch = Annotated[
+    int | None, typer.Option(help="Sequences of a global batch; default: 8, or with --all twice --world if more.")
+]
+_Sample = Annotated[int | None, typer.Option(help="With --all: this many, chosen to meet every pair of settings.")]
+_Repeat = Annotated[int, typer.Option(help="Prove each this often, by ranks that stay up: for what seldom fails.")]
+_Curve = Annotated[bool, typer.Option("--curve", help="Train a job both ways instead, and compare the loss curves.")]
+_Timeout = Annotated[
+    float | None,
+    typer.Option(help="Seconds for one layout, 120; with --curve for each of three runs, 3600.", show_default=False),
+]
+
+
 def verify(
     context: typer.Context,
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[FILE] [KEY=VALUE]...",
-            help="Settings of the job, as for train; with --curve a job file; with --html what --json printed.",
-            show_default=False,
-        ),
-    ] = None,
+    words: _Words = None,
     layout: Annotated[str | None, typer.Option(help="The layout to prove.", show_default="dp=2")] = None,
     model: Annotated[str, typer.Option(help="A preset; tiny ones are made narrower still.")] = "tiny",
     dtype: Annotated[str, typer.Option(help="Of compute: float64, float32 or bfloat16.")] = "float64",
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 3,
     seq: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 32,
-    batch: Annotated[
-        int | None, typer.Option(help="Sequences of a global batch; default: 8, or with --all twice --world if more.")
-    ] = None,
+    batch: _Batch = None,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="On cuda, ranks may share a GPU.")] = "cpu",
     everything: Annotated[bool, typer.Option("--all", help="Every legal layout of --world ranks.")] = False,
     world: Annotated[int | None, typer.Option(help="With --all: how many ranks; default: 4.")] = None,
-    sample: Annotated[
-        int | None, typer.Option(help="With --all: this many, chosen to meet every pair of settings.")
-    ] = None,
+    sample: _Sample = None,
     jobs: Annotated[int, typer.Option(help="With --all: layouts at a time, on a machine with cores for it.")] = 1,
-    repeat: Annotated[
-        int, typer.Option(help="Prove each this often, by ranks that stay up: for what seldom fails.")
-    ] = 1,
-    curve: Annotated[
-        bool, typer.Option("--curve", help="Train a job both ways instead, and compare the loss curves.")
-    ] = False,
-    timeout: Annotated[
-        float | None,
-        typer.Option(
-            help="Seconds for one layout, 120; with --curve for each of three runs, 3600.", show_default=False
-        ),
-    ] = None,
+    repeat: _Repeat = 1,
+    curve: _Curve = False,
+    timeout: _Timeout = None,
     output: Output = None,
     html: Html = None,
     as_json: Json = False,
@@ -123,18 +127,14 @@ def verify(
     whole_layout(layout, words or [])
     file, changes = split(words)
     if curve:
-        refuse(given_of(context, _OF_PROOFS), "belongs to a proof, and --curve compares loss curves; leave one out")
-        keys = {"layout": "layout", "model": "model", "steps": "train.steps", "seq": "data.seq", "batch": "train.batch",
-                "dtype": "train.dtype", "device": "train.device"}  # fmt: skip
-        asked = [f"{key}={context.params[name]}" for name, key in keys.items() if given_of(context, {name: name})]
-        _curve(file, changes + asked, timeout, output, as_json)
+        show(_curve(context, file, changes, timeout), as_json, output)
         return
     if file is not None:
         _page(Path(file), changes or given_of(context, _OF_PROOFS | _OF_JOBS), html, as_json)
         return
     try:
         with counting_bar() as progress:
-            found = prove(
+            result = prove(
                 layout, changes, model=model, dtype=dtype, steps=steps, seq=seq, batch=batch, device=device,
                 everything=everything, world=world, sample=sample, jobs=jobs, repeat=repeat,
                 timeout=120.0 if timeout is None else timeout, progress=progress,
@@ -142,7 +142,7 @@ def verify(
     except KeyboardInterrupt:
         Console(stderr=True).print("stopped; nothing is proven")
         raise typer.Exit(130) from None
-    show(found, as_json, output, [] if html is None else [written(found, html)])
+    show(result, as_json, output, [] if html is None else [written(result, html)])
 
 
 # Options by the names of their parameters: of a proof alone, and of the job that is proven or trained.
@@ -151,12 +151,18 @@ _OF_PROOFS = {"everything": "--all", "world": "--world", "sample": "--sample", "
 _OF_JOBS = {name: f"--{name}" for name in ("layout", "model", "dtype", "steps", "seq", "batch", "device", "timeout")}
 
 
-def _curve(file: str | None, changes: list[str], timeout: float | None, output: Path | None, as_json: bool) -> None:
+_SETTINGS = {"layout": "layout", "model": "model", "steps": "train.steps", "seq": "data.seq", "batch": "train.batch",
+             "dtype": "train.dtype", "device": "train.device"}  # fmt: skip
+
+
+def _curve(context: typer.Context, file: str | None, changes: list[str], timeout: float | None) -> "CurveResult":
+    """Options of the job that were typed are settings of the one that is trained."""
     from fivefold.verifier.verify import curve
 
+    refuse(given_of(context, _OF_PROOFS), "belongs to a proof, and --curve compares loss curves; leave one out")
+    asked = [f"{key}={context.params[name]}" for name, key in _SETTINGS.items() if given_of(context, {name: name})]
     with console_of(stderr=True).status("three runs: one process, its control, the layout"):
-        found = curve(file, changes, timeout=3600.0 if timeout is None else timeout)
-    show(found, as_json, output)
+        return curve(file, changes + asked, timeout=3600.0 if timeout is None else timeout)
 
 
 def _page(file: Path, others: list[str], html: Path | None, as_json: bool) -> None:
@@ -175,29 +181,32 @@ def _page(file: Path, others: list[str], html: Path | None, as_json: bool) -> No
     show(report(file, html, typed()), as_json)
 
 
+_Cluster = Annotated[
+    str,
+    typer.Option("--cluster", "-c", help="The machines, whose memory it must fit. Default: the job's, or H100s."),
+]
+_Kernels = Annotated[
+    Literal["cuda", "cpu"], typer.Option(help="Whose memory the backward pass keeps; cpu: as train.count on CPUs.")
+]
+_Imbalance = Annotated[
+    float | None,
+    typer.Option(help="With experts: what the rank gets of the tokens, over the mean of its ep group; default: 1."),
+]
+
+
 def dryrun(
     words: ModelWords,
     layout: Annotated[str | None, typer.Option(help="dp=128,tp=8,pp=16,...; default: the job file's.")] = None,
     batch: Annotated[int | None, typer.Option(help="Sequences of a step; default: one for each microbatch.")] = None,
-    seq: Annotated[
-        int | None, typer.Option(help="Tokens of a sequence; default: 8192, or the model's context.")
-    ] = None,
+    seq: Seq = None,
     rank: Annotated[int | None, typer.Option(help="Which rank of the world; default: 0.")] = None,
     ranks: Annotated[str, typer.Option(help="Several: 0,127,9001.")] = "",
     all_stages: Annotated[bool, typer.Option("--all-stages", help="One rank of every pipeline stage.")] = False,
     stages: Annotated[str, typer.Option(help="all: the same as --all-stages; or some: 0,3.")] = "",
-    cluster: Annotated[
-        str,
-        typer.Option("--cluster", "-c", help="The machines, whose memory it must fit. Default: the job's, or H100s."),
-    ] = "",
-    kernels: Annotated[
-        Literal["cuda", "cpu"], typer.Option(help="Whose memory the backward pass keeps; cpu: as train.count on CPUs.")
-    ] = "cuda",
+    cluster: _Cluster = "",
+    kernels: _Kernels = "cuda",
     weights: Annotated[Path | None, typer.Option(help="Check that a Hugging Face directory has every weight.")] = None,
-    imbalance: Annotated[
-        float | None,
-        typer.Option(help="With experts: what the rank gets of the tokens, over the mean of its ep group; default: 1."),
-    ] = None,
+    imbalance: _Imbalance = None,
     output: Picture = None,
     as_json: Json = False,
 ) -> None:
@@ -230,12 +239,12 @@ def dryrun(
         raise UserError(f"{' and '.join(asked)} say different things; give one of them")
     pipeline_ranks: Any = "all" if all_stages or stages == "all" else _numbers("--stages", stages, "all, or 0,3")
     with counting_bar() as progress:
-        found = run(
+        result = run(
             words[0], layout, changes=words[1:], batch=batch, seq=seq, kernels=kernels, weights=weights,
             rank=rank if rank is not None else _numbers("--ranks", ranks, "0,127,9001"), stages=pipeline_ranks,
             cluster=cluster, imbalance=imbalance, progress=progress,
         )  # fmt: skip
-    show(found, as_json, output)
+    show(result, as_json, output)
 
 
 def _numbers(option: str, text: str, example: str) -> list[int] | None:

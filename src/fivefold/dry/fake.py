@@ -146,7 +146,7 @@ def _key(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _recipes(args: Any, result: Any) -> _Recipes | None:
     kind = type(result) if isinstance(result, list | tuple) else None
-    each = [_recipe(args, one) for one in ((result,) if kind is None else result)]
+    each = [_recipe(args, output) for output in ((result,) if kind is None else result)]
     return None if kind not in (None, list, tuple) or None in each else _Recipes(kind, each)  # type: ignore[arg-type]
 
 

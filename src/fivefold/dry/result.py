@@ -150,11 +150,11 @@ class DryRunResult(Result):
         asked = {"model": job.model.name, "layout": str(job.layout), "batch": job.train.batch, "seq": job.data.seq}
         if job.model.experts is not None:
             asked["imbalance"] = self.imbalance
-        return asked | {"ranks": [one.to_dict() for one in self.ranks], "advice": self.advice or None}
+        return asked | {"ranks": [rank.to_dict() for rank in self.ranks], "advice": self.advice or None}
 
     def scene(self) -> Scene:
         """Memory through the step, from its first action to its new weights: a line for each rank and the device's."""
-        device, runs, job = self.machines.groups[0].accelerator, [one.dry for one in self.ranks], self.job
+        device, runs, job = self.machines.groups[0].accelerator, [rank.dry for rank in self.ranks], self.job
         moments = [_computing(run) for run in runs]
         asked = f"{job.model.name} as {job.layout}: {job.train.batch} sequences of {job.data.seq:,} tokens"
         scene = sheet(f"Memory of {counted(len(runs), 'rank')} through a training step", asked, HEIGHT)
@@ -185,8 +185,8 @@ class DryRunResult(Result):
             yield Text(_routing(job, self.imbalance))
         if len(self.ranks) > 1:
             yield _stages(self.ranks)
-        for one in self.ranks[:1] if len(self.ranks) > _SHOWN else self.ranks:
-            yield from _rank(one)
+        for rank in self.ranks[:1] if len(self.ranks) > _SHOWN else self.ranks:
+            yield from _rank(rank)
         if self.advice:
             yield Text(self.advice, "bad")
 
@@ -194,16 +194,16 @@ class DryRunResult(Result):
 def _computing(run: "RankRun") -> list[tuple[str, int]]:
     """What a rank computes, and the most it held meanwhile: its messages are left out, but for one that is the peak."""
     return [
-        (one.name, one.peak)
-        for one in run.moments
-        if not one.name.startswith(("SEND", "RECV")) or one.name == run.peak_moment
+        (moment.name, moment.peak)
+        for moment in run.moments
+        if not moment.name.startswith(("SEND", "RECV")) or moment.name == run.peak_moment
     ]
 
 
 def _name_moments(plot: Plot, moments: Sequence[tuple[str, int]], rank: int | None) -> None:
     """The x axis: actions in order, some of them with their names; `rank`: whose, if there are several."""
-    every = max(1, round(len(moments) / 12))
-    for at in range(0, len(moments), every):
+    stride = max(1, round(len(moments) / 12))
+    for at in range(0, len(moments), stride):
         x = plot.x(at + 0.5)
         plot.scene.shapes += [
             Line(x, plot.bottom, x, plot.bottom + 5, GREY),
@@ -225,44 +225,44 @@ def _routing(job: Job, imbalance: float) -> str:
     return f"routing is stated: the rank that runs gets {imbalance:g} times the mean of its {job.layout.ep} ranks of ep"
 
 
-def _rank(one: RankVsPlan) -> Iterator[Block]:
+def _rank(rank: RankVsPlan) -> Iterator[Block]:
     from fivefold.trainer.outputs import chart
 
-    dry = one.dry
+    dry = rank.dry
     place = ", ".join(f"{axis} {at}" for axis, at in dry.place.items())
     yield Text(f"\nrank {dry.rank} ({place}), layers {'+'.join(map(str, dry.layers))}, in {dry.seconds:.1f} s", "bold")
-    yield _figures(one)
+    yield _figures(rank)
     yield Text("")
-    yield _traffic(one)
+    yield _traffic(rank)
     agrees = "as the schedule says" if dry.live == dry.allowed else f"and the schedule says {dry.allowed}"
     yield Text(f"\nmicrobatches that wait for their backward pass: {dry.live} at most, {agrees}")
     lines = chart([moment.peak / 1e9 for moment in dry.moments], {}, height=8)
     yield Text("\n".join([f"GB through the step; the peak is in {dry.peak_moment}", *lines]))
 
 
-def _figures(one: RankVsPlan) -> Table:
+def _figures(rank: RankVsPlan) -> Table:
     rows = []
-    for figure in one.figures:
+    for figure in rank.figures:
         scale = 1e9 if figure.unit == "GB" else 1e12
         same = "the same" if figure.dry == figure.plan else f"{figure.difference:+.2%}"
         rows.append([figure.name, *(f"{x / scale:,.3f} {figure.unit}" for x in (figure.dry, figure.plan)), same])
     return Table(["", ">dry run", ">planner", ">difference"], rows)
 
 
-def _traffic(one: RankVsPlan) -> Table:
-    planned = {row[:2]: row for row in one.planned}
+def _traffic(rank: RankVsPlan) -> Table:
+    planned = {row[:2]: row for row in rank.planned}
     rows = []
-    for row in one.dry.traffic:
+    for row in rank.dry.traffic:
         other = planned.pop(row[:2], None)
         same = "the same" if other == row else "none" if other is None else f"{other.calls} calls, {other.payload} B"
         sent = (f"{row.calls:,}", bytes_text(row.payload), bytes_text(float(row.wire)))
         rows.append(
-            [shown_axis(one.layout, row.axis, row.kind), f"{one.ranks.get(row.axis, '')}", row.kind, *sent, same]
+            [shown_axis(rank.layout, row.axis, row.kind), f"{rank.ranks.get(row.axis, '')}", row.kind, *sent, same]
         )
     for other in planned.values():
         rows.append(
             [
-                shown_axis(one.layout, other.axis, other.kind),
+                shown_axis(rank.layout, other.axis, other.kind),
                 "",
                 other.kind,
                 "0",
@@ -274,13 +274,13 @@ def _traffic(one: RankVsPlan) -> Table:
     return Table(["axis", ">ranks", "collective", ">calls", ">payload", ">wire", ">planner"], rows)
 
 
-def _stages(found: Sequence[RankVsPlan]) -> Table:
+def _stages(ranks: Sequence[RankVsPlan]) -> Table:
     rows = []
-    for one in found:
-        dry = one.dry
+    for rank in ranks:
+        dry = rank.dry
         state = dry.parameters + dry.gradients + dry.optimizer
         sizes = [f"{size / 1e9:.2f} GB" for size in (dry.parameters, state, dry.activations, dry.peak)]
-        peak = next(figure for figure in one.figures if figure.name == "peak")
+        peak = next(figure for figure in rank.figures if figure.name == "peak")
         place = [str(dry.rank), str(dry.place["pp"]), "+".join(map(str, dry.layers))]
         rows.append([*place, *sizes, dry.peak_moment, f"{peak.difference:+.1%}"])
     heads = [">rank", ">stage", ">layers", ">parameters", ">state", ">activations", ">peak", "~at", ">planner's peak"]

@@ -42,10 +42,12 @@ def dryrun(
 ) -> DryRunResult:
     """Run one step of some ranks, and compare what it counts with the planner's figures.
 
-        ff.dryrun("llama3-70b", "dp=8,tp=8,zero=3", rank=63)
-        ff.dryrun("llama3-405b", "dp=8,tp=8,pp=16,microbatches=32", stages="all")
+        >>> ff.dryrun("llama3-70b", "dp=8,tp=8,zero=3", rank=63).ok  # doctest: +SKIP
+        True
+        >>> result = ff.dryrun("llama3-405b", "dp=8,tp=8,pp=16,microbatches=32", stages="all")  # doctest: +SKIP
 
-    `model` is a name, a config.json, a job file or an object; `changes` are KEY=VALUE. `rank` names ranks, `stages`
+    `model` is a name, a config.json, a job file or an object; `changes` are KEY=VALUE. The step has `batch` sequences
+    of `seq` tokens in `layout`, by default the job's. `rank` names ranks, `stages`
     pipeline ranks, of each of which the first rank runs; default: rank 0. `cluster` has the memory that the step must
     fit (default: the job's, or H100s). `kernels` says whose memory the backward pass keeps. `weights` is a Hugging Face
     directory that must hold every parameter. `imbalance`, for experts: where tokens go is stated and not computed; each
@@ -62,11 +64,11 @@ def dryrun(
         _check_weights(job, path_of(weights))
     from fivefold.dry.fake import dry_run
 
-    found = []
-    for number, one in enumerate(chosen):
-        progress(number, len(chosen), f"rank {one} of {job.layout.world}")
-        found.append(vs_plan(job, dry_run(job, one, kernels, fullest), machines, fullest))
-    return DryRunResult(job, machines, found, _advice(job, found, machines, fullest), fullest)
+    compared = []
+    for number, rank_number in enumerate(chosen):
+        progress(number, len(chosen), f"rank {rank_number} of {job.layout.world}")
+        compared.append(vs_plan(job, dry_run(job, rank_number, kernels, fullest), machines, fullest))
+    return DryRunResult(job, machines, compared, _advice(job, compared, machines, fullest), fullest)
 
 
 # ---- reading -----------------------------------------------------------------------------------------------------
@@ -87,8 +89,8 @@ def _job(
         seq = job.data.seq if "data.seq" in named else min(job.model.context, 8192)
     if batch is None:
         batch = job.train.batch if "train.batch" in named else chosen.size("batch") * chosen.microbatches
-    whole = isinstance(model, Job) or str(model).endswith(".toml")
-    dtype = job.train.dtype if whole or "train.dtype" in named else "bfloat16"
+    of_a_job = isinstance(model, Job) or str(model).endswith(".toml")
+    dtype = job.train.dtype if of_a_job or "train.dtype" in named else "bfloat16"
     job = structs.replace(
         job,
         layout=chosen,
@@ -142,7 +144,7 @@ def _ranks(
             raise UserError(f"--stages {outside[0]}: the pipeline ranks of {layout} are 0 to {layout.pp - 1}")
         return [layout.rank(pp=stage) for stage in wanted]
     chosen = [rank or 0] if rank is None or isinstance(rank, int) else list(dict.fromkeys(rank))
-    if outside := [one for one in chosen if not 0 <= one < layout.world]:
+    if outside := [number for number in chosen if not 0 <= number < layout.world]:
         raise UserError(f"rank {outside[0]} is outside of {layout}; its ranks are 0 to {layout.world - 1}")
     return chosen
 
@@ -151,10 +153,10 @@ def _check_weights(job: Job, directory: Path) -> None:
     """Every parameter of the model is in the directory, in its shape; else one sentence for all that are not."""
     from fivefold.checkpoint.hf_files import HuggingFace
 
-    found = HuggingFace(directory)  # names what is missing or misshapen
-    theirs, mine = (msgspec.to_builtins(spec) for spec in (found.spec, job.model))
-    shape = [key for key in mine if key not in ("name", "context", "init_std", "dropout")]
-    others = [f"{key} {theirs[key]} instead of {mine[key]}" for key in shape if theirs[key] != mine[key]]
+    files = HuggingFace(directory)  # names what is missing or misshapen
+    theirs, ours = (msgspec.to_builtins(spec) for spec in (files.spec, job.model))
+    shape = [key for key in ours if key not in ("name", "context", "init_std", "dropout")]
+    others = [f"{key} {theirs[key]} instead of {ours[key]}" for key in shape if theirs[key] != ours[key]]
     if others:
         raise UserError(f"{directory} holds another model than {job.model.name}: {', '.join(others)}")
 
@@ -162,10 +164,10 @@ def _check_weights(job: Job, directory: Path) -> None:
 # ---- advice ------------------------------------------------------------------------------------------------------
 
 
-def _advice(job: Job, found: list[RankVsPlan], machines: Cluster, imbalance: float) -> str:
+def _advice(job: Job, compared: list[RankVsPlan], machines: Cluster, imbalance: float) -> str:
     """Where it does not fit: which component, where, by how much, and the cheapest change that fits."""
     memory = min(group.accelerator.memory for group in machines.groups)
-    worst = max(found, key=lambda one: one.device_bytes)
+    worst = max(compared, key=lambda rank: rank.device_bytes)
     if worst.device_bytes <= memory:
         return ""
     from fivefold.dry.fake import dry_run
@@ -180,17 +182,18 @@ def _advice(job: Job, found: list[RankVsPlan], machines: Cluster, imbalance: flo
         f"{largest[1] / 1e9:.1f} GB, is {largest[0]}"
     )
     fitting = [
-        one
-        for one in neighbours(evaluate(replace(case_of(job, machines), imbalance=imbalance)))
-        if one.slower is not None
+        neighbour
+        for neighbour in neighbours(evaluate(replace(case_of(job, machines), imbalance=imbalance)))
+        if neighbour.slower is not None
     ]
     # The planner says that these fit; a dry run confirms it before one is advised.
-    for one in sorted(fitting, key=lambda one: one.slower or 0.0)[:_TRIED]:
-        other = structs.replace(job, layout=one.layout)
+    for neighbour in sorted(fitting, key=lambda neighbour: neighbour.slower or 0.0)[:_TRIED]:
+        other = structs.replace(job, layout=neighbour.layout)
         if other.problems(world=other.layout.world):
             continue
         rank = other.layout.rank(pp=min(stage, other.layout.pp - 1))
         fullest = min(imbalance, other.layout.ep)
         if vs_plan(other, dry_run(other, rank, imbalance=fullest), machines, fullest).device_bytes <= memory:
-            return f"{sentence}; the cheapest single change that fits: {one.change} ({one.slower:+.1%} time)"
+            cheapest = f"{neighbour.change} ({neighbour.slower:+.1%} time)"
+            return f"{sentence}; the cheapest single change that fits: {cheapest}"
     return f"{sentence}; no single change makes it fit: try `fivefold plan`"

@@ -60,9 +60,9 @@ class Cache:
         before, turn = self.kept[self.turn], self.turn
         self.turn += 1
         if window:
-            whole = tuple(torch.cat(pair, dim=2) for pair in zip(before, tensors, strict=True))
-            self.kept[turn] = tuple(x[:, :, max(0, x.shape[2] - window + 1) :] for x in whole)
-            return whole
+            extended = tuple(torch.cat(pair, dim=2) for pair in zip(before, tensors, strict=True))
+            self.kept[turn] = tuple(x[:, :, max(0, x.shape[2] - window + 1) :] for x in extended)
+            return extended
         for room, new in zip(before, tensors, strict=True):
             room[:, :, first:last] = new
         return tuple(room[:, :, :last] for room in before)
@@ -112,7 +112,9 @@ class Generator:
             load(checkpoint, held_here(stored_buffers(self.network.buffers, checkpoint)))
         else:
             theirs = HuggingFace(weights)
-            theirs.fill(held_here({name: one for name, one in self.network.buffers.items() if name in theirs.homes}))
+            theirs.fill(
+                held_here({name: buffer for name, buffer in self.network.buffers.items() if name in theirs.homes})
+            )
         self.network.weights.sync_params()
         self.network.weights.ready()
         for stage in self.network.stages.values():

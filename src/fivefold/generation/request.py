@@ -144,18 +144,18 @@ def generate(
         return words.decode(ids) if words else " ".join(map(str, ids))
 
     ends = _ends(directory) or ({words.end} if words else set())
-    found: Iterable[Iterable[int]]
+    generated: Iterable[Iterable[int]]
     if job.layout.world == 1:
         from fivefold.generation.generator import Chooser, alone
 
         generator = alone(job, weights, max(map(len, given)) + request.count)
-        found = (generator.generate(ids, request.count, Chooser(request.sampling), ends) for ids in given)
+        generated = (generator.generate(ids, request.count, Chooser(request.sampling), ends) for ids in given)
     else:
         arguments = (job, weights, given, request.count, request.sampling, ends)
         function = "fivefold.generation.generator:generate_rank"
-        found = processes.run(job.layout.world, function, *arguments, timeout=request.timeout)[0]
+        generated = processes.run(job.layout.world, function, *arguments, timeout=request.timeout)[0]
     answers = []
-    for ids, tokens in zip(given, found, strict=True):
+    for ids, tokens in zip(given, generated, strict=True):
         answer: list[int] = []
         prompt, shown = decoded(ids), ""
         stream(prompt if words else f"{prompt} ")
@@ -176,8 +176,8 @@ def _ends(directory: Place) -> set[int]:
     for name in ("generation_config.json", "config.json", HF_CONFIG):
         if isinstance(directory, Path) and (directory / name).is_file():
             table = read_json(directory / name)
-            found = table.get("eos_token_id") if isinstance(table, dict) else None
-            tokens = found if isinstance(found, list) else [] if found is None else [found]
+            eos = table.get("eos_token_id") if isinstance(table, dict) else None
+            tokens = eos if isinstance(eos, list) else [] if eos is None else [eos]
             if strange := [token for token in tokens if type(token) is not int]:
                 raise UserError(f"{directory / name}: eos_token_id={strange[0]!r} is not a token's number")
             if tokens:

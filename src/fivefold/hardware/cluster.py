@@ -143,7 +143,11 @@ class Group(Struct, frozen=True):
 
 
 class Cluster(Struct, frozen=True):
-    """Groups of like nodes; ranks run through the GPUs of a node, then the nodes of a group, then the groups."""
+    """Groups of like nodes; ranks run through the GPUs of a node, then the nodes of a group, then the groups.
+
+    >>> ff.Cluster.read("2x8xH100+2x8xA100").world
+    32
+    """
 
     groups: tuple[Group, ...]
 

@@ -401,9 +401,10 @@ KEYS: dict[str, list[str]] = {  # of every section, and of tables in one
 
 
 def read_job(path: str | Path | None = None, changes: Sequence[str] = ()) -> Job:
-    """The job of a file (none: all defaults) with `section.key=value` changes; raises all problems of form at once.
+    """The job of the file `path` (none: all defaults) with `changes`, KEY=VALUE; raises all problems of form at once.
 
-    ff.read_job("examples/demo.toml", ["optimizer.lr=3e-4", "layout=dp=2"])
+    >>> ff.read_job(None, ["optimizer.lr=3e-4", "layout=dp=2"]).optimizer.lr
+    0.0003
     """
     file = path_of(path) if path is not None else None
     return resolve(_table_of(file) if file else {}, changes, file.stem if file else "run")

@@ -21,6 +21,7 @@ _COMMAND_LINE = re.compile(r' +File ".*/(typer|click)/')
 # Of a scheduler, of Slurm's --signal, of a closed terminal, of Ctrl-C.
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 INTERRUPTED, TERMINATED = 130, 143  # exit codes after Ctrl-C, and after another signal to stop and a checkpoint
+ENDED = "ended at once; metrics and checkpoints up to here are kept"
 _KINDS = ("died", "raised", "hung", "stopped", "returned")
 
 
@@ -49,7 +50,7 @@ def say(line: str) -> None:
 
 def say_ended() -> None:
     """After a second Ctrl-C. A terminal's cursor comes back, which a live display hides."""
-    say(("\033[?25h\n" if sys.stderr.isatty() else "") + "ended at once; metrics and checkpoints up to here are kept")
+    say(("\033[?25h\n" if sys.stderr.isatty() else "") + ENDED)
 
 
 @dataclass(frozen=True)

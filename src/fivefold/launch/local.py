@@ -1,4 +1,4 @@
-"""`--nproc N`: N ranks of this machine that train. Clusters use torchrun or Slurm instead.
+"""N ranks of this machine that train: of `--nproc N`, and of `ff.train`. Clusters use torchrun or Slurm instead.
 
 Our own, because torchrun answers Ctrl-C and a lost rank with pages of its own: here the first rank to fail is named in
 one line, the others get a moment to say what they know, and none is left behind.
@@ -12,17 +12,18 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from fivefold.job.config import TrainConfig
 from fivefold.launch import faults, logs
-from fivefold.launch.exits import INTERRUPTED, STOPPING, TERMINATED, End, say, say_ended, signal_name
+from fivefold.launch.exits import ENDED, INTERRUPTED, STOPPING, TERMINATED, End, say, say_ended, signal_name
 from fivefold.launch.handshake import ranks_text
 from fivefold.launch.host import cores
 from fivefold.launch.processes import Processes
@@ -198,7 +199,7 @@ class Arrangement(NamedTuple):
 
     ranks: int
     place: Callable[[int], str] = lambda rank: ""  # where a rank stands in the layout
-    words: Sequence[str] = ()  # of the command line, after those that every start has
+    args: tuple[Any, ...] = ()  # of the function that the ranks call, after their number and how many they are
     said: str = ""
     took: float = 0.0  # seconds to find it
 
@@ -227,42 +228,62 @@ def launch(
     A failure that comes twice in the same step would come again, and so there is no third start (`restarts.py`). An
     `elastic` run goes on without ranks that are lost, and with them when they are back (`roster.py`).
     """
-    starts = _Starts(nproc, arguments, place, interrupted, elastic)
-    with starts.signals_handed_on():
-        try:
-            return starts.all(Restarts(restarts))
-        except KeyboardInterrupt:  # the second, between two starts
-            say_ended()
-            return INTERRUPTED
+    asked = Arrangement(nproc, place, (arguments,))
+    return Launcher(f"{__name__}:run_module", asked, interrupted, elastic).run(restarts)
 
 
-class _Starts:
-    """The starts of one run."""
+class Launcher:
+    """The starts of one run, in which each rank calls `function(rank, ranks, *args)`, named "module:function".
+
+    Ranks that are not `attached` to this process's terminal leave it to the caller to show what they say, as a notebook
+    does: `say` gets the launcher's own sentences, perhaps from a handler of signals, and `look` is called several times
+    a second, and once more when the ranks of a start have ended.
+    """
 
     def __init__(
         self,
-        nproc: int,
-        arguments: list[str],
-        place: Callable[[int], str],
+        function: str,
+        asked: Arrangement,
         interrupted: str,
         elastic: Elastic | None = None,
+        *,
+        attached: bool = True,
+        say: Callable[[str], None] = say,
+        look: Callable[[], None] = lambda: None,
     ):
-        self.arguments, self.interrupted, self.elastic = arguments, interrupted, elastic
-        self.run = os.environ.get(RUN, uuid.uuid4().hex)
+        self.function, self.interrupted, self.elastic = function, interrupted, elastic
+        self.attached, self.say, self.look = attached, say, look
+        self.run_id = os.environ.get(RUN, uuid.uuid4().hex)
         self.told = 0  # the signal to stop, if there was one
         self.ranks: Processes | None = None  # of the start under way
-        self.roster = DevicePool(nproc, elastic.gpus if elastic else 0, self._step)
-        self.now = elastic.arrange(nproc) if elastic else Arrangement(nproc, place)
+        self.roster = DevicePool(asked.ranks, elastic.gpus if elastic else 0, self._step)
+        self.now = elastic.arrange(asked.ranks) if elastic else asked
         self.growing = False  # the start under way was told to stop, because ranks are back
         self.places: list[int] = []  # of the ranks of that start
         self.furthest = 0  # step that a start has come to
+
+    def run(self, restarts: int = 0) -> int:
+        """All starts, with up to so many after failures; the exit code, as `launch` has it."""
+        with self.signals_handed_on():
+            try:
+                return self.all(Restarts(restarts))
+            except KeyboardInterrupt:  # the second, between two starts
+                return self._ended()
+
+    def _ended(self) -> int:
+        """By a second Ctrl-C."""
+        if self.attached:
+            say_ended()
+        else:
+            self.say(ENDED)
+        return INTERRUPTED
 
     def all(self, policy: Restarts) -> int:
         """Start after start, until one ends well, or another would not help; the exit code."""
         start = 0
         while True:
             if self.elastic and self.now.said:
-                say(self.now.said)
+                self.say(self.now.said)
             code, failure, dead = self.once(start)
             start += 1
             if self.growing and code == TERMINATED and not self.told:
@@ -270,21 +291,21 @@ class _Starts:
             elif failure is None or not self._again(policy, failure, dead):
                 return code
             if self.told:
-                say(f"stopped by {signal_name(self.told)} between two starts; no step was saved since")
+                self.say(f"stopped by {signal_name(self.told)} between two starts; no step was saved since")
                 return INTERRUPTED if self.told == signal.SIGINT else code
 
     def _again(self, policy: Restarts, failure: End, dead: list[int]) -> bool:
         """After a failure: wait, and arrange another start, if one may help."""
         if self.elastic and (lost := self.roster.lose([self.places[rank] for rank in dead], lambda: bool(self.told))):
-            say(f"{ranks_text(lost)} {'does' if len(lost) == 1 else 'do'} not answer: {self.roster}")
+            self.say(f"{ranks_text(lost)} {'does' if len(lost) == 1 else 'do'} not answer: {self.roster}")
             return self._arrange()
         verdict = policy.after(failure)
         if not verdict.again:
             if verdict.why:
-                say(verdict.why)
+                self.say(verdict.why)
             return False
         pause = f" in {verdict.pause:.0f} s" if verdict.pause else ""
-        say(f"starting again from the last checkpoint{pause}: {verdict.why}")
+        self.say(f"starting again from the last checkpoint{pause}: {verdict.why}")
         end = time.monotonic() + verdict.pause
         while not self.told and time.monotonic() < end:
             time.sleep(0.1)
@@ -297,7 +318,7 @@ class _Starts:
             self.now = self.elastic.arrange(len(self.roster.here))
         except UserError as error:
             for problem in error.problems:
-                say(f"error: {problem}")
+                self.say(f"error: {problem}")
             return False
         return True
 
@@ -311,25 +332,27 @@ class _Starts:
         step = re.match(r"step (\d+)", self.ranks.board.place(0) if self.ranks else "")
         return int(step[1]) if step else 0
 
-    def _look(self) -> None:
+    def _while_ranks_work(self) -> None:
         """While ranks work: if lost ones are back, and more of them are of use, have all save and stop."""
-        assert self.elastic is not None
-        if self.growing or self.told or not self._step_now():  # a rank that is in no step does not listen yet
+        self.look()
+        if not self.elastic or self.growing or self.told or not self._step_now():  # no rank listens before its steps
             return
         if back := self.roster.look(self.elastic.every):
             with suppress(UserError):
-                self.growing = self.elastic.arrange(len(self.roster.here)).words != self.now.words
-            one = len(back) == 1
+                self.growing = self.elastic.arrange(len(self.roster.here)).args != self.now.args
+            alone = len(back) == 1
             if self.growing and self.ranks:
-                say(f"{ranks_text(back)} {'is' if one else 'are'} back: {self.roster}")
+                self.say(f"{ranks_text(back)} {'is' if alone else 'are'} back: {self.roster}")
                 self.ranks.tell(signal.SIGUSR1)
             else:
-                say(f"{ranks_text(back)} answer{'s' * one} again; the layout stays what it is")
+                self.say(f"{ranks_text(back)} answer{'s' * alone} again; the layout stays what it is")
 
     @contextmanager
     def signals_handed_on(self) -> Iterator[None]:
-        """To the ranks; signals that are ignored, as SIGHUP is under nohup, stay so."""
-
+        """To the ranks; signals that are ignored, as SIGHUP is under nohup, stay so. Only a main thread hears any."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         launcher = os.getpid()
 
         def hand_on(number: int, _: object) -> None:
@@ -340,7 +363,7 @@ class _Starts:
                 raise KeyboardInterrupt
             self.told = number
             if number == signal.SIGINT and not (self.ranks and self.ranks.board.place(0)):
-                say(self.interrupted)  # else rank 0 does, which may be drawing on the terminal
+                self.say(self.interrupted)  # else rank 0 does, which may be drawing on the terminal
             if self.ranks:
                 self.ranks.tell(number)
 
@@ -358,25 +381,24 @@ class _Starts:
         self.places = self.roster.here[:nproc]
         threads = None if "OMP_NUM_THREADS" in os.environ else max(1, cores() // nproc)
         with tempfile.TemporaryDirectory(prefix="fivefold-") as home:  # private to this user: no port is opened
-            added = {RUN: self.run, RESTARTS: str(start), STORE: f"{home}/store", SECRET: secrets.token_hex(32)}
+            added = {RUN: self.run_id, RESTARTS: str(start), STORE: f"{home}/store", SECRET: secrets.token_hex(32)}
             added[logs.LIVES] = f"{home}/logging"
             added |= self.roster.environment(os.environ) | ({PLANNED: f"{self.now.took:.3f}"} if start else {})
             env = {"OMP_NUM_THREADS": str(threads), **os.environ, **added}
-            ranks = self.ranks = Processes(nproc, Path(home), attached=True)
+            ranks = self.ranks = Processes(nproc, Path(home), attached=self.attached)
             try:
-                words = [*self.arguments, *self.now.words]
-                ranks.start(f"{__name__}:run_module", words, env=env, threads=threads)
+                ranks.start(self.function, *self.now.args, env=env, threads=threads)
                 if self.told:
                     ranks.tell(self.told)  # those that it was too early for
-                ends = ranks.watch(self._grace, each=self._look if self.elastic else None)
+                ends = ranks.watch(self._grace, each=self._while_ranks_work)
             except KeyboardInterrupt:  # the second
-                say_ended()
-                return INTERRUPTED, None, []
+                return self._ended(), None, []
             finally:
                 self._step()
                 self.ranks = None
                 ranks.kill()
                 logs.wait_for(Path(added[logs.LIVES]))  # the ranks' last words come before what is said of them
+                self.look()
         return *self._judged(ends), [end.rank for end in ends if end.accused]
 
     def _grace(self, end: End) -> float:
@@ -396,14 +418,14 @@ class _Starts:
         if any(end.code in (INTERRUPTED, TERMINATED) for end in ends):  # which a rank says when all have saved
             return INTERRUPTED if self.told == signal.SIGINT else TERMINATED, None
         if self.told:
-            say(f"stopped by {signal_name(self.told)}; no step was saved since")
+            self.say(f"stopped by {signal_name(self.told)}; no step was saved since")
         said = first.code in (-self.told, 2)  # by the lines above, or by the rank: bad input
         silent = [end for end in ends if (end.kind, end.doubt) == (first.kind, first.doubt)]
         for end in silent if first.kind in ("hung", "stopped") else [first] if not said else []:
             where = f" ({self.now.place(end.rank)})" if self.now.place(end.rank) else ""
-            say(f"rank {end.rank}{where} {end.how}")
+            self.say(f"rank {end.rank}{where} {end.how}")
             if end.crash:
-                say(end.crash)
+                self.say(end.crash)
         code = next((end.code for end in ends if end.code > 0 and end.code != PeerLost.code), 1)
         code = INTERRUPTED if self.told == signal.SIGINT and said else code
         return code, None if self.told or code == 2 else first

@@ -49,6 +49,13 @@ Recompute = Literal["none", "selective", "full"]
 
 
 class Layout(Axes, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a step is divided over ranks: degrees, kinds and the schedule, and what follows from them.
+
+    >>> layout = ff.Layout(dp=2, tp=4, zero=1)  # or ff.Layout.parse("dp=2,tp=4,zero=1")
+    >>> print(f"{layout}: {layout.world} ranks, and rank 5 is {layout.place(5)}")
+    dp=2,tp=4,zero=1: 8 ranks, and rank 5 is dp 1, tp 1
+    """
+
     cp_kind: ContextKind = "ring"
     zero: int = 0  # what is sharded over dp x cp: 1 optimizer, 2 + gradients, 3 + parameters
     replicate: Degree = 1  # hybrid sharding: copies of the zero=3 shards, a divisor of dp

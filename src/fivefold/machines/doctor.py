@@ -161,10 +161,12 @@ _FEW = 8  # ranks that any machine may start
 def doctor(
     job: str | Path | Job | None = None, changes: Sequence[str] = (), *, nproc: int | None = None
 ) -> DoctorResult:
-    """Examine this machine with `nproc` ranks of a job (default: as many as its layout has).
+    """Examine this machine with `nproc` ranks of a `job` with `changes` (default: as many as its layout has).
 
-        ff.doctor("examples/demo.toml").ok
-        ff.doctor(None, ["layout=dp=2"], nproc=2)
+        >>> ff.doctor("examples/demo.toml").ok  # doctest: +SKIP
+        True
+        >>> ff.doctor(None, ["layout=dp=2"], nproc=2).ok  # doctest: +SKIP
+        True
 
     Every rank measures matmuls in the job's dtype and collectives along each axis of its layout; the node's disk,
     limits, clock and versions are looked at, too. No data is read, and nothing is trained.

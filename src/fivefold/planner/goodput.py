@@ -294,9 +294,9 @@ def simulated(work: float, interval: float, it: Failures, runs: int = RUNS, seed
     return Simulated(work, saving, seconds, failures, down)
 
 
-def standard_error(found: Simulated) -> float:
+def standard_error(runs: Simulated) -> float:
     """Of the mean of `seconds`."""
-    return float(found.seconds.std(ddof=1)) / math.sqrt(len(found.seconds))
+    return float(runs.seconds.std(ddof=1)) / math.sqrt(len(runs.seconds))
 
 
 # ---- run ------------------------------------------------------------------------------------------------------------
@@ -338,17 +338,17 @@ class GoodputRun:
     def simulated(self, runs: int = RUNS, seed: int = 0) -> Simulated | None:
         return simulated(self.work, self.interval, self.failures, runs, seed)
 
-    def days(self, found: Simulated) -> list[float]:
-        return [found.quantile(share) / DAY for share in (LOW, 0.5, HIGH)]
+    def days(self, runs: Simulated) -> list[float]:
+        return [runs.quantile(share) / DAY for share in (LOW, 0.5, HIGH)]
 
     def figures(self) -> dict[str, Any]:
         """The same as plain data, with what 1,000 runs have come to; None where they come to no end."""
-        found = self.simulated()
+        runs = self.simulated()
         return {
             "hours_between_failures": self.failures.between / HOUR,
             "checkpoint_every": self.every,
-            "days": None if found is None else dict(zip(("p10", "median", "p90"), self.days(found), strict=True)),
-            "goodput": None if found is None else self.work / self.expected,
+            "days": dict(zip(("p10", "median", "p90"), self.days(runs), strict=True)) if runs is not None else None,
+            "goodput": None if runs is None else self.work / self.expected,
         }
 
 

@@ -81,26 +81,26 @@ class GoodputResult(Result):
     @property
     def intervals(self) -> dict[str, GoodputRun]:
         """The run by how often it is saved."""
-        found = {"given": self.run} if self.given else {}
-        found |= {"the best": self.saved_every(self.run.best)}
-        it = self.run.failures
-        others = {"Young, sqrt(2 b M)": young(it), "Daly": daly(it), "half an hour": HALF}
+        runs = {"given": self.run} if self.given else {}
+        runs |= {"the best": self.saved_every(self.run.best)}
+        failures = self.run.failures
+        others = {"Young, sqrt(2 b M)": young(failures), "Daly": daly(failures), "half an hour": HALF}
         steps = {name: max(1, round(seconds / self.run.step)) for name, seconds in others.items()}
-        return found | {name: self.saved_every(many) for name, many in steps.items() if many <= self.run.most}
+        return runs | {name: self.saved_every(many) for name, many in steps.items() if many <= self.run.most}
 
     @property
     def fleets(self) -> dict[str, GoodputRun]:
         """The run with others' failures, each saved as is best then; the user's own figure has no others."""
-        found = {}
+        runs = {}
         for fleet in FLEETS if self.costs.mtbf is None else ():
             between = fleet.hours * HOUR / self.option.layout.world
             run = replace(self.run, failures=self.run.failures._replace(between=between))
-            found[fleet.name] = run if self.given else replace(run, every=run.best)
-        return found
+            runs[fleet.name] = run if self.given else replace(run, every=run.best)
+        return runs
 
     def to_dict(self) -> dict[str, Any]:
         low, median, high = self.run.days(self.simulated)
-        found = step_range(self.option.case)
+        planned = step_range(self.option.case)
         return {
             "model": self.option.case.spec.name,
             "cluster": str(self.option.case.cluster),
@@ -111,7 +111,7 @@ class GoodputResult(Result):
             "days_without_failures": self.run.work / DAY,
             "expected_days": self.run.expected / DAY,
             "days": {"p10": low, "median": median, "p90": high},
-            "days_range": [end / DAY for end in found.around(self.run.expected)] if found else None,
+            "days_range": [end / DAY for end in planned.around(self.run.expected)] if planned else None,
             "goodput": self.goodput,
             "simulated": {
                 "runs": self.runs,
@@ -124,8 +124,8 @@ class GoodputResult(Result):
             "best_checkpoint_every": self.run.best,
             "intervals": {name: _figures(run) for name, run in self.intervals.items()},
             "failures_of": {name: _figures(run) for name, run in self.fleets.items()},
-            "inputs": [one._asdict() for one in self.inputs],
-            "stragglers": {"deviation": self.jitter, "ranks": [one.to_dict() for one in self.straggling]},
+            "inputs": [figure._asdict() for figure in self.inputs],
+            "stragglers": {"deviation": self.jitter, "ranks": [cost.to_dict() for cost in self.straggling]},
         }
 
     def blocks(self) -> Iterator[Block]:
@@ -140,22 +140,22 @@ class GoodputResult(Result):
             f"median {length(median)}: goodput {self.goodput:.1%}",
             "bold",
         )
-        if found := step_range(case):
-            days = " to ".join(length(end / DAY) for end in found.around(run.expected))
+        if planned := step_range(case):
+            days = " to ".join(length(end / DAY) for end in planned.around(run.expected))
             yield Text(
-                f"that is chance alone; the planned step itself is {found.text(run.step)} s {IN_WORDS}, so {days}"
+                f"that is chance alone; the planned step itself is {planned.text(run.step)} s {IN_WORDS}, so {days}"
             )
         yield self._parts()
         yield self._intervals()
         if fleets := self.fleets:
             rows = [
-                (name, length(one.failures.between / DAY), f"{one.every:,}", _share(one), length(one.expected / DAY))
-                for name, one in fleets.items()
+                (name, length(run.failures.between / DAY), f"{run.every:,}", _share(run), length(run.expected / DAY))
+                for name, run in fleets.items()
             ]
             heads = ["~whose GPUs", ">the job fails in", ">steps between saves", ">goodput", ">run"]
             yield Table(heads, rows, "With the failures that others have counted")
         yield self._stragglers()
-        rests = [(one.name, f"{_number(one.value)} {one.unit}", one.source) for one in self.inputs]
+        rests = [(figure.name, f"{_number(figure.value)} {figure.unit}", figure.source) for figure in self.inputs]
         yield Table(["input", ">value", "~where it comes from"], rests, "What this rests on")
 
     def _parts(self) -> Table:
@@ -176,9 +176,9 @@ class GoodputResult(Result):
         rows = []
         for name, run in self.intervals.items():
             more = f"{max(0.0, run.expected / least - 1):.2%}" if run.expected < 1e3 * least else "no end"
-            mine = run.every == self.run.every
+            this = run.every == self.run.every
             cells = (name, f"{run.every or run.steps:,}", length(run.interval / DAY), _share(run), more)
-            rows.append([Cell(text, "bold" if mine else "") for text in cells])
+            rows.append([Cell(text, "bold" if this else "") for text in cells])
         heads = ["between saves", ">steps", ">time", ">goodput", ">longer than the best"]
         waits = self.run.failures.writing > self.run.interval + self.run.failures.blocked
         caption = "bold: this run; at most a tenth of it lies between saves"
@@ -187,7 +187,8 @@ class GoodputResult(Result):
 
     def _stragglers(self) -> Table:
         rows = [
-            (f"{one.ranks:,}", f"{one.jitter:.1%}", f"{one.chance:.1%}", f"{one.slow:.1%}") for one in self.straggling
+            (f"{cost.ranks:,}", f"{cost.jitter:.1%}", f"{cost.chance:.1%}", f"{cost.slow:.1%}")
+            for cost in self.straggling
         ]
         source = f" ({JITTER_SOURCE})" if self.jitter == JITTER else ""
         caption = (
@@ -247,23 +248,22 @@ def goodput(
 ) -> GoodputResult:
     """Days to train with failures: expected, and as a distribution of seeded simulated runs.
 
-        ff.goodput("llama3-405b", "2048x8xH100", tokens="15.6T")
-        ff.goodput("llama3-70b", "8x8xH100", tokens="1.4T", mtbf=50_000, every=500)
+        >>> run = ff.goodput("llama3-8b", "8xH100", tokens="1.4T", mtbf=50_000, every=500)
+        >>> print(f"{run.goodput:.1%} of the time trains")
+        99.9% of the time trains
 
-    The run is that of `plan` with the same arguments; `tokens` are 20 per parameter where neither they nor the job say.
+    The run is that of `plan` with the same `model`, `cluster`, `changes`, `batch`, `seq`, `layout`, `fix`, `precision`
+    and `software`; `tokens` are 20 per parameter where neither they nor the job say.
     `every` counts steps between checkpoints; without it, and where the job does not say, they are those of the shortest
     run. `mtbf` is hours between failures of one GPU, `detect` and `restart` are seconds, `storage` is GB a second of
     all nodes together, `save` the seconds that a save blocks steps: published or measured where not given. `jitter` is
-    the deviation of a rank's step as a share of its mean.
+    the deviation of a rank's step as a share of its mean. The distribution is that of `runs`, whose failures a `seed`
+    draws.
     """
     costs = FailureCosts(mtbf, detect, restart, storage, save)
     costs.check()
-    checked("every", every, within(1, STEPS))
-    checked("runs", runs, within(10, MOST_RUNS))
-    checked("seed", seed, within(0, SEEDS))
-    if wrong := misfit("jitter", jitter, within(0, 1)):
-        raise UserError(wrong)
     jitter = JITTER if jitter is None else jitter
+    _check_wishes(every, runs, seed, jitter)
     own = isinstance(model, Job) or str(model).endswith(".toml") or any("train.steps=" in change for change in changes)
     planned = plan(
         model, cluster, changes=changes, batch=batch, seq=seq, layout=layout, fix=fix, precision=precision,
@@ -273,8 +273,8 @@ def goodput(
     if not option.fits:
         raise UserError(f"{option.layout}: {too_large(option)}; nearest: layout={planned.chosen.layout}")
     run = training.run(option, costs, every)
-    found = run.simulated(runs, seed)
-    if found is None:
+    simulated = run.simulated(runs, seed)
+    if simulated is None:
         raise UserError(_no_end(run))
     world, machine = option.layout.world, option.case.cluster.groups[0].gpus
     return GoodputResult(
@@ -283,13 +283,21 @@ def goodput(
         run=run,
         given=run.every != run.best,
         costs=costs,
-        simulated=found,
+        simulated=simulated,
         runs=runs,
         seed=seed,
         inputs=tuple(inputs(option, costs, run.failures)),
         straggling=tuple(straggling(ranks, machine, jitter) for ranks in sorted({FEW, world, MANY})),
         jitter=jitter,
     )
+
+
+def _check_wishes(every: int | None, runs: int, seed: int, jitter: float) -> None:
+    checked("every", every, within(1, STEPS))
+    checked("runs", runs, within(10, MOST_RUNS))
+    checked("seed", seed, within(0, SEEDS))
+    if wrong := misfit("jitter", jitter, within(0, 1)):
+        raise UserError(wrong)
 
 
 def _no_end(run: GoodputRun) -> str:

@@ -80,7 +80,8 @@ def bands() -> Bands:
 def traits(case: Case) -> Traits:
     """What decides how far off a prediction may be."""
     devices = [group.accelerator for group in case.cluster.groups]
-    guess = any(one.achieved is None and accelerators.source_of(one.name).startswith("a guess") for one in devices)
+    unmeasured = [device.name for device in devices if device.achieved is None]
+    guess = any(accelerators.source_of(name).startswith("a guess") for name in unmeasured)
     nodes, world = case.cluster.machines, case.layout.world
     return {
         "system": _system(case),
@@ -111,13 +112,13 @@ def memory_range() -> Range:
     return bands().memory.range({})
 
 
-def write(found: Bands, path: Path = FILE) -> None:
+def write(fitted: Bands, path: Path = FILE) -> None:
     lines = [
         "# Made by `fivefold accuracy --coverage --write`. low, high: logarithms of measured over predicted, between",
         f"# which {SHARE:.0%} of the cases of an unseen source should lie; covered: how many did, sources left out;",
         "# factors: how much wider that is, by trait.",
     ]
-    for name, band in (("time", found.time), ("memory", found.memory)):
+    for name, band in (("time", fitted.time), ("memory", fitted.memory)):
         lines += ["", f"[{name}]", f"low = {band.low:.4f}", f"high = {band.high:.4f}"]
         lines += [f"sources = {band.sources}", f"rows = {band.rows}", f"covered = {band.covered:.3f}"]
         for trait, levels in band.factors.items():

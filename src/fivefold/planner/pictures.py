@@ -445,9 +445,10 @@ class MeshResult(Result):
 
 
 def mesh(layout: str | Layout, cluster: str | Path | Cluster | None = None) -> MeshResult:
-    """Where each rank of a layout stands. Without a cluster: nodes of eight H100s, or one node if fewer are enough.
+    """Where each rank of a `layout` stands. Without a `cluster`: nodes of eight H100s, or one node if fewer are enough.
 
-    ff.mesh("dp=2,tp=8,pp=4", "8x8xH100")
+    >>> ff.mesh("dp=2,tp=8,pp=4", "8x8xH100").layout.place(9)
+    'dp 0, pp 1, tp 1'
     """
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
     if wrong := outside(layout, "layout"):

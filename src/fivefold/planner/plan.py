@@ -54,20 +54,21 @@ def plan(
 ) -> PlanResult:
     """Search all layouts of a model on a cluster, choose one, and say why.
 
-        ff.plan("llama3-70b", "8x8xH100").chosen.layout
-        ff.plan("tiny", "2xCPU", batch=16, seq=128, fix="tp=2")
+        >>> print(ff.plan("llama3-8b", "8xH100").chosen.layout)
+        dp=8,zero=2,microbatches=64,recompute=selective
+        >>> print(ff.plan("tiny", "2xCPU", batch=16, seq=128, fix="tp=2").chosen.layout)
+        tp=2,sp
 
-    `cluster` is by default the job's, or 8xH100. `changes` are KEY=VALUE settings of the model or job, `batch` counts
-    sequences of a step, `fix` holds choices that are not free ("tp=8,zero=1"), `layout` is explained beside the choice,
-    `price` is dollars per device and hour. `tokens` is the length of the run ("1.4T", 300e9, or "chinchilla": 20 per
-    parameter); where it is given, the batch is that of a published recipe, as the settings of `.job` are. `imbalance`
-    is what the fullest rank gets of the tokens that visit experts, over the mean; by default that of published pairs.
+    `model` is a name, a config.json, a job file or an object, and `cluster` by default the job's, or 8xH100. `changes`
+    are KEY=VALUE settings of the model or job, `batch` counts sequences of a step, `seq` the tokens of one; `fix` holds
+    choices that are not free ("tp=8,zero=1"), `layout` is explained beside the choice. The `top` layouts are listed
+    `by` throughput, memory or pareto. Matmuls are in `precision` (bf16, on CPUs fp32), kernels and overlap those of a
+    `software` (fivefold, nemo, torchtitan, megatron). `price` is dollars per device and hour. `tokens` is the length of
+    the run ("1.4T", 300e9, or "chinchilla": 20 per parameter); where it is given, the batch is that of a published
+    recipe, as the settings of `.job` are. `imbalance` is what the fullest rank gets of the tokens that visit experts,
+    over the mean; by default that of published pairs.
     """
-    if price is not None and not 0 <= price < 1e6:
-        raise UserError(f"price={price:g} must be dollars per GPU and hour, zero or more")
-    if by not in get_args(By):
-        raise UserError(f"by={by!r} is not a ranking; {did_you_mean(str(by), get_args(By))}")
-    checked("top", top, within(1, SEQUENCES))
+    _check_wishes(by, top, price)
     if layout is not None and fix:
         raise UserError("a layout leaves nothing to search, and fix holds choices of a search; give one of them")
     if wrong := layout_changes(changes, "--fix " if layout is None else f"--layout {layout},"):
@@ -80,25 +81,16 @@ def plan(
     free = batch is None and tokens is None and kept is not None and "train.batch" not in kept
     given = _given(case, layout) if layout is not None else None
     fixed = fixed_choices(fix)
-    unsearched = ""
-    try:
-        found = search(case, by, max(top, SURVIVORS) if by == "throughput" else top, **fixed)
-    except UserError as error:
-        if given is None:
-            raise
-        found, unsearched = (
-            Ranking((given,), 0, 0),
-            "; ".join(error.problems),
-        )  # what was given can be timed all the same
-    chosen = simplest(found.options) if by == "throughput" and not unsearched else found.best
+    ranking, unsearched = _ranked(case, by, top, fixed, given)
+    chosen = simplest(ranking.options) if by == "throughput" and not unsearched else ranking.best
     explained = given or chosen
     return PlanResult(
         case=case,
-        options=found.options[:top],
+        options=ranking.options[:top],
         chosen=chosen,
         given=given,
-        evaluated=found.evaluated,
-        fitting=found.fitting,
+        evaluated=ranking.evaluated,
+        fitting=ranking.fitting,
         neighbours=tuple(neighbours(explained)),
         hint=better_batch(explained),
         price=price,
@@ -109,6 +101,24 @@ def plan(
         unsearched=unsearched,
         nearest=nearest_fit(given) if given and not given.fits else None,
     )
+
+
+def _check_wishes(by: str, top: int, price: float | None) -> None:
+    if price is not None and not 0 <= price < 1e6:
+        raise UserError(f"price={price:g} must be dollars per GPU and hour, zero or more")
+    if by not in get_args(By):
+        raise UserError(f"by={by!r} is not a ranking; {did_you_mean(str(by), get_args(By))}")
+    checked("top", top, within(1, SEQUENCES))
+
+
+def _ranked(case: Case, by: By, top: int, fixed: dict[str, Any], given: Option | None) -> tuple[Ranking, str]:
+    """The best layouts; where there are none but the `given` one, which can be timed all the same, also why."""
+    try:
+        return search(case, by, max(top, SURVIVORS) if by == "throughput" else top, **fixed), ""
+    except UserError as error:
+        if given is None:
+            raise
+        return Ranking((given,), 0, 0), "; ".join(error.problems)
 
 
 def simulate(
@@ -125,10 +135,13 @@ def simulate(
 ) -> SimulateResult:
     """Time one step of a layout: its schedule runs on a clock. No GPU and no weights are needed.
 
-        ff.simulate("llama3-70b", "dp=8,tp=8,zero=1", "8x8xH100")
-        ff.simulate("llama3-8b", "dp=2,pp=4,microbatches=8,schedule=zb-h1", batch=16, seq=4096)
+        >>> ff.simulate("llama3-8b", "dp=2,pp=4,microbatches=8,schedule=zb-h1", batch=16, seq=4096).ok
+        True
+        >>> ff.simulate("llama3-70b", "dp=8,tp=8,zero=1", "8x8xH100").ok  # it does not fit into the devices
+        False
 
-    Where it does not fit into the devices, the result says so and is not `ok`.
+    `model`, `cluster`, `changes`, `batch`, `seq`, `precision`, `software` and `imbalance` are those of `plan`, and
+    `layout` is the one to time.
     """
     if wrong := layout_changes(changes, f"--layout {layout},"):
         raise UserError(wrong)

@@ -496,10 +496,15 @@ def serve(
     graphs: bool = True,
     imbalance: float | None = None,
 ) -> ServePlan:
-    """Plan serving. `ttft` and `tpot` are targets in seconds: to the first token, and for each one after it.
+    """Plan serving: the layouts of lowest latency and of highest throughput, and what lies between them.
 
-        ff.serve("llama3-70b", "8xH100", prompt=1024, output=256, ttft=0.5)
+        >>> ff.serve("llama3-70b", "8xH100", prompt=1024, output=256, ttft=0.5).to_dict()["latency"]["layout"]
+        'tp=8'
 
+    `model` is a name, a config.json, a job file or an object, and `changes` are KEY=VALUE. On `cluster`, requests have
+    `prompt` tokens and answers `output`; `sequences` are answered at a time (None: what fits). `ttft` and `tpot` are
+    targets in seconds: to the first token, and for each one after it. Matmuls are in `precision`, a number of the cache
+    has `cache_bytes`, and `graphs` says whether kernels are launched as CUDA graphs.
     `imbalance`: of experts, rows of the fullest group of ranks over the mean; None: as published runs have it.
     """
     job, _ = job_of(model, changes)

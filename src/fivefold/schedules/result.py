@@ -160,11 +160,16 @@ def draw(
 ) -> DrawResult:
     """Draw schedules: which rank computes what when, where the bubbles are, and what each rank holds.
 
-        ff.draw("zb-v", pp=4, microbatches=8)
-        ff.draw("1f1b", "zb-h1", pp=4, microbatches=8, slow={1: 1.5})    # compared on one time scale
+        >>> picture = ff.draw("zb-v", pp=4, microbatches=8)
+        >>> picture = ff.draw("1f1b", "zb-h1", pp=4, microbatches=8, slow={1: 1.5})  # compared on one time scale
+        >>> [simulation.schedule.name for simulation in picture.simulations]
+        ['1f1b', 'zb-h1']
 
-    A schedule is a name, a file or an object, and is proven before it is drawn. `times` are durations of a whole rank,
-    like "f=1,i=1,w=1,comm=0.1"; `slow` says how many times as long a rank takes.
+    Each of `schedules` is a name, a file or an object, and is proven before it is drawn: for `pp` ranks and so many
+    `microbatches`, with `chunks` stages a rank, in groups of `group` (interleaved), or within a `memory` of so many
+    live activations (auto). `times` are durations of a whole rank, like "f=1,i=1,w=1,comm=0.1"; `slow` says how many
+    times as long a rank takes, `sends` whether a sender goes on while its message travels, and `overlap` whether it
+    travels while the receiver computes.
     """
     if not schedules:
         raise UserError("there is no schedule to draw; give a name, for example '1f1b', a file or a Schedule")
@@ -174,9 +179,11 @@ def draw(
 
 
 def schedule(name: str | Path, pp: int | None = None, microbatches: int | None = None, **options: Any) -> Schedule:
-    """A schedule of the catalogue for `pp` ranks, or the one in a file, proven; `options` are those of `draw`.
+    """The schedule of a `name` for `pp` ranks and so many `microbatches`, or the one in a file, proven; `options` are
+    those of `draw`.
 
-    ff.schedule("zb-v", pp=4, microbatches=8)
+    >>> ff.schedule("zb-v", pp=4, microbatches=8).microbatches
+    8
     """
     return draw(name, pp=pp, microbatches=microbatches, **options).simulations[0].schedule
 

@@ -195,9 +195,10 @@ def source_of(name: str) -> str:
 
 
 def preset(name: str, **changes: Any) -> ModelSpec:
-    """A named model, with fields changed; what was derived from a changed field is derived again.
+    """The model of a `name`, with `changes` of its fields; what was derived from a changed field is derived again.
 
-    ff.preset("llama3-8b", layers=16)
+    >>> ff.preset("llama3-8b", layers=16).parameter_count
+    4540469248
     """
     if name not in PRESETS:
         raise UserError(
@@ -264,7 +265,8 @@ def _mixture(experts: Experts) -> list[str]:
 def models(config: str | Path | None = None, *, seq: int | None = None) -> ModelList:
     """Every preset, and the model of a Hugging Face `config`; FLOPs at `seq` tokens, or at each model's context.
 
-    ff.models(seq=8192)
+    >>> [spec.name for spec in ff.models(seq=8192).specs if spec.name.startswith("llama2")]
+    ['llama2-7b', 'llama2-13b', 'llama2-70b']
     """
     checked("seq", seq, within(1, TOKENS))
     specs = [preset(name) for name in PRESETS] + ([read_hf_config(config)] if config else [])

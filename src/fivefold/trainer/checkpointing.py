@@ -54,11 +54,11 @@ class Checkpoints:
         run = self.store.directory.parent
         self.memory.enter(self.trainer.mesh, run, wanted)
         self.starts = self._starts(run) if self.control.rank == 0 and self.memory.nodes is not None else []
-        found = self.memory.find(self._counts)
-        disk: int | None = self.control.broadcast_value(self._on_disk() if found else None, int | None)
-        checkpoint = self._from_memory([one for one in found if one.step >= (disk or 0)], disk)
+        candidates = self.memory.find(self._counts)
+        disk: int | None = self.control.broadcast_value(self._on_disk() if candidates else None, int | None)
+        checkpoint = self._from_memory([candidate for candidate in candidates if candidate.step >= (disk or 0)], disk)
         if checkpoint is None:
-            checkpoint = self._from_disk([one for one in found if one.step < (disk or 0)], disk)
+            checkpoint = self._from_disk([candidate for candidate in candidates if candidate.step < (disk or 0)], disk)
         if checkpoint is None and self.trainer.job.run.weights:
             self._from_others(self.trainer.job.run.weights)
         if self.control.rank == 0 and self.memory.nodes is not None:
@@ -75,13 +75,13 @@ class Checkpoints:
             assert self.memory.nodes is not None
             return [Began(self.memory.nodes.start, -1)]
 
-    def _from_memory(self, found: list[Candidate], disk: int | None) -> Checkpoint | None:
-        kept = self.memory.load(found, self._wanted)
+    def _from_memory(self, candidates: list[Candidate], disk: int | None) -> Checkpoint | None:
+        kept = self.memory.load(candidates, self._wanted)
         if kept is None:
             return None
-        one, checkpoint = kept
+        candidate, checkpoint = kept
         has = "disk has none" if disk is None else f"disk has step {disk}"
-        self.began = f"memory, after step {one.step} ({'; '.join(filter(None, (one.said, has)))})"
+        self.began = f"memory, after step {candidate.step} ({'; '.join(filter(None, (candidate.said, has)))})"
         self._begin(checkpoint)
         return checkpoint
 
@@ -93,7 +93,7 @@ class Checkpoints:
         except UserError as error:
             refusal = error
         last = checkpoint.manifest.step if checkpoint else -1
-        if before := self._from_memory([one for one in memory if one.step > last], disk):
+        if before := self._from_memory([candidate for candidate in memory if candidate.step > last], disk):
             return before
         if refusal:
             raise refusal
@@ -115,7 +115,8 @@ class Checkpoints:
     def _on_disk(self, most: float = math.inf) -> int | None:
         """The newest step there up to `most`, by its name."""
         with suppress(OSError):
-            return next((one.step for one in self.store.complete() if one.step <= most and self._stands(one)), None)
+            earlier = (checkpoint for checkpoint in self.store.complete() if checkpoint.step <= most)
+            return next((checkpoint.step for checkpoint in earlier if self._stands(checkpoint)), None)
         return None
 
     def _stands(self, checkpoint: Checkpoint) -> bool:
@@ -124,9 +125,10 @@ class Checkpoints:
             return not self.trainer.policy.decisions.undone(checkpoint.manifest.samples)
         return True
 
-    def _counts(self, one: Candidate) -> bool:
+    def _counts(self, candidate: Candidate) -> bool:
         """On rank 0: whether a snapshot is of this run as it went on, by rollbacks and by later starts."""
-        return not (self.trainer.policy.decisions.undone(one.samples) or abandoned(one.name, one.step, self.starts))
+        undone = self.trainer.policy.decisions.undone(candidate.samples)
+        return not (undone or abandoned(candidate.name, candidate.step, self.starts))
 
     def _wanted(self, checkpoint: Checkpoint) -> dict[str, Shard]:
         """What this rank fills from a checkpoint, which must be of its model."""
@@ -156,11 +158,13 @@ class Checkpoints:
         """Collective: the newest good checkpoint of a step up to this one, if there is any."""
         self.finish()
         self.memory.finish()
-        found = self.memory.find(lambda one: one.step <= step and self._counts(one))
-        disk = self.control.broadcast_value(self._on_disk(step) if found else None, int | None)
-        if checkpoint := self.memory.sound([one for one in found if one.step >= (disk or 0)]):
+        candidates = self.memory.find(lambda candidate: candidate.step <= step and self._counts(candidate))
+        disk = self.control.broadcast_value(self._on_disk(step) if candidates else None, int | None)
+        if checkpoint := self.memory.sound([candidate for candidate in candidates if candidate.step >= (disk or 0)]):
             return checkpoint
-        return newest(self.store, self.control, self.say, lambda one: one.step <= step and self._stands(one))
+        return newest(
+            self.store, self.control, self.say, lambda checkpoint: checkpoint.step <= step and self._stands(checkpoint)
+        )
 
     def go_back(self, checkpoint: Checkpoint) -> None:
         """Collective, in mid-run: the trainer as it was then. Checkpoints of later steps are deleted."""
@@ -218,9 +222,10 @@ class Checkpoints:
         """Set aside the checkpoints of step `first` and after: a watcher has found that they may be damaged."""
         self.memory.forget(after=first - 1)
         with suppress(OSError):  # what was found says more
-            for one in self.store.complete() if self.control.rank == 0 else ():
-                if one.step >= first:
-                    self.say(f"{one.path.name} may be damaged, and {set_aside(self.store, one.path, 'suspect')}")
+            for checkpoint in self.store.complete() if self.control.rank == 0 else ():
+                if checkpoint.step >= first:
+                    aside = set_aside(self.store, checkpoint.path, "suspect")
+                    self.say(f"{checkpoint.path.name} may be damaged, and {aside}")
 
     def _finish_last(self, step: int) -> None:
         """Finish the save before this one. The first time that steps wait for it, a note says how to avoid that."""

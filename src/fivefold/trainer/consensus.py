@@ -25,8 +25,8 @@ def lane_of(axes: Sequence[str], layout: Layout) -> Lane:
 def lanes(layout: Layout, experts: bool) -> list[Lane]:
     """All that a tensor can have in a layout, in an order that all ranks share."""
     choices = (axes for axes in product(*_CHOICES) if experts or "ezero" not in axes)
-    found = {lane_of(axes, layout) for axes in choices} | ({lane_of(["stage"], layout)} if experts else set())
-    return sorted(found - {()})
+    distinct = {lane_of(axes, layout) for axes in choices} | ({lane_of(["stage"], layout)} if experts else set())
+    return sorted(distinct - {()})
 
 
 def groups(layout: Layout, lane: Lane) -> list[list[int]]:
@@ -43,10 +43,10 @@ def groups(layout: Layout, lane: Lane) -> list[list[int]]:
             for rank in ranks[1:]:
                 first[root(rank)] = root(ranks[0])
     members = {rank for pair in layout.groups("ends") for rank in pair} if "ends" in lane else set(range(layout.world))
-    found: dict[int, list[int]] = {}
+    groups_by_root: dict[int, list[int]] = {}
     for rank in sorted(members):
-        found.setdefault(root(rank), []).append(rank)
-    return list(found.values())
+        groups_by_root.setdefault(root(rank), []).append(rank)
+    return list(groups_by_root.values())
 
 
 class Odd(NamedTuple):
@@ -80,11 +80,11 @@ def neighbours(layout: Layout) -> dict[int, int]:
     is none, its own."""
     together = layout.cp * layout.tp
     step = layout.ep // math.gcd(layout.ep, together)  # dp ranks whose tokens meet at experts
-    found = {}
+    partners = {}
     for rank in range(layout.world):
         at = layout.coordinates(rank)
-        found[rank] = layout.rank(**at | {"dp": (at["dp"] + step) % layout.dp})
-    return found
+        partners[rank] = layout.rank(**at | {"dp": (at["dp"] + step) % layout.dp})
+    return partners
 
 
 class Runs(NamedTuple):
@@ -121,7 +121,7 @@ def verdict(of: Mapping[int, int], runs: Runs) -> CorruptionVerdict:
     always: set[int] = set()
     undecided: set[int] = set()
     for pair in lasting:
-        twice = {one for one in pair if sum(one in other for other in lasting) > 1}
+        twice = {rank for rank in pair if sum(rank in other for other in lasting) > 1}
         always |= twice if len(twice) == 1 else set()
         undecided |= set(pair) if len(twice) != 1 else set()
     return CorruptionVerdict(*(tuple(sorted(ranks)) for ranks in (once, always, undecided - always)))
@@ -156,11 +156,11 @@ def differ(layout: Layout, odd: Odd, names: list[str]) -> str:
     return f"{ranks} should hold the same bits of {listed(names)}, and do not; no majority says who is right"
 
 
-def computed(layout: Layout, found: CorruptionVerdict) -> str:
+def computed(layout: Layout, culprits: CorruptionVerdict) -> str:
     ends = {
-        found.once: "got other gradients of the same microbatch one time than the other",
-        found.always: "gets other gradients of the same microbatches than two others, each time",
-        found.undecided: "get other gradients of the same microbatch, each time; no third says who is right",
+        culprits.once: "got other gradients of the same microbatch one time than the other",
+        culprits.always: "gets other gradients of the same microbatches than two others, each time",
+        culprits.undecided: "get other gradients of the same microbatch, each time; no third says who is right",
     }
     said = "; ".join(f"{ranks_of(layout, ranks)} {end}" for ranks, end in ends.items() if ranks)
     together = layout.tp * layout.cp * layout.pp * layout.ep > 1

@@ -77,9 +77,7 @@ def digest(tensor: Tensor) -> Tensor:
 
 def digests(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """One of each, in a row."""
-    return (
-        torch.stack([digest(one) for one in tensors]) if tensors else torch.zeros(0, dtype=torch.int64, device=device)
-    )
+    return torch.stack(list(map(digest, tensors))) if tensors else torch.zeros(0, dtype=torch.int64, device=device)
 
 
 # ---- replay ---------------------------------------------------------------------------------------------------------
@@ -109,8 +107,8 @@ class Replay:
         """One number for all gradients since; nothing is listened to any more."""
         seen, self.seen = self.seen or {}, None
         total = torch.zeros((), dtype=torch.int64, device=self.engine.mesh.device)
-        for name, found in seen.items():
-            total += found * (2 * crc32(name.encode()) + 1)
+        for name, digest_sum in seen.items():
+            total += digest_sum * (2 * crc32(name.encode()) + 1)
         return total
 
     def replay_microbatch(self, share: DpShare) -> Tensor:
@@ -209,7 +207,7 @@ def computed_with(engine: Engine) -> list[KeptDigests]:
     if not isinstance(weights, Replicated):
         return []
     return [
-        KeptDigests(f"{name} as the model has it", weight, _lane(engine, name, whole=True))
+        KeptDigests(f"{name} as the model has it", weight, _lane(engine, name, full=True))
         for name, weight in weights.weights.items()
         if weight.numel() and not _same(weight, weights.masters[name])
     ]
@@ -220,8 +218,8 @@ def _same(weight: Tensor, master: Tensor) -> bool:
     return same and weight.numel() == master.numel()
 
 
-def _lane(engine: Engine, name: str, whole: bool = False) -> Lane:
-    axes = engine.weights.replicate_axes(name, whole)
+def _lane(engine: Engine, name: str, *, full: bool = False) -> Lane:
+    axes = engine.weights.replicate_axes(name, full)
     if not engine.job.train.deterministic and not engine.weights.held[name].tp.partial:
         axes = [axis for axis in axes if axis != "tp"]  # each rank has a gradient of its own, and its own rounding
     return lane_of(axes, engine.job.layout)
@@ -247,11 +245,12 @@ class DigestTable(NamedTuple):
     """Some tensors and their digests."""
 
     kept: list[KeptDigests]
-    found: Tensor  # [n] int64
+    digests: Tensor  # [n] int64
 
     def of(self, lane: Lane) -> dict[str, int]:
         """By name, those of a lane."""
-        return {one.name: value for one, value in zip(self.kept, self.found.tolist(), strict=True) if one.lane == lane}
+        pairs = zip(self.kept, self.digests.tolist(), strict=True)
+        return {entry.name: value for entry, value in pairs if entry.lane == lane}
 
 
 class Corruption:
@@ -290,7 +289,9 @@ class Corruption:
     def before_update(self, step: int, read: Read) -> None:
         """After the gradients of a step: its weights have done their work, and nothing has changed yet."""
         # At first, what was loaded; and steps may have been undone.
-        self.good, self.computed = (step - 1 if one < 0 else min(one, step - 1) for one in (self.good, self.computed))
+        self.good, self.computed = (
+            step - 1 if last < 0 else min(last, step - 1) for last in (self.good, self.computed)
+        )
         if self.replay is not None and self.replayed is not None:
             with self.account.of("replay"):
                 self._check_compute(self.replay, self.replayed, step, read)
@@ -320,23 +321,23 @@ class Corruption:
     # ---- what several ranks hold ---------------------------------------------------------------------------------
 
     def _table(self, kept: list[KeptDigests]) -> DigestTable:
-        return DigestTable(kept, digests([one.tensor for one in kept], self.mesh.device))
+        return DigestTable(kept, digests([entry.tensor for entry in kept], self.mesh.device))
 
     def _compare(self, kept: list[KeptDigests], step: int, then: str) -> None:
         """Raise `Corrupt` on all ranks, if ranks that should hold the same do not."""
-        table = self._table([one for one in kept if one.lane])
-        every = self._exchanged(torch.cat((self.kind, self._by_lane(table))))
+        table = self._table([entry for entry in kept if entry.lane])
+        by_rank = self._exchanged(torch.cat((self.kind, self._by_lane(table))))
         odd = [
             (lane, group)
             for number, lane in enumerate(self.lanes, start=1)
-            for group in self._groups(lane, tuple(kind for kind, *_ in every))
-            if odd_one({rank: every[rank][number] for rank in group})
+            for group in self._groups(lane, tuple(kind for kind, *_ in by_rank))
+            if odd_one({rank: by_rank[rank][number] for rank in group})
         ]
         if not odd:
             return
         rank = self.mesh.world.rank
-        mine = {"+".join(lane): table.of(lane) for lane, group in odd if rank in group}
-        tables = self._told(mine, dict[str, dict[str, int]])
+        own = {"+".join(lane): table.of(lane) for lane, group in odd if rank in group}
+        tables = self._told(own, dict[str, dict[str, int]])
         said = "; ".join(self._sentence({rank: tables[rank]["+".join(lane)] for rank in group}) for lane, group in odd)
         raise Corrupt(
             f"step {step}: {said}; {then}, and after step {self.good} all copies were the same; the same command goes "
@@ -347,35 +348,35 @@ class Corruption:
     def _by_lane(self, table: DigestTable) -> Tensor:
         """Of each lane one number, which changes with the digest of any of its tensors."""
         lanes = torch.zeros(len(self.lanes), len(table.kept), dtype=torch.int64)
-        for column, one in enumerate(table.kept):
-            lanes[self.lanes.index(one.lane), column] = 2 * crc32(one.name.encode()) + 1
-        return (lanes.to(self.mesh.device) * table.found).sum(1)
+        for column, entry in enumerate(table.kept):
+            lanes[self.lanes.index(entry.lane), column] = 2 * crc32(entry.name.encode()) + 1
+        return (lanes.to(self.mesh.device) * table.digests).sum(1)
 
     def _groups(self, lane: Lane, kinds: tuple[int, ...]) -> list[tuple[int, ...]]:
         """The ranks that hold the same and round alike; `kinds` are the devices of all."""
         if (lane, kinds) not in self.groups:
-            found: dict[tuple[int, int], list[int]] = {}
+            by_kind: dict[tuple[int, int], list[int]] = {}
             for number, group in enumerate(groups(self.mesh.layout, lane)):
                 for rank in group:
-                    found.setdefault((number, kinds[rank]), []).append(rank)
-            self.groups[lane, kinds] = [tuple(group) for group in found.values() if len(group) > 1]
+                    by_kind.setdefault((number, kinds[rank]), []).append(rank)
+            self.groups[lane, kinds] = [tuple(group) for group in by_kind.values() if len(group) > 1]
         return self.groups[lane, kinds]
 
     def _sentence(self, tables: dict[int, dict[str, int]]) -> str:
         """Of the ranks of a group, by what each has."""
-        found: dict[Odd, list[str]] = {}
+        names_by_odd: dict[Odd, list[str]] = {}
         for name in next(iter(tables.values())):
             odd = odd_one({rank: table.get(name) for rank, table in tables.items()})
             if odd is not None:
-                found.setdefault(odd, []).append(name)
-        return "; ".join(consensus.differ(self.mesh.layout, odd, names) for odd, names in found.items())
+                names_by_odd.setdefault(odd, []).append(name)
+        return "; ".join(consensus.differ(self.mesh.layout, odd, names) for odd, names in names_by_odd.items())
 
     # ---- what one rank alone holds -------------------------------------------------------------------------------
 
     def _lonely(self) -> list[KeptDigests]:
         compute_copies = self.engine.weights.compute_copies()
-        copies = [one for one in computed_with(self.engine) if one.name.partition(" ")[0] in compute_copies]
-        return [one for one in (*state_of(self.engine), *copies) if not one.lane]
+        copies = [entry for entry in computed_with(self.engine) if entry.name.partition(" ")[0] in compute_copies]
+        return [entry for entry in (*state_of(self.engine), *copies) if not entry.lane]
 
     def _check_shards(self, step: int) -> None:
         """Raise `Corrupt` on all ranks, if what one of them holds is not what its last update has left."""
@@ -384,11 +385,11 @@ class Corruption:
             with _disable_current_modes():
                 now = self._table(self.taken[1].kept)
                 if now.kept:
-                    changed = (now.found != self.taken[1].found).tolist()
-                    bad = [one.name for one, other in zip(now.kept, changed, strict=True) if other]
+                    changed = (now.digests != self.taken[1].digests).tolist()
+                    bad = [entry.name for entry, differs in zip(now.kept, changed, strict=True) if differs]
         self.taken = None
         with _disable_current_modes():
-            if not any(found for (found,) in self._exchanged(torch.tensor([len(bad)], device=self.mesh.device))):
+            if not any(count for (count,) in self._exchanged(torch.tensor([len(bad)], device=self.mesh.device))):
                 return
         said = [
             f"{consensus.place(self.mesh.layout, rank)}: {consensus.listed(names)}"
@@ -409,31 +410,30 @@ class Corruption:
         with _disable_current_modes():
             rank, size = self.mesh.world.rank, self.mesh.world.size
             blind = torch.full_like(replayed, self.unread())
-            every = self._exchanged(torch.stack((self.kind[0], replay.heard(), replayed, blind)))
-            if any(one[3] for one in every):  # the step will end for the data's sake
+            by_rank = self._exchanged(torch.stack((self.kind[0], replay.heard(), replayed, blind)))
+            if any(row[3] for row in by_rank):  # the step will end for the data's sake
                 return
-            of = {one: other for one, other in self.of.items() if every[one][0] == every[other][0]}
-            runs = Runs({one: every[one][1] for one in range(size)}, {one: every[one][2] for one in range(size)})
+            of = {peer: other for peer, other in self.of.items() if by_rank[peer][0] == by_rank[other][0]}
+            runs = Runs(*({peer: by_rank[peer][at] for peer in range(size)} for at in (1, 2)))
             if not disagreements(of, runs):
                 return
-            again = [replay.replay_microbatch(read(self._dp(one))) for one in (rank, self.of[rank])]
+            again = [replay.replay_microbatch(read(self._dp(peer))) for peer in (rank, self.of[rank])]
             more = self._exchanged(torch.stack(again))
-        found = verdict(of, Runs(*runs[:2], *({one: more[one][at] for one in range(size)} for at in (0, 1))))
+        culprits = verdict(of, Runs(*runs[:2], *({peer: more[peer][at] for peer in range(size)} for at in (0, 1))))
         raise Corrupt(
-            f"step {step}: {consensus.computed(self.mesh.layout, found)}; its update was not made; gradients of steps "
-            f"{self.computed + 1} to "
-            f"{step} may be wrong, and those of step {self.computed} were not: the same command goes on from the last "
-            f"checkpoint up to there; {_ADVICE}",
+            f"step {step}: {consensus.computed(self.mesh.layout, culprits)}; its update was not made; gradients of "
+            f"steps {self.computed + 1} to {step} may be wrong, and those of step {self.computed} were not: the same "
+            f"command goes on from the last checkpoint up to there; {_ADVICE}",
             suspect=self.computed + 1,
         )
 
     # ---- between ranks -------------------------------------------------------------------------------------------
 
-    def _exchanged(self, mine: Tensor) -> list[list[int]]:
+    def _exchanged(self, numbers: Tensor) -> list[list[int]]:
         """The numbers of every rank, on all."""
         world = self.mesh.world
         with waiting("the exchange of digests", self.mesh, world):
-            return timed_wait(wait(all_gather(mine, world), world).view(world.size, -1).tolist)
+            return timed_wait(wait(all_gather(numbers, world), world).view(world.size, -1).tolist)
 
     def _told(self, value: object, kind: object) -> list:  # type: ignore[type-arg]
         """What every rank has to say, when something is wrong."""

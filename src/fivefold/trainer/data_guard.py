@@ -116,14 +116,14 @@ class DataGuard:
         Where no step has read what is damaged, the state is saved first. `sure`: one has found something.
         """
         size = self.control.size if self.control else 1
-        found = self.control.all_gather_values(self.findings, list[Finding]) if self.control else [self.findings]
-        if not any(found) and not sure:
+        by_rank = self.control.all_gather_values(self.findings, list[Finding]) if self.control else [self.findings]
+        if not any(by_rank) and not sure:
             return
         sentences, clean = dict[str, int](), True
-        for rank, one in ((rank, one) for rank, of_rank in enumerate(found) for one in of_rank):
-            used = self._used(one, done, samples)
+        for rank, finding in ((rank, finding) for rank, of_rank in enumerate(by_rank) for finding in of_rank):
+            used = self._used(finding, done, samples)
             clean = clean and not used
-            sentences.setdefault(one.sentence + self._consequence(one, used, samples), rank)
+            sentences.setdefault(finding.sentence + self._consequence(finding, used, samples), rank)
         if clean and done and checkpointing is not None:
             with suppress(TrainingError):  # that of the data says more
                 checkpointing.after(done, must=True)
@@ -146,7 +146,7 @@ class DataGuard:
     def _readers(self, finding: Finding, samples: int) -> list[int]:
         """The samples that read the bytes of a finding, to the end of the epoch after that of sample `samples`."""
         split, seq, seed = self.sources.train, self.job.data.seq, self.job.data.seed
-        count, found = windows(split.tokens, seq), []
+        count, readers = windows(split.tokens, seq), []
         for begin, end in finding.ranges:
             tokens = split.tokens_in(finding.file, begin, end)
             if tokens is not None:
@@ -154,8 +154,8 @@ class DataGuard:
                 last = min((tokens[1] - 1) // seq, count - 1)
                 inside = np.arange(max(-(-tokens[0] // seq) - 1, 0), last + 1)
                 for epoch in range(samples // count + 2):
-                    found += samples_of(inside, count, seed, epoch).tolist()
-        return found
+                    readers += samples_of(inside, count, seed, epoch).tolist()
+        return readers
 
     def _step(self, sample: int) -> int:
         if sample >= self.samples:

@@ -85,8 +85,8 @@ def chosen(job: Job, fresh: bool, env: Mapping[str, str] = os.environ) -> Path |
 
     A run that is started again and that no directory knows has ended before it had one: it takes the newest of the same
     job only, not that of another."""
-    mine, directories = identities(job, env), _existing(job)
-    again = [run for run, before in mine.items() if before]
+    names, directories = identities(job, env), _existing(job)
+    again = [run for run, before in names.items() if before]
     if again:
         known = {directory: owners(home(job, directory)) for directory in reversed(directories)}
         for directory, runs in known.items():
@@ -97,7 +97,7 @@ def chosen(job: Job, fresh: bool, env: Mapping[str, str] = os.environ) -> Path |
                 f"this run is started again, and which directory is its own cannot be told: {', '.join(damaged)} "
                 "cannot be read; start it by hand, with another run.name or --fresh, or delete that file"
             )
-    candidates = [one for one in directories if _same(job) in (owners(home(job, one)) or [])] if again else directories
+    candidates = [directory for directory in directories if not again or _has_trained(job, directory)]
     return candidates[-1] if candidates and not fresh and complete(job, candidates[-1]) else None
 
 
@@ -106,8 +106,13 @@ def earlier(job: Job, refused: Path, env: Mapping[str, str] = os.environ) -> Pat
     job and has a checkpoint. A run that is started again has its own directory, and takes no other."""
     if any(identities(job, env).values()):
         return None
-    others = [one for one in reversed(_existing(job)) if one != refused]
-    return next((one for one in others if _same(job) in (owners(home(job, one)) or []) and complete(job, one)), None)
+    others = [directory for directory in reversed(_existing(job)) if directory != refused]
+    return next((directory for directory in others if _has_trained(job, directory) and complete(job, directory)), None)
+
+
+def _has_trained(job: Job, directory: Path) -> bool:
+    """This very job, whoever launched it."""
+    return _same(job) in (owners(home(job, directory)) or [])
 
 
 def entered(job: Job, directory: Path | None, env: Mapping[str, str] = os.environ) -> Path:
@@ -144,12 +149,12 @@ def store(job: Job, directory: Path) -> Store:
 def complete(job: Job, directory: Path) -> list[Checkpoint]:
     """Checkpoints to resume from. A run does not leave those that it has for a place without any."""
     try:
-        found = store(job, directory).complete()
+        on_disk = store(job, directory).complete()
     except OSError as error:
         raise UserError(f"cannot look at {home(job, directory)}: {error.strerror}") from None
     kept = in_memory(home(job, directory))  # of this machine: a run may have been lost before its first on disk
-    if found or kept:
-        return sorted([*kept, *found], key=lambda one: one.step, reverse=True)
+    if on_disk or kept:
+        return sorted([*kept, *on_disk], key=lambda checkpoint: checkpoint.step, reverse=True)
     if job.checkpoint.url and (here := Store(directory / "checkpoints")).complete():
         raise UserError(
             f"{here.directory} has checkpoints, and {home(job, directory)} has none; 'fivefold checkpoint reshard "
@@ -170,21 +175,14 @@ def _at_first(job: Job, directory: Path) -> str:
         return ""
     there = remote_of(url) / directory.name
     try:
-        found = "has them" if Store(there / "checkpoints").complete() else ""
+        state = "has them" if Store(there / "checkpoints").complete() else ""
     except OSError as error:
-        found = f"cannot be looked at: {error.strerror}"
-    return found and (
-        f"{home(job, directory)} has no checkpoints, and {there} {found}; the run goes on with checkpoint.url={url}, "
+        state = f"cannot be looked at: {error.strerror}"
+    return state and (
+        f"{home(job, directory)} has no checkpoints, and {there} {state}; the run goes on with checkpoint.url={url}, "
         f"'fivefold checkpoint reshard {there} --layout {job.layout} -o NEW' makes a run elsewhere of the newest, and "
         "another run.name or --fresh starts one of its own"
     )
-
-
-def directory_of(job: Job, env: Mapping[str, str]) -> Path:
-    """Where a run with this environment has trained; the newest of its name, if none knows it."""
-    directories, mine = _existing(job), identities(job, env)
-    knowing = [directory for directory in directories if set(owners(home(job, directory)) or []) & set(mine)]
-    return (knowing or directories)[-1]
 
 
 def claim(directory: Path) -> None:
@@ -206,7 +204,7 @@ def claim(directory: Path) -> None:
 def owners(place: Place) -> list[str] | None:
     """The runs that have trained there; none if nobody wrote them down, and None if what was written is damaged."""
     try:
-        found = msgspec.json.decode(storage_of(place).read(place / OWNERS, 1 << 20), type=Owners)
+        stored = msgspec.json.decode(storage_of(place).read(place / OWNERS, 1 << 20), type=Owners)
     except (FileNotFoundError, NotADirectoryError):
         return []
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -215,7 +213,7 @@ def owners(place: Place) -> list[str] | None:
         ):  # a server that does not answer damages nothing
             raise UserError(f"cannot read {place / OWNERS}: {error.strerror}") from None
         return None
-    return found.runs if found == Owners.of(found.runs) else None
+    return stored.runs if stored == Owners.of(stored.runs) else None
 
 
 def sign(place: Place, runs: list[str]) -> None:
@@ -237,10 +235,10 @@ def _existing(job: Job) -> list[Path]:
             there = {folder.name for folder in storage_of(url).folders(url)}
         except OSError as error:
             raise UserError(f"cannot look at checkpoint.url={url}: {error.strerror}") from None
-    found: list[Path] = []
-    while (name := _numbered(job.run.name, len(found) + 1)) in there or (parent / name).exists():
-        found.append(parent / name)
-    return found
+    directories: list[Path] = []
+    while (name := _numbered(job.run.name, len(directories) + 1)) in there or (parent / name).exists():
+        directories.append(parent / name)
+    return directories
 
 
 def _numbered(name: str, number: int) -> str:

@@ -89,24 +89,24 @@ def choose(job: Job, ranks: int, per_node: int) -> ElasticLayout:
             f"{ranks} ranks are left, and elastic.least={least} asks for more; the run goes on when they are back, or "
             f"with elastic.least={ranks}"
         )
-    found, problems, large = list[Option](), list[str](), 0
+    options, problems, large = list[Option](), list[str](), 0
     for count, nodes in _sizes(ranks, per_node, least):
         try:
-            found.append(_fastest(job, count, nodes))
+            options.append(_fastest(job, count, nodes))
         except UserError as error:
             problems = problems or error.problems
             large += isinstance(error, TooLarge)
-        if len(found) == _TRIED or large == _TRIED:  # fewer ranks have more to hold
+        if len(options) == _TRIED or large == _TRIED:  # fewer ranks have more to hold
             break
-    if not found:
+    if not options:
         bound = f" with elastic.fixed={job.elastic.fixed!r}" if job.elastic.fixed else ""
         raise UserError(f"no layout of {job.model.name} runs on {ranks} ranks{bound}: {problems[0]}")
-    best = found[0]
-    for option in found[1:]:  # fewer and fewer ranks
+    best = options[0]
+    for option in options[1:]:  # fewer and fewer ranks
         best = option if option.seconds < _WORTH * best.seconds else best
     noted = msgspec.structs.replace(job.elastic, whole=str(own))  # for who goes on with the directory of this run
     chosen = msgspec.structs.replace(job, layout=best.layout, elastic=noted)
-    return ElasticLayout(chosen, ranks, _why(best, ranks, found), time.monotonic() - begin)
+    return ElasticLayout(chosen, ranks, _why(best, ranks, options), time.monotonic() - begin)
 
 
 def _check(job: Job, layout: Layout) -> None:
@@ -125,12 +125,12 @@ def _check(job: Job, layout: Layout) -> None:
         raise UserError(f"elastic.fixed={job.elastic.fixed!r} is for every layout, and the job's own has {other[0]}")
 
 
-def _why(best: Option, ranks: int, found: list[Option]) -> str:
+def _why(best: Option, ranks: int, options: list[Option]) -> str:
     expected = f"the fastest by the plan, {_time(best)} a step"
     if best.layout.world == ranks:
         return expected
-    every = next((option for option in found if option.layout.world == ranks), None)
-    others = f"{_time(every)} with all of them" if every else "no layout uses all of them"
+    on_all = next((option for option in options if option.layout.world == ranks), None)
+    others = f"{_time(on_all)} with all of them" if on_all else "no layout uses all of them"
     return f"{expected}; {others}"
 
 

@@ -96,17 +96,17 @@ class Loads:
                 load = self.tokens[layer - self.first].to(torch.int64)
                 follow_load(mixture.router.balance, load, self.train.balance_rate)
 
-    def record(self, sums: list[float], whole: bool) -> Load:
-        """Of a step whose sums have reached the host; `whole`: with the tokens of every expert."""
+    def record(self, sums: list[float], *, by_expert: bool) -> Load:
+        """Of a step whose sums have reached the host; `by_expert`: with the tokens of each."""
         layers, experts = self.shape
-        tokens = [[round(one) for one in sums[at * experts : (at + 1) * experts]] for at in range(layers)]
+        tokens = [[round(total) for total in sums[at * experts : (at + 1) * experts]] for at in range(layers)]
         balance, z = (total / layers for total in sums[-2:])
         return Load.of(
             tokens,
             self.due,
             balance_loss=balance if self.train.balance_loss else None,
             z_loss=z if self.train.router_z_loss else None,
-            whole=whole,
+            by_expert=by_expert,
         )
 
 
@@ -145,15 +145,15 @@ class RankModel:
     def _stages(self) -> dict[int, Decoder]:
         """This rank's, on the meta device: no weights are drawn that would be thrown away."""
         job = self.job
-        every = stages_of(job.model, job.layout, job.data.seq)
-        mine = [every[number] for number in self.schedule.placement.of_rank[self.mesh.pp.rank]]
+        stages = stages_of(job.model, job.layout, job.data.seq)
+        local = [stages[number] for number in self.schedule.placement.of_rank[self.mesh.pp.rank]]
         losses = {"loss": job.train.balance_loss, "z_loss": job.train.router_z_loss}
         balance = Balance(**losses, rows=job.train.batch, tokens=job.train.batch * job.data.seq)
         how = (job.layout.recompute, job.train.seed, self.ops)
         with torch.device("meta"):
-            made = {stage.index: Decoder(job.model, *how, stage, self.compiled, balance) for stage in mine}
-        if job.model.tied and len(mine) > 1 and mine[0].first and mine[-1].last:
-            made[mine[-1].index].embedding = made[mine[0].index].embedding  # both ends are here: one weight
+            made = {stage.index: Decoder(job.model, *how, stage, self.compiled, balance) for stage in local}
+        if job.model.tied and len(local) > 1 and local[0].first and local[-1].last:
+            made[local[-1].index].embedding = made[local[0].index].embedding  # both ends are here: one weight
         for model in made.values():
             self.ops.adopt(model)
         return made
@@ -198,7 +198,7 @@ class Engine(RankModel):
         The batch is given whole, or as this rank's share of it."""
         dp, count = self.mesh.batch, max(1, batch.loss_tokens)
         share = batch if isinstance(batch, DpShare) else batch.share(dp.size, dp.rank)
-        mine = share.mine.split(self.job.layout.microbatches)
+        microbatches = share.mine.split(self.job.layout.microbatches)
 
         def loss_of(total: Tensor) -> Tensor:
             sums.append(total.detach())
@@ -211,7 +211,7 @@ class Engine(RankModel):
         sums: list[Tensor] = []
         if self.loads is not None:
             self.loads.begin()
-        self.pipeline.run([self._microbatch(part, **self._extras()) for part in mine], loss_of)
+        self.pipeline.run([self._microbatch(part, **self._extras()) for part in microbatches], loss_of)
         ends = [self.mesh.ends] if self.job.model.tied else []
         with waiting("the sum of gradients", self.mesh, self.mesh.data, self.mesh.tp, *ends, *self.mesh.of_experts()):
             self.weights.finish()
@@ -251,8 +251,8 @@ class Engine(RankModel):
     def _everywhere(self, sums: list[Tensor]) -> Tensor:
         """Loss sums, which the last stage's ranks have of their own tokens, added up on every rank."""
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        for one in sums:
-            total += one
+        for part in sums:
+            total += part
         for axis in (self.mesh.data, self.mesh.pp):
             with waiting("the sum of losses", self.mesh, axis):
                 total = wait(all_reduce(total, axis), axis)
@@ -277,10 +277,10 @@ class Engine(RankModel):
     def evaluate(self, batch: Batch) -> float:
         """The loss sum of a global batch without gradients, equal on all ranks: plain cross-entropy, no dropout."""
         dp = self.mesh.batch
-        mine = batch.padded(dp.size).split(dp.size)[dp.rank]
-        microbatch = self._microbatch(mine)
-        real = len(batch.samples) - dp.rank * len(mine.samples)
-        if real < len(mine.samples):
+        local = batch.padded(dp.size).split(dp.size)[dp.rank]
+        microbatch = self._microbatch(local)
+        real = len(batch.samples) - dp.rank * len(local.samples)
+        if real < len(local.samples):
             microbatch = replace(microbatch, positions=replace(microbatch.positions, real=max(0, real)))
         for model in self.stages.values():
             model.eval()

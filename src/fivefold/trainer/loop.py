@@ -149,8 +149,8 @@ class Trainer:
                 )
                 decision = msgspec.structs.replace(decision, action="skip")
             else:
-                found = back.manifest
-                decision = msgspec.structs.replace(decision, back=found.step, back_samples=found.samples)
+                manifest = back.manifest
+                decision = msgspec.structs.replace(decision, back=manifest.step, back_samples=manifest.samples)
         self.policy.settle(decision)
         if back is not None and self.checkpointing is not None:
             self.checkpointing.go_back(back)
@@ -163,9 +163,9 @@ class Trainer:
 
     def _after(self, listeners: list[Listener]) -> Evaluation | None:
         """What follows a step: evaluation, a checkpoint, the end that was asked for."""
-        step, steps, every = self.done, self.job.train.steps, self.job.train.eval_every
+        step, steps, eval_every = self.done, self.job.train.steps, self.job.train.eval_every
         evaluation = None
-        if step == steps or (every and step % every == 0 and not self.stopped):
+        if step == steps or (eval_every and step % eval_every == 0 and not self.stopped):
             evaluation = self.evaluate(step)
             if evaluation is not None:
                 for listener in listeners:
@@ -181,11 +181,11 @@ class Trainer:
             raise Stopped(step)
         return evaluation
 
-    def reads(self, whole: bool = False) -> Iterator[partial[DpShare]]:
+    def reads(self, *, full: bool = False) -> Iterator[partial[DpShare]]:
         """One call per step that reads this rank's share of its global batch, or all of it: the samples after those
         before, whatever the layout, but for those that a rollback of an earlier start has left out."""
         size, dp, first = self.job.train.batch, self.mesh.batch, self.samples
-        share = (1, 0) if whole else (dp.size, dp.rank)
+        share = (1, 0) if full else (dp.size, dp.rank)
         for done in range(self.done, self.job.train.steps):
             first = self.policy.decisions.onward(done, first)
             yield partial(self.guard.read, self.sources.train, range(first, first + size), *share)
@@ -217,8 +217,8 @@ class Trainer:
                 table = self.slow.table(step)
             norm = self.engine.gradient_norm(shared, *([] if table is None else [table]))
             loads = self.engine.loads
-            found = torch.cat((norm[None], shared) if loads is None else (norm[None], shared, loads.sums))
-            norm_value, wishes, mean, *sums = timed_wait(found.tolist)  # the step's one wait for the device
+            figures = torch.cat((norm[None], shared) if loads is None else (norm[None], shared, loads.sums))
+            norm_value, wishes, mean, *sums = timed_wait(figures.tolist)  # the step's one wait for the device
         if wishes >= WISH:
             self.agree(sure=True)
         with self.account.of("slow ranks"):
@@ -253,7 +253,7 @@ class Trainer:
             tokens_per_second=tokens / seconds,
             mfu=achieved / self.peak if self.peak else None,
             memory=peak_memory(self.mesh.device),
-            load=None if loads is None else loads.record(sums, whole=self.logs(step)),
+            load=None if loads is None else loads.record(sums, by_expert=self.logs(step)),
             samples=samples,
         )
 

@@ -35,20 +35,20 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[list[Natural]] | None = None  # by layer and expert, in the steps that log lines are printed of
 
     @classmethod
-    def of(cls, tokens: list[list[int]], due: int, *, whole: bool = True, **losses: float | None) -> "Load":
+    def of(cls, tokens: list[list[int]], due: int, *, by_expert: bool = True, **losses: float | None) -> "Load":
         """Of a step; `due` are the visits of all its tokens to the experts of one layer."""
         return cls(
             fullest=max(max(layer) * len(layer) / max(1, sum(layer)) for layer in tokens),
             entropy=sum(map(evenness, tokens)) / len(tokens),
             dropped=due * len(tokens) - sum(map(sum, tokens)),
-            tokens=tokens if whole else None,
+            tokens=tokens if by_expert else None,
             **losses,
         )
 
 
 def evenness(layer: list[int]) -> float:
     """The entropy of a load over that of an even one: 0 where one expert gets all, 1 where all get the same."""
-    shares = [one / sum(layer) for one in layer if one]
+    shares = [tokens / sum(layer) for tokens in layer if tokens]
     return sum(-share * math.log(share) for share in shares) / math.log(len(layer)) if len(layer) > 1 else 1.0
 
 
@@ -100,7 +100,7 @@ class StepDecision(msgspec.Struct, frozen=True, kw_only=True, tag="decision", ta
         return self.step if self.back is None else self.back
 
     @property
-    def found(self) -> str:
+    def finding(self) -> str:
         """What is wrong with which step."""
         numbers = f"loss {_number(self.loss)}, gradient norm {_number(self.grad_norm)}"
         known = f" (usual are {_number(self.usual_loss)} and {_number(self.usual_norm)})"
@@ -114,7 +114,7 @@ class StepDecision(msgspec.Struct, frozen=True, kw_only=True, tag="decision", ta
             "skip": "skipped: no update is made, and the samples are used up",
             "rollback": f"rolled back to the state after step {self.back}, and on with sample {self.samples}",
         }
-        return f"{self.found}; {done[self.action]}"
+        return f"{self.finding}; {done[self.action]}"
 
 
 class Judged(msgspec.Struct, frozen=True, kw_only=True, tag="judged", tag_field="kind"):
@@ -174,12 +174,12 @@ class TensorBoard:
 
     def on_step(self, record: Step) -> None:
         names = ("loss", "grad_norm", "lr", "tokens_per_second", "mfu", "memory")
-        found = {f"train/{name}": getattr(record, name) for name in names}
+        figures = {f"train/{name}": getattr(record, name) for name in names}
         if record.load is not None:
-            found |= {
+            figures |= {
                 f"load/{name}": value for name, value in msgspec.to_builtins(record.load).items() if name != "tokens"
             }
-        self._scalars(record.step, {name: value for name, value in found.items() if value is not None})
+        self._scalars(record.step, {name: value for name, value in figures.items() if value is not None})
 
     def on_evaluation(self, record: Evaluation) -> None:
         self._scalars(record.step, {"held_out/loss": record.held_out_loss})
@@ -216,8 +216,8 @@ def from_line(line: bytes) -> Record | None:
     """None if it is not what was written. Lines of earlier releases have no sum."""
     if not line.lstrip().startswith(b"{"):  # a decoder takes longer to say so
         return None
-    found = _SUM.search(line)
-    if zlib.crc32(line[: found.start()] + b"}") != int(found[1], 16) if found else b'"crc"' in line:
+    checksum = _SUM.search(line)
+    if zlib.crc32(line[: checksum.start()] + b"}") != int(checksum[1], 16) if checksum else b'"crc"' in line:
         return None
     try:
         record: Record = msgspec.json.decode(line, type=Record)

@@ -137,15 +137,15 @@ class ExpertsResult(Result):
         if model.experts is None:
             raise UserError(f"{model.name}, which {directory} trains, has no experts")
         records, left = recent(directory / METRICS)
-        every = [one for one in records if isinstance(one, Step) and one.load is not None]
+        loaded = [record for record in records if isinstance(record, Step) and record.load is not None]
         shape = [model.experts.count] * (model.layers - model.dense_layers)
-        whole = [step for step in every if [len(layer) for layer in _tokens(step)] == shape]
-        if not whole:
+        complete = [step for step in loaded if [len(layer) for layer in _tokens(step)] == shape]
+        if not complete:
             damaged = counted(records.count(None), "line")
             why = f"; {damaged} of its metrics.jsonl cannot be read" if None in records else " yet"
             raise UserError(f"{directory} has no step with a load{why}")
-        fullest = max(every, key=lambda step: _load(step).fullest)
-        return cls(directory, model, whole, sum(_load(step).dropped for step in every), fullest, left)
+        fullest = max(loaded, key=lambda step: _load(step).fullest)
+        return cls(directory, model, complete, sum(_load(step).dropped for step in loaded), fullest, left)
 
     @property
     def layers(self) -> range:
@@ -160,7 +160,7 @@ class ExpertsResult(Result):
             "dropped": self.dropped,
             "left_out": self.left_out,
             "fullest": {"step": self.fullest.step, "times_the_mean": _load(self.fullest).fullest},
-            "steps": [{"step": one.step} | msgspec.to_builtins(one.load) for one in self.steps],
+            "steps": [{"step": step.step} | msgspec.to_builtins(step.load) for step in self.steps],
         }
 
     def blocks(self) -> Iterator[Block]:
@@ -183,7 +183,7 @@ class ExpertsResult(Result):
                     _bars(now),
                 ]
             )
-        then_and_now = (f">fullest at step {one.step}" for one in (first, last))
+        then_and_now = (f">fullest at step {step.step}" for step in (first, last))
         yield Table(
             [">layer", *then_and_now, ">which expert", ">emptiest", ">entropy", "by expert"],
             rows,
@@ -233,9 +233,9 @@ class ExpertsResult(Result):
 
 
 def experts(run: str | Path) -> ExpertsResult:
-    """The load of the experts of a run, by its directory.
+    """The load of the experts of a `run`, by its directory.
 
-    ff.experts("runs/moe")
+    >>> result = ff.experts("runs/moe")  # doctest: +SKIP
     """
     directory = path_of(str(run))
     if not (directory / METRICS).is_file():
@@ -258,7 +258,7 @@ def _tokens(step: Step) -> Tokens:
 def _shares(layer: list[int]) -> list[float]:
     """Of each expert, in times the mean."""
     mean = max(1, sum(layer)) / len(layer)
-    return [one / mean for one in layer]
+    return [tokens / mean for tokens in layer]
 
 
 def _times(share: float) -> str:
@@ -284,7 +284,7 @@ def _colour(share: float) -> str:
 def _shade(number: int) -> str:
     end, part = _HOT if number > 0 else _COLD, abs(number) / _SHADES
     mixed = (round(a + (b - a) * part) for a, b in zip(_EVEN, end, strict=True))
-    return f"#{''.join(f'{one:02x}' for one in mixed)}"
+    return f"#{''.join(f'{channel:02x}' for channel in mixed)}"
 
 
 def _band(colours: list[str], top: float, high: float) -> Iterator[Rect]:

@@ -67,12 +67,13 @@ def run_named(word: str | None) -> Place | None:
         if path.suffix != ".toml" and others:
             raise UserError(f"there is neither a run nor a job file {path}; {did_you_mean(str(path), others)}")
         return None
-    if inside := next((one for one in (path, *path.parents) if one.name == "checkpoints"), None):
-        run, newest = inside.parent, next((one.path.name for one in Store(inside).complete()), "none is complete")
-        one = path != inside and (path / MANIFEST).is_file()
-        step = f" --step {Checkpoint(path).manifest.step}" if one else ""
+    if inside := next((folder for folder in (path, *path.parents) if folder.name == "checkpoints"), None):
+        run, complete_ones = inside.parent, Store(inside).complete()
+        newest = complete_ones[0].path.name if complete_ones else "none is complete"
+        of_one = path != inside and (path / MANIFEST).is_file()
+        step = f" --step {Checkpoint(path).manifest.step}" if of_one else ""
         raise UserError(
-            f"{path} {'is a checkpoint' if one else 'has checkpoints'}; 'fivefold train {run}' goes on from the "
+            f"{path} {'is a checkpoint' if of_one else 'has checkpoints'}; 'fivefold train {run}' goes on from the "
             f"newest ({newest}), and 'fivefold checkpoint reshard {run}{step} --layout dp=1 -o NEW' makes a run of one"
         )
     if not (path / JOB).exists() and not newest_of(Store(path / "checkpoints").complete()):
@@ -108,10 +109,10 @@ def stored_job(directory: Place, words: Sequence[str] = ()) -> Job:
         table["run"]["name"], table["checkpoint"]["url"] = directory.name, str(directory.parent)
         return resolve(table, words)
     table = _table(directory)
-    whole = Path(os.path.abspath(directory))
-    near = str(directory.parent) if directory.name not in ("", "..") else str(whole.parent)
-    table["run"] = table.get("run", {}) | {"name": whole.name, "dir": near}
-    if (directory / HF_CONFIG).is_file() and (first := _imported(whole)):
+    absolute = Path(os.path.abspath(directory))
+    near = str(directory.parent) if directory.name not in ("", "..") else str(absolute.parent)
+    table["run"] = table.get("run", {}) | {"name": absolute.name, "dir": near}
+    if (directory / HF_CONFIG).is_file() and (first := _imported(absolute)):
         table["run"]["weights"] = str(first)
     layout = table.get("layout", {})
     if Path(str(layout.get("schedule"))).name == SCHEDULE and (directory / SCHEDULE).is_file():
@@ -125,7 +126,8 @@ def stored_job(directory: Place, words: Sequence[str] = ()) -> Job:
 
 def _imported(directory: Path) -> Place | None:
     """The weights with which an imported run began, where the directory is now."""
-    return next((one.path for one in Store(directory / "checkpoints").complete() if one.step == 0), None)
+    checkpoints = Store(directory / "checkpoints").complete()
+    return next((checkpoint.path for checkpoint in checkpoints if checkpoint.step == 0), None)
 
 
 def _table(directory: Path) -> dict[str, Any]:
@@ -145,22 +147,22 @@ def _table(directory: Path) -> dict[str, Any]:
         raise UserError(f"{problem}; {way_out}" for problem in error.problems) from None
 
 
-def newest_of(found: list[Checkpoint]) -> Checkpoint | None:
+def newest_of(checkpoints: list[Checkpoint]) -> Checkpoint | None:
     """The newest complete checkpoint whose manifest is sound. Its tensors are looked at when it is loaded."""
-    for one in found:
+    for checkpoint in checkpoints:
         try:
-            _ = one.manifest
+            _ = checkpoint.manifest
         except Damaged:
             continue
-        return one
+        return checkpoint
     return None
 
 
 def refused(directory: Path, job: Job, sources: Sources, named: bool) -> list[str]:
     """Why the run of a directory cannot go on with a job, or was not meant to."""
-    found = complete(job, directory)
-    newest = newest_of(found)
-    if named and not found:
+    checkpoints = complete(job, directory)
+    newest = newest_of(checkpoints)
+    if named and not checkpoints:
         return [f"{directory} has no checkpoint to go on from; --fresh starts its job over in a directory of its own"]
     if newest is None:  # the load says which are damaged
         return []
@@ -184,7 +186,7 @@ def misbegun(job: Job, sources: Sources) -> list[str]:
         before = stored(weights)
     except UserError as error:
         return [f"run.weights={job.run.weights}: {problem}; {way_out}" for problem in error.problems]
-    if other := [str(one) for one in changes(before, job) if one.rule == NEVER]:
+    if other := [str(change) for change in changes(before, job) if change.rule == NEVER]:
         return [f"run.weights={job.run.weights} are those of another model: {', '.join(other[:6])}; {way_out}"]
     return _foreign(run_of(weights), sources)
 

@@ -5,7 +5,7 @@ import os
 import platform
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from itertools import groupby
 from pathlib import Path
@@ -75,8 +75,8 @@ def mark(directory: Path) -> Path:
 def check_shared(marked: Path, control: Control) -> None:
     """Collective: all ranks look for rank 0's mark, which is then removed. If one does not see it, all end."""
     blind = "" if _sees(marked, time.monotonic() + _SETTLES) else str(marked.parent.absolute())
-    found = control.gather_values((platform.node(), blind), tuple[str, str])
-    problem = blind_nodes(found)
+    sights = control.gather_values((platform.node(), blind), tuple[str, str])
+    problem = blind_nodes(sights)
     if control.rank == 0:
         with suppress(OSError):
             marked.unlink()
@@ -94,19 +94,19 @@ def _sees(path: Path, deadline: float) -> bool:
         time.sleep(0.2)
 
 
-def blind_nodes(found: list[tuple[str, str]]) -> str:
+def blind_nodes(sights: list[tuple[str, str]]) -> str:
     """What to say of the nodes that do not see it: of each rank, its node and where it looked in vain."""
-    blind = sorted((host, where, rank) for rank, (host, where) in enumerate(found) if where)
+    blind = sorted((host, where, rank) for rank, (host, where) in enumerate(sights) if where)
     if not blind:
         return ""
     nodes = [
         f"{short(host)} ({ranks_text([rank for _, _, rank in ranks])}) does not see it at {where}"
-        for (host, where), ranks in groupby(blind, lambda one: one[:2])
+        for (host, where), ranks in groupby(blind, lambda row: row[:2])
     ]
     more = f"; {len(nodes) - _NAMED} more nodes do not" if len(nodes) > _NAMED else ""
     return (
-        f"{short(found[0][0])} (rank 0) has made the run's directory, and {'; '.join(nodes[:_NAMED])}{more}. All ranks "
-        "write checkpoints into it: set run.dir to a directory of a file system that all nodes share, or "
+        f"{short(sights[0][0])} (rank 0) has made the run's directory, and {'; '.join(nodes[:_NAMED])}{more}. All "
+        "ranks write checkpoints into it: set run.dir to a directory of a file system that all nodes share, or "
         "checkpoint.url to object storage"
     )
 
@@ -119,13 +119,19 @@ _COUNTED = 1 << 26  # tokens up to which the corpus is counted before a run: abo
 
 
 def run_job(
-    job: Job, sources: Sources, world: worlds.World, console: Console, start: Start, stopping: Callable[[], bool]
+    job: Job,
+    sources: Sources,
+    world: worlds.World,
+    console: Console,
+    start: Start,
+    stopping: Callable[[], bool],
+    listeners: Sequence[Listener] = (),
 ) -> Path:
-    """Train, and return the run's directory. Rank 0 alone prints. `stopping`: whether this rank was asked to stop and
-    save."""
+    """Train, and return the run's directory. Rank 0 alone prints, and tells `listeners` of its steps. `stopping`:
+    whether this rank was asked to stop and save."""
     try:
         with heartbeat.watched(job.train.timeout, world.rank, world.size):
-            return _run_job(job, sources, world, console, start, stopping)
+            return _run_job(job, sources, world, console, start, stopping, listeners)
     except RuntimeError as error:
         why = lost_peer(error) if world.size > 1 else None
         if why is None:
@@ -134,7 +140,13 @@ def run_job(
 
 
 def _run_job(
-    job: Job, sources: Sources, world: worlds.World, console: Console, start: Start, stopping: Callable[[], bool]
+    job: Job,
+    sources: Sources,
+    world: worlds.World,
+    console: Console,
+    start: Start,
+    stopping: Callable[[], bool],
+    listeners: Sequence[Listener],
 ) -> Path:
     device = choose_device(job.train.device, world.local_rank)
     bind(device, world)
@@ -150,7 +162,7 @@ def _run_job(
         run.make_trainer(leaving)
         run.resume()
         if not run.is_finished():
-            run.train(stopping)
+            run.train(stopping, listeners)
         return run.directory
 
 
@@ -176,8 +188,8 @@ class _RankRun:
         """Collective: rank 0 claims the run's directory, and all ranks see it."""
         job, world = self.job, self.world
         control = self.control = leaving.enter_context(closing(Control(self.mesh, job.train.timeout)))
-        found, self.again = _agreed(control, lambda: _begun(job, self.sources, start)) or (Path(), False)
-        directory = self.directory = control.broadcast_value(found, Path)
+        claimed, self.again = _agreed(control, lambda: _begun(job, self.sources, start)) or (Path(), False)
+        directory = self.directory = control.broadcast_value(claimed, Path)
         if world.apart and job.checkpoint.save and not job.checkpoint.url:
             marked = control.broadcast_value(_agreed(control, lambda: mark(directory)) or Path(), Path)
             check_shared(marked, control)
@@ -218,7 +230,7 @@ class _RankRun:
             console.print(f"[bold]resumes[/] from {loaded}", soft_wrap=True)
             changed = differences(self.begun, self.job, self.sources)
             show_changes(console, changed)
-            if any(one.key.startswith("watch.") and one.rule == MEANT for one in changed):
+            if any(change.key.startswith("watch.") and change.rule == MEANT for change in changed):
                 trainer.policy.judged = 0  # other rules were asked for
 
     def is_finished(self) -> bool:
@@ -231,8 +243,8 @@ class _RankRun:
             tell_spares()
         return True
 
-    def train(self, stopping: Callable[[], bool]) -> None:
-        """All steps that are left; rank 0 writes and shows them."""
+    def train(self, stopping: Callable[[], bool], listeners: Sequence[Listener]) -> None:
+        """All steps that are left; rank 0 writes and shows them, and tells `listeners`."""
         job, trainer, console = self.job, self.trainer, self.console
         facts = environment(self.mesh, self.sources)
         outputs = _agreed(self.control, lambda: Outputs(self.directory, job, facts, trainer.done, self.note))
@@ -246,7 +258,8 @@ class _RankRun:
             self.note(self.slow)
         display = Display(console, job.train.steps, marks, job.train.log_every, outputs.earlier)
         begin = time.monotonic()
-        evaluation = self._steps([one for one in (outputs, display, self.recovery) if one], outputs)
+        recovery = [self.recovery] if self.recovery else []
+        evaluation = self._steps([outputs, display, *recovery, *listeners], outputs)
         tell_spares()
         self._show_end(display, time.monotonic() - begin, evaluation, marks)
         _show_rest(console, outputs, trainer, job, self.directory)
@@ -324,9 +337,9 @@ def _agreed(control: Control, do: Callable[[], T]) -> T | None:
 def _begun(job: Job, sources: Sources, start: Start) -> tuple[Path, bool]:
     """The run's directory, claimed, and whether a launcher starts the run again. A schedule from a file is kept in it,
     so that the run resumes without the file."""
-    found = start.checked(job, sources)
-    again = worlds.starts_before() > 0 or (worlds.PLANNED in os.environ and found is not None and trained(job, found))
-    directory = entered(job, found)
+    chosen = start.checked(job, sources)
+    again = worlds.starts_before() > 0 or (worlds.PLANNED in os.environ and chosen is not None and trained(job, chosen))
+    directory = entered(job, chosen)
     claim_directory(directory)
     if job.run.weights and not complete(job, directory):
         try:
@@ -342,12 +355,12 @@ def _begun(job: Job, sources: Sources, start: Start) -> tuple[Path, bool]:
 def _decided(directory: Path, note: Callable[[str], None]) -> KnownDecisions:
     """What earlier starts have decided about steps."""
     try:
-        found = known(directory)
+        decisions = known(directory)
     except OSError as error:
         raise cannot_write(Path(error.filename or directory), error) from None
-    if found.damaged:
-        note(f"{directory / DECISIONS}: {counted(found.damaged, 'line')}, damaged or half written, left out")
-    return found
+    if decisions.damaged:
+        note(f"{directory / DECISIONS}: {counted(decisions.damaged, 'line')}, damaged or half written, left out")
+    return decisions
 
 
 def _with_its_schedule(job: Job, directory: Path) -> Job:

@@ -33,10 +33,10 @@ class StepNumbers(NamedTuple):
 
 def usual(recent: Sequence[StepNumbers]) -> StepNumbers | None:
     """The medians; None where there are no steps."""
-    return StepNumbers(median(one.loss for one in recent), median(one.norm for one in recent)) if recent else None
+    return StepNumbers(median(step.loss for step in recent), median(step.norm for step in recent)) if recent else None
 
 
-def spikes(found: StepNumbers, recent: Sequence[StepNumbers], window: int, factor: float) -> bool:
+def spikes(numbers: StepNumbers, recent: Sequence[StepNumbers], window: int, factor: float) -> bool:
     """Whether a step stands out from those before, of which half a window must be known.
 
     Its loss is above their median by more than `factor` times their median distance from it, and by more than a
@@ -46,9 +46,9 @@ def spikes(found: StepNumbers, recent: Sequence[StepNumbers], window: int, facto
         return False
     middle = usual(recent)
     assert middle is not None
-    distance = median(abs(one.loss - middle.loss) for one in recent)
-    above = found.loss - middle.loss
-    return above > max(factor * distance, _LEAST * abs(middle.loss)) or found.norm > factor * middle.norm > 0
+    distance = median(abs(step.loss - middle.loss) for step in recent)
+    above = numbers.loss - middle.loss
+    return above > max(factor * distance, _LEAST * abs(middle.loss)) or numbers.norm > factor * middle.norm > 0
 
 
 # ---- decisions ------------------------------------------------------------------------------------------------------
@@ -65,34 +65,38 @@ _ALL = 1 << 62  # steps
 class Decisions:
     """All that are known of a run, in the order of samples."""
 
-    def __init__(self, found: Iterable[StepDecision] = ()):
-        self.by_first = {one.first: one for one in sorted(found, key=lambda one: one.samples)}
+    def __init__(self, decisions: Iterable[StepDecision] = ()):
+        self.by_first = {
+            decision.first: decision for decision in sorted(decisions, key=lambda decision: decision.samples)
+        }
 
     def __iter__(self) -> Iterator[StepDecision]:
         return iter(self.by_first.values())
 
-    def add(self, found: Iterable[StepDecision]) -> None:
-        self.by_first = Decisions([*self, *found]).by_first
+    def add(self, decisions: Iterable[StepDecision]) -> None:
+        self.by_first = Decisions([*self, *decisions]).by_first
 
     def at(self, first: int, samples: int) -> StepDecision | None:
         """What was decided about the batch of these samples."""
-        found = self.by_first.get(first)
-        return found if found is not None and found.samples == samples and found.back is None else None
+        decisions = self.by_first.get(first)
+        return decisions if decisions is not None and decisions.samples == samples and decisions.back is None else None
 
     def onward(self, step: int, samples: int) -> int:
         """The sample with which a run goes on that has made `step` steps and used up `samples`: a later one, if it was
         here that rollbacks came back to."""
-        back = [one.samples for one in self if (one.back, one.back_samples) == (step, samples)]
+        back = [decision.samples for decision in self if (decision.back, decision.back_samples) == (step, samples)]
         return max(back, default=samples)
 
     def undone(self, samples: int) -> bool:
         """Whether a state that had used up so many samples was undone by a rollback to an earlier one."""
-        return any(one.back_samples < samples < one.samples for one in self if one.back_samples is not None)
+        return any(
+            decision.back_samples < samples < decision.samples for decision in self if decision.back_samples is not None
+        )
 
     def near(self, step: int, window: int) -> list[StepDecision]:
         """Those that changed what was learned, of steps from `window` steps before on: also of later ones, which a
         rollback has undone."""
-        return [one for one in self if one.changes and one.step > step - window]
+        return [decision for decision in self if decision.changes and decision.step > step - window]
 
 
 class KnownDecisions(msgspec.Struct, frozen=True):
@@ -107,13 +111,15 @@ def known(directory: Path) -> KnownDecisions:
     """Of a run's directory, before its metrics are cut to the checkpoint that it goes on from. What it knows from the
     metrics stays known, and damaged lines are removed."""
     _, damaged = trim(directory / NAME, _ALL)
-    mine = [record for _, record in read(directory / NAME)]
+    records = [record for _, record in read(directory / NAME)]
     steps = (record.samples or 0 for _, record in read(directory / METRICS) if isinstance(record, Step))
-    before = max((record.samples for record in mine if isinstance(record, Judged)), default=0)
+    before = max((record.samples for record in records if isinstance(record, Judged)), default=0)
     judged = max(steps, default=0)
     if judged > before:
         write(directory, Judged(samples=judged))
-    return KnownDecisions([one for one in mine if isinstance(one, StepDecision)], max(judged, before), damaged)
+    return KnownDecisions(
+        [record for record in records if isinstance(record, StepDecision)], max(judged, before), damaged
+    )
 
 
 def write(directory: Path, record: StepDecision | Judged) -> None:
@@ -153,21 +159,21 @@ class Policy:
         self.decisions.add(known.decisions)
         self.judged = known.judged
 
-    def look(self, step: int, first: int, samples: int, found: StepNumbers) -> StepDecision | None:
+    def look(self, step: int, first: int, samples: int, numbers: StepNumbers) -> StepDecision | None:
         """About the batch of samples `first` to `samples` - 1. TrainingError where it ends the run."""
         before = self.decisions.at(first, samples)
-        why = self._why(before, samples, found)
+        why = self._why(before, samples, numbers)
         if why is None:
-            self.recent.append(found)
+            self.recent.append(numbers)
             return None
         action = self._action(why, before)
         if before is not None and before.action == action:
             if not before.changes:
-                self.recent.append(found)
+                self.recent.append(numbers)
             return before
         if action is None:
             raise TrainingError(
-                f"step {step}: loss {found.loss} and gradient norm {found.norm} are not both finite; samples "
+                f"step {step}: loss {numbers.loss} and gradient norm {numbers.norm} are not both finite; samples "
                 f"{first} to {samples - 1}; the weights were not touched"
             )
         middle = usual(self.recent)
@@ -177,28 +183,28 @@ class Policy:
             samples=samples,
             why=why,
             action=action,
-            loss=_finite(found.loss),
-            grad_norm=_finite(found.norm),
+            loss=_finite(numbers.loss),
+            grad_norm=_finite(numbers.norm),
             usual_loss=middle.loss if middle else None,
             usual_norm=middle.norm if middle else None,
         )
         if not decision.changes:
-            self.recent.append(found)
+            self.recent.append(numbers)
         else:
             self._limit(decision)
         return decision
 
     def _why(
-        self, before: StepDecision | None, samples: int, found: StepNumbers
+        self, before: StepDecision | None, samples: int, numbers: StepNumbers
     ) -> Literal["spike", "nonfinite"] | None:
         """What another start found is not judged anew: the last bits may differ. What is no number is none."""
-        if not found.finite:
+        if not numbers.finite:
             return "nonfinite"
         if before is not None:
             return before.why if before.why == "nonfinite" or self.config.spike != "off" or before.changes else None
         if self.config.spike == "off" or samples <= self.judged:
             return None
-        return "spike" if spikes(found, self.recent, self.config.window, self.config.factor) else None
+        return "spike" if spikes(numbers, self.recent, self.config.window, self.config.factor) else None
 
     def _action(self, why: str, before: StepDecision | None) -> Literal["warn", "skip", "rollback"] | None:
         """None: the run ends. What changed the curve once does so again."""
@@ -212,9 +218,9 @@ class Policy:
         most, window = self.config.most, self.config.window
         if len(near := self.decisions.near(decision.step, window)) >= most:
             raise TrainingError(
-                f"{decision.found}; the run ends: steps {', '.join(str(one.step) for one in near)} were skipped or "
-                f"rolled back already, and watch.most={most} within watch.window={window} steps; the weights were "
-                "not touched"
+                f"{decision.finding}; the run ends: steps {', '.join(str(before.step) for before in near)} were "
+                f"skipped or rolled back already, and watch.most={most} within watch.window={window} steps; the "
+                "weights were not touched"
             )
 
     def settle(self, decision: StepDecision) -> None:
@@ -232,7 +238,9 @@ class Policy:
 
     def keep(self) -> dict[str, Any]:
         """For the manifest of a checkpoint."""
-        return msgspec.to_builtins(PolicyState(list(self.recent), [one for one in self.decisions if one.changes]))
+        return msgspec.to_builtins(
+            PolicyState(list(self.recent), [decision for decision in self.decisions if decision.changes])
+        )
 
     def restore(self, table: dict[str, Any], where: object) -> None:
         """The steps before are those of the checkpoint; what was decided since stays decided."""
@@ -242,7 +250,7 @@ class Policy:
             raise UserError(f"{where}: what its watchers knew cannot be read: {error}") from None
         self.recent.clear()
         self.recent.extend(kept.recent)
-        self.decisions.add(one for one in kept.decisions if one.first not in self.decisions.by_first)
+        self.decisions.add(decision for decision in kept.decisions if decision.first not in self.decisions.by_first)
 
 
 def _finite(value: float) -> float | None:

@@ -1,26 +1,30 @@
-"""Train a job from Python: `fivefold train` in processes of its own, and what it leaves."""
+"""Train or trace a job from Python, on ranks that are other processes."""
 
 import os
-import subprocess
-import sys
 import tempfile
-import uuid
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import msgspec
 
-from fivefold.job.config import Job, read_job, to_toml
+from fivefold.checkpoint.storage import reach
+from fivefold.job.config import Job, read_job
 from fivefold.job.preflight import preflight
-from fivefold.launch import processes
-from fivefold.launch.world import RUN
+from fivefold.launch import faults, processes
+from fivefold.launch.exits import INTERRUPTED
+from fivefold.launch.host import keep_freed_memory
+from fivefold.launch.local import Arrangement, Launcher, sharing_problem, visible_gpus
+from fivefold.launch.world import World, current_world
 from fivefold.support.errors import TrainingError, UserError
 from fivefold.support.parsing import path_of
 from fivefold.tracing.records import Trace
 from fivefold.tracing.result import TraceFile, TraceResult
-from fivefold.trainer.directories import directory_of
+from fivefold.trainer.rank import stopping_text
+from fivefold.trainer.records import Step
+from fivefold.trainer.report import Follower
 from fivefold.trainer.result import TrainResult
-from fivefold.trainer.resuming import directory_named, run_named, stored_job
+from fivefold.trainer.resuming import Start, directory_named, run_named, stored_job
 
 
 def train(
@@ -31,52 +35,89 @@ def train(
     restarts: int = 0,
     fresh: bool = False,
     progress: Callable[[str], object] = lambda line: None,
+    on_record: Callable[[Step], object] = lambda record: None,
 ) -> TrainResult:
     """Train a job on ranks of this machine, and return its losses and its directory.
 
-        ff.train("examples/demo.toml", ["train.steps=50"]).losses
-        ff.train("runs/demo", ["train.steps=300"], progress=print)
+        >>> losses = ff.train("examples/demo.toml", ["train.steps=50"]).losses  # doctest: +SKIP
+        >>> result = ff.train("runs/demo", ["train.steps=300"], progress=print)  # doctest: +SKIP
+        >>> result = ff.train(on_record=lambda step: print(step.step, step.loss))  # doctest: +SKIP
 
     `job` is a job file, the directory of a run to go on with, or an object (default: a small Llama on Python's own
-    source), `changes` are KEY=VALUE. `nproc` is the number of ranks (default: as many as the layout has). A run that
-    has a checkpoint resumes from it, unless `fresh` asks for a new directory. `progress` gets every line that the run
-    prints. A run that fails is a TrainingError.
+    source), `changes` are KEY=VALUE. `nproc` is the number of ranks (default: as many as the layout has), and
+    `restarts` how often they are started again from the last checkpoint after a failure. A run that has a checkpoint
+    resumes from it, unless `fresh` asks for a new directory. `progress` gets every line that the run prints, and
+    `on_record` the record of every step, as it is made: again, where a restart makes one again.
 
-    The ranks are other processes, so that a notebook holds neither their memory nor their process group.
+    The ranks are other processes, so that a notebook holds neither their memory nor their process group. A run that
+    fails is a TrainingError, which names the rank. Ctrl-C has the ranks save a checkpoint first, and is then a
+    KeyboardInterrupt; a second one ends them at once, and so does an exception of a callback.
     """
-    if isinstance(job, Job) and changes:
-        raise UserError(f"{changes[0]!r} changes a job that is given by name; change the object instead")
-    run = None if isinstance(job, Job) else run_named(str(job) if job else None)
-    if run:
-        resolved = stored_job(run, changes)
-    else:
-        resolved = job if isinstance(job, Job) else read_job(job and str(job), list(changes))
+    resolved, start = job_and_start(job, changes, fresh=fresh)
     ranks = resolved.layout.world if nproc is None else nproc
-    preflight(resolved, ranks)
-    with tempfile.TemporaryDirectory(prefix="fivefold-train-") as home:
-        file = Path(home, "job.toml")
-        file.write_text(to_toml(resolved))
-        words = [str(run), *changes] if run else [str(file)]
-        command = [sys.executable, "-m", "fivefold", "train", *words, "--nproc", str(ranks)]
-        command += [*(["--restarts", str(restarts)] if restarts else []), *(["--fresh"] if fresh else [])]
-        with Path(home, "errors").open("w+") as errors:
-            env = {RUN: uuid.uuid4().hex, **os.environ}
-            with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=env) as ranked:
-                assert ranked.stdout is not None
-                for line in ranked.stdout:
-                    progress(line.rstrip("\n"))
-            errors.seek(0)
-            _judge(ranked.returncode, errors.read().splitlines())
-    named = directory_named(run, resolved)
-    return TrainResult.read(named if named and not fresh else directory_of(resolved, env))
-
-
-def _judge(code: int, errors: list[str]) -> None:
-    sentences = [line.removeprefix("error: ") for line in errors if line.startswith("error: ")]
-    if code == 2:
-        raise UserError(sentences or errors[-1:])
+    check_ranks(ranks, current_world())
+    check_restarts(restarts)
+    sources = preflight(resolved, ranks)
+    if resolved.checkpoint.url:
+        reach(resolved.checkpoint.url)
+    check_sharing(resolved, ranks)
+    start.checked(resolved, sources)
+    keep_freed_memory()
+    with ExitStack() as leaving:
+        report = Path(leaving.enter_context(tempfile.TemporaryDirectory(prefix="fivefold-train-")), "report")
+        follower = leaving.enter_context(closing(Follower(report, progress, on_record)))
+        launcher = Launcher(
+            "fivefold.trainer.rank:train_rank",
+            Arrangement(ranks, resolved.layout.place, (resolved, start, report)),
+            stopping_text(resolved),
+            attached=False,
+            say=follower.say,
+            look=follower.poll,
+        )
+        code = launcher.run(restarts)
+        follower.poll()  # what the launcher said last
+    if code == INTERRUPTED:
+        raise KeyboardInterrupt
     if code:
-        raise TrainingError("\n".join(sentences or errors[-20:]) or f"the run ended with exit code {code}")
+        raise follower.refusal() if code == 2 else follower.failure(code)
+    if follower.directory is None:
+        raise TrainingError(f"all steps are done, but {tempfile.gettempdir()} had no room for what the ranks reported")
+    return TrainResult.read(follower.directory)
+
+
+def job_and_start(job: str | Path | Job | None, changes: Sequence[str], *, fresh: bool) -> tuple[Job, Start]:
+    """What trains, and where."""
+    if isinstance(job, Job):
+        if changes:
+            raise UserError(f"{changes[0]!r} changes a job that is given by name; change the object instead")
+        return job, Start(None, fresh=fresh)
+    run = run_named(str(job) if job else None)
+    resolved = stored_job(run, changes) if run else read_job(job and str(job), list(changes))
+    return resolved, Start(None if fresh else directory_named(run, resolved), fresh=fresh)
+
+
+def check_ranks(nproc: int | None, world: World) -> None:
+    """Refuse a number of processes that cannot be started here, and faults that are none."""
+    faults.parse(os.environ.get("FIVEFOLD_FAULT", ""))
+    if nproc is not None and nproc < 1:
+        raise UserError(f"--nproc {nproc} starts no process; nearest: --nproc 1")
+    if nproc is not None and nproc > 1 and world.joined:
+        raise UserError(
+            f"--nproc {nproc} inside a launched rank (world of {world.size}): leave --nproc to one of the two"
+        )
+
+
+def check_restarts(restarts: int) -> None:
+    if restarts < 0:
+        raise UserError(f"--restarts {restarts} must not be negative; nearest: --restarts 0")
+
+
+def check_sharing(job: Job, nproc: int) -> None:
+    """Refuse ranks that are to share this machine's GPUs as they cannot."""
+    gpus = 0 if job.train.device == "cpu" else visible_gpus()
+    known = gpus or job.train.device == "cpu"  # else ranks, which ask torch, know better
+    if nproc > 1 and known and (problem := sharing_problem(job.train, gpus, nproc)):
+        raise UserError(problem)
 
 
 # ---- trace ----------------------------------------------------------------------------------------------------------
@@ -95,17 +136,18 @@ def trace(
 ) -> TraceResult:
     """Run a few steps of a job, write what every rank did to `output`, and sum up where the time went.
 
-        ff.trace("examples/demo.toml", ["trace.steps=2"], output="trace.json")
+        >>> result = ff.trace("examples/demo.toml", ["trace.steps=2"], output="trace.json")  # doctest: +SKIP
 
-    Starts the layout's ranks on this machine. `changes` are KEY=VALUE; trace.after and trace.steps say which steps.
+    Starts the ranks of the `job`, a file or an object, on this machine; they have `timeout` seconds. `changes` are
+    KEY=VALUE; trace.after and trace.steps say which steps.
     """
     file = TraceFile(Path(output))
     if not file.path.expanduser().absolute().parent.is_dir():
         raise UserError(f"--output {output}: there is no directory {file.path.parent}")
-    whole, replace = job if isinstance(job, Job) else read_job(_of_a_job(job), changes), msgspec.structs.replace
-    traced = replace(whole.trace, steps=whole.trace.steps or STEPS)
+    full, replace = job if isinstance(job, Job) else read_job(_of_a_job(job), changes), msgspec.structs.replace
+    traced = replace(full.trace, steps=full.trace.steps or STEPS)
     steps = max(0, traced.after) + max(1, traced.steps)  # the warm-up and the traced steps, and no evaluation
-    short = replace(whole, train=replace(whole.train, steps=steps, eval_samples=0), trace=traced)
+    short = replace(full, train=replace(full.train, steps=steps, eval_samples=0), trace=traced)
     preflight(short, short.layout.world)
     file(processes.run(short.layout.world, "fivefold.trainer.start:trace_rank", short, timeout=timeout)[0])
     assert file.result is not None

@@ -39,12 +39,12 @@ class SlowRanks:
 
     def _rank(self, step: int, rank: int, table: Sequence[Sequence[float]]) -> Iterator[str]:
         peers = [peer for peer, stage in enumerate(self.stages) if stage == self.stages[rank] and peer != rank]
-        whole = median(row[-1] for row in table)
+        step_seconds = median(row[-1] for row in table)
         for number, phase in enumerate(self.phases):
             own, key = table[rank][number], (rank, phase)
             known = [table[peer][number] for peer in peers] or self.before.setdefault(key, [])
             usual = median(known) if len(known) >= (1 if peers else _KNOWN) else 0.0
-            share = _SHARE * (usual if phase == "matmul" else whole)
+            share = _SHARE * (usual if phase == "matmul" else step_seconds)
             times = own / usual if usual > 0 else 1.0
             late = times > self.factor and own - usual > share
             first = self.suspect.pop(key, None)
@@ -150,13 +150,13 @@ class Phases:
         if not self.kept:
             return [0.0] * (len(PHASES) + 1)
         seen = PHASES if self.host else ("data",)
-        found = {name: min(one[name] for one in self.kept) if name in seen else 0.0 for name in PHASES}
+        seconds = {name: min(step[name] for step in self.kept) if name in seen else 0.0 for name in PHASES}
         if not self.host:
             self.probe = self.probe or Probe(self.device)
-            found["matmul"] = self.probe.seconds()
-        whole = min(self.steps)
+            seconds["matmul"] = self.probe.seconds()
+        step_seconds = min(self.steps)
         self.kept, self.steps = [], []
-        return [*found.values(), whole]
+        return [*seconds.values(), step_seconds]
 
     def cost(self) -> float:
         """Seconds that timing took since the last time."""
@@ -176,16 +176,16 @@ class Probe:
 
     def seconds(self) -> float:
         """Of the matmuls that were begun the last time; more are begun."""
-        found = 0.0
+        elapsed = 0.0
         if self.begun:
             self.end.synchronize()
-            found = self.begin.elapsed_time(self.end) / 1000
+            elapsed = self.begin.elapsed_time(self.end) / 1000
         self.begin.record()
         for _ in range(_COUNT):
             torch.mm(self.a, self.b, out=self.out)
         self.end.record()
         self.begun = True
-        return found
+        return elapsed
 
 
 # ---- slow watch -----------------------------------------------------------------------------------------------------

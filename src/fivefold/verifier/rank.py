@@ -260,7 +260,7 @@ def curve(rank: Rank, job: Job, shuffled: bool) -> tuple[list[float | None], dic
     trainer = Trainer(job, preflight(job, rank.world), Mesh.of(job.layout, device, spec=job.model))
     start = {name: digest(weight) for name, weight in _whole(trainer.engine.parameters()).items()}
     losses = []
-    for step, read in enumerate(trainer.reads(whole=shuffled), start=1):
+    for step, read in enumerate(trainer.reads(full=shuffled), start=1):
         batch = read()
         losses.append(trainer.step(step, _shuffle(batch.mine, step) if shuffled else batch).loss)
     return losses, start

@@ -69,12 +69,16 @@ def verify(
     hook: str = "",
     progress: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> VerifyResult:
-    """Prove that a layout, or every legal one of `world` ranks (`everything`), computes what one process computes.
+    """Prove that a `layout`, or every legal one of `world` ranks (`everything`), computes what one process computes.
 
-        ff.verify("dp=2,tp=2,zero=1")
-        ff.verify(everything=True, world=4, sample=10, progress=print)
+        >>> ff.verify("dp=2,tp=2,zero=1").ok  # doctest: +SKIP
+        True
+        >>> ff.verify(everything=True, world=4, sample=10, progress=print).ok  # doctest: +SKIP
+        True
 
-    Starts the ranks on this machine. `changes` are settings of the job, KEY=VALUE. `sample` takes so many of the
+    Starts the ranks on this machine, on `device` cpu or cuda; those of one layout have `timeout` seconds. `changes` are
+    settings of the job, KEY=VALUE; `steps` of a `batch` of so many sequences of `seq` tokens train `model`, a preset or
+    an object, in `dtype`. `hook` names a function that each rank calls first. `sample` takes so many of the
     layouts, chosen to meet every pair of settings; `jobs` of them run at a time. `repeat` proves each so often, by
     ranks that stay up: for what happens once in a hundred times. `progress` is told how many layouts are done, of how
     many, and which one is next.
@@ -403,9 +407,11 @@ def _apart(some: Sequence[float | None], others: Sequence[float | None]) -> floa
 
 
 def curve(job: str | Path | Job | None = None, changes: Sequence[str] = (), *, timeout: float = 3600.0) -> CurveResult:
-    """Train a job under its layout and in one process, and compare the losses. `changes` are KEY=VALUE.
+    """Train a `job`, a file or an object, under its layout and in one process, and compare the losses. `changes` are
+    KEY=VALUE, and each run has `timeout` seconds.
 
-    ff.curve("examples/demo.toml", ["train.steps=20"])
+    >>> ff.curve("examples/demo.toml", ["train.steps=20"]).ok  # doctest: +SKIP
+    True
     """
     resolved = job if isinstance(job, Job) else read_job(job and str(job), list(changes))
     preflight(resolved, resolved.layout.world)

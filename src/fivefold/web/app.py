@@ -30,9 +30,10 @@ def ui(
     browser: bool = True,
     say: Callable[[str], object] = print,
 ) -> None:
-    """Serve until interrupted. `port` 0 is any free one; `runs` are the directories that may be read.
+    """Serve the page until interrupted. `port` 0 is any free one; `runs` are the directories that may be read. A
+    `browser` opens it, and `say` gets its address.
 
-    ff.ui(port=8000, runs=["runs"])
+    >>> ff.ui(port=8000, runs=["runs"])  # doctest: +SKIP
     """
     checked("port", port, within(0, 65535))
     places = tuple(_directory(run) for run in runs)

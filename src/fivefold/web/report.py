@@ -253,10 +253,11 @@ class Report(Result):
 
 
 def report(found: Result | str | Path, output: str | Path, command: str = "") -> Report:
-    """Write a result, or what a path holds, as one file; `command` is what the file says that it was made by.
+    """Write what was `found`, a result or what a path holds, as one file, `output`; `command` is what the file says
+    that it was made by.
 
-    ff.report(ff.plan("llama3-8b", "8xH100"), "plan.html")
-    ff.report("runs/demo", "run.html")
+    >>> ff.report(ff.plan("llama3-8b", "8xH100"), "plan.html")  # doctest: +SKIP
+    >>> ff.report("runs/demo", "run.html")  # doctest: +SKIP
     """
     path = path_of(output)
     check_writable(path, HTML, ".htm")
