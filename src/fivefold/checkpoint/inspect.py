@@ -137,7 +137,7 @@ def show_checkpoint(run: str | Place, step: int | None = None) -> CheckpointCont
     """The newest complete checkpoint, or that of `step`: the run's position, its job, its files and its tensors."""
     one = find(run, step)
     if misfits := one.misfits():
-        raise UserError(misfits)
+        raise UserError(misfits, "checkpoint.damaged")
     tensors = [
         {"name": name, "shape": list(stored.shape), "dtype": stored.dtype, "pieces": len(stored.chunks)}
         for name, stored in sorted(one.tensors.items())
@@ -173,7 +173,7 @@ def verify_checkpoints(
     with reachable(run):
         every = [alone] if alone else store_of(run).complete()
     if not every:
-        raise UserError(f"{run} has no complete checkpoint")
+        raise UserError(f"{run} has no complete checkpoint", "checkpoint.none")
     total = sum(one.bytes for one in every if not one.misfits())
 
     def problems(one: Checkpoint) -> list[str]:

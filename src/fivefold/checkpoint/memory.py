@@ -114,11 +114,13 @@ def starts(run: Place) -> list[Began]:
     except FileNotFoundError:
         return []
     except (OSError, *BROKEN) as error:
-        raise Damaged(f"{place} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        why = getattr(error, "strerror", None) or error
+        raise Damaged(f"{place} cannot be read: {why}", "checkpoint.damaged") from None
     if isinstance(found, list):  # of earlier releases, without a sum
         return found
     if found != Starts.of(found.starts):
-        raise Damaged(f"{place} is damaged: its numbers are not those that it was sealed with")
+        unsealed = "its numbers are not those that it was sealed with"
+        raise Damaged(f"{place} is damaged: {unsealed}", "checkpoint.damaged")
     return found.starts
 
 
@@ -214,7 +216,7 @@ def _held(one: Checkpoint) -> NodeFiles:
     try:
         node, nodes = msgspec.json.decode(read_regular(one.path / NODE, 1000), type=tuple[int, int])
     except (OSError, *BROKEN) as error:
-        raise Damaged(f"{one.path / NODE} is damaged: {error}") from None
+        raise Damaged(f"{one.path / NODE} is damaged: {error}", "checkpoint.damaged") from None
     return NodeFiles(
         one.path.name, manifest.step, manifest.samples, manifest.seal, node, nodes, [file.name for file in files], here
     )

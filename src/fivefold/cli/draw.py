@@ -81,15 +81,21 @@ def draw(
     if schedule == ["mesh"]:
         others = (pp, microbatches, chunks, group, memory, times or None, slow or None)
         if any(value is not None for value in others) or sends != "eager" or not overlap:
-            raise UserError("the mesh is of a layout: give --layout and --cluster, and leave out what times a schedule")
+            raise UserError(
+                "the mesh is of a layout: give --layout and --cluster, and leave out what times a schedule",
+                "option.conflict",
+            )
         if html is not None:
             raise UserError(
-                f"--html {html} is of schedules; the mesh of a plan is in the page of `fivefold plan --html`"
+                f"--html {html} is of schedules; the mesh of a plan is in the page of `fivefold plan --html`",
+                "option.conflict",
             )
         _draw_mesh(layout, cluster, output, as_json)
         return
     if layout or cluster:
-        raise UserError(f"--layout and --cluster are for `draw mesh`; {schedule[0]} has --pp and --microbatches")
+        raise UserError(
+            f"--layout and --cluster are for `draw mesh`; {schedule[0]} has --pp and --microbatches", "option.conflict"
+        )
     check_output(output, len(schedule))
     result = draw(*schedule, pp=pp, microbatches=microbatches, chunks=chunks, group=group, memory=memory, times=times,
                   slow=slow, sends=sends, overlap=overlap)  # fmt: skip
@@ -105,6 +111,6 @@ def _draw_mesh(layout: str, cluster: str, output: Path | None, as_json: bool) ->
     from fivefold.planner.pictures import mesh
 
     if not layout:
-        raise UserError("the mesh is of a layout; give one, as in --layout dp=2,tp=4,pp=2")
+        raise UserError("the mesh is of a layout; give one, as in --layout dp=2,tp=4,pp=2", "option.missing")
     check_writable(output, *DRAWN)
     show(mesh(layout, cluster or None), as_json, output)

@@ -154,7 +154,7 @@ def _node_named(world: "World") -> Iterator[None]:
         yield
     except UserError as error:
         here = f"rank {world.rank} on {platform.node()}: " if world.apart else ""
-        raise UserError([f"{here}{problem}" for problem in error.problems]) from None
+        raise UserError(error.framed(here)) from None
 
 
 def _arranged(job: "Job", ranks: int, world: "World") -> "tuple[Job, World]":
@@ -163,7 +163,7 @@ def _arranged(job: "Job", ranks: int, world: "World") -> "tuple[Job, World]":
     from fivefold.trainer.elastic import choose
 
     if not job.checkpoint.save:
-        raise UserError("--elastic goes on from checkpoints, and checkpoint.save=false makes none")
+        raise UserError("--elastic goes on from checkpoints, and checkpoint.save=false makes none", "elastic.save")
     choice = choose(job, ranks, world.local_size if world.joined else ranks)
     if not world.joined:
         return choice.job, world
@@ -194,20 +194,21 @@ def _check(nproc: int, restarts: int, elastic: bool, world: "World") -> None:
     """Options that make no sense, alone or together."""
     check_ranks(nproc, world)
     if elastic and nproc == 1 and not world.joined:
-        raise UserError("--elastic needs ranks to lose: --nproc 2 or more, torchrun, or Slurm")
+        raise UserError("--elastic needs ranks to lose: --nproc 2 or more, torchrun, or Slurm", "elastic.ranks")
     if restarts < 0:
-        raise UserError(f"--restarts {restarts} must not be negative; nearest: --restarts 0")
+        raise UserError(f"--restarts {restarts} must not be negative; nearest: --restarts 0", "option.range")
     if restarts and nproc == 1:
-        raise UserError("--restarts needs --nproc: other launchers restart their own ranks")
+        raise UserError("--restarts needs --nproc: other launchers restart their own ranks", "option.conflict")
 
 
 def check_ranks(nproc: int | None, world: "World") -> None:
     faults.parse(os.environ.get("FIVEFOLD_FAULT", ""))
     if nproc is not None and nproc < 1:
-        raise UserError(f"--nproc {nproc} starts no process; nearest: --nproc 1")
+        raise UserError(f"--nproc {nproc} starts no process; nearest: --nproc 1", "option.range")
     if nproc is not None and nproc > 1 and world.joined:
         raise UserError(
-            f"--nproc {nproc} inside a launched rank (world of {world.size}): leave --nproc to one of the two"
+            f"--nproc {nproc} inside a launched rank (world of {world.size}): leave --nproc to one of the two",
+            "option.conflict",
         )
 
 
