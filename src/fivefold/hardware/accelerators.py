@@ -432,8 +432,8 @@ def _find(what: str, name: str, known: dict[str, D], spelled: dict[str, D]) -> D
     entries = spelled | {_plain(key): entry for key, entry in known.items()}
     if _plain(name) not in entries:
         hint = _meant(name) if what == "accelerator" else did_you_mean(name, list(known))
-        code = "cluster.accelerator" if what == "accelerator" else "cluster.link"
-        raise UserError(f"unknown {what} {name!r}; {hint}", code)
+        unknown = f"unknown {what} {name!r}; {hint}"
+        raise UserError(unknown, "cluster.accelerator" if what == "accelerator" else "cluster.link")
     return entries[_plain(name)]
 
 
