@@ -165,5 +165,5 @@ def test_a_name_is_no_part_of_the_manifest(make: Any) -> None:
 
 
 def test_a_job_that_no_config_map_holds_is_refused() -> None:
-    with pytest.raises(UserError, match="a ConfigMap of Kubernetes holds 1048576"):
+    with pytest.raises(UserError, match="holds 1048576"):
         indexed_job(deployed(True, f"model.name={'a' * 2**20}"), "lab/image:1", "shared", 3)

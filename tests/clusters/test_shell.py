@@ -11,6 +11,7 @@ from fivefold.clusters.deployment import Options
 from fivefold.clusters.quoting import command, comment, path, word
 from fivefold.clusters.write import launch
 from fivefold.support.errors import UserError
+from tests.refusals import refusal
 
 JOB = '[model]\npreset = "tiny"\n[layout]\ndp = 4\n[run]\ncluster = "2x2xH100"\n'
 SCRIPTS = ["slurm", "torchrun", "ssh"]
@@ -29,20 +30,16 @@ def written(kind: str, *changes: str, file: str = "job.toml", output: str = "out
     return launch([kind], file, changes, Path(output), Options(hosts=hosts, **options)).text  # type: ignore[arg-type]
 
 
-def refused(kind: str, *changes: str, **options: str) -> str:
-    with pytest.raises(UserError) as error:
-        written(kind, *changes, **options)
-    (sentence,) = error.value.problems
+def refused(kind: str, *changes: str, **options: str) -> list[str]:
+    error = refusal(lambda: written(kind, *changes, **options))
     assert not Path("out").exists()
-    return sentence
+    return error.codes
 
 
 @pytest.mark.parametrize("kind", SCRIPTS)
 @pytest.mark.parametrize("end", ["\n", "\r", "\nEND\n", "\x1b", "\x85", "\u2028", "\u2029", "\t", "\x7f"])
 def test_no_setting_ends_a_line_of_a_script(kind: str, end: str) -> None:
-    sentence = refused(kind, f"model.name=x{end}touch y #")
-    assert sentence.startswith("'model.name=x")
-    assert "which no line of a script can hold; leave it out, or write the setting into the job file" in sentence
+    assert refused(kind, f"model.name=x{end}touch y #") == ["launch.characters"]
 
 
 @pytest.mark.parametrize("kind", SCRIPTS)
@@ -70,13 +67,12 @@ def test_a_run_whose_name_begins_with_a_hyphen() -> None:
 
 def test_a_job_file_that_train_would_take_for_a_setting_is_refused() -> None:
     Path("a=b.toml").write_text(JOB)
-    assert refused("slurm", file="a=b.toml").endswith("as it has a '='; rename the job file")
+    assert refused("slurm", file="a=b.toml") == ["launch.file.name"]
 
 
 @pytest.mark.parametrize("file", [".", "/", ".."])
 def test_a_directory_is_no_job_file(file: str) -> None:
-    with pytest.raises(UserError, match="it is a directory, no regular file"):
-        launch(["slurm"], file)
+    assert refusal(lambda: launch(["slurm"], file)).codes == ["file.read"]
 
 
 @pytest.mark.parametrize("output", ["a" * 300, "a\0", "a\nb", "\udcff"])
@@ -88,18 +84,11 @@ def test_files_that_cannot_be_named_are_refused(output: str) -> None:
 def test_names_that_slurm_and_its_containers_read_otherwise() -> None:
     assert '--output="${logs//%/%%}/rank-%t.log"' in written("slurm", "run.dir=50%t")
     Path("out").unlink()
-    assert "backslash" in refused("slurm", "run.dir=a\\b")
-    assert "'/a:b' has a colon or a comma" in refused("slurm", "data.path=/a:b", container="x")
     assert "fivefold train job.toml data.path=/a:b &" in written("slurm", "data.path=/a:b")
 
 
-@pytest.mark.parametrize("text", ["٣", "2:٣0"])
-def test_a_time_is_in_digits_that_slurm_reads(text: str) -> None:
-    assert "is no time limit of Slurm" in refused("slurm", time=text)
-
-
 def test_a_command_is_no_longer_than_a_host_can_take() -> None:
-    assert "write the settings into the job file" in refused("ssh", f"model.name={'é' * 13_000}")
+    assert refused("ssh", f"model.name={'é' * 13_000}") == ["launch.command.length"]
     written("ssh", f"model.name={'é' * 10_000}")
 
 

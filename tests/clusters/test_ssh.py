@@ -20,13 +20,12 @@ from fivefold.job.config import read_job
 from fivefold.support.errors import UserError
 from tests.commands import fivefold
 from tests.layers import SOURCE
+from tests.refusals import refusal
 
 
-def refused(folder: Path, content: bytes) -> list[str]:
+def refused(folder: Path, content: bytes) -> UserError:
     (folder / "hosts").write_bytes(content)
-    with pytest.raises(UserError) as error:
-        read_hosts(folder / "hosts")
-    return [problem.replace(f"{folder}/", "") for problem in error.value.problems]
+    return refusal(lambda: read_hosts(folder / "hosts"))
 
 
 def test_a_hosts_file(tmp_path: Path) -> None:
@@ -35,22 +34,14 @@ def test_a_hosts_file(tmp_path: Path) -> None:
 
 
 def test_bad_hosts_files_are_refused_with_their_lines(tmp_path: Path) -> None:
-    how = "write NAME or USER@NAME, one on each line"
-    assert refused(tmp_path, b"a\n-oProxyCommand=x\nb c\na\n$(x)\n") == [
-        f"hosts, line 2: '-oProxyCommand=x' is no host; {how}",
-        f"hosts, line 3: 'b c' is no host; {how}",
-        "hosts, line 4: a is in line 1 already",
-        f"hosts, line 5: '$(x)' is no host; {how}",
-    ]
-    assert refused(tmp_path, b"# nobody\n") == [f"hosts names no host; {how}"]
-    assert refused(tmp_path, b"a\n\xff\n") == [
-        "hosts cannot be read as a list of hosts: byte 2 is not of a text in UTF-8"
-    ]
-    with pytest.raises(UserError, match="No such file"):
-        read_hosts(tmp_path / "none")
+    error = refused(tmp_path, b"a\n-oProxyCommand=x\nb c\na\n$(x)\n")
+    assert error.codes == ["hosts.name", "hosts.name", "hosts.twice", "hosts.name"]
+    assert [sentence.split("hosts, ")[1][:6] for sentence in error.problems] == [f"line {line}" for line in range(2, 6)]
+    assert refused(tmp_path, b"# nobody\n").codes == ["hosts.empty"]
+    assert refused(tmp_path, b"a\n\xff\n").codes == ["file.syntax"]
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(UserError, match="FIFO"):
-        read_hosts(tmp_path / "pipe")
+    for name in ("none", "pipe"):
+        assert refusal(lambda name=name: read_hosts(tmp_path / name)).codes == ["file.read"]
 
 
 # ---- what the script does: ssh is a shell of this machine, and torchrun a script ------------------------------------

@@ -15,8 +15,8 @@ from fivefold.data.integrity import CheckedData, Checker, findings, verify
 from fivefold.data.prepare import prepare
 from fivefold.data.tokens import TokenStore
 from fivefold.generation.request import text_of
-from fivefold.support.errors import UserError
 from tests.data.test_index import as_before
+from tests.refusals import refusal
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +67,9 @@ def test_twenty_thousand_flipped_bits_are_found(store: Path) -> None:
     bits[places] ^= 1
     file.write_bytes(bits.tobytes())
     TokenStore.open(store).check_ids(257)
-    with pytest.raises(UserError, match=r"train-00000\.tokens is damaged, within bytes 0 to"):
-        verify(TokenStore.open(store))
+    error = refusal(lambda: verify(TokenStore.open(store)))
+    assert error.codes == ["data.file.damaged"]
+    assert "train-00000.tokens is damaged, within bytes 0 to" in str(error)
 
 
 def test_a_file_that_was_hashed_is_known_until_it_changes(
@@ -140,19 +141,14 @@ def test_the_end_of_a_run_checks_what_was_read(
     assert found.ranges == [(CHUNK, 2 * CHUNK) if sums else (0, second.token_file.bytes)]
 
 
-def told(action: Callable[[], object]) -> str:
-    with pytest.raises(UserError) as caught:
-        action()
-    return str(caught.value)
-
-
 def test_a_shard_cut_off_in_mid_run_is_a_sentence_and_no_signal(store: Path) -> None:
     split = TokenStore.open(store).split("train")
     read_batch(split, 1000, 0, range(4))
     with (store / "train-00000.tokens").open("r+b") as file:
         file.truncate(4096)
-    sentence = told(lambda: split.read(5000, 6000))
-    assert f"{store / 'train-00000.tokens'} was cut off while it was read: it ends at byte 4096" in sentence
+    error = refusal(lambda: split.read(5000, 6000))
+    assert error.codes == ["data.file.cut"]
+    assert str(error).startswith(f"{store / 'train-00000.tokens'} was cut off while it was read: it ends at byte 4096")
 
 
 def test_a_shard_replaced_in_mid_run_is_a_sentence(store: Path) -> None:
@@ -162,7 +158,7 @@ def test_a_shard_replaced_in_mid_run_is_a_sentence(store: Path) -> None:
     times = file.stat()
     flip(file, 4)
     os.utime(file, ns=(0, times.st_mtime_ns + 10**9))
-    assert "was replaced or changed while it was read" in told(lambda: split.read(0, 10))
+    assert refusal(lambda: split.read(0, 10)).codes == ["data.file.changed"]
     # A renamed one is read as it was as long as it is open, and refused once it is opened again.
     split = TokenStore.open(store).split("train")
     split.read(0, 10)
@@ -170,7 +166,7 @@ def test_a_shard_replaced_in_mid_run_is_a_sentence(store: Path) -> None:
     (store / "other").rename(file)
     split.read(0, 10)
     split.store.files._open.clear()
-    assert "was replaced or changed while it was read" in told(lambda: split.read(0, 10))
+    assert refusal(lambda: split.read(0, 10)).codes == ["data.file.changed"]
 
 
 def test_a_disk_that_fails_is_a_sentence(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,8 +175,9 @@ def test_a_disk_that_fails_is_a_sentence(store: Path, monkeypatch: pytest.Monkey
 
     split = TokenStore.open(store).split("train")
     monkeypatch.setattr(os, "preadv", fail)
-    sentence = told(lambda: split.read(100, 200))
-    assert sentence == f"{store / 'train-00000.tokens'} cannot be read at byte 200: Input/output error"
+    error = refusal(lambda: split.read(100, 200))
+    assert error.codes == ["file.read"]
+    assert str(error) == f"{store / 'train-00000.tokens'} cannot be read at byte 200: Input/output error"
 
 
 def test_many_files_are_not_all_open_at_once(tmp_path: Path, jsonl: Callable[..., Path]) -> None:
@@ -210,8 +207,8 @@ def test_documents_rise_from_0_within_their_shard(
     assert np.frombuffer(file.read_bytes(), "<i8").tolist() == [0, 7, 9]
     file.write_bytes(np.array(values, "<i8").tobytes())
     split = TokenStore.open(tmp_path / "out").split("train")
-    assert sentence in told(lambda: split.read(3, 5))
-    assert str(file) in told(lambda: split.store.check_documents())
+    assert sentence in str(refusal(lambda: split.read(3, 5)))
+    assert refusal(split.store.check_documents).codes == ["data.documents"]
 
 
 def test_many_documents_are_found_between_marks(tmp_path: Path) -> None:
@@ -227,11 +224,12 @@ def test_a_mask_has_two_values(tmp_path: Path, jsonl: Callable[..., Path]) -> No
     prepare([jsonl({"segments": [{"text": "ab", "loss": False}, {"text": "c"}]})], tmp_path / "out")
     (tmp_path / "out" / "train-00000.loss").write_bytes(bytes([0, 0, 3, 1]))
     split = TokenStore.open(tmp_path / "out").split("train")
-    assert "byte 2 is 3, and a mask has 0 and 1" in told(lambda: split.read(0, 4))
+    error = refusal(lambda: split.read(0, 4))
+    assert (error.codes, "byte 2 is 3, " in str(error)) == (["data.mask"], True)
 
 
 def test_a_damaged_tokenizer_is_not_used(tmp_path: Path, bpe: Path, jsonl: Callable[..., Path]) -> None:
     prepare([jsonl({"text": "a text"})], tmp_path / "out", tokenizer=bpe)
     assert text_of(tmp_path, str(tmp_path / "out"), 600).encode("a text")
     flip(tmp_path / "out" / "tokenizer.json", 3000)
-    assert "tokenizer.json is damaged" in told(lambda: text_of(tmp_path, str(tmp_path / "out"), 600))
+    assert "tokenizer.json is damaged" in str(refusal(lambda: text_of(tmp_path, str(tmp_path / "out"), 600)))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.data.order import samples_of, window_of, windows
-from fivefold.support.errors import UserError
+from tests.refusals import refusal
 
 
 def epochs(n: int, count: int, seed: int = 1) -> np.ndarray:
@@ -117,12 +117,11 @@ def test_windows_leave_room_for_the_last_target() -> None:
 
 
 def test_a_split_too_short_says_what_would_fit() -> None:
-    with pytest.raises(UserError, match=r"100 tokens holds no window of 128 .*longest sequence that fits is 99"):
-        windows(tokens=100, seq=128)
-    with pytest.raises(UserError, match="shortest is 1"):
-        windows(tokens=100, seq=0)
-    with pytest.raises(UserError, match="sample -1"):
-        window_of(np.array([-1]), 10, 0)
+    error = refusal(lambda: windows(tokens=100, seq=128))
+    assert error.codes == ["data.seq.tokens"]
+    assert str(error).endswith("the longest sequence that fits is 99")
+    assert refusal(lambda: windows(tokens=100, seq=0)).codes == ["data.seq.range"]
+    assert refusal(lambda: window_of(np.array([-1]), 10, 0)).codes == ["data.sample.range"]
 
 
 @pytest.mark.parametrize("n", [1, 2, 7, 1000, 10**12 + 39])

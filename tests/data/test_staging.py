@@ -10,7 +10,7 @@ import pytest
 
 from fivefold.data.prepare import prepare, staged
 from fivefold.data.tokens import TokenStore
-from fivefold.support.errors import UserError
+from tests.refusals import refusal
 
 Jsonl = Callable[..., Path]
 
@@ -35,8 +35,7 @@ def test_a_killed_run_leaves_nothing_that_looks_complete(tmp_path: Path, jsonl: 
     (left,) = set(tmp_path.iterdir()) - {path}
     assert left.name.endswith(".partial")
     assert not (left / "index.json").exists()
-    with pytest.raises(UserError, match="not a directory of prepared tokens"):
-        TokenStore.open(tmp_path / "out")
+    assert refusal(lambda: TokenStore.open(tmp_path / "out")).codes == ["data.index.missing"]
     (tmp_path / ".out-2.0123abcd.partial").mkdir()  # of another name
     prepare([path], tmp_path / "out")
     assert TokenStore.open(tmp_path / "out").split("train").tokens == 2
@@ -66,19 +65,16 @@ def test_only_prepared_tokens_are_overwritten_and_only_when_asked(tmp_path: Path
     path, out = jsonl({"text": "old"}), tmp_path / "out"
     out.mkdir()
     prepare([path], out)  # an empty directory is free
-    with pytest.raises(UserError, match="already holds prepared tokens"):
-        prepare([path], out)
+    assert "already holds prepared tokens" in str(refusal(lambda: prepare([path], out)))
     prepare([jsonl({"text": "new"})], out, overwrite=True)
     assert TokenStore.open(out).split("train").ids(0, 3).tolist() == list(b"new")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["out", path.name]
 
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.txt").write_text("years of work")
-    with pytest.raises(UserError, match="holds other files"):
-        prepare([path], tmp_path / "home", overwrite=True)
+    assert refusal(lambda: prepare([path], tmp_path / "home", overwrite=True)).codes == ["output.taken"]
     assert (tmp_path / "home" / "thesis.txt").exists()
-    with pytest.raises(UserError, match="not a directory"):
-        prepare([path], path)
+    assert refusal(lambda: prepare([path], path)).codes == ["output.taken"]
 
 
 def test_a_second_run_does_not_read_the_tokens_of_the_first(tmp_path: Path) -> None:
@@ -93,8 +89,8 @@ def test_a_full_disk_is_told_and_cleaned_up(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))  # the nearest thing to a full disk
     try:
-        with pytest.raises(UserError, match=r"cannot write .*out: File too large .*GB are free there"):
-            prepare([tmp_path / "big.txt"], tmp_path / "out")
+        error = refusal(lambda: prepare([tmp_path / "big.txt"], tmp_path / "out"))
+        assert (error.codes, "GB are free there" in str(error)) == (["file.write"], True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert os.listdir(tmp_path) == ["big.txt"]

@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fivefold.data.index import MEND
 from fivefold.data.integrity import verify
 from fivefold.data.prepare import prepare
 from fivefold.data.tokens import TokenStore
 from fivefold.support.errors import UserError
+from tests.refusals import refusal
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +64,8 @@ def store(tmp_path: Path, jsonl: Callable[..., Path]) -> Path:
     return tmp_path / "out"
 
 
-def told(path: Path, action: Callable[[TokenStore], object] = lambda store: None) -> str:
-    with pytest.raises(UserError) as caught:
-        action(TokenStore.open(path))
-    return str(caught.value)
+def refused(path: Path, action: Callable[[TokenStore], object] = lambda store: None) -> UserError:
+    return refusal(lambda: action(TokenStore.open(path)))
 
 
 def test_short_long_and_missing_files_are_all_named(store: Path) -> None:
@@ -73,10 +73,12 @@ def test_short_long_and_missing_files_are_all_named(store: Path) -> None:
         file.truncate(77)
     (store / "train-00002.tokens").write_bytes(bytes(300))
     (store / "train-00003.documents").unlink()
-    text = told(store)
-    assert f"{store / 'train-00001.tokens'} is short: 77 bytes, but the index promises 200" in text
-    assert f"{store / 'train-00002.tokens'} is too long: 300 bytes, but the index promises 200" in text
-    assert f"{store / 'train-00003.documents'} is missing" in text
+    error = refused(store)
+    assert error.codes == ["data.file.size", "data.file.size", "data.file.missing"]
+    assert [sentence.split(",")[0].removeprefix(f"{store}/train-0000") for sentence in error.problems] == [
+        "1.tokens is short: 77 bytes", "2.tokens is too long: 300 bytes",
+        f"3.documents is missing: the index promises 80 bytes; {MEND.split(',')[0]}",
+    ]  # fmt: skip
 
 
 def poke(path: Path, token: int, value: int) -> None:
@@ -88,16 +90,16 @@ def poke(path: Path, token: int, value: int) -> None:
 def test_an_id_outside_the_vocabulary_is_named_with_file_and_offset(store: Path) -> None:
     poke(store / "train-00002.tokens", 37, 300)
     sentence = f"{store / 'train-00002.tokens'}: token 37 (byte 74) is id 300, but the vocabulary has 257 ids (0..256)"
-    assert sentence in told(store, lambda opened: opened.check_ids(257))
+    assert sentence in str(refused(store, lambda opened: opened.check_ids(257)))
     # The same sentence from a window that touches it, and silence from one that does not.
-    assert sentence in told(store, lambda opened: opened.split("train").read(230, 240))
+    assert sentence in str(refused(store, lambda opened: opened.split("train").read(230, 240)))
     TokenStore.open(store).split("train").read(0, 237)
     TokenStore.open(store).split("train").read(230, 240, vocab=301)
 
 
 def test_a_model_of_fewer_ids_than_the_tokens_is_refused(store: Path) -> None:
-    assert "token 8 (byte 16) is id 105" in told(store, lambda opened: opened.check_ids(105))
-    assert "is id 256" in told(store, lambda opened: opened.check_ids(256))
+    for vocab in (105, 256):
+        assert refused(store, lambda opened, vocab=vocab: opened.check_ids(vocab)).codes == ["data.ids"]
     TokenStore.open(store).check_ids(257)
 
 
@@ -107,18 +109,18 @@ def test_verify_finds_a_flipped_bit_that_no_reading_notices(store: Path) -> None
     assert reports[-1][0] == reports[-1][1] == 40 * 10 * 2 + 40 * 8
     poke(store / "train-00001.tokens", 3, ord("z"))
     TokenStore.open(store).check_ids(257)
-    assert f"{store / 'train-00001.tokens'} is damaged" in told(store, verify)
+    assert refused(store, verify).codes == ["data.file.damaged"]
 
 
 def test_an_index_of_another_kind_or_version_is_refused(store: Path, tmp_path: Path) -> None:
     index = json.loads((store / "index.json").read_text())
     (store / "index.json").write_text(json.dumps(index | {"version": 99}))
-    assert "format version 99; this release reads version 2" in told(store)
+    assert refused(store).codes == ["data.index.version"]
     (store / "index.json").write_text("{")
-    assert "damaged" in told(store)
-    assert "not a directory of prepared tokens" in told(tmp_path / "nowhere")
+    assert refused(store).codes == ["data.index.damaged"]
+    assert refused(tmp_path / "nowhere").codes == ["data.index.missing"]
 
 
 def test_a_split_that_is_not_there_says_why(store: Path) -> None:
-    assert "prepared with valid=0" in told(store, lambda opened: opened.split("valid"))
-    assert "did you mean 'train'?" in told(store, lambda opened: opened.split("trian"))
+    assert refused(store, lambda opened: opened.split("valid")).codes == ["data.split.valid"]
+    assert str(refused(store, lambda opened: opened.split("trian"))).endswith("did you mean 'train'?")

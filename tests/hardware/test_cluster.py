@@ -13,6 +13,7 @@ from msgspec import structs
 from fivefold.hardware.accelerators import ACCELERATORS, LINKS, PRECISIONS, Link, achieved, find_accelerator
 from fivefold.hardware.cluster import Cluster, Group, accelerators
 from fivefold.support.errors import UserError
+from tests.refusals import refusal, same_words
 
 groups = st.builds(Group, st.integers(1, 4096), st.integers(1, 72), st.sampled_from(list(ACCELERATORS.values())))
 clusters = st.builds(Cluster, st.lists(groups, min_size=1, max_size=4).map(tuple))
@@ -29,12 +30,6 @@ anything = st.recursive(
     ),
     max_leaves=8,
 )
-
-
-def problems(value: object) -> list[str]:
-    with pytest.raises(UserError) as caught:
-        Cluster.from_dict(value)
-    return caught.value.problems
 
 
 # How it is written
@@ -61,11 +56,26 @@ def test_a_cluster_reads_back_from_its_tables(cluster):
         ("1x64xH100", 1, 64),
         ("72xGB200", 1, 72),
         ("16xCPU", 1, 16),
+        ("125000x8xH100", 125_000, 1_000_000),
     ],
 )
 def test_left_out_counts_are_one(text, nodes, world):
     cluster = Cluster.parse(text)
     assert (cluster.nodes, cluster.world, str(cluster)) == (nodes, world, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "same"),
+    [
+        ("8h100", "8xH100"), ("8 H100", "8xH100"), ("2x8h100", "2x8xH100"), ("h100x8", "8xH100"), ("8xh100", "8xH100"),
+        ("8 x H100", "8xH100"), ("2x8xh100", "2x8xH100"), ("H100:8", "8xH100"), ("h100-80gb", "H100"),
+        ("8xH100-80GB", "8xH100"), ("4090", "RTX4090"), ("8x4090", "8xRTX4090"), ("4090:8", "8xRTX4090"),
+        ("4090x8", "8xRTX4090"), ("rtx4090x4", "4xRTX4090"), ("RTX 5090", "RTX5090"), ("mi300x:8", "8xMI300X"),
+        ("NVIDIA GeForce RTX 4090", "RTX4090"), ("AMD Instinct MI300X OAM", "MI300X"), ("8xmi355x", "8xMI355X"),
+    ],
+)  # fmt: skip
+def test_clusters_are_read_as_other_tools_write_them(text, same):
+    assert str(Cluster.parse(text)) == same
 
 
 @pytest.mark.parametrize(
@@ -86,22 +96,6 @@ def test_left_out_counts_are_one(text, nodes, world):
 def test_common_spellings_are_understood(spelling, name):
     assert find_accelerator(spelling).name == name
     assert str(Cluster.parse(f" 2 X 4 x {spelling} ")) == f"2x4x{name}"
-
-
-@pytest.mark.parametrize(
-    ("text", "meant"),
-    [
-        ("8h100", "8xH100"),
-        ("8 H100", "8xH100"),
-        ("2x8h100", "2x8xH100"),
-        ("4090", "RTX4090"),
-        ("8x4090", "8xRTX4090"),
-        ("4090:8", "8xRTX4090"),
-        ("4090x8", "8xRTX4090"),
-    ],
-)
-def test_a_count_may_touch_the_name_and_a_name_may_be_a_number(text, meant):
-    assert str(Cluster.parse(text)) == meant
 
 
 @pytest.mark.parametrize(
@@ -128,19 +122,6 @@ def test_a_board_has_its_own_memory_and_links(spelling, name, gib, inside):
 def test_a_device_that_is_not_here_is_no_misprint_of_another(name):
     with pytest.raises(UserError, match=r"the catalogue has A100-40, .*fivefold calibrate -o \w+.toml"):
         find_accelerator(name)
-
-
-@pytest.mark.parametrize(
-    ("spelling", "near"),
-    [
-        ("NVIDIA H100 NVL", "'H100', 'H100-96' or 'H100-PCIE'"),
-        ("A100-PCIE", "'A100-PCIE-40' or 'A100-PCIE-80'"),
-        ("Tesla V100-PCIE-16GB", "'V100' or 'V100-16'"),
-    ],
-)
-def test_another_board_of_the_same_name_is_not_taken_for_it(spelling, near):
-    with pytest.raises(UserError, match=f"unknown accelerator '{spelling}'; did you mean {near}"):
-        find_accelerator(spelling)
 
 
 def test_unlike_nodes_make_groups():
@@ -178,22 +159,13 @@ def test_an_override_replaces_only_what_it_names():
     assert device.memory == 60_000_000_000
     assert device.across == Link(25e9, usual.across.latency, usual.across.name)
     assert (device.peak, device.inside) == (usual.peak, usual.inside)
+    assert str(cluster) == "2x8xH100*"  # which is not the catalogue's, and does not pass for it
     assert Cluster.from_dict(cluster.to_dict()) == cluster
 
 
 def test_a_link_can_be_named():
     cluster = Cluster.from_dict({"nodes": 2, "gpus": 8, "accelerator": "H100", "across": "roce-200g"})
     assert cluster.groups[0].accelerator.across == LINKS["RoCE-200G"]
-    assert problems({"accelerator": "H100", "across": "RoCE-20G"}) == [
-        "cluster: across: unknown link 'RoCE-20G'; did you mean 'RoCE-200G'?"
-    ]
-
-
-def test_a_changed_accelerator_does_not_pass_for_the_catalogues():
-    cluster = Cluster.from_dict({"gpus": 8, "accelerator": "H100", "memory": 60e9})
-    assert str(cluster) == "8xH100*"
-    with pytest.raises(UserError, match="did you mean 'H100'"):
-        Cluster.parse(str(cluster))
 
 
 def test_an_accelerator_can_be_given_inline():
@@ -208,14 +180,8 @@ def test_an_accelerator_can_be_given_inline():
     cluster = Cluster.from_dict({"nodes": 2, "gpus": 8, "accelerator": table})
     assert cluster.groups[0].accelerator.rate("bf16") == 1307.4e12
     assert cluster.groups[0].accelerator.inside.bandwidth == 448e9
+    assert of_cluster({"nodes": 2}).codes == ["cluster.accelerator"]
     assert Cluster.from_dict(cluster.to_dict()) == cluster
-    del table["memory"], table["across"]
-    table["name"] = 300
-    assert problems({"accelerator": table}) == [
-        "cluster: accelerator: name=300 must be a text",
-        "cluster: accelerator: memory is missing",
-        "cluster: accelerator: across is missing",
-    ]
 
 
 # An accelerator of one's own, in a file
@@ -270,98 +236,82 @@ def test_shares_can_be_replaced_in_a_group():
     assert Cluster.from_dict(cluster.to_dict()) == cluster
 
 
-def test_every_problem_of_the_shares_is_told():
-    wrong = {"gem": 0.7, "stream": 0.0, "flash2": 1.6, "units": 0, "launch": -1, "ramp": "x", "source": ""}
-    assert problems({"accelerator": "H100", "achieved": wrong}) == [
-        "cluster: achieved: unknown key 'gem'; did you mean 'gemm'?",
-        "cluster: achieved: ramp='x' must be a number of steps, at least 0 and below a million",
-        "cluster: achieved: units=0 must be a whole number of at least 1",
-        "cluster: achieved: flash2=1.6 must be a share of the ceiling: above 0, at most 1.5",
-        "cluster: achieved: stream=0.0 must be a share of the ceiling: above 0, at most 1.5",
-        "cluster: achieved: launch=-1 must be a number of seconds, at least 0 and below 1",
-        "cluster: achieved: source='' must be a text",
-    ]
-    assert problems({"accelerator": "H100", "achieved": 3})[0].startswith("cluster: achieved: 3 must be a table with")
-
-
 def test_a_bad_file_is_refused_in_a_sentence(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert problems("8xh200.toml") == [
-        "'8xh200.toml': no accelerator file h200.toml; 'fivefold calibrate -o h200.toml' makes one of this device"
-    ]
+    error = of_cluster("8xh200.toml")
+    assert (error.codes, "'fivefold calibrate -o h200.toml' makes one" in str(error)) == (["cluster.accelerator"], True)
     Path("h200b.toml").write_text("name =")
-    assert problems("8xh200.toml")[0].endswith("did you mean 'h200b.toml'?")
-    [problem] = problems("h200b.toml")
-    assert problem.startswith("'h200b.toml': h200b.toml cannot be read as TOML: ")
+    assert str(of_cluster("8xh200.toml")).endswith("did you mean 'h200b.toml'?")
+    assert of_cluster("h200b.toml").codes == ["file.syntax"]
     Path("dir.toml").mkdir()
-    assert problems("dir.toml")[0].startswith("'dir.toml': cannot read dir.toml: ")
+    assert of_cluster("dir.toml").codes == ["file.read"]
     Path("part.toml").write_text(FILE.replace("gemm = 0.75", "gemm = 75").replace("memory = 150e9", ""))
-    assert problems("2x8xpart.toml") == [
-        "'2x8xpart.toml': part.toml: memory is missing",
-        "'2x8xpart.toml': part.toml: achieved: gemm=75 must be a share of the ceiling: above 0, at most 1.5",
-    ]
+    error = of_cluster("2x8xpart.toml")
+    assert error.codes == ["cluster.missing", "cluster.share"]
+    assert all(said.startswith("'2x8xpart.toml': part.toml: ") for said in error.problems)
 
 
 # What is refused
 
-
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("8x8xH10", "'8x8xH10': unknown accelerator 'H10'; did you mean 'H100'?"),
-        ("0x8xH100", "'0x8xH100': nodes=0 must be a whole number of at least 1"),
-        ("8x-8xH100", "'8x-8xH100': gpus=-8 must be a whole number of at least 1"),
-        ("1.5x8xH100", "'1.5x8xH100': nodes=1.5 must be a whole number of at least 1"),
-        ("8x8", "'8x8': no accelerator is named; write nodes x GPUs per node x accelerator, for example '8x8xH100'"),
-        ("2x8x8xH100", "'2x8x8xH100': 3 counts are too many"),
-        ("2x8x8h100", "'2x8x8h100': 3 counts are too many"),
-        ("h100x8x8", "'h100x8x8': nodes and GPUs per node stand before the accelerator; write 8x8xH100"),
-        ("H100:8x4", "'H100:8x4': nodes and GPUs per node stand before the accelerator; write 8x4xH100 or 4x8xH100"),
-        ("64xH100", "'64xH100': 64 GPUs are more than the 8 that a node of H100 has; write 8x8xH100, or 1x64xH100 for"),
-        ("H100:16", "'H100:16': 16 GPUs are more than the 8 that a node of H100 has; write 2x8xH100, or 1x16xH100 for"),
-        ("17xh100", "'17xh100': 17 GPUs are more than the 8 that a node of H100 has; write 2x8xH100, or 1x17xH100 for"),
-        ("256xGB200", "'256xGB200': 256 GPUs are more than the 72 that a node of GB200 has; write 4x64xGB200, or"),
-        ("", "the cluster is empty; write nodes x GPUs per node x accelerator, for example '8x8xH100'"),
-        ("4x8xH100+", "'': no accelerator is named"),
-        ("?!", "'?!': no accelerator is named"),
-    ],
-)
-def test_bad_text_is_answered_with_the_values_and_what_to_write(text, sentence):
-    [problem] = problems(text)
-    assert problem.startswith(sentence)
-
-
-def test_all_problems_are_told_at_once():
-    assert problems("0x8xH10+2x0xB20") == [
-        "'0x8xH10': nodes=0 must be a whole number of at least 1",
-        "'0x8xH10': unknown accelerator 'H10'; did you mean 'H100'?",
-        "'2x0xB20': gpus=0 must be a whole number of at least 1",
-        "'2x0xB20': unknown accelerator 'B20'; did you mean 'B200'?",
-    ]
-    told = problems(
-        {
-            "group": [
-                {"node": 4, "accelerator": "H100", "memory": -1},
-                {"accelerator": "CUP", "across": {"bandwith": 1e9, "latency": float("nan")}},
-                {"nodes": True},
-            ],
-            "grup": 1,
-        }
-    )
-    assert told[:-2] == [
-        "cluster: unknown key 'grup'; did you mean 'group'?",
-        "cluster.group[0]: unknown key 'node'; did you mean 'nodes'?",
-        "cluster.group[0]: memory=-1 must be a number of bytes, at least 1",
-        "cluster.group[1]: unknown accelerator 'CUP'; did you mean 'CPU'?",
-        "cluster.group[1]: across: unknown key 'bandwith'; did you mean 'bandwidth'?",
-        "cluster.group[1]: across: latency=nan must be a number of seconds, at least 0",
-    ]
-    assert told[-2] == "cluster.group[2]: nodes=True must be a whole number of at least 1"
-    assert told[-1].startswith("cluster.group[2]: accelerator=None must be a table or one of A100-40")
+NO_MEMORY = {"name": 300, "peak": {}, "memory_bandwidth": 5.3e12, "inside": {"bandwidth": 448e9, "latency": 4e-6}}
+WRONG_SHARES = {"gem": 0.7, "stream": 0.0, "flash2": 1.6, "units": 0, "launch": -1, "ramp": "x", "source": ""}
+WRONG_GROUPS = [
+    {"node": 4, "accelerator": "H100", "memory": -1},
+    {"accelerator": "CUP", "across": {"bandwith": 1e9, "latency": float("nan")}},
+    {"nodes": True, "accelerator": "H100"},
+]
+REFUSED = [
+    ("8x8xH10", "cluster.accelerator"),
+    ("8xH100*", "cluster.accelerator"),  # a changed one does not pass for the catalogue's
+    ("NVIDIA H100 NVL", "cluster.accelerator"),
+    ("A100-PCIE", "cluster.accelerator"),
+    ("Tesla V100-PCIE-16GB", "cluster.accelerator"),
+    ("0x8xH100", "cluster.count"),
+    ("8x-8xH100", "cluster.count"),
+    ("1.5x8xH100", "cluster.count"),
+    ("999999999x8xH100", "cluster.count"),
+    ("1x999999999xH100", "cluster.count"),
+    ("5000000x8xH100", "cluster.size"),
+    ("2x5000000xH100+8xH100", "cluster.size"),
+    ("8x8", "cluster.form"),
+    ("2x8x8xH100", "cluster.form"),
+    ("2x8x8h100", "cluster.form"),
+    ("h100x8x8", "cluster.form"),
+    ("H100:8x4", "cluster.form"),
+    ("2xH100x8", "cluster.form"),
+    ("", "cluster.form"),
+    ("4x8xH100+", "cluster.form"),
+    ("?!", "cluster.form"),
+    ("64xH100", "cluster.node"),
+    ("H100:16", "cluster.node"),
+    ("17xh100", "cluster.node"),
+    ("256xGB200", "cluster.node"),
+    ("0x8xH10+2x0xB20", "cluster.count cluster.accelerator cluster.count cluster.accelerator"),
+    ({"accelerator": "H100", "across": "RoCE-20G"}, "cluster.link"),
+    ({"accelerator": NO_MEMORY}, "cluster.type cluster.missing cluster.missing"),
+    ({"accelerator": "H100", "achieved": 3}, "cluster.type"),
+    ({"accelerator": "H100", "achieved": WRONG_SHARES}, "cluster.key cluster.figure cluster.count cluster.share "
+     "cluster.share cluster.figure cluster.type"),
+    ({"group": WRONG_GROUPS, "grup": 1}, "cluster.key cluster.key cluster.figure cluster.accelerator cluster.key "
+     "cluster.figure cluster.count"),
+    ({"groups": [], "accelerator": "H100"}, "cluster.key"),
+    ({"group": []}, "cluster.type"),
+    ({"group": [3]}, "cluster.type"),
+    (3, "cluster.type"),
+]  # fmt: skip
 
 
-def test_a_misspelled_group_key_is_named():
-    assert "cluster: unknown key 'groups'; did you mean 'group'?" in problems({"groups": []})
+def of_cluster(value: object) -> UserError:
+    return refusal(lambda: Cluster.from_dict(value))
+
+
+@pytest.mark.parametrize(("value", "codes"), REFUSED, ids=lambda value: str(value)[:20])
+def test_what_is_no_cluster_is_refused(value, codes):
+    assert of_cluster(value).codes == codes.split()
+
+
+def test_the_words_of_refusals():
+    same_words(__file__, {repr(value): of_cluster(value).problems for value, _ in REFUSED})
 
 
 def read_or_refused(value: object) -> bool:
@@ -403,10 +353,10 @@ def test_rates_are_dense():
 
 
 def test_a_missing_precision_is_refused():
-    with pytest.raises(UserError, match="A100-80 has no fp8 rate; it has fp64, fp32, tf32, bf16, fp16"):
-        ACCELERATORS["A100-80"].rate("fp8")
-    with pytest.raises(UserError, match="unknown precision 'bf61'; did you mean 'bf16'"):
-        ACCELERATORS["H100"].rate("bf61")
+    error = refusal(lambda: ACCELERATORS["A100-80"].rate("fp8"))
+    assert error.codes == ["precision.accelerator"]
+    assert str(error) == "A100-80 has no fp8 rate; it has fp64, fp32, tf32, bf16, fp16"
+    assert refusal(lambda: ACCELERATORS["H100"].rate("bf61")).codes == ["precision.unknown"]
 
 
 def test_torch_stays_out():
@@ -419,42 +369,6 @@ def test_links_have_the_published_bandwidths() -> None:
     gigabytes = {name: link.bandwidth / 1e9 for name, link in LINKS.items()}
     published = {"NVLink3": 300, "NVLink4": 450, "NVLink5": 900, "InfiniBand-HDR": 25, "InfiniBand-NDR": 50}
     assert {name: gigabytes[name] for name in published} == published
-
-
-@pytest.mark.parametrize("text", ["999999999x8xH100", "1x999999999xH100", "5000000x8xH100", "2x5000000xH100+8xH100"])
-def test_more_gpus_than_anybody_has_are_refused(text: str) -> None:
-    assert "more than 10000000" in str(problems(text))
-
-
-def test_a_million_gpus_are_not() -> None:
-    assert Cluster.parse("125000x8xH100").world == 1_000_000
-
-
-@pytest.mark.parametrize(
-    ("text", "same"),
-    [
-        ("h100x8", "8xH100"),
-        ("8xh100", "8xH100"),
-        ("8 x H100", "8xH100"),
-        ("2x8xh100", "2x8xH100"),
-        ("H100:8", "8xH100"),
-        ("h100-80gb", "H100"),
-        ("8xH100-80GB", "8xH100"),
-        ("rtx4090x4", "4xRTX4090"),
-        ("RTX 5090", "RTX5090"),
-        ("NVIDIA GeForce RTX 4090", "RTX4090"),
-        ("AMD Instinct MI300X OAM", "MI300X"),
-        ("mi300x:8", "8xMI300X"),
-        ("8xmi355x", "8xMI355X"),
-    ],
-)
-def test_clusters_are_read_as_other_tools_write_them(text, same):
-    assert str(Cluster.parse(text)) == same
-
-
-def test_counts_on_both_sides_of_a_name_are_refused():
-    with pytest.raises(UserError, match="2 before and 8 behind the name may be read in two ways"):
-        Cluster.parse("2xH100x8")
 
 
 @pytest.mark.parametrize(
@@ -489,5 +403,4 @@ def test_every_accelerator_says_where_its_figures_come_from():
     [one] = accelerators("h100-80gb").to_dict()
     assert one == found["H100"]
     assert "RTX5090" in str(accelerators())
-    with pytest.raises(UserError, match="unknown accelerator 'H1000'; did you mean 'H100'"):
-        accelerators("H1000")
+    assert refusal(lambda: accelerators("H1000")).codes == ["cluster.accelerator"]

@@ -3,7 +3,7 @@ import pytest
 from fivefold.launch import faults
 from fivefold.launch.faults import Fault, parse
 from fivefold.launch.world import RESTARTS
-from fivefold.support.errors import UserError
+from tests.refusals import refusal
 
 
 def test_several_faults_stand_in_one_variable() -> None:
@@ -19,8 +19,7 @@ def test_several_faults_stand_in_one_variable() -> None:
     "text", ["boom@step=1", "kill@step=x", "kill@at=moon", "kill@when=2", "kill@step=1;flop", "flip@at=write"]
 )
 def test_a_fault_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(UserError, match="is not KIND@rank=R"):
-        parse(text)
+    assert refusal(lambda: parse(text)).codes == ["environment.fault"]
 
 
 def test_when_a_fault_is_due(monkeypatch: pytest.MonkeyPatch) -> None:

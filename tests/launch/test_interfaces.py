@@ -1,6 +1,7 @@
 """Which interface gloo gets. tests/cluster has two hosts that need the right one."""
 
 import os
+import re
 import threading
 from datetime import timedelta
 
@@ -9,7 +10,7 @@ from torch.distributed import HashStore
 
 from fivefold.launch import rendezvous
 from fivefold.launch.rendezvous import GLOO, Rendezvous, check_given, choose, interface_of
-from fivefold.support.errors import UserError
+from tests.refusals import refusal
 
 
 def test_an_address_has_an_interface() -> None:
@@ -19,16 +20,18 @@ def test_an_address_has_an_interface() -> None:
 
 def test_an_interface_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(GLOO, "ib7")
-    with pytest.raises(UserError, match=r"GLOO_SOCKET_IFNAME=ib7: .* has no such interface, only lo.*; nearest: unset"):
-        check_given(Rendezvous("", "127.0.0.1", 29500))
+    error = refusal(lambda: check_given(Rendezvous("", "127.0.0.1", 29500)))
+    assert error.codes == ["environment.interface"]
+    assert re.search(r"GLOO_SOCKET_IFNAME=ib7: .* has no such interface, only lo.*; nearest: unset", str(error))
 
 
 def test_loopback_is_refused_where_rank_0_is_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(GLOO, "lo")
     check_given(Rendezvous("", "127.0.0.1", 29500))
     monkeypatch.setattr(rendezvous, "_interface_to", lambda address, port: "eth9")
-    with pytest.raises(UserError, match=r"reach a loopback interface; .* or GLOO_SOCKET_IFNAME=eth9"):
-        check_given(Rendezvous("", "127.0.0.1", 29500))
+    error = refusal(lambda: check_given(Rendezvous("", "127.0.0.1", 29500)))
+    assert error.codes == ["environment.interface"]
+    assert re.search(r"reach a loopback interface; .* or GLOO_SOCKET_IFNAME=eth9", str(error))
 
 
 def test_gloo_gets_the_interface_over_which_ranks_met_unless_the_user_says(monkeypatch: pytest.MonkeyPatch) -> None:

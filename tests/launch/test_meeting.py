@@ -2,6 +2,7 @@
 open that need not be."""
 
 import os
+import re
 import socket
 import threading
 import time
@@ -13,8 +14,9 @@ import torch.distributed as dist
 
 from fivefold.launch import rendezvous as module
 from fivefold.launch.rendezvous import Rendezvous, within
-from fivefold.support.errors import PeerLost, UserError
+from fivefold.support.errors import PeerLost
 from tests.ranks import run_ranks
+from tests.refusals import refusal
 
 PATIENCE = 30.0
 
@@ -82,16 +84,16 @@ def test_a_name_that_is_loopback_here_alone_may_be_another_address_elsewhere() -
 
 
 def test_a_port_that_another_process_holds_is_named_at_once(listener: socket.socket) -> None:
-    with pytest.raises(
-        UserError, match=r"cannot listen at 127.0.0.1:\d+: another process listens there; set MASTER_PORT"
-    ):
-        opened(at(listener), 0)
+    error = refusal(lambda: opened(at(listener), 0))
+    assert error.codes == ["meeting.taken"]
+    assert re.search(r"cannot listen at 127.0.0.1:\d+: another process listens there; set MASTER_PORT", str(error))
 
 
 def test_a_listener_that_never_answers_is_no_hang(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_ANSWER", 0.3)
-    with pytest.raises(UserError, match=r"listens at 127.0.0.1:\d+, and does not answer as a store does"):
-        opened(at(listener), 1)
+    error = refusal(lambda: opened(at(listener), 1))
+    assert error.codes == ["meeting.taken"]
+    assert re.search(r"listens at 127.0.0.1:\d+, and does not answer as a store does", str(error))
 
 
 def test_a_listener_that_answers_something_else_is_no_store(
@@ -109,8 +111,7 @@ def test_a_listener_that_answers_something_else_is_no_store(
                 taken.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
 
     threading.Thread(target=serve, daemon=True).start()
-    with pytest.raises(UserError, match="does not answer as a store does"):
-        opened(at(listener), 1)
+    assert refusal(lambda: opened(at(listener), 1)).codes == ["meeting.taken"]
 
 
 def test_rank_0_that_does_not_come_is_named() -> None:
@@ -131,13 +132,13 @@ def test_rank_0_may_come_later() -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("name", ["no-such-host.invalid", "x" * 300, "a..b"])
 def test_a_name_that_does_not_resolve_is_named_at_once(rank: int, name: str) -> None:
-    with pytest.raises(UserError, match=f"the address of rank 0, '{name}', cannot be resolved"):
-        opened(Rendezvous("", name, 29500), rank)
+    error = refusal(lambda: opened(Rendezvous("", name, 29500), rank))
+    assert (error.codes, f"the address of rank 0, '{name}', " in str(error)) == (["meeting.address"], True)
 
 
 def test_an_address_of_another_machine_is_named() -> None:
-    with pytest.raises(UserError, match=r"and 198.51.100.7 is no address of that machine; set MASTER_ADDR"):
-        opened(Rendezvous("", "198.51.100.7", free_port()), 0)
+    error = refusal(lambda: opened(Rendezvous("", "198.51.100.7", free_port()), 0))
+    assert (error.codes, "198.51.100.7 is no address of that" in str(error)) == (["meeting.address"], True)
 
 
 def test_within_passes_on_what_happens_and_waits_as_long_as_something_does() -> None:

@@ -1,6 +1,7 @@
 """The secret of a run is made once, read by its user alone, and never done without."""
 
 import os
+import re
 import stat
 import threading
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fivefold.launch.rendezvous import run_secret
-from fivefold.support.errors import UserError
+from tests.refusals import refusal
 
 
 def test_ranks_that_come_at_once_make_one_secret(tmp_path: Path) -> None:
@@ -37,23 +38,27 @@ def test_it_may_have_any_bytes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("given", ["", "short"])
 def test_a_short_one_is_refused(tmp_path: Path, given: str) -> None:
-    with pytest.raises(UserError, match=f"has {len(given)} characters, and a secret has 16 or more"):
-        run_secret(tmp_path, {"FIVEFOLD_SECRET": given})
+    assert refusal(lambda: run_secret(tmp_path, {"FIVEFOLD_SECRET": given})).codes == ["secret.short"]
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660])
 def test_one_that_others_may_read_is_refused(tmp_path: Path, mode: int) -> None:
     run_secret(tmp_path, {})
     (tmp_path / ".secret").chmod(mode)
-    with pytest.raises(UserError, match=f"is open to other users: its mode is {mode:o}, not 600"):
-        run_secret(tmp_path, {})
+    refused(tmp_path, f"is open to other users: its mode is {mode:o}, not 600")
+
+
+def refused(directory: Path, why: str) -> None:
+    """With what to set instead."""
+    error = refusal(lambda: run_secret(directory, {}))
+    assert error.codes == ["secret.file"]
+    assert re.search(rf"{why}.* or set FIVEFOLD_SECRET", str(error))
 
 
 def test_one_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_secret(tmp_path, {})
     monkeypatch.setattr(os, "geteuid", lambda: 4242)
-    with pytest.raises(UserError, match="and this process to 4242"):
-        run_secret(tmp_path, {})
+    refused(tmp_path, "and this process to 4242")
 
 
 @pytest.mark.parametrize("content", ["", "\n", "short\n"])
@@ -61,8 +66,7 @@ def test_an_empty_one_does_not_switch_the_proof_off(tmp_path: Path, content: str
     path = tmp_path / ".secret"
     path.touch(0o600)
     path.write_text(content)
-    with pytest.raises(UserError, match=r"cannot be trusted to keep a secret: it holds . characters.*FIVEFOLD_SECRET"):
-        run_secret(tmp_path, {})
+    refused(tmp_path, "cannot be trusted to keep a secret: it holds . characters")
 
 
 def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
@@ -71,11 +75,5 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
     for name, make in makers.items():
         (tmp_path / name).mkdir()
         make(tmp_path / name / ".secret")
-        with pytest.raises(UserError, match=r"cannot be read|is no regular file"):
-            run_secret(tmp_path / name, {})
-
-
-def test_a_machine_that_cannot_reach_run_dir_is_told_what_to_set(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="a directory that all machines share, or set FIVEFOLD_SECRET"):
-        run_secret(tmp_path / "file" / "runs", {})
+        refused(tmp_path / name, "cannot be read|is no regular file")
+    refused(tmp_path / "elsewhere" / "runs", "a directory that all machines share,")

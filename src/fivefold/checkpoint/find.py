@@ -28,10 +28,10 @@ def store_of(run: str | Place) -> Store:
         if there and (path.name == "checkpoints" or Store(path).complete()):
             return Store(path)
     if not isinstance(path, Path):
-        raise UserError(f"{path} has no checkpoints{'' if there else ': nothing is there'}")
+        raise UserError(f"{path} has no checkpoints{'' if there else ': nothing is there'}", "checkpoint.none")
     runs = sorted(str(other.parent) for other in path.parent.glob("*/checkpoints")) if path.parent.is_dir() else []
     known = f"; {path.parent} has: {', '.join(runs[:5])}" if runs else ""
-    raise UserError(f"{path} {'has no checkpoints' if there else 'is no directory'}{known}")
+    raise UserError(f"{path} {'has no checkpoints' if there else 'is no directory'}{known}", "checkpoint.none")
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def reachable(path: str | Place) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"cannot look at {path}: {error.strerror or error}") from None
+        raise UserError(f"cannot look at {path}: {error.strerror or error}", "file.read") from None
 
 
 def run_of(checkpoint: Checkpoint) -> Place:
@@ -67,7 +67,10 @@ def find(path: str | Place, step: int | None = None) -> Checkpoint:
     """The one of `step`, or the newest that is complete and has all its files."""
     if checkpoint := one_of(path):
         if step is not None and (its_step := checkpoint.manifest.step) != step:
-            raise UserError(f"{path} is the checkpoint of step {its_step}, and --step {step} is another; leave one out")
+            raise UserError(
+                f"{path} is the checkpoint of step {its_step}, and --step {step} is another; leave one out",
+                "checkpoint.step",
+            )
         return checkpoint
     store = store_of(path)
     with reachable(path):
@@ -76,7 +79,7 @@ def find(path: str | Place, step: int | None = None) -> Checkpoint:
         if same := [checkpoint for checkpoint in complete if checkpoint.step == step]:
             return same[0]
         known = ", ".join(str(checkpoint.step) for checkpoint in reversed(complete)) or "none"
-        raise UserError(f"{path} has no complete checkpoint of step {step}; it has: {known}")
+        raise UserError(f"{path} has no complete checkpoint of step {step}; it has: {known}", "checkpoint.step")
     damage: list[str] = []
     for checkpoint in complete:
         if not (misfits := checkpoint.misfits()):
@@ -84,7 +87,9 @@ def find(path: str | Place, step: int | None = None) -> Checkpoint:
                 warnings.warn(Note(f"{problem}; the checkpoint before it is taken"), stacklevel=2)
             return checkpoint
         damage += misfits[:1]
-    raise UserError(damage or [f"{path} has no complete checkpoint"])
+    if damage:
+        raise UserError(damage, "checkpoint.damaged")
+    raise UserError(f"{path} has no complete checkpoint", "checkpoint.none")
 
 
 # ---- job ------------------------------------------------------------------------------------------------------------
@@ -96,7 +101,7 @@ def job_of(checkpoint: Checkpoint, layout: Layout | None = None, run: Path | Non
     whoever makes room for it makes no more than is there."""
     job = stored(checkpoint)
     if problems := job.model.problems() or _misfits(checkpoint, job.model):
-        raise UserError(f"the job in {checkpoint.path}: {problem}" for problem in problems)
+        raise UserError((f"the job in {checkpoint.path}: {problem}" for problem in problems), "checkpoint.job")
     replace = msgspec.structs.replace
     if layout is not None:
         job = replace(job, layout=layout)
@@ -111,7 +116,8 @@ def stored(checkpoint: Checkpoint) -> Job:
     try:
         return job_from(checkpoint.manifest.job)
     except (msgspec.ValidationError, ValueError, ArithmeticError) as error:
-        raise UserError(f"the job in {checkpoint.path} cannot be read by this release: {error}") from None
+        unread = f"the job in {checkpoint.path} cannot be read by this release: {error}"
+        raise UserError(unread, "checkpoint.job") from None
 
 
 def _misfits(checkpoint: Checkpoint, spec: ModelSpec) -> list[str]:

@@ -138,7 +138,7 @@ def show_checkpoint(run: str | Place, step: int | None = None) -> CheckpointCont
     """The newest complete checkpoint, or that of `step`: the run's position, its job, its files and its tensors."""
     checkpoint = find(run, step)
     if misfits := checkpoint.misfits():
-        raise UserError(misfits)
+        raise UserError(misfits, "checkpoint.damaged")
     tensors = [
         {"name": name, "shape": list(stored.shape), "dtype": stored.dtype, "pieces": len(stored.chunks)}
         for name, stored in sorted(checkpoint.tensors.items())
@@ -174,7 +174,7 @@ def verify_checkpoints(
     with reachable(run):
         checkpoints = [alone] if alone else store_of(run).complete()
     if not checkpoints:
-        raise UserError(f"{run} has no complete checkpoint")
+        raise UserError(f"{run} has no complete checkpoint", "checkpoint.none")
     total = sum(checkpoint.bytes for checkpoint in checkpoints if not checkpoint.misfits())
 
     def problems(checkpoint: Checkpoint) -> list[str]:

@@ -44,7 +44,7 @@ def newest(
         chosen = _candidate(store, bad, say, usable) if control.rank == 0 else (None, [])
         name, refusal = control.broadcast_value(chosen, tuple[str | None, list[str]])
         if refusal:
-            raise UserError(refusal if control.rank == 0 else [])
+            raise UserError(refusal if control.rank == 0 else [], "checkpoint.refused")
         if name is None:
             return None
         checkpoint = Checkpoint(store.directory / name)
@@ -66,7 +66,7 @@ def damage(checkpoint: Checkpoint, control: Control) -> list[str]:
     """Collective: what is not as the manifest says; each rank hashes a share. What must not be touched is refused."""
     shares = control.all_gather_values(_share(checkpoint, control), tuple[list[str], list[str]])
     if refusal := _all(refused for _, refused in shares):
-        raise UserError(refusal if control.rank == 0 else [])
+        raise UserError(refusal if control.rank == 0 else [], "checkpoint.refused")
     return _all(damaged for damaged, _ in shares)
 
 
@@ -158,7 +158,7 @@ def overlaps(checkpoint: Checkpoint, pieces: Pieces) -> dict[str, list[RowOverla
         stored = checkpoint.tensors.get(name)
         if stored is None or stored.shape != tuple(piece.shape):
             has = f"has {name} of shape {list(stored.shape)}" if stored else f"has no tensor {name}"
-            raise UserError(f"{checkpoint.path} {has}, and {list(piece.shape)} is wanted")
+            raise UserError(f"{checkpoint.path} {has}, and {list(piece.shape)} is wanted", "checkpoint.tensor")
         into, dtype = piece.make(), getattr(torch, stored.dtype)
         for chunk in stored.chunks:
             if overlap := _overlap(chunk, dtype, piece, into):
@@ -197,7 +197,7 @@ def load(checkpoint: Checkpoint, pieces: Pieces) -> None:
     try:
         side_by_side(read, list(todo), for_files())
     except OSError as error:
-        raise UserError(f"cannot read {checkpoint.path}: {error.strerror or error}") from None
+        raise UserError(f"cannot read {checkpoint.path}: {error.strerror or error}", "file.read") from None
 
 
 # ---- reshard --------------------------------------------------------------------------------------------------------

@@ -114,11 +114,13 @@ def starts(run: Place) -> list[Began]:
     except FileNotFoundError:
         return []
     except (OSError, *BROKEN) as error:
-        raise Damaged(f"{place} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        why = getattr(error, "strerror", None) or error
+        raise Damaged(f"{place} cannot be read: {why}", "checkpoint.damaged") from None
     if isinstance(stored, list):  # of earlier releases, without a sum
         return stored
     if stored != Starts.of(stored.starts):
-        raise Damaged(f"{place} is damaged: its numbers are not those that it was sealed with")
+        unsealed = "its numbers are not those that it was sealed with"
+        raise Damaged(f"{place} is damaged: {unsealed}", "checkpoint.damaged")
     return stored.starts
 
 
@@ -215,7 +217,7 @@ def _held(snapshot: Checkpoint) -> NodeFiles:
     try:
         node, nodes = msgspec.json.decode(read_regular(path / NODE, 1000), type=tuple[int, int])
     except (OSError, *BROKEN) as error:
-        raise Damaged(f"{path / NODE} is damaged: {error}") from None
+        raise Damaged(f"{path / NODE} is damaged: {error}", "checkpoint.damaged") from None
     return NodeFiles(path.name, manifest.step, manifest.samples, manifest.seal, node, nodes, names, here)
 
 

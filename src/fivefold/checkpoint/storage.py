@@ -153,7 +153,7 @@ def storage_of(place: Place) -> Storage:
     if not isinstance(place, RemotePlace):
         return _DIRECTORIES
     if missing := place.missing:
-        raise UserError(missing)
+        raise UserError(missing, "install.storage")
     from fivefold.checkpoint.objects import objects
 
     return objects(place)
@@ -170,7 +170,7 @@ def reach(url: str) -> None:
         if storage.holds(trial):
             raise OSError(errno.EACCES, f"what is written there cannot be deleted: {trial}")
     except OSError as error:
-        raise UserError(f"checkpoint.url={place} cannot be used: {error.strerror}") from None
+        raise UserError(f"checkpoint.url={place} cannot be used: {error.strerror}", "checkpoint.url.reach") from None
 
 
 @contextmanager
@@ -178,7 +178,7 @@ def making_at(place: RemotePlace) -> Iterator[None]:
     """Around the making of a run's checkpoints where nothing is yet."""
     try:
         if storage_of(place).holds(place):
-            raise UserError(f"{place} is there already; give -o a new name")
+            raise UserError(f"{place} is there already; give -o a new name", "output.taken")
         yield
     except OSError as error:
-        raise UserError(f"cannot write {place}: {error.strerror or error}") from None
+        raise UserError(f"cannot write {place}: {error.strerror or error}", "file.write") from None

@@ -109,7 +109,7 @@ class Checkpoint:
             if type(stated := table.get("version")) is int and stated != VERSION:
                 old = "; an earlier release reads both, and its `fivefold checkpoint reshard` writes version 2"
                 said = f"{self.path} has version {stated} of the format, and this release reads version {VERSION}"
-                raise UserError(said + (old if stated < VERSION else ""))
+                raise UserError(said + (old if stated < VERSION else ""), "checkpoint.version")
             manifest = msgspec.convert(table, Manifest)
             names = [file.name for file in manifest.files]
             if strange := [name for name in names if not plain_name(name)]:
@@ -117,7 +117,7 @@ class Checkpoint:
             if len(set(names)) < len(names) or TABLE not in names:
                 raise ValueError(f"it names a file twice, or no {TABLE}")
         except _NO_DATA as error:
-            raise Damaged(f"{place} is damaged: {error}") from None
+            raise Damaged(f"{place} is damaged: {error}", "checkpoint.damaged") from None
         return manifest
 
     @cached_property
@@ -131,7 +131,7 @@ class Checkpoint:
             tensors = msgspec.json.decode(data, type=Tensors)
             check(tensors, {file.name: file.bytes for file in self.manifest.files})
         except _NO_DATA as error:
-            raise Damaged(f"{self.path / TABLE} is damaged: {error}") from None
+            raise Damaged(f"{self.path / TABLE} is damaged: {error}", "checkpoint.damaged") from None
         return tensors
 
     def _bytes(self, name: str, most: int) -> bytes:
@@ -162,7 +162,7 @@ class Checkpoint:
         try:
             return self.storage.sizes(self.path, [file.name for file in files])
         except OSError as error:
-            raise UserError(f"{self.path} cannot be looked at: {error.strerror}") from None
+            raise UserError(f"{self.path} cannot be looked at: {error.strerror}", "file.read") from None
 
     def _misfit(self, file: File, size: int | OSError) -> str | None:
         place = self.path / file.name
@@ -197,7 +197,7 @@ class Checkpoint:
             said = f"{place} cannot be read: {error.strerror}"
             if error.errno in _NO_FILE:
                 return said
-            raise UserError(said) from None
+            raise UserError(said, "file.read") from None
         return None
 
     def _sum(self, file: File, stream: FileReader, progress: Progress | None) -> str:

@@ -122,7 +122,7 @@ def train(
         return
     refuse(given_of(context, _OF_CASES), "is of --cases; add it, or leave this out")
     if output is not None and output.suffix == ".csv":
-        raise UserError(f"-o {output} is for the rows of --cases; the figures of a job are .json")
+        raise UserError(f"-o {output} is for the rows of --cases; the figures of a job are .json", "output.kind")
     extras = Extras(checkpoint, profile, floor)
     measured(lambda told: [measure(words, against, _or(steps, 10), rounds, extras, told)], as_json, output)
 
@@ -193,7 +193,7 @@ def peers(
     from fivefold.bench import comparison
 
     if overhead and scaling:
-        raise UserError("--overhead is of one process, and --scaling of many; give one of them")
+        raise UserError("--overhead is of one process, and --scaling of many; give one of them", "option.conflict")
     if not scaling:
         growing = {name: f"--{name}" for name in ("least", "batch", "predict")}
         refuse(given_of(context, growing), "is of --scaling; add it, or leave this out")

@@ -134,7 +134,7 @@ def accuracy(
         show(SourceList(), as_json, output)
         return
     if write and not (fit or coverage):
-        raise UserError("--write keeps what --fit or --coverage finds; give one of them too")
+        raise UserError("--write keeps what --fit or --coverage finds; give one of them too", "option.conflict")
     others = {"--fit": fit, "--leave-out": leave_out, "--rows": rows}
     others["-o"] = output if output and output.suffix.lower() not in TEXTS else None  # they have no picture
     if coverage or sweeps:
@@ -164,7 +164,10 @@ def _by_itself(
     leave_out = bool(others["--leave-out"]) and not coverage
     others |= {"--sweeps": coverage and sweeps, "--leave-out": others["--leave-out"] and coverage}
     if given := [option for option, value in others.items() if value]:
-        raise UserError(f"{name} prints tables of its own, with all errors that it needs; leave {either(given)} out")
+        raise UserError(
+            f"{name} prints tables of its own, with all errors that it needs; leave {either(given)} out",
+            "option.conflict",
+        )
     with counting_bar() as progress:
         held = ranges(data, progress=progress) if coverage else None
         result = held or comparing(data, leave_out=leave_out, progress=progress)

@@ -50,7 +50,10 @@ def ls(
 
     if not verify:
         if step is not None:
-            raise UserError(f"--step {step} is for --verify; `fivefold inspect {run} --step {step}` shows one of them")
+            raise UserError(
+                f"--step {step} is for --verify; `fivefold inspect {run} --step {step}` shows one of them",
+                "option.conflict",
+            )
         show(list_checkpoints(run), as_json, output)
         return
     with bytes_bar("reading") as progress:
@@ -94,7 +97,7 @@ def reshard(
     if problems := job.layout.problems(job.model, seq=job.data.seq, batch=job.train.batch):
         raise UserError(problems)
     if damage := checkpoint.damage():
-        raise UserError(damage)
+        raise UserError(damage, "checkpoint.damaged")
     making = whole_or_nothing(target) if isinstance(target, Path) else making_at(target)
     with making, bytes_bar("writing", checkpoint.bytes) as advance:
         if isinstance(target, Path):

@@ -105,13 +105,18 @@ def cp(
         given = {"--seq": seq, "--cp": ranks, "--tp": tp, "--heads": heads, "--kv-heads": kv_heads}
         given["--head-dim"] = head_dim
         if wrong := [option for option, value in given.items() if value is not None]:
-            raise UserError(f"{', '.join(wrong)}: one layer's, and --lengths plans whole steps; leave one of them out")
+            raise UserError(
+                f"{', '.join(wrong)}: one layer's, and --lengths plans whole steps; leave one of them out",
+                "option.conflict",
+            )
         show(_whole_steps(lengths, model or "llama3-8b", cluster or "8x8xH100", kernels, software), as_json, output)
         return
     if seq is None or ranks is None:
-        raise UserError("--seq and --cp say which layer to compare, as in --seq 131072 --cp 16; or give --lengths")
+        raise UserError(
+            "--seq and --cp say which layer to compare, as in --seq 131072 --cp 16; or give --lengths", "option.missing"
+        )
     if kernels:
-        raise UserError(f"--kernels {kernels} belongs to --lengths; give both")
+        raise UserError(f"--kernels {kernels} belongs to --lengths; give both", "option.conflict")
     result = compare.context(
         seq, ranks, model=model, heads=heads, kv_heads=kv_heads, head_dim=head_dim, tp=tp,
         cluster=cluster or "16x8xH100", software=software,
@@ -211,7 +216,10 @@ def schedules(
     if published:
         numbers = (pp, microbatches, chunks, group, memory)
         if any(number is not None for number in numbers) or times or slow or sends != "eager" or not overlap:
-            raise UserError("--published prints the paper's own cases; leave out the options that describe another one")
+            raise UserError(
+                "--published prints the paper's own cases; leave out the options that describe another one",
+                "option.conflict",
+            )
         show(PublishedResult(), as_json, output)
         return
     p, m = 4 if pp is None else pp, 8 if microbatches is None else microbatches

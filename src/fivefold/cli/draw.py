@@ -86,7 +86,9 @@ def draw(
         _draw_mesh(layout, cluster, output, html, as_json, timed=timed)
         return
     if layout or cluster:
-        raise UserError(f"--layout and --cluster are for `draw mesh`; {schedule[0]} has --pp and --microbatches")
+        raise UserError(
+            f"--layout and --cluster are for `draw mesh`; {schedule[0]} has --pp and --microbatches", "option.conflict"
+        )
     check_output(output, len(schedule))
     result = draw(*schedule, pp=pp, microbatches=microbatches, chunks=chunks, group=group, memory=memory, times=times,
                   slow=slow, sends=sends, overlap=overlap)  # fmt: skip
@@ -104,10 +106,16 @@ def _draw_mesh(
     from fivefold.planner.pictures import mesh
 
     if timed:
-        raise UserError("the mesh is of a layout: give --layout and --cluster, and leave out what times a schedule")
+        raise UserError(
+            "the mesh is of a layout: give --layout and --cluster, and leave out what times a schedule",
+            "option.conflict",
+        )
     if html is not None:
-        raise UserError(f"--html {html} is of schedules; the mesh of a plan is in the page of `fivefold plan --html`")
+        raise UserError(
+            f"--html {html} is of schedules; the mesh of a plan is in the page of `fivefold plan --html`",
+            "option.conflict",
+        )
     if not layout:
-        raise UserError("the mesh is of a layout; give one, as in --layout dp=2,tp=4,pp=2")
+        raise UserError("the mesh is of a layout; give one, as in --layout dp=2,tp=4,pp=2", "option.missing")
     check_writable(output, *DRAWN)
     show(mesh(layout, cluster or None), as_json, output)

@@ -57,7 +57,7 @@ def import_hf(
     from fivefold.checkpoint.hf_files import HuggingFace
 
     if not directory.is_dir():
-        raise UserError(f"{directory} is not a directory")
+        raise UserError(f"{directory} is not a directory", "file.read")
     count = HuggingFace(directory).spec.parameter_count
     with bytes_bar("importing", 4 * count) as advance:
         checkpoint = take(directory, output, advance, data)
@@ -107,10 +107,10 @@ def export_hf(
     from fivefold.checkpoint.hf import export_hf as give
 
     if dtype and (dtype := dtype_of(dtype)) not in EXPORTED:
-        raise UserError(f"--dtype {dtype} is not one of {', '.join(EXPORTED)}")
+        raise UserError(f"--dtype {dtype} is not one of {', '.join(EXPORTED)}", "option.choice")
     checkpoint = find(run, step)
     if damage := checkpoint.damage():
-        raise UserError(damage)
+        raise UserError(damage, "checkpoint.damaged")
     job = job_of(checkpoint)
     dtype = dtype or usual_dtype(checkpoint, job)
     limit, (tokenizer, end) = _bytes(shard_size), _words(checkpoint, job)
@@ -127,9 +127,9 @@ def _bytes(text: str) -> int:
     try:
         size = float(digits) * _SIZES[unit]
     except (ValueError, KeyError):
-        raise UserError(f"--shard-size {text} is not a size; write for example 4GB or 500MB") from None
+        raise UserError(f"--shard-size {text} is not a size; write for example 4GB or 500MB", "option.type") from None
     if not size >= 1:
-        raise UserError(f"--shard-size {text} holds nothing; write for example 4GB")
+        raise UserError(f"--shard-size {text} holds nothing; write for example 4GB", "option.range")
     return int(size)
 
 

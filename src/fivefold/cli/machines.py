@@ -186,11 +186,12 @@ def calibrate(
         _ranks(output, quick, device, nproc, as_json)
         return
     if nproc is not None:
-        raise UserError(f"--nproc {nproc} is for --ranks; without it calibrate starts its own ranks")
+        raise UserError(f"--nproc {nproc} is for --ranks; without it calibrate starts its own ranks", "option.conflict")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError(
             "calibrate starts its own ranks, one for each GPU of this machine; run it without a launcher, or with "
-            "--ranks to measure each of the launcher's"
+            "--ranks to measure each of the launcher's",
+            "option.conflict",
         )
     from fivefold.machines.calibrate import calibrate as measure
     from fivefold.machines.result import to_toml

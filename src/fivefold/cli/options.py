@@ -137,7 +137,7 @@ def given_of(context: typer.Context, names: Mapping[str, str]) -> list[str]:
 
 def refuse(options: list[str], why: str) -> None:
     if options:
-        raise UserError(f"{', '.join(options)} {why}")
+        raise UserError(f"{', '.join(options)} {why}", "option.conflict")
 
 
 def whole_layout(layout: str | None, words: list[str], option: str = "--layout") -> None:
@@ -152,7 +152,8 @@ def split(words: list[str] | None) -> tuple[str | None, list[str]]:
     """The job file, if any, and the KEY=VALUE changes: what has no '=' is the file."""
     files = [word for word in words or [] if "=" not in word]
     if len(files) > 1:
-        raise UserError(f"one job file at most, and there are {len(files)}: {', '.join(files)}; changes are KEY=VALUE")
+        many = f"one job file at most, and there are {len(files)}: {', '.join(files)}; changes are KEY=VALUE"
+        raise UserError(many, "job.files")
     return (files[0] if files else None), [word for word in words or [] if "=" in word]
 
 

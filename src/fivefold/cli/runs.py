@@ -68,7 +68,7 @@ def generate(
     from fivefold.support.places import place_of
 
     if bool(prompt) == bool(tokens):
-        raise UserError("give either --prompt or --tokens")
+        raise UserError("give either --prompt or --tokens", "option.conflict")
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     request = Request(place_of(source), step, layout, dtype_of(dtype), device, count, sampling, timeout)
     streamed: list[str] = []
@@ -101,7 +101,9 @@ def _ids(text: str | None) -> list[int] | None:
     try:
         return [int(word) for word in text.split(",")]
     except ValueError:
-        raise UserError(f"--tokens {text!r} is not a list of numbers; write for example --tokens 1,2,3") from None
+        raise UserError(
+            f"--tokens {text!r} is not a list of numbers; write for example --tokens 1,2,3", "option.numbers"
+        ) from None
 
 
 def trace(
@@ -135,7 +137,7 @@ def trace(
     from fivefold.trainer.start import trace as run
 
     if output.suffix.lower() in PAGE:
-        raise UserError(f"-o {output} is for what every rank did, as JSON; the page is --html {output}")
+        raise UserError(f"-o {output} is for what every rank did, as JSON; the page is --html {output}", "output.kind")
     with console_of(stderr=True).status("training the traced steps"):
         result = run(*split(job), output=output, timeout=timeout)
     show(result, as_json, said=[] if html is None else [written(result, html)])
@@ -178,7 +180,9 @@ def inspect(
 
     place = place_of(run)
     if html is not None and not (isinstance(place, Path) and place.is_dir()):
-        raise UserError(f"--html is of a run's directory, or of one that has runs in it, and {run} is neither")
+        raise UserError(
+            f"--html is of a run's directory, or of one that has runs in it, and {run} is neither", "option.conflict"
+        )
     if html is not None and isinstance(place, Path) and not (place / METRICS).is_file():  # one with runs in it
         from fivefold.web.report import report
 

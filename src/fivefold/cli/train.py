@@ -145,7 +145,7 @@ def _node_named(world: "World") -> Iterator[None]:
         yield
     except UserError as error:
         here = f"rank {world.rank} on {platform.node()}: " if world.apart else ""
-        raise UserError([f"{here}{problem}" for problem in error.problems]) from None
+        raise UserError(error.framed(here)) from None
 
 
 def _arranged(job: "Job", ranks: int, world: "World") -> "tuple[Job, World]":
@@ -154,7 +154,7 @@ def _arranged(job: "Job", ranks: int, world: "World") -> "tuple[Job, World]":
     from fivefold.trainer.elastic import choose
 
     if not job.checkpoint.save:
-        raise UserError("--elastic goes on from checkpoints, and checkpoint.save=false makes none")
+        raise UserError("--elastic goes on from checkpoints, and checkpoint.save=false makes none", "elastic.save")
     choice = choose(job, ranks, world.local_size if world.joined else ranks)
     if not world.joined:
         return choice.job, world
@@ -195,10 +195,10 @@ def _check_options(nproc: int, restarts: int, elastic: bool, world: "World") -> 
 
     check_ranks(nproc, world)
     if elastic and nproc == 1 and not world.joined:
-        raise UserError("--elastic needs ranks to lose: --nproc 2 or more, torchrun, or Slurm")
+        raise UserError("--elastic needs ranks to lose: --nproc 2 or more, torchrun, or Slurm", "elastic.ranks")
     check_restarts(restarts)
     if restarts and nproc == 1:
-        raise UserError("--restarts needs --nproc: other launchers restart their own ranks")
+        raise UserError("--restarts needs --nproc: other launchers restart their own ranks", "option.conflict")
 
 
 def _run(job: "Job", sources: "Sources", world: "World", start: "Start", as_json: bool) -> int:

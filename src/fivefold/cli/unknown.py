@@ -48,7 +48,7 @@ class Explaining(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] not in self.commands and (sentence := moved([*_path(ctx), *args[:2]])):
-            raise UserError(sentence)
+            raise UserError(sentence, "command.moved")
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
@@ -57,7 +57,7 @@ class Explaining(TyperGroup):
         except Exception as error:
             # By its name: the class is click's in some releases of Typer, and Typer's own copy in others.
             if type(error).__name__ == "NoSuchOption" and (problems := _explained(error)):
-                raise UserError(problems) from None
+                raise UserError(problems, "option.unknown") from None
             raise
 
 

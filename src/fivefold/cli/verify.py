@@ -173,11 +173,14 @@ def _page(file: Path, others: list[str], html: Path | None, as_json: bool) -> No
     if html is None:
         raise UserError(
             f"verify proves a layout, as in --layout dp=2; {file} is for --html, if `fivefold verify --json` wrote it, "
-            "or for --curve, if it is a job file"
+            "or for --curve, if it is a job file",
+            "option.missing",
         )
     refuse(others, f"says what to prove, and {file} is a proof; leave one of them out")
     if file.is_dir():
-        raise UserError(f"{file} is a directory; give what `fivefold verify --json` wrote, or a run to `inspect`")
+        raise UserError(
+            f"{file} is a directory; give what `fivefold verify --json` wrote, or a run to `inspect`", "file.read"
+        )
     show(report(file, html, typed()), as_json)
 
 
@@ -236,7 +239,7 @@ def dryrun(
     whole_layout(layout, words)
     given = {"--rank": rank is not None, "--ranks": bool(ranks), "--stages": bool(stages) or all_stages}
     if len(asked := [option for option, there in given.items() if there]) > 1:
-        raise UserError(f"{' and '.join(asked)} say different things; give one of them")
+        raise UserError(f"{' and '.join(asked)} say different things; give one of them", "option.conflict")
     pipeline_ranks: Any = "all" if all_stages or stages == "all" else _numbers("--stages", stages, "all, or 0,3")
     with counting_bar() as progress:
         result = run(
@@ -252,5 +255,5 @@ def _numbers(option: str, text: str, example: str) -> list[int] | None:
         return None
     pieces = [piece.strip() for piece in text.split(",") if piece.strip()]
     if not pieces or not all(piece.isdigit() for piece in pieces):
-        raise UserError(f"{option} {text} should be numbers with commas between them, like {example}")
+        raise UserError(f"{option} {text} should be numbers with commas between them, like {example}", "option.numbers")
     return [int(piece) for piece in pieces]

@@ -14,7 +14,7 @@ from fivefold.cost.memory import checkpoint_bytes
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import Job
 from fivefold.layout.layout import Layout
-from fivefold.support.errors import UserError
+from fivefold.support.errors import Problem, UserError
 from fivefold.support.text import bytes_text, counted, divisors, either, si
 
 # ---- machines -------------------------------------------------------------------------------------------------------
@@ -46,61 +46,66 @@ def machines(
     """
     for option, value in {"--nodes": nodes, "--per-node": per_node}.items():
         if value is not None and value < 1:
-            raise UserError(f"{option} {value} must be at least 1")
+            raise UserError(f"{option} {value} must be at least 1", "option.range")
     if hosts and nodes and hosts != nodes:
-        raise UserError(f"--nodes {nodes} and a file of {counted(hosts, 'host')} do not agree; leave --nodes out")
+        apart = f"--nodes {nodes} and a file of {counted(hosts, 'host')} do not agree; leave --nodes out"
+        raise UserError(apart, "launch.nodes.hosts")
     world, text, nodes = job.layout.world, cluster or job.run.cluster, hosts or nodes
     known = _of_cluster(text, "--cluster" if cluster else "run.cluster", per_node) if text else None
     gpus = job.train.device != "cpu" and (known is None or known.gpus)
     if known and not per_node:
-        found = Machines(nodes or known.nodes, known.per_node, gpus)
+        wanted = Machines(nodes or known.nodes, known.per_node, gpus)
     elif nodes or per_node:
-        found = Machines(nodes or max(1, world // (per_node or 1)), per_node or _evenly(world, nodes or 1), gpus)
+        wanted = Machines(nodes or max(1, world // (per_node or 1)), per_node or _evenly(world, nodes or 1), gpus)
     else:
         raise UserError(
             "the job does not say for which machines it is (run.cluster is empty); give --cluster 8x8xH100, or "
-            f"--nodes N for its {world} ranks"
+            f"--nodes N for its {world} ranks",
+            "launch.cluster.missing",
         )
-    if found.world != world:
-        raise UserError(_mismatch(job, found, hosts))
-    notes = (known.notes if known else ()) + _crossings(job.layout, found)
-    return replace(found, notes=notes, cluster=_resized(known.cluster, found) if known and known.cluster else None)
+    if wanted.world != world:
+        raise UserError(_mismatch(job, wanted, hosts), "launch.ranks")
+    notes = (known.notes if known else ()) + _crossings(job.layout, wanted)
+    return replace(wanted, notes=notes, cluster=_resized(known.cluster, wanted) if known and known.cluster else None)
 
 
-def least_nodes(job: Job, found: Machines) -> int:
+def least_nodes(job: Job, wanted: Machines) -> int:
     """With which an elastic job starts: those of elastic.least, but half of them, because a scheduler that has a few
     free ones would begin with these, and a plan for all is worth a wait."""
-    least, world = job.elastic.least, found.world
-    if found.nodes == 1:
+    least, world = job.elastic.least, wanted.world
+    if wanted.nodes == 1:
         raise UserError(
-            f"--elastic is for nodes that are lost, and {found} have no other; `fivefold train --nproc "
-            f"{found.per_node} --elastic` goes on without lost ranks of one node"
+            f"--elastic is for nodes that are lost, and {wanted} have no other; `fivefold train --nproc "
+            f"{wanted.per_node} --elastic` goes on without lost ranks of one node",
+            "elastic.nodes",
         )
     if not job.checkpoint.save:
-        raise UserError("--elastic goes on from checkpoints, and checkpoint.save=false makes none")
+        raise UserError("--elastic goes on from checkpoints, and checkpoint.save=false makes none", "elastic.save")
     if least > world:
-        raise UserError(f"elastic.least={least} is more than the {world} ranks of {found}; nearest: {world}")
-    return max(-(-least // found.per_node), -(-found.nodes // 2))
+        more = f"elastic.least={least} is more than the {world} ranks of {wanted}; nearest: {world}"
+        raise UserError(more, "elastic.least.ranks")
+    return max(-(-least // wanted.per_node), -(-wanted.nodes // 2))
 
 
-def _resized(cluster: Cluster, found: Machines) -> Cluster | None:
+def _resized(cluster: Cluster, wanted: Machines) -> Cluster | None:
     """The cluster with the nodes that are asked for, where it is clear of which kind they are."""
-    if (cluster.nodes, cluster.world) == (found.nodes, found.world):
+    if (cluster.nodes, cluster.world) == (wanted.nodes, wanted.world):
         return cluster
     first, *others = cluster.groups
-    return None if others else Cluster((msgspec.structs.replace(first, nodes=found.nodes, gpus=found.per_node),))
+    return None if others else Cluster((msgspec.structs.replace(first, nodes=wanted.nodes, gpus=wanted.per_node),))
 
 
 def _of_cluster(text: str, where: str, per_node: int | None) -> Machines:
     try:
         cluster = Cluster.read(text)
     except UserError as error:
-        raise UserError([f"{where}: {problem}" for problem in error.problems]) from None
+        raise UserError(error.framed(f"{where}: ")) from None
     sizes = {group.gpus for group in cluster.groups}
     if len(sizes) > 1 and not per_node:
         raise UserError(
             f"{where}={text} has nodes of {either(sorted(sizes))} GPUs, and launchers start equally many ranks on "
-            "each; give --nodes and --per-node"
+            "each; give --nodes and --per-node",
+            "launch.cluster.unequal",
         )
     names = list(dict.fromkeys(group.accelerator.name for group in cluster.groups))
     unlike = f"nodes of several kinds ({', '.join(names)}): ranks must count through them in this order; pin the nodes"
@@ -113,33 +118,34 @@ def _evenly(world: int, nodes: int) -> int:
     if world % nodes:
         near = sorted(divisors(world), key=lambda count: abs(count - nodes))[:2]
         raise UserError(
-            f"the layout's {world} ranks do not divide over {nodes} nodes; nearest: --nodes {either(sorted(near))}"
+            f"the layout's {world} ranks do not divide over {nodes} nodes; nearest: --nodes {either(sorted(near))}",
+            "launch.nodes.ranks",
         )
     return world // nodes
 
 
-def _mismatch(job: Job, found: Machines, hosts: int) -> str:
+def _mismatch(job: Job, wanted: Machines, hosts: int) -> str:
     """The sentence, with the nearest machines and, where the job can have it, the nearest layout."""
-    layout, per_node = job.layout, found.per_node
+    layout, per_node = job.layout, wanted.per_node
     world, others = layout.world, layout.world // layout.dp
     fitting = world // per_node if world % per_node == 0 else 0
     ways = [f"a file of {counted(fitting, 'host')}" if hosts else f"--nodes {fitting}"] if fitting else []
     ways += [f"--nodes 1 --per-node {world}"] if not ways and not hosts and world <= per_node else []
-    if found.world % others == 0:
-        smaller = msgspec.structs.replace(layout, dp=found.world // others)
-        legal = not smaller.problems(job.model, world=found.world, seq=job.data.seq, batch=job.train.batch)
+    if wanted.world % others == 0:
+        smaller = msgspec.structs.replace(layout, dp=wanted.world // others)
+        legal = not smaller.problems(job.model, world=wanted.world, seq=job.data.seq, batch=job.train.batch)
         ways += [f"layout.dp={smaller.dp}"] if legal else []
     nearest = f"; nearest: {either(ways)}" if ways else "; plan it again for that cluster"
-    return f"the layout {layout} has {world} ranks, and {found} are {found.world}{nearest}"
+    return f"the layout {layout} has {world} ranks, and {wanted} are {wanted.world}{nearest}"
 
 
-def _crossings(layout: Layout, found: Machines) -> tuple[str, ...]:
+def _crossings(layout: Layout, wanted: Machines) -> tuple[str, ...]:
     """tp talks in every layer, and waits for it: over a network that costs more than all else."""
-    if found.nodes == 1 or layout.tp == 1 or found.per_node % layout.tp == 0:
+    if wanted.nodes == 1 or layout.tp == 1 or wanted.per_node % layout.tp == 0:
         return ()
     return (
-        f"tp={layout.tp} does not divide the {found.per_node} ranks of a node: its groups cross nodes, and every layer "
-        "waits for the network",
+        f"tp={layout.tp} does not divide the {wanted.per_node} ranks of a node: its groups cross nodes, and every "
+        "layer waits for the network",
     )
 
 
@@ -255,17 +261,19 @@ class Options:
     @property
     def limit(self) -> int:
         """Seconds of one start."""
-        found = _TIME.fullmatch(self.time or USUAL_TIME)
-        assert found, "checked by `problems`"
-        days, *rest = found.groups()
+        match = _TIME.fullmatch(self.time or USUAL_TIME)
+        assert match, "checked by `problems`"
+        days, *rest = match.groups()
         numbers = [int(number) for number in rest if number is not None]
         units = [3600, 60, 1] if days or len(numbers) == 3 else [60, 1]
         return 86400 * int(days or 0) + sum(map(int.__mul__, numbers, units))
 
     def problems(self, kind: str) -> list[str]:
         foreign = [name for name, kinds in _BELONG.items() if getattr(self, name) and kind not in kinds]
-        where = {name: " and ".join(f"--{one}" for one in _BELONG[name]) for name in foreign}
-        problems = [f"--{name} belongs to {where[name]}, not to --{kind}" for name in foreign]
+        where = {name: " and ".join(f"--{owner}" for owner in _BELONG[name]) for name in foreign}
+        problems = [
+            Problem("launch.option.kind", f"--{name} belongs to {where[name]}, not to --{kind}") for name in foreign
+        ]
         for name, pattern in {
             "account": _NAME,
             "partition": _NAME,
@@ -275,18 +283,19 @@ class Options:
         }.items():
             value = getattr(self, name)
             if value and (not pattern.fullmatch(value) or value.startswith("-")):
-                problems.append(f"--{name} {value!r} is no name")
+                problems.append(Problem("launch.option.name", f"--{name} {value!r} is no name"))
         if self.time and not _TIME.fullmatch(self.time):
-            problems.append(f"--time {self.time!r} is no time limit of Slurm; write for example 24:00:00 or 7-00")
+            example = "write for example 24:00:00 or 7-00"
+            problems.append(Problem("launch.time", f"--time {self.time!r} is no time limit of Slurm; {example}"))
         elif self.limit < 60:
-            problems.append(
-                f"--time {self.time!r} is less than a minute, which Slurm does not count; nearest: --time 1"
-            )
+            short = f"--time {self.time!r} is less than a minute, which Slurm does not count; nearest: --time 1"
+            problems.append(Problem("launch.time", short))
         if not 0 <= self.restarts <= 1000:
-            problems.append(f"--restarts {self.restarts} must be between 0 and 1000")
+            problems.append(Problem("option.range", f"--restarts {self.restarts} must be between 0 and 1000"))
         open_names = [f"--{name}" for name in ("account", "partition") if getattr(self, name) is None]
         if self.submit and kind == "slurm" and open_names:
-            problems.append(f"--submit needs {' and '.join(open_names)}; an empty name ('') leaves its line out")
+            needed = f"--submit needs {' and '.join(open_names)}; an empty name ('') leaves its line out"
+            problems.append(Problem("launch.submit.names", needed))
         return problems
 
 
@@ -307,9 +316,9 @@ class Variable:
 
 def variables(machines: Machines, threads: str, scratch: str, traces: str) -> list[Variable]:
     """`threads`: of a rank; `scratch`: a directory of the node's own; `traces`: one that outlives the node."""
-    found = [Variable("OMP_NUM_THREADS", threads, "each rank would take all cores of the node for itself")]
+    chosen = [Variable("OMP_NUM_THREADS", threads, "each rank would take all cores of the node for itself")]
     if machines.gpus:
-        found += [
+        chosen += [
             Variable(
                 "TRITON_CACHE_DIR", f"{scratch}/triton", "kernels are compiled onto the node's own disk, not home"
             ),
@@ -323,11 +332,11 @@ def variables(machines: Machines, threads: str, scratch: str, traces: str) -> li
             Variable("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", f"{traces}/nccl-rank-", ""),
         ]
     if machines.nodes > 1:
-        found += _network(machines.gpus)
-    return found
+        chosen += _network(gpus=machines.gpus)
+    return chosen
 
 
-def _network(gpus: bool) -> list[Variable]:
+def _network(*, gpus: bool) -> list[Variable]:
     why = "only if the nodes have several networks, and the wrong one is taken; `ip -brief address` lists them"
     if not gpus:
         return [Variable("GLOO_SOCKET_IFNAME", "eth0", why, chosen=False)]
@@ -342,10 +351,10 @@ def _network(gpus: bool) -> list[Variable]:
     ]
 
 
-def exports(found: list[Variable]) -> list[str]:
+def exports(chosen: list[Variable]) -> list[str]:
     """As lines of a shell script; values are the shell's to expand."""
     lines = []
-    for one in found:
-        lines += comment(f"{one.name}: {one.why}.") if one.why else []
-        lines.append(f'{"" if one.chosen else "# "}export {one.name}="{one.value}"')
+    for variable in chosen:
+        lines += comment(f"{variable.name}: {variable.why}.") if variable.why else []
+        lines.append(f'{"" if variable.chosen else "# "}export {variable.name}="{variable.value}"')
     return lines

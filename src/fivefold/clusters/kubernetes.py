@@ -21,8 +21,8 @@ Table = dict[str, Any]
 
 def name_of(it: Deployment) -> str:
     """The run's name as the name of a service: lower case, digits and hyphens, at most 50 so that pods' fit into 63."""
-    found = re.sub(r"[^a-z0-9]+", "-", it.job.run.name.lower()).strip("-")[:50].strip("-")
-    return found if found[:1].isalpha() else f"run-{found}".strip("-")
+    plain = re.sub(r"[^a-z0-9]+", "-", it.job.run.name.lower()).strip("-")[:50].strip("-")
+    return plain if plain[:1].isalpha() else f"run-{plain}".strip("-")
 
 
 def indexed_job(it: Deployment, image: str, claim: str, restarts: int) -> list[Table]:
@@ -74,8 +74,8 @@ def notes(it: Deployment) -> list[str]:
     away = [key for key, path in paths.items() if path.startswith(("/", "~")) and not path.startswith(f"{_HOME}/")]
     outside = [f"{key}={paths[key]}" for key in away]
     file = [f"layout.schedule={job.layout.schedule}"] if os.path.isfile(job.layout.schedule) else []
-    found = list(dict.fromkeys(outside + file))
-    return [f"in the pods, {', '.join(found)} must be on the volume, which is at {_HOME}"] if found else []
+    places = list(dict.fromkeys(outside + file))
+    return [f"in the pods, {', '.join(places)} must be on the volume, which is at {_HOME}"] if places else []
 
 
 def _rule(action: str, key: str, value: Any) -> Table:
@@ -93,7 +93,8 @@ def _moved() -> list[Table]:
 def _config_map(it: Deployment, name: str) -> Table:
     meta, text = {"name": f"{name}-job"}, to_toml(it.job)
     if (size := len(text.encode())) > _MOST:
-        raise UserError(f"the job has {size} bytes, and a ConfigMap of Kubernetes holds {_MOST}; shorten its texts")
+        most = f"a ConfigMap of Kubernetes holds {_MOST}; shorten its texts"
+        raise UserError(f"the job has {size} bytes, and {most}", "launch.job.size")
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "data": {"job.toml": text}}
 
 
@@ -137,18 +138,18 @@ def _pod(it: Deployment, name: str, image: str, claim: str, restarts: int) -> Ta
 
 def _environment(it: Deployment) -> list[Table]:
     runs = _HOME if it.log_directory.startswith("~") else os.path.join(_HOME, it.log_directory)
-    found: list[Table] = []
+    rows: list[Table] = []
     comments: Table = {}
-    for one in [saving(it), *variables(it.machines, str(_THREADS), "/tmp/fivefold", runs)]:
-        key = f"#{one.name}"
-        if one.chosen:
-            why = {key: f"{one.why[:1].upper()}{one.why[1:]}."} if one.why else {}
+    for variable in [saving(it), *variables(it.machines, str(_THREADS), "/tmp/fivefold", runs)]:
+        key = f"#{variable.name}"
+        if variable.chosen:
+            why = {key: f"{variable.why[:1].upper()}{variable.why[1:]}."} if variable.why else {}
             # Kubernetes replaces $(NAME) in a value, and $$ by $.
-            found.append(comments | why | {"name": one.name, "value": one.value.replace("$", "$$")})
+            rows.append(comments | why | {"name": variable.name, "value": variable.value.replace("$", "$$")})
             comments = {}
         else:
-            comments[key] = f"{one.name}={one.value}: {one.why}."
-    return [*found[:-1], {**found[-1], **comments}]
+            comments[key] = f"{variable.name}={variable.value}: {variable.why}."
+    return [*rows[:-1], {**rows[-1], **comments}]
 
 
 def _resources(it: Deployment) -> Table:

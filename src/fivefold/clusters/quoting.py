@@ -31,8 +31,9 @@ _LONGEST = 24_000  # bytes of a command: ssh gets it quoted again, in one word, 
 
 
 def word(text: str, instead: str = "leave it out") -> str:
-    if found := _REFUSED.search(text):
-        raise UserError(f"{text!r} has the character {found[0]!r}, which no line of a script can hold; {instead}")
+    if match := _REFUSED.search(text):
+        refused = f"{text!r} has the character {match[0]!r}, which no line of a script can hold"
+        raise UserError(f"{refused}; {instead}", "launch.characters")
     return shlex.quote(text)
 
 
@@ -40,11 +41,12 @@ def command(program: Sequence[str], file: str = "", settings: Sequence[str] = ()
     """A program's words, a file and KEY=VALUE, of which any text may come."""
     instead = "leave it out, or write the setting into the job file"
     words = [*map(word, program), *([word(_no_option(file))] if file else [])]
-    text = " ".join([*words, *(word(one, instead) for one in settings), *map(word, options)])
+    text = " ".join([*words, *(word(setting, instead) for setting in settings), *map(word, options)])
     if (size := len(text.encode())) > _LONGEST:
         raise UserError(
             f"`{shlex.join(program)}` with its settings has {size} bytes, and {_LONGEST} at most are sure to reach "
-            "every host; write the settings into the job file"
+            "every host; write the settings into the job file",
+            "launch.command.length",
         )
     return text
 
@@ -83,23 +85,23 @@ def documents(*values: dict[str, Any]) -> str:
 def plain(value: Any) -> Any:
     """The data without its comments: what a reader gets."""
     if isinstance(value, dict):
-        return {key: plain(one) for key, one in value.items() if not key.startswith("#")}
-    return [plain(one) for one in value] if isinstance(value, list) else value
+        return {key: plain(inner) for key, inner in value.items() if not key.startswith("#")}
+    return [plain(item) for item in value] if isinstance(value, list) else value
 
 
 def _lines(value: dict[str, Any]) -> list[str]:
     lines = []
-    for key, one in value.items():
+    for key, inner in value.items():
         if key.startswith("#"):
-            lines += comment(one)
-        elif isinstance(one, dict) and one:
-            lines += [f"{key}:", *_indented(_lines(one))]
-        elif isinstance(one, list) and one:
-            lines += [f"{key}:", *(line for item in one for line in _item(item))]
-        elif isinstance(one, str) and _BLOCK.fullmatch(one):
-            lines += [f"{key}: |", *_indented(one.splitlines())]
+            lines += comment(inner)
+        elif isinstance(inner, dict) and inner:
+            lines += [f"{key}:", *_indented(_lines(inner))]
+        elif isinstance(inner, list) and inner:
+            lines += [f"{key}:", *(line for item in inner for line in _item(item))]
+        elif isinstance(inner, str) and _BLOCK.fullmatch(inner):
+            lines += [f"{key}: |", *_indented(inner.splitlines())]
         else:
-            lines.append(f"{key}: {_scalar(one)}")
+            lines.append(f"{key}: {_scalar(inner)}")
     return lines
 
 

@@ -276,8 +276,8 @@ def filled(template: str, parts: Mapping[str, object]) -> str:
     """@NAME@ replaced by its part, once: parts are not looked into. A list stands for whole lines, or for none."""
 
     def part(match: re.Match[str]) -> str:
-        found = parts[match[1]]
-        return "".join(f"{line}\n" for line in found) if isinstance(found, list) else f"{found}{match[2]}"
+        part = parts[match[1]]
+        return "".join(f"{line}\n" for line in part) if isinstance(part, list) else f"{part}{match[2]}"
 
     return re.sub(r"@([A-Z_]+)@(\n?)", part, template)
 
@@ -290,19 +290,21 @@ def _prepare(it: Deployment, container: str) -> list[str]:
         'command -v fivefold > /dev/null || refuse "there is no fivefold on PATH on $(hostname)"',
     ]
     file, why = path(it.own_file), "in $PWD on $(hostname); run sbatch where it is, on a shared file system"
-    found = [f'[ -f {file} ] || refuse "there is no" {file} "{why}"'] if it.own_file else []
-    return ([] if container else known) + found
+    there = [f'[ -f {file} ] || refuse "there is no" {file} "{why}"'] if it.own_file else []
+    return ([] if container else known) + there
 
 
 def _logs(it: Deployment) -> str:
     if "\\" in it.log_directory:
-        raise UserError(f"run.dir={it.log_directory!r} has a backslash, which srun takes out of names; rename it")
+        backslash = f"run.dir={it.log_directory!r} has a backslash, which srun takes out of names; rename it"
+        raise UserError(backslash, "launch.characters")
     return path(it.log_directory)
 
 
 def _mounted(it: Deployment) -> list[str]:
     if odd := [place for place in it.mounts if set(place) & set(":,")]:
-        raise UserError(f"{odd[0]!r} has a colon or a comma, which part the mounts of --container; rename it")
+        parted = f"{odd[0]!r} has a colon or a comma, which part the mounts of --container; rename it"
+        raise UserError(parted, "launch.characters")
     return [path(place) for place in it.mounts]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from fivefold.clusters.deployment import Deployment, Variable, exports, variables
 from fivefold.clusters.quoting import comment, path, word
 from fivefold.clusters.slurm import filled
-from fivefold.support.errors import UserError
+from fivefold.support.errors import Problem, UserError
 from fivefold.support.files import read_regular
 from fivefold.support.parsing import parsing, path_of
 
@@ -174,19 +174,20 @@ def read_hosts(file: str | Path) -> list[str]:
         with parsing(file, "a list of hosts"):
             text = read_regular(path_of(file), _LARGEST, links=True).decode()
     except OSError as error:
-        raise UserError(f"cannot read the hosts file {file}: {error.strerror or error}") from None
-    problems, hosts = [], dict[str, int]()
+        raise UserError(f"cannot read the hosts file {file}: {error.strerror or error}", "file.read") from None
+    problems, hosts, form = [], dict[str, int](), "write NAME or USER@NAME, one on each line"
     for number, line in enumerate(text.splitlines(), 1):
         host = line.partition("#")[0].strip()
         if not host:
             continue
         if not _HOST.fullmatch(host):
-            problems.append(f"{file}, line {number}: {host!r} is no host; write NAME or USER@NAME, one on each line")
+            problems.append(Problem("hosts.name", f"{file}, line {number}: {host!r} is no host; {form}"))
         elif host in hosts:
-            problems.append(f"{file}, line {number}: {host} is in line {hosts[host]} already")
+            twice = f"{file}, line {number}: {host} is in line {hosts[host]} already"
+            problems.append(Problem("hosts.twice", twice))
         hosts.setdefault(host, number)
     if not hosts:
-        problems.append(f"{file} names no host; write NAME or USER@NAME, one on each line")
+        problems.append(Problem("hosts.empty", f"{file} names no host; {form}"))
     if problems:
         raise UserError(problems)
     return list(hosts)
@@ -195,7 +196,7 @@ def read_hosts(file: str | Path) -> list[str]:
 def ssh_script(it: Deployment, hosts: list[str], restarts: int) -> str:
     first = hosts[0].rpartition("@")[2]
     agent = words(it, f"{first}:{PORT}", '"$1"', restarts, ',is_host="$4"')
-    found = [*variables(it.machines, threads(it), "${TMPDIR:-/tmp}/fivefold-$(id -un)", "$PWD"), saving(it)]
+    chosen = [*variables(it.machines, threads(it), "${TMPDIR:-/tmp}/fivefold-$(id -un)", "$PWD"), saving(it)]
     return filled(
         _SCRIPT.lstrip(),
         {
@@ -207,7 +208,7 @@ def ssh_script(it: Deployment, hosts: list[str], restarts: int) -> str:
             "HOSTS": " ".join(map(word, hosts)),
             "NAME": word(it.plain_name),
             "LOGS": path(it.log_directory),
-            "EXPORTS": exports(found),
+            "EXPORTS": exports(chosen),
             "AGENT": [" \\\n  ".join([*agent[:-1], f"{agent[-1]} < /dev/null &"])],
             "LAST": it.notice,
         },

@@ -15,7 +15,7 @@ from fivefold.job.config import Job, read_job
 from fivefold.job.preflight import job_problems, needs_data, open_data
 from fivefold.planner.plan import as_it_stands
 from fivefold.render.blocks import Result, Table, Text, check_writable
-from fivefold.support.errors import UserError
+from fivefold.support.errors import Problem, UserError
 from fivefold.support.files import write
 from fivefold.support.parsing import path_of
 
@@ -99,14 +99,14 @@ def launch(
     if len(kinds) != 1:
         ways = ", ".join(f"--{kind} ({what})" for kind, what in KINDS.items())
         given = f", and {' '.join(f'--{kind}' for kind in kinds)} are {len(kinds)}" if kinds else ""
-        raise UserError(f"launch writes for one kind of cluster{given}; choose {ways}")
+        raise UserError(f"launch writes for one kind of cluster{given}; choose {ways}", "launch.kind")
     (kind,) = kinds
     if problems := options.problems(kind):
         raise UserError(problems)
     if output is None and kind in _SUFFIX:
         output = Path(f"{Path(file or 'job').stem}{_SUFFIX[kind]}")
     if output is not None and file and output.absolute() == path_of(file).absolute():
-        raise UserError(f"-o {output} is the job file itself; give another name")
+        raise UserError(f"-o {output} is the job file itself; give another name", "output.taken")
     check_writable(output)
     hosts = torchrun.read_hosts(options.hosts) if options.hosts else []
     checked = deployment(file, changes, cluster, nodes, per_node, options, len(hosts))
@@ -124,15 +124,16 @@ def deployment(
 ) -> CheckedJob:
     """Read a job, and hold it against the machines that are asked for."""
     if "=" in (file or ""):
-        raise UserError(f"{file!r} would be a setting for `fivefold train`, as it has a '='; rename the job file")
+        setting = f"{file!r} would be a setting for `fivefold train`, as it has a '='; rename the job file"
+        raise UserError(setting, "launch.file.name")
     job = read_job(file, list(changes))
-    found = machines(job, cluster, nodes, per_node, hosts)
-    least = least_nodes(job, found) if options.elastic else 0
-    problems, notes = job_problems(job, found.world), list(found.notes)
+    wanted = machines(job, cluster, nodes, per_node, hosts)
+    least = least_nodes(job, wanted) if options.elastic else 0
+    problems, notes = job_problems(job, wanted.world), list(wanted.notes)
     try:
         path_of(job.run.dir.lstrip("~"))  # a user who is not known here may be known there
     except UserError as error:
-        problems += [f"run.dir: {problem}" for problem in error.problems]
+        problems += error.framed("run.dir: ")
     if job.data.path and os.path.exists(path_of(job.data.path)):
         open_data(job, problems)
     elif job.data.path:
@@ -141,29 +142,30 @@ def deployment(
             f"data.path={job.data.path} is not on this machine and was not checked: `{check}` does, where it is"
         )
     if options.submit and needs_data(job):
-        problems.append(f"--submit: data.path is not filled in, and ranks would refuse {job.model.name} without it")
+        empty = f"--submit: data.path is not filled in, and ranks would refuse {job.model.name} without it"
+        problems.append(Problem("data.path.missing", empty))
     if problems:
         raise UserError(problems)
-    step = _planned(job, found, notes)
+    step = _planned(job, wanted, notes)
     packaged = bool(file) and not os.path.isfile(path_of(file or ""))
     name = str(Path(file)) if file else ""  # as it was read here: bash takes `job.toml/` for a directory
-    return CheckedJob(Deployment(job, found, name, tuple(changes), step, packaged, least), notes)
+    return CheckedJob(Deployment(job, wanted, name, tuple(changes), step, packaged, least), notes)
 
 
-def _planned(job: Job, found: Machines, notes: list[str]) -> float:
+def _planned(job: Job, wanted: Machines, notes: list[str]) -> float:
     """Seconds of a step, where the planner knows the machines; what does not fit them is noted."""
-    if not found.gpus or found.cluster is None:
+    if not wanted.gpus or wanted.cluster is None:
         return 0.0
     try:
-        option = as_it_stands(job, found.cluster)
+        option = as_it_stands(job, wanted.cluster)
     except UserError as error:
-        notes.append(f"time and memory are not known on {found.cluster}: {error}")
+        notes.append(f"time and memory are not known on {wanted.cluster}: {error}")
         return 0.0
     if not option.fits:
         needs, have = option.footprint.total / 1e9, option.device_memory / 1e9
         notes.append(
             f"as planned, this does not fit: the fullest rank needs {needs:.1f} GB of {have:.1f} GB; `fivefold plan` "
-            f"with --cluster {found.cluster} finds a layout that does, if there is one"
+            f"with --cluster {wanted.cluster} finds a layout that does, if there is one"
         )
     return option.seconds
 
@@ -216,12 +218,14 @@ def _submitted(file: Path) -> str:
         words = ["sbatch", "--parsable", str(file.absolute())]  # no name that is an option
         done = subprocess.run(words, capture_output=True, text=True, timeout=_SUBMITTING)
     except FileNotFoundError:
-        raise UserError(f"there is no sbatch on this machine; {file} is written: submit it where Slurm is") from None
+        absent = f"there is no sbatch on this machine; {file} is written: submit it where Slurm is"
+        raise UserError(absent, "launch.sbatch.missing") from None
     except subprocess.TimeoutExpired:
-        raise UserError(f"sbatch has not answered for {_SUBMITTING} s; whether {file} is queued: squeue --me") from None
+        silent = f"sbatch has not answered for {_SUBMITTING} s; whether {file} is queued: squeue --me"
+        raise UserError(silent, "launch.sbatch.silent") from None
     if done.returncode:
         said = " ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in done.stderr.splitlines())
-        raise UserError(f"sbatch has refused {file}: {said or f'exit code {done.returncode}'}")
+        raise UserError(f"sbatch has refused {file}: {said or f'exit code {done.returncode}'}", "launch.sbatch.refused")
     return done.stdout.split(";")[0].strip()  # "123;cluster" where there are several
 
 

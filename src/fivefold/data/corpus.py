@@ -38,7 +38,8 @@ def stdlib_corpus(cache: Path | None = None, progress: Report = quiet) -> Path:
     if not files:
         raise UserError(
             f"the standard library in {root} has no .py sources (a stripped or zipped Python); "
-            "prepare a text of your own with `fivefold data`"
+            "prepare a text of your own with `fivefold data`",
+            "data.corpus.missing",
         )
     out = user_cache("corpus", cache) / f"stdlib-{platform.python_version()}-{_fingerprint(root, files)}"
     try:
@@ -56,11 +57,11 @@ def stdlib_corpus(cache: Path | None = None, progress: Report = quiet) -> Path:
 
 def stdlib_files(root: Path) -> list[Path]:
     """The library's sources in the order of their relative paths."""
-    found = []
+    files = []
     for place, folders, names in os.walk(root):
         folders[:] = [folder for folder in folders if folder not in _LEFT_OUT]
-        found += [Path(place, name) for name in names if name.endswith(".py") and not name.startswith(_BUILD)]
-    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
+        files += [Path(place, name) for name in names if name.endswith(".py") and not name.startswith(_BUILD)]
+    return sorted(files, key=lambda path: path.relative_to(root).as_posix())
 
 
 def _fingerprint(root: Path, files: list[Path]) -> str:

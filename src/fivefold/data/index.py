@@ -146,20 +146,23 @@ def read_index(path: Path) -> DataIndex:
     except OSError as error:
         raise UserError(
             f"{path} is not a directory of prepared tokens: {file} cannot be read ({error.strerror}); "
-            "prepare text into it with `fivefold data`"
+            "prepare text into it with `fivefold data`",
+            "data.index.missing",
         ) from error
     try:
         version = msgspec.json.decode(text, type=_Version).version
         if version not in (UNSEALED, VERSION):
             raise UserError(
-                f"{file} has format version {version}; this release reads version {VERSION}; prepare the text again"
+                f"{file} has format version {version}; this release reads version {VERSION}; prepare the text again",
+                "data.index.version",
             )
         index = msgspec.json.decode(text, type=DataIndex)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # the last: lists in lists in lists
-        raise UserError(f"{file} is not an index of prepared tokens or is damaged ({error}); {MEND}") from None
+        damaged = f"{file} is not an index of prepared tokens or is damaged ({error}); {MEND}"
+        raise UserError(damaged, "data.index.damaged") from None
     problems = list(index.problems())
     if not problems and version == VERSION and index.sealed().seal != index.seal:
         problems = ["its values are not those that it was sealed with"]
     if problems:
-        raise UserError(f"{file} is damaged: {problem}; {MEND}" for problem in problems)
+        raise UserError((f"{file} is damaged: {problem}; {MEND}" for problem in problems), "data.index.damaged")
     return index

@@ -39,11 +39,12 @@ def user_cache(name: str, home: Path | None = None) -> Path:
         pass
     # A read-only home (a container, a cluster node). The name is fixed so that the ranks of a machine share it, so
     # others can make it too: what they could put there would be trained on.
-    mine = Path(tempfile.gettempdir()) / f"fivefold-{os.getuid()}"
-    mine.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if mine.is_symlink() or mine.stat().st_uid != os.getuid():
-        raise UserError(f"{mine} belongs to somebody else; set XDG_CACHE_HOME to a directory that can be written to")
-    place = mine / name
+    private = Path(tempfile.gettempdir()) / f"fivefold-{os.getuid()}"
+    private.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if private.is_symlink() or private.stat().st_uid != os.getuid():
+        way_out = "set XDG_CACHE_HOME to a directory that can be written to"
+        raise UserError(f"{private} belongs to somebody else; {way_out}", "cache.owner")
+    place = private / name
     place.mkdir(exist_ok=True)
     return place
 
@@ -80,12 +81,12 @@ class CheckedData:
     def look(self, file: DataFile) -> KnownFiles | None:
         """What the file is now, if it can be told by that later; the promised checksum is taken to be its own."""
         try:
-            found = (self._directory / file.name).stat()
+            status = (self._directory / file.name).stat()
         except OSError:
             return None
-        if time.time_ns() - max(found.st_mtime_ns, found.st_ctime_ns) < _SETTLED:
+        if time.time_ns() - max(status.st_mtime_ns, status.st_ctime_ns) < _SETTLED:
             return None
-        return KnownFiles(file.sha256, found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns)
+        return KnownFiles(file.sha256, status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
 
     def __contains__(self, file: DataFile) -> bool:
         known = self._known.get(file.name)
@@ -132,8 +133,8 @@ class Finding(msgspec.Struct, frozen=True):
 
 def verify(store: TokenStore, checked: CheckedData | None = None, progress: Report = quiet) -> None:
     """Refuse a store that is damaged, or whose documents or ids are none."""
-    if found := findings(store, checked, progress):
-        raise UserError(f"{finding.sentence}; {MEND}" for finding in found)
+    if damaged := findings(store, checked, progress):
+        raise UserError((f"{finding.sentence}; {MEND}" for finding in damaged), "data.file.damaged")
     store.check_documents()
     store.check_ids(store.vocab)
 
@@ -148,10 +149,10 @@ def findings(store: TokenStore, checked: CheckedData | None = None, progress: Re
         done += count
         progress(done, total)
 
-    found = [check_file(store.path, file, advance, checked) for file in files]
+    results = [check_file(store.path, file, advance, checked) for file in files]
     if checked is not None:
         checked.save()
-    return [finding for finding in found if finding]
+    return [finding for finding in results if finding]
 
 
 def check_file(
@@ -160,9 +161,9 @@ def check_file(
     """Hash a file of the directory `path`, and remember in `checked` that it is right."""
     before = checked.look(file) if checked else None
     try:
-        found = digest(path / file.name, advance)
-        if found != file.sha256:
-            promised = f"its sha256 is {found[:16]}..., but the index promises {file.sha256[:16]}..."
+        sha256 = digest(path / file.name, advance)
+        if sha256 != file.sha256:
+            promised = f"its sha256 is {sha256[:16]}..., but the index promises {file.sha256[:16]}..."
             return _damaged(path, file, _wrong_chunks(path, file, range(len(file.chunks) // 8), advance), promised)
     except OSError as error:
         return Finding(file.name, f"{path / file.name} cannot be read: {error.strerror}")
@@ -185,8 +186,8 @@ def _wrong_chunks(path: Path, file: DataFile, chunks: Sequence[int], advance: Pr
     wrong = []
     with open_regular(path / file.name, links=True) as stream:
         for chunk in chunks:
-            found = zlib.crc32(os.pread(stream.fileno(), CHUNK, chunk * CHUNK))
-            if f"{found:08x}" != file.chunks[8 * chunk : 8 * chunk + 8]:
+            crc = zlib.crc32(os.pread(stream.fileno(), CHUNK, chunk * CHUNK))
+            if f"{crc:08x}" != file.chunks[8 * chunk : 8 * chunk + 8]:
                 wrong.append(chunk)
             advance(0)
     return wrong

@@ -32,13 +32,14 @@ _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 def windows(tokens: int, seq: int) -> int:
     """How many windows of `seq` tokens, each with a target after it, fit in a split."""
     if seq < 1:
-        raise UserError(f"a sequence of {seq} tokens cannot be trained on; the shortest is 1")
+        raise UserError(f"a sequence of {seq} tokens cannot be trained on; the shortest is 1", "data.seq.range")
     count = (tokens - 1) // seq
     if count < 1:
         longest = f"the longest sequence that fits is {tokens - 1}" if tokens > 1 else "prepare more text"
         raise UserError(
             f"a split of {tokens} tokens holds no window of {seq} tokens and their targets "
-            f"({seq + 1} are needed); {longest}"
+            f"({seq + 1} are needed); {longest}",
+            "data.seq.tokens",
         )
     return count
 
@@ -47,7 +48,7 @@ def window_of(samples: I64, count: int, seed: int) -> I64:
     """The window that each sample reads, of `count` windows."""
     samples = np.asarray(samples, np.int64)
     if samples.size and int(samples.min()) < 0:
-        raise UserError(f"sample {int(samples.min())} does not exist; samples count from 0")
+        raise UserError(f"sample {int(samples.min())} does not exist; samples count from 0", "data.sample.range")
     return permute(samples % count, count, keyed(seed, samples // count))
 
 

@@ -27,7 +27,7 @@ from fivefold.data.index import CHUNK, NAME, SPLITS, TOKENIZER, VERSION, DataFil
 from fivefold.data.order import uniform
 from fivefold.data.records import Fields, Meter, documents, find_sources
 from fivefold.data.tokenizer import Encoded, Tokenizer, encoded, load_tokenizer
-from fivefold.support.errors import UserError
+from fivefold.support.errors import Problem, UserError
 from fivefold.support.files import HashedFile
 from fivefold.support.parsing import path_of
 from fivefold.support.progress import Report, quiet
@@ -61,13 +61,12 @@ class Sink:
         self._least = min(self._least, float(draws.min()))
         held = draws < self._valid
         for place, writer in enumerate(self._writers):
-            mine = held == bool(place)
-            if not mine.any():
+            chosen = held == bool(place)
+            if not chosen.any():
                 continue
-            everything = bool(mine.all())
-            tokens = batch.tokens if everything else batch.tokens[np.repeat(mine, batch.lengths)]
-            lengths, carries = batch.lengths[mine], batch.loss[mine]
-            starts = (np.cumsum(lengths) - lengths)[begins[mine]]
+            tokens = batch.tokens if chosen.all() else batch.tokens[np.repeat(chosen, batch.lengths)]
+            lengths, carries = batch.lengths[chosen], batch.loss[chosen]
+            starts = (np.cumsum(lengths) - lengths)[begins[chosen]]
             writer.write(tokens, starts, None if carries.all() else np.repeat(carries, lengths))
             self.documents[place] += len(starts)
             self.tokens[place] += len(tokens)
@@ -101,22 +100,22 @@ class Sink:
     def _check_splits(self) -> None:
         train, valid = self.documents
         if not train and not valid:
-            raise UserError("the input holds no text: every file and record in it is empty")
+            raise UserError("the input holds no text: every file and record in it is empty", "prepare.input.empty")
         if not train:
             raise UserError(
                 f"valid={self._valid:g} holds out all {valid} documents and leaves none to train on; "
-                "take a smaller fraction, another seed, or more documents"
+                "take a smaller fraction, another seed, or more documents",
+                "prepare.valid.all",
             )
         if self._valid and not valid:
             # Only happens with few documents, so the advice is exact and comes at once.
+            advice = "split the text into several files, or give a file for validation of its own"
+            if train > 1:
+                advice = f"valid={np.ceil(self._least * 1e3 + 1e-9) / 1e3:g} holds out one"
             raise UserError(
                 f"valid={self._valid:g} holds out none of {train} documents (whole documents are held out, by a hash "
-                f"of seed {self._seed}); "
-                + (
-                    f"valid={np.ceil(self._least * 1e3 + 1e-9) / 1e3:g} holds out one"
-                    if train > 1
-                    else "split the text into several files, or give a file for validation of its own"
-                )
+                f"of seed {self._seed}); {advice}",
+                "prepare.valid.none",
             )
 
     def _copy_tokenizer(self) -> DataFile | None:
@@ -136,18 +135,18 @@ class SummedFile(HashedFile):
         self._sums: list[int] = []
 
     def write(self, data: Any) -> int:
-        begin, whole = self.tell(), memoryview(data)
-        while whole:
+        begin, rest = self.tell(), memoryview(data)
+        while rest:
             room = CHUNK - begin % CHUNK
             if room == CHUNK:
                 self._sums.append(0)
-            self._sums[-1] = zlib.crc32(whole[:room], self._sums[-1])
-            begin, whole = begin + len(whole[:room]), whole[room:]
+            self._sums[-1] = zlib.crc32(rest[:room], self._sums[-1])
+            begin, rest = begin + len(rest[:room]), rest[room:]
         return super().write(data)
 
     def finish(self) -> DataFile:
         file = super().finish()
-        return DataFile(file.name, file.bytes, file.sha256, "".join(f"{found:08x}" for found in self._sums))
+        return DataFile(file.name, file.bytes, file.sha256, "".join(f"{crc:08x}" for crc in self._sums))
 
 
 class ShardWriter:
@@ -309,36 +308,35 @@ def _checked(problems: list[str], check: Callable[[], T]) -> T | None:
     try:
         return check()
     except UserError as error:
-        problems += error.problems
+        problems += error.coded
     except OSError as error:
-        problems.append(f"{error.filename} cannot be looked at: {error.strerror}")
+        problems.append(Problem("file.read", f"{error.filename} cannot be looked at: {error.strerror}"))
     return None
 
 
 def _check_options(text_field: str, prompt_field: str | None, valid: float, shard_tokens: int, seed: int) -> None:
     fields = [name for name in (text_field, prompt_field) if name is not None]
-    odd = [name for name in fields if not name.isprintable() or set(name) & set('"\\\\')]
-    rules = [
-        (
-            0 <= valid < 1,
-            f"valid={valid:g} is not a fraction of the documents to hold out; 0 (none) to below 1, e.g. 0.01",
-        ),
-        (
-            shard_tokens >= 1,
-            f"shard_tokens={shard_tokens} leaves no room for a token; the usual size is {SHARD_TOKENS}",
-        ),
-        (-(1 << 63) <= seed < 1 << 63, f"seed={seed} does not fit in 64 bits; any smaller integer will do"),
-        (
-            prompt_field != text_field,
-            f"prompt_field and text_field are both {text_field!r}; a prompt is a field of its own",
-        ),
-        *((False, f"a field named {name!r} is not supported: rename it to letters and digits") for name in odd),
-        (
-            "segments" not in fields,
-            "the field 'segments' holds a list of segments and is always read; name a field of plain text",
-        ),
-    ]
-    if problems := [problem for holds, problem in rules if not holds]:
+    problems = []
+    if not 0 <= valid < 1:
+        share = f"valid={valid:g} is not a fraction of the documents to hold out; 0 (none) to below 1, e.g. 0.01"
+        problems.append(Problem("prepare.valid.range", share))
+    if shard_tokens < 1:
+        room = f"shard_tokens={shard_tokens} leaves no room for a token; the usual size is {SHARD_TOKENS}"
+        problems.append(Problem("prepare.shard_tokens.range", room))
+    if not -(1 << 63) <= seed < 1 << 63:
+        wide = f"seed={seed} does not fit in 64 bits; any smaller integer will do"
+        problems.append(Problem("prepare.seed.range", wide))
+    if prompt_field == text_field:
+        same = f"prompt_field and text_field are both {text_field!r}; a prompt is a field of its own"
+        problems.append(Problem("prepare.prompt_field.text", same))
+    for name in fields:
+        if not name.isprintable() or set(name) & set('"\\\\'):
+            odd = f"a field named {name!r} is not supported: rename it to letters and digits"
+            problems.append(Problem("prepare.field.name", odd))
+    if "segments" in fields:
+        taken = "the field 'segments' holds a list of segments and is always read; name a field of plain text"
+        problems.append(Problem("prepare.field.segments", taken))
+    if problems:
         raise UserError(problems)
 
 
@@ -347,13 +345,15 @@ def check_free(out: Path, overwrite: bool) -> None:
     if not out.exists() and not out.is_symlink():
         return
     if not out.is_dir():
-        raise UserError(f"{out} exists and is not a directory; name a new directory for the tokens")
+        raise UserError(f"{out} exists and is not a directory; name a new directory for the tokens", "output.taken")
     if not any(out.iterdir()):
         return
     if not is_prepared(out):
-        raise UserError(f"{out} exists and holds other files; name a new or an empty directory for the tokens")
+        other = f"{out} exists and holds other files; name a new or an empty directory for the tokens"
+        raise UserError(other, "output.taken")
     if not overwrite:
-        raise UserError(f"{out} already holds prepared tokens; name another directory, or give --overwrite")
+        tokens = f"{out} already holds prepared tokens; name another directory, or give --overwrite"
+        raise UserError(tokens, "output.taken")
 
 
 @contextmanager
@@ -379,7 +379,8 @@ def staged(out: Path, overwrite: bool) -> Iterator[Path]:
         if old:
             shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
-        raise UserError(f"cannot write {out}: {error.strerror or error}{_space(out.parent)}") from error
+        why = f"{error.strerror or error}{_space(out.parent)}"
+        raise UserError(f"cannot write {out}: {why}", "file.write") from error
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
 

@@ -26,7 +26,7 @@ from typing import IO, Any, Literal, NamedTuple
 import msgspec
 
 from fivefold.data.index import is_prepared
-from fivefold.support.errors import UserError
+from fivefold.support.errors import Problem, UserError
 from fivefold.support.files import irregular, open_regular
 from fivefold.support.parsing import path_of
 from fivefold.support.text import did_you_mean, either, nearest
@@ -59,7 +59,7 @@ def find_sources(inputs: Sequence[Path], leave_out: Path) -> list[TextSource]:
     `leave_out`, where the tokens will go.
     """
     if not inputs:
-        raise UserError("no input was given; name at least one file or directory of text")
+        raise UserError("no input was given; name at least one file or directory of text", "prepare.input.missing")
     problems: list[str] = []
     sources: list[TextSource] = []
     for given in inputs:
@@ -68,23 +68,25 @@ def find_sources(inputs: Sequence[Path], leave_out: Path) -> list[TextSource]:
             if not given.exists():
                 problems.append(_missing(given))
                 continue
-            found = list(_walk(given, leave_out.absolute())) if given.is_dir() else [given]
+            files = list(_walk(given, leave_out.absolute())) if given.is_dir() else [given]
         except UserError as error:
-            problems += error.problems
+            problems += error.coded
             continue
         except OSError as error:  # a directory that may not be looked into: what is in it would be missing silently
-            problems.append(f"{error.filename} cannot be read: {error.strerror}")
+            problems.append(Problem("file.read", f"{error.filename} cannot be read: {error.strerror}"))
             continue
-        for path in found:
+        for path in files:
             source = _source(path)
-            if isinstance(source, str):
+            if isinstance(source, Problem):
                 problems.append(source)
             else:
                 sources.append(source)
     if any(source.kind == "parquet" for source in sources) and find_spec("pyarrow") is None:
-        problems.append('parquet files need pyarrow, which is not installed: pip install "fivefold[parquet]"')
+        how = 'pip install "fivefold[parquet]"'
+        problems.append(Problem("install.pyarrow", f"parquet files need pyarrow, which is not installed: {how}"))
     if not problems and not sources:
-        problems.append(f"no files in {either(inputs)}: hidden files are passed over, and nothing else is there")
+        nothing = f"no files in {either(inputs)}: hidden files are passed over, and nothing else is there"
+        problems.append(Problem("prepare.input.empty", nothing))
     if problems:
         raise UserError(problems)
     return sources
@@ -105,28 +107,33 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def _source(path: Path) -> TextSource | str:
+def _source(path: Path) -> TextSource | Problem:
     suffix = path.suffix.lower()
     if suffix in _PACKED:
-        return f"{path} is packed ({suffix}), which is not read here; unpack it, or pack it as .gz"
+        other = f"{path} is packed ({suffix}), which is not read here; unpack it, or pack it as .gz"
+        return Problem("prepare.input.packed", other)
     packed = suffix == ".gz"
     kind = _KINDS.get(Path(path.stem).suffix.lower() if packed else suffix, "text")
     if packed and kind == "parquet":
-        return f"{path} is a packed parquet file; unpack it (parquet compresses its own columns)"
+        twice = f"{path} is a packed parquet file; unpack it (parquet compresses its own columns)"
+        return Problem("prepare.input.packed", twice)
     try:
-        found = path.stat()
-        problem = irregular(found.st_mode)
-        return f"{path} cannot be read: {problem}" if problem else TextSource(path, kind, packed, found.st_size)
+        status = path.stat()
+        if problem := irregular(status.st_mode):
+            return Problem("file.read", f"{path} cannot be read: {problem}")
+        return TextSource(path, kind, packed, status.st_size)
     except OSError as error:  # a dangling link in a walked directory
-        return f"{path} cannot be read: {error.strerror}"
+        return Problem("file.read", f"{path} cannot be read: {error.strerror}")
 
 
-def _missing(path: Path) -> str:
+def _missing(path: Path) -> Problem:
     parent = path.parent
     if not parent.is_dir():
-        return f"{path} does not exist, and neither does the directory {parent}"
-    hits = nearest(path.name, [entry.name for entry in parent.iterdir()])
-    return f"{path} does not exist" + (f"; did you mean {parent / hits[0]}?" if hits else "")
+        hint = f", and neither does the directory {parent}"
+    else:
+        hits = nearest(path.name, [entry.name for entry in parent.iterdir()])
+        hint = f"; did you mean {parent / hits[0]}?" if hits else ""
+    return Problem("prepare.input.missing", f"{path} does not exist{hint}")
 
 
 class Meter:
@@ -178,12 +185,6 @@ class TextPiece(NamedTuple):
     text: str | bytes
     loss: bool
     ends: bool  # the document
-
-
-class ReadProblem(NamedTuple):
-    """A place that cannot be read; in the stream, so that the reader can go on and find the others."""
-
-    sentence: str
 
 
 class Fields(NamedTuple):
@@ -239,14 +240,15 @@ class TextSegment(msgspec.Struct, forbid_unknown_fields=True):
     loss: bool = True
 
 
-def read_jsonl(path: Path, stream: IO[bytes], fields: Fields, meter: Meter) -> Iterator[TextPiece | ReadProblem]:
+def read_jsonl(path: Path, stream: IO[bytes], fields: Fields, meter: Meter) -> Iterator[TextPiece | Problem]:
     """The documents of JSON lines; blank lines are passed over."""
     decode = msgspec.json.Decoder(_record(fields)).decode
     for number, line in enumerate(_lines(stream), 1):
         if line is None:
-            yield ReadProblem(
+            yield Problem(
+                "record.long",
                 f"{path}:{number}: a line of more than {LONGEST >> 20} MiB is not read; write its text to a text file, "
-                "or divide the record"
+                "or divide the record",
             )
             continue
         if number == 1:
@@ -256,10 +258,10 @@ def read_jsonl(path: Path, stream: IO[bytes], fields: Fields, meter: Meter) -> I
         try:
             record = decode(line)
             if record.segments is None and (record.text is None or (fields.prompt and record.prompt is None)):
-                yield ReadProblem(f"{path}:{number}: {_explain(line, fields, None)}")
+                yield _at(f"{path}:{number}", _explain(line, fields, None))
                 continue
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            yield ReadProblem(f"{path}:{number}: {_explain(line, fields, error)}")
+            yield _at(f"{path}:{number}", _explain(line, fields, error))
             continue
         yield from _document(record.text, record.prompt, record.segments, meter)
 
@@ -275,7 +277,7 @@ def _lines(stream: IO[bytes]) -> Iterator[bytes | None]:
         yield None
 
 
-def read_parquet(source: TextSource, fields: Fields, meter: Meter) -> Iterator[TextPiece | ReadProblem]:
+def read_parquet(source: TextSource, fields: Fields, meter: Meter) -> Iterator[TextPiece | Problem]:
     """The documents of a parquet file, a few rows at a time."""
     import pyarrow.parquet  # slow to import, and optional: that it is there was checked when the file was found
 
@@ -285,7 +287,7 @@ def read_parquet(source: TextSource, fields: Fields, meter: Meter) -> Iterator[T
             wanted = ["segments"] if "segments" in columns else [n for n in (fields.text, fields.prompt) if n]
             if missing := [name for name in wanted if name not in columns]:
                 for name in missing:
-                    yield ReadProblem(f"{source.path}: {_no_field(name, columns)}")
+                    yield _at(str(source.path), _no_field(name, columns))
                 return
             number, rows = 0, max(file.metadata.num_rows, 1)
             meter.position = lambda: source.size * number // rows
@@ -295,22 +297,20 @@ def read_parquet(source: TextSource, fields: Fields, meter: Meter) -> Iterator[T
                     number += 1
                     yield from _row(source.path, number, dict(zip(wanted, row, strict=True)), fields, meter)
     except pyarrow.ArrowException as error:
-        yield ReadProblem(f"{source.path} is not a readable parquet file: {error}")
+        yield Problem("prepare.parquet", f"{source.path} is not a readable parquet file: {error}")
 
 
-def _row(
-    path: Path, number: int, row: dict[str, Any], fields: Fields, meter: Meter
-) -> Iterator[TextPiece | ReadProblem]:
+def _row(path: Path, number: int, row: dict[str, Any], fields: Fields, meter: Meter) -> Iterator[TextPiece | Problem]:
     try:
         if "segments" in row:
             yield from _document(None, None, msgspec.convert(row["segments"], list[TextSegment]), meter)
             return
     except msgspec.ValidationError as error:
-        yield ReadProblem(f"{path}, row {number}: {error}")
+        yield Problem("record.segments", f"{path}, row {number}: {error}")
         return
     for name, value in row.items():
         if not isinstance(value, str):
-            yield ReadProblem(f"{path}, row {number}: {_not_text(name, value)}")
+            yield _at(f"{path}, row {number}", _not_text(name, value))
             return
     yield from _document(row[fields.text], row.get(fields.prompt or ""), None, meter)
 
@@ -351,35 +351,43 @@ def _record(fields: Fields) -> type[Any]:
     return msgspec.defstruct("Record", wanted, rename=rename, namespace={} if fields.prompt else {"prompt": None})
 
 
-def _explain(line: bytes, fields: Fields, error: Exception | None) -> str:
+def _at(place: str, problem: Problem) -> Problem:
+    return Problem(problem.code, f"{place}: {problem}")
+
+
+def _explain(line: bytes, fields: Fields, error: Exception | None) -> Problem:
     """What is wrong with a record: found slowly, because it is found once."""
     if len(line) > _SHORT:
-        return str(error or f"no field {fields.text!r} among the wanted ones")
+        return Problem(
+            "record.syntax" if error else "record.field",
+            str(error or f"no field {fields.text!r} among the wanted ones"),
+        )
     try:
         record = msgspec.json.decode(line)
     except RecursionError:
-        return "its values are nested too deeply"
+        return Problem("record.syntax", "its values are nested too deeply")
     except (msgspec.DecodeError, UnicodeDecodeError) as reason:
-        return f'not JSON: {reason}; a line is one record, for example {{"{fields.text}": "..."}}'
+        example = f'a line is one record, for example {{"{fields.text}": "..."}}'
+        return Problem("record.syntax", f"not JSON: {reason}; {example}")
     if not isinstance(record, dict):
-        return f'a record is an object like {{"{fields.text}": "..."}}, not {_type(record)}'
+        wanted = f'a record is an object like {{"{fields.text}": "..."}}, not {_type(record)}'
+        return Problem("record.object", wanted)
     if record.get("segments") is None:
         for name in (fields.text, fields.prompt):
             if name is not None and name not in record:
                 return _no_field(name, list(record))
             if name is not None and not isinstance(record[name], str):
                 return _not_text(name, record[name])
-    return f'{error}; segments look like [{{"text": "...", "loss": false}}, ...]'
+    return Problem("record.segments", f'{error}; segments look like [{{"text": "...", "loss": false}}, ...]')
 
 
-def _no_field(name: str, names: Sequence[str]) -> str:
-    if not names:
-        return f"no field {name!r}: the record is empty"
-    return f"no field {name!r} among {', '.join(map(repr, names))}; {did_you_mean(name, names)}"
+def _no_field(name: str, names: Sequence[str]) -> Problem:
+    among = f" among {', '.join(map(repr, names))}; {did_you_mean(name, names)}" if names else ": the record is empty"
+    return Problem("record.field", f"no field {name!r}{among}")
 
 
-def _not_text(name: str, value: object) -> str:
-    return f"field {name!r} is {_type(value)}; a string is needed"
+def _not_text(name: str, value: object) -> Problem:
+    return Problem("record.text", f"field {name!r} is {_type(value)}; a string is needed")
 
 
 _TYPES: dict[type, str] = {
@@ -412,26 +420,25 @@ def documents(sources: Sequence[TextSource], fields: Fields, decode: bool, meter
 
     After the first problem nothing more is yielded: the input is only read a little further, to name up to ten.
     """
-    problems: list[str] = []
-    found = 0
+    problems: list[Problem] = []
+    first = 0  # bytes read at the first of them
     for item in _items(sources, fields, decode, meter):
-        if isinstance(item, ReadProblem):
-            found = found if problems else meter.read()
-            problems.append(item.sentence)
+        if isinstance(item, Problem):
+            first = first if problems else meter.read()
+            problems.append(item)
             if len(problems) == MOST_PROBLEMS:
-                problems.append(f"stopped after {MOST_PROBLEMS} problems; there may be more")
+                stopped = f"stopped after {MOST_PROBLEMS} problems; there may be more"
+                problems.append(Problem("problems.more", stopped))
                 break
         elif not problems:
             yield item
-        elif meter.read() - found > LOOK_AHEAD:
+        elif meter.read() - first > LOOK_AHEAD:
             break
     if problems:
         raise UserError(problems)
 
 
-def _items(
-    sources: Sequence[TextSource], fields: Fields, decode: bool, meter: Meter
-) -> Iterator[TextPiece | ReadProblem]:
+def _items(sources: Sequence[TextSource], fields: Fields, decode: bool, meter: Meter) -> Iterator[TextPiece | Problem]:
     for source in sources:
         try:
             if source.kind == "parquet":
@@ -443,10 +450,11 @@ def _items(
                 else:
                     yield from _read_text(source.path, stream, decode, meter)
         except (OSError, EOFError, zlib.error) as error:  # the last two: a damaged or cut-off gzip file
-            yield ReadProblem(f"{source.path} cannot be read: {getattr(error, 'strerror', None) or error}")
+            why = getattr(error, "strerror", None) or error
+            yield Problem("file.read", f"{source.path} cannot be read: {why}")
 
 
-def _read_text(path: Path, stream: IO[bytes], decode: bool, meter: Meter) -> Iterator[TextPiece | ReadProblem]:
+def _read_text(path: Path, stream: IO[bytes], decode: bool, meter: Meter) -> Iterator[TextPiece | Problem]:
     """The pieces of a file that is one document: as `str` if `decode`, else its bytes, all of them unchanged."""
     chunks: Iterator[bytes] = iter(lambda: stream.read(PIECE), b"")
     texts: Iterator[str] | Iterator[bytes] = in_pieces(_decoded(chunks)) if decode else chunks
@@ -457,9 +465,10 @@ def _read_text(path: Path, stream: IO[bytes], decode: bool, meter: Meter) -> Ite
                 yield TextPiece(last, loss=True, ends=False)
             last = text
     except _NotUtf8 as error:
-        yield ReadProblem(
+        yield Problem(
+            "prepare.input.utf8",
             f"{path} is not UTF-8: byte {error.offset} is 0x{error.byte:02x}; convert the file, leave it out, "
-            'or tokenize as "bytes", which takes any'
+            'or tokenize as "bytes", which takes any',
         )
         return
     if last is None:

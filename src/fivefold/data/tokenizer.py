@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from fivefold.data.index import TOKENIZER, read_index
 from fivefold.data.records import Meter, TextPiece
-from fivefold.support.errors import UserError
+from fivefold.support.errors import Problem, UserError
 from fivefold.support.files import digest
 from fivefold.support.parsing import path_of, read_json
 from fivefold.support.progress import prefetch
@@ -47,14 +47,16 @@ def load_tokenizer(given: str | Path, eos: str | int | None = None) -> Tokenizer
     """`bytes`, a tokenizer.json, or a directory with one in it."""
     if str(given) == "bytes":
         if eos not in (None, ByteTokenizer.end):
-            raise UserError(f"eos={eos!r} does nothing for bytes, whose end of document is {ByteTokenizer.end}")
+            nothing = f"eos={eos!r} does nothing for bytes, whose end of document is {ByteTokenizer.end}"
+            raise UserError(nothing, "prepare.eos.bytes")
         return ByteTokenizer()
     path = path_of(given)
     path = path / "tokenizer.json" if path.is_dir() else path
     if not path.is_file():
         raise UserError(
             f"no tokenizer file at {path}: give the path of a Hugging Face tokenizer.json (nothing is downloaded), "
-            'or "bytes"'
+            'or "bytes"',
+            "prepare.tokenizer.missing",
         )
     return FileTokenizer(path, eos)
 
@@ -123,12 +125,14 @@ def _read(path: Path) -> Any:
         import tokenizers
     except ImportError as error:
         raise UserError(
-            f'{path} needs the tokenizers library, which is not installed: pip install "fivefold[train]"'
+            f'{path} needs the tokenizers library, which is not installed: pip install "fivefold[train]"',
+            "install.tokenizers",
         ) from error
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception for a file it cannot parse
-        raise UserError(f"{path} is not a tokenizer file that can be read: {error}") from error
+        unread = f"{path} is not a tokenizer file that can be read: {error}"
+        raise UserError(unread, "prepare.tokenizer.damaged") from error
     # A file may carry the settings of some other use: cut every text at 512 tokens, or fill it up.
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -138,17 +142,19 @@ def _read(path: Path) -> Any:
 def _end(path: Path, eos: str | int | None, names: dict[str, int], added: list[str], vocab: int) -> int:
     if isinstance(eos, int):
         if not 0 <= eos < vocab:
-            raise UserError(f"eos={eos} is not an id of {path}, whose ids are 0..{vocab - 1}")
+            raise UserError(f"eos={eos} is not an id of {path}, whose ids are 0..{vocab - 1}", "prepare.eos.unknown")
         return eos
     if eos is not None:
         if eos not in names:
-            raise UserError(f"eos={eos!r} is not a token of {path}; {did_you_mean(eos, added or list(END_NAMES))}")
+            hint = did_you_mean(eos, added or list(END_NAMES))
+            raise UserError(f"eos={eos!r} is not a token of {path}; {hint}", "prepare.eos.unknown")
         return names[eos]
     for name in END_NAMES:
         if name in names:
             return names[name]
     known = f"its special tokens: {', '.join(added[:20])}" if added else "it has no special tokens"
-    raise UserError(f"{path} has no end-of-document token with a usual name; give one with --eos ({known})")
+    unusual = f"{path} has no end-of-document token with a usual name; give one with --eos ({known})"
+    raise UserError(unusual, "prepare.eos.missing")
 
 
 # ---- batches, one ahead of the writer ------------------------------------------------------------------------------
@@ -210,18 +216,19 @@ def foreign(model: Path, prepared: Path, others: tuple[str, ...] = ()) -> list[s
         known = next((model / name for name in others if (model / name).is_file()), None)
         if known is None or index.tokenizer_file:
             return []
-        return [f"{_has(prepared, index.tokenizer)}, and the model's tokenizer is {known}; {_way(model, convert=True)}"]
+        return [_other(prepared, index.tokenizer, str(known), _way(model, convert=True))]
     file = index.tokenizer_file
     if file is None:
-        return [f"{_has(prepared, index.tokenizer)}, and the model's tokenizer is {own}; {_way(model)}"]
+        return [_other(prepared, index.tokenizer, str(own), _way(model))]
     if file.sha256 == (sum_ := digest(own)) or _makes(own) == _makes(prepared / file.name):
         return []
     name = f"{prepared / file.name} (sha256 {file.sha256[:8]}, {index.vocab:,} ids)"
-    return [f"{_has(prepared, name)}, and the model's tokenizer is {own} (sha256 {sum_[:8]}); {_way(model)}"]
+    return [_other(prepared, name, f"{own} (sha256 {sum_[:8]})", _way(model))]
 
 
-def _has(prepared: Path, tokenizer: str) -> str:
-    return f"the tokens of {prepared} were made by the tokenizer {tokenizer}"
+def _other(prepared: Path, tokenizer: str, of_model: str, way: str) -> Problem:
+    made = f"the tokens of {prepared} were made by the tokenizer {tokenizer}"
+    return Problem("data.tokenizer", f"{made}, and the model's tokenizer is {of_model}; {way}")
 
 
 def _way(model: Path, convert: bool = False) -> str:
@@ -235,7 +242,7 @@ def _makes(path: Path) -> Any:
         table = read_json(path)
         parts: dict[str, Any] = {key: _plain(table.get(key)) for key in _PARTS}
         if merges := (parts["model"] or {}).get("merges"):  # "a b", or since tokenizers 0.20 ["a", "b"]
-            parts["model"]["merges"] = [one if isinstance(one, str) else " ".join(one) for one in merges]
+            parts["model"]["merges"] = [pair if isinstance(pair, str) else " ".join(pair) for pair in merges]
     except (UserError, AttributeError, TypeError):
         return path  # equal to no other
     return parts

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.data.index import CHUNK, MEND, DataFile, DataIndex, DataShard, read_index
-from fivefold.support.errors import UserError
+from fivefold.support.errors import Problem, UserError
 from fivefold.support.files import Regular, open_regular
 from fivefold.support.progress import Report, quiet
 from fivefold.support.text import did_you_mean
@@ -61,7 +61,7 @@ class OpenFiles:
             now = _seen(stream)
         except OSError as error:
             raise UserError(
-                f"{self.path / file.name} cannot be read at byte {begin + done}: {error.strerror}"
+                f"{self.path / file.name} cannot be read at byte {begin + done}: {error.strerror}", "file.read"
             ) from None
         self._compare(file, now)
         self.touch(file, begin, begin + len(view))
@@ -90,18 +90,20 @@ class OpenFiles:
         if now.bytes < file.bytes:
             raise UserError(
                 f"{self.path / file.name} was cut off while it was read: it ends at byte {now.bytes}, and the index "
-                f"promises {file.bytes} bytes; copy it again"
+                f"promises {file.bytes} bytes; copy it again",
+                "data.file.cut",
             )
         if now != self._seen[file.name]:
             raise UserError(
                 f"{self.path / file.name} was replaced or changed while it was read; tokens that are in use must stay "
-                "as they are: prepare into another directory"
+                "as they are: prepare into another directory",
+                "data.file.changed",
             )
 
 
 def _seen(stream: Regular) -> FileStat:
-    found = os.fstat(stream.fileno())
-    return FileStat(found.st_ino, found.st_size, found.st_mtime_ns)
+    status = os.fstat(stream.fileno())
+    return FileStat(status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 # ---- tokens ---------------------------------------------------------------------------------------------------------
@@ -140,15 +142,17 @@ class TokenStore:
             try:
                 size = place.stat().st_size if place.is_file() else None
             except OSError as error:
-                problems.append(f"{place} cannot be read: {error.strerror}")
+                problems.append(Problem("file.read", f"{place} cannot be read: {error.strerror}; {MEND}"))
                 continue
             if size is None:
-                problems.append(f"{place} is missing: the index promises {file.bytes} bytes")
+                absent = f"{place} is missing: the index promises {file.bytes} bytes"
+                problems.append(Problem("data.file.missing", f"{absent}; {MEND}"))
             elif size != file.bytes:
-                word = "short" if size < file.bytes else "too long"
-                problems.append(f"{place} is {word}: {size} bytes, but the index promises {file.bytes}")
+                length = f"{'short' if size < file.bytes else 'too long'}: {size} bytes"
+                promised = f"{place} is {length}, but the index promises {file.bytes}"
+                problems.append(Problem("data.file.size", f"{promised}; {MEND}"))
         if problems:
-            raise UserError(f"{problem}; {MEND}" for problem in problems)
+            raise UserError(problems)
         return store
 
     def split(self, name: str) -> "Split":
@@ -157,9 +161,11 @@ class TokenStore:
             return self._splits[name]
         if name == "valid":
             raise UserError(
-                f"{self.path} has no held-out documents: it was prepared with valid=0; prepare with e.g. valid=0.01"
+                f"{self.path} has no held-out documents: it was prepared with valid=0; prepare with e.g. valid=0.01",
+                "data.split.valid",
             )
-        raise UserError(f"{self.path} has no split {name!r}; {did_you_mean(name, list(self._splits))}")
+        known = did_you_mean(name, list(self._splits))
+        raise UserError(f"{self.path} has no split {name!r}; {known}", "data.split.unknown")
 
     def check_ids(self, vocab: int, progress: Report = quiet) -> None:
         """Scan every token for an id that a vocabulary of this size does not have."""
@@ -224,8 +230,8 @@ class Split:
     def tokens_in(self, name: str, begin: int, end: int) -> tuple[int, int] | None:
         """Which tokens [first, last) depend on some bytes of a file; None: it is none of this split's."""
         for base, shard in zip(self._token_bounds, self._shards, strict=False):
-            if (found := shard.tokens_in(name, begin, end)) is not None:
-                return base + found[0], base + found[1]
+            if (tokens := shard.tokens_in(name, begin, end)) is not None:
+                return base + tokens[0], base + tokens[1]
         return None
 
     def check_documents(self) -> None:
@@ -277,7 +283,8 @@ class _OpenShard:
             raise UserError(
                 f"{self._store.path / file.name}: token {at} (byte {at * ids.itemsize}) is id {int(ids[place])}, but "
                 f"the vocabulary has {vocab} ids (0..{vocab - 1}); the file is damaged, or was prepared with another "
-                "tokenizer"
+                "tokenizer",
+                "data.ids",
             )
         return ids
 
@@ -292,7 +299,8 @@ class _OpenShard:
             place = int(np.argmax(mask > 1))
             raise UserError(
                 f"{self._store.path / file.name}: byte {begin + place} is {int(mask[place])}, and a mask has 0 and 1; "
-                "the file is damaged"
+                "the file is damaged",
+                "data.mask",
             )
         return mask.astype(bool)
 
@@ -322,7 +330,8 @@ class _OpenShard:
                 raise UserError(
                     f"{self._store.path / self._shard.document_file.name}: document {at} (byte {8 * at}) begins at "
                     f"token {value}, after one that begins at {int(starts[place - 1]) if place else before}; documents "
-                    f"begin at 0 and then one after the other below {self.tokens}; the file is damaged"
+                    f"begin at 0 and then one after the other below {self.tokens}; the file is damaged",
+                    "data.documents",
                 )
             before = int(starts[-1])
             marks.append(starts[::_EVERY])

@@ -160,12 +160,14 @@ class Accelerator(Struct, frozen=True, kw_only=True):
     def rate(self, precision: str) -> float:
         """Peak FLOP/s in a precision; a sentence where the device has none."""
         if precision not in PRECISIONS:
-            raise UserError(f"unknown precision {precision!r}; {did_you_mean(precision, PRECISIONS)}")
+            hint = did_you_mean(precision, PRECISIONS)
+            raise UserError(f"unknown precision {precision!r}; {hint}", "precision.unknown")
         rate: float | None = getattr(self.peak, precision)
         if rate is None:
             has = [name for name in PRECISIONS if getattr(self.peak, name) is not None]
             near = "; nearest: --precision fp16" if precision == "bf16" and self.peak.fp16 else ""
-            raise UserError(f"{self.name} has no {precision} rate; it has {', '.join(has) or 'none'}{near}")
+            none = f"{self.name} has no {precision} rate; it has {', '.join(has) or 'none'}{near}"
+            raise UserError(none, "precision.accelerator")
         return rate
 
 
@@ -427,11 +429,12 @@ def find_link(name: str) -> Link:
 
 
 def _find(what: str, name: str, known: dict[str, D], spelled: dict[str, D]) -> D:
-    found = spelled | {_plain(one): entry for one, entry in known.items()}
-    if _plain(name) not in found:
+    entries = spelled | {_plain(key): entry for key, entry in known.items()}
+    if _plain(name) not in entries:
         hint = _meant(name) if what == "accelerator" else did_you_mean(name, list(known))
-        raise UserError(f"unknown {what} {name!r}; {hint}")
-    return found[_plain(name)]
+        unknown = f"unknown {what} {name!r}; {hint}"
+        raise UserError(unknown, "cluster.accelerator" if what == "accelerator" else "cluster.link")
+    return entries[_plain(name)]
 
 
 def _meant(name: str) -> str:
@@ -447,5 +450,5 @@ def _meant(name: str) -> str:
 def _boards(name: str) -> list[str]:
     """All boards of the chip that a name begins with, or those that it may mean: 'H100-PCIe' is nearer to them than to
     a name with as many of its letters."""
-    same = [one for one in ACCELERATORS if name.startswith(_plain(one.partition("-")[0]))]
-    return [repr(one) for one in same if _plain(one).startswith(name)] or [repr(one) for one in same]
+    same = [board for board in ACCELERATORS if name.startswith(_plain(board.partition("-")[0]))]
+    return [repr(board) for board in same if _plain(board).startswith(name)] or [repr(board) for board in same]

@@ -40,7 +40,7 @@ from fivefold.hardware.accelerators import (
     usual_node,
 )
 from fivefold.render.blocks import Block, Result, Table, Text
-from fivefold.support.errors import UserError
+from fivefold.support.errors import Problem, UserError
 from fivefold.support.parsing import Missing, path_of, read_toml
 from fivefold.support.ranges import RANKS, misfit, within
 from fivefold.support.text import bytes_text, did_you_mean, either
@@ -64,14 +64,16 @@ def table_of(text: str) -> dict[str, Any]:
             counts, name = [*counts, glued[1]], glued[2]
         name, behind = _counts_behind(name)
     if not re.search(r"[^\W\d_]", name) and not _is_known(name):
-        raise UserError(f"no accelerator is named; {HOW}")
+        raise UserError(f"no accelerator is named; {HOW}", "cluster.form")
     if len(counts) + len(behind) > 2:
-        raise UserError(f"{len(counts) + len(behind)} counts are too many; {HOW}")
+        raise UserError(f"{len(counts) + len(behind)} counts are too many; {HOW}", "cluster.form")
     if counts and behind:
-        raise UserError(f"{counts[0]} before and {behind[0]} behind the name may be read in two ways; {HOW}")
+        both = f"{counts[0]} before and {behind[0]} behind the name may be read in two ways"
+        raise UserError(f"{both}; {HOW}", "cluster.form")
     if len(behind) == 2:
         ways = dict.fromkeys(f"{x}x{y}x{find_accelerator(name).name}" for x, y in (behind, behind[::-1]))
-        raise UserError(f"nodes and GPUs per node stand before the accelerator; write {either(list(ways))}")
+        order = "nodes and GPUs per node stand before the accelerator"
+        raise UserError(f"{order}; write {either(list(ways))}", "cluster.form")
     if len(counts + behind) == 1 and _is_known(name):
         _one_node((counts + behind)[0], find_accelerator(name).name)
     return {**dict(zip(("gpus", "nodes"), reversed(counts + behind), strict=False)), "accelerator": name}
@@ -89,7 +91,8 @@ def _one_node(count: str, name: str) -> None:
         nodes, gpus = round(wanted / usual), usual
     raise UserError(
         f"{wanted} GPUs are more than the {usual} that a node of {name} has; write {nodes}x{gpus}x{name}, or "
-        f"1x{wanted}x{name} for one node of {wanted}"
+        f"1x{wanted}x{name} for one node of {wanted}",
+        "cluster.node",
     )
 
 
@@ -155,7 +158,7 @@ class Cluster(Struct, frozen=True):
     def parse(cls, text: str) -> "Cluster":
         """Read "8x8xH100" and its kin; every problem of the text is told at once."""
         if not text.strip():
-            raise UserError(f"the cluster is empty; {HOW}")
+            raise UserError(f"the cluster is empty; {HOW}", "cluster.form")
         return cls(_read_groups([(repr(part.strip()), part.strip()) for part in text.split("+")], []))
 
     @classmethod
@@ -164,7 +167,8 @@ class Cluster(Struct, frozen=True):
         if isinstance(value, Cluster):
             return value
         if not isinstance(value, str | Path):
-            raise UserError(f"a cluster is a text, a file or a Cluster, not a {type(value).__name__}; {HOW}")
+            kind = type(value).__name__
+            raise UserError(f"a cluster is a text, a file or a Cluster, not a {kind}; {HOW}", "cluster.type")
         path = path_of(value)
         if path.suffix == ".toml" and os.path.isfile(path):
             table = read_toml(path)
@@ -178,17 +182,17 @@ class Cluster(Struct, frozen=True):
         if isinstance(value, str):
             return cls.parse(value)
         if not isinstance(value, Mapping):
-            raise UserError(f"cluster={value!r} is neither a text nor a table; {HOW}")
+            raise UserError(f"cluster={value!r} is neither a text nor a table; {HOW}", "cluster.type")
         if set(value) == {"cluster"}:  # the whole file
             return cls.from_dict(value["cluster"])
         known = ("group",) if "group" in value else ("group", *GROUP_KEYS)
-        problems = [f"cluster: {problem}" for problem in _unknown_keys(value, known)]
+        problems = _unknown_keys(value, known, "cluster: ")
         if "group" not in value:
             group = {key: value[key] for key in GROUP_KEYS if key in value}
             return cls(_read_groups([("cluster", group)], problems))
         groups = [value["group"]] if isinstance(value["group"], Mapping) else value["group"]
         if not isinstance(groups, list | tuple) or not groups:
-            raise UserError([*problems, f"cluster.group={groups!r} must be one table or more"])
+            raise UserError([*problems, f"cluster.group={groups!r} must be one table or more"], "cluster.type")
         return cls(_read_groups([(f"cluster.group[{at}]", group) for at, group in enumerate(groups)], problems))
 
     def to_dict(self) -> dict[str, Any]:
@@ -241,11 +245,15 @@ def _gathering(problems: list[str], where: str = "") -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        problems += [f"{where}: {problem}" if where else problem for problem in error.problems]
+        problems += error.framed(f"{where}: " if where else "")
 
 
-def _unknown_keys(table: Mapping[Any, Any], known: Sequence[str]) -> list[str]:
-    return [f"unknown key {key!r}; {did_you_mean(str(key), known)}" for key in table if key not in known]
+def _unknown_keys(table: Mapping[Any, Any], known: Sequence[str], where: str = "") -> list[str]:
+    return [
+        Problem("cluster.key", f"{where}unknown key {key!r}; {did_you_mean(str(key), known)}")
+        for key in table
+        if key not in known
+    ]
 
 
 def _read_groups(places: list[tuple[str, Any]], problems: list[str]) -> tuple[Group, ...]:
@@ -254,7 +262,7 @@ def _read_groups(places: list[tuple[str, Any]], problems: list[str]) -> tuple[Gr
         with _gathering(problems, where):
             groups.append(_read_group(table_of(group) if isinstance(group, str) else group))
     if (world := sum(group.world for group in groups)) > RANKS:
-        problems.append(f"{world} GPUs are more than {RANKS}")
+        problems.append(Problem("cluster.size", f"{world} GPUs are more than {RANKS}"))
     if problems:
         raise UserError(problems)
     return tuple(groups)
@@ -262,7 +270,7 @@ def _read_groups(places: list[tuple[str, Any]], problems: list[str]) -> tuple[Gr
 
 def _read_group(table: Any) -> Group:
     if not isinstance(table, Mapping):
-        raise UserError(f"{table!r} must be a table with the keys {', '.join(GROUP_KEYS)}")
+        raise UserError(f"{table!r} must be a table with the keys {', '.join(GROUP_KEYS)}", "cluster.type")
     problems = _unknown_keys(table, GROUP_KEYS)
     counts = {}
     for key in ("nodes", "gpus"):
@@ -277,7 +285,8 @@ def _read_group(table: Any) -> Group:
         with _gathering(problems):
             device = read_accelerator(named) if named.strip().endswith(".toml") else find_accelerator(named)
     else:
-        problems.append(f"accelerator={named!r} must be a table or one of {', '.join(ACCELERATORS)}")
+        wanted = f"must be a table or one of {', '.join(ACCELERATORS)}"
+        problems.append(Problem("cluster.accelerator", f"accelerator={named!r} {wanted}"))
     with _gathering(problems):
         device = _read(Accelerator, {key: table[key] for key in OVERRIDES if key in table}, device)
     if problems:
@@ -293,7 +302,7 @@ def read_accelerator(name: str) -> Accelerator:
     except Missing:
         others = sorted(str(file) for file in path.parent.glob("*.toml")) if os.path.isdir(path.parent) else []
         hint = did_you_mean(str(path), others) if others else f"'fivefold calibrate -o {path}' makes one of this device"
-        raise UserError(f"no accelerator file {path}; {hint}") from None
+        raise UserError(f"no accelerator file {path}; {hint}", "cluster.accelerator") from None
     problems: list[str] = []
     with _gathering(problems, str(path)):
         return _read(Accelerator, table)
@@ -304,9 +313,9 @@ def _read_count(key: str, value: Any) -> int:
     # 18 digits: beyond them int() of a text may refuse, and no cluster is so large
     count = int(value) if isinstance(value, str) and re.fullmatch(r"-?\d{1,18}", value) else value
     if type(count) is not int or count < 1:
-        raise UserError(f"{key}={value} must be a whole number of at least 1")
+        raise UserError(f"{key}={value} must be a whole number of at least 1", "cluster.count")
     if wrong := misfit(key, count, within(1, RANKS)):
-        raise UserError(wrong)
+        raise UserError(wrong, "cluster.count")
     return count
 
 
@@ -315,7 +324,7 @@ def _read(kind: type[T], value: Any, usual: T | None = None) -> T:
     fields = structs.fields(kind)
     names = [field.name for field in fields]
     if not isinstance(value, Mapping):
-        raise UserError(f"{value!r} must be a table with the keys {', '.join(names)}")
+        raise UserError(f"{value!r} must be a table with the keys {', '.join(names)}", "cluster.type")
     problems = _unknown_keys(value, names)
     values = {}
     for field in fields:
@@ -323,26 +332,26 @@ def _read(kind: type[T], value: Any, usual: T | None = None) -> T:
             with _gathering(problems, field.name if kind is Accelerator and field.name in NESTED else ""):
                 values[field.name] = _read_field(kind, field.name, value, usual)
         elif usual is None and field.required:
-            problems.append(f"{field.name} is missing")
+            problems.append(Problem("cluster.missing", f"{field.name} is missing"))
     if problems:
         raise UserError(problems)
     return structs.replace(usual, **values) if usual else kind(**values)
 
 
-def _read_field(kind: type[Struct], name: str, table: Mapping[str, Any], whole: Any) -> Any:
-    """One value of a table; `whole` is what it would usually be a part of."""
-    value, usual = table[name], getattr(whole, name, None)
+def _read_field(kind: type[Struct], name: str, table: Mapping[str, Any], parent: Any) -> Any:
+    """One value of a table; `parent` is what it would usually be a part of."""
+    value, usual = table[name], getattr(parent, name, None)
     if name in ("name", "source"):
         if isinstance(value, str) and value.strip():
             return value
-        raise UserError(f"{name}={value!r} must be a text")
+        raise UserError(f"{name}={value!r} must be a text", "cluster.type")
     if name == "units":
         return _read_count(name, value)
     if kind is Accelerator and name in NESTED:
         if name == "achieved":
             if value is None:  # as the catalogue has it
                 return None
-            usual = usual or achieved(str(table.get("name", getattr(whole, "name", ""))))
+            usual = usual or achieved(str(table.get("name", getattr(parent, "name", ""))))
         return (
             find_link(value) if NESTED[name] is Link and isinstance(value, str) else _read(NESTED[name], value, usual)
         )
@@ -350,11 +359,12 @@ def _read_field(kind: type[Struct], name: str, table: Mapping[str, Any], whole: 
     if kind is Achieved and name not in LIMITS:
         if number and 0 < value <= SHARE:
             return float(value)
-        raise UserError(f"{name}={value!r} must be a share of the ceiling: above 0, at most {SHARE}")
+        share = f"must be a share of the ceiling: above 0, at most {SHARE}"
+        raise UserError(f"{name}={value!r} {share}", "cluster.share")
     least, bound, wanted = LIMITS.get(name, (1, 1e30, "FLOP/s, at least 1"))
     if number and least <= value < bound:
         return int(value) if name == "memory" else float(value)
-    raise UserError(f"{name}={value!r} must be a number of {wanted}")
+    raise UserError(f"{name}={value!r} must be a number of {wanted}", "cluster.figure")
 
 
 # ---- listing --------------------------------------------------------------------------------------------------------

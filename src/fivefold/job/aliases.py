@@ -12,6 +12,7 @@ from typing import Any
 
 from fivefold.layout.layout import SPACED, Layout, with_commas
 from fivefold.support.dtypes import precision_of
+from fivefold.support.errors import Problem
 from fivefold.support.parsing import join
 from fivefold.support.text import either, nearest
 
@@ -104,9 +105,10 @@ def explain(table: dict[str, Any], sections: Keys, problems: list[str]) -> None:
         if isinstance(inner := places.get(section, {}).get(key), dict):
             places[f"{section}.{key}"] = inner
     for section, values in places.items():
-        for key in [one for one in values if one not in (sections.get(section, ()) if section else sections)]:
+        known = sections.get(section, ()) if section else sections
+        for key in [key for key in values if key not in known]:
             if sentence := meant(section, key, values[key], sections):
-                problems.append(sentence)
+                problems.append(Problem("setting.unknown", sentence))
                 del values[key]
                 section_of, _, inner = section.partition(".")
                 if inner and not values:
@@ -139,7 +141,7 @@ def option_meant(name: str, words: Sequence[str], known: Sequence[str], takes: s
     value = words[0] if words and not words[0].startswith("-") else "true"
     homes = [f"{section}.{key}"] if key in sections.get(section, ()) else _homes(key, sections)
     write = ""
-    if own := [one for one in known if set(homes) & set(_homes(_plain(one), sections))]:  # under another name
+    if own := [option for option in known if set(homes) & set(_homes(_plain(option), sections))]:  # under another name
         write = f"{own[0]} {value}"
     elif "KEY=VALUE" not in takes or ("{}" in SAID.get(key, "") and "--nproc" not in known):
         return None
@@ -172,17 +174,20 @@ def dtype_problem(word: str) -> str | None:
     """Of a precision that there is, and in which no run computes."""
     match precision_of(word):
         case "fp16":
-            return f"train.dtype={word} cannot be trained in: {NO_FP16}; nearest: train.dtype=bfloat16"
+            reason = f"train.dtype={word} cannot be trained in: {NO_FP16}; nearest: train.dtype=bfloat16"
+            return Problem("train.dtype.fp16", reason)
         case "fp8":
-            return "train.dtype=fp8 is a switch beside bfloat16; write train.dtype=bfloat16 train.fp8=true"
+            switch = "train.dtype=fp8 is a switch beside bfloat16; write train.dtype=bfloat16 train.fp8=true"
+            return Problem("train.dtype.fp8", switch)
     return None
 
 
 def apart(words: Sequence[str], layout: str, how: str = "--layout ") -> list[str]:
     """Of a layout with spaces for commas, `--layout dp=8 zero=3`, quoted or not: how it is written in one piece."""
     parts = layout_parts(words) if layout else []
-    whole = with_commas(",".join([layout.rstrip(", ") if parts else layout, *parts]))
-    return [f"{SPACED}; write {how}{whole}"] if parts or whole != layout.strip() else []
+    joined = with_commas(",".join([layout.rstrip(", ") if parts else layout, *parts]))
+    apart_by = Problem("layout.spaces", f"{SPACED}; write {how}{joined}")
+    return [apart_by] if parts or joined != layout.strip() else []
 
 
 def layout_changes(changes: Sequence[str], option: str) -> list[str]:
@@ -190,7 +195,8 @@ def layout_changes(changes: Sequence[str], option: str) -> list[str]:
     ours = [change for change in changes if change.partition("=")[0].partition(".")[0] == "layout"]
     write = ",".join(change.removeprefix("layout").lstrip(".=") for change in ours)
     option = "--layout " if any(change.startswith("layout=") for change in ours) else option
-    return [f"{' '.join(ours)} would be ignored: write {option}{write}"] if ours else []
+    ignored = Problem("layout.ignored", f"{' '.join(ours)} would be ignored: write {option}{write}")
+    return [ignored] if ours else []
 
 
 def layout_parts(words: Sequence[str]) -> list[str]:

@@ -8,141 +8,25 @@ No torch here: a bad job is refused before anything heavy is imported and before
 import math
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 
-from fivefold.data.index import read_index
 from fivefold.job.aliases import apart, dtype_problem, explain
+from fivefold.job.table import NESTED, Table, apply, model_of
 from fivefold.layout.layout import Layout
 from fivefold.optim import OPTIMIZERS, AnyOptimizer
 from fivefold.optim.adamw import AdamW
-from fivefold.spec.blocks import Experts, LatentSpec, RopeScaling, Yarn
-from fivefold.spec.hf import read_hf_config
 from fivefold.spec.model import ModelSpec
-from fivefold.spec.presets import PRESETS, TOYS, preset
 from fivefold.support.dtypes import dtype_of
-from fivefold.support.errors import Note, UserError
-from fivefold.support.parsing import Missing, parse_toml, path_of, read, read_toml, toml_value, unknown_key
+from fivefold.support.errors import Note, Problem, UserError
+from fivefold.support.parsing import Missing, path_of, read, read_toml, toml_value, unknown_key
 from fivefold.support.places import remote_of
 from fivefold.support.ranges import SECONDS, SEQUENCES, STEPS, TOKENS, outside, within
 from fivefold.support.text import did_you_mean
-
-# ---- changes --------------------------------------------------------------------------------------------------------
-# KEY=VALUE of a command line, laid over a job's table.
-#
-# apply(table, "optimizer.lr=3e-4", problems)
-
-
-Table = dict[str, Any]
-
-
-def apply(table: Table, change: str, problems: list[str]) -> None:
-    """Lay one `section.key=value` of the command line over the table."""
-    key, equals, text = change.partition("=")
-    if not equals or not key:
-        problems.append(f"{change!r} is not of the form section.key=value")
-        return
-    if any("\ud800" <= letter <= "\udfff" for letter in change):  # how Python keeps bytes that are no text
-        problems.append(f"{change!r} is not of a text in UTF-8; give it other characters")
-        return
-    *sections, last = key.split(".")
-    for section in sections:
-        if isinstance(table.get(section), str):  # a layout or model by its short name, then changed field by field
-            table[section] = _spread(section, table[section], problems)
-        table = table.setdefault(section, {})
-        if not isinstance(table, dict):
-            problems.append(f"{key}: {section} is a value, not a table")
-            return
-    table[last] = _value(text)
-
-
-def _value(text: str) -> Any:
-    """A TOML value, or plain text where it is none: `1e-4`, `true`, `[1, 2]`, and bare words."""
-    try:
-        table = parse_toml(f"value = {text}")
-        return table["value"] if len(table) == 1 else text  # lines below the first would be read by nobody
-    except (ValueError, RecursionError):
-        return text
-
-
-def _spread(section: str, text: str, problems: list[str]) -> Table:
-    """The table that a short string stands for."""
-    if section == "layout":
-        try:
-            return Layout.parse(text).given()
-        except UserError as error:
-            problems += error.problems
-            return {}
-    return {"preset": text} if section == "model" else {}
-
-
-# ---- model ----------------------------------------------------------------------------------------------------------
-# The model of a job: a preset, a Hugging Face config, or all its numbers.
-
-
-TAG = "kind"  # tells tables apart of which a model may have one or another
-_TABLES = {"experts": (Experts,), "mla": (LatentSpec,), "rope_scaling": (RopeScaling, Yarn)}
-NESTED = {key: [*chain(*(one.__struct_fields__ for one in kinds)), TAG] for key, kinds in _TABLES.items()}  # settings
-
-
-def model_of(value: Any, of_its_own: bool, data: Any, problems: list[str]) -> ModelSpec | None:
-    """`model = "tiny"`, or a table: a `preset` or a Hugging Face `config` and what changes it, or all the numbers.
-
-    Where the file says nothing of a model (`of_its_own`), what the command line says changes tiny. A toy has the
-    vocabulary of the job's data, unless it is given.
-    """
-    table = {"preset": value} if isinstance(value, str) else value
-    if not isinstance(table, dict):
-        problems.append(f"model={value!r} is neither a preset's name nor a table")
-        return None
-    bases = [key for key in ("preset", "config") if key in table]
-    if len(bases) > 1:
-        problems.append(f"model.preset={table['preset']!r} and model.config={table['config']!r} exclude each other")
-        return None
-    if not bases and not of_its_own:
-        bases, table = ["preset"], {"preset": "tiny"} | table
-    known = ["preset", "config", *ModelSpec.__struct_fields__]
-    problems += [unknown_key("model", key, known) for key in table if key not in known]
-    fields = {key: value for key, value in table.items() if key in ModelSpec.__struct_fields__}
-    try:
-        base: Table = {}
-        if "config" in bases:
-            base = msgspec.structs.asdict(read_hf_config(path_of(str(table["config"]))))
-        elif bases:  # a preset leaves out what is derived from others, so that it follows them
-            name = str(table["preset"])
-            preset(name)  # names the nearest where there is none
-            base = {"name": name} | PRESETS[name] | (_vocabulary(data) if name in TOYS else {})
-    except UserError as error:
-        problems += error.problems
-        return None
-    for key in NESTED.keys() & fields.keys():
-        given, whole = fields[key], msgspec.to_builtins(base.get(key)) or {}
-        if isinstance(given, dict) and given.get(TAG, whole.get(TAG)) == whole.get(TAG):
-            fields[key] = whole | given  # a preset's, and what changes it
-        elif given is not None and not isinstance(given, dict):
-            problems.append(
-                f"model.{key}={given!r} is not a table; write model.{key}.{NESTED[key][0]}=... and the like, or take a "
-                f"preset without {key}"
-            )
-            return None
-    return read(ModelSpec, base | fields, "model", problems)
-
-
-def _vocabulary(data: Any) -> Table:
-    """Of prepared data, if it can be read; what is wrong with it is told where the data is opened."""
-    path = data.get("path") if isinstance(data, dict) else None
-    try:
-        return {"vocab": read_index(path_of(path)).vocab} if isinstance(path, str) and path else {}
-    except UserError:
-        return {}
-
-
-# ---- config ---------------------------------------------------------------------------------------------------------
-
 
 Compile = Literal["auto", "on", "off"]
 Dtype = Literal["float32", "bfloat16", "float64"]
@@ -258,6 +142,45 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         layout = [] if model else self.layout.problems(self.model, world=world, seq=seq, batch=batch, ranks_by=ranks_by)
         return [*model, *self._settings(), *self._storage(), *layout]
 
+    def _settings(self) -> Iterator[str]:
+        for section in SECTIONS:
+            if section != "layout":
+                yield from outside(getattr(self, section), section).values()
+        yield from (problem for holds, problem in self.optimizer.rules() if not holds)
+        yield from self._whole_matrices()
+        yield from self._train()
+        yield from self._fp8()
+        yield from self._fp8_experts()
+        yield from self._balance()
+        yield from self._watch()
+        yield from self._data_and_run()
+
+    def _train(self) -> Iterator[Problem]:
+        smoothing, z_loss = self.train.label_smoothing, self.train.z_loss
+        if not 0 <= smoothing < 1:
+            yield Problem("train.label_smoothing.range", f"train.label_smoothing={smoothing} is a share: 0 <= it < 1")
+        if not 0 <= z_loss < math.inf:
+            yield Problem("train.z_loss.range", f"train.z_loss={z_loss} must not be negative; 0 turns it off")
+
+    def _data_and_run(self) -> Iterator[Problem]:
+        seq, context, name = self.data.seq, self.model.context, self.run.name
+        if self.model.positions == "learned" and seq > context:
+            yield Problem(
+                "data.seq.positions",
+                f"data.seq={seq} is longer than the {context} learned positions of {self.model.name}; nearest: "
+                f"data.seq={context}",
+            )
+        steps, traced, after = self.train.steps, self.trace.steps, self.trace.after
+        if min(traced, after) >= 0 and traced and after + traced > steps:
+            yield Problem(
+                "trace.steps.end",
+                f"trace.steps={traced} after trace.after={after} steps are more than train.steps={steps}; nearest: "
+                f"train.steps={after + traced}",
+            )
+        if not (Path(name).name == name != ".." and name.isprintable() and len(os.fsencode(name)) < 200):
+            plain = "must be a plain name, of less than 200 bytes and without slashes"
+            yield Problem("run.name.plain", f"run.name={name!r} {plain}")
+
     def _storage(self) -> list[str]:
         """What is wrong with where checkpoints are to lie."""
         if not self.checkpoint.url:
@@ -265,130 +188,108 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         try:
             place = remote_of(self.checkpoint.url)
         except UserError as error:
-            return [f"checkpoint.url: {problem}" for problem in error.problems]
+            return error.framed("checkpoint.url: ")
         if place.protocol == "memory" and self.layout.world > 1:
-            return [f"checkpoint.url={place} is the memory of one process, and the layout has {self.layout.world}"]
+            shared = f"checkpoint.url={place} is the memory of one process, and the layout has {self.layout.world}"
+            return [Problem("checkpoint.url.memory", shared)]
         return []
 
-    def _fp8(self) -> list[tuple[bool, str]]:
+    def _fp8(self) -> Iterator[Problem]:
         """What 8-bit products ask for, where they are asked for."""
-        t, layout, model = self.train, self.layout, self.model
-        if not t.fp8:
-            return []
-        widths = {"hidden": model.hidden, "ffn": model.ffn, "heads x head_dim": model.heads * model.head_dim}
-        widths["kv_heads x head_dim"] = model.kv_heads * model.head_dim
-        tokens = t.batch // max(1, layout.size("batch") * layout.microbatches) * self.data.seq // max(1, layout.cp)
-        widths["tokens of a microbatch on a rank"] = tokens
-        odd = [f"{name}={width}" for name, width in widths.items() if width % 16]
-        splits = layout.pp > 1 and layout.splits_backward
-        return [
-            (t.dtype == "bfloat16", f"train.fp8=true rounds from train.dtype=bfloat16, not {t.dtype}"),
-            (layout.tp == 1, f"train.fp8=true is for layouts with tp=1, not tp={layout.tp}"),
-            (
-                not splits,
+        train, layout, model = self.train, self.layout, self.model
+        if not train.fp8:
+            return
+        if train.dtype != "bfloat16":
+            yield Problem("train.fp8.dtype", f"train.fp8=true rounds from train.dtype=bfloat16, not {train.dtype}")
+        if layout.tp != 1:
+            yield Problem("train.fp8.tp", f"train.fp8=true is for layouts with tp=1, not tp={layout.tp}")
+        if layout.pp > 1 and layout.splits_backward:
+            yield Problem(
+                "train.fp8.schedule",
                 f"train.fp8=true is for schedules without passes for weight gradients alone, not {layout.schedule}; "
                 "nearest: schedule=1f1b",
-            ),
-            (not odd, f"train.fp8=true takes widths that are multiples of 16, not {', '.join(odd)}"),
-        ]
+            )
+        tokens = train.batch // max(1, layout.size("batch") * layout.microbatches) * self.data.seq // max(1, layout.cp)
+        widths = {
+            "hidden": model.hidden,
+            "ffn": model.ffn,
+            "heads x head_dim": model.heads * model.head_dim,
+            "kv_heads x head_dim": model.kv_heads * model.head_dim,
+            "tokens of a microbatch on a rank": tokens,
+        }
+        if odd := _odd(widths):
+            yield Problem("train.fp8.widths", f"train.fp8=true takes widths that are multiples of 16, not {odd}")
 
-    def _fp8_experts(self) -> list[tuple[bool, str]]:
-        t, experts = self.train, self.model.experts
-        if not t.fp8_experts:
-            return []
+    def _fp8_experts(self) -> Iterator[Problem]:
+        setting, train, experts = "train.fp8_experts=true", self.train, self.model.experts
+        if not train.fp8_experts:
+            return
         if experts is None:
-            return [(False, f"train.fp8_experts=true is for experts, and {self.model.name} has none")]
-        widths = {"hidden": self.model.hidden, "experts.ffn": experts.ffn}
-        odd = [f"model.{name}={width}" for name, width in widths.items() if width % 16]
-        return [
-            (t.dtype == "bfloat16", f"train.fp8_experts=true rounds from train.dtype=bfloat16, not {t.dtype}"),
-            (not odd, f"train.fp8_experts=true takes widths that are multiples of 16, not {', '.join(odd)}"),
-        ]
+            yield Problem("train.fp8_experts.dense", f"{setting} is for experts, and {self.model.name} has none")
+            return
+        if train.dtype != "bfloat16":
+            yield Problem("train.fp8_experts.dtype", f"{setting} rounds from train.dtype=bfloat16, not {train.dtype}")
+        if odd := _odd({"model.hidden": self.model.hidden, "model.experts.ffn": experts.ffn}):
+            yield Problem("train.fp8_experts.widths", f"{setting} takes widths that are multiples of 16, not {odd}")
 
-    def _whole_matrices(self) -> list[tuple[bool, str]]:
+    def _whole_matrices(self) -> Iterator[Problem]:
         """A rule that reads whole matrices finds them where no rank holds a part."""
         sizes = {"tp": self.layout.tp - 1, "zero": self.layout.zero}
         cut = " and ".join(f"layout.{key}" for key, size in sizes.items() if size)
-        why = (
-            f"optimizer.name={self.optimizer.name} reads whole matrices, and {cut} divides them; nearest: tp=1, zero=0"
-        )
-        return [(not (self.optimizer.whole_matrices and cut), why)]
+        if self.optimizer.whole_matrices and cut:
+            reads = f"optimizer.name={self.optimizer.name} reads whole matrices"
+            yield Problem("optimizer.name.layout", f"{reads}, and {cut} divides them; nearest: tp=1, zero=0")
 
-    def _balance(self) -> list[tuple[bool, str]]:
+    def _balance(self) -> Iterator[Problem]:
         """What keeps the load of experts even has no effect where there is nothing of the kind."""
-        t, experts = self.train, self.model.experts
-        losses = {"balance_loss": t.balance_loss, "router_z_loss": t.router_z_loss}
-        return [
-            *(
-                (
-                    experts is not None or not factor,
-                    f"train.{name}={factor} is for experts, and {self.model.name} has none",
-                )
-                for name, factor in losses.items()
-            ),
-            (
-                t.balance_rate in (0, BALANCE_RATE) or (experts is not None and experts.balance_bias),
-                f"train.balance_rate={t.balance_rate} moves the biases of model.experts.balance_bias=true, and "
-                f"{self.model.name} has none",
-            ),
-        ]
+        train, experts, model = self.train, self.model.experts, self.model.name
+        if experts is None and train.balance_loss:
+            dense = f"train.balance_loss={train.balance_loss} is for experts, and {model} has none"
+            yield Problem("train.balance_loss.dense", dense)
+        if experts is None and train.router_z_loss:
+            dense = f"train.router_z_loss={train.router_z_loss} is for experts, and {model} has none"
+            yield Problem("train.router_z_loss.dense", dense)
+        if train.balance_rate not in (0, BALANCE_RATE) and not (experts is not None and experts.balance_bias):
+            yield Problem(
+                "train.balance_rate.bias",
+                f"train.balance_rate={train.balance_rate} moves the biases of model.experts.balance_bias=true, and "
+                f"{model} has none",
+            )
 
-    def _watch(self) -> list[tuple[bool, str]]:
+    def _watch(self) -> Iterator[Problem]:
         """What watchers ask for."""
         watch, kept = self.watch, self.checkpoint
         asked = [f"watch.{name}=rollback" for name in ("spike", "nonfinite") if getattr(watch, name) == "rollback"]
-        every, back = kept.every if kept.save else 0, " and ".join(asked)
-        none = "checkpoint.save=false" if not kept.save else "checkpoint.every=0"
-        steps = max((kept.keep - 1) * every, kept.memory_every)  # that the oldest is behind, at least: memory has two
-        has = f"checkpoint.keep={kept.keep} of checkpoint.every={every}" if every else "two of checkpoint.memory_every"
-        more = f"keep={-(-watch.rollback // max(1, every)) + 1}" if every else f"memory_every={watch.rollback}"
-        return [
-            (
-                not asked or bool(every or kept.memory_every),
-                f"{back} goes back to a checkpoint, and {none} makes none; nearest: skip",
-            ),
-            (
-                not asked or not (every or kept.memory_every) or steps >= watch.rollback,
+        interval, back = kept.every if kept.save else 0, " and ".join(asked)
+        steps = max(
+            (kept.keep - 1) * interval, kept.memory_every
+        )  # that the oldest is behind, at least: memory has two
+        if asked and not interval and not kept.memory_every:
+            none = "checkpoint.save=false" if not kept.save else "checkpoint.every=0"
+            way = f"{back} goes back to a checkpoint, and {none} makes none; nearest: skip"
+            yield Problem("watch.rollback.checkpoint", way)
+        elif asked and steps < watch.rollback:
+            has, more = "two of checkpoint.memory_every", f"memory_every={watch.rollback}"
+            if interval:
+                has = f"checkpoint.keep={kept.keep} of checkpoint.every={interval}"
+                more = f"keep={-(-watch.rollback // interval) + 1}"
+            yield Problem(
+                "watch.rollback.steps",
                 f"{back} goes back watch.rollback={watch.rollback} steps, and {has} steps may have {steps} of them; "
                 f"nearest: checkpoint.{more}",
-            ),
-            (
-                not watch.replay or self.train.deterministic,
+            )
+        if watch.replay and not self.train.deterministic:
+            yield Problem(
+                "watch.replay.deterministic",
                 f"watch.replay={watch.replay} compares bits, and train.deterministic=false computes others each time",
-            ),
-            (watch.slow == 0 or watch.slow > 1, f"watch.slow={watch.slow} is a factor: above 1, or 0 for none"),
-        ]
+            )
+        if not (watch.slow == 0 or watch.slow > 1):
+            yield Problem("watch.slow.factor", f"watch.slow={watch.slow} is a factor: above 1, or 0 for none")
 
-    def _settings(self) -> list[str]:
-        t, d, name = self.train, self.data, self.run.name
-        traced, after = self.trace.steps, self.trace.after
-        learned = self.model.positions == "learned"
-        rules = [
-            *self.optimizer.rules(),
-            *self._whole_matrices(),
-            (0 <= t.label_smoothing < 1, f"train.label_smoothing={t.label_smoothing} is a share: 0 <= it < 1"),
-            (0 <= t.z_loss < math.inf, f"train.z_loss={t.z_loss} must not be negative; 0 turns it off"),
-            *self._fp8(),
-            *self._fp8_experts(),
-            *self._balance(),
-            *self._watch(),
-            (
-                not learned or d.seq <= self.model.context,
-                f"data.seq={d.seq} is longer than the {self.model.context} learned positions of {self.model.name}; "
-                f"nearest: data.seq={self.model.context}",
-            ),
-            (
-                min(traced, after) < 0 or not traced or after + traced <= t.steps,
-                f"trace.steps={traced} after trace.after={after} steps are more than train.steps={t.steps}; nearest: "
-                f"train.steps={after + traced}",
-            ),
-            (
-                Path(name).name == name != ".." and name.isprintable() and len(os.fsencode(name)) < 200,
-                f"run.name={name!r} must be a plain name, of less than 200 bytes and without slashes",
-            ),
-        ]
-        ranges = [outside(getattr(self, section), section).values() for section in SECTIONS if section != "layout"]
-        return [*chain(*ranges), *(sentence for holds, sentence in rules if not holds)]
+
+def _odd(widths: dict[str, int]) -> str:
+    """Those that 8-bit products cannot have."""
+    return ", ".join(f"{name}={width}" for name, width in widths.items() if width % 16)
 
 
 SECTIONS: dict[str, Any] = {field.name: field.type for field in msgspec.structs.fields(Job) if field.name != "model"}
@@ -411,7 +312,7 @@ def read_job(path: str | Path | None = None, changes: Sequence[str] = ()) -> Job
 
 
 def _table_of(file: Path) -> Table:
-    table = _read_job(_found(file))
+    table = _read_job(_file_of(file))
     if isinstance(layout := table.get("layout"), dict) and isinstance(name := layout.get("schedule"), str):
         beside = file.parent / name  # a schedule file may lie beside the job
         if os.path.isfile(beside) and not os.path.exists(name):
@@ -438,7 +339,7 @@ def resolve(table: Table, changes: Sequence[str] = (), name: str = "run") -> Job
     return Job(model=model, **sections)
 
 
-def _found(path: Path) -> Path:
+def _file_of(path: Path) -> Path:
     """The file; where there is none, the example or recipe of that name that comes with the package."""
     example = installed(path)
     if os.path.isfile(path) or example is None:
@@ -461,7 +362,7 @@ def _read_job(path: Path) -> Table:
         beside = path.parent if os.path.isdir(path.parent) else Path()
         others = sorted(str(file) for file in beside.glob("*.toml") if file.name != "pyproject.toml")
         hint = did_you_mean(str(path), others) if others else "'fivefold train' without one trains the built-in demo"
-        raise UserError(f"no job file {path}; {hint}") from None
+        raise UserError(f"no job file {path}; {hint}", "job.file") from None
 
 
 def _section(section: str, value: Any, problems: list[str]) -> Any:
@@ -471,7 +372,7 @@ def _section(section: str, value: Any, problems: list[str]) -> Any:
         if kind is Layout and isinstance(value, str | dict):
             return Layout.parse(value) if isinstance(value, str) else Layout.from_dict(value)
         if not isinstance(value, dict):
-            raise UserError(f"{section}={value!r} is not a table of settings")
+            raise UserError(f"{section}={value!r} is not a table of settings", f"{section}.type")
         if isinstance(word := value.get("dtype") if section == "train" else None, str):
             sentence = dtype_problem(word)
             problems += [sentence] if sentence else []
@@ -480,10 +381,10 @@ def _section(section: str, value: Any, problems: list[str]) -> Any:
             name = value.get("name", AdamW().name)
             if not isinstance(name, str) or name not in OPTIMIZERS:
                 hint = did_you_mean(str(name), list(OPTIMIZERS))
-                raise UserError(f"optimizer.name={name!r} is not a choice; {hint}")
+                raise UserError(f"optimizer.name={name!r} is not a choice; {hint}", "optimizer.name.choice")
             kind, value = OPTIMIZERS[name], {key: it for key, it in value.items() if key != "name"}
     except UserError as error:
-        problems += error.problems
+        problems += error.coded
         return None
     return read(kind, value, section, problems)
 
@@ -521,21 +422,24 @@ def job_of(model: str | Path | ModelSpec | Job, changes: Sequence[str] = ()) -> 
     """
     strange = [change for change in changes if "=" not in change]
     if strange:
-        raise UserError(f"{strange[0]!r} is not a change; write KEY=VALUE, for example model.layers=40")
+        example = "write KEY=VALUE, for example model.layers=40"
+        raise UserError(f"{strange[0]!r} is not a change; {example}", "change.form")
     named = {change.partition("=")[0] for change in changes}
-    whole = named | {"data.seq", "train.batch"}
+    of_a_job = named | {"data.seq", "train.batch"}
     if isinstance(model, (ModelSpec, Job)):
         if changes:
-            raise UserError(f"{changes[0]!r} changes a model that is given by name; change the object instead")
+            instead = "changes a model that is given by name; change the object instead"
+            raise UserError(f"{changes[0]!r} {instead}", "change.object")
         if isinstance(model, ModelSpec):
             return Job(model=model), named
-        return model, whole | ({"train.dtype"} if model.train.dtype != TrainConfig().dtype else set())
+        return model, of_a_job | ({"train.dtype"} if model.train.dtype != TrainConfig().dtype else set())
     name = str(model)
     if "=" in name:
-        raise UserError(f"{name!r} is a change, and the model comes first; for example llama3-8b {name}")
+        first = "is a change, and the model comes first; for example llama3-8b"
+        raise UserError(f"{name!r} {first} {name}", "change.first")
     if name.endswith(".toml"):
         table = _table_of(file := path_of(name))
         said = isinstance(train := table.get("train"), dict) and "dtype" in train
-        return resolve(table, changes, file.stem), whole | ({"train.dtype"} if said else set())
+        return resolve(table, changes, file.stem), of_a_job | ({"train.dtype"} if said else set())
     kind = "model.config" if os.path.exists(path_of(name)) or name.endswith(".json") else "model"
     return read_job(None, [f"{kind}={name}", *changes]), named

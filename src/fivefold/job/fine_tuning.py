@@ -8,6 +8,7 @@ and would undo what the weights know.
 """
 
 import math
+from typing import Any
 
 from fivefold.data.tokens import TokenStore
 from fivefold.job.config import DataConfig, Dtype, Job, RunConfig, TrainConfig
@@ -25,7 +26,7 @@ WARMUP = 0.03  # of the steps
 
 def tuned(spec: ModelSpec, dtype: Dtype, data: TokenStore | None = None) -> tuple[Job, dict[str, Choice]]:
     """The job, and where its settings come from."""
-    size = min(RATES, key=lambda one: abs(math.log(RATES[one][0] / spec.parameter_count)))
+    size = min(RATES, key=lambda size: abs(math.log(RATES[size][0] / spec.parameter_count)))
     seq = min(spec.context, SEQ)
     steps = TrainConfig().steps
     length = "of the data's size nothing is known yet"
@@ -49,8 +50,10 @@ def tuned(spec: ModelSpec, dtype: Dtype, data: TokenStore | None = None) -> tupl
         ),
         "layout.microbatches": Choice(BATCH, "a sequence at a time; fivefold plan chooses a layout for a cluster"),
     }
-    own = {section: {key.partition(".")[2]: one.value for key, one in choices.items() if key.startswith(f"{section}.")}
-           for section in ("optimizer", "data", "train", "layout")}  # fmt: skip
+    own: dict[str, dict[str, Any]] = {"optimizer": {}, "data": {}, "train": {}, "layout": {}}
+    for name, choice in choices.items():
+        section, _, setting = name.partition(".")
+        own[section][setting] = choice.value
     path = str(data.path.absolute()) if data is not None else ""
     job = Job(
         model=spec,

@@ -14,7 +14,7 @@ from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import Job
 from fivefold.layout.stages import schedule_of
 from fivefold.schedules.check import prove
-from fivefold.support.errors import UserError, absent, needs
+from fivefold.support.errors import Problem, UserError, absent, needs
 from fivefold.support.parsing import path_of
 from fivefold.support.places import remote_of
 from fivefold.support.progress import Report, quiet
@@ -45,15 +45,16 @@ def preflight(job: Job, world: int, progress: Report = quiet) -> Sources:
     """
     problems = job_problems(job, world)
     if absent("torch"):
-        problems.append(needs("torch"))
+        problems.append(Problem("install.torch", needs("torch")))
     if job.run.tensorboard and absent("tensorboard"):
-        problems.append('run.tensorboard needs tensorboard: pip install "fivefold[tensorboard]"')
+        how = 'pip install "fivefold[tensorboard]"'
+        problems.append(Problem("install.tensorboard", f"run.tensorboard needs tensorboard: {how}"))
     if not problems and job.checkpoint.url and (missing := remote_of(job.checkpoint.url).missing):
-        problems.append(f"checkpoint.url={missing}")
+        problems.append(Problem("install.storage", f"checkpoint.url={missing}"))
     try:
         problems += run_directory_problems(path_of(job.run.dir))
     except UserError as error:
-        problems += [f"run.dir: {problem}" for problem in error.problems]
+        problems += error.framed("run.dir: ")
     sources = open_data(job, problems, progress)
     if problems or sources is None:
         raise UserError(problems)
@@ -78,7 +79,7 @@ def _schedule(job: Job) -> list[str]:
     try:
         prove(schedule_of(job.model, job.layout, job.data.seq))
     except UserError as error:
-        return error.problems
+        return error.coded
     return []
 
 
@@ -86,7 +87,8 @@ def run_directory_problems(parent: Path) -> list[str]:
     existing = next(folder for folder in (parent, *parent.absolute().parents) if os.path.exists(folder))
     if existing.is_dir() and os.access(existing, os.W_OK):
         return []
-    return [f"run.dir={str(parent)!r}: {existing} is not a directory that can be written to"]
+    closed = f"run.dir={str(parent)!r}: {existing} is not a directory that can be written to"
+    return [Problem("run.dir.write", closed)]
 
 
 def needs_data(job: Job) -> bool:
@@ -98,8 +100,12 @@ def open_data(job: Job, problems: list[str], progress: Report = quiet) -> Source
     """The data of a job; what is wrong with it joins the problems."""
     if needs_data(job):
         problems.append(
-            f"data.path is not filled in, and {job.model.name} has {si(job.model.parameter_count)} parameters: the "
-            f"built-in text is for models of up to {si(BUILT_IN)}; give a directory made by `fivefold data prepare`"
+            Problem(
+                "data.path.missing",
+                f"data.path is not filled in, and {job.model.name} has {si(job.model.parameter_count)} parameters: "
+                f"the built-in text is for models of up to {si(BUILT_IN)}; give a directory made by `fivefold data "
+                "prepare`",
+            )
         )
         return None
     try:
@@ -109,19 +115,22 @@ def open_data(job: Job, problems: list[str], progress: Report = quiet) -> Source
             has = f"data {path} has a vocabulary of {store.vocab}, and model.vocab={job.model.vocab}"
             # Given weights have their vocabulary, and their tokenizer.
             way_out = "prepare the text with the tokenizer of run.weights" if job.run.weights else ""
-            problems.append(f"{has}; {way_out or f'nearest: model.vocab={store.vocab}'}")
+            problems.append(Problem("data.vocab", f"{has}; {way_out or f'nearest: model.vocab={store.vocab}'}"))
         elif store.index.bytes <= QUICK:
             verify(store, CheckedData(path), progress)
         valid = store.split("valid") if "valid" in store.index.splits and job.train.eval_samples else None
         sources = Sources(store.split("train"), valid, path)
     except UserError as error:
-        problems += error.problems
+        problems += error.coded
         return None
     for split in filter(None, (sources.train, sources.valid)):
         if split.tokens <= job.data.seq:
             way_out = ", or train.eval_samples=0" if split is valid else ""
             problems.append(
-                f"the {split.name} split of {path} has {split.tokens} tokens, fewer than a sample of data.seq="
-                f"{job.data.seq} and its last target; nearest: data.seq={max(1, split.tokens - 1)}{way_out}"
+                Problem(
+                    "data.seq.tokens",
+                    f"the {split.name} split of {path} has {split.tokens} tokens, fewer than a sample of data.seq="
+                    f"{job.data.seq} and its last target; nearest: data.seq={max(1, split.tokens - 1)}{way_out}",
+                )
             )
     return sources

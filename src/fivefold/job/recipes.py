@@ -132,13 +132,14 @@ def tokens_of(given: str | float) -> int:
         tokens = given  # Python does not print one of thousands of digits
     else:
         text = str(given).strip().replace("_", "")
-        found = re.fullmatch(r"(-?\d{1,30}(?:\.\d{0,30})?(?:[eE]\+?\d{1,2})?) ?([kKmMbBtT]?)", text)
-        if not found:
-            raise UserError(f"tokens={text[:40]!r} is not a number of tokens; write 300B, 1.4T or 2e9")
-        number, suffix = found.groups()
+        match = re.fullmatch(r"(-?\d{1,30}(?:\.\d{0,30})?(?:[eE]\+?\d{1,2})?) ?([kKmMbBtT]?)", text)
+        if not match:
+            example = "write 300B, 1.4T or 2e9"
+            raise UserError(f"tokens={text[:40]!r} is not a number of tokens; {example}", "tokens.type")
+        number, suffix = match.groups()
         tokens = round(float(number) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}[suffix.lower()])
     if wrong := misfit("tokens", tokens, within(1, MOST, "write 300B, 1.4T or 2e9")):
-        raise UserError(wrong)
+        raise UserError(wrong, "tokens.range")
     return tokens
 
 
@@ -149,21 +150,23 @@ def recipe(spec: ModelSpec, seq: int, tokens: int) -> dict[str, Choice]:
     best_lr, best_batch = 0.3118 * compute**-0.1250, 0.2920 * compute**0.3271
     law = f"for C = {f'{compute:.1e}'.replace('e+', 'e')} FLOPs ({DEEPSEEK})"
     table = GPT if spec.positions == "learned" else ROTARY
-    mine = _of_its_own(spec)
-    if mine is None and spec.parameter_count < NEAR * min(one.parameters for one in table):
+    of_its_own = _of_its_own(spec)
+    if of_its_own is None and spec.parameter_count < NEAR * min(run.parameters for run in table):
         lr = Choice(float(f"{best_lr:.1e}"), f"DeepSeek LLM's law, 0.3118 C^-0.1250, {law}")
         batch = Choice(best_batch, f"DeepSeek LLM's law, 0.2920 C^0.3271 tokens, {law}")
         warmup, final, like = 2000, 0.1, "Llama 2, DeepSeek LLM"
         end = "Llama 2, DeepSeek LLM"
     else:
-        own = mine or min(table, key=lambda one: one.distance(spec))
+        own = of_its_own or min(table, key=lambda run: run.distance(spec))
         sized = _sized(spec)
-        times = 1.0 if mine else spec.parameter_count / max(one.parameters for one in table)
+        times = 1.0 if of_its_own else spec.parameter_count / max(run.parameters for run in table)
         largest = f", the largest published; this model has {times:.1f} times as many parameters" * (times > FAR)
         lr = Choice(own.lr, own.says() + largest)
         batch = Choice(sized.batch or best_batch, sized.batch_says())
-        if mine and mine.tokens:  # the law's slope, through the run that was made: its constant is of dense models
-            share = min(1.0, tokens / mine.tokens) ** 0.3271
+        if (
+            of_its_own and of_its_own.tokens
+        ):  # the law's slope, through the run that was made: its constant is of dense models
+            share = min(1.0, tokens / of_its_own.tokens) ** 0.3271
             short = f", x {share:.2f} for a shorter run: DeepSeek LLM's law, C^0.3271 ({DEEPSEEK})" * (share < 0.99)
             batch = Choice(batch.value * share, batch.why + short)
         elif best_batch < batch.value:
@@ -184,20 +187,20 @@ def recipe(spec: ModelSpec, seq: int, tokens: int) -> dict[str, Choice]:
 
 def _of_its_own(spec: ModelSpec) -> PublishedRun | None:
     """The published run of this very model, if its size is still that of its name."""
-    one = THEIR_OWN.get(spec.name)
-    return one if one and abs(spec.parameter_count / one.parameters - 1) < SAME else None
+    run = THEIR_OWN.get(spec.name)
+    return run if run and abs(spec.parameter_count / run.parameters - 1) < SAME else None
 
 
 def _sized(spec: ModelSpec) -> PublishedRun:
     """The run whose batch a model takes."""
     table = GPT if spec.positions == "learned" else ROTARY
-    return _of_its_own(spec) or min((one for one in table if one.batch), key=lambda one: one.distance(spec))
+    return _of_its_own(spec) or min((run for run in table if run.batch), key=lambda run: run.distance(spec))
 
 
 def usual_batch(spec: ModelSpec, seq: int, world: int) -> Choice:
     """Sequences of a step, where neither a batch nor the length of a run is given: as many tokens as published runs of
     its size had, in sequences that the ranks can divide."""
-    small = spec.parameter_count < NEAR * min(one.parameters for one in ROTARY)
+    small = spec.parameter_count < NEAR * min(run.parameters for run in ROTARY)
     run = None if small and _of_its_own(spec) is None else _sized(spec)
     tokens = USUAL if run is None or run.batch is None else run.batch
     share = tokens / seq / world
@@ -225,15 +228,16 @@ def usable_batch(tokens: float, seq: int, world: int) -> int:
     return min(batches, key=lambda batch: max(off(batch), AS_NEAR))
 
 
-def fit(found: Mapping[str, Choice], batch: int, seq: int, tokens: int, given: bool) -> dict[str, Choice]:
+def fit(advised: Mapping[str, Choice], batch: int, seq: int, tokens: int, given: bool) -> dict[str, Choice]:
     """The recipe with the batch of a plan; `given`: the user chose it."""
-    steps, wanted = -(-tokens // (batch * seq)), found["train.tokens"]
+    steps, wanted = -(-tokens // (batch * seq)), advised["train.tokens"]
     if batch * seq > tokens:
         raise UserError(
             f"tokens={si(tokens, 4)} is less than one step: {counted(batch, 'sequence')} of {seq} tokens; nearest: "
-            f"tokens={batch * seq}, or {'a smaller batch' if batch > 1 else 'shorter sequences'}"
+            f"tokens={batch * seq}, or {'a smaller batch' if batch > 1 else 'shorter sequences'}",
+            "tokens.step",
         )
-    choices = {key: choice for key, choice in found.items() if key != "train.tokens"}
+    choices = {key: choice for key, choice in advised.items() if key != "train.tokens"}
     lr, warmup = choices["optimizer.lr"], choices["optimizer.warmup"]
     share = batch * seq / wanted.value
     if given and share < 1 / 1.5:

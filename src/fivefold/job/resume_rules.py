@@ -12,6 +12,7 @@ import msgspec
 
 from fivefold.job.config import Job
 from fivefold.optim.base import learning_rate
+from fivefold.support.errors import Problem
 from fivefold.support.places import Place
 
 FREE = "free"  # no number of the curve changes, or only its last bits
@@ -65,20 +66,20 @@ def changes(before: Job, now: Job, tokens: tuple[str, str] = ("", "")) -> list[C
     `tokens` are the fingerprints of both data sets; an empty one is not known, and equals any.
     """
     old, new = ({section: flat(table) for section, table in msgspec.to_builtins(job).items()} for job in (before, now))
-    found = [
+    differing = [
         Change(f"{section}.{key}", old[section].get(key), new[section].get(key), rule_of(f"{section}.{key}"))
         for section in new
         for key in {**old[section], **new[section]}
         if old[section].get(key) != new[section].get(key) and f"{section}.{key}" not in ("run.name", "run.dir")
     ]
     if all(tokens) and tokens[0] != tokens[1]:
-        found = [one for one in found if one.key != "data.path"]
+        differing = [change for change in differing if change.key != "data.path"]
         was, is_ = (
             f"{path or 'the standard library'} ({print_[:8]})"
             for path, print_ in zip((before.data.path, now.data.path), tokens, strict=True)
         )
-        found.append(Change("data", was, is_, MEANT))
-    return found
+        differing.append(Change("data", was, is_, MEANT))
+    return differing
 
 
 def flat(table: dict[str, Any]) -> dict[str, Any]:
@@ -93,19 +94,23 @@ def rule_of(key: str) -> str:
     return RULES.get(key) or RULES[key.partition(".")[0]]
 
 
-def refusals(before: Job, now: Job, done: int, found: list[Change], directory: Place, named: bool) -> list[str]:
+def refusals(before: Job, now: Job, done: int, differing: list[Change], directory: Place, named: bool) -> list[str]:
     """Why a job may not go on with a run that has made `done` steps; `named`: the directory was given by name."""
     own = "--fresh" if named else "run.name=NAME or --fresh"
-    never = [one for one in found if one.rule == NEVER]
+    never = [change for change in differing if change.rule == NEVER]
     if never:
-        return [f"{directory} has another model: {_listed(never)}; {own} trains this one in a directory of its own"]
+        other = f"{directory} has another model: {_listed(never)}; {own} trains this one in a directory of its own"
+        return [Problem("run.resume.model", other)]
     if not done:  # imported weights have no curve yet
         return []
-    if not named and (meant := [one for one in found if one.rule == MEANT]):
+    if not named and (meant := [change for change in differing if change.rule == MEANT]):
         return [
-            f"{directory} was trained with other settings: {_listed(meant)}; {own} trains this job in a directory of "
-            f"its own, and 'fivefold train {directory}' goes on with the job that is there, which KEY=VALUE after it "
-            "changes"
+            Problem(
+                "run.resume.settings",
+                f"{directory} was trained with other settings: {_listed(meant)}; {own} trains this job in a directory "
+                f"of its own, and 'fivefold train {directory}' goes on with the job that is there, which KEY=VALUE "
+                "after it changes",
+            )
         ]
     return _rate(before, now, done)
 
@@ -135,10 +140,13 @@ def _rate(before: Job, now: Job, done: int) -> list[str]:
     here = learning_rate(new, done, now.train.steps)
     keeps = f"optimizer.schedule_steps={length} keeps it, and the rate {_way(was, kept)}; "
     return [
-        f"train.steps={now.train.steps} changes the learning rate of the {done} steps that are done: their "
-        f"{new.schedule} schedule was {length} steps long; {keeps if length > new.warmup else ''}"
-        f"optimizer.schedule_steps={max(now.train.steps, new.warmup + 1)} means the other curve, and it "
-        f"{_way(was, here)}"
+        Problem(
+            "run.resume.rate",
+            f"train.steps={now.train.steps} changes the learning rate of the {done} steps that are done: their "
+            f"{new.schedule} schedule was {length} steps long; {keeps if length > new.warmup else ''}"
+            f"optimizer.schedule_steps={max(now.train.steps, new.warmup + 1)} means the other curve, and it "
+            f"{_way(was, here)}",
+        )
     ]
 
 
@@ -146,9 +154,9 @@ def _way(before: float, now: float) -> str:
     return f"stays at {now:.3g}" if before == now else f"goes from {before:.3g} to {now:.3g}"
 
 
-def _listed(found: list[Change]) -> str:
-    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return ", ".join(map(str, found[:_SHOWN])) + more
+def _listed(differing: list[Change]) -> str:
+    more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
+    return ", ".join(map(str, differing[:_SHOWN])) + more
 
 
 def _text(value: Any) -> str:

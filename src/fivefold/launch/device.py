@@ -28,7 +28,8 @@ DEFAULTS = TrainConfig()
 def choose_device(wanted: str, local_rank: int = 0) -> torch.device:
     """CUDA where there is one, unless told otherwise; ranks of a node beyond its GPUs share them, or are "mixed"."""
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise UserError("train.device='cuda', and torch sees no GPU on this machine; nearest: train.device=cpu")
+        none = "train.device='cuda', and torch sees no GPU on this machine; nearest: train.device=cpu"
+        raise UserError(none, "train.device.gpu")
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     if wanted == "mixed" and local_rank >= torch.cuda.device_count():
@@ -66,7 +67,7 @@ def check_memory(job: Job, device: torch.device, world: World) -> None:
         have = torch.cuda.get_device_properties(device).total_memory
         ranks = -(-world.local_size // torch.cuda.device_count())
     if problems := memory_problems(job, ranks, have, str(device)):
-        raise UserError(problems)
+        raise UserError(problems, "model.memory")
 
 
 def check_bfloat16(device: torch.device, dtype: str) -> str | None:
@@ -150,11 +151,11 @@ def bind(device: "torch.device", world: World) -> None:
         return
     # A rank that sees one GPU of several cannot know which ones its neighbours have: it takes no part, but all.
     count = torch.cuda.device_count()
-    ranks, mine = (1, 0) if count == 1 else (world.local_size, world.local_rank)
+    ranks, rank_here = (1, 0) if count == 1 else (world.local_size, world.local_rank)
     allowed = os.sched_getaffinity(0)
     if len(allowed) <= (os.cpu_count() or 1) // max(2, world.local_size):
         return
-    near = share(Path("/sys"), [pci_address(rank % count) for rank in range(ranks)], mine, allowed)
+    near = share(Path("/sys"), [pci_address(rank % count) for rank in range(ranks)], rank_here, allowed)
     if near:
         os.sched_setaffinity(0, near)
 
@@ -163,8 +164,8 @@ def pci_address(index: int) -> str:
     """Of a CUDA device, as /sys and the driver write it."""
     import torch
 
-    found: Any = torch.cuda.get_device_properties(index)  # torch's types do not know all that it has
-    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+    about: Any = torch.cuda.get_device_properties(index)  # torch's types do not know all that it has
+    return f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}.0"
 
 
 def share(sys: Path, devices: list[str], rank: int, allowed: Set[int]) -> set[int]:
@@ -176,14 +177,14 @@ def share(sys: Path, devices: list[str], rank: int, allowed: Set[int]) -> set[in
     cores = sorted({min(together): together for cpu in near if (together := core_of(sys, cpu) & near)}.items())
     neighbours = [other for other, node in enumerate(nodes) if node == nodes[rank]]
     at, count = neighbours.index(rank), len(neighbours)
-    mine = cores[at * len(cores) // count : (at + 1) * len(cores) // count]
-    return {cpu for _, together in mine for cpu in together}
+    own = cores[at * len(cores) // count : (at + 1) * len(cores) // count]
+    return {cpu for _, together in own for cpu in together}
 
 
 def _node(sys: Path, address: str) -> int | None:
     file = sys / "bus/pci/devices" / address / "numa_node"
-    found = int(file.read_text()) if file.exists() else -1
-    return found if found >= 0 else None
+    node = int(file.read_text()) if file.exists() else -1
+    return node if node >= 0 else None
 
 
 def core_of(sys: Path, cpu: int) -> set[int]:

@@ -86,7 +86,8 @@ def _one(word: str, text: str) -> Fault:
     except (ValueError, TypeError):  # no number, or no such word
         raise UserError(
             f"FIVEFOLD_FAULT={text!r} is not KIND@rank=R,step=S,until=S,at=PLACE,starts=N,start=N, or several with ; "
-            f"between them, with KIND of {', '.join(KINDS)} and PLACE of {', '.join(PLACES)}"
+            f"between them, with KIND of {', '.join(KINDS)} and PLACE of {', '.join(PLACES)}",
+            "environment.fault",
         ) from None
     return fault
 
@@ -110,7 +111,9 @@ def _note(fault: Fault) -> None:
 def lost(place: int, step: int) -> bool:
     """Whether a place of this machine is to be thought of as lost by a run that has come to a step."""
     planted = parse(os.environ.get("FIVEFOLD_FAULT", ""))
-    return any(one.kind == "lose" and one.rank == place and step < (one.until or sys.maxsize) for one in planted)
+    return any(
+        fault.kind == "lose" and fault.rank == place and step < (fault.until or sys.maxsize) for fault in planted
+    )
 
 
 def _happen(kind: str) -> None:
@@ -155,6 +158,6 @@ def _cut() -> None:
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError, ValueError):
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                with socket.socket(fileno=os.dup(int(name))) as one:
-                    if one.family in (socket.AF_INET, socket.AF_INET6):
-                        one.shutdown(socket.SHUT_RDWR)
+                with socket.socket(fileno=os.dup(int(name))) as link:
+                    if link.family in (socket.AF_INET, socket.AF_INET6):
+                        link.shutdown(socket.SHUT_RDWR)

@@ -71,14 +71,14 @@ class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _SENTENCES = {
-    "world": "is one of {mine} ranks, and the others are of a world of {usual}",
-    "run": "belongs to another run, {mine}, and the others to {usual}",
-    "start": "is of start {mine} of the run, and the others are of start {usual}",
-    "torch": "has torch {mine}, and the others {usual}",
-    "code": "runs another version of fivefold: its source files have digest {mine}, and the others' {usual}",
-    "data": "reads other data: its index has digest {mine}, and the others' {usual}",
+    "world": "is one of {own} ranks, and the others are of a world of {usual}",
+    "run": "belongs to another run, {own}, and the others to {usual}",
+    "start": "is of start {own} of the run, and the others are of start {usual}",
+    "torch": "has torch {own}, and the others {usual}",
+    "code": "runs another version of fivefold: its source files have digest {own}, and the others' {usual}",
+    "data": "reads other data: its index has digest {own}, and the others' {usual}",
     "job": "runs another job",
-    "purpose": "is here for {mine}, and the others for {usual}",
+    "purpose": "is here for {own}, and the others for {usual}",
 }
 
 
@@ -185,11 +185,11 @@ def claim(job: Job, index: Path, world: "World", purpose: str = TRAINING) -> Hel
 def code_digest() -> str:
     """Of our source files, by their places in the package."""
     root = Path(__file__).parent.parent
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         text = path.read_bytes()
-        found.update(f"{path.relative_to(root).as_posix()} {len(text)}\n".encode() + text)
-    return found.hexdigest()[:32]
+        sha256.update(f"{path.relative_to(root).as_posix()} {len(text)}\n".encode() + text)
+    return sha256.hexdigest()[:32]
 
 
 def _digest(data: bytes) -> str:
@@ -204,7 +204,7 @@ def odd_ones(statements: Sequence[Statement]) -> dict[int, str]:
     usual: dict[str, Any] = {}
     for name in _SENTENCES:
         usual[name] = Counter(getattr(statement.facts, name) for statement in statements).most_common(1)[0][0]
-    settings = next(one.settings for one in statements if one.facts.job == usual["job"])
+    settings = next(other.settings for other in statements if other.facts.job == usual["job"])
     claims = defaultdict(list)
     for place, statement in enumerate(statements):
         claims[statement.rank].append(place)
@@ -216,7 +216,7 @@ def odd_ones(statements: Sequence[Statement]) -> dict[int, str]:
             parts = [_difference(name, statement, usual[name], settings) for name in odd]
             problems[place] = f"{statement.who} {'; it '.join(parts)}"
         elif len(rivals) > 1:
-            others = " and by ".join(f"pid {one.pid} on {short(one.host)}" for one in rivals)
+            others = " and by ".join(f"pid {rival.pid} on {short(rival.host)}" for rival in rivals)
             problems[place] = f"rank {statement.rank} is claimed {len(rivals)} times: by {others}"
         elif not 0 <= statement.rank < usual["world"]:
             problems[place] = f"{statement.who} is none of {usual['world']} ranks"
@@ -224,10 +224,10 @@ def odd_ones(statements: Sequence[Statement]) -> dict[int, str]:
 
 
 def _difference(name: str, statement: Statement, usual: Any, settings: Mapping[str, str]) -> str:
-    mine = getattr(statement.facts, name)
+    own = getattr(statement.facts, name)
     if name in ("code", "data"):
-        mine, usual = mine[:8], usual[:8]
-    sentence = _SENTENCES[name].format(mine=short(mine), usual=short(usual))
+        own, usual = own[:8], usual[:8]
+    sentence = _SENTENCES[name].format(own=short(own), usual=short(usual))
     if name != "job":
         return sentence
     theirs = statement.settings
@@ -246,9 +246,9 @@ def short(value: object, most: int = 40) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
-def two_secrets(its: RollCall | Statement, whose: str, mine: RollCall | Statement) -> str:
+def two_secrets(its: RollCall | Statement, whose: str, own: RollCall | Statement) -> str:
     """Why one process does not know the secret of another: where each of them looks for it."""
-    place, other = (f"{short(one.kept, _PATH)} on {short(one.host)}" for one in (its, mine))
+    place, other = (f"{short(side.kept, _PATH)} on {short(side.host)}" for side in (its, own))
     return (
         f"its secret is from {place}, and {whose} from {other}; make run.dir one directory that their machines share, "
         "or set FIVEFOLD_SECRET to the same for all ranks"
@@ -295,7 +295,8 @@ def meet(meeting: Rendezvous, rank: int, claim: Hello, timeout: float) -> "Store
             why = "rank 0 is stopped or cut off" if rank else "its file system hangs"
             raise PeerLost(f"the store at {meeting} has given no answer for {_SILENCE:.0f} s: {why}") from None
         except ValueError as error:  # numbers that no rank has written
-            raise UserError(f"another program writes into the store at {meeting}: {error}; set MASTER_PORT") from None
+            stranger = f"another program writes into the store at {meeting}: {error}; set MASTER_PORT"
+            raise UserError(stranger, "meeting.taken") from None
         except DistNetworkError:  # the store was that of earlier ranks, which have ended now
             if rank == 0 or time.monotonic() > deadline:
                 raise PeerLost(f"the store at {meeting} has ended before all ranks had joined") from None
@@ -305,19 +306,19 @@ def meet(meeting: Rendezvous, rank: int, claim: Hello, timeout: float) -> "Store
 class Roll:
     """The statements that rank 0 has received, and what it makes of them."""
 
-    def __init__(self, mine: Statement, claim: Hello):
-        self.statements = [mine]
+    def __init__(self, own: Statement, claim: Hello):
+        self.statements = [own]
         self.places: list[int | None] = [None]  # of the statements, in the store
         self.refused: dict[int | None, str] = {}
         self.ranks = {0}
         self.strange = False  # not all of them are alike, so that waiting for more leads nowhere
-        self._mine, self._claim = mine, claim
+        self._own, self._claim = own, claim
         self._pending: dict[int, None] = {}
         self._seen = 0
 
     def pending(self, arrived: int) -> list[int]:
         """Places whose statement has not been read, of so many that were taken; a stranger may have counted, too."""
-        arrived = min(arrived, 4 * self._mine.facts.world + 100)
+        arrived = min(arrived, 4 * self._own.facts.world + 100)
         self._pending |= dict.fromkeys(range(self._seen, arrived))
         self._seen = max(self._seen, arrived)
         return list(self._pending)
@@ -332,13 +333,13 @@ class Roll:
         elif not proven:
             self.refused[place] = (
                 f"a process that says it is {statement.who} does not know this run's secret, and is refused: "
-                + two_secrets(statement, "rank 0's", self._mine)
+                + two_secrets(statement, "rank 0's", self._own)
             )
-        elif statement.call != self._mine.call:
+        elif statement.call != self._own.call:
             self.refused[place] = f"an old statement of {statement.who} was sent once more, and is refused"
         else:
-            mine = statement.facts == self._mine.facts and statement.rank not in self.ranks
-            self.strange |= not mine
+            alike = statement.facts == self._own.facts and statement.rank not in self.ranks
+            self.strange |= not alike
             self.statements.append(statement)
             self.places.append(place)
             self.ranks.add(statement.rank)
@@ -346,10 +347,10 @@ class Roll:
 
     @property
     def complete(self) -> bool:
-        return len(self.ranks) >= self._mine.facts.world
+        return len(self.ranks) >= self._own.facts.world
 
     def absent(self, seconds: float) -> str:
-        size = self._mine.facts.world
+        size = self._own.facts.world
         missing = [rank for rank in range(size) if rank not in self.ranks]
         have = "has" if len(missing) == 1 else "have"
         here = f"{size - len(missing)} of {size} {'is' if size - len(missing) == 1 else 'are'} here"
@@ -393,7 +394,8 @@ class _Room:
             if roll.complete or waited > limit:
                 break
             if int(self.store.get("now")) != number:
-                raise UserError(f"rank 0 is claimed twice: another process calls the ranks at {self.place}, too")
+                twice = f"rank 0 is claimed twice: another process calls the ranks at {self.place}, too"
+                raise UserError(twice, "ranks.twice")
             if waited > note:
                 print(f"rank 0 waits: {roll.absent(round(waited))}", file=sys.stderr, flush=True)
                 note += _NOTE
@@ -405,7 +407,7 @@ class _Room:
         for _ in _polls(_HEAR, alive):
             if int(part.get("heard")) == len(roll.places) - 1:
                 break
-        raise PeerLost(absent) if absent else UserError(_shortened(problems))
+        raise PeerLost(absent) if absent else UserError(_shortened(problems), "ranks.differ")
 
     def _tell(self, part: "Store", roll: Roll, problems: dict[int | None, str], absent: str) -> None:
         part.add("heard", 0)
@@ -452,16 +454,16 @@ class _Room:
         self._put(part, f"statement {place}", statement)
         if not proven:
             why = ": " + two_secrets(call, "this rank's", statement) if call else ""
-            raise UserError(self._stranger + why)
+            raise UserError(self._stranger + why, "ranks.secret")
         return place, statement.nonce
 
     def _heed(self, part: "Store", place: int, nonce: bytes) -> None:
         answer, proven = unseal(part.get(f"answer {place}"), Welcome, self.claim.secret)
         part.add("heard", 1)
         if answer is None or not proven or answer.statement != nonce:
-            raise UserError(self._stranger)
+            raise UserError(self._stranger, "ranks.secret")
         if not answer.begins:
-            raise PeerLost(*answer.problems) if answer.lost else UserError(answer.problems)
+            raise PeerLost(*answer.problems) if answer.lost else UserError(answer.problems, "ranks.differ")
 
     @property
     def _stranger(self) -> str:

@@ -114,17 +114,17 @@ class Board:
 
     def still(self, ranks: Iterable[int]) -> bool:
         """Whether one of them has not moved for longer than it may, and has had the time to say so itself."""
-        found = False
+        late = False
         for rank in ranks:
             count, limit = _SLOT.unpack(self.slots[rank])[:2]
             seconds = self.ranks[rank].look(count, _TICK)
-            found |= limit > 0 and seconds > limit * 1.1 + 2 * _MORE
-        return found
+            late |= limit > 0 and seconds > limit * 1.1 + 2 * _MORE
+        return late
 
     def place(self, rank: int) -> str:
         """Where its main thread is, or was when it ended: 'step 4'."""
-        found: bytes = _SLOT.unpack(self.slots[rank])[2]
-        return found.rstrip(b"\0").decode(errors="ignore")
+        name: bytes = _SLOT.unpack(self.slots[rank])[2]
+        return name.rstrip(b"\0").decode(errors="ignore")
 
     def last(self, rank: int) -> str:
         """'it last moved 601 s ago, in step 4'; nothing of a rank that is not watched."""

@@ -29,7 +29,7 @@ from fivefold.launch.host import cores
 from fivefold.launch.processes import Processes
 from fivefold.launch.rendezvous import SECRET
 from fivefold.launch.world import PLANNED, RESTARTS, RUN, STORE
-from fivefold.support.errors import PeerLost, UserError
+from fivefold.support.errors import PeerLost, Problem, UserError
 
 # ---- restarts -------------------------------------------------------------------------------------------------------
 # Whether to start again after a failure, and after how long: the same failure in the same place is not tried for ever.
@@ -158,12 +158,12 @@ class DevicePool:
 
 def gpus_here() -> list[str]:
     """The GPUs of this machine that its driver lists, by name: 'NVIDIA H200'. No torch, and no CUDA, is needed."""
-    found = []
+    models = []
     for file in sorted(_GPUS.glob("*/information")):
         with suppress(OSError):
             model = re.search(r"^Model:\s*(.+?)\s*$", file.read_text(errors="replace"), re.MULTILINE)
-            found.append(model[1] if model else "")
-    return found
+            models.append(model[1] if model else "")
+    return models
 
 
 def visible_gpus(env: Mapping[str, str] = os.environ, gpus: int | None = None) -> int:
@@ -178,12 +178,14 @@ def sharing_problem(config: TrainConfig, gpus: int, local_ranks: int, apart: boo
         return None
     what = "train.share_gpu=nccl lets ranks of one machine share its GPUs"
     if not gpus:
-        return f"{what}, and these compute on the CPU; nearest: train.share_gpu=gloo"
+        return Problem("train.share_gpu.cpu", f"{what}, and these compute on the CPU; nearest: train.share_gpu=gloo")
     if apart:
-        return f"{what}, and these may be on several machines, between which it would slow NCCL down; leave it out"
+        slow = "these may be on several machines, between which it would slow NCCL down; leave it out"
+        return Problem("train.share_gpu.machines", f"{what}, and {slow}")
     if local_ranks <= gpus:
         why = "it makes each rank a host of its own for NCCL, without NVLink and shared memory"
-        return f"{what}, and each of these {local_ranks} has one of its own ({gpus} here): {why}; leave it out"
+        own = f"each of these {local_ranks} has one of its own ({gpus} here): {why}; leave it out"
+        return Problem("train.share_gpu.own", f"{what}, and {own}")
     return None
 
 

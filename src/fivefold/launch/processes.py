@@ -83,9 +83,9 @@ class Processes:
         for rank in range(self.world):
             ours, theirs = context.Pipe()
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.world, HERE: self.world, BEATS: self.beats}
-            mine = {**env, **{name: str(value) for name, value in place.items()}}
+            own_env = {**env, **{name: str(value) for name, value in place.items()}}
             call = pickle.dumps((function, (rank, self.world, *args)))
-            life = (rank, theirs, self.home, self.attached, mine, threads, call)
+            life = (rank, theirs, self.home, self.attached, own_env, threads, call)
             process = context.Process(target=_live, args=life)
             self._ranks.append((process, ours))
             with _without_main():
@@ -110,7 +110,7 @@ class Processes:
         `said` with every value that a rank yields, from which on the time begins anew."""
         deadline, silence = time.monotonic() + timeout, "hung"
         while len(self.ends) < self.world and (left := deadline - time.monotonic()) > 0:
-            waiting = {rank: one for rank, one in enumerate(self._ranks) if rank not in self.ends}
+            waiting = {rank: process for rank, process in enumerate(self._ranks) if rank not in self.ends}
             ready = connection.wait([pipe for _, pipe in waiting.values()], min(left, _LOOK))
             for rank, (process, pipe) in waiting.items():
                 if pipe in ready or process.exitcode is not None:
@@ -254,8 +254,8 @@ def _live(
         function, args = pickle.loads(call)
         value = named(function)(*args)
         if isinstance(value, Generator):
-            for one in value:
-                pipe.send_bytes(pickle.dumps(Said(one)))
+            for item in value:
+                pipe.send_bytes(pickle.dumps(Said(item)))
             value = None
         message = pickle.dumps(End(rank, "returned", value=value))  # by value: not multiprocessing's shared memory
     except Exception as error:

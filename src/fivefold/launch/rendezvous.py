@@ -68,15 +68,18 @@ class Rendezvous:
                 if error.errno == errno.EADDRNOTAVAIL:
                     continue
                 if error.errno != errno.EADDRINUSE:
-                    raise UserError(f"rank 0 cannot listen at {self}: {error.strerror}; set MASTER_PORT") from None
+                    why = f"rank 0 cannot listen at {self}: {error.strerror}; set MASTER_PORT"
+                    raise UserError(why, "meeting.listen") from None
                 raise UserError(
                     f"rank 0 cannot listen at {self}: another process listens there; set MASTER_PORT to a free port, "
-                    "the same on all ranks"
+                    "the same on all ranks",
+                    "meeting.taken",
                 ) from None
             return _tcp_store(address, self.port, listener.detach())
         raise UserError(
             f"rank 0 runs on {socket.gethostname()}, and {self.address} is no address of that machine; set MASTER_ADDR "
-            "to one of its addresses, the same on all ranks"
+            "to one of its addresses, the same on all ranks",
+            "meeting.address",
         )
 
     def _connected(self, deadline: float) -> "Store":
@@ -90,7 +93,8 @@ class Rendezvous:
                     if self._listens(deadline):  # else it has just ended, and its place may be taken
                         raise UserError(
                             f"a process listens at {self}, and does not answer as a store does: end it, or set "
-                            "MASTER_PORT to a free port, the same on all ranks"
+                            "MASTER_PORT to a free port, the same on all ranks",
+                            "meeting.taken",
                         ) from None
             if time.monotonic() > deadline:
                 waited = f"within {time.monotonic() - start:.0f} s"
@@ -116,13 +120,15 @@ class Rendezvous:
 
     def resolved(self) -> list[tuple[socket.AddressFamily, str]]:
         try:
-            found = socket.getaddrinfo(self.address, self.port, type=socket.SOCK_STREAM)
+            addresses = socket.getaddrinfo(self.address, self.port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
             raise UserError(
                 f"the address of rank 0, {self.address!r}, cannot be resolved on {socket.gethostname()} "
-                f"({getattr(error, 'strerror', None) or error}); set MASTER_ADDR to one that can, the same on all ranks"
+                f"({getattr(error, 'strerror', None) or error}); set MASTER_ADDR to one that can, the same on all "
+                "ranks",
+                "meeting.address",
             ) from None
-        return [(family, str(where[0])) for family, _, _, _, where in found]
+        return [(family, str(where[0])) for family, _, _, _, where in addresses]
 
 
 def _tcp_store(address: str, port: int, listener: int | None = None) -> "Store":
@@ -193,9 +199,9 @@ _ADDRESS = 0x8915  # SIOCGIFADDR, Linux's question for an interface's address
 
 def check_given(meeting: Rendezvous) -> None:
     """Refuse an interface that the user has chosen for gloo, and that cannot work."""
-    found = _interface_to(meeting.resolved()[0][1], meeting.port)
+    near = _interface_to(meeting.resolved()[0][1], meeting.port)
     names = [name for _, name in socket.if_nameindex()]
-    known = f", or {GLOO}={found}: {meeting.address} is reached over it" if found and not is_loopback(found) else ""
+    known = f", or {GLOO}={near}: {meeting.address} is reached over it" if near and not is_loopback(near) else ""
     for name in _given():
         if name not in names:
             why = f"{socket.gethostname()} has no such interface, only {', '.join(names)}"
@@ -203,7 +209,7 @@ def check_given(meeting: Rendezvous) -> None:
             why = "no other machine can reach a loopback interface"
         else:
             continue
-        raise UserError(f"{GLOO}={name}: {why}; nearest: unset {GLOO}{known}")
+        raise UserError(f"{GLOO}={name}: {why}; nearest: unset {GLOO}{known}", "environment.interface")
 
 
 def choose(meeting: Rendezvous, store: "Store", size: int, timeout: float) -> str:
@@ -211,13 +217,13 @@ def choose(meeting: Rendezvous, store: "Store", size: int, timeout: float) -> st
 
     Returns what to say if ranks then cannot reach each other: which interface is used, and which might be right.
     """
-    found, given = _interface_to(_of_rank_0(meeting, store, size, timeout), meeting.port), _given()
-    if found and not given:
-        os.environ[GLOO] = found
-    if found and given and found not in given:
-        says = f"this rank uses {', '.join(given)}, as {GLOO} says, but {meeting.address} is reached over {found}"
+    near, given = _interface_to(_of_rank_0(meeting, store, size, timeout), meeting.port), _given()
+    if near and not given:
+        os.environ[GLOO] = near
+    if near and given and near not in given:
+        says = f"this rank uses {', '.join(given)}, as {GLOO} says, but {meeting.address} is reached over {near}"
         return f"{says}: unset {GLOO} on all ranks"
-    used = ", ".join(given) or found
+    used = ", ".join(given) or near
     return f"this rank uses {used}" if used else f"set {GLOO} to the interface that ranks share"
 
 
@@ -292,7 +298,7 @@ def run_secret(directory: Path, env: Mapping[str, str] = os.environ) -> bytes:
     """By which the ranks of a run below `directory` (its run.dir) know each other; the first to come makes it."""
     if (given := env.get(SECRET)) is not None:
         if len(given) < _LEAST:
-            raise UserError(f"{SECRET} has {len(given)} characters, and a secret has {_LEAST} or more")
+            raise UserError(f"{SECRET} has {len(given)} characters, and a secret has {_LEAST} or more", "secret.short")
         return os.fsencode(given)
     path = directory / _NAME
     try:
@@ -302,7 +308,8 @@ def run_secret(directory: Path, env: Mapping[str, str] = os.environ) -> bytes:
     except OSError as error:
         raise UserError(
             f"{path}, by which the ranks of a run know each other, cannot be read or made ({error.strerror}): make "
-            f"run.dir a directory that all machines share, {_WAY_OUT}"
+            f"run.dir a directory that all machines share, {_WAY_OUT}",
+            "secret.file",
         ) from None
     with stream:
         about = os.fstat(stream.fileno())
@@ -315,7 +322,7 @@ def run_secret(directory: Path, env: Mapping[str, str] = os.environ) -> bytes:
         secret = b"" if wrong else stream.read(4096).strip()
     if wrong or len(secret) < _LEAST:
         wrong = wrong or f"holds {len(secret)} characters, and a secret has {_LEAST} or more"
-        raise UserError(f"{path} cannot be trusted to keep a secret: it {wrong}; delete it, {_WAY_OUT}")
+        raise UserError(f"{path} cannot be trusted to keep a secret: it {wrong}; delete it, {_WAY_OUT}", "secret.file")
     return secret
 
 

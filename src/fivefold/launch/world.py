@@ -57,14 +57,16 @@ def current_world(env: Mapping[str, str] = os.environ) -> World:
         world = _from_environment(env)
     except ValueError as error:
         words = "RANK, WORLD_SIZE, MASTER_PORT or SLURM_*"
-        raise UserError(f"the launcher's environment is broken: {error} in {words}") from None
+        raise UserError(f"the launcher's environment is broken: {error} in {words}", "environment.ranks") from None
     meeting = world.meeting
     if world.joined and not meeting.file and not (meeting.address and meeting.port):
         missing = "MASTER_PORT" if meeting.address else "MASTER_ADDR"
-        raise UserError(f"RANK and WORLD_SIZE are set but {missing} is not: start with torchrun, or unset RANK")
+        unset = f"RANK and WORLD_SIZE are set but {missing} is not: start with torchrun, or unset RANK"
+        raise UserError(unset, "environment.ranks")
     if world.joined and not (0 <= world.rank < world.size and 0 <= meeting.port < 1 << 16):
         raise UserError(
-            f"the launcher's environment is broken: rank {world.rank} of {world.size}, port {meeting.port} of 65535"
+            f"the launcher's environment is broken: rank {world.rank} of {world.size}, port {meeting.port} of 65535",
+            "environment.ranks",
         )
     return world
 

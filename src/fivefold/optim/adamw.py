@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fivefold.optim.base import OptimizerConfig, Rule
+from fivefold.optim.base import OptimizerConfig, Rule, bound
 
 if TYPE_CHECKING:
     import torch
@@ -25,8 +25,8 @@ class AdamW(OptimizerConfig, frozen=True, kw_only=True):
 
     def own_rules(self) -> list[Rule]:
         return [
-            (all(0 <= beta < 1 for beta in self.betas), f"optimizer.betas={list(self.betas)} must lie in [0, 1)"),
-            (0 < self.eps < math.inf, f"optimizer.eps={self.eps} must be positive"),
+            (all(0 <= beta < 1 for beta in self.betas), bound("betas", f"{list(self.betas)} must lie in [0, 1)")),
+            (0 < self.eps < math.inf, bound("eps", f"{self.eps} must be positive")),
         ]
 
     def update(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import msgspec
 
+from fivefold.support.errors import Problem
 from fivefold.support.ranges import STEPS, within
 
 if TYPE_CHECKING:
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
     Tensors = Sequence[Tensor]
 
 Rule = tuple[bool, str]  # whether a bound holds, and the sentence that says so if it does not
+
+
+def bound(setting: str, words: str) -> Problem:
+    return Problem(f"optimizer.{setting}.range", f"optimizer.{setting}={words}")
 
 
 class OptimizerConfig(
@@ -49,18 +54,21 @@ class OptimizerConfig(
     def rules(self) -> list[Rule]:
         """Bounds of the settings."""
         return [
-            (0 < self.lr < math.inf, f"optimizer.lr={self.lr} must be a positive number"),
+            (0 < self.lr < math.inf, bound("lr", f"{self.lr} must be a positive number")),
             *self.own_rules(),
-            (0 <= self.weight_decay < math.inf, f"optimizer.weight_decay={self.weight_decay} must not be negative"),
-            (0 <= self.clip < math.inf, f"optimizer.clip={self.clip} must not be negative; 0 turns it off"),
-            (self.warmup >= 0, f"optimizer.warmup={self.warmup} must not be negative; 0 means none"),
-            (0 <= self.decay <= 1, f"optimizer.decay={self.decay} is a share of the steps, between 0 and 1"),
-            (0 <= self.final <= 1, f"optimizer.final={self.final} is a share of the peak rate, between 0 and 1"),
+            (0 <= self.weight_decay < math.inf, bound("weight_decay", f"{self.weight_decay} must not be negative")),
+            (0 <= self.clip < math.inf, bound("clip", f"{self.clip} must not be negative; 0 turns it off")),
+            (self.warmup >= 0, bound("warmup", f"{self.warmup} must not be negative; 0 means none")),
+            (0 <= self.decay <= 1, bound("decay", f"{self.decay} is a share of the steps, between 0 and 1")),
+            (0 <= self.final <= 1, bound("final", f"{self.final} is a share of the peak rate, between 0 and 1")),
             (
                 self.schedule_steps <= 0 or self.schedule_steps > self.warmup,
-                f"optimizer.schedule_steps={self.schedule_steps} must be above optimizer.warmup={self.warmup}, since "
-                f"the schedule follows the warm-up; nearest: optimizer.schedule_steps={self.warmup + 1}; with 0, the "
-                "schedule has train.steps",
+                Problem(
+                    "optimizer.schedule_steps.warmup",
+                    f"optimizer.schedule_steps={self.schedule_steps} must be above optimizer.warmup={self.warmup}, "
+                    f"since the schedule follows the warm-up; nearest: optimizer.schedule_steps={self.warmup + 1}; "
+                    "with 0, the schedule has train.steps",
+                ),
             ),
         ]
 

@@ -202,7 +202,8 @@ def preset(name: str, **changes: Any) -> ModelSpec:
     """
     if name not in PRESETS:
         raise UserError(
-            f"unknown model {name!r}; {did_you_mean(name, list(PRESETS))} ('fivefold list models' lists them)"
+            f"unknown model {name!r}; {did_you_mean(name, list(PRESETS))} ('fivefold list models' lists them)",
+            "model.unknown",
         )
     return ModelSpec(**({"name": name} | PRESETS[name] | changes))
 

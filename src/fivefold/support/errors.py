@@ -26,7 +26,9 @@ def absent(package: str) -> bool:
 
 
 class Problem(str):
-    """A sentence with a code, "layout.tp.heads", by which scripts and tests know it while its words may change."""
+    """A sentence with a code, "layout.tp.heads", by which scripts and tests know it while its words may change.
+
+    docs/problems.md has all codes."""
 
     code: str
 
@@ -39,15 +41,26 @@ class Problem(str):
 class UserError(Exception):
     """One or more problems with what the user gave us; each a sentence with the values and what to write instead.
 
-    `codes` are those of the problems that have one."""
+    `code` is that of sentences that have none of their own. `problems` are plain texts, to be shown and sent; `coded`
+    are the same with their codes, to be raised again; `codes` are those of the problems that have one."""
 
-    def __init__(self, problems: str | Iterable[str]):
-        found = [problems] if isinstance(problems, str) else list(problems)
-        if len(found) > MOST + 1:  # and not one: the sentence below, when it is raised again
-            found = [*found[:MOST], f"and {len(found) - MOST} more problems"]
-        self.problems = [_clipped(str(sentence)) for sentence in found]
-        self.codes = [sentence.code for sentence in found if isinstance(sentence, Problem)]
+    def __init__(self, problems: str | Iterable[str], code: str = ""):
+        given = [problems] if isinstance(problems, str) else list(problems)
+        if len(given) > MOST + 1:  # and not one: the sentence below, when it is raised again
+            given = [*given[:MOST], Problem("problems.more", f"and {len(given) - MOST} more problems")]
+        self.problems = [_clipped(str(sentence)) for sentence in given]
+        known = [sentence.code if isinstance(sentence, Problem) else code for sentence in given]
+        self.coded = list(map(_coded, known, self.problems))
+        self.codes = [own for own in known if own]
         super().__init__("\n".join(self.problems))
+
+    def framed(self, before: str = "", after: str = "") -> list[str]:
+        """The problems with words around them, under the codes that they have."""
+        return [_coded(getattr(problem, "code", ""), f"{before}{problem}{after}") for problem in self.coded]
+
+
+def _coded(code: str, sentence: str) -> str:
+    return Problem(code, sentence) if code else sentence
 
 
 def _clipped(sentence: str) -> str:

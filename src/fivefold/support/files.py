@@ -99,12 +99,12 @@ def digest(path: Path, progress: Progress | None = None) -> str:
 
 def digest_of(stream: Readable, progress: Progress | None = None) -> str:
     """sha256 of what is left of an open file."""
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     while piece := stream.read(_CHUNK):
-        found.update(piece)
+        sha256.update(piece)
         if progress:
             progress(len(piece))
-    return found.hexdigest()
+    return sha256.hexdigest()
 
 
 def hashed(path: Path) -> File:
@@ -130,18 +130,18 @@ class HashedFile(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         """Anything that is bytes in one piece."""
-        whole = memoryview(data)
-        if not whole.nbytes:  # which cannot be cast
+        content = memoryview(data)
+        if not content.nbytes:  # which cannot be cast
             return 0
-        whole = whole.cast("B")
-        for start in range(0, len(whole), _CHUNK):  # hashed and then written while the cache has them
-            rest = whole[start : start + _CHUNK]
+        content = content.cast("B")
+        for start in range(0, len(content), _CHUNK):  # hashed and then written while the cache has them
+            rest = content[start : start + _CHUNK]
             self._sum.update(rest)
             while rest:  # an unbuffered write may take less than it was given
                 rest = rest[self._raw.write(rest) :]
             self._progress(_CHUNK)
-        self._bytes += len(whole)
-        return len(whole)
+        self._bytes += len(content)
+        return len(content)
 
     def tell(self) -> int:
         return self._bytes
@@ -169,7 +169,7 @@ def write(path: Path, content: str | bytes) -> None:
     try:
         path.write_bytes(content.encode() if isinstance(content, str) else content)
     except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}") from None
+        raise UserError(f"{path} cannot be written: {error.strerror}", "file.write") from None
 
 
 def put(path: Path, content: str | bytes) -> None:
@@ -184,7 +184,7 @@ def cannot_write(path: Path, error: OSError) -> UserError:
     """The sentence about it, with the room that there is."""
     near = next(folder for folder in path.absolute().parents if folder.exists())
     free = bytes_text(shutil.disk_usage(near).free)
-    return UserError(f"cannot write {path}: {error.strerror or error}; {free} are free there")
+    return UserError(f"cannot write {path}: {error.strerror or error}; {free} are free there", "file.write")
 
 
 def sync(path: Path) -> None:
@@ -200,7 +200,7 @@ def sync(path: Path) -> None:
 def whole_or_nothing(output: Path) -> Iterator[None]:
     """Around the making of a directory: if it fails, what there is of it is gone, and a full disk is a sentence."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"{output} is there already, and is not empty; give -o a new name")
+        raise UserError(f"{output} is there already, and is not empty; give -o a new name", "output.taken")
     try:
         yield
     except BaseException as error:

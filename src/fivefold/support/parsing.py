@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
 
-from fivefold.support.errors import UserError
+from fivefold.support.errors import Problem, UserError
 from fivefold.support.files import read_regular
 from fivefold.support.text import did_you_mean
 
@@ -38,14 +38,16 @@ def path_of(text: str | Path) -> Path:
     try:
         path = path.expanduser()
     except RuntimeError:
-        raise UserError(f"{str(text)!r} names the home of a user, {path.parts[0]}, who is not known here") from None
+        unknown = f"{str(text)!r} names the home of a user, {path.parts[0]}, who is not known here"
+        raise UserError(unknown, "path.home") from None
     if "\0" in str(path):
-        raise UserError(f"{str(text)!r} is not a path: it has a character of code 0")
+        raise UserError(f"{str(text)!r} is not a path: it has a character of code 0", "path.characters")
     names = [os.fsencode(part) for part in path.parts] if _encodes(path) else None
     if names is None:
-        raise UserError(f"{str(text)!r} is not a path: the file system cannot write its characters")
+        raise UserError(f"{str(text)!r} is not a path: the file system cannot write its characters", "path.characters")
     if max(map(len, names), default=0) > _NAME or len(os.fsencode(path)) > _PATH:
-        raise UserError(f"the path {str(text)[:40]!r}... is too long: names have {_NAME} bytes at most, paths {_PATH}")
+        most = f"names have {_NAME} bytes at most, paths {_PATH}"
+        raise UserError(f"the path {str(text)[:40]!r}... is too long: {most}", "path.length")
     return path
 
 
@@ -63,13 +65,14 @@ def parsing(source: str | Path, kind: str) -> Iterator[None]:
     try:
         yield
     except RecursionError:
-        raise UserError(f"{source} cannot be read as {kind}: it is nested too deeply") from None
+        raise UserError(f"{source} cannot be read as {kind}: it is nested too deeply", "file.syntax") from None
     except UnicodeDecodeError as error:
-        raise UserError(f"{source} cannot be read as {kind}: byte {error.start} is not of a text in UTF-8") from None
+        why = f"byte {error.start} is not of a text in UTF-8"
+        raise UserError(f"{source} cannot be read as {kind}: {why}", "file.syntax") from None
     except ValueError as error:
         # Python's own advice about long numbers is for programmers.
-        why = "a number in it has thousands of digits" if "integer string conversion" in str(error) else error
-        raise UserError(f"{source} cannot be read as {kind}: {why}") from None
+        why = "a number in it has thousands of digits" if "integer string conversion" in str(error) else str(error)
+        raise UserError(f"{source} cannot be read as {kind}: {why}", "file.syntax") from None
 
 
 def read_bytes(path: Path, kind: str) -> bytes:
@@ -78,7 +81,7 @@ def read_bytes(path: Path, kind: str) -> bytes:
         return read_regular(path_of(path), _LARGEST[kind], links=True)
     except OSError as error:
         problem = Missing if isinstance(error, FileNotFoundError) else UserError
-        raise problem(f"cannot read {path}: {error.strerror or error}") from None
+        raise problem(f"cannot read {path}: {error.strerror or error}", "file.read") from None
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -110,16 +113,16 @@ def parse_json(text: str | bytes) -> Any:
     return _tame(json.loads(text))
 
 
-def _tame(found: Any) -> Any:
+def _tame(parsed: Any) -> Any:
     """What was parsed, if all of it can be walked through and printed."""
-    level = [found]
+    level = [parsed]
     for _ in range(_DEEPEST):
         if any(type(value) is int and value.bit_length() > _BITS for value in level):
             raise ValueError(f"a number in it has more than {_BITS} bits")
         inside = [value for value in level if isinstance(value, dict | list)]
-        level = [one for value in inside for one in (value.values() if isinstance(value, dict) else value)]
+        level = [item for value in inside for item in (value.values() if isinstance(value, dict) else value)]
         if not level:
-            return found
+            return parsed
     raise ValueError(f"it is nested more than {_DEEPEST} deep")
 
 
@@ -171,7 +174,7 @@ def _struct(kind: type[S], table: dict[str, Any], path: str, problems: list[str]
             else:
                 values[name] = read(inner, table[name], join(path, name), problems)
         elif field.required:
-            problems.append(f"{join(path, name)} is missing: it has no default")
+            problems.append(Problem(f"{join(path, name)}.missing", f"{join(path, name)} is missing: it has no default"))
     return kind(**values) if len(problems) == before else None
 
 
@@ -183,27 +186,32 @@ def _one_of(kinds: tuple[type[msgspec.Struct], ...], value: Any, path: str, prob
     first, field = kinds[0], kinds[0].__struct_config__.tag_field
     tag = value.get(field, first.__struct_config__.tag) if isinstance(value, dict) else first.__struct_config__.tag
     if tag not in tags:
-        problems.append(f"{path}.{field}={tag!r} is not a choice; {did_you_mean(str(tag), list(tags))}")
+        problems.append(_no_choice(f"{path}.{field}", tag, list(tags)))
         return None
     return read(tags[tag], value, path, problems)
 
 
-def unknown_key(path: str, key: str, known: list[str]) -> str:
-    return f"{join(path, key)} is not a setting; {did_you_mean(key, known)}"
+def unknown_key(path: str, key: str, known: list[str]) -> Problem:
+    return Problem("setting.unknown", f"{join(path, key)} is not a setting; {did_you_mean(key, known)}")
+
+
+def _no_choice(path: str, value: Any, choices: list[str]) -> Problem:
+    return Problem(f"{path}.choice", f"{path}={value!r} is not a choice; {did_you_mean(str(value), choices)}")
 
 
 def join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _misfit(kind: Any, value: Any, path: str) -> str:
+def _misfit(kind: Any, value: Any, path: str) -> Problem:
     """What was written, and what was wanted instead."""
     if get_origin(kind) is Literal:
-        return f"{path}={value!r} is not a choice; {did_you_mean(str(value), [str(a) for a in get_args(kind)])}"
+        return _no_choice(path, value, [str(choice) for choice in get_args(kind)])
     wanted = _SPOKEN.get(get_origin(kind) or kind, "a table")
     inside = [_SPOKEN[item] for item in get_args(kind) if item in _SPOKEN]
     count = "" if Ellipsis in get_args(kind) or get_origin(kind) is not tuple else f"{len(get_args(kind))} "
-    return f"{path}={value!r} is not {wanted}" + (f" of {count}{inside[0].removeprefix('a ')}s" if inside else "")
+    items = f" of {count}{inside[0].removeprefix('a ')}s" if inside else ""
+    return Problem(f"{path}.type", f"{path}={value!r} is not {wanted}{items}")
 
 
 def _plain(kind: Any) -> tuple[bool, Any]:
@@ -222,4 +230,5 @@ def numbers(text: str, option: str) -> list[float]:
     try:
         return [float(word) for word in text.split(",") if word.strip()]
     except ValueError:
-        raise UserError(f"{option} {text} is not a list of numbers; write for example {option} 1.5,2") from None
+        wanted = f"{option} {text} is not a list of numbers; write for example {option} 1.5,2"
+        raise UserError(wanted, "option.numbers") from None

@@ -70,23 +70,25 @@ def place_of(text: str | Place) -> Place:
 
 
 def remote_of(text: str) -> RemotePlace:
-    found = _URL.fullmatch(text)
-    if found is None or found[1] not in DRIVERS or "::" in text:
-        raise UserError(f"{text!r} is not a place for checkpoints; take one of {', '.join(f'{p}://' for p in DRIVERS)}")
-    protocol, path = found[1], found[2].rstrip("/")
+    match = _URL.fullmatch(text)
+    if match is None or match[1] not in DRIVERS or "::" in text:
+        known = ", ".join(f"{protocol}://" for protocol in DRIVERS)
+        raise UserError(f"{text!r} is not a place for checkpoints; take one of {known}", "url.protocol")
+    protocol, path = match[1], match[2].rstrip("/")
     parts = path.split("/")
     if protocol == "file":  # file:///absolute/path
         if parts[0]:
-            raise UserError(f"{text!r} has no absolute path; write file:///{path}")
+            raise UserError(f"{text!r} has no absolute path; write file:///{path}", "url.relative")
         parts = parts[1:]
     bucket, user = parts[0], parts[0].rpartition("@")[0]
     if ":" in user or (user and protocol not in ("az", "abfs")):  # abfs://container@account.dfs.core.windows.net
         raise UserError(
             f"a {protocol}:// URL has something before an @, as if it were a password, and would be printed and kept; "
-            "credentials come from the environment or the driver's own files"
+            "credentials come from the environment or the driver's own files",
+            "url.password",
         )
     odd = [part for part in parts if not _PLAIN.fullmatch(part) or part in (".", "..")]
     if odd or not bucket or len(text.encode()) > _LONGEST:
         what = f"{odd[0][:50]!r} in it" if odd else "its length"
-        raise UserError(f"{text[:200]!r} is not a plain URL: {what}; write for example s3://bucket/runs")
+        raise UserError(f"{text[:200]!r} is not a plain URL: {what}; write for example s3://bucket/runs", "url.plain")
     return RemotePlace(protocol, path)

@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_args, get_origin
 import msgspec
 from msgspec import Meta
 
-from fivefold.support.errors import UserError
+from fivefold.support.errors import Problem, UserError
 
 RANKS = 10_000_000
 STEPS = 10**12  # of training, and all that is counted in them
@@ -27,26 +27,26 @@ def within(least: float, most: float, hint: str = "") -> Meta:
     return Meta(ge=least, le=most, description=hint or None)
 
 
-def outside(one: msgspec.Struct, path: str) -> dict[str, str]:
+def outside(description: msgspec.Struct, path: str) -> dict[str, str]:
     """Of every number of a description that is not in the range of its field, a sentence."""
-    ranges = _ranges(type(one)).items()
-    found = {field: misfit(f"{path}.{field}", getattr(one, field), allowed) for field, allowed in ranges}
-    return {field: sentence for field, sentence in found.items() if sentence}
+    ranges = _ranges(type(description)).items()
+    misfits = {field: misfit(f"{path}.{field}", getattr(description, field), allowed) for field, allowed in ranges}
+    return {field: Problem(f"{path}.{field}.range", sentence) for field, sentence in misfits.items() if sentence}
 
 
 def checked(name: str, value: Any, allowed: Meta) -> Any:
     """An argument that is a whole number in its range; None, which is one that was not given, stays None."""
     if value is not None and type(value) is not int:
-        raise UserError(f"{name}={value!r} is not a whole number")
+        raise UserError(f"{name}={value!r} is not a whole number", "option.type")
     if sentence := misfit(name, value, allowed):
-        raise UserError(sentence)
+        raise UserError(sentence, "option.range")
     return value
 
 
 def seconds(name: str, value: float) -> float:
     """An argument that says how long something may take."""
     if sentence := misfit(name, value, within(0.001, SECONDS)):
-        raise UserError(sentence)
+        raise UserError(sentence, "option.range")
     return value
 
 
@@ -65,9 +65,9 @@ def misfit(name: str, value: Any, allowed: Meta) -> str | None:
 
 @cache
 def _ranges(kind: type[msgspec.Struct]) -> dict[str, Meta]:
-    found = {}
+    ranges = {}
     for field in msgspec.structs.fields(kind):
         for option in get_args(field.type) if get_origin(field.type) is not Annotated else (field.type,):
             if get_origin(option) is Annotated:
-                found[field.name] = option.__metadata__[0]
-    return found
+                ranges[field.name] = option.__metadata__[0]
+    return ranges

@@ -46,10 +46,8 @@ def _device(job: Job) -> Accelerator:
     try:
         return find_accelerator(names[0])
     except UserError as error:
-        raise UserError(
-            f"{problem}; run.cluster, such as 8xH100, says what this machine is to be planned as"
-            for problem in error.problems
-        ) from None
+        hint = "run.cluster, such as 8xH100, says what this machine is to be planned as"
+        raise UserError(error.framed(after=f"; {hint}")) from None
 
 
 # ---- choose ---------------------------------------------------------------------------------------------------------
@@ -94,7 +92,7 @@ def choose(job: Job, ranks: int, per_node: int) -> ElasticLayout:
         try:
             options.append(_fastest(job, count, nodes))
         except UserError as error:
-            problems = problems or error.problems
+            problems = problems or error.coded
             large += isinstance(error, TooLarge)
         if len(options) == _TRIED or large == _TRIED:  # fewer ranks have more to hold
             break
@@ -119,7 +117,7 @@ def _check(job: Job, layout: Layout) -> None:
     try:
         fixed = fixed_choices(job.elastic.fixed)
     except UserError as error:
-        raise UserError(f"elastic.fixed={job.elastic.fixed!r}: {problem}" for problem in error.problems) from None
+        raise UserError(error.framed(f"elastic.fixed={job.elastic.fixed!r}: ")) from None
     own = {key: getattr(layout, key) for key in fixed if key in FIXED and key != "samples"}
     if other := [f"{key}={value}" for key, value in own.items() if fixed[key] != value]:
         raise UserError(f"elastic.fixed={job.elastic.fixed!r} is for every layout, and the job's own has {other[0]}")

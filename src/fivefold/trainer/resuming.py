@@ -120,7 +120,7 @@ def stored_job(directory: Place, words: Sequence[str] = ()) -> Job:
     try:
         resolve(table)
     except UserError as error:
-        raise UserError(f"{directory / JOB}: {problem}" for problem in error.problems) from None
+        raise UserError(error.framed(f"{directory / JOB}: ")) from None
     return resolve(table, words)
 
 
@@ -144,7 +144,7 @@ def _table(directory: Path) -> dict[str, Any]:
         return msgspec.to_builtins(stored(newest))
     except UserError as error:
         way_out = f"mend or delete it: {newest.path} has the job, too" if newest else "it is to be mended"
-        raise UserError(f"{problem}; {way_out}" for problem in error.problems) from None
+        raise UserError(error.framed(after=f"; {way_out}")) from None
 
 
 def newest_of(checkpoints: list[Checkpoint]) -> Checkpoint | None:
@@ -185,7 +185,7 @@ def misbegun(job: Job, sources: Sources) -> list[str]:
         weights = find(job.run.weights)
         before = stored(weights)
     except UserError as error:
-        return [f"run.weights={job.run.weights}: {problem}; {way_out}" for problem in error.problems]
+        return error.framed(f"run.weights={job.run.weights}: ", f"; {way_out}")
     if other := [str(change) for change in changes(before, job) if change.rule == NEVER]:
         return [f"run.weights={job.run.weights} are those of another model: {', '.join(other[:6])}; {way_out}"]
     return _foreign(run_of(weights), sources)

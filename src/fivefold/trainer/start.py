@@ -100,16 +100,17 @@ def check_ranks(nproc: int | None, world: World) -> None:
     """Refuse a number of processes that cannot be started here, and faults that are none."""
     faults.parse(os.environ.get("FIVEFOLD_FAULT", ""))
     if nproc is not None and nproc < 1:
-        raise UserError(f"--nproc {nproc} starts no process; nearest: --nproc 1")
+        raise UserError(f"--nproc {nproc} starts no process; nearest: --nproc 1", "option.range")
     if nproc is not None and nproc > 1 and world.joined:
         raise UserError(
-            f"--nproc {nproc} inside a launched rank (world of {world.size}): leave --nproc to one of the two"
+            f"--nproc {nproc} inside a launched rank (world of {world.size}): leave --nproc to one of the two",
+            "option.conflict",
         )
 
 
 def check_restarts(restarts: int) -> None:
     if restarts < 0:
-        raise UserError(f"--restarts {restarts} must not be negative; nearest: --restarts 0")
+        raise UserError(f"--restarts {restarts} must not be negative; nearest: --restarts 0", "option.range")
 
 
 def check_sharing(job: Job, nproc: int) -> None:

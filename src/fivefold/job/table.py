@@ -1,0 +1,121 @@
+"""A job as a table: KEY=VALUE of a command line laid over it, and the model that it says.
+
+apply(table, "optimizer.lr=3e-4", problems)
+model_of(table.get("model", {}), of_its_own, table.get("data"), problems)
+"""
+
+from itertools import chain
+from typing import Any
+
+import msgspec
+
+from fivefold.data.index import read_index
+from fivefold.layout.layout import Layout
+from fivefold.spec.blocks import Experts, LatentSpec, RopeScaling, Yarn
+from fivefold.spec.hf import read_hf_config
+from fivefold.spec.model import ModelSpec
+from fivefold.spec.presets import PRESETS, TOYS, preset
+from fivefold.support.errors import Problem, UserError
+from fivefold.support.parsing import parse_toml, path_of, read, unknown_key
+
+Table = dict[str, Any]
+
+
+def apply(table: Table, change: str, problems: list[str]) -> None:
+    """Lay one `section.key=value` of the command line over the table."""
+    key, equals, text = change.partition("=")
+    if not equals or not key:
+        problems.append(Problem("change.form", f"{change!r} is not of the form section.key=value"))
+        return
+    if any("\ud800" <= letter <= "\udfff" for letter in change):  # how Python keeps bytes that are no text
+        problems.append(Problem("change.text", f"{change!r} is not of a text in UTF-8; give it other characters"))
+        return
+    *sections, last = key.split(".")
+    for section in sections:
+        if isinstance(table.get(section), str):  # a layout or model by its short name, then changed field by field
+            table[section] = _spread(section, table[section], problems)
+        table = table.setdefault(section, {})
+        if not isinstance(table, dict):
+            problems.append(Problem("change.table", f"{key}: {section} is a value, not a table"))
+            return
+    table[last] = _value(text)
+
+
+def _value(text: str) -> Any:
+    """A TOML value, or plain text where it is none: `1e-4`, `true`, `[1, 2]`, and bare words."""
+    try:
+        table = parse_toml(f"value = {text}")
+        return table["value"] if len(table) == 1 else text  # lines below the first would be read by nobody
+    except (ValueError, RecursionError):
+        return text
+
+
+def _spread(section: str, text: str, problems: list[str]) -> Table:
+    """The table that a short string stands for."""
+    if section == "layout":
+        try:
+            return Layout.parse(text).given()
+        except UserError as error:
+            problems += error.coded
+            return {}
+    return {"preset": text} if section == "model" else {}
+
+
+# ---- model ----------------------------------------------------------------------------------------------------------
+# The model of a job: a preset, a Hugging Face config, or all its numbers.
+
+
+TAG = "kind"  # tells tables apart of which a model may have one or another
+_TABLES = {"experts": (Experts,), "mla": (LatentSpec,), "rope_scaling": (RopeScaling, Yarn)}
+NESTED = {key: [*chain(*(kind.__struct_fields__ for kind in kinds)), TAG] for key, kinds in _TABLES.items()}  # settings
+
+
+def model_of(value: Any, of_its_own: bool, data: Any, problems: list[str]) -> ModelSpec | None:
+    """`model = "tiny"`, or a table: a `preset` or a Hugging Face `config` and what changes it, or all the numbers.
+
+    Where the file says nothing of a model (`of_its_own`), what the command line says changes tiny. A toy has the
+    vocabulary of the job's data, unless it is given.
+    """
+    table = {"preset": value} if isinstance(value, str) else value
+    if not isinstance(table, dict):
+        problems.append(Problem("model.type", f"model={value!r} is neither a preset's name nor a table"))
+        return None
+    bases = [key for key in ("preset", "config") if key in table]
+    if len(bases) > 1:
+        both = f"model.preset={table['preset']!r} and model.config={table['config']!r}"
+        problems.append(Problem("model.preset.config", f"{both} exclude each other"))
+        return None
+    if not bases and not of_its_own:
+        bases, table = ["preset"], {"preset": "tiny"} | table
+    known = ["preset", "config", *ModelSpec.__struct_fields__]
+    problems += [unknown_key("model", key, known) for key in table if key not in known]
+    fields = {key: value for key, value in table.items() if key in ModelSpec.__struct_fields__}
+    try:
+        base: Table = {}
+        if "config" in bases:
+            base = msgspec.structs.asdict(read_hf_config(path_of(str(table["config"]))))
+        elif bases:  # a preset leaves out what is derived from others, so that it follows them
+            name = str(table["preset"])
+            preset(name)  # names the nearest where there is none
+            base = {"name": name} | PRESETS[name] | (_vocabulary(data) if name in TOYS else {})
+    except UserError as error:
+        problems += error.coded
+        return None
+    for key in NESTED.keys() & fields.keys():
+        given, usual = fields[key], msgspec.to_builtins(base.get(key)) or {}
+        if isinstance(given, dict) and given.get(TAG, usual.get(TAG)) == usual.get(TAG):
+            fields[key] = usual | given  # a preset's, and what changes it
+        elif given is not None and not isinstance(given, dict):
+            write = f"write model.{key}.{NESTED[key][0]}=... and the like, or take a preset without {key}"
+            problems.append(Problem(f"model.{key}.type", f"model.{key}={given!r} is not a table; {write}"))
+            return None
+    return read(ModelSpec, base | fields, "model", problems)
+
+
+def _vocabulary(data: Any) -> Table:
+    """Of prepared data, if it can be read; what is wrong with it is told where the data is opened."""
+    path = data.get("path") if isinstance(data, dict) else None
+    try:
+        return {"vocab": read_index(path_of(path)).vocab} if isinstance(path, str) and path else {}
+    except UserError:
+        return {}
