@@ -15,7 +15,7 @@ from fivefold.data.batch import Batch
 from fivefold.launch.processes import Rank
 from fivefold.model.head import loss_sum
 from fivefold.model.ops import LocalOps
-from fivefold.parallel.collectives import whole
+from fivefold.parallel.collectives import full_tensor
 from fivefold.parallel.control import all_gather_values
 from fivefold.parallel.mesh import Mesh
 from fivefold.schedules.actions import Action, Kind
@@ -50,7 +50,7 @@ class FivefoldPipeline:
 
     def gradients(self) -> dict[str, Tensor]:
         """Of this rank's stages, by global name."""
-        return {name: whole(one) for name, one in self.engine.gradients().items()}
+        return {name: full_tensor(one) for name, one in self.engine.gradients().items()}
 
     def reset(self) -> None:
         """Drop the gradients."""

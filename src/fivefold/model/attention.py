@@ -165,11 +165,11 @@ class LatentAttention(nn.Module):
             assert self.q is not None
             (q,), (kv,) = ops.column_parallel(x, self.q), ops.replicated_linear(x, self.kv_down)
             latent, shared_key = kv.split(sizes, dim=-1)
-            return q, *ops.spread(torch.cat((ops.norm(self.kv_norm, latent), shared_key), dim=-1)).split(sizes, dim=-1)
+            return q, *ops.gather_latents(torch.cat((ops.norm(self.kv_norm, latent), shared_key), dim=-1)).split(sizes, dim=-1)
         q, kv = ops.replicated_linear(x, self.q_down, self.kv_down)
         latent, shared_key = kv.split(sizes, dim=-1)
         parts = ops.norm(self.q_norm, q), ops.norm(self.kv_norm, latent), shared_key
-        q, latent, shared_key = ops.spread(torch.cat(parts, dim=-1)).split([self.mla.q_rank, *sizes], dim=-1)
+        q, latent, shared_key = ops.gather_latents(torch.cat(parts, dim=-1)).split([self.mla.q_rank, *sizes], dim=-1)
         return *ops.up_projection(q, self.q_up), latent, shared_key
 
     def heads(self, x: Tensor, *dims: int) -> tuple[Tensor, ...]:

@@ -15,8 +15,8 @@ from fivefold.layout.stages import Stage
 from fivefold.model import attention, init
 from fivefold.model.attention import self_attention
 from fivefold.model.head import Targets
-from fivefold.model.layers import ACTIVATIONS, Linear, TokenPositions, gated, wide
-from fivefold.model.moe import UNBALANCED, Balance, MoE, Told
+from fivefold.model.layers import ACTIVATIONS, Linear, TokenPositions, gated, accum_dtype
+from fivefold.model.moe import UNBALANCED, Balance, MoE, RouterStats
 from fivefold.model.ops import LocalOps
 from fivefold.model.recompute import compiled, recomputed
 from fivefold.spec.model import ModelSpec
@@ -115,20 +115,20 @@ class Block(nn.Module):
         self, x: Tensor, positions: TokenPositions, rotation: tuple[Tensor, Tensor] | None, mask: Any
     ) -> Tensor:
         """`positions` is that of x's tokens; `rotation` and `mask` are those of all tokens that attention sees here."""
-        x, told = self.run(self.steps, x, positions, rotation, mask)
+        x, stats = self.run(self.steps, x, positions, rotation, mask)
         if self.training and isinstance(self.mlp, MoE):
-            self.mlp.count(told)
+            self.mlp.count(stats)
         return x
 
     def steps(
         self, x: Tensor, positions: TokenPositions, rotation: tuple[Tensor, Tensor] | None, mask: Any
-    ) -> tuple[Tensor, Told | None]:
+    ) -> tuple[Tensor, RouterStats | None]:
         """The residual stream, and what a mixture tells of its tokens."""
         seen = self.attention(self.ops.norm(self.attention_norm, x), rotation, mask)
         x = x + self.attention_dropout(seen, positions)
         normed = self.ops.norm(self.mlp_norm, x)
-        made, told = self.mlp(normed, positions) if isinstance(self.mlp, MoE) else (self.mlp(normed), None)
-        return x + self.mlp_dropout(made, positions), told
+        made, stats = self.mlp(normed, positions) if isinstance(self.mlp, MoE) else (self.mlp(normed), None)
+        return x + self.mlp_dropout(made, positions), stats
 
 
 class Decoder(nn.Module):
@@ -190,7 +190,7 @@ class Decoder(nn.Module):
         """Cosine and sine of every token's angles, [B, 1, S, D/2], from a table made once, on the CPU."""
         if self.spec.positions != "rope":
             return None
-        ids, kept, table, last = positions.position_ids, wide(dtype), self._rotations, self._last_rotation
+        ids, kept, table, last = positions.position_ids, accum_dtype(dtype), self._rotations, self._last_rotation
         if last is not None and last[0] is ids and last[1] == kept:
             return last[2]
         if table.shape[0] < positions.length or table.dtype != kept or table.device != ids.device:

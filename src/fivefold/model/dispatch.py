@@ -18,8 +18,8 @@ from torch.nn import functional as F
 
 from fivefold.launch.waits import timed_wait
 from fivefold.model.fp8 import Fp8GroupedLinear
-from fivefold.model.grouped import GroupedLinear, Groups, PutOff, added
-from fivefold.model.layers import wide
+from fivefold.model.grouped import GroupedLinear, Groups, DeferWgrad, added
+from fivefold.model.layers import accum_dtype
 from fivefold.model.recompute import unread
 from fivefold.spec.blocks import Experts
 from fivefold.spec.model import ModelSpec
@@ -83,13 +83,13 @@ class Router(nn.Module):
         self.bias = nn.Parameter(torch.empty(self.experts.count)) if spec.bias else None
         balance = torch.zeros(self.experts.count) if self.experts.balance_bias else None
         self.register_buffer("balance", balance, persistent=False)
-        self.load: Tensor | None = None  # [X] tokens that each expert got since the step began
+        self.tokens_per_expert: Tensor | None = None  # [X] tokens that each expert got since the step began
         # A proof looks at what is chosen, and may choose itself: see `verifier/rank.py`.
         self.choose: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Routing:
         """x [n, E]; the parameters are given, because ranks may share them."""
-        kind = wide(x.dtype)
+        kind = accum_dtype(x.dtype)
         logits = F.linear(x.to(kind), weight.to(kind), None if bias is None else bias.to(kind))
         scores = logits.softmax(-1) if self.experts.scores == "softmax" else logits.sigmoid()
         chosen = self.best(scores) if self.choose is None else self.choose(scores)
@@ -100,7 +100,7 @@ class Router(nn.Module):
 
     def count(self, counts: Tensor) -> None:
         """Of a microbatch."""
-        self.load = counts if self.load is None else self.load + counts
+        self.tokens_per_expert = counts if self.tokens_per_expert is None else self.tokens_per_expert + counts
 
     @torch.no_grad()
     def best(self, scores: Tensor) -> Tensor:
@@ -168,15 +168,15 @@ class LocalDispatch:
         return counts
 
     def run(
-        self, x: Tensor, routed: Routing, compute: Compute, stream: int, beside: Beside = None
+        self, x: Tensor, routing: Routing, compute: Compute, stream: int, beside: Beside = None
     ) -> tuple[Tensor, Tensor | None]:
         """x [n, E] -> [n, E], and what `beside` gives; `stream`: how many tokens the residual stream has here."""
         with self.watching(DISPATCH):
-            order, back = routed.order, places(routed.order)
-            rows = ToSlots.apply(x, order, back)
-        rows = compute(rows, self.host.groups(routed.ends, len(order)))
+            order, back = routing.order, places(routing.order)
+            rows = Permute.apply(x, order, back)
+        rows = compute(rows, self.host.groups(routing.ends, len(order)))
         with self.watching(COMBINE):
-            y = FromSlots.apply(rows, routed.weights, order, back)
+            y = Unpermute.apply(rows, routing.weights, order, back)
         return y, beside() if beside is not None else None
 
     def watching(self, what: str) -> AbstractContextManager[None]:
@@ -195,7 +195,7 @@ class LocalDispatch:
         shape = x.shape[0], linear.weight.shape[0] // groups.ends.shape[0]
         return added(unread(compute, shape, x, linear.weight, groups.ends), linear.bias, groups)
 
-    def defer_wgrad(self, linear: nn.Module) -> Callable[[], PutOff | None] | None:
+    def defer_wgrad(self, linear: nn.Module) -> Callable[[], DeferWgrad | None] | None:
         """What is asked in a backward pass: where a function goes that computes the weight's gradient; nowhere."""
         return None
 
@@ -219,7 +219,7 @@ class Rearrange(Function):
         return gradient[ctx.saved_tensors[0]], None, None
 
 
-class ToSlots(Function):
+class Permute(Function):
     """Tokens [n, E] -> the rows of their slots [n * K, E], in the order of the experts.
 
     Backward adds up each token's slots in their order, as it reads them: so the sum is the same every time.
@@ -236,13 +236,13 @@ class ToSlots(Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         back = ctx.saved_tensors[0].view(-1, ctx.slots)
         # A slot at a time: compiled, one kernel that reads whole rows.
-        total = gradient.new_zeros(ctx.shape, dtype=wide(gradient.dtype))
+        total = gradient.new_zeros(ctx.shape, dtype=accum_dtype(gradient.dtype))
         for slot in back.unbind(1):
             total = total + gradient[slot]
         return total.to(gradient.dtype), None, None
 
 
-class FromSlots(Function):
+class Unpermute(Function):
     """What the experts said in each slot, [n * K, E] in their order, weighted and added up: [n, E]."""
 
     @staticmethod

@@ -40,7 +40,7 @@ class Groups:
         return torch.searchsorted(self.ends, torch.arange(rows, dtype=torch.int32, device=self.ends.device), right=True)
 
 
-PutOff = Callable[[Callable[[], Tensor]], None]  # is given a function that computes the weight's gradient, for later
+DeferWgrad = Callable[[Callable[[], Tensor]], None]  # is given a function that computes the weight's gradient, for later
 
 
 def added(y: Tensor, bias: Tensor | None, groups: Groups) -> Tensor:

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from fivefold.layout.sharding import slices
-from fivefold.model.layers import wide
+from fivefold.model.layers import accum_dtype
 from fivefold.model.recompute import compiled
 
 
@@ -81,7 +81,7 @@ class HeadLoss(Function):
         statistics, grad_of, ctx.scale = kernels
         whole = words.gather(x)
         flat, wanted, mask = whole.flatten(0, 1), targets.tokens.flatten(), targets.mask.flatten()
-        total = flat.new_zeros((), dtype=wide(flat.dtype))
+        total = flat.new_zeros((), dtype=accum_dtype(flat.dtype))
         dx, dw = (torch.empty_like(flat), None) if learning else (flat, None)
         for part in slices(len(flat), words.most):
             rows = slice(part.start, part.stop)
@@ -121,7 +121,7 @@ class HeadLoss(Function):
 
 def _statistics(logits: Tensor, column: Tensor, here: Tensor, smoothing: float) -> tuple[Tensor, Tensor, Tensor]:
     """Of each row: the log of the sum of exponentials, the target's logit where it is here, the sum if it is needed."""
-    exact = wide(logits.dtype)
+    exact = accum_dtype(logits.dtype)
     if not logits.shape[-1]:
         nothing = logits.new_zeros(column.shape, dtype=exact)
         return nothing - torch.inf, nothing, nothing
@@ -170,7 +170,7 @@ def _add_product(total: Tensor | None, grad: Tensor, x: Tensor, last: bool) -> T
 
 def add_product(total: Tensor | None, grad: Tensor, x: Tensor) -> Tensor:
     """In full precision. A GPU's kernels add 16-bit products to a float32 sum by themselves."""
-    exact = wide(x.dtype)
+    exact = accum_dtype(x.dtype)
     if x.is_cuda and x.dtype != exact:
         if total is None:
             return torch.mm(grad.T, x, out_dtype=exact)
@@ -201,7 +201,7 @@ def loss_sum(logits: Tensor, targets: Tensor, mask: Tensor, smoothing: float = 0
 
     `head.Targets` says what `smoothing` and `z_loss` do.
     """
-    widened = logits.to(wide(logits.dtype))
+    widened = logits.to(accum_dtype(logits.dtype))
     ignored = targets.masked_fill(~mask, _IGNORED).flatten()
     total = F.cross_entropy(
         widened.flatten(0, 1), ignored, ignore_index=_IGNORED, reduction="sum", label_smoothing=smoothing

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def accum_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of masters, of sums of gradients, losses and attention, for a model that computes in `dtype`."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 

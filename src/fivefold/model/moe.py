@@ -61,28 +61,28 @@ class AddLoss(Function):
         return gradient, torch.ones((), dtype=ctx.kind, device=gradient.device)
 
 
-def row_counts(routed: Routing, rows: Tensor, count: int) -> Tensor:
+def row_counts(routing: Routing, rows: Tensor, count: int) -> Tensor:
     """How often the tokens of each of `count` rows chose each expert, int64 [B, X]; `rows` [n]: the tokens'."""
-    (slots, experts), order = (routed.chosen.shape[1], routed.scores.shape[1]), routed.order
+    (slots, experts), order = (routing.chosen.shape[1], routing.scores.shape[1]), routing.order
     # In their order slots ascend by expert and, within an expert, by row.
-    sorted_ = routed.chosen.flatten()[order] * count + rows[order // slots]
+    sorted_ = routing.chosen.flatten()[order] * count + rows[order // slots]
     every = torch.arange(experts * count, device=order.device)
     ends = torch.searchsorted(sorted_, every, right=True)
     return ends.diff(prepend=ends.new_zeros(1)).view(experts, count).T.contiguous()
 
 
-def balance_loss(experts: Experts, routed: Routing, rows: Tensor, counts: Tensor, length: int) -> Tensor:
+def balance_loss(experts: Experts, routing: Routing, rows: Tensor, counts: Tensor, length: int) -> Tensor:
     """The sum over rows, of this rank's tokens. `counts` [B, X] are those of whole rows of `length` tokens."""
-    share = counts.to(routed.scores.dtype) * (experts.count / (experts.top_k * length))
-    scores = routed.scores
+    share = counts.to(routing.scores.dtype) * (experts.count / (experts.top_k * length))
+    scores = routing.scores
     if experts.scores == "sigmoid":
         scores = scores / scores.sum(-1, keepdim=True)
     return (share[rows] * scores).sum() / length
 
 
-def z_loss(routed: Routing) -> Tensor:
+def z_loss(routing: Routing) -> Tensor:
     """The sum over this rank's tokens."""
-    return routed.logits.logsumexp(-1).square().sum()
+    return routing.logits.logsumexp(-1).square().sum()
 
 
 @torch.no_grad()
@@ -96,7 +96,7 @@ def follow_load(bias: Tensor, load: Tensor, rate: float) -> None:
 
 
 # Of a microbatch: tokens of each expert [X], and the balance loss and z loss [2] where there are such.
-Told = tuple[Tensor, Tensor | None]
+RouterStats = tuple[Tensor, Tensor | None]
 
 
 class ExpertLinear(nn.Module):
@@ -139,40 +139,40 @@ class MoE(nn.Module):
         if ops.compiled and not ops.dispatch.in_graph:  # how many tokens go where is no constant of a graph
             self.forward = torch.compiler.disable(self.forward)  # type: ignore[method-assign]
 
-    def forward(self, x: Tensor, positions: TokenPositions) -> tuple[Tensor, Told]:
+    def forward(self, x: Tensor, positions: TokenPositions) -> tuple[Tensor, RouterStats]:
         """x [B, S, E]; `positions` are those of its tokens."""
         dispatch = self.ops.dispatch
         tokens = own = dispatch.own_tokens(x)
-        if positions.real is not None:  # what only fills a batch up is not routed
+        if positions.real is not None:  # what only fills a batch up is not routing
             chosen = (dispatch.rows(x) < positions.real).nonzero().flatten()
             tokens = own[chosen]
         bias = None if self.router.bias is None else self.ops.weight(self.router, "bias")
-        routed = self.router(tokens, self.ops.weight(self.router), bias)
+        routing = self.router(tokens, self.ops.weight(self.router), bias)
         losses = None
         if self.training and self.balance.wanted:
-            routed, losses = self._with_losses(routed, x, positions)
+            routing, losses = self._with_losses(routing, x, positions)
         beside = None if self.shared is None else partial(self.shared, x)
-        y, shared = dispatch.run(tokens, routed, self.experts, x.shape[0] * x.shape[1], beside)
+        y, shared = dispatch.run(tokens, routing, self.experts, x.shape[0] * x.shape[1], beside)
         if positions.real is not None:
             y = torch.zeros_like(own).index_copy(0, chosen, y)
         y = dispatch.all_tokens(y, x)
-        return y if shared is None else y + shared, (routed.counts, losses)
+        return y if shared is None else y + shared, (routing.counts, losses)
 
-    def count(self, told: Told) -> None:
-        """What `forward` told of a microbatch: once, however often its block runs for a backward pass."""
-        counts, losses = told
+    def count(self, stats: RouterStats) -> None:
+        """What `forward` stats of a microbatch: once, however often its block runs for a backward pass."""
+        counts, losses = stats
         self.router.count(counts)
         if losses is not None:
             self.losses = losses if self.losses is None else self.losses + losses
 
-    def _with_losses(self, routed: Routing, x: Tensor, positions: TokenPositions) -> tuple[Routing, Tensor]:
+    def _with_losses(self, routing: Routing, x: Tensor, positions: TokenPositions) -> tuple[Routing, Tensor]:
         """The same, whose backward pass differentiates the losses too; and these."""
-        asked, losses = self.balance, [routed.scores.new_zeros(()), routed.scores.new_zeros(())]
+        asked, losses = self.balance, [routing.scores.new_zeros(()), routing.scores.new_zeros(())]
         if asked.loss:
             rows = self.ops.dispatch.rows(x)
-            counts = self.ops.dispatch.over_sequence(row_counts(routed, rows, x.shape[0]))
-            losses[0] = balance_loss(self.spec, routed, rows, counts, positions.length) / asked.rows
+            counts = self.ops.dispatch.over_sequence(row_counts(routing, rows, x.shape[0]))
+            losses[0] = balance_loss(self.spec, routing, rows, counts, positions.length) / asked.rows
         if asked.z_loss:
-            losses[1] = z_loss(routed) / asked.tokens
-        weights = AddLoss.apply(routed.weights, asked.loss * losses[0] + asked.z_loss * losses[1])
-        return replace(routed, weights=weights), torch.stack(losses).detach()
+            losses[1] = z_loss(routing) / asked.tokens
+        weights = AddLoss.apply(routing.weights, asked.loss * losses[0] + asked.z_loss * losses[1])
+        return replace(routing, weights=weights), torch.stack(losses).detach()

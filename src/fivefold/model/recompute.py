@@ -45,11 +45,11 @@ _SUMS = {torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_function
 _run: ContextVar[Literal["first", "again"] | None] = ContextVar("run", default=None)
 # True in the run that backward asks for, of either kind of recomputation.
 _again: ContextVar[bool] = ContextVar("again", default=False)
-# True while `kept` hands its results to the store.
+# True while `save_output` hands its results to the store.
 _keeping: ContextVar[bool] = ContextVar("keeping", default=False)
 
 
-def kept(compute: Callable[[], tuple[Tensor, ...]], count: int, stand_in: Tensor) -> tuple[Tensor, ...]:
+def save_output(compute: Callable[[], tuple[Tensor, ...]], count: int, stand_in: Tensor) -> tuple[Tensor, ...]:
     """The `count` tensors that `compute` returns, kept as a whole by selective recompute.
 
     For a result that is made of several ops, among them collectives: the second run takes it from the store and runs
@@ -101,7 +101,7 @@ def unnumbered() -> Iterator[None]:
         yield
 
 
-def again() -> bool:
+def is_recomputing() -> bool:
     """Whether this is not the first forward pass of these inputs: what is counted has been."""
     return _again.get()
 

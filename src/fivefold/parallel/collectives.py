@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from fivefold.launch.exits import lost_peer
 from fivefold.launch.waits import timed_wait
-from fivefold.parallel.mesh import Axis, Mesh, around
+from fivefold.parallel.mesh import Axis, Mesh, start_ring_exchange
 from fivefold.support.errors import PeerLost
 
 _ops = torch.ops._c10d_functional
@@ -87,13 +87,13 @@ def scatter_sequence(x: Tensor, axis: Axis) -> Tensor:
 # ---- around a ring -------------------------------------------------------------------------------------------------
 
 
-class Exchange:
+class RingExchange:
     """`x` on its way to the next rank of the ring, and the previous rank's on its way here; `wait` returns that."""
 
     def __init__(self, x: Tensor, axis: Axis):
         self.home, self.patience = x.device, axis.patience
         self.sent = x.cpu() if axis.staged else x.contiguous()
-        self.received, self.work = around(self.sent, axis)
+        self.received, self.work = start_ring_exchange(self.sent, axis)
 
     def wait(self) -> Tensor:
         for work in self.work:
@@ -104,7 +104,7 @@ class Exchange:
 # ---- whole tensors -------------------------------------------------------------------------------------------------
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """All of a tensor that ranks hold in parts, copied to the CPU. Collective where it is sharded: all its ranks must
     ask, in the same order."""
     if not isinstance(tensor, DTensor):
@@ -196,7 +196,7 @@ class _HostScatter(_Temporary, ReduceScatter):
         _by_host(_reduce_scatter, output_tensor, input_tensor, group=group, op=op)
 
 
-class Heard(_Temporary, ReduceScatter):
+class HookedReduceScatter(_Temporary, ReduceScatter):
     """FSDP2's sum of gradients, of which somebody is told first; if that says so, it is not made."""
 
     def __init__(self, tell: Callable[[Tensor], bool], staged: bool):

@@ -24,17 +24,17 @@ from fivefold.model.dispatch import (
     DISPATCH,
     Beside,
     Compute,
-    FromSlots,
+    Unpermute,
     LocalDispatch,
     Rearrange,
     Routing,
-    ToSlots,
+    Permute,
     places,
 )
-from fivefold.model.grouped import Groups, PutOff, has_kernel
-from fivefold.model.layers import wide
+from fivefold.model.grouped import Groups, DeferWgrad, has_kernel
+from fivefold.model.layers import accum_dtype
 from fivefold.model.moe import ExpertLinear
-from fivefold.model.recompute import again, kept
+from fivefold.model.recompute import is_recomputing, save_output
 from fivefold.parallel.collectives import all_gather, all_reduce, all_to_all, reduce_scatter, wait, waiting
 from fivefold.parallel.mesh import Axis, Mesh
 from fivefold.parallel.wgrad import WeightGradQueue
@@ -49,11 +49,11 @@ from fivefold.spec.model import ModelSpec
 
 
 class SlicedDispatch(LocalDispatch):
-    def __init__(self, mesh: Mesh, later: WeightGradQueue | None):
+    def __init__(self, mesh: Mesh, wgrad_queue: WeightGradQueue | None):
         self.mesh, self.ep, self.tp, self.sequence = mesh, mesh.ep, mesh.tp, mesh.sequence
         self.returning = mesh.returning or mesh.ep  # what backward passes send, which may run beside forward ones
         self.slices = mesh.tp.size > 1 and not mesh.layout.sp
-        self.later = later
+        self.wgrad_queue = later
         self.names: dict[nn.Module, str] = {}
 
     def adopt(self, model: nn.Module) -> None:
@@ -87,21 +87,21 @@ class SlicedDispatch(LocalDispatch):
     @property
     def going(self) -> Axis:
         """The ranks of ep, in the group of the pass that this is: forward, or computed again in a backward pass."""
-        return self.returning if again() else self.ep
+        return self.returning if is_recomputing() else self.ep
 
     def over_sequence(self, counts: Tensor) -> Tensor:
-        (total,) = kept(lambda: (wait(all_reduce(counts, self.sequence), self.sequence),), 1, counts)
+        (total,) = save_output(lambda: (wait(all_reduce(counts, self.sequence), self.sequence),), 1, counts)
         return total
 
-    def defer_wgrad(self, linear: nn.Module) -> Callable[[], PutOff | None] | None:
-        return None if self.later is None else partial(self._put_off, linear)
+    def defer_wgrad(self, linear: nn.Module) -> Callable[[], DeferWgrad | None] | None:
+        return None if self.wgrad_queue is None else partial(self._put_off, linear)
 
-    def _put_off(self, linear: nn.Module) -> PutOff | None:
+    def _put_off(self, linear: nn.Module) -> DeferWgrad | None:
         """While the queue collects."""
-        later = self.later
-        if later is None or (works := later.open) is None:
+        wgrad_queue = self.later
+        if wgrad_queue is None or (works := wgrad_queue.open) is None:
             return None
-        name, report = f"{self.names[linear]}.weight", later.report
+        name, report = f"{self.names[linear]}.weight", wgrad_queue.report
         assert report is not None
 
         def leave(compute: Callable[[], Tensor]) -> None:
@@ -139,7 +139,7 @@ class AllSlices(Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, tokens: int, axis: Axis) -> Tensor:
         ctx.tokens, ctx.axis = tokens, axis
-        (whole,) = kept(lambda: (_gathered(y, tokens, axis),), 1, y)
+        (whole,) = save_output(lambda: (_gathered(y, tokens, axis),), 1, y)
         return whole
 
     @staticmethod
@@ -204,7 +204,7 @@ class StartExchange(Function):
     @staticmethod
     def forward(ctx: Any, trip: AsyncExchange, *tensors: Tensor) -> Tensor:
         ctx.trip, ctx.dtypes = trip, [tensor.dtype for tensor in tensors]
-        kept(lambda: trip.leave(trip.there, trip.by.going, tensors), 0, tensors[0])
+        save_output(lambda: trip.leave(trip.there, trip.by.going, tensors), 0, tensors[0])
         return tensors[0].new_empty(0)
 
     @staticmethod
@@ -222,7 +222,7 @@ class FinishExchange(Function):
     @staticmethod
     def forward(ctx: Any, trip: AsyncExchange, count: int, ticket: Tensor) -> tuple[Tensor, ...]:
         ctx.trip = trip
-        return kept(trip.end, count, ticket)
+        return save_output(trip.end, count, ticket)
 
     @staticmethod
     @once_differentiable
@@ -249,13 +249,13 @@ class AllGatherDispatch(SlicedDispatch):
     travels = True
 
     def run(
-        self, x: Tensor, routed: Routing, compute: Compute, stream: int, beside: Beside = None
+        self, x: Tensor, routing: Routing, compute: Compute, stream: int, beside: Beside = None
     ) -> tuple[Tensor, Tensor | None]:
-        experts, own, most = routed.scores.shape[1], x.shape[0], self._most(stream)
+        experts, own, most = routing.scores.shape[1], x.shape[0], self._most(stream)
         with self.sending(DISPATCH):
             there, choices = AsyncExchange(self, DISPATCH, _gather, _sum), AsyncExchange(self, DISPATCH, _gather, _sum)
-            ticket = StartExchange.apply(there, _padded(x, most), _padded(routed.weights, most))
-            choice = StartExchange.apply(choices, _padded(routed.chosen, most, -1))
+            ticket = StartExchange.apply(there, _padded(x, most), _padded(routing.weights, most))
+            choice = StartExchange.apply(choices, _padded(routing.chosen, most, -1))
         shared = beside() if beside is not None else None
         there.pause()
         with self.sending(DISPATCH):
@@ -266,14 +266,14 @@ class AllGatherDispatch(SlicedDispatch):
             # The slots of this rank's experts, in their order and then the tokens'; all others lie behind.
             of_expert = mine.where((mine >= 0) & (mine < here) & (chosen >= 0), here).flatten()
             counts = torch.bincount(of_expert, minlength=here + 1)[:here]
-            sizes = tuple(self.host.by_expert(counts, routed.chosen.numel()))
+            sizes = tuple(self.host.by_expert(counts, routing.chosen.numel()))
             groups = Groups(counts.cumsum(0).int(), sizes)
             order = of_expert.sort(dim=0, stable=True).indices[: sum(sizes)].clone()
             rows = order // chosen.shape[1]
             theirs = tokens[rows]
         made = compute(theirs, groups)
         with self.sending(COMBINE):
-            said = made.to(wide(x.dtype)) * weights.flatten()[order][:, None]
+            said = made.to(accum_dtype(x.dtype)) * weights.flatten()[order][:, None]
             sums = said.new_zeros(tokens.shape).index_add(0, rows, said)
             home = AsyncExchange(self, COMBINE, _sum, _gather)
             ticket = StartExchange.apply(home, sums)
@@ -298,7 +298,7 @@ def _gather(tensors: Tensors, axis: Axis) -> Tensors:
 
 def _sum(tensors: Tensors, axis: Axis) -> Tensors:
     """[N n, ...] summands -> [n, ...]: the sum of this rank's part, in the accumulate dtype."""
-    return tuple(reduce_scatter(tensor.to(wide(tensor.dtype)), axis) for tensor in tensors)
+    return tuple(reduce_scatter(tensor.to(accum_dtype(tensor.dtype)), axis) for tensor in tensors)
 
 
 # ---- alltoall -------------------------------------------------------------------------------------------------------
@@ -320,16 +320,16 @@ class AllToAllDispatch(SlicedDispatch):
     reads_rows = False  # but where they have come back
 
     def run(
-        self, x: Tensor, routed: Routing, compute: Compute, stream: int, beside: Beside = None
+        self, x: Tensor, routing: Routing, compute: Compute, stream: int, beside: Beside = None
     ) -> tuple[Tensor, Tensor | None]:
         with self.sending(DISPATCH):
-            order, counts, going = routed.order, routed.counts, self.going
+            order, counts, going = routing.order, routing.counts, self.going
             of_slot = places(order)
-            (coming,) = kept(lambda: (wait(all_to_all(counts, going), going),), 1, counts)
+            (coming,) = save_output(lambda: (wait(all_to_all(counts, going), going),), 1, counts)
             sent, due = self.host.by_rank(counts, coming, self.ep.size, len(order))
             out, back = [sum(rank) for rank in sent], [sum(rank) for rank in due]
             there = self._trip(DISPATCH, out, back)
-            ticket = StartExchange.apply(there, ToSlots.apply(x, order, of_slot))
+            ticket = StartExchange.apply(there, Permute.apply(x, order, of_slot))
             # They will lie rank by rank, and the experts want them expert by expert.
             by_expert = _experts_of(coming, self.ep.size, sum(back)).sort(dim=0, stable=True).indices
             ends = (
@@ -351,7 +351,7 @@ class AllToAllDispatch(SlicedDispatch):
         home.pause()
         with self.sending(COMBINE):
             (rows,) = FinishExchange.apply(home, 1, ticket)
-            return FromSlots.apply(rows, routed.weights, order, of_slot), shared
+            return Unpermute.apply(rows, routing.weights, order, of_slot), shared
 
     def _trip(self, what: str, out: list[int], back: list[int]) -> AsyncExchange:
         """Of rows [sum of `out`, E] -> [sum of `back`, E]: so many to each rank, and so many from each."""
@@ -375,17 +375,17 @@ def _experts_of(coming: Tensor, ranks: int, rows: int) -> Tensor:
 
 
 def dispatch_of(
-    spec: ModelSpec, mesh: Mesh, later: WeightGradQueue | None = None, dtype: torch.dtype | None = None
+    spec: ModelSpec, mesh: Mesh, wgrad_queue: WeightGradQueue | None = None, dtype: torch.dtype | None = None
 ) -> LocalDispatch:
     """How tokens reach the experts of a layout. With `later`, experts can put off the gradients of their weights;
     `dtype` is that of the tokens."""
     if spec.experts is None:
         return LocalDispatch()
     if mesh.ep.size == 1:  # every rank has all experts: nothing travels
-        found = SlicedDispatch(mesh, later)
+        found = SlicedDispatch(mesh, wgrad_queue)
         # Nobody on the host asks how many tokens an expert has; what is put off leaves a graph, and PyTorch's compiler
         # knows the kernel of bfloat16 alone.
         widths, narrow = (spec.hidden, spec.experts.ffn), dtype == torch.bfloat16
-        found.in_graph = later is None and narrow and has_kernel(mesh.device.type, torch.bfloat16, *widths)
+        found.in_graph = wgrad_queue is None and narrow and has_kernel(mesh.device.type, torch.bfloat16, *widths)
         return found
-    return (AllGatherDispatch if mesh.layout.dispatch == "allgather" else AllToAllDispatch)(mesh, later)
+    return (AllGatherDispatch if mesh.layout.dispatch == "allgather" else AllToAllDispatch)(mesh, wgrad_queue)

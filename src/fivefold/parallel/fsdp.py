@@ -24,14 +24,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from fivefold.layout.sharding import MINIMUM, Grouping, LocalParam, buckets, layers_of
-from fivefold.model.init import draw
-from fivefold.model.layers import wide
+from fivefold.model.init import init_param
+from fivefold.model.layers import accum_dtype
 from fivefold.model.moe import ExpertNetworks
 from fivefold.model.recompute import unnumbered
-from fivefold.parallel.buckets import Bucket, Part, Reducer, slots_of
-from fivefold.parallel.collectives import Heard, stage
+from fivefold.parallel.buckets import Bucket, BackwardPart, Reducer, slots_of
+from fivefold.parallel.collectives import HookedReduceScatter, stage
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.weights import Tap, Weights, held_by, listen, local_of, remake
+from fivefold.parallel.weights import GradHook, Weights, stage_params, register_grad_hook, local_of, to_empty
 from fivefold.spec.model import ModelSpec
 
 
@@ -49,17 +49,17 @@ class FullySharded(Weights):
         split: bool = False,
     ):
         self.mesh, self.halves = mesh, split
-        per_stage = [held_by(model, spec, mesh) for model in stages]
-        self.held = {name: one for held in per_stage for name, one in held.items()}
+        per_stage = [stage_params(model, spec, mesh) for model in stages]
+        self.local_params = {name: one for held in per_stage for name, one in held.items()}
         self.modules: list[FSDPModule] = []
         self.parameters: dict[str, DTensor] = {}
         self.masters = {}
         self.roots: list[FSDPModule] = []
         self.units: dict[str, FSDPModule] = {}  # by name
-        narrow = compute != wide(compute)
-        self.whole = {name for name, one in self.held.items() if narrow and one.parameter.exact}
+        narrow = compute != accum_dtype(compute)
+        self.whole = {name for name, one in self.local_params.items() if narrow and one.parameter.exact}
         for model, held in zip(stages, per_stage, strict=True):
-            remake(model, held, wide(compute), torch.device("meta"))
+            to_empty(model, held, accum_dtype(compute), torch.device("meta"))
             layers = layers_of(one.parameter.unit for one in held.values())
             found = _shard(model, layers, mesh, compute, {p for n, p in model.named_parameters() if n in self.whole})
             self.modules += found
@@ -67,11 +67,11 @@ class FullySharded(Weights):
             self.units |= {_unit(model, one): one for one in found}
             _materialise(model, self.whole & held.keys(), mesh.device)
             for name, parameter in model.named_parameters():
-                one, local = self.held[name], local_of(parameter)
-                draw(spec, one.parameter, local, seed, self.block(name))
+                one, local = self.local_params[name], local_of(parameter)
+                init_param(spec, one.parameter, local, seed, self.block(name))
                 self.masters[name] = nn.Parameter(local)
                 if name in self.whole:
-                    listen(parameter, one, self.add)
+                    register_grad_hook(parameter, one, self.add)
                     continue
                 assert isinstance(parameter, DTensor)
                 self.parameters[name] = parameter
@@ -96,17 +96,17 @@ class FullySharded(Weights):
         return one.name not in self.whole
 
     @contextmanager
-    def microbatch(self, last: bool, stage: int = 0, part: Part = "all") -> Iterator[None]:
+    def microbatch(self, last: bool, stage: int = 0, part: BackwardPart = "all") -> Iterator[None]:
         if self.mesh.replicate.size > 1 and part != "weights":
             self.roots[stage].set_requires_all_reduce(last and not self.replaying)
         with nullcontext() if self.replaying else self.reducer.microbatch(last, stage, part):
             yield
 
-    def set_grad_hook(self, grad_hook: Tap) -> None:
+    def set_grad_hook(self, grad_hook: GradHook) -> None:
         """FSDP2 shows gradients where it sums them: a unit's at a time, one behind the other."""
         super().set_grad_hook(grad_hook)
         for name, module in self.units.items():
-            module.set_custom_reduce_scatter(Heard(partial(self.heard, name), staged=self.mesh.zero.staged))
+            module.set_custom_reduce_scatter(HookedReduceScatter(partial(self.call_grad_hook, name), staged=self.mesh.zero.staged))
 
     def drop(self) -> None:
         for parameter in self.parameters.values():
@@ -114,7 +114,7 @@ class FullySharded(Weights):
         for group in _groups(self.modules):
             group._partial_reduce_output = None
 
-    def finish(self) -> None:
+    def finish_grad_sync(self) -> None:
         self.reducer.finish()
         for bucket in self.reducer.buckets if self.mesh.replicate.size > 1 else ():
             dist.all_reduce(bucket.shard, group=self.mesh.replicate.group)
@@ -125,14 +125,14 @@ class FullySharded(Weights):
             # FSDP2 pads what does not divide, in storage of its own: the optimizer must step on that and no other.
             assert _same_memory(parameter._local_tensor, master), f"{name} has moved in memory"
             master.grad = gradient._local_tensor if isinstance(gradient, DTensor) else torch.zeros_like(master)
-            if self.shared(self.held[name]):
+            if self.shared(self.local_params[name]):
                 dist.all_reduce(master.grad, group=self.mesh.ends.group)
 
     def sync_params(self, rounded: frozenset[str] = frozenset()) -> None:
         for name, parameter in self.parameters.items():
             parameter.grad = self.masters[name].grad = None
         for bucket in self.reducer.buckets:
-            bucket.forget()
+            bucket.zero_grad()
 
     def ready(self) -> None:
         """The masters are the model's weights."""
@@ -173,11 +173,11 @@ def _shard(
     """The model in FSDP2's hands, block by block; a block's experts before the rest of it, over ranks of their own;
     itself the last. Those that stay `whole` are left out."""
     found: list[FSDPModule] = []
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=wide(compute), cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=accum_dtype(compute), cast_forward_inputs=False)
     for module in _units(model, layers):
         axes = ("ezero" if isinstance(module, ExpertNetworks) else "zero",)
-        plane = mesh.plane(*(("replicate", *axes) if mesh.replicate.size > 1 else axes))
-        sharded = fully_shard(module, mesh=plane, mp_policy=policy, reshard_after_forward=True, ignored_params=whole)
+        submesh = mesh.submesh(*(("replicate", *axes) if mesh.replicate.size > 1 else axes))
+        sharded = fully_shard(module, mesh=submesh, mp_policy=policy, reshard_after_forward=True, ignored_params=whole)
         assert isinstance(sharded, FSDPModule)
         # Sums: the loss has been divided by the token count already. Plain ones: gloo cannot scale while it adds.
         sharded.set_gradient_divide_factor(1.0)

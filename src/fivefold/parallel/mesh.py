@@ -60,8 +60,8 @@ class Mesh:
     device: torch.device
     axes: Mapping[str, Axis] = field(default_factory=dict)  # those that are missing have one rank
     roots: Mapping[tuple[str, ...], DeviceMesh] = field(default_factory=dict)  # by grid
-    lanes: tuple[dist.ProcessGroup, ...] = ()  # NCCL: for the pipeline's messages, up and down the ranks
-    planes: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict)  # those that `plane` has made
+    p2p_groups: tuple[dist.ProcessGroup, ...] = ()  # NCCL: for the pipeline's messages, up and down the ranks
+    submeshes: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict)  # those that `submesh` has made
     returning: Axis | None = None  # ep once more, for backward passes that run beside forward ones
 
     def __getattr__(self, name: str) -> Axis:
@@ -98,18 +98,18 @@ class Mesh:
                 joined[names] = root[names]._flatten(name) if len(names) > 1 else root[names]
             axes[name] = Axis(name, layout.size(name), layout.position(name, rank), joined[names], staged)
         axes["ends"] = _ends(layout, axes["pp"])
-        lanes: tuple[dist.ProcessGroup, ...] = ()
+        p2p_groups: tuple[dist.ProcessGroup, ...] = ()
         if layout.pp > 1 and dist.get_backend() == "nccl":
-            lanes = _groups(layout.groups("pp"), 2)
+            p2p_groups = _groups(layout.groups("pp"), 2)
         returning = None
         if not dense and layout.ep > 1 and _pairs(spec, layout):
             (group,) = _groups(layout.groups("ep"), 1)
             returning = replace(axes["ep"], mesh=None, bare=group)
         if timeout is not None:
             limit = timedelta(seconds=timeout)
-            axes = _limited(axes, lanes, limit)
+            axes = _limited(axes, p2p_groups, limit)
             returning = returning and _limited({"ep": returning}, (), limit)["ep"]
-        made = cls(layout, device, axes, roots, lanes, returning=returning)
+        made = cls(layout, device, axes, roots, p2p_groups, returning=returning)
         if dist.get_backend() == "nccl":
             made._connect()
         return made
@@ -119,7 +119,7 @@ class Mesh:
 
         Else the first step would, here and there in its middle, and a rank that cannot be reached would look like a
         hang. First each group, with an all-to-all where that is what it is for, and the ring of cp; then the
-        pipeline's lanes, neighbour by neighbour. (What NCCL connects beyond that, for messages of another size, it does
+        pipeline's p2p_groups, neighbour by neighbour. (What NCCL connects beyond that, for messages of another size, it does
         inside an action, which all ranks of the group come to in one order.)
         """
         one = torch.zeros(1, device=self.device)
@@ -134,11 +134,11 @@ class Mesh:
                 many = one.repeat(axis.size)
                 dist.all_to_all_single(torch.empty_like(many), many, group=axis.group)
             if axis.name == "cp" and self.layout.cp_kind == "ring":
-                around(one, axis)
+                start_ring_exchange(one, axis)
             torch.cuda.synchronize(self.device)
-        for lane, group in enumerate(self.lanes):
+        for p2p_group, group in enumerate(self.p2p_groups):
             for lower, upper in neighbours(self.layout.placement.owner):
-                source, target = (upper, lower) if lane else (lower, upper)
+                source, target = (upper, lower) if p2p_group else (lower, upper)
                 if self.pp.rank == source:
                     dist.send(one, group=group, group_dst=target)
                 elif self.pp.rank == target:
@@ -149,22 +149,22 @@ class Mesh:
         """The axes that experts have of their own; none where there are no experts."""
         return [self.axes[name] for name in EXPERT_AXES if name in self.axes]
 
-    def lane(self, source: int, target: int) -> dist.ProcessGroup:
+    def p2p_group(self, source: int, target: int) -> dist.ProcessGroup:
         """The group for messages from one pipeline rank to another: gloo matches by tag, NCCL in order.
 
         On NCCL there are two, up and down the ranks, and torch makes a communicator and a stream of its own for each
         two neighbours in them (it is not told `device_id`, with which there would be one for a whole group): so a
         message waits behind those of the same two ranks in the same direction and behind no other.
         """
-        return self.lanes[source > target] if self.lanes else self.pp.group
+        return self.p2p_groups[source > target] if self.p2p_groups else self.pp.group
 
-    def plane(self, *names: str) -> DeviceMesh:
+    def submesh(self, *names: str) -> DeviceMesh:
         """Several axes as one DeviceMesh, for DTensors that are sharded over all of them."""
-        if len(names) > 1 and names not in self.planes:  # a slice takes milliseconds, and every parameter asks for one
+        if len(names) > 1 and names not in self.submeshes:  # a slice takes milliseconds, and every parameter asks for one
             with warnings.catch_warnings():  # flattened axes are sliced by name in 2.11 and 2.13, and warned of in 2.13
                 warnings.filterwarnings("ignore", message="Slicing a flattened dim")
-                self.planes[names] = self.roots[self.layout.grid_of(*names)][names]
-        return self.planes[names] if len(names) > 1 else getattr(self, names[0]).mesh
+                self.submeshes[names] = self.roots[self.layout.grid_of(*names)][names]
+        return self.submeshes[names] if len(names) > 1 else getattr(self, names[0]).mesh
 
 
 def neighbours(owner: Sequence[int]) -> list[tuple[int, int]]:
@@ -172,7 +172,7 @@ def neighbours(owner: Sequence[int]) -> list[tuple[int, int]]:
     return sorted({(min(pair), max(pair)) for pair in pairwise(owner) if pair[0] != pair[1]})
 
 
-def around(x: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, list[dist.Work]]:
+def start_ring_exchange(x: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, list[dist.Work]]:
     """Start to send x to the next rank of the ring; what comes from the one before, and what to wait for."""
     received = torch.empty_like(x)
     to, source = ((axis.rank + step) % axis.size for step in (1, -1))
@@ -192,14 +192,14 @@ def _root(layout: Layout, grid: tuple[str, ...], device: torch.device) -> Device
     return DeviceMesh(device.type, ranks, mesh_dim_names=names)
 
 
-def _limited(axes: dict[str, Axis], lanes: tuple[dist.ProcessGroup, ...], timeout: timedelta) -> dict[str, Axis]:
+def _limited(axes: dict[str, Axis], p2p_groups: tuple[dist.ProcessGroup, ...], timeout: timedelta) -> dict[str, Axis]:
     """A DeviceMesh gives its groups torch's default of many minutes, whatever the world's is.
 
     On NCCL nobody waits for a message on the host, and its watchdog ends a process with pages of its own; so it comes
     after `launch.heartbeat`, by which a rank says in words what it waits for, and is there for ranks that cannot.
     """
     nccl = dist.get_backend() == "nccl"
-    for group in [*lanes, *(axis.group for axis in axes.values() if axis.size > 1)]:
+    for group in [*p2p_groups, *(axis.group for axis in axes.values() if axis.size > 1)]:
         _set_pg_timeout(_BEHIND * timeout if nccl else timeout, group)
     if nccl:  # a wait with a limit of its own would block the host
         return axes

@@ -20,18 +20,18 @@ from fivefold.spec.model import ModelSpec
 # ---- zero -----------------------------------------------------------------------------------------------------------
 # Data parallelism: one model on many ranks, each with its own tokens, and ZeRO's shards of what they all hold.
 #
-#     weights = spread([model], spec, mesh, torch.bfloat16, seed)   # from the meta device to drawn weights
+#     weights = shard_model([model], spec, mesh, torch.bfloat16, seed)   # from the meta device to drawn weights
 #     for number, microbatch in enumerate(microbatches, start=1):
 #         with weights.microbatch(last=number == len(microbatches)):
 #             loss(model(microbatch)).backward()
-#     weights.finish()                    # masters' gradients are the sums over all ranks
+#     weights.finish_grad_sync()                    # masters' gradients are the sums over all ranks
 #     ...                                 # an optimizer's step on weights.masters
 #     weights.sync_params()
 #
 # Stages 0, 1 and 2 use buckets of our own (`replicated`). Stage 3 and hybrid sharding use FSDP2 (`fsdp`).
 
 
-def spread(
+def shard_model(
     stages: Sequence[nn.Module], spec: ModelSpec, mesh: Mesh, compute: torch.dtype, seed: int, split: bool = False
 ) -> Weights:
     """Give weights to this rank's stages: decoders on the meta device, whose parameters are plain or DTensors over tp.

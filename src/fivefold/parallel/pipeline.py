@@ -51,8 +51,8 @@ from fivefold.support.errors import PeerLost, UserError
 # Messages between pipeline stages. A channel crosses one boundary, one way, in order.
 #
 # Shapes are known beforehand, so nothing but the tensors travels. On gloo a message has a tag, its channel's and its
-# microbatch's. NCCL ignores tags and matches in order: there all messages from one rank to another share a lane
-# (`Mesh.lane`), and both ranks start them in the schedule's order, which `schedule.check` has proven to be one.
+# microbatch's. NCCL ignores tags and matches in order: there all messages from one rank to another share a p2p_group
+# (`Mesh.p2p_group`), and both ranks start them in the schedule's order, which `schedule.check` has proven to be one.
 
 
 class PeerTimeout(Exception):
@@ -95,7 +95,7 @@ class Channels:
         self.dtype, self.microbatches = dtype, schedule.microbatches
         self.place = torch.device("cpu") if mesh.pp.staged else mesh.device
         owner = self.placement.owner
-        self.groups = {one: mesh.lane(owner[one.source], owner[one.target]) for one in self.placement.channels}
+        self.groups = {one: mesh.p2p_group(owner[one.source], owner[one.target]) for one in self.placement.channels}
         self.sent: dict[Channel, deque[Message]] = {c: deque() for c in self.placement.channels}
         self.peers = [f"pipeline rank {peer} (rank {rank})" for peer, rank in enumerate(mesh.pp.ranks)]
 
@@ -186,7 +186,7 @@ class Pipeline:
         rank: int,
         stages: dict[int, Decoder],
         weights: Weights,
-        later: WeightGradQueue,
+        wgrad_queue: WeightGradQueue,
         channels: Channels,
         watch: Watch | None = None,
     ):
@@ -199,7 +199,7 @@ class Pipeline:
             )
         self.order, self.stages = schedule.ranks[rank], stages
         self.first = [action._replace(joined=False) for action in self.order if action.microbatch == 0]
-        self.weights, self.later, self.channels = weights, later, channels
+        self.weights, self.wgrad_queue, self.channels = weights, wgrad_queue, channels
         self.watch: Watch = watch or (lambda action: nullcontext())
         self.chunk = {stage: number for number, stage in enumerate(stages)}
         # The last of each stage to make gradients in I and in W; B is both, and a schedule may use all three.
@@ -336,7 +336,7 @@ class Pipeline:
 
     def _input_half(self, action: Action) -> None:
         stage, last = action.stage, action in self.final
-        with self.weights.microbatch(last, self.chunk[stage], "inputs"), self.later.collecting() as works:
+        with self.weights.microbatch(last, self.chunk[stage], "inputs"), self.wgrad_queue.collecting() as works:
             self._backward(action)
         self.deferred[stage, action.microbatch] = works
 

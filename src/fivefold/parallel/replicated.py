@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fivefold.layout.sharding import MINIMUM, Grouping, LocalParam, buckets, layers_of
-from fivefold.model.init import draw
-from fivefold.model.layers import wide
-from fivefold.parallel.buckets import Bucket, Part, Reducer, slots_of
+from fivefold.model.init import init_param
+from fivefold.model.layers import accum_dtype
+from fivefold.parallel.buckets import Bucket, BackwardPart, Reducer, slots_of
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.weights import Tap, Weights, held_by, listen, local_of, remake
+from fivefold.parallel.weights import GradHook, Weights, stage_params, register_grad_hook, local_of, to_empty
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import BOTTOM, TOP
 
@@ -89,16 +89,16 @@ class Replicated(Weights):
     ):
         """`split`: linears report their gradients by `add`, in weight-gradient passes of their own."""
         self.mesh, self.halves = mesh, False  # a bucket takes gradients of either kind of pass
-        per_stage = [held_by(model, spec, mesh) for model in stages]
-        self.held = {name: one for held in per_stage for name, one in held.items()}
+        per_stage = [stage_params(model, spec, mesh) for model in stages]
+        self.local_params = {name: one for held in per_stage for name, one in held.items()}
         for model, held in zip(stages, per_stage, strict=True):
-            remake(model, held, compute, mesh.device)
+            to_empty(model, held, compute, mesh.device)
         self.parameters = {name: p for model in stages for name, p in model.named_parameters()}
         self.weights = {name: local_of(p) for name, p in self.parameters.items()}
-        self.masters = {name: self._draw(spec, one, seed) for name, one in self.held.items()}
+        self.masters = {name: self._draw(spec, one, seed) for name, one in self.local_params.items()}
         # A bucket never spans stages, which finish at different times; a tied embedding is the first stage's.
         seen: set[str] = set()
-        narrow = mesh.layout.zero > 0 and compute != wide(compute)
+        narrow = mesh.layout.zero > 0 and compute != accum_dtype(compute)
         groups: list[tuple[int, Grouping]] = []
         for number, held in enumerate(per_stage):
             fresh = [one for name, one in held.items() if name not in seen]
@@ -120,7 +120,7 @@ class Replicated(Weights):
         order = sorted(range(len(groups)), key=lambda index: (groups[index][0], -index))
         self.forward_order = [self.buckets[index] for index in order]
         self.unsent: deque[Bucket] = deque()  # buckets whose new weights are still to be gathered, in forward's order
-        for name in self.held:
+        for name in self.local_params:
             self._listen(name)
         if self.stage:
             for number, model in enumerate(stages):
@@ -140,8 +140,8 @@ class Replicated(Weights):
         weight = self.weights[one.name]
         mine, above = self.block(one.name)[0], one.box[0].start
         rows = slice(mine.start - above, mine.stop - above)
-        exact = weight if weight.dtype == wide(weight.dtype) else torch.empty_like(weight, dtype=torch.float32)
-        draw(spec, one.parameter, exact, seed, one.box)
+        exact = weight if weight.dtype == accum_dtype(weight.dtype) else torch.empty_like(weight, dtype=torch.float32)
+        init_param(spec, one.parameter, exact, seed, one.box)
         if exact is weight:
             parameter = self.parameters[one.name]
             own = self.zero(one).size == 1 and not isinstance(parameter, DTensor) and not self.shared(one)
@@ -153,11 +153,11 @@ class Replicated(Weights):
         zero, stage = self.zero(group), self.stage_of(group)
         slots = slots_of(group, self.weights, self.masters, zero.size if stage else 1)
         also = self.mesh.tp if group.partial else self.mesh.ends if group.shared else None
-        return Bucket(slots, zero, also, stage, wide(compute) if group.exact else compute)
+        return Bucket(slots, zero, also, stage, accum_dtype(compute) if group.exact else compute)
 
     def _listen(self, name: str) -> None:
         if self.parameters[name] is not self.masters[name]:  # else autograd accumulates where the optimizer looks
-            listen(self.parameters[name], self.held[name], self.add)
+            register_grad_hook(self.parameters[name], self.local_params[name], self.add)
 
     def _set_gates(self, model: nn.Module, buckets: list[tuple[Bucket, Grouping]]) -> None:
         """A module's forward waits for the weights that are needed from there on."""
@@ -170,26 +170,26 @@ class Replicated(Weights):
 
     # ---- gradients -----------------------------------------------------------------------------------------------
 
-    def microbatch(self, last: bool, stage: int = 0, part: Part = "all") -> AbstractContextManager[None]:
+    def microbatch(self, last: bool, stage: int = 0, part: BackwardPart = "all") -> AbstractContextManager[None]:
         return nullcontext() if self.replaying else self.reducer.microbatch(last, stage, part)
 
     def add(self, name: str, gradient: Tensor) -> None:
         """A gradient has come, from autograd or from a weight-gradient pass of its own; it may be the bucket's last."""
-        if self.heard(name, gradient):
+        if self.call_grad_hook(name, gradient):
             return
         if name in self.reducer.home:
             self.reducer.add(name, gradient)
         else:
             self.unsharded.add(name, gradient)
 
-    def set_grad_hook(self, grad_hook: Tap) -> None:
+    def set_grad_hook(self, grad_hook: GradHook) -> None:
         super().set_grad_hook(grad_hook)
         for name, parameter in self._own():
             parameter.register_post_accumulate_grad_hook(partial(self._accumulated, name))
 
     def _accumulated(self, name: str, parameter: Tensor) -> None:
         if parameter.grad is not None:  # else it was put off
-            self.heard(name, parameter.grad)
+            self.call_grad_hook(name, parameter.grad)
 
     def drop(self) -> None:
         for _, parameter in self._own():
@@ -199,7 +199,7 @@ class Replicated(Weights):
         """Parameters that are their masters: autograd accumulates where the optimizer looks."""
         return ((name, parameter) for name, parameter in self.parameters.items() if parameter is self.masters[name])
 
-    def finish(self) -> None:
+    def finish_grad_sync(self) -> None:
         self.reducer.finish()
         self.unsharded.hand_over()
 
@@ -210,7 +210,7 @@ class Replicated(Weights):
 
     def sync_params(self, rounded: frozenset[str] = frozenset()) -> None:
         for bucket in self.buckets:
-            bucket.forget()
+            bucket.zero_grad()
         self.unsharded.sync_params(rounded)
         self.unsent = deque(self.forward_order)
         self._send(_AHEAD if self.stage == 2 else len(self.buckets))

@@ -27,7 +27,7 @@ from fivefold.layout.sharding import chunk, held, kv_head
 from fivefold.model.head import Targets, Vocabulary, head_loss
 from fivefold.model.layers import TokenPositions
 from fivefold.model.ops import AttentionOps, LocalOps
-from fivefold.model.recompute import kept
+from fivefold.model.recompute import save_output
 from fivefold.parallel.collectives import (
     all_gather,
     all_reduce,
@@ -48,16 +48,16 @@ class TensorParallel(LocalOps):
 
     sharded = True
 
-    def __init__(self, spec: ModelSpec, mesh: Mesh, later: WeightGradQueue | None = None, **options: Any):
+    def __init__(self, spec: ModelSpec, mesh: Mesh, wgrad_queue: WeightGradQueue | None = None, **options: Any):
         """With `later`, linears can put off the gradients of their weights."""
         super().__init__(**options)
-        self.spec, self.axis, self.sp, self.later = spec, mesh.tp, mesh.layout.sp, later
+        self.spec, self.axis, self.sp, self.wgrad_queue = spec, mesh.tp, mesh.layout.sp, later
         heads = kv_head(spec, mesh.layout, mesh.tp.rank)
         self.kv_rows = slice(heads.start * spec.head_dim, heads.stop * spec.head_dim)
         self.vocabulary = chunk(spec.vocab, mesh.tp.size, mesh.tp.rank)
         self.held = held(spec, mesh.layout, mesh.tp.rank)  # of experts `dispatch` knows
         self.names: dict[nn.Module, str] = {}  # of the modules that hold parameters
-        if later is not None:
+        if wgrad_queue is not None:
             self.between_graphs(
                 "column_parallel", "row_parallel", "replicated_linear", "up_projection"
             )  # with the names of what they put off, which are a layer's own
@@ -127,7 +127,7 @@ class TensorParallel(LocalOps):
         return self._alone(x, *linears)
 
     def up_projection(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
-        """Each rank its heads: `spread` has brought what they read, and adds up its gradient."""
+        """Each rank its heads: `gather_latents` has brought what they read, and adds up its gradient."""
         return self._alone(x, *linears)
 
     def _alone(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
@@ -137,10 +137,10 @@ class TensorParallel(LocalOps):
             for kind in ("weight", "bias")
         )
         targets = tuple(Target(f"{self.names[linear]}.weight") for linear in linears)
-        deferral = None if self.later is None else Deferral(self.later, targets)
+        deferral = None if self.wgrad_queue is None else Deferral(self.wgrad_queue, targets)
         return ColumnParallelFn.apply(Axis("tp"), False, deferral, x, *weights, *biases)
 
-    def spread(self, latents: Tensor) -> Tensor:
+    def gather_latents(self, latents: Tensor) -> Tensor:
         return GatherFromSP.apply(self.axis, self.sp, latents)
 
     def _of_these_heads(self, module: nn.Module, kind: str) -> Tensor:
@@ -149,14 +149,14 @@ class TensorParallel(LocalOps):
         return local if split else local[self.kv_rows]
 
     def _deferral(self, *linears: nn.Linear) -> Deferral | None:
-        if self.later is None:
+        if self.wgrad_queue is None:
             return None
         targets = []
         for linear in linears:
             split, _ = linear.over_tp["weight"]  # type: ignore[index]
             rows = None if split else self.kv_rows
             targets.append(Target(f"{self.names[linear]}.weight", rows, linear.weight.shape[0]))
-        return Deferral(self.later, tuple(targets))
+        return Deferral(self.wgrad_queue, tuple(targets))
 
     def row_parallel(self, x: Tensor, linear: nn.Linear) -> Tensor:
         y = RowParallelFn.apply(self.axis, self.sp, self._deferral(linear), x, self.local(linear))
@@ -208,9 +208,9 @@ class SharedVocabulary(Vocabulary):
 class DeferredLocalOps(LocalOps):
     """On one tp rank: the linears of `LocalOps`, to the bit, whose weights' gradients can be put off."""
 
-    def __init__(self, later: WeightGradQueue, **options: Any):
+    def __init__(self, wgrad_queue: WeightGradQueue, **options: Any):
         super().__init__(**options)
-        self.later, self.axis = later, Axis("tp")
+        self.wgrad_queue, self.axis = wgrad_queue, Axis("tp")
         self.names: dict[nn.Module, str] = {}
         self.between_graphs("column_parallel", "replicated_linear", "up_projection")
 
@@ -219,7 +219,7 @@ class DeferredLocalOps(LocalOps):
         super().adopt(model)
 
     def _deferral(self, *linears: nn.Linear) -> Deferral:
-        return Deferral(self.later, tuple(Target(f"{self.names[linear]}.weight") for linear in linears))
+        return Deferral(self.wgrad_queue, tuple(Target(f"{self.names[linear]}.weight") for linear in linears))
 
     def column_parallel(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
         weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
@@ -232,7 +232,7 @@ class DeferredLocalOps(LocalOps):
 def ops_of(
     spec: ModelSpec,
     mesh: Mesh,
-    later: WeightGradQueue | None = None,
+    wgrad_queue: WeightGradQueue | None = None,
     *,
     attention: AttentionOps | None = None,
     compiled: bool = False,
@@ -248,7 +248,7 @@ def ops_of(
     """
     attention = attention or (Context(mesh) if mesh.cp.size > 1 else None)
     options: Any = {"attention": attention, "compiled": compiled, "fp8": fp8}
-    dispatch = options["dispatch"] = dispatch_of(spec, mesh, later, dtype)
+    dispatch = options["dispatch"] = dispatch_of(spec, mesh, wgrad_queue, dtype)
     dispatch.fp8 = fp8_experts
     # What a dispatch sends depends on the data, and so do the tiles that documents leave where attention is computed in
     # parts: they stand between the graphs of a compiled block, or each microbatch would be a graph.
@@ -257,9 +257,9 @@ def ops_of(
     options["breaks"] = mesh.layout.breaks_graphs or aside or (spec.experts is not None and not dispatch.in_graph)
     ops: LocalOps
     if mesh.tp.size > 1:
-        ops = TensorParallel(spec, mesh, later, **options)
+        ops = TensorParallel(spec, mesh, wgrad_queue, **options)
     else:
-        ops = LocalOps(**options) if later is None else DeferredLocalOps(later, **options)
+        ops = LocalOps(**options) if wgrad_queue is None else DeferredLocalOps(wgrad_queue, **options)
     if aside:
         ops.between_graphs("attend")
     return ops
@@ -281,7 +281,7 @@ class ColumnParallelFn(Function):
             whole = gather_sequence(x, axis) if sp else x
             return tuple(F.linear(whole, w, b) for w, b in zip(weights, biases, strict=True))
 
-        return kept(compute, count, x)
+        return save_output(compute, count, x)
 
     @staticmethod
     @once_differentiable
@@ -314,7 +314,7 @@ class RowParallelFn(Function):
     def forward(ctx: Any, axis: Axis, sp: bool, deferral: Deferral | None, x: Tensor, weight: Tensor) -> Tensor:
         ctx.axis, ctx.sp, ctx.deferral = axis, sp, deferral
         ctx.save_for_backward(x, weight)
-        (y,) = kept(lambda: (_reduce(axis, sp, F.linear(x, weight)),), 1, x)
+        (y,) = save_output(lambda: (_reduce(axis, sp, F.linear(x, weight)),), 1, x)
         return y
 
     @staticmethod
@@ -335,7 +335,7 @@ class AllReduceFn(Function):
     @staticmethod
     def forward(ctx: Any, axis: Axis, x: Tensor) -> Tensor:
         ctx.axis = axis
-        (y,) = kept(lambda: (wait(all_reduce(x, axis), axis),), 1, x)
+        (y,) = save_output(lambda: (wait(all_reduce(x, axis), axis),), 1, x)
         return y
 
     @staticmethod
@@ -366,7 +366,7 @@ class GatherFromSP(Function):
         ctx.axis, ctx.sp = axis, sp
         if not sp:
             return x.view_as(x)
-        (whole,) = kept(lambda: (gather_sequence(x, axis),), 1, x)
+        (whole,) = save_output(lambda: (gather_sequence(x, axis),), 1, x)
         return whole
 
     @staticmethod

@@ -12,12 +12,12 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fivefold.layout.sharding import Box, Grouping, LocalParam, held
-from fivefold.model.layers import wide
-from fivefold.parallel.buckets import Part, Reducer
+from fivefold.model.layers import accum_dtype
+from fivefold.parallel.buckets import BackwardPart, Reducer
 from fivefold.parallel.mesh import Axis, Mesh
 from fivefold.spec.model import ModelSpec
 
-Tap = Callable[[str, Tensor], None]
+GradHook = Callable[[str, Tensor], None]
 
 
 class Weights(Protocol):
@@ -27,35 +27,35 @@ class Weights(Protocol):
     """
 
     mesh: Mesh
-    held: dict[str, LocalParam]
+    local_params: dict[str, LocalParam]
     masters: dict[str, nn.Parameter]
-    """By global name, this rank's shard in full precision. `finish` sets `grad` and `sync_params` deletes it."""
+    """By global name, this rank's shard in full precision. `finish_grad_sync` sets `grad` and `sync_params` deletes it."""
     halves: bool
     """Whether every backward pass must come in two halves, because some passes of this schedule do."""
     reshard_after_forward: bool
     """Whether the model's weights are there only while a pass of theirs runs."""
     reducer: Reducer
-    grad_hook: Tap | None = None
+    grad_hook: GradHook | None = None
     """Is told of the gradients of a step's first microbatch as they come, before ranks add theirs up."""
     number: int = 0
     """The microbatch of the backward pass that runs."""
     replaying: bool = False
     """Whether gradients go to `grad_hook` and nowhere else."""
 
-    def microbatch(self, last: bool, stage: int = 0, part: Part = "all") -> AbstractContextManager[None]:
+    def microbatch(self, last: bool, stage: int = 0, part: BackwardPart = "all") -> AbstractContextManager[None]:
         """Around the backward pass of one microbatch through one of this rank's stages, whole or half; `last`: no
         other will follow in this step."""
 
     def add(self, name: str, gradient: Tensor) -> None:
         """Take a gradient that does not come from autograd, but from a weight-gradient pass of its own."""
-        if not self.heard(name, gradient):
+        if not self.call_grad_hook(name, gradient):
             self.reducer.add(name, gradient)
 
-    def set_grad_hook(self, grad_hook: Tap) -> None:
+    def set_grad_hook(self, grad_hook: GradHook) -> None:
         """From here on `grad_hook` is told of gradients."""
         self.grad_hook = grad_hook
 
-    def heard(self, name: str, gradient: Tensor) -> bool:
+    def call_grad_hook(self, name: str, gradient: Tensor) -> bool:
         """Tell `grad_hook`; whether that is all that is to be done."""
         if self.grad_hook is not None and self.number == 0:
             self.grad_hook(name, gradient)
@@ -75,7 +75,7 @@ class Weights(Protocol):
     def drop(self) -> None:
         """Gradients that have come where nobody could keep them away."""
 
-    def finish(self) -> None:
+    def finish_grad_sync(self) -> None:
         """After the last microbatch: the masters' gradients are sums over all ranks that hold the parameter."""
 
     def compute_copies(self) -> dict[str, Tensor]:
@@ -109,7 +109,7 @@ class Weights(Protocol):
 
     def replicate_axes(self, name: str, whole: bool = False) -> list[str]:
         """The axes whose ranks hold the same bits of a master; `whole`: of the weight that the model computes with."""
-        one = self.held[name]
+        one = self.local_params[name]
         axes = ["replicate"] if self.sharded(one) and not whole else ["replicate", one.zero_axis]
         axes += ["tp"] if one.tp.dim is None else []
         return axes + (["ends"] if one.parameter.tied else [])
@@ -128,14 +128,14 @@ class Weights(Protocol):
 
     def block(self, name: str) -> Box:
         """The part of the whole parameter that this rank's master is."""
-        one = self.held[name]
+        one = self.local_params[name]
         zero = self.zero(one)
         return one.share(zero.size, zero.rank) if self.sharded(one) else one.box
 
     def as_dtensor(self, name: str, local: Tensor) -> Tensor:
         """The whole parameter's view of a shard that is shaped like the master: a DTensor over zero x tp, or of experts
         over ezero x ep."""
-        one, mesh = self.held[name], self.mesh
+        one, mesh = self.local_params[name], self.mesh
         if mesh.world.size == 1:
             return local
         inner: Axis = getattr(mesh, one.tp.axis)
@@ -146,13 +146,13 @@ class Weights(Protocol):
             over_zero = _StridedShard(0, split_factor=inner.size) if over_tp == Shard(0) else Shard(0)
         shape = torch.Size(one.parameter.shape)
         stride = torch.empty(shape, device="meta").stride()
-        plane = mesh.plane(one.zero_axis, one.tp.axis)
-        return DTensor.from_local(local, plane, [over_zero, over_tp], run_check=False, shape=shape, stride=stride)
+        submesh = mesh.submesh(one.zero_axis, one.tp.axis)
+        return DTensor.from_local(local, submesh, [over_zero, over_tp], run_check=False, shape=shape, stride=stride)
 
     def buffers(self) -> Iterator[Tensor]:
         """Memory of gradients that is held between steps."""
         for bucket in self.reducer.buckets:
-            yield from bucket.held()
+            yield from bucket.buffers()
 
     def resident(self) -> dict[str, int]:
         """Bytes of parameters, gradients and masters held right now; a master that is its parameter counts once."""
@@ -180,7 +180,7 @@ def local_of(tensor: Tensor) -> Tensor:
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def listen(parameter: nn.Parameter, one: LocalParam, add: Tap) -> None:
+def register_grad_hook(parameter: nn.Parameter, one: LocalParam, add: GradHook) -> None:
     """Hand every gradient of a parameter to `add`, a method, as it comes.
 
     Weakly: Python's collector does not see through a parameter that PyTorch holds as well, and weights that nobody
@@ -201,7 +201,7 @@ def listen(parameter: nn.Parameter, one: LocalParam, add: Tap) -> None:
     parameter.register_post_accumulate_grad_hook(came)
 
 
-def remake(model: nn.Module, held: dict[str, LocalParam], compute: torch.dtype, device: torch.device) -> None:
+def to_empty(model: nn.Module, held: dict[str, LocalParam], compute: torch.dtype, device: torch.device) -> None:
     """Its parameters anew and empty on a device, in the dtype of compute; those that are never rounded in a wide one.
 
     As `model.to(dtype).to_empty(device=device)`, which swaps tensors in place; those of a dry run refuse that.
@@ -210,7 +210,7 @@ def remake(model: nn.Module, held: dict[str, LocalParam], compute: torch.dtype, 
         for name, old in list(module._parameters.items()):
             if old is None:
                 continue
-            dtype = wide(compute) if held[f"{owner}.{name}"].parameter.exact else compute
+            dtype = accum_dtype(compute) if held[f"{owner}.{name}"].parameter.exact else compute
             new = torch.empty(local_of(old).shape, dtype=dtype, device=device)
             if isinstance(old, DTensor):
                 new = DTensor.from_local(
@@ -219,7 +219,7 @@ def remake(model: nn.Module, held: dict[str, LocalParam], compute: torch.dtype, 
             setattr(module, name, nn.Parameter(new))
 
 
-def held_by(model: nn.Module, spec: ModelSpec, mesh: Mesh) -> dict[str, LocalParam]:
+def stage_params(model: nn.Module, spec: ModelSpec, mesh: Mesh) -> dict[str, LocalParam]:
     """The parameters of one of this rank's stages."""
     here = {name for name, _ in model.named_parameters()}
     ep = mesh.ep.rank if spec.experts is not None else 0

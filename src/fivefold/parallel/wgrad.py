@@ -50,22 +50,22 @@ class Target:
 class Deferral:
     """Where the weight gradients of one linear, or of a group of linears, are reported."""
 
-    later: WeightGradQueue
+    wgrad_queue: WeightGradQueue
     targets: tuple[Target, ...]
 
     @property
     def collecting(self) -> bool:
-        return self.later.open is not None
+        return self.wgrad_queue.open is not None
 
     def leave(self, inputs: Callable[[], Tensor], gradients: list[Tensor]) -> None:
         """Defer dW = dY^T x for each weight. `inputs` gives x [N, in]; `gradients` are the dY, [N, out] each."""
-        assert self.later.open is not None
+        assert self.wgrad_queue.open is not None
 
         @torch.no_grad()  # this is no part of a backward pass, in which nothing would be recorded anyway
         def work() -> None:
-            x, report = inputs(), self.later.report
+            x, report = inputs(), self.wgrad_queue.report
             assert report is not None
             for target, gradient in zip(self.targets, gradients, strict=True):
                 report(target.name, target.whole(gradient.T @ x))
 
-        self.later.open.append(work)
+        self.wgrad_queue.open.append(work)

@@ -222,7 +222,7 @@ def _same(weight: Tensor, master: Tensor) -> bool:
 
 def _lane(engine: Engine, name: str, whole: bool = False) -> Lane:
     axes = engine.weights.replicate_axes(name, whole)
-    if not engine.job.train.deterministic and not engine.weights.held[name].tp.partial:
+    if not engine.job.train.deterministic and not engine.weights.local_params[name].tp.partial:
         axes = [axis for axis in axes if axis != "tp"]  # each rank has a gradient of its own, and its own rounding
     return lane_of(axes, engine.job.layout)
 

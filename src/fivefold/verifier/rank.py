@@ -26,9 +26,9 @@ from fivefold.job.preflight import preflight
 from fivefold.launch.device import choose_backend, choose_device, make_repeatable
 from fivefold.launch.processes import Rank, named
 from fivefold.model.decoder import Decoder
-from fivefold.model.recompute import again, compilation
+from fivefold.model.recompute import is_recomputing, compilation
 from fivefold.optim.base import learning_rate
-from fivefold.parallel.collectives import digest, whole
+from fivefold.parallel.collectives import digest, full_tensor
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.traffic import TrafficCounter
 from fivefold.trainer.engine import Engine, mixtures
@@ -95,7 +95,7 @@ class RouteRecorder:
             samples, positions = self.here.cpu().unbind(-1)
             rows = samples - seen.first
             wanted = seen.wanted[rows, positions]
-            if not again():
+            if not is_recomputing():
                 np.add.at(seen.visits, (rows.numpy(), positions.numpy()), 1)
                 differ = (own.cpu().sort(-1).values != wanted.sort(-1).values).any(-1)
                 seen.found.append(torch.column_stack([samples, positions, own.cpu()])[differ])
@@ -274,4 +274,4 @@ def _shuffle(batch: Batch, seed: int) -> Batch:
 
 def _whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Collective: every rank gathers the same names in the same order."""
-    return {name: whole(tensor) for name, tensor in sorted(tensors.items())}
+    return {name: full_tensor(tensor) for name, tensor in sorted(tensors.items())}

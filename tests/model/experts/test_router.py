@@ -38,10 +38,10 @@ def test_load_is_counted_once_and_only_in_training() -> None:
         router = model.layers["0"].mlp.router
         tokens = torch.arange(10).view(2, 5)
         model(tokens).sum().backward()
-        assert int(router.load.sum()) == 10 * 2, recompute
+        assert int(router.tokens_per_expert.sum()) == 10 * 2, recompute
         model.eval()
         model(tokens)
-        assert int(router.load.sum()) == 10 * 2, recompute
+        assert int(router.tokens_per_expert.sum()) == 10 * 2, recompute
 
 
 def test_a_bias_chooses_and_does_not_weigh() -> None:
