@@ -28,7 +28,7 @@ def by_hand(rank: int, world: int) -> Events:
         c.wait(c.all_gather(x, mesh.dp), mesh.dp)
         c.wait(c.reduce_scatter(x, mesh.tp), mesh.tp)
         c.wait(c.all_to_all(x, mesh.tp), mesh.tp)
-        c.Exchange(x, mesh.tp).wait()
+        c.RingExchange(x, mesh.tp).wait()
         c.wait(c.all_reduce(x, mesh.cp), mesh.cp)  # one rank: nothing moves
         dist.barrier()
         dist.all_reduce(x.bfloat16(), group=mesh.world.group, async_op=True).wait()

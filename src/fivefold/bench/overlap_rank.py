@@ -62,54 +62,56 @@ class Delay:
         self.pace, self.last = bytes_per_second, 0.0
         self.left: dict[AsyncExchange, float] = {}  # seconds of those under way, if alone
 
-    def begin(self, trip: AsyncExchange, payload: int) -> None:
+    def begin(self, exchange: AsyncExchange, payload: int) -> None:
         self._advance()
-        self.left[trip] = payload / self.pace
+        self.left[exchange] = payload / self.pace
 
-    def end(self, trip: AsyncExchange) -> None:
+    def end(self, exchange: AsyncExchange) -> None:
         """Wait until it is there."""
         while True:
             self._advance()
-            if (left := self.left[trip]) <= 0.0:
+            if (left := self.left[exchange]) <= 0.0:
                 break
             time.sleep(min(one for one in (*self.left.values(), left) if one > 0) * len(self._flying()))
-        del self.left[trip]
+        del self.left[exchange]
 
     def _flying(self) -> list[AsyncExchange]:
-        return [trip for trip, left in self.left.items() if left > 0]
+        return [exchange for exchange, left in self.left.items() if left > 0]
 
     def _advance(self) -> None:
         now = time.perf_counter()
         passed, self.last = now - self.last, now
         while passed > 0 and (flying := self._flying()):
-            step = min(passed, min(self.left[trip] for trip in flying) * len(flying))
-            for trip in flying:
-                self.left[trip] -= step / len(flying)
-                if self.left[trip] < 1e-9:
-                    self.left[trip] = 0.0
+            step = min(passed, min(self.left[exchange] for exchange in flying) * len(flying))
+            for exchange in flying:
+                self.left[exchange] -= step / len(flying)
+                if self.left[exchange] < 1e-9:
+                    self.left[exchange] = 0.0
             passed -= step
 
 
 def listen(recorder: Recorder, delay: Delay | None) -> None:
     """To every message of experts that leaves, and that is waited for."""
-    leave, end = AsyncExchange.leave, AsyncExchange.end
+    start, finish = AsyncExchange.start, AsyncExchange.finish
 
-    def left(trip: AsyncExchange, how: Send, axis: Axis, tensors: Tensors) -> tuple[()]:
+    def started(exchange: AsyncExchange, send: Send, axis: Axis, tensors: Tensors) -> tuple[()]:
         recorder.mark()
-        leave(trip, how, axis, tensors)
+        start(exchange, send, axis, tensors)
         if delay is not None:
-            delay.begin(trip, max(_bytes(tensors), _bytes(trip.flying)) * (EP - 1) // EP)  # a share stays here
+            delay.begin(
+                exchange, max(_bytes(tensors), _bytes(exchange.in_flight)) * (EP - 1) // EP
+            )  # a share stays here
         return ()
 
-    def ended(trip: AsyncExchange) -> Tensors:
+    def finished(exchange: AsyncExchange) -> Tensors:
         recorder.mark()
-        come = end(trip)
+        received = finish(exchange)
         if delay is not None:
-            delay.end(trip)
+            delay.end(exchange)
         recorder.mark()
-        return come
+        return received
 
-    AsyncExchange.leave, AsyncExchange.end = left, ended  # type: ignore[method-assign, assignment]
+    AsyncExchange.start, AsyncExchange.finish = started, finished  # type: ignore[method-assign, assignment]
 
 
 def _bytes(tensors: Tensors) -> int:
@@ -161,7 +163,7 @@ def run(rank: Rank, shape: OverlapShape, schedule: str, wires: WireDelay) -> Ove
     passes = StepPasses(shape, schedule, recorder)
     one, other = passes.gradients(False), passes.gradients(True)
     same = all(torch.equal(one[name], other[name]) for name in one) and one.keys() == other.keys()
-    passes.engine.pipeline.final = set()  # gradients are not summed over ranks: that is no part of a pass
+    passes.engine.pipeline.last_of_stage = set()  # gradients are not summed over ranks: that is no part of a pass
 
     def after(name: str) -> None:
         passes.engine.weights.sync_params()

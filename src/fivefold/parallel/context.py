@@ -261,7 +261,9 @@ class AllGatherAttention(torch.autograd.Function):
     """q [B, H, S/c, D], k and v [B, K, S/c, D] -> [B, H, S/c, D]. `tiles`: the own tile, then those of all keys."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, tiles: MaskedTiles, axis: Axis) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, tiles: MaskedTiles, axis: Axis
+    ) -> Tensor:
         return forward_and_save(ctx, _allgather_forward, q, k, v, sinks, tiles, axis)
 
     @staticmethod
@@ -308,7 +310,9 @@ class RingAttention(torch.autograd.Function):
     """q [B, H, S/c, D], k and v [B, K, S/c, D] -> [B, H, S/c, D]. `tiles` are in the order of the steps."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, tiles: MaskedTiles, axis: Axis) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, tiles: MaskedTiles, axis: Axis
+    ) -> Tensor:
         return forward_and_save(ctx, _ring_forward, q, k, v, sinks, tiles, axis)
 
     @staticmethod

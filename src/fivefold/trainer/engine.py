@@ -213,7 +213,7 @@ class Engine(RankModel):
             self.loads.begin()
         self.pipeline.run([self._microbatch(part, **self._extras()) for part in mine], loss_of)
         ends = [self.mesh.ends] if self.job.model.tied else []
-        with waiting("the sum of gradients", self.mesh, self.mesh.data, self.mesh.tp, *ends, *self.mesh.of_experts()):
+        with waiting("the sum of gradients", self.mesh, self.mesh.data, self.mesh.tp, *ends, *self.mesh.expert_axes()):
             self.weights.finish_grad_sync()
         return self._everywhere(sums) / count
 
@@ -223,7 +223,7 @@ class Engine(RankModel):
         first, count = share.mine.split(self.job.layout.microbatches)[0], max(1, share.loss_tokens)
         with self.weights.replay_context():
             microbatch = self._microbatch(first, **self._extras())
-            self.pipeline.run([microbatch], lambda total: self._share(total, count), first=True)
+            self.pipeline.run([microbatch], lambda total: self._share(total, count), only_first=True)
 
     def _extras(self) -> dict[str, float]:
         return {"smoothing": self.job.train.label_smoothing, "z_loss": self.job.train.z_loss}

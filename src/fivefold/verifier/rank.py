@@ -26,7 +26,7 @@ from fivefold.job.preflight import preflight
 from fivefold.launch.device import choose_backend, choose_device, make_repeatable
 from fivefold.launch.processes import Rank, named
 from fivefold.model.decoder import Decoder
-from fivefold.model.recompute import is_recomputing, compilation
+from fivefold.model.recompute import compilation, is_recomputing
 from fivefold.optim.base import learning_rate
 from fivefold.parallel.collectives import digest, full_tensor
 from fivefold.parallel.mesh import Mesh

@@ -13,7 +13,7 @@ from fivefold.parallel.optimizer import Optimizer
 from fivefold.parallel.replicated import Replicated
 from fivefold.spec.operations import BOTTOM, TOP
 from fivefold.spec.presets import preset
-from tests.parallel.zero.world import CONFIG, each, forward_backward, make, microbatches, full_tensor
+from tests.parallel.zero.world import CONFIG, each, forward_backward, full_tensor, make, microbatches
 from tests.ranks import run_ranks
 
 DEEP = preset("tiny", layers=4, hidden=16, heads=4, kv_heads=4, head_dim=4, ffn=32, vocab=48)
