@@ -50,13 +50,13 @@ def references(rank: Rank, jobs: list[Job], paths: list[Path]) -> list[Any]:
 
 def several(rank: Rank, proofs: list[tuple[Job, Path, str]]) -> list[RankMeasurement]:
     """Each with the bug of that name, or without any."""
-    from fivefold.verifier.rank import compared
+    from fivefold.verifier.rank import compare_steps
 
     rank.join("gloo")
     found = []
     for one, reference, bug in proofs:
         with globals()[bug]() if bug else ExitStack():
-            found.append(compared(rank, one, reference))
+            found.append(compare_steps(rank, one, reference))
     return found
 
 

@@ -223,7 +223,7 @@ def _row(one: Proof) -> dict[str, Any]:
         "gradient": one.worst_gradient and one.worst_gradient.error,
         "parameter": one.worst_parameter and one.worst_parameter.error,
         "traffic": all(sent.holds for sent in one.traffic_per_step),
-        "held": all(held.holds for held in one.held),
+        "held": all(check.holds for check in one.memory),
     }
 
 
