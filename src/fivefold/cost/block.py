@@ -1,7 +1,7 @@
 """What one rank computes and sends for one microbatch in one block, and at the two ends, in seconds by cause.
 
-Letters as in traffic.py: T tokens of a microbatch on this rank, E hidden, D head dim; of a tp rank H and K query and kv
-heads, F feed-forward columns, V vocabulary rows.
+Letters as in `collectives.py`: T tokens of a microbatch on this rank, E hidden, D head dim; of a tp rank H and K query
+and kv heads, F feed-forward columns, V vocabulary rows.
 """
 
 from dataclasses import dataclass, replace
@@ -201,7 +201,7 @@ class BlockCost:
 
     @cached_property
     def _over_ranks(self) -> attention.Method | None:
-        """The microbatch over the cp ranks (context/methods.py says how each way works)."""
+        """The microbatch over the cp ranks (`attention.py` says how each way works)."""
         if self.layout.cp == 1:
             return None
         whole, partial = self.stack.attention, self.stack.cp_attention or self.stack.attention
@@ -253,7 +253,7 @@ class BlockCost:
 
     def _tensor(self, forward: float, backward: float, weights: float) -> tuple[float, float]:
         """A sum of T x E for each network forward and back; sp gathers what columns read once more in backward. Latent
-        attention gathers and sums latents instead, and experts are no network that tp divides: see `traffic.py`."""
+        attention gathers and sums latents instead, and experts are no network that tp divides: see `collectives.py`."""
         if self.layout.tp == 1:
             return 0.0, 0.0
         payload, hides = float(self.wide * self.tokens * self.spec.hidden), self.stack.hides

@@ -3,7 +3,7 @@
 for sent in in_order(spec, layout, seq=8192, batch=2048, dtype="bfloat16", layer=17):
     sent.when, sent.what, sent.axis, sent.kind, sent.calls, sent.payload
 
-`traffic.py` has what each of them carries, summed over a step; here is which follows which, as `parallel/` sends them.
+`LayerBytes` has what each of them carries; here is which follows which, as `parallel/` sends them.
 """
 
 import math
@@ -333,7 +333,7 @@ def _step_of(
 
 
 class LayerBytes(NamedTuple):
-    """What the collectives of one layer carry; `in_order.py` has the order in which a microbatch meets them."""
+    """What the collectives of one layer carry; `in_order` has the order in which a microbatch meets them."""
 
     states: int  # the residual stream of a microbatch on this rank
     latents: int

@@ -55,7 +55,7 @@ def fitted(base: Accelerator, samples: Samples, links: tuple[int, list[Timing]])
         fit.attention(name, timings)
     fit.blocks(samples.blocks)
     if base.is_cpu:
-        fit.set(flash3=fit.found.flash2)
+        fit.set(flash3=fit.achieved.flash2)
     fit.streams(samples.streams)
     fit.row("launch", f"{samples.launch * 1e6:.2f} us", note="from one tiny kernel to the next")
     ahead, back = (f"{seconds * 1e3:.3f} ms" for seconds in samples.host)
@@ -67,9 +67,9 @@ def fitted(base: Accelerator, samples: Samples, links: tuple[int, list[Timing]])
     source = f"measured by fivefold calibrate on {samples.name}, torch {torch.__version__}, {date.today()}"
     source += f"; kept from the catalogue: {', '.join([*kept, 'flash1', 'across'])}"
     # No share beyond what a file may hold: a machine that had other work for a while measures odd things.
-    shares = {name: value for name, value in structs.asdict(fit.found).items() if name not in NO_SHARES}
+    shares = {name: value for name, value in structs.asdict(fit.achieved).items() if name not in NO_SHARES}
     fit.set(source=source, **{name: min(SHARE, value) for name, value in shares.items()})
-    accelerator = structs.replace(base, inside=inside, achieved=fit.found)
+    accelerator = structs.replace(base, inside=inside, achieved=fit.achieved)
     told = asdict(samples) | {"collectives": links}
     return CalibrationResult(samples.name, accelerator, fit.rows, samples.host[0], told)
 

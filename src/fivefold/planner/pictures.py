@@ -149,18 +149,18 @@ def _stages(option: Option) -> list[Bar]:
     many = min(pp, STAGES)
     ranks = sorted({round(at * (pp - 1) / (many - 1)) for at in range(many)})
     needs = [footprint_of(option.case, rank) for rank in ranks]
-    return [Bar(f"pipeline rank {one.rank}", components(one), f"{one.total / GB:.1f} GB") for one in needs]
+    return [Bar(f"pipeline rank {need.rank}", components(need), f"{need.total / GB:.1f} GB") for need in needs]
 
 
 def _around(option: Option, neighbours: Sequence[Neighbour]) -> Iterable[Bar]:
     """Those that run, the fastest first; then those that do not fit. What cannot run at all has no bar."""
-    for one in sorted(neighbours, key=lambda one: (one.slower is None, one.slower or 0.0)):
-        if "cannot run" in one.sentence:
+    for neighbour in sorted(neighbours, key=lambda neighbour: (neighbour.slower is None, neighbour.slower or 0.0)):
+        if "cannot run" in neighbour.sentence:
             continue
-        case = replace(option.case, layout=one.layout, groups=groups_of(option.case.cluster, one.layout))
+        case = replace(option.case, layout=neighbour.layout, groups=groups_of(option.case.cluster, neighbour.layout))
         needs = footprint(case)
-        time = "does not fit" if one.slower is None else f"{one.slower:+.1%} time"
-        yield Bar(cut(one.change, 15, LEFT - 24), components(needs), f"{needs.total / GB:.1f} GB, {time}")
+        time = "does not fit" if neighbour.slower is None else f"{neighbour.slower:+.1%} time"
+        yield Bar(cut(neighbour.change, 15, LEFT - 24), components(needs), f"{needs.total / GB:.1f} GB, {time}")
 
 
 # ---- traffic --------------------------------------------------------------------------------------------------------
@@ -388,12 +388,12 @@ class MeshResult(Result):
     @cached_property
     def panels(self) -> list[Panel]:
         """The axes of more than one rank."""
-        found = []
+        panels = []
         for axis in SHOWN:
             if (ranks := self.layout.size(axis)) > 1:
                 group = self.layout.group(axis, 0)
-                found.append(Panel(axis, ranks, group, self._where(axis, group)))
-        return found
+                panels.append(Panel(axis, ranks, group, self._where(axis, group)))
+        return panels
 
     def _where(self, axis: str, group: Sequence[int]) -> str:
         device = self.cluster.groups[0].accelerator
@@ -412,12 +412,12 @@ class MeshResult(Result):
         ).reaches
         return [
             {
-                "axis": one.axis,
-                "ranks": one.ranks,
-                "in_a_node": reaches[one.axis].together,
-                "of_rank_0": list(one.group),
+                "axis": panel.axis,
+                "ranks": panel.ranks,
+                "in_a_node": reaches[panel.axis].together,
+                "of_rank_0": list(panel.group),
             }
-            for one in self.panels
+            for panel in self.panels
         ]
 
     def to_dict(self) -> dict[str, Any]:
@@ -437,7 +437,7 @@ class MeshResult(Result):
 
     def blocks(self) -> Iterator[Block]:
         yield Text(f"{self.layout} on {self.cluster}: {self.layout.world:,} ranks", "bold")
-        rows = [(one.axis, f"{one.ranks:,}", one.where, listed(one.group)) for one in self.panels]
+        rows = [(panel.axis, f"{panel.ranks:,}", panel.where, listed(panel.group)) for panel in self.panels]
         if rows:
             yield Table(["axis", ">ranks", "~where", "~of rank 0"], rows)
         else:

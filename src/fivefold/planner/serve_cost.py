@@ -5,8 +5,8 @@
     replica.prefill(prompt=1024).latency            # seconds to the first token
 
 A decode step multiplies a few rows with every weight: it takes as long as the weights and the cache take to be read,
-plus what each kernel and each all-reduce costs however little it does. Letters as in work.py. Of experts it reads those
-that its tokens visit (mixture.py).
+plus what each kernel and each all-reduce costs however little it does. Letters as in `cost/block.py`. Of experts it
+reads those that its tokens visit.
 
 Latent attention (MLA) decodes over the latents themselves: the product that makes keys of them goes to the query, the
 one that makes values to the output, so the same weights are read once, and every head works on the kv_rank + rope_dim
@@ -120,8 +120,8 @@ def degrees(spec: ModelSpec, tp: int, dp: int = 1) -> list[int]:
     own, ranks = spec.experts, tp * dp
     if own is None:
         return [1] if dp == 1 else []
-    found = [ep for ep in divisors(ranks) if own.count % ep == 0 and own.ffn % (ranks // ep) == 0]
-    return found if dp == 1 else [ep for ep in found if ep == ranks]
+    possible = [ep for ep in divisors(ranks) if own.count % ep == 0 and own.ffn % (ranks // ep) == 0]
+    return possible if dp == 1 else [ep for ep in possible if ep == ranks]
 
 
 def mixture(replica: "Replica", rows: int, busy: int) -> Parts:
@@ -154,16 +154,16 @@ def exchange(replica: "Replica", rows: int) -> float:
     """Seconds in which tokens reach their experts and come back, where ranks have sequences of their own (dp).
 
     All-to-all, which the fullest rank ends last, or all tokens to all ranks and sums back, whichever takes less.
-    Without dp every rank has all tokens already, and the all-reduce of tp adds up what experts said.
+    Without dp every rank has all tokens already, and the all-reduce of tp adds up the outputs of experts.
     """
     spec, own = replica.spec, replica.spec.experts
     if replica.dp == 1 or own is None:
         return 0.0
     there, back = linear_bytes(replica.precision), 2
     slots = replica.uneven * math.ceil(rows / replica.tp) * own.top_k * spec.hidden
-    every = float(rows * replica.dp * spec.hidden)
-    gather = replica.collective("all-gather", "ep", there * every)
-    scatter = replica.collective("reduce-scatter", "ep", back * every)
+    all_tokens = float(rows * replica.dp * spec.hidden)
+    gather = replica.collective("all-gather", "ep", there * all_tokens)
+    scatter = replica.collective("reduce-scatter", "ep", back * all_tokens)
     trade = sum(replica.collective("all-to-all", "ep", size * slots) for size in (there, back))
     return min(trade, gather + scatter)
 
@@ -174,7 +174,7 @@ def exchange(replica: "Replica", rows: int) -> float:
 ATTENTION: Attention = "flash3"  # of the prefill: the best kernel that the device has
 CHUNK = 2048  # tokens of prompts that are computed together: enough for the tensor cores, and little to hold
 KERNELS = 7  # of a block, beside its GEMMs
-TILE, SKINNY = 64, 16  # rows of the smallest tile in kernels.py; of the kernels that servers have for fewer rows
+TILE, SKINNY = 64, 16  # rows of the smallest tile in `cost/kernels.py`; of servers' kernels for fewer rows
 SAMPLING = 8  # kernels after the head: scale, filter, softmax, draw
 BETWEEN = 0.2e-3  # seconds in which the host reads the tokens, schedules, and starts the next graph
 LOGIT_BYTES = 12.0  # that the head's output is read and written: as bf16, then as float32
@@ -214,9 +214,9 @@ class Replica:
 
     @property
     def name(self) -> str:
-        every = {"tp": self.tp, "dp": self.dp, "pp": self.pp, "ep": self.ep}
+        sizes = {"tp": self.tp, "dp": self.dp, "pp": self.pp, "ep": self.ep}
         said = {"tp": self.tp} if self.dp == 1 else {}  # as dense models have it, also where it is 1
-        return ",".join(f"{axis}={size}" for axis, size in every.items() if size > 1 or axis in said)
+        return ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1 or axis in said)
 
     @property
     def crosses(self) -> bool:
@@ -263,11 +263,13 @@ class Replica:
     def matmul(self, m: int, n: int, k: int, precision: str, groups: int = 1) -> Parts:
         """Of `groups` of the same shape, in one kernel."""
         launch = self.device.reached.launch
-        whole = self.device.gemm(m, n, k, precision, groups) - launch
+        seconds = self.device.gemm(m, n, k, precision, groups) - launch
         free = self._free.gemm(m, n, k, precision, groups) - launch
         if m < TILE:
-            whole = max(free, whole * math.ceil(m / SKINNY) * SKINNY / TILE)
-        return Parts(compute=whole, launch=launch) if whole > 1.0001 * free else Parts(weights=whole, launch=launch)
+            seconds = max(free, seconds * math.ceil(m / SKINNY) * SKINNY / TILE)
+        return (
+            Parts(compute=seconds, launch=launch) if seconds > 1.0001 * free else Parts(weights=seconds, launch=launch)
+        )
 
     def rows(self, rows: int, dense: bool = False, busy: int = 0) -> Parts:
         """Of a block, for so many tokens of a tp group at once, without attention. `dense`: a block without experts;
@@ -331,11 +333,11 @@ class Replica:
     def _loads(self, layer: Callable[[LayerKind], Parts], bottom: Parts, top: Parts) -> list[Parts]:
         """Of every stage, by what a block of each kind takes, and the ends."""
         each = {kind: layer(kind) for kind in set().union(*self._kinds)}
-        found = []
+        loads = []
         for stage, kinds in zip(self.stages, self._kinds, strict=True):
             blocks = (times(each[kind], count) for kind, count in kinds.items())
-            found.append(plus(Parts(), *blocks, *[bottom] * stage.first, *[top] * stage.last))
-        return found
+            loads.append(plus(Parts(), *blocks, *[bottom] * stage.first, *[top] * stage.last))
+        return loads
 
     def step(self, batch: int, context: float) -> Parts:
         """From one token of each of `batch` sequences to the next, when each has `context` tokens behind it.
@@ -349,13 +351,13 @@ class Replica:
             return plus(self.rows(rows, kind.dense, busy), self.attend(rows, context, kind.window))
 
         loads = self._loads(layer, self._bottom(rows), self._top(rows))
-        found = plus(*loads)
+        parts = plus(*loads)
         # The last stage sends its tokens back to the first; a group waits where the one before it is not yet through.
         send = self.collective("send", "pp", 2.0 * rows * self.spec.hidden)
         slowest = min(self.pp, batch) * (max(load.total for load in loads) + send)
-        found = found._replace(pp=self.pp * send + max(0.0, slowest - (found.total + self.pp * send)))
-        host = BETWEEN if self.graphs else BETWEEN + max(0.0, self.spec.layers * software().host - found.total)
-        return found._replace(host=host)
+        parts = parts._replace(pp=self.pp * send + max(0.0, slowest - (parts.total + self.pp * send)))
+        host = BETWEEN if self.graphs else BETWEEN + max(0.0, self.spec.layers * software().host - parts.total)
+        return parts._replace(host=host)
 
     def prefill(self, prompt: int, prompts: int = 1) -> Prefill:
         """One prompt's latency; and the time of one among `prompts` that are there at once.
@@ -417,18 +419,18 @@ class ServingMemory(NamedTuple):
         return sum(self)
 
 
-def held(replica: Replica, batch: int, tokens: int, prompt: int) -> ServingMemory:
+def memory_needed(replica: Replica, batch: int, tokens: int, prompt: int) -> ServingMemory:
     """On the stage that needs the most. Every sequence has the memory that it needs at its end."""
     spec, each = replica.spec, -(-batch // replica.dp)  # sequences of a tp group
     rows = max(min(CHUNK, prompt * each), -(-each // replica.pp))
     stream = 2.0 * rows * (3 * spec.hidden + _inner(replica))  # stream, normed stream, sum
     logits = 6.0 * -(-each // replica.pp) * spec.vocab  # in bf16 and float32
-    found = []
+    by_stage = []
     for stage in replica.stages:
         weights, activations = stage_weights(replica, stage), stream + logits * stage.last
         cache = each * sum(replica.cache_read(tokens, spec.window_of(layer)) for layer in stage.layers)
-        found.append(ServingMemory(weights, cache, activations, CONTEXT + FRAGMENTATION * (weights + activations)))
-    return max(found, key=lambda one: one.total)
+        by_stage.append(ServingMemory(weights, cache, activations, CONTEXT + FRAGMENTATION * (weights + activations)))
+    return max(by_stage, key=lambda memory: memory.total)
 
 
 def _inner(replica: Replica) -> float:
@@ -458,21 +460,21 @@ def stage_weights(replica: Replica, stage: Stage) -> float:
 def _block_weights(spec: ModelSpec, tp: int, ranks: int, precision: str, dense: bool = False) -> float:
     """Bytes of a block on one rank: its part of the linears, and of the experts, which all ranks of a stage share;
     norms and routers are whole on every rank; biases hardly count."""
-    every = sum(one.size for one in spec.block_parameters(0 if dense else spec.layers - 1))
-    rest = every - sum(one.size for one in _narrow(spec, 1, dense))
-    own = sum(one.size / (ranks if one.experts else 1) for one in _narrow(spec, tp, dense))
+    parameters = sum(parameter.size for parameter in spec.block_parameters(0 if dense else spec.layers - 1))
+    rest = parameters - sum(matmul.size for matmul in _narrow(spec, 1, dense))
+    own = sum(matmul.size / (ranks if matmul.experts else 1) for matmul in _narrow(spec, tp, dense))
     return linear_bytes(precision) * own + 2.0 * rest
 
 
 def _narrow(spec: ModelSpec, tp: int, dense: bool) -> list[Matmul]:
     """The linears that may be in 8 bits: all but routers."""
-    return [one for one in block(spec, tp, dense).matmuls if one.tp != "replicated_partial"]
+    return [matmul for matmul in block(spec, tp, dense).matmuls if matmul.tp != "replicated_partial"]
 
 
 def whole_weights(spec: ModelSpec, precision: str) -> float:
     """Bytes of the model, once."""
     few = spec.dense_layers if spec.experts else 0
-    per_block = [sum(one.size for one in _narrow(spec, 1, dense)) for dense in (False, True)]
+    per_block = [sum(matmul.size for matmul in _narrow(spec, 1, dense)) for dense in (False, True)]
     linears = (spec.layers - few) * per_block[0] + few * per_block[1]
     return linear_bytes(precision) * linears + 2.0 * (spec.parameter_count - linears)
 
@@ -494,7 +496,7 @@ def largest(replica: Replica, tokens: int, prompt: int) -> int:
     space = memory_limit(replica.device)
 
     def too_many(batch: int) -> bool:
-        return held(replica, batch, tokens, prompt).total > space
+        return memory_needed(replica, batch, tokens, prompt).total > space
 
     high = 1
     while high < MOST and not too_many(high):
