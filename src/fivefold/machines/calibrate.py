@@ -60,11 +60,11 @@ def calibrate(
     chosen = choose_device(device) if isinstance(device, str) else device
     ceilings(chosen, 1.0, 1.0).rate("bf16")  # refused before minutes are spent: the planner counts in it
 
-    def told(what: str) -> None:
+    def report(what: str) -> None:
         progress(STEPS.index(what), len(STEPS), what)
 
-    samples = measure(chosen, quick, told)
-    told(STEPS[-1])
+    samples = measure(chosen, quick, report)
+    report(STEPS[-1])
     world = torch.cuda.device_count() if chosen.type == "cuda" else min(2, cores())
     return _fitted(chosen, samples, quick, world)
 
@@ -81,7 +81,7 @@ def busy_core(rank: processes.Rank, rounds: int) -> list[Samples]:
     if rank.world > 1:
         rank.join("gloo")
         dist.barrier()
-    return [measure(torch.device("cpu"), quick=True, told=lambda _: None) for _ in range(rounds)]
+    return [measure(torch.device("cpu"), quick=True, report=lambda _: None) for _ in range(rounds)]
 
 
 def usual_core(samples: list[Samples], busy: int) -> Accelerator:
@@ -114,13 +114,13 @@ def links_between(device: torch.device, quick: bool) -> tuple[tuple[int, ...], i
     return tuple(1 << power for power in powers), 5 if quick else 15
 
 
-def measure(device: torch.device, quick: bool, told: Callable[[str], None]) -> Samples:
+def measure(device: torch.device, quick: bool, report: Callable[[str], None]) -> Samples:
     """What this process reaches by itself."""
     torch.manual_seed(0)
     kernels, steps = Kernels(device, quick), iter(STEPS)
 
     def step(call: Callable[[], T]) -> T:
-        told(next(steps))
+        report(next(steps))
         return call()
 
     names = list(ATTENTION) if device.type == "cuda" else ["flash2"]  # a CPU has one kernel
@@ -214,7 +214,7 @@ def measured(device: torch.device, neighbours: int, quick: bool) -> RankSpeed:
         dist.barrier()
         paces.append(runs())
         dist.barrier()
-        samples.append(measure(device, quick=device.type == "cpu" or quick, told=lambda _: None))
+        samples.append(measure(device, quick=device.type == "cpu" or quick, report=lambda _: None))
     if len(paces) == 1:  # a single figure says nothing of the noise
         dist.barrier()
         paces.append(runs())

@@ -69,9 +69,9 @@ def sets(size: int) -> int:
     return max(1, min(8, -(-CACHE // max(1, size))))
 
 
-def collectives(rank: Rank, sizes: tuple[int, ...], rounds: int, wanted: str) -> list[Timing]:
+def collectives(rank: Rank, sizes: tuple[int, ...], rounds: int, device_name: str) -> list[Timing]:
     """On one rank: every collective at every size, in turns."""
-    device = choose_device(wanted, rank.number)
+    device = choose_device(device_name, rank.number)
     rank.join(choose_backend(device, rank.world))
     timings = timed_collectives(device, sizes, rounds)
     dist.destroy_process_group()

@@ -131,13 +131,13 @@ class Examination:
 
     def who(self, ranks: Iterable[int]) -> str:
         """'node b (ranks 2, 3)' where these are all of its ranks, of several nodes; else 'rank 3 on b'."""
-        wanted, parts = set(ranks), []
+        named, parts = set(ranks), []
         for node, reports in self.nodes.items():
-            here = [report.rank for report in reports if report.rank in wanted]
-            if here and len(here) == len(reports) and len(self.nodes) > 1:
-                parts.append(f"node {short(node)} ({ranks_text(here)})")
-            elif here:
-                parts.append(f"{ranks_text(here)} on {short(node)}")
+            on_node = [report.rank for report in reports if report.rank in named]
+            if on_node and len(on_node) == len(reports) and len(self.nodes) > 1:
+                parts.append(f"node {short(node)} ({ranks_text(on_node)})")
+            elif on_node:
+                parts.append(f"{ranks_text(on_node)} on {short(node)}")
         return some(parts, str)
 
     def accelerator(self, report: RankReport) -> Accelerator | None:
@@ -429,10 +429,11 @@ def _other_cluster(exam: Examination) -> Iterator[str]:
     """Machines that are not those that the job was planned for."""
     if exam.cluster is None:
         return
-    here = sorted(len(ranks) for ranks in exam.nodes.values())
-    if here != sorted(group.gpus for group in exam.cluster.groups for _ in range(group.nodes)):
-        sizes = " or ".join(map(str, sorted(set(here))))
-        yield f"cluster: planned for run.cluster={exam.job.run.cluster}, run on nodes x ranks = {len(here)} x {sizes}"
+    sizes_here = sorted(len(ranks) for ranks in exam.nodes.values())
+    if sizes_here != sorted(group.gpus for group in exam.cluster.groups for _ in range(group.nodes)):
+        sizes = " or ".join(map(str, sorted(set(sizes_here))))
+        nodes = f"nodes x ranks = {len(sizes_here)} x {sizes}"
+        yield f"cluster: planned for run.cluster={exam.job.run.cluster}, run on {nodes}"
     others: dict[tuple[str, str], list[int]] = defaultdict(list)
     for report in exam.reports:
         planned, is_it = exam.planned(report), known(report.device)

@@ -51,17 +51,17 @@ def versions(cuda: bool) -> dict[str, str]:
         versions["RDMA adapters"] = str(adapters)
     if cuda:
         # "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  ..."
-        told = Path("/proc/driver/nvidia/version")
-        words = told.read_text().split() if told.exists() else []
+        driver = Path("/proc/driver/nvidia/version")
+        words = driver.read_text().split() if driver.exists() else []
         versions["driver"] = next((word for word in words if word[0].isdigit() and "." in word), "unknown")
         versions["CUDA"] = str(torch.version.cuda)
         versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     return versions
 
 
-def rdma_adapters(told: Path = Path("/sys/class/infiniband")) -> int:
+def rdma_adapters(folder: Path = Path("/sys/class/infiniband")) -> int:
     """InfiniBand's and RoCE's."""
-    return len(list(told.iterdir())) if told.exists() else 0
+    return len(list(folder.iterdir())) if folder.exists() else 0
 
 
 def amounts() -> dict[str, float]:
@@ -76,8 +76,8 @@ def amounts() -> dict[str, float]:
     return amounts
 
 
-def _available(told: Path) -> float:
-    lines = told.read_text().splitlines() if told.exists() else []
+def _available(meminfo: Path) -> float:
+    lines = meminfo.read_text().splitlines() if meminfo.exists() else []
     return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), 0.0)
 
 

@@ -125,13 +125,13 @@ def _plain(steps: Callable[..., Tensor], *inputs: Any) -> Tensor:
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    wanted = op in _EXPENSIVE or _keeping.get() or str(op).startswith(_OURS)
-    return CheckpointPolicy.MUST_SAVE if wanted else CheckpointPolicy.PREFER_RECOMPUTE
+    saved = op in _EXPENSIVE or _keeping.get() or str(op).startswith(_OURS)
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _policy_of_a_graph(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    wanted = op in _EXPENSIVE or op in _SUMS or str(op) == _TILED or str(op).startswith(_OURS)
-    return CheckpointPolicy.MUST_SAVE if wanted else CheckpointPolicy.PREFER_RECOMPUTE
+    saved = op in _EXPENSIVE or op in _SUMS or str(op) == _TILED or str(op).startswith(_OURS)
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

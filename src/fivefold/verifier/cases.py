@@ -117,8 +117,8 @@ def _bases(spec: ModelSpec, world: int) -> Iterator[Layout]:
 
 def _worth(layout: Layout, met: Counter[object]) -> tuple[int, int]:
     """How many pairs of settings it would add, and how rare its others are."""
-    seen = [met[pair] for pair in _pairs(layout)]
-    return seen.count(0), -sum(seen)
+    times_met = [met[pair] for pair in _pairs(layout)]
+    return times_met.count(0), -sum(times_met)
 
 
 def _rest(base: Layout, spec: ModelSpec) -> Iterator[Layout]:
@@ -242,25 +242,27 @@ def pairwise(cases: Sequence[LayoutCase], most: int | None = None) -> list[Layou
     second one among the rest.
     """
     left = {number: _pairs(case.job.layout, case.variant) for number, case in enumerate(cases)}
-    wanted: set[object] = set()
+    unmet: set[object] = set()
     chosen: list[int] = []
     while left and (most is None or len(chosen) < most):
-        if not wanted:
+        if not unmet:
             if most is None and chosen:
                 break
-            wanted = set().union(*left.values())
-        best = max(left, key=lambda number: (len(left[number] & wanted), -number))
-        wanted -= left.pop(best)
+            unmet = set().union(*left.values())
+        best = max(left, key=lambda number: (len(left[number] & unmet), -number))
+        unmet -= left.pop(best)
         chosen.append(best)
-        if most is not None and not any(pairs & wanted for pairs in left.values()):
-            wanted = set()
+        if most is not None and not any(pairs & unmet for pairs in left.values()):
+            unmet = set()
     return [cases[number] for number in sorted(chosen)]
 
 
 def covered(sample: Sequence[LayoutCase], cases: Sequence[LayoutCase]) -> float:
     """The share of the pairs of settings that a sample meets."""
-    met, wanted = (set().union(*(_pairs(case.job.layout, case.variant) for case in some)) for some in (sample, cases))
-    return len(met) / len(wanted) if wanted else 1.0
+    met, all_pairs = (
+        set().union(*(_pairs(case.job.layout, case.variant) for case in chosen)) for chosen in (sample, cases)
+    )
+    return len(met) / len(all_pairs) if all_pairs else 1.0
 
 
 def _pairs(layout: Layout, variant: str = "") -> set[object]:

@@ -156,8 +156,9 @@ class Verdict:
         firsts = [error for error in kinds if error is not None]
         more = [f"{count} more comparisons fail"] if (count := len(failed) - len(firsts)) else []
         others = [f"{len(self.diverged) - 1} more parameters differ so"] if len(self.diverged) > 1 else []
-        checks = [str(check) for check in (*self.traffic, *self.memory) if not check.holds]
-        return [*map(str, firsts), *more, *self.diverged[:1], *others, *checks]
+        traffic = [str(check) for check in self.traffic if not check.holds]
+        memory = [str(check) for check in self.memory if not check.holds]
+        return [*map(str, firsts), *more, *self.diverged[:1], *others, *traffic, *memory]
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -394,9 +394,9 @@ class CurveResult(Result):
         )
 
 
-def _apart(some: Sequence[float | None], others: Sequence[float | None]) -> float:
+def _apart(losses: Sequence[float | None], others: Sequence[float | None]) -> float:
     """The largest distance of two curves: without end where one has a loss and the other has none."""
-    pairs = zip(some, others, strict=True)
+    pairs = zip(losses, others, strict=True)
     return max(
         abs(a - b) if a is not None and b is not None else 0.0 if a is None and b is None else math.inf
         for a, b in pairs
