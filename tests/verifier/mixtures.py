@@ -251,14 +251,14 @@ def a_recomputation_counts_the_load() -> AbstractContextManager[Any]:
 
 def the_bias_moves_with_every_microbatch() -> AbstractContextManager[Any]:
     from fivefold.model.dispatch import Router
-    from fivefold.model.moe import follow_load
+    from fivefold.model.moe import update_expert_bias
 
     forward = Router.forward
 
     def moving(self: Any, *inputs: Any) -> Any:
         routed = forward(self, *inputs)
         if self.balance is not None:
-            follow_load(self.balance, routed.counts, 0.05)
+            update_expert_bias(self.balance, routed.counts, 0.05)
         return routed
 
     return patch.object(Router, "forward", moving)

@@ -20,7 +20,7 @@ from fivefold.launch.waits import timed_wait
 from fivefold.model.fp8 import Fp8GroupedLinear
 from fivefold.model.grouped import DeferWgrad, GroupedLinear, Groups, add_bias
 from fivefold.model.layers import accum_dtype
-from fivefold.model.recompute import unread
+from fivefold.model.recompute import not_saved
 from fivefold.spec.blocks import Experts
 from fivefold.spec.model import ModelSpec
 
@@ -196,7 +196,7 @@ class LocalDispatch:
         if self.reads_rows or not last:
             return add_bias(compute(), linear.bias, groups)
         shape = x.shape[0], linear.weight.shape[0] // groups.ends.shape[0]
-        return add_bias(unread(compute, shape, x, linear.weight, groups.ends), linear.bias, groups)
+        return add_bias(not_saved(compute, shape, x, linear.weight, groups.ends), linear.bias, groups)
 
     def defer_wgrad(self, linear: nn.Module) -> Callable[[], DeferWgrad | None] | None:
         """A backward pass calls what this returns, to learn where to leave a function that computes the weight's

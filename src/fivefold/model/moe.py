@@ -85,9 +85,10 @@ def z_loss(routing: Routing) -> Tensor:
 
 
 @torch.no_grad()
-def follow_load(bias: Tensor, load: Tensor, rate: float) -> None:
-    """Move the bias of every expert by `rate`, towards an equal load. `load` [X] is of the whole global batch."""
-    behind = load.sum() - len(load) * load  # whole numbers: the same on every rank
+def update_expert_bias(bias: Tensor, tokens_per_expert: Tensor, rate: float) -> None:
+    """Move the bias of every expert by `rate`, towards an equal load. The counts [X] are of the whole global batch."""
+    # Whole numbers: the same on every rank.
+    behind = tokens_per_expert.sum() - len(tokens_per_expert) * tokens_per_expert
     bias.add_(behind.sign().to(bias.dtype), alpha=rate)
 
 

@@ -27,7 +27,7 @@ from fivefold.layout.sharding import MINIMUM, Grouping, LocalParam, buckets, lay
 from fivefold.model.init import init_param
 from fivefold.model.layers import accum_dtype
 from fivefold.model.moe import ExpertNetworks
-from fivefold.model.recompute import unnumbered
+from fivefold.model.recompute import unseen_by_checkpoint
 from fivefold.parallel.buckets import BackwardPart, Bucket, Reducer, slots_of
 from fivefold.parallel.collectives import HookedReduceScatter, stage_through_host
 from fivefold.parallel.mesh import Mesh
@@ -45,6 +45,7 @@ class FullySharded(Weights):
         mesh: Mesh,
         compute: torch.dtype,
         seed: int,
+        *,
         minimum: int = MINIMUM,
         split: bool = False,
     ):
@@ -208,7 +209,7 @@ def _gather_aside(module: nn.Module) -> None:
     """Of a unit inside of a block: whether its weights are there already may differ when the block is recomputed."""
     during = ExitStack()
     for register in (module.register_forward_pre_hook, module.register_forward_hook):
-        register(lambda *_: during.enter_context(unnumbered()), prepend=True)  # before FSDP2's own hook ...
+        register(lambda *_: during.enter_context(unseen_by_checkpoint()), prepend=True)  # before FSDP2's own hook ...
         register(lambda *_: during.close())  # ... and after it
 
 

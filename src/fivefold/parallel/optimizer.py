@@ -32,7 +32,7 @@ from fivefold.spec.model import ModelSpec
 
 
 def shard_model(
-    stages: Sequence[nn.Module], spec: ModelSpec, mesh: Mesh, compute: torch.dtype, seed: int, split: bool = False
+    stages: Sequence[nn.Module], spec: ModelSpec, mesh: Mesh, compute: torch.dtype, seed: int, *, split: bool = False
 ) -> Weights:
     """Give weights to this rank's stages: decoders on the meta device, whose parameters are plain or DTensors over tp.
 

@@ -87,6 +87,7 @@ class Replicated(Weights):
         mesh: Mesh,
         compute: torch.dtype,
         seed: int,
+        *,
         minimum: int = MINIMUM,
         split: bool = False,
     ):

@@ -22,7 +22,7 @@ from fivefold.model.decoder import Decoder
 from fivefold.model.dispatch import Router
 from fivefold.model.head import Targets
 from fivefold.model.layers import TokenPositions, accum_dtype
-from fivefold.model.moe import Balance, MoE, follow_load
+from fivefold.model.moe import Balance, MoE, update_expert_bias
 from fivefold.model.ops import AttentionOps
 from fivefold.parallel.collectives import all_reduce, wait, waiting
 from fivefold.parallel.context import Context
@@ -94,7 +94,7 @@ class Loads:
         for layer, mixture in self.mixtures.items():
             if mixture.router.balance is not None and self.train.balance_rate:
                 load = self.tokens[layer - self.first].to(torch.int64)
-                follow_load(mixture.router.balance, load, self.train.balance_rate)
+                update_expert_bias(mixture.router.balance, load, self.train.balance_rate)
 
     def record(self, sums: list[float], whole: bool) -> Load:
         """Of a step whose sums have reached the host; `whole`: with the tokens of every expert."""
@@ -136,7 +136,7 @@ class RankModel:
             job.model, mesh, defer_wgrad, attention=attention, compiled=self.compiled, documents=masked, **narrow
         )
         self.stages = self._stages()
-        self.weights = shard_model(list(self.stages.values()), job.model, mesh, compute, job.train.seed, split)
+        self.weights = shard_model(list(self.stages.values()), job.model, mesh, compute, job.train.seed, split=split)
         self.buffers = self._buffers(accum_dtype(compute))
         later.report = self.weights.add
         channels = Channels(self.schedule, mesh, compute)

@@ -95,7 +95,7 @@ def make(
     if layout.zero == 3:
         weights = FullySharded([model], spec, mesh, dtype, SEED)
     else:
-        weights = Replicated([model], spec, mesh, dtype, SEED, minimum)
+        weights = Replicated([model], spec, mesh, dtype, SEED, minimum=minimum)
     return model, ops, weights, mesh
 
 
