@@ -17,9 +17,9 @@ def _zero(gradients, ends, size, BLOCK: tl.constexpr):
     start = tl.load(ends + group - 1, mask=group > 0, other=0)
     if start == end:
         for first in range(tl.program_id(1) * BLOCK, size, tl.num_programs(1) * BLOCK):
-            at = first + tl.arange(0, BLOCK)
+            offsets = first + tl.arange(0, BLOCK)
             zeros = tl.zeros((BLOCK,), dtype=gradients.dtype.element_ty)
-            tl.store(gradients + group.to(tl.int64) * size + at, zeros, mask=at < size)
+            tl.store(gradients + group.to(tl.int64) * size + offsets, zeros, mask=offsets < size)
 
 
 def zero_empty_groups(gradients: Tensor, ends: Tensor) -> Tensor:
