@@ -74,17 +74,19 @@ def _over_lengths(case: LayerAttention, ask: Callable[[LayerAttention], T]) -> l
 
 def by_length(case: LayerAttention) -> list[Since[ContextKind]]:
     """The fastest kind, by the length of the sequence."""
-    return _over_lengths(case, lambda asked: possible(asked)[0].kind)
+    return _over_lengths(case, lambda at_length: possible(at_length)[0].kind)
 
 
 def ring_or_gather(case: LayerAttention) -> list[Since[ContextKind]]:
     """The faster of the two kinds that do not divide heads."""
-    return _over_lengths(case, lambda asked: min(ring(asked), allgather(asked), key=lambda method: method.seconds).kind)
+    return _over_lengths(
+        case, lambda at_length: min(ring(at_length), allgather(at_length), key=lambda method: method.seconds).kind
+    )
 
 
 def ring_is_free(case: LayerAttention) -> list[Since[bool]]:
     """Whether attention hides every send of a ring but that of the last gradient."""
-    return _over_lengths(case, lambda asked: ring(asked).waits == 0)
+    return _over_lengths(case, lambda at_length: ring(at_length).waits == 0)
 
 
 class Degree(NamedTuple):
@@ -432,8 +434,8 @@ class LengthsResult(Result):
         return sorted({cp for row in self.rows for cp in row.by_cp})
 
     def to_dict(self) -> dict[str, Any]:
-        asked = {"model": self.model, "cluster": self.cluster, "software": self.software}
-        return asked | {
+        question = {"model": self.model, "cluster": self.cluster, "software": self.software}
+        return question | {
             "lengths": [
                 {
                     "seq": row.seq,

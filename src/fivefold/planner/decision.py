@@ -103,29 +103,29 @@ class OpenCase(NamedTuple):
         return simplest(result.options) if self.by == "throughput" else result.best
 
 
-def turns(chosen: Option, asked: OpenCase, progress: Progress | None = None) -> Iterator[TurningPoint]:
+def turns(chosen: Option, question: OpenCase, progress: Progress | None = None) -> Iterator[TurningPoint]:
     """For half and twice as much of each quantity. Where the choice changes, about where."""
-    case = asked.case
+    case = question.case
     changes = [(quantity, factor) for quantity in quantities(case) for factor in FACTORS]
     for done, (quantity, factor) in enumerate(changes):
         if progress:
             progress(done, len(changes), f"{quantity.name} x {factor:g}")
-        yield _turn(chosen, asked, quantity, factor)
+        yield _turn(chosen, question, quantity, factor)
 
 
-def _turn(chosen: Option, asked: OpenCase, quantity: Quantity, factor: float) -> TurningPoint:
+def _turn(chosen: Option, question: OpenCase, quantity: Quantity, factor: float) -> TurningPoint:
     def at(factor: float) -> float:
-        return quantity.read(quantity.change(asked.case, factor))
+        return quantity.read(quantity.change(question.case, factor))
 
-    changed = asked.choice(quantity.change(asked.case, factor))
+    changed = question.choice(quantity.change(question.case, factor))
     if not _differs(chosen.layout, changed):
         return TurningPoint(quantity.name, quantity.unit, at(1.0), at(factor), None)
     holds, turned = 1.0, factor
     for _ in range(HALVINGS):
         middle = math.sqrt(holds * turned)
-        there = asked.choice(quantity.change(asked.case, middle))
-        if _differs(chosen.layout, there):
-            turned, changed = middle, there
+        choice_at_middle = question.choice(quantity.change(question.case, middle))
+        if _differs(chosen.layout, choice_at_middle):
+            turned, changed = middle, choice_at_middle
         else:
             holds = middle
     why = "" if changed is None else _compared(chosen, changed)
@@ -137,8 +137,7 @@ def _differs(layout: Layout, other: Option | None) -> bool:
     """In more than the number of its microbatches."""
     if other is None:
         return True
-    first, two = (structs.replace(each, microbatches=1) for each in (layout, other.layout))
-    return first != two
+    return structs.replace(layout, microbatches=1) != structs.replace(other.layout, microbatches=1)
 
 
 def _compared(chosen: Option, other: Option) -> str:
@@ -269,17 +268,17 @@ class Decision(Result):
             yield Text(f"This page is made by `{self.command}`.")
 
     def _decision(self) -> Iterator[Block]:
-        plan, option, shown = self.plan, self.plan.explained, self.figures
+        plan, option, numbers = self.plan, self.plan.explained, self.figures
         yield Text(f"`{option.layout}`")
         whose = "It was given" if plan.given else "It is the planner's choice"
         yield Text(f"{whose}; {plan.evaluated:,} layouts were evaluated, and {plan.fitting:,} of them fit.")
         if not option.fits:
             yield Text(f"It does not fit: {option.footprint.total / GB:.1f} GB of {option.limit / GB:.1f}.")
-        ranges = {key: shown[f"{key}_range"] for key in ("step_seconds", "tokens_per_second", "mfu", "memory_bytes")}
+        ranges = {key: numbers[f"{key}_range"] for key in ("step_seconds", "tokens_per_second", "mfu", "memory_bytes")}
 
-        def row(name: str, key: str, said: Any) -> tuple[str, str, str]:
+        def row(name: str, key: str, text: Any) -> tuple[str, str, str]:
             low_high = ranges[key]
-            return name, said(shown[key]), " to ".join(map(said, low_high)) if low_high else "not known"
+            return name, text(numbers[key]), " to ".join(map(text, low_high)) if low_high else "not known"
 
         rows = [
             row("time of a step", "step_seconds", _seconds),
@@ -288,7 +287,7 @@ class Decision(Result):
             row("memory of the fullest rank", "memory_bytes", _gigabytes),
         ]
         yield Table(["", ">predicted", f">{IN_WORDS}"], rows)
-        cost = f", and costs ${shown['cost_per_day']:,.0f}" if plan.price is not None else ""
+        cost = f", and costs ${numbers['cost_per_day']:,.0f}" if plan.price is not None else ""
         yield Text(f"At this rate a day has {si(option.tokens_per_second * DAY)} tokens{cost}.")
         if plan.given:
             yield Text(f"The planner's choice, `{plan.chosen.layout}`, {difference(plan.given, plan.chosen)}.")
@@ -298,14 +297,14 @@ class Decision(Result):
             yield Text(f"`{fastest.layout}` is {faster:.1%} faster, and the choice is simpler.")
 
     def _memory(self) -> Iterator[Block]:
-        shown, option = self.figures, self.plan.explained
-        parts, total = shown["memory_by_component"], shown["memory_bytes"]
+        numbers, option = self.figures, self.plan.explained
+        parts, total = numbers["memory_by_component"], numbers["memory_bytes"]
         rows = [(name, _gigabytes(size), f"{size / total:.1%}") for name, size in parts.items() if size > 0]
         left = option.limit - total
         totals = [("total", _gigabytes(total), ""), ("a plan's limit", _gigabytes(option.limit), "")]
         yield Table(["component", ">of a rank", ">share"], rows, totals=totals)
         room = f"{left / GB:.1f} GB are left below the limit" if left >= 0 else f"{-left / GB:.1f} GB too many"
-        yield Text(f"The fullest is pipeline rank {shown['memory_rank']}; {room}.")
+        yield Text(f"The fullest is pipeline rank {numbers['memory_rank']}; {room}.")
 
     def _traffic(self) -> Iterator[Block]:
         rows = [
@@ -330,11 +329,11 @@ class Decision(Result):
         )
 
     def _time(self) -> Iterator[Block]:
-        shown = self.figures
-        step = shown["step_seconds"]
+        numbers = self.figures
+        step = numbers["step_seconds"]
         rows = [
             (CAUSES[cause], _seconds(length), f"{length / step:.1%}")
-            for cause, length in shown["time_by_cause"].items()
+            for cause, length in numbers["time_by_cause"].items()
             if abs(length) >= NEGLIGIBLE * step
         ]
         yield Table(
@@ -401,8 +400,8 @@ class Decision(Result):
 
 def decide(plan: PlanResult, command: str = "", progress: Progress | None = None) -> Decision:
     """The decision for a plan's layout. Planning again takes a dozen searches; `progress` hears of them."""
-    asked = OpenCase(plan.case, plan.by, plan.fixed)
-    changed = tuple(turns(plan.chosen, asked, progress))
+    question = OpenCase(plan.case, plan.by, plan.fixed)
+    changed = tuple(turns(plan.chosen, question, progress))
     return Decision(plan, tuple(shortcuts(plan.explained)), changed, command)
 
 

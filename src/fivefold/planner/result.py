@@ -198,15 +198,16 @@ class SimulateResult(Result):
     def timeline(self) -> Iterator[Block]:
         """Who computes what when, where the pipeline has several stages."""
         if simulation := self.simulation:
-            estimate, many = self.option.estimate, f"{self.option.layout.microbatches} microbatches"
+            estimate, microbatches = self.option.estimate, f"{self.option.layout.microbatches} microbatches"
             if simulation.schedule.m * simulation.schedule.p <= DRAWN:
                 yield Drawing(lambda columns, colour: timeline(simulation, columns, colour, self._left_out))
                 yield Drawing(lambda _, colour: legend([simulation], colour))
                 if self._left_out:
-                    yield Text(f"{LEFT_OUT}: {self._left_out} of {many} are left out; they repeat what is beside them")
-            yield Text(
-                f"bubble {estimate.bubble:.1%} of the {estimate.pipeline:.3g} s in which the pipeline does {many}"
-            )
+                    yield Text(
+                        f"{LEFT_OUT}: {self._left_out} of {microbatches} are left out; they repeat what is beside them"
+                    )
+            bubble = f"bubble {estimate.bubble:.1%} of the {estimate.pipeline:.3g} s"
+            yield Text(f"{bubble} in which the pipeline does {microbatches}")
 
 
 def simulated(option: Option, price: float | None = None) -> dict[str, Any]:
@@ -305,8 +306,8 @@ def _stages(option: Option) -> str:
     case, names = option.case, [group.accelerator.name for group in option.case.cluster.groups]
     ranks = ", then ".join(f"{case.groups.count(at)} on {name}" for at, name in enumerate(names))
     layers = ",".join(str(len(stage.layers)) for stage in case.stages)
-    made = f"; {option.layout.schedule} is made for them" if case.layout.record.weighs else ""
-    return f"pipeline ranks in order: {ranks}; layers of the stages: {layers}{made}"
+    made_for_them = f"; {option.layout.schedule} is made for them" if case.layout.record.weighs else ""
+    return f"pipeline ranks in order: {ranks}; layers of the stages: {layers}{made_for_them}"
 
 
 def _ranking(options: tuple[Option, ...], chosen: Option) -> Table:

@@ -70,25 +70,25 @@ def _latents(service: Service, heavy: ServingOption) -> str:
     mla = service.spec.mla
     assert mla is not None
     each = whole_cache(service.spec, service.cache_bytes)
-    told = (
+    sentence = (
         f"A token leaves {mla.kv_rank} + {mla.rope_dim} numbers a layer in the cache, {each:,.0f} bytes in all, from "
         f"which every head works: tp divides the heads and not these"
     )
     if heavy.tp > 1:
-        return f"{told}, so tp={heavy.tp} holds them {heavy.tp} times."
-    return f"{told}, so tp=2 would hold them twice."
+        return f"{sentence}, so tp={heavy.tp} holds them {heavy.tp} times."
+    return f"{sentence}, so tp=2 would hold them twice."
 
 
 def _touched(service: Service, heavy: ServingOption) -> str:
-    own = service.spec.experts
-    assert own is not None
+    experts = service.spec.experts
+    assert experts is not None
     tokens = -(-heavy.batch // heavy.pp)
-    here = most_touched(own, heavy.ep, tokens)
-    groups = f", at most {here:.1f} of the {own.count // heavy.ep} of a GPU" if heavy.ep > 1 else ""
+    k, count, on_fullest = experts.top_k, experts.count, most_touched(experts, heavy.ep, tokens)
+    groups = f", at most {on_fullest:.1f} of the {count // heavy.ep} of a GPU" if heavy.ep > 1 else ""
     return (
-        f"A token visits {own.top_k} of {own.count} experts of a layer; the {tokens:,} of a step at {heavy.layout} "
-        f"visit {touched(own, tokens):.1f} of them, {own.count} x (1 - (1 - {own.top_k}/{own.count})^{tokens}), if all "
-        f"are chosen equally often{groups}. Only these are read."
+        f"A token visits {k} of {count} experts of a layer; the {tokens:,} of a step at {heavy.layout} visit "
+        f"{touched(experts, tokens):.1f} of them, {count} x (1 - (1 - {k}/{count})^{tokens}), if all are chosen "
+        f"equally often{groups}. Only these are read."
     )
 
 
@@ -201,14 +201,14 @@ def _wider(service: Service, quick: ServingOption, heavy: ServingOption) -> str:
     gain = quick.step / step.total
     verdict = f"{gain:.2f} times as fast" if gain >= 1 else f"{1 / gain:.2f} times as slow"
     cost = "on the same GPUs" if wide.world == before else f"for {wide.world / before:.3g} times the GPUs"
-    there = "" if wide.world <= world else f"; it takes {wide.world} GPUs, and the cluster has {world}"
-    if not there and gain >= 1 and (full := fullest(service, wide)):
+    remark = "" if wide.world <= world else f"; it takes {wide.world} GPUs, and the cluster has {world}"
+    if not remark and gain >= 1 and (full := fullest(service, wide)):
         less = rate(full.per_gpu), rate(heavy.per_gpu)
-        there = f"; but it gives at most {less[0]} tokens/s per GPU instead of {less[1]}"
+        remark = f"; but it gives at most {less[0]} tokens/s per GPU instead of {less[1]}"
     named = f"tp={tp}" if wide.dp == quick.dp else wide.name
     return (
         f"Why not {named}: {where}all-reduces are {share:.0%} of its step instead of {was:.0%}, and a token takes "
-        f"{milliseconds(step.total)} instead of {milliseconds(quick.step)}, {verdict} {cost}{there}."
+        f"{milliseconds(step.total)} instead of {milliseconds(quick.step)}, {verdict} {cost}{remark}."
     )
 
 
@@ -232,11 +232,11 @@ def _deeper(service: Service, chosen: ServingOption) -> str:
     weights, less = (memory_needed(replica, 1, service.tokens, service.prompt).weights for replica in (flat, deep))
     more = f"{fits:,} sequences instead of {fit:,}" if fit else f"{sequences(fits)}, where {flat.name} alone holds none"
     world = service.group.world
-    there = "" if deep.world <= world else f"; it takes {deep.world} GPUs, and the cluster has {world}"
+    remark = "" if deep.world <= world else f"; it takes {deep.world} GPUs, and the cluster has {world}"
     return (
         f"pp={pp} gives memory, not speed: a GPU holds {gigabytes(less)} of weights instead of {gigabytes(weights)}, "
         f"and a replica holds {more}; but a token still passes every layer, {milliseconds(long)} with the sends "
-        f"instead of {milliseconds(short)}{there}."
+        f"instead of {milliseconds(short)}{remark}."
     )
 
 
@@ -289,10 +289,10 @@ def missed(service: Service, options: list[ServingOption]) -> str:
     known = [("ttft", service.ttft, "to the first token"), ("token", service.tpot, "for each token after it")]
     targets = [(name, value, words) for name, value, words in known if value]
     near = min(options, key=lambda option: max(getattr(option, name) / value for name, value, _ in targets))
-    wanted = " and ".join(f"{milliseconds(value)} {words}" for _, value, words in targets)
+    asked_for = " and ".join(f"{milliseconds(value)} {words}" for _, value, words in targets)
     has = " and ".join(f"{milliseconds(getattr(near, name))} {words}" for name, _, words in targets)
     return (
-        f"Nothing meets {wanted}: the nearest is {near.layout} with {sequences(near.batch)} per replica, {has}; "
+        f"Nothing meets {asked_for}: the nearest is {near.layout} with {sequences(near.batch)} per replica, {has}; "
         f"most of its step is {BOUNDS[near.bound]}."
     )
 

@@ -61,8 +61,8 @@ class Service:
         return Device.of(self.group.accelerator)
 
     def replica(self, tp: int, pp: int, gpus: int = 0, dp: int = 1, ep: int = 1) -> Replica:
-        own = (self.precision, self.cache_bytes, self.graphs)
-        return Replica(self.spec, self.device, gpus or self.group.gpus, tp, pp, *own, dp, ep, self.imbalance)
+        settings = (self.precision, self.cache_bytes, self.graphs)
+        return Replica(self.spec, self.device, gpus or self.group.gpus, tp, pp, *settings, dp, ep, self.imbalance)
 
     def like(self, option: "ServingOption", **sizes: int) -> Replica:
         """The replica of an option, or one that differs in these sizes."""

@@ -111,8 +111,8 @@ def ranks(ask: Ask) -> list[dict[str, Any]]:
 
 def _held(case: Case, number: int) -> list[dict[str, Any]]:
     world, gpus = case.layout.world, case.cluster.groups[0].gpus
-    some = range(world) if world <= HELD else range(number // gpus * gpus, (number // gpus + 1) * gpus)
-    return [_chosen(case, rank_number) for rank_number in some]
+    ranks = range(world) if world <= HELD else range(number // gpus * gpus, (number // gpus + 1) * gpus)
+    return [_chosen(case, rank_number) for rank_number in ranks]
 
 
 def _asked(ask: Ask) -> tuple[Case, int]:
@@ -237,7 +237,7 @@ def _ends(numbers: range) -> list[int]:
 # ---- a layer -------------------------------------------------------------------------------------------------------
 
 
-def _layer(case: Case, wanted: int | None, number: int) -> dict[str, Any]:
+def _layer(case: Case, asked_layer: int | None, number: int) -> dict[str, Any]:
     """What one layer sends, in order: that which is asked for, or the middle one of a rank's own."""
     spec, layout = case.spec, case.layout
     local_layers = [
@@ -245,7 +245,7 @@ def _layer(case: Case, wanted: int | None, number: int) -> dict[str, Any]:
         for stage in layout.placement.of_rank[layout.position("pp", number)]
         for layer in case.stages[stage].layers
     ]
-    layer = wanted if wanted is not None else local_layers[len(local_layers) // 2] if local_layers else 0
+    layer = asked_layer if asked_layer is not None else local_layers[len(local_layers) // 2] if local_layers else 0
     sent = in_order(spec, layout, case.seq, case.batch, dtype_of(case.work.wide), layer)
     talking = _talking(case)
     return {"number": layer, "layers": spec.layers, "sent": [_sent(case, message, talking) for message in sent]}

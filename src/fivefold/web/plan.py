@@ -64,12 +64,12 @@ def planned(result: PlanResult) -> tuple[dict[str, Any], dict[str, Any]]:
     page = _page(result.case, result.case.stack.name, option.layout, [], option)
     advice = SimulateResult(option, None if option.fits else nearest_fit(option)).advice
     against = None if result.given is None else difference(result.chosen, result.given)
-    told = {
+    reasons = {
         "advice": for_page(advice) or None,
         "neighbours": [neighbour.to_dict() for neighbour in result.neighbours],
         "against": against,
     }
-    return page, {"search": result.to_dict(), "why": told}
+    return page, {"search": result.to_dict(), "why": reasons}
 
 
 def _page(case: Case, software: str, wanted: Layout, wrong: list[str], option: Option | None) -> dict[str, Any]:
@@ -93,8 +93,8 @@ def _page(case: Case, software: str, wanted: Layout, wrong: list[str], option: O
 
 def _asks(case: Case, software: str, option: Option | None) -> dict[str, dict[str, str]]:
     """The words of the parts that belong to this payload."""
-    asked = words_of(case, software)
-    return {"search": asked} | ({} if option is None else {"why": asked | {"layout": str(option.layout)}})
+    words = words_of(case, software)
+    return {"search": words} | ({} if option is None else {"why": words | {"layout": str(option.layout)}})
 
 
 def search(ask: Ask) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def answered_view(name: str, ask: Ask, parts: Sequence[str] | None = None) -> di
 
 
 def html_page(title: str, views: Sequence[dict[str, Any]], made: Mapping[str, str] | None = None) -> str:
-    """The page of these views, as `view` or `answered_view` makes them; `made`: by what, which command, on which day."""
+    """The page of these views, as `view` or `answered_view` makes them; `made`: by what, which command, which day."""
     names = [path.relative_to(STATIC).as_posix() for path in STATIC.rglob("*.js")]
     modules = {f"fivefold/{name}": _data("text/javascript", _by_name(name)) for name in sorted(names)}
     body = (STATIC / "index.html").read_text().partition("<body>")[2]
@@ -298,17 +298,17 @@ def _of_plan(result: PlanResult) -> tuple[str, list[dict[str, Any]]]:
     if option.layout.world <= MOST:
         views.append(view("mesh", *placed(option.case, result.case.stack.name)))
     timed = option.estimate.simulation
-    if timed is not None and (shown := stepped(timed, option.layout.microbatches)) is not None:
-        views.append(view("schedule", shown))
+    if timed is not None and (step := stepped(timed, option.layout.microbatches)) is not None:
+        views.append(view("schedule", step))
     return f"{result.case.spec.name} on {result.case.cluster}", views
 
 
 def _of_draw(result: DrawResult) -> tuple[str, list[dict[str, Any]]]:
     from fivefold.web.schedule import drawn
 
-    shown, views = result.simulations[0].schedule, drawn(result)
+    first, views = result.simulations[0].schedule, drawn(result)
     names = [name for name, _, _ in views]
-    title = f"{', '.join(names)}: p={shown.p}, m={shown.m}"
+    title = f"{', '.join(names)}: p={first.p}, m={first.m}"
     if len(views) == 1:
         return title, [view("schedule", *views[0][1:])]
     return title, [
@@ -341,8 +341,8 @@ def _of_runs(path: Path) -> tuple[str, list[dict[str, Any]]]:
 
 
 def _of_trace(result: TraceResult) -> tuple[str, list[dict[str, Any]]]:
-    shown = {"run": result.file.stem} | lanes(result.file)
-    return f"a trace of {shown['layout'] or 'one rank'}", [view(TRACE, shown)]
+    payload = {"run": result.file.stem} | lanes(result.file)
+    return f"a trace of {payload['layout'] or 'one rank'}", [view(TRACE, payload)]
 
 
 def _proof(payload: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:

@@ -344,12 +344,12 @@ def _of_log(text: str, rank: int, last: float) -> Iterator[RunEvent]:
         if header := headers.get(number):
             at, step, traceback = at + 1, None, False
             if rank == 0:
-                own = (_RESUMES.match(lines[later]) for later in range(number + 1, after[at]))
-                yield _started(header, times[at], at, next((match for match in own if match), None))
+                resumes = (_RESUMES.match(lines[later]) for later in range(number + 1, after[at]))
+                yield _started(header, times[at], at, next((match for match in resumes if match), None))
             continue
         end, begin = (ends[at], times[at]) if at >= 0 else (last, last)
-        if seen := _AT_STEP.match(line):
-            step = int(seen[1])
+        if at_step := _AT_STEP.match(line):
+            step = int(at_step[1])
         for event in _of_line(line, rank, step, traceback):
             moment = (begin, at, 1) if event.kind == "note" else (end, at, 2)
             yield event._replace(
@@ -372,13 +372,13 @@ def _of_line(line: str, rank: int, step: int | None, traceback: bool) -> Iterato
     elif _DONE.match(line):
         yield RunEvent("end", step, None, line.partition(";")[0], _LATER)
     elif match := _FATAL.match(line):
-        seen = _STEP.search(line)
-        yield RunEvent("fault", int(seen[1]) if seen else step, None, _with_rank(rank, match[1]), _LATER)
+        named_step = _STEP.search(line)
+        yield RunEvent("fault", int(named_step[1]) if named_step else step, None, _with_rank(rank, match[1]), _LATER)
     elif traceback and line.strip() and not line.startswith(" "):
         yield RunEvent("fault", step, None, _with_rank(rank, line), _LATER)
     elif match := _NOTE.match(line):
-        said = _SAID.match(match[1])
-        yield RunEvent("note", int(said[1]) if said else step, None, match[1].strip(), _LATER)
+        by_watcher = _SAID.match(match[1])
+        yield RunEvent("note", int(by_watcher[1]) if by_watcher else step, None, match[1].strip(), _LATER)
 
 
 def _with_rank(rank: int, sentence: str) -> str:
@@ -430,8 +430,8 @@ _HOST = re.compile(r"\brank \d+ on (\S+)")  # in the text of a start (`_started`
 def sent(view: dict[str, Any]) -> dict[str, Any]:
     """The same view: of a path its last part is left, and of a host nothing. What a log says beyond that stays."""
     page = view["payload"]
-    told = [event["text"] for run in page["shown"] for event in run["events"]]
-    hosts = {host for text in told for host in _HOST.findall(text)}
+    texts = [event["text"] for run in page["shown"] for event in run["events"]]
+    hosts = {host for text in texts for host in _HOST.findall(text)}
     places = _places([[run["directory"], run["job"], run["environment"]] for run in page["shown"]])
     shown = [
         run | {"events": [event | {"text": _unnamed(_nearer(event["text"], places), hosts)} for event in run["events"]]}
@@ -441,18 +441,18 @@ def sent(view: dict[str, Any]) -> dict[str, Any]:
     return view | {"payload": placeless(page | {"shown": shown, "notes": []})} | parts
 
 
-def placeless(value: Any, said: bool = True) -> Any:
+def placeless(value: Any, may_be_sentence: bool = True) -> Any:
     """Every text of it, in which a path is its last part. `said`: texts may be sentences."""
     if isinstance(value, str):
-        return _scrubbed(value, said) if "/" in value or "\\" in value else value
+        return _scrubbed(value, may_be_sentence) if "/" in value or "\\" in value else value
     if isinstance(value, dict):
         return {placeless(name, False): placeless(inner, name in _SENTENCES) for name, inner in value.items()}
-    return [placeless(inner, said) for inner in value] if isinstance(value, list | tuple) else value
+    return [placeless(inner, may_be_sentence) for inner in value] if isinstance(value, list | tuple) else value
 
 
-def _scrubbed(text: str, said: bool) -> str:
+def _scrubbed(text: str, may_be_sentence: bool) -> str:
     text = _LOGIN.sub("", text)
-    if _WHOLE.fullmatch(text) and not _ALONE.fullmatch(text) and not (said and _SENTENCE.search(text)):
+    if _WHOLE.fullmatch(text) and not _ALONE.fullmatch(text) and not (may_be_sentence and _SENTENCE.search(text)):
         return _last(text)  # blanks are its own
     text = _QUOTED.sub(lambda match: match["quote"] + _last(match["path"]) + match["quote"], text)
     return _PATH.sub(_left, text)

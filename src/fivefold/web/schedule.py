@@ -74,12 +74,11 @@ def drawn(result: DrawResult) -> list[tuple[str, dict[str, Any], dict[str, Any]]
         parts = _beside(asked, result.simulations[0]) if most <= SLIDING else {}
     pages = []
     for simulation in result.simulations:
-        name, own = (
-            simulation.schedule.name,
-            replace(asked, pp=simulation.schedule.p, microbatches=simulation.schedule.m),
-        )
+        schedule = simulation.schedule
+        name, own_query = schedule.name, replace(asked, pp=schedule.p, microbatches=schedule.m)
         schedules = [{"name": name, "needs": CATALOGUE[name].needs if name in CATALOGUE else "", "made": False}]
-        pages.append((name, _page(own, name, schedules, {}) | {"drawn": _drawn(simulation), "refused": None}, parts))
+        page = _page(own_query, name, schedules, {}) | {"drawn": _drawn(simulation), "refused": None}
+        pages.append((name, page, parts))
     return pages
 
 
@@ -241,8 +240,8 @@ def _small(simulation: Simulation) -> list[dict[str, Any]]:
     chunk, scale = simulation.schedule.placement.chunk, FINE / simulation.makespan
     ranks = []
     for rank in range(simulation.schedule.p):
-        shown = list(simulation.shown(rank))
-        kinds = "".join("P" if box.beside else box.action.kind[0] for box in shown)
-        ends = [round(scale * time) for box in shown for time in (box.start, box.end)]
-        ranks.append({"kinds": kinds, "chunks": [chunk[box.action.stage] for box in shown], "ends": ends})
+        boxes = list(simulation.shown(rank))
+        kinds = "".join("P" if box.beside else box.action.kind[0] for box in boxes)
+        ends = [round(scale * time) for box in boxes for time in (box.start, box.end)]
+        ranks.append({"kinds": kinds, "chunks": [chunk[box.action.stage] for box in boxes], "ends": ends})
     return ranks

@@ -219,16 +219,16 @@ def application(token: str, port: int, runs: tuple[Path, ...] = ()) -> App:
 
 async def _while_there(request: Request, answer: Coroutine[Any, Any, bytes]) -> bytes:
     """The answer; where the page is closed, reloaded or gives up before it comes, its work is stopped."""
-    asked, gone = asyncio.create_task(answer), asyncio.create_task(_gone(request))
+    answering, gone = asyncio.create_task(answer), asyncio.create_task(_gone(request))
     try:
-        await asyncio.wait({asked, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not asked.done():
+        await asyncio.wait({answering, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not answering.done():
             raise Gone
-        return asked.result()
+        return answering.result()
     finally:
-        asked.cancel()
+        answering.cancel()
         gone.cancel()
-        await asyncio.gather(asked, gone, return_exceptions=True)
+        await asyncio.gather(answering, gone, return_exceptions=True)
 
 
 async def _gone(request: Request) -> None:
