@@ -11,7 +11,7 @@ import pytest
 import fivefold as ff
 from fivefold.web.app import VIEWS
 from fivefold.web.question import Ask
-from fivefold.web.report import held, whole
+from fivefold.web.report import answered_view, html_page
 from tests.browser.window import Window
 from tests.web.serving import TOKEN, Server
 from tests.web.test_report import proof
@@ -66,7 +66,7 @@ def test_a_view_is_sound_as_one_file(
     window: Opening, runs: tuple[Path, ...], tmp_path: Path, view: str, width: int
 ) -> None:
     file = tmp_path / "view.html"
-    file.write_text(whole(view, [held(view, Ask({}, runs))]))
+    file.write_text(html_page(view, [answered_view(view, Ask({}, runs))]))
     assert file.stat().st_size < 3_000_000
     found = window(file=file, width=width)
     assert sound(found) == {}

@@ -12,7 +12,7 @@ from fivefold.checkpoint.store import MANIFEST, Store
 from fivefold.data.batch import Batch
 from fivefold.job.config import Job, read_job
 from fivefold.job.preflight import preflight
-from fivefold.parallel.collectives import digest, whole
+from fivefold.parallel.collectives import digest, full_tensor
 from fivefold.parallel.control import Control
 from fivefold.parallel.mesh import Mesh
 from fivefold.support.files import hashed
@@ -65,7 +65,7 @@ class Run:
         """Digests of all that is kept of this rank's stages, gathered."""
         kept = self.trainer.engine.optimizer.state()
         buffers = {name: digest(buffer) for name, buffer in self.trainer.engine.buffers.items()}
-        return {f"{key}.{name}": digest(whole(kept[name][key])) for name in kept for key in kept[name]} | buffers
+        return {f"{key}.{name}": digest(full_tensor(kept[name][key])) for name in kept for key in kept[name]} | buffers
 
 
 Story = tuple[dict[int, tuple[float, float]], dict[str, str], list[int]]

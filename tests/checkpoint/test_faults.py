@@ -242,7 +242,7 @@ def mutate_after_save(rank: int, world: int, job, directory: Path) -> dict[str, 
     for master in run.trainer.engine.weights.masters.values():
         master.data.fill_(7.0)
     for name in run.trainer.engine.weights.masters:
-        for moment in run.trainer.engine.optimizer.kept[name].values():
+        for moment in run.trainer.engine.optimizer.states[name].values():
             moment.fill_(7.0)
     run.keeper.saver.finish()
     return state

@@ -20,7 +20,7 @@ from fivefold.model.decoder import Decoder, Dropout
 from fivefold.model.fp8 import Fp8GroupedLinear, fp8_linear
 from fivefold.model.grouped import GroupedLinear, Groups
 from fivefold.model.head import add_product
-from fivefold.model.init import draw, initialise
+from fivefold.model.init import init_param, initialise
 from fivefold.model.kernels import Tiles
 from fivefold.model.layers import TokenPositions
 from fivefold.model.masks import causal_spans
@@ -67,8 +67,8 @@ def test_a_shard_of_a_large_matrix_is_drawn_alone() -> None:
     spec = preset("llama3-8b")
     parameter = next(p for p in spec.parameters() if p.name == "layers.31.mlp.down.weight")
     here, there = torch.empty(64, 100), torch.empty(64, 100, device="cuda")
-    draw(spec, parameter, here, 0, (range(4000, 4064), range(14_001, 14_101)))
-    draw(spec, parameter, there, 0, (range(4000, 4064), range(14_001, 14_101)))
+    init_param(spec, parameter, here, 0, (range(4000, 4064), range(14_001, 14_101)))
+    init_param(spec, parameter, there, 0, (range(4000, 4064), range(14_001, 14_101)))
     assert torch.equal(here, there.cpu())
 
 

@@ -50,7 +50,7 @@ def test_ranks_that_stay_up_forget_the_groups_of_the_layout_before() -> None:
     layout = "layout=dp=2,tp=2,zero=3,replicate=2,sp,microbatches=2"
     jobs = [_job(f"model={model}", layout) for model in ("tiny-moe", "tiny", "tiny-moe")]
     with Judge(100) as judge:
-        found = judge.standing(jobs, 1, lambda *_: None)
+        found = judge.with_persistent_ranks(jobs, 1, lambda *_: None)
     assert [verdict.problems for verdict in found] == [[], [], []]
 
 
@@ -80,8 +80,8 @@ def test_an_early_receive_is_refused_and_hangs_where_nobody_checks() -> None:
     (problem,) = check(early(job.model, job.layout, job.data.seq))
     assert problem.obligation == "rendezvous"
     assert "that is a circle of 2" in problem.sentence
-    with Judge(patience=25) as judge:
+    with Judge(timeout=25) as judge:
         assert judge(job).passed
-    with Judge(patience=25, hook="tests.gpu.test_nccl_layouts:plant_early_receives") as judge:
+    with Judge(timeout=25, hook="tests.gpu.test_nccl_layouts:plant_early_receives") as judge:
         verdict = judge(job)
     assert "gave no answer within 25 s" in verdict.broken

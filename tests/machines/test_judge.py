@@ -75,8 +75,8 @@ def test_of_two_neither_is_the_odd_one() -> None:
 
 
 def test_a_version_that_differs_is_named() -> None:
-    all_ = reports()
-    (said,) = found(but(all_, 4, versions=all_[4].versions | {"NCCL": "2.21.5"}))
+    exam = reports()
+    (said,) = found(but(exam, 4, versions=exam[4].versions | {"NCCL": "2.21.5"}))
     assert said == "versions: NCCL is 2.21.5 on rank 4 on gpu-002.cluster, and 2.27.3 on most"
 
 
@@ -101,23 +101,23 @@ def test_a_disk_without_room_for_checkpoints() -> None:
 
 
 def test_a_slow_group_and_a_late_one() -> None:
-    all_ = reports()
-    ring = all_[2].rings[0]
-    said = found(but(all_, 2, rings=[msgspec.structs.replace(ring, reduce=1e11, latency=2e-3)]))
+    exam = reports()
+    ring = exam[2].rings[0]
+    said = found(but(exam, 2, rings=[msgspec.structs.replace(ring, reduce=1e11, latency=2e-3)]))
     assert re.match(r"tp: all-reduces among node gpu-001\S+ \(ranks 2, 3\) reach 100 GB/s, and 400 GB/s", said[0])
     assert "takes 2000 us, and 30 us" in said[1]
     assert "planner expects" in said[2]
 
 
 def test_a_rank_whose_links_are_all_slow_is_the_cause_and_else_the_link() -> None:
-    all_ = reports(6)
+    exam = reports(6)
 
     def slowed(*pairs: tuple[int, int]) -> list[RankReport]:
         return [
             msgspec.structs.replace(
                 one, sends=[Send(s.axis, s.ranks, 1e9 if s.ranks in pairs else s.bandwidth) for s in one.sends]
             )
-            for one in all_
+            for one in exam
         ]
 
     (said,) = found(slowed((2, 4), (4, 6)))
@@ -127,8 +127,8 @@ def test_a_rank_whose_links_are_all_slow_is_the_cause_and_else_the_link() -> Non
 
 
 def test_a_gpu_that_is_hot_or_has_errors_and_limits() -> None:
-    all_ = but(reports(), 5, gpu=Gpu(900, 1980, 95, 300.0, 700.0, ["heat", "the power limit"], 3))
-    said = found(but(all_, 0, amounts=all_[0].amounts | {"open files": 16, "/dev/shm": 2.0**26}))
+    exam = but(reports(), 5, gpu=Gpu(900, 1980, 95, 300.0, 700.0, ["heat", "the power limit"], 3))
+    said = found(but(exam, 0, amounts=exam[0].amounts | {"open files": 16, "/dev/shm": 2.0**26}))
     assert said[0] == "GPU of rank 5 on gpu-002.cluster: its clock is held back by heat"
     assert said[1].endswith("3 memory errors that ECC could not correct")
     assert "allows 16 open files, and 6 ranks may want 48" in said[2]

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.model import kernels
-from fivefold.model.layers import TokenPositions, wide
+from fivefold.model.layers import TokenPositions, accum_dtype
 from fivefold.model.masks import DocumentMask, causal_spans, check_runs, full_spans
 from fivefold.model.ops import LocalOps
 
@@ -53,7 +53,7 @@ def compare(
     assert worst(got, out) <= BOUND[q.dtype]
     assert worst(got_lse.masked_fill(blank.to(q.device), 0.0), lse.masked_fill(blank, 0.0)) <= BOUND[q.dtype]
     # As a part of a longer row: out and lse come from elsewhere. Here they are the exact ones.
-    exact = (out.to(q), lse.masked_fill(blank, 0.0).to(q.device, wide(q.dtype)))
+    exact = (out.to(q), lse.masked_fill(blank, 0.0).to(q.device, accum_dtype(q.dtype)))
     for ours, theirs in zip(kernels.backward(grad, q, k, v, *exact, causal, spans), gradients, strict=True):
         assert ours.shape == theirs.shape
         assert worst(ours, theirs) <= BOUND[q.dtype]
@@ -204,7 +204,7 @@ class Flash(TorchDispatchMode):
 
 def test_flash_attention_is_called_as_it_asks_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """What runs on a GPU, here with its operators played by the definition in float64."""
-    monkeypatch.setattr(kernels, "flashes", lambda q: True)
+    monkeypatch.setattr(kernels, "takes_flash", lambda q: True)
     with Flash():
         whole = torch.ones(5, 5, dtype=torch.bool)
         compare(*inputs(5, 5, torch.float64, "cpu"), whole.tril(), True, None)

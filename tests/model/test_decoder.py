@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.model.decoder import Decoder, Dropout
 from fivefold.model.head import loss_sum
-from fivefold.model.init import draw, initialise
+from fivefold.model.init import init_param, initialise
 from fivefold.model.layers import TokenPositions
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import Parameter
@@ -55,7 +55,7 @@ def test_a_shard_draws_the_weights_that_the_whole_has(name: str) -> None:
             continue
         rows, columns = range(3, parameter.shape[0] - 2), range(5, parameter.shape[1] - 1)
         out = torch.empty(len(rows), len(columns))
-        draw(spec, parameter, out, seed=3, box=(rows, columns))
+        init_param(spec, parameter, out, seed=3, box=(rows, columns))
         assert torch.equal(out, whole[parameter.name][rows.start : rows.stop, columns.start : columns.stop])
 
 
@@ -178,11 +178,11 @@ def test_a_box_of_a_stack_of_matrices_draws_what_the_whole_stack_has() -> None:
     spec = preset("tiny")
     experts = Parameter("layers.0.mlp.experts.weight", (3, 5, 7), "linear", 0, "colwise")
     whole = torch.empty(3, 5, 7)
-    draw(spec, experts, whole, seed=3)
+    init_param(spec, experts, whole, seed=3)
     assert len(set(whole.flatten().tolist())) == 3 * 5 * 7
     part = torch.empty(2, 3, 4)
-    draw(spec, experts, part, seed=3, box=(range(1, 3), range(1, 4), range(2, 6)))
+    init_param(spec, experts, part, seed=3, box=(range(1, 3), range(1, 4), range(2, 6)))
     assert torch.equal(part, whole[1:3, 1:4, 2:6])
     flat = torch.empty(15, 7)
-    draw(spec, experts._replace(shape=(15, 7)), flat, seed=3)
+    init_param(spec, experts._replace(shape=(15, 7)), flat, seed=3)
     assert torch.equal(flat, whole.flatten(0, 1))

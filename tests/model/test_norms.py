@@ -10,7 +10,7 @@ from fivefold.layout.layout import Layout
 from fivefold.model.decoder import Decoder
 from fivefold.model.layers import normed
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.optimizer import spread
+from fivefold.parallel.optimizer import shard_model
 from fivefold.spec.presets import preset
 
 U = torch.finfo(torch.bfloat16).eps / 2  # the most that one rounding moves a number, relative to it
@@ -61,7 +61,7 @@ def test_what_training_in_bfloat16_does_to_a_channel_averages_out_over_tokens(mo
     spec, tokens = preset(model, layers=1), 4096
     with torch.device("meta"):
         decoder = Decoder(spec)
-    weights = spread([decoder], spec, Mesh.of(Layout(), torch.device("cpu")), torch.bfloat16, seed=0)
+    weights = shard_model([decoder], spec, Mesh.of(Layout(), torch.device("cpu")), torch.bfloat16, seed=0)
     random = torch.Generator().manual_seed(3)
     for one in spec.parameters():
         if one.kind == "norm":

@@ -10,7 +10,7 @@ from fivefold.model.head import loss_sum
 from fivefold.model.init import initialise
 from fivefold.optim.adamw import AdamW
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.optimizer import Optimizer, spread
+from fivefold.parallel.optimizer import Optimizer, shard_model
 from fivefold.parallel.weights import Weights
 from fivefold.spec.presets import preset
 
@@ -22,7 +22,7 @@ def made(config: AdamW, dtype: torch.dtype) -> tuple[nn.Module, Weights, Optimiz
     mesh = Mesh.of(Layout(), CPU)
     with torch.device("meta"):
         model = Decoder(SPEC)
-    weights = spread([model], SPEC, mesh, dtype, seed=3)
+    weights = shard_model([model], SPEC, mesh, dtype, seed=3)
     return model, weights, Optimizer(weights, SPEC, config, mesh)
 
 
@@ -48,7 +48,7 @@ def test_float32_on_one_device_is_stock_adamw_to_the_bit() -> None:
             backward(plain, 2 * step + microbatch)
             with weights.microbatch(last=microbatch == 1):
                 backward(model, 2 * step + microbatch)
-        weights.finish()
+        weights.finish_grad_sync()
         norm = optimizer.gradient_norm()
         squares = sum(p.grad.double().square().sum() for p in plain.parameters() if p.grad is not None)
         torch.testing.assert_close(norm, torch.as_tensor(squares).sqrt(), rtol=1e-14, atol=0)
@@ -65,7 +65,7 @@ def test_gradients_above_the_limit_are_scaled_down_to_it_and_others_left_alone(c
     model, weights, optimizer = made(AdamW(clip=clip), torch.float64)
     with weights.microbatch(last=True):
         backward(model, 0)
-    weights.finish()
+    weights.finish_grad_sync()
     norm = optimizer.gradient_norm()
     assert 0.01 < norm < 1e6
     scale = clip / (norm + 1e-6) if clip == 0.01 else 1.0
@@ -80,7 +80,7 @@ def test_without_a_rate_nothing_changes_and_the_gradients_are_gone() -> None:
     before = {name: p.clone() for name, p in weights.masters.items()}
     with weights.microbatch(last=True):
         backward(model, 0)
-    weights.finish()
+    weights.finish_grad_sync()
     optimizer.step(None, optimizer.gradient_norm())
     assert all(torch.equal(p, before[name]) and p.grad is None for name, p in weights.masters.items())
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16, torch.float32}

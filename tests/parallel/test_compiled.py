@@ -17,7 +17,7 @@ from fivefold.model.decoder import Decoder
 from fivefold.model.head import Targets
 from fivefold.model.masks import Packed, causal_spans
 from fivefold.model.ops import LocalAttention
-from fivefold.parallel.collectives import whole
+from fivefold.parallel.collectives import full_tensor
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.pipeline import Channels, Message
 from fivefold.parallel.tensor import ops_of
@@ -178,7 +178,7 @@ def graphs_of_documents(rank: int, world: int, layout: str, settings: list[str])
         found = []
         for engine, job in zip(engines, jobs, strict=True):
             engine.forward_backward(make_batch(job, step))
-            found.append([whole(one) for one in engine.gradients().values()])
+            found.append([full_tensor(one) for one in engine.gradients().values()])
             engine.step(1e-3, engine.gradient_norm())
         apart = max(apart, *((one - other).abs().max().item() for one, other in zip(*found, strict=True)))
         made.append(compiled.compilation()[0])

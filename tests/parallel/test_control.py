@@ -13,7 +13,7 @@ from torch.distributed import TCPStore
 
 from fivefold.launch import heartbeat
 from fivefold.layout.layout import Layout
-from fivefold.parallel.control import Control, Folder, Remote
+from fivefold.parallel.control import Control, FolderStore, RemoteStore
 from fivefold.parallel.mesh import Mesh
 from fivefold.support.errors import PeerLost
 from tests.ranks import RankError, run_ranks
@@ -32,7 +32,7 @@ def exchange(rank: int, world: int) -> tuple[object, ...]:
         for _ in range(3):
             ranks.broadcast_value(0, int)  # rank 0 runs ahead of those who listen
         found = first, lengths, ranks.gather_values(rank, int)
-        assert not isinstance(ranks.post, Folder) or rank or len(list(ranks.post.path.glob("[0-9]*"))) == 0
+        assert not isinstance(ranks.store, FolderStore) or rank or len(list(ranks.store.path.glob("[0-9]*"))) == 0
         return found
 
 
@@ -46,7 +46,7 @@ def test_every_rank_gets_what_it_should_and_nothing_is_left() -> None:
 
 
 def test_a_store_carries_what_is_larger_than_it_takes() -> None:
-    post = Remote(TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20)))
+    post = RemoteStore(TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20)))
     data = os.urandom(9 << 20)
     post.put("a", data)
     assert post.has(["a"])

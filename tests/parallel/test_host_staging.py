@@ -9,7 +9,7 @@ import torch
 from fivefold.job.config import read_job
 from fivefold.launch.device import choose_backend
 from fivefold.layout.layout import Layout
-from fivefold.parallel.collectives import whole
+from fivefold.parallel.collectives import full_tensor
 from fivefold.parallel.mesh import Mesh
 from fivefold.trainer.engine import Engine
 from fivefold.verifier.cases import make_batch
@@ -24,10 +24,10 @@ def one_step(rank: int, world: int, text: str, staged: bool) -> tuple[float, dic
         mesh = replace(mesh, axes={name: replace(axis, staged=True) for name, axis in mesh.axes.items()})
     engine = Engine(job, mesh)
     loss = engine.forward_backward(make_batch(job, 0)).item()
-    gradients = {name: whole(gradient).numpy() for name, gradient in engine.gradients().items()}
+    gradients = {name: full_tensor(gradient).numpy() for name, gradient in engine.gradients().items()}
     engine.step(1e-3, engine.gradient_norm())
     engine.weights.ready()
-    weights = {f"new {name}": whole(weight).numpy() for name, weight in engine.parameters().items()}
+    weights = {f"new {name}": full_tensor(weight).numpy() for name, weight in engine.parameters().items()}
     return loss, gradients | weights
 
 

@@ -57,9 +57,9 @@ def both_ways(rank: int, world: int, layout: str) -> tuple[list[float], list[dic
     one, order = job(layout, SIX), Order()
     mesh = Mesh.of(one.layout, CPU, spec=one.model)
     engine = Engine(one, mesh, order.watch)
-    assert mesh.returning is not None
+    assert mesh.backward_ep is not None
     assert engine.pipeline.pair_runner is not None
-    order.names = {mesh.ep.group_name: "ep", mesh.returning.group_name: "back"}
+    order.names = {mesh.ep.group_name: "ep", mesh.backward_ep.group_name: "back"}
     losses, gradients, calls = [], [], []
     for in_turns in (True, False):
         engine.pipeline.in_turns, order.calls = in_turns, []

@@ -28,7 +28,7 @@ def by_hand(rank: int, world: int) -> Events:
         c.wait(c.all_gather(x, mesh.dp), mesh.dp)
         c.wait(c.reduce_scatter(x, mesh.tp), mesh.tp)
         c.wait(c.all_to_all(x, mesh.tp), mesh.tp)
-        c.Exchange(x, mesh.tp).wait()
+        c.RingExchange(x, mesh.tp).wait()
         c.wait(c.all_reduce(x, mesh.cp), mesh.cp)  # one rank: nothing moves
         dist.barrier()
         dist.all_reduce(x.bfloat16(), group=mesh.world.group, async_op=True).wait()
@@ -64,7 +64,7 @@ def by_others(rank: int, world: int) -> tuple[Events, Events, Events]:
     with TrafficCounter(mesh) as backward:
         Summed.apply(torch.ones(4, requires_grad=True), mesh.dp).sum().backward()
     linear = torch.nn.Linear(4, 4, bias=False)
-    fully_shard(linear, mesh=mesh.plane("zero"))
+    fully_shard(linear, mesh=mesh.submesh("zero"))
     linear.set_gradient_divide_factor(1.0)
     linear.set_force_sum_reduction_for_comms(True)
     with TrafficCounter(mesh) as fsdp:

@@ -65,14 +65,14 @@ def near(cell: str, exact: float) -> bool:
 
 
 def test_figures_are_those_of_json(decision: Decision) -> None:
-    found = decision.found.to_dict()
+    found = decision.plan.to_dict()
     shown, rows = found["layout"], tables(decision.markdown())
     memory = {name: cell for name, cell, _ in rows["Memory"]}
     parts = {name: size for name, size in shown["memory_by_component"].items() if size > 0}
     assert [*memory][:-2] == [*parts]
     assert all(near(memory[name], size) for name, size in parts.items())
     assert near(memory["total"], shown["memory_bytes"])
-    assert near(memory["a plan's limit"], decision.found.explained.limit)
+    assert near(memory["a plan's limit"], decision.plan.explained.limit)
     causes = {name: cell for name, cell, _ in rows["Time"]}
     assert near(causes.pop("step"), shown["step_seconds"])
     assert causes
@@ -107,7 +107,7 @@ def test_tables_are_narrow_and_prose_is_broken(decision: Decision) -> None:
 
 
 def test_exact_figures_stand_beside_shortcuts(decision: Decision) -> None:
-    found, option = {one.name: one for one in decision.shortcuts}, decision.found.explained
+    found, option = {one.name: one for one in decision.shortcuts}, decision.plan.explained
     shown = decision.figures
     parts = shown["memory_by_component"]
     assert found["state"].exact == sum(parts[name] for name in ("parameters", "gradients", "optimizer"))

@@ -10,7 +10,7 @@ from fivefold.cost.kernels import Device
 from fivefold.hardware.accelerators import find_accelerator
 from fivefold.hardware.cluster import Cluster
 from fivefold.planner.serve import ServePlan, serve, turning
-from fivefold.planner.serve_cost import Replica, held, largest, stage_weights, whole_cache, whole_weights
+from fivefold.planner.serve_cost import Replica, largest, memory_needed, stage_weights, whole_cache, whole_weights
 from fivefold.planner.serve_options import Service, evaluate
 from fivefold.spec.presets import preset
 from fivefold.support.errors import UserError
@@ -34,7 +34,7 @@ def test_weights_and_cache_are_those_of_the_paper() -> None:
     spec = preset("llama3-8b")
     assert whole_weights(spec, "bf16") == pytest.approx(16.06e9, rel=1e-3)
     assert whole_cache(spec, 2) == 2 * 32 * 8 * 128 * 2
-    one = held(replica("llama3-8b"), 4, 1280, 1024)
+    one = memory_needed(replica("llama3-8b"), 4, 1280, 1024)
     assert one.weights == whole_weights(spec, "bf16")
     assert one.cache == 4 * 1280 * whole_cache(spec, 2)
 
@@ -67,10 +67,18 @@ def test_tp_halves_the_weights_and_adds_all_reduces() -> None:
 
 def test_more_tp_than_kv_heads_copies_the_cache() -> None:
     eight, sixteen, wide = (replica("llama3-70b", tp) for tp in (8, 16, 32))
-    assert held(eight, 1, 1000, 900).cache == held(sixteen, 1, 1000, 900).cache == held(wide, 1, 1000, 900).cache
-    assert held(replica("llama3-70b", 4), 1, 1000, 900).cache == 2 * held(eight, 1, 1000, 900).cache
+    assert (
+        memory_needed(eight, 1, 1000, 900).cache
+        == memory_needed(sixteen, 1, 1000, 900).cache
+        == memory_needed(wide, 1, 1000, 900).cache
+    )
+    assert memory_needed(replica("llama3-70b", 4), 1, 1000, 900).cache == 2 * memory_needed(eight, 1, 1000, 900).cache
     # Keys' and values' weights are copied with it, the others are not.
-    assert held(eight, 1, 1, 1).weights / 2 < held(sixteen, 1, 1, 1).weights < held(eight, 1, 1, 1).weights / 1.9
+    assert (
+        memory_needed(eight, 1, 1, 1).weights / 2
+        < memory_needed(sixteen, 1, 1, 1).weights
+        < memory_needed(eight, 1, 1, 1).weights / 1.9
+    )
 
 
 def test_fp8_halves_the_blocks_and_leaves_the_ends() -> None:
@@ -88,7 +96,7 @@ def test_memory_limits_the_batch() -> None:
     one = replica("llama3-8b")
     most = largest(one, 8192, 8000)
     space = HEADROOM * H100.accelerator.memory
-    assert held(one, most, 8192, 8000).total <= space < held(one, most + 1, 8192, 8000).total
+    assert memory_needed(one, most, 8192, 8000).total <= space < memory_needed(one, most + 1, 8192, 8000).total
     by_hand = (space - whole_weights(one.spec, "bf16")) / (8192 * whole_cache(one.spec, 2))
     assert 0.9 * by_hand < most < by_hand
     assert largest(replica("llama3-8b", cache_bytes=1), 8192, 8000) == pytest.approx(2 * most, abs=2)

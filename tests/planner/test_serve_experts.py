@@ -15,7 +15,7 @@ from fivefold.planner.serve_cost import (
     Replica,
     degrees,
     exchange,
-    held,
+    memory_needed,
     most_touched,
     stage_weights,
     touched,
@@ -56,10 +56,10 @@ def test_memory_has_every_expert_once_however_they_are_dealt_out() -> None:
     one = replica("mixtral-8x7b")
     assert stage_weights(one, one.stages[0]) == whole_weights(spec, "bf16")
     divided, whole = (replica("mixtral-8x7b", 8, ep=ep) for ep in (1, 8))
-    assert held(divided, 1, 100, 90).weights == held(whole, 1, 100, 90).weights
+    assert memory_needed(divided, 1, 100, 90).weights == memory_needed(whole, 1, 100, 90).weights
     experts = 2 * 32 * 8 * 3 * 4096 * 14336
     copies = replica("mixtral-8x7b", 1, 8, ep=8)  # attention on every GPU, an eighth of the experts
-    assert held(copies, 1, 100, 90).weights == whole_weights(spec, "bf16") - experts * 7 / 8
+    assert memory_needed(copies, 1, 100, 90).weights == whole_weights(spec, "bf16") - experts * 7 / 8
     # Routers stay in bf16.
     deep = preset("deepseek-v3")
     small = 2 * (2 * deep.vocab * deep.hidden + 58 * 256 * deep.hidden)
@@ -71,24 +71,28 @@ def test_memory_has_every_expert_once_however_they_are_dealt_out() -> None:
 def test_tp_divides_heads_and_not_latents() -> None:
     spec = preset("deepseek-v3")
     one, wide, apart = (replica("deepseek-v3", tp, dp, ep=8) for tp, dp in ((1, 1), (8, 1), (1, 8)))
-    assert held(one, 16, 1000, 900).cache == 16 * 1000 * whole_cache(spec, 2) == held(wide, 16, 1000, 900).cache
-    assert held(apart, 16, 1000, 900).cache == 2 * 1000 * whole_cache(spec, 2)
+    assert (
+        memory_needed(one, 16, 1000, 900).cache
+        == 16 * 1000 * whole_cache(spec, 2)
+        == memory_needed(wide, 16, 1000, 900).cache
+    )
+    assert memory_needed(apart, 16, 1000, 900).cache == 2 * 1000 * whole_cache(spec, 2)
     keys = [replica("mixtral-8x7b", tp) for tp in (1, 8)]
-    assert held(keys[0], 16, 1000, 900).cache == 8 * held(keys[1], 16, 1000, 900).cache
+    assert memory_needed(keys[0], 16, 1000, 900).cache == 8 * memory_needed(keys[1], 16, 1000, 900).cache
 
 
 def test_a_window_limits_the_cache() -> None:
     spec = preset("gpt-oss-20b")
     each = 2 * 8 * 64 * 2
     assert whole_cache(spec, 2, 10_000) == each * (12 * 10_000 + 12 * 128)
-    assert held(replica("gpt-oss-20b"), 3, 10_000, 9_000).cache == 3 * whole_cache(spec, 2, 10_000)
+    assert memory_needed(replica("gpt-oss-20b"), 3, 10_000, 9_000).cache == 3 * whole_cache(spec, 2, 10_000)
 
 
 def test_a_stage_s_cache_and_prefill_are_those_of_its_own_windows() -> None:
     """Of two stages with a layer each, the second sees all tokens: it holds the fuller cache, and takes longer."""
     two = Replica(preset("gpt-oss-20b", layers=2, vocab=8), H100, 8, 1, 2)
     assert [len(stage.layers) for stage in two.stages] == [1, 1]
-    assert held(two, 3, 10_000, 9_000).cache == 3 * two.cache_read(10_000)
+    assert memory_needed(two, 3, 10_000, 9_000).cache == 3 * two.cache_read(10_000)
     assert two.cache_read(10_000) == 10_000 / 128 * two.cache_read(10_000, 128)
     every = replace(two, spec=preset("gpt-oss-20b", layers=2, vocab=8, window_period=1))
     none = replace(two, spec=preset("gpt-oss-20b", layers=2, vocab=8, window=0, window_period=1))
@@ -254,7 +258,7 @@ def test_neighbours_of_ep_lose(deepseek: ServePlan) -> None:
 def test_a_neighbour_without_room_says_what_it_needs(deepseek: ServePlan) -> None:
     heavy, service = deepseek.throughput, deepseek.service
     small = service.like(heavy, tp=1, dp=8, pp=1, ep=8)
-    needs = held(small, 1, service.tokens, service.prompt)
+    needs = memory_needed(small, 1, service.tokens, service.prompt)
     assert why_not(service, heavy, small) == (
         f"Why not dp=8,ep=8: one sequence needs {needs.total / 1e9:.0f} GB of a GPU, {needs.weights / 1e9:.0f} GB of "
         "it weights, and 75.3 GB is the limit."

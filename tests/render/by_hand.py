@@ -28,7 +28,7 @@ from fivefold.trainer.result import ExpertsResult, TrainResult
 from fivefold.verifier.cases import LayoutCase
 from fivefold.verifier.compare import Error
 from fivefold.verifier.result import VerifyResult
-from fivefold.verifier.verdict import Count, MemoryCheck, Verdict
+from fivefold.verifier.verdict import MemoryCheck, TrafficCheck, Verdict
 from fivefold.verifier.verify import CurveResult
 from tests.machines.made import examined_job, reports
 from tests.tracing.test_summary import by_hand
@@ -52,8 +52,8 @@ def _verdict(holds: bool = True, noisy: bool = False) -> Verdict:
             Error("gradient", name, 1, value, 0.2 if noisy else 1e-10),
             Error("parameter", name, 1, value, 1e-10),
         ],
-        traffic=[Count(0, other, sent)],
-        held=[
+        traffic=[TrafficCheck(0, other, sent)],
+        memory=[
             MemoryCheck(0, "microbatches in flight", 4, 4 if holds else 5),
             MemoryCheck(0, "optimizer", 1 << 30, 1 << 30),
         ],

@@ -68,10 +68,10 @@ class _Nap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         ctx.naps.take(ctx.naps.i)
-        if ctx.later.open is None:
+        if ctx.later.tasks is None:
             ctx.naps.take(ctx.naps.w)
         else:
-            ctx.later.open.append(lambda: ctx.naps.take(ctx.naps.w))
+            ctx.later.tasks.append(lambda: ctx.naps.take(ctx.naps.w))
         return gradient, None, None, None
 
 

@@ -72,7 +72,7 @@ def test_a_skipped_step_and_an_evaluation_move_no_bias(tokens: Path) -> None:
     silent = replace(batch, loss_mask=np.zeros_like(batch.loss_mask))
     assert step(made, 2, silent).fullest > 1  # it is counted, and said
     made.engine.evaluate(batch)
-    loads = [router.load for router in routers(made.engine.stages.values()).values()]
+    loads = [router.tokens_per_expert for router in routers(made.engine.stages.values()).values()]
     assert [int(load.sum()) for load in loads if load is not None] == [4 * 24 * 2] * 2  # those of step 2
     assert biases(made) == before
     step(made, 3)

@@ -79,14 +79,14 @@ def norms_are_not_summed_over_tp() -> None:
 def gradients_are_divided_by_cp() -> None:
     from fivefold.parallel.replicated import Replicated
 
-    finish = Replicated.finish
+    finish = Replicated.finish_grad_sync
 
     def divide(self: Any) -> None:
         finish(self)
         for master in self.masters.values():
             master.grad /= self.mesh.cp.size
 
-    Replicated.finish = divide  # type: ignore[method-assign]
+    Replicated.finish_grad_sync = divide  # type: ignore[method-assign]
 
 
 def latents_are_not_summed_over_tp() -> None:

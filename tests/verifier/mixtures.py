@@ -50,13 +50,13 @@ def references(rank: Rank, jobs: list[Job], paths: list[Path]) -> list[Any]:
 
 def several(rank: Rank, proofs: list[tuple[Job, Path, str]]) -> list[RankMeasurement]:
     """Each with the bug of that name, or without any."""
-    from fivefold.verifier.rank import compared
+    from fivefold.verifier.rank import compare_steps
 
     rank.join("gloo")
     found = []
     for one, reference, bug in proofs:
         with globals()[bug]() if bug else ExitStack():
-            found.append(compared(rank, one, reference))
+            found.append(compare_steps(rank, one, reference))
     return found
 
 
@@ -71,15 +71,15 @@ def _after_finish(change: Callable[[Any, str, Any], None]) -> AbstractContextMan
     """Change the gradients of experts, when they are complete."""
     from fivefold.parallel.replicated import Replicated
 
-    finish = Replicated.finish
+    finish = Replicated.finish_grad_sync
 
     def changed(self: Any) -> None:
         finish(self)
-        for name, one in self.held.items():
+        for name, one in self.local_params.items():
             if one.parameter.experts:
                 change(self, name, self.masters[name].grad)
 
-    return patch.object(Replicated, "finish", changed)
+    return patch.object(Replicated, "finish_grad_sync", changed)
 
 
 def gradients_are_divided_by_ep() -> AbstractContextManager[Any]:
@@ -117,8 +117,12 @@ def the_router_is_detached() -> AbstractContextManager[Any]:
 def copies_of_hybrid_sharding_are_not_summed() -> AbstractContextManager[Any]:
     from fivefold.parallel.mesh import Mesh
 
-    plane = Mesh.plane
-    return patch.object(Mesh, "plane", lambda self, *names: plane(self, *(("ezero",) if "ezero" in names else names)))
+    submesh = Mesh.submesh
+
+    def without_copies(self: Any, *names: str) -> Any:
+        return submesh(self, *(("ezero",) if "ezero" in names else names))
+
+    return patch.object(Mesh, "submesh", without_copies)
 
 
 # ---- the norm ------------------------------------------------------------------------------------------------------
@@ -132,7 +136,7 @@ def _norm_counts(experts: Callable[[int], int]) -> AbstractContextManager[Any]:
 
     def said(self: Any, name: str) -> tuple[int, int]:
         number, of = copies(self, name)
-        return (experts(number) if self.held[name].parameter.experts else number), of
+        return (experts(number) if self.local_params[name].parameter.experts else number), of
 
     return patch.object(Weights, "copies", said)
 
@@ -166,7 +170,7 @@ def the_optimizer_skips_experts_without_tokens() -> AbstractContextManager[Any]:
     def skipping(self: Any, rate: float | None, norm: Any) -> None:
         still = []
         for name, master in self.weights.masters.items():
-            experts = self.weights.held[name].parameter.experts
+            experts = self.weights.local_params[name].parameter.experts
             if experts and master.grad is not None:
                 empty = master.grad.unflatten(0, (experts // self.mesh.ep.size, -1)).flatten(1).eq(0).all(1)
                 still.append((master, empty, master.detach().clone()))
@@ -232,13 +236,13 @@ def losses_are_dropped_but_on_the_last_stage() -> AbstractContextManager[Any]:
 
 def a_recomputation_counts_the_load() -> AbstractContextManager[Any]:
     from fivefold.model.dispatch import Router
-    from fivefold.model.recompute import again
+    from fivefold.model.recompute import is_recomputing
 
     forward = Router.forward
 
     def counting(self: Any, *inputs: Any) -> Any:
         routed = forward(self, *inputs)
-        if again():
+        if is_recomputing():
             self.count(routed.counts)
         return routed
 
@@ -247,14 +251,14 @@ def a_recomputation_counts_the_load() -> AbstractContextManager[Any]:
 
 def the_bias_moves_with_every_microbatch() -> AbstractContextManager[Any]:
     from fivefold.model.dispatch import Router
-    from fivefold.model.moe import follow_load
+    from fivefold.model.moe import update_expert_bias
 
     forward = Router.forward
 
     def moving(self: Any, *inputs: Any) -> Any:
         routed = forward(self, *inputs)
         if self.balance is not None:
-            follow_load(self.balance, routed.counts, 0.05)
+            update_expert_bias(self.balance, routed.counts, 0.05)
         return routed
 
     return patch.object(Router, "forward", moving)

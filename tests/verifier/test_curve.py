@@ -19,7 +19,7 @@ def test_a_layout_follows_one_process_from_the_same_bits(tmp_path: Path, layout:
     curves = follow(read_job(None, [*small, *data, f"layout={layout}"]), timeout=120)
     assert curves.same_start
     assert curves.ok
-    assert len(curves.spread) == 3
+    assert len(curves.in_layout) == 3
     assert curves.alone != curves.alone[:1] * 3
 
 

@@ -30,14 +30,14 @@ from fivefold.verifier.cases import (
 from fivefold.verifier.reference import run_reference
 from fivefold.verifier.result import VerifyResult
 from fivefold.verifier.verdict import RankMeasurement, Verdict
-from fivefold.verifier.verify import Judge, closed_forms, holdings, verify
+from fivefold.verifier.verify import Judge, expected_memory, expected_traffic, verify
 from tests.verifier import cases, mixtures
 from tests.verifier.mixtures import DEEPSEEK, Bug, job, moe
 
 
 @pytest.fixture
 def judge() -> Iterator[Judge]:
-    with Judge(patience=120) as one:
+    with Judge(timeout=120) as one:
         yield one
 
 
@@ -50,7 +50,7 @@ def together(home: Path, proofs: dict[str, tuple[Job, Bug]]) -> dict[str, Verdic
     asked = [(one, path, bug.__name__) for (one, bug), path in zip(proofs.values(), paths, strict=True)]
     measured = processes.run(world, "tests.verifier.mixtures:several", asked, timeout=180)
     verdicts = [
-        Verdict.of(one, list(all_ranks), closed_forms(one, routed), holdings(one), 0.0)
+        Verdict.of(one, list(all_ranks), expected_traffic(one, routed), expected_memory(one), 0.0)
         for one, routed, all_ranks in zip(jobs, routing, zip(*measured, strict=True), strict=True)
     ]
     return dict(zip(proofs, verdicts, strict=True))
@@ -251,7 +251,7 @@ def test_bugs_that_others_have_shipped_are_found_and_named(tmp_path: Path) -> No
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 def test_routing_and_load_that_nobody_compared_fail(dtype: str) -> None:
     one = job("dp=1", moe(DEEPSEEK), dtype, steps=2)
-    measured = RankMeasurement(held={"peak": 0.0, "flops": 0.0})
+    measured = RankMeasurement(memory={"peak": 0.0, "flops": 0.0})
     missing = {(e.what, e.name, e.step) for e in Verdict.of(one, [measured], [[]], [{}], 0.0).errors if not e.holds}
     wanted = {
         (what, "layers.1.mlp.router", step) for what in ("routing", "load") for step in (1, 2)
@@ -269,7 +269,7 @@ def test_their_relatives_are_found_too(tmp_path: Path) -> None:
 def test_a_rank_without_tokens_that_stays_away_is_a_hang_with_a_name(judge: Judge) -> None:
     one = job("tp=2,ep=2", moe(MANY), batch=1, seq=1)
     assert judge(one).passed  # with nobody away
-    judge.patience = 20.0
+    judge.timeout = 20.0
     judge.hook = "tests.verifier.mixtures:a_rank_without_tokens_stays_away"
     verdict = judge(one)
     assert not verdict.passed

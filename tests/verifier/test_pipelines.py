@@ -8,7 +8,7 @@ import pytest
 from fivefold.job.config import Job
 from fivefold.verifier.compare import Error
 from fivefold.verifier.verdict import RankMeasurement, Verdict
-from fivefold.verifier.verify import Judge, closed_forms, holdings
+from fivefold.verifier.verify import Judge, expected_memory, expected_traffic
 from tests.verifier import cases
 from tests.verifier.cases import job, tiny
 
@@ -17,7 +17,7 @@ BUGS = "tests.verifier.cases:"
 
 @pytest.fixture(scope="module")
 def judge() -> Iterator[Judge]:
-    with Judge(patience=120) as one:
+    with Judge(timeout=120) as one:
         yield one
 
 
@@ -93,10 +93,10 @@ def test_a_parameter_that_no_rank_holds_fails_and_so_do_copies_that_differ(judge
     def measured(held: list[str], digest: str) -> RankMeasurement:
         errors = [Error(what, name, 1, 0.0, 1e-10) for what in ("gradient", "parameter") for name in held]
         return RankMeasurement(
-            errors=errors, digests=dict.fromkeys(held, digest), held={"gradients": 8, "peak": 9, "flops": 1}
+            errors=errors, digests=dict.fromkeys(held, digest), memory={"gradients": 8, "peak": 9, "flops": 1}
         )
 
-    forms, holding = [[] for _ in closed_forms(one)], [{"gradients": 8.0} for _ in holdings(one)]
+    forms, holding = [[] for _ in expected_traffic(one)], [{"gradients": 8.0} for _ in expected_memory(one)]
     whole = [measured(names[:3], "a"), measured(names[3:], "b")]
     assert Verdict.of(one, whole, forms, holding, 0.0).passed
     less = [whole[0], measured(names[3:-1], "b")]

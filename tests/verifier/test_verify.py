@@ -21,7 +21,7 @@ BUGS = "tests.verifier.cases:"
 
 @pytest.fixture(scope="module")
 def judge() -> Iterator[Judge]:
-    with Judge(patience=60) as one:
+    with Judge(timeout=60) as one:
         yield one
 
 
@@ -202,10 +202,10 @@ def test_a_collective_that_the_closed_form_does_not_have_fails(judge: Judge) -> 
     ],
 )
 def test_a_rank_that_is_lost_is_named_and_does_not_hang_the_command(bug: object, sentence: str) -> None:
-    with Judge(patience=60) as judge:
+    with Judge(timeout=60) as judge:
         judge._reference(job("dp=2"))
         judge.hook = BUGS + bug.__name__
-        judge.patience = 15.0 if bug is cases.rank_1_sleeps else 60.0
+        judge.timeout = 15.0 if bug is cases.rank_1_sleeps else 60.0
         verdict = judge(job("dp=2"))
     assert not verdict.passed
     [problem] = verdict.problems

@@ -15,7 +15,7 @@ from fivefold.spec.presets import preset
 from fivefold.support.errors import UserError
 from fivefold.web.mesh import payload, rank, ranks
 from fivefold.web.question import Ask
-from fivefold.web.report import held
+from fivefold.web.report import answered_view
 
 SMALL = {
     "model": "llama3-8b",
@@ -138,7 +138,7 @@ def test_what_cannot_run_is_shown_as_its_neighbour() -> None:
 
 
 def test_a_file_holds_every_rank_of_a_small_mesh() -> None:
-    view = held("mesh", Ask(SMALL | {"rank": "3"}))
+    view = answered_view("mesh", Ask(SMALL | {"rank": "3"}))
     assert [one["part"]["rank"] for one in view["parts"]["ranks"]] == list(range(16))
     assert [one["part"]["rank"] for one in ranks(Ask(LARGE | {"rank": "77"}))] == list(range(72, 80))
 

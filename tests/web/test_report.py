@@ -113,7 +113,7 @@ def test_the_largest_question_is_small_enough_to_send() -> None:
     """Of its parts, the ranking is as long for the smallest."""
     words = {"model": "llama3-405b", "cluster": "2048x8xH100", "batch": "2048", "seq": "8192"}
     layout = {"layout": "dp=16,tp=8,pp=128,zero=1,sp,microbatches=128,recompute=full"}
-    assert len(file.whole("405B", [file.view("plan", planning(Ask(words | layout)))])) < reporting.LARGEST / 2
+    assert len(file.html_page("405B", [file.view("plan", planning(Ask(words | layout)))])) < reporting.LARGEST / 2
 
 
 def test_a_schedule_stands_beside_the_others_for_its_numbers(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from fivefold.trainer.result import TrainResult
 from fivefold.web import run as api_run
 from fivefold.web import run_files
 from fivefold.web.question import Ask
-from fivefold.web.report import held
+from fivefold.web.report import answered_view
 from fivefold.web.run import BUCKETS, claimed, payload, tail, thinned, trace
 from fivefold.web.run_files import metrics, runs_in
 from tests.tracing.test_summary import by_hand
@@ -155,7 +155,7 @@ def test_the_trace_is_the_one_that_was_written(tmp_path: Path) -> None:
     assert {lane["kind"] for lane in first.values()} == {"measured", "simulated", "waits", "communication"}
     with pytest.raises(UserError, match="step 3 is not traced; those that are: 1"):
         trace(asked(tmp_path, run="demo", step=3))
-    assert set(held("run", asked(tmp_path))["parts"]) == {"trace"}
+    assert set(answered_view("run", asked(tmp_path))["parts"]) == {"trace"}
 
 
 def test_a_file_that_is_no_trace_is_a_sentence(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from fivefold.schedules.registry import CATALOGUE
 from fivefold.schedules.result import compare
 from fivefold.support.errors import UserError
 from fivefold.web.question import Ask
-from fivefold.web.report import held
+from fivefold.web.report import answered_view
 from fivefold.web.schedule import FINE, every, heavy, made, payload
 
 FAST = [name for name, one in CATALOGUE.items() if not one.weighs]
@@ -117,7 +117,7 @@ def test_what_takes_long_is_for_a_process_of_its_own_and_sliders_do_not_lead_the
 
 
 def test_a_file_holds_all_of_them() -> None:
-    view = held("schedule", Ask({"pp": "2", "microbatches": "4", "schedule": "auto"}))
+    view = answered_view("schedule", Ask({"pp": "2", "microbatches": "4", "schedule": "auto"}))
     assert view["payload"]["drawn"] is None
     assert view["parts"]["made"]["drawn"]["figures"]["schedule"] == "auto"
     assert len(view["parts"]["every"]["schedules"]) == len(FAST)

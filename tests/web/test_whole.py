@@ -6,14 +6,14 @@ import re
 
 from fivefold.render import scene
 from fivefold.web.question import Ask
-from fivefold.web.report import STATIC, held, whole
+from fivefold.web.report import STATIC, answered_view, html_page
 
 TINY = Ask({"model": "tiny", "cluster": "2xCPU", "batch": "8", "seq": "64", "layout": "dp=2,zero=1,microbatches=2"})
 
 
 def test_the_file_holds_what_the_server_would_send() -> None:
-    view = held("plan", TINY)
-    page = whole("tiny <plan>", [view])
+    view = answered_view("plan", TINY)
+    page = html_page("tiny <plan>", [view])
     (text,) = re.findall(r'<script type="application/json" id="payload">(.*?)</script>', page, re.DOTALL)
     assert json.loads(text)["views"] == json.loads(json.dumps([view]))
     assert set(view["parts"]) == {"search", "why"}
@@ -22,14 +22,14 @@ def test_the_file_holds_what_the_server_would_send() -> None:
 
 
 def test_nothing_is_fetched() -> None:
-    page = whole("a plan", [held("plan", TINY, parts=())])
+    page = html_page("a plan", [answered_view("plan", TINY, parts=())])
     outside = re.sub(r"data:[\w/+]+;base64,[\w+/=]+", "", page)
     assert not re.findall(r'(?:src|href)="(?!#)[^"]+\.\w+"', outside)
     assert "default-src 'none'" in page
 
 
 def test_every_import_is_in_the_map() -> None:
-    page = whole("a plan", [held("plan", TINY, parts=())])
+    page = html_page("a plan", [answered_view("plan", TINY, parts=())])
     modules = json.loads(re.findall(r'<script type="importmap">(.*?)</script>', page)[0])["imports"]
     assert {f"fivefold/{path.relative_to(STATIC).as_posix()}" for path in STATIC.rglob("*.js")} == set(modules)
     for name, data in modules.items():
@@ -41,7 +41,7 @@ def test_every_import_is_in_the_map() -> None:
 
 
 def test_what_a_payload_says_cannot_end_its_script() -> None:
-    page = whole("x", [{"name": "plan", "title": "</script><b>", "says": "", "payload": {}, "parts": {}}])
+    page = html_page("x", [{"name": "plan", "title": "</script><b>", "says": "", "payload": {}, "parts": {}}])
     assert "</script><b>" not in page
 
 

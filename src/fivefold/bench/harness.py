@@ -4,8 +4,8 @@
     RoundTimes({"A": [1.0, 2.0], "B": [2.0, 4.0]}).ratio("A", "B")  # 0.5: the median of each round's own ratio
 
 A benchmark has a case (what it measures, on how many ranks), its systems and its result. A result whose systems do not
-agree is not ok: one that computes something else is not faster. `bench/systems.py` has the half of
-the harness that runs on ranks.
+agree is not ok: one that computes something else is not faster. `systems.py` begins with the half of the harness
+that runs on ranks.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

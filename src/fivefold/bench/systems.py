@@ -36,7 +36,7 @@ from fivefold.layout.layout import Layout
 from fivefold.layout.stages import stages_of
 from fivefold.model.decoder import Decoder
 from fivefold.model.hf_names import sources, style_in
-from fivefold.model.init import draw, initialise
+from fivefold.model.init import init_param, initialise
 from fivefold.model.layers import TokenPositions
 from fivefold.model.ops import LocalOps
 from fivefold.parallel.control import all_gather_values
@@ -231,7 +231,7 @@ class HuggingFaceSystem(Loop):
         style = style_in(job.model, weights)
         for parameter in job.model.parameters():  # ours, so that its first loss is ours, too
             full = torch.empty(parameter.shape, dtype=DTYPES[job.train.dtype], device=device)
-            draw(job.model, parameter, full, job.train.seed)
+            init_param(job.model, parameter, full, job.train.seed)
             for home in sources(job.model, parameter, style):
                 home.ours(weights[home.name]).copy_(full[home.rows.start : home.rows.stop])
         self.called = torch.compile(model) if compiles(job.train, device) else model
@@ -307,7 +307,7 @@ class TorchPipeline:
         self.parameters = {name: param for decoder in decoders for name, param in decoder.named_parameters()}
         for parameter in job.model.parameters():
             if parameter.name in self.parameters:
-                draw(job.model, parameter, self.parameters[parameter.name], job.train.seed)
+                init_param(job.model, parameter, self.parameters[parameter.name], job.train.seed)
         pairs = zip(self.model, local, strict=True)
         parts = [PipelineStage(module, stage.index, len(stages), CPU) for module, stage in pairs]
         made, count = getattr(schedules, kind), batch.loss_tokens

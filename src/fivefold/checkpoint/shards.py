@@ -111,7 +111,7 @@ def _full(buffers: Buffers) -> dict[str, Shard]:
 def _pieces(names: Iterable[str], weights: Weights, shapes: Shapes, optimizer: Optimizer | None) -> dict[str, Shard]:
     pieces = {}
     for name in names:
-        states = optimizer.kept[name] if optimizer is not None else {}
+        states = optimizer.states[name] if optimizer is not None else {}
         for kind, tensor in ({MODEL: weights.masters[name].detach()} | states).items():
             if tensor.numel():
                 pieces[f"{kind}.{name}"] = Shard.of(tensor, shapes[name], weights.block(name))

@@ -1,7 +1,7 @@
 """Bytes that one microbatch keeps for its backward pass, by kind, on one rank.
 
 kept(spec, layout, stack, samples, seq)      # of a block
-Letters as in work.py. Textbook case: a GPT block with dropout, fused softmax and no recompute keeps
+Letters as in `block.py`. Textbook case: a GPT block with dropout, fused softmax and no recompute keeps
 T E (34 + 5 H S / E) bytes on one rank (arXiv 2205.05198, section 4.1); tp divides all but 10 T E of it, sp that, too.
 """
 
@@ -25,7 +25,7 @@ from fivefold.spec.operations import BlockOperations, Matmul, block
 #     mixture.everything, mixture.outputs, mixture.passing
 #
 # A rank routes n of the microbatch's tokens, fills K slots for each, and computes N rows of its own experts: the
-# fullest rank `imbalance` times as many as it sends. Letters as in experts.py: E hidden, F an expert's width, X
+# fullest rank `imbalance` times as many as it sends. Letters as in `moe.py`: E hidden, F an expert's width, X
 # experts. This code weighs what experts said in float32: in backward that is the largest part of it, the gradients of
 # the slots and their products with the slots.
 

@@ -227,8 +227,8 @@ def launch(
     `place` says where a rank stands in the layout. Signals to stop are handed on to the ranks, which save before they
     end. The result is 0, the first failure's exit code, 130 after Ctrl-C, which is answered with the sentence
     `interrupted` and a second time by ending all, or 143 after another signal and a checkpoint.
-    A failure that comes twice in the same step would come again, and so there is no third start (`restarts.py`). An
-    `elastic` run goes on without ranks that are lost, and with them when they are back (`roster.py`).
+    A failure that comes twice in the same step would come again, and so there is no third start. An
+    `elastic` run goes on without ranks that are lost, and with them when they are back.
     """
     asked = Arrangement(nproc, place, (arguments,))
     return Launcher(f"{__name__}:run_module", asked, interrupted, elastic).run(restarts)

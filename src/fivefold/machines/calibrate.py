@@ -60,11 +60,11 @@ def calibrate(
     chosen = choose_device(device) if isinstance(device, str) else device
     ceilings(chosen, 1.0, 1.0).rate("bf16")  # refused before minutes are spent: the planner counts in it
 
-    def told(what: str) -> None:
+    def report(what: str) -> None:
         progress(STEPS.index(what), len(STEPS), what)
 
-    samples = measure(chosen, quick, told)
-    told(STEPS[-1])
+    samples = measure(chosen, quick, report)
+    report(STEPS[-1])
     world = torch.cuda.device_count() if chosen.type == "cuda" else min(2, cores())
     return _fitted(chosen, samples, quick, world)
 
@@ -72,7 +72,7 @@ def calibrate(
 def core_samples(busy: int) -> list[Samples]:
     """Of cores of this machine while `busy` of them do the same: they share its memory, so each has less of it."""
     by_rank: list[list[Samples]] = processes.run(busy, "fivefold.machines.calibrate:busy_core", ROUNDS, timeout=600)
-    return [one for mine in by_rank for one in mine]
+    return [samples for of_rank in by_rank for samples in of_rank]
 
 
 def busy_core(rank: processes.Rank, rounds: int) -> list[Samples]:
@@ -81,19 +81,21 @@ def busy_core(rank: processes.Rank, rounds: int) -> list[Samples]:
     if rank.world > 1:
         rank.join("gloo")
         dist.barrier()
-    return [measure(torch.device("cpu"), quick=True, told=lambda _: None) for _ in range(rounds)]
+    return [measure(torch.device("cpu"), quick=True, report=lambda _: None) for _ in range(rounds)]
 
 
-def usual_core(found: list[Samples], busy: int) -> Accelerator:
+def usual_core(samples: list[Samples], busy: int) -> Accelerator:
     """The median one. The more moments of a noisy machine, the better."""
-    return _fitted(torch.device("cpu"), usual_samples(found), quick=True, world=busy).accelerator
+    return _fitted(torch.device("cpu"), usual_samples(samples), quick=True, world=busy).accelerator
 
 
-def usual_samples(found: list[Samples]) -> Samples:
+def usual_samples(samples: list[Samples]) -> Samples:
     """The median one, by its matmuls in a block; with the medians of what is short, and so the noisiest."""
-    every = sorted(found, key=lambda one: list(one.blocks.values())[-1].products)
-    ahead, back = (median(one.host[way] for one in every) for way in (0, 1))
-    return replace(every[len(every) // 2], host=(ahead, back), update=median(one.update for one in every))
+    by_speed = sorted(samples, key=lambda sample: list(sample.blocks.values())[-1].products)
+    ahead, back = (median(sample.host[way] for sample in by_speed) for way in (0, 1))
+    return replace(
+        by_speed[len(by_speed) // 2], host=(ahead, back), update=median(sample.update for sample in by_speed)
+    )
 
 
 def _fitted(device: torch.device, samples: Samples, quick: bool, world: int) -> CalibrationResult:
@@ -102,7 +104,7 @@ def _fitted(device: torch.device, samples: Samples, quick: bool, world: int) -> 
     if world > 1:
         sizes, rounds = links_between(device, quick)
         links = processes.run(world, "fivefold.machines.clock:collectives", sizes, rounds, device.type, timeout=300)[0]
-    base = ceilings(device, max(one.rate for one in samples.products), max(samples.streams.values()))
+    base = ceilings(device, max(timing.rate for timing in samples.products), max(samples.streams.values()))
     return fitted(base, samples, (world, links))
 
 
@@ -112,13 +114,13 @@ def links_between(device: torch.device, quick: bool) -> tuple[tuple[int, ...], i
     return tuple(1 << power for power in powers), 5 if quick else 15
 
 
-def measure(device: torch.device, quick: bool, told: Callable[[str], None]) -> Samples:
+def measure(device: torch.device, quick: bool, report: Callable[[str], None]) -> Samples:
     """What this process reaches by itself."""
     torch.manual_seed(0)
     kernels, steps = Kernels(device, quick), iter(STEPS)
 
     def step(call: Callable[[], T]) -> T:
-        told(next(steps))
+        report(next(steps))
         return call()
 
     names = list(ATTENTION) if device.type == "cuda" else ["flash2"]  # a CPU has one kernel
@@ -212,7 +214,7 @@ def measured(device: torch.device, neighbours: int, quick: bool) -> RankSpeed:
         dist.barrier()
         paces.append(runs())
         dist.barrier()
-        samples.append(measure(device, quick=device.type == "cpu" or quick, told=lambda _: None))
+        samples.append(measure(device, quick=device.type == "cpu" or quick, report=lambda _: None))
     if len(paces) == 1:  # a single figure says nothing of the noise
         dist.barrier()
         paces.append(runs())
@@ -238,10 +240,10 @@ def pace_of(device: torch.device, quick: bool) -> Callable[[], float]:
         return clock.between(start, clock.now())
 
     def runs() -> float:
-        end, found = time.perf_counter() + _PACE[device.type] / (2 if quick else 1), [once()]
+        end, seconds = time.perf_counter() + _PACE[device.type] / (2 if quick else 1), [once()]
         while time.perf_counter() < end:
-            found.append(once())
-        return median(found)
+            seconds.append(once())
+        return median(seconds)
 
     once()
     return runs
@@ -257,12 +259,14 @@ def _accelerator(device: torch.device, samples: Samples, neighbours: int) -> Acc
     if neighbours == world:
         on_gpu = device.type == "cuda" and dist.get_backend() == "nccl"
         links = timed_collectives(device if on_gpu else torch.device("cpu"), *links_between(device, quick=True))
-    base = ceilings(device, max(one.rate for one in samples.products), max(samples.streams.values()))
-    found = fitted(base, samples, (world, links)).accelerator
+    base = ceilings(device, max(timing.rate for timing in samples.products), max(samples.streams.values()))
+    accelerator = fitted(base, samples, (world, links)).accelerator
     if device.type == "cpu":  # ranks of a node share its memory
-        found = structs.replace(found, memory=found.memory // neighbours)
+        accelerator = structs.replace(accelerator, memory=accelerator.memory // neighbours)
     if links:  # the groups of one node are joined by what joins its ranks
-        found = structs.replace(found, across=found.inside)
-        assert found.achieved is not None
-        found = structs.replace(found, achieved=structs.replace(found.achieved, across=found.achieved.inside))
-    return found
+        accelerator = structs.replace(accelerator, across=accelerator.inside)
+        assert accelerator.achieved is not None
+        accelerator = structs.replace(
+            accelerator, achieved=structs.replace(accelerator.achieved, across=accelerator.achieved.inside)
+        )
+    return accelerator

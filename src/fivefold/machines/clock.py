@@ -69,13 +69,13 @@ def sets(size: int) -> int:
     return max(1, min(8, -(-CACHE // max(1, size))))
 
 
-def collectives(rank: Rank, sizes: tuple[int, ...], rounds: int, wanted: str) -> list[Timing]:
+def collectives(rank: Rank, sizes: tuple[int, ...], rounds: int, device_name: str) -> list[Timing]:
     """On one rank: every collective at every size, in turns."""
-    device = choose_device(wanted, rank.number)
+    device = choose_device(device_name, rank.number)
     rank.join(choose_backend(device, rank.world))
-    found = timed_collectives(device, sizes, rounds)
+    timings = timed_collectives(device, sizes, rounds)
     dist.destroy_process_group()
-    return found
+    return timings
 
 
 def timed_collectives(
@@ -86,10 +86,10 @@ def timed_collectives(
     usual: Callable[[list[float]], float] = median,
 ) -> list[Timing]:
     """Among the ranks of a group; a payload is all that the ranks end up with."""
-    world, clock, found = dist.get_world_size(group), Clock(device, 0.0), []
+    world, clock, timings = dist.get_world_size(group), Clock(device, 0.0), []
     for size in sizes:
-        whole = torch.ones(max(1, size // 4 // world) * world, device=device)
-        mine = whole.chunk(world)[dist.get_rank(group)].clone()
+        payload = torch.ones(max(1, size // 4 // world) * world, device=device)
+        local = payload.chunk(world)[dist.get_rank(group)].clone()
         times: dict[str, list[float]] = {"all-reduce": [], "all-gather": []}
         for number in range(rounds + 2):
             for kind in times:
@@ -98,12 +98,12 @@ def timed_collectives(
                 start = time.perf_counter()
                 faults.strike("link")
                 if kind == "all-reduce":
-                    dist.all_reduce(whole, group=group)
+                    dist.all_reduce(payload, group=group)
                 else:
-                    staged_all_gather(whole, mine, group=group)
+                    staged_all_gather(payload, local, group=group)
                 clock.synchronize()
                 if number > 1:  # the first ones connect and allocate
                     times[kind].append(time.perf_counter() - start)
-            whole.fill_(1.0)
-        found += [(kind, whole.nbytes, usual(seconds)) for kind, seconds in times.items()]
-    return found
+            payload.fill_(1.0)
+        timings += [(kind, payload.nbytes, usual(seconds)) for kind, seconds in times.items()]
+    return timings

@@ -34,12 +34,12 @@ _SHOWN = 16  # rows of a table
 
 @dataclass(frozen=True)
 class DoctorResult(Result):
-    all_: Examination
+    exam: Examination
     seconds: float
 
     @cached_property
     def findings(self) -> list[str]:
-        return findings(self.all_)
+        return findings(self.exam)
 
     @property
     def ok(self) -> bool:  # type: ignore[override]
@@ -50,28 +50,28 @@ class DoctorResult(Result):
             "ok": self.ok,
             "findings": self.findings,
             "seconds": self.seconds,
-            "layout": str(self.all_.job.layout),
+            "layout": str(self.exam.job.layout),
             "expected": {
-                "matmul": [self.all_.expected_rate(one) for one in self.all_.reports],
-                "links": {axis: self.all_.expected_link(axis) for axis in self.all_.rings},
+                "matmul": [self.exam.expected_rate(report) for report in self.exam.reports],
+                "links": {axis: self.exam.expected_link(axis) for axis in self.exam.rings},
             },
-            "ranks": [_finite(msgspec.to_builtins(one)) for one in self.all_.reports],
+            "ranks": [_finite(msgspec.to_builtins(report)) for report in self.exam.reports],
         }
 
     def blocks(self) -> Iterator[Block]:
-        nodes, ranks = self.all_.nodes, self.all_.reports
-        yield Text(f"{counted(len(ranks), 'rank')} on {counted(len(nodes), 'node')}, {self.all_.job.layout}", "bold")
-        versions = {name: one for report in ranks for name, one in report.versions.items()}
+        nodes, ranks = self.exam.nodes, self.exam.reports
+        yield Text(f"{counted(len(ranks), 'rank')} on {counted(len(nodes), 'node')}, {self.exam.job.layout}", "bold")
+        versions = {name: version for report in ranks for name, version in report.versions.items()}
         yield Text(", ".join(f"{name} {version}" for name, version in versions.items()), "dim")
-        if shared := self.all_.sharing:
-            yield Text(f"{self.all_.who(shared)} share a GPU: compared with each other, not with the planner", "dim")
+        if shared := self.exam.sharing:
+            yield Text(f"{self.exam.who(shared)} share a GPU: compared with each other, not with the planner", "dim")
         yield self._devices()
         yield self._limits()
-        if any(one.disk and not one.disk.error for one in ranks):
+        if any(report.disk and not report.disk.error for report in ranks):
             yield self._disks()
-        if any(one.gpu for one in ranks):
+        if any(report.gpu for report in ranks):
             yield self._gpus()
-        if self.all_.rings:
+        if self.exam.rings:
             yield self._axes()
         for sentence in self.findings:
             yield Text(sentence, "bad")
@@ -80,20 +80,20 @@ class DoctorResult(Result):
 
     def _devices(self) -> Table:
         rows = []
-        for node, ranks in self.all_.nodes.items():
-            rates, first = [one.rate for one in ranks], ranks[0]
-            expected = self.all_.expected_rate(first)
+        for node, ranks in self.exam.nodes.items():
+            rates, first = [report.rate for report in ranks], ranks[0]
+            expected = self.exam.expected_rate(first)
             rows.append([
-                node, ranks_text([one.rank for one in ranks]).split(" ", 1)[1], first.device, flops_text(min(rates)),
-                flops_text(max(rates)), f"{min(rates) / expected:.0%}" if expected else "-",
-                "rank 0" if first is self.all_.reports[0] else f"{1e3 * first.ahead:+.1f} ms",
+                node, ranks_text([report.rank for report in ranks]).split(" ", 1)[1], first.device,
+                flops_text(min(rates)), flops_text(max(rates)), f"{min(rates) / expected:.0%}" if expected else "-",
+                "rank 0" if first is self.exam.reports[0] else f"{1e3 * first.ahead:+.1f} ms",
             ])  # fmt: skip
         heads = ["node", "~ranks", "~device", ">slowest rank", ">fastest", ">of plan", ">clock"]
-        return _table(heads, rows, f"matmuls in {self.all_.reports[0].precision}")
+        return _table(heads, rows, f"matmuls in {self.exam.reports[0].precision}")
 
     def _limits(self) -> Table:
         rows = []
-        for node, (first, *_) in self.all_.nodes.items():
+        for node, (first, *_) in self.exam.nodes.items():
             have = first.amounts
             rows.append([
                 node, bytes_text(have["memory"]), f"{have['cores']:.0f}", _limit(have["open files"], "{:.0f}".format),
@@ -102,7 +102,7 @@ class DoctorResult(Result):
         return _table(["node", ">memory free", ">cores", ">open files", ">locked memory", ">/dev/shm"], rows)
 
     def _disks(self) -> Table:
-        disks = {one.node: one.disk for one in self.all_.reports if one.disk and not one.disk.error}
+        disks = {report.node: report.disk for report in self.exam.reports if report.disk and not report.disk.error}
         rows = [
             [node, rate_text(disk.write), rate_text(disk.read), f"{1e3 * disk.sync:.1f} ms", bytes_text(disk.free)]
             for node, disk in disks.items()
@@ -111,22 +111,22 @@ class DoctorResult(Result):
 
     def _gpus(self) -> Table:
         rows = [
-            [str(one.rank), one.node, f"{gpu.clock} of {gpu.most} MHz", f"{gpu.temperature} C",
+            [str(report.rank), report.node, f"{gpu.clock} of {gpu.most} MHz", f"{gpu.temperature} C",
              f"{gpu.power:.0f} of {gpu.limit:.0f} W", ", ".join(gpu.slowed) or "-", str(gpu.errors)]
-            for one in self.all_.reports if (gpu := one.gpu)
+            for report in self.exam.reports if (gpu := report.gpu)
         ]  # fmt: skip
         return _table([">rank", "node", ">clock", ">heat", ">power", "~held back by", ">ECC errors"], rows)
 
     def _axes(self) -> Table:
         rows = []
-        sends = [send for one in self.all_.reports for send in one.sends]
-        for axis, rings in self.all_.rings.items():
-            expected = self.all_.expected_link(axis)
+        sends = [send for report in self.exam.reports for send in report.sends]
+        for axis, rings in self.exam.rings.items():
+            expected = self.exam.expected_link(axis)
             for ring in sorted(rings, key=lambda ring: ring.reduce):
                 members = set(ring.ranks)
                 own = [send.bandwidth for send in sends if send.axis == axis and members.issuperset(send.ranks)]
                 rows.append([
-                    axis, self.all_.who(ring.ranks), f"{1e6 * ring.latency:.0f} us", rate_text(ring.reduce),
+                    axis, self.exam.who(ring.ranks), f"{1e6 * ring.latency:.0f} us", rate_text(ring.reduce),
                     rate_text(ring.gather), rate_text(min(own)) if own else "-",
                     rate_text(expected) if expected else "-",
                 ])  # fmt: skip
@@ -146,7 +146,7 @@ def _limit(value: float, text: Any) -> str:
 def _finite(value: Any) -> Any:
     """JSON has no infinity."""
     if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
+        return {key: _finite(inner) for key, inner in value.items()}
     return None if value == inf else value
 
 

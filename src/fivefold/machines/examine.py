@@ -71,20 +71,20 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, seconds: float) -> flo
 
 def ring(axis: Axis, device: torch.device) -> RingReport:
     """Collectives among the ranks of this rank's group. All of them call it."""
-    found = timed_collectives(device, _SIZES[device.type], _ROUNDS, axis.group, usual(device))
+    timings = timed_collectives(device, _SIZES[device.type], _ROUNDS, axis.group, usual(device))
 
     def carried(kind: Kind) -> float:
-        _, payload, seconds = max(one for one in found if one[0] == kind)
+        _, payload, seconds = max(timing for timing in timings if timing[0] == kind)
         return float(wire(kind, payload, axis.size)) / seconds
 
-    latency = min(seconds for kind, _, seconds in found if kind == "all-reduce")
-    return RingReport(axis.name, axis.ranks, latency, carried("all-reduce"), carried("all-gather"), found)
+    latency = min(seconds for kind, _, seconds in timings if kind == "all-reduce")
+    return RingReport(axis.name, axis.ranks, latency, carried("all-reduce"), carried("all-gather"), timings)
 
 
 def sends(axis: Axis, device: torch.device) -> list[Send]:
     """From this rank to the next of its group and back, so that a node which is slow in one direction has two slow
     links. All of the group call it."""
-    found = []
+    measured = []
     payload = torch.ones(_SIZES[device.type][-1] // 4, device=device)
     for turn in turns(axis.size):
         dist.barrier(axis.group)
@@ -105,8 +105,8 @@ def sends(axis: Axis, device: torch.device) -> list[Send]:
                 times.append(time.perf_counter() - start)
             if axis.rank == here:
                 pair = axis.ranks[here], axis.ranks[there]
-                found.append(Send(axis.name, pair, 2 * payload.nbytes / usual(device)(times[1:])))
-    return found
+                measured.append(Send(axis.name, pair, 2 * payload.nbytes / usual(device)(times[1:])))
+    return measured
 
 
 def turns(size: int) -> Iterator[list[tuple[int, int]]]:
@@ -145,8 +145,8 @@ def joined(job: Job, world: worlds.World) -> list[RankReport]:
         worlds.join(world, backend, job.train.timeout, proof)
         try:
             mesh = Mesh.of(job.layout, device, job.train.timeout, spec=job.model)
-            mine = examine(job, mesh, world.local_rank == 0)
-            return gather_values(mine, RankReport, mesh.world.group) if world.size > 1 else [mine]
+            report = examine(job, mesh, world.local_rank == 0)
+            return gather_values(report, RankReport, mesh.world.group) if world.size > 1 else [report]
         finally:
             worlds.leave(world)
 
@@ -192,7 +192,7 @@ def examine(job: Job, mesh: Mesh, first: bool) -> RankReport:
 
 
 def _with_links(report: RankReport, mesh: Mesh, together: Callable[[str], None]) -> RankReport:
-    rings, found = [], []
+    rings, messages = [], []
     for name in PLACED:
         axis = getattr(mesh, name)
         if axis.size == 1:
@@ -202,8 +202,8 @@ def _with_links(report: RankReport, mesh: Mesh, together: Callable[[str], None])
         measured = ring(axis, device)
         rings += [measured] if axis.rank == 0 else []
         together(f"messages along {name}")
-        found += sends(axis, device)
-    return msgspec.structs.replace(report, rings=rings, sends=found)
+        messages += sends(axis, device)
+    return msgspec.structs.replace(report, rings=rings, sends=messages)
 
 
 # ---- before ---------------------------------------------------------------------------------------------------------
@@ -231,9 +231,9 @@ def before_step_1(job: Job, mesh: Mesh, control: Control) -> list[str]:
         control.all_gather_values(0, int)  # which all ranks leave at almost the same moment
         times.append(time.time())
     named = host_id() if mesh.device.type == "cuda" else ""
-    found = control.gather_values((node_name(), rate, times, named), tuple[str, float, list[float], str])
+    of_ranks = control.gather_values((node_name(), rate, times, named), tuple[str, float, list[float], str])
     reports, cpu = [], mesh.device.type == "cpu"
-    for rank, (node, reached, theirs, named) in enumerate(found):
+    for rank, (node, reached, theirs, named) in enumerate(of_ranks):
         ahead = min((there - here for there, here in zip(theirs, times, strict=True)), key=abs)
         reports.append(RankReport(rank, node, cpu, "", "", reached, {}, {}, ahead, 2 * control.pause, host_id=named))
     examination = Examination(job, reports)

@@ -55,7 +55,7 @@ def fitted(base: Accelerator, samples: Samples, links: tuple[int, list[Timing]])
         fit.attention(name, timings)
     fit.blocks(samples.blocks)
     if base.is_cpu:
-        fit.set(flash3=fit.found.flash2)
+        fit.set(flash3=fit.achieved.flash2)
     fit.streams(samples.streams)
     fit.row("launch", f"{samples.launch * 1e6:.2f} us", note="from one tiny kernel to the next")
     ahead, back = (f"{seconds * 1e3:.3f} ms" for seconds in samples.host)
@@ -67,26 +67,26 @@ def fitted(base: Accelerator, samples: Samples, links: tuple[int, list[Timing]])
     source = f"measured by fivefold calibrate on {samples.name}, torch {torch.__version__}, {date.today()}"
     source += f"; kept from the catalogue: {', '.join([*kept, 'flash1', 'across'])}"
     # No share beyond what a file may hold: a machine that had other work for a while measures odd things.
-    shares = {name: value for name, value in structs.asdict(fit.found).items() if name not in NO_SHARES}
+    shares = {name: value for name, value in structs.asdict(fit.achieved).items() if name not in NO_SHARES}
     fit.set(source=source, **{name: min(SHARE, value) for name, value in shares.items()})
-    accelerator = structs.replace(base, inside=inside, achieved=fit.found)
-    told = asdict(samples) | {"collectives": links}
-    return CalibrationResult(samples.name, accelerator, fit.rows, samples.host[0], told)
+    accelerator = structs.replace(base, inside=inside, achieved=fit.achieved)
+    everything = asdict(samples) | {"collectives": links}
+    return CalibrationResult(samples.name, accelerator, fit.rows, samples.host[0], everything)
 
 
 class Fit:
     """Constants, found one after the other, and a row for each thing that was measured."""
 
-    def __init__(self, base: Accelerator, found: Achieved):
-        self.base, self.found = base, found
+    def __init__(self, base: Accelerator, achieved: Achieved):
+        self.base, self.achieved = base, achieved
         self.rows: list[MeasuredRow] = []
 
     @property
     def device(self) -> Device:
-        return Device(self.base, self.found)
+        return Device(self.base, self.achieved)
 
     def set(self, **constants: Any) -> None:
-        self.found = structs.replace(self.found, **constants)
+        self.achieved = structs.replace(self.achieved, **constants)
 
     def row(
         self, what: str, measured: str, share: float | None = None, ratios: Iterable[float] = (), note: str = ""
@@ -113,8 +113,8 @@ class Fit:
         def error(shares: Achieved) -> float:
             return fmean(abs(ratio - 1) for ratio in ratios(Device(self.base, shares)))
 
-        starts = [structs.replace(self.found, ramp=float(ramp), gemm=0.5) for ramp in RAMPS]
-        best = self.found = min((self.settled(start, "gemm", ratios) for start in starts), key=error)
+        starts = [structs.replace(self.achieved, ramp=float(ramp), gemm=0.5) for ramp in RAMPS]
+        best = self.achieved = min((self.settled(start, "gemm", ratios) for start in starts), key=error)
         note = f"ramp {best.ramp:g}, {len(products)} shapes, {best.units} units"
         self.row("gemm, in a sweep", tera(best.gemm * self.base.rate("bf16")), best.gemm, ratios(self.device), note)
 
@@ -126,8 +126,8 @@ class Fit:
         def ratios(device: Device) -> list[float]:
             return [device.gemm(p.m, p.n, p.k, "fp8") / p.seconds for p in products]
 
-        self.found = self.settled(self.found, "fp8", ratios)
-        share, note = self.found.fp8, f"{len(products)} shapes, one scale a tensor"
+        self.achieved = self.settled(self.achieved, "fp8", ratios)
+        share, note = self.achieved.fp8, f"{len(products)} shapes, one scale a tensor"
         self.row("fp8", tera(share * self.base.rate("fp8")), share, ratios(self.device), note)
 
     def attention(self, name: str, timings: Sequence[AttentionTiming]) -> None:
@@ -137,44 +137,44 @@ class Fit:
             return
 
         def ratios(device: Device) -> list[float]:
-            return [_attention(device, name, one) / (one.forward + one.backward) for one in timings]
+            return [_attention(device, name, timing) / (timing.forward + timing.backward) for timing in timings]
 
-        self.found = self.settled(self.found, name, ratios)
-        usual = [one for one in timings if one.head_dim > 64 or self.base.is_cpu]
-        ahead = median(one.flops / one.forward for one in usual)
-        back = median(2.5 * one.flops / one.backward for one in usual)
+        self.achieved = self.settled(self.achieved, name, ratios)
+        usual = [timing for timing in timings if timing.head_dim > 64 or self.base.is_cpu]
+        ahead = median(timing.flops / timing.forward for timing in usual)
+        back = median(2.5 * timing.flops / timing.backward for timing in usual)
         note = f"forward {tera(ahead)}, backward {back / ahead:.2f} of it (planned {BACKWARD})"
-        narrow = [one.flops / one.forward for one in timings if one.head_dim <= 64]
+        narrow = [timing.flops / timing.forward for timing in timings if timing.head_dim <= 64]
         if narrow and not self.base.is_cpu:
             note += f"; heads of 64 reach {median(narrow) / ahead:.2f} of it (planned {NARROW_HEAD})"
-        share = getattr(self.found, name)
+        share = getattr(self.achieved, name)
         self.row(f"{name}, in a sweep", tera(share * self.base.rate("bf16")), share, ratios(self.device), note)
 
     def blocks(self, blocks: dict[str, BlockTiming]) -> None:
         """What products and attention reach between the other kernels of a block, as training sees them."""
         rate = self.base.rate("bf16")
         for name, block in blocks.items():
-            one = block.attention
-            factor = _attention(self.device, name, one) / (one.forward + one.backward)
-            share = short(getattr(self.found, name) * factor)
+            timing = block.attention
+            factor = _attention(self.device, name, timing) / (timing.forward + timing.backward)
+            share = short(getattr(self.achieved, name) * factor)
             self.set(**{name: share})
-            ahead, back = one.flops / one.forward, 2.5 * one.flops / one.backward
+            ahead, back = timing.flops / timing.forward, 2.5 * timing.flops / timing.backward
             note = f"in a block: forward {tera(ahead)}, backward {back / ahead:.2f} of it (planned {BACKWARD})"
             self.row(name, tera(share * rate), share, note=note)
         for block in list(blocks.values())[-1:]:
             planned = sum(self.device.gemm(*shape) for shape in block.shapes)
-            self.set(gemm=short(self.found.gemm * planned / block.products))
+            self.set(gemm=short(self.achieved.gemm * planned / block.products))
             reached = tera(sum(2.0 * m * n * k for m, n, k in block.shapes) / block.products)
             part = f"{100 * block.products / block.whole:.0f}% of the time"
             note = f"in a block: {reached} as a whole, with products {part}"
-            self.row("gemm", tera(self.found.gemm * rate), self.found.gemm, note=note)
+            self.row("gemm", tera(self.achieved.gemm * rate), self.achieved.gemm, note=note)
 
     def streams(self, streams: dict[str, float]) -> None:
         usual, rates = median(streams.values()), streams.__getitem__
         slow, fast = min(streams, key=rates), max(streams, key=rates)
         note = f"{slow} {streams[slow] / 1e9:.4g} to {fast} {streams[fast] / 1e9:.4g}"
         ratios = (usual / rate for rate in streams.values())
-        self.row("stream", f"{usual / 1e9:.4g} GB/s", self.found.stream, ratios, note)
+        self.row("stream", f"{usual / 1e9:.4g} GB/s", self.achieved.stream, ratios, note)
 
     def links(self, world: int, timings: list[Timing]) -> Link:
         """Latency from the smallest messages, bandwidth from the largest: a ring of n passes on n-1 times."""
@@ -197,10 +197,10 @@ class Fit:
         return structs.replace(inside, latency=short(latency))
 
 
-def _attention(device: Device, name: str, one: AttentionTiming) -> float:
+def _attention(device: Device, name: str, timing: AttentionTiming) -> float:
     """Planned seconds, forward and backward."""
     kernel = cast(Attention, name)
-    return sum(device.attention(kernel, one.samples, one.heads, one.head_dim, one.seq, one.seq / 2))
+    return sum(device.attention(kernel, timing.samples, timing.heads, timing.head_dim, timing.seq, timing.seq / 2))
 
 
 def tera(rate: float) -> str:

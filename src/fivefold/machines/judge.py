@@ -105,19 +105,19 @@ class Examination:
     @cached_property
     def nodes(self) -> dict[str, list[RankReport]]:
         """The ranks of each."""
-        found: dict[str, list[RankReport]] = defaultdict(list)
+        nodes: dict[str, list[RankReport]] = defaultdict(list)
         for report in self.reports:
-            found[report.node].append(report)
-        return dict(found)
+            nodes[report.node].append(report)
+        return dict(nodes)
 
     @cached_property
     def rings(self) -> dict[str, list[RingReport]]:
         """The groups of each axis."""
-        found: dict[str, list[RingReport]] = defaultdict(list)
+        rings: dict[str, list[RingReport]] = defaultdict(list)
         for report in self.reports:
             for ring in report.rings:
-                found[ring.axis].append(ring)
-        return dict(found)
+                rings[ring.axis].append(ring)
+        return dict(rings)
 
     @cached_property
     def cluster(self) -> Cluster | None:
@@ -126,18 +126,18 @@ class Examination:
     @cached_property
     def sharing(self) -> list[int]:
         """The ranks that share a GPU with another."""
-        count = Counter((one.node, one.gpu_id) for one in self.reports if one.gpu_id)
-        return [one.rank for one in self.reports if count[one.node, one.gpu_id] > 1]
+        count = Counter((report.node, report.gpu_id) for report in self.reports if report.gpu_id)
+        return [report.rank for report in self.reports if count[report.node, report.gpu_id] > 1]
 
     def who(self, ranks: Iterable[int]) -> str:
         """'node b (ranks 2, 3)' where these are all of its ranks, of several nodes; else 'rank 3 on b'."""
-        wanted, parts = set(ranks), []
+        named, parts = set(ranks), []
         for node, reports in self.nodes.items():
-            here = [report.rank for report in reports if report.rank in wanted]
-            if here and len(here) == len(reports) and len(self.nodes) > 1:
-                parts.append(f"node {short(node)} ({ranks_text(here)})")
-            elif here:
-                parts.append(f"{ranks_text(here)} on {short(node)}")
+            on_node = [report.rank for report in reports if report.rank in named]
+            if on_node and len(on_node) == len(reports) and len(self.nodes) > 1:
+                parts.append(f"node {short(node)} ({ranks_text(on_node)})")
+            elif on_node:
+                parts.append(f"{ranks_text(on_node)} on {short(node)}")
         return some(parts, str)
 
     def accelerator(self, report: RankReport) -> Accelerator | None:
@@ -147,10 +147,10 @@ class Examination:
             return None
         if self.cluster is None:
             return known(report.device)
-        found = self.planned(report)
-        if found is None or found.is_cpu != report.cpu:
+        planned = self.planned(report)
+        if planned is None or planned.is_cpu != report.cpu:
             return None
-        return None if found.is_cpu and found.achieved is None else found
+        return None if planned.is_cpu and planned.achieved is None else planned
 
     def planned(self, report: RankReport) -> Accelerator | None:
         """The device that run.cluster has in a rank's place."""
@@ -216,97 +216,97 @@ _LOCKED = 1 << 30  # bytes of memory that RDMA may pin
 _NEITHER = "of two, neither can be called the odd one"
 
 
-def findings(all_: Examination) -> list[str]:
+def findings(exam: Examination) -> list[str]:
     return [
-        *_versions(all_),
-        *slow_ranks(all_),
-        *_slow_for_the_planner(all_),
-        *_gpus(all_),
-        *clocks(all_),
-        *_disks(all_),
-        *_links(all_),
-        *_limits(all_),
-        *_other_cluster(all_),
-        *host_ids(all_),
+        *_versions(exam),
+        *slow_ranks(exam),
+        *_slow_for_the_planner(exam),
+        *_gpus(exam),
+        *clocks(exam),
+        *_disks(exam),
+        *_links(exam),
+        *_limits(exam),
+        *_other_cluster(exam),
+        *host_ids(exam),
     ]
 
 
-def host_ids(all_: Examination) -> Iterator[str]:
-    told = [one for one in all_.reports if one.host_id]
-    if told:
-        values, where = ", ".join(dict.fromkeys(short(one.host_id) for one in told)), [one.rank for one in told]
+def host_ids(exam: Examination) -> Iterator[str]:
+    reports = [report for report in exam.reports if report.host_id]
+    if reports:
+        values, ranks = ", ".join(dict.fromkeys(short(r.host_id) for r in reports)), [r.rank for r in reports]
         yield (
-            f"NCCL_HOSTID is set ({values}) on {all_.who(where)}: by it NCCL tells hosts apart; ranks of a node that "
+            f"NCCL_HOSTID is set ({values}) on {exam.who(ranks)}: by it NCCL tells hosts apart; ranks of a node that "
             "differ in it use neither NVLink nor shared memory, and nodes that share it are taken for one; unset it"
         )
 
 
 def odd(values: Mapping[K, float], share: float) -> dict[K, float]:
     """Those below `share` of the median of the others, each with that median."""
-    found = {}
+    slow = {}
     for key, value in values.items():
-        peers = [other for one, other in values.items() if one != key]
+        peers = [other for peer, other in values.items() if peer != key]
         if peers and value < share * median(peers):
-            found[key] = median(peers)
-    return found
+            slow[key] = median(peers)
+    return slow
 
 
-def slow_ranks(all_: Examination) -> Iterator[str]:
-    share = CORE if all_.reports[0].cpu else RATE
-    yield from _slow(all_, "matmuls", {one.rank: one.rate for one in all_.reports}, share, flops_text)
+def slow_ranks(exam: Examination) -> Iterator[str]:
+    share = CORE if exam.reports[0].cpu else RATE
+    yield from _slow(exam, "matmuls", {report.rank: report.rate for report in exam.reports}, share, flops_text)
 
 
 def _slow(
-    all_: Examination, what: str, values: Mapping[int, float], share: float, text: Callable[[float], str]
+    exam: Examination, what: str, values: Mapping[int, float], share: float, text: Callable[[float], str]
 ) -> Iterator[str]:
     """Of ranks; those of a node are named together."""
     slow = odd(values, share)
     if not slow:
         return
     if len(values) == 2:
-        parts = [f"{all_.who([rank])} reaches {text(value)}" for rank, value in values.items()]
+        parts = [f"{exam.who([rank])} reaches {text(value)}" for rank, value in values.items()]
         yield f"{what}: {' and '.join(parts)}; {_NEITHER}"
         return
     worst = min(slow, key=lambda rank: values[rank])
     reach = "reaches" if len(slow) == 1 else "reach as little as"
     yield (
-        f"{what}: {all_.who(slow)} {reach} {text(values[worst])}, {values[worst] / slow[worst]:.0%} of the median of "
+        f"{what}: {exam.who(slow)} {reach} {text(values[worst])}, {values[worst] / slow[worst]:.0%} of the median of "
         f"the others, {text(slow[worst])} (odd below {share:.0%})"
     )
 
 
-def _versions(all_: Examination) -> Iterator[str]:
-    facts = {one.rank: one.versions | {"device": one.device} for one in all_.reports}
-    for name in dict.fromkeys(name for mine in facts.values() for name in mine):
+def _versions(exam: Examination) -> Iterator[str]:
+    facts = {report.rank: report.versions | {"device": report.device} for report in exam.reports}
+    for name in dict.fromkeys(name for of_rank in facts.values() for name in of_rank):
         by_value: dict[str, list[int]] = defaultdict(list)
-        for rank, mine in facts.items():
-            by_value[mine.get(name, "none")].append(rank)
+        for rank, of_rank in facts.items():
+            by_value[of_rank.get(name, "none")].append(rank)
         (usual, most), *others = sorted(by_value.items(), key=lambda item: -len(item[1]))
         if len(others) == 1 and len(others[0][1]) == len(most):
-            parts = [f"{short(value)} on {all_.who(ranks)}" for value, ranks in by_value.items()]
+            parts = [f"{short(value)} on {exam.who(ranks)}" for value, ranks in by_value.items()]
             yield f"versions: {name} is {' and '.join(parts)}; neither can be called the odd one"
             continue
         for value, ranks in others:
-            yield f"versions: {name} is {short(value)} on {all_.who(ranks)}, and {short(usual)} on most"
+            yield f"versions: {name} is {short(value)} on {exam.who(ranks)}, and {short(usual)} on most"
 
 
-def clocks(all_: Examination) -> Iterator[str]:
-    for node, (first, *_) in all_.nodes.items():
+def clocks(exam: Examination) -> Iterator[str]:
+    for node, (first, *_) in exam.nodes.items():
         if abs(first.ahead) - first.unsure > SKEW:
             way = "ahead of" if first.ahead > 0 else "behind"
             yield (
                 f"clocks: that of node {short(node)} is {abs(first.ahead):.3f} s {way} that of rank 0 on "
-                f"{short(all_.reports[0].node)} (odd above {SKEW:g} s)"
+                f"{short(exam.reports[0].node)} (odd above {SKEW:g} s)"
             )
 
 
-def _disks(all_: Examination) -> Iterator[str]:
-    found = {one.rank: one.disk for one in all_.reports if one.disk}
-    for rank, disk in found.items():
+def _disks(exam: Examination) -> Iterator[str]:
+    disks = {report.rank: report.disk for report in exam.reports if report.disk}
+    for rank, disk in disks.items():
         if disk.error:
-            yield f"disk: run.dir={all_.job.run.dir} cannot be written on {all_.who([rank])}: {disk.error}"
-    well = {rank: disk for rank, disk in found.items() if not disk.error}
-    job = all_.job
+            yield f"disk: run.dir={exam.job.run.dir} cannot be written on {exam.who([rank])}: {disk.error}"
+    well = {rank: disk for rank, disk in disks.items() if not disk.error}
+    job = exam.job
     each = checkpoint_bytes(job.model, job.train.dtype, job.optimizer)
     needed = (job.checkpoint.keep + 1) * each if job.checkpoint.save and not job.checkpoint.url else 0
     if well and (free := min(disk.free for disk in well.values())) < needed:
@@ -316,25 +316,25 @@ def _disks(all_: Examination) -> Iterator[str]:
         )
     for what, way in (("writes to run.dir", "write"), ("reads from run.dir", "read")):
         yield from _slow(
-            all_, f"disk: {what}", {rank: getattr(one, way) for rank, one in well.items()}, DISK, rate_text
+            exam, f"disk: {what}", {rank: getattr(disk, way) for rank, disk in well.items()}, DISK, rate_text
         )
 
 
 # ---- links -----------------------------------------------------------------------------------------------------------
 
 
-def _links(all_: Examination) -> Iterator[str]:
-    for axis, rings in all_.rings.items():
+def _links(exam: Examination) -> Iterator[str]:
+    for axis, rings in exam.rings.items():
         for what, way in (("all-reduces", "reduce"), ("all-gathers", "gather")):
             values = {tuple(ring.ranks): getattr(ring, way) for ring in rings}
             slow = odd(values, LINK)
             if slow and len(values) == 2:
-                parts = [f"{rate_text(value)} among {all_.who(ranks)}" for ranks, value in values.items()]
+                parts = [f"{rate_text(value)} among {exam.who(ranks)}" for ranks, value in values.items()]
                 yield f"{axis}: {what} reach {' and '.join(parts)}; {_NEITHER}"
             elif slow:
                 worst = min(slow, key=lambda ranks: values[ranks])
                 yield (
-                    f"{axis}: {what} among {some(list(slow), all_.who)} reach {rate_text(values[worst])}, and "
+                    f"{axis}: {what} among {some(list(slow), exam.who)} reach {rate_text(values[worst])}, and "
                     f"{rate_text(slow[worst])} in the median of the other groups (odd below {LINK:.0%})"
                 )
         late = odd({tuple(ring.ranks): 1 / ring.latency for ring in rings}, 1 / LATE)
@@ -342,27 +342,27 @@ def _links(all_: Examination) -> Iterator[str]:
             usual = 1 / late.get(tuple(ring.ranks), 1 / ring.latency)
             if len(rings) > 2 and ring.latency > usual + _LATER:
                 yield (
-                    f"{axis}: a small all-reduce among {all_.who(ring.ranks)} takes {1e6 * ring.latency:.0f} us, and "
+                    f"{axis}: a small all-reduce among {exam.who(ring.ranks)} takes {1e6 * ring.latency:.0f} us, and "
                     f"{1e6 * usual:.0f} us in the median of the other groups (odd above {LATE:g} times that)"
                 )
-        yield from _sends(all_, axis)
-        expected = all_.expected_link(axis)
+        yield from _sends(exam, axis)
+        expected = exam.expected_link(axis)
         if expected and (few := [ring for ring in rings if ring.reduce < LINK * expected]):
             yield (
-                f"{axis}: all-reduces among {some([ring.ranks for ring in few], all_.who)} reach "
+                f"{axis}: all-reduces among {some([ring.ranks for ring in few], exam.who)} reach "
                 f"{rate_text(min(ring.reduce for ring in few))}, and the planner expects {rate_text(expected)} "
                 f"(odd below {LINK:.0%})"
             )
 
 
-def _sends(all_: Examination, axis: str) -> Iterator[str]:
+def _sends(exam: Examination, axis: str) -> Iterator[str]:
     """Links inside nodes are compared with each other, and so are those between nodes."""
-    found = {send.ranks: send.bandwidth for one in all_.reports for send in one.sends if send.axis == axis}
-    node = {one.rank: one.node for one in all_.reports}
+    bandwidths = {send.ranks: send.bandwidth for report in exam.reports for send in report.sends if send.axis == axis}
+    node = {report.rank: report.node for report in exam.reports}
     for where in ("inside a node", "between nodes"):
         values = {
             pair: value
-            for pair, value in found.items()
+            for pair, value in bandwidths.items()
             if (node[pair[0]] == node[pair[1]]) == (where == "inside a node")
         }
         slow = odd(values, LINK)
@@ -371,7 +371,7 @@ def _sends(all_: Examination, axis: str) -> Iterator[str]:
         # Where all links of a rank are slow, and it has several, the rank is the cause.
         bad = Counter(rank for pair in slow for rank in pair)
         guilty = [rank for rank, count in bad.items() if 1 < count == sum(rank in pair for pair in values)]
-        who = f"with {all_.who(guilty)}" if guilty else f"between {some(list(slow), all_.who)}"
+        who = f"with {exam.who(guilty)}" if guilty else f"between {some(list(slow), exam.who)}"
         worst = min(slow, key=lambda pair: values[pair])
         yield (
             f"{axis}: messages {who} reach {rate_text(values[worst])}, and {rate_text(slow[worst])} in the median of "
@@ -382,31 +382,31 @@ def _sends(all_: Examination, axis: str) -> Iterator[str]:
 # ---- against what is known -------------------------------------------------------------------------------------------
 
 
-def _slow_for_the_planner(all_: Examination) -> Iterator[str]:
+def _slow_for_the_planner(exam: Examination) -> Iterator[str]:
     slow: dict[float, list[int]] = defaultdict(list)
-    for one in all_.reports:
-        expected = all_.expected_rate(one)
-        if expected and one.rate < (CORE if one.cpu else RATE) * expected:
-            slow[expected].append(one.rank)
+    for report in exam.reports:
+        expected = exam.expected_rate(report)
+        if expected and report.rate < (CORE if report.cpu else RATE) * expected:
+            slow[expected].append(report.rank)
     for expected, ranks in slow.items():
-        worst = min(all_.reports[rank].rate for rank in ranks)
+        worst = min(exam.reports[rank].rate for rank in ranks)
         yield (
-            f"matmuls: {all_.who(ranks)}: {flops_text(worst)} in {all_.reports[ranks[0]].precision}, and the planner "
-            f"expects {flops_text(expected)} (odd below {CORE if all_.reports[0].cpu else RATE:.0%})"
+            f"matmuls: {exam.who(ranks)}: {flops_text(worst)} in {exam.reports[ranks[0]].precision}, and the planner "
+            f"expects {flops_text(expected)} (odd below {CORE if exam.reports[0].cpu else RATE:.0%})"
         )
 
 
-def _gpus(all_: Examination) -> Iterator[str]:
-    for one in all_.reports:
-        if one.gpu and (why := [reason for reason in one.gpu.slowed if reason != "the power limit"]):
-            yield f"GPU of {all_.who([one.rank])}: its clock is held back by {' and '.join(why)}"
-        if one.gpu and one.gpu.errors:
-            yield f"GPU of {all_.who([one.rank])}: {one.gpu.errors} memory errors that ECC could not correct"
+def _gpus(exam: Examination) -> Iterator[str]:
+    for report in exam.reports:
+        if report.gpu and (why := [reason for reason in report.gpu.slowed if reason != "the power limit"]):
+            yield f"GPU of {exam.who([report.rank])}: its clock is held back by {' and '.join(why)}"
+        if report.gpu and report.gpu.errors:
+            yield f"GPU of {exam.who([report.rank])}: {report.gpu.errors} memory errors that ECC could not correct"
 
 
-def _limits(all_: Examination) -> Iterator[str]:
-    world = len(all_.reports)
-    for node, (first, *_) in all_.nodes.items():
+def _limits(exam: Examination) -> Iterator[str]:
+    world = len(exam.reports)
+    for node, (first, *_) in exam.nodes.items():
         files, shared = first.amounts["open files"], first.amounts.get("/dev/shm", 0)
         if files < _FILES * world:
             yield (
@@ -425,21 +425,22 @@ def _limits(all_: Examination) -> Iterator[str]:
             )
 
 
-def _other_cluster(all_: Examination) -> Iterator[str]:
+def _other_cluster(exam: Examination) -> Iterator[str]:
     """Machines that are not those that the job was planned for."""
-    if all_.cluster is None:
+    if exam.cluster is None:
         return
-    here = sorted(len(ranks) for ranks in all_.nodes.values())
-    if here != sorted(group.gpus for group in all_.cluster.groups for _ in range(group.nodes)):
-        sizes = " or ".join(map(str, sorted(set(here))))
-        yield f"cluster: planned for run.cluster={all_.job.run.cluster}, run on nodes x ranks = {len(here)} x {sizes}"
+    sizes_here = sorted(len(ranks) for ranks in exam.nodes.values())
+    if sizes_here != sorted(group.gpus for group in exam.cluster.groups for _ in range(group.nodes)):
+        sizes = " or ".join(map(str, sorted(set(sizes_here))))
+        nodes = f"nodes x ranks = {len(sizes_here)} x {sizes}"
+        yield f"cluster: planned for run.cluster={exam.job.run.cluster}, run on {nodes}"
     others: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for one in all_.reports:
-        planned, is_it = all_.planned(one), known(one.device)
-        if planned and (planned.is_cpu != one.cpu or (is_it and is_it.name != planned.name)):
-            others["a CPU" if one.cpu else short(one.device), planned.name].append(one.rank)
+    for report in exam.reports:
+        planned, is_it = exam.planned(report), known(report.device)
+        if planned and (planned.is_cpu != report.cpu or (is_it and is_it.name != planned.name)):
+            others["a CPU" if report.cpu else short(report.device), planned.name].append(report.rank)
     for (device, name), ranks in others.items():
         yield (
-            f"cluster: {all_.who(ranks)} {'has' if len(ranks) == 1 else 'have'} {device}, and the job was planned for "
+            f"cluster: {exam.who(ranks)} {'has' if len(ranks) == 1 else 'have'} {device}, and the job was planned for "
             f"{name}"
         )

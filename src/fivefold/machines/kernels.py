@@ -261,18 +261,18 @@ class Kernels:
 
     def shapes(self) -> list[tuple[int, int, int]]:
         """Tokens, columns and inner of the matmuls of a block: attention's output, gate with up, down."""
-        found = []
+        shapes = []
         for tokens, width in product(self.sizes.tokens, self.sizes.widths):
             wide = 7 * width // 2
-            found += [(tokens, width, width), (tokens, wide, width), (tokens, width, wide)]
-        return found
+            shapes += [(tokens, width, width), (tokens, wide, width), (tokens, width, wide)]
+        return shapes
 
     def products(self) -> Iterator[MatmulTiming]:
         """The sweep, one shape after the other without a pause, in the three layouts of training."""
         for tokens, columns, inner in self.shapes():
             operands = [self._random(*shape) for shape in ((tokens, inner), (columns, inner), (tokens, columns))]
-            count = sets(sum(one.nbytes for one in operands))
-            copies = [operands, *([one.clone() for one in operands] for _ in range(count - 1))]
+            count = sets(sum(operand.nbytes for operand in operands))
+            copies = [operands, *([operand.clone() for operand in operands] for _ in range(count - 1))]
             shapes = ((tokens, columns, inner), (tokens, inner, columns), (columns, inner, tokens))
             for (layout, matmul), (m, n, k) in zip(LAYOUTS.items(), shapes, strict=True):
                 yield MatmulTiming(m, n, k, layout, self.clock.seconds(*(partial(matmul, *copy) for copy in copies)))
@@ -300,12 +300,14 @@ class Kernels:
         """Matmuls in fp8 with one scale a tensor, where the hardware has it."""
         if self.device.type != "cuda" or torch.cuda.get_device_capability(self.device) < (8, 9):
             return
-        kind, one = torch.float8_e4m3fn, torch.ones((), device=self.device)
+        kind, scale = torch.float8_e4m3fn, torch.ones((), device=self.device)
         for tokens, columns, inner in self.shapes():
             if tokens < 4096 or inner < 4096:  # shorter ones nobody casts for
                 continue
             x, weight = self._random(tokens, inner, dtype=kind), self._random(columns, inner, dtype=kind)
-            multiply = partial(torch._scaled_mm, x, weight.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+            multiply = partial(
+                torch._scaled_mm, x, weight.t(), scale, scale, out_dtype=torch.bfloat16, use_fast_accum=True
+            )
             yield MatmulTiming(tokens, columns, inner, "forward", self.clock.seconds(multiply))
 
     # ---- attention ---------------------------------------------------------------------------------------------------

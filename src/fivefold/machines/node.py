@@ -33,51 +33,51 @@ def node_name(env: Mapping[str, str] = os.environ) -> str:
 
 def host_id(env: Mapping[str, str] = os.environ) -> str:
     """The NCCL_HOSTID that this rank has inherited; not the one that ranks give themselves which share a GPU."""
-    found = env.get("NCCL_HOSTID", "")
-    return "" if found.startswith(SHARING) else found
+    inherited = env.get("NCCL_HOSTID", "")
+    return "" if inherited.startswith(SHARING) else inherited
 
 
 def versions(cuda: bool) -> dict[str, str]:
     """Of all that ranks must have alike, or should."""
     import torch
 
-    found = {
+    versions = {
         "fivefold": f"{__version__} ({code_digest()[:8]})",
         "python": platform.python_version(),
         "torch": importlib.metadata.version("torch"),
         "kernel": platform.release(),
     }
     if adapters := rdma_adapters():
-        found["RDMA adapters"] = str(adapters)
+        versions["RDMA adapters"] = str(adapters)
     if cuda:
         # "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  ..."
-        told = Path("/proc/driver/nvidia/version")
-        words = told.read_text().split() if told.exists() else []
-        found["driver"] = next((word for word in words if word[0].isdigit() and "." in word), "unknown")
-        found["CUDA"] = str(torch.version.cuda)
-        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return found
+        driver = Path("/proc/driver/nvidia/version")
+        words = driver.read_text().split() if driver.exists() else []
+        versions["driver"] = next((word for word in words if word[0].isdigit() and "." in word), "unknown")
+        versions["CUDA"] = str(torch.version.cuda)
+        versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return versions
 
 
-def rdma_adapters(told: Path = Path("/sys/class/infiniband")) -> int:
+def rdma_adapters(folder: Path = Path("/sys/class/infiniband")) -> int:
     """InfiniBand's and RoCE's."""
-    return len(list(told.iterdir())) if told.exists() else 0
+    return len(list(folder.iterdir())) if folder.exists() else 0
 
 
 def amounts() -> dict[str, float]:
     """What a rank may take; infinity where there is no limit."""
-    found: dict[str, float] = {"memory": _available(Path("/proc/meminfo")), "cores": cores()}
+    amounts: dict[str, float] = {"memory": _available(Path("/proc/meminfo")), "cores": cores()}
     for name, limit in (("open files", resource.RLIMIT_NOFILE), ("locked memory", resource.RLIMIT_MEMLOCK)):
         soft = resource.getrlimit(limit)[0]
-        found[name] = float("inf") if soft == resource.RLIM_INFINITY else soft
+        amounts[name] = float("inf") if soft == resource.RLIM_INFINITY else soft
     with suppress(OSError):
         shared = os.statvfs("/dev/shm")
-        found["/dev/shm"] = shared.f_frsize * shared.f_blocks
-    return found
+        amounts["/dev/shm"] = shared.f_frsize * shared.f_blocks
+    return amounts
 
 
-def _available(told: Path) -> float:
-    lines = told.read_text().splitlines() if told.exists() else []
+def _available(meminfo: Path) -> float:
+    lines = meminfo.read_text().splitlines() if meminfo.exists() else []
     return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), 0.0)
 
 
@@ -122,8 +122,8 @@ def _sync(file: Path) -> float:
 
 
 def _free(folder: Path) -> int:
-    found = os.statvfs(folder)
-    return found.f_frsize * found.f_bavail
+    disk = os.statvfs(folder)
+    return disk.f_frsize * disk.f_bavail
 
 
 # ---- nvml -----------------------------------------------------------------------------------------------------------

@@ -117,36 +117,41 @@ class RanksResult(Result):
 
     @cached_property
     def tolerance(self) -> float:
-        return tolerance([one.seconds for one in self.speeds])
+        return tolerance([speed.seconds for speed in self.speeds])
 
     @cached_property
     def classes(self) -> list[SpeedClass]:
-        return classes([one.seconds for one in self.speeds])
+        return classes([speed.seconds for speed in self.speeds])
 
     @cached_property
     def cluster(self) -> Cluster:
         """Groups in the order of ranks: neighbours of one speed, as the class's median rank has it."""
-        place = {rank: at for at, one in enumerate(self.classes) for rank in one.ranks}
-        usual = [self._usual(one) for one in self.classes]
-        runs = [list(run) for _, run in groupby(self.speeds, key=lambda one: place[one.rank])]
+        place = {rank: at for at, speed_class in enumerate(self.classes) for rank in speed_class.ranks}
+        usual = [self._usual(speed_class) for speed_class in self.classes]
+        runs = [list(run) for _, run in groupby(self.speeds, key=lambda speed: place[speed.rank])]
         return Cluster(tuple(g for run in runs for g in _groups(run, usual[place[run[0].rank]])))
 
-    def _usual(self, one: SpeedClass) -> Accelerator:
-        ordered = sorted((self.speeds[rank] for rank in one.ranks), key=lambda speed: median(speed.seconds))
+    def _usual(self, speed_class: SpeedClass) -> Accelerator:
+        ordered = sorted((self.speeds[rank] for rank in speed_class.ranks), key=lambda speed: median(speed.seconds))
         return ordered[(len(ordered) - 1) // 2].accelerator
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "ranks": [msgspec.to_builtins(one) for one in self.speeds],
-            "classes": [one._asdict() for one in self.classes],
+            "ranks": [msgspec.to_builtins(speed) for speed in self.speeds],
+            "classes": [speed_class._asdict() for speed_class in self.classes],
             "tolerance": self.tolerance,
             "cluster": self.cluster.to_dict(),
         }
 
     def blocks(self) -> Iterator[Block]:
         rows = [
-            (ranks_text(one.ranks), self.speeds[one.ranks[0]].device, f"{one.seconds * 1e3:.1f}", f"{one.slower:.2f}")
-            for one in self.classes
+            (
+                ranks_text(speed_class.ranks),
+                self.speeds[speed_class.ranks[0]].device,
+                f"{speed_class.seconds * 1e3:.1f}",
+                f"{speed_class.slower:.2f}",
+            )
+            for speed_class in self.classes
         ]
         yield Table(["~ranks", "~device", ">ms a block", ">times as long"], rows)
         yield Text(self.sentence)
@@ -157,27 +162,30 @@ class RanksResult(Result):
         world, noise = counted(len(self.speeds), "rank"), f"within {self.tolerance:.0%}, the noise of this run"
         if len(self.classes) == 1:
             return f"{world} at work at once: all have one speed, {noise}"
-        slow = [f"{one.slower:.2f} times as long on {ranks_text(one.ranks)}" for one in self.classes[1:]]
+        slow = [
+            f"{speed_class.slower:.2f} times as long on {ranks_text(speed_class.ranks)}"
+            for speed_class in self.classes[1:]
+        ]
         fast = ranks_text(self.classes[0].ranks)
         return f"{world} at work at once: {fast} the fastest; a block takes {', '.join(slow)} (one speed: {noise})"
 
 
 def tolerance(rounds: Sequence[Sequence[float]]) -> float:
     """How far two ranks of one speed may lie apart: as far as the rounds of the usual rank do, within bounds."""
-    return min(MOST, max(LEAST, median(max(one) / min(one) - 1 for one in rounds)))
+    return min(MOST, max(LEAST, median(max(seconds) / min(seconds) - 1 for seconds in rounds)))
 
 
 def classes(rounds: Sequence[Sequence[float]]) -> list[SpeedClass]:
     """The fastest first. A rank belongs to a class if it is as fast as the class's fastest, within the tolerance."""
-    limit, seconds = 1 + tolerance(rounds), [median(one) for one in rounds]
-    found: list[list[int]] = []
+    limit, seconds = 1 + tolerance(rounds), [median(times) for times in rounds]
+    groups: list[list[int]] = []
     for rank in sorted(range(len(seconds)), key=seconds.__getitem__):
-        if found and seconds[rank] <= limit * seconds[found[-1][0]]:
-            found[-1].append(rank)
+        if groups and seconds[rank] <= limit * seconds[groups[-1][0]]:
+            groups[-1].append(rank)
         else:
-            found.append([rank])
-    usual = [median(seconds[rank] for rank in ranks) for ranks in found]
-    return [SpeedClass(tuple(sorted(ranks)), s, s / usual[0]) for ranks, s in zip(found, usual, strict=True)]
+            groups.append([rank])
+    usual = [median(seconds[rank] for rank in ranks) for ranks in groups]
+    return [SpeedClass(tuple(sorted(ranks)), s, s / usual[0]) for ranks, s in zip(groups, usual, strict=True)]
 
 
 def at_pace(core: Accelerator, seconds: float, spec: ModelSpec, samples: int, seq: int) -> Accelerator:
@@ -193,7 +201,7 @@ def at_pace(core: Accelerator, seconds: float, spec: ModelSpec, samples: int, se
 
 def _groups(run: Sequence[RankSpeed], device: Accelerator) -> Iterator[Group]:
     """Neighbours of one speed: nodes with as many ranks each make one group."""
-    each = [len(list(ranks)) for _, ranks in groupby(run, key=lambda one: one.node)]
+    each = [len(list(ranks)) for _, ranks in groupby(run, key=lambda speed: speed.node)]
     for gpus, nodes in groupby(each):
         yield Group(len(list(nodes)), gpus, device)
 

@@ -104,7 +104,7 @@ class Attention(nn.Module):
         self.norm_of_all_heads = spec.qk_norm_over == "all"
         self.o = Linear(width, spec.hidden, bias=spec.bias)
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, mask: Any) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation | None, mask: Any) -> Tensor:
         q, k, v = self.ops.column_parallel(x, self.q, self.k, self.v)
         q_norm, k_norm = self.q_norm, self.k_norm
         if q_norm is not None and k_norm is not None and self.norm_of_all_heads:
@@ -116,8 +116,8 @@ class Attention(nn.Module):
             q, k = (rotate(x, *rotation, self.interleaved) for x in (q, k))
         k, v = self.ops.extend_kv(k, v, window=self.window)
         sinks = None if self.sinks is None else self.ops.weight(self, "sinks")
-        seen = self.ops.attend(q, k, v, mask, sinks)
-        return self.ops.row_parallel(seen.transpose(1, 2).flatten(2), self.o)
+        out = self.ops.attend(q, k, v, mask, sinks)
+        return self.ops.row_parallel(out.transpose(1, 2).flatten(2), self.o)
 
     def heads(self, x: Tensor) -> Tensor:
         """[B, S, heads x D] -> [B, heads, S, D]"""
@@ -155,8 +155,8 @@ class LatentAttention(nn.Module):
         k_plain, v = self.heads(kv, mla.nope_dim, mla.v_dim)
         q = torch.cat((q_plain, rotate(q_turned, *rotation, self.interleaved)), dim=-1) * self.scale
         k = torch.cat((k_plain, turned.expand(-1, k_plain.shape[1], -1, -1)), dim=-1)
-        seen = self.ops.attend(q, k, F.pad(v, (0, mla.head_dim - mla.v_dim)), mask)[..., : mla.v_dim]
-        return self.ops.row_parallel(seen.transpose(1, 2).flatten(2), self.o)
+        out = self.ops.attend(q, k, F.pad(v, (0, mla.head_dim - mla.v_dim)), mask)[..., : mla.v_dim]
+        return self.ops.row_parallel(out.transpose(1, 2).flatten(2), self.o)
 
     def latents(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, S, H x D], the latent of keys and values [B, S, kv_rank], the key of positions [B, S, R]."""
@@ -165,11 +165,13 @@ class LatentAttention(nn.Module):
             assert self.q is not None
             (q,), (kv,) = ops.column_parallel(x, self.q), ops.replicated_linear(x, self.kv_down)
             latent, shared_key = kv.split(sizes, dim=-1)
-            return q, *ops.spread(torch.cat((ops.norm(self.kv_norm, latent), shared_key), dim=-1)).split(sizes, dim=-1)
+            return q, *ops.gather_latents(torch.cat((ops.norm(self.kv_norm, latent), shared_key), dim=-1)).split(
+                sizes, dim=-1
+            )
         q, kv = ops.replicated_linear(x, self.q_down, self.kv_down)
         latent, shared_key = kv.split(sizes, dim=-1)
         parts = ops.norm(self.q_norm, q), ops.norm(self.kv_norm, latent), shared_key
-        q, latent, shared_key = ops.spread(torch.cat(parts, dim=-1)).split([self.mla.q_rank, *sizes], dim=-1)
+        q, latent, shared_key = ops.gather_latents(torch.cat(parts, dim=-1)).split([self.mla.q_rank, *sizes], dim=-1)
         return *ops.up_projection(q, self.q_up), latent, shared_key
 
     def heads(self, x: Tensor, *dims: int) -> tuple[Tensor, ...]:

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from fivefold.layout.layout import Recompute
 from fivefold.layout.stages import Stage
 from fivefold.model import attention, init
-from fivefold.model.attention import self_attention
+from fivefold.model.attention import Rotation, self_attention
 from fivefold.model.head import Targets
-from fivefold.model.layers import ACTIVATIONS, Linear, TokenPositions, gated, wide
-from fivefold.model.moe import UNBALANCED, Balance, MoE, Told
+from fivefold.model.layers import ACTIVATIONS, Linear, TokenPositions, accum_dtype, gated
+from fivefold.model.moe import UNBALANCED, Balance, MoE, RouterStats
 from fivefold.model.ops import LocalOps
 from fivefold.model.recompute import compiled, recomputed
 from fivefold.spec.model import ModelSpec
@@ -111,24 +111,22 @@ class Block(nn.Module):
         self.mlp = MLP(spec, ops) if spec.dense(layer) else mixture(spec, ops, balance)
         self.mlp_dropout = Dropout(spec.dropout, seed, f"layers.{layer}.mlp")
 
-    def forward(
-        self, x: Tensor, positions: TokenPositions, rotation: tuple[Tensor, Tensor] | None, mask: Any
-    ) -> Tensor:
+    def forward(self, x: Tensor, positions: TokenPositions, rotation: Rotation | None, mask: Any) -> Tensor:
         """`positions` is that of x's tokens; `rotation` and `mask` are those of all tokens that attention sees here."""
-        x, told = self.run(self.steps, x, positions, rotation, mask)
+        x, stats = self.run(self.steps, x, positions, rotation, mask)
         if self.training and isinstance(self.mlp, MoE):
-            self.mlp.count(told)
+            self.mlp.count(stats)
         return x
 
     def steps(
-        self, x: Tensor, positions: TokenPositions, rotation: tuple[Tensor, Tensor] | None, mask: Any
-    ) -> tuple[Tensor, Told | None]:
-        """The residual stream, and what a mixture tells of its tokens."""
-        seen = self.attention(self.ops.norm(self.attention_norm, x), rotation, mask)
-        x = x + self.attention_dropout(seen, positions)
+        self, x: Tensor, positions: TokenPositions, rotation: Rotation | None, mask: Any
+    ) -> tuple[Tensor, RouterStats | None]:
+        """The residual stream, and a router's statistics of its tokens."""
+        y = self.attention(self.ops.norm(self.attention_norm, x), rotation, mask)
+        x = x + self.attention_dropout(y, positions)
         normed = self.ops.norm(self.mlp_norm, x)
-        made, told = self.mlp(normed, positions) if isinstance(self.mlp, MoE) else (self.mlp(normed), None)
-        return x + self.mlp_dropout(made, positions), told
+        y, stats = self.mlp(normed, positions) if isinstance(self.mlp, MoE) else (self.mlp(normed), None)
+        return x + self.mlp_dropout(y, positions), stats
 
 
 class Decoder(nn.Module):
@@ -163,22 +161,22 @@ class Decoder(nn.Module):
         self.head = Linear(spec.hidden, spec.vocab, bias=False) if stage.last and not spec.tied else None
         self._rotations = torch.empty(0)
         # Position ids, dtype and result of the last rotation: the next microbatch at the same places takes it, too.
-        self._last_rotation: tuple[Tensor, torch.dtype, tuple[Tensor, Tensor]] | None = None
+        self._last_rotation: tuple[Tensor, torch.dtype, Rotation] | None = None
 
     def forward(self, x: Tensor, positions: TokenPositions | None = None, targets: Targets | None = None) -> Tensor:
         positions = positions or TokenPositions.of(x)
-        here = self.ops.residual(positions)
+        residual = self.ops.residual(positions)  # positions of the tokens that the residual stream has on this rank
         if self.stage.first:
             assert self.embedding is not None
             x = self.ops.embed(self.embedding, x)  # [B, S, E]
             if self.positions is not None:
-                x = x + self.ops.look_up(self.positions, here.position_ids)
-            x = self.dropout(x, here)
+                x = x + self.ops.look_up(self.positions, residual.position_ids)
+            x = self.dropout(x, residual)
         rotation, windows = self.rotation(positions, x.dtype), {n: self.spec.window_of(n) for n in self.stage.layers}
-        seen = partial(self.ops.attention_mask, positions, sinks=self.spec.sinks, dtype=x.dtype)
-        masks = {window: seen(window) for window in {*windows.values()}}
+        mask_of = partial(self.ops.attention_mask, positions, sinks=self.spec.sinks, dtype=x.dtype)
+        masks = {window: mask_of(window) for window in {*windows.values()}}
         for number, block in self.layers.items():
-            x = block(x, here, rotation, masks[windows[int(number)]])
+            x = block(x, residual, rotation, masks[windows[int(number)]])
         if self.norm is None:
             return x
         table = self.head or self.embedding
@@ -186,15 +184,15 @@ class Decoder(nn.Module):
         x = self.ops.norm(self.norm, x)
         return self.ops.logits(x, table) if targets is None else self.ops.loss(x, table, targets)
 
-    def rotation(self, positions: TokenPositions, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+    def rotation(self, positions: TokenPositions, compute: torch.dtype) -> Rotation | None:
         """Cosine and sine of every token's angles, [B, 1, S, D/2], from a table made once, on the CPU."""
         if self.spec.positions != "rope":
             return None
-        ids, kept, table, last = positions.position_ids, wide(dtype), self._rotations, self._last_rotation
-        if last is not None and last[0] is ids and last[1] == kept:
+        ids, dtype, table, last = positions.position_ids, accum_dtype(compute), self._rotations, self._last_rotation
+        if last is not None and last[0] is ids and last[1] == dtype:
             return last[2]
-        if table.shape[0] < positions.length or table.dtype != kept or table.device != ids.device:
-            self._rotations = table = attention.tables(self.spec, positions.length).to(ids.device, kept)
+        if table.shape[0] < positions.length or table.dtype != dtype or table.device != ids.device:
+            self._rotations = table = attention.tables(self.spec, positions.length).to(ids.device, dtype)
         cos, sin = table[ids].unbind(2)
-        self._last_rotation = ids, kept, (cos[:, None], sin[:, None])
+        self._last_rotation = ids, dtype, (cos[:, None], sin[:, None])
         return self._last_rotation[2]

@@ -1,4 +1,4 @@
-"""Linears whose matmuls take 8-bit floats: values in e4m3, gradients in e5m2, one scale per tensor, found as it comes.
+"""Linears whose matmuls take 8-bit floats: values in e4m3, gradients in e5m2, one dynamic scale per tensor.
 
     y = x W^T      x and W rounded to e4m3, times what makes their largest value the format's largest
     dx = dy W      dy rounded to e5m2, which has the range of gradients
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from fivefold.model.grouped import Sizes, both_gradients, product
+from fivefold.model.grouped import Sizes, grouped_backward, product
 
 VALUES, GRADS = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -31,60 +31,61 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 class Fp8Product(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        flat, by = rounded(x.flatten(0, -2), VALUES)
-        narrow, weight_by = rounded(weight, VALUES)
-        ctx.save_for_backward(flat, by, weight, weight_by)
+        x8, x_scale = rounded(x.flatten(0, -2), VALUES)
+        w8, w_scale = rounded(weight, VALUES)
+        ctx.save_for_backward(x8, x_scale, weight, w_scale)
         ctx.shape, ctx.dtype = x.shape, x.dtype
-        return _product(flat, by, narrow.t(), weight_by, x.dtype, fast=True).unflatten(0, x.shape[:-1])
+        return _product(x8, x_scale, w8.t(), w_scale, x.dtype, fast=True).unflatten(0, x.shape[:-1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        flat, by, weight, weight_by = ctx.saved_tensors
-        narrow = _narrow(weight, weight_by, VALUES)  # again: a copy of it would outlive the weight that ZeRO 3 gathered
-        dy, dy_by = rounded(grad.flatten(0, -2), GRADS)
-        dx = _product(dy, dy_by, _columns(narrow), weight_by, ctx.dtype)
-        dw = _product(dy.t().contiguous(), dy_by, _columns(flat), by, ctx.dtype)
+        x8, x_scale, weight, w_scale = ctx.saved_tensors
+        w8 = _divide(weight, w_scale, VALUES)  # again: a copy of it would outlive the weight that ZeRO 3 gathered
+        dy8, dy_scale = rounded(grad.flatten(0, -2), GRADS)
+        dx = _product(dy8, dy_scale, _column_major(w8), w_scale, ctx.dtype)
+        dw = _product(dy8.t().contiguous(), dy_scale, _column_major(x8), x_scale, ctx.dtype)
         return dx.view(ctx.shape), dw
 
 
 def rounded(x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x as 8-bit floats, and the factor that undoes their scale."""
-    most = torch.finfo(kind).max
-    by = most / x.abs().amax().float().clamp(min=1e-12)
-    return _narrow(x, by.reciprocal(), kind), by.reciprocal()
+    """x as 8-bit floats, and the scale that they are to be multiplied by."""
+    inverse = torch.finfo(kind).max / x.abs().amax().float().clamp(min=1e-12)
+    return _divide(x, inverse.reciprocal(), kind), inverse.reciprocal()
 
 
-def _narrow(x: Tensor, by: Tensor, kind: torch.dtype) -> Tensor:
-    """x / by, which has the format's range."""
-    most = torch.finfo(kind).max
-    return (x.float() / by).clamp(-most, most).to(kind)
+def _divide(x: Tensor, scale: Tensor, kind: torch.dtype) -> Tensor:
+    """x / scale, which has the format's range."""
+    largest = torch.finfo(kind).max
+    return (x.float() / scale).clamp(-largest, largest).to(kind)
 
 
-def _columns(x: Tensor) -> Tensor:
-    """The same matrix, a column after the other: as the matmuls want their second factor."""
+def _column_major(x: Tensor) -> Tensor:
+    """As the matmuls want their second factor."""
     return x.t().contiguous().t()
 
 
-def _product(a: Tensor, a_by: Tensor, b: Tensor, b_by: Tensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
+def _product(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, *, fast: bool = False
+) -> Tensor:
+    """`fast`: sums have fewer bits than float32."""
     if a.is_cuda:
-        return torch._scaled_mm(a, b, scale_a=a_by, scale_b=b_by, out_dtype=dtype, use_fast_accum=fast)
-    return ((a.float() @ b.float()) * (a_by * b_by)).to(dtype)
+        return torch._scaled_mm(a, b, scale_a=a_scale, scale_b=b_scale, out_dtype=dtype, use_fast_accum=fast)
+    return ((a.float() @ b.float()) * (a_scale * b_scale)).to(dtype)
 
 
-# ---- fp8 ------------------------------------------------------------------------------------------------------------
+# ---- experts --------------------------------------------------------------------------------------------------------
 # Experts whose products take 8-bit floats (e4m3), with a scale for every row and for every column of a weight.
 #
 #     y = x W_g^T    rows of x and rows of W rounded, each by its own largest value
 #     dx = dy W_g    rows of dy, and columns of W: its rounding goes along what is summed, so it is another one
 #     dW = dy^T x    in bfloat16: it sums over tokens, and fast sums of 8-bit products over thousands of them lose norm
 #
-# A row's scale does not depend on which rows lie beside it: what an expert says of a token is the same in every
+# A row's scale does not depend on which rows lie beside it: what an expert makes of a token is the same in every
 # layout. Sums are those of the tensor cores' fast mode; the other takes three times as long for narrow experts.
 
 
-_KIND = torch.float8_e4m3fn
-_MOST = torch.finfo(_KIND).max
+_MAX = torch.finfo(VALUES).max
 
 
 class Fp8GroupedLinear(Function):
@@ -101,31 +102,31 @@ class Fp8GroupedLinear(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return both_gradients(ctx, gradient, fp8_product)
+        return grouped_backward(ctx, gradient, fp8_product)
 
 
 def fp8_product(x: Tensor, weights: Tensor, ends: Tensor, sizes: Sizes | None) -> Tensor:
     """x [N, I], weights [G, I, O] -> [N, O]. Weights are rounded along what is summed."""
-    (x8, x_by), (w8, w_by) = round_rows(x), round_rows(weights.mT.contiguous())
+    (x8, x_scale), (w8, w_scale) = round_rows(x), round_rows(weights.mT.contiguous())
     if x.is_cuda and x.shape[0]:
-        return _kernel(x8, w8, x_by, w_by, ends, x.dtype)
-    exact = (x8.float() * x_by[:, None], (w8.float() * w_by[..., None]).mT)
+        return _kernel(x8, w8, x_scale, w_scale, ends, x.dtype)
+    exact = (x8.float() * x_scale[:, None], (w8.float() * w_scale[..., None]).mT)
     return product(*exact, ends, sizes).to(x.dtype)
 
 
 # An operator of our own: see `grouped.py`.
 @torch.library.custom_op("fivefold::fp8_grouped_mm", mutates_args=())
-def _kernel(x: Tensor, weights: Tensor, x_by: Tensor, weights_by: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
-    operands = x.contiguous(), weights.contiguous().mT, x_by.contiguous(), weights_by.contiguous()
+def _kernel(x: Tensor, weights: Tensor, x_scale: Tensor, w_scale: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
+    operands = x.contiguous(), weights.contiguous().mT, x_scale.contiguous(), w_scale.contiguous()
     return torch._scaled_grouped_mm(*operands, offs=ends, out_dtype=dtype, use_fast_accum=True)
 
 
 @_kernel.register_fake
-def _(x: Tensor, weights: Tensor, x_by: Tensor, weights_by: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
+def _(x: Tensor, weights: Tensor, x_scale: Tensor, w_scale: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
     return x.new_empty(x.shape[0], weights.shape[1], dtype=dtype)
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """[..., I] as 8-bit floats, and for every row [...] the factor that undoes its scale."""
-    by = x.abs().amax(-1).float().clamp(min=1e-12) / _MOST
-    return (x.float() / by[..., None]).clamp(-_MOST, _MOST).to(_KIND), by
+    """[..., I] as 8-bit floats, and for every row [...] the scale that it is to be multiplied by."""
+    scale = x.abs().amax(-1).float().clamp(min=1e-12) / _MAX
+    return (x.float() / scale[..., None]).clamp(-_MAX, _MAX).to(VALUES), scale

@@ -40,10 +40,12 @@ class Groups:
         return torch.searchsorted(self.ends, torch.arange(rows, dtype=torch.int32, device=self.ends.device), right=True)
 
 
-PutOff = Callable[[Callable[[], Tensor]], None]  # is given a function that computes the weight's gradient, for later
+DeferWgrad = Callable[
+    [Callable[[], Tensor]], None
+]  # is given a function that computes the weight's gradient, for later
 
 
-def added(y: Tensor, bias: Tensor | None, groups: Groups) -> Tensor:
+def add_bias(y: Tensor, bias: Tensor | None, groups: Groups) -> Tensor:
     """y [N, O] and the bias of each row's group; biases lie one below the other, [G * O]."""
     return y if bias is None else y + bias.unflatten(0, (groups.ends.shape[0], -1))[groups.numbers(y.shape[0])]
 
@@ -62,16 +64,16 @@ class GroupedLinear(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return both_gradients(ctx, gradient, product)
+        return grouped_backward(ctx, gradient, product)
 
 
-def both_gradients(ctx: Any, gradient: Tensor, times: Callable[..., Tensor]) -> tuple[Any, ...]:
-    """What `backward` returns: of the input by `times`, of the weight now or when its turn has come."""
+def grouped_backward(ctx: Any, gradient: Tensor, product: Callable[..., Tensor]) -> tuple[Any, ...]:
+    """What `backward` returns: of the input by `product`, of the weight now or deferred."""
     (x, weight, ends), sizes = ctx.saved_tensors, ctx.sizes
     gradient = gradient.contiguous()  # that of a sum has strides of 0, which the kernel refuses
-    dx = times(gradient, weight.unflatten(0, (ends.shape[0], -1)), ends, sizes)
-    if ctx.defer_wgrad is not None and (later := ctx.defer_wgrad()) is not None:
-        later(lambda: weight_gradient(gradient, x, ends, sizes).flatten(0, 1))
+    dx = product(gradient, weight.unflatten(0, (ends.shape[0], -1)), ends, sizes)
+    if ctx.defer_wgrad is not None and (defer := ctx.defer_wgrad()) is not None:
+        defer(lambda: weight_gradient(gradient, x, ends, sizes).flatten(0, 1))
         return dx, None, None, None, None
     return dx, weight_gradient(gradient, x, ends, sizes).flatten(0, 1), None, None, None
 
@@ -91,7 +93,7 @@ def weight_gradient(gradient: Tensor, x: Tensor, ends: Tensor, sizes: Sizes | No
         return _weight_gradient_in_graph(gradient, x, ends)
     if not _takes(x, gradient.shape[1], x.shape[1]):
         return torch.stack([gradient[rows].mT @ x[rows] for rows in _slices(ends, sizes)])
-    return without_rows_zero(_grouped_mm(gradient.mT, x, ends), ends, sizes)
+    return zero_empty_groups(_grouped_mm(gradient.mT, x, ends), ends, sizes)
 
 
 # Operators of our own in graphs: the compiler of torch 2.11 hands PyTorch's other strides than it was given, with which
@@ -108,7 +110,7 @@ def _(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 @torch.library.custom_op("fivefold::grouped_weight_gradient", mutates_args=())
 def _weight_gradient_in_graph(gradient: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    return without_rows_zero(_grouped_mm(gradient.contiguous().mT, x.contiguous(), ends), ends, None)
+    return zero_empty_groups(_grouped_mm(gradient.contiguous().mT, x.contiguous(), ends), ends, None)
 
 
 @_weight_gradient_in_graph.register_fake
@@ -116,16 +118,16 @@ def _(gradient: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty(ends.shape[0], gradient.shape[1], x.shape[1])
 
 
-def without_rows_zero(found: Tensor, ends: Tensor, sizes: Sizes | None) -> Tensor:
+def zero_empty_groups(gradients: Tensor, ends: Tensor, sizes: Sizes | None) -> Tensor:
     """[G, O, I], in place: the kernel need not write where a group has no rows."""
-    if found.is_cuda:
-        from fivefold.model.grouped_triton import zero_empty_groups
+    if gradients.is_cuda:
+        from fivefold.model import grouped_triton  # Triton's import takes a second
 
-        return zero_empty_groups(found, ends)
+        return grouped_triton.zero_empty_groups(gradients, ends)
     if sizes is not None and all(sizes):
-        return found
+        return gradients
     empty = ends.diff(prepend=ends.new_zeros(1)) == 0
-    return found.masked_fill_(empty[:, None, None], 0.0)
+    return gradients.masked_fill_(empty[:, None, None], 0.0)
 
 
 def _slices(ends: Tensor, sizes: Sizes | None) -> list[slice]:

@@ -11,20 +11,20 @@ _BLOCK = 4096
 
 
 @triton.jit
-def _zero(found, ends, size, BLOCK: tl.constexpr):
+def _zero(gradients, ends, size, BLOCK: tl.constexpr):
     group = tl.program_id(0)
     end = tl.load(ends + group)
     start = tl.load(ends + group - 1, mask=group > 0, other=0)
     if start == end:
         for first in range(tl.program_id(1) * BLOCK, size, tl.num_programs(1) * BLOCK):
-            at = first + tl.arange(0, BLOCK)
-            zeros = tl.zeros((BLOCK,), dtype=found.dtype.element_ty)
-            tl.store(found + group.to(tl.int64) * size + at, zeros, mask=at < size)
+            offsets = first + tl.arange(0, BLOCK)
+            zeros = tl.zeros((BLOCK,), dtype=gradients.dtype.element_ty)
+            tl.store(gradients + group.to(tl.int64) * size + offsets, zeros, mask=offsets < size)
 
 
-def zero_empty_groups(found: Tensor, ends: Tensor) -> Tensor:
-    """`found` [G, O, I] in place; group g has the rows from the end before it to `ends`[g]."""
-    assert found.is_contiguous()
-    groups, size = found.shape[0], found.shape[1] * found.shape[2]
-    _zero[(groups, min(64, triton.cdiv(size, _BLOCK)))](found, ends, size, BLOCK=_BLOCK)
-    return found
+def zero_empty_groups(gradients: Tensor, ends: Tensor) -> Tensor:
+    """`gradients` [G, O, I] in place; group g has the rows from the end before it to `ends`[g]."""
+    assert gradients.is_contiguous()
+    groups, size = gradients.shape[0], gradients.shape[1] * gradients.shape[2]
+    _zero[(groups, min(64, triton.cdiv(size, _BLOCK)))](gradients, ends, size, BLOCK=_BLOCK)
+    return gradients

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from fivefold.layout.sharding import slices
-from fivefold.model.layers import wide
+from fivefold.model.layers import accum_dtype
 from fivefold.model.recompute import compiled
 
 
@@ -38,40 +38,42 @@ class Targets:
 
 
 class Vocabulary:
-    """The words of a head's rows: all of them, here. Ranks that share them (`parallel/`) say how they agree."""
+    """The words that a head's rows are of: all, on one device. Where ranks share them (`tensor.SharedVocabulary`), its
+    methods are the collectives."""
 
     def __init__(self, size: int):
-        self.size, self.mine = size, range(size)
-        self.most = size  # words of the rank that has the most: all take the same slices
+        self.size, self.local = size, range(size)
+        self.largest = size  # words of the rank that has the most: all take the same slices
 
     def gather(self, x: Tensor) -> Tensor:
         """The tokens that the head reads, [B, S, E]."""
         return x
 
-    def agree(self, lse: Tensor, sums: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Of the parts of the vocabulary, [N] each: the log of all sums of exponentials, and the other sums."""
+    def combine(self, lse: Tensor, sums: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """Over the parts of the vocabulary, [N] each: the LSE of all words, and the other sums."""
         return lse, sums
 
-    def give_back(self, dx: Tensor) -> Tensor:
+    def start_reduce(self, dx: Tensor) -> Tensor:
         """The gradient of what `gather` was given, on its way."""
         return dx
 
-    def arrived(self, dx: Tensor) -> Tensor:
+    def finish_reduce(self, dx: Tensor) -> Tensor:
+        """Wait for it."""
         return dx
 
 
-def head_loss(x: Tensor, weight: Tensor, targets: Targets, words: Vocabulary, compile: bool = False) -> Tensor:
+def head_loss(x: Tensor, weight: Tensor, targets: Targets, vocabulary: Vocabulary, *, compile: bool = False) -> Tensor:
     """The sum of the cross-entropies of x [B, S, E] against the targets, in at least float32."""
     kernels = _compiled() if compile else (_statistics, _logit_grad, torch.Tensor.mul_)
     learning = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    return HeadLoss.apply(words, targets, learning, kernels, x, weight)
+    return HeadLoss.apply(vocabulary, targets, learning, kernels, x, weight)
 
 
 class HeadLoss(Function):
     @staticmethod
     def forward(
         ctx: Any,
-        words: Vocabulary,
+        vocabulary: Vocabulary,
         targets: Targets,
         learning: bool,
         kernels: Any,
@@ -79,35 +81,36 @@ class HeadLoss(Function):
         weight: Tensor,
     ) -> Tensor:
         statistics, grad_of, ctx.scale = kernels
-        whole = words.gather(x)
-        flat, wanted, mask = whole.flatten(0, 1), targets.tokens.flatten(), targets.mask.flatten()
-        total = flat.new_zeros((), dtype=wide(flat.dtype))
+        gathered = vocabulary.gather(x)
+        flat, tokens, mask = gathered.flatten(0, 1), targets.tokens.flatten(), targets.mask.flatten()
+        total = flat.new_zeros((), dtype=accum_dtype(flat.dtype))
         dx, dw = (torch.empty_like(flat), None) if learning else (flat, None)
-        for part in slices(len(flat), words.most):
+        for part in slices(len(flat), vocabulary.largest):
             rows = slice(part.start, part.stop)
             logits = flat[rows] @ weight.T
-            column = wanted[rows] - words.mine.start
-            here = (column >= 0) & (column < len(words.mine))
-            lse, picked, summed = statistics(logits, column, here, targets.smoothing)
-            lse, sums = words.agree(lse, [picked, summed] if targets.smoothing else [picked])
+            column = tokens[rows] - vocabulary.local.start
+            is_local = (column >= 0) & (column < len(vocabulary.local))
+            lse, picked, summed = statistics(logits, column, is_local, targets.smoothing)
+            lse, sums = vocabulary.combine(lse, [picked, summed] if targets.smoothing else [picked])
             loss = lse - (1 - targets.smoothing) * sums[0]
             if targets.smoothing:
-                loss = loss - targets.smoothing / words.size * sums[1]
+                loss = loss - targets.smoothing / vocabulary.size * sums[1]
             if targets.z_loss:
                 loss = loss + targets.z_loss * lse.square()
             total += loss.masked_fill(~mask[rows], 0.0).sum()
             if learning:
-                grad = grad_of(logits, lse, picked, column, here, targets.smoothing, words.size, targets.z_loss)
+                extras = targets.smoothing, vocabulary.size, targets.z_loss
+                grad = grad_of(logits, lse, picked, column, is_local, *extras)
                 del logits
                 # Tokens that do not count are struck out of the small factors, not of the grad.
                 counted = mask[rows, None].to(flat.dtype)
                 torch.mul(grad @ weight, counted, out=dx[rows])
                 if part.stop == len(flat):
-                    dx = words.give_back(dx.view_as(whole))
+                    dx = vocabulary.start_reduce(dx.view_as(gathered))
                 dw = _add_product(dw, grad, flat[rows] * counted, last=part.stop == len(flat))
                 del grad  # before the next slice's logits come
         if learning:
-            ctx.save_for_backward(words.arrived(dx), dw)
+            ctx.save_for_backward(vocabulary.finish_reduce(dx), dw)
         return total
 
     @staticmethod
@@ -119,17 +122,18 @@ class HeadLoss(Function):
         return None, None, None, None, dx, dw
 
 
-def _statistics(logits: Tensor, column: Tensor, here: Tensor, smoothing: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row: the log of the sum of exponentials, the target's logit where it is here, the sum if it is needed."""
-    exact = wide(logits.dtype)
+def _statistics(logits: Tensor, column: Tensor, is_local: Tensor, smoothing: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row: the LSE, the target's logit where it is among these words, the sum if it is needed."""
+    dtype = accum_dtype(logits.dtype)
     if not logits.shape[-1]:
-        nothing = logits.new_zeros(column.shape, dtype=exact)
-        return nothing - torch.inf, nothing, nothing
-    summed = logits.sum(-1, dtype=exact) if smoothing else logits.new_zeros((), dtype=exact)
-    largest = logits.amax(-1).to(exact)
-    below = logits - largest[:, None] if logits.dtype == exact else logits.to(exact).sub_(largest[:, None])
+        zeros = logits.new_zeros(column.shape, dtype=dtype)
+        return zeros - torch.inf, zeros, zeros
+    summed = logits.sum(-1, dtype=dtype) if smoothing else logits.new_zeros((), dtype=dtype)
+    largest = logits.amax(-1).to(dtype)
+    below = logits - largest[:, None] if logits.dtype == dtype else logits.to(dtype).sub_(largest[:, None])
     lse = largest + below.exp_().sum(-1).log()
-    picked = logits.gather(-1, column.masked_fill(~here, 0)[:, None])[:, 0].to(lse.dtype).masked_fill(~here, 0.0)
+    index = column.masked_fill(~is_local, 0)[:, None]
+    picked = logits.gather(-1, index)[:, 0].to(lse.dtype).masked_fill(~is_local, 0.0)
     return lse, picked, summed
 
 
@@ -138,7 +142,7 @@ def _logit_grad(
     lse: Tensor,
     picked: Tensor,
     column: Tensor,
-    here: Tensor,
+    is_local: Tensor,
     smoothing: float,
     size: int,
     z_loss: float,
@@ -154,9 +158,9 @@ def _logit_grad(
     grad = of(logits, lse[:, None]).to(logits.dtype)
     if logits.shape[-1]:
         # Rounded after the subtraction: what is left of a sure answer is small, and counts.
-        index = column.masked_fill(~here, 0)[:, None]
-        one_less = (of(picked.clone(), lse) - (1 - smoothing)).to(grad.dtype)
-        grad.scatter_(-1, index, torch.where(here, one_less, grad.gather(-1, index)[:, 0])[:, None])
+        index = column.masked_fill(~is_local, 0)[:, None]
+        at_target = (of(picked.clone(), lse) - (1 - smoothing)).to(grad.dtype)
+        grad.scatter_(-1, index, torch.where(is_local, at_target, grad.gather(-1, index)[:, 0])[:, None])
     return grad
 
 
@@ -170,13 +174,13 @@ def _add_product(total: Tensor | None, grad: Tensor, x: Tensor, last: bool) -> T
 
 def add_product(total: Tensor | None, grad: Tensor, x: Tensor) -> Tensor:
     """In full precision. A GPU's kernels add 16-bit products to a float32 sum by themselves."""
-    exact = wide(x.dtype)
-    if x.is_cuda and x.dtype != exact:
+    dtype = accum_dtype(x.dtype)
+    if x.is_cuda and x.dtype != dtype:
         if total is None:
-            return torch.mm(grad.T, x, out_dtype=exact)
-        return torch.addmm(total, grad.T, x, out_dtype=exact, out=total)
+            return torch.mm(grad.T, x, out_dtype=dtype)
+        return torch.addmm(total, grad.T, x, out_dtype=dtype, out=total)
     product = grad.T @ x
-    return product.to(exact) if total is None else total.add_(product)
+    return product.to(dtype) if total is None else total.add_(product)
 
 
 @cache
@@ -201,7 +205,7 @@ def loss_sum(logits: Tensor, targets: Tensor, mask: Tensor, smoothing: float = 0
 
     `head.Targets` says what `smoothing` and `z_loss` do.
     """
-    widened = logits.to(wide(logits.dtype))
+    widened = logits.to(accum_dtype(logits.dtype))
     ignored = targets.masked_fill(~mask, _IGNORED).flatten()
     total = F.cross_entropy(
         widened.flatten(0, 1), ignored, ignore_index=_IGNORED, reduction="sum", label_smoothing=smoothing

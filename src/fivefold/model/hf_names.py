@@ -86,18 +86,18 @@ class TensorSource(NamedTuple):
         """The rows in their tensor: a view of it."""
         return self.of_matrix(theirs[self.expert] if self.stack else theirs)
 
-    def of_matrix(self, one: Tensor) -> Tensor:
+    def of_matrix(self, matrix: Tensor) -> Tensor:
         """The rows in the tensor, or in the one of its stack that is meant."""
-        one = one.T if self.transposed else one
+        matrix = matrix.T if self.transposed else matrix
         if self.parts == 1:
-            return one
-        return one[self.part :: self.parts] if self.in_turns else one.chunk(self.parts)[self.part]
+            return matrix
+        return matrix[self.part :: self.parts] if self.in_turns else matrix.chunk(self.parts)[self.part]
 
     def shape(self, parameter: Parameter) -> tuple[int, ...]:
         """Of their tensor, whose rows are the parameter's."""
-        one = (len(self.rows) * self.parts, *parameter.shape[1:])
-        one = one[::-1] if self.transposed else one
-        return (self.stack, *one) if self.stack else one
+        matrix = (len(self.rows) * self.parts, *parameter.shape[1:])
+        matrix = matrix[::-1] if self.transposed else matrix
+        return (self.stack, *matrix) if self.stack else matrix
 
 
 def tensors(spec: ModelSpec) -> list[Parameter]:
@@ -115,7 +115,7 @@ def style_of(kind: str) -> Style:
 
 def style_in(spec: ModelSpec, names: Container[str]) -> Style:
     """How these names call the experts."""
-    first = next((one for one in spec.parameters() if one.experts), None)
+    first = next((parameter for parameter in spec.parameters() if parameter.experts), None)
     if first is None:
         return "each"
     styles: tuple[Style, ...] = ("each", "mixtral", "mxfp4", "gpt_oss" if spec.bias else "stacked")

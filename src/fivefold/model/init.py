@@ -118,7 +118,7 @@ _CHUNK = {"cpu": 1 << 18, "cuda": 1 << 23}
 
 
 @torch.no_grad()
-def draw(spec: ModelSpec, parameter: Parameter, out: Tensor, seed: int, box: Box | None = None) -> None:
+def init_param(spec: ModelSpec, parameter: Parameter, out: Tensor, seed: int, box: Box | None = None) -> None:
     """Fill `out` with a box of a parameter; by default with all of it."""
     if isinstance(out, FakeTensor):
         return  # a dry run: there is nothing to fill
@@ -146,4 +146,4 @@ def initialise(model: nn.Module, spec: ModelSpec, seed: int) -> None:
     """Draw every parameter of a whole (unsharded) model."""
     parameters = dict(model.named_parameters())
     for parameter in spec.parameters():
-        draw(spec, parameter, parameters[parameter.name], seed)
+        init_param(spec, parameter, parameters[parameter.name], seed)

@@ -21,51 +21,51 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from fivefold.model import masks
-from fivefold.model.layers import TokenPositions, wide
+from fivefold.model.layers import TokenPositions, accum_dtype
 from fivefold.model.masks import DocumentMask, Packed, WindowMask, causal_spans, check_runs
-from fivefold.model.recompute import kept
+from fivefold.model.recompute import save_output
 
 _aten = torch.ops.aten
 HALF = (torch.bfloat16, torch.float16)
 
 
-Seen = DocumentMask | WindowMask | None  # which queries of a tile see which keys; None: no document ends in it
+TileMask = DocumentMask | WindowMask | None  # which queries of a tile see which keys; None: no document ends in it
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, spans: Seen = None) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: TileMask = None) -> tuple[Tensor, Tensor]:
     """q [B, H, Sq, D], k and v [B, K, Sk, D] -> output [B, H, Sq, D], LSE [B, H, Sq].
 
-    Queries outside all spans see nothing: their output is 0 and their LSE -inf.
+    Queries outside all spans of a mask see nothing: their output is 0 and their LSE -inf.
     """
-    if spans is None:
+    if mask is None:
         return _forward(q, k, v, causal)
-    if isinstance(spans, WindowMask):
-        return masks.forward(q, k, v, spans)
-    if flashes(q):
-        return _packed_forward(q, k, v, causal, spans)
+    if isinstance(mask, WindowMask):
+        return masks.forward(q, k, v, mask)
+    if takes_flash(q):
+        return _packed_forward(q, k, v, causal, mask)
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    lse = q.new_full(q.shape[:-1], -math.inf, dtype=wide(q.dtype))
-    for row, queries, keys in spans.spans:
-        mine, theirs = (slice(row, row + 1), slice(None), queries), (slice(row, row + 1), slice(None), keys)
-        out[mine], lse[mine] = _forward(q[mine], k[theirs], v[theirs], causal)
+    lse = q.new_full(q.shape[:-1], -math.inf, dtype=accum_dtype(q.dtype))
+    for row, queries, keys in mask.spans:
+        at_q, at_k = (slice(row, row + 1), slice(None), queries), (slice(row, row + 1), slice(None), keys)
+        out[at_q], lse[at_q] = _forward(q[at_q], k[at_k], v[at_k], causal)
     return out, lse
 
 
 def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, spans: Seen = None
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, mask: TileMask = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v. `out` and `lse` are those of whole rows of scores, of which this may be a part."""
-    if spans is None:
+    if mask is None:
         return _backward(grad, q, k, v, out, lse, causal)
-    if isinstance(spans, WindowMask):
-        return masks.backward(grad, q, k, v, out, lse, spans)
-    if flashes(q):
-        return _packed_backward(grad, q, k, v, out, lse, causal, spans)
+    if isinstance(mask, WindowMask):
+        return masks.backward(grad, q, k, v, out, lse, mask)
+    if takes_flash(q):
+        return _packed_backward(grad, q, k, v, out, lse, causal, mask)
     dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    for row, queries, keys in spans.spans:
-        mine, theirs = (slice(row, row + 1), slice(None), queries), (slice(row, row + 1), slice(None), keys)
-        grads = _backward(grad[mine], q[mine], k[theirs], v[theirs], out[mine], lse[mine], causal)
-        dq[mine], dk[theirs], dv[theirs] = grads  # no two spans share a query or a key
+    for row, queries, keys in mask.spans:
+        at_q, at_k = (slice(row, row + 1), slice(None), queries), (slice(row, row + 1), slice(None), keys)
+        grads = _backward(grad[at_q], q[at_q], k[at_k], v[at_k], out[at_q], lse[at_q], causal)
+        dq[at_q], dk[at_k], dv[at_k] = grads  # no two spans share a query or a key
     return dq, dk, dv
 
 
@@ -103,34 +103,34 @@ class Attend(torch.autograd.Function):
     """Causal attention of whole rows by the kernels of this file: within a window, with sinks, or both."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, spans: Seen) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: TileMask) -> Tensor:
         def compute() -> tuple[Tensor, ...]:
-            out, lse = forward(q, k, v, True, spans)
+            out, lse = forward(q, k, v, causal=True, mask=mask)
             if sinks is not None:
                 sink_(out, lse, sinks)
             return out, lse
 
-        out, lse = kept(compute, 2, q)
+        out, lse = save_output(compute, 2, q)
         ctx.save_for_backward(q, k, v, out, lse, *([] if sinks is None else [sinks]))
-        ctx.spans = spans
+        ctx.mask = mask
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, *sinks = ctx.saved_tensors
-        grads = backward(grad, q, k, v, out, lse, True, ctx.spans)
+        grads = backward(grad, q, k, v, out, lse, causal=True, mask=ctx.mask)
         return *grads, sink_grad(grad, out, lse, *sinks) if sinks else None, None
 
 
 def by_definition(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sinks: Tensor | None = None) -> Tensor:
     """Softmax of all scores under stock autograd, by which the rest is judged. `seen`: bool [.., 1, Sq, Sk]."""
-    precise = wide(q.dtype)
+    dtype = accum_dtype(q.dtype)
     copies = q.shape[1] // k.shape[1]
-    k, v = (x[:, :, None].expand(-1, -1, copies, -1, -1).flatten(1, 2).to(precise) for x in (k, v))
-    scores = (q.to(precise) @ k.mT * q.shape[-1] ** -0.5).masked_fill(~seen, -math.inf)
+    k, v = (x[:, :, None].expand(-1, -1, copies, -1, -1).flatten(1, 2).to(dtype) for x in (k, v))
+    scores = (q.to(dtype) @ k.mT * q.shape[-1] ** -0.5).masked_fill(~seen, -math.inf)
     if sinks is not None:
-        logits = sinks.to(precise)[:, None, None].expand(*scores.shape[:-1], 1)
+        logits = sinks.to(dtype)[:, None, None].expand(*scores.shape[:-1], 1)
         return (torch.cat((scores, logits), dim=-1).softmax(-1)[..., :-1] @ v).to(q.dtype)
     return (scores.softmax(-1) @ v).to(q.dtype)
 
@@ -138,13 +138,13 @@ def by_definition(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sinks: Tensor |
 # ---- whole tiles ---------------------------------------------------------------------------------------------------
 
 
-def flashes(q: Tensor) -> bool:
-    """Flash attention on a GPU takes it."""
+def takes_flash(q: Tensor) -> bool:
+    """Whether flash attention on a GPU takes it."""
     return q.is_cuda and q.dtype in HALF
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    if flashes(q):
+    if takes_flash(q):
         width = q.shape[-1]
         q, k, v = (_to_eights(x) for x in (q, k, v))
         out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=width**-0.5)
@@ -157,7 +157,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Ten
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if flashes(q):
+    if takes_flash(q):
         width = q.shape[-1]
         grad, q, k, v, out = (_to_eights(x) for x in (grad, q, k, v, out))
         rows, bounds = lse.contiguous(), (None, None, q.shape[2], k.shape[2])  # the kernel reads LSE as if contiguous
@@ -203,24 +203,24 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, at: Packed) -> Tensor:
     return out[..., :width].unflatten(0, (q.shape[0], -1)).transpose(1, 2)
 
 
-def _packed_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, spans: DocumentMask) -> tuple[Tensor, Tensor]:
-    at, (batch, heads, seq, width) = spans.packed, q.shape
+def _packed_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: DocumentMask) -> tuple[Tensor, Tensor]:
+    at, (batch, heads, seq, width) = mask.packed, q.shape
     flat = (_to_eights(_pack(x, index)) for x, index in ((q, at.queries), (k, at.keys), (v, at.keys)))
     bounds = (at.query_starts, at.key_starts, at.most_queries, at.most_keys)
-    seen, seen_lse, *_ = _aten._flash_attention_forward(*flat, *bounds, 0.0, causal, False, scale=width**-0.5)
-    out = _unpack(seen[..., :width], at.queries, batch, seq)
+    packed_out, packed_lse, *_ = _aten._flash_attention_forward(*flat, *bounds, 0.0, causal, False, scale=width**-0.5)
+    out = _unpack(packed_out[..., :width], at.queries, batch, seq)
     if at.queries is None:
-        lse = seen_lse
+        lse = packed_lse
     else:
-        lse = seen_lse.new_full((heads, batch * seq), -math.inf)
-        lse[:, at.queries] = seen_lse
+        lse = packed_lse.new_full((heads, batch * seq), -math.inf)
+        lse[:, at.queries] = packed_lse
     return out, lse.unflatten(1, (batch, seq)).transpose(0, 1)
 
 
 def _packed_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, spans: DocumentMask
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, mask: DocumentMask
 ) -> tuple[Tensor, Tensor, Tensor]:
-    at, batch, width = spans.packed, q.shape[0], q.shape[-1]
+    at, batch, width = mask.packed, q.shape[0], q.shape[-1]
     places = (at.queries, at.queries, at.keys, at.keys, at.queries)
     flat = [_to_eights(_pack(x, index)) for x, index in zip((grad, q, k, v, out), places, strict=True)]
     rows = lse.transpose(0, 1).flatten(1)  # [H, B * Sq]
@@ -254,18 +254,18 @@ def products(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Ten
     """By the definition, with all scores in memory."""
     scores = _scores(q, k, causal)
     lse = scores.logsumexp(-1)
-    seen = torch.exp(scores - lse[..., None]) @ v[:, :, None]
-    return seen.flatten(1, 2), lse.flatten(1, 2)
+    out = torch.exp(scores - lse[..., None]) @ v[:, :, None]
+    return out.flatten(1, 2), lse.flatten(1, 2)
 
 
 def products_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     groups, scale = (k.shape[1], -1), q.shape[-1] ** -0.5
-    grad, asked, out, rows = (x.unflatten(1, groups) for x in (grad, q, out, lse))  # [B, K, H/K, Sq, ...]
+    grad, grouped_q, out, rows = (x.unflatten(1, groups) for x in (grad, q, out, lse))  # [B, K, H/K, Sq, ...]
     p = torch.exp(_scores(q, k, causal) - rows[..., None])
     ds = p * (grad @ v[:, :, None].mT - (grad * out).sum(-1, keepdim=True)) * scale
-    return (ds @ k[:, :, None]).flatten(1, 2), (ds.mT @ asked).sum(2), (p.mT @ grad).sum(2)
+    return (ds @ k[:, :, None]).flatten(1, 2), (ds.mT @ grouped_q).sum(2), (p.mT @ grad).sum(2)
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
@@ -303,22 +303,23 @@ def wants_tiles(device: torch.device, length: int) -> bool:
 
 @lru_cache(maxsize=4)
 def causal_tiles(device: torch.device, length: int) -> Tiles:
-    """Below the diagonal a tile is seen whole. Told tile by tile: to look at every score would take gigabytes."""
+    """Below the diagonal a tile is seen whole. Listed tile by tile: to look at every score would take gigabytes."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    here = torch.arange(length // _SIDE, dtype=torch.int32, device=device)
-    row = here.expand(1, 1, len(here), -1).contiguous()
-    itself = (row + here[:, None]) % len(here)  # first the tile on the diagonal; the others do not count
-    one = torch.ones_like(here)[None, None]
-    return Tiles(length, BlockMask.from_kv_blocks(one, itself, here[None, None], row, _SIDE, _sees))
+    tiles = torch.arange(length // _SIDE, dtype=torch.int32, device=device)
+    columns = tiles.expand(1, 1, len(tiles), -1).contiguous()
+    # Of each row of tiles one is seen in part, that on the diagonal; it stands first, and the others do not count.
+    partial, from_diagonal = torch.ones_like(tiles)[None, None], (columns + tiles[:, None]) % len(tiles)
+    mask = BlockMask.from_kv_blocks(partial, from_diagonal, tiles[None, None], columns, _SIDE, _causal)
+    return Tiles(length, mask)
 
 
-def _sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+def _causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return query >= key
 
 
 def fit_tiles(q: Tensor, tiles: Tiles) -> bool:
-    """Whether `attend` takes it. Outside of a compiled block FlexAttention would hold all scores."""
+    """Whether `attend_tiles` takes it. Outside of a compiled block FlexAttention would hold all scores."""
     known = q.dtype in HALF and q.shape[-1] in _WIDTHS and q.shape[2] == tiles.length
     return known and torch.compiler.is_compiling()
 
@@ -327,6 +328,6 @@ def attend_tiles(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> Tensor:
     """q [B, H, S, D], k and v [B, K, S, D] -> [B, H, S, D]"""
     from torch.nn.attention.flex_attention import flex_attention
 
-    seen = flex_attention(q, k, v, block_mask=tiles.mask, enable_gqa=k.shape[1] < q.shape[1])
-    assert isinstance(seen, Tensor)
-    return seen
+    out = flex_attention(q, k, v, block_mask=tiles.mask, enable_gqa=k.shape[1] < q.shape[1])
+    assert isinstance(out, Tensor)
+    return out

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def accum_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of masters, of sums of gradients, losses and attention, for a model that computes in `dtype`."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -100,16 +100,16 @@ ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
 
 
 # ---- norms ----------------------------------------------------------------------------------------------------------
-# Norms whose weights are wider than what they norm: computed in the weights' dtype, and rounded once, at the end.
+# Norms whose weights are more precise than their input: computed in the weights' dtype, and rounded once, at the end.
 
 
 def normed(norm: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., E] as `norm` says, by parameters that are given, because ranks may share them."""
     if x.dtype == weight.dtype:
         return _plain(norm, x, weight, bias)
-    if torch.compiler.is_compiling():  # a graph fuses the casts, and keeps what is narrow
+    if torch.compiler.is_compiling():  # a graph fuses the casts, and keeps what is small
         return _plain(norm, x.to(weight.dtype), weight, bias).to(x.dtype)
-    return Widened.apply(norm, x, weight, bias)
+    return UpcastNorm.apply(norm, x, weight, bias)
 
 
 def _plain(norm: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -119,8 +119,8 @@ def _plain(norm: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> T
     return F.rms_norm(x, norm.normalized_shape, weight, norm.eps)
 
 
-class Widened(Function):
-    """Keeps x as it is for the backward pass, which widens it again: a wide copy would be twice as large."""
+class UpcastNorm(Function):
+    """Keeps x as it is for the backward pass, which casts it again: the upcast copy would be twice as large."""
 
     @staticmethod
     def forward(ctx: Any, norm: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -133,9 +133,9 @@ class Widened(Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         x, weight, bias = ctx.saved_tensors
         with torch.enable_grad():
-            inputs = [None if one is None else one.detach().requires_grad_() for one in (weight, bias)]
-            wide = x.detach().to(weight.dtype).requires_grad_()
-            y = _plain(ctx.norm, wide, *inputs)  # type: ignore[arg-type]
-        learned = [wide, *(one for one in inputs if one is not None)]
-        dx, *rest = torch.autograd.grad(y, learned, gradient.to(weight.dtype))
+            params = [None if param is None else param.detach().requires_grad_() for param in (weight, bias)]
+            x_upcast = x.detach().to(weight.dtype).requires_grad_()
+            y = _plain(ctx.norm, x_upcast, *params)  # type: ignore[arg-type]
+        inputs = [x_upcast, *(param for param in params if param is not None)]
+        dx, *rest = torch.autograd.grad(y, inputs, gradient.to(weight.dtype))
         return None, dx.to(x.dtype), *rest, *[None] * (2 - len(rest))

@@ -1,11 +1,11 @@
-"""Which queries see which keys: documents in one row, and sliding windows.
+"""Which queries see which keys: documents in one row (`DocumentMask`), and sliding windows (`WindowMask`).
 
-Spans: where rows hold several documents, which queries see which keys, as rectangles of the score matrix.
-
+Where rows hold several documents, a `DocumentSpan` is a rectangle of the score matrix whose queries see its keys.
 Documents are runs: along a row their numbers never fall. So a causal square breaks into smaller causal squares, one per
 run; and where every key comes before every query, only the keys' last document can also be the queries' first, and one
-rectangle per row is left: a few first queries against a few last keys. Nothing needs a mask, and what no document spans
-is not computed. All of it is found on the host, from arrays that are there anyway; no device waits.
+rectangle per row is left: a few first queries against a few last keys. The kernels need no mask of single scores, and
+what lies in no span is not computed. All of it is found on the host, from arrays that are there anyway; no device
+waits.
 """
 
 import math
@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fivefold.model.layers import wide
+from fivefold.model.layers import accum_dtype
 
 Documents = NDArray[np.integer]
 
@@ -61,17 +61,18 @@ class DocumentMask:
         return Packed(queries, keys, query_starts, key_starts, max(2, most_queries), most_keys)
 
     def _pack(self, pieces: list[tuple[int, slice]], width: int) -> tuple[Tensor | None, Tensor, int]:
+        """The rows of the pieces among [B * S] (None: all), where each piece starts among them, the longest one."""
         lengths = [piece.stop - piece.start for _, piece in pieces]
-        nothing = [0] * (_rounded(len(lengths)) - len(lengths))
-        starts = torch.tensor(np.cumsum([0, *lengths, *nothing]), dtype=torch.int32)
+        padding = [0] * (_next_power(len(lengths)) - len(lengths))
+        starts = torch.tensor(np.cumsum([0, *lengths, *padding]), dtype=torch.int32)
         index = None
         if sum(lengths) < self.rows * width:
             places = [np.arange(row * width + piece.start, row * width + piece.stop) for row, piece in pieces]
             index = torch.from_numpy(np.concatenate(places)).to(self.device)
-        return index, starts.to(self.device), _rounded(max(lengths))
+        return index, starts.to(self.device), _next_power(max(lengths))
 
 
-def _rounded(count: int) -> int:
+def _next_power(count: int) -> int:
     """The next power of two."""
     return 1 << (count - 1).bit_length()
 
@@ -92,11 +93,11 @@ def full_spans(queries: Documents, keys: Documents, device: torch.device) -> Doc
     rows, width = keys.shape
     spans = []
     for row in range(rows):
-        shared = keys[row, -1]
-        seeing = int(np.count_nonzero(queries[row] == shared))
-        if seeing:
-            seen = int(np.count_nonzero(keys[row] == shared))
-            spans.append(DocumentSpan(row, slice(0, seeing), slice(width - seen, width)))
+        document = keys[row, -1]  # the only one that can be on both sides
+        in_queries = int(np.count_nonzero(queries[row] == document))
+        if in_queries:
+            in_keys = int(np.count_nonzero(keys[row] == document))
+            spans.append(DocumentSpan(row, slice(0, in_queries), slice(width - in_keys, width)))
     return DocumentMask(tuple(spans), rows, queries.shape[1], width, device)
 
 
@@ -109,8 +110,8 @@ def check_runs(documents: Documents) -> None:
         )
 
 
-# ---- bands ----------------------------------------------------------------------------------------------------------
-# Bands: attention within a sliding window, a strip of queries at a time, by plain products.
+# ---- sliding windows ------------------------------------------------------------------------------------------------
+# Attention within a sliding window, a strip of queries at a time (`WindowBand`), by plain products.
 #
 # A query at position p sees the keys at p - window + 1 ... p of its document. Positions ascend along both sides, so
 # what a strip of neighbouring queries sees is one slice of the keys, not much longer than the strip; a mask says the
@@ -144,52 +145,52 @@ class WindowMask:
         """`queries` [Sq] and `keys` [Sk] are positions, `documents` those at them, [B, Sq] and [B, Sk]."""
         bands, step = [], max(window, _STRIP)
         for start in range(0, len(queries), step):
-            here = slice(start, min(start + step, len(queries)))
-            asking = queries[here]
-            low, high = (int(at) for at in np.searchsorted(keys, (asking[0] - window + 1, asking[-1] + 1)))
-            there = slice(low, high)
-            distance = asking[:, None] - keys[there]
+            at_q = slice(start, min(start + step, len(queries)))
+            strip = queries[at_q]
+            low, high = (int(at) for at in np.searchsorted(keys, (strip[0] - window + 1, strip[-1] + 1)))
+            at_k = slice(low, high)
+            distance = strip[:, None] - keys[at_k]
             seen = ((distance >= 0) & (distance < window))[None]
             if documents is not None:
-                seen = seen & (documents[0][:, here, None] == documents[1][:, None, there])
+                seen = seen & (documents[0][:, at_q, None] == documents[1][:, None, at_k])
             if seen.any():
-                bands.append(WindowBand(here, there, torch.from_numpy(seen[:, None, None]).to(device)))
+                bands.append(WindowBand(at_q, at_k, torch.from_numpy(seen[:, None, None]).to(device)))
         return cls(tuple(bands))
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, bands: WindowMask) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, mask: WindowMask) -> tuple[Tensor, Tensor]:
     """q [B, H, Sq, D], k and v [B, K, Sk, D] -> output [B, H, Sq, D], LSE [B, H, Sq]; -inf where nothing is seen."""
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    lse = q.new_full(q.shape[:-1], -math.inf, dtype=wide(q.dtype))
-    for band in bands.bands:
+    lse = q.new_full(q.shape[:-1], -math.inf, dtype=accum_dtype(q.dtype))
+    for band in mask.bands:
         scores, values = _scores(q, k, band), _part(v, band.keys)[:, :, None]
-        rows = scores.logsumexp(-1)
-        seen = _exp(scores, rows) @ values
-        out[:, :, band.queries], lse[:, :, band.queries] = seen.flatten(1, 2).to(q.dtype), rows.flatten(1, 2)
+        band_lse = scores.logsumexp(-1)
+        band_out = _exp(scores, band_lse) @ values
+        out[:, :, band.queries], lse[:, :, band.queries] = band_out.flatten(1, 2).to(q.dtype), band_lse.flatten(1, 2)
     return out, lse
 
 
 def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bands: WindowMask
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: WindowMask
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `attention.backward`: `out` and `lse` are those of whole rows of scores. In the accumulate dtype."""
+    """As `kernels.backward`: `out` and `lse` are those of whole rows of scores. Sums are in the accumulate dtype."""
     dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (q, k, v))
     groups, scale = (k.shape[1], -1), q.shape[-1] ** -0.5
-    for band in bands.bands:
-        here, there = band.queries, band.keys
-        gradient, asked, made, rows = (_part(x, here).unflatten(1, groups) for x in (grad, q, out, lse))
-        p, values = _exp(_scores(q, k, band), rows), _part(v, there)[:, :, None]
-        ds = p * (gradient @ values.mT - (gradient * made).sum(-1, keepdim=True)) * scale
-        dq[:, :, here] = (ds @ _part(k, there)[:, :, None]).flatten(1, 2)
-        dk[:, :, there] += (ds.mT @ asked).sum(2)
-        dv[:, :, there] += (p.mT @ gradient).sum(2)
+    for band in mask.bands:
+        at_q, at_k = band.queries, band.keys
+        band_grad, band_q, band_out, band_lse = (_part(x, at_q).unflatten(1, groups) for x in (grad, q, out, lse))
+        p, values = _exp(_scores(q, k, band), band_lse), _part(v, at_k)[:, :, None]
+        ds = p * (band_grad @ values.mT - (band_grad * band_out).sum(-1, keepdim=True)) * scale
+        dq[:, :, at_q] = (ds @ _part(k, at_k)[:, :, None]).flatten(1, 2)
+        dk[:, :, at_k] += (ds.mT @ band_q).sum(2)
+        dv[:, :, at_k] += (p.mT @ band_grad).sum(2)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 def _scores(q: Tensor, k: Tensor, band: WindowBand) -> Tensor:
     """[B, K, H/K, queries, keys]"""
-    asked = _part(q, band.queries).unflatten(1, (k.shape[1], -1))
-    scores = asked @ _part(k, band.keys)[:, :, None].mT * q.shape[-1] ** -0.5
+    grouped_q = _part(q, band.queries).unflatten(1, (k.shape[1], -1))
+    scores = grouped_q @ _part(k, band.keys)[:, :, None].mT * q.shape[-1] ** -0.5
     return scores.masked_fill(~band.seen, -math.inf)
 
 
@@ -199,4 +200,4 @@ def _exp(scores: Tensor, lse: Tensor) -> Tensor:
 
 
 def _part(x: Tensor, places: slice) -> Tensor:
-    return x[:, :, places].to(wide(x.dtype))
+    return x[:, :, places].to(accum_dtype(x.dtype))

@@ -1,4 +1,4 @@
-"""The mixture: what a block with experts has in place of a dense network."""
+"""Mixture of experts: what a block has in place of a dense network, and the losses and the bias that balance it."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +19,7 @@ from fivefold.spec.model import ModelSpec
 # ---- balance --------------------------------------------------------------------------------------------------------
 # What keeps the load of experts even, in every layout alike.
 #
-# balance loss   of each row of the batch (DeepSeek-V3, arXiv 2412.19437, section 2.1.2): the share of the row's slots
+# balance loss   of each row of the batch (DeepSeek-V3, arXiv 2412.19437, section 2.1.2): the share of the row's tokens
 #                that an expert got, times the mean of its normalised scores, summed over experts; 1 where all are
 #                equal
 # z loss         the squared log-partition of the router's logits (ST-MoE, arXiv 2202.08906), which keeps them small
@@ -61,42 +61,42 @@ class AddLoss(Function):
         return gradient, torch.ones((), dtype=ctx.kind, device=gradient.device)
 
 
-def row_counts(routed: Routing, rows: Tensor, count: int) -> Tensor:
+def row_counts(routing: Routing, rows: Tensor, count: int) -> Tensor:
     """How often the tokens of each of `count` rows chose each expert, int64 [B, X]; `rows` [n]: the tokens'."""
-    (slots, experts), order = (routed.chosen.shape[1], routed.scores.shape[1]), routed.order
-    # In their order slots ascend by expert and, within an expert, by row.
-    sorted_ = routed.chosen.flatten()[order] * count + rows[order // slots]
-    every = torch.arange(experts * count, device=order.device)
-    ends = torch.searchsorted(sorted_, every, right=True)
+    (top_k, experts), order = (routing.chosen.shape[1], routing.scores.shape[1]), routing.order
+    # In their order assignments ascend by expert and, within an expert, by row.
+    sorted_ = routing.chosen.flatten()[order] * count + rows[order // top_k]
+    ends = torch.searchsorted(sorted_, torch.arange(experts * count, device=order.device), right=True)
     return ends.diff(prepend=ends.new_zeros(1)).view(experts, count).T.contiguous()
 
 
-def balance_loss(experts: Experts, routed: Routing, rows: Tensor, counts: Tensor, length: int) -> Tensor:
+def balance_loss(experts: Experts, routing: Routing, rows: Tensor, counts: Tensor, length: int) -> Tensor:
     """The sum over rows, of this rank's tokens. `counts` [B, X] are those of whole rows of `length` tokens."""
-    share = counts.to(routed.scores.dtype) * (experts.count / (experts.top_k * length))
-    scores = routed.scores
+    share = counts.to(routing.scores.dtype) * (experts.count / (experts.top_k * length))
+    scores = routing.scores
     if experts.scores == "sigmoid":
         scores = scores / scores.sum(-1, keepdim=True)
     return (share[rows] * scores).sum() / length
 
 
-def z_loss(routed: Routing) -> Tensor:
+def z_loss(routing: Routing) -> Tensor:
     """The sum over this rank's tokens."""
-    return routed.logits.logsumexp(-1).square().sum()
+    return routing.logits.logsumexp(-1).square().sum()
 
 
 @torch.no_grad()
-def follow_load(bias: Tensor, load: Tensor, rate: float) -> None:
-    """Move the bias of every expert by `rate`, towards an equal load. `load` [X] is of the whole global batch."""
-    behind = load.sum() - len(load) * load  # whole numbers: the same on every rank
+def update_expert_bias(bias: Tensor, tokens_per_expert: Tensor, rate: float) -> None:
+    """Move the bias of every expert by `rate`, towards an equal load. The counts [X] are of the whole global batch."""
+    # Whole numbers: the same on every rank.
+    behind = tokens_per_expert.sum() - len(tokens_per_expert) * tokens_per_expert
     bias.add_(behind.sign().to(bias.dtype), alpha=rate)
 
 
 # ---- mixture --------------------------------------------------------------------------------------------------------
 
 
-# Of a microbatch: tokens of each expert [X], and the balance loss and z loss [2] where there are such.
-Told = tuple[Tensor, Tensor | None]
+# Of a microbatch: tokens per expert [X], and the balance loss and z loss [2] where there are such.
+RouterStats = tuple[Tensor, Tensor | None]
 
 
 class ExpertLinear(nn.Module):
@@ -139,40 +139,40 @@ class MoE(nn.Module):
         if ops.compiled and not ops.dispatch.in_graph:  # how many tokens go where is no constant of a graph
             self.forward = torch.compiler.disable(self.forward)  # type: ignore[method-assign]
 
-    def forward(self, x: Tensor, positions: TokenPositions) -> tuple[Tensor, Told]:
+    def forward(self, x: Tensor, positions: TokenPositions) -> tuple[Tensor, RouterStats]:
         """x [B, S, E]; `positions` are those of its tokens."""
         dispatch = self.ops.dispatch
         tokens = own = dispatch.own_tokens(x)
         if positions.real is not None:  # what only fills a batch up is not routed
-            chosen = (dispatch.rows(x) < positions.real).nonzero().flatten()
-            tokens = own[chosen]
+            real = (dispatch.rows(x) < positions.real).nonzero().flatten()
+            tokens = own[real]
         bias = None if self.router.bias is None else self.ops.weight(self.router, "bias")
-        routed = self.router(tokens, self.ops.weight(self.router), bias)
+        routing = self.router(tokens, self.ops.weight(self.router), bias)
         losses = None
         if self.training and self.balance.wanted:
-            routed, losses = self._with_losses(routed, x, positions)
-        beside = None if self.shared is None else partial(self.shared, x)
-        y, shared = dispatch.run(tokens, routed, self.experts, x.shape[0] * x.shape[1], beside)
+            routing, losses = self._with_losses(routing, x, positions)
+        shared_expert = None if self.shared is None else partial(self.shared, x)
+        y, shared = dispatch.run(tokens, routing, self.experts, x.shape[0] * x.shape[1], shared_expert)
         if positions.real is not None:
-            y = torch.zeros_like(own).index_copy(0, chosen, y)
+            y = torch.zeros_like(own).index_copy(0, real, y)
         y = dispatch.all_tokens(y, x)
-        return y if shared is None else y + shared, (routed.counts, losses)
+        return y if shared is None else y + shared, (routing.counts, losses)
 
-    def count(self, told: Told) -> None:
-        """What `forward` told of a microbatch: once, however often its block runs for a backward pass."""
-        counts, losses = told
+    def count(self, stats: RouterStats) -> None:
+        """Add up the stats of a microbatch: once, however often its block runs for a backward pass."""
+        counts, losses = stats
         self.router.count(counts)
         if losses is not None:
             self.losses = losses if self.losses is None else self.losses + losses
 
-    def _with_losses(self, routed: Routing, x: Tensor, positions: TokenPositions) -> tuple[Routing, Tensor]:
-        """The same, whose backward pass differentiates the losses too; and these."""
-        asked, losses = self.balance, [routed.scores.new_zeros(()), routed.scores.new_zeros(())]
-        if asked.loss:
+    def _with_losses(self, routing: Routing, x: Tensor, positions: TokenPositions) -> tuple[Routing, Tensor]:
+        """The same routing, whose backward pass differentiates the losses too; and these."""
+        balance, losses = self.balance, [routing.scores.new_zeros(()), routing.scores.new_zeros(())]
+        if balance.loss:
             rows = self.ops.dispatch.rows(x)
-            counts = self.ops.dispatch.over_sequence(row_counts(routed, rows, x.shape[0]))
-            losses[0] = balance_loss(self.spec, routed, rows, counts, positions.length) / asked.rows
-        if asked.z_loss:
-            losses[1] = z_loss(routed) / asked.tokens
-        weights = AddLoss.apply(routed.weights, asked.loss * losses[0] + asked.z_loss * losses[1])
-        return replace(routed, weights=weights), torch.stack(losses).detach()
+            counts = self.ops.dispatch.sum_over_sequence(row_counts(routing, rows, x.shape[0]))
+            losses[0] = balance_loss(self.spec, routing, rows, counts, positions.length) / balance.rows
+        if balance.z_loss:
+            losses[1] = z_loss(routing) / balance.tokens
+        weights = AddLoss.apply(routing.weights, balance.loss * losses[0] + balance.z_loss * losses[1])
+        return replace(routing, weights=weights), torch.stack(losses).detach()

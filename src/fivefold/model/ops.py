@@ -44,10 +44,10 @@ class LocalAttention:
         if sinks:
             return None if positions.documents is None else kernels.document_spans(positions)
         if positions.documents is None:
-            wanted = kernels.wants_tiles(device, positions.length)
-            return kernels.causal_tiles(device, positions.length) if wanted else None
-        flashes = device.type == "cuda" and dtype in kernels.HALF
-        return kernels.document_spans(positions).packed if flashes else positions.mask()
+            tiled = kernels.wants_tiles(device, positions.length)
+            return kernels.causal_tiles(device, positions.length) if tiled else None
+        flash = device.type == "cuda" and dtype in kernels.HALF
+        return kernels.document_spans(positions).packed if flash else positions.mask()
 
     def extend_kv(self, *tensors: Tensor, window: int = 0) -> tuple[Tensor, ...]:
         """What attention reads of these tokens, and of earlier ones that it has met, no more of them than the window
@@ -131,7 +131,7 @@ class LocalOps:
         """Linears from the residual stream to latents, which are narrow and the same for all heads."""
         return self.column_parallel(x, *linears)
 
-    def spread(self, latents: Tensor) -> Tensor:
+    def gather_latents(self, latents: Tensor) -> Tensor:
         """Latents of this rank's tokens -> of all tokens whose heads it makes of them."""
         return latents
 

@@ -42,14 +42,14 @@ _OURS = ("fivefold.grouped_mm", "fivefold.fp8_grouped_mm")  # those of experts, 
 _SUMS = {torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.reduce_scatter_tensor.default}
 
 # Where a selectively recomputed block is: in its first run, or in the one that backward asks for.
-_run: ContextVar[Literal["first", "again"] | None] = ContextVar("run", default=None)
+_selective_run: ContextVar[Literal["first", "again"] | None] = ContextVar("selective_run", default=None)
 # True in the run that backward asks for, of either kind of recomputation.
-_again: ContextVar[bool] = ContextVar("again", default=False)
-# True while `kept` hands its results to the store.
+_recomputing: ContextVar[bool] = ContextVar("recomputing", default=False)
+# True while `save_output` hands its results to the store.
 _keeping: ContextVar[bool] = ContextVar("keeping", default=False)
 
 
-def kept(compute: Callable[[], tuple[Tensor, ...]], count: int, stand_in: Tensor) -> tuple[Tensor, ...]:
+def save_output(compute: Callable[[], tuple[Tensor, ...]], count: int, stand_in: Tensor) -> tuple[Tensor, ...]:
     """The `count` tensors that `compute` returns, kept as a whole by selective recompute.
 
     For a result that is made of several ops, among them collectives: the second run takes it from the store and runs
@@ -57,7 +57,7 @@ def kept(compute: Callable[[], tuple[Tensor, ...]], count: int, stand_in: Tensor
     """
     if torch.compiler.is_compiling():
         return compute()  # the compiler's own partition of a graph goes by the same policy
-    match _run.get():
+    match _selective_run.get():
         case None:
             return compute()
         case "first":
@@ -72,13 +72,13 @@ def kept(compute: Callable[[], tuple[Tensor, ...]], count: int, stand_in: Tensor
         _keeping.reset(token)
 
 
-def unread(compute: Callable[[], Tensor], shape: tuple[int, ...], *saved: Tensor) -> Tensor:
+def not_saved(compute: Callable[[], Tensor], shape: tuple[int, ...], *saved: Tensor) -> Tensor:
     """What `compute` returns, if no backward pass reads it: selective recompute neither keeps it nor makes it again.
     `saved` is what `compute` saves for its own backward pass, which the second run must have, too."""
-    if torch.compiler.is_compiling() or _run.get() is None:
+    if torch.compiler.is_compiling() or _selective_run.get() is None:
         return compute()
-    with unnumbered():
-        return compute() if _run.get() == "first" else _OnlySaved.apply(shape, *saved)
+    with unseen_by_checkpoint():
+        return compute() if _selective_run.get() == "first" else _OnlySaved.apply(shape, *saved)
 
 
 class _OnlySaved(Function):
@@ -95,15 +95,15 @@ class _OnlySaved(Function):
 
 
 @contextmanager
-def unnumbered() -> Iterator[None]:
+def unseen_by_checkpoint() -> Iterator[None]:
     """What runs inside is no part of the block: in its second run there may be more or less of it."""
-    with nullcontext() if _run.get() is None else _pop_mode_temporarily():
+    with nullcontext() if _selective_run.get() is None else _pop_mode_temporarily():
         yield
 
 
-def again() -> bool:
+def is_recomputing() -> bool:
     """Whether this is not the first forward pass of these inputs: what is counted has been."""
-    return _again.get()
+    return _recomputing.get()
 
 
 def recomputed(how: Recompute, compile: bool = False) -> Callable[..., Tensor]:
@@ -115,8 +115,8 @@ def recomputed(how: Recompute, compile: bool = False) -> Callable[..., Tensor]:
         return _plain
     run: Callable[..., Tensor] = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     if how == "full":
-        return run if compile else partial(run, context_fn=lambda: (nullcontext(), _second()))
-    in_a_graph = partial(create_selective_checkpoint_contexts, _policy_of_a_graph)
+        return run if compile else partial(run, context_fn=lambda: (nullcontext(), _marked_recomputing()))
+    in_a_graph = partial(create_selective_checkpoint_contexts, _graph_policy)
     return partial(run, context_fn=in_a_graph if compile else _contexts)
 
 
@@ -124,38 +124,38 @@ def _plain(steps: Callable[..., Tensor], *inputs: Any) -> Tensor:
     return steps(*inputs)
 
 
-def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    wanted = op in _EXPENSIVE or _keeping.get() or str(op).startswith(_OURS)
-    return CheckpointPolicy.MUST_SAVE if wanted else CheckpointPolicy.PREFER_RECOMPUTE
+def _eager_policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    saved = op in _EXPENSIVE or _keeping.get() or str(op).startswith(_OURS)
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _policy_of_a_graph(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    wanted = op in _EXPENSIVE or op in _SUMS or str(op) == _TILED or str(op).startswith(_OURS)
-    return CheckpointPolicy.MUST_SAVE if wanted else CheckpointPolicy.PREFER_RECOMPUTE
+def _graph_policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    saved = op in _EXPENSIVE or op in _SUMS or str(op) == _TILED or str(op).startswith(_OURS)
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    first, second = create_selective_checkpoint_contexts(_policy)
+    first, second = create_selective_checkpoint_contexts(_eager_policy)
     return _during("first", first), _during("again", second)
 
 
 @contextmanager
-def _second() -> Iterator[None]:
-    token = _again.set(True)
+def _marked_recomputing() -> Iterator[None]:
+    token = _recomputing.set(True)
     try:
         yield
     finally:
-        _again.reset(token)
+        _recomputing.reset(token)
 
 
 @contextmanager
 def _during(run: Literal["first", "again"], context: AbstractContextManager[Any]) -> Iterator[None]:
-    token = _run.set(run)
+    token = _selective_run.set(run)
     try:
-        with context, _second() if run == "again" else nullcontext():
+        with context, _marked_recomputing() if run == "again" else nullcontext():
             yield
     finally:
-        _run.reset(token)
+        _selective_run.reset(token)
 
 
 # ---- compiled -------------------------------------------------------------------------------------------------------

@@ -17,23 +17,23 @@ _BLOCK = 2048
 
 @triton.jit
 def _update(
-    master, gradient, first, second, weight, scale, size, keep, rate, root, beta1, beta2, eps,
+    master, gradient, first, second, weight, scale, size, decay_factor, step_size, correction, beta1, beta2, eps,
     ROUNDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    there = at < size
-    g = tl.load(gradient + at, mask=there).to(tl.float32) * tl.load(scale)
-    m = tl.load(first + at, mask=there)
-    v = tl.load(second + at, mask=there)
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < size
+    g = tl.load(gradient + offsets, mask=mask).to(tl.float32) * tl.load(scale)
+    m = tl.load(first + offsets, mask=mask)
+    v = tl.load(second + offsets, mask=mask)
     m = m + (g - m) * (1 - beta1)
     v = v * beta2 + g * g * (1 - beta2)
-    p = tl.load(master + at, mask=there) * keep
-    p = p - rate * (m / (tl.sqrt(v) / root + eps))
-    tl.store(first + at, m, mask=there)
-    tl.store(second + at, v, mask=there)
-    tl.store(master + at, p, mask=there)
+    p = tl.load(master + offsets, mask=mask) * decay_factor
+    p = p - step_size * (m / (tl.sqrt(v) / correction + eps))
+    tl.store(first + offsets, m, mask=mask)
+    tl.store(second + offsets, v, mask=mask)
+    tl.store(master + offsets, p, mask=mask)
     if ROUNDS:
-        tl.store(weight + at, p.to(weight.dtype.element_ty), mask=there)
+        tl.store(weight + offsets, p.to(weight.dtype.element_ty), mask=mask)
 
 
 def adamw(
@@ -52,10 +52,10 @@ def adamw(
     size, gradient = master.numel(), master.grad
     assert gradient is not None
     assert all(x.is_contiguous() for x in (master, gradient, *moments, master if rounded is None else rounded))
-    keep, rate, root = 1 - lr * decay, lr / (1 - beta1**step), (1 - beta2**step) ** 0.5
+    decay_factor, step_size, correction = 1 - lr * decay, lr / (1 - beta1**step), (1 - beta2**step) ** 0.5
     _update[(triton.cdiv(size, _BLOCK),)](
         master, gradient, *moments, rounded if rounded is not None else master, scale, size,
-        keep, rate, root, beta1, beta2, eps, ROUNDS=rounded is not None, BLOCK=_BLOCK,
+        decay_factor, step_size, correction, beta1, beta2, eps, ROUNDS=rounded is not None, BLOCK=_BLOCK,
     )  # fmt: skip
 
 
@@ -74,8 +74,8 @@ def _squares(x, sums, size, KIND: tl.constexpr, BLOCK: tl.constexpr, PART: tl.co
     program = tl.program_id(0).to(tl.int64)
     total = tl.zeros((BLOCK,), dtype=KIND)
     for first in tl.static_range(0, PART, BLOCK):
-        at = program * PART + first + tl.arange(0, BLOCK)
-        value = tl.load(x + at, mask=at < size, other=0.0).to(KIND)
+        offsets = program * PART + first + tl.arange(0, BLOCK)
+        value = tl.load(x + offsets, mask=offsets < size, other=0.0).to(KIND)
         total += value * value
     tl.store(sums + program, tl.sum(total.to(tl.float64)))
 

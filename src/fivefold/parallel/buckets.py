@@ -2,7 +2,7 @@
 
 Its buffer is a table [parts, L]: a row for each rank, and in it that rank's chunk of rows of every parameter, padded to
 the length of the first rank's. So one reduce-scatter gives every rank its shards, one after the other, and one
-all-gather brings them back. Stage 0 has a single part, the whole, which all ranks keep.
+all-gather brings them back. Stage 0 has a single part, which all ranks keep.
 
   stage 0   the buffer accumulates over microbatches, then is all-reduced
   stage 1   the same, then is reduce-scattered, in place: the shard is this rank's row of it
@@ -56,28 +56,28 @@ def slots_of(
     group: Grouping, weights: Mapping[str, Tensor], masters: Mapping[str, nn.Parameter], parts: int
 ) -> list[BucketSlot]:
     """A bucket's parameters, one behind the other in rows for `parts` ranks."""
-    lengths = [one.share_size(parts) for one in group.held]
+    lengths = [param.share_size(parts) for param in group.held]
     offsets = accumulate(lengths, initial=0)
     return [
-        BucketSlot(one.name, weights[one.name], masters[one.name], offset, length)
-        for one, offset, length in zip(group.held, offsets, lengths, strict=False)
+        BucketSlot(param.name, weights[param.name], masters[param.name], offset, length)
+        for param, offset, length in zip(group.held, offsets, lengths, strict=False)
     ]
 
 
 class Bucket:
-    def __init__(self, slots: list[BucketSlot], zero: Axis, also: Axis | None, stage: int, compute: torch.dtype):
-        """`also` is the axis over which gradients are summed too, if they are."""
-        self.slots, self.zero, self.also, self.stage, self.compute = slots, zero, also, stage, compute
+    def __init__(self, slots: list[BucketSlot], zero: Axis, also_over: Axis | None, stage: int, compute: torch.dtype):
+        """Gradients are summed over `zero`, and once a step over `also_over`, where that is an axis."""
+        self.slots, self.zero, self.also_over, self.stage, self.compute_dtype = slots, zero, also_over, stage, compute
         self.parts, self.row = (zero.size, zero.rank) if stage else (1, 0)
         self.length = sum(slot.length for slot in slots)
-        self.wide, self.device = slots[0].master.dtype, slots[0].master.device
-        self.table: Tensor | None = None if stage == 2 else self._empty(self.wide)
+        self.accum_dtype, self.device = slots[0].master.dtype, slots[0].master.device
+        self.table: Tensor | None = None if stage == 2 else self._empty(self.accum_dtype)
         self.shard = (
-            torch.empty(self.length, dtype=self.wide, device=self.device) if stage == 2 else self.own(self.table)
+            torch.empty(self.length, dtype=self.accum_dtype, device=self.device) if stage == 2 else self.own(self.table)
         )
-        self.begun: set[str] = set()  # parameters with a gradient in the table
+        self.filled: set[str] = set()  # parameters with a gradient in the table
         self.accumulated = False  # stage 2: the shard holds earlier microbatches
-        self.summing: StagedWork | None = None
+        self.reducing: StagedWork | None = None
         self.gathering: StagedWork | None = None
         self.gathered: Tensor | None = None  # [parts, L] of new weights, while they are on their way
 
@@ -93,25 +93,25 @@ class Bucket:
 
     @torch.no_grad()
     def add(self, slot: BucketSlot, gradient: Tensor) -> None:
-        """Add a gradient, widened to the table's dtype."""
+        """Add a gradient, cast to the table's dtype."""
         if self.gathering is not None:  # else the buffer that holds them would be overwritten, here and elsewhere
             raise RuntimeError(f"{slot.name} was used before its new weights had come: its block's forward did not run")
         if self.table is None:
-            self.table = self._empty(self.wide)
+            self.table = self._empty(self.accum_dtype)
         for place, part in slot.pairs(self.table, gradient):
-            if slot.name in self.begun:
+            if slot.name in self.filled:
                 place.add_(part)
             else:
                 place.copy_(part)
-        self.begun.add(slot.name)
+        self.filled.add(slot.name)
 
     @torch.no_grad()
     def reduce(self) -> None:
         """Start the sum over the zero axis, once every gradient of this bucket has come."""
         if self.table is None:
-            self.table = self._empty(self.wide)
+            self.table = self._empty(self.accum_dtype)
         for slot in self.slots:
-            if slot.name not in self.begun:  # no gradient came: other ranks may have one, or earlier microbatches
+            if slot.name not in self.filled:  # no gradient came: other ranks may have one, or earlier microbatches
                 for place, _ in slot.pairs(self.table, slot.weight):
                     place.zero_()
         if self.zero.size == 1:
@@ -120,39 +120,39 @@ class Bucket:
             return
         group = self.zero.group
         if self.stage == 0:
-            self.summing = dist.all_reduce(self.table, group=group, async_op=True)
+            self.reducing = dist.all_reduce(self.table, group=group, async_op=True)
         else:
             into = self.own(self.table) if self.stage == 1 or self.accumulated else self.shard
-            self.summing = reduce_scatter_into(into, self.table.view(-1), self.zero)
+            self.reducing = reduce_scatter_into(into, self.table.view(-1), self.zero)
 
     @torch.no_grad()
-    def settle(self) -> None:
+    def finish_reduce(self) -> None:
         """Wait for that sum; afterwards `shard` has it."""
-        if self.summing is not None:
-            timed_wait(self.summing.wait)
-            self.summing = None
+        if self.reducing is not None:
+            timed_wait(self.reducing.wait)
+            self.reducing = None
         if self.stage == 2 and self.table is not None:
             if self.accumulated:
                 self.shard.add_(self.own(self.table))
             self.accumulated, self.table = True, None
-            self.begun.clear()
+            self.filled.clear()
 
     def sum_over_others(self) -> None:
         """Once a step: start the sum over tp ranks that saw other tokens or heads, or the other end of the pipeline."""
-        if self.also is not None:
-            self.summing = dist.all_reduce(self.shard, group=self.also.group, async_op=True)
+        if self.also_over is not None:
+            self.reducing = dist.all_reduce(self.shard, group=self.also_over.group, async_op=True)
 
-    def hand_over(self) -> None:
+    def set_master_grads(self) -> None:
         """The sums are complete: they are the masters' gradients."""
-        if self.summing is not None:
-            timed_wait(self.summing.wait)
-            self.summing = None
+        if self.reducing is not None:
+            timed_wait(self.reducing.wait)
+            self.reducing = None
         for slot in self.slots:
             slot.master.grad = slot.of_master(self.shard)
 
-    def forget(self) -> None:
+    def zero_grad(self) -> None:
         """The gradients have been used."""
-        self.begun.clear()
+        self.filled.clear()
         self.accumulated = False
         for slot in self.slots:
             slot.master.grad = None
@@ -171,8 +171,8 @@ class Bucket:
             timed_wait(self.gathering.wait)
         # Stage 1 gathers into the gradients' buffer, which is idle from the optimizer's step to the next backward.
         count = self.parts * self.length
-        room = self.table.view(-1).view(self.compute)[:count] if self.table is not None else None
-        self.gathered = self._empty(self.compute) if room is None else room.view(self.parts, self.length)
+        room = self.table.view(-1).view(self.compute_dtype)[:count] if self.table is not None else None
+        self.gathered = self._empty(self.compute_dtype) if room is None else room.view(self.parts, self.length)
         own = self.own(self.gathered)
         torch._foreach_copy_([slot.of_master(own) for slot in self.slots], [slot.master for slot in self.slots])
         self.gathering = all_gather_into(self.gathered.view(-1), own, self.zero)
@@ -187,7 +187,7 @@ class Bucket:
         torch._foreach_copy_([weight for _, weight in pairs], [new for new, _ in pairs])
         self.gathering = self.gathered = None
 
-    def held(self) -> Iterator[Tensor]:
+    def buffers(self) -> Iterator[Tensor]:
         """The memory of its gradients."""
         yield self.shard
         if self.table is not None:
@@ -199,42 +199,43 @@ class Bucket:
 
 
 # What a backward pass computes: all gradients, those of inputs (and of all but linears), or those of linears.
-Part = Literal["all", "inputs", "weights"]
+BackwardPart = Literal["all", "inputs", "weights"]
 
 
 class Reducer:
     def __init__(self, buckets: list[Bucket], groups: list[tuple[int, Grouping]]):
         """`groups` say which of this rank's stages a bucket belongs to, and what is in it."""
         self.buckets, self.groups = buckets, groups
-        # Stage 2 sums every microbatch at once, so that only shards accumulate.
-        self.always = any(bucket.stage == 2 for bucket in buckets)
+        # Stage 2 sums the gradients of every microbatch, so that only shards accumulate.
+        self.every_microbatch = any(bucket.stage == 2 for bucket in buckets)
         self.home = {slot.name: (i, slot) for i, bucket in enumerate(buckets) for slot in bucket.slots}
         self.missing: dict[int, set[str]] = {}  # of each bucket to be summed, in order, what has yet to come
-        self.flying: deque[Bucket] = deque()  # sums that have been started and not waited for
+        self.in_flight: deque[Bucket] = deque()  # sums that have been started and not waited for
 
     @contextmanager
-    def microbatch(self, last: bool, stage: int, part: Part) -> Iterator[None]:
+    def microbatch(self, last: bool, stage: int, part: BackwardPart) -> Iterator[None]:
         """Around a backward pass of one stage, or one of its halves."""
         self.missing = {}
-        for number, (of, group) in enumerate(self.groups):
+        for number, (group_stage, group) in enumerate(self.groups):
             now = last or self.buckets[number].stage == 2
-            if now and of == stage and part in ("all", "weights" if group.late else "inputs"):
+            if now and group_stage == stage and part in ("all", "weights" if group.late else "inputs"):
                 self.missing[number] = set(group.names)
         yield
         for missing in self.missing.values():  # gradients that will not come
             missing.clear()
-        self._sum_what_is_final()
-        if self.always:
-            self._settle(0)
+        self._reduce_complete()
+        if self.every_microbatch:
+            self._wait(allowed=0)
 
     def add(self, name: str, gradient: Tensor) -> None:
         index, slot = self.home[name]
         self.buckets[index].add(slot, gradient)
         if index in self.missing:
             self.missing[index].discard(name)
-            self._sum_what_is_final()
+            self._reduce_complete()
 
-    def _sum_what_is_final(self) -> None:
+    def _reduce_complete(self) -> None:
+        """Start the sums of buckets that are complete, in order: one that is not holds up those behind it."""
         while self.missing:
             number = next(iter(self.missing))
             if self.missing[number]:
@@ -242,18 +243,19 @@ class Reducer:
             del self.missing[number]
             bucket = self.buckets[number]
             bucket.reduce()
-            self.flying.append(bucket)
-            if self.always:
-                self._settle(1)  # one buffer fills while one is on its way
+            self.in_flight.append(bucket)
+            if self.every_microbatch:
+                self._wait(allowed=1)  # one buffer fills while one is on its way
 
-    def _settle(self, allowed: int) -> None:
-        while len(self.flying) > allowed:
-            self.flying.popleft().settle()
+    def _wait(self, allowed: int) -> None:
+        """Until at most `allowed` sums are in flight."""
+        while len(self.in_flight) > allowed:
+            self.in_flight.popleft().finish_reduce()
 
     def finish(self) -> None:
         """Every sum is complete, and is the masters' gradient."""
-        self._settle(0)
+        self._wait(allowed=0)
         for bucket in self.buckets:
             bucket.sum_over_others()
         for bucket in self.buckets:
-            bucket.hand_over()
+            bucket.set_master_grads()

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from fivefold.launch.exits import lost_peer
 from fivefold.launch.waits import timed_wait
-from fivefold.parallel.mesh import Axis, Mesh, around
+from fivefold.parallel.mesh import Axis, Mesh, start_ring_exchange
 from fivefold.support.errors import PeerLost
 
 _ops = torch.ops._c10d_functional
@@ -49,21 +49,22 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     return _resized(_ops.reduce_scatter_tensor, x, axis, "sum")
 
 
-def _resized(collective: Any, x: Tensor, axis: Axis, *how: str) -> Tensor:
+def _resized(collective: Any, x: Tensor, axis: Axis, *op: str) -> Tensor:
+    """A collective whose result has another size than x."""
     if axis.size == 1:
         return x
     if axis.staged:
-        return wait(collective(x.cpu().contiguous(), *how, axis.size, axis.group_name), axis).to(x.device)
-    return collective(x.contiguous(), *how, axis.size, axis.group_name)
+        return wait(collective(x.cpu().contiguous(), *op, axis.size, axis.group_name), axis).to(x.device)
+    return collective(x.contiguous(), *op, axis.size, axis.group_name)
 
 
-def all_to_all(x: Tensor, axis: Axis, out: list[int] | None = None, back: list[int] | None = None) -> Tensor:
-    """Part i goes to rank i, and part i of the result came from rank i. The parts are equal, or have `out` and `back`
-    rows."""
+def all_to_all(x: Tensor, axis: Axis, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:
+    """Part i goes to rank i, and part i of the result came from rank i. The parts are equal, or have so many rows as
+    `sent` and `received` say."""
     if axis.size == 1:
         return x
     equal = [x.shape[0] // axis.size] * axis.size
-    return _ops.all_to_all_single(x.contiguous(), back or equal, out or equal, axis.group_name)
+    return _ops.all_to_all_single(x.contiguous(), received or equal, sent or equal, axis.group_name)
 
 
 # ---- along the sequence: dim 1 of [B, S, ...] ----------------------------------------------------------------------
@@ -87,24 +88,24 @@ def scatter_sequence(x: Tensor, axis: Axis) -> Tensor:
 # ---- around a ring -------------------------------------------------------------------------------------------------
 
 
-class Exchange:
+class RingExchange:
     """`x` on its way to the next rank of the ring, and the previous rank's on its way here; `wait` returns that."""
 
     def __init__(self, x: Tensor, axis: Axis):
-        self.home, self.patience = x.device, axis.patience
+        self.device, self.timeout = x.device, axis.timeout
         self.sent = x.cpu() if axis.staged else x.contiguous()
-        self.received, self.work = around(self.sent, axis)
+        self.received, self.works = start_ring_exchange(self.sent, axis)
 
     def wait(self) -> Tensor:
-        for work in self.work:
-            timed_wait(work.wait, self.patience)
-        return self.received.to(self.home)
+        for work in self.works:
+            timed_wait(work.wait, self.timeout)
+        return self.received.to(self.device)
 
 
-# ---- whole tensors -------------------------------------------------------------------------------------------------
+# ---- full tensors --------------------------------------------------------------------------------------------------
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """All of a tensor that ranks hold in parts, copied to the CPU. Collective where it is sharded: all its ranks must
     ask, in the same order."""
     if not isinstance(tensor, DTensor):
@@ -139,7 +140,7 @@ class StagedWork(Protocol):
     def wait(self) -> Any: ...
 
 
-class _Landing:
+class _HostWork:
     """A collective between host tensors whose result still has to go to the GPU."""
 
     def __init__(self, work: StagedWork, host: Tensor, out: Tensor):
@@ -152,25 +153,25 @@ class _Landing:
 
 def reduce_scatter_into(out: Tensor, x: Tensor, axis: Axis) -> StagedWork:
     """Start the sum over the axis of this rank's part of x; `out` may be that part of x itself."""
-    return _started(_reduce_scatter, out, x, axis)
+    return _start(_reduce_scatter, out, x, axis)
 
 
 def all_gather_into(out: Tensor, x: Tensor, axis: Axis) -> StagedWork:
     """Start gathering x of all ranks; x may be this rank's part of `out` itself."""
-    return _started(staged_all_gather, out, x, axis)
+    return _start(staged_all_gather, out, x, axis)
 
 
-def _started(collective: Any, out: Tensor, x: Tensor, axis: Axis) -> StagedWork:
+def _start(collective: Any, out: Tensor, x: Tensor, axis: Axis) -> StagedWork:
     if not axis.staged:
         return collective(out, x, group=axis.group, async_op=True)
     host = torch.empty_like(out, device="cpu")
-    return _Landing(collective(host, x.cpu(), group=axis.group, async_op=True), host, out)
+    return _HostWork(collective(host, x.cpu(), group=axis.group, async_op=True), host, out)
 
 
-def stage(module: FSDPModule) -> None:
+def stage_through_host(module: FSDPModule) -> None:
     """Let FSDP2 do the same."""
-    module.set_custom_all_gather(_HostGather())
-    module.set_custom_reduce_scatter(_HostScatter())
+    module.set_custom_all_gather(_HostAllGather())
+    module.set_custom_reduce_scatter(_HostReduceScatter())
 
 
 def _by_host(collective: Any, out: Tensor, x: Tensor, **options: Any) -> None:
@@ -179,31 +180,31 @@ def _by_host(collective: Any, out: Tensor, x: Tensor, **options: Any) -> None:
     out.copy_(host)
 
 
-class _Temporary:
+class _Allocates:
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class _HostGather(_Temporary, AllGather):
+class _HostAllGather(_Allocates, AllGather):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
         _by_host(staged_all_gather, output_tensor, input_tensor, group=group)
 
 
-class _HostScatter(_Temporary, ReduceScatter):
+class _HostReduceScatter(_Allocates, ReduceScatter):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
         _by_host(_reduce_scatter, output_tensor, input_tensor, group=group, op=op)
 
 
-class Heard(_Temporary, ReduceScatter):
-    """FSDP2's sum of gradients, of which somebody is told first; if that says so, it is not made."""
+class HookedReduceScatter(_Allocates, ReduceScatter):
+    """FSDP2's sum of gradients. A hook sees them first; if it returns True, they are not summed."""
 
-    def __init__(self, tell: Callable[[Tensor], bool], staged: bool):
-        self.tell, self.host = tell, _HostScatter() if staged else None
+    def __init__(self, hook: Callable[[Tensor], bool], staged: bool):
+        self.hook, self.host = hook, _HostReduceScatter() if staged else None
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
-        if self.tell(input_tensor):
+        if self.hook(input_tensor):
             return None
         if self.host is not None:
             return self.host(output_tensor, input_tensor, group, op, async_op)

@@ -20,11 +20,11 @@ from fivefold.data.batch import Batch
 from fivefold.layout.layout import Layout
 from fivefold.layout.sharding import context_share
 from fivefold.model import kernels
-from fivefold.model.layers import TokenPositions, wide
+from fivefold.model.layers import TokenPositions, accum_dtype
 from fivefold.model.masks import Documents, WindowMask, causal_spans, check_runs, full_spans
 from fivefold.model.ops import LocalAttention
-from fivefold.model.recompute import kept
-from fivefold.parallel.collectives import Exchange, all_gather, all_to_all, reduce_scatter, wait
+from fivefold.model.recompute import save_output
+from fivefold.parallel.collectives import RingExchange, all_gather, all_to_all, reduce_scatter, wait
 from fivefold.parallel.mesh import Axis, Mesh
 
 # ---- tiles ----------------------------------------------------------------------------------------------------------
@@ -77,8 +77,8 @@ def gathered_tiles(rank: int, ranks: int, share: int) -> list[Tile]:
     return [tile for tile in (before, between) if tile.keys]
 
 
-# ---- work -----------------------------------------------------------------------------------------------------------
-# Work: a tile with the documents or the window in it, and how its part is added to a rank's results.
+# ---- masked tiles ---------------------------------------------------------------------------------------------------
+# A tile with the documents or the window in it, and how its part is added to a rank's results.
 
 
 class Places(NamedTuple):
@@ -95,64 +95,67 @@ class Places(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AttentionTile:
+class MaskedTile:
     tile: Tile
-    spans: kernels.Seen = None  # None: no document ends within the tile
+    mask: kernels.TileMask = None  # None: no document ends within the tile
 
     @classmethod
     def within(
         cls, tile: Tile, queries: Places, keys: Places, window: int, device: torch.device
-    ) -> "AttentionTile | None":
+    ) -> "MaskedTile | None":
         """What is left of a tile in a window."""
-        (here, asking), (there, asked) = queries.part(tile.queries), keys.part(tile.keys)
-        documents = None if asking is None or asked is None else (asking, asked)
-        bands = WindowMask.of(here, there, documents, window, device)
-        return cls(tile, bands) if bands.bands else None
+        q_tokens, k_tokens = queries.part(tile.queries), keys.part(tile.keys)
+        q_documents, k_documents = q_tokens.documents, k_tokens.documents
+        documents = None if q_documents is None or k_documents is None else (q_documents, k_documents)
+        mask = WindowMask.of(q_tokens.positions, k_tokens.positions, documents, window, device)
+        return cls(tile, mask) if mask.bands else None
 
     @classmethod
-    def of(cls, tile: Tile, queries: Places, keys: Places, device: torch.device) -> "AttentionTile | None":
-        """`queries` and `keys` are the tokens here and those whose keys are at hand. None: nothing sees anything.
+    def of(cls, tile: Tile, queries: Places, keys: Places, device: torch.device) -> "MaskedTile | None":
+        """What is left of a tile within documents. `queries` and `keys` are the tokens here and those whose keys are at
+        hand. None: nothing sees anything.
 
         Where documents end early, a rank has less to do, and how much is no longer the same on all ranks.
         """
-        asking, asked = queries.part(tile.queries).documents, keys.part(tile.keys).documents
-        assert asking is not None
-        assert asked is not None
-        spans = causal_spans(asking, device) if tile.causal else full_spans(asking, asked, device)
-        if not spans.spans:
+        q_documents, k_documents = queries.part(tile.queries).documents, keys.part(tile.keys).documents
+        assert q_documents is not None
+        assert k_documents is not None
+        mask = causal_spans(q_documents, device) if tile.causal else full_spans(q_documents, k_documents, device)
+        if not mask.spans:
             return None
-        whole = (slice(0, len(tile.queries)), slice(0, len(tile.keys)))
-        if len(spans.spans) == len(asking) and all(span[1:] == whole for span in spans.spans):
+        full_tile = (slice(0, len(tile.queries)), slice(0, len(tile.keys)))
+        if len(mask.spans) == len(q_documents) and all(span[1:] == full_tile for span in mask.spans):
             return cls(tile)
-        return cls(tile, spans)
+        return cls(tile, mask)
 
 
-Works = list[AttentionTile | None]
+MaskedTiles = list[MaskedTile | None]
 
 
 @dataclass(eq=False)
 class PartsMask:
-    """Which keys a rank's tokens see, part by part. An object, which a graph takes as it is: into a list, and with
-    PyTorch 2.11 into a frozen dataclass, it would look, and be another one where another part is empty."""
+    """Which keys a rank's tokens see, part by part. A compiled graph takes this object as it is. It would look into a
+    list, and with PyTorch 2.11 into a frozen dataclass, and be compiled anew wherever another part is empty."""
 
-    works: Works
+    tiles: MaskedTiles
 
 
 class OnlineSoftmax:
     """What queries have seen so far: output [B, H, S/c, D] and LSE [B, H, S/c], in the accumulate dtype."""
 
     def __init__(self, q: Tensor):
-        self.q, dtype = q, wide(q.dtype)
+        self.q, dtype = q, accum_dtype(q.dtype)
         self.out = torch.zeros(q.shape, dtype=dtype, device=q.device)
         self.lse = torch.full(q.shape[:-1], -torch.inf, dtype=dtype, device=q.device)
 
-    def add(self, work: AttentionTile | None, kv: Tensor) -> None:
-        """At the keys and values at hand, [2, B, K, keys, D]."""
-        if work is None:
+    def add(self, masked: MaskedTile | None, kv: Tensor) -> None:
+        """Let the tile's queries see the keys and values at hand, [2, B, K, keys, D]."""
+        if masked is None:
             return
-        q, (k, v) = _part(self.q, work.tile.queries), _part(kv, work.tile.keys)
-        out, lse = (_part(x, work.tile.queries) for x in (self.out, self.lse))
-        kernels.merge_(out, lse, *kernels.forward(q, k, v, work.tile.causal, work.spans))
+        tile = masked.tile
+        q, (k, v) = _part(self.q, tile.queries), _part(kv, tile.keys)
+        out, lse = (_part(x, tile.queries) for x in (self.out, self.lse))
+        kernels.merge_(out, lse, *kernels.forward(q, k, v, tile.causal, masked.mask))
 
     def finish(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """Output and LSE, when all keys have been seen."""
@@ -161,37 +164,53 @@ class OnlineSoftmax:
         return self.out.to(self.q.dtype), self.lse
 
 
-Forward = Callable[[Tensor, Tensor, Tensor, Works, Axis], OnlineSoftmax]
+Forward = Callable[[Tensor, Tensor, Tensor, MaskedTiles, Axis], OnlineSoftmax]
 
 
-class Gradients:
-    """The backward pass of the same, whose results are q, out and lse."""
+class AttentionGrads:
+    """The backward pass of what `OnlineSoftmax` made: gradients of q and of the sinks, as tile after tile is added."""
 
     def __init__(self, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None):
         self.saved = (grad, q, out, lse)
-        self.q = torch.zeros(q.shape, dtype=wide(q.dtype), device=q.device)
-        self.sinks = None if sinks is None else kernels.sink_grad(grad, out, lse, sinks)
+        self.dq = torch.zeros(q.shape, dtype=accum_dtype(q.dtype), device=q.device)
+        self.dsinks = None if sinks is None else kernels.sink_grad(grad, out, lse, sinks)
 
-    def add(self, work: AttentionTile | None, kv: Tensor, kv_grad: Tensor) -> None:
+    def zeros(self, kv: Tensor) -> Tensor:
+        """For the gradient of keys and values, in the accumulate dtype."""
+        return torch.zeros(kv.shape, dtype=self.dq.dtype, device=kv.device)
+
+    def add(self, masked: MaskedTile | None, kv: Tensor, kv_grad: Tensor) -> None:
         """Adds to the gradient of q, and to that of the keys and values at hand; both in the accumulate dtype."""
-        if work is None:
+        if masked is None:
             return
-        tile = work.tile
+        tile = masked.tile
         (grad, q, out, lse), (k, v) = (_part(x, tile.queries) for x in self.saved), _part(kv, tile.keys)
-        dq, dk, dv = kernels.backward(grad, q, k, v, out, lse, tile.causal, work.spans)
-        _part(self.q, tile.queries).add_(dq)
-        for whole, part in zip(_part(kv_grad, tile.keys), (dk, dv), strict=True):
-            whole.add_(part)
+        dq, dk, dv = kernels.backward(grad, q, k, v, out, lse, tile.causal, masked.mask)
+        _part(self.dq, tile.queries).add_(dq)
+        for total, part in zip(_part(kv_grad, tile.keys), (dk, dv), strict=True):
+            total.add_(part)
+
+    def finish(self, kv_grad: Tensor) -> tuple[Tensor | None, ...]:
+        """What the autograd functions below return: for q, k, v, sinks, tiles and axis."""
+        dtype = self.saved[1].dtype
+        dk, dv = kv_grad.to(dtype)
+        return self.dq.to(dtype), dk, dv, self.dsinks, None, None
 
 
 def forward_and_save(
-    ctx: Any, forward: Forward, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, works: Works, axis: Axis
+    ctx: Any, forward: Forward, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, tiles: MaskedTiles, axis: Axis
 ) -> Tensor:
     """The forward pass of an autograd function over `forward`; backward needs its output and LSE."""
-    out, lse = kept(lambda: forward(q, k, v, works, axis).finish(sinks), 2, q)
+    out, lse = save_output(lambda: forward(q, k, v, tiles, axis).finish(sinks), 2, q)
     ctx.save_for_backward(q, k, v, sinks, out, lse)
-    ctx.works, ctx.axis = works, axis
+    ctx.tiles, ctx.axis = tiles, axis
     return out
+
+
+def start_backward(ctx: Any, grad: Tensor) -> tuple[AttentionGrads, Tensor, MaskedTiles, Axis]:
+    """What `forward_and_save` left: the gradients, still zero, this rank's keys and values, its tiles, the axis."""
+    q, k, v, sinks, out, lse = ctx.saved_tensors
+    return AttentionGrads(grad, q, out, lse, sinks), torch.stack((k, v)), ctx.tiles, ctx.axis
 
 
 def _part(x: Tensor, places: range) -> Tensor:
@@ -222,44 +241,43 @@ def by_position(shares: Tensor, ranks: int) -> Tensor:
     return torch.cat((*early, *late.flip(0)), dim=-2)
 
 
-def by_rank(whole: Tensor, ranks: int) -> Tensor:
+def by_rank(rows: Tensor, ranks: int) -> Tensor:
     """The way back: [2, B, K, S, D] -> [c * 2, B, K, S/c, D]."""
-    early, late = whole.unflatten(-2, (2, ranks, -1)).unbind(-4)  # [2, B, K, c, S/2c, D]
+    early, late = rows.unflatten(-2, (2, ranks, -1)).unbind(-4)  # [2, B, K, c, S/2c, D]
     return torch.cat((early, late.flip(-3)), dim=-2).movedim(-3, 0).flatten(0, 1)
 
 
-def _allgather_forward(q: Tensor, k: Tensor, v: Tensor, works: Works, axis: Axis) -> OnlineSoftmax:
-    seen, kv = OnlineSoftmax(q), torch.stack((k, v))
-    coming = all_gather(kv, axis)
-    seen.add(works[0], kv)
-    rows = by_position(wait(coming, axis), axis.size)
-    for work in works[1:]:
-        seen.add(work, rows)
-    return seen
+def _allgather_forward(q: Tensor, k: Tensor, v: Tensor, tiles: MaskedTiles, axis: Axis) -> OnlineSoftmax:
+    softmax, kv = OnlineSoftmax(q), torch.stack((k, v))
+    gathering = all_gather(kv, axis)
+    softmax.add(tiles[0], kv)
+    all_kv = by_position(wait(gathering, axis), axis.size)
+    for masked in tiles[1:]:
+        softmax.add(masked, all_kv)
+    return softmax
 
 
 class AllGatherAttention(torch.autograd.Function):
-    """q [B, H, S/c, D], k and v [B, K, S/c, D] -> [B, H, S/c, D]. `works`: the own tile, then those of all keys."""
+    """q [B, H, S/c, D], k and v [B, K, S/c, D] -> [B, H, S/c, D]. `tiles`: the own tile, then those of all keys."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, works: Works, axis: Axis) -> Tensor:
-        return forward_and_save(ctx, _allgather_forward, q, k, v, sinks, works, axis)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, tiles: MaskedTiles, axis: Axis
+    ) -> Tensor:
+        return forward_and_save(ctx, _allgather_forward, q, k, v, sinks, tiles, axis)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, out, lse = ctx.saved_tensors
-        works, axis = ctx.works, ctx.axis
-        gradients, kv = Gradients(grad, q, out, lse, sinks), torch.stack((k, v))
-        coming = all_gather(kv, axis)
-        own = torch.zeros(kv.shape, dtype=gradients.q.dtype, device=kv.device)
-        gradients.add(works[0], kv, own)
-        rows = by_position(wait(coming, axis), axis.size)
-        whole = torch.zeros(rows.shape, dtype=own.dtype, device=own.device)
-        for work in works[1:]:
-            gradients.add(work, rows, whole)
-        dk, dv = (wait(reduce_scatter(by_rank(whole, axis.size), axis), axis) + own).to(k.dtype)
-        return gradients.q.to(q.dtype), dk, dv, gradients.sinks, None, None
+        grads, kv, tiles, axis = start_backward(ctx, grad)
+        gathering = all_gather(kv, axis)
+        own_grad = grads.zeros(kv)
+        grads.add(tiles[0], kv, own_grad)
+        all_kv = by_position(wait(gathering, axis), axis.size)
+        all_grad = grads.zeros(all_kv)
+        for masked in tiles[1:]:
+            grads.add(masked, all_kv, all_grad)
+        return grads.finish(wait(reduce_scatter(by_rank(all_grad, axis.size), axis), axis) + own_grad)
 
 
 # ---- ring -----------------------------------------------------------------------------------------------------------
@@ -278,42 +296,41 @@ class AllGatherAttention(torch.autograd.Function):
 # nothing.
 
 
-def _ring_forward(q: Tensor, k: Tensor, v: Tensor, works: Works, axis: Axis) -> OnlineSoftmax:
-    seen, kv = OnlineSoftmax(q), torch.stack((k, v))
-    for work in works[:-1]:
-        coming = Exchange(kv, axis)
-        seen.add(work, kv)
-        kv = coming.wait()
-    seen.add(works[-1], kv)
-    return seen
+def _ring_forward(q: Tensor, k: Tensor, v: Tensor, tiles: MaskedTiles, axis: Axis) -> OnlineSoftmax:
+    softmax, kv = OnlineSoftmax(q), torch.stack((k, v))
+    for masked in tiles[:-1]:
+        next_kv = RingExchange(kv, axis)
+        softmax.add(masked, kv)
+        kv = next_kv.wait()
+    softmax.add(tiles[-1], kv)
+    return softmax
 
 
 class RingAttention(torch.autograd.Function):
-    """q [B, H, S/c, D], k and v [B, K, S/c, D] -> [B, H, S/c, D]. `works` are in the order of the steps."""
+    """q [B, H, S/c, D], k and v [B, K, S/c, D] -> [B, H, S/c, D]. `tiles` are in the order of the steps."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, works: Works, axis: Axis) -> Tensor:
-        return forward_and_save(ctx, _ring_forward, q, k, v, sinks, works, axis)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, tiles: MaskedTiles, axis: Axis
+    ) -> Tensor:
+        return forward_and_save(ctx, _ring_forward, q, k, v, sinks, tiles, axis)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, out, lse = ctx.saved_tensors
-        works, axis = ctx.works, ctx.axis
-        gradients, kv = Gradients(grad, q, out, lse, sinks), torch.stack((k, v))
-        follows: Exchange | None = None
-        for step, work in enumerate(works):
-            coming = Exchange(kv, axis) if step < len(works) - 1 else None
-            part = torch.zeros(kv.shape, dtype=gradients.q.dtype, device=kv.device)
-            gradients.add(work, kv, part)
-            if follows is not None:
-                part += follows.wait()
-            follows = Exchange(part, axis)
-            if coming is not None:
-                kv = coming.wait()
-        assert follows is not None
-        dk, dv = follows.wait().to(k.dtype)
-        return gradients.q.to(q.dtype), dk, dv, gradients.sinks, None, None
+        grads, kv, tiles, axis = start_backward(ctx, grad)
+        earlier_grad: RingExchange | None = None  # of these keys and values, from the ranks that had them before
+        for step, masked in enumerate(tiles):
+            next_kv = RingExchange(kv, axis) if step < len(tiles) - 1 else None
+            kv_grad = grads.zeros(kv)
+            grads.add(masked, kv, kv_grad)
+            if earlier_grad is not None:
+                kv_grad += earlier_grad.wait()
+            earlier_grad = RingExchange(kv_grad, axis)
+            if next_kv is not None:
+                kv = next_kv.wait()
+        assert earlier_grad is not None
+        return grads.finish(earlier_grad.wait())
 
 
 # ---- ulysses --------------------------------------------------------------------------------------------------------
@@ -338,16 +355,16 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, mask: Any, axis: Axis, si
     `mask` is `LocalAttention`'s, of whole rows.
     """
     copies = axis.size // math.gcd(k.shape[1], axis.size)
-    wanted = (q, _repeat(k, copies), _repeat(v, copies))
-    divided = [x.unflatten(1, (axis.size, -1)).transpose(0, 1) for x in wanted]  # [c, B, heads/c, S/c, D] each
-    heads = [x.shape[2] for x in divided]
-    traded = _Trade.apply(torch.cat(divided, dim=2), axis)  # [c, B, (H + 2 L)/c, S/c, D]
-    rows = traded.movedim(0, 2).flatten(2, 3)  # [B, (H + 2 L)/c, S, D]
+    qkv = (q, _repeat(k, copies), _repeat(v, copies))
+    by_rank = [x.unflatten(1, (axis.size, -1)).transpose(0, 1) for x in qkv]  # [c, B, heads/c, S/c, D] each
+    heads = [x.shape[2] for x in by_rank]
+    received = _AllToAllFn.apply(torch.cat(by_rank, dim=2), axis)  # [c, B, (H + 2 L)/c, S/c, D]
+    rows = received.movedim(0, 2).flatten(2, 3)  # [B, (H + 2 L)/c, S, D]
     q, k, v = rows.split(heads, dim=1)
     sinks = None if sinks is None else sinks.chunk(axis.size)[axis.rank]
-    seen = LocalAttention().attend(q, k, v, mask, sinks)  # [B, H/c, S, D]
-    back = _Trade.apply(seen.unflatten(2, (axis.size, -1)).movedim(2, 0), axis)  # [c, B, H/c, S/c, D]
-    return back.transpose(0, 1).flatten(1, 2)
+    out = LocalAttention().attend(q, k, v, mask, sinks)  # [B, H/c, S, D]
+    out = _AllToAllFn.apply(out.unflatten(2, (axis.size, -1)).movedim(2, 0), axis)  # [c, B, H/c, S/c, D]
+    return out.transpose(0, 1).flatten(1, 2)
 
 
 def _repeat(x: Tensor, copies: int) -> Tensor:
@@ -355,14 +372,14 @@ def _repeat(x: Tensor, copies: int) -> Tensor:
     return x if copies == 1 else x[:, :, None].expand(-1, -1, copies, -1, -1).flatten(1, 2)
 
 
-class _Trade(torch.autograd.Function):
+class _AllToAllFn(torch.autograd.Function):
     """Part i of dim 0 goes to rank i. Done twice it undoes itself, so backward is the same again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
-        (traded,) = kept(lambda: (wait(all_to_all(x, axis), axis),), 1, x)
-        return traded
+        (received,) = save_output(lambda: (wait(all_to_all(x, axis), axis),), 1, x)
+        return received
 
     @staticmethod
     @once_differentiable
@@ -426,8 +443,8 @@ class Context:
                 f"with cp={self.axis.size} positions with documents need row_documents, those of whole rows"
             )
         if self.kind == "ulysses":
-            return LocalAttention().attention_mask(_whole(positions), window, sinks, dtype)
-        return PartsMask(self._works(positions, window))
+            return LocalAttention().attention_mask(_full_rows(positions), window, sinks, dtype)
+        return PartsMask(self._masked_tiles(positions, window))
 
     def extend_kv(self, *tensors: Tensor, window: int = 0) -> tuple[Tensor, ...]:
         return tensors
@@ -436,16 +453,16 @@ class Context:
         """q [B, H, S/c, D], k and v [B, K, S/c, D], of this rank's tokens -> [B, H, S/c, D]."""
         match self.kind:
             case "ring":
-                return RingAttention.apply(q, k, v, sinks, mask.works, self.axis)
+                return RingAttention.apply(q, k, v, sinks, mask.tiles, self.axis)
             case "allgather":
-                return AllGatherAttention.apply(q, k, v, sinks, mask.works, self.axis)
+                return AllGatherAttention.apply(q, k, v, sinks, mask.tiles, self.axis)
             case "ulysses":
                 return ulysses_attention(q, k, v, mask, self.axis, sinks)
             case _:
                 return LocalAttention().attend(q, k, v, mask, sinks)
 
-    def _works(self, positions: TokenPositions, window: int) -> Works:
-        """Ring: one for each step. All-gather: the own tile, then those that look at all keys."""
+    def _masked_tiles(self, positions: TokenPositions, window: int) -> MaskedTiles:
+        """Ring: one for each step. All-gather: this rank's own tile, then those that look at all keys."""
         rank, ranks, share = self.axis.rank, self.axis.size, positions.position_ids.shape[1]
         if self.kind == "ring":
             sources = [(rank - step) % ranks for step in range(ranks)]
@@ -453,17 +470,20 @@ class Context:
         else:
             sources = [rank]
             tiles = [own_tile(share), *gathered_tiles(rank, ranks, share)]
-        rows, device = positions.host_documents(), positions.position_ids.device
-        if rows is None and not window:
-            return [AttentionTile(tile) for tile in tiles]
-        if rows is not None:
-            check_runs(rows)
-        everything = Places(np.arange(positions.length), rows)
-        held = [everything.at(_places(positions.length, self.layout, source)) for source in sources]
-        keys = zip(tiles, [*held, *[everything] * (len(tiles) - len(held))], strict=True)
+        documents, device = positions.host_documents(), positions.position_ids.device
+        if documents is None and not window:
+            return [MaskedTile(tile) for tile in tiles]
+        if documents is not None:
+            check_runs(documents)
+        full_rows = Places(np.arange(positions.length), documents)
+        shares = [full_rows.at(_places(positions.length, self.layout, source)) for source in sources]
+        queries, all_keys = shares[0], [*shares, *[full_rows] * (len(tiles) - len(shares))]
         if window:
-            return [AttentionTile.within(tile, held[0], of, window, device) for tile, of in keys]
-        return [AttentionTile.of(tile, held[0], of, device) for tile, of in keys]
+            return [
+                MaskedTile.within(tile, queries, keys, window, device)
+                for tile, keys in zip(tiles, all_keys, strict=True)
+            ]
+        return [MaskedTile.of(tile, queries, keys, device) for tile, keys in zip(tiles, all_keys, strict=True)]
 
 
 def _places(seq: int, layout: Layout, rank: int) -> NDArray[np.int64]:
@@ -471,7 +491,7 @@ def _places(seq: int, layout: Layout, rank: int) -> NDArray[np.int64]:
     return np.concatenate([np.arange(piece.start, piece.stop) for piece in context_share(seq, layout, rank)])
 
 
-def _whole(positions: TokenPositions) -> TokenPositions:
+def _full_rows(positions: TokenPositions) -> TokenPositions:
     """The positions of whole rows, of which a rank holds a share."""
     device, batch = positions.position_ids.device, positions.position_ids.shape[0]
     ids = torch.arange(positions.length, device=device).expand(batch, -1)

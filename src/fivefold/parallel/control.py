@@ -34,7 +34,7 @@ from fivefold.parallel.collectives import who
 from fivefold.parallel.mesh import Mesh
 from fivefold.support.errors import PeerLost, TrainingError
 
-# ---- post -----------------------------------------------------------------------------------------------------------
+# ---- the store -----------------------------------------------------------------------------------------------------
 # Where values lie on their way between ranks: the store at which the ranks met.
 #
 # For ranks of one machine it is a directory beside their FileStore: a FileStore keeps, in its file and in the memory
@@ -44,7 +44,7 @@ from fivefold.support.errors import PeerLost, TrainingError
 _PART = 4 << 20  # bytes: a TCPStore takes no value above 8 MiB
 
 
-class Folder:
+class FolderStore:
     def __init__(self, path: Path):
         self.path = path
         path.mkdir(exist_ok=True)
@@ -77,7 +77,7 @@ class Folder:
         (self.path / key).unlink()
 
 
-class Remote:
+class RemoteStore:
     def __init__(self, store: Any):  # torch's types do not know all that its stores have
         self.store = store
 
@@ -104,15 +104,15 @@ class Remote:
         self.store.delete_key(key)
 
 
-def post(name: str) -> Folder | Remote:
-    """A connection of its own: a TCPStore answers one question at a time. `name` tells several posts apart."""
+def kv_store(name: str) -> FolderStore | RemoteStore:
+    """A connection of its own: a TCPStore answers one question at a time. `name` tells several apart."""
     met: Any = _get_default_store()
     base = met
     while isinstance(base, PrefixStore):
         base = base.underlying_store
     if isinstance(base, FileStore):
-        return Folder(Path(f"{base.path}.{name}"))  # type: ignore[attr-defined]
-    return Remote(PrefixStore(name, met.clone()))
+        return FolderStore(Path(f"{base.path}.{name}"))  # type: ignore[attr-defined]
+    return RemoteStore(PrefixStore(name, met.clone()))
 
 
 # ---- messages -------------------------------------------------------------------------------------------------------
@@ -150,41 +150,41 @@ def _plain(value: Any) -> Any:
 
 
 def all_gather_values(value: T, kind: Any, group: Group = None) -> list[T]:
-    size, mine = _start(value, group)
+    size, message = _encoded(value, group)
     sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, size, group=group)
     longest = max(map(int, sizes))
-    boxes = [mine.new_empty(longest) for _ in sizes]
-    dist.all_gather(boxes, _padded(mine, longest), group=group)
-    return _values(boxes, sizes, kind)
+    messages = [message.new_empty(longest) for _ in sizes]
+    dist.all_gather(messages, _padded(message, longest), group=group)
+    return _values(messages, sizes, kind)
 
 
 def gather_values(value: T, kind: Any, group: Group = None) -> list[T]:
-    size, mine = _start(value, group)
+    size, message = _encoded(value, group)
     first, longest = dist.get_rank(group) == 0, size.clone()
     dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
     count = dist.get_world_size(group) if first else 0
     sizes = [torch.empty_like(size) for _ in range(count)]
-    boxes = [mine.new_empty(int(longest)) for _ in range(count)]
+    messages = [message.new_empty(int(longest)) for _ in range(count)]
     dist.gather(size, sizes if first else None, group=group, group_dst=0)
-    dist.gather(_padded(mine, int(longest)), boxes if first else None, group=group, group_dst=0)
-    return _values(boxes, sizes, kind)
+    dist.gather(_padded(message, int(longest)), messages if first else None, group=group, group_dst=0)
+    return _values(messages, sizes, kind)
 
 
-def _start(value: Any, group: Group) -> tuple[Tensor, Tensor]:
+def _encoded(value: Any, group: Group) -> tuple[Tensor, Tensor]:
     """This rank's message and its size, where the group's backend takes tensors."""
     device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
-    mine = torch.frombuffer(bytearray(packed(value)), dtype=torch.uint8).to(device)
-    return torch.tensor(len(mine), device=device), mine
+    message = torch.frombuffer(bytearray(packed(value)), dtype=torch.uint8).to(device)
+    return torch.tensor(len(message), device=device), message
 
 
 def _padded(data: Tensor, size: int) -> Tensor:
     return torch.nn.functional.pad(data, (0, size - len(data)))
 
 
-def _values(boxes: list[Tensor], sizes: list[Tensor], kind: Any) -> list[Any]:
-    found = enumerate(zip(boxes, sizes, strict=True))
-    return [unpacked(bytes(box[: int(size)].cpu().numpy()), kind, rank) for rank, (box, size) in found]
+def _values(messages: list[Tensor], sizes: list[Tensor], kind: Any) -> list[Any]:
+    of_ranks = enumerate(zip(messages, sizes, strict=True))
+    return [unpacked(bytes(message[: int(size)].cpu().numpy()), kind, rank) for rank, (message, size) in of_ranks]
 
 
 # ---- control --------------------------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ class Control:
         self.teller = threading.Thread(target=self._tell, name="control", daemon=True)
         if self.size > 1:
             self.name, self.path = who(mesh), f"control-{next(_MADE)}"
-            self.post = post(self.path)
+            self.store = kv_store(self.path)
             self.teller.start()
 
     def broadcast_value(self, value: T, kind: Any) -> T:
@@ -215,11 +215,11 @@ class Control:
             return value
         key = f"{self._call()}"
         if self.rank == 0:
-            self.post.put(key, packed(value))
+            self.store.put(key, packed(value))
             self.announced.append(key)
             return value
         self._wait({0: key})
-        return unpacked(self.post.get(key), kind)
+        return unpacked(self.store.get(key), kind)
 
     def gather_values(self, value: T, kind: Any) -> list[T]:
         """The values of all ranks, in their order, on rank 0; the others get none, and do not wait."""
@@ -227,15 +227,15 @@ class Control:
             return [value]
         call = self._call()
         if self.rank:
-            self.post.put(f"{call} {self.rank}", packed(value))
+            self.store.put(f"{call} {self.rank}", packed(value))
             return []
         keys = {rank: f"{call} {rank}" for rank in range(1, self.size)}
         self._wait(keys)
-        found = [value, *(unpacked(self.post.get(key), kind, rank) for rank, key in keys.items())]
+        values = [value, *(unpacked(self.store.get(key), kind, rank) for rank, key in keys.items())]
         for key in (*keys.values(), *self.announced):  # who has answered this call has heard the calls before
-            self.post.drop(key)
+            self.store.drop(key)
         self.announced.clear()
-        return found
+        return values
 
     def all_gather_values(self, value: T, kind: Any) -> list[T]:
         """The values of all ranks, in their order, on every rank: for values that are small, or of few ranks."""
@@ -248,27 +248,27 @@ class Control:
             return
         self.over.set()
         with suppress(RuntimeError, OSError):
-            self.post.put(_ended(self.rank), packed(RankSeen.here().place))
-            patience = time.monotonic() + _MOMENT * (self.rank == 0 and isinstance(self.post, Remote))
-            while time.monotonic() < patience and not self.post.has([_ended(rank) for rank in range(self.size)]):
+            self.store.put(_ended(self.rank), packed(RankSeen.here().place))
+            patience = time.monotonic() + _MOMENT * (self.rank == 0 and isinstance(self.store, RemoteStore))
+            while time.monotonic() < patience and not self.store.has([_ended(rank) for rank in range(self.size)]):
                 heartbeat.beat()
                 time.sleep(self.pause)
 
     def _call(self) -> int:
         """The number of this call. All ranks count the same ones; each says from where it calls, if that is new."""
         self.calls += 1
-        here = RankSeen.here()
-        if here.place != self.place:
-            self.post.put(_at(self.rank), packed(here))
-            self.place = here.place
+        now = RankSeen.here()
+        if now.place != self.place:
+            self.store.put(_at(self.rank), packed(now))
+            self.place = now.place
         return self.calls
 
     def _tell(self) -> None:
         """In the background: where this rank is, again and again, until the store is gone."""
         with suppress(RuntimeError, OSError):
-            own = post(self.path)
+            store = kv_store(self.path)
             while not self.over.is_set():
-                own.put(_at(self.rank), packed(RankSeen.here()))
+                store.put(_at(self.rank), packed(RankSeen.here()))
                 self.over.wait(self.look)
 
     def _wait(self, keys: dict[int, str]) -> None:
@@ -276,34 +276,34 @@ class Control:
         start = looked = time.monotonic()
         pause = 0.0005
         try:
-            while not self.post.has(list(keys.values())):
+            while not self.store.has(list(keys.values())):
                 time.sleep(pause)
                 pause = min(1.5 * pause, self.pause)
                 if time.monotonic() - looked > self.look:
                     looked = time.monotonic()
-                    self._judge([rank for rank, key in keys.items() if not self.post.has([key])], looked - start)
+                    self._judge([rank for rank, key in keys.items() if not self.store.has([key])], looked - start)
                     heartbeat.beat()  # those waited for move, and so does who waits
         except (RuntimeError, OSError) as error:
             raise PeerLost(f"{self.name} waited for rank 0, whose store is gone: {error}") from error
 
     def _judge(self, missing: list[int], waited: float) -> None:
         """Raise PeerLost if one of them has not moved for too long. Rank 0 tells the others what it found."""
-        if self.rank and self.post.has(["lost"]):
-            raise PeerLost(f"{self.name}: {unpacked(self.post.get('lost'), str)}")
+        if self.rank and self.store.has(["lost"]):
+            raise PeerLost(f"{self.name}: {unpacked(self.store.get('lost'), str)}")
         limit = self.timeout if self.rank == 0 else self.timeout + 3 * self.look  # rank 0 knows more, and speaks first
         lost = []
         for rank in missing:
-            if self.post.has([_ended(rank)]):
-                lost.append(f"rank {rank}, which has ended in {unpacked(self.post.get(_ended(rank)), str, rank)}")
+            if self.store.has([_ended(rank)]):
+                lost.append(f"rank {rank}, which has ended in {unpacked(self.store.get(_ended(rank)), str, rank)}")
                 continue
-            told = self.post.has([_at(rank)])
-            seen = unpacked(self.post.get(_at(rank)), RankSeen, rank) if told else RankSeen(0, "its start")
+            known = self.store.has([_at(rank)])
+            seen = unpacked(self.store.get(_at(rank)), RankSeen, rank) if known else RankSeen(0, "its start")
             if (still := self.peers[rank].look(seen, 2 * self.look)) > limit:
                 lost.append(f"rank {rank}, which has not moved for {still:.0f} s, and was last seen in {seen.place}")
         if lost:
             why = f"waited {waited:.0f} s for {'; '.join(lost[:8])}" + f"; and {len(lost) - 8} more" * (len(lost) > 8)
             if self.rank == 0:
-                self.post.put("lost", packed(f"rank 0 {why}"))
+                self.store.put("lost", packed(f"rank 0 {why}"))
             raise PeerLost(f"{self.name} {why}")
 
 

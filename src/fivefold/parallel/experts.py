@@ -1,7 +1,7 @@
 """Expert parallelism: the experts of a layer are dealt out over the ep axis, and tokens travel to them and back.
 
 slices       which tokens a rank routes: without sp every tp rank has all tokens, and routes its slice of them
-alltoall     counts first, then each token to the ranks of its experts, and what they said back
+alltoall     counts first, then each token to the ranks of its experts, and their outputs back
 allgather    every rank gets all tokens, computes those of its experts, and the sum goes back: for few ranks
 
 `dispatch_of` chooses.
@@ -22,19 +22,19 @@ from fivefold.layout.sharding import chunk
 from fivefold.model.dispatch import (
     COMBINE,
     DISPATCH,
-    Beside,
-    Compute,
-    FromSlots,
+    ExpertsFn,
     LocalDispatch,
+    Permute,
     Rearrange,
     Routing,
-    ToSlots,
-    places,
+    SharedExpert,
+    Unpermute,
+    inverse,
 )
-from fivefold.model.grouped import Groups, PutOff, has_kernel
-from fivefold.model.layers import wide
+from fivefold.model.grouped import DeferWgrad, Groups, has_kernel
+from fivefold.model.layers import accum_dtype
 from fivefold.model.moe import ExpertLinear
-from fivefold.model.recompute import again, kept
+from fivefold.model.recompute import is_recomputing, save_output
 from fivefold.parallel.collectives import all_gather, all_reduce, all_to_all, reduce_scatter, wait, waiting
 from fivefold.parallel.mesh import Axis, Mesh
 from fivefold.parallel.wgrad import WeightGradQueue
@@ -49,11 +49,11 @@ from fivefold.spec.model import ModelSpec
 
 
 class SlicedDispatch(LocalDispatch):
-    def __init__(self, mesh: Mesh, later: WeightGradQueue | None):
+    def __init__(self, mesh: Mesh, wgrad_queue: WeightGradQueue | None):
         self.mesh, self.ep, self.tp, self.sequence = mesh, mesh.ep, mesh.tp, mesh.sequence
-        self.returning = mesh.returning or mesh.ep  # what backward passes send, which may run beside forward ones
+        self.backward_ep = mesh.backward_ep or mesh.ep  # what backward passes send, which may run beside forward ones
         self.slices = mesh.tp.size > 1 and not mesh.layout.sp
-        self.later = later
+        self.wgrad_queue = wgrad_queue
         self.names: dict[nn.Module, str] = {}
 
     def adopt(self, model: nn.Module) -> None:
@@ -61,9 +61,9 @@ class SlicedDispatch(LocalDispatch):
         for name, module in model.named_modules():
             if isinstance(module, ExpertLinear):
                 self.names[module] = name
-                for kind, whole in list(module.named_parameters(recurse=False)):
-                    shape = whole.shape[0] // self.ep.size, *whole.shape[1:]
-                    setattr(module, kind, nn.Parameter(torch.empty(shape, dtype=whole.dtype, device="meta")))
+                for kind, full in list(module.named_parameters(recurse=False)):
+                    shape = full.shape[0] // self.ep.size, *full.shape[1:]
+                    setattr(module, kind, nn.Parameter(torch.empty(shape, dtype=full.dtype, device="meta")))
 
     def own_tokens(self, x: Tensor) -> Tensor:
         flat = x.flatten(0, 1)
@@ -85,38 +85,38 @@ class SlicedDispatch(LocalDispatch):
             yield
 
     @property
-    def going(self) -> Axis:
+    def current_ep(self) -> Axis:
         """The ranks of ep, in the group of the pass that this is: forward, or computed again in a backward pass."""
-        return self.returning if again() else self.ep
+        return self.backward_ep if is_recomputing() else self.ep
 
-    def over_sequence(self, counts: Tensor) -> Tensor:
-        (total,) = kept(lambda: (wait(all_reduce(counts, self.sequence), self.sequence),), 1, counts)
+    def sum_over_sequence(self, counts: Tensor) -> Tensor:
+        (total,) = save_output(lambda: (wait(all_reduce(counts, self.sequence), self.sequence),), 1, counts)
         return total
 
-    def defer_wgrad(self, linear: nn.Module) -> Callable[[], PutOff | None] | None:
-        return None if self.later is None else partial(self._put_off, linear)
+    def defer_wgrad(self, linear: nn.Module) -> Callable[[], DeferWgrad | None] | None:
+        return None if self.wgrad_queue is None else partial(self._defer, linear)
 
-    def _put_off(self, linear: nn.Module) -> PutOff | None:
-        """While the queue collects."""
-        later = self.later
-        if later is None or (works := later.open) is None:
+    def _defer(self, linear: nn.Module) -> DeferWgrad | None:
+        """Where the gradient of this linear's weight is deferred to, while the queue collects."""
+        queue = self.wgrad_queue
+        if queue is None or (tasks := queue.tasks) is None:
             return None
-        name, report = f"{self.names[linear]}.weight", later.report
+        name, report = f"{self.names[linear]}.weight", queue.report
         assert report is not None
 
-        def leave(compute: Callable[[], Tensor]) -> None:
+        def defer(compute: Callable[[], Tensor]) -> None:
             @torch.no_grad()
-            def work() -> None:
+            def task() -> None:
                 report(name, compute())
 
-            works.append(work)
+            tasks.append(task)
 
-        return leave
+        return defer
 
 
 def _slice(tokens: int, axis: Axis) -> slice:
-    mine = chunk(tokens, axis.size, axis.rank)
-    return slice(mine.start, mine.stop)
+    local = chunk(tokens, axis.size, axis.rank)
+    return slice(local.start, local.stop)
 
 
 class OwnSlice(Function):
@@ -139,8 +139,8 @@ class AllSlices(Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, tokens: int, axis: Axis) -> Tensor:
         ctx.tokens, ctx.axis = tokens, axis
-        (whole,) = kept(lambda: (_gathered(y, tokens, axis),), 1, y)
-        return whole
+        (gathered,) = save_output(lambda: (_gathered(y, tokens, axis),), 1, y)
+        return gathered
 
     @staticmethod
     @once_differentiable
@@ -157,11 +157,11 @@ def _gathered(x: Tensor, tokens: int, axis: Axis) -> Tensor:
 # ---- exchanges ------------------------------------------------------------------------------------------------------
 # A message of experts in two steps, sent off and waited for, so that something else can run in between.
 #
-#     exchange = AsyncExchange(dispatch, DISPATCH, there, back)
-#     ticket = StartExchange.apply(exchange, x)  forward starts there(x); backward waits for the gradient
-#     ...                                     runs while the message travels, and so does its backward pass
-#     exchange.pause()                        the other half of a joined pair runs, where there is one
-#     (y,) = FinishExchange.apply(exchange, 1, ticket)  forward waits for it; backward starts back(gradient)
+#     exchange = AsyncExchange(dispatch, DISPATCH, forward, backward)
+#     ticket = StartExchange.apply(exchange, x)          forward starts forward(x); backward waits for the gradient
+#     ...                                                runs while the message travels, and so does its backward pass
+#     exchange.pause()                                   the other half of an overlapped pair runs, where there is one
+#     (y,) = FinishExchange.apply(exchange, 1, ticket)   forward waits for it; backward starts backward(gradient)
 #
 # Autograd runs what is ready in the reverse order of its making. So the backward pass of what was computed in between
 # comes when the gradient has been sent off, and before it is waited for. Selective recompute keeps what has arrived,
@@ -173,114 +173,117 @@ Send = Callable[[Tensors, Axis], Tensors]  # starts to send them: what will come
 
 
 class AsyncExchange:
-    """`there` and `back` start the collectives of the forward and the backward pass."""
+    """`forward` and `backward` start the collectives of these passes."""
 
-    def __init__(self, by: SlicedDispatch, what: str, there: Send, back: Send):
-        self.by, self.what, self.there, self.back = by, what, there, back
-        self.flying: tuple[Tensor, ...] = ()
-        self.sent: tuple[Tensor, ...] = ()  # they must stay as they are until they have gone
+    def __init__(self, dispatch: SlicedDispatch, what: str, forward: Send, backward: Send):
+        self.dispatch, self.what, self.forward, self.backward = dispatch, what, forward, backward
+        self.in_flight: Tensors = ()
+        self.sent: Tensors = ()  # they must stay as they are until they have gone
         self.axis: Axis | None = None
 
-    def leave(self, how: Send, axis: Axis, tensors: tuple[Tensor, ...]) -> tuple[()]:
-        self.sent, self.axis, self.flying = tensors, axis, how(tensors, axis)
+    def start(self, send: Send, axis: Axis, tensors: Tensors) -> tuple[()]:
+        self.sent, self.axis, self.in_flight = tensors, axis, send(tensors, axis)
         return ()
 
     def pause(self) -> None:
-        """Before the wait: let the other half of a pair run. Where the store has what came, nothing is waited for."""
-        if self.flying:
-            self.by.yield_turn()
+        """Before the wait: let the other half of a pair run. In a recomputation that takes what came from the store
+        nothing is in flight."""
+        if self.in_flight:
+            self.dispatch.yield_turn()
 
-    def end(self) -> tuple[Tensor, ...]:
-        """What has come."""
+    def finish(self) -> Tensors:
+        """Wait for what comes."""
         assert self.axis is not None
-        come = tuple(wait(one, self.axis) for one in self.flying)
-        self.sent = self.flying = ()
-        return come
+        received = tuple(wait(tensor, self.axis) for tensor in self.in_flight)
+        self.sent = self.in_flight = ()
+        return received
 
 
 class StartExchange(Function):
     """Tensors -> a ticket, which has no numbers; it ties the wait to this."""
 
     @staticmethod
-    def forward(ctx: Any, trip: AsyncExchange, *tensors: Tensor) -> Tensor:
-        ctx.trip, ctx.dtypes = trip, [tensor.dtype for tensor in tensors]
-        kept(lambda: trip.leave(trip.there, trip.by.going, tensors), 0, tensors[0])
+    def forward(ctx: Any, exchange: AsyncExchange, *tensors: Tensor) -> Tensor:
+        ctx.exchange, ctx.dtypes = exchange, [tensor.dtype for tensor in tensors]
+        save_output(lambda: exchange.start(exchange.forward, exchange.dispatch.current_ep, tensors), 0, tensors[0])
         return tensors[0].new_empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[Any, ...]:
-        trip: AsyncExchange = ctx.trip
-        trip.pause()
-        with trip.by.sending(trip.what):
-            return None, *(one.to(dtype) for one, dtype in zip(trip.end(), ctx.dtypes, strict=True))
+        exchange: AsyncExchange = ctx.exchange
+        exchange.pause()
+        with exchange.dispatch.sending(exchange.what):
+            grads = exchange.finish()
+            return None, *(grad.to(dtype) for grad, dtype in zip(grads, ctx.dtypes, strict=True))
 
 
 class FinishExchange(Function):
     """A ticket -> what has come, as many tensors as were sent off."""
 
     @staticmethod
-    def forward(ctx: Any, trip: AsyncExchange, count: int, ticket: Tensor) -> tuple[Tensor, ...]:
-        ctx.trip = trip
-        return kept(trip.end, count, ticket)
+    def forward(ctx: Any, exchange: AsyncExchange, count: int, ticket: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange = exchange
+        return save_output(exchange.finish, count, ticket)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        trip: AsyncExchange = ctx.trip
-        with trip.by.sending(trip.what):
-            trip.leave(trip.back, trip.by.returning, gradients)
+        exchange: AsyncExchange = ctx.exchange
+        with exchange.dispatch.sending(exchange.what):
+            exchange.start(exchange.backward, exchange.dispatch.backward_ep, gradients)
         return None, None, gradients[0].new_empty(0)
 
 
 # ---- allgather ------------------------------------------------------------------------------------------------------
 # Tokens to their experts by all-gather: every ep rank gets all tokens, and computes those of its own experts.
 #
-# Per layer and microbatch, with at most n tokens on a rank, K slots each, over N ranks:
+# Per layer and microbatch, with at most n tokens on a rank, K experts each, over N ranks:
 #
 #     forward     all-gathers of N n (E + K) elements and N n K int64, a reduce-scatter of N n E in the accumulate dtype
 #     backward    reduce-scatters of N n E and N n K elements, an all-gather of N n E, all in the accumulate dtype
 #
 # It sends N/K times what an all-to-all does or more, in fewer and larger messages, and how much does not depend on the
-# routing: worth it where ep is about as small as K. What experts said is added up on the way back, rank by rank.
+# routing: worth it where ep is about as small as K. The experts' outputs are added up on the way back, rank by rank.
 
 
 class AllGatherDispatch(SlicedDispatch):
-    travels = True
+    sends_tokens = True
 
     def run(
-        self, x: Tensor, routed: Routing, compute: Compute, stream: int, beside: Beside = None
+        self, x: Tensor, routing: Routing, experts: ExpertsFn, stream: int, shared: SharedExpert = None
     ) -> tuple[Tensor, Tensor | None]:
-        experts, own, most = routed.scores.shape[1], x.shape[0], self._most(stream)
+        tokens_here, most = x.shape[0], self._most(stream)
         with self.sending(DISPATCH):
-            there, choices = AsyncExchange(self, DISPATCH, _gather, _sum), AsyncExchange(self, DISPATCH, _gather, _sum)
-            ticket = StartExchange.apply(there, _padded(x, most), _padded(routed.weights, most))
-            choice = StartExchange.apply(choices, _padded(routed.chosen, most, -1))
-        shared = beside() if beside is not None else None
-        there.pause()
+            dispatch, choices = (AsyncExchange(self, DISPATCH, _gather, _sum) for _ in range(2))
+            ticket = StartExchange.apply(dispatch, _padded(x, most), _padded(routing.weights, most))
+            choice_ticket = StartExchange.apply(choices, _padded(routing.chosen, most, -1))
+        shared_output = shared() if shared is not None else None
+        dispatch.pause()
         with self.sending(DISPATCH):
-            tokens, weights = FinishExchange.apply(there, 2, ticket)
-            (chosen,) = FinishExchange.apply(choices, 1, choice)
-            here = experts // self.ep.size
-            mine = chosen - self.ep.rank * here
-            # The slots of this rank's experts, in their order and then the tokens'; all others lie behind.
-            of_expert = mine.where((mine >= 0) & (mine < here) & (chosen >= 0), here).flatten()
-            counts = torch.bincount(of_expert, minlength=here + 1)[:here]
-            sizes = tuple(self.host.by_expert(counts, routed.chosen.numel()))
+            tokens, weights = FinishExchange.apply(dispatch, 2, ticket)
+            (chosen,) = FinishExchange.apply(choices, 1, choice_ticket)
+            local_experts = routing.scores.shape[1] // self.ep.size
+            number = chosen - self.ep.rank * local_experts  # of the expert, among those of this rank
+            # The assignments to this rank's experts, in their order and then the tokens'; all others lie behind.
+            is_local = (number >= 0) & (number < local_experts) & (chosen >= 0)
+            of_expert = number.where(is_local, local_experts).flatten()
+            counts = torch.bincount(of_expert, minlength=local_experts + 1)[:local_experts]
+            sizes = tuple(self.host.by_expert(counts, routing.chosen.numel()))
             groups = Groups(counts.cumsum(0).int(), sizes)
             order = of_expert.sort(dim=0, stable=True).indices[: sum(sizes)].clone()
-            rows = order // chosen.shape[1]
-            theirs = tokens[rows]
-        made = compute(theirs, groups)
+            token_of = order // chosen.shape[1]
+            rows = tokens[token_of]
+        outputs = experts(rows, groups)
         with self.sending(COMBINE):
-            said = made.to(wide(x.dtype)) * weights.flatten()[order][:, None]
-            sums = said.new_zeros(tokens.shape).index_add(0, rows, said)
-            home = AsyncExchange(self, COMBINE, _sum, _gather)
-            ticket = StartExchange.apply(home, sums)
-        home.pause()
+            weighted = outputs.to(accum_dtype(x.dtype)) * weights.flatten()[order][:, None]
+            sums = weighted.new_zeros(tokens.shape).index_add(0, token_of, weighted)
+            combine = AsyncExchange(self, COMBINE, _sum, _gather)
+            ticket = StartExchange.apply(combine, sums)
+        combine.pause()
         with self.sending(COMBINE):
-            (total,) = FinishExchange.apply(home, 1, ticket)
-            return total[:own].to(x.dtype), shared
+            (total,) = FinishExchange.apply(combine, 1, ticket)
+            return total[:tokens_here].to(x.dtype), shared_output
 
     def _most(self, stream: int) -> int:
         """Of `stream` tokens those of the rank that routes most."""
@@ -298,94 +301,93 @@ def _gather(tensors: Tensors, axis: Axis) -> Tensors:
 
 def _sum(tensors: Tensors, axis: Axis) -> Tensors:
     """[N n, ...] summands -> [n, ...]: the sum of this rank's part, in the accumulate dtype."""
-    return tuple(reduce_scatter(tensor.to(wide(tensor.dtype)), axis) for tensor in tensors)
+    return tuple(reduce_scatter(tensor.to(accum_dtype(tensor.dtype)), axis) for tensor in tensors)
 
 
 # ---- alltoall -------------------------------------------------------------------------------------------------------
 # Tokens to their experts by all-to-all: how many first, then the tokens, and back.
 #
-# Per layer and microbatch, with n tokens on this rank, K slots each, N rows for this rank's experts, X experts in all:
+# Per layer and microbatch, with n tokens on this rank, K of X experts each, and N rows for this rank's experts:
 #
 #     forward     X int64 counts; n K rows of E elements out and N in; N out and n K in
 #     backward    the two of rows again, the other way around
 #
-# A row is sent once for each slot, to whichever rank has the expert. Full recompute sends forward's again; selective
-# recompute keeps what came. A rank without tokens, or whose experts got none, takes part like any other. While tokens
-# are on their way to experts the shared one computes; and before each wait for rows, forward and backward, the other
-# half of a joined pair may run.
+# A row is sent once for each assignment, to whichever rank has the expert. Full recompute sends forward's again;
+# selective recompute keeps what came. A rank without tokens, or whose experts got none, takes part like any other.
+# While tokens are on their way to experts the shared one computes; and before each wait for rows, forward and backward,
+# the other half of an overlapped pair may run.
 
 
 class AllToAllDispatch(SlicedDispatch):
-    travels = True
+    sends_tokens = True
     reads_rows = False  # but where they have come back
 
     def run(
-        self, x: Tensor, routed: Routing, compute: Compute, stream: int, beside: Beside = None
+        self, x: Tensor, routing: Routing, experts: ExpertsFn, stream: int, shared: SharedExpert = None
     ) -> tuple[Tensor, Tensor | None]:
         with self.sending(DISPATCH):
-            order, counts, going = routed.order, routed.counts, self.going
-            of_slot = places(order)
-            (coming,) = kept(lambda: (wait(all_to_all(counts, going), going),), 1, counts)
-            sent, due = self.host.by_rank(counts, coming, self.ep.size, len(order))
-            out, back = [sum(rank) for rank in sent], [sum(rank) for rank in due]
-            there = self._trip(DISPATCH, out, back)
-            ticket = StartExchange.apply(there, ToSlots.apply(x, order, of_slot))
-            # They will lie rank by rank, and the experts want them expert by expert.
-            by_expert = _experts_of(coming, self.ep.size, sum(back)).sort(dim=0, stable=True).indices
-            ends = (
-                coming.unflatten(0, (self.ep.size, -1)).sum(0).cumsum(0).int()
-            )  # there, so that the host need not wait
-            of_row, groups = places(by_expert), Groups(ends, tuple(map(sum, zip(*due, strict=True))))
-        shared = beside() if beside is not None else None
-        there.pause()
+            order, counts, ep = routing.order, routing.counts, self.current_ep
+            row_of = inverse(order)
+            (counts_in,) = save_output(lambda: (wait(all_to_all(counts, ep), ep),), 1, counts)
+            sizes_out, sizes_in = self.host.by_rank(counts, counts_in, self.ep.size, len(order))
+            sent, received = [sum(sizes) for sizes in sizes_out], [sum(sizes) for sizes in sizes_in]
+            dispatch = self._exchange(DISPATCH, sent, received)
+            ticket = StartExchange.apply(dispatch, Permute.apply(x, order, row_of))
+            # The rows come rank by rank, and the experts want them expert by expert.
+            by_expert = _experts_of(counts_in, self.ep.size, sum(received)).sort(dim=0, stable=True).indices
+            by_rank = inverse(by_expert)
+            ends = counts_in.unflatten(0, (self.ep.size, -1)).sum(0).cumsum(0).int()  # on the device: no wait for it
+            groups = Groups(ends, tuple(map(sum, zip(*sizes_in, strict=True))))
+        shared_output = shared() if shared is not None else None
+        dispatch.pause()
         with self.sending(DISPATCH):
             # One name for what moves on: what a name held before is let go of, and rows are large.
-            (rows,) = FinishExchange.apply(there, 1, ticket)
-            rows = Rearrange.apply(rows, by_expert, of_row)
-        rows = compute(rows, groups)
+            (rows,) = FinishExchange.apply(dispatch, 1, ticket)
+            rows = Rearrange.apply(rows, by_expert, by_rank)
+        rows = experts(rows, groups)
         with self.sending(COMBINE):
-            rows = Rearrange.apply(rows, of_row, by_expert)
-            home = self._trip(COMBINE, back, out)
-            ticket = StartExchange.apply(home, rows)
+            rows = Rearrange.apply(rows, by_rank, by_expert)
+            combine = self._exchange(COMBINE, received, sent)
+            ticket = StartExchange.apply(combine, rows)
             del rows
-        home.pause()
+        combine.pause()
         with self.sending(COMBINE):
-            (rows,) = FinishExchange.apply(home, 1, ticket)
-            return FromSlots.apply(rows, routed.weights, order, of_slot), shared
+            (rows,) = FinishExchange.apply(combine, 1, ticket)
+            return Unpermute.apply(rows, routing.weights, order, row_of), shared_output
 
-    def _trip(self, what: str, out: list[int], back: list[int]) -> AsyncExchange:
-        """Of rows [sum of `out`, E] -> [sum of `back`, E]: so many to each rank, and so many from each."""
+    def _exchange(self, what: str, sent: list[int], received: list[int]) -> AsyncExchange:
+        """Of rows [sum of `sent`, E] -> [sum of `received`, E]: so many to each rank, and so many from each."""
 
-        def there(rows: Tensors, axis: Axis) -> Tensors:
-            return (all_to_all(rows[0], axis, out, back),)
+        def forward(rows: Tensors, axis: Axis) -> Tensors:
+            return (all_to_all(rows[0], axis, sent, received),)
 
-        def home(gradients: Tensors, axis: Axis) -> Tensors:
-            return (all_to_all(gradients[0], axis, back, out),)
+        def backward(gradients: Tensors, axis: Axis) -> Tensors:
+            return (all_to_all(gradients[0], axis, received, sent),)
 
-        return AsyncExchange(self, what, there, home)
+        return AsyncExchange(self, what, forward, backward)
 
 
-def _experts_of(coming: Tensor, ranks: int, rows: int) -> Tensor:
-    """Which of this rank's experts each row is for; `coming` [ranks * experts here] are the numbers of these rows."""
-    experts = torch.arange(len(coming) // ranks, device=coming.device).repeat(ranks)
-    return experts.repeat_interleave(coming, output_size=rows)
+def _experts_of(counts: Tensor, ranks: int, rows: int) -> Tensor:
+    """Which of this rank's experts each received row is for; `counts` [ranks * local experts] are numbers of rows."""
+    experts = torch.arange(len(counts) // ranks, device=counts.device).repeat(ranks)
+    return experts.repeat_interleave(counts, output_size=rows)
 
 
 # ---- experts --------------------------------------------------------------------------------------------------------
 
 
 def dispatch_of(
-    spec: ModelSpec, mesh: Mesh, later: WeightGradQueue | None = None, dtype: torch.dtype | None = None
+    spec: ModelSpec, mesh: Mesh, wgrad_queue: WeightGradQueue | None = None, dtype: torch.dtype | None = None
 ) -> LocalDispatch:
-    """How tokens reach the experts of a layout. With `later`, experts can put off the gradients of their weights;
+    """How tokens reach the experts of a layout. With `wgrad_queue`, experts can defer the gradients of their weights;
     `dtype` is that of the tokens."""
     if spec.experts is None:
         return LocalDispatch()
-    if mesh.ep.size == 1:  # every rank has all experts: nothing travels
-        found = SlicedDispatch(mesh, later)
-        # Nobody on the host asks how many tokens an expert has; what is put off leaves a graph, and PyTorch's compiler
+    if mesh.ep.size == 1:  # every rank has all experts: no token is sent
+        dispatch = SlicedDispatch(mesh, wgrad_queue)
+        # Nobody on the host asks how many tokens an expert has; what is deferred leaves a graph, and PyTorch's compiler
         # knows the kernel of bfloat16 alone.
-        widths, narrow = (spec.hidden, spec.experts.ffn), dtype == torch.bfloat16
-        found.in_graph = later is None and narrow and has_kernel(mesh.device.type, torch.bfloat16, *widths)
-        return found
-    return (AllGatherDispatch if mesh.layout.dispatch == "allgather" else AllToAllDispatch)(mesh, later)
+        widths, bf16 = (spec.hidden, spec.experts.ffn), dtype == torch.bfloat16
+        dispatch.in_graph = wgrad_queue is None and bf16 and has_kernel(mesh.device.type, torch.bfloat16, *widths)
+        return dispatch
+    return (AllGatherDispatch if mesh.layout.dispatch == "allgather" else AllToAllDispatch)(mesh, wgrad_queue)

@@ -24,14 +24,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from fivefold.layout.sharding import MINIMUM, Grouping, LocalParam, buckets, layers_of
-from fivefold.model.init import draw
-from fivefold.model.layers import wide
+from fivefold.model.init import init_param
+from fivefold.model.layers import accum_dtype
 from fivefold.model.moe import ExpertNetworks
-from fivefold.model.recompute import unnumbered
-from fivefold.parallel.buckets import Bucket, Part, Reducer, slots_of
-from fivefold.parallel.collectives import Heard, stage
+from fivefold.model.recompute import unseen_by_checkpoint
+from fivefold.parallel.buckets import BackwardPart, Bucket, Reducer, slots_of
+from fivefold.parallel.collectives import HookedReduceScatter, stage_through_host
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.weights import Tap, Weights, held_by, listen, local_of, remake
+from fivefold.parallel.weights import GradHook, Weights, local_of, register_grad_hook, stage_params, to_empty
 from fivefold.spec.model import ModelSpec
 
 
@@ -45,68 +45,73 @@ class FullySharded(Weights):
         mesh: Mesh,
         compute: torch.dtype,
         seed: int,
+        *,
         minimum: int = MINIMUM,
         split: bool = False,
     ):
         self.mesh, self.halves = mesh, split
-        per_stage = [held_by(model, spec, mesh) for model in stages]
-        self.held = {name: one for held in per_stage for name, one in held.items()}
+        per_stage = [stage_params(model, spec, mesh) for model in stages]
+        self.local_params = {name: param for params in per_stage for name, param in params.items()}
         self.modules: list[FSDPModule] = []
         self.parameters: dict[str, DTensor] = {}
         self.masters = {}
         self.roots: list[FSDPModule] = []
         self.units: dict[str, FSDPModule] = {}  # by name
-        narrow = compute != wide(compute)
-        self.whole = {name for name, one in self.held.items() if narrow and one.parameter.exact}
-        for model, held in zip(stages, per_stage, strict=True):
-            remake(model, held, wide(compute), torch.device("meta"))
-            layers = layers_of(one.parameter.unit for one in held.values())
-            found = _shard(model, layers, mesh, compute, {p for n, p in model.named_parameters() if n in self.whole})
-            self.modules += found
-            self.roots.append(self.modules[-1])
-            self.units |= {_unit(model, one): one for one in found}
-            _materialise(model, self.whole & held.keys(), mesh.device)
+        low_precision = compute != accum_dtype(compute)
+        # Names of the parameters that are never rounded, and that FSDP2 does not shard.
+        self.unsharded = {name for name, param in self.local_params.items() if low_precision and param.parameter.exact}
+        for model, params in zip(stages, per_stage, strict=True):
+            to_empty(model, params, accum_dtype(compute), torch.device("meta"))
+            layers = layers_of(param.parameter.unit for param in params.values())
+            ignored = {p for name, p in model.named_parameters() if name in self.unsharded}
+            units = _shard(model, layers, mesh, compute, ignored)
+            self.modules += units
+            self.roots.append(units[-1])
+            self.units |= {_unit_name(model, unit): unit for unit in units}
+            _materialise(model, self.unsharded & params.keys(), mesh.device)
             for name, parameter in model.named_parameters():
-                one, local = self.held[name], local_of(parameter)
-                draw(spec, one.parameter, local, seed, self.block(name))
-                self.masters[name] = nn.Parameter(local)
-                if name in self.whole:
-                    listen(parameter, one, self.add)
+                param, shard = self.local_params[name], local_of(parameter)
+                init_param(spec, param.parameter, shard, seed, self.block(name))
+                self.masters[name] = nn.Parameter(shard)
+                if name in self.unsharded:
+                    register_grad_hook(parameter, param, self.add)
                     continue
                 assert isinstance(parameter, DTensor)
                 self.parameters[name] = parameter
-                if split and one.parameter.deferred:
+                if split and param.parameter.deferred:
                     parameter.requires_grad_(False)  # FSDP2 of torch 2.11 would reduce zeros for want of a gradient
         groups = [
             (number, group)
-            for number, held in enumerate(per_stage)
-            for group in buckets(held.values(), minimum, split, narrow=narrow)
+            for number, params in enumerate(per_stage)
+            for group in buckets(params.values(), minimum, split, narrow=low_precision)
             if group.late or group.exact
         ]
         self.reducer = Reducer([self._bucket(group, compute) for _, group in groups], groups)
 
     def _bucket(self, group: Grouping, compute: torch.dtype) -> Bucket:
         # FSDP2 has the real weights, when it has them; a bucket that only sums needs their shapes.
-        shapes = {one.name: torch.empty(one.shape, device="meta") for one in group.held}
+        shapes = {param.name: torch.empty(param.shape, device="meta") for param in group.held}
         zero = self.zero(group)
         slots = slots_of(group, shapes, self.masters, 1 if group.exact else zero.size)
         return Bucket(slots, zero, self.mesh.tp if group.partial else None, 0 if group.exact else 2, compute)
 
-    def sharded(self, one: LocalParam) -> bool:
-        return one.name not in self.whole
+    def sharded(self, param: LocalParam) -> bool:
+        return param.name not in self.unsharded
 
     @contextmanager
-    def microbatch(self, last: bool, stage: int = 0, part: Part = "all") -> Iterator[None]:
+    def microbatch(self, last: bool, stage: int = 0, part: BackwardPart = "all") -> Iterator[None]:
         if self.mesh.replicate.size > 1 and part != "weights":
             self.roots[stage].set_requires_all_reduce(last and not self.replaying)
         with nullcontext() if self.replaying else self.reducer.microbatch(last, stage, part):
             yield
 
-    def set_grad_hook(self, grad_hook: Tap) -> None:
+    def set_grad_hook(self, grad_hook: GradHook) -> None:
         """FSDP2 shows gradients where it sums them: a unit's at a time, one behind the other."""
         super().set_grad_hook(grad_hook)
         for name, module in self.units.items():
-            module.set_custom_reduce_scatter(Heard(partial(self.heard, name), staged=self.mesh.zero.staged))
+            module.set_custom_reduce_scatter(
+                HookedReduceScatter(partial(self.call_grad_hook, name), staged=self.mesh.zero.staged)
+            )
 
     def drop(self) -> None:
         for parameter in self.parameters.values():
@@ -114,7 +119,7 @@ class FullySharded(Weights):
         for group in _groups(self.modules):
             group._partial_reduce_output = None
 
-    def finish(self) -> None:
+    def finish_grad_sync(self) -> None:
         self.reducer.finish()
         for bucket in self.reducer.buckets if self.mesh.replicate.size > 1 else ():
             dist.all_reduce(bucket.shard, group=self.mesh.replicate.group)
@@ -125,14 +130,14 @@ class FullySharded(Weights):
             # FSDP2 pads what does not divide, in storage of its own: the optimizer must step on that and no other.
             assert _same_memory(parameter._local_tensor, master), f"{name} has moved in memory"
             master.grad = gradient._local_tensor if isinstance(gradient, DTensor) else torch.zeros_like(master)
-            if self.shared(self.held[name]):
+            if self.shared(self.local_params[name]):
                 dist.all_reduce(master.grad, group=self.mesh.ends.group)
 
     def sync_params(self, rounded: frozenset[str] = frozenset()) -> None:
         for name, parameter in self.parameters.items():
             parameter.grad = self.masters[name].grad = None
         for bucket in self.reducer.buckets:
-            bucket.forget()
+            bucket.zero_grad()
 
     def ready(self) -> None:
         """The masters are the model's weights."""
@@ -151,11 +156,11 @@ class FullySharded(Weights):
                 yield from parameter.all_gather_outputs
 
 
-def _materialise(model: nn.Module, whole: set[str], device: torch.device) -> None:
-    """Memory for each rank's shards only, since nobody ever holds the whole model; and for the `whole` parameters,
+def _materialise(model: nn.Module, unsharded: set[str], device: torch.device) -> None:
+    """Memory for each rank's shards only, since nobody ever holds the whole model; and for the `unsharded` parameters,
     which FSDP2 leaves alone. Those get new tensors, because fake ones cannot be swapped."""
-    plain = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in sorted(whole)]
-    shapes = [(module, key, module._parameters.pop(key)) for module, key in plain]
+    places = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in sorted(unsharded)]
+    shapes = [(module, key, module._parameters.pop(key)) for module, key in places]
     model.to_empty(device=device)
     for module, key, shape in shapes:
         assert shape is not None
@@ -168,35 +173,35 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def _shard(
-    model: nn.Module, layers: list[int], mesh: Mesh, compute: torch.dtype, whole: set[nn.Parameter]
+    model: nn.Module, layers: list[int], mesh: Mesh, compute: torch.dtype, ignored: set[nn.Parameter]
 ) -> list[FSDPModule]:
-    """The model in FSDP2's hands, block by block; a block's experts before the rest of it, over ranks of their own;
-    itself the last. Those that stay `whole` are left out."""
-    found: list[FSDPModule] = []
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=wide(compute), cast_forward_inputs=False)
+    """Give the model to FSDP2, but for the `ignored` parameters. Returns its units: for each block its experts, over
+    ranks of their own, and the rest of it; last the model itself."""
+    units: list[FSDPModule] = []
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=accum_dtype(compute), cast_forward_inputs=False)
     for module in _units(model, layers):
         axes = ("ezero" if isinstance(module, ExpertNetworks) else "zero",)
-        plane = mesh.plane(*(("replicate", *axes) if mesh.replicate.size > 1 else axes))
-        sharded = fully_shard(module, mesh=plane, mp_policy=policy, reshard_after_forward=True, ignored_params=whole)
-        assert isinstance(sharded, FSDPModule)
+        submesh = mesh.submesh(*(("replicate", *axes) if mesh.replicate.size > 1 else axes))
+        unit = fully_shard(module, mesh=submesh, mp_policy=policy, reshard_after_forward=True, ignored_params=ignored)
+        assert isinstance(unit, FSDPModule)
         # Sums: the loss has been divided by the token count already. Plain ones: gloo cannot scale while it adds.
-        sharded.set_gradient_divide_factor(1.0)
-        sharded.set_force_sum_reduction_for_comms(True)
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
         if mesh.zero.staged:
-            stage(sharded)
+            stage_through_host(unit)
         if isinstance(module, ExpertNetworks):
             _gather_aside(module)
-        found.append(sharded)
-    # In backward each one gathers the weights of the one below ahead; the lowest nothing. FSDP2 by itself goes by the
+        units.append(unit)
+    # In backward each unit prefetches the weights of the one below; the lowest nothing. FSDP2 by itself goes by the
     # order of past forwards, and under a pipeline would gather those of another microbatch or stage, which nobody uses.
-    for below, sharded in zip((found[0], *found), found, strict=False):
-        sharded.set_modules_to_backward_prefetch([below])
-    return found
+    for below, unit in zip((units[0], *units), units, strict=False):
+        unit.set_modules_to_backward_prefetch([below])
+    return units
 
 
-def _unit(model: nn.Module, module: FSDPModule) -> str:
+def _unit_name(model: nn.Module, unit: FSDPModule) -> str:
     """The name of what is gathered at a time; the rest of a stage has that of its first layer."""
-    name = next(name for name, inside in model.named_modules() if inside is module)
+    name = next(name for name, module in model.named_modules() if module is unit)
     return name or f"the rest of the stage of {next(iter(dict(model.named_parameters())), 'no weights')}"
 
 
@@ -204,7 +209,7 @@ def _gather_aside(module: nn.Module) -> None:
     """Of a unit inside of a block: whether its weights are there already may differ when the block is recomputed."""
     during = ExitStack()
     for register in (module.register_forward_pre_hook, module.register_forward_hook):
-        register(lambda *_: during.enter_context(unnumbered()), prepend=True)  # before FSDP2's own hook ...
+        register(lambda *_: during.enter_context(unseen_by_checkpoint()), prepend=True)  # before FSDP2's own hook ...
         register(lambda *_: during.close())  # ... and after it
 
 

@@ -20,7 +20,7 @@ from fivefold.layout.layout import Layout
 from fivefold.layout.stages import schedule_of
 from fivefold.spec.model import ModelSpec
 
-_BEHIND = 1.5  # of the limit that ranks have: when NCCL's watchdog looks
+_WATCHDOG = 1.5  # times the limit that ranks have: when NCCL's watchdog ends a process
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class Axis:
     size: int = 1
     rank: int = 0  # this process's place along the axis
     mesh: DeviceMesh | None = None  # one-dimensional; None where there is no process group at all
-    staged: bool = False  # tensors are on a GPU and gloo moves them: see `parallel.host_staging`
-    bare: dist.ProcessGroup | None = None  # where the ranks are no axis of the DeviceMesh
-    patience: timedelta = timedelta(0)  # for a message between two ranks; zero: the group's own
+    staged: bool = False  # tensors are on a GPU and gloo moves them: see "host staging" in `collectives.py`
+    process_group: dist.ProcessGroup | None = None  # where the ranks are no axis of the DeviceMesh
+    timeout: timedelta = timedelta(0)  # for a message between two ranks; zero: the group's own
 
     @property
     def group(self) -> dist.ProcessGroup:
-        if self.bare is not None:
-            return self.bare
+        if self.process_group is not None:
+            return self.process_group
         assert self.mesh is not None, f"the {self.name} axis has one rank and no process group"
         return self.mesh.get_group()
 
@@ -60,9 +60,9 @@ class Mesh:
     device: torch.device
     axes: Mapping[str, Axis] = field(default_factory=dict)  # those that are missing have one rank
     roots: Mapping[tuple[str, ...], DeviceMesh] = field(default_factory=dict)  # by grid
-    lanes: tuple[dist.ProcessGroup, ...] = ()  # NCCL: for the pipeline's messages, up and down the ranks
-    planes: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict)  # those that `plane` has made
-    returning: Axis | None = None  # ep once more, for backward passes that run beside forward ones
+    p2p_groups: tuple[dist.ProcessGroup, ...] = ()  # NCCL: for the pipeline's messages, up and down the ranks
+    submeshes: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict)  # a cache of `submesh`
+    backward_ep: Axis | None = None  # ep once more, for backward passes that run beside forward ones
 
     def __getattr__(self, name: str) -> Axis:
         if name.startswith("__") or name not in self.layout.table:
@@ -85,8 +85,8 @@ class Mesh:
         dense = spec is None or spec.experts is None
         roots = {grid: _root(layout, grid, device) for grid in layout.grids if grid != SPARSE or not dense}
         rank, staged = dist.get_rank(), device.type == "cuda" and dist.get_backend() == "gloo"
-        axes = {"world": Axis("world", layout.world, rank, staged=staged, bare=dist.group.WORLD)}
-        joined: dict[tuple[str, ...], DeviceMesh] = {}  # axes of the same dimensions share a group
+        axes = {"world": Axis("world", layout.world, rank, staged=staged, process_group=dist.group.WORLD)}
+        flattened: dict[tuple[str, ...], DeviceMesh] = {}  # axes of the same dimensions share a group
         for name in sorted(layout.table, key=lambda name: name in layout.degrees):  # all ranks make groups in one order
             if dense and name in EXPERT_AXES:
                 continue
@@ -94,77 +94,79 @@ class Mesh:
             names = tuple(factor for factor in layout.factors(name) if factor in (root.mesh_dim_names or ()))
             if name in ("world", "ends") or not names:
                 continue
-            if names not in joined:
-                joined[names] = root[names]._flatten(name) if len(names) > 1 else root[names]
-            axes[name] = Axis(name, layout.size(name), layout.position(name, rank), joined[names], staged)
+            if names not in flattened:
+                flattened[names] = root[names]._flatten(name) if len(names) > 1 else root[names]
+            axes[name] = Axis(name, layout.size(name), layout.position(name, rank), flattened[names], staged)
         axes["ends"] = _ends(layout, axes["pp"])
-        lanes: tuple[dist.ProcessGroup, ...] = ()
+        p2p_groups: tuple[dist.ProcessGroup, ...] = ()
         if layout.pp > 1 and dist.get_backend() == "nccl":
-            lanes = _groups(layout.groups("pp"), 2)
-        returning = None
-        if not dense and layout.ep > 1 and _pairs(spec, layout):
+            p2p_groups = _groups(layout.groups("pp"), 2)
+        backward_ep = None
+        if not dense and layout.ep > 1 and _overlaps_pairs(spec, layout):
             (group,) = _groups(layout.groups("ep"), 1)
-            returning = replace(axes["ep"], mesh=None, bare=group)
+            backward_ep = replace(axes["ep"], mesh=None, process_group=group)
         if timeout is not None:
             limit = timedelta(seconds=timeout)
-            axes = _limited(axes, lanes, limit)
-            returning = returning and _limited({"ep": returning}, (), limit)["ep"]
-        made = cls(layout, device, axes, roots, lanes, returning=returning)
+            axes = _with_timeout(axes, p2p_groups, limit)
+            backward_ep = backward_ep and _with_timeout({"ep": backward_ep}, (), limit)["ep"]
+        mesh = cls(layout, device, axes, roots, p2p_groups, backward_ep=backward_ep)
         if dist.get_backend() == "nccl":
-            made._connect()
-        return made
+            mesh._connect()
+        return mesh
 
     def _connect(self) -> None:
         """NCCL connects ranks when they first use a communicator: do so now, one after the other, in one order.
 
         Else the first step would, here and there in its middle, and a rank that cannot be reached would look like a
-        hang. First each group, with an all-to-all where that is what it is for, and the ring of cp; then the
-        pipeline's lanes, neighbour by neighbour. (What NCCL connects beyond that, for messages of another size, it does
-        inside an action, which all ranks of the group come to in one order.)
+        hang. First each group, with an all-to-all where that is what it is for, and the ring of cp; then the groups of
+        the pipeline's messages, neighbour by neighbour. (What NCCL connects beyond that, for messages of another size,
+        it does inside an action, which all ranks of the group come to in one order.)
         """
-        one = torch.zeros(1, device=self.device)
-        spread = {"ep", *(["cp"] if self.layout.cp_kind == "ulysses" else [])}  # what is sent there is dealt out
+        number = torch.zeros(1, device=self.device)
+        all_to_all_axes = {"ep", *(["cp"] if self.layout.cp_kind == "ulysses" else [])}
         used = [axis for name, axis in self.axes.items() if axis.size > 1 and name != "batch"]
-        seen = set[str]()
-        for axis in [*used, *([self.returning] if self.returning else [])]:
-            if axis.group_name not in seen:
-                seen.add(axis.group_name)
-                dist.all_reduce(one, group=axis.group)
-            if axis.name in spread:
-                many = one.repeat(axis.size)
-                dist.all_to_all_single(torch.empty_like(many), many, group=axis.group)
+        connected = set[str]()
+        for axis in [*used, *([self.backward_ep] if self.backward_ep else [])]:
+            if axis.group_name not in connected:
+                connected.add(axis.group_name)
+                dist.all_reduce(number, group=axis.group)
+            if axis.name in all_to_all_axes:
+                numbers = number.repeat(axis.size)
+                dist.all_to_all_single(torch.empty_like(numbers), numbers, group=axis.group)
             if axis.name == "cp" and self.layout.cp_kind == "ring":
-                around(one, axis)
+                start_ring_exchange(number, axis)
             torch.cuda.synchronize(self.device)
-        for lane, group in enumerate(self.lanes):
+        for downwards, group in enumerate(self.p2p_groups):
             for lower, upper in neighbours(self.layout.placement.owner):
-                source, target = (upper, lower) if lane else (lower, upper)
+                source, target = (upper, lower) if downwards else (lower, upper)
                 if self.pp.rank == source:
-                    dist.send(one, group=group, group_dst=target)
+                    dist.send(number, group=group, group_dst=target)
                 elif self.pp.rank == target:
-                    dist.recv(one, group=group, group_src=source)
+                    dist.recv(number, group=group, group_src=source)
                 torch.cuda.synchronize(self.device)
 
-    def of_experts(self) -> list[Axis]:
+    def expert_axes(self) -> list[Axis]:
         """The axes that experts have of their own; none where there are no experts."""
         return [self.axes[name] for name in EXPERT_AXES if name in self.axes]
 
-    def lane(self, source: int, target: int) -> dist.ProcessGroup:
+    def p2p_group(self, source: int, target: int) -> dist.ProcessGroup:
         """The group for messages from one pipeline rank to another: gloo matches by tag, NCCL in order.
 
         On NCCL there are two, up and down the ranks, and torch makes a communicator and a stream of its own for each
         two neighbours in them (it is not told `device_id`, with which there would be one for a whole group): so a
         message waits behind those of the same two ranks in the same direction and behind no other.
         """
-        return self.lanes[source > target] if self.lanes else self.pp.group
+        return self.p2p_groups[source > target] if self.p2p_groups else self.pp.group
 
-    def plane(self, *names: str) -> DeviceMesh:
+    def submesh(self, *names: str) -> DeviceMesh:
         """Several axes as one DeviceMesh, for DTensors that are sharded over all of them."""
-        if len(names) > 1 and names not in self.planes:  # a slice takes milliseconds, and every parameter asks for one
+        if (
+            len(names) > 1 and names not in self.submeshes
+        ):  # a slice takes milliseconds, and every parameter asks for one
             with warnings.catch_warnings():  # flattened axes are sliced by name in 2.11 and 2.13, and warned of in 2.13
                 warnings.filterwarnings("ignore", message="Slicing a flattened dim")
-                self.planes[names] = self.roots[self.layout.grid_of(*names)][names]
-        return self.planes[names] if len(names) > 1 else getattr(self, names[0]).mesh
+                self.submeshes[names] = self.roots[self.layout.grid_of(*names)][names]
+        return self.submeshes[names] if len(names) > 1 else getattr(self, names[0]).mesh
 
 
 def neighbours(owner: Sequence[int]) -> list[tuple[int, int]]:
@@ -172,17 +174,17 @@ def neighbours(owner: Sequence[int]) -> list[tuple[int, int]]:
     return sorted({(min(pair), max(pair)) for pair in pairwise(owner) if pair[0] != pair[1]})
 
 
-def around(x: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, list[dist.Work]]:
+def start_ring_exchange(x: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, list[dist.Work]]:
     """Start to send x to the next rank of the ring; what comes from the one before, and what to wait for."""
     received = torch.empty_like(x)
-    to, source = ((axis.rank + step) % axis.size for step in (1, -1))
-    work = dist.batch_isend_irecv(
+    target, source = ((axis.rank + step) % axis.size for step in (1, -1))
+    works = dist.batch_isend_irecv(
         [
-            dist.P2POp(dist.isend, x, group=axis.group, group_peer=to),
+            dist.P2POp(dist.isend, x, group=axis.group, group_peer=target),
             dist.P2POp(dist.irecv, received, group=axis.group, group_peer=source),
         ]
     )
-    return received, work
+    return received, works
 
 
 def _root(layout: Layout, grid: tuple[str, ...], device: torch.device) -> DeviceMesh:
@@ -192,28 +194,31 @@ def _root(layout: Layout, grid: tuple[str, ...], device: torch.device) -> Device
     return DeviceMesh(device.type, ranks, mesh_dim_names=names)
 
 
-def _limited(axes: dict[str, Axis], lanes: tuple[dist.ProcessGroup, ...], timeout: timedelta) -> dict[str, Axis]:
-    """A DeviceMesh gives its groups torch's default of many minutes, whatever the world's is.
+def _with_timeout(
+    axes: dict[str, Axis], p2p_groups: tuple[dist.ProcessGroup, ...], timeout: timedelta
+) -> dict[str, Axis]:
+    """Set the timeout of all these groups: a DeviceMesh gives its own torch's default of many minutes.
 
     On NCCL nobody waits for a message on the host, and its watchdog ends a process with pages of its own; so it comes
     after `launch.heartbeat`, by which a rank says in words what it waits for, and is there for ranks that cannot.
     """
     nccl = dist.get_backend() == "nccl"
-    for group in [*lanes, *(axis.group for axis in axes.values() if axis.size > 1)]:
-        _set_pg_timeout(_BEHIND * timeout if nccl else timeout, group)
+    for group in [*p2p_groups, *(axis.group for axis in axes.values() if axis.size > 1)]:
+        _set_pg_timeout(_WATCHDOG * timeout if nccl else timeout, group)
     if nccl:  # a wait with a limit of its own would block the host
         return axes
-    return {name: replace(axis, patience=timeout) for name, axis in axes.items()}
+    return {name: replace(axis, timeout=timeout) for name, axis in axes.items()}
 
 
-def _pairs(spec: ModelSpec | None, layout: Layout) -> bool:
-    """Whether its schedule joins forward and backward passes; those made for a model's own durations join none."""
+def _overlaps_pairs(spec: ModelSpec | None, layout: Layout) -> bool:
+    """Whether its schedule overlaps forward and backward passes; those made for a model's own durations do not."""
     if spec is None or layout.record.weighs:
         return False
     return any(action.joined for rank in schedule_of(spec, layout, spec.context).ranks for action in rank)
 
 
 def _ends(layout: Layout, pp: Axis) -> Axis:
+    """The first and the last pipeline rank, which share a tied embedding."""
     if layout.size("ends") == 1:
         return Axis("ends")
     if layout.pp == 2:
@@ -221,7 +226,7 @@ def _ends(layout: Layout, pp: Axis) -> Axis:
     (group,) = _groups(layout.groups("ends"), 1)
     if pp.rank not in (0, layout.last_stage):
         return Axis("ends")
-    return Axis("ends", 2, int(pp.rank > 0), staged=pp.staged, bare=group)
+    return Axis("ends", 2, int(pp.rank > 0), staged=pp.staged, process_group=group)
 
 
 def _groups(lists: list[list[int]], count: int) -> tuple[dist.ProcessGroup, ...]:

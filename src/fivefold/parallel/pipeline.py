@@ -4,10 +4,10 @@ The Schedule is the very object that is checked, simulated and drawn. Receives a
 by their consumers; sends are handed over and drained at the end. What a stage computes is the same in every schedule,
 and gradients of a stage come in ascending microbatches, so that their sums are those of a single device.
 
-Where experts send tokens to other ranks, the F and the B of a joined pair run in turns: each waits for its messages
-while the other computes (`pair_runner`). What they compute is the same to the bit. Otherwise the F runs, and then the
-B: a dense model has nothing to hide, and FSDP2 takes a block's weights away after each of its passes, which may be
-those that the other half has just asked for.
+Where experts send tokens to other ranks, the F and the B of an overlapped pair run in turns: each waits for its
+messages while the other computes (`overlap.py`). What they compute is the same to the bit. Otherwise the F runs, and
+then the B: a dense model has nothing to hide, and FSDP2 takes a block's weights away after each of its passes, which
+may be those that the other half has just asked for.
 """
 
 import time
@@ -32,7 +32,7 @@ from fivefold.parallel.collectives import waiting, who
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.overlap import PairRunner
 from fivefold.parallel.weights import Weights
-from fivefold.parallel.wgrad import WeightGradQueue, Work
+from fivefold.parallel.wgrad import WeightGradQueue, WgradTask
 from fivefold.schedules.actions import (
     COLLECTIVES,
     GRADIENT_MAKERS,
@@ -51,8 +51,8 @@ from fivefold.support.errors import PeerLost, UserError
 # Messages between pipeline stages. A channel crosses one boundary, one way, in order.
 #
 # Shapes are known beforehand, so nothing but the tensors travels. On gloo a message has a tag, its channel's and its
-# microbatch's. NCCL ignores tags and matches in order: there all messages from one rank to another share a lane
-# (`Mesh.lane`), and both ranks start them in the schedule's order, which `schedule.check` has proven to be one.
+# microbatch's. NCCL ignores tags and matches in order: there all messages from one rank to another share a group
+# (`Mesh.p2p_group`), and both ranks start them in the schedule's order, which `schedules/check.py` proves to be one.
 
 
 class PeerTimeout(Exception):
@@ -68,13 +68,13 @@ class Message:
     buffer: Tensor  # it must stay as it is until it is gone, or has come
     device: torch.device  # where it is wanted
     peer: str
-    patience: timedelta
+    timeout: timedelta
 
     def wait(self) -> Tensor:
         """Until it has come, or has been taken."""
         start = time.monotonic()
         try:
-            timed_wait(self.work.wait, self.patience)
+            timed_wait(self.work.wait, self.timeout)
         except RuntimeError as error:
             why = lost_peer(error)
             if why is None:
@@ -95,8 +95,9 @@ class Channels:
         self.dtype, self.microbatches = dtype, schedule.microbatches
         self.place = torch.device("cpu") if mesh.pp.staged else mesh.device
         owner = self.placement.owner
-        self.groups = {one: mesh.lane(owner[one.source], owner[one.target]) for one in self.placement.channels}
-        self.sent: dict[Channel, deque[Message]] = {c: deque() for c in self.placement.channels}
+        channels = self.placement.channels
+        self.groups = {channel: mesh.p2p_group(owner[channel.source], owner[channel.target]) for channel in channels}
+        self.sent: dict[Channel, deque[Message]] = {channel: deque() for channel in channels}
         self.peers = [f"pipeline rank {peer} (rank {rank})" for peer, rank in enumerate(mesh.pp.ranks)]
 
     def receive(self, action: Action, shape: tuple[int, ...]) -> Message:
@@ -105,7 +106,7 @@ class Channels:
         channel = Channel(action.stage - (not gradients), gradients)
         source = self.placement.owner[channel.source]
         buffer = torch.empty(shape, dtype=self.dtype, device=self.place)
-        with self._heard(source):
+        with self._reaching(source):
             work = dist.irecv(buffer, group=self.groups[channel], group_src=source, tag=self._tag(channel, action))
         return self._message(action, work, buffer, source)
 
@@ -119,7 +120,7 @@ class Channels:
             under_way.popleft().wait()
         x = x.to(self.place).contiguous()
         target = self.placement.owner[channel.target]
-        with self._heard(target):
+        with self._reaching(target):
             work = dist.isend(x, group=self.groups[channel], group_dst=target, tag=self._tag(channel, action))
         under_way.append(self._message(action, work, x, target))
 
@@ -132,10 +133,10 @@ class Channels:
     def _message(self, action: Action, work: dist.Work | None, buffer: Tensor, peer: int) -> Message:
         assert work is not None
         device = self.mesh.device if action.kind in RECEIVES else self.place
-        return Message(action, work, buffer, device, self.peers[peer], self.mesh.pp.patience)
+        return Message(action, work, buffer, device, self.peers[peer], self.mesh.pp.timeout)
 
     @contextmanager
-    def _heard(self, peer: int) -> Iterator[None]:
+    def _reaching(self, peer: int) -> Iterator[None]:
         """Around the start of a message: gloo refuses those of a connection that is known to be closed."""
         try:
             yield
@@ -148,7 +149,7 @@ class Channels:
         return self.placement.channels.index(channel) * self.microbatches + action.microbatch
 
 
-class NoChannels(Channels):
+class FakeChannels(Channels):
     """Channels that send nothing, and make up what is to be received: for a rank that runs its stages by itself."""
 
     def __init__(self, like: Channels):
@@ -186,7 +187,7 @@ class Pipeline:
         rank: int,
         stages: dict[int, Decoder],
         weights: Weights,
-        later: WeightGradQueue,
+        wgrad_queue: WeightGradQueue,
         channels: Channels,
         watch: Watch | None = None,
     ):
@@ -198,12 +199,12 @@ class Pipeline:
                 f"schedule {schedule.name} has GATHER, REDUCE or STEP, which are layout.zero's; leave them out"
             )
         self.order, self.stages = schedule.ranks[rank], stages
-        self.first = [action._replace(joined=False) for action in self.order if action.microbatch == 0]
-        self.weights, self.later, self.channels = weights, later, channels
+        self.first_microbatch = [action._replace(joined=False) for action in self.order if action.microbatch == 0]
+        self.weights, self.wgrad_queue, self.channels = weights, wgrad_queue, channels
         self.watch: Watch = watch or (lambda action: nullcontext())
         self.chunk = {stage: number for number, stage in enumerate(stages)}
         # The last of each stage to make gradients in I and in W; B is both, and a schedule may use all three.
-        self.final = {
+        self.last_of_stage = {
             action
             for kinds in (GRADIENT_MAKERS, LAST_READERS)
             for action in {action.stage: action for action in self.order if action.kind in kinds}.values()
@@ -217,23 +218,25 @@ class Pipeline:
         if not any(action.joined for action in self.order) or self.weights.reshard_after_forward:
             return None
         dispatch = next(iter(self.stages.values())).ops.dispatch
-        if not dispatch.travels:
+        if not dispatch.sends_tokens:
             return None
         pair_runner = PairRunner()
         dispatch.yield_turn = pair_runner.yield_turn
         return pair_runner
 
-    def run(self, microbatches: Sequence[Microbatch], loss_of: Callable[[Tensor], Tensor], first: bool = False) -> None:
+    def run(
+        self, microbatches: Sequence[Microbatch], loss_of: Callable[[Tensor], Tensor], *, only_first: bool = False
+    ) -> None:
         """All forward and backward passes; `loss_of` makes of a microbatch's loss sum what is differentiated.
 
-        `first`: those of one microbatch, in the schedule's order for the first."""
+        `only_first`: those of one microbatch, in the schedule's order for the first."""
         self.microbatches, self.loss_of = microbatches, loss_of
         self.arriving: dict[tuple[Kind, int, int], Message | Tensor] = {}
         self.inputs: dict[tuple[int, int], Tensor] = {}
         self.outputs: dict[tuple[int, int], Tensor] = {}
-        self.deferred: dict[tuple[int, int], list[Work]] = {}
-        order = iter(self.first if first else self.order)
-        watch: Watch = (lambda action: nullcontext()) if first else self.watch
+        self.deferred: dict[tuple[int, int], list[WgradTask]] = {}
+        order = iter(self.first_microbatch if only_first else self.order)
+        watch: Watch = (lambda action: nullcontext()) if only_first else self.watch
         for action in order:
             if action.joined and self.pair_runner is not None and self.in_turns:
                 self.peak = max(self.peak, len(self.outputs) + len(self.deferred) + 1)  # the F's, while the B's is held
@@ -250,7 +253,7 @@ class Pipeline:
     def alone(self) -> Iterator[None]:
         """Around passes in which this rank neither waits for its neighbours' messages nor sends them any."""
         channels = self.channels
-        self.channels = NoChannels(channels)
+        self.channels = FakeChannels(channels)
         try:
             yield
         finally:
@@ -259,20 +262,21 @@ class Pipeline:
     def forward_only(self, microbatch: Microbatch) -> Tensor | None:
         """Run one microbatch forward through all stages; the rank of the last stage returns its output."""
         beat()
-        left: Tensor | None = None  # by the stage before, where it is on this rank too
+        previous: Tensor | None = None  # output of the stage before, where that is on this rank too
         last = None
         for stage, model in self.stages.items():
             with self._named(f"{Action(Kind.FORWARD, stage, 0)} without gradients"):
                 x = microbatch.tokens
                 if not model.stage.first:
                     received = Action(Kind.RECV_ACTIVATION, stage, 0)
-                    x = left if left is not None else self.channels.receive(received, self._shape(microbatch)).wait()
+                    shape = self._shape(microbatch)
+                    x = previous if previous is not None else self.channels.receive(received, shape).wait()
                 y = model(x, microbatch.positions, microbatch.targets)
-                left = None
+                previous = None
                 if model.stage.last:
                     last = y
                 elif stage + 1 in self.stages:
-                    left = y
+                    previous = y
                 else:
                     self.channels.send(Action(Kind.SEND_ACTIVATION, stage, 0), y)
         with self._named("the end of the forward pass"):
@@ -284,7 +288,7 @@ class Pipeline:
         """Errors inside say what this rank was doing; an error for want of a peer becomes one sentence."""
         mesh = self.channels.mesh
         try:
-            with waiting(what, mesh, mesh.tp, mesh.cp, mesh.data, *mesh.of_experts()):  # of collectives in an action
+            with waiting(what, mesh, mesh.tp, mesh.cp, mesh.data, *mesh.expert_axes()):  # of collectives in an action
                 yield
         except PeerTimeout as error:
             raise PeerLost(f"{who(mesh)}: {what} {error}") from error.__cause__
@@ -311,7 +315,7 @@ class Pipeline:
                 self._input_half(action)
                 self._weight_half(action)
             case Kind.BACKWARD:
-                with self.weights.microbatch(action in self.final, self.chunk[stage]):
+                with self.weights.microbatch(action in self.last_of_stage, self.chunk[stage]):
                     self._backward(action)
             case Kind.INPUT_GRAD:
                 self._input_half(action)
@@ -329,21 +333,21 @@ class Pipeline:
                 raise ValueError(f"{action}: the pipeline does not run actions of the kind {kind}")
 
     def _half(self, action: Action) -> None:
-        """Of a joined pair."""
+        """Of an overlapped pair."""
         assert self.pair_runner is not None
         with self._named(str(action)), self.pair_runner.watched(lambda: self.watch(action)):
             self._do(action)
 
     def _input_half(self, action: Action) -> None:
-        stage, last = action.stage, action in self.final
-        with self.weights.microbatch(last, self.chunk[stage], "inputs"), self.later.collecting() as works:
+        stage, last = action.stage, action in self.last_of_stage
+        with self.weights.microbatch(last, self.chunk[stage], "inputs"), self.wgrad_queue.collecting() as tasks:
             self._backward(action)
-        self.deferred[stage, action.microbatch] = works
+        self.deferred[stage, action.microbatch] = tasks
 
     def _weight_half(self, action: Action) -> None:
-        with self.weights.microbatch(action in self.final, self.chunk[action.stage], "weights"):
-            for work in self.deferred.pop((action.stage, action.microbatch)):
-                work()
+        with self.weights.microbatch(action in self.last_of_stage, self.chunk[action.stage], "weights"):
+            for task in self.deferred.pop((action.stage, action.microbatch)):
+                task()
 
     def _forward(self, action: Action) -> None:
         stage, number = action.stage, action.microbatch
@@ -372,5 +376,5 @@ class Pipeline:
 
     def _take(self, action: Action, kind: Kind) -> Tensor:
         """What an action consumes: a message that has been asked for, or what a neighbour on this rank left."""
-        here = self.arriving.pop((kind, action.stage, action.microbatch))
-        return here if isinstance(here, Tensor) else here.wait()
+        arriving = self.arriving.pop((kind, action.stage, action.microbatch))
+        return arriving if isinstance(arriving, Tensor) else arriving.wait()

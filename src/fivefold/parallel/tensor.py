@@ -8,7 +8,7 @@ up), rows of the inputs that they feed (o, down), and a range of the vocabulary.
   backward   2 all-reduces          2 all-gathers, 2 reduce-scatters, and 2 all-gathers of the saved inputs
 
 Latent attention (MLA) has no gather of [B, S, E] before its heads: the linears to the latents run on the tokens at
-hand, and what travels is the latents, gathered once in forward (sp), summed once in backward.
+hand, and what is sent is the latents, gathered once in forward (sp), summed once in backward.
 Full recompute adds the forward's once more, selective recompute adds none. With sp the residual stream between them is
 sharded over the sequence, and so are the inputs that the column linears save.
 """
@@ -27,7 +27,7 @@ from fivefold.layout.sharding import chunk, held, kv_head
 from fivefold.model.head import Targets, Vocabulary, head_loss
 from fivefold.model.layers import TokenPositions
 from fivefold.model.ops import AttentionOps, LocalOps
-from fivefold.model.recompute import kept
+from fivefold.model.recompute import save_output
 from fivefold.parallel.collectives import (
     all_gather,
     all_reduce,
@@ -48,39 +48,38 @@ class TensorParallel(LocalOps):
 
     sharded = True
 
-    def __init__(self, spec: ModelSpec, mesh: Mesh, later: WeightGradQueue | None = None, **options: Any):
-        """With `later`, linears can put off the gradients of their weights."""
+    def __init__(self, spec: ModelSpec, mesh: Mesh, wgrad_queue: WeightGradQueue | None = None, **options: Any):
+        """With a queue, linears can defer the gradients of their weights."""
         super().__init__(**options)
-        self.spec, self.axis, self.sp, self.later = spec, mesh.tp, mesh.layout.sp, later
+        self.spec, self.axis, self.sp, self.wgrad_queue = spec, mesh.tp, mesh.layout.sp, wgrad_queue
         heads = kv_head(spec, mesh.layout, mesh.tp.rank)
         self.kv_rows = slice(heads.start * spec.head_dim, heads.stop * spec.head_dim)
         self.vocabulary = chunk(spec.vocab, mesh.tp.size, mesh.tp.rank)
         self.held = held(spec, mesh.layout, mesh.tp.rank)  # of experts `dispatch` knows
         self.names: dict[nn.Module, str] = {}  # of the modules that hold parameters
-        if later is not None:
-            self.between_graphs(
-                "column_parallel", "row_parallel", "replicated_linear", "up_projection"
-            )  # with the names of what they put off, which are a layer's own
+        if wgrad_queue is not None:
+            # What they defer has a layer's own names, so no graph can serve all layers with it inside.
+            self.between_graphs("column_parallel", "row_parallel", "replicated_linear", "up_projection")
 
     def adopt(self, model: nn.Module) -> None:
         """Turn the parameters of a model on the meta device into DTensors, each with this rank's share."""
         assert self.axis.mesh is not None
         for owner, module in model.named_modules():
-            known: dict[str, tuple[bool, bool]] = {}
-            for kind, whole in list(module.named_parameters(recurse=False)):
-                one = self.held[f"{owner}.{kind}"]
-                if one.tp.axis != "tp":
+            over_tp: dict[str, tuple[bool, bool]] = {}  # whether it is sharded, and whether its gradient is partial
+            for kind, full in list(module.named_parameters(recurse=False)):
+                param = self.held[f"{owner}.{kind}"]
+                if param.tp.axis != "tp":
                     continue
-                placement: Placement = Replicate() if one.tp.dim is None else Shard(one.tp.dim)
-                local = torch.empty(one.shape, dtype=whole.dtype, device="meta")
+                placement: Placement = Replicate() if param.tp.dim is None else Shard(param.tp.dim)
+                local = torch.empty(param.shape, dtype=full.dtype, device="meta")
                 weight = DTensor.from_local(
-                    local, self.axis.mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
+                    local, self.axis.mesh, [placement], run_check=False, shape=full.shape, stride=full.stride()
                 )
                 setattr(module, kind, nn.Parameter(weight))
-                known[kind] = one.tp.dim is not None, one.tp.partial
-            if known:
+                over_tp[kind] = param.tp.dim is not None, param.tp.partial
+            if over_tp:
                 # On the module: a table by module would be another graph for every block that is compiled.
-                vars(module)["over_tp"] = known
+                vars(module)["over_tp"] = over_tp
                 self.names[module] = owner
         super().adopt(model)
 
@@ -88,24 +87,24 @@ class TensorParallel(LocalOps):
         return self.local(module, kind)
 
     def local(self, module: nn.Module, kind: str = "weight") -> Tensor:
-        """This rank's part of a parameter; a gradient that is a summand says so, and whoever gathers it adds up."""
+        """This rank's part of a parameter. Where its gradient is a summand, that is declared `Partial` over tp, and
+        whoever reads it sums."""
         parameter = getattr(module, kind)
         _, partial = module.over_tp[kind]  # type: ignore[index]
-        declared = [Partial()] if partial else parameter.placements
-        return parameter.to_local(grad_placements=declared)
+        return parameter.to_local(grad_placements=[Partial()] if partial else parameter.placements)
 
     # ---- the residual stream -----------------------------------------------------------------------------------------
 
     def residual(self, positions: TokenPositions) -> TokenPositions:
         if not self.sp:
             return positions
-        mine = chunk(positions.position_ids.shape[1], self.axis.size, self.axis.rank)
-        return replace(positions, position_ids=positions.position_ids[:, mine.start : mine.stop])
+        local = chunk(positions.position_ids.shape[1], self.axis.size, self.axis.rank)
+        return replace(positions, position_ids=positions.position_ids[:, local.start : local.stop])
 
     def norm_of_all_heads(self, q_norm: nn.RMSNorm, q: Tensor, k_norm: nn.RMSNorm, k: Tensor) -> tuple[Tensor, Tensor]:
         """Ranks add up their squares. Where several have the same kv head, all kv heads are counted as often."""
-        wide = torch.promote_types(q.dtype, torch.float32)
-        squares = torch.stack([x.to(wide).square().mean(-1) for x in (q, k)])
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        squares = torch.stack([x.to(dtype).square().mean(-1) for x in (q, k)])
         means = AllReduceFn.apply(self.axis, squares) / self.axis.size
         scales = [(mean + norm.eps).rsqrt()[..., None] for mean, norm in zip(means, (q_norm, k_norm), strict=True)]
         weights = [self._of_these_heads(norm, "weight") for norm in (q_norm, k_norm)]
@@ -124,23 +123,23 @@ class TensorParallel(LocalOps):
 
     def replicated_linear(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
         """Every rank has these weights and, of the same input, the same outputs; under sp those of its tokens."""
-        return self._alone(x, *linears)
+        return self._without_collectives(x, *linears)
 
     def up_projection(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
-        """Each rank its heads: `spread` has brought what they read, and adds up its gradient."""
-        return self._alone(x, *linears)
+        """Each rank its heads: `gather_latents` has brought what they read, and adds up its gradient."""
+        return self._without_collectives(x, *linears)
 
-    def _alone(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
-        """Nothing is sent."""
+    def _without_collectives(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
         weights, biases = (
             [self.local(linear, kind) if getattr(linear, kind) is not None else None for linear in linears]
             for kind in ("weight", "bias")
         )
         targets = tuple(Target(f"{self.names[linear]}.weight") for linear in linears)
-        deferral = None if self.later is None else Deferral(self.later, targets)
-        return ColumnParallelFn.apply(Axis("tp"), False, deferral, x, *weights, *biases)
+        deferral = None if self.wgrad_queue is None else Deferral(self.wgrad_queue, targets)
+        one_rank, sp = Axis("tp"), False
+        return ColumnParallelFn.apply(one_rank, sp, deferral, x, *weights, *biases)
 
-    def spread(self, latents: Tensor) -> Tensor:
+    def gather_latents(self, latents: Tensor) -> Tensor:
         return GatherFromSP.apply(self.axis, self.sp, latents)
 
     def _of_these_heads(self, module: nn.Module, kind: str) -> Tensor:
@@ -149,14 +148,14 @@ class TensorParallel(LocalOps):
         return local if split else local[self.kv_rows]
 
     def _deferral(self, *linears: nn.Linear) -> Deferral | None:
-        if self.later is None:
+        if self.wgrad_queue is None:
             return None
         targets = []
         for linear in linears:
             split, _ = linear.over_tp["weight"]  # type: ignore[index]
             rows = None if split else self.kv_rows
             targets.append(Target(f"{self.names[linear]}.weight", rows, linear.weight.shape[0]))
-        return Deferral(self.later, tuple(targets))
+        return Deferral(self.wgrad_queue, tuple(targets))
 
     def row_parallel(self, x: Tensor, linear: nn.Linear) -> Tensor:
         y = RowParallelFn.apply(self.axis, self.sp, self._deferral(linear), x, self.local(linear))
@@ -170,16 +169,16 @@ class TensorParallel(LocalOps):
         weight = self.local(table)
         if not len(self.vocabulary):  # too short for all ranks; a row of zeros lets the last ones look up nothing
             weight = F.pad(weight, (0, 0, 0, 1))
-        found = F.embedding(rows.masked_fill(elsewhere, 0), weight)
-        return Reduce.apply(self.axis, self.sp, found.masked_fill(elsewhere[..., None], 0.0))
+        partial = F.embedding(rows.masked_fill(elsewhere, 0), weight).masked_fill(elsewhere[..., None], 0.0)
+        return Reduce.apply(self.axis, self.sp, partial)
 
     def logits(self, x: Tensor, table: nn.Linear | nn.Embedding) -> Tensor:
         """[B, S(/tp), E] -> [B, S, V/tp]: never gathered."""
         return ColumnParallelFn.apply(self.axis, self.sp, None, x, self.local(table), None)[0]
 
     def loss(self, x: Tensor, table: nn.Linear | nn.Embedding, targets: Targets) -> Tensor:
-        words = SharedVocabulary(self.spec.vocab, self.axis, self.sp)
-        return head_loss(x, self.local(table), targets, words, self.compiled)
+        vocabulary = SharedVocabulary(self.spec.vocab, self.axis, self.sp)
+        return head_loss(x, self.local(table), targets, vocabulary, compile=self.compiled)
 
 
 class SharedVocabulary(Vocabulary):
@@ -188,29 +187,29 @@ class SharedVocabulary(Vocabulary):
     def __init__(self, size: int, axis: Axis, sp: bool):
         super().__init__(size)
         self.axis, self.sp = axis, sp
-        self.mine, self.most = chunk(size, axis.size, axis.rank), len(chunk(size, axis.size, 0))
+        self.local, self.largest = chunk(size, axis.size, axis.rank), len(chunk(size, axis.size, 0))
 
     def gather(self, x: Tensor) -> Tensor:
         return gather_sequence(x, self.axis) if self.sp else x
 
-    def agree(self, lse: Tensor, sums: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    def combine(self, lse: Tensor, sums: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         largest = wait(all_reduce(lse, self.axis, "max"), self.axis)
-        every, *others = wait(all_reduce(torch.stack([(lse - largest).exp(), *sums]), self.axis), self.axis)
-        return largest + every.log(), others
+        exp_sum, *sums = wait(all_reduce(torch.stack([(lse - largest).exp(), *sums]), self.axis), self.axis)
+        return largest + exp_sum.log(), sums
 
-    def give_back(self, dx: Tensor) -> Tensor:
+    def start_reduce(self, dx: Tensor) -> Tensor:
         return scatter_sequence(dx, self.axis) if self.sp else all_reduce(dx, self.axis)
 
-    def arrived(self, dx: Tensor) -> Tensor:
+    def finish_reduce(self, dx: Tensor) -> Tensor:
         return wait(dx, self.axis)
 
 
 class DeferredLocalOps(LocalOps):
-    """On one tp rank: the linears of `LocalOps`, to the bit, whose weights' gradients can be put off."""
+    """On one tp rank: the linears of `LocalOps`, to the bit, whose weights' gradients can be deferred."""
 
-    def __init__(self, later: WeightGradQueue, **options: Any):
+    def __init__(self, wgrad_queue: WeightGradQueue, **options: Any):
         super().__init__(**options)
-        self.later, self.axis = later, Axis("tp")
+        self.wgrad_queue, self.axis = wgrad_queue, Axis("tp")
         self.names: dict[nn.Module, str] = {}
         self.between_graphs("column_parallel", "replicated_linear", "up_projection")
 
@@ -219,11 +218,11 @@ class DeferredLocalOps(LocalOps):
         super().adopt(model)
 
     def _deferral(self, *linears: nn.Linear) -> Deferral:
-        return Deferral(self.later, tuple(Target(f"{self.names[linear]}.weight") for linear in linears))
+        return Deferral(self.wgrad_queue, tuple(Target(f"{self.names[linear]}.weight") for linear in linears))
 
     def column_parallel(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
-        weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
-        return ColumnParallelFn.apply(self.axis, False, self._deferral(*linears), x, *weights, *biases)
+        weights, biases, sp = [linear.weight for linear in linears], [linear.bias for linear in linears], False
+        return ColumnParallelFn.apply(self.axis, sp, self._deferral(*linears), x, *weights, *biases)
 
     def row_parallel(self, x: Tensor, linear: nn.Linear) -> Tensor:
         return self.column_parallel(x, linear)[0]
@@ -232,7 +231,7 @@ class DeferredLocalOps(LocalOps):
 def ops_of(
     spec: ModelSpec,
     mesh: Mesh,
-    later: WeightGradQueue | None = None,
+    wgrad_queue: WeightGradQueue | None = None,
     *,
     attention: AttentionOps | None = None,
     compiled: bool = False,
@@ -243,12 +242,12 @@ def ops_of(
 ) -> LocalOps:
     """The decoder's ops for a layout: tensor parallelism where tp > 1, context parallelism where cp > 1.
 
-    With `later`, linears can put off the gradients of their weights; `attention`: in place of the layout's; `dtype`:
-    what blocks compute in; `documents`: attention stays within them.
+    With `wgrad_queue`, linears can defer the gradients of their weights; `attention`: in place of the layout's;
+    `dtype`: what blocks compute in; `documents`: attention stays within them.
     """
     attention = attention or (Context(mesh) if mesh.cp.size > 1 else None)
     options: Any = {"attention": attention, "compiled": compiled, "fp8": fp8}
-    dispatch = options["dispatch"] = dispatch_of(spec, mesh, later, dtype)
+    dispatch = options["dispatch"] = dispatch_of(spec, mesh, wgrad_queue, dtype)
     dispatch.fp8 = fp8_experts
     # What a dispatch sends depends on the data, and so do the tiles that documents leave where attention is computed in
     # parts: they stand between the graphs of a compiled block, or each microbatch would be a graph.
@@ -257,9 +256,9 @@ def ops_of(
     options["breaks"] = mesh.layout.breaks_graphs or aside or (spec.experts is not None and not dispatch.in_graph)
     ops: LocalOps
     if mesh.tp.size > 1:
-        ops = TensorParallel(spec, mesh, later, **options)
+        ops = TensorParallel(spec, mesh, wgrad_queue, **options)
     else:
-        ops = LocalOps(**options) if later is None else DeferredLocalOps(later, **options)
+        ops = LocalOps(**options) if wgrad_queue is None else DeferredLocalOps(wgrad_queue, **options)
     if aside:
         ops.between_graphs("attend")
     return ops
@@ -278,10 +277,10 @@ class ColumnParallelFn(Function):
         ctx.save_for_backward(x, *weights)
 
         def compute() -> tuple[Tensor, ...]:
-            whole = gather_sequence(x, axis) if sp else x
-            return tuple(F.linear(whole, w, b) for w, b in zip(weights, biases, strict=True))
+            inputs = gather_sequence(x, axis) if sp else x
+            return tuple(F.linear(inputs, w, b) for w, b in zip(weights, biases, strict=True))
 
-        return kept(compute, count, x)
+        return save_output(compute, count, x)
 
     @staticmethod
     @once_differentiable
@@ -299,11 +298,11 @@ class ColumnParallelFn(Function):
         reducing = scatter_sequence(dx, axis) if sp else all_reduce(dx, axis)
         for_biases = [g.sum(0) if biased else None for g, biased in zip(flat, ctx.biased, strict=True)]
         if defer_wgrad:
-            deferral.leave(lambda: (gather_sequence(x, axis) if sp else x).flatten(0, 1), flat)
+            deferral.defer(lambda: (gather_sequence(x, axis) if sp else x).flatten(0, 1), flat)
             return None, None, None, wait(reducing, axis), *[None] * len(weights), *for_biases
         # The weights' gradients are computed while the input's is summed.
-        whole = (arrange_sequence(wait(gathering, axis), axis) if sp else x).flatten(0, 1)
-        for_weights = [gradient.T @ whole for gradient in flat]
+        inputs = (arrange_sequence(wait(gathering, axis), axis) if sp else x).flatten(0, 1)
+        for_weights = [gradient.T @ inputs for gradient in flat]
         return None, None, None, wait(reducing, axis), *for_weights, *for_biases
 
 
@@ -314,7 +313,7 @@ class RowParallelFn(Function):
     def forward(ctx: Any, axis: Axis, sp: bool, deferral: Deferral | None, x: Tensor, weight: Tensor) -> Tensor:
         ctx.axis, ctx.sp, ctx.deferral = axis, sp, deferral
         ctx.save_for_backward(x, weight)
-        (y,) = kept(lambda: (_reduce(axis, sp, F.linear(x, weight)),), 1, x)
+        (y,) = save_output(lambda: (_reduce(axis, sp, F.linear(x, weight)),), 1, x)
         return y
 
     @staticmethod
@@ -324,7 +323,7 @@ class RowParallelFn(Function):
         dy = (gather_sequence(gradient, ctx.axis) if ctx.sp else gradient).flatten(0, 1)
         dx = (dy @ weight).unflatten(0, x.shape[:2])
         if ctx.deferral is not None and ctx.deferral.collecting:
-            ctx.deferral.leave(lambda: x.flatten(0, 1), [dy])
+            ctx.deferral.defer(lambda: x.flatten(0, 1), [dy])
             return None, None, None, dx, None
         return None, None, None, dx, dy.T @ x.flatten(0, 1)
 
@@ -335,7 +334,7 @@ class AllReduceFn(Function):
     @staticmethod
     def forward(ctx: Any, axis: Axis, x: Tensor) -> Tensor:
         ctx.axis = axis
-        (y,) = kept(lambda: (wait(all_reduce(x, axis), axis),), 1, x)
+        (y,) = save_output(lambda: (wait(all_reduce(x, axis), axis),), 1, x)
         return y
 
     @staticmethod
@@ -366,8 +365,8 @@ class GatherFromSP(Function):
         ctx.axis, ctx.sp = axis, sp
         if not sp:
             return x.view_as(x)
-        (whole,) = kept(lambda: (gather_sequence(x, axis),), 1, x)
-        return whole
+        (gathered,) = save_output(lambda: (gather_sequence(x, axis),), 1, x)
+        return gathered
 
     @staticmethod
     @once_differentiable

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.cost.links import Kind, Traffic, total, wire
-from fivefold.parallel.control import Control, post
+from fivefold.parallel.control import Control, kv_store
 from fivefold.parallel.mesh import Mesh
 
 SPACES = ("c10d", "_c10d_functional", "_dtensor")  # of the operators that communicate
@@ -156,9 +156,9 @@ def same_order(control: Control, mesh: Mesh, order: str) -> None:
         return
     digest = hashlib.sha256(order.encode()).hexdigest()
     first: dict[int, tuple[int, str]] = {}  # by place along pp: the first rank there, and its order
-    for rank, (place, found) in enumerate(control.all_gather_values((mesh.pp.rank, digest), tuple[int, str])):
-        other, known = first.setdefault(place, (rank, found))
-        if found != known:
+    for rank, (place, theirs) in enumerate(control.all_gather_values((mesh.pp.rank, digest), tuple[int, str])):
+        other, known = first.setdefault(place, (rank, theirs))
+        if theirs != known:
             raise Mismatch(f"rank {rank} would start its messages and sums in another order than rank {other} does")
 
 
@@ -169,7 +169,7 @@ def same_calls(mesh: Mesh) -> AbstractContextManager[object]:
 class _Compare(TorchDispatchMode):
     def __init__(self, mesh: Mesh):
         super().__init__()
-        self.rank, self.post, self.calls = mesh.world.rank, post("calls"), Counter[str]()
+        self.rank, self.store, self.calls = mesh.world.rank, kv_store("calls"), Counter[str]()
         self.most = min(1000, max(4, _BUDGET // mesh.world.size))  # of one group
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -184,13 +184,13 @@ class _Compare(TorchDispatchMode):
             return
         uneven = kind_of(func) == "all-to-all"  # ranks may have other numbers of rows, which they told each other
         shapes = filter(None, (_shape(value, uneven) for value in given.values()))
-        mine = f"{name_of(func)} of {', '.join(shapes)}"
-        known = self.post.first(f"{group} {ranks[0]} {number}", f"{self.rank}|{mine}".encode()).decode()
+        call = f"{name_of(func)} of {', '.join(shapes)}"
+        known = self.store.first(f"{group} {ranks[0]} {number}", f"{self.rank}|{call}".encode()).decode()
         rank, _, theirs = known.partition("|")
-        if theirs != mine:
+        if theirs != call:
             members = ", ".join(map(str, ranks[:8])) + ", ..." * (len(ranks) > 8)
             raise Mismatch(
-                f"collective {number} of the ranks {members} is {mine} on rank {self.rank}, and {theirs} on rank {rank}"
+                f"collective {number} of the ranks {members} is {call} on rank {self.rank}, and {theirs} on rank {rank}"
             )
 
 
@@ -199,5 +199,5 @@ def _shape(value: Any, uneven: bool = False) -> str:
     if isinstance(value, Tensor):
         sides = [*(["*"] if uneven and value.ndim else []), *map(str, value.shape[int(uneven) :])]
         return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(sides)}]"
-    inside = (_shape(one, uneven) for one in value) if isinstance(value, list | tuple) else ()
+    inside = (_shape(inner, uneven) for inner in value) if isinstance(value, list | tuple) else ()
     return " ".join(filter(None, inside))

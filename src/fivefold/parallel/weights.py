@@ -1,4 +1,4 @@
-"""Weights: one rank's part of a model's parameters, made anew and seen as part of the whole."""
+"""Weights: one rank's part of a model's parameters, and where it lies in the full ones."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -12,12 +12,12 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fivefold.layout.sharding import Box, Grouping, LocalParam, held
-from fivefold.model.layers import wide
-from fivefold.parallel.buckets import Part, Reducer
+from fivefold.model.layers import accum_dtype
+from fivefold.parallel.buckets import BackwardPart, Reducer
 from fivefold.parallel.mesh import Axis, Mesh
 from fivefold.spec.model import ModelSpec
 
-Tap = Callable[[str, Tensor], None]
+GradHook = Callable[[str, Tensor], None]
 
 
 class Weights(Protocol):
@@ -27,36 +27,36 @@ class Weights(Protocol):
     """
 
     mesh: Mesh
-    held: dict[str, LocalParam]
+    local_params: dict[str, LocalParam]
     masters: dict[str, nn.Parameter]
-    """By global name, this rank's shard in full precision. `finish` sets `grad` and `sync_params` deletes it."""
+    """By global name, this rank's shard in full precision. `finish_grad_sync` sets `grad`, `sync_params` deletes it."""
     halves: bool
     """Whether every backward pass must come in two halves, because some passes of this schedule do."""
     reshard_after_forward: bool
     """Whether the model's weights are there only while a pass of theirs runs."""
     reducer: Reducer
-    grad_hook: Tap | None = None
+    grad_hook: GradHook | None = None
     """Is told of the gradients of a step's first microbatch as they come, before ranks add theirs up."""
     number: int = 0
     """The microbatch of the backward pass that runs."""
     replaying: bool = False
     """Whether gradients go to `grad_hook` and nowhere else."""
 
-    def microbatch(self, last: bool, stage: int = 0, part: Part = "all") -> AbstractContextManager[None]:
+    def microbatch(self, last: bool, stage: int = 0, part: BackwardPart = "all") -> AbstractContextManager[None]:
         """Around the backward pass of one microbatch through one of this rank's stages, whole or half; `last`: no
         other will follow in this step."""
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Take a gradient that does not come from autograd, but from a weight-gradient pass of its own."""
-        if not self.heard(name, gradient):
+        """Take a gradient, from autograd or from a weight-gradient pass of its own."""
+        if not self.call_grad_hook(name, gradient):
             self.reducer.add(name, gradient)
 
-    def set_grad_hook(self, grad_hook: Tap) -> None:
+    def set_grad_hook(self, grad_hook: GradHook) -> None:
         """From here on `grad_hook` is told of gradients."""
         self.grad_hook = grad_hook
 
-    def heard(self, name: str, gradient: Tensor) -> bool:
-        """Tell `grad_hook`; whether that is all that is to be done."""
+    def call_grad_hook(self, name: str, gradient: Tensor) -> bool:
+        """Show the gradient to `grad_hook`; True if nothing else is to be done with it, as in a replay."""
         if self.grad_hook is not None and self.number == 0:
             self.grad_hook(name, gradient)
         return self.replaying
@@ -73,9 +73,9 @@ class Weights(Protocol):
             self.drop()
 
     def drop(self) -> None:
-        """Gradients that have come where nobody could keep them away."""
+        """Drop gradients that autograd or FSDP2 has accumulated, which nothing here could prevent."""
 
-    def finish(self) -> None:
+    def finish_grad_sync(self) -> None:
         """After the last microbatch: the masters' gradients are sums over all ranks that hold the parameter."""
 
     def compute_copies(self) -> dict[str, Tensor]:
@@ -89,7 +89,7 @@ class Weights(Protocol):
         """
 
     def ready(self) -> None:
-        """Wait until the model's own weights are the published ones, for whoever reads them without a forward."""
+        """Wait until the model's own weights are the synced ones, for whoever reads them without a forward."""
 
     def gradient_memory(self) -> Iterator[Tensor]:
         """Memory of gradients that is held right now."""
@@ -99,20 +99,21 @@ class Weights(Protocol):
         """Memory of the weights that the model computes with, as far as it is held right now."""
         ...
 
-    def sharded(self, one: LocalParam) -> bool:
+    def sharded(self, param: LocalParam) -> bool:
         """Whether its master is the share of rows that ZeRO gives to this rank, or all that it computes with."""
         ...
 
-    def zero(self, one: LocalParam | Grouping) -> Axis:
+    def zero(self, param: LocalParam | Grouping) -> Axis:
         """The ranks that ZeRO divides it over."""
-        return getattr(self.mesh, one.zero_axis)
+        return getattr(self.mesh, param.zero_axis)
 
-    def replicate_axes(self, name: str, whole: bool = False) -> list[str]:
-        """The axes whose ranks hold the same bits of a master; `whole`: of the weight that the model computes with."""
-        one = self.held[name]
-        axes = ["replicate"] if self.sharded(one) and not whole else ["replicate", one.zero_axis]
-        axes += ["tp"] if one.tp.dim is None else []
-        return axes + (["ends"] if one.parameter.tied else [])
+    def replicate_axes(self, name: str, *, of_weight: bool = False) -> list[str]:
+        """The axes whose ranks hold the same bits of a master; `of_weight`: of the weight that the model computes
+        with."""
+        param = self.local_params[name]
+        axes = ["replicate"] if self.sharded(param) and not of_weight else ["replicate", param.zero_axis]
+        axes += ["tp"] if param.tp.dim is None else []
+        return axes + (["ends"] if param.parameter.tied else [])
 
     def copies(self, name: str) -> tuple[int, int]:
         """Which copy this rank's shard is, and of how many: in sums over the world the first one counts."""
@@ -122,37 +123,37 @@ class Weights(Protocol):
             number = number * axis.size + axis.rank
         return number, math.prod(axis.size for axis in axes)
 
-    def shared(self, one: LocalParam) -> bool:
+    def shared(self, param: LocalParam) -> bool:
         """Whether the other end of the pipeline holds a copy, whose gradients are added to this one's."""
-        return one.parameter.tied and self.mesh.ends.size > 1
+        return param.parameter.tied and self.mesh.ends.size > 1
 
     def block(self, name: str) -> Box:
-        """The part of the whole parameter that this rank's master is."""
-        one = self.held[name]
-        zero = self.zero(one)
-        return one.share(zero.size, zero.rank) if self.sharded(one) else one.box
+        """The part of the full parameter that this rank's master is."""
+        param = self.local_params[name]
+        zero = self.zero(param)
+        return param.share(zero.size, zero.rank) if self.sharded(param) else param.box
 
     def as_dtensor(self, name: str, local: Tensor) -> Tensor:
-        """The whole parameter's view of a shard that is shaped like the master: a DTensor over zero x tp, or of experts
-        over ezero x ep."""
-        one, mesh = self.held[name], self.mesh
+        """A shard that is shaped like the master, as part of the full parameter: a DTensor over zero x tp, or of
+        experts over ezero x ep."""
+        param, mesh = self.local_params[name], self.mesh
         if mesh.world.size == 1:
             return local
-        inner: Axis = getattr(mesh, one.tp.axis)
-        over_tp: Placement = Replicate() if one.tp.dim is None or inner.size == 1 else Shard(one.tp.dim)
+        inner: Axis = getattr(mesh, param.tp.axis)
+        over_tp: Placement = Replicate() if param.tp.dim is None or inner.size == 1 else Shard(param.tp.dim)
         over_zero: Placement = Replicate()
-        if self.sharded(one):
+        if self.sharded(param):
             # The rows are cut over tp first and over zero second, though zero is the outer axis of the mesh.
             over_zero = _StridedShard(0, split_factor=inner.size) if over_tp == Shard(0) else Shard(0)
-        shape = torch.Size(one.parameter.shape)
+        shape = torch.Size(param.parameter.shape)
         stride = torch.empty(shape, device="meta").stride()
-        plane = mesh.plane(one.zero_axis, one.tp.axis)
-        return DTensor.from_local(local, plane, [over_zero, over_tp], run_check=False, shape=shape, stride=stride)
+        submesh = mesh.submesh(param.zero_axis, param.tp.axis)
+        return DTensor.from_local(local, submesh, [over_zero, over_tp], run_check=False, shape=shape, stride=stride)
 
     def buffers(self) -> Iterator[Tensor]:
         """Memory of gradients that is held between steps."""
         for bucket in self.reducer.buckets:
-            yield from bucket.held()
+            yield from bucket.buffers()
 
     def resident(self) -> dict[str, int]:
         """Bytes of parameters, gradients and masters held right now; a master that is its parameter counts once."""
@@ -180,7 +181,7 @@ def local_of(tensor: Tensor) -> Tensor:
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def listen(parameter: nn.Parameter, one: LocalParam, add: Tap) -> None:
+def register_grad_hook(parameter: nn.Parameter, param: LocalParam, add: GradHook) -> None:
     """Hand every gradient of a parameter to `add`, a method, as it comes.
 
     Weakly: Python's collector does not see through a parameter that PyTorch holds as well, and weights that nobody
@@ -188,21 +189,22 @@ def listen(parameter: nn.Parameter, one: LocalParam, add: Tap) -> None:
     """
     weak = WeakMethod(add)
 
-    def came(parameter: Tensor) -> None:
+    def hook(parameter: Tensor) -> None:
         gradient, add = parameter.grad, weak()
         parameter.grad = None
         assert add is not None  # a gradient comes to weights that are in use
         if gradient is None:
-            return  # it was put off, and will be added by whoever computes it
-        if isinstance(gradient, DTensor) and gradient.placements[0].is_partial() != one.tp.partial:
-            raise RuntimeError(f"the gradient of {one.name} came as {gradient.placements[0]} over tp")
-        add(one.name, local_of(gradient))
+            return  # it was deferred, and will be added by whoever computes it
+        if isinstance(gradient, DTensor) and gradient.placements[0].is_partial() != param.tp.partial:
+            raise RuntimeError(f"the gradient of {param.name} came as {gradient.placements[0]} over tp")
+        add(param.name, local_of(gradient))
 
-    parameter.register_post_accumulate_grad_hook(came)
+    parameter.register_post_accumulate_grad_hook(hook)
 
 
-def remake(model: nn.Module, held: dict[str, LocalParam], compute: torch.dtype, device: torch.device) -> None:
-    """Its parameters anew and empty on a device, in the dtype of compute; those that are never rounded in a wide one.
+def to_empty(model: nn.Module, held: dict[str, LocalParam], compute: torch.dtype, device: torch.device) -> None:
+    """Give the model new, empty parameters on a device, in the compute dtype; those that are never rounded in the
+    accumulate dtype.
 
     As `model.to(dtype).to_empty(device=device)`, which swaps tensors in place; those of a dry run refuse that.
     """
@@ -210,7 +212,7 @@ def remake(model: nn.Module, held: dict[str, LocalParam], compute: torch.dtype, 
         for name, old in list(module._parameters.items()):
             if old is None:
                 continue
-            dtype = wide(compute) if held[f"{owner}.{name}"].parameter.exact else compute
+            dtype = accum_dtype(compute) if held[f"{owner}.{name}"].parameter.exact else compute
             new = torch.empty(local_of(old).shape, dtype=dtype, device=device)
             if isinstance(old, DTensor):
                 new = DTensor.from_local(
@@ -219,8 +221,8 @@ def remake(model: nn.Module, held: dict[str, LocalParam], compute: torch.dtype, 
             setattr(module, name, nn.Parameter(new))
 
 
-def held_by(model: nn.Module, spec: ModelSpec, mesh: Mesh) -> dict[str, LocalParam]:
+def stage_params(model: nn.Module, spec: ModelSpec, mesh: Mesh) -> dict[str, LocalParam]:
     """The parameters of one of this rank's stages."""
-    here = {name for name, _ in model.named_parameters()}
+    names = {name for name, _ in model.named_parameters()}
     ep = mesh.ep.rank if spec.experts is not None else 0
-    return {name: one for name, one in held(spec, mesh.layout, mesh.tp.rank, ep).items() if name in here}
+    return {name: param for name, param in held(spec, mesh.layout, mesh.tp.rank, ep).items() if name in names}

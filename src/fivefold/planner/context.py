@@ -28,7 +28,7 @@ from fivefold.support.ranges import RANKS, TOKENS, checked, misfit, within
 from fivefold.support.text import counted, did_you_mean, either
 
 # ---- crossing -------------------------------------------------------------------------------------------------------
-# Where one kind of context parallelism overtakes another: methods.py, asked at many lengths and degrees.
+# Where one kind of context parallelism overtakes another: `cost/attention.py`, asked at many lengths and degrees.
 #
 # Nothing is derived here. Lengths double from one tile per piece upwards, and where an answer changes between two of
 # them the change is bisected. Attention grows with the square of the length and traffic with its first power, so there
@@ -50,20 +50,20 @@ class Since(NamedTuple, Generic[T]):
 
 def changes(ask: Callable[[int], T], numbers: Sequence[int], step: int) -> list[Since[T]]:
     """The answers over ascending multiples of `step`: the first, and every other one where it begins."""
-    found = [Since(numbers[0], ask(numbers[0]))]
+    answers = [Since(numbers[0], ask(numbers[0]))]
     for low, high in pairwise(numbers):
         at, last = low, ask(high)
-        while found[-1].answer != last:
+        while answers[-1].answer != last:
             end, answer = high, last
             while end - at > step:
                 middle = (at + end) // 2 // step * step
-                if ask(middle) == found[-1].answer:
+                if ask(middle) == answers[-1].answer:
                     at = middle
                 else:
                     end, answer = middle, ask(middle)
-            found.append(Since(end, answer))
+            answers.append(Since(end, answer))
             at = end
-    return found
+    return answers
 
 
 def _over_lengths(case: LayerAttention, ask: Callable[[LayerAttention], T]) -> list[Since[T]]:
@@ -74,17 +74,19 @@ def _over_lengths(case: LayerAttention, ask: Callable[[LayerAttention], T]) -> l
 
 def by_length(case: LayerAttention) -> list[Since[ContextKind]]:
     """The fastest kind, by the length of the sequence."""
-    return _over_lengths(case, lambda asked: possible(asked)[0].kind)
+    return _over_lengths(case, lambda at_length: possible(at_length)[0].kind)
 
 
 def ring_or_gather(case: LayerAttention) -> list[Since[ContextKind]]:
     """The faster of the two kinds that do not divide heads."""
-    return _over_lengths(case, lambda asked: min(ring(asked), allgather(asked), key=lambda one: one.seconds).kind)
+    return _over_lengths(
+        case, lambda at_length: min(ring(at_length), allgather(at_length), key=lambda method: method.seconds).kind
+    )
 
 
 def ring_is_free(case: LayerAttention) -> list[Since[bool]]:
     """Whether attention hides every send of a ring but that of the last gradient."""
-    return _over_lengths(case, lambda asked: ring(asked).waits == 0)
+    return _over_lengths(case, lambda at_length: ring(at_length).waits == 0)
 
 
 class Degree(NamedTuple):
@@ -103,7 +105,7 @@ def by_degree(case: LayerAttention, most: int) -> list[Degree]:
     doubled = {1 << power for power in range(1, most.bit_length())}
     fits = sorted(c for c in doubled | {case.ranks} if c <= most and case.seq % (2 * c) == 0)
     return [
-        Degree(ranks, {kind: getattr(one, "seconds", None) for kind, one in compare(case.over(ranks)).items()})
+        Degree(ranks, {kind: getattr(method, "seconds", None) for kind, method in compare(case.over(ranks)).items()})
         for ranks in fits
     ]
 
@@ -152,14 +154,14 @@ class ContextResult(Result):
         return {"model": self.model, "cluster": self.cluster, **shape, **heads} | {
             "splits": self.splits,
             "methods": [
-                {"kind": kind, "refused": str(one)} if isinstance(one, UserError) else _figures(one)
-                for kind, one in self.methods.items()
+                {"kind": kind, "refused": str(method)} if isinstance(method, UserError) else _figures(method)
+                for kind, method in self.methods.items()
             ],
             "best": possible(case)[0].kind,
             "best_by_seq": [{"from": start, "best": kind} for start, kind in by_length(case)],
             "ring_or_allgather_by_seq": [{"from": start, "faster": kind} for start, kind in faster],
             "ring_free_by_seq": [{"from": start, "free": answer} for start, answer in free],
-            "by_cp": [{"cp": one.ranks, "best": one.best, "seconds": one.seconds} for one in degrees],
+            "by_cp": [{"cp": degree.ranks, "best": degree.best, "seconds": degree.seconds} for degree in degrees],
         }
 
     def blocks(self) -> Iterator[Block]:
@@ -193,13 +195,13 @@ class ContextResult(Result):
 
     def _method_table(self) -> Table:
         rows = []
-        for kind, one in self.methods.items():
-            if isinstance(one, UserError):
+        for kind, method in self.methods.items():
+            if isinstance(method, UserError):
                 rows.append([kind, *["-"] * 8])
                 continue
-            times = (one.work.attention.total, one.work.merging.total, one.exposed.total, one.seconds)
-            sent = (one.wire_bytes(backward) for backward in (False, True))
-            rows.append([kind, *map(_mib, sent), *map(_ms, times), *map(_mib, (one.kept, one.buffers))])
+            times = (method.work.attention.total, method.work.merging.total, method.exposed.total, method.seconds)
+            sent = (method.wire_bytes(backward) for backward in (False, True))
+            rows.append([kind, *map(_mib, sent), *map(_ms, times), *map(_mib, (method.kept, method.buffers))])
         return Table(
             ["kind", ">MiB sent", ">back", ">ms attend", ">merge", ">exposed", ">layer", ">MiB kept", ">buffers"],
             rows,
@@ -222,7 +224,7 @@ class ContextResult(Result):
             )
         yield f"by length, cp={case.ranks}: {_ranges(by_length(case))}"
         yield f"  of ring and allgather: {_ranges(ring_or_gather(case))}"
-        free = [one.start for one in ring_is_free(case) if one.answer]
+        free = [since.start for since in ring_is_free(case) if since.answer]
         hides = f"from {free[-1]:,} tokens" if free else f"at no length up to {LONGEST:,}"
         yield f"  attention hides a ring's sends, all but the last: {hides}"
         yield f"by cp, {case.seq:,} tokens: {_degrees(by_degree(case, self.most))}"
@@ -230,23 +232,23 @@ class ContextResult(Result):
 
     def _best(self) -> str:
         first, *others = possible(self.case)
-        rest = ", ".join(f"{one.kind} takes {one.seconds / first.seconds:.2f} times as long" for one in others)
-        tie = [one.kind for one in others if one.seconds < TIE * first.seconds]
+        rest = ", ".join(f"{method.kind} takes {method.seconds / first.seconds:.2f} times as long" for method in others)
+        tie = [method.kind for method in others if method.seconds < TIE * first.seconds]
         close = f"; {either(tie)} is as good, within the error of this model" if tie else ""
         return f"{first.kind}, {first.split.name}: {_ms(first.seconds)} ms per layer; {rest}{close}"
 
     def _why(self) -> str:
         """What each kind pays beside attention itself."""
         reasons = []
-        for kind, one in self.methods.items():
-            if isinstance(one, UserError):
+        for kind, method in self.methods.items():
+            if isinstance(method, UserError):
                 continue
-            sent = _mib(sum(map(one.wire_bytes, (False, True))))
-            paid = f"{kind} waits {_ms(one.exposed.total)} ms for its {sent} MiB"
-            if one.work.merging.total:
-                paid += f" and merges for {_ms(one.work.merging.total)} ms"
-            if one.spare:
-                paid += f" (a rank's own tile can hide up to {_ms(one.spare)} ms of the gather)"
+            sent = _mib(sum(map(method.wire_bytes, (False, True))))
+            paid = f"{kind} waits {_ms(method.exposed.total)} ms for its {sent} MiB"
+            if method.work.merging.total:
+                paid += f" and merges for {_ms(method.work.merging.total)} ms"
+            if method.spare:
+                paid += f" (a rank's own tile can hide up to {_ms(method.spare)} ms of the gather)"
             reasons.append(paid)
         return "; ".join(reasons)
 
@@ -260,35 +262,37 @@ class ContextResult(Result):
         return ", ".join(parts)
 
 
-def _figures(one: Method) -> dict[str, Any]:
+def _figures(method: Method) -> dict[str, Any]:
     return {
-        "kind": one.kind,
-        "split": one.split.name,
-        "sent_forward": one.wire_bytes(backward=False),
-        "sent_backward": one.wire_bytes(backward=True),
-        "attention_seconds": one.work.attention.total,
-        "merging_seconds": one.work.merging.total,
-        "exposed_seconds": one.exposed.total,
-        "seconds": one.seconds,
-        "kept": one.kept,
-        "buffers": one.buffers,
+        "kind": method.kind,
+        "split": method.split.name,
+        "sent_forward": method.wire_bytes(backward=False),
+        "sent_backward": method.wire_bytes(backward=True),
+        "attention_seconds": method.work.attention.total,
+        "merging_seconds": method.work.merging.total,
+        "exposed_seconds": method.exposed.total,
+        "seconds": method.seconds,
+        "kept": method.kept,
+        "buffers": method.buffers,
     }
 
 
-def _ranges(found: list[Since[Any]]) -> str:
+def _ranges(answers: list[Since[Any]]) -> str:
     """'ulysses, then ring from 20,480 tokens'."""
-    if len(found) == 1:
-        return f"{found[0].answer} at every length"
-    return f"{found[0].answer}, then " + ", then ".join(f"{one.answer} from {one.start:,} tokens" for one in found[1:])
+    if len(answers) == 1:
+        return f"{answers[0].answer} at every length"
+    return f"{answers[0].answer}, then " + ", then ".join(
+        f"{since.answer} from {since.start:,} tokens" for since in answers[1:]
+    )
 
 
-def _degrees(found: list[Degree]) -> str:
+def _degrees(degrees: list[Degree]) -> str:
     """'ring at cp=2 to 64; ulysses is possible up to cp=16'."""
     parts = []
-    for kind, group in groupby(found, key=lambda one: one.best):
-        ranks = [one.ranks for one in group]
+    for kind, group in groupby(degrees, key=lambda degree: degree.best):
+        ranks = [degree.ranks for degree in group]
         parts.append(f"{kind} at cp={ranks[0]}" + (f" to {ranks[-1]}" if len(ranks) > 1 else ""))
-    able = [one.ranks for one in found if one.seconds["ulysses"] is not None]
+    able = [degree.ranks for degree in degrees if degree.seconds["ulysses"] is not None]
     return ", ".join(parts) + (f"; ulysses is possible up to cp={able[-1]}" if able else "; ulysses is never possible")
 
 
@@ -319,28 +323,30 @@ def context(
     """
     spec, machines, stack = _spec(model, heads, kv_heads, head_dim), Cluster.read(cluster), software_of(software)
     group = machines.groups[0]
-    found = spec.problems()
+    problems = spec.problems()
     if len(machines.groups) > 1:
-        found.append(f"{machines} has mixed nodes, and a cp group runs on nodes of one kind; nearest: cluster={group}")
+        problems.append(
+            f"{machines} has mixed nodes, and a cp group runs on nodes of one kind; nearest: cluster={group}"
+        )
     if cp < 2:
-        found.append(f"cp={cp} does not divide a sequence; nearest: cp=2")
-    found += filter(None, (misfit("seq", seq, within(1, TOKENS)), misfit("cp", max(cp, 2), within(2, RANKS))))
-    if found:
-        raise UserError(found)
+        problems.append(f"cp={cp} does not divide a sequence; nearest: cp=2")
+    problems += filter(None, (misfit("seq", seq, within(1, TOKENS)), misfit("cp", max(cp, 2), within(2, RANKS))))
+    if problems:
+        raise UserError(problems)
     if tp is None:
         legal = [n for n in range(1, group.gpus + 1) if group.gpus % n == 0 and tp_fits(spec, n)]
         tp = max(n for n in legal if n == 1 or n * cp <= machines.world)
     layout = Layout(tp=tp, cp=cp)
-    found = layout.problems(spec, seq=seq)
+    problems = layout.problems(spec, seq=seq)
     if layout.world > machines.world:
         fits = [n for n in range(2, min(cp, machines.world // max(1, tp) + 1)) if seq % (2 * n) == 0]
         larger = f"cluster={-(-layout.world // group.gpus)}x{group.gpus}x{group.accelerator.name}"
-        found.append(
+        problems.append(
             f"tp={tp} x cp={cp} needs {layout.world} GPUs, and {machines} has {machines.world}; nearest: "
             + either([*(f"cp={n}" for n in fits[-1:]), larger])
         )
-    if found:
-        raise UserError(found)
+    if problems:
+        raise UserError(problems)
     device = Device.of(group.accelerator)
     case = LayerAttention(
         seq,
@@ -408,12 +414,12 @@ class Length(NamedTuple):
 
     @property
     def best(self) -> Option | None:
-        return min(filter(None, self.by_cp.values()), key=lambda one: one.seconds, default=None)
+        return min(filter(None, self.by_cp.values()), key=lambda option: option.seconds, default=None)
 
     def slower(self, cp: int) -> float | None:
         """Than the best, with this cp."""
-        found = self.by_cp.get(cp)
-        return found.seconds / self.best.seconds - 1 if found and self.best else None
+        option = self.by_cp.get(cp)
+        return option.seconds / self.best.seconds - 1 if option and self.best else None
 
 
 @dataclass(frozen=True)
@@ -428,8 +434,8 @@ class LengthsResult(Result):
         return sorted({cp for row in self.rows for cp in row.by_cp})
 
     def to_dict(self) -> dict[str, Any]:
-        asked = {"model": self.model, "cluster": self.cluster, "software": self.software}
-        return asked | {
+        question = {"model": self.model, "cluster": self.cluster, "software": self.software}
+        return question | {
             "lengths": [
                 {
                     "seq": row.seq,
@@ -437,8 +443,12 @@ class LengthsResult(Result):
                     "kernel": row.kernel or None,
                     "best": str(row.best.layout) if row.best else None,
                     "by_cp": [
-                        {"cp": cp, "layout": str(one.layout) if one else None, "seconds": one.seconds if one else None}
-                        for cp, one in row.by_cp.items()
+                        {
+                            "cp": cp,
+                            "layout": str(option.layout) if option else None,
+                            "seconds": option.seconds if option else None,
+                        }
+                        for cp, option in row.by_cp.items()
                     ],
                 }
                 for row in self.rows

@@ -65,13 +65,13 @@ class TurningPoint:
 
 def quantities(case: Case) -> list[Quantity]:
     """Of unlike nodes the memory alone: which of their links would it be?"""
-    found = [Quantity("memory of a device", "GB", lambda one: _card(one).memory / 1e9, _memory)]
+    quantities = [Quantity("memory of a device", "GB", lambda case: _card(case).memory / 1e9, _memory)]
     if not case.cluster.groups[1:]:
         where = "between nodes" if case.cluster.nodes > 1 else "within the node"
         if case.cluster.world > 1:
-            found.append(Quantity(f"link {where}", "GB/s", _speed, _link))
-        found.append(Quantity("batch", "sequences", lambda one: one.batch, _batch))
-    return found
+            quantities.append(Quantity(f"link {where}", "GB/s", _speed, _link))
+        quantities.append(Quantity("batch", "sequences", lambda case: case.batch, _batch))
+    return quantities
 
 
 def _card(case: Case) -> Accelerator:
@@ -97,39 +97,39 @@ class OpenCase(NamedTuple):
     def choice(self, case: Case) -> Option | None:
         """As `plan` chooses; None where nothing fits."""
         try:
-            found = search(case, self.by, SURVIVORS if self.by == "throughput" else 1, **self.fixed)
+            result = search(case, self.by, SURVIVORS if self.by == "throughput" else 1, **self.fixed)
         except UserError:
             return None
-        return simplest(found.options) if self.by == "throughput" else found.best
+        return simplest(result.options) if self.by == "throughput" else result.best
 
 
-def turns(chosen: Option, asked: OpenCase, progress: Progress | None = None) -> Iterator[TurningPoint]:
+def turns(chosen: Option, question: OpenCase, progress: Progress | None = None) -> Iterator[TurningPoint]:
     """For half and twice as much of each quantity. Where the choice changes, about where."""
-    case = asked.case
-    every = [(quantity, factor) for quantity in quantities(case) for factor in FACTORS]
-    for done, (quantity, factor) in enumerate(every):
+    case = question.case
+    changes = [(quantity, factor) for quantity in quantities(case) for factor in FACTORS]
+    for done, (quantity, factor) in enumerate(changes):
         if progress:
-            progress(done, len(every), f"{quantity.name} x {factor:g}")
-        yield _turn(chosen, asked, quantity, factor)
+            progress(done, len(changes), f"{quantity.name} x {factor:g}")
+        yield _turn(chosen, question, quantity, factor)
 
 
-def _turn(chosen: Option, asked: OpenCase, quantity: Quantity, factor: float) -> TurningPoint:
+def _turn(chosen: Option, question: OpenCase, quantity: Quantity, factor: float) -> TurningPoint:
     def at(factor: float) -> float:
-        return quantity.read(quantity.change(asked.case, factor))
+        return quantity.read(quantity.change(question.case, factor))
 
-    one = asked.choice(quantity.change(asked.case, factor))
-    if not _differs(chosen.layout, one):
+    changed = question.choice(quantity.change(question.case, factor))
+    if not _differs(chosen.layout, changed):
         return TurningPoint(quantity.name, quantity.unit, at(1.0), at(factor), None)
     holds, turned = 1.0, factor
     for _ in range(HALVINGS):
         middle = math.sqrt(holds * turned)
-        there = asked.choice(quantity.change(asked.case, middle))
-        if _differs(chosen.layout, there):
-            turned, one = middle, there
+        choice_at_middle = question.choice(quantity.change(question.case, middle))
+        if _differs(chosen.layout, choice_at_middle):
+            turned, changed = middle, choice_at_middle
         else:
             holds = middle
-    why = "" if one is None else _compared(chosen, one)
-    choice = str(one.layout) if one else ""
+    why = "" if changed is None else _compared(chosen, changed)
+    choice = str(changed.layout) if changed else ""
     return TurningPoint(quantity.name, quantity.unit, at(1.0), at(holds), at(turned), choice, why)
 
 
@@ -137,8 +137,7 @@ def _differs(layout: Layout, other: Option | None) -> bool:
     """In more than the number of its microbatches."""
     if other is None:
         return True
-    one, two = (structs.replace(each, microbatches=1) for each in (layout, other.layout))
-    return one != two
+    return structs.replace(layout, microbatches=1) != structs.replace(other.layout, microbatches=1)
 
 
 def _compared(chosen: Option, other: Option) -> str:
@@ -198,24 +197,24 @@ NEGLIGIBLE = 5e-4  # of a step: a shorter cause has no row
 
 @dataclass(frozen=True)
 class Decision(Result):
-    found: PlanResult
+    plan: PlanResult
     shortcuts: tuple[Shortcut, ...]
     turns: tuple[TurningPoint, ...]
     command: str = ""  # that made it
 
     @property
     def title(self) -> str:
-        return f"The layout of {self.found.case.spec.name} on {self.found.case.cluster}"
+        return f"The layout of {self.plan.case.spec.name} on {self.plan.case.cluster}"
 
     @property
     def figures(self) -> dict[str, Any]:
         """What `plan --json` says of the layout."""
-        return figures(self.found.explained, self.found.price)
+        return figures(self.plan.explained, self.plan.price)
 
     def to_dict(self) -> dict[str, Any]:
-        return self.found.to_dict() | {
-            "shortcuts": [one.to_dict() for one in self.shortcuts],
-            "turns": [one.to_dict() for one in self.turns],
+        return self.plan.to_dict() | {
+            "shortcuts": [shortcut.to_dict() for shortcut in self.shortcuts],
+            "turns": [turn.to_dict() for turn in self.turns],
         }
 
     def blocks(self) -> Iterator[Block]:
@@ -228,8 +227,8 @@ class Decision(Result):
 
     def html(self) -> str:
         """The same as a page of its own, with pictures."""
-        found = self.found
-        pictures = {"Memory": found.drawn("memory"), "Traffic": found.drawn("traffic"), "Time": found.scene()}
+        plan = self.plan
+        pictures = {"Memory": plan.drawn("memory"), "Traffic": plan.drawn("traffic"), "Time": plan.scene()}
         return to_page(self.title, self.sections(), pictures)
 
     def sections(self) -> list[Section]:
@@ -247,7 +246,7 @@ class Decision(Result):
     # ---- sections ----------------------------------------------------------------------------------------------------
 
     def _question(self) -> Iterator[Block]:
-        case = self.found.case
+        case = self.plan.case
         spec, group = case.spec, case.cluster.groups[0]
         card = group.accelerator
         experts = f", {si(spec.active_parameters, 4)} of them active for a token" if spec.experts else ""
@@ -269,17 +268,17 @@ class Decision(Result):
             yield Text(f"This page is made by `{self.command}`.")
 
     def _decision(self) -> Iterator[Block]:
-        found, option, shown = self.found, self.found.explained, self.figures
+        plan, option, numbers = self.plan, self.plan.explained, self.figures
         yield Text(f"`{option.layout}`")
-        whose = "It was given" if found.given else "It is the planner's choice"
-        yield Text(f"{whose}; {found.evaluated:,} layouts were evaluated, and {found.fitting:,} of them fit.")
+        whose = "It was given" if plan.given else "It is the planner's choice"
+        yield Text(f"{whose}; {plan.evaluated:,} layouts were evaluated, and {plan.fitting:,} of them fit.")
         if not option.fits:
             yield Text(f"It does not fit: {option.footprint.total / GB:.1f} GB of {option.limit / GB:.1f}.")
-        ranges = {key: shown[f"{key}_range"] for key in ("step_seconds", "tokens_per_second", "mfu", "memory_bytes")}
+        ranges = {key: numbers[f"{key}_range"] for key in ("step_seconds", "tokens_per_second", "mfu", "memory_bytes")}
 
-        def row(name: str, key: str, said: Any) -> tuple[str, str, str]:
+        def row(name: str, key: str, text: Any) -> tuple[str, str, str]:
             low_high = ranges[key]
-            return name, said(shown[key]), " to ".join(map(said, low_high)) if low_high else "not known"
+            return name, text(numbers[key]), " to ".join(map(text, low_high)) if low_high else "not known"
 
         rows = [
             row("time of a step", "step_seconds", _seconds),
@@ -288,24 +287,24 @@ class Decision(Result):
             row("memory of the fullest rank", "memory_bytes", _gigabytes),
         ]
         yield Table(["", ">predicted", f">{IN_WORDS}"], rows)
-        cost = f", and costs ${shown['cost_per_day']:,.0f}" if found.price is not None else ""
+        cost = f", and costs ${numbers['cost_per_day']:,.0f}" if plan.price is not None else ""
         yield Text(f"At this rate a day has {si(option.tokens_per_second * DAY)} tokens{cost}.")
-        if found.given:
-            yield Text(f"The planner's choice, `{found.chosen.layout}`, {difference(found.given, found.chosen)}.")
-        elif found.chosen is not found.options[0]:
-            fastest = found.options[0]
-            faster = 1 - fastest.seconds / found.chosen.seconds
+        if plan.given:
+            yield Text(f"The planner's choice, `{plan.chosen.layout}`, {difference(plan.given, plan.chosen)}.")
+        elif plan.chosen is not plan.options[0]:
+            fastest = plan.options[0]
+            faster = 1 - fastest.seconds / plan.chosen.seconds
             yield Text(f"`{fastest.layout}` is {faster:.1%} faster, and the choice is simpler.")
 
     def _memory(self) -> Iterator[Block]:
-        shown, option = self.figures, self.found.explained
-        parts, total = shown["memory_by_component"], shown["memory_bytes"]
+        numbers, option = self.figures, self.plan.explained
+        parts, total = numbers["memory_by_component"], numbers["memory_bytes"]
         rows = [(name, _gigabytes(size), f"{size / total:.1%}") for name, size in parts.items() if size > 0]
         left = option.limit - total
         totals = [("total", _gigabytes(total), ""), ("a plan's limit", _gigabytes(option.limit), "")]
         yield Table(["component", ">of a rank", ">share"], rows, totals=totals)
         room = f"{left / GB:.1f} GB are left below the limit" if left >= 0 else f"{-left / GB:.1f} GB too many"
-        yield Text(f"The fullest is pipeline rank {shown['memory_rank']}; {room}.")
+        yield Text(f"The fullest is pipeline rank {numbers['memory_rank']}; {room}.")
 
     def _traffic(self) -> Iterator[Block]:
         rows = [
@@ -330,11 +329,11 @@ class Decision(Result):
         )
 
     def _time(self) -> Iterator[Block]:
-        shown = self.figures
-        step = shown["step_seconds"]
+        numbers = self.figures
+        step = numbers["step_seconds"]
         rows = [
             (CAUSES[cause], _seconds(length), f"{length / step:.1%}")
-            for cause, length in shown["time_by_cause"].items()
+            for cause, length in numbers["time_by_cause"].items()
             if abs(length) >= NEGLIGIBLE * step
         ]
         yield Table(
@@ -344,8 +343,13 @@ class Decision(Result):
 
     def _textbook(self) -> Iterator[Block]:
         rows = [
-            (one.name, one.said(one.textbook), one.said(one.exact), _times(one.exact, one.textbook))
-            for one in self.shortcuts
+            (
+                shortcut.name,
+                shortcut.said(shortcut.textbook),
+                shortcut.said(shortcut.exact),
+                _times(shortcut.exact, shortcut.textbook),
+            )
+            for shortcut in self.shortcuts
         ]
         yield Table(["", ">shortcut", ">exact", ">exact / shortcut"], rows)
         yield Text("\n".join(map(_reasoned, self.shortcuts)))
@@ -357,51 +361,53 @@ class Decision(Result):
         )
 
     def _neighbours(self) -> Iterator[Block]:
-        ordered = sorted(self.found.neighbours, key=lambda one: (one.slower is None, one.slower or 0.0))
+        ordered = sorted(
+            self.plan.neighbours, key=lambda neighbour: (neighbour.slower is None, neighbour.slower or 0.0)
+        )
         rows = [
-            (one.change, _changed(one), "" if one.memory is None else _gigabytes(one.memory))
-            for one in ordered
+            (neighbour.change, _changed(neighbour), "" if neighbour.memory is None else _gigabytes(neighbour.memory))
+            for neighbour in ordered
         ]  # fmt: skip
         yield Table(["change", ">time", ">memory"], rows)
-        yield Text("\n".join(f"- {one.sentence}" for one in ordered))
+        yield Text("\n".join(f"- {neighbour.sentence}" for neighbour in ordered))
 
     def _turning(self) -> Iterator[Block]:
-        found = self.found
-        if found.explained.fits:
-            least = found.explained.footprint.total / HEADROOM / GB
+        plan = self.plan
+        if plan.explained.fits:
+            least = plan.explained.footprint.total / HEADROOM / GB
             yield Text(
-                f"`{found.layout}` needs devices of {least:.1f} GB; with less memory it takes more microbatches, or "
+                f"`{plan.layout}` needs devices of {least:.1f} GB; with less memory it takes more microbatches, or "
                 "does not fit at all."
             )
         yield Text(
             "Planned again with half and with twice as much of each, the choice "
-            f"(`{found.chosen.layout}`, microbatches apart):"
+            f"(`{plan.chosen.layout}`, microbatches apart):"
         )
         rows = [
             (
-                one.name,
-                f"{one.value:.4g} {one.unit}",
-                f"{one.holds:.4g}",
-                f"{one.turns:.4g}" if one.turns else "no other",
+                turn.name,
+                f"{turn.value:.4g} {turn.unit}",
+                f"{turn.holds:.4g}",
+                f"{turn.turns:.4g}" if turn.turns else "no other",
             )
-            for one in self.turns
+            for turn in self.turns
         ]
         yield Table(["", ">now", ">holds up to", ">is another at"], rows)
-        changes = [one for one in self.turns if one.turns is not None]
-        lines = [f"- {one.name} {one.turns:.4g} {one.unit}: {_instead(one)}" for one in changes]
+        changes = [turn for turn in self.turns if turn.turns is not None]
+        lines = [f"- {turn.name} {turn.turns:.4g} {turn.unit}: {_instead(turn)}" for turn in changes]
         yield Text("\n".join(lines) or "Nothing of this changes it.")
 
 
-def decide(found: PlanResult, command: str = "", progress: Progress | None = None) -> Decision:
+def decide(plan: PlanResult, command: str = "", progress: Progress | None = None) -> Decision:
     """The decision for a plan's layout. Planning again takes a dozen searches; `progress` hears of them."""
-    asked = OpenCase(found.case, found.by, found.fixed)
-    changed = tuple(turns(found.chosen, asked, progress))
-    return Decision(found, tuple(shortcuts(found.explained)), changed, command)
+    question = OpenCase(plan.case, plan.by, plan.fixed)
+    changed = tuple(turns(plan.chosen, question, progress))
+    return Decision(plan, tuple(shortcuts(plan.explained)), changed, command)
 
 
-def _reasoned(one: Shortcut) -> str:
-    near = one.textbook and abs(one.exact / one.textbook - 1) < EXACT
-    return f"- {one.name}: {one.formula}. {'Alike' if near else 'Why they differ'}: {one.why}."
+def _reasoned(shortcut: Shortcut) -> str:
+    near = shortcut.textbook and abs(shortcut.exact / shortcut.textbook - 1) < EXACT
+    return f"- {shortcut.name}: {shortcut.formula}. {'Alike' if near else 'Why they differ'}: {shortcut.why}."
 
 
 def _instead(turn: TurningPoint) -> str:
@@ -410,10 +416,10 @@ def _instead(turn: TurningPoint) -> str:
     return f"`{turn.choice}`" + (f"; {turn.why}" if turn.why else "")
 
 
-def _changed(one: Neighbour) -> str:
-    if one.slower is not None:
-        return f"{one.slower:+.1%}"
-    return "cannot run" if one.memory is None else "does not fit"
+def _changed(neighbour: Neighbour) -> str:
+    if neighbour.slower is not None:
+        return f"{neighbour.slower:+.1%}"
+    return "cannot run" if neighbour.memory is None else "does not fit"
 
 
 def _rate(tera: float) -> str:

@@ -127,8 +127,8 @@ def memory(option: Option, neighbours: Sequence[Neighbour]) -> Scene:
     around = list(_around(option, neighbours))
     bars += around[:NEIGHBOURS]
     left_out = len(around) - NEIGHBOURS
-    said = f"{case.spec.name} on {case.cluster}, {case.batch} sequences of {case.seq:,} tokens: {option.layout}"
-    scene = sheet(f"Memory of a {'CPU rank' if case.on.accelerator.is_cpu else 'GPU'}, by component", said, 0.0)
+    description = f"{case.spec.name} on {case.cluster}, {case.batch} sequences of {case.seq:,} tokens: {option.layout}"
+    scene = sheet(f"Memory of a {'CPU rank' if case.on.accelerator.is_cpu else 'GPU'}, by component", description, 0.0)
     high = min(LONGEST * device, 1.06 * max(device, *(bar.total for bar in bars)))
     plot = Plot(scene, LEFT, TOP + 40, WIDTH - LEFT - RIGHT, ROW * len(bars), (0, 0), (high, 1))
     more = f"; {left_out} more changes are left out" if left_out > 0 else ""
@@ -149,18 +149,18 @@ def _stages(option: Option) -> list[Bar]:
     many = min(pp, STAGES)
     ranks = sorted({round(at * (pp - 1) / (many - 1)) for at in range(many)})
     needs = [footprint_of(option.case, rank) for rank in ranks]
-    return [Bar(f"pipeline rank {one.rank}", components(one), f"{one.total / GB:.1f} GB") for one in needs]
+    return [Bar(f"pipeline rank {need.rank}", components(need), f"{need.total / GB:.1f} GB") for need in needs]
 
 
 def _around(option: Option, neighbours: Sequence[Neighbour]) -> Iterable[Bar]:
     """Those that run, the fastest first; then those that do not fit. What cannot run at all has no bar."""
-    for one in sorted(neighbours, key=lambda one: (one.slower is None, one.slower or 0.0)):
-        if "cannot run" in one.sentence:
+    for neighbour in sorted(neighbours, key=lambda neighbour: (neighbour.slower is None, neighbour.slower or 0.0)):
+        if "cannot run" in neighbour.sentence:
             continue
-        case = replace(option.case, layout=one.layout, groups=groups_of(option.case.cluster, one.layout))
+        case = replace(option.case, layout=neighbour.layout, groups=groups_of(option.case.cluster, neighbour.layout))
         needs = footprint(case)
-        time = "does not fit" if one.slower is None else f"{one.slower:+.1%} time"
-        yield Bar(cut(one.change, 15, LEFT - 24), components(needs), f"{needs.total / GB:.1f} GB, {time}")
+        time = "does not fit" if neighbour.slower is None else f"{neighbour.slower:+.1%} time"
+        yield Bar(cut(neighbour.change, 15, LEFT - 24), components(needs), f"{needs.total / GB:.1f} GB, {time}")
 
 
 # ---- traffic --------------------------------------------------------------------------------------------------------
@@ -176,8 +176,8 @@ def sent(option: Option) -> Scene:
     case, card = option.case, option.case.on.accelerator
     rows = [row for row in traffic(option) if row.payload > SMALL_PAYLOAD]
     unit, size = ("GB", 1e9) if any(row.inside + row.across >= 1e8 for row in rows) else ("MB", 1e6)
-    said = f"{case.spec.name} on {case.cluster}, {case.batch} sequences of {case.seq:,} tokens: {option.layout}"
-    scene = sheet("What a rank sends in a step", said, 300.0)
+    description = f"{case.spec.name} on {case.cluster}, {case.batch} sequences of {case.seq:,} tokens: {option.layout}"
+    scene = sheet("What a rank sends in a step", description, 300.0)
     if not rows:
         scene.shapes.append(TextMark(WIDTH / 2, 180, "nothing: there is one rank", LABEL, "middle"))
         return scene
@@ -235,8 +235,8 @@ class Panel(NamedTuple):
 
 def mesh_scene(layout: Layout, nodes: Sequence[range], panels: Sequence[Panel], cluster: str) -> Scene:
     """`nodes` has the ranks of each node."""
-    said = f"{layout} on {cluster}: {layout.world:,} ranks on {len(nodes):,} nodes"
-    scene = sheet("Where the ranks are", said, 0.0, f"mesh of {layout}")
+    description = f"{layout} on {cluster}: {layout.world:,} ranks on {len(nodes):,} nodes"
+    scene = sheet("Where the ranks are", description, 0.0, f"mesh of {layout}")
     columns = 1 if len(panels) == 1 else 2
     wide = (WIDTH - 2 * MARGIN - GAP * (columns - 1)) / columns
     y, last = TOP + 6, TOP + 6
@@ -388,21 +388,21 @@ class MeshResult(Result):
     @cached_property
     def panels(self) -> list[Panel]:
         """The axes of more than one rank."""
-        found = []
+        panels = []
         for axis in SHOWN:
             if (ranks := self.layout.size(axis)) > 1:
                 group = self.layout.group(axis, 0)
-                found.append(Panel(axis, ranks, group, self._where(axis, group)))
-        return found
+                panels.append(Panel(axis, ranks, group, self._where(axis, group)))
+        return panels
 
     def _where(self, axis: str, group: Sequence[int]) -> str:
         device = self.cluster.groups[0].accelerator
         nodes = sum(not set(node).isdisjoint(group) for node in self.nodes)
         count = self.layout.world // len(group)
-        many = f"{count:,} group{'s' if count > 1 else ''} of {len(group):,}"
+        groups = f"{count:,} group{'s' if count > 1 else ''} of {len(group):,}"
         if nodes == 1:
-            return f"{many}, within a node: {device.inside.name}, {device.inside.bandwidth / 1e9:.3g} GB/s"
-        return f"{many}, each over {nodes:,} nodes: {device.across.name}, {device.across.bandwidth / 1e9:.3g} GB/s"
+            return f"{groups}, within a node: {device.inside.name}, {device.inside.bandwidth / 1e9:.3g} GB/s"
+        return f"{groups}, each over {nodes:,} nodes: {device.across.name}, {device.across.bandwidth / 1e9:.3g} GB/s"
 
     @cached_property
     def axes(self) -> list[dict[str, Any]]:
@@ -412,12 +412,12 @@ class MeshResult(Result):
         ).reaches
         return [
             {
-                "axis": one.axis,
-                "ranks": one.ranks,
-                "in_a_node": reaches[one.axis].together,
-                "of_rank_0": list(one.group),
+                "axis": panel.axis,
+                "ranks": panel.ranks,
+                "in_a_node": reaches[panel.axis].together,
+                "of_rank_0": list(panel.group),
             }
-            for one in self.panels
+            for panel in self.panels
         ]
 
     def to_dict(self) -> dict[str, Any]:
@@ -437,7 +437,7 @@ class MeshResult(Result):
 
     def blocks(self) -> Iterator[Block]:
         yield Text(f"{self.layout} on {self.cluster}: {self.layout.world:,} ranks", "bold")
-        rows = [(one.axis, f"{one.ranks:,}", one.where, listed(one.group)) for one in self.panels]
+        rows = [(panel.axis, f"{panel.ranks:,}", panel.where, listed(panel.group)) for panel in self.panels]
         if rows:
             yield Table(["axis", ">ranks", "~where", "~of rank 0"], rows)
         else:
@@ -460,7 +460,7 @@ def mesh(layout: str | Layout, cluster: str | Path | Cluster | None = None) -> M
     gpus = next(size for size in range(min(8, layout.world), 0, -1) if layout.world % size == 0)
     machines = Cluster.read(cluster or f"{layout.world // gpus}x{gpus}xH100")
     if machines.world != layout.world:
-        product = " x ".join(f"{axis}={many}" for axis, many in layout.degrees.items() if many > 1) or "1"
+        product = " x ".join(f"{axis}={size}" for axis, size in layout.degrees.items() if size > 1) or "1"
         raise UserError(
             f"{product} is {layout.world} ranks, and {machines} has {machines.world}; nearest: "
             f"dp={max(1, machines.world * layout.dp // layout.world)}, or a cluster of {layout.world}"

@@ -81,7 +81,7 @@ class PlanResult(Result):
             "training": self.training.figures(self.explained, self.price),
             "best": figures(self.chosen, self.price),
             "options": [figures(option, self.price) for option in self.options],
-            "neighbours": [one.to_dict() for one in self.neighbours],
+            "neighbours": [neighbour.to_dict() for neighbour in self.neighbours],
         }
         if self.given is None:
             return shown
@@ -136,8 +136,8 @@ class PlanResult(Result):
         if self.hint:
             yield Text(self.hint)
         # Those that run, the fastest first; then those that do not fit or cannot run.
-        ordered = sorted(self.neighbours, key=lambda one: (one.slower is None, one.slower or 0.0))
-        rows = [(one.change, one.sentence.removeprefix(one.change).lstrip()) for one in ordered]
+        ordered = sorted(self.neighbours, key=lambda neighbour: (neighbour.slower is None, neighbour.slower or 0.0))
+        rows = [(neighbour.change, neighbour.sentence.removeprefix(neighbour.change).lstrip()) for neighbour in ordered]
         yield Table(["change", "~what it does"], rows, title="Layouts one change away")
         if self.training.said:
             yield self.training.table(option)
@@ -174,10 +174,10 @@ class SimulateResult(Result):
         """Of the whole step: its simulation may leave out what repeats itself."""
         if self.simulation is None:
             return None
-        whole = self.simulation
+        full_step = self.simulation
         if self._left_out:
-            whole = simulate(self.option.case.schedule(self.option.layout.microbatches), whole.costs)
-        return picture([whole], clock="seconds")
+            full_step = simulate(self.option.case.schedule(self.option.layout.microbatches), full_step.costs)
+        return picture([full_step], clock="seconds")
 
     @property
     def _left_out(self) -> int:
@@ -198,15 +198,16 @@ class SimulateResult(Result):
     def timeline(self) -> Iterator[Block]:
         """Who computes what when, where the pipeline has several stages."""
         if simulation := self.simulation:
-            estimate, many = self.option.estimate, f"{self.option.layout.microbatches} microbatches"
+            estimate, microbatches = self.option.estimate, f"{self.option.layout.microbatches} microbatches"
             if simulation.schedule.m * simulation.schedule.p <= DRAWN:
                 yield Drawing(lambda columns, colour: timeline(simulation, columns, colour, self._left_out))
                 yield Drawing(lambda _, colour: legend([simulation], colour))
                 if self._left_out:
-                    yield Text(f"{LEFT_OUT}: {self._left_out} of {many} are left out; they repeat what is beside them")
-            yield Text(
-                f"bubble {estimate.bubble:.1%} of the {estimate.pipeline:.3g} s in which the pipeline does {many}"
-            )
+                    yield Text(
+                        f"{LEFT_OUT}: {self._left_out} of {microbatches} are left out; they repeat what is beside them"
+                    )
+            bubble = f"bubble {estimate.bubble:.1%} of the {estimate.pipeline:.3g} s"
+            yield Text(f"{bubble} in which the pipeline does {microbatches}")
 
 
 def simulated(option: Option, price: float | None = None) -> dict[str, Any]:
@@ -214,20 +215,20 @@ def simulated(option: Option, price: float | None = None) -> dict[str, Any]:
     return figures(option, price) | {"memory_limit_bytes": option.limit}
 
 
-def _mesh(found: PlanResult) -> Scene:
-    return MeshResult(found.layout, found.case.cluster).scene() or found.scene()
+def _mesh(plan: PlanResult) -> Scene:
+    return MeshResult(plan.layout, plan.case.cluster).scene() or plan.scene()
 
 
-def _step(found: PlanResult) -> Scene:
-    if (scene := found.step.scene()) is None:
-        raise UserError(f"{found.layout} has one pipeline stage, and so no timeline to draw; give pp=2 or more")
+def _step(plan: PlanResult) -> Scene:
+    if (scene := plan.step.scene()) is None:
+        raise UserError(f"{plan.layout} has one pipeline stage, and so no timeline to draw; give pp=2 or more")
     return scene
 
 
 # By a word in the file's name.
 PICTURES: dict[str, Callable[[PlanResult], Scene]] = {
-    "memory": lambda found: memory(found.explained, found.neighbours),
-    "traffic": lambda found: sent(found.explained),
+    "memory": lambda plan: memory(plan.explained, plan.neighbours),
+    "traffic": lambda plan: sent(plan.explained),
     "mesh": _mesh,
     "step": _step,
 }
@@ -255,8 +256,8 @@ def figures(option: Option, price: float | None = None) -> dict[str, Any]:
     }
     if case.spec.experts is not None:
         row["imbalance"] = case.imbalance
-        whole, shared, paired = option.estimate.travelled
-        row["experts_messages"] = {"seconds": whole, "hidden_by_shared": shared, "hidden_by_pairs": paired}
+        total, shared, paired = option.estimate.travelled
+        row["experts_messages"] = {"seconds": total, "hidden_by_shared": shared, "hidden_by_pairs": paired}
     if case.groups:
         row["groups"] = list(case.groups)
         row["order"] = str(case.cluster)
@@ -268,27 +269,27 @@ def figures(option: Option, price: float | None = None) -> dict[str, Any]:
 
 def _ranges(option: Option) -> dict[str, Any]:
     """Where the numbers should lie in `range_share` of all cases; null where nothing is known of the device."""
-    case, found = option.case, step_range(option.case)
+    case, interval = option.case, step_range(option.case)
     allocated = option.footprint.allocated
     return {
         "range_share": SHARE,
-        "step_seconds_range": found and found.around(option.seconds),
-        "tokens_per_second_range": found and found.inverse(option.tokens_per_second),
-        "mfu_range": found and found.inverse(case.mfu(option.seconds)),
+        "step_seconds_range": interval and interval.around(option.seconds),
+        "tokens_per_second_range": interval and interval.inverse(option.tokens_per_second),
+        "mfu_range": interval and interval.inverse(case.mfu(option.seconds)),
         "memory_bytes_range": [option.footprint.total - allocated + size for size in memory_range().around(allocated)],
     }
 
 
 def _range_sentence(option: Option, steps: int | None = None) -> str:
     """What the step, its rates and a run of so many steps may be."""
-    found = step_range(option.case)
-    if found is None:
+    interval = step_range(option.case)
+    if interval is None:
         return "no range: what this CPU reaches is assumed; `fivefold calibrate --device cpu -o mine.toml` measures it"
-    low, high = found.around(option.seconds)
+    low, high = interval.around(option.seconds)
     unit, size = ("s", 1.0) if low >= 1 else ("ms", 1e-3)
-    times = found.text(option.seconds / size)
-    rates = " to ".join(map(si, found.inverse(option.tokens_per_second)))
-    shares = " to ".join(f"{share:.1%}" for share in found.inverse(option.case.mfu(option.seconds)))
+    times = interval.text(option.seconds / size)
+    rates = " to ".join(map(si, interval.inverse(option.tokens_per_second)))
+    shares = " to ".join(f"{share:.1%}" for share in interval.inverse(option.case.mfu(option.seconds)))
     text = f"{IN_WORDS}: {times} {unit} per step, {rates} tokens/s, MFU {shares}"
     if steps is not None:
         text += f", {' to '.join(length(steps * seconds / DAY) for seconds in (low, high))}"
@@ -305,8 +306,8 @@ def _stages(option: Option) -> str:
     case, names = option.case, [group.accelerator.name for group in option.case.cluster.groups]
     ranks = ", then ".join(f"{case.groups.count(at)} on {name}" for at, name in enumerate(names))
     layers = ",".join(str(len(stage.layers)) for stage in case.stages)
-    made = f"; {option.layout.schedule} is made for them" if case.layout.record.weighs else ""
-    return f"pipeline ranks in order: {ranks}; layers of the stages: {layers}{made}"
+    made_for_them = f"; {option.layout.schedule} is made for them" if case.layout.record.weighs else ""
+    return f"pipeline ranks in order: {ranks}; layers of the stages: {layers}{made_for_them}"
 
 
 def _ranking(options: tuple[Option, ...], chosen: Option) -> Table:
@@ -362,10 +363,11 @@ def _memory(option: Option) -> Table:
 
 
 def _traffic(option: Option) -> Table:
-    found = [moved for moved in traffic(option) if moved.payload > SMALL]
-    unit, name = (GB, "GB") if any(moved.payload >= GB / 10 for moved in found) else (1e6, "MB")
+    shown = [moved for moved in traffic(option) if moved.payload > SMALL]
+    unit, name = (GB, "GB") if any(moved.payload >= GB / 10 for moved in shown) else (1e6, "MB")
     rows = [
-        (one.axis, one.kind, f"{one.calls:,}", *(f"{size / unit:,.2f} {name}" for size in one[3:6])) for one in found
+        (moved.axis, moved.kind, f"{moved.calls:,}", *(f"{size / unit:,.2f} {name}" for size in moved[3:6]))
+        for moved in shown
     ]
     return Table(
         ["axis", "collective", ">calls", ">payload", ">wire, in the node", ">wire, between nodes"],
@@ -411,13 +413,13 @@ def _experts(option: Option) -> Iterator[Text]:
         f"MFU counts the {active} parameters that a token is multiplied with; "
         + (uneven if option.layout.ep > 1 else "every rank has all experts, so that none is fuller than another")
     )
-    whole, shared, paired = option.estimate.travelled
-    if not whole:
+    total, shared, paired = option.estimate.travelled
+    if not total:
         return
-    found = {"the other half of a joined pair": paired, "the shared expert": shared}
-    hides = " and ".join(f"{what} {_seconds(length)}" for what, length in found.items() if length)
+    hidden = {"the other half of a joined pair": paired, "the shared expert": shared}
+    hides = " and ".join(f"{what} {_seconds(length)}" for what, length in hidden.items() if length)
     yield Text(
-        f"tokens travel to experts and back for {_seconds(whole)} of a step; "
+        f"tokens travel to experts and back for {_seconds(total)} of a step; "
         + (f"compute hides {_seconds(shared + paired)} of it: {hides}" if hides else "no compute hides any of it")
     )
 

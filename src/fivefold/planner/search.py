@@ -79,7 +79,7 @@ def evaluate(case: Case) -> Option:
 # ---- search ---------------------------------------------------------------------------------------------------------
 # The best layouts over unlike nodes: closed forms rank all of them, and the survivors' own schedules decide.
 #
-# Layers are divided anew for each (split.py). `auto` has no closed form worth its name on unequal stages: it is made
+# Layers are divided anew for each (`mixed.py`). `auto` has no closed form worth its name on unequal stages: it is made
 # for the best layouts of the other schedules, and competes with them.
 
 

@@ -5,8 +5,8 @@
     plan.throughput.per_gpu        # tokens per second, at its most
     plan.explanation               # why, in sentences
 
-options.py has the ways to do it, memory.py what they hold, step.py their time (mixture.py that of experts),
-sentences.py why or why not.
+`serve_options.py` has the ways to do it, `serve_cost.py` their time and what they hold; here is the choice among them,
+and why or why not, in sentences.
 """
 
 from bisect import bisect_left
@@ -22,9 +22,9 @@ from fivefold.layout.layout import tp_fits
 from fivefold.planner.serve_cost import (
     Replica,
     degrees,
-    held,
     largest,
     memory_limit,
+    memory_needed,
     most_touched,
     touched,
     whole_cache,
@@ -70,34 +70,34 @@ def _latents(service: Service, heavy: ServingOption) -> str:
     mla = service.spec.mla
     assert mla is not None
     each = whole_cache(service.spec, service.cache_bytes)
-    told = (
+    sentence = (
         f"A token leaves {mla.kv_rank} + {mla.rope_dim} numbers a layer in the cache, {each:,.0f} bytes in all, from "
         f"which every head works: tp divides the heads and not these"
     )
     if heavy.tp > 1:
-        return f"{told}, so tp={heavy.tp} holds them {heavy.tp} times."
-    return f"{told}, so tp=2 would hold them twice."
+        return f"{sentence}, so tp={heavy.tp} holds them {heavy.tp} times."
+    return f"{sentence}, so tp=2 would hold them twice."
 
 
 def _touched(service: Service, heavy: ServingOption) -> str:
-    own = service.spec.experts
-    assert own is not None
+    experts = service.spec.experts
+    assert experts is not None
     tokens = -(-heavy.batch // heavy.pp)
-    here = most_touched(own, heavy.ep, tokens)
-    groups = f", at most {here:.1f} of the {own.count // heavy.ep} of a GPU" if heavy.ep > 1 else ""
+    k, count, on_fullest = experts.top_k, experts.count, most_touched(experts, heavy.ep, tokens)
+    groups = f", at most {on_fullest:.1f} of the {count // heavy.ep} of a GPU" if heavy.ep > 1 else ""
     return (
-        f"A token visits {own.top_k} of {own.count} experts of a layer; the {tokens:,} of a step at {heavy.layout} "
-        f"visit {touched(own, tokens):.1f} of them, {own.count} x (1 - (1 - {own.top_k}/{own.count})^{tokens}), if all "
-        f"are chosen equally often{groups}. Only these are read."
+        f"A token visits {k} of {count} experts of a layer; the {tokens:,} of a step at {heavy.layout} visit "
+        f"{touched(experts, tokens):.1f} of them, {count} x (1 - (1 - {k}/{count})^{tokens}), if all are chosen "
+        f"equally often{groups}. Only these are read."
     )
 
 
 def _whole_experts(service: Service, quick: ServingOption) -> Iterator[str]:
     """At the lowest latency: whether ranks divide experts, or have whole ones."""
-    every = degrees(service.spec, quick.tp, quick.dp)
-    if len(every) < 2:
+    degrees_of_ep = degrees(service.spec, quick.tp, quick.dp)
+    if len(degrees_of_ep) < 2:
         return
-    ep = every[-1] if quick.ep == 1 else 1
+    ep = degrees_of_ep[-1] if quick.ep == 1 else 1
     step = service.like(quick, ep=ep).step(quick.batch, service.context)
     reason = "GPUs without a chosen expert wait for those that read one" if quick.ep == 1 else "each has a part of all"
     yield (
@@ -106,19 +106,23 @@ def _whole_experts(service: Service, quick: ServingOption) -> Iterator[str]:
     )
 
 
-def _neighbours(service: Service, one: ServingOption) -> Iterator[Replica]:
+def _neighbours(service: Service, chosen: ServingOption) -> Iterator[Replica]:
     """On the same GPUs: the next ep; half and twice the tp, or half the pp, with as much more or less dp. On others:
     half and twice the dp."""
     spec, world = service.spec, service.group.world
-    every = degrees(spec, one.tp, one.dp)
-    at = every.index(one.ep)
-    for ep in (*every[max(0, at - 1) : at], *every[at + 1 : at + 2]):
-        yield service.like(one, ep=ep)
-    sizes = [(one.tp / 2, 2 * one.dp, one.pp), (2 * one.tp, one.dp / 2, one.pp), (one.tp, 2 * one.dp, one.pp / 2)]
-    sizes += [(one.tp, one.dp / 2, one.pp), (one.tp, 2 * one.dp, one.pp)]
+    degrees_of_ep = degrees(spec, chosen.tp, chosen.dp)
+    at = degrees_of_ep.index(chosen.ep)
+    for ep in (*degrees_of_ep[max(0, at - 1) : at], *degrees_of_ep[at + 1 : at + 2]):
+        yield service.like(chosen, ep=ep)
+    sizes = [
+        (chosen.tp / 2, 2 * chosen.dp, chosen.pp),
+        (2 * chosen.tp, chosen.dp / 2, chosen.pp),
+        (chosen.tp, 2 * chosen.dp, chosen.pp / 2),
+    ]
+    sizes += [(chosen.tp, chosen.dp / 2, chosen.pp), (chosen.tp, 2 * chosen.dp, chosen.pp)]
     for tp, dp, pp in [tuple(map(int, size)) for size in sizes if all(float(part).is_integer() for part in size)]:
-        if service.fits_heads(tp) and tp * dp * pp <= world and (found := degrees(spec, tp, dp)):
-            yield service.like(one, tp=tp, dp=dp, pp=pp, ep=found[-1])
+        if service.fits_heads(tp) and tp * dp * pp <= world and (possible := degrees(spec, tp, dp)):
+            yield service.like(chosen, tp=tp, dp=dp, pp=pp, ep=possible[-1])
 
 
 def why_not(service: Service, heavy: ServingOption, other: Replica) -> str:
@@ -126,7 +130,7 @@ def why_not(service: Service, heavy: ServingOption, other: Replica) -> str:
     start = f"Why not {other.name}: "
     full = fullest(service, other)
     if full is None:
-        needs = held(other, 1, service.tokens, service.prompt)
+        needs = memory_needed(other, 1, service.tokens, service.prompt)
         return (
             f"{start}one sequence needs {gigabytes(needs.total)} of a GPU, {gigabytes(needs.weights)} of it weights, "
             f"and {gigabytes(memory_limit(service.device))} is the limit."
@@ -169,7 +173,7 @@ def explain(service: Service, quick: ServingOption, heavy: ServingOption) -> tup
         _wider(service, quick, heavy),
         _deeper(service, quick if quick.pp > 1 or heavy.pp == 1 else heavy),
         _turn(service, heavy),
-        _copies(service, max(quick, heavy, key=lambda one: one.tp)),
+        _copies(service, max(quick, heavy, key=lambda option: option.tp)),
         *about_experts(service, quick, heavy),
         _graphs(service, quick),
     ]
@@ -197,14 +201,14 @@ def _wider(service: Service, quick: ServingOption, heavy: ServingOption) -> str:
     gain = quick.step / step.total
     verdict = f"{gain:.2f} times as fast" if gain >= 1 else f"{1 / gain:.2f} times as slow"
     cost = "on the same GPUs" if wide.world == before else f"for {wide.world / before:.3g} times the GPUs"
-    there = "" if wide.world <= world else f"; it takes {wide.world} GPUs, and the cluster has {world}"
-    if not there and gain >= 1 and (full := fullest(service, wide)):
+    remark = "" if wide.world <= world else f"; it takes {wide.world} GPUs, and the cluster has {world}"
+    if not remark and gain >= 1 and (full := fullest(service, wide)):
         less = rate(full.per_gpu), rate(heavy.per_gpu)
-        there = f"; but it gives at most {less[0]} tokens/s per GPU instead of {less[1]}"
+        remark = f"; but it gives at most {less[0]} tokens/s per GPU instead of {less[1]}"
     named = f"tp={tp}" if wide.dp == quick.dp else wide.name
     return (
         f"Why not {named}: {where}all-reduces are {share:.0%} of its step instead of {was:.0%}, and a token takes "
-        f"{milliseconds(step.total)} instead of {milliseconds(quick.step)}, {verdict} {cost}{there}."
+        f"{milliseconds(step.total)} instead of {milliseconds(quick.step)}, {verdict} {cost}{remark}."
     )
 
 
@@ -213,8 +217,8 @@ def _widened(service: Service, quick: ServingOption, tp: int) -> Replica:
     spec, before = service.spec, quick.tp * quick.dp * quick.pp
     dp = next(dp for dp in (quick.dp, max(1, quick.tp * quick.dp // tp), 1) if degrees(spec, tp, dp))
     pp = before // (tp * dp) if quick.pp > 1 and before % (tp * dp) == 0 else quick.pp
-    every = degrees(spec, tp, dp)
-    return service.like(quick, tp=tp, dp=dp, pp=pp, ep=quick.ep if quick.ep == 1 and 1 in every else every[-1])
+    possible = degrees(spec, tp, dp)
+    return service.like(quick, tp=tp, dp=dp, pp=pp, ep=quick.ep if quick.ep == 1 and 1 in possible else possible[-1])
 
 
 def _deeper(service: Service, chosen: ServingOption) -> str:
@@ -223,16 +227,16 @@ def _deeper(service: Service, chosen: ServingOption) -> str:
     if pp > service.spec.layers:
         return ""
     flat, deep = service.like(chosen, pp=1), service.like(chosen, pp=pp)
-    short, long = (one.step(1, service.context).total for one in (flat, deep))
-    fit, fits = (largest(one, service.tokens, service.prompt) for one in (flat, deep))
-    weights, less = (held(one, 1, service.tokens, service.prompt).weights for one in (flat, deep))
+    short, long = (replica.step(1, service.context).total for replica in (flat, deep))
+    fit, fits = (largest(replica, service.tokens, service.prompt) for replica in (flat, deep))
+    weights, less = (memory_needed(replica, 1, service.tokens, service.prompt).weights for replica in (flat, deep))
     more = f"{fits:,} sequences instead of {fit:,}" if fit else f"{sequences(fits)}, where {flat.name} alone holds none"
     world = service.group.world
-    there = "" if deep.world <= world else f"; it takes {deep.world} GPUs, and the cluster has {world}"
+    remark = "" if deep.world <= world else f"; it takes {deep.world} GPUs, and the cluster has {world}"
     return (
         f"pp={pp} gives memory, not speed: a GPU holds {gigabytes(less)} of weights instead of {gigabytes(weights)}, "
         f"and a replica holds {more}; but a token still passes every layer, {milliseconds(long)} with the sends "
-        f"instead of {milliseconds(short)}{there}."
+        f"instead of {milliseconds(short)}{remark}."
     )
 
 
@@ -280,15 +284,15 @@ def _graphs(service: Service, quick: ServingOption) -> str:
     return f"This is without CUDA graphs; with them a step takes {took} instead of {milliseconds(quick.step)}."
 
 
-def missed(service: Service, found: list[ServingOption]) -> str:
+def missed(service: Service, options: list[ServingOption]) -> str:
     """For targets that no option meets: the nearest option."""
-    every = [("ttft", service.ttft, "to the first token"), ("token", service.tpot, "for each token after it")]
-    targets = [(name, value, words) for name, value, words in every if value]
-    near = min(found, key=lambda option: max(getattr(option, name) / value for name, value, _ in targets))
-    wanted = " and ".join(f"{milliseconds(value)} {words}" for _, value, words in targets)
+    known = [("ttft", service.ttft, "to the first token"), ("token", service.tpot, "for each token after it")]
+    targets = [(name, value, words) for name, value, words in known if value]
+    near = min(options, key=lambda option: max(getattr(option, name) / value for name, value, _ in targets))
+    asked_for = " and ".join(f"{milliseconds(value)} {words}" for _, value, words in targets)
     has = " and ".join(f"{milliseconds(getattr(near, name))} {words}" for name, _, words in targets)
     return (
-        f"Nothing meets {wanted}: the nearest is {near.layout} with {sequences(near.batch)} per replica, {has}; "
+        f"Nothing meets {asked_for}: the nearest is {near.layout} with {sequences(near.batch)} per replica, {has}; "
         f"most of its step is {BOUNDS[near.bound]}."
     )
 
@@ -296,31 +300,31 @@ def missed(service: Service, found: list[ServingOption]) -> str:
 def problems(service: Service) -> list[str]:
     """Everything that is wrong with the request, before any search."""
     spec, cluster = service.spec, service.cluster
-    found = spec.problems()
+    wrong = spec.problems()
     given = {name: value for name, value in vars(service).items() if value is not None}
     counts = [misfit(name, given.get(name), within(1, TOKENS)) for name in ("prompt", "output", "sequences")]
     targets = [name for name in ("ttft", "tpot") if not given.get(name, 1) > 0]
-    found += filter(None, counts)
-    found += [f"the target {name}={given[name]} must be more than 0 seconds" for name in targets]
+    wrong += filter(None, counts)
+    wrong += [f"the target {name}={given[name]} must be more than 0 seconds" for name in targets]
     if service.precision not in ("bf16", "fp8"):
-        found.append(f"precision={service.precision!r} of the weights must be 'bf16' or 'fp8'")
+        wrong.append(f"precision={service.precision!r} of the weights must be 'bf16' or 'fp8'")
     elif len(cluster.groups) and getattr(service.group.accelerator.peak, service.precision) is None:
-        found.append(f"{service.group.accelerator.name} has no {service.precision} matmuls; serve in bf16")
+        wrong.append(f"{service.group.accelerator.name} has no {service.precision} matmuls; serve in bf16")
     if service.cache_bytes not in (1, 2):
-        found.append(f"cache_bytes={service.cache_bytes} must be 2 (bf16) or 1 (fp8)")
+        wrong.append(f"cache_bytes={service.cache_bytes} must be 2 (bf16) or 1 (fp8)")
     if not any(counts[:2]) and service.tokens > spec.context:
         left = spec.context - service.prompt
         hint = f"nearest: output={left}" if left > 0 else f"prompt and output share {spec.context:,}"
-        found.append(
+        wrong.append(
             f"prompt={service.prompt:,} and output={service.output:,} are {service.tokens:,} tokens, and the context "
             f"of {spec.name} is {spec.context:,}; {hint}"
         )
     if len(cluster.groups) > 1:
         each = " and ".join(f"'{group}'" for group in cluster.groups)
-        found.append(
+        wrong.append(
             f"{cluster} has mixed nodes, and a replica would wait for its slowest device; plan {each} separately"
         )
-    return found
+    return wrong
 
 
 def needed(service: Service) -> Replica | None:
@@ -360,8 +364,8 @@ def no_room(service: Service) -> str:
 
 def too_many(service: Service) -> str:
     """For a model that fits, but not with so many sequences."""
-    found = [(service.group.world // one.world * most, one) for one, most in replicas(service)]
-    most, best = max(found, key=lambda pair: pair[0])
+    fitting = [(service.group.world // replica.world * most, replica) for replica, most in replicas(service)]
+    most, best = max(fitting, key=lambda pair: pair[0])
     each = whole_cache(service.spec, service.cache_bytes, service.tokens)
     remedy = f"at most {most:,} fit, on {service.group.world // best.world} x {best.name}"
     if service.cache_bytes == 2:
@@ -416,7 +420,7 @@ class ServePlan(Result):
             few = min(MOST, last + 1)  # rows, evenly spaced where the frontier is long
             rows = [_row(self.frontier[round(at * last / (few - 1))]) for at in range(few)]
             caption = "sequences: replicas x sequences of each"
-            if any(one.dp > 1 for one in self.frontier):
+            if any(option.dp > 1 for option in self.frontier):
                 caption += "; dp: groups of GPUs that have sequences of their own and share the experts"
             yield Table(HEADS, rows, title="From low latency to high throughput", caption=caption)
         yield self._parts()
@@ -451,16 +455,16 @@ class ServePlan(Result):
 
 
 FIGURES: dict[str, Callable[[ServingOption], str]] = {
-    "layout": lambda one: one.layout,
-    "replicas": lambda one: str(one.replicas),
-    "sequences each": lambda one: f"{one.batch:,}",
-    "to first token": lambda one: milliseconds(one.ttft),
-    "per token": lambda one: milliseconds(one.token),
-    "tokens/s": lambda one: rate(one.tokens_per_second),
-    "tokens/s per GPU": lambda one: rate(one.per_gpu),
-    "KV cache per GPU": lambda one: f"{one.held.cache / 1e9:.1f} GB",
-    "memory per GPU": lambda one: f"{one.held.total / 1e9:.1f} GB",
-    "bound by": lambda one: BOUNDS[one.bound],
+    "layout": lambda option: option.layout,
+    "replicas": lambda option: str(option.replicas),
+    "sequences each": lambda option: f"{option.batch:,}",
+    "to first token": lambda option: milliseconds(option.ttft),
+    "per token": lambda option: milliseconds(option.token),
+    "tokens/s": lambda option: rate(option.tokens_per_second),
+    "tokens/s per GPU": lambda option: rate(option.per_gpu),
+    "KV cache per GPU": lambda option: f"{option.held.cache / 1e9:.1f} GB",
+    "memory per GPU": lambda option: f"{option.held.total / 1e9:.1f} GB",
+    "bound by": lambda option: BOUNDS[option.bound],
 }
 HEADS = ("~layout", ">sequences", ">first token", ">per token", ">tokens/s", ">per GPU", ">cache GB", "~bound by")
 
@@ -475,10 +479,10 @@ def _waits(heavy: ServingOption) -> str:
     )
 
 
-def _row(one: ServingOption) -> list[str]:
-    sequences = f"{one.replicas} x {one.batch:,}" if one.replicas > 1 else f"{one.batch:,}"
-    times, rates = map(milliseconds, (one.ttft, one.token)), map(rate, (one.tokens_per_second, one.per_gpu))
-    return [one.layout, sequences, *times, *rates, f"{one.held.cache / 1e9:.1f}", BOUNDS[one.bound]]
+def _row(option: ServingOption) -> list[str]:
+    sequences = f"{option.replicas} x {option.batch:,}" if option.replicas > 1 else f"{option.batch:,}"
+    times, rates = map(milliseconds, (option.ttft, option.token)), map(rate, (option.tokens_per_second, option.per_gpu))
+    return [option.layout, sequences, *times, *rates, f"{option.held.cache / 1e9:.1f}", BOUNDS[option.bound]]
 
 
 def serve(
@@ -513,19 +517,21 @@ def serve(
     machines = Cluster.read(cluster)
     given = (prompt, output, sequences, precision, cache_bytes, ttft, tpot, graphs, imbalance_for(job.model, imbalance))
     service = Service(job.model, machines.alike() or machines, *given)
-    if found := problems(service):
-        raise UserError(found)
-    every = options(service)
-    if not every:
+    if wrong := problems(service):
+        raise UserError(wrong)
+    fitting = options(service)
+    if not fitting:
         raise UserError(too_many(service) if next(replicas(service), None) else no_room(service))
     # tp stays inside the node, unless nothing fits so.
-    inside = [option for option in every if not option.crosses] or every
-    quick = min(inside, key=lambda one: (one.token, one.tp * one.pp))
-    heavy = max(inside, key=lambda one: (one.tokens_per_second, -one.token))
+    inside = [option for option in fitting if not option.crosses] or fitting
+    quick = min(inside, key=lambda option: (option.token, option.tp * option.pp))
+    heavy = max(inside, key=lambda option: (option.tokens_per_second, -option.token))
     sentences, meeting = explain(service, quick, heavy), []
     if ttft is not None or tpot is not None:
-        meeting = sorted((one for one in inside if one.meets(service)), key=lambda one: -one.tokens_per_second)
+        meeting = sorted(
+            (option for option in inside if option.meets(service)), key=lambda option: -option.tokens_per_second
+        )
         if not meeting:
             sentences = (missed(service, inside), *sentences)
-    across = min((one for one in every if one.crosses), key=lambda one: one.token, default=None)
-    return ServePlan(service, quick, heavy, tuple(meeting), frontier(inside), across, tuple(every), sentences)
+    across = min((option for option in fitting if option.crosses), key=lambda option: option.token, default=None)
+    return ServePlan(service, quick, heavy, tuple(meeting), frontier(inside), across, tuple(fitting), sentences)

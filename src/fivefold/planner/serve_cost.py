@@ -5,8 +5,8 @@
     replica.prefill(prompt=1024).latency            # seconds to the first token
 
 A decode step multiplies a few rows with every weight: it takes as long as the weights and the cache take to be read,
-plus what each kernel and each all-reduce costs however little it does. Letters as in work.py. Of experts it reads those
-that its tokens visit (mixture.py).
+plus what each kernel and each all-reduce costs however little it does. Letters as in `cost/block.py`. Of experts it
+reads those that its tokens visit.
 
 Latent attention (MLA) decodes over the latents themselves: the product that makes keys of them goes to the query, the
 one that makes values to the output, so the same weights are read once, and every head works on the kv_rank + rope_dim
@@ -104,12 +104,12 @@ def most_touched(experts: Experts, ep: int, tokens: int) -> float:
 
     Each of a group's X/ep experts is touched with the same probability, as if independently of the others.
     """
-    each, share = experts.count // ep, touched(experts, tokens) / experts.count
+    of_group, share = experts.count // ep, touched(experts, tokens) / experts.count
     if ep == 1:
-        return each * share
+        return of_group * share
     within, expected = 0.0, 0.0
-    for many in range(each):
-        within += math.comb(each, many) * share**many * (1 - share) ** (each - many)
+    for count in range(of_group):
+        within += math.comb(of_group, count) * share**count * (1 - share) ** (of_group - count)
         expected += 1 - min(1.0, within) ** ep
     return max(1.0, expected)
 
@@ -117,26 +117,26 @@ def most_touched(experts: Experts, ep: int, tokens: int) -> float:
 def degrees(spec: ModelSpec, tp: int, dp: int = 1) -> list[int]:
     """The ep that tp x dp ranks can have, the largest last; 1 without experts. Ranks that have sequences of their own
     have whole experts: so do the servers that work like this."""
-    own, ranks = spec.experts, tp * dp
-    if own is None:
+    experts, ranks = spec.experts, tp * dp
+    if experts is None:
         return [1] if dp == 1 else []
-    found = [ep for ep in divisors(ranks) if own.count % ep == 0 and own.ffn % (ranks // ep) == 0]
-    return found if dp == 1 else [ep for ep in found if ep == ranks]
+    possible = [ep for ep in divisors(ranks) if experts.count % ep == 0 and experts.ffn % (ranks // ep) == 0]
+    return possible if dp == 1 else [ep for ep in possible if ep == ranks]
 
 
 def mixture(replica: "Replica", rows: int, busy: int) -> Parts:
     """Seconds of the experts of a block that all ranks of a stage together give `busy` x `rows` tokens."""
-    spec, own, device = replica.spec, replica.spec.experts, replica.device
-    assert own is not None
-    tokens, inner = busy * rows, own.ffn * replica.ep // replica.ranks
-    hit = most_touched(own, replica.ep, tokens)
-    here = replica.uneven * tokens * own.top_k / replica.ep  # rows on the fullest rank
+    spec, experts, device = replica.spec, replica.spec.experts, replica.device
+    assert experts is not None
+    tokens, inner = busy * rows, experts.ffn * replica.ep // replica.ranks
+    hit = most_touched(experts, replica.ep, tokens)
+    fullest_rows = replica.uneven * tokens * experts.top_k / replica.ep  # rows on the fullest rank
     gated = spec.activation.startswith("swiglu")
     shapes = [((1 + gated) * inner, spec.hidden), (spec.hidden, inner)]
-    products = [_grouped(replica, here, n, k, hit) for n, k in shapes]
-    router = replica.matmul(rows, own.count, spec.hidden, "bf16")
+    products = [_grouped(replica, fullest_rows, n, k, hit) for n, k in shapes]
+    router = replica.matmul(rows, experts.count, spec.hidden, "bf16")
     active = (MOVED["fused"].swiglu if gated else MOVED["fused"].gelu)[0]
-    moved = here * (active * inner + 2 * 4.0 * spec.hidden)  # rows are put into order, and added up
+    moved = fullest_rows * (active * inner + 2 * 4.0 * spec.hidden)  # rows are put into order, and added up
     launch = ROUTING * device.reached.launch
     rest = Parts(pointwise=device.stream(moved, 0), launch=launch, ep=exchange(replica, rows))
     return plus(router, *products, rest)
@@ -154,17 +154,17 @@ def exchange(replica: "Replica", rows: int) -> float:
     """Seconds in which tokens reach their experts and come back, where ranks have sequences of their own (dp).
 
     All-to-all, which the fullest rank ends last, or all tokens to all ranks and sums back, whichever takes less.
-    Without dp every rank has all tokens already, and the all-reduce of tp adds up what experts said.
+    Without dp every rank has all tokens already, and the all-reduce of tp adds up the outputs of experts.
     """
-    spec, own = replica.spec, replica.spec.experts
-    if replica.dp == 1 or own is None:
+    spec, experts = replica.spec, replica.spec.experts
+    if replica.dp == 1 or experts is None:
         return 0.0
-    there, back = linear_bytes(replica.precision), 2
-    slots = replica.uneven * math.ceil(rows / replica.tp) * own.top_k * spec.hidden
-    every = float(rows * replica.dp * spec.hidden)
-    gather = replica.collective("all-gather", "ep", there * every)
-    scatter = replica.collective("reduce-scatter", "ep", back * every)
-    trade = sum(replica.collective("all-to-all", "ep", size * slots) for size in (there, back))
+    forth, back = linear_bytes(replica.precision), 2
+    slots = replica.uneven * math.ceil(rows / replica.tp) * experts.top_k * spec.hidden
+    all_tokens = float(rows * replica.dp * spec.hidden)
+    gather = replica.collective("all-gather", "ep", forth * all_tokens)
+    scatter = replica.collective("reduce-scatter", "ep", back * all_tokens)
+    trade = sum(replica.collective("all-to-all", "ep", size * slots) for size in (forth, back))
     return min(trade, gather + scatter)
 
 
@@ -174,7 +174,7 @@ def exchange(replica: "Replica", rows: int) -> float:
 ATTENTION: Attention = "flash3"  # of the prefill: the best kernel that the device has
 CHUNK = 2048  # tokens of prompts that are computed together: enough for the tensor cores, and little to hold
 KERNELS = 7  # of a block, beside its GEMMs
-TILE, SKINNY = 64, 16  # rows of the smallest tile in kernels.py; of the kernels that servers have for fewer rows
+TILE, SKINNY = 64, 16  # rows of the smallest tile in `cost/kernels.py`; of servers' kernels for fewer rows
 SAMPLING = 8  # kernels after the head: scale, filter, softmax, draw
 BETWEEN = 0.2e-3  # seconds in which the host reads the tokens, schedules, and starts the next graph
 LOGIT_BYTES = 12.0  # that the head's output is read and written: as bf16, then as float32
@@ -214,9 +214,9 @@ class Replica:
 
     @property
     def name(self) -> str:
-        every = {"tp": self.tp, "dp": self.dp, "pp": self.pp, "ep": self.ep}
-        said = {"tp": self.tp} if self.dp == 1 else {}  # as dense models have it, also where it is 1
-        return ",".join(f"{axis}={size}" for axis, size in every.items() if size > 1 or axis in said)
+        sizes = {"tp": self.tp, "dp": self.dp, "pp": self.pp, "ep": self.ep}
+        always = {"tp": self.tp} if self.dp == 1 else {}  # as dense models have it, also where it is 1
+        return ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1 or axis in always)
 
     @property
     def crosses(self) -> bool:
@@ -263,24 +263,26 @@ class Replica:
     def matmul(self, m: int, n: int, k: int, precision: str, groups: int = 1) -> Parts:
         """Of `groups` of the same shape, in one kernel."""
         launch = self.device.reached.launch
-        whole = self.device.gemm(m, n, k, precision, groups) - launch
+        seconds = self.device.gemm(m, n, k, precision, groups) - launch
         free = self._free.gemm(m, n, k, precision, groups) - launch
         if m < TILE:
-            whole = max(free, whole * math.ceil(m / SKINNY) * SKINNY / TILE)
-        return Parts(compute=whole, launch=launch) if whole > 1.0001 * free else Parts(weights=whole, launch=launch)
+            seconds = max(free, seconds * math.ceil(m / SKINNY) * SKINNY / TILE)
+        return (
+            Parts(compute=seconds, launch=launch) if seconds > 1.0001 * free else Parts(weights=seconds, launch=launch)
+        )
 
     def rows(self, rows: int, dense: bool = False, busy: int = 0) -> Parts:
         """Of a block, for so many tokens of a tp group at once, without attention. `dense`: a block without experts;
         `busy`: groups that have tokens, all of them unless it is said."""
-        spec, device, own = self.spec, self.device, block(self.spec, self.tp, dense)
+        spec, device, operations = self.spec, self.device, block(self.spec, self.tp, dense)
         routed = spec.experts is not None and not dense
-        matmuls = (self.matmul(*shape, self.precision) for shape in dense_gemms(own.matmuls, rows, False, 1))
+        matmuls = (self.matmul(*shape, self.precision) for shape in dense_gemms(operations.matmuls, rows, False, 1))
         moved = MOVED["fused"]
         norm = getattr(moved, spec.norm)[0] + moved.residual[0]
         active = (moved.swiglu if spec.activation.startswith("swiglu") else moved.gelu)[0]
-        turned = own.attention.width + own.attention.kv_width
+        turned = operations.attention.width + operations.attention.kv_width
         if spec.mla:
-            turned = (own.attention.heads + 1) * spec.mla.rope_dim
+            turned = (operations.attention.heads + 1) * spec.mla.rope_dim
         wide = spec.experts.shared_ffn if routed and spec.experts is not None else spec.ffn
         size = 2 * norm * spec.hidden + active * wide / self.tp + moved.rope[0] * turned
         # In fp8 a kernel of its own casts attention's output. MLA norms its latents, and makes values by themselves.
@@ -310,16 +312,16 @@ class Replica:
     def cache_read(self, context: float, window: int = 0) -> float:
         """Bytes that one GPU reads for one sequence in one block with such a window, and holds of it. A latent has no
         heads that tp could divide: every rank of tp has all of it."""
-        own = self.block.attention._replace(window=window)
-        return float(own.cached * self.cache_bytes * own.keys(context))
+        attention = self.block.attention._replace(window=window)
+        return float(attention.cached * self.cache_bytes * attention.keys(context))
 
     def attend(self, rows: int, context: float, window: int = 0) -> Parts:
         """Of a block: one query of each of `rows` sequences."""
         read = self.device.stream(rows * self.cache_read(context, window), 0)
         if self.spec.mla is None:
             return Parts(cache=read)
-        own, mla = self.block.attention, self.spec.mla
-        flops = 2.0 * rows * own.heads * (mla.cached + mla.kv_rank) * context
+        attention, mla = self.block.attention, self.spec.mla
+        flops = 2.0 * rows * attention.heads * (mla.cached + mla.kv_rank) * context
         work = flops / (self.device.peak() * getattr(self.device.reached, ATTENTION))
         return Parts(compute=work) if work > read else Parts(cache=read)
 
@@ -330,12 +332,12 @@ class Replica:
 
     def _loads(self, layer: Callable[[LayerKind], Parts], bottom: Parts, top: Parts) -> list[Parts]:
         """Of every stage, by what a block of each kind takes, and the ends."""
-        each = {kind: layer(kind) for kind in set().union(*self._kinds)}
-        found = []
+        by_kind = {kind: layer(kind) for kind in set().union(*self._kinds)}
+        loads = []
         for stage, kinds in zip(self.stages, self._kinds, strict=True):
-            blocks = (times(each[kind], count) for kind, count in kinds.items())
-            found.append(plus(Parts(), *blocks, *[bottom] * stage.first, *[top] * stage.last))
-        return found
+            blocks = (times(by_kind[kind], count) for kind, count in kinds.items())
+            loads.append(plus(Parts(), *blocks, *[bottom] * stage.first, *[top] * stage.last))
+        return loads
 
     def step(self, batch: int, context: float) -> Parts:
         """From one token of each of `batch` sequences to the next, when each has `context` tokens behind it.
@@ -349,13 +351,13 @@ class Replica:
             return plus(self.rows(rows, kind.dense, busy), self.attend(rows, context, kind.window))
 
         loads = self._loads(layer, self._bottom(rows), self._top(rows))
-        found = plus(*loads)
+        parts = plus(*loads)
         # The last stage sends its tokens back to the first; a group waits where the one before it is not yet through.
         send = self.collective("send", "pp", 2.0 * rows * self.spec.hidden)
         slowest = min(self.pp, batch) * (max(load.total for load in loads) + send)
-        found = found._replace(pp=self.pp * send + max(0.0, slowest - (found.total + self.pp * send)))
-        host = BETWEEN if self.graphs else BETWEEN + max(0.0, self.spec.layers * software().host - found.total)
-        return found._replace(host=host)
+        parts = parts._replace(pp=self.pp * send + max(0.0, slowest - (parts.total + self.pp * send)))
+        host = BETWEEN if self.graphs else BETWEEN + max(0.0, self.spec.layers * software().host - parts.total)
+        return parts._replace(host=host)
 
     def prefill(self, prompt: int, prompts: int = 1) -> Prefill:
         """One prompt's latency; and the time of one among `prompts` that are there at once.
@@ -373,16 +375,16 @@ class Replica:
         spec, tokens = self.spec, prompt * count
         chunks = math.ceil(tokens / CHUNK)
         rows = math.ceil(tokens / chunks)
-        own = self.block.attention
-        dim = (own.head_dim + own.v_dim) / 2
+        attention = self.block.attention
+        dim = (attention.head_dim + attention.v_dim) / 2
         earlier = remade(spec, rows * (chunks - 1) // 2, self.tp)[-1:] if chunks > 1 else []  # keys and values
         again = sum(self.matmul(*up, self.precision).total for up in earlier)
         # Without CUDA graphs the host launches every chunk.
         least = 0.0 if self.graphs else software().host * chunks
 
         def layer(kind: LayerKind) -> Parts:
-            keys = own._replace(window=kind.window).keys(prompt / 2)
-            attend, _ = self.device.attention(ATTENTION, count, own.heads, dim, prompt, keys)
+            keys = attention._replace(window=kind.window).keys(prompt / 2)
+            attend, _ = self.device.attention(ATTENTION, count, attention.heads, dim, prompt, keys)
             return Parts(compute=max(least, (self.rows(rows, kind.dense, busy).total + again) * chunks + attend))
 
         bottom, top = times(self._bottom(rows), chunks), self._top(count)
@@ -417,18 +419,18 @@ class ServingMemory(NamedTuple):
         return sum(self)
 
 
-def held(replica: Replica, batch: int, tokens: int, prompt: int) -> ServingMemory:
+def memory_needed(replica: Replica, batch: int, tokens: int, prompt: int) -> ServingMemory:
     """On the stage that needs the most. Every sequence has the memory that it needs at its end."""
-    spec, each = replica.spec, -(-batch // replica.dp)  # sequences of a tp group
-    rows = max(min(CHUNK, prompt * each), -(-each // replica.pp))
+    spec, per_group = replica.spec, -(-batch // replica.dp)  # sequences of a tp group
+    rows = max(min(CHUNK, prompt * per_group), -(-per_group // replica.pp))
     stream = 2.0 * rows * (3 * spec.hidden + _inner(replica))  # stream, normed stream, sum
-    logits = 6.0 * -(-each // replica.pp) * spec.vocab  # in bf16 and float32
-    found = []
+    logits = 6.0 * -(-per_group // replica.pp) * spec.vocab  # in bf16 and float32
+    by_stage = []
     for stage in replica.stages:
         weights, activations = stage_weights(replica, stage), stream + logits * stage.last
-        cache = each * sum(replica.cache_read(tokens, spec.window_of(layer)) for layer in stage.layers)
-        found.append(ServingMemory(weights, cache, activations, CONTEXT + FRAGMENTATION * (weights + activations)))
-    return max(found, key=lambda one: one.total)
+        cache = per_group * sum(replica.cache_read(tokens, spec.window_of(layer)) for layer in stage.layers)
+        by_stage.append(ServingMemory(weights, cache, activations, CONTEXT + FRAGMENTATION * (weights + activations)))
+    return max(by_stage, key=lambda memory: memory.total)
 
 
 def _inner(replica: Replica) -> float:
@@ -438,17 +440,18 @@ def _inner(replica: Replica) -> float:
     heads = attention.width + 2 * attention.kv_width
     if spec.experts is None:
         return heads + 3 * spec.ffn / replica.tp
-    own, plain = spec.experts, 3 * spec.ffn / replica.tp * (spec.dense_layers > 0)
-    visits = replica.uneven * replica.dp * own.top_k / replica.ep
-    routed = visits * (3 * own.ffn * replica.ep / replica.ranks + 2 * spec.hidden)
-    return heads + max(plain, routed + 3 * own.shared_ffn / replica.tp)
+    experts, plain = spec.experts, 3 * spec.ffn / replica.tp * (spec.dense_layers > 0)
+    visits = replica.uneven * replica.dp * experts.top_k / replica.ep
+    routed = visits * (3 * experts.ffn * replica.ep / replica.ranks + 2 * spec.hidden)
+    return heads + max(plain, routed + 3 * experts.shared_ffn / replica.tp)
 
 
 def stage_weights(replica: Replica, stage: Stage) -> float:
     """Bytes of one rank."""
     spec, table = replica.spec, 2.0 * head(replica.spec, replica.tp).size
-    few, share = plain_layers(spec, stage), (replica.tp, replica.ranks, replica.precision)
-    layers = few * _block_weights(spec, *share, dense=True) + (len(stage.layers) - few) * _block_weights(spec, *share)
+    dense_layers, share = plain_layers(spec, stage), (replica.tp, replica.ranks, replica.precision)
+    layers = dense_layers * _block_weights(spec, *share, dense=True)
+    layers += (len(stage.layers) - dense_layers) * _block_weights(spec, *share)
     tables = stage.first + stage.last - (stage.first and stage.last and spec.tied)
     learned = 2.0 * spec.context * spec.hidden * (stage.first and spec.positions == "learned")
     return layers + tables * table + learned + 2.0 * spec.hidden * stage.last
@@ -458,30 +461,30 @@ def stage_weights(replica: Replica, stage: Stage) -> float:
 def _block_weights(spec: ModelSpec, tp: int, ranks: int, precision: str, dense: bool = False) -> float:
     """Bytes of a block on one rank: its part of the linears, and of the experts, which all ranks of a stage share;
     norms and routers are whole on every rank; biases hardly count."""
-    every = sum(one.size for one in spec.block_parameters(0 if dense else spec.layers - 1))
-    rest = every - sum(one.size for one in _narrow(spec, 1, dense))
-    own = sum(one.size / (ranks if one.experts else 1) for one in _narrow(spec, tp, dense))
-    return linear_bytes(precision) * own + 2.0 * rest
+    parameters = sum(parameter.size for parameter in spec.block_parameters(0 if dense else spec.layers - 1))
+    rest = parameters - sum(matmul.size for matmul in _narrow(spec, 1, dense))
+    linears = sum(matmul.size / (ranks if matmul.experts else 1) for matmul in _narrow(spec, tp, dense))
+    return linear_bytes(precision) * linears + 2.0 * rest
 
 
 def _narrow(spec: ModelSpec, tp: int, dense: bool) -> list[Matmul]:
     """The linears that may be in 8 bits: all but routers."""
-    return [one for one in block(spec, tp, dense).matmuls if one.tp != "replicated_partial"]
+    return [matmul for matmul in block(spec, tp, dense).matmuls if matmul.tp != "replicated_partial"]
 
 
 def whole_weights(spec: ModelSpec, precision: str) -> float:
     """Bytes of the model, once."""
-    few = spec.dense_layers if spec.experts else 0
-    per_block = [sum(one.size for one in _narrow(spec, 1, dense)) for dense in (False, True)]
-    linears = (spec.layers - few) * per_block[0] + few * per_block[1]
+    dense_layers = spec.dense_layers if spec.experts else 0
+    per_block = [sum(matmul.size for matmul in _narrow(spec, 1, dense)) for dense in (False, True)]
+    linears = (spec.layers - dense_layers) * per_block[0] + dense_layers * per_block[1]
     return linear_bytes(precision) * linears + 2.0 * (spec.parameter_count - linears)
 
 
 def whole_cache(spec: ModelSpec, cache_bytes: int, tokens: int = 1) -> float:
     """Bytes that so many tokens leave in the cache, over all layers; in those with a window no more than it holds."""
-    own = block(spec).attention
-    keys = sum(count * own._replace(window=window).keys(tokens) for window, count in spec.windows.items())
-    return own.cached * cache_bytes * keys
+    attention = block(spec).attention
+    keys = sum(count * attention._replace(window=window).keys(tokens) for window, count in spec.windows.items())
+    return attention.cached * cache_bytes * keys
 
 
 def memory_limit(device: Device) -> float:
@@ -494,7 +497,7 @@ def largest(replica: Replica, tokens: int, prompt: int) -> int:
     space = memory_limit(replica.device)
 
     def too_many(batch: int) -> bool:
-        return held(replica, batch, tokens, prompt).total > space
+        return memory_needed(replica, batch, tokens, prompt).total > space
 
     high = 1
     while high < MOST and not too_many(high):

@@ -16,9 +16,9 @@ from fivefold.planner.serve_cost import (
     Replica,
     ServingMemory,
     degrees,
-    held,
     largest,
     memory_limit,
+    memory_needed,
     whole_weights,
 )
 from fivefold.spec.model import ModelSpec
@@ -61,8 +61,8 @@ class Service:
         return Device.of(self.group.accelerator)
 
     def replica(self, tp: int, pp: int, gpus: int = 0, dp: int = 1, ep: int = 1) -> Replica:
-        own = (self.precision, self.cache_bytes, self.graphs)
-        return Replica(self.spec, self.device, gpus or self.group.gpus, tp, pp, *own, dp, ep, self.imbalance)
+        settings = (self.precision, self.cache_bytes, self.graphs)
+        return Replica(self.spec, self.device, gpus or self.group.gpus, tp, pp, *settings, dp, ep, self.imbalance)
 
     def like(self, option: "ServingOption", **sizes: int) -> Replica:
         """The replica of an option, or one that differs in these sizes."""
@@ -144,7 +144,7 @@ def evaluate(service: Service, replica: Replica, batch: int, replicas: int = 0) 
         tokens_per_second=rate,
         per_gpu=rate / world,
         parts=parts,
-        held=held(replica, batch, service.tokens, service.prompt),
+        held=memory_needed(replica, batch, service.tokens, service.prompt),
     )
 
 
@@ -202,14 +202,14 @@ def _of_replica(service: Service, replica: Replica, most: int) -> list[ServingOp
 
 def fullest(service: Service, replica: Replica) -> ServingOption | None:
     """The option with the most tokens per second that a layout gives; None where it does not fit."""
-    found = _of_replica(service, replica, largest(replica, service.tokens, service.prompt))
-    return max(found, key=lambda one: one.tokens_per_second, default=None)
+    fitting = _of_replica(service, replica, largest(replica, service.tokens, service.prompt))
+    return max(fitting, key=lambda option: option.tokens_per_second, default=None)
 
 
-def frontier(found: list[ServingOption]) -> tuple[ServingOption, ...]:
+def frontier(fitting: list[ServingOption]) -> tuple[ServingOption, ...]:
     """The options that no other one beats in both latency and throughput, the fastest first."""
     kept: list[ServingOption] = []
-    for option in sorted(found, key=lambda one: (one.token, -one.tokens_per_second)):
+    for option in sorted(fitting, key=lambda option: (option.token, -option.tokens_per_second)):
         if not kept or option.tokens_per_second > kept[-1].tokens_per_second:
             kept.append(option)
     return tuple(kept)

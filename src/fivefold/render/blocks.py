@@ -186,10 +186,10 @@ def _aligned(columns: list[Column], widths: list[int], texts: list[str]) -> list
 def _widths(columns: list[Column], rows: list[list[Cell]], width: int | None) -> list[int] | None:
     """Of each column; None where no choice of widths is narrow enough."""
     cells = [max((len(row[at].text) for row in rows), default=0) for at in range(len(columns))]
-    whole = [max(len(column.head), cell) for column, cell in zip(columns, cells, strict=True)]
+    widths = [max(len(column.head), cell) for column, cell in zip(columns, cells, strict=True)]
     gaps = GAP * (len(columns) - 1)
-    if width is None or sum(whole) + gaps <= width:
-        return whole
+    if width is None or sum(widths) + gaps <= width:
+        return widths
     slim = [max(_longest(column.head), cell) for column, cell in zip(columns, cells, strict=True)]
     if sum(slim) + gaps <= width:
         return slim
@@ -248,12 +248,12 @@ def _longest(text: str) -> int:
 
 def _broken(text: str, width: int) -> list[str]:
     """In lines of at most `width`, as far as its pieces allow."""
-    found = [""]
+    lines = [""]
     for piece in _pieces(text):
-        if found[-1] and len(found[-1]) + len(piece.rstrip()) > width:
-            found.append("")
-        found[-1] += piece.replace("\n", " ")
-    return [line.rstrip() for line in found]
+        if lines[-1] and len(lines[-1]) + len(piece.rstrip()) > width:
+            lines.append("")
+        lines[-1] += piece.replace("\n", " ")
+    return [line.rstrip() for line in lines]
 
 
 # ---- terminal -------------------------------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ _OBEYED = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # by terminals
 
 def _inert(text: str) -> str:
     """Names come from files: what a terminal would obey is shown as an escape."""
-    return _OBEYED.sub(lambda found: repr(found[0])[1:-1], text)
+    return _OBEYED.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 def console_of(stderr: bool = False) -> Console:
@@ -288,8 +288,8 @@ def width_of(console: Console) -> int | None:
 def render(blocks: Iterable[Block], console: Console, width: int | None) -> None:
     for block in blocks:
         if isinstance(block, Text):
-            whole = width is None or block.typed
-            console.print(RichText(_inert(block.text), STYLES[block.style]), soft_wrap=whole, width=width)
+            soft_wrap = width is None or block.typed
+            console.print(RichText(_inert(block.text), STYLES[block.style]), soft_wrap=soft_wrap, width=width)
         elif isinstance(block, Drawing):
             console.print(block.draw(width or 120, console.color_system is not None), no_wrap=True, crop=True)
         else:

@@ -26,9 +26,9 @@ def to_html(result: Result) -> str:
 
 
 def _styled(tag: str, cell: Cell, style: str = "") -> str:
-    wanted = ";".join(filter(None, (style, STYLES.get(cell.style, ""))))
+    css = ";".join(filter(None, (style, STYLES.get(cell.style, ""))))
     text = escape(cell.text).replace("\n", "<br>")
-    return f'<{tag} style="{wanted}">{text}</{tag}>' if wanted else f"<{tag}>{text}</{tag}>"
+    return f'<{tag} style="{css}">{text}</{tag}>' if css else f"<{tag}>{text}</{tag}>"
 
 
 def table_html(table: Table) -> str:

@@ -57,8 +57,8 @@ def hexed(colour: RGB) -> str:
     return "#{:02x}{:02x}{:02x}".format(*colour)
 
 
-def mix(one: RGB, other: RGB, share: float) -> RGB:
-    red, green, blue = (round(a + (b - a) * share) for a, b in zip(one, other, strict=True))
+def mix(first: RGB, second: RGB, share: float) -> RGB:
+    red, green, blue = (round(a + (b - a) * share) for a, b in zip(first, second, strict=True))
     return red, green, blue
 
 

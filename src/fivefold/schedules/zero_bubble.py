@@ -288,7 +288,7 @@ V_MIN = ScheduleInfo("v-min", lambda r: v_min(r.p, r.m), vee, chunks=2, splits=T
 # DualPipeV: DeepSeek's DualPipe cut in half; forwards and backwards of different microbatches run overlapped.
 #
 # V placement. In the steady state every forward is joined with a whole backward of the other chunk (F&B), so that the
-# messages of experts inside one hide under the compute of the other (`pairs.py` has the rule); `--times fb=` says how
+# messages of experts inside one hide under the compute of the other (`costs.py` has the rule); `--times fb=` says how
 # long an overlapped pair takes. Deferred weight gradients wait in a FIFO queue.
 
 

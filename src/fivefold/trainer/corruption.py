@@ -138,7 +138,7 @@ def flip_after_update(engine: Engine, step: int) -> None:
         engine.weights.ready()  # those that come over the flipped ones would mend them
         flip(_largest([parameter for model in engine.stages.values() for parameter in model.parameters()]))
     if faults.strike("shard", step=step) == "flip":
-        flip(_largest([state for states in engine.optimizer.kept.values() for state in states.values()]))
+        flip(_largest([state for states in engine.optimizer.states.values() for state in states.values()]))
 
 
 def _largest(tensors: list[Any]) -> Tensor:
@@ -191,7 +191,7 @@ def state_of(engine: Engine) -> list[KeptDigests]:
 def _learned(engine: Engine) -> Iterator[KeptDigests]:
     for name, master in engine.weights.masters.items():
         lane = _lane(engine, name)
-        for kind, tensor in {"": master.detach(), **engine.optimizer.kept[name]}.items():
+        for kind, tensor in {"": master.detach(), **engine.optimizer.states[name]}.items():
             if tensor.numel():
                 yield KeptDigests(f"{kind} of {name}" if kind else name, tensor, lane)
 
@@ -219,8 +219,8 @@ def _same(weight: Tensor, master: Tensor) -> bool:
 
 
 def _lane(engine: Engine, name: str, *, full: bool = False) -> Lane:
-    axes = engine.weights.replicate_axes(name, full)
-    if not engine.job.train.deterministic and not engine.weights.held[name].tp.partial:
+    axes = engine.weights.replicate_axes(name, of_weight=full)
+    if not engine.job.train.deterministic and not engine.weights.local_params[name].tp.partial:
         axes = [axis for axis in axes if axis != "tp"]  # each rank has a gradient of its own, and its own rounding
     return lane_of(axes, engine.job.layout)
 

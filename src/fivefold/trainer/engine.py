@@ -21,13 +21,13 @@ from fivefold.layout.stages import schedule_of, stages_of
 from fivefold.model.decoder import Decoder
 from fivefold.model.dispatch import Router
 from fivefold.model.head import Targets
-from fivefold.model.layers import TokenPositions, wide
-from fivefold.model.moe import Balance, MoE, follow_load
+from fivefold.model.layers import TokenPositions, accum_dtype
+from fivefold.model.moe import Balance, MoE, update_expert_bias
 from fivefold.model.ops import AttentionOps
 from fivefold.parallel.collectives import all_reduce, wait, waiting
 from fivefold.parallel.context import Context
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.optimizer import Optimizer, spread
+from fivefold.parallel.optimizer import Optimizer, shard_model
 from fivefold.parallel.pipeline import Channels, Microbatch, Pipeline, Watch
 from fivefold.parallel.tensor import ops_of
 from fivefold.parallel.wgrad import WeightGradQueue
@@ -71,15 +71,15 @@ class Loads:
     def begin(self) -> None:
         """A step begins."""
         for mixture in self.mixtures.values():
-            mixture.router.load = mixture.losses = None
+            mixture.router.tokens_per_expert = mixture.losses = None
 
     def counted(self) -> Tensor:
         """What this rank has counted since; whoever adds up the ranks' does so in place."""
         self.sums = self._empty()
         tokens, losses = self.tokens, self.sums[-2:]
         for layer, mixture in self.mixtures.items():
-            if mixture.router.load is not None:
-                tokens[layer - self.first] = mixture.router.load
+            if mixture.router.tokens_per_expert is not None:
+                tokens[layer - self.first] = mixture.router.tokens_per_expert
             if mixture.losses is not None:
                 losses += mixture.losses
         return self.sums
@@ -94,7 +94,7 @@ class Loads:
         for layer, mixture in self.mixtures.items():
             if mixture.router.balance is not None and self.train.balance_rate:
                 load = self.tokens[layer - self.first].to(torch.int64)
-                follow_load(mixture.router.balance, load, self.train.balance_rate)
+                update_expert_bias(mixture.router.balance, load, self.train.balance_rate)
 
     def record(self, sums: list[float], *, by_expert: bool) -> Load:
         """Of a step whose sums have reached the host; `by_expert`: with the tokens of each."""
@@ -136,8 +136,8 @@ class RankModel:
             job.model, mesh, defer_wgrad, attention=attention, compiled=self.compiled, documents=masked, **narrow
         )
         self.stages = self._stages()
-        self.weights = spread(list(self.stages.values()), job.model, mesh, compute, job.train.seed, split)
-        self.buffers = self._buffers(wide(compute))
+        self.weights = shard_model(list(self.stages.values()), job.model, mesh, compute, job.train.seed, split=split)
+        self.buffers = self._buffers(accum_dtype(compute))
         later.report = self.weights.add
         channels = Channels(self.schedule, mesh, compute)
         self.pipeline = Pipeline(self.schedule, mesh.pp.rank, self.stages, self.weights, later, channels, watch)
@@ -213,8 +213,8 @@ class Engine(RankModel):
             self.loads.begin()
         self.pipeline.run([self._microbatch(part, **self._extras()) for part in microbatches], loss_of)
         ends = [self.mesh.ends] if self.job.model.tied else []
-        with waiting("the sum of gradients", self.mesh, self.mesh.data, self.mesh.tp, *ends, *self.mesh.of_experts()):
-            self.weights.finish()
+        with waiting("the sum of gradients", self.mesh, self.mesh.data, self.mesh.tp, *ends, *self.mesh.expert_axes()):
+            self.weights.finish_grad_sync()
         return self._everywhere(sums) / count
 
     def replay_microbatch(self, share: DpShare) -> None:
@@ -223,7 +223,7 @@ class Engine(RankModel):
         first, count = share.mine.split(self.job.layout.microbatches)[0], max(1, share.loss_tokens)
         with self.weights.replay_context():
             microbatch = self._microbatch(first, **self._extras())
-            self.pipeline.run([microbatch], lambda total: self._share(total, count), first=True)
+            self.pipeline.run([microbatch], lambda total: self._share(total, count), only_first=True)
 
     def _extras(self) -> dict[str, float]:
         return {"smoothing": self.job.train.label_smoothing, "z_loss": self.job.train.z_loss}

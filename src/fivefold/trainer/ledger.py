@@ -152,7 +152,7 @@ def _state_of(engine: Engine) -> Iterator[Tensor]:
         for parameter in model.parameters():
             yield parameter._local_tensor if isinstance(parameter, DTensor) else parameter
     yield from engine.weights.masters.values()
-    for moments in engine.optimizer.kept.values():
+    for moments in engine.optimizer.states.values():
         yield from moments.values()
     yield from engine.weights.buffers()
 

@@ -74,19 +74,19 @@ def legal_layouts(spec: ModelSpec, world: int, seq: int, batch: int, deepen: boo
     groups: dict[object, list[Layout]] = {}
     for base in _bases(spec, world):
         deep = deep_enough(spec, base) if deepen else spec  # the number of stages follows from `base`
-        for one in _rest(base, deep):
-            if not one.problems(deep, world=world, seq=seq, batch=batch):
-                groups.setdefault(_group(one, spec), []).append(one)
+        for layout in _rest(base, deep):
+            if not layout.problems(deep, world=world, seq=seq, batch=batch):
+                groups.setdefault(_group(layout, spec), []).append(layout)
     for legal in groups.values():
-        here = met[legal[0].pp > 1]
-        best = max(legal, key=partial(_worth, met=here)) if len(legal) > 1 else legal[0]
-        here.update(_pairs(best))
+        pairs = met[legal[0].pp > 1]
+        best = max(legal, key=partial(_worth, met=pairs)) if len(legal) > 1 else legal[0]
+        pairs.update(_pairs(best))
         left += [layout for layout in legal if layout is not best]
         yield best
     for layout in left:
-        here = met[layout.pp > 1]
-        if not _pairs(layout) <= here.keys():
-            here.update(_pairs(layout))
+        pairs = met[layout.pp > 1]
+        if not _pairs(layout) <= pairs.keys():
+            pairs.update(_pairs(layout))
             yield layout
 
 
@@ -117,8 +117,8 @@ def _bases(spec: ModelSpec, world: int) -> Iterator[Layout]:
 
 def _worth(layout: Layout, met: Counter[object]) -> tuple[int, int]:
     """How many pairs of settings it would add, and how rare its others are."""
-    seen = [met[pair] for pair in _pairs(layout)]
-    return seen.count(0), -sum(seen)
+    times_met = [met[pair] for pair in _pairs(layout)]
+    return times_met.count(0), -sum(times_met)
 
 
 def _rest(base: Layout, spec: ModelSpec) -> Iterator[Layout]:
@@ -169,8 +169,8 @@ def variants(spec: ModelSpec) -> dict[str, ModelSpec]:
             "gpt-oss": {**_SINKS, "bias": True, "activation": "swiglu_clamped"},
             "GPT block with experts": {**_GPT, "kv_heads": spec.heads},  # biases; the embedding is tied
         }
-    made = {name: msgspec.structs.replace(spec, **change) for name, change in changes.items()}
-    return {name: variant for name, variant in made.items() if variant != spec and not variant.problems()}
+    specs = {name: msgspec.structs.replace(spec, **change) for name, change in changes.items()}
+    return {name: variant for name, variant in specs.items() if variant != spec and not variant.problems()}
 
 
 _MANY = 128  # a microbatch of a rank has 32 tokens or a few more; each expert costs a layer three products a pass
@@ -190,20 +190,20 @@ def mixture(spec: ModelSpec) -> ModelSpec:
 def all_cases(job: Job, world: int, deepen: bool = False, given: Collection[str] = ()) -> list[LayoutCase]:
     """The job's model on every layout, and its variants on a pairwise cover of those that are legal for them; if it
     has no experts, the same with experts. Settings that are `given` stay."""
-    found = cases_of(job, world, deepen, given=given)
+    cases = cases_of(job, world, deepen, given=given)
     if job.model.experts is None:
-        found += cases_of(msgspec.structs.replace(job, model=mixture(job.model)), world, deepen, "experts", given)
-    return found
+        cases += cases_of(msgspec.structs.replace(job, model=mixture(job.model)), world, deepen, "experts", given)
+    return cases
 
 
-def with_balance(job: Job, given: Collection[str] = (), losses: bool = True) -> Job:
+def with_balance(job: Job, given: Collection[str] = (), *, losses: bool = True) -> Job:
     """The job, with all that keeps the load of experts even if it has any, or without the losses of it; settings that
     are `given` stay."""
     if (experts := job.model.experts) is None:
         return job
     factors = BALANCE if losses else dict.fromkeys(BALANCE, 0.0)
-    wanted = factors | ({"balance_rate": BALANCE_RATE} if experts.balance_bias else {})
-    changed = {name: value for name, value in wanted.items() if f"train.{name}" not in given}
+    settings = factors | ({"balance_rate": BALANCE_RATE} if experts.balance_bias else {})
+    changed = {name: value for name, value in settings.items() if f"train.{name}" not in given}
     return msgspec.structs.replace(job, train=msgspec.structs.replace(job.train, **changed))
 
 
@@ -214,20 +214,20 @@ def cases_of(
     seq, batch = job.data.seq, job.train.batch
     layouts = list(legal_layouts(job.model, world, seq, batch, deepen))
 
-    def case(spec: ModelSpec, layout: Layout, variant: str) -> LayoutCase:
+    def case_of(spec: ModelSpec, layout: Layout, variant: str) -> LayoutCase:
         spec = deep_enough(spec, layout) if deepen else spec
         changed = msgspec.structs.replace(job, model=spec, layout=layout)
-        return LayoutCase(with_balance(changed, given, variant != LOSSES_OFF) if variant else changed, variant)
+        return LayoutCase(with_balance(changed, given, losses=variant != LOSSES_OFF) if variant else changed, variant)
 
-    legal = partial(Layout.problems, world=world, seq=seq, batch=batch)
-    cases = [case(job.model, layout, name) for layout in layouts]
+    problems = partial(Layout.problems, world=world, seq=seq, batch=batch)
+    cases = [case_of(job.model, layout, name) for layout in layouts]
     together: list[LayoutCase] = []
     off = {LOSSES_OFF: job.model} if job.model.experts is not None else {}
     for variant, spec in (variants(job.model) | off).items():
-        chosen = [case(spec, layout, variant) for layout in layouts]
+        chosen = [case_of(spec, layout, variant) for layout in layouts]
         if variant in ("one kv head", "two kv heads", "vocab 257"):  # these matter to tp alone
-            chosen = [one for one in chosen if one.job.layout.tp > 1]
-        chosen = [one for one in chosen if not legal(one.job.layout, one.job.model)]
+            chosen = [case for case in chosen if case.job.layout.tp > 1]
+        chosen = [case for case in chosen if not problems(case.job.layout, case.job.model)]
         if job.model.experts is not None or variant in _ATTENTIONS:  # the variant is one setting among the others
             together += chosen
         else:
@@ -242,25 +242,27 @@ def pairwise(cases: Sequence[LayoutCase], most: int | None = None) -> list[Layou
     second one among the rest.
     """
     left = {number: _pairs(case.job.layout, case.variant) for number, case in enumerate(cases)}
-    wanted: set[object] = set()
+    unmet: set[object] = set()
     chosen: list[int] = []
     while left and (most is None or len(chosen) < most):
-        if not wanted:
+        if not unmet:
             if most is None and chosen:
                 break
-            wanted = set().union(*left.values())
-        best = max(left, key=lambda number: (len(left[number] & wanted), -number))
-        wanted -= left.pop(best)
+            unmet = set().union(*left.values())
+        best = max(left, key=lambda number: (len(left[number] & unmet), -number))
+        unmet -= left.pop(best)
         chosen.append(best)
-        if most is not None and not any(pairs & wanted for pairs in left.values()):
-            wanted = set()
+        if most is not None and not any(pairs & unmet for pairs in left.values()):
+            unmet = set()
     return [cases[number] for number in sorted(chosen)]
 
 
 def covered(sample: Sequence[LayoutCase], cases: Sequence[LayoutCase]) -> float:
     """The share of the pairs of settings that a sample meets."""
-    met, wanted = (set().union(*(_pairs(case.job.layout, case.variant) for case in some)) for some in (sample, cases))
-    return len(met) / len(wanted) if wanted else 1.0
+    met, all_pairs = (
+        set().union(*(_pairs(case.job.layout, case.variant) for case in chosen)) for chosen in (sample, cases)
+    )
+    return len(met) / len(all_pairs) if all_pairs else 1.0
 
 
 def _pairs(layout: Layout, variant: str = "") -> set[object]:
@@ -307,9 +309,9 @@ def plain_batch(vocab: int, size: int, seq: int, seed: int = 0) -> Batch:
 def write_tokens(directory: Path, vocab: int, count: int) -> None:
     """Prepare a directory, as if from text, with one document of `count` tokens from the whole vocabulary."""
     tokens = np.random.default_rng(0).integers(0, vocab, count)
-    everything = np.ones(1, bool)
+    true = np.ones(1, bool)
     sink = Sink(directory, _MadeUp(vocab), SHARD_TOKENS, seed=0, valid=0.0)
-    sink.write(Encoded(tokens, np.array([count]), everything, everything, read=0))
+    sink.write(Encoded(tokens, np.array([count]), true, true, read=0))
     sink.finish()
 
 

@@ -113,23 +113,23 @@ def roundings(spec: ModelSpec, tokens: int, seq: int) -> int:
 # ---- the comparisons -----------------------------------------------------------------------------------------------
 
 
-def number(what: str, step: int, found: float, wanted: float, bound: float) -> Error:
-    return Error(what, "", step, abs(found - wanted) / (abs(wanted) or 1.0), bound)
+def number(what: str, step: int, actual: float, expected: float, bound: float) -> Error:
+    return Error(what, "", step, abs(actual - expected) / (abs(expected) or 1.0), bound)
 
 
-def counts(name: str, step: int, found: "Tensor", wanted: "Tensor") -> Error:
+def counts(name: str, step: int, actual: "Tensor", expected: "Tensor") -> Error:
     """The load of experts: whole numbers, equal or not."""
-    differ = (found.cpu() != wanted).nonzero()[:, 0].tolist()
+    differ = (actual.cpu() != expected).nonzero()[:, 0].tolist()
     note = ""
     if differ:
         expert, several = differ[0], f"; {len(differ)} experts differ" if len(differ) > 1 else ""
-        note = f"has {int(found[expert])} tokens for expert {expert}, and one process {int(wanted[expert])}{several}"
+        note = f"has {int(actual[expert])} tokens for expert {expert}, and one process {int(expected[expert])}{several}"
     return Error("load", name, step, float(len(differ)), 0.0, note)
 
 
-def bias(name: str, step: int, found: "Tensor", wanted: "Tensor", rate: float, bound: float) -> Error:
+def bias(name: str, step: int, actual: "Tensor", expected: "Tensor", rate: float, bound: float) -> Error:
     """What helps experts to be chosen moves by `rate` in a step; that is its scale."""
-    return _tensors("bias", name, step, found.cpu(), wanted, max(_max(wanted), rate), bound)
+    return _tensors("bias", name, step, actual.cpu(), expected, max(_max(expected), rate), bound)
 
 
 def zeros(gradients: Mapping[str, "Tensor"], spec: ModelSpec) -> set[str]:
@@ -139,8 +139,8 @@ def zeros(gradients: Mapping[str, "Tensor"], spec: ModelSpec) -> set[str]:
 
 
 def gradients(
-    found: Mapping[str, "Tensor"],
-    wanted: Mapping[str, "Tensor"],
+    actual: Mapping[str, "Tensor"],
+    expected: Mapping[str, "Tensor"],
     step: int,
     bound: float,
     spec: ModelSpec,
@@ -148,24 +148,24 @@ def gradients(
     noise: Mapping[str, float] | None = None,
 ) -> list[Error]:
     """`zero` names the gradients that are zero in theory; `noise` has the rounding error of each gradient."""
-    largest = _largest(wanted, spec)
+    largest = _largest(expected, spec)
     errors = []
-    for name, tensor in wanted.items():
+    for name, tensor in expected.items():
         scale = largest[name] if name in zero else _max(tensor)
         lost = SPREAD * (noise or {}).get(name, 0.0)
         allowed = max(bound, lost / scale) if scale else bound
-        if name not in found:
+        if name not in actual:
             errors.append(Error("gradient", name, step, math.inf, allowed, "is missing"))
-        elif name not in zero and scale > lost and _max(found[name]) == 0.0:
+        elif name not in zero and scale > lost and _max(actual[name]) == 0.0:
             errors.append(Error("gradient", name, step, math.inf, allowed, "is zero"))
         else:
-            errors.append(_tensors("gradient", name, step, found[name], tensor, scale, allowed))
+            errors.append(_tensors("gradient", name, step, actual[name], tensor, scale, allowed))
     return errors
 
 
-def distances(found: Mapping[str, "Tensor"], exact: Mapping[str, "Tensor"]) -> dict[str, float]:
+def distances(actual: Mapping[str, "Tensor"], exact: Mapping[str, "Tensor"]) -> dict[str, float]:
     """The largest difference in each tensor, absolute."""
-    return {name: _max(found[name].double() - tensor) for name, tensor in exact.items()}
+    return {name: _max(actual[name].double() - tensor) for name, tensor in exact.items()}
 
 
 def _largest(gradients: Mapping[str, "Tensor"], spec: ModelSpec) -> dict[str, float]:
@@ -177,14 +177,14 @@ def _largest(gradients: Mapping[str, "Tensor"], spec: ModelSpec) -> dict[str, fl
     return {name: largest[block[name]] for name in gradients}
 
 
-def parameters(found: Mapping[str, "Tensor"], wanted: Mapping[str, "Tensor"], job: Job, bound: float) -> list[Error]:
+def parameters(actual: Mapping[str, "Tensor"], expected: Mapping[str, "Tensor"], job: Job, bound: float) -> list[Error]:
     steps = job.train.steps
     distance = sum(learning_rate(job.optimizer, step, steps) for step in range(steps))
     return [
-        _tensors("parameter", name, steps, found[name], tensor, max(_max(tensor), distance), bound)
-        if name in found
+        _tensors("parameter", name, steps, actual[name], tensor, max(_max(tensor), distance), bound)
+        if name in actual
         else Error("parameter", name, steps, math.inf, bound, "is missing")
-        for name, tensor in wanted.items()
+        for name, tensor in expected.items()
     ]
 
 

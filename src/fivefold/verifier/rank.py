@@ -26,9 +26,9 @@ from fivefold.job.preflight import preflight
 from fivefold.launch.device import choose_backend, choose_device, make_repeatable
 from fivefold.launch.processes import Rank, named
 from fivefold.model.decoder import Decoder
-from fivefold.model.recompute import again, compilation
+from fivefold.model.recompute import compilation, is_recomputing
 from fivefold.optim.base import learning_rate
-from fivefold.parallel.collectives import digest, whole
+from fivefold.parallel.collectives import digest, full_tensor
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.traffic import TrafficCounter
 from fivefold.trainer.engine import Engine, mixtures
@@ -36,7 +36,7 @@ from fivefold.trainer.ledger import Ledger
 from fivefold.trainer.loop import Trainer
 from fivefold.verifier import compare
 from fivefold.verifier.cases import make_batch
-from fivefold.verifier.compare import Error, bias, counts, router_name
+from fivefold.verifier.compare import Error, router_name
 from fivefold.verifier.reference import Reference
 from fivefold.verifier.verdict import RankMeasurement, RoutedLayer
 
@@ -50,97 +50,99 @@ from fivefold.verifier.verdict import RankMeasurement, RoutedLayer
 
 
 @dataclass
-class _Seen:
+class _LayerRecord:
     """Of one layer, in one step."""
 
     first: int  # the number of the batch's first sample
-    wanted: Tensor  # [B, S, K] what the reference chose, best first
+    expected: Tensor  # [B, S, K] what the reference chose, best first
     visits: NDArray[np.int64]  # [B, S] how often this rank routed each token
-    found: list[Tensor]  # rows of (sample, position, experts...) that differ
+    strays: list[Tensor]  # rows of (sample, position, experts...) that differ
 
 
 class RouteRecorder:
-    """Looks over the shoulders of the routers of this rank's stages."""
+    """Records what the routers of this rank's stages choose, and may replay the reference's choice instead."""
 
     def __init__(self, stages: Iterable[Decoder], replay: bool):
-        self.replay, self.here = replay, torch.empty(0)
+        self.replay = replay
+        self.tokens = torch.empty(0)  # [n, 2] sample and position of the tokens that a mixture is about to route
         self.mixtures = mixtures(stages)
-        self.seen: dict[int, _Seen] = {}
+        self.records: dict[int, _LayerRecord] = {}
         for layer, mixture in self.mixtures.items():
             # Between graphs: inside, a recomputed block would have others in its second run, which counts nothing.
             aside = torch.compiler.disable if mixture.ops.compiled else lambda function: function
-            mixture.register_forward_pre_hook(aside(self._meet))
-            mixture.router.choose = aside(self._watched(layer, mixture.router))
+            mixture.register_forward_pre_hook(aside(self._note_tokens))
+            mixture.router.choose = aside(self._recorded(layer, mixture.router))
 
     def begin(self, samples: NDArray[np.int64], routing: dict[int, Tensor]) -> None:
         """A step begins, with these samples; `routing` is the reference's."""
-        self.seen = {
-            layer: _Seen(int(samples[0]), routing[layer], np.zeros(routing[layer].shape[:2], np.int64), [])
+        self.records = {
+            layer: _LayerRecord(int(samples[0]), routing[layer], np.zeros(routing[layer].shape[:2], np.int64), [])
             for layer in self.mixtures
         }
 
     @torch.no_grad()
-    def _meet(self, mixture: Any, inputs: tuple[Any, ...]) -> None:
-        """Which samples and positions the tokens have that this rank routes: its dispatch deals them out like any."""
+    def _note_tokens(self, mixture: Any, inputs: tuple[Any, ...]) -> None:
+        """Which samples and positions the tokens have that this rank routes: its dispatch slices any tensor alike."""
         _, positions = inputs
         places = torch.stack([positions.samples[:, None].expand_as(positions.position_ids), positions.position_ids], -1)
-        self.here = mixture.ops.dispatch.own_tokens(places)
+        self.tokens = mixture.ops.dispatch.own_tokens(places)
 
-    def _watched(self, layer: int, router: Any) -> Callable[[Tensor], Tensor]:
+    def _recorded(self, layer: int, router: Any) -> Callable[[Tensor], Tensor]:
+        """The router's choice, recorded."""
         choose = router.choose or router.best
 
         @torch.no_grad()
-        def watched(scores: Tensor) -> Tensor:
-            own, seen = choose(scores), self.seen[layer]
-            samples, positions = self.here.cpu().unbind(-1)
-            rows = samples - seen.first
-            wanted = seen.wanted[rows, positions]
-            if not again():
-                np.add.at(seen.visits, (rows.numpy(), positions.numpy()), 1)
-                differ = (own.cpu().sort(-1).values != wanted.sort(-1).values).any(-1)
-                seen.found.append(torch.column_stack([samples, positions, own.cpu()])[differ])
-            return wanted.to(own.device) if self.replay else own
+        def recorded(scores: Tensor) -> Tensor:
+            chosen, record = choose(scores), self.records[layer]
+            samples, positions = self.tokens.cpu().unbind(-1)
+            rows = samples - record.first
+            expected = record.expected[rows, positions]
+            if not is_recomputing():
+                np.add.at(record.visits, (rows.numpy(), positions.numpy()), 1)
+                differ = (chosen.cpu().sort(-1).values != expected.sort(-1).values).any(-1)
+                record.strays.append(torch.column_stack([samples, positions, chosen.cpu()])[differ])
+            return expected.to(chosen.device) if self.replay else chosen
 
-        return watched
+        return recorded
 
     def end(self, step: int) -> list[RoutedLayer]:
         """What this rank routed."""
-        found = ((layer, seen, torch.cat(seen.found)) for layer, seen in self.seen.items() if seen.found)
-        return [
-            RoutedLayer(step, router_name(layer), seen.visits, len(strays), seen.first, _words(seen, strays))
-            for layer, seen, strays in found
-        ]
+        layers = []
+        for layer, record in self.records.items():
+            if record.strays:
+                strays = torch.cat(record.strays)
+                note = _stray_note(record, strays)
+                layers.append(RoutedLayer(step, router_name(layer), record.visits, len(strays), record.first, note))
+        return layers
 
     def balances(self) -> dict[str, Tensor]:
-        """The numbers that help experts to be chosen, by name."""
-        found = {layer: mixture.router.balance for layer, mixture in self.mixtures.items()}
-        return {f"{router_name(n)}.balance": one.cpu().clone() for n, one in found.items() if one is not None}
+        """The biases that count for the choice of experts, by name."""
+        biases = {router_name(layer): mixture.router.balance for layer, mixture in self.mixtures.items()}
+        return {f"{name}.balance": bias.cpu().clone() for name, bias in biases.items() if bias is not None}
 
-    def biases(self, step: int, wanted: dict[str, Tensor], rate: float, bound: float) -> list[Error]:
+    def biases(self, step: int, expected: dict[str, Tensor], rate: float, bound: float) -> list[Error]:
         """The same, after a step, against the reference's."""
-        return [bias(name, step, one, wanted[name], rate, bound) for name, one in self.balances().items()]
+        return [
+            compare.bias(name, step, actual, expected[name], rate, bound) for name, actual in self.balances().items()
+        ]
 
 
-def loads(step: int, found: Tensor, routing: dict[int, Tensor]) -> list[Error]:
+def loads(step: int, tokens_per_expert: Tensor, routing: dict[int, Tensor]) -> list[Error]:
     """The tokens of each expert, summed over ranks: [layers with experts, X]."""
-    return [
-        counts(
-            router_name(layer),
-            step,
-            row.to(torch.int64),
-            torch.bincount(chosen.flatten(), minlength=len(row)),
-        )
-        for row, (layer, chosen) in zip(found.cpu(), sorted(routing.items()), strict=True)
-    ]
+    errors = []
+    for counts, (layer, chosen) in zip(tokens_per_expert.cpu(), sorted(routing.items()), strict=True):
+        expected = torch.bincount(chosen.flatten(), minlength=len(counts))
+        errors.append(compare.counts(router_name(layer), step, counts.to(torch.int64), expected))
+    return errors
 
 
-def _words(seen: _Seen, strays: Tensor) -> str:
+def _stray_note(record: _LayerRecord, strays: Tensor) -> str:
     if not len(strays):
         return ""
     sample, position, *experts = strays[0].tolist()
-    wanted = seen.wanted[sample - seen.first, position].tolist()
+    expected = record.expected[sample - record.first, position].tolist()
     token = f"sample {sample}, position {position}"
-    return f"sends {token} to experts {_list(experts)}, and one process to {_list(wanted)}"
+    return f"sends {token} to experts {_list(experts)}, and one process to {_list(expected)}"
 
 
 def _list(experts: list[int]) -> str:
@@ -157,7 +159,7 @@ def measure(rank: Rank, job: Job, reference: Path, hook: str = "") -> RankMeasur
         rank.join(choose_backend(device, rank.world, job.train, rank.number))
     if hook:
         named(hook)()
-    return compared(rank, job, reference)
+    return compare_steps(rank, job, reference)
 
 
 def measure_each(rank: Rank, jobs: list[Job], references: list[Path], hook: str = "") -> Generator[RankMeasurement]:
@@ -196,30 +198,30 @@ class _Forget(Function):
         return gradient
 
 
-def compared(rank: Rank, job: Job, reference: Path) -> RankMeasurement:
-    """Of a rank that has joined the others."""
+def compare_steps(rank: Rank, job: Job, path: Path) -> RankMeasurement:
+    """Run and compare all steps, on a rank that has joined the others; the reference is a file."""
     device = choose_device(job.train.device, rank.number)
     mesh = Mesh.of(job.layout, device, spec=job.model)
-    engine, wanted = Engine(job, mesh), Reference.load(reference)
-    bound, measured, counter = compare.bound_of(job), RankMeasurement(strays=wanted.strays), TrafficCounter(mesh)
+    engine, reference = Engine(job, mesh), Reference.load(path)
+    bound, measured, counter = compare.bound_of(job), RankMeasurement(strays=reference.strays), TrafficCounter(mesh)
     ledger = Ledger(engine, counter)
     # Under a counter nothing runs compiled: then it is the numbers that are proven, and those that count stay outside.
     counted: list[AbstractContextManager[Any]] = [ledger, counter]
     first, others = [nullcontext(), nullcontext()] if engine.compiled else counted
     recorder = RouteRecorder(engine.stages.values(), compare.replays(job))
-    mine = {name for model in engine.stages.values() for name in model.stage.names(job.model)}
-    for step, target in enumerate(wanted.steps, start=1):
+    local = {name for model in engine.stages.values() for name in model.stage.names(job.model)}
+    for step, target in enumerate(reference.steps, start=1):
         batch = make_batch(job, step - 1)
         recorder.begin(batch.samples, target.routing)
         with first if step == 1 else others:
             loss, norm = engine.forward_backward(batch), engine.gradient_norm()
         if step == 1:
-            held = engine.weights.resident()  # when gradients are complete
-            measured.held.update(
+            resident = engine.weights.resident()  # when gradients are complete
+            measured.memory.update(
                 {
-                    "parameters": held["parameters"],
-                    "gradients": held["gradients"],
-                    "optimizer": held["masters"] + engine.optimizer.resident(),
+                    "parameters": resident["parameters"],
+                    "gradients": resident["gradients"],
+                    "optimizer": resident["masters"] + engine.optimizer.resident(),
                     "microbatches in flight": engine.pipeline.peak,
                     "peak": ledger.peak,
                     "flops": ledger.flops,
@@ -229,9 +231,10 @@ def compared(rank: Rank, job: Job, reference: Path) -> RankMeasurement:
         measured.norms.append((norm.item(), target.norm))
         measured.errors.append(compare.number("loss", step, loss.item(), target.loss, bound))
         measured.errors.append(compare.number("norm", step, norm.item(), target.norm, bound))
-        gradients = {name: target.gradients[name] for name in target.gradients if name in mine}
-        found = _whole(engine.gradients())
-        measured.errors.extend(compare.gradients(found, gradients, step, bound, job.model, target.zeros, wanted.noise))
+        actual, expected = _full(engine.gradients()), {n: g for n, g in target.gradients.items() if n in local}
+        measured.errors.extend(
+            compare.gradients(actual, expected, step, bound, job.model, target.zeros, reference.noise)
+        )
         measured.routed.extend(recorder.end(step))
         if engine.loads is not None:
             measured.errors.extend(loads(step, engine.loads.tokens, target.routing))
@@ -244,10 +247,9 @@ def compared(rank: Rank, job: Job, reference: Path) -> RankMeasurement:
     measured.traffic.extend(counter.rows())
     if engine.compiled:
         measured.graphs.append(compilation())
-    found = _whole(engine.parameters())
-    parameters = {name: wanted.parameters[name] for name in wanted.parameters if name in mine}
-    measured.errors.extend(compare.parameters(found, parameters, job, bound))
-    measured.digests.update({name: digest(one) for name, one in (found | recorder.balances()).items()})
+    actual, expected = _full(engine.parameters()), {n: p for n, p in reference.parameters.items() if n in local}
+    measured.errors.extend(compare.parameters(actual, expected, job, bound))
+    measured.digests.update({name: digest(tensor) for name, tensor in (actual | recorder.balances()).items()})
     return measured
 
 
@@ -258,7 +260,7 @@ def curve(rank: Rank, job: Job, shuffled: bool) -> tuple[list[float | None], dic
     if rank.world > 1:
         rank.join(choose_backend(device, rank.world, job.train, rank.number))
     trainer = Trainer(job, preflight(job, rank.world), Mesh.of(job.layout, device, spec=job.model))
-    start = {name: digest(weight) for name, weight in _whole(trainer.engine.parameters()).items()}
+    start = {name: digest(weight) for name, weight in _full(trainer.engine.parameters()).items()}
     losses = []
     for step, read in enumerate(trainer.reads(full=shuffled), start=1):
         batch = read()
@@ -272,6 +274,6 @@ def _shuffle(batch: Batch, seed: int) -> Batch:
     return Batch(**{field.name: getattr(batch, field.name)[order] for field in fields(batch)})
 
 
-def _whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _full(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Collective: every rank gathers the same names in the same order."""
-    return {name: whole(tensor) for name, tensor in sorted(tensors.items())}
+    return {name: full_tensor(tensor) for name, tensor in sorted(tensors.items())}

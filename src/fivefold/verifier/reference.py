@@ -78,12 +78,12 @@ class PlainMixture(nn.Module):
         weights = weights * self.of.scale
         self.chosen = chosen.unflatten(0, x.shape[:2])
         self.losses = self._losses(logits, scores)
-        where, said = [], []
+        rows, outputs = [], []
         for expert, linears in enumerate(self._linears(self.experts, self.of.count)):
-            token, slot = (chosen == expert).nonzero(as_tuple=True)
-            where.append(token)
-            said.append(self._network(linears, tokens[token]).to(kind) * weights[token, slot, None])
-        y = torch.zeros_like(tokens, dtype=kind).index_add(0, torch.cat(where), torch.cat(said))
+            token, choice = (chosen == expert).nonzero(as_tuple=True)
+            rows.append(token)
+            outputs.append(self._network(linears, tokens[token]).to(kind) * weights[token, choice, None])
+        y = torch.zeros_like(tokens, dtype=kind).index_add(0, torch.cat(rows), torch.cat(outputs))
         y = y.to(x.dtype).view_as(x)
         if self.shared is None:
             return y
@@ -92,8 +92,8 @@ class PlainMixture(nn.Module):
 
     def _linears(self, layers: nn.ModuleDict, count: int) -> list[dict[str, list[Tensor]]]:
         """The weight of each linear of each expert, and its bias: equal parts of the rows."""
-        parts = {name: [one.chunk(count) for one in layer.parameters()] for name, layer in layers.items()}
-        return [{name: [one[expert] for one in both] for name, both in parts.items()} for expert in range(count)]
+        parts = {name: [p.chunk(count) for p in layer.parameters()] for name, layer in layers.items()}
+        return [{name: [part[expert] for part in both] for name, both in parts.items()} for expert in range(count)]
 
     def _network(self, linears: dict[str, list[Tensor]], x: Tensor) -> Tensor:
         ups = [F.linear(x, *linears[name]) for name in ("gate", "up") if name in linears]
@@ -102,25 +102,27 @@ class PlainMixture(nn.Module):
     @torch.no_grad()
     def _choose(self, scores: Tensor) -> Tensor:
         """The K best, the best first, the first of equals; experts of the best groups only."""
-        wish = scores + self.balance.to(scores) if self.of.balance_bias else scores
+        if self.of.balance_bias:
+            scores = scores + self.balance.to(scores)
         if self.of.groups > 1:
-            groups = wish.unflatten(1, (self.of.groups, -1))
+            groups = scores.unflatten(1, (self.of.groups, -1))
             counted = 1 if self.of.scores == "softmax" else min(2, groups.shape[-1])
-            heads = groups.gather(2, _largest(groups, counted)).sum(-1)
-            open_ = torch.zeros_like(heads, dtype=torch.bool).scatter(1, _largest(heads, self.of.top_groups), True)
-            wish = groups.masked_fill(~open_[..., None], -torch.inf).flatten(1)
-        return _largest(wish, self.of.top_k)
+            group_scores = groups.gather(2, _largest(groups, counted)).sum(-1)
+            top_groups = _largest(group_scores, self.of.top_groups)
+            allowed = torch.zeros_like(group_scores, dtype=torch.bool).scatter(1, top_groups, True)
+            scores = groups.masked_fill(~allowed[..., None], -torch.inf).flatten(1)
+        return _largest(scores, self.of.top_k)
 
     def _losses(self, logits: Tensor, scores: Tensor) -> Tensor:
         """DeepSeek-V3's for each row (arXiv 2412.19437, equations 17 to 20), the mean over rows; ST-MoE's (2202.08906,
         equation 5), the mean over tokens."""
-        rows, length, slots = self.chosen.shape
+        rows, length, top_k = self.chosen.shape
         total = logits.new_zeros(())
         if self.factors.balance_loss:
             normed = (scores / scores.sum(-1, keepdim=True)).unflatten(0, (rows, length))
             for row in range(rows):
-                got = torch.bincount(self.chosen[row].flatten(), minlength=self.of.count).to(scores)
-                shares = self.of.count / (slots * length) * got
+                counts = torch.bincount(self.chosen[row].flatten(), minlength=self.of.count).to(scores)
+                shares = self.of.count / (top_k * length) * counts
                 total = total + self.factors.balance_loss * (shares * normed[row].mean(0)).sum() / rows
         if self.factors.z_loss:
             total = total + self.factors.z_loss * logits.logsumexp(-1).square().mean()
@@ -142,20 +144,20 @@ def _networks(spec: ModelSpec, inner: int, count: int) -> nn.ModuleDict:
 
 def _largest(x: Tensor, count: int) -> Tensor:
     """The places of the `count` largest along the last dimension; of equals the first ones."""
-    left, found = x.clone(), []
+    left, places = x.clone(), []
     for _ in range(count):
-        found.append(left.argmax(-1, keepdim=True))
-        left.scatter_(-1, found[-1], -torch.inf)
-    return torch.cat(found, -1)
+        places.append(left.argmax(-1, keepdim=True))
+        left.scatter_(-1, places[-1], -torch.inf)
+    return torch.cat(places, -1)
 
 
-def take_over(model: nn.Module, spec: ModelSpec, factors: Factors) -> dict[int, PlainMixture]:
+def replace_mixtures(model: nn.Module, spec: ModelSpec, factors: Factors) -> dict[int, PlainMixture]:
     """Give the layers of a decoder that have experts this mixture; by their numbers."""
-    found = {}
+    mixtures = {}
     for layer in range(spec.dense_layers, spec.layers):
-        found[layer] = PlainMixture(spec, factors)
-        model.get_submodule(f"layers.{layer}").mlp = found[layer]
-    return found
+        mixtures[layer] = PlainMixture(spec, factors)
+        model.get_submodule(f"layers.{layer}").mlp = mixtures[layer]
+    return mixtures
 
 
 # ---- reference ------------------------------------------------------------------------------------------------------
@@ -165,7 +167,7 @@ DRAWS = 3  # runs with other roundings, beside the reference itself, that measur
 
 
 class ByDefinition(LocalAttention):
-    """Windows and sinks on scores that are held whole: nothing of the kernels that are being judged."""
+    """Windows and sinks on the full matrix of scores: nothing of the kernels that are being judged."""
 
     def attention_mask(
         self, positions: TokenPositions, window: int = 0, sinks: bool = False, dtype: torch.dtype = torch.float32
@@ -196,7 +198,8 @@ class Reference:
 
     def save(self, path: Path) -> None:
         rows = [
-            (one.loss, one.norm, one.gradients, one.routing, one.biases, one.strays, one.zeros) for one in self.steps
+            (step.loss, step.norm, step.gradients, step.routing, step.biases, step.strays, step.zeros)
+            for step in self.steps
         ]
         torch.save((rows, self.parameters, self.noise, self.strays), path)
 
@@ -239,15 +242,15 @@ def _find_zeros(reference: Reference, exact: Reference, job: Job) -> None:
 
 def add_noise(reference: Reference, exact: Reference, drawn: Reference) -> None:
     """Note how far another run in the dtype of the proof is from the true gradients, and how many tokens stray."""
-    for found, true in zip(drawn.steps, exact.steps, strict=True):
-        for name, distance in distances(found.gradients, true.gradients).items():
+    for step, true in zip(drawn.steps, exact.steps, strict=True):
+        for name, distance in distances(step.gradients, true.gradients).items():
             reference.noise[name] = max(reference.noise.get(name, 0.0), distance)
-        for router, tokens in (*found.strays.items(), *true.strays.items()):
+        for router, tokens in (*step.strays.items(), *true.strays.items()):
             reference.strays[router] = max(reference.strays.get(router, 0), tokens)
 
 
 def run_reference(
-    job: Job, device: torch.device, exact: bool = False, nudge: int = 0, like: Reference | None = None
+    job: Job, device: torch.device, *, exact: bool = False, nudge: int = 0, like: Reference | None = None
 ) -> Reference:
     """Train the job on one device. Of its layout only dp is read: it chooses the data's empty masks.
 
@@ -255,26 +258,26 @@ def run_reference(
     of random signs: every weight is moved up or down by one rounding before each step. `like`: tokens go to the experts
     that they went to in that run.
     """
-    rounded = DTYPES[job.train.dtype]
-    full = torch.float64 if rounded == torch.float64 else torch.float32
-    plain = LocalOps(attention=ByDefinition()) if job.model.sinks or job.model.window else None
-    model = Decoder(job.model, seed=job.train.seed, ops=plain)
-    mixtures = take_over(model, job.model, factors_of(job)) if job.model.experts is not None else {}
-    model.to(device, full)
+    compute = DTYPES[job.train.dtype]
+    accum = torch.float64 if compute == torch.float64 else torch.float32
+    ops = LocalOps(attention=ByDefinition()) if job.model.sinks or job.model.window else None
+    model = Decoder(job.model, seed=job.train.seed, ops=ops)
+    mixtures = replace_mixtures(model, job.model, factors_of(job)) if job.model.experts is not None else {}
+    model.to(device, accum)
     initialise(model, job.model, job.train.seed)
     if exact:
         model.double()
-        full = torch.float64
+        accum = torch.float64
     weights = dict(model.named_parameters())
     masters = {name: nn.Parameter(weight.detach().clone()) for name, weight in weights.items()}
-    single = torch.promote_types(rounded, torch.float32)
-    dtypes = {one.name: single if one.exact else rounded for one in job.model.parameters()}
+    unrounded = torch.promote_types(compute, torch.float32)
+    dtypes = {param.name: unrounded if param.exact else compute for param in job.model.parameters()}
     for name, weight in weights.items():
         weight.data = weight.data.to(torch.float64 if exact else dtypes[name])
     signs = torch.Generator().manual_seed(nudge)
 
     @torch.no_grad()
-    def publish() -> None:
+    def sync_params() -> None:
         for name, master in masters.items():
             weight = master.to(dtypes[name])
             if nudge:
@@ -283,8 +286,8 @@ def run_reference(
                 weight = (weight.double() * (1 + half * sign)).to(weight.dtype)
             weights[name].copy_(weight)
 
-    publish()
-    optimizer = _stock(job, masters)
+    sync_params()
+    optimizer = _stock_optimizer(job, masters)
     steps = []
     for number in range(job.train.steps):
         batch = make_batch(job, number)
@@ -295,7 +298,7 @@ def run_reference(
         torch.stack([loss, *(mixture.losses.to(loss) for mixture in mixtures.values())]).sum().backward()
         for name, master in masters.items():
             gradient = weights[name].grad
-            master.grad = None if gradient is None else gradient.to(full, copy=True)
+            master.grad = None if gradient is None else gradient.to(accum, copy=True)
         before = {name: m.grad.cpu().clone() for name, m in masters.items() if m.grad is not None}
         norm = nn.utils.clip_grad_norm_(masters.values(), job.optimizer.clip or torch.inf)
         for group in optimizer.param_groups:
@@ -304,7 +307,7 @@ def run_reference(
             optimizer.step()
             for mixture in mixtures.values():
                 mixture.end_step()
-        publish()
+        sync_params()
         steps.append(ReferenceStep(loss.item(), norm.item(), before, *_routed(mixtures)))
     return Reference(steps, {name: master.detach().cpu() for name, master in masters.items()})
 
@@ -322,7 +325,7 @@ def _routed(mixtures: dict[int, PlainMixture]) -> tuple[dict[int, Tensor], dict[
     return {layer: mixture.chosen.cpu() for layer, mixture in mixtures.items()}, biases, strays
 
 
-def _stock(job: Job, masters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+def _stock_optimizer(job: Job, masters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
     """PyTorch's optimizer; only linears decay."""
     decayed = {parameter.name for parameter in job.model.parameters() if parameter.kind == "linear"}
     groups = [
@@ -338,6 +341,6 @@ def _loss(job: Job, model: Decoder, batch: Batch, device: torch.device) -> Tenso
         torch.from_numpy(array).to(device)
         for array in (batch.tokens, batch.targets, batch.loss_mask, batch.samples, batch.documents)
     )
-    whole = TokenPositions.of(tokens)
-    positions = TokenPositions(whole.position_ids, samples, whole.length, documents if job.data.document_mask else None)
+    plain = TokenPositions.of(tokens)
+    positions = TokenPositions(plain.position_ids, samples, plain.length, documents if job.data.document_mask else None)
     return loss_sum(model(tokens, positions), targets, mask, job.train.label_smoothing, job.train.z_loss)

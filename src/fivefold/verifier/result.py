@@ -44,7 +44,7 @@ class VerifyResult(Result):
 
     def blocks(self) -> Iterator[Block]:
         if self.total is None:
-            yield from _one(self.judged[0][1])
+            yield from _single_layout(self.judged[0][1])
             return
         yield _summary(self.judged)
         failing = self.failing
@@ -65,7 +65,7 @@ class VerifyResult(Result):
 # ---- one layout ----------------------------------------------------------------------------------------------------
 
 
-def _one(verdict: Verdict) -> Iterator[Block]:
+def _single_layout(verdict: Verdict) -> Iterator[Block]:
     """Every step's loss and norm, the worst tensors, what a step sends and what a rank holds."""
     job = verdict.job
     size = f"{job.model.name} ({job.model.layers} layers of {job.model.hidden}) in {job.train.dtype}"
@@ -77,8 +77,8 @@ def _one(verdict: Verdict) -> Iterator[Block]:
         yield _compared(verdict)
         if verdict.traffic:
             yield from (Text(""), _traffic(verdict))
-        if verdict.held:
-            yield from (Text(""), _held(verdict))
+        if verdict.memory:
+            yield from (Text(""), _memory(verdict))
         if verdict.replayed is not None:
             tokens, strays = verdict.replayed
             yield Text(
@@ -98,8 +98,8 @@ def _compared(verdict: Verdict) -> Table:
     bound = bound_of(verdict.job)
     for what, pairs in (("loss", verdict.losses), ("norm", verdict.norms)):
         errors = [error for error in verdict.errors if error.what == what]
-        for error, (found, wanted) in zip(errors, pairs, strict=True):
-            numbers = (f"{found:.10g}", f"{wanted:.10g}", _size(error))
+        for error, (actual, expected) in zip(errors, pairs, strict=True):
+            numbers = (f"{actual:.10g}", f"{expected:.10g}", _size(error))
             rows.append([f"{what}, step {error.step}", *numbers, mark(error.holds)])
     for what in ("gradient", "parameter", "bias"):
         if (worst := verdict.worst(what)) is not None:
@@ -108,8 +108,8 @@ def _compared(verdict: Verdict) -> Table:
                 rows.append(["allowed for it", "", "", f"{worst.bound:.1e}"])
     for what in ("routing", "load"):
         if (worst := verdict.worst(what)) is not None:
-            said = "differs" if not worst.holds else f"{worst.value:.0f} tokens differ" if worst.value else "equal"
-            rows.append([what, "", "", said, mark(worst.holds)])
+            text = "differs" if not worst.holds else f"{worst.value:.0f} tokens differ" if worst.value else "equal"
+            rows.append([what, "", "", text, mark(worst.holds)])
     rows.append(["allowed", "", "", f"{bound:.1e}"])
     return Table(["", ">layout", ">one process", ">error", ""], rows)
 
@@ -120,21 +120,23 @@ def _size(error: Error) -> str:
 
 def _traffic(verdict: Verdict) -> Table:
     steps, rows = verdict.job.train.steps, []
-    for count in in_order(verdict.traffic):
-        seen, wanted = count.counted, count.expected
-        closed = "the same" if count.holds else f"{_per(wanted.calls, steps)} calls, {_per(wanted.payload, steps)} B"
-        sizes = (bytes_text(seen.payload / steps), bytes_text(float(seen.wire) / steps))
-        axis = shown_axis(verdict.job.layout, seen.axis, seen.kind)
-        rows.append([f"{axis}  {seen.kind}", _per(seen.calls, steps), *sizes, closed, mark(count.holds)])
+    for check in in_order(verdict.traffic):
+        counted, formula = check.counted, check.expected
+        expected = f"{_per(formula.calls, steps)} calls, {_per(formula.payload, steps)} B"
+        sizes = (bytes_text(counted.payload / steps), bytes_text(float(counted.wire) / steps))
+        axis = shown_axis(verdict.job.layout, counted.axis, counted.kind)
+        same = "the same" if check.holds else expected
+        rows.append([f"{axis}  {counted.kind}", _per(counted.calls, steps), *sizes, same, mark(check.holds)])
     return Table(["sent, per step", ">calls", ">payload", ">wire", ">expected", ""], rows)
 
 
-def _held(verdict: Verdict) -> Table:
+def _memory(verdict: Verdict) -> Table:
     rows = []
-    for one in verdict.held:
-        said = (lambda n: f"{n:g}") if one.name == "microbatches in flight" else bytes_text
-        name = one.name if one.holds else f"{one.name}, rank {one.rank}"
-        rows.append([name, said(one.counted), "the same" if one.holds else said(one.expected), mark(one.holds)])
+    for check in verdict.memory:
+        text = (lambda n: f"{n:g}") if check.name == "microbatches in flight" else bytes_text
+        name = check.name if check.holds else f"{check.name}, rank {check.rank}"
+        expected = "the same" if check.holds else text(check.expected)
+        rows.append([name, text(check.counted), expected, mark(check.holds)])
     return Table(["held by rank 0", ">counted", ">expected", ""], rows)
 
 
@@ -162,7 +164,7 @@ def _summary(judged: Sequence[tuple[LayoutCase, Verdict]]) -> Table:
             degrees,
             Cell(f"{held}/{len(verdicts)}", "good" if held == len(verdicts) else "bad"),
             *(_size(error) if error else "-" for error in errors),
-            mark(all(count.holds for verdict in verdicts for count in verdict.traffic)),
-            mark(all(one.holds for verdict in verdicts for one in verdict.held)),
+            mark(all(check.holds for verdict in verdicts for check in verdict.traffic)),
+            mark(all(check.holds for verdict in verdicts for check in verdict.memory)),
         ])  # fmt: skip
     return Table(["model", "ranks", ">hold", ">worst gradient", ">worst parameter", "traffic", "memory"], rows)

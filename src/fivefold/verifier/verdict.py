@@ -28,7 +28,7 @@ class RoutedLayer:
     visits: NDArray[np.int64]  # [B, S] how often it routed each token
     strays: int  # tokens for which its scores chose other experts than one process did
     first: int  # the number of the batch's first sample
-    told: str = ""  # the first of those tokens, and both choices
+    note: str = ""  # the first of those tokens, and both choices
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class RankMeasurement:
     traffic: list[Traffic] = field(default_factory=list)  # of all steps
     digests: dict[str, str] = field(default_factory=dict)  # of the parameters after the last step
     graphs: list[tuple[int, dict[str, int]]] = field(default_factory=list)  # compiled ones, and the breaks between them
-    held: dict[str, float] = field(default_factory=dict)  # bytes by component, microbatches in flight, FLOPs
+    memory: dict[str, float] = field(default_factory=dict)  # bytes by component, microbatches in flight, FLOPs
     routed: list[RoutedLayer] = field(default_factory=list)
     strays: dict[str, int] = field(default_factory=dict)  # by router: the most that the reference's own runs had
 
 
 @dataclass(frozen=True)
-class Count:
+class TrafficCheck:
     """What a rank sent in all steps along one axis, by one kind of collective, and what the closed form says."""
 
     rank: int  # the first that differs, or 0
@@ -94,7 +94,7 @@ class MemoryCheck:
         return f"rank {self.rank} holds {self.counted:.0f} {what}, and the closed form has {self.expected:.0f}"
 
 
-C = TypeVar("C", Count, MemoryCheck)
+C = TypeVar("C", TrafficCheck, MemoryCheck)
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,9 @@ class Verdict:
     losses: list[tuple[float, float]] = field(default_factory=list)
     norms: list[tuple[float, float]] = field(default_factory=list)
     errors: list[Error] = field(default_factory=list)  # of every comparison, the worst over ranks
-    traffic: list[Count] = field(default_factory=list)
-    torn: list[str] = field(default_factory=list)  # ranks that hold the same parameter and other bits of it
-    held: list[MemoryCheck] = field(default_factory=list)
+    traffic: list[TrafficCheck] = field(default_factory=list)
+    diverged: list[str] = field(default_factory=list)  # ranks that hold the same parameter and other bits of it
+    memory: list[MemoryCheck] = field(default_factory=list)
     peak: float = 0.0  # bytes, of the rank that holds most in the first step
     flops: float = 0.0  # of all ranks, in the first step
     graphs: tuple[int, dict[str, int]] | None = None  # of the first rank, where blocks are compiled
@@ -120,25 +120,25 @@ class Verdict:
         job: Job,
         measured: list[RankMeasurement],
         expected: list[list[Traffic]],
-        holding: list[dict[str, float]],
+        expected_memory: list[dict[str, float]],
         seconds: float,
     ) -> "Verdict":
-        """`expected` has the traffic of each rank in all steps, `holding` what it should hold."""
+        """`expected` has the traffic of each rank in all steps, `expected_memory` what it should hold."""
         return cls(
             job,
             seconds,
             losses=measured[0].losses,
             norms=measured[0].norms,
-            errors=[*_worst_over_ranks(job, measured), *_routings(job, measured), *_once(measured)],
-            traffic=_counts(measured, expected),
-            torn=_torn(measured),
-            held=_first_that_differs(
-                (name, MemoryCheck(rank, name, size, one.held[name]))
-                for rank, (one, wanted) in enumerate(zip(measured, holding, strict=True))
-                for name, size in wanted.items()
+            errors=[*_worst_over_ranks(job, measured), *_routing_errors(job, measured), *_not_routed_once(measured)],
+            traffic=_traffic_checks(measured, expected),
+            diverged=_diverged(measured),
+            memory=_first_that_differs(
+                (name, MemoryCheck(number, name, size, rank.memory[name]))
+                for number, (rank, sizes) in enumerate(zip(measured, expected_memory, strict=True))
+                for name, size in sizes.items()
             ),
-            peak=max(one.held["peak"] for one in measured),
-            flops=sum(one.held["flops"] for one in measured),
+            peak=max(rank.memory["peak"] for rank in measured),
+            flops=sum(rank.memory["flops"] for rank in measured),
             graphs=measured[0].graphs[0] if measured[0].graphs else None,
             replayed=_replayed(job, measured),
         )
@@ -152,16 +152,13 @@ class Verdict:
         if self.broken:
             return [self.broken]
         failed = [error for error in self.errors if not error.holds]
-        firsts = [
-            e
-            for what in (*_KINDS, *_OF_EXPERTS)
-            if (e := worst(error for error in failed if error.what == what)) is not None
-        ]
+        kinds = [worst(error for error in failed if error.what == what) for what in (*_KINDS, *_OF_EXPERTS)]
+        firsts = [error for error in kinds if error is not None]
         more = [f"{count} more comparisons fail"] if (count := len(failed) - len(firsts)) else []
-        counts = [str(count) for count in self.traffic if not count.holds]
-        others = [f"{len(self.torn) - 1} more parameters differ so"] if len(self.torn) > 1 else []
-        held = [str(one) for one in self.held if not one.holds]
-        return [*map(str, firsts), *more, *self.torn[:1], *others, *counts, *held]
+        others = [f"{len(self.diverged) - 1} more parameters differ so"] if len(self.diverged) > 1 else []
+        traffic = [str(check) for check in self.traffic if not check.holds]
+        memory = [str(check) for check in self.memory if not check.holds]
+        return [*map(str, firsts), *more, *self.diverged[:1], *others, *traffic, *memory]
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -183,12 +180,12 @@ class Verdict:
             "problems": self.problems,
             "details": self.details,
             "bound": bound_of(job),
-            "losses": [{"layout": _finite(found), "reference": _finite(wanted)} for found, wanted in self.losses],
-            "norms": [{"layout": _finite(found), "reference": _finite(wanted)} for found, wanted in self.norms],
+            "losses": [{"layout": _finite(actual), "reference": _finite(expected)} for actual, expected in self.losses],
+            "norms": [{"layout": _finite(actual), "reference": _finite(expected)} for actual, expected in self.norms],
             **{f"worst_{what}": _error(self.worst(what)) for what in self.kinds},
             "routing_replayed": self.replayed is not None,
             "traffic_per_step": [count.to_dict(job.train.steps) for count in in_order(self.traffic)],
-            "held": [asdict(one) | {"holds": one.holds} for one in self.held],
+            "held": [asdict(check) | {"holds": check.holds} for check in self.memory],
             "peak_bytes": self.peak,
             "flops": self.flops,
             "graphs": None if self.graphs is None else self.graphs[0],
@@ -197,8 +194,8 @@ class Verdict:
         }
 
 
-def in_order(counts: Sequence[Count]) -> list[Count]:
-    return sorted(counts, key=lambda count: (shown_order(count.counted.axis), count.counted.kind))
+def in_order(checks: Sequence[TrafficCheck]) -> list[TrafficCheck]:
+    return sorted(checks, key=lambda check: (shown_order(check.counted.axis), check.counted.kind))
 
 
 def _error(error: Error | None) -> dict[str, Any] | None:
@@ -215,21 +212,20 @@ def _finite(number: float) -> float | None:
 
 def _worst_over_ranks(job: Job, measured: list[RankMeasurement]) -> list[Error]:
     """Every comparison, by the rank that is worst off; a parameter or load that no rank has compared fails."""
-    found: dict[tuple[str, str, int], Error] = {}
-    for error in (error for one in measured for error in one.errors):
+    errors: dict[tuple[str, str, int], Error] = {}
+    for error in (error for rank in measured for error in rank.errors):
         key = error.what, error.name, error.step
-        found[key] = max(found.get(key, error), error, key=lambda e: math.inf if math.isnan(e.value) else e.value)
-    steps, bound = job.train.steps, bound_of(job)
-    every = range(1, steps + 1)
-    wanted = [("gradient", one.name, step) for one in job.model.parameters() for step in every]
-    wanted += [("parameter", one.name, steps) for one in job.model.parameters()]
-    wanted += [("bias", name, step) for name in job.model.buffers() for step in every]
-    wanted += [("load", name, step) for name in _routers(job) for step in every]
-    for key in wanted:
-        found.setdefault(
-            key, Error(*key, math.inf, bound, f"is {'counted' if key[0] == 'load' else 'held'} by no rank")
-        )
-    return list(found.values())
+        errors[key] = max(errors.get(key, error), error, key=lambda e: math.inf if math.isnan(e.value) else e.value)
+    last, bound = job.train.steps, bound_of(job)
+    steps, names = range(1, last + 1), [parameter.name for parameter in job.model.parameters()]
+    required = [("gradient", name, step) for name in names for step in steps]
+    required += [("parameter", name, last) for name in names]
+    required += [("bias", name, step) for name in job.model.buffers() for step in steps]
+    required += [("load", name, step) for name in _routers(job) for step in steps]
+    for key in required:
+        note = f"is {'counted' if key[0] == 'load' else 'held'} by no rank"
+        errors.setdefault(key, Error(*key, math.inf, bound, note))
+    return list(errors.values())
 
 
 def _routers(job: Job) -> list[str]:
@@ -237,29 +233,32 @@ def _routers(job: Job) -> list[str]:
     return [router_name(layer) for layer in range(spec.dense_layers, spec.layers)] if spec.experts is not None else []
 
 
-def _routings(job: Job, measured: list[RankMeasurement]) -> list[Error]:
+def _routing_errors(job: Job, measured: list[RankMeasurement]) -> list[Error]:
     """Tokens of a layer and step that went to other experts than the reference's, or under replay would have gone, over
     all ranks; a router that no rank has seen fails."""
-    found = [one for rank in measured for one in rank.routed]
     errors = []
     for name, step in product(_routers(job), range(1, job.train.steps + 1)):
-        same = [one for one in found if (one.name, one.step) == (name, step)]
-        strays, allowed = sum(one.strays for one in same), strays_allowed(job, measured[0].strays.get(name, 0))
-        note = next((one.told for one in same if one.told), "")
+        layers = [layer for layer in _all_routed(measured) if (layer.name, layer.step) == (name, step)]
+        strays, allowed = sum(layer.strays for layer in layers), strays_allowed(job, measured[0].strays.get(name, 0))
+        note = next((layer.note for layer in layers if layer.note), "")
         note += f"; {strays - 1} more tokens differ" if strays > 1 else ""
         note += f", and rounding explains {allowed:.0f}" if allowed and note else ""
-        value, note = (float(strays), note) if same else (math.inf, "was seen by no rank")
+        value, note = (float(strays), note) if layers else (math.inf, "was seen by no rank")
         errors.append(Error("routing", name, step, value, allowed, note))
     return errors
 
 
-def _once(measured: list[RankMeasurement]) -> list[Error]:
-    """Over all ranks every token is routed once in every layer."""
+def _all_routed(measured: list[RankMeasurement]) -> list[RoutedLayer]:
+    return [layer for rank in measured for layer in rank.routed]
+
+
+def _not_routed_once(measured: list[RankMeasurement]) -> list[Error]:
+    """Over all ranks every token has to be routed once in every layer."""
     sums: dict[tuple[int, str], NDArray[np.int64]] = {}
     first: dict[int, int] = {}
-    for one in (one for rank in measured for one in rank.routed):
-        sums[one.step, one.name] = sums.get((one.step, one.name), 0) + one.visits
-        first[one.step] = one.first
+    for layer in _all_routed(measured):
+        sums[layer.step, layer.name] = sums.get((layer.step, layer.name), 0) + layer.visits
+        first[layer.step] = layer.first
     errors = []
     for (step, name), visits in sums.items():
         if (wrong := np.argwhere(visits != 1)).size:
@@ -273,38 +272,38 @@ def _once(measured: list[RankMeasurement]) -> list[Error]:
 def _replayed(job: Job, measured: list[RankMeasurement]) -> tuple[int, int] | None:
     if job.model.experts is None or not replays(job):
         return None
-    routed = [one for rank in measured for one in rank.routed]
-    return sum(int(one.visits.sum()) for one in routed), sum(one.strays for one in routed)
+    layers = _all_routed(measured)
+    return sum(int(layer.visits.sum()) for layer in layers), sum(layer.strays for layer in layers)
 
 
-def _torn(measured: list[RankMeasurement]) -> list[str]:
+def _diverged(measured: list[RankMeasurement]) -> list[str]:
     """Copies of a parameter after the last step: they have to be equal to the bit, or they drift apart."""
     firsts: dict[str, tuple[int, str]] = {}
-    found: dict[str, str] = {}
-    for rank, one in enumerate(measured):
-        for name, digest in one.digests.items():
-            first, known = firsts.setdefault(name, (rank, digest))
+    problems: dict[str, str] = {}
+    for number, rank in enumerate(measured):
+        for name, digest in rank.digests.items():
+            first, known = firsts.setdefault(name, (number, digest))
             if known != digest:
-                found.setdefault(name, f"ranks {first} and {rank} hold {name}, and not the same bits of it")
-    return list(found.values())
+                problems.setdefault(name, f"ranks {first} and {number} hold {name}, and not the same bits of it")
+    return list(problems.values())
 
 
-def _counts(measured: list[RankMeasurement], expected: list[list[Traffic]]) -> list[Count]:
-    """For each row the first rank that differs from the closed form, or what all agree on."""
-    counts = []
-    for rank, one in enumerate(measured):
-        wanted = {row[:2]: row for row in expected[rank]}
-        seen = {row[:2]: row for row in one.traffic}
-        for key in {**wanted, **seen}:
+def _traffic_checks(measured: list[RankMeasurement], expected: list[list[Traffic]]) -> list[TrafficCheck]:
+    """For each axis and kind the first rank that differs from the closed form, or what all agree on."""
+    checks = []
+    for number, rank in enumerate(measured):
+        formula = {row[:2]: row for row in expected[number]}
+        counted = {row[:2]: row for row in rank.traffic}
+        for key in {**formula, **counted}:
             nothing = Traffic(*key, 0, 0, Fraction())
-            counts.append((key, Count(rank, wanted.get(key, nothing), seen.get(key, nothing))))
-    return _first_that_differs(counts)
+            checks.append((key, TrafficCheck(number, formula.get(key, nothing), counted.get(key, nothing))))
+    return _first_that_differs(checks)
 
 
-def _first_that_differs(found: Iterable[tuple[object, C]]) -> list[C]:
+def _first_that_differs(checks: Iterable[tuple[object, C]]) -> list[C]:
     """For each key the first that differs from the closed form, or else the first."""
     chosen: dict[object, C] = {}
-    for key, one in found:
-        if key not in chosen or (chosen[key].holds and not one.holds):
-            chosen[key] = one
+    for key, check in checks:
+        if key not in chosen or (chosen[key].holds and not check.holds):
+            chosen[key] = check
     return list(chosen.values())

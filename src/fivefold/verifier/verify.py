@@ -43,7 +43,7 @@ from fivefold.verifier.compare import OPTIMIZER
 from fivefold.verifier.result import VerifyResult
 from fivefold.verifier.verdict import RankMeasurement, Verdict
 
-PATIENCE = 120.0  # seconds for one layout
+TIMEOUT = 120.0  # seconds for one layout
 # Tiny presets are made narrower still, so that a layout takes a second.
 _NARROW = ("model.hidden=64", "model.ffn=96")
 _LAYERS = 2  # more where a layout has more stages
@@ -65,7 +65,7 @@ def verify(
     sample: int | None = None,
     jobs: int = 1,
     repeat: int = 1,
-    timeout: float = PATIENCE,
+    timeout: float = TIMEOUT,
     hook: str = "",
     progress: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> VerifyResult:
@@ -89,10 +89,10 @@ def verify(
         checked(f"--{name}", value, within(1, most))
     world = 4 if world is None else world
     chosen = "dp=1" if everything else str(layout or _DEFAULT)
-    if isinstance(model, ModelSpec) and any(one.startswith("model") for one in changes):
+    if isinstance(model, ModelSpec) and any(change.startswith("model") for change in changes):
         raise UserError("a ModelSpec is the whole model; change it, and not model settings beside it")
     tiny = not isinstance(model, ModelSpec) and model.startswith("tiny")
-    deepen = tiny and not any(one.startswith("model.layers=") for one in changes)
+    deepen = tiny and not any(change.startswith("model.layers=") for change in changes)
     narrow = [*_NARROW, *([f"model.layers={_layers(chosen)}"] if deepen else [])] if tiny else []
     if batch is None:
         batch = max(8, 2 * world) if everything else 8
@@ -110,7 +110,7 @@ def verify(
     job = read_job(None, [*(f"{key}={value}" for key, value in settings.items()), *narrow, *changes])
     if isinstance(model, ModelSpec):
         job = msgspec.structs.replace(job, model=model)
-    given = {one.partition("=")[0] for one in changes}
+    given = {change.partition("=")[0] for change in changes}
     job = with_balance(job, given)
     rounding = [
         f"train.{key}=true makes layouts agree as far as 8 bits do; prove train.{key}=false"
@@ -121,13 +121,13 @@ def verify(
         raise UserError(problems)
     total = all_cases(job, world, deepen, given) if everything else [LayoutCase(job, "")]
     cases = total if sample is None else pairwise(total, sample)
-    judged = _judged(cases * repeat, jobs, timeout, hook, progress, stay=repeat > 1 or device == "cuda")
+    judged = _judge_all(cases * repeat, jobs, timeout, hook, progress, stay=repeat > 1 or device == "cuda")
     if len(total) == repeat == 1:
         return VerifyResult(judged)
     return VerifyResult(judged, len(total) * repeat, covered(cases, total))
 
 
-def _judged(
+def _judge_all(
     cases: Sequence[LayoutCase],
     jobs: int,
     timeout: float,
@@ -136,20 +136,20 @@ def _judged(
     stay: bool,
 ) -> list[tuple[LayoutCase, Verdict]]:
     """A verdict on each; `jobs` at a time, whose ranks are processes of their own, or `stay` for the next."""
-    found = []
+    judged = []
     if len(cases) > 1 and stay:
         with Judge(timeout, hook) as judge:
-            stood = judge.standing([case.job for case in cases], min(jobs, len(cases)), progress)
-        return list(zip(cases, stood, strict=True))
+            persistent = judge.with_persistent_ranks([case.job for case in cases], min(jobs, len(cases)), progress)
+        return list(zip(cases, persistent, strict=True))
     with Judge(timeout, hook) as judge, ThreadPoolExecutor(jobs) as pool:
         verdicts = pool.map(lambda case: judge(case.job), cases) if jobs > 1 else (judge(case.job) for case in cases)
         try:
             for number, case in enumerate(cases):
                 progress(number, len(cases), f"{case.job.layout} {case.variant}")
-                found.append((case, next(verdicts)))
+                judged.append((case, next(verdicts)))
         finally:
             pool.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C nothing new begins
-    return found
+    return judged
 
 
 def _check(
@@ -176,8 +176,8 @@ def _layers(text: str) -> int:
 class Judge:
     """Judges jobs one after another; the reference of a model is computed once."""
 
-    def __init__(self, patience: float = PATIENCE, hook: str = ""):
-        self.patience, self.hook = patience, hook
+    def __init__(self, timeout: float = TIMEOUT, hook: str = ""):
+        self.timeout, self.hook = timeout, hook
         self.home = tempfile.TemporaryDirectory(prefix="fivefold-verify-")
         self.references: dict[bytes, tuple[Path, list[Routing]]] = {}
         self.writing = Lock()
@@ -194,68 +194,70 @@ class Judge:
         try:
             reference, _ = self._reference(job)
             start = time.perf_counter()
-            found = processes.run(job.layout.world, measure, job, reference, self.hook, timeout=self.patience)
+            measured = processes.run(job.layout.world, measure, job, reference, self.hook, timeout=self.timeout)
         except processes.RankError as error:
             return Verdict(job, time.perf_counter() - start, broken=str(error), details=error.details)
-        return self._verdict(job, found, time.perf_counter() - start)
+        return self._verdict(job, measured, time.perf_counter() - start)
 
-    def standing(self, jobs: Sequence[Job], several: int, progress: Callable[[int, int, str], None]) -> list[Verdict]:
-        """Verdicts on jobs of one world, by ranks that stay up; `several` worlds of them at a time.
+    def with_persistent_ranks(
+        self, jobs: Sequence[Job], worlds: int, progress: Callable[[int, int, str], None]
+    ) -> list[Verdict]:
+        """Verdicts on jobs of one size, by ranks that stay up; `worlds` of them at a time.
 
         On a GPU ranks take longer to start than most layouts do to prove.
         """
         progress(0, len(jobs), "one process")
         self._write_references(jobs)
-        turns = [_Turns(self, jobs, range(first, len(jobs), several), progress) for first in range(several)]
-        if several == 1:
-            turns[0].run()
+        all_ranks = [_PersistentRanks(self, jobs, range(first, len(jobs), worlds), progress) for first in range(worlds)]
+        if worlds == 1:
+            all_ranks[0].run()
         else:
-            with ThreadPoolExecutor(several) as pool:
+            with ThreadPoolExecutor(worlds) as pool:
                 try:
-                    list(pool.map(_Turns.run, turns))
-                finally:  # after Ctrl-C the ranks of the others are ended, too, when they speak next
-                    for one in turns:
-                        one.stopped = True
-        done = {number: verdict for one in turns for number, verdict in one.done.items()}
+                    list(pool.map(_PersistentRanks.run, all_ranks))
+                finally:  # after Ctrl-C the ranks of the others are ended, too, when they report next
+                    for ranks in all_ranks:
+                        ranks.stopped = True
+        done = {number: verdict for ranks in all_ranks for number, verdict in ranks.done.items()}
         return [done[number] for number in range(len(jobs))]
 
-    def _verdict(self, job: Job, found: list[RankMeasurement], seconds: float) -> Verdict:
+    def _verdict(self, job: Job, measured: list[RankMeasurement], seconds: float) -> Verdict:
         _, routing = self._reference(job)
-        compiled = bool(found[0].graphs)  # then traffic is not counted
-        forms = [[] for _ in found] if compiled else closed_forms(job, routing)
-        return Verdict.of(job, found, forms, holdings(job), seconds)
+        compiled = bool(measured[0].graphs)  # then traffic is not counted
+        traffic = [[] for _ in measured] if compiled else expected_traffic(job, routing)
+        return Verdict.of(job, measured, traffic, expected_memory(job), seconds)
 
     def _write_references(self, jobs: Sequence[Job]) -> None:
         """Of all jobs, in one process. What fails there is tried again by itself, and named then."""
-        missing = {key: plain for job in jobs for key, plain in [_plain(job)] if key not in self.references}
+        missing = {key: plain for job in jobs for key, plain in [_one_process(job)] if key not in self.references}
         paths = [self._path(len(self.references) + number) for number in range(len(missing))]
         waiting = deque(zip(missing, paths, strict=True))
 
-        def each(found: list[list[Routing]]) -> None:
+        def each(of_ranks: list[list[Routing]]) -> None:
             key, path = waiting.popleft()
-            self.references[key] = path, found[0]
+            self.references[key] = path, of_ranks[0]
 
         write, plain = "fivefold.verifier.reference:write_each", list(missing.values())
         with suppress(processes.RankError):
-            processes.run(1, write, plain, paths, timeout=self.patience, each=each)
+            processes.run(1, write, plain, paths, timeout=self.timeout, each=each)
 
     def _path(self, number: int) -> Path:
         return Path(self.home.name, f"{number}.reference")
 
     def _reference(self, job: Job) -> tuple[Path, list[Routing]]:
         """One for all layouts of a model with the same dp, on which the data's masks depend; and where tokens went."""
-        key, plain = _plain(job)
+        key, plain = _one_process(job)
         with self.writing:  # of two that need the same one the second waits
             if key not in self.references:
                 path = self._path(len(self.references))
                 write = "fivefold.verifier.reference:write_reference"
-                [routing] = processes.run(1, write, plain, path, timeout=self.patience)
+                [routing] = processes.run(1, write, plain, path, timeout=self.timeout)
                 self.references[key] = path, routing
             return self.references[key]
 
 
-class _Turns:
-    """Some of the jobs, one after the other, by ranks that stay up. After one that breaks them, others go on."""
+class _PersistentRanks:
+    """Some of the jobs, one after the other, by ranks that stay up. After one that breaks them, new ranks go on."""
 
     def __init__(self, judge: Judge, jobs: Sequence[Job], share: range, progress: Callable[[int, int, str], None]):
         self.judge, self.jobs, self.left, self.progress = judge, jobs, deque(share), progress
@@ -265,36 +267,36 @@ class _Turns:
     def run(self) -> None:
         measure = "fivefold.verifier.rank:measure_each"
         while self.left:
-            some, self.start = [self.jobs[number] for number in self.left], time.perf_counter()
+            jobs, self.start = [self.jobs[number] for number in self.left], time.perf_counter()
             try:
-                where = [self.judge._reference(job)[0] for job in some]
-                world, patience = some[0].layout.world, self.judge.patience
-                processes.run(world, measure, some, where, self.judge.hook, timeout=patience, each=self.measured)
+                references = [self.judge._reference(job)[0] for job in jobs]
+                world, timeout = jobs[0].layout.world, self.judge.timeout
+                processes.run(world, measure, jobs, references, self.judge.hook, timeout=timeout, each=self.measured)
             except processes.RankError as error:
                 if not self.left:
                     raise
                 seconds = time.perf_counter() - self.start
-                self.tell(Verdict(self.jobs[self.left[0]], seconds, broken=str(error), details=error.details))
+                self.add(Verdict(self.jobs[self.left[0]], seconds, broken=str(error), details=error.details))
 
-    def measured(self, found: list[RankMeasurement]) -> None:
+    def measured(self, ranks: list[RankMeasurement]) -> None:
         if self.stopped:
             raise KeyboardInterrupt
         seconds, self.start = time.perf_counter() - self.start, time.perf_counter()
-        self.tell(self.judge._verdict(self.jobs[self.left[0]], found, seconds))
+        self.add(self.judge._verdict(self.jobs[self.left[0]], ranks, seconds))
 
-    def tell(self, verdict: Verdict) -> None:
+    def add(self, verdict: Verdict) -> None:
         self.done[self.left.popleft()] = verdict
         following = str(self.jobs[self.left[0]].layout) if self.left else ""
         self.progress(len(self.jobs) - len(self.left), len(self.jobs), following)
 
 
-def _plain(job: Job) -> tuple[bytes, Job]:
-    """The job of one process, and a name for it."""
+def _one_process(job: Job) -> tuple[bytes, Job]:
+    """The job of one process, and a key for it."""
     plain = msgspec.structs.replace(job, layout=Layout(dp=job.layout.size("batch")))
     return msgspec.json.encode(plain), plain
 
 
-def closed_forms(job: Job, routing: Sequence[Routing] = ()) -> list[list[Traffic]]:
+def expected_traffic(job: Job, routing: Sequence[Routing] = ()) -> list[list[Traffic]]:
     """What each rank should send in all steps; where there are experts, given where the tokens of each step go."""
     train, layout, seq = job.train, job.layout, job.data.seq
     all_coords = [RankCoords.of(layout, rank) for rank in range(layout.world)]
@@ -305,14 +307,14 @@ def closed_forms(job: Job, routing: Sequence[Routing] = ()) -> list[list[Traffic
     if job.model.experts is None:
         forms = {coords: a_step(coords=coords) for coords in set(all_coords)}
         return [[times(row, train.steps) for row in forms[coords]] for coords in all_coords]
-    every = []
+    of_ranks = []
     for rank, coords in enumerate(all_coords):
-        steps = [rows_of(job.model, layout, rank, seq, train.batch, one) for one in routing]
-        every.append(total(row for rows in steps for row in a_step(coords=coords, rows=rows)))
-    return every
+        steps = [rows_of(job.model, layout, rank, seq, train.batch, of_step) for of_step in routing]
+        of_ranks.append(total(row for rows in steps for row in a_step(coords=coords, rows=rows)))
+    return of_ranks
 
 
-def holdings(job: Job) -> list[dict[str, float]]:
+def expected_memory(job: Job) -> list[dict[str, float]]:
     """What each rank should hold when gradients are complete, and how many microbatches its schedule lets wait."""
     all_coords = [RankCoords.of(job.layout, rank) for rank in range(job.layout.world)]
     schedule = schedule_of(job.model, job.layout, job.data.seq)
@@ -347,7 +349,7 @@ class CurveResult(Result):
     layout: Layout
     alone: list[float | None]
     control: list[float | None]
-    spread: list[float | None]
+    in_layout: list[float | None]
     same_start: bool  # the layout began with the very bits of the single process
     rounding: float  # of the dtype: the distance from 1 to the next number
 
@@ -357,11 +359,11 @@ class CurveResult(Result):
 
     @property
     def distance(self) -> float:
-        return _apart(self.alone, self.spread)
+        return _apart(self.alone, self.in_layout)
 
     @property
     def allowed(self) -> float:
-        return ALLOWED * max(self.noise, 4 * self.rounding * max(abs(one or 0.0) for one in self.alone))
+        return ALLOWED * max(self.noise, 4 * self.rounding * max(abs(loss or 0.0) for loss in self.alone))
 
     @property
     def ok(self) -> bool:  # type: ignore[override]
@@ -375,16 +377,16 @@ class CurveResult(Result):
             "noise": self.noise,
             "distance": self.distance,
             "allowed": self.allowed,
-            "losses": {"alone": self.alone, "control": self.control, "layout": self.spread},
+            "losses": {"alone": self.alone, "control": self.control, "layout": self.in_layout},
         }
 
     def blocks(self) -> Iterator[Block]:
         steps = len(self.alone)
         rows = []
         for step in sorted({1, steps, *range(10, steps, max(1, steps // 10))}):
-            a, b, c = (losses[step - 1] for losses in (self.alone, self.control, self.spread))
+            a, b, c = (losses[step - 1] for losses in (self.alone, self.control, self.in_layout))
             if a is None or b is None or c is None:
-                rows.append([str(step), *("none" if one is None else f"{one:.6f}" for one in (a, b, c)), "", ""])
+                rows.append([str(step), *("none" if loss is None else f"{loss:.6f}" for loss in (a, b, c)), "", ""])
                 continue
             rows.append([str(step), f"{a:.6f}", f"{b:.6f}", f"{c:.6f}", f"{abs(b - a):.1e}", f"{abs(c - a):.1e}"])
         heads = [">step", ">one process", ">control", ">layout", ">|control - one|", ">|layout - one|"]
@@ -397,9 +399,9 @@ class CurveResult(Result):
         )
 
 
-def _apart(some: Sequence[float | None], others: Sequence[float | None]) -> float:
+def _apart(losses: Sequence[float | None], others: Sequence[float | None]) -> float:
     """The largest distance of two curves: without end where one has a loss and the other has none."""
-    pairs = zip(some, others, strict=True)
+    pairs = zip(losses, others, strict=True)
     return max(
         abs(a - b) if a is not None and b is not None else 0.0 if a is None and b is None else math.inf
         for a, b in pairs
@@ -426,10 +428,13 @@ def follow(job: Job, timeout: float) -> CurveResult:
     alone = Layout(microbatches=layout.size("batch") * layout.microbatches, recompute=layout.recompute)
     single = msgspec.structs.replace(job, layout=alone)
 
-    def run(which: Job, shuffled: bool) -> tuple[list[float | None], set[tuple[str, str]]]:
-        found = processes.run(which.layout.world, "fivefold.verifier.rank:curve", which, shuffled, timeout=timeout)
-        return found[0][0], {one for _, weights in found for one in weights.items()}  # ranks have their own stages
+    def run(which: Job, *, shuffled: bool) -> tuple[list[float | None], set[tuple[str, str]]]:
+        ranks = processes.run(which.layout.world, "fivefold.verifier.rank:curve", which, shuffled, timeout=timeout)
+        # Losses are the same on all ranks; each has the weights of its own stages.
+        return ranks[0][0], {weight for _, digests in ranks for weight in digests.items()}
 
-    (a, start), (b, _), (c, other) = run(single, False), run(single, True), run(job, False)
+    losses, start = run(single, shuffled=False)
+    control, _ = run(single, shuffled=True)
+    in_layout, layout_start = run(job, shuffled=False)
     rounding = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7}[job.train.dtype]
-    return CurveResult(layout, a, b, c, same_start=start == other, rounding=rounding)
+    return CurveResult(layout, losses, control, in_layout, same_start=start == layout_start, rounding=rounding)

@@ -43,23 +43,25 @@ def rows(ask: Ask) -> dict[str, Any]:
 @cache
 def _rows(source: str) -> dict[str, Any]:
     result = planner_accuracy(rows=source)
-    whole = result.to_dict()
+    figures = result.to_dict()
     texts: dict[str, int] = {}
     null = _null(result)
-    found = [_row(one, texts) | {"null_seconds": null.get(one.row.where)} for one in result.results]
-    lines = [whole["sources"][one.source] | {"experts": one.experts, "judged": one.judged} for one in result.scores]
+    rows = [_row(score, texts) | {"null_seconds": null.get(score.row.where)} for score in result.results]
+    lines = [
+        figures["sources"][line.source] | {"experts": line.experts, "judged": line.judged} for line in result.scores
+    ]
     names = ("mean_mape", "experts_mape", "sweeps")
-    return {"lines": lines, "rows": found, "texts": list(texts), **{name: whole[name] for name in names}}
+    return {"lines": lines, "rows": rows, "texts": list(texts), **{name: figures[name] for name in names}}
 
 
 def _null(result: AccuracyResult) -> dict[str, float]:
     """By row: what a model predicts that knows one utilisation for each line of the table."""
-    found: dict[str, float] = {}
+    seconds_by_row: dict[str, float] = {}
     for line in result.scores:
-        timed = [one for one in result.results if one.error is not None and line_of(one.row) == line.source]
-        seconds = null_seconds([one.run for one in timed if one.run]) if timed else []
-        found |= {one.row.where: value for one, value in zip(timed, seconds, strict=True)}
-    return found
+        timed = [score for score in result.results if score.error is not None and line_of(score.row) == line.source]
+        seconds = null_seconds([score.run for score in timed if score.run]) if timed else []
+        seconds_by_row |= {score.row.where: value for score, value in zip(timed, seconds, strict=True)}
+    return seconds_by_row
 
 
 def _row(score: RowScore, texts: dict[str, int]) -> dict[str, Any]:

@@ -73,19 +73,19 @@ def _directory(run: str | Path) -> Path:
 
 def bound(port: int) -> socket.socket:
     """A socket on the loopback interface alone."""
-    found = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        found.bind((LOOPBACK, port))
-        found.listen()
+        listener.bind((LOOPBACK, port))
+        listener.listen()
     except OSError as error:
-        found.close()
+        listener.close()
         raise UserError(f"port {port} cannot be had: {error.strerror}; --port 0 takes a free one") from None
-    return found
+    return listener
 
 
 # ---- views ----------------------------------------------------------------------------------------------------------
-# The views of the page: each a module `api_NAME.py` here and `static/views/NAME.js` there.
+# The views of the page: each a module `NAME.py` here and `static/views/NAME.js` there.
 #
 # answer("plan", "", Ask({"model": "llama3-8b"}))          # the view's payload, all that its page draws
 # answer("plan", "search", Ask({"model": "llama3-8b"}))    # a part that takes longer, and comes later
@@ -95,7 +95,7 @@ def bound(port: int) -> socket.socket:
 
 
 class View(NamedTuple):
-    name: str  # of api_NAME.py and static/views/NAME.js
+    name: str  # of NAME.py and static/views/NAME.js
     title: str  # of its tab
     says: str  # what it shows, in a few words
     parts: tuple[str, ...] = ()  # functions of its module beside `payload`
@@ -129,8 +129,8 @@ def view_of(name: str, part: str = "") -> View:
 
 def heavy(name: str, part: str, ask: Ask) -> bool:
     """Whether a payload takes longer than others of its view, as its module says: a process of its own computes it."""
-    found = getattr(importlib.import_module(f"fivefold.web.{name}"), "heavy", None)
-    return not part and found is not None and found(ask)
+    is_heavy = getattr(importlib.import_module(f"fivefold.web.{name}"), "heavy", None)
+    return not part and is_heavy is not None and is_heavy(ask)
 
 
 def answer(name: str, part: str, ask: Ask) -> Any:

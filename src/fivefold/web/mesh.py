@@ -51,8 +51,8 @@ def payload(ask: Ask) -> dict[str, Any]:
     page = _asked_for(question, software_of(ask), wanted, wrong, shown)
     if shown is None:
         return page | {"map": None, "chosen": None, "layer": None, "asks": {}}
-    number = checked("rank", ask.whole("rank"), within(0, shown.world - 1)) or 0
-    layer = checked("layer", ask.whole("layer"), within(0, question.spec.layers - 1))
+    number = checked("rank", ask.integer("rank"), within(0, shown.world - 1)) or 0
+    layer = checked("layer", ask.integer("layer"), within(0, question.spec.layers - 1))
     return page | _page(replace(question, layout=shown), software_of(ask), number, layer)
 
 
@@ -112,13 +112,13 @@ def ranks(ask: Ask) -> list[dict[str, Any]]:
 
 def _held(case: Case, number: int) -> list[dict[str, Any]]:
     world, gpus = case.layout.world, case.cluster.groups[0].gpus
-    some = range(world) if world <= HELD else range(number // gpus * gpus, (number // gpus + 1) * gpus)
-    return [_chosen(case, one) for one in some]
+    ranks = range(world) if world <= HELD else range(number // gpus * gpus, (number // gpus + 1) * gpus)
+    return [_chosen(case, rank_number) for rank_number in ranks]
 
 
 def _asked(ask: Ask) -> tuple[Case, int]:
     ask.only(*ASKED, "layout", "rank")
-    question, number = _small(ask), ask.whole("rank") or 0
+    question, number = _small(ask), ask.integer("rank") or 0
     layout = layout_asked(question, ask)
     if wrong := problems(question, layout):
         raise UserError(wrong)
@@ -131,18 +131,18 @@ def _asked(ask: Ask) -> tuple[Case, int]:
 
 
 def _map(case: Case) -> dict[str, Any]:
-    layout, found = case.layout, mesh(case.layout, case.cluster)
+    layout, drawn = case.layout, mesh(case.layout, case.cluster)
     singly = layout.world <= SINGLY
-    cells = range(layout.world) if singly else [node[0] for node in found.nodes]
-    axes = [axis | {"where": panel.where} for axis, panel in zip(found.axes, found.panels, strict=True)]
+    cells = range(layout.world) if singly else [node[0] for node in drawn.nodes]
+    axes = [axis | {"where": panel.where} for axis, panel in zip(drawn.axes, drawn.panels, strict=True)]
     groups = {axis: layout.groups(axis) for axis in _talking(case)} if singly else {}
     return {
-        "nodes": len(found.nodes),
-        "gpus": len(found.nodes[0]),
+        "nodes": len(drawn.nodes),
+        "gpus": len(drawn.nodes[0]),
         "singly": singly,
         "axes": axes,
         "cells": list(cells),
-        "at": {one["axis"]: _places(layout, one["axis"], cells) for one in axes},
+        "at": {axis["axis"]: _places(layout, axis["axis"], cells) for axis in axes},
         "groups": groups,
     }
 
@@ -150,22 +150,22 @@ def _map(case: Case) -> dict[str, Any]:
 def _places(layout: Layout, axis: str, ranks: Sequence[int]) -> list[int]:
     """Where ranks stand along an axis."""
     if len(ranks) < FEW:
-        return [layout.position(axis, one) for one in ranks]
-    found = {one: place for group in layout.groups(axis) for place, one in enumerate(group)}
-    return [found[one] for one in ranks]
+        return [layout.position(axis, rank) for rank in ranks]
+    place_of = {rank: place for group in layout.groups(axis) for place, rank in enumerate(group)}
+    return [place_of[rank] for rank in ranks]
 
 
 def _talking(case: Case) -> dict[str, list[int]]:
     """Every axis along which a rank talks, with the group of rank 0: those of the layout, and those that parameters
     are shared over."""
     more = ("ep", "ezero") if case.spec.experts is not None else ()
-    found: dict[str, list[int]] = {}
+    groups: dict[str, list[int]] = {}
     for axis in ("tp", "cp", "pp", "dp", "replicate", "zero", *more):
         if case.layout.size(axis) > 1:
             group = case.layout.group(axis, 0)
-            if axis not in SHARED or group not in found.values():  # dp and zero are often the same ranks
-                found[axis] = group
-    return found
+            if axis not in SHARED or group not in groups.values():  # dp and zero are often the same ranks
+                groups[axis] = group
+    return groups
 
 
 # ---- a rank --------------------------------------------------------------------------------------------------------
@@ -184,8 +184,8 @@ def _chosen(case: Case, number: int) -> dict[str, Any]:
 
 def _cells(layout: Layout, ranks: Sequence[int]) -> dict[str, Any]:
     """Ranks, and where they stand along every axis."""
-    where = [layout.coordinates(one) for one in ranks]
-    at = {axis: [one[axis] for one in where] for axis in ("tp", "cp", "pp", "dp") if layout.size(axis) > 1}
+    where = [layout.coordinates(rank) for rank in ranks]
+    at = {axis: [place[axis] for place in where] for axis in ("tp", "cp", "pp", "dp") if layout.size(axis) > 1}
     at |= {axis: _places(layout, axis, ranks) for axis in ("ep", "replicate") if layout.size(axis) > 1}
     return {"ranks": list(ranks), "at": at}
 
@@ -193,14 +193,14 @@ def _cells(layout: Layout, ranks: Sequence[int]) -> dict[str, Any]:
 def _replica(case: Case, number: int) -> dict[str, Any]:
     """The ranks that hold the model once, in a line for each pipeline rank."""
     layout, at = case.layout, case.layout.coordinates(number)
-    whole = layout.pp * layout.cp * layout.tp <= REPLICA
-    shares = range(layout.cp) if whole else [at["cp"]]
+    all_of_it = layout.pp * layout.cp * layout.tp <= REPLICA
+    shares = range(layout.cp) if all_of_it else [at["cp"]]
     lines = []
     for pp in range(layout.pp):
         line = [layout.rank(dp=at["dp"], pp=pp, cp=cp, tp=tp) for cp in shares for tp in range(layout.tp)]
         layers = [case.stages[stage].layers for stage in layout.placement.of_rank[pp]]
-        lines.append({"layers": [_ends(one) for one in layers]} | _cells(layout, line))
-    return {"dp": at["dp"], "whole": whole, "lines": lines}
+        lines.append({"layers": [_ends(numbers) for numbers in layers]} | _cells(layout, line))
+    return {"dp": at["dp"], "whole": all_of_it, "lines": lines}
 
 
 def _part(case: Case, part: RankPart) -> dict[str, Any]:
@@ -210,13 +210,13 @@ def _part(case: Case, part: RankPart) -> dict[str, Any]:
         "rank": part.rank,
         "at": part.at | ({"ep": layout.position("ep", part.rank)} if layout.ep > 1 else {}),
         "stages": [
-            {"stage": one.index, "layers": _ends(one.layers), "embedding": one.first, "head": one.last}
-            for one in part.stages
+            {"stage": stage.index, "layers": _ends(stage.layers), "embedding": stage.first, "head": stage.last}
+            for stage in part.stages
         ],
         "heads": _ends(part.heads),
         "kv_heads": _ends(part.kv_heads),
         "experts": _ends(part.experts),
-        "positions": [_ends(one) for one in part.positions],
+        "positions": [_ends(piece) for piece in part.positions],
         "sequences": _ends(part.sequences),
         "of": {
             "layers": spec.layers, "heads": spec.heads, "kv_heads": spec.kv_heads, "positions": case.seq,
@@ -238,34 +238,40 @@ def _ends(numbers: range) -> list[int]:
 # ---- a layer -------------------------------------------------------------------------------------------------------
 
 
-def _layer(case: Case, wanted: int | None, number: int) -> dict[str, Any]:
+def _layer(case: Case, asked_layer: int | None, number: int) -> dict[str, Any]:
     """What one layer sends, in order: that which is asked for, or the middle one of a rank's own."""
     spec, layout = case.spec, case.layout
-    mine = [
+    local_layers = [
         layer
         for stage in layout.placement.of_rank[layout.position("pp", number)]
         for layer in case.stages[stage].layers
     ]
-    layer = wanted if wanted is not None else mine[len(mine) // 2] if mine else 0
+    layer = asked_layer if asked_layer is not None else local_layers[len(local_layers) // 2] if local_layers else 0
     sent = in_order(spec, layout, case.seq, case.batch, dtype_of(case.work.wide), layer)
     talking = _talking(case)
-    return {"number": layer, "layers": spec.layers, "sent": [_sent(case, one, talking) for one in sent]}
+    return {"number": layer, "layers": spec.layers, "sent": [_sent(case, message, talking) for message in sent]}
 
 
-def _sent(case: Case, one: Collective, talking: dict[str, list[int]]) -> dict[str, Any]:
+def _sent(case: Case, message: Collective, talking: dict[str, list[int]]) -> dict[str, Any]:
     layout, card = case.layout, case.on.accelerator
-    reach = case.wires.reaches.get(one.axis)
+    reach = case.wires.reaches.get(message.axis)
     leaves = (reach or case.cluster).nodes > 1
     link = card.across if leaves else card.inside
-    group = talking.get(one.axis) or layout.group(one.axis, 0)
-    same = one.axis if one.axis in talking else next((axis for axis in talking if talking[axis] == group), one.axis)
-    return one._asdict() | {
-        "ranks": layout.size(one.axis),
-        "together": layout.size(one.axis) if reach is None else reach.together,
-        "wire": float(wire(one.kind, one.calls * one.payload, layout.size(one.axis))),
+    group = talking.get(message.axis) or layout.group(message.axis, 0)
+    same = (
+        message.axis
+        if message.axis in talking
+        else next((axis for axis in talking if talking[axis] == group), message.axis)
+    )
+    return message._asdict() | {
+        "ranks": layout.size(message.axis),
+        "together": layout.size(message.axis) if reach is None else reach.together,
+        "wire": float(wire(message.kind, message.calls * message.payload, layout.size(message.axis))),
         "link": link.name,
         "across": leaves,
         "bytes_per_second": link.bandwidth,
-        "seconds": None if reach is None else case.wires.time(one.kind, one.axis, one.payload, one.calls),
+        "seconds": None
+        if reach is None
+        else case.wires.time(message.kind, message.axis, message.payload, message.calls),
         "group": same,  # the name under which its ranks are listed
     }

@@ -53,23 +53,23 @@ def heavy(ask: Ask) -> bool:
     return searched or layout.pp * layout.chunks * layout.microbatches > PASSES
 
 
-def planned(found: PlanResult) -> tuple[dict[str, Any], dict[str, Any]]:
+def planned(result: PlanResult) -> tuple[dict[str, Any], dict[str, Any]]:
     """The payload and the parts of what `plan` has found, of whatever model and cluster it was asked for."""
-    if found.chosen.case.groups:
+    if result.chosen.case.groups:
         raise UserError(
-            f"{found.case.cluster} has unlike nodes, for which the page has no view; `fivefold plan -o decision.html` "
+            f"{result.case.cluster} has unlike nodes, for which the page has no view; `fivefold plan -o decision.html` "
             "writes the decision down"
         )
-    option = found.explained
-    page = _page(found.case, found.case.stack.name, option.layout, [], option)
+    option = result.explained
+    page = _page(result.case, result.case.stack.name, option.layout, [], option)
     advice = SimulateResult(option, None if option.fits else nearest_fit(option)).advice
-    against = None if found.given is None else difference(found.chosen, found.given)
-    told = {
+    against = None if result.given is None else difference(result.chosen, result.given)
+    reasons = {
         "advice": for_page(advice) or None,
-        "neighbours": [one.to_dict() for one in found.neighbours],
+        "neighbours": [neighbour.to_dict() for neighbour in result.neighbours],
         "against": against,
     }
-    return page, {"search": found.to_dict(), "why": told}
+    return page, {"search": result.to_dict(), "why": reasons}
 
 
 def _page(case: Case, software: str, wanted: Layout, wrong: list[str], option: Option | None) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def _page(case: Case, software: str, wanted: Layout, wrong: list[str], option: O
         "choices": choices(case, software),
         "steps": steps(case, wanted),
         "wanted": fields_of(wanted),
-        "problems": [for_page(one) for one in wrong],
+        "problems": [for_page(problem) for problem in wrong],
         "shown": None if shown is None else fields_of(shown),
         "changes": [] if shown is None else _changes(wanted, shown),
         "figures": None if option is None else simulated(option),
@@ -93,17 +93,17 @@ def _page(case: Case, software: str, wanted: Layout, wrong: list[str], option: O
 
 def _asks(case: Case, software: str, option: Option | None) -> dict[str, dict[str, str]]:
     """The words of the parts that belong to this payload."""
-    asked = words_of(case, software)
-    return {"search": asked} | ({} if option is None else {"why": asked | {"layout": str(option.layout)}})
+    words = words_of(case, software)
+    return {"search": words} | ({} if option is None else {"why": words | {"layout": str(option.layout)}})
 
 
 def search(ask: Ask) -> dict[str, Any]:
     """The ranking, as `fivefold plan --json` has it."""
     ask.only(*ASKED)
     case = case_of(ask)
-    found = plan(case.spec, case.cluster, batch=case.batch, seq=case.seq, precision=case.precision,
+    result = plan(case.spec, case.cluster, batch=case.batch, seq=case.seq, precision=case.precision,
                  software=software_of(ask), top=TOP)  # fmt: skip
-    return found.to_dict()
+    return result.to_dict()
 
 
 def why(ask: Ask) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def why(ask: Ask) -> dict[str, Any]:
     result = SimulateResult(option, None if option.fits else nearest_fit(option))
     return {
         "advice": for_page(result.advice) or None,
-        "neighbours": [one.to_dict() for one in neighbours(option)],
+        "neighbours": [neighbour.to_dict() for neighbour in neighbours(option)],
         "against": difference(option_of(case, layout_of(best)), option) if best else None,
     }
 

@@ -30,7 +30,7 @@ from fivefold.support.text import did_you_mean, either, whole_number
 # What a page asks: the words behind the ? of an address, read strictly, and the run directories it may look at.
 #
 # ask = Ask({"model": "llama3-8b", "batch": "512"})
-# ask.text("model"), ask.whole("batch"), ask.whole("seq")     # "llama3-8b", 512, None
+# ask.text("model"), ask.integer("batch"), ask.integer("seq")     # "llama3-8b", 512, None
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Ask:
         """A word; `usual` where it is absent or empty."""
         return self.query.get(name, "").strip() or usual
 
-    def whole(self, name: str) -> int | None:
+    def integer(self, name: str) -> int | None:
         """A whole number; None where it is absent or empty."""
         if not (word := self.text(name)):
             return None
@@ -68,7 +68,7 @@ _OPTION = re.compile(r"(`[^`]*`|'fivefold [^']*')|(?<![\w-])--([a-z][a-z-]*)")
 def for_page(sentence: str) -> str:
     """A command's sentence in the page's words: "nearest: --batch 8" is "nearest: batch 8", since the page has fields
     for options. Commands to type, in quotes, stay what they are."""
-    return _OPTION.sub(lambda found: found[1] or found[2].replace("-", " "), sentence)
+    return _OPTION.sub(lambda match: match[1] or match[2].replace("-", " "), sentence)
 
 
 # ---- question -------------------------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ def case_of(ask: Ask) -> Case:
         raise UserError(
             f"cluster={cluster[:60]!r} has unlike nodes, for which there are no sliders; `fivefold plan` has them"
         )
-    batch, seq = checked("batch", ask.whole("batch"), within(1, SEQUENCES)), ask.whole("seq")
+    batch, seq = checked("batch", ask.integer("batch"), within(1, SEQUENCES)), ask.integer("seq")
     machines = Cluster.parse(cluster)
     if machines.world > GPUS:
         raise UserError(
@@ -187,10 +187,12 @@ def choices(case: Case, software: str) -> dict[str, Any]:
     devices = {device.name: device} | ACCELERATORS if device.name not in ACCELERATORS else ACCELERATORS
     return {
         "models": [*_models(), *others],
-        "accelerators": [{"name": one.name, "memory_bytes": one.memory} for one in devices.values()],
+        "accelerators": [
+            {"name": accelerator.name, "memory_bytes": accelerator.memory} for accelerator in devices.values()
+        ],
         "precisions": [name for name in PRECISIONS if getattr(device.peak, name) is not None],
         "software": list(dict.fromkeys((*SYSTEMS, software))),
-        "schedules": [{"name": one.name, "needs": one.needs} for one in CATALOGUE.values()],
+        "schedules": [{"name": schedule.name, "needs": schedule.needs} for schedule in CATALOGUE.values()],
     }
 
 

@@ -32,10 +32,10 @@ from fivefold.web.app import View, answer, view_of
 from fivefold.web.question import Ask
 from fivefold.web.run_files import placeless, sent
 
-# ---- whole ----------------------------------------------------------------------------------------------------------
+# ---- a page ---------------------------------------------------------------------------------------------------------
 # A view as one HTML file: its payload, its scripts and its look in one, which needs neither a server nor a network.
 #
-# page = whole("a plan", [held("plan", Ask({"model": "llama3-70b", "cluster": "8x8xH100"}))])
+# page = html_page("a plan", [answered_view("plan", Ask({"model": "llama3-70b", "cluster": "8x8xH100"}))])
 #
 # The scripts are those of the page, as they are; only how modules name each other is changed, from a path to an entry
 # of the file's import map.
@@ -62,20 +62,20 @@ _HEAD = """<!doctype html>
 
 def view(of: str | View, payload: Any, parts: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """A view with what it shows."""
-    one = of if isinstance(of, View) else view_of(of)
-    return {"name": one.name, "title": one.title, "says": one.says, "payload": payload, "parts": dict(parts or {})}
+    kind = of if isinstance(of, View) else view_of(of)
+    return {"name": kind.name, "title": kind.title, "says": kind.says, "payload": payload, "parts": dict(parts or {})}
 
 
-def held(name: str, ask: Ask, parts: Sequence[str] | None = None) -> dict[str, Any]:
+def answered_view(name: str, ask: Ask, parts: Sequence[str] | None = None) -> dict[str, Any]:
     """A view with its payload and its parts, all or those that are named; the payload `asks` for them."""
     payload = answer(name, "", ask)
     asks = {part: words for part, words in payload.get("asks", {}).items() if parts is None or part in parts}
-    found = {part: answer(name, part, Ask(words, ask.runs)) for part, words in asks.items()}
-    return view(name, payload, found)
+    answers = {part: answer(name, part, Ask(words, ask.runs)) for part, words in asks.items()}
+    return view(name, payload, answers)
 
 
-def whole(title: str, views: Sequence[dict[str, Any]], made: Mapping[str, str] | None = None) -> str:
-    """The page of these views, each as `view` or `held` has it; `made`: by what, by which command, on which day."""
+def html_page(title: str, views: Sequence[dict[str, Any]], made: Mapping[str, str] | None = None) -> str:
+    """The page of these views, as `view` or `answered_view` makes them; `made`: by what, which command, which day."""
     names = [path.relative_to(STATIC).as_posix() for path in STATIC.rglob("*.js")]
     modules = {f"fivefold/{name}": _data("text/javascript", _by_name(name)) for name in sorted(names)}
     body = (STATIC / "index.html").read_text().partition("<body>")[2]
@@ -91,8 +91,8 @@ def _by_name(name: str) -> str:
     """A module's text, in which others have their names of the import map."""
     folder = posixpath.dirname(name)
 
-    def renamed(found: re.Match[str]) -> str:
-        return f"{found[1]}fivefold/{posixpath.normpath(posixpath.join(folder, found[2]))}{found[1]}"
+    def renamed(match: re.Match[str]) -> str:
+        return f"{match[1]}fivefold/{posixpath.normpath(posixpath.join(folder, match[2]))}{match[1]}"
 
     return _IMPORTED.sub(renamed, (STATIC / name).read_text())
 
@@ -199,31 +199,31 @@ def read(path: Path) -> dict[str, Any]:
         ) from None
 
 
-def shown(found: Any) -> dict[str, Any]:
+def shown(table: Any) -> dict[str, Any]:
     """The payload: a sweep's rows, and those layouts in full that fail, or that came first."""
-    if not (isinstance(found, dict) and "layouts" in found):
-        one = msgspec.convert(found, Proof)
-        return {"title": f"{one.layout} of {one.model}", "sweep": None, "proofs": [msgspec.to_builtins(one)]}
-    sweep = msgspec.convert(found, Sweep)
-    full = sorted(sweep.layouts, key=lambda one: one.passed)[:IN_FULL]
+    if not (isinstance(table, dict) and "layouts" in table):
+        proof = msgspec.convert(table, Proof)
+        return {"title": f"{proof.layout} of {proof.model}", "sweep": None, "proofs": [msgspec.to_builtins(proof)]}
+    sweep = msgspec.convert(table, Sweep)
+    full = sorted(sweep.layouts, key=lambda proof: proof.passed)[:IN_FULL]
     counts = {name: getattr(sweep, name) for name in ("passed", "sampled", "total", "pairs_met", "failed")}
     return {
         "title": f"{sweep.sampled} of {sweep.total} layouts",
-        "sweep": counts | {"rows": [_row(one) for one in sweep.layouts]},
-        "proofs": [msgspec.to_builtins(one) for one in full],
+        "sweep": counts | {"rows": [_row(proof) for proof in sweep.layouts]},
+        "proofs": [msgspec.to_builtins(proof) for proof in full],
     }
 
 
-def _row(one: Proof) -> dict[str, Any]:
+def _row(proof: Proof) -> dict[str, Any]:
     return {
-        "layout": one.layout,
-        "model": one.variant or one.model,
-        "passed": one.passed,
-        "seconds": one.seconds,
-        "gradient": one.worst_gradient and one.worst_gradient.error,
-        "parameter": one.worst_parameter and one.worst_parameter.error,
-        "traffic": all(sent.holds for sent in one.traffic_per_step),
-        "held": all(held.holds for held in one.held),
+        "layout": proof.layout,
+        "model": proof.variant or proof.model,
+        "passed": proof.passed,
+        "seconds": proof.seconds,
+        "gradient": proof.worst_gradient and proof.worst_gradient.error,
+        "parameter": proof.worst_parameter and proof.worst_parameter.error,
+        "traffic": all(sent.holds for sent in proof.traffic_per_step),
+        "held": all(check.holds for check in proof.held),
     }
 
 
@@ -252,8 +252,8 @@ class Report(Result):
         return {"file": str(self.file), "title": self.title, "views": list(self.views), "bytes": self.size}
 
 
-def report(found: Result | str | Path, output: str | Path, command: str = "") -> Report:
-    """Write what was `found`, a result or what a path holds, as one file, `output`; `command` is what the file says
+def report(result: Result | str | Path, output: str | Path, command: str = "") -> Report:
+    """Write `result`, which may be a path that holds one, as one file, `output`; `command` is what the file says
     that it was made by.
 
     >>> ff.report(ff.plan("llama3-8b", "8xH100"), "plan.html")  # doctest: +SKIP
@@ -261,65 +261,65 @@ def report(found: Result | str | Path, output: str | Path, command: str = "") ->
     """
     path = path_of(output)
     check_writable(path, HTML, ".htm")
-    title, views = seen(found)
+    title, views = views_of(result)
     made = {
         "by": f"Fivefold {__version__}",
         "command": placeless(command),
         "on": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
     }
-    text = whole(title, views, made).encode()
+    text = html_page(title, views, made).encode()
     if len(text) > LARGEST:
         raise UserError(
             f"the report of {title} has {len(text) / 1e6:.2f} MB, and {LARGEST / 1e6:g} MB is the most; report fewer "
             "runs, schedules, ranks or microbatches, or look at it with `fivefold ui`"
         )
     write(path, text.decode())
-    return Report(path, title, tuple(one["name"] for one in views), len(text))
+    return Report(path, title, tuple(view["name"] for view in views), len(text))
 
 
-def seen(found: Result | str | Path) -> tuple[str, list[dict[str, Any]]]:
+def views_of(result: Result | str | Path) -> tuple[str, list[dict[str, Any]]]:
     """A title, and the views that show it."""
-    if isinstance(found, str | Path):
-        return _of_path(path_of(found))
+    if isinstance(result, str | Path):
+        return _of_path(path_of(result))
     for kind, views in KINDS.items():
-        if isinstance(found, kind):
-            return views(found)
+        if isinstance(result, kind):
+            return views(result)
     names = ", ".join(kind.__name__ for kind in KINDS)
-    raise UserError(f"there is no report of a {type(found).__name__}; there are reports of {names}, and of a run")
+    raise UserError(f"there is no report of a {type(result).__name__}; there are reports of {names}, and of a run")
 
 
-def _of_plan(found: PlanResult) -> tuple[str, list[dict[str, Any]]]:
+def _of_plan(result: PlanResult) -> tuple[str, list[dict[str, Any]]]:
     """The plan; where its ranks can be drawn the mesh of its layout, and of a pipeline the schedule."""
     from fivefold.planner.pictures import MOST
     from fivefold.web.mesh import placed
     from fivefold.web.plan import planned
     from fivefold.web.schedule import stepped
 
-    option, views = found.explained, [view("plan", *planned(found))]
+    option, views = result.explained, [view("plan", *planned(result))]
     if option.layout.world <= MOST:
-        views.append(view("mesh", *placed(option.case, found.case.stack.name)))
+        views.append(view("mesh", *placed(option.case, result.case.stack.name)))
     timed = option.estimate.simulation
-    if timed is not None and (shown := stepped(timed, option.layout.microbatches)) is not None:
-        views.append(view("schedule", shown))
-    return f"{found.case.spec.name} on {found.case.cluster}", views
+    if timed is not None and (step := stepped(timed, option.layout.microbatches)) is not None:
+        views.append(view("schedule", step))
+    return f"{result.case.spec.name} on {result.case.cluster}", views
 
 
-def _of_draw(found: DrawResult) -> tuple[str, list[dict[str, Any]]]:
+def _of_draw(result: DrawResult) -> tuple[str, list[dict[str, Any]]]:
     from fivefold.web.schedule import drawn
 
-    shown, views = found.simulations[0].schedule, drawn(found)
+    first, views = result.simulations[0].schedule, drawn(result)
     names = [name for name, _, _ in views]
-    title = f"{', '.join(names)}: p={shown.p}, m={shown.m}"
+    title = f"{', '.join(names)}: p={first.p}, m={first.m}"
     if len(views) == 1:
         return title, [view("schedule", *views[0][1:])]
     return title, [
-        view("schedule", *one) | {"module": "schedule", "name": f"schedule-{at}", "title": name}
-        for at, (name, *one) in enumerate(views)
+        view("schedule", *contents) | {"module": "schedule", "name": f"schedule-{at}", "title": name}
+        for at, (name, *contents) in enumerate(views)
     ]
 
 
-def _of_verify(found: VerifyResult) -> tuple[str, list[dict[str, Any]]]:
-    return _proof(shown(found.to_dict()))
+def _of_verify(result: VerifyResult) -> tuple[str, list[dict[str, Any]]]:
+    return _proof(shown(result.to_dict()))
 
 
 def _of_path(path: Path) -> tuple[str, list[dict[str, Any]]]:
@@ -334,16 +334,16 @@ def _of_runs(path: Path) -> tuple[str, list[dict[str, Any]]]:
     from fivefold.web.run_files import runs_in
 
     roots = (path.resolve(),)
-    found, notes = runs_in(roots)
-    if not found:
+    runs, notes = runs_in(roots)
+    if not runs:
         raise UserError(notes or f"{path} has no run in it; a run's directory has job.toml and metrics.jsonl")
-    names = list(found)[:SHOWN]
-    return ", ".join(names), [sent(held("run", Ask({"runs": ",".join(names)}, roots)))]
+    names = list(runs)[:SHOWN]
+    return ", ".join(names), [sent(answered_view("run", Ask({"runs": ",".join(names)}, roots)))]
 
 
-def _of_trace(found: TraceResult) -> tuple[str, list[dict[str, Any]]]:
-    shown = {"run": found.file.stem} | lanes(found.file)
-    return f"a trace of {shown['layout'] or 'one rank'}", [view(TRACE, shown)]
+def _of_trace(result: TraceResult) -> tuple[str, list[dict[str, Any]]]:
+    payload = {"run": result.file.stem} | lanes(result.file)
+    return f"a trace of {payload['layout'] or 'one rank'}", [view(TRACE, payload)]
 
 
 def _proof(payload: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:

@@ -24,13 +24,13 @@ from fivefold.web.run_files import (
     JOB,
     MetricsPiece,
     RunFiles,
+    all_metrics,
+    as_text,
     events,
-    every_metric,
     metrics,
     run_of,
     runs_in,
     signature,
-    told,
 )
 
 COLUMNS = ("step", "loss", "lr", "grad_norm", "tokens_per_second", "mfu", "memory", "seconds")
@@ -48,14 +48,14 @@ def payload(ask: Ask) -> dict[str, Any]:
     ask.only("runs")
     if not ask.runs:
         return {"runs": [], "shown": [], "notes": [], "asks": {}, "given": 0, "columns": COLUMNS, "now": time.time()}
-    found, notes = runs_in(ask.runs)
-    names = [name for name in ask.text("runs").split(",") if name] or list(found)[:1]
+    runs, notes = runs_in(ask.runs)
+    names = [name for name in ask.text("runs").split(",") if name] or list(runs)[:1]
     if len(names) > SHOWN:
         raise UserError(f"{len(names)} runs are asked for, and a picture has at most {SHOWN}")
-    shown = [_whole(run_of(found, name)) for name in dict.fromkeys(names)]
-    traced = next((one["name"] for one in shown if one["traced"]), None)
+    shown = [_full_run(run_of(runs, name)) for name in dict.fromkeys(names)]
+    traced = next((run["name"] for run in shown if run["traced"]), None)
     return {
-        "runs": _list(list(found.values())),
+        "runs": _list(list(runs.values())),
         "shown": shown,
         "notes": notes,
         "asks": {"trace": {"run": traced}} if traced else {},
@@ -69,7 +69,7 @@ def tail(ask: Ask) -> dict[str, Any]:
     """What a run's metrics have from an offset on; its events, if there may be new ones since `life`."""
     ask.only("run", "file", "offset", "life")
     run = run_of(runs_in(ask.runs)[0], ask.text("run"))
-    piece = metrics(run, ask.whole("file") or 0, ask.whole("offset") or 0)
+    piece = metrics(run, ask.integer("file") or 0, ask.integer("offset") or 0)
     life = signature(run)
     news = {} if life == ask.text("life") else {"events": events(run)}
     return _drawn([piece], piece.records) | _state(run, piece.records) | news | {"life": life, "anew": piece.anew}
@@ -82,17 +82,17 @@ def trace(ask: Ask) -> dict[str, Any]:
     path = run.inside("trace.json")
     if path is None:
         raise UserError(f"trace.json of {run.name} leads out of the directory that was given")
-    return {"run": run.name} | lanes(path, ask.whole("step"))
+    return {"run": run.name} | lanes(path, ask.integer("step"))
 
 
-def _whole(run: RunFiles) -> dict[str, Any]:
-    pieces, rest = every_metric(run)
+def _full_run(run: RunFiles) -> dict[str, Any]:
+    pieces, rest = all_metrics(run)
     left = [rest] if rest else []
     records = [record for piece in pieces for record in piece.records]
     job = run.table(JOB, left)
     return {
         "name": run.name,
-        "directory": told(run.path),
+        "directory": as_text(run.path),
         "job": job,
         "environment": run.table(ENVIRONMENT, left),
         "layout": _layout(job),
@@ -105,19 +105,19 @@ def _whole(run: RunFiles) -> dict[str, Any]:
 
 def _drawn(pieces: Sequence[MetricsPiece], records: Sequence[Record]) -> dict[str, Any]:
     """Curves as columns, evaluations, the load of experts, and where the next question goes on."""
-    steps = [one for one in records if isinstance(one, Step)]
+    steps = [record for record in records if isinstance(record, Step)]
     kept = thinned(steps)
-    columns: dict[str, list[Any]] = {name: [getattr(one, name) for one in kept] for name in COLUMNS}
-    if any(one.load for one in kept):
-        columns |= {name: [getattr(one.load, name, None) for one in kept] for name in LOADS}
-    looks = [[one.step, one.held_out_loss] for one in records if isinstance(one, Evaluation)]
+    columns: dict[str, list[Any]] = {name: [getattr(step, name) for step in kept] for name in COLUMNS}
+    if any(step.load for step in kept):
+        columns |= {name: [getattr(step.load, name, None) for step in kept] for name in LOADS}
+    looks = [[record.step, record.held_out_loss] for record in records if isinstance(record, Evaluation)]
     return {
         "columns": columns,
         "records": len(steps),
         "evaluations": looks,
         "loads": _loads(steps),
         "damaged": sum(piece.damaged for piece in pieces),
-        "tokens": sum(one.tokens for one in steps),
+        "tokens": sum(step.tokens for step in steps),
         "file": pieces[-1].file,
         "offset": pieces[-1].offset,
         "size": pieces[-1].size,
@@ -140,12 +140,12 @@ def thinned(steps: Sequence[Step]) -> Sequence[Step]:
 
 def _loads(steps: Sequence[Step]) -> list[dict[str, Any]]:
     """Tokens by layer and expert, of as many steps that have them as there is room for, the last one among them."""
-    full = [(one.step, one.load.tokens) for one in steps if one.load is not None and one.load.tokens]
+    full = [(step.step, step.load.tokens) for step in steps if step.load is not None and step.load.tokens]
     if not full:
         return []
     most = max(1, CELLS // max(1, sum(map(len, full[-1][1]))))
-    every = -(-len(full) // most)
-    return [{"step": step, "tokens": tokens} for step, tokens in full[::-1][::every][::-1]]
+    stride = -(-len(full) // most)
+    return [{"step": step, "tokens": tokens} for step, tokens in full[::-1][::stride][::-1]]
 
 
 def _state(run: RunFiles, records: Sequence[Record]) -> dict[str, Any]:
@@ -154,7 +154,7 @@ def _state(run: RunFiles, records: Sequence[Record]) -> dict[str, Any]:
         written = os.lstat(run.path / METRICS).st_mtime
     except OSError:
         written = None
-    last = next((one for one in reversed(records) if isinstance(one, Step)), None)
+    last = next((record for record in reversed(records) if isinstance(record, Step)), None)
     patience = max(QUIET, 5 * last.seconds) if last else QUIET
     lately = written is not None and time.time() - written < patience
     return {"training": claimed(run.path / "claim") or lately, "written": written, "now": time.time()}
@@ -195,7 +195,7 @@ def _listed(run: RunFiles, job: dict[str, Any]) -> dict[str, Any]:
     model, train = _section(job, "model"), _section(job, "train")
     steps = train.get("steps") if isinstance(train.get("steps"), int) else None
     about = {"model": str(model.get("name", "")), "layout": _layout(job), "steps": steps}
-    return {"name": run.name, "directory": told(run.path), "written": written, **about}
+    return {"name": run.name, "directory": as_text(run.path), "written": written, **about}
 
 
 def _layout(job: dict[str, Any]) -> str:
@@ -212,5 +212,5 @@ def _layout(job: dict[str, Any]) -> str:
 
 
 def _section(job: dict[str, Any], name: str) -> dict[str, Any]:
-    found = job.get(name)
-    return found if isinstance(found, dict) else {}
+    section = job.get(name)
+    return section if isinstance(section, dict) else {}

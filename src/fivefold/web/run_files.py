@@ -1,7 +1,7 @@
 """The runs of the directories that the user gave, and what may be read of them. Nothing outside is opened.
 
-found, notes = runs_in((Path("/home/me/runs"),))
-found["demo"].path, notes           # a directory that is no run has a sentence
+runs, notes = runs_in((Path("/home/me/runs"),))
+runs["demo"].path, notes           # a directory that is no run has a sentence
 """
 
 import os
@@ -58,37 +58,37 @@ class RunFiles(NamedTuple):
 
 def runs_in(roots: tuple[Path, ...]) -> tuple[dict[str, RunFiles], list[str]]:
     """Every run by its name, those with the newest metrics first; and what is to be said of the rest."""
-    found: list[RunFiles] = []
+    runs: list[RunFiles] = []
     notes: list[str] = []
     for root in map(Path.resolve, roots):
         try:
-            mine, others, away, beyond = _below(root)
+            below, others, away, beyond = _below(root)
         except OSError as error:  # it was there when the server started
-            notes.append(f"{told(root)} cannot be read: {error.strerror}")
+            notes.append(f"{as_text(root)} cannot be read: {error.strerror}")
             continue
-        found += mine
-        if not mine:
-            notes.append(f"{told(root)} is no run and has none in it: a run has {METRICS} or {JOB}")
+        runs += below
+        if not below:
+            notes.append(f"{as_text(root)} is no run and has none in it: a run has {METRICS} or {JOB}")
         elif others:
-            notes.append(f"{counted(len(others), 'folder')} of {told(root)} without {METRICS}: {_few(others)}")
+            notes.append(f"{counted(len(others), 'folder')} of {as_text(root)} without {METRICS}: {_few(others)}")
         if away:
             notes.append(
-                f"{_few(away)} of {told(root)} lead out of it, and are left alone; "
+                f"{_few(away)} of {as_text(root)} lead out of it, and are left alone; "
                 "`fivefold ui --runs PLACE` reads another place"
             )
         if beyond:
-            notes.append(f"{told(root)} has {beyond:,} names more than the {FOLDERS:,} that are looked at")
-    found.sort(key=_age)
-    if len(found) > RUNS:
-        notes.append(f"{len(found) - RUNS} older runs are not listed")
-    return {run.name: run for run in _named(found[:RUNS])}, notes
+            notes.append(f"{as_text(root)} has {beyond:,} names more than the {FOLDERS:,} that are looked at")
+    runs.sort(key=_age)
+    if len(runs) > RUNS:
+        notes.append(f"{len(runs) - RUNS} older runs are not listed")
+    return {run.name: run for run in _named(runs[:RUNS])}, notes
 
 
 def _few(names: list[str]) -> str:
-    return ", ".join(map(told, names[:5])) + (" ..." if len(names) > 5 else "")
+    return ", ".join(map(as_text, names[:5])) + (" ..." if len(names) > 5 else "")
 
 
-def told(path: Path | str) -> str:
+def as_text(path: Path | str) -> str:
     """As text that can be sent: a name on a disk is any bytes."""
     return os.fsencode(path).decode(errors="replace")
 
@@ -131,7 +131,7 @@ def _named(runs: list[RunFiles]) -> Iterator[RunFiles]:
     """Names are those of the directories; a second one of a name gets a number."""
     taken = set[str]()
     for run in runs:
-        plain = re.sub(r"[,\s]+", "_", told(run.name)) or "run"
+        plain = re.sub(r"[,\s]+", "_", as_text(run.name)) or "run"
         name, number = plain, 2
         while name in taken:
             name, number = f"{plain}~{number}", number + 1
@@ -186,7 +186,7 @@ def metrics(run: RunFiles, file: int = 0, offset: int = 0, most: int = 0) -> Met
     return MetricsPiece(sound, lines - len(sound), known.st_ino, start + (at if lines else end), known.st_size, anew)
 
 
-def every_metric(run: RunFiles) -> tuple[list[MetricsPiece], str]:
+def all_metrics(run: RunFiles) -> tuple[list[MetricsPiece], str]:
     """All of a run's metrics, or of a longer file parts that are spread evenly over it, and its end; and what is to be
     said of the rest."""
     first = metrics(run)
@@ -244,30 +244,33 @@ class RunEvent(NamedTuple):
 
 def events(run: RunFiles, left: list[str] | None = None) -> list[dict[str, Any]]:
     """In the order in which they happened. `left` gets what is to be said of what was not read."""
-    left, found = [] if left is None else left, list[RunEvent]()
+    left, in_order = [] if left is None else left, list[RunEvent]()
     for part in (_checkpoints, _logged):
         try:
-            found += part(run, left)
+            in_order += part(run, left)
         except OSError as error:  # it goes while it is read, or is not for this user
-            left.append(f"{told(error.filename or run.name)} cannot be read: {error.strerror}")
-    found.sort(key=lambda one: one.order)
-    if len(found) > EVENTS:
-        left.append(f"{len(found) - EVENTS:,} earlier events are not shown")
-    return [{name: getattr(one, name) for name in ("kind", "step", "time", "text", "bytes")} for one in found[-EVENTS:]]
+            left.append(f"{as_text(error.filename or run.name)} cannot be read: {error.strerror}")
+    in_order.sort(key=lambda event: event.order)
+    if len(in_order) > EVENTS:
+        left.append(f"{len(in_order) - EVENTS:,} earlier events are not shown")
+    return [
+        {name: getattr(event, name) for name in ("kind", "step", "time", "text", "bytes")}
+        for event in in_order[-EVENTS:]
+    ]
 
 
 def signature(run: RunFiles) -> str:
     """Another one when there may be new events."""
-    found = []
+    parts = []
     for name in ("checkpoints", "checkpoints/latest", "logs", "logs/rank-0.log"):
         try:
             known = os.lstat(run.path / name)
-            found.append(
+            parts.append(
                 f"{known.st_mtime_ns:x}.{known.st_size:x}" if name != "logs/rank-0.log" else f"{known.st_size:x}"
             )
         except OSError:
-            found.append("")
-    return "-".join(found)
+            parts.append("")
+    return "-".join(parts)
 
 
 def _checkpoints(run: RunFiles, left: list[str]) -> Iterator[RunEvent]:
@@ -290,7 +293,7 @@ def _checkpoints(run: RunFiles, left: list[str]) -> Iterator[RunEvent]:
         path = folder / str(aside.name)
         time, step = os.lstat(path).st_mtime, re.search(rf"step-{_N}\b", path.name)
         word = next((word for word in ("damaged", "suspect") if f".{word}" in path.name), "incomplete")
-        text = f"{told(path.name)}: {'an' if word == 'incomplete' else 'a'} {word} checkpoint, set aside"
+        text = f"{as_text(path.name)}: {'an' if word == 'incomplete' else 'a'} {word} checkpoint, set aside"
         yield RunEvent("aside", int(step[1]) if step else None, time, text, (time, -1, 0))
 
 
@@ -298,7 +301,7 @@ def _described(checkpoint: Checkpoint) -> tuple[str, int | None]:
     try:
         return counted(len(checkpoint.manifest.files), "file"), checkpoint.bytes
     except UserError as error:
-        return told(error.problems[0].replace(str(checkpoint.path), checkpoint.path.name)), None
+        return as_text(error.problems[0].replace(str(checkpoint.path), checkpoint.path.name)), None
 
 
 def _logged(run: RunFiles, left: list[str]) -> Iterator[RunEvent]:
@@ -306,7 +309,7 @@ def _logged(run: RunFiles, left: list[str]) -> Iterator[RunEvent]:
     if folder is None or not folder.is_dir():
         return
     ranks = sorted(
-        int(found[1]) for name in os.listdir(folder) if (found := re.fullmatch(r"rank-(\d{1,7})\.log", name))
+        int(match[1]) for name in os.listdir(folder) if (match := re.fullmatch(r"rank-(\d{1,7})\.log", name))
     )
     if len(ranks) > RANKS:
         left.append(f"logs of {len(ranks) - RANKS:,} more ranks are not read")
@@ -333,20 +336,20 @@ def _end_of(run: RunFiles, name: str, left: list[str]) -> tuple[str, float]:
 def _of_log(text: str, rank: int, last: float) -> Iterator[RunEvent]:
     """Each start has a header with its time; what ends it has none, and is sorted before the next header."""
     lines = [line[:WIDE] for line in text.splitlines()]
-    headers = {number: found for number, line in enumerate(lines) if (found := _START.match(line))}
-    times = [_seconds(found[1]) for found in headers.values()]
+    headers = {number: header for number, line in enumerate(lines) if (header := _START.match(line))}
+    times = [_seconds(header[1]) for header in headers.values()]
     ends, after = [*times[1:], last], [*list(headers)[1:], len(lines)]
     at, step, traceback = -1, None, False
     for number, line in enumerate(lines):
-        if found := headers.get(number):
+        if header := headers.get(number):
             at, step, traceback = at + 1, None, False
             if rank == 0:
-                own = (_RESUMES.match(lines[later]) for later in range(number + 1, after[at]))
-                yield _started(found, times[at], at, next((one for one in own if one), None))
+                resumes = (_RESUMES.match(lines[later]) for later in range(number + 1, after[at]))
+                yield _started(header, times[at], at, next((match for match in resumes if match), None))
             continue
         end, begin = (ends[at], times[at]) if at >= 0 else (last, last)
-        if seen := _AT_STEP.match(line):
-            step = int(seen[1])
+        if at_step := _AT_STEP.match(line):
+            step = int(at_step[1])
         for event in _of_line(line, rank, step, traceback):
             moment = (begin, at, 1) if event.kind == "note" else (end, at, 2)
             yield event._replace(
@@ -364,18 +367,18 @@ def _started(header: re.Match[str], time: float, at: int, resumed: re.Match[str]
 
 
 def _of_line(line: str, rank: int, step: int | None, traceback: bool) -> Iterator[RunEvent]:
-    if found := _STOPPED.match(line):
-        yield RunEvent("stop", int(found[2]), None, f"stopped by {found[1]}", _LATER)
+    if match := _STOPPED.match(line):
+        yield RunEvent("stop", int(match[2]), None, f"stopped by {match[1]}", _LATER)
     elif _DONE.match(line):
         yield RunEvent("end", step, None, line.partition(";")[0], _LATER)
-    elif found := _FATAL.match(line):
-        seen = _STEP.search(line)
-        yield RunEvent("fault", int(seen[1]) if seen else step, None, _with_rank(rank, found[1]), _LATER)
+    elif match := _FATAL.match(line):
+        named_step = _STEP.search(line)
+        yield RunEvent("fault", int(named_step[1]) if named_step else step, None, _with_rank(rank, match[1]), _LATER)
     elif traceback and line.strip() and not line.startswith(" "):
         yield RunEvent("fault", step, None, _with_rank(rank, line), _LATER)
-    elif found := _NOTE.match(line):
-        said = _SAID.match(found[1])
-        yield RunEvent("note", int(said[1]) if said else step, None, found[1].strip(), _LATER)
+    elif match := _NOTE.match(line):
+        by_watcher = _SAID.match(match[1])
+        yield RunEvent("note", int(by_watcher[1]) if by_watcher else step, None, match[1].strip(), _LATER)
 
 
 def _with_rank(rank: int, sentence: str) -> str:
@@ -393,7 +396,7 @@ def _seconds(text: str) -> float:
 # ---- run sent -------------------------------------------------------------------------------------------------------
 # A run's page as others get it: without the places and the names of the machines that it was made on.
 #
-# sent(held("run", Ask({}, (Path("runs/demo"),))))
+# sent(answered_view("run", Ask({}, (Path("runs/demo"),))))
 
 
 # Where a path begins: at a root, a drive, a share, a home, or a URL that names a file of a machine. A slash within a
@@ -421,42 +424,42 @@ _SENTENCES = (
 _HOMES = re.compile(r"(?i)(?:/home|/users|[a-z]:[\\/]+users)[\\/]+[^\\/]+[\\/]*")
 _ALONE = re.compile(r"/[^/\\]*")  # a name at the root is no place: "/s", "/ 2"
 _LOGIN = re.compile(r"(?<=://)[^\s/@]+@")
-_HOST = re.compile(r"\brank \d+ on (\S+)")  # of run_events.py
+_HOST = re.compile(r"\brank \d+ on (\S+)")  # in the text of a start (`_started`)
 
 
 def sent(view: dict[str, Any]) -> dict[str, Any]:
     """The same view: of a path its last part is left, and of a host nothing. What a log says beyond that stays."""
     page = view["payload"]
-    told = [one["text"] for run in page["shown"] for one in run["events"]]
-    hosts = {found for text in told for found in _HOST.findall(text)}
+    texts = [event["text"] for run in page["shown"] for event in run["events"]]
+    hosts = {host for text in texts for host in _HOST.findall(text)}
     places = _places([[run["directory"], run["job"], run["environment"]] for run in page["shown"]])
     shown = [
-        run | {"events": [one | {"text": _unnamed(_nearer(one["text"], places), hosts)} for one in run["events"]]}
+        run | {"events": [event | {"text": _unnamed(_nearer(event["text"], places), hosts)} for event in run["events"]]}
         for run in page["shown"]
     ]
     parts = {"parts": placeless(view["parts"])} if "parts" in view else {}
     return view | {"payload": placeless(page | {"shown": shown, "notes": []})} | parts
 
 
-def placeless(value: Any, said: bool = True) -> Any:
+def placeless(value: Any, may_be_sentence: bool = True) -> Any:
     """Every text of it, in which a path is its last part. `said`: texts may be sentences."""
     if isinstance(value, str):
-        return _scrubbed(value, said) if "/" in value or "\\" in value else value
+        return _scrubbed(value, may_be_sentence) if "/" in value or "\\" in value else value
     if isinstance(value, dict):
-        return {placeless(name, False): placeless(one, name in _SENTENCES) for name, one in value.items()}
-    return [placeless(one, said) for one in value] if isinstance(value, list | tuple) else value
+        return {placeless(name, False): placeless(inner, name in _SENTENCES) for name, inner in value.items()}
+    return [placeless(inner, may_be_sentence) for inner in value] if isinstance(value, list | tuple) else value
 
 
-def _scrubbed(text: str, said: bool) -> str:
+def _scrubbed(text: str, may_be_sentence: bool) -> str:
     text = _LOGIN.sub("", text)
-    if _WHOLE.fullmatch(text) and not _ALONE.fullmatch(text) and not (said and _SENTENCE.search(text)):
+    if _WHOLE.fullmatch(text) and not _ALONE.fullmatch(text) and not (may_be_sentence and _SENTENCE.search(text)):
         return _last(text)  # blanks are its own
-    text = _QUOTED.sub(lambda found: found["quote"] + _last(found["path"]) + found["quote"], text)
+    text = _QUOTED.sub(lambda match: match["quote"] + _last(match["path"]) + match["quote"], text)
     return _PATH.sub(_left, text)
 
 
-def _left(found: re.Match[str]) -> str:
-    return found[0] if _ALONE.fullmatch(found[0]) else _last(found[0])
+def _left(match: re.Match[str]) -> str:
+    return match[0] if _ALONE.fullmatch(match[0]) else _last(match[0])
 
 
 def _last(path: str) -> str:
@@ -469,8 +472,8 @@ def _places(value: Any) -> list[str]:
     """Every text that is a path as a whole, and the folders above it, the longest first. What is longer than any path
     of Linux is none, and of a deep one the upper folders are enough: a file is not to fill the memory with them."""
     if isinstance(value, dict | list):
-        found = {one for inner in (value.values() if isinstance(value, dict) else value) for one in _places(inner)}
-        return sorted(found, key=len, reverse=True)
+        places = {place for inner in (value.values() if isinstance(value, dict) else value) for place in _places(inner)}
+        return sorted(places, key=len, reverse=True)
     if not isinstance(value, str) or len(value) > _LONGEST_PATH or not _WHOLE.fullmatch(value):
         return []
     parts = value.split("/")[:_DEEPEST]

@@ -44,8 +44,8 @@ def payload(ask: Ask) -> dict[str, Any]:
     query = _query(ask, name)
     asked = {"pp": str(query.pp), "microbatches": str(query.microbatches)}
     asked |= {key: ask.text(key) for key in ASKED if ask.text(key)}
-    drawn = {"drawn": None, "refused": None} if CATALOGUE[name].weighs else _one(query, name)
-    schedules = [{"name": one.name, "needs": one.needs, "made": one.weighs} for one in CATALOGUE.values()]
+    drawn = {"drawn": None, "refused": None} if CATALOGUE[name].weighs else _drawn_or_refused(query, name)
+    schedules = [{"name": info.name, "needs": info.needs, "made": info.weighs} for info in CATALOGUE.values()]
     return _page(query, name, schedules, asked) | drawn
 
 
@@ -57,26 +57,28 @@ def heavy(ask: Ask) -> bool:
     return query.pp > NARROW or query.pp * query.microbatches * (query.chunks or 1) > AT_ONCE
 
 
-def drawn(found: DrawResult) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+def drawn(result: DrawResult) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
     """Of every schedule that `draw` has drawn its name, its payload and its parts: several stand beside each other, and
     one beside all of the catalogue."""
-    query, first = found.query, found.simulations[0].schedule
+    query, first = result.query, result.simulations[0].schedule
     asked = query or Query((), first.p, first.m)
-    if (most := max(one.schedule.p * one.schedule.m for one in found.simulations)) > MOST:
+    if (most := max(simulation.schedule.p * simulation.schedule.m for simulation in result.simulations)) > MOST:
         raise UserError(f"{most} passes of a pipeline are more than the {MOST} that a page draws; -o draws a picture")
-    if len(found.simulations) > 1:
-        *others, last = found.simulations
+    if len(result.simulations) > 1:
+        *others, last = result.simulations
         parts = {
-            "every": {"schedules": [_row(one) for one in others], "fine": FINE, "these": True},
+            "every": {"schedules": [_row(simulation) for simulation in others], "fine": FINE, "these": True},
             "made": _made(last),
         }
     else:  # of a large one it stands alone: the catalogue would take minutes, and more room than a mail has
-        parts = _beside(asked, found.simulations[0]) if most <= SLIDING else {}
+        parts = _beside(asked, result.simulations[0]) if most <= SLIDING else {}
     pages = []
-    for one in found.simulations:
-        name, own = one.schedule.name, replace(asked, pp=one.schedule.p, microbatches=one.schedule.m)
+    for simulation in result.simulations:
+        schedule = simulation.schedule
+        name, own_query = schedule.name, replace(asked, pp=schedule.p, microbatches=schedule.m)
         schedules = [{"name": name, "needs": CATALOGUE[name].needs if name in CATALOGUE else "", "made": False}]
-        pages.append((name, _page(own, name, schedules, {}) | {"drawn": _drawn(one), "refused": None}, parts))
+        page = _page(own_query, name, schedules, {}) | {"drawn": _drawn(simulation), "refused": None}
+        pages.append((name, page, parts))
     return pages
 
 
@@ -91,23 +93,27 @@ def stepped(simulation: Simulation, microbatches: int) -> dict[str, Any] | None:
     return page | {"drawn": _drawn(simulation), "refused": None, "clock": "s", "microbatches": microbatches}
 
 
-def _beside(query: Query, one: Simulation) -> dict[str, Any]:
+def _beside(query: Query, simulation: Simulation) -> dict[str, Any]:
     """The catalogue for the same numbers, with a schedule that is not of it; and the one that is made for them."""
-    name, p, m = one.schedule.name, one.schedule.p, one.schedule.m
+    name, p, m = simulation.schedule.name, simulation.schedule.p, simulation.schedule.m
     asked = replace(query, names=tuple(CATALOGUE), pp=p, microbatches=m)
     (maker,) = (name for name, record in CATALOGUE.items() if record.weighs)
     listed = replace(asked, names=tuple(name for name in CATALOGUE if name != maker), memory=None)
-    rows = [*_rows(listed), *([] if name in CATALOGUE else [_row(one)])]
-    made = _made(one) if name == maker else {"schedule": maker} | _one(replace(asked, chunks=None, group=None), maker)
+    rows = [*_rows(listed), *([] if name in CATALOGUE else [_row(simulation)])]
+    made = (
+        _made(simulation)
+        if name == maker
+        else {"schedule": maker} | _drawn_or_refused(replace(asked, chunks=None, group=None), maker)
+    )
     return {"every": {"schedules": sorted(rows, key=lambda row: row.get("makespan", LAST)), "fine": FINE}, "made": made}
 
 
-def _made(one: Simulation) -> dict[str, Any]:
-    return {"schedule": one.schedule.name, "drawn": _drawn(one), "refused": None}
+def _made(simulation: Simulation) -> dict[str, Any]:
+    return {"schedule": simulation.schedule.name, "drawn": _drawn(simulation), "refused": None}
 
 
-def _row(one: Simulation) -> dict[str, Any]:
-    return figures_of(one) | {"needs": "", "lanes": _small(one)}
+def _row(simulation: Simulation) -> dict[str, Any]:
+    return figures_of(simulation) | {"needs": "", "lanes": _small(simulation)}
 
 
 def _page(query: Query, name: str, schedules: list[dict[str, Any]], asked: dict[str, str]) -> dict[str, Any]:
@@ -123,18 +129,18 @@ def _page(query: Query, name: str, schedules: list[dict[str, Any]], asked: dict[
 def every(ask: Ask) -> dict[str, Any]:
     """The schedules for the same numbers, the quickest first, each as a small picture; or why one is refused."""
     ask.only(*ASKED)
-    query = _query(ask, *(name for name, one in CATALOGUE.items() if not one.weighs))
+    query = _query(ask, *(name for name, info in CATALOGUE.items() if not info.weighs))
     return {"schedules": sorted(_rows(query), key=lambda row: row.get("makespan", LAST)), "fine": FINE}
 
 
 def made(ask: Ask) -> dict[str, Any]:
     """The schedule that is made for the durations at hand, as `payload` has others."""
     ask.only(*ASKED)
-    (name,) = (name for name, one in CATALOGUE.items() if one.weighs)
-    return {"schedule": name} | _one(_query(ask, name), name)
+    (name,) = (name for name, info in CATALOGUE.items() if info.weighs)
+    return {"schedule": name} | _drawn_or_refused(_query(ask, name), name)
 
 
-def _one(query: Query, name: str) -> dict[str, Any]:
+def _drawn_or_refused(query: Query, name: str) -> dict[str, Any]:
     try:
         return {"drawn": _drawn(query.simulate(name)), "refused": None}
     except UserError as error:
@@ -143,22 +149,22 @@ def _one(query: Query, name: str) -> dict[str, Any]:
 
 def _rows(query: Query) -> list[dict[str, Any]]:
     """As `fivefold compare schedules --json` has them, and beside the figures what is drawn."""
-    found: dict[str, Simulation | UserError] = {}
+    results: dict[str, Simulation | UserError] = {}
     for name in query.names:
         try:
-            found[name] = query.simulate(name)
+            results[name] = query.simulate(name)
         except UserError as error:
-            found[name] = error
-    rows = CompareResult(query, found).to_dict()["schedules"]
-    drawn = {name: _small(one) if isinstance(one, Simulation) else [] for name, one in found.items()}
+            results[name] = error
+    rows = CompareResult(query, results).to_dict()["schedules"]
+    drawn = {name: _small(result) if isinstance(result, Simulation) else [] for name, result in results.items()}
     return [row | {"lanes": drawn[row["schedule"]]} for row in rows]
 
 
 def _query(ask: Ask, *names: str) -> Query:
     if strange := [name for name in names if name not in CATALOGUE]:  # it may be a file's, and a page reads none
         raise UserError(f"unknown schedule {strange[0][:60]!r}; {did_you_mean(strange[0][:60], list(CATALOGUE))}")
-    pp, m = _whole(ask, "pp", PP, WIDEST), _whole(ask, "microbatches", MICROBATCHES, MOST)
-    chunks = ask.whole("chunks") if any(CATALOGUE[name].any_chunks for name in names) else None
+    pp, m = _integer(ask, "pp", PP, WIDEST), _integer(ask, "microbatches", MICROBATCHES, MOST)
+    chunks = ask.integer("chunks") if any(CATALOGUE[name].any_chunks for name in names) else None
     checked("chunks", chunks, within(1, WIDEST))
     if pp * m * (chunks or 1) > (MOST if chunks is None else 4 * MOST):
         raise UserError(
@@ -171,10 +177,10 @@ def _query(ask: Ask, *names: str) -> Query:
     return Query(names, pp, m, chunks, times=Durations(Durations.parse(ask.text("times")).values, slow))
 
 
-def _whole(ask: Ask, name: str, usual: int, most: int) -> int:
+def _integer(ask: Ask, name: str, usual: int, most: int) -> int:
     """In its range; `usual` only where it is not given."""
-    found = checked(name, ask.whole(name), within(1, most))
-    return usual if found is None else int(found)
+    number = checked(name, ask.integer(name), within(1, most))
+    return usual if number is None else int(number)
 
 
 def _asked(query: Query, name: str) -> dict[str, Any]:
@@ -221,7 +227,7 @@ def _drawn(simulation: Simulation) -> dict[str, Any]:
         "chunk": schedule.placement.chunk,
         # Of every rank what is drawn: [kind, stage, microbatch, start, end], and of a pair in one box the other half.
         "lanes": [
-            [(*one.action[:3], one.start, one.end, *(one.beside[:3] if one.beside else ())) for one in lane]
+            [(*box.action[:3], box.start, box.end, *(box.beside[:3] if box.beside else ())) for box in lane]
             for lane in lanes
         ],
         "needs": needs(schedule, lanes),
@@ -232,10 +238,10 @@ def _drawn(simulation: Simulation) -> dict[str, Any]:
 def _small(simulation: Simulation) -> list[dict[str, Any]]:
     """Of every rank the kinds, the chunks, and the starts and ends in steps of the makespan."""
     chunk, scale = simulation.schedule.placement.chunk, FINE / simulation.makespan
-    found = []
+    ranks = []
     for rank in range(simulation.schedule.p):
-        shown = list(simulation.shown(rank))
-        kinds = "".join("P" if one.beside else one.action.kind[0] for one in shown)
-        ends = [round(scale * time) for one in shown for time in (one.start, one.end)]
-        found.append({"kinds": kinds, "chunks": [chunk[one.action.stage] for one in shown], "ends": ends})
-    return found
+        boxes = list(simulation.shown(rank))
+        kinds = "".join("P" if box.beside else box.action.kind[0] for box in boxes)
+        ends = [round(scale * time) for box in boxes for time in (box.start, box.end)]
+        ranks.append({"kinds": kinds, "chunks": [chunk[box.action.stage] for box in boxes], "ends": ends})
+    return ranks

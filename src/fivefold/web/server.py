@@ -81,10 +81,10 @@ class Guard:
 
     def refusal(self, scope: Scope) -> tuple[int, str] | None:
         """A status and a sentence; None where the request may pass."""
-        found = {name: [value for key, value in scope["headers"] if key == name] for name in (b"host", b"origin")}
-        if len(found[b"host"]) != 1 or found[b"host"][0] not in self.hosts:
+        headers = {name: [value for key, value in scope["headers"] if key == name] for name in (b"host", b"origin")}
+        if len(headers[b"host"]) != 1 or headers[b"host"][0] not in self.hosts:
             return 403, "this server answers to its own address only"
-        if any(origin not in {b"http://" + host for host in self.hosts} for origin in found[b"origin"]):
+        if any(origin not in {b"http://" + host for host in self.hosts} for origin in headers[b"origin"]):
             return 403, "pages of other origins may not ask here"
         if scope["method"] not in ("GET", "HEAD"):
             return 405, "this server only shows; it takes GET and HEAD"
@@ -185,15 +185,15 @@ def application(token: str, port: int, runs: tuple[Path, ...] = ()) -> App:
         view, part = request.path_params["view"], request.path_params.get("part", "")
         try:
             words = _words(request)
-            found = None if _slow(view, part) else await in_thread(_quickly, view, part, Ask(words, runs))
-            if found is None:
+            quick = None if _slow(view, part) else await in_thread(_quickly, view, part, Ask(words, runs))
+            if quick is None:
                 lane = f"{request.headers.get(PAGE, '')[:64]} {view} {part}"
                 question = WorkerQuestion(view, part, words)
-                found = kept.get(key := msgspec.json.encode(question))
-                if found is None:
-                    found = await _while_there(request, workers.ask(lane, question))
-                    kept.update({key: found} if part in view_of(view).kept else {})
-            return _json(found)
+                quick = kept.get(key := msgspec.json.encode(question))
+                if quick is None:
+                    quick = await _while_there(request, workers.ask(lane, question))
+                    kept.update({key: quick} if part in view_of(view).kept else {})
+            return _json(quick)
         except UserError as error:
             return _error(404 if isinstance(error, Nothing) else 400, error.problems)
         except Busy as error:
@@ -219,16 +219,16 @@ def application(token: str, port: int, runs: tuple[Path, ...] = ()) -> App:
 
 async def _while_there(request: Request, answer: Coroutine[Any, Any, bytes]) -> bytes:
     """The answer; where the page is closed, reloaded or gives up before it comes, its work is stopped."""
-    asked, gone = asyncio.create_task(answer), asyncio.create_task(_gone(request))
+    answering, gone = asyncio.create_task(answer), asyncio.create_task(_gone(request))
     try:
-        await asyncio.wait({asked, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not asked.done():
+        await asyncio.wait({answering, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not answering.done():
             raise Gone
-        return asked.result()
+        return answering.result()
     finally:
-        asked.cancel()
+        answering.cancel()
         gone.cancel()
-        await asyncio.gather(asked, gone, return_exceptions=True)
+        await asyncio.gather(answering, gone, return_exceptions=True)
 
 
 async def _gone(request: Request) -> None:

@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from fivefold.model.grouped import GroupedLinear, Groups, PutOff, _runs
+from fivefold.model.grouped import DeferWgrad, GroupedLinear, Groups, _runs
 from fivefold.model.recompute import recomputed
 
 
-def linear(x: Tensor, weight: Tensor, groups: Groups, defer_wgrad: Callable[[], PutOff | None] | None = None) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, groups: Groups, defer_wgrad: Callable[[], DeferWgrad | None] | None = None
+) -> Tensor:
     return GroupedLinear.apply(x, weight, groups.ends, groups.sizes, defer_wgrad)
 
 

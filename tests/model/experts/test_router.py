@@ -10,7 +10,7 @@ from torch import Tensor
 from fivefold.model.decoder import Decoder
 from fivefold.model.dispatch import Routing, best, in_order
 from fivefold.model.init import initialise
-from fivefold.model.moe import AddLoss, Balance, balance_loss, follow_load, row_counts, z_loss
+from fivefold.model.moe import AddLoss, Balance, balance_loss, row_counts, update_expert_bias, z_loss
 from fivefold.spec.blocks import Experts
 from fivefold.spec.presets import preset
 
@@ -38,10 +38,10 @@ def test_load_is_counted_once_and_only_in_training() -> None:
         router = model.layers["0"].mlp.router
         tokens = torch.arange(10).view(2, 5)
         model(tokens).sum().backward()
-        assert int(router.load.sum()) == 10 * 2, recompute
+        assert int(router.tokens_per_expert.sum()) == 10 * 2, recompute
         model.eval()
         model(tokens)
-        assert int(router.load.sum()) == 10 * 2, recompute
+        assert int(router.tokens_per_expert.sum()) == 10 * 2, recompute
 
 
 def test_a_bias_chooses_and_does_not_weigh() -> None:
@@ -100,7 +100,7 @@ def test_the_z_loss_is_of_logits() -> None:
 
 def test_the_bias_follows_the_load_by_whole_steps() -> None:
     bias = torch.zeros(4)
-    follow_load(bias, torch.tensor([4, 2, 2, 0]), 0.5)
+    update_expert_bias(bias, torch.tensor([4, 2, 2, 0]), 0.5)
     assert bias.tolist() == [-0.5, 0.0, 0.0, 0.5]
 
 

@@ -13,7 +13,7 @@ from fivefold.parallel.optimizer import Optimizer
 from fivefold.parallel.replicated import Replicated
 from fivefold.spec.operations import BOTTOM, TOP
 from fivefold.spec.presets import preset
-from tests.parallel.zero.world import CONFIG, each, forward_backward, make, microbatches, whole
+from tests.parallel.zero.world import CONFIG, each, forward_backward, full_tensor, make, microbatches
 from tests.ranks import run_ranks
 
 DEEP = preset("tiny", layers=4, hidden=16, heads=4, kv_heads=4, head_dim=4, ffn=32, vocab=48)
@@ -63,7 +63,7 @@ def diary(rank: int, world: int, stage: int) -> tuple[list[str], list[str], int]
             book.lines.clear()
             loss.backward()
             backward = list(book.lines)
-    weights.finish()
+    weights.finish_grad_sync()
     norm = optimizer.gradient_norm()
     with book:
         book.lines.clear()
@@ -111,7 +111,7 @@ def absent(rank: int, world: int, stage: int) -> tuple[float, float]:
     forward_backward(model, ops, weights, parts, count)
     summed = weights.masters[name].grad
     assert summed is not None
-    return own.norm().item(), whole(weights.as_dtensor(name, summed)).norm().item()
+    return own.norm().item(), full_tensor(weights.as_dtensor(name, summed)).norm().item()
 
 
 def test_parameters_without_a_gradient_on_one_rank_count_as_zero_and_nothing_hangs() -> None:

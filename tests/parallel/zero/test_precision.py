@@ -9,7 +9,7 @@ from fivefold.model.decoder import Decoder
 from fivefold.model.init import initialise
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import preset
-from tests.parallel.zero.world import SEED, SMALL, each, forward_backward, make, microbatches, train, whole
+from tests.parallel.zero.world import SEED, SMALL, each, forward_backward, full_tensor, make, microbatches, train
 from tests.ranks import run_ranks
 
 TINY = preset("tiny", layers=1, hidden=8, heads=2, kv_heads=1, head_dim=4, ffn=9, vocab=11)
@@ -20,8 +20,8 @@ EXACT = {one.name for spec in (SMALL, TINY, OSS) for one in spec.parameters() if
 
 def start(rank: int, world: int, layout: Layout, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     model, _, weights, _ = make(SMALL, layout, dtype)
-    masters = {name: whole(weights.as_dtensor(name, p.detach())) for name, p in weights.masters.items()}
-    return masters, {name: whole(p.detach()) for name, p in model.named_parameters()}
+    masters = {name: full_tensor(weights.as_dtensor(name, p.detach())) for name, p in weights.masters.items()}
+    return masters, {name: full_tensor(p.detach()) for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,8 @@ def gradients(rank: int, world: int, spec: ModelSpec, layout: Layout) -> dict[st
     model, ops, weights, mesh = make(spec, layout, torch.bfloat16)
     parts, count = microbatches(spec, mesh, 0, 4, ())
     forward_backward(model, ops, weights, parts, count)
-    return {name: whole(weights.as_dtensor(name, p.grad)) for name, p in weights.masters.items() if p.grad is not None}
+    grads = {name: p.grad for name, p in weights.masters.items() if p.grad is not None}
+    return {name: full_tensor(weights.as_dtensor(name, grad)) for name, grad in grads.items()}
 
 
 def test_bfloat16_gradients_of_two_ranks_are_those_of_two_microbatches_to_the_bit() -> None:

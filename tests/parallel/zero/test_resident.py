@@ -23,7 +23,7 @@ def held(rank: int, world: int, layout: Layout, dtype: torch.dtype) -> tuple[lis
         with weights.microbatch(last=number == len(parts)):
             (model(tokens, targets=Targets(targets, mask)) / count).backward()
         seen.append(weights.resident())
-    weights.finish()
+    weights.finish_grad_sync()
     optimizer.step(1e-3, optimizer.gradient_norm())
     weights.ready()
     return [*seen, weights.resident()], optimizer.resident()

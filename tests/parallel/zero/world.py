@@ -14,7 +14,7 @@ from fivefold.model.init import initialise
 from fivefold.model.layers import TokenPositions
 from fivefold.model.ops import LocalOps
 from fivefold.optim.adamw import AdamW
-from fivefold.parallel.collectives import whole
+from fivefold.parallel.collectives import full_tensor
 from fivefold.parallel.fsdp import FullySharded
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.optimizer import Optimizer
@@ -95,7 +95,7 @@ def make(
     if layout.zero == 3:
         weights = FullySharded([model], spec, mesh, dtype, SEED)
     else:
-        weights = Replicated([model], spec, mesh, dtype, SEED, minimum)
+        weights = Replicated([model], spec, mesh, dtype, SEED, minimum=minimum)
     return model, ops, weights, mesh
 
 
@@ -115,7 +115,7 @@ def forward_backward(model: Decoder, ops: LocalOps, weights: Weights, parts: lis
             loss = model(tokens, TokenPositions.of(tokens), Targets(targets, mask)) / count
             loss.backward()
         total += loss.item()
-    weights.finish()
+    weights.finish_grad_sync()
     return total
 
 
@@ -140,15 +140,15 @@ def train(
             grads = {
                 name: weights.as_dtensor(name, p.grad) for name, p in weights.masters.items() if p.grad is not None
             }
-            run.gradients.update({name: whole(gradient).clone() for name, gradient in grads.items()})
+            run.gradients.update({name: full_tensor(gradient).clone() for name, gradient in grads.items()})
         norm = optimizer.gradient_norm()
         run.norms.append(norm.item())
         optimizer.step(CONFIG.lr, norm)
     state = optimizer.state()
-    run.masters.update({name: whole(one["master"]) for name, one in state.items()})
-    run.moments.update({name: whole(one["exp_avg_sq"]) for name, one in state.items()})
+    run.masters.update({name: full_tensor(one["master"]) for name, one in state.items()})
+    run.moments.update({name: full_tensor(one["exp_avg_sq"]) for name, one in state.items()})
     weights.ready()
-    run.model.update({name: whole(p.detach()) for name, p in model.named_parameters()})
+    run.model.update({name: full_tensor(p.detach()) for name, p in model.named_parameters()})
     return run
 
 
