@@ -25,9 +25,9 @@ from fivefold.layout.layout import Layout
 from fivefold.model.attention import Attention
 from fivefold.model.decoder import Decoder
 from fivefold.model.layers import TokenPositions
-from fivefold.parallel.collectives import whole
+from fivefold.parallel.collectives import full_tensor
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.optimizer import spread
+from fivefold.parallel.optimizer import shard_model
 from fivefold.parallel.tensor import TensorParallel, ops_of
 from fivefold.render.blocks import Block, Result, Table, Text, show
 from fivefold.spec.model import ModelSpec
@@ -123,7 +123,7 @@ class AttentionBlock:
             model = Decoder(shape.spec, ops=ops)
         if isinstance(ops, TensorParallel):
             ops.adopt(model)
-        self.weights = spread([model], shape.spec, mesh, DTYPES[shape.dtype], seed=0)
+        self.weights = shard_model([model], shape.spec, mesh, DTYPES[shape.dtype], seed=0)
         attention = model.layers["0"].attention
         assert isinstance(attention, Attention)
         self.attention = attention
@@ -142,12 +142,12 @@ class AttentionBlock:
     def tensors(self, x: Tensor, output_grad: Tensor) -> dict[str, Tensor]:
         """What one pass computes: output and all gradients; collective."""
         tensors = dict(zip(("output", "input gradient"), self.run(x, output_grad), strict=True))
-        self.weights.finish()
+        self.weights.finish_grad_sync()
         prefix = "layers.0.attention."
         for name, master in self.weights.masters.items():
             if name.startswith(prefix):
                 assert master.grad is not None
-                tensors[name.removeprefix(prefix)] = whole(self.weights.as_dtensor(name, master.grad))
+                tensors[name.removeprefix(prefix)] = full_tensor(self.weights.as_dtensor(name, master.grad))
         return tensors
 
 

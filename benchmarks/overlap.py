@@ -303,53 +303,55 @@ class Delay:
         self.pace, self.last = bytes_per_second, 0.0
         self.left: dict[AsyncExchange, float] = {}  # seconds of those under way, if alone
 
-    def begin(self, trip: AsyncExchange, payload: int) -> None:
+    def begin(self, exchange: AsyncExchange, payload: int) -> None:
         self._advance()
-        self.left[trip] = payload / self.pace
+        self.left[exchange] = payload / self.pace
 
-    def end(self, trip: AsyncExchange) -> None:
+    def end(self, exchange: AsyncExchange) -> None:
         """Wait until it is there."""
         self._advance()
-        while self.left[trip] > 0.0:
+        while self.left[exchange] > 0.0:
             time.sleep(min(seconds for seconds in self.left.values() if seconds > 0) * len(self._flying()))
             self._advance()
-        del self.left[trip]
+        del self.left[exchange]
 
     def _flying(self) -> list[AsyncExchange]:
-        return [trip for trip, left in self.left.items() if left > 0]
+        return [exchange for exchange, left in self.left.items() if left > 0]
 
     def _advance(self) -> None:
         now = time.perf_counter()
         passed, self.last = now - self.last, now
         while passed > 0 and (flying := self._flying()):
-            step = min(passed, min(self.left[trip] for trip in flying) * len(flying))
-            for trip in flying:
-                self.left[trip] -= step / len(flying)
-                if self.left[trip] < 1e-9:
-                    self.left[trip] = 0.0
+            step = min(passed, min(self.left[exchange] for exchange in flying) * len(flying))
+            for exchange in flying:
+                self.left[exchange] -= step / len(flying)
+                if self.left[exchange] < 1e-9:
+                    self.left[exchange] = 0.0
             passed -= step
 
 
 def listen(recorder: Recorder, delay: Delay | None) -> None:
     """To every message of experts that leaves, and that is waited for."""
-    leave, end = AsyncExchange.leave, AsyncExchange.end
+    leave, end = AsyncExchange.start, AsyncExchange.finish
 
-    def left(trip: AsyncExchange, how: Send, axis: Axis, tensors: Tensors) -> tuple[()]:
+    def left(exchange: AsyncExchange, how: Send, axis: Axis, tensors: Tensors) -> tuple[()]:
         recorder.mark()
-        leave(trip, how, axis, tensors)
+        leave(exchange, how, axis, tensors)
         if delay is not None:
-            delay.begin(trip, max(_bytes(tensors), _bytes(trip.flying)) * (EP - 1) // EP)  # a share stays here
+            delay.begin(
+                exchange, max(_bytes(tensors), _bytes(exchange.in_flight)) * (EP - 1) // EP
+            )  # a share stays here
         return ()
 
-    def ended(trip: AsyncExchange) -> Tensors:
+    def ended(exchange: AsyncExchange) -> Tensors:
         recorder.mark()
-        come = end(trip)
+        come = end(exchange)
         if delay is not None:
-            delay.end(trip)
+            delay.end(exchange)
         recorder.mark()
         return come
 
-    AsyncExchange.leave, AsyncExchange.end = left, ended  # type: ignore[method-assign, assignment]
+    AsyncExchange.start, AsyncExchange.finish = left, ended  # type: ignore[method-assign, assignment]
 
 
 def _bytes(tensors: Tensors) -> int:
@@ -401,7 +403,7 @@ def run(rank: Rank, shape: OverlapShape, schedule: str, wires: WireDelay) -> Ove
     passes = StepPasses(shape, schedule, recorder)
     wanted, got = passes.gradients(in_turns=False), passes.gradients(in_turns=True)
     same = wanted.keys() == got.keys() and all(torch.equal(wanted[name], got[name]) for name in wanted)
-    passes.engine.pipeline.final = set()  # gradients are not summed over ranks: that is no part of a pass
+    passes.engine.pipeline.last_of_stage = set()  # gradients are not summed over ranks: that is no part of a pass
 
     def after(name: str) -> None:
         passes.engine.weights.sync_params()

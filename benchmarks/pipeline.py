@@ -33,7 +33,7 @@ from fivefold.launch.processes import Rank
 from fivefold.layout.layout import Layout
 from fivefold.model.head import loss_sum
 from fivefold.model.ops import LocalOps
-from fivefold.parallel.collectives import whole
+from fivefold.parallel.collectives import full_tensor
 from fivefold.parallel.control import all_gather_values
 from fivefold.parallel.mesh import Mesh
 from fivefold.render.blocks import Block, Result, Text, show
@@ -188,7 +188,7 @@ class FivefoldPipeline:
 
     def gradients(self) -> dict[str, Tensor]:
         """Of this rank's stages, by global name."""
-        return {name: whole(grad) for name, grad in self.engine.gradients().items()}
+        return {name: full_tensor(grad) for name, grad in self.engine.gradients().items()}
 
     def reset(self) -> None:
         """Drop the gradients."""

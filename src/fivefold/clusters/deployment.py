@@ -268,7 +268,7 @@ class Options:
         units = [3600, 60, 1] if days or len(numbers) == 3 else [60, 1]
         return 86400 * int(days or 0) + sum(map(int.__mul__, numbers, units))
 
-    def problems(self, kind: str) -> list[str]:
+    def problems(self, kind: str) -> list[Problem]:
         foreign = [name for name, kinds in _BELONG.items() if getattr(self, name) and kind not in kinds]
         where = {name: " and ".join(f"--{owner}" for owner in _BELONG[name]) for name in foreign}
         problems = [
