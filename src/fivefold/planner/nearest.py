@@ -15,7 +15,8 @@ from typing import Any, get_args
 from msgspec import structs
 
 from fivefold.cost.step import Case
-from fivefold.layout.layout import ContextKind, Dispatch, Layout, Recompute, tp_fits
+from fivefold.layout.layout import ContextKind, Dispatch, Layout, Recompute
+from fivefold.layout.rules import most_stages, tp_fits
 from fivefold.planner.explain import RANKS_BY
 from fivefold.schedules.registry import CATALOGUE
 from fivefold.support.text import divisors
@@ -45,11 +46,11 @@ def steps(case: Case, layout: Layout) -> dict[str, list[Any]]:
     stage = max(1, layout.dp // layout.replicate * layout.cp * layout.tp)
     experts = 1 if spec.experts is None else spec.experts.count
     record = CATALOGUE.get(layout.schedule)
-    most = (spec.layers + 2) // layout.pp
+    most = most_stages(spec) // layout.pp
     return {
         "dp": ways,
         "tp": [n for n in ways if tp_fits(spec, n)],
-        "pp": [n for n in ways if n <= spec.layers + 2],
+        "pp": [n for n in ways if n <= most_stages(spec)],
         "cp": [n for n in ways if n == 1 or case.seq % (2 * n) == 0],
         "ep": [n for n in divisors(stage) if experts % n == 0],
         "microbatches": divisors(share),

@@ -7,7 +7,7 @@ Layouts, the planner and the trainer ask the record, never the name.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from heapq import heappop, heappush
 from itertools import product
 from typing import Any
@@ -84,6 +84,12 @@ class ScheduleInfo:
     def repeats(self) -> bool:
         """Whether a long one only repeats what a shorter one does."""
         return not self.weighs and self.schedule is None
+
+    @cached_property
+    def bent(self) -> bool:
+        """Whether the first of several ranks has the last stage, too: a V of stages."""
+        ranks = self.schedule.p if self.schedule else 2
+        return ranks > 1 and self.place(ranks, self.chunks).owner[-1] == 0
 
     def takes(self, option: str) -> bool:
         """Whether `chunks`, `group` or `memory` makes a difference to it."""
