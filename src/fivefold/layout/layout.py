@@ -34,8 +34,8 @@ _FOR_COMMA = re.compile(r"(?<=[^\s,=])\s+(?=[a-z_]+\s*=|(?:sp|\d+)(?:[\s,]|$))")
 
 def with_commas(text: str) -> str:
     """The same text where nothing was wrong with it."""
-    whole, wrong = _FOR_COMMA.subn(",", text.strip())
-    return re.sub(r"\s*([,=])\s*", r"\1", whole) if wrong else whole
+    joined, wrong = _FOR_COMMA.subn(",", text.strip())
+    return re.sub(r"\s*([,=])\s*", r"\1", joined) if wrong else joined
 
 
 # ---- layout ---------------------------------------------------------------------------------------------------------
@@ -111,8 +111,8 @@ class Layout(Axes, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @classmethod
     def parse(cls, text: str) -> Self:
         """Read "dp=2,tp=2,sp,split=3,5": commas separate, a bare flag is true, numbers after split= belong to it."""
-        if (whole := with_commas(text)) != text.strip():
-            raise UserError(f"{SPACED}; write {whole}")
+        if (joined := with_commas(text)) != text.strip():
+            raise UserError(f"{SPACED}; write {joined}")
         values: dict[str, str] = {}
         problems: list[str] = []
         last = ""
@@ -147,10 +147,10 @@ class Layout(Axes, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def given(self) -> dict[str, Any]:
         """What differs from one rank doing everything, without what follows from the schedule's name."""
         default = Layout(schedule=self.schedule)
-        found = {field: getattr(self, field) for field in self.__struct_fields__}
+        values = {field: getattr(self, field) for field in self.__struct_fields__}
         return {
             field: value
-            for field, value in found.items()
+            for field, value in values.items()
             if value != ("1f1b" if field == "schedule" else getattr(default, field))
         }
 

@@ -77,14 +77,14 @@ def moved(case: Case, layout: Layout, field: str, value: str) -> Layout:
         changes["sp"] = layout.sp or layout.tp == 1
     if field == "zero" and value != "3":
         changes["replicate"] = 1
-    found = Layout.from_dict({key: value for key, value in changes.items() if not (key == "chunks" and not value)})
-    if found.tp == 1 and field != "sp":
-        found = structs.replace(found, sp=False)
+    chosen = Layout.from_dict({key: value for key, value in changes.items() if not (key == "chunks" and not value)})
+    if chosen.tp == 1 and field != "sp":
+        chosen = structs.replace(chosen, sp=False)
     if field in ("tp", "pp", "cp"):
-        found = _following(case, layout, found)
-    if field == "dp" and (other := nearest(case, found, "dp")) is not None and other.dp == found.dp:
+        chosen = _following(case, layout, chosen)
+    if field == "dp" and (other := nearest(case, chosen, "dp")) is not None and other.dp == chosen.dp:
         return other
-    return found
+    return chosen
 
 
 def _following(case: Case, before: Layout, layout: Layout) -> Layout:
@@ -105,17 +105,17 @@ def nearest(case: Case, layout: Layout, keep: str = "") -> Layout | None:
     """The nearest layout without problems; the field `keep` changes only where it must."""
     for plain in PLAIN:
         start = structs.replace(layout, **plain)
-        around = sorted(_around(case, start, keep), key=lambda one: one[0])
+        around = sorted(_around(case, start, keep), key=lambda change: change[0])
         for _, changes in around[:TRIED]:
-            found = structs.replace(start, **changes)
-            if not problems(case, found):
-                return found
+            candidate = structs.replace(start, **changes)
+            if not problems(case, candidate):
+                return candidate
     return None
 
 
 def _around(case: Case, layout: Layout, keep: str) -> Iterator[tuple[float, dict[str, Any]]]:
     """Degrees and microbatches nearby, each with how far away it is."""
-    world, legal, whole = case.cluster.world, steps(case, layout), layout.dp * layout.microbatches
+    world, legal, total = case.cluster.world, steps(case, layout), layout.dp * layout.microbatches
 
     def far(field: str, value: int, of: int) -> float:
         return abs(math.log2(value / of)) * WEIGHTS.get(field, 0.0) * (KEPT if field == keep else 1.0)
@@ -128,7 +128,7 @@ def _around(case: Case, layout: Layout, keep: str) -> Iterator[tuple[float, dict
         inner = tp * pp * cp
         if world % inner or case.batch % (dp := world // inner):
             continue
-        wanted = layout.microbatches if keep == "microbatches" else max(1, round(whole / dp))
+        wanted = layout.microbatches if keep == "microbatches" else max(1, round(total / dp))
         counts = sorted(divisors(case.batch // dp), key=lambda n: abs(math.log2(n / wanted)))[:4]
         distance = far("tp", tp, layout.tp) + far("pp", pp, layout.pp) + far("cp", cp, layout.cp)
         distance += abs(math.log2(dp / layout.dp)) * (KEPT if keep == "dp" else 0.0)

@@ -58,8 +58,8 @@ class SearchQuery:
                 PipelineArrays(record, chunks) for record in RECORDS if record.name in has for chunks in record.planned
             ]
         records = [record_of(name)] if name in has or is_file(name) else []
-        every = [PipelineArrays(record, chunks) for record in records for chunks in record.planned or (record.chunks,)]
-        return [one for one in every if one.chunks == self.fixed.get("chunks", one.chunks)]
+        chosen = [PipelineArrays(record, chunks) for record in records for chunks in record.planned or (record.chunks,)]
+        return [pipeline for pipeline in chosen if pipeline.chunks == self.fixed.get("chunks", pipeline.chunks)]
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,10 @@ def _written(pipeline: PipelineArrays, alone: bool) -> PipelineArrays:
 def space(wish: SearchQuery) -> Space:
     """Every legal combination (layout/rules.py) that is worth a try."""
     shapes = list(shapes_of(wish))
-    every = _combinations(wish, shapes)
+    combinations = _combinations(wish, shapes)
     if wish.case.spec.experts is not None:
-        return _with_experts(wish, every, shapes)
-    of = legal(wish, shapes, every)
+        return _with_experts(wish, combinations, shapes)
+    of = legal(wish, shapes, combinations)
     if not len(of.tp):
         return Space(of, shapes, wish.pipelines, np.zeros(0), np.zeros(0))
     blocks = np.array([BlockArrays.of(wish.case, shape) for shape in shapes])
@@ -162,10 +162,10 @@ def shapes_of(wish: SearchQuery) -> Iterator[BlockShape]:
 
 def _sizes(batch: int, most: int) -> list[int]:
     """Divisors of the batch: the small ones all, the larger ones thinned out."""
-    found = [n for n in divisors(batch) if n <= most] or [1]
-    while len(found) > SIZES:
-        del found[SIZES // 2 :: 2]
-    return found
+    sizes = [n for n in divisors(batch) if n <= most] or [1]
+    while len(sizes) > SIZES:
+        del sizes[SIZES // 2 :: 2]
+    return sizes
 
 
 def _combinations(wish: SearchQuery, shapes: list[BlockShape]) -> Choices:
@@ -176,12 +176,12 @@ def _combinations(wish: SearchQuery, shapes: list[BlockShape]) -> Choices:
         members.setdefault((shape.tp, shape.cp), []).append(index)
     tables: list[Array] = []
     pipelines = range(len(wish.pipelines))  # one is enough for a single stage
-    for (tp, cp), mine in members.items():
+    for (tp, cp), indices in members.items():
         for pp in wish.free("pp", divisors(world // (tp * cp))):
             dp, left = divmod(world, tp * cp * pp)
             if left or pp > most_stages(wish.case.spec) or batch % dp or dp != wish.fixed.get("dp", dp):
                 continue
-            fitting = [index for index in mine if batch // dp % shapes[index].samples == 0]
+            fitting = [index for index in indices if batch // dp % shapes[index].samples == 0]
             rest = list(product(fitting, wish.free("zero", [0, 1, 2, 3]), pipelines[:1] if pp == 1 else pipelines))
             rows = np.array(rest, dtype=np.int64).reshape(-1, 3)
             axes = np.broadcast_to([tp, pp, cp, dp], (len(rows), 4))
@@ -217,14 +217,14 @@ def _by_schedule(wish: SearchQuery, shapes: list[BlockShape], of: Choices) -> li
 
 def _candidates(wish: SearchQuery, groups: list[tuple[Array, Layouts]], **experts: Any) -> Array:
     """The rows that are legal with such experts, and worth a try: ZeRO shards only what has copies."""
-    spec, found = wish.case.spec, [np.zeros(0, dtype=np.int64)]
+    spec, candidates = wish.case.spec, [np.zeros(0, dtype=np.int64)]
     for rows, layouts in groups:
         layouts = structs.replace(layouts, **experts)
         fine = rules.legal(layouts, _given(wish.case), rules.OF_EXPERTS)
         if "zero" not in wish.fixed:
             fine = fine & ((layouts.zero == 0) | has_copies(layouts, spec))
-        found.append(rows[np.broadcast_to(fine, rows.shape)])
-    return np.sort(np.concatenate(found))
+        candidates.append(rows[np.broadcast_to(fine, rows.shape)])
+    return np.sort(np.concatenate(candidates))
 
 
 def _given(case: Case) -> Given:

@@ -74,9 +74,9 @@ def legal_layouts(spec: ModelSpec, world: int, seq: int, batch: int, deepen: boo
     groups: dict[object, list[Layout]] = {}
     for base in _bases(spec, world):
         deep = deep_enough(spec, base) if deepen else spec  # the number of stages follows from `base`
-        for one in _rest(base, deep):
-            if not one.problems(deep, world=world, seq=seq, batch=batch):
-                groups.setdefault(_group(one, spec), []).append(one)
+        for layout in _rest(base, deep):
+            if not layout.problems(deep, world=world, seq=seq, batch=batch):
+                groups.setdefault(_group(layout, spec), []).append(layout)
     for legal in groups.values():
         here = met[legal[0].pp > 1]
         best = max(legal, key=partial(_worth, met=here)) if len(legal) > 1 else legal[0]
@@ -190,10 +190,10 @@ def mixture(spec: ModelSpec) -> ModelSpec:
 def all_cases(job: Job, world: int, deepen: bool = False, given: Collection[str] = ()) -> list[LayoutCase]:
     """The job's model on every layout, and its variants on a pairwise cover of those that are legal for them; if it
     has no experts, the same with experts. Settings that are `given` stay."""
-    found = cases_of(job, world, deepen, given=given)
+    cases = cases_of(job, world, deepen, given=given)
     if job.model.experts is None:
-        found += cases_of(msgspec.structs.replace(job, model=mixture(job.model)), world, deepen, "experts", given)
-    return found
+        cases += cases_of(msgspec.structs.replace(job, model=mixture(job.model)), world, deepen, "experts", given)
+    return cases
 
 
 def with_balance(job: Job, given: Collection[str] = (), losses: bool = True) -> Job:
@@ -219,15 +219,15 @@ def cases_of(
         changed = msgspec.structs.replace(job, model=spec, layout=layout)
         return LayoutCase(with_balance(changed, given, variant != LOSSES_OFF) if variant else changed, variant)
 
-    legal = partial(Layout.problems, world=world, seq=seq, batch=batch)
+    problems = partial(Layout.problems, world=world, seq=seq, batch=batch)
     cases = [case(job.model, layout, name) for layout in layouts]
     together: list[LayoutCase] = []
     off = {LOSSES_OFF: job.model} if job.model.experts is not None else {}
     for variant, spec in (variants(job.model) | off).items():
         chosen = [case(spec, layout, variant) for layout in layouts]
         if variant in ("one kv head", "two kv heads", "vocab 257"):  # these matter to tp alone
-            chosen = [one for one in chosen if one.job.layout.tp > 1]
-        chosen = [one for one in chosen if not legal(one.job.layout, one.job.model)]
+            chosen = [other for other in chosen if other.job.layout.tp > 1]
+        chosen = [other for other in chosen if not problems(other.job.layout, other.job.model)]
         if job.model.experts is not None or variant in _ATTENTIONS:  # the variant is one setting among the others
             together += chosen
         else:
