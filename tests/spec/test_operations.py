@@ -2,7 +2,8 @@
 
 import pytest
 
-from fivefold.layout.layout import Layout, tp_fits
+from fivefold.layout.layout import Layout
+from fivefold.layout.rules import tp_fits
 from fivefold.layout.sharding import held
 from fivefold.spec.operations import block, head
 from fivefold.spec.presets import PRESETS, preset

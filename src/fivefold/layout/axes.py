@@ -121,14 +121,14 @@ class Axes(msgspec.Struct, frozen=True, kw_only=True):
         """
         return next(name for name in self.table if self._same(name, axis))
 
-    def _same(self, one: str, other: str) -> bool:
-        if one == other or (size := self.size(one)) != self.size(other):
-            return one == other
+    def _same(self, axis: str, other: str) -> bool:
+        if axis == other or (size := self.size(axis)) != self.size(other):
+            return axis == other
         if size == 1:
             return True
-        if self.grid_of(one) != self.grid_of(other):
-            return set(self.group(one, 0)) == set(self.group(other, 0))  # the other groups are shifted copies
-        return self._wide(one) == self._wide(other)
+        if self.grid_of(axis) != self.grid_of(other):
+            return set(self.group(axis, 0)) == set(self.group(other, 0))  # the other groups are shifted copies
+        return self._wide(axis) == self._wide(other)
 
     def _wide(self, axis: str) -> list[str]:
         """The factors that make an axis wider than one rank; only a pipeline of two ranks consists of its ends."""
@@ -158,11 +158,11 @@ class Axes(msgspec.Struct, frozen=True, kw_only=True):
         """A rank's place along an axis, from 0."""
         if axis == "ends":
             return int(self.last_stage == self.coordinates(rank)["pp"] > 0)
-        strides, index, found = self._strides(self.grid_of(axis)), self._by_stage(rank), 0
+        strides, index, position = self._strides(self.grid_of(axis)), self._by_stage(rank), 0
         for factor in self.factors(axis):
             size = getattr(self, factor)
-            found = found * size + index // strides[factor] % size
-        return found
+            position = position * size + index // strides[factor] % size
+        return position
 
     def group(self, axis: str, rank: int) -> list[int]:
         """The ranks along an axis that a rank communicates with, itself among them; empty where it has no part."""
@@ -217,7 +217,7 @@ def _numbered(dimensions: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
 
 def _offsets(dimensions: list[tuple[int, int]]) -> list[int]:
     """Every sum of one step along each (size, stride), the last dimension fastest."""
-    found = [0]
+    offsets = [0]
     for size, stride in dimensions:
-        found = [start + step * stride for start in found for step in range(size)]
-    return found
+        offsets = [start + step * stride for start in offsets for step in range(size)]
+    return offsets

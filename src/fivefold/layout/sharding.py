@@ -10,6 +10,7 @@ from itertools import product
 from typing import Literal, NamedTuple
 
 from fivefold.layout.layout import Layout
+from fivefold.layout.rules import is_zigzag
 from fivefold.layout.stages import Stage, stages_of
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import BOTTOM, TOP, Parameter
@@ -70,14 +71,14 @@ def kv_head(spec: ModelSpec, layout: Layout, rank: int) -> range:
 
 
 def context_share(seq: int, layout: Layout, rank: int) -> list[range]:
-    """The positions of a sequence that cp rank `rank` holds, in order.
+    """The positions of a sequence that cp rank `rank` holds, in order; Ulysses divides the heads for attention, so its
+    pieces can stay whole."""
+    return zigzag_share(seq, layout.cp, rank) if is_zigzag(layout) else [chunk(seq, layout.cp, rank)]
 
-    Zigzag (one early piece and one late piece) gives every rank the same number of causal scores; Ulysses divides the
-    heads for attention, so its pieces can stay whole.
-    """
-    if layout.cp == 1 or layout.cp_kind == "ulysses":
-        return [chunk(seq, layout.cp, rank)]
-    pieces = 2 * layout.cp
+
+def zigzag_share(seq: int, ranks: int, rank: int) -> list[range]:
+    """One early piece and one late piece, which gives every rank the same number of causal scores."""
+    pieces = 2 * ranks
     return [chunk(seq, pieces, rank), chunk(seq, pieces, pieces - 1 - rank)]
 
 
@@ -130,8 +131,8 @@ class LocalParam:
     def share(self, parts: int, index: int) -> Box:
         """The part of the whole parameter that ZeRO gives to rank `index` of `parts`."""
         first, *rest = self.box
-        mine = chunk(len(first), parts, index)
-        return first[mine.start : mine.stop], *rest
+        own = chunk(len(first), parts, index)
+        return first[own.start : own.stop], *rest
 
     def share_size(self, parts: int) -> int:
         """Elements of the largest share, to which the others are padded."""
@@ -163,14 +164,14 @@ class Grouping:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(one.name for one in self.held)
+        return tuple(param.name for param in self.held)
 
     def size(self) -> int:
-        return sum(one.size for one in self.held)
+        return sum(param.size for param in self.held)
 
     def padded(self, parts: int) -> int:
         """Elements that a reduce-scatter or all-gather over `parts` ranks is handed: shares padded to the first."""
-        return parts * sum(one.share_size(parts) for one in self.held)
+        return parts * sum(param.share_size(parts) for param in self.held)
 
 
 def buckets(
@@ -187,17 +188,17 @@ def buckets(
     travel rounded, and those that never are travel apart.
     """
 
-    def kind_of(one: LocalParam) -> tuple[bool, ...]:
-        of = one.parameter
-        return one.tp.partial, split and of.deferred, shared and of.tied, of.experts > 0, narrow and of.exact
+    def kind_of(param: LocalParam) -> tuple[bool, ...]:
+        of = param.parameter
+        return param.tp.partial, split and of.deferred, shared and of.tied, of.experts > 0, narrow and of.exact
 
     units: dict[int, list[LocalParam]] = {}
-    for one in parameters:
-        units.setdefault(one.parameter.unit, []).append(one)
+    for param in parameters:
+        units.setdefault(param.parameter.unit, []).append(param)
     order = sorted(units, reverse=True)
     groups: list[Grouping] = []
     for kind in product((False, True), repeat=5):
-        chosen = {unit: [one for one in units[unit] if kind_of(one) == kind] for unit in order}
+        chosen = {unit: [param for param in units[unit] if kind_of(param) == kind] for unit in order}
         groups += [Grouping(members, numbers, *kind) for members, numbers in _join(chosen, minimum)]
     return sorted(groups, key=lambda group: -group.units[-1])
 
@@ -206,11 +207,11 @@ def _join(units: dict[int, list[LocalParam]], minimum: int) -> Iterator[tuple[tu
     """Consecutive units' parameters until they are enough, and those units."""
     numbers: list[int] = []
     members: list[LocalParam] = []
-    for unit, mine in units.items():
-        if mine:
+    for unit, params in units.items():
+        if params:
             numbers.append(unit)
-            members += mine
-        if sum(one.size for one in members) >= minimum:
+            members += params
+        if sum(param.size for param in members) >= minimum:
             yield tuple(members), tuple(numbers)
             numbers, members = [], []
     if members:
@@ -249,13 +250,13 @@ class RankPart(NamedTuple):
 
 def part_of(spec: ModelSpec, layout: Layout, seq: int, batch: int, rank: int) -> RankPart:
     at = {axis: layout.position(axis, rank) for axis in ("tp", "pp", "cp", "ep", "batch", "zero", "ezero")}
-    every = stages_of(spec, layout, seq)
-    stages = tuple(every[number] for number in layout.placement.of_rank[at["pp"]])
+    all_stages = stages_of(spec, layout, seq)
+    stages = tuple(all_stages[number] for number in layout.placement.of_rank[at["pp"]])
     names = dict.fromkeys(name for stage in stages for name in stage.names(spec))  # a tied embedding once
-    boxes = held(spec, layout, at["tp"], at["ep"])
-    mine = [boxes[name] for name in names]
-    shards = [one.share(layout.size(one.zero_axis), at[one.zero_axis]) for one in mine]
-    whole = sum(one.size for one in mine)
+    all_params = held(spec, layout, at["tp"], at["ep"])
+    params = [all_params[name] for name in names]
+    shards = [param.share(layout.size(param.zero_axis), at[param.zero_axis]) for param in params]
+    count = sum(param.size for param in params)
     return RankPart(
         rank,
         layout.coordinates(rank),
@@ -265,6 +266,6 @@ def part_of(spec: ModelSpec, layout: Layout, seq: int, batch: int, rank: int) ->
         range(0) if spec.experts is None else chunk(spec.experts.count, layout.ep, at["ep"]),
         context_share(seq, layout, at["cp"]),
         chunk(batch, layout.size("batch"), at["batch"]),
-        whole,
-        sum(math.prod(map(len, shard)) for shard in shards) if layout.zero else whole,
+        count,
+        sum(math.prod(map(len, shard)) for shard in shards) if layout.zero else count,
     )

@@ -43,7 +43,7 @@ def stages_of(spec: ModelSpec, layout: Layout, seq: int) -> tuple[Stage, ...]:
     sizes = layout.split or balanced(spec, layout.stages, seq)
     ends = [0, *accumulate(sizes)]
     layers = [range(*pair) for pair in pairwise(ends)]
-    return tuple(Stage(n, mine, first=n == 0, last=n == len(sizes) - 1) for n, mine in enumerate(layers))
+    return tuple(Stage(n, held, first=n == 0, last=n == len(sizes) - 1) for n, held in enumerate(layers))
 
 
 @lru_cache(maxsize=4096)
@@ -88,10 +88,10 @@ def _partition(spec: ModelSpec, stages: int, seq: int) -> tuple[int, ...]:
 
     def furthest(most: float) -> list[int]:
         """Where each stage ends, at the latest, if none takes longer than that."""
-        found = [0]
+        stops = [0]
         for own in ends:
-            found.append(bisect_right(before, before[found[-1]] + most - own) - 1)
-        return found
+            stops.append(bisect_right(before, before[stops[-1]] + most - own) - 1)
+        return stops
 
     least, most = max(ends), before[-1] + max(ends)
     for _ in range(HALVINGS):
@@ -106,13 +106,13 @@ def _partition(spec: ModelSpec, stages: int, seq: int) -> tuple[int, ...]:
     for stage in reversed(range(stages)):
         row = {}
         for start in range(early[stage], late[stage] + 1):
-            found = (float("inf"), 0)
+            best = (float("inf"), 0)
             for end in range(max(start, early[stage + 1]), late[stage + 1] + 1):
                 own = before[end] - before[start] + ends[stage]
                 if own > most:
                     break
-                found = min(found, (own**2 + after[end][0], end))
-            row[start] = found
+                best = min(best, (own**2 + after[end][0], end))
+            row[start] = best
         after = row
         chosen.append(row)
     split = [0]
@@ -138,20 +138,20 @@ def _built(
     return build(record, p, m, chunks=chunks, costs=_durations(*weighed, p) if weighed else None)
 
 
-def _durations(spec: ModelSpec, seq: int, every: tuple[Stage, ...], p: int) -> Costs:
+def _durations(spec: ModelSpec, seq: int, stages: tuple[Stage, ...], p: int) -> Costs:
     """By stage, in units of the longest forward: FLOPs, of which scores have no weights and twice the input's."""
     _, bottom, top = costs(spec, seq)
-    layers = [sum(layer_cost(spec, layer, seq) for layer in stage.layers) for stage in every]
-    seen = [sum(_block(spec, layer).attention.flops(seq / 2) for layer in stage.layers) for stage in every]
-    ends = [bottom * stage.first + top * stage.last for stage in every]
+    layers = [sum(layer_cost(spec, layer, seq) for layer in stage.layers) for stage in stages]
+    seen = [sum(_block(spec, layer).attention.flops(seq / 2) for layer in stage.layers) for stage in stages]
+    ends = [bottom * stage.first + top * stage.last for stage in stages]
     f = [layer + end for layer, end in zip(layers, ends, strict=True)]
     i = [layer + score + end for layer, score, end in zip(layers, seen, ends, strict=True)]
-    w = [layer - score + top * stage.last for layer, score, stage in zip(layers, seen, every, strict=True)]
+    w = [layer - score + top * stage.last for layer, score, stage in zip(layers, seen, stages, strict=True)]
     b = [x + y for x, y in zip(i, w, strict=True)]
-    shares = tuple(len(stage.layers) / max(1, spec.layers) * p for stage in every)
+    shares = tuple(len(stage.layers) / max(1, spec.layers) * p for stage in stages)
     unit = max(f)
-    forward, inputs, weights, whole = (tuple(one / unit for one in times) for times in (f, i, w, b))
-    return Costs(forward, inputs, weights, whole, activation=shares)
+    forward, inputs, weights, backward = (tuple(time / unit for time in times) for times in (f, i, w, b))
+    return Costs(forward, inputs, weights, backward, activation=shares)
 
 
 def costs(spec: ModelSpec, seq: int) -> tuple[float, float, float]:

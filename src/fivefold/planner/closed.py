@@ -19,7 +19,6 @@ from fivefold.cost.step import Case, updating
 from fivefold.layout.layout import ContextKind, Dispatch, Layout, Recompute
 from fivefold.schedules.build import ScheduleInfo
 from fivefold.schedules.registry import RECORDS
-from fivefold.support.text import divisors
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")  # the more is made again, the later
 SLACK = 1.05  # closed forms of memory may be off by so much
@@ -45,8 +44,7 @@ class PipelineArrays(NamedTuple):
     @property
     def both_ends(self) -> bool:
         """Whether one rank has the first and the last stage."""
-        held = self.schedule.schedule
-        return self.chunks > 1 and self.schedule.place(held.p if held else 2, self.chunks).owner[-1] == 0
+        return self.chunks > 1 and self.schedule.bent
 
 
 class Choices(NamedTuple):
@@ -505,34 +503,6 @@ class Placed(NamedTuple):
             numbers: dict[str, Any] = {name: int(getattr(of, name)[at]) for name in names}
             layouts.append(Layout(**numbers, ep=int(dealt.ep[at])))
         return cls(layouts, inverse.ravel())
-
-
-def dealt_out(case: Case, of: Choices, fixed: dict[str, Any]) -> tuple[Choices, EpChoices]:
-    """Every combination with every ep that divides the ranks of its stages and the experts; gathering all tokens is
-    tried where ep is at most top_k."""
-    assert case.spec.experts is not None
-    own, ranks = case.spec.experts, of.dp * of.cp * of.tp
-    indices, eps, kinds = [], [], []
-    # Bytes of a parameter that no number of ranks divides, by ZeRO stage.
-    least = np.array([case.stack.accounting.state(1.0, 0.0, stage, 2).total for stage in range(4)])
-    held = block_share(case.spec, 1, 1).experts * (case.spec.layers - case.spec.dense_layers)
-    for ep in [fixed["ep"]] if "ep" in fixed else divisors(own.count):
-        # Where what a rank holds of experts alone is more than its memory, no closer look is needed.
-        small = held * least[of.zero] / (ep * of.pp) < case.on.accelerator.memory
-        if "zero" not in fixed:
-            small &= (of.zero == 0) | (of.dp * of.cp > 1) | (ranks > ep)  # ZeRO shards what has copies
-        mine = np.flatnonzero((ranks % ep == 0) & small) if own.count % ep == 0 else np.zeros(0, dtype=np.int64)
-        for kind, name in enumerate(DISPATCHES):
-            wanted = fixed.get("dispatch", name) == name and (name == "alltoall" or 1 < ep <= own.top_k)
-            if wanted and len(mine):
-                indices.append(mine)
-                eps.append(np.full(len(mine), ep))
-                kinds.append(np.full(len(mine), kind))
-    if not indices:
-        empty = np.zeros(0, dtype=np.int64)
-        return Choices(*(column[empty] for column in of)), EpChoices(empty, empty)
-    at = np.concatenate(indices)
-    return Choices(*(column[at] for column in of)), EpChoices(np.concatenate(eps), np.concatenate(kinds))
 
 
 def closed_of(

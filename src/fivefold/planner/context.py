@@ -16,7 +16,8 @@ from fivefold.cost.stack import Attention
 from fivefold.cost.step import Case
 from fivefold.cost.systems import software_of
 from fivefold.hardware.cluster import Cluster
-from fivefold.layout.layout import ContextKind, Layout, tp_fits
+from fivefold.layout.layout import ContextKind, Layout
+from fivefold.layout.rules import tp_fits
 from fivefold.layout.sharding import kv_head
 from fivefold.planner.search import Option, search
 from fivefold.planner.space import FEWEST_TOKENS

@@ -208,7 +208,7 @@ def mixed_space(wish: SearchQuery) -> MixedSpace:
     """Every combination in which each replica spans all groups."""
     shapes = list(shapes_of(wish))
     every = list(orders(wish.case.cluster))
-    of = legal(wish, _combinations(wish, shapes))
+    of = legal(wish, shapes, _combinations(wish, shapes))
     count = len(of.tp)
     seconds, memory = (np.full((len(every), count), np.inf) for _ in range(2))
     closed = MixedClosed(wish, shapes, of)

@@ -15,7 +15,8 @@ from typing import Any, get_args
 from msgspec import structs
 
 from fivefold.cost.step import Case
-from fivefold.layout.layout import ContextKind, Dispatch, Layout, Recompute, tp_fits
+from fivefold.layout.layout import ContextKind, Dispatch, Layout, Recompute
+from fivefold.layout.rules import most_stages, tp_fits
 from fivefold.planner.explain import RANKS_BY
 from fivefold.schedules.registry import CATALOGUE
 from fivefold.support.text import divisors
@@ -45,11 +46,11 @@ def steps(case: Case, layout: Layout) -> dict[str, list[Any]]:
     stage = max(1, layout.dp // layout.replicate * layout.cp * layout.tp)
     experts = 1 if spec.experts is None else spec.experts.count
     record = CATALOGUE.get(layout.schedule)
-    most = (spec.layers + 2) // layout.pp
+    most = most_stages(spec) // layout.pp
     return {
         "dp": ways,
         "tp": [n for n in ways if tp_fits(spec, n)],
-        "pp": [n for n in ways if n <= spec.layers + 2],
+        "pp": [n for n in ways if n <= most_stages(spec)],
         "cp": [n for n in ways if n == 1 or case.seq % (2 * n) == 0],
         "ep": [n for n in divisors(stage) if experts % n == 0],
         "microbatches": divisors(share),
@@ -76,14 +77,14 @@ def moved(case: Case, layout: Layout, field: str, value: str) -> Layout:
         changes["sp"] = layout.sp or layout.tp == 1
     if field == "zero" and value != "3":
         changes["replicate"] = 1
-    found = Layout.from_dict({key: value for key, value in changes.items() if not (key == "chunks" and not value)})
-    if found.tp == 1 and field != "sp":
-        found = structs.replace(found, sp=False)
+    chosen = Layout.from_dict({key: value for key, value in changes.items() if not (key == "chunks" and not value)})
+    if chosen.tp == 1 and field != "sp":
+        chosen = structs.replace(chosen, sp=False)
     if field in ("tp", "pp", "cp"):
-        found = _following(case, layout, found)
-    if field == "dp" and (other := nearest(case, found, "dp")) is not None and other.dp == found.dp:
+        chosen = _following(case, layout, chosen)
+    if field == "dp" and (other := nearest(case, chosen, "dp")) is not None and other.dp == chosen.dp:
         return other
-    return found
+    return chosen
 
 
 def _following(case: Case, before: Layout, layout: Layout) -> Layout:
@@ -104,17 +105,17 @@ def nearest(case: Case, layout: Layout, keep: str = "") -> Layout | None:
     """The nearest layout without problems; the field `keep` changes only where it must."""
     for plain in PLAIN:
         start = structs.replace(layout, **plain)
-        around = sorted(_around(case, start, keep), key=lambda one: one[0])
+        around = sorted(_around(case, start, keep), key=lambda change: change[0])
         for _, changes in around[:TRIED]:
-            found = structs.replace(start, **changes)
-            if not problems(case, found):
-                return found
+            candidate = structs.replace(start, **changes)
+            if not problems(case, candidate):
+                return candidate
     return None
 
 
 def _around(case: Case, layout: Layout, keep: str) -> Iterator[tuple[float, dict[str, Any]]]:
     """Degrees and microbatches nearby, each with how far away it is."""
-    world, legal, whole = case.cluster.world, steps(case, layout), layout.dp * layout.microbatches
+    world, legal, total = case.cluster.world, steps(case, layout), layout.dp * layout.microbatches
 
     def far(field: str, value: int, of: int) -> float:
         return abs(math.log2(value / of)) * WEIGHTS.get(field, 0.0) * (KEPT if field == keep else 1.0)
@@ -127,7 +128,7 @@ def _around(case: Case, layout: Layout, keep: str) -> Iterator[tuple[float, dict
         inner = tp * pp * cp
         if world % inner or case.batch % (dp := world // inner):
             continue
-        wanted = layout.microbatches if keep == "microbatches" else max(1, round(whole / dp))
+        wanted = layout.microbatches if keep == "microbatches" else max(1, round(total / dp))
         counts = sorted(divisors(case.batch // dp), key=lambda n: abs(math.log2(n / wanted)))[:4]
         distance = far("tp", tp, layout.tp) + far("pp", pp, layout.pp) + far("cp", cp, layout.cp)
         distance += abs(math.log2(dp / layout.dp)) * (KEPT if keep == "dp" else 0.0)

@@ -18,7 +18,7 @@ from typing import Any
 from fivefold.cost.moe import IMBALANCE, SOURCE, imbalance_for, more_even
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import Job, job_of
-from fivefold.layout.layout import tp_fits
+from fivefold.layout.rules import tp_fits
 from fivefold.planner.serve_cost import (
     Replica,
     degrees,

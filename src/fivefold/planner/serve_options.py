@@ -10,7 +10,7 @@ from typing import Any
 
 from fivefold.cost.kernels import Device
 from fivefold.hardware.cluster import Cluster, Group
-from fivefold.layout.layout import tp_fits
+from fivefold.layout.rules import tp_fits
 from fivefold.planner.serve_cost import (
     Parts,
     Replica,

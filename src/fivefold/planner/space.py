@@ -11,9 +11,13 @@ from itertools import product
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
+from fivefold.cost.moe import block_share
 from fivefold.cost.step import Case
-from fivefold.layout.layout import Layout, tp_fits
+from fivefold.layout import rules
+from fivefold.layout.layout import Layout
+from fivefold.layout.rules import Given, Layouts, has_copies, most_stages, tp_fits
 from fivefold.planner.closed import (
     DISPATCHES,
     RECOMPUTES,
@@ -25,9 +29,9 @@ from fivefold.planner.closed import (
     EpChoices,
     PipelineArrays,
     closed_of,
-    dealt_out,
 )
-from fivefold.schedules.registry import LARGEST, RECORDS, is_file, record_of
+from fivefold.schedules.classic import ONE_F_ONE_B
+from fivefold.schedules.registry import RECORDS, is_file, record_of
 from fivefold.support.text import divisors
 
 SIZES = 12  # of a microbatch that are tried, at most
@@ -54,8 +58,8 @@ class SearchQuery:
                 PipelineArrays(record, chunks) for record in RECORDS if record.name in has for chunks in record.planned
             ]
         records = [record_of(name)] if name in has or is_file(name) else []
-        every = [PipelineArrays(record, chunks) for record in records for chunks in record.planned or (record.chunks,)]
-        return [one for one in every if one.chunks == self.fixed.get("chunks", one.chunks)]
+        chosen = [PipelineArrays(record, chunks) for record in records for chunks in record.planned or (record.chunks,)]
+        return [pipeline for pipeline in chosen if pipeline.chunks == self.fixed.get("chunks", pipeline.chunks)]
 
 
 @dataclass(frozen=True)
@@ -77,30 +81,36 @@ class Space:
         names = ("dp", "tp", "pp", "cp", "zero", "microbatches")
         numbers: dict[str, Any] = {name: int(getattr(self.of, name)[at]) for name in names}
         _, _, cp_kind, sp, _, recompute = self.shapes[self.of.shape[at]]
-        record, chunks = self.pipelines[self.of.pipeline[at]]
-        alone = numbers["pp"] == 1
-        schedule = "1f1b" if alone and record.repeats else record.name
-        chunks = 0 if alone or chunks == record.chunks else chunks
+        record, chunks = _written(self.pipelines[self.of.pipeline[at]], alone=numbers["pp"] == 1)
         if self.dealt is not None:
             numbers |= {"ep": int(self.dealt.ep[at]), "dispatch": DISPATCHES[self.dealt.dispatch[at]]}
-        return Layout(**numbers, cp_kind=cp_kind, sp=sp, recompute=recompute, schedule=schedule, chunks=chunks)
+        return Layout(**numbers, cp_kind=cp_kind, sp=sp, recompute=recompute, schedule=record.name, chunks=chunks)
+
+
+def _written(pipeline: PipelineArrays, alone: bool) -> PipelineArrays:
+    """As layouts have it: where a rank is `alone` any schedule is the same, but one that is made for its stages."""
+    record = pipeline.schedule
+    if not alone:
+        return pipeline
+    return PipelineArrays(record, record.chunks) if not record.repeats else PipelineArrays(ONE_F_ONE_B, 1)
 
 
 def space(wish: SearchQuery) -> Space:
-    """Every combination that the model, the batch and the sequence allow."""
+    """Every legal combination (layout/rules.py) that is worth a try."""
     shapes = list(shapes_of(wish))
-    of = legal(wish, _combinations(wish, shapes))
+    combinations = _combinations(wish, shapes)
+    if wish.case.spec.experts is not None:
+        return _with_experts(wish, combinations, shapes)
+    of = legal(wish, shapes, combinations)
     if not len(of.tp):
         return Space(of, shapes, wish.pipelines, np.zeros(0), np.zeros(0))
-    if wish.case.spec.experts is not None:
-        return _with_experts(wish, of, shapes)
     blocks = np.array([BlockArrays.of(wish.case, shape) for shape in shapes])
     closed = Closed(wish.case, of, BlockArrays(*blocks[of.shape].T), wish.pipelines)
     return Space(of, shapes, wish.pipelines, closed.seconds(), closed.memory())
 
 
 def _with_experts(wish: SearchQuery, of: Choices, shapes: list[BlockShape]) -> Space:
-    of, dealt = dealt_out(wish.case, of, wish.fixed)
+    of, dealt = dealt_out(wish, shapes, of)
     if not len(of.tp):
         return Space(of, shapes, wish.pipelines, np.zeros(0), np.zeros(0))
     closed = closed_of(wish.case, of, dealt, shapes, wish.pipelines)
@@ -128,7 +138,7 @@ def few_of_a_kind(
 
 
 def shapes_of(wish: SearchQuery) -> Iterator[BlockShape]:
-    """Of a block, all that heads, sequence and cluster allow."""
+    """Of a block, all that heads, sequence and cluster allow; and, of what they allow, what is worth a try."""
     case = wish.case
     spec, world, seq = case.spec, case.cluster.world, case.seq
     reach = 2 * max(group.gpus for group in case.cluster.groups)  # far enough to see that tp across nodes loses
@@ -146,16 +156,16 @@ def shapes_of(wish: SearchQuery) -> Iterator[BlockShape]:
             wish.free("recompute", [*RECOMPUTES]),
         )
         for kind, sp, samples, recompute in choices:
-            if not Layout(tp=tp, cp=cp, cp_kind=kind, sp=sp).problems(spec, seq=seq):
+            if rules.legal(Layout(tp=tp, cp=cp, cp_kind=kind, sp=sp), Given(spec, seq=seq)):
                 yield BlockShape(tp, cp, kind, sp, samples, recompute)
 
 
 def _sizes(batch: int, most: int) -> list[int]:
     """Divisors of the batch: the small ones all, the larger ones thinned out."""
-    found = [n for n in divisors(batch) if n <= most] or [1]
-    while len(found) > SIZES:
-        del found[SIZES // 2 :: 2]
-    return found
+    sizes = [n for n in divisors(batch) if n <= most] or [1]
+    while len(sizes) > SIZES:
+        del sizes[SIZES // 2 :: 2]
+    return sizes
 
 
 def _combinations(wish: SearchQuery, shapes: list[BlockShape]) -> Choices:
@@ -166,16 +176,13 @@ def _combinations(wish: SearchQuery, shapes: list[BlockShape]) -> Choices:
         members.setdefault((shape.tp, shape.cp), []).append(index)
     tables: list[Array] = []
     pipelines = range(len(wish.pipelines))  # one is enough for a single stage
-    for (tp, cp), mine in members.items():
+    for (tp, cp), indices in members.items():
         for pp in wish.free("pp", divisors(world // (tp * cp))):
             dp, left = divmod(world, tp * cp * pp)
-            if left or pp > wish.case.spec.layers + 2 or batch % dp or dp != wish.fixed.get("dp", dp):
+            if left or pp > most_stages(wish.case.spec) or batch % dp or dp != wish.fixed.get("dp", dp):
                 continue
-            fitting = [index for index in mine if batch // dp % shapes[index].samples == 0]
-            # Of experts there may be copies where there are none of the rest; `dealt_out` knows for which ep.
-            shared = dp * cp * (tp if wish.case.spec.experts is not None else 1) > 1
-            zeros = wish.free("zero", [0, 1, 2, 3] if shared else [0])
-            rest = list(product(fitting, zeros, pipelines[:1] if pp == 1 else pipelines))
+            fitting = [index for index in indices if batch // dp % shapes[index].samples == 0]
+            rest = list(product(fitting, wish.free("zero", [0, 1, 2, 3]), pipelines[:1] if pp == 1 else pipelines))
             rows = np.array(rest, dtype=np.int64).reshape(-1, 3)
             axes = np.broadcast_to([tp, pp, cp, dp], (len(rows), 4))
             tables.append(np.column_stack([axes, rows]))
@@ -185,20 +192,62 @@ def _combinations(wish: SearchQuery, shapes: list[BlockShape]) -> Choices:
     return Choices(tp_, pp_, cp_, dp_, zero_, samples, batch // (dp_ * samples), shape_, pipeline_)
 
 
-def legal(wish: SearchQuery, of: Choices) -> Choices:
-    """Enough microbatches for the schedule, layers for the stages, and whole weights where a rank has two ends."""
-    chunks = np.where(of.pp == 1, 1, np.array([one.chunks for one in wish.pipelines])[of.pipeline])
-    least = np.array([one.schedule.least for one in wish.pipelines])[of.pipeline]
-    fine = (of.pp == 1) | (of.microbatches >= least * of.pp)
-    fine &= of.pp * chunks * of.microbatches <= LARGEST
-    for schedule, _ in wish.pipelines:
-        if held := schedule.schedule:  # of a file, for its own numbers alone
-            fine &= (of.pp == held.p) & (of.microbatches == held.m)
-    fine &= of.pp * chunks <= wish.case.spec.layers + 2
-    if wish.case.spec.tied:  # `Layout.problems` says why
-        bent = np.array([one.both_ends for one in wish.pipelines])[of.pipeline] & (of.pp > 1)
-        three = (of.zero == 3) & (of.dp * of.cp * (of.tp if wish.case.spec.experts is not None else 1) > 1)
-        fine &= ~(bent & (three | (of.zero == 2) & (of.dp * of.cp > 1)))
-    if "microbatches" in wish.fixed:
-        fine &= of.microbatches == wish.fixed["microbatches"]
-    return Choices(*(column[fine] for column in of))
+def legal(wish: SearchQuery, shapes: list[BlockShape], of: Choices) -> Choices:
+    """The combinations of a model without experts that are legal and worth a try."""
+    rows = _candidates(wish, _by_schedule(wish, shapes, of))
+    return Choices(*(column[rows] for column in of))
+
+
+def _by_schedule(wish: SearchQuery, shapes: list[BlockShape], of: Choices) -> list[tuple[Array, Layouts]]:
+    """The combinations that are legal but for their experts: those of one schedule together, and where each is."""
+    names = ("dp", "tp", "pp", "cp", "zero", "microbatches")
+    columns = {name: getattr(of, name) for name in names}
+    columns |= {name: np.array([getattr(shape, name) for shape in shapes])[of.shape] for name in ("cp_kind", "sp")}
+    fixed = of.microbatches == wish.fixed.get("microbatches", of.microbatches)
+    groups = []
+    for (index, pipeline), alone in product(enumerate(wish.pipelines), (False, True)):
+        record, chunks = _written(pipeline, alone)
+        rows = np.flatnonzero((of.pipeline == index) & ((of.pp == 1) == alone) & fixed)
+        layouts = Layouts(record=record, chunks=chunks, **{name: column[rows] for name, column in columns.items()})
+        fine = rules.legal(layouts, _given(wish.case), rules.OF_THE_REST)
+        its = {name: getattr(layouts, name)[fine] for name in columns}
+        groups.append((rows[fine], structs.replace(layouts, **its)))
+    return groups
+
+
+def _candidates(wish: SearchQuery, groups: list[tuple[Array, Layouts]], **experts: Any) -> Array:
+    """The rows that are legal with such experts, and worth a try: ZeRO shards only what has copies."""
+    spec, candidates = wish.case.spec, [np.zeros(0, dtype=np.int64)]
+    for rows, layouts in groups:
+        layouts = structs.replace(layouts, **experts)
+        fine = rules.legal(layouts, _given(wish.case), rules.OF_EXPERTS)
+        if "zero" not in wish.fixed:
+            fine = fine & ((layouts.zero == 0) | has_copies(layouts, spec))
+        candidates.append(rows[np.broadcast_to(fine, rows.shape)])
+    return np.sort(np.concatenate(candidates))
+
+
+def _given(case: Case) -> Given:
+    return Given(case.spec, case.cluster.world, case.seq, case.batch)
+
+
+def dealt_out(wish: SearchQuery, shapes: list[BlockShape], of: Choices) -> tuple[Choices, EpChoices]:
+    """Every legal combination with every ep; gathering all tokens is tried where ep is at most top_k."""
+    case, spec = wish.case, wish.case.spec
+    assert spec.experts is not None
+    groups = _by_schedule(wish, shapes, of)
+    indices, eps, kinds = [], [], []
+    # Bytes of a parameter that no number of ranks divides, by ZeRO stage.
+    least = np.array([case.stack.accounting.state(1.0, 0.0, stage, 2).total for stage in range(4)])
+    held = block_share(spec, 1, 1).experts * (spec.layers - spec.dense_layers)
+    for ep, (kind, name) in product(wish.free("ep", divisors(spec.experts.count)), enumerate(DISPATCHES)):
+        if wish.fixed.get("dispatch", name) != name or (name == "allgather" and ep > spec.experts.top_k):
+            continue
+        rows = _candidates(wish, groups, ep=ep, dispatch=name)
+        # Where what a rank holds of experts alone is more than its memory, no closer look is needed.
+        rows = rows[held * least[of.zero[rows]] / (ep * of.pp[rows]) < case.on.accelerator.memory]
+        indices.append(rows)
+        eps.append(np.full(len(rows), ep))
+        kinds.append(np.full(len(rows), kind))
+    at, ep_, dispatch_ = (np.concatenate([np.zeros(0, dtype=np.int64), *parts]) for parts in (indices, eps, kinds))
+    return Choices(*(column[at] for column in of)), EpChoices(ep_, dispatch_)

@@ -6,7 +6,7 @@ A rank's schedule is a list of actions, and the list is what runs:
                   (gradient of the weights) are its two halves.
   RECV_A, RECV_G  post the receive of an activation or of a gradient, and go on; the consumer waits for it.
   SEND_A, SEND_G  hand the result over to the channel, and go on; see `Schedule.buffers` for when it must wait. On NCCL
-                  either may hold up its rank until the other has come to it too (`check.rendezvous`).
+                  either may hold up its rank until the other has come to it too (`deadlock.rendezvous`).
   GATHER, REDUCE  the parameter and gradient collectives of a stage; they run beside compute.
   STEP            the optimizer, on one stage.
 

@@ -206,7 +206,7 @@ def auto(p: int, m: int, costs: Costs | None = None, memory: int | None = None) 
 def _fastest(task: AutoTask) -> Simulation:
     """The best of all candidates."""
     placement, promise = Placement.single(task.p), Bounds((min(task.m, task.limit),) * task.p)
-    found: list[Simulation] = []
+    candidates: list[Simulation] = []
     seen: list[list[Order]] = []
     for orders in _candidates(task):
         if orders in seen:
@@ -216,10 +216,10 @@ def _fastest(task: AutoTask) -> Simulation:
         result = run(schedule, task.costs)
         if result.blocks:  # no overlap: what `check` proves is for receives posted where they stand
             continue
-        found.append(Simulation(schedule, task.costs, result))
-        if found[-1].makespan <= task.shortest() * (1 + 1e-9) and found[-1].bubble_span <= 1e-9:
+        candidates.append(Simulation(schedule, task.costs, result))
+        if candidates[-1].makespan <= task.shortest() * (1 + 1e-9) and candidates[-1].bubble_span <= 1e-9:
             break
-    return min(found, key=_merit)
+    return min(candidates, key=_merit)
 
 
 def _candidates(task: AutoTask) -> Iterator[list[Order]]:

@@ -7,7 +7,7 @@ Layouts, the planner and the trainer ask the record, never the name.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from heapq import heappop, heappush
 from itertools import product
 from typing import Any
@@ -34,12 +34,12 @@ from fivefold.support.errors import UserError
 
 @dataclass(frozen=True)
 class ScheduleRequest:
-    """What a schedule is wanted for. `chunks` are stages per rank (v), `group` is interleaved's N, and only `auto`
-    reads `costs` and `memory`."""
+    """What a schedule is wanted for. `chunks` are stages per rank (v), 0 for the schedule's own; `group` is the N of
+    interleaved, and only `auto` reads `costs` and `memory`."""
 
     p: int
     m: int
-    chunks: int
+    chunks: int = 0
     group: int | None = None
     costs: Costs | None = None
     memory: int | None = None
@@ -51,7 +51,7 @@ def vee(p: int, chunks: int) -> Placement:
 
 @dataclass(frozen=True, eq=False)  # each is one of a kind, and a quick key for caches
 class ScheduleInfo:
-    """The facts of one schedule. A file is described by a record too (`catalogue.record_of`)."""
+    """The facts of one schedule. A file is described by a record too (`registry.record_of`)."""
 
     name: str
     build: Callable[[ScheduleRequest], Schedule]
@@ -85,6 +85,12 @@ class ScheduleInfo:
         """Whether a long one only repeats what a shorter one does."""
         return not self.weighs and self.schedule is None
 
+    @cached_property
+    def bent(self) -> bool:
+        """Whether the first of several ranks has the last stage, too: a V of stages."""
+        ranks = self.schedule.p if self.schedule else 2
+        return ranks > 1 and self.place(ranks, self.chunks).owner[-1] == 0
+
     def takes(self, option: str) -> bool:
         """Whether `chunks`, `group` or `memory` makes a difference to it."""
         return self.any_chunks if option == "chunks" else option in self.options
@@ -114,7 +120,7 @@ def _placed(record: ScheduleInfo, p: int, chunks: int) -> Placement:
 # other in a circle: not even if a message holds up everything that its two ranks do until both have come to it. On
 # NCCL it may: a receive is a kernel that spins on the device, and whatever waits for the whole device (the first use
 # of a kernel, an allocation, a compilation) waits for the peer. Any clock gives such a sequence, so real durations do
-# not matter, nor does who wrote the order; `check.rendezvous` proves it without knowing of clocks.
+# not matter, nor does who wrote the order; `deadlock.rendezvous` proves it without knowing of clocks.
 #
 # That the action under way when a message is made has its receive before it, and not behind it, lets the message
 # travel beside that action. Where stages take the same time, schedules of the catalogue lose nothing against receives
@@ -175,7 +181,7 @@ class _Sequence:
         needs = {(kind, to.target): wire for to, wire in wires for kind in to.compute}
         feeds = {(kind, to.source): wire for to, wire in wires for kind in to.compute}
         computed = product(_TIMES, range(placement.stages))
-        self.of = {one: (_TIMES[one[0]], needs.get(one), feeds.get(one)) for one in computed}  # by kind and stage
+        self.of = {at: (_TIMES[at[0]], needs.get(at), feeds.get(at)) for at in computed}  # by kind and stage
         self.clocks = [0] * len(self.groups)
         self.agenda: list[tuple[int, int]] = []  # when what a rank is at ends, and the rank
         self.most = 0  # messages of one channel that are held at once

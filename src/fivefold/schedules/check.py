@@ -11,12 +11,9 @@
 The checker reads the action lists and nothing else: it knows no builder and no schedule by name.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
 from itertools import chain, pairwise
 from operator import gt, lt
-from typing import NamedTuple
 
 from fivefold.schedules.actions import (
     ALL,
@@ -32,160 +29,15 @@ from fivefold.schedules.actions import (
     REDUCE,
     SEND_ACTIVATION,
     SEND_GRADIENT,
-    SENDS,
     STEP,
     WEIGHT_GRAD,
     Action,
-    Channel,
     Kind,
 )
-from fivefold.schedules.clock import Blocked, ClockRun, run
-from fivefold.schedules.costs import Costs
+from fivefold.schedules.deadlock import deadlock, rendezvous
+from fivefold.schedules.index import ABSENT, ActionIndex, Row, ScheduleProblem
 from fivefold.schedules.schedule import Schedule, live_counts
 from fivefold.support.errors import UserError
-
-# ---- index ----------------------------------------------------------------------------------------------------------
-# What proofs read and what they find: where every action of a schedule stands, and `ScheduleProblem`.
-
-
-ABSENT = -1
-Row = list[int]  # by microbatch
-
-
-class ScheduleProblem(NamedTuple):
-    """A broken obligation: a sentence with rank, action and cause, and where to look."""
-
-    sentence: str
-    rank: int | None = None
-    place: int | None = None  # in the rank's list, counted from 0
-    obligation: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.obligation}: {self.sentence}" if self.obligation else self.sentence
-
-
-class ActionIndex:
-    """The places of a schedule's actions.
-
-    `places[kind, stage][microbatch]` is the place in the list of the rank that runs it; `sequence[kind, stage]` has the
-    microbatches in the order they come in. Actions that cannot be placed (a foreign stage, a second copy) are put aside
-    in `strays` as (rank, place, action), for `complete` to name.
-    """
-
-    def __init__(self, schedule: Schedule, numbers: Sequence[Sequence[int]] | None = None) -> None:
-        self.schedule = schedule
-        self.numbers = numbers  # by rank and place: how sentences count the action; None: as the list does
-        self.strays: list[tuple[int, int, Action]] = []
-        self.sequence: defaultdict[tuple[Kind, int], list[int]] = defaultdict(list)
-        self.whole: defaultdict[tuple[Kind, int], list[int]] = defaultdict(list)  # places of GATHER3, REDUCE3, STEP3
-        self._places: dict[tuple[Kind, int], Row] = {}
-        for rank in range(schedule.p):
-            self._read(rank)
-
-    def _read(self, rank: int) -> None:
-        m, places, sequence, of_rank = self.schedule.m, self._places, self.sequence, self.schedule.placement.of_rank
-        own = set(of_rank[rank] if rank < len(of_rank) else ())
-        for place, action in enumerate(self.schedule.ranks[rank]):
-            kind, stage, microbatch, _ = action
-            if microbatch == ALL and kind in COLLECTIVES and stage in own:
-                self.whole[kind, stage].append(place)
-                continue
-            row = places.get((kind, stage))
-            if row is None:
-                row = places[kind, stage] = [ABSENT] * m
-            if stage not in own or not 0 <= microbatch < m or row[microbatch] != ABSENT:
-                self.strays.append((rank, place, action))
-                continue
-            row[microbatch] = place
-            sequence[kind, stage].append(microbatch)
-
-    def action(self, rank: int, place: int) -> str:
-        """What sentences call a place: 'action 7'."""
-        return f"action {place if self.numbers is None else self.numbers[rank][place]}"
-
-    def named(self, rank: int, place: int) -> str:
-        """What stands there, and the place: 'F0.1 (action 7)'."""
-        return f"{self.schedule.ranks[rank][place]} ({self.action(rank, place)})"
-
-    def places(self, kind: Kind, stage: int) -> Row:
-        """By microbatch, the place of an action in its rank's list, or ABSENT."""
-        return self._places.get((kind, stage)) or [ABSENT] * self.schedule.m
-
-    def input_gradients(self, stage: int) -> Row:
-        """By microbatch, where the gradient of the stage's input is made: its B or its I."""
-        return _either(self.places(BACKWARD, stage), self.places(INPUT_GRAD, stage))
-
-    def weight_gradients(self, stage: int) -> Row:
-        """By microbatch, where the stage's weight gradient is made: its B or its W."""
-        return _either(self.places(BACKWARD, stage), self.places(WEIGHT_GRAD, stage))
-
-    @cached_property
-    def run(self) -> ClockRun:
-        """The schedule on the clock of `Promise.slots`. Only for those that are complete and in order."""
-        return run(self.schedule, Costs.slots(self.schedule.placement))
-
-
-def _either(first: Row, second: Row) -> Row:
-    return [a if a != ABSENT else b for a, b in zip(first, second, strict=True)]
-
-
-# ---- bounds ---------------------------------------------------------------------------------------------------------
-# Bounds: live activations within the promised peak, posted receives within the buffers, slots within the promise.
-
-
-def bounds(index: ActionIndex) -> Iterator[ScheduleProblem]:
-    for rank in range(index.schedule.p):
-        yield from _activations(index, rank)
-        yield from _receives(index, rank)
-    yield from _slots(index)
-
-
-def _activations(index: ActionIndex, rank: int) -> Iterator[ScheduleProblem]:
-    promised = index.schedule.promise.peak
-    if promised is None:
-        return
-    stages = index.schedule.placement.of_rank[rank]
-    taken = [index.places(FORWARD, stage) for stage in stages]
-    freed = [index.weight_gradients(stage) for stage in stages]
-    if _overflows(taken, freed, promised[rank]):
-        counts = live_counts(index.schedule.ranks[rank])
-        place = next(place for place, live in enumerate(counts) if live > promised[rank])
-        held = f"{counts[place]} stage activations from {index.named(rank, place)} on, {max(counts)} at most"
-        yield ScheduleProblem(f"rank {rank} holds {held}, and {promised[rank]} are promised", rank, place)
-
-
-def _receives(index: ActionIndex, rank: int) -> Iterator[ScheduleProblem]:
-    buffers = index.schedule.buffers
-    for stage in index.schedule.placement.of_rank[rank]:
-        consumers = {RECV_ACTIVATION: index.places(FORWARD, stage), RECV_GRADIENT: index.input_gradients(stage)}
-        for kind, consumed in consumers.items():
-            posted = index.places(kind, stage)
-            if ABSENT not in posted and _overflows([posted], [consumed], buffers):
-                posts = f"posts more than {buffers} receives {kind}{stage} before their messages are consumed"
-                yield ScheduleProblem(f"rank {rank} {posts}, and the schedule has {buffers} buffers per channel", rank)
-
-
-def _overflows(taken: list[Row], freed: list[Row], most: int) -> bool:
-    """Whether more than `most` are ever held: the n-th is taken before the one `most` earlier is freed."""
-    takes, frees = sorted(chain(*taken)), sorted(chain(*freed))
-    return any(map(lt, takes[most:], frees))
-
-
-def _slots(index: ActionIndex) -> Iterator[ScheduleProblem]:
-    promised = index.schedule.promise.slots
-    if promised is None or index.run.blocks:
-        return
-    slots = index.run.makespan
-    if slots > promised:
-        last = max(range(index.schedule.p), key=lambda rank: index.run.lanes[rank].last)
-        action = index.run.lanes[last].actions[-1]
-        yield ScheduleProblem(
-            f"rank {last} ends with {action} after {slots:g} slots, and {promised} are promised: the bubble is "
-            f"{slots - promised:g} slots larger than it should be",
-            last,
-            len(index.schedule.ranks[last]) - 1,
-        )
-
 
 # ---- complete -------------------------------------------------------------------------------------------------------
 # Complete: each (stage, microbatch) has one F and one B, or one I and one W, where the stage lives; and each message
@@ -281,7 +133,7 @@ def _messages(index: ActionIndex) -> Iterator[ScheduleProblem]:
 
 def _parameters(index: ActionIndex) -> Iterator[ScheduleProblem]:
     """Where any stage has one of GATHER, REDUCE and STEP, each is reduced and stepped; and gathered, if any is."""
-    present = {kind for kind, _ in (*index.whole, *index.sequence) if kind in COLLECTIVES}
+    present = {kind for kind, _ in (*index.for_all, *index.sequence) if kind in COLLECTIVES}
     due = [kind for kind in COLLECTIVES if kind is not GATHER or kind in present]
     for stage in range(index.schedule.placement.stages if present else 0):
         for kind in due:
@@ -291,107 +143,22 @@ def _parameters(index: ActionIndex) -> Iterator[ScheduleProblem]:
 def _once(index: ActionIndex, kind: Kind, stage: int) -> Iterator[ScheduleProblem]:
     """One for all microbatches, or (but not for STEP) one for each."""
     rank, action = index.schedule.placement.owner[stage], Action(kind, stage)
-    whole, single = index.whole.get((kind, stage), []), index.sequence.get((kind, stage), [])
-    if len(whole) > 1:
-        first, second = whole[:2]
+    for_all, single = index.for_all.get((kind, stage), []), index.sequence.get((kind, stage), [])
+    if len(for_all) > 1:
+        first, second = for_all[:2]
         again = f"rank {rank} has {index.named(rank, second)} a second time"
         yield ScheduleProblem(f"{again}; the first is {index.action(rank, first)}", rank, second)
-    elif single and (whole or kind is STEP):
+    elif single and (for_all or kind is STEP):
         place = index.places(kind, stage)[single[0]]
-        why = f"also {action} for all microbatches" if whole else f"{kind} is for all microbatches: {action}"
+        why = f"also {action} for all microbatches" if for_all else f"{kind} is for all microbatches: {action}"
         yield ScheduleProblem(f"rank {rank} has {index.named(rank, place)}, and {why}", rank, place)
-    elif not whole and not single:
+    elif not for_all and not single:
         yield ScheduleProblem(
             f"rank {rank} never has {action}, and the schedule takes care of parameters elsewhere", rank
         )
     elif single and len(single) < index.schedule.m:
         missing = index.places(kind, stage).index(ABSENT)
         yield ScheduleProblem(f"rank {rank} has {action}.{single[0]}, but never {action}.{missing}", rank)
-
-
-# ---- deadlock -------------------------------------------------------------------------------------------------------
-# Deadlock: run the lists and see who is left. Twice: as gloo runs them, and as NCCL may.
-#
-# `deadlock` posts receives where they stand, and holds sends back by the buffers: so the runtime executes on CPUs.
-# `rendezvous` lets every message hold up both its ranks until they have met. NCCL's messages are kernels on the
-# device: an action that waits for all of it, to load a kernel, to allocate, to compile, waits for every message that
-# its rank has posted before. With receives posted only when their consumer's turn has come, `simulate` may find a
-# deadlock all the same.
-#
-# Waiting is all that ranks do to each other, and what they wait for never un-happens; so if one run gets through,
-# every run does, at any speed of ranks and links.
-
-
-def deadlock(index: ActionIndex) -> Iterator[ScheduleProblem]:
-    if index.run.blocks:
-        first = _circle(index.run.blocks)[0]
-        yield ScheduleProblem(deadlock_sentence(index.run.blocks), first.rank, first.place)
-
-
-def rendezvous(index: ActionIndex) -> Iterator[ScheduleProblem]:
-    if blocks := _meet(index):
-        first, why = _circle(blocks)[0], "on NCCL a posted message may hold up all that its rank does after it"
-        cure = "leave out SEND and RECV, and write the line 'messages implied': then they are put where no circle is"
-        yield ScheduleProblem(f"{deadlock_sentence(blocks)}; {why}; {cure}", first.rank, first.place)
-
-
-def _meet(index: ActionIndex) -> list[Blocked]:
-    """Who is left, if both ranks of a message stand at it until the other has come."""
-    schedule, m = index.schedule, index.schedule.m
-    channels = list(schedule.placement.channels)
-    # By kind and stage, the number of a channel's first message; the others are counted on by microbatches.
-    first = {(channel.send, channel.source): n * m for n, channel in enumerate(channels)}
-    first |= {(channel.receive, channel.target): n * m for n, channel in enumerate(channels)}
-    ways = [
-        iter([n + k for kind, stage, k, _ in order if (n := first.get((kind, stage))) is not None])
-        for order in schedule.ranks
-    ]
-    standing: dict[int, int] = {}  # by message, the rank that has come to it first
-    ready = list(range(schedule.p))
-    while ready:
-        rank = ready.pop()
-        for message in ways[rank]:
-            if message not in standing:
-                standing[message] = rank
-                break
-            ready.append(standing.pop(message))
-    return sorted(_block(index, rank, channels[message // m], message % m) for message, rank in standing.items())
-
-
-def _block(index: ActionIndex, rank: int, channel: Channel, microbatch: int) -> Blocked:
-    owner = index.schedule.placement.owner
-    ends = [(channel.send, channel.source), (channel.receive, channel.target)]
-    (kind, stage), (_, other) = ends if owner[channel.source] == rank else reversed(ends)
-    place, number = index.places(kind, stage)[microbatch], index.sequence[kind, stage].index(microbatch)
-    return Blocked(rank, Action(kind, stage, microbatch), channel, number, owner[other], place)
-
-
-def deadlock_sentence(blocks: list[Blocked]) -> str:
-    """Who waits for whom."""
-    circle = _circle(blocks)
-    verdict = f"and rank {circle[-1].peer} has nothing more to send or receive"
-    if circle[-1].peer == circle[0].rank:
-        verdict = f"that is a circle of {len(circle)}, and nobody in it can move"
-    return f"{'; '.join(map(_waits, circle))}; {verdict}"
-
-
-def _circle(blocks: list[Blocked]) -> list[Blocked]:
-    """The ranks that wait for each other in a circle; or the chain to one that is done and will never answer."""
-    by_rank = {block.rank: block for block in blocks}
-    path = [blocks[0]]
-    while path[-1].peer in by_rank:
-        following = by_rank[path[-1].peer]
-        if following in path:
-            return path[path.index(following) :]
-        path.append(following)
-    return path
-
-
-def _waits(block: Blocked) -> str:
-    waits, message = f"rank {block.rank} waits at {block.action}", f"message {block.message} of the {block.channel}"
-    if block.action.kind in SENDS:
-        return f"{waits} until rank {block.peer} posts the receive of {message}"
-    return f"{waits} for {message} from rank {block.peer}"
 
 
 # ---- order ----------------------------------------------------------------------------------------------------------
@@ -450,18 +217,18 @@ def _collectives(index: ActionIndex, stage: int) -> Iterator[ScheduleProblem]:
     """GATHER before the forwards it serves, REDUCE after the weight gradients it sums, STEP after all of them."""
     rank = index.schedule.placement.owner[stage]
     forward, weight = index.places(FORWARD, stage), index.weight_gradients(stage)
-    for place in index.whole.get((GATHER, stage), []):
+    for place in index.for_all.get((GATHER, stage), []):
         if place > min(forward):
             yield ScheduleProblem(f"rank {rank} has {index.named(rank, place)} after its first forward", rank, place)
-    for place in index.whole.get((REDUCE, stage), []):
+    for place in index.for_all.get((REDUCE, stage), []):
         if place < max(weight):
             yield ScheduleProblem(
                 f"rank {rank} has {index.named(rank, place)} before its last weight gradient", rank, place
             )
     yield from _before(index, stage, index.places(GATHER, stage), forward, "its parameters are gathered")
     yield from _before(index, stage, weight, index.places(REDUCE, stage), "there is a weight gradient to reduce")
-    reduced = [*index.whole.get((REDUCE, stage), []), *index.places(REDUCE, stage)]
-    for place in index.whole.get((STEP, stage), []):
+    reduced = [*index.for_all.get((REDUCE, stage), []), *index.places(REDUCE, stage)]
+    for place in index.for_all.get((STEP, stage), []):
         if place < max(*weight, *reduced):
             yield ScheduleProblem(
                 f"rank {rank} has {index.named(rank, place)} before the gradients of the stage are final", rank, place
@@ -518,6 +285,64 @@ def channels(index: ActionIndex) -> Iterator[ScheduleProblem]:
         )
 
 
+# ---- bounds ---------------------------------------------------------------------------------------------------------
+# Bounds: live activations within the promised peak, posted receives within the buffers, slots within the promise.
+
+
+def bounds(index: ActionIndex) -> Iterator[ScheduleProblem]:
+    for rank in range(index.schedule.p):
+        yield from _activations(index, rank)
+        yield from _receives(index, rank)
+    yield from _slots(index)
+
+
+def _activations(index: ActionIndex, rank: int) -> Iterator[ScheduleProblem]:
+    promised = index.schedule.promise.peak
+    if promised is None:
+        return
+    stages = index.schedule.placement.of_rank[rank]
+    taken = [index.places(FORWARD, stage) for stage in stages]
+    freed = [index.weight_gradients(stage) for stage in stages]
+    if _overflows(taken, freed, promised[rank]):
+        counts = live_counts(index.schedule.ranks[rank])
+        place = next(place for place, live in enumerate(counts) if live > promised[rank])
+        held = f"{counts[place]} stage activations from {index.named(rank, place)} on, {max(counts)} at most"
+        yield ScheduleProblem(f"rank {rank} holds {held}, and {promised[rank]} are promised", rank, place)
+
+
+def _receives(index: ActionIndex, rank: int) -> Iterator[ScheduleProblem]:
+    buffers = index.schedule.buffers
+    for stage in index.schedule.placement.of_rank[rank]:
+        consumers = {RECV_ACTIVATION: index.places(FORWARD, stage), RECV_GRADIENT: index.input_gradients(stage)}
+        for kind, consumed in consumers.items():
+            posted = index.places(kind, stage)
+            if ABSENT not in posted and _overflows([posted], [consumed], buffers):
+                posts = f"posts more than {buffers} receives {kind}{stage} before their messages are consumed"
+                yield ScheduleProblem(f"rank {rank} {posts}, and the schedule has {buffers} buffers per channel", rank)
+
+
+def _overflows(taken: list[Row], freed: list[Row], most: int) -> bool:
+    """Whether more than `most` are ever held: the n-th is taken before the one `most` earlier is freed."""
+    takes, frees = sorted(chain(*taken)), sorted(chain(*freed))
+    return any(map(lt, takes[most:], frees))
+
+
+def _slots(index: ActionIndex) -> Iterator[ScheduleProblem]:
+    promised = index.schedule.promise.slots
+    if promised is None or index.run.blocks:
+        return
+    slots = index.run.makespan
+    if slots > promised:
+        last = max(range(index.schedule.p), key=lambda rank: index.run.lanes[rank].last)
+        action = index.run.lanes[last].actions[-1]
+        yield ScheduleProblem(
+            f"rank {last} ends with {action} after {slots:g} slots, and {promised} are promised: the bubble is "
+            f"{slots - promised:g} slots larger than it should be",
+            last,
+            len(index.schedule.ranks[last]) - 1,
+        )
+
+
 # ---- check ----------------------------------------------------------------------------------------------------------
 
 
@@ -534,7 +359,7 @@ def check(schedule: Schedule, numbers: Sequence[Sequence[int]] | None = None) ->
     """
     index = ActionIndex(schedule, numbers)
     for step in STEPS:
-        problems = [found._replace(obligation=proof.__name__) for proof in step for found in proof(index)]
+        problems = [problem._replace(obligation=proof.__name__) for proof in step for problem in proof(index)]
         if problems:
             return problems
     return []

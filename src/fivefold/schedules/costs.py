@@ -53,7 +53,7 @@ class Pair(NamedTuple):
 
 def scaled(segments: Segments, factor: float) -> Segments:
     """The same pass on a machine that takes `factor` times as long."""
-    return tuple(Segment(*(factor * part for part in one)) for one in segments)
+    return tuple(Segment(*(factor * part for part in segment)) for segment in segments)
 
 
 def one_block(forward: float, backward: float, messages: float) -> tuple[Segments, Segments]:
@@ -122,7 +122,7 @@ class _PairClock:
     @property
     def next_arrival(self) -> float:
         """How long until one of the messages on their way is there."""
-        flying = [one for one in self.left if one]
+        flying = [message for message in self.left if message]
         return min(flying) * len(flying) if flying else math.inf
 
     def advance(self, seconds: float) -> None:
@@ -131,9 +131,9 @@ class _PairClock:
         while seconds and any(self.left):
             least, share, until = min(filter(None, self.left)), sum(map(bool, self.left)), self.next_arrival
             if seconds < until:
-                self.left = [max(0.0, one - seconds / share) for one in self.left]
+                self.left = [max(0.0, message - seconds / share) for message in self.left]
                 return
-            self.left = [one - least if one > least else 0.0 for one in self.left]
+            self.left = [message - least if message > least else 0.0 for message in self.left]
             seconds -= until
 
 

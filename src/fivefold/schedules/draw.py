@@ -94,12 +94,12 @@ def picture(simulations: Sequence[Simulation], many: int = MANY, clock: str = "t
     `clock` is what the time axis counts: "seconds", or "time" in whatever unit the durations were given.
     """
     labelled = sum(len(spans) for simulation in simulations for spans in simulation.timeline) <= many
-    found = []
+    scenes = []
     for columns in range(1, len(simulations) + 1):
-        found.append(_arranged(simulations, columns, labelled, clock))
-        if found[-1].width >= LANDSCAPE * found[-1].height:
-            return found[-1]
-    return found[0] if len(found) == 1 else max(found, key=lambda scene: scene.width / scene.height)
+        scenes.append(_arranged(simulations, columns, labelled, clock))
+        if scenes[-1].width >= LANDSCAPE * scenes[-1].height:
+            return scenes[-1]
+    return scenes[0] if len(scenes) == 1 else max(scenes, key=lambda scene: scene.width / scene.height)
 
 
 def _arranged(simulations: Sequence[Simulation], columns: int, labelled: bool, clock: str) -> Scene:
@@ -107,8 +107,8 @@ def _arranged(simulations: Sequence[Simulation], columns: int, labelled: bool, c
     longest = max(simulation.makespan for simulation in simulations)
     short = min(_short(simulation) for simulation in simulations)
     least = NARROWEST if len(simulations) == 1 else COMFORTABLE
-    whole = min(WIDEST, max(least, columns * CELL * longest / short))  # of all time axes beside each other
-    unit, width = max(1.0, whole / COMFORTABLE), whole / columns
+    total = min(WIDEST, max(least, columns * CELL * longest / short))  # of all time axes beside each other
+    unit, width = max(1.0, total / COMFORTABLE), total / columns
     scale = width / longest if longest else 1.0
     panels = [_Panel(simulation, width, scale, unit, labelled, clock) for simulation in simulations]
     rows = [panels[at : at + columns] for at in range(0, len(panels), columns)]
@@ -309,7 +309,7 @@ def timeline(simulation: Simulation, columns: int = 100, colour: bool = True, le
     slice_ = simulation.makespan / width if simulation.makespan else 1.0
     # Whole columns per action look best: take the largest such width when the schedule is short enough.
     shown = [[*simulation.shown(rank)] for rank in range(simulation.schedule.p)]
-    shortest = min((one.end - one.start for spans in shown for one in spans if one.end > one.start), default=1.0)
+    shortest = min((span.end - span.start for spans in shown for span in spans if span.end > span.start), default=1.0)
     per_action = int(shortest / slice_)
     if per_action >= 1:
         slice_ = shortest / per_action
@@ -375,16 +375,16 @@ def _pair(schedule: Schedule, span: Shown | None, width: int, colour: bool) -> T
     assert span is not None
     assert span.beside is not None
     first, second = span.action, span.beside
-    one, other = _number(first), _number(second)
+    upper, lower = _number(first), _number(second)
     if not colour:
-        full = f"{first.kind[0]}{one}&{second.kind[0]}{other}"
+        full = f"{first.kind[0]}{upper}&{second.kind[0]}{lower}"
         return Text((full if len(full) <= width else "&").ljust(width, "-"))
     above, below = _colour(schedule, first), _colour(schedule, second)
-    if len(one) + len(other) >= width:
-        one = other = ""
-    middle = "▀" * (width - len(one) - len(other))
+    if len(upper) + len(lower) >= width:
+        upper = lower = ""
+    middle = "▀" * (width - len(upper) - len(lower))
     both = Style(color=hexed(above), bgcolor=hexed(below))
-    return Text.assemble((one, _style(above)), (middle, both), (other, _style(below)))
+    return Text.assemble((upper, _style(above)), (middle, both), (lower, _style(below)))
 
 
 def _number(action: Action) -> str:
@@ -415,7 +415,7 @@ def legend(simulations: Sequence[Simulation], colour: bool = True) -> Text:
     """Which colour is which kind of action."""
     present = {span.action.kind for s in simulations for spans in s.timeline for span in spans}
     text = Text()
-    if any(one.beside for s in simulations for rank in range(s.schedule.p) for one in s.shown(rank)):
+    if any(span.beside for s in simulations for rank in range(s.schedule.p) for span in s.shown(rank)):
         text.append(" ▀ " if colour else " & ")
         text.append(" an F beside a B   ", "dim")
     for kind in HUES:

@@ -1,13 +1,14 @@
 """Every schedule by name; `build` makes one from numbers, and `record_of` also knows schedules in files."""
 
 import os
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from fivefold.schedules.auto import AUTO
 from fivefold.schedules.build import ScheduleInfo, ScheduleRequest
 from fivefold.schedules.classic import BREADTH_FIRST, GPIPE, INTERLEAVED, NAIVE, ONE_F_ONE_B
-from fivefold.schedules.costs import Costs
 from fivefold.schedules.schedule import Schedule, peak_live
 from fivefold.schedules.text import SUFFIXES, load
 from fivefold.schedules.zero_bubble import DUALPIPE_V, V_HALF, V_MIN, ZB_H1, ZB_H2, ZB_V
@@ -71,48 +72,40 @@ def _in_file(name: str, path: Path, changed: int, size: int) -> ScheduleInfo:
     )
 
 
-def build(
-    schedule: str | ScheduleInfo,
-    p: int,
-    m: int,
-    *,
-    chunks: int | None = None,
-    group: int | None = None,
-    costs: Costs | None = None,
-    memory: int | None = None,
-) -> Schedule:
-    """A schedule for p ranks and m microbatches; what cannot be is refused with the reason."""
+def build(schedule: str | ScheduleInfo, p: int, m: int, **options: Any) -> Schedule:
+    """A schedule for p ranks and m microbatches; what cannot be is refused with the reason. `options` are the other
+    fields of a `ScheduleRequest`."""
     record = record_of(schedule) if isinstance(schedule, str) else schedule
-    problems = _problems(record, p, m, chunks, group, memory)
-    if problems:
+    request = ScheduleRequest(p, m, **options)
+    if problems := _problems(record, request):
         raise UserError(problems)
-    return record.build(ScheduleRequest(p, m, chunks or record.chunks, group, costs, memory))
+    return record.build(replace(request, chunks=request.chunks or record.chunks))
 
 
 def size_problem(stages: int, m: int) -> str | None:
     """Why a schedule is too large to be made."""
-    whole = f"{stages} stages x {m} microbatches"
-    return f"{whole} are more than the {LARGEST} that a schedule can have" if stages * m > LARGEST else None
+    if stages * m <= LARGEST:
+        return None
+    return f"{stages} stages x {m} microbatches are more than the {LARGEST} that a schedule can have"
 
 
-def _problems(
-    record: ScheduleInfo, p: int, m: int, chunks: int | None, group: int | None, memory: int | None
-) -> list[str]:
-    found = [
+def _problems(record: ScheduleInfo, request: ScheduleRequest) -> list[str]:
+    p, m, chunks = request.p, request.m, request.chunks or record.chunks
+    problems = [
         f"{what} is {value}, and must be at least 1"
         for what, value in (("the number of ranks", p), ("the number of microbatches", m), ("chunks", chunks))
-        if value is not None and value < 1
+        if value < 1
     ]
-    if wrong := size_problem(p * (chunks or record.chunks), m):
-        found.append(wrong)
+    if wrong := size_problem(p * chunks, m):
+        problems.append(wrong)
     if (held := record.schedule) and (p, m) != (held.p, held.m):
-        found.append(f"{record.name} is a schedule for p={held.p} and m={held.m}, not p={p} and m={m}")
-    if chunks is not None and chunks != record.chunks and not record.any_chunks:
+        problems.append(f"{record.name} is a schedule for p={held.p} and m={held.m}, not p={p} and m={m}")
+    if chunks != record.chunks and not record.any_chunks:
         tunable = either([other.name for other in RECORDS if other.any_chunks])
         has = counted(record.chunks, "chunk")
-        found.append(f"{record.name} has {has} per rank, not {chunks}; leave it out, or use {tunable}")
-    if group is not None and not record.takes("group"):
-        found.append(f"{record.name} has no group size N; leave it out, or use interleaved")
-    if memory is not None and not record.takes("memory"):
-        found.append(f"{record.name} takes no memory limit; leave it out, or use auto")
-    return found
+        problems.append(f"{record.name} has {has} per rank, not {chunks}; leave it out, or use {tunable}")
+    if request.group is not None and not record.takes("group"):
+        problems.append(f"{record.name} has no group size N; leave it out, or use interleaved")
+    if request.memory is not None and not record.takes("memory"):
+        problems.append(f"{record.name} takes no memory limit; leave it out, or use auto")
+    return problems

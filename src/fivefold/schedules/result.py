@@ -47,12 +47,12 @@ class Query:
         for option in ("pp", "microbatches", *OPTIONS):
             checked(f"--{option}", getattr(self, option), within(1, LARGEST))
 
-    def simulate(self, one: str | Path | Schedule) -> Simulation:
+    def simulate(self, schedule: str | Path | Schedule) -> Simulation:
         """A schedule on the clock: of the catalogue, of a file, or as it is, once it is proven."""
-        if isinstance(one, Schedule):
-            schedule = prove(one)
+        if isinstance(schedule, Schedule):
+            schedule = prove(schedule)
         else:
-            schedule = self.load(str(one)) if is_file(str(one)) else self.build(str(one))
+            schedule = self.load(str(schedule)) if is_file(str(schedule)) else self.build(str(schedule))
         return simulate(schedule, self.times.costs(schedule.placement))
 
     def compare(self) -> dict[str, Simulation | UserError]:
@@ -99,7 +99,9 @@ class Query:
     def untaken(self) -> dict[str, int]:
         """The options that none of the schedules takes."""
         records = [CATALOGUE[name] for name in self.names if name in CATALOGUE]
-        return {option: n for option, n in self.options().items() if not any(one.takes(option) for one in records)}
+        return {
+            option: n for option, n in self.options().items() if not any(record.takes(option) for record in records)
+        }
 
 
 @lru_cache(maxsize=32)  # whoever moves a duration asks for the same schedule again, and proving takes most of the time
@@ -173,7 +175,7 @@ def draw(
     """
     if not schedules:
         raise UserError("there is no schedule to draw; give a name, for example '1f1b', a file or a Schedule")
-    names = tuple(str(one) for one in schedules if not isinstance(one, Schedule))
+    names = tuple(str(schedule) for schedule in schedules if not isinstance(schedule, Schedule))
     query = Query(names, pp, microbatches, chunks, group, memory, _times(times, slow, sends, overlap))
     return DrawResult(tuple(map(query.simulate, schedules)), query)
 
@@ -226,24 +228,24 @@ class CompareResult(Result):
         sent = "bytes that a rank sends per step" if by_size else "messages per rank and microbatch"
         yield Text(f"bubble: of the makespan; peak: in A; sends: {sent}\n")
         heads = ["schedule", ">v", ">makespan", ">bubble", ">of span", ">peak A", ">sends", "~bubble by formula"]
-        found = {name: one for name, one in self.results.items() if isinstance(one, Simulation)}
-        yield Table(heads, [[name, *_cells(one), CATALOGUE[name].bubble] for name, one in found.items()])
+        timed = {name: result for name, result in self.results.items() if isinstance(result, Simulation)}
+        yield Table(heads, [[name, *_cells(result), CATALOGUE[name].bubble] for name, result in timed.items()])
         yield Text("")
-        for name in found:
+        for name in timed:
             if needs := CATALOGUE[name].needs:
                 yield Text(f"{name} needs {needs}")
         refused: dict[str, list[str]] = {}  # why -> who; the same reason is given once
-        for name, one in self.results.items():
-            if isinstance(one, UserError):
-                refused.setdefault(str(one), []).append(name)
+        for name, result in self.results.items():
+            if isinstance(result, UserError):
+                refused.setdefault(str(result), []).append(name)
         for reason, names in refused.items():
             yield Text(f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} refused: {reason}")
 
     def to_dict(self) -> dict[str, Any]:
         rows = [
-            (figures_of(one) if isinstance(one, Simulation) else {"schedule": name, "refused": str(one)})
+            (figures_of(result) if isinstance(result, Simulation) else {"schedule": name, "refused": str(result)})
             | {"needs": CATALOGUE[name].needs}
-            for name, one in self.results.items()
+            for name, result in self.results.items()
         ]
         asked = {"pp": self.query.pp, "microbatches": self.query.microbatches, "group": self.group}
         return asked | {"times": str(self.query.times), "schedules": rows}

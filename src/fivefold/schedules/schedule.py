@@ -73,10 +73,10 @@ class Placement:
     @cached_property
     def channel_of(self) -> dict[tuple[Kind, int], Channel]:
         """By kind and stage: the FIFO that an action sends on, receives from, or computes out of."""
-        found = {(channel.send, channel.source): channel for channel in self.channels}
+        channels = {(channel.send, channel.source): channel for channel in self.channels}
         for channel in self.channels:
-            found |= {(kind, channel.target): channel for kind in (channel.receive, *channel.compute)}
-        return found
+            channels |= {(kind, channel.target): channel for kind in (channel.receive, *channel.compute)}
+        return channels
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class Schedule:
     @cached_property
     def in_flight(self) -> tuple[dict[int, int], ...]:
         """By rank and stage: microbatches whose activations are held when the rank holds the most of all stages."""
-        found: list[dict[int, int]] = []
+        fullest: list[dict[int, int]] = []
         for rank, stages in enumerate(self.placement.of_rank):
             live = dict.fromkeys(stages, 0)
             best = dict(live)
@@ -152,8 +152,8 @@ class Schedule:
                         best = dict(live)
                 elif action.kind in LAST_READERS:
                     live[action.stage] -= 1
-            found.append(best)
-        return tuple(found)
+            fullest.append(best)
+        return tuple(fullest)
 
     @cached_property
     def on_their_way(self) -> tuple[int, ...]:
@@ -162,7 +162,7 @@ class Schedule:
         pass anyway.) More may be posted when fewer microbatches are held, each of which is a message at least."""
         channels, owner = self.placement.channels, self.placement.owner
         consumers = {(kind, channel.target) for channel in channels for kind in channel.compute}
-        found = []
+        counts = []
         for rank, order in enumerate(self.ranks):
             posted = live = most = 0
             for action in order:
@@ -174,8 +174,8 @@ class Schedule:
                 most = max(most, posted + live)
                 live -= action.kind in LAST_READERS
             beside = most - sum(self.in_flight[rank].values())
-            found.append(beside + sum(one.gradients and owner[one.source] == rank for one in channels))
-        return tuple(found)
+            counts.append(beside + sum(channel.gradients and owner[channel.source] == rank for channel in channels))
+        return tuple(counts)
 
     def count(self, *kinds: Kind) -> int:
         """How many actions of these kinds there are, over all ranks."""

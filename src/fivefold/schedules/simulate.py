@@ -15,9 +15,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 from fivefold.schedules.actions import FORWARD, GRADIENT_MAKERS, LAST_READERS, WEIGHT_GRAD, Action
-from fivefold.schedules.check import deadlock_sentence
 from fivefold.schedules.clock import BusySpan, ClockRun, Lane, run
 from fivefold.schedules.costs import Costs
+from fivefold.schedules.deadlock import deadlock_sentence
 from fivefold.schedules.schedule import Schedule
 from fivefold.support.errors import UserError
 
@@ -159,8 +159,8 @@ def needs(schedule: Schedule, lanes: Sequence[Sequence[Shown]]) -> list[list[lis
     outputs: list[list[Place | None]] = [[None] * m for _ in range(stages)]
     gradients: list[list[Place | None]] = [[None] * m for _ in range(stages)]
     for rank, lane in enumerate(lanes):
-        for place, one in enumerate(lane):
-            for action in (one.action, one.beside):
+        for place, shown in enumerate(lane):
+            for action in (shown.action, shown.beside):
                 if action is None:
                     continue
                 if action.kind is FORWARD:
@@ -178,6 +178,6 @@ def needs(schedule: Schedule, lanes: Sequence[Sequence[Shown]]) -> list[list[lis
         return gradients[stage][microbatch] if kind is WEIGHT_GRAD else None
 
     return [
-        [[read for action in (one.action, one.beside) if action and (read := reads(action))] for one in lane]
+        [[read for action in (shown.action, shown.beside) if action and (read := reads(action))] for shown in lane]
         for lane in lanes
     ]

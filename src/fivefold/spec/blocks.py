@@ -35,18 +35,18 @@ class LatentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return self.kv_rank + self.rope_dim
 
     def problems(self) -> list[str]:
-        found = [*outside(self, "model.mla").values()]
+        problems = [*outside(self, "model.mla").values()]
         if self.rope_dim % 2:
-            found.append(
+            problems.append(
                 f"model.mla.rope_dim={self.rope_dim} is odd and rotary positions turn pairs of dims; nearest: "
                 f"rope_dim={self.rope_dim + 1}"
             )
-        if not found and self.v_dim > self.head_dim:
-            found.append(
+        if not problems and self.v_dim > self.head_dim:
+            problems.append(
                 f"model.mla.v_dim={self.v_dim} is wider than a key, nope_dim + rope_dim = {self.head_dim}, to which "
                 f"the kernels take values padded; nearest: v_dim={self.head_dim}"
             )
-        return found
+        return problems
 
 
 class RopeScaling(
@@ -61,13 +61,13 @@ class RopeScaling(
 
     def problems(self) -> list[str]:
         factors = self.factor, self.high_freq_factor, self.low_freq_factor
-        found = [*outside(self, "model.rope_scaling").values()]
+        problems = [*outside(self, "model.rope_scaling").values()]
         if not (0 < factors[0] < math.inf and math.inf > factors[1] > factors[2] > 0):
-            found.append(
+            problems.append(
                 "model.rope_scaling needs factor > 0 and high_freq_factor > low_freq_factor > 0, and has "
                 f"{factors[0]}, {factors[1]} and {factors[2]}"
             )
-        return found
+        return problems
 
 
 class Yarn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="yarn"):
@@ -101,18 +101,18 @@ class Yarn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return 1.0 + 0.1 * scale * math.log(self.factor) if self.factor > 1 else 1.0
 
     def problems(self) -> list[str]:
-        found = [*outside(self, "model.rope_scaling").values()]
+        problems = [*outside(self, "model.rope_scaling").values()]
         if not (0 < self.factor < math.inf and math.inf > self.beta_fast >= self.beta_slow > 0):
-            found.append(
+            problems.append(
                 "model.rope_scaling of kind yarn needs factor > 0 and beta_fast >= beta_slow > 0, and has "
                 f"{self.factor}, {self.beta_fast} and {self.beta_slow}"
             )
-        found += [
+        problems += [
             f"model.rope_scaling.{name}={getattr(self, name)} must not be negative"
             for name in ("mscale", "mscale_all_dim", "attention_factor")
             if not 0 <= getattr(self, name) < math.inf
         ]
-        return found
+        return problems
 
 
 # ---- experts --------------------------------------------------------------------------------------------------------

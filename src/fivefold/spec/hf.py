@@ -47,7 +47,7 @@ def read_rope(config: Config) -> Numbers:
         return {"rope_theta": theta, "rope_scaling": None}
     if not isinstance(kind, str) or kind not in _STRETCHES:
         raise UserError(
-            f"rope type {kind!r} is not supported; {either([repr(one) for one in ('default', *_STRETCHES)])}"
+            f"rope type {kind!r} is not supported; {either([repr(known) for known in ('default', *_STRETCHES)])}"
         )
     stretch, required = _STRETCHES[kind]
     keys = {field: _ORIGINAL.get(field, field) for field in stretch.__struct_fields__}
@@ -105,14 +105,14 @@ def read_windows(config: Config) -> Numbers:
     """gpt-oss: which layers see a window of the keys, and which all of them."""
     layers = config["num_hidden_layers"]
     kinds = config.get("layer_types") or [(_SLIDING, _FULL)[layer % 2] for layer in range(layers)]
-    every = kinds.index(_FULL) + 1 if isinstance(kinds, list) and _FULL in kinds else 0
-    if kinds != [_FULL if every and (layer + 1) % every == 0 else _SLIDING for layer in range(layers)]:
+    period = kinds.index(_FULL) + 1 if isinstance(kinds, list) and _FULL in kinds else 0
+    if kinds != [_FULL if period and (layer + 1) % period == 0 else _SLIDING for layer in range(layers)]:
         raise UserError(
             f"layer_types={kinds!r} is not supported; every second (or third, ...) is {_FULL}, the others {_SLIDING}"
         )
-    if every == 1:
+    if period == 1:
         return {"sinks": True}
-    return {"sinks": True, "window": config.get("sliding_window", 128), "window_period": every or 1}
+    return {"sinks": True, "window": config.get("sliding_window", 128), "window_period": period or 1}
 
 
 def write_windows(spec: ModelSpec) -> Config:
@@ -120,8 +120,8 @@ def write_windows(spec: ModelSpec) -> Config:
     return {"sliding_window": spec.window or None, "layer_types": kinds}
 
 
-def _named(one: LatentSpec, names: dict[str, str]) -> Config:
-    return {key: getattr(one, field) for field, key in names.items()}
+def _named(latents: LatentSpec, names: dict[str, str]) -> Config:
+    return {key: getattr(latents, field) for field, key in names.items()}
 
 
 # ---- hf experts -----------------------------------------------------------------------------------------------------
@@ -227,17 +227,17 @@ def misfits(spec: ModelSpec, kind: str) -> list[str]:
     experts = spec.experts
     if experts is None:
         return []
-    one = KINDS[kind]
-    free = {*one.names, *(("dense_layers",) if kind == "qwen3_moe" else ())}
-    wanted = {name: one.fixed.get(name, _DEFAULTS[name]) for name in Experts.__struct_fields__ if name not in free}
-    found = [
+    fields = KINDS[kind]
+    free = {*fields.names, *(("dense_layers",) if kind == "qwen3_moe" else ())}
+    wanted = {name: fields.fixed.get(name, _DEFAULTS[name]) for name in Experts.__struct_fields__ if name not in free}
+    problems = [
         f"{kind} of transformers has experts.{name}={only!r}, and {spec.name} has {getattr(experts, name)!r}"
         for name, only in wanted.items()
         if getattr(experts, name) != only
     ]
     if "shared" in free and not experts.shared:
-        found.append(f"{kind} of transformers has at least one shared expert, and {spec.name} has none")
-    return found
+        problems.append(f"{kind} of transformers has at least one shared expert, and {spec.name} has none")
+    return problems
 
 
 def write_experts(spec: ModelSpec, kind: str) -> Config:
@@ -245,17 +245,17 @@ def write_experts(spec: ModelSpec, kind: str) -> Config:
     names = KINDS[kind].names
     if (experts := spec.experts) is None:
         return {names["dense_layers"]: spec.layers}
-    found = {key: getattr(experts, name) for name, key in names.items()} | KINDS[kind].spelled
+    config = {key: getattr(experts, name) for name, key in names.items()} | KINDS[kind].spelled
     if kind == "deepseek_v2":
-        found["topk_method"] = _METHODS[experts.groups > 1]
+        config["topk_method"] = _METHODS[experts.groups > 1]
     if kind == "qwen3_moe":
-        found["mlp_only_layers"] = [*range(experts.dense_layers)]
+        config["mlp_only_layers"] = [*range(experts.dense_layers)]
     if kind in ("deepseek_v3", "glm4_moe"):
-        found["num_nextn_predict_layers"] = 0
-    return found
+        config["num_nextn_predict_layers"] = 0
+    return config
 
 
-_DEFAULTS = {one.name: one.default for one in msgspec.structs.fields(Experts)}
+_DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(Experts)}
 
 
 # ---- hf config ------------------------------------------------------------------------------------------------------
@@ -297,12 +297,12 @@ def kept_settings(config: Config) -> Config:
 
 def no_tokens(config: Config, vocab: int) -> str:
     """The special tokens of a `config.json` that its vocabulary does not have, or that are no numbers."""
-    found = []
+    wrong = []
     for key in _TOKEN_IDS:
         ids = config[key] if isinstance(config.get(key), list) else [config.get(key)]
-        if any(one is not None and not (type(one) is int and 0 <= one < vocab) for one in ids):
-            found.append(f"{key}={str(config[key])[:40]}")
-    return ", ".join(found)
+        if any(token is not None and not (type(token) is int and 0 <= token < vocab) for token in ids):
+            wrong.append(f"{key}={str(config[key])[:40]}")
+    return ", ".join(wrong)
 
 
 def read_hf_config(path: str | Path) -> ModelSpec:

@@ -82,14 +82,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def block_parameters(self, layer: int) -> Iterator[Parameter]:
         """One block, in the order of its forward pass."""
-        for one in block(self, dense=self.dense(layer)).operations:
-            if isinstance(one, Matmul):
-                yield from self._linear(layer, one)
-            elif isinstance(one, Elementwise) and one.kind == "norm":
-                yield from self._norm(f"layers.{layer}.{one.name}", layer, one.width)
-            elif isinstance(one, Elementwise) and one.kind == "qk_norm":
-                yield self._qk_norm(layer, one)
-            elif isinstance(one, Scores) and self.sinks:
+        for operation in block(self, dense=self.dense(layer)).operations:
+            if isinstance(operation, Matmul):
+                yield from self._linear(layer, operation)
+            elif isinstance(operation, Elementwise) and operation.kind == "norm":
+                yield from self._norm(f"layers.{layer}.{operation.name}", layer, operation.width)
+            elif isinstance(operation, Elementwise) and operation.kind == "qk_norm":
+                yield self._qk_norm(layer, operation)
+            elif isinstance(operation, Scores) and self.sinks:
                 yield Parameter(f"layers.{layer}.attention.sinks", (self.heads,), "bias", layer, "colwise", exact=True)
 
     def window_of(self, layer: int) -> int:
@@ -130,35 +130,35 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     @cached_property
     def _parameters(self) -> tuple[Parameter, ...]:
         table = (self.vocab, self.hidden)
-        found = [Parameter("embedding.weight", table, "embedding", BOTTOM, "colwise", tied=self.tied)]
+        parameters = [Parameter("embedding.weight", table, "embedding", BOTTOM, "colwise", tied=self.tied)]
         if self.positions == "learned":
-            found.append(Parameter("positions.weight", (self.context, self.hidden), "embedding", BOTTOM))
+            parameters.append(Parameter("positions.weight", (self.context, self.hidden), "embedding", BOTTOM))
         for layer in range(self.layers):
-            found += self.block_parameters(layer)
-        found += self._norm("norm", TOP, self.hidden)
+            parameters += self.block_parameters(layer)
+        parameters += self._norm("norm", TOP, self.hidden)
         if not self.tied:
-            found.append(Parameter("head.weight", table, "linear", TOP, "colwise"))
-        return tuple(found)
+            parameters.append(Parameter("head.weight", table, "linear", TOP, "colwise"))
+        return tuple(parameters)
 
-    def _linear(self, layer: int, one: Matmul) -> Iterator[Parameter]:
-        name, facts = f"layers.{layer}.{one.branch}.{one.name}", {"residual": one.writes_residual}
-        shape, stack = (one.rows, one.inputs), one.experts
-        yield Parameter(f"{name}.weight", shape, "linear", layer, one.tp, **facts, experts=stack)
-        if one.bias:  # of summands it is added once, to their sum
-            rule = "replicated" if one.tp == "rowwise" else one.tp
-            yield Parameter(f"{name}.bias", (one.rows,), "bias", layer, rule, experts=stack)
+    def _linear(self, layer: int, matmul: Matmul) -> Iterator[Parameter]:
+        name, facts = f"layers.{layer}.{matmul.branch}.{matmul.name}", {"residual": matmul.writes_residual}
+        shape, stack = (matmul.rows, matmul.inputs), matmul.experts
+        yield Parameter(f"{name}.weight", shape, "linear", layer, matmul.tp, **facts, experts=stack)
+        if matmul.bias:  # of summands it is added once, to their sum
+            rule = "replicated" if matmul.tp == "rowwise" else matmul.tp
+            yield Parameter(f"{name}.bias", (matmul.rows,), "bias", layer, rule, experts=stack)
 
     def _norm(self, name: str, unit: int, width: int) -> Iterator[Parameter]:
         yield Parameter(f"{name}.weight", (width,), "norm", unit, exact=True)
         if self.norm == "layernorm":
             yield Parameter(f"{name}.bias", (width,), "bias", unit, exact=True)
 
-    def _qk_norm(self, layer: int, one: Elementwise) -> Parameter:
-        name = f"layers.{layer}.{one.name}.weight"
+    def _qk_norm(self, layer: int, norm: Elementwise) -> Parameter:
+        name = f"layers.{layer}.{norm.name}.weight"
         if self.qk_norm_over == "head":
             return Parameter(name, (self.head_dim,), "norm", layer, "per_head", exact=True)
-        rule: TensorRule = "colwise" if one.name == "attention.q_norm" else "colwise_kv"
-        return Parameter(name, (one.width,), "norm", layer, rule, exact=True)
+        rule: TensorRule = "colwise" if norm.name == "attention.q_norm" else "colwise_kv"
+        return Parameter(name, (norm.width,), "norm", layer, rule, exact=True)
 
     @cached_property
     def parameter_count(self) -> int:
@@ -172,7 +172,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def active_parameters(self) -> int:
         """All but those of experts that a token does not visit."""
         matmuls = block(self).matmuls
-        idle = sum(one.size - one.active + one.bias * (one.rows - one.outputs * max(1, one.chosen)) for one in matmuls)
+        idle = sum(
+            matmul.size - matmul.active + matmul.bias * (matmul.rows - matmul.outputs * max(1, matmul.chosen))
+            for matmul in matmuls
+        )
         return self.parameter_count - (self.layers - self.dense_layers) * idle
 
     @cached_property
@@ -208,24 +211,24 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def problems(self) -> list[str]:
         """Everything that is wrong with these numbers, each with its value and what would be right."""
         absurd = outside(self, "model")
-        found = [
+        problems = [
             *absurd.values(),
             *([] if absurd.keys() & {"hidden", "heads", "kv_heads", "head_dim"} else self._heads()),
         ]
         if self.experts is not None and not absurd:
-            found += self.experts.problems(self.layers)
+            problems += self.experts.problems(self.layers)
         if not 0 <= self.dropout < 1:
-            found.append(f"model.dropout={self.dropout} is a probability: 0 <= dropout < 1")
-        found += [
+            problems.append(f"model.dropout={self.dropout} is a probability: 0 <= dropout < 1")
+        problems += [
             f"model.{field}={getattr(self, field)} must be positive"
             for field in ("norm_eps", "init_std", "rope_theta")
             if not 0 < getattr(self, field) < math.inf
         ]
-        found += self.rope_scaling.problems() if self.rope_scaling else []
+        problems += self.rope_scaling.problems() if self.rope_scaling else []
         if self.window_period > 1 and not self.window:
             period = f"model.window_period={self.window_period}"
-            found.append(f"{period} says which layers have a window, and model.window=0; nearest: window_period=1")
-        return [*found, *self._latent()]
+            problems.append(f"{period} says which layers have a window, and model.window=0; nearest: window_period=1")
+        return [*problems, *self._latent()]
 
     def _latent(self) -> list[str]:
         """What does not go with latent attention."""
@@ -241,30 +244,30 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def _heads(self) -> list[str]:
         """Where the width, the heads and the kv heads do not divide."""
-        found = []
+        problems = []
         if self.head_dim < 1:
             fewer = [n for n in divisors(self.hidden) if n < self.heads]
             more = [n for n in divisors(self.hidden) if n > self.heads]
             nearest = either([f"heads={n}" for n in (*fewer[-1:], *more[:1])] or ["heads=1"])
-            found.append(
+            problems.append(
                 f"model.hidden={self.hidden} does not divide into model.heads={self.heads} equal heads; nearest: "
                 f"{nearest}, or give model.head_dim"
             )
         if self.heads % self.kv_heads:
             near = min(divisors(self.heads), key=lambda n: abs(n - self.kv_heads))
-            found.append(
+            problems.append(
                 f"model.kv_heads={self.kv_heads} does not divide model.heads={self.heads}: each kv head serves an "
                 f"equal group of query heads; nearest: kv_heads={near}"
             )
         if self.positions == "rope" and not self.rope_dim and self.head_dim % 2:
-            found.append(
+            problems.append(
                 f"model.head_dim={self.head_dim} is odd and rotary positions turn pairs of dims; "
                 f"nearest: head_dim={self.head_dim + 1}"
             )
         if self.rope_dim and (self.rope_dim % 2 or self.rope_dim > self.head_dim):
             near = min(self.rope_dim + self.rope_dim % 2, self.head_dim // 2 * 2)
-            found.append(
+            problems.append(
                 f"model.rope_dim={self.rope_dim} must be even and at most head_dim={self.head_dim}; nearest: "
                 f"rope_dim={near}"
             )
-        return found
+        return problems

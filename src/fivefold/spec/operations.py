@@ -12,7 +12,7 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import groupby
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from fivefold.spec.model import ModelSpec
@@ -178,39 +178,39 @@ class BlockOperations:
 
     @cached_property
     def matmuls(self) -> tuple[Matmul, ...]:
-        return tuple(one for one in self.operations if isinstance(one, Matmul))
+        return tuple(operation for operation in self.operations if isinstance(operation, Matmul))
 
     def of(self, branch: str) -> list[Matmul]:
-        return [one for one in self.matmuls if one.branch == branch]
+        return [matmul for matmul in self.matmuls if matmul.branch == branch]
 
     @cached_property
     def groups(self) -> tuple[tuple[Matmul, ...], ...]:
         """The matmuls, those together that read the same tensor."""
-        return tuple(tuple(group) for _, group in groupby(self.matmuls, key=lambda one: one.reads))
+        return tuple(tuple(group) for _, group in groupby(self.matmuls, key=lambda matmul: matmul.reads))
 
     @cached_property
     def attention(self) -> Scores:
-        return next(one for one in self.operations if isinstance(one, Scores))
+        return next(operation for operation in self.operations if isinstance(operation, Scores))
 
     @cached_property
     def elementwise(self) -> tuple[Elementwise, ...]:
-        return tuple(one for one in self.operations if isinstance(one, Elementwise))
+        return tuple(operation for operation in self.operations if isinstance(operation, Elementwise))
 
     @cached_property
     def weights(self) -> int:
         """Elements of the matmuls' weights."""
-        return sum(one.size for one in self.matmuls)
+        return sum(matmul.size for matmul in self.matmuls)
 
     @cached_property
     def active(self) -> int:
         """Elements of the weights that a token is multiplied with: of the experts' those that it visits."""
-        return sum(one.active for one in self.matmuls)
+        return sum(matmul.active for matmul in self.matmuls)
 
     def gemms(self, tokens: int, apart: bool = False) -> list[tuple[int, int, int]]:
         """Rows, columns and inner dimension of the forward GEMMs; `apart`: none of them are joined."""
         if apart:
-            return [(tokens, one.outputs, one.inputs) for one in self.matmuls]
-        return [(tokens, sum(one.outputs for one in group), group[0].inputs) for group in self.groups]
+            return [(tokens, matmul.outputs, matmul.inputs) for matmul in self.matmuls]
+        return [(tokens, sum(matmul.outputs for matmul in group), group[0].inputs) for group in self.groups]
 
 
 @lru_cache(maxsize=4096)
@@ -224,13 +224,13 @@ def block(spec: "ModelSpec", tp: int = 1, dense: bool = False, window: int = 0) 
 
 
 def _block(spec: "ModelSpec", tp: int, dense: bool, window: int) -> Iterator[Operation]:
-    hidden, every = spec.hidden, spec.bias
-    yield Elementwise("norm", hidden, True, "attention_norm")
+    hidden = spec.hidden
+    yield Elementwise("norm", hidden, stream=True, name="attention_norm")
     attention = yield from (_latent if spec.mla else _heads)(spec, tp)
     yield attention._replace(window=window)
-    yield Matmul("attention", "o", "attention", attention.seen, hidden, "rowwise", every)
+    yield Matmul("attention", "o", "attention", attention.seen, hidden, "rowwise", bias=spec.bias)
     yield from _residual(spec)
-    yield Elementwise("norm", hidden, True, "mlp_norm")
+    yield Elementwise("norm", hidden, stream=True, name="mlp_norm")
     yield from _network(spec, "", spec.ffn, tp) if dense or spec.experts is None else _mixture(spec, tp)
     yield from _residual(spec)
 
@@ -240,9 +240,9 @@ def _heads(spec: "ModelSpec", tp: int) -> Generator[Operation, None, Scores]:
     heads, kv_heads, dim = spec.heads // tp, max(1, spec.kv_heads // tp), spec.head_dim
     attention = Scores(heads, kv_heads, dim, dim, 2 * kv_heads * dim)
     bias = spec.bias or spec.qkv_bias
-    yield Matmul("attention", "q", "attention_norm", spec.hidden, attention.width, "colwise", bias)
-    yield Matmul("attention", "k", "attention_norm", spec.hidden, attention.kv_width, "colwise_kv", bias)
-    yield Matmul("attention", "v", "attention_norm", spec.hidden, attention.kv_width, "colwise_kv", bias)
+    yield Matmul("attention", "q", "attention_norm", spec.hidden, attention.width, "colwise", bias=bias)
+    yield Matmul("attention", "k", "attention_norm", spec.hidden, attention.kv_width, "colwise_kv", bias=bias)
+    yield Matmul("attention", "v", "attention_norm", spec.hidden, attention.kv_width, "colwise_kv", bias=bias)
     if spec.qk_norm:
         yield Elementwise("qk_norm", spec.heads * spec.head_dim, name="attention.q_norm")
         yield Elementwise("qk_norm", spec.kv_heads * spec.head_dim, name="attention.k_norm")
@@ -262,9 +262,9 @@ def _latent(spec: "ModelSpec", tp: int) -> Generator[Operation, None, Scores]:
         yield Matmul("attention", "q", "attention_norm", spec.hidden, attention.width, "colwise")
     yield Matmul("attention", "kv_down", "attention_norm", spec.hidden, mla.cached, "replicated")
     if mla.q_rank:
-        yield Elementwise("norm", mla.q_rank, True, "attention.q_norm")
+        yield Elementwise("norm", mla.q_rank, stream=True, name="attention.q_norm")
         yield Matmul("attention", "q_up", "q_latent", mla.q_rank, attention.width, "colwise")
-    yield Elementwise("norm", mla.kv_rank, True, "attention.kv_norm")
+    yield Elementwise("norm", mla.kv_rank, stream=True, name="attention.kv_norm")
     yield Matmul("attention", "kv_up", "kv_latent", mla.kv_rank, heads * (mla.nope_dim + mla.v_dim), "colwise")
     yield Elementwise("rope", (spec.heads + 1) * mla.rope_dim)
     return attention
@@ -274,32 +274,33 @@ def _network(spec: "ModelSpec", prefix: str, width: int, tp: int) -> Iterator[Op
     """A dense feed-forward network."""
     hidden, ffn, gated = spec.hidden, width // tp, spec.activation.startswith("swiglu")
     if gated:
-        yield Matmul("mlp", f"{prefix}gate", "mlp_norm", hidden, ffn, "colwise", spec.bias)
-    yield Matmul("mlp", f"{prefix}up", "mlp_norm", hidden, ffn, "colwise", spec.bias)
+        yield Matmul("mlp", f"{prefix}gate", "mlp_norm", hidden, ffn, "colwise", bias=spec.bias)
+    yield Matmul("mlp", f"{prefix}up", "mlp_norm", hidden, ffn, "colwise", bias=spec.bias)
     yield Elementwise("swiglu" if gated else "gelu", width)
-    yield Matmul("mlp", f"{prefix}down", f"{prefix}activation", ffn, hidden, "rowwise", spec.bias)
+    yield Matmul("mlp", f"{prefix}down", f"{prefix}activation", ffn, hidden, "rowwise", bias=spec.bias)
 
 
 def _mixture(spec: "ModelSpec", tp: int) -> Iterator[Operation]:
     """A router, the experts that it chooses, and those that all tokens visit. tp divides the latter alone."""
     experts = spec.experts
     assert experts is not None
-    hidden, of, every = spec.hidden, (experts.count, experts.top_k), spec.bias
-    yield Matmul("mlp", "router", "widened mlp_norm", hidden, experts.count, "replicated_partial", every)
+    each: dict[str, Any] = {"bias": spec.bias, "experts": experts.count, "chosen": experts.top_k}
+    hidden = spec.hidden
+    yield Matmul("mlp", "router", "widened mlp_norm", hidden, experts.count, "replicated_partial", bias=spec.bias)
     gated = spec.activation.startswith("swiglu")
     if gated:
-        yield Matmul("mlp", "experts.gate", "dispatched", hidden, experts.ffn, "experts", every, *of)
-    yield Matmul("mlp", "experts.up", "dispatched", hidden, experts.ffn, "experts", every, *of)
+        yield Matmul("mlp", "experts.gate", "dispatched", hidden, experts.ffn, "experts", **each)
+    yield Matmul("mlp", "experts.up", "dispatched", hidden, experts.ffn, "experts", **each)
     yield Elementwise("swiglu" if gated else "gelu", experts.top_k * experts.ffn)
-    yield Matmul("mlp", "experts.down", "activation", experts.ffn, hidden, "experts", every, *of)
+    yield Matmul("mlp", "experts.down", "activation", experts.ffn, hidden, "experts", **each)
     if experts.shared:
         yield from _network(spec, "shared.", experts.shared_ffn, tp)
 
 
 def _residual(spec: "ModelSpec") -> Iterator[Operation]:
     if spec.dropout > 0:
-        yield Elementwise("dropout", spec.hidden, True)
-    yield Elementwise("residual", spec.hidden, True)
+        yield Elementwise("dropout", spec.hidden, stream=True)
+    yield Elementwise("residual", spec.hidden, stream=True)
 
 
 def head(spec: "ModelSpec", tp: int = 1) -> Matmul:

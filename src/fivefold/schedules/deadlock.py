@@ -1,0 +1,89 @@
+"""Deadlock: run the lists of a schedule and see who is left. Twice: as gloo runs them, and as NCCL may.
+
+`deadlock` posts receives where they stand, and holds sends back by the buffers: so the runtime executes on CPUs.
+`rendezvous` lets every message hold up both its ranks until they have met. NCCL's messages are kernels on the device:
+an action that waits for all of it, to load a kernel, to allocate, to compile, waits for every message that its rank
+has posted before. With receives posted only when their consumer's turn has come, `simulate` may find a deadlock all
+the same.
+
+Waiting is all that ranks do to each other, and what they wait for never un-happens; so if one run gets through, every
+run does, at any speed of ranks and links.
+"""
+
+from collections.abc import Iterator
+
+from fivefold.schedules.actions import SENDS, Action, Channel
+from fivefold.schedules.clock import Blocked
+from fivefold.schedules.index import ActionIndex, ScheduleProblem
+
+
+def deadlock(index: ActionIndex) -> Iterator[ScheduleProblem]:
+    if index.run.blocks:
+        first = _circle(index.run.blocks)[0]
+        yield ScheduleProblem(deadlock_sentence(index.run.blocks), first.rank, first.place)
+
+
+def rendezvous(index: ActionIndex) -> Iterator[ScheduleProblem]:
+    if blocks := _meet(index):
+        first, why = _circle(blocks)[0], "on NCCL a posted message may hold up all that its rank does after it"
+        cure = "leave out SEND and RECV, and write the line 'messages implied': then they are put where no circle is"
+        yield ScheduleProblem(f"{deadlock_sentence(blocks)}; {why}; {cure}", first.rank, first.place)
+
+
+def _meet(index: ActionIndex) -> list[Blocked]:
+    """Who is left, if both ranks of a message stand at it until the other has come."""
+    schedule, m = index.schedule, index.schedule.m
+    channels = list(schedule.placement.channels)
+    # By kind and stage, the number of a channel's first message; the others are counted on by microbatches.
+    first = {(channel.send, channel.source): n * m for n, channel in enumerate(channels)}
+    first |= {(channel.receive, channel.target): n * m for n, channel in enumerate(channels)}
+    ways = [
+        iter([n + k for kind, stage, k, _ in order if (n := first.get((kind, stage))) is not None])
+        for order in schedule.ranks
+    ]
+    standing: dict[int, int] = {}  # by message, the rank that has come to it first
+    ready = list(range(schedule.p))
+    while ready:
+        rank = ready.pop()
+        for message in ways[rank]:
+            if message not in standing:
+                standing[message] = rank
+                break
+            ready.append(standing.pop(message))
+    return sorted(_block(index, rank, channels[message // m], message % m) for message, rank in standing.items())
+
+
+def _block(index: ActionIndex, rank: int, channel: Channel, microbatch: int) -> Blocked:
+    owner = index.schedule.placement.owner
+    ends = [(channel.send, channel.source), (channel.receive, channel.target)]
+    (kind, stage), (_, other) = ends if owner[channel.source] == rank else reversed(ends)
+    place, number = index.places(kind, stage)[microbatch], index.sequence[kind, stage].index(microbatch)
+    return Blocked(rank, Action(kind, stage, microbatch), channel, number, owner[other], place)
+
+
+def deadlock_sentence(blocks: list[Blocked]) -> str:
+    """Who waits for whom."""
+    circle = _circle(blocks)
+    verdict = f"and rank {circle[-1].peer} has nothing more to send or receive"
+    if circle[-1].peer == circle[0].rank:
+        verdict = f"that is a circle of {len(circle)}, and nobody in it can move"
+    return f"{'; '.join(map(_waits, circle))}; {verdict}"
+
+
+def _circle(blocks: list[Blocked]) -> list[Blocked]:
+    """The ranks that wait for each other in a circle; or the chain to one that is done and will never answer."""
+    by_rank = {block.rank: block for block in blocks}
+    path = [blocks[0]]
+    while path[-1].peer in by_rank:
+        following = by_rank[path[-1].peer]
+        if following in path:
+            return path[path.index(following) :]
+        path.append(following)
+    return path
+
+
+def _waits(block: Blocked) -> str:
+    waits, message = f"rank {block.rank} waits at {block.action}", f"message {block.message} of the {block.channel}"
+    if block.action.kind in SENDS:
+        return f"{waits} until rank {block.peer} posts the receive of {message}"
+    return f"{waits} for {message} from rank {block.peer}"
