@@ -24,9 +24,9 @@ from fivefold.planner.closed import (
     Closed,
     EpChoices,
     PipelineArrays,
-    closed_of,
     dealt_out,
 )
+from fivefold.planner.closed_experts import closed_of
 from fivefold.schedules.registry import LARGEST, RECORDS, is_file, record_of
 from fivefold.support.text import divisors
 
