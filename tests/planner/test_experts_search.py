@@ -9,8 +9,7 @@ from fivefold.cost.moe import IMBALANCE, imbalance_for
 from fivefold.cost.step import Case
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
-from fivefold.planner.closed import ep_changes
-from fivefold.planner.explain import neighbours
+from fivefold.planner.explain import ep_changes, neighbours
 from fivefold.planner.plan import plan, question, simulate
 from fivefold.planner.search import evaluate, search
 from fivefold.planner.space import SearchQuery, space

@@ -13,7 +13,8 @@ from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
 from fivefold.optim.adamw import AdamW
 from fivefold.optim.base import OptimizerConfig
-from fivefold.planner.closed import BlockArrays, BlockShape, DenseCost
+from fivefold.planner.closed import BlockArrays, BlockShape
+from fivefold.planner.closed_experts import DenseCost
 from fivefold.planner.space import SearchQuery, space
 from fivefold.schedules.registry import build
 from fivefold.schedules.schedule import live_counts

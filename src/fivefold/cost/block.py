@@ -14,8 +14,9 @@ import msgspec
 
 from fivefold.cost import attention
 from fivefold.cost.collectives import BlockCollectives, Collective
+from fivefold.cost.forms import ZeroCost, hidden
 from fivefold.cost.kernels import Device, copied, remade, score_dim
-from fivefold.cost.links import Kind, Topology
+from fivefold.cost.links import Topology
 from fivefold.cost.moe import MoEBlock, ParamShare, Travel, block_share, dense_gemms
 from fivefold.cost.stack import CAST, MOVED, NARROW, WIDE, SoftwareProfile
 from fivefold.layout.layout import ContextKind, Layout
@@ -307,18 +308,10 @@ class BlockCost:
         """ZeRO 3: weights gathered in forward and backward, gradients scattered, in every microbatch."""
         if not self.layout.fully_shards(self.spec):
             return 0.0, 0.0
-        own, share, gather, reduce = self.own, self.stack.hides("zero"), 0.0, 0.0
-        parts = self.stack.unit_parts
-        kind: Kind = "all-reduce" if self.stack.reduces_whole else "reduce-scatter"
-        for axis, count in (("zero", own.dense), ("ezero", own.experts)):
-            if count:
-                gather += self.wires.time("all-gather", axis, count * self.stack.weight_bytes / parts, parts)
-                reduce += self.wires.time(kind, axis, count * self.stack.gradient_bytes / parts, parts)
-        if self.stack.copies_parts:
-            gather += parts * self.wires.reaches["zero"].ranks * self.device.reached.launch
-        again = gather if self.stack.gathers_again and self.layout.recompute == "full" else 0.0
-        behind = max(0.0, backward - self.port)
-        return hidden(gather, forward, share), hidden(again + gather + reduce, behind, share)
+        zero = ZeroCost(self.spec, self.stack, self.wires)
+        free = max(0.0, backward - self.port)
+        gather, scatter = zero.in_block(self.own, forward, free, self.layout.recompute == "full")
+        return gather, scatter
 
     @cached_property
     def port(self) -> float:
@@ -399,8 +392,3 @@ def _matmuls(device: Device, shapes: tuple[tuple[int, int, int], ...], precision
 @lru_cache(maxsize=4096)
 def _method(kind: ContextKind, case: attention.LayerAttention) -> attention.Method:
     return {"ring": attention.ring, "allgather": attention.allgather, "ulysses": attention.ulysses}[kind](case)
-
-
-def hidden(seconds: float, behind: float, share: float) -> float:
-    """What remains of a collective of which `share` can run behind compute, as far as there is any."""
-    return seconds - share * min(seconds, behind)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from msgspec import structs
 
 from fivefold.cost.activations import MixtureMemory, SavedActivations, defer_wgrad, kept
+from fivefold.cost.forms import ZeroCost
 from fivefold.cost.kernels import plus, times
 from fivefold.cost.memory import State
 from fivefold.cost.moe import ParamShare
@@ -263,7 +264,7 @@ def footprint_of(case: Case, rank: int) -> Footprint:
     if layout.zero < 3:
         usual = max(usual, _last_gradient(case, stages[0]), key=sum)
     waits = max(0, flying[mine[0]] - 1) if layout.chunks == 1 else 0
-    parts = _states(case, stages)
+    parts = ZeroCost(spec, stack, case.wires).states(share_of(case, stages), layout.zero)
     late = sum(part.gradients for axis, part in parts.items() if lazy and not bucketed(layout, axis))
     if spec.experts is not None and layout.zero < 3 and stages[0].layers:
         usual = max(first_backward(case, stages[0], blocks), _last_gradient(case, stages[0]), key=sum)
@@ -274,17 +275,6 @@ def footprint_of(case: Case, rank: int) -> Footprint:
         rank, plus(*parts.values()), flying_now, moment, transient, buffers, 0.0, late - made, after, -usual.made
     )
     return replace(found, margin=CONTEXT + FRAGMENTATION * found.allocated)
-
-
-def _states(case: Case, stages: list[Stage]) -> dict[str, State]:
-    """Of a rank with these stages, by the axis that ZeRO divides it over: what tp divides, and its experts."""
-    layout, held, found = case.layout, case.stack.accounting, {}
-    for axis, count in zip(("zero", "ezero"), share_of(case, stages), strict=True):
-        own = count / layout.size(axis)
-        # FSDP2 keeps masters alone of all parameters, also of those that no other rank has.
-        sharded = layout.fully_shards(case.spec)
-        found[axis] = held.state(count, own, layout.zero, 2 if sharded else layout.size(axis))
-    return found
 
 
 def _moments(

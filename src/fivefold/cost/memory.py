@@ -78,18 +78,23 @@ class Accounting:
         """What a checkpoint has: masters and states."""
         return (self.master or self.weight) + self.states
 
-    def held(self, weights: Any, gradients: Any, owned: Any, sharded: bool = False) -> State:
+    def held(self, weights: Any, gradients: Any, owned: Any, sharded: Any = False) -> State:
         """Of so many weights to compute with and gradients, where `owned` parameters are updated here; `sharded`: the
         weights are those of ZeRO 3. Also for arrays."""
-        if sharded and self.sharded_masters:
-            return State((self.master or self.weight) * weights, self.gradient * gradients, self.states * owned)
-        return State(self.weight * weights, self.gradient * gradients, (self.master + self.states) * owned)
+        only = 1 * sharded if self.sharded_masters else 0  # the masters, and no weights beside them
+        each = only * (self.master or self.weight) + (1 - only) * self.weight
+        beside = self.states + (1 - only) * self.master
+        return State(each * weights, self.gradient * gradients, beside * owned)
 
-    def state(self, whole: Any, share: Any, zero: int, ranks: int) -> State:
-        """Of a rank that computes with `whole` parameters and owns `share` of them, with `ranks` to shard over."""
-        if zero == 3 and ranks > 1:
-            return self.held(share, share, share, sharded=True)
-        return self.held(whole, share if zero == 2 else whole, share if zero else whole)
+    def state(self, full: Any, share: Any, zero: Any, ranks: Any) -> State:
+        """Of a rank that computes with `full` parameters and owns `share` of them, with `ranks` to shard over. Also for
+        arrays."""
+        sharded = (zero == 3) & (ranks > 1)
+
+        def held(divided: Any) -> Any:
+            return divided * share + (1 - 1 * divided) * full
+
+        return self.held(held(sharded), held(sharded | (zero == 2)), held(zero > 0), sharded)
 
 
 # The ZeRO paper's (arXiv 1910.02054, table 1): gradients in two bytes. 7.5 billion parameters on 64 GPUs: 120, 31.4,

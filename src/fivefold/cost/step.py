@@ -8,11 +8,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from msgspec import structs
 
-from fivefold.cost.block import NO_PASSES, BlockCost, PassTimes, Seconds, hidden, layer_kind
+from fivefold.cost.block import NO_PASSES, BlockCost, PassTimes, Seconds, layer_kind
+from fivefold.cost.forms import PipelineForm, ZeroCost
 from fivefold.cost.kernels import Device, plus, times
 from fivefold.cost.links import Topology
 from fivefold.cost.moe import ParamShare, Travel, stage_share
@@ -352,14 +353,11 @@ def _halves(case: Case, held: float) -> tuple[tuple[Segments, Segments], ...]:
 
 
 def closed_form(case: Case, ranks: list[float]) -> float:
-    """The schedule's makespan, nearly: all microbatches on the busiest rank, and the others' first and last."""
-    layout, m = case.layout, case.layout.microbatches
+    """The schedule's makespan, nearly, where a microbatch takes so many seconds on each rank."""
+    layout, record = case.layout, case.layout.record
+    form = PipelineForm(layout.pp, layout.microbatches, layout.chunks, record.fill, record.waits, record.refills)
     send = case.wires.time("send", "pp", message(case))
-    slowest = max(ranks)
-    fill = (sum(ranks) - slowest) / layout.chunks
-    fill *= m if layout.record.refills else layout.record.fill
-    held = 2 * (1 - case.stack.hides("pp")) * send * m * layout.chunks
-    return m * slowest + fill + held + 2 * (layout.pp - 1) * send
+    return float(form.seconds(max(ranks), sum(ranks), send, case.stack.hides("pp")))
 
 
 def _step_end(case: Case, passes: list[PassTimes]) -> tuple[float, float]:
@@ -374,62 +372,19 @@ def _step_end(case: Case, passes: list[PassTimes]) -> tuple[float, float]:
 
 def _end_on(case: Case, passes: list[PassTimes], rank: int, count: ParamShare) -> tuple[float, float]:
     layout, work = case.layout, case.work_of(rank)
-    reaches = work.wires.reaches
-    mine = count.dense / reaches["zero"].ranks + count.experts / reaches["ezero"].ranks if layout.zero else count.total
+    zero = ZeroCost(case.spec, case.stack, work.wires)
     learns = case.spec.vocab > 1
-    optimizer = updating(case, count.total, mine, layout.zero < 2, work.device) + 10 * work.device.reached.launch
-    if layout.size("data") == 1 and (not count.experts or layout.size("edp") == 1):
-        return optimizer * learns, 0.0
+    optimizer = zero.optimizer(count, layout.zero) * learns
     if layout.zero == 3:
-        return optimizer * learns, _sharded_end(case, passes, work.wires, count)
+        copied = layout.size("data") > 1 or (count.experts and layout.size("edp") > 1)
+        forward = passes[-1].forward.total
+        return optimizer, zero.at_ends(count, layout.tp, layout.microbatches, forward) if copied else 0.0
     held = [case.stages[number] for number in layout.placement.of_rank[rank]] if case.groups else case.stages
     fullest = max(held, key=lambda stage: share_of(case, [stage]).total)
-    busy = len(fullest.layers) * work.port
-    return optimizer * learns, _replicated_end(case, passes[fullest.index], work.wires, count, busy)
-
-
-def updating(case: Case, count: Any, mine: Any, whole: Any, device: Device | None = None) -> Any:
-    """Seconds of the optimizer for `mine` of `count` parameters; `whole`: all gradients are here. Also for arrays."""
-    stack, device = case.stack, device or case.on
-    if stack.computes_itself and device.reached.update:
-        return device.reached.update * mine
-    moved = (2 * stack.state_bytes + stack.gradient_bytes + stack.step_bytes) * mine
-    moved = moved + 2 * stack.gradient_bytes * (count - mine) * whole  # zeroed and normed before they are dealt
-    return moved / device.bandwidth
-
-
-def _replicated_end(case: Case, one: PassTimes, wires: Topology, count: ParamShare, busy: float) -> float:
-    """ZeRO 0 to 2: gradients behind the last backward pass (stage 2: every one), weights behind the next forward."""
-    layout, stack = case.layout, case.stack
-    rounds = layout.microbatches if layout.zero == 2 else 1
-    gather = reduce = 0.0
-    for part, every, mine in (("zero", "data", count.dense), ("ezero", "edp", count.experts)):
-        gradients = mine * stack.gradient_bytes
-        if mine and layout.zero:
-            # Where the shards have copies, as groups of ZeRO 1 do, sums of shards go round these.
-            shards = wires.reaches[part].ranks
-            calls = shards if stack.broadcasts else 1
-            gather += wires.time("all-gather", part, mine * stack.weight_bytes / calls, calls)
-            reduce += wires.time("reduce-scatter", part, gradients)
-            reduce += wires.time("all-reduce", "replicate", gradients / shards)
-        elif mine:
-            reduce += wires.time("all-reduce", every, gradients)
-    # Axes that leave the node share its ports: while tp or cp holds them (`busy`), gradients wait.
-    free = max(0.0, one.inputs.total + one.weights.total - busy)
-    behind, share = free * layout.chunks * rounds, stack.hides("dp")
-    exposed = hidden(rounds * reduce, behind, share)
-    return exposed + hidden(gather, one.forward.total * layout.chunks, stack.hides_weights)
-
-
-def _sharded_end(case: Case, passes: list[PassTimes], wires: Topology, count: ParamShare) -> float:
-    """ZeRO 3: what stands around the blocks, whose own is in their passes; and copies of the shards."""
-    layout, stack = case.layout, case.stack
-    ends = 2 * case.spec.vocab * case.spec.hidden / layout.tp
-    gather = wires.time("all-gather", "zero", 2 * ends * stack.weight_bytes)
-    scatter = wires.time("reduce-scatter", "zero", ends * stack.gradient_bytes)
-    exposed = layout.microbatches * hidden(gather + scatter, passes[-1].forward.total, stack.hides("zero"))
-    shares = count.dense / wires.reaches["zero"].ranks + count.experts / wires.reaches["ezero"].ranks
-    return exposed + wires.time("all-reduce", "replicate", shares * stack.gradient_bytes)
+    forward, *backward = (part.total * layout.chunks for part in passes[fullest.index])
+    # Axes that leave the node share its ports: while tp or cp holds them, gradients wait.
+    free = max(0.0, sum(backward) - layout.chunks * len(fullest.layers) * work.port)
+    return optimizer, zero.after(count, layout.zero, layout.microbatches, forward, free)
 
 
 def share_of(case: Case, stages: Sequence[Stage]) -> ParamShare:

@@ -17,7 +17,7 @@ from fivefold.cost.memory import dtype_of
 from fivefold.cost.step import Case, estimate
 from fivefold.cost.traffic import RankCoords, expected
 from fivefold.layout.layout import Layout
-from fivefold.planner.closed import ep_changes
+from fivefold.planner.closed import DISPATCHES
 from fivefold.planner.mixed import divided, groups_of, spanning
 from fivefold.planner.search import Option, can_be_made, search
 from fivefold.schedules.registry import CATALOGUE
@@ -115,6 +115,20 @@ def _changes(case: Case) -> Iterator[tuple[str, Layout]]:
             if record.planned or can_be_made(layout):
                 change = f"schedule={record.name}"
                 yield change, structs.replace(layout, schedule=record.name, chunks=0, split=())
+
+
+def ep_changes(case: Case) -> Iterator[tuple[str, Layout]]:
+    """Neighbours of a layout: ep doubled or halved, or the other way for tokens to travel."""
+    layout = case.layout
+    if case.spec.experts is None:
+        return
+    for other in (2 * layout.ep, layout.ep // 2):
+        if other:
+            dispatch = layout.dispatch if other > 1 else "alltoall"
+            yield f"ep={other}", structs.replace(layout, ep=other, dispatch=dispatch)
+    if layout.ep > 1:
+        other_kind = DISPATCHES[1 - DISPATCHES.index(layout.dispatch)]
+        yield f"dispatch={other_kind}", structs.replace(layout, dispatch=other_kind)
 
 
 def _judge(option: Option, change: str, layout: Layout) -> Neighbour:

@@ -4,14 +4,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from typing import Any
 
 import numpy as np
 from msgspec import structs
 
 from fivefold.cost.activations import defer_wgrad
 from fivefold.cost.footprint import CONTEXT, FRAGMENTATION, HEADROOM
-from fivefold.cost.step import Case, updating
+from fivefold.cost.forms import PipelineForm
+from fivefold.cost.moe import ParamShare
+from fivefold.cost.step import Case
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
 from fivefold.planner.closed import SLACK, Array, BlockArrays, BlockShape, Choices, Closed
@@ -40,53 +41,34 @@ class MixedClosed:
     @cached_property
     def groups(self) -> list[Closed]:
         """The closed forms on each group's devices, as if all ranks had them."""
-        case, found = self.wish.case, []
+        case, forms = self.wish.case, []
         across = min((group.accelerator.across for group in case.cluster.groups), key=lambda link: link.bandwidth)
         for group in case.cluster.groups:
             card = structs.replace(group.accelerator, across=across)
             alone = replace(case, cluster=Cluster((structs.replace(group, accelerator=card),)))
             used = {int(at): BlockArrays.of(alone, self.shapes[at]) for at in np.unique(self.of.shape)}
             table = np.array([used.get(at, next(iter(used.values()))) for at in range(len(self.shapes))])
-            found.append(Closed(alone, self.of, BlockArrays(*table[self.of.shape].T), self.wish.pipelines))
-        return found
+            forms.append(Closed(alone, self.of, BlockArrays(*table[self.of.shape].T), self.wish.pipelines))
+        return forms
 
     @cached_property
     def splits(self) -> Array:
-        return np.array([one.schedule.splits for one in self.wish.pipelines])[self.of.pipeline]
+        return self.groups[0].fact("splits")
 
     @cached_property
     def each(self) -> list[Array]:
         """Seconds of a layer and a microbatch, by group."""
-        found = []
-        for closed, (rate, latency) in zip(self.groups, self.links, strict=True):
-            block, layers = closed.block, self.wish.case.spec.layers
-            gathering = closed.gathering(rate, latency) * self.of.pp / layers
-            own = block.forward + block.backward + np.where(self.splits, block.unhidden, 0.0)
-            found.append(own + np.where(self.of.zero == 3, gathering, 0.0))
-        return found
-
-    @cached_property
-    def links(self) -> list[tuple[Array, Array]]:
-        return [closed.data_links() for closed in self.groups]
+        return [closed.each + closed.gathering() for closed in self.groups]
 
     @cached_property
     def end(self) -> Array:
         """Seconds of the optimizer, gradients and weights behind the last pass: the slowest group's."""
-        zero, data, found = self.of.zero, self.of.dp * self.of.cp, []
-        for closed, links in zip(self.groups, self.links, strict=True):
-            mine = closed.parameters / np.where(zero > 0, data, 1)
-            found.append(closed.after(*links) + updating(closed.case, closed.parameters, mine, zero < 2))
-        return np.max(found, axis=0) + self.wish.case.stack.host_step
+        return np.max([closed.after() for closed in self.groups], axis=0) + self.wish.case.stack.host_step
 
     @cached_property
     def bytes_of_a_parameter(self) -> Array:
-        held, data = self.wish.case.stack.accounting, self.of.dp * self.of.cp
-        found = np.zeros(len(data))
-        for stage in range(4):
-            at = self.of.zero == stage
-            one: Any = np.ones(int(at.sum()))
-            found[at] = held.state(one, one / data[at], stage, 2).total
-        return found
+        state = self.groups[0].zero.states(ParamShare(np.ones(len(self.of.tp)), 0.0), self.of.zero)
+        return np.asarray(state["zero"].total)
 
     @cached_property
     def waiting(self) -> Array:
@@ -153,14 +135,9 @@ class MixedClosed:
         return found
 
     def _pipeline(self, rows: Array, loads: Array, slowest: Array) -> Array:
-        closed, m, p = self.groups[0], self.of.microbatches[rows], loads.shape[1]
-        remains = np.array([one.schedule.fill for one in self.wish.pipelines])[self.of.pipeline[rows]]
-        chunks, hides = closed.chunks[rows], self.wish.case.stack.hides("pp")
-        send = closed.sending()[rows]
-        held = 2 * (1 - hides) * send * m * chunks
-        passes = m * slowest + remains * (loads.sum(axis=1) - slowest) / chunks
-        waits = np.array([one.schedule.waits for one in self.wish.pipelines])[self.of.pipeline[rows]]
-        return np.maximum(passes, waits * (p + m) * slowest * 2 / 3) + held + 2 * (p - 1) * send
+        closed, hides = self.groups[0], self.wish.case.stack.hides("pp")
+        form = PipelineForm(*(column[rows] for column in closed.form))
+        return np.asarray(form.seconds(slowest, loads.sum(axis=1), closed.sending()[rows], hides))
 
 
 def _dealt(each: Array, ends: Array, caps: Array, layers: int) -> tuple[Array, Array]:

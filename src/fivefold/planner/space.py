@@ -28,8 +28,8 @@ from fivefold.planner.closed import (
     Closed,
     EpChoices,
     PipelineArrays,
-    closed_of,
 )
+from fivefold.planner.closed_experts import closed_of
 from fivefold.schedules.classic import ONE_F_ONE_B
 from fivefold.schedules.registry import RECORDS, is_file, record_of
 from fivefold.support.text import divisors
