@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fivefold.cost.collectives import BlockCollectives, Collective
 from fivefold.cost.kernels import Device
@@ -34,13 +34,14 @@ GROUPED = 0.89
 
 
 class ParamShare(NamedTuple):
-    """Parameters of one rank: those that tp divides or that all its ranks have, and those of its experts."""
+    """Parameters of one rank: those that tp divides or that all its ranks have, and those of its experts. Numbers, or
+    arrays with an element for each of many layouts."""
 
-    dense: float
-    experts: float
+    dense: Any
+    experts: Any
 
     @property
-    def total(self) -> float:
+    def total(self) -> Any:
         return self.dense + self.experts
 
 
