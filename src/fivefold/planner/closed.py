@@ -83,7 +83,7 @@ class BlockArrays(NamedTuple):
     unhidden: float  # seconds that a schedule which splits backward adds: tp has nothing to hide behind
     ends: float
     kept: float
-    whole: float  # bytes that a block's backward needs beside what is kept, recompute and gradients on their way
+    transient: float  # bytes that a block's backward needs beside what is kept, recompute and gradients on their way
     logits: float
     message: float
     full: float  # 1 where recompute is
@@ -107,7 +107,7 @@ class BlockArrays(NamedTuple):
             unhidden=split_backward(case).block.inputs.total - block.inputs.total,
             ends=sum(part.total for part in (*work.top, *work.bottom)),
             kept=held,
-            whole=again + work.passing_bytes + work.exchange_bytes,
+            transient=again + work.passing_bytes + work.exchange_bytes,
             logits=loss_held(case.spec, layout, case.stack, work.tokens),
             message=message(case),
             full=shape.recompute == "full",
@@ -279,7 +279,7 @@ class Closed:
         flying, sharded = self._flying(), (self.of.zero == 3) & (self.of.dp * self.of.cp > 1)
         table = sharded * spec.vocab * spec.hidden / self.of.tp
         _, kept_ends = gathered_ends(stack, table, 1, self.alone)
-        first = self.block.kept * flying * share + self.block.whole + self.gathered() + kept_ends
+        first = self.block.kept * flying * share + self.block.transient + self.gathered() + kept_ends
         # The last stage has the logits and, unless ranks have several stages, one microbatch; and its last block.
         ends, _ = gathered_ends(stack, table, self.alone, 1)
         last = self.block.kept * np.where(self.chunks > 1, flying, 1) * share + self.block.logits
