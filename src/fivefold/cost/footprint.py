@@ -7,7 +7,7 @@ footprint(case).parts       # by component
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import dropwhile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec import structs
 
@@ -62,13 +62,13 @@ def block_of(case: Case, dense: bool) -> BlockMemory:
         sizes = (case.samples, case.seq, work.wide)
         return kept(spec, how, stack, *sizes, dense=dense, imbalance=case.imbalance)
 
-    mine, everything = held(layout), held(structs.replace(layout, recompute="none"))
+    saved, everything = held(layout), held(structs.replace(layout, recompute="none"))
     splits = layout.pp > 1 and case.splits
     rest = defer_wgrad(spec, layout, work.tokens, work.wide, dense) if splits else 0.0
-    base = everything.total - mine.total
+    base = everything.total - saved.total
     if spec.experts is None or dense:
-        whole = base + work.exchange_bytes + work.passing_bytes
-        return BlockMemory(mine, (BackwardPeak(whole, dense=True),), rest, work.own)
+        peak = base + work.exchange_bytes + work.passing_bytes
+        return BlockMemory(saved, (BackwardPeak(peak, dense=True),), rest, work.own)
     mixture = MixtureMemory(spec, layout, stack, work.tokens, work.wide, case.imbalance, splits)
     rest += mixture.defer_wgrad if splits else 0.0
     # Backward begins with a shared expert, if there is one; its activations are gone by then.
@@ -79,7 +79,9 @@ def block_of(case: Case, dense: bool) -> BlockMemory:
     moments += [(mixture.columns, 1.0), (mixture.leaving, 1.0)]
     if layout.cp > 1:  # attention, when nothing of the experts is left
         moments.append((work.undoing_bytes - everything.experts, 1.0))
-    return BlockMemory(mine, tuple(BackwardPeak(base + size, shared, there) for size, there in moments), rest, work.own)
+    return BlockMemory(
+        saved, tuple(BackwardPeak(base + size, shared, there) for size, there in moments), rest, work.own
+    )
 
 
 def kept_by(spec: ModelSpec, stage: Stage, blocks: dict[bool, BlockMemory]) -> SavedActivations:
@@ -99,17 +101,17 @@ def backward(case: Case, stage: Stage, blocks: dict[bool, BlockMemory], lazy: bo
     """The worst moment of a stage's backward pass through its blocks: of the last one, or of an earlier kind when what
     the later ones kept is gone. `lazy`: what has no bucket is made by this pass."""
     kinds = [plain(case.spec, layer) for layer in reversed(stage.layers)]
-    found, gone, held_back = [Transient(0.0)], 0.0, 0.0
+    peaks, gone, held_back = [Transient(0.0)], 0.0, 0.0
     for dense in dict.fromkeys(kinds):
-        one, count = blocks[dense], kinds.count(dense)
+        block, count = blocks[dense], kinds.count(dense)
         # Where a backward pass is split, blocks behind wait for their weights' gradients, with more than was kept.
-        growing = max(0.0, one.rest - one.kept.total)
-        for moment in one.moments:
-            size = moment.bytes + gathered(case, one, moment) + held_back + (count - 1) * growing - gone
-            found.append(Transient(size, made_late(case, one, moment) if lazy else 0.0))
-        gone += count * max(0.0, one.kept.total - one.rest)
+        growing = max(0.0, block.rest - block.kept.total)
+        for moment in block.moments:
+            size = moment.bytes + gathered(case, block, moment) + held_back + (count - 1) * growing - gone
+            peaks.append(Transient(size, made_late(case, block, moment) if lazy else 0.0))
+        gone += count * max(0.0, block.kept.total - block.rest)
         held_back += count * growing
-    return max(found, key=sum)
+    return max(peaks, key=sum)
 
 
 def made_late(case: Case, block: BlockMemory, there: BackwardPeak) -> float:
@@ -124,11 +126,11 @@ def first_backward(case: Case, stage: Stage, blocks: dict[bool, BlockMemory]) ->
     plains = sum(plain(case.spec, layer) for layer in stage.layers)
     if plains == len(stage.layers):
         return Transient(blocks[True].moments[-1].bytes if plains else 0.0)
-    before, one = plains * blocks[True].kept.total if plains else 0.0, blocks[False]
-    every = made_late(case, one, BackwardPeak(0.0, experts=1.0))
-    found = [Transient(moment.bytes, made_late(case, one, moment) - every) for moment in one.moments]
-    worst = max(found, key=sum)
-    return worst._replace(bytes=before + one.kept.total + worst.bytes)
+    before, block = plains * blocks[True].kept.total if plains else 0.0, blocks[False]
+    all_late = made_late(case, block, BackwardPeak(0.0, experts=1.0))
+    peaks = [Transient(moment.bytes, made_late(case, block, moment) - all_late) for moment in block.moments]
+    worst = max(peaks, key=sum)
+    return worst._replace(bytes=before + block.kept.total + worst.bytes)
 
 
 def in_flight(case: Case, share: ParamShare, there: BackwardPeak) -> float:
@@ -226,7 +228,7 @@ class Footprint:
 def footprint(case: Case) -> Footprint:
     """Of the pipeline rank that needs the most of its device."""
     ranks = range(case.layout.pp)
-    return max((footprint_of(case, rank) for rank in ranks), key=lambda one: one.total / case.memory_of(one.rank))
+    return max((footprint_of(case, rank) for rank in ranks), key=lambda needs: needs.total / case.memory_of(needs.rank))
 
 
 def _before_backward(order: Iterable[Action], stage: int) -> int:
@@ -241,13 +243,13 @@ def _before_backward(order: Iterable[Action], stage: int) -> int:
 
 def footprint_of(case: Case, rank: int) -> Footprint:
     layout, stack, spec = case.layout, case.stack, case.spec
-    mine = layout.placement.of_rank[rank]
-    stages = [case.stages[number] for number in mine]
+    numbers = layout.placement.of_rank[rank]
+    stages = [case.stages[number] for number in numbers]
     layers = [*(layer for stage in stages for layer in stage.layers), spec.layers - 1]  # a last stage may have none
     blocks = {dense: block_of(case, dense) for dense in {plain(spec, layer) for layer in layers}}
     schedule = case.schedule(repeating(layout))
     flying = schedule.in_flight[rank]
-    last, waiting = next((number for number in mine if case.stages[number].last), None), 0.0
+    last, waiting = next((number for number in numbers if case.stages[number].last), None), 0.0
     if last is not None and stack.one_pass:  # what microbatches leave at the head for their backward passes
         states = case.work.tokens * spec.hidden / (layout.tp if layout.sp else 1)
         ahead = min(flying[last], _before_backward(schedule.compute(rank), last))
@@ -259,22 +261,22 @@ def footprint_of(case: Case, rank: int) -> Footprint:
     kinds = dropwhile(FORWARD.__eq__, (action.kind for action in schedule.compute(rank)))
     lazy = stack.lazy_gradients and layout.chunks == 1 and FORWARD not in kinds
     moments = dict(_moments(case, stages, blocks, lazy))
-    moment, (transient, made) = max(moments.items(), key=lambda one: sum(one[1]))
+    moment, (transient, made) = max(moments.items(), key=lambda entry: sum(entry[1]))
     usual = Transient(moments["a block's backward"].bytes)
     if layout.zero < 3:
         usual = max(usual, _last_gradient(case, stages[0]), key=sum)
-    waits = max(0, flying[mine[0]] - 1) if layout.chunks == 1 else 0
+    waits = max(0, flying[numbers[0]] - 1) if layout.chunks == 1 else 0
     parts = ZeroCost(spec, stack, case.wires).states(share_of(case, stages), layout.zero)
     late = sum(part.gradients for axis, part in parts.items() if lazy and not bucketed(layout, axis))
     if spec.experts is not None and layout.zero < 3 and stages[0].layers:
         usual = max(first_backward(case, stages[0], blocks), _last_gradient(case, stages[0]), key=sum)
     after = usual.bytes + buffers + times(kept_by(spec, stages[0], blocks), waits).total
-    each = [times(kept_by(spec, case.stages[number], blocks), flying[number]) for number in mine]
+    each = [times(kept_by(spec, case.stages[number], blocks), flying[number]) for number in numbers]
     flying_now = plus(*each)._replace(head=waiting)
-    found = Footprint(
+    needs = Footprint(
         rank, plus(*parts.values()), flying_now, moment, transient, buffers, 0.0, late - made, after, -usual.made
     )
-    return replace(found, margin=CONTEXT + FRAGMENTATION * found.allocated)
+    return replace(needs, margin=CONTEXT + FRAGMENTATION * needs.allocated)
 
 
 def _moments(
@@ -284,14 +286,13 @@ def _moments(
     spec, layout, stack, work = case.spec, case.layout, case.stack, case.work
     table, wide = head(spec).size / layout.tp if spec.vocab > 1 else 0.0, stack.gradient_bytes
     here, last = sum(stage.first for stage in stages), any(stage.last for stage in stages)
-    ends = (here + last) * table * stack.weight_bytes if layout.zero == 3 and layout.size("data") > 1 else 0.0
-    # The gathered ends, and the head's gradient, wait for the end of the backward pass.
-    kept_ends = ends + (last * table * stack.weight_bytes if ends else 0.0) if stack.keeps_ends else 0.0
+    sharded = layout.zero == 3 and layout.size("data") > 1
+    ends, kept_ends = gathered_ends(stack, table * sharded, here, last)
     worst = max((backward(case, stage, blocks, lazy) for stage in stages), key=sum)
     yield "a block's backward", worst._replace(bytes=worst.bytes + kept_ends)
     if spec.vocab > 1 and last:
         final = blocks[plain(spec, spec.layers - 1)]
-        block_left = final.share.total * stack.weight_bytes if ends else 0.0  # gathered last, and not yet let go
+        block_left = final.share.total * stack.weight_bytes * sharded  # gathered last, and not yet let go
         gathered_here = ends + block_left
         yield "the loss", Transient(loss_held(spec, layout, stack, work.tokens) + gathered_here)
         if layout.zero == 2 and layout.size("data") > 1:
@@ -300,9 +301,17 @@ def _moments(
     if any(stage.first for stage in stages):
         # Its microbatch's activations are gone by then; or what waits for the weights' gradients has taken their place.
         kinds = [blocks[plain(spec, layer)] for layer in stages[0].layers]
-        own = sum(max(0.0, one.kept.total - one.rest) for one in kinds)
+        own = sum(max(0.0, block.kept.total - block.rest) for block in kinds)
         flying = wide * table if layout.zero == 2 and layout.size("data") > 1 else 0.0
         yield "the embedding's gradient", Transient(stack.weight_bytes * table + flying - own)
+
+
+def gathered_ends(stack: SoftwareProfile, table: Any, first: Any, last: Any) -> tuple[Any, Any]:
+    """Bytes that ZeRO 3 has gathered of embedding and head, `table` weights each, on a rank with so many `first` and
+    `last` stages: at the loss, and in the blocks' backward pass. Also for arrays."""
+    ends = (first + last) * table * stack.weight_bytes
+    # What is kept gathered, and the head's gradient, wait for the end of the backward pass.
+    return ends, ends + last * table * stack.weight_bytes if stack.keeps_ends else 0.0
 
 
 def _last_gradient(case: Case, stage: Stage) -> Transient:
@@ -318,11 +327,11 @@ def _last_gradient(case: Case, stage: Stage) -> Transient:
 
 def _summed_head(case: Case, final: BlockMemory, table: float, around: float, lazy: bool) -> Transient:
     """ZeRO 2: the sum of the head's gradient is under way while the last block's backward makes the next."""
-    stack, found = case.stack, [Transient(table * case.stack.weight_bytes + around)]
-    for one in final.moments:
-        flying = in_flight(case, final.share, one)
-        found.append(Transient(one.bytes + flying, made_late(case, final, one) if lazy else 0.0))
-    worst = max(found, key=sum)
+    stack, peaks = case.stack, [Transient(table * case.stack.weight_bytes + around)]
+    for moment in final.moments:
+        flying = in_flight(case, final.share, moment)
+        peaks.append(Transient(moment.bytes + flying, made_late(case, final, moment) if lazy else 0.0))
+    worst = max(peaks, key=sum)
     return worst._replace(bytes=worst.bytes + table * stack.gradient_bytes)
 
 

@@ -110,8 +110,8 @@ def paper(parameters: float, zero: int, ranks: int) -> State:
 
 def state(spec: ModelSpec, layout: Layout, dtype: str, optimizer: OptimizerConfig = ADAMW) -> State:
     """What a rank of this code holds at most, to the byte: uneven shards are largest on the first of their axis."""
-    found = [state_of(spec, layout, dtype, optimizer, pp=rank) for rank in range(layout.pp)]
-    return State(*map(max, zip(*found, strict=True)))
+    states = [state_of(spec, layout, dtype, optimizer, pp=rank) for rank in range(layout.pp)]
+    return State(*map(max, zip(*states, strict=True)))
 
 
 def state_of(
@@ -137,27 +137,33 @@ def state_of(
     """
     rounded, unrounded = Accounting.of(dtype, optimizer), Accounting.of(dtype_of(wide_bytes(dtype)), optimizer)
     stages = stages_of(spec, layout, seq or spec.context)
-    mine = [stages[number] for number in layout.placement.of_rank[pp]]
+    own_stages = [stages[number] for number in layout.placement.of_rank[pp]]
     # An embedding that both ends share on one rank is there once.
-    here = [one for one in held(spec, layout, tp, ep).values() if any(stage.holds(one.parameter) for stage in mine)]
+    here = [
+        param
+        for param in held(spec, layout, tp, ep).values()
+        if any(stage.holds(param.parameter) for stage in own_stages)
+    ]
     states_of = []
     for axis, exact, place in (("zero", False, zero), ("zero", True, zero), ("ezero", False, ezero)):
-        parts = [one for one in here if one.zero_axis == axis and (rounded.master > 0 and one.parameter.exact) == exact]
+        parts = [
+            param
+            for param in here
+            if param.zero_axis == axis and (rounded.master > 0 and param.parameter.exact) == exact
+        ]
         ranks, each = layout.size(axis), unrounded if exact else rounded
-        whole = sum(one.size for one in parts)
-        owned = sum(math.prod(map(len, one.share(ranks, place))) for one in parts)
-        padded = sum(one.share_size(ranks) for one in parts)
+        full = sum(param.size for param in parts)
+        owned = sum(math.prod(map(len, param.share(ranks, place))) for param in parts)
+        padded = sum(param.share_size(ranks) for param in parts)
         if layout.fully_shards(spec):
-            states_of.append(
-                each.held(whole, whole, whole) if exact else each.held(padded, padded, owned, sharded=True)
-            )
+            states_of.append(each.held(full, full, full) if exact else each.held(padded, padded, owned, sharded=True))
             continue
         stage = layout.zero if ranks > 1 else 0
-        gradients = {0: whole, 1: padded * ranks, 2: padded}[stage]
-        state = each.held(whole, gradients, owned if stage else whole)
+        gradients = {0: full, 1: padded * ranks, 2: padded}[stage]
+        state = each.held(full, gradients, owned if stage else full)
         if narrow and ranks == layout.microbatches == 1:
-            final = [one for one in parts if not one.tp.partial and not (one.parameter.tied and layout.pp > 1)]
-            less = (each.gradient - each.weight) * sum(one.size for one in final)
+            final = [param for param in parts if not param.tp.partial and not (param.parameter.tied and layout.pp > 1)]
+            less = (each.gradient - each.weight) * sum(param.size for param in final)
             state = state._replace(gradients=state.gradients - less)
         states_of.append(state)
     return State(*map(sum, zip(*states_of, strict=True)))

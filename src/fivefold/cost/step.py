@@ -57,10 +57,10 @@ def stage_halves(stage: Stage, work: BlockCost, held: float) -> tuple[Segments, 
     blocks = [block_halves(work.of(layer_kind(spec, layer))) for layer in stage.layers]
     below = [_plain(work.bottom)] if stage.first else []
     above = [_plain(work.top)] if stage.last and spec.vocab > 1 else []
-    every = [*below, *blocks, *above]
+    parts = [*below, *blocks, *above]
     end = (Segment(held),)
-    forward = sum((one for one, _ in every), ()) + end
-    return forward, sum((one for _, one in reversed(every)), ()) + end
+    forward = sum((ahead for ahead, _ in parts), ()) + end
+    return forward, sum((back for _, back in reversed(parts)), ()) + end
 
 
 def block_halves(work: BlockCost) -> tuple[Segments, Segments]:
@@ -94,14 +94,14 @@ def block_travelled(work: BlockCost) -> Travelled:
 
 def saved(lane: Lane, costs: Costs) -> float:
     """Seconds that a rank's passes take less than F, I and W by themselves, because compute hides messages."""
-    found, first = 0.0, None
+    seconds, first = 0.0, None
     for action in lane.actions:
         if action.kind is BACKWARD:
-            found += costs.i[action.stage] + costs.w[action.stage] - costs.b[action.stage]
+            seconds += costs.i[action.stage] + costs.w[action.stage] - costs.b[action.stage]
             if first is not None:
-                found += costs.f[first] + costs.b[action.stage] - costs.joined(first, action.stage)
+                seconds += costs.f[first] + costs.b[action.stage] - costs.joined(first, action.stage)
         first = action.stage if action.joined else None
-    return found
+    return seconds
 
 
 # ---- time -----------------------------------------------------------------------------------------------------------
@@ -173,14 +173,14 @@ class Case:
     def works(self) -> list[BlockCost]:
         """On each group's devices. Unlike groups meet over the slower of their networks."""
         across = min((group.accelerator.across for group in self.cluster.groups), key=lambda link: link.bandwidth)
-        found = []
+        blocks = []
         for group in self.cluster.groups:
             card = structs.replace(group.accelerator, across=across) if self.groups else group.accelerator
             device = self.device or Device.of(card)
             wires = Topology(device, group.gpus, self.layout, self.stack.order)
             sizes = (self.samples, self.seq, self.precision, self.imbalance)
-            found.append(BlockCost(self.spec, self.layout, device, wires, self.stack, *sizes))
-        return found
+            blocks.append(BlockCost(self.spec, self.layout, device, wires, self.stack, *sizes))
+        return blocks
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
@@ -231,7 +231,8 @@ def estimate(case: Case, exact: bool = True) -> Estimate:
     if exact and case.layout.splits_backward and not case.splits:
         passes = stage_passes(unsplit(case))
     loads = [
-        times(plus(*(part for stage in mine for part in passes[stage])), m) for mine in case.layout.placement.of_rank
+        times(plus(*(part for stage in stages for part in passes[stage])), m)
+        for stages in case.layout.placement.of_rank
     ]
     simulation, less, bubble = None, [0.0] * len(loads), 0.0
     if exact and (case.layout.pp > 1 or pairs_overlap(case)):
@@ -260,7 +261,7 @@ def _simulated(case: Case, durations: Costs) -> tuple[Simulation, float, list[fl
     more = (m - few) / layout.pp
     each = zip(less, _saved(longer), strict=True)
     length = simulation.makespan + more * (longer.makespan - simulation.makespan)
-    short, long = (sum(rank.busy for rank in one.ranks) for one in (simulation, longer))
+    short, long = (sum(rank.busy for rank in run.ranks) for run in (simulation, longer))
     bubble = 1 - (short + more * (long - short)) / (layout.pp * length) if length else 0.0
     return simulation, length, [short + more * (long - short) for short, long in each], bubble
 
@@ -298,13 +299,13 @@ def repeating(layout: Layout) -> int:
 
 def stage_passes(case: Case) -> list[PassTimes]:
     """What each stage does with a microbatch."""
-    found = []
+    passes = []
     for stage in case.stages:
         work = case.work_of(case.layout.placement.owner[stage.index])
         ends = [work.bottom] * stage.first + [work.top] * (stage.last and case.spec.vocab > 1)
         kinds = Counter(layer_kind(case.spec, layer) for layer in stage.layers)
-        found.append(plus(NO_PASSES, *(times(work.of(kind).block, count) for kind, count in kinds.items()), *ends))
-    return found
+        passes.append(plus(NO_PASSES, *(times(work.of(kind).block, count) for kind, count in kinds.items()), *ends))
+    return passes
 
 
 def unsplit(case: Case) -> Case:
@@ -314,8 +315,8 @@ def unsplit(case: Case) -> Case:
 
 def message(case: Case) -> float:
     """Bytes of the residual stream between two stages, of one rank."""
-    whole = float(case.work.wide * case.work.tokens * case.spec.hidden)
-    return whole / case.layout.tp if case.layout.sp or case.stack.scattered_sends else whole
+    full = float(case.work.wide * case.work.tokens * case.spec.hidden)
+    return full / case.layout.tp if case.layout.sp or case.stack.scattered_sends else full
 
 
 def costs(case: Case, passes: list[PassTimes]) -> Costs:
@@ -325,11 +326,11 @@ def costs(case: Case, passes: list[PassTimes]) -> Costs:
         send += case.wires.time("all-gather", "tp", 2.0 * case.work.tokens * case.spec.hidden)
     # An eager message travels while both ends compute; what is not overlapped holds them up.
     held = (1 - case.stack.hides("pp")) * send
-    f, i = (tuple(one[at].total + held for one in passes) for at in (0, 1))
-    w = tuple(one.weights.total for one in passes)
+    f, i = (tuple(stage[at].total + held for stage in passes) for at in (0, 1))
+    w = tuple(stage.weights.total for stage in passes)
     b = tuple(x + y for x, y in zip(i, w, strict=True))
     if case.layout.record.weighs:  # where no backward pass is split, tp has the weights' gradients to hide behind
-        b = tuple(one.inputs.total + one.weights.total + held for one in stage_passes(unsplit(case)))
+        b = tuple(stage.inputs.total + stage.weights.total + held for stage in stage_passes(unsplit(case)))
     ones = tuple(1.0 / case.layout.chunks for _ in passes)
     halves = _halves(case, held) if pairs_overlap(case) else ()
     if halves:
@@ -364,7 +365,7 @@ def _step_end(case: Case, passes: list[PassTimes]) -> tuple[float, float]:
     """The optimizer's seconds, and those of gradients and weights that nothing hides, on the fullest stage; of unlike
     nodes, on the fullest of the kind that takes longer."""
     ranks, stages = case.layout.placement.of_rank, case.stages
-    counts = [share_of(case, [stages[number] for number in mine]) for mine in ranks]
+    counts = [share_of(case, [stages[number] for number in numbers]) for numbers in ranks]
     order = sorted(range(len(ranks)), key=lambda rank: counts[rank].total)
     fullest = {case.groups[rank] if case.groups else 0: rank for rank in order}  # of each kind the last, which has most
     return max((_end_on(case, passes, rank, counts[rank]) for rank in fullest.values()), key=sum)
@@ -403,40 +404,42 @@ def rank_flops(
     this rank's, of each layer and microbatch; None: as many."""
     tokens = batch // layout.size("batch") * (seq // layout.cp)
     stages = stages_of(spec, layout, seq)
-    mine = [stages[number] for number in layout.placement.of_rank[pp]]
-    layers = [layer for stage in mine for layer in stage.layers]
-    found = 3 * 2.0 * spec.hidden * len(chunk(spec.vocab, layout.tp, tp)) * any(stage.last for stage in mine) * tokens
+    own_stages = [stages[number] for number in layout.placement.of_rank[pp]]
+    layers = [layer for stage in own_stages for layer in stage.layers]
+    flops = (
+        3 * 2.0 * spec.hidden * len(chunk(spec.vocab, layout.tp, tp)) * any(stage.last for stage in own_stages) * tokens
+    )
     for kind, count in Counter((spec.dense(layer), spec.window_of(layer)) for layer in layers).items():
-        found += count * tokens * _each(spec, layout, seq, block(spec, layout.tp, *kind))
+        flops += count * tokens * _each(spec, layout, seq, block(spec, layout.tp, *kind))
     if spec.experts is None:
-        return found
+        return flops
     sparse = [layer for layer in layers if not spec.dense(layer)]
     rows = even_rows(spec, layout, tokens // layout.microbatches, sparse, tp) if rows is None else rows
     passes = 4 if layout.recompute == "full" else 3
-    for one in block(spec).matmuls:
-        visits = sum(came for _, came in rows) if one.experts else 0
-        if one.name == "router":  # every tp rank has a slice of the tokens
+    for matmul in block(spec).matmuls:
+        visits = sum(came for _, came in rows) if matmul.experts else 0
+        if matmul.name == "router":  # every tp rank has a slice of the tokens
             visits = len(sparse) * layout.microbatches * len(chunk(tokens // layout.microbatches, layout.tp, tp))
-        found += passes * 2.0 * one.inputs * one.outputs * visits
-    return found
+        flops += passes * 2.0 * matmul.inputs * matmul.outputs * visits
+    return flops
 
 
 def _each(spec: ModelSpec, layout: Layout, seq: int, own: BlockOperations) -> float:
     """Of a token in a block, without the router and the experts that it chooses."""
 
-    def flops(one: Matmul) -> float:
-        part = layout.tp if one.tp == "replicated" and layout.sp else 1
-        return 2.0 * one.inputs * one.outputs / part
+    def flops(matmul: Matmul) -> float:
+        part = layout.tp if matmul.tp == "replicated" and layout.sp else 1
+        return 2.0 * matmul.inputs * matmul.outputs / part
 
-    every = [one for one in own.matmuls if not one.experts and one.name != "router"]
-    matmuls, last = sum(map(flops, every)), own.matmuls[-1]
+    dense = [matmul for matmul in own.matmuls if not matmul.experts and matmul.name != "router"]
+    matmuls, last = sum(map(flops, dense)), own.matmuls[-1]
     attention = 4 * own.attention.keys(seq / 2) * own.attention.width  # values are padded to the keys' width
     each = 3 * matmuls + 3.5 * attention  # backward: two matmuls for each, and attention's five for two
     if layout.recompute == "full":
         # The block's last matmul is not made again, since nothing in backward needs its output; unless it is one step
         # with what follows it, a collective or a put-off weight gradient. An expert's is needed: it is weighted; and a
         # shared one's comes before it, where tokens travel meanwhile.
-        needed = last.experts or (layout.ep > 1 and any(one.experts for one in own.matmuls))
+        needed = last.experts or (layout.ep > 1 and any(matmul.experts for matmul in own.matmuls))
         stops = layout.tp == 1 and not layout.splits_backward and not needed
         each += matmuls - (flops(last) if stops else 0.0) + attention
     return each

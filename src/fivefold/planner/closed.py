@@ -13,7 +13,7 @@ from msgspec import structs
 
 from fivefold.cost.activations import kept
 from fivefold.cost.block import BlockCost, PassTimes
-from fivefold.cost.footprint import CONTEXT, FRAGMENTATION, loss_held
+from fivefold.cost.footprint import CONTEXT, FRAGMENTATION, gathered_ends, loss_held
 from fivefold.cost.forms import PipelineForm, ZeroCost
 from fivefold.cost.kernels import Device
 from fivefold.cost.links import Kind, Reach, Topology
@@ -81,7 +81,7 @@ class BlockArrays(NamedTuple):
     unhidden: float  # seconds that a schedule which splits backward adds: tp has nothing to hide behind
     ends: float
     kept: float
-    whole: float  # bytes that a block's backward needs beside what is kept, recompute and gradients on their way
+    transient: float  # bytes that a block's backward needs beside what is kept, recompute and gradients on their way
     logits: float
     message: float
     full: float  # 1 where recompute is
@@ -105,7 +105,7 @@ class BlockArrays(NamedTuple):
             unhidden=split_backward(case).block.inputs.total - block.inputs.total,
             ends=sum(part.total for part in (*work.top, *work.bottom)),
             kept=held,
-            whole=again + work.passing_bytes + work.exchange_bytes,
+            transient=again + work.passing_bytes + work.exchange_bytes,
             logits=loss_held(case.spec, layout, case.stack, work.tokens),
             message=message(case),
             full=shape.recompute == "full",
@@ -273,11 +273,15 @@ class Closed:
 
     def memory(self) -> Array:
         """Bytes of the fullest rank."""
-        stack, share = self.case.stack, self.case.spec.layers / self.of.pp
-        flying = self._flying()
-        first = self.block.kept * flying * share + self.block.whole + self.gathered()
-        # The last stage has the logits and, unless ranks have several stages, one microbatch.
+        spec, stack, share = self.case.spec, self.case.stack, self.case.spec.layers / self.of.pp
+        flying, sharded = self._flying(), (self.of.zero == 3) & (self.of.dp * self.of.cp > 1)
+        table = sharded * spec.vocab * spec.hidden / self.of.tp
+        _, kept_ends = gathered_ends(stack, table, 1, self.alone)
+        first = self.block.kept * flying * share + self.block.transient + self.gathered() + kept_ends
+        # The last stage has the logits and, unless ranks have several stages, one microbatch; and its last block.
+        ends, _ = gathered_ends(stack, table, self.alone, 1)
         last = self.block.kept * np.where(self.chunks > 1, flying, 1) * share + self.block.logits
+        last = last + ends + sharded * self.own.total * stack.weight_bytes
         messages = np.where(self.alone, 0.0, (1 + 2 * self.chunks + flying * self.chunks) * self.block.message)
         state = sum(part.total for part in self.zero.states(self.parameters, self.of.zero).values())
         allocated = state + np.maximum(first, last) + messages + stack.bucket_bytes

@@ -242,7 +242,7 @@ def closed_of(
         "waiting": mean(0.0 * wait if itself else wait, around.plain_waiting),
         "paired": mean(_paired(spent, forward, backward, twice), 0.0),
         "kept": mean(around.kept + held, around.plain_kept),
-        "whole": around.again + spent.everything - held + spent.worst + around.passing,
+        "transient": around.again + spent.everything - held + spent.worst + around.passing,
     }
     same = ("port", "unhidden", "ends", "logits", "message", "full")
     block = BlockArrays(**means, **{name: getattr(around, name) for name in same})

@@ -69,8 +69,8 @@ def neighbours(option: Option) -> list[Neighbour]:
 
 def nearest_fit(option: Option) -> Neighbour | None:
     """Of the layouts one change away that fit, the quickest; where none does, the planner's choice, if there is one."""
-    if fitting := [one for one in neighbours(option) if one.slower is not None]:
-        return min(fitting, key=lambda one: one.slower or 0.0)
+    if fitting := [neighbour for neighbour in neighbours(option) if neighbour.slower is not None]:
+        return min(fitting, key=lambda neighbour: neighbour.slower or 0.0)
     try:
         best = simplest(search(option.case).options)
     except UserError:
@@ -181,8 +181,8 @@ def difference(best: Option, other: Option) -> str:
     while len(named) < NAMED and sign * told < abs(slower) / 2:  # one that is no half of it does not explain it
         named.append(others.pop(0))
         told += moved[named[-1]]
-    why = ", ".join(f"{CAUSES[one]} {moved[one]:+.1%}" for one in named) + " of the "
-    why += "shorter step" if any(abs(moved[one]) > 1 for one in named) else "step"  # whose a share above 100% is
+    why = ", ".join(f"{CAUSES[name]} {moved[name]:+.1%}" for name in named) + " of the "
+    why += "shorter step" if any(abs(moved[name]) > 1 for name in named) else "step"  # whose a share above 100% is
     if "ep" in named and (best.estimate.travelled.paired > 0) != (other.estimate.travelled.paired > 0):
         why += f", which joined pairs hide {'there' if other.estimate.travelled.paired else 'here'}"
     if slower < 0:
@@ -212,7 +212,7 @@ def sender(option: Option) -> int:
     if case.spec.experts is None:
         return fullest
     ranks = case.layout.placement.of_rank
-    having = [rank for rank, mine in enumerate(ranks) if any(_with_experts(case, stage) for stage in mine)]
+    having = [rank for rank, stages in enumerate(ranks) if any(_with_experts(case, stage) for stage in stages)]
     return fullest if fullest in having else having[0]
 
 
@@ -222,7 +222,7 @@ def _with_experts(case: Case, stage: int) -> bool:
 
 def traffic(option: Option) -> list[AxisTraffic]:
     """What `sender` sends, by axis and kind, divided by where the ranks of the axis are. Experts' tokens: the mean."""
-    case, rank, found = option.case, sender(option), []
+    case, rank, rows = option.case, sender(option), []
     wires = case.work_of(rank).wires
     dtype = dtype_of(case.work.wide)
     splits = case.splits if case.groups else None
@@ -231,8 +231,8 @@ def traffic(option: Option) -> list[AxisTraffic]:
         reach = wires.reaches.get(row.axis)  # None: the whole world, the pipeline's ends: a few numbers
         share, wire = _leaving(row.kind, reach, case.cluster.nodes), float(row.wire)
         alone = wires.time(row.kind, row.axis, row.payload / row.calls, row.calls) if reach else None
-        found.append(AxisTraffic(row.axis, row.kind, row.calls, row.payload, wire * (1 - share), wire * share, alone))
-    return found
+        rows.append(AxisTraffic(row.axis, row.kind, row.calls, row.payload, wire * (1 - share), wire * share, alone))
+    return rows
 
 
 def _leaving(kind: str, reach: Reach | None, nodes: int) -> float:

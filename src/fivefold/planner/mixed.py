@@ -25,14 +25,14 @@ def merged(cluster: Cluster) -> Cluster:
     """The same nodes with those of one kind in one group, in the order in which the kinds first appear.
 
     Ranks that were measured are where they are: of those only neighbours are of one group."""
-    found: list[Group] = []
+    groups: list[Group] = []
     for group in cluster.groups:
-        at = next((at for at, one in enumerate(found) if structs.replace(one, nodes=group.nodes) == group), None)
-        if at is None or (at < len(found) - 1 and not _may_move(cluster)):
-            found.append(group)
+        at = next((at for at, known in enumerate(groups) if structs.replace(known, nodes=group.nodes) == group), None)
+        if at is None or (at < len(groups) - 1 and not _may_move(cluster)):
+            groups.append(group)
         else:
-            found[at] = structs.replace(found[at], nodes=found[at].nodes + group.nodes)
-    return Cluster(tuple(found))
+            groups[at] = structs.replace(groups[at], nodes=groups[at].nodes + group.nodes)
+    return Cluster(tuple(groups))
 
 
 def orders(cluster: Cluster) -> Iterator[Cluster]:
@@ -113,16 +113,16 @@ def divided(case: Case) -> Case:
     if case.layout.record.weighs:
         return replace(case, layout=structs.replace(case.layout, split=divided(unsplit(case)).layout.split))
     caps = [case.spec.layers] * case.layout.pp
-    quickest = found = with_split(case, by_load(case, caps))
+    quickest = shared = with_split(case, by_load(case, caps))
     for _ in range(TRIES):
-        over = {rank: many for rank in range(case.layout.pp) if (many := _excess(found, rank))}
+        over = {rank: many for rank in range(case.layout.pp) if (many := _excess(shared, rank))}
         if not over:
-            return found
-        held = layers_of(found)
+            return shared
+        held = layers_of(shared)
         caps = [held[rank] - over[rank] if rank in over else cap for rank, cap in enumerate(caps)]
         if min(caps) < 0 or sum(caps) < case.spec.layers:
             break
-        found = with_split(case, by_load(case, caps))
+        shared = with_split(case, by_load(case, caps))
     return quickest
 
 
@@ -130,29 +130,29 @@ def by_load(case: Case, caps: Sequence[int]) -> list[int]:
     """Layers of each rank: the next one goes to the rank that would then be done first, if it has room."""
     pp, owner = case.layout.pp, case.layout.placement.owner
     each = [_total(case.work_of(rank).block) for rank in range(pp)]
-    load, found = [0.0] * pp, [0] * pp
+    load, layers = [0.0] * pp, [0] * pp
     load[owner[0]] += _total(case.work_of(owner[0]).bottom)
     load[owner[-1]] += _total(case.work_of(owner[-1]).top)
     for _ in range(case.spec.layers):
         # Among equals the later one, which holds fewer microbatches.
-        free = [rank for rank in reversed(range(pp)) if found[rank] < caps[rank]]
+        free = [rank for rank in reversed(range(pp)) if layers[rank] < caps[rank]]
         rank = min(free, key=lambda at: load[at] + each[at])
         load[rank] += each[rank]
-        found[rank] += 1
-    return found
+        layers[rank] += 1
+    return layers
 
 
 def with_split(case: Case, layers: Sequence[int]) -> Case:
     """The case with so many layers on each rank; a rank's stages share them evenly, its ends counted."""
     placement, split = case.layout.placement, [0] * case.layout.stages
-    for rank, mine in enumerate(placement.of_rank):
-        work, load = case.work_of(rank), dict.fromkeys(mine, 0.0)
+    for rank, stages in enumerate(placement.of_rank):
+        work, load = case.work_of(rank), dict.fromkeys(stages, 0.0)
         if 0 in load:
             load[0] += _total(work.bottom)
         if placement.stages - 1 in load:
             load[placement.stages - 1] += _total(work.top)
         for _ in range(layers[rank]):
-            stage = min(reversed(mine), key=load.__getitem__)
+            stage = min(reversed(stages), key=load.__getitem__)
             load[stage] += _total(work.block)
             split[stage] += 1
     return replace(case, layout=structs.replace(case.layout, split=tuple(split)))
@@ -165,13 +165,13 @@ def refined(case: Case, evaluations: int = EVALUATIONS) -> Case:
     best, seconds, left = case, estimate(case).seconds, evaluations
     reach = 1
     while left and reach <= (2 if case.layout.stages <= FEW else 1):
-        found = None
+        better = None
         for other in islice(_moves(best, reach), left):
             left -= 1
             now = estimate(other).seconds
             if now < seconds * (1 - 1e-9) and (not fits or fitting(other)):
-                found, seconds = other, now
-        reach, best = (1, found) if found else (reach + 1, best)
+                better, seconds = other, now
+        reach, best = (1, better) if better else (reach + 1, best)
     return best
 
 
@@ -189,7 +189,9 @@ def _moves(case: Case, reach: int) -> Iterator[Case]:
 
 def layers_of(case: Case) -> list[int]:
     """Of each pipeline rank."""
-    return [sum(len(case.stages[number].layers) for number in mine) for mine in case.layout.placement.of_rank]
+    return [
+        sum(len(case.stages[number].layers) for number in stages_here) for stages_here in case.layout.placement.of_rank
+    ]
 
 
 def footprints(case: Case) -> list[Footprint]:
@@ -198,7 +200,7 @@ def footprints(case: Case) -> list[Footprint]:
 
 def fitting(case: Case) -> bool:
     """Whether every rank fits into its own device."""
-    return all(one.total <= HEADROOM * case.memory_of(one.rank) for one in footprints(case))
+    return all(needs.total <= HEADROOM * case.memory_of(needs.rank) for needs in footprints(case))
 
 
 def _excess(case: Case, rank: int) -> int:

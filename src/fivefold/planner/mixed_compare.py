@@ -1,7 +1,7 @@
 """What each schedule makes of devices of unequal speed: step times side by side, on the clock of the schedule itself.
 
-found = compare("llama3-70b", "2x8xH100+2x8xA100", layout="tp=8,pp=4,sp,microbatches=64,recompute=full", batch=256)
-found.rows[0].layout, found.rows[0].seconds, found.rows[0].gain
+result = compare("llama3-70b", "2x8xH100+2x8xA100", layout="tp=8,pp=4,sp,microbatches=64,recompute=full", batch=256)
+result.rows[0].layout, result.rows[0].seconds, result.rows[0].gain
 compare("tiny", "1xfast.toml+1xslow.toml", layout="pp=2,microbatches=8", batch=16, seq=128)
 compare("llama3-8b", "4x8xH100", slower=(1.5, 2))      # the second half of the nodes that many times slower
 """
@@ -91,12 +91,12 @@ class MixedSchedules(Result):
         case = self.case
         yield Text(f"{case.spec.name}, {case.batch} sequences of {case.seq:,} tokens per step, {case.layout}")
         for slower in dict.fromkeys(row.slower for row in self.rows):
-            mine = [row for row in self.rows if row.slower == slower]
+            group = [row for row in self.rows if row.slower == slower]
             about = "" if slower is None else f", the second half of the nodes {slower:g} times slower"
             yield Table(
                 ["schedule", "split", "~layers", ">step s", ">gain", ">bubble", ">memory GB"],
-                [_cells(row) for row in mine],
-                title=f"{mine[0].option.case.cluster}{about}",
+                [_cells(row) for row in group],
+                title=f"{group[0].option.case.cluster}{about}",
                 caption="gain: of speed over even 1F1B; bubble: of all ranks' time in the pipeline; memory: of the "
                 "rank that fills its device the most",
             )
@@ -134,8 +134,8 @@ def compare(
 
 def _base(case: Case, layout: str | Layout) -> Case:
     """The layout into which schedules and splits are put."""
-    found = Layout.parse(layout) if isinstance(layout, str) else layout
-    plain = structs.replace(found, schedule="1f1b", chunks=0, split=())
+    given = Layout.parse(layout) if isinstance(layout, str) else layout
+    plain = structs.replace(given, schedule="1f1b", chunks=0, split=())
     if problems := plain.problems(case.spec, world=case.cluster.world, seq=case.seq, batch=case.batch):
         raise UserError(problems)
     if plain.pp == 1:
@@ -161,8 +161,8 @@ def best_split(case: Case) -> Case:
     if not case.layout.record.weighs:
         return refined(divided(case))
     splits = {_with_schedule(case, name) for name in KIN}
-    found = [evaluate(replace(case, layout=structs.replace(case.layout, split=split))) for split in splits]
-    return min(found, key=lambda option: (not option.fits, option.seconds)).case
+    options = [evaluate(replace(case, layout=structs.replace(case.layout, split=split))) for split in splits]
+    return min(options, key=lambda option: (not option.fits, option.seconds)).case
 
 
 def _with_schedule(case: Case, name: str) -> tuple[int, ...]:
@@ -178,14 +178,14 @@ def idle(option: Option) -> float:
 
 
 def _clusters(cluster: Cluster, slower: Sequence[float]) -> list[tuple[float | None, Cluster]]:
-    one = merged(cluster)
+    like = merged(cluster)
     if not slower:
-        if len(one.groups) == 1:
+        if len(like.groups) == 1:
             raise UserError(f"{cluster} has devices of one kind; give several, or how much slower half of them is")
-        return [(None, one)]
-    if len(one.groups) > 1:
+        return [(None, like)]
+    if len(like.groups) > 1:
         raise UserError(f"{cluster} is mixed as it is; give one kind of nodes to make half of them slower")
-    return [(factor, halved(one, factor)) for factor in slower]
+    return [(factor, halved(like, factor)) for factor in slower]
 
 
 def halved(cluster: Cluster, factor: float) -> Cluster:

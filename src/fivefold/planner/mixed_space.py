@@ -73,20 +73,20 @@ class MixedClosed:
     @cached_property
     def waiting(self) -> Array:
         """Bytes per layer that wait for their weights' gradients where a backward pass is split."""
-        case, found = self.wish.case, []
+        case, deferred = self.wish.case, []
         for shape in self.shapes:
             layout = Layout(tp=shape.tp, cp=shape.cp, cp_kind=shape.cp_kind, sp=shape.sp, recompute=shape.recompute)
             tokens = shape.samples * case.seq // shape.cp
-            found.append(defer_wgrad(case.spec, layout, tokens, case.work.wide))
+            deferred.append(defer_wgrad(case.spec, layout, tokens, case.work.wide))
         kept = self.groups[0].block.kept
-        return np.where(self.splits, np.maximum(0.0, np.array(found)[self.of.shape] - kept), 0.0)
+        return np.where(self.splits, np.maximum(0.0, np.array(deferred)[self.of.shape] - kept), 0.0)
 
     def of_rows(self, rows: Array, ranks: list[int]) -> tuple[Array, Array]:
         """Seconds of a step, and the fullest rank's share of its device, with these groups as pipeline ranks."""
         layers, p = self.wish.case.spec.layers, len(ranks)
         each = np.stack([self.each[group][rows] for group in ranks], axis=1)
         ends = np.zeros_like(each)
-        bent = np.array([one.both_ends for one in self.wish.pipelines])[self.of.pipeline[rows]]
+        bent = np.array([pipeline.both_ends for pipeline in self.wish.pipelines])[self.of.pipeline[rows]]
         last = np.where(bent, 0, p - 1)
         at = np.arange(len(rows))
         by_group = np.stack([np.asarray(closed.block.ends)[rows] for closed in self.groups], axis=1)
@@ -107,7 +107,7 @@ class MixedClosed:
         spec, stack, p = self.wish.case.spec, self.wish.case.stack, len(ranks)
         closed, of, rank = self.groups[0], self.of, np.arange(p)
         kept, logits, message = (
-            np.asarray(one)[rows, None] for one in (closed.block.kept, closed.block.logits, closed.block.message)
+            np.asarray(column)[rows, None] for column in (closed.block.kept, closed.block.logits, closed.block.message)
         )
         chunks, tp = closed.chunks[rows, None], of.tp[rows, None]
         state = self.bytes_of_a_parameter[rows, None]
@@ -117,8 +117,8 @@ class MixedClosed:
         table = state * spec.vocab * spec.hidden / tp
         is_last = rank[None, :] == last[:, None]
         fixed = table * ((rank == 0)[None, :] + 0.0 + is_last) + stack.bucket_bytes
-        whole = (closed.block.whole + closed.gathered())[rows, None]
-        moments = np.maximum(whole, logits * is_last)
+        transient = (closed.block.transient + closed.gathered())[rows, None]
+        moments = np.maximum(transient, logits * is_last)
         messages = (1 + 2 * chunks + flying * chunks) * message
         room = (HEADROOM * self._devices(ranks) - CONTEXT) / (1 + FRAGMENTATION)
         return fixed + moments + messages, per_layer, room[None, :]
@@ -126,13 +126,13 @@ class MixedClosed:
     def _flying(self, rows: Array, p: int) -> Array:
         """Microbatches that each rank holds, in whole ranks' activations: with whole backward passes, the later the
         fewer."""
-        found, rank = np.ones((len(rows), p)), np.arange(p)
+        flying, rank = np.ones((len(rows), p)), np.arange(p)
         for index, (record, chunks) in enumerate(self.wish.pipelines):
             at = self.of.pipeline[rows] == index
             m = self.of.microbatches[rows][at][:, None]
             fewer = 0 if record.splits else rank[None, :] * (1 if chunks == 1 else 2 / chunks)
-            found[at] = np.clip(record.live(p, m, chunks) - fewer, 1 / chunks, m)
-        return found
+            flying[at] = np.clip(record.live(p, m, chunks) - fewer, 1 / chunks, m)
+        return flying
 
     def _pipeline(self, rows: Array, loads: Array, slowest: Array) -> Array:
         closed, hides = self.groups[0], self.wish.case.stack.hides("pp")
@@ -153,8 +153,8 @@ def _dealt(each: Array, ends: Array, caps: Array, layers: int) -> tuple[Array, A
         middle = (low + high) / 2
         enough = held(middle).sum(axis=1) >= layers
         low, high = np.where(enough, low, middle), np.where(enough, middle, high)
-    found = held(high)
-    return found, np.maximum((found * each + ends).max(axis=1), 0.0)
+    dealt = held(high)
+    return dealt, np.maximum((dealt * each + ends).max(axis=1), 0.0)
 
 
 # ---- space ----------------------------------------------------------------------------------------------------------
@@ -184,30 +184,30 @@ class MixedSpace:
 def mixed_space(wish: SearchQuery) -> MixedSpace:
     """Every combination in which each replica spans all groups."""
     shapes = list(shapes_of(wish))
-    every = list(orders(wish.case.cluster))
+    clusters = list(orders(wish.case.cluster))
     of = legal(wish, shapes, _combinations(wish, shapes))
     count = len(of.tp)
-    seconds, memory = (np.full((len(every), count), np.inf) for _ in range(2))
+    seconds, memory = (np.full((len(clusters), count), np.inf) for _ in range(2))
     closed = MixedClosed(wish, shapes, of)
-    for number, cluster in enumerate(every):
+    for number, cluster in enumerate(clusters):
         for pp in np.unique(of.pp).tolist():
             rows = np.flatnonzero(of.pp == pp)
             seconds[number, rows], memory[number, rows] = closed.of_rows(rows, _ranks(wish.case.cluster, cluster, pp))
-    tiled = Choices(*(np.tile(column, len(every)) for column in of))
+    tiled = Choices(*(np.tile(column, len(clusters)) for column in of))
     space = Space(tiled, shapes, wish.pipelines, seconds.ravel(), memory.ravel())
-    return MixedSpace(space, every, np.repeat(np.arange(len(every)), count))
+    return MixedSpace(space, clusters, np.repeat(np.arange(len(clusters)), count))
 
 
 def _ranks(given: Cluster, order: Cluster, pp: int) -> list[int]:
     """The group of each pipeline rank, by its number in the given cluster."""
-    return [given.groups.index(one) for one in order.groups for _ in range(one.world * pp // order.world)]
+    return [given.groups.index(group) for group in order.groups for _ in range(group.world * pp // order.world)]
 
 
 def _combinations(wish: SearchQuery, shapes: list[BlockShape]) -> Choices:
     """Shapes with every dp that leaves each replica whole nodes of every kind, ZeRO stage and pipeline."""
     rows = np.array(list(_rows(wish, shapes)), dtype=np.int64).reshape(-1, 7)
     tp, pp, cp, dp, shape, zero, pipeline = rows.T
-    samples = np.array([one.samples for one in shapes] or [1], dtype=np.int64)[shape]
+    samples = np.array([choice.samples for choice in shapes] or [1], dtype=np.int64)[shape]
     return Choices(tp, pp, cp, dp, zero, samples, wish.case.batch // (dp * samples), shape, pipeline)
 
 

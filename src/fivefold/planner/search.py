@@ -1,7 +1,7 @@
 """The best layouts of a model on a cluster: closed forms evaluate all of them, schedules time the survivors.
 
-found = search(case)                        # the case's own layout is not read
-found.best.layout, found.best.seconds
+ranking = search(case)                      # the case's own layout is not read
+ranking.best.layout, ranking.best.seconds
 """
 
 import math
@@ -92,21 +92,21 @@ WORTH = 0.999  # of the step with another schedule: what gains less is the same
 WEIGHED = tuple(record.name for record in RECORDS if record.weighs)
 
 
-def mixed_options(case: Case, every: MixedSpace, fixed: dict[str, Any], by: str) -> list[Option]:
+def mixed_options(case: Case, combinations: MixedSpace, fixed: dict[str, Any], by: str) -> list[Option]:
     """The survivors, timed exactly; where nothing fits, the smallest."""
-    found: list[Option] = []
+    options: list[Option] = []
     spent = 0
-    for at in _survivors(every, by):
-        one = every.case(case, at)
-        spent += _pairs(one.layout)
-        if spent > MIXED_PATIENCE and len(found) >= REFINED:
+    for at in _survivors(combinations, by):
+        candidate = combinations.case(case, at)
+        spent += _pairs(candidate.layout)
+        if spent > MIXED_PATIENCE and len(options) >= REFINED:
             break
-        found.append(evaluate(divided(one)))
+        options.append(evaluate(divided(candidate)))
     if by == "memory":
-        return found
-    best = _best(found)[:REFINED]
+        return options
+    best = _best(options)[:REFINED]
     moved = [_moved(option) for option in best if not option.layout.record.weighs]
-    rest = [option for option in found if option not in best or option.layout.record.weighs]
+    rest = [option for option in options if option not in best or option.layout.record.weighs]
     made = [] if "schedule" in fixed else _made(_best([*moved, *rest]))
     return [*moved, *rest, *made]
 
@@ -128,7 +128,7 @@ def _best(options: list[Option]) -> list[Option]:
 def _made(options: list[Option]) -> list[Option]:
     """The best layouts with one stage a rank, with a schedule that is made for the seconds of these stages; those that
     it makes quicker."""
-    found: list[Option] = []
+    quicker: list[Option] = []
     spent = 0
     for option in options:
         for name in (name for name in WEIGHED if name in option.case.stack.schedules):
@@ -136,9 +136,9 @@ def _made(options: list[Option]) -> list[Option]:
             pairs = layout.pp * layout.microbatches
             if option.layout.chunks == 1 and can_be_made(layout) and spent + pairs <= MADE:
                 spent += pairs
-                one = evaluate(replace(option.case, layout=layout))
-                found += [one] if one.seconds < option.seconds * WORTH else []
-    return found
+                candidate = evaluate(replace(option.case, layout=layout))
+                quicker += [candidate] if candidate.seconds < option.seconds * WORTH else []
+    return quicker
 
 
 def can_be_made(layout: Layout) -> bool:
@@ -146,9 +146,9 @@ def can_be_made(layout: Layout) -> bool:
     return layout.pp * layout.microbatches <= MADE and layout.microbatches <= ROUNDS * layout.pp
 
 
-def _survivors(every: MixedSpace, by: str) -> list[int]:
+def _survivors(combinations: MixedSpace, by: str) -> list[int]:
     """The fastest by the closed form, or those that fill their devices the least; few of a kind."""
-    space = every.space
+    space = combinations.space
     order = np.argsort(space.memory if by == "memory" else space.seconds, kind="stable")
     of = space.of
 
@@ -156,7 +156,7 @@ def _survivors(every: MixedSpace, by: str) -> list[int]:
         recompute = space.shapes[of.shape[at]].recompute
         return of.tp[at], of.pp[at], of.cp[at], of.zero[at], of.pipeline[at], recompute
 
-    chosen = few_of_a_kind(order[every.fits[order]].tolist(), kind, MIXED_ALIKE, MIXED_SURVIVORS)
+    chosen = few_of_a_kind(order[combinations.fits[order]].tolist(), kind, MIXED_ALIKE, MIXED_SURVIVORS)
     return chosen or [int(at) for at in np.argsort(space.memory)[:3]]
 
 
@@ -200,27 +200,27 @@ def search(case: Case, by: By = "throughput", top: int = 10, **fixed: Any) -> Ra
         )
     if len(case.cluster.groups) > 1:
         return _search_mixed(case, by, top, fixed)
-    every = space(SearchQuery(case, fixed))
-    if not len(every):
+    combinations = space(SearchQuery(case, fixed))
+    if not len(combinations):
         raise UserError(_no_layout(case, fixed))
-    fits = every.memory <= case.on.accelerator.memory * HEADROOM * SLACK
-    options = _options(case, every, by)
+    fits = combinations.memory <= case.on.accelerator.memory * HEADROOM * SLACK
+    options = _options(case, combinations, by)
     if not options:
-        raise TooLarge(_too_large(case, every, fixed))
-    return Ranking(_ranked(options, by)[:top], len(every), int(fits.sum()))
+        raise TooLarge(_too_large(case, combinations, fixed))
+    return Ranking(_ranked(options, by)[:top], len(combinations), int(fits.sum()))
 
 
 def _search_mixed(case: Case, by: By, top: int, fixed: dict[str, Any]) -> Ranking:
     """Over unlike nodes; each option's cluster has its groups in the order in which its pipeline passes through."""
-    every = mixed_space(SearchQuery(case, fixed))
-    if not len(every):
+    combinations = mixed_space(SearchQuery(case, fixed))
+    if not len(combinations):
         raise UserError(_no_spanning(case, fixed))
-    found = mixed_options(case, every, fixed, by)
-    if by != "memory" and not any(option.fits for option in found):  # the leanest ones may, where the fastest do not
-        found = [*found, *mixed_options(case, every, fixed, "memory")]
-    if fitting := [option for option in found if option.fits]:
-        return Ranking(_ranked(fitting, by)[:top], len(every), int(every.fits.sum()))
-    least = min(found, key=lambda option: option.footprint.total / option.device_memory)
+    options = mixed_options(case, combinations, fixed, by)
+    if by != "memory" and not any(option.fits for option in options):  # the leanest ones may, where the fastest do not
+        options = [*options, *mixed_options(case, combinations, fixed, "memory")]
+    if fitting := [option for option in options if option.fits]:
+        return Ranking(_ranked(fitting, by)[:top], len(combinations), int(combinations.fits.sum()))
+    least = min(options, key=lambda option: option.footprint.total / option.device_memory)
     raise UserError(
         f"{case.spec.name} does not fit on the mixed nodes of {case.cluster}: its smallest layout there, "
         f"{least.layout}, needs {least.footprint.total / 1e9:.1f} GB on pipeline rank {least.footprint.rank}, "
@@ -236,47 +236,47 @@ def _check_fixed(case: Case, fixed: dict[str, Any]) -> None:
     """Refuse choices that cannot be fixed, and numbers that make no sense."""
     allowed = FIXED if case.spec.experts is None else (*FIXED, *OF_EXPERTS)
     alien = [key for key in OF_EXPERTS if key in fixed and key not in allowed]
-    found = [f"{key}={fixed[key]} is of experts, and {case.spec.name} has none; leave it out" for key in alien]
+    problems = [f"{key}={fixed[key]} is of experts, and {case.spec.name} has none; leave it out" for key in alien]
     unknown = [key for key in fixed if key not in (*allowed, *alien)]
-    found += [f"{key} cannot be fixed here; {either(allowed)} can" for key in unknown]
+    problems += [f"{key} cannot be fixed here; {either(allowed)} can" for key in unknown]
     counts = ("tp", "pp", "cp", "dp", "ep", "microbatches", "samples")
-    found += filter(None, (misfit(key, fixed.get(key), within(1, SEQUENCES)) for key in counts))
+    problems += filter(None, (misfit(key, fixed.get(key), within(1, SEQUENCES)) for key in counts))
     if fixed.get("zero", 0) not in (0, 1, 2, 3):
-        found.append(f"zero={fixed['zero']} is not a ZeRO stage; 0, 1, 2 or 3")
-    if found:
-        raise UserError(found)
+        problems.append(f"zero={fixed['zero']} is not a ZeRO stage; 0, 1, 2 or 3")
+    if problems:
+        raise UserError(problems)
 
 
-def _options(case: Case, every: Space, by: By) -> list[Option]:
+def _options(case: Case, combinations: Space, by: By) -> list[Option]:
     """Of the layouts that fit, timed: the fastest by the closed form, or those that need the least memory; few of a
     kind. Where none of the first fits, closed forms must leave more room, until only the leanest are left."""
-    order = np.argsort(every.memory if by == "memory" else every.seconds, kind="stable")
+    order = np.argsort(combinations.memory if by == "memory" else combinations.seconds, kind="stable")
     room, node = case.on.accelerator.memory * HEADROOM, case.cluster.groups[0].gpus
-    timed = _Timed(case, every, room)
+    timed = _Timed(case, combinations, room)
 
     def kind(at: int) -> tuple[Any, ...]:
-        of, dealt = every.of, every.dealt
+        of, dealt = combinations.of, combinations.dealt
         # Of experts' messages closed forms know less well what joined pairs hide: others are timed beside them.
-        spread = () if dealt is None else (dealt.ep[at], every.pipelines[of.pipeline[at]].schedule.joins)
-        return of.tp[at], of.pp[at], of.cp[at], of.zero[at], every.shapes[of.shape[at]].recompute, *spread
+        spread = () if dealt is None else (dealt.ep[at], combinations.pipelines[of.pipeline[at]].schedule.joins)
+        return of.tp[at], of.pp[at], of.cp[at], of.zero[at], combinations.shapes[of.shape[at]].recompute, *spread
 
     for share in TIGHTER:
         timed.checked = 0
-        roomy = order[every.memory[order] <= room * share]
+        roomy = order[combinations.memory[order] <= room * share]
         if by == "throughput":
             # Among equals tp within a node is chosen, so some of those are timed, and first: patience may end.
-            few_of_a_kind(roomy[every.of.tp[roomy] <= node].tolist(), lambda at: at, 1, RIVALS, timed.take)
-        front = _leaner(every, roomy.tolist())[:SURVIVORS] if by == "pareto" else roomy.tolist()
+            few_of_a_kind(roomy[combinations.of.tp[roomy] <= node].tolist(), lambda at: at, 1, RIVALS, timed.take)
+        front = _leaner(combinations, roomy.tolist())[:SURVIVORS] if by == "pareto" else roomy.tolist()
         few_of_a_kind(front, kind, ALIKE, SURVIVORS, timed.take)
         if timed.options:
             return [*timed.options, *(timed.copied() if by == "throughput" else ())]
-    for at in _leanest(every):
+    for at in _leanest(combinations):
         timed.take(at)
     return timed.options
 
 
-def _leanest(every: Space) -> list[int]:
-    return [int(at) for at in np.argsort(every.memory, kind="stable")[:SURVIVORS]]
+def _leanest(combinations: Space) -> list[int]:
+    return [int(at) for at in np.argsort(combinations.memory, kind="stable")[:SURVIVORS]]
 
 
 @dataclass
@@ -284,7 +284,7 @@ class _Timed:
     """Layouts of a space that fit, with their exact times, until closed forms say that the rest cannot come near."""
 
     case: Case
-    every: Space
+    combinations: Space
     room: float
     options: list[Option] = field(default_factory=list)
     checked: int = 0
@@ -293,13 +293,15 @@ class _Timed:
 
     def take(self, at: int) -> bool:
         """Time it if it is worth it; False if it does not fit."""
-        found, layout = len(self.options), self.every.layout(at)
+        count, layout = len(self.options), self.combinations.layout(at)
         if at in self.seen or self.checked > CHECKED:
             return True
-        if found >= ENOUGH and self.every.seconds[at] > HOPELESS * min(option.seconds for option in self.options):
+        if count >= ENOUGH and self.combinations.seconds[at] > HOPELESS * min(
+            option.seconds for option in self.options
+        ):
             return True
         size = layout.stages * repeating(layout) * (TRIED if layout.record.weighs else 1) if layout.pp > 1 else 1
-        if found >= FEWEST and self.spent + size > PATIENCE:
+        if count >= FEWEST and self.spent + size > PATIENCE:
             return True
         self.checked += 1
         case = replace(self.case, layout=layout)
@@ -313,23 +315,23 @@ class _Timed:
 
     def copied(self) -> list[Option]:
         """The fastest with ZeRO 3, in copies of fewer shards: closed forms do not know them, and each costs little."""
-        whole = [option for option in self.options if option.layout.zero == 3 and option.layout.pp == 1]
-        found = []
-        for option in sorted(whole, key=lambda option: option.seconds)[:RIVALS]:
+        sharded = [option for option in self.options if option.layout.zero == 3 and option.layout.pp == 1]
+        options = []
+        for option in sorted(sharded, key=lambda option: option.seconds)[:RIVALS]:
             for copies in divisors(option.layout.dp)[1:-1]:
                 case = replace(option.case, layout=structs.replace(option.layout, replicate=copies))
                 if case.layout.problems(case.spec, seq=case.seq, batch=case.batch):
                     continue
                 if (memory := footprint(case)).total <= self.room:
-                    found.append(Option(case, estimate(case), memory))
-        return found
+                    options.append(Option(case, estimate(case), memory))
+        return options
 
 
-def _leaner(every: Space, order: list[int]) -> list[int]:
+def _leaner(combinations: Space, order: list[int]) -> list[int]:
     """Those that need less memory than all before them."""
     chosen: list[int] = []
     for at in order:
-        if not chosen or every.memory[at] < 0.98 * every.memory[chosen[-1]]:
+        if not chosen or combinations.memory[at] < 0.98 * combinations.memory[chosen[-1]]:
             chosen.append(at)
     return chosen
 
@@ -356,24 +358,28 @@ def _no_layout(case: Case, fixed: dict[str, Any]) -> list[str]:
     # As many microbatches as there can be, so that a schedule complains only if it can never have enough; and as many
     # ranks as ep asks for.
     most = {"microbatches": min(batch, LARGEST), "dp": known.get("ep", 1)}
-    found = Layout(**(most | known)).problems(case.spec, seq=case.seq)
+    problems = Layout(**(most | known)).problems(case.spec, seq=case.seq)
     if world % used:
         near = [n for n in divisors(world) if n != used]
-        found.append(
+        problems.append(
             f"{', '.join(f'{axis}={n}' for axis, n in degrees.items() if n > 1)} take {used} ranks, which does not "
             f"divide the {world} GPUs of {case.cluster}; nearest: {min(near, key=lambda n: abs(n - used))} ranks"
         )
     schedule = fixed.get("schedule")
     if schedule in CATALOGUE and schedule not in case.stack.schedules:
-        found.append(f"schedule={schedule} is not searched with {case.stack.name}; {either(case.stack.schedules)} are")
+        problems.append(
+            f"schedule={schedule} is not searched with {case.stack.name}; {either(case.stack.schedules)} are"
+        )
     if "chunks" in fixed and "schedule" not in fixed:
-        found.append(f"chunks={fixed['chunks']} needs a schedule; write schedule=interleaved,chunks={fixed['chunks']}")
+        problems.append(
+            f"chunks={fixed['chunks']} needs a schedule; write schedule=interleaved,chunks={fixed['chunks']}"
+        )
     for name, value in (("microbatch", fixed.get("samples")), ("microbatches", fixed.get("microbatches"))):
         if value and batch % value:
             near = sorted(divisors(batch), key=lambda n: abs(n - value))[:2]
-            found.append(f"{name}={value} does not divide the batch of {batch}; nearest: {name}={either(near)}")
-    if found:
-        return found
+            problems.append(f"{name}={value} does not divide the batch of {batch}; nearest: {name}={either(near)}")
+    if problems:
+        return problems
     least = -(-world // (case.spec.heads * (case.spec.layers + 2)))
     near = sorted((n for n in divisors(world) if n >= least), key=lambda dp: abs(batch - dp))[:2]
     wanted = ", ".join(f"{key}={value}" for key, value in fixed.items())
@@ -387,20 +393,20 @@ def _no_layout(case: Case, fixed: dict[str, Any]) -> list[str]:
 def _no_spanning(case: Case, fixed: dict[str, Any]) -> list[str]:
     """Why no layout spans the groups: because of what was fixed, or of the nodes."""
     degrees = {axis: fixed[axis] for axis in ("dp", "tp", "pp", "cp") if axis in fixed}
-    found = [] if "pp" in fixed else spanning(case.cluster, Layout(**degrees))
+    problems = [] if "pp" in fixed else spanning(case.cluster, Layout(**degrees))
     nodes = math.gcd(*(group.nodes for group in case.cluster.groups))
     why = (
         f"no layout of {case.spec.name} spans the mixed nodes of {case.cluster} with a batch of {case.batch}: each "
         f"replica takes whole nodes of each kind, so dp divides {nodes}, and dp x tp x cp the GPUs of every group; "
         "give one group, or as many nodes of each kind"
     )
-    return found or ([*_no_layout(case, fixed), why] if fixed else [why])
+    return problems or ([*_no_layout(case, fixed), why] if fixed else [why])
 
 
-def _too_large(case: Case, every: Space, fixed: dict[str, Any]) -> str:
+def _too_large(case: Case, combinations: Space, fixed: dict[str, Any]) -> str:
     """What the smallest layout needs, and the nearest thing that would fit."""
     smallest = min(
-        (evaluate(replace(case, layout=every.layout(at))) for at in _leanest(every)[:3]),
+        (evaluate(replace(case, layout=combinations.layout(at))) for at in _leanest(combinations)[:3]),
         key=lambda option: option.footprint.total,
     )
     need, have = smallest.footprint.total, smallest.limit
@@ -417,7 +423,7 @@ def _too_large(case: Case, every: Space, fixed: dict[str, Any]) -> str:
 
 def _ways_out(case: Case, fixed: dict[str, Any]) -> list[str]:
     """What would fit, by a layout that was found: other choices, shorter sequences, or more GPUs."""
-    found, group = list[str](), case.cluster.groups[0]
+    ways, group = list[str](), case.cluster.groups[0]
     if fixed and (without := _fitting(case, {})):
         wanted = ",".join(f"{key}={value}" for key, value in fixed.items())
         return [f"without fixed {wanted}, as {without}"]
@@ -425,7 +431,7 @@ def _ways_out(case: Case, fixed: dict[str, Any]) -> list[str]:
         if seq < SHORTEST:
             break
         if _fitting(replace(case, seq=seq), fixed):
-            found.append(f"with --seq {seq}")
+            ways.append(f"with --seq {seq}")
             break
     node = max(usual_node(group.accelerator.name) or group.gpus, group.gpus)
     sizes = [(1, gpus) for gpus in (2, 4) if gpus < node] + [(1 << power, node) for power in range(12)]
@@ -434,9 +440,9 @@ def _ways_out(case: Case, fixed: dict[str, Any]) -> list[str]:
             continue
         bigger = replace(case, cluster=cluster, batch=max(case.batch, cluster.world))
         if _fitting(bigger, {key: value for key, value in fixed.items() if key not in ("dp", "microbatches")}):
-            found.append(f"on {cluster}")
+            ways.append(f"on {cluster}")
             break
-    return found
+    return ways
 
 
 def _fitting(case: Case, fixed: dict[str, Any]) -> Layout | None:

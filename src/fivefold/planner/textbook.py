@@ -46,16 +46,18 @@ class Shortcut:
 
 def flops_text(value: float) -> str:
     """'1,776 PFLOP': P alone is a number of parameters here."""
-    size, unit = next(one for one in ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (0, "FLOP")) if value >= one[0])
+    size, unit = next(
+        scale for scale in ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (0, "FLOP")) if value >= scale[0]
+    )
     return f"{value / (size or 1):,.{0 if value >= 100 * size else 2}f} {unit}"
 
 
 def shortcuts(option: Option) -> list[Shortcut]:
     """Those that say something of this layout."""
-    found = [_flops(option), _state(option), _activations(option)]
+    formulas = [_flops(option), _state(option), _activations(option)]
     rows = traffic(option)
-    found += [*_data(option, rows), *_tensor(option, rows), *_pipeline(option, rows), *_experts(option, rows)]
-    return [*found, *_bubble(option)]
+    formulas += [*_data(option, rows), *_tensor(option, rows), *_pipeline(option, rows), *_experts(option, rows)]
+    return [*formulas, *_bubble(option)]
 
 
 def _because(*reasons: str) -> str:
@@ -181,9 +183,9 @@ def _layers(option: Option) -> list[int]:
     return [layer for number in option.layout.placement.of_rank[sender(option)] for layer in stages[number].layers]
 
 
-def _own_layers(option: Option, mine: int, all_of_them: int) -> str:
+def _own_layers(option: Option, own: int, all_of_them: int) -> str:
     even = all_of_them / option.layout.pp
-    return f"pipeline rank {sender(option)} has {mine} such layers, and not {even:.4g}" if mine != even else ""
+    return f"pipeline rank {sender(option)} has {own} such layers, and not {even:.4g}" if own != even else ""
 
 
 def _pipeline(option: Option, rows: list[AxisTraffic]) -> Iterator[Shortcut]:

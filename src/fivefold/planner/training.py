@@ -69,27 +69,27 @@ class Training:
 
     def settings(self, option: Option) -> dict[str, Choice]:
         """All that the plan decides beside the layout."""
-        case, found = option.case, dict(self.choices)
-        found["data.seq"] = Choice(case.seq, "tokens of a sample, as planned")
-        found["train.batch"] = found.get("train.batch", Choice(case.batch, f"sequences of {case.seq:,}"))
+        case, chosen = option.case, dict(self.choices)
+        chosen["data.seq"] = Choice(case.seq, "tokens of a sample, as planned")
+        chosen["train.batch"] = chosen.get("train.batch", Choice(case.batch, f"sequences of {case.seq:,}"))
         if case.precision in DTYPES:
-            found["train.dtype"] = Choice(DTYPES[case.precision], f"planned in {case.precision}")
+            chosen["train.dtype"] = Choice(DTYPES[case.precision], f"planned in {case.precision}")
         if case.precision == "fp8" or self.asked.train.fp8:
-            found["train.fp8"] = Choice(case.precision == "fp8", "matmuls of blocks, as planned")
-        found["run.cluster"] = Choice(self.cluster, "what this file was planned for")
+            chosen["train.fp8"] = Choice(case.precision == "fp8", "matmuls of blocks, as planned")
+        chosen["run.cluster"] = Choice(self.cluster, "what this file was planned for")
         if case.groups:
-            found["run.cluster"] = Choice(self.hosts(option), "nodes in the order of their hosts' numbers, as planned")
+            chosen["run.cluster"] = Choice(self.hosts(option), "nodes in the order of their hosts' numbers, as planned")
         if self.kept is None:
-            return found
+            return chosen
         if case.on.accelerator.is_cpu:
-            found["train.device"] = Choice("cpu", "as planned")
+            chosen["train.device"] = Choice("cpu", "as planned")
         run = self.run(option)
-        found["checkpoint.every"] = Choice(run.best, often(option, run))
+        chosen["checkpoint.every"] = Choice(run.best, often(option, run))
         half = min(int(float(f"{max(1, EVALUATED / option.seconds):.0e}")), run.most)
-        found["train.eval_every"] = Choice(half, "steps: about half an hour, at most a tenth of the run")
-        found["run.name"] = Choice(case.spec.name, "the directory below runs/")
+        chosen["train.eval_every"] = Choice(half, "steps: about half an hour, at most a tenth of the run")
+        chosen["run.name"] = Choice(case.spec.name, "the directory below runs/")
         decided = ("data.seq", "train.batch", "train.dtype", "run.cluster")
-        return {key: it for key, it in found.items() if key in decided or key not in self.kept}
+        return {key: choice for key, choice in chosen.items() if key in decided or key not in self.kept}
 
     def run(self, option: Option, costs: FailureCosts = PUBLISHED, every: int | None = None) -> GoodputRun:
         """The run under failures, saved as the job is, or else as is best."""
@@ -135,14 +135,14 @@ class Training:
         return written(job, why, head, hints)
 
     def figures(self, option: Option, price: float | None) -> dict[str, Any]:
-        seconds, found = self.steps * option.seconds, step_range(option.case)
+        seconds, interval = self.steps * option.seconds, step_range(option.case)
         hours = seconds * option.layout.world / HOUR
         made = self.settings(option)
         row: dict[str, Any] = {
             "tokens": self.tokens,
             "steps": self.steps,
             "days": seconds / DAY,
-            "days_range": found and found.around(seconds / DAY),
+            "days_range": interval and interval.around(seconds / DAY),
             "gpu_hours": hours,
             "with_failures": self.run(option).figures(),
             "settings": {key: {"value": choice.value, "why": choice.why} for key, choice in made.items()},
@@ -163,14 +163,14 @@ class Training:
     def failing(self, option: Option) -> str:
         """How long it takes with failures."""
         run = self.run(option)
-        found, one = run.simulated(), f"one in {length(run.failures.between / DAY)}"
+        outcome, rate = run.simulated(), f"one in {length(run.failures.between / DAY)}"
         often = f"a checkpoint every {run.every:,} steps" if run.every else "a checkpoint at the end"
-        if found is None:
-            return f"with failures, {one}, and {often}, it comes to no end"
-        low, _, high = (length(days) for days in run.days(found))
+        if outcome is None:
+            return f"with failures, {rate}, and {often}, it comes to no end"
+        low, _, high = (length(days) for days in run.days(outcome))
         span = low if low == high else f"{low} to {high}"
         return (
-            f"with failures, {one}, and {often}: {span} (p10 to p90 of {RUNS:,} simulated runs), "
+            f"with failures, {rate}, and {often}: {span} (p10 to p90 of {RUNS:,} simulated runs), "
             f"{run.work / run.expected:.1%} of it training; fivefold goodput has the parts"
         )
 
@@ -240,8 +240,8 @@ def expected(option: Option) -> str:
 
 def range_text(option: Option) -> str:
     """Behind a step's seconds; empty where nothing is known of the device."""
-    found = step_range(option.case)
-    return f" ({found.text(option.seconds)} {IN_WORDS})" if found else ""
+    interval = step_range(option.case)
+    return f" ({interval.text(option.seconds)} {IN_WORDS})" if interval else ""
 
 
 def _no_job(case: Case) -> str:
@@ -278,12 +278,12 @@ class ModelResult(Result):
         """Parameters by the part of the decoder that they belong to."""
         spec, parts = self.spec, Counter[str]()
         few = spec.dense_layers
-        for one in msgspec.structs.replace(spec, layers=0).parameters():
-            parts["head" if one.kind == "linear" else _PARTS[one.kind]] += one.size
+        for param in msgspec.structs.replace(spec, layers=0).parameters():
+            parts["head" if param.kind == "linear" else _PARTS[param.kind]] += param.size
         for layer, times in ((0, few), (spec.layers - 1, spec.layers - few)):
-            for one in spec.block_parameters(layer) if times else ():
-                if one.kind in ("norm", "bias"):
-                    parts[_PARTS[one.kind]] += times * one.size
+            for param in spec.block_parameters(layer) if times else ():
+                if param.kind in ("norm", "bias"):
+                    parts[_PARTS[param.kind]] += times * param.size
             for matmul in block(spec, dense=spec.dense(layer)).matmuls if times else ():
                 parts["experts" if matmul.experts else matmul.branch] += times * matmul.size
         return {name: parts[name] for name in _ORDER if parts[name]}
@@ -320,9 +320,9 @@ class ModelResult(Result):
         flops = [(kind, si(spec.flops_per_token(self.seq, kind), 4)) for kind in ("full", "causal")]
         title = f"FLOPs of a training token, at sequences of {self.seq:,}"
         yield Table(["attention counted", ">FLOPs"], flops, title, "forward and backward, without recomputation")
-        held = [(key, *(f"{size / 1e9:,.2f}" for size in (*one, one.total))) for key, one in self.states.items()]
+        rows = [(key, *(f"{size / 1e9:,.2f}" for size in (*held, held.total))) for key, held in self.states.items()]
         heads = ["computing in", ">weights", ">gradients", ">optimizer", ">total"]
-        yield Table(heads, held, "GB of training state, AdamW, all on one device", "activations come on top")
+        yield Table(heads, rows, "GB of training state, AdamW, all on one device", "activations come on top")
 
 
 def _rows(numbers: dict[str, Any], of: str = "") -> Iterator[tuple[str, str]]:
