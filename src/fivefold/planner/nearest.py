@@ -16,7 +16,7 @@ from msgspec import structs
 
 from fivefold.cost.step import Case
 from fivefold.layout.layout import ContextKind, Dispatch, Layout, Recompute
-from fivefold.layout.rules import most_stages, tp_fits
+from fivefold.layout.rules import Given, legal, most_stages
 from fivefold.planner.explain import RANKS_BY
 from fivefold.schedules.registry import CATALOGUE
 from fivefold.support.text import divisors
@@ -44,15 +44,18 @@ def steps(case: Case, layout: Layout) -> dict[str, list[Any]]:
     spec, ways = case.spec, divisors(case.cluster.world)
     share = case.batch // layout.dp if case.batch % layout.dp == 0 else case.batch
     stage = max(1, layout.dp // layout.replicate * layout.cp * layout.tp)
-    experts = 1 if spec.experts is None else spec.experts.count
     record = CATALOGUE.get(layout.schedule)
     most = most_stages(spec) // layout.pp
+
+    def allowed(**degrees: int) -> bool:
+        return bool(legal(Layout(**degrees), Given(spec, seq=case.seq)))
+
     return {
         "dp": ways,
-        "tp": [n for n in ways if tp_fits(spec, n)],
-        "pp": [n for n in ways if n <= most_stages(spec)],
-        "cp": [n for n in ways if n == 1 or case.seq % (2 * n) == 0],
-        "ep": [n for n in divisors(stage) if experts % n == 0],
+        "tp": [n for n in ways if allowed(tp=n)],
+        "pp": [n for n in ways if allowed(pp=n)],
+        "cp": [n for n in ways if allowed(cp=n)],
+        "ep": [n for n in divisors(stage) if allowed(dp=stage, ep=n)],
         "microbatches": divisors(share),
         "zero": [0, 1, 2, 3],
         "replicate": divisors(layout.dp),
@@ -115,13 +118,13 @@ def nearest(case: Case, layout: Layout, keep: str = "") -> Layout | None:
 
 def _around(case: Case, layout: Layout, keep: str) -> Iterator[tuple[float, dict[str, Any]]]:
     """Degrees and microbatches nearby, each with how far away it is."""
-    world, legal, total = case.cluster.world, steps(case, layout), layout.dp * layout.microbatches
+    world, fitting, total = case.cluster.world, steps(case, layout), layout.dp * layout.microbatches
 
     def far(field: str, value: int, of: int) -> float:
         return abs(math.log2(value / of)) * WEIGHTS.get(field, 0.0) * (KEPT if field == keep else 1.0)
 
     near = {
-        axis: sorted(legal[axis], key=lambda n: abs(math.log2(n / getattr(layout, axis))))[:NEAR]
+        axis: sorted(fitting[axis], key=lambda n: abs(math.log2(n / getattr(layout, axis))))[:NEAR]
         for axis in ("tp", "pp", "cp")
     }
     for tp, pp, cp in product(*near.values()):
