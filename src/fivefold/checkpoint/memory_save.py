@@ -202,8 +202,8 @@ class SnapshotWriter(BackgroundSaver):
             if old != path:
                 self.store.storage.delete(old)
         half.rename(path / MANIFEST)
-        for old in sorted(self.store.complete(), key=lambda snapshot: made_at(snapshot.path.name))[:-KEPT]:
-            os.unlink(self.nodes.home / old.path.name / MANIFEST)
+        for snapshot in sorted(self.store.complete(), key=lambda snapshot: made_at(snapshot.path.name))[:-KEPT]:
+            os.unlink(self.nodes.home / snapshot.path.name / MANIFEST)
 
 
 def _tables(manifest: Manifest, written: list[Written]) -> list[bytes]:
