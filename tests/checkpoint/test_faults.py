@@ -36,15 +36,23 @@ def saved(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.fixture
+def copied(saved: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(saved, tmp_path / "copied")
+
+
+def steps(directory: Path) -> list[int]:
+    return [checkpoint.step for checkpoint in Store(directory).complete()]
+
+
 @pytest.mark.parametrize("at", ["write", "commit"])
-def test_killed_while_saving_the_one_before_is_used(tokens: Path, saved: Path, tmp_path: Path, at: str) -> None:
-    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+def test_killed_while_saving_the_one_before_is_used(tokens: Path, copied: Path, at: str) -> None:
     more = small_job(tokens, "layout=dp=2,zero=1", "train.steps=3", "checkpoint.every=1")
     with pytest.raises(RankError, match="SIGKILL"):
-        run_ranks(2, train, more, tmp_path, env=fault(f"kill@at={at},rank=0"))
-    assert [one.step for one in Store(tmp_path).complete()] == [2, 1]
-    assert [path.name for path in Store(tmp_path).incomplete()] == ["step-00000003"]
-    step, _, said = run_ranks(2, loaded, more, tmp_path)[0]
+        run_ranks(2, train, more, copied, env=fault(f"kill@at={at},rank=0"))
+    assert steps(copied) == [2, 1]
+    assert [path.name for path in Store(copied).incomplete()] == ["step-00000003"]
+    step, _, said = run_ranks(2, loaded, more, copied)[0]
     assert step == 2
     assert said[0] == "step-00000003 was never finished; set aside as step-00000003.incomplete"
 
@@ -58,7 +66,7 @@ def test_killed_while_saving_a_step_again_two_saves_never_mix(tokens: Path, tmp_
     first.rename(tmp_path / "kept")
     with pytest.raises(RankError, match="SIGKILL"):
         run_ranks(1, train, job, tmp_path, env=fault("kill@at=commit,step=3"))
-    assert [one.step for one in Store(tmp_path).complete()] == [2, 1]
+    assert steps(tmp_path) == [2, 1]
     again = run_ranks(1, train, job, tmp_path)[0]
     assert again[1] == want[1]
     assert {file.name: file.read_bytes() for file in (tmp_path / "kept").iterdir()} == before
@@ -73,7 +81,7 @@ def test_killed_during_retention_enough_remain(tokens: Path, tmp_path: Path) -> 
     assert all(not one.damage() for one in complete)
     assert run_ranks(1, loaded, job, tmp_path)[0][0] == complete[0].step
     run_ranks(1, train, job, tmp_path)
-    assert [one.step for one in Store(tmp_path).complete()] == [4, 3]
+    assert steps(tmp_path) == [4, 3]
     assert not list(tmp_path.glob("*.deleting"))
 
 
@@ -92,51 +100,36 @@ HARM = {
 
 @pytest.mark.parametrize("how", HARM)
 @pytest.mark.parametrize("name", ["rank-1.tensors", "tensors.json"])
-def test_a_harmed_file_is_named_and_the_one_before_is_used(
-    tokens: Path, saved: Path, tmp_path: Path, how: str, name: str
-) -> None:
-    job = small_job(tokens, *TWO_STEPS)
-    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
-    newest = Store(tmp_path).complete()[0].path
+def test_a_harmed_file_is_named_and_the_one_before_is_used(tokens: Path, copied: Path, how: str, name: str) -> None:
+    newest = Store(copied).complete()[0].path
     harm, said = HARM[how]
     harm(newest / name)
-    ranks = run_ranks(2, loaded, job, tmp_path)
+    ranks = run_ranks(2, loaded, small_job(tokens, *TWO_STEPS), copied)
     assert [step for step, _, _ in ranks] == [1, 1]
     assert said in ranks[0][2][0]
     assert f"{newest.name}/{name}" in ranks[0][2][0]
     assert ranks[0][2][1] == (
         "step-00000002 is not used, and set aside as step-00000002.damaged; the one before it is tried"
     )
-    assert (tmp_path / "step-00000002.damaged" / MANIFEST).exists()  # nothing was deleted
+    assert (copied / "step-00000002.damaged" / MANIFEST).exists()  # nothing was deleted
 
 
-def test_a_number_changed_in_a_manifest_is_damage(tokens: Path, tmp_path: Path) -> None:
-    job = small_job(tokens, "train.steps=2", "checkpoint.every=1")
-    run_ranks(1, train, job, tmp_path)
-    newest = Store(tmp_path).complete()[0].path / MANIFEST
-    newest.write_bytes(newest.read_bytes().replace(b'"samples": 16', b'"samples": 17'))
-    step, _, said = run_ranks(1, loaded, job, tmp_path)[0]
+@pytest.mark.parametrize("change", [(b'"samples": 16', b'"samples": 17'), (b'"version": 2', b'"version": 3')])
+def test_a_number_changed_in_a_manifest_is_damage(tokens: Path, copied: Path, change: tuple[bytes, bytes]) -> None:
+    """A version, too, that was not sealed: it may be of no other release."""
+    manifest = Store(copied).complete()[0].path / MANIFEST
+    assert change[0] in manifest.read_bytes()
+    manifest.write_bytes(manifest.read_bytes().replace(*change))
+    step, _, said = run_ranks(2, loaded, small_job(tokens, *TWO_STEPS), copied)[0]
     assert step == 1
     assert "manifest.json is damaged: its numbers are not those that it was sealed with" in said[0]
 
 
-def test_a_checkpoint_of_another_release_is_refused_and_stays_where_it_is(tokens: Path, tmp_path: Path) -> None:
-    job = small_job(tokens, "layout=dp=2", "train.steps=2", "checkpoint.every=1")
-    run_ranks(2, train, job, tmp_path)
-    resealed(Store(tmp_path).complete()[0].path, version=3, colour="red")
+def test_a_checkpoint_of_another_release_is_refused_and_stays_where_it_is(tokens: Path, copied: Path) -> None:
+    resealed(Store(copied).complete()[0].path, version=3, colour="red")
     with pytest.raises(RankError, match="has version 3 of the format, and this release reads version 2"):
-        run_ranks(2, loaded, job, tmp_path)
-    assert [one.path.name for one in Store(tmp_path).complete()] == ["step-00000002", "step-00000001"]
-
-
-def test_a_version_that_was_not_sealed_is_damage(tokens: Path, tmp_path: Path) -> None:
-    job = small_job(tokens, "train.steps=2", "checkpoint.every=1")
-    run_ranks(1, train, job, tmp_path)
-    manifest = Store(tmp_path).complete()[0].path / MANIFEST
-    manifest.write_bytes(manifest.read_bytes().replace(b'"version": 2', b'"version": 3'))
-    step, _, said = run_ranks(1, loaded, job, tmp_path)[0]
-    assert step == 1
-    assert "manifest.json is damaged: its numbers are not those that it was sealed with" in said[0]
+        run_ranks(2, loaded, small_job(tokens, *TWO_STEPS), copied)
+    assert [one.path.name for one in Store(copied).complete()] == ["step-00000002", "step-00000001"]
 
 
 def test_a_run_of_which_no_checkpoint_is_good_does_not_start_over_by_itself(tokens: Path, tmp_path: Path) -> None:
@@ -166,7 +159,7 @@ def test_a_full_disk_at_the_end_is_named_with_bytes_and_the_old_checkpoint_is_in
     said = failure.value.error
     assert "KiB go into" in said
     assert "are free there, files may have 19.53 KiB; the last good one is step-00000001" in said
-    assert [one.step for one in Store(tmp_path).complete()] == [1]
+    assert steps(tmp_path) == [1]
     assert not Store(tmp_path).incomplete()
     assert run_ranks(2, loaded, more, tmp_path)[0][0] == 1
 
@@ -175,21 +168,20 @@ def test_a_save_that_fails_is_told_and_the_next_one_is_another_try(tokens: Path,
     """Rank 1 alone meets an error in the save of step 2; both go on, and the run is the run that met none."""
     settings = ["layout=dp=2,zero=1", "train.steps=4", "checkpoint.every=1", "checkpoint.keep=9"]
     want = run_ranks(2, told, small_job(tokens, *settings), tmp_path / "want")
-    found = run_ranks(
-        2, told, small_job(tokens, *settings), tmp_path / "got", env=fault("raise@at=write,rank=1,step=2")
-    )
-    for (story, said), (wanted, _) in zip(found, want, strict=True):
+    raised = fault("raise@at=write,rank=1,step=2")
+    got = run_ranks(2, told, small_job(tokens, *settings), tmp_path / "got", env=raised)
+    for (story, said), (wanted, _) in zip(got, want, strict=True):
         assert story == wanted
         (sentence,) = said
         assert sentence.startswith("the checkpoint of step 2 was not written: rank 1: FIVEFOLD_FAULT=raise@at=write")
         assert sentence.endswith(
             "; the last good one is step-00000001; training goes on, and the next checkpoint is another try"
         )
-    assert [one.step for one in Store(tmp_path / "got").complete()] == [4, 3, 1]
+    assert steps(tmp_path / "got") == [4, 3, 1]
     assert sorted(path.name for path in (tmp_path / "got").iterdir()) == [
         "latest", "step-00000001", "step-00000003", "step-00000004"
     ]  # fmt: skip
-    assert not [one.damage() for one in Store(tmp_path / "got").complete() if one.damage()]
+    assert not any(checkpoint.damage() for checkpoint in Store(tmp_path / "got").complete())
 
 
 def told(rank: int, world: int, job: Job, directory: Path) -> tuple[object, list[str]]:
@@ -210,7 +202,7 @@ def test_a_disk_that_has_room_again_gets_the_next_checkpoint(
         "before it; training goes on, and the next checkpoint is another try"
         for step in (1, 2)
     ]
-    assert [one.step for one in Store(tmp_path).complete()] == [3]
+    assert steps(tmp_path) == [3]
 
 
 def test_a_directory_that_is_gone_is_not_made_again(tokens: Path, tmp_path: Path) -> None:
@@ -280,9 +272,8 @@ def test_steps_that_wait_for_the_disk_say_so_once(
     monkeypatch.setattr(checkpointing, "_LONG", 0.1)
     run.trainer.run([], checkpointing=run.keeper)
     (said,) = run.said
-    found = re.fullmatch(
-        r"step 4 waited \d+\.\d s for the disk: .* took \d+\.\d s to write; with .*every=(\d+) .*", said
-    )
-    assert found is not None, said
-    assert int(found[1]) > 2
-    assert [one.step for one in Store(tmp_path).complete()] == [6, 4]
+    sentence = r"step 4 waited \d+\.\d s for the disk: .* took \d+\.\d s to write; with .*every=(\d+) .*"
+    match = re.fullmatch(sentence, said)
+    assert match is not None, said
+    assert int(match[1]) > 2
+    assert steps(tmp_path) == [6, 4]

@@ -61,20 +61,19 @@ def made(kind: str, tied: bool, directory: Path, shard: str = "5GB") -> Path:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
              "num_key_value_heads": 2, "vocab_size": 259, "max_position_embeddings": 64, "head_dim": 8,
              "initializer_range": 0.2}  # fmt: skip
+    ends = {"tie_word_embeddings": tied}
+    config = {
+        "gpt2": lambda: transformers.GPT2Config(
+            n_embd=32, n_layer=2, n_head=4, vocab_size=259, n_positions=64, initializer_range=0.2, resid_pdrop=0.0,
+            embd_pdrop=0.0, attn_pdrop=0.0,
+        ),
+        "qwen2": lambda: transformers.Qwen2Config(**sizes, **ends),
+        "mistral": lambda: transformers.MistralConfig(**sizes, sliding_window=None),
+        "qwen3": lambda: transformers.Qwen3Config(**sizes, **ends),
+        "llama": lambda: transformers.LlamaConfig(**sizes, **ends),
+    }[kind]()  # fmt: skip
     torch.manual_seed(0)
-    if kind == "gpt2":
-        config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=259, n_positions=64,
-                                         initializer_range=0.2, resid_pdrop=0.0, embd_pdrop=0.0,
-                                         attn_pdrop=0.0)  # fmt: skip
-        model = transformers.GPT2LMHeadModel(config)
-    elif kind == "qwen2":
-        model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes, tie_word_embeddings=tied))
-    elif kind == "mistral":
-        model = transformers.MistralForCausalLM(transformers.MistralConfig(**sizes, sliding_window=None))
-    elif kind == "qwen3":
-        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, tie_word_embeddings=tied))
-    else:
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, tie_word_embeddings=tied))
+    model = transformers.AutoModelForCausalLM.from_config(config)
     model.save_pretrained(directory, max_shard_size=shard)
     return directory
 
@@ -149,61 +148,71 @@ def changed(directory: Path, change) -> None:
     save_file(state, file, metadata={"format": "pt"})
 
 
+def problems(directory: Path) -> list[str]:
+    with pytest.raises(UserError) as error:
+        HuggingFace(directory)
+    return [problem.replace(str(directory), "DIR") for problem in error.value.problems]
+
+
+def without_norm(state: dict[str, torch.Tensor]) -> None:
+    del state["model.norm.weight"]
+    state["lm_head.weight"] = state["lm_head.weight"][:-1].clone()
+
+
+def with_oddities(state: dict[str, torch.Tensor]) -> None:
+    state["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(32)
+    state["model.layers.1.mlp.up_proj.weight"] = state["model.layers.1.mlp.up_proj.weight"].to(torch.int8)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (without_norm, [
+            "DIR has no tensor model.norm.weight (our norm.weight, shape [32])",
+            "tensor lm_head.weight of model.safetensors gives shape [258, 32] for our head.weight, and config.json "
+            "means [259, 32]",
+        ]),
+        (with_oddities, [
+            "tensor model.layers.1.mlp.up_proj.weight of model.safetensors is of I8, which is no kind of weight",
+            "tensor model.layers.0.self_attn.q_proj.bias of DIR has no place in the model of its config.json",
+        ]),
+    ],
+)  # fmt: skip
+def test_bad_tensors_are_named(tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], None], said) -> None:
+    directory = made("llama", False, tmp_path / "in")
+    changed(directory, change)
+    assert problems(directory) == said
+
+
 def test_bad_directories_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cannot read .*config.json: No such file"):
         HuggingFace(tmp_path)
     directory = made("llama", False, tmp_path / "in")
-
-    def harm(state: dict[str, torch.Tensor]) -> None:
-        del state["model.norm.weight"]
-        state["lm_head.weight"] = state["lm_head.weight"][:-1].clone()
-
-    changed(directory, harm)
-    with pytest.raises(UserError) as error:
-        HuggingFace(directory)
-    assert [problem.replace(str(directory), "DIR") for problem in error.value.problems] == [
-        "DIR has no tensor model.norm.weight (our norm.weight, shape [32])",
-        "tensor lm_head.weight of model.safetensors gives shape [258, 32] for our head.weight, and config.json means "
-        "[259, 32]",
-    ]
-    directory = made("llama", False, tmp_path / "odd")
-
-    def oddities(state: dict[str, torch.Tensor]) -> None:
-        state["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(32)
-        state["model.layers.1.mlp.up_proj.weight"] = state["model.layers.1.mlp.up_proj.weight"].to(torch.int8)
-
-    changed(directory, oddities)
-    with pytest.raises(UserError) as error:
-        HuggingFace(directory)
-    assert [problem.replace(str(directory), "DIR") for problem in error.value.problems] == [
-        "tensor model.layers.1.mlp.up_proj.weight of model.safetensors is of I8, which is no kind of weight",
-        "tensor model.layers.0.self_attn.q_proj.bias of DIR has no place in the model of its config.json",
-    ]
-    (directory / "model.safetensors").write_bytes(b"nothing")
-    with pytest.raises(UserError, match="is not a safetensors file that can be read"):
-        HuggingFace(directory)
-    (directory / "model.safetensors").unlink()
-    with pytest.raises(UserError, match=r"has no \*.safetensors"):
-        HuggingFace(directory)
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}}))
-    with pytest.raises(UserError, match=r"lacks 1 file that model.safetensors.index.json names: gone\.safetensors$"):
-        HuggingFace(directory)
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": ["a"]}))
-    with pytest.raises(UserError, match="is not an index of tensors"):
-        HuggingFace(directory)
-    save_file({"a": torch.zeros(1)}, directory / "model.safetensors")
-    names = dict.fromkeys(["model.embed_tokens.weight"], "model.safetensors")
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    with pytest.raises(UserError, match=r"model\.safetensors has no tensor model\.embed_tokens\.weight"):
-        HuggingFace(directory)
+    weights, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
-    with pytest.raises(UserError, match="is quantised"):
-        HuggingFace(directory)
-    config |= {"model_type": "mamba"}
-    (directory / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="model_type 'mamba' is not of the family"):
-        HuggingFace(directory)
+
+    def indexed(names: object) -> None:
+        index.write_text(json.dumps({"weight_map": names}))
+
+    def configured(**changes: object) -> None:
+        (directory / "config.json").write_text(json.dumps(config | changes))
+
+    def other_tensors() -> None:
+        save_file({"a": torch.zeros(1)}, weights)
+        indexed({"model.embed_tokens.weight": weights.name})
+
+    for harm, said in [
+        (lambda: weights.write_bytes(b"nothing"), "is not a safetensors file that can be read"),
+        (weights.unlink, r"has no \*\.safetensors"),
+        (lambda: indexed({"a": "gone.safetensors"}), rf"lacks 1 file that {index.name} names: gone\.safetensors$"),
+        (lambda: indexed(["a"]), "is not an index of tensors"),
+        (other_tensors, r"model\.safetensors has no tensor model\.embed_tokens\.weight"),
+        (lambda: configured(quantization_config={"quant_method": "fp8"}), "is quantised"),
+        (lambda: configured(model_type="mamba"), "model_type 'mamba' is not of the family"),
+    ]:
+        harm()
+        with pytest.raises(UserError, match=said):
+            HuggingFace(directory)
 
 
 def test_weights_that_are_no_numbers_are_refused_and_leave_nothing(tmp_path: Path) -> None:

@@ -196,7 +196,8 @@ MAKERS: dict[str, Callable[[], Result]] = {
 
 def kinds(kind: type[Result] = Result) -> set[str]:
     """Every class of results in the source."""
-    own = [child for child in kind.__subclasses__() if child.__module__.startswith("fivefold.")]  # not of other tests
+    ours = ("fivefold.", "benchmarks.")  # not of other tests
+    own = [child for child in kind.__subclasses__() if child.__module__.startswith(ours)]
     below = {name for child in own for name in kinds(child)}
     return below | {kind.__name__} - {"Result"}
 
