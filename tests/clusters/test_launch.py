@@ -102,6 +102,8 @@ REFUSED = {
     "job.toml --slurm layout.dp=8": "launch.ranks",
     "job.toml --slurm run.dir=a\\\\b": "launch.characters",
     "job.toml --slurm data.path=/a:b --container x": "launch.characters",
+    "job.toml --slurm 'model.name=x\ty'": "launch.characters",
+    f"job.toml --ssh hosts model.name={'é' * 13_000}": "launch.command.length",
     "job.toml --slurm data.path=.": "data.index.missing",
     "model=llama3-8b layout=dp=4 data.seq=512 --nodes 2 --slurm --account a --partition b "
     "--submit": "data.path.missing",

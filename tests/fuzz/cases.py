@@ -7,6 +7,7 @@ always the same.
 import copy
 import json
 import os
+import re
 import time
 import warnings
 from collections.abc import Callable
@@ -50,6 +51,7 @@ def survives(question: Callable[[], object]) -> bool:
     if refusal is not None:
         assert 1 <= len(refusal.problems) <= MOST + 1
         assert all(sentence.strip() and "\n" not in sentence for sentence in refusal.problems)
+        assert all(re.fullmatch(r"[a-z]\w*(\.[a-z]\w*)+", code) for code in refusal.codes)  # nothing of the input
         assert max(map(len, refusal.problems)) <= 11 * LONGEST  # an odd letter is written in up to ten others
     return refusal is None
 

@@ -278,7 +278,7 @@ def prepare(
     inputs, out = [Path(path) for path in inputs], path_of(out)
     problems: list[str] = []  # each check runs whatever the others found, so that all problems are told together
     _checked(problems, lambda: _check_options(text_field, prompt_field, valid, shard_tokens, seed))
-    _checked(problems, lambda: check_free(out, overwrite))
+    _checked(problems, lambda: check_free(out, overwrite=overwrite))
     sources = _checked(problems, lambda: find_sources(inputs, out))
     encoder = _checked(problems, lambda: load_tokenizer(tokenizer, eos))
     if sources is None or encoder is None or problems:
@@ -287,7 +287,10 @@ def prepare(
     meter = Meter()
     total = sum(source.size for source in sources)
     stream = documents(sources, Fields(text_field, prompt_field), encoder.decode, meter)
-    with staged(out, overwrite) as directory, closing(Sink(directory, encoder, shard_tokens, seed, valid)) as sink:
+    with (
+        staged(out, overwrite=overwrite) as directory,
+        closing(Sink(directory, encoder, shard_tokens, seed, valid)) as sink,
+    ):
         for batch in encoded(stream, encoder, meter):
             sink.write(batch)
             progress(batch.read, total)
@@ -340,7 +343,7 @@ def _check_options(text_field: str, prompt_field: str | None, valid: float, shar
         raise UserError(problems)
 
 
-def check_free(out: Path, overwrite: bool) -> None:
+def check_free(out: Path, *, overwrite: bool) -> None:
     """Refuse a place where something stands that is not ours to replace."""
     if not out.exists() and not out.is_symlink():
         return
@@ -357,7 +360,7 @@ def check_free(out: Path, overwrite: bool) -> None:
 
 
 @contextmanager
-def staged(out: Path, overwrite: bool) -> Iterator[Path]:
+def staged(out: Path, *, overwrite: bool) -> Iterator[Path]:
     """A directory to write into; it takes the place of `out` when the block ends well.
 
     It is a hidden directory beside `out`, so that `out` appears complete or not at all. An exception or an interrupt
@@ -369,7 +372,7 @@ def staged(out: Path, overwrite: bool) -> Iterator[Path]:
         _sweep(out)
         with _claimed(hidden):
             yield hidden
-            check_free(out, overwrite)  # again: another process may have been faster
+            check_free(out, overwrite=overwrite)  # again: another process may have been faster
             # Two renames and not one: only an empty directory can be renamed over. Readers hold their files open.
             old = out.parent / f".{out.name}.{token}.old" if out.is_dir() and any(out.iterdir()) else None
             if old:

@@ -330,7 +330,7 @@ def resolve(table: Table, changes: Sequence[str] = (), name: str = "run") -> Job
         apply(table, change, problems)
     explain(table, KEYS, problems)
     problems += [unknown_key("", key, ["model", *SECTIONS]) for key in table if key not in ("model", *SECTIONS)]
-    model = model_of(table.get("model", {}), of_its_own, table.get("data"), problems)
+    model = model_of(table.get("model", {}), table.get("data"), problems, of_its_own=of_its_own)
     sections = {name: _section(name, table.get(name, {}), problems) for name in SECTIONS}
     if problems or model is None:
         raise UserError(problems)

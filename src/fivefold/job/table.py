@@ -1,7 +1,7 @@
 """A job as a table: KEY=VALUE of a command line laid over it, and the model that it says.
 
 apply(table, "optimizer.lr=3e-4", problems)
-model_of(table.get("model", {}), of_its_own, table.get("data"), problems)
+model_of(table.get("model", {}), table.get("data"), problems, of_its_own=True)
 """
 
 from itertools import chain
@@ -70,7 +70,7 @@ _TABLES = {"experts": (Experts,), "mla": (LatentSpec,), "rope_scaling": (RopeSca
 NESTED = {key: [*chain(*(kind.__struct_fields__ for kind in kinds)), TAG] for key, kinds in _TABLES.items()}  # settings
 
 
-def model_of(value: Any, of_its_own: bool, data: Any, problems: list[str]) -> ModelSpec | None:
+def model_of(value: Any, data: Any, problems: list[str], *, of_its_own: bool) -> ModelSpec | None:
     """`model = "tiny"`, or a table: a `preset` or a Hugging Face `config` and what changes it, or all the numbers.
 
     Where the file says nothing of a model (`of_its_own`), what the command line says changes tiny. A toy has the

@@ -27,6 +27,7 @@ Rule = tuple[bool, str]  # whether a bound holds, and the sentence that says so 
 
 
 def bound(setting: str, words: str) -> Problem:
+    """Of a setting that is out of its bounds: its value, and what it must be."""
     return Problem(f"optimizer.{setting}.range", f"optimizer.{setting}={words}")
 
 
