@@ -198,14 +198,14 @@ def test_a_collective_that_the_closed_form_does_not_have_fails(judge: Judge) -> 
     [
         (cases.rank_1_dies, "rank 1 was ended by SIGKILL"),
         (cases.rank_1_raises, "rank 1 failed with ValueError: a number that is none"),
-        (cases.rank_1_sleeps, "rank 1 gave no answer within 15 s; it is in"),
+        (cases.rank_1_sleeps, "rank 1 gave no answer within 8 s; it is in"),
     ],
 )
 def test_a_rank_that_is_lost_is_named_and_does_not_hang_the_command(bug: object, sentence: str) -> None:
     with Judge(patience=60) as judge:
         judge._reference(job("dp=2"))
         judge.hook = BUGS + bug.__name__
-        judge.patience = 15.0 if bug is cases.rank_1_sleeps else 60.0
+        judge.patience = 8.0 if bug is cases.rank_1_sleeps else 60.0
         verdict = judge(job("dp=2"))
     assert not verdict.passed
     [problem] = verdict.problems
