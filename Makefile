@@ -13,7 +13,7 @@ KEEP := $(BIN)/python tools/keep.py
 
 unexport PYTHONDONTWRITEBYTECODE # each process would compile all that it imports
 
-.PHONY: demo check test install lint types pure smoke pytest shared alone prove cluster-test extras-test browser-test \
+.PHONY: demo check test install lint types pure smoke pytest shared waits alone prove cluster-test extras-test browser-test \
 	gpu-test wheel-test recipes contributing soak clean
 
 demo: install
@@ -26,6 +26,7 @@ check: lint
 # Types are checked while tests wait for their ranks.
 test: lint
 	@$(MAKE) --no-print-directory -j2 types shared
+	@$(MAKE) --no-print-directory waits
 	@$(MAKE) --no-print-directory alone
 
 lint: install
@@ -36,24 +37,29 @@ types: install
 	$(BIN)/mypy
 
 # Tests run with one thread each: OpenMP's threads spin while they wait, and take the cores of other ranks.
-pure smoke shared alone prove cluster-test extras-test browser-test gpu-test: export OMP_NUM_THREADS = 1
+pure smoke shared waits alone prove cluster-test extras-test browser-test gpu-test: export OMP_NUM_THREADS = 1
 
 # The tests of rooms that need no torch; tests/conftest.py says which.
 pure: install
-	$(BIN)/python -m pytest -n 2 -m "pure and not slow and not alone"
+	$(BIN)/python -m pytest -n 2 -m "pure and not slow and not waits and not alone"
 
 # Two real ranks compute the gradients of one process, send what the planner says, and hold the memory it says.
 smoke: install
 	$(BIN)/fivefold verify --layout dp=2
 
-# Four at a time on two cores: tests wait for their ranks half of the time. Those that measure time run by themselves.
+# Four at a time on two cores: tests wait for their ranks half of the time. Those that wait for a timeout leave the cores
+# to each other, and those that measure time run by themselves.
+HERE := not slow and not cluster and not extras and not browser and not gpu
 pytest:
 	@$(MAKE) --no-print-directory shared
+	@$(MAKE) --no-print-directory waits
 	@$(MAKE) --no-print-directory alone
 shared: install
-	$(BIN)/python -m pytest -n 4 --dist loadscope --no-loadscope-reorder -m "not alone and not slow and not cluster and not extras and not browser and not gpu"
+	$(BIN)/python -m pytest -n 4 --dist loadscope --no-loadscope-reorder -m "not alone and not waits and $(HERE)"
+waits: install
+	$(BIN)/python -m pytest -n 3 -m "waits and $(HERE)"
 alone: install
-	$(BIN)/python -m pytest -m "alone and not slow and not cluster and not extras and not browser and not gpu"
+	$(BIN)/python -m pytest -m "alone and $(HERE)"
 
 # Run these before a change of what they prove lands, and commit the transcripts.
 prove: install

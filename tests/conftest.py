@@ -48,18 +48,31 @@ PRELOAD += [*(name for name in _OURS if not name.endswith(("__", *_GPU))), "test
 
 # Modules that take longest come first: the last one to start decides when all is done.
 _FIRST = (
-    *("test_verify.py", "test_pipeline.py", "test_compiled.py", "test_equal.py", "test_resume.py", "test_layouts.py"),
-    *("test_tensor.py", "test_pipelines.py", "test_faults.py", "test_checkpoint.py", "test_readme.py", "test_guide.py"),
-    *("test_dryrun.py", "test_examples.py", "test_cli.py", "test_parts.py", "test_ranks.py", "test_trace.py"),
-    *("test_experts.py", "test_accuracy.py", "test_comparison.py"),
+    *(
+        "test_verify.py",
+        "test_compiled.py",
+        "test_experts.py",
+        "test_dryrun.py",
+        "test_accuracy.py",
+        "test_pipeline.py",
+    ),
+    *("test_layouts.py", "test_readme.py", "test_search.py", "test_examples.py", "test_words.py", "test_pipelines.py"),
+    *("test_ranks.py", "test_loop.py", "test_faults.py", "test_checkpoint.py", "test_equal.py", "test_tables.py"),
+    *("test_guide.py", "test_corruption.py", "test_weights_of_others.py", "test_elastic.py", "test_cli.py"),
+    *("test_ends.py", "test_resume.py", "test_train.py", "test_trace.py", "test_parts.py", "test_tensor.py"),
+)
+# Large searches, all published runs, schedules made by search: more than half of the time of all pure tests.
+_LONGER = (
+    *("test_accuracy.py", "test_search.py", "test_plan.py", "test_mixed.py", "test_auto.py", "test_rendezvous.py"),
+    *("test_report.py", "test_goodput.py", "test_slurm.py", "test_schedule_files.py"),
 )
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
     """Workers of pytest-xdist share one server, and are forked from it: to import torch takes seconds."""
-    pure = config.option.markexpr.startswith("pure")
-    python = interpreter([*([] if pure else _LONG), *PRELOAD])
+    few = config.option.markexpr.startswith(("pure", "waits"))
+    python = interpreter([*([] if few else _LONG), *PRELOAD])
     specs[:] = [type(spec)(f"{spec}//id={spec.id}//python={python}") for spec in specs]
 
 
@@ -73,14 +86,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     expression = config.option.markexpr
     if collection_path.is_dir():
         return True if f"not {collection_path.name}" in expression else None  # cluster and extras are folders, too
-    only = expression.startswith("alone") and collection_path.name.startswith("test_")
-    return True if only and "mark.alone" not in collection_path.read_text() else None
+    marked = expression.split(" ")[0] if expression.startswith(("alone", "waits")) else ""
+    only = marked and collection_path.name.startswith("test_")
+    return True if only and f"mark.{marked}" not in collection_path.read_text() else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: _FIRST.index(item.path.name) if item.path.name in _FIRST else len(_FIRST))
+    asked = "pure" in config.option.markexpr  # to know it, each file is parsed
     for item in items:
-        if _pure(item.path):
+        if asked and _pure(item.path):
             item.add_marker("pure")
         if item.path.parent.name == "gpu":
             item.add_marker("gpu")
@@ -92,17 +107,17 @@ def pytest_collection_finish() -> None:
 
 @cache
 def _pure(path: Path) -> bool:
-    """Whether a file tests a room that needs no torch, without torch: what `make check` runs.
+    """Whether a file tests a room that needs no torch, without torch, and quickly: what `make check` runs.
 
     The command line needs none either, but its commands start ranks; so do some results in test_tables.py.
     """
     rooms = [layer.room for layer in LAYERS if layer.torch == "no" and layer.room != "cli"]
     first = path.relative_to(Path(__file__).parent).parts[0]  # a folder is named like the room that it tests
     names = (*rooms, "test_layers.py", "test_api.py", "test_tools.py", "test_contributing.py", "test_doors.py")
-    if first not in names or path.name == "test_tables.py":
+    if first not in names or path.name in ("test_tables.py", *_LONGER):
         return False
-    found = {found.module.split(".")[0] for found in walk(ast.parse(path.read_text()), loads=True)}
-    return not found & HEAVY
+    packages = {imported.module.split(".")[0] for imported in walk(ast.parse(path.read_text()), loads=True)}
+    return not packages & HEAVY
 
 
 @pytest.fixture(scope="session")

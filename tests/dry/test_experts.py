@@ -133,7 +133,7 @@ def check_counts(job: Job, dry: RankRun, imbalance: float = 1.0) -> None:
 @pytest.mark.parametrize("imbalance", [1.0, 1.3])
 @pytest.mark.parametrize(("model", "layout"), SMALL)
 def test_experts_hold_send_and_compute_what_closed_forms_say(model: str, layout: str, imbalance: float) -> None:
-    job = job_of(model, layout, 64, 8)
+    job = job_of(f"{model} model.layers=2", layout, 64, 8)
     check_counts(job, dry_run(job, 1, imbalance=imbalance), imbalance)
 
 

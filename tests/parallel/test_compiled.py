@@ -74,7 +74,7 @@ def test_selective_recompute_is_compiled_where_a_block_is_one_graph(layout: str,
     "layout",
     [
         "pp=2,microbatches=2,schedule=zb-h1,recompute=full",
-        pytest.param("cp=2,recompute=full", marks=pytest.mark.slow),
+        pytest.param("cp=2,recompute=full", marks=SLOW),
     ],
 )
 def test_recomputed_blocks_with_breaks_are_compiled(layout: str) -> None:
@@ -92,7 +92,7 @@ def graphs_of_a_step(rank: processes.Rank, job: Job) -> tuple[int, dict[str, int
     return compiled.compilation()
 
 
-@pytest.mark.parametrize("layers", [9, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layers", [9, pytest.param(2, marks=SLOW)])
 def test_layers_share_a_graph(layers: int) -> None:
     for made, breaks, eager, quick in run_ranks(2, graphs, layers):
         assert (made, breaks) == (4, {})
@@ -102,7 +102,14 @@ def test_layers_share_a_graph(layers: int) -> None:
 @pytest.mark.parametrize("recompute", ["selective", *(pytest.param(how, marks=SLOW) for how in ("none", "full"))])
 def test_a_mixture_is_in_its_block_s_graph(recompute: str) -> None:
     """No break, whatever is kept; and the numbers of eager blocks, what they counted included."""
-    words = ["model=tiny-moe", "data.seq=32", "train.batch=2", "train.dtype=bfloat16", "train.balance_loss=0.01"]
+    words = [
+        "model=tiny-moe",
+        "model.layers=2",
+        "data.seq=32",
+        "train.batch=2",
+        "train.dtype=bfloat16",
+        "train.balance_loss=0.01",
+    ]
     job = read_job(None, [*words, f"layout=recompute={recompute}"])
     [(made, breaks, apart)] = processes.run(1, f"{__name__}:{mixture_twice.__name__}", job, timeout=240)
     assert breaks == {}
@@ -144,7 +151,9 @@ def graphs_at_the_first_receive(rank: int, world: int, layout: str) -> tuple[lis
     return posted, compiled.compilation()[0], loss.item()
 
 
-@pytest.mark.parametrize("layout", ["pp=2,microbatches=2", "pp=2,microbatches=4,schedule=zb-v"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param("pp=2,microbatches=2", marks=SLOW), "pp=2,microbatches=4,schedule=zb-v"]
+)
 def test_stages_are_compiled_before_the_first_message_and_once(layout: str) -> None:
     """So ranks compile at the same time, with no receive on their device; and what they made up leaves no trace."""
     found = run_ranks(2, graphs_at_the_first_receive, layout)
@@ -188,7 +197,7 @@ def graphs_of_documents(rank: int, world: int, layout: str, settings: list[str])
 @pytest.mark.parametrize(
     ("layout", "settings"),
     [
-        ("cp=2,cp_kind=allgather,microbatches=2,recompute=full", []),
+        pytest.param("cp=2,cp_kind=allgather,microbatches=2,recompute=full", [], marks=SLOW),
         ("cp=2,cp_kind=allgather,recompute=selective", ["model.sinks=true", "model.window=8"]),
         pytest.param("dp=2,recompute=full", ["model.sinks=true", "model.window=8"], marks=SLOW),
         pytest.param("cp=2,microbatches=2", [], marks=SLOW),

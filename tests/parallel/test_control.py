@@ -69,11 +69,11 @@ def meet(rank: int, world: int, stopped: int) -> str:
     return str(lost.value)
 
 
-@pytest.mark.alone
+@pytest.mark.waits
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_silent_rank_is_named_with_its_place(stopped: int) -> None:
     with pytest.raises(RankError) as failure:
-        run_ranks(3, meet, stopped, timeout=_TIMEOUT * 5)
+        run_ranks(3, meet, stopped, timeout=_TIMEOUT * 4)
     said = {end.rank: end.value for end in failure.value.ends if end.kind == "returned"}
     assert said.keys() == {0, 1, 2} - {stopped}
     for rank, text in said.items():
@@ -92,7 +92,7 @@ def take_long(rank: int, world: int) -> float:
     return time.monotonic() - start
 
 
-@pytest.mark.alone
+@pytest.mark.waits
 def test_who_moves_is_waited_for() -> None:
     assert min(run_ranks(3, take_long)) > 2 * _TIMEOUT
 

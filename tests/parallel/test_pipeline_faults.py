@@ -123,7 +123,7 @@ def test_a_killed_rank_is_named_by_those_who_waited_for_it(schedule: str, p: int
         assert end.rank == victim or end.error.endswith(": the connection is closed")
 
 
-@pytest.mark.alone
+@pytest.mark.waits
 @pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.slow), "zb-v"])
 def test_a_stalled_rank_is_named_within_the_timeout(schedule: str) -> None:
     victim, moment = 2, middle(schedule, 4, 8, 2, "F")
@@ -171,7 +171,7 @@ def test_an_exception_keeps_its_type_and_says_in_which_action_it_came() -> None:
     survivors_point_at(2, failure)
 
 
-@pytest.mark.alone
+@pytest.mark.waits
 @pytest.mark.parametrize(
     ("layout", "victim", "moment", "after", "said"),
     [
@@ -221,7 +221,7 @@ def test_a_peer_is_named_by_its_number_in_the_world() -> None:
     survivors_point_at(3, failure)
 
 
-@pytest.mark.alone
+@pytest.mark.waits
 @pytest.mark.parametrize(("how", "least"), [(signal.SIGKILL, 0.0), (signal.SIGSTOP, 2.0)])
 def test_a_training_run_ends_and_says_which_rank_it_lost(tmp_path: Path, how: signal.Signals, least: float) -> None:
     (tmp_path / "text.txt").write_text("a text to learn by heart\n" * 200)

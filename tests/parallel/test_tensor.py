@@ -1,6 +1,7 @@
 """Tensor and sequence parallelism against one process: loss, every gradient, and what travels."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.tensor import TensorParallel
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import preset
+from tests.parallel.zero.world import each
 from tests.ranks import run_ranks
 
 BOUND = 1e-10  # float64, max|a-b| / max|b|
@@ -29,6 +31,7 @@ MODELS = {
     "qwen2.5": preset("tiny-qwen2", layers=1, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=24, vocab=38),
     "qwen3": preset("tiny-qwen3", layers=1, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=24, vocab=38),
     "gpt": preset("tiny-gpt", layers=2, hidden=32, heads=4, kv_heads=4, head_dim=8, ffn=24, vocab=37, context=16),
+    "short vocabulary": preset("tiny", layers=1, hidden=32, heads=4, kv_heads=4, head_dim=8, ffn=24, vocab=5),
 }
 
 
@@ -40,7 +43,7 @@ def data(spec: ModelSpec) -> tuple[Tensor, Tensor, Tensor, TokenPositions]:
     return tokens, targets, mask, replace(TokenPositions.of(tokens), samples=torch.tensor([3, 11]), documents=documents)
 
 
-def whole(spec: ModelSpec, **loss: float) -> tuple[float, dict[str, Tensor]]:
+def full(spec: ModelSpec, **loss: float) -> tuple[float, dict[str, Tensor]]:
     model = plain(spec)
     tokens, targets, mask, place = data(spec)
     total = loss_sum(model(tokens, place), targets, mask, **loss)
@@ -63,14 +66,14 @@ def parallel(spec: ModelSpec, layout: Layout) -> tuple[Decoder, TensorParallel]:
     with torch.device("meta"):
         model = Decoder(spec, layout.recompute, seed=5, ops=ops).double()
     ops.adopt(model)
-    full = dict(plain(spec).named_parameters())
+    unsharded = dict(plain(spec).named_parameters())
     for name, parameter in list(model.named_parameters()):
         owner, _, kind = name.rpartition(".")
-        module, value = model.get_submodule(owner), full[name].detach()
+        module, value = model.get_submodule(owner), unsharded[name].detach()
         dim = ops.held[name].tp.dim
         if dim is not None:
-            mine = chunk(value.shape[dim], mesh.tp.size, mesh.tp.rank)
-            value = value.narrow(dim, mine.start, len(mine)).contiguous()
+            local = chunk(value.shape[dim], mesh.tp.size, mesh.tp.rank)
+            value = value.narrow(dim, local.start, len(local)).contiguous()
         assert isinstance(parameter, DTensor)
         held = DTensor.from_local(
             value, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
@@ -106,27 +109,27 @@ def assert_same(got: list[tuple[float, dict[str, Tensor]]], want: tuple[float, d
                 assert (gradient - want[1][name]).abs().max() <= BOUND * want[1][name].abs().max(), name
 
 
-@pytest.mark.parametrize(("sp", "recompute"), [(False, "none"), (True, "selective"), (True, "full")])
-@pytest.mark.parametrize("name", MODELS)
-def test_two_ranks_compute_what_one_does(name: str, sp: bool, recompute: str) -> None:
-    spec, layout = MODELS[name], Layout.from_dict({"tp": 2, "sp": sp, "recompute": recompute})
-    assert_same(run_ranks(2, losses_and_gradients, spec, layout, {}), whole(spec))
+# Model, layout, settings of the loss.
+CASES: list[tuple[str, Layout, dict[str, float]]] = [
+    *((name, Layout.from_dict({"tp": 2, "sp": how != "none", "recompute": how}), {}) for name in MODELS for how in
+      ("none", "selective", "full") if name != "short vocabulary"),
+    *(("llama", Layout(tp=2), loss) for loss in ({"smoothing": 0.1}, {"smoothing": 0.2, "z_loss": 0.1})),
+    # Two kv heads for four ranks; a vocabulary of 10, 10, 10, 7; and one too short for all ranks.
+    *((name, Layout(tp=4, sp=name in ("llama", "qwen2.5")), {}) for name in ("llama", "gpt", "qwen2.5", "qwen3")),
+    ("short vocabulary", Layout(tp=4), {}),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "sp"), [("llama", True), ("gpt", False), ("qwen2.5", True), ("qwen3", False)]
-)  # two kv heads for four ranks; a vocabulary of 10, 10, 10, 7
-def test_four_ranks_compute_what_one_does(name: str, sp: bool) -> None:
-    spec, layout = MODELS[name], Layout(tp=4, sp=sp)
-    assert_same(run_ranks(4, losses_and_gradients, spec, layout, {}), whole(spec))
+@cache
+def results(world: int) -> dict[int, list[tuple[float, dict[str, Tensor]]]]:
+    """What the ranks computed in each case of that many, by its place in CASES."""
+    numbers = [number for number, (_, layout, _) in enumerate(CASES) if layout.tp == world]
+    calls = [(MODELS[CASES[number][0]], *CASES[number][1:]) for number in numbers]
+    by_rank = run_ranks(world, each, losses_and_gradients, calls)
+    return dict(zip(numbers, ([*ranks] for ranks in zip(*by_rank, strict=True)), strict=True))
 
 
-@pytest.mark.parametrize("loss", [{"smoothing": 0.1}, {"smoothing": 0.2, "z_loss": 0.1}])
-def test_label_smoothing_and_z_loss_over_a_sharded_vocabulary(loss: dict[str, float]) -> None:
-    spec = MODELS["llama"]
-    assert_same(run_ranks(2, losses_and_gradients, spec, Layout(tp=2), loss), whole(spec, **loss))
-
-
-def test_a_vocabulary_too_short_for_all_ranks_leaves_the_last_one_none() -> None:
-    spec = preset("tiny", layers=1, hidden=32, heads=4, kv_heads=4, head_dim=8, ffn=24, vocab=5)
-    assert_same(run_ranks(4, losses_and_gradients, spec, Layout(tp=4), {}), whole(spec))
+@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: " ".join(map(str, CASES[number])))
+def test_ranks_compute_what_one_does(number: int) -> None:
+    name, layout, loss = CASES[number]
+    assert_same(results(layout.tp)[number], full(MODELS[name], **loss))

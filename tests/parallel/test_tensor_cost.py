@@ -13,6 +13,7 @@ from fivefold.layout.layout import Layout
 from fivefold.model.head import Targets
 from fivefold.spec.presets import preset
 from tests.parallel.test_tensor import B, S, data, parallel
+from tests.parallel.zero.world import each
 from tests.ranks import run_ranks
 
 E = 32
@@ -51,23 +52,22 @@ SP = (
 )
 
 
-@pytest.mark.parametrize(
-    ("sp", "recompute", "want"),
-    [
-        (False, "none", PLAIN),
-        (False, "selective", PLAIN),
-        (False, "full", ({"all_reduce": 2}, {"all_reduce": 4})),
-        (True, "none", SP),
-        (True, "selective", SP),
-        (True, "full", (SP[0], {"all_gather_into_tensor": 6, "reduce_scatter_tensor": 4})),
-    ],
-)
-def test_a_layer_has_these_collectives_and_no_more(sp: bool, recompute: str, want: tuple[dict[str, int], ...]) -> None:
-    layout = Layout.from_dict({"tp": 2, "sp": sp, "recompute": recompute})
-    one, three = (run_ranks(2, counted, layers, layout) for layers in (1, 3))
-    for few, many in zip(one, three, strict=True):
-        for run in (0, 1):
-            assert many[run] - few[run] == Counter({name: 2 * count for name, count in want[run].items()})
+COUNTS = {
+    (False, "none"): PLAIN,
+    (False, "selective"): PLAIN,
+    (False, "full"): ({"all_reduce": 2}, {"all_reduce": 4}),
+    (True, "none"): SP,
+    (True, "selective"): SP,
+    (True, "full"): (SP[0], {"all_gather_into_tensor": 6, "reduce_scatter_tensor": 4}),
+}
+
+
+def test_a_layer_has_these_collectives_and_no_more() -> None:
+    layouts = [Layout.from_dict({"tp": 2, "sp": sp, "recompute": recompute}) for sp, recompute in COUNTS]
+    for rank in run_ranks(2, each, counted, [(layers, layout) for layout in layouts for layers in (1, 3)]):
+        for (case, want), few, many in zip(COUNTS.items(), rank[::2], rank[1::2], strict=True):
+            for run in (0, 1):
+                assert many[run] - few[run] == Counter({name: 2 * count for name, count in want[run].items()}), case
 
 
 Interval = tuple[str, float, float]

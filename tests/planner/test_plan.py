@@ -124,7 +124,7 @@ def test_a_simulated_layout_that_does_not_fit_says_so_first_and_is_not_ok() -> N
     nearest = simulate("llama3-8b", found.nearest.layout, batch=128)
     assert nearest.ok
     assert nearest.to_dict()["advice"] is None
-    hopeless = simulate("llama3-70b", "dp=8")
+    hopeless = simulate("llama3-8b", "dp=2", "2xRTX4090", batch=16, seq=2048)
     assert not hopeless.ok
     assert "nor does any other layout" in hopeless.advice
     far = simulate("llama3-8b", "dp=8,microbatches=4", batch=128)  # no single change is enough: the planner's choice

@@ -114,31 +114,35 @@ def judged() -> AccuracyResult:
     return replace(result, left_out=left_out, constants=Constants.shipped())
 
 
+@cache
+def swept() -> AccuracyResult:
+    return planner_accuracy(rows="korthikanti_2022")
+
+
+FIXED = "tp=8,pp=16,cp=1,zero=1,sp,schedule=1f1b,recompute=full"  # little to search
 LAYOUT = "dp=2,tp=4,pp=4,sp,microbatches=16"
 MAKERS: dict[str, Callable[[], Result]] = {
     "PlanResult": lambda: ff.plan("llama3-70b", "8x8xH100"),
-    "PlanResult on unlike nodes": lambda: ff.plan("llama3-8b", "4x8xH100+4x8xA100-80", batch=512, seq=4096, price=2.5),
-    "PlanResult of a layout that fits nowhere": lambda: ff.plan(
-        "llama3-70b", "8xH100", layout="dp=4,pp=2,microbatches=4"
-    ),
+    "PlanResult on unlike nodes": lambda: ff.plan("llama3.2-1b", "2xH100+2xA100-80", batch=64, seq=2048, price=2.5),
+    "PlanResult of a layout that fits nowhere": lambda: ff.plan("llama3-8b", "2xH100", layout="pp=2", batch=8),
     "PlanResult of a layout": lambda: ff.plan("llama3-70b", "8x8xH100", layout="dp=2,tp=8,pp=4,sp,microbatches=64"),
     "SimulateResult": lambda: ff.simulate("llama3-8b", "pp=8,schedule=zb-v,microbatches=16", batch=16),
     "Decision": lambda: decide(ff.plan("tiny", "2xCPU", batch=16, seq=128), "fivefold plan tiny"),
     "Report": lambda: Report(Path("plan.html"), "llama3-70b on 8x8xH100", ("plan",), 140_000),
     "MeshResult": lambda: ff.mesh("dp=4,tp=2,pp=2,cp=2,ep=4", "4x8xH100"),
     "MeshResult of 16,384 ranks": lambda: ff.mesh("dp=128,tp=8,pp=16,zero=1", "2048x8xH100"),
-    "GoodputResult": lambda: ff.goodput("llama3-405b", "2048x8xH100", tokens="15.6T"),
+    "GoodputResult": lambda: ff.goodput("llama3-405b", "2048x8xH100", tokens="15.6T", batch=2048, fix=FIXED),
     "ServePlan": lambda: ff.serve("llama3-70b", "8xH100"),
     "MixedSchedules": lambda: mixed.compare("llama3-8b", "4x8xH100", layout=LAYOUT, batch=64, slower=(1.5,)),
     "ContextResult": lambda: context(131_072, 8),
-    "LengthsResult": lambda: lengths([8192, 131_072]),
+    "LengthsResult": lambda: lengths([8192, 131_072], cluster="8xH100"),
     "ModelList": lambda: models(seq=8192),
     "ModelResult": lambda: model("llama3-405b"),
     "AcceleratorList": accelerators,
     "AcceleratorList of one": lambda: accelerators("MI300X"),
     "AccuracyResult": judged,
-    "AccuracyResult with sweeps": lambda: planner_accuracy(rows="korthikanti_2022"),
-    "SweepsResult": lambda: SweepsResult(tuple(choices(planner_accuracy(rows="korthikanti_2022").results))),
+    "AccuracyResult with sweeps": swept,
+    "SweepsResult": lambda: SweepsResult(tuple(choices(swept().results))),
     "CoverageResult": covered,
     "SourceList": SourceList,
     "DrawResult": lambda: ff.draw("1f1b", "zb-v", pp=4, microbatches=8),

@@ -36,7 +36,7 @@ def flipped(tensor: torch.Tensor, *which: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_every_single_and_every_double_flip_changes_a_digest(kind: torch.dtype) -> None:
-    tensor = torch.linspace(-3, 3, 7).to(kind)
+    tensor = torch.linspace(-3, 3, 4).to(kind)
     right, sides = int(digest(tensor)), range(bits(tensor))
     assert int(digest(tensor.clone())) == right
     assert all(int(digest(flipped(tensor, bit))) != right for bit in sides)

@@ -14,7 +14,7 @@ from tests.checkpoint.runs import Run, small_job
 from tests.commands import fivefold
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.waits
 TINY = ["train.batch=4", "data.seq=16", "train.eval_samples=0", "model.layers=2", "model.hidden=32", "model.ffn=48",
         "train.device=cpu", "train.steps=3", "train.timeout=2"]  # fmt: skip
 TWO = ["--nproc", "2", "layout=dp=2"]
@@ -75,7 +75,7 @@ def save_slowly(rank: int, world: int, job: Job, directory: Path) -> tuple[float
     run, start = Run(job, world, directory), time.monotonic()
     run.keeper.control = run.keeper.saver.control = Control(run.trainer.mesh, timeout=1.0)
     if rank == 1:
-        save.beat = lambda size: (time.sleep(0.15), heartbeat.beat(size))
+        save.beat = lambda size: (time.sleep(0.08), heartbeat.beat(size))
     with heartbeat.watched(1.0, rank, world):
         heartbeat.enter("step 1")  # whose limit is the short one
         run.keeper.save(1)

@@ -75,8 +75,15 @@ def test_a_layout_computes_what_one_process_computes_and_sends_what_the_closed_f
         assert all(error.value < 1e-13 for error in verdict.errors)  # far below what is asked
 
 
+SLOW = dict.fromkeys(
+    ("four channels", "heads of one"), pytest.mark.slow
+)  # LayerNorm and q/k norm cancel in the others, too
+
+
 @pytest.mark.parametrize(("dtype", "layout"), [("float32", "tp=2,sp"), ("bfloat16", "tp=2,sp"), ("bfloat16", "dp=1")])
-@pytest.mark.parametrize("case", cases.CANCELLING.values(), ids=cases.CANCELLING)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=name, marks=SLOW.get(name, ())) for name, case in cases.CANCELLING.items()]
+)
 def test_gradients_that_are_small_by_cancellation_are_no_failure(
     judge: Judge, case: tuple[ModelSpec, int], dtype: str, layout: str
 ) -> None:
@@ -198,7 +205,7 @@ def test_a_collective_that_the_closed_form_does_not_have_fails(judge: Judge) -> 
     [
         (cases.rank_1_dies, "rank 1 was ended by SIGKILL"),
         (cases.rank_1_raises, "rank 1 failed with ValueError: a number that is none"),
-        (cases.rank_1_sleeps, "rank 1 gave no answer within 15 s; it is in"),
+        (cases.rank_1_sleeps, "rank 1 gave no answer within 8 s; it is in"),
     ],
 )
 def test_a_rank_that_is_lost_is_named_and_does_not_hang_the_command(bug: object, sentence: str) -> None:

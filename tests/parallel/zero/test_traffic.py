@@ -52,8 +52,8 @@ def expected(spec: ModelSpec, layout: Layout, narrow: int) -> Rows:
     return norm | dict([gather]) | {("dp", "reduce-scatter"): (units * m, padded * WIDE * m)}
 
 
-def test_every_stage_with_one_and_four_microbatches() -> None:
-    layouts = [Layout(dp=2, zero=stage, microbatches=m) for stage in range(4) for m in (1, 4)]
+def test_every_stage_with_one_and_two_microbatches() -> None:
+    layouts = [Layout(dp=2, zero=stage, microbatches=m) for stage in range(4) for m in (1, 2)]
     for rank in run_ranks(2, each, count, [(UNEVEN, layout, torch.bfloat16) for layout in layouts]):
         for layout, (first, second) in zip(layouts, rank, strict=True):
             assert first == second == expected(UNEVEN, layout, narrow=2), layout
