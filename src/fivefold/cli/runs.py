@@ -132,7 +132,7 @@ def trace(
         raise UserError(f"-o {output} is for what every rank did, as JSON; the page is --html {output}")
     with console_of(stderr=True).status("training the traced steps"):
         found = run(*split(job), output=output, timeout=timeout)
-    show(found, as_json, said=[] if html is None else [written(found, html)])
+    show(found, as_json, remarks=[] if html is None else [written(found, html)])
 
 
 def inspect(
