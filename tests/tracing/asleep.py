@@ -76,7 +76,7 @@ class _Nap(torch.autograd.Function):
 
 
 class NoWeights:
-    halves = False
+    always_split = False
 
     @contextmanager
     def microbatch(self, last: bool, stage: int = 0, part: str = "all") -> Iterator[None]:

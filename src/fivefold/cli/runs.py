@@ -140,7 +140,7 @@ def trace(
         raise UserError(f"-o {output} is for what every rank did, as JSON; the page is --html {output}", "output.kind")
     with console_of(stderr=True).status("training the traced steps"):
         result = run(*split(job), output=output, timeout=timeout)
-    show(result, as_json, said=[] if html is None else [written(result, html)])
+    show(result, as_json, remarks=[] if html is None else [written(result, html)])
 
 
 def inspect(

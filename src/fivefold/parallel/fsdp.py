@@ -49,7 +49,7 @@ class FullySharded(Weights):
         minimum: int = MINIMUM,
         split: bool = False,
     ):
-        self.mesh, self.halves = mesh, split
+        self.mesh, self.always_split = mesh, split
         per_stage = [stage_params(model, spec, mesh) for model in stages]
         self.local_params = {name: param for params in per_stage for name, param in params.items()}
         self.modules: list[FSDPModule] = []

@@ -307,11 +307,11 @@ class Pipeline:
         kind, stage, number, _ = action
         place = stage, number
         if kind in GRADIENT_MAKERS or kind in LAST_READERS:
-            self.weights.number = number
+            self.weights.microbatch_number = number
         match kind:
             case Kind.FORWARD:
                 self._forward(action)
-            case Kind.BACKWARD if self.weights.halves:
+            case Kind.BACKWARD if self.weights.always_split:
                 self._input_half(action)
                 self._weight_half(action)
             case Kind.BACKWARD:

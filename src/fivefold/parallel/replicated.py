@@ -92,7 +92,7 @@ class Replicated(Weights):
         split: bool = False,
     ):
         """`split`: linears report their gradients by `add`, in weight-gradient passes of their own."""
-        self.mesh, self.halves = mesh, False  # a bucket takes gradients of either kind of pass
+        self.mesh, self.always_split = mesh, False  # a bucket takes gradients of either kind of pass
         per_stage = [stage_params(model, spec, mesh) for model in stages]
         self.local_params = {name: param for params in per_stage for name, param in params.items()}
         for model, params in zip(stages, per_stage, strict=True):

@@ -30,14 +30,14 @@ class Weights(Protocol):
     local_params: dict[str, LocalParam]
     masters: dict[str, nn.Parameter]
     """By global name, this rank's shard in full precision. `finish_grad_sync` sets `grad`, `sync_params` deletes it."""
-    halves: bool
+    always_split: bool
     """Whether every backward pass must come in two halves, because some passes of this schedule do."""
     reshard_after_forward: bool
     """Whether the model's weights are there only while a pass of theirs runs."""
     reducer: Reducer
     grad_hook: GradHook | None = None
     """Is told of the gradients of a step's first microbatch as they come, before ranks add theirs up."""
-    number: int = 0
+    microbatch_number: int = 0
     """The microbatch of the backward pass that runs."""
     replaying: bool = False
     """Whether gradients go to `grad_hook` and nowhere else."""
@@ -57,7 +57,7 @@ class Weights(Protocol):
 
     def call_grad_hook(self, name: str, gradient: Tensor) -> bool:
         """Show the gradient to `grad_hook`; True if nothing else is to be done with it, as in a replay."""
-        if self.grad_hook is not None and self.number == 0:
+        if self.grad_hook is not None and self.microbatch_number == 0:
             self.grad_hook(name, gradient)
         return self.replaying
 

@@ -318,5 +318,3 @@ class EpChoices(NamedTuple):
 
     ep: Array
     dispatch: Array
-
-

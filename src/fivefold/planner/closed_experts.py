@@ -229,7 +229,7 @@ def closed_of(
     twice = recompute == RECOMPUTES.index("full")
     share = 1 / np.where(twice, 3, 2)  # of the host's work, in forward
 
-    def mean(mixed: Array, plain: Any) -> Array:
+    def mean(mixed: Any, plain: Any) -> Array:
         """Of the layers with experts and those without."""
         few = case.spec.dense_layers / case.spec.layers
         return np.asarray((1 - few) * mixed + few * plain)

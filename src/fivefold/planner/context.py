@@ -80,9 +80,7 @@ def by_length(case: LayerAttention) -> list[Since[ContextKind]]:
 
 def ring_or_gather(case: LayerAttention) -> list[Since[ContextKind]]:
     """The faster of the two kinds that do not divide heads."""
-    return _over_lengths(
-        case, lambda at_length: min(ring(at_length), allgather(at_length), key=lambda method: method.seconds).kind
-    )
+    return _over_lengths(case, lambda c: min(ring(c), allgather(c), key=lambda method: method.seconds).kind)
 
 
 def ring_is_free(case: LayerAttention) -> list[Since[bool]]:

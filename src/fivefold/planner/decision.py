@@ -19,6 +19,7 @@ from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
 from fivefold.planner.explain import ALIKE, CAUSES, RANKS_BY, Neighbour, difference, simplest
 from fivefold.planner.interval import IN_WORDS
+from fivefold.planner.pictures import fastest_first
 from fivefold.planner.result import PlanResult, figures
 from fivefold.planner.search import SURVIVORS, By, Option, evaluate, search
 from fivefold.planner.textbook import Shortcut, shortcuts
@@ -361,9 +362,7 @@ class Decision(Result):
         )
 
     def _neighbours(self) -> Iterator[Block]:
-        ordered = sorted(
-            self.plan.neighbours, key=lambda neighbour: (neighbour.slower is None, neighbour.slower or 0.0)
-        )
+        ordered = fastest_first(self.plan.neighbours)
         rows = [
             (neighbour.change, _changed(neighbour), "" if neighbour.memory is None else _gigabytes(neighbour.memory))
             for neighbour in ordered

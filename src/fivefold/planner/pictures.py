@@ -152,9 +152,14 @@ def _stages(option: Option) -> list[Bar]:
     return [Bar(f"pipeline rank {need.rank}", components(need), f"{need.total / GB:.1f} GB") for need in needs]
 
 
+def fastest_first(neighbours: Sequence[Neighbour]) -> list[Neighbour]:
+    """Those that run, the fastest first; then those that do not fit or cannot run."""
+    return sorted(neighbours, key=lambda neighbour: (neighbour.slower is None, neighbour.slower or 0.0))
+
+
 def _around(option: Option, neighbours: Sequence[Neighbour]) -> Iterable[Bar]:
-    """Those that run, the fastest first; then those that do not fit. What cannot run at all has no bar."""
-    for neighbour in sorted(neighbours, key=lambda neighbour: (neighbour.slower is None, neighbour.slower or 0.0)):
+    """What cannot run at all has no bar."""
+    for neighbour in fastest_first(neighbours):
         if "cannot run" in neighbour.sentence:
             continue
         case = replace(option.case, layout=neighbour.layout, groups=groups_of(option.case.cluster, neighbour.layout))

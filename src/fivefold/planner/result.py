@@ -12,7 +12,7 @@ from fivefold.layout.layout import Layout
 from fivefold.planner.explain import ALIKE, CAUSES, Neighbour, difference, sender, traffic
 from fivefold.planner.goodput import length
 from fivefold.planner.interval import IN_WORDS, SHARE, bands, memory_range, step_range
-from fivefold.planner.pictures import MeshResult, memory, overview, sent
+from fivefold.planner.pictures import MeshResult, fastest_first, memory, overview, sent
 from fivefold.planner.search import By, Option
 from fivefold.planner.training import DAY, GB, Training
 from fivefold.render.blocks import Block, Cell, Drawing, Result, Table, Text
@@ -135,8 +135,7 @@ class PlanResult(Result):
                 yield Text(f"\nthe planner's choice, {self.chosen.layout}, {difference(self.given, self.chosen)}")
         if self.hint:
             yield Text(self.hint)
-        # Those that run, the fastest first; then those that do not fit or cannot run.
-        ordered = sorted(self.neighbours, key=lambda neighbour: (neighbour.slower is None, neighbour.slower or 0.0))
+        ordered = fastest_first(self.neighbours)
         rows = [(neighbour.change, neighbour.sentence.removeprefix(neighbour.change).lstrip()) for neighbour in ordered]
         yield Table(["change", "~what it does"], rows, title="Layouts one change away")
         if self.training.said:

@@ -160,12 +160,12 @@ def exchange(replica: "Replica", rows: int) -> float:
     if replica.dp == 1 or experts is None:
         return 0.0
     forth, back = linear_bytes(replica.precision), 2
-    slots = replica.uneven * math.ceil(rows / replica.tp) * experts.top_k * spec.hidden
+    assigned = replica.uneven * math.ceil(rows / replica.tp) * experts.top_k * spec.hidden  # elements
     all_tokens = float(rows * replica.dp * spec.hidden)
     gather = replica.collective("all-gather", "ep", forth * all_tokens)
     scatter = replica.collective("reduce-scatter", "ep", back * all_tokens)
-    trade = sum(replica.collective("all-to-all", "ep", size * slots) for size in (forth, back))
-    return min(trade, gather + scatter)
+    all_to_all = sum(replica.collective("all-to-all", "ep", size * assigned) for size in (forth, back))
+    return min(all_to_all, gather + scatter)
 
 
 # ---- step -----------------------------------------------------------------------------------------------------------

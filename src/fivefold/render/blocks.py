@@ -320,20 +320,20 @@ def to_text(blocks: Iterable[Block], width: int | None = None) -> str:
 TEXTS = (".json", ".txt")  # what any result can be written as
 
 
-def show(result: Result, as_json: bool = False, output: Path | None = None, said: Iterable[str] = ()) -> None:
+def show(result: Result, as_json: bool = False, output: Path | None = None, remarks: Iterable[str] = ()) -> None:
     """Print a result, and write it where `output` says; one that is not ok ends the command with exit code 1.
 
-    The file's ending says what is written: figures (.json), what is printed (.txt), or a picture. `said` are remarks
-    about other files."""
+    The file's ending says what is written: figures (.json), what is printed (.txt), or a picture. `remarks` speak
+    of other files."""
     if output is not None:
         _write(result, output)
-        said = (*said, f"written to {output}")
+        remarks = (*remarks, f"written to {output}")
     if as_json:
         typer.echo(json.dumps(result.to_dict()))
     else:
         console = console_of()
         render(result.blocks(), console, width_of(console))
-        render(map(Text, said), console, None)
+        render(map(Text, remarks), console, None)
     if not result.ok:
         raise typer.Exit(1)
 

@@ -77,24 +77,24 @@ class Plot:
             low, high, value = math.log10(low), math.log10(high), math.log10(value)
         return (value - low) / ((high - low) or 1.0)
 
-    def axis_x(self, label: str, said: Callable[[float], str] = figure, parts: float = 8) -> None:
+    def axis_x(self, label: str, text_of: Callable[[float], str] = figure, parts: float = 8) -> None:
         for value in self._ticks(0, parts):
             x = self.x(value)
             self.scene.shapes += [
                 Line(x, self.top, x, self.bottom),
-                TextMark(x, self.bottom + 18, said(value), SMALL, "middle", GREY),
+                TextMark(x, self.bottom + 18, text_of(value), SMALL, "middle", GREY),
             ]
         self.scene.shapes += [
             Line(self.left, self.bottom, self.left + self.width, self.bottom, GREY),
             TextMark(self.left + self.width / 2, self.bottom + 42, label, LABEL, "middle"),
         ]
 
-    def axis_y(self, label: str, said: Callable[[float], str] = figure, parts: float = 6) -> None:
+    def axis_y(self, label: str, text_of: Callable[[float], str] = figure, parts: float = 6) -> None:
         for value in self._ticks(1, parts):
             y = self.y(value)
             self.scene.shapes += [
                 Line(self.left, y, self.left + self.width, y),
-                TextMark(self.left - 10, y, said(value), SMALL, "end", GREY),
+                TextMark(self.left - 10, y, text_of(value), SMALL, "end", GREY),
             ]
         self.scene.shapes.append(
             TextMark(MARGIN / 2 + 4, self.top + self.height / 2, label, LABEL, "middle", turned=True)
@@ -149,7 +149,7 @@ class Bar:
 
     name: str
     parts: Sequence[tuple[str, str, float]]
-    said: str = ""
+    label: str = ""
     bold: bool = False
 
     @property
@@ -177,11 +177,11 @@ def stacked(plot: Plot, bars: Sequence[Bar], unit: str) -> None:
                 Line(end - 12 - 5 * k, middle + high / 2 + 3, end - 6 - 5 * k, middle - high / 2 - 3, PALE, 3)
                 for k in (0, 1)
             ]
-        if bar.said:  # on paper of its own: lines end before it
-            wide = (1.12 if bar.bold else 1.0) * text_width(bar.said, size)
+        if bar.label:  # on paper of its own: lines end before it
+            wide = (1.12 if bar.bold else 1.0) * text_width(bar.label, size)
             plot.scene.shapes += [
                 Rect(x + 4, middle - 0.7 * size, wide + 12, 1.4 * size, PAPER),
-                TextMark(x + 10, middle, bar.said, size, bold=bar.bold),
+                TextMark(x + 10, middle, bar.label, size, bold=bar.bold),
             ]
 
 
