@@ -271,7 +271,7 @@ class Options:
     def problems(self, kind: str) -> list[Problem]:
         foreign = [name for name, kinds in _BELONG.items() if getattr(self, name) and kind not in kinds]
         where = {name: " and ".join(f"--{owner}" for owner in _BELONG[name]) for name in foreign}
-        problems: list[str] = [
+        problems: list[Problem] = [
             Problem("launch.option.kind", f"--{name} belongs to {where[name]}, not to --{kind}") for name in foreign
         ]
         for name, pattern in {

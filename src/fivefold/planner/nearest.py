@@ -47,7 +47,7 @@ def steps(case: Case, layout: Layout) -> dict[str, list[Any]]:
     record = CATALOGUE.get(layout.schedule)
     most = most_stages(spec) // layout.pp
 
-    def allowed(**degrees: int) -> bool:
+    def allowed(**degrees: Any) -> bool:
         return bool(legal(Layout(**degrees), Given(spec, seq=case.seq)))
 
     return {
