@@ -61,9 +61,12 @@ def test_of_one_stage_with_experts_it_is_near(case: Case) -> None:
 
 @pytest.mark.parametrize("case", [*DENSE.values(), *EXPERTS.values()][:3], ids=[*DENSE, *EXPERTS][:3])
 def test_of_one_stage_and_sequence_no_memory_is_pruned_that_fits(case: Case) -> None:
-    """Larger microbatches may need less than it says: some gradients do not exist yet at their peak."""
-    _, sizes = errors(case, {"pp": 1, "samples": 1})
-    assert np.abs(sizes).max() < SLACK - 1
+    """Larger microbatches may need less than it says: some gradients do not exist yet at their peak. What ZeRO 3 has
+    gathered of the model's ends is left out, so there may be too little, and never too much."""
+    for zero in range(4):
+        _, sizes = errors(case, {"pp": 1, "samples": 1, "zero": zero})
+        assert sizes.max() < SLACK - 1
+        assert sizes.min() > (1 / SLACK - 1 if zero < 3 else -0.25)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ footprint(case).parts       # by component
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import dropwhile
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from msgspec import structs
 
@@ -286,13 +286,14 @@ def _moments(
     spec, layout, stack, work = case.spec, case.layout, case.stack, case.work
     table, wide = head(spec).size / layout.tp if spec.vocab > 1 else 0.0, stack.gradient_bytes
     here, last = sum(stage.first for stage in stages), any(stage.last for stage in stages)
-    sharded = layout.zero == 3 and layout.size("data") > 1
-    ends, kept_ends = gathered_ends(stack, table * sharded, here, last)
+    ends = (here + last) * table * stack.weight_bytes if layout.zero == 3 and layout.size("data") > 1 else 0.0
+    # The gathered ends, and the head's gradient, wait for the end of the backward pass.
+    kept_ends = ends + (last * table * stack.weight_bytes if ends else 0.0) if stack.keeps_ends else 0.0
     worst = max((backward(case, stage, blocks, lazy) for stage in stages), key=sum)
     yield "a block's backward", worst._replace(bytes=worst.bytes + kept_ends)
     if spec.vocab > 1 and last:
         final = blocks[plain(spec, spec.layers - 1)]
-        block_left = final.share.total * stack.weight_bytes * sharded  # gathered last, and not yet let go
+        block_left = final.share.total * stack.weight_bytes if ends else 0.0  # gathered last, and not yet let go
         gathered_here = ends + block_left
         yield "the loss", Transient(loss_held(spec, layout, stack, work.tokens) + gathered_here)
         if layout.zero == 2 and layout.size("data") > 1:
@@ -304,14 +305,6 @@ def _moments(
         own = sum(max(0.0, block.kept.total - block.rest) for block in kinds)
         flying = wide * table if layout.zero == 2 and layout.size("data") > 1 else 0.0
         yield "the embedding's gradient", Transient(stack.weight_bytes * table + flying - own)
-
-
-def gathered_ends(stack: SoftwareProfile, table: Any, first: Any, last: Any) -> tuple[Any, Any]:
-    """Bytes that ZeRO 3 has gathered of embedding and head, `table` weights each, on a rank with so many `first` and
-    `last` stages: at the loss, and in the blocks' backward pass. Also for arrays."""
-    ends = (first + last) * table * stack.weight_bytes
-    # What is kept gathered, and the head's gradient, wait for the end of the backward pass.
-    return ends, ends + last * table * stack.weight_bytes if stack.keeps_ends else 0.0
 
 
 def _last_gradient(case: Case, stage: Stage) -> Transient:

@@ -13,7 +13,7 @@ from msgspec import structs
 
 from fivefold.cost.activations import kept
 from fivefold.cost.block import BlockCost, PassTimes
-from fivefold.cost.footprint import CONTEXT, FRAGMENTATION, gathered_ends, loss_held
+from fivefold.cost.footprint import CONTEXT, FRAGMENTATION, loss_held
 from fivefold.cost.forms import PipelineForm, ZeroCost
 from fivefold.cost.kernels import Device
 from fivefold.cost.links import Kind, Reach, Topology
@@ -206,7 +206,8 @@ class Closed:
     @property
     def own(self) -> ParamShare:
         """Parameters of a block on one rank."""
-        return ParamShare(self.case.spec.block_parameter_count / self.of.tp, 0.0)
+        dense: Any = self.case.spec.block_parameter_count / self.of.tp
+        return ParamShare(dense, 0.0)
 
     @property
     def parameters(self) -> ParamShare:
@@ -215,7 +216,8 @@ class Closed:
         block, table = spec.block_parameter_count, spec.vocab * spec.hidden
         several = np.ceil(spec.layers / self.of.pp) * block + table
         full = spec.layers * block + table * (1 if spec.tied else 2)
-        return ParamShare(np.where(self.alone, full, several) / self.of.tp, 0.0)
+        dense: Any = np.where(self.alone, full, several) / self.of.tp
+        return ParamShare(dense, 0.0)
 
     def fact(self, name: str) -> Array:
         """What the records of the schedules say; of one stage there is none."""
@@ -273,15 +275,13 @@ class Closed:
 
     def memory(self) -> Array:
         """Bytes of the fullest rank."""
-        spec, stack, share = self.case.spec, self.case.stack, self.case.spec.layers / self.of.pp
-        flying, sharded = self._flying(), (self.of.zero == 3) & (self.of.dp * self.of.cp > 1)
-        table = sharded * spec.vocab * spec.hidden / self.of.tp
-        _, kept_ends = gathered_ends(stack, table, 1, self.alone)
-        first = self.block.kept * flying * share + self.block.transient + self.gathered() + kept_ends
-        # The last stage has the logits and, unless ranks have several stages, one microbatch; and its last block.
-        ends, _ = gathered_ends(stack, table, self.alone, 1)
+        stack, share = self.case.stack, self.case.spec.layers / self.of.pp
+        flying = self._flying()
+        # The ends that ZeRO 3 has gathered are left out. Of large microbatches gradients that do not exist at the peak
+        # outweigh them, and a layout that is pruned for too much memory is not looked at again.
+        first = self.block.kept * flying * share + self.block.transient + self.gathered()
+        # The last stage has the logits and, unless ranks have several stages, one microbatch.
         last = self.block.kept * np.where(self.chunks > 1, flying, 1) * share + self.block.logits
-        last = last + ends + sharded * self.own.total * stack.weight_bytes
         messages = np.where(self.alone, 0.0, (1 + 2 * self.chunks + flying * self.chunks) * self.block.message)
         state = sum(part.total for part in self.zero.states(self.parameters, self.of.zero).values())
         allocated = state + np.maximum(first, last) + messages + stack.bucket_bytes

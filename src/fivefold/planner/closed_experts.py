@@ -183,9 +183,10 @@ class ExpertClosed(Closed):
     @property
     def own(self) -> ParamShare:
         """Of a block with experts."""
-        return ParamShare(self._dense(plain=False), block_share(self.case.spec, 1, 1).experts / self.dealt.ep)
+        experts: Any = block_share(self.case.spec, 1, 1).experts / self.dealt.ep
+        return ParamShare(self._dense(plain=False), experts)
 
-    def _dense(self, *, plain: bool) -> Array:
+    def _dense(self, *, plain: bool) -> Any:
         """Dense parameters of a block with experts, or (`plain`) of one without."""
         shares = {tp: block_share(self.case.spec, tp, 1, plain).dense for tp in np.unique(self.of.tp).tolist()}
         return np.array([shares.get(tp, 0.0) for tp in range(max(shares) + 1)])[self.of.tp]
@@ -195,8 +196,9 @@ class ExpertClosed(Closed):
         spec, own, several = self.case.spec, self.own, np.ceil(self.case.spec.layers / self.of.pp)
         table = spec.vocab * spec.hidden / self.of.tp
         full = spec.dense_layers * self._dense(plain=True) + self._mixed * own.dense + table * (1 if spec.tied else 2)
-        dense = np.where(self.alone, full, several * own.dense + table)
-        return ParamShare(dense, np.where(self.alone, self._mixed, several) * own.experts)
+        dense: Any = np.where(self.alone, full, several * own.dense + table)
+        layers: Any = np.where(self.alone, self._mixed, several)
+        return ParamShare(dense, layers * own.experts)
 
     @property
     def unit(self) -> int:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
+from typing import Any
 
 import numpy as np
 from msgspec import structs
@@ -67,7 +68,8 @@ class MixedClosed:
 
     @cached_property
     def bytes_of_a_parameter(self) -> Array:
-        state = self.groups[0].zero.states(ParamShare(np.ones(len(self.of.tp)), 0.0), self.of.zero)
+        ones: Any = np.ones(len(self.of.tp))
+        state = self.groups[0].zero.states(ParamShare(ones, 0.0), self.of.zero)
         return np.asarray(state["zero"].total)
 
     @cached_property
