@@ -17,7 +17,7 @@ def test_the_tiles_are_those_that_pytorch_finds_by_looking_at_every_score(length
     from torch.nn.attention.flex_attention import create_block_mask
 
     ours = repeatable.causal_tiles(torch.device("cpu"), length).mask
-    theirs = create_block_mask(repeatable._sees, None, None, length, length, device="cpu")
+    theirs = create_block_mask(repeatable._causal, None, None, length, length, device="cpu")
     assert ours.shape == theirs.shape
     for whole in ("", "full_"):
         for side in ("kv", "q"):
@@ -62,5 +62,5 @@ def test_a_compiled_block_takes_flex_attention_for_what_it_knows(
 
 
 def test_selective_recompute_keeps_what_flex_attention_gives() -> None:
-    policy = recompute._policy_of_a_graph(None, torch.ops.higher_order.flex_attention)
+    policy = recompute._graph_policy(None, torch.ops.higher_order.flex_attention)
     assert policy == CheckpointPolicy.MUST_SAVE
