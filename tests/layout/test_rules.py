@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
 from fivefold.layout.rules import AFTER, RULES, Given, Layouts, legal, tp_fits
 from fivefold.planner.space import FEWEST_TOKENS, SearchQuery, space
-from fivefold.schedules.registry import CATALOGUE
+from fivefold.schedules.registry import CATALOGUE, build
+from fivefold.schedules.text import save
 from fivefold.spec.blocks import LatentSpec
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import preset
@@ -113,3 +115,19 @@ def test_the_search_tries_every_legal_layout_that_is_worth_it_and_no_other(model
     lawful = {layout for layout in every if not layout.problems(spec, world=RANKS, seq=SEQ, batch=BATCH)}
     assert tried == {layout for layout in lawful if worth_a_try(layout, spec)}
     assert tried < lawful
+
+
+def test_the_search_knows_when_a_tied_embedding_is_cut(tmp_path: Path) -> None:
+    """Two stages of one rank hold it, also where a file has a single rank; ZeRO 3 cuts nothing that has no copies."""
+    path = tmp_path / "two.txt"
+    save(build("interleaved", 1, 4, chunks=2), path)
+    for spec, fixed, zeros in (
+        (DENSE["tied"], {"schedule": str(path)}, {0, 1}),
+        (EXPERTS["tied experts"], {"schedule": "zb-v", "zero": 3, "tp": 4, "pp": 2, "ep": 4}, {3}),
+        (EXPERTS["tied experts"], {"schedule": "zb-v", "zero": 3, "tp": 4, "pp": 2, "ep": 2}, set()),
+    ):
+        case = Case(spec, Layout(), Cluster.parse("8xH100"), SEQ, BATCH)
+        found = space(SearchQuery(case, fixed | {"recompute": "none"}))
+        layouts = [found.layout(at) for at in range(len(found))]
+        assert {layout.zero for layout in layouts} == zeros
+        assert not any(layout.problems(spec, world=8, seq=SEQ, batch=BATCH) for layout in layouts)

@@ -34,15 +34,21 @@ from fivefold.support.errors import UserError
 
 @dataclass(frozen=True)
 class ScheduleRequest:
-    """What a schedule is wanted for. `chunks` are stages per rank (v), 0 for the schedule's own; `group` is the N of
+    """What a schedule is wanted for. `chunks` are stages per rank, None for the schedule's own; `group` is the N of
     interleaved, and only `auto` reads `costs` and `memory`."""
 
     p: int
     m: int
-    chunks: int = 0
+    chunks: int | None = None
     group: int | None = None
     costs: Costs | None = None
     memory: int | None = None
+
+    @property
+    def v(self) -> int:
+        """The chunks, as builders get them."""
+        assert self.chunks is not None
+        return self.chunks
 
 
 def vee(p: int, chunks: int) -> Placement:

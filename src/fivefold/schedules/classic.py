@@ -89,7 +89,7 @@ def _breadth_first_order(p: int, m: int, v: int, rank: int) -> Order:
 
 BREADTH_FIRST = ScheduleInfo(
     "bfs",
-    lambda r: breadth_first(r.p, r.m, r.chunks),
+    lambda r: breadth_first(r.p, r.m, r.v),
     chunks=2,
     any_chunks=True,
     bubble="(p-1)(F+B)/v",
@@ -165,7 +165,7 @@ def _interleaved_order(p: int, m: int, v: int, group: int, rank: int) -> Order:
 
 INTERLEAVED = ScheduleInfo(
     "interleaved",
-    lambda r: interleaved(r.p, r.m, r.chunks, r.group),
+    lambda r: interleaved(r.p, r.m, r.v, r.group),
     chunks=2,
     any_chunks=True,
     least=1,

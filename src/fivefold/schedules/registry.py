@@ -90,7 +90,8 @@ def size_problem(stages: int, m: int) -> str | None:
 
 
 def _problems(record: ScheduleInfo, request: ScheduleRequest) -> list[str]:
-    p, m, chunks = request.p, request.m, request.chunks or record.chunks
+    p, m = request.p, request.m
+    chunks = record.chunks if request.chunks is None else request.chunks
     problems = [
         f"{what} is {value}, and must be at least 1"
         for what, value in (("the number of ranks", p), ("the number of microbatches", m), ("chunks", chunks))
