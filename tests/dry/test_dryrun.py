@@ -164,4 +164,4 @@ def test_parameters_that_bfloat16_leaves_alone_are_whole_under_zero_3() -> None:
     """Sinks and norms are no DTensors: fake ones get their memory another way than real ones do."""
     job = job_of("tiny-oss", "dp=4,zero=3,recompute=full", 64, 8)
     dry = dry_run(job, 1)
-    assert dry.parameters == state_of(job.model, job.layout, "bfloat16", job.optimizer, zero=1, seq=64).parameters
+    assert dry.parameters == state_of(job.model, job.layout, "bfloat16", job.optimizer, fsdp=1, seq=64).parameters

@@ -38,7 +38,7 @@ def test_groups_sizes_and_positions_agree(layout: Layout) -> None:
             assert [layout.position(axis, rank) for rank in group] == list(range(layout.size(axis)))
             assert layout.group(axis, group[-1]) == group
         met = sorted(rank for group in groups for rank in group)
-        if axis != "ends":
+        if axis != "embedding":
             assert met == list(range(layout.world))
         else:
             assert {layout.coordinates(rank)["pp"] for rank in met} == {0, layout.last_stage}
@@ -63,8 +63,8 @@ def test_ranks_of_one_pipeline_differ_in_their_stage_alone() -> None:
 def test_groups_of_hybrid_sharding() -> None:
     layout = Layout(dp=4, replicate=2, zero=3, tp=2)
     assert layout.groups("replicate") == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert layout.groups("zero") == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert layout.groups("dp") == layout.groups("data") == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert layout.groups("fsdp") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert layout.groups("dp") == layout.groups("dp_cp") == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
 def test_traffic_is_listed_in_the_order_of_the_table_and_unknown_groups_last() -> None:
@@ -76,10 +76,10 @@ def test_traffic_is_listed_in_the_order_of_the_table_and_unknown_groups_last() -
 
 def test_expert_axes_are_another_factorisation_of_the_ranks_of_a_stage() -> None:
     layout = Layout(dp=2, pp=2, cp=1, tp=2, ep=2)
-    assert (layout.size("ep"), layout.size("edp"), layout.world) == (2, 2, 8)
+    assert (layout.size("ep"), layout.size("expert_dp"), layout.world) == (2, 2, 8)
     assert layout.groups("ep") == [[0, 1], [4, 5], [2, 3], [6, 7]]  # stage by stage, the fastest axis first
-    assert layout.groups("edp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert [layout.position("edp", rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert layout.groups("expert_dp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert [layout.position("expert_dp", rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize(("ep", "ranks"), [(1, [0]), (2, [0, 1]), (4, [0, 1, 8, 9]), (8, [0, 1, 2, 3, 8, 9, 10, 11])])
@@ -93,15 +93,15 @@ def test_expert_groups_skip_the_other_stages(ep: int, ranks: list[int]) -> None:
 
 def test_an_expert_axis_with_the_ranks_of_a_dense_one_goes_by_its_name() -> None:
     assert Layout(dp=2, tp=2, ep=2).same_axis("ep") == "tp"
-    assert Layout(dp=2, tp=2, ep=2).same_axis("edp") == "dp"
+    assert Layout(dp=2, tp=2, ep=2).same_axis("expert_dp") == "dp"
     assert Layout(dp=2, tp=2, ep=4).same_axis("ep") == "world"
     assert Layout(dp=4, tp=2, ep=4).same_axis("ep") == "ep"
-    assert Layout(dp=2, cp=2, pp=2, ep=4).same_axis("ep") == "zero"
+    assert Layout(dp=2, cp=2, pp=2, ep=4).same_axis("ep") == "fsdp"
 
 
 def test_copies_of_shards_keep_experts_to_themselves() -> None:
     layout = Layout(dp=4, tp=2, ep=2, zero=3, replicate=2)
-    assert layout.groups("ezero") == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert layout.groups("edp") == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert layout.groups("efsdp") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert layout.groups("expert_dp") == [[0, 2, 4, 6], [1, 3, 5, 7]]
     assert layout.groups("stage") == [list(range(8))]
-    assert layout.groups("sequence") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert layout.groups("cp_tp") == [[0, 1], [2, 3], [4, 5], [6, 7]]

@@ -49,4 +49,4 @@ def test_cpus_talk_through_gloo() -> None:
 def test_a_mesh_of_one_rank_needs_no_process_group() -> None:
     mesh = Mesh.of(Layout(), torch.device("cpu"))
     assert not mesh.roots
-    assert [mesh.tp.size, mesh.zero.size, mesh.world.size] == [1, 1, 1]
+    assert [mesh.tp.size, mesh.fsdp.size, mesh.world.size] == [1, 1, 1]

@@ -64,7 +64,7 @@ def by_others(rank: int, world: int) -> tuple[Events, Events, Events]:
     with TrafficCounter(mesh) as backward:
         Summed.apply(torch.ones(4, requires_grad=True), mesh.dp).sum().backward()
     linear = torch.nn.Linear(4, 4, bias=False)
-    fully_shard(linear, mesh=mesh.submesh("zero"))
+    fully_shard(linear, mesh=mesh.submesh("fsdp"))
     linear.set_gradient_divide_factor(1.0)
     linear.set_force_sum_reduction_for_comms(True)
     with TrafficCounter(mesh) as fsdp:

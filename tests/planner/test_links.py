@@ -22,8 +22,8 @@ def wires(layout: str, order: tuple[str, ...] = ("tp", "cp", "pp", "dp")) -> Top
 def test_reaches_follow_the_order_of_the_axes() -> None:
     found = wires("tp=4,cp=2,pp=4,dp=2").reaches
     assert (found["tp"].together, found["cp"].together, found["pp"].together, found["dp"].together) == (4, 2, 1, 1)
-    assert found["zero"].ranks == 4
-    assert found["zero"].together == 2
+    assert found["fsdp"].ranks == 4
+    assert found["fsdp"].together == 2
 
 
 def test_megatron_s_order_keeps_dp_inside_where_ours_keeps_pp() -> None:

@@ -59,7 +59,7 @@ def test_on_cpus_nothing_hides_anything() -> None:
     )
     step, hidden = estimate(one), estimate(replace(one, stack=one.stack.but(overlap=Overlap(dp=1))))
     count = one.spec.parameter_count
-    assert step.dp == pytest.approx(one.wires.time("all-reduce", "data", 4.0 * count))
+    assert step.dp == pytest.approx(one.wires.time("all-reduce", "dp_cp", 4.0 * count))
     assert hidden.dp < step.dp
     launched = 2 * one.spec.layers * ON_CPUS.host * ON_CPUS.software.host
     assert step.busy.host == pytest.approx(launched)

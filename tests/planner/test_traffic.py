@@ -113,8 +113,8 @@ def test_all_gather_and_ulysses_trade_these() -> None:
 def test_hybrid_sharding_adds_up_its_copies_once_a_step() -> None:
     rows = sent("dp=4,zero=3,replicate=2,microbatches=2")
     assert rows["replicate", "all-reduce"].payload == M // 2
-    assert rows["zero", "all-gather"].payload == 2 * 2 * M
-    assert rows["zero", "reduce-scatter"].payload == 2 * M
+    assert rows["fsdp", "all-gather"].payload == 2 * 2 * M
+    assert rows["fsdp", "reduce-scatter"].payload == 2 * M
 
 
 # ---- pipelines -------------------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def test_the_ends_of_a_pipeline_add_up_a_tied_embedding() -> None:
     tied = preset("tiny", vocab=256, tied=True)
     table = tied.vocab * tied.hidden * 4
     rows = [expected(tied, Layout(pp=4), S, B, "float32", coords=RankCoords(pp=rank)) for rank in range(4)]
-    shared = [sum(row.payload for row in some if row.axis == "ends") for some in rows]
+    shared = [sum(row.payload for row in some if row.axis == "embedding") for some in rows]
     assert shared == [table, 0, 0, table]
     # Two ranks are the ends of their own axis, and a V has both ends on one rank.
     two = {row[:2]: row for row in expected(tied, Layout(pp=2), S, B, "float32")}
@@ -190,7 +190,7 @@ def test_coords_follow_the_order_of_the_axes() -> None:
     assert [coords[:3] for coords in all_coords[:5]] == [(0, 0, 0), (1, 0, 0), (0, 0, 1), (1, 0, 1), (0, 1, 0)]
     assert all_coords[8][:3] == (0, 0, 2)
     assert all_coords[16][:3] == (0, 0, 0)  # the other copy
-    assert [coords.ezero for coords in all_coords[:16:8]] == [0, 4]  # experts are sharded over tp too
+    assert [coords.efsdp for coords in all_coords[:16:8]] == [0, 4]  # experts are sharded over tp too
 
 
 def test_smaller_buckets_are_more_calls_of_as_many_bytes() -> None:
@@ -227,14 +227,14 @@ def test_wire_is_the_share_that_a_rank_does_not_keep() -> None:
 @pytest.mark.parametrize(
     ("layout", "names"),
     [
-        ("dp=4", {"zero": "dp", "data": "dp", "world": "dp"}),
-        ("cp=2,tp=2", {"zero": "cp", "data": "cp", "world": "world"}),
-        ("dp=2,cp=2", {"zero": "zero", "data": "zero", "world": "zero"}),
-        ("dp=4,zero=3,replicate=2", {"replicate": "replicate", "zero": "zero", "data": "dp", "world": "dp"}),
-        ("dp=2,cp=2,zero=3,replicate=2", {"replicate": "dp", "zero": "cp", "data": "data", "world": "data"}),
-        ("pp=2", {"ends": "pp", "world": "pp"}),
-        ("pp=4", {"ends": "ends", "world": "pp"}),
-        ("dp=2,pp=4,schedule=interleaved", {"ends": "ends", "zero": "dp", "world": "world"}),
+        ("dp=4", {"fsdp": "dp", "dp_cp": "dp", "world": "dp"}),
+        ("cp=2,tp=2", {"fsdp": "cp", "dp_cp": "cp", "world": "world"}),
+        ("dp=2,cp=2", {"fsdp": "fsdp", "dp_cp": "fsdp", "world": "fsdp"}),
+        ("dp=4,zero=3,replicate=2", {"replicate": "replicate", "fsdp": "fsdp", "dp_cp": "dp", "world": "dp"}),
+        ("dp=2,cp=2,zero=3,replicate=2", {"replicate": "dp", "fsdp": "cp", "dp_cp": "dp_cp", "world": "dp_cp"}),
+        ("pp=2", {"embedding": "pp", "world": "pp"}),
+        ("pp=4", {"embedding": "embedding", "world": "pp"}),
+        ("dp=2,pp=4,schedule=interleaved", {"embedding": "embedding", "fsdp": "dp", "world": "world"}),
     ],
 )
 def test_axes_of_the_same_ranks_are_one(layout: str, names: dict[str, str]) -> None:

@@ -68,13 +68,13 @@ def test_three_copies_name_the_one_that_differs_and_two_the_pair() -> None:
 def test_ranks_that_hold_the_same_stand_in_one_group() -> None:
     layout = Layout(dp=2, tp=2, pp=3)  # tp fastest, then pp, then dp
     assert lanes(Layout(), experts=False) == []
-    assert lanes(Layout(dp=2), experts=False) == [("zero",)]
-    assert ("ends", "tp", "zero") in lanes(layout, experts=False)
-    assert groups(layout, ("zero",)) == [[0, 6], [1, 7], [2, 8], [3, 9], [4, 10], [5, 11]]
-    assert groups(layout, ("tp", "zero")) == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]
-    assert groups(layout, ("ends", "tp", "zero")) == [[0, 1, 4, 5, 6, 7, 10, 11]]  # the middle holds no embedding
+    assert lanes(Layout(dp=2), experts=False) == [("fsdp",)]
+    assert ("embedding", "fsdp", "tp") in lanes(layout, experts=False)
+    assert groups(layout, ("fsdp",)) == [[0, 6], [1, 7], [2, 8], [3, 9], [4, 10], [5, 11]]
+    assert groups(layout, ("fsdp", "tp")) == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]
+    assert groups(layout, ("embedding", "fsdp", "tp")) == [[0, 1, 4, 5, 6, 7, 10, 11]]  # the middle holds no embedding
     experts = Layout(dp=2, tp=2, ep=2)
-    assert groups(experts, ("ezero",)) == [[0, 2], [1, 3]]
+    assert groups(experts, ("efsdp",)) == [[0, 2], [1, 3]]
     assert ("stage",) in lanes(experts, experts=True)
 
 

@@ -93,7 +93,7 @@ def gradients_are_multiplied_by_ep() -> AbstractContextManager[Any]:
 def experts_are_reduced_over_the_dense_group() -> AbstractContextManager[Any]:
     from fivefold.parallel.weights import Weights
 
-    return patch.object(Weights, "zero", lambda self, one: self.mesh.zero)
+    return patch.object(Weights, "fsdp", lambda self, one: self.mesh.fsdp)
 
 
 def the_router_is_not_summed_over_tp() -> AbstractContextManager[Any]:
@@ -120,7 +120,7 @@ def copies_of_hybrid_sharding_are_not_summed() -> AbstractContextManager[Any]:
     submesh = Mesh.submesh
 
     def without_copies(self: Any, *names: str) -> Any:
-        return submesh(self, *(("ezero",) if "ezero" in names else names))
+        return submesh(self, *(("efsdp",) if "efsdp" in names else names))
 
     return patch.object(Mesh, "submesh", without_copies)
 

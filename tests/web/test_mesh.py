@@ -70,7 +70,7 @@ def test_a_rank_has_what_training_gives_it(words: dict[str, str]) -> None:
         assert part["positions"] == [[one[0], one[-1]] for one in context_share(seq, layout, at["cp"])]
         boxes = parameters(spec, layout, at["tp"], layout.position("ep", number))
         assert part["parameters"] == sum(boxes[name].size for stage in stages for name in stage.names(spec))
-        assert part["shards"]["zero"] == [layout.position("zero", number), layout.size("zero")]
+        assert part["shards"]["fsdp"] == [layout.position("fsdp", number), layout.size("fsdp")]
         for axis, group in found["groups"].items():
             assert group == next(ranks for ranks in layout.groups(axis) if number in ranks)
         assert number in found["node"]["ranks"]
@@ -87,9 +87,9 @@ def test_parts_make_up_the_whole(text: str) -> None:
     assert {head for part in parts for head in part.heads} == set(range(spec.heads))
     assert {at for part in parts for piece in part.positions for at in piece} == set(range(64))
     assert {one for part in parts for one in part.sequences} == set(range(16))
-    held_once = sum(part.own for part in parts) // (1 if layout.zero else layout.size("data"))
+    held_once = sum(part.own for part in parts) // (1 if layout.zero else layout.size("dp_cp"))
     copies = sum(one.size * (layout.tp - 1) for one in parameters(spec, layout).values() if one.tp.dim is None)
-    tied = 2 if layout.size("ends") > 1 else 1
+    tied = 2 if layout.size("embedding") > 1 else 1
     embedding = sum(one.parameter.size for one in parameters(spec, layout).values() if one.parameter.tied)
     assert held_once == spec.parameter_count + copies + (tied - 1) * embedding
 

@@ -234,11 +234,11 @@ def boxes_of(spec: ModelSpec, layout: Layout, seq: int) -> list[dict[str, Box]]:
     taken: set[tuple[str, Box]] = set()
     for rank in range(layout.world):
         pp, tp, ep = (layout.position(axis, rank) for axis in ("pp", "tp", "ep"))
-        shares = {axis: (layout.size(axis), layout.position(axis, rank)) for axis in ("zero", "ezero")}
+        shares = {axis: (layout.size(axis), layout.position(axis, rank)) for axis in ("fsdp", "efsdp")}
         here = [stage for stage in stages if owner[stage.index] == pp]
         local: dict[str, Box] = {}
         for name, shard in held(spec, layout, tp, ep).items():
-            box = shard.share(*shares[shard.zero_axis]) if layout.zero else shard.box
+            box = shard.share(*shares[shard.fsdp_axis]) if layout.zero else shard.box
             holds = any(stage.holds(shard.parameter) for stage in here)
             if holds and all(map(len, box)) and (name, box) not in taken:
                 taken.add((name, box))

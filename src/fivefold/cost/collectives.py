@@ -239,7 +239,7 @@ class BlockCollectives:
         experts = self._experts.count
         if self.balanced:  # how often the tokens of each sequence chose each expert
             loads = self.balanced * experts * _COUNT
-            yield Collective("forward", "loads of experts, for their balance", "sequence", "all-reduce", 1, loads)
+            yield Collective("forward", "loads of experts, for their balance", "cp_tp", "all-reduce", 1, loads)
         if self.layout.dispatch == "alltoall":
             yield self._ep("forward", "how many tokens go to each expert", "all-to-all", experts * _COUNT)
 

@@ -116,7 +116,7 @@ def backward(case: Case, stage: Stage, blocks: dict[bool, BlockMemory], lazy: bo
 
 def made_late(case: Case, block: BlockMemory, there: BackwardPeak) -> float:
     """Bytes of a block's gradients that no bucket waits for: of experts that no other rank has."""
-    waits = not bucketed(case.layout, "ezero") and case.layout.zero < 3
+    waits = not bucketed(case.layout, "efsdp") and case.layout.zero < 3
     return there.experts * block.share.experts * case.stack.gradient_bytes if waits else 0.0
 
 
@@ -135,7 +135,7 @@ def first_backward(case: Case, stage: Stage, blocks: dict[bool, BlockMemory]) ->
 
 def in_flight(case: Case, share: ParamShare, there: BackwardPeak) -> float:
     """Bytes of a block's gradients on their way to be summed, of those that are there by then."""
-    layout, own = case.layout, (("zero", there.dense, share.dense), ("ezero", there.experts, share.experts))
+    layout, own = case.layout, (("fsdp", there.dense, share.dense), ("efsdp", there.experts, share.experts))
     return sum(count for axis, made, count in own if made and layout.size(axis) > 1) * case.stack.gradient_bytes
 
 
@@ -286,7 +286,7 @@ def _moments(
     spec, layout, stack, work = case.spec, case.layout, case.stack, case.work
     table, wide = head(spec).size / layout.tp if spec.vocab > 1 else 0.0, stack.gradient_bytes
     here, last = sum(stage.first for stage in stages), any(stage.last for stage in stages)
-    ends = (here + last) * table * stack.weight_bytes if layout.zero == 3 and layout.size("data") > 1 else 0.0
+    ends = (here + last) * table * stack.weight_bytes if layout.zero == 3 and layout.size("dp_cp") > 1 else 0.0
     # The gathered ends, and the head's gradient, wait for the end of the backward pass.
     kept_ends = ends + (last * table * stack.weight_bytes if ends else 0.0) if stack.keeps_ends else 0.0
     worst = max((backward(case, stage, blocks, lazy) for stage in stages), key=sum)
@@ -296,14 +296,14 @@ def _moments(
         block_left = final.share.total * stack.weight_bytes if ends else 0.0  # gathered last, and not yet let go
         gathered_here = ends + block_left
         yield "the loss", Transient(loss_held(spec, layout, stack, work.tokens) + gathered_here)
-        if layout.zero == 2 and layout.size("data") > 1:
+        if layout.zero == 2 and layout.size("dp_cp") > 1:
             around = loss_around(spec, layout, work.tokens) + gathered_here
             yield "the head's gradient", _summed_head(case, final, table, around, lazy)
     if any(stage.first for stage in stages):
         # Its microbatch's activations are gone by then; or what waits for the weights' gradients has taken their place.
         kinds = [blocks[plain(spec, layer)] for layer in stages[0].layers]
         own = sum(max(0.0, block.kept.total - block.rest) for block in kinds)
-        flying = wide * table if layout.zero == 2 and layout.size("data") > 1 else 0.0
+        flying = wide * table if layout.zero == 2 and layout.size("dp_cp") > 1 else 0.0
         yield "the embedding's gradient", Transient(stack.weight_bytes * table + flying - own)
 
 

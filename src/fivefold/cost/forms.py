@@ -66,9 +66,9 @@ class ZeroCost:
 
     def states(self, count: ParamShare, zero: Any) -> dict[str, State]:
         """Bytes between steps, by the axis that ZeRO divides them over: what tp divides, and experts."""
-        ranks = {axis: self.links.reaches[axis].ranks for axis in ("zero", "ezero")}
+        ranks = {axis: self.links.reaches[axis].ranks for axis in ("fsdp", "efsdp")}
         # FSDP2 keeps masters alone of all parameters, also of those that no other rank has.
-        sharing = ranks["zero"] if self.spec.experts is None else most(*ranks.values())
+        sharing = ranks["fsdp"] if self.spec.experts is None else most(*ranks.values())
         each = self.stack.accounting
         return {
             axis: each.state(part, part / ranks[axis], zero, sharing) for axis, part in zip(ranks, count, strict=True)
@@ -84,7 +84,7 @@ class ZeroCost:
             gather = gather + links.time("all-gather", axis, count * stack.weight_bytes / parts, parts)
             reduce = reduce + links.time(kind, axis, count * stack.gradient_bytes / parts, parts)
         if stack.copies_parts:
-            gather = gather + parts * links.reaches["zero"].ranks * links.device.reached.launch
+            gather = gather + parts * links.reaches["fsdp"].ranks * links.device.reached.launch
         again, share = where(full, gather, 0.0) if stack.gathers_again else 0.0, stack.hides("zero")
         return hidden(gather, forward, share), hidden(again + gather + reduce, backward, share)
 
@@ -93,8 +93,8 @@ class ZeroCost:
         and of copies of the shards."""
         stack, links = self.stack, self.links
         ends = 2 * self.spec.vocab * self.spec.hidden / tp
-        gather = links.time("all-gather", "zero", 2 * ends * stack.weight_bytes)
-        scatter = links.time("reduce-scatter", "zero", ends * stack.gradient_bytes)
+        gather = links.time("all-gather", "fsdp", 2 * ends * stack.weight_bytes)
+        scatter = links.time("reduce-scatter", "fsdp", ends * stack.gradient_bytes)
         exposed = microbatches * hidden(gather + scatter, forward, stack.hides("zero"))
         return exposed + links.time("all-reduce", "replicate", self._owned(count) * stack.gradient_bytes)
 
@@ -130,13 +130,13 @@ class ZeroCost:
 
     def _owned(self, count: ParamShare) -> Number:
         """Parameters that are updated here."""
-        return count.dense / self.links.reaches["zero"].ranks + count.experts / self.links.reaches["ezero"].ranks
+        return count.dense / self.links.reaches["fsdp"].ranks + count.experts / self.links.reaches["efsdp"].ranks
 
 
 def _parts(count: ParamShare) -> Iterator[tuple[str, str, Number]]:
     """Parameters by the axis that ZeRO shards them over, and that of all ranks that have them; what there is none of
     sends nothing."""
-    for axis, replicas, part in (("zero", "data", count.dense), ("ezero", "edp", count.experts)):
+    for axis, replicas, part in (("fsdp", "dp_cp", count.dense), ("efsdp", "expert_dp", count.experts)):
         if np.any(part):
             yield axis, replicas, part
 

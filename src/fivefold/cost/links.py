@@ -176,9 +176,9 @@ def _reaches(
     # Experts are dealt out over the ranks of a stage, neighbours first.
     near = math.prod(reaches[axis].together for axis in ("tp", "cp", "dp"))
     reaches["ep"] = Reach(layout.ep, min(layout.ep, near))
-    reaches["ezero"] = Reach(layout.ezero, max(1, min(layout.ezero, near // layout.ep)))
+    reaches["efsdp"] = Reach(layout.efsdp, max(1, min(layout.efsdp, near // layout.ep)))
     for axis, parts in layout.table.items():
-        if axis not in (*reaches, "world", "ends") and reaches.keys() >= set(parts):
+        if axis not in (*reaches, "world", "embedding") and reaches.keys() >= set(parts):
             reaches[axis] = Reach(layout.size(axis), math.prod(reaches[part].together for part in parts))
     return reaches
 

@@ -122,9 +122,9 @@ def state_of(
     *,
     pp: int = 0,
     tp: int = 0,
-    zero: int = 0,
+    fsdp: int = 0,
     ep: int = 0,
-    ezero: int = 0,
+    efsdp: int = 0,
     seq: int | None = None,
     narrow: bool = False,
 ) -> State:
@@ -145,11 +145,11 @@ def state_of(
         if any(stage.holds(param.parameter) for stage in own_stages)
     ]
     states_of = []
-    for axis, exact, place in (("zero", False, zero), ("zero", True, zero), ("ezero", False, ezero)):
+    for axis, exact, place in (("fsdp", False, fsdp), ("fsdp", True, fsdp), ("efsdp", False, efsdp)):
         parts = [
             param
             for param in here
-            if param.zero_axis == axis and (rounded.master > 0 and param.parameter.exact) == exact
+            if param.fsdp_axis == axis and (rounded.master > 0 and param.parameter.exact) == exact
         ]
         ranks, each = layout.size(axis), unrounded if exact else rounded
         full = sum(param.size for param in parts)

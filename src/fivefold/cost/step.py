@@ -377,7 +377,7 @@ def _end_on(case: Case, passes: list[PassTimes], rank: int, count: ParamShare) -
     learns = case.spec.vocab > 1
     optimizer = zero.optimizer(count, layout.zero) * learns
     if layout.zero == 3:
-        copied = layout.size("data") > 1 or (count.experts and layout.size("edp") > 1)
+        copied = layout.size("dp_cp") > 1 or (count.experts and layout.size("expert_dp") > 1)
         forward = passes[-1].forward.total
         return optimizer, zero.at_ends(count, layout.tp, layout.microbatches, forward) if copied else 0.0
     held = [case.stages[number] for number in layout.placement.of_rank[rank]] if case.groups else case.stages

@@ -33,9 +33,9 @@ class RankCoords(NamedTuple):
 
     tp: int = 0  # ranks along tp differ where the vocabulary does not divide
     pp: int = 0  # they have other stages
-    zero: int = 0  # where the rows of a tied embedding do not divide
+    fsdp: int = 0  # where the rows of a tied embedding do not divide
     ep: int = 0  # they have other experts
-    ezero: int = 0
+    efsdp: int = 0
 
     @classmethod
     def of(cls, layout: Layout, rank: int) -> Self:
@@ -94,7 +94,7 @@ class _Step:
     @property
     def shared(self) -> bool:
         """Whether two ranks hold the copies of tied parameters."""
-        return self.layout.size("ends") > 1
+        return self.layout.size("embedding") > 1
 
     @property
     def message(self) -> int:
@@ -155,7 +155,7 @@ def _numbers(spec: ModelSpec) -> list[_Sent]:
     beside it whether a rank wants to stop, rank 0's loss, and the load of every expert. They are added up in float64.
     """
     loads = 0 if spec.experts is None else (spec.layers - spec.dense_layers) * spec.experts.count + 2
-    return [("data", "all-reduce", 1, 8), ("pp", "all-reduce", 1, 8), ("world", "all-reduce", 1, 24 + 8 * loads)]
+    return [("dp_cp", "all-reduce", 1, 8), ("pp", "all-reduce", 1, 8), ("world", "all-reduce", 1, 24 + 8 * loads)]
 
 
 # ---- microbatches ---------------------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ def _replicated(step: _Step, layer: int | None = None) -> Iterator[_Sent]:
         for bucket in buckets(params, step.minimum, step.split, step.shared, layout.zero > 0 and step.rounds):
             if layer is not None and layer not in bucket.units:
                 continue
-            axis, parts = bucket.zero_axis, layout.size(bucket.zero_axis)
+            axis, parts = bucket.fsdp_axis, layout.size(bucket.fsdp_axis)
             stage = layout.zero if parts > 1 else 0
             if stage == 0:
                 yield axis, "all-reduce", 1, bucket.size() * step.accum
@@ -216,7 +216,7 @@ def _replicated(step: _Step, layer: int | None = None) -> Iterator[_Sent]:
                 yield axis, "all-gather", 1, bucket.padded(parts) * (step.accum if bucket.exact else step.compute)
             left = bucket.padded(parts) // parts if stage else bucket.size()
             yield "tp", "all-reduce", int(bucket.partial), left * step.accum
-            yield "ends", "all-reduce", int(bucket.shared), left * step.accum
+            yield "embedding", "all-reduce", int(bucket.shared), left * step.accum
 
 
 def _fully_sharded(step: _Step) -> Iterator[_Sent]:
@@ -235,14 +235,15 @@ def _fully_sharded(step: _Step) -> Iterator[_Sent]:
         for param in params:
             if step.rounds and param.parameter.exact:
                 continue
-            parts, unit = layout.size(param.zero_axis), (param.zero_axis, param.parameter.layer)
+            parts, unit = layout.size(param.fsdp_axis), (param.fsdp_axis, param.parameter.layer)
             gathered[unit] += param.share_size(parts)
             if step.split and param.parameter.deferred:
                 continue
             reduced[unit] += param.share_size(parts)
             yield "tp", "all-reduce", m * param.tp.partial, param.size * step.compute
             if step.shared and param.parameter.tied:
-                yield "ends", "all-reduce", 1, math.prod(map(len, param.share(parts, step.coords.zero))) * step.accum
+                share = math.prod(map(len, param.share(parts, step.coords.fsdp)))
+                yield "embedding", "all-reduce", 1, share * step.accum
         for (axis, _), share in gathered.items():
             yield axis, "all-gather", 2 * m, layout.size(axis) * share * step.compute
         for (axis, _), share in reduced.items():
@@ -250,7 +251,7 @@ def _fully_sharded(step: _Step) -> Iterator[_Sent]:
             yield "replicate", "all-reduce", 1, share * step.accum
         for bucket in buckets(params, step.minimum, step.split, narrow=step.rounds):
             if bucket.late or bucket.exact:
-                axis, parts = bucket.zero_axis, layout.size(bucket.zero_axis)
+                axis, parts = bucket.fsdp_axis, layout.size(bucket.fsdp_axis)
                 share = bucket.size() if bucket.exact else bucket.padded(parts) // parts
                 if bucket.exact:
                     yield axis, "all-reduce", 1, share * step.accum
@@ -341,7 +342,7 @@ class _LayerParams(NamedTuple):
 def _owner(axis: str) -> str:
     if axis == "tp":
         return "what tp ranks share"
-    return "its experts" if axis == "ezero" else "the layer"
+    return "its experts" if axis == "efsdp" else "the layer"
 
 
 def shown_axis(layout: Layout, axis: str, kind: Kind) -> str:

@@ -2,10 +2,10 @@
 
 A layout divides its ranks into a grid. Each degree (dp, pp, cp, tp) is one dimension of that grid, and `ORDER` numbers
 the ranks: tp varies fastest, so ranks that communicate most are neighbours within a node. An axis is a product of
-dimensions: `data` is dp x cp. Hybrid sharding divides dp once more, into `replicate` x `shard`.
+dimensions: `dp_cp` is dp x cp. Hybrid sharding divides dp once more, into `replicate` x `shard`.
 
 Experts factor the same ranks differently: `ep` deals them out over the ranks of a stage, dp x cp x tp, and these are
-`replicate` x `ezero` x ep in that grid. A grid lists factors, slowest first; each factor is an attribute of the layout,
+`replicate` x `efsdp` x ep in that grid. A grid lists factors, slowest first; each factor is an attribute of the layout,
 and their product is the world. The readers of the table (the mesh, the traffic counter, the planner) take every axis
 that is in it; those of `EXPERT_AXES` only for a model that has experts.
 
@@ -33,18 +33,18 @@ AXES: dict[str, tuple[str, ...]] = {
     "tp": ("tp",),
     "pp": ("pp",),
     "replicate": ("replicate",),  # hybrid sharding: the copies of a shard
-    "zero": ("shard", "cp"),  # what ZeRO shards over
-    "data": ("dp", "cp"),  # ranks with the same weights and other tokens
+    "fsdp": ("shard", "cp"),  # what ZeRO shards over
+    "dp_cp": ("dp", "cp"),  # ranks with the same weights and other tokens
     "world": ORDER,
-    "ends": ("pp",),  # of each pipeline the two ranks with the first and the last stage, which share a tied embedding
+    "embedding": ("pp",),  # of each pipeline the two ranks with the first and the last stage, which share a tied one
     "batch": ("dp",),  # ranks with other sequences
     "ep": ("ep",),
-    "ezero": ("ezero",),  # what ZeRO shards experts over
-    "edp": ("replicate", "ezero"),  # ranks with the same experts
-    "sequence": ("cp", "tp"),  # ranks that share a sequence, and each route a part of it
+    "efsdp": ("efsdp",),  # what ZeRO shards experts over
+    "expert_dp": ("replicate", "efsdp"),  # ranks with the same experts
+    "cp_tp": ("cp", "tp"),  # ranks that share a sequence, and each route a part of it
     "stage": STAGES[1:],  # all ranks that have the same layers
 }
-EXPERT_AXES = ("ep", "ezero", "edp", "sequence", "stage")
+EXPERT_AXES = ("ep", "efsdp", "expert_dp", "cp_tp", "stage")
 _PARTS = {"dp": ("replicate", "shard")}
 
 
@@ -53,7 +53,7 @@ def _divided(axes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 DENSE = _divided(STAGES)
-SPARSE = ("pp", "replicate", "ezero", "ep")  # of experts
+SPARSE = ("pp", "replicate", "efsdp", "ep")  # of experts
 
 
 def shown_order(axis: str) -> int:
@@ -90,7 +90,7 @@ class Axes(msgspec.Struct, frozen=True, kw_only=True):
         return self.dp // self.replicate
 
     @property
-    def ezero(self) -> int:
+    def efsdp(self) -> int:
         return self.world // (self.pp * self.replicate * self.ep)
 
     @property
@@ -110,12 +110,12 @@ class Axes(msgspec.Struct, frozen=True, kw_only=True):
 
     def size(self, axis: str) -> int:
         """The number of ranks of an axis. The ends of a pipeline are one rank in V placements."""
-        if axis == "ends":
+        if axis == "embedding":
             return 1 + (self.last_stage > 0)
         return math.prod(getattr(self, factor) for factor in self.table[axis])
 
     def same_axis(self, axis: str) -> str:
-        """The first axis of the table that has the same ranks. With cp=1 and nothing else zero is dp, and so is world.
+        """The first axis of the table that has the same ranks. With cp=1 and nothing else fsdp is dp, and so is world.
 
         Traffic goes by this name, so that a count does not depend on whether torch made one group or two.
         """
@@ -132,8 +132,8 @@ class Axes(msgspec.Struct, frozen=True, kw_only=True):
 
     def _wide(self, axis: str) -> list[str]:
         """The factors that make an axis wider than one rank; only a pipeline of two ranks consists of its ends."""
-        if axis == "ends" and self.pp > 2:
-            return ["ends"]
+        if axis == "embedding" and self.pp > 2:
+            return ["embedding"]
         return [factor for factor in self.factors(axis) if getattr(self, factor) > 1]
 
     # ---- ranks -----------------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class Axes(msgspec.Struct, frozen=True, kw_only=True):
 
     def position(self, axis: str, rank: int) -> int:
         """A rank's place along an axis, from 0."""
-        if axis == "ends":
+        if axis == "embedding":
             return int(self.last_stage == self.coordinates(rank)["pp"] > 0)
         strides, index, position = self._strides(self.grid_of(axis)), self._by_stage(rank), 0
         for factor in self.factors(axis):
@@ -166,7 +166,7 @@ class Axes(msgspec.Struct, frozen=True, kw_only=True):
 
     def group(self, axis: str, rank: int) -> list[int]:
         """The ranks along an axis that a rank communicates with, itself among them; empty where it has no part."""
-        if axis == "ends":
+        if axis == "embedding":
             return next((ranks for ranks in self.groups(axis) if rank in ranks), [])
         strides, index, ranks = self._strides(self.grid_of(axis)), self._by_stage(rank), self.by_stage()
         inner = [(getattr(self, factor), strides[factor]) for factor in self.factors(axis)]
@@ -175,7 +175,7 @@ class Axes(msgspec.Struct, frozen=True, kw_only=True):
 
     def groups(self, axis: str) -> list[list[int]]:
         """The ranks of every group of an axis, in the axis's order; all ranks list them in the same order."""
-        if axis == "ends":
+        if axis == "embedding":
             return [[line[at] for at in sorted({0, self.last_stage})] for line in self.groups("pp")]
         grid, ranks, own = self.grid_of(axis), self.by_stage(), self.factors(axis)
         strides = self._strides(grid)

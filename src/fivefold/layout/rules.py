@@ -116,13 +116,13 @@ def both_ends(of: Any) -> Any:
 
 def has_copies(of: Any, spec: ModelSpec) -> Any:
     """Whether ranks hold the same parameters, which ZeRO can shard: dense ones, or those of experts."""
-    dense = of.size("data") > 1
-    return dense if spec.experts is None else dense | (of.size("edp") > 1)
+    dense = of.size("dp_cp") > 1
+    return dense if spec.experts is None else dense | (of.size("expert_dp") > 1)
 
 
 def cuts_stages(of: Any, spec: ModelSpec) -> Any:
     """Whether ZeRO gathers weights, or reduces gradients, stage by stage."""
-    return ((of.zero == 3) & has_copies(of, spec)) | ((of.zero == 2) & (of.size("data") > 1))
+    return ((of.zero == 3) & has_copies(of, spec)) | ((of.zero == 2) & (of.size("dp_cp") > 1))
 
 
 def expert_ranks(of: Any) -> Any:

@@ -112,9 +112,9 @@ class LocalParam:
         return cls(parameter, shard, box)
 
     @property
-    def zero_axis(self) -> Literal["zero", "ezero"]:
+    def fsdp_axis(self) -> Literal["fsdp", "efsdp"]:
         """The ranks that ZeRO divides it over."""
-        return "ezero" if self.parameter.experts else "zero"
+        return "efsdp" if self.parameter.experts else "fsdp"
 
     @property
     def name(self) -> str:
@@ -159,8 +159,8 @@ class Grouping:
     exact: bool = False  # new weights travel in full precision
 
     @property
-    def zero_axis(self) -> Literal["zero", "ezero"]:
-        return self.held[0].zero_axis
+    def fsdp_axis(self) -> Literal["fsdp", "efsdp"]:
+        return self.held[0].fsdp_axis
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -249,13 +249,13 @@ class RankPart(NamedTuple):
 
 
 def part_of(spec: ModelSpec, layout: Layout, seq: int, batch: int, rank: int) -> RankPart:
-    at = {axis: layout.position(axis, rank) for axis in ("tp", "pp", "cp", "ep", "batch", "zero", "ezero")}
+    at = {axis: layout.position(axis, rank) for axis in ("tp", "pp", "cp", "ep", "batch", "fsdp", "efsdp")}
     all_stages = stages_of(spec, layout, seq)
     stages = tuple(all_stages[number] for number in layout.placement.of_rank[at["pp"]])
     names = dict.fromkeys(name for stage in stages for name in stage.names(spec))  # a tied embedding once
     all_params = held(spec, layout, at["tp"], at["ep"])
     params = [all_params[name] for name in names]
-    shards = [param.share(layout.size(param.zero_axis), at[param.zero_axis]) for param in params]
+    shards = [param.share(layout.size(param.fsdp_axis), at[param.fsdp_axis]) for param in params]
     count = sum(param.size for param in params)
     return RankPart(
         rank,

@@ -50,7 +50,7 @@ from fivefold.spec.model import ModelSpec
 
 class SlicedDispatch(LocalDispatch):
     def __init__(self, mesh: Mesh, wgrad_queue: WeightGradQueue | None):
-        self.mesh, self.ep, self.tp, self.sequence = mesh, mesh.ep, mesh.tp, mesh.sequence
+        self.mesh, self.ep, self.tp, self.sequence = mesh, mesh.ep, mesh.tp, mesh.cp_tp
         self.backward_ep = mesh.backward_ep or mesh.ep  # what backward passes send, which may run beside forward ones
         self.slices = mesh.tp.size > 1 and not mesh.layout.sp
         self.wgrad_queue = wgrad_queue

@@ -91,7 +91,7 @@ class FullySharded(Weights):
     def _bucket(self, group: Grouping, compute: torch.dtype) -> Bucket:
         # FSDP2 has the real weights, when it has them; a bucket that only sums needs their shapes.
         shapes = {param.name: torch.empty(param.shape, device="meta") for param in group.held}
-        zero = self.zero(group)
+        zero = self.fsdp(group)
         slots = slots_of(group, shapes, self.masters, 1 if group.exact else zero.size)
         return Bucket(slots, zero, self.mesh.tp if group.partial else None, 0 if group.exact else 2, compute)
 
@@ -110,7 +110,7 @@ class FullySharded(Weights):
         super().set_grad_hook(grad_hook)
         for name, module in self.units.items():
             module.set_custom_reduce_scatter(
-                HookedReduceScatter(partial(self.call_grad_hook, name), staged=self.mesh.zero.staged)
+                HookedReduceScatter(partial(self.call_grad_hook, name), staged=self.mesh.fsdp.staged)
             )
 
     def drop(self) -> None:
@@ -131,7 +131,7 @@ class FullySharded(Weights):
             assert _same_memory(parameter._local_tensor, master), f"{name} has moved in memory"
             master.grad = gradient._local_tensor if isinstance(gradient, DTensor) else torch.zeros_like(master)
             if self.shared(self.local_params[name]):
-                dist.all_reduce(master.grad, group=self.mesh.ends.group)
+                dist.all_reduce(master.grad, group=self.mesh.embedding.group)
 
     def sync_params(self, rounded: frozenset[str] = frozenset()) -> None:
         for name, parameter in self.parameters.items():
@@ -180,14 +180,14 @@ def _shard(
     units: list[FSDPModule] = []
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=accum_dtype(compute), cast_forward_inputs=False)
     for module in _units(model, layers):
-        axes = ("ezero" if isinstance(module, ExpertNetworks) else "zero",)
+        axes = ("efsdp" if isinstance(module, ExpertNetworks) else "fsdp",)
         submesh = mesh.submesh(*(("replicate", *axes) if mesh.replicate.size > 1 else axes))
         unit = fully_shard(module, mesh=submesh, mp_policy=policy, reshard_after_forward=True, ignored_params=ignored)
         assert isinstance(unit, FSDPModule)
         # Sums: the loss has been divided by the token count already. Plain ones: gloo cannot scale while it adds.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
-        if mesh.zero.staged:
+        if mesh.fsdp.staged:
             stage_through_host(unit)
         if isinstance(module, ExpertNetworks):
             _gather_aside(module)

@@ -54,7 +54,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The axes of a layout as attributes: `mesh.tp`, `mesh.zero`. `layout/axes.py` says which there are."""
+    """The axes of a layout as attributes: `mesh.tp`, `mesh.fsdp`. `layout/axes.py` says which there are."""
 
     layout: Layout
     device: torch.device
@@ -92,12 +92,12 @@ class Mesh:
                 continue
             root = roots[layout.grid_of(name)]
             names = tuple(factor for factor in layout.factors(name) if factor in (root.mesh_dim_names or ()))
-            if name in ("world", "ends") or not names:
+            if name in ("world", "embedding") or not names:
                 continue
             if names not in flattened:
                 flattened[names] = root[names]._flatten(name) if len(names) > 1 else root[names]
             axes[name] = Axis(name, layout.size(name), layout.position(name, rank), flattened[names], staged)
-        axes["ends"] = _ends(layout, axes["pp"])
+        axes["embedding"] = _ends(layout, axes["pp"])
         p2p_groups: tuple[dist.ProcessGroup, ...] = ()
         if layout.pp > 1 and dist.get_backend() == "nccl":
             p2p_groups = _groups(layout.groups("pp"), 2)
@@ -219,14 +219,14 @@ def _overlaps_pairs(spec: ModelSpec | None, layout: Layout) -> bool:
 
 def _ends(layout: Layout, pp: Axis) -> Axis:
     """The first and the last pipeline rank, which share a tied embedding."""
-    if layout.size("ends") == 1:
-        return Axis("ends")
+    if layout.size("embedding") == 1:
+        return Axis("embedding")
     if layout.pp == 2:
-        return replace(pp, name="ends")
-    (group,) = _groups(layout.groups("ends"), 1)
+        return replace(pp, name="embedding")
+    (group,) = _groups(layout.groups("embedding"), 1)
     if pp.rank not in (0, layout.last_stage):
-        return Axis("ends")
-    return Axis("ends", 2, int(pp.rank > 0), staged=pp.staged, process_group=group)
+        return Axis("embedding")
+    return Axis("embedding", 2, int(pp.rank > 0), staged=pp.staged, process_group=group)
 
 
 def _groups(lists: list[list[int]], count: int) -> tuple[dist.ProcessGroup, ...]:

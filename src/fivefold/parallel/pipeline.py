@@ -288,7 +288,7 @@ class Pipeline:
         """Errors inside say what this rank was doing; an error for want of a peer becomes one sentence."""
         mesh = self.channels.mesh
         try:
-            with waiting(what, mesh, mesh.tp, mesh.cp, mesh.data, *mesh.expert_axes()):  # of collectives in an action
+            with waiting(what, mesh, mesh.tp, mesh.cp, mesh.dp_cp, *mesh.expert_axes()):  # of collectives in an action
                 yield
         except PeerTimeout as error:
             raise PeerLost(f"{who(mesh)}: {what} {error}") from error.__cause__

@@ -107,7 +107,7 @@ class Replicated(Weights):
         for number, params in enumerate(per_stage):
             new = [param for name, param in params.items() if name not in seen]
             seen |= params.keys()
-            groups += [(number, group) for group in buckets(new, minimum, split, mesh.ends.size > 1, narrow)]
+            groups += [(number, group) for group in buckets(new, minimum, split, mesh.embedding.size > 1, narrow)]
         # Only gradients that other ranks have a part in need a bucket.
         local_names = [name for _, group in groups if not self._reduced(group) for name in group.names]
         groups = [(number, group) for number, group in groups if self._reduced(group)]
@@ -137,14 +137,14 @@ class Replicated(Weights):
 
     def stage_of(self, param: LocalParam | Grouping) -> int:
         """The ZeRO stage: 0 where there is nobody to shard over."""
-        return self.mesh.layout.zero if self.zero(param).size > 1 else 0
+        return self.mesh.layout.zero if self.fsdp(param).size > 1 else 0
 
     def sharded(self, param: LocalParam) -> bool:
         return self.stage_of(param) > 0
 
     def _reduced(self, group: Grouping) -> bool:
         """Whether other ranks have a part in its gradients."""
-        return group.partial or group.shared or self.zero(group).size > 1
+        return group.partial or group.shared or self.fsdp(group).size > 1
 
     def _init_master(self, spec: ModelSpec, param: LocalParam, seed: int) -> nn.Parameter:
         """Fill the weight, by way of full precision, and return this rank's master of it."""
@@ -155,15 +155,15 @@ class Replicated(Weights):
         init_param(spec, param.parameter, exact, seed, param.box)
         if exact is weight:
             parameter = self.parameters[param.name]
-            own = self.zero(param).size == 1 and not isinstance(parameter, DTensor) and not self.shared(param)
+            own = self.fsdp(param).size == 1 and not isinstance(parameter, DTensor) and not self.shared(param)
             return parameter if own else nn.Parameter(weight[rows])
         weight.copy_(exact)
         return nn.Parameter(exact[rows].clone() if self.sharded(param) else exact)
 
     def _bucket(self, group: Grouping, compute: torch.dtype) -> Bucket:
-        zero, stage = self.zero(group), self.stage_of(group)
+        zero, stage = self.fsdp(group), self.stage_of(group)
         slots = slots_of(group, self.weights, self.masters, zero.size if stage else 1)
-        also_over = self.mesh.tp if group.partial else self.mesh.ends if group.shared else None
+        also_over = self.mesh.tp if group.partial else self.mesh.embedding if group.shared else None
         return Bucket(slots, zero, also_over, stage, accum_dtype(compute) if group.exact else compute)
 
     def _set_gates(self, model: nn.Module, buckets: list[tuple[Bucket, Grouping]]) -> None:

@@ -103,17 +103,17 @@ class Weights(Protocol):
         """Whether its master is the share of rows that ZeRO gives to this rank, or all that it computes with."""
         ...
 
-    def zero(self, param: LocalParam | Grouping) -> Axis:
+    def fsdp(self, param: LocalParam | Grouping) -> Axis:
         """The ranks that ZeRO divides it over."""
-        return getattr(self.mesh, param.zero_axis)
+        return getattr(self.mesh, param.fsdp_axis)
 
     def replicate_axes(self, name: str, *, of_weight: bool = False) -> list[str]:
         """The axes whose ranks hold the same bits of a master; `of_weight`: of the weight that the model computes
         with."""
         param = self.local_params[name]
-        axes = ["replicate"] if self.sharded(param) and not of_weight else ["replicate", param.zero_axis]
+        axes = ["replicate"] if self.sharded(param) and not of_weight else ["replicate", param.fsdp_axis]
         axes += ["tp"] if param.tp.dim is None else []
-        return axes + (["ends"] if param.parameter.tied else [])
+        return axes + (["embedding"] if param.parameter.tied else [])
 
     def copies(self, name: str) -> tuple[int, int]:
         """Which copy this rank's shard is, and of how many: in sums over the world the first one counts."""
@@ -125,17 +125,17 @@ class Weights(Protocol):
 
     def shared(self, param: LocalParam) -> bool:
         """Whether the other end of the pipeline holds a copy, whose gradients are added to this one's."""
-        return param.parameter.tied and self.mesh.ends.size > 1
+        return param.parameter.tied and self.mesh.embedding.size > 1
 
     def block(self, name: str) -> Box:
         """The part of the full parameter that this rank's master is."""
         param = self.local_params[name]
-        zero = self.zero(param)
+        zero = self.fsdp(param)
         return param.share(zero.size, zero.rank) if self.sharded(param) else param.box
 
     def as_dtensor(self, name: str, local: Tensor) -> Tensor:
         """A shard that is shaped like the master, as part of the full parameter: a DTensor over zero x tp, or of
-        experts over ezero x ep."""
+        experts over efsdp x ep."""
         param, mesh = self.local_params[name], self.mesh
         if mesh.world.size == 1:
             return local
@@ -147,7 +147,7 @@ class Weights(Protocol):
             over_zero = _StridedShard(0, split_factor=inner.size) if over_tp == Shard(0) else Shard(0)
         shape = torch.Size(param.parameter.shape)
         stride = torch.empty(shape, device="meta").stride()
-        submesh = mesh.submesh(param.zero_axis, param.tp.axis)
+        submesh = mesh.submesh(param.fsdp_axis, param.tp.axis)
         return DTensor.from_local(local, submesh, [over_zero, over_tp], run_check=False, shape=shape, stride=stride)
 
     def buffers(self) -> Iterator[Tensor]:

@@ -157,7 +157,7 @@ class LinkArrays:
         """Of the axes that ZeRO shards over."""
         return {
             axis: Reach(*np.array([links.reaches[axis] for links in self.topologies])[self.at].T)
-            for axis in ("zero", "ezero")
+            for axis in ("fsdp", "efsdp")
         }
 
     def time(self, kind: Kind, axis: str, payload: Any, calls: Any = 1) -> Any:
@@ -298,7 +298,7 @@ class Closed:
     def gathered(self) -> Array:
         """Weights and gradients of blocks on their way: ZeRO 3 and 2."""
         stack, reaches = self.case.stack, self.links.reaches
-        summed = sum(part * (reaches[axis].ranks > 1) for axis, part in zip(("zero", "ezero"), self.own, strict=True))
+        summed = sum(part * (reaches[axis].ranks > 1) for axis, part in zip(("fsdp", "efsdp"), self.own, strict=True))
         block = summed * stack.gradient_bytes
         two = np.where(self.of.zero == 2, np.maximum(block, 2 * block - self.block.kept), 0.0)
         three = self.own.total * (2 * stack.weight_bytes + stack.gradient_bytes) * (summed > 0)

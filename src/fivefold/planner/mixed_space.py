@@ -70,7 +70,7 @@ class MixedClosed:
     def bytes_of_a_parameter(self) -> Array:
         ones: Any = np.ones(len(self.of.tp))
         state = self.groups[0].zero.states(ParamShare(ones, 0.0), self.of.zero)
-        return np.asarray(state["zero"].total)
+        return np.asarray(state["fsdp"].total)
 
     @cached_property
     def waiting(self) -> Array:

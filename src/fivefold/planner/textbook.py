@@ -21,7 +21,7 @@ from fivefold.support.text import si
 
 NARROW = 2  # bytes of a number, in textbooks
 ZERO = {0: "16", 1: "(4 + 12/N)", 2: "(2 + 14/N)", 3: "16/N"}  # bytes a parameter, arXiv 1910.02054, table 1
-DATA = ("dp", "zero", "data", "replicate", "ezero", "edp")  # axes of gradients and weights
+DATA = ("dp", "fsdp", "dp_cp", "replicate", "efsdp", "expert_dp")  # axes of gradients and weights
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def _flops(option: Option) -> Shortcut:
 
 def _state(option: Option) -> Shortcut:
     case, layout, needs = option.case, option.layout, option.footprint
-    ranks, share = layout.size("zero"), case.spec.parameter_count / (layout.tp * layout.pp)
+    ranks, share = layout.size("fsdp"), case.spec.parameter_count / (layout.tp * layout.pp)
     zero = layout.zero if ranks > 1 else 0
     textbook = PAPER.state(share, share / ranks, zero, ranks).total
     each = case.stack.accounting
@@ -140,7 +140,7 @@ def _wire(rows: list[AxisTraffic], axes: set[str], kinds: tuple[str, ...] = ()) 
 def _data(option: Option, rows: list[AxisTraffic]) -> Iterator[Shortcut]:
     layout, case = option.layout, option.case
     axes = {layout.same_axis(axis) for axis in DATA if layout.size(axis) > 1} & set(DATA)
-    if not axes or layout.size("data") == 1:
+    if not axes or layout.size("dp_cp") == 1:
         return
     size = NARROW * case.spec.parameter_count / (layout.tp * layout.pp)
     times, sharded = (3, True) if layout.zero == 3 else (2, False)
@@ -150,7 +150,7 @@ def _data(option: Option, rows: list[AxisTraffic]) -> Iterator[Shortcut]:
         f"for each of {layout.microbatches} microbatches weights are gathered twice and gradients scattered"
         if sharded and layout.microbatches > 1 else "",
         f"ZeRO 2 sums gradients after each of {layout.microbatches} microbatches" if layout.zero == 2 else "",
-        f"a ring sends (N-1)/N, with N={layout.size('data')}",
+        f"a ring sends (N-1)/N, with N={layout.size('dp_cp')}",
         "experts are summed over the ranks that have the same ones" if layout.ep > 1 else "",
         f"pipeline rank {sender(option)} has its own share of the layers" if layout.pp > 1 else "",
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """Who holds the same bits, and who of them differs. Pure arithmetic: every rank comes to the same end.
 
-A lane is the axes over which a tensor is copied, such as ("zero", "tp"). The ranks that a lane joins hold the same bits
+A lane is the axes over which a tensor is copied, such as ("fsdp", "tp"). The ranks that a lane joins hold the same bits
 of every tensor of that lane.
 """
 
@@ -14,7 +14,7 @@ from fivefold.layout.layout import Layout
 
 Lane = tuple[str, ...]
 # Whatever a tensor is: whole, or a share of ZeRO's; of a hybrid's copies; alike over tp; tied; a buffer of a stage.
-_CHOICES = (("", "zero", "ezero"), ("", "replicate"), ("", "tp"), ("", "ends"))
+_CHOICES = (("", "fsdp", "efsdp"), ("", "replicate"), ("", "tp"), ("", "embedding"))
 
 
 def lane_of(axes: Sequence[str], layout: Layout) -> Lane:
@@ -24,13 +24,13 @@ def lane_of(axes: Sequence[str], layout: Layout) -> Lane:
 
 def lanes(layout: Layout, experts: bool) -> list[Lane]:
     """All that a tensor can have in a layout, in an order that all ranks share."""
-    choices = (axes for axes in product(*_CHOICES) if experts or "ezero" not in axes)
+    choices = (axes for axes in product(*_CHOICES) if experts or "efsdp" not in axes)
     distinct = {lane_of(axes, layout) for axes in choices} | ({lane_of(["stage"], layout)} if experts else set())
     return sorted(distinct - {()})
 
 
 def groups(layout: Layout, lane: Lane) -> list[list[int]]:
-    """The ranks that a lane joins, each once; of "ends" only those that are one."""
+    """The ranks that a lane joins, each once; of "embedding" only those that are one."""
     first = list(range(layout.world))  # of each rank, one of its group, as far as it is known
 
     def root(rank: int) -> int:
@@ -42,7 +42,9 @@ def groups(layout: Layout, lane: Lane) -> list[list[int]]:
         for ranks in layout.groups(axis):
             for rank in ranks[1:]:
                 first[root(rank)] = root(ranks[0])
-    members = {rank for pair in layout.groups("ends") for rank in pair} if "ends" in lane else set(range(layout.world))
+    members = set(range(layout.world))
+    if "embedding" in lane:
+        members = {rank for pair in layout.groups("embedding") for rank in pair}
     groups_by_root: dict[int, list[int]] = {}
     for rank in sorted(members):
         groups_by_root.setdefault(root(rank), []).append(rank)

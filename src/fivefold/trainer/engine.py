@@ -212,8 +212,8 @@ class Engine(RankModel):
         if self.loads is not None:
             self.loads.begin()
         self.pipeline.run([self._microbatch(part, **self._extras()) for part in microbatches], loss_of)
-        ends = [self.mesh.ends] if self.job.model.tied else []
-        with waiting("the sum of gradients", self.mesh, self.mesh.data, self.mesh.tp, *ends, *self.mesh.expert_axes()):
+        ends = [self.mesh.embedding] if self.job.model.tied else []
+        with waiting("the sum of gradients", self.mesh, self.mesh.dp_cp, self.mesh.tp, *ends, *self.mesh.expert_axes()):
             self.weights.finish_grad_sync()
         return self._everywhere(sums) / count
 
@@ -253,7 +253,7 @@ class Engine(RankModel):
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for part in sums:
             total += part
-        for axis in (self.mesh.data, self.mesh.pp):
+        for axis in (self.mesh.dp_cp, self.mesh.pp):
             with waiting("the sum of losses", self.mesh, axis):
                 total = wait(all_reduce(total, axis), axis)
         return total

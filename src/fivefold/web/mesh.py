@@ -38,7 +38,7 @@ REPLICA = 512  # ranks of a replica that are drawn; of more, those of one place 
 FEW = 128  # ranks that are asked for their places one by one
 HELD = 64  # ranks whose parts a file holds
 CHOSEN = ("rank", "layer")
-SHARED = ("replicate", "zero", "ezero")  # what parameters are shared over: made of other axes
+SHARED = ("replicate", "fsdp", "efsdp")  # what parameters are shared over: made of other axes
 
 
 def payload(ask: Ask) -> dict[str, Any]:
@@ -158,9 +158,9 @@ def _places(layout: Layout, axis: str, ranks: Sequence[int]) -> list[int]:
 def _talking(case: Case) -> dict[str, list[int]]:
     """Every axis along which a rank talks, with the group of rank 0: those of the layout, and those that parameters
     are shared over."""
-    more = ("ep", "ezero") if case.spec.experts is not None else ()
+    more = ("ep", "efsdp") if case.spec.experts is not None else ()
     groups: dict[str, list[int]] = {}
-    for axis in ("tp", "cp", "pp", "dp", "replicate", "zero", *more):
+    for axis in ("tp", "cp", "pp", "dp", "replicate", "fsdp", *more):
         if case.layout.size(axis) > 1:
             group = case.layout.group(axis, 0)
             if axis not in SHARED or group not in groups.values():  # dp and zero are often the same ranks
@@ -205,7 +205,7 @@ def _replica(case: Case, number: int) -> dict[str, Any]:
 
 def _part(case: Case, part: RankPart) -> dict[str, Any]:
     layout, spec = case.layout, case.spec
-    shards = {axis: [layout.position(axis, part.rank), layout.size(axis)] for axis in ("zero", "ezero")}
+    shards = {axis: [layout.position(axis, part.rank), layout.size(axis)] for axis in ("fsdp", "efsdp")}
     return {
         "rank": part.rank,
         "at": part.at | ({"ep": layout.position("ep", part.rank)} if layout.ep > 1 else {}),
@@ -224,7 +224,7 @@ def _part(case: Case, part: RankPart) -> dict[str, Any]:
             "parameters": spec.parameter_count,
         },
         "zero": layout.zero,
-        "shards": shards if spec.experts is not None else {"zero": shards["zero"]},
+        "shards": shards if spec.experts is not None else {"fsdp": shards["fsdp"]},
         "parameters": part.parameters,
         "own": part.own,
     }  # fmt: skip

@@ -75,8 +75,8 @@ def test_copies_sum_their_shards_once_a_step() -> None:
         units = SMALL.layers + 1
         assert first == second
         assert first["replicate", "all-reduce"] == (units, padded // 2 * 4)
-        assert first["zero", "reduce-scatter"] == (2 * units, 2 * padded * 4)
-        assert first["zero", "all-gather"] == (4 * units, 4 * padded * 4)
+        assert first["fsdp", "reduce-scatter"] == (2 * units, 2 * padded * 4)
+        assert first["fsdp", "all-gather"] == (4 * units, 4 * padded * 4)
 
 
 def test_partial_gradients_are_summed_over_tp() -> None:

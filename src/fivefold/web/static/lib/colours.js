@@ -3,8 +3,8 @@
 const softer = (name, share = 50) => `color-mix(in srgb, var(--${name}) ${100 - share}%, white)`;
 const plain = name => `var(--${name})`;
 
-const AXES = { tp: "orange", cp: "purple", pp: "blue", dp: "green", ep: "red", replicate: "sky", shard: "sky", zero: "sky", ezero: "sky",
-  edp: "green", data: "green", batch: "green", ends: "blue", sequence: "purple" };
+const AXES = { tp: "orange", cp: "purple", pp: "blue", dp: "green", ep: "red", replicate: "sky", shard: "sky", fsdp: "sky", efsdp: "sky",
+  expert_dp: "green", dp_cp: "green", batch: "green", embedding: "blue", cp_tp: "purple" };
 // Compute is blue and green, communication warm, waiting grey.
 const CAUSES = { gemm: plain("blue"), attention: plain("sky"), memory: plain("green"), recompute: softer("green"), host: plain("rest"),
   tp: plain("orange"), cp: softer("orange"), zero: softer("red"), ep: plain("purple"), bubble: plain("grey"), dp: plain("red"),

@@ -9,7 +9,7 @@ const span = ends => !ends.length ? "none" : ends[0] === ends[1] ? `number ${for
 const some = ranks => ranks.length <= 8 ? ranks.join(", ") : `${ranks.slice(0, 6).join(", ")}, … ${ranks.at(-1)}`;
 
 function facts({ part }) {
-  const { of } = part, [shard, shards] = part.shards.zero, experts = part.shards.ezero;
+  const { of } = part, [shard, shards] = part.shards.fsdp, experts = part.shards.efsdp;
   const layers = part.stages.filter(one => one.layers.length).map(one => span(one.layers)).join(" and ");
   const ends = [part.stages.some(one => one.embedding) && "the embedding", part.stages.some(one => one.head) && "the head"].filter(Boolean);
   return [
@@ -21,7 +21,7 @@ function facts({ part }) {
     ["Sequences", `${span(part.sequences)} of ${format.count(of.sequences)}`, "sequences"],
     ["Parameters", `${format.si(part.parameters)} of ${format.si(of.parameters)}`, "parameters"],
     ["ZeRO", part.zero && shards > 1 ? `shard ${shard} of ${shards}: ${SHARDED[part.zero]}; it updates ${format.si(part.own)}` : part.zero ? `there is nobody to share with; it updates ${format.si(part.own)}` : SHARDED[0], "zero"],
-    experts && part.zero > 0 && ["ZeRO, experts", experts[1] > 1 ? `shard ${experts[0]} of ${experts[1]}, over the ranks with the same experts` : "nobody else has these experts", "ezero"],
+    experts && part.zero > 0 && ["ZeRO, experts", experts[1] > 1 ? `shard ${experts[0]} of ${experts[1]}, over the ranks with the same experts` : "nobody else has these experts", "efsdp"],
   ].filter(Boolean);
 }
 
