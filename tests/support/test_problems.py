@@ -1,11 +1,13 @@
 """Codes of problems: the source and docs/problems.md have the same ones, and a code outlives what is said around it."""
 
 import ast
+import pickle
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from fivefold.job.config import KEYS
+from fivefold.layout.rules import RULES
 from fivefold.support.errors import Problem, UserError
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +54,7 @@ def same(code: str, row: str) -> bool:
 
 def test_the_docs_have_the_codes_of_the_source_and_no_others() -> None:
     files = (ROOT / "src/fivefold").rglob("*.py")
-    codes = {code for file in files for code in codes_in(ast.parse(file.read_text()))}
+    codes = {code for file in files for code in codes_in(ast.parse(file.read_text()))} | RULES.keys()
     rows = re.findall(r"^\| `([\w.]+)` \| \S", (ROOT / "docs/problems.md").read_text(), re.M)
     assert len(rows) == len(set(rows))
     assert [code for code in codes if not any(same(code, row) for row in rows)] == []
@@ -64,6 +66,8 @@ def test_a_code_stays_with_its_sentence() -> None:
     first = UserError([Problem("layout.tp.heads", "tp=3\x1b"), "a remark"])
     assert (first.problems, first.codes) == (["tp=3\\x1b", "a remark"], ["layout.tp.heads"])
     assert [type(problem) for problem in first.problems] == [str, str]  # what encoders take
+    sent = pickle.loads(pickle.dumps(first))
+    assert (sent.problems, sent.codes) == (first.problems, first.codes)
     again = UserError(first.framed("job.toml: ", "; mend it"), "job.file")
     assert again.problems == ["job.toml: tp=3\\x1b; mend it", "job.toml: a remark; mend it"]
     assert again.codes == ["layout.tp.heads", "job.file"]

@@ -45,8 +45,9 @@ def small_buckets() -> None:
     from fivefold.parallel.replicated import Replicated
 
     for kind in (FullySharded, Replicated):
-        assert kind.__init__.__defaults__ is not None
-        kind.__init__.__defaults__ = (1, *kind.__init__.__defaults__[1:])  # the first: the least size of a bucket
+        defaults = kind.__init__.__kwdefaults__
+        assert "minimum" in defaults
+        defaults["minimum"] = 1
 
 
 # ---- bugs ----------------------------------------------------------------------------------------------------------

@@ -274,7 +274,7 @@ def test_a_rank_without_tokens_that_stays_away_is_a_hang_with_a_name(judge: Judg
     judge.hook = "tests.verifier.mixtures:a_rank_without_tokens_stays_away"
     verdict = judge(one)
     assert not verdict.passed
-    assert verdict.problems[0].startswith("rank 0 gave no answer within 8 s")
+    assert verdict.problems[0].startswith("rank 0 gave no answer within 20 s")
     assert verdict.problems[0].endswith("with it hang 1")
     assert "parallel/experts.py" in verdict.details  # where it waits for the one that is away
 

@@ -37,6 +37,9 @@ class Problem(str):
         made.code = code
         return made
 
+    def __getnewargs__(self) -> tuple[str, str]:  # a rank's error goes to whoever started it
+        return self.code, str(self)
+
 
 class UserError(Exception):
     """One or more problems with what the user gave us; each a sentence with the values and what to write instead.
