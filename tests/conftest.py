@@ -24,8 +24,10 @@ from tests.layers import HEAVY, LAYERS, walk
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
 
-# nohup makes all that it starts deaf to SIGHUP, and some tests send it.
+# What nohup starts ignores SIGHUP, and what a script starts with & ignores SIGINT; some tests send them.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # One thread a process: OpenMP's threads spin while they wait, and take the cores of other ranks.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
