@@ -1,6 +1,7 @@
 """Random numbers by place: known answers, any block the same numbers, and normals that are normal."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -22,10 +23,21 @@ KNOWN = [
 ]
 
 
+@pytest.mark.parametrize("compiling", [False, True])
 @pytest.mark.parametrize(("counter", "key", "expected"), KNOWN)
-def test_philox_gives_the_known_answers(counter, key, expected) -> None:
+def test_philox_gives_the_known_answers(counter, key, expected, compiling, monkeypatch) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
     counters = [torch.tensor([word]) for word in counter]
     assert tuple(init.random_words(key, *counters)[0].tolist()) == expected
+
+
+@pytest.mark.slow  # Inductor's import, and a C++ compiler
+def test_inductor_draws_the_same_words() -> None:
+    counters = torch.arange(128), torch.arange(64)[:, None], torch.tensor([3])
+    key = init.random_key(3, "dropout", "layers.0.attention")
+    assert key[0] >= 2**31
+    compiled = torch.compile(partial(init.random_words, key))
+    assert torch.equal(compiled(*counters), init.random_words(key, *counters))
 
 
 @settings(max_examples=30, deadline=None)

@@ -45,11 +45,19 @@ def random_words(key: Key, c0: Tensor, c1: Tensor | int = 0, c2: Tensor | int = 
     x0, x1, x2, x3 = torch.broadcast_tensors(*counters)
     k0, k1 = key
     for _ in range(10):
-        # int64 products wrap modulo 2^64 with the right bits; the mask after the shift drops the sign's copies.
-        low, high = x0 * _MULTIPLIERS[0], x2 * _MULTIPLIERS[1]
-        x0, x1, x2, x3 = ((high >> 32) & _MASK ^ x1 ^ k0, high & _MASK, (low >> 32) & _MASK ^ x3 ^ k1, low & _MASK)
+        (high0, low0), (high2, low2) = _product(x0, _MULTIPLIERS[0]), _product(x2, _MULTIPLIERS[1])
+        x0, x1, x2, x3 = high2 ^ x1 ^ k0, low2, high0 ^ x3 ^ k1, low0
         k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
     return torch.stack((x0, x1, x2, x3), dim=-1)
+
+
+def _product(words: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
+    """The upper and the lower 32 bits of a product of two 32-bit numbers."""
+    if torch.compiler.is_compiling():  # in C++ a product that overflows is undefined, and Inductor's came out wrong
+        low, high = words * (multiplier & 0xFFFF), words * (multiplier >> 16)
+        return (high + (low >> 16)) >> 16, (low + ((high & 0xFFFF) << 16)) & _MASK
+    product = words * multiplier  # wraps modulo 2^64 with the right bits; the mask drops the sign's copies
+    return (product >> 32) & _MASK, product & _MASK
 
 
 def random_normal(key: Key, rows: range, columns: range, device: torch.device | str = "cpu") -> Tensor:
