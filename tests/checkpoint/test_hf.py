@@ -173,7 +173,7 @@ def with_oddities(state: dict[str, torch.Tensor]) -> None:
             "means [259, 32]",
         ]),
         (with_oddities, [
-            "tensor model.layers.1.mlp.up_proj.weight of model.safetensors is of I8, which is no kind of weight",
+            "tensor model.layers.1.mlp.up_proj.weight of model.safetensors is of I8, which is not a weight dtype",
             "tensor model.layers.0.self_attn.q_proj.bias of DIR has no place in the model of its config.json",
         ]),
     ],

@@ -59,5 +59,5 @@ def own_file(directory: Path, name: str) -> Path:
     if not any(real.is_relative_to(allowed) for allowed in homes):
         raise UserError(f"{place} leads out of {directory}, to {real}; put the file itself there")
     if os.path.exists(real) and not real.is_file():
-        raise UserError(f"{place} is no regular file")
+        raise UserError(f"{place} is not a regular file")
     return place

@@ -84,7 +84,7 @@ def _misfit(stored: Stored, files: Mapping[str, int]) -> str | None:
         if {len(chunk.offsets), len(chunk.sizes)} != {len(shape)} or any(
             first < 0 or size < 1 or first + size > side for first, size, side in box
         ):
-            return f"the chunk at {list(chunk.offsets[:8])} is no box of the shape {list(shape)}"
+            return f"the chunk at {list(chunk.offsets[:8])} is not a box within the shape {list(shape)}"
         needed = math.prod(chunk.sizes) * BYTES[stored.dtype]
         if chunk.bytes != needed:
             return f"the chunk at {list(chunk.offsets)} has {chunk.bytes} bytes, and its numbers take {needed}"
