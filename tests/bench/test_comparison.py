@@ -157,7 +157,7 @@ def test_a_comparison_has_one_world() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("peers --ranks 1", "is no company"),
+        ("peers --ranks 1", "is too few to compare"),
         ("peers --only dp,xp", "--only xp is not a choice"),
         ("peers --rounds 0", "--rounds=0 must be at least 1"),
         ("peers --ranks 3", "fivefold dp=3"),
