@@ -176,7 +176,7 @@ def test_a_job_goes_on_in_its_own_directory_where_a_newer_one_of_its_name_is_ano
 
 def test_a_run_without_a_checkpoint_does_not_go_on(folder: Path) -> None:
     shutil.rmtree(folder / "runs/run/checkpoints")
-    assert "runs/run has no checkpoint to go on from; --fresh starts its job over" in refused(folder, "runs/run")
+    assert "runs/run has no checkpoint to resume from; --fresh starts its job over" in refused(folder, "runs/run")
 
 
 @pytest.mark.parametrize("more", [[], ["--nproc", "2", "layout=dp=2"]])

@@ -80,7 +80,7 @@ class Outputs:
             write()
         except OSError as error:
             self.lost.append(f"{what} cannot be written: {error.strerror or error}")
-            self.say(f"{self.lost[-1]}; training goes on without it")
+            self.say(f"{self.lost[-1]}; training continues without it")
             self.board = None if what == _BOARD else self.board
 
     def on_step(self, record: Step) -> None:
@@ -120,7 +120,7 @@ class Outputs:
 def vanishing(directory: Path) -> TrainingError:
     return TrainingError(
         f"{directory} was deleted or moved away during the run; a new one has the last checkpoint, unless "
-        "checkpoint.save=false, and the same command goes on from it"
+        "checkpoint.save=false, and the same command resumes from it"
     )
 
 

@@ -305,7 +305,7 @@ class MetricsFile:
             self._write()
         except OSError as error:
             if not self.why:
-                self.say(f"{self.path} cannot be written: {error.strerror}; its records wait, and training goes on")
+                self.say(f"{self.path} cannot be written: {error.strerror}; its records wait, and training continues")
             self.why = error.strerror or str(error)
         if len(self.waiting) > _KEPT:
             self.lost, self.waiting = self.lost + self.waiting.count(b"\n"), b"\n"  # which ends half a line

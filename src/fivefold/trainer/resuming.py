@@ -104,7 +104,7 @@ def stored_job(directory: Place, words: Sequence[str] = ()) -> Job:
         with reachable(directory):
             newest = newest_of(store_of(directory).complete())
         if newest is None:
-            raise UserError(f"{directory} has no checkpoint to go on from")
+            raise UserError(f"{directory} has no checkpoint to resume from")
         table = msgspec.to_builtins(stored(newest))
         table["run"]["name"], table["checkpoint"]["url"] = directory.name, str(directory.parent)
         return resolve(table, words)
@@ -140,10 +140,10 @@ def _table(directory: Path) -> dict[str, Any]:
         return table
     except Missing:
         if newest is None:
-            raise UserError(f"{directory} is no run: it has neither job.toml nor a checkpoint") from None
+            raise UserError(f"{directory} is not a run: it has neither job.toml nor a checkpoint") from None
         return msgspec.to_builtins(stored(newest))
     except UserError as error:
-        way_out = f"mend or delete it: {newest.path} has the job, too" if newest else "it is to be mended"
+        way_out = f"repair or delete it: {newest.path} has the job, too" if newest else "repair it"
         raise UserError(error.framed(after=f"; {way_out}")) from None
 
 
@@ -163,7 +163,7 @@ def refused(directory: Path, job: Job, sources: Sources, named: bool) -> list[st
     checkpoints = complete(job, directory)
     newest = newest_of(checkpoints)
     if named and not checkpoints:
-        return [f"{directory} has no checkpoint to go on from; --fresh starts its job over in a directory of its own"]
+        return [f"{directory} has no checkpoint to resume from; --fresh starts its job over in a directory of its own"]
     if newest is None:  # the load says which are damaged
         return []
     if not (newest.manifest.step or newest.manifest.optimizer or named or job.run.weights):
@@ -229,7 +229,7 @@ class Progress(msgspec.Struct, frozen=True):
 
 def begin(directory: Path, again: bool, steps: int) -> None:
     """Count a start of a run of so many steps. UserError if a launcher starts it `again`, and several starts have made
-    no new step; with that the count begins anew, so that a person who has mended the cause is not refused."""
+    no new step; with that the count begins anew, so that a person who has fixed the cause is not refused."""
     if (here := reached(directory)) >= steps:
         return
     before = _stored(directory) if again else Progress(here)

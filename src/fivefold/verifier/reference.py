@@ -1,7 +1,7 @@
 """What one device computes: the plain decoder, stock autograd, torch's own optimizer, the whole global batch at once.
 
 This file imports nothing from `parallel/`, nor the engine and the optimizer that are being judged. The decoder's
-experts are `plain_experts`. Where they send tokens is written down; runs that measure rounding send them there, too.
+experts are `PlainMixture`. Where they send tokens is written down; runs that measure rounding send them there, too.
 """
 
 from collections.abc import Generator
