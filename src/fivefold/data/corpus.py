@@ -44,7 +44,7 @@ def stdlib_corpus(cache: Path | None = None, progress: Report = quiet) -> Path:
     out = user_cache("corpus", cache) / f"stdlib-{platform.python_version()}-{_fingerprint(root, files)}"
     try:
         verify(TokenStore.open(out), CheckedData(out, cache))
-    except UserError:  # not there, or damaged; a cache is mended by making it again
+    except UserError:  # not there, or damaged; a cache is repaired by making it again
         if out.exists() and not is_prepared(out):
             shutil.rmtree(out)  # ours by its name, and of no use
         try:

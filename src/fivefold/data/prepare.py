@@ -313,7 +313,7 @@ def _checked(problems: list[str], check: Callable[[], T]) -> T | None:
     except UserError as error:
         problems += error.coded
     except OSError as error:
-        problems.append(Problem("file.read", f"{error.filename} cannot be looked at: {error.strerror}"))
+        problems.append(Problem("file.read", f"{error.filename} cannot be accessed: {error.strerror}"))
     return None
 
 

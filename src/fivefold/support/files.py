@@ -69,7 +69,8 @@ _KINDS = {stat.S_IFIFO: "FIFO", stat.S_IFSOCK: "socket", stat.S_IFCHR: "device",
 
 def irregular(mode: int) -> str | None:
     """What a file is, by its mode, that is no regular file."""
-    return None if stat.S_ISREG(mode) else f"it is a {_KINDS.get(stat.S_IFMT(mode), 'special file')}, no regular file"
+    kind = _KINDS.get(stat.S_IFMT(mode), "special file")
+    return None if stat.S_ISREG(mode) else f"it is a {kind}, not a regular file"
 
 
 def open_regular(path: Path, links: bool = False, append: bool = False) -> Regular:
