@@ -46,7 +46,7 @@ def test_json_output_and_quiet_are_the_same_everywhere(name: str) -> None:
         assert found["-o"] is found["--output"]
     assert not {"--out", "--csv", "--file"} & set(found)
     if "--html" in found:
-        assert found["--html"].help == "Write a page of it, one file to send: .html."
+        assert found["--html"].help == "Also write a self-contained HTML page."
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from fivefold.job.config import Job
 
 SHORT = "Import and export Hugging Face weights.  [dim]fivefold hf import DIR -o runs/llama[/]"
-app = typer.Typer(cls=Explaining, no_args_is_help=True, rich_markup_mode="rich", help="Hugging Face's directories.")
+app = typer.Typer(
+    cls=Explaining, no_args_is_help=True, rich_markup_mode="rich", help="Import and export Hugging Face directories."
+)
 
 _SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "kb": 10**3, "mb": 10**6, "gb": 10**9,
           "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}  # fmt: skip

@@ -40,7 +40,7 @@ Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write the r
 Picture = Annotated[
     Path | None, typer.Option("--output", "-o", help="Write the result: .json, .txt; or draw it: .svg, .png.")
 ]
-Html = Annotated[Path | None, typer.Option("--html", help="Write a page of it, one file to send: .html.")]
+Html = Annotated[Path | None, typer.Option("--html", help="Also write a self-contained HTML page.")]
 
 ModelWords = Annotated[
     list[str],
@@ -76,7 +76,7 @@ Precision = Annotated[
 Software = Annotated[str, typer.Option(help="Whose kernels and overlap: fivefold, nemo, torchtitan, megatron.")]
 Imbalance = Annotated[
     float | None,
-    typer.Option(help="Experts: tokens of the fullest rank over the mean; default: 1.6, by published runs."),
+    typer.Option(help="Experts: tokens of the most loaded rank / mean; default: 1.6, from published runs."),
 ]
 
 
