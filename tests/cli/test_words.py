@@ -40,7 +40,7 @@ def test_json_output_and_quiet_are_the_same_everywhere(name: str) -> None:
     found = options(EVERY[name])
     assert found["--json"].help == "Print JSON."
     assert found["--quiet"] is found["-q"]
-    assert found["--quiet"].help == "Print nothing but errors, and with --json the JSON."
+    assert found["--quiet"].help == "Print only errors, and with --json the JSON."
     assert ("--output" in found) == ("-o" in found)
     if "-o" in found:
         assert found["-o"] is found["--output"]

@@ -48,7 +48,9 @@ _Against = Annotated[
         "experts), deterministic (the same bits every time), eager (not compiled), with commas."
     ),
 ]
-_Steps = Annotated[int | None, typer.Option(help="Timed steps per turn, 10, or per case, 7; medians are shown.")]
+_Steps = Annotated[
+    int | None, typer.Option(help="Timed steps per turn (default: 10) or case (default: 7); medians are shown.")
+]
 _Checkpoint = Annotated[
     bool, typer.Option("--checkpoint", help="Also save a checkpoint while training, and report the slowdown.")
 ]
@@ -134,14 +136,14 @@ def train(
 
 
 _Rounds = Annotated[
-    int | None, typer.Option(help="Timed steps of each system, 5; with --overhead 7, with --scaling 3.")
+    int | None, typer.Option(help="Timed steps of each system; default: 5, with --overhead 7, with --scaling 3.")
 ]
 _Only = Annotated[
     str | None,
-    typer.Option(help="Some of dp,tp,pp,cp,zero, with commas; with --scaling of dp,tp,pp,cp,3d, or ep (experts)."),
+    typer.Option(help="Comma-separated subset of dp,tp,pp,cp,zero; with --scaling of dp,tp,pp,cp,3d, or ep (experts)."),
 ]
 _Overhead = Annotated[
-    bool, typer.Option("--overhead", help="One process, against a bare PyTorch loop and Hugging Face's.")
+    bool, typer.Option("--overhead", help="Compare one process with a bare PyTorch loop and with Hugging Face.")
 ]
 _Batch = Annotated[
     int | None, typer.Option(help="With --scaling: sequences of a step, 16 for all.", show_default=False)
@@ -160,12 +162,12 @@ _OF_JOBS = {name: f"--{name}" for name in ("against", "rounds", "checkpoint", "p
 def peers(
     context: typer.Context,
     changes: Changes = None,
-    ranks: Annotated[int, typer.Option(help="Ranks of every system that has several; with --scaling the most.")] = 2,
+    ranks: Annotated[int, typer.Option(help="Ranks of the multi-rank systems; with --scaling the maximum.")] = 2,
     rounds: _Rounds = None,
     only: _Only = None,
     overhead: _Overhead = False,
-    scaling: Annotated[bool, typer.Option("--scaling", help="Fivefold alone, from one rank to many.")] = False,
-    least: Annotated[int, typer.Option(help="With --scaling: the fewest ranks.")] = 2,
+    scaling: Annotated[bool, typer.Option("--scaling", help="Scale Fivefold alone from one rank to many.")] = False,
+    least: Annotated[int, typer.Option(help="With --scaling: the minimum of ranks.")] = 2,
     batch: _Batch = None,
     predict: _Predict = False,
     output: Output = None,
@@ -228,10 +230,10 @@ _Recovery = Annotated[
     bool, typer.Option("--recovery", help="Time how restarted ranks recover their state, instead of saves.")
 ]
 _CheckpointSteps = Annotated[
-    int | None, typer.Option(help="Steps before each save, and while it is written, 6; with --recovery 4.")
+    int | None, typer.Option(help="Steps before each save, and while it is written; default: 6, with --recovery 4.")
 ]
 _Directory = Annotated[
-    Path | None, typer.Option(help="On the disk to be measured; without it the system's for temporary files.")
+    Path | None, typer.Option(help="Directory on the disk to measure; default: the system's temporary directory.")
 ]
 _Timeout = Annotated[
     float | None, typer.Option(help="Seconds for the whole run, 1200; with --recovery for each start, 600.")

@@ -15,7 +15,7 @@ Microbatches = Annotated[int | None, typer.Option("--microbatches", "-m", help="
 Ranks = Annotated[int | None, typer.Option("--pp", help="Pipeline ranks (p).")]
 Chunks = Annotated[int | None, typer.Option(help="Stages per rank (v), for interleaved and bfs.")]
 Group = Annotated[int | None, typer.Option(help="Group size (N), for interleaved; default: the smallest that works.")]
-Memory = Annotated[int | None, typer.Option(help="Most live activations per rank, for auto; default: p.")]
+Memory = Annotated[int | None, typer.Option(help="Maximum live activations per rank, for auto; default: p.")]
 TimesText = Annotated[
     str,
     typer.Option(

@@ -28,7 +28,7 @@ from fivefold.support.dtypes import precision_of
 if TYPE_CHECKING:
     from fivefold.planner.result import PlanResult
 
-PLAN = "Choose a layout, and say why.  [dim]fivefold plan llama3-70b --cluster 8x8xH100[/]"
+PLAN = "Choose a layout, and explain the choice.  [dim]fivefold plan llama3-70b --cluster 8x8xH100[/]"
 SERVE = "Choose how to serve a model.  [dim]fivefold serve llama3-70b --cluster 8xH100[/]"
 GOODPUT = "Days to train, with failures.  [dim]fivefold goodput llama3-405b --cluster 2048x8xH100 --tokens 15.6T[/]"
 
@@ -56,13 +56,15 @@ def plan(
     seq: Seq = None,
     tokens: _Tokens = None,
     layout: _Layout = None,
-    fix: Annotated[str, typer.Option(help="Choices to keep: tp=8,zero=1,recompute=none.")] = "",
-    by: Annotated[Literal["throughput", "memory", "pareto"], typer.Option(help="Rank layouts by.")] = "throughput",
+    fix: Annotated[str, typer.Option(help="Layout settings to fix: tp=8,zero=1,recompute=none.")] = "",
+    by: Annotated[
+        Literal["throughput", "memory", "pareto"], typer.Option(help="What to rank layouts by.")
+    ] = "throughput",
     top: Annotated[int, typer.Option(min=1, help="Layouts to show.")] = 5,
     precision: Precision = "",
     software: Software = "fivefold",
     imbalance: Imbalance = None,
-    price: Annotated[float | None, typer.Option(help="Dollars per GPU and hour.")] = None,
+    price: Annotated[float | None, typer.Option(help="Dollars per GPU-hour.")] = None,
     output: _Output = None,
     html: Html = None,
     as_json: Json = False,
@@ -165,7 +167,7 @@ def serve(
     cluster: ClusterText = None,
     prompt: Annotated[int, typer.Option(help="Tokens per prompt.")] = 2048,
     answer: Annotated[int, typer.Option(help="Tokens per answer.")] = 512,
-    concurrent: Annotated[int | None, typer.Option(help="Sequences at a time; default: what fits.")] = None,
+    concurrent: Annotated[int | None, typer.Option(help="Concurrent sequences; default: as many as fit.")] = None,
     ttft: Annotated[float | None, typer.Option(help="Upper bound on the time to first token, in seconds.")] = None,
     tpot: Annotated[float | None, typer.Option(help="Upper bound on the time per output token, in seconds.")] = None,
     precision: Precision = "",
@@ -205,7 +207,9 @@ _Every = Annotated[
 ]
 _Mtbf = Annotated[float | None, typer.Option(help="Hours between failures of one GPU; default: Llama 3's, 50,677.")]
 _Detect = Annotated[float | None, typer.Option(help="Seconds to notice a failure; default: a tenth of train.timeout.")]
-_Storage = Annotated[float | None, typer.Option(help="GB/s of all nodes together; default: 2.08 a node, at most 95.")]
+_Storage = Annotated[
+    float | None, typer.Option(help="Aggregate storage bandwidth, GB/s; default: 2.08 per node, at most 95.")
+]
 _Jitter = Annotated[float | None, typer.Option(help="Coefficient of variation of a rank's step time; default: 0.0072.")]
 
 
@@ -214,7 +218,7 @@ def goodput(
     cluster: ClusterText = None,
     tokens: _GoodputTokens = None,
     layout: Annotated[str | None, typer.Option(help="This layout, instead of the planner's choice.")] = None,
-    fix: Annotated[str, typer.Option(help="Choices of a layout to keep: tp=8,zero=1.")] = "",
+    fix: Annotated[str, typer.Option(help="Layout settings to fix: tp=8,zero=1.")] = "",
     batch: Batch = None,
     seq: Seq = None,
     precision: Precision = "",
@@ -227,7 +231,7 @@ def goodput(
     save: Annotated[float | None, typer.Option(help="Seconds that a save blocks training; default: 0.59.")] = None,
     jitter: _Jitter = None,
     runs: Annotated[int, typer.Option(help="Simulated runs.")] = 1000,
-    seed: Annotated[int, typer.Option(help="Of the simulation: the same seed draws the same failures.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of the simulation.")] = 0,
     output: Output = None,
     as_json: Json = False,
 ) -> None:

@@ -17,7 +17,7 @@ from fivefold.support.errors import UserError
 from fivefold.support.files import write
 
 GENERATE = 'Generate text.  [dim]fivefold generate runs/demo --prompt "def "[/]'
-TRACE = "See where a step's time goes.  [dim]fivefold trace job.toml layout=pp=2,microbatches=4[/]"
+TRACE = "Trace where a step's time goes.  [dim]fivefold trace job.toml layout=pp=2,microbatches=4[/]"
 INSPECT = "Show a run: loss, expert load, checkpoint.  [dim]fivefold inspect runs/demo[/]"
 
 

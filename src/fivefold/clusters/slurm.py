@@ -257,7 +257,7 @@ def sbatch(it: Deployment, file: str, options: Options) -> str:
         "GPUS": [f"#SBATCH --gpus-per-node={it.machines.per_node}"] if it.machines.gpus else [],
         "LIMIT": comment(
             f"The ranks are told {notice} s before the time limit, and save a checkpoint ({it.saving}). Then, and "
-            "when a node is lost or the job is preempted, it is queued again and goes on from its last checkpoint."
+            "when a node is lost or the job is preempted, it is requeued and resumes from its last checkpoint."
         ),
         "TIME": options.time or USUAL_TIME,
         "NOTICE": notice,

@@ -428,7 +428,7 @@ class Corruption:
         raise Corrupt(
             f"step {step}: {consensus.computed(self.mesh.layout, culprits)}; its update was not made; gradients of "
             f"steps {self.computed + 1} to {step} may be wrong, and those of step {self.computed} were not: the same "
-            f"command goes on from the last checkpoint up to there; {_ADVICE}",
+            f"command resumes from the last checkpoint up to there; {_ADVICE}",
             suspect=self.computed + 1,
         )
 

@@ -110,7 +110,7 @@ class StepDecision(msgspec.Struct, frozen=True, kw_only=True, tag="decision", ta
 
     def __str__(self) -> str:
         done = {
-            "warn": "training goes on",
+            "warn": "training continues",
             "skip": "skipped: no update is made, and the samples are used up",
             "rollback": f"rolled back to the state after step {self.back}, and on with sample {self.samples}",
         }

@@ -1,4 +1,4 @@
-"""Going on with a run: `fivefold train runs/first`, and what a command by hand finds under its name.
+"""Resuming a run: `fivefold train runs/first`, and what a command by hand finds under its name.
 
 job = stored_job(Path("runs/first"), ["train.steps=80"])     # the job of that directory, changed
 refused(Path("runs/first"), job, sources, named=True)        # why the run cannot go on with it
@@ -73,7 +73,7 @@ def run_named(word: str | None) -> Place | None:
         of_one = path != inside and (path / MANIFEST).is_file()
         step = f" --step {Checkpoint(path).manifest.step}" if of_one else ""
         raise UserError(
-            f"{path} {'is a checkpoint' if of_one else 'has checkpoints'}; 'fivefold train {run}' goes on from the "
+            f"{path} {'is a checkpoint' if of_one else 'has checkpoints'}; 'fivefold train {run}' resumes from the "
             f"newest ({newest}), and 'fivefold checkpoint reshard {run}{step} --layout dp=1 -o NEW' makes a run of one"
         )
     if not (path / JOB).exists() and not newest_of(Store(path / "checkpoints").complete()):
@@ -97,7 +97,7 @@ def stored_job(directory: Place, words: Sequence[str] = ()) -> Job:
             "--fresh" if isinstance(directory, RemotePlace) else f"'fivefold train {directory / JOB} run.name=NAME'"
         )
         raise UserError(
-            f"{moved[0]} is another place than {directory}, in which the run goes on; a run of its own with the same "
+            f"{moved[0]} is not {directory}, in which the run resumes; a run of its own with the same "
             f"job is {way_out}"
         )
     if isinstance(directory, RemotePlace):
