@@ -106,7 +106,7 @@ def _with_steps(job: Job, steps: int) -> Job:
 #     measure_recovery(None, ["model=small", "layout=dp=2,zero=1"], rounds=5, ...)
 #
 # Starts from the two take turns. Each is of new processes, so pages are touched for the first time in both; the files
-# of the disk are dropped from the page cache before. What a snapshot costs is measured on the steps beside it.
+# of the disk are dropped from the page cache before. What a snapshot costs is measured on the steps during it.
 
 
 TIERS = ("memory", "disk")

@@ -226,7 +226,7 @@ def predicted(job: Job, text: str, core: Accelerator, imbalance: float = 1.0) ->
 
 def limit(job: Job, system: str, cores: tuple[Accelerator, Accelerator] | None = None, imbalance: float = 1.0) -> float:
     """The fraction of one process's step if communication took no time: work that ranks repeat, bubbles, the wait for
-    the rank with the most tokens. `cores`: one by itself and one beside the others, if they are known."""
+    the rank with the most tokens. `cores`: one by itself and one while others work, if they are known."""
     alone, busy = cores or (find_accelerator("CPU"),) * 2
     at_once = Link(1e30, 0.0, "at once")
     busy = structs.replace(busy, inside=at_once, across=at_once)

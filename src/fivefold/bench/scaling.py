@@ -1,4 +1,4 @@
-"""`fivefold bench peers --scaling`: layouts from one rank to many, each beside one process and its prediction."""
+"""`fivefold bench peers --scaling`: layouts from one rank to many, against one process and the prediction."""
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -117,7 +117,7 @@ def _of_one(rows: Sequence[Mapping[str, Any]], known: bool) -> str:
 
 
 def _reached(core: Accelerator, ranks: int) -> dict[str, float]:
-    """What the simulator knows of a core beside others at work."""
+    """What the simulator knows of a core while others are at work."""
     device, link = Device.of(core), core.inside
     alone = {
         "products": device.rate("fp32"),  # FLOP/s

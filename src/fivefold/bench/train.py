@@ -51,7 +51,7 @@ class Saved:
     """A checkpoint in the middle of the steps."""
 
     bytes: int
-    snapshot: float  # seconds of the call; a GPU copies on, beside the next step, whose update waits for it
+    snapshot: float  # seconds of the call; a GPU copies on, during the next step, whose update waits for it
     writing: float  # seconds from there to its manifest
     beside: list[float]  # seconds of the steps meanwhile; what the snapshot stops is in the first two
 

@@ -49,8 +49,8 @@ class CheckpointList(Result):
             yield from (Text(f"{row['name']}: {problem}", "bad") for problem in row["problems"])
         if self.memory:
             yield Text(
-                f"snapshots in this machine's memory are in {self.home}; the run's next start resumes from them, its end "
-                f"removes them, and so does 'rm -r {self.home}'"
+                f"snapshots in this machine's memory are in {self.home}; the run's next start resumes from them, its "
+                f"end removes them, and so does 'rm -r {self.home}'"
             )
 
 

@@ -56,7 +56,7 @@ def tensor_of(memory: mmap.mmap) -> Tensor:
 
 @dataclass
 class SnapshotSlot:
-    """One file of this rank's. It lies in a snapshot, or beside all of them."""
+    """One file of this rank's. It lies in a snapshot, or next to all of them."""
 
     spare: Path
     name: str  # in a snapshot

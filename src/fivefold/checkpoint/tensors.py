@@ -127,7 +127,7 @@ def _disjoint(chunks: tuple[Chunk, ...], dims: int) -> bool:
 #     total([segment_sum(...) for part in parts])   # 'fletcher:3af1...'
 #
 # Only their owner can write such files, so what they are checked for is accidents, and the sum may be one that costs
-# little beside the copy: one addition a word, five times as fast as the sha256 of a processor that has instructions
+# little next to the copy: one addition a word, five times as fast as the sha256 of a processor that has instructions
 # for it. A file is words of 64 bits, in rows of 8191. Each column has two sums: of its words, and of its words times
 # the number of pieces, of a MiB, that are left. After 8 MiB new sums begin. What lies between chunks is left out.
 #

@@ -217,7 +217,7 @@ class Deployment:
 
 
 # ---- options --------------------------------------------------------------------------------------------------------
-# What a user says beside the job and its machines, and to which kind of launch it belongs.
+# What a user says in addition to the job and its machines, and to which kind of launch it belongs.
 
 
 KINDS = {

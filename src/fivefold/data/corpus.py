@@ -31,7 +31,7 @@ _BUILD = "_sysconfigdata"  # how this very Python was compiled, with the paths o
 def stdlib_corpus(cache: Path | None = None, progress: Report = quiet) -> Path:
     """The directory of the prepared standard library, made if it is not there yet.
 
-    Processes may ask at the same time: each prepares beside the place, the first rename wins, the others use it.
+    Processes may ask at the same time: each prepares next to the place, the first rename wins, the others use it.
     """
     root = Path(sysconfig.get_path("stdlib"))
     files = stdlib_files(root)

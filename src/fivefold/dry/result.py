@@ -1,4 +1,4 @@
-"""What a dry run found: each rank's figures beside the planner's, and its memory through the step."""
+"""What a dry run found: each rank's figures next to the planner's, and its memory through the step."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 # ---- vs plan --------------------------------------------------------------------------------------------------------
-# A dry run's figures beside the planner's. Neither knows the other: where they agree, both are right, or both
+# A dry run's figures next to the planner's. Neither knows the other: where they agree, both are right, or both
 # are wrong in the same way.
 
 

@@ -35,7 +35,7 @@ class File(msgspec.Struct, frozen=True):
 
 
 def plain_name(name: str) -> bool:
-    """Whether a name that stands in a file is that of a file beside it, and leads nowhere else."""
+    """Whether a name that stands in a file is that of a file next to it, and leads nowhere else."""
     try:
         return 0 < len(os.fsencode(name)) <= 255 and name not in (".", "..") and "/" not in name and "\0" not in name
     except UnicodeEncodeError:  # half a character

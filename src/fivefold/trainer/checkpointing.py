@@ -86,7 +86,7 @@ class Checkpoints:
         return checkpoint
 
     def _from_disk(self, memory: list[Candidate], disk: int | None) -> Checkpoint | None:
-        """What memory has beside it is older than the newest there, and counts if that one is damaged."""
+        """What else memory has is older than the newest there, and counts if that one is damaged."""
         checkpoint, refusal = None, None
         try:
             checkpoint = newest(self.store, self.control, self.say, self._stands)

@@ -1,7 +1,7 @@
 """Between damaged data and the weights.
 
 Every rank reads its batches through the guard. Where the data is too large to be hashed before the start, the ranks of
-each node share its files and hash them beside training. What one rank finds, all learn from the step's sum
+each node share its files and hash them during training. What one rank finds, all learn from the step's sum
 of stop flags: that step changes no weights, and all ranks end with the same sentence.
 """
 

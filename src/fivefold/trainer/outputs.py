@@ -1,4 +1,4 @@
-"""What rank 0 keeps of a run beside its checkpoints: the job, the environment, metrics, TensorBoard's file, the trace.
+"""What rank 0 keeps of a run besides checkpoints: the job, the environment, metrics, TensorBoard's file, the trace.
 
 What cannot be written before the first step ends the run with a sentence. Later on it ends no training: a note says so,
 once, and a run that could not keep all that it promised ends with exit code 1.

@@ -27,7 +27,7 @@ Natural = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 class Load(msgspec.Struct, frozen=True, kw_only=True):
     """How the tokens of a step were spread over experts. Each token counts as often as it visits experts."""
 
-    fullest: float  # tokens of the fullest expert of any layer, over the mean of its layer
+    fullest: float  # tokens of the most loaded expert of any layer, over the mean of its layer
     entropy: float  # of the tokens over a layer's experts, by that of an even load; the mean over layers
     balance_loss: float | None = None  # of a row, the mean over layers, before its factor; 1: even. None: not asked for
     z_loss: float | None = None  # of a token, likewise

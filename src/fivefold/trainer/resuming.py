@@ -97,8 +97,7 @@ def stored_job(directory: Place, words: Sequence[str] = ()) -> Job:
             "--fresh" if isinstance(directory, RemotePlace) else f"'fivefold train {directory / JOB} run.name=NAME'"
         )
         raise UserError(
-            f"{moved[0]} is not {directory}, in which the run resumes; a run of its own with the same "
-            f"job is {way_out}"
+            f"{moved[0]} is not {directory}, in which the run resumes; a run of its own with the same job is {way_out}"
         )
     if isinstance(directory, RemotePlace):
         with reachable(directory):

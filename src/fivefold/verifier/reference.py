@@ -163,7 +163,7 @@ def replace_mixtures(model: nn.Module, spec: ModelSpec, factors: Factors) -> dic
 # ---- reference ------------------------------------------------------------------------------------------------------
 
 
-DRAWS = 3  # runs with other roundings, beside the reference itself, that measure its noise
+DRAWS = 3  # runs with other roundings, in addition to the reference itself, that measure its noise
 
 
 class ByDefinition(LocalAttention):

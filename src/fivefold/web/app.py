@@ -98,7 +98,7 @@ class View(NamedTuple):
     name: str  # of NAME.py and static/views/NAME.js
     title: str  # of its tab
     description: str  # what it shows, in a few words
-    parts: tuple[str, ...] = ()  # functions of its module beside `payload`
+    parts: tuple[str, ...] = ()  # functions of its module in addition to `payload`
     slow: tuple[str, ...] = ()  # of the parts (or "payload"): computed in a process of their own, which can be stopped
     kept: tuple[str, ...] = ()  # of the slow: the same for the same words as long as the server lives
 
