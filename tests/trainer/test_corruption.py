@@ -84,7 +84,7 @@ def test_flips_in_what_two_ranks_hold_or_one_alone_and_in_compute_are_found(toke
     ]
     weight, copy, in_two, in_three, compute, gathered, *missed = told(tokens, tmp_path, 2, cases)
     assert weight.startswith(
-        "Corrupt: step 3: rank 0 (dp 0) and rank 1 (dp 1) should hold the same bits of embedding.weight, and do not"
+        "Corrupt: step 3: rank 0 (dp 0) and rank 1 (dp 1) should hold the same bits of embedding.weight, but do not"
     )
     assert "after step 0 all copies were the same" in weight
     assert "embedding.weight as the model has it" in copy
