@@ -122,7 +122,7 @@ def test_words_that_name_no_run_are_sentences(folder: Path, monkeypatch) -> None
         "runs/rum": "there is neither a run nor a job file runs/rum; did you mean 'runs/run'?",
         "runs/run/checkpoints": "has checkpoints; 'fivefold train runs/run' resumes from the newest "
         r"(step-00000006)",
-        "runs/run/checkpoints/step-00000003": "is a checkpoint; 'fivefold train runs/run' goes on",
+        "runs/run/checkpoints/step-00000003": "is a checkpoint; 'fivefold train runs/run' resumes",
         "runs/run/checkpoints/latest/": "'fivefold checkpoint reshard runs/run --step 6 --layout dp=1 -o NEW' makes",
     }.items():
         with pytest.raises(UserError) as error:
