@@ -17,7 +17,7 @@ from msgspec import structs
 
 from benchmarks.slow import slowed
 from fivefold.bench.comparison import base_job
-from fivefold.bench.harness import Machine, RoundTimes, Told, caveats, refuse, table, too_small
+from fivefold.bench.harness import Machine, OnProgress, RoundTimes, caveats, refuse, table, too_small
 from fivefold.bench.systems import CPU, RATE, enter, machine, take_turns
 from fivefold.cli import main, program
 from fivefold.cli.bench import Changes, Rounds, measured
@@ -191,7 +191,7 @@ class MixedBenchResult(Result):
 
 
 def measure(
-    changes: list[str], ranks: int, slow: str, microbatches: int, rounds: int, quick: bool, told: Told
+    changes: list[str], ranks: int, slow: str, microbatches: int, rounds: int, quick: bool, on_progress: OnProgress
 ) -> Iterator[MixedBenchResult]:
     """The result after each factor of `slow`, with all that was measured until then."""
     factors = _factors(slow)
@@ -205,13 +205,13 @@ def measure(
     runs: list[MixedRun] = []
     for factor in factors:
         by_rank = tuple(factor if rank >= ranks // 2 else 1.0 for rank in range(ranks))
-        told(f"the speeds of {ranks} ranks, {ranks - ranks // 2} of them slowed {factor:g} times")
+        on_progress(f"the speeds of {ranks} ranks, {ranks - ranks // 2} of them slowed {factor:g} times")
         task = MixedTask(job, by_rank, {}, rounds, quick)
         speeds = RanksResult(processes.run(ranks, "benchmarks.mixed:measure_speed", task, timeout=_PATIENCE))
         with TemporaryDirectory(prefix="fivefold-mixed-") as home:
-            told("the planner's splits")
+            on_progress("the planner's splits")
             planned = plans(job, speeds, ranks, Path(home, "auto.txt"))
-            told(f"{len(planned)} systems, {counted(rounds, 'round')} in turns")
+            on_progress(f"{len(planned)} systems, {counted(rounds, 'round')} in turns")
             task = replace(task, layouts={system: plan.layout for system, plan in planned.items()})
             patience = _PATIENCE * (rounds + 2) * len(planned)
             seconds, losses, here = processes.run(ranks, "benchmarks.mixed:run", task, timeout=patience)[0]
@@ -325,7 +325,9 @@ def mixed(
 
       python -m benchmarks.mixed model.layers=8 --microbatches 4 --json
     """
-    measured(lambda told: measure(changes or [], ranks, slow, microbatches, rounds, quick, told), as_json, output)
+    measured(
+        lambda progress: measure(changes or [], ranks, slow, microbatches, rounds, quick, progress), as_json, output
+    )
 
 
 app = program(mixed, (".csv", ".json"))

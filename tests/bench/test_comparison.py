@@ -157,7 +157,7 @@ def test_a_comparison_has_one_world() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("peers --ranks 1", "is no company"),
+        ("peers --ranks 1", "is too few to compare"),
         ("peers --only dp,xp", "--only xp is not a choice"),
         ("peers --rounds 0", "--rounds=0 must be at least 1"),
         ("peers --ranks 3", "fivefold dp=3"),
@@ -169,7 +169,7 @@ def test_a_comparison_has_one_world() -> None:
         ("peers --overhead model.activation=gelu", "Hugging Face has no such model"),
         ("peers --overhead model.tied=true", "must not be tied"),
         ("peers --overhead -o .", ". should end in .json or .csv"),
-        ("peers --only ,", "--only names nothing"),
+        ("peers --only ,", "--only is empty"),
         ("train tiny run.dir=/proc/x", "cannot be made: No such file"),
         ("train tiny run.dir=/etc/passwd", "is not a directory that can be written to"),
         ("train tiny layout.recompute=full model.dropout=0.1 --against hf", "model.dropout=0.1 is Fivefold's alone"),

@@ -109,7 +109,7 @@ def test_a_harmed_file_is_named_and_the_one_before_is_used(tokens: Path, copied:
     assert said in ranks[0][2][0]
     assert f"{newest.name}/{name}" in ranks[0][2][0]
     assert ranks[0][2][1] == (
-        "step-00000002 is not used, and set aside as step-00000002.damaged; the one before it is tried"
+        "skipping step-00000002 (set aside as step-00000002.damaged); trying the previous checkpoint"
     )
     assert (copied / "step-00000002.damaged" / MANIFEST).exists()  # nothing was deleted
 
@@ -122,7 +122,7 @@ def test_a_number_changed_in_a_manifest_is_damage(tokens: Path, copied: Path, ch
     manifest.write_bytes(manifest.read_bytes().replace(*change))
     step, _, said = run_ranks(2, loaded, small_job(tokens, *TWO_STEPS), copied)[0]
     assert step == 1
-    assert "manifest.json is damaged: its numbers are not those that it was sealed with" in said[0]
+    assert "manifest.json is damaged: its checksum does not match" in said[0]
 
 
 def test_a_checkpoint_of_another_release_is_refused_and_stays_where_it_is(tokens: Path, copied: Path) -> None:
@@ -175,7 +175,7 @@ def test_a_save_that_fails_is_told_and_the_next_one_is_another_try(tokens: Path,
         (sentence,) = said
         assert sentence.startswith("the checkpoint of step 2 was not written: rank 1: FIVEFOLD_FAULT=raise@at=write")
         assert sentence.endswith(
-            "; the last good one is step-00000001; training goes on, and the next checkpoint is another try"
+            "; the last good one is step-00000001; training continues, and the next checkpoint tries again"
         )
     assert steps(tmp_path / "got") == [4, 3, 1]
     assert sorted(path.name for path in (tmp_path / "got").iterdir()) == [
@@ -199,7 +199,7 @@ def test_a_disk_that_has_room_again_gets_the_next_checkpoint(
     run.trainer.run([], checkpointing=run.keeper)
     assert [re.sub(r"/\S*", "DIR", said) for said in run.said] == [
         f"the checkpoint of step {step} was not written: it takes 374.62 KiB, and DIR has 0 B left; there is none "
-        "before it; training goes on, and the next checkpoint is another try"
+        "before it; training continues, and the next checkpoint tries again"
         for step in (1, 2)
     ]
     assert steps(tmp_path) == [3]

@@ -68,7 +68,7 @@ def test_a_run_goes_on_from_the_checkpoint_before(trained: Run, name: str, every
             continue
         assert found.step == 1, where
         assert f"{second.name}/{name}" in said[0], where
-        assert said[-1].startswith(f"{second.name} is not used, and set aside as {second.name}.damaged"), where
+        assert said[-1].startswith(f"skipping {second.name} (set aside as {second.name}.damaged"), where
         os.rename(f"{second}.damaged", second)
     assert same < tried / 500
     print(f"{tried} flips of {name}, {same} of them change nothing")

@@ -133,7 +133,7 @@ def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError) as error:
         HuggingFace(tmp_path / "in")
     first, second = error.value.problems
-    assert first.startswith("tensor model.layers.0.mlp.experts.2.down_proj.weight of model.safetensors gives shape")
+    assert first.startswith("tensor model.layers.0.mlp.experts.2.down_proj.weight of model.safetensors has shape")
     assert "has no tensor model.layers.1.mlp.experts.3.up_proj.weight (our layers.1.mlp.experts.up.weight" in second
 
 
@@ -171,7 +171,7 @@ def test_fp8_with_a_scale_for_each_tile_is_read_as_what_it_stands_for(tmp_path: 
     assert len(Store(tmp_path / "run" / "checkpoints").complete()) == 1
     del written["model.layers.1.self_attn.kv_b_proj.weight_scale_inv"]
     rewritten(tmp_path / "in", written)
-    with pytest.raises(UserError, match=r"kv_b_proj\.weight of .* is of F8_E4M3 with no scales, and config"):
+    with pytest.raises(UserError, match=r"kv_b_proj\.weight of .* is of F8_E4M3 with no scales, but config"):
         HuggingFace(tmp_path / "in")
 
 

@@ -96,9 +96,9 @@ def test_what_is_no_file_is_named_and_nobody_waits_for_it(directory: Path, name:
     place = directory / name
     place.unlink(missing_ok=True)
     {"fifo": os.mkfifo, "directory": Path.mkdir, "loop": lambda path: path.symlink_to(path.name)}[what](place)
-    with pytest.raises(UserError, match=r"is no regular file|leads out of"):
+    with pytest.raises(UserError, match=r"is not a regular file|leads out of"):
         own_file(directory, name)
-    with pytest.raises(UserError, match=r"is no regular file|leads out of"):
+    with pytest.raises(UserError, match=r"is not a regular file|leads out of"):
         HuggingFace(directory)
 
 

@@ -7,7 +7,17 @@ import numpy as np
 import pytest
 
 from fivefold.checkpoint import memory
-from fivefold.checkpoint.memory import Candidate, NodeFiles, candidates, copies, home, known, made, nodes_of, private
+from fivefold.checkpoint.memory import (
+    Candidate,
+    NodeFiles,
+    candidates,
+    copies,
+    known,
+    new_id,
+    nodes_of,
+    private,
+    snapshot_dir,
+)
 from fivefold.checkpoint.memory_load import answers
 from fivefold.checkpoint.store import Damaged
 from fivefold.checkpoint.tensors import segments, sum_of
@@ -15,9 +25,9 @@ from fivefold.checkpoint.tensors import segments, sum_of
 FILES = ["rank-0.tensors", "rank-1.tensors", "rank-2.tensors", "rank-3.tensors", "tensors.json"]
 
 
-def held(step: int, node: int, here: list[int], seal: str = "a", nodes: int = 4) -> NodeFiles:
+def held(step: int, node: int, present: list[int], seal: str = "a", nodes: int = 4) -> NodeFiles:
     """What node `node` has of a snapshot of four nodes with a rank each: the files of some ranks, and the table."""
-    names = [FILES[rank] for rank in here] + ["tensors.json"]
+    names = [FILES[rank] for rank in present] + ["tensors.json"]
     return NodeFiles(f"step-{step:08d}.{1000 + step}", step, 8 * step, seal, node, nodes, FILES, names)
 
 
@@ -108,13 +118,13 @@ def test_a_run_keeps_its_id_and_a_copy_of_its_directory_gets_another(tmp_path: P
     run, copy = tmp_path / "run", tmp_path / "copy"
     run.mkdir()
     assert known(run) == ""
-    name = made(run)
-    assert made(run) == known(run) == name
+    name = new_id(run)
+    assert new_id(run) == known(run) == name
     assert len(name) == 32
     copy.mkdir()
     (copy / memory.ID).write_bytes((run / memory.ID).read_bytes())
     assert known(copy) == ""
-    assert made(copy) != name
+    assert new_id(copy) != name
     run.rename(tmp_path / "moved")
     assert known(tmp_path / "moved") == name
     (tmp_path / "moved" / memory.ID).write_text('{"id": "../../etc", "inode": 1}')
@@ -125,19 +135,19 @@ def test_memory_is_of_this_user_alone_and_no_link_is_followed(tmp_path: Path, mo
     place = tmp_path / "memory"
     monkeypatch.setenv(memory.PLACE, str(place))
     with pytest.raises(FileNotFoundError):
-        home("a" * 32)
-    assert home("a" * 32, make=True) == place / ("a" * 32)
+        snapshot_dir("a" * 32)
+    assert snapshot_dir("a" * 32, make=True) == place / ("a" * 32)
     assert (place.stat().st_mode & 0o777, (place / ("a" * 32)).stat().st_mode & 0o777) == (0o700, 0o700)
     (place / "link").symlink_to(tmp_path)
-    with pytest.raises(OSError, match="is no directory"):
+    with pytest.raises(OSError, match="is not a directory"):
         private(place / "link", make=True)
     place.chmod(0o755)
     with pytest.raises(OSError, match="is not this user's alone"):
-        home("a" * 32, make=True)
+        snapshot_dir("a" * 32, make=True)
     place.chmod(0o700)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with pytest.raises(OSError, match="is not this user's alone"):
-        home("a" * 32)
+        snapshot_dir("a" * 32)
 
 
 def summed(data: bytearray, chunks: list[tuple[int, int]]) -> str:

@@ -92,7 +92,7 @@ def test_all_ranks_killed_at_once_go_on_from_memory_bit_for_bit(tokens: Path, tm
         assert losses == {step: want[0][2][step] for step in range(7, 11)}
         assert state == want[0][3]
     assert "rank-1.tensors is damaged: its sum (fletcher) is" in one[0][1][0]
-    assert one[0][1][1:] == ["step 8 in memory is not used; step 6 in memory is tried"]
+    assert one[0][1][1:] == ["skipping step 8 in memory; trying step 6 in memory"]
     # A copy of the directory is another run: it has disk alone.
     began, said, losses, state = run_ranks(2, run, job, tmp_path / "again", [memory])[0]
     assert began == f"{tmp_path / 'again' / 'checkpoints' / 'step-00000005'}, after step 5"
@@ -133,7 +133,7 @@ def test_starts_that_are_damaged_leave_memory_alone_and_disk_is_taken(tokens: Pa
     file.write_bytes(flipped)
     began, (sentence,), losses, _ = run_ranks(1, run, job, tmp_path / "run", [tmp_path / "m"])[0]
     assert (began, list(losses)) == (f"{tmp_path}/run/checkpoints/step-00000005, after step 5", [6, 7, 8, 9, 10])
-    assert sentence.startswith(f"{file} is damaged: its numbers are not those that it was sealed with; snapshots")
+    assert sentence.startswith(f"{file} is damaged: its checksum does not match; snapshots")
     first, last = starts(tmp_path / "run")
     assert (first.at, first.step, last.step) == (last.at, -1, 5)
 
@@ -144,7 +144,7 @@ def test_memory_without_room_is_one_note_and_training_goes_on(tokens: Path, tmp_
     for began, (sentence,), losses, _ in run_ranks(2, limited, job, tmp_path / "run", [tmp_path / "memory"]):
         assert (began, list(losses)) == ("", [1, 2, 3, 4])
         assert sentence.startswith("no snapshot was taken into memory after step 1: rank 0: File too large")
-        assert sentence.endswith("; training goes on without, and disk is still there")
+        assert sentence.endswith("; training continues, checkpoints still go to disk")
 
 
 @pytest.mark.slow
@@ -160,7 +160,7 @@ def test_killed_while_a_snapshot_is_taken_the_one_before_counts(tokens: Path, tm
     began, said, losses, _ = run_ranks(2, run, job, tmp_path / "run", [tmp_path / "m"])[0]
     assert (began, list(losses)) == (f"{tmp_path}/run/checkpoints/step-00000005, after step 5", [6, 7, 8, 9, 10])
     assert said == [
-        f"{table} is damaged: the manifest promises other bytes", "step 6 in memory is not used; disk is tried"
+        f"{table} is damaged: the manifest promises other bytes", "skipping step 6 in memory; trying disk"
     ]  # fmt: skip
 
 

@@ -166,7 +166,7 @@ def test_a_server_that_fails_costs_a_save_and_not_the_run(
     run.trainer.run([], checkpointing=run.keeper)
     assert run.said == [
         "the checkpoint of step 2 was not written: 500 Internal Error, ***; the last good one is step-00000001; "
-        "training goes on, and the next checkpoint is another try"
+        "training continues, and the next checkpoint tries again"
     ]
     assert names(run.keeper.store.complete()) == ["step-00000003", "step-00000001"]
     assert not run.keeper.store.incomplete()
@@ -195,9 +195,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_a_silent_server_is_not_damage(
     assert run.keeper.restore() is not None
     assert run.trainer.done == 1
     assert "rank-0.tensors is damaged" in run.said[0]
-    assert (
-        run.said[1] == "step-00000002 is not used, and set aside as step-00000002.damaged; the one before it is tried"
-    )
+    assert run.said[1] == "skipping step-00000002 (set aside as step-00000002.damaged); trying the previous checkpoint"
 
 
 def test_every_question_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:

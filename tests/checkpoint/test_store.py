@@ -120,7 +120,7 @@ def test_set_aside_moves_the_link_and_deletes_nothing(tmp_path: Path) -> None:
 
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     (tmp_path / "runs" / "a" / "checkpoints").mkdir(parents=True)
-    with pytest.raises(UserError, match=r"runs/b is no directory; .*runs has: .*runs/a"):
+    with pytest.raises(UserError, match=r"runs/b is not a directory; .*runs has: .*runs/a"):
         find(tmp_path / "runs" / "b")
     with pytest.raises(UserError, match="has no complete checkpoint"):
         find(tmp_path / "runs" / "a")

@@ -200,7 +200,7 @@ def test_only_files_of_the_directory_that_are_not_too_large_are_taken(
     for bad in (lambda place: place.symlink_to(tmp_path / "away"), os.mkfifo, Path.mkdir):
         (directory / name).unlink()
         bad(directory / name)
-        with pytest.raises(UserError, match=r"leads out of|no regular file"):
+        with pytest.raises(UserError, match=r"leads out of|not a regular file"):
             import_hf(directory, tmp_path / "run", quiet)
         assert not (tmp_path / "run").exists()
         (directory / name).rmdir() if (directory / name).is_dir() else (directory / name).unlink()
@@ -255,7 +255,7 @@ def test_an_import_names_special_tokens_that_are_none(own: Path, tmp_path: Path,
     shutil.copytree(own / "hf", tmp_path / "hf")
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"eos_token_id": eos}))
-    with pytest.warns(Note, match=r"eos_token_id=.* of config\.json is no token of \d+"):
+    with pytest.warns(Note, match=r"eos_token_id=.* of config\.json is not one of the \d+"):
         import_hf(tmp_path / "hf", tmp_path / "run", quiet)
 
 

@@ -225,7 +225,7 @@ def test_bad_words_are_sentences(whole, tmp_path: Path, monkeypatch) -> None:
     for words, said in [
         (["generate", run], "give either --prompt or --tokens"),
         (["generate", run, "--tokens", "a"], "is not a list of numbers"),
-        (["generate", "nowhere", "--prompt", "x"], "nowhere is no directory"),
+        (["generate", "nowhere", "--prompt", "x"], "nowhere is not a directory"),
         (["hf", "export", run, "-o", "x", "--shard-size", "big"], "--shard-size big is not a size"),
         (["hf", "export", run, "-o", "x", "--dtype", "int8"], "--dtype int8 is not one of"),
         (["hf", "import", "nowhere", "-o", "x"], "nowhere is not a directory"),

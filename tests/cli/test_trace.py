@@ -74,7 +74,7 @@ def test_training_can_trace_some_of_its_steps(tmp_path: Path) -> None:
         (["trace", "-o", "nowhere/trace.json"], "--output nowhere/trace.json: there is no directory nowhere"),
         (
             ["trace", "."],
-            "no job file, which trace runs anew; `fivefold inspect . --html FILE` shows a run's trace",
+            "is not a job file, and trace runs one; `fivefold inspect . --html FILE` shows a run's trace",
         ),
         (["trace", "demo/trace.json"], "`fivefold inspect demo --html FILE` shows a run's trace"),
         (["trace", "trace.step=1"], "trace.step is not a setting; did you mean 'steps'?"),

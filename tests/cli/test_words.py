@@ -40,13 +40,13 @@ def test_json_output_and_quiet_are_the_same_everywhere(name: str) -> None:
     found = options(EVERY[name])
     assert found["--json"].help == "Print JSON."
     assert found["--quiet"] is found["-q"]
-    assert found["--quiet"].help == "Print nothing but errors, and with --json the JSON."
+    assert found["--quiet"].help == "Print only errors, and with --json the JSON."
     assert ("--output" in found) == ("-o" in found)
     if "-o" in found:
         assert found["-o"] is found["--output"]
     assert not {"--out", "--csv", "--file"} & set(found)
     if "--html" in found:
-        assert found["--html"].help == "Write a page of it, one file to send: .html."
+        assert found["--html"].help == "Also write a self-contained HTML page."
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -131,7 +131,9 @@ def test_the_planner_knows_what_does_not_fit_and_how_long_a_step_is(job: Path) -
     short = json.loads(said(f"{LARGE} --cluster 2x8xH100 --slurm --json"))
     assert not [note for note in short["notes"] if "fit" in note]
     whole = json.loads(said(f"{LARGE} layout.zero=0 --cluster 2x8xA10G --slurm --json"))
-    assert [note for note in whole["notes"] if note.startswith("as planned, this does not fit: the fullest rank needs")]
+    assert [
+        note for note in whole["notes"] if note.startswith("as planned, this does not fit: the most loaded rank needs")
+    ]
     older = json.loads(said(f"{LARGE} --cluster 2x8xV100 --slurm --json"))
     assert [note for note in older["notes"] if note.startswith("time and memory are not known on 2x8xV100: ")]
 

@@ -52,6 +52,6 @@ def test_an_elastic_run_takes_a_range_of_nodes(tmp_path: Path) -> None:
 
 def test_one_node_is_spoken_to_as_one() -> None:
     text = lines(Deployment(read_job(None, ["layout=dp=4"]), Machines(1, 4)), "", "run-1", 5)
-    assert "# Type this on the node. Its port 29400 must be free.\n" in text
+    assert "# Run this on the node. Its port 29400 must be free.\n" in text
     assert "--rdzv-endpoint=localhost:29400" in text
     assert "FILL_IN" not in text

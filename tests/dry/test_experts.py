@@ -150,8 +150,8 @@ def test_the_planner_says_what_experts_need(
         assert figures[name].dry == figures[name].plan, name
     peak = figures["peak"]
     assert abs(peak.difference) < 0.03
-    room = found.room
-    early, late = room.working - room.late, room.after - room.unmade
+    predicted = found.predicted
+    early, late = predicted.working - predicted.late, predicted.after - predicted.unmade
     if abs(early - late) > 0.03 * peak.plan:  # else either moment may be the peak, with other activations
         assert abs(figures["activations at the peak"].difference) < 0.03
     # A window's kernels compute whole tiles around it.

@@ -141,7 +141,7 @@ def test_a_flipped_byte_is_found_and_the_checkpoint_before_it_used(
     assert f"{file} is damaged: its sha256 is" in check.stdout
     more = fivefold("train", f"s3://{BUCKET}/a/run", "train.steps=6", cwd=tmp_path, env=server.env)
     assert more.returncode == 0, more.stderr
-    assert "step-00000004 is not used, and set aside as step-00000004.damaged" in more.stdout
+    assert "skipping step-00000004 (set aside as step-00000004.damaged)" in more.stdout
     assert "step-00000002, after step 2" in more.stdout
     listed = fivefold("checkpoint", "ls", f"s3://{BUCKET}/a/run", env=server.env)
     assert [line.split()[0] for line in listed.stdout.splitlines()[1:]] == [
@@ -174,7 +174,7 @@ def test_training_goes_on_without_the_server_and_saves_when_it_is_back(
     (said,) = run.said
     assert said.startswith("the checkpoint of step 2 was not written: Could not connect to the endpoint URL")
     assert said.endswith("s3://bucket/a cannot be listed: " + said.rpartition("cannot be listed: ")[2])
-    assert said.endswith("; training goes on, and the next checkpoint is another try")
+    assert said.endswith("; training continues, and the next checkpoint tries again")
     server.start()
     server.bucket()  # moto forgets
     run.keeper.save(3)

@@ -77,7 +77,7 @@ def test_bad_requests_are_refused(tmp_path: Path) -> None:
     assert len(error.value.problems) == 5  # temperature, heads and kv heads, token, positions
     with pytest.raises(UserError, match=r"has no tokenizer\.json"):
         generate(request(directory), ["hello"], None, lambda _: None)
-    with pytest.raises(UserError, match="is no directory"):
+    with pytest.raises(UserError, match="is not a directory"):
         generate(request(tmp_path / "nowhere"), [], PROMPT, lambda _: None)
 
 

@@ -176,7 +176,7 @@ def test_a_rank_that_comes_twice_is_named(meetings: Meetings) -> None:
         meetings.start(rank)
     ends = meetings.finish()
     assert [type(end) for end in ends] == [UserError] * 3
-    assert all("rank 1 is claimed 2 times: by pid " in str(end) for end in ends)
+    assert all("2 processes claim rank 1: pid " in str(end) for end in ends)
 
 
 def test_rank_0_that_comes_twice_is_named(meetings: Meetings) -> None:
@@ -184,7 +184,7 @@ def test_rank_0_that_comes_twice_is_named(meetings: Meetings) -> None:
     meetings.called()
     meetings.start(0, timeout=0.1)
     ends = meetings.finish()
-    assert "rank 0 is claimed twice" in str(ends[0])
+    assert "two processes claim rank 0" in str(ends[0])
     assert isinstance(ends[1], PeerLost)
 
 
@@ -224,7 +224,9 @@ def test_what_is_no_statement_is_refused(meetings: Meetings, data: bytes) -> Non
     part = meetings.called()
     place = intrude(part, data)
     (end,) = meetings.finish()
-    assert end.problems == [f"a process has sent {len(data)} bytes that are no statement of a rank, and is refused"]
+    assert end.problems == [
+        f"a process has sent {len(data)} bytes that are not a valid statement of a rank, and is refused"
+    ]
     assert part.get(f"answer {place}") == b""
 
 

@@ -138,7 +138,7 @@ def test_a_name_that_does_not_resolve_is_named_at_once(rank: int, name: str) -> 
 
 def test_an_address_of_another_machine_is_named() -> None:
     error = refusal(lambda: opened(Rendezvous("", "198.51.100.7", free_port()), 0))
-    assert (error.codes, "198.51.100.7 is no address of that" in str(error)) == (["meeting.address"], True)
+    assert (error.codes, "198.51.100.7 is not an address of it" in str(error)) == (["meeting.address"], True)
 
 
 def test_within_passes_on_what_happens_and_waits_as_long_as_something_does() -> None:

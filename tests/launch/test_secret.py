@@ -75,5 +75,5 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
     for name, make in makers.items():
         (tmp_path / name).mkdir()
         make(tmp_path / name / ".secret")
-        refused(tmp_path / name, "cannot be read|is no regular file")
+        refused(tmp_path / name, "cannot be read|is not a regular file")
     refused(tmp_path / "elsewhere" / "runs", "a directory that all machines share,")

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from fivefold.machines.doctor import DoctorResult
-from fivefold.machines.judge import Disk, Examination, Gpu, RankReport, Send, findings, odd
+from fivefold.machines.judge import Disk, Examination, Gpu, RankReport, Send, below_peers, findings
 from tests.machines.made import WELL, but, examined_job, reports
 
 
@@ -21,10 +21,10 @@ def test_equal_nodes_are_well() -> None:
 
 
 def test_the_odd_one_is_below_a_share_of_the_median_of_its_peers() -> None:
-    assert odd({"a": 1.0, "b": 1.0, "c": 0.69}, 0.7) == {"c": 1.0}
-    assert odd({"a": 1.0, "b": 1.0, "c": 0.71}, 0.7) == {}
-    assert odd({"a": 9.0, "b": 1.0, "c": 1.0, "d": 1.1}, 0.7) == {}  # one that is faster makes nobody odd
-    assert odd({"a": 1.0}, 0.7) == {}
+    assert below_peers({"a": 1.0, "b": 1.0, "c": 0.69}, 0.7) == {"c": 1.0}
+    assert below_peers({"a": 1.0, "b": 1.0, "c": 0.71}, 0.7) == {}
+    assert below_peers({"a": 9.0, "b": 1.0, "c": 1.0, "d": 1.1}, 0.7) == {}  # one that is faster makes nobody odd
+    assert below_peers({"a": 1.0}, 0.7) == {}
 
 
 def test_a_slow_rank_is_named_with_its_node() -> None:
@@ -39,7 +39,7 @@ def test_cores_may_differ_more_than_gpus() -> None:
     cores = [msgspec.structs.replace(one, cpu=True, device="a CPU", gpu=None) for one in reports()]
     assert found(but(cores, 3, rate=0.6 * WELL)) == []
     (said,) = found(but(cores, 3, rate=0.4 * WELL))
-    assert said.endswith("(odd below 50%)")
+    assert said.endswith("(outlier below 50%)")
 
 
 def test_a_node_whose_ranks_are_all_slow_is_named() -> None:
@@ -66,11 +66,11 @@ def test_ranks_that_share_a_gpu_are_not_held_to_the_planner() -> None:
 def test_of_two_neither_is_the_odd_one() -> None:
     two = [msgspec.structs.replace(one, rings=[], sends=[], disk=None) for one in reports()[:2]]
     (said,) = [one for one in found(but(two, 1, rate=0.6 * WELL)) if "planner" not in one]
-    assert "of two, neither can be called the odd one" in said
+    assert "with only two, the outlier cannot be determined" in said
     (said,) = found(but(two, 1, versions=two[0].versions | {"torch": "2.11.0"}))
     assert said == (
-        "versions: torch is 2.13.0 on rank 0 on gpu-000.cluster and 2.11.0 on rank 1 on gpu-000.cluster; neither can "
-        "be called the odd one"
+        "versions: torch is 2.13.0 on rank 0 on gpu-000.cluster and 2.11.0 on rank 1 on gpu-000.cluster; with "
+        "two equal groups, the outlier cannot be determined"
     )
 
 

@@ -84,15 +84,15 @@ def test_flips_in_what_two_ranks_hold_or_one_alone_and_in_compute_are_found(toke
     ]
     weight, copy, in_two, in_three, compute, gathered, *missed = told(tokens, tmp_path, 2, cases)
     assert weight.startswith(
-        "Corrupt: step 3: rank 0 (dp 0) and rank 1 (dp 1) should hold the same bits of embedding.weight, and do not"
+        "Corrupt: step 3: rank 0 (dp 0) and rank 1 (dp 1) should hold the same bits of embedding.weight, but do not"
     )
     assert "after step 0 all copies were the same" in weight
     assert "embedding.weight as the model has it" in copy
     for one in (in_two, in_three):
         assert "between the updates of steps 2 and 3, on rank 1 (dp 1): exp_avg of embedding.weight;" in one
-    assert "step 3: rank 1 (dp 1) got other gradients of the same microbatch one time than the other;" in compute
+    assert "step 3: rank 1 (dp 1) got different gradients for the same microbatch in two runs;" in compute
     assert "gradients of steps 1 to 3 may be wrong" in compute
-    assert "step 3: rank 0 (dp 0) got other gradients" in gathered
+    assert "step 3: rank 0 (dp 0) got different gradients" in gathered
     assert missed == ["", ""]
 
 
@@ -107,7 +107,7 @@ def test_a_rank_alone_checks_what_it_holds_and_what_it_computes(
     model = " as the model has it" if BFLOAT16 in changes else ""
     assert f"{held}embedding.weight{model};" in ends["weight"]
     assert f"{held}exp_avg of embedding.weight;" in ends["shard"]
-    assert "step 3: rank 0 got other gradients of the same microbatch one time than the other;" in ends["compute"]
+    assert "step 3: rank 0 got different gradients for the same microbatch in two runs;" in ends["compute"]
     assert trained(small_job(tokens, *every), 1, tmp_path)[0] == ""
 
 
@@ -118,8 +118,8 @@ def test_of_three_copies_the_odd_one_is_named(tokens: Path, tmp_path: Path) -> N
         for at in ("weight", "shard")
     ]
     weight, moment = told(tokens, tmp_path, 3, cases)
-    assert "step 2: rank 2 (dp 2) holds other bits than ranks 0, 1 of embedding.weight;" in weight
-    assert "step 2: rank 2 (dp 2) holds other bits than ranks 0, 1 of exp_avg of embedding.weight;" in moment
+    assert "step 2: rank 2 (dp 2) holds different bits than ranks 0, 1 of embedding.weight;" in weight
+    assert "step 2: rank 2 (dp 2) holds different bits than ranks 0, 1 of exp_avg of embedding.weight;" in moment
 
 
 def saved(rank: int, world: int, jobs: list[tuple[Any, str]], directory: Path) -> list[Any]:

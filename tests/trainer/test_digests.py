@@ -9,13 +9,13 @@ from fivefold.layout.layout import Layout
 from fivefold.trainer import corruption as module
 from fivefold.trainer.consensus import (
     CorruptionVerdict,
-    Odd,
+    Disagreement,
     Runs,
     disagreements,
+    find_disagreement,
     groups,
     lanes,
     neighbours,
-    odd_one,
     verdict,
 )
 from fivefold.trainer.corruption import digest
@@ -57,12 +57,12 @@ def test_a_digest_does_not_depend_on_how_it_is_read(monkeypatch: pytest.MonkeyPa
 
 
 def test_three_copies_name_the_one_that_differs_and_two_the_pair() -> None:
-    assert odd_one({0: 7, 1: 7}) is None
-    assert odd_one({0: 7, 1: 8}) == Odd((0, 1), ())
-    assert odd_one({0: 7, 1: 8, 2: 7}) == Odd((1,), (0, 2))
-    assert odd_one({0: 7, 1: 8, 2: 9}) == Odd((0, 1, 2), ())
-    assert odd_one({0: 7, 1: 7, 2: 9, 5: 9}) == Odd((0, 1, 2, 5), ())
-    assert odd_one({3: 1, 4: 1, 5: 1, 6: 2, 7: 3}) == Odd((6, 7), (3, 4, 5))
+    assert find_disagreement({0: 7, 1: 7}) is None
+    assert find_disagreement({0: 7, 1: 8}) == Disagreement((0, 1), ())
+    assert find_disagreement({0: 7, 1: 8, 2: 7}) == Disagreement((1,), (0, 2))
+    assert find_disagreement({0: 7, 1: 8, 2: 9}) == Disagreement((0, 1, 2), ())
+    assert find_disagreement({0: 7, 1: 7, 2: 9, 5: 9}) == Disagreement((0, 1, 2, 5), ())
+    assert find_disagreement({3: 1, 4: 1, 5: 1, 6: 2, 7: 3}) == Disagreement((6, 7), (3, 4, 5))
 
 
 def test_ranks_that_hold_the_same_stand_in_one_group() -> None:

@@ -46,11 +46,11 @@ def test_an_elastic_run_ends_where_its_job_says(tokens: Path, tmp_path: Path) ->
     done = fivefold(*words, "elastic.least=2", "checkpoint.every=1", cwd=tmp_path, env=fault)
     assert done.returncode == 1
     assert done.stderr.endswith(
-        "error: 1 ranks are left, and elastic.least=2 asks for more; the run goes on when they are back, or with "
+        "error: 1 ranks are left, and elastic.least=2 asks for more; the run resumes when they are back, or with "
         "elastic.least=1\n"
     )
     refused = fivefold(*words, "checkpoint.save=false", "--check", cwd=tmp_path)
     assert refused.returncode == 2
-    assert "--elastic goes on from checkpoints, and checkpoint.save=false makes none" in refused.stderr
+    assert "--elastic resumes from checkpoints, and checkpoint.save=false makes none" in refused.stderr
     alone = fivefold("train", "--elastic", cwd=tmp_path)
     assert (alone.returncode, "--elastic needs ranks to lose" in alone.stderr) == (2, True)

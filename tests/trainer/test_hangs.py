@@ -33,9 +33,9 @@ def test_a_rank_that_stops_in_a_save_is_named(tokens: Path, tmp_path: Path, rank
     other = 1 - rank
     assert said[0].startswith(f"error: rank {other} (dp {other}) waited ")
     assert f"for rank {rank}, which has not moved for " in said[0]
-    assert said[0].endswith("s, and was last seen in step 3, and beside it in the checkpoint of step 3")
+    assert said[0].endswith("s, and was last seen in step 3, and concurrently in the checkpoint of step 3")
     assert said[-1].startswith(f"rank {rank} (dp {rank}) did not end with the others; it last moved ")
-    assert "in step 3, and beside it in the checkpoint of step 3" in said[-1]
+    assert "in step 3, and concurrently in the checkpoint of step 3" in said[-1]
 
 
 def test_a_rank_that_stops_in_a_load_is_named(tokens: Path, tmp_path: Path) -> None:

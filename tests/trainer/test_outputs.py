@@ -99,7 +99,7 @@ def test_a_trace_that_cannot_be_written_stops_no_training(tmp_path: Path) -> Non
     run.traced.path = tmp_path / "trace.json"
     run.trace(None)  # type: ignore[arg-type]
     run.close()
-    assert said == [f"{tmp_path}/trace.json cannot be written: No space left on device; training goes on without it"]
+    assert said == [f"{tmp_path}/trace.json cannot be written: No space left on device; training continues without it"]
     with pytest.raises(TrainingError, match=r"all steps are done, but .*trace.json cannot be written"):
         run.judge()
 
@@ -119,7 +119,7 @@ def test_a_directory_that_vanishes_ends_the_run_with_a_checkpoint_in_a_new_one(
     said = [line for line in run.stderr.splitlines() if line.startswith("error")]
     assert said == [
         "error: runs/run was deleted or moved away during the run; a new one has the last checkpoint, unless "
-        "checkpoint.save=false, and the same command goes on from it"
+        "checkpoint.save=false, and the same command resumes from it"
     ]
     (step,) = saved(tmp_path)
     assert step >= 3

@@ -1,4 +1,4 @@
-"""Going on with a run: by its directory, by its name, and never by accident."""
+"""Resuming a run: by its directory, by its name, and never by accident."""
 
 import json
 import shutil
@@ -120,9 +120,9 @@ def test_words_that_name_no_run_are_sentences(folder: Path, monkeypatch) -> None
     for word, said in {
         "runs": "runs is not the directory of a run: it has neither job.toml nor a checkpoint; there is: runs/run",
         "runs/rum": "there is neither a run nor a job file runs/rum; did you mean 'runs/run'?",
-        "runs/run/checkpoints": "has checkpoints; 'fivefold train runs/run' goes on from the newest "
+        "runs/run/checkpoints": "has checkpoints; 'fivefold train runs/run' resumes from the newest "
         r"(step-00000006)",
-        "runs/run/checkpoints/step-00000003": "is a checkpoint; 'fivefold train runs/run' goes on",
+        "runs/run/checkpoints/step-00000003": "is a checkpoint; 'fivefold train runs/run' resumes",
         "runs/run/checkpoints/latest/": "'fivefold checkpoint reshard runs/run --step 6 --layout dp=1 -o NEW' makes",
     }.items():
         with pytest.raises(UserError) as error:
@@ -131,7 +131,7 @@ def test_words_that_name_no_run_are_sentences(folder: Path, monkeypatch) -> None
         assert said in problem
     assert run_named("runs/run/") == run
     assert run_named("job.toml") is run_named(None) is run_named("runs/run/job.toml") is None
-    with pytest.raises(UserError, match=r"run.name=x is another place than runs/run.*train runs/run/job.toml"):
+    with pytest.raises(UserError, match=r"run.name=x is not runs/run.*train runs/run/job.toml"):
         stored_job(run, ["run.name=x"])
     for text, said in {
         "[train\n": "cannot be read as TOML",
@@ -176,7 +176,7 @@ def test_a_job_goes_on_in_its_own_directory_where_a_newer_one_of_its_name_is_ano
 
 def test_a_run_without_a_checkpoint_does_not_go_on(folder: Path) -> None:
     shutil.rmtree(folder / "runs/run/checkpoints")
-    assert "runs/run has no checkpoint to go on from; --fresh starts its job over" in refused(folder, "runs/run")
+    assert "runs/run has no checkpoint to resume from; --fresh starts its job over" in refused(folder, "runs/run")
 
 
 @pytest.mark.parametrize("more", [[], ["--nproc", "2", "layout=dp=2"]])

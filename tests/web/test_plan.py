@@ -126,7 +126,7 @@ def test_steps_are_what_the_model_allows() -> None:
 
 
 def test_a_question_that_has_no_answer() -> None:
-    with pytest.raises(UserError, match="has unlike nodes"):
+    with pytest.raises(UserError, match="is heterogeneous"):
         payload(Ask({"model": "tiny", "cluster": "8xH100+8xA100"}))
     with pytest.raises(UserError, match="fits nowhere"):
         search(Ask({"model": "llama3-8b", "cluster": "H100", "batch": "1", "seq": "1024"}))

@@ -21,8 +21,8 @@ from fivefold.web.mesh import payload as meshing
 from fivefold.web.mesh import rank as one_rank
 from fivefold.web.plan import payload as planning
 from fivefold.web.question import Ask
-from fivefold.web.report import shown
-from fivefold.web.run_files import _places, placeless
+from fivefold.web.report import verify_payload
+from fivefold.web.run_files import _places, without_paths
 from fivefold.web.schedule import every, made, payload
 from tests.tracing.test_summary import by_hand
 from tests.web.a_run import a_run, log
@@ -113,7 +113,9 @@ def test_the_largest_question_is_small_enough_to_send() -> None:
     """Of its parts, the ranking is as long for the smallest."""
     words = {"model": "llama3-405b", "cluster": "2048x8xH100", "batch": "2048", "seq": "8192"}
     layout = {"layout": "dp=16,tp=8,pp=128,zero=1,sp,microbatches=128,recompute=full"}
-    assert len(file.html_page("405B", [file.view("plan", planning(Ask(words | layout)))])) < reporting.LARGEST / 2
+    assert (
+        len(file.html_page("405B", [file.page_view("plan", planning(Ask(words | layout)))])) < reporting.MAX_BYTES / 2
+    )
 
 
 def test_a_schedule_stands_beside_the_others_for_its_numbers(tmp_path: Path) -> None:
@@ -152,7 +154,7 @@ def test_several_schedules_have_a_tab_each_and_may_be_files(tmp_path: Path) -> N
 
 def test_a_large_schedule_stands_alone(tmp_path: Path) -> None:
     written = ff.report(ff.draw("1f1b", pp=32, microbatches=128), tmp_path / "s.html")
-    assert written.size < reporting.LARGEST
+    assert written.size < reporting.MAX_BYTES
     (view,) = held(tmp_path / "s.html")["views"]
     assert view["parts"] == {}
 
@@ -164,7 +166,7 @@ def test_a_schedule_that_a_page_cannot_draw_is_refused(tmp_path: Path) -> None:
 
 def test_the_largest_schedule_of_the_page_is_small_enough_to_send(tmp_path: Path) -> None:
     found = ff.draw("zb-v", "1f1b", pp=16, microbatches=64)
-    assert ff.report(found, tmp_path / "s.html").size < reporting.LARGEST
+    assert ff.report(found, tmp_path / "s.html").size < reporting.MAX_BYTES
 
 
 def test_a_run_is_reported_with_its_trace(tmp_path: Path) -> None:
@@ -258,8 +260,8 @@ def test_a_run_s_report_names_no_place_however_it_is_spelt(tmp_path: Path) -> No
     ],
 )
 def test_of_a_path_its_last_part_is_left(text: str, left: str) -> None:
-    assert placeless(text) == left
-    assert placeless({"text": [text], "k": 1}) == {"text": [left], "k": 1}
+    assert without_paths(text) == left
+    assert without_paths({"text": [text], "k": 1}) == {"text": [left], "k": 1}
 
 
 def test_long_and_deep_paths_do_not_fill_the_memory() -> None:
@@ -274,8 +276,8 @@ def test_what_is_no_path_stays() -> None:
     for text in ("tokens/s", "a / b", "https://example.org/a/b", "dp=2,tp=2", "1/200", "and/or/not", "runs/demo",
                  "s3://bucket/a/b", "http://localhost:8080/a/b", "3 tokens/s, 4 GB/s", "./a/b", "../a/b", "x /s", "/s",
                  "step 3/200", "~5/6", "3 / 4 / 5", "C:", "10:/x"):  # fmt: skip
-        assert placeless(text) == text
-    assert placeless(["/a/b/c.txt", {"k": "in '/a/b/'"}, 3]) == ["c.txt", {"k": "in '...'"}, 3]
+        assert without_paths(text) == text
+    assert without_paths(["/a/b/c.txt", {"k": "in '/a/b/'"}, 3]) == ["c.txt", {"k": "in '...'"}, 3]
 
 
 def test_a_trace_is_reported_as_it_was_written(tmp_path: Path) -> None:
@@ -301,7 +303,7 @@ def test_a_sweep_keeps_a_row_for_each_and_tells_failures_in_full(tmp_path: Path)
     sweep = {"passed": False, "sampled": 3001, "total": 4000, "pairs_met": 1.0, "with_experts": 0, "failed": 1}
     (tmp_path / "sweep.json").write_text(json.dumps(sweep | {"layouts": [proof()] * 3000 + [failing]}))
     written = ff.report(tmp_path / "sweep.json", tmp_path / "sweep.html")
-    assert written.size < reporting.LARGEST
+    assert written.size < reporting.MAX_BYTES
     page = held(tmp_path / "sweep.html")["views"][0]["payload"]
     assert len(page["sweep"]["rows"]) == 3001
     assert page["proofs"][0]["layout"] == "tp=2"
@@ -326,8 +328,8 @@ def test_what_cannot_be_reported_is_said(tmp_path: Path) -> None:
 
 
 def test_a_report_that_is_too_large_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reporting, "LARGEST", 1000)
-    with pytest.raises(UserError, match="MB is the most; report fewer"):
+    monkeypatch.setattr(reporting, "MAX_BYTES", 1000)
+    with pytest.raises(UserError, match=r"the limit is 0\.001 MB; report fewer"):
         ff.report(ff.plan(*QUESTION, **SMALL), tmp_path / "x.html")
     assert not (tmp_path / "x.html").exists()
 
@@ -343,7 +345,7 @@ def test_the_result_of_verify_has_the_form_that_is_read() -> None:
     job = read_job()
     verdict = Verdict(job, 0.5, [(1.0, 1.0)], [(1.0, float("nan"))], [Error("loss", "", 1, 0.0, 1e-10)])
     for result in (VerifyResult([(LayoutCase(job, ""), verdict)], total) for total in (None, 7)):
-        assert shown(result.to_dict())["proofs"][0]["losses"] == [{"layout": 1.0, "reference": 1.0}]
+        assert verify_payload(result.to_dict())["proofs"][0]["losses"] == [{"layout": 1.0, "reference": 1.0}]
 
 
 def test_a_plan_writes_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,7 +162,7 @@ def test_a_file_that_is_no_trace_is_a_sentence(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     for text in ("[]", '{"traceEvents": [{"name": 1}]}', "\x80\x04K\x01."):
         path.write_text(text)
-        with pytest.raises(UserError, match="is no trace"):
+        with pytest.raises(UserError, match="is not a trace"):
             lanes(path)
     path.write_text('{"traceEvents": []}')
     with pytest.raises(UserError, match="has no traced step"):
@@ -176,7 +176,9 @@ def test_a_directory_that_is_no_run_gets_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     page = payload(asked(tmp_path / "empty"))
     assert (page["runs"], page["shown"]) == ([], [])
-    assert page["notes"] == [f"{tmp_path / 'empty'} is no run and has none in it: a run has metrics.jsonl or job.toml"]
+    assert page["notes"] == [
+        f"{tmp_path / 'empty'} is not a run and has none in it: a run has metrics.jsonl or job.toml"
+    ]
     assert payload(asked())["given"] == 0
     a_run(tmp_path / "demo", 1)
     assert payload(asked(tmp_path))["notes"] == [f"1 folder of {tmp_path} without metrics.jsonl: empty"]
@@ -379,7 +381,7 @@ def test_a_trace_of_many_ranks_is_walked_through_once(tmp_path: Path, monkeypatc
     assert (found["steps"], found["left_out"], found["slices_left_out"]) == ([1], 18, 640 - 100)
     assert sum(len(lane["slices"]) for rank in found["ranks"] for lane in rank["lanes"]) == 100
     (tmp_path / "trace.json").write_text('{"traceEvents": [{"name": "a", "ph": "X", "pid": ' + digits + "}]}")
-    with pytest.raises(UserError, match="is no trace"):
+    with pytest.raises(UserError, match="is not a trace"):
         lanes(tmp_path / "trace.json")
 
 

@@ -128,7 +128,7 @@ def test_no_address_leads_out_of_the_page(server: Server, path: str) -> None:
         ({"precision": "int3"}, "unknown precision"),
         ({"software": "x"}, "unknown software"),
         ({"layout": "dp=two"}, "not a whole number"),
-        ({"move": "nothing=3"}, "no field of a layout"),
+        ({"move": "nothing=3"}, "not a layout setting"),
         ({"mdoel": "tiny"}, "did you mean 'model'?"),
         ({"layout": f"tp={10**22}"}, "is more than 10000000"),
         ({"layout": "dp=10000000,tp=10000000"}, "ranks, and 1000000000 are the most"),

@@ -129,7 +129,7 @@ class PublishedRow(NamedTuple):
     file: str  # without its ending
     line: int
     values: dict[str, str]
-    file_says: Source | None = None  # of its software, in a TOML file beside the CSV
+    file_says: Source | None = None  # of its software, in a TOML file next to the CSV
     shipped: bool = False  # with the package, which describes its sources
 
     def text(self, column: str) -> str:
@@ -292,7 +292,7 @@ def stack_of(row: PublishedRow, source: Source) -> SoftwareProfile:
 
 
 RACK = 72  # GPUs of an NVL72
-FILLED = 64  # of them that runs over several racks take, where experts are dealt out
+FILLED = 64  # of them that runs over several racks take, where experts are sharded
 
 
 def device_of(name: str) -> Accelerator:
@@ -348,7 +348,7 @@ def layout_of(row: PublishedRow, source: Source, spec: ModelSpec) -> Layout:
 
 
 def _ep(row: PublishedRow, source: Source, tp: int) -> int:
-    """Ranks that experts are dealt out over, or divided."""
+    """Ranks that experts are sharded over, or divided."""
     return (row.integer("ep") or 1) * (tp if source.divides_experts else 1)
 
 

@@ -122,7 +122,7 @@ SOURCE = "fitted by `fivefold accuracy --fit` to the runs in accuracy/data"
 
 
 MOST = 100  # rows of a source: a larger one is sampled, because its errors are alike
-PRIOR = 0.08  # weight of the guesses beside that of a source
+PRIOR = 0.08  # weight of the guesses relative to that of a source
 NEAR = 0.03  # errors below it are noise: identical runs differ by more
 ROUNDS = 5
 AGAIN = 20  # moves on slopes that are known: they cost nothing

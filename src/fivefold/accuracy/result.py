@@ -247,7 +247,7 @@ class AccuracyResult(Result):
 
     def _software(self) -> Iterator[Block]:
         rows = [(file, name, "assumed" if guess else "described", why) for file, name, guess, why in self.software]
-        caption = "a column `system`, or NAME.toml beside NAME.csv, describes the software of a run"
+        caption = "a column `system`, or NAME.toml next to NAME.csv, describes the software of a run"
         yield Table(["source", "~software", "", "~by"], rows, title="The software of these runs", caption=caption)
 
     def _memory(self) -> Iterator[Table]:

@@ -54,7 +54,7 @@ class Source(Struct, frozen=True, kw_only=True):
     vocab: int = 0  # where the row does not say
     divides_experts: bool = False  # tp divides experts, as it does all else
     untied: bool = False  # of GPT-like models: the head is a table of its own
-    balanced_if: str = ""  # a word in `notes`: layers are dealt out so that embedding and head weigh as layers do
+    balanced_if: str = ""  # a word in `notes`: layers are assigned so that embedding and head weigh as layers do
     assumed: bool = False  # nobody said so: by accelerator, or by a word of the row
 
 

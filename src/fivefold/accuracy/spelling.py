@@ -24,9 +24,9 @@ from fivefold.support.ranges import misfit, within
 from fivefold.support.text import did_you_mean
 
 # ---- describe -------------------------------------------------------------------------------------------------------
-# Which software a row ran with: by its `system` column, a TOML file beside its CSV, its source's entry, or a guess.
+# Which software a row ran with: by its `system` column, a TOML file next to its CSV, its source's entry, or a guess.
 #
-# # my-runs/march.toml, beside my-runs/march.csv
+# # my-runs/march.toml, next to my-runs/march.csv
 # system = "megatron-core"             # the start: a name of cost/systems.py
 # recompute = "selective"              # where a row does not say
 # [stack]
@@ -210,7 +210,7 @@ def yes_or_no(column: str, text: str, usual: bool) -> bool:
 
 
 def preset_named(text: str) -> str | None:
-    """The preset that a model's name means, whatever it says beside of precision and makers."""
+    """The preset that a model's name means, whatever else it says of precision and makers."""
     word = re.sub(r"(?i)\b(nv|mx)?(bf16|fp16|fp8|fp4)\b|meta|pre-?train(ing)?|[-_ ]cs\b", "", text.replace("_", " "))
     word = plain(word)
     known = {plain(name): name for name in PRESETS}
@@ -292,7 +292,7 @@ def with_experts(row: MixtureValues, spec: ModelSpec, layout: Layout, divided: b
 
 
 def imbalance_of(row: MixtureValues, spec: ModelSpec, layout: Layout) -> float:
-    """The fullest rank against the mean. Benchmarks force an even load. Where notes say that routing was real, it is
+    """The most loaded rank over the mean. Benchmarks force an even load. Where notes say that routing was real, it is
     the usual one; and that of routers that send all tokens the same way, if nothing balanced them."""
     notes = row.text("notes").lower()
     if spec.experts is None or "real routing" not in notes:

@@ -2,7 +2,7 @@
 
     measure(None, ["model=small"], rounds=5)
 
-A step's loss is measured, not modelled: the snapshot, and by how much the steps beside the writing are longer than
+A step's loss is measured, not modelled: the snapshot, and by how much the steps while it is written are longer than
 those before it. Bandwidth is held against DCP alone (no hashes, no manifest) and plain torch.save, on the same state.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 from msgspec import structs
 
-from fivefold.bench.harness import RoundTimes, Told, caveats, ratio, refuse, too_small, turns
+from fivefold.bench.harness import OnProgress, RoundTimes, caveats, ratio, refuse, too_small, turns
 from fivefold.job.config import Job, read_job
 from fivefold.job.preflight import preflight
 from fivefold.launch import processes
@@ -37,7 +37,7 @@ class CheckpointResult(Result):
     bytes: int
     usual: list[float]  # a step without a save
     snapshot: list[float]  # until `save` returns
-    lost: list[float]  # by the steps beside the writing, snapshot included
+    lost: list[float]  # by the steps while it is written, snapshot included
     save: RoundTimes
     load: RoundTimes
 
@@ -59,7 +59,7 @@ class CheckpointResult(Result):
         yield Text(
             f"{model.name}, {si(model.parameter_count)} parameters, {bytes_text(self.bytes)} of weights and moments, "
             f"under {self.job.layout}; {counted(rounds, 'round')} in turns, medians\n"
-            f"a step takes {step:.0f} ms; a save stops it for {snapshot:.0f} ms, and beside the writing steps lose "
+            f"a step takes {step:.0f} ms; a save stops it for {snapshot:.0f} ms, and while it is written steps lose "
             f"{lost:.0f} ms in total ({lost / step:.2f} steps)"
         )
         rows = [(words, *(bytes_text(figures[way][name]) for way in ("save", "load"))) for name, words in NAMES.items()]
@@ -68,20 +68,27 @@ class CheckpointResult(Result):
 
 
 def measure(
-    path: str | None, changes: list[str], rounds: int, steps: int, directory: Path | None, timeout: float, told: Told
+    path: str | None,
+    changes: list[str],
+    rounds: int,
+    steps: int,
+    directory: Path | None,
+    timeout: float,
+    on_progress: OnProgress,
 ) -> CheckpointResult:
     """On the job's ranks, started here, with files in `directory`; nothing is left there."""
     _check(rounds, steps, directory)
     job = _with_steps(read_job(path, changes), 2 + 2 * rounds * steps)
     world = job.layout.world
-    told(f"{counted(rounds, 'round')} on {counted(world, 'rank')}")
+    on_progress(f"{counted(rounds, 'round')} on {counted(world, 'rank')}")
     with tempfile.TemporaryDirectory(prefix="fivefold-", dir=directory) as scratch:
         result: CheckpointResult = processes.run(world, f"{_RANK}:run", job, scratch, rounds, steps, timeout=timeout)[0]
     return result
 
 
 def _check(rounds: int, steps: int, directory: Path | None) -> None:
-    missing = [f"--directory {directory} is no directory"] if directory is not None and not directory.is_dir() else []
+    wrong = directory is not None and not directory.is_dir()
+    missing = [f"--directory {directory} is not a directory"] if wrong else []
     refuse([*too_small(rounds=rounds, steps=steps), *missing])
 
 
@@ -99,7 +106,7 @@ def _with_steps(job: Job, steps: int) -> Job:
 #     measure_recovery(None, ["model=small", "layout=dp=2,zero=1"], rounds=5, ...)
 #
 # Starts from the two take turns. Each is of new processes, so pages are touched for the first time in both; the files
-# of the disk are dropped from the page cache before. What a snapshot costs is measured on the steps beside it.
+# of the disk are dropped from the page cache before. What a snapshot costs is measured on the steps during it.
 
 
 TIERS = ("memory", "disk")
@@ -164,7 +171,13 @@ class RecoveryResult(Result):
 
 
 def measure_recovery(
-    path: str | None, changes: list[str], rounds: int, steps: int, directory: Path | None, timeout: float, told: Told
+    path: str | None,
+    changes: list[str],
+    rounds: int,
+    steps: int,
+    directory: Path | None,
+    timeout: float,
+    on_progress: OnProgress,
 ) -> RecoveryResult:
     """On the job's ranks, started here, with files in `directory` and in shared memory; nothing is left there."""
     _check(rounds, steps, directory)
@@ -177,13 +190,13 @@ def measure_recovery(
     memory = tempfile.mkdtemp(prefix="fivefold-bench-", dir=shared)
     try:
         with tempfile.TemporaryDirectory(prefix="fivefold-", dir=directory) as scratch:
-            told(f"a run on {counted(world, 'rank')} that is lost")
+            on_progress(f"a run on {counted(world, 'rank')} that is lost")
             size, usual, blocked, lost = processes.run(
                 world, f"{_RANK}:lose", job, scratch, memory, rounds, steps, timeout=timeout
             )[0]
             starting, load, publish = (RoundTimes({tier: [] for tier in TIERS}) for _ in range(3))
             for number, tier in turns(TIERS, rounds):
-                told(f"round {number + 1} of {rounds}: from {tier}")
+                on_progress(f"round {number + 1} of {rounds}: from {tier}")
                 _forget(Path(scratch))
                 asked = (job, scratch, memory, tier, time.time())
                 seconds_by_rank = processes.run(world, f"{_RANK}:find", *asked, timeout=timeout)

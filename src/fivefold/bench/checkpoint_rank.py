@@ -21,7 +21,7 @@ from fivefold.bench.systems import Call, timed
 from fivefold.checkpoint.load import load, newest
 from fivefold.checkpoint.memory import PLACE
 from fivefold.checkpoint.save import total, write
-from fivefold.checkpoint.shards import held, written
+from fivefold.checkpoint.shards import saveable_tensors, written
 from fivefold.checkpoint.store import Store
 from fivefold.job.config import Job
 from fivefold.job.preflight import preflight
@@ -89,7 +89,7 @@ class CheckpointFiles:
         engine, shapes = checkpoints.trainer.engine, checkpoints.shapes
         self.rank, self.control, self.manifest = rank, checkpoints.control, checkpoints.store.complete()[0].manifest
         self.pieces = written(engine.weights, shapes, engine.optimizer, engine.buffers)
-        self.into = held(engine.weights, shapes, engine.optimizer)
+        self.into = saveable_tensors(engine.weights, shapes, engine.optimizer)
         self.plain = {name: piece.make() for name, piece in self.pieces.items()}
         self.bytes = sum(self.control.all_gather_values(sum(tensor.nbytes for tensor in self.plain.values()), int))
         self.store = Store(directory / "files")

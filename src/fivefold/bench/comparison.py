@@ -17,8 +17,8 @@ from fivefold.bench.harness import (
     HUGGING_FACE,
     OURS,
     Machine,
+    OnProgress,
     RoundTimes,
-    Told,
     caveats,
     choices,
     refuse,
@@ -169,14 +169,14 @@ def verdict(*results: ComparisonResult) -> Iterator[Block]:
     yield from caveats(times, results[0].case.rounds, most, results[0].machine.cores)
 
 
-def overhead(changes: list[str], rounds: int, told: Told) -> ComparisonResult:
+def overhead(changes: list[str], rounds: int, on_progress: OnProgress) -> ComparisonResult:
     case = Comparison("overhead", base_job(changes), (BARE, OURS, HUGGING_FACE), rounds)
-    return next(measured([case], told))
+    return next(measured([case], on_progress))
 
 
-def peers(changes: list[str], ranks: int, rounds: int, only: str, told: Told) -> ComparisonResult:
+def peers(changes: list[str], ranks: int, rounds: int, only: str, on_progress: OnProgress) -> ComparisonResult:
     if ranks < 2:
-        raise UserError(f"--ranks {ranks} is no company; nearest: --ranks 2")
+        raise UserError(f"--ranks {ranks} is too few to compare; nearest: --ranks 2")
     ours = {
         "dp": [f"dp={ranks}"],
         "tp": [f"tp={ranks}"],
@@ -189,15 +189,15 @@ def peers(changes: list[str], ranks: int, rounds: int, only: str, told: Told) ->
         systems += [f"{OURS} {layout}" for layout in ours[axis]]
         if axis in PEERS:
             systems.append(f"{PEERS[axis]} {ours[axis][0]}")
-    return next(measured([Comparison("peers", base_job(changes), tuple(systems), rounds)], told))
+    return next(measured([Comparison("peers", base_job(changes), tuple(systems), rounds)], on_progress))
 
 
-def measured(cases: Sequence[Comparison], told: Told) -> Iterator[ComparisonResult]:
+def measured(cases: Sequence[Comparison], on_progress: OnProgress) -> Iterator[ComparisonResult]:
     for case in cases:  # all of them before the first process starts
         case.check()
     for case in cases:
         rounds = counted(case.rounds, "round")
-        told(f"{len(case.systems)} systems, {rounds} in turns, up to {counted(case.world, 'rank')}")
+        on_progress(f"{len(case.systems)} systems, {rounds} in turns, up to {counted(case.world, 'rank')}")
         yield measure(case)
 
 
@@ -226,7 +226,7 @@ def predicted(job: Job, text: str, core: Accelerator, imbalance: float = 1.0) ->
 
 def limit(job: Job, system: str, cores: tuple[Accelerator, Accelerator] | None = None, imbalance: float = 1.0) -> float:
     """The fraction of one process's step if communication took no time: work that ranks repeat, bubbles, the wait for
-    the rank with the most tokens. `cores`: one by itself and one beside the others, if they are known."""
+    the rank with the most tokens. `cores`: one by itself and one while others work, if they are known."""
     alone, busy = cores or (find_accelerator("CPU"),) * 2
     at_once = Link(1e30, 0.0, "at once")
     busy = structs.replace(busy, inside=at_once, across=at_once)

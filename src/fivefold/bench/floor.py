@@ -66,7 +66,7 @@ def memory(job: Job) -> dict[str, float]:
     model, tokens = job.model, job.train.batch * job.data.seq
     wide = {"bfloat16": 2, "float64": 8}.get(job.train.dtype, 4)
     gradient = wide if job.layout.microbatches == 1 else _MASTER  # several are added up in full precision
-    copy = wide if wide < _MASTER else 0  # of the weight, that the model has beside its master
+    copy = wide if wide < _MASTER else 0  # of the weight, that the model has in addition to its master
     state = 6 * _MASTER + gradient + copy  # the master and both moments are read and written
     blocks = model.dense_layers * _features(model, dense=True)
     blocks += (model.layers - model.dense_layers) * _features(model, dense=model.experts is None)

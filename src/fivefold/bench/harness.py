@@ -20,7 +20,7 @@ from fivefold.support.text import did_you_mean
 
 OURS = "fivefold"
 HUGGING_FACE = "Hugging Face"
-Told = Callable[[str], None]  # hears what is measured next
+OnProgress = Callable[[str], None]  # hears what is measured next
 
 
 class RoundTimes(dict[str, list[float]]):
@@ -105,7 +105,7 @@ def choices(text: str, option: str, known: Sequence[str]) -> list[str]:
     """The words of a list with commas, each once."""
     words = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
     if not words:
-        raise UserError(f"{option} names nothing; leave it out for the default")
+        raise UserError(f"{option} is empty; leave it out for the default")
     if unknown := [word for word in words if word not in known]:
         raise UserError(f"{option} {unknown[0]} is not a choice; {did_you_mean(unknown[0], known)}")
     return words

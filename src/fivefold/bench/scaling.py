@@ -1,4 +1,4 @@
-"""`fivefold bench peers --scaling`: layouts from one rank to many, each beside one process and its prediction."""
+"""`fivefold bench peers --scaling`: layouts from one rank to many, against one process and the prediction."""
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from fivefold.bench.comparison import (
     predicted,
     verdict,
 )
-from fivefold.bench.harness import OURS, Told, choices, refuse, table, too_small
+from fivefold.bench.harness import OURS, OnProgress, choices, refuse, table, too_small
 from fivefold.cost.kernels import Device
 from fivefold.hardware.accelerators import Accelerator
 from fivefold.job.config import Job
@@ -117,7 +117,7 @@ def _of_one(rows: Sequence[Mapping[str, Any]], known: bool) -> str:
 
 
 def _reached(core: Accelerator, ranks: int) -> dict[str, float]:
-    """What the simulator knows of a core beside others at work."""
+    """What the simulator knows of a core while others are at work."""
     device, link = Device.of(core), core.inside
     alone = {
         "products": device.rate("fp32"),  # FLOP/s
@@ -129,7 +129,14 @@ def _reached(core: Accelerator, ranks: int) -> dict[str, float]:
 
 
 def scaling(
-    changes: list[str], ranks: int, least: int, rounds: int, batch: int | None, only: str, predict: bool, told: Told
+    changes: list[str],
+    ranks: int,
+    least: int,
+    rounds: int,
+    batch: int | None,
+    only: str,
+    predict: bool,
+    on_progress: OnProgress,
 ) -> Iterator[ScalingResult]:
     """The result after each number of ranks, with all that was measured until then."""
     refuse(too_small(least=least))
@@ -154,13 +161,13 @@ def scaling(
     runs: list[ComparisonResult] = []
     cores: dict[int, Accelerator] = {}
     lone: list[Any] = []  # samples of one core, from all over the run
-    for run in measured(cases, told):
+    for run in measured(cases, on_progress):
         runs.append(run)
         if predict:
             from fivefold.machines.calibrate import core_samples, usual_core
 
             busy = run.case.world
-            told(f"what a core reaches by itself, and while {busy} are at work")
+            on_progress(f"what a core reaches by itself, and while {busy} are at work")
             lone += core_samples(1)
             cores |= {1: usual_core(lone, 1), busy: usual_core(core_samples(busy), busy)}
         yield ScalingResult(chosen, tuple(runs), dict(cores))

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import msgspec
 
-from fivefold.bench.harness import RowsResult, Told, refuse, too_small
+from fivefold.bench.harness import OnProgress, RowsResult, refuse, too_small
 from fivefold.cost.step import Case as Planned
 from fivefold.cost.step import estimate
 from fivefold.hardware.accelerators import Accelerator, find_accelerator
@@ -136,7 +136,7 @@ def cases(word: str) -> list[StepCase]:
 
 
 def measure(
-    words: list[str], steps: int, warm: float, name: str | None, device: str, dtype: str, told: Told
+    words: list[str], steps: int, warm: float, name: str | None, device: str, dtype: str, on_progress: OnProgress
 ) -> Iterator[RowsResult]:
     """Each case in a process of its own: none finds memory that another has left. `name` is an accelerator's. After
     each of them, what has been measured, so that it is not lost."""
@@ -149,7 +149,7 @@ def measure(
     accelerator = Cluster.parse(name).groups[0].accelerator if name else None
     timed: list[Timed] = []
     for number, case in enumerate(wanted, start=1):
-        told(f"{number}/{len(wanted)}: {case.model}, {case.layers} layers, {case.batch} x {case.seq}")
+        on_progress(f"{number}/{len(wanted)}: {case.model}, {case.layers} layers, {case.batch} x {case.seq}")
         timed += processes.run(1, "fivefold.bench.train_rank:one_case", case, device, dtype, steps, warm, timeout=600)
         if accelerator is None:
             with suppress(UserError):

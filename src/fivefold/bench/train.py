@@ -18,7 +18,7 @@ from typing import Any
 from msgspec import structs
 
 from fivefold.bench.comparison import of_one_process, only_ours
-from fivefold.bench.harness import HUGGING_FACE, OURS, Told, choices, ratio, refuse, table, too_small, turns
+from fivefold.bench.harness import HUGGING_FACE, OURS, OnProgress, choices, ratio, refuse, table, too_small, turns
 from fivefold.hardware.accelerators import find_accelerator
 from fivefold.job.config import Job, TraceConfig, read_job
 from fivefold.job.preflight import run_directory_problems
@@ -51,7 +51,7 @@ class Saved:
     """A checkpoint in the middle of the steps."""
 
     bytes: int
-    snapshot: float  # seconds of the call; a GPU copies on, beside the next step, whose update waits for it
+    snapshot: float  # seconds of the call; a GPU copies on, during the next step, whose update waits for it
     writing: float  # seconds from there to its manifest
     beside: list[float]  # seconds of the steps meanwhile; what the snapshot stops is in the first two
 
@@ -223,7 +223,7 @@ class TrainBenchResult(Result):
         words = (
             f"a checkpoint of {bytes_text(saved.bytes)}: its call takes {saved.snapshot:.2f} s and its writing "
             f"{saved.writing:.1f} s; right after the call steps take {first} ms, and "
-            f"{counted(steps, 'step')} beside the writing {self._mean(sum(saved.beside) / steps)}"
+            f"{counted(steps, 'step')} while it is written {self._mean(sum(saved.beside) / steps)}"
         )
         if every:
             waits = "" if every >= steps else ", as the next one waits for the disk"
@@ -286,21 +286,21 @@ def systems(job: Job, against: str) -> dict[str, Job]:
 
 
 def measure(
-    words: list[str], against: str, steps: int, rounds: int | None, extras: Extras, told: Told
+    words: list[str], against: str, steps: int, rounds: int | None, extras: Extras, on_progress: OnProgress
 ) -> TrainBenchResult:
     jobs = systems(job_of(words), against)
     rounds = min(2, len(jobs)) if rounds is None else rounds
     refuse(too_small(steps=steps, rounds=rounds))
     taken: dict[str, list[TrainTurn]] = {name: [] for name in jobs}
     for number, name in turns(jobs, rounds):
-        told(f"{name}: compiles, warms up, and takes {steps} steps; round {number + 1} of {rounds}")
+        on_progress(f"{name}: compiles, warms up, and takes {steps} steps; round {number + 1} of {rounds}")
         more, job = extras if number == 0 and name == OURS else Extras(), jobs[name]
         with _directory(Path(job.run.dir).expanduser()) as path:
             function = "fivefold.bench.train_rank:run"
             taken[name] += processes.run(1, function, job, name == HUGGING_FACE, steps, more, path, timeout=_PATIENCE)
     floor: list[FloorPart] = []
     if extras.floor:
-        told("what a step must do, each alone")
+        on_progress("each component alone, the lower bound of a step")
         (floor,) = processes.run(1, "fivefold.bench.floor:run", jobs[OURS], timeout=_PATIENCE)
     return TrainBenchResult(jobs[OURS], taken, extras, floor)
 

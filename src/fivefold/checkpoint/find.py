@@ -31,7 +31,7 @@ def store_of(run: str | Place) -> Store:
         raise UserError(f"{path} has no checkpoints{'' if there else ': nothing is there'}", "checkpoint.none")
     runs = sorted(str(other.parent) for other in path.parent.glob("*/checkpoints")) if path.parent.is_dir() else []
     known = f"; {path.parent} has: {', '.join(runs[:5])}" if runs else ""
-    raise UserError(f"{path} {'has no checkpoints' if there else 'is no directory'}{known}", "checkpoint.none")
+    raise UserError(f"{path} {'has no checkpoints' if there else 'is not a directory'}{known}", "checkpoint.none")
 
 
 @contextmanager

@@ -77,7 +77,7 @@ def import_hf(directory: Path, run: Path, progress: Progress, data: str | Path |
             stacklevel=2,
         )
     if strange := no_tokens(theirs.settings, spec.vocab):
-        sentence = f"{strange} of config.json is no token of {spec.vocab}; an export gives it back as it is"
+        sentence = f"{strange} of config.json is not one of the {spec.vocab} tokens; an export writes it back unchanged"
         warnings.warn(Note(printable(sentence)), stacklevel=2)
     return Checkpoint(path)
 
@@ -133,7 +133,7 @@ def _lazy(theirs: HuggingFace, parameter: Parameter, rows: range) -> Shard:
     def make() -> Tensor:
         tensor = theirs.read(parameter.name, box).to(torch.float32)
         if not torch.isfinite(tensor).all():
-            raise UserError(f"{theirs.directory} has weights that are no numbers in {parameter.name}")
+            raise UserError(f"{parameter.name} of {theirs.directory} contains NaN or Inf")
         return tensor
 
     return Shard(parameter.shape, box, torch.float32, make)

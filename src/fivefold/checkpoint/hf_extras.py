@@ -1,5 +1,5 @@
-"""What lies beside weights in a Hugging Face directory, and goes along: from there into a run, from a run into the next
-one that starts from its weights, and into an export. Files are copied as they are; nothing in them is run.
+"""Other files of a Hugging Face directory, which go along with the weights: from there into a run, from a run into the
+next one that starts from its weights, and into an export. Files are copied as they are; nothing in them is run.
 """
 
 import os
@@ -46,7 +46,7 @@ def carry(source: Place, to: Path, names: tuple[str, ...] = (*CARRIED, HF_CONFIG
 def own_file(directory: Path, name: str) -> Path:
     """A file of a directory that others made: nothing elsewhere, and nothing that is no file. It may be missing.
 
-    The hub's cache has links in its directories, to the `blobs` beside them.
+    The hub's cache has links in its directories, to the `blobs` next to them.
     """
     if not plain_name(name):
         raise UserError(f"{directory} names the file {name[:200]!r}, which is not one of its own")
@@ -59,5 +59,5 @@ def own_file(directory: Path, name: str) -> Path:
     if not any(real.is_relative_to(allowed) for allowed in homes):
         raise UserError(f"{place} leads out of {directory}, to {real}; put the file itself there")
     if os.path.exists(real) and not real.is_file():
-        raise UserError(f"{place} is no regular file")
+        raise UserError(f"{place} is not a regular file")
     return place

@@ -104,7 +104,9 @@ class HuggingFace:
         self.settings = read_json(config)
         self.tile = tile(directory, self.settings.get("quantization_config"))
         if self.spec.layers > max(_LISTED, len(self.files)):
-            raise UserError(f"{config} means {self.spec.layers} layers, and {directory} has {len(self.files)} tensors")
+            raise UserError(
+                f"{config} declares {self.spec.layers} layers, but {directory} has only {len(self.files)} tensors"
+            )
         self.open: dict[Path, Any] = {}
         self.kinds = Counter[str]()  # numbers of each kind, in the files' words
         style = style_in(self.spec, self.files)
@@ -144,7 +146,7 @@ class HuggingFace:
             lies = self._slice(name)
             scales = tuple(self._slice(beside).get_shape()) if beside else None
         except SafetensorError:
-            return f"{self.files[name]} has no tensor {name}, and {INDEX} says so"
+            return f"{INDEX} lists tensor {name} in {self.files[name]}, which does not have it"
         kind, shape, wanted = lies.get_dtype(), tuple(lies.get_shape()), home.shape(parameter)
         self.kinds[kind] += math.prod(shape)
         right: tuple[int, ...] | None = None
@@ -153,13 +155,13 @@ class HuggingFace:
         elif kind == FP8 and self.tile is not None and len(wanted) == 2:
             right = tiles(wanted, self.tile)
         elif kind not in _FLOATS:
-            return f"tensor {name} of {file} is of {kind}, which is no kind of weight"
+            return f"tensor {name} of {file} is of {kind}, which is not a weight dtype"
         if shape != wanted:
-            means = f"for our {parameter.name}, and config.json means {list(wanted)}"
-            return f"tensor {name} of {file} gives shape {list(shape)} {means}"
+            means = f"for our {parameter.name}, but config.json expects {list(wanted)}"
+            return f"tensor {name} of {file} has shape {list(shape)} {means}"
         if scales != right:
             has, needs = (f"scales of shape {list(sizes)}" if sizes else "no scales" for sizes in (scales, right))
-            return f"tensor {name} of {file} is of {kind} with {has}, and config.json means {needs}"
+            return f"tensor {name} of {file} is of {kind} with {has}, but config.json expects {needs}"
         return None
 
     def _name(self, home: TensorSource) -> str | None:

@@ -49,8 +49,8 @@ class CheckpointList(Result):
             yield from (Text(f"{row['name']}: {problem}", "bad") for problem in row["problems"])
         if self.memory:
             yield Text(
-                f"what is in memory of this machine lies in {self.home}; the run's next start goes on from it, its end "
-                f"removes it, and so does 'rm -r {self.home}'"
+                f"snapshots in this machine's memory are in {self.home}; the run's next start resumes from them, its "
+                f"end removes them, and so does 'rm -r {self.home}'"
             )
 
 

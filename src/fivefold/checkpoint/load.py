@@ -59,7 +59,7 @@ def newest(
             for problem in problems:
                 say(problem)
             aside = set_aside(store, checkpoint.path, "damaged")
-            say(f"{name} is not used, and {aside}; the one before it is tried")
+            say(f"skipping {name} ({aside}); trying the previous checkpoint")
 
 
 def damage(checkpoint: Checkpoint, control: Control) -> list[str]:
@@ -158,7 +158,7 @@ def overlaps(checkpoint: Checkpoint, pieces: Pieces) -> dict[str, list[RowOverla
         stored = checkpoint.tensors.get(name)
         if stored is None or stored.shape != tuple(piece.shape):
             has = f"has {name} of shape {list(stored.shape)}" if stored else f"has no tensor {name}"
-            raise UserError(f"{checkpoint.path} {has}, and {list(piece.shape)} is wanted", "checkpoint.tensor")
+            raise UserError(f"{checkpoint.path} {has} (expected shape {list(piece.shape)})", "checkpoint.tensor")
         into, dtype = piece.make(), getattr(torch, stored.dtype)
         for chunk in stored.chunks:
             if overlap := _overlap(chunk, dtype, piece, into):

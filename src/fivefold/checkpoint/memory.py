@@ -59,13 +59,13 @@ def private(path: Path, make: bool = False) -> Path:
             path.mkdir(mode=0o700)
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode):
-        raise OSError(errno.ENOTDIR, f"{path} is no directory")
+        raise OSError(errno.ENOTDIR, f"{path} is not a directory")
     if status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise OSError(errno.EPERM, f"{path} is not this user's alone: it must be theirs, with mode 0700")
     return path
 
 
-def home(run: str, make: bool = False) -> Path:
+def snapshot_dir(run: str, make: bool = False) -> Path:
     """Where a run's snapshots lie on this node."""
     return private(private(root(), make) / run, make)
 
@@ -79,8 +79,8 @@ def known(run: Place) -> str:
     return identity.id if _ID.fullmatch(identity.id) and identity.inode == _inode(run) else ""
 
 
-def made(run: Place) -> str:
-    """The same, or a new one."""
+def new_id(run: Place) -> str:
+    """The same, or a new one, which is stored."""
     if before := known(run):
         return before
     new = Identity(secrets.token_hex(16), _inode(run))
@@ -119,7 +119,7 @@ def starts(run: Place) -> list[Began]:
     if isinstance(stored, list):  # of earlier releases, without a sum
         return stored
     if stored != Starts.of(stored.starts):
-        unsealed = "its numbers are not those that it was sealed with"
+        unsealed = "its checksum does not match"
         raise Damaged(f"{place} is damaged: {unsealed}", "checkpoint.damaged")
     return stored.starts
 
@@ -141,8 +141,8 @@ def _inode(run: Place) -> int:
     return run.stat().st_ino if isinstance(run, Path) else 0
 
 
-def here() -> tuple[str, str]:
-    """This rank's node."""
+def node_id() -> tuple[str, str]:
+    """Which node this rank is on: its host, and the place of snapshots there."""
     return platform.node(), str(root())
 
 
@@ -151,7 +151,7 @@ def in_memory(run: Place) -> list[Checkpoint]:
     if not (name := known(run)):
         return []
     try:
-        return Store(home(name)).complete()
+        return Store(snapshot_dir(name)).complete()
     except OSError:
         return []
 
@@ -172,7 +172,7 @@ class NodeFiles(msgspec.Struct, frozen=True):
     node: int  # the number of this node when it was made
     nodes: int  # of so many
     files: list[str]  # all of them
-    here: list[str]
+    present: list[str]  # those that this node has
 
 
 class Listing(msgspec.Struct, frozen=True):
@@ -198,7 +198,7 @@ def listing(place: Path) -> Listing:
         private(place)
         for snapshot in Store(place).complete():
             try:
-                snapshots.append(_held(snapshot))
+                snapshots.append(_files_of(snapshot))
             except UserError as error:
                 problems += error.problems
     except FileNotFoundError:
@@ -208,17 +208,17 @@ def listing(place: Path) -> Listing:
     return Listing(snapshots, problems)
 
 
-def _held(snapshot: Checkpoint) -> NodeFiles:
+def _files_of(snapshot: Checkpoint) -> NodeFiles:
     path, manifest = snapshot.path, snapshot.manifest
     assert isinstance(path, Path)
     names = [file.name for file in manifest.files]
     sizes = snapshot.storage.sizes(path, names)
-    here = [file.name for file in manifest.files if sizes[file.name] == file.bytes]
+    present = [file.name for file in manifest.files if sizes[file.name] == file.bytes]
     try:
         node, nodes = msgspec.json.decode(read_regular(path / NODE, 1000), type=tuple[int, int])
     except (OSError, *BROKEN) as error:
         raise Damaged(f"{path / NODE} is damaged: {error}", "checkpoint.damaged") from None
-    return NodeFiles(path.name, manifest.step, manifest.samples, manifest.seal, node, nodes, names, here)
+    return NodeFiles(path.name, manifest.step, manifest.samples, manifest.seal, node, nodes, names, present)
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -253,11 +253,13 @@ def candidates(nodes: Sequence[Sequence[NodeFiles]]) -> list[Candidate]:
     """Of what each node has, the newest first: of equal steps the one that was made last."""
     by_seal: dict[tuple[str, str], Candidate] = {}
     for number, snapshots in enumerate(nodes):
-        for held in snapshots:
-            empty = Candidate(held.name, held.step, held.samples, held.nodes, [], {name: [] for name in held.files})
-            snapshot = by_seal.setdefault((held.name, held.seal), empty)
+        for files in snapshots:
+            empty = Candidate(
+                files.name, files.step, files.samples, files.nodes, [], {name: [] for name in files.files}
+            )
+            snapshot = by_seal.setdefault((files.name, files.seal), empty)
             snapshot.manifests.append(number)
-            for name in held.here:
+            for name in files.present:
                 snapshot.files[name].append(number)
     return sorted(by_seal.values(), key=lambda snapshot: (snapshot.step, made_at(snapshot.name)), reverse=True)
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fivefold.checkpoint.load import RowOverlap, Say, overlaps
-from fivefold.checkpoint.memory import NODE, Candidate, Listing, candidates, clear, known, listing, made
+from fivefold.checkpoint.memory import NODE, Candidate, Listing, candidates, clear, known, listing, new_id
 from fivefold.checkpoint.memory_peers import Nodes, wait
 from fivefold.checkpoint.memory_save import SnapshotWriter
 from fivefold.checkpoint.save import NotSaved, agreed
@@ -62,12 +62,12 @@ class ByteRequest(msgspec.Struct, frozen=True, array_like=True):
 def _find(nodes: Nodes, say: Say, usable: Callable[[Candidate], bool]) -> list[Candidate]:
     """Collective: all that are whole, the newest first. Rank 0 says which are not, and leaves out those that are not
     `usable`."""
-    told = nodes.control.gather_values(listing(nodes.home) if nodes.first else Listing(), Listing)
+    by_rank = nodes.control.gather_values(listing(nodes.snapshot_dir) if nodes.first else Listing(), Listing)
     complete: list[Candidate] = []
     if nodes.rank == 0:
-        by_node = [told[ranks[0]] for ranks in nodes.nodes]
+        by_node = [by_rank[ranks[0]] for ranks in nodes.nodes]
         for problem in (problem for node in by_node for problem in node.problems):
-            say(f"{problem}; what memory has there is not used")
+            say(f"{problem}; snapshots there are not used")
         for candidate in filter(usable, candidates([node.snapshots for node in by_node])):
             if gone := candidate.missing:
                 named = ", ".join(gone[:4]) + f" and {len(gone) - 4} more" * (len(gone) > 4)
@@ -80,7 +80,7 @@ def _find(nodes: Nodes, say: Say, usable: Callable[[Candidate], bool]) -> list[C
 
 def _open(nodes: Nodes, snapshot: Candidate) -> Checkpoint:
     """Collective: a node that has nothing of a snapshot gets its tables, and so can ask for the rest."""
-    path = nodes.home / snapshot.name
+    path = nodes.snapshot_dir / snapshot.name
     if nodes.group is None or len(snapshot.manifests) == len(nodes.nodes):
         return Checkpoint(path)
     source = nodes.nodes[snapshot.manifests[0]][0]
@@ -130,7 +130,7 @@ def _load(
     else:
         wanted = overlaps(checkpoint, pieces(checkpoint))
     reading = _divided(nodes, snapshot, wanted, full=full)
-    files = _Files(nodes.home / snapshot.name)
+    files = _Files(nodes.snapshot_dir / snapshot.name)
     works, rows = _exchange(nodes, reading, files)
     for file in dict.fromkeys((*reading.hashed, *reading.near)) if not corrupt else ():
         place, hashed = checkpoint.path / file, file in reading.hashed
@@ -249,7 +249,7 @@ class MemoryCheckpointer:
         self.control, self.say = control, say
         self.nodes: Nodes | None = None
         self.writer: SnapshotWriter | None = None
-        self.told = False  # that one was not taken
+        self.reported = False  # that one was not taken
         self.opened: dict[Place, Candidate] = {}
 
     def enter(self, mesh: Mesh, run: Place, wanted: bool) -> None:
@@ -257,22 +257,22 @@ class MemoryCheckpointer:
         name, problem = "", ""
         if self.control.rank == 0:
             try:
-                name = made(run) if wanted else known(run)
+                name = new_id(run) if wanted else known(run)
             except OSError as error:
                 problem = f"{run} cannot be written to: {error.strerror or error}"
-        told = name, problem, int(1000 * time.time())
-        name, problem, start = self.control.broadcast_value(told, tuple[str, str, int])
+        identity = name, problem, int(1000 * time.time())
+        name, problem, start = self.control.broadcast_value(identity, tuple[str, str, int])
         if name:
             nodes = Nodes(Control(mesh, self.control.timeout), name, start, make=wanted)
             if nodes.first and not nodes.problem:
-                clear(nodes.home)
+                clear(nodes.snapshot_dir)
             problem = nodes.problem
             if not problem:
                 self.nodes, self.writer = nodes, SnapshotWriter(nodes, mesh.device)
                 return
             nodes.control.close()
         if problem and wanted and self.control.rank == 0:
-            self.say(f"no snapshots are kept in memory: {problem}; training goes on without, and disk is still there")
+            self.say(f"in-memory snapshots disabled: {problem}; training continues, checkpoints still go to disk")
 
     def find(self, usable: Callable[[Candidate], bool]) -> list[Candidate]:
         """The newest first."""
@@ -293,7 +293,7 @@ class MemoryCheckpointer:
             if self.control.rank == 0:
                 for problem in problems:
                     self.say(problem)
-                self.say(f"step {snapshot.step} in memory is not used; {following} is tried")
+                self.say(f"skipping step {snapshot.step} in memory; trying {following}")
         return None
 
     def _fill(self, snapshot: Candidate, checkpoint: Checkpoint, pieces: Wanted, *, full: bool = False) -> list[str]:
@@ -331,7 +331,7 @@ class MemoryCheckpointer:
         if snapshot is None:
             return False
         if problems := self._fill(snapshot, checkpoint, lambda _: pieces):
-            raise TrainingError(f"step {snapshot.step} in memory was whole, and is no more: {problems[0]}")
+            raise TrainingError(f"step {snapshot.step} in memory was complete, but no longer is: {problems[0]}")
         return True
 
     def start(self, pieces: Pieces, manifest: Manifest, after: torch.cuda.Event | None) -> torch.cuda.Event | None:
@@ -344,9 +344,9 @@ class MemoryCheckpointer:
     def finish(self) -> None:
         """Wait for the snapshot under way, if there is one. The first that was not taken is told of."""
         problem = self.writer.finish() if self.writer is not None else None
-        if problem and not self.told:
-            self.told = True
-            self.say(f"{problem}; training goes on without, and disk is still there")
+        if problem and not self.reported:
+            self.reported = True
+            self.say(f"{problem}; training continues, checkpoints still go to disk")
 
     def forget(self, after: int | None = None) -> None:
         """No snapshot of a step after this one counts any more; without one, all memory is given back."""

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.checkpoint.memory import copies, here, home, nodes_of
+from fivefold.checkpoint.memory import copies, node_id, nodes_of, snapshot_dir
 from fivefold.launch.heartbeat import beat
 from fivefold.parallel.control import Control
 
@@ -29,17 +29,17 @@ class Nodes:
         self.control, self.rank, self.run, self.start = control, control.rank, run, start
         problem = ""
         try:
-            self.home = home(run, make)
+            self.snapshot_dir = snapshot_dir(run, make)
         except FileNotFoundError:  # nothing has been kept here
-            self.home = Path(here()[1]) / run
-            problem = f"{self.home.parent} cannot be made" if make else ""
+            self.snapshot_dir = Path(node_id()[1]) / run
+            problem = f"{self.snapshot_dir.parent} cannot be made" if make else ""
         except OSError as error:
             problem = error.strerror or str(error)
-        told = control.all_gather_values((*here(), problem), tuple[str, str, str])
-        self.nodes = nodes_of([(host, place) for host, place, _ in told])
+        of_ranks = control.all_gather_values((*node_id(), problem), tuple[str, str, str])
+        self.nodes = nodes_of([(host, place) for host, place, _ in of_ranks])
         self.node = next(number for number, ranks in enumerate(self.nodes) if self.rank in ranks)
         self.first = self.rank == self.nodes[self.node][0]
-        self.problem = next((f"rank {rank}: {why}" for rank, (*_, why) in enumerate(told) if why), "")
+        self.problem = next((f"rank {rank}: {why}" for rank, (*_, why) in enumerate(of_ranks) if why), "")
         self.to = copies(self.nodes)
         self.group: Any = None
         if len(self.nodes) > 1 and not self.problem:

@@ -56,7 +56,7 @@ def tensor_of(memory: mmap.mmap) -> Tensor:
 
 @dataclass
 class SnapshotSlot:
-    """One file of this rank's. It lies in a snapshot, or beside all of them."""
+    """One file of this rank's. It lies in a snapshot, or next to all of them."""
 
     spare: Path
     name: str  # in a snapshot
@@ -80,7 +80,7 @@ class SnapshotWriter(BackgroundSaver):
 
     def __init__(self, nodes: Nodes, device: torch.device):
         super().__init__()
-        self.nodes, self.device, self.store = nodes, device, Store(nodes.home)
+        self.nodes, self.device, self.store = nodes, device, Store(nodes.snapshot_dir)
         self.slots: list[SnapshotSlot] = []
         self.filling: SnapshotSlot | None = None  # by the snapshot under way
         self.refused: OSError | None = None  # why there is no slot for it
@@ -107,12 +107,12 @@ class SnapshotWriter(BackgroundSaver):
         back. None may be under way."""
         if step is None:
             if self.nodes.first:
-                shutil.rmtree(self.nodes.home, ignore_errors=True)
+                shutil.rmtree(self.nodes.snapshot_dir, ignore_errors=True)
             return
         if self.nodes.first:
             for snapshot in self.store.complete():
                 if snapshot.step > step:
-                    (self.nodes.home / snapshot.path.name / MANIFEST).unlink(missing_ok=True)
+                    (self.nodes.snapshot_dir / snapshot.path.name / MANIFEST).unlink(missing_ok=True)
         self.nodes.control.all_gather_values(None, None)
         self._free([path for path in self.taken if (path / MANIFEST).exists()])
 
@@ -120,7 +120,7 @@ class SnapshotWriter(BackgroundSaver):
         for slot in self.slots:
             if slot.inside is None:
                 return slot
-        spare = self.nodes.home / f"rank-{self.nodes.rank}.{len(self.slots)}.slot"
+        spare = self.nodes.snapshot_dir / f"rank-{self.nodes.rank}.{len(self.slots)}.slot"
         memory = new_memory(spare, extent(pieces))
         staging = Staging(self.device)
         staging.prepare(pieces, memory)
@@ -129,7 +129,7 @@ class SnapshotWriter(BackgroundSaver):
 
     def _path(self, step: int) -> Path:
         """Of the snapshot under way."""
-        return self.nodes.home / f"step-{step:08d}.{self.nodes.start + self.count}"
+        return self.nodes.snapshot_dir / f"step-{step:08d}.{self.nodes.start + self.count}"
 
     def _after(self, saving: Saving) -> None:
         if saving.error is None:
@@ -203,7 +203,7 @@ class SnapshotWriter(BackgroundSaver):
                 self.store.storage.delete(old)
         half.rename(path / MANIFEST)
         for snapshot in sorted(self.store.complete(), key=lambda snapshot: made_at(snapshot.path.name))[:-KEPT]:
-            os.unlink(self.nodes.home / snapshot.path.name / MANIFEST)
+            os.unlink(self.nodes.snapshot_dir / snapshot.path.name / MANIFEST)
 
 
 def _tables(manifest: Manifest, written: list[Written]) -> list[bytes]:

@@ -1,7 +1,7 @@
 """Checkpoints on object storage, through fsspec and its drivers. The rest of the house knows none of them.
 
 An object is there whole or not at all, and has no name but its key: there are no directories to make, sync or rename.
-What is set aside therefore stays where it is, and an empty object beside it carries the name that it has from then on:
+What is set aside therefore stays where it is, and an empty object next to it carries the name that it has from then on:
 
     checkpoints/step-00000012/manifest.json
     checkpoints/step-00000012.damaged             the mark: `folders` gives the checkpoint this name
@@ -28,7 +28,7 @@ T = TypeVar("T")
 _PATIENCE = 180.0  # seconds for an answer, with all that a driver tries
 _PART = 1 << 26  # bytes sent at a time: S3 takes 10,000 parts of a file
 _PIECE = 1 << 24  # bytes asked for at a time
-_AHEAD = 1 << 20  # bytes asked for at least: small tensors lie beside each other
+_AHEAD = 1 << 20  # bytes asked for at least: small tensors lie next to each other
 # Credentials, regions and endpoints are the drivers' own matter: AWS_PROFILE, AWS_ENDPOINT_URL and so on.
 _OPTIONS: dict[str, dict[str, Any]] = {
     "s3": {

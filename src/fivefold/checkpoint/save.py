@@ -99,7 +99,7 @@ def _why(error: OSError, directory: Place, needed: int) -> str:
         room = storage_of(directory).free(directory)
         free = f"{bytes_text(room)} are free there" if room is not None else ""
     except OSError as other:
-        free = f"it cannot be looked at: {other.strerror}"
+        free = f"it cannot be accessed: {other.strerror}"
     if not free:  # what a server says is not what this system calls it
         return f"{error.strerror or error}: {bytes_text(needed)} go into {directory}"
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]

@@ -81,7 +81,7 @@ def keys(name: str, manifest: Manifest) -> list[str]:
     return [f"{kind}.{name}" for kind in (MODEL, *(OPTIMIZERS[optimizer].states if optimizer else ()))]
 
 
-def held(
+def saveable_tensors(
     weights: Weights, shapes: Shapes, optimizer: Optimizer | None, buffers: Buffers | None = None
 ) -> dict[str, Shard]:
     """All that this rank holds; the pieces share its memory."""

@@ -143,7 +143,7 @@ def _size(place: Path) -> int | OSError:
         status = place.lstat()
     except OSError as error:
         return error
-    return status.st_size if stat.S_ISREG(status.st_mode) else OSError(errno.EINVAL, "no regular file")
+    return status.st_size if stat.S_ISREG(status.st_mode) else OSError(errno.EINVAL, "not a regular file")
 
 
 _DIRECTORIES = Directories()

@@ -105,7 +105,7 @@ class Checkpoint:
         try:
             table = msgspec.json.decode(self._bytes(MANIFEST, _LONGEST))
             if not isinstance(table, dict) or _seal(table) != table.get("seal"):
-                raise ValueError("its numbers are not those that it was sealed with")
+                raise ValueError("its checksum does not match")
             if type(stated := table.get("version")) is int and stated != VERSION:
                 old = "; an earlier release reads both, and its `fivefold checkpoint reshard` writes version 2"
                 said = f"{self.path} has version {stated} of the format, and this release reads version {VERSION}"
@@ -162,7 +162,7 @@ class Checkpoint:
         try:
             return self.storage.sizes(self.path, [file.name for file in files])
         except OSError as error:
-            raise UserError(f"{self.path} cannot be looked at: {error.strerror}", "file.read") from None
+            raise UserError(f"{self.path} cannot be accessed: {error.strerror}", "file.read") from None
 
     def _misfit(self, file: File, size: int | OSError) -> str | None:
         place = self.path / file.name

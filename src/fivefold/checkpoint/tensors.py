@@ -84,7 +84,7 @@ def _misfit(stored: Stored, files: Mapping[str, int]) -> str | None:
         if {len(chunk.offsets), len(chunk.sizes)} != {len(shape)} or any(
             first < 0 or size < 1 or first + size > side for first, size, side in box
         ):
-            return f"the chunk at {list(chunk.offsets[:8])} is no box of the shape {list(shape)}"
+            return f"the chunk at {list(chunk.offsets[:8])} is not a box within the shape {list(shape)}"
         needed = math.prod(chunk.sizes) * BYTES[stored.dtype]
         if chunk.bytes != needed:
             return f"the chunk at {list(chunk.offsets)} has {chunk.bytes} bytes, and its numbers take {needed}"
@@ -127,7 +127,7 @@ def _disjoint(chunks: tuple[Chunk, ...], dims: int) -> bool:
 #     total([segment_sum(...) for part in parts])   # 'fletcher:3af1...'
 #
 # Only their owner can write such files, so what they are checked for is accidents, and the sum may be one that costs
-# little beside the copy: one addition a word, five times as fast as the sha256 of a processor that has instructions
+# little next to the copy: one addition a word, five times as fast as the sha256 of a processor that has instructions
 # for it. A file is words of 64 bits, in rows of 8191. Each column has two sums: of its words, and of its words times
 # the number of pieces, of a MiB, that are left. After 8 MiB new sums begin. What lies between chunks is left out.
 #

@@ -29,8 +29,8 @@ app = typer.Typer(
     name="fivefold",
     cls=Explaining,
     help="LLM training under 5-D parallelism: one model, one data order, one loss curve, whatever the layout.",
-    epilog="Every command has --help with more examples. In all of them --json prints JSON, --output (-o) names what "
-    "is written, and --quiet (-q) prints nothing but errors.",
+    epilog="Every command has --help with more examples. In all of them --json prints JSON, --output (-o) names the "
+    "file to write, and --quiet (-q) prints only errors.",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,  # a bug shows Python's own traceback

@@ -18,11 +18,11 @@ from fivefold.support.dtypes import dtype_of
 from fivefold.support.errors import UserError
 
 if TYPE_CHECKING:
-    from fivefold.bench.harness import Told
+    from fivefold.bench.harness import OnProgress
 
-SHORT = "Measure how fast things are.  [dim]fivefold bench train llama3-8b[/]"
+SHORT = "Run benchmarks.  [dim]fivefold bench train llama3-8b[/]"
 WRITES = (".json", ".csv")
-app = typer.Typer(cls=Explaining, no_args_is_help=True, rich_markup_mode="rich", help="Benchmarks.")
+app = typer.Typer(cls=Explaining, no_args_is_help=True, rich_markup_mode="rich", help="Run benchmarks.")
 
 Changes = Annotated[
     list[str] | None,
@@ -48,14 +48,18 @@ _Against = Annotated[
         "experts), deterministic (the same bits every time), eager (not compiled), with commas."
     ),
 ]
-_Steps = Annotated[int | None, typer.Option(help="Timed steps of a turn, 10, or of a case, 7; medians are shown.")]
+_Steps = Annotated[
+    int | None, typer.Option(help="Timed steps per turn (default: 10) or case (default: 7); medians are shown.")
+]
 _Checkpoint = Annotated[
-    bool, typer.Option("--checkpoint", help="Save one beside the steps, too, and show what they lose to it.")
+    bool, typer.Option("--checkpoint", help="Also save a checkpoint while training, and report the slowdown.")
 ]
 _Profile = Annotated[bool, typer.Option("--profile", help="Show where a step's time goes, by kind of kernel.")]
-_Cases = Annotated[bool, typer.Option("--cases", help="Time cases on one device, each beside the planner's estimate.")]
+_Cases = Annotated[
+    bool, typer.Option("--cases", help="Time cases on one device, each compared with the planner's estimate.")
+]
 _Warm = Annotated[
-    float, typer.Option(help="With --cases: seconds of steps before the timed ones: power limits show late.")
+    float, typer.Option(help="With --cases: warm-up seconds before timing, so that power throttling has set in.")
 ]
 _Accelerator = Annotated[
     str | None,
@@ -70,10 +74,14 @@ def train(
     words: _Words,
     against: _Against = "none",
     steps: _Steps = None,
-    rounds: Annotated[int | None, typer.Option(help="Turns of each system; 2, or 1 if there is one only.")] = None,
+    rounds: Annotated[
+        int | None, typer.Option(help="Turns of each system; default: 2, or 1 if there is only one.")
+    ] = None,
     checkpoint: _Checkpoint = False,
     profile: _Profile = False,
-    floor: Annotated[bool, typer.Option("--floor", help="Measure what a step must do, each part alone.")] = False,
+    floor: Annotated[
+        bool, typer.Option("--floor", help="Time each component alone: the lower bound of a step.")
+    ] = False,
     cases: _Cases = False,
     warm: _Warm = 2.0,
     accelerator: _Accelerator = None,
@@ -86,14 +94,14 @@ def train(
 
     MFU counts attention full, and of experts those that a token visits.
 
-    Tokens are made up; the rest is `fivefold train`, with its data and metrics.
+    Tokens are random; everything else is `fivefold train`, with its data and metrics.
     Systems take turns, each turn in a process of its own, from the same weights:
     the table shows their first losses.
     train.deterministic=false unless you ask for it.
 
     With --cases, each word is a case: a model with KEY=VALUE changes after commas,
     alternatives between slashes, of layers, seq, samples (of a microbatch),
-    microbatches, recompute and compile. Each is timed beside the planner's estimate.
+    microbatches, recompute and compile. Each is compared with the planner's estimate.
     The table names cases that do not fit into memory.
 
     [dim]Examples:[/]
@@ -118,24 +126,24 @@ def train(
     if cases:
         refuse(given_of(context, _OF_JOBS), "is of a job, and --cases times cases; leave one of them out")
         timed = (words, _or(steps, 7), warm, accelerator, device, dtype_of(dtype))
-        measured(lambda told: measure_cases(*timed, told), as_json, output)
+        measured(lambda progress: measure_cases(*timed, progress), as_json, output)
         return
     refuse(given_of(context, _OF_CASES), "is of --cases; add it, or leave this out")
     if output is not None and output.suffix == ".csv":
         raise UserError(f"-o {output} is for the rows of --cases; the figures of a job are .json", "output.kind")
     extras = Extras(checkpoint, profile, floor)
-    measured(lambda told: [measure(words, against, _or(steps, 10), rounds, extras, told)], as_json, output)
+    measured(lambda progress: [measure(words, against, _or(steps, 10), rounds, extras, progress)], as_json, output)
 
 
 _Rounds = Annotated[
-    int | None, typer.Option(help="Timed steps of each system, 5; with --overhead 7, with --scaling 3.")
+    int | None, typer.Option(help="Timed steps of each system; default: 5, with --overhead 7, with --scaling 3.")
 ]
 _Only = Annotated[
     str | None,
-    typer.Option(help="Some of dp,tp,pp,cp,zero, with commas; with --scaling of dp,tp,pp,cp,3d, or ep (experts)."),
+    typer.Option(help="Comma-separated subset of dp,tp,pp,cp,zero; with --scaling of dp,tp,pp,cp,3d, or ep (experts)."),
 ]
 _Overhead = Annotated[
-    bool, typer.Option("--overhead", help="One process, against a bare PyTorch loop and Hugging Face's.")
+    bool, typer.Option("--overhead", help="Compare one process with a bare PyTorch loop and with Hugging Face.")
 ]
 _Batch = Annotated[
     int | None, typer.Option(help="With --scaling: sequences of a step, 16 for all.", show_default=False)
@@ -154,12 +162,12 @@ _OF_JOBS = {name: f"--{name}" for name in ("against", "rounds", "checkpoint", "p
 def peers(
     context: typer.Context,
     changes: Changes = None,
-    ranks: Annotated[int, typer.Option(help="Ranks of every system that has several; with --scaling the most.")] = 2,
+    ranks: Annotated[int, typer.Option(help="Ranks of the multi-rank systems; with --scaling the maximum.")] = 2,
     rounds: _Rounds = None,
     only: _Only = None,
     overhead: _Overhead = False,
-    scaling: Annotated[bool, typer.Option("--scaling", help="Fivefold alone, from one rank to many.")] = False,
-    least: Annotated[int, typer.Option(help="With --scaling: the fewest ranks.")] = 2,
+    scaling: Annotated[bool, typer.Option("--scaling", help="Scale Fivefold alone from one rank to many.")] = False,
+    least: Annotated[int, typer.Option(help="With --scaling: the minimum of ranks.")] = 2,
     batch: _Batch = None,
     predict: _Predict = False,
     output: Output = None,
@@ -175,8 +183,8 @@ def peers(
     3D layouts of the same batch go from one rank to many; a rank's share of the batch is one
     microbatch, and stages take it a sequence at a time. --predict adds the simulator's
     prediction, from what a core and its links reach while as many of them are at work.
-    Experts are shown as a fraction of one process, beside the limit if nothing had to
-    be sent, with the fullest rank's real load.
+    Experts are shown as a fraction of one process, next to the limit without any
+    communication, and with the real load of the most loaded rank.
 
     [dim]Examples:[/]
 
@@ -199,34 +207,40 @@ def peers(
         refuse(given_of(context, growing), "is of --scaling; add it, or leave this out")
     if overhead:
         refuse(given_of(context, {"ranks": "--ranks", "only": "--only"}), "is of several ranks, and --overhead of one")
-        measured(lambda told: [comparison.overhead(changes or [], _or(rounds, 7), told)], as_json, output)
+        measured(lambda progress: [comparison.overhead(changes or [], _or(rounds, 7), progress)], as_json, output)
     elif scaling:
         from fivefold.bench.scaling import scaling as grow
 
         shown = "dp,tp,pp,cp,3d" if only is None else only
         measured(
-            lambda told: grow(changes or [], ranks, least, _or(rounds, 3), batch, shown, predict, told), as_json, output
+            lambda progress: grow(changes or [], ranks, least, _or(rounds, 3), batch, shown, predict, progress),
+            as_json,
+            output,
         )
     else:
         some = "dp,tp,pp,cp,zero" if only is None else only
-        measured(lambda told: [comparison.peers(changes or [], ranks, _or(rounds, 5), some, told)], as_json, output)
+        measured(
+            lambda progress: [comparison.peers(changes or [], ranks, _or(rounds, 5), some, progress)],
+            as_json,
+            output,
+        )
 
 
 _Recovery = Annotated[
-    bool, typer.Option("--recovery", help="Time how ranks that are started anew get their state instead.")
+    bool, typer.Option("--recovery", help="Time how restarted ranks recover their state, instead of saves.")
 ]
 _CheckpointSteps = Annotated[
-    int | None, typer.Option(help="Steps before each save, and beside its writing, 6; with --recovery 4.")
+    int | None, typer.Option(help="Steps before each save, and while it is written; default: 6, with --recovery 4.")
 ]
 _Directory = Annotated[
-    Path | None, typer.Option(help="On the disk to be measured; without it the system's for temporary files.")
+    Path | None, typer.Option(help="Directory on the disk to measure; default: the system's temporary directory.")
 ]
 _Timeout = Annotated[
     float | None, typer.Option(help="Seconds for the whole run, 1200; with --recovery for each start, 600.")
 ]
 
 
-@command(app, "checkpoint", "What a checkpoint costs.  [dim]fivefold bench checkpoint model=small[/]", (".json",))
+@command(app, "checkpoint", "What checkpoints cost.  [dim]fivefold bench checkpoint model=small[/]", (".json",))
 def checkpoint(
     job: JobWords = None,
     recovery: _Recovery = False,
@@ -242,10 +256,10 @@ def checkpoint(
     The job's ranks are started on this machine. Save and load of the same state
     take turns with DCP alone and with plain torch.save. No file is left behind.
 
-    With --recovery, ranks are started anew, and get their state from memory, and from
-    disk. Each start is of new processes. Before one from disk, its files are dropped from
-    the page cache. Loading ends when weights and moments are in place, hashed. What a
-    snapshot costs the steps beside it is measured, too.
+    With --recovery, ranks are restarted, and recover their state from memory, and from
+    disk. Each restart is of new processes. Before one from disk, its files are dropped from
+    the page cache. Loading ends when weights and moments are in place, hashed. How much
+    a snapshot slows the steps down is measured, too.
 
     [dim]Examples:[/]
 
@@ -261,14 +275,14 @@ def checkpoint(
 
     way, each, limit = (measure_recovery, 4, 600.0) if recovery else (measure, 6, 1200.0)
     each, limit = _or(steps, each), limit if timeout is None else timeout
-    measured(lambda told: [way(*split(job), rounds, each, directory, limit, told)], as_json, output)
+    measured(lambda progress: [way(*split(job), rounds, each, directory, limit, progress)], as_json, output)
 
 
 def _or(given: int | None, usual: int) -> int:
     return usual if given is None else given
 
 
-def measured(measure: "Callable[[Told], Iterable[Result]]", as_json: bool, output: Path | None = None) -> None:
+def measured(measure: "Callable[[OnProgress], Iterable[Result]]", as_json: bool, output: Path | None = None) -> None:
     """Measure, and show the last result. Each of them is kept: a run that is stopped has left what it measured.
 
     The status line says what is measured now, and each measurement leaves a line with its seconds.
@@ -276,16 +290,16 @@ def measured(measure: "Callable[[Told], Iterable[Result]]", as_json: bool, outpu
     console = console_of(stderr=True)
     begun: list[tuple[str, float]] = []
 
-    def told(what: str) -> None:
+    def on_progress(what: str) -> None:
         for last, start in begun[-1:]:
             console.print(f"{last}: {time.monotonic() - start:.0f} s", style="dim", markup=False)
         begun.append((what, time.monotonic()))
         status.update(what)
 
     with console.status("") as status:
-        for result in measure(told):
+        for result in measure(on_progress):
             kept = output is None or _keep(result, output)
-        told("")
+        on_progress("")
     show(result, as_json)
     if not kept:
         raise typer.Exit(1)

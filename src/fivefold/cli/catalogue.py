@@ -1,4 +1,4 @@
-"""`fivefold list` and `fivefold accuracy`: models and accelerators that are known, and how far off the planner is."""
+"""`fivefold list` and `fivefold accuracy`: built-in models and accelerators, and how far off the planner is."""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,10 +13,12 @@ from fivefold.support.text import either
 
 LIST = "List models or accelerators, or show one.  [dim]fivefold list models llama3-8b[/]"
 ACCURACY = "Compare the planner with measured runs.  [dim]fivefold accuracy[/]"
-app = typer.Typer(cls=Explaining, no_args_is_help=True, rich_markup_mode="rich", help="What is known by name.")
+app = typer.Typer(
+    cls=Explaining, no_args_is_help=True, rich_markup_mode="rich", help="List built-in models and accelerators."
+)
 
 
-@command(app, "models", "The presets, or one model.  [dim]fivefold list models llama3-8b[/]", TEXTS)
+@command(app, "models", "All built-in models, or one.  [dim]fivefold list models llama3-8b[/]", TEXTS)
 def models(
     name: Annotated[
         str | None, typer.Argument(help="Show this one: a preset, a Hugging Face config.json or its directory.")
@@ -27,7 +29,7 @@ def models(
     output: Output = None,
     as_json: Json = False,
 ) -> None:
-    """List the models that Fivefold knows by name, or show all that follows from the numbers of one.
+    """List the built-in models, or show everything that follows from the numbers of one.
 
     FLOPs are those of one training token, forward and backward, without
     recomputation. Attention is counted in full (as PaLM does) and as the causal
@@ -53,13 +55,13 @@ def models(
     show(model(name, seq=seq), as_json, output)
 
 
-@command(app, "accelerators", "What clusters are made of.  [dim]fivefold list accelerators H100[/]", TEXTS)
+@command(app, "accelerators", "All built-in accelerators, or one.  [dim]fivefold list accelerators H100[/]", TEXTS)
 def accelerators(
     name: Annotated[str | None, typer.Argument(help="Show this one with all its figures.")] = None,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
-    """List the accelerators that Fivefold plans for: memory, dense rates, links, and the source of every figure.
+    """List the built-in accelerators: memory, dense rates, links, and the source of every figure.
 
     Another one needs no code: `fivefold calibrate -o mine.toml` measures the device
     at hand, and `--cluster 2x8xmine.toml` plans for it.
@@ -83,12 +85,16 @@ _LeaveOut = Annotated[
 ]
 _Coverage = Annotated[
     bool,
-    typer.Option("--coverage", help="Show how many runs lie in the ranges that plans print, sources left out."),
+    typer.Option(
+        "--coverage", help="Show how many runs fall within the ranges that plans print, each source held out."
+    ),
 ]
 _Sweeps = Annotated[
     bool, typer.Option("--sweeps", help="Show each sweep of layouts: the planner's choice, and rules of thumb.")
 ]
-_Write = Annotated[bool, typer.Option("--write", help="Keep what --fit or --coverage finds, for plans to use.")]
+_Write = Annotated[
+    bool, typer.Option("--write", help="Save the fitted constants or coverage, so that `plan` uses them.")
+]
 
 
 def accuracy(
@@ -134,7 +140,7 @@ def accuracy(
         show(SourceList(), as_json, output)
         return
     if write and not (fit or coverage):
-        raise UserError("--write keeps what --fit or --coverage finds; give one of them too", "option.conflict")
+        raise UserError("--write saves what --fit or --coverage finds; add one of them", "option.conflict")
     others = {"--fit": fit, "--leave-out": leave_out, "--rows": rows}
     others["-o"] = output if output and output.suffix.lower() not in TEXTS else None  # they have no picture
     if coverage or sweeps:

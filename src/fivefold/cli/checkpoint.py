@@ -14,7 +14,9 @@ from fivefold.support.files import whole_or_nothing
 from fivefold.support.places import place_of
 
 SHORT = "List, verify and reshard checkpoints.  [dim]fivefold checkpoint ls runs/demo[/]"
-app = typer.Typer(cls=Explaining, no_args_is_help=True, rich_markup_mode="rich", help="A run's checkpoints.")
+app = typer.Typer(
+    cls=Explaining, no_args_is_help=True, rich_markup_mode="rich", help="List, verify and reshard checkpoints."
+)
 
 Run = Annotated[str, typer.Argument(help="A run's directory, or one of its checkpoints; a URL.", show_default=False)]
 Step = Annotated[int | None, typer.Option(help="Which one; default: the newest complete one.")]
@@ -64,8 +66,8 @@ def ls(
 @command(app, "reshard", "Rewrite one.  [dim]fivefold checkpoint reshard runs/demo --layout tp=8 -o big[/]")
 def reshard(
     run: Run,
-    layout: Annotated[str, typer.Option(help="The layout whose ranks are to read it.")],
-    output: Annotated[str, typer.Option("--output", "-o", help="A run directory to make; or its URL.")],
+    layout: Annotated[str, typer.Option(help="Layout to write for.")],
+    output: Annotated[str, typer.Option("--output", "-o", help="Run directory to create, or its URL.")],
     step: Step = None,
     as_json: Json = False,
 ) -> None:

@@ -1,4 +1,4 @@
-"""`fivefold compare`: ZeRO stages, kinds of context parallelism, schedules, and schedules on unlike devices."""
+"""`fivefold compare`: ZeRO stages, kinds of context parallelism, schedules, and schedules on heterogeneous clusters."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from fivefold.planner.context import LengthsResult
 
 SHORT = "Compare ZeRO stages, kinds of cp, schedules.  [dim]fivefold compare schedules --pp 8 --microbatches 32[/]"
-app = typer.Typer(cls=Explaining, no_args_is_help=True, rich_markup_mode="rich", help="Choices, side by side.")
+app = typer.Typer(
+    cls=Explaining, no_args_is_help=True, rich_markup_mode="rich", help="Compare alternatives side by side."
+)
 
 
 @command(app, "zero", "Bytes by ZeRO stage.  [dim]fivefold compare zero 7.5e9 --ranks 64[/]", TEXTS)
@@ -133,7 +135,10 @@ def _whole_steps(lengths: str, model: str, cluster: str, kernels: str, software:
 
 
 _MixedCluster = Annotated[
-    str, typer.Option("--cluster", "-c", help="Unlike nodes, such as 2x8xH100+2x8xA100; or like ones and --slower.")
+    str,
+    typer.Option(
+        "--cluster", "-c", help="Heterogeneous cluster, such as 2x8xH100+2x8xA100; or a homogeneous one with --slower."
+    ),
 ]
 _Layout = Annotated[
     str | None, typer.Option(help="Degrees, microbatches and recompute of all schedules; default: the planner's.")
@@ -143,13 +148,13 @@ _Schedules = Annotated[
 ]
 
 
-@command(app, "mixed", "Schedules on unlike GPUs.  [dim]fivefold compare mixed llama3-70b[/]", TEXTS)
+@command(app, "mixed", "Schedules on heterogeneous GPUs.  [dim]fivefold compare mixed llama3-70b[/]", TEXTS)
 def mixed(
     words: ModelWords,
     cluster: _MixedCluster = "2x8xH100+2x8xA100",
     layout: _Layout = None,
     schedules: _Schedules = "",
-    slower: Annotated[str, typer.Option(help="Make half of like nodes so many times slower: 1.5,2.")] = "",
+    slower: Annotated[str, typer.Option(help="Slow half of a homogeneous cluster by these factors: 1.5,2.")] = "",
     batch: Batch = None,
     seq: Seq = None,
     output: Output = None,

@@ -12,21 +12,23 @@ from fivefold.cli.unknown import Explaining
 from fivefold.render.blocks import console_of
 from fivefold.support.text import bytes_text, si
 
-SHORT = "Token files.  [dim]fivefold data prepare essays/ -o tokens/; fivefold data check tokens/[/]"
+SHORT = "Prepare and check token files.  [dim]fivefold data prepare essays/ -o tokens/; fivefold data check tokens/[/]"
 
-app = typer.Typer(cls=Explaining, no_args_is_help=True, rich_markup_mode="rich", help="Token files for training.")
+app = typer.Typer(cls=Explaining, no_args_is_help=True, rich_markup_mode="rich", help="Prepare and check token files.")
 
 
 @command(app, "prepare", "Tokenize text, JSONL or parquet.  [dim]fivefold data prepare essays/ -o tokens/[/]")
 def prepare(
     inputs: Annotated[list[Path], typer.Argument(help="Text files, .jsonl, .jsonl.gz, .parquet, or directories.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Directory to make.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Directory to create.")],
     tokenizer: Annotated[str, typer.Option(help="A Hugging Face tokenizer.json, or 'bytes'.")] = "bytes",
     eos: Annotated[str | None, typer.Option(help="End-of-document token or its id, if not found by itself.")] = None,
     text_field: Annotated[str, typer.Option(help="Field of a record that holds its text.")] = "text",
-    prompt_field: Annotated[str | None, typer.Option(help="Field whose text comes first and carries no loss.")] = None,
-    valid: Annotated[float, typer.Option(help="Share of documents to hold out for validation.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Chooses the documents that are held out.")] = 0,
+    prompt_field: Annotated[
+        str | None, typer.Option(help="Field with the prompt, which comes first and carries no loss.")
+    ] = None,
+    valid: Annotated[float, typer.Option(help="Fraction of documents to hold out for validation.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed that selects the held-out documents.")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing token directory.")] = False,
     as_json: Json = False,
 ) -> None:

@@ -15,7 +15,7 @@ Microbatches = Annotated[int | None, typer.Option("--microbatches", "-m", help="
 Ranks = Annotated[int | None, typer.Option("--pp", help="Pipeline ranks (p).")]
 Chunks = Annotated[int | None, typer.Option(help="Stages per rank (v), for interleaved and bfs.")]
 Group = Annotated[int | None, typer.Option(help="Group size (N), for interleaved; default: the smallest that works.")]
-Memory = Annotated[int | None, typer.Option(help="Most live activations per rank, for auto; default: p.")]
+Memory = Annotated[int | None, typer.Option(help="Maximum live activations per rank, for auto; default: p.")]
 TimesText = Annotated[
     str,
     typer.Option(
@@ -26,9 +26,9 @@ TimesText = Annotated[
 ]
 Slow = Annotated[str, typer.Option(help="Slower ranks, as RANK=FACTOR: 1=1.5,3=2.")]
 Sends = Annotated[
-    Literal["eager", "blocking"], typer.Option(help="Whether a sender goes on while its message travels.")
+    Literal["eager", "blocking"], typer.Option(help="Whether a sender continues while its message is in flight.")
 ]
-Overlap = Annotated[bool, typer.Option(help="Whether messages travel while the receiver computes.")]
+Overlap = Annotated[bool, typer.Option(help="Whether messages are in flight while the receiver computes.")]
 
 
 _Cluster = Annotated[str, typer.Option("--cluster", "-c", help="Of the mesh: 2x8xH100; default: nodes of eight.")]
@@ -60,7 +60,7 @@ def draw(
 
     `draw mesh` draws a layout on a cluster instead: which rank of which node stands where on each axis, and
     over which links the axis communicates. A file that ends in .dark.svg or .dark.png is dark. With --html,
-    the page of `fivefold ui` is written with these schedules in it, as one file to send.
+    these schedules are also written as a self-contained page of `fivefold ui`.
 
     [dim]Examples:[/]
 

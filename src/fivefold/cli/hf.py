@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from fivefold.job.config import Job
 
 SHORT = "Import and export Hugging Face weights.  [dim]fivefold hf import DIR -o runs/llama[/]"
-app = typer.Typer(cls=Explaining, no_args_is_help=True, rich_markup_mode="rich", help="Hugging Face's directories.")
+app = typer.Typer(
+    cls=Explaining, no_args_is_help=True, rich_markup_mode="rich", help="Import and export Hugging Face directories."
+)
 
 _SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "kb": 10**3, "mb": 10**6, "gb": 10**9,
           "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}  # fmt: skip
@@ -28,9 +30,9 @@ def import_hf(
     directory: Annotated[
         Path, typer.Argument(metavar="DIR", help="config.json and *.safetensors.", show_default=False)
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The run directory to make.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Run directory to create.")],
     data: Annotated[
-        Path | None, typer.Option(help="Tokens to train on; they must be of the model's tokenizer.", show_default=False)
+        Path | None, typer.Option(help="Tokens to train on, made with the model's tokenizer.", show_default=False)
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -81,7 +83,7 @@ def export_hf(
     run: Annotated[
         str, typer.Argument(help="A run's directory, or one of its checkpoints; a URL.", show_default=False)
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The directory to make.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Directory to create.")],
     step: Annotated[int | None, typer.Option(help="Which checkpoint; default: the newest complete one.")] = None,
     dtype: Annotated[
         str, typer.Option(help="float32, bfloat16 or float16; default: as imported, and float32 of other runs.")

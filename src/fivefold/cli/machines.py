@@ -11,8 +11,8 @@ from fivefold.render.blocks import show
 from fivefold.support.errors import UserError
 from fivefold.support.files import write
 
-LAUNCH = "Write what a cluster runs.  [dim]fivefold launch job.toml --slurm[/]"
-DOCTOR = "Examine the machines of a job.  [dim]srun -N4 --ntasks-per-node=8 fivefold doctor job.toml[/]"
+LAUNCH = "Generate Slurm/torchrun/Kubernetes launch files.  [dim]fivefold launch job.toml --slurm[/]"
+DOCTOR = "Health-check the machines of a job.  [dim]srun -N4 --ntasks-per-node=8 fivefold doctor job.toml[/]"
 CALIBRATE = "Measure this device for the planner.  [dim]fivefold calibrate -o mine.toml[/]"
 
 
@@ -23,27 +23,31 @@ _PerNode = Annotated[int | None, typer.Option(help="Ranks per node; default: the
 _Restarts = Annotated[
     int | None,
     typer.Option(
-        help="How often it is started again after failures in a row; default: 3, with --elastic 10.",
+        help="Restarts after consecutive failures; default: 3, with --elastic 10.",
         show_default=False,
     ),
 ]
 _Elastic = Annotated[
     bool,
     typer.Option(
-        "--elastic", help="Slurm, torchrun: go on when nodes are lost, with those left, and grow when they return."
+        "--elastic",
+        help="Slurm, torchrun: continue on the remaining nodes when some are lost; scale up when they return.",
     ),
 ]
 
 
 def launch(
     job: JobWords = None,
-    slurm: Annotated[bool, typer.Option("--slurm", help="An sbatch file.")] = False,
-    torchrun: Annotated[bool, typer.Option("--torchrun", help="The line to type on each node.")] = False,
-    kubernetes: Annotated[bool, typer.Option("--kubernetes", help="A Kubernetes Job.")] = False,
-    trainjob: Annotated[bool, typer.Option("--trainjob", help="A TrainJob of Kubeflow Trainer.")] = False,
-    ssh: Annotated[Path | None, typer.Option("--ssh", help="A script for the hosts of this file.")] = None,
-    submit: Annotated[bool, typer.Option("--submit", help="With --slurm: submit it.")] = False,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="The file to write.")] = None,
+    slurm: Annotated[bool, typer.Option("--slurm", help="Write an sbatch file.")] = False,
+    torchrun: Annotated[bool, typer.Option("--torchrun", help="Write the torchrun command for each node.")] = False,
+    kubernetes: Annotated[bool, typer.Option("--kubernetes", help="Write a Kubernetes Job.")] = False,
+    trainjob: Annotated[bool, typer.Option("--trainjob", help="Write a Kubeflow Trainer TrainJob.")] = False,
+    ssh: Annotated[
+        Path | None,
+        typer.Option("--ssh", help="Write a script that starts the job over ssh on the hosts in this file."),
+    ] = None,
+    submit: Annotated[bool, typer.Option("--submit", help="With --slurm: also submit it.")] = False,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write.")] = None,
     cluster: _Cluster = "",
     nodes: Annotated[int | None, typer.Option(help="Nodes; default: the cluster's.")] = None,
     per_node: _PerNode = None,
@@ -52,12 +56,12 @@ def launch(
     account: Annotated[str | None, typer.Option(help="Slurm's account.")] = None,
     partition: Annotated[str | None, typer.Option(help="Slurm's partition.")] = None,
     time: Annotated[str | None, typer.Option(help="Slurm's time limit of one start; default: 24:00:00.")] = None,
-    host: Annotated[str | None, typer.Option(help="torchrun: the node at which the others meet.")] = None,
+    host: Annotated[str | None, typer.Option(help="torchrun: the rendezvous host.")] = None,
     container: Annotated[str | None, typer.Option(help="Slurm with pyxis, Kubernetes: an image with Fivefold.")] = None,
-    claim: Annotated[str | None, typer.Option(help="Kubernetes: the claim of a volume that all pods share.")] = None,
+    claim: Annotated[str | None, typer.Option(help="Kubernetes: the PersistentVolumeClaim shared by all pods.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Write what a cluster runs, and say how to start it.
+    """Generate launch files for Slurm, torchrun, Kubernetes or ssh, and say how to start them.
 
     The job is checked as `train --check` does, as far as this machine can, and its
     layout against the nodes: those of run.cluster, which `plan -o` writes, of
@@ -105,15 +109,15 @@ def doctor(
     output: Output = None,
     as_json: Json = False,
 ) -> None:
-    """Measure every rank, node and link of a job, and name the slow or odd one.
+    """Measure every rank, node and link of a job, and report outliers.
 
     Start it as the job will be started: under srun or torchrun, where it joins
     the ranks that they started, or by itself on one machine. Every rank times
     matmuls in the job's dtype and collectives along each axis of the layout;
-    every node's disk under run.dir, clock, versions, limits and GPUs are looked
-    at. What is slow or odd is named against its peers, and against the planner's
+    every node's disk under run.dir, clock, versions, limits and GPUs are checked.
+    Outliers are found by comparison with peers, and with the planner's
     figures for run.cluster or the accelerator found. Nothing is trained and no
-    data is read. Exit code 0 if all is well, 1 if something is odd.
+    data is read. Exit code 0 if all is well, 1 if there are outliers.
 
     [dim]Examples:[/]
 
@@ -128,7 +132,7 @@ def doctor(
       fivefold doctor layout=dp=2,tp=2 run.dir=/scratch/runs --json
     """
     from fivefold.launch.world import current_world
-    from fivefold.machines import doctor as room
+    from fivefold.machines import doctor as examination
     from fivefold.trainer.start import check_ranks, job_and_start
 
     path, changes = split(job)
@@ -136,8 +140,8 @@ def doctor(
     check_ranks(nproc, world)
     resolved, _ = job_and_start(path, changes, fresh=True)
     if not world.joined:
-        show(room.here(resolved, nproc, job or []), as_json, output)
-    elif result := room.join(resolved, world):
+        show(examination.here(resolved, nproc, job or []), as_json, output)
+    elif result := examination.join(resolved, world):
         show(result, as_json, output)
 
 
@@ -153,18 +157,18 @@ _CalibrateNproc = Annotated[
 
 def calibrate(
     output: _Output = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer shapes, less sure.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer shapes, less accurate.")] = False,
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="What to measure.")] = "auto",
     each: _Each = False,
     nproc: _CalibrateNproc = None,
     as_json: Json = False,
 ) -> None:
-    """Measure what kernels and collectives reach here, as shares of the maker's ceilings.
+    """Measure what kernels and collectives reach here, as fractions of the vendor's peak figures.
 
     Matmuls in the three layouts of training, attention, element-wise kernels,
     launches, and collectives between the devices of this machine. The constants
-    are those with which the planner's formulas give the measured times best; the
-    last two columns say how well. A cluster then names the file like a device.
+    are fitted so that the planner's formulas reproduce the measured times; the
+    last two columns show how well they do. A cluster can then name the file like a device.
 
     With --ranks, all ranks are measured at once, by themselves or as torchrun
     or srun started them. Ranks whose speeds agree within the noise form a

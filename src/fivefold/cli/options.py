@@ -35,12 +35,12 @@ DRAWN = (*PICTURES, *TEXTS)  # endings of a result that has a picture
 PAGE = (".html", ".htm")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors, and with --json the JSON.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors, and with --json the JSON.")]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write the result: .json, .txt.")]
 Picture = Annotated[
     Path | None, typer.Option("--output", "-o", help="Write the result: .json, .txt; or draw it: .svg, .png.")
 ]
-Html = Annotated[Path | None, typer.Option("--html", help="Write a page of it, one file to send: .html.")]
+Html = Annotated[Path | None, typer.Option("--html", help="Also write a self-contained HTML page.")]
 
 ModelWords = Annotated[
     list[str],
@@ -67,16 +67,18 @@ ClusterText = Annotated[
     ),
 ]
 Batch = Annotated[
-    int | None, typer.Option(help="Sequences per step; default: as published runs of the size, 4M tokens or more.")
+    int | None, typer.Option(help="Sequences per step; default: like published runs of this size, 4M tokens or more.")
 ]
 Seq = Annotated[int | None, typer.Option(help="Tokens per sequence; default: 8192, or the model's context.")]
 Precision = Annotated[
     str, typer.Option(help="Precision of matmuls: bf16, fp16, fp8, fp4, fp32; default: bf16, CPU: fp32.")
 ]
-Software = Annotated[str, typer.Option(help="Whose kernels and overlap: fivefold, nemo, torchtitan, megatron.")]
+Software = Annotated[
+    str, typer.Option(help="Software whose kernels and overlap to model: fivefold, nemo, torchtitan, megatron.")
+]
 Imbalance = Annotated[
     float | None,
-    typer.Option(help="Experts: tokens of the fullest rank over the mean; default: 1.6, by published runs."),
+    typer.Option(help="Experts: tokens of the most loaded rank / mean; default: 1.6, from published runs."),
 ]
 
 

@@ -28,7 +28,7 @@ from fivefold.support.dtypes import precision_of
 if TYPE_CHECKING:
     from fivefold.planner.result import PlanResult
 
-PLAN = "Choose a layout, and say why.  [dim]fivefold plan llama3-70b --cluster 8x8xH100[/]"
+PLAN = "Choose a layout, and explain the choice.  [dim]fivefold plan llama3-70b --cluster 8x8xH100[/]"
 SERVE = "Choose how to serve a model.  [dim]fivefold serve llama3-70b --cluster 8xH100[/]"
 GOODPUT = "Days to train, with failures.  [dim]fivefold goodput llama3-405b --cluster 2048x8xH100 --tokens 15.6T[/]"
 
@@ -56,13 +56,15 @@ def plan(
     seq: Seq = None,
     tokens: _Tokens = None,
     layout: _Layout = None,
-    fix: Annotated[str, typer.Option(help="Choices to keep: tp=8,zero=1,recompute=none.")] = "",
-    by: Annotated[Literal["throughput", "memory", "pareto"], typer.Option(help="Rank layouts by.")] = "throughput",
+    fix: Annotated[str, typer.Option(help="Layout settings to fix: tp=8,zero=1,recompute=none.")] = "",
+    by: Annotated[
+        Literal["throughput", "memory", "pareto"], typer.Option(help="What to rank layouts by.")
+    ] = "throughput",
     top: Annotated[int, typer.Option(min=1, help="Layouts to show.")] = 5,
     precision: Precision = "",
     software: Software = "fivefold",
     imbalance: Imbalance = None,
-    price: Annotated[float | None, typer.Option(help="Dollars per GPU and hour.")] = None,
+    price: Annotated[float | None, typer.Option(help="Dollars per GPU-hour.")] = None,
     output: _Output = None,
     html: Html = None,
     as_json: Json = False,
@@ -75,7 +77,7 @@ def plan(
     differ by more; tp over a network must win by 10%. A range says where time, rate and days should lie in 4 of 5
     cases. `fivefold accuracy` compares the planner with measured runs.
 
-    With --layout, a layout of your own is explained instead, beside the choice, with
+    With --layout, a layout of your own is explained instead, and compared with the choice, with
     the timeline of its pipeline. Exit code 1 if it does not fit into the devices' memory.
 
     With -o job.toml, a job for this model on this cluster is written: learning rate,
@@ -83,9 +85,9 @@ def plan(
     its source. With -o memory.svg, traffic.svg, mesh.svg, step.svg (the timeline) or any
     other .svg or .png (memory and time) a picture is; .dark.svg and .dark.png are dark.
     With -o decision.md or .html the decision is written down for a design review: the math
-    of the layout with its numbers, textbook shortcuts beside them, its neighbours, and at
+    of the layout with its numbers, compared with textbook rules, its neighbours, and at
     which memory, link and batch another layout wins, found by planning again. With --html
-    plan.html, the page of `fivefold ui` is written with this plan in it, as one file to send.
+    plan.html, the plan is also written as a self-contained page of `fivefold ui`.
 
     [dim]Examples:[/]
 
@@ -144,7 +146,7 @@ def _write_decision(result: "PlanResult", output: Path) -> str:
 
 
 def _write_job(result: "PlanResult", output: Path) -> str:
-    """Write the job, and a schedule that was made for it beside it; what to do next."""
+    """Write the job, and next to it a schedule that was made for it; what to do next."""
     from fivefold.job.preflight import needs_data
     from fivefold.planner.search import write_schedule
     from fivefold.planner.training import start
@@ -165,9 +167,9 @@ def serve(
     cluster: ClusterText = None,
     prompt: Annotated[int, typer.Option(help="Tokens per prompt.")] = 2048,
     answer: Annotated[int, typer.Option(help="Tokens per answer.")] = 512,
-    concurrent: Annotated[int | None, typer.Option(help="Sequences at a time; default: what fits.")] = None,
-    ttft: Annotated[float | None, typer.Option(help="At most this many seconds to the first token.")] = None,
-    tpot: Annotated[float | None, typer.Option(help="At most this many seconds per token after it.")] = None,
+    concurrent: Annotated[int | None, typer.Option(help="Concurrent sequences; default: as many as fit.")] = None,
+    ttft: Annotated[float | None, typer.Option(help="Upper bound on the time to first token, in seconds.")] = None,
+    tpot: Annotated[float | None, typer.Option(help="Upper bound on the time per output token, in seconds.")] = None,
     precision: Precision = "",
     imbalance: Imbalance = None,
     output: Output = None,
@@ -175,7 +177,7 @@ def serve(
 ) -> None:
     """Choose how to serve a model on a cluster: the layouts of lowest latency and of highest throughput, and why.
 
-    Prints both beside each other, and what lies between them: sequences at a time, seconds
+    Prints both side by side, and what lies between them: sequences at a time, seconds
     to the first token and for each one after it, tokens per second, cache and memory of
     a GPU, and what bounds them. --ttft and --tpot leave out what takes longer.
 
@@ -200,14 +202,15 @@ _GoodputTokens = Annotated[
     str | None, typer.Option(help="Length of the run: 1.4T, 300B; default: the job's, or 20 per parameter.")
 ]
 _Every = Annotated[
-    int | None, typer.Option(help="Steps between checkpoints; default: the job's, or those of the shortest run.")
+    int | None,
+    typer.Option(help="Steps between checkpoints; default: the job's, or the interval that minimizes run time."),
 ]
 _Mtbf = Annotated[float | None, typer.Option(help="Hours between failures of one GPU; default: Llama 3's, 50,677.")]
 _Detect = Annotated[float | None, typer.Option(help="Seconds to notice a failure; default: a tenth of train.timeout.")]
-_Storage = Annotated[float | None, typer.Option(help="GB/s of all nodes together; default: 2.08 a node, at most 95.")]
-_Jitter = Annotated[
-    float | None, typer.Option(help="Deviation of a rank's step, as a share of its mean; default: 0.0072.")
+_Storage = Annotated[
+    float | None, typer.Option(help="Aggregate storage bandwidth, GB/s; default: 2.08 per node, at most 95.")
 ]
+_Jitter = Annotated[float | None, typer.Option(help="Coefficient of variation of a rank's step time; default: 0.0072.")]
 
 
 def goodput(
@@ -215,7 +218,7 @@ def goodput(
     cluster: ClusterText = None,
     tokens: _GoodputTokens = None,
     layout: Annotated[str | None, typer.Option(help="This layout, instead of the planner's choice.")] = None,
-    fix: Annotated[str, typer.Option(help="Choices of a layout to keep: tp=8,zero=1.")] = "",
+    fix: Annotated[str, typer.Option(help="Layout settings to fix: tp=8,zero=1.")] = "",
     batch: Batch = None,
     seq: Seq = None,
     precision: Precision = "",
@@ -223,22 +226,22 @@ def goodput(
     every: _Every = None,
     mtbf: _Mtbf = None,
     detect: _Detect = None,
-    restart: Annotated[float | None, typer.Option(help="Seconds to start again after one; default: 600.")] = None,
+    restart: Annotated[float | None, typer.Option(help="Seconds to restart after a failure; default: 600.")] = None,
     storage: _Storage = None,
-    save: Annotated[float | None, typer.Option(help="Seconds that a save blocks steps; default: 0.59.")] = None,
+    save: Annotated[float | None, typer.Option(help="Seconds that a save blocks training; default: 0.59.")] = None,
     jitter: _Jitter = None,
     runs: Annotated[int, typer.Option(help="Simulated runs.")] = 1000,
-    seed: Annotated[int, typer.Option(help="Of the simulation: the same seed draws the same failures.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of the simulation.")] = 0,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
-    """Say how long a planned run takes with failures, and how often to save it.
+    """Predict how long a run takes with failures, and how often to save it.
 
     Failures are random, at a rate that others have published or that you know of
     your cluster. Each costs the time to notice it, to start again, to load the last
     checkpoint and to make the steps since then again. The expected time is exact;
     p10, median and p90 come from simulated runs. What uneven ranks cost is printed
-    beside it, and is part of no figure above.
+    separately, and is part of no other figure.
 
     [dim]Examples:[/]
 
@@ -250,10 +253,10 @@ def goodput(
 
       fivefold goodput recipes/llama3-8b-8xH100.toml --json
     """
-    from fivefold.planner import goodput_result as room
+    from fivefold.planner import goodput_result
 
     whole_layout(layout or fix, words, "--layout" if layout else "--fix")
-    result = room.goodput(
+    result = goodput_result.goodput(
         words[0], cluster, changes=words[1:], batch=batch, seq=seq, tokens=tokens, layout=layout, fix=fix,
         precision=precision, software=software, every=every, mtbf=mtbf, detect=detect, restart=restart,
         storage=storage, save=save, jitter=jitter, runs=runs, seed=seed,

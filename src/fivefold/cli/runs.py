@@ -17,8 +17,8 @@ from fivefold.support.errors import UserError
 from fivefold.support.files import write
 
 GENERATE = 'Generate text.  [dim]fivefold generate runs/demo --prompt "def "[/]'
-TRACE = "See where a step's time goes.  [dim]fivefold trace job.toml layout=pp=2,microbatches=4[/]"
-INSPECT = "Look at a run: loss, experts, checkpoint.  [dim]fivefold inspect runs/demo[/]"
+TRACE = "Trace where a step's time goes.  [dim]fivefold trace job.toml layout=pp=2,microbatches=4[/]"
+INSPECT = "Show a run: loss, expert load, checkpoint.  [dim]fivefold inspect runs/demo[/]"
 
 
 _Source = Annotated[
@@ -34,12 +34,14 @@ def generate(
     source: _Source,
     prompt: Annotated[list[str] | None, typer.Option(help="The prompt; may be given several times.")] = None,
     tokens: Annotated[str | None, typer.Option(help="The prompt as token ids: 1,2,3.")] = None,
-    count: Annotated[int, typer.Option("--count", "-n", help="The largest number of tokens to generate.")] = 200,
-    temperature: Annotated[float, typer.Option(help="Of the sampling; 0: always take the most likely token.")] = 0.8,
+    count: Annotated[int, typer.Option("--count", "-n", help="Maximum number of tokens to generate.")] = 200,
+    temperature: Annotated[
+        float, typer.Option(help="Sampling temperature; 0: always take the most likely token.")
+    ] = 0.8,
     top_k: Annotated[int, typer.Option(help="Sample from this many most likely tokens; 0: all.")] = 0,
     top_p: _TopP = 0.95,
     seed: Annotated[int, typer.Option(help="Random seed: the same one samples the same text.")] = 0,
-    layout: Annotated[str, typer.Option(help="tp and pp: processes of this machine that share the model.")] = "dp=1",
+    layout: Annotated[str, typer.Option(help="tp and pp: processes on this machine to shard the model over.")] = "dp=1",
     step: Annotated[int | None, typer.Option(help="Which checkpoint; default: the newest complete one.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float64.")] = "float32",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
@@ -120,7 +122,7 @@ def trace(
     Starts the layout's ranks on this machine, trains trace.after steps to warm
     up and trace.steps (3) more, and writes one file for all ranks, which
     ui.perfetto.dev opens: every action with stage and microbatch, every
-    collective by axis with its bytes, every wait, and beside them the same
+    collective by axis with its bytes, every wait, and next to them the same
     schedule as the simulator runs it with the measured durations. Nothing else
     is kept. To trace a longer run on a cluster: fivefold train ... trace.steps=3
 
@@ -152,7 +154,7 @@ def inspect(
     html: Html = None,
     as_json: Json = False,
 ) -> None:
-    """Show what a run has left: its loss, the load of its experts, and what its newest checkpoint holds.
+    """Show a run: its loss, the load of its experts, and what its newest checkpoint holds.
 
     Reads metrics.jsonl, which may still grow, and looks at the checkpoint's files
     without reading them. Of experts it shows how many tokens those of each layer

@@ -40,11 +40,11 @@ _Elastic = Annotated[
     bool,
     typer.Option(
         "--elastic",
-        help="When ranks are lost for good, go on with those that are left, in the fastest layout for them; when they "
-        "are back, grow again. --restarts is then 10 unless given.",
+        help="If ranks are lost, continue on the remaining ones in the fastest layout; scale back up when they return. "
+        "--restarts defaults to 10 then.",
     ),
 ]
-_Fresh = Annotated[bool, typer.Option("--fresh", help="Start over in a new directory, once: a restart goes on in it.")]
+_Fresh = Annotated[bool, typer.Option("--fresh", help="Start over in a new directory; restarts resume in it.")]
 _Check = Annotated[bool, typer.Option("--check", help="Check the job and print it resolved; do not train.")]
 
 
@@ -65,8 +65,8 @@ def train(
     checkpoints, in a directory below run.dir. If that directory has a
     checkpoint, the run resumes from it, in whatever layout the job now has; a
     job of another model, data or loss curve is refused. A run's directory in
-    place of the job file goes on with the job that is stored there, and settings
-    after it change that job, but for the model. With --json, the steps of the run are
+    place of the job file resumes the job that is stored there, and settings
+    after it change that job, except for the model. With --json, the steps of the run are
     printed at its end. Ctrl-C saves one more checkpoint and ends with exit
     code 130; a second Ctrl-C ends at once. SIGTERM, SIGUSR1 and SIGHUP save one,
     too, and end with 143. Under torchrun or Slurm's srun, the same command joins
@@ -154,7 +154,7 @@ def _arranged(job: "Job", ranks: int, world: "World") -> "tuple[Job, World]":
     from fivefold.trainer.elastic import choose
 
     if not job.checkpoint.save:
-        raise UserError("--elastic goes on from checkpoints, and checkpoint.save=false makes none", "elastic.save")
+        raise UserError("--elastic resumes from checkpoints, and checkpoint.save=false makes none", "elastic.save")
     choice = choose(job, ranks, world.local_size if world.joined else ranks)
     if not world.joined:
         return choice.job, world

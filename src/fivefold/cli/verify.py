@@ -27,7 +27,7 @@ from fivefold.support.errors import UserError
 if TYPE_CHECKING:
     from fivefold.verifier.verify import CurveResult
 
-VERIFY = "Prove a layout against one process.  [dim]fivefold verify --layout dp=2,tp=2,zero=3[/]"
+VERIFY = "Verify a layout against one process.  [dim]fivefold verify --layout dp=2,tp=2,zero=3[/]"
 DRYRUN = (
     "Run any rank of any world without GPUs.  [dim]fivefold dryrun llama3-70b --layout dp=8,tp=8,zero=3,sp --batch 8[/]"
 )
@@ -44,8 +44,10 @@ _Words = Annotated[
 _Batch = Annotated[
     int | None, typer.Option(help="Sequences of a global batch; default: 8, or with --all twice --world if more.")
 ]
-_Sample = Annotated[int | None, typer.Option(help="With --all: this many, chosen to meet every pair of settings.")]
-_Repeat = Annotated[int, typer.Option(help="Prove each this often, by ranks that stay up: for what seldom fails.")]
+_Sample = Annotated[
+    int | None, typer.Option(help="With --all: only this many, chosen to cover every pair of settings.")
+]
+_Repeat = Annotated[int, typer.Option(help="Repeat each check N times in the same processes, to catch rare failures.")]
 _Curve = Annotated[bool, typer.Option("--curve", help="Train a job both ways instead, and compare the loss curves.")]
 _Timeout = Annotated[
     float | None,
@@ -56,17 +58,19 @@ _Timeout = Annotated[
 def verify(
     context: typer.Context,
     words: _Words = None,
-    layout: Annotated[str | None, typer.Option(help="The layout to prove.", show_default="dp=2")] = None,
+    layout: Annotated[str | None, typer.Option(help="The layout to verify.", show_default="dp=2")] = None,
     model: Annotated[str, typer.Option(help="A preset; tiny ones are made narrower still.")] = "tiny",
-    dtype: Annotated[str, typer.Option(help="Of compute: float64, float32 or bfloat16.")] = "float64",
+    dtype: Annotated[str, typer.Option(help="Compute dtype: float64, float32 or bfloat16.")] = "float64",
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 3,
     seq: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 32,
     batch: _Batch = None,
-    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="On cuda, ranks may share a GPU.")] = "cpu",
-    everything: Annotated[bool, typer.Option("--all", help="Every legal layout of --world ranks.")] = False,
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Device; on cuda, ranks may share a GPU.")] = "cpu",
+    everything: Annotated[bool, typer.Option("--all", help="Verify every legal layout of --world ranks.")] = False,
     world: Annotated[int | None, typer.Option(help="With --all: how many ranks; default: 4.")] = None,
     sample: _Sample = None,
-    jobs: Annotated[int, typer.Option(help="With --all: layouts at a time, on a machine with cores for it.")] = 1,
+    jobs: Annotated[
+        int, typer.Option(help="With --all: layouts to verify in parallel, on a machine with enough cores.")
+    ] = 1,
     repeat: _Repeat = 1,
     curve: _Curve = False,
     timeout: _Timeout = None,
@@ -74,15 +78,15 @@ def verify(
     html: Html = None,
     as_json: Json = False,
 ) -> None:
-    """Prove that a layout computes what one process computes, and sends what it should.
+    """Verify that a layout computes what one process computes, and sends what it should.
 
     Starts the ranks on this machine and trains both from the same weights on
     the same data, which has unequal loss masks, a rank without any, and packed
     documents. Every step's loss, gradient norm and gradients are compared, and
-    the parameters at the end; of experts also which tokens they got, with the
-    losses that even their load out turned on unless they are set.
+    the parameters at the end; for experts also the routing, with the
+    load-balancing losses turned on unless they are set.
     Collectives are counted and compared with closed forms. Exit code 0 if all
-    hold, 1 if not.
+    agree, 1 if not.
 
     With --curve, a job is trained under its layout and in one process, and the losses
     are compared. A third run is the control: one process again, with the samples
@@ -110,7 +114,7 @@ def verify(
 
       fivefold verify --layout dp=2,tp=2,zero=2 --repeat 100
 
-    With --html, the proof is written as one page to send, or that of a file:
+    With --html, also write the proof as a self-contained page, or that of a file:
 
       fivefold verify --layout dp=2,tp=2,zero=3 --html proof.html
 
@@ -186,14 +190,15 @@ def _page(file: Path, others: list[str], html: Path | None, as_json: bool) -> No
 
 _Cluster = Annotated[
     str,
-    typer.Option("--cluster", "-c", help="The machines, whose memory it must fit. Default: the job's, or H100s."),
+    typer.Option("--cluster", "-c", help="The cluster whose memory it must fit; default: the job's, or H100s."),
 ]
 _Kernels = Annotated[
-    Literal["cuda", "cpu"], typer.Option(help="Whose memory the backward pass keeps; cpu: as train.count on CPUs.")
+    Literal["cuda", "cpu"],
+    typer.Option(help="Which kernels' saved activations to count; cpu matches train.count on CPUs."),
 ]
 _Imbalance = Annotated[
     float | None,
-    typer.Option(help="With experts: what the rank gets of the tokens, over the mean of its ep group; default: 1."),
+    typer.Option(help="With experts: tokens routed to this rank / mean of its ep group; default: 1."),
 ]
 
 
@@ -202,10 +207,10 @@ def dryrun(
     layout: Annotated[str | None, typer.Option(help="dp=128,tp=8,pp=16,...; default: the job file's.")] = None,
     batch: Annotated[int | None, typer.Option(help="Sequences of a step; default: one for each microbatch.")] = None,
     seq: Seq = None,
-    rank: Annotated[int | None, typer.Option(help="Which rank of the world; default: 0.")] = None,
-    ranks: Annotated[str, typer.Option(help="Several: 0,127,9001.")] = "",
-    all_stages: Annotated[bool, typer.Option("--all-stages", help="One rank of every pipeline stage.")] = False,
-    stages: Annotated[str, typer.Option(help="all: the same as --all-stages; or some: 0,3.")] = "",
+    rank: Annotated[int | None, typer.Option(help="Rank to run; default: 0.")] = None,
+    ranks: Annotated[str, typer.Option(help="Several ranks to run: 0,127,9001.")] = "",
+    all_stages: Annotated[bool, typer.Option("--all-stages", help="Run one rank of every pipeline stage.")] = False,
+    stages: Annotated[str, typer.Option(help="Run one rank of these pipeline stages: 0,3; or all.")] = "",
     cluster: _Cluster = "",
     kernels: _Kernels = "cuda",
     weights: Annotated[Path | None, typer.Option(help="Check that a Hugging Face directory has every weight.")] = None,
@@ -217,7 +222,7 @@ def dryrun(
 
     PyTorch's fake process group gives it a world of any size, and fake tensors
     need no memory. What it counts (bytes held and sent, FLOPs, messages) is shown
-    beside what the planner says, which it does not know. Exit code 1 if the step
+    next to the planner's figures, which are computed independently. Exit code 1 if the step
     does not fit into a device.
 
     [dim]Examples:[/]

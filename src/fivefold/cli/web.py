@@ -8,7 +8,7 @@ import typer
 
 from fivefold.cli.options import Json
 
-UI = "Open a page to plan and look at layouts.  [dim]fivefold ui[/]"
+UI = "Open the web UI: plan and explore layouts.  [dim]fivefold ui[/]"
 
 
 def ui(
@@ -19,11 +19,11 @@ def ui(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Serve a page on this machine: move sliders, and see memory, time and traffic of a layout as the planner has them.
+    """Serve the web UI on this machine: move sliders, and see the memory, time and traffic that the planner predicts.
 
     Only this machine can open it, and only with the address that is printed: it
-    carries a random token. The page needs no network. Of the disk it reads the
-    directories that --runs names, and nothing else.
+    carries a random token. The page needs no network. From the disk it reads only
+    the directories that --runs names.
 
     [dim]Examples:[/]
 

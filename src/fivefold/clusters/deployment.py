@@ -76,11 +76,11 @@ def least_nodes(job: Job, wanted: Machines) -> int:
     if wanted.nodes == 1:
         raise UserError(
             f"--elastic is for nodes that are lost, and {wanted} have no other; `fivefold train --nproc "
-            f"{wanted.per_node} --elastic` goes on without lost ranks of one node",
+            f"{wanted.per_node} --elastic` continues without lost ranks of one node",
             "elastic.nodes",
         )
     if not job.checkpoint.save:
-        raise UserError("--elastic goes on from checkpoints, and checkpoint.save=false makes none", "elastic.save")
+        raise UserError("--elastic resumes from checkpoints, and checkpoint.save=false makes none", "elastic.save")
     if least > world:
         more = f"elastic.least={least} is more than the {world} ranks of {wanted}; nearest: {world}"
         raise UserError(more, "elastic.least.ranks")
@@ -217,12 +217,12 @@ class Deployment:
 
 
 # ---- options --------------------------------------------------------------------------------------------------------
-# What a user says beside the job and its machines, and to which kind of launch it belongs.
+# What a user says in addition to the job and its machines, and to which kind of launch it belongs.
 
 
 KINDS = {
     "slurm": "an sbatch file",
-    "torchrun": "the line to type on each node",
+    "torchrun": "the torchrun command of each node",
     "kubernetes": "a Kubernetes Job",
     "trainjob": "a TrainJob of Kubeflow Trainer",
     "ssh": "a script for the hosts of a file",
@@ -283,10 +283,10 @@ class Options:
         }.items():
             value = getattr(self, name)
             if value and (not pattern.fullmatch(value) or value.startswith("-")):
-                problems.append(Problem("launch.option.name", f"--{name} {value!r} is no name"))
+                problems.append(Problem("launch.option.name", f"--{name} {value!r} is not a valid name"))
         if self.time and not _TIME.fullmatch(self.time):
             example = "write for example 24:00:00 or 7-00"
-            problems.append(Problem("launch.time", f"--time {self.time!r} is no time limit of Slurm; {example}"))
+            problems.append(Problem("launch.time", f"--time {self.time!r} is not a Slurm time limit; {example}"))
         elif self.limit < 60:
             short = f"--time {self.time!r} is less than a minute, which Slurm does not count; nearest: --time 1"
             problems.append(Problem("launch.time", short))

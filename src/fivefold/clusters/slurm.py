@@ -257,7 +257,7 @@ def sbatch(it: Deployment, file: str, options: Options) -> str:
         "GPUS": [f"#SBATCH --gpus-per-node={it.machines.per_node}"] if it.machines.gpus else [],
         "LIMIT": comment(
             f"The ranks are told {notice} s before the time limit, and save a checkpoint ({it.saving}). Then, and "
-            "when a node is lost or the job is preempted, it is queued again and goes on from its last checkpoint."
+            "when a node is lost or the job is preempted, it is requeued and resumes from its last checkpoint."
         ),
         "TIME": options.time or USUAL_TIME,
         "NOTICE": notice,
@@ -296,14 +296,14 @@ def _prepare(it: Deployment, container: str) -> list[str]:
 
 def _logs(it: Deployment) -> str:
     if "\\" in it.log_directory:
-        backslash = f"run.dir={it.log_directory!r} has a backslash, which srun takes out of names; rename it"
+        backslash = f"run.dir={it.log_directory!r} has a backslash, which srun removes from names; rename it"
         raise UserError(backslash, "launch.characters")
     return path(it.log_directory)
 
 
 def _mounted(it: Deployment) -> list[str]:
     if odd := [place for place in it.mounts if set(place) & set(":,")]:
-        parted = f"{odd[0]!r} has a colon or a comma, which part the mounts of --container; rename it"
+        parted = f"{odd[0]!r} has a colon or a comma, which separate the mounts of --container; rename it"
         raise UserError(parted, "launch.characters")
     return [path(place) for place in it.mounts]
 
@@ -328,7 +328,7 @@ def _ranks(it: Deployment, container: str) -> list[str]:
         "flags=(",
         *(f"  {line}" for line in flags),
         ")",
-        "# Half a minute that names a slow or odd node before the first step:",
+        "# Half a minute that reports slow or deviating nodes before the first step:",
         f'# srun "${{flags[@]}}" {it.words("doctor")} || exit 1',
         f'srun "${{flags[@]}}" {it.words("train")} &',
     ]

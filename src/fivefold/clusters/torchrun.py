@@ -68,13 +68,13 @@ def _said(it: Deployment, host: str) -> list[str]:
     where = f", in the directory that has {it.own_file}" if it.own_file else ""
     comma = "," if where else ""
     if it.machines.nodes == 1:
-        return [f"Type this on the node{where}. Its port {PORT} must be free."]
+        return [f"Run this on the node{where}. Its port {PORT} must be free."]
     elastic = (
-        f"The run begins with {it.least} nodes, and goes on with those that are left when others are lost, but for "
+        f"The run begins with {it.least} nodes, and continues on the remaining ones when others are lost, but for "
         f"{host}, at which they meet. The same line on a node that is back, or another, has it join."
     )
     return [
-        f"Type this on each of the {it.machines.nodes} nodes{where}{comma} within an hour; it is the same "
+        f"Run this on each of the {it.machines.nodes} nodes{where}{comma} within an hour; it is the same "
         f"on all. {host} is one of them, by the name or address that the others reach it by, and its port {PORT} is "
         "free. run.dir is a directory that all nodes share.",
         "Ranks prove that they belong together by a secret in run.dir. Where that is not shared, they need one of 16 "
@@ -181,7 +181,7 @@ def read_hosts(file: str | Path) -> list[str]:
         if not host:
             continue
         if not _HOST.fullmatch(host):
-            problems.append(Problem("hosts.name", f"{file}, line {number}: {host!r} is no host; {form}"))
+            problems.append(Problem("hosts.name", f"{file}, line {number}: {host!r} is not a host; {form}"))
         elif host in hosts:
             twice = f"{file}, line {number}: {host} is in line {hosts[host]} already"
             problems.append(Problem("hosts.twice", twice))

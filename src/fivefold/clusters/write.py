@@ -164,7 +164,7 @@ def _planned(job: Job, wanted: Machines, notes: list[str]) -> float:
     if not option.fits:
         needs, have = option.footprint.total / 1e9, option.device_memory / 1e9
         notes.append(
-            f"as planned, this does not fit: the fullest rank needs {needs:.1f} GB of {have:.1f} GB; `fivefold plan` "
+            f"as planned, this does not fit: the most loaded rank needs {needs:.1f} of {have:.1f} GB; `fivefold plan` "
             f"with --cluster {wanted.cluster} finds a layout that does, if there is one"
         )
     return option.seconds
@@ -199,7 +199,7 @@ def written(kind: str, checked: CheckedJob, output: Path | None, options: Option
         blanks.append(f"data.path{where}: a directory that `fivefold data prepare` has made{again}")
     notes = checked.notes + (kubernetes.notes(it) if kind in ("kubernetes", "trainjob") else [])
     if it.least == it.machines.nodes:
-        notes.append(f"elastic.least={it.job.elastic.least} needs all {it.least} nodes: it does not go on without one")
+        notes.append(f"elastic.least={it.job.elastic.least} needs all {it.least} nodes: it cannot continue without one")
     elif it.least:
         most, ranks = it.machines.nodes, it.machines.world
         notes.append(f"it starts as soon as {it.least} of {most} nodes are there; elastic.least={ranks} waits for all")

@@ -31,7 +31,7 @@ _BUILD = "_sysconfigdata"  # how this very Python was compiled, with the paths o
 def stdlib_corpus(cache: Path | None = None, progress: Report = quiet) -> Path:
     """The directory of the prepared standard library, made if it is not there yet.
 
-    Processes may ask at the same time: each prepares beside the place, the first rename wins, the others use it.
+    Processes may ask at the same time: each prepares next to the place, the first rename wins, the others use it.
     """
     root = Path(sysconfig.get_path("stdlib"))
     files = stdlib_files(root)
@@ -44,7 +44,7 @@ def stdlib_corpus(cache: Path | None = None, progress: Report = quiet) -> Path:
     out = user_cache("corpus", cache) / f"stdlib-{platform.python_version()}-{_fingerprint(root, files)}"
     try:
         verify(TokenStore.open(out), CheckedData(out, cache))
-    except UserError:  # not there, or damaged; a cache is mended by making it again
+    except UserError:  # not there, or damaged; a cache is repaired by making it again
         if out.exists() and not is_prepared(out):
             shutil.rmtree(out)  # ours by its name, and of no use
         try:

@@ -162,7 +162,7 @@ def read_index(path: Path) -> DataIndex:
         raise UserError(damaged, "data.index.damaged") from None
     problems = list(index.problems())
     if not problems and version == VERSION and index.sealed().seal != index.seal:
-        problems = ["its values are not those that it was sealed with"]
+        problems = ["its checksum does not match"]
     if problems:
         raise UserError((f"{file} is damaged: {problem}; {MEND}" for problem in problems), "data.index.damaged")
     return index

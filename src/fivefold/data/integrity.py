@@ -1,7 +1,7 @@
 """Whether the bytes of prepared tokens are those that were prepared.
 
 verify(store)                   hashes every file, now
-checker = Checker(store, ...)   hashes them in a thread, beside whatever reads them
+checker = Checker(store, ...)   hashes them in a thread, while others read them
 checker.start() ... checker.findings ... checker.finish()
 """
 
@@ -207,7 +207,7 @@ def _damaged(path: Path, file: DataFile, chunks: list[int], why: str) -> Finding
 
 
 class Checker:
-    """Hashes a store's files beside the run that reads them: those whose number is `share` modulo `of`."""
+    """Hashes a store's files while a run reads them: those whose number is `share` modulo `of`."""
 
     def __init__(self, store: TokenStore, checked: CheckedData, share: int = 0, of: int = 1):
         self.store, self.checked = store, checked

@@ -313,7 +313,7 @@ def _checked(problems: list[str], check: Callable[[], T]) -> T | None:
     except UserError as error:
         problems += error.coded
     except OSError as error:
-        problems.append(Problem("file.read", f"{error.filename} cannot be looked at: {error.strerror}"))
+        problems.append(Problem("file.read", f"{error.filename} cannot be accessed: {error.strerror}"))
     return None
 
 
@@ -363,7 +363,7 @@ def check_free(out: Path, *, overwrite: bool) -> None:
 def staged(out: Path, *, overwrite: bool) -> Iterator[Path]:
     """A directory to write into; it takes the place of `out` when the block ends well.
 
-    It is a hidden directory beside `out`, so that `out` appears complete or not at all. An exception or an interrupt
+    It is a hidden directory next to `out`, so that `out` appears complete or not at all. An exception or an interrupt
     removes it. A killed process leaves it behind, without an index, and the next one of the same name removes it.
     """
     token = secrets.token_hex(4)

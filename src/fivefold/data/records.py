@@ -85,7 +85,7 @@ def find_sources(inputs: Sequence[Path], leave_out: Path) -> list[TextSource]:
         how = 'pip install "fivefold[parquet]"'
         problems.append(Problem("install.pyarrow", f"parquet files need pyarrow, which is not installed: {how}"))
     if not problems and not sources:
-        nothing = f"no files in {either(inputs)}: hidden files are passed over, and nothing else is there"
+        nothing = f"no files in {either(inputs)}: hidden files are skipped, and there is nothing else"
         problems.append(Problem("prepare.input.empty", nothing))
     if problems:
         raise UserError(problems)
@@ -110,12 +110,12 @@ def _raise(error: OSError) -> None:
 def _source(path: Path) -> TextSource | Problem:
     suffix = path.suffix.lower()
     if suffix in _PACKED:
-        other = f"{path} is packed ({suffix}), which is not read here; unpack it, or pack it as .gz"
+        other = f"{path} is compressed ({suffix}), which is not supported; decompress it, or compress it as .gz"
         return Problem("prepare.input.packed", other)
     packed = suffix == ".gz"
     kind = _KINDS.get(Path(path.stem).suffix.lower() if packed else suffix, "text")
     if packed and kind == "parquet":
-        twice = f"{path} is a packed parquet file; unpack it (parquet compresses its own columns)"
+        twice = f"{path} is a compressed parquet file; decompress it (parquet compresses its own columns)"
         return Problem("prepare.input.packed", twice)
     try:
         status = path.stat()

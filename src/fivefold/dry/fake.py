@@ -259,7 +259,7 @@ class _FusedNorm(torch.autograd.Function):
 # ---- routing --------------------------------------------------------------------------------------------------------
 # Where tokens go in a dry run: nobody computes it, so it is stated.
 #
-# Every rank of ep sends the same number of rows. The rank that runs is the fullest of its ep group: it receives
+# Every rank of ep sends the same number of rows. The rank that runs is the most loaded of its ep group: it receives
 # `imbalance` times the mean, dealt evenly over the ranks that send and over its experts; the others share the rest.
 
 
@@ -267,7 +267,7 @@ class _FusedNorm(torch.autograd.Function):
 class StatedRouting(Host):
     rank: int  # of ep
     ranks: int
-    imbalance: float = 1.0  # what the fullest rank gets, over the mean
+    imbalance: float = 1.0  # what the most loaded rank gets, over the mean
 
     def groups(self, ends: Tensor, slots: int) -> Groups:
         return Groups.of(tuple(dealt(slots, len(ends))), ends.device)

@@ -1,4 +1,4 @@
-"""What a dry run found: each rank's figures beside the planner's, and its memory through the step."""
+"""What a dry run found: each rank's figures next to the planner's, and its memory through the step."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 # ---- vs plan --------------------------------------------------------------------------------------------------------
-# A dry run's figures beside the planner's. Neither knows the other: where they agree, both are right, or both
+# A dry run's figures next to the planner's. Neither knows the other: where they agree, both are right, or both
 # are wrong in the same way.
 
 
@@ -50,7 +50,7 @@ class RankVsPlan:
     """One rank: what was counted, and what was planned for it."""
 
     dry: "RankRun"
-    room: Footprint
+    predicted: Footprint
     figures: tuple[Figure, ...]
     planned: tuple[Traffic, ...]
     layout: Layout
@@ -94,13 +94,14 @@ def vs_plan(job: Job, dry: "RankRun", cluster: Cluster, imbalance: float = 1.0) 
     """What the planner says of the rank that was run, which got `imbalance` times the mean of the tokens."""
     coords, layout, seq, batch = RankCoords.of(job.layout, dry.rank), job.layout, job.data.seq, job.train.batch
     case = replace(case_of(job, cluster), imbalance=imbalance)
-    room = footprint_of(case, coords.pp)
+    predicted = footprint_of(case, coords.pp)
     state = state_of(job.model, layout, job.train.dtype, job.optimizer, **coords._asdict(), seq=seq)
     rows = _rows(job, coords, imbalance)
     flops = rank_flops(job.model, layout, seq, batch, pp=coords.pp, tp=coords.tp, rows=rows)
-    late = room.late > 0 and room.late - room.unmade + room.after > room.working  # the peak is where all gradients are
-    working = room.after if late else room.working
-    peak = state.total - (room.unmade if late else room.late) + working
+    # Whether the peak is where all gradients are.
+    late = predicted.late > 0 and predicted.late - predicted.unmade + predicted.after > predicted.working
+    working = predicted.after if late else predicted.working
+    peak = state.total - (predicted.unmade if late else predicted.late) + working
     figures = (
         Figure("parameters", dry.parameters, state.parameters, "GB"),
         Figure("gradients", dry.gradients, state.gradients, "GB"),
@@ -111,7 +112,7 @@ def vs_plan(job: Job, dry: "RankRun", cluster: Cluster, imbalance: float = 1.0) 
     )
     balances = job.train.balance_loss > 0
     planned = expected(job.model, layout, seq, batch, job.train.dtype, coords=coords, balance_loss=balances, rows=rows)
-    return RankVsPlan(dry, room, figures, tuple(planned), layout)
+    return RankVsPlan(dry, predicted, figures, tuple(planned), layout)
 
 
 def _rows(job: Job, coords: RankCoords, imbalance: float) -> Rows | None:

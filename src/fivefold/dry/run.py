@@ -114,7 +114,7 @@ def _imbalance(job: Job, given: float | None) -> float:
     if not 1 <= given <= ep:
         nearest = min(given, ep) if given > 1 else 1.0  # also of nan, which compares with nothing
         raise UserError(
-            f"imbalance={given:g} is what the fullest of the {ep} ranks of ep gets, over the mean: 1 to {ep}; nearest: "
+            f"imbalance={given:g} is the largest load of the {ep} ep ranks over the mean: 1 to {ep}; nearest: "
             f"imbalance={nearest:g}"
         )
     return given
@@ -174,7 +174,7 @@ def _advice(job: Job, compared: list[RankVsPlan], machines: Cluster, imbalance: 
     from fivefold.planner.explain import neighbours
     from fivefold.planner.search import evaluate
 
-    largest = max(worst.room.parts.items(), key=lambda part: part[1])
+    largest = max(worst.predicted.parts.items(), key=lambda part: part[1])
     stage = worst.dry.place["pp"]
     sentence = (
         f"it does not fit: rank {worst.dry.rank} (pipeline rank {stage}) needs {worst.device_bytes / 1e9:.1f} GB at "

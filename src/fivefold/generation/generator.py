@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fivefold.checkpoint.hf_files import HuggingFace
 from fivefold.checkpoint.load import load
-from fivefold.checkpoint.shards import held, stored_buffers
+from fivefold.checkpoint.shards import saveable_tensors, stored_buffers
 from fivefold.checkpoint.store import MANIFEST, Checkpoint
 from fivefold.generation.request import Sampling
 from fivefold.job.config import Job
@@ -106,14 +106,14 @@ class Generator:
         self.cache = Cache(length)
         self.network = RankModel(job, mesh, attention=self.cache)
         shapes = {parameter.name: parameter.shape for parameter in job.model.parameters()}
-        held_here = partial(held, self.network.weights, shapes, None)
+        tensors_of = partial(saveable_tensors, self.network.weights, shapes, None)
         if not isinstance(weights, Path) or (weights / MANIFEST).exists():
             checkpoint = Checkpoint(weights)
-            load(checkpoint, held_here(stored_buffers(self.network.buffers, checkpoint)))
+            load(checkpoint, tensors_of(stored_buffers(self.network.buffers, checkpoint)))
         else:
             theirs = HuggingFace(weights)
             theirs.fill(
-                held_here({name: buffer for name, buffer in self.network.buffers.items() if name in theirs.homes})
+                tensors_of({name: buffer for name, buffer in self.network.buffers.items() if name in theirs.homes})
             )
         self.network.weights.sync_params()
         self.network.weights.ready()

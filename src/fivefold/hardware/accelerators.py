@@ -22,7 +22,7 @@ from fivefold.support.text import did_you_mean, either
 #
 #     achieved("H100").gemm      # of the peak rate, in a large bf16 GEMM
 #
-# The catalogue (`accelerators.py`) has the makers' ceilings. The shares stand in `efficiency.toml` beside this file:
+# The catalogue (`accelerators.py`) has the makers' ceilings. The shares stand in `efficiency.toml` next to this file:
 # fitted to published runs by `fivefold accuracy --fit`, or measured on a device by `fivefold calibrate`; it says which.
 
 

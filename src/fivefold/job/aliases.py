@@ -177,7 +177,7 @@ def dtype_problem(word: str) -> str | None:
             reason = f"train.dtype={word} cannot be trained in: {NO_FP16}; nearest: train.dtype=bfloat16"
             return Problem("train.dtype.fp16", reason)
         case "fp8":
-            switch = "train.dtype=fp8 is a switch beside bfloat16; write train.dtype=bfloat16 train.fp8=true"
+            switch = "train.dtype=fp8 is a switch on top of bfloat16; write train.dtype=bfloat16 train.fp8=true"
             return Problem("train.dtype.fp8", switch)
     return None
 

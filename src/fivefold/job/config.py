@@ -48,7 +48,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     steps: Steps = 300
     batch: Annotated[int, within(1, SEQUENCES)] = 16  # sequences per step, over all ranks and microbatches
     seed: int = 0  # of weights and dropout
-    dtype: Dtype = "float32"  # of compute, also as fp32, bf16, fp64; bfloat16 keeps float32 master weights
+    dtype: Dtype = "float32"  # compute dtype, also as fp32, bf16, fp64; bfloat16 keeps float32 master weights
     label_smoothing: float = 0.0  # share of the target's probability that is spread over the vocabulary
     z_loss: float = 0.0  # times the squared log-partition, added to the loss
     # Of models with experts. How far a step moves the biases of model.experts.balance_bias; and the factors of two
@@ -58,14 +58,14 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     router_z_loss: Annotated[float, within(0, 1000, "0 means none")] = 0.0
     # mixed: a GPU for as many ranks of a node as it has, the CPU for the others; gloo joins them all.
     device: Literal["auto", "cpu", "cuda", "mixed"] = "auto"
-    # How ranks talk that share a GPU. nccl: each is a host of its own, through sockets; real NCCL, no figure of speed.
+    # Backend of ranks that share a GPU. nccl: real NCCL over sockets, each rank posing as its own host; not for timing.
     share_gpu: Literal["gloo", "nccl"] = "gloo"
     compile: Compile = "auto"  # torch.compile of blocks and the loss; auto: on a GPU
     fp8: bool = False  # products of blocks in 8-bit floats, with a scale for each tensor; not those of experts
     fp8_experts: bool = False  # those of experts, with a scale for each row; weights' gradients stay in bfloat16
     deterministic: bool = True  # the same run twice gives the same bits; on CUDA that costs some (docs/speed.md)
-    eval_every: NoneOrMore = 0  # steps between looks at the held-out split; 0: only at the end
-    eval_samples: NoneOrMore = 64  # held-out sequences per look
+    eval_every: NoneOrMore = 0  # steps between evaluations on the held-out split; 0: only at the end
+    eval_samples: NoneOrMore = 64  # held-out sequences per evaluation
     log_every: Steps = 10  # steps between printed lines where there is no terminal
     count: bool = False  # count bytes held and sent, and FLOPs, in the second step, and print them at the end
     timeout: Annotated[float, within(0.001, SECONDS)] = 600.0  # seconds that a rank waits for another
@@ -83,28 +83,28 @@ class CheckpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 class WatchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     # A step is a spike if its loss is above the median of the last `window` steps by more than `factor` times their
     # median distance from it, and by more than a twentieth of it; or if its gradient norm is above `factor` medians.
-    spike: Literal["warn", "skip", "rollback", "off"] = "warn"  # skip: no update; rollback: and those before are undone
-    nonfinite: Literal["stop", "skip", "rollback"] = "stop"  # of a loss or gradient norm that is no number
-    window: Annotated[int, within(4, 1000)] = 64  # steps that say what is usual; half of them are enough to judge by
+    spike: Literal["warn", "skip", "rollback", "off"] = "warn"  # skip: no update; rollback: earlier ones are undone
+    nonfinite: Literal["stop", "skip", "rollback"] = "stop"  # if the loss or gradient norm is NaN or Inf
+    window: Annotated[int, within(4, 1000)] = 64  # steps in the running median; half of them suffice at first
     factor: Annotated[float, within(1, 10**6)] = 10.0
-    rollback: Steps = 10  # steps before the bad one that are undone, or more: as the checkpoints have it
-    most: Steps = 3  # skips and rollbacks within `window` steps; at one more the run ends
+    rollback: Steps = 10  # steps to undo before the bad one; more where no checkpoint is that close
+    most: Steps = 3  # skips and rollbacks allowed within `window` steps; one more ends the run
     # A rank is slow if a phase of its steps takes `slow` times the median of the ranks that do the same work.
     slow: Annotated[float, within(0, 1000, "0 turns it off")] = 1.5
-    slow_every: Steps = 10  # steps between looks
+    slow_every: Steps = 10  # steps between checks
     # Silent corruption, each every so many steps.
-    digests: NoneOrMore = 100  # ranks that hold the same compare its bits, also before every checkpoint; 0: never
-    shards: NoneOrMore = 0  # what one rank alone holds must be, before an update, what the update before has left
-    replay: NoneOrMore = 0  # each rank also computes a microbatch of another, and their gradients must be the same bits
+    digests: NoneOrMore = 100  # replicas compare the bits of their state, also before every checkpoint; 0: never
+    shards: NoneOrMore = 0  # state that one rank alone holds must not have changed between two updates; 0: never
+    replay: NoneOrMore = 0  # each rank recomputes another's microbatch; gradients must agree to the bit; 0: never
 
 
 class ElasticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Of `fivefold train --elastic`: what the job accepts when ranks are lost."""
 
-    least: Annotated[int, within(1, SEQUENCES)] = 1  # ranks; with fewer the run ends, and goes on when they are back
-    fixed: str = ""  # choices that every layout keeps, such as tp=2,zero=1
-    whole: str = ""  # the layout with all ranks, which a run that has lost some notes here; empty: the job's own
-    probe: Annotated[float, within(0.1, SECONDS)] = 30.0  # seconds between looks for lost ranks of this machine
+    least: Annotated[int, within(1, SEQUENCES)] = 1  # ranks; with fewer the run ends, and resumes when they are back
+    fixed: str = ""  # settings that every layout keeps, such as tp=2,zero=1
+    whole: str = ""  # the layout with all ranks, noted here by a run that has lost some; empty: the job's own
+    probe: Annotated[float, within(0.1, SECONDS)] = 30.0  # seconds between checks for lost ranks of this machine
 
 
 class TraceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -428,7 +428,7 @@ def job_of(model: str | Path | ModelSpec | Job, changes: Sequence[str] = ()) -> 
     of_a_job = named | {"data.seq", "train.batch"}
     if isinstance(model, (ModelSpec, Job)):
         if changes:
-            instead = "changes a model that is given by name; change the object instead"
+            instead = "changes a model that is given as an object; change the object instead"
             raise UserError(f"{changes[0]!r} {instead}", "change.object")
         if isinstance(model, ModelSpec):
             return Job(model=model), named

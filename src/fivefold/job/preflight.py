@@ -21,7 +21,7 @@ from fivefold.support.progress import Report, quiet
 from fivefold.support.text import si
 
 BUILT_IN = 100_000_000  # parameters of the largest model that trains on the standard library's source
-QUICK = 1 << 28  # bytes that are hashed before the start, in a second or two; those of larger sets, beside training
+QUICK = 1 << 28  # bytes that are hashed before the start, in a second or two; those of larger sets, during training
 
 
 @dataclass(frozen=True)

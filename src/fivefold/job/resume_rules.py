@@ -108,7 +108,7 @@ def refusals(before: Job, now: Job, done: int, differing: list[Change], director
             Problem(
                 "run.resume.settings",
                 f"{directory} was trained with other settings: {_listed(meant)}; {own} trains this job in a directory "
-                f"of its own, and 'fivefold train {directory}' goes on with the job that is there, which KEY=VALUE "
+                f"of its own, and 'fivefold train {directory}' resumes the job that is there, which KEY=VALUE "
                 "after it changes",
             )
         ]

@@ -33,7 +33,7 @@ import msgspec
 from msgspec import field
 
 from fivefold.job.config import Job
-from fivefold.launch.rendezvous import Rendezvous, kept, run_secret, within
+from fivefold.launch.rendezvous import Rendezvous, run_secret, secret_location, within
 from fivefold.schedules.text import to_text
 from fivefold.support.errors import PeerLost, UserError
 from fivefold.support.text import printable
@@ -178,7 +178,7 @@ def claim(job: Job, index: Path, world: "World", purpose: str = TRAINING) -> Hel
     if world.size == 1:  # a rank that is alone has nobody to prove itself to
         return Hello(facts, settings, secrets.token_bytes(32))
     directory = Path(job.run.dir).expanduser()
-    return Hello(facts, settings, run_secret(directory), kept(directory))
+    return Hello(facts, settings, run_secret(directory), secret_location(directory))
 
 
 @cache
@@ -216,10 +216,10 @@ def odd_ones(statements: Sequence[Statement]) -> dict[int, str]:
             parts = [_difference(name, statement, usual[name], settings) for name in odd]
             problems[place] = f"{statement.who} {'; it '.join(parts)}"
         elif len(rivals) > 1:
-            others = " and by ".join(f"pid {rival.pid} on {short(rival.host)}" for rival in rivals)
-            problems[place] = f"rank {statement.rank} is claimed {len(rivals)} times: by {others}"
+            others = " and ".join(f"pid {rival.pid} on {short(rival.host)}" for rival in rivals)
+            problems[place] = f"{len(rivals)} processes claim rank {statement.rank}: {others}"
         elif not 0 <= statement.rank < usual["world"]:
-            problems[place] = f"{statement.who} is none of {usual['world']} ranks"
+            problems[place] = f"{statement.who} is not one of {usual['world']} ranks"
     return problems
 
 
@@ -288,9 +288,9 @@ def meet(meeting: Rendezvous, rank: int, claim: Hello, timeout: float) -> "Store
 
     deadline = time.monotonic() + timeout
     while True:
-        room = _Room(meeting.store(rank, claim.facts.world, deadline), str(meeting), claim, timeout)
+        session = _Handshake(meeting.store(rank, claim.facts.world, deadline), str(meeting), claim, timeout)
         try:
-            return within(_SILENCE, partial(room.answer, rank) if rank else room.call)
+            return within(_SILENCE, partial(session.answer, rank) if rank else session.call)
         except TimeoutError:
             why = "rank 0 is stopped or cut off" if rank else "its file system hangs"
             raise PeerLost(f"the store at {meeting} has given no answer for {_SILENCE:.0f} s: {why}") from None
@@ -328,7 +328,7 @@ class Roll:
         statement, proven = unseal(data, Statement, self._claim.secret)
         if statement is None:
             self.refused[place] = (
-                f"a process has sent {len(data)} bytes that are no statement of a rank, and is refused"
+                f"a process has sent {len(data)} bytes that are not a valid statement of a rank, and is refused"
             )
         elif not proven:
             self.refused[place] = (
@@ -362,7 +362,7 @@ class Roll:
         return {self.places[number]: problem for number, problem in odd.items()} | self.refused
 
 
-class _Room:
+class _Handshake:
     """The store, as one rank uses it."""
 
     def __init__(self, store: "Store", place: str, claim: Hello, timeout: float):
@@ -394,7 +394,7 @@ class _Room:
             if roll.complete or waited > limit:
                 break
             if int(self.store.get("now")) != number:
-                twice = f"rank 0 is claimed twice: another process calls the ranks at {self.place}, too"
+                twice = f"two processes claim rank 0: another one calls the ranks at {self.place}"
                 raise UserError(twice, "ranks.twice")
             if waited > note:
                 print(f"rank 0 waits: {roll.absent(round(waited))}", file=sys.stderr, flush=True)
@@ -487,4 +487,4 @@ def _polls(limit: float, alive: Callable[[], None]) -> Iterator[float]:
 
 def _shortened(problems: dict[int | None, str]) -> list[str]:
     said = list(dict.fromkeys(problems.values()))
-    return said if len(said) <= 8 else [*said[:8], f"{len(said) - 8} more ranks are odd"]
+    return said if len(said) <= 8 else [*said[:8], f"{len(said) - 8} more ranks differ"]

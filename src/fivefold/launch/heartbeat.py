@@ -86,7 +86,7 @@ class RankSeen(NamedTuple):
 
 def _place(memory: memoryview) -> str:
     main, beside = (raw.rstrip(b"\0").decode(errors="ignore") for raw in _SLOT.unpack(memory)[2:])
-    return f"{main}, and beside it in {beside}" if main and beside else main or beside or "its start"
+    return f"{main}, and concurrently in {beside}" if main and beside else main or beside or "its start"
 
 
 class StallDetector:

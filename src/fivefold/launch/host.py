@@ -1,4 +1,4 @@
-"""This machine's cores, what a rank may take of them beside its step, and work that is spread over them."""
+"""This machine's cores, what a rank may take of them in addition to its step, and work that is spread over them."""
 
 import ctypes
 import os

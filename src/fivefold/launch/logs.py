@@ -3,7 +3,7 @@
     keep(directory / "logs", world)     # from now on
     end()                               # all that was said is there; called at the end of the process, too
 
-A process beside the rank copies both of its streams (`launch/tee.py`), so that a rank that is killed, aborts or
+A separate process copies both of its streams (`launch/tee.py`), so that a rank that is killed, aborts or
 segfaults loses nothing: what NCCL, gloo and faulthandler write is there, too. The terminal shows what it showed before.
 Standard output that is a terminal stays one, for the live display, and is not copied: metrics.jsonl has the steps.
 """

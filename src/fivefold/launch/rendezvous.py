@@ -77,7 +77,7 @@ class Rendezvous:
                 ) from None
             return _tcp_store(address, self.port, listener.detach())
         raise UserError(
-            f"rank 0 runs on {socket.gethostname()}, and {self.address} is no address of that machine; set MASTER_ADDR "
+            f"rank 0 runs on {socket.gethostname()}, and {self.address} is not an address of it; set MASTER_ADDR "
             "to one of its addresses, the same on all ranks",
             "meeting.address",
         )
@@ -289,7 +289,7 @@ _LEAST = 16  # characters
 _WAY_OUT = f"or set {SECRET} to {_LEAST} random characters or more, the same on all machines"
 
 
-def kept(directory: Path, env: Mapping[str, str] = os.environ) -> str:
+def secret_location(directory: Path, env: Mapping[str, str] = os.environ) -> str:
     """Where the secret is, for people: two ranks that have different ones look in two places."""
     return SECRET if SECRET in env else str((directory / _NAME).absolute())
 
@@ -314,7 +314,7 @@ def run_secret(directory: Path, env: Mapping[str, str] = os.environ) -> bytes:
     with stream:
         about = os.fstat(stream.fileno())
         reasons = [
-            (stat.S_ISREG(about.st_mode), "is no regular file"),
+            (stat.S_ISREG(about.st_mode), "is not a regular file"),
             (about.st_uid == os.geteuid(), f"belongs to user {about.st_uid}, and this process to {os.geteuid()}"),
             (not about.st_mode & 0o077, f"is open to other users: its mode is {about.st_mode & 0o777:o}, not 600"),
         ]

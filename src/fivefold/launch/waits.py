@@ -1,7 +1,7 @@
-"""Waits for other ranks: how long this rank has stood in them, and what they look like in a stack.
+"""Waits for other ranks: how long this rank has spent in them, and what they look like in a stack.
 
     before = waits.seconds()
-    numbers = stood(tensor.tolist)                          # on a GPU the host waits for the device, which waits
+    numbers = timed_wait(tensor.tolist)                        # on a GPU the host waits for the device, which waits
     own = time_that_passed - (waits.seconds() - before)
 
 On a GPU the device waits for others, and the host goes on until it needs a number: there the seconds say little. Waits
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-_stood = [0.0]  # the halves of a pair run in turns: one thread at a time adds
+_waited = [0.0]  # the halves of a pair run in turns: one thread at a time adds
 
 
 def waits_there(file: str, line: int) -> bool:
@@ -24,7 +24,7 @@ def waits_there(file: str, line: int) -> bool:
 
 def seconds() -> float:
     """Since the process began."""
-    return _stood[0]
+    return _waited[0]
 
 
 def timed_wait(wait: Callable[..., T], *args: Any, **options: Any) -> T:
@@ -33,4 +33,4 @@ def timed_wait(wait: Callable[..., T], *args: Any, **options: Any) -> T:
     try:
         return wait(*args, **options)
     finally:
-        _stood[0] += time.perf_counter() - start
+        _waited[0] += time.perf_counter() - start

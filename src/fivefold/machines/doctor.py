@@ -1,4 +1,4 @@
-"""`fivefold doctor`: every rank of a job measures its device, its links and its node, and the odd one is named."""
+"""`fivefold doctor`: every rank of a job measures its device, its links and its node, and outliers are reported."""
 
 import shlex
 import time
@@ -26,7 +26,7 @@ from fivefold.support.parsing import path_of
 from fivefold.support.text import bytes_text, counted
 
 # ---- result ---------------------------------------------------------------------------------------------------------
-# What an examination has found, as tables and as sentences that name the odd one.
+# What an examination has found, as tables and as sentences about outliers.
 
 
 _SHOWN = 16  # rows of a table
@@ -75,7 +75,7 @@ class DoctorResult(Result):
             yield self._axes()
         for sentence in self.findings:
             yield Text(sentence, "bad")
-        verdict = f"{len(self.findings)} things are odd" if self.findings[1:] else "1 thing is odd"
+        verdict = f"{counted(len(self.findings), 'outlier')} found"
         yield Text(f"{verdict if self.findings else 'all is well'}; {self.seconds:.0f} s", "" if self.ok else "bold")
 
     def _devices(self) -> Table:
@@ -173,7 +173,7 @@ def doctor(
     """
     resolved = job if isinstance(job, Job) else read_job(job and str(job), list(changes))
     if isinstance(job, Job) and changes:
-        raise UserError(f"{changes[0]!r} changes a job that is given by name; change the object instead")
+        raise UserError(f"{changes[0]!r} changes a job that is given as an object; change the object instead")
     return here(resolved, nproc, ["JOB"] if isinstance(job, Job) else [*([str(job)] if job else []), *changes])
 
 

@@ -219,7 +219,7 @@ _LOOKS = 2  # at the clocks: the nearer one counts
 
 
 def before_step_1(job: Job, mesh: Mesh, control: Control) -> list[str]:
-    """What is odd, on rank 0. All ranks call it."""
+    """Outliers, on rank 0. All ranks call it."""
     if mesh.world.size == 1:
         return []
     rate = matmul_rate(mesh.device, DTYPES[job.train.dtype], _SECONDS)

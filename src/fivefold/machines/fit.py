@@ -131,7 +131,7 @@ class Fit:
         self.row("fp8", tera(share * self.base.rate("fp8")), share, ratios(self.device), note)
 
     def attention(self, name: str, timings: Sequence[AttentionTiming]) -> None:
-        """The share with which forward and backward together come out; their own rates are told beside it."""
+        """The share with which forward and backward together come out; their own rates are shown next to it."""
         if not timings:
             self.row(name, "-", note=f"{ATTENTION[name]} does not run here: the catalogue's value stays")
             return

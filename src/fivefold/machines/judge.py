@@ -1,9 +1,9 @@
-"""Which rank, node or link is the odd one: what ranks have measured, against their peers and against the planner.
+"""Which rank, node or link is the outlier: what ranks have measured, against their peers and against the planner.
 
     findings(examination)      # a sentence for each; none where all is well
 
-A figure is odd if it is worse than a stated share of the median of its peers' or of what the planner expects. Of two,
-neither can be called the odd one: they differ. Each sentence names ranks and nodes, both figures, and the threshold.
+A figure is an outlier if it is below a stated share of the median of its peers, or of what the planner expects. Where
+only two differ, the outlier cannot be determined. Each sentence names ranks and nodes, both figures, and the threshold.
 """
 
 from collections import Counter, defaultdict
@@ -213,7 +213,7 @@ SKEW = 1.0  # seconds between clocks
 _FILES = 8  # open files for each rank of the world: gloo keeps connections to all, in several groups
 _SHARED = 1 << 30  # bytes of /dev/shm, through which GPUs of a node may exchange
 _LOCKED = 1 << 30  # bytes of memory that RDMA may pin
-_NEITHER = "of two, neither can be called the odd one"
+_NEITHER = "with only two, the outlier cannot be determined"
 
 
 def findings(exam: Examination) -> list[str]:
@@ -241,7 +241,7 @@ def host_ids(exam: Examination) -> Iterator[str]:
         )
 
 
-def odd(values: Mapping[K, float], share: float) -> dict[K, float]:
+def below_peers(values: Mapping[K, float], share: float) -> dict[K, float]:
     """Those below `share` of the median of the others, each with that median."""
     slow = {}
     for key, value in values.items():
@@ -260,7 +260,7 @@ def _slow(
     exam: Examination, what: str, values: Mapping[int, float], share: float, text: Callable[[float], str]
 ) -> Iterator[str]:
     """Of ranks; those of a node are named together."""
-    slow = odd(values, share)
+    slow = below_peers(values, share)
     if not slow:
         return
     if len(values) == 2:
@@ -271,7 +271,7 @@ def _slow(
     reach = "reaches" if len(slow) == 1 else "reach as little as"
     yield (
         f"{what}: {exam.who(slow)} {reach} {text(values[worst])}, {values[worst] / slow[worst]:.0%} of the median of "
-        f"the others, {text(slow[worst])} (odd below {share:.0%})"
+        f"the others, {text(slow[worst])} (outlier below {share:.0%})"
     )
 
 
@@ -284,7 +284,7 @@ def _versions(exam: Examination) -> Iterator[str]:
         (usual, most), *others = sorted(by_value.items(), key=lambda item: -len(item[1]))
         if len(others) == 1 and len(others[0][1]) == len(most):
             parts = [f"{short(value)} on {exam.who(ranks)}" for value, ranks in by_value.items()]
-            yield f"versions: {name} is {' and '.join(parts)}; neither can be called the odd one"
+            yield f"versions: {name} is {' and '.join(parts)}; with two equal groups, the outlier cannot be determined"
             continue
         for value, ranks in others:
             yield f"versions: {name} is {short(value)} on {exam.who(ranks)}, and {short(usual)} on most"
@@ -296,7 +296,7 @@ def clocks(exam: Examination) -> Iterator[str]:
             way = "ahead of" if first.ahead > 0 else "behind"
             yield (
                 f"clocks: that of node {short(node)} is {abs(first.ahead):.3f} s {way} that of rank 0 on "
-                f"{short(exam.reports[0].node)} (odd above {SKEW:g} s)"
+                f"{short(exam.reports[0].node)} (outlier above {SKEW:g} s)"
             )
 
 
@@ -327,7 +327,7 @@ def _links(exam: Examination) -> Iterator[str]:
     for axis, rings in exam.rings.items():
         for what, way in (("all-reduces", "reduce"), ("all-gathers", "gather")):
             values = {tuple(ring.ranks): getattr(ring, way) for ring in rings}
-            slow = odd(values, LINK)
+            slow = below_peers(values, LINK)
             if slow and len(values) == 2:
                 parts = [f"{rate_text(value)} among {exam.who(ranks)}" for ranks, value in values.items()]
                 yield f"{axis}: {what} reach {' and '.join(parts)}; {_NEITHER}"
@@ -335,15 +335,15 @@ def _links(exam: Examination) -> Iterator[str]:
                 worst = min(slow, key=lambda ranks: values[ranks])
                 yield (
                     f"{axis}: {what} among {some(list(slow), exam.who)} reach {rate_text(values[worst])}, and "
-                    f"{rate_text(slow[worst])} in the median of the other groups (odd below {LINK:.0%})"
+                    f"{rate_text(slow[worst])} in the median of the other groups (outlier below {LINK:.0%})"
                 )
-        late = odd({tuple(ring.ranks): 1 / ring.latency for ring in rings}, 1 / LATE)
+        late = below_peers({tuple(ring.ranks): 1 / ring.latency for ring in rings}, 1 / LATE)
         for ring in rings:
             usual = 1 / late.get(tuple(ring.ranks), 1 / ring.latency)
             if len(rings) > 2 and ring.latency > usual + _LATER:
                 yield (
                     f"{axis}: a small all-reduce among {exam.who(ring.ranks)} takes {1e6 * ring.latency:.0f} us, and "
-                    f"{1e6 * usual:.0f} us in the median of the other groups (odd above {LATE:g} times that)"
+                    f"{1e6 * usual:.0f} us in the median of the other groups (outlier above {LATE:g} times that)"
                 )
         yield from _sends(exam, axis)
         expected = exam.expected_link(axis)
@@ -351,7 +351,7 @@ def _links(exam: Examination) -> Iterator[str]:
             yield (
                 f"{axis}: all-reduces among {some([ring.ranks for ring in few], exam.who)} reach "
                 f"{rate_text(min(ring.reduce for ring in few))}, and the planner expects {rate_text(expected)} "
-                f"(odd below {LINK:.0%})"
+                f"(outlier below {LINK:.0%})"
             )
 
 
@@ -365,7 +365,7 @@ def _sends(exam: Examination, axis: str) -> Iterator[str]:
             for pair, value in bandwidths.items()
             if (node[pair[0]] == node[pair[1]]) == (where == "inside a node")
         }
-        slow = odd(values, LINK)
+        slow = below_peers(values, LINK)
         if not slow or len(values) < 3:
             continue
         # Where all links of a rank are slow, and it has several, the rank is the cause.
@@ -375,7 +375,7 @@ def _sends(exam: Examination, axis: str) -> Iterator[str]:
         worst = min(slow, key=lambda pair: values[pair])
         yield (
             f"{axis}: messages {who} reach {rate_text(values[worst])}, and {rate_text(slow[worst])} in the median of "
-            f"the other links {where} (odd below {LINK:.0%})"
+            f"the other links {where} (outlier below {LINK:.0%})"
         )
 
 
@@ -392,7 +392,7 @@ def _slow_for_the_planner(exam: Examination) -> Iterator[str]:
         worst = min(exam.reports[rank].rate for rank in ranks)
         yield (
             f"matmuls: {exam.who(ranks)}: {flops_text(worst)} in {exam.reports[ranks[0]].precision}, and the planner "
-            f"expects {flops_text(expected)} (odd below {CORE if exam.reports[0].cpu else RATE:.0%})"
+            f"expects {flops_text(expected)} (outlier below {CORE if exam.reports[0].cpu else RATE:.0%})"
         )
 
 

@@ -83,7 +83,7 @@ def table_lines(table: dict[str, Any], name: str = "") -> Iterator[str]:
 
 
 # ---- speeds ---------------------------------------------------------------------------------------------------------
-# How fast the ranks of a job are beside each other, which of them are slow, and the cluster that the planner reads.
+# The relative speed of a job's ranks, which of them are slow, and the cluster that the planner reads.
 #
 # found = RanksResult(speeds)         # of each rank a RankSpeed
 # found.classes                       # ranks that agree within the noise, the fastest first

@@ -37,7 +37,7 @@ class Problem(str):
         made.code = code
         return made
 
-    def __getnewargs__(self) -> tuple[str, str]:  # a rank's error goes to whoever started it
+    def __getnewargs__(self) -> tuple[str, str]:  # type: ignore[override]  # pickled with its code
         return self.code, str(self)
 
 

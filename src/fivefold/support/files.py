@@ -35,7 +35,7 @@ class File(msgspec.Struct, frozen=True):
 
 
 def plain_name(name: str) -> bool:
-    """Whether a name that stands in a file is that of a file beside it, and leads nowhere else."""
+    """Whether a name that stands in a file is that of a file next to it, and leads nowhere else."""
     try:
         return 0 < len(os.fsencode(name)) <= 255 and name not in (".", "..") and "/" not in name and "\0" not in name
     except UnicodeEncodeError:  # half a character
@@ -69,7 +69,8 @@ _KINDS = {stat.S_IFIFO: "FIFO", stat.S_IFSOCK: "socket", stat.S_IFCHR: "device",
 
 def irregular(mode: int) -> str | None:
     """What a file is, by its mode, that is no regular file."""
-    return None if stat.S_ISREG(mode) else f"it is a {_KINDS.get(stat.S_IFMT(mode), 'special file')}, no regular file"
+    kind = _KINDS.get(stat.S_IFMT(mode), "special file")
+    return None if stat.S_ISREG(mode) else f"it is a {kind}, not a regular file"
 
 
 def open_regular(path: Path, links: bool = False, append: bool = False) -> Regular:

@@ -18,7 +18,7 @@ _SHOWN = [True]  # the last: whether bars, remarks and notes are
 
 
 def shown() -> bool:
-    """Whether people are told what goes on, beside what was asked for."""
+    """Whether progress is shown, in addition to what was asked for."""
     return _SHOWN[-1]
 
 

@@ -260,7 +260,7 @@ def _read(path: Path) -> _File:
     except OSError as error:
         raise UserError(f"{path.name} cannot be read: {error.strerror}; ui.perfetto.dev opens large ones") from None
     except BROKEN as error:
-        raise UserError(f"{path.name} is no trace: {error}") from None
+        raise UserError(f"{path.name} is not a trace: {error}") from None
 
 
 def _windows(file: _File) -> dict[int, tuple[float, float]]:

@@ -169,20 +169,20 @@ def _parts(rank: RankTrace, window: StepWindow, pipeline: StepWindow) -> TracedT
     def seconds(moments: Moments) -> float:
         return float(lengths[moments].sum())
 
-    acting, stood = during(rank.actions), during(())
+    acting, waiting = during(rank.actions), during(())
     bubble = during([pipeline]) & ~acting
     exposed: dict[str, Moments] = {}
     for axis in {wait.axis for wait in rank.waits}:
         waits = during(wait for wait in rank.waits if wait.axis == axis and not wait.message)
-        exposed[axis] = waits & ~bubble & ~stood
-        stood = stood | waits & ~bubble
-    updating = during(rank.updates) & ~(stood | acting | bubble)
+        exposed[axis] = waits & ~bubble & ~waiting
+        waiting = waiting | waits & ~bubble
+    updating = during(rank.updates) & ~(waiting | acting | bubble)
     messages = bubble & during(wait for wait in rank.waits if wait.message)
     hidden = {}
     for axis in {flight.axis for flight in rank.flights}:
         flying = during(flight for flight in rank.flights if flight.axis == axis)
         hidden[axis] = seconds(flying & ~exposed.get(axis, during(())))
-    compute, idle, optimizer = map(seconds, (acting & ~stood, bubble, updating))
+    compute, idle, optimizer = map(seconds, (acting & ~waiting, bubble, updating))
     waited = {axis: seconds(moments) for axis, moments in exposed.items()}
     total = window.end - window.start
     other = total - (compute + idle + optimizer + sum(waited.values()))

@@ -71,7 +71,7 @@ class Timer(TrafficCounter):
             start = self.now()
             result = func(*args, **(kwargs or {}))
             if flight is not None:
-                self.stood(flight, start)
+                self.record_wait(flight, start)
             return result
         known, start = len(self.events), self.now()
         result = super().__torch_dispatch__(func, types, args, kwargs)
@@ -99,7 +99,7 @@ class Timer(TrafficCounter):
         self.latest = work  # until its caller has it: an object that only C++ holds loses its Python class
         return work.boxed()
 
-    def stood(self, flight: "_Open", start: float) -> None:
+    def record_wait(self, flight: "_Open", start: float) -> None:
         """Record a wait for a flight, which began at `start` and is over."""
         end = self.now()
         self.waits.append(Wait(flight.axis, flight.what, start, end, self.during))
@@ -140,7 +140,7 @@ class _TimedWork(dist.Work):
     def wait(self, *timeout: Any) -> bool:
         start = self.timer.now()
         done = self.work.wait(*timeout)
-        self.timer.stood(self.flight, start)
+        self.timer.record_wait(self.flight, start)
         return done
 
     def is_completed(self) -> bool:

@@ -12,7 +12,7 @@ from fivefold.checkpoint.load import Say, damage, load, newest, set_aside
 from fivefold.checkpoint.memory import Began, Candidate, abandoned, begin, starts
 from fivefold.checkpoint.memory_load import MemoryCheckpointer
 from fivefold.checkpoint.save import Saver
-from fivefold.checkpoint.shards import Shard, held, optimizer_of, stored_buffers, written
+from fivefold.checkpoint.shards import Shard, optimizer_of, saveable_tensors, stored_buffers, written
 from fivefold.checkpoint.store import Checkpoint, Damaged, Manifest, Store
 from fivefold.parallel.control import Control
 from fivefold.support.errors import TrainingError, UserError
@@ -86,7 +86,7 @@ class Checkpoints:
         return checkpoint
 
     def _from_disk(self, memory: list[Candidate], disk: int | None) -> Checkpoint | None:
-        """What memory has beside it is older than the newest there, and counts if that one is damaged."""
+        """What else memory has is older than the newest there, and counts if that one is damaged."""
         checkpoint, refusal = None, None
         try:
             checkpoint = newest(self.store, self.control, self.say, self._stands)
@@ -108,7 +108,7 @@ class Checkpoints:
         engine, weights = self.trainer.engine, Checkpoint(place_of(path)) if path else None
         if weights is None or (problems := damage(weights, self.control) or misfits(weights, self.trainer.job)):
             raise UserError(problems if self.control.rank == 0 else [])
-        load(weights, held(engine.weights, self.shapes, None, stored_buffers(engine.buffers, weights)))
+        load(weights, saveable_tensors(engine.weights, self.shapes, None, stored_buffers(engine.buffers, weights)))
         engine.optimizer.restore(0)
         self.weights = f"{weights.path}, after step {weights.manifest.step}"
 
@@ -137,7 +137,7 @@ class Checkpoints:
             raise UserError(problems if self.control.rank == 0 else [])  # all ranks have found them, and one says so
         same = optimizer_of(checkpoint.manifest) == job.optimizer.name  # another optimizer's states are of no use
         buffers = stored_buffers(engine.buffers, checkpoint)
-        return held(engine.weights, self.shapes, engine.optimizer if same else None, buffers)
+        return saveable_tensors(engine.weights, self.shapes, engine.optimizer if same else None, buffers)
 
     def _take(self, checkpoint: Checkpoint) -> None:
         """The trainer as a checkpoint has it."""
@@ -208,7 +208,7 @@ class Checkpoints:
         """This rank takes part no more."""
         self.memory.close()
 
-    def finish(self, then: str = "; training goes on, and the next checkpoint is another try") -> None:
+    def finish(self, then: str = "; training continues, and the next checkpoint tries again") -> None:
         """Wait for the save under way, if there is one, and tell if it was not written, and what happens then."""
         if problem := self.saver.finish():
             self.say(f"{problem}{then}")

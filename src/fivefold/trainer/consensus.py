@@ -51,23 +51,23 @@ def groups(layout: Layout, lane: Lane) -> list[list[int]]:
     return list(groups_by_root.values())
 
 
-class Odd(NamedTuple):
-    """Ranks that hold other bits than the rest of their group; where no majority says who is right, all of them."""
+class Disagreement(NamedTuple):
+    """Ranks that hold different bits than the rest of their group; where no majority says who is right, all of them."""
 
     ranks: tuple[int, ...]
     others: tuple[int, ...]  # empty: nobody can tell who is right
 
 
-def odd_one(values: Mapping[int, Hashable]) -> Odd | None:
+def find_disagreement(values: Mapping[int, Hashable]) -> Disagreement | None:
     """Of the ranks of a group, by what they hold; None if that is the same."""
     counts = Counter(values.values())
     if len(counts) < 2:
         return None
     usual, most = counts.most_common(1)[0]
     if 2 * most <= len(values):
-        return Odd(tuple(values), ())
+        return Disagreement(tuple(values), ())
     odd = tuple(rank for rank, value in values.items() if value != usual)
-    return Odd(odd, tuple(rank for rank in values if rank not in odd))
+    return Disagreement(odd, tuple(rank for rank in values if rank not in odd))
 
 
 # ---- verdict --------------------------------------------------------------------------------------------------------
@@ -150,20 +150,20 @@ def ranks_of(layout: Layout, ranks: Sequence[int]) -> str:
     return listed([place(layout, rank) for rank in ranks], " and ")
 
 
-def differ(layout: Layout, odd: Odd, names: list[str]) -> str:
-    ranks, verb = ranks_of(layout, odd.ranks), "hold" if len(odd.ranks) > 1 else "holds"
-    if odd.others:
-        others = ("ranks " if len(odd.others) > 1 else "rank ") + listed([str(rank) for rank in odd.others])
-        return f"{ranks} {verb} other bits than {others} of {listed(names)}"
-    return f"{ranks} should hold the same bits of {listed(names)}, and do not; no majority says who is right"
+def differ(layout: Layout, found: Disagreement, names: list[str]) -> str:
+    ranks, verb = ranks_of(layout, found.ranks), "hold" if len(found.ranks) > 1 else "holds"
+    if found.others:
+        others = ("ranks " if len(found.others) > 1 else "rank ") + listed([str(rank) for rank in found.others])
+        return f"{ranks} {verb} different bits than {others} of {listed(names)}"
+    return f"{ranks} should hold the same bits of {listed(names)}, but do not; no majority tells who is right"
 
 
 def computed(layout: Layout, culprits: CorruptionVerdict) -> str:
     ends = {
-        culprits.once: "got other gradients of the same microbatch one time than the other",
-        culprits.always: "gets other gradients of the same microbatches than two others, each time",
-        culprits.undecided: "get other gradients of the same microbatch, each time; no third says who is right",
+        culprits.once: "got different gradients for the same microbatch in two runs",
+        culprits.always: "consistently gets different gradients for the same microbatches than two others",
+        culprits.undecided: "consistently get different gradients for the same microbatch; which is right is unknown",
     }
     said = "; ".join(f"{ranks_of(layout, ranks)} {end}" for ranks, end in ends.items() if ranks)
     together = layout.tp * layout.cp * layout.pp * layout.ep > 1
-    return said + ("; what one of a group gets wrong, all that compute with it do" if together else "")
+    return said + ("; an error of one rank in a group reaches all that compute with it" if together else "")

@@ -29,15 +29,15 @@ from fivefold.parallel.replicated import Replicated
 from fivefold.support.errors import TrainingError
 from fivefold.trainer import consensus
 from fivefold.trainer.consensus import (
+    Disagreement,
     Lane,
-    Odd,
     Runs,
     disagreements,
+    find_disagreement,
     groups,
     lane_of,
     lanes,
     neighbours,
-    odd_one,
     verdict,
 )
 from fivefold.trainer.engine import Engine
@@ -57,7 +57,7 @@ _AT_A_TIME = {"cpu": 1 << 20, "cuda": 1 << 22}  # words; each takes 8 bytes more
 
 
 @cache
-def _odd(count: int, device: torch.device) -> Tensor:
+def _odd_numbers(count: int, device: torch.device) -> Tensor:
     return torch.arange(1, 2 * count, 2, dtype=torch.int64, device=device)
 
 
@@ -66,7 +66,7 @@ def digest(tensor: Tensor) -> Tensor:
     """Of a tensor's bits, in their order; one int64 on its device."""
     words = tensor.detach().reshape(-1).view(_WORDS[tensor.element_size()])
     size = _AT_A_TIME.get(tensor.device.type, 1 << 20)
-    odd, total = _odd(size, tensor.device), torch.zeros((), dtype=torch.int64, device=tensor.device)
+    odd, total = _odd_numbers(size, tensor.device), torch.zeros((), dtype=torch.int64, device=tensor.device)
     for first in range(0, words.numel(), size):
         part = words[first : first + size]
         total += (part * odd[: part.numel()]).sum()
@@ -327,21 +327,23 @@ class Corruption:
         """Raise `Corrupt` on all ranks, if ranks that should hold the same do not."""
         table = self._table([entry for entry in kept if entry.lane])
         by_rank = self._exchanged(torch.cat((self.kind, self._by_lane(table))))
-        odd = [
+        disagreeing = [
             (lane, group)
             for number, lane in enumerate(self.lanes, start=1)
             for group in self._groups(lane, tuple(kind for kind, *_ in by_rank))
-            if odd_one({rank: by_rank[rank][number] for rank in group})
+            if find_disagreement({rank: by_rank[rank][number] for rank in group})
         ]
-        if not odd:
+        if not disagreeing:
             return
         rank = self.mesh.world.rank
-        own = {"+".join(lane): table.of(lane) for lane, group in odd if rank in group}
+        own = {"+".join(lane): table.of(lane) for lane, group in disagreeing if rank in group}
         tables = self._told(own, dict[str, dict[str, int]])
-        said = "; ".join(self._sentence({rank: tables[rank]["+".join(lane)] for rank in group}) for lane, group in odd)
+        said = "; ".join(
+            self._sentence({rank: tables[rank]["+".join(lane)] for rank in group}) for lane, group in disagreeing
+        )
         raise Corrupt(
-            f"step {step}: {said}; {then}, and after step {self.good} all copies were the same; the same command goes "
-            f"on from the last checkpoint, whose copies were compared before it was saved; {_ADVICE}",
+            f"step {step}: {said}; {then}, and after step {self.good} all copies were the same; the same command "
+            f"resumes from the last checkpoint, whose copies were compared before it was saved; {_ADVICE}",
             suspect=self.good + 1,
         )
 
@@ -364,12 +366,15 @@ class Corruption:
 
     def _sentence(self, tables: dict[int, dict[str, int]]) -> str:
         """Of the ranks of a group, by what each has."""
-        names_by_odd: dict[Odd, list[str]] = {}
+        names_by_disagreement: dict[Disagreement, list[str]] = {}
         for name in next(iter(tables.values())):
-            odd = odd_one({rank: table.get(name) for rank, table in tables.items()})
-            if odd is not None:
-                names_by_odd.setdefault(odd, []).append(name)
-        return "; ".join(consensus.differ(self.mesh.layout, odd, names) for odd, names in names_by_odd.items())
+            disagreement = find_disagreement({rank: table.get(name) for rank, table in tables.items()})
+            if disagreement is not None:
+                names_by_disagreement.setdefault(disagreement, []).append(name)
+        return "; ".join(
+            consensus.differ(self.mesh.layout, disagreement, names)
+            for disagreement, names in names_by_disagreement.items()
+        )
 
     # ---- what one rank alone holds -------------------------------------------------------------------------------
 
@@ -398,7 +403,7 @@ class Corruption:
         ]
         raise Corrupt(
             f"step {step}: what nobody else holds has changed between the updates of steps {step - 1} and {step}, on "
-            f"{'; '.join(said)}; its update was not made; the same command goes on from the last checkpoint before "
+            f"{'; '.join(said)}; its update was not made; the same command resumes from the last checkpoint before "
             f"step {step - 1}; {_ADVICE}",
             suspect=step - 1,
         )
@@ -423,7 +428,7 @@ class Corruption:
         raise Corrupt(
             f"step {step}: {consensus.computed(self.mesh.layout, culprits)}; its update was not made; gradients of "
             f"steps {self.computed + 1} to {step} may be wrong, and those of step {self.computed} were not: the same "
-            f"command goes on from the last checkpoint up to there; {_ADVICE}",
+            f"command resumes from the last checkpoint up to there; {_ADVICE}",
             suspect=self.computed + 1,
         )
 

@@ -1,8 +1,8 @@
 """Between damaged data and the weights.
 
 Every rank reads its batches through the guard. Where the data is too large to be hashed before the start, the ranks of
-each node share its files and hash them beside training. What one rank finds, all learn from the sum of a step's
-wishes: that step changes no weights, and all ranks end with the same sentence.
+each node share its files and hash them during training. What one rank finds, all learn from the step's sum
+of stop flags: that step changes no weights, and all ranks end with the same sentence.
 """
 
 import platform
@@ -27,7 +27,7 @@ from fivefold.support.text import bytes_text
 if TYPE_CHECKING:
     from fivefold.trainer.checkpointing import Checkpoints
 
-WISH = float(1 << 20)  # that all stop for the data's sake: more than all ranks together wish for other reasons
+STOP_FOR_DATA = float(1 << 20)  # added to the step's sum of stop flags; larger than all ranks' other flags together
 _NAMED = 6  # steps
 _BLOCK = 1 << 16  # samples looked at at a time
 
@@ -87,8 +87,8 @@ class DataGuard:
         return self.unread + (self.checker.findings if self.checker else [])
 
     @property
-    def wish(self) -> float:
-        return WISH if self.findings else 0.0
+    def stop_flag(self) -> float:
+        return STOP_FOR_DATA if self.findings else 0.0
 
     def finish(self) -> None:
         """Check what the steps have read, also those of earlier starts, and nobody has hashed by now."""

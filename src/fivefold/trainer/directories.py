@@ -177,9 +177,9 @@ def _at_first(job: Job, directory: Path) -> str:
     try:
         state = "has them" if Store(there / "checkpoints").complete() else ""
     except OSError as error:
-        state = f"cannot be looked at: {error.strerror}"
+        state = f"cannot be accessed: {error.strerror}"
     return state and (
-        f"{home(job, directory)} has no checkpoints, and {there} {state}; the run goes on with checkpoint.url={url}, "
+        f"{home(job, directory)} has no checkpoints, and {there} {state}; the run continues with checkpoint.url={url}, "
         f"'fivefold checkpoint reshard {there} --layout {job.layout} -o NEW' makes a run elsewhere of the newest, and "
         "another run.name or --fresh starts one of its own"
     )

@@ -84,7 +84,7 @@ def choose(job: Job, ranks: int, per_node: int) -> ElasticLayout:
     least = job.elastic.least
     if ranks < least:
         raise UserError(
-            f"{ranks} ranks are left, and elastic.least={least} asks for more; the run goes on when they are back, or "
+            f"{ranks} ranks are left, and elastic.least={least} asks for more; the run resumes when they are back, or "
             f"with elastic.least={ranks}"
         )
     options, problems, large = list[Option](), list[str](), 0

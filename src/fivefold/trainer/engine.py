@@ -258,12 +258,12 @@ class Engine(RankModel):
                 total = wait(all_reduce(total, axis), axis)
         return total
 
-    def gradient_norm(self, wish: Tensor | None = None, *also: Tensor) -> Tensor:
+    def gradient_norm(self, extra_scalars: Tensor | None = None, *also: Tensor) -> Tensor:
         """Of all parameters. The load of experts goes the same way, and is known on every rank from here on; and so do
         `also`, which become sums over all ranks."""
         loads = [] if self.loads is None else [self.loads.counted()]
         with waiting("the gradient norm", self.mesh, self.mesh.world):
-            return self.optimizer.gradient_norm(wish, *loads, *also)
+            return self.optimizer.gradient_norm(extra_scalars, *loads, *also)
 
     def step(self, rate: float | None, norm: Tensor) -> None:
         if self.copied is not None:  # on the device: the host does not wait

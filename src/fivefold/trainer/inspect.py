@@ -47,7 +47,7 @@ class InspectResult(Result):
         if "load" not in name.lower():
             return self.scene()
         if self.experts is None:
-            raise UserError(f"there is no load of experts to draw; {'; '.join(self.notes) or 'the model has none'}")
+            raise UserError(f"there is no expert load to draw; {'; '.join(self.notes) or 'the model has none'}")
         return self.experts.scene()
 
 

@@ -30,7 +30,7 @@ from fivefold.support.progress import prefetch
 from fivefold.tracing.records import Trace
 from fivefold.tracing.tracer import tracer_of
 from fivefold.trainer.corruption import Corrupt, Corruption
-from fivefold.trainer.data_guard import WISH, DataGuard
+from fivefold.trainer.data_guard import STOP_FOR_DATA, DataGuard
 from fivefold.trainer.engine import Engine
 from fivefold.trainer.ledger import Counted
 from fivefold.trainer.records import Deciding, Evaluation, Listener, Step, StepDecision
@@ -72,7 +72,7 @@ class Trainer:
         self.stopping: Callable[[], bool] = lambda: False  # whether this rank has been asked to stop
         self.checkpointing: Checkpoints | None = None
         self.stopped = False  # whether any has, and so all do, after this step
-        self.told: set[str] = set()  # what is said once
+        self.said_once: set[str] = set()  # what is said once
         peak = peak_flops(mesh.device, job.train.dtype)
         self.peak = peak * mesh.world.size if peak else None
 
@@ -210,16 +210,16 @@ class Trainer:
         loss = self._poisoned(loss, step, first // len(batch.samples) + 1)
         self.corruption.before_update(step, others)
         with self.tracer.update("norm"):
-            # What one rank wishes for, all learn; and all have rank 0's loss to the bit, to decide alike.
-            shared = torch.stack((torch.full_like(loss, float(self.stopping()) + self.guard.wish), loss))
+            # One sum carries all ranks' stop flags, and rank 0's loss to the bit, so that all decide alike.
+            shared = torch.stack((torch.full_like(loss, float(self.stopping()) + self.guard.stop_flag), loss))
             shared[1] *= self.mesh.world.rank == 0
             with self.account.of("slow ranks"):
                 table = self.slow.table(step)
             norm = self.engine.gradient_norm(shared, *([] if table is None else [table]))
             loads = self.engine.loads
             figures = torch.cat((norm[None], shared) if loads is None else (norm[None], shared, loads.sums))
-            norm_value, wishes, mean, *sums = timed_wait(figures.tolist)  # the step's one wait for the device
-        if wishes >= WISH:
+            norm_value, stop_sum, mean, *sums = timed_wait(figures.tolist)  # the step's one wait for the device
+        if stop_sum >= STOP_FOR_DATA:
             self.agree(sure=True)
         with self.account.of("slow ranks"):
             self.slow.look(step, table, self.policy.say)
@@ -235,11 +235,11 @@ class Trainer:
         seconds = time.perf_counter() - start
         tokens = len(batch.samples) * self.job.data.seq
         achieved = tokens * self.job.model.flops_per_token(self.job.data.seq) / seconds
-        self.stopped = wishes > 0
+        self.stopped = stop_sum > 0
         if not batch.loss_tokens:
             self._once(
                 f"step {step}: none of its target tokens carries loss (samples {first} to {samples - 1}): it has no "
-                "loss and makes no update; other steps like it are not named",
+                "loss and makes no update; further steps like it are not reported",
                 "step",
             )
         return Step(
@@ -274,8 +274,8 @@ class Trainer:
         return loss
 
     def _once(self, sentence: str, kind: str) -> None:
-        if kind not in self.told:
-            self.told.add(kind)
+        if kind not in self.said_once:
+            self.said_once.add(kind)
             self.policy.say(sentence)
 
     def logs(self, step: int) -> bool:
@@ -299,7 +299,7 @@ class Trainer:
             count += batch.loss_tokens
         self.agree()
         if not math.isfinite(total):
-            raise TrainingError(f"the held-out loss after step {step} is {total}: the weights are no longer of use")
+            raise TrainingError(f"the held-out loss after step {step} is {total}: the weights have diverged")
         if not count:
             self._once(
                 f"none of the first {samples} held-out samples has a target that carries loss: there is no held-out "

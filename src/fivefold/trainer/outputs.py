@@ -1,4 +1,4 @@
-"""What rank 0 keeps of a run beside its checkpoints: the job, the environment, metrics, TensorBoard's file, the trace.
+"""What rank 0 keeps of a run besides checkpoints: the job, the environment, metrics, TensorBoard's file, the trace.
 
 What cannot be written before the first step ends the run with a sentence. Later on it ends no training: a note says so,
 once, and a run that could not keep all that it promised ends with exit code 1.
@@ -80,7 +80,7 @@ class Outputs:
             write()
         except OSError as error:
             self.lost.append(f"{what} cannot be written: {error.strerror or error}")
-            self.say(f"{self.lost[-1]}; training goes on without it")
+            self.say(f"{self.lost[-1]}; training continues without it")
             self.board = None if what == _BOARD else self.board
 
     def on_step(self, record: Step) -> None:
@@ -120,7 +120,7 @@ class Outputs:
 def vanishing(directory: Path) -> TrainingError:
     return TrainingError(
         f"{directory} was deleted or moved away during the run; a new one has the last checkpoint, unless "
-        "checkpoint.save=false, and the same command goes on from it"
+        "checkpoint.save=false, and the same command resumes from it"
     )
 
 

@@ -27,7 +27,7 @@ Natural = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 class Load(msgspec.Struct, frozen=True, kw_only=True):
     """How the tokens of a step were spread over experts. Each token counts as often as it visits experts."""
 
-    fullest: float  # tokens of the fullest expert of any layer, over the mean of its layer
+    fullest: float  # tokens of the most loaded expert of any layer, over the mean of its layer
     entropy: float  # of the tokens over a layer's experts, by that of an even load; the mean over layers
     balance_loss: float | None = None  # of a row, the mean over layers, before its factor; 1: even. None: not asked for
     z_loss: float | None = None  # of a token, likewise
@@ -110,7 +110,7 @@ class StepDecision(msgspec.Struct, frozen=True, kw_only=True, tag="decision", ta
 
     def __str__(self) -> str:
         done = {
-            "warn": "training goes on",
+            "warn": "training continues",
             "skip": "skipped: no update is made, and the samples are used up",
             "rollback": f"rolled back to the state after step {self.back}, and on with sample {self.samples}",
         }
@@ -305,7 +305,7 @@ class MetricsFile:
             self._write()
         except OSError as error:
             if not self.why:
-                self.say(f"{self.path} cannot be written: {error.strerror}; its records wait, and training goes on")
+                self.say(f"{self.path} cannot be written: {error.strerror}; its records wait, and training continues")
             self.why = error.strerror or str(error)
         if len(self.waiting) > _KEPT:
             self.lost, self.waiting = self.lost + self.waiting.count(b"\n"), b"\n"  # which ends half a line

@@ -102,7 +102,7 @@ class Recovery:
             with open_regular(self.directory / FILE, append=True) as file:
                 file.write(msgspec.json.encode(recovered) + b"\n")
         except OSError as error:
-            self.say(f"{FILE} cannot be written: {error.strerror}; training goes on without it")
+            self.say(f"{FILE} cannot be written: {error.strerror}; training continues without it")
 
     def on_evaluation(self, record: Evaluation) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Going on with a run: `fivefold train runs/first`, and what a command by hand finds under its name.
+"""Resuming a run: `fivefold train runs/first`, and what a command by hand finds under its name.
 
 job = stored_job(Path("runs/first"), ["train.steps=80"])     # the job of that directory, changed
 refused(Path("runs/first"), job, sources, named=True)        # why the run cannot go on with it
@@ -73,7 +73,7 @@ def run_named(word: str | None) -> Place | None:
         of_one = path != inside and (path / MANIFEST).is_file()
         step = f" --step {Checkpoint(path).manifest.step}" if of_one else ""
         raise UserError(
-            f"{path} {'is a checkpoint' if of_one else 'has checkpoints'}; 'fivefold train {run}' goes on from the "
+            f"{path} {'is a checkpoint' if of_one else 'has checkpoints'}; 'fivefold train {run}' resumes from the "
             f"newest ({newest}), and 'fivefold checkpoint reshard {run}{step} --layout dp=1 -o NEW' makes a run of one"
         )
     if not (path / JOB).exists() and not newest_of(Store(path / "checkpoints").complete()):
@@ -97,14 +97,13 @@ def stored_job(directory: Place, words: Sequence[str] = ()) -> Job:
             "--fresh" if isinstance(directory, RemotePlace) else f"'fivefold train {directory / JOB} run.name=NAME'"
         )
         raise UserError(
-            f"{moved[0]} is another place than {directory}, in which the run goes on; a run of its own with the same "
-            f"job is {way_out}"
+            f"{moved[0]} is not {directory}, in which the run resumes; a run of its own with the same job is {way_out}"
         )
     if isinstance(directory, RemotePlace):
         with reachable(directory):
             newest = newest_of(store_of(directory).complete())
         if newest is None:
-            raise UserError(f"{directory} has no checkpoint to go on from")
+            raise UserError(f"{directory} has no checkpoint to resume from")
         table = msgspec.to_builtins(stored(newest))
         table["run"]["name"], table["checkpoint"]["url"] = directory.name, str(directory.parent)
         return resolve(table, words)
@@ -140,10 +139,10 @@ def _table(directory: Path) -> dict[str, Any]:
         return table
     except Missing:
         if newest is None:
-            raise UserError(f"{directory} is no run: it has neither job.toml nor a checkpoint") from None
+            raise UserError(f"{directory} is not a run: it has neither job.toml nor a checkpoint") from None
         return msgspec.to_builtins(stored(newest))
     except UserError as error:
-        way_out = f"mend or delete it: {newest.path} has the job, too" if newest else "it is to be mended"
+        way_out = f"repair or delete it: {newest.path} has the job, too" if newest else "repair it"
         raise UserError(error.framed(after=f"; {way_out}")) from None
 
 
@@ -163,7 +162,7 @@ def refused(directory: Path, job: Job, sources: Sources, named: bool) -> list[st
     checkpoints = complete(job, directory)
     newest = newest_of(checkpoints)
     if named and not checkpoints:
-        return [f"{directory} has no checkpoint to go on from; --fresh starts its job over in a directory of its own"]
+        return [f"{directory} has no checkpoint to resume from; --fresh starts its job over in a directory of its own"]
     if newest is None:  # the load says which are damaged
         return []
     if not (newest.manifest.step or newest.manifest.optimizer or named or job.run.weights):
@@ -229,7 +228,7 @@ class Progress(msgspec.Struct, frozen=True):
 
 def begin(directory: Path, again: bool, steps: int) -> None:
     """Count a start of a run of so many steps. UserError if a launcher starts it `again`, and several starts have made
-    no new step; with that the count begins anew, so that a person who has mended the cause is not refused."""
+    no new step; with that the count begins anew, so that a person who has fixed the cause is not refused."""
     if (here := reached(directory)) >= steps:
         return
     before = _stored(directory) if again else Progress(here)

@@ -372,7 +372,7 @@ def _with_its_schedule(job: Job, directory: Path) -> Job:
 
 
 def environment(mesh: Mesh, sources: Sources) -> dict[str, object]:
-    """What a run was made with, kept beside its metrics."""
+    """What a run was made with, kept next to its metrics."""
     device = mesh.device
     return {
         "fivefold": __version__,

@@ -89,7 +89,7 @@ def job_and_start(job: str | Path | Job | None, changes: Sequence[str], *, fresh
     """What trains, and where."""
     if isinstance(job, Job):
         if changes:
-            raise UserError(f"{changes[0]!r} changes a job that is given by name; change the object instead")
+            raise UserError(f"{changes[0]!r} changes a job that is given as an object; change the object instead")
         return job, Start(None, fresh=fresh)
     run = run_named(str(job) if job else None)
     resolved = stored_job(run, changes) if run else read_job(job and str(job), list(changes))
@@ -161,7 +161,7 @@ def _of_a_job(given: str | Path | None) -> str | Path | None:
     if path is not None and (path.is_dir() or path.suffix == ".json"):
         run = path if path.is_dir() else path.parent
         raise UserError(
-            f"{given} is no job file, which trace runs anew; `fivefold inspect {run} --html FILE` shows a run's trace"
+            f"{given} is not a job file, and trace runs one; `fivefold inspect {run} --html FILE` shows a run's trace"
         )
     return given
 

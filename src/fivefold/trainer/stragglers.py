@@ -126,26 +126,26 @@ class Phases:
 
     @contextmanager
     def of(self, phase: str) -> Iterator[None]:
-        start, stood = time.perf_counter(), waits.seconds()
+        start, waited = time.perf_counter(), waits.seconds()
         if phase in faults.PLACES:
             faults.strike(phase, step=self.step)
         yield
-        self.now[phase] += time.perf_counter() - start - (waits.seconds() - stood)
+        self.now[phase] += time.perf_counter() - start - (waits.seconds() - waited)
         self.calls += 1
 
     @contextmanager
     def whole(self, step: int) -> Iterator[None]:
         """Around a step, from its batch on."""
-        self.step, start, stood = step, time.perf_counter(), waits.seconds()
+        self.step, start, waited = step, time.perf_counter(), waits.seconds()
         yield
         passed = time.perf_counter() - start
         known = sum(self.now[name] for name in ("forward", "backward", "optimizer"))
-        self.now["other work"] = passed - (waits.seconds() - stood) - known
+        self.now["other work"] = passed - (waits.seconds() - waited) - known
         self.kept.append(self.now)
         self.steps.append(passed)
         self.now = dict.fromkeys(PHASES, 0.0)
 
-    def told(self) -> list[float]:
+    def drain(self) -> list[float]:
         """Of the steps since the last time: seconds of every phase, and of a step."""
         if not self.kept:
             return [0.0] * (len(PHASES) + 1)
@@ -207,10 +207,10 @@ class SlowWatch:
         """This rank's row of the steps before, in steps that are looked at."""
         if not self.every or step % self.every:
             if len(self.phases.kept) > 1 << 10:  # nobody asks
-                self.phases.told()
+                self.phases.drain()
             return None
         table = torch.zeros(self.mesh.world.size, len(PHASES) + 1, dtype=torch.float64)
-        table[self.mesh.world.rank] = torch.tensor(self.phases.told(), dtype=torch.float64)
+        table[self.mesh.world.rank] = torch.tensor(self.phases.drain(), dtype=torch.float64)
         return table.to(self.mesh.device)
 
     def look(self, step: int, table: torch.Tensor | None, say: Callable[[str], None]) -> None:

@@ -19,7 +19,7 @@ SIAM J. Sci. Comput. 41, 2019):
 
 This bound is relative to the result, and so holds only for gradients that are about as large as what is summed to make
 them. Where the summands cancel (a LayerNorm over few channels, a q/k norm over a short head, a nearly uniform softmax)
-the same roundings are large beside the result. To first order the error of a run is e = sum_i J_i d_i: d_i is the
+the same roundings are large next to the result. To first order the error of a run is e = sum_i J_i d_i: d_i is the
 rounding of the i-th intermediate value, and J_i the derivative of the gradient by that value. Two correct runs have the
 same J and independent d, so their errors have the same spread, whatever the cancellation. The reference measures that
 spread (`Reference.noise`): it runs in float64 on the same rounded weights, which gives the true gradient, and several

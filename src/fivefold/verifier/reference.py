@@ -1,7 +1,7 @@
 """What one device computes: the plain decoder, stock autograd, torch's own optimizer, the whole global batch at once.
 
 This file imports nothing from `parallel/`, nor the engine and the optimizer that are being judged. The decoder's
-experts are `plain_experts`. Where they send tokens is written down; runs that measure rounding send them there, too.
+experts are `PlainMixture`. Where they send tokens is written down; runs that measure rounding send them there, too.
 """
 
 from collections.abc import Generator
@@ -163,7 +163,7 @@ def replace_mixtures(model: nn.Module, spec: ModelSpec, factors: Factors) -> dic
 # ---- reference ------------------------------------------------------------------------------------------------------
 
 
-DRAWS = 3  # runs with other roundings, beside the reference itself, that measure its noise
+DRAWS = 3  # runs with other roundings, in addition to the reference itself, that measure its noise
 
 
 class ByDefinition(LocalAttention):

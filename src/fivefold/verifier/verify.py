@@ -90,7 +90,7 @@ def verify(
     world = 4 if world is None else world
     chosen = "dp=1" if everything else str(layout or _DEFAULT)
     if isinstance(model, ModelSpec) and any(change.startswith("model") for change in changes):
-        raise UserError("a ModelSpec is the whole model; change it, and not model settings beside it")
+        raise UserError("a ModelSpec is the whole model; change it, and leave out model settings")
     tiny = not isinstance(model, ModelSpec) and model.startswith("tiny")
     deepen = tiny and not any(change.startswith("model.layers=") for change in changes)
     narrow = [*_NARROW, *([f"model.layers={_layers(chosen)}"] if deepen else [])] if tiny else []

@@ -80,7 +80,7 @@ def bound(port: int) -> socket.socket:
         listener.listen()
     except OSError as error:
         listener.close()
-        raise UserError(f"port {port} cannot be had: {error.strerror}; --port 0 takes a free one") from None
+        raise UserError(f"port {port} is not available: {error.strerror}; --port 0 takes a free one") from None
     return listener
 
 
@@ -97,8 +97,8 @@ def bound(port: int) -> socket.socket:
 class View(NamedTuple):
     name: str  # of NAME.py and static/views/NAME.js
     title: str  # of its tab
-    says: str  # what it shows, in a few words
-    parts: tuple[str, ...] = ()  # functions of its module beside `payload`
+    description: str  # what it shows, in a few words
+    parts: tuple[str, ...] = ()  # functions of its module in addition to `payload`
     slow: tuple[str, ...] = ()  # of the parts (or "payload"): computed in a process of their own, which can be stopped
     kept: tuple[str, ...] = ()  # of the slow: the same for the same words as long as the server lives
 

@@ -57,7 +57,7 @@ def planned(result: PlanResult) -> tuple[dict[str, Any], dict[str, Any]]:
     """The payload and the parts of what `plan` has found, of whatever model and cluster it was asked for."""
     if result.chosen.case.groups:
         raise UserError(
-            f"{result.case.cluster} has unlike nodes, for which the page has no view; `fivefold plan -o decision.html` "
+            f"{result.case.cluster} is heterogeneous, and there is no view of that; `fivefold plan -o decision.html` "
             "writes the decision down"
         )
     option = result.explained

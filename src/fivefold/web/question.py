@@ -41,7 +41,7 @@ class Ask:
     def only(self, *names: str) -> None:
         """Refuse words that nobody would read: a misspelled one must not be a silent default."""
         if strange := [name for name in self.query if name not in names]:
-            raise UserError([f"{name!r} is not asked for here; {did_you_mean(name, names)}" for name in strange])
+            raise UserError([f"{name!r} is not a parameter here; {did_you_mean(name, names)}" for name in strange])
 
     def text(self, name: str, usual: str = "") -> str:
         """A word; `usual` where it is absent or empty."""
@@ -100,7 +100,7 @@ def case_of(ask: Ask) -> Case:
         raise UserError(f"cluster={cluster[:60]!r} has no number of nodes before its first x; nearest: 1{cluster[:60]}")
     if "+" in cluster:
         raise UserError(
-            f"cluster={cluster[:60]!r} has unlike nodes, for which there are no sliders; `fivefold plan` has them"
+            f"cluster={cluster[:60]!r} is heterogeneous, and there are no sliders for that; `fivefold plan` has them"
         )
     batch, seq = checked("batch", ask.integer("batch"), within(1, SEQUENCES)), ask.integer("seq")
     machines = Cluster.parse(cluster)
@@ -156,7 +156,7 @@ def layout_asked(case: Case, ask: Ask) -> Layout:
     if not field:
         return layout
     if not equals or field not in Layout.__struct_fields__ or field == "split":
-        raise UserError(f"move={ask.text('move')[:60]!r} is no field of a layout and its value; write move=tp=8")
+        raise UserError(f"move={ask.text('move')[:60]!r} is not a layout setting and its value; write move=tp=8")
     layout_of(f"{field}={value}")  # by itself, before others follow it
     return _in_range(moved(case, layout, field, value))
 

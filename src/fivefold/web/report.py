@@ -30,7 +30,7 @@ from fivefold.verifier.result import VerifyResult
 from fivefold.version import __version__
 from fivefold.web.app import View, answer, view_of
 from fivefold.web.question import Ask
-from fivefold.web.run_files import placeless, sent
+from fivefold.web.run_files import shareable, without_paths
 
 # ---- a page ---------------------------------------------------------------------------------------------------------
 # A view as one HTML file: its payload, its scripts and its look in one, which needs neither a server nor a network.
@@ -60,10 +60,16 @@ _HEAD = """<!doctype html>
 """
 
 
-def view(of: str | View, payload: Any, parts: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def page_view(of: str | View, payload: Any, parts: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """A view with what it shows."""
     kind = of if isinstance(of, View) else view_of(of)
-    return {"name": kind.name, "title": kind.title, "says": kind.says, "payload": payload, "parts": dict(parts or {})}
+    return {
+        "name": kind.name,
+        "title": kind.title,
+        "says": kind.description,
+        "payload": payload,
+        "parts": dict(parts or {}),
+    }
 
 
 def answered_view(name: str, ask: Ask, parts: Sequence[str] | None = None) -> dict[str, Any]:
@@ -71,11 +77,11 @@ def answered_view(name: str, ask: Ask, parts: Sequence[str] | None = None) -> di
     payload = answer(name, "", ask)
     asks = {part: words for part, words in payload.get("asks", {}).items() if parts is None or part in parts}
     answers = {part: answer(name, part, Ask(words, ask.runs)) for part, words in asks.items()}
-    return view(name, payload, answers)
+    return page_view(name, payload, answers)
 
 
 def html_page(title: str, views: Sequence[dict[str, Any]], made: Mapping[str, str] | None = None) -> str:
-    """The page of these views, as `view` or `answered_view` makes them; `made`: by what, which command, which day."""
+    """The page of these views, which `page_view` or `answered_view` made; `made`: by what, which command, which day."""
     names = [path.relative_to(STATIC).as_posix() for path in STATIC.rglob("*.js")]
     modules = {f"fivefold/{name}": _data("text/javascript", _by_name(name)) for name in sorted(names)}
     body = (STATIC / "index.html").read_text().partition("<body>")[2]
@@ -112,11 +118,11 @@ def _json(value: Any) -> str:
 # ---- proof ----------------------------------------------------------------------------------------------------------
 # The Verify view of a report: what `verify --json` says of a layout, or of a sweep of them.
 #
-# shown(verify("dp=2,tp=2").to_dict())
-# read(Path("verify.json"))           # the same, of a file; one that is something else is refused
+# verify_payload(verify("dp=2,tp=2").to_dict())
+# read_verify_json(Path("verify.json"))           # the same, of a file; one that is something else is refused
 
 
-IN_FULL = 20  # layouts of a sweep that are told in full, those that fail first
+MAX_DETAILED = 20  # layouts of a sweep that are shown in full, failed ones first
 
 
 class ProofPair(msgspec.Struct):
@@ -129,7 +135,7 @@ class Worst(msgspec.Struct):
     step: int
     error: float | None
     note: str
-    holds: bool
+    passed: bool = msgspec.field(name="holds")
 
 
 class ProofNumbers(msgspec.Struct):
@@ -143,7 +149,7 @@ class ProofTraffic(msgspec.Struct):
     kind: str
     counted: ProofNumbers
     expected: ProofNumbers
-    holds: bool
+    passed: bool = msgspec.field(name="holds")
 
 
 class ProofMemory(msgspec.Struct):
@@ -151,7 +157,7 @@ class ProofMemory(msgspec.Struct):
     name: str
     expected: float
     counted: float
-    holds: bool
+    passed: bool = msgspec.field(name="holds")
 
 
 class Proof(msgspec.Struct):
@@ -188,10 +194,10 @@ class Sweep(msgspec.Struct):
     layouts: list[Proof]
 
 
-def read(path: Path) -> dict[str, Any]:
+def read_verify_json(path: Path) -> dict[str, Any]:
     """What a file holds that `verify --json` wrote."""
     try:
-        return shown(read_json(path))
+        return verify_payload(read_json(path))
     except msgspec.ValidationError as error:
         raise UserError(
             f"{path} is not what `fivefold verify --json` prints: {error}; write one with "
@@ -199,13 +205,13 @@ def read(path: Path) -> dict[str, Any]:
         ) from None
 
 
-def shown(table: Any) -> dict[str, Any]:
+def verify_payload(table: Any) -> dict[str, Any]:
     """The payload: a sweep's rows, and those layouts in full that fail, or that came first."""
     if not (isinstance(table, dict) and "layouts" in table):
         proof = msgspec.convert(table, Proof)
         return {"title": f"{proof.layout} of {proof.model}", "sweep": None, "proofs": [msgspec.to_builtins(proof)]}
     sweep = msgspec.convert(table, Sweep)
-    full = sorted(sweep.layouts, key=lambda proof: proof.passed)[:IN_FULL]
+    full = sorted(sweep.layouts, key=lambda proof: proof.passed)[:MAX_DETAILED]
     counts = {name: getattr(sweep, name) for name in ("passed", "sampled", "total", "pairs_met", "failed")}
     return {
         "title": f"{sweep.sampled} of {sweep.total} layouts",
@@ -222,15 +228,15 @@ def _row(proof: Proof) -> dict[str, Any]:
         "seconds": proof.seconds,
         "gradient": proof.worst_gradient and proof.worst_gradient.error,
         "parameter": proof.worst_parameter and proof.worst_parameter.error,
-        "traffic": all(sent.holds for sent in proof.traffic_per_step),
-        "held": all(check.holds for check in proof.held),
+        "traffic": all(row.passed for row in proof.traffic_per_step),
+        "held": all(check.passed for check in proof.held),
     }
 
 
 # ---- report ---------------------------------------------------------------------------------------------------------
 
 
-LARGEST = 3_000_000  # bytes of a report: what every mail passes on
+MAX_BYTES = 3_000_000  # of a report: small enough for any mail server
 HTML = ".html"
 TRACE = View("trace", "Trace", "what the ranks of a step did")  # nor anything to run
 VERIFY = View("verify", "Verify", "a layout against one process")  # a page that is served has nothing to prove
@@ -264,13 +270,13 @@ def report(result: Result | str | Path, output: str | Path, command: str = "") -
     title, views = views_of(result)
     made = {
         "by": f"Fivefold {__version__}",
-        "command": placeless(command),
+        "command": without_paths(command),
         "on": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
     }
     text = html_page(title, views, made).encode()
-    if len(text) > LARGEST:
+    if len(text) > MAX_BYTES:
         raise UserError(
-            f"the report of {title} has {len(text) / 1e6:.2f} MB, and {LARGEST / 1e6:g} MB is the most; report fewer "
+            f"the report of {title} is {len(text) / 1e6:.2f} MB; the limit is {MAX_BYTES / 1e6:g} MB; report fewer "
             "runs, schedules, ranks or microbatches, or look at it with `fivefold ui`"
         )
     write(path, text.decode())
@@ -280,7 +286,7 @@ def report(result: Result | str | Path, output: str | Path, command: str = "") -
 def views_of(result: Result | str | Path) -> tuple[str, list[dict[str, Any]]]:
     """A title, and the views that show it."""
     if isinstance(result, str | Path):
-        return _of_path(path_of(result))
+        return _path_views(path_of(result))
     for kind, views in KINDS.items():
         if isinstance(result, kind):
             return views(result)
@@ -288,47 +294,47 @@ def views_of(result: Result | str | Path) -> tuple[str, list[dict[str, Any]]]:
     raise UserError(f"there is no report of a {type(result).__name__}; there are reports of {names}, and of a run")
 
 
-def _of_plan(result: PlanResult) -> tuple[str, list[dict[str, Any]]]:
+def _plan_views(result: PlanResult) -> tuple[str, list[dict[str, Any]]]:
     """The plan; where its ranks can be drawn the mesh of its layout, and of a pipeline the schedule."""
     from fivefold.planner.pictures import MOST
     from fivefold.web.mesh import placed
     from fivefold.web.plan import planned
     from fivefold.web.schedule import stepped
 
-    option, views = result.explained, [view("plan", *planned(result))]
+    option, views = result.explained, [page_view("plan", *planned(result))]
     if option.layout.world <= MOST:
-        views.append(view("mesh", *placed(option.case, result.case.stack.name)))
+        views.append(page_view("mesh", *placed(option.case, result.case.stack.name)))
     timed = option.estimate.simulation
     if timed is not None and (step := stepped(timed, option.layout.microbatches)) is not None:
-        views.append(view("schedule", step))
+        views.append(page_view("schedule", step))
     return f"{result.case.spec.name} on {result.case.cluster}", views
 
 
-def _of_draw(result: DrawResult) -> tuple[str, list[dict[str, Any]]]:
+def _draw_views(result: DrawResult) -> tuple[str, list[dict[str, Any]]]:
     from fivefold.web.schedule import drawn
 
     first, views = result.simulations[0].schedule, drawn(result)
     names = [name for name, _, _ in views]
     title = f"{', '.join(names)}: p={first.p}, m={first.m}"
     if len(views) == 1:
-        return title, [view("schedule", *views[0][1:])]
+        return title, [page_view("schedule", *views[0][1:])]
     return title, [
-        view("schedule", *contents) | {"module": "schedule", "name": f"schedule-{at}", "title": name}
+        page_view("schedule", *contents) | {"module": "schedule", "name": f"schedule-{at}", "title": name}
         for at, (name, *contents) in enumerate(views)
     ]
 
 
-def _of_verify(result: VerifyResult) -> tuple[str, list[dict[str, Any]]]:
-    return _proof(shown(result.to_dict()))
+def _result_views(result: VerifyResult) -> tuple[str, list[dict[str, Any]]]:
+    return _verify_views(verify_payload(result.to_dict()))
 
 
-def _of_path(path: Path) -> tuple[str, list[dict[str, Any]]]:
+def _path_views(path: Path) -> tuple[str, list[dict[str, Any]]]:
     if path.is_dir():
-        return _of_runs(path)
-    return _proof(read(path))
+        return _runs_views(path)
+    return _verify_views(read_verify_json(path))
 
 
-def _of_runs(path: Path) -> tuple[str, list[dict[str, Any]]]:
+def _runs_views(path: Path) -> tuple[str, list[dict[str, Any]]]:
     """A run's directory, or one with runs in it, of which the newest are shown."""
     from fivefold.web.run import SHOWN
     from fivefold.web.run_files import runs_in
@@ -338,21 +344,21 @@ def _of_runs(path: Path) -> tuple[str, list[dict[str, Any]]]:
     if not runs:
         raise UserError(notes or f"{path} has no run in it; a run's directory has job.toml and metrics.jsonl")
     names = list(runs)[:SHOWN]
-    return ", ".join(names), [sent(answered_view("run", Ask({"runs": ",".join(names)}, roots)))]
+    return ", ".join(names), [shareable(answered_view("run", Ask({"runs": ",".join(names)}, roots)))]
 
 
-def _of_trace(result: TraceResult) -> tuple[str, list[dict[str, Any]]]:
+def _trace_views(result: TraceResult) -> tuple[str, list[dict[str, Any]]]:
     payload = {"run": result.file.stem} | lanes(result.file)
-    return f"a trace of {payload['layout'] or 'one rank'}", [view(TRACE, payload)]
+    return f"a trace of {payload['layout'] or 'one rank'}", [page_view(TRACE, payload)]
 
 
-def _proof(payload: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
-    return payload["title"], [view(VERIFY, payload)]
+def _verify_views(payload: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
+    return payload["title"], [page_view(VERIFY, payload)]
 
 
 KINDS: dict[type[Result], Callable[[Any], tuple[str, list[dict[str, Any]]]]] = {
-    PlanResult: _of_plan,
-    DrawResult: _of_draw,
-    VerifyResult: _of_verify,
-    TraceResult: _of_trace,
+    PlanResult: _plan_views,
+    DrawResult: _draw_views,
+    VerifyResult: _result_views,
+    TraceResult: _trace_views,
 }

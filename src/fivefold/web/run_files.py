@@ -1,7 +1,7 @@
 """The runs of the directories that the user gave, and what may be read of them. Nothing outside is opened.
 
 runs, notes = runs_in((Path("/home/me/runs"),))
-runs["demo"].path, notes           # a directory that is no run has a sentence
+runs["demo"].path, notes           # a directory that is not a run has a sentence
 """
 
 import os
@@ -68,7 +68,7 @@ def runs_in(roots: tuple[Path, ...]) -> tuple[dict[str, RunFiles], list[str]]:
             continue
         runs += below
         if not below:
-            notes.append(f"{as_text(root)} is no run and has none in it: a run has {METRICS} or {JOB}")
+            notes.append(f"{as_text(root)} is not a run and has none in it: a run has {METRICS} or {JOB}")
         elif others:
             notes.append(f"{counted(len(others), 'folder')} of {as_text(root)} without {METRICS}: {_few(others)}")
         if away:
@@ -396,7 +396,7 @@ def _seconds(text: str) -> float:
 # ---- run sent -------------------------------------------------------------------------------------------------------
 # A run's page as others get it: without the places and the names of the machines that it was made on.
 #
-# sent(answered_view("run", Ask({}, (Path("runs/demo"),))))
+# shareable(answered_view("run", Ask({}, (Path("runs/demo"),))))
 
 
 # Where a path begins: at a root, a drive, a share, a home, or a URL that names a file of a machine. A slash within a
@@ -427,7 +427,7 @@ _LOGIN = re.compile(r"(?<=://)[^\s/@]+@")
 _HOST = re.compile(r"\brank \d+ on (\S+)")  # in the text of a start (`_started`)
 
 
-def sent(view: dict[str, Any]) -> dict[str, Any]:
+def shareable(view: dict[str, Any]) -> dict[str, Any]:
     """The same view: of a path its last part is left, and of a host nothing. What a log says beyond that stays."""
     page = view["payload"]
     texts = [event["text"] for run in page["shown"] for event in run["events"]]
@@ -437,17 +437,17 @@ def sent(view: dict[str, Any]) -> dict[str, Any]:
         run | {"events": [event | {"text": _unnamed(_nearer(event["text"], places), hosts)} for event in run["events"]]}
         for run in page["shown"]
     ]
-    parts = {"parts": placeless(view["parts"])} if "parts" in view else {}
-    return view | {"payload": placeless(page | {"shown": shown, "notes": []})} | parts
+    parts = {"parts": without_paths(view["parts"])} if "parts" in view else {}
+    return view | {"payload": without_paths(page | {"shown": shown, "notes": []})} | parts
 
 
-def placeless(value: Any, may_be_sentence: bool = True) -> Any:
+def without_paths(value: Any, may_be_sentence: bool = True) -> Any:
     """Every text of it, in which a path is its last part. `said`: texts may be sentences."""
     if isinstance(value, str):
         return _scrubbed(value, may_be_sentence) if "/" in value or "\\" in value else value
     if isinstance(value, dict):
-        return {placeless(name, False): placeless(inner, name in _SENTENCES) for name, inner in value.items()}
-    return [placeless(inner, may_be_sentence) for inner in value] if isinstance(value, list | tuple) else value
+        return {without_paths(name, False): without_paths(inner, name in _SENTENCES) for name, inner in value.items()}
+    return [without_paths(inner, may_be_sentence) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _scrubbed(text: str, may_be_sentence: bool) -> str:

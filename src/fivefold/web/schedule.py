@@ -58,8 +58,8 @@ def heavy(ask: Ask) -> bool:
 
 
 def drawn(result: DrawResult) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """Of every schedule that `draw` has drawn its name, its payload and its parts: several stand beside each other, and
-    one beside all of the catalogue."""
+    """Of every schedule that `draw` has drawn its name, its payload and its parts: several are shown side by side, and
+    one next to all of the catalogue."""
     query, first = result.query, result.simulations[0].schedule
     asked = query or Query((), first.p, first.m)
     if (most := max(simulation.schedule.p * simulation.schedule.m for simulation in result.simulations)) > MOST:
@@ -148,7 +148,7 @@ def _drawn_or_refused(query: Query, name: str) -> dict[str, Any]:
 
 
 def _rows(query: Query) -> list[dict[str, Any]]:
-    """As `fivefold compare schedules --json` has them, and beside the figures what is drawn."""
+    """As `fivefold compare schedules --json` has them, and in addition what is drawn."""
     results: dict[str, Simulation | UserError] = {}
     for name in query.names:
         try:

@@ -91,7 +91,7 @@ class Guard:
         if scope["path"].startswith("/api"):
             given = [value for key, value in scope["headers"] if key == b"authorization"]
             if len(given) != 1 or not hmac.compare_digest(given[0], self.bearer):
-                return 401, "the token is missing or another one; open the address that `fivefold ui` printed"
+                return 401, "the token is missing or wrong; open the address that `fivefold ui` printed"
         return None
 
 
@@ -206,7 +206,7 @@ def application(token: str, port: int, runs: tuple[Path, ...] = ()) -> App:
             return _error(409, ["a newer question took this one's place"])
         except Exception as error:
             print(error if isinstance(error, Broken) else traceback.format_exc(), file=sys.stderr, flush=True)
-            return _error(500, ["this went wrong inside; the terminal that runs `fivefold ui` says what"])
+            return _error(500, ["internal error; see the terminal that runs `fivefold ui`"])
 
     routes = [
         Route("/api", _listing),
@@ -247,7 +247,7 @@ def _quickly(view: str, part: str, ask: Ask) -> bytes | None:
 
 async def _listing(request: Request) -> Response:
     """What the page needs before it shows a view."""
-    views = [{"name": view.name, "title": view.title, "says": view.says} for view in VIEWS]
+    views = [{"name": view.name, "title": view.title, "says": view.description} for view in VIEWS]
     return _json(msgspec.json.encode({"version": __version__, "views": views}))
 
 

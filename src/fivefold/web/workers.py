@@ -1,7 +1,7 @@
 """The server's side of `worker.py`: at most a few processes, and a newer question of a page replaces its older one.
 
 workers = Workers(runs)
-await workers.ask("page 1", Question("plan", "search", {...}))      # bytes of JSON; Replaced where a newer one came
+await workers.ask("page 1", WorkerQuestion("plan", "search", {...}))  # bytes of JSON; Replaced where a newer one came
 """
 
 import asyncio

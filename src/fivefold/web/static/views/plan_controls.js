@@ -23,7 +23,7 @@ export function questionControls(ask, live) {
   const batch = number({ name: "batch", label: "Batch, sequences", onInput: value => ask("batch", value) });
   const seq = number({ name: "seq", label: "Sequence, tokens", onInput: value => ask("seq", value) });
   const precision = select({ name: "precision", label: "Precision", onInput: value => ask("precision", value) });
-  const software = select({ name: "software", label: "Software", hint: "Whose kernels and overlap", onInput: value => ask("software", value) });
+  const software = select({ name: "software", label: "Software", hint: "Software whose kernels and overlap to model", onInput: value => ask("software", value) });
   const about = element("p", { class: "dim small", "data-testid": "question" });
   const error = element("p", { class: "notice bad", role: "alert", hidden: true, "data-testid": "question-error" });
   const fields = [model, nodes, gpus, accelerator, batch, seq, precision, software];

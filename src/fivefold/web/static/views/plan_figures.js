@@ -22,7 +22,7 @@ function figure(name, testid) {
 export function drawFigures({ onTake }) {
   let now = null, best = null, waits = false;
   const dock = element("div", { class: "dock", "aria-hidden": "true" });
-  const step = figure("Step", "step"), rate = figure("Tokens per second and GPU", "rate"), mfu = figure("Model FLOPs utilisation", "mfu"), memory = figure("Memory of the fullest rank", "memory");
+  const step = figure("Step", "step"), rate = figure("Tokens per second and GPU", "rate"), mfu = figure("Model FLOPs utilisation", "mfu"), memory = figure("Memory of the most loaded rank", "memory");
   const verdict = element("div", { "aria-live": "polite", "data-testid": "verdict" });
   const bars = responsive(width => now?.figures && memoryBars(width, now), { "data-testid": "memory-plot" });
   const times = responsive(width => now?.figures && timeBar(width, now), { "data-testid": "time-plot" });
@@ -57,7 +57,7 @@ export function drawFigures({ onTake }) {
       dock.replaceChildren(...[format.seconds(payload.figures.step_seconds), ...(payload.figures.fits ? [`MFU ${format.percent(payload.figures.mfu)}`] : []), `${format.gigabytes(payload.figures.memory_bytes)} GB`].map(text => element("strong", {}, text)),
         searching ? element("span", { class: "dim" }, "searching …") : element("span", { class: payload.problems.length || !payload.figures.fits ? "bad" : "good" }, payload.problems.length ? "cannot run" : payload.figures.fits ? "fits" : "does not fit"));
       bars.update(); times.update(); wires.update();
-      ranks.textContent = payload.shown.fields.pp > 1 ? `${payload.shown.fields.pp} pipeline ranks; the table is rank ${payload.figures.memory_rank}, the fullest` : "all ranks are alike";
+      ranks.textContent = payload.shown.fields.pp > 1 ? `${payload.shown.fields.pp} pipeline ranks; the table is rank ${payload.figures.memory_rank}, the most loaded` : "all ranks are alike";
       parts.replaceChildren(memoryTable(payload.figures));
       causes.replaceChildren(timeTable(payload));
       moved.replaceChildren(trafficTable(payload));
@@ -79,7 +79,7 @@ function judge(box, { question, problems, shown, changes, figures, causes, devic
     box.replaceChildren(element("div", { class: "notice bad", "data-testid": "problems" },
       element("strong", {}, "This cannot run. "), element("ul", {}, problems.map(one => element("li", {}, breakable(one)))),
       shown ? element("p", {}, "The figures below are of the nearest layout that is legal: ", layoutText(shown.text, { "data-testid": "nearest" }), ` (${changes.join(", ")})`,
-        element("span", { "data-testid": "nearest-fits" }, figures.fits ? ", which fits. " : `, which does not fit either: it needs ${format.gigabytes(figures.memory_bytes)} GB on the fullest rank, and a plan may fill ${format.gigabytes(figures.memory_limit_bytes)} of ${format.gigabytes(device_memory_bytes)} GB. `),
+        element("span", { "data-testid": "nearest-fits" }, figures.fits ? ", which fits. " : `, which does not fit either: it needs ${format.gigabytes(figures.memory_bytes)} GB on the most loaded rank, and a plan may fill ${format.gigabytes(figures.memory_limit_bytes)} of ${format.gigabytes(device_memory_bytes)} GB. `),
         button("Take it", { "data-testid": "take-nearest", onClick: () => onTake(shown.text) })) : element("p", {}, "Nothing near it is legal either.")));
     return;
   }
@@ -89,8 +89,8 @@ function judge(box, { question, problems, shown, changes, figures, causes, devic
     return;
   }
   const used = figures.memory_bytes / device_memory_bytes, [part, size] = largest(figures.memory_by_component);
-  const fits = figures.fits ? `It fits: ${format.gigabytes(figures.memory_bytes)} of ${format.gigabytes(device_memory_bytes)} GB on the fullest rank, ${format.percent(used, 0)} of the device.`
-    : `It does not fit: ${format.gigabytes(figures.memory_bytes)} GB on the fullest rank, and a plan may fill ${format.gigabytes(figures.memory_limit_bytes)} of ${format.gigabytes(device_memory_bytes)} GB.`;
+  const fits = figures.fits ? `It fits: ${format.gigabytes(figures.memory_bytes)} of ${format.gigabytes(device_memory_bytes)} GB on the most loaded rank, ${format.percent(used, 0)} of the device.`
+    : `It does not fit: ${format.gigabytes(figures.memory_bytes)} GB on the most loaded rank, and a plan may fill ${format.gigabytes(figures.memory_limit_bytes)} of ${format.gigabytes(device_memory_bytes)} GB.`;
   const [cause, length] = largest({ ...figures.time_by_cause, gemm: 0, attention: 0 });
   box.replaceChildren(element("div", { class: figures.fits ? "notice good" : "notice bad" }, element("strong", { "data-testid": "fits" }, fits), " ",
     element("span", { "data-testid": "limits" }, `Largest in memory: ${part}, ${format.gigabytes(size)} GB. ` +

@@ -14,7 +14,7 @@ export function drawNeighbours({ onTake, live }) {
     wait(why = "") {
       advice.hidden = true;
       box.classList.toggle("busy", !why);
-      box.replaceChildren(element("p", { class: "dim", "data-testid": "neighbours-wait" }, why || "The layouts one change away are weighed …"));
+      box.replaceChildren(element("p", { class: "dim", "data-testid": "neighbours-wait" }, why || "The layouts one change away are being evaluated …"));
     },
     fail(error) { box.classList.remove("busy"); box.replaceChildren(element("p", { class: "dim" }, problemText(error))); },
     show({ neighbours, advice: said }) {
@@ -103,6 +103,6 @@ export function comparison(one, other) {
     element("p", {}, element("strong", {}, "A "), layoutText(one.layout)), element("p", {}, element("strong", {}, "B "), layoutText(other.layout)),
     element("div", { class: "grid2" },
       element("div", {}, element("h4", {}, "Time of a step"), bars(option => option.time_by_cause, colours.cause, format.seconds, "time of both")),
-      element("div", {}, element("h4", {}, "Memory of the fullest rank"), bars(option => option.memory_by_component, colours.memory, format.bytes, "memory of both"))),
+      element("div", {}, element("h4", {}, "Memory of the most loaded rank"), bars(option => option.memory_by_component, colours.memory, format.bytes, "memory of both"))),
     table(["", ">A", ">B", ">B against A"], rows, { testid: "comparison-table" }));
 }

@@ -19,7 +19,7 @@ const CURVES = [
   { name: "lr", title: "Learning rate", write: rate, zero: true },
   { name: "mfu", title: "Model FLOPs utilisation", write: value => format.percent(value), share: true, zero: true, optional: true },
   { name: "memory", title: "Peak memory up to each step", write: format.bytes, zero: true },
-  { name: "fullest", title: "Fullest expert, times the mean", write: value => value.toFixed(2), share: true, optional: true },
+  { name: "fullest", title: "Most loaded expert, times the mean", write: value => value.toFixed(2), share: true, optional: true },
   { name: "entropy", title: "Evenness of the experts' load", write: value => value.toFixed(3), share: true, optional: true },
 ];
 const colour = at => colours.nth(at);
