@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import fivefold as ff
-from fivefold.cost.links import wire
+from fivefold.cost.collective_time import wire
 from fivefold.cost.traffic import in_order
 from fivefold.layout.sharding import part_of
 from tests.browser.window import Window

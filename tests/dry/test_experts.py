@@ -8,7 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 from fivefold.cli import app
-from fivefold.cost.memory import state_of
+from fivefold.cost.model_state import state_of
 from fivefold.cost.routing import even_rows
 from fivefold.cost.step import rank_flops
 from fivefold.cost.traffic import RankCoords, expected

@@ -6,9 +6,9 @@ from itertools import product
 import numpy as np
 import pytest
 
-from fivefold.cost.footprint import HEADROOM, footprint
 from fivefold.cost.forms import PipelineForm
-from fivefold.cost.memory import OURS, PAPER, Accounting
+from fivefold.cost.model_state import OURS, PAPER, Accounting
+from fivefold.cost.peak_memory import HEADROOM, footprint
 from fivefold.cost.step import Case, estimate
 from fivefold.planner.closed import SLACK
 from fivefold.planner.explain import ALIKE

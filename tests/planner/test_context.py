@@ -27,8 +27,8 @@ from fivefold.cost.attention import (
     ulysses,
     zigzag,
 )
+from fivefold.cost.collective_time import Topology, total
 from fivefold.cost.kernels import QUERIES, Device
-from fivefold.cost.links import Topology, total
 from fivefold.cost.traffic import expected
 from fivefold.hardware.accelerators import find_accelerator
 from fivefold.layout.layout import Layout

@@ -9,7 +9,7 @@ from msgspec import structs
 from typer.testing import CliRunner
 
 from fivefold.cli import app
-from fivefold.cost.footprint import HEADROOM
+from fivefold.cost.peak_memory import HEADROOM
 from fivefold.hardware.cluster import Cluster
 from fivefold.planner.decision import Decision, TurningPoint, decide
 from fivefold.planner.explain import CAUSES

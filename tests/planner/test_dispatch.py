@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fivefold.cost.memory import state_of
+from fivefold.cost.model_state import state_of
 from fivefold.cost.routing import rows_of, tokens_of
 from fivefold.cost.traffic import RankCoords, expected
 from fivefold.layout.layout import Layout

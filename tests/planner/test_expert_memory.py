@@ -3,8 +3,8 @@
 import pytest
 
 from fivefold.cost.activations import MixtureMemory, kept
-from fivefold.cost.footprint import footprint, footprint_of
-from fivefold.cost.memory import state_of
+from fivefold.cost.model_state import state_of
+from fivefold.cost.peak_memory import footprint, footprint_of
 from fivefold.cost.stack import FIVEFOLD
 from fivefold.cost.step import Case
 from fivefold.hardware.cluster import Cluster

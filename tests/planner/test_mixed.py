@@ -10,7 +10,7 @@ from msgspec import structs
 from typer.testing import CliRunner, Result
 
 from fivefold.cli import app
-from fivefold.cost.footprint import HEADROOM
+from fivefold.cost.peak_memory import HEADROOM
 from fivefold.cost.step import Case, estimate
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import read_job

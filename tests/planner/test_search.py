@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fivefold.cost.footprint import footprint
+from fivefold.cost.peak_memory import footprint
 from fivefold.cost.stack import ON_CPUS
 from fivefold.cost.step import Case, costs, estimate, stage_passes
 from fivefold.cost.traffic import expected

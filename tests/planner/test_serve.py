@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import pytest
 
-from fivefold.cost.footprint import HEADROOM
 from fivefold.cost.kernels import Device
+from fivefold.cost.peak_memory import HEADROOM
 from fivefold.hardware.accelerators import find_accelerator
 from fivefold.hardware.cluster import Cluster
 from fivefold.planner.serve import ServePlan, serve, turning

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from fivefold.cost.links import Traffic, total, wire
+from fivefold.cost.collective_time import Traffic, total, wire
 from fivefold.cost.traffic import RankCoords, expected
 from fivefold.layout.axes import AXES
 from fivefold.layout.layout import Layout
@@ -202,8 +202,8 @@ def test_smaller_buckets_are_more_calls_of_as_many_bytes() -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        "fivefold.cost.links",
-        "fivefold.cost.collectives",
+        "fivefold.cost.collective_time",
+        "fivefold.cost.block_collectives",
         "fivefold.verifier.verify",
         "fivefold.verifier.cases",
     ],

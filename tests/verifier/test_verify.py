@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fivefold.cost.links import times
+from fivefold.cost.collective_time import times
 from fivefold.cost.traffic import RankCoords, expected
 from fivefold.job.config import Job
 from fivefold.launch import processes

@@ -32,7 +32,7 @@ from fivefold.accuracy.spelling import (
     yes_or_no,
     zero_named,
 )
-from fivefold.cost.footprint import HEADROOM
+from fivefold.cost.peak_memory import HEADROOM
 from fivefold.cost.stack import SoftwareProfile
 from fivefold.cost.step import Case
 from fivefold.hardware.accelerators import Accelerator, find_accelerator

@@ -10,8 +10,8 @@ import numpy as np
 from fivefold.accuracy.cases import MeasuredRun, PublishedRow, measured
 from fivefold.accuracy.fit import Constants, predict
 from fivefold.accuracy.spelling import Refused, is_mixture, older
-from fivefold.cost.footprint import HEADROOM, footprint
-from fivefold.cost.memory import paper
+from fivefold.cost.model_state import paper
+from fivefold.cost.peak_memory import HEADROOM, footprint
 from fivefold.support.errors import UserError
 
 NONSENSE = (ArithmeticError, ValueError, IndexError, AssertionError)  # of numbers that make no sense together

@@ -3,7 +3,7 @@
     case = LayerAttention(131072, heads=16, kv_heads=1, head_dim=128, device=device, wires=wires)  # heads of a tp rank
     compare(case)["ring"].seconds
 
-Bytes are those of `cost/collectives.py`, and of what `parallel/context.py` runs. A layer takes as long as its slowest
+Bytes are those of `cost/block_collectives.py`, and of what `parallel/context.py` runs. A layer takes as long as its slowest
 rank: attention in whole tiles, the merging of partial results, and the exposed communication.
 
     ring        a step's attention hides that step's sends, as far as it lasts, and a step ends when its slowest rank
@@ -23,10 +23,10 @@ from typing import Literal, NamedTuple
 
 from msgspec import structs
 
-from fivefold.cost.collectives import Collective, context
+from fivefold.cost.block_collectives import Collective, context
+from fivefold.cost.collective_time import Topology, wire
 from fivefold.cost.kernels import QUERIES, Device, plus, times
-from fivefold.cost.links import Topology, wire
-from fivefold.cost.memory import BYTES, wide_bytes
+from fivefold.cost.model_state import BYTES, wide_bytes
 from fivefold.cost.stack import FIVEFOLD, Attention
 from fivefold.layout.layout import ContextKind
 from fivefold.support.errors import UserError

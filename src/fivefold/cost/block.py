@@ -13,10 +13,10 @@ from typing import NamedTuple
 import msgspec
 
 from fivefold.cost import attention
-from fivefold.cost.collectives import BlockCollectives, Collective
+from fivefold.cost.block_collectives import BlockCollectives, Collective
+from fivefold.cost.collective_time import Topology
 from fivefold.cost.forms import ZeroCost, hidden
 from fivefold.cost.kernels import Device, copied, remade, score_dim
-from fivefold.cost.links import Topology
 from fivefold.cost.moe import MoEBlock, ParamShare, Travel, block_share, dense_gemms
 from fivefold.cost.stack import CAST, MOVED, NARROW, WIDE, SoftwareProfile
 from fivefold.layout.layout import ContextKind, Layout

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from fivefold.cost.collective_time import Kind, Reach
 from fivefold.cost.kernels import Device
-from fivefold.cost.links import Kind, Reach
-from fivefold.cost.memory import State
+from fivefold.cost.model_state import State
 from fivefold.cost.moe import ParamShare
 from fivefold.cost.stack import SoftwareProfile
 from fivefold.spec.model import ModelSpec

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
-from fivefold.cost.collectives import BlockCollectives, Collective
+from fivefold.cost.block_collectives import BlockCollectives, Collective
+from fivefold.cost.collective_time import Topology
 from fivefold.cost.kernels import Device
-from fivefold.cost.links import Topology
 from fivefold.cost.routing import RoutedTokens
 from fivefold.cost.stack import CAST, MOVED, ExpertKernels, SoftwareProfile
 from fivefold.layout.layout import Layout

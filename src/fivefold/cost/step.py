@@ -13,9 +13,9 @@ from typing import NamedTuple
 from msgspec import structs
 
 from fivefold.cost.block import NO_PASSES, BlockCost, PassTimes, Seconds, layer_kind
+from fivefold.cost.collective_time import Topology
 from fivefold.cost.forms import PipelineForm, ZeroCost
 from fivefold.cost.kernels import Device, plus, times
-from fivefold.cost.links import Topology
 from fivefold.cost.moe import ParamShare, Travel, stage_share
 from fivefold.cost.routing import Rows, even_rows
 from fivefold.cost.stack import FIVEFOLD, SoftwareProfile

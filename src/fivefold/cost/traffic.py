@@ -4,7 +4,7 @@
     expected(..., coords=RankCoords.of(layout, rank=5))               # of another rank than the first
     in_order(spec, layout, seq=4096, batch=512, dtype="bfloat16", layer=17)     # what one layer sends, one by one
 
-The blocks' part is that of `cost/collectives.py`, once for each microbatch and layer; here is what stands around the
+The blocks' part is that of `cost/block_collectives.py`, once for each microbatch and layer; here is what stands around the
 blocks: both ends, the messages of the pipeline, gradients and weights, and the numbers of a step.
 
 Textbook cases: dp, one all-reduce of the weights' M bytes, 2M(N-1)/N on the wire; ZeRO 3 with one microbatch,
@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from typing import NamedTuple, Self
 
-from fivefold.cost.collectives import BlockCollectives, Collective, When
-from fivefold.cost.links import Kind, Traffic, total, wire
-from fivefold.cost.memory import BYTES, wide_bytes
+from fivefold.cost.block_collectives import BlockCollectives, Collective, When
+from fivefold.cost.collective_time import Kind, Traffic, total, wire
+from fivefold.cost.model_state import BYTES, wide_bytes
 from fivefold.cost.routing import Rows, even_rows
 from fivefold.layout.layout import Layout
 from fivefold.layout.sharding import MINIMUM, LocalParam, buckets, held

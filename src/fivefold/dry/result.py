@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from fivefold.cost.footprint import CONTEXT, FRAGMENTATION, Footprint, footprint_of
-from fivefold.cost.links import Traffic
-from fivefold.cost.memory import state_of
+from fivefold.cost.collective_time import Traffic
+from fivefold.cost.model_state import state_of
+from fivefold.cost.peak_memory import CONTEXT, FRAGMENTATION, Footprint, footprint_of
 from fivefold.cost.routing import Rows, even_rows
 from fivefold.cost.step import rank_flops
 from fivefold.cost.traffic import RankCoords, expected, shown_axis

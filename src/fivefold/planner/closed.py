@@ -13,11 +13,11 @@ from msgspec import structs
 
 from fivefold.cost.activations import kept
 from fivefold.cost.block import BlockCost, PassTimes
-from fivefold.cost.footprint import CONTEXT, FRAGMENTATION, loss_held
+from fivefold.cost.collective_time import Kind, Reach, Topology
 from fivefold.cost.forms import PipelineForm, ZeroCost
 from fivefold.cost.kernels import Device
-from fivefold.cost.links import Kind, Reach, Topology
 from fivefold.cost.moe import ParamShare
+from fivefold.cost.peak_memory import CONTEXT, FRAGMENTATION, loss_held
 from fivefold.cost.step import Case, message
 from fivefold.layout.layout import ContextKind, Dispatch, Layout, Recompute
 from fivefold.schedules.build import ScheduleInfo

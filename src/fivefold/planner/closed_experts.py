@@ -11,8 +11,8 @@ import numpy as np
 from msgspec import structs
 
 from fivefold.cost.activations import MixtureMemory, kept
-from fivefold.cost.footprint import loss_held
 from fivefold.cost.moe import MoEBlock, ParamShare, Travel, block_share
+from fivefold.cost.peak_memory import loss_held
 from fivefold.cost.step import Case, message
 from fivefold.layout.layout import Layout
 from fivefold.planner.closed import (

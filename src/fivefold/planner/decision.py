@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from msgspec import structs
 
-from fivefold.cost.footprint import HEADROOM
+from fivefold.cost.peak_memory import HEADROOM
 from fivefold.cost.step import Case
 from fivefold.hardware.accelerators import Accelerator
 from fivefold.hardware.cluster import Cluster

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from msgspec import structs
 
-from fivefold.cost.footprint import HEADROOM, Footprint, footprint
-from fivefold.cost.links import Reach
-from fivefold.cost.memory import dtype_of
+from fivefold.cost.collective_time import Reach
+from fivefold.cost.model_state import dtype_of
+from fivefold.cost.peak_memory import HEADROOM, Footprint, footprint
 from fivefold.cost.step import Case, estimate
 from fivefold.cost.traffic import RankCoords, expected
 from fivefold.layout.layout import Layout

@@ -11,7 +11,7 @@ from itertools import combinations_with_replacement, islice, permutations
 
 from msgspec import structs
 
-from fivefold.cost.footprint import HEADROOM, Footprint, footprint_of
+from fivefold.cost.peak_memory import HEADROOM, Footprint, footprint_of
 from fivefold.cost.step import Case, estimate, unsplit
 from fivefold.hardware.cluster import Cluster, Group, table_of
 from fivefold.layout.layout import Layout

@@ -10,9 +10,9 @@ import numpy as np
 from msgspec import structs
 
 from fivefold.cost.activations import defer_wgrad
-from fivefold.cost.footprint import CONTEXT, FRAGMENTATION, HEADROOM
 from fivefold.cost.forms import PipelineForm
 from fivefold.cost.moe import ParamShare
+from fivefold.cost.peak_memory import CONTEXT, FRAGMENTATION, HEADROOM
 from fivefold.cost.step import Case
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout

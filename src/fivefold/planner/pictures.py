@@ -7,9 +7,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fivefold.cost.footprint import HEADROOM, Footprint, footprint, footprint_of
+from fivefold.cost.collective_time import Topology
 from fivefold.cost.kernels import Device
-from fivefold.cost.links import Topology
+from fivefold.cost.peak_memory import HEADROOM, Footprint, footprint, footprint_of
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
 from fivefold.planner.explain import CAUSES, AxisTraffic, Neighbour, sender, traffic

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from fivefold.cost.footprint import HEADROOM
 from fivefold.cost.moe import IMBALANCE, SOURCE, more_even
+from fivefold.cost.peak_memory import HEADROOM
 from fivefold.cost.step import Case
 from fivefold.job.config import Job
 from fivefold.layout.layout import Layout

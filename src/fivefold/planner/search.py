@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from msgspec import structs
 
-from fivefold.cost.footprint import HEADROOM, Footprint, footprint
+from fivefold.cost.peak_memory import HEADROOM, Footprint, footprint
 from fivefold.cost.step import Case, Estimate, estimate, repeating
 from fivefold.hardware.accelerators import usual_node
 from fivefold.hardware.cluster import Cluster

@@ -30,10 +30,10 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from fivefold.cost.block import LayerKind, layer_kind
-from fivefold.cost.footprint import CONTEXT, FRAGMENTATION, HEADROOM
+from fivefold.cost.collective_time import NCCL_BASE, Kind, Topology, flagged
 from fivefold.cost.kernels import Device, plus, remade, times
-from fivefold.cost.links import NCCL_BASE, Kind, Topology, flagged
 from fivefold.cost.moe import GROUPED, dense_gemms, plain_layers
+from fivefold.cost.peak_memory import CONTEXT, FRAGMENTATION, HEADROOM
 from fivefold.cost.stack import MOVED, Attention
 from fivefold.hardware.accelerators import software
 from fivefold.layout.layout import Layout

@@ -24,8 +24,8 @@ from typing import Any
 
 import msgspec
 
-from fivefold.cost.links import Traffic, times, total
-from fivefold.cost.memory import proof_problems, state_of
+from fivefold.cost.collective_time import Traffic, times, total
+from fivefold.cost.model_state import proof_problems, state_of
 from fivefold.cost.routing import Routing, rows_of
 from fivefold.cost.traffic import RankCoords, expected
 from fivefold.job.config import Job, read_job

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from fivefold.cost.collectives import Collective
-from fivefold.cost.links import wire
-from fivefold.cost.memory import dtype_of
+from fivefold.cost.block_collectives import Collective
+from fivefold.cost.collective_time import wire
+from fivefold.cost.model_state import dtype_of
 from fivefold.cost.step import Case
 from fivefold.cost.traffic import in_order
 from fivefold.layout.layout import Layout

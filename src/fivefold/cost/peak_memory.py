@@ -14,7 +14,7 @@ from msgspec import structs
 from fivefold.cost.activations import MixtureMemory, SavedActivations, defer_wgrad, kept
 from fivefold.cost.forms import ZeroCost
 from fivefold.cost.kernels import plus, times
-from fivefold.cost.memory import State
+from fivefold.cost.model_state import State
 from fivefold.cost.moe import ParamShare
 from fivefold.cost.stack import SoftwareProfile
 from fivefold.cost.step import Case, message, repeating, share_of

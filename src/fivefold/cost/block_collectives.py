@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from fivefold.cost.links import Kind
+from fivefold.cost.collective_time import Kind
 from fivefold.layout.layout import ContextKind, Layout
 from fivefold.layout.sharding import chunk, kv_head, slices
 from fivefold.spec.blocks import Experts
