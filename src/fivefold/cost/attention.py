@@ -3,8 +3,8 @@
     case = LayerAttention(131072, heads=16, kv_heads=1, head_dim=128, device=device, wires=wires)  # heads of a tp rank
     compare(case)["ring"].seconds
 
-Bytes are those of `cost/block_collectives.py`, and of what `parallel/context.py` runs. A layer takes as long as its slowest
-rank: attention in whole tiles, the merging of partial results, and the exposed communication.
+Bytes are those of `cost/block_collectives.py`, and of what `parallel/context.py` runs. A layer takes as long as its
+slowest rank: attention in whole tiles, the merging of partial results, and the exposed communication.
 
     ring        a step's attention hides that step's sends, as far as it lasts, and a step ends when its slowest rank
                 has finished; the last gradient is sent home after all attention

@@ -1,17 +1,25 @@
 """Peak memory of a rank: state, activations in flight, what the worst moment of a step adds, and a margin.
 
-footprint(case).total       # bytes on the fullest pipeline rank
+footprint(case).total       # bytes on the pipeline rank with the highest ratio of memory to its device's
 footprint(case).parts       # by component
+
+Activations of the microbatches in flight are at their most when a backward pass begins. The moments that can be the
+peak are then a block's backward pass, the loss, and the gradients of head and embedding: each is a `Peak`, in bytes on
+top of the state and of those activations, and the largest counts.
+
+Gradients that wait for other ranks have buckets, allocated before the first step. All others are allocated lazily, by
+the first backward pass, when the activations shrink already. So a rank may reach its peak at the end of that pass.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import dropwhile
 from typing import NamedTuple
 
 from msgspec import structs
 
-from fivefold.cost.activations import MixtureMemory, SavedActivations, defer_wgrad, kept
+from fivefold.cost.activations import MoEMemory, SavedActivations, deferred_wgrad_bytes, saved_activations
 from fivefold.cost.forms import ZeroCost
 from fivefold.cost.kernels import plus, times
 from fivefold.cost.model_state import State
@@ -26,187 +34,255 @@ from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import head
 
 # ---- block memory ---------------------------------------------------------------------------------------------------
-# Bytes of one kind of block on one rank: what a microbatch keeps in it, and the moments of its backward pass.
+# Bytes of one kind of block on one rank: what a microbatch saves in it, and the peaks of its backward pass.
 #
-# blocks = {dense: block_of(case, dense) for dense in (True, False)}      # a model with experts has two kinds
-# backward(case, stage, blocks)                                           # the worst moment of a stage's
+# blocks = RankBlocks(case)                                  # blocks.dense, blocks.moe
+# backward_peak(case, stage, blocks, lazy=False).bytes       # of a stage's blocks
 
 
 class BackwardPeak(NamedTuple):
-    """Of a block's backward pass: bytes beside what is kept, and which of its gradients exist."""
+    """A moment of a block's backward pass that can be its peak."""
 
-    bytes: float
-    dense: bool = False
-    experts: float = 0.0  # the share of theirs
+    bytes: float  # beside what forward has saved
+    dense_grads_allocated: bool = False  # whether the gradients of all parameters but the experts' exist by then
+    expert_grads_fraction: float = 0.0  # of the experts' gradients, the fraction that exists by then
 
 
 class BlockMemory(NamedTuple):
     """One kind of block, with one microbatch."""
 
-    kept: SavedActivations
-    moments: tuple[BackwardPeak, ...]  # that can be the worst of its backward pass
-    rest: float  # bytes between the two halves of a backward pass, where it has two
-    share: ParamShare  # its parameters
+    saved: SavedActivations  # from forward to backward
+    peaks: tuple[BackwardPeak, ...]  # candidates, in the order of the backward pass
+    between_i_and_w: float  # bytes held from the input gradients (I) to the weight gradients (W); 0: backward is whole
+    params: ParamShare  # its parameters on this rank
+
+    @property
+    def freed(self) -> float:
+        """Bytes that I, or a whole backward pass, frees of what was saved."""
+        return max(0.0, self.saved.total - self.between_i_and_w)
+
+    @property
+    def wgrad_excess(self) -> float:
+        """Bytes that the block holds for W beyond what it had saved."""
+        return max(0.0, self.between_i_and_w - self.saved.total)
 
 
-def plain(spec: ModelSpec, layer: int) -> bool:
-    """Whether it is one of the first layers of a model with experts, that have none."""
-    return spec.experts is not None and spec.dense(layer)
+@dataclass(frozen=True)
+class RankBlocks:
+    """The kinds of blocks of a model, each worked out when it is asked for.
+
+    All blocks of a dense model are `dense`. Of a model with experts the leading ones may be; the others are `moe`.
+    """
+
+    case: Case
+
+    @cached_property
+    def dense(self) -> BlockMemory:
+        return block_memory(self.case, leading_dense=self.case.spec.experts is not None)
+
+    @cached_property
+    def moe(self) -> BlockMemory:
+        return block_memory(self.case, leading_dense=False)
+
+    def of_layer(self, layer: int) -> BlockMemory:
+        return self.dense if self.case.spec.dense(layer) else self.moe
+
+    def counted(self, stage: Stage) -> list[tuple[BlockMemory, int]]:
+        """The kinds of a stage with the number of their layers, in the order of the backward pass."""
+        dense = sum(map(self.case.spec.dense, stage.layers))
+        moe = len(stage.layers) - dense
+        return [*([(self.moe, moe)] if moe else []), *([(self.dense, dense)] if dense else [])]
+
+    def saved(self, stage: Stage) -> SavedActivations:
+        """What one microbatch saves in a stage."""
+        return plus(SavedActivations(), *(times(block.saved, count) for block, count in self.counted(stage)))
 
 
-def block_of(case: Case, dense: bool) -> BlockMemory:
+def block_memory(case: Case, *, leading_dense: bool) -> BlockMemory:
+    """One block. `leading_dense`: one of the first layers of a model with experts, which have none."""
     spec, layout, stack = case.spec, case.layout, case.stack
-    work = replace(case.work, dense=dense)
+    cost = replace(case.work, dense=leading_dense)
 
-    def held(how: Layout) -> SavedActivations:
-        sizes = (case.samples, case.seq, work.wide)
-        return kept(spec, how, stack, *sizes, dense=dense, imbalance=case.imbalance)
+    def saved_under(layout: Layout) -> SavedActivations:
+        sizes = (case.samples, case.seq, cost.wide)
+        return saved_activations(spec, layout, stack, *sizes, dense=leading_dense, imbalance=case.imbalance)
 
-    saved, everything = held(layout), held(structs.replace(layout, recompute="none"))
+    saved, without_recompute = saved_under(layout), saved_under(structs.replace(layout, recompute="none"))
     splits = layout.pp > 1 and case.splits
-    rest = defer_wgrad(spec, layout, work.tokens, work.wide, dense) if splits else 0.0
-    base = everything.total - saved.total
-    if spec.experts is None or dense:
-        peak = base + work.exchange_bytes + work.passing_bytes
-        return BlockMemory(saved, (BackwardPeak(peak, dense=True),), rest, work.own)
-    mixture = MixtureMemory(spec, layout, stack, work.tokens, work.wide, case.imbalance, splits)
-    rest += mixture.defer_wgrad if splits else 0.0
-    # Backward begins with a shared expert, if there is one; its activations are gone by then.
-    base += 2 * work.wide * work.tokens * spec.hidden / (layout.tp if layout.sp else 1) - everything.mlp
-    shared = mixture.experts.shared > 0  # its gradients come first, and make room for those of the dense part
-    early = (mixture.returning, mixture.weighing, mixture.arriving)
-    moments = [*((size, 0.0) for size in early), (mixture.linears, mixture.first_gradient)]
-    moments += [(mixture.columns, 1.0), (mixture.leaving, 1.0)]
-    if layout.cp > 1:  # attention, when nothing of the experts is left
-        moments.append((work.undoing_bytes - everything.experts, 1.0))
-    return BlockMemory(
-        saved, tuple(BackwardPeak(base + size, shared, there) for size, there in moments), rest, work.own
-    )
+    between = deferred_wgrad_bytes(spec, layout, cost.tokens, cost.wide, leading_dense) if splits else 0.0
+    base = without_recompute.total - saved.total  # recomputed activations
+    if spec.experts is None or leading_dense:
+        peak = BackwardPeak(base + cost.exchange_bytes + cost.passing_bytes, dense_grads_allocated=True)
+        return BlockMemory(saved, (peak,), between, params=cost.own)
+    moe = MoEMemory(spec, layout, stack, cost.tokens, cost.wide, case.imbalance, splits)
+    between += moe.deferred_wgrad if splits else 0.0
+    # Backward begins with a shared expert, if there is one: its activations are freed by then, and its gradients stand
+    # for those of the dense part.
+    base += 2 * cost.wide * cost.tokens * spec.hidden / (layout.tp if layout.sp else 1) - without_recompute.mlp
+    has_shared = moe.experts.shared > 0
+    peaks = [
+        BackwardPeak(base + moe.during_combine, has_shared),
+        BackwardPeak(base + moe.during_weighting, has_shared),
+        BackwardPeak(base + moe.during_combine_backward, has_shared),
+        BackwardPeak(base + moe.during_last_linear, has_shared, moe.last_linear_fraction),
+        BackwardPeak(base + moe.during_first_linears, has_shared, 1.0),
+        BackwardPeak(base + moe.during_dispatch_backward, has_shared, 1.0),
+    ]
+    if layout.cp > 1:  # attention, when all activations of the experts are freed
+        attention = cost.undoing_bytes - without_recompute.experts
+        peaks.append(BackwardPeak(base + attention, has_shared, 1.0))
+    return BlockMemory(saved, tuple(peaks), between, params=cost.own)
 
 
-def kept_by(spec: ModelSpec, stage: Stage, blocks: dict[bool, BlockMemory]) -> SavedActivations:
-    """What a microbatch keeps in a stage."""
-    kinds = [plain(spec, layer) for layer in stage.layers]
-    return plus(SavedActivations(), *(times(blocks[dense].kept, kinds.count(dense)) for dense in set(kinds)))
-
-
-class Transient(NamedTuple):
-    """Bytes beside activations in flight, and those of gradients that were not there before."""
+class Peak(NamedTuple):
+    """A candidate for a rank's peak: bytes on top of its activations in flight, and gradients allocated lazily."""
 
     bytes: float
-    made: float = 0.0
+    new_grads: float = 0.0  # bytes of gradients that this backward pass has allocated by then
+    unallocated: float = 0.0  # bytes of gradients that are not yet there, where all others are
+
+    @property
+    def total(self) -> float:
+        return self.bytes + self.new_grads - self.unallocated
 
 
-def backward(case: Case, stage: Stage, blocks: dict[bool, BlockMemory], lazy: bool) -> Transient:
-    """The worst moment of a stage's backward pass through its blocks: of the last one, or of an earlier kind when what
-    the later ones kept is gone. `lazy`: what has no bucket is made by this pass."""
-    kinds = [plain(case.spec, layer) for layer in reversed(stage.layers)]
-    peaks, gone, held_back = [Transient(0.0)], 0.0, 0.0
-    for dense in dict.fromkeys(kinds):
-        block, count = blocks[dense], kinds.count(dense)
-        # Where a backward pass is split, blocks behind wait for their weights' gradients, with more than was kept.
-        growing = max(0.0, block.rest - block.kept.total)
-        for moment in block.moments:
-            size = moment.bytes + gathered(case, block, moment) + held_back + (count - 1) * growing - gone
-            peaks.append(Transient(size, made_late(case, block, moment) if lazy else 0.0))
-        gone += count * max(0.0, block.kept.total - block.rest)
-        held_back += count * growing
-    return max(peaks, key=sum)
+def highest(peaks: Iterable[Peak]) -> Peak:
+    return max(peaks, key=lambda peak: peak.total)
 
 
-def made_late(case: Case, block: BlockMemory, there: BackwardPeak) -> float:
-    """Bytes of a block's gradients that no bucket waits for: of experts that no other rank has."""
-    waits = not bucketed(case.layout, "efsdp") and case.layout.zero < 3
-    return there.experts * block.share.experts * case.stack.gradient_bytes if waits else 0.0
+def backward_peak(case: Case, stage: Stage, blocks: RankBlocks, lazy: bool) -> Peak:
+    """The peak of a stage's backward pass through its blocks.
+
+    It is in the last block, or in the last one of the kind that comes before, when what the later ones saved is freed.
+    `lazy`: gradients without a bucket are allocated by this pass.
+    """
+    peaks, freed, deferred = [Peak(0.0)], 0.0, 0.0
+    for block, count in blocks.counted(stage):
+        for moment in block.peaks:
+            # Where backward is split, the blocks that it has passed still hold what their weight gradients read.
+            bytes_ = (
+                moment.bytes + fsdp_buffers(case, block, moment) + deferred + (count - 1) * block.wgrad_excess - freed
+            )
+            new_grads = lazy_expert_grads(case, block, moment.expert_grads_fraction) if lazy else 0.0
+            peaks.append(Peak(bytes_, new_grads))
+        freed += count * block.freed
+        deferred += count * block.wgrad_excess
+    return highest(peaks)
 
 
-def first_backward(case: Case, stage: Stage, blocks: dict[bool, BlockMemory]) -> Transient:
-    """The worst moment in the backward pass of a stage's first block with experts, when the later ones' gradients have
-    been made: bytes beside them, and what this block has yet to make (less than nothing is `made`)."""
-    plains = sum(plain(case.spec, layer) for layer in stage.layers)
-    if plains == len(stage.layers):
-        return Transient(blocks[True].moments[-1].bytes if plains else 0.0)
-    before, block = plains * blocks[True].kept.total if plains else 0.0, blocks[False]
-    all_late = made_late(case, block, BackwardPeak(0.0, experts=1.0))
-    peaks = [Transient(moment.bytes, made_late(case, block, moment) - all_late) for moment in block.moments]
-    worst = max(peaks, key=sum)
-    return worst._replace(bytes=before + block.kept.total + worst.bytes)
+def first_backward_peak(case: Case, stage: Stage, blocks: RankBlocks) -> Peak:
+    """The peak at the end of the first backward pass, in the stage's first block with experts: the gradients of all
+    later blocks are allocated, and this one's are not all."""
+    dense_count = sum(map(case.spec.dense, stage.layers))
+    if dense_count == len(stage.layers):
+        return Peak(blocks.dense.peaks[-1].bytes if dense_count else 0.0)
+    block = blocks.moe
+    earlier_activations = dense_count * blocks.dense.saved.total if dense_count else 0.0
+    all_grads = lazy_expert_grads(case, block, 1.0)
+    worst = highest(
+        Peak(moment.bytes, unallocated=all_grads - lazy_expert_grads(case, block, moment.expert_grads_fraction))
+        for moment in block.peaks
+    )
+    return worst._replace(bytes=earlier_activations + block.saved.total + worst.bytes)
 
 
-def in_flight(case: Case, share: ParamShare, there: BackwardPeak) -> float:
-    """Bytes of a block's gradients on their way to be summed, of those that are there by then."""
-    layout, own = case.layout, (("fsdp", there.dense, share.dense), ("efsdp", there.experts, share.experts))
-    return sum(count for axis, made, count in own if made and layout.size(axis) > 1) * case.stack.gradient_bytes
+def has_bucket(layout: Layout, axis: str) -> bool:
+    """Whether the gradients that ZeRO divides over an axis have buckets, which are allocated before the first step.
+    Without buckets the first backward pass allocates them."""
+    return layout.size(axis) * layout.replicate > 1 and layout.zero < 3
 
 
-def gathered(case: Case, block: BlockMemory, there: BackwardPeak) -> float:
-    """Of blocks: ZeRO 3's weights of two and sums of one; ZeRO 2's gradients of one, or of two once the first
-    one's activations are gone. Experts are a unit of their own, gathered and summed apart from the rest."""
-    layout, narrow, wide = case.layout, case.stack.weight_bytes, case.stack.gradient_bytes
+def lazy_expert_grads(case: Case, block: BlockMemory, fraction: float) -> float:
+    """Bytes of a `fraction` of the gradients of experts, where they are allocated lazily: no other rank has these."""
+    is_lazy = not has_bucket(case.layout, "efsdp") and case.layout.zero < 3
+    return fraction * block.params.experts * case.stack.gradient_bytes if is_lazy else 0.0
+
+
+def grads_being_reduced(case: Case, params: ParamShare, moment: BackwardPeak) -> float:
+    """Bytes of a block's gradients that are computed by then and have to be reduced over other ranks."""
+    reduced = 0.0
+    if moment.dense_grads_allocated and case.layout.size("fsdp") > 1:
+        reduced += params.dense
+    if moment.expert_grads_fraction and case.layout.size("efsdp") > 1:
+        reduced += params.experts
+    return reduced * case.stack.gradient_bytes
+
+
+def fsdp_buffers(case: Case, block: BlockMemory, moment: BackwardPeak) -> float:
+    """Bytes of gathered weights and of gradients being reduced during a block's backward pass.
+
+    ZeRO 3 holds the weights of two blocks and the gradients of one. ZeRO 2 holds the gradients of one block, or of two
+    once the first one's activations are freed. Experts are a unit of their own, gathered and reduced apart from the
+    rest of the block.
+    """
+    layout, compute_bytes, accum_bytes = case.layout, case.stack.weight_bytes, case.stack.gradient_bytes
     if layout.zero == 2:
-        own = in_flight(case, block.share, there)
-        # Those of experts have arrived by the time that the rest of the block is summed.
-        return max(own, own + in_flight(case, block.share, BackwardPeak(0.0, dense=True)) - block.kept.total)
+        own = grads_being_reduced(case, block.params, moment)
+        # The experts' gradients are reduced by the time that those of the rest of the block are.
+        dense = grads_being_reduced(case, block.params, BackwardPeak(0.0, dense_grads_allocated=True))
+        return max(own, own + dense - block.saved.total)
     if not layout.fully_shards(case.spec):
         return 0.0
-    dense, experts = block.share
+    dense, experts = block.params
     if not experts:
-        return dense * (2 * narrow + wide)
-    if 0 < there.experts < 1:  # the next ones are not gathered yet
-        return 2 * narrow * dense + narrow * experts
-    if there.experts:
-        return 2 * narrow * dense + (2 * narrow + wide) * experts
-    return (2 * narrow + wide) * dense + narrow * experts
-
-
-def bucketed(layout: Layout, axis: str) -> bool:
-    """Whether gradients of an axis have buckets, which are there from the start; without them, they are made by the
-    first backward pass."""
-    return layout.size(axis) * layout.replicate > 1 and layout.zero < 3
+        return dense * (2 * compute_bytes + accum_bytes)
+    if 0 < moment.expert_grads_fraction < 1:  # the next block's experts are not gathered yet
+        return 2 * compute_bytes * dense + compute_bytes * experts
+    if moment.expert_grads_fraction:
+        return 2 * compute_bytes * dense + (2 * compute_bytes + accum_bytes) * experts
+    return (2 * compute_bytes + accum_bytes) * dense + compute_bytes * experts
 
 
 # ---- footprint ------------------------------------------------------------------------------------------------------
 
 
-CONTEXT = 1.5e9  # bytes that CUDA, cuBLAS and NCCL take before the first tensor
+CUDA_CONTEXT_BYTES = 1.5e9  # that CUDA, cuBLAS and NCCL take before the first tensor
 FRAGMENTATION = 0.04  # of what is allocated: holes between blocks that no request fits
-HEADROOM = 0.88  # of the memory that a plan may fill: the rest is for what no model counts
-GATHERED = 6.0  # bytes per logit of the parts, the whole made of them, and its gradient, where logits are gathered
+USABLE_FRACTION = 0.88  # of a device's memory, that a plan may fill: the rest is for what no model counts
+# Bytes per logit where logits are gathered over tp: the parts, the whole made of them, and its gradient.
+GATHERED_LOGIT_BYTES = 6.0
+LAST_NORM_BYTES = 4.0  # per element of the residual stream at the last norm: its input and output, in bf16
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """One pipeline rank at the moment of the step that needs the most."""
+    """One pipeline rank at its peak.
+
+    Its state counts all gradients. Of those that are allocated lazily, `lazy_grads` do not exist while the activations
+    are at their most. At the end of the first backward pass all but `unallocated_grads` do.
+    """
 
     rank: int
     state: State
     activations: SavedActivations  # of all microbatches in flight
     moment: str  # "the loss", "a block's backward", "the embedding's gradient"
-    transient: float  # bytes of that moment alone: logits; a block made again; gathered weights, gradients on their way
-    buffers: float  # messages and exchanges
-    margin: float
-    late: float = 0.0  # bytes of gradients that do not exist while the activations do
-    after: float = 0.0  # bytes of the moments in which they all do, at the end of the first backward pass
-    unmade: float = 0.0  # of these gradients, bytes that are still to be made then
+    transient: (
+        float  # bytes of that moment alone: logits, a recomputed block, gathered weights, gradients being reduced
+    )
+    buffers: float  # pipeline messages, and buckets of collectives
+    margin: float = 0.0  # the CUDA context, and fragmentation
+    lazy_grads: float = 0.0  # bytes of gradients that do not exist yet at that moment
+    end_of_backward: float = 0.0  # bytes of activations and the like at the end of the first backward pass
+    unallocated_grads: float = 0.0  # bytes of gradients that do not exist yet at that end
 
     @property
-    def working(self) -> float:
-        """What is not state."""
+    def non_state(self) -> float:
         return self.activations.total + self.transient + self.buffers
 
     @property
     def gradients(self) -> float:
-        """Gradients at the peak; where they come after it, the bytes by which they exceed what the peak had."""
-        return self.state.gradients - self.late + max(0.0, self.late - self.unmade + self.after - self.working)
+        """Gradients at the peak. If it is at the end of the first backward pass, what that has more than `moment`."""
+        grown = self.lazy_grads - self.unallocated_grads + self.end_of_backward - self.non_state
+        return self.state.gradients - self.lazy_grads + max(0.0, grown)
 
     @property
     def allocated(self) -> float:
-        return self.state.total - self.state.gradients + self.gradients + self.working
+        return self.state.total - self.state.gradients + self.gradients + self.non_state
 
     @property
     def reserved(self) -> float:
-        """What the allocator has taken from the device: all but the context."""
-        return self.total - CONTEXT
+        """What PyTorch's allocator has taken from the device: all but the context."""
+        return self.total - CUDA_CONTEXT_BYTES
 
     @property
     def total(self) -> float:
@@ -226,13 +302,73 @@ class Footprint:
 
 
 def footprint(case: Case) -> Footprint:
-    """Of the pipeline rank that needs the most of its device."""
+    """The pipeline rank with the highest ratio of memory to its device's."""
     ranks = range(case.layout.pp)
     return max((footprint_of(case, rank) for rank in ranks), key=lambda needs: needs.total / case.memory_of(needs.rank))
 
 
-def _before_backward(order: Iterable[Action], stage: int) -> int:
-    """The most microbatches of a stage that have been forward and not yet back; their weights' gradients may wait."""
+def footprint_of(case: Case, rank: int) -> Footprint:
+    """One pipeline rank."""
+    layout, stack, spec = case.layout, case.stack, case.spec
+    stage_ids = layout.placement.of_rank[rank]
+    stages, blocks = [case.stages[stage] for stage in stage_ids], RankBlocks(case)
+    schedule = case.schedule(repeating(layout))
+    in_flight = schedule.in_flight[rank]  # microbatches, by stage
+    head_stage = next((stage for stage in stage_ids if case.stages[stage].last), None)
+    # A stage's output is held until its backward pass, beside the next stage's copy of it.
+    outputs = sum(count for stage, count in in_flight.items() if stage != head_stage) if layout.pp > 1 else 0
+    buffers = stack.bucket_bytes + (schedule.p2p_in_flight[rank] + outputs) * message(case)
+    # Where no forward pass follows the rank's first backward, activations are at their most before any gradient exists.
+    kinds = dropwhile(FORWARD.__eq__, (action.kind for action in schedule.compute(rank)))
+    lazy = stack.lazy_gradients and layout.chunks == 1 and FORWARD not in kinds
+    peaks = dict(_peaks(case, stages, blocks, lazy))
+    moment, peak = max(peaks.items(), key=lambda entry: entry[1].total)
+    ending = _end_of_first_backward(case, stages[0], blocks, usual=peaks["a block's backward"].bytes)
+    others = max(0, in_flight[stage_ids[0]] - 1) if layout.chunks == 1 else 0  # microbatches that wait for backward
+    parts = ZeroCost(spec, stack, case.wires).states(share_of(case, stages), layout.zero)
+    lazy_grads = sum(part.gradients for axis, part in parts.items() if lazy and not has_bucket(layout, axis))
+    saved = plus(*(times(blocks.saved(case.stages[stage]), in_flight[stage]) for stage in stage_ids))
+    backlog = (
+        0.0 if head_stage is None else _head_backlog(case, in_flight[head_stage], schedule.compute(rank), head_stage)
+    )
+    needs = Footprint(
+        rank=rank,
+        state=plus(*parts.values()),
+        activations=saved._replace(head=backlog),
+        moment=moment,
+        transient=peak.bytes,
+        buffers=buffers,
+        lazy_grads=lazy_grads - peak.new_grads,
+        end_of_backward=ending.bytes + buffers + times(blocks.saved(stages[0]), others).total,
+        unallocated_grads=ending.unallocated,
+    )
+    return replace(needs, margin=CUDA_CONTEXT_BYTES + FRAGMENTATION * needs.allocated)
+
+
+def _end_of_first_backward(case: Case, stage: Stage, blocks: RankBlocks, usual: float) -> Peak:
+    """The peak at the end of a rank's first backward pass, in its first stage; `usual` bytes where no gradients are
+    allocated lazily at its end."""
+    if case.layout.zero == 3:
+        return Peak(usual)
+    in_blocks = Peak(usual)
+    if case.spec.experts is not None and stage.layers:
+        in_blocks = first_backward_peak(case, stage, blocks)
+    return highest((in_blocks, _embedding_grad(case, stage)))
+
+
+def _head_backlog(case: Case, in_flight: int, order: Iterable[Action], head_stage: int) -> float:
+    """Bytes that microbatches hold at the head after their forward pass, where the loss's gradients are taken with it:
+    gradients of the head's weight and input."""
+    spec, layout, stack = case.spec, case.layout, case.stack
+    if not stack.one_pass:
+        return 0.0
+    states = case.work.tokens * spec.hidden / (layout.tp if layout.sp else 1)
+    outstanding = min(in_flight, _most_outstanding(order, head_stage))
+    return max(0, outstanding - 1) * (stack.weight_bytes * (states + head(spec, layout.tp).size))
+
+
+def _most_outstanding(order: Iterable[Action], stage: int) -> int:
+    """The most microbatches of a stage between their forward and their backward pass (I, where that is split)."""
     live = most = 0
     for action in order:
         if action.stage == stage and action.kind is not WEIGHT_GRAD:
@@ -241,111 +377,73 @@ def _before_backward(order: Iterable[Action], stage: int) -> int:
     return most
 
 
-def footprint_of(case: Case, rank: int) -> Footprint:
-    layout, stack, spec = case.layout, case.stack, case.spec
-    numbers = layout.placement.of_rank[rank]
-    stages = [case.stages[number] for number in numbers]
-    layers = [*(layer for stage in stages for layer in stage.layers), spec.layers - 1]  # a last stage may have none
-    blocks = {dense: block_of(case, dense) for dense in {plain(spec, layer) for layer in layers}}
-    schedule = case.schedule(repeating(layout))
-    flying = schedule.in_flight[rank]
-    last, waiting = next((number for number in numbers if case.stages[number].last), None), 0.0
-    if last is not None and stack.one_pass:  # what microbatches leave at the head for their backward passes
-        states = case.work.tokens * spec.hidden / (layout.tp if layout.sp else 1)
-        ahead = min(flying[last], _before_backward(schedule.compute(rank), last))
-        waiting = max(0, ahead - 1) * (stack.weight_bytes * (states + head(spec, layout.tp).size))
-    # A stage's output is held until its backward pass, beside the next stage's copy of it.
-    outputs = sum(count for number, count in flying.items() if number != last) if layout.pp > 1 else 0
-    buffers = stack.bucket_bytes + (schedule.on_their_way[rank] + outputs) * message(case)
-    # Where no forward pass follows the rank's first backward, the most is held before there are gradients.
-    kinds = dropwhile(FORWARD.__eq__, (action.kind for action in schedule.compute(rank)))
-    lazy = stack.lazy_gradients and layout.chunks == 1 and FORWARD not in kinds
-    moments = dict(_moments(case, stages, blocks, lazy))
-    moment, (transient, made) = max(moments.items(), key=lambda entry: sum(entry[1]))
-    usual = Transient(moments["a block's backward"].bytes)
-    if layout.zero < 3:
-        usual = max(usual, _last_gradient(case, stages[0]), key=sum)
-    waits = max(0, flying[numbers[0]] - 1) if layout.chunks == 1 else 0
-    parts = ZeroCost(spec, stack, case.wires).states(share_of(case, stages), layout.zero)
-    late = sum(part.gradients for axis, part in parts.items() if lazy and not bucketed(layout, axis))
-    if spec.experts is not None and layout.zero < 3 and stages[0].layers:
-        usual = max(first_backward(case, stages[0], blocks), _last_gradient(case, stages[0]), key=sum)
-    after = usual.bytes + buffers + times(kept_by(spec, stages[0], blocks), waits).total
-    each = [times(kept_by(spec, case.stages[number], blocks), flying[number]) for number in numbers]
-    flying_now = plus(*each)._replace(head=waiting)
-    needs = Footprint(
-        rank, plus(*parts.values()), flying_now, moment, transient, buffers, 0.0, late - made, after, -usual.made
-    )
-    return replace(needs, margin=CONTEXT + FRAGMENTATION * needs.allocated)
-
-
-def _moments(
-    case: Case, stages: list[Stage], blocks: dict[bool, BlockMemory], lazy: bool
-) -> Iterator[tuple[str, Transient]]:
-    """Bytes on top of the activations in flight, at the moments that can be the worst of a step."""
+def _peaks(case: Case, stages: list[Stage], blocks: RankBlocks, lazy: bool) -> Iterator[tuple[str, Peak]]:
+    """The moments of a step that can be its peak."""
     spec, layout, stack, work = case.spec, case.layout, case.stack, case.work
-    table, wide = head(spec).size / layout.tp if spec.vocab > 1 else 0.0, stack.gradient_bytes
-    here, last = sum(stage.first for stage in stages), any(stage.last for stage in stages)
-    ends = (here + last) * table * stack.weight_bytes if layout.zero == 3 and layout.size("dp_cp") > 1 else 0.0
-    # The gathered ends, and the head's gradient, wait for the end of the backward pass.
-    kept_ends = ends + (last * table * stack.weight_bytes if ends else 0.0) if stack.keeps_ends else 0.0
-    worst = max((backward(case, stage, blocks, lazy) for stage in stages), key=sum)
-    yield "a block's backward", worst._replace(bytes=worst.bytes + kept_ends)
-    if spec.vocab > 1 and last:
-        final = blocks[plain(spec, spec.layers - 1)]
-        block_left = final.share.total * stack.weight_bytes if ends else 0.0  # gathered last, and not yet let go
-        gathered_here = ends + block_left
-        yield "the loss", Transient(loss_held(spec, layout, stack, work.tokens) + gathered_here)
-        if layout.zero == 2 and layout.size("dp_cp") > 1:
-            around = loss_around(spec, layout, work.tokens) + gathered_here
-            yield "the head's gradient", _summed_head(case, final, table, around, lazy)
-    if any(stage.first for stage in stages):
-        # Its microbatch's activations are gone by then; or what waits for the weights' gradients has taken their place.
-        kinds = [blocks[plain(spec, layer)] for layer in stages[0].layers]
-        own = sum(max(0.0, block.kept.total - block.rest) for block in kinds)
-        flying = wide * table if layout.zero == 2 and layout.size("dp_cp") > 1 else 0.0
-        yield "the embedding's gradient", Transient(stack.weight_bytes * table + flying - own)
+    table, accum_bytes = head(spec).size / layout.tp if spec.vocab > 1 else 0.0, stack.gradient_bytes
+    has_embedding, has_head = any(stage.first for stage in stages), any(stage.last for stage in stages)
+    gathers = layout.zero == 3 and layout.size("dp_cp") > 1
+    gathered = (has_embedding + has_head) * table * stack.weight_bytes if gathers else 0.0  # embedding and head
+    # FSDP's root keeps both gathered, and the head's gradient, to the end of the backward pass.
+    kept = gathered + (has_head * table * stack.weight_bytes if gathered else 0.0) if stack.keeps_ends else 0.0
+    worst = highest(backward_peak(case, stage, blocks, lazy) for stage in stages)
+    yield "a block's backward", worst._replace(bytes=worst.bytes + kept)
+    reduces_each = layout.zero == 2 and layout.size("dp_cp") > 1  # gradients, in every microbatch
+    if spec.vocab > 1 and has_head:
+        final = blocks.of_layer(spec.layers - 1)
+        # The last block is still gathered.
+        gathered_at_head = gathered + (final.params.total * stack.weight_bytes if gathered else 0.0)
+        yield "the loss", Peak(loss_peak(spec, layout, stack, work.tokens) + gathered_at_head)
+        if reduces_each:
+            residual = residual_bytes(spec, layout, work.tokens) + gathered_at_head
+            yield "the head's gradient", _head_grad(case, final, table, residual, lazy)
+    if has_embedding:
+        # Its microbatch's activations are freed by then, but for what is held for W.
+        freed = sum(blocks.of_layer(layer).freed for layer in stages[0].layers)
+        reducing = accum_bytes * table if reduces_each else 0.0
+        yield "the embedding's gradient", Peak(stack.weight_bytes * table + reducing - freed)
 
 
-def _last_gradient(case: Case, stage: Stage) -> Transient:
-    """The embedding's, when all others have been made and no activation is left but the gradient that came to it. That
-    of a tied table has two parts, of which the head's has waited for this one; and a sum."""
-    if not stage.first or case.spec.vocab == 1:
-        return Transient(0.0)
-    spec, layout = case.spec, case.layout
-    stream = case.work.tokens * spec.hidden / (layout.tp if layout.sp else 1)
-    parts = 3 if spec.tied and stage.last else 1
-    return Transient(case.stack.weight_bytes * (parts * head(spec).size / layout.tp + stream))
-
-
-def _summed_head(case: Case, final: BlockMemory, table: float, around: float, lazy: bool) -> Transient:
-    """ZeRO 2: the sum of the head's gradient is under way while the last block's backward makes the next."""
-    stack, peaks = case.stack, [Transient(table * case.stack.weight_bytes + around)]
-    for moment in final.moments:
-        flying = in_flight(case, final.share, moment)
-        peaks.append(Transient(moment.bytes + flying, made_late(case, final, moment) if lazy else 0.0))
-    worst = max(peaks, key=sum)
+def _head_grad(case: Case, final: BlockMemory, table: float, residual: float, lazy: bool) -> Peak:
+    """ZeRO 2: the head's gradient is being reduced while the last block computes its own."""
+    stack, peaks = case.stack, [Peak(table * case.stack.weight_bytes + residual)]
+    for moment in final.peaks:
+        reducing = grads_being_reduced(case, final.params, moment)
+        new_grads = lazy_expert_grads(case, final, moment.expert_grads_fraction) if lazy else 0.0
+        peaks.append(Peak(moment.bytes + reducing, new_grads))
+    worst = highest(peaks)
     return worst._replace(bytes=worst.bytes + table * stack.gradient_bytes)
 
 
-def loss_around(spec: ModelSpec, layout: Layout, tokens: int) -> float:
-    """Bytes of the residual stream at the last norm, of which sp leaves a rank its part."""
-    return 4.0 * spec.hidden * tokens / (layout.tp if layout.sp else 1)
+def _embedding_grad(case: Case, stage: Stage) -> Peak:
+    """The embedding's gradient, when all others are allocated and the gradient of its output is the last activation.
+    A tied table's has three parts: the head's, which has waited, the embedding's, and their sum."""
+    if not stage.first or case.spec.vocab == 1:
+        return Peak(0.0)
+    spec, layout = case.spec, case.layout
+    residual = case.work.tokens * spec.hidden / (layout.tp if layout.sp else 1)
+    parts = 3 if spec.tied and stage.last else 1
+    return Peak(case.stack.weight_bytes * (parts * head(spec).size / layout.tp + residual))
 
 
-def loss_held(spec: ModelSpec, layout: Layout, stack: SoftwareProfile, tokens: int) -> float:
-    """Bytes at the loss's peak: of the stream around it, and its own."""
-    return loss_around(spec, layout, tokens) + _logits_held(spec, layout, stack, tokens)
+def residual_bytes(spec: ModelSpec, layout: Layout, tokens: int) -> float:
+    """Bytes of the residual stream at the last norm; under sp of this rank's tokens."""
+    return LAST_NORM_BYTES * spec.hidden * tokens / (layout.tp if layout.sp else 1)
 
 
-def _logits_held(spec: ModelSpec, layout: Layout, stack: SoftwareProfile, tokens: int) -> float:
-    """In one pass: a slice's logits, or what is left of them when its gradients are taken."""
-    own, narrow, peak = head(spec, layout.tp), stack.weight_bytes, stack.peak_logit_bytes
+def loss_peak(spec: ModelSpec, layout: Layout, stack: SoftwareProfile, tokens: int) -> float:
+    """Bytes while the loss is computed: logits, their gradients, and the residual stream."""
+    return residual_bytes(spec, layout, tokens) + _logit_bytes(spec, layout, stack, tokens)
+
+
+def _logit_bytes(spec: ModelSpec, layout: Layout, stack: SoftwareProfile, tokens: int) -> float:
+    """In one pass: the logits of a slice of the tokens, or what is left of them when its gradients are computed."""
+    own, compute_bytes, per_logit = head(spec, layout.tp), stack.weight_bytes, stack.peak_logit_bytes
     if not stack.one_pass:
         gathered = stack.gathers_logits and layout.tp > 1
-        return tokens * ((peak + GATHERED) * spec.vocab if gathered else peak * own.outputs)
+        return tokens * ((per_logit + GATHERED_LOGIT_BYTES) * spec.vocab if gathered else per_logit * own.outputs)
     parts = slices(tokens, own.outputs)
     logits, table = len(parts[0]) * own.outputs, own.size
-    running = max(4, narrow) * table if len(parts) > 1 else 0
-    states = narrow * tokens * spec.hidden * (2 if layout.sp else 1)  # the gradient, and what sp has gathered
-    return states + max(peak * logits + running, narrow * (logits + table) + running)
+    accumulated = max(4, compute_bytes) * table if len(parts) > 1 else 0  # the head's gradient, over slices
+    states = compute_bytes * tokens * spec.hidden * (2 if layout.sp else 1)  # the gradient, and what sp has gathered
+    return states + max(per_logit * logits + accumulated, compute_bytes * (logits + table) + accumulated)
