@@ -82,7 +82,7 @@ class SequenceSplit:
 
     @property
     def tokens(self) -> int:
-        """Of one rank."""
+        """Tokens of one rank."""
         return self.piece * self.rounds
 
     @property
@@ -108,7 +108,7 @@ class SequenceSplit:
 
     @property
     def busiest(self) -> int:
-        """Scores of the rank that has most: in the middle of the ranks there is a mean of both ends."""
+        """Scores of the rank that has most: in the middle of the ranks there is a mean of first and last."""
         return self.scores("own") + (self.ranks - 1) * self._worst
 
     @property
@@ -237,7 +237,7 @@ class LayerAttention:
 
     @property
     def tokens(self) -> int:
-        """Of one rank."""
+        """Tokens of one rank."""
         return self.seq // self.ranks
 
     def size(self, heads: int) -> int:
@@ -255,7 +255,7 @@ class LayerAttention:
         return math.lcm(self.kv_heads, self.ranks)
 
     def collectives(self, kind: ContextKind) -> tuple[list[Collective], list[Collective]]:
-        """Of a forward and a backward pass."""
+        """The collectives of a forward and a backward pass."""
         head = self.size(1)
         both = context(kind, self.ranks, head, self.heads, self.kv_heads, self.narrow, self.wide)
         return both["forward"], both["backward"]
@@ -301,7 +301,7 @@ class Method:
     exposed: Both  # communication that compute does not hide
     kept: int  # bytes from forward to backward: q, k, v, the output and its LSE, as attention saw them
     buffers: int  # bytes beside them while it runs, at most
-    undoing: int  # likewise in backward, with all gradients and copies that it makes
+    backward_buffers: int  # likewise in backward, with all gradients and copies that it makes
     moving: Both  # all communication, exposed or hidden
     waits: float = 0.0  # of the exposed seconds, those in which a ring's step waits for its sends
     spare: float = 0.0  # seconds of attention that need no other rank's keys, and could hide as much
@@ -341,7 +341,7 @@ def ring(case: LayerAttention, split: SequenceSplit | None = None) -> Method:
         kept=_kept(case, case.kv_heads),
         buffers=2 * narrow + 2 * wide,  # at hand and arriving: keys and values, and their gradients
         # Gradients of keys as they are made, leave and arrive; that of the queries; what a kernel is given and writes.
-        undoing=3 * narrow + 3 * wide + queries * (2 * case.narrow + case.wide),
+        backward_buffers=3 * narrow + 3 * wide + queries * (2 * case.narrow + case.wide),
         moving=case.moving("ring"),
         waits=waits,
     )
@@ -364,7 +364,10 @@ def allgather(case: LayerAttention, split: SequenceSplit | None = None) -> Metho
         kept=_kept(case, case.kv_heads),
         buffers=narrow + wide,  # all keys and values, and their gradients
         # All keys as they come and by position; their gradients, by position and twice on the way to ranks; the own.
-        undoing=2 * narrow + 3 * wide + (narrow + wide) // c + case.size(case.heads) * (case.narrow + case.wide),
+        backward_buffers=2 * narrow
+        + 3 * wide
+        + (narrow + wide) // c
+        + case.size(case.heads) * (case.narrow + case.wide),
         moving=moving,
         spare=min(gather, own.forward) + min(gather, own.backward),
     )
@@ -388,7 +391,7 @@ def ulysses(case: LayerAttention) -> Method:
         moving,
         kept=_kept(case, case.lcm),
         buffers=2 * there,  # gradients of q, k and v before and after the trade
-        undoing=2 * there,
+        backward_buffers=2 * there,
         moving=moving,
     )
 

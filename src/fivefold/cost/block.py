@@ -1,4 +1,4 @@
-"""What one rank computes and sends for one microbatch in one block, and at the two ends, in seconds by cause.
+"""What one rank computes and sends for one microbatch in one block, and in embedding and head, in seconds by cause.
 
 Letters: T tokens of a microbatch on this rank, E hidden, D head dim; of a tp rank H and K query and kv
 heads, F feed-forward columns, V vocabulary rows.
@@ -37,7 +37,7 @@ class Seconds(NamedTuple):
     tp: float = 0.0
     cp: float = 0.0
     zero: float = 0.0
-    ep: float = 0.0  # tokens on their way to experts and back, those of recomputation too
+    ep: float = 0.0  # dispatch and combine of tokens, those of recomputation too
 
     @property
     def total(self) -> float:
@@ -81,7 +81,7 @@ class BlockCost:
     samples: int
     seq: int
     precision: str = "bf16"
-    imbalance: float = 1.0  # of experts: the fullest rank against the mean
+    imbalance: float = 1.0  # of experts: tokens of the most loaded rank over the mean
     dense: bool = False  # of the first layers of a model with experts, those without
     window: int | None = None  # of its layer; None: the mean of all layers, for closed forms, which only prune
 
@@ -96,11 +96,11 @@ class BlockCost:
 
     @cached_property
     def operations(self) -> BlockOperations:
-        """Of a block on one tp rank."""
+        """The operations of a block on one tp rank."""
         return block(self.spec, self.layout.tp, self.dense, self.window or 0)
 
     def of(self, kind: LayerKind) -> "BlockCost":
-        """The same of layers of a kind."""
+        """The same microbatch in a layer of another kind."""
         if kind not in self._kinds:
             self._kinds[kind] = replace(self, dense=kind.dense, window=kind.window)
         return self._kinds[kind]
@@ -277,7 +277,7 @@ class BlockCost:
 
     @cached_property
     def collectives(self) -> BlockCollectives:
-        """Of one microbatch, but for what goes to experts, which `moe.py` knows the rows of."""
+        """The collectives of one microbatch, but for those over ep: `moe.py` knows their rows."""
         moe = self.spec.experts is not None and not self.dense
         return BlockCollectives(self.spec, self.layout, self.tokens, self.wide, max(4, self.wide), moe)
 
@@ -324,9 +324,9 @@ class BlockCost:
         return busy
 
     @property
-    def passing_bytes(self) -> float:
-        """Bytes that a block's backward needs for a while: gradients of the feed-forward part's intermediates and
-        largest weight; with tp, of both weights that share an input, and of that input, gathered."""
+    def mlp_backward_bytes(self) -> float:
+        """Bytes that a block's backward needs beside what is saved: gradients of the feed-forward part's intermediates
+        and largest weight; with tp, of both weights that share an input, and of that input, gathered."""
         down = self.operations.matmuls[-1]
         bytes_ = self.wide * (2.0 * self.tokens * down.inputs + down.size)
         if self.layout.tp > 1:
@@ -334,14 +334,14 @@ class BlockCost:
         return bytes_
 
     @property
-    def exchange_bytes(self) -> float:
+    def cp_buffer_bytes(self) -> float:
         """Bytes that cp needs beside the activations while attention runs."""
         return self._over_ranks.buffers if self._over_ranks else 0.0
 
     @property
-    def undoing_bytes(self) -> float:
+    def cp_backward_buffer_bytes(self) -> float:
         """Bytes that cp needs beside the activations while attention runs backward."""
-        return self._over_ranks.undoing if self._over_ranks else 0.0
+        return self._over_ranks.backward_buffers if self._over_ranks else 0.0
 
     @property
     def own(self) -> ParamShare:

@@ -1,12 +1,12 @@
 """What a mixture of experts adds to a block: grouped matmuls, router, rearranging, all-to-alls; and who holds what.
 
-    mixture = Mixture(spec, layout, device, wires, stack, tokens=4096, wide=2, precision="bf16", imbalance=1.2)
+    mixture = MoEBlock(spec, layout, device, wires, stack, tokens=4096, wide=2, precision="bf16", imbalance=1.2)
     mixture.matmuls        # seconds forward, and backward for inputs and weights
 
 A rank routes the tokens that it has of a microbatch (with tp, its part of them), each to K of X experts, of which X/ep
-are on a rank. Without imbalance as many rows arrive as leave. The fullest rank computes, receives and returns
-`imbalance` times the mean, and all others of its layer wait for it. Where every rank has all experts (ep=1) no rank is
-fuller than another.
+are on a rank. Without imbalance a rank receives as many rows as it sends. The most loaded rank computes, receives and
+returns `imbalance` times the mean, and all others of its layer wait for it. Where every rank has all experts (ep=1) the
+load is even.
 """
 
 import math
@@ -47,7 +47,8 @@ class ParamShare(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def block_share(spec: ModelSpec, tp: int, ep: int, dense: bool = False) -> ParamShare:
-    """Of a block; of a model with experts one that has some, or (`dense`) none. Norms count as if tp divided them."""
+    """Parameters of a block; of a model with experts one that has some, or (`dense`) none. Norms count as if tp divided
+    them."""
     params = list(spec.block_parameters(0 if dense else spec.layers - 1))
     of_experts = sum(param.size for param in params if param.experts)
     # Routers, and linears to latents, are whole on every rank.
@@ -61,7 +62,7 @@ def block_share(spec: ModelSpec, tp: int, ep: int, dense: bool = False) -> Param
 
 @lru_cache(maxsize=4096)
 def stage_share(spec: ModelSpec, tp: int, ep: int, stage: Stage) -> ParamShare:
-    """Of a stage, with what stands at its ends."""
+    """Parameters of a stage, with the embedding and the head where it has them."""
     table = spec.vocab * spec.hidden
     learned = spec.context * spec.hidden * (spec.positions == "learned")
     bottom = (table + learned) if stage.first else 0
@@ -78,7 +79,7 @@ def plain_layers(spec: ModelSpec, stage: Stage) -> int:
 
 
 def collapsed(experts: Experts, ep: int) -> float:
-    """The fullest rank against the mean while all tokens choose the same experts, as untrained routers do.
+    """The most loaded rank over the mean while all tokens choose the same experts, as untrained routers do.
 
     The top_k that all choose lie anywhere: the expected number on the rank that has most of them, by rank over ep.
     """
@@ -140,7 +141,7 @@ class MoEBlock(RoutedTokens):
 
     @cached_property
     def computing(self) -> tuple[float, float, float]:
-        """Of them the experts' own."""
+        """Seconds of the experts' own products among `matmuls`."""
         here = self.experts.count // self.layout.ep
         each = max(1, math.ceil(self.rows / here))
         seconds = [0.0, 0.0, 0.0]
@@ -151,7 +152,7 @@ class MoEBlock(RoutedTokens):
 
     @property
     def _wide_precision(self) -> str:
-        """Of the router, which is never in 8 bits."""
+        """The router's precision, which is never 8 bits."""
         return "bf16" if self.precision in CAST else self.precision
 
     def _grouped(self, m: int, n: int, k: int, groups: int) -> float:
@@ -163,7 +164,7 @@ class MoEBlock(RoutedTokens):
     @cached_property
     def memory(self) -> tuple[float, float]:
         """Seconds of what is bound by memory, forward and backward: choosing, rearranging, casting, adding up; and of
-        the experts' activation what the fullest rank has more of than the mean."""
+        the experts' activation what the most loaded rank has beyond the mean."""
         kernels, stack = self.kernels, self.stack
         moved = MOVED[stack.pointwise]
         inner, gated = self.experts.ffn, self.spec.activation.startswith("swiglu")
@@ -198,7 +199,7 @@ class MoEBlock(RoutedTokens):
 
     @cached_property
     def collectives(self) -> BlockCollectives:
-        """Of one microbatch; the fullest rank receives `rows`."""
+        """The collectives of one microbatch; the most loaded rank receives `rows`."""
         rows = (self.slots, round(self.rows))
         return BlockCollectives(self.spec, self.layout, self.tokens, self.wide, max(4, self.wide), moe=True, rows=rows)
 
@@ -209,7 +210,7 @@ class MoEBlock(RoutedTokens):
 
     @cached_property
     def gathered(self) -> tuple[float, float]:
-        """Of tp's gathers of what its ranks routed apart."""
+        """Seconds of tp's gathers of the slices that its ranks have routed."""
         return self._both("tp")
 
     def _both(self, axis: str) -> tuple[float, float]:
@@ -218,7 +219,7 @@ class MoEBlock(RoutedTokens):
         return self.seconds(forward, axis), self.seconds((*backward, *of.slices_back()), axis)
 
     def seconds(self, collectives: Iterable[Collective], axis: str) -> float:
-        """Of those over an axis."""
+        """Seconds of the collectives over one axis."""
         if self.layout.size(axis) == 1:
             return 0.0
         return sum(
@@ -269,7 +270,7 @@ def dense_gemms(own: tuple[Matmul, ...], tokens: int, apart: bool, part: int) ->
 #     travel.forward(seconds)                         # a block's pass as `schedules/costs.py` plays it
 #
 # A token travels to its experts (dispatch) and what they made of it back (combine); gradients take the same ways the
-# other way around. The shared expert needs neither, and runs while tokens are on their way to the others.
+# other way around. The shared expert needs neither, and runs while the tokens of the others are in flight.
 
 
 class Messages(NamedTuple):
@@ -345,7 +346,7 @@ class Travel:
 
 
 # ---- imbalance ------------------------------------------------------------------------------------------------------
-# How uneven the load of experts is: the fullest rank of an ep group against the mean.
+# How uneven the load of experts is: the most loaded rank of an ep group over the mean.
 
 
 # Qwen3-235B-A22B on 256 H100, tp 4, pp 8, ep 8, with routing forced to be even and with its own: 295 and 237 TFLOP/s at

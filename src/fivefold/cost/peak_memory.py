@@ -112,7 +112,7 @@ def block_memory(case: Case, *, leading_dense: bool) -> BlockMemory:
     between = deferred_wgrad_bytes(spec, layout, cost.tokens, cost.wide, leading_dense) if splits else 0.0
     base = without_recompute.total - saved.total  # recomputed activations
     if spec.experts is None or leading_dense:
-        peak = BackwardPeak(base + cost.exchange_bytes + cost.passing_bytes, dense_grads_allocated=True)
+        peak = BackwardPeak(base + cost.cp_buffer_bytes + cost.mlp_backward_bytes, dense_grads_allocated=True)
         return BlockMemory(saved, (peak,), between, params=cost.own)
     moe = MoEMemory(spec, layout, stack, cost.tokens, cost.wide, case.imbalance, splits)
     between += moe.deferred_wgrad if splits else 0.0
@@ -129,7 +129,7 @@ def block_memory(case: Case, *, leading_dense: bool) -> BlockMemory:
         BackwardPeak(base + moe.during_dispatch_backward, has_shared, 1.0),
     ]
     if layout.cp > 1:  # attention, when all activations of the experts are freed
-        attention = cost.undoing_bytes - without_recompute.experts
+        attention = cost.cp_backward_buffer_bytes - without_recompute.experts
         peaks.append(BackwardPeak(base + attention, has_shared, 1.0))
     return BlockMemory(saved, tuple(peaks), between, params=cost.own)
 

@@ -106,7 +106,7 @@ class BlockArrays(NamedTuple):
             unhidden=split_backward(case).block.inputs.total - block.inputs.total,
             ends=sum(part.total for part in (*work.top, *work.bottom)),
             saved=held,
-            transient=again + work.passing_bytes + work.exchange_bytes,
+            transient=again + work.mlp_backward_bytes + work.cp_buffer_bytes,
             logits=loss_peak(case.spec, layout, case.stack, work.tokens),
             message=message(case),
             full=shape.recompute == "full",
@@ -212,7 +212,7 @@ class Closed:
 
     @property
     def parameters(self) -> ParamShare:
-        """Of the fullest pipeline rank, on one tp rank."""
+        """Parameters of the pipeline rank with the most, on one tp rank."""
         spec = self.case.spec
         block, table = spec.block_parameter_count, spec.vocab * spec.hidden
         several = np.ceil(spec.layers / self.of.pp) * block + table
@@ -297,7 +297,7 @@ class Closed:
         return flying
 
     def gathered(self) -> Array:
-        """Weights and gradients of blocks on their way: ZeRO 3 and 2."""
+        """Bytes of gathered weights and of gradients being reduced: ZeRO 3 and 2."""
         stack, reaches = self.case.stack, self.links.reaches
         summed = sum(part * (reaches[axis].ranks > 1) for axis, part in zip(("fsdp", "efsdp"), self.own, strict=True))
         block = summed * stack.gradient_bytes

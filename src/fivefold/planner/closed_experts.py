@@ -91,7 +91,7 @@ class DenseCost(NamedTuple):
             saved=own.around,
             plain_saved=own.plain,
             again=everything.around - own.around,
-            passing=2 * stream + work.exchange_bytes - everything.shared,
+            passing=2 * stream + work.cp_buffer_bytes - everything.shared,
             logits=loss_peak(case.spec, layout, case.stack, work.tokens),
             message=message(case),
             full=shape.recompute == "full",
@@ -113,7 +113,7 @@ def _held(case: Case, layout: Layout) -> _Held:
 
 
 class MoECost(NamedTuple):
-    """What the experts of one block take, on the fullest rank."""
+    """What the experts of one block take, on the most loaded rank."""
 
     forward: float  # seconds
     backward: float

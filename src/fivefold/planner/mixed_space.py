@@ -24,7 +24,7 @@ from fivefold.support.text import divisors
 # ---- closed ---------------------------------------------------------------------------------------------------------
 # Closed forms of time and memory for many layouts over unlike nodes at once: they rank and prune.
 #
-# They are those of like nodes (`closed.py`), taken on each group's devices. Layers are dealt out by the time they
+# They are those of like nodes (`closed.py`), taken on each group's devices. Layers are divided by the time they
 # take on each rank, as far as its own memory goes: the least time in which all ranks together hold the model.
 
 
