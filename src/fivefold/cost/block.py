@@ -90,7 +90,7 @@ class BlockCost:
         return self.samples * self.seq // self.layout.cp
 
     @property
-    def wide(self) -> int:
+    def activation_bytes(self) -> int:
         """Bytes of an activation."""
         return WIDE.get(self.precision, 2)
 
@@ -114,7 +114,7 @@ class BlockCost:
         """Its experts, where it has any."""
         if self.spec.experts is None or self.dense:
             return None
-        sizes = (self.tokens, self.wide, self.precision, self.imbalance)
+        sizes = (self.tokens, self.activation_bytes, self.precision, self.imbalance)
         return MoEBlock(self.spec, self.layout, self.device, self.wires, self.stack, *sizes)
 
     @cached_property
@@ -212,7 +212,7 @@ class BlockCost:
             return None
         full_kernel, partial_kernel = self.stack.attention, self.stack.cp_attention or self.stack.attention
         wires = replace(self.wires, layout=msgspec.convert(self.layout.degrees, Layout))  # found again: no more matters
-        sizes = (self.samples, self.wide, max(4, self.wide))  # sums are in float32 at least
+        sizes = (self.samples, self.activation_bytes, max(4, self.activation_bytes))  # sums are in float32 at least
         heads = self.operations.attention[:3]
         case = attention.LayerAttention(
             self.seq, *heads, self.device, wires, full_kernel, partial_kernel, *sizes, window=self.window or 0
@@ -239,7 +239,7 @@ class BlockCost:
             sum(share * moved[kind][at] for share, kind in shares if kind in moved) + self.tokens * cast
             for at in (0, 1)
         )
-        wider = self.wide / 2  # the bytes above are of 2-byte activations
+        wider = self.activation_bytes / 2  # the bytes above are of 2-byte activations
         return self.device.stream(wider * forward, kernels), self.device.stream(wider * backward, kernels)
 
     def _again(self, forward: Seconds, sent: float) -> float:
@@ -249,7 +249,7 @@ class BlockCost:
                 return 0.0
             made = sum(self._gemm(*shape) for shape in remade(self.spec, self.tokens, self.layout.tp))
             return made + self.device.stream(
-                self.wide / 2 * self.tokens * copied(self.spec, self.stack, self.layout.tp)
+                self.activation_bytes / 2 * self.tokens * copied(self.spec, self.stack, self.layout.tp)
             )
         if self.layout.recompute == "full":
             stops = self.stack.stops_early and self.layout.tp == 1 and not self.layout.splits_backward
@@ -279,7 +279,9 @@ class BlockCost:
     def collectives(self) -> BlockCollectives:
         """The collectives of one microbatch, but for those over ep: `moe.py` knows their rows."""
         moe = self.spec.experts is not None and not self.dense
-        return BlockCollectives(self.spec, self.layout, self.tokens, self.wide, max(4, self.wide), moe)
+        return BlockCollectives(
+            self.spec, self.layout, self.tokens, self.activation_bytes, max(4, self.activation_bytes), moe
+        )
 
     @property
     def _tp_forward(self) -> float:
@@ -328,9 +330,9 @@ class BlockCost:
         """Bytes that a block's backward needs beside what is saved: gradients of the feed-forward part's intermediates
         and largest weight; with tp, of both weights that share an input, and of that input, gathered."""
         down = self.operations.matmuls[-1]
-        bytes_ = self.wide * (2.0 * self.tokens * down.inputs + down.size)
+        bytes_ = self.activation_bytes * (2.0 * self.tokens * down.inputs + down.size)
         if self.layout.tp > 1:
-            bytes_ += self.wide * (down.size + (2 if self.layout.sp else 1) * self.tokens * down.outputs)
+            bytes_ += self.activation_bytes * (down.size + (2 if self.layout.sp else 1) * self.tokens * down.outputs)
         return bytes_
 
     @property
@@ -355,7 +357,7 @@ class BlockCost:
     @cached_property
     def bottom(self) -> PassTimes:
         """The embedding: rows looked up, and added into."""
-        moved = 2.0 * self.wide * self.tokens * self.spec.hidden
+        moved = 2.0 * self.activation_bytes * self.tokens * self.spec.hidden
         sums, *gathers = self.collectives.embedding()
         look = Seconds(memory=self.device.stream(moved, 2), tp=self._over_tp([sums]))
         table = head(self.spec).size / self.layout.tp * (self.spec.vocab > 1)
@@ -371,7 +373,7 @@ class BlockCost:
         gathered = self.stack.gathers_logits and t > 1
         loss = self.device.stream(self.stack.logit_bytes * m * (spec.vocab if gathered else n) / 2, 6)
         *gathers, sums = self.collectives.head()  # the loss's own, a few bytes a token, are not counted
-        trade = self.wires.time("all-gather", "tp", float(self.wide) * m * spec.vocab) if gathered else 0.0
+        trade = self.wires.time("all-gather", "tp", float(self.activation_bytes) * m * spec.vocab) if gathered else 0.0
         return PassTimes(
             Seconds(gemm=self.device.gemm(m, n, k, precision), memory=loss, tp=self._over_tp(gathers) + trade),
             Seconds(gemm=self.device.gemm(m, k, n, precision), memory=loss, tp=self._over_tp([sums])),

@@ -1,6 +1,6 @@
 """What a mixture of experts adds to a block: grouped matmuls, router, rearranging, all-to-alls; and who holds what.
 
-    mixture = MoEBlock(spec, layout, device, wires, stack, tokens=4096, wide=2, precision="bf16", imbalance=1.2)
+    mixture = MoEBlock(spec, layout, device, wires, stack, tokens=4096, activation_bytes=2, precision="bf16")
     mixture.matmuls        # seconds forward, and backward for inputs and weights
 
 A rank routes the tokens that it has of a microbatch (with tp, its part of them), each to K of X experts, of which X/ep
@@ -110,7 +110,7 @@ class MoEBlock(RoutedTokens):
     wires: Topology
     stack: SoftwareProfile
     tokens: int
-    wide: int  # bytes of an activation
+    activation_bytes: int  # of one element
     precision: str
     imbalance: float = 1.0
 
@@ -132,7 +132,7 @@ class MoEBlock(RoutedTokens):
     def matmuls(self) -> tuple[float, float, float]:
         """Seconds of the experts' products and of the router's: forward, and backward for inputs and weights."""
         m, n, k = self.routed, self.experts.count, self.spec.hidden
-        kind = "fp32" if self.kernels.wide_router and self.wide == 2 else self._wide_precision
+        kind = "fp32" if self.kernels.wide_router and self.activation_bytes == 2 else self._wide_precision
         shapes = ((m, n, k), (m, k, n), (n, k, m))
         forward, inputs, weights = (
             own + self.device.gemm(*shape, kind) for own, shape in zip(self.computing, shapes, strict=True)
@@ -179,7 +179,9 @@ class MoEBlock(RoutedTokens):
             bytes_ = per_row * (self.slots + (2 * self.rows if self.sorts else 0))  # there, back; and once on the way
             bytes_ += self._summed(at)
             bytes_ += (moved.swiglu if gated else moved.gelu)[at] * more * inner
-            seconds.append(self.device.stream(self.wide / 2 * (bytes_ + cast[at]) + choice, kernels.kernels))
+            seconds.append(
+                self.device.stream(self.activation_bytes / 2 * (bytes_ + cast[at]) + choice, kernels.kernels)
+            )
         return seconds[0], seconds[1]
 
     def _summed(self, at: int) -> float:
@@ -189,7 +191,7 @@ class MoEBlock(RoutedTokens):
     @property
     def summing(self) -> tuple[float, float]:
         """Seconds of that alone: behind the last message of a forward pass, before the first of a backward pass."""
-        forward, backward = (self.device.stream(self.wide / 2 * self._summed(at), 0) for at in (0, 1))
+        forward, backward = (self.device.stream(self.activation_bytes / 2 * self._summed(at), 0) for at in (0, 1))
         return forward, backward
 
     @property
@@ -201,7 +203,15 @@ class MoEBlock(RoutedTokens):
     def collectives(self) -> BlockCollectives:
         """The collectives of one microbatch; the most loaded rank receives `rows`."""
         rows = (self.slots, round(self.rows))
-        return BlockCollectives(self.spec, self.layout, self.tokens, self.wide, max(4, self.wide), moe=True, rows=rows)
+        return BlockCollectives(
+            self.spec,
+            self.layout,
+            self.tokens,
+            self.activation_bytes,
+            max(4, self.activation_bytes),
+            moe=True,
+            rows=rows,
+        )
 
     @cached_property
     def sent(self) -> tuple[float, float]:
@@ -319,7 +329,7 @@ class Travel:
             weights += of.device.gemm(n, k, m, of.precision)
         kinds = MOVED[of.stack.pointwise]
         each = kinds.swiglu if of.spec.activation.startswith("swiglu") else kinds.gelu
-        elements = of.wide / 2 * of.tokens * of.experts.shared_ffn / of.layout.tp
+        elements = of.activation_bytes / 2 * of.tokens * of.experts.shared_ffn / of.layout.tp
         activation, activation_back = (of.device.stream(moved * elements) for moved in each)
         return Shared(forward + activation, inputs + activation_back, weights)
 

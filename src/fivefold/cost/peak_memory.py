@@ -104,21 +104,23 @@ def block_memory(case: Case, *, leading_dense: bool) -> BlockMemory:
     cost = replace(case.work, dense=leading_dense)
 
     def saved_under(layout: Layout) -> SavedActivations:
-        sizes = (case.samples, case.seq, cost.wide)
+        sizes = (case.samples, case.seq, cost.activation_bytes)
         return saved_activations(spec, layout, stack, *sizes, dense=leading_dense, imbalance=case.imbalance)
 
     saved, without_recompute = saved_under(layout), saved_under(structs.replace(layout, recompute="none"))
     splits = layout.pp > 1 and case.splits
-    between = deferred_wgrad_bytes(spec, layout, cost.tokens, cost.wide, leading_dense) if splits else 0.0
+    between = deferred_wgrad_bytes(spec, layout, cost.tokens, cost.activation_bytes, leading_dense) if splits else 0.0
     base = without_recompute.total - saved.total  # recomputed activations
     if spec.experts is None or leading_dense:
         peak = BackwardPeak(base + cost.cp_buffer_bytes + cost.mlp_backward_bytes, dense_grads_allocated=True)
         return BlockMemory(saved, (peak,), between, params=cost.own)
-    moe = MoEMemory(spec, layout, stack, cost.tokens, cost.wide, case.imbalance, splits)
+    moe = MoEMemory(spec, layout, stack, cost.tokens, cost.activation_bytes, case.imbalance, splits)
     between += moe.deferred_wgrad if splits else 0.0
     # Backward begins with a shared expert, if there is one: its activations are freed by then, and its gradients stand
     # for those of the dense part.
-    base += 2 * cost.wide * cost.tokens * spec.hidden / (layout.tp if layout.sp else 1) - without_recompute.mlp
+    base += (
+        2 * cost.activation_bytes * cost.tokens * spec.hidden / (layout.tp if layout.sp else 1) - without_recompute.mlp
+    )
     has_shared = moe.experts.shared > 0
     peaks = [
         BackwardPeak(base + moe.during_combine, has_shared),

@@ -315,7 +315,7 @@ def unsplit(case: Case) -> Case:
 
 def message(case: Case) -> float:
     """Bytes of the residual stream between two stages, of one rank."""
-    full = float(case.work.wide * case.work.tokens * case.spec.hidden)
+    full = float(case.work.activation_bytes * case.work.tokens * case.spec.hidden)
     return full / case.layout.tp if case.layout.sp or case.stack.scattered_sends else full
 
 

@@ -93,7 +93,7 @@ class BlockArrays(NamedTuple):
         """`case` with one dp rank's microbatch as its batch."""
         case = shape.of(case)
         layout, work = case.layout, case.work
-        block, sizes = work.block, (case.stack, shape.samples, case.seq, work.wide)
+        block, sizes = work.block, (case.stack, shape.samples, case.seq, work.activation_bytes)
         held = saved_activations(case.spec, layout, *sizes).total
         again = saved_activations(case.spec, structs.replace(layout, recompute="none"), *sizes).total - held
         return cls(

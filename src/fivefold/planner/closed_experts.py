@@ -73,7 +73,7 @@ class DenseCost(NamedTuple):
         layout, work = case.layout, case.work
         plain, block = replace(work, dense=True).block, work.around
         own, everything = (_held(case, how) for how in (layout, structs.replace(layout, recompute="none")))
-        stream = work.wide * work.tokens * case.spec.hidden / (shape.tp if shape.sp else 1)
+        stream = work.activation_bytes * work.tokens * case.spec.hidden / (shape.tp if shape.sp else 1)
         return cls(
             forward=block.forward.total - block.forward.host,
             backward=block.inputs.total - block.inputs.host + block.weights.total - work.added(work.own.experts),
@@ -107,7 +107,7 @@ class _Held(NamedTuple):
 
 
 def _held(case: Case, layout: Layout) -> _Held:
-    sizes = (case.spec, layout, case.stack, case.batch, case.seq, case.work.wide)
+    sizes = (case.spec, layout, case.stack, case.batch, case.seq, case.work.activation_bytes)
     mixed = saved_activations(*sizes)
     return _Held(mixed.total - mixed.experts, saved_activations(*sizes, dense=True).total, mixed.mlp)
 
@@ -136,7 +136,7 @@ class MoECost(NamedTuple):
     def of(cls, case: Case, spread: ExpertShape, layout: Layout) -> "MoECost":
         """`layout` is any that spreads experts so."""
         work = replace(case, layout=layout, batch=layout.dp).work
-        sizes = (spread.tokens, work.wide)
+        sizes = (spread.tokens, work.activation_bytes)
         moe = MoEBlock(case.spec, layout, work.device, work.wires, case.stack, *sizes, case.precision, case.imbalance)
         held = MoEMemory(case.spec, layout, case.stack, *sizes, case.imbalance)
         travel = Travel(moe)  # with backward passes in one piece, which hide most

@@ -224,7 +224,7 @@ def traffic(option: Option) -> list[AxisTraffic]:
     """What `sender` sends, by axis and kind, divided by where the ranks of the axis are. Experts' tokens: the mean."""
     case, rank, rows = option.case, sender(option), []
     wires = case.work_of(rank).wires
-    dtype = dtype_of(case.work.wide)
+    dtype = dtype_of(case.work.activation_bytes)
     splits = case.splits if case.groups else None
     sizes = (case.spec, case.layout, case.seq, case.batch, dtype)
     for row in expected_traffic(*sizes, coords=RankCoords(pp=rank), splits=splits, experts_apart=True):

@@ -79,7 +79,7 @@ class MixedClosed:
         for shape in self.shapes:
             layout = Layout(tp=shape.tp, cp=shape.cp, cp_kind=shape.cp_kind, sp=shape.sp, recompute=shape.recompute)
             tokens = shape.samples * case.seq // shape.cp
-            deferred.append(deferred_wgrad_bytes(case.spec, layout, tokens, case.work.wide))
+            deferred.append(deferred_wgrad_bytes(case.spec, layout, tokens, case.work.activation_bytes))
         saved = self.groups[0].block.saved
         return np.where(self.splits, np.maximum(0.0, np.array(deferred)[self.of.shape] - saved), 0.0)
 

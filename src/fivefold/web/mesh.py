@@ -247,7 +247,7 @@ def _layer(case: Case, asked_layer: int | None, number: int) -> dict[str, Any]:
         for layer in case.stages[stage].layers
     ]
     layer = asked_layer if asked_layer is not None else local_layers[len(local_layers) // 2] if local_layers else 0
-    sent = layer_collectives(spec, layout, case.seq, case.batch, dtype_of(case.work.wide), layer)
+    sent = layer_collectives(spec, layout, case.seq, case.batch, dtype_of(case.work.activation_bytes), layer)
     talking = _talking(case)
     return {"number": layer, "layers": spec.layers, "sent": [_sent(case, message, talking) for message in sent]}
 
