@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 import fivefold as ff
-from fivefold.cost.links import wire
-from fivefold.cost.traffic import in_order
+from fivefold.cost.collective_time import wire
+from fivefold.cost.traffic import layer_collectives
 from fivefold.layout.sharding import part_of
 from tests.browser.window import Window
 
@@ -51,7 +51,7 @@ def agrees(page: Window) -> int:
     assert page.text("fact-heads") == f"{part.heads[0]} to {part.heads[-1]} of {spec.heads}"
     assert page.text("fact-sequences") == f"{part.sequences[0]} to {part.sequences[-1]} of {BATCH}"
     layer = int(page.one("slider-layer").input_value())
-    sent = in_order(spec, layout, SEQ, BATCH, "bfloat16", layer)
+    sent = layer_collectives(spec, layout, SEQ, BATCH, "bfloat16", layer)
     rows = page.one("collectives").locator("tbody tr")
     assert rows.count() == len(sent)
     for row, one in zip(rows.all(), sent, strict=True):

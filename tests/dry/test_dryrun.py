@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from fivefold.bench.steps import read
 from fivefold.cli import app
-from fivefold.cost.memory import state_of
+from fivefold.cost.model_state import state_of
 from fivefold.dry import fake
 from fivefold.dry.fake import dry_run
 from fivefold.dry.result import vs_plan

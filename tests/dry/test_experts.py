@@ -8,10 +8,10 @@ import torch
 from typer.testing import CliRunner
 
 from fivefold.cli import app
-from fivefold.cost.memory import state_of
+from fivefold.cost.model_state import state_of
 from fivefold.cost.routing import even_rows
 from fivefold.cost.step import rank_flops
-from fivefold.cost.traffic import RankCoords, expected
+from fivefold.cost.traffic import RankCoords, expected_traffic
 from fivefold.dry.fake import RankRun, StatedRouting, dealt, dry_run
 from fivefold.dry.result import vs_plan
 from fivefold.hardware.cluster import Cluster
@@ -125,7 +125,7 @@ def check_counts(job: Job, dry: RankRun, imbalance: float = 1.0) -> None:
     tokens = batch // layout.size("batch") // layout.microbatches * (seq // layout.cp)
     layers = sum(dry.layers) - (spec.dense_layers if coords.pp == 0 else 0)
     rows = even_rows(spec, layout, tokens, range(layers), coords.tp, imbalance)
-    assert list(dry.traffic) == expected(spec, layout, seq, batch, job.train.dtype, coords=coords, rows=rows)
+    assert list(dry.traffic) == expected_traffic(spec, layout, seq, batch, job.train.dtype, coords=coords, rows=rows)
     assert dry.flops == pytest.approx(rank_flops(spec, layout, seq, batch, pp=coords.pp, tp=coords.tp, rows=rows))
     assert dry.live == dry.allowed
 
@@ -151,7 +151,7 @@ def test_the_planner_says_what_experts_need(
     peak = figures["peak"]
     assert abs(peak.difference) < 0.03
     predicted = found.predicted
-    early, late = predicted.working - predicted.late, predicted.after - predicted.unmade
+    early, late = predicted.non_state - predicted.lazy_grads, predicted.end_of_backward - predicted.unallocated_grads
     if abs(early - late) > 0.03 * peak.plan:  # else either moment may be the peak, with other activations
         assert abs(figures["activations at the peak"].difference) < 0.03
     # A window's kernels compute whole tiles around it.

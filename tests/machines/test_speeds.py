@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from fivefold.cli import app
 from fivefold.cost.block import BlockCost
+from fivefold.cost.collective_time import Topology
 from fivefold.cost.kernels import Device
-from fivefold.cost.links import Topology
 from fivefold.cost.stack import ON_CPUS
 from fivefold.hardware.accelerators import ACCELERATORS
 from fivefold.hardware.cluster import Cluster

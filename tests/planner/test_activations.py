@@ -2,7 +2,7 @@
 
 import pytest
 
-from fivefold.cost.activations import kept
+from fivefold.cost.activations import saved_activations
 from fivefold.cost.stack import SoftwareProfile
 from fivefold.layout.layout import Layout
 from fivefold.spec.presets import preset
@@ -15,7 +15,7 @@ S, B = 2048, 1
 
 
 def bytes_of(layout: str, stack: SoftwareProfile = FUSED) -> float:
-    return kept(GPT, Layout.parse(layout), stack, B, S).total
+    return saved_activations(GPT, Layout.parse(layout), stack, B, S).total
 
 
 def korthikanti(tp: int, sp: bool, scores: bool = True) -> float:
@@ -44,16 +44,19 @@ def test_full_recompute_keeps_the_input_alone() -> None:
 
 def test_flash_keeps_no_scores_and_torch_keeps_the_most() -> None:
     sizes = [
-        kept(LLAMA, Layout(), FUSED.but(attention=kernel), 1, 8192).scores for kernel in ("flash2", "fused", "torch")
+        saved_activations(LLAMA, Layout(), FUSED.but(attention=kernel), 1, 8192).scores
+        for kernel in ("flash2", "fused", "torch")
     ]
     assert sizes[0] == 0 < sizes[1] < sizes[2]
 
 
 def test_cp_divides_everything() -> None:
-    whole, half = (kept(LLAMA, Layout(cp=cp), FLASH, 1, 8192).total for cp in (1, 2))
+    whole, half = (saved_activations(LLAMA, Layout(cp=cp), FLASH, 1, 8192).total for cp in (1, 2))
     assert half == whole / 2
 
 
 def test_an_eager_norm_keeps_float32_copies() -> None:
-    eager, fused = (kept(LLAMA, Layout(), FLASH.but(norm=norm), 1, 8192).norm for norm in ("eager", "fused"))
+    eager, fused = (
+        saved_activations(LLAMA, Layout(), FLASH.but(norm=norm), 1, 8192).norm for norm in ("eager", "fused")
+    )
     assert eager == 5 * fused

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from msgspec import structs
 
+from fivefold.cost.collective_time import START, Topology
 from fivefold.cost.kernels import Device
-from fivefold.cost.links import START, Topology
 from fivefold.cost.stack import Overlap, SoftwareProfile
 from fivefold.cost.step import Case, estimate
 from fivefold.cost.systems import INTERNEVO, NEMO, ZERO_2021

@@ -6,9 +6,9 @@ from itertools import product
 import numpy as np
 import pytest
 
-from fivefold.cost.footprint import HEADROOM, footprint
 from fivefold.cost.forms import PipelineForm
-from fivefold.cost.memory import OURS, PAPER, Accounting
+from fivefold.cost.model_state import OURS, PAPER, Accounting
+from fivefold.cost.peak_memory import USABLE_FRACTION, footprint
 from fivefold.cost.step import Case, estimate
 from fivefold.planner.closed import SLACK
 from fivefold.planner.explain import ALIKE
@@ -81,7 +81,7 @@ def test_of_16_ranks_the_best_is_not_pruned(case: Case, fixed: dict[str, object]
     """Of all layouts, each executed, none is so much faster than what the search finds that anybody could tell."""
     fixed = fixed | {"samples": 1}
     found, layouts = search(case, top=1, **fixed).best, space(SearchQuery(case, fixed))
-    room = HEADROOM * case.on.accelerator.memory
+    room = USABLE_FRACTION * case.on.accelerator.memory
     timed = 0
     for at in np.flatnonzero(layouts.seconds < 2 * found.seconds).tolist():
         executed = replace(case, layout=layouts.layout(at))

@@ -27,9 +27,9 @@ from fivefold.cost.attention import (
     ulysses,
     zigzag,
 )
+from fivefold.cost.collective_time import Topology, total
 from fivefold.cost.kernels import QUERIES, Device
-from fivefold.cost.links import Topology, total
-from fivefold.cost.traffic import expected
+from fivefold.cost.traffic import expected_traffic
 from fivefold.hardware.accelerators import find_accelerator
 from fivefold.layout.layout import Layout
 from fivefold.layout.sharding import context_share
@@ -142,7 +142,7 @@ def test_bytes_are_those_of_the_closed_forms(kind: str, tp: int, cp: int) -> Non
     one = compare(LayerAttention(seq, 64 // tp, max(1, 8 // tp), 128, H100, Topology(H100, 8, layout)))[layout.cp_kind]
     assert isinstance(one, Method)
     kinds = {sent.kind for sent in (*one.sent[0], *one.sent[1])}
-    rows = [row for row in expected(spec, layout, seq, 1, "bfloat16") if row.axis == "cp" and row.kind in kinds]
+    rows = [row for row in expected_traffic(spec, layout, seq, 1, "bfloat16") if row.axis == "cp" and row.kind in kinds]
     ours = {name: [0, 0] for name in kinds}
     for sent in (*one.sent[0], *one.sent[1]):
         ours[sent.kind][0] += sent.calls

@@ -9,7 +9,7 @@ from msgspec import structs
 from typer.testing import CliRunner
 
 from fivefold.cli import app
-from fivefold.cost.footprint import HEADROOM
+from fivefold.cost.peak_memory import USABLE_FRACTION
 from fivefold.hardware.cluster import Cluster
 from fivefold.planner.decision import Decision, TurningPoint, decide
 from fivefold.planner.explain import CAUSES
@@ -194,7 +194,7 @@ def test_turning_points_are_where_plans_turn() -> None:
     assert apart(one.choice) != apart(str(found.chosen.layout))
     assert apart(choice(one, one.holds)) == apart(str(found.chosen.layout))
     assert one.choice in decision.markdown()
-    least = found.chosen.footprint.total / HEADROOM
+    least = found.chosen.footprint.total / USABLE_FRACTION
     assert f"needs devices of {least / 1e9:.1f} GB" in decision.markdown().replace("\n", " ")
 
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from fivefold.cost.memory import state_of
+from fivefold.cost.model_state import state_of
 from fivefold.cost.routing import rows_of, tokens_of
-from fivefold.cost.traffic import RankCoords, expected
+from fivefold.cost.traffic import RankCoords, expected_traffic
 from fivefold.layout.layout import Layout
 from fivefold.spec.blocks import Experts
 from fivefold.spec.presets import preset
@@ -50,14 +50,16 @@ def test_a_rank_is_charged_for_the_larger_side_of_an_exchange() -> None:
     for rank, received in ((0, BATCH * SEQ * K), (1, 0)):
         rows = rows_of(SPEC, layout, rank, SEQ, BATCH, to_the_first)
         assert rows == [(BATCH * SEQ * K // 2, received)] * 2
-        sent = expected(SPEC, layout, SEQ, BATCH, "float32", coords=RankCoords.of(layout, rank), rows=rows)
+        sent = expected_traffic(SPEC, layout, SEQ, BATCH, "float32", coords=RankCoords.of(layout, rank), rows=rows)
         [row] = [row for row in sent if row.kind == "all-to-all"]
         assert row.calls == 2 * 5  # counts, tokens there and back, and both again backward
         assert row.payload == 2 * (COUNT * 8 + 4 * max(rows[0]) * SPEC.hidden * 4)
 
 
 def test_an_even_load_is_what_is_planned_with() -> None:
-    [row] = [row for row in expected(SPEC, Layout(dp=2, ep=2), SEQ, BATCH, "float32") if row.kind == "all-to-all"]
+    [row] = [
+        row for row in expected_traffic(SPEC, Layout(dp=2, ep=2), SEQ, BATCH, "float32") if row.kind == "all-to-all"
+    ]
     assert row.payload == 2 * (COUNT * 8 + 4 * (BATCH * SEQ * K // 2) * SPEC.hidden * 4)
 
 

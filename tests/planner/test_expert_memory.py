@@ -2,9 +2,9 @@
 
 import pytest
 
-from fivefold.cost.activations import MixtureMemory, kept
-from fivefold.cost.footprint import footprint, footprint_of
-from fivefold.cost.memory import state_of
+from fivefold.cost.activations import MoEMemory, saved_activations
+from fivefold.cost.model_state import state_of
+from fivefold.cost.peak_memory import footprint, footprint_of
 from fivefold.cost.stack import FIVEFOLD
 from fivefold.cost.step import Case
 from fivefold.hardware.cluster import Cluster
@@ -21,23 +21,23 @@ def case(model: str, layout: str, imbalance: float = 1.0, batch: int = 64) -> Ca
     return Case(preset(model), chosen, cluster, 4096, batch, imbalance=imbalance)
 
 
-def mixture(layout: str, imbalance: float = 1.0) -> MixtureMemory:
-    return MixtureMemory(MIXTRAL, Layout.parse(layout), FIVEFOLD, T, 2, imbalance)
+def mixture(layout: str, imbalance: float = 1.0) -> MoEMemory:
+    return MoEMemory(MIXTRAL, Layout.parse(layout), FIVEFOLD, T, 2, imbalance)
 
 
 def test_what_a_mixture_keeps_is_the_page_s_table() -> None:
     """docs/experts.md; the rest is the router's weight, its scores, and the numbers of slots."""
     rest = 4 * X * E + 4 * T * X + 40 * T * K
     table = 4 * T * E + 2 * T * K * E + 8 * T * K * F + 2 * T * K * E
-    assert mixture("dp=8,ep=8").everything == table + rest
-    gathered = mixture("dp=8,ep=8,dispatch=allgather").everything
-    assert gathered - mixture("dp=8,ep=8").everything == 6 * T * K * E
+    assert mixture("dp=8,ep=8").saved == table + rest
+    gathered = mixture("dp=8,ep=8,dispatch=allgather").saved
+    assert gathered - mixture("dp=8,ep=8").saved == 6 * T * K * E
 
 
 def test_the_fullest_rank_has_more_rows_and_no_more_slots() -> None:
     even, full = mixture("dp=8,ep=8"), mixture("dp=8,ep=8", 1.5)
-    assert full.everything - even.everything == pytest.approx(0.5 * T * K * (2 * E + 8 * F))
-    assert mixture("dp=8", 1.5).everything == mixture("dp=8").everything  # all experts are here
+    assert full.saved - even.saved == pytest.approx(0.5 * T * K * (2 * E + 8 * F))
+    assert mixture("dp=8", 1.5).saved == mixture("dp=8").saved  # all experts are here
 
 
 def test_tp_ranks_route_apart() -> None:
@@ -48,7 +48,7 @@ def test_tp_ranks_route_apart() -> None:
 @pytest.mark.parametrize("model", ["mixtral-8x7b", "deepseek-v3"])  # experts wider than the model, and narrower
 def test_recompute_keeps_less_of_experts_too(model: str) -> None:
     sizes = [
-        kept(preset(model), Layout.parse(f"dp=8,ep=8,recompute={how}"), FIVEFOLD, 1, T).total
+        saved_activations(preset(model), Layout.parse(f"dp=8,ep=8,recompute={how}"), FIVEFOLD, 1, T).total
         for how in ("none", "selective", "full")
     ]
     assert sizes == sorted(sizes, reverse=True)
@@ -57,10 +57,10 @@ def test_recompute_keeps_less_of_experts_too(model: str) -> None:
 
 def test_a_first_layer_without_experts_keeps_what_a_dense_one_does() -> None:
     spec, layout = preset("deepseek-v3"), Layout.parse("dp=8,ep=8")
-    plain = kept(spec, layout, FIVEFOLD, 1, T, dense=True)
+    plain = saved_activations(spec, layout, FIVEFOLD, 1, T, dense=True)
     assert plain.experts == 0.0
     assert plain.mlp == 2 * T * 4 * 18432  # gate, up, their activation and product
-    assert plain.attention == kept(spec, layout, FIVEFOLD, 1, T).attention
+    assert plain.attention == saved_activations(spec, layout, FIVEFOLD, 1, T).attention
 
 
 @pytest.mark.parametrize("zero", range(4))

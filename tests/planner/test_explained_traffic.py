@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from fivefold.cost.step import Case
-from fivefold.cost.traffic import RankCoords, expected, shown_axis
+from fivefold.cost.traffic import RankCoords, display_axis, expected_traffic
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
 from fivefold.planner.explain import AxisTraffic, difference, neighbours, sender, traffic
@@ -47,7 +47,7 @@ def test_traffic_is_of_the_rank_that_memory_shows() -> None:
     assert sender(one) == one.footprint.rank != 0
     found = sent(one)
     case = one.case
-    rows = expected(case.spec, case.layout, 8192, 1024, "bfloat16", coords=RankCoords(pp=sender(one)))
+    rows = expected_traffic(case.spec, case.layout, 8192, 1024, "bfloat16", coords=RankCoords(pp=sender(one)))
     both = next(row for row in rows if (row.axis, row.kind) == ("cp", "all-to-all"))  # as a counter sees them
     assert found["cp", "all-to-all"].payload + found["ep", "all-to-all"].payload == both.payload
     given = simulate("deepseek-v3", layout, "128x8xH100", batch=1024, seq=8192).to_dict()
@@ -75,7 +75,7 @@ def test_a_fullest_rank_without_experts_is_not_shown() -> None:
     ],
 )
 def test_what_is_counted_has_the_names_of_all_that_sent_it(layout: str, axis: str, kind, name: str) -> None:
-    assert shown_axis(Layout.parse(layout), axis, kind) == name
+    assert display_axis(Layout.parse(layout), axis, kind) == name
 
 
 def test_the_world_as_ep_is_no_few_numbers() -> None:

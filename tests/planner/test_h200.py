@@ -1,7 +1,7 @@
 """Training steps of this code on one H200, measured by `fivefold bench train --cases`, against the planner."""
 
 from fivefold.accuracy.coverage import h200_steps
-from fivefold.cost.footprint import footprint
+from fivefold.cost.peak_memory import footprint
 from fivefold.cost.step import estimate
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from fivefold.cost.traffic import expected, in_order
+from fivefold.cost.traffic import expected_traffic, layer_collectives
 from fivefold.layout.layout import Layout
 from fivefold.spec.blocks import LatentSpec
 from fivefold.spec.presets import preset
@@ -38,10 +38,10 @@ def test_they_are_what_a_layer_adds_to_a_step(name: str, but: dict[str, Any], te
     spec, fewer = preset(name, layers=LAST + 1, **but), preset(name, layers=LAST, **but)
     rows: Counter[tuple[str, str, str]] = Counter()
     for one, sign in ((spec, 1), (fewer, -1)):
-        for row in expected(one, layout, SEQ, BATCH, "float32", minimum=1):
+        for row in expected_traffic(one, layout, SEQ, BATCH, "float32", minimum=1):
             rows[row.axis, row.kind, "calls"] += sign * row.calls
             rows[row.axis, row.kind, "bytes"] += sign * row.payload
-    for sent in in_order(spec, layout, SEQ, BATCH, "float32", LAST, minimum=1):
+    for sent in layer_collectives(spec, layout, SEQ, BATCH, "float32", LAST, minimum=1):
         often = 1 if sent.when == "once a step" else layout.microbatches
         axis = layout.same_axis(sent.axis)
         rows[axis, sent.kind, "calls"] -= often * sent.calls
@@ -52,14 +52,17 @@ def test_they_are_what_a_layer_adds_to_a_step(name: str, but: dict[str, Any], te
 def test_a_stage_passes_its_output_on() -> None:
     spec, layout = preset("tiny", layers=4), Layout.parse("dp=2,pp=2,zero=1,microbatches=4,split=2,2")
     sent = [
-        [(one.when, one.axis) for one in in_order(spec, layout, SEQ, BATCH, "float32", layer)] for layer in range(4)
+        [(one.when, one.axis) for one in layer_collectives(spec, layout, SEQ, BATCH, "float32", layer)]
+        for layer in range(4)
     ]
     assert [("forward", "pp") in one for one in sent] == [False, True, False, False]
     assert [("backward", "pp") in one for one in sent] == [False, False, True, False]
 
 
 def test_forward_comes_first() -> None:
-    sent = in_order(preset("tiny"), Layout.parse("dp=2,tp=2,sp,zero=1,microbatches=2"), SEQ, BATCH, "float32", 1)
+    sent = layer_collectives(
+        preset("tiny"), Layout.parse("dp=2,tp=2,sp,zero=1,microbatches=2"), SEQ, BATCH, "float32", 1
+    )
     order = ["forward", "backward", "once a step"]
     assert [one.when for one in sent] == sorted((one.when for one in sent), key=order.index)
     assert [one.kind for one in sent[:4]] == ["all-gather", "reduce-scatter"] * 2

@@ -10,7 +10,7 @@ from msgspec import structs
 from typer.testing import CliRunner, Result
 
 from fivefold.cli import app
-from fivefold.cost.footprint import HEADROOM
+from fivefold.cost.peak_memory import USABLE_FRACTION
 from fivefold.cost.step import Case, estimate
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import read_job
@@ -71,7 +71,7 @@ def test_a_rank_that_would_not_fit_gives_layers_to_the_others() -> None:
     assert min(layers_of(roomy)[:2]) > max(layers_of(roomy)[2:])  # by speed
     assert layers_of(tight)[0] < layers_of(roomy)[0]  # rank 0 holds four microbatches of all that a block keeps
     for rank, needs in enumerate(footprints(tight)):
-        assert needs.total <= HEADROOM * tight.memory_of(rank)
+        assert needs.total <= USABLE_FRACTION * tight.memory_of(rank)
 
 
 def test_each_rank_is_held_against_its_own_device() -> None:

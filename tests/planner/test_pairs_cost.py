@@ -127,9 +127,9 @@ def test_the_search_finds_what_timing_everything_finds():
 
 
 def test_closed_forms_of_pairs_do_not_promise_less_than_they_hide():
-    wish = {"tp": 1, "cp": 1, "zero": 1, "samples": 1, "schedule": "dualpipe-v"}
+    query = {"tp": 1, "cp": 1, "zero": 1, "samples": 1, "schedule": "dualpipe-v"}
     for recompute in ("none", "selective", "full"):
-        every = space(SearchQuery(QWEN, wish | {"recompute": recompute}))
+        every = space(SearchQuery(QWEN, query | {"recompute": recompute}))
         for at in range(len(every)):
             layout = every.layout(at)
             if layout.pp > 1 < layout.ep:

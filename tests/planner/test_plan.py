@@ -7,7 +7,7 @@ import pytest
 from msgspec import structs
 
 from fivefold.accuracy.result import SourceList, planner_accuracy
-from fivefold.cost.memory import checkpoint_bytes, state, state_of
+from fivefold.cost.model_state import checkpoint_bytes, state, state_of
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import read_job
 from fivefold.layout.layout import Layout

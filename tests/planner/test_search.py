@@ -6,10 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fivefold.cost.footprint import footprint
+from fivefold.cost.peak_memory import footprint
 from fivefold.cost.stack import ON_CPUS
 from fivefold.cost.step import Case, costs, estimate, stage_passes
-from fivefold.cost.traffic import expected
+from fivefold.cost.traffic import expected_traffic
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
 from fivefold.planner.explain import complexity, difference, neighbours, simplest, traffic
@@ -21,13 +21,13 @@ from fivefold.spec.presets import preset
 from fivefold.support.errors import UserError
 
 
-def wish(model: str, cluster: str, batch: int, seq: int = 8192) -> Case:
+def query(model: str, cluster: str, batch: int, seq: int = 8192) -> Case:
     return Case(preset(model), Layout(), Cluster.parse(cluster), seq, batch)
 
 
 @pytest.fixture(scope="module")
 def seventy() -> Ranking:
-    return search(wish("llama3-70b", "8x8xH100", 512), top=24)
+    return search(query("llama3-70b", "8x8xH100", 512), top=24)
 
 
 def test_every_option_is_legal_fits_and_is_ranked(seventy: Ranking) -> None:
@@ -41,7 +41,7 @@ def test_every_option_is_legal_fits_and_is_ranked(seventy: Ranking) -> None:
 
 def test_every_layout_of_a_tied_model_is_legal() -> None:
     """A V of stages has a tied embedding in two of them, which ZeRO 2 and 3 cannot share."""
-    case = wish("gpt2-124m", "4xH100", 16, 1024)
+    case = query("gpt2-124m", "4xH100", 16, 1024)
     every = space(SearchQuery(case, {"schedule": "zb-v", "pp": 2, "samples": 1, "recompute": "none"}))
     found = [every.layout(at) for at in range(len(every))]
     assert {layout.zero for layout in found if layout.dp == 2} == {0, 1}
@@ -51,7 +51,7 @@ def test_every_layout_of_a_tied_model_is_legal() -> None:
 
 def test_closed_forms_are_near_what_schedules_say() -> None:
     """Within 12% in time and memory, in the median over a sample of everything that fits."""
-    case = wish("llama3-70b", "8x8xH100", 512)
+    case = query("llama3-70b", "8x8xH100", 512)
     every = space(SearchQuery(case, {}))
     fitting = np.flatnonzero(every.memory < 80e9)
     sample = np.random.default_rng(0).choice(fitting, 60, replace=False)
@@ -66,7 +66,7 @@ def test_closed_forms_are_near_what_schedules_say() -> None:
 
 def test_closed_forms_know_cpus_too() -> None:
     """Where the host computes, its time, gradients' sums and the optimizer are in them: every layout without stages."""
-    case = replace(wish("llama3.2-1b", "4xCPU", 16, 128), precision="fp32", stack=ON_CPUS.computing_in("fp32"))
+    case = replace(query("llama3.2-1b", "4xCPU", 16, 128), precision="fp32", stack=ON_CPUS.computing_in("fp32"))
     every = space(SearchQuery(case, {}))
     layouts = {at: layout for at in range(len(every)) if (layout := every.layout(at)).pp == 1}
     assert layouts
@@ -77,7 +77,7 @@ def test_closed_forms_know_cpus_too() -> None:
 
 
 def test_an_exhaustive_search_of_a_small_space_finds_nothing_better() -> None:
-    case = wish("llama3.2-1b", "4xH100", 16, 2048)
+    case = query("llama3.2-1b", "4xH100", 16, 2048)
     found = search(case, top=1).best
     every = space(SearchQuery(case, {}))
     options = [
@@ -90,13 +90,13 @@ def test_an_exhaustive_search_of_a_small_space_finds_nothing_better() -> None:
 
 
 def test_what_is_fixed_stays() -> None:
-    found = search(wish("llama3-8b", "8xH100", 128), tp=2, zero=3, recompute="full")
+    found = search(query("llama3-8b", "8xH100", 128), tp=2, zero=3, recompute="full")
     assert {(o.layout.tp, o.layout.zero, o.layout.recompute) for o in found.options} == {(2, 3, "full")}
 
 
 def test_8b_on_8_gpus_is_one_node_s_work_and_fsdp_alone_is_near() -> None:
     """The textbook's answer is ZeRO 3; ZeRO 2 fits as well, and gathers no weights in every microbatch."""
-    case = wish("llama3-8b", "8xH100", 128)
+    case = query("llama3-8b", "8xH100", 128)
     chosen = simplest(search(case, top=24).options)
     assert (chosen.layout.pp, chosen.layout.tp) == (1, 1)
     alone = evaluate(replace(case, layout=Layout.parse("dp=8,zero=3,microbatches=16,recompute=selective")))
@@ -113,7 +113,7 @@ def test_the_simplest_of_equals_is_chosen(seventy: Ranking) -> None:
 
 def test_among_equals_tp_stays_in_the_node() -> None:
     """Even if that takes one axis more; tp over the network must win by more than the noise of measured runs."""
-    case = wish("llama3-70b", "4x8xH100", 64)
+    case = query("llama3-70b", "4x8xH100", 64)
     over = evaluate(replace(case, layout=Layout.parse("dp=2,tp=16,sp,microbatches=32")))
     inside = evaluate(replace(case, layout=Layout.parse("dp=2,tp=8,cp=2,sp,microbatches=32")))
 
@@ -130,14 +130,14 @@ def test_among_equals_tp_stays_in_the_node() -> None:
 
 @pytest.mark.parametrize(("nodes", "batch"), [(2048, 2048), pytest.param(16384, 8192, marks=pytest.mark.slow)])
 def test_405b_keeps_tp_in_the_node(nodes: int, batch: int) -> None:
-    options = search(wish("llama3-405b", f"{nodes}x8xH100", batch), top=24).options
+    options = search(query("llama3-405b", f"{nodes}x8xH100", batch), top=24).options
     chosen = simplest(options)
     assert chosen.layout.tp <= 8
 
 
 def test_few_microbatches_leave_a_zero_bubble_pipeline_waiting() -> None:
     """Closed forms must see it, or the layouts that are timed are all such pipelines."""
-    case = wish("llama3-70b", "8x8xH100", 4)
+    case = query("llama3-70b", "8x8xH100", 4)
     fixed = {"schedule": "zb-v", "tp": 8, "pp": 8, "sp": True, "zero": 1, "samples": 1, "recompute": "selective"}
     every = space(SearchQuery(case, fixed))
     assert len(every) == 1
@@ -145,7 +145,7 @@ def test_few_microbatches_leave_a_zero_bubble_pipeline_waiting() -> None:
 
 
 def test_by_memory_and_pareto() -> None:
-    case = wish("llama3-8b", "8xH100", 128)
+    case = query("llama3-8b", "8xH100", 128)
     least = search(case, "memory").best
     assert least.footprint.total < search(case).best.footprint.total
     front = search(case, "pareto").options
@@ -155,7 +155,7 @@ def test_by_memory_and_pareto() -> None:
 
 
 def test_unlike_nodes_get_unlike_stages() -> None:
-    best = search(wish("llama3-8b", "8xH100+8xA100-80", 64)).best
+    best = search(query("llama3-8b", "8xH100+8xA100-80", 64)).best
     first, last = best.layout.split[0], best.layout.split[-1]
     assert best.case.groups[0] != best.case.groups[-1]
     assert first > last
@@ -163,7 +163,7 @@ def test_unlike_nodes_get_unlike_stages() -> None:
 
 def test_a_model_that_fits_nowhere_says_what_would_be_needed() -> None:
     with pytest.raises(UserError, match=r"fits nowhere on 8xH100 .* needs \d+\.\d GB a GPU .* it fits on \d+x8xH100"):
-        search(wish("llama3-405b", "8xH100", 64, 2048))
+        search(query("llama3-405b", "8xH100", 64, 2048))
 
 
 def test_what_is_proposed_where_nothing_fits_fits() -> None:
@@ -175,13 +175,13 @@ def test_what_is_proposed_where_nothing_fits_fits() -> None:
         (("qwen3-0.6b", "RTX4090", 8192, small), "it fits without fixed recompute=none", ("RTX4090", 8192)),
     ):
         with pytest.raises(UserError, match=told):
-            search(wish(model, cluster, 8, seq), **fixed)
-        assert search(wish(model, there, 8, length)).best.fits
+            search(query(model, cluster, 8, seq), **fixed)
+        assert search(query(model, there, 8, length)).best.fits
 
 
 def test_a_batch_that_no_layout_takes_names_the_nearest() -> None:
     with pytest.raises(UserError, match=r"batch of 3 sequences .* nearest: batch="):
-        search(wish("tiny", "64x8xH100", 3))
+        search(query("tiny", "64x8xH100", 3))
 
 
 def test_neighbours_say_why_they_lose(seventy: Ranking) -> None:
@@ -220,7 +220,7 @@ def test_a_share_above_a_whole_step_says_whose(seventy: Ranking) -> None:
 def test_traffic_is_that_of_the_exact_count_divided_by_link(seventy: Ranking) -> None:
     option = seventy.best
     case = option.case
-    rows = expected(case.spec, case.layout, case.seq, case.batch, "bfloat16")
+    rows = expected_traffic(case.spec, case.layout, case.seq, case.batch, "bfloat16")
     assert [(m.axis, m.kind, m.payload) for m in traffic(option)] == [(r.axis, r.kind, r.payload) for r in rows]
     for moved, row in zip(traffic(option), rows, strict=True):
         assert moved.inside + moved.across == pytest.approx(float(row.wire))
@@ -230,17 +230,17 @@ def test_traffic_is_that_of_the_exact_count_divided_by_link(seventy: Ranking) ->
 
 def test_any_divisor_of_the_batch_is_a_microbatch() -> None:
     """25 sequences at once, where powers of two would leave one: seven times as fast."""
-    found = search(wish("tiny", "4x1xH100", 100, 1024), top=1).best
+    found = search(query("tiny", "4x1xH100", 100, 1024), top=1).best
     assert found.case.samples == 25
 
 
 @pytest.mark.parametrize("seq", [8191, 4097, 1])
 def test_odd_sequences_are_planned(seq: int) -> None:
-    assert search(wish("llama3-8b", "8xH100", 8, seq)).best.layout.cp == 1
+    assert search(query("llama3-8b", "8xH100", 8, seq)).best.layout.cp == 1
 
 
 def test_groups_of_one_kind_are_one_cluster() -> None:
-    one, two = (search(wish("llama3-8b", cluster, 64), top=1).best for cluster in ("2x4xH100", "4xH100+4xH100"))
+    one, two = (search(query("llama3-8b", cluster, 64), top=1).best for cluster in ("2x4xH100", "4xH100+4xH100"))
     assert one.seconds == two.seconds
 
 
@@ -248,7 +248,7 @@ def test_a_long_schedule_is_counted_on_from_its_steady_state() -> None:
     """Against the whole schedule, where that can still be simulated."""
     for name in ("1f1b", "interleaved", "zb-h1", "zb-v"):
         layout = Layout.parse(f"pp=4,schedule={name},microbatches=99")
-        case = replace(wish("llama3-8b", "4xH100", 99), layout=layout)
+        case = replace(query("llama3-8b", "4xH100", 99), layout=layout)
         whole = simulate(build(name, 4, 99), costs(case, stage_passes(case))).makespan
         assert estimate(case).pipeline == pytest.approx(whole, rel=0.002)
 
@@ -267,11 +267,11 @@ def test_a_long_schedule_is_counted_on_from_its_steady_state() -> None:
 )
 def test_what_cannot_be_fixed_is_said(fixed: dict[str, object], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        search(wish("llama3-8b", "8xH100", 128), **fixed)
+        search(query("llama3-8b", "8xH100", 128), **fixed)
 
 
 def test_zero_3_is_also_searched_in_copies() -> None:
-    found = search(wish("llama3-70b", "64x8xH100", 512), top=24, zero=3, pp=1).options
+    found = search(query("llama3-70b", "64x8xH100", 512), top=24, zero=3, pp=1).options
     copied = [option for option in found if option.layout.replicate > 1]
     assert copied
     for option in copied:

@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import pytest
 
-from fivefold.cost.footprint import HEADROOM
 from fivefold.cost.kernels import Device
+from fivefold.cost.peak_memory import USABLE_FRACTION
 from fivefold.hardware.accelerators import find_accelerator
 from fivefold.hardware.cluster import Cluster
 from fivefold.planner.serve import ServePlan, serve, turning
@@ -95,7 +95,7 @@ def test_fp8_halves_the_blocks_and_leaves_the_ends() -> None:
 def test_memory_limits_the_batch() -> None:
     one = replica("llama3-8b")
     most = largest(one, 8192, 8000)
-    space = HEADROOM * H100.accelerator.memory
+    space = USABLE_FRACTION * H100.accelerator.memory
     assert memory_needed(one, most, 8192, 8000).total <= space < memory_needed(one, most + 1, 8192, 8000).total
     by_hand = (space - whole_weights(one.spec, "bf16")) / (8192 * whole_cache(one.spec, 2))
     assert 0.9 * by_hand < most < by_hand
@@ -216,7 +216,7 @@ def test_a_plan_goes_from_low_latency_to_high_throughput() -> None:
     assert found.crossing is None
     for one in found.options:
         assert one.tp * one.pp * one.replicas + one.idle == 8
-        assert one.held.total <= HEADROOM * H100.accelerator.memory
+        assert one.held.total <= USABLE_FRACTION * H100.accelerator.memory
         assert one.token >= one.step == pytest.approx(sum(one.parts))
         assert one.per_gpu == pytest.approx(one.tokens_per_second / 8)
 

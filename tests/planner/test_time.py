@@ -6,7 +6,7 @@ import pytest
 from msgspec import structs
 
 from fivefold.cost.block import layer_kind
-from fivefold.cost.footprint import footprint
+from fivefold.cost.peak_memory import footprint
 from fivefold.cost.stack import FIVEFOLD, ON_CPUS, Overlap
 from fivefold.cost.step import Case, costs, estimate, rank_flops, stage_passes
 from fivefold.hardware.cluster import Cluster

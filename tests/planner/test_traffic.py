@@ -6,8 +6,8 @@ from fractions import Fraction
 
 import pytest
 
-from fivefold.cost.links import Traffic, total, wire
-from fivefold.cost.traffic import RankCoords, expected
+from fivefold.cost.collective_time import Traffic, total, wire
+from fivefold.cost.traffic import RankCoords, expected_traffic
 from fivefold.layout.axes import AXES
 from fivefold.layout.layout import Layout
 from fivefold.spec.presets import preset
@@ -18,13 +18,13 @@ B, S, E = 8, 32, SPEC.hidden
 
 
 def sent(layout: str, dtype: str = "float32", **more: object) -> dict[tuple[str, str], Traffic]:
-    rows = expected(SPEC, Layout.parse(layout), S, B, dtype, **more)
+    rows = expected_traffic(SPEC, Layout.parse(layout), S, B, dtype, **more)
     return {row[:2]: row for row in rows}
 
 
 @pytest.mark.parametrize("n", [2, 4, 8])
 def test_plain_data_parallelism_sends_2m_of_its_gradients(n: int) -> None:
-    [row] = expected(SPEC, Layout(dp=n), S, 8, "float32")
+    [row] = expected_traffic(SPEC, Layout(dp=n), S, 8, "float32")
     assert row[:2] == ("dp", "all-reduce")
     assert row.payload == M + 32
     assert row.wire == 2 * (M + 32) * Fraction(n - 1, n)
@@ -67,7 +67,10 @@ def test_zero_3_in_bfloat16_gathers_no_norms_and_sums_their_gradients_once_a_ste
 
 
 def test_tensor_parallelism_has_four_all_reduces_of_bse_a_layer() -> None:
-    rows = [expected(preset("tiny", layers=layers, vocab=256), Layout(tp=2), S, B, "float32")[0] for layers in (1, 2)]
+    rows = [
+        expected_traffic(preset("tiny", layers=layers, vocab=256), Layout(tp=2), S, B, "float32")[0]
+        for layers in (1, 2)
+    ]
     assert rows[1].calls - rows[0].calls == 4
     assert rows[1].payload - rows[0].payload == 4 * B * S * E * 4
 
@@ -167,13 +170,13 @@ def test_the_ranks_of_a_pipeline_share_what_one_rank_sends(layout: str, schedule
 def test_the_ends_of_a_pipeline_add_up_a_tied_embedding() -> None:
     tied = preset("tiny", vocab=256, tied=True)
     table = tied.vocab * tied.hidden * 4
-    rows = [expected(tied, Layout(pp=4), S, B, "float32", coords=RankCoords(pp=rank)) for rank in range(4)]
+    rows = [expected_traffic(tied, Layout(pp=4), S, B, "float32", coords=RankCoords(pp=rank)) for rank in range(4)]
     shared = [sum(row.payload for row in some if row.axis == "embedding") for some in rows]
     assert shared == [table, 0, 0, table]
     # Two ranks are the ends of their own axis, and a V has both ends on one rank.
-    two = {row[:2]: row for row in expected(tied, Layout(pp=2), S, B, "float32")}
+    two = {row[:2]: row for row in expected_traffic(tied, Layout(pp=2), S, B, "float32")}
     assert two["pp", "all-reduce"].payload == table + 4 * 8
-    vee = expected(tied, Layout(pp=2, schedule="zb-v"), S, B, "float32")
+    vee = expected_traffic(tied, Layout(pp=2, schedule="zb-v"), S, B, "float32")
     assert [row.payload for row in vee if row[:2] == ("pp", "all-reduce")] == [4 * 8]
 
 
@@ -202,8 +205,8 @@ def test_smaller_buckets_are_more_calls_of_as_many_bytes() -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        "fivefold.cost.links",
-        "fivefold.cost.collectives",
+        "fivefold.cost.collective_time",
+        "fivefold.cost.block_collectives",
         "fivefold.verifier.verify",
         "fivefold.verifier.cases",
     ],
@@ -215,7 +218,7 @@ def test_predicting_and_judging_need_no_torch(module: str) -> None:
 
 
 def test_one_rank_sends_nothing() -> None:
-    assert expected(SPEC, Layout(), S, B, "float32") == []
+    assert expected_traffic(SPEC, Layout(), S, B, "float32") == []
 
 
 def test_wire_is_the_share_that_a_rank_does_not_keep() -> None:

@@ -11,7 +11,7 @@ import msgspec
 from fivefold.checkpoint.inspect import CheckpointCheck, CheckpointContents, CheckpointList
 from fivefold.checkpoint.store import Manifest
 from fivefold.clusters.write import LaunchResult, deployment, follow
-from fivefold.cost.links import Traffic
+from fivefold.cost.collective_time import Traffic
 from fivefold.dry.result import DryRunResult, vs_plan
 from fivefold.hardware.accelerators import ACCELERATORS
 from fivefold.hardware.cluster import Cluster

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fivefold.cost.links import Traffic
+from fivefold.cost.collective_time import Traffic
 from fivefold.job.config import Job, read_job
 from fivefold.job.preflight import preflight
 from fivefold.layout.layout import Layout

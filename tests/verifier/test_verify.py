@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from fivefold.cost.links import times
-from fivefold.cost.traffic import RankCoords, expected
+from fivefold.cost.collective_time import times
+from fivefold.cost.traffic import RankCoords, expected_traffic
 from fivefold.job.config import Job
 from fivefold.launch import processes
 from fivefold.spec.blocks import LatentSpec
@@ -110,7 +110,9 @@ def test_many_buckets_are_as_right_as_one(judge: Judge, layout: str) -> None:
         BUGS + cases.small_buckets.__name__, timeout=60,
     )  # fmt: skip
     all_coords = [RankCoords.of(one.layout, rank) for rank in range(one.layout.world)]
-    steps = [expected(one.model, one.layout, 16, 8, "float64", coords=coords, minimum=1) for coords in all_coords]
+    steps = [
+        expected_traffic(one.model, one.layout, 16, 8, "float64", coords=coords, minimum=1) for coords in all_coords
+    ]
     forms = [[times(row, one.train.steps) for row in rows] for rows in steps]
     verdict = Verdict.of(one, found, forms, [{} for _ in forms], 0.0)
     assert verdict.problems == []

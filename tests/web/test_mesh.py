@@ -5,7 +5,7 @@ import random
 import pytest
 
 import fivefold as ff
-from fivefold.cost.traffic import in_order
+from fivefold.cost.traffic import layer_collectives
 from fivefold.layout.layout import Layout
 from fivefold.layout.sharding import context_share, kv_head, part_of
 from fivefold.layout.sharding import held as parameters
@@ -104,7 +104,7 @@ def test_experts_are_dealt_out() -> None:
 def test_a_layer_sends_what_the_planner_says(words: dict[str, str]) -> None:
     layer = payload(Ask(words | {"layer": "20"}))["layer"]
     layout, spec = Layout.parse(words["layout"]), preset(words["model"])
-    told = in_order(spec, layout, int(words["seq"]), int(words["batch"]), "bfloat16", 20)
+    told = layer_collectives(spec, layout, int(words["seq"]), int(words["batch"]), "bfloat16", 20)
     assert [tuple(one[name] for name in told[0]._fields) for one in layer["sent"]] == [tuple(one) for one in told]
     result = ff.simulate(
         words["model"], words["layout"], words["cluster"], batch=int(words["batch"]), seq=int(words["seq"])

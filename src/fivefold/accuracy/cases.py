@@ -32,7 +32,7 @@ from fivefold.accuracy.spelling import (
     yes_or_no,
     zero_named,
 )
-from fivefold.cost.footprint import HEADROOM
+from fivefold.cost.peak_memory import USABLE_FRACTION
 from fivefold.cost.stack import SoftwareProfile
 from fivefold.cost.step import Case
 from fivefold.hardware.accelerators import Accelerator, find_accelerator
@@ -357,7 +357,7 @@ def _zero(row: PublishedRow, source: Source, parameters: float) -> int:
     if (stated := zero_named(row.text("zero_stage"))) is not None:
         return stated
     needed = parameters * (source.stack.weight_bytes + source.stack.gradient_bytes)
-    return 3 if needed > HEADROOM * device_of(row.text("gpu")).memory else source.zero
+    return 3 if needed > USABLE_FRACTION * device_of(row.text("gpu")).memory else source.zero
 
 
 def _schedule(row: PublishedRow, source: Source, spec: ModelSpec, layout: Layout) -> tuple[str, int]:

@@ -21,7 +21,7 @@ from fivefold.accuracy.fit import by_source as file_of
 from fivefold.accuracy.result import Progress, steps
 from fivefold.accuracy.score import FEW, RowScore, evaluate, line_of
 from fivefold.accuracy.spelling import is_mixture
-from fivefold.cost.footprint import footprint
+from fivefold.cost.peak_memory import footprint
 from fivefold.cost.step import Case, estimate
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout

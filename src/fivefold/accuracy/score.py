@@ -10,8 +10,8 @@ import numpy as np
 from fivefold.accuracy.cases import MeasuredRun, PublishedRow, measured
 from fivefold.accuracy.fit import Constants, predict
 from fivefold.accuracy.spelling import Refused, is_mixture, older
-from fivefold.cost.footprint import HEADROOM, footprint
-from fivefold.cost.memory import paper
+from fivefold.cost.model_state import paper
+from fivefold.cost.peak_memory import USABLE_FRACTION, footprint
 from fivefold.support.errors import UserError
 
 NONSENSE = (ArithmeticError, ValueError, IndexError, AssertionError)  # of numbers that make no sense together
@@ -104,7 +104,7 @@ def _predicted(row: PublishedRow, constants: Constants | None, exact: bool) -> R
     if is_mixture(row):
         return RowScore(row, run, predict(run, constants, exact) if run.seconds is not None else None)
     needs, memory = footprint(run.case), run.case.on.accelerator.memory
-    fits, planned = needs.total <= memory, needs.total <= HEADROOM * memory
+    fits, planned = needs.total <= memory, needs.total <= USABLE_FRACTION * memory
     seconds = predict(run, constants, exact) if run.seconds is not None or row.status == "oom" else None
     return RowScore(row, run, seconds, needs.reserved if run.source.reserved else needs.allocated, fits, planned)
 

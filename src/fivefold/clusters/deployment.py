@@ -10,7 +10,7 @@ import msgspec
 
 from fivefold.clusters import quoting
 from fivefold.clusters.quoting import comment
-from fivefold.cost.memory import checkpoint_bytes
+from fivefold.cost.model_state import checkpoint_bytes
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import Job
 from fivefold.layout.layout import Layout

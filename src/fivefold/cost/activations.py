@@ -1,8 +1,10 @@
-"""Bytes that one microbatch keeps for its backward pass, by kind, on one rank.
+"""Bytes that one microbatch saves for its backward pass, by kind, on one rank.
 
-kept(spec, layout, stack, samples, seq)      # of a block
-Letters as in `block.py`. Textbook case: a GPT block with dropout, fused softmax and no recompute keeps
-T E (34 + 5 H S / E) bytes on one rank (arXiv 2205.05198, section 4.1); tp divides all but 10 T E of it, sp that, too.
+saved_activations(spec, layout, stack, samples, seq)      # of a block
+
+Letters: T tokens of a microbatch on this rank, E hidden, H heads, S tokens of a sequence. Textbook case: a GPT block
+with dropout, fused softmax and no recompute saves T E (34 + 5 H S / E) bytes on one rank (arXiv 2205.05198, section
+4.1); tp divides all but 10 T E of it, sp that, too.
 """
 
 import math
@@ -19,181 +21,196 @@ from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import BlockOperations, Matmul, block
 
 # ---- expert memory --------------------------------------------------------------------------------------------------
-# Bytes of a mixture of experts on one rank: what a microbatch keeps, and what its backward pass needs for a while.
+# Bytes of the experts of one block on one rank: what a microbatch saves, and the peaks of its backward pass.
 #
-#     mixture = MixtureMemory(spec, layout, stack, tokens=4096, wide=2, imbalance=1.2)
-#     mixture.everything, mixture.outputs, mixture.passing
+#     moe = MoEMemory(spec, layout, stack, tokens=4096, activation_bytes=2, imbalance=1.2)
+#     moe.saved, moe.saved_selective         # without recompute, and with selective recompute
+#     moe.during_last_linear                 # in backward, on top of `saved`
 #
-# A rank routes n of the microbatch's tokens, fills K slots for each, and computes N rows of its own experts: the
-# fullest rank `imbalance` times as many as it sends. Letters as in `moe.py`: E hidden, F an expert's width, X
-# experts. This code weighs what experts said in float32: in backward that is the largest part of it, the gradients of
-# the slots and their products with the slots.
+# A rank routes n of the microbatch's tokens, fills K slots for each (a slot is a token's visit to one expert), and
+# computes N rows with its own experts: the most loaded rank `imbalance` times as many as it sends. Letters: E hidden, F
+# an expert's width, X experts. This code weights the experts' outputs in float32. Backward needs most bytes for that:
+# the gradients of the slots, and their products with the slots.
 
 
-# What a fused kernel does not write of a gated activation: the gate's; or clamped gate, sigmoid, their product, input.
+# Tensors of a gated activation that a fused kernel does not write: the gate's output; or, where the gate is clamped,
+# the clamped gate, its sigmoid, their product, and the clamped input.
 GATES = {"swiglu": 1, "swiglu_clamped": 4}
-_SLOT = 40  # bytes of the numbers of a slot: its expert, its places before and after, its weight
+_SLOT = 40  # bytes of the numbers of a slot: its expert, its places before and after sorting, its weight
 
 
 def written_by_activation(spec: ModelSpec, stack: SoftwareProfile) -> int:
-    """Tensors of its width that an activation keeps besides what it read and what it wrote."""
+    """Tensors that an activation function saves beside its inputs and its output, each as wide as the output."""
     return GATES.get(spec.activation, 0) if stack.pointwise in ("eager", "fivefold") else 0
 
 
 @dataclass(frozen=True)
-class MixtureMemory(RoutedTokens):
-    """Of one block and microbatch with `tokens` on a cp rank; `wide` is the bytes of an activation."""
+class MoEMemory(RoutedTokens):
+    """The experts of one block, for a microbatch with `tokens` on a cp rank.
+
+    The properties `during_...` are moments of the backward pass, in its order: bytes on top of `saved`.
+    """
 
     spec: ModelSpec
     layout: Layout
     stack: SoftwareProfile
     tokens: int
-    wide: int = 2
+    activation_bytes: int = 2  # of one element
     imbalance: float = 1.0
-    splits: bool = False  # whether backward passes have two halves
+    splits: bool = False  # whether backward passes are split into input gradients (I) and weight gradients (W)
+
+    # ---- saved in forward --------------------------------------------------------------------------------------------
 
     @property
-    def gathers(self) -> bool:
+    def saved(self) -> float:
+        """What autograd saves without recompute."""
+        *columns, down = self._matmuls
+        written = 1 + written_by_activation(self.spec, self.stack)
+        inner = sum(matmul.outputs for matmul in columns) + written * down.inputs
+        bytes_ = self.saved_by_router + self.rows * self.activation_bytes * (self.spec.hidden + inner)
+        if not self._weights_apart:
+            return bytes_
+        return bytes_ + self._expert_outputs * (2 if self._gathers_tokens else 1)  # the sum over ranks saves its input
+
+    @property
+    def saved_by_router(self) -> float:
+        """The input and the weight in float32, the scores, and the numbers of the slots."""
+        experts, hidden = self.experts.count, self.spec.hidden
+        entering = self.routed * hidden * (self._accum_bytes if self._weights_apart else self.activation_bytes)
+        weight = experts * hidden * self._accum_bytes if self.activation_bytes < self._accum_bytes else 0
+        return entering + weight + self.routed * experts * self._accum_bytes + self.slots * _SLOT
+
+    @property
+    def saved_selective(self) -> float:
+        """What selective recompute saves: outputs of matmuls, and all that came from other ranks."""
+        hidden, activation_bytes, experts = self.spec.hidden, self.activation_bytes, self.experts
+        # Rows that travel back are not read where they were computed.
+        written = self._matmuls[:-1] if self.layout.ep > 1 and not self._gathers_tokens else self._matmuls
+        bytes_ = self.rows * activation_bytes * sum(matmul.outputs for matmul in written)
+        bytes_ += self.routed * experts.count * self._accum_bytes
+        if self._gathers_tokens:
+            choices = self.layout.ep * self.slots * (8 + self._accum_bytes)  # an expert's number and weight
+            bytes_ += self._gathered_elements * activation_bytes + choices
+            bytes_ += self.routed * hidden * self._accum_bytes
+        elif self.layout.ep > 1:
+            bytes_ += (self.rows + self.slots) * hidden * activation_bytes
+        if self.layout.tp > 1 and not self.layout.sp:  # all slices of the tokens
+            bytes_ += self.tokens * hidden * activation_bytes
+        return bytes_
+
+    # ---- moments of backward -----------------------------------------------------------------------------------------
+
+    @property
+    def during_combine(self) -> float:
+        """The combine by a reduce-scatter: zeros and the sums; or, where a block is recomputed, zeros and the gathered
+        gradient of the sums. Beside them the rows that are summed, and what selective recompute saves of the combine,
+        which is not read yet."""
+        if not self._gathers_tokens:
+            return 0.0
+        unread = self.routed * self.spec.hidden * self._accum_bytes if self.layout.recompute == "selective" else 0.0
+        return self._gathered_elements * (2 * self._accum_bytes + self.activation_bytes) + self._row_bytes + unread
+
+    @property
+    def during_weighting(self) -> float:
+        """The backward pass of weighting the experts' outputs; none of the block's gradients are allocated yet."""
+        if not self._weights_apart:
+            return 0.0
+        return 2 * (self.rows if self._gathers_tokens else self.slots) * self.spec.hidden * self._accum_bytes
+
+    @property
+    def _freed_by_weighting(self) -> float:
+        """The part of `saved` that is freed after that."""
+        return self._expert_outputs * (2 if self._gathers_tokens else 1) if self._weights_apart else 0.0
+
+    @property
+    def during_combine_backward(self) -> float:
+        """The gradients of rows are received from other ranks, and put in order."""
+        if self.layout.ep == 1 or self._gathers_tokens:
+            return 0.0
+        return 2 * self._row_bytes - self._freed_by_weighting
+
+    @property
+    def during_last_linear(self) -> float:
+        """The experts' last linear and their activation function: gradients of two intermediates; or of a row, an
+        intermediate and the weight. Where backward is split, W still needs an intermediate and the gradient of a row.
+        """
+        if self.splits:
+            return 3 * self._intermediate_bytes + self._row_bytes - self._freed_by_weighting
+        wgrad = self._row_bytes + self._intermediate_bytes + self._wgrad_bytes
+        return max(2 * self._intermediate_bytes, wgrad) - self._freed_by_weighting
+
+    @property
+    def last_linear_fraction(self) -> float:
+        """The fraction of the experts' parameters in their last linear, whose gradient comes first."""
+        return 1 / len(self._matmuls)
+
+    @property
+    def during_first_linears(self) -> float:
+        """The end of the linears before it: gradients of rows and of a weight; the intermediates are freed."""
+        allocated = self._row_bytes + (self.deferred_wgrad if self.splits else self._wgrad_bytes)
+        return allocated - (self.saved - self.saved_by_router)
+
+    @property
+    def during_dispatch_backward(self) -> float:
+        """After all linears: gradients of rows, and buffers for them in the order in which they came."""
+        deferred = self.deferred_wgrad if self.splits else 0.0
+        return 3 * self._row_bytes + deferred - (self.saved - self.saved_by_router)
+
+    @property
+    def deferred_wgrad(self) -> float:
+        """Held from I to W: rows and intermediates, and the gradients of what the experts' linears wrote."""
+        *columns, down = self._matmuls
+        features = columns[0].inputs + down.inputs + sum(matmul.outputs for matmul in self._matmuls)
+        return self.rows * self.activation_bytes * features
+
+    # ---- sizes -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _gathers_tokens(self) -> bool:
         """Whether every rank gets all tokens."""
         return self.layout.dispatch == "allgather" and self.layout.ep > 1
 
     @property
-    def widened(self) -> int:
-        """Bytes of what is computed in float32 at least."""
-        return max(4, self.wide)
+    def _accum_bytes(self) -> int:
+        """Bytes of an element that is computed in float32 at least."""
+        return max(4, self.activation_bytes)
 
     @property
-    def eager(self) -> bool:
-        """Whether experts' outputs are weighed, and the router's input is widened, by kernels of their own. Other
-        software weighs inside of the activation, and its router reads what the norm wrote."""
+    def _weights_apart(self) -> bool:
+        """Whether experts' outputs are weighted, and the router's input is cast, by kernels of their own. Other
+        software weights inside of the activation function, and its router reads the norm's output."""
         return self.stack.pointwise in ("eager", "fivefold")
 
     @cached_property
-    def matmuls(self) -> list[Matmul]:
+    def _matmuls(self) -> list[Matmul]:
         return [matmul for matmul in block(self.spec).matmuls if matmul.experts]
 
     @property
-    def inner(self) -> float:
-        """Bytes of one of the experts' intermediates."""
-        return self.rows * self.matmuls[-1].inputs * self.wide
+    def _expert_outputs(self) -> float:
+        """The experts' outputs: a row for each slot; where tokens are gathered, for each row here, in float32."""
+        rows_bytes = self.rows * self._accum_bytes if self._gathers_tokens else self.slots * self.activation_bytes
+        return self.spec.hidden * rows_bytes
 
     @property
-    def said(self) -> float:
-        """Bytes of what experts said: a row for each slot; where tokens are gathered, for each row here, widened."""
-        return self.spec.hidden * (self.rows * self.widened if self.gathers else self.slots * self.wide)
+    def _intermediate_bytes(self) -> float:
+        """One of the experts' intermediates."""
+        return self.rows * self._matmuls[-1].inputs * self.activation_bytes
 
     @property
-    def router(self) -> float:
-        """The widened input and weight, the scores, and the numbers of slots."""
-        experts, hidden = self.experts.count, self.spec.hidden
-        entering = self.routed * hidden * (self.widened if self.eager else self.wide)
-        weight = experts * hidden * self.widened if self.wide < self.widened else 0
-        return entering + weight + self.routed * experts * self.widened + self.slots * _SLOT
-
-    @property
-    def everything(self) -> float:
-        """What autograd saves without recompute."""
-        *columns, down = self.matmuls
-        inner = (
-            sum(matmul.outputs for matmul in columns) + (1 + written_by_activation(self.spec, self.stack)) * down.inputs
-        )
-        bytes_ = self.router + self.rows * self.wide * (self.spec.hidden + inner)
-        if not self.eager:
-            return bytes_
-        return bytes_ + self.said * (2 if self.gathers else 1)  # its sum over ranks keeps what it adds up, too
-
-    @property
-    def outputs(self) -> float:
-        """What selective recompute keeps: outputs of matmuls, and all that came from other ranks."""
-        hidden, wide, experts = self.spec.hidden, self.wide, self.experts
-        # Of rows that travel back nothing is read where they were made.
-        written = self.matmuls[:-1] if self.layout.ep > 1 and not self.gathers else self.matmuls
-        bytes_ = self.rows * wide * sum(matmul.outputs for matmul in written)
-        bytes_ += self.routed * experts.count * self.widened
-        if self.gathers:
-            bytes_ += self._tokens * wide + self.layout.ep * self.slots * (8 + self.widened)
-            bytes_ += self.routed * hidden * self.widened
-        elif self.layout.ep > 1:
-            bytes_ += (self.rows + self.slots) * hidden * wide
-        if self.layout.tp > 1 and not self.layout.sp:  # all slices of the tokens
-            bytes_ += self.tokens * hidden * wide
-        return bytes_
-
-    @property
-    def defer_wgrad(self) -> float:
-        """Between I and W: rows and intermediates, the gradients of what experts' linears wrote."""
-        *columns, down = self.matmuls
-        features = columns[0].inputs + down.inputs + sum(matmul.outputs for matmul in self.matmuls)
-        return self.rows * self.wide * features
-
-    @property
-    def returning(self) -> float:
-        """Bytes on top of `everything` while rows are added up for all ranks: zeros and the sums; or, where a block
-        runs again, zeros and the gradient of the sums, which has been gathered. Beside them what they are made of, and
-        what selective recompute keeps of the way back, for which nobody has asked yet."""
-        if not self.gathers:
-            return 0.0
-        kept = self.routed * self.spec.hidden * self.widened if self.layout.recompute == "selective" else 0.0
-        return self._tokens * (2 * self.widened + self.wide) + self._row + kept
-
-    @property
-    def weighing(self) -> float:
-        """Bytes on top of `everything` while backward undoes the weighing; none of the block's gradients exist yet."""
-        if not self.eager:
-            return 0.0
-        return 2 * (self.rows if self.gathers else self.slots) * self.spec.hidden * self.widened
-
-    @property
-    def weighed(self) -> float:
-        """Of `everything` what is gone after that."""
-        return self.said * (2 if self.gathers else 1) if self.eager else 0.0
-
-    @property
-    def arriving(self) -> float:
-        """Bytes on top of `everything` when the gradients of rows have come from other ranks, and are put in order."""
-        return 2 * self._row - self.weighed if self.layout.ep > 1 and not self.gathers else 0.0
-
-    @property
-    def linears(self) -> float:
-        """Bytes on top of `everything` while the last of an expert's linears and its activation run backward: gradients
-        of intermediates; or of a row, an intermediate and the weight. What the second half of a backward pass reads
-        stays: an intermediate, and the gradient of a row."""
-        if self.splits:
-            return 3 * self.inner + self._row - self.weighed
-        return max(2 * self.inner, self._row + self.inner + self._weight) - self.weighed
-
-    @property
-    def columns(self) -> float:
-        """The same when the linears before it have run: gradients of rows and of a weight; the intermediates are
-        gone."""
-        made = self._row + (self.defer_wgrad if self.splits else self._weight)
-        return made - (self.everything - self.router)
-
-    @property
-    def first_gradient(self) -> float:
-        """The share of an expert's parameters that its last linear has, whose gradient is made first."""
-        return 1 / len(self.matmuls)
-
-    @property
-    def _tokens(self) -> float:
-        """Elements of the tokens of all ranks of ep."""
+    def _gathered_elements(self) -> float:
+        """Elements (not bytes) of the tokens of all ranks of ep."""
         return self.layout.ep * self.routed * self.spec.hidden
 
     @property
-    def _row(self) -> float:
-        return self.rows * self.spec.hidden * self.wide
+    def _row_bytes(self) -> float:
+        """All rows of this rank."""
+        return self.rows * self.spec.hidden * self.activation_bytes
 
     @property
-    def _weight(self) -> float:
-        """Bytes of a weight's gradient, of all experts here, before it is widened."""
-        down = self.matmuls[-1]
-        return down.inputs * down.outputs * self.experts.count / self.layout.ep * self.wide
-
-    @property
-    def leaving(self) -> float:
-        """The same when they have run: gradients of rows, and room for them in the order in which they came."""
-        waits = self.defer_wgrad if self.splits else 0.0
-        return 3 * self._row + waits - (self.everything - self.router)
+    def _wgrad_bytes(self) -> float:
+        """The gradient of one weight, of all experts of this rank, before it is cast to float32."""
+        down = self._matmuls[-1]
+        return down.inputs * down.outputs * self.experts.count / self.layout.ep * self.activation_bytes
 
 
 # ---- activations ----------------------------------------------------------------------------------------------------
@@ -202,68 +219,74 @@ class MixtureMemory(RoutedTokens):
 class SavedActivations(NamedTuple):
     """Bytes by kind."""
 
-    residual: float = 0.0  # the stream itself: what a block is given
+    residual: float = 0.0  # the residual stream: a block's input
     norm: float = 0.0
     attention: float = 0.0
     scores: float = 0.0  # where attention is not one kernel
     mlp: float = 0.0
-    head: float = 0.0  # gradients that were taken with the loss, and wait for the backward pass
-    experts: float = 0.0  # router, rows that came to this rank's experts, what these made of them
+    head: float = 0.0  # gradients that are computed with the loss, and wait for the backward pass
+    experts: float = 0.0  # router, rows that this rank's experts received, their intermediates
 
     @property
     def total(self) -> float:
         return sum(self)
 
 
-def kept(
+def saved_activations(
     spec: ModelSpec,
     layout: Layout,
     stack: SoftwareProfile,
     samples: int,
     seq: int,
-    wide: int = 2,
+    activation_bytes: int = 2,
     *,
     dense: bool = False,
     imbalance: float = 1.0,
 ) -> SavedActivations:
-    """Of one block and microbatch; `wide` is the bytes of an activation. In a model with experts it is a block that has
-    some, of the rank with `imbalance` times the mean of the tokens; or (`dense`) one that has none."""
+    """What one block saves of one microbatch; `activation_bytes` are those of one element.
+
+    In a model with experts it is a block that has some, of the rank with `imbalance` times the mean of the tokens; or
+    (`dense`) one of the first blocks, that have none.
+    """
     tokens = samples * seq // layout.cp
-    mixture = None
+    moe = None
     if spec.experts is not None and not dense:
-        mixture = MixtureMemory(spec, layout, stack, tokens, wide, imbalance)
-    everything = _everything(spec, layout, stack, tokens, seq, wide, mixture)
+        moe = MoEMemory(spec, layout, stack, tokens, activation_bytes, imbalance)
+    without_recompute = _without_recompute(spec, layout, stack, tokens, seq, activation_bytes, moe)
     if layout.recompute == "none":
-        return everything
-    stream = everything.residual / 2
+        return without_recompute
+    residual = without_recompute.residual / 2
     if layout.recompute == "full":
-        return SavedActivations(residual=stream)
+        return SavedActivations(residual=residual)
     if stack.selective == "attention":
-        return everything._replace(scores=0.0)
+        return without_recompute._replace(scores=0.0)
     own = block(spec, layout.tp, dense)
-    # The outputs of every matmul and of attention, and what Ulysses traded before it and after it.
-    attention = tokens * wide * (own.attention.width + _outputs(own, "attention", layout))
+    # The outputs of every matmul and of attention, and what Ulysses exchanged before attention and after it.
+    attention = tokens * activation_bytes * (own.attention.width + _output_features(own, "attention", layout))
     if layout.cp > 1 and layout.cp_kind == "ulysses":
-        traded = _block(spec, layout, dense).attention
-        attention += tokens * wide * (2 * traded.width + 2 * traded.kv_width)
+        exchanged = _block(spec, layout, dense).attention
+        attention += tokens * activation_bytes * (2 * exchanged.width + 2 * exchanged.kv_width)
     if spec.mla and layout.sp:  # the latents of all tokens, gathered
-        attention += tokens * wide * (spec.mla.q_rank + spec.mla.cached)
-    mlp = tokens * wide * _outputs(own, "mlp", layout)
+        attention += tokens * activation_bytes * (spec.mla.q_rank + spec.mla.cached)
+    mlp = tokens * activation_bytes * _output_features(own, "mlp", layout)
     if stack.selective == "half":
-        attention, mlp = tokens * wide * (1.5 * own.attention.width + 1.0 * own.attention.kv_width), mlp / 2
-    return SavedActivations(residual=stream, attention=attention, mlp=mlp, experts=mixture.outputs if mixture else 0.0)
+        attention = tokens * activation_bytes * (1.5 * own.attention.width + 1.0 * own.attention.kv_width)
+        mlp = mlp / 2
+    experts = moe.saved_selective if moe else 0.0
+    return SavedActivations(residual=residual, attention=attention, mlp=mlp, experts=experts)
 
 
-def defer_wgrad(spec: ModelSpec, layout: Layout, tokens: int, wide: int = 2, dense: bool = False) -> float:
-    """Bytes of a block between its I and its W: what the linears read, and the gradients of what they wrote. Of the
-    experts `MixtureMemory` says it."""
-    own, part = _block(spec, layout, dense), layout.tp if layout.sp else 1
+def deferred_wgrad_bytes(
+    spec: ModelSpec, layout: Layout, tokens: int, activation_bytes: int = 2, dense: bool = False
+) -> float:
+    """Bytes that a block holds from its I to its W: the inputs of its linears, and the gradients of their outputs. Of
+    experts `MoEMemory.deferred_wgrad` has them."""
+    own, parts = _block(spec, layout, dense), layout.tp if layout.sp else 1
     groups = [group for group in own.groups if not _of_experts(group[0])]
     matmuls = [matmul for group in groups for matmul in group]
-    read = sum(group[0].inputs / (part if group[0].reads_residual else 1) for group in groups)
-    return (
-        tokens * wide * (read + sum(matmul.outputs / (part if matmul.tp == "replicated" else 1) for matmul in matmuls))
-    )
+    inputs = sum(group[0].inputs / (parts if group[0].reads_residual else 1) for group in groups)
+    outputs = sum(matmul.outputs / (parts if matmul.tp == "replicated" else 1) for matmul in matmuls)
+    return tokens * activation_bytes * (inputs + outputs)
 
 
 def _of_experts(matmul: Matmul) -> bool:
@@ -272,69 +295,76 @@ def _of_experts(matmul: Matmul) -> bool:
 
 
 def _block(spec: ModelSpec, layout: Layout, dense: bool = False) -> BlockOperations:
-    """A tp rank's block as attention keeps it: Ulysses repeats kv heads that are few."""
+    """A tp rank's block as attention keeps it: Ulysses repeats kv heads that are fewer than its ranks."""
     own = block(spec, layout.tp, dense)
     if layout.cp == 1 or layout.cp_kind != "ulysses":
         return own
-    more = structs.replace(spec, kv_heads=math.lcm(own.attention.kv_heads, layout.cp) * layout.tp)
-    return block(more, layout.tp, dense)
+    repeated = structs.replace(spec, kv_heads=math.lcm(own.attention.kv_heads, layout.cp) * layout.tp)
+    return block(repeated, layout.tp, dense)
 
 
-def _outputs(own: BlockOperations, branch: str, layout: Layout) -> float:
-    """Features that the matmuls of a branch write; of those that every rank has, sp leaves a rank its part."""
-    part = layout.tp if layout.sp else 1
-    return sum(matmul.outputs / (part if matmul.whole else 1) for matmul in own.of(branch) if not _of_experts(matmul))
+def _output_features(own: BlockOperations, branch: str, layout: Layout) -> float:
+    """Features that the matmuls of a branch write. Of those that all tp ranks compute alike, sp leaves a rank its part
+    of the tokens."""
+    parts = layout.tp if layout.sp else 1
+    matmuls = (matmul for matmul in own.of(branch) if not _of_experts(matmul))
+    return sum(matmul.outputs / (parts if matmul.whole else 1) for matmul in matmuls)
 
 
-def _everything(
+def _without_recompute(
     spec: ModelSpec,
     layout: Layout,
     stack: SoftwareProfile,
     tokens: int,
     seq: int,
-    wide: int,
-    mixture: MixtureMemory | None,
+    activation_bytes: int,
+    moe: MoEMemory | None,
 ) -> SavedActivations:
     """What autograd saves without recompute."""
-    own = _block(spec, layout, dense=mixture is None)
+    own = _block(spec, layout, dense=moe is None)
 
-    def stream(kind: str) -> float:
+    def read_by(kind: str) -> float:
         """Elements that operations of a kind read. Without sp every tp rank holds all of them."""
         return tokens * sum(
             operation.share(layout.tp, layout.sp) for operation in own.elementwise if operation.kind == kind
         )
 
-    # Each norm keeps its input (the residual stream) and its output, which the columns read; in eager float32 RMSNorm
-    # the input as float32 and the normalised values besides. A dropout keeps its mask.
+    # Each norm saves its input (the residual stream) and its output, which the column-parallel linears read; an eager
+    # RMSNorm also its input as float32 and the normalised values. A dropout saves its mask.
     eager = stack.norm == "eager" and spec.norm == "rmsnorm"
-    norm = (stream("norm") + stream("qk_norm")) * (wide + (8 if eager else 0)) + stream("dropout")
+    norm = (read_by("norm") + read_by("qk_norm")) * (activation_bytes + (8 if eager else 0)) + read_by("dropout")
     mlp = [matmul for matmul in own.of("mlp") if not _of_experts(matmul)]
     if not mlp:  # nothing but the router reads the second norm's output
-        norm -= tokens * wide * spec.hidden / (layout.tp if layout.sp else 1)
+        norm -= tokens * activation_bytes * spec.hidden / (layout.tp if layout.sp else 1)
     scores = 0.0
     if stack.attention in ("torch", "fused"):
-        # Fused: probabilities, a mask, and what it leaves of them. Torch: float32 softmax, cast, mask.
-        per_score = 2 * wide + {"fused": 1, "torch": 4}[stack.attention]
+        # Fused: probabilities, a mask, and their product. Torch: float32 softmax, cast, mask.
+        per_score = 2 * activation_bytes + {"fused": 1, "torch": 4}[stack.attention]
         scores = float(per_score * tokens * own.attention.heads * seq)
     inner = sum(matmul.outputs for matmul in mlp[:-1])
     inner += sum((1 + written_by_activation(spec, stack)) * matmul.inputs for matmul in mlp[-1:])
-    attention = _attention(spec, layout, stack, own, tokens, wide)
-    experts = mixture.everything if mixture else 0.0
     return SavedActivations(
-        stream("residual") * wide, norm, attention, scores, float(wide * tokens * inner), experts=experts
+        residual=read_by("residual") * activation_bytes,
+        norm=norm,
+        attention=_saved_by_attention(spec, layout, stack, own, tokens, activation_bytes),
+        scores=scores,
+        mlp=float(activation_bytes * tokens * inner),
+        experts=moe.saved if moe else 0.0,
     )
 
 
-def _attention(
-    spec: ModelSpec, layout: Layout, stack: SoftwareProfile, own: BlockOperations, tokens: int, wide: int
+def _saved_by_attention(
+    spec: ModelSpec, layout: Layout, stack: SoftwareProfile, own: BlockOperations, tokens: int, activation_bytes: int
 ) -> float:
-    """Queries, keys, values, the output (or two copies of it), a number for each query."""
+    """Queries, keys, values, the output (or two copies of it), and a log-sum-exp in float32 for each query."""
     outputs, attention = 2 if stack.copies_attention else 1, own.attention
+    log_sum_exp = 4 * attention.heads
     if spec.mla is None:
-        return float(tokens * (wide * ((1 + outputs) * attention.width + 2 * attention.kv_width) + 4 * attention.heads))
+        features = (1 + outputs) * attention.width + 2 * attention.kv_width
+        return float(tokens * (activation_bytes * features + log_sum_exp))
     # Of latent attention the norms' outputs are the latents that heads are made of, side by side; with sp those of all
     # tokens. Values are padded to the width of the keys.
     values = attention.width if stack.pads_values else attention.seen
-    part, latents = layout.tp if layout.sp else 1, spec.mla.q_rank + spec.mla.cached
-    made = 2 * attention.width + 2 * values + (outputs - 1) * attention.seen
-    return float(tokens * (wide * (made + latents + spec.mla.rope_dim / part) + 4 * attention.heads))
+    parts, latents = layout.tp if layout.sp else 1, spec.mla.q_rank + spec.mla.cached
+    heads = 2 * attention.width + 2 * values + (outputs - 1) * attention.seen
+    return float(tokens * (activation_bytes * (heads + latents + spec.mla.rope_dim / parts) + log_sum_exp))

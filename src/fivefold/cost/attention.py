@@ -1,10 +1,10 @@
 """Context parallelism of one layer: ring, all-gather and Ulysses by bytes, seconds and memory.
 
-    case = LayerAttention(131072, heads=16, kv_heads=1, head_dim=128, device=device, wires=wires)  # heads of a tp rank
-    compare(case)["ring"].seconds
+    layer = LayerAttention(131072, heads=16, kv_heads=1, head_dim=128, device=device, wires=wires)  # heads of a tp rank
+    compare(layer)["ring"].seconds
 
-Bytes are those of `cost/collectives.py`, and of what `parallel/context.py` runs. A layer takes as long as its slowest
-rank: attention in whole tiles, the merging of partial results, and the exposed communication.
+Bytes are those of `cost/block_collectives.py`, and of what `parallel/context.py` runs. A layer takes as long as its
+slowest rank: attention in whole tiles, the merging of partial results, and the exposed communication.
 
     ring        a step's attention hides that step's sends, as far as it lasts, and a step ends when its slowest rank
                 has finished; the last gradient is sent home after all attention
@@ -23,10 +23,10 @@ from typing import Literal, NamedTuple
 
 from msgspec import structs
 
-from fivefold.cost.collectives import Collective, context
+from fivefold.cost.block_collectives import Collective, context
+from fivefold.cost.collective_time import Topology, wire
 from fivefold.cost.kernels import QUERIES, Device, plus, times
-from fivefold.cost.links import Topology, wire
-from fivefold.cost.memory import BYTES, wide_bytes
+from fivefold.cost.model_state import BYTES, wide_bytes
 from fivefold.cost.stack import FIVEFOLD, Attention
 from fivefold.layout.layout import ContextKind
 from fivefold.support.errors import UserError
@@ -82,7 +82,7 @@ class SequenceSplit:
 
     @property
     def tokens(self) -> int:
-        """Of one rank."""
+        """Tokens of one rank."""
         return self.piece * self.rounds
 
     @property
@@ -108,7 +108,7 @@ class SequenceSplit:
 
     @property
     def busiest(self) -> int:
-        """Scores of the rank that has most: in the middle of the ranks there is a mean of both ends."""
+        """Scores of the rank that has most: in the middle of the ranks there is a mean of first and last."""
         return self.scores("own") + (self.ranks - 1) * self._worst
 
     @property
@@ -237,7 +237,7 @@ class LayerAttention:
 
     @property
     def tokens(self) -> int:
-        """Of one rank."""
+        """Tokens of one rank."""
         return self.seq // self.ranks
 
     def size(self, heads: int) -> int:
@@ -255,7 +255,7 @@ class LayerAttention:
         return math.lcm(self.kv_heads, self.ranks)
 
     def collectives(self, kind: ContextKind) -> tuple[list[Collective], list[Collective]]:
-        """Of a forward and a backward pass."""
+        """The collectives of a forward and a backward pass."""
         head = self.size(1)
         both = context(kind, self.ranks, head, self.heads, self.kv_heads, self.narrow, self.wide)
         return both["forward"], both["backward"]
@@ -301,7 +301,7 @@ class Method:
     exposed: Both  # communication that compute does not hide
     kept: int  # bytes from forward to backward: q, k, v, the output and its LSE, as attention saw them
     buffers: int  # bytes beside them while it runs, at most
-    undoing: int  # likewise in backward, with all gradients and copies that it makes
+    backward_buffers: int  # likewise in backward, with all gradients and copies that it makes
     moving: Both  # all communication, exposed or hidden
     waits: float = 0.0  # of the exposed seconds, those in which a ring's step waits for its sends
     spare: float = 0.0  # seconds of attention that need no other rank's keys, and could hide as much
@@ -315,100 +315,105 @@ class Method:
         return sum(int(wire(sent.kind, sent.calls * sent.payload, self.split.ranks)) for sent in self.sent[backward])
 
 
-def ring(case: LayerAttention, split: SequenceSplit | None = None) -> Method:
-    split = split or zigzag(case.seq, case.ranks)
-    c, narrow, wide = case.ranks, case.pair * case.narrow, case.pair * case.wide
-    queries = case.size(case.heads)
-    own, earlier, later = (case.work(split.calls(side)) for side in SIDES)
+def ring(layer: LayerAttention, split: SequenceSplit | None = None) -> Method:
+    split = split or zigzag(layer.seq, layer.ranks)
+    c, narrow, wide = layer.ranks, layer.pair * layer.narrow, layer.pair * layer.wide
+    queries = layer.size(layer.heads)
+    own, earlier, later = (layer.work(split.calls(side)) for side in SIDES)
     slower = max(earlier, later, key=lambda work: work.both.total)
     # A window reaches back over so many pieces: of an early piece ranks before this one hold them, of a late one those
     # after it. In the other steps nothing is computed.
-    reach = math.ceil(case.window / split.piece) if case.window else c
+    reach = math.ceil(layer.window / split.piece) if layer.window else c
     busy = [step for step in range(1, c) if min(step, c - step) <= reach]
-    forward, backward, waits = 0.0, case.send(wide), 0.0
+    forward, backward, waits = 0.0, layer.send(wide), 0.0
     for step in range(c):
         behind = (slower if step in busy else own if not step else KernelTime()).both
         # While a rank works with some keys they travel on, and so does the gradient of those of the step before.
-        ahead, back = case.send(narrow * (step < c - 1)), case.send(narrow * (step < c - 1), wide * (step > 0))
+        ahead, back = layer.send(narrow * (step < c - 1)), layer.send(narrow * (step < c - 1), wide * (step > 0))
         late = max(0.0, ahead - behind.forward), max(0.0, back - behind.backward)
         forward, backward, waits = forward + late[0], backward + late[1], waits + sum(late)
     return Method(
         "ring",
         split,
-        case.collectives("ring"),
+        layer.collectives("ring"),
         plus(own, times(slower, len(busy))),
         Both(forward, backward),
-        kept=_kept(case, case.kv_heads),
+        kept=_kept(layer, layer.kv_heads),
         buffers=2 * narrow + 2 * wide,  # at hand and arriving: keys and values, and their gradients
         # Gradients of keys as they are made, leave and arrive; that of the queries; what a kernel is given and writes.
-        undoing=3 * narrow + 3 * wide + queries * (2 * case.narrow + case.wide),
-        moving=case.moving("ring"),
+        backward_buffers=3 * narrow + 3 * wide + queries * (2 * layer.narrow + layer.wide),
+        moving=layer.moving("ring"),
         waits=waits,
     )
 
 
-def allgather(case: LayerAttention, split: SequenceSplit | None = None) -> Method:
-    split = split or zigzag(case.seq, case.ranks)
-    c, sent, moving = case.ranks, case.collectives("allgather"), case.moving("allgather")
+def allgather(layer: LayerAttention, split: SequenceSplit | None = None) -> Method:
+    split = split or zigzag(layer.seq, layer.ranks)
+    c, sent, moving = layer.ranks, layer.collectives("allgather"), layer.moving("allgather")
     narrow, wide = (collective.payload for collective in sent[1])
     # In rounds of one direction the last rank sees most; in a zigzag ranks differ by the shapes alone.
-    works = [case.work(split.gathered(rank)) for rank in (range(c) if split.turns else (c - 1,))]
+    works = [layer.work(split.gathered(rank)) for rank in (range(c) if split.turns else (c - 1,))]
     gather = moving.forward
-    own = case.work(split.calls("own")).both
+    own = layer.work(split.calls("own")).both
     return Method(
         "allgather",
         split,
         sent,
         max(works, key=lambda work: work.both.total),
         moving,
-        kept=_kept(case, case.kv_heads),
+        kept=_kept(layer, layer.kv_heads),
         buffers=narrow + wide,  # all keys and values, and their gradients
         # All keys as they come and by position; their gradients, by position and twice on the way to ranks; the own.
-        undoing=2 * narrow + 3 * wide + (narrow + wide) // c + case.size(case.heads) * (case.narrow + case.wide),
+        backward_buffers=2 * narrow
+        + 3 * wide
+        + (narrow + wide) // c
+        + layer.size(layer.heads) * (layer.narrow + layer.wide),
         moving=moving,
         spare=min(gather, own.forward) + min(gather, own.backward),
     )
 
 
-def ulysses(case: LayerAttention) -> Method:
+def ulysses(layer: LayerAttention) -> Method:
     """Raises UserError where a rank would get a part of a head."""
-    c = case.ranks
-    if case.heads % c:
-        fits = [n for n in range(1, case.heads + 1) if case.heads % n == 0]
+    c = layer.ranks
+    if layer.heads % c:
+        fits = [n for n in range(1, layer.heads + 1) if layer.heads % n == 0]
         near = [*[n for n in fits if n < c][-1:], *[n for n in fits if n > c][:1]]
-        raise UserError(f"cp={c} does not divide the {case.heads} heads of a tp rank; nearest: cp={either(near)}")
-    sent, moving = case.collectives("ulysses"), case.moving("ulysses")
+        raise UserError(f"cp={c} does not divide the {layer.heads} heads of a tp rank; nearest: cp={either(near)}")
+    sent, moving = layer.collectives("ulysses"), layer.moving("ulysses")
     there = sent[0][0].payload
-    row = [KernelCall(case.seq, case.seq, causal=True)]
+    row = [KernelCall(layer.seq, layer.seq, causal=True)]
     return Method(
         "ulysses",
-        contiguous(case.seq, c),
+        contiguous(layer.seq, c),
         sent,
-        case.work(row, merged=False, heads=case.heads // c),
+        layer.work(row, merged=False, heads=layer.heads // c),
         moving,
-        kept=_kept(case, case.lcm),
+        kept=_kept(layer, layer.lcm),
         buffers=2 * there,  # gradients of q, k and v before and after the trade
-        undoing=2 * there,
+        backward_buffers=2 * there,
         moving=moving,
     )
 
 
-def _kept(case: LayerAttention, kv_heads: int) -> int:
-    return 2 * case.size(case.heads + kv_heads) * case.narrow + case.samples * case.tokens * case.heads * case.wide
+def _kept(layer: LayerAttention, kv_heads: int) -> int:
+    return (
+        2 * layer.size(layer.heads + kv_heads) * layer.narrow + layer.samples * layer.tokens * layer.heads * layer.wide
+    )
 
 
-def compare(case: LayerAttention) -> dict[ContextKind, Method | UserError]:
+def compare(layer: LayerAttention) -> dict[ContextKind, Method | UserError]:
     """All three kinds, each over the split that it runs with; or why it cannot run."""
     last: Method | UserError
     try:
-        last = ulysses(case)
+        last = ulysses(layer)
     except UserError as error:
         last = error
-    return {"ring": ring(case), "allgather": allgather(case), "ulysses": last}
+    return {"ring": ring(layer), "allgather": allgather(layer), "ulysses": last}
 
 
-def possible(case: LayerAttention) -> list[Method]:
+def possible(layer: LayerAttention) -> list[Method]:
     """The fastest first."""
     return sorted(
-        (method for method in compare(case).values() if isinstance(method, Method)), key=lambda method: method.seconds
+        (method for method in compare(layer).values() if isinstance(method, Method)), key=lambda method: method.seconds
     )

@@ -1,4 +1,4 @@
-"""What one rank computes and sends for one microbatch in one block, and at the two ends, in seconds by cause.
+"""What one rank computes and sends for one microbatch in one block, and in embedding and head, in seconds by cause.
 
 Letters: T tokens of a microbatch on this rank, E hidden, D head dim; of a tp rank H and K query and kv
 heads, F feed-forward columns, V vocabulary rows.
@@ -13,10 +13,10 @@ from typing import NamedTuple
 import msgspec
 
 from fivefold.cost import attention
-from fivefold.cost.collectives import BlockCollectives, Collective
+from fivefold.cost.block_collectives import BlockCollectives, Collective
+from fivefold.cost.collective_time import Topology
 from fivefold.cost.forms import ZeroCost, hidden
 from fivefold.cost.kernels import Device, copied, remade, score_dim
-from fivefold.cost.links import Topology
 from fivefold.cost.moe import MoEBlock, ParamShare, Travel, block_share, dense_gemms
 from fivefold.cost.stack import CAST, MOVED, NARROW, WIDE, SoftwareProfile
 from fivefold.layout.layout import ContextKind, Layout
@@ -37,7 +37,7 @@ class Seconds(NamedTuple):
     tp: float = 0.0
     cp: float = 0.0
     zero: float = 0.0
-    ep: float = 0.0  # tokens on their way to experts and back, those of recomputation too
+    ep: float = 0.0  # dispatch and combine of tokens, those of recomputation too
 
     @property
     def total(self) -> float:
@@ -81,7 +81,7 @@ class BlockCost:
     samples: int
     seq: int
     precision: str = "bf16"
-    imbalance: float = 1.0  # of experts: the fullest rank against the mean
+    imbalance: float = 1.0  # of experts: tokens of the most loaded rank over the mean
     dense: bool = False  # of the first layers of a model with experts, those without
     window: int | None = None  # of its layer; None: the mean of all layers, for closed forms, which only prune
 
@@ -90,17 +90,17 @@ class BlockCost:
         return self.samples * self.seq // self.layout.cp
 
     @property
-    def wide(self) -> int:
+    def activation_bytes(self) -> int:
         """Bytes of an activation."""
         return WIDE.get(self.precision, 2)
 
     @cached_property
     def operations(self) -> BlockOperations:
-        """Of a block on one tp rank."""
+        """The operations of a block on one tp rank."""
         return block(self.spec, self.layout.tp, self.dense, self.window or 0)
 
     def of(self, kind: LayerKind) -> "BlockCost":
-        """The same of layers of a kind."""
+        """The same microbatch in a layer of another kind."""
         if kind not in self._kinds:
             self._kinds[kind] = replace(self, dense=kind.dense, window=kind.window)
         return self._kinds[kind]
@@ -114,7 +114,7 @@ class BlockCost:
         """Its experts, where it has any."""
         if self.spec.experts is None or self.dense:
             return None
-        sizes = (self.tokens, self.wide, self.precision, self.imbalance)
+        sizes = (self.tokens, self.activation_bytes, self.precision, self.imbalance)
         return MoEBlock(self.spec, self.layout, self.device, self.wires, self.stack, *sizes)
 
     @cached_property
@@ -212,7 +212,7 @@ class BlockCost:
             return None
         full_kernel, partial_kernel = self.stack.attention, self.stack.cp_attention or self.stack.attention
         wires = replace(self.wires, layout=msgspec.convert(self.layout.degrees, Layout))  # found again: no more matters
-        sizes = (self.samples, self.wide, max(4, self.wide))  # sums are in float32 at least
+        sizes = (self.samples, self.activation_bytes, max(4, self.activation_bytes))  # sums are in float32 at least
         heads = self.operations.attention[:3]
         case = attention.LayerAttention(
             self.seq, *heads, self.device, wires, full_kernel, partial_kernel, *sizes, window=self.window or 0
@@ -239,7 +239,7 @@ class BlockCost:
             sum(share * moved[kind][at] for share, kind in shares if kind in moved) + self.tokens * cast
             for at in (0, 1)
         )
-        wider = self.wide / 2  # the bytes above are of 2-byte activations
+        wider = self.activation_bytes / 2  # the bytes above are of 2-byte activations
         return self.device.stream(wider * forward, kernels), self.device.stream(wider * backward, kernels)
 
     def _again(self, forward: Seconds, sent: float) -> float:
@@ -249,7 +249,7 @@ class BlockCost:
                 return 0.0
             made = sum(self._gemm(*shape) for shape in remade(self.spec, self.tokens, self.layout.tp))
             return made + self.device.stream(
-                self.wide / 2 * self.tokens * copied(self.spec, self.stack, self.layout.tp)
+                self.activation_bytes / 2 * self.tokens * copied(self.spec, self.stack, self.layout.tp)
             )
         if self.layout.recompute == "full":
             stops = self.stack.stops_early and self.layout.tp == 1 and not self.layout.splits_backward
@@ -277,9 +277,11 @@ class BlockCost:
 
     @cached_property
     def collectives(self) -> BlockCollectives:
-        """Of one microbatch, but for what goes to experts, which `moe.py` knows the rows of."""
+        """The collectives of one microbatch, but for those over ep: `moe.py` knows their rows."""
         moe = self.spec.experts is not None and not self.dense
-        return BlockCollectives(self.spec, self.layout, self.tokens, self.wide, max(4, self.wide), moe)
+        return BlockCollectives(
+            self.spec, self.layout, self.tokens, self.activation_bytes, max(4, self.activation_bytes), moe
+        )
 
     @property
     def _tp_forward(self) -> float:
@@ -324,24 +326,24 @@ class BlockCost:
         return busy
 
     @property
-    def passing_bytes(self) -> float:
-        """Bytes that a block's backward needs for a while: gradients of the feed-forward part's intermediates and
-        largest weight; with tp, of both weights that share an input, and of that input, gathered."""
+    def mlp_backward_bytes(self) -> float:
+        """Bytes that a block's backward needs beside what is saved: gradients of the feed-forward part's intermediates
+        and largest weight; with tp, of both weights that share an input, and of that input, gathered."""
         down = self.operations.matmuls[-1]
-        bytes_ = self.wide * (2.0 * self.tokens * down.inputs + down.size)
+        bytes_ = self.activation_bytes * (2.0 * self.tokens * down.inputs + down.size)
         if self.layout.tp > 1:
-            bytes_ += self.wide * (down.size + (2 if self.layout.sp else 1) * self.tokens * down.outputs)
+            bytes_ += self.activation_bytes * (down.size + (2 if self.layout.sp else 1) * self.tokens * down.outputs)
         return bytes_
 
     @property
-    def exchange_bytes(self) -> float:
+    def cp_buffer_bytes(self) -> float:
         """Bytes that cp needs beside the activations while attention runs."""
         return self._over_ranks.buffers if self._over_ranks else 0.0
 
     @property
-    def undoing_bytes(self) -> float:
+    def cp_backward_buffer_bytes(self) -> float:
         """Bytes that cp needs beside the activations while attention runs backward."""
-        return self._over_ranks.undoing if self._over_ranks else 0.0
+        return self._over_ranks.backward_buffers if self._over_ranks else 0.0
 
     @property
     def own(self) -> ParamShare:
@@ -355,7 +357,7 @@ class BlockCost:
     @cached_property
     def bottom(self) -> PassTimes:
         """The embedding: rows looked up, and added into."""
-        moved = 2.0 * self.wide * self.tokens * self.spec.hidden
+        moved = 2.0 * self.activation_bytes * self.tokens * self.spec.hidden
         sums, *gathers = self.collectives.embedding()
         look = Seconds(memory=self.device.stream(moved, 2), tp=self._over_tp([sums]))
         table = head(self.spec).size / self.layout.tp * (self.spec.vocab > 1)
@@ -371,7 +373,7 @@ class BlockCost:
         gathered = self.stack.gathers_logits and t > 1
         loss = self.device.stream(self.stack.logit_bytes * m * (spec.vocab if gathered else n) / 2, 6)
         *gathers, sums = self.collectives.head()  # the loss's own, a few bytes a token, are not counted
-        trade = self.wires.time("all-gather", "tp", float(self.wide) * m * spec.vocab) if gathered else 0.0
+        trade = self.wires.time("all-gather", "tp", float(self.activation_bytes) * m * spec.vocab) if gathered else 0.0
         return PassTimes(
             Seconds(gemm=self.device.gemm(m, n, k, precision), memory=loss, tp=self._over_tp(gathers) + trade),
             Seconds(gemm=self.device.gemm(m, k, n, precision), memory=loss, tp=self._over_tp([sums])),

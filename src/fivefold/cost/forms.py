@@ -1,4 +1,4 @@
-"""Closed forms of what stands around the passes of a step: ZeRO's collectives, the optimizer, a pipeline's fill.
+"""Closed forms of what a step takes beside its passes: ZeRO's collectives, the optimizer, a pipeline's fill.
 
 They are written once, for the numbers of one layout (step.py, block.py) and for arrays with an element a layout, by
 which the search prunes (planner/closed.py).
@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from fivefold.cost.collective_time import Kind, Reach
 from fivefold.cost.kernels import Device
-from fivefold.cost.links import Kind, Reach
-from fivefold.cost.memory import State
+from fivefold.cost.model_state import State
 from fivefold.cost.moe import ParamShare
 from fivefold.cost.stack import SoftwareProfile
 from fivefold.spec.model import ModelSpec
@@ -37,7 +37,7 @@ def most(first: Number, second: Number) -> Number:
 
 
 def hidden(seconds: Number, behind: Number, share: float) -> Number:
-    """What remains of a collective of which `share` can run behind compute, as far as there is any."""
+    """The exposed seconds of a collective, of which a `share` can run behind compute that takes `behind` seconds."""
     return seconds - share * least(seconds, behind)
 
 
@@ -89,8 +89,8 @@ class ZeroCost:
         return hidden(gather, forward, share), hidden(again + gather + reduce, backward, share)
 
     def at_ends(self, count: ParamShare, tp: Any, microbatches: Any, forward: Number) -> Number:
-        """Exposed seconds of a step with stage 3: of what stands around the blocks, behind the last stage's `forward`;
-        and of copies of the shards."""
+        """Exposed seconds of a step with stage 3: of embedding and head, behind the last stage's `forward`; and of
+        copies of the shards."""
         stack, links = self.stack, self.links
         ends = 2 * self.spec.vocab * self.spec.hidden / tp
         gather = links.time("all-gather", "fsdp", 2 * ends * stack.weight_bytes)
@@ -124,7 +124,7 @@ class ZeroCost:
         if stack.computes_itself and device.reached.update:
             return device.reached.update * owned + launching
         moved = (2 * stack.state_bytes + stack.gradient_bytes + stack.step_bytes) * owned
-        # Where all gradients are here, they are zeroed and normed before they are dealt.
+        # Where a rank has all gradients, they are zeroed and normed before they are sharded.
         moved = moved + where(zero < 2, 2 * stack.gradient_bytes * (count.total - owned), 0.0)
         return moved / device.bandwidth + launching
 

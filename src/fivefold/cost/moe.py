@@ -1,12 +1,12 @@
 """What a mixture of experts adds to a block: grouped matmuls, router, rearranging, all-to-alls; and who holds what.
 
-    mixture = Mixture(spec, layout, device, wires, stack, tokens=4096, wide=2, precision="bf16", imbalance=1.2)
+    mixture = MoEBlock(spec, layout, device, wires, stack, tokens=4096, activation_bytes=2, precision="bf16")
     mixture.matmuls        # seconds forward, and backward for inputs and weights
 
 A rank routes the tokens that it has of a microbatch (with tp, its part of them), each to K of X experts, of which X/ep
-are on a rank. Without imbalance as many rows arrive as leave. The fullest rank computes, receives and returns
-`imbalance` times the mean, and all others of its layer wait for it. Where every rank has all experts (ep=1) no rank is
-fuller than another.
+are on a rank. Without imbalance a rank receives as many rows as it sends. The most loaded rank computes, receives and
+returns `imbalance` times the mean, and all others of its layer wait for it. Where every rank has all experts (ep=1) the
+load is even.
 """
 
 import math
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
-from fivefold.cost.collectives import BlockCollectives, Collective
+from fivefold.cost.block_collectives import BlockCollectives, Collective
+from fivefold.cost.collective_time import Topology
 from fivefold.cost.kernels import Device
-from fivefold.cost.links import Topology
 from fivefold.cost.routing import RoutedTokens
 from fivefold.cost.stack import CAST, MOVED, ExpertKernels, SoftwareProfile
 from fivefold.layout.layout import Layout
@@ -47,7 +47,8 @@ class ParamShare(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def block_share(spec: ModelSpec, tp: int, ep: int, dense: bool = False) -> ParamShare:
-    """Of a block; of a model with experts one that has some, or (`dense`) none. Norms count as if tp divided them."""
+    """Parameters of a block; of a model with experts one that has some, or (`dense`) none. Norms count as if tp divided
+    them."""
     params = list(spec.block_parameters(0 if dense else spec.layers - 1))
     of_experts = sum(param.size for param in params if param.experts)
     # Routers, and linears to latents, are whole on every rank.
@@ -61,7 +62,7 @@ def block_share(spec: ModelSpec, tp: int, ep: int, dense: bool = False) -> Param
 
 @lru_cache(maxsize=4096)
 def stage_share(spec: ModelSpec, tp: int, ep: int, stage: Stage) -> ParamShare:
-    """Of a stage, with what stands at its ends."""
+    """Parameters of a stage, with the embedding and the head where it has them."""
     table = spec.vocab * spec.hidden
     learned = spec.context * spec.hidden * (spec.positions == "learned")
     bottom = (table + learned) if stage.first else 0
@@ -78,7 +79,7 @@ def plain_layers(spec: ModelSpec, stage: Stage) -> int:
 
 
 def collapsed(experts: Experts, ep: int) -> float:
-    """The fullest rank against the mean while all tokens choose the same experts, as untrained routers do.
+    """The most loaded rank over the mean while all tokens choose the same experts, as untrained routers do.
 
     The top_k that all choose lie anywhere: the expected number on the rank that has most of them, by rank over ep.
     """
@@ -109,7 +110,7 @@ class MoEBlock(RoutedTokens):
     wires: Topology
     stack: SoftwareProfile
     tokens: int
-    wide: int  # bytes of an activation
+    activation_bytes: int  # of one element
     precision: str
     imbalance: float = 1.0
 
@@ -131,7 +132,7 @@ class MoEBlock(RoutedTokens):
     def matmuls(self) -> tuple[float, float, float]:
         """Seconds of the experts' products and of the router's: forward, and backward for inputs and weights."""
         m, n, k = self.routed, self.experts.count, self.spec.hidden
-        kind = "fp32" if self.kernels.wide_router and self.wide == 2 else self._wide_precision
+        kind = "fp32" if self.kernels.wide_router and self.activation_bytes == 2 else self._wide_precision
         shapes = ((m, n, k), (m, k, n), (n, k, m))
         forward, inputs, weights = (
             own + self.device.gemm(*shape, kind) for own, shape in zip(self.computing, shapes, strict=True)
@@ -140,7 +141,7 @@ class MoEBlock(RoutedTokens):
 
     @cached_property
     def computing(self) -> tuple[float, float, float]:
-        """Of them the experts' own."""
+        """Seconds of the experts' own products among `matmuls`."""
         here = self.experts.count // self.layout.ep
         each = max(1, math.ceil(self.rows / here))
         seconds = [0.0, 0.0, 0.0]
@@ -151,7 +152,7 @@ class MoEBlock(RoutedTokens):
 
     @property
     def _wide_precision(self) -> str:
-        """Of the router, which is never in 8 bits."""
+        """The router's precision, which is never 8 bits."""
         return "bf16" if self.precision in CAST else self.precision
 
     def _grouped(self, m: int, n: int, k: int, groups: int) -> float:
@@ -163,7 +164,7 @@ class MoEBlock(RoutedTokens):
     @cached_property
     def memory(self) -> tuple[float, float]:
         """Seconds of what is bound by memory, forward and backward: choosing, rearranging, casting, adding up; and of
-        the experts' activation what the fullest rank has more of than the mean."""
+        the experts' activation what the most loaded rank has beyond the mean."""
         kernels, stack = self.kernels, self.stack
         moved = MOVED[stack.pointwise]
         inner, gated = self.experts.ffn, self.spec.activation.startswith("swiglu")
@@ -178,7 +179,9 @@ class MoEBlock(RoutedTokens):
             bytes_ = per_row * (self.slots + (2 * self.rows if self.sorts else 0))  # there, back; and once on the way
             bytes_ += self._summed(at)
             bytes_ += (moved.swiglu if gated else moved.gelu)[at] * more * inner
-            seconds.append(self.device.stream(self.wide / 2 * (bytes_ + cast[at]) + choice, kernels.kernels))
+            seconds.append(
+                self.device.stream(self.activation_bytes / 2 * (bytes_ + cast[at]) + choice, kernels.kernels)
+            )
         return seconds[0], seconds[1]
 
     def _summed(self, at: int) -> float:
@@ -188,7 +191,7 @@ class MoEBlock(RoutedTokens):
     @property
     def summing(self) -> tuple[float, float]:
         """Seconds of that alone: behind the last message of a forward pass, before the first of a backward pass."""
-        forward, backward = (self.device.stream(self.wide / 2 * self._summed(at), 0) for at in (0, 1))
+        forward, backward = (self.device.stream(self.activation_bytes / 2 * self._summed(at), 0) for at in (0, 1))
         return forward, backward
 
     @property
@@ -198,9 +201,17 @@ class MoEBlock(RoutedTokens):
 
     @cached_property
     def collectives(self) -> BlockCollectives:
-        """Of one microbatch; the fullest rank receives `rows`."""
+        """The collectives of one microbatch; the most loaded rank receives `rows`."""
         rows = (self.slots, round(self.rows))
-        return BlockCollectives(self.spec, self.layout, self.tokens, self.wide, max(4, self.wide), moe=True, rows=rows)
+        return BlockCollectives(
+            self.spec,
+            self.layout,
+            self.tokens,
+            self.activation_bytes,
+            max(4, self.activation_bytes),
+            moe=True,
+            rows=rows,
+        )
 
     @cached_property
     def sent(self) -> tuple[float, float]:
@@ -209,7 +220,7 @@ class MoEBlock(RoutedTokens):
 
     @cached_property
     def gathered(self) -> tuple[float, float]:
-        """Of tp's gathers of what its ranks routed apart."""
+        """Seconds of tp's gathers of the slices that its ranks have routed."""
         return self._both("tp")
 
     def _both(self, axis: str) -> tuple[float, float]:
@@ -218,7 +229,7 @@ class MoEBlock(RoutedTokens):
         return self.seconds(forward, axis), self.seconds((*backward, *of.slices_back()), axis)
 
     def seconds(self, collectives: Iterable[Collective], axis: str) -> float:
-        """Of those over an axis."""
+        """Seconds of the collectives over one axis."""
         if self.layout.size(axis) == 1:
             return 0.0
         return sum(
@@ -269,7 +280,7 @@ def dense_gemms(own: tuple[Matmul, ...], tokens: int, apart: bool, part: int) ->
 #     travel.forward(seconds)                         # a block's pass as `schedules/costs.py` plays it
 #
 # A token travels to its experts (dispatch) and what they made of it back (combine); gradients take the same ways the
-# other way around. The shared expert needs neither, and runs while tokens are on their way to the others.
+# other way around. The shared expert needs neither, and runs while the tokens of the others are in flight.
 
 
 class Messages(NamedTuple):
@@ -318,7 +329,7 @@ class Travel:
             weights += of.device.gemm(n, k, m, of.precision)
         kinds = MOVED[of.stack.pointwise]
         each = kinds.swiglu if of.spec.activation.startswith("swiglu") else kinds.gelu
-        elements = of.wide / 2 * of.tokens * of.experts.shared_ffn / of.layout.tp
+        elements = of.activation_bytes / 2 * of.tokens * of.experts.shared_ffn / of.layout.tp
         activation, activation_back = (of.device.stream(moved * elements) for moved in each)
         return Shared(forward + activation, inputs + activation_back, weights)
 
@@ -345,7 +356,7 @@ class Travel:
 
 
 # ---- imbalance ------------------------------------------------------------------------------------------------------
-# How uneven the load of experts is: the fullest rank of an ep group against the mean.
+# How uneven the load of experts is: the most loaded rank of an ep group over the mean.
 
 
 # Qwen3-235B-A22B on 256 H100, tp 4, pp 8, ep 8, with routing forced to be even and with its own: 295 and 237 TFLOP/s at

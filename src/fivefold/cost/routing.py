@@ -20,8 +20,8 @@ Rows = list[tuple[int, int]]  # that a rank sends to experts and receives, for e
 
 
 class RoutedTokens:
-    """A rank's part of a microbatch with `tokens` on its cp rank, on average; the fullest rank receives `imbalance`
-    times that. For classes that have these four."""
+    """A rank's part of a microbatch with `tokens` on its cp rank, on average; the most loaded rank receives
+    `imbalance` times that. For classes that have these four."""
 
     spec: ModelSpec
     layout: Layout
@@ -45,7 +45,7 @@ class RoutedTokens:
 
     @property
     def rows(self) -> float:
-        """Rows that the fullest rank receives and computes: no rank has more than all."""
+        """Rows that the most loaded rank receives and computes: no rank has more than all."""
         return self.slots * min(self.imbalance, self.layout.ep)
 
 
@@ -65,7 +65,7 @@ def tokens_of(layout: Layout, rank: int, seq: int, batch: int, microbatch: int) 
 
 
 def rows_of(spec: ModelSpec, layout: Layout, rank: int, seq: int, batch: int, routing: Routing) -> Rows:
-    """Of one rank in one step."""
+    """The rows of one rank in one step."""
     assert spec.experts is not None
     stages, own = stages_of(spec, layout, seq), layout.position("ep", rank)
     numbers = layout.placement.of_rank[layout.position("pp", rank)]

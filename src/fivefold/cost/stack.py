@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from msgspec import Struct, structs
 
-from fivefold.cost.memory import Accounting
+from fivefold.cost.model_state import Accounting
 from fivefold.hardware.accelerators import Software, software
 from fivefold.layout.axes import PLACED
 from fivefold.optim.adamw import AdamW

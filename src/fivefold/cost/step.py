@@ -13,9 +13,9 @@ from typing import NamedTuple
 from msgspec import structs
 
 from fivefold.cost.block import NO_PASSES, BlockCost, PassTimes, Seconds, layer_kind
+from fivefold.cost.collective_time import Topology
 from fivefold.cost.forms import PipelineForm, ZeroCost
 from fivefold.cost.kernels import Device, plus, times
-from fivefold.cost.links import Topology
 from fivefold.cost.moe import ParamShare, Travel, stage_share
 from fivefold.cost.routing import Rows, even_rows
 from fivefold.cost.stack import FIVEFOLD, SoftwareProfile
@@ -41,7 +41,7 @@ from fivefold.spec.operations import BlockOperations, Matmul, block
 
 
 class Travelled(NamedTuple):
-    """Seconds of a rank's step in which experts' messages are on their way, and how many of them are hidden."""
+    """Seconds of a rank's step in which experts' messages are in flight, and how many of them are hidden."""
 
     whole: float = 0.0
     shared: float = 0.0  # by the shared expert
@@ -84,7 +84,7 @@ def _plain(passes: PassTimes) -> tuple[Segments, Segments]:
 
 
 def block_travelled(work: BlockCost) -> Travelled:
-    """Of one microbatch in one block."""
+    """The experts' messages of one microbatch in one block."""
     if work.mixture is None:
         return STAYED
     travel, times = Travel(work.mixture), 2 if work.layout.recompute == "full" else 1
@@ -119,7 +119,7 @@ class Case:
     precision: str = "bf16"
     stack: SoftwareProfile = FIVEFOLD
     device: Device | None = None  # None: the cluster's own
-    imbalance: float = 1.0  # of experts: the fullest rank against the mean
+    imbalance: float = 1.0  # of experts: tokens of the most loaded rank over the mean
     groups: tuple[int, ...] = ()  # of unlike nodes: which group each pipeline rank is on; empty: all on the first
 
     @property
@@ -129,7 +129,7 @@ class Case:
 
     @property
     def on(self) -> Device:
-        """The first pipeline rank's."""
+        """The device of the first pipeline rank."""
         return self.work.device
 
     @property
@@ -171,7 +171,7 @@ class Case:
 
     @cached_property
     def works(self) -> list[BlockCost]:
-        """On each group's devices. Unlike groups meet over the slower of their networks."""
+        """The microbatch on each group's devices. Unlike groups meet over the slower of their networks."""
         across = min((group.accelerator.across for group in self.cluster.groups), key=lambda link: link.bandwidth)
         blocks = []
         for group in self.cluster.groups:
@@ -191,7 +191,7 @@ class Case:
         return float(self.spec.flops_per_token(self.seq, counting)) * self.batch * self.seq
 
     def mfu(self, seconds: float, counting: Counting = "full") -> float:
-        """Of the makers' rates of the devices that the layout uses."""
+        """Model FLOPs utilization, by the makers' rates of the devices that the layout uses."""
         peak = sum(group.world * group.accelerator.rate(self.precision) for group in self.cluster.groups)
         return self.flops(counting) / seconds / (peak * self.layout.world / self.cluster.world)
 
@@ -277,7 +277,7 @@ def _without(load: Seconds, seconds: float) -> Seconds:
 
 
 def _travelled(case: Case, rank: int, paired: float) -> Travelled:
-    """Of experts' messages on a pipeline rank, in a step."""
+    """The experts' messages of a pipeline rank in a step."""
     if case.spec.experts is None:
         return STAYED
     layers = [layer for stage in case.layout.placement.of_rank[rank] for layer in case.stages[stage].layers]
@@ -315,16 +315,16 @@ def unsplit(case: Case) -> Case:
 
 def message(case: Case) -> float:
     """Bytes of the residual stream between two stages, of one rank."""
-    full = float(case.work.wide * case.work.tokens * case.spec.hidden)
+    full = float(case.work.activation_bytes * case.work.tokens * case.spec.hidden)
     return full / case.layout.tp if case.layout.sp or case.stack.scattered_sends else full
 
 
 def costs(case: Case, passes: list[PassTimes]) -> Costs:
-    """In the simulator's words. What is sent without overlap stands in the stage that sends it."""
+    """The simulator's costs of each stage. What is sent without overlap stands in the stage that sends it."""
     send = max(work.wires.time("send", "pp", message(case)) for work in case.works)
     if case.stack.scattered_sends and not case.layout.sp:
         send += case.wires.time("all-gather", "tp", 2.0 * case.work.tokens * case.spec.hidden)
-    # An eager message travels while both ends compute; what is not overlapped holds them up.
+    # An eager message travels while sender and receiver compute; what is not overlapped holds them up.
     held = (1 - case.stack.hides("pp")) * send
     f, i = (tuple(stage[at].total + held for stage in passes) for at in (0, 1))
     w = tuple(stage.weights.total for stage in passes)
@@ -362,8 +362,8 @@ def closed_form(case: Case, ranks: list[float]) -> float:
 
 
 def _step_end(case: Case, passes: list[PassTimes]) -> tuple[float, float]:
-    """The optimizer's seconds, and those of gradients and weights that nothing hides, on the fullest stage; of unlike
-    nodes, on the fullest of the kind that takes longer."""
+    """The optimizer's seconds, and those of gradients and weights that nothing hides, on the rank with the most
+    parameters; of unlike nodes, on that rank of the kind of node that takes longer."""
     ranks, stages = case.layout.placement.of_rank, case.stages
     counts = [share_of(case, [stages[number] for number in numbers]) for numbers in ranks]
     order = sorted(range(len(ranks)), key=lambda rank: counts[rank].total)
@@ -400,8 +400,8 @@ def share_of(case: Case, stages: Sequence[Stage]) -> ParamShare:
 def rank_flops(
     spec: ModelSpec, layout: Layout, seq: int, batch: int, *, pp: int = 0, tp: int = 0, rows: Rows | None = None
 ) -> float:
-    """Of the rank at those places; ranks along dp and cp do the same. `rows` are those that go to experts and come to
-    this rank's, of each layer and microbatch; None: as many."""
+    """FLOPs of the rank at those places; ranks along dp and cp do the same. `rows` are those that go to experts and
+    come to this rank's, of each layer and microbatch; None: as many."""
     tokens = batch // layout.size("batch") * (seq // layout.cp)
     stages = stages_of(spec, layout, seq)
     own_stages = [stages[number] for number in layout.placement.of_rank[pp]]
@@ -425,7 +425,7 @@ def rank_flops(
 
 
 def _each(spec: ModelSpec, layout: Layout, seq: int, own: BlockOperations) -> float:
-    """Of a token in a block, without the router and the experts that it chooses."""
+    """FLOPs of a token in a block, without the router and the experts that it chooses."""
 
     def flops(matmul: Matmul) -> float:
         part = layout.tp if matmul.tp == "replicated" and layout.sp else 1

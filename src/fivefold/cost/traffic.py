@@ -1,11 +1,11 @@
 """What one rank sends in one training step, in closed form. `fivefold verify` holds it against what runs.
 
-    expected(spec, layout, seq=4096, batch=512, dtype="bfloat16")     # rows: axis, kind, calls, payload, wire
-    expected(..., coords=RankCoords.of(layout, rank=5))               # of another rank than the first
-    in_order(spec, layout, seq=4096, batch=512, dtype="bfloat16", layer=17)     # what one layer sends, one by one
+    expected_traffic(spec, layout, seq=4096, batch=512, dtype="bfloat16")     # rows: axis, kind, calls, payload, wire
+    expected_traffic(..., coords=RankCoords.of(layout, rank=5))               # of another rank than rank 0
+    layer_collectives(spec, layout, seq=4096, batch=512, dtype="bfloat16", layer=17)     # those of one layer, in order
 
-The blocks' part is that of `cost/collectives.py`, once for each microbatch and layer; here is what stands around the
-blocks: both ends, the messages of the pipeline, gradients and weights, and the numbers of a step.
+The blocks' part is that of `cost/block_collectives.py`, once for each microbatch and layer. Here is the rest of a step:
+embedding and head, pipeline messages, gradients and weights, and a few scalars.
 
 Textbook cases: dp, one all-reduce of the weights' M bytes, 2M(N-1)/N on the wire; ZeRO 3 with one microbatch,
 3M(N-1)/N; tp, four all-reduces of BSE a layer; pp, BSE forward and BSE back per microbatch and boundary.
@@ -18,18 +18,18 @@ from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from typing import NamedTuple, Self
 
-from fivefold.cost.collectives import BlockCollectives, Collective, When
-from fivefold.cost.links import Kind, Traffic, total, wire
-from fivefold.cost.memory import BYTES, wide_bytes
+from fivefold.cost.block_collectives import BlockCollectives, Collective, When
+from fivefold.cost.collective_time import Kind, Traffic, total, wire
+from fivefold.cost.model_state import BYTES, wide_bytes
 from fivefold.cost.routing import Rows, even_rows
 from fivefold.layout.layout import Layout
-from fivefold.layout.sharding import MINIMUM, LocalParam, buckets, held
+from fivefold.layout.sharding import MINIMUM, Grouping, LocalParam, buckets, held
 from fivefold.layout.stages import Stage, schedule_of, stages_of
 from fivefold.spec.model import ModelSpec
 
 
 class RankCoords(NamedTuple):
-    """Where a rank stands, as far as it matters to what it sends."""
+    """Mesh coordinates of a rank that affect its traffic."""
 
     tp: int = 0  # ranks along tp differ where the vocabulary does not divide
     pp: int = 0  # they have other stages
@@ -39,27 +39,35 @@ class RankCoords(NamedTuple):
 
     @classmethod
     def of(cls, layout: Layout, rank: int) -> Self:
-        """Of a global rank."""
+        """The coordinates of a global rank."""
         return cls(*(layout.position(axis, rank) for axis in cls._fields))
 
 
-FIRST = RankCoords()
-_Sent = tuple[str, Kind, int, int]  # axis, kind, calls, bytes of one call
+RANK0 = RankCoords()
+
+
+class _CollectiveRow(NamedTuple):
+    """`calls` collectives of one kind over one axis. Axes of one rank are listed, too, and left out at the end."""
+
+    axis: str
+    kind: Kind
+    calls: int
+    payload: int  # bytes of one call
 
 
 @dataclass(frozen=True)
-class _Step:
-    """The numbers that the formulas below are made of."""
+class _Inputs:
+    """The inputs of the formulas below, for one rank."""
 
     spec: ModelSpec
     layout: Layout
     coords: RankCoords
     stages: tuple[Stage, ...]  # of this rank
-    split: bool  # the schedule computes gradients of linears apart from the rest
+    splits_backward: bool  # the schedule computes the weight gradients of linears apart from the rest
     tokens: int  # of a microbatch on this cp rank
-    compute: int  # bytes of an element
-    accum: int
-    minimum: int  # elements of a bucket
+    compute_bytes: int  # of an element in the dtype of weights and activations
+    accum_bytes: int  # of an element in the dtype of gradients and sums
+    min_bucket_elements: int
 
     @classmethod
     def of(
@@ -71,29 +79,40 @@ class _Step:
         dtype: str,
         *,
         coords: RankCoords,
-        minimum: int,
-        splits: bool | None = None,
-    ) -> "_Step":
-        tokens = batch // layout.size("batch") // layout.microbatches * (seq // layout.cp)
+        min_bucket_elements: int,
+        splits_backward: bool | None = None,
+    ) -> "_Inputs":
+        """`splits_backward`: None is what the schedule's name says."""
         stages = stages_of(spec, layout, seq)
-        own = tuple(stages[number] for number in layout.placement.of_rank[coords.pp])
-        # `auto` splits the backward passes where its stages call for it; of the others one knows.
-        split = layout.splits_backward if splits is None else splits
-        if splits is None and layout.record.weighs:
-            split = schedule_of(spec, layout, seq).splits
-        return cls(spec, layout, coords, own, split, tokens, BYTES[dtype], wide_bytes(dtype), minimum)
+        if splits_backward is None:
+            splits_backward = layout.splits_backward
+            if layout.record.weighs:  # `auto` splits backward passes or not, by the costs of its stages
+                splits_backward = schedule_of(spec, layout, seq).splits
+        return cls(
+            spec=spec,
+            layout=layout,
+            coords=coords,
+            stages=tuple(stages[stage] for stage in layout.placement.of_rank[coords.pp]),
+            splits_backward=splits_backward,
+            tokens=batch // layout.size("batch") // layout.microbatches * (seq // layout.cp),
+            compute_bytes=BYTES[dtype],
+            accum_bytes=wide_bytes(dtype),
+            min_bucket_elements=min_bucket_elements,
+        )
 
     def block(self, moe: bool = False) -> BlockCollectives:
-        return BlockCollectives(self.spec, self.layout, self.tokens, self.compute, self.accum, moe)
+        return BlockCollectives(
+            self.spec, self.layout, self.tokens, compute=self.compute_bytes, accum=self.accum_bytes, moe=moe
+        )
 
     @property
-    def rounds(self) -> bool:
-        """Whether weights are rounded to compute with, but for those that never are."""
-        return self.compute < self.accum
+    def mixed_precision(self) -> bool:
+        """Whether weights are rounded to the compute dtype. Parameters that are `exact` never are."""
+        return self.compute_bytes < self.accum_bytes
 
     @property
-    def shared(self) -> bool:
-        """Whether two ranks hold the copies of tied parameters."""
+    def tied_across_stages(self) -> bool:
+        """Whether two pipeline ranks hold copies of tied parameters."""
         return self.layout.size("embedding") > 1
 
     @property
@@ -101,8 +120,8 @@ class _Step:
         """Bytes of the residual stream, as it goes to the next pipeline rank; under sp this rank's tokens."""
         return self.block().states // (self.layout.tp if self.layout.sp else 1)
 
-    def held(self) -> Iterator[list[LocalParam]]:
-        """The parameters of each stage. An embedding that both ends on one rank share is the first's."""
+    def stage_params(self) -> Iterator[list[LocalParam]]:
+        """The parameters of each stage. An embedding that first and last stage share on one rank is the first's."""
         params, seen = held(self.spec, self.layout, self.coords.tp, self.coords.ep), set[str]()
         for stage in self.stages:
             names = [name for name in stage.names(self.spec) if name not in seen]
@@ -110,14 +129,14 @@ class _Step:
             yield [params[name] for name in names]
 
 
-def expected(
+def expected_traffic(
     spec: ModelSpec,
     layout: Layout,
     seq: int,
     batch: int,
     dtype: str,
     *,
-    coords: RankCoords = FIRST,
+    coords: RankCoords = RANK0,
     minimum: int = MINIMUM,
     smoothing: bool = False,
     balance_loss: bool = False,
@@ -125,159 +144,205 @@ def expected(
     splits: bool | None = None,
     experts_apart: bool = False,
 ) -> list[Traffic]:
-    """One step of one rank. `rows` are those that it sends to experts and receives; None: as many each way, to any.
-    `splits`: whether the schedule has backward passes in two halves; None: as its name says.
-    A counter knows axes by their ranks; `experts_apart` keeps what goes to experts under ep, whatever else has them."""
-    step = _Step.of(spec, layout, seq, batch, dtype, coords=coords, minimum=minimum, splits=splits)
+    """One step of one rank.
+
+    `minimum` are the elements that are enough for a gradient bucket. `rows` are those that the rank sends to experts
+    and receives; None: as many each way, to any. `splits`: whether the schedule has backward passes in two halves;
+    None: as its name says. A counter knows axes by their ranks; `experts_apart` keeps what goes to experts under ep,
+    whatever other axis has the same ranks.
+    """
+    inputs = _Inputs.of(
+        spec, layout, seq, batch, dtype, coords=coords, min_bucket_elements=minimum, splits_backward=splits
+    )
     samples = batch // layout.size("batch") // layout.microbatches
     sent = chain(
-        _numbers(spec),
-        _fully_sharded(step) if layout.fully_shards(spec) else _replicated(step),
-        _blocks(step, rows, samples if balance_loss else 0),
-        _ends(step, smoothing),
-        _pipeline(step),
+        _scalars(spec),
+        _zero_3(inputs) if layout.fully_shards(spec) else _zero_0_to_2(inputs),
+        _blocks(inputs, rows, balance_loss_samples=samples if balance_loss else 0),
+        _embedding_and_head(inputs, smoothing),
+        _pipeline(inputs),
     )
     return total(
         Traffic(
-            "ep" if experts_apart and axis == "ep" else layout.same_axis(axis),
-            kind,
-            calls,
-            calls * payload,
-            wire(kind, calls * payload, size),
+            axis="ep" if experts_apart and row.axis == "ep" else layout.same_axis(row.axis),
+            kind=row.kind,
+            calls=row.calls,
+            payload=row.calls * row.payload,
+            wire=wire(row.kind, row.calls * row.payload, size),
         )
-        for axis, kind, calls, payload in sent
-        if (size := layout.size(axis)) > 1 and calls
+        for row in sent
+        if (size := layout.size(row.axis)) > 1 and row.calls
     )
 
 
-def _numbers(spec: ModelSpec) -> list[_Sent]:
-    """The loss over the ranks that have other tokens and to those without any; the square of the gradient norm, and
-    beside it whether a rank wants to stop, rank 0's loss, and the load of every expert. They are added up in float64.
-    """
-    loads = 0 if spec.experts is None else (spec.layers - spec.dense_layers) * spec.experts.count + 2
-    return [("dp_cp", "all-reduce", 1, 8), ("pp", "all-reduce", 1, 8), ("world", "all-reduce", 1, 24 + 8 * loads)]
+FLOAT64 = 8  # bytes
+
+
+def _scalars(spec: ModelSpec) -> list[_CollectiveRow]:
+    """The loss, over the ranks that have other tokens and to the stages that do not compute it. Then, over all ranks,
+    the square of the gradient norm, whether a rank wants to stop, rank 0's loss, and of experts the loads and the
+    losses of their routers."""
+    over_world = 3
+    if spec.experts is not None:
+        over_world += (spec.layers - spec.dense_layers) * spec.experts.count
+        over_world += 2  # the router's balance loss and z-loss
+    return [
+        _CollectiveRow("dp_cp", "all-reduce", 1, FLOAT64),
+        _CollectiveRow("pp", "all-reduce", 1, FLOAT64),
+        _CollectiveRow("world", "all-reduce", 1, over_world * FLOAT64),
+    ]
 
 
 # ---- microbatches ---------------------------------------------------------------------------------------------------
 
 
-def _blocks(step: _Step, rows: Rows | None, balanced: int) -> Iterator[_Sent]:
-    """Blocks are alike, but for those of experts by the tokens that come to them."""
-    spec, layout = step.spec, step.layout
-    layers = [layer for stage in step.stages for layer in stage.layers]
-    moe = [layer for layer in layers if spec.experts is not None and not spec.dense(layer)]
-    yield from _times(step.block(), (len(layers) - len(moe)) * layout.microbatches)
-    if moe and rows is None:
-        rows = even_rows(spec, layout, step.tokens, moe, step.coords.tp)
-    for row, times in Counter(rows if moe else ()).items():
-        yield from _times(replace(step.block(moe=True), rows=row, balanced=balanced), times)
+def _blocks(inputs: _Inputs, rows: Rows | None, balance_loss_samples: int) -> Iterator[_CollectiveRow]:
+    """Dense blocks send the same as each other; blocks with experts differ by the tokens that their experts receive."""
+    spec, layout = inputs.spec, inputs.layout
+    layers = [layer for stage in inputs.stages for layer in stage.layers]
+    moe_layers = [layer for layer in layers if spec.experts is not None and not spec.dense(layer)]
+    yield from _repeated(inputs.block(), (len(layers) - len(moe_layers)) * layout.microbatches)
+    if moe_layers and rows is None:
+        rows = even_rows(spec, layout, inputs.tokens, moe_layers, inputs.coords.tp)
+    for sent_and_received, times in Counter(rows if moe_layers else ()).items():
+        block = replace(inputs.block(moe=True), rows=sent_and_received, balanced=balance_loss_samples)
+        yield from _repeated(block, times)
 
 
-def _times(block: BlockCollectives, times: int) -> Iterator[_Sent]:
+def _repeated(block: BlockCollectives, times: int) -> Iterator[_CollectiveRow]:
+    """A block's passes, `times` over."""
     if times:
         for sent in chain(block.forward(), block.recomputed(), block.backward()):
-            yield sent.axis, sent.kind, times * sent.calls, sent.payload
+            yield _CollectiveRow(sent.axis, sent.kind, times * sent.calls, sent.payload)
 
 
-def _ends(step: _Step, smoothing: bool) -> Iterator[_Sent]:
-    block = step.block()
-    first = block.embedding() if any(stage.first for stage in step.stages) else ()
-    last = chain(block.head(), block.loss(smoothing)) if any(stage.last for stage in step.stages) else ()
-    for sent in chain(first, last):
-        yield sent.axis, sent.kind, step.layout.microbatches * sent.calls, sent.payload
+def _embedding_and_head(inputs: _Inputs, smoothing: bool) -> Iterator[_CollectiveRow]:
+    block = inputs.block()
+    embedding = block.embedding() if any(stage.first for stage in inputs.stages) else ()
+    head = chain(block.head(), block.loss(smoothing)) if any(stage.last for stage in inputs.stages) else ()
+    for sent in chain(embedding, head):
+        yield _CollectiveRow(sent.axis, sent.kind, inputs.layout.microbatches * sent.calls, sent.payload)
 
 
-def _pipeline(step: _Step) -> Iterator[_Sent]:
+def _pipeline(inputs: _Inputs) -> Iterator[_CollectiveRow]:
     """The residual stream over every boundary to another rank, and its gradient back."""
-    placement = step.layout.placement
-    leaving = sum(placement.owner[channel.source] == step.coords.pp for channel in placement.channels)
-    yield "pp", "send", leaving * step.layout.microbatches, step.message
+    placement = inputs.layout.placement
+    outgoing = sum(placement.owner[channel.source] == inputs.coords.pp for channel in placement.channels)
+    yield _CollectiveRow("pp", "send", outgoing * inputs.layout.microbatches, inputs.message)
 
 
 # ---- gradients and weights ------------------------------------------------------------------------------------------
 
 
-def _replicated(step: _Step, layer: int | None = None) -> Iterator[_Sent]:
-    """Buckets, each stage's its own. Shares are padded to the longest, so a reduce-scatter or all-gather is handed N
-    times that. Summands of other tp ranks and of the other end's embedding are added up once a step, in the share that
-    is left. `layer`: only of the buckets that have parameters of that layer."""
-    layout = step.layout
-    for params in step.held():
-        for bucket in buckets(params, step.minimum, step.split, step.shared, layout.zero > 0 and step.rounds):
+def _zero_0_to_2(inputs: _Inputs, layer: int | None = None) -> Iterator[_CollectiveRow]:
+    """Buckets, each stage's its own. `layer`: only the buckets that have parameters of that layer.
+
+    Shards are padded to the longest, so a reduce-scatter or all-gather over N ranks is handed N times that. Gradients
+    that are summands over tp, or over the two copies of a tied embedding, are summed once a step: the shard alone,
+    where there is one.
+    """
+    layout, compute_bytes, accum_bytes = inputs.layout, inputs.compute_bytes, inputs.accum_bytes
+    for params in inputs.stage_params():
+        groups = buckets(
+            params,
+            minimum=inputs.min_bucket_elements,
+            split=inputs.splits_backward,
+            shared=inputs.tied_across_stages,
+            narrow=layout.zero > 0 and inputs.mixed_precision,
+        )
+        for bucket in groups:
             if layer is not None and layer not in bucket.units:
                 continue
-            axis, parts = bucket.fsdp_axis, layout.size(bucket.fsdp_axis)
-            stage = layout.zero if parts > 1 else 0
-            if stage == 0:
-                yield axis, "all-reduce", 1, bucket.size() * step.accum
+            axis, ranks = bucket.fsdp_axis, layout.size(bucket.fsdp_axis)
+            zero = layout.zero if ranks > 1 else 0
+            if zero == 0:
+                yield _CollectiveRow(axis, "all-reduce", 1, bucket.size() * accum_bytes)
             else:
-                reductions = layout.microbatches if stage == 2 else 1
-                yield axis, "reduce-scatter", reductions, bucket.padded(parts) * step.accum
-                yield axis, "all-gather", 1, bucket.padded(parts) * (step.accum if bucket.exact else step.compute)
-            left = bucket.padded(parts) // parts if stage else bucket.size()
-            yield "tp", "all-reduce", int(bucket.partial), left * step.accum
-            yield "embedding", "all-reduce", int(bucket.shared), left * step.accum
+                weight_bytes = accum_bytes if bucket.exact else compute_bytes
+                reductions = layout.microbatches if zero == 2 else 1
+                yield _CollectiveRow(axis, "reduce-scatter", reductions, bucket.padded(ranks) * accum_bytes)
+                yield _CollectiveRow(axis, "all-gather", 1, bucket.padded(ranks) * weight_bytes)
+            shard_elements = bucket.padded(ranks) // ranks if zero else bucket.size()
+            yield _CollectiveRow("tp", "all-reduce", int(bucket.partial), shard_elements * accum_bytes)
+            yield _CollectiveRow("embedding", "all-reduce", int(bucket.shared), shard_elements * accum_bytes)
 
 
-def _fully_sharded(step: _Step) -> Iterator[_Sent]:
-    """FSDP2: a unit is a block, its experts, or what stands around the blocks of a stage; it pads like the buckets.
+def _zero_3(inputs: _Inputs) -> Iterator[_CollectiveRow]:
+    """FSDP2. A unit is a block without its experts, a block's experts, or a stage's embedding, last norm and head.
+    Shards are padded like those of buckets.
 
-    A unit is gathered for forward and again for backward, and reduce-scattered, in every microbatch; recompute finds
-    its weights gathered. Copies (replicate) add up their shares once a step, and so do the two ends, theirs of a tied
-    embedding. A gradient that is a summand over tp is added up before it is reduce-scattered, parameter by parameter,
-    in every microbatch. Gradients of linears that are computed apart go by buckets, as in stage 2; those of parameters
-    that are never rounded, where others are, once a step, as in stage 0.
+    A unit is all-gathered for forward and again for backward, and reduce-scattered, in every microbatch; recompute
+    finds its weights gathered. Once a step shards are summed over `replicate`, and those of a tied embedding over its
+    two copies. A gradient that is a summand over tp is summed before it is reduce-scattered, parameter by parameter, in
+    every microbatch.
+
+    Two kinds of parameters go by buckets instead: linears whose weight gradients are deferred to a pass of their own,
+    as in stage 2, and parameters that stay in full precision where others are rounded, once a step, as in stage 0.
     """
-    layout, m = step.layout, step.layout.microbatches
-    for params in step.held():
-        gathered: Counter[tuple[str, int | None]] = Counter()  # by axis and layer, elements of a share
+    layout, microbatches, accum_bytes = inputs.layout, inputs.layout.microbatches, inputs.accum_bytes
+    for params in inputs.stage_params():
+        gathered: Counter[tuple[str, int | None]] = Counter()  # elements of a shard, by axis and layer
         reduced: Counter[tuple[str, int | None]] = Counter()
         for param in params:
-            if step.rounds and param.parameter.exact:
+            if inputs.mixed_precision and param.parameter.exact:
                 continue
-            parts, unit = layout.size(param.fsdp_axis), (param.fsdp_axis, param.parameter.layer)
-            gathered[unit] += param.share_size(parts)
-            if step.split and param.parameter.deferred:
+            ranks, unit = layout.size(param.fsdp_axis), (param.fsdp_axis, param.parameter.layer)
+            gathered[unit] += param.share_size(ranks)
+            if inputs.splits_backward and param.parameter.deferred:
                 continue
-            reduced[unit] += param.share_size(parts)
-            yield "tp", "all-reduce", m * param.tp.partial, param.size * step.compute
-            if step.shared and param.parameter.tied:
-                share = math.prod(map(len, param.share(parts, step.coords.fsdp)))
-                yield "embedding", "all-reduce", 1, share * step.accum
-        for (axis, _), share in gathered.items():
-            yield axis, "all-gather", 2 * m, layout.size(axis) * share * step.compute
-        for (axis, _), share in reduced.items():
-            yield axis, "reduce-scatter", m, layout.size(axis) * share * step.accum
-            yield "replicate", "all-reduce", 1, share * step.accum
-        for bucket in buckets(params, step.minimum, step.split, narrow=step.rounds):
+            reduced[unit] += param.share_size(ranks)
+            yield _CollectiveRow("tp", "all-reduce", microbatches * param.tp.partial, param.size * inputs.compute_bytes)
+            if inputs.tied_across_stages and param.parameter.tied:
+                shard_elements = math.prod(map(len, param.share(ranks, inputs.coords.fsdp)))
+                yield _CollectiveRow("embedding", "all-reduce", 1, shard_elements * accum_bytes)
+        for (axis, _), shard_elements in gathered.items():
+            padded = layout.size(axis) * shard_elements
+            yield _CollectiveRow(axis, "all-gather", 2 * microbatches, padded * inputs.compute_bytes)
+        for (axis, _), shard_elements in reduced.items():
+            yield _CollectiveRow(axis, "reduce-scatter", microbatches, layout.size(axis) * shard_elements * accum_bytes)
+            yield _CollectiveRow("replicate", "all-reduce", 1, shard_elements * accum_bytes)
+        groups = buckets(
+            params,
+            minimum=inputs.min_bucket_elements,
+            split=inputs.splits_backward,
+            narrow=inputs.mixed_precision,
+        )
+        for bucket in groups:
             if bucket.late or bucket.exact:
-                axis, parts = bucket.fsdp_axis, layout.size(bucket.fsdp_axis)
-                share = bucket.size() if bucket.exact else bucket.padded(parts) // parts
-                if bucket.exact:
-                    yield axis, "all-reduce", 1, share * step.accum
-                else:
-                    yield axis, "reduce-scatter", m, parts * share * step.accum
-                yield "tp", "all-reduce", int(bucket.partial), share * step.accum
-                yield "replicate", "all-reduce", 1, share * step.accum
+                yield from _bucket_beside_units(inputs, bucket)
+
+
+def _bucket_beside_units(inputs: _Inputs, bucket: Grouping) -> Iterator[_CollectiveRow]:
+    """Gradients that ZeRO 3 reduces by buckets: of deferred linears, or in full precision (`exact`)."""
+    layout, accum_bytes = inputs.layout, inputs.accum_bytes
+    axis, ranks = bucket.fsdp_axis, layout.size(bucket.fsdp_axis)
+    shard_elements = bucket.size() if bucket.exact else bucket.padded(ranks) // ranks
+    if bucket.exact:
+        yield _CollectiveRow(axis, "all-reduce", 1, shard_elements * accum_bytes)
+    else:
+        yield _CollectiveRow(axis, "reduce-scatter", layout.microbatches, ranks * shard_elements * accum_bytes)
+    yield _CollectiveRow("tp", "all-reduce", int(bucket.partial), shard_elements * accum_bytes)
+    yield _CollectiveRow("replicate", "all-reduce", 1, shard_elements * accum_bytes)
 
 
 # ---- one layer, in order --------------------------------------------------------------------------------------------
 
 
-def in_order(
+def layer_collectives(
     spec: ModelSpec, layout: Layout, seq: int, batch: int, dtype: str, layer: int, minimum: int = MINIMUM
 ) -> list[Collective]:
-    """What is sent for a layer by the first rank that has it: for one microbatch, and once a step for all."""
+    """The collectives of a layer on the first rank that has it, in order: for one microbatch, and once a step for all.
+    `minimum`: elements that are enough for a gradient bucket."""
     stage = next(stage for stage in stages_of(spec, layout, seq) if layer in stage.layers)
     coords = RankCoords(pp=layout.placement.owner[stage.index])
-    step = _Step.of(spec, layout, seq, batch, dtype, coords=coords, minimum=minimum)
-    block = step.block()
+    inputs = _Inputs.of(spec, layout, seq, batch, dtype, coords=coords, min_bucket_elements=minimum)
+    block = inputs.block()
     if spec.experts is not None and not spec.dense(layer):
-        block = replace(block, moe=True, rows=even_rows(spec, layout, step.tokens, [layer], 0)[0])
-    params = _LayerParams.of(step, stage, layer)
-    to_next = Collective("forward", "the stage's output, to the next", "pp", "send", 1, step.message)
-    to_previous = Collective("backward", "its gradient, to the stage before", "pp", "send", 1, step.message)
-    sent = chain(
+        block = replace(block, moe=True, rows=even_rows(spec, layout, inputs.tokens, [layer], 0)[0])
+    params = _LayerParams.of(inputs, stage, layer)
+    to_next = Collective("forward", "the stage's output, to the next", "pp", "send", 1, inputs.message)
+    to_previous = Collective("backward", "its gradient, to the stage before", "pp", "send", 1, inputs.message)
+    in_order = chain(
         params.gathered("forward"),
         block.forward(),
         [to_next] if layer == stage.layers[-1] and not stage.last else [],
@@ -288,70 +353,74 @@ def in_order(
         [to_previous] if layer == stage.layers[0] and not stage.first else [],
         params.step_end(),
     )
-    return [part for part in sent if part.calls and part.payload and layout.size(part.axis) > 1]
+    return [sent for sent in in_order if sent.calls and sent.payload and layout.size(sent.axis) > 1]
 
 
 class _LayerParams(NamedTuple):
-    """What is sent of a layer's weights and of their gradients."""
+    """The collectives of a layer's weights and gradients."""
 
     layout: Layout
-    sharded: bool  # by ZeRO 3
-    sent: list[_Sent]
+    zero_3: bool
+    rows: list[_CollectiveRow]
 
     @classmethod
-    def of(cls, step: _Step, stage: Stage, layer: int) -> Self:
-        alone = replace(step, stages=(Stage(stage.index, range(layer, layer + 1), first=False, last=False),))
-        sharded = step.layout.fully_shards(step.spec)
-        return cls(step.layout, sharded, list(_fully_sharded(alone) if sharded else _replicated(step, layer)))
+    def of(cls, inputs: _Inputs, stage: Stage, layer: int) -> Self:
+        one_layer = replace(inputs, stages=(Stage(stage.index, range(layer, layer + 1), first=False, last=False),))
+        zero_3 = inputs.layout.fully_shards(inputs.spec)
+        return cls(inputs.layout, zero_3, list(_zero_3(one_layer) if zero_3 else _zero_0_to_2(inputs, layer)))
 
     def gathered(self, when: When) -> Iterator[Collective]:
         """ZeRO 3 gathers weights for either pass."""
-        if self.sharded:
-            for axis, kind, _, payload in self.sent:
-                if kind == "all-gather":
-                    yield Collective(when, f"weights of {_owner(axis)}", axis, kind, 1, payload)
+        if self.zero_3:
+            for row in self.rows:
+                if row.kind == "all-gather":
+                    yield Collective(when, f"weights of {_axis_label(row.axis)}", row.axis, row.kind, 1, row.payload)
 
     def gradients(self) -> Iterator[Collective]:
-        """What ZeRO 3 and 2 sum in every microbatch, and ZeRO 3 before that over tp."""
-        return self._summed("backward", (sent for sent in self.sent if self._each_microbatch(sent)))
+        """What ZeRO 3 and 2 reduce in every microbatch, and ZeRO 3 before that over tp."""
+        return self._reduced("backward", (row for row in self.rows if self._each_microbatch(row)))
 
     def step_end(self) -> Iterator[Collective]:
-        """Sums over what is left, and the new weights. A sum starts while the last backward passes run."""
-        late = [sent for sent in self.sent if not self._each_microbatch(sent)]
-        yield from self._summed("once a step", (sent for sent in late if sent[1] != "all-gather"))
-        if not self.sharded:
-            for axis, kind, calls, payload in late:
-                if kind == "all-gather":
-                    yield Collective("once a step", f"new weights of {_owner(axis)}", axis, kind, calls, payload)
+        """Reductions of shards or whole gradients, and the new weights. A reduction starts while the last backward
+        passes run."""
+        once = [row for row in self.rows if not self._each_microbatch(row)]
+        yield from self._reduced("once a step", (row for row in once if row.kind != "all-gather"))
+        if not self.zero_3:
+            for row in once:
+                if row.kind == "all-gather":
+                    what = f"new weights of {_axis_label(row.axis)}"
+                    yield Collective("once a step", what, row.axis, row.kind, row.calls, row.payload)
 
-    def _each_microbatch(self, sent: _Sent) -> bool:
-        axis, kind, calls, _ = sent
-        if kind == "reduce-scatter":
-            return self.sharded or self.layout.zero == 2
-        return self.sharded and axis == "tp" and calls == self.layout.microbatches
+    def _each_microbatch(self, row: _CollectiveRow) -> bool:
+        if row.kind == "reduce-scatter":
+            return self.zero_3 or self.layout.zero == 2
+        return self.zero_3 and row.axis == "tp" and row.calls == self.layout.microbatches
 
-    def _summed(self, when: When, sent: Iterable[_Sent]) -> Iterator[Collective]:
-        """Parameter by parameter over tp is one line."""
-        for (axis, kind), group in groupby((row for row in sent if row[2]), key=lambda row: row[:2]):
-            payloads = [payload for _, _, _, payload in group]
+    def _reduced(self, when: When, rows: Iterable[_CollectiveRow]) -> Iterator[Collective]:
+        """Rows over the same axis and of the same kind and payload are one: those of tp are parameter by parameter."""
+        called = (row for row in rows if row.calls)
+        for (axis, kind), group in groupby(called, key=lambda row: (row.axis, row.kind)):
+            payloads = [row.payload for row in group]
             for payload in sorted(set(payloads)):
                 calls = payloads.count(payload)
-                yield Collective(when, f"gradients of {_owner(axis)}", axis, kind, calls, payload)
+                yield Collective(when, f"gradients of {_axis_label(axis)}", axis, kind, calls, payload)
 
 
-def _owner(axis: str) -> str:
+def _axis_label(axis: str) -> str:
+    """The parameters that are gathered or reduced over an axis."""
     if axis == "tp":
         return "what tp ranks share"
     return "its experts" if axis == "efsdp" else "the layer"
 
 
-def shown_axis(layout: Layout, axis: str, kind: Kind) -> str:
-    """What a reader looks for. Bytes are counted by the first axis that has the same ranks, so experts' messages go by
-    dp, cp, tp or the world where ep is as wide; where others of their kind are counted with them, both are named."""
+def display_axis(layout: Layout, axis: str, kind: Kind) -> str:
+    """The axis that a reader looks for. Bytes are counted by the first axis that has the same ranks, so experts'
+    messages are counted under dp, cp, tp or the world where ep has their ranks; where other collectives of that kind
+    are counted with them, both axes are named."""
     if layout.ep == 1 or axis == "ep" or axis != layout.same_axis("ep"):
         return axis
     kinds = ("all-to-all",) if layout.dispatch == "alltoall" else ("all-gather", "reduce-scatter")
     if kind not in kinds:
         return axis
-    trades = axis == "cp" and layout.cp_kind == "ulysses"
-    return "ep" if kind == "all-to-all" and not trades else f"{axis}, ep"
+    is_ulysses = axis == "cp" and layout.cp_kind == "ulysses"
+    return "ep" if kind == "all-to-all" and not is_ulysses else f"{axis}, ep"

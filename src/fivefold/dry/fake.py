@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from fivefold.cost.links import Traffic
+from fivefold.cost.collective_time import Traffic
 from fivefold.data.batch import Batch
 from fivefold.job.config import Job
 from fivefold.model import head

@@ -4,12 +4,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from fivefold.cost.footprint import CONTEXT, FRAGMENTATION, Footprint, footprint_of
-from fivefold.cost.links import Traffic
-from fivefold.cost.memory import state_of
+from fivefold.cost.collective_time import Traffic
+from fivefold.cost.model_state import state_of
+from fivefold.cost.peak_memory import CUDA_CONTEXT_BYTES, FRAGMENTATION, Footprint, footprint_of
 from fivefold.cost.routing import Rows, even_rows
 from fivefold.cost.step import rank_flops
-from fivefold.cost.traffic import RankCoords, expected, shown_axis
+from fivefold.cost.traffic import RankCoords, display_axis, expected_traffic
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import Job
 from fivefold.layout.layout import Layout
@@ -67,7 +67,7 @@ class RankVsPlan:
     @property
     def device_bytes(self) -> float:
         """What the device must have: the peak, fragmentation, and the context."""
-        return self.dry.peak * (1 + FRAGMENTATION) + CONTEXT
+        return self.dry.peak * (1 + FRAGMENTATION) + CUDA_CONTEXT_BYTES
 
     def to_dict(self) -> dict[str, Any]:
         dry = self.dry
@@ -98,10 +98,13 @@ def vs_plan(job: Job, dry: "RankRun", cluster: Cluster, imbalance: float = 1.0) 
     state = state_of(job.model, layout, job.train.dtype, job.optimizer, **coords._asdict(), seq=seq)
     rows = _rows(job, coords, imbalance)
     flops = rank_flops(job.model, layout, seq, batch, pp=coords.pp, tp=coords.tp, rows=rows)
-    # Whether the peak is where all gradients are.
-    late = predicted.late > 0 and predicted.late - predicted.unmade + predicted.after > predicted.working
-    working = predicted.after if late else predicted.working
-    peak = state.total - (predicted.unmade if late else predicted.late) + working
+    # Whether the peak is at the end of the first backward pass, where the gradients are allocated.
+    late = (
+        predicted.lazy_grads > 0
+        and predicted.lazy_grads - predicted.unallocated_grads + predicted.end_of_backward > predicted.non_state
+    )
+    working = predicted.end_of_backward if late else predicted.non_state
+    peak = state.total - (predicted.unallocated_grads if late else predicted.lazy_grads) + working
     figures = (
         Figure("parameters", dry.parameters, state.parameters, "GB"),
         Figure("gradients", dry.gradients, state.gradients, "GB"),
@@ -111,7 +114,9 @@ def vs_plan(job: Job, dry: "RankRun", cluster: Cluster, imbalance: float = 1.0) 
         Figure("FLOPs executed", dry.flops, flops, "TFLOP"),
     )
     balances = job.train.balance_loss > 0
-    planned = expected(job.model, layout, seq, batch, job.train.dtype, coords=coords, balance_loss=balances, rows=rows)
+    planned = expected_traffic(
+        job.model, layout, seq, batch, job.train.dtype, coords=coords, balance_loss=balances, rows=rows
+    )
     return RankVsPlan(dry, predicted, figures, tuple(planned), layout)
 
 
@@ -258,12 +263,12 @@ def _traffic(rank: RankVsPlan) -> Table:
         same = "the same" if other == row else "none" if other is None else f"{other.calls} calls, {other.payload} B"
         sent = (f"{row.calls:,}", bytes_text(row.payload), bytes_text(float(row.wire)))
         rows.append(
-            [shown_axis(rank.layout, row.axis, row.kind), f"{rank.ranks.get(row.axis, '')}", row.kind, *sent, same]
+            [display_axis(rank.layout, row.axis, row.kind), f"{rank.ranks.get(row.axis, '')}", row.kind, *sent, same]
         )
     for other in planned.values():
         rows.append(
             [
-                shown_axis(rank.layout, other.axis, other.kind),
+                display_axis(rank.layout, other.axis, other.kind),
                 "",
                 other.kind,
                 "0",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fivefold.cost.memory import host_memory, memory_problems
+from fivefold.cost.model_state import host_memory, memory_problems
 from fivefold.hardware.accelerators import find_accelerator
 from fivefold.job.config import Job, TrainConfig
 from fivefold.launch.local import SHARING, sharing_problem

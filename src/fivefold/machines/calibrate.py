@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from msgspec import structs
 
-from fivefold.cost.memory import host_memory
+from fivefold.cost.model_state import host_memory
 from fivefold.hardware.accelerators import ACCELERATORS, LINKS, Accelerator, Rates, find_accelerator
 from fivefold.job.config import read_job
 from fivefold.launch import heartbeat, processes

@@ -9,7 +9,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from fivefold.cost.links import Kind, wire
+from fivefold.cost.collective_time import Kind, wire
 from fivefold.job.config import Job, job_from
 from fivefold.launch import faults, heartbeat, processes
 from fivefold.launch import world as worlds

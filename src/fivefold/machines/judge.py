@@ -15,9 +15,9 @@ from typing import TypeVar
 
 import msgspec
 
+from fivefold.cost.collective_time import Topology
 from fivefold.cost.kernels import Device
-from fivefold.cost.links import Topology
-from fivefold.cost.memory import checkpoint_bytes
+from fivefold.cost.model_state import checkpoint_bytes
 from fivefold.hardware.accelerators import Accelerator, find_accelerator
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import Job

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from fivefold.cost.block import BlockCost
+from fivefold.cost.collective_time import Topology
 from fivefold.cost.kernels import Device
-from fivefold.cost.links import Topology
 from fivefold.cost.stack import ON_CPUS
 from fivefold.hardware.accelerators import Accelerator
 from fivefold.hardware.cluster import Cluster, Group

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fivefold.cost.links import Kind, Traffic, total, wire
+from fivefold.cost.collective_time import Kind, Traffic, total, wire
 from fivefold.parallel.control import Control, kv_store
 from fivefold.parallel.mesh import Mesh
 

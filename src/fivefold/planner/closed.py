@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec import structs
 
-from fivefold.cost.activations import kept
+from fivefold.cost.activations import saved_activations
 from fivefold.cost.block import BlockCost, PassTimes
-from fivefold.cost.footprint import CONTEXT, FRAGMENTATION, loss_held
+from fivefold.cost.collective_time import Kind, Reach, Topology
 from fivefold.cost.forms import PipelineForm, ZeroCost
 from fivefold.cost.kernels import Device
-from fivefold.cost.links import Kind, Reach, Topology
 from fivefold.cost.moe import ParamShare
+from fivefold.cost.peak_memory import CUDA_CONTEXT_BYTES, FRAGMENTATION, loss_peak
 from fivefold.cost.step import Case, message
 from fivefold.layout.layout import ContextKind, Dispatch, Layout, Recompute
 from fivefold.schedules.build import ScheduleInfo
@@ -80,8 +80,9 @@ class BlockArrays(NamedTuple):
     port: float  # seconds of backward in which tp or cp holds the node's ports
     unhidden: float  # seconds that a schedule which splits backward adds: tp has nothing to hide behind
     ends: float
-    kept: float
-    transient: float  # bytes that a block's backward needs beside what is kept, recompute and gradients on their way
+    saved: float  # activations of a microbatch
+    # Bytes of backward beside what is saved: recomputed activations, gathered weights, gradients being reduced.
+    transient: float
     logits: float
     message: float
     full: float  # 1 where recompute is
@@ -92,9 +93,9 @@ class BlockArrays(NamedTuple):
         """`case` with one dp rank's microbatch as its batch."""
         case = shape.of(case)
         layout, work = case.layout, case.work
-        block, sizes = work.block, (case.stack, shape.samples, case.seq, work.wide)
-        held = kept(case.spec, layout, *sizes).total
-        again = kept(case.spec, structs.replace(layout, recompute="none"), *sizes).total - held
+        block, sizes = work.block, (case.stack, shape.samples, case.seq, work.activation_bytes)
+        held = saved_activations(case.spec, layout, *sizes).total
+        again = saved_activations(case.spec, structs.replace(layout, recompute="none"), *sizes).total - held
         return cls(
             forward=block.forward.total,
             backward=block.inputs.total + block.weights.total,
@@ -104,9 +105,9 @@ class BlockArrays(NamedTuple):
             port=work.port,
             unhidden=split_backward(case).block.inputs.total - block.inputs.total,
             ends=sum(part.total for part in (*work.top, *work.bottom)),
-            kept=held,
-            transient=again + work.passing_bytes + work.exchange_bytes,
-            logits=loss_held(case.spec, layout, case.stack, work.tokens),
+            saved=held,
+            transient=again + work.mlp_backward_bytes + work.cp_buffer_bytes,
+            logits=loss_peak(case.spec, layout, case.stack, work.tokens),
             message=message(case),
             full=shape.recompute == "full",
         )
@@ -211,7 +212,7 @@ class Closed:
 
     @property
     def parameters(self) -> ParamShare:
-        """Of the fullest pipeline rank, on one tp rank."""
+        """Parameters of the pipeline rank with the most, on one tp rank."""
         spec = self.case.spec
         block, table = spec.block_parameter_count, spec.vocab * spec.hidden
         several = np.ceil(spec.layers / self.of.pp) * block + table
@@ -279,13 +280,13 @@ class Closed:
         flying = self._flying()
         # The ends that ZeRO 3 has gathered are left out. Of large microbatches gradients that do not exist at the peak
         # outweigh them, and a layout that is pruned for too much memory is not looked at again.
-        first = self.block.kept * flying * share + self.block.transient + self.gathered()
+        first = self.block.saved * flying * share + self.block.transient + self.gathered()
         # The last stage has the logits and, unless ranks have several stages, one microbatch.
-        last = self.block.kept * np.where(self.chunks > 1, flying, 1) * share + self.block.logits
+        last = self.block.saved * np.where(self.chunks > 1, flying, 1) * share + self.block.logits
         messages = np.where(self.alone, 0.0, (1 + 2 * self.chunks + flying * self.chunks) * self.block.message)
         state = sum(part.total for part in self.zero.states(self.parameters, self.of.zero).values())
         allocated = state + np.maximum(first, last) + messages + stack.bucket_bytes
-        return allocated * (1 + FRAGMENTATION) + CONTEXT
+        return allocated * (1 + FRAGMENTATION) + CUDA_CONTEXT_BYTES
 
     def _flying(self) -> Array:
         flying = np.ones(len(self.of.tp))
@@ -296,11 +297,11 @@ class Closed:
         return flying
 
     def gathered(self) -> Array:
-        """Weights and gradients of blocks on their way: ZeRO 3 and 2."""
+        """Bytes of gathered weights and of gradients being reduced: ZeRO 3 and 2."""
         stack, reaches = self.case.stack, self.links.reaches
         summed = sum(part * (reaches[axis].ranks > 1) for axis, part in zip(("fsdp", "efsdp"), self.own, strict=True))
         block = summed * stack.gradient_bytes
-        two = np.where(self.of.zero == 2, np.maximum(block, 2 * block - self.block.kept), 0.0)
+        two = np.where(self.of.zero == 2, np.maximum(block, 2 * block - self.block.saved), 0.0)
         three = self.own.total * (2 * stack.weight_bytes + stack.gradient_bytes) * (summed > 0)
         return np.where(self.of.zero == 3, three, two)
 

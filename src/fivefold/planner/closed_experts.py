@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec import structs
 
-from fivefold.cost.activations import MixtureMemory, kept
-from fivefold.cost.footprint import loss_held
+from fivefold.cost.activations import MoEMemory, saved_activations
 from fivefold.cost.moe import MoEBlock, ParamShare, Travel, block_share
+from fivefold.cost.peak_memory import loss_peak
 from fivefold.cost.step import Case, message
 from fivefold.layout.layout import Layout
 from fivefold.planner.closed import (
@@ -59,8 +59,8 @@ class DenseCost(NamedTuple):
     port: float
     unhidden: float
     ends: float
-    kept: float
-    plain_kept: float
+    saved: float  # activations of a microbatch
+    plain_saved: float
     again: float  # bytes that recompute makes again
     passing: float
     logits: float
@@ -73,7 +73,7 @@ class DenseCost(NamedTuple):
         layout, work = case.layout, case.work
         plain, block = replace(work, dense=True).block, work.around
         own, everything = (_held(case, how) for how in (layout, structs.replace(layout, recompute="none")))
-        stream = work.wide * work.tokens * case.spec.hidden / (shape.tp if shape.sp else 1)
+        stream = work.activation_bytes * work.tokens * case.spec.hidden / (shape.tp if shape.sp else 1)
         return cls(
             forward=block.forward.total - block.forward.host,
             backward=block.inputs.total - block.inputs.host + block.weights.total - work.added(work.own.experts),
@@ -88,11 +88,11 @@ class DenseCost(NamedTuple):
             port=work.port,
             unhidden=split_backward(case).around.inputs.total - block.inputs.total,
             ends=sum(part.total for part in (*work.top, *work.bottom)),
-            kept=own.around,
-            plain_kept=own.plain,
+            saved=own.around,
+            plain_saved=own.plain,
             again=everything.around - own.around,
-            passing=2 * stream + work.exchange_bytes - everything.shared,
-            logits=loss_held(case.spec, layout, case.stack, work.tokens),
+            passing=2 * stream + work.cp_buffer_bytes - everything.shared,
+            logits=loss_peak(case.spec, layout, case.stack, work.tokens),
             message=message(case),
             full=shape.recompute == "full",
         )
@@ -107,13 +107,13 @@ class _Held(NamedTuple):
 
 
 def _held(case: Case, layout: Layout) -> _Held:
-    sizes = (case.spec, layout, case.stack, case.batch, case.seq, case.work.wide)
-    mixed = kept(*sizes)
-    return _Held(mixed.total - mixed.experts, kept(*sizes, dense=True).total, mixed.mlp)
+    sizes = (case.spec, layout, case.stack, case.batch, case.seq, case.work.activation_bytes)
+    mixed = saved_activations(*sizes)
+    return _Held(mixed.total - mixed.experts, saved_activations(*sizes, dense=True).total, mixed.mlp)
 
 
 class MoECost(NamedTuple):
-    """What the experts of one block take, on the fullest rank."""
+    """What the experts of one block take, on the most loaded rank."""
 
     forward: float  # seconds
     backward: float
@@ -128,7 +128,7 @@ class MoECost(NamedTuple):
     dispatch_back: float
     link: float  # seconds of all messages of forward,
     link_back: float  # and of backward
-    everything: float  # bytes that are kept without recompute,
+    everything: float  # bytes that are saved without recompute,
     outputs: float  # and with selective recompute
     worst: float  # bytes of backward on top of the former
 
@@ -136,9 +136,9 @@ class MoECost(NamedTuple):
     def of(cls, case: Case, spread: ExpertShape, layout: Layout) -> "MoECost":
         """`layout` is any that spreads experts so."""
         work = replace(case, layout=layout, batch=layout.dp).work
-        sizes = (spread.tokens, work.wide)
+        sizes = (spread.tokens, work.activation_bytes)
         moe = MoEBlock(case.spec, layout, work.device, work.wires, case.stack, *sizes, case.precision, case.imbalance)
-        held = MixtureMemory(case.spec, layout, case.stack, *sizes, case.imbalance)
+        held = MoEMemory(case.spec, layout, case.stack, *sizes, case.imbalance)
         travel = Travel(moe)  # with backward passes in one piece, which hide most
         there, back, back_again, there_again = travel.messages
         less, less_back = travel.hidden
@@ -158,9 +158,9 @@ class MoECost(NamedTuple):
             dispatch_back=there_again - less_back,
             link=there + back,
             link_back=there_again + back_again,
-            everything=held.everything,
-            outputs=held.outputs,
-            worst=max(held.weighing, held.linears),
+            everything=held.saved,
+            outputs=held.saved_selective,
+            worst=max(held.during_weighting, held.during_last_linear),
         )
 
 
@@ -243,7 +243,7 @@ def closed_of(
         "computing_back": mean(around.computing_back + spent.kernels_back + again, around.plain_computing_back),
         "waiting": mean(0.0 * wait if itself else wait, around.plain_waiting),
         "paired": mean(_paired(spent, forward, backward, twice), 0.0),
-        "kept": mean(around.kept + held, around.plain_kept),
+        "saved": mean(around.saved + held, around.plain_saved),
         "transient": around.again + spent.everything - held + spent.worst + around.passing,
     }
     same = ("port", "unhidden", "ends", "logits", "message", "full")

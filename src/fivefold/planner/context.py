@@ -10,8 +10,8 @@ from typing import Any, Generic, NamedTuple, TypeVar, get_args
 from msgspec import structs
 
 from fivefold.cost.attention import LayerAttention, Method, allgather, compare, possible, ring, splits
+from fivefold.cost.collective_time import Topology
 from fivefold.cost.kernels import QUERIES, Device
-from fivefold.cost.links import Topology
 from fivefold.cost.stack import Attention
 from fivefold.cost.step import Case
 from fivefold.cost.systems import software_of

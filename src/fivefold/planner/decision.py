@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from msgspec import structs
 
-from fivefold.cost.footprint import HEADROOM
+from fivefold.cost.peak_memory import USABLE_FRACTION
 from fivefold.cost.step import Case
 from fivefold.hardware.accelerators import Accelerator
 from fivefold.hardware.cluster import Cluster
@@ -259,7 +259,7 @@ class Decision(Result):
         )
         rows = [
             ("devices", f"{case.cluster.world:,} on {counted(case.cluster.nodes, 'node')}"),
-            ("memory of a device", f"{card.memory / GB:.1f} GB, of which a plan fills {HEADROOM:.0%}"),
+            ("memory of a device", f"{card.memory / GB:.1f} GB, of which a plan fills {USABLE_FRACTION:.0%}"),
             ("link within a node", f"{card.inside.name}, {card.inside.bandwidth / GB:.4g} GB/s each way"),
             ("link between nodes", f"{card.across.name}, {card.across.bandwidth / GB:.4g} GB/s each way"),
             (f"peak in {case.precision}", f"{_rate(card.rate(case.precision) / 1e12)} TFLOP/s"),
@@ -373,7 +373,7 @@ class Decision(Result):
     def _turning(self) -> Iterator[Block]:
         plan = self.plan
         if plan.explained.fits:
-            least = plan.explained.footprint.total / HEADROOM / GB
+            least = plan.explained.footprint.total / USABLE_FRACTION / GB
             yield Text(
                 f"`{plan.layout}` needs devices of {least:.1f} GB; with less memory it takes more microbatches, or "
                 "does not fit at all."

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 from msgspec import structs
 
-from fivefold.cost.footprint import HEADROOM, Footprint, footprint
-from fivefold.cost.links import Reach
-from fivefold.cost.memory import dtype_of
+from fivefold.cost.collective_time import Reach
+from fivefold.cost.model_state import dtype_of
+from fivefold.cost.peak_memory import USABLE_FRACTION, Footprint, footprint
 from fivefold.cost.step import Case, estimate
-from fivefold.cost.traffic import RankCoords, expected
+from fivefold.cost.traffic import RankCoords, expected_traffic
 from fivefold.layout.layout import Layout
 from fivefold.planner.closed import DISPATCHES
 from fivefold.planner.mixed import divided, groups_of, spanning
@@ -145,7 +145,7 @@ def _judge(option: Option, change: str, layout: Layout) -> Neighbour:
         case = divided(case)
         layout = case.layout
     needs = footprint(case)
-    limit = HEADROOM * case.memory_of(needs.rank)
+    limit = USABLE_FRACTION * case.memory_of(needs.rank)
     if needs.total > limit:
         why = (
             f"{change} does not fit: needs {needs.total / 1e9:.1f} GB on pipeline rank {needs.rank}, limit "
@@ -224,10 +224,10 @@ def traffic(option: Option) -> list[AxisTraffic]:
     """What `sender` sends, by axis and kind, divided by where the ranks of the axis are. Experts' tokens: the mean."""
     case, rank, rows = option.case, sender(option), []
     wires = case.work_of(rank).wires
-    dtype = dtype_of(case.work.wide)
+    dtype = dtype_of(case.work.activation_bytes)
     splits = case.splits if case.groups else None
     sizes = (case.spec, case.layout, case.seq, case.batch, dtype)
-    for row in expected(*sizes, coords=RankCoords(pp=rank), splits=splits, experts_apart=True):
+    for row in expected_traffic(*sizes, coords=RankCoords(pp=rank), splits=splits, experts_apart=True):
         reach = wires.reaches.get(row.axis)  # None: the whole world, the pipeline's ends: a few numbers
         share, wire = _leaving(row.kind, reach, case.cluster.nodes), float(row.wire)
         alone = wires.time(row.kind, row.axis, row.payload / row.calls, row.calls) if reach else None

@@ -263,7 +263,7 @@ def goodput(
     costs = FailureCosts(mtbf, detect, restart, storage, save)
     costs.check()
     jitter = JITTER if jitter is None else jitter
-    _check_wishes(every, runs, seed, jitter)
+    _check_options(every, runs, seed, jitter)
     own = isinstance(model, Job) or str(model).endswith(".toml") or any("train.steps=" in change for change in changes)
     planned = plan(
         model, cluster, changes=changes, batch=batch, seq=seq, layout=layout, fix=fix, precision=precision,
@@ -292,7 +292,7 @@ def goodput(
     )
 
 
-def _check_wishes(every: int | None, runs: int, seed: int, jitter: float) -> None:
+def _check_options(every: int | None, runs: int, seed: int, jitter: float) -> None:
     checked("every", every, within(1, STEPS))
     checked("runs", runs, within(10, MOST_RUNS))
     checked("seed", seed, within(0, SEEDS))

@@ -11,7 +11,7 @@ from itertools import combinations_with_replacement, islice, permutations
 
 from msgspec import structs
 
-from fivefold.cost.footprint import HEADROOM, Footprint, footprint_of
+from fivefold.cost.peak_memory import USABLE_FRACTION, Footprint, footprint_of
 from fivefold.cost.step import Case, estimate, unsplit
 from fivefold.hardware.cluster import Cluster, Group, table_of
 from fivefold.layout.layout import Layout
@@ -200,13 +200,13 @@ def footprints(case: Case) -> list[Footprint]:
 
 def fitting(case: Case) -> bool:
     """Whether every rank fits into its own device."""
-    return all(needs.total <= HEADROOM * case.memory_of(needs.rank) for needs in footprints(case))
+    return all(needs.total <= USABLE_FRACTION * case.memory_of(needs.rank) for needs in footprints(case))
 
 
 def _excess(case: Case, rank: int) -> int:
     """Layers by which a rank overfills its device, about; at least one where it does."""
     here = footprint_of(case, rank).total
-    over, held = here - HEADROOM * case.memory_of(rank), layers_of(case)
+    over, held = here - USABLE_FRACTION * case.memory_of(rank), layers_of(case)
     if over <= 0 or not held[rank]:
         return int(over > 0)
     fewer = [count - (at == rank) for at, count in enumerate(held)]

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
-from fivefold.cost.activations import defer_wgrad
-from fivefold.cost.footprint import CONTEXT, FRAGMENTATION, HEADROOM
+from fivefold.cost.activations import deferred_wgrad_bytes
 from fivefold.cost.forms import PipelineForm
 from fivefold.cost.moe import ParamShare
+from fivefold.cost.peak_memory import CUDA_CONTEXT_BYTES, FRAGMENTATION, USABLE_FRACTION
 from fivefold.cost.step import Case
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
@@ -24,7 +24,7 @@ from fivefold.support.text import divisors
 # ---- closed ---------------------------------------------------------------------------------------------------------
 # Closed forms of time and memory for many layouts over unlike nodes at once: they rank and prune.
 #
-# They are those of like nodes (`closed.py`), taken on each group's devices. Layers are dealt out by the time they
+# They are those of like nodes (`closed.py`), taken on each group's devices. Layers are divided by the time they
 # take on each rank, as far as its own memory goes: the least time in which all ranks together hold the model.
 
 
@@ -35,21 +35,21 @@ ROUNDS = 12  # of bisection: that time to a few thousandths of itself
 class MixedClosed:
     """What the formulas are made of, by group where devices matter."""
 
-    wish: SearchQuery
+    query: SearchQuery
     shapes: list[BlockShape]
     of: Choices
 
     @cached_property
     def groups(self) -> list[Closed]:
         """The closed forms on each group's devices, as if all ranks had them."""
-        case, forms = self.wish.case, []
+        case, forms = self.query.case, []
         across = min((group.accelerator.across for group in case.cluster.groups), key=lambda link: link.bandwidth)
         for group in case.cluster.groups:
             card = structs.replace(group.accelerator, across=across)
             alone = replace(case, cluster=Cluster((structs.replace(group, accelerator=card),)))
             used = {int(at): BlockArrays.of(alone, self.shapes[at]) for at in np.unique(self.of.shape)}
             table = np.array([used.get(at, next(iter(used.values()))) for at in range(len(self.shapes))])
-            forms.append(Closed(alone, self.of, BlockArrays(*table[self.of.shape].T), self.wish.pipelines))
+            forms.append(Closed(alone, self.of, BlockArrays(*table[self.of.shape].T), self.query.pipelines))
         return forms
 
     @cached_property
@@ -64,7 +64,7 @@ class MixedClosed:
     @cached_property
     def end(self) -> Array:
         """Seconds of the optimizer, gradients and weights behind the last pass: the slowest group's."""
-        return np.max([closed.after() for closed in self.groups], axis=0) + self.wish.case.stack.host_step
+        return np.max([closed.after() for closed in self.groups], axis=0) + self.query.case.stack.host_step
 
     @cached_property
     def bytes_of_a_parameter(self) -> Array:
@@ -75,20 +75,20 @@ class MixedClosed:
     @cached_property
     def waiting(self) -> Array:
         """Bytes per layer that wait for their weights' gradients where a backward pass is split."""
-        case, deferred = self.wish.case, []
+        case, deferred = self.query.case, []
         for shape in self.shapes:
             layout = Layout(tp=shape.tp, cp=shape.cp, cp_kind=shape.cp_kind, sp=shape.sp, recompute=shape.recompute)
             tokens = shape.samples * case.seq // shape.cp
-            deferred.append(defer_wgrad(case.spec, layout, tokens, case.work.wide))
-        kept = self.groups[0].block.kept
-        return np.where(self.splits, np.maximum(0.0, np.array(deferred)[self.of.shape] - kept), 0.0)
+            deferred.append(deferred_wgrad_bytes(case.spec, layout, tokens, case.work.activation_bytes))
+        saved = self.groups[0].block.saved
+        return np.where(self.splits, np.maximum(0.0, np.array(deferred)[self.of.shape] - saved), 0.0)
 
     def of_rows(self, rows: Array, ranks: list[int]) -> tuple[Array, Array]:
         """Seconds of a step, and the fullest rank's share of its device, with these groups as pipeline ranks."""
-        layers, p = self.wish.case.spec.layers, len(ranks)
+        layers, p = self.query.case.spec.layers, len(ranks)
         each = np.stack([self.each[group][rows] for group in ranks], axis=1)
         ends = np.zeros_like(each)
-        bent = np.array([pipeline.both_ends for pipeline in self.wish.pipelines])[self.of.pipeline[rows]]
+        bent = np.array([pipeline.both_ends for pipeline in self.query.pipelines])[self.of.pipeline[rows]]
         last = np.where(bent, 0, p - 1)
         at = np.arange(len(rows))
         by_group = np.stack([np.asarray(closed.block.ends)[rows] for closed in self.groups], axis=1)
@@ -98,23 +98,23 @@ class MixedClosed:
         possible = caps.sum(axis=1) >= layers
         caps = np.where(possible[:, None], caps, layers)
         held, slowest = _dealt(each, ends, caps, layers)
-        share = ((fixed + held * per_layer) * (1 + FRAGMENTATION) + CONTEXT) / self._devices(ranks)
+        share = ((fixed + held * per_layer) * (1 + FRAGMENTATION) + CUDA_CONTEXT_BYTES) / self._devices(ranks)
         return self._pipeline(rows, held * each + ends, slowest) + self.end[rows], share.max(axis=1)
 
     def _devices(self, ranks: list[int]) -> Array:
-        return np.array([self.wish.case.cluster.groups[group].accelerator.memory for group in ranks], dtype=float)
+        return np.array([self.query.case.cluster.groups[group].accelerator.memory for group in ranks], dtype=float)
 
     def _memory(self, rows: Array, ranks: list[int], last: Array) -> tuple[Array, Array, Array]:
         """By rank: bytes without any layer, bytes of each layer, and what the device has room for."""
-        spec, stack, p = self.wish.case.spec, self.wish.case.stack, len(ranks)
+        spec, stack, p = self.query.case.spec, self.query.case.stack, len(ranks)
         closed, of, rank = self.groups[0], self.of, np.arange(p)
-        kept, logits, message = (
-            np.asarray(column)[rows, None] for column in (closed.block.kept, closed.block.logits, closed.block.message)
+        saved, logits, message = (
+            np.asarray(column)[rows, None] for column in (closed.block.saved, closed.block.logits, closed.block.message)
         )
         chunks, tp = closed.chunks[rows, None], of.tp[rows, None]
         state = self.bytes_of_a_parameter[rows, None]
         flying = self._flying(rows, p)
-        per_layer = state * spec.block_parameter_count / tp + kept * flying
+        per_layer = state * spec.block_parameter_count / tp + saved * flying
         per_layer = per_layer + self.waiting[rows, None] / chunks
         table = state * spec.vocab * spec.hidden / tp
         is_last = rank[None, :] == last[:, None]
@@ -122,14 +122,14 @@ class MixedClosed:
         transient = (closed.block.transient + closed.gathered())[rows, None]
         moments = np.maximum(transient, logits * is_last)
         messages = (1 + 2 * chunks + flying * chunks) * message
-        room = (HEADROOM * self._devices(ranks) - CONTEXT) / (1 + FRAGMENTATION)
+        room = (USABLE_FRACTION * self._devices(ranks) - CUDA_CONTEXT_BYTES) / (1 + FRAGMENTATION)
         return fixed + moments + messages, per_layer, room[None, :]
 
     def _flying(self, rows: Array, p: int) -> Array:
         """Microbatches that each rank holds, in whole ranks' activations: with whole backward passes, the later the
         fewer."""
         flying, rank = np.ones((len(rows), p)), np.arange(p)
-        for index, (record, chunks) in enumerate(self.wish.pipelines):
+        for index, (record, chunks) in enumerate(self.query.pipelines):
             at = self.of.pipeline[rows] == index
             m = self.of.microbatches[rows][at][:, None]
             fewer = 0 if record.splits else rank[None, :] * (1 if chunks == 1 else 2 / chunks)
@@ -137,7 +137,7 @@ class MixedClosed:
         return flying
 
     def _pipeline(self, rows: Array, loads: Array, slowest: Array) -> Array:
-        closed, hides = self.groups[0], self.wish.case.stack.hides("pp")
+        closed, hides = self.groups[0], self.query.case.stack.hides("pp")
         form = PipelineForm(*(column[rows] for column in closed.form))
         return np.asarray(form.seconds(slowest, loads.sum(axis=1), closed.sending()[rows], hides))
 
@@ -175,7 +175,7 @@ class MixedSpace:
 
     @property
     def fits(self) -> Array:
-        return self.space.memory <= HEADROOM * SLACK
+        return self.space.memory <= USABLE_FRACTION * SLACK
 
     def case(self, case: Case, at: int) -> Case:
         """One combination, its layers not yet divided."""
@@ -183,20 +183,20 @@ class MixedSpace:
         return replace(case, cluster=cluster, layout=layout, groups=groups_of(cluster, layout))
 
 
-def mixed_space(wish: SearchQuery) -> MixedSpace:
+def mixed_space(query: SearchQuery) -> MixedSpace:
     """Every combination in which each replica spans all groups."""
-    shapes = list(shapes_of(wish))
-    clusters = list(orders(wish.case.cluster))
-    of = legal(wish, shapes, _combinations(wish, shapes))
+    shapes = list(shapes_of(query))
+    clusters = list(orders(query.case.cluster))
+    of = legal(query, shapes, _combinations(query, shapes))
     count = len(of.tp)
     seconds, memory = (np.full((len(clusters), count), np.inf) for _ in range(2))
-    closed = MixedClosed(wish, shapes, of)
+    closed = MixedClosed(query, shapes, of)
     for number, cluster in enumerate(clusters):
         for pp in np.unique(of.pp).tolist():
             rows = np.flatnonzero(of.pp == pp)
-            seconds[number, rows], memory[number, rows] = closed.of_rows(rows, _ranks(wish.case.cluster, cluster, pp))
+            seconds[number, rows], memory[number, rows] = closed.of_rows(rows, _ranks(query.case.cluster, cluster, pp))
     tiled = Choices(*(np.tile(column, len(clusters)) for column in of))
-    space = Space(tiled, shapes, wish.pipelines, seconds.ravel(), memory.ravel())
+    space = Space(tiled, shapes, query.pipelines, seconds.ravel(), memory.ravel())
     return MixedSpace(space, clusters, np.repeat(np.arange(len(clusters)), count))
 
 
@@ -205,26 +205,26 @@ def _ranks(given: Cluster, order: Cluster, pp: int) -> list[int]:
     return [given.groups.index(group) for group in order.groups for _ in range(group.world * pp // order.world)]
 
 
-def _combinations(wish: SearchQuery, shapes: list[BlockShape]) -> Choices:
+def _combinations(query: SearchQuery, shapes: list[BlockShape]) -> Choices:
     """Shapes with every dp that leaves each replica whole nodes of every kind, ZeRO stage and pipeline."""
-    rows = np.array(list(_rows(wish, shapes)), dtype=np.int64).reshape(-1, 7)
+    rows = np.array(list(_rows(query, shapes)), dtype=np.int64).reshape(-1, 7)
     tp, pp, cp, dp, shape, zero, pipeline = rows.T
     samples = np.array([choice.samples for choice in shapes] or [1], dtype=np.int64)[shape]
-    return Choices(tp, pp, cp, dp, zero, samples, wish.case.batch // (dp * samples), shape, pipeline)
+    return Choices(tp, pp, cp, dp, zero, samples, query.case.batch // (dp * samples), shape, pipeline)
 
 
-def _rows(wish: SearchQuery, shapes: list[BlockShape]) -> Iterator[tuple[int, ...]]:
-    cluster, batch, most = wish.case.cluster, wish.case.batch, wish.case.spec.layers + 2
-    pipelines = range(len(wish.pipelines))
+def _rows(query: SearchQuery, shapes: list[BlockShape]) -> Iterator[tuple[int, ...]]:
+    cluster, batch, most = query.case.cluster, query.case.batch, query.case.spec.layers + 2
+    pipelines = range(len(query.pipelines))
     for number, shape in enumerate(shapes):
-        for dp in wish.free("dp", divisors(cluster.world)):
+        for dp in query.free("dp", divisors(cluster.world)):
             row = dp * shape.tp * shape.cp
             pp = cluster.world // row
-            if pp > most or pp != wish.fixed.get("pp", pp) or batch % (dp * shape.samples) or not _spans(cluster, row):
+            if pp > most or pp != query.fixed.get("pp", pp) or batch % (dp * shape.samples) or not _spans(cluster, row):
                 continue
             if any(group.world // dp % group.gpus for group in cluster.groups):
                 continue
-            zeros = wish.free("zero", [0, 1, 2, 3] if dp * shape.cp > 1 else [0])
+            zeros = query.free("zero", [0, 1, 2, 3] if dp * shape.cp > 1 else [0])
             for zero, pipeline in product(zeros, pipelines):
                 yield shape.tp, pp, shape.cp, dp, number, zero, pipeline
 

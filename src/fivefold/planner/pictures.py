@@ -7,9 +7,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fivefold.cost.footprint import HEADROOM, Footprint, footprint, footprint_of
+from fivefold.cost.collective_time import Topology
 from fivefold.cost.kernels import Device
-from fivefold.cost.links import Topology
+from fivefold.cost.peak_memory import USABLE_FRACTION, Footprint, footprint, footprint_of
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
 from fivefold.planner.explain import CAUSES, AxisTraffic, Neighbour, sender, traffic
@@ -105,7 +105,7 @@ def overview(option: Option) -> Scene:
     plot = Plot(scene, MARGIN, TOP + 34, wide, 52, (0, 0), (high, 1))
     plot.axis_x(f"GB of the fullest rank: {option.footprint.total / GB:.1f}")
     plot.limit_x(device, f"device {device:.0f}")
-    plot.limit_x(HEADROOM * device, f"a plan's limit {HEADROOM * device:.0f}", "end")
+    plot.limit_x(USABLE_FRACTION * device, f"a plan's limit {USABLE_FRACTION * device:.0f}", "end")
     stacked(plot, [Bar("", memory)], "GB")
     y = legend(scene, plot.bottom + 78, _named(memory, "GB"))
     plot = Plot(scene, MARGIN, y + 22, wide, 52, (0, 0), (1.06 * sum(size for *_, size in time), 1))
@@ -134,7 +134,7 @@ def memory(option: Option, neighbours: Sequence[Neighbour]) -> Scene:
     more = f"; {left_out} more changes are left out" if left_out > 0 else ""
     plot.axis_x(f"GB on the fullest pipeline rank{more}")
     plot.limit_x(device, f"device {device:.0f} GB")
-    plot.limit_x(HEADROOM * device, f"a plan's limit {HEADROOM * device:.0f} GB", "end")
+    plot.limit_x(USABLE_FRACTION * device, f"a plan's limit {USABLE_FRACTION * device:.0f} GB", "end")
     stacked(plot, bars, "GB")
     names = [(name, colour) for name, colour, _ in components(option.footprint)]
     scene.height = legend(scene, plot.bottom + 76, names) + 8

@@ -68,7 +68,7 @@ def plan(
     recipe, as the settings of `.job` are. `imbalance` is what the fullest rank gets of the tokens that visit experts,
     over the mean; by default that of published pairs.
     """
-    _check_wishes(by, top, price)
+    _check_options(by, top, price)
     if layout is not None and fix:
         raise UserError("a layout leaves nothing to search, and fix holds choices of a search; give one of them")
     if wrong := layout_changes(changes, "--fix " if layout is None else f"--layout {layout},"):
@@ -103,7 +103,7 @@ def plan(
     )
 
 
-def _check_wishes(by: str, top: int, price: float | None) -> None:
+def _check_options(by: str, top: int, price: float | None) -> None:
     if price is not None and not 0 <= price < 1e6:
         raise UserError(f"price={price:g} must be dollars per GPU and hour, zero or more")
     if by not in get_args(By):

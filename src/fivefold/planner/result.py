@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from fivefold.cost.footprint import HEADROOM
 from fivefold.cost.moe import IMBALANCE, SOURCE, more_even
+from fivefold.cost.peak_memory import USABLE_FRACTION
 from fivefold.cost.step import Case
 from fivefold.job.config import Job
 from fivefold.layout.layout import Layout
@@ -330,8 +330,8 @@ def _ranking(options: tuple[Option, ...], chosen: Option) -> Table:
         ["", "~layout", ">micro batch", ">step", per_device, ">MFU", ">memory GB", ">bubble", ">exposed comm."],
         rows,
         title="Layouts",
-        caption=f"→ the choice; memory: the fullest rank, at most {HEADROOM:.0%} of a device; exposed communication: "
-        "what compute does not hide",
+        caption=f"→ the choice; memory: the fullest rank, at most {USABLE_FRACTION:.0%} of a device; exposed "
+        "communication: what compute does not hide",
     )
 
 

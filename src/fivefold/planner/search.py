@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from msgspec import structs
 
-from fivefold.cost.footprint import HEADROOM, Footprint, footprint
+from fivefold.cost.peak_memory import USABLE_FRACTION, Footprint, footprint
 from fivefold.cost.step import Case, Estimate, estimate, repeating
 from fivefold.hardware.accelerators import usual_node
 from fivefold.hardware.cluster import Cluster
@@ -63,7 +63,7 @@ class Option:
     @property
     def limit(self) -> float:
         """Bytes of that device that a plan may fill."""
-        return HEADROOM * self.device_memory
+        return USABLE_FRACTION * self.device_memory
 
     @cached_property
     def fits(self) -> bool:
@@ -203,7 +203,7 @@ def search(case: Case, by: By = "throughput", top: int = 10, **fixed: Any) -> Ra
     combinations = space(SearchQuery(case, fixed))
     if not len(combinations):
         raise UserError(_no_layout(case, fixed))
-    fits = combinations.memory <= case.on.accelerator.memory * HEADROOM * SLACK
+    fits = combinations.memory <= case.on.accelerator.memory * USABLE_FRACTION * SLACK
     options = _options(case, combinations, by)
     if not options:
         raise TooLarge(_too_large(case, combinations, fixed))
@@ -251,7 +251,7 @@ def _options(case: Case, combinations: Space, by: By) -> list[Option]:
     """Of the layouts that fit, timed: the fastest by the closed form, or those that need the least memory; few of a
     kind. Where none of the first fits, closed forms must leave more room, until only the leanest are left."""
     order = np.argsort(combinations.memory if by == "memory" else combinations.seconds, kind="stable")
-    room, node = case.on.accelerator.memory * HEADROOM, case.cluster.groups[0].gpus
+    room, node = case.on.accelerator.memory * USABLE_FRACTION, case.cluster.groups[0].gpus
     timed = _Timed(case, combinations, room)
 
     def kind(at: int) -> tuple[Any, ...]:
@@ -450,7 +450,7 @@ def _fitting(case: Case, fixed: dict[str, Any]) -> Layout | None:
     there = space(SearchQuery(case, fixed))
     for at in _leanest(there) if len(there) else ():
         layout = there.layout(at)
-        if footprint(replace(case, layout=layout)).total <= HEADROOM * case.on.accelerator.memory:
+        if footprint(replace(case, layout=layout)).total <= USABLE_FRACTION * case.on.accelerator.memory:
             return layout
     return None
 

@@ -30,10 +30,10 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from fivefold.cost.block import LayerKind, layer_kind
-from fivefold.cost.footprint import CONTEXT, FRAGMENTATION, HEADROOM
+from fivefold.cost.collective_time import NCCL_BASE, Kind, Topology, flagged
 from fivefold.cost.kernels import Device, plus, remade, times
-from fivefold.cost.links import NCCL_BASE, Kind, Topology, flagged
 from fivefold.cost.moe import GROUPED, dense_gemms, plain_layers
+from fivefold.cost.peak_memory import CUDA_CONTEXT_BYTES, FRAGMENTATION, USABLE_FRACTION
 from fivefold.cost.stack import MOVED, Attention
 from fivefold.hardware.accelerators import software
 from fivefold.layout.layout import Layout
@@ -429,7 +429,9 @@ def memory_needed(replica: Replica, batch: int, tokens: int, prompt: int) -> Ser
     for stage in replica.stages:
         weights, activations = stage_weights(replica, stage), stream + logits * stage.last
         cache = per_group * sum(replica.cache_read(tokens, spec.window_of(layer)) for layer in stage.layers)
-        by_stage.append(ServingMemory(weights, cache, activations, CONTEXT + FRAGMENTATION * (weights + activations)))
+        by_stage.append(
+            ServingMemory(weights, cache, activations, CUDA_CONTEXT_BYTES + FRAGMENTATION * (weights + activations))
+        )
     return max(by_stage, key=lambda memory: memory.total)
 
 
@@ -489,7 +491,7 @@ def whole_cache(spec: ModelSpec, cache_bytes: int, tokens: int = 1) -> float:
 
 def memory_limit(device: Device) -> float:
     """Bytes of a GPU that a plan may fill."""
-    return HEADROOM * device.accelerator.memory
+    return USABLE_FRACTION * device.accelerator.memory
 
 
 def largest(replica: Replica, tokens: int, prompt: int) -> int:

@@ -95,26 +95,26 @@ def _written(pipeline: PipelineArrays, alone: bool) -> PipelineArrays:
     return PipelineArrays(record, record.chunks) if not record.repeats else PipelineArrays(ONE_F_ONE_B, 1)
 
 
-def space(wish: SearchQuery) -> Space:
+def space(query: SearchQuery) -> Space:
     """Every legal combination (layout/rules.py) that is worth a try."""
-    shapes = list(shapes_of(wish))
-    combinations = _combinations(wish, shapes)
-    if wish.case.spec.experts is not None:
-        return _with_experts(wish, combinations, shapes)
-    of = legal(wish, shapes, combinations)
+    shapes = list(shapes_of(query))
+    combinations = _combinations(query, shapes)
+    if query.case.spec.experts is not None:
+        return _with_experts(query, combinations, shapes)
+    of = legal(query, shapes, combinations)
     if not len(of.tp):
-        return Space(of, shapes, wish.pipelines, np.zeros(0), np.zeros(0))
-    blocks = np.array([BlockArrays.of(wish.case, shape) for shape in shapes])
-    closed = Closed(wish.case, of, BlockArrays(*blocks[of.shape].T), wish.pipelines)
-    return Space(of, shapes, wish.pipelines, closed.seconds(), closed.memory())
+        return Space(of, shapes, query.pipelines, np.zeros(0), np.zeros(0))
+    blocks = np.array([BlockArrays.of(query.case, shape) for shape in shapes])
+    closed = Closed(query.case, of, BlockArrays(*blocks[of.shape].T), query.pipelines)
+    return Space(of, shapes, query.pipelines, closed.seconds(), closed.memory())
 
 
-def _with_experts(wish: SearchQuery, of: Choices, shapes: list[BlockShape]) -> Space:
-    of, dealt = dealt_out(wish, shapes, of)
+def _with_experts(query: SearchQuery, of: Choices, shapes: list[BlockShape]) -> Space:
+    of, dealt = dealt_out(query, shapes, of)
     if not len(of.tp):
-        return Space(of, shapes, wish.pipelines, np.zeros(0), np.zeros(0))
-    closed = closed_of(wish.case, of, dealt, shapes, wish.pipelines)
-    return Space(of, shapes, wish.pipelines, closed.seconds(), closed.memory(), dealt)
+        return Space(of, shapes, query.pipelines, np.zeros(0), np.zeros(0))
+    closed = closed_of(query.case, of, dealt, shapes, query.pipelines)
+    return Space(of, shapes, query.pipelines, closed.seconds(), closed.memory(), dealt)
 
 
 def few_of_a_kind(
@@ -137,23 +137,23 @@ def few_of_a_kind(
     return chosen
 
 
-def shapes_of(wish: SearchQuery) -> Iterator[BlockShape]:
+def shapes_of(query: SearchQuery) -> Iterator[BlockShape]:
     """Of a block, all that heads, sequence and cluster allow; and, of what they allow, what is worth a try."""
-    case = wish.case
+    case = query.case
     spec, world, seq = case.spec, case.cluster.world, case.seq
     reach = 2 * max(group.gpus for group in case.cluster.groups)  # far enough to see that tp across nodes loses
     tps = [tp for tp in divisors(world) if tp_fits(spec, tp) and tp <= reach]
     cps = [cp for cp in divisors(world) if cp == 1 or seq // cp >= FEWEST_TOKENS]
-    for tp, cp in product(wish.free("tp", tps), wish.free("cp", cps)):
+    for tp, cp in product(query.free("tp", tps), query.free("cp", cps)):
         if world % (tp * cp):
             continue
-        kinds = wish.free("cp_kind", ["ring", "allgather", "ulysses"]) if cp > 1 else ["ring"]
+        kinds = query.free("cp_kind", ["ring", "allgather", "ulysses"]) if cp > 1 else ["ring"]
         sizes = _sizes(case.batch, max(1, MOST_TOKENS * cp // seq))
         choices = product(
             kinds,
-            wish.free("sp", [False, True] if tp > 1 else [False]),
-            wish.free("samples", sizes),
-            wish.free("recompute", [*RECOMPUTES]),
+            query.free("sp", [False, True] if tp > 1 else [False]),
+            query.free("samples", sizes),
+            query.free("recompute", [*RECOMPUTES]),
         )
         for kind, sp, samples, recompute in choices:
             if rules.legal(Layout(tp=tp, cp=cp, cp_kind=kind, sp=sp), Given(spec, seq=seq)):
@@ -168,21 +168,21 @@ def _sizes(batch: int, most: int) -> list[int]:
     return sizes
 
 
-def _combinations(wish: SearchQuery, shapes: list[BlockShape]) -> Choices:
+def _combinations(query: SearchQuery, shapes: list[BlockShape]) -> Choices:
     """Shapes with every pp, ZeRO stage and pipeline; dp is what is left."""
-    world, batch = wish.case.cluster.world, wish.case.batch
+    world, batch = query.case.cluster.world, query.case.batch
     members: dict[tuple[int, int], list[int]] = {}
     for index, shape in enumerate(shapes):
         members.setdefault((shape.tp, shape.cp), []).append(index)
     tables: list[Array] = []
-    pipelines = range(len(wish.pipelines))  # one is enough for a single stage
+    pipelines = range(len(query.pipelines))  # one is enough for a single stage
     for (tp, cp), indices in members.items():
-        for pp in wish.free("pp", divisors(world // (tp * cp))):
+        for pp in query.free("pp", divisors(world // (tp * cp))):
             dp, left = divmod(world, tp * cp * pp)
-            if left or pp > most_stages(wish.case.spec) or batch % dp or dp != wish.fixed.get("dp", dp):
+            if left or pp > most_stages(query.case.spec) or batch % dp or dp != query.fixed.get("dp", dp):
                 continue
             fitting = [index for index in indices if batch // dp % shapes[index].samples == 0]
-            rest = list(product(fitting, wish.free("zero", [0, 1, 2, 3]), pipelines[:1] if pp == 1 else pipelines))
+            rest = list(product(fitting, query.free("zero", [0, 1, 2, 3]), pipelines[:1] if pp == 1 else pipelines))
             rows = np.array(rest, dtype=np.int64).reshape(-1, 3)
             axes = np.broadcast_to([tp, pp, cp, dp], (len(rows), 4))
             tables.append(np.column_stack([axes, rows]))
@@ -192,36 +192,36 @@ def _combinations(wish: SearchQuery, shapes: list[BlockShape]) -> Choices:
     return Choices(tp_, pp_, cp_, dp_, zero_, samples, batch // (dp_ * samples), shape_, pipeline_)
 
 
-def legal(wish: SearchQuery, shapes: list[BlockShape], of: Choices) -> Choices:
+def legal(query: SearchQuery, shapes: list[BlockShape], of: Choices) -> Choices:
     """The combinations of a model without experts that are legal and worth a try."""
-    rows = _candidates(wish, _by_schedule(wish, shapes, of))
+    rows = _candidates(query, _by_schedule(query, shapes, of))
     return Choices(*(column[rows] for column in of))
 
 
-def _by_schedule(wish: SearchQuery, shapes: list[BlockShape], of: Choices) -> list[tuple[Array, Layouts]]:
+def _by_schedule(query: SearchQuery, shapes: list[BlockShape], of: Choices) -> list[tuple[Array, Layouts]]:
     """The combinations that are legal but for their experts: those of one schedule together, and where each is."""
     names = ("dp", "tp", "pp", "cp", "zero", "microbatches")
     columns = {name: getattr(of, name) for name in names}
     columns |= {name: np.array([getattr(shape, name) for shape in shapes])[of.shape] for name in ("cp_kind", "sp")}
-    fixed = of.microbatches == wish.fixed.get("microbatches", of.microbatches)
+    fixed = of.microbatches == query.fixed.get("microbatches", of.microbatches)
     groups = []
-    for (index, pipeline), alone in product(enumerate(wish.pipelines), (False, True)):
+    for (index, pipeline), alone in product(enumerate(query.pipelines), (False, True)):
         record, chunks = _written(pipeline, alone)
         rows = np.flatnonzero((of.pipeline == index) & ((of.pp == 1) == alone) & fixed)
         layouts = Layouts(record=record, chunks=chunks, **{name: column[rows] for name, column in columns.items()})
-        fine = rules.legal(layouts, _given(wish.case), rules.OF_THE_REST)
+        fine = rules.legal(layouts, _given(query.case), rules.OF_THE_REST)
         its = {name: getattr(layouts, name)[fine] for name in columns}
         groups.append((rows[fine], structs.replace(layouts, **its)))
     return groups
 
 
-def _candidates(wish: SearchQuery, groups: list[tuple[Array, Layouts]], **experts: Any) -> Array:
+def _candidates(query: SearchQuery, groups: list[tuple[Array, Layouts]], **experts: Any) -> Array:
     """The rows that are legal with such experts, and worth a try: ZeRO shards only what has copies."""
-    spec, candidates = wish.case.spec, [np.zeros(0, dtype=np.int64)]
+    spec, candidates = query.case.spec, [np.zeros(0, dtype=np.int64)]
     for rows, layouts in groups:
         layouts = structs.replace(layouts, **experts)
-        fine = rules.legal(layouts, _given(wish.case), rules.OF_EXPERTS)
-        if "zero" not in wish.fixed:
+        fine = rules.legal(layouts, _given(query.case), rules.OF_EXPERTS)
+        if "zero" not in query.fixed:
             fine = fine & ((layouts.zero == 0) | has_copies(layouts, spec))
         candidates.append(rows[np.broadcast_to(fine, rows.shape)])
     return np.sort(np.concatenate(candidates))
@@ -231,19 +231,19 @@ def _given(case: Case) -> Given:
     return Given(case.spec, case.cluster.world, case.seq, case.batch)
 
 
-def dealt_out(wish: SearchQuery, shapes: list[BlockShape], of: Choices) -> tuple[Choices, EpChoices]:
+def dealt_out(query: SearchQuery, shapes: list[BlockShape], of: Choices) -> tuple[Choices, EpChoices]:
     """Every legal combination with every ep; gathering all tokens is tried where ep is at most top_k."""
-    case, spec = wish.case, wish.case.spec
+    case, spec = query.case, query.case.spec
     assert spec.experts is not None
-    groups = _by_schedule(wish, shapes, of)
+    groups = _by_schedule(query, shapes, of)
     indices, eps, kinds = [], [], []
     # Bytes of a parameter that no number of ranks divides, by ZeRO stage.
     least = np.array([case.stack.accounting.state(1.0, 0.0, stage, 2).total for stage in range(4)])
     held = block_share(spec, 1, 1).experts * (spec.layers - spec.dense_layers)
-    for ep, (kind, name) in product(wish.free("ep", divisors(spec.experts.count)), enumerate(DISPATCHES)):
-        if wish.fixed.get("dispatch", name) != name or (name == "allgather" and ep > spec.experts.top_k):
+    for ep, (kind, name) in product(query.free("ep", divisors(spec.experts.count)), enumerate(DISPATCHES)):
+        if query.fixed.get("dispatch", name) != name or (name == "allgather" and ep > spec.experts.top_k):
             continue
-        rows = _candidates(wish, groups, ep=ep, dispatch=name)
+        rows = _candidates(query, groups, ep=ep, dispatch=name)
         # Where what a rank holds of experts alone is more than its memory, no closer look is needed.
         rows = rows[held * least[of.zero[rows]] / (ep * of.pp[rows]) < case.on.accelerator.memory]
         indices.append(rows)

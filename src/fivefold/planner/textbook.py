@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fivefold.cost.memory import OURS, PAPER
+from fivefold.cost.model_state import OURS, PAPER
 from fivefold.planner.explain import AxisTraffic, sender, traffic
 from fivefold.planner.search import Option
 from fivefold.render.blocks import Block, Result, Table

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
-from fivefold.cost.memory import State, state
+from fivefold.cost.model_state import State, state
 from fivefold.cost.step import Case
 from fivefold.job.aliases import NO_FP16
 from fivefold.job.config import Job, job_of

@@ -156,7 +156,7 @@ class Schedule:
         return tuple(fullest)
 
     @cached_property
-    def on_their_way(self) -> tuple[int, ...]:
+    def p2p_in_flight(self) -> tuple[int, ...]:
         """By rank: messages that are held beside the activations of `in_flight`, at most: receives that are posted and
         not consumed, and a gradient on each channel that it is sent on. (A sent activation is held for its backward
         pass anyway.) More may be posted when fewer microbatches are held, each of which is a message at least."""

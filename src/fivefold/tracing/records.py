@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Self
 
-from fivefold.cost.links import Kind as Collective
+from fivefold.cost.collective_time import Kind as Collective
 from fivefold.schedules.actions import SENDS, Action, Kind
 from fivefold.schedules.clock import BusySpan
 from fivefold.schedules.schedule import Placement, Schedule

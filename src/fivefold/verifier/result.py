@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fivefold.cost.traffic import shown_axis
+from fivefold.cost.traffic import display_axis
 from fivefold.layout.axes import AXES
 from fivefold.render.blocks import Block, Cell, Result, Table, Text, mark
 from fivefold.support.text import bytes_text, graphs_text
@@ -124,7 +124,7 @@ def _traffic(verdict: Verdict) -> Table:
         counted, formula = check.counted, check.expected
         expected = f"{_per(formula.calls, steps)} calls, {_per(formula.payload, steps)} B"
         sizes = (bytes_text(counted.payload / steps), bytes_text(float(counted.wire) / steps))
-        axis = shown_axis(verdict.job.layout, counted.axis, counted.kind)
+        axis = display_axis(verdict.job.layout, counted.axis, counted.kind)
         same = "the same" if check.holds else expected
         rows.append([f"{axis}  {counted.kind}", _per(counted.calls, steps), *sizes, same, mark(check.holds)])
     return Table(["sent, per step", ">calls", ">payload", ">wire", ">expected", ""], rows)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.cost.links import Traffic
+from fivefold.cost.collective_time import Traffic
 from fivefold.job.config import Job
 from fivefold.layout.axes import shown_order
 from fivefold.verifier.compare import Error, bound_of, replays, router_name, strays_allowed, worst

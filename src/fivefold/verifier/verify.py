@@ -24,10 +24,11 @@ from typing import Any
 
 import msgspec
 
-from fivefold.cost.links import Traffic, times, total
-from fivefold.cost.memory import proof_problems, state_of
+from fivefold.cost.collective_time import Traffic, times, total
+from fivefold.cost.model_state import proof_problems, state_of
 from fivefold.cost.routing import Routing, rows_of
-from fivefold.cost.traffic import RankCoords, expected
+from fivefold.cost.traffic import RankCoords
+from fivefold.cost.traffic import expected_traffic as step_traffic
 from fivefold.job.config import Job, read_job
 from fivefold.job.preflight import preflight
 from fivefold.launch import processes
@@ -301,7 +302,7 @@ def expected_traffic(job: Job, routing: Sequence[Routing] = ()) -> list[list[Tra
     train, layout, seq = job.train, job.layout, job.data.seq
     all_coords = [RankCoords.of(layout, rank) for rank in range(layout.world)]
     a_step = partial(
-        expected, job.model, layout, seq, train.batch, train.dtype,
+        step_traffic, job.model, layout, seq, train.batch, train.dtype,
         smoothing=train.label_smoothing > 0, balance_loss=train.balance_loss > 0,
     )  # fmt: skip
     if job.model.experts is None:

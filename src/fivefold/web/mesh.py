@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from fivefold.cost.collectives import Collective
-from fivefold.cost.links import wire
-from fivefold.cost.memory import dtype_of
+from fivefold.cost.block_collectives import Collective
+from fivefold.cost.collective_time import wire
+from fivefold.cost.model_state import dtype_of
 from fivefold.cost.step import Case
-from fivefold.cost.traffic import in_order
+from fivefold.cost.traffic import layer_collectives
 from fivefold.layout.layout import Layout
 from fivefold.layout.sharding import RankPart, part_of
 from fivefold.planner.nearest import nearest, problems, steps
@@ -247,7 +247,7 @@ def _layer(case: Case, asked_layer: int | None, number: int) -> dict[str, Any]:
         for layer in case.stages[stage].layers
     ]
     layer = asked_layer if asked_layer is not None else local_layers[len(local_layers) // 2] if local_layers else 0
-    sent = in_order(spec, layout, case.seq, case.batch, dtype_of(case.work.wide), layer)
+    sent = layer_collectives(spec, layout, case.seq, case.batch, dtype_of(case.work.activation_bytes), layer)
     talking = _talking(case)
     return {"number": layer, "layers": spec.layers, "sent": [_sent(case, message, talking) for message in sent]}
 

@@ -6,7 +6,7 @@ payload(Ask({..., "move": "tp=16"}))    # one slider moved: dp follows; what can
 
 from typing import Any
 
-from fivefold.cost.footprint import footprint_of
+from fivefold.cost.peak_memory import footprint_of
 from fivefold.cost.step import Case
 from fivefold.layout.layout import Layout
 from fivefold.planner.explain import CAUSES, difference, nearest_fit, neighbours

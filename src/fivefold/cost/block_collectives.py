@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from fivefold.cost.links import Kind
+from fivefold.cost.collective_time import Kind
 from fivefold.layout.layout import ContextKind, Layout
 from fivefold.layout.sharding import chunk, kv_head, slices
 from fivefold.spec.blocks import Experts
@@ -163,15 +163,15 @@ class BlockCollectives:
         if self.layout.sp:
             yield self._tp(when, what, "all-gather", self.states if payload is None else payload)
 
-    # ---- both ends ---------------------------------------------------------------------------------------------------
+    # ---- embedding and head ------------------------------------------------------------------------------------------
 
     def embedding(self) -> Iterator[Collective]:
-        """It sums like a row-parallel linear. Neither end is recomputed."""
+        """The embedding sums like a row-parallel linear. Neither it nor the head is recomputed."""
         yield self._sum("forward", "embeddings, summed over parts of the vocabulary")
         yield from self._gather("backward", "gradients of embeddings")
 
     def head(self) -> Iterator[Collective]:
-        """It reads like a column-parallel linear, forward and backward in one."""
+        """The head reads like a column-parallel linear, forward and backward in one."""
         yield from self._gather("forward", "hidden states for the head")
         yield self._sum("backward", "gradients of the head's input, summed")
 
@@ -214,7 +214,7 @@ class BlockCollectives:
 
     @property
     def _row_bytes(self) -> int:
-        """Of one all-to-all, by the larger side."""
+        """Bytes of one all-to-all, by the larger side."""
         return max(self.rows) * self.spec.hidden * self.compute
 
     @property

@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 import torch
 
-from fivefold.cost.memory import State, state, state_of
+from fivefold.cost.model_state import State, state, state_of
 from fivefold.cost.traffic import RankCoords
 from fivefold.job.config import Job, read_job
 from fivefold.layout.layout import Layout

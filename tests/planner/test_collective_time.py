@@ -2,8 +2,8 @@
 
 import pytest
 
+from fivefold.cost.collective_time import Topology
 from fivefold.cost.kernels import Device
-from fivefold.cost.links import Topology
 from fivefold.cost.step import Case
 from fivefold.hardware.accelerators import LINKS, find_accelerator
 from fivefold.hardware.cluster import Cluster

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from msgspec import structs
 
-from fivefold.cost.footprint import footprint, footprint_of
-from fivefold.cost.memory import OURS, PAPER, paper, state, state_of
+from fivefold.cost.model_state import OURS, PAPER, paper, state, state_of
+from fivefold.cost.peak_memory import footprint, footprint_of
 from fivefold.cost.stack import FIVEFOLD
 from fivefold.cost.step import Case
 from fivefold.hardware.cluster import Cluster

@@ -36,12 +36,12 @@ BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
 def dtype_of(wide: int) -> str:
-    """By the bytes of a number."""
+    """The dtype whose elements have so many bytes."""
     return next(name for name, size in BYTES.items() if size == wide)
 
 
 def wide_bytes(dtype: str) -> int:
-    """Of masters and sums: float32, or float64 in float64 runs."""
+    """Bytes of an element of masters and sums: float32, or float64 in float64 runs."""
     return max(BYTES["float32"], BYTES[dtype])
 
 
@@ -79,16 +79,16 @@ class Accounting:
         return (self.master or self.weight) + self.states
 
     def held(self, weights: Any, gradients: Any, owned: Any, sharded: Any = False) -> State:
-        """Of so many weights to compute with and gradients, where `owned` parameters are updated here; `sharded`: the
-        weights are those of ZeRO 3. Also for arrays."""
+        """The state of a rank with so many compute weights and gradients, which updates `owned` parameters. `sharded`:
+        the weights are those of ZeRO 3. Numbers, or arrays of them."""
         only = 1 * sharded if self.sharded_masters else 0  # the masters, and no weights beside them
         each = only * (self.master or self.weight) + (1 - only) * self.weight
         beside = self.states + (1 - only) * self.master
         return State(each * weights, self.gradient * gradients, beside * owned)
 
     def state(self, full: Any, share: Any, zero: Any, ranks: Any) -> State:
-        """Of a rank that computes with `full` parameters and owns `share` of them, with `ranks` to shard over. Also for
-        arrays."""
+        """The state of a rank that computes with `full` parameters and owns `share` of them, with `ranks` to shard
+        over. Numbers, or arrays of them."""
         sharded = (zero == 3) & (ranks > 1)
 
         def held(divided: Any) -> Any:
@@ -138,7 +138,7 @@ def state_of(
     rounded, unrounded = Accounting.of(dtype, optimizer), Accounting.of(dtype_of(wide_bytes(dtype)), optimizer)
     stages = stages_of(spec, layout, seq or spec.context)
     own_stages = [stages[number] for number in layout.placement.of_rank[pp]]
-    # An embedding that both ends share on one rank is there once.
+    # An embedding that first and last stage share on one rank counts once.
     here = [
         param
         for param in held(spec, layout, tp, ep).values()
@@ -170,7 +170,7 @@ def state_of(
 
 
 def checkpoint_bytes(spec: ModelSpec, dtype: str, optimizer: OptimizerConfig = ADAMW) -> int:
-    """Of all ranks together: masters and the optimizer's states."""
+    """Bytes of a checkpoint, of all ranks together: masters and the optimizer's states."""
     return spec.parameter_count * Accounting.of(dtype, optimizer).saved
 
 

@@ -1,6 +1,6 @@
 """How long a collective takes: ring or tree, within a node or across, by where an axis's ranks really are.
 
-    wires = Wires(device, 8, layout, stack.order)       # 8 GPUs a node
+    wires = Topology(device, 8, layout, stack.order)    # 8 GPUs a node
     wires.time("all-reduce", "tp", 64 << 20)         # seconds
 
 Alpha-beta: a ring of n passes its bytes on n-1 times (twice that for an all-reduce), each time a latency; a tree needs
@@ -98,7 +98,7 @@ class Topology:
 
     @cached_property
     def reaches(self) -> dict[str, Reach]:
-        """Of the degrees by the order in which the software places them, and from those of the compound axes."""
+        """By axis: the degrees in the order in which the software places them, then the compound axes made of them."""
         layout = self.layout
         return _reaches(
             type(layout), tuple(layout.degrees.items()), (layout.replicate, layout.ep), self.gpus, self.order
@@ -173,7 +173,7 @@ def _reaches(
     within = reaches["dp"].together
     reaches["shard"] = Reach(layout.shard, min(layout.shard, within))
     reaches["replicate"] = Reach(layout.replicate, _together(layout.replicate, layout.shard, within))
-    # Experts are dealt out over the ranks of a stage, neighbours first.
+    # Experts are sharded over the ranks of a stage, neighbours first.
     near = math.prod(reaches[axis].together for axis in ("tp", "cp", "dp"))
     reaches["ep"] = Reach(layout.ep, min(layout.ep, near))
     reaches["efsdp"] = Reach(layout.efsdp, max(1, min(layout.efsdp, near // layout.ep)))

@@ -1,0 +1,451 @@
+"""Peak memory of a rank: state, activations in flight, what the worst moment of a step adds, and a margin.
+
+footprint(case).total       # bytes on the pipeline rank with the highest ratio of memory to its device's
+footprint(case).parts       # by component
+
+Activations of the microbatches in flight are at their most when a backward pass begins. The moments that can be the
+peak are then a block's backward pass, the loss, and the gradients of head and embedding: each is a `Peak`, in bytes on
+top of the state and of those activations, and the largest counts.
+
+Gradients that wait for other ranks have buckets, allocated before the first step. All others are allocated lazily, by
+the first backward pass, when the activations shrink already. So a rank may reach its peak at the end of that pass.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import dropwhile
+from typing import NamedTuple
+
+from msgspec import structs
+
+from fivefold.cost.activations import MoEMemory, SavedActivations, deferred_wgrad_bytes, saved_activations
+from fivefold.cost.forms import ZeroCost
+from fivefold.cost.kernels import plus, times
+from fivefold.cost.model_state import State
+from fivefold.cost.moe import ParamShare
+from fivefold.cost.stack import SoftwareProfile
+from fivefold.cost.step import Case, message, repeating, share_of
+from fivefold.layout.layout import Layout
+from fivefold.layout.sharding import slices
+from fivefold.layout.stages import Stage
+from fivefold.schedules.actions import FORWARD, WEIGHT_GRAD, Action
+from fivefold.spec.model import ModelSpec
+from fivefold.spec.operations import head
+
+# ---- block memory ---------------------------------------------------------------------------------------------------
+# Bytes of one kind of block on one rank: what a microbatch saves in it, and the peaks of its backward pass.
+#
+# blocks = RankBlocks(case)                                  # blocks.dense, blocks.moe
+# backward_peak(case, stage, blocks, lazy=False).bytes       # of a stage's blocks
+
+
+class BackwardPeak(NamedTuple):
+    """A moment of a block's backward pass that can be its peak."""
+
+    bytes: float  # beside what forward has saved
+    dense_grads_allocated: bool = False  # whether the gradients of all parameters but the experts' exist by then
+    expert_grads_fraction: float = 0.0  # of the experts' gradients, the fraction that exists by then
+
+
+class BlockMemory(NamedTuple):
+    """One kind of block, with one microbatch."""
+
+    saved: SavedActivations  # from forward to backward
+    peaks: tuple[BackwardPeak, ...]  # candidates, in the order of the backward pass
+    between_i_and_w: float  # bytes held from the input gradients (I) to the weight gradients (W); 0: backward is whole
+    params: ParamShare  # its parameters on this rank
+
+    @property
+    def freed(self) -> float:
+        """Bytes that I, or a whole backward pass, frees of what was saved."""
+        return max(0.0, self.saved.total - self.between_i_and_w)
+
+    @property
+    def wgrad_excess(self) -> float:
+        """Bytes that the block holds for W beyond what it had saved."""
+        return max(0.0, self.between_i_and_w - self.saved.total)
+
+
+@dataclass(frozen=True)
+class RankBlocks:
+    """The kinds of blocks of a model, each worked out when it is asked for.
+
+    All blocks of a dense model are `dense`. Of a model with experts the leading ones may be; the others are `moe`.
+    """
+
+    case: Case
+
+    @cached_property
+    def dense(self) -> BlockMemory:
+        return block_memory(self.case, leading_dense=self.case.spec.experts is not None)
+
+    @cached_property
+    def moe(self) -> BlockMemory:
+        return block_memory(self.case, leading_dense=False)
+
+    def of_layer(self, layer: int) -> BlockMemory:
+        return self.dense if self.case.spec.dense(layer) else self.moe
+
+    def counted(self, stage: Stage) -> list[tuple[BlockMemory, int]]:
+        """The kinds of a stage with the number of their layers, in the order of the backward pass."""
+        dense = sum(map(self.case.spec.dense, stage.layers))
+        moe = len(stage.layers) - dense
+        return [*([(self.moe, moe)] if moe else []), *([(self.dense, dense)] if dense else [])]
+
+    def saved(self, stage: Stage) -> SavedActivations:
+        """What one microbatch saves in a stage."""
+        return plus(SavedActivations(), *(times(block.saved, count) for block, count in self.counted(stage)))
+
+
+def block_memory(case: Case, *, leading_dense: bool) -> BlockMemory:
+    """One block. `leading_dense`: one of the first layers of a model with experts, which have none."""
+    spec, layout, stack = case.spec, case.layout, case.stack
+    cost = replace(case.work, dense=leading_dense)
+
+    def saved_under(layout: Layout) -> SavedActivations:
+        sizes = (case.samples, case.seq, cost.activation_bytes)
+        return saved_activations(spec, layout, stack, *sizes, dense=leading_dense, imbalance=case.imbalance)
+
+    saved, without_recompute = saved_under(layout), saved_under(structs.replace(layout, recompute="none"))
+    splits = layout.pp > 1 and case.splits
+    between = deferred_wgrad_bytes(spec, layout, cost.tokens, cost.activation_bytes, leading_dense) if splits else 0.0
+    base = without_recompute.total - saved.total  # recomputed activations
+    if spec.experts is None or leading_dense:
+        peak = BackwardPeak(base + cost.cp_buffer_bytes + cost.mlp_backward_bytes, dense_grads_allocated=True)
+        return BlockMemory(saved, (peak,), between, params=cost.own)
+    moe = MoEMemory(spec, layout, stack, cost.tokens, cost.activation_bytes, case.imbalance, splits)
+    between += moe.deferred_wgrad if splits else 0.0
+    # Backward begins with a shared expert, if there is one: its activations are freed by then, and its gradients stand
+    # for those of the dense part.
+    base += (
+        2 * cost.activation_bytes * cost.tokens * spec.hidden / (layout.tp if layout.sp else 1) - without_recompute.mlp
+    )
+    has_shared = moe.experts.shared > 0
+    peaks = [
+        BackwardPeak(base + moe.during_combine, has_shared),
+        BackwardPeak(base + moe.during_weighting, has_shared),
+        BackwardPeak(base + moe.during_combine_backward, has_shared),
+        BackwardPeak(base + moe.during_last_linear, has_shared, moe.last_linear_fraction),
+        BackwardPeak(base + moe.during_first_linears, has_shared, 1.0),
+        BackwardPeak(base + moe.during_dispatch_backward, has_shared, 1.0),
+    ]
+    if layout.cp > 1:  # attention, when all activations of the experts are freed
+        attention = cost.cp_backward_buffer_bytes - without_recompute.experts
+        peaks.append(BackwardPeak(base + attention, has_shared, 1.0))
+    return BlockMemory(saved, tuple(peaks), between, params=cost.own)
+
+
+class Peak(NamedTuple):
+    """A candidate for a rank's peak: bytes on top of its activations in flight, and gradients allocated lazily."""
+
+    bytes: float
+    new_grads: float = 0.0  # bytes of gradients that this backward pass has allocated by then
+    unallocated: float = 0.0  # bytes of gradients that are not yet there, where all others are
+
+    @property
+    def total(self) -> float:
+        return self.bytes + self.new_grads - self.unallocated
+
+
+def highest(peaks: Iterable[Peak]) -> Peak:
+    return max(peaks, key=lambda peak: peak.total)
+
+
+def backward_peak(case: Case, stage: Stage, blocks: RankBlocks, lazy: bool) -> Peak:
+    """The peak of a stage's backward pass through its blocks.
+
+    It is in the last block, or in the last one of the kind that comes before, when what the later ones saved is freed.
+    `lazy`: gradients without a bucket are allocated by this pass.
+    """
+    peaks, freed, deferred = [Peak(0.0)], 0.0, 0.0
+    for block, count in blocks.counted(stage):
+        for moment in block.peaks:
+            # Where backward is split, the blocks that it has passed still hold what their weight gradients read.
+            bytes_ = (
+                moment.bytes + fsdp_buffers(case, block, moment) + deferred + (count - 1) * block.wgrad_excess - freed
+            )
+            new_grads = lazy_expert_grads(case, block, moment.expert_grads_fraction) if lazy else 0.0
+            peaks.append(Peak(bytes_, new_grads))
+        freed += count * block.freed
+        deferred += count * block.wgrad_excess
+    return highest(peaks)
+
+
+def first_backward_peak(case: Case, stage: Stage, blocks: RankBlocks) -> Peak:
+    """The peak at the end of the first backward pass, in the stage's first block with experts: the gradients of all
+    later blocks are allocated, and this one's are not all."""
+    dense_count = sum(map(case.spec.dense, stage.layers))
+    if dense_count == len(stage.layers):
+        return Peak(blocks.dense.peaks[-1].bytes if dense_count else 0.0)
+    block = blocks.moe
+    earlier_activations = dense_count * blocks.dense.saved.total if dense_count else 0.0
+    all_grads = lazy_expert_grads(case, block, 1.0)
+    worst = highest(
+        Peak(moment.bytes, unallocated=all_grads - lazy_expert_grads(case, block, moment.expert_grads_fraction))
+        for moment in block.peaks
+    )
+    return worst._replace(bytes=earlier_activations + block.saved.total + worst.bytes)
+
+
+def has_bucket(layout: Layout, axis: str) -> bool:
+    """Whether the gradients that ZeRO divides over an axis have buckets, which are allocated before the first step.
+    Without buckets the first backward pass allocates them."""
+    return layout.size(axis) * layout.replicate > 1 and layout.zero < 3
+
+
+def lazy_expert_grads(case: Case, block: BlockMemory, fraction: float) -> float:
+    """Bytes of a `fraction` of the gradients of experts, where they are allocated lazily: no other rank has these."""
+    is_lazy = not has_bucket(case.layout, "efsdp") and case.layout.zero < 3
+    return fraction * block.params.experts * case.stack.gradient_bytes if is_lazy else 0.0
+
+
+def grads_being_reduced(case: Case, params: ParamShare, moment: BackwardPeak) -> float:
+    """Bytes of a block's gradients that are computed by then and have to be reduced over other ranks."""
+    reduced = 0.0
+    if moment.dense_grads_allocated and case.layout.size("fsdp") > 1:
+        reduced += params.dense
+    if moment.expert_grads_fraction and case.layout.size("efsdp") > 1:
+        reduced += params.experts
+    return reduced * case.stack.gradient_bytes
+
+
+def fsdp_buffers(case: Case, block: BlockMemory, moment: BackwardPeak) -> float:
+    """Bytes of gathered weights and of gradients being reduced during a block's backward pass.
+
+    ZeRO 3 holds the weights of two blocks and the gradients of one. ZeRO 2 holds the gradients of one block, or of two
+    once the first one's activations are freed. Experts are a unit of their own, gathered and reduced apart from the
+    rest of the block.
+    """
+    layout, compute_bytes, accum_bytes = case.layout, case.stack.weight_bytes, case.stack.gradient_bytes
+    if layout.zero == 2:
+        own = grads_being_reduced(case, block.params, moment)
+        # The experts' gradients are reduced by the time that those of the rest of the block are.
+        dense = grads_being_reduced(case, block.params, BackwardPeak(0.0, dense_grads_allocated=True))
+        return max(own, own + dense - block.saved.total)
+    if not layout.fully_shards(case.spec):
+        return 0.0
+    dense, experts = block.params
+    if not experts:
+        return dense * (2 * compute_bytes + accum_bytes)
+    if 0 < moment.expert_grads_fraction < 1:  # the next block's experts are not gathered yet
+        return 2 * compute_bytes * dense + compute_bytes * experts
+    if moment.expert_grads_fraction:
+        return 2 * compute_bytes * dense + (2 * compute_bytes + accum_bytes) * experts
+    return (2 * compute_bytes + accum_bytes) * dense + compute_bytes * experts
+
+
+# ---- footprint ------------------------------------------------------------------------------------------------------
+
+
+CUDA_CONTEXT_BYTES = 1.5e9  # that CUDA, cuBLAS and NCCL take before the first tensor
+FRAGMENTATION = 0.04  # of what is allocated: holes between blocks that no request fits
+USABLE_FRACTION = 0.88  # of a device's memory, that a plan may fill: the rest is for what no model counts
+# Bytes per logit where logits are gathered over tp: the parts, the whole made of them, and its gradient.
+GATHERED_LOGIT_BYTES = 6.0
+LAST_NORM_BYTES = 4.0  # per element of the residual stream at the last norm: its input and output, in bf16
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """One pipeline rank at its peak.
+
+    Its state counts all gradients. Of those that are allocated lazily, `lazy_grads` do not exist while the activations
+    are at their most. At the end of the first backward pass all but `unallocated_grads` do.
+    """
+
+    rank: int
+    state: State
+    activations: SavedActivations  # of all microbatches in flight
+    moment: str  # "the loss", "a block's backward", "the embedding's gradient"
+    transient: (
+        float  # bytes of that moment alone: logits, a recomputed block, gathered weights, gradients being reduced
+    )
+    buffers: float  # pipeline messages, and buckets of collectives
+    margin: float = 0.0  # the CUDA context, and fragmentation
+    lazy_grads: float = 0.0  # bytes of gradients that do not exist yet at that moment
+    end_of_backward: float = 0.0  # bytes of activations and the like at the end of the first backward pass
+    unallocated_grads: float = 0.0  # bytes of gradients that do not exist yet at that end
+
+    @property
+    def non_state(self) -> float:
+        return self.activations.total + self.transient + self.buffers
+
+    @property
+    def gradients(self) -> float:
+        """Gradients at the peak. If it is at the end of the first backward pass, what that has more than `moment`."""
+        grown = self.lazy_grads - self.unallocated_grads + self.end_of_backward - self.non_state
+        return self.state.gradients - self.lazy_grads + max(0.0, grown)
+
+    @property
+    def allocated(self) -> float:
+        return self.state.total - self.state.gradients + self.gradients + self.non_state
+
+    @property
+    def reserved(self) -> float:
+        """What PyTorch's allocator has taken from the device: all but the context."""
+        return self.total - CUDA_CONTEXT_BYTES
+
+    @property
+    def total(self) -> float:
+        return self.allocated + self.margin
+
+    @property
+    def parts(self) -> dict[str, float]:
+        return {
+            "parameters": self.state.parameters,
+            "gradients": self.gradients,
+            "optimizer": self.state.optimizer,
+            **{f"activations: {kind}": size for kind, size in self.activations._asdict().items() if size},
+            self.moment: self.transient,
+            "buffers": self.buffers,
+            "context and fragmentation": self.margin,
+        }
+
+
+def footprint(case: Case) -> Footprint:
+    """The pipeline rank with the highest ratio of memory to its device's."""
+    ranks = range(case.layout.pp)
+    return max((footprint_of(case, rank) for rank in ranks), key=lambda needs: needs.total / case.memory_of(needs.rank))
+
+
+def footprint_of(case: Case, rank: int) -> Footprint:
+    """One pipeline rank."""
+    layout, stack, spec = case.layout, case.stack, case.spec
+    stage_ids = layout.placement.of_rank[rank]
+    stages, blocks = [case.stages[stage] for stage in stage_ids], RankBlocks(case)
+    schedule = case.schedule(repeating(layout))
+    in_flight = schedule.in_flight[rank]  # microbatches, by stage
+    head_stage = next((stage for stage in stage_ids if case.stages[stage].last), None)
+    # A stage's output is held until its backward pass, beside the next stage's copy of it.
+    outputs = sum(count for stage, count in in_flight.items() if stage != head_stage) if layout.pp > 1 else 0
+    buffers = stack.bucket_bytes + (schedule.p2p_in_flight[rank] + outputs) * message(case)
+    # Where no forward pass follows the rank's first backward, activations are at their most before any gradient exists.
+    kinds = dropwhile(FORWARD.__eq__, (action.kind for action in schedule.compute(rank)))
+    lazy = stack.lazy_gradients and layout.chunks == 1 and FORWARD not in kinds
+    peaks = dict(_peaks(case, stages, blocks, lazy))
+    moment, peak = max(peaks.items(), key=lambda entry: entry[1].total)
+    ending = _end_of_first_backward(case, stages[0], blocks, usual=peaks["a block's backward"].bytes)
+    others = max(0, in_flight[stage_ids[0]] - 1) if layout.chunks == 1 else 0  # microbatches that wait for backward
+    parts = ZeroCost(spec, stack, case.wires).states(share_of(case, stages), layout.zero)
+    lazy_grads = sum(part.gradients for axis, part in parts.items() if lazy and not has_bucket(layout, axis))
+    saved = plus(*(times(blocks.saved(case.stages[stage]), in_flight[stage]) for stage in stage_ids))
+    backlog = (
+        0.0 if head_stage is None else _head_backlog(case, in_flight[head_stage], schedule.compute(rank), head_stage)
+    )
+    needs = Footprint(
+        rank=rank,
+        state=plus(*parts.values()),
+        activations=saved._replace(head=backlog),
+        moment=moment,
+        transient=peak.bytes,
+        buffers=buffers,
+        lazy_grads=lazy_grads - peak.new_grads,
+        end_of_backward=ending.bytes + buffers + times(blocks.saved(stages[0]), others).total,
+        unallocated_grads=ending.unallocated,
+    )
+    return replace(needs, margin=CUDA_CONTEXT_BYTES + FRAGMENTATION * needs.allocated)
+
+
+def _end_of_first_backward(case: Case, stage: Stage, blocks: RankBlocks, usual: float) -> Peak:
+    """The peak at the end of a rank's first backward pass, in its first stage; `usual` bytes where no gradients are
+    allocated lazily at its end."""
+    if case.layout.zero == 3:
+        return Peak(usual)
+    in_blocks = Peak(usual)
+    if case.spec.experts is not None and stage.layers:
+        in_blocks = first_backward_peak(case, stage, blocks)
+    return highest((in_blocks, _embedding_grad(case, stage)))
+
+
+def _head_backlog(case: Case, in_flight: int, order: Iterable[Action], head_stage: int) -> float:
+    """Bytes that microbatches hold at the head after their forward pass, where the loss's gradients are taken with it:
+    gradients of the head's weight and input."""
+    spec, layout, stack = case.spec, case.layout, case.stack
+    if not stack.one_pass:
+        return 0.0
+    states = case.work.tokens * spec.hidden / (layout.tp if layout.sp else 1)
+    outstanding = min(in_flight, _most_outstanding(order, head_stage))
+    return max(0, outstanding - 1) * (stack.weight_bytes * (states + head(spec, layout.tp).size))
+
+
+def _most_outstanding(order: Iterable[Action], stage: int) -> int:
+    """The most microbatches of a stage between their forward and their backward pass (I, where that is split)."""
+    live = most = 0
+    for action in order:
+        if action.stage == stage and action.kind is not WEIGHT_GRAD:
+            live += 1 if action.kind is FORWARD else -1
+            most = max(most, live)
+    return most
+
+
+def _peaks(case: Case, stages: list[Stage], blocks: RankBlocks, lazy: bool) -> Iterator[tuple[str, Peak]]:
+    """The moments of a step that can be its peak."""
+    spec, layout, stack, work = case.spec, case.layout, case.stack, case.work
+    table, accum_bytes = head(spec).size / layout.tp if spec.vocab > 1 else 0.0, stack.gradient_bytes
+    has_embedding, has_head = any(stage.first for stage in stages), any(stage.last for stage in stages)
+    gathers = layout.zero == 3 and layout.size("dp_cp") > 1
+    gathered = (has_embedding + has_head) * table * stack.weight_bytes if gathers else 0.0  # embedding and head
+    # FSDP's root keeps both gathered, and the head's gradient, to the end of the backward pass.
+    kept = gathered + (has_head * table * stack.weight_bytes if gathered else 0.0) if stack.keeps_ends else 0.0
+    worst = highest(backward_peak(case, stage, blocks, lazy) for stage in stages)
+    yield "a block's backward", worst._replace(bytes=worst.bytes + kept)
+    reduces_each = layout.zero == 2 and layout.size("dp_cp") > 1  # gradients, in every microbatch
+    if spec.vocab > 1 and has_head:
+        final = blocks.of_layer(spec.layers - 1)
+        # The last block is still gathered.
+        gathered_at_head = gathered + (final.params.total * stack.weight_bytes if gathered else 0.0)
+        yield "the loss", Peak(loss_peak(spec, layout, stack, work.tokens) + gathered_at_head)
+        if reduces_each:
+            residual = residual_bytes(spec, layout, work.tokens) + gathered_at_head
+            yield "the head's gradient", _head_grad(case, final, table, residual, lazy)
+    if has_embedding:
+        # Its microbatch's activations are freed by then, but for what is held for W.
+        freed = sum(blocks.of_layer(layer).freed for layer in stages[0].layers)
+        reducing = accum_bytes * table if reduces_each else 0.0
+        yield "the embedding's gradient", Peak(stack.weight_bytes * table + reducing - freed)
+
+
+def _head_grad(case: Case, final: BlockMemory, table: float, residual: float, lazy: bool) -> Peak:
+    """ZeRO 2: the head's gradient is being reduced while the last block computes its own."""
+    stack, peaks = case.stack, [Peak(table * case.stack.weight_bytes + residual)]
+    for moment in final.peaks:
+        reducing = grads_being_reduced(case, final.params, moment)
+        new_grads = lazy_expert_grads(case, final, moment.expert_grads_fraction) if lazy else 0.0
+        peaks.append(Peak(moment.bytes + reducing, new_grads))
+    worst = highest(peaks)
+    return worst._replace(bytes=worst.bytes + table * stack.gradient_bytes)
+
+
+def _embedding_grad(case: Case, stage: Stage) -> Peak:
+    """The embedding's gradient, when all others are allocated and the gradient of its output is the last activation.
+    A tied table's has three parts: the head's, which has waited, the embedding's, and their sum."""
+    if not stage.first or case.spec.vocab == 1:
+        return Peak(0.0)
+    spec, layout = case.spec, case.layout
+    residual = case.work.tokens * spec.hidden / (layout.tp if layout.sp else 1)
+    parts = 3 if spec.tied and stage.last else 1
+    return Peak(case.stack.weight_bytes * (parts * head(spec).size / layout.tp + residual))
+
+
+def residual_bytes(spec: ModelSpec, layout: Layout, tokens: int) -> float:
+    """Bytes of the residual stream at the last norm; under sp of this rank's tokens."""
+    return LAST_NORM_BYTES * spec.hidden * tokens / (layout.tp if layout.sp else 1)
+
+
+def loss_peak(spec: ModelSpec, layout: Layout, stack: SoftwareProfile, tokens: int) -> float:
+    """Bytes while the loss is computed: logits, their gradients, and the residual stream."""
+    return residual_bytes(spec, layout, tokens) + _logit_bytes(spec, layout, stack, tokens)
+
+
+def _logit_bytes(spec: ModelSpec, layout: Layout, stack: SoftwareProfile, tokens: int) -> float:
+    """In one pass: the logits of a slice of the tokens, or what is left of them when its gradients are computed."""
+    own, compute_bytes, per_logit = head(spec, layout.tp), stack.weight_bytes, stack.peak_logit_bytes
+    if not stack.one_pass:
+        gathered = stack.gathers_logits and layout.tp > 1
+        return tokens * ((per_logit + GATHERED_LOGIT_BYTES) * spec.vocab if gathered else per_logit * own.outputs)
+    parts = slices(tokens, own.outputs)
+    logits, table = len(parts[0]) * own.outputs, own.size
+    accumulated = max(4, compute_bytes) * table if len(parts) > 1 else 0  # the head's gradient, over slices
+    states = compute_bytes * tokens * spec.hidden * (2 if layout.sp else 1)  # the gradient, and what sp has gathered
+    return states + max(per_logit * logits + accumulated, compute_bytes * (logits + table) + accumulated)
