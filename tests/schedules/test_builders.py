@@ -27,8 +27,7 @@ def test_whatever_is_built_passes_every_proof_and_runs(schedule: Schedule) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "p", "m"),
-    [(name, p, m) for name in CATALOGUE for p, m in SIZES if m >= CATALOGUE[name].least * p],
+    ("name", "p", "m"), [(name, p, m) for name in CATALOGUE for p, m in SIZES if m >= CATALOGUE[name].least * p]
 )
 def test_every_schedule_keeps_its_promise(name: str, p: int, m: int) -> None:
     schedule = build(name, p, m)
