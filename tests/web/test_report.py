@@ -305,7 +305,7 @@ def test_a_proof_is_what_verify_says(tmp_path: Path) -> None:
 
 
 def test_a_sweep_keeps_a_row_for_each_and_tells_failures_in_full(tmp_path: Path) -> None:
-    failing = proof("tp=2", passed=False, problems=["</script><script>alert(1)</script>\u2028"])
+    failing = proof("tp=2", passed=False, problems=["</script><b><script>alert(1)</script>\u2028"])
     sweep = {"passed": False, "sampled": 3001, "total": 4000, "pairs_met": 1.0, "with_experts": 0, "failed": 1}
     (tmp_path / "sweep.json").write_text(json.dumps(sweep | {"layouts": [proof()] * 3000 + [failing]}))
     written = ff.report(tmp_path / "sweep.json", tmp_path / "sweep.html")
@@ -315,6 +315,7 @@ def test_a_sweep_keeps_a_row_for_each_and_tells_failures_in_full(tmp_path: Path)
     assert page["proofs"][0]["layout"] == "tp=2"
     text = (tmp_path / "sweep.html").read_text()
     assert "alert(1)</script>" not in text
+    assert "</script><b>" not in text
     assert "\u2028" not in text
 
 
