@@ -14,7 +14,8 @@ def failure(step: int, error: str = "SIGKILL", rank: int = 1) -> End:
     ("steps", "errors", "starts"),
     [
         ("44", "aa", 1),
-        ("3456", "aaaa", 4),  # there was progress, which forgets what came before
+        ("3456", "aaaa", 4),  # there was progress
+        ("454", "aaa", 3),  # which forgets what came before
         ("4566", "aaaa", 3),
         ("3444", "abbb", 2),
         ("3333", "abcd", 4),  # other failures
