@@ -116,20 +116,10 @@ def test_a_file_with_a_mistake_says_which(tmp_path: Path, toml: str, said: str) 
 def test_schedules_go_by_many_names() -> None:
     assert all(schedule_named(name) == name for name in CATALOGUE)
     words = {
-        "ZB-1p": "zb-h1",
-        "ZB-2p": "zb-h2",
-        "ZB-V": "zb-v",
-        "V-Half": "v-half",
-        "1F1B-I": "interleaved",
-        "GPipe": "gpipe",
-    }
-    words |= {
-        "interleaved-1F1B (flexible)": "interleaved",
-        "1F1B": "1f1b",
-        "none": "",
-        "": "",
+        "ZB-1p": "zb-h1", "ZB-2p": "zb-h2", "ZB-V": "zb-v", "V-Half": "v-half", "1F1B-I": "interleaved",
+        "GPipe": "gpipe", "interleaved-1F1B (flexible)": "interleaved", "1F1B": "1f1b", "none": "", "": "",
         "DualPipeV": "dualpipe-v",
-    }
+    }  # fmt: skip
     assert {word: schedule_named(word) for word in words} == words
     with pytest.raises(UserError, match="schedule 'interlaced' is none of ours; did you mean 'interleaved'"):
         schedule_named("interlaced")
@@ -144,27 +134,16 @@ def test_a_schedule_that_is_said_is_the_one_that_is_timed(tmp_path: Path, name: 
 def test_a_known_model_needs_no_shape_and_keeps_what_is_said_of_it(tmp_path: Path) -> None:
     whole, cut = one(tmp_path, ROW).case.spec, one(tmp_path, ROW.replace("8b,,", "8b,12,")).case.spec
     assert (whole.layers, whole.hidden, whole.kv_heads, cut.layers, cut.hidden) == (32, 4096, 8, 12, 4096)
-    known = {
-        "LLAMA3_70B": "llama3-70b",
-        "Llama 3.1 405b FP8": "llama3-405b",
-        "Qwen2.5-7B": "qwen2.5-7b",
-        "GPT3-175B": "gpt3-175b",
-    }
+    known = {"LLAMA3_70B": "llama3-70b", "Llama 3.1 405b FP8": "llama3-405b", "Qwen2.5-7B": "qwen2.5-7b",
+             "GPT3-175B": "gpt3-175b"}  # fmt: skip
     assert {name: preset_named(name) for name in known} == known
     assert preset_named("our own") is None
 
 
 def test_precisions_go_down_to_four_bits() -> None:
     h100, gb200, v100 = map(find_accelerator, ("H100", "GB200", "V100"))
-    words = {
-        "NVFP4": "fp4",
-        "MXFP4": "fp4",
-        "MXFP8": "fp8",
-        "FP8-CS": "fp8",
-        "amp_bf16": "bf16",
-        "": "bf16",
-        "tf32": "tf32",
-    }
+    words = {"NVFP4": "fp4", "MXFP4": "fp4", "MXFP8": "fp8", "FP8-CS": "fp8", "amp_bf16": "bf16", "": "bf16",
+             "tf32": "tf32"}  # fmt: skip
     assert {word: precision_named(word, gb200) for word in words} == words
     assert precision_named("bf16", v100) == "fp16"
     with pytest.raises(UserError, match="precision 'bf17' is none of ours; did you mean 'bf16'"):

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from benchmarks import pipeline
 from benchmarks.pipeline import SCHEDULES, PipelineResult, PipelineShape, app, measure
 from typer.testing import CliRunner
 
@@ -37,11 +38,8 @@ def test_the_ideal_is_the_ranks_share_of_one_process_and_the_bubble() -> None:
 
 def test_ratios_are_medians_of_each_rounds_own() -> None:
     one_f_one_b, h1, v = RESULT.rows()
-    assert (one_f_one_b["ratio"], h1["ratio"], v["ratio"]) == (
-        1.0,
-        0.5,
-        0.5,
-    )  # a round twice as slow for both is no matter
+    # A round twice as slow for both is no matter.
+    assert (one_f_one_b["ratio"], h1["ratio"], v["ratio"]) == (1.0, 0.5, 0.5)
     assert (h1["to_1f1b"], v["to_1f1b"]) == (pytest.approx(0.9), pytest.approx(0.8))
 
 
@@ -50,7 +48,7 @@ def test_gradients_that_differ_are_no_result() -> None:
     assert not replace(RESULT, errors={"zb-v": 1e-3}).ok
 
 
-def test_a_tiny_run_has_all_systems_and_their_gradients_agree() -> None:
+def test_a_tiny_run_has_all_systems_and_their_gradients_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     result = measure(replace(SHAPE, rounds=1))
     assert list(result.ours) == list(result.torch) == list(SCHEDULES)
     assert all(len(times) == 1 and times[0] > 0 for times in (*result.ours.values(), *result.torch.values()))
@@ -60,6 +58,14 @@ def test_a_tiny_run_has_all_systems_and_their_gradients_agree() -> None:
     assert "ours/torch" in str(result)
     assert "gradients agree" in str(result)
     assert result.to_dict()["schedules"][1]["schedule"] == "zb-h1"
+    # The command asks for just that, and prints it.
+    asked: list[PipelineShape] = []
+    monkeypatch.setattr(pipeline, "measure", lambda shape: asked.append(shape) or result)
+    words = "--pp 2 --hidden 64 --layers 4 --seq 8 --batch 4 --microbatches 4 --rounds 1 --json"
+    run = CliRunner().invoke(app, words.split())
+    assert run.exit_code == 0, run.output
+    assert [row["schedule"] for row in json.loads(run.stdout)["schedules"]] == list(SCHEDULES)
+    assert asked == [replace(SHAPE, rounds=1)]
 
 
 def test_all_problems_are_named_before_any_process_starts() -> None:
@@ -70,10 +76,3 @@ def test_all_problems_are_named_before_any_process_starts() -> None:
         measure(replace(SHAPE, microbatches=5, batch=5))
     with pytest.raises(UserError, match="batch of 4 sequences"):
         measure(replace(SHAPE, microbatches=8))
-
-
-def test_the_command_prints_json() -> None:
-    words = "--hidden 64 --layers 4 --seq 8 --batch 2 --microbatches 2 --rounds 1 --json"
-    run = CliRunner().invoke(app, words.split())
-    assert run.exit_code == 0, run.output
-    assert [row["schedule"] for row in json.loads(run.stdout)["schedules"]] == list(SCHEDULES)

@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import torch
@@ -16,6 +18,7 @@ from fivefold.parallel.collectives import digest, full_tensor
 from fivefold.parallel.control import Control
 from fivefold.parallel.mesh import Mesh
 from fivefold.support.files import hashed
+from fivefold.trainer import loop
 from fivefold.trainer.checkpointing import Checkpoints
 from fivefold.trainer.loop import Trainer
 from fivefold.trainer.records import Evaluation, Step
@@ -85,6 +88,12 @@ def loaded(rank: int, world: int, job: Job, directory: Path) -> tuple[int, dict[
     run = Run(job, world, directory)
     run.keeper.restore()
     return run.trainer.done, run.state(), run.said
+
+
+def each(rank: int, world: int, function: Any, cases: list[tuple[Any, ...]]) -> list[Any]:
+    """What a function of ranks makes of several cases, one after the other on the same ranks."""
+    with patch.object(loop, "same_calls", lambda mesh: nullcontext()):  # calls are numbered for one run
+        return [function(rank, world, *case) for case in cases]
 
 
 def gathered(ranks: list[dict[str, str]]) -> dict[str, str]:

@@ -6,6 +6,7 @@ import resource
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from fivefold.job.config import Job
 from fivefold.launch.processes import RankError
 from fivefold.support.errors import TrainingError
 from fivefold.trainer import checkpointing
-from tests.checkpoint.runs import Run, loaded, resealed, small_job, train
+from tests.checkpoint.runs import Run, each, loaded, resealed, small_job, train
 from tests.ranks import run_ranks
 
 TWO_STEPS = ["layout=dp=2,zero=1", "train.steps=2", "checkpoint.every=1"]
@@ -91,38 +92,45 @@ def flip(file: Path) -> None:
     file.write_bytes(data)
 
 
+def changed(old: bytes, new: bytes) -> Callable[[Path], object]:
+    def change(file: Path) -> None:
+        assert old in file.read_bytes()
+        file.write_bytes(file.read_bytes().replace(old, new))
+
+    return change
+
+
 HARM = {
     "flipped": (flip, "is damaged: its sha256 is"),
     "short": (lambda file: file.write_bytes(file.read_bytes()[:-1]), "is short"),
     "missing": (lambda file: file.unlink(), "is missing"),
 }
+SEALED = "is damaged: its checksum does not match"
+HARMS = {f"{name} {how}": (name, *HARM[how]) for name in ("rank-1.tensors", "tensors.json") for how in HARM} | {
+    "another number": (MANIFEST, changed(b'"samples": 16', b'"samples": 17'), SEALED),
+    # that was not sealed: it may be of no other release
+    "another version": (MANIFEST, changed(b'"version": 2', b'"version": 3'), SEALED),
+}
 
 
-@pytest.mark.parametrize("how", HARM)
-@pytest.mark.parametrize("name", ["rank-1.tensors", "tensors.json"])
-def test_a_harmed_file_is_named_and_the_one_before_is_used(tokens: Path, copied: Path, how: str, name: str) -> None:
-    newest = Store(copied).complete()[0].path
-    harm, said = HARM[how]
-    harm(newest / name)
-    ranks = run_ranks(2, loaded, small_job(tokens, *TWO_STEPS), copied)
-    assert [step for step, _, _ in ranks] == [1, 1]
-    assert said in ranks[0][2][0]
-    assert f"{newest.name}/{name}" in ranks[0][2][0]
-    assert ranks[0][2][1] == (
-        "skipping step-00000002 (set aside as step-00000002.damaged); trying the previous checkpoint"
-    )
-    assert (copied / "step-00000002.damaged" / MANIFEST).exists()  # nothing was deleted
+@pytest.fixture(scope="module")
+def harmed(tokens: Path, saved: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[Any]]]:
+    """Copies of the checkpoints with a harm each, and what every rank has of each after a load."""
+    folder, job = tmp_path_factory.mktemp("harmed"), small_job(tokens, *TWO_STEPS)
+    for how, (name, harm, _) in HARMS.items():
+        harm(Store(shutil.copytree(saved, folder / how)).complete()[0].path / name)
+    ranks = run_ranks(2, each, loaded, [(job, folder / how) for how in HARMS])
+    return folder, dict(zip(HARMS, zip(*ranks, strict=True), strict=True))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("change", [(b'"samples": 16', b'"samples": 17'), (b'"version": 2', b'"version": 3')])
-def test_a_number_changed_in_a_manifest_is_damage(tokens: Path, copied: Path, change: tuple[bytes, bytes]) -> None:
-    """A version, too, that was not sealed: it may be of no other release."""
-    manifest = Store(copied).complete()[0].path / MANIFEST
-    assert change[0] in manifest.read_bytes()
-    manifest.write_bytes(manifest.read_bytes().replace(*change))
-    step, _, said = run_ranks(2, loaded, small_job(tokens, *TWO_STEPS), copied)[0]
-    assert step == 1
-    assert "manifest.json is damaged: its checksum does not match" in said[0]
+@pytest.mark.parametrize("how", HARMS)
+def test_a_harmed_file_is_named_and_the_one_before_is_used(harmed: tuple[Path, dict[str, list[Any]]], how: str) -> None:
+    (folder, found), (name, _, sentence) = harmed, HARMS[how]
+    assert [step for step, _, _ in found[how]] == [1, 1]
+    _, _, said = found[how][0]
+    assert f"step-00000002/{name} {sentence}" in said[0]
+    assert said[1] == ("skipping step-00000002 (set aside as step-00000002.damaged); trying the previous checkpoint")
+    assert (folder / how / "step-00000002.damaged" / MANIFEST).exists()  # nothing was deleted
 
 
 def test_a_checkpoint_of_another_release_is_refused_and_stays_where_it_is(tokens: Path, copied: Path) -> None:

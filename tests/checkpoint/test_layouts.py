@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,7 +12,7 @@ from fivefold.checkpoint.load import boxes_of, reshard
 from fivefold.checkpoint.shards import stored_buffers
 from fivefold.checkpoint.store import Store
 from fivefold.layout.layout import Layout
-from tests.checkpoint.runs import Run, gathered, loaded, small_job, train
+from tests.checkpoint.runs import Run, each, gathered, loaded, small_job, train
 from tests.ranks import run_ranks
 
 # Unequal rows, one kv head for two ranks, a vocabulary that does not divide, stages of unequal length, both ends tied.
@@ -31,48 +32,51 @@ LAYOUTS = [
 
 
 # Every second pair is enough for each layout to write or read; all pairs are a long proof.
-RING = [pytest.param(index, marks=[pytest.mark.slow] * (index % 2)) for index in range(len(LAYOUTS))]
+def by_world(function: Any, cases: dict[str, tuple[Any, ...]]) -> dict[str, list[Any]]:
+    """What the ranks of each job have of it, by name; the jobs of equally many ranks share their ranks."""
+    found: dict[str, list[Any]] = {}
+    for world in {job.layout.world for job, *_ in cases.values()}:
+        mine = {name: case for name, case in cases.items() if case[0].layout.world == world}
+        ranks = run_ranks(world, each, function, [*mine.values()])
+        found |= {name: [of_rank[at] for of_rank in ranks] for at, name in enumerate(mine)}
+    return found
 
 
-@pytest.mark.parametrize("index", RING)
-def test_the_state_of_one_layout_is_that_of_the_next(tokens: Path, tmp_path: Path, index: int) -> None:
+# Every second pair is enough for each layout to write or read; all pairs are a long proof.
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_the_state_of_one_layout_is_that_of_the_next(tokens: Path, tmp_path: Path, first: int) -> None:
     """In a ring: every layout writes one checkpoint and reads one."""
-    writer, reader = LAYOUTS[index], LAYOUTS[(index + 1) % len(LAYOUTS)]
-    job = small_job(tokens, *ODD, "train.steps=1", f"layout={writer}")
-    written = run_ranks(job.layout.world, train, job, tmp_path)
-    other = small_job(tokens, *ODD, "train.steps=1", f"layout={reader}")
-    read = run_ranks(other.layout.world, loaded, other, tmp_path)
-    assert {step for step, _, _ in read} == {1}
-    state = gathered([state for _, state, _ in written])
-    assert len(state) == 3 * len(list(job.model.parameters()))
-    assert gathered([state for _, state, _ in read]) == state
+    jobs = {layout: small_job(tokens, *ODD, "train.steps=1", f"layout={layout}") for layout in LAYOUTS}
+    pairs = {writer: LAYOUTS[(at + 1) % len(LAYOUTS)] for at, writer in enumerate(LAYOUTS) if at % 2 == first}
+    written = by_world(train, {writer: (jobs[writer], tmp_path / writer) for writer in pairs})
+    read = by_world(loaded, {writer: (jobs[reader], tmp_path / writer) for writer, reader in pairs.items()})
+    for writer, reader in pairs.items():
+        assert {step for step, _, _ in read[writer]} == {1}, reader
+        state = gathered([state for _, state, _ in written[writer]])
+        assert len(state) == 3 * len(list(jobs[writer].model.parameters()))
+        assert gathered([state for _, state, _ in read[writer]]) == state, f"{reader} does not read {writer}"
 
 
-@pytest.mark.parametrize(
-    ("layout", "dtype"),
-    [
-        ("dp=1", "float32"),
-        ("dp=2,zero=1", "float32"),
-        ("tp=2,sp", "float64"),
-        ("pp=2,microbatches=2", "float32"),
-        ("dp=2,zero=3", "bfloat16"),
-    ],
-)
-def test_a_run_that_was_cut_is_the_run_that_was_not_to_the_bit(
-    tokens: Path, tmp_path: Path, layout: str, dtype: str
-) -> None:
-    settings = [f"layout={layout}", f"train.dtype={dtype}", "model.dropout=0.1", "optimizer.schedule=constant"]
-    whole = small_job(tokens, *settings, "train.steps=4")
-    world = whole.layout.world
-    want = run_ranks(world, train, whole, tmp_path / "whole")
-    cut = small_job(tokens, *settings, "train.steps=2")
-    first = run_ranks(world, train, cut, tmp_path / "cut")
-    second = run_ranks(world, train, whole, tmp_path / "cut")
-    for one, two, three in zip(want, first, second, strict=True):
-        assert two[0] | three[0] == one[0]  # losses and norms, by step
-        assert set(three[0]) == {3, 4}
-        assert three[1] == one[1]
-        assert two[2] + three[2] == one[2] == list(range(32))
+DTYPES = {"dp=1": "float32", "dp=2,zero=1": "float32", "tp=2,sp": "float64", "pp=2,microbatches=2": "float32",
+          "dp=2,zero=3": "bfloat16"}  # fmt: skip
+
+
+def test_a_run_that_was_cut_is_the_run_that_was_not_to_the_bit(tokens: Path, tmp_path: Path) -> None:
+    """It goes on in other processes."""
+
+    def jobs(steps: int, place: str) -> dict[str, tuple[Any, ...]]:
+        settings = ["model.dropout=0.1", "optimizer.schedule=constant", f"train.steps={steps}"]
+        words = {layout: [*settings, f"layout={layout}", f"train.dtype={dtype}"] for layout, dtype in DTYPES.items()}
+        return {layout: (small_job(tokens, *more), tmp_path / f"{place} {layout}") for layout, more in words.items()}
+
+    want = by_world(train, jobs(4, "whole"))
+    first, second = by_world(train, jobs(2, "cut")), by_world(train, jobs(4, "cut"))
+    for layout in DTYPES:
+        for one, two, three in zip(want[layout], first[layout], second[layout], strict=True):
+            assert two[0] | three[0] == one[0], layout  # losses and norms, by step
+            assert set(three[0]) == {3, 4}
+            assert three[1] == one[1], layout
+            assert two[2] + three[2] == one[2] == list(range(32))
 
 
 def test_the_mean_of_both_moments_is_not_zero_after_a_load(tokens: Path, tmp_path: Path) -> None:

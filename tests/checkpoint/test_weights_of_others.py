@@ -141,8 +141,7 @@ def test_a_larger_model_takes_a_lower_rate_and_no_sequence_is_longer_than_the_co
 
 
 @pytest.mark.parametrize(
-    ("dtype", "computed"),
-    [(torch.float32, "float32"), (torch.bfloat16, "bfloat16"), (torch.float16, "bfloat16")],
+    ("dtype", "computed"), [(torch.float32, "float32"), (torch.bfloat16, "bfloat16"), (torch.float16, "bfloat16")]
 )
 def test_compute_and_exports_have_the_dtype_of_the_weights(tmp_path: Path, dtype: torch.dtype, computed: str) -> None:
     made(tmp_path / "hf", dtype=dtype)

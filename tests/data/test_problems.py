@@ -75,10 +75,7 @@ CASES = {
     ),
     "a flood": Case("record.syntax " * 10 + "problems.more", {"a.jsonl": lines(*[b"?"] * 1000)}),
     "no prompt": Case(
-        "record.field",
-        {"a.jsonl": lines({"prompt": "a", "text": "b"}, {"text": "b"})},
-        (),
-        {"prompt_field": "prompt"},
+        "record.field", {"a.jsonl": lines({"prompt": "a", "text": "b"}, {"text": "b"})}, (), {"prompt_field": "prompt"}
     ),
     "deep nesting": Case(
         "record.syntax " * 2, {"a.jsonl": lines({"text": "a"}, b'{"text": "b", "more": ' + DEEP + b"}", DEEP)}

@@ -72,12 +72,7 @@ def test_run_directories_are_never_shared(tmp_path: Path, monkeypatch) -> None:
         made("/proc/nothing", True)
 
 
-CODES = {
-    "~nouser/x": "path.home",
-    "a" * 300: "path.length",
-    "a/" * 2100: "path.length",
-    "a\0b": "path.characters",
-}
+CODES = {"~nouser/x": "path.home", "a" * 300: "path.length", "a/" * 2100: "path.length", "a\0b": "path.characters"}
 
 
 @pytest.mark.parametrize("path", CODES)

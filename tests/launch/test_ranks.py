@@ -152,35 +152,23 @@ def alive(pids: list[int]) -> list[int]:
     return [pid for pid in pids if runs(pid)]
 
 
-def test_eight_ranks_sum():
+def test_ranks_sum_and_start_fast():
+    assert run_ranks(1, summed) == [0.0]  # one rank is a world; and the server imports torch first
+    begin = time.monotonic()
     assert run_ranks(8, summed, 10.0) == [280.0] * 8
+    assert time.monotonic() - begin < 10
 
 
-def test_one_rank_is_a_world():
-    assert run_ranks(1, summed) == [0.0]
-
-
-def test_it_starts_fast(capsys):
-    run_ranks(1, echo)  # the server imports torch first
-    took = {}
-    for world in (2, 4, 8):
-        begin = time.monotonic()
-        run_ranks(world, echo)
-        took[world] = time.monotonic() - begin
-    with capsys.disabled():
-        print("\nstart-up:", *(f"{world} ranks {seconds * 1000:.0f} ms" for world, seconds in took.items()))
-    assert max(took.values()) < 10
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool])
-def test_tensors_go_and_come_by_value(dtype):
-    sent = torch.arange(-6, 6).reshape(3, 4).to(dtype)
-    for rank, (got_rank, (got, nested)) in enumerate(run_ranks(2, echo, sent, {"column": [sent[:, 1]]})):
+def test_tensors_go_and_come_by_value():
+    dtypes = [torch.float64, torch.bfloat16, torch.int64, torch.bool]
+    every = [torch.arange(-6, 6).reshape(3, 4).to(dtype) for dtype in dtypes]
+    for rank, (got_rank, args) in enumerate(run_ranks(2, echo, *((one, {"column": [one[:, 1]]}) for one in every))):
         assert got_rank == rank
-        assert got.dtype == dtype
-        assert not got.is_shared()
-        assert torch.equal(got, sent)
-        assert torch.equal(nested["column"][0], sent[:, 1])
+        for sent, (got, nested) in zip(every, args, strict=True):
+            assert got.dtype == sent.dtype
+            assert not got.is_shared()
+            assert torch.equal(got, sent)
+            assert torch.equal(nested["column"][0], sent[:, 1])
 
 
 def test_a_caller_that_has_run_openmp_is_no_danger():

@@ -1,5 +1,7 @@
 """Whether a failure is tried again, and after how long."""
 
+import pytest
+
 from fivefold.launch.exits import End
 from fivefold.launch.local import LONGEST, Restarts
 
@@ -8,23 +10,30 @@ def failure(step: int, error: str = "SIGKILL", rank: int = 1) -> End:
     return End(rank, "died", error, code=-9, place=f"step {step}")
 
 
-def test_the_same_failure_is_tried_once_more_and_then_no_more() -> None:
+@pytest.mark.parametrize(
+    ("steps", "errors", "starts"),
+    [
+        ("44", "aa", 1),
+        ("3456", "aaaa", 4),  # there was progress
+        ("454", "aaa", 3),  # which forgets what came before
+        ("4566", "aaaa", 3),
+        ("3444", "abbb", 2),
+        ("3333", "abcd", 4),  # other failures
+        ("333", "aba", 2),  # two causes that take turns
+    ],
+)
+def test_the_same_failure_in_the_same_step_is_tried_once_more_and_then_no_more(
+    steps: str, errors: str, starts: int
+) -> None:
     policy = Restarts(9)
-    assert policy.after(failure(4)) == (True, 0.0, "1 of 9")
-    again, _, why = policy.after(failure(4))
-    assert not again
-    assert why == "the same failure came twice without progress: it is not tried again"
-
-
-def test_two_causes_that_take_turns_are_not_tried_for_ever() -> None:
-    policy = Restarts(99)
-    assert [policy.after(failure(4, error)).again for error in ("a", "b", "a")] == [True, True, False]
-
-
-def test_progress_forgets_what_came_before() -> None:
-    policy = Restarts(9)
-    assert [policy.after(failure(step)) for step in (4, 5, 6)] == [(True, 0.0, f"{n} of 9") for n in (1, 2, 3)]
-    assert not policy.after(failure(6)).again
+    found = [policy.after(failure(int(step), error)) for step, error in zip(steps, errors, strict=True)]
+    assert [one.again for one in found[: starts + 1]] == [True] * starts + [False] * (starts < len(steps))
+    assert [one.why for one in found[:starts]] == [f"{number + 1} of 9" for number in range(starts)]
+    assert found[0].pause == 0
+    assert len(set(steps)) < len(steps) or [one.pause for one in found] == [0.0] * len(steps)
+    assert starts == len(steps) or found[starts].why == (
+        "the same failure came twice without progress: it is not tried again"
+    )
 
 
 def test_starts_without_progress_wait_longer_and_longer() -> None:

@@ -10,15 +10,9 @@ from fivefold.launch import heartbeat
 from fivefold.launch.waits import timed_wait, waits_there
 
 ENTRY = {
-    "process_group": ["0", "default_pg"],
-    "profiling_name": "nccl:all_reduce",
-    "collective_seq_id": 5,
-    "p2p_seq_id": 0,
-    "is_p2p": False,
-    "input_sizes": [[3]],
-    "input_dtypes": ["Double"],
-    "state": "started",
-}
+    "process_group": ["0", "default_pg"], "profiling_name": "nccl:all_reduce", "collective_seq_id": 5, "p2p_seq_id": 0,
+    "is_p2p": False, "input_sizes": [[3]], "input_dtypes": ["Double"], "state": "started",
+}  # fmt: skip
 
 
 def told(monkeypatch: pytest.MonkeyPatch, entries: object) -> str:
@@ -29,12 +23,8 @@ def told(monkeypatch: pytest.MonkeyPatch, entries: object) -> str:
 
 
 def test_what_is_not_finished_is_named_with_its_shape_and_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    send = ENTRY | {
-        "profiling_name": "nccl:send 0->1",
-        "is_p2p": True,
-        "p2p_seq_id": 7,
-        "process_group": ["6", "undefined"],
-    }
+    other = {"is_p2p": True, "p2p_seq_id": 7, "process_group": ["6", "undefined"]}
+    send = ENTRY | other | {"profiling_name": "nccl:send 0->1"}
     done = ENTRY | {"state": "completed"}
     assert told(monkeypatch, [done, ENTRY, send]) == (
         "NCCL has not finished all_reduce of [3] Double, call 5 of default_pg, "

@@ -4,6 +4,7 @@ import json
 import math
 import statistics
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -74,9 +75,6 @@ def test_a_simulated_run_is_that_of_a_clock() -> None:
         clock, written, before = clock + lasts, done, it.down
     assert found is not None
     assert found.seconds[0] == pytest.approx(clock)
-
-
-def test_a_seed_draws_the_same_runs() -> None:
     one, same, other = (simulated.__wrapped__(1e6, 300, OFTEN, 50, seed).seconds for seed in (1, 1, 2))
     assert (one == same).all()
     assert not (one == other).all()
@@ -230,20 +228,14 @@ def test_what_the_user_knows_counts() -> None:
         ({"runs": 1}, "runs=1 must be at least 10"),
         ({"seed": -1}, "seed=-1 must be at least 0"),
         ({"jitter": 2}, "jitter=2 is more than 1"),
-        (
-            {"mtbf": 0.01},
-            "fails once in .* it comes to no end; take fewer GPUs, save more often, or start again sooner",
-        ),
+        ({"mtbf": 0.01}, "fails once in .* it comes to no end; take fewer GPUs, save more often, or start again soon"),
+        ({"model": "llama3-8b", "seq": 8192}, "does not fit: needs"),
     ],
 )
-def test_bad_values_are_refused(given: dict[str, float], said: str) -> None:
+def test_what_cannot_be_is_refused(given: dict[str, Any], said: str) -> None:
+    words: dict[str, Any] = {"model": "tiny", "cluster": "8xH100", "layout": "dp=8", "batch": 64, "seq": 128}
     with pytest.raises(ff.UserError, match=said):
-        ff.goodput("tiny", "8xH100", layout="dp=8", batch=64, seq=128, **given)
-
-
-def test_a_layout_that_does_not_fit_has_no_goodput() -> None:
-    with pytest.raises(ff.UserError, match="does not fit: needs"):
-        ff.goodput("llama3-8b", "8xH100", layout="dp=8", batch=64)
+        ff.goodput(**(words | given))
 
 
 def test_a_job_keeps_how_often_it_saves() -> None:

@@ -1,27 +1,23 @@
 """Planning as functions: names or objects in, one result out, whole at any width."""
 
-import json
 from pathlib import Path
 
 import pytest
 from msgspec import structs
 
-from fivefold.accuracy.result import SourceList, planner_accuracy
 from fivefold.cost.model_state import checkpoint_bytes, state, state_of
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import read_job
 from fivefold.layout.layout import Layout
 from fivefold.optim.adamw import AdamW
 from fivefold.optim.base import OptimizerConfig
-from fivefold.planner.context import context
 from fivefold.planner.goodput import saved_bytes
 from fivefold.planner.plan import as_it_stands, case_of, fixed_choices, plan, simulate
 from fivefold.planner.result import PlanResult
-from fivefold.planner.serve import serve
-from fivefold.render.blocks import Result, to_text
+from fivefold.render.blocks import to_text
 from fivefold.schedules.draw import LEFT_OUT, timeline
 from fivefold.schedules.simulate import simulate as clocked
-from fivefold.spec.presets import models, preset
+from fivefold.spec.presets import preset
 from fivefold.support.errors import UserError
 
 
@@ -77,39 +73,11 @@ def test_a_plan_draws_memory_and_time(small: PlanResult) -> None:
     assert drawn in small._repr_html_()
 
 
-@pytest.fixture(scope="module")
-def results(small: PlanResult) -> dict[str, Result]:
-    return {
-        "plan": small,
-        "plan of a layout": plan("llama3-70b", "8x8xH100", batch=512, layout="dp=8,tp=8,zero=3,sp,microbatches=64"),
-        "plan of a run": plan("llama3.2-1b", "8xH100", tokens="300B", price=2.0),
-        "simulate": simulate("llama3-8b", "pp=8,schedule=zb-v,microbatches=16", batch=16),
-        "serve": serve("llama3-405b", "2x8xH100", prompt=2048, output=512, ttft=0.6, tpot=0.1),
-        "context": context(131072, 16),
-        "models": models(),
-        "accuracy": planner_accuracy(rows="torchtitan"),
-        "sources": SourceList(),
-    }
-
-
-@pytest.mark.parametrize("width", [80, 120])
-def test_results_are_whole_at_any_width(results: dict[str, Result], width: int) -> None:
-    for name, result in results.items():
-        text = to_text(result.blocks(), width)
-        assert max(map(len, text.splitlines())) <= width, name
-        assert "…" not in text, name
-
-
 def test_the_choice_is_marked_with_its_whole_layout(small: PlanResult) -> None:
     lines = to_text(small.blocks(), 80).splitlines()
     at = next(at for at, line in enumerate(lines) if line.startswith("→"))
     words = [lines[at].split()[1], *(line.strip() for line in lines[at + 1 : at + 4])]
     assert "".join(words).startswith(str(small.chosen.layout))
-
-
-def test_every_result_is_json(results: dict[str, Result]) -> None:
-    for result in results.values():
-        assert json.loads(json.dumps(result.to_dict()))
 
 
 def test_a_simulated_layout_that_does_not_fit_says_so_first_and_is_not_ok() -> None:

@@ -13,7 +13,7 @@ from fivefold.planner.serve import ServePlan, serve, turning
 from fivefold.planner.serve_cost import Replica, largest, memory_needed, stage_weights, whole_cache, whole_weights
 from fivefold.planner.serve_options import Service, evaluate
 from fivefold.spec.presets import preset
-from fivefold.support.errors import UserError
+from tests.refusals import refusal
 
 H100, A100 = (Device.of(find_accelerator(name)) for name in ("H100", "A100-80"))
 
@@ -263,58 +263,56 @@ def test_without_graphs_the_host_paces_the_step() -> None:
     assert "plain PyTorch" in plan("llama3-8b", "H100").explanation[-1]
 
 
-def test_like_groups_are_one_cluster() -> None:
-    assert plan("llama3-70b", "1x8xH100+1x8xH100").throughput == plan("llama3-70b", "2x8xH100").throughput
+EXPERTS = ["mixtral-8x7b", "qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2-lite", "tiny-deepseek"]
 
 
-@pytest.mark.parametrize("model", ["tiny", "tiny-gpt", "qwen3-0.6b", "gpt3-175b"])
+@pytest.mark.parametrize("model", ["tiny", "tiny-gpt", "qwen3-0.6b", "gpt3-175b", *EXPERTS])
 def test_every_family_has_a_plan_that_prints_and_dumps(model: str) -> None:
-    found = plan(model, "2x8xH200", prompt=512, output=64, sequences=None if model == "tiny" else 4)
+    cluster = "8xH200" if model in EXPERTS else "2x8xH200"
+    found = plan(model, cluster, prompt=256, output=64, sequences=None if model == "tiny" else 64)
     text = str(found)
-    assert "lowest latency" in text
-    assert "Where a step's time goes" in text
+    for words in ("lowest latency", "Where a step's time goes", *["experts of a layer"] * (model in EXPERTS)):
+        assert words in text
     back = json.loads(json.dumps(found.to_dict()))
     assert back["latency"]["bound"] == found.latency.bound
     assert back["throughput"]["held"]["total"] == found.throughput.held.total
+    assert back["throughput"]["ep"] == found.throughput.ep
+    assert model not in EXPERTS or back["service"]["imbalance"] == 1.6
 
 
 # ---- what cannot be --------------------------------------------------------------------------------------------------
 
 
-def problems(model: str, cluster: str, **more: object) -> str:
-    with pytest.raises(UserError) as caught:
-        plan(model, cluster, **more)
-    return str(caught.value)
+BAD = {"prompt": 8000, "output": 1000, "cache_bytes": 4, "tpot": 0.0, "sequences": 0}
 
 
-def test_a_model_that_fits_nowhere_says_what_would_be_needed() -> None:
-    text = problems("llama3-405b", "8xH100")
-    for words in (
-        "weights are 812 GB",
-        "1,280 tokens is 0.66 GB",
-        "it takes 16 H100 (tp=8,pp=2)",
-        "fp8 weights (410 GB)",
-    ):
-        assert words in text
+@pytest.mark.parametrize(
+    ("model", "cluster", "more", "said"),
+    [
+        ("llama3-405b", "8xH100", {}, ["weights are 812 GB", "1,280 tokens is 0.66 GB", "takes 16 H100 (tp=8,pp=2)",
+                                       "fp8 weights (410 GB)"]),
+        ("llama3-70b", "H100", {}, ["it takes 2 H100 (tp=2)"]),
+        ("deepseek-v3", "8xH100", {"prompt": 2048, "output": 512},
+         ["weights are 1,342 GB", "2,560 tokens is 0.18 GB", "it takes 24 H100 (tp=8,pp=3,ep=8)"]),
+        ("llama3-8b", "8xH100+8xA100", BAD, [
+            "9,000 tokens, and the context of llama3-8b is 8,192; nearest: output=192",
+            "plan '8xH100' and '8xA100-80' separately", "cache_bytes=4 must be 2 (bf16) or 1 (fp8)",
+            "tpot=0.0 must be more than 0", "sequences=0 must be at least 1",
+        ]),
+        ("llama3-8b", "A100", {"precision": "fp8"}, ["A100-80 has no fp8 matmuls"]),
+        ("llama3-8b", "H100", {"precision": "int4"}, ["must be 'bf16' or 'fp8'"]),
+        ("llama3-8b", "H100", {"sequences": 5000}, [f"at most {largest(replica('llama3-8b'), 1280, 1024):,} fit, on 1 "
+                                                    "x tp=1"]),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_served_says_why_and_what_would_be_needed(
+    model: str, cluster: str, more: dict[str, object], said: list[str]
+) -> None:
+    text = str(refusal(lambda: plan(model, cluster, **more)))
+    assert [words for words in said if words not in text] == []
+
+
+def test_what_is_said_to_be_needed_is_enough() -> None:
     assert plan("llama3-405b", "8xH100", precision="fp8").latency.tp == 8
     assert plan("llama3-405b", "1x16xH100").latency.tp == 16
-    assert "it takes 2 H100 (tp=2)" in problems("llama3-70b", "H100")
-
-
-def test_bad_questions_are_refused_with_every_reason() -> None:
-    text = problems("llama3-8b", "8xH100+8xA100", prompt=8000, output=1000, cache_bytes=4, tpot=0.0, sequences=0)
-    for words in (
-        "9,000 tokens, and the context of llama3-8b is 8,192; nearest: output=192",
-        "plan '8xH100' and '8xA100-80' separately",
-        "cache_bytes=4 must be 2 (bf16) or 1 (fp8)",
-        "tpot=0.0 must be more than 0",
-        "sequences=0 must be at least 1",
-    ):
-        assert words in text
-    assert "A100-80 has no fp8 matmuls" in problems("llama3-8b", "A100", precision="fp8")
-    assert "must be 'bf16' or 'fp8'" in problems("llama3-8b", "H100", precision="int4")
-
-
-def test_too_many_sequences_say_how_many_would_do() -> None:
-    most = largest(replica("llama3-8b"), 1280, 1024)
-    assert f"at most {most:,} fit, on 1 x tp=1" in problems("llama3-8b", "H100", sequences=5000)
+    assert plan("llama3-70b", "1x8xH100+1x8xH100").throughput == plan("llama3-70b", "2x8xH100").throughput

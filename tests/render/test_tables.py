@@ -121,8 +121,9 @@ def swept() -> AccuracyResult:
 
 FIXED = "tp=8,pp=16,cp=1,zero=1,sp,schedule=1f1b,recompute=full"  # little to search
 LAYOUT = "dp=2,tp=4,pp=4,sp,microbatches=16"
+ATTENTION = attention.AttentionShape(2, 64, 4, 2, 16, 1, "float32", 1)
 MAKERS: dict[str, Callable[[], Result]] = {
-    "PlanResult": lambda: ff.plan("llama3-70b", "8x8xH100"),
+    "PlanResult": lambda: ff.plan("llama3-70b", "8x8xH100", tokens="1.4T", price=2.0),
     "PlanResult on unlike nodes": lambda: ff.plan("llama3.2-1b", "2xH100+2xA100-80", batch=64, seq=2048, price=2.5),
     "PlanResult of a layout that fits nowhere": lambda: ff.plan("llama3-8b", "2xH100", layout="pp=2", batch=8),
     "PlanResult of a layout": lambda: ff.plan("llama3-70b", "8x8xH100", layout="dp=2,tp=8,pp=4,sp,microbatches=64"),
@@ -132,7 +133,7 @@ MAKERS: dict[str, Callable[[], Result]] = {
     "MeshResult": lambda: ff.mesh("dp=4,tp=2,pp=2,cp=2,ep=4", "4x8xH100"),
     "MeshResult of 16,384 ranks": lambda: ff.mesh("dp=128,tp=8,pp=16,zero=1", "2048x8xH100"),
     "GoodputResult": lambda: ff.goodput("llama3-405b", "2048x8xH100", tokens="15.6T", batch=2048, fix=FIXED),
-    "ServePlan": lambda: ff.serve("llama3-70b", "8xH100"),
+    "ServePlan": lambda: ff.serve("llama3-405b", "2x8xH100", prompt=2048, output=512, ttft=0.6, tpot=0.1),
     "MixedSchedules": lambda: mixed.compare("llama3-8b", "4x8xH100", layout=LAYOUT, batch=64, slower=(1.5,)),
     "ContextResult": lambda: context(131_072, 8),
     "LengthsResult": lambda: lengths([8192, 131_072], cluster="8xH100"),
@@ -160,12 +161,7 @@ MAKERS: dict[str, Callable[[], Result]] = {
     "CheckpointResult": saved,
     "RecoveryResult": recovered,
     "AttentionResult": lambda: attention.AttentionResult(
-        attention.AttentionShape(2, 64, 4, 2, 16, 1, "float32", 1),
-        {"output": 1e-7, "input gradient": 2e-7},
-        True,
-        0.1,
-        0.2,
-        2,
+        ATTENTION, {"output": 1e-7, "input gradient": 2e-7}, True, 0.1, 0.2, 2
     ),
     "ComparisonResult": compared,
     "ScalingResult": lambda: scaling.ScalingResult(["dp=2,tp=2,pp=2,cp=2,zero=1,sp"], [compared()], {}),

@@ -38,18 +38,17 @@ def ours(schedule: Schedule, rank: int) -> list[str]:
     return [str(action) for action in schedule.compute(rank)]
 
 
-@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (4, 10), (8, 20)])
+VEES = [("ScheduleZBVZeroBubble", "zb-v"), ("ScheduleDualPipeV", "dualpipe-v")]
+INTERLEAVED = ("ScheduleInterleaved1F1B", "interleaved")
+
+
 @pytest.mark.parametrize(
-    ("torch_name", "name"), [("ScheduleZBVZeroBubble", "zb-v"), ("ScheduleDualPipeV", "dualpipe-v")]
+    ("torch_name", "name", "p", "m", "chunks"),
+    [(*names, p, m, 2) for names in VEES for p, m in [(2, 4), (4, 8), (4, 10), (8, 20)]]
+    # and where groups are of p
+    + [(*INTERLEAVED, *sizes) for sizes in [(2, 4, 2), (4, 8, 2), (4, 12, 3), (8, 16, 4)]],
 )
-def test_v_shaped_schedules_are_pytorchs(torch_name: str, name: str, p: int, m: int) -> None:
-    schedule = build(name, p, m)
+def test_the_orders_are_pytorchs(torch_name: str, name: str, p: int, m: int, chunks: int) -> None:
+    schedule = build(name, p, m, chunks=chunks)
     for rank in range(p):
-        assert ours(schedule, rank) == theirs(torch_name, p, m, 2, rank)
-
-
-@pytest.mark.parametrize(("p", "m", "chunks"), [(2, 4, 2), (4, 8, 2), (4, 12, 3), (8, 16, 4)])
-def test_interleaved_is_pytorchs_when_groups_are_of_p(p: int, m: int, chunks: int) -> None:
-    schedule = build("interleaved", p, m, chunks=chunks)
-    for rank in range(p):
-        assert ours(schedule, rank) == theirs("ScheduleInterleaved1F1B", p, m, chunks, rank)
+        assert ours(schedule, rank) == theirs(torch_name, p, m, chunks, rank)

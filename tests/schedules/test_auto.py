@@ -1,5 +1,6 @@
 """The greedy builder: never worse than the handcrafted schedules it competes with, and better where stages differ."""
 
+import math
 from itertools import pairwise
 
 import pytest
@@ -46,6 +47,8 @@ def test_with_h2s_memory_a_slow_rank_never_waits_once_it_has_begun(slow: int) ->
     costs = Costs.even(placement).slowed(placement, {slow: 1.5})
     schedule = build("auto", 8, 32, costs=costs, memory=15)
     assert makespan(schedule, costs) == pytest.approx(slow + 32 * 4.5)
+    assert slow != 2 or schedule.buffers > 2  # uneven stages get the buffers that they need
+    assert check(schedule) == []
 
 
 @pytest.mark.parametrize("row", PUBLISHED[:3], ids=lambda row: row.model)
@@ -84,14 +87,10 @@ def test_never_slower_than_a_handcrafted_schedule_that_fits_whatever_the_link(da
             assert ours <= makespan(other, costs) * (1 + 1e-9)
 
 
-def test_work_that_takes_no_time_takes_no_time() -> None:
-    costs = Costs.even(Placement.single(3), 0, 0, 0)
-    assert makespan(build("auto", 3, 4, costs=costs), costs) == 0
-
-
-def test_the_largest_durations_are_still_numbers() -> None:
-    costs = Costs.even(Placement.single(3), LONGEST, LONGEST / 2, LONGEST / 2)
-    assert makespan(build("auto", 3, 4, costs=costs), costs) < float("inf")
+def test_work_that_takes_no_time_takes_no_time_and_the_longest_is_still_a_number() -> None:
+    for times, takes in (((0, 0, 0), lambda span: span == 0), ((LONGEST, LONGEST / 2, LONGEST / 2), math.isfinite)):
+        costs = Costs.even(Placement.single(3), *times)
+        assert takes(makespan(build("auto", 3, 4, costs=costs), costs))
 
 
 @pytest.mark.parametrize(
@@ -132,11 +131,3 @@ def test_more_memory_shortens_the_step_and_never_lengthens_it_here() -> None:
     spans = [makespan(build("auto", 6, 18, costs=costs, memory=memory), costs) for memory in range(1, 13)]
     assert all(later <= earlier * (1 + 1e-9) for earlier, later in pairwise(spans))
     assert spans[-1] < 0.5 * spans[0]
-
-
-def test_uneven_stages_get_the_buffers_they_need() -> None:
-    placement = Placement.single(8)
-    costs = Costs.even(placement).slowed(placement, {2: 1.5})
-    schedule = build("auto", 8, 32, costs=costs, memory=15)
-    assert schedule.buffers > 2
-    assert check(schedule) == []

@@ -152,8 +152,9 @@ def test_a_long_name_stays_clear_of_the_legend() -> None:
     assert schedule.name in to_svg(scene)  # in full, as the title of the file
 
 
-def test_actions_do_not_overlap_and_stay_inside() -> None:
+def test_actions_do_not_overlap_and_stay_inside_and_memory_has_a_curve_per_rank() -> None:
     scene = picture([simulate(build("zb-h1", 4, 8))])
+    assert sum(isinstance(shape, Area) for shape in scene.shapes) == 4
     rows: dict[float, list[Rect]] = {}
     for shape in scene.shapes:
         if isinstance(shape, Rect) and shape.hint:
@@ -163,11 +164,6 @@ def test_actions_do_not_overlap_and_stay_inside() -> None:
         for left, right in pairwise(rects):
             assert left.x + left.width <= right.x + 1e-6
         assert rects[-1].x + rects[-1].width <= scene.width
-
-
-def test_memory_has_a_curve_per_rank() -> None:
-    scene = picture([simulate(build("zb-h1", 4, 8))])
-    assert sum(isinstance(shape, Area) for shape in scene.shapes) == 4
 
 
 def test_several_schedules_share_one_time_scale() -> None:
@@ -201,15 +197,13 @@ def test_png_files_are_png(tmp_path: Path) -> None:
     assert (tmp_path / "zb-v.png").stat().st_size > 1000
 
 
-def test_png_without_pillow_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_saved_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = picture([simulate(build("1f1b", 2, 2))])
+    with pytest.raises(UserError, match=r"\.svg or a \.png"):
+        save(scene, tmp_path / "picture.gif")
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(UserError, match=r'pip install "fivefold\[draw\]"'):
-        to_png(picture([simulate(build("1f1b", 2, 2))]))
-
-
-def test_other_formats_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"\.svg or a \.png"):
-        save(picture([simulate(build("1f1b", 2, 2))]), tmp_path / "picture.gif")
+        to_png(scene)
 
 
 def test_the_terminal_shows_ranks_bubbles_numbers_and_memory() -> None:
@@ -236,14 +230,11 @@ def test_the_legend_names_what_is_there() -> None:
     assert legend([simulation]).plain.split() == ["F", "forward", "I", "input", "gradient", "W", "weight", "gradient"]
 
 
-def test_a_column_shows_what_fills_most_of_it() -> None:
+def test_a_column_shows_what_fills_most_of_it_and_is_idle_if_nothing_does() -> None:
     # The middle of the second column is in the short action, which fills a fifth of it.
     letters = ((Kind.FORWARD, 0.0, 1.4), (Kind.INPUT_GRAD, 1.4, 1.6), (Kind.WEIGHT_GRAD, 1.6, 3.0))
     spans = [BusySpan(Action(kind, 0, 0), start, end) for kind, start, end in letters]
     assert _columns(spans, 3, 1.0) == [spans[0], spans[0], spans[2]]
-
-
-def test_a_column_that_is_mostly_idle_is_idle() -> None:
     spans = [BusySpan(Action(Kind.FORWARD, 0, 0), 0.0, 1.4), BusySpan(Action(Kind.BACKWARD, 0, 0), 2.8, 4.0)]
     assert _columns(spans, 4, 1.0) == [spans[0], None, None, spans[1]]
 

@@ -53,16 +53,8 @@ def test_a_schedule_with_parameters_passes_and_each_of_their_actions_counts(zero
 @pytest.mark.parametrize(
     ("zero", "edit", "sentence"),
     [
-        (
-            0,
-            lambda order: order.append(Action(Kind.STEP, 1)),
-            "has STEP1 (action 50) a second time; the first is action 49",
-        ),
-        (
-            0,
-            lambda order: order.append(Action(Kind.STEP, 1, 3)),
-            "has STEP1.3 (action 50), and also STEP1 for all micro",
-        ),
+        (0, lambda order: order.append(Action(Kind.STEP, 1)), "STEP1 (action 50) a second time; the first is action 4"),
+        (0, lambda order: order.append(Action(Kind.STEP, 1, 3)), "STEP1.3 (action 50), and also STEP1 for all micro"),
         (0, lambda order: order.remove(Action(Kind.STEP, 1)), "never has STEP1, and the schedule takes care of"),
         (1, lambda order: order.remove(Action(Kind.GATHER, 1)), "never has GATHER1, and the schedule takes care of"),
         (2, lambda order: order.remove(Action(Kind.REDUCE, 1, 5)), "has REDUCE1.0, but never REDUCE1.5"),

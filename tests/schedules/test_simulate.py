@@ -1,5 +1,6 @@
 """The clock: against a second implementation, against rules of thumb, and with links that matter."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -164,12 +165,9 @@ def linked(name: str, link: MessageLink, m: int = 8) -> float:
     return simulate(schedule, Costs.even(schedule.placement, link=link)).makespan
 
 
-def test_latency_is_paid_once_per_hop_when_nothing_hides_it() -> None:
-    assert linked("naive", MessageLink(latency=0.25), m=1) == pytest.approx(12 + 6 * 0.25)
-
-
-def test_bandwidth_and_latency_add_up_for_a_single_message() -> None:
-    assert linked("naive", MessageLink(latency=0.1, bandwidth=40, message=6), m=1) == pytest.approx(12 + 6 * 0.25)
+def test_latency_and_bandwidth_add_up_and_are_paid_once_per_hop_when_nothing_hides_them() -> None:
+    for link in (MessageLink(latency=0.25), MessageLink(latency=0.1, bandwidth=40, message=6)):
+        assert linked("naive", link, m=1) == pytest.approx(12 + 6 * 0.25)
 
 
 def test_a_narrow_link_sets_the_pace() -> None:
@@ -259,16 +257,11 @@ def test_gathers_delay_the_first_forward_and_reductions_the_step() -> None:
     assert simulation.makespan == 2 + 12 + 3 + 5
 
 
-def test_reductions_of_stage_two_run_beside_compute() -> None:
+@pytest.mark.parametrize(("reduce", "makespan"), [(1.0, 12 + 1), (5.0, 3 + 4 * 5)])
+def test_reductions_of_stage_two_run_beside_compute_and_one_after_the_other(reduce: float, makespan: float) -> None:
+    """The first begins with the first gradient, and long ones queue behind it."""
     schedule = with_zero(build("1f1b", 1, 4), 2)
-    simulation = simulate(schedule, replace(Costs.even(schedule.placement), reduce=1.0))
-    assert simulation.makespan == 12 + 1
-
-
-def test_reductions_of_a_rank_run_one_after_the_other() -> None:
-    schedule = with_zero(build("1f1b", 1, 4), 2)
-    simulation = simulate(schedule, replace(Costs.even(schedule.placement), reduce=5.0))
-    assert simulation.makespan == 3 + 4 * 5  # the first begins with the first gradient, the others queue behind it
+    assert simulate(schedule, replace(Costs.even(schedule.placement), reduce=reduce)).makespan == makespan
 
 
 def test_stage_three_is_not_written_into_schedules() -> None:
@@ -280,18 +273,20 @@ def test_stage_three_is_not_written_into_schedules() -> None:
 
 
 def test_times_must_fit_the_stages() -> None:
-    with pytest.raises(UserError, match="f has 3 times, and there are 4 stages"):
-        Costs.even(Placement.single(4), [1, 1, 1])
-    with pytest.raises(UserError, match="w=-1 is not a duration"):
-        Costs.even(Placement.single(4), w=-1)
-    with pytest.raises(UserError, match=r"f=1e\+308 is not a duration"):
-        Costs.even(Placement.single(4), f=1e308)
-    with pytest.raises(UserError, match="f has times for 2 stages, and w for 1"):
-        Costs(f=(1, 1), i=(1, 1), w=(1,), b=(2, 2), activation=(1, 1))
-    with pytest.raises(UserError, match="schedule 1f1b has 4 stages, and the costs are those of 2"):
-        simulate(build("1f1b", 4, 8), Costs.even(Placement.single(2)))
-    with pytest.raises(UserError, match="rank 7 cannot be slowed"):
-        Costs.even(Placement.single(4)).slowed(Placement.single(4), {7: 2})
+    four = Placement.single(4)
+    cases: dict[str, Callable[[], object]] = {
+        "f has 3 times, and there are 4 stages": lambda: Costs.even(four, [1, 1, 1]),
+        "w=-1 is not a duration": lambda: Costs.even(four, w=-1),
+        r"f=1e\+308 is not a duration": lambda: Costs.even(four, f=1e308),
+        "f has times for 2 stages, and w for 1": lambda: Costs((1, 1), (1, 1), (1,), b=(2, 2), activation=(1, 1)),
+        "1f1b has 4 stages, and the costs are those of 2": lambda: simulate(
+            build("1f1b", 4, 8), Costs.even(Placement.single(2))
+        ),
+        "rank 7 cannot be slowed": lambda: Costs.even(four).slowed(four, {7: 2}),
+    }
+    for sentence, made in cases.items():
+        with pytest.raises(UserError, match=sentence):
+            made()
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,9 @@ def test_the_cost_grows_linearly(name: str) -> None:
     assert cost(192) < 2.0 * cost(48)
 
 
-def test_schedules_need_neither_torch_nor_numpy() -> None:
+def test_schedules_and_clusters_need_neither_torch_nor_numpy() -> None:
     program = (
-        "import sys, fivefold.schedules, fivefold.schedules.draw, fivefold.cli.draw;"
+        "import sys, fivefold.schedules, fivefold.schedules.draw, fivefold.cli.draw, fivefold.hardware.cluster;"
         "print(*{'torch', 'numpy', 'PIL'} & set(sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "\n"

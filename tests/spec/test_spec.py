@@ -159,72 +159,37 @@ def test_every_problem_of_a_model_is_reported() -> None:
 
 
 LLAMA31 = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": False,
     "rope_scaling": {
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
         "rope_type": "llama3",
     },
-    "tie_word_embeddings": False,
-}
+}  # fmt: skip
 
 
-def test_a_released_config_is_read_as_its_preset(tmp_path) -> None:
+def test_released_configs_are_their_presets(tmp_path) -> None:
     folder = tmp_path / "llama3.1-8b"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(LLAMA31))
     assert read_hf_config(folder) == read_hf_config(folder / "config.json") == preset("llama3.1-8b")
+    assert spec_from_hf(QWEN25, "qwen2.5-7b") == preset("qwen2.5-7b")
+    assert spec_from_hf(MISTRAL, "mistral-7b-v0.3") == preset("mistral-7b-v0.3")
 
 
 QWEN25 = {
-    "model_type": "qwen2",
-    "hidden_act": "silu",
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "max_position_embeddings": 131072,
-    "max_window_layers": 28,
-    "num_attention_heads": 28,
-    "num_hidden_layers": 28,
-    "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000.0,
-    "sliding_window": 131072,
-    "tie_word_embeddings": False,
-    "use_mrope": False,
-    "use_sliding_window": False,
-    "vocab_size": 152064,
-}
+    "model_type": "qwen2", "hidden_act": "silu", "hidden_size": 3584, "intermediate_size": 18944,
+    "max_position_embeddings": 131072, "max_window_layers": 28, "num_attention_heads": 28, "num_hidden_layers": 28,
+    "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 131072,
+    "tie_word_embeddings": False, "use_mrope": False, "use_sliding_window": False, "vocab_size": 152064,
+}  # fmt: skip
 MISTRAL = {
-    "model_type": "mistral",
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 32768,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 1000000.0,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
+    "model_type": "mistral", "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
+    "max_position_embeddings": 32768, "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "sliding_window": None, "tie_word_embeddings": False,
     "vocab_size": 32768,
-}
-
-
-def test_released_configs_of_other_families_are_their_presets() -> None:
-    assert spec_from_hf(QWEN25, "qwen2.5-7b") == preset("qwen2.5-7b")
-    assert spec_from_hf(MISTRAL, "mistral-7b-v0.3") == preset("mistral-7b-v0.3")
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("config", [{**MISTRAL, "sliding_window": 4096}, {**QWEN25, "use_sliding_window": True}])

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,8 @@ from fivefold.schedules.text import read_text
 from fivefold.tracing.chrome import write
 from fivefold.tracing.records import Flight, RankTrace, StepWindow, Trace, Update, Wait, land
 from fivefold.tracing.summary import TraceSummary
+
+ALONE: Any = {"rank": 0, "name": "", "line": 0, "place": 0}
 
 
 def by_hand() -> Trace:
@@ -73,10 +76,7 @@ def test_spans_that_overlap_count_once_in_any_order() -> None:
     """Waits at 4-6, 0-2, 1-3 and 5-5 cover 0-3 and 4-6; an action covers 2-5, and a flight all of it."""
     times = ((4.0, 6.0), (0.0, 2.0), (1.0, 3.0), (5.0, 5.0))
     rank = RankTrace(
-        rank=0,
-        name="",
-        line=0,
-        place=0,
+        **ALONE,
         steps=(StepWindow(1, -1.0, 7.0),),
         actions=(BusySpan(Action(FORWARD, 0, 0), 2.0, 5.0),),
         updates=(Update("STEP", 5.0, 6.5),),
@@ -118,10 +118,7 @@ def in_turns() -> Trace:
     first, joined, other, last = schedule.compute(0)
     spans = [(first, 0, 3), (joined, 3, 4), (other, 4, 6), (joined, 6, 7), (other, 7, 8), (last, 8, 12)]
     rank = RankTrace(
-        rank=0,
-        name="",
-        line=0,
-        place=0,
+        **ALONE,
         steps=(StepWindow(1, 0.0, 12.0),),
         actions=tuple(BusySpan(action, float(start), float(end)) for action, start, end in spans),
         updates=(),

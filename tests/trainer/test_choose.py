@@ -50,16 +50,22 @@ def test_a_layout_of_fewer_ranks_is_taken_if_it_is_faster() -> None:
 
 def test_a_job_bounds_what_it_accepts() -> None:
     assert choose(job("elastic.fixed=tp=2"), 6, 8).job.layout.tp == 2
-    with pytest.raises(UserError, match=r"3 ranks are left, and elastic.least=4 asks for more"):
-        choose(job("elastic.least=4"), 3, 8)
-    with pytest.raises(UserError, match=r"no layout of tiny runs on 3 ranks with elastic.fixed='dp=2,pp=2'"):
-        choose(job("elastic.fixed=dp=2,pp=2"), 3, 8)
-    with pytest.raises(UserError, match=r"elastic.fixed='tp=4' is for every layout, and the job's own has tp=2"):
-        choose(job("elastic.fixed=tp=4"), 8, 8)
-    with pytest.raises(UserError, match=r"elastic.least=9 is more than the 8 ranks of layout"):
-        choose(job("elastic.least=9"), 8, 8)
-    with pytest.raises(UserError, match=r"elastic.fixed='tpx=4': "):
-        choose(job("elastic.fixed=tpx=4"), 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("change", "ranks", "said"),
+    [
+        ("elastic.least=4", 3, "3 ranks are left, and elastic.least=4 asks for more"),
+        ("elastic.fixed=dp=2,pp=2", 3, "no layout of tiny runs on 3 ranks with elastic.fixed='dp=2,pp=2'"),
+        ("elastic.fixed=tp=4", 8, "elastic.fixed='tp=4' is for every layout, and the job's own has tp=2"),
+        ("elastic.least=9", 8, "elastic.least=9 is more than the 8 ranks of layout"),
+        ("elastic.fixed=tpx=4", 8, "elastic.fixed='tpx=4': "),
+        ("run.cluster=1x8xH100+1x8xA100", 6, "several kinds of devices"),  # which are not planned anew
+    ],
+)
+def test_what_no_layout_can_be_chosen_for_is_said(change: str, ranks: int, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        choose(job(change), ranks, 8)
 
 
 def test_whole_nodes_are_left_out_before_parts_of_them() -> None:
@@ -67,8 +73,3 @@ def test_whole_nodes_are_left_out_before_parts_of_them() -> None:
     choice = choose(asked, 24, 8)  # 24 does not divide 32 sequences
     assert choice.job.layout.world == 16
     assert len(choice.spares) == 8
-
-
-def test_clusters_of_several_kinds_are_not_planned_anew() -> None:
-    with pytest.raises(UserError, match="several kinds of devices"):
-        choose(job("run.cluster=1x8xH100+1x8xA100"), 6, 8)

@@ -45,73 +45,63 @@ def start(job: Job, env: Mapping[str, str], fresh: bool = False, saves: bool = T
     return directory.name
 
 
-def test_a_command_by_hand_resumes_the_newest_and_fresh_makes_a_new_one(job: Job) -> None:
-    assert [start(job, {}), start(job, {}), start(job, {}, fresh=True), start(job, {})] == ["sn", "sn", "sn-2", "sn-2"]
+A, B, BATCH = "train.seed=1", "train.seed=2", {"step": None}
+ELASTIC = torchrun("seven") | {PLANNED: "0.1"}
+# Starts one after the other: a setting of the job, the launcher's words, how, and the name of the directory.
+Story = list[tuple[str, dict[str, str], str, str]]
+STORIES: dict[str, Story] = {
+    "a command by hand resumes the newest, and fresh makes a new one": [
+        ("", {}, "", "sn"), ("", {}, "", "sn"), ("", {}, "fresh", "sn-2"), ("", {}, "", "sn-2"),
+    ],
+    **{
+        f"a restart goes on in its own directory {launcher.__name__} {how}": [
+            ("", launcher(7), how, "sn"), ("", launcher(8), "fresh", "sn-2"),
+            ("", launcher(7, 1), how, "sn"), ("", launcher(8, 3), how, "sn-2"),
+        ]
+        for launcher in (torchrun, slurm) for how in ("", "fresh")
+    },
+    **{
+        f"a restart before the first checkpoint goes on there, too {launcher.__name__}": [
+            ("", launcher(7), "unsaved", "sn"), ("", launcher(7, 1), "", "sn"),
+        ]
+        for launcher in (torchrun, slurm)
+    },
+    "an elastic run goes on in its own directory also where its launcher counts no start": [
+        ("", ELASTIC, "fresh", "sn"), ("", {}, "fresh", "sn-2"),
+        ("", ELASTIC, "fresh", "sn"),  # other members: torchrun's count stays 0
+        ("", torchrun("none") | {PLANNED: "0.1"}, "fresh", "sn-3"),  # a name that all runs have
+    ],
+    "a restart by name never takes the directory of another run": [
+        # A is at step 150 when B of the same name and launcher's word comes; then A is started again.
+        (A, torchrun("none"), "", "sn"), (B, torchrun("none"), "fresh", "sn-2"),
+        (A, torchrun("none", 1), "", "sn"), (B, torchrun("none", 1), "", "sn-2"),
+    ],
+    "two commands of one slurm job stay apart, in another layout too": [
+        (A, slurm(7, **BATCH), "fresh", "sn"), (B, slurm(7, **BATCH), "fresh", "sn-2"),
+        (f"{A} layout=dp=2", slurm(7, 1, **BATCH), "fresh", "sn"), (B, slurm(7, 1, **BATCH), "fresh", "sn-2"),
+    ],
+    "a requeued job goes on where its inner launcher has another name": [
+        ("", slurm(7) | torchrun("first"), "fresh", "sn"), ("", {}, "fresh", "sn-2"),
+        ("", slurm(7, 1) | torchrun("second"), "fresh", "sn"), ("", torchrun("second", 1), "", "sn"),
+    ],
+    "a run that resumed another's directory by hand has it from then on": [
+        ("", {}, "", "sn"), ("", torchrun("a"), "", "sn"), ("", {}, "fresh", "sn-2"), ("", torchrun("a", 1), "", "sn"),
+    ],
+    "a run whose first start made no directory begins as a first start does": [
+        ("", torchrun("a", 1), "", "sn"), ("", torchrun("b", 1), "", "sn"), ("", torchrun("c", 1), "fresh", "sn-2"),
+    ],
+    "but not in the directory of another job": [
+        ("", {}, "", "sn"), (B, {}, "fresh", "sn-2"),
+        ("train.seed=7", slurm(99, 1), "", "sn-3"), ("", slurm(98, 1), "", "sn"),
+    ],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("launcher", [torchrun, slurm])
-@pytest.mark.parametrize("fresh", [False, True])
-def test_a_restart_goes_on_in_its_own_directory(job: Job, launcher, fresh: bool) -> None:
-    assert start(job, launcher(7), fresh) == "sn"
-    assert start(job, launcher(8), fresh=True) == "sn-2"
-    assert start(job, launcher(7, 1), fresh) == "sn"
-    assert start(job, launcher(8, 3), fresh) == "sn-2"
-
-
-@pytest.mark.parametrize("launcher", [torchrun, slurm])
-def test_a_restart_before_the_first_checkpoint_goes_on_there_too(job: Job, launcher) -> None:
-    assert start(job, launcher(7), saves=False) == "sn"
-    assert start(job, launcher(7, 1)) == "sn"
-
-
-def test_an_elastic_run_goes_on_in_its_own_directory_also_where_its_launcher_counts_no_start(job: Job) -> None:
-    first = torchrun("seven") | {PLANNED: "0.1"}
-    assert [start(job, first, fresh=True), start(job, {}, fresh=True)] == ["sn", "sn-2"]
-    assert start(job, first, fresh=True) == "sn"  # other members: torchrun's count stays 0
-    assert start(job, torchrun("none") | {PLANNED: "0.1"}, fresh=True) == "sn-3"  # a name that all runs have
-
-
-def test_a_restart_by_name_never_takes_the_directory_of_another_run(tmp_path: Path) -> None:
-    """Run A, seed 1, is at step 150 when B of the same name and launcher's word comes; then A is started again."""
-    a, b = named(tmp_path, "train.seed=1"), named(tmp_path, "train.seed=2")
-    assert start(a, torchrun("none")) == "sn"
-    assert start(b, torchrun("none"), fresh=True) == "sn-2"
-    assert start(a, torchrun("none", 1)) == "sn"
-    assert start(b, torchrun("none", 1)) == "sn-2"
-
-
-def test_two_commands_of_one_slurm_job_stay_apart_in_another_layout_too(tmp_path: Path) -> None:
-    a, b = named(tmp_path, "train.seed=1"), named(tmp_path, "train.seed=2")
-    assert [start(one, slurm(7, step=None), fresh=True) for one in (a, b)] == ["sn", "sn-2"]
-    wide = named(tmp_path, "train.seed=1", "layout=dp=2")
-    assert [start(one, slurm(7, 1, step=None), fresh=True) for one in (wide, b)] == ["sn", "sn-2"]
-
-
-def test_a_requeued_job_goes_on_where_its_inner_launcher_has_another_name(job: Job) -> None:
-    assert start(job, slurm(7) | torchrun("first"), fresh=True) == "sn"
-    assert start(job, {}, fresh=True) == "sn-2"
-    assert start(job, slurm(7, 1) | torchrun("second"), fresh=True) == "sn"
-    assert start(job, torchrun("second", 1)) == "sn"
-
-
-def test_a_run_that_resumed_anothers_directory_by_hand_has_it_from_then_on(job: Job) -> None:
-    assert start(job, {}) == "sn"
-    assert start(job, torchrun("a")) == "sn"
-    assert start(job, {}, fresh=True) == "sn-2"
-    assert start(job, torchrun("a", 1)) == "sn"
-
-
-def test_a_run_whose_first_start_made_no_directory_begins_as_a_first_start_does(job: Job) -> None:
-    assert start(job, torchrun("a", 1)) == "sn"
-    assert start(job, torchrun("b", 1)) == "sn"
-    assert start(job, torchrun("c", 1), fresh=True) == "sn-2"
-
-
-def test_but_not_in_the_directory_of_another_job(job: Job, tmp_path: Path) -> None:
-    assert start(job, {}) == "sn"
-    assert start(named(tmp_path, "train.seed=2"), {}, fresh=True) == "sn-2"
-    assert start(named(tmp_path, "train.seed=7"), slurm(99, 1)) == "sn-3"
-    assert start(job, slurm(98, 1)) == "sn"
+@pytest.mark.parametrize("story", STORIES)
+def test_a_run_goes_on_in_its_own_directory(tmp_path: Path, story: str) -> None:
+    for number, (change, env, how, name) in enumerate(STORIES[story]):
+        job = named(tmp_path, *change.split())
+        assert start(job, env, fresh=how == "fresh", saves=how != "unsaved") == name, f"start {number}"
 
 
 def test_a_command_that_the_newest_refuses_has_an_earlier_one_of_the_same_job(job: Job, tmp_path: Path) -> None:

@@ -179,25 +179,25 @@ def test_a_run_without_a_checkpoint_does_not_go_on(folder: Path) -> None:
     assert "runs/run has no checkpoint to resume from; --fresh starts its job over" in refused(folder, "runs/run")
 
 
-@pytest.mark.parametrize("more", [[], ["--nproc", "2", "layout=dp=2"]])
-def test_a_command_by_hand_never_goes_on_with_another_job(
-    folder: Path, tokens: Path, tmp_path: Path, more: list[str]
-) -> None:
+def test_a_command_by_hand_never_goes_on_with_another_job(folder: Path, tokens: Path, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("Other words. " * 200)
     prepare([tmp_path / "text.txt"], tmp_path / "other")
-    words = [f"data.path={tmp_path}/other", *FAST, "train.seed=1", "optimizer.lr=0.01", *more]
-    said = refused(folder, *words)
-    assert "error: runs/run was trained with other settings: optimizer.lr: 0.003 -> 0.01, train.seed: 0 -> 1" in said
-    assert f"data: {tokens} (" in said
-    assert "run.name=NAME or --fresh trains this job in a directory of its own" in said
-    model = ["model.layers=3", "model.name=x", *more]
-    assert "has another model: model.layers: 1 -> 3; --fresh" in refused(folder, "runs/run", *model)
+    other = f"data.path={tmp_path}/other"
+    for more in ([], ["--nproc", "2", "layout=dp=2"]):
+        said = refused(folder, other, *FAST, "train.seed=1", "optimizer.lr=0.01", *more)
+        assert (
+            "error: runs/run was trained with other settings: optimizer.lr: 0.003 -> 0.01, train.seed: 0 -> 1" in said
+        )
+        assert f"data: {tokens} (" in said
+        assert "run.name=NAME or --fresh trains this job in a directory of its own" in said
+        model = ["model.layers=3", "model.name=x", *more]
+        assert "has another model: model.layers: 1 -> 3; --fresh" in refused(folder, "runs/run", *model)
     # The same settings, said of the directory, are meant; and the same tokens may lie elsewhere.
     shutil.copytree(tokens, tmp_path / "same")
     same = [f"data.path={tmp_path}/same", *FAST, "layout.microbatches=2", "train.deterministic=false", "--check"]
     assert fivefold("train", *same, cwd=folder).returncode == 0
-    meant = [f"data.path={tmp_path}/other", "train.steps=7", "optimizer.lr=0.01", "optimizer.schedule_steps=7"]
-    on = fivefold("train", "runs/run", *meant, cwd=folder)
+    on = fivefold("train", "runs/run", other, "train.steps=7", "optimizer.lr=0.01", "optimizer.schedule_steps=7",
+                  cwd=folder)  # fmt: skip
     assert on.returncode == 0, on.stderr
     assert f"-> {tmp_path}/other (" in on.stdout
 

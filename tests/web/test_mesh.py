@@ -17,27 +17,14 @@ from fivefold.web.mesh import payload, rank, ranks
 from fivefold.web.question import Ask
 from fivefold.web.report import answered_view
 
-SMALL = {
-    "model": "llama3-8b",
-    "cluster": "2x8xH100",
-    "batch": "64",
-    "seq": "8192",
-    "layout": "dp=2,tp=2,pp=2,cp=2,zero=1,sp,microbatches=8",
-}
-LARGE = {
-    "model": "llama3-405b",
-    "cluster": "2048x8xH100",
-    "batch": "2048",
-    "seq": "8192",
-    "layout": "dp=64,tp=8,pp=16,cp=2,zero=1,sp,microbatches=32",
-}
-EXPERTS = {
-    "model": "qwen3-30b-a3b",
-    "cluster": "8x8xH100",
-    "batch": "512",
-    "seq": "4096",
-    "layout": "dp=16,tp=2,pp=2,ep=8,zero=1,sp,microbatches=8",
-}
+
+def of(*words: str) -> dict[str, str]:
+    return dict(zip(("model", "cluster", "batch", "seq", "layout"), words, strict=True))
+
+
+SMALL = of("llama3-8b", "2x8xH100", "64", "8192", "dp=2,tp=2,pp=2,cp=2,zero=1,sp,microbatches=8")
+LARGE = of("llama3-405b", "2048x8xH100", "2048", "8192", "dp=64,tp=8,pp=16,cp=2,zero=1,sp,microbatches=32")
+EXPERTS = of("qwen3-30b-a3b", "8x8xH100", "512", "4096", "dp=16,tp=2,pp=2,ep=8,zero=1,sp,microbatches=8")
 ALL = (SMALL, LARGE, EXPERTS)
 
 

@@ -67,11 +67,8 @@ def test_reasons_are_those_of_plan_and_simulate() -> None:
 
 
 def test_the_page_begins_with_a_layout_that_can_run() -> None:
-    for words in (
-        {},
-        {"model": "llama3-405b", "cluster": "2048x8xH100"},
-        {"model": "tiny", "cluster": "2xCPU", "batch": "3"},
-    ):
+    large, small = {"model": "llama3-405b", "cluster": "2048x8xH100"}, {"model": "tiny", "cluster": "2xCPU"}
+    for words in ({}, large, small | {"batch": "3"}):
         page = payload(Ask(words))
         assert page["problems"] == []
         assert page["figures"]["step_seconds"] > 0
@@ -89,16 +86,16 @@ def test_dp_follows_and_microbatches_stay_as_large() -> None:
 
 
 @pytest.mark.parametrize(
-    ("move", "said", "kept"),
+    ("move", "said"),
     [
-        ("tp=3", "does not divide the 128 attention heads", False),
-        ("dp=4096", "does not divide over dp=4096", False),
-        ("microbatches=3", "does not divide over dp=128 x microbatches=3", False),
-        ("ep=2", "llama3-405b has none", False),
-        ("cp=8192", "ranks", False),
+        ("tp=3", "does not divide the 128 attention heads"),
+        ("dp=4096", "does not divide over dp=4096"),
+        ("microbatches=3", "does not divide over dp=128 x microbatches=3"),
+        ("ep=2", "llama3-405b has none"),
+        ("cp=8192", "ranks"),
     ],
 )
-def test_what_cannot_run_has_its_reasons_and_a_neighbour(move: str, said: str, kept: bool) -> None:
+def test_what_cannot_run_has_its_reasons_and_a_neighbour(move: str, said: str) -> None:
     page = payload(Ask(BASE | {"move": move}))
     assert any(said in sentence for sentence in page["problems"])
     shown = page["shown"]["text"]
@@ -149,11 +146,8 @@ def test_a_schedule_of_many_passes_is_for_a_process_of_its_own() -> None:
 
 
 def test_a_layout_is_held_against_the_choice() -> None:
-    words = {
-        "model": "llama3-70b",
-        "cluster": "8x8xH100",
-        "layout": "dp=4,tp=16,zero=3,sp,microbatches=64,recompute=full",
-    }
+    layout = "dp=4,tp=16,zero=3,sp,microbatches=64,recompute=full"
+    words = {"model": "llama3-70b", "cluster": "8x8xH100", "layout": layout}
     found = why(Ask(words | {"best": "dp=64,zero=3,microbatches=4,recompute=full"}))
     assert found["against"].startswith("is ")
     assert why(Ask(words))["against"] is None

@@ -181,7 +181,12 @@ def test_a_directory_that_is_no_run_gets_a_sentence(tmp_path: Path) -> None:
     ]
     assert payload(asked())["given"] == 0
     a_run(tmp_path / "demo", 1)
-    assert payload(asked(tmp_path))["notes"] == [f"1 folder of {tmp_path} without metrics.jsonl: empty"]
+    page = payload(asked(tmp_path / "gone", tmp_path))
+    assert [run["name"] for run in page["runs"]] == ["demo"]
+    assert page["notes"] == [
+        f"{tmp_path / 'gone'} cannot be read: No such file or directory",
+        f"1 folder of {tmp_path} without metrics.jsonl: empty",
+    ]
 
 
 def test_runs_are_names_and_no_paths(tmp_path: Path) -> None:
@@ -397,13 +402,6 @@ def test_a_damaged_job_breaks_no_other_run(tmp_path: Path, job: str) -> None:
     assert {run["name"] for run in page["runs"]} == {run["name"] for run in page["shown"]} == {"demo", "bad"}
 
 
-def test_a_directory_that_has_gone_has_a_sentence(tmp_path: Path) -> None:
-    a_run(tmp_path / "a/demo", 2)
-    page = payload(Ask({}, runs=(tmp_path / "gone", tmp_path / "a")))
-    assert [run["name"] for run in page["runs"]] == ["demo"]
-    assert page["notes"] == [f"{tmp_path / 'gone'} cannot be read: No such file or directory"]
-
-
 def test_two_runs_of_one_name_have_two(tmp_path: Path) -> None:
     a_run(tmp_path / "a/demo", 1)
     a_run(tmp_path / "b/demo", 2)
@@ -445,11 +443,13 @@ def test_the_server_answers_for_the_directories_that_it_was_given(tmp_path: Path
         assert server.ask("run/tail", {"run": "demo", "path": "/etc/passwd"}).status == 400
 
 
-def test_checkpoints_of_another_layout_of_files_are_read_by_their_store(tmp_path: Path) -> None:
-    """Steps are those that the store itself finds."""
+def test_checkpoints_are_those_that_the_store_finds_with_their_bytes(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "demo", 20)
-    found = [one["step"] for one in payload(asked(tmp_path))["shown"][0]["events"] if one["kind"] == "checkpoint"]
-    assert sorted(found) == sorted(one.step for one in Store(folder / "checkpoints").complete())
+    found = [one for one in payload(asked(tmp_path))["shown"][0]["events"] if one["kind"] == "checkpoint"]
+    saved = sorted(Store(folder / "checkpoints").complete(), key=lambda one: one.step)
+    told = sorted((one["step"], one["bytes"], one["text"]) for one in found)
+    assert told == [(one.step, one.bytes, f"{len(one.manifest.files)} files") for one in saved]
+    assert told
 
 
 def test_a_name_that_is_no_text_is_shown_as_one(tmp_path: Path) -> None:
@@ -464,10 +464,3 @@ def test_a_name_that_is_no_text_is_shown_as_one(tmp_path: Path) -> None:
     assert "without metrics.jsonl: other\ufffd" in page["notes"][0]
     with serving((tmp_path,)) as server:
         assert server.ask("run/tail", {"run": "x\ufffd~2"}).json["columns"]["step"] == [*range(1, 11)]
-
-
-def test_a_checkpoint_has_its_bytes(tmp_path: Path) -> None:
-    folder = a_run(tmp_path / "demo", 10)
-    (event,) = payload(asked(tmp_path))["shown"][0]["events"]
-    (saved,) = Store(folder / "checkpoints").complete()
-    assert (event["bytes"], event["text"]) == (saved.bytes, f"{len(saved.manifest.files)} files")

@@ -21,13 +21,6 @@ def test_the_file_holds_what_the_server_would_send() -> None:
     assert len(page) < 1_000_000
 
 
-def test_nothing_is_fetched() -> None:
-    page = html_page("a plan", [answered_view("plan", TINY, parts=())])
-    outside = re.sub(r"data:[\w/+]+;base64,[\w+/=]+", "", page)
-    assert not re.findall(r'(?:src|href)="(?!#)[^"]+\.\w+"', outside)
-    assert "default-src 'none'" in page
-
-
 def test_every_import_is_in_the_map() -> None:
     page = html_page("a plan", [answered_view("plan", TINY, parts=())])
     modules = json.loads(re.findall(r'<script type="importmap">(.*?)</script>', page)[0])["imports"]
@@ -38,11 +31,6 @@ def test_every_import_is_in_the_map() -> None:
         assert set(wanted) <= set(modules), name
         assert len(wanted) == len(re.findall(r"^import\b", text, re.M)), f"{name}: an import is not in one line"
         assert not re.findall(r"""["'`]\.{1,2}/""", text), name
-
-
-def test_what_a_payload_says_cannot_end_its_script() -> None:
-    page = html_page("x", [{"name": "plan", "title": "</script><b>", "says": "", "payload": {}, "parts": {}}])
-    assert "</script><b>" not in page
 
 
 def test_the_look_is_that_of_the_pictures() -> None:
@@ -62,14 +50,8 @@ def test_text_can_be_read() -> None:
     """WCAG's AA: 4.5 to 1, in light and in dark."""
     found = dict(re.findall(r"--([\w-]+): light-dark\(([^)]*)\);", (STATIC / "style.css").read_text()))
     pairs = [(ink, paper) for ink in ("ink", "dim", "accent", "good", "bad") for paper in ("card", "paper")]
-    pairs += [
-        ("good", "good-soft"),
-        ("bad", "bad-soft"),
-        ("accent", "accent-soft"),
-        ("card", "accent"),
-        ("ink", "accent-soft"),
-    ]
-    pairs += [("ink", "good-soft"), ("dim", "good-soft"), ("dim", "accent-soft")]
+    pairs += [(name, f"{name}-soft") for name in ("good", "bad", "accent")] + [("card", "accent")]
+    pairs += [(ink, soft) for ink in ("ink", "dim") for soft in ("good-soft", "accent-soft")]
     for at in (0, 1):
         for ink, paper in pairs:
             colours = [found[name].split(", ")[at] for name in (ink, paper)]

@@ -37,8 +37,8 @@ class Problem(str):
         made.code = code
         return made
 
-    def __getnewargs__(self) -> tuple[str, str]:  # type: ignore[override]  # pickled with its code
-        return self.code, str(self)
+    def __reduce__(self) -> tuple[type["Problem"], tuple[str, str]]:  # a rank's error goes to whoever started it
+        return Problem, (self.code, str(self))
 
 
 class UserError(Exception):

@@ -38,6 +38,9 @@ def test_of_two_ranks_the_slower_is_the_slow_one() -> None:
     ranks, table = judge([0, 0]), rows((0.1, 0.2), (0.3, 0.2))
     (said,) = ranks.look(5, table) + ranks.look(10, table)
     assert said == "step 10: rank 1 (dp 1) is slow in data, 3.0x the median of rank 0 (300 ms against 100)"
+    ranks, table = judge([0] * 8), rows((0.0, 0.5), *[(0.0, 0.1)] * 7)
+    (said,) = ranks.look(10, table) + ranks.look(20, table)
+    assert "5.0x the median of the 7 other ranks of its stage" in said  # many peers are counted
 
 
 def test_stages_are_not_compared_and_trifles_not_mentioned() -> None:
@@ -56,12 +59,6 @@ def test_a_rank_without_peers_is_held_against_itself() -> None:
     ]
     assert ranks.look(50, late) == []  # and what is slow does not become usual
     assert len(ranks.look(60, usual)) == 1
-
-
-def test_many_peers_are_counted() -> None:
-    ranks, table = judge([0] * 8), rows((0.0, 0.5), *[(0.0, 0.1)] * 7)
-    (said,) = ranks.look(10, table) + ranks.look(20, table)
-    assert "5.0x the median of the 7 other ranks of its stage" in said
 
 
 @pytest.mark.parametrize("layout", ["dp=2", pytest.param("tp=2", marks=pytest.mark.slow)])

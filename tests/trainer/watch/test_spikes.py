@@ -21,15 +21,9 @@ def policy(**settings: object) -> Policy:
 
 
 def decision(step: int = 9, **fields: object) -> StepDecision:
-    usual = {
-        "why": "spike",
-        "action": "skip",
-        "loss": 9.0,
-        "grad_norm": 1.0,
-        "first": 4 * step - 4,
-        "samples": 4 * step,
-    }
-    return StepDecision(step=step, **(usual | fields))  # type: ignore[arg-type]
+    usual = {"why": "spike", "action": "skip", "loss": 9.0, "grad_norm": 1.0}
+    samples = {"first": 4 * step - 4, "samples": 4 * step}
+    return StepDecision(step=step, **(usual | samples | fields))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -171,10 +165,7 @@ def test_a_manifest_keeps_what_the_rule_needs() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (
-            ["watch.spike=rollback", "checkpoint.save=false"],
-            "goes back to a checkpoint, and checkpoint.save=false makes none",
-        ),
+        (["watch.spike=rollback", "checkpoint.save=false"], "goes back to a checkpoint, and checkpoint.save=false mak"),
         (["watch.nonfinite=rollback", "checkpoint.every=4"], "may have 4 of them; nearest: checkpoint.keep=4"),
         (["watch.slow=0.5"], "watch.slow=0.5 is a factor: above 1, or 0 for none"),
         (["watch.window=2"], "watch.window=2 must be at least 4"),
