@@ -43,8 +43,8 @@ from fivefold.launch.rendezvous import Rendezvous
 from fivefold.launch.world import World, join
 from fivefold.layout.layout import Layout
 from fivefold.parallel.control import all_gather_values
-from fivefold.parallel.experts import AsyncExchange, Send, Tensors
 from fivefold.parallel.mesh import Axis, Mesh
+from fivefold.parallel.token_dispatch import AsyncExchange, Send, Tensors
 from fivefold.render.blocks import Block, Result, Text, show
 from fivefold.schedules.actions import BACKWARD, FORWARD, Action, Kind
 from fivefold.schedules.costs import Costs, Segment, play

@@ -31,7 +31,7 @@ from fivefold.job.config import DataConfig, Job, TrainConfig
 from fivefold.launch import processes
 from fivefold.launch.processes import Rank
 from fivefold.layout.layout import Layout
-from fivefold.model.head import loss_sum
+from fivefold.model.linear_cross_entropy import loss_sum
 from fivefold.model.ops import LocalOps
 from fivefold.parallel.collectives import full_tensor
 from fivefold.parallel.control import all_gather_values

@@ -25,11 +25,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from fivefold.model.decoder import Decoder
-from fivefold.model.dispatch import Router
-from fivefold.model.head import Targets
 from fivefold.model.hf_names import sources, style_in
 from fivefold.model.init import initialise
+from fivefold.model.linear_cross_entropy import Targets
 from fivefold.model.ops import LocalOps
+from fivefold.model.router import Router
 from fivefold.spec.hf import spec_from_hf
 
 ROWS, SEQ, LR, NARROW = 8, 64, 3e-3, torch.bfloat16
@@ -156,7 +156,7 @@ def routing(model: Decoder, replayed: list[Tensor] | None = None) -> Iterator[li
     for router in routers:
 
         def choose(scores: Tensor, of: Router = router) -> Tensor:
-            sent.append(of.best(scores) if replayed is None else next(given))
+            sent.append(of.top_k(scores) if replayed is None else next(given))
             return sent[-1]
 
         router.choose = choose

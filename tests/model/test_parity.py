@@ -20,10 +20,10 @@ from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
-from fivefold.model.attention import frequencies
 from fivefold.model.decoder import Decoder
-from fivefold.model.head import loss_sum
 from fivefold.model.hf_names import BALANCE, sources, style_in, tensors
+from fivefold.model.linear_cross_entropy import loss_sum
+from fivefold.model.rope import rope_frequencies
 from fivefold.spec.hf import spec_from_hf
 from fivefold.spec.model import ModelSpec
 
@@ -132,7 +132,7 @@ def pair(config: Any, dtype: torch.dtype) -> tuple[torch.nn.Module, Decoder]:
         if name.endswith(BALANCE):
             buffer.normal_(std=0.3)
         if name.endswith("inv_freq") and dtype == torch.float64:  # made in float32 by their constructor
-            exact = frequencies(spec_from_hf(config.to_dict()))
+            exact = rope_frequencies(spec_from_hf(config.to_dict()))
             assert torch.allclose(buffer.double(), exact, rtol=1e-6)
             buffer.data = exact.to(dtype)
     spec = spec_from_hf(config.to_dict())

@@ -6,9 +6,9 @@ from torch import Tensor
 from fivefold.job.config import Job
 from fivefold.layout.layout import Layout
 from fivefold.model.decoder import Decoder
-from fivefold.model.head import Targets
 from fivefold.model.init import initialise
 from fivefold.model.layers import TokenPositions
+from fivefold.model.linear_cross_entropy import Targets
 from fivefold.parallel.mesh import Mesh
 from fivefold.verifier.cases import make_batch
 from fivefold.verifier.compare import bound_of

@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 from fivefold.layout.layout import Layout
 from fivefold.layout.sharding import chunk
 from fivefold.model.decoder import Decoder
-from fivefold.model.head import Targets, loss_sum
 from fivefold.model.init import initialise
 from fivefold.model.layers import TokenPositions
+from fivefold.model.linear_cross_entropy import Targets, loss_sum
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.tensor import TensorParallel
 from fivefold.spec.model import ModelSpec

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 from fivefold.layout.layout import Recompute
 from fivefold.layout.stages import Stage
-from fivefold.model import attention, init
-from fivefold.model.attention import Rotation, self_attention
-from fivefold.model.head import Targets
+from fivefold.model import init
+from fivefold.model.attention import self_attention
 from fivefold.model.layers import ACTIVATIONS, Linear, TokenPositions, accum_dtype, gated
+from fivefold.model.linear_cross_entropy import Targets
 from fivefold.model.moe import UNBALANCED, Balance, MoE, RouterStats
 from fivefold.model.ops import LocalOps
 from fivefold.model.recompute import compiled, recomputed
+from fivefold.model.rope import Rotation, rope_cache
 from fivefold.spec.model import ModelSpec
 
 AS_THEY_ARE = recomputed("none")
@@ -192,7 +193,7 @@ class Decoder(nn.Module):
         if last is not None and last[0] is ids and last[1] == dtype:
             return last[2]
         if table.shape[0] < positions.length or table.dtype != dtype or table.device != ids.device:
-            self._rotations = table = attention.tables(self.spec, positions.length).to(ids.device, dtype)
+            self._rotations = table = rope_cache(self.spec, positions.length).to(ids.device, dtype)
         cos, sin = table[ids].unbind(2)
         self._last_rotation = ids, dtype, (cos[:, None], sin[:, None])
         return self._last_rotation[2]

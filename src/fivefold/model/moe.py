@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from fivefold.model.dispatch import Router, Routing
 from fivefold.model.grouped import Groups
 from fivefold.model.layers import ACTIVATIONS, TokenPositions, gated
 from fivefold.model.ops import LocalOps
+from fivefold.model.router import Router, Routing
 from fivefold.spec.blocks import Experts
 from fivefold.spec.model import ModelSpec
 

@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from fivefold.model import kernels
 from fivefold.model.dispatch import LocalDispatch
 from fivefold.model.fp8 import fp8_linear
-from fivefold.model.head import Targets, Vocabulary, head_loss
 from fivefold.model.kernels import Tiles
 from fivefold.model.layers import TokenPositions, normed
+from fivefold.model.linear_cross_entropy import Targets, Vocabulary, linear_cross_entropy
 from fivefold.model.masks import Packed, WindowMask
 
 
@@ -162,4 +162,4 @@ class LocalOps:
 
     def loss(self, x: Tensor, table: nn.Linear | nn.Embedding, targets: Targets) -> Tensor:
         """[B, S, E] -> the sum of the losses; no more logits than of a slice are held."""
-        return head_loss(x, table.weight, targets, Vocabulary(table.weight.shape[0]), compile=self.compiled)
+        return linear_cross_entropy(x, table.weight, targets, Vocabulary(table.weight.shape[0]), compile=self.compiled)

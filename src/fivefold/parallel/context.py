@@ -423,7 +423,7 @@ def share_of(batch: Batch, layout: Layout, rank: int) -> CpShare:
     )
 
 
-class Context:
+class ContextParallel:
     def __init__(self, mesh: Mesh):
         self.axis, self.layout = mesh.cp, mesh.layout
         self.kind = mesh.layout.cp_kind if mesh.cp.size > 1 else "local"

@@ -13,8 +13,8 @@ from fivefold.launch.waits import timed_wait
 from fivefold.optim.base import OptimizerConfig
 from fivefold.parallel.fsdp import FullySharded
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.replicated import Replicated
 from fivefold.parallel.weights import Weights
+from fivefold.parallel.zero import ZeroBuckets
 from fivefold.spec.model import ModelSpec
 
 # ---- data parallelism -----------------------------------------------------------------------------------------------
@@ -41,7 +41,7 @@ def shard_model(
     """
     if mesh.layout.fully_shards(spec):
         return FullySharded(stages, spec, mesh, compute, seed, split=split)
-    return Replicated(stages, spec, mesh, compute, seed, split=split)
+    return ZeroBuckets(stages, spec, mesh, compute, seed, split=split)
 
 
 # ---- optimizer ------------------------------------------------------------------------------------------------------

@@ -26,8 +26,8 @@ from fivefold.launch.exits import lost_peer
 from fivefold.launch.heartbeat import beat
 from fivefold.launch.waits import timed_wait
 from fivefold.model.decoder import Decoder
-from fivefold.model.head import Targets
 from fivefold.model.layers import TokenPositions
+from fivefold.model.linear_cross_entropy import Targets
 from fivefold.parallel.collectives import waiting, who
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.overlap import PairRunner

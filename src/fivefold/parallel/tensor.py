@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.nn import functional as F
 
 from fivefold.layout.sharding import chunk, held, kv_head
-from fivefold.model.head import Targets, Vocabulary, head_loss
 from fivefold.model.layers import TokenPositions
+from fivefold.model.linear_cross_entropy import Targets, Vocabulary, linear_cross_entropy
 from fivefold.model.ops import AttentionOps, LocalOps
 from fivefold.model.recompute import save_output
 from fivefold.parallel.collectives import (
@@ -36,9 +36,9 @@ from fivefold.parallel.collectives import (
     scatter_sequence,
     wait,
 )
-from fivefold.parallel.context import Context
-from fivefold.parallel.experts import dispatch_of
+from fivefold.parallel.context import ContextParallel
 from fivefold.parallel.mesh import Axis, Mesh
+from fivefold.parallel.token_dispatch import dispatch_of
 from fivefold.parallel.wgrad import Deferral, Target, WeightGradQueue
 from fivefold.spec.model import ModelSpec
 
@@ -177,11 +177,11 @@ class TensorParallel(LocalOps):
         return ColumnParallelFn.apply(self.axis, self.sp, None, x, self.local(table), None)[0]
 
     def loss(self, x: Tensor, table: nn.Linear | nn.Embedding, targets: Targets) -> Tensor:
-        vocabulary = SharedVocabulary(self.spec.vocab, self.axis, self.sp)
-        return head_loss(x, self.local(table), targets, vocabulary, compile=self.compiled)
+        vocabulary = VocabParallel(self.spec.vocab, self.axis, self.sp)
+        return linear_cross_entropy(x, self.local(table), targets, vocabulary, compile=self.compiled)
 
 
-class SharedVocabulary(Vocabulary):
+class VocabParallel(Vocabulary):
     """A vocabulary that is divided over tp: every rank has the logits of its words, and they are never gathered."""
 
     def __init__(self, size: int, axis: Axis, sp: bool):
@@ -245,7 +245,7 @@ def ops_of(
     With `wgrad_queue`, linears can defer the gradients of their weights; `attention`: in place of the layout's;
     `dtype`: what blocks compute in; `documents`: attention stays within them.
     """
-    attention = attention or (Context(mesh) if mesh.cp.size > 1 else None)
+    attention = attention or (ContextParallel(mesh) if mesh.cp.size > 1 else None)
     options: Any = {"attention": attention, "compiled": compiled, "fp8": fp8}
     dispatch = options["dispatch"] = dispatch_of(spec, mesh, wgrad_queue, dtype)
     dispatch.fp8 = fp8_experts

@@ -23,7 +23,7 @@ GradHook = Callable[[str, Tensor], None]
 class Weights(Protocol):
     """A model's weights on this rank: in full precision for the optimizer, in the compute dtype for the model.
 
-    `Replicated` and `FullySharded` inherit what they share from here.
+    `ZeroBuckets` and `FullySharded` inherit what they share from here.
     """
 
     mesh: Mesh

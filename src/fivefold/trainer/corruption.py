@@ -25,7 +25,7 @@ from fivefold.launch.waits import timed_wait
 from fivefold.parallel.collectives import all_gather, wait, waiting
 from fivefold.parallel.control import Control
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.replicated import Replicated
+from fivefold.parallel.zero import ZeroBuckets
 from fivefold.support.errors import TrainingError
 from fivefold.trainer import consensus
 from fivefold.trainer.consensus import (
@@ -204,7 +204,7 @@ def _buffers(engine: Engine) -> Iterator[KeptDigests]:
 def computed_with(engine: Engine) -> list[KeptDigests]:
     """The model's own weights, where they are not the masters themselves. ZeRO 3 has none between steps."""
     weights = engine.weights
-    if not isinstance(weights, Replicated):
+    if not isinstance(weights, ZeroBuckets):
         return []
     return [
         KeptDigests(f"{name} as the model has it", weight, _lane(engine, name, full=True))

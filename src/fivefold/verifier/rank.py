@@ -89,7 +89,7 @@ class RouteRecorder:
 
     def _recorded(self, layer: int, router: Any) -> Callable[[Tensor], Tensor]:
         """The router's choice, recorded."""
-        choose = router.choose or router.best
+        choose = router.choose or router.top_k
 
         @torch.no_grad()
         def recorded(scores: Tensor) -> Tensor:

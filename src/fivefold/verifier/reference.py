@@ -20,10 +20,10 @@ from fivefold.job.config import Job
 from fivefold.launch.device import DTYPES, choose_device
 from fivefold.launch.processes import Rank
 from fivefold.model.decoder import Decoder
-from fivefold.model.head import loss_sum
 from fivefold.model.init import initialise
 from fivefold.model.kernels import by_definition
 from fivefold.model.layers import ACTIVATIONS, TokenPositions, gated
+from fivefold.model.linear_cross_entropy import loss_sum
 from fivefold.model.ops import LocalAttention, LocalOps
 from fivefold.optim.base import learning_rate
 from fivefold.spec.model import ModelSpec

@@ -8,9 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.layout.layout import Layout
 from fivefold.layout.sharding import buckets, held
-from fivefold.model.head import Targets
+from fivefold.model.linear_cross_entropy import Targets
 from fivefold.parallel.optimizer import Optimizer
-from fivefold.parallel.replicated import Replicated
+from fivefold.parallel.zero import ZeroBuckets
 from fivefold.spec.operations import BOTTOM, TOP
 from fivefold.spec.presets import preset
 from tests.parallel.zero.world import CONFIG, each, forward_backward, full_tensor, make, microbatches
@@ -36,7 +36,7 @@ class Diary(TorchDispatchMode):
 def diary(rank: int, world: int, stage: int) -> tuple[list[str], list[str], int]:
     """Of the backward pass of a last microbatch, and of the step and the forward after it; and most tables alive."""
     model, _, weights, mesh = make(DEEP, Layout(dp=world, zero=stage), torch.float32)
-    assert isinstance(weights, Replicated)
+    assert isinstance(weights, ZeroBuckets)
     optimizer = Optimizer(weights, DEEP, CONFIG, mesh)
     alive = 0
     book = Diary()

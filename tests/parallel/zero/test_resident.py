@@ -3,7 +3,7 @@
 import torch
 
 from fivefold.layout.layout import Layout
-from fivefold.model.head import Targets
+from fivefold.model.linear_cross_entropy import Targets
 from fivefold.parallel.optimizer import Optimizer
 from tests.parallel.zero.world import CONFIG, EVEN, each, make, microbatches
 from tests.ranks import run_ranks

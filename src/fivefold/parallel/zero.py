@@ -77,7 +77,7 @@ def _upcast(gradient: Tensor, master: nn.Parameter) -> Tensor:
     return cast
 
 
-class Replicated(Weights):
+class ZeroBuckets(Weights):
     reshard_after_forward = False
 
     def __init__(

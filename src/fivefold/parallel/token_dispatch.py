@@ -26,7 +26,6 @@ from fivefold.model.dispatch import (
     LocalDispatch,
     Permute,
     Rearrange,
-    Routing,
     SharedExpert,
     Unpermute,
     inverse,
@@ -35,6 +34,7 @@ from fivefold.model.grouped import DeferWgrad, Groups, has_kernel
 from fivefold.model.layers import accum_dtype
 from fivefold.model.moe import ExpertLinear
 from fivefold.model.recompute import is_recomputing, save_output
+from fivefold.model.router import Routing
 from fivefold.parallel.collectives import all_gather, all_reduce, all_to_all, reduce_scatter, wait, waiting
 from fivefold.parallel.mesh import Axis, Mesh
 from fivefold.parallel.wgrad import WeightGradQueue
