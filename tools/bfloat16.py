@@ -185,7 +185,7 @@ def compare(name: str, steps: int, count: int) -> None:
     trained(exact, steps)
     batches = [batch(1_000_000 + number) for number in range(count)]
     few = batches[: max(1, count // 8)]
-    kept = {one.name for one in spec.parameters() if one.exact}
+    kept = {one.name for one in spec.parameters() if one.full_precision}
     routers = {one.name for one in spec.parameters() if one.tp == "replicated_partial"}
     of_theirs = theirs(exact, CONFIGS[name])
     ways: list[tuple[str, nn.Module, Loss]] = [

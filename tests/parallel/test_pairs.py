@@ -68,7 +68,7 @@ def both_ways(rank: int, world: int, layout: str) -> tuple[list[float], list[dic
         gradients.append({name: m.grad.clone() for name, m in engine.weights.masters.items() if m.grad is not None})
         calls.append(order.calls)
         engine.weights.sync_params()
-        engine.weights.ready()
+        engine.weights.wait_params()
     return losses, gradients, calls
 
 

@@ -70,7 +70,7 @@ def parallel(spec: ModelSpec, layout: Layout) -> tuple[Decoder, TensorParallel]:
     for name, parameter in list(model.named_parameters()):
         owner, _, kind = name.rpartition(".")
         module, value = model.get_submodule(owner), unsharded[name].detach()
-        dim = ops.held[name].tp.dim
+        dim = ops.local_params[name].tp.dim
         if dim is not None:
             local = chunk(value.shape[dim], mesh.tp.size, mesh.tp.rank)
             value = value.narrow(dim, local.start, len(local)).contiguous()

@@ -74,7 +74,7 @@ def mean_of_means() -> None:
 def norms_are_not_summed_over_tp() -> None:
     from fivefold.parallel.buckets import Bucket
 
-    Bucket.sum_over_others = lambda self: None  # type: ignore[method-assign]
+    Bucket.reduce_extra_axis = lambda self: None  # type: ignore[method-assign]
 
 
 def gradients_are_divided_by_cp() -> None:

@@ -93,13 +93,13 @@ def gradients_are_multiplied_by_ep() -> AbstractContextManager[Any]:
 def experts_are_reduced_over_the_dense_group() -> AbstractContextManager[Any]:
     from fivefold.parallel.weights import Weights
 
-    return patch.object(Weights, "fsdp", lambda self, one: self.mesh.fsdp)
+    return patch.object(Weights, "fsdp_axis_of", lambda self, one: self.mesh.fsdp)
 
 
 def the_router_is_not_summed_over_tp() -> AbstractContextManager[Any]:
     from fivefold.parallel.buckets import Bucket
 
-    return patch.object(Bucket, "sum_over_others", lambda self: None)
+    return patch.object(Bucket, "reduce_extra_axis", lambda self: None)
 
 
 def the_router_is_detached() -> AbstractContextManager[Any]:

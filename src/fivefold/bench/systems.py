@@ -139,7 +139,7 @@ class FivefoldSystem:
         """Take a training step; return its loss."""
         loss = self.engine.forward_backward(self.batch)
         self.engine.step(RATE, self.engine.gradient_norm())
-        self.engine.weights.ready()
+        self.engine.weights.wait_params()
         return loss.item()
 
     @property

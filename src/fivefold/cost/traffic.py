@@ -23,7 +23,7 @@ from fivefold.cost.links import Kind, Traffic, total, wire
 from fivefold.cost.memory import BYTES, wide_bytes
 from fivefold.cost.routing import Rows, even_rows
 from fivefold.layout.layout import Layout
-from fivefold.layout.sharding import MINIMUM, LocalParam, buckets, held
+from fivefold.layout.sharding import MINIMUM, LocalParam, buckets, local_params
 from fivefold.layout.stages import Stage, schedule_of, stages_of
 from fivefold.spec.model import ModelSpec
 
@@ -103,7 +103,7 @@ class _Step:
 
     def held(self) -> Iterator[list[LocalParam]]:
         """The parameters of each stage. An embedding that both ends on one rank share is the first's."""
-        params, seen = held(self.spec, self.layout, self.coords.tp, self.coords.ep), set[str]()
+        params, seen = local_params(self.spec, self.layout, self.coords.tp, self.coords.ep), set[str]()
         for stage in self.stages:
             names = [name for name in stage.names(self.spec) if name not in seen]
             seen.update(names)
@@ -213,10 +213,15 @@ def _replicated(step: _Step, layer: int | None = None) -> Iterator[_Sent]:
             else:
                 reductions = layout.microbatches if stage == 2 else 1
                 yield axis, "reduce-scatter", reductions, bucket.padded(parts) * step.accum
-                yield axis, "all-gather", 1, bucket.padded(parts) * (step.accum if bucket.exact else step.compute)
+                yield (
+                    axis,
+                    "all-gather",
+                    1,
+                    bucket.padded(parts) * (step.accum if bucket.full_precision else step.compute),
+                )
             left = bucket.padded(parts) // parts if stage else bucket.size()
             yield "tp", "all-reduce", int(bucket.partial), left * step.accum
-            yield "embedding", "all-reduce", int(bucket.shared), left * step.accum
+            yield "embedding", "all-reduce", int(bucket.tied), left * step.accum
 
 
 def _fully_sharded(step: _Step) -> Iterator[_Sent]:
@@ -233,7 +238,7 @@ def _fully_sharded(step: _Step) -> Iterator[_Sent]:
         gathered: Counter[tuple[str, int | None]] = Counter()  # by axis and layer, elements of a share
         reduced: Counter[tuple[str, int | None]] = Counter()
         for param in params:
-            if step.rounds and param.parameter.exact:
+            if step.rounds and param.parameter.full_precision:
                 continue
             parts, unit = layout.size(param.fsdp_axis), (param.fsdp_axis, param.parameter.layer)
             gathered[unit] += param.share_size(parts)
@@ -249,11 +254,11 @@ def _fully_sharded(step: _Step) -> Iterator[_Sent]:
         for (axis, _), share in reduced.items():
             yield axis, "reduce-scatter", m, layout.size(axis) * share * step.accum
             yield "replicate", "all-reduce", 1, share * step.accum
-        for bucket in buckets(params, step.minimum, step.split, narrow=step.rounds):
-            if bucket.late or bucket.exact:
+        for bucket in buckets(params, step.minimum, step.split, low_precision=step.rounds):
+            if bucket.deferred or bucket.full_precision:
                 axis, parts = bucket.fsdp_axis, layout.size(bucket.fsdp_axis)
-                share = bucket.size() if bucket.exact else bucket.padded(parts) // parts
-                if bucket.exact:
+                share = bucket.size() if bucket.full_precision else bucket.padded(parts) // parts
+                if bucket.full_precision:
                     yield axis, "all-reduce", 1, share * step.accum
                 else:
                     yield axis, "reduce-scatter", m, parts * share * step.accum

@@ -338,7 +338,7 @@ def dry_run(job: Job, rank: int, kernels: Kernels = "cuda", imbalance: float = 1
             with ledger.moment("the optimizer"):
                 engine.step(1e-3, norm)
             with ledger.moment("new weights"):
-                engine.weights.ready()
+                engine.weights.wait_params()
         return RankRun(
             rank=rank,
             place=job.layout.coordinates(rank),

@@ -116,7 +116,7 @@ class Generator:
                 held_here({name: buffer for name, buffer in self.network.buffers.items() if name in theirs.homes})
             )
         self.network.weights.sync_params()
-        self.network.weights.ready()
+        self.network.weights.wait_params()
         for stage in self.network.stages.values():
             stage.eval()
 

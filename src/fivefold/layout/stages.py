@@ -15,7 +15,7 @@ from fivefold.schedules.costs import Costs
 from fivefold.schedules.registry import build
 from fivefold.schedules.schedule import Schedule
 from fivefold.spec.model import ModelSpec
-from fivefold.spec.operations import BOTTOM, TOP, BlockOperations, Parameter, block, head
+from fivefold.spec.operations import EMBEDDING_UNIT, HEAD_UNIT, BlockOperations, Parameter, block, head
 
 HALVINGS = 64  # of an interval: to the last bit of its ends
 
@@ -28,9 +28,9 @@ class Stage:
     last: bool  # has the norm and the head
 
     def holds(self, parameter: Parameter) -> bool:
-        if parameter.unit == BOTTOM:
+        if parameter.unit == EMBEDDING_UNIT:
             return self.first or (self.last and parameter.tied)
-        return self.last if parameter.unit == TOP else parameter.unit in self.layers
+        return self.last if parameter.unit == HEAD_UNIT else parameter.unit in self.layers
 
     def names(self, spec: ModelSpec) -> list[str]:
         """Its parameters, in the model's order."""

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import functional as F
 
-from fivefold.layout.sharding import chunk, held, kv_head
+from fivefold.layout.sharding import chunk, kv_head, local_params
 from fivefold.model.layers import TokenPositions
 from fivefold.model.linear_cross_entropy import Targets, Vocabulary, linear_cross_entropy
 from fivefold.model.ops import AttentionOps, LocalOps
@@ -55,7 +55,7 @@ class TensorParallel(LocalOps):
         heads = kv_head(spec, mesh.layout, mesh.tp.rank)
         self.kv_rows = slice(heads.start * spec.head_dim, heads.stop * spec.head_dim)
         self.vocabulary = chunk(spec.vocab, mesh.tp.size, mesh.tp.rank)
-        self.held = held(spec, mesh.layout, mesh.tp.rank)  # of experts `dispatch` knows
+        self.local_params = local_params(spec, mesh.layout, mesh.tp.rank)  # of experts `dispatch` knows
         self.names: dict[nn.Module, str] = {}  # of the modules that hold parameters
         if wgrad_queue is not None:
             # What they defer has a layer's own names, so no graph can serve all layers with it inside.
@@ -67,7 +67,7 @@ class TensorParallel(LocalOps):
         for owner, module in model.named_modules():
             over_tp: dict[str, tuple[bool, bool]] = {}  # whether it is sharded, and whether its gradient is partial
             for kind, full in list(module.named_parameters(recurse=False)):
-                param = self.held[f"{owner}.{kind}"]
+                param = self.local_params[f"{owner}.{kind}"]
                 if param.tp.axis != "tp":
                     continue
                 placement: Placement = Replicate() if param.tp.dim is None else Shard(param.tp.dim)

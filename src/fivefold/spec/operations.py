@@ -33,7 +33,7 @@ TensorRule = Literal["colwise", "colwise_kv", "rowwise", "per_head", "replicated
 
 # A unit is a part of the decoder: a layer by its number, or what lies below or above the layers. In the order of these
 # numbers forward needs the units, and in the opposite order backward finishes them.
-BOTTOM, TOP = -1, 1 << 30
+EMBEDDING_UNIT, HEAD_UNIT = -1, 1 << 30
 
 
 class Parameter(NamedTuple):
@@ -47,7 +47,7 @@ class Parameter(NamedTuple):
     experts: int = 0  # that lie one below the other in its rows; 0: it belongs to no expert
     # Never rounded to a narrower dtype of compute. Such ones are small, no matmul reads them, and their rounding would
     # move all tokens alike, where that of activations averages out.
-    exact: bool = False
+    full_precision: bool = False
 
     @property
     def size(self) -> int:
@@ -56,7 +56,7 @@ class Parameter(NamedTuple):
     @property
     def layer(self) -> int | None:
         """The number of its layer; None below and above the layers."""
-        return self.unit if BOTTOM < self.unit < TOP else None
+        return self.unit if EMBEDDING_UNIT < self.unit < HEAD_UNIT else None
 
     @property
     def row_dim(self) -> int:

@@ -136,7 +136,9 @@ class RankModel:
             job.model, mesh, defer_wgrad, attention=attention, compiled=self.compiled, documents=masked, **narrow
         )
         self.stages = self._stages()
-        self.weights = shard_model(list(self.stages.values()), job.model, mesh, compute, job.train.seed, split=split)
+        self.weights = shard_model(
+            list(self.stages.values()), job.model, mesh, compute, job.train.seed, split_backward=split
+        )
         self.buffers = self._buffers(accum_dtype(compute))
         later.report = self.weights.add
         channels = Channels(self.schedule, mesh, compute)

@@ -271,7 +271,7 @@ def run_reference(
     weights = dict(model.named_parameters())
     masters = {name: nn.Parameter(weight.detach().clone()) for name, weight in weights.items()}
     unrounded = torch.promote_types(compute, torch.float32)
-    dtypes = {param.name: unrounded if param.exact else compute for param in job.model.parameters()}
+    dtypes = {param.name: unrounded if param.full_precision else compute for param in job.model.parameters()}
     for name, weight in weights.items():
         weight.data = weight.data.to(torch.float64 if exact else dtypes[name])
     signs = torch.Generator().manual_seed(nudge)

@@ -147,7 +147,7 @@ def train(
     state = optimizer.state()
     run.masters.update({name: full_tensor(one["master"]) for name, one in state.items()})
     run.moments.update({name: full_tensor(one["exp_avg_sq"]) for name, one in state.items()})
-    weights.ready()
+    weights.wait_params()
     run.model.update({name: full_tensor(p.detach()) for name, p in model.named_parameters()})
     return run
 
