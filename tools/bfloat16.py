@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from fivefold.model.decoder import Decoder
-from fivefold.model.hf_names import sources, style_in
+from fivefold.model.hf_names import expert_format_in, sources
 from fivefold.model.init import initialise
 from fivefold.model.linear_cross_entropy import Targets
 from fivefold.model.ops import LocalOps
@@ -124,8 +124,8 @@ def theirs(exact: Decoder, config: Any) -> nn.Module:
     model = transformers.AutoModelForCausalLM.from_config(config, **how).float()
     state, own = model.state_dict(), exact.state_dict()
     for parameter in exact.spec.parameters():
-        for home in sources(exact.spec, parameter, style_in(exact.spec, state)):
-            home.ours(state[home.name]).copy_(own[parameter.name][home.rows.start : home.rows.stop])
+        for source in sources(exact.spec, parameter, expert_format_in(exact.spec, state)):
+            source.view_of(state[source.name]).copy_(own[parameter.name][source.rows.start : source.rows.stop])
     return model
 
 

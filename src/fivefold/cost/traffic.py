@@ -79,7 +79,7 @@ class _Step:
         own = tuple(stages[number] for number in layout.placement.of_rank[coords.pp])
         # `auto` splits the backward passes where its stages call for it; of the others one knows.
         split = layout.splits_backward if splits is None else splits
-        if splits is None and layout.record.weighs:
+        if splits is None and layout.record.uses_stage_times:
             split = schedule_of(spec, layout, seq).splits
         return cls(spec, layout, coords, own, split, tokens, BYTES[dtype], wide_bytes(dtype), minimum)
 

@@ -113,7 +113,7 @@ class Generator:
         else:
             theirs = HuggingFace(weights)
             theirs.fill(
-                held_here({name: buffer for name, buffer in self.network.buffers.items() if name in theirs.homes})
+                held_here({name: buffer for name, buffer in self.network.buffers.items() if name in theirs.sources})
             )
         self.network.weights.sync_params()
         self.network.weights.wait_params()

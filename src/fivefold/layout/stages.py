@@ -127,7 +127,7 @@ def schedule_of(spec: ModelSpec, layout: Layout, seq: int, microbatches: int = 0
     `auto` is made for the stages that the model has in it, unequal as they are.
     """
     record, m = layout.record, microbatches or layout.microbatches
-    stages = stages_of(spec, layout, seq) if record.weighs and layout.pp > 1 else ()
+    stages = stages_of(spec, layout, seq) if record.uses_stage_times and layout.pp > 1 else ()
     return _built(record, layout.pp, m, layout.chunks, (spec, seq, stages) if stages else None)
 
 

@@ -212,7 +212,7 @@ def _with_timeout(
 
 def _overlaps_pairs(spec: ModelSpec | None, layout: Layout) -> bool:
     """Whether its schedule overlaps forward and backward passes; those made for a model's own durations do not."""
-    if spec is None or layout.record.weighs:
+    if spec is None or layout.record.uses_stage_times:
         return False
     return any(action.joined for rank in schedule_of(spec, layout, spec.context).ranks for action in rank)
 

@@ -1,10 +1,10 @@
-"""What a decoder computes for one token: the one inventory of operations.
+"""The operations that a decoder computes for one token, listed once.
 
     block(spec, tp=8).matmuls       # of one block on one tp rank, in the order of the forward pass
     head(spec, tp=8)                # the matmul above the blocks
 
-`ModelSpec` makes its parameters of this list. The planner's times, FLOPs and bytes, the balance of pipeline stages, and
-serving read it too. So another kind of block is a change here, and its kernels.
+`ModelSpec` derives its parameters from this list. The planner's times, FLOPs and bytes, the balance of pipeline stages,
+and serving read it too. So a new kind of block is a change here, and its kernels.
 """
 
 import math
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 # ---- parameters -----------------------------------------------------------------------------------------------------
-# Parameter: a tensor of the model, and the facts that every room reads from it. Nothing else parses its name.
+# Parameter: a tensor of the model, with the metadata that every package reads; nothing else parses parameter names.
 
 
 Kind = Literal["embedding", "linear", "norm", "bias"]
@@ -31,8 +31,8 @@ Kind = Literal["embedding", "linear", "norm", "bias"]
 # whole experts.
 TensorRule = Literal["colwise", "colwise_kv", "rowwise", "per_head", "replicated_partial", "replicated", "experts"]
 
-# A unit is a part of the decoder: a layer by its number, or what lies below or above the layers. In the order of these
-# numbers forward needs the units, and in the opposite order backward finishes them.
+# A unit is a part of the decoder: a layer, by its index; the embeddings below the layers; the norm and head above them.
+# Forward runs the units in ascending order, backward finishes them in descending order.
 EMBEDDING_UNIT, HEAD_UNIT = -1, 1 << 30
 
 
