@@ -371,7 +371,7 @@ class StepPasses:
 
     def gradients(self, in_turns: bool) -> dict[str, Tensor]:
         """This rank's, of a whole step."""
-        self.engine.pipeline.in_turns = in_turns
+        self.engine.pipeline.overlap_pairs = in_turns
         self.engine.forward_backward(self.batch)
         weights = self.engine.weights
         grads = {name: master.grad.clone() for name, master in weights.masters.items() if master.grad is not None}
@@ -379,13 +379,13 @@ class StepPasses:
         return grads
 
     def run(self, in_turns: bool) -> None:
-        self.engine.pipeline.in_turns = in_turns
+        self.engine.pipeline.overlap_pairs = in_turns
         self.engine.pipeline.run(self.microbatches, lambda total: total / self.batch.loss_tokens)
 
     def alone(self) -> None:
         """One half after the other, where no rank waits for another's stage: what the passes themselves take."""
         self.recorder.on = True
-        with self.engine.pipeline.alone():
+        with self.engine.pipeline.without_messages():
             self.run(in_turns=False)
         self.recorder.on = False
         self.engine.weights.sync_params()

@@ -197,7 +197,7 @@ class FivefoldPipeline:
     def time_actions(self) -> None:
         """One step in which every rank computes as the schedule says, and none waits for another."""
         self.timing = True
-        with self.engine.pipeline.alone():
+        with self.engine.pipeline.without_messages():
             self.step()
         self.reset()
         self.timing = False

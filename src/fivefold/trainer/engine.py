@@ -208,7 +208,7 @@ class Engine(RankModel):
 
         if self.cold:
             self.cold = False
-            with self.pipeline.alone():
+            with self.pipeline.without_messages():
                 self.replay_microbatch(share)
         sums: list[Tensor] = []
         if self.loads is not None:
