@@ -256,7 +256,7 @@ def footprint_of(case: Case, rank: int) -> Footprint:
         waiting = max(0, ahead - 1) * (stack.weight_bytes * (states + head(spec, layout.tp).size))
     # A stage's output is held until its backward pass, beside the next stage's copy of it.
     outputs = sum(count for number, count in flying.items() if number != last) if layout.pp > 1 else 0
-    buffers = stack.bucket_bytes + (schedule.on_their_way[rank] + outputs) * message(case)
+    buffers = stack.bucket_bytes + (schedule.messages_in_flight[rank] + outputs) * message(case)
     # Where no forward pass follows the rank's first backward, the most is held before there are gradients.
     kinds = dropwhile(FORWARD.__eq__, (action.kind for action in schedule.compute(rank)))
     lazy = stack.lazy_gradients and layout.chunks == 1 and FORWARD not in kinds

@@ -1,4 +1,4 @@
-"""Attention as a block has it: plain, or of latents. It is written in ops, which know where the tokens are.
+"""The attention of a block: grouped-query attention, or latent attention (MLA), written in ops (`ops.py`).
 
 Shapes: B batch, S sequence, E hidden, H heads, K kv heads, D head dim.
 """
@@ -15,7 +15,7 @@ from fivefold.model.rope import Rotation, apply_rotary
 from fivefold.spec.blocks import Yarn
 from fivefold.spec.model import ModelSpec
 
-LATENT_EPS = 1e-6  # of DeepSeek's norms of latents, whatever that of the others
+LATENT_EPS = 1e-6  # of DeepSeek's norms of latents; other norms have `norm_eps`
 
 
 def self_attention(spec: ModelSpec, ops: LocalOps, layer: int) -> nn.Module:
@@ -23,14 +23,14 @@ def self_attention(spec: ModelSpec, ops: LocalOps, layer: int) -> nn.Module:
 
 
 def _qk_norm(spec: ModelSpec, heads: int) -> nn.RMSNorm | None:
-    """Of queries or keys, over one head or (OLMoE) over all."""
+    """The norm of queries or keys, over one head or (OLMoE) over all heads."""
     width = spec.head_dim * (heads if spec.qk_norm_over == "all" else 1)
     return nn.RMSNorm(width, eps=spec.norm_eps) if spec.qk_norm else None
 
 
 class Attention(nn.Module):
     def __init__(self, spec: ModelSpec, ops: LocalOps, window: int = 0):
-        """`window`: the keys that a query sees, its own the last; 0: all before it."""
+        """`window`: the number of keys that a query sees, its own included; 0: all earlier ones."""
         super().__init__()
         self.ops, self.window = ops, window
         self.sinks = nn.Parameter(torch.empty(spec.heads)) if spec.sinks else None
@@ -64,9 +64,9 @@ class Attention(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """MLA (DeepSeek-V2, arXiv 2405.04434): heads are made of a latent for queries and one for keys and values.
+    """MLA (DeepSeek-V2, arXiv 2405.04434): heads are projected from a latent of queries and one of keys and values.
 
-    Shapes: N and R dims of a head without and with positions, D = N + R; V dims of its value.
+    Shapes: N and R dims of a head without and with rotary positions, D = N + R; V dims of its value.
     """
 
     def __init__(self, spec: ModelSpec, ops: LocalOps):
@@ -87,18 +87,18 @@ class LatentAttention(nn.Module):
     def forward(self, x: Tensor, rotation: Rotation, mask: Any) -> Tensor:
         mla = self.mla
         q, latent, shared_key = self.latents(x)
-        q_plain, q_turned = self.heads(q, mla.nope_dim, mla.rope_dim)
-        turned = apply_rotary(shared_key[:, None], *rotation, self.interleaved)  # [B, 1, S, R]
-        earlier, turned = self.ops.extend_kv(latent[:, None], turned)  # what a cache keeps is the latents
-        (kv,) = self.ops.up_projection(earlier[:, 0], self.kv_up)
-        k_plain, v = self.heads(kv, mla.nope_dim, mla.v_dim)
-        q = torch.cat((q_plain, apply_rotary(q_turned, *rotation, self.interleaved)), dim=-1) * self.scale
-        k = torch.cat((k_plain, turned.expand(-1, k_plain.shape[1], -1, -1)), dim=-1)
+        q_nope, q_rope = self.heads(q, mla.nope_dim, mla.rope_dim)
+        k_rope = apply_rotary(shared_key[:, None], *rotation, self.interleaved)  # [B, 1, S, R]
+        latents, k_rope = self.ops.extend_kv(latent[:, None], k_rope)  # a cache holds latents
+        (kv,) = self.ops.up_projection(latents[:, 0], self.kv_up)
+        k_nope, v = self.heads(kv, mla.nope_dim, mla.v_dim)
+        q = torch.cat((q_nope, apply_rotary(q_rope, *rotation, self.interleaved)), dim=-1) * self.scale
+        k = torch.cat((k_nope, k_rope.expand(-1, k_nope.shape[1], -1, -1)), dim=-1)
         out = self.ops.attend(q, k, F.pad(v, (0, mla.head_dim - mla.v_dim)), mask)[..., : mla.v_dim]
         return self.ops.row_parallel(out.transpose(1, 2).flatten(2), self.o)
 
     def latents(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [B, S, H x D], the latent of keys and values [B, S, kv_rank], the key of positions [B, S, R]."""
+        """Queries [B, S, H x D], the latent of keys and values [B, S, kv_rank], the rotary key [B, S, R]."""
         ops, sizes = self.ops, [self.mla.kv_rank, self.mla.rope_dim]
         if self.q_down is None or self.q_norm is None or self.q_up is None:
             assert self.q is not None

@@ -245,8 +245,8 @@ class Control:
         return self.broadcast_value(self.gather_values(value, kind), list[kind])
 
     def close(self) -> None:
-        """Leave: ranks that wait for this one learn so at once. Rank 0, whose process may host the store, gives the others
-        a moment to read its last values."""
+        """Leave: ranks that wait for this one learn so at once. Rank 0, which may host the store, gives the others a
+        moment to read its last values."""
         if self.size == 1 or self.closed.is_set():
             return
         self.closed.set()

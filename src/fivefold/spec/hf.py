@@ -291,7 +291,7 @@ _KEPT = (
 
 
 def kept_settings(config: Config) -> Config:
-    """Of an imported `config.json`, what an export takes over."""
+    """The settings of an imported `config.json` that an export keeps."""
     return {key: config[key] for key in _KEPT if key in config}
 
 

@@ -105,7 +105,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 )
 
     def window_of(self, layer: int) -> int:
-        """Of a layer; 0: it sees all tokens before."""
+        """The sliding window of a layer; 0: it sees all earlier tokens."""
         return 0 if self.window_period > 1 and (layer + 1) % self.window_period == 0 else self.window
 
     @cached_property
@@ -192,7 +192,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @cached_property
     def block_parameter_count(self) -> int:
-        """Of the last block: all are alike but the first ones of a model with experts, if those have none."""
+        """Elements of the last block; the others are equal, but for leading dense blocks of a model with experts."""
         return sum(parameter.size for parameter in self.block_parameters(self.layers - 1))
 
     @property

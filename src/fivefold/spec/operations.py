@@ -40,13 +40,13 @@ class Parameter(NamedTuple):
     name: str  # global: the same on every rank of every layout
     shape: tuple[int, ...]  # of a weight [..., rows, columns], of a norm or bias [..., rows]
     kind: Kind
-    unit: int  # what must have run forward when this parameter is needed
+    unit: int  # the part of the decoder that it belongs to
     tp: TensorRule = "replicated"
-    tied: bool = False  # both ends of the pipeline hold it
+    tied: bool = False  # the first and the last pipeline stage both hold it
     residual: bool = False  # it writes into the residual stream
-    experts: int = 0  # that lie one below the other in its rows; 0: it belongs to no expert
-    # Never rounded to a narrower dtype of compute. Such ones are small, no matmul reads them, and their rounding would
-    # move all tokens alike, where that of activations averages out.
+    experts: int = 0  # number of experts whose rows are concatenated in it; 0: it belongs to no expert
+    # Never cast to a low-precision compute dtype. Such parameters are small, no matmul reads them, and their rounding
+    # error is the same for all tokens, where that of activations averages out.
     full_precision: bool = False
 
     @property
@@ -55,7 +55,7 @@ class Parameter(NamedTuple):
 
     @property
     def layer(self) -> int | None:
-        """The number of its layer; None below and above the layers."""
+        """The index of its layer; None for embeddings, and for the norm and head above the layers."""
         return self.unit if EMBEDDING_UNIT < self.unit < HEAD_UNIT else None
 
     @property
@@ -64,9 +64,9 @@ class Parameter(NamedTuple):
 
     @property
     def deferred(self) -> bool:
-        """Whether a schedule that splits backward computes its gradient apart."""
-        # A router's is small, and comes with its input's. The head's is taken with the loss: one for each microbatch
-        # would wait, as large as the head, and nothing would be left to compute.
+        """Whether a schedule that splits backward computes its gradient in a separate pass (W)."""
+        # A router's is small, and is computed with its input's. The head's is computed with the loss: if deferred, it
+        # would only be held, as large as the head for each microbatch.
         return self.kind == "linear" and self.tp != "replicated_partial" and self.layer is not None
 
 
@@ -83,12 +83,12 @@ class Matmul(NamedTuple):
     outputs: int
     tp: TensorRule  # how tp divides the weight
     bias: bool = False  # whether a bias is added to its outputs
-    experts: int = 0  # that have such a weight each, one below the other; 0: it belongs to no expert
-    chosen: int = 0  # of those, how many a token visits
+    experts: int = 0  # number of experts, each with such a weight; 0: it belongs to no expert
+    chosen: int = 0  # number of experts that a token visits
 
     @property
     def rows(self) -> int:
-        """Of the weight."""
+        """Rows of the weight."""
         return max(1, self.experts) * self.outputs
 
     @property
