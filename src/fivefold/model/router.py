@@ -78,8 +78,8 @@ class Router(nn.Module):
 def sort_by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """The assignments sorted by expert, and where each expert's end; computed on the device, without a wait."""
     sorted_, order = chosen.flatten().to(torch.int32).sort(stable=True)
-    numbers = torch.arange(experts, dtype=torch.int32, device=chosen.device)
-    return order, torch.searchsorted(sorted_, numbers, right=True, out_int32=True)
+    indices = torch.arange(experts, dtype=torch.int32, device=chosen.device)
+    return order, torch.searchsorted(sorted_, indices, right=True, out_int32=True)
 
 
 def top_k_experts(experts: Experts, scores: Tensor) -> Tensor:

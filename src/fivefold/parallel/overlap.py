@@ -149,13 +149,13 @@ def _with_thread_state(run_pass: Pass) -> Pass:
 
     def run() -> None:
         torch.set_num_threads(threads)
-        with ExitStack() as around:
+        with ExitStack() as state:
             if stream is not None:
-                around.enter_context(torch.cuda.stream(stream))  # and its device
-            around.enter_context(torch.set_grad_enabled(recorded))
+                state.enter_context(torch.cuda.stream(stream))  # and its device
+            state.enter_context(torch.set_grad_enabled(recorded))
             for mode in modes:
                 _push_mode(mode)
-                around.callback(_pop_mode, getattr(mode, "_mode_key", None))
+                state.callback(_pop_mode, getattr(mode, "_mode_key", None))
             context.run(run_pass)
 
     return run

@@ -202,7 +202,7 @@ class Pipeline:
         self.first_microbatch = [action._replace(joined=False) for action in self.order if action.microbatch == 0]
         self.weights, self.wgrad_queue, self.channels = weights, wgrad_queue, channels
         self.watch: Watch = watch or (lambda action: nullcontext())
-        self.chunk = {stage: number for number, stage in enumerate(stages)}
+        self.chunk = {stage: index for index, stage in enumerate(stages)}
         # The last actions of each stage that compute gradients: its last I and its last W, or a B, which is both.
         self.last_of_stage = {
             action
@@ -349,24 +349,24 @@ class Pipeline:
                 task()
 
     def _forward(self, action: Action) -> None:
-        stage, number = action.stage, action.microbatch
-        model, microbatch = self.stages[stage], self.microbatches[number]
+        stage, index = action.stage, action.microbatch
+        model, microbatch = self.stages[stage], self.microbatches[index]
         x = microbatch.tokens
         if not model.stage.first:
             x = self._take(action, Kind.RECV_ACTIVATION).requires_grad_()
-            self.inputs[stage, number] = x
+            self.inputs[stage, index] = x
         y = model(x, microbatch.positions, microbatch.targets)
-        self.outputs[stage, number] = y if not model.stage.last else self.loss_of(y)
+        self.outputs[stage, index] = y if not model.stage.last else self.loss_of(y)
         if stage + 1 in self.stages:  # the next stage is on this rank
-            self.received[Kind.RECV_ACTIVATION, stage + 1, number] = y.detach()
+            self.received[Kind.RECV_ACTIVATION, stage + 1, index] = y.detach()
 
     def _backward(self, action: Action) -> None:
-        stage, number = action.stage, action.microbatch
-        model, y = self.stages[stage], self.outputs.pop((stage, number))
+        stage, index = action.stage, action.microbatch
+        model, y = self.stages[stage], self.outputs.pop((stage, index))
         output_grad = None if model.stage.last else self._take(action, Kind.RECV_GRADIENT)
         torch.autograd.backward(y, output_grad)
         if stage - 1 in self.stages:
-            self.received[Kind.RECV_GRADIENT, stage - 1, number] = self._input_gradient(stage, number)
+            self.received[Kind.RECV_GRADIENT, stage - 1, index] = self._input_gradient(stage, index)
 
     def _input_gradient(self, stage: int, microbatch: int) -> Tensor:
         gradient = self.inputs.pop((stage, microbatch)).grad
