@@ -263,7 +263,7 @@ class System:
         batch = plain_batch(job.model.vocab, job.train.batch, job.data.seq, seed=len(self.losses))
         loss = engine.forward_backward(batch)
         engine.step(RATE, engine.gradient_norm())
-        engine.weights.ready()
+        engine.weights.wait_params()
         self.losses.append(loss.item())
 
 

@@ -43,8 +43,8 @@ from fivefold.launch.rendezvous import Rendezvous
 from fivefold.launch.world import World, join
 from fivefold.layout.layout import Layout
 from fivefold.parallel.control import all_gather_values
-from fivefold.parallel.experts import AsyncExchange, Send, Tensors
 from fivefold.parallel.mesh import Axis, Mesh
+from fivefold.parallel.token_dispatch import AsyncExchange, Send, Tensors
 from fivefold.render.blocks import Block, Result, Text, show
 from fivefold.schedules.actions import BACKWARD, FORWARD, Action, Kind
 from fivefold.schedules.costs import Costs, Segment, play
@@ -371,7 +371,7 @@ class StepPasses:
 
     def gradients(self, in_turns: bool) -> dict[str, Tensor]:
         """This rank's, of a whole step."""
-        self.engine.pipeline.in_turns = in_turns
+        self.engine.pipeline.overlap_pairs = in_turns
         self.engine.forward_backward(self.batch)
         weights = self.engine.weights
         grads = {name: master.grad.clone() for name, master in weights.masters.items() if master.grad is not None}
@@ -379,13 +379,13 @@ class StepPasses:
         return grads
 
     def run(self, in_turns: bool) -> None:
-        self.engine.pipeline.in_turns = in_turns
+        self.engine.pipeline.overlap_pairs = in_turns
         self.engine.pipeline.run(self.microbatches, lambda total: total / self.batch.loss_tokens)
 
     def alone(self) -> None:
         """One half after the other, where no rank waits for another's stage: what the passes themselves take."""
         self.recorder.on = True
-        with self.engine.pipeline.alone():
+        with self.engine.pipeline.without_messages():
             self.run(in_turns=False)
         self.recorder.on = False
         self.engine.weights.sync_params()

@@ -31,7 +31,7 @@ from fivefold.job.config import DataConfig, Job, TrainConfig
 from fivefold.launch import processes
 from fivefold.launch.processes import Rank
 from fivefold.layout.layout import Layout
-from fivefold.model.head import loss_sum
+from fivefold.model.linear_cross_entropy import loss_sum
 from fivefold.model.ops import LocalOps
 from fivefold.parallel.collectives import full_tensor
 from fivefold.parallel.control import all_gather_values
@@ -197,7 +197,7 @@ class FivefoldPipeline:
     def time_actions(self) -> None:
         """One step in which every rank computes as the schedule says, and none waits for another."""
         self.timing = True
-        with self.engine.pipeline.alone():
+        with self.engine.pipeline.without_messages():
             self.step()
         self.reset()
         self.timing = False

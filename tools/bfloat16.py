@@ -25,11 +25,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from fivefold.model.decoder import Decoder
-from fivefold.model.dispatch import Router
-from fivefold.model.head import Targets
-from fivefold.model.hf_names import sources, style_in
+from fivefold.model.hf_names import expert_format_in, sources
 from fivefold.model.init import initialise
+from fivefold.model.linear_cross_entropy import Targets
 from fivefold.model.ops import LocalOps
+from fivefold.model.router import Router
 from fivefold.spec.hf import spec_from_hf
 
 ROWS, SEQ, LR, NARROW = 8, 64, 3e-3, torch.bfloat16
@@ -124,8 +124,8 @@ def theirs(exact: Decoder, config: Any) -> nn.Module:
     model = transformers.AutoModelForCausalLM.from_config(config, **how).float()
     state, own = model.state_dict(), exact.state_dict()
     for parameter in exact.spec.parameters():
-        for home in sources(exact.spec, parameter, style_in(exact.spec, state)):
-            home.ours(state[home.name]).copy_(own[parameter.name][home.rows.start : home.rows.stop])
+        for source in sources(exact.spec, parameter, expert_format_in(exact.spec, state)):
+            source.view_of(state[source.name]).copy_(own[parameter.name][source.rows.start : source.rows.stop])
     return model
 
 
@@ -156,7 +156,7 @@ def routing(model: Decoder, replayed: list[Tensor] | None = None) -> Iterator[li
     for router in routers:
 
         def choose(scores: Tensor, of: Router = router) -> Tensor:
-            sent.append(of.best(scores) if replayed is None else next(given))
+            sent.append(of.top_k(scores) if replayed is None else next(given))
             return sent[-1]
 
         router.choose = choose
@@ -185,7 +185,7 @@ def compare(name: str, steps: int, count: int) -> None:
     trained(exact, steps)
     batches = [batch(1_000_000 + number) for number in range(count)]
     few = batches[: max(1, count // 8)]
-    kept = {one.name for one in spec.parameters() if one.exact}
+    kept = {one.name for one in spec.parameters() if one.full_precision}
     routers = {one.name for one in spec.parameters() if one.tp == "replicated_partial"}
     of_theirs = theirs(exact, CONFIGS[name])
     ways: list[tuple[str, nn.Module, Loss]] = [

@@ -24,7 +24,7 @@ def real(rank: int, world: int, layout: str, *changes: str) -> tuple[int, float,
     with ledger:
         engine.forward_backward(blank(job))
         engine.step(1e-3, engine.gradient_norm())
-        engine.weights.ready()
+        engine.weights.wait_params()
     return ledger.peak, ledger.flops, list(counter.rows())
 
 

@@ -19,10 +19,10 @@ from fivefold.model import init
 from fivefold.model.decoder import Decoder, Dropout
 from fivefold.model.fp8 import Fp8GroupedLinear, fp8_linear
 from fivefold.model.grouped import GroupedLinear, Groups
-from fivefold.model.head import add_product
 from fivefold.model.init import init_param, initialise
 from fivefold.model.kernels import Tiles
 from fivefold.model.layers import TokenPositions
+from fivefold.model.linear_cross_entropy import add_product
 from fivefold.model.masks import causal_spans
 from fivefold.model.ops import LocalOps
 from fivefold.model.recompute import compilation, compiled

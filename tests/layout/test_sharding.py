@@ -5,9 +5,9 @@ from itertools import product
 import pytest
 
 from fivefold.layout.layout import Layout
-from fivefold.layout.sharding import Box, LocalParam, TensorShard, buckets, held, tensor_shard
+from fivefold.layout.sharding import Box, LocalParam, TensorShard, buckets, local_params, tensor_shard
 from fivefold.layout.stages import Stage
-from fivefold.spec.operations import BOTTOM, TOP, Parameter, TensorRule
+from fivefold.spec.operations import EMBEDDING_UNIT, HEAD_UNIT, Parameter, TensorRule
 from fivefold.spec.presets import preset
 
 SPEC = preset("tiny")
@@ -59,8 +59,8 @@ def test_shares_of_a_stack_are_padded_to_the_first() -> None:
     assert [one.share(2, index)[0] for index in range(2)] == [range(3), range(3, 5)]
     assert one.share_size(2) == 36
     assert bucket.padded(2) == 72
-    (late,) = buckets([one], split=True)
-    assert late.late
+    (late,) = buckets([one], split_backward=True)
+    assert late.deferred
 
 
 def test_a_stage_holds_its_layers_and_its_ends() -> None:
@@ -69,8 +69,8 @@ def test_a_stage_holds_its_layers_and_its_ends() -> None:
         Stage(1, range(1, 2), False, False),
         Stage(2, range(0), False, True),
     )
-    table = Parameter("embedding.weight", (8, 4), "embedding", BOTTOM, "colwise")
-    head = Parameter("head.weight", (8, 4), "linear", TOP, "colwise")
+    table = Parameter("embedding.weight", (8, 4), "embedding", EMBEDDING_UNIT, "colwise")
+    head = Parameter("head.weight", (8, 4), "linear", HEAD_UNIT, "colwise")
     assert [stage.holds(EXPERTS) for stage in (first, middle, last)] == [False, True, False]
     assert [stage.holds(table) for stage in (first, middle, last)] == [True, False, False]
     assert [stage.holds(table._replace(tied=True)) for stage in (first, middle, last)] == [True, False, True]
@@ -81,7 +81,7 @@ def test_a_stage_holds_its_layers_and_its_ends() -> None:
 def test_the_ranks_of_a_model_hold_all_of_it(name: str) -> None:
     spec = preset(name)
     for tp in (1, 2, 4):
-        ranks = [held(spec, Layout(tp=tp), rank) for rank in range(tp)]
+        ranks = [local_params(spec, Layout(tp=tp), rank) for rank in range(tp)]
         for parameter in spec.parameters():
             boxes = {rank[parameter.name].box for rank in ranks}
             assert sum(rank[parameter.name].size for rank in ranks) * len(boxes) == parameter.size * tp

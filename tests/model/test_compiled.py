@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from fivefold.layout.layout import Recompute
-from fivefold.model import head
+from fivefold.model import linear_cross_entropy
 from fivefold.model import recompute as compiled
 from fivefold.model.decoder import Decoder
-from fivefold.model.head import Targets
+from fivefold.model.linear_cross_entropy import Targets
 from fivefold.spec.presets import preset
 
 
@@ -15,7 +15,7 @@ from fivefold.spec.presets import preset
 def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs are made and run by PyTorch's own kernels: a compiler of C++ would take a minute."""
     monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
-    head._compiled.cache_clear()
+    linear_cross_entropy._compiled.cache_clear()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
 

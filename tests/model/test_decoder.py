@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.model.decoder import Decoder, Dropout
-from fivefold.model.head import loss_sum
 from fivefold.model.init import init_param, initialise
 from fivefold.model.layers import TokenPositions
+from fivefold.model.linear_cross_entropy import loss_sum
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import Parameter
 from fivefold.spec.presets import preset

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from fivefold.model.head import loss_sum
+from fivefold.model.linear_cross_entropy import loss_sum
 from tests.model.test_parity import by_our_names, pair, unrounded
 
 SIZES = {"vocab_size": 97, "hidden_size": 36, "num_hidden_layers": 2, "num_attention_heads": 6,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fivefold.job.config import read_job
-from fivefold.model.fp8 import GRADS, VALUES, fp8_linear, rounded
+from fivefold.model.fp8 import GRADS, VALUES, fp8_linear, to_fp8
 
 
 def test_products_are_off_by_the_formats_roundings() -> None:
@@ -35,10 +35,10 @@ def test_no_8_bit_copy_of_the_weight_waits_for_the_backward_pass() -> None:
 @pytest.mark.parametrize("kind", [VALUES, GRADS])
 def test_the_largest_value_becomes_the_formats_largest(kind: torch.dtype) -> None:
     x = torch.tensor([[0.001, -0.004, 0.0]])
-    small, by = rounded(x, kind)
+    small, by = to_fp8(x, kind)
     assert small.float().abs().max() == torch.finfo(kind).max
     assert torch.allclose(small.float() * by, x, rtol=0.13)
-    nothing, by = rounded(torch.zeros(2, 2), kind)
+    nothing, by = to_fp8(torch.zeros(2, 2), kind)
     assert not nothing.float().any()
     assert torch.isfinite(by)
 

@@ -77,6 +77,6 @@ def test_what_training_in_bfloat16_does_to_a_channel_averages_out_over_tokens(mo
     assert shift.abs().max() < 6 * U / math.sqrt(3 * tokens)
     assert 6 * U / math.sqrt(3 * tokens) < U / 4  # rounded weights would be off by more
     for one in spec.parameters():
-        if one.exact:
+        if one.full_precision:
             assert decoder.get_parameter(one.name).dtype == torch.float32, one.name
             assert torch.equal(decoder.get_parameter(one.name), weights.masters[one.name])

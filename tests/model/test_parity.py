@@ -20,10 +20,10 @@ from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
-from fivefold.model.attention import frequencies
 from fivefold.model.decoder import Decoder
-from fivefold.model.head import loss_sum
-from fivefold.model.hf_names import BALANCE, sources, style_in, tensors
+from fivefold.model.hf_names import EXPERT_BIAS, expert_format_in, sources, tensors
+from fivefold.model.linear_cross_entropy import loss_sum
+from fivefold.model.rope import rope_frequencies
 from fivefold.spec.hf import spec_from_hf
 from fivefold.spec.model import ModelSpec
 
@@ -129,10 +129,10 @@ def pair(config: Any, dtype: torch.dtype) -> tuple[torch.nn.Module, Decoder]:
                 parameter.mul_(3.0)
             assert parameter.dtype == dtype, name
     for name, buffer in theirs.named_buffers():
-        if name.endswith(BALANCE):
+        if name.endswith(EXPERT_BIAS):
             buffer.normal_(std=0.3)
         if name.endswith("inv_freq") and dtype == torch.float64:  # made in float32 by their constructor
-            exact = frequencies(spec_from_hf(config.to_dict()))
+            exact = rope_frequencies(spec_from_hf(config.to_dict()))
             assert torch.allclose(buffer.double(), exact, rtol=1e-6)
             buffer.data = exact.to(dtype)
     spec = spec_from_hf(config.to_dict())
@@ -148,9 +148,9 @@ def by_our_names(spec: ModelSpec, theirs: Mapping[str, Tensor]) -> dict[str, Ten
     """What of a class of transformers is ours; it holds experts in stacks."""
     found = {}
     for one in tensors(spec):
-        homes = list(sources(spec, one, style_in(spec, theirs)))
-        if homes[0].name in theirs:  # a gradient of a buffer is not
-            found[one.name] = torch.cat([home.ours(theirs[home.name]) for home in homes])
+        found_in = list(sources(spec, one, expert_format_in(spec, theirs)))
+        if found_in[0].name in theirs:  # a gradient of a buffer is not
+            found[one.name] = torch.cat([source.view_of(theirs[source.name]) for source in found_in])
     return found
 
 
@@ -189,11 +189,11 @@ def worst(a: Tensor, b: Tensor) -> float:
 def test_names_go_to_hugging_face_and_back(case: str) -> None:
     theirs, ours = pair(CASES[case], torch.float32)
     state, expected = ours.state_dict(), {name: one.detach() for name, one in theirs.named_parameters()}
-    style = style_in(ours.spec, expected)
+    expert_format = expert_format_in(ours.spec, expected)
     back = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
     for parameter in ours.spec.parameters():
-        for home in sources(ours.spec, parameter, style):
-            assert home.shape(parameter) == back[home.name].shape
-            home.ours(back[home.name]).copy_(state[parameter.name][home.rows.start : home.rows.stop])
+        for source in sources(ours.spec, parameter, expert_format):
+            assert source.shape(parameter) == back[source.name].shape
+            source.view_of(back[source.name]).copy_(state[parameter.name][source.rows.start : source.rows.stop])
     for name, tensor in expected.items():
         assert torch.equal(back[name], tensor), name

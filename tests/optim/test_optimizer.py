@@ -6,8 +6,8 @@ from torch import nn
 
 from fivefold.layout.layout import Layout
 from fivefold.model.decoder import Decoder
-from fivefold.model.head import loss_sum
 from fivefold.model.init import initialise
+from fivefold.model.linear_cross_entropy import loss_sum
 from fivefold.optim.adamw import AdamW
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.optimizer import Optimizer, shard_model

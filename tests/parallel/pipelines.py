@@ -73,7 +73,7 @@ class Watched:
         pipeline = self.engine.pipeline
         held = {place for place, count in self.live.items() if count} | pipeline.deferred.keys()
         self.peak = max(self.peak, len(held))
-        posted = Counter(key[:2] for key, here in pipeline.arriving.items() if isinstance(here, Message))
+        posted = Counter(key[:2] for key, here in pipeline.received.items() if isinstance(here, Message))
         self.in_flight = max(self.in_flight, *posted.values(), 0)
 
 

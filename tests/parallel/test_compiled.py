@@ -14,7 +14,7 @@ from fivefold.layout.layout import Layout
 from fivefold.model import kernels
 from fivefold.model import recompute as compiled
 from fivefold.model.decoder import Decoder
-from fivefold.model.head import Targets
+from fivefold.model.linear_cross_entropy import Targets
 from fivefold.model.masks import Packed, causal_spans
 from fivefold.model.ops import LocalAttention
 from fivefold.parallel.collectives import full_tensor

@@ -51,7 +51,7 @@ def test_a_store_carries_what_is_larger_than_it_takes() -> None:
     post.put("a", data)
     assert post.has(["a"])
     assert post.get("a") == data
-    post.drop("a")
+    post.delete("a")
     assert not post.has(["a"])
     assert not post.has(["a.1"])
 

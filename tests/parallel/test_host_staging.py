@@ -26,7 +26,7 @@ def one_step(rank: int, world: int, text: str, staged: bool) -> tuple[float, dic
     loss = engine.forward_backward(make_batch(job, 0)).item()
     gradients = {name: full_tensor(gradient).numpy() for name, gradient in engine.gradients().items()}
     engine.step(1e-3, engine.gradient_norm())
-    engine.weights.ready()
+    engine.weights.wait_params()
     weights = {f"new {name}": full_tensor(weight).numpy() for name, weight in engine.parameters().items()}
     return loss, gradients | weights
 

@@ -14,7 +14,7 @@ from fivefold.job.config import Job
 from fivefold.launch.processes import RankError
 from fivefold.layout.stages import schedule_of, stages_of
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.traffic import SPACES, given_to, group_of, kind_of
+from fivefold.parallel.traffic import SPACES, group_of, kind_of, named_args
 from fivefold.schedules.actions import BACKWARD, FORWARD, INPUT_GRAD, Action
 from fivefold.trainer.engine import Engine
 from fivefold.verifier.cases import make_batch
@@ -46,7 +46,7 @@ class Order(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in SPACES and kind_of(func) is not None:
-            name = group_of(given_to(func, args, kwargs)).group_name
+            name = group_of(named_args(func, args, kwargs)).group_name
             if name in self.names:
                 self.calls.append((self.action, self.names[name]))
         return func(*args, **(kwargs or {}))
@@ -62,13 +62,13 @@ def both_ways(rank: int, world: int, layout: str) -> tuple[list[float], list[dic
     order.names = {mesh.ep.group_name: "ep", mesh.backward_ep.group_name: "back"}
     losses, gradients, calls = [], [], []
     for in_turns in (True, False):
-        engine.pipeline.in_turns, order.calls = in_turns, []
+        engine.pipeline.overlap_pairs, order.calls = in_turns, []
         with order:
             losses.append(engine.forward_backward(make_batch(one, 0)).item())
         gradients.append({name: m.grad.clone() for name, m in engine.weights.masters.items() if m.grad is not None})
         calls.append(order.calls)
         engine.weights.sync_params()
-        engine.weights.ready()
+        engine.weights.wait_params()
     return losses, gradients, calls
 
 

@@ -6,9 +6,9 @@ from torch import Tensor
 from fivefold.job.config import Job
 from fivefold.layout.layout import Layout
 from fivefold.model.decoder import Decoder
-from fivefold.model.head import Targets
 from fivefold.model.init import initialise
 from fivefold.model.layers import TokenPositions
+from fivefold.model.linear_cross_entropy import Targets
 from fivefold.parallel.mesh import Mesh
 from fivefold.verifier.cases import make_batch
 from fivefold.verifier.compare import bound_of
@@ -23,7 +23,7 @@ def one_by_one(case: Job) -> dict[str, list[Tensor]]:
     """The gradients of each microbatch by itself, as the plain decoder makes them in bfloat16."""
     model = Decoder(case.model).double()
     initialise(model, case.model, case.train.seed)
-    exact = {one.name for one in case.model.parameters() if one.exact}
+    exact = {one.name for one in case.model.parameters() if one.full_precision}
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(torch.float32 if name in exact else torch.bfloat16)
     batch = make_batch(case, 0)

@@ -11,8 +11,8 @@ from torch.distributed import pipelining as theirs
 from fivefold.layout.layout import Layout
 from fivefold.layout.stages import stages_of
 from fivefold.model.decoder import Decoder
-from fivefold.model.head import loss_sum
 from fivefold.model.layers import TokenPositions
+from fivefold.model.linear_cross_entropy import loss_sum
 from fivefold.parallel.mesh import Mesh
 from fivefold.trainer.engine import Engine
 from fivefold.verifier.cases import make_batch

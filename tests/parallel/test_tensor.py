@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 from fivefold.layout.layout import Layout
 from fivefold.layout.sharding import chunk
 from fivefold.model.decoder import Decoder
-from fivefold.model.head import Targets, loss_sum
 from fivefold.model.init import initialise
 from fivefold.model.layers import TokenPositions
+from fivefold.model.linear_cross_entropy import Targets, loss_sum
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.tensor import TensorParallel
 from fivefold.spec.model import ModelSpec
@@ -70,7 +70,7 @@ def parallel(spec: ModelSpec, layout: Layout) -> tuple[Decoder, TensorParallel]:
     for name, parameter in list(model.named_parameters()):
         owner, _, kind = name.rpartition(".")
         module, value = model.get_submodule(owner), unsharded[name].detach()
-        dim = ops.held[name].tp.dim
+        dim = ops.local_params[name].tp.dim
         if dim is not None:
             local = chunk(value.shape[dim], mesh.tp.size, mesh.tp.rank)
             value = value.narrow(dim, local.start, len(local)).contiguous()

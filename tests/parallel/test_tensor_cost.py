@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.layout.layout import Layout
-from fivefold.model.head import Targets
+from fivefold.model.linear_cross_entropy import Targets
 from fivefold.spec.presets import preset
 from tests.parallel.test_tensor import B, S, data, parallel
 from tests.parallel.zero.world import each

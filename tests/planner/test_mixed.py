@@ -104,7 +104,9 @@ def test_auto_with_tp_keeps_whole_backward_passes_where_halves_cost_more() -> No
     assert footprints(made)[0].total == pytest.approx(footprints(plain)[0].total, rel=0.02)
 
 
-@pytest.mark.parametrize("name", [name for name, record in CATALOGUE.items() if record.planned or record.weighs])
+@pytest.mark.parametrize(
+    "name", [name for name, record in CATALOGUE.items() if record.planned or record.uses_stage_times]
+)
 def test_every_schedule_is_planned_over_unlike_nodes(name: str) -> None:
     case = Case(SMALL, Layout(), Cluster.parse("2xH100+2xA100"), 2048, 16)
     found = search(case, top=3, schedule=name, tp=1, cp=1)

@@ -63,9 +63,9 @@ def narrow(rank: int, world: int) -> list[tuple[int, float]]:
         tied = ["model.tied=true", f"layout={layout}", "train.batch=2", "train.dtype=bfloat16"]
         job = read_job(None, [*SMALL, *tied])
         engine = Engine(job, Mesh.of(job.layout, torch.device("cpu")))
-        local_grads = engine.weights.local_grads  # type: ignore[attr-defined]
-        local_grads.low_precision = True
-        for master in local_grads.masters.values():
+        unreduced_grads = engine.weights.unreduced_grads  # type: ignore[attr-defined]
+        unreduced_grads.accepts_low_precision = True
+        for master in unreduced_grads.masters.values():
             master.grad_dtype = None
         engine.forward_backward(make_batch(job, 0))
         coords = RankCoords.of(job.layout, rank)

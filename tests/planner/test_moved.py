@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from fivefold.cost.stack import MOVED, ON_CPUS
 from fivefold.job.config import read_job
-from fivefold.model import attention
+from fivefold.model.rope import apply_rotary
 from fivefold.parallel.mesh import Mesh
 from fivefold.trainer.engine import Engine
 from fivefold.verifier.cases import plain_batch
@@ -44,7 +44,7 @@ def rows() -> Tensor:
 def turned(x: Tensor) -> Tensor:
     heads = x.unflatten(-1, (16, -1)).transpose(1, 2)
     angles = torch.ones(1, 1, ROWS, WIDTH // 32)
-    return attention.rotate(heads, angles, angles)
+    return apply_rotary(heads, angles, angles)
 
 
 @pytest.mark.parametrize(

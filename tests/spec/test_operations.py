@@ -4,7 +4,7 @@ import pytest
 
 from fivefold.layout.layout import Layout
 from fivefold.layout.rules import tp_fits
-from fivefold.layout.sharding import held
+from fivefold.layout.sharding import local_params
 from fivefold.spec.operations import block, head
 from fivefold.spec.presets import PRESETS, preset
 
@@ -14,7 +14,7 @@ def test_a_rank_multiplies_with_the_weights_that_it_holds(name: str) -> None:
     """Where ranks outnumber the kv heads they hold all of k and v, and use one head."""
     spec = preset(name)
     for tp in (tp for tp in (1, 2, 3, 4, 8, 16) if tp_fits(spec, tp)):
-        mine, repeated = held(spec, Layout(tp=tp)), max(1, tp // spec.kv_heads)
+        mine, repeated = local_params(spec, Layout(tp=tp)), max(1, tp // spec.kv_heads)
         for one in block(spec, tp).matmuls:
             weight = mine[f"layers.{spec.layers - 1}.{one.branch}.{one.name}.weight"]
             rows, columns = weight.shape

@@ -14,9 +14,9 @@ from fivefold.data.batch import Batch
 from fivefold.job.config import Job, to_toml
 from fivefold.job.preflight import preflight
 from fivefold.model.decoder import Decoder
-from fivefold.model.dispatch import Router
 from fivefold.model.init import initialise
 from fivefold.model.layers import TokenPositions
+from fivefold.model.router import Router
 from fivefold.parallel.mesh import Mesh
 from fivefold.spec.presets import preset
 from fivefold.support.errors import UserError
@@ -92,7 +92,7 @@ def test_tokens_without_loss_count_and_what_fills_a_batch_up_is_not_routed(token
 
     def watched(scores: torch.Tensor) -> torch.Tensor:
         seen.append(len(scores))
-        return router.best(scores)
+        return router.top_k(scores)
 
     router.choose = watched
     ids = torch.arange(30).view(3, 10)
@@ -187,7 +187,7 @@ def on_ranks(rank: int, world: int, job: Job) -> tuple[list[Load | None], dict[s
     def watched(router: Router, scores: torch.Tensor) -> torch.Tensor:
         nonlocal routed
         routed += len(scores)
-        return router.best(scores)
+        return router.top_k(scores)
 
     for router in routers(made.engine.stages.values()).values():
         router.choose = partial(watched, router)

@@ -42,9 +42,9 @@ def job(layout: str, spec: ModelSpec | None = None, dtype: str = "float64", **tr
 def small_buckets() -> None:
     """Not a bug: a bucket for each unit of the decoder."""
     from fivefold.parallel.fsdp import FullySharded
-    from fivefold.parallel.replicated import Replicated
+    from fivefold.parallel.zero import ZeroBuckets
 
-    for kind in (FullySharded, Replicated):
+    for kind in (FullySharded, ZeroBuckets):
         defaults = kind.__init__.__kwdefaults__
         assert "minimum" in defaults
         defaults["minimum"] = 1
@@ -74,20 +74,20 @@ def mean_of_means() -> None:
 def norms_are_not_summed_over_tp() -> None:
     from fivefold.parallel.buckets import Bucket
 
-    Bucket.sum_over_others = lambda self: None  # type: ignore[method-assign]
+    Bucket.reduce_extra_axis = lambda self: None  # type: ignore[method-assign]
 
 
 def gradients_are_divided_by_cp() -> None:
-    from fivefold.parallel.replicated import Replicated
+    from fivefold.parallel.zero import ZeroBuckets
 
-    finish = Replicated.finish_grad_sync
+    finish = ZeroBuckets.finish_grad_sync
 
     def divide(self: Any) -> None:
         finish(self)
         for master in self.masters.values():
             master.grad /= self.mesh.cp.size
 
-    Replicated.finish_grad_sync = divide  # type: ignore[method-assign]
+    ZeroBuckets.finish_grad_sync = divide  # type: ignore[method-assign]
 
 
 def latents_are_not_summed_over_tp() -> None:

@@ -69,9 +69,9 @@ def nothing() -> AbstractContextManager[Any]:
 
 def _after_finish(change: Callable[[Any, str, Any], None]) -> AbstractContextManager[Any]:
     """Change the gradients of experts, when they are complete."""
-    from fivefold.parallel.replicated import Replicated
+    from fivefold.parallel.zero import ZeroBuckets
 
-    finish = Replicated.finish_grad_sync
+    finish = ZeroBuckets.finish_grad_sync
 
     def changed(self: Any) -> None:
         finish(self)
@@ -79,7 +79,7 @@ def _after_finish(change: Callable[[Any, str, Any], None]) -> AbstractContextMan
             if one.parameter.experts:
                 change(self, name, self.masters[name].grad)
 
-    return patch.object(Replicated, "finish_grad_sync", changed)
+    return patch.object(ZeroBuckets, "finish_grad_sync", changed)
 
 
 def gradients_are_divided_by_ep() -> AbstractContextManager[Any]:
@@ -93,17 +93,17 @@ def gradients_are_multiplied_by_ep() -> AbstractContextManager[Any]:
 def experts_are_reduced_over_the_dense_group() -> AbstractContextManager[Any]:
     from fivefold.parallel.weights import Weights
 
-    return patch.object(Weights, "fsdp", lambda self, one: self.mesh.fsdp)
+    return patch.object(Weights, "fsdp_axis_of", lambda self, one: self.mesh.fsdp)
 
 
 def the_router_is_not_summed_over_tp() -> AbstractContextManager[Any]:
     from fivefold.parallel.buckets import Bucket
 
-    return patch.object(Bucket, "sum_over_others", lambda self: None)
+    return patch.object(Bucket, "reduce_extra_axis", lambda self: None)
 
 
 def the_router_is_detached() -> AbstractContextManager[Any]:
-    from fivefold.model.dispatch import Router
+    from fivefold.model.router import Router
 
     forward = Router.forward
 
@@ -235,8 +235,8 @@ def losses_are_dropped_but_on_the_last_stage() -> AbstractContextManager[Any]:
 
 
 def a_recomputation_counts_the_load() -> AbstractContextManager[Any]:
-    from fivefold.model.dispatch import Router
     from fivefold.model.recompute import is_recomputing
+    from fivefold.model.router import Router
 
     forward = Router.forward
 
@@ -250,8 +250,8 @@ def a_recomputation_counts_the_load() -> AbstractContextManager[Any]:
 
 
 def the_bias_moves_with_every_microbatch() -> AbstractContextManager[Any]:
-    from fivefold.model.dispatch import Router
     from fivefold.model.moe import update_expert_bias
+    from fivefold.model.router import Router
 
     forward = Router.forward
 
@@ -268,20 +268,20 @@ def the_bias_moves_with_every_microbatch() -> AbstractContextManager[Any]:
 
 
 def an_expert_is_chosen_twice() -> AbstractContextManager[Any]:
-    from fivefold.model.dispatch import Router
+    from fivefold.model.router import Router
 
-    best = Router.best
+    best = Router.top_k
 
     def twice(self: Any, scores: Any) -> Any:
         chosen = best(self, scores)
         return chosen[:, :1].expand_as(chosen).contiguous()
 
-    return patch.object(Router, "best", twice)
+    return patch.object(Router, "top_k", twice)
 
 
 def tokens_are_weighted_before_the_experts() -> AbstractContextManager[Any]:
     """Of a model whose tokens visit one expert each."""
-    from fivefold.parallel.experts import AllToAllDispatch
+    from fivefold.parallel.token_dispatch import AllToAllDispatch
 
     run = AllToAllDispatch.run
 
@@ -292,7 +292,7 @@ def tokens_are_weighted_before_the_experts() -> AbstractContextManager[Any]:
 
 
 def every_tp_rank_routes_all_tokens() -> AbstractContextManager[Any]:
-    from fivefold.parallel.experts import SlicedDispatch
+    from fivefold.parallel.token_dispatch import SlicedDispatch
 
     make = SlicedDispatch.__init__
 
@@ -305,7 +305,7 @@ def every_tp_rank_routes_all_tokens() -> AbstractContextManager[Any]:
 
 def a_rank_without_tokens_stays_away() -> None:
     """A hook, not a patch: the others wait for it."""
-    from fivefold.parallel.experts import AllToAllDispatch
+    from fivefold.parallel.token_dispatch import AllToAllDispatch
 
     run = AllToAllDispatch.run
 

@@ -276,15 +276,14 @@ def test_a_rank_without_tokens_that_stays_away_is_a_hang_with_a_name(judge: Judg
     assert not verdict.passed
     assert verdict.problems[0].startswith("rank 0 gave no answer within 20 s")
     assert verdict.problems[0].endswith("with it hang 1")
-    assert "parallel/experts.py" in verdict.details  # where it waits for the one that is away
+    assert "parallel/token_dispatch.py" in verdict.details  # where it waits for the one that is away
 
 
 # ---- the reference ---------------------------------------------------------------------------------------------------
 
 
 def test_the_reference_has_nothing_of_the_experts_that_it_judges(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fivefold.model import dispatch, grouped
-    from fivefold.model import dispatch as router
+    from fivefold.model import dispatch, grouped, router
     from fivefold.model import moe as mixture
 
     tree = ast.parse(Path(fivefold.verifier.reference.__file__).read_text())

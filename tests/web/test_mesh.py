@@ -8,7 +8,7 @@ import fivefold as ff
 from fivefold.cost.traffic import layer_collectives
 from fivefold.layout.layout import Layout
 from fivefold.layout.sharding import context_share, kv_head, part_of
-from fivefold.layout.sharding import held as parameters
+from fivefold.layout.sharding import local_params as parameters
 from fivefold.layout.stages import stages_of
 from fivefold.planner.pictures import mesh
 from fivefold.spec.presets import preset

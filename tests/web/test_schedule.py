@@ -12,7 +12,7 @@ from fivefold.web.question import Ask
 from fivefold.web.report import answered_view
 from fivefold.web.schedule import FINE, every, heavy, made, payload
 
-FAST = [name for name, one in CATALOGUE.items() if not one.weighs]
+FAST = [name for name, one in CATALOGUE.items() if not one.uses_stage_times]
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -35,7 +35,7 @@ from fivefold.launch.processes import Rank
 from fivefold.layout.layout import Layout
 from fivefold.layout.stages import stages_of
 from fivefold.model.decoder import Decoder
-from fivefold.model.hf_names import sources, style_in
+from fivefold.model.hf_names import expert_format_in, sources
 from fivefold.model.init import init_param, initialise
 from fivefold.model.layers import TokenPositions
 from fivefold.model.ops import LocalOps
@@ -139,7 +139,7 @@ class FivefoldSystem:
         """Take a training step; return its loss."""
         loss = self.engine.forward_backward(self.batch)
         self.engine.step(RATE, self.engine.gradient_norm())
-        self.engine.weights.ready()
+        self.engine.weights.wait_params()
         return loss.item()
 
     @property
@@ -228,12 +228,12 @@ class HuggingFaceSystem(Loop):
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings), dtype=DTYPES[job.train.dtype])
         weights = model.state_dict()
-        style = style_in(job.model, weights)
+        expert_format = expert_format_in(job.model, weights)
         for parameter in job.model.parameters():  # ours, so that its first loss is ours, too
             full = torch.empty(parameter.shape, dtype=DTYPES[job.train.dtype], device=device)
             init_param(job.model, parameter, full, job.train.seed)
-            for home in sources(job.model, parameter, style):
-                home.ours(weights[home.name]).copy_(full[home.rows.start : home.rows.stop])
+            for source in sources(job.model, parameter, expert_format):
+                source.view_of(weights[source.name]).copy_(full[source.rows.start : source.rows.stop])
         self.called = torch.compile(model) if compiles(job.train, device) else model
         super().__init__(model, part, job, rate=rate)
 

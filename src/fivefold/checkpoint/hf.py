@@ -30,7 +30,7 @@ from fivefold.job.config import Dtype, Job, RunConfig
 from fivefold.job.fine_tuning import SOURCE, tuned
 from fivefold.job.recipes import written
 from fivefold.layout.sharding import chunk
-from fivefold.model.hf_names import BALANCE, TensorSource, sources, style_of, tensors
+from fivefold.model.hf_names import EXPERT_BIAS, TensorSource, expert_format_of, sources, tensors
 from fivefold.spec.hf import HF_CONFIG, kept_settings, no_tokens, to_hf_config
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import Parameter
@@ -160,12 +160,12 @@ def export_hf(
     before, run = imported_config(checkpoint), run_of(checkpoint)
     own: dict[str, Any] = {"bos_token_id": None, "eos_token_id": end} if before is None else kept_settings(before)
     config = to_hf_config(spec, dtype) | own
-    homes: dict[str, list[_Part]] = {}
+    by_tensor: dict[str, list[_Part]] = {}
     for parameter in tensors(spec):
-        for source in sources(spec, parameter, style_of(config["model_type"])):
-            homes.setdefault(source.name, []).append((parameter, source))
-    sizes = [math.prod(source.shape(param)) * kind.itemsize for ((param, source), *_) in homes.values()]
-    groups = list(_cut(list(homes.values()), sizes, limit))
+        for source in sources(spec, parameter, expert_format_of(config["model_type"])):
+            by_tensor.setdefault(source.name, []).append((parameter, source))
+    sizes = [math.prod(source.shape(param)) * kind.itemsize for ((param, source), *_) in by_tensor.values()]
+    groups = list(_cut(list(by_tensor.values()), sizes, limit))
     half = out.with_name(f".{out.name}-{uuid.uuid4().hex}")
     with whole_or_nothing(out):
         try:
@@ -226,10 +226,10 @@ def _cut(items: list[T], sizes: list[int], limit: int) -> Iterator[list[T]]:
 def _read(checkpoint: Checkpoint, parts: list[_Part], dtype: torch.dtype) -> Tensor:
     """A tensor of theirs, made of its parts."""
     (parameter, source), *_ = parts
-    theirs = torch.empty(source.shape(parameter), dtype=torch.float32 if source.name.endswith(BALANCE) else dtype)
+    theirs = torch.empty(source.shape(parameter), dtype=torch.float32 if source.name.endswith(EXPERT_BIAS) else dtype)
     for parameter, source in parts:
         box = (source.rows, *(range(size) for size in parameter.shape[1:]))
         rows = torch.empty([len(side) for side in box])
         load(checkpoint, {model_key(parameter.name): Shard.of(rows, parameter.shape, box)})
-        source.ours(theirs).copy_(rows)
+        source.view_of(theirs).copy_(rows)
     return theirs

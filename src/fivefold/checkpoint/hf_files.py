@@ -18,7 +18,7 @@ from fivefold.checkpoint.hf_extras import own_file
 from fivefold.checkpoint.shards import Pieces
 from fivefold.checkpoint.tensors import MODEL
 from fivefold.layout.sharding import Box
-from fivefold.model.hf_names import BLOCK_SCALES, BLOCKS, TensorSource, sources, style_in, tensors
+from fivefold.model.hf_names import BLOCK_SCALES, BLOCKS, TensorSource, expert_format_in, sources, tensors
 from fivefold.spec.hf import read_hf_config
 from fivefold.spec.operations import Parameter
 from fivefold.support.errors import UserError
@@ -109,9 +109,9 @@ class HuggingFace:
             )
         self.open: dict[Path, Any] = {}
         self.kinds = Counter[str]()  # numbers of each kind, in the files' words
-        style = style_in(self.spec, self.files)
+        expert_format = expert_format_in(self.spec, self.files)
         held = tensors(self.spec)
-        self.homes = {parameter.name: list(sources(self.spec, parameter, style)) for parameter in held}
+        self.sources = {parameter.name: list(sources(self.spec, parameter, expert_format)) for parameter in held}
         problems = [problem for parameter in held if (problem := self._misfit(parameter))]
         if left := self._left(self.settings.get("num_nextn_predict_layers")):
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
@@ -121,7 +121,7 @@ class HuggingFace:
 
     def _left(self, further: object) -> list[str]:
         """Tensors that nothing reads, but for those of layers that predict `further` tokens than the next."""
-        used = {name for homes in self.homes.values() for home in homes if (name := self._name(home))}
+        used = {name for found in self.sources.values() for source in found if (name := self._name(source))}
         used |= {beside for name in used if (beside := self._scales(name))}
         beyond = range(self.spec.layers, self.spec.layers + (further if isinstance(further, int) else 0))
         left = sorted(name for name in set(self.files) - used if not _NEEDLESS.search(name))
@@ -130,24 +130,24 @@ class HuggingFace:
     def _misfit(self, parameter: Parameter) -> str | None:
         """The first thing that is wrong with a parameter's tensors."""
         seen = set[str]()
-        for home in self.homes[parameter.name]:
-            name = self._name(home)
+        for source in self.sources[parameter.name]:
+            name = self._name(source)
             if name is None:
                 shape = list(parameter.shape)
-                return f"{self.directory} has no tensor {home.name} (our {parameter.name}, shape {shape})"
-            if name not in seen and (problem := self._misshapen(parameter, home, name)):
+                return f"{self.directory} has no tensor {source.name} (our {parameter.name}, shape {shape})"
+            if name not in seen and (problem := self._misshapen(parameter, source, name)):
                 return problem
             seen.add(name)
         return None
 
-    def _misshapen(self, parameter: Parameter, home: TensorSource, name: str) -> str | None:
+    def _misshapen(self, parameter: Parameter, source: TensorSource, name: str) -> str | None:
         file, beside = self.files[name].name, self._scales(name)
         try:
             lies = self._slice(name)
             scales = tuple(self._slice(beside).get_shape()) if beside else None
         except SafetensorError:
             return f"{INDEX} lists tensor {name} in {self.files[name]}, which does not have it"
-        kind, shape, wanted = lies.get_dtype(), tuple(lies.get_shape()), home.shape(parameter)
+        kind, shape, wanted = lies.get_dtype(), tuple(lies.get_shape()), source.shape(parameter)
         self.kinds[kind] += math.prod(shape)
         right: tuple[int, ...] | None = None
         if name.endswith(BLOCKS) and kind == "U8":
@@ -164,10 +164,10 @@ class HuggingFace:
             return f"tensor {name} of {file} is of {kind} with {has}, but config.json expects {needs}"
         return None
 
-    def _name(self, home: TensorSource) -> str | None:
+    def _name(self, source: TensorSource) -> str | None:
         """As the files spell it: a model without its head is saved without the first word of its names."""
-        short = home.name.partition(".")[2]
-        return next((name for name in (home.name, short) if name in self.files), None)
+        short = source.name.partition(".")[2]
+        return next((name for name in (source.name, short) if name in self.files), None)
 
     def _scales(self, name: str) -> str | None:
         """The tensor with the scales of a quantised one."""
@@ -183,22 +183,22 @@ class HuggingFace:
     def read(self, name: str, box: Box) -> Tensor:
         """A box of our parameter. Of experts no other's numbers are read, and of the rest no others at all, where they
         lie in their tensor as they do in ours."""
-        parts = [part for home in self.homes[name] if (part := self._part(home, box)) is not None]
+        parts = [part for source in self.sources[name] if (part := self._part(source, box)) is not None]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _part(self, home: TensorSource, box: Box) -> Tensor | None:
-        """What a home has of a box; None: nothing."""
-        rows = range(max(box[0].start, home.rows.start), min(box[0].stop, home.rows.stop))
-        if not rows and len(home.rows):
+    def _part(self, source: TensorSource, box: Box) -> Tensor | None:
+        """The part of a box that a source has; None: nothing."""
+        rows = range(max(box[0].start, source.rows.start), min(box[0].stop, source.rows.stop))
+        if not rows and len(source.rows):
             return None
-        own = (slice(rows.start - home.rows.start, rows.stop - home.rows.start),
+        own = (slice(rows.start - source.rows.start, rows.stop - source.rows.start),
                *(slice(side.start, side.stop) for side in box[1:]))  # fmt: skip
-        name = self._name(home)
+        name = self._name(source)
         assert name is not None
-        at = (slice(home.expert, home.expert + 1),) if home.stack else ()
-        if home.transposed or home.parts > 1:
+        at = (slice(source.expert_index, source.expert_index + 1),) if source.expert_dim else ()
+        if source.transposed or source.slots > 1:
             numbers = self._numbers(name, (*at, *[slice(None)] * len(box)))
-            return home.of_matrix(numbers[0] if at else numbers)[own].contiguous()
+            return source.view_of_matrix(numbers[0] if at else numbers)[own].contiguous()
         part = self._numbers(name, (*at, *own))
         return part[0] if at else part
 

@@ -19,7 +19,7 @@ from fivefold.launch import faults
 from fivefold.launch.heartbeat import beat, enter
 from fivefold.launch.host import for_files, side_by_side
 from fivefold.layout.layout import Layout
-from fivefold.layout.sharding import Box, held
+from fivefold.layout.sharding import Box, local_params
 from fivefold.layout.stages import stages_of
 from fivefold.parallel.control import Control
 from fivefold.spec.model import ModelSpec
@@ -237,7 +237,7 @@ def boxes_of(spec: ModelSpec, layout: Layout, seq: int) -> list[dict[str, Box]]:
         shares = {axis: (layout.size(axis), layout.position(axis, rank)) for axis in ("fsdp", "efsdp")}
         here = [stage for stage in stages if owner[stage.index] == pp]
         local: dict[str, Box] = {}
-        for name, shard in held(spec, layout, tp, ep).items():
+        for name, shard in local_params(spec, layout, tp, ep).items():
             box = shard.share(*shares[shard.fsdp_axis]) if layout.zero else shard.box
             holds = any(stage.holds(shard.parameter) for stage in here)
             if holds and all(map(len, box)) and (name, box) not in taken:

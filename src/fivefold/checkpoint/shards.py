@@ -114,5 +114,5 @@ def _pieces(names: Iterable[str], weights: Weights, shapes: Shapes, optimizer: O
         states = optimizer.states[name] if optimizer is not None else {}
         for kind, tensor in ({MODEL: weights.masters[name].detach()} | states).items():
             if tensor.numel():
-                pieces[f"{kind}.{name}"] = Shard.of(tensor, shapes[name], weights.block(name))
+                pieces[f"{kind}.{name}"] = Shard.of(tensor, shapes[name], weights.master_box(name))
     return pieces

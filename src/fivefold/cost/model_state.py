@@ -24,7 +24,7 @@ import msgspec
 
 from fivefold.job.config import Job
 from fivefold.layout.layout import Layout
-from fivefold.layout.sharding import held
+from fivefold.layout.sharding import local_params
 from fivefold.layout.stages import stages_of
 from fivefold.optim.adamw import AdamW
 from fivefold.optim.base import OptimizerConfig
@@ -141,7 +141,7 @@ def state_of(
     # An embedding that first and last stage share on one rank counts once.
     here = [
         param
-        for param in held(spec, layout, tp, ep).values()
+        for param in local_params(spec, layout, tp, ep).values()
         if any(stage.holds(param.parameter) for stage in own_stages)
     ]
     states_of = []
@@ -149,7 +149,7 @@ def state_of(
         parts = [
             param
             for param in here
-            if param.fsdp_axis == axis and (rounded.master > 0 and param.parameter.exact) == exact
+            if param.fsdp_axis == axis and (rounded.master > 0 and param.parameter.full_precision) == exact
         ]
         ranks, each = layout.size(axis), unrounded if exact else rounded
         full = sum(param.size for param in parts)

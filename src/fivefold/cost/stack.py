@@ -213,7 +213,7 @@ FIVEFOLD = SoftwareProfile(
     step_bytes=7,  # the norm, 4 at less than a stream's pace, and the model's copy of the weight, 2
     overlap=Overlap(tp_backward=1, cp=1, zero=1, dp=1, pp=1, ep=1),
     # Of those it has, the ones worth trying; those that are made for their stages, where these are unequal.
-    schedules=tuple(record.name for record in RECORDS if record.planned or record.weighs),
+    schedules=tuple(record.name for record in RECORDS if record.planned or record.uses_stage_times),
     host=0.9,  # 0.86 to 1.27 ms on the hosts of five H200s
     accumulate_bytes=8.0,  # a bf16 gradient widened by itself, 6 at three quarters of a stream's pace
     # Per logit, compiled: read for its exponential, read again for the slope, which is written; both a little slow.

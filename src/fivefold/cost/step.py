@@ -158,14 +158,14 @@ class Case:
     def schedule(self, microbatches: int = 0) -> Schedule:
         """What the ranks do, in which order. On unlike nodes `auto` is made for the seconds of their stages."""
         layout, m = self.layout, microbatches or self.layout.microbatches
-        if self.groups and layout.record.weighs and layout.pp > 1:
+        if self.groups and layout.record.uses_stage_times and layout.pp > 1:
             return _made_for(layout.record, layout.pp, m, self.durations)
         return schedule_of(self.spec, layout, self.seq, m)
 
     @property
     def splits(self) -> bool:
         """Whether backward passes are in two halves. `auto` may have found that whole ones are quicker."""
-        if self.groups and self.layout.record.weighs:
+        if self.groups and self.layout.record.uses_stage_times:
             return self.schedule().splits
         return self.layout.splits_backward
 
@@ -329,7 +329,9 @@ def costs(case: Case, passes: list[PassTimes]) -> Costs:
     f, i = (tuple(stage[at].total + held for stage in passes) for at in (0, 1))
     w = tuple(stage.weights.total for stage in passes)
     b = tuple(x + y for x, y in zip(i, w, strict=True))
-    if case.layout.record.weighs:  # where no backward pass is split, tp has the weights' gradients to hide behind
+    if (
+        case.layout.record.uses_stage_times
+    ):  # where no backward pass is split, tp has the weights' gradients to hide behind
         b = tuple(stage.inputs.total + stage.weights.total + held for stage in stage_passes(unsplit(case)))
     ones = tuple(1.0 / case.layout.chunks for _ in passes)
     halves = _halves(case, held) if pairs_overlap(case) else ()

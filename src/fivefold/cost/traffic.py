@@ -23,7 +23,7 @@ from fivefold.cost.collective_time import Kind, Traffic, total, wire
 from fivefold.cost.model_state import BYTES, wide_bytes
 from fivefold.cost.routing import Rows, even_rows
 from fivefold.layout.layout import Layout
-from fivefold.layout.sharding import MINIMUM, Grouping, LocalParam, buckets, held
+from fivefold.layout.sharding import MINIMUM, Grouping, LocalParam, buckets, local_params
 from fivefold.layout.stages import Stage, schedule_of, stages_of
 from fivefold.spec.model import ModelSpec
 
@@ -86,7 +86,7 @@ class _Inputs:
         stages = stages_of(spec, layout, seq)
         if splits_backward is None:
             splits_backward = layout.splits_backward
-            if layout.record.weighs:  # `auto` splits backward passes or not, by the costs of its stages
+            if layout.record.uses_stage_times:  # `auto` splits backward passes or not, by the costs of its stages
                 splits_backward = schedule_of(spec, layout, seq).splits
         return cls(
             spec=spec,
@@ -107,7 +107,7 @@ class _Inputs:
 
     @property
     def mixed_precision(self) -> bool:
-        """Whether weights are rounded to the compute dtype. Parameters that are `exact` never are."""
+        """Whether weights are rounded to the compute dtype. Parameters that are `full_precision` never are."""
         return self.compute_bytes < self.accum_bytes
 
     @property
@@ -122,7 +122,7 @@ class _Inputs:
 
     def stage_params(self) -> Iterator[list[LocalParam]]:
         """The parameters of each stage. An embedding that first and last stage share on one rank is the first's."""
-        params, seen = held(self.spec, self.layout, self.coords.tp, self.coords.ep), set[str]()
+        params, seen = local_params(self.spec, self.layout, self.coords.tp, self.coords.ep), set[str]()
         for stage in self.stages:
             names = [name for name in stage.names(self.spec) if name not in seen]
             seen.update(names)
@@ -246,9 +246,9 @@ def _zero_0_to_2(inputs: _Inputs, layer: int | None = None) -> Iterator[_Collect
         groups = buckets(
             params,
             minimum=inputs.min_bucket_elements,
-            split=inputs.splits_backward,
-            shared=inputs.tied_across_stages,
-            narrow=layout.zero > 0 and inputs.mixed_precision,
+            split_backward=inputs.splits_backward,
+            separate_tied=inputs.tied_across_stages,
+            low_precision=layout.zero > 0 and inputs.mixed_precision,
         )
         for bucket in groups:
             if layer is not None and layer not in bucket.units:
@@ -258,13 +258,13 @@ def _zero_0_to_2(inputs: _Inputs, layer: int | None = None) -> Iterator[_Collect
             if zero == 0:
                 yield _CollectiveRow(axis, "all-reduce", 1, bucket.size() * accum_bytes)
             else:
-                weight_bytes = accum_bytes if bucket.exact else compute_bytes
+                weight_bytes = accum_bytes if bucket.full_precision else compute_bytes
                 reductions = layout.microbatches if zero == 2 else 1
                 yield _CollectiveRow(axis, "reduce-scatter", reductions, bucket.padded(ranks) * accum_bytes)
                 yield _CollectiveRow(axis, "all-gather", 1, bucket.padded(ranks) * weight_bytes)
             shard_elements = bucket.padded(ranks) // ranks if zero else bucket.size()
             yield _CollectiveRow("tp", "all-reduce", int(bucket.partial), shard_elements * accum_bytes)
-            yield _CollectiveRow("embedding", "all-reduce", int(bucket.shared), shard_elements * accum_bytes)
+            yield _CollectiveRow("embedding", "all-reduce", int(bucket.tied), shard_elements * accum_bytes)
 
 
 def _zero_3(inputs: _Inputs) -> Iterator[_CollectiveRow]:
@@ -284,7 +284,7 @@ def _zero_3(inputs: _Inputs) -> Iterator[_CollectiveRow]:
         gathered: Counter[tuple[str, int | None]] = Counter()  # elements of a shard, by axis and layer
         reduced: Counter[tuple[str, int | None]] = Counter()
         for param in params:
-            if inputs.mixed_precision and param.parameter.exact:
+            if inputs.mixed_precision and param.parameter.full_precision:
                 continue
             ranks, unit = layout.size(param.fsdp_axis), (param.fsdp_axis, param.parameter.layer)
             gathered[unit] += param.share_size(ranks)
@@ -304,20 +304,20 @@ def _zero_3(inputs: _Inputs) -> Iterator[_CollectiveRow]:
         groups = buckets(
             params,
             minimum=inputs.min_bucket_elements,
-            split=inputs.splits_backward,
-            narrow=inputs.mixed_precision,
+            split_backward=inputs.splits_backward,
+            low_precision=inputs.mixed_precision,
         )
         for bucket in groups:
-            if bucket.late or bucket.exact:
+            if bucket.deferred or bucket.full_precision:
                 yield from _bucket_beside_units(inputs, bucket)
 
 
 def _bucket_beside_units(inputs: _Inputs, bucket: Grouping) -> Iterator[_CollectiveRow]:
-    """Gradients that ZeRO 3 reduces by buckets: of deferred linears, or in full precision (`exact`)."""
+    """Gradients that ZeRO 3 reduces by buckets: of deferred linears, or in full precision (`full_precision`)."""
     layout, accum_bytes = inputs.layout, inputs.accum_bytes
     axis, ranks = bucket.fsdp_axis, layout.size(bucket.fsdp_axis)
-    shard_elements = bucket.size() if bucket.exact else bucket.padded(ranks) // ranks
-    if bucket.exact:
+    shard_elements = bucket.size() if bucket.full_precision else bucket.padded(ranks) // ranks
+    if bucket.full_precision:
         yield _CollectiveRow(axis, "all-reduce", 1, shard_elements * accum_bytes)
     else:
         yield _CollectiveRow(axis, "reduce-scatter", layout.microbatches, ranks * shard_elements * accum_bytes)

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from fivefold.cost.collective_time import Traffic
 from fivefold.data.batch import Batch
 from fivefold.job.config import Job
-from fivefold.model import head
+from fivefold.model import linear_cross_entropy
 from fivefold.model.dispatch import Host
 from fivefold.model.grouped import Groups
 from fivefold.parallel.mesh import Mesh
@@ -224,7 +224,7 @@ def _real_meshes() -> Iterator[None]:
 def _kernels_of_cuda() -> Iterator[None]:
     """CUDA has one kernel for an RMSNorm, which keeps its input; the CPU computes it in steps, and keeps each. And
     CUDA adds a product to a float32 sum without a copy of it in between."""
-    real, product = F.rms_norm, head.add_product
+    real, product = F.rms_norm, linear_cross_entropy.add_product
 
     def stand_in(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
         return _FusedNorm.apply(x, weight) if weight is not None else real(x, shape, weight, eps)
@@ -233,12 +233,12 @@ def _kernels_of_cuda() -> Iterator[None]:
         product = grad.T @ x  # counted, and not kept: the sum is
         return product.to(torch.float32) if total is None else total
 
-    head.add_product = sum_in_place
+    linear_cross_entropy.add_product = sum_in_place
     F.rms_norm = stand_in  # type: ignore[assignment]  # by name: recompute calls it again from autograd's own thread
     try:
         yield
     finally:
-        F.rms_norm, head.add_product = real, product
+        F.rms_norm, linear_cross_entropy.add_product = real, product
 
 
 class _FusedNorm(torch.autograd.Function):
@@ -338,7 +338,7 @@ def dry_run(job: Job, rank: int, kernels: Kernels = "cuda", imbalance: float = 1
             with ledger.moment("the optimizer"):
                 engine.step(1e-3, norm)
             with ledger.moment("new weights"):
-                engine.weights.ready()
+                engine.weights.wait_params()
         return RankRun(
             rank=rank,
             place=job.layout.coordinates(rank),

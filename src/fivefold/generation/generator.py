@@ -113,10 +113,10 @@ class Generator:
         else:
             theirs = HuggingFace(weights)
             theirs.fill(
-                tensors_of({name: buffer for name, buffer in self.network.buffers.items() if name in theirs.homes})
+                tensors_of({name: buffer for name, buffer in self.network.buffers.items() if name in theirs.sources})
             )
         self.network.weights.sync_params()
-        self.network.weights.ready()
+        self.network.weights.wait_params()
         for stage in self.network.stages.values():
             stage.eval()
 

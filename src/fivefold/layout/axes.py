@@ -1,13 +1,13 @@
-"""The axis table: which groups of ranks there are, what they are called, and which ranks form each of them.
+"""The axis table: all groups of ranks, their names, and the ranks that form each of them.
 
-A layout divides its ranks into a grid. Each degree (dp, pp, cp, tp) is one dimension of that grid, and `ORDER` numbers
+A layout arranges its ranks in a grid. Each degree (dp, pp, cp, tp) is one dimension of that grid, and `ORDER` numbers
 the ranks: tp varies fastest, so ranks that communicate most are neighbours within a node. An axis is a product of
 dimensions: `dp_cp` is dp x cp. Hybrid sharding divides dp once more, into `replicate` x `shard`.
 
-Experts factor the same ranks differently: `ep` deals them out over the ranks of a stage, dp x cp x tp, and these are
-`replicate` x `efsdp` x ep in that grid. A grid lists factors, slowest first; each factor is an attribute of the layout,
-and their product is the world. The readers of the table (the mesh, the traffic counter, the planner) take every axis
-that is in it; those of `EXPERT_AXES` only for a model that has experts.
+Experts factor the same ranks differently: the ranks of a stage, dp x cp x tp, are `replicate` x `efsdp` x `ep` in a
+second grid, and experts are sharded over `ep`. A grid lists factors, slowest first; each factor is an attribute of the
+layout, and their product is the world. The readers of the table (the mesh, the traffic counter, the planner) take every
+axis that is in it; those of `EXPERT_AXES` only for a model that has experts.
 
 To add an axis: a field and its place in `ORDER`, a line in `AXES`, and its name in the compound axes that it joins.
 """
@@ -139,11 +139,11 @@ class Axes(msgspec.Struct, frozen=True, kw_only=True):
     # ---- ranks -----------------------------------------------------------------------------------------------------
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank stands along each degree."""
+        """A rank's coordinate along each degree."""
         return {axis: rank // stride % getattr(self, axis) for axis, stride in self._strides(ORDER).items()}
 
     def place(self, rank: int) -> str:
-        """In words, of the degrees that have several ranks: 'dp 1, pp 0'."""
+        """A rank's coordinates as text, for degrees above one: 'dp 1, pp 0'."""
         return ", ".join(f"{axis} {at}" for axis, at in self.coordinates(rank).items() if getattr(self, axis) > 1)
 
     def rank(self, **coordinates: int) -> int:

@@ -58,7 +58,7 @@ class Layout(Axes, frozen=True, kw_only=True, forbid_unknown_fields=True):
     zero: int = 0  # what is sharded over dp x cp: 1 optimizer, 2 + gradients, 3 + parameters
     replicate: Degree = 1  # hybrid sharding: copies of the zero=3 shards, a divisor of dp
     sp: bool = False  # norms and residual sharded over the sequence, along tp
-    ep: Degree = 1  # ranks that experts are dealt out over, of the dp x cp x tp that have the same layers
+    ep: Degree = 1  # ranks that experts are sharded over, of the dp x cp x tp that have the same layers
     dispatch: Dispatch = "alltoall"  # how tokens reach their experts
     schedule: str = "1f1b"
     chunks: Annotated[int, within(1, 1000)] = 0  # stages per pipeline rank; 0: the schedule's own

@@ -126,7 +126,7 @@ def cuts_stages(of: Any, spec: ModelSpec) -> Any:
 
 
 def expert_ranks(of: Any) -> Any:
-    """The ranks that experts can be dealt out over."""
+    """The number of ranks that experts can be sharded over."""
     return of.size("stage") // of.replicate
 
 
@@ -138,7 +138,7 @@ def expert_count(spec: ModelSpec) -> int:
 
 
 def _in_file(holds: Callable[[Layouts, Schedule], Any]) -> Callable[[Layouts, Given], Any]:
-    """Of a schedule in a file, which is for its own numbers, and may do what the trainer does not."""
+    """The rules of a schedule in a file, which fits one p and m only, and may contain what the trainer does not run."""
     return lambda of, given: of.record.schedule is None or holds(of, of.record.schedule)
 
 

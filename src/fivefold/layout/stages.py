@@ -1,7 +1,7 @@
-"""Stages: which layers each pipeline stage holds; the first also has the embedding, the last the norm and the head.
+"""Pipeline stages: the layers of each; the first also has the embedding, the last the norm and the head.
 
 stages_of(spec, layout, seq)      # one Stage each; their layers add up to the model's, in order
-schedule_of(spec, layout, seq)    # in which order the ranks do what, with these stages
+schedule_of(spec, layout, seq)    # the schedule that runs them
 """
 
 from bisect import bisect_left, bisect_right
@@ -15,25 +15,25 @@ from fivefold.schedules.costs import Costs
 from fivefold.schedules.registry import build
 from fivefold.schedules.schedule import Schedule
 from fivefold.spec.model import ModelSpec
-from fivefold.spec.operations import BOTTOM, TOP, BlockOperations, Parameter, block, head
+from fivefold.spec.operations import EMBEDDING_UNIT, HEAD_UNIT, BlockOperations, Parameter, block, head
 
-HALVINGS = 64  # of an interval: to the last bit of its ends
+HALVINGS = 64  # of an interval: bisection to the last bit
 
 
 @dataclass(frozen=True)
 class Stage:
     index: int
-    layers: range  # global numbers: layer 17 is layer 17 on any rank
+    layers: range  # global indices: layer 17 is layer 17 on any rank
     first: bool  # has the embedding, and positions
     last: bool  # has the norm and the head
 
     def holds(self, parameter: Parameter) -> bool:
-        if parameter.unit == BOTTOM:
+        if parameter.unit == EMBEDDING_UNIT:
             return self.first or (self.last and parameter.tied)
-        return self.last if parameter.unit == TOP else parameter.unit in self.layers
+        return self.last if parameter.unit == HEAD_UNIT else parameter.unit in self.layers
 
     def names(self, spec: ModelSpec) -> list[str]:
-        """Its parameters, in the model's order."""
+        """The names of its parameters, in the model's order."""
         return [parameter.name for parameter in spec.parameters() if self.holds(parameter)]
 
 
@@ -43,7 +43,7 @@ def stages_of(spec: ModelSpec, layout: Layout, seq: int) -> tuple[Stage, ...]:
     sizes = layout.split or balanced(spec, layout.stages, seq)
     ends = [0, *accumulate(sizes)]
     layers = [range(*pair) for pair in pairwise(ends)]
-    return tuple(Stage(n, held, first=n == 0, last=n == len(sizes) - 1) for n, held in enumerate(layers))
+    return tuple(Stage(n, own, first=n == 0, last=n == len(sizes) - 1) for n, own in enumerate(layers))
 
 
 @lru_cache(maxsize=4096)
@@ -127,7 +127,7 @@ def schedule_of(spec: ModelSpec, layout: Layout, seq: int, microbatches: int = 0
     `auto` is made for the stages that the model has in it, unequal as they are.
     """
     record, m = layout.record, microbatches or layout.microbatches
-    stages = stages_of(spec, layout, seq) if record.weighs and layout.pp > 1 else ()
+    stages = stages_of(spec, layout, seq) if record.uses_stage_times and layout.pp > 1 else ()
     return _built(record, layout.pp, m, layout.chunks, (spec, seq, stages) if stages else None)
 
 

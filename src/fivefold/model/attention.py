@@ -1,9 +1,8 @@
-"""Attention as a block has it: plain, or of latents. It is written in ops, which know where the tokens are.
+"""The attention of a block: grouped-query attention, or latent attention (MLA), written in ops (`ops.py`).
 
 Shapes: B batch, S sequence, E hidden, H heads, K kv heads, D head dim.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -12,71 +11,11 @@ from torch.nn import functional as F
 
 from fivefold.model.layers import Linear
 from fivefold.model.ops import LocalOps
-from fivefold.spec.blocks import RopeScaling, Yarn
+from fivefold.model.rope import Rotation, apply_rotary
+from fivefold.spec.blocks import Yarn
 from fivefold.spec.model import ModelSpec
 
-# ---- rope -----------------------------------------------------------------------------------------------------------
-# Rotary positions (RoFormer, arXiv 2104.09864), with the wavelengths stretched as Llama 3.1 or YaRN do it.
-
-
-Rotation = tuple[Tensor, Tensor]  # cosines and sines, [B, 1, S, D/2]
-
-
-def frequencies(spec: ModelSpec) -> Tensor:
-    """Radians per position of each pair of dims, float64 [D/2]; float32 is off by 0.004 at position 100,000."""
-    pairs = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float64)
-    inverse = spec.rope_theta ** (-pairs / spec.rotary_dim)
-    match spec.rope_scaling:
-        case None:
-            return inverse
-        case RopeScaling() as scaling:
-            turns = scaling.original_context * inverse / (2 * math.pi)  # full turns within the original context
-            low, high = scaling.low_freq_factor, scaling.high_freq_factor
-            kept = ((turns - low) / (high - low)).clamp(0, 1)
-        case Yarn() as scaling:
-            kept = _kept(scaling, spec.rotary_dim, spec.rope_theta)
-    return inverse * kept + inverse / scaling.factor * (1 - kept)
-
-
-def _kept(yarn: Yarn, dim: int, theta: float) -> Tensor:
-    """How much of each pair's frequency YaRN keeps. The ramp is over the number of the pair, not over its turns."""
-
-    def pair_that_turns(times: float) -> float:
-        return dim * math.log(yarn.original_context / (times * 2 * math.pi)) / (2 * math.log(theta))
-
-    low, high = pair_that_turns(yarn.beta_fast), pair_that_turns(yarn.beta_slow)
-    if yarn.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
-    ramp = (torch.arange(dim // 2, dtype=torch.float64) - low) / (high - low or 0.001)
-    return 1 - ramp.clamp(0, 1)
-
-
-def tables(spec: ModelSpec, positions: int) -> Tensor:
-    """Cosines and sines of every position, float64 [positions, 2, D/2]; YaRN's are longer than 1."""
-    angles = torch.arange(positions, dtype=torch.float64)[:, None] * frequencies(spec)
-    length = spec.rope_scaling.rotation if isinstance(spec.rope_scaling, Yarn) else 1.0
-    return length * torch.stack((angles.cos(), angles.sin()), dim=1)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """x [B, H, S, D] turned by cos, sin [.., 1, S, R/2], in its first R dims; the others pass.
-
-    Dims i and i + R/2 make a pair, as in Hugging Face; `interleaved`: dims 2i and 2i + 1, and the result has the first
-    of every pair before the second, which no product of two results notices.
-    """
-    turned = 2 * cos.shape[-1]
-    x, rest = (x, None) if turned == x.shape[-1] else (x[..., :turned], x[..., turned:])
-    first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
-    # bfloat16 meets float32 tables, so the products are float32
-    parts = [(first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype)]
-    return torch.cat(parts if rest is None else [*parts, rest], dim=-1)
-
-
-# ---- self attention -------------------------------------------------------------------------------------------------
-
-
-LATENT_EPS = 1e-6  # of DeepSeek's norms of latents, whatever that of the others
+LATENT_EPS = 1e-6  # of DeepSeek's norms of latents; other norms have `norm_eps`
 
 
 def self_attention(spec: ModelSpec, ops: LocalOps, layer: int) -> nn.Module:
@@ -84,14 +23,14 @@ def self_attention(spec: ModelSpec, ops: LocalOps, layer: int) -> nn.Module:
 
 
 def _qk_norm(spec: ModelSpec, heads: int) -> nn.RMSNorm | None:
-    """Of queries or keys, over one head or (OLMoE) over all."""
+    """The norm of queries or keys, over one head or (OLMoE) over all heads."""
     width = spec.head_dim * (heads if spec.qk_norm_over == "all" else 1)
     return nn.RMSNorm(width, eps=spec.norm_eps) if spec.qk_norm else None
 
 
 class Attention(nn.Module):
     def __init__(self, spec: ModelSpec, ops: LocalOps, window: int = 0):
-        """`window`: the keys that a query sees, its own the last; 0: all before it."""
+        """`window`: the number of keys that a query sees, its own included; 0: all earlier ones."""
         super().__init__()
         self.ops, self.window = ops, window
         self.sinks = nn.Parameter(torch.empty(spec.heads)) if spec.sinks else None
@@ -113,7 +52,7 @@ class Attention(nn.Module):
         if q_norm is not None and k_norm is not None and not self.norm_of_all_heads:
             q, k = self.ops.norm(q_norm, q), self.ops.norm(k_norm, k)
         if rotation is not None:
-            q, k = (rotate(x, *rotation, self.interleaved) for x in (q, k))
+            q, k = (apply_rotary(x, *rotation, self.interleaved) for x in (q, k))
         k, v = self.ops.extend_kv(k, v, window=self.window)
         sinks = None if self.sinks is None else self.ops.weight(self, "sinks")
         out = self.ops.attend(q, k, v, mask, sinks)
@@ -125,9 +64,9 @@ class Attention(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """MLA (DeepSeek-V2, arXiv 2405.04434): heads are made of a latent for queries and one for keys and values.
+    """MLA (DeepSeek-V2, arXiv 2405.04434): heads are projected from a latent of queries and one of keys and values.
 
-    Shapes: N and R dims of a head without and with positions, D = N + R; V dims of its value.
+    Shapes: N and R dims of a head without and with rotary positions, D = N + R; V dims of its value.
     """
 
     def __init__(self, spec: ModelSpec, ops: LocalOps):
@@ -148,18 +87,18 @@ class LatentAttention(nn.Module):
     def forward(self, x: Tensor, rotation: Rotation, mask: Any) -> Tensor:
         mla = self.mla
         q, latent, shared_key = self.latents(x)
-        q_plain, q_turned = self.heads(q, mla.nope_dim, mla.rope_dim)
-        turned = rotate(shared_key[:, None], *rotation, self.interleaved)  # [B, 1, S, R]
-        earlier, turned = self.ops.extend_kv(latent[:, None], turned)  # what a cache keeps is the latents
-        (kv,) = self.ops.up_projection(earlier[:, 0], self.kv_up)
-        k_plain, v = self.heads(kv, mla.nope_dim, mla.v_dim)
-        q = torch.cat((q_plain, rotate(q_turned, *rotation, self.interleaved)), dim=-1) * self.scale
-        k = torch.cat((k_plain, turned.expand(-1, k_plain.shape[1], -1, -1)), dim=-1)
+        q_nope, q_rope = self.heads(q, mla.nope_dim, mla.rope_dim)
+        k_rope = apply_rotary(shared_key[:, None], *rotation, self.interleaved)  # [B, 1, S, R]
+        latents, k_rope = self.ops.extend_kv(latent[:, None], k_rope)  # a cache holds latents
+        (kv,) = self.ops.up_projection(latents[:, 0], self.kv_up)
+        k_nope, v = self.heads(kv, mla.nope_dim, mla.v_dim)
+        q = torch.cat((q_nope, apply_rotary(q_rope, *rotation, self.interleaved)), dim=-1) * self.scale
+        k = torch.cat((k_nope, k_rope.expand(-1, k_nope.shape[1], -1, -1)), dim=-1)
         out = self.ops.attend(q, k, F.pad(v, (0, mla.head_dim - mla.v_dim)), mask)[..., : mla.v_dim]
         return self.ops.row_parallel(out.transpose(1, 2).flatten(2), self.o)
 
     def latents(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [B, S, H x D], the latent of keys and values [B, S, kv_rank], the key of positions [B, S, R]."""
+        """Queries [B, S, H x D], the latent of keys and values [B, S, kv_rank], the rotary key [B, S, R]."""
         ops, sizes = self.ops, [self.mla.kv_rank, self.mla.rope_dim]
         if self.q_down is None or self.q_norm is None or self.q_up is None:
             assert self.q is not None

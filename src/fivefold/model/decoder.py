@@ -12,29 +12,30 @@ from torch import Tensor, nn
 
 from fivefold.layout.layout import Recompute
 from fivefold.layout.stages import Stage
-from fivefold.model import attention, init
-from fivefold.model.attention import Rotation, self_attention
-from fivefold.model.head import Targets
+from fivefold.model import init
+from fivefold.model.attention import self_attention
 from fivefold.model.layers import ACTIVATIONS, Linear, TokenPositions, accum_dtype, gated
+from fivefold.model.linear_cross_entropy import Targets
 from fivefold.model.moe import UNBALANCED, Balance, MoE, RouterStats
 from fivefold.model.ops import LocalOps
 from fivefold.model.recompute import compiled, recomputed
+from fivefold.model.rope import Rotation, rope_cache
 from fivefold.spec.model import ModelSpec
 
-AS_THEY_ARE = recomputed("none")
+NO_RECOMPUTE = recomputed("none")
 
 
 class Embedding(nn.Embedding):
     def reset_parameters(self) -> None:
-        """As for `Linear`."""
+        """Skipped on the meta device, as for `Linear`."""
         if not self.weight.is_meta:
             super().reset_parameters()
 
 
 class Dropout(nn.Module):
-    """Drops features of the residual stream, [B, S, E]; the identity in eval mode and at rate 0.
+    """Dropout of the residual stream, [B, S, E]; the identity in eval mode and at rate 0.
 
-    The mask is a function of (seed, layer, sample, position, feature), so that every layout drops the same.
+    The mask is a function of (seed, layer, sample, position, feature), so it is the same in every layout.
     """
 
     def __init__(self, rate: float, seed: int, name: str):
@@ -46,8 +47,8 @@ class Dropout(nn.Module):
             return x
         features = torch.arange(-(-x.shape[-1] // 4), device=x.device)
         sample, position = positions.samples[:, None, None], positions.position_ids[..., None]
-        kept = init.dropout_mask(self.key, 1.0 - self.rate, features, position, sample, sample >> 32)
-        return x * (kept.flatten(-2)[..., : x.shape[-1]].to(x.dtype) / (1.0 - self.rate))
+        mask = init.dropout_mask(self.key, 1.0 - self.rate, features, position, sample, sample >> 32)
+        return x * (mask.flatten(-2)[..., : x.shape[-1]].to(x.dtype) / (1.0 - self.rate))
 
 
 def norm(spec: ModelSpec, width: int) -> nn.Module:
@@ -56,20 +57,20 @@ def norm(spec: ModelSpec, width: int) -> nn.Module:
 
 
 def _compiled_run(recompute: Recompute, ops: LocalOps) -> Callable[..., Tensor]:
-    """A graph that recomputes by itself knows what it needs; one that breaks cannot, nor (torch 2.13) with sharded
-    weights: PyTorch would drop it, and run the block as it is. Then recomputation goes around the graphs."""
+    """The compiled `run` of a block. One graph can contain its recomputation; a block of several graphs cannot, nor one
+    with sharded weights (in torch 2.13 PyTorch would run it eagerly). There checkpointing is around the graphs."""
     if recompute == "selective" and ops.breaks:
-        return recomputed(recompute)  # it keeps by operator, and sees none inside of graphs
+        return recomputed(recompute)  # eager: it selects by operator, and sees none inside graphs
     if recompute == "full" and (ops.sharded or ops.breaks):
         return partial(recomputed("full"), compiled(recomputed("none")))
     return compiled(recomputed(recompute, compile=True))
 
 
 class MLP(nn.Module):
-    """Gated or plain, by the activation's name."""
+    """A feed-forward network, gated or plain as its activation says."""
 
     def __init__(self, spec: ModelSpec, ops: LocalOps, width: int = 0):
-        """`width`: another than the model's."""
+        """`width`: in place of the model's `ffn`."""
         super().__init__()
         self.ops, width = ops, width or spec.ffn
         self.gate = Linear(spec.hidden, width, bias=spec.bias) if gated(spec.activation) else None
@@ -84,7 +85,7 @@ class MLP(nn.Module):
 
 
 def mixture(spec: ModelSpec, ops: LocalOps, balance: Balance) -> MoE:
-    """Experts that a router chooses from, beside one that all tokens visit."""
+    """A mixture of experts, with a shared expert if the model has one."""
     assert spec.experts is not None
     return MoE(spec, ops, MLP(spec, ops, spec.experts.shared_ffn) if spec.experts.shared else None, balance)
 
@@ -98,10 +99,10 @@ class Block(nn.Module):
         ops: LocalOps,
         layer: int,
         seed: int,
-        run: Callable[..., Tensor] = AS_THEY_ARE,
+        run: Callable[..., Tensor] = NO_RECOMPUTE,
         balance: Balance = UNBALANCED,
     ):
-        """`run` runs the steps: as they are, keeping less for the backward pass, or compiled."""
+        """`run` calls `steps`: directly, with activation recompute, or compiled."""
         super().__init__()
         self.ops, self.run = ops, run
         self.attention_norm = norm(spec, spec.hidden)
@@ -112,7 +113,7 @@ class Block(nn.Module):
         self.mlp_dropout = Dropout(spec.dropout, seed, f"layers.{layer}.mlp")
 
     def forward(self, x: Tensor, positions: TokenPositions, rotation: Rotation | None, mask: Any) -> Tensor:
-        """`positions` is that of x's tokens; `rotation` and `mask` are those of all tokens that attention sees here."""
+        """`positions` is that of x's tokens; `rotation` and `mask` are those of all tokens that attention has here."""
         x, stats = self.run(self.steps, x, positions, rotation, mask)
         if self.training and isinstance(self.mlp, MoE):
             self.mlp.count(stats)
@@ -121,7 +122,7 @@ class Block(nn.Module):
     def steps(
         self, x: Tensor, positions: TokenPositions, rotation: Rotation | None, mask: Any
     ) -> tuple[Tensor, RouterStats | None]:
-        """The residual stream, and a router's statistics of its tokens."""
+        """The residual stream, and the router's statistics of its tokens."""
         y = self.attention(self.ops.norm(self.attention_norm, x), rotation, mask)
         x = x + self.attention_dropout(y, positions)
         normed = self.ops.norm(self.mlp_norm, x)
@@ -133,9 +134,9 @@ class Decoder(nn.Module):
     """Tokens [B, S] in, logits [B, S, V] out, or with targets the sum of the losses.
 
     Parameter names are those of `spec.parameters()`.
-    `ops` say how a layer's steps are done: on this device alone, or together with other ranks. With a `stage` it is a
-    part of the model: one that is not the first takes the residual stream [B, S, E] in, one that is not the last gives
-    it out.
+    `ops` compute a layer's steps, on this device or together with other ranks. With a `stage` it is a pipeline stage of
+    the model: its input is the residual stream [B, S, E] unless it is the first, and so is its output unless it is the
+    last.
     """
 
     def __init__(
@@ -160,12 +161,12 @@ class Decoder(nn.Module):
         self.norm = norm(spec, spec.hidden) if stage.last else None
         self.head = Linear(spec.hidden, spec.vocab, bias=False) if stage.last and not spec.tied else None
         self._rotations = torch.empty(0)
-        # Position ids, dtype and result of the last rotation: the next microbatch at the same places takes it, too.
+        # Position ids, dtype and result of the last call: a cache for microbatches with the same positions.
         self._last_rotation: tuple[Tensor, torch.dtype, Rotation] | None = None
 
     def forward(self, x: Tensor, positions: TokenPositions | None = None, targets: Targets | None = None) -> Tensor:
         positions = positions or TokenPositions.of(x)
-        residual = self.ops.residual(positions)  # positions of the tokens that the residual stream has on this rank
+        residual = self.ops.residual(positions)  # positions of this rank's part of the residual stream
         if self.stage.first:
             assert self.embedding is not None
             x = self.ops.embed(self.embedding, x)  # [B, S, E]
@@ -185,14 +186,14 @@ class Decoder(nn.Module):
         return self.ops.logits(x, table) if targets is None else self.ops.loss(x, table, targets)
 
     def rotation(self, positions: TokenPositions, compute: torch.dtype) -> Rotation | None:
-        """Cosine and sine of every token's angles, [B, 1, S, D/2], from a table made once, on the CPU."""
+        """Cosine and sine of every token's angles, [B, 1, S, D/2], from a table computed once, on the CPU."""
         if self.spec.positions != "rope":
             return None
         ids, dtype, table, last = positions.position_ids, accum_dtype(compute), self._rotations, self._last_rotation
         if last is not None and last[0] is ids and last[1] == dtype:
             return last[2]
         if table.shape[0] < positions.length or table.dtype != dtype or table.device != ids.device:
-            self._rotations = table = attention.tables(self.spec, positions.length).to(ids.device, dtype)
+            self._rotations = table = rope_cache(self.spec, positions.length).to(ids.device, dtype)
         cos, sin = table[ids].unbind(2)
         self._last_rotation = ids, dtype, (cos[:, None], sin[:, None])
         return self._last_rotation[2]

@@ -1,13 +1,13 @@
 """Linears whose matmuls take 8-bit floats: values in e4m3, gradients in e5m2, one dynamic scale per tensor.
 
-    y = x W^T      x and W rounded to e4m3, times what makes their largest value the format's largest
-    dx = dy W      dy rounded to e5m2, which has the range of gradients
+    y = x W^T      x and W cast to e4m3, scaled so that their largest value is the format's largest
+    dx = dy W      dy cast to e5m2, which has the range of gradients
     dW = dy^T x
 
 Forward sums are those of the tensor cores' fast mode, which has fewer bits than float32. Gradients are summed in
 float32: fast sums over 16,384 tokens made a gradient's norm 8% smaller. All come out in bfloat16. Masters, norms,
-attention, the residual stream, the head and the loss stay as they are. What is kept for the backward pass is the
-rounded input: half the bytes.
+attention, the residual stream, the head and the loss are not affected. The 8-bit input is saved for the backward pass:
+half the bytes.
 """
 
 from collections.abc import Callable
@@ -31,8 +31,8 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 class Fp8Product(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        x8, x_scale = rounded(x.flatten(0, -2), VALUES)
-        w8, w_scale = rounded(weight, VALUES)
+        x8, x_scale = to_fp8(x.flatten(0, -2), VALUES)
+        w8, w_scale = to_fp8(weight, VALUES)
         ctx.save_for_backward(x8, x_scale, weight, w_scale)
         ctx.shape, ctx.dtype = x.shape, x.dtype
         return _product(x8, x_scale, w8.t(), w_scale, x.dtype, fast=True).unflatten(0, x.shape[:-1])
@@ -41,27 +41,27 @@ class Fp8Product(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         x8, x_scale, weight, w_scale = ctx.saved_tensors
-        w8 = _divide(weight, w_scale, VALUES)  # again: a copy of it would outlive the weight that ZeRO 3 gathered
-        dy8, dy_scale = rounded(grad.flatten(0, -2), GRADS)
+        w8 = _divide(weight, w_scale, VALUES)  # cast again: a saved copy would outlive the weight that ZeRO 3 gathered
+        dy8, dy_scale = to_fp8(grad.flatten(0, -2), GRADS)
         dx = _product(dy8, dy_scale, _column_major(w8), w_scale, ctx.dtype)
         dw = _product(dy8.t().contiguous(), dy_scale, _column_major(x8), x_scale, ctx.dtype)
         return dx.view(ctx.shape), dw
 
 
-def rounded(x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x as 8-bit floats, and the scale that they are to be multiplied by."""
+def to_fp8(x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x as 8-bit floats, and the scale to multiply them by."""
     inverse = torch.finfo(kind).max / x.abs().amax().float().clamp(min=1e-12)
     return _divide(x, inverse.reciprocal(), kind), inverse.reciprocal()
 
 
 def _divide(x: Tensor, scale: Tensor, kind: torch.dtype) -> Tensor:
-    """x / scale, which has the format's range."""
+    """x / scale, clamped to the format's range."""
     largest = torch.finfo(kind).max
     return (x.float() / scale).clamp(-largest, largest).to(kind)
 
 
 def _column_major(x: Tensor) -> Tensor:
-    """As the matmuls want their second factor."""
+    """x in column-major order, as the matmuls require of their second operand."""
     return x.t().contiguous().t()
 
 
@@ -77,19 +77,19 @@ def _product(
 # ---- experts --------------------------------------------------------------------------------------------------------
 # Experts whose products take 8-bit floats (e4m3), with a scale for every row and for every column of a weight.
 #
-#     y = x W_g^T    rows of x and rows of W rounded, each by its own largest value
-#     dx = dy W_g    rows of dy, and columns of W: its rounding goes along what is summed, so it is another one
+#     y = x W_g^T    rows of x and rows of W cast, each with a scale of its own
+#     dx = dy W_g    rows of dy and columns of W: scales are along the dimension that is summed, so W is cast again
 #     dW = dy^T x    in bfloat16: it sums over tokens, and fast sums of 8-bit products over thousands of them lose norm
 #
-# A row's scale does not depend on which rows lie beside it: what an expert makes of a token is the same in every
-# layout. Sums are those of the tensor cores' fast mode; the other takes three times as long for narrow experts.
+# A row's scale does not depend on the other rows: an expert's output for a token is the same in every layout. Sums are
+# those of the tensor cores' fast mode; the other takes three times as long for narrow experts.
 
 
 _MAX = torch.finfo(VALUES).max
 
 
 class Fp8GroupedLinear(Function):
-    """As `GroupedLinear`."""
+    """`GroupedLinear` with 8-bit products."""
 
     @staticmethod
     def forward(
@@ -106,12 +106,12 @@ class Fp8GroupedLinear(Function):
 
 
 def fp8_product(x: Tensor, weights: Tensor, ends: Tensor, sizes: Sizes | None) -> Tensor:
-    """x [N, I], weights [G, I, O] -> [N, O]. Weights are rounded along what is summed."""
+    """x [N, I], weights [G, I, O] -> [N, O]. Scales of weights are along the dimension that is summed."""
     (x8, x_scale), (w8, w_scale) = round_rows(x), round_rows(weights.mT.contiguous())
     if x.is_cuda and x.shape[0]:
         return _kernel(x8, w8, x_scale, w_scale, ends, x.dtype)
-    exact = (x8.float() * x_scale[:, None], (w8.float() * w_scale[..., None]).mT)
-    return product(*exact, ends, sizes).to(x.dtype)
+    operands = (x8.float() * x_scale[:, None], (w8.float() * w_scale[..., None]).mT)
+    return product(*operands, ends, sizes).to(x.dtype)
 
 
 # An operator of our own: see `grouped.py`.
@@ -127,6 +127,6 @@ def _(x: Tensor, weights: Tensor, x_scale: Tensor, w_scale: Tensor, ends: Tensor
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """[..., I] as 8-bit floats, and for every row [...] the scale that it is to be multiplied by."""
+    """[..., I] as 8-bit floats, and the scale [...] of every row."""
     scale = x.abs().amax(-1).float().clamp(min=1e-12) / _MAX
     return (x.float() / scale[..., None]).clamp(-_MAX, _MAX).to(VALUES), scale

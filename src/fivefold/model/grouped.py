@@ -1,8 +1,8 @@
-"""Grouped matmuls: rows that lie group by group, each group times a weight of its own.
+"""Grouped matmuls: rows sorted by group, each group times its own weight.
 
-PyTorch's kernel takes float32 and bfloat16 whose rows are multiples of 16 bytes, and reads on the device where a group
-ends: the host need not know. What it does not take (float64, odd widths, releases without it on a CPU) is computed
-group by group, and there the host must. A group may be empty.
+PyTorch's kernel takes float32 and bfloat16 with rows of a multiple of 16 bytes, and group ends on the device, so the
+host need not know them. Anything else (float64, other widths, releases without a CPU kernel) is computed group by
+group, for which the host must know the sizes. A group may be empty.
 Shapes: N rows, G groups, I inputs, O outputs.
 """
 
@@ -26,7 +26,7 @@ Sizes = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Groups:
-    """Where each group of rows ends; how many it has, where the host knows."""
+    """Where each group of rows ends; and their sizes, if the host knows them."""
 
     ends: Tensor  # int32 [G]
     sizes: Sizes | None = None
@@ -35,23 +35,21 @@ class Groups:
     def of(cls, sizes: Sizes, device: torch.device) -> "Groups":
         return cls(torch.tensor(list(accumulate(sizes)), dtype=torch.int32, device=device), sizes)
 
-    def numbers(self, rows: int) -> Tensor:
+    def group_of_rows(self, rows: int) -> Tensor:
         """int64 [N]: the group of each of `rows` rows."""
         return torch.searchsorted(self.ends, torch.arange(rows, dtype=torch.int32, device=self.ends.device), right=True)
 
 
-DeferWgrad = Callable[
-    [Callable[[], Tensor]], None
-]  # is given a function that computes the weight's gradient, for later
+DeferWgrad = Callable[[Callable[[], Tensor]], None]  # takes a function that computes the weight's gradient later
 
 
 def add_bias(y: Tensor, bias: Tensor | None, groups: Groups) -> Tensor:
-    """y [N, O] and the bias of each row's group; biases lie one below the other, [G * O]."""
-    return y if bias is None else y + bias.unflatten(0, (groups.ends.shape[0], -1))[groups.numbers(y.shape[0])]
+    """y [N, O] plus the bias of each row's group; `bias` is [G * O]."""
+    return y if bias is None else y + bias.unflatten(0, (groups.ends.shape[0], -1))[groups.group_of_rows(y.shape[0])]
 
 
 class GroupedLinear(Function):
-    """y = x W_g^T for the rows of each group g. Weights lie one below the other, [G * O, I]."""
+    """y = x W_g^T for the rows of each group g. The weights are one matrix, [G * O, I]."""
 
     @staticmethod
     def forward(
@@ -68,9 +66,9 @@ class GroupedLinear(Function):
 
 
 def grouped_backward(ctx: Any, gradient: Tensor, product: Callable[..., Tensor]) -> tuple[Any, ...]:
-    """What `backward` returns: of the input by `product`, of the weight now or deferred."""
+    """The gradients that `backward` returns: of the input, by `product`; of the weight, now or deferred."""
     (x, weight, ends), sizes = ctx.saved_tensors, ctx.sizes
-    gradient = gradient.contiguous()  # that of a sum has strides of 0, which the kernel refuses
+    gradient = gradient.contiguous()  # an expanded one (of a sum) has strides of 0, which the kernel refuses
     dx = product(gradient, weight.unflatten(0, (ends.shape[0], -1)), ends, sizes)
     if ctx.defer_wgrad is not None and (defer := ctx.defer_wgrad()) is not None:
         defer(lambda: weight_gradient(gradient, x, ends, sizes).flatten(0, 1))
@@ -80,7 +78,7 @@ def grouped_backward(ctx: Any, gradient: Tensor, product: Callable[..., Tensor])
 
 def product(x: Tensor, weights: Tensor, ends: Tensor, sizes: Sizes | None) -> Tensor:
     """x [N, I], weights [G, I, O] -> [N, O]."""
-    if torch.compiler.is_compiling():  # a graph is made only where there is a kernel
+    if torch.compiler.is_compiling():  # blocks are compiled only if there is a kernel
         return _mm_in_graph(x, weights, ends)
     if _takes(x, *weights.shape[1:]):
         return _grouped_mm(x, weights, ends)
@@ -96,8 +94,8 @@ def weight_gradient(gradient: Tensor, x: Tensor, ends: Tensor, sizes: Sizes | No
     return zero_empty_groups(_grouped_mm(gradient.mT, x, ends), ends, sizes)
 
 
-# Operators of our own in graphs: the compiler of torch 2.11 hands PyTorch's other strides than it was given, with which
-# the kernel asks for groups of eight rows.
+# Custom operators in graphs: the compiler of torch 2.11 passes PyTorch's operator other strides than in eager mode,
+# with which the kernel requires groups of a multiple of eight rows.
 @torch.library.custom_op("fivefold::grouped_mm", mutates_args=())
 def _mm_in_graph(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     return _grouped_mm(x.contiguous(), weights, ends)
@@ -119,7 +117,7 @@ def _(gradient: Tensor, x: Tensor, ends: Tensor) -> Tensor:
 
 
 def zero_empty_groups(gradients: Tensor, ends: Tensor, sizes: Sizes | None) -> Tensor:
-    """[G, O, I], in place: the kernel need not write where a group has no rows."""
+    """Zero the gradients of empty groups, [G, O, I], in place: the kernel may not write them."""
     if gradients.is_cuda:
         from fivefold.model import grouped_triton  # Triton's import takes a second
 
@@ -135,12 +133,12 @@ def _slices(ends: Tensor, sizes: Sizes | None) -> list[slice]:
 
 
 def _takes(x: Tensor, *widths: int) -> bool:
-    """Whether the kernel takes rows like these, there being some, where its operands have these widths."""
+    """Whether the kernel supports x and operands of these widths."""
     return x.shape[0] > 0 and has_kernel(x.device.type, x.dtype, *widths)
 
 
 def has_kernel(device: str, dtype: torch.dtype, *widths: int) -> bool:
-    """Whether PyTorch's kernel multiplies rows and weights of these widths."""
+    """Whether PyTorch's kernel supports rows and weights of these widths."""
     if dtype not in _KINDS or any(width * dtype.itemsize % 16 for width in widths):
         return False
     return _runs(device, dtype)
@@ -152,7 +150,7 @@ def _grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
 @cache
 def _runs(device: str, dtype: torch.dtype) -> bool:
-    """Tried once: releases differ. Unseen by recomputation, which counts the products of a block."""
+    """Whether the kernel runs here: tried once, since releases differ. Hidden from recompute modes, which count ops."""
     with torch.no_grad(), _disable_current_modes():
         x = torch.ones(16, 16, dtype=dtype, device=device)
         try:

@@ -1,6 +1,6 @@
-"""Zeros for groups without rows, on a GPU: the host does not know which, and of the others nothing is read or written.
+"""Zero the gradients of empty groups on a GPU, where the host does not know which are empty.
 
-A masked fill would pass over all gradients of experts, which are the largest of a model.
+A masked fill would read and write the gradients of all experts, which are the largest of a model.
 """
 
 import triton
@@ -23,7 +23,7 @@ def _zero(gradients, ends, size, BLOCK: tl.constexpr):
 
 
 def zero_empty_groups(gradients: Tensor, ends: Tensor) -> Tensor:
-    """`gradients` [G, O, I] in place; group g has the rows from the end before it to `ends`[g]."""
+    """Zero `gradients` [G, O, I] in place; group g has the rows from `ends`[g - 1] to `ends`[g]."""
     assert gradients.is_contiguous()
     groups, size = gradients.shape[0], gradients.shape[1] * gradients.shape[2]
     _zero[(groups, min(64, triton.cdiv(size, _BLOCK)))](gradients, ends, size, BLOCK=_BLOCK)

@@ -1,7 +1,8 @@
-"""Our parameter names and Hugging Face's: where each parameter lives in the other's files.
+"""Our parameter names and Hugging Face's: which part of which tensor of its files each of our parameters is.
 
-Llama, Mistral, Qwen and DeepSeek only rename. GPT-2 also keeps matrices transposed and q, k, v in one. Experts, which
-are one below the other here, are tensors of their own there, or stacks with gate and up in one.
+Llama, Mistral, Qwen and DeepSeek only use other names. GPT-2 also transposes matrices, and has q, k and v in one.
+Experts, whose rows are concatenated in one matrix here, have one tensor each there, or one tensor with a leading expert
+dimension and with gate and up in one.
 """
 
 from collections.abc import Container, Iterator
@@ -54,16 +55,16 @@ _GPT2 = {
     "mlp.up": "mlp.c_fc",
     "mlp.down": "mlp.c_proj",
 }
-BALANCE = "e_score_correction_bias"
-BLOCKS, BLOCK_SCALES = "_blocks", "_scales"  # how the names of MXFP4's two tensors end
+EXPERT_BIAS = "e_score_correction_bias"
+BLOCKS, BLOCK_SCALES = "_blocks", "_scales"  # suffixes of the names of MXFP4's two tensors
 
 # How files name the experts of a layer, and lay them out:
 # each    mlp.experts.3.gate_proj.weight [F, E], and so on: Qwen, OLMoE, DeepSeek, GLM
 # mixtral block_sparse_moe.experts.3.w1.weight, w3 and w2 for gate, up and down
 # stacked mlp.experts.gate_up_proj [X, 2 F, E], gate before up: as transformers 5 holds them
-# gpt_oss mlp.experts.gate_up_proj [X, E, 2 F], gate and up in turns
-# mxfp4   mlp.experts.gate_up_proj_blocks [X, 2 F, E/32, 16], gate and up in turns
-Style = Literal["each", "mixtral", "stacked", "gpt_oss", "mxfp4"]
+# gpt_oss mlp.experts.gate_up_proj [X, E, 2 F], gate and up interleaved
+# mxfp4   mlp.experts.gate_up_proj_blocks [X, 2 F, E/32, 16], gate and up interleaved
+ExpertFormat = Literal["each", "mixtral", "stacked", "gpt_oss", "mxfp4"]
 _ROUTERS = {"mixtral": "block_sparse_moe.gate", "gpt_oss": "mlp.router", "mxfp4": "mlp.router"}
 _ROUTERS |= {"each": "mlp.gate", "stacked": "mlp.gate"}
 _PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
@@ -71,92 +72,93 @@ _W = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
 class TensorSource(NamedTuple):
-    """Where rows of a parameter are found: a tensor's name, and which part of it they are."""
+    """Where rows of one of our parameters are: the name of a Hugging Face tensor, and the part of it."""
 
     name: str
-    rows: range  # of the parameter
-    stack: int = 0  # the tensor is a stack of so many
-    expert: int = 0  # and this one is meant
+    rows: range  # of our parameter
+    expert_dim: int = 0  # size of the tensor's leading expert dimension; 0: it has none
+    expert_index: int = 0  # along that dimension
     transposed: bool = False
-    part: int = 0  # after that, which one of
-    parts: int = 1  # several parameters that lie in it together,
-    in_turns: bool = False  # a row of each in turn; else one below the other
+    slot: int = 0  # index among
+    slots: int = 1  # the parameters whose rows are in this matrix (q, k and v; gate and up)
+    interleaved: bool = False  # their rows alternate; else they are concatenated
 
-    def ours(self, theirs: Tensor) -> Tensor:
-        """The rows in their tensor: a view of it."""
-        return self.of_matrix(theirs[self.expert] if self.stack else theirs)
+    def view_of(self, hf_tensor: Tensor) -> Tensor:
+        """These rows, as a view of the Hugging Face tensor."""
+        return self.view_of_matrix(hf_tensor[self.expert_index] if self.expert_dim else hf_tensor)
 
-    def of_matrix(self, matrix: Tensor) -> Tensor:
-        """The rows in the tensor, or in the one of its stack that is meant."""
+    def view_of_matrix(self, matrix: Tensor) -> Tensor:
+        """These rows, as a view of the tensor without its expert dimension."""
         matrix = matrix.T if self.transposed else matrix
-        if self.parts == 1:
+        if self.slots == 1:
             return matrix
-        return matrix[self.part :: self.parts] if self.in_turns else matrix.chunk(self.parts)[self.part]
+        return matrix[self.slot :: self.slots] if self.interleaved else matrix.chunk(self.slots)[self.slot]
 
     def shape(self, parameter: Parameter) -> tuple[int, ...]:
-        """Of their tensor, whose rows are the parameter's."""
-        matrix = (len(self.rows) * self.parts, *parameter.shape[1:])
+        """The shape of the Hugging Face tensor."""
+        matrix = (len(self.rows) * self.slots, *parameter.shape[1:])
         matrix = matrix[::-1] if self.transposed else matrix
-        return (self.stack, *matrix) if self.stack else matrix
+        return (self.expert_dim, *matrix) if self.expert_dim else matrix
 
 
 def tensors(spec: ModelSpec) -> list[Parameter]:
-    """What files hold of a model: its parameters, and its buffers as if they were some."""
+    """All that files store of a model: its parameters, and its buffers in the form of parameters."""
     layers = range(spec.dense_layers, spec.layers)
     buffers = zip(spec.buffers().items(), layers, strict=False)
     return [*spec.parameters(), *(Parameter(name, shape, "bias", layer) for (name, shape), layer in buffers)]
 
 
-def style_of(kind: str) -> Style:
-    """How files of a `model_type` call the experts."""
-    styles: dict[str, Style] = {"mixtral": "mixtral", "gpt_oss": "gpt_oss"}
-    return styles.get(kind, "each")
+def expert_format_of(model_type: str) -> ExpertFormat:
+    """The format in which experts of a `model_type` are written."""
+    formats: dict[str, ExpertFormat] = {"mixtral": "mixtral", "gpt_oss": "gpt_oss"}
+    return formats.get(model_type, "each")
 
 
-def style_in(spec: ModelSpec, names: Container[str]) -> Style:
-    """How these names call the experts."""
+def expert_format_in(spec: ModelSpec, names: Container[str]) -> ExpertFormat:
+    """The format of the experts in files that have tensors of these names."""
     first = next((parameter for parameter in spec.parameters() if parameter.experts), None)
     if first is None:
         return "each"
-    styles: tuple[Style, ...] = ("each", "mixtral", "mxfp4", "gpt_oss" if spec.bias else "stacked")
-    return next((style for style in styles if next(sources(spec, first, style)).name in names), "each")
+    formats: tuple[ExpertFormat, ...] = ("each", "mixtral", "mxfp4", "gpt_oss" if spec.bias else "stacked")
+    return next((known for known in formats if next(sources(spec, first, known)).name in names), "each")
 
 
-def sources(spec: ModelSpec, parameter: Parameter, style: Style = "each") -> Iterator[TensorSource]:
-    """The Hugging Face homes of our parameter, in the order of its rows: one, or one for each expert."""
-    gpt, layer = spec.positions == "learned", parameter.layer
-    names, prefix = (_GPT2, "transformer.h") if gpt else (_LATENT if spec.mla else _LLAMA, "model.layers")
+def sources(spec: ModelSpec, parameter: Parameter, expert_format: ExpertFormat = "each") -> Iterator[TensorSource]:
+    """The Hugging Face tensors that hold our parameter, in the order of its rows: one, or one for each expert."""
+    is_gpt2, layer = spec.positions == "learned", parameter.layer
+    names, prefix = (_GPT2, "transformer.h") if is_gpt2 else (_LATENT if spec.mla else _LLAMA, "model.layers")
     module, _, leaf = parameter.name.removeprefix(f"layers.{layer}.").rpartition(".")
     rows = range(parameter.shape[0])
     if layer is None:
         yield TensorSource(f"{names[module]}.{leaf}", rows)
     elif parameter.experts:
-        for source in _stacked(parameter, module.removeprefix("mlp.experts."), leaf, style):
+        for source in _expert_sources(parameter, module.removeprefix("mlp.experts."), leaf, expert_format):
             yield source._replace(name=f"{prefix}.{layer}.{source.name}")
     elif module == "mlp.router":
-        leaf = BALANCE if leaf == "balance" else leaf
-        yield TensorSource(f"{prefix}.{layer}.{_ROUTERS[style]}.{leaf}", rows)
+        leaf = EXPERT_BIAS if leaf == "balance" else leaf
+        yield TensorSource(f"{prefix}.{layer}.{_ROUTERS[expert_format]}.{leaf}", rows)
     else:
-        third = {"attention.q": 0, "attention.k": 1, "attention.v": 2}.get(module) if gpt else None
+        qkv_index = {"attention.q": 0, "attention.k": 1, "attention.v": 2}.get(module) if is_gpt2 else None
         source = TensorSource(
-            f"{prefix}.{layer}.{names[module]}.{leaf}", rows, transposed=gpt and parameter.kind == "linear"
+            f"{prefix}.{layer}.{names[module]}.{leaf}", rows, transposed=is_gpt2 and parameter.kind == "linear"
         )
-        yield source if third is None else source._replace(part=third, parts=3)
+        yield source if qkv_index is None else source._replace(slot=qkv_index, slots=3)
 
 
-def _stacked(parameter: Parameter, which: str, leaf: str, style: Style) -> Iterator[TensorSource]:
-    """The homes of one linear (gate, up or down) of all experts."""
+def _expert_sources(parameter: Parameter, which: str, leaf: str, expert_format: ExpertFormat) -> Iterator[TensorSource]:
+    """The sources of one linear (gate, up or down) of all experts."""
     count = parameter.experts
     each = parameter.shape[0] // count
     for expert in range(count):
         rows = range(expert * each, (expert + 1) * each)
-        if style == "each":
+        if expert_format == "each":
             yield TensorSource(f"mlp.experts.{expert}.{_PROJECTIONS[which]}.{leaf}", rows)
-        elif style == "mixtral":
+        elif expert_format == "mixtral":
             yield TensorSource(f"block_sparse_moe.experts.{expert}.{_W[which]}.{leaf}", rows)
         else:
             name = "mlp.experts.down_proj" if which == "down" else "mlp.experts.gate_up_proj"
-            name += "_bias" if leaf == "bias" else BLOCKS if style == "mxfp4" else ""
-            transposed = style == "gpt_oss" and leaf == "weight"
-            source = TensorSource(name, rows, count, expert, transposed, in_turns=style != "stacked")
-            yield source if which == "down" else source._replace(part=int(which == "up"), parts=2)
+            name += "_bias" if leaf == "bias" else BLOCKS if expert_format == "mxfp4" else ""
+            transposed = expert_format == "gpt_oss" and leaf == "weight"
+            interleaved = expert_format != "stacked"
+            source = TensorSource(name, rows, count, expert, transposed, interleaved=interleaved)
+            yield source if which == "down" else source._replace(slot=int(which == "up"), slots=2)

@@ -1,4 +1,4 @@
-"""Initial weights, layout-free: any block of any parameter is a function of (seed, name, place)."""
+"""Initial weights, the same in every layout: each element is a function of (seed, parameter name, position)."""
 
 import hashlib
 import math
@@ -14,12 +14,12 @@ from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import Parameter
 
 # ---- random ---------------------------------------------------------------------------------------------------------
-# Random numbers that are a function of their place, not of a history: (seed, name, position) -> bits.
+# Counter-based random numbers: a function of (seed, name, position), not of earlier draws.
 #
-#     words(key("seed 0", "layers.3.mlp.up.weight"), column_block, row)     # four 32-bit words per place
+#     random_words(random_key(0, "layers.3.mlp.up.weight"), column_block, row)     # four 32-bit words per position
 #
-# Any rank can draw any piece of any tensor, so every layout starts from the same weights and drops the same
-# activations, to the bit, on CPU and CUDA alike. Two things make that hold. The generator is Philox-4x32-10 (Salmon et
+# Any rank can draw any block of any tensor, so every layout starts from the same weights and drops the same
+# activations, to the bit, on CPU and CUDA alike. This takes two things. The generator is Philox-4x32-10 (Salmon et
 # al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), integer arithmetic only. And the step to a normal uses
 # nothing but exactly rounded operations in float64 (+ - x /, each its own kernel, so that nothing is contracted into
 # an FMA): `log`, `cos` and even `sqrt` differ in the last bit between a GPU and a CPU whose vector library is not
@@ -40,7 +40,7 @@ def random_key(*parts: object) -> Key:
 
 
 def random_words(key: Key, c0: Tensor, c1: Tensor | int = 0, c2: Tensor | int = 0, c3: Tensor | int = 0) -> Tensor:
-    """Philox-4x32-10: four 32-bit words (in int64) a place of the broadcast counters, as a new last dim."""
+    """Philox-4x32-10: four 32-bit words (in int64) for each position of the broadcast counters, as a new last dim."""
     counters = [torch.as_tensor(c, dtype=torch.int64, device=c0.device) & _MASK for c in (c0, c1, c2, c3)]
     x0, x1, x2, x3 = torch.broadcast_tensors(*counters)
     k0, k1 = key
@@ -61,8 +61,8 @@ def _product(words: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
 
 
 def random_normal(key: Key, rows: range, columns: range, device: torch.device | str = "cpu") -> Tensor:
-    """Standard normals (float64) at rows x columns of an endless matrix: any block of it is the same numbers."""
-    first, last = columns.start // 4, -(-columns.stop // 4)  # a place holds four neighbouring columns
+    """Standard normals (float64) at rows x columns of an unbounded matrix; its elements do not depend on the block."""
+    first, last = columns.start // 4, -(-columns.stop // 4)  # a block of four neighbouring columns
     blocks = torch.arange(first, last, device=device)
     places = torch.arange(rows.start, rows.stop, device=device)[:, None]
     drawn = _box_muller(random_words(key, blocks, places & _MASK, places >> 32)).flatten(-2)
@@ -70,12 +70,12 @@ def random_normal(key: Key, rows: range, columns: range, device: torch.device | 
 
 
 def dropout_mask(key: Key, probability: float, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> Tensor:
-    """True with `probability`, decided by an integer comparison; four decisions a place."""
+    """True with `probability`, by an integer comparison; four decisions for each position."""
     return random_words(key, c0, c1, c2, c3) < round(probability * 2**32)
 
 
 def _box_muller(bits: Tensor) -> Tensor:
-    """Pairs of words to pairs of normals: a radius from one, a direction from the other."""
+    """Pairs of words to pairs of normals: a radius from one, an angle from the other."""
     radius_bits, angle_bits = bits[..., 0::2], bits[..., 1::2]
     uniform = (radius_bits.double() + 0.5) * 2.0**-32  # (0, 1): the log stays finite, |z| stays below 6.8
     radius = _sqrt(_log(uniform) * -2.0)
@@ -127,9 +127,9 @@ _CHUNK = {"cpu": 1 << 18, "cuda": 1 << 23}
 
 @torch.no_grad()
 def init_param(spec: ModelSpec, parameter: Parameter, out: Tensor, seed: int, box: Box | None = None) -> None:
-    """Fill `out` with a box of a parameter; by default with all of it."""
+    """Fill `out` with the initial values of a box of a parameter; by default of all of it."""
     if isinstance(out, FakeTensor):
-        return  # a dry run: there is nothing to fill
+        return  # a dry run: no values
     if parameter.kind in ("norm", "bias"):
         out.fill_(1.0 if parameter.kind == "norm" else 0.0)
         return
@@ -138,7 +138,7 @@ def init_param(spec: ModelSpec, parameter: Parameter, out: Tensor, seed: int, bo
     std = spec.init_std / math.sqrt(2 * spec.layers) if parameter.residual else spec.init_std
     key = random_key(seed, "init", parameter.name)
     step = max(1, _CHUNK.get(out.device.type, 1 << 18) // len(columns))
-    matrices = out.flatten(0, -3) if stack else out[None]  # drawn as if they lay one below the other
+    matrices = out.flatten(0, -3) if stack else out[None]  # drawn as one matrix with all rows
     for matrix, place in zip(matrices, product(*stack), strict=True):
         above = 0
         for index, size in zip(place, parameter.shape, strict=False):

@@ -1,12 +1,12 @@
-"""Attention kernels that return the log-sum-exp of the scores beside the output, and their backward passes.
+"""Attention kernels that return the output and the log-sum-exp (LSE) of the scores, and their backward passes.
 
-With the LSE, parts of a row of scores can be computed apart and merged. The kernels by device and dtype:
+With the LSE, parts of a row of scores can be computed separately and merged. The kernels by device and dtype:
 
 cpu                 aten's flash kernel for CPUs; spans one by one
-cuda, 16 bits       flash attention; spans all at once, through its variable-length form
-cuda, 32, 64 bits   plain matmuls: the flash kernel does not take them, and scores are held whole
+cuda, 16 bits       flash attention; all spans at once, by its variable-length form
+cuda, 32, 64 bits   plain matmuls with all scores in memory: the flash kernel does not support these dtypes
 
-All take fewer kv heads than heads. Causal tiles are square: on others the kernels disagree about the diagonal.
+All support fewer kv heads than heads. Causal tiles are square: for others the kernels disagree about the diagonal.
 Shapes: B batch, H heads, K kv heads, Sq queries, Sk keys, D head dim.
 """
 
@@ -29,13 +29,13 @@ _aten = torch.ops.aten
 HALF = (torch.bfloat16, torch.float16)
 
 
-TileMask = DocumentMask | WindowMask | None  # which queries of a tile see which keys; None: no document ends in it
+TileMask = DocumentMask | WindowMask | None  # which queries of a tile see which keys; None: all that causality allows
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: TileMask = None) -> tuple[Tensor, Tensor]:
     """q [B, H, Sq, D], k and v [B, K, Sk, D] -> output [B, H, Sq, D], LSE [B, H, Sq].
 
-    Queries outside all spans of a mask see nothing: their output is 0 and their LSE -inf.
+    Queries outside of all spans of a mask see no keys: their output is 0 and their LSE -inf.
     """
     if mask is None:
         return _forward(q, k, v, causal)
@@ -54,7 +54,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: TileMask = None
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, mask: TileMask = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v. `out` and `lse` are those of whole rows of scores, of which this may be a part."""
+    """Gradients of q, k and v. `out` and `lse` are those of full rows of scores; these may be a part of them."""
     if mask is None:
         return _backward(grad, q, k, v, out, lse, causal)
     if isinstance(mask, WindowMask):
@@ -70,9 +70,9 @@ def backward(
 
 
 def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
-    """Add what was seen in other scores of the same rows, in place; out and lse are of the accumulate dtype.
+    """Merge the result over other keys into out and lse, in place; these two are in the accumulate dtype.
 
-    A row that has seen nothing on either side (LSE -inf) stays as it is.
+    A row without keys on both sides (LSE -inf) is unchanged.
     """
     total = torch.logaddexp(lse, new_lse)
     weight = torch.exp(new_lse - total.masked_fill(total == -math.inf, 0.0))  # -inf - -inf would be NaN
@@ -84,9 +84,9 @@ def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
 
 
 def sink_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
-    """Add a logit for each head [H] to whole rows of scores, in place: it takes its share and gives nothing (gpt-oss).
+    """Add one logit for each head [H] to full rows of scores, in place; its value vector is zero (gpt-oss).
 
-    Once, after all parts of a row are merged. Backward takes the output and LSE that this makes.
+    Once, after all parts of a row are merged. Backward takes the resulting output and LSE.
     """
     total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
     out.mul_(torch.exp(lse - total)[..., None])
@@ -94,13 +94,13 @@ def sink_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
 
 
 def sink_grad(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """[H], of the output and LSE with sinks."""
+    """The gradient of the sinks, [H]; `out` and `lse` include the sinks."""
     share = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
     return -(share * (grad * out).sum(-1, dtype=lse.dtype)).sum((0, 2)).to(sinks.dtype)
 
 
 class Attend(torch.autograd.Function):
-    """Causal attention of whole rows by the kernels of this file: within a window, with sinks, or both."""
+    """Causal attention of full rows by the kernels of this file: within a window, with sinks, or both."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: TileMask) -> Tensor:
@@ -124,7 +124,7 @@ class Attend(torch.autograd.Function):
 
 
 def by_definition(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sinks: Tensor | None = None) -> Tensor:
-    """Softmax of all scores under stock autograd, by which the rest is judged. `seen`: bool [.., 1, Sq, Sk]."""
+    """Softmax over all scores under PyTorch's autograd: the reference for tests. `seen`: bool [.., 1, Sq, Sk]."""
     dtype = accum_dtype(q.dtype)
     copies = q.shape[1] // k.shape[1]
     k, v = (x[:, :, None].expand(-1, -1, copies, -1, -1).flatten(1, 2).to(dtype) for x in (k, v))
@@ -139,7 +139,7 @@ def by_definition(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sinks: Tensor |
 
 
 def takes_flash(q: Tensor) -> bool:
-    """Whether flash attention on a GPU takes it."""
+    """Whether flash attention on a GPU supports q."""
     return q.is_cuda and q.dtype in HALF
 
 
@@ -171,12 +171,12 @@ def _backward(
 
 
 def _to_eights(x: Tensor) -> Tensor:
-    """Flash attention takes head dims that are multiples of 8; zeros change no score."""
+    """Pad the head dim to a multiple of 8, as flash attention requires; zeros change no score."""
     return F.pad(x, (0, -x.shape[-1] % 8)) if x.shape[-1] % 8 else x
 
 
 def _no_dropout(q: Tensor) -> tuple[Tensor, Tensor]:
-    """The random state that backward asks for and, without dropout, does not read."""
+    """The random state arguments of backward, which are not read without dropout."""
     state = torch.zeros(2, dtype=torch.uint64, device=q.device)
     return state, state[0]
 
@@ -185,7 +185,7 @@ def _no_dropout(q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def document_spans(positions: TokenPositions) -> DocumentMask:
-    """The documents of whole rows."""
+    """The document mask of full rows."""
     documents = positions.host_documents()
     assert documents is not None
     check_runs(documents)
@@ -193,7 +193,7 @@ def document_spans(positions: TokenPositions) -> DocumentMask:
 
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, at: Packed) -> Tensor:
-    """Causal attention within spans that cover every row, under stock autograd. 16 bits, CUDA."""
+    """Causal attention within spans that cover every row, under PyTorch's autograd. 16 bits, CUDA."""
     width = q.shape[-1]
     assert at.queries is None
     assert at.keys is None
@@ -251,7 +251,7 @@ def _unpack(x: Tensor, index: Tensor | None, batch: int, seq: int) -> Tensor:
 
 
 def products(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """By the definition, with all scores in memory."""
+    """Attention by plain matmuls, with all scores in memory."""
     scores = _scores(q, k, causal)
     lse = scores.logsumexp(-1)
     out = torch.exp(scores - lse[..., None]) @ v[:, :, None]
@@ -280,37 +280,36 @@ def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
 # ---- deterministic attention ----------------------------------------------------------------------------------------
 # Causal attention that gives the same bits every time, on a GPU: FlexAttention's kernels, inside a compiled block.
 #
-# cuDNN's backward pass, the fastest, adds up in whatever order its blocks arrive; flash attention 2's takes more than
-# twice as long with its order fixed. FlexAttention's order is fixed by construction, and is in between
-# (docs/speed.md).
+# cuDNN's backward pass, the fastest, accumulates in no fixed order; flash attention 2's takes more than twice as long
+# in its deterministic mode. FlexAttention is deterministic by construction, at a speed in between (docs/speed.md).
 
 
-_SIDE = 128  # of a tile
-_WIDTHS = (64, 128)  # of heads, for which there are tuned kernels
+_TILE = 128  # side of a tile
+_HEAD_DIMS = (64, 128)  # for which there are tuned kernels
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Which tiles of the scores of a whole row are looked at."""
+    """The tiles of a full row's scores that are computed."""
 
     length: int
-    mask: Any  # a BlockMask; its module brings the compiler along, and is imported when it is asked for
+    mask: Any  # a BlockMask; its module imports the compiler, so it is imported late
 
 
 def wants_tiles(device: torch.device, length: int) -> bool:
-    return device.type == "cuda" and length % _SIDE == 0 and torch.are_deterministic_algorithms_enabled()
+    return device.type == "cuda" and length % _TILE == 0 and torch.are_deterministic_algorithms_enabled()
 
 
 @lru_cache(maxsize=4)
 def causal_tiles(device: torch.device, length: int) -> Tiles:
-    """Below the diagonal a tile is seen whole. Listed tile by tile: to look at every score would take gigabytes."""
+    """Full tiles below the diagonal, partial ones on it. Built by tile: a mask of all scores would take gigabytes."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    tiles = torch.arange(length // _SIDE, dtype=torch.int32, device=device)
+    tiles = torch.arange(length // _TILE, dtype=torch.int32, device=device)
     columns = tiles.expand(1, 1, len(tiles), -1).contiguous()
-    # Of each row of tiles one is seen in part, that on the diagonal; it stands first, and the others do not count.
+    # In each row of tiles one is partial, that on the diagonal: listed first, with a count of one.
     partial, from_diagonal = torch.ones_like(tiles)[None, None], (columns + tiles[:, None]) % len(tiles)
-    mask = BlockMask.from_kv_blocks(partial, from_diagonal, tiles[None, None], columns, _SIDE, _causal)
+    mask = BlockMask.from_kv_blocks(partial, from_diagonal, tiles[None, None], columns, _TILE, _causal)
     return Tiles(length, mask)
 
 
@@ -319,8 +318,8 @@ def _causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 def fit_tiles(q: Tensor, tiles: Tiles) -> bool:
-    """Whether `attend_tiles` takes it. Outside of a compiled block FlexAttention would hold all scores."""
-    known = q.dtype in HALF and q.shape[-1] in _WIDTHS and q.shape[2] == tiles.length
+    """Whether `attend_tiles` supports q. Outside of a compiled block FlexAttention would materialise all scores."""
+    known = q.dtype in HALF and q.shape[-1] in _HEAD_DIMS and q.shape[2] == tiles.length
     return known and torch.compiler.is_compiling()
 
 

@@ -14,12 +14,12 @@ from torch.nn import functional as F
 
 
 def accum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of masters, of sums of gradients, losses and attention, for a model that computes in `dtype`."""
+    """The dtype of masters, and in which gradients, losses and attention are accumulated, if compute is in `dtype`."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 # ---- positions ------------------------------------------------------------------------------------------------------
-# TokenPositions: where the tokens of a batch stand. What a layer knows of its surroundings, it knows from here.
+# TokenPositions: position, sample and document of the tokens of a batch; all that a layer knows of its context.
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class TokenPositions:
     position_ids: Tensor  # [B, S] within the sequence
     samples: Tensor  # [B] global sample index: with the position it keys dropout
     length: int  # of a whole sequence; positions are below it
-    documents: Tensor | None = None  # [B, S] attention stays within equal numbers; None: one document per sequence
-    row_documents: Tensor | None = None  # [B, length] of whole sequences, on the CPU, where tokens are a slice of them
-    real: int | None = None  # sequences, the first ones; those behind only fill a batch up. None: all
+    documents: Tensor | None = None  # [B, S] attention is within equal numbers; None: one document per sequence
+    row_documents: Tensor | None = None  # [B, length] of whole sequences, on the CPU; if tokens are a slice
+    real: int | None = None  # the first sequences are real, the rest is padding; None: all are real
 
     @classmethod
     def of(cls, tokens: Tensor) -> Self:
@@ -41,8 +41,8 @@ class TokenPositions:
         return cls(positions, torch.zeros(batch, dtype=torch.int64, device=tokens.device), seq)
 
     def mask(self, window: int = 0) -> Tensor | None:
-        """Who may look at whom, [B, 1, S, S], no further back than a window; None means plain causal, which the kernels
-        do without a mask."""
+        """The attention mask, [B, 1, S, S], limited to a window if there is one; None: plain causal, for which kernels
+        need no mask."""
         if self.documents is None and not window:
             return None
         distance = self.position_ids[:, :, None] - self.position_ids[:, None, :]
@@ -52,25 +52,25 @@ class TokenPositions:
         return seen[:, None]
 
     def host_documents(self) -> NDArray[np.integer] | None:
-        """Of whole rows, for what is found on the host; without `row_documents` a device has to wait for it."""
+        """The documents of whole rows, on the host; without `row_documents` they are copied from the device."""
         if self.row_documents is not None:
             return self.row_documents.numpy()
         return None if self.documents is None else self.documents.cpu().numpy()
 
 
 # ---- linear ---------------------------------------------------------------------------------------------------------
-# A linear that costs nothing to make on the meta device.
+# A linear that costs nothing to create on the meta device.
 
 
 class Linear(nn.Linear):
     def reset_parameters(self) -> None:
-        """On the meta device there is nothing to draw, and torch imports its compiler to draw it."""
+        """Skipped on the meta device, where it has no effect, and where torch would import its compiler."""
         if not self.weight.is_meta:
             super().reset_parameters()
 
 
 # ---- activations ----------------------------------------------------------------------------------------------------
-# The activations of feed-forward networks, dense ones and experts'. A gated one takes gate and input.
+# The activations of dense feed-forward networks and of experts. A gated one takes gate and input.
 
 
 CLAMP = 7.0  # swiglu_limit of gpt-oss
@@ -100,14 +100,14 @@ ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
 
 
 # ---- norms ----------------------------------------------------------------------------------------------------------
-# Norms whose weights are more precise than their input: computed in the weights' dtype, and rounded once, at the end.
+# Norms whose weights have higher precision than their input: computed in the weights' dtype, and cast at the end.
 
 
 def normed(norm: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., E] as `norm` says, by parameters that are given, because ranks may share them."""
+    """`norm` of x [..., E] with the given parameters, which may be shards of the module's."""
     if x.dtype == weight.dtype:
         return _plain(norm, x, weight, bias)
-    if torch.compiler.is_compiling():  # a graph fuses the casts, and keeps what is small
+    if torch.compiler.is_compiling():  # a graph fuses the casts, and saves x in low precision
         return _plain(norm, x.to(weight.dtype), weight, bias).to(x.dtype)
     return UpcastNorm.apply(norm, x, weight, bias)
 
@@ -120,7 +120,7 @@ def _plain(norm: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> T
 
 
 class UpcastNorm(Function):
-    """Keeps x as it is for the backward pass, which casts it again: the upcast copy would be twice as large."""
+    """Saves x in low precision for the backward pass, which casts it again: the upcast copy is twice as large."""
 
     @staticmethod
     def forward(ctx: Any, norm: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,11 +1,10 @@
 """Which queries see which keys: documents in one row (`DocumentMask`), and sliding windows (`WindowMask`).
 
-Where rows hold several documents, a `DocumentSpan` is a rectangle of the score matrix whose queries see its keys.
-Documents are runs: along a row their numbers never fall. So a causal square breaks into smaller causal squares, one per
-run; and where every key comes before every query, only the keys' last document can also be the queries' first, and one
-rectangle per row is left: a few first queries against a few last keys. The kernels need no mask of single scores, and
-what lies in no span is not computed. All of it is found on the host, from arrays that are there anyway; no device
-waits.
+If rows contain several documents, a `DocumentSpan` is a rectangle of the score matrix whose queries see its keys.
+Document numbers never decrease along a row. So a causal square splits into smaller causal squares, one per document;
+and if all keys come before all queries, only the keys' last document can also be the queries' first, which leaves one
+rectangle per row: a few first queries and a few last keys. The kernels need no mask of single scores, and scores
+outside of all spans are not computed. Spans are computed on the host, from arrays that it has, without a wait.
 """
 
 import math
@@ -31,10 +30,10 @@ class DocumentSpan(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """Spans as the variable-length kernels want them: rows of [B * S], and where each span begins among them.
+    """Spans as the variable-length kernels take them: rows of [B * S], and the start of each span among them.
 
-    How many spans there are and how long the longest is are constants of a graph: both are rounded up to powers of two,
-    with spans of no rows behind the last, so that a compiled block has a few graphs and not one for each microbatch.
+    The number of spans and the length of the longest are constants of a graph: both are rounded up to powers of two, by
+    empty spans after the last, so that a compiled block has a few graphs and not one for each microbatch.
     """
 
     queries: Tensor | None  # None: all rows in order
@@ -78,7 +77,7 @@ def _next_power(count: int) -> int:
 
 
 def causal_spans(documents: Documents, device: torch.device) -> DocumentMask:
-    """Of a square in which query i may see keys up to i. documents [B, S]."""
+    """The spans of a causal square, in which query i sees keys up to i. documents [B, S]."""
     rows, width = documents.shape
     spans = []
     for row in range(rows):
@@ -89,7 +88,7 @@ def causal_spans(documents: Documents, device: torch.device) -> DocumentMask:
 
 
 def full_spans(queries: Documents, keys: Documents, device: torch.device) -> DocumentMask:
-    """Of a rectangle in which every key comes before every query. queries [B, Sq], keys [B, Sk]."""
+    """The spans of a rectangle in which all keys come before all queries. queries [B, Sq], keys [B, Sk]."""
     rows, width = keys.shape
     spans = []
     for row in range(rows):
@@ -111,13 +110,12 @@ def check_runs(documents: Documents) -> None:
 
 
 # ---- sliding windows ------------------------------------------------------------------------------------------------
-# Attention within a sliding window, a strip of queries at a time (`WindowBand`), by plain products.
+# Sliding-window attention by plain matmuls, for a strip of queries at a time (`WindowBand`).
 #
 # A query at position p sees the keys at p - window + 1 ... p of its document. Positions ascend along both sides, so
-# what a strip of neighbouring queries sees is one slice of the keys, not much longer than the strip; a mask says the
-# rest. Scores of one strip are held at a time: of B rows and H heads B H n (n + window) numbers, n the queries of a
-# strip, in the accumulate dtype. Any part of the scores can be computed so, a rank's own or those with another rank's
-# keys.
+# a strip of neighbouring queries sees one slice of the keys, not much longer than the strip, and a mask within it. The
+# scores of one strip are held at a time: for B rows and H heads B H n (n + window) elements, n the queries of a strip,
+# in the accumulate dtype. Any part of the scores can be computed like this, also those with another rank's keys.
 
 
 _STRIP = 128  # queries, at least: fewer would leave a device idle
@@ -195,7 +193,7 @@ def _scores(q: Tensor, k: Tensor, band: WindowBand) -> Tensor:
 
 
 def _exp(scores: Tensor, lse: Tensor) -> Tensor:
-    """Probabilities; a row that sees nothing has none."""
+    """Probabilities; all zero in a row that sees no key."""
     return torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
 
 

@@ -1,4 +1,4 @@
-"""Mixture of experts: what a block has in place of a dense network, and the losses and the bias that balance it."""
+"""Mixture of experts, in place of a block's dense network; with the losses and the bias that balance its load."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,30 +9,29 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from fivefold.model.dispatch import Router, Routing
 from fivefold.model.grouped import Groups
 from fivefold.model.layers import ACTIVATIONS, TokenPositions, gated
 from fivefold.model.ops import LocalOps
+from fivefold.model.router import Router, Routing
 from fivefold.spec.blocks import Experts
 from fivefold.spec.model import ModelSpec
 
 # ---- balance --------------------------------------------------------------------------------------------------------
-# What keeps the load of experts even, in every layout alike.
+# Load balancing of experts, the same in every layout.
 #
-# balance loss   of each row of the batch (DeepSeek-V3, arXiv 2412.19437, section 2.1.2): the share of the row's tokens
-#                that an expert got, times the mean of its normalised scores, summed over experts; 1 where all are
-#                equal
+# balance loss   for each row of the batch (DeepSeek-V3, arXiv 2412.19437, section 2.1.2): the share of the row's tokens
+#                that an expert got, times the mean of its normalised scores, summed over experts; 1 if all are equal
 # z loss         the squared log-partition of the router's logits (ST-MoE, arXiv 2202.08906), which keeps them small
 # bias           added to the scores for the choice alone; after a step, up for experts below the mean load, down above
 #
-# Both losses are divided by numbers of the whole global batch, of rows and of tokens. So they are sums, as the loss of
-# tokens is: how the batch was cut does not matter. They reach the backward pass where they are made, in whichever
-# stage that is (`AddLoss`), and are no part of the loss that is reported.
+# Both losses are divided by counts of the global batch, of rows and of tokens. So they are sums, like the loss of
+# tokens, and do not depend on how the batch is divided. They enter the backward pass where they are computed, in
+# whichever stage that is (`AddLoss`), and are not part of the reported loss.
 
 
 @dataclass(frozen=True)
 class Balance:
-    """The factors of the losses, and what they are divided by."""
+    """The coefficients of the losses, and their divisors."""
 
     loss: float = 0.0
     z_loss: float = 0.0
@@ -48,7 +47,7 @@ UNBALANCED = Balance()
 
 
 class AddLoss(Function):
-    """x as it is; in the backward pass `loss` is differentiated too, as if it had been added to the end of all."""
+    """x unchanged; in the backward pass `loss` is differentiated too, as if it were added to the model's loss."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
@@ -64,14 +63,14 @@ class AddLoss(Function):
 def row_counts(routing: Routing, rows: Tensor, count: int) -> Tensor:
     """How often the tokens of each of `count` rows chose each expert, int64 [B, X]; `rows` [n]: the tokens'."""
     (top_k, experts), order = (routing.chosen.shape[1], routing.scores.shape[1]), routing.order
-    # In their order assignments ascend by expert and, within an expert, by row.
+    # In `order` assignments ascend by expert and, within an expert, by row.
     sorted_ = routing.chosen.flatten()[order] * count + rows[order // top_k]
     ends = torch.searchsorted(sorted_, torch.arange(experts * count, device=order.device), right=True)
     return ends.diff(prepend=ends.new_zeros(1)).view(experts, count).T.contiguous()
 
 
 def balance_loss(experts: Experts, routing: Routing, rows: Tensor, counts: Tensor, length: int) -> Tensor:
-    """The sum over rows, of this rank's tokens. `counts` [B, X] are those of whole rows of `length` tokens."""
+    """The sum over rows, for this rank's tokens. `counts` [B, X] are those of whole rows of `length` tokens."""
     share = counts.to(routing.scores.dtype) * (experts.count / (experts.top_k * length))
     scores = routing.scores
     if experts.scores == "sigmoid":
@@ -87,7 +86,7 @@ def z_loss(routing: Routing) -> Tensor:
 @torch.no_grad()
 def update_expert_bias(bias: Tensor, tokens_per_expert: Tensor, rate: float) -> None:
     """Move the bias of every expert by `rate`, towards an equal load. The counts [X] are of the whole global batch."""
-    # Whole numbers: the same on every rank.
+    # Integers: the same on every rank.
     behind = tokens_per_expert.sum() - len(tokens_per_expert) * tokens_per_expert
     bias.add_(behind.sign().to(bias.dtype), alpha=rate)
 
@@ -95,12 +94,12 @@ def update_expert_bias(bias: Tensor, tokens_per_expert: Tensor, rate: float) -> 
 # ---- mixture --------------------------------------------------------------------------------------------------------
 
 
-# Of a microbatch: tokens per expert [X], and the balance loss and z loss [2] where there are such.
+# Of one microbatch: tokens per expert [X], and balance loss and z loss [2], if they are used.
 RouterStats = tuple[Tensor, Tensor | None]
 
 
 class ExpertLinear(nn.Module):
-    """A linear of every expert; their weights lie one below the other, [X * O, I]."""
+    """One linear of every expert; the weights are one matrix, [X * O, I]."""
 
     def __init__(self, experts: int, inputs: int, outputs: int, bias: bool):
         super().__init__()
@@ -109,7 +108,7 @@ class ExpertLinear(nn.Module):
 
 
 class ExpertNetworks(nn.Module):
-    """The feed-forward networks of all experts. They compute rows that lie expert by expert."""
+    """The feed-forward networks of all experts, on rows sorted by expert."""
 
     def __init__(self, spec: ModelSpec, ops: LocalOps):
         super().__init__()
@@ -136,14 +135,14 @@ class MoE(nn.Module):
         self.experts = ExpertNetworks(spec, ops)
         self.shared = shared
         self.losses: Tensor | None = None  # [2] balance loss and z loss since the step began
-        if ops.compiled and not ops.dispatch.in_graph:  # how many tokens go where is no constant of a graph
+        if ops.compiled and not ops.dispatch.in_graph:  # row counts are not constants of a graph
             self.forward = torch.compiler.disable(self.forward)  # type: ignore[method-assign]
 
     def forward(self, x: Tensor, positions: TokenPositions) -> tuple[Tensor, RouterStats]:
         """x [B, S, E]; `positions` are those of its tokens."""
         dispatch = self.ops.dispatch
         tokens = own = dispatch.own_tokens(x)
-        if positions.real is not None:  # what only fills a batch up is not routed
+        if positions.real is not None:  # padding is not routed
             real = (dispatch.rows(x) < positions.real).nonzero().flatten()
             tokens = own[real]
         bias = None if self.router.bias is None else self.ops.weight(self.router, "bias")
@@ -159,14 +158,14 @@ class MoE(nn.Module):
         return y if shared is None else y + shared, (routing.counts, losses)
 
     def count(self, stats: RouterStats) -> None:
-        """Add up the stats of a microbatch: once, however often its block runs for a backward pass."""
+        """Add the stats of a microbatch: once, however often its block is recomputed."""
         counts, losses = stats
         self.router.count(counts)
         if losses is not None:
             self.losses = losses if self.losses is None else self.losses + losses
 
     def _with_losses(self, routing: Routing, x: Tensor, positions: TokenPositions) -> tuple[Routing, Tensor]:
-        """The same routing, whose backward pass differentiates the losses too; and these."""
+        """The same routing, whose backward pass also differentiates the losses; and the losses."""
         balance, losses = self.balance, [routing.scores.new_zeros(()), routing.scores.new_zeros(())]
         if balance.loss:
             rows = self.ops.dispatch.rows(x)

@@ -1,4 +1,4 @@
-"""The ops of the decoder, on one device; `parallel/` has the same ones across ranks."""
+"""The ops in which the decoder is written, on one device; `parallel/` implements them across ranks."""
 
 from typing import Any, Protocol
 
@@ -10,14 +10,14 @@ from torch.nn import functional as F
 from fivefold.model import kernels
 from fivefold.model.dispatch import LocalDispatch
 from fivefold.model.fp8 import fp8_linear
-from fivefold.model.head import Targets, Vocabulary, head_loss
 from fivefold.model.kernels import Tiles
 from fivefold.model.layers import TokenPositions, normed
+from fivefold.model.linear_cross_entropy import Targets, Vocabulary, linear_cross_entropy
 from fivefold.model.masks import Packed, WindowMask
 
 
 class AttentionOps(Protocol):
-    """How attention is computed: on this device alone, over the ranks that share a sequence, or from a cache."""
+    """Attention on one device (`LocalAttention`), over cp (`ContextParallel`), or with a KV cache."""
 
     def attention_mask(
         self, positions: TokenPositions, window: int = 0, sinks: bool = False, dtype: torch.dtype = torch.float32
@@ -32,10 +32,10 @@ class LocalAttention:
     def attention_mask(
         self, positions: TokenPositions, window: int = 0, sinks: bool = False, dtype: torch.dtype = torch.float32
     ) -> Any:
-        """What `attend` needs to know of which tokens see which, if it computes in `dtype`; made once for all layers
-        with such a window, and outside of their graphs.
+        """The mask that `attend` takes, if it computes in `dtype`; built once for all layers with this window, and
+        outside of their graphs.
 
-        Where there are `sinks`, or a window, attention is that of kernels that give the LSE.
+        With `sinks` or a window, attention is computed by the kernels that return the log-sum-exp.
         """
         device = positions.position_ids.device
         if window:
@@ -50,13 +50,13 @@ class LocalAttention:
         return kernels.document_spans(positions).packed if flash else positions.mask()
 
     def extend_kv(self, *tensors: Tensor, window: int = 0) -> tuple[Tensor, ...]:
-        """What attention reads of these tokens, and of earlier ones that it has met, no more of them than the window
-        holds; [B, heads, tokens, features] each."""
+        """Keys and values of these tokens and of cached earlier ones, at most a window of them; [B, heads, tokens,
+        features] each."""
         return tensors
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Tensor | None = None) -> Tensor:
         """q [B, H, S, D], k and v [B, K, S, D] -> [B, H, S, D]; no mask means causal. `sinks` [H]: a logit for each
-        head beside its scores."""
+        head, in addition to its scores."""
         if sinks is not None or isinstance(mask, WindowMask):
             return kernels.Attend.apply(q, k, v, sinks, mask)
         if isinstance(mask, Packed):
@@ -81,35 +81,35 @@ class LocalOps:
         fp8: bool = False,
         breaks: bool = False,
     ):
-        """`dispatch` brings tokens to experts; `compiled`: blocks are, and then the loss is too; `fp8`: the matmuls of
-        blocks are in 8-bit floats; `breaks`: a compiled block is several graphs."""
+        """`dispatch` sends tokens to experts; `compiled`: blocks and the loss are; `fp8`: blocks' matmuls are in 8-bit
+        floats; `breaks`: a compiled block is several graphs."""
         self.attention = attention or LocalAttention()
         self.dispatch = dispatch or LocalDispatch()
         self.compiled, self.fp8, self.breaks = compiled, fp8, breaks
 
     def between_graphs(self, *names: str) -> None:
-        """Call these ops between the graphs of a compiled block, as Python."""
+        """Run these ops eagerly, between the graphs of a compiled block."""
         for name in names if self.compiled else ():
             setattr(self, name, torch.compiler.disable(getattr(self, name)))
 
     def adopt(self, model: nn.Module) -> None:
-        """Meet the model, on the meta device: ranks that share its weights take their parts of them here."""
+        """Replace the parameters of a model on the meta device by this rank's shards."""
         self.dispatch.adopt(model)
 
     def weight(self, module: nn.Module, kind: str = "weight") -> Tensor:
-        """A parameter, or this rank's part of it."""
+        """A parameter, or this rank's shard of it."""
         return getattr(module, kind)
 
     def embed(self, table: nn.Embedding, tokens: Tensor) -> Tensor:
-        """The rows of a table that is as tall as the vocabulary; [B, S] -> [B, S, E]."""
+        """Rows of the vocabulary's embedding table; [B, S] -> [B, S, E]."""
         return table(tokens)
 
     def look_up(self, table: nn.Embedding, places: Tensor) -> Tensor:
-        """The rows of a small table."""
+        """Rows of a small, replicated table (learned positions)."""
         return table(places)
 
     def residual(self, positions: TokenPositions) -> TokenPositions:
-        """Where the tokens of the residual stream stand."""
+        """The positions of this rank's tokens of the residual stream."""
         return positions
 
     def norm(self, norm: nn.Module, x: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ class LocalOps:
         return self.column_parallel(x, *linears)
 
     def gather_latents(self, latents: Tensor) -> Tensor:
-        """Latents of this rank's tokens -> of all tokens whose heads it makes of them."""
+        """Latents of this rank's tokens -> those of all tokens for which it computes heads."""
         return latents
 
     def up_projection(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
@@ -145,11 +145,11 @@ class LocalOps:
     def attention_mask(
         self, positions: TokenPositions, window: int = 0, sinks: bool = False, dtype: torch.dtype = torch.float32
     ) -> Any:
-        """What `attend` needs to know of which tokens see which; made once for all layers with such a window."""
+        """The mask that `attend` takes; built once for all layers with this window."""
         return self.attention.attention_mask(positions, window, sinks, dtype)
 
     def extend_kv(self, *tensors: Tensor, window: int = 0) -> tuple[Tensor, ...]:
-        """What attention reads of these tokens, and of earlier ones; [B, heads, tokens, features] each."""
+        """Keys and values of these tokens and of cached earlier ones; [B, heads, tokens, features] each."""
         return self.attention.extend_kv(*tensors, window=window)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Tensor | None = None) -> Tensor:
@@ -161,5 +161,5 @@ class LocalOps:
         return F.linear(x, table.weight)
 
     def loss(self, x: Tensor, table: nn.Linear | nn.Embedding, targets: Targets) -> Tensor:
-        """[B, S, E] -> the sum of the losses; no more logits than of a slice are held."""
-        return head_loss(x, table.weight, targets, Vocabulary(table.weight.shape[0]), compile=self.compiled)
+        """[B, S, E] -> the sum of the losses; only a slice of the logits is held at a time."""
+        return linear_cross_entropy(x, table.weight, targets, Vocabulary(table.weight.shape[0]), compile=self.compiled)

@@ -1,4 +1,4 @@
-"""Activation recompute: what a block keeps for its backward pass, and what it computes again.
+"""Activation recompute: what a block saves for its backward pass, and what it computes again.
 
 none       everything autograd saves
 selective  the block's input and the outputs of matmuls and attention; norms, rotations, activation functions and
@@ -35,28 +35,28 @@ _EXPENSIVE = {
     _aten._flash_attention_forward.default,
 }
 
-_TILED = "flex_attention"  # the operator itself comes with the compiler, whose import takes seconds
-_OURS = ("fivefold.grouped_mm", "fivefold.fp8_grouped_mm")  # those of experts, in graphs
+_FLEX = "flex_attention"  # by name: importing the operator would import the compiler, which takes seconds
+_CUSTOM = ("fivefold.grouped_mm", "fivefold.fp8_grouped_mm")  # the experts' operators in graphs
 
-# Between ranks; a compiled block has no other way to keep them than by name.
-_SUMS = {torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.reduce_scatter_tensor.default}
+# Reductions over ranks: in a compiled block `save_output` has no effect, and the policy saves them by operator.
+_REDUCTIONS = {torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.reduce_scatter_tensor.default}
 
-# Where a selectively recomputed block is: in its first run, or in the one that backward asks for.
+# The run of a selectively recomputed block: the first forward, or the recomputation in backward.
 _selective_run: ContextVar[Literal["first", "again"] | None] = ContextVar("selective_run", default=None)
-# True in the run that backward asks for, of either kind of recomputation.
+# True in the recomputation, selective or full.
 _recomputing: ContextVar[bool] = ContextVar("recomputing", default=False)
-# True while `save_output` hands its results to the store.
-_keeping: ContextVar[bool] = ContextVar("keeping", default=False)
+# True while `save_output` passes its results to the store of saved tensors.
+_saving: ContextVar[bool] = ContextVar("saving", default=False)
 
 
 def save_output(compute: Callable[[], tuple[Tensor, ...]], count: int, stand_in: Tensor) -> tuple[Tensor, ...]:
-    """The `count` tensors that `compute` returns, kept as a whole by selective recompute.
+    """The `count` tensors that `compute` returns, saved as a whole by selective recompute.
 
-    For a result that is made of several ops, among them collectives: the second run takes it from the store and runs
-    none of them, and what they make on the way is not kept. `stand_in` is any tensor at hand.
+    For a result of several ops, among them collectives: the second run reads it from the store and runs none of them,
+    and their intermediate results are not saved. `stand_in` is any tensor.
     """
     if torch.compiler.is_compiling():
-        return compute()  # the compiler's own partition of a graph goes by the same policy
+        return compute()  # the compiler partitions the graph by the same policy
     match _selective_run.get():
         case None:
             return compute()
@@ -64,17 +64,17 @@ def save_output(compute: Callable[[], tuple[Tensor, ...]], count: int, stand_in:
             with _pop_mode_temporarily():  # the store numbers the ops it sees, and must see the same ones in both runs
                 results = compute()
         case "again":
-            results = (stand_in,) * count  # never looked at: the store answers
-    token = _keeping.set(True)
+            results = (stand_in,) * count  # never read: the store replaces them
+    token = _saving.set(True)
     try:
         return tuple(_aten.alias.default(result) for result in results)
     finally:
-        _keeping.reset(token)
+        _saving.reset(token)
 
 
 def not_saved(compute: Callable[[], Tensor], shape: tuple[int, ...], *saved: Tensor) -> Tensor:
-    """What `compute` returns, if no backward pass reads it: selective recompute neither keeps it nor makes it again.
-    `saved` is what `compute` saves for its own backward pass, which the second run must have, too."""
+    """The result of `compute`, if no backward pass reads it: selective recompute neither saves nor recomputes it.
+    `saved` are the tensors that `compute` saves for its backward pass, which the second run must save, too."""
     if torch.compiler.is_compiling() or _selective_run.get() is None:
         return compute()
     with unseen_by_checkpoint():
@@ -82,7 +82,7 @@ def not_saved(compute: Callable[[], Tensor], shape: tuple[int, ...], *saved: Ten
 
 
 class _OnlySaved(Function):
-    """Nothing but what it saves; its backward pass is that of the first run."""
+    """Only saves tensors; the backward pass is that of the first run."""
 
     @staticmethod
     def forward(ctx: Any, shape: tuple[int, ...], *saved: Tensor) -> Tensor:
@@ -96,20 +96,20 @@ class _OnlySaved(Function):
 
 @contextmanager
 def unseen_by_checkpoint() -> Iterator[None]:
-    """What runs inside is no part of the block: in its second run there may be more or less of it."""
+    """A context whose ops do not count as the block's: in its second run there may be more or fewer of them."""
     with nullcontext() if _selective_run.get() is None else _pop_mode_temporarily():
         yield
 
 
 def is_recomputing() -> bool:
-    """Whether this is not the first forward pass of these inputs: what is counted has been."""
+    """Whether this forward pass is a recomputation, so that nothing is to be counted again."""
     return _recomputing.get()
 
 
 def recomputed(how: Recompute, compile: bool = False) -> Callable[..., Tensor]:
-    """A function that runs (steps, *inputs) and keeps what `how` says.
+    """A function that calls steps(*inputs), and saves for backward what `how` says.
 
-    The RNG state is not saved: nothing here draws from one, and dropout is a function of place.
+    The RNG state is not saved: nothing draws from it, and dropout masks are a function of position.
     """
     if how == "none":
         return _plain
@@ -125,12 +125,12 @@ def _plain(steps: Callable[..., Tensor], *inputs: Any) -> Tensor:
 
 
 def _eager_policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    saved = op in _EXPENSIVE or _keeping.get() or str(op).startswith(_OURS)
+    saved = op in _EXPENSIVE or _saving.get() or str(op).startswith(_CUSTOM)
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _graph_policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    saved = op in _EXPENSIVE or op in _SUMS or str(op) == _TILED or str(op).startswith(_OURS)
+    saved = op in _EXPENSIVE or op in _REDUCTIONS or str(op) == _FLEX or str(op).startswith(_CUSTOM)
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -159,30 +159,30 @@ def _during(run: Literal["first", "again"], context: AbstractContextManager[Any]
 
 
 # ---- compiled -------------------------------------------------------------------------------------------------------
-# torch.compile, a block at a time: one graph serves all blocks of a stage, and what joins them stays in Python.
+# torch.compile of one block at a time: one graph serves all blocks of a stage, and the code between them stays eager.
 #
-# Hooks stay outside (weights that arrive, FSDP2), and so do linears that can put off their weights' gradients: what
-# they leave for later is no part of a graph. Tensor parallelism's collectives are inside.
+# Hooks stay outside of graphs (all-gathers of weights, FSDP2), and so do linears that can defer their weights'
+# gradients: deferred tasks cannot be part of a graph. Tensor parallelism's collectives are inside.
 
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 BACKEND = "inductor"
-_MOST = 512  # graphs of one function
+_MAX_GRAPHS = 512  # of one function
 
 
 def compiled(function: AnyFunction) -> AnyFunction:
-    """Shapes are constants: a run has one shape of microbatch, and one more where it looks at held-out data.
+    """The compiled function, with constant shapes: a run has one shape of microbatches, and one of evaluation.
 
-    Dropout has a key for each layer, and so a graph. Should a function ever need more graphs than that, it is an error:
-    PyTorch would run it uncompiled from then on, and say so in a log.
+    Dropout has a key for each layer, so each layer has its own graph. More than `_MAX_GRAPHS` are an error: PyTorch
+    would otherwise run the function eagerly from then on, and only log that.
     """
-    torch._dynamo.config.recompile_limit = _MOST
+    torch._dynamo.config.recompile_limit = _MAX_GRAPHS
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     return torch.compile(function, dynamic=False, backend=BACKEND)  # type: ignore[return-value]
 
 
 def compilation() -> tuple[int, dict[str, int]]:
-    """Of this process so far: graphs that were made, and the reasons for breaks between them, with their number."""
+    """Of this process so far: the number of graphs, and the number of graph breaks by reason."""
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"]), {str(why): int(n) for why, n in counters["graph_break"].items()}

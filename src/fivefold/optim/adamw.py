@@ -46,14 +46,14 @@ class AdamW(OptimizerConfig, frozen=True, kw_only=True):
         master: "Tensor",
         states: "Tensors",
         scale: "Tensor",
-        rounded: "Tensor | None",
+        compute_copy: "Tensor | None",
         rate: float,
         decay: float,
         step: int,
     ) -> None:
         from fivefold.optim.kernels import adamw
 
-        adamw(master, states, scale, rounded, self.betas, self.eps, rate, decay, step)
+        adamw(master, states, scale, compute_copy, self.betas, self.eps, rate, decay, step)
 
     def stock(self, groups: list[dict[str, Any]], **options: Any) -> "torch.optim.Optimizer":
         import torch

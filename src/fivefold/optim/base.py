@@ -27,7 +27,7 @@ Rule = tuple[bool, str]  # whether a bound holds, and the sentence that says so 
 
 
 def bound(setting: str, words: str) -> Problem:
-    """Of a setting that is out of its bounds: its value, and what it must be."""
+    """The problem of a setting that is out of its bounds: its value, and what it must be."""
     return Problem(f"optimizer.{setting}.range", f"optimizer.{setting}={words}")
 
 
@@ -80,7 +80,7 @@ class OptimizerConfig(
     def update(
         self, masters: "Tensors", grads: "Tensors", states: "Sequence[Tensors]", rate: float, decay: float, step: int
     ) -> None:
-        """Step number `step`, from 1, of some parameters, in place; `states`: a list for each name of a state."""
+        """Update parameters in place, as step number `step` (from 1); `states`: one list for each name of a state."""
         raise NotImplementedError
 
     def fused_update(
@@ -88,13 +88,13 @@ class OptimizerConfig(
         master: "Tensor",
         states: "Tensors",
         scale: "Tensor",
-        rounded: "Tensor | None",
+        compute_copy: "Tensor | None",
         rate: float,
         decay: float,
         step: int,
     ) -> None:
-        """On a GPU, in one pass over memory: the update of one float32 parameter, whose gradient counts `scale` times,
-        and the model's `rounded` copy of it."""
+        """On a GPU, in one pass over memory: update one float32 parameter, with its gradient times `scale`, and cast it
+        into the model's `compute_copy`."""
         raise NotImplementedError
 
     def stock(self, groups: list[dict[str, Any]], **options: Any) -> "torch.optim.Optimizer":
@@ -120,7 +120,7 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
 
 
 def _passed(step: int, start: int, steps: int) -> float:
-    """How much of the way from `start` to the last step is behind us, 0 to 1."""
+    """The fraction of the steps from `start` to the last one that have passed, 0 to 1."""
     if step < start:
         return 0.0
     if step >= steps - 1:

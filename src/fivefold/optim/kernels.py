@@ -1,4 +1,4 @@
-"""AdamW on a GPU in one pass over memory: clipping, both moments, the master, and the model's rounded copy of it.
+"""AdamW on a GPU in one pass over memory: clipping, both moments, the master, and the model's low-precision copy of it.
 
 PyTorch's fused AdamW computes moments and master. Scaling the gradients before it and rounding the weights after it
 would read and write them all once more, which takes a tenth of a step of one microbatch. The arithmetic is
@@ -40,30 +40,32 @@ def adamw(
     master: Tensor,
     moments: Sequence[Tensor],
     scale: Tensor,
-    rounded: Tensor | None,
+    compute_copy: Tensor | None,
     betas: tuple[float, float],
     eps: float,
     lr: float,
     decay: float,
     step: int,
 ) -> None:
-    """Step number `step`, from 1, of one float32 parameter; its gradient counts `scale` times. All in place."""
+    """Update one float32 parameter in place, as step number `step` (from 1), with its gradient times `scale`."""
     beta1, beta2 = betas
     size, gradient = master.numel(), master.grad
     assert gradient is not None
-    assert all(x.is_contiguous() for x in (master, gradient, *moments, master if rounded is None else rounded))
+    assert all(
+        x.is_contiguous() for x in (master, gradient, *moments, master if compute_copy is None else compute_copy)
+    )
     decay_factor, step_size, correction = 1 - lr * decay, lr / (1 - beta1**step), (1 - beta2**step) ** 0.5
     _update[(triton.cdiv(size, _BLOCK),)](
-        master, gradient, *moments, rounded if rounded is not None else master, scale, size,
-        decay_factor, step_size, correction, beta1, beta2, eps, ROUNDS=rounded is not None, BLOCK=_BLOCK,
+        master, gradient, *moments, compute_copy if compute_copy is not None else master, scale, size,
+        decay_factor, step_size, correction, beta1, beta2, eps, ROUNDS=compute_copy is not None, BLOCK=_BLOCK,
     )  # fmt: skip
 
 
 # ---- fused norm -----------------------------------------------------------------------------------------------------
 # The sum of squares of a gradient on a GPU, in float64, at the speed of its memory.
 #
-# PyTorch's norms of many tensors read a GPU's memory at half its speed. Programs sum parts that do not depend on who
-# is quicker, so the sum is the same every time.
+# PyTorch's foreach norms read a GPU's memory at half its speed. Which elements a program sums is fixed, so the sum is
+# deterministic.
 
 
 _NORM_BLOCK, _PART = 4096, 1 << 15  # elements read at a time, and by a program
@@ -85,7 +87,7 @@ def takes(x: Tensor) -> bool:
 
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """Of all elements of these tensors, each of which `takes` must take."""
+    """The sum over all elements of these tensors; `takes` must be true of each."""
     programs = [triton.cdiv(x.numel(), _PART) for x in tensors]
     sums = torch.empty(sum(programs), dtype=torch.float64, device=tensors[0].device)
     first = 0

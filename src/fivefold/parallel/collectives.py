@@ -1,9 +1,9 @@
 """Collectives over the ranks of an axis: one function each, out of place.
 
 Each returns at once with a tensor that must not be read before `wait`: what runs in between overlaps. They are torch's
-functional collectives, which compiled regions and recompute policies understand. On an axis of one rank nothing moves,
-and nothing waits: that op alone would take a fiftieth of a backward pass.
-Where ranks share a GPU (`Axis.staged`), what gloo cannot do there goes through host memory, and nothing overlaps.
+functional collectives, which compiled regions and recompute policies understand. On an axis of one rank they return
+their input, and nothing waits: the wait op alone would take a fiftieth of a backward pass.
+If ranks share a GPU (`Axis.staged`), collectives that gloo lacks there go through host memory, without overlap.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ _ops = torch.ops._c10d_functional
 
 
 def wait(x: Tensor, axis: Axis) -> Tensor:
-    """The result of a collective over the axis."""
+    """Wait for the result of a collective over the axis."""
     if axis.size == 1:
         return x
     return _ops.wait_tensor(x) if torch.compiler.is_compiling() else timed_wait(_ops.wait_tensor, x)
@@ -50,7 +50,7 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
 
 
 def _resized(collective: Any, x: Tensor, axis: Axis, *op: str) -> Tensor:
-    """A collective whose result has another size than x."""
+    """Start a collective whose result has another size than x."""
     if axis.size == 1:
         return x
     if axis.staged:
@@ -59,8 +59,8 @@ def _resized(collective: Any, x: Tensor, axis: Axis, *op: str) -> Tensor:
 
 
 def all_to_all(x: Tensor, axis: Axis, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:
-    """Part i goes to rank i, and part i of the result came from rank i. The parts are equal, or have so many rows as
-    `sent` and `received` say."""
+    """Part i goes to rank i, and part i of the result is from rank i. The parts are equal, or `sent` and `received` are
+    their numbers of rows."""
     if axis.size == 1:
         return x
     equal = [x.shape[0] // axis.size] * axis.size
@@ -76,12 +76,12 @@ def gather_sequence(x: Tensor, axis: Axis) -> Tensor:
 
 
 def arrange_sequence(gathered: Tensor, axis: Axis) -> Tensor:
-    """What `all_gather` made of [B, S/n, ...], [n * B, S/n, ...] -> [B, S, ...]; a copy where B > 1."""
+    """The result of `all_gather`, [n * B, S/n, ...] -> [B, S, ...]; a copy if B > 1."""
     return gathered.unflatten(0, (axis.size, -1)).transpose(0, 1).flatten(1, 2)
 
 
 def scatter_sequence(x: Tensor, axis: Axis) -> Tensor:
-    """[B, S, ...] summands -> [B, S/n, ...] of their sum, not yet waited for."""
+    """[B, S, ...] partial sums -> this rank's [B, S/n, ...] of the sum, to be waited for."""
     return reduce_scatter(x.unflatten(1, (axis.size, -1)).transpose(0, 1).flatten(0, 1), axis)
 
 
@@ -89,7 +89,7 @@ def scatter_sequence(x: Tensor, axis: Axis) -> Tensor:
 
 
 class RingExchange:
-    """`x` on its way to the next rank of the ring, and the previous rank's on its way here; `wait` returns that."""
+    """Sends x to the next rank of the ring, and receives the previous rank's; `wait` returns that."""
 
     def __init__(self, x: Tensor, axis: Axis):
         self.device, self.timeout = x.device, axis.timeout
@@ -106,8 +106,7 @@ class RingExchange:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """All of a tensor that ranks hold in parts, copied to the CPU. Collective where it is sharded: all its ranks must
-    ask, in the same order."""
+    """A full tensor on the CPU. Collective if it is sharded: all its ranks must call it, in the same order."""
     if not isinstance(tensor, DTensor):
         return tensor.detach().cpu().clone()
     mesh = tensor.device_mesh
@@ -121,14 +120,14 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def digest(tensor: Tensor) -> str:
-    """Equal for equal bits. Of a float32 or float64 tensor on the CPU."""
+    """A hash of the bits of a float32 or float64 tensor on the CPU."""
     return hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()
 
 
 # ---- host staging ---------------------------------------------------------------------------------------------------
-# Ranks that share a GPU: NCCL refuses them, and gloo gathers, scatters and sends from host memory only.
+# If ranks share a GPU: NCCL refuses that, and gloo gathers, scatters and sends from host memory only.
 #
-# So these go through a copy on the host. It is the slow way of trying a layout on one GPU, and changes no result.
+# So these collectives go through a copy on the host: a slow way to try a layout on one GPU, with the same results.
 
 
 # torch 2.13 has new names for them and warns of the old ones.
@@ -141,7 +140,7 @@ class StagedWork(Protocol):
 
 
 class _HostWork:
-    """A collective between host tensors whose result still has to go to the GPU."""
+    """A collective between host tensors; `wait` copies the result to the GPU."""
 
     def __init__(self, work: StagedWork, host: Tensor, out: Tensor):
         self.work, self.host, self.out = work, host, out
@@ -169,7 +168,7 @@ def _start(collective: Any, out: Tensor, x: Tensor, axis: Axis) -> StagedWork:
 
 
 def stage_through_host(module: FSDPModule) -> None:
-    """Let FSDP2 do the same."""
+    """Let FSDP2 stage its collectives through host memory, too."""
     module.set_custom_all_gather(_HostAllGather())
     module.set_custom_reduce_scatter(_HostReduceScatter())
 
@@ -198,7 +197,7 @@ class _HostReduceScatter(_Allocates, ReduceScatter):
 
 
 class HookedReduceScatter(_Allocates, ReduceScatter):
-    """FSDP2's sum of gradients. A hook sees them first; if it returns True, they are not summed."""
+    """FSDP2's reduce-scatter of gradients. A hook gets them first; if it returns True, they are not reduced."""
 
     def __init__(self, hook: Callable[[Tensor], bool], staged: bool):
         self.hook, self.host = hook, _HostReduceScatter() if staged else None
@@ -212,17 +211,17 @@ class HookedReduceScatter(_Allocates, ReduceScatter):
 
 
 # ---- peer errors ----------------------------------------------------------------------------------------------------
-# Peers that died or fell silent: what torch says of them, in words that name who waited, in what, and for whom.
+# Peers that died or do not answer: torch's errors, with the rank that waited, in what, and for whom.
 
 
 def who(mesh: Mesh) -> str:
-    """This rank, and where it stands in the mesh: 'rank 5 (dp 1, pp 0)'."""
+    """This rank and its coordinates in the mesh: 'rank 5 (dp 1, pp 0)'."""
     place = mesh.layout.place(mesh.world.rank)
     return f"rank {mesh.world.rank} ({place})" if place else "rank 0"
 
 
 def others(*axes: Axis) -> str:
-    """The other ranks of some axes, by their numbers in the world: 'ranks 0, 3 (dp, ends)'."""
+    """The other ranks of some axes, by their numbers in the world: 'ranks 0, 3 (dp, embedding)'."""
     wide = [axis for axis in axes if axis.size > 1]
     ranks = sorted({rank for axis in wide for rank in axis.ranks} - {dist.get_rank()})
     names = ", ".join(dict.fromkeys(axis.name for axis in wide))
@@ -231,7 +230,7 @@ def others(*axes: Axis) -> str:
 
 @contextmanager
 def waiting(what: str, mesh: Mesh, *axes: Axis) -> Iterator[None]:
-    """Around collectives over some axes: if one fails for want of a peer, the error says what waited for whom."""
+    """A context around collectives over some axes: if a peer is lost, the error says what waited for whom."""
     start = time.monotonic()
     try:
         yield

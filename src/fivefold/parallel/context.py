@@ -1,8 +1,10 @@
-"""Context parallelism: the cp ranks share every sequence, in one of three ways.
+"""Context parallelism: every sequence is sharded over the cp ranks, with one of three kinds of attention.
 
-ring        keys and values travel around the ranks   zigzag shares
-allgather   every rank gathers all keys and values    zigzag shares
-ulysses     ranks trade tokens for heads              contiguous shares
+ring        keys and values go around the ranks        zigzag shares
+allgather   every rank gathers all keys and values     zigzag shares
+ulysses     all-to-alls swap tokens for heads          contiguous shares
+
+Which positions a rank holds is in `layout/sharding.py`: `context_share`, `zigzag_share`.
 """
 
 import math
@@ -28,14 +30,14 @@ from fivefold.parallel.collectives import RingExchange, all_gather, all_to_all, 
 from fivefold.parallel.mesh import Axis, Mesh
 
 # ---- tiles ----------------------------------------------------------------------------------------------------------
-# Tiles: the blocks of the causal score matrix that each rank of a zigzag works on. Pure arithmetic.
+# Tiles: the blocks of the causal score matrix that each rank of a zigzag computes. Pure arithmetic.
 #
 # A row of S tokens is cut into 2c pieces; rank r of c holds pieces r and 2c-1-r, in that order, so that places within
-# its share ascend like positions. Of another rank's keys it needs
+# its share ascend with the positions. Of the keys of each rank it needs
 #
-#     from an earlier rank   its early piece, seen by all queries here; its late piece lies in the future
-#     from a later rank      both pieces, seen by the late queries here; the early ones come before both
-#     its own                the lower triangle
+#     an earlier rank's   the early piece, for all queries; the late piece is in the future
+#     a later rank's      both pieces, for the late queries; the early queries come before both
+#     its own             the lower triangle
 #
 # Each of the first two is half a square and one kernel call, so all ranks do the same work in every step.
 
@@ -43,8 +45,8 @@ from fivefold.parallel.mesh import Axis, Mesh
 @dataclass(frozen=True)
 class Tile:
     queries: range  # places in this rank's share
-    keys: range  # places among the keys at hand
-    causal: bool = False  # a square, of which the lower triangle is seen; else all of it
+    keys: range  # places in the given keys
+    causal: bool = False  # a square, of which only the lower triangle counts; else all of it
 
     @property
     def scores(self) -> int:
@@ -57,7 +59,7 @@ def own_tile(share: int) -> Tile:
 
 
 def ring_tile(rank: int, source: int, share: int) -> Tile:
-    """What `rank` computes with the `share` keys that `source` holds; keys are places in that share."""
+    """The tile of `rank`'s queries and the `share` keys of `source`; keys are places in that share."""
     if source == rank:
         return own_tile(share)
     half = share // 2
@@ -67,9 +69,9 @@ def ring_tile(rank: int, source: int, share: int) -> Tile:
 
 
 def gathered_tiles(rank: int, ranks: int, share: int) -> list[Tile]:
-    """What `rank` computes beside its own tile where all keys are at hand; keys are positions.
+    """The tiles of `rank` beside its own, if all keys are gathered; keys are positions.
 
-    All its earlier ranks' tiles in one, and all its later ranks' tiles in one: both are without gaps.
+    One tile for the keys of all earlier ranks, and one for those of all later ranks: both are contiguous.
     """
     half = share // 2
     before = Tile(range(share), range(rank * half))
@@ -78,11 +80,11 @@ def gathered_tiles(rank: int, ranks: int, share: int) -> list[Tile]:
 
 
 # ---- masked tiles ---------------------------------------------------------------------------------------------------
-# A tile with the documents or the window in it, and how its part is added to a rank's results.
+# Tiles with a mask for documents or a sliding window, and how their results are merged.
 
 
 class Places(NamedTuple):
-    """Where tokens stand: their positions [S], ascending, and documents [B, S]."""
+    """The positions of tokens [S], ascending, and their documents [B, S]."""
 
     positions: NDArray[np.int64]
     documents: Documents | None
@@ -97,13 +99,13 @@ class Places(NamedTuple):
 @dataclass(frozen=True)
 class MaskedTile:
     tile: Tile
-    mask: kernels.TileMask = None  # None: no document ends within the tile
+    mask: kernels.TileMask = None  # None: no document ends in the tile
 
     @classmethod
     def within(
         cls, tile: Tile, queries: Places, keys: Places, window: int, device: torch.device
     ) -> "MaskedTile | None":
-        """What is left of a tile in a window."""
+        """The part of a tile within a sliding window; None: nothing."""
         q_tokens, k_tokens = queries.part(tile.queries), keys.part(tile.keys)
         q_documents, k_documents = q_tokens.documents, k_tokens.documents
         documents = None if q_documents is None or k_documents is None else (q_documents, k_documents)
@@ -112,10 +114,10 @@ class MaskedTile:
 
     @classmethod
     def of(cls, tile: Tile, queries: Places, keys: Places, device: torch.device) -> "MaskedTile | None":
-        """What is left of a tile within documents. `queries` and `keys` are the tokens here and those whose keys are at
-        hand. None: nothing sees anything.
+        """The part of a tile within documents; None: nothing. `queries` and `keys` are this rank's tokens and those of
+        the given keys.
 
-        Where documents end early, a rank has less to do, and how much is no longer the same on all ranks.
+        If documents are short, a rank computes less, and not all ranks the same amount.
         """
         q_documents, k_documents = queries.part(tile.queries).documents, keys.part(tile.keys).documents
         assert q_documents is not None
@@ -134,14 +136,14 @@ MaskedTiles = list[MaskedTile | None]
 
 @dataclass(eq=False)
 class PartsMask:
-    """Which keys a rank's tokens see, part by part. A compiled graph takes this object as it is. It would look into a
-    list, and with PyTorch 2.11 into a frozen dataclass, and be compiled anew wherever another part is empty."""
+    """Which keys a rank's tokens see, tile by tile. To a compiled graph this object is opaque. It would guard on the
+    elements of a list (with PyTorch 2.11 also of a frozen dataclass), and recompile whenever another tile is empty."""
 
     tiles: MaskedTiles
 
 
 class OnlineSoftmax:
-    """What queries have seen so far: output [B, H, S/c, D] and LSE [B, H, S/c], in the accumulate dtype."""
+    """Running output [B, H, S/c, D] and log-sum-exp [B, H, S/c] over the keys so far, in the accumulate dtype."""
 
     def __init__(self, q: Tensor):
         self.q, dtype = q, accum_dtype(q.dtype)
@@ -149,7 +151,7 @@ class OnlineSoftmax:
         self.lse = torch.full(q.shape[:-1], -torch.inf, dtype=dtype, device=q.device)
 
     def add(self, masked: MaskedTile | None, kv: Tensor) -> None:
-        """Let the tile's queries see the keys and values at hand, [2, B, K, keys, D]."""
+        """Merge the attention of the tile's queries over keys and values [2, B, K, keys, D]."""
         if masked is None:
             return
         tile = masked.tile
@@ -158,7 +160,7 @@ class OnlineSoftmax:
         kernels.merge_(out, lse, *kernels.forward(q, k, v, tile.causal, masked.mask))
 
     def finish(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Output and LSE, when all keys have been seen."""
+        """The output and LSE over all keys."""
         if sinks is not None:
             kernels.sink_(self.out, self.lse, sinks)
         return self.out.to(self.q.dtype), self.lse
@@ -168,7 +170,7 @@ Forward = Callable[[Tensor, Tensor, Tensor, MaskedTiles, Axis], OnlineSoftmax]
 
 
 class AttentionGrads:
-    """The backward pass of what `OnlineSoftmax` made: gradients of q and of the sinks, as tile after tile is added."""
+    """The backward pass of `OnlineSoftmax`: gradients of q and of the sinks, accumulated tile by tile."""
 
     def __init__(self, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None):
         self.saved = (grad, q, out, lse)
@@ -176,11 +178,11 @@ class AttentionGrads:
         self.dsinks = None if sinks is None else kernels.sink_grad(grad, out, lse, sinks)
 
     def zeros(self, kv: Tensor) -> Tensor:
-        """For the gradient of keys and values, in the accumulate dtype."""
+        """A buffer for the gradient of keys and values, in the accumulate dtype."""
         return torch.zeros(kv.shape, dtype=self.dq.dtype, device=kv.device)
 
     def add(self, masked: MaskedTile | None, kv: Tensor, kv_grad: Tensor) -> None:
-        """Adds to the gradient of q, and to that of the keys and values at hand; both in the accumulate dtype."""
+        """Add a tile's gradients to that of q, and to that of these keys and values; both in the accumulate dtype."""
         if masked is None:
             return
         tile = masked.tile
@@ -191,7 +193,7 @@ class AttentionGrads:
             total.add_(part)
 
     def finish(self, kv_grad: Tensor) -> tuple[Tensor | None, ...]:
-        """What the autograd functions below return: for q, k, v, sinks, tiles and axis."""
+        """The gradients that `backward` of the functions below returns: of q, k, v, sinks, tiles and axis."""
         dtype = self.saved[1].dtype
         dk, dv = kv_grad.to(dtype)
         return self.dq.to(dtype), dk, dv, self.dsinks, None, None
@@ -200,7 +202,7 @@ class AttentionGrads:
 def forward_and_save(
     ctx: Any, forward: Forward, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, tiles: MaskedTiles, axis: Axis
 ) -> Tensor:
-    """The forward pass of an autograd function over `forward`; backward needs its output and LSE."""
+    """The forward pass of an autograd function: run `forward`, and save the output and LSE for backward."""
     out, lse = save_output(lambda: forward(q, k, v, tiles, axis).finish(sinks), 2, q)
     ctx.save_for_backward(q, k, v, sinks, out, lse)
     ctx.tiles, ctx.axis = tiles, axis
@@ -208,13 +210,13 @@ def forward_and_save(
 
 
 def start_backward(ctx: Any, grad: Tensor) -> tuple[AttentionGrads, Tensor, MaskedTiles, Axis]:
-    """What `forward_and_save` left: the gradients, still zero, this rank's keys and values, its tiles, the axis."""
+    """What `forward_and_save` saved: zero gradients, this rank's keys and values, its tiles, the axis."""
     q, k, v, sinks, out, lse = ctx.saved_tensors
     return AttentionGrads(grad, q, out, lse, sinks), torch.stack((k, v)), ctx.tiles, ctx.axis
 
 
 def _part(x: Tensor, places: range) -> Tensor:
-    """Some tokens of [B, heads, S, D], of [B, heads, S], or of a stack of the former."""
+    """A slice along the sequence of [B, heads, S, D], [B, heads, S] or [2, B, heads, S, D]."""
     dim = 2 if x.ndim < 5 else 3
     return x.narrow(dim, places.start, len(places))
 
@@ -222,11 +224,10 @@ def _part(x: Tensor, places: range) -> Tensor:
 # ---- allgather ------------------------------------------------------------------------------------------------------
 # All-gather attention (Llama 3's, arXiv 2407.21783, section 3.3.2): every rank gets all keys and values at once.
 #
-# The zigzag's shares are kept, for the balance. A rank's own tile needs nothing of the others and runs under the
-# gather; what is left is two rectangles. Only the rank's own keys and values are kept for backward, which gathers
-# again.
+# Shares are a zigzag, for balance. A rank's own tile overlaps with the all-gather; the rest is two rectangles. Only the
+# rank's own keys and values are saved for backward, which gathers again.
 #
-# What a rank hands in, for a layer and a microbatch of B rows of S tokens, K kv heads (of this tp rank) of D:
+# What a rank passes in, for a layer and a microbatch of B rows of S tokens, K kv heads (of this tp rank) of D:
 #
 #     forward    1 all-gather     2 B K S/c D elements, in the compute dtype
 #     backward   1 all-gather     2 B K S/c D elements, in the compute dtype
@@ -236,13 +237,13 @@ def _part(x: Tensor, places: range) -> Tensor:
 
 
 def by_position(shares: Tensor, ranks: int) -> Tensor:
-    """Shares one after the other, [c * 2, B, K, S/c, D] -> [2, B, K, S, D]."""
+    """Keys and values by rank -> by position: [c * 2, B, K, S/c, D] -> [2, B, K, S, D]."""
     early, late = shares.unflatten(0, (ranks, 2)).chunk(2, dim=-2)
     return torch.cat((*early, *late.flip(0)), dim=-2)
 
 
 def by_rank(rows: Tensor, ranks: int) -> Tensor:
-    """The way back: [2, B, K, S, D] -> [c * 2, B, K, S/c, D]."""
+    """The inverse: [2, B, K, S, D] -> [c * 2, B, K, S/c, D]."""
     early, late = rows.unflatten(-2, (2, ranks, -1)).unbind(-4)  # [2, B, K, c, S/2c, D]
     return torch.cat((early, late.flip(-3)), dim=-2).movedim(-3, 0).flatten(0, 1)
 
@@ -281,10 +282,10 @@ class AllGatherAttention(torch.autograd.Function):
 
 
 # ---- ring -----------------------------------------------------------------------------------------------------------
-# Ring attention: keys and values travel around the ranks, and each merges what its queries see in them.
+# Ring attention: keys and values go around the ranks, and each rank merges the attention of its queries over them.
 #
-# In each of c steps a rank works with the keys of one rank, while they travel on to the next. Backward goes around
-# again; the gradient of the keys and values follows them one step behind, and the last step brings it home.
+# In each of c steps a rank computes with the keys of one rank, while it sends them to the next. Backward goes around
+# again; the gradient of the keys and values follows one step behind, and the last step returns it to their owner.
 #
 # Payload of a rank, for a layer and a microbatch of B rows of S tokens, K kv heads (of this tp rank) of D:
 #
@@ -319,7 +320,7 @@ class RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grads, kv, tiles, axis = start_backward(ctx, grad)
-        earlier_grad: RingExchange | None = None  # of these keys and values, from the ranks that had them before
+        earlier_grad: RingExchange | None = None  # the gradient of these keys and values from the previous ranks
         for step, masked in enumerate(tiles):
             next_kv = RingExchange(kv, axis) if step < len(tiles) - 1 else None
             kv_grad = grads.zeros(kv)
@@ -334,10 +335,10 @@ class RingAttention(torch.autograd.Function):
 
 
 # ---- ulysses --------------------------------------------------------------------------------------------------------
-# Ulysses (arXiv 2309.14509): for attention, ranks trade tokens for heads; each sees whole rows, of its heads only.
+# Ulysses (arXiv 2309.14509): all-to-alls swap tokens for heads, so each rank has whole rows, of its heads only.
 #
-# Where c does not divide the kv heads, they are repeated until it does, to the least common multiple L of K and c; the
-# copies' gradients add up. Then attention is what it is on one device.
+# If c does not divide the kv heads, they are repeated to the least common multiple L of K and c; the copies' gradients
+# add up. Then attention is that of one device.
 #
 # Payload of a rank, for a layer and a microbatch of B rows of S tokens, H heads and K kv heads (of this tp rank) of D,
 # in the compute dtype:
@@ -345,14 +346,14 @@ class RingAttention(torch.autograd.Function):
 #     forward    1 all-to-all of B (H + 2 L) S/c D elements, 1 of B H S/c D
 #     backward   the same two, the latter first
 #
-# Of each, a rank keeps 1/c for itself. Full recompute trades forward's two again; selective recompute keeps what was
-# traded, and trades nothing.
+# Of each, a rank keeps 1/c for itself. Full recompute repeats the forward's two; selective recompute keeps the received
+# tensors, and sends nothing.
 
 
 def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, mask: Any, axis: Axis, sinks: Tensor | None = None) -> Tensor:
     """q [B, H, S/c, D], k and v [B, K, S/c, D], sinks [H] -> [B, H, S/c, D].
 
-    `mask` is `LocalAttention`'s, of whole rows.
+    `mask` is that of `LocalAttention`, for whole rows.
     """
     copies = axis.size // math.gcd(k.shape[1], axis.size)
     qkv = (q, _repeat(k, copies), _repeat(v, copies))
@@ -368,12 +369,12 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, mask: Any, axis: Axis, si
 
 
 def _repeat(x: Tensor, copies: int) -> Tensor:
-    """Each head `copies` times. Not repeat_interleave, whose gradient is added up in no fixed order on CUDA."""
+    """Each head `copies` times. Not repeat_interleave, whose gradient is not deterministic on CUDA."""
     return x if copies == 1 else x[:, :, None].expand(-1, -1, copies, -1, -1).flatten(1, 2)
 
 
 class _AllToAllFn(torch.autograd.Function):
-    """Part i of dim 0 goes to rank i. Done twice it undoes itself, so backward is the same again."""
+    """Part i of dim 0 goes to rank i. It is its own inverse, so backward is the same all-to-all."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
@@ -399,10 +400,10 @@ class CpShare:
     loss_mask: NDArray[np.bool_]
     documents: NDArray[np.int32]
     positions: NDArray[np.int64]
-    row_documents: NDArray[np.int32]  # [B, S] of whole rows: every cp rank reads them, so none has to ask
+    row_documents: NDArray[np.int32]  # [B, S] of whole rows: every cp rank reads them from its files
 
     def with_documents(self, positions: TokenPositions) -> TokenPositions:
-        """The positions of these tokens, told of their documents."""
+        """The given positions with the documents of these tokens."""
         documents = torch.from_numpy(self.documents).to(positions.position_ids.device, non_blocking=True)
         return replace(positions, documents=documents, row_documents=torch.from_numpy(self.row_documents))
 
@@ -423,19 +424,21 @@ def share_of(batch: Batch, layout: Layout, rank: int) -> CpShare:
     )
 
 
-class Context:
+class ContextParallel:
+    """The attention ops of a decoder over the cp axis, and the share of a batch that this rank gets."""
+
     def __init__(self, mesh: Mesh):
         self.axis, self.layout = mesh.cp, mesh.layout
         self.kind = mesh.layout.cp_kind if mesh.cp.size > 1 else "local"
 
     def share(self, batch: Batch) -> CpShare:
-        """This rank's part of every row of a batch."""
+        """This rank's tokens of every row of a batch."""
         return share_of(batch, self.layout, self.axis.rank)
 
     def attention_mask(
         self, positions: TokenPositions, window: int = 0, sinks: bool = False, dtype: torch.dtype = torch.float32
     ) -> Any:
-        """What `attend` needs to know of which tokens see which, for all layers with such a window. Nothing is sent."""
+        """The mask that `attend` takes, for all layers with this window; computed without communication."""
         if self.kind == "local":
             return LocalAttention().attention_mask(positions, window, sinks, dtype)
         if positions.documents is not None and positions.row_documents is None:
@@ -450,7 +453,7 @@ class Context:
         return tensors
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Tensor | None = None) -> Tensor:
-        """q [B, H, S/c, D], k and v [B, K, S/c, D], of this rank's tokens -> [B, H, S/c, D]."""
+        """q [B, H, S/c, D], k and v [B, K, S/c, D] of this rank's tokens -> [B, H, S/c, D]."""
         match self.kind:
             case "ring":
                 return RingAttention.apply(q, k, v, sinks, mask.tiles, self.axis)
@@ -462,7 +465,7 @@ class Context:
                 return LocalAttention().attend(q, k, v, mask, sinks)
 
     def _masked_tiles(self, positions: TokenPositions, window: int) -> MaskedTiles:
-        """Ring: one for each step. All-gather: this rank's own tile, then those that look at all keys."""
+        """Ring: one tile for each step. All-gather: this rank's own tile, then those over all keys."""
         rank, ranks, share = self.axis.rank, self.axis.size, positions.position_ids.shape[1]
         if self.kind == "ring":
             sources = [(rank - step) % ranks for step in range(ranks)]
@@ -492,7 +495,7 @@ def _places(seq: int, layout: Layout, rank: int) -> NDArray[np.int64]:
 
 
 def _full_rows(positions: TokenPositions) -> TokenPositions:
-    """The positions of whole rows, of which a rank holds a share."""
+    """The `TokenPositions` of whole rows, of which this rank has a share."""
     device, batch = positions.position_ids.device, positions.position_ids.shape[0]
     ids = torch.arange(positions.length, device=device).expand(batch, -1)
     documents = None if positions.row_documents is None else positions.row_documents.to(device, non_blocking=True)

@@ -1,16 +1,16 @@
-"""Small values that ranks exchange beside the training step: rank 0 collects, and rank 0 announces.
+"""A control channel: small values that ranks exchange outside of the training step, by way of rank 0.
 
     control = Control(mesh, timeout=600)
     control.broadcast_value(value, Path)      # rank 0's, on every rank
     control.gather_values(value, int)         # all ranks', on rank 0
     control.all_gather_values(value, int)     # all ranks', on every rank
 
-They travel through the store at which the ranks met, not through a process group: a background thread may use it, a
-wait can be given up, and it is known who is missing. A wait lasts as long as those waited for move (see
-`launch.heartbeat`), however long their files take; `timeout` seconds without movement end it, and name them.
+They go through the store of the rendezvous, not through a process group: a background thread may use it, a wait can be
+given up, and it is known who is missing. A wait lasts as long as the missing ranks make progress (see
+`launch.heartbeat`), however long their files take; after `timeout` seconds without progress it ends, and names them.
 
-Each rank tells the store where it is eight times in that period. Rank 0 alone reads what all have told, and the others
-read what rank 0 has, so on no other rank does work grow with their number.
+Each rank reports to the store where it is eight times in that period. Only rank 0 reads all reports, and the others
+read what rank 0 found, so on no other rank does work grow with the number of ranks.
 """
 
 import itertools
@@ -35,10 +35,10 @@ from fivefold.parallel.mesh import Mesh
 from fivefold.support.errors import PeerLost, TrainingError
 
 # ---- the store -----------------------------------------------------------------------------------------------------
-# Where values lie on their way between ranks: the store at which the ranks met.
+# A key-value store for values in flight between ranks: the store of the rendezvous.
 #
-# For ranks of one machine it is a directory beside their FileStore: a FileStore keeps, in its file and in the memory
-# of every rank, all that it was ever told.
+# For ranks of one machine it is a directory beside their FileStore: a FileStore never frees a value, in its file and in
+# the memory of every rank.
 
 
 _PART = 4 << 20  # bytes: a TCPStore takes no value above 8 MiB
@@ -50,35 +50,35 @@ class FolderStore:
         path.mkdir(exist_ok=True)
 
     def put(self, key: str, data: bytes) -> None:
-        self._half(key, data).rename(self.path / key)
+        self._write_temp(key, data).rename(self.path / key)
 
-    def _half(self, key: str, data: bytes) -> Path:
-        half = self.path / f"{key}.{threading.get_native_id()}"  # two threads tell where a rank is
-        half.write_bytes(data)
-        return half
+    def _write_temp(self, key: str, data: bytes) -> Path:
+        temp = self.path / f"{key}.{threading.get_native_id()}"  # two threads of a rank may put the same key
+        temp.write_bytes(data)
+        return temp
 
-    def first(self, key: str, data: bytes) -> bytes:
-        """Put it, unless another rank has; what is there then."""
-        half = self._half(key, data)
+    def put_if_absent(self, key: str, data: bytes) -> bytes:
+        """Put a value unless there is one; return the value that is in the store then."""
+        temp = self._write_temp(key, data)
         with suppress(FileExistsError):
-            os.link(half, self.path / key)
-        half.unlink()
+            os.link(temp, self.path / key)
+        temp.unlink()
         return self.get(key)
 
     def has(self, keys: list[str]) -> bool:
-        """All of them."""
+        """Whether all keys have values."""
         return all((self.path / key).exists() for key in keys)
 
     def get(self, key: str) -> bytes:
-        """Of a key that is there."""
+        """The value of a key, which must have one."""
         return (self.path / key).read_bytes()
 
-    def drop(self, key: str) -> None:
+    def delete(self, key: str) -> None:
         (self.path / key).unlink()
 
 
 class RemoteStore:
-    def __init__(self, store: Any):  # torch's types do not know all that its stores have
+    def __init__(self, store: Any):  # torch's type stubs lack some methods of its stores
         self.store = store
 
     def put(self, key: str, data: bytes) -> None:
@@ -87,7 +87,7 @@ class RemoteStore:
             self.store.set(f"{key}.{number}", part)
         self.store.set(key, len(parts).to_bytes(4, "big") + parts[0])
 
-    def first(self, key: str, data: bytes) -> bytes:
+    def put_if_absent(self, key: str, data: bytes) -> bytes:
         return self.store.compare_set(key, "", data)
 
     def has(self, keys: list[str]) -> bool:
@@ -98,25 +98,25 @@ class RemoteStore:
         more = (self.store.get(f"{key}.{number}") for number in range(1, int.from_bytes(first[:4], "big")))
         return first[4:] + b"".join(more)
 
-    def drop(self, key: str) -> None:
+    def delete(self, key: str) -> None:
         for number in range(1, int.from_bytes(self.store.get(key)[:4], "big")):
             self.store.delete_key(f"{key}.{number}")
         self.store.delete_key(key)
 
 
 def kv_store(name: str) -> FolderStore | RemoteStore:
-    """A connection of its own: a TCPStore answers one question at a time. `name` tells several apart."""
-    met: Any = _get_default_store()
-    base = met
+    """A new connection: a TCPStore answers one request at a time. `name` is a namespace."""
+    default: Any = _get_default_store()
+    base = default
     while isinstance(base, PrefixStore):
         base = base.underlying_store
     if isinstance(base, FileStore):
         return FolderStore(Path(f"{base.path}.{name}"))  # type: ignore[attr-defined]
-    return RemoteStore(PrefixStore(name, met.clone()))
+    return RemoteStore(PrefixStore(name, default.clone()))
 
 
 # ---- messages -------------------------------------------------------------------------------------------------------
-# What ranks tell each other in words: data of a declared type, as msgpack. Nothing that a peer sends is run.
+# Messages between ranks: data of a declared type, as msgpack. Nothing that a peer sends is executed.
 #
 #     data = packed(value)
 #     value = unpacked(data, list[File])     # a TrainingError, if it is not that
@@ -124,7 +124,7 @@ def kv_store(name: str) -> FolderStore | RemoteStore:
 #     all_gather_values(value, int, group)   # collective: the values of all ranks, in their order, on every rank
 #     gather_values(value, RankTrace, group) # collective: those of all ranks, on the first; others get none
 #
-# torch's collectives of objects unpickle, and so execute, whatever comes.
+# torch's collectives of objects unpickle, and so execute, what they receive.
 
 
 T = TypeVar("T")
@@ -136,7 +136,7 @@ def packed(value: Any) -> bytes:
 
 
 def unpacked(data: bytes, kind: Any, rank: int = 0) -> Any:
-    """`rank`: that of whom it came from, for the error."""
+    """`rank`: the sender, for the error."""
     try:
         return msgspec.msgpack.decode(data, type=kind, dec_hook=lambda wanted, plain: wanted(plain))
     except msgspec.MsgspecError as error:
@@ -172,7 +172,7 @@ def gather_values(value: T, kind: Any, group: Group = None) -> list[T]:
 
 
 def _encoded(value: Any, group: Group) -> tuple[Tensor, Tensor]:
-    """This rank's message and its size, where the group's backend takes tensors."""
+    """This rank's message and its size, on the device of the group's backend."""
     device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
     message = torch.frombuffer(bytearray(packed(value)), dtype=torch.uint8).to(device)
     return torch.tensor(len(message), device=device), message
@@ -190,27 +190,27 @@ def _values(messages: list[Tensor], sizes: list[Tensor], kind: Any) -> list[Any]
 # ---- control --------------------------------------------------------------------------------------------------------
 
 
-_MADE = itertools.count()  # all ranks make theirs in one order
-_MOMENT = 3.0  # seconds
+_INSTANCES = itertools.count()  # all ranks create theirs in one order
+_CLOSE_WAIT = 3.0  # seconds
 
 
 class Control:
     def __init__(self, mesh: Mesh, timeout: float = 600.0):
-        """All ranks make one together."""
+        """Collective: all ranks create one in the same order."""
         self.rank, self.size, self.timeout = mesh.world.rank, mesh.world.size, timeout
-        self.calls, self.announced, self.over = 0, list[str](), threading.Event()
-        self.look = timeout / 8  # seconds from one to the next
-        self.pause = 0.02 + self.size / 5000  # seconds, at most, between two questions to the store, which all ask
-        self.place = ""  # where this rank last called from
+        self.calls, self.announced, self.closed = 0, list[str](), threading.Event()
+        self.report_every = timeout / 8  # seconds
+        self.pause = 0.02 + self.size / 5000  # seconds, at most, between two requests of a wait to the store
+        self.place = ""  # the source line that this rank last called from
         self.peers = [StallDetector() for _ in range(self.size)]
-        self.teller = threading.Thread(target=self._tell, name="control", daemon=True)
+        self.reporter = threading.Thread(target=self._report, name="control", daemon=True)
         if self.size > 1:
-            self.name, self.path = who(mesh), f"control-{next(_MADE)}"
+            self.name, self.path = who(mesh), f"control-{next(_INSTANCES)}"
             self.store = kv_store(self.path)
-            self.teller.start()
+            self.reporter.start()
 
     def broadcast_value(self, value: T, kind: Any) -> T:
-        """The value of rank 0, of the type `kind`, on every rank; what the others give is not looked at."""
+        """The value of rank 0, of the type `kind`, on every rank; the values of the others are ignored."""
         if self.size == 1:
             return value
         key = f"{self._call()}"
@@ -232,8 +232,11 @@ class Control:
         keys = {rank: f"{call} {rank}" for rank in range(1, self.size)}
         self._wait(keys)
         values = [value, *(unpacked(self.store.get(key), kind, rank) for rank, key in keys.items())]
-        for key in (*keys.values(), *self.announced):  # who has answered this call has heard the calls before
-            self.store.drop(key)
+        for key in (
+            *keys.values(),
+            *self.announced,
+        ):  # a rank that answered this call has read the answers of all earlier ones
+            self.store.delete(key)
         self.announced.clear()
         return values
 
@@ -242,20 +245,20 @@ class Control:
         return self.broadcast_value(self.gather_values(value, kind), list[kind])
 
     def close(self) -> None:
-        """This rank takes part no more: those who wait for it learn so at once. Rank 0, whose process may have the
-        store, gives the others a moment to read what it told them."""
-        if self.size == 1 or self.over.is_set():
+        """Leave: ranks that wait for this one learn so at once. Rank 0, which may host the store, gives the others a
+        moment to read its last values."""
+        if self.size == 1 or self.closed.is_set():
             return
-        self.over.set()
+        self.closed.set()
         with suppress(RuntimeError, OSError):
             self.store.put(_ended(self.rank), packed(RankSeen.here().place))
-            patience = time.monotonic() + _MOMENT * (self.rank == 0 and isinstance(self.store, RemoteStore))
-            while time.monotonic() < patience and not self.store.has([_ended(rank) for rank in range(self.size)]):
+            deadline = time.monotonic() + _CLOSE_WAIT * (self.rank == 0 and isinstance(self.store, RemoteStore))
+            while time.monotonic() < deadline and not self.store.has([_ended(rank) for rank in range(self.size)]):
                 heartbeat.beat()
                 time.sleep(self.pause)
 
     def _call(self) -> int:
-        """The number of this call. All ranks count the same ones; each says from where it calls, if that is new."""
+        """The number of this call, equal on all ranks; report where this rank calls from, if that is new."""
         self.calls += 1
         now = RankSeen.here()
         if now.place != self.place:
@@ -263,34 +266,34 @@ class Control:
             self.place = now.place
         return self.calls
 
-    def _tell(self) -> None:
-        """In the background: where this rank is, again and again, until the store is gone."""
+    def _report(self) -> None:
+        """The background thread: report periodically where this rank is, until the store is gone."""
         with suppress(RuntimeError, OSError):
             store = kv_store(self.path)
-            while not self.over.is_set():
+            while not self.closed.is_set():
                 store.put(_at(self.rank), packed(RankSeen.here()))
-                self.over.wait(self.look)
+                self.closed.wait(self.report_every)
 
     def _wait(self, keys: dict[int, str]) -> None:
-        """Until the store has the keys, each of which the rank beside it sets."""
+        """Wait until the store has all keys; `keys` is by the rank that sets each."""
         start = looked = time.monotonic()
         pause = 0.0005
         try:
             while not self.store.has(list(keys.values())):
                 time.sleep(pause)
                 pause = min(1.5 * pause, self.pause)
-                if time.monotonic() - looked > self.look:
+                if time.monotonic() - looked > self.report_every:
                     looked = time.monotonic()
                     self._judge([rank for rank, key in keys.items() if not self.store.has([key])], looked - start)
-                    heartbeat.beat()  # those waited for move, and so does who waits
+                    heartbeat.beat()  # the others make progress, and so does this wait
         except (RuntimeError, OSError) as error:
             raise PeerLost(f"{self.name} waited for rank 0, whose store is gone: {error}") from error
 
     def _judge(self, missing: list[int], waited: float) -> None:
-        """Raise PeerLost if one of them has not moved for too long. Rank 0 tells the others what it found."""
+        """Raise PeerLost if a missing rank made no progress for too long. Rank 0 reports that to the others."""
         if self.rank and self.store.has(["lost"]):
             raise PeerLost(f"{self.name}: {unpacked(self.store.get('lost'), str)}")
-        limit = self.timeout if self.rank == 0 else self.timeout + 3 * self.look  # rank 0 knows more, and speaks first
+        limit = self.timeout if self.rank == 0 else self.timeout + 3 * self.report_every  # rank 0 first
         lost = []
         for rank in missing:
             if self.store.has([_ended(rank)]):
@@ -298,7 +301,7 @@ class Control:
                 continue
             known = self.store.has([_at(rank)])
             seen = unpacked(self.store.get(_at(rank)), RankSeen, rank) if known else RankSeen(0, "its start")
-            if (still := self.peers[rank].look(seen, 2 * self.look)) > limit:
+            if (still := self.peers[rank].look(seen, 2 * self.report_every)) > limit:
                 lost.append(f"rank {rank}, which has not moved for {still:.0f} s, and was last seen in {seen.place}")
         if lost:
             why = f"waited {waited:.0f} s for {'; '.join(lost[:8])}" + f"; and {len(lost) - 8} more" * (len(lost) > 8)

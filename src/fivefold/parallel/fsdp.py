@@ -2,14 +2,15 @@
 
 A rank holds a share of the rows of every parameter, in full precision: its master. A block's weights are gathered in
 the compute dtype for its forward and again for its backward, and released after each; its gradients are reduce-
-scattered in full precision every microbatch. With `replicate`, that happens within each copy, and the shards of the
-gradients are summed over the copies once a step.
+scattered in full precision every microbatch. With `replicate` (HSDP) that happens within each replica, and the
+gradients' shards are summed over the replicas once a step.
 
-Parameters that are never rounded stay out of FSDP2's hands where compute is narrow: it wants the gradients of a unit in
-one dtype, and they are few. Every rank holds them whole, and buckets sum their gradients once a step, as in stage 0.
+Parameters that stay in full precision are ignored by FSDP2 if compute is in low precision: it wants the gradients of a
+unit in one dtype. They are few and small: every rank holds them whole, and buckets reduce their gradients once a step,
+as in ZeRO 0 (`zero.py`).
 
-Gradients of weight-gradient passes of their own come after FSDP2 has let go of a block. They need no weights, only a
-sum: buckets take them, as in stage 2, and their shards accumulate beside FSDP2's.
+Gradients of separate weight-gradient passes are computed after FSDP2 has released a block. They need no weights, only a
+reduction: buckets reduce them, as in ZeRO 2, and their shards accumulate beside FSDP2's.
 """
 
 from collections.abc import Iterator, Sequence
@@ -47,9 +48,9 @@ class FullySharded(Weights):
         seed: int,
         *,
         minimum: int = MINIMUM,
-        split: bool = False,
+        split_backward: bool = False,
     ):
-        self.mesh, self.always_split = mesh, split
+        self.mesh, self.always_split = mesh, split_backward
         per_stage = [stage_params(model, spec, mesh) for model in stages]
         self.local_params = {name: param for params in per_stage for name, param in params.items()}
         self.modules: list[FSDPModule] = []
@@ -58,8 +59,10 @@ class FullySharded(Weights):
         self.roots: list[FSDPModule] = []
         self.units: dict[str, FSDPModule] = {}  # by name
         low_precision = compute != accum_dtype(compute)
-        # Names of the parameters that are never rounded, and that FSDP2 does not shard.
-        self.unsharded = {name for name, param in self.local_params.items() if low_precision and param.parameter.exact}
+        # Names of the full-precision parameters, which FSDP2 does not shard.
+        self.unsharded = {
+            name for name, param in self.local_params.items() if low_precision and param.parameter.full_precision
+        }
         for model, params in zip(stages, per_stage, strict=True):
             to_empty(model, params, accum_dtype(compute), torch.device("meta"))
             layers = layers_of(param.parameter.unit for param in params.values())
@@ -71,29 +74,29 @@ class FullySharded(Weights):
             _materialise(model, self.unsharded & params.keys(), mesh.device)
             for name, parameter in model.named_parameters():
                 param, shard = self.local_params[name], local_of(parameter)
-                init_param(spec, param.parameter, shard, seed, self.block(name))
+                init_param(spec, param.parameter, shard, seed, self.master_box(name))
                 self.masters[name] = nn.Parameter(shard)
                 if name in self.unsharded:
                     register_grad_hook(parameter, param, self.add)
                     continue
                 assert isinstance(parameter, DTensor)
                 self.parameters[name] = parameter
-                if split and param.parameter.deferred:
+                if split_backward and param.parameter.deferred:
                     parameter.requires_grad_(False)  # FSDP2 of torch 2.11 would reduce zeros for want of a gradient
         groups = [
-            (number, group)
-            for number, params in enumerate(per_stage)
-            for group in buckets(params.values(), minimum, split, narrow=low_precision)
-            if group.late or group.exact
+            (stage_index, group)
+            for stage_index, params in enumerate(per_stage)
+            for group in buckets(params.values(), minimum, split_backward, low_precision=low_precision)
+            if group.deferred or group.full_precision
         ]
         self.reducer = Reducer([self._bucket(group, compute) for _, group in groups], groups)
 
     def _bucket(self, group: Grouping, compute: torch.dtype) -> Bucket:
-        # FSDP2 has the real weights, when it has them; a bucket that only sums needs their shapes.
-        shapes = {param.name: torch.empty(param.shape, device="meta") for param in group.held}
-        zero = self.fsdp(group)
-        slots = slots_of(group, shapes, self.masters, 1 if group.exact else zero.size)
-        return Bucket(slots, zero, self.mesh.tp if group.partial else None, 0 if group.exact else 2, compute)
+        # The weights are FSDP2's; a bucket that only reduces needs no more than their shapes.
+        shapes = {param.name: torch.empty(param.shape, device="meta") for param in group.params}
+        axis, zero_stage = self.fsdp_axis_of(group), 0 if group.full_precision else 2
+        slots = slots_of(group, shapes, self.masters, 1 if group.full_precision else axis.size)
+        return Bucket(slots, axis, self.mesh.tp if group.partial else None, zero_stage, compute)
 
     def sharded(self, param: LocalParam) -> bool:
         return param.name not in self.unsharded
@@ -106,14 +109,14 @@ class FullySharded(Weights):
             yield
 
     def set_grad_hook(self, grad_hook: GradHook) -> None:
-        """FSDP2 shows gradients where it sums them: a unit's at a time, one behind the other."""
+        """Hook FSDP2's reduce-scatter, which gets all gradients of a unit in one flat tensor."""
         super().set_grad_hook(grad_hook)
         for name, module in self.units.items():
             module.set_custom_reduce_scatter(
                 HookedReduceScatter(partial(self.call_grad_hook, name), staged=self.mesh.fsdp.staged)
             )
 
-    def drop(self) -> None:
+    def discard_grads(self) -> None:
         for parameter in self.parameters.values():
             parameter.grad = None
         for group in _groups(self.modules):
@@ -124,23 +127,23 @@ class FullySharded(Weights):
         for bucket in self.reducer.buckets if self.mesh.replicate.size > 1 else ():
             dist.all_reduce(bucket.shard, group=self.mesh.replicate.group)
         for name, parameter in self.parameters.items():
-            if name in self.reducer.home:
+            if name in self.reducer.bucket_of:
                 continue
             master, gradient = self.masters[name], parameter.grad
-            # FSDP2 pads what does not divide, in storage of its own: the optimizer must step on that and no other.
+            # FSDP2 pads uneven shards in storage of its own: the optimizer must update that storage.
             assert _same_memory(parameter._local_tensor, master), f"{name} has moved in memory"
             master.grad = gradient._local_tensor if isinstance(gradient, DTensor) else torch.zeros_like(master)
-            if self.shared(self.local_params[name]):
+            if self.has_tied_copy(self.local_params[name]):
                 dist.all_reduce(master.grad, group=self.mesh.embedding.group)
 
-    def sync_params(self, rounded: frozenset[str] = frozenset()) -> None:
+    def sync_params(self, already_cast: frozenset[str] = frozenset()) -> None:
         for name, parameter in self.parameters.items():
             parameter.grad = self.masters[name].grad = None
         for bucket in self.reducer.buckets:
             bucket.zero_grad()
 
-    def ready(self) -> None:
-        """The masters are the model's weights."""
+    def wait_params(self) -> None:
+        """Nothing to wait for: the masters are the model's weights."""
 
     def gradient_memory(self) -> Iterator[Tensor]:
         yield from (p.grad._local_tensor for p in self.parameters.values() if isinstance(p.grad, DTensor))
@@ -157,10 +160,10 @@ class FullySharded(Weights):
 
 
 def _materialise(model: nn.Module, unsharded: set[str], device: torch.device) -> None:
-    """Memory for each rank's shards only, since nobody ever holds the whole model; and for the `unsharded` parameters,
-    which FSDP2 leaves alone. Those get new tensors, because fake ones cannot be swapped."""
-    places = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in sorted(unsharded)]
-    shapes = [(module, key, module._parameters.pop(key)) for module, key in places]
+    """Allocate this rank's shards, and the `unsharded` parameters, which FSDP2 ignores. The latter are new tensors,
+    because fake tensors cannot be swapped in place."""
+    owners = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in sorted(unsharded)]
+    shapes = [(module, key, module._parameters.pop(key)) for module, key in owners]
     model.to_empty(device=device)
     for module, key, shape in shapes:
         assert shape is not None
@@ -168,15 +171,15 @@ def _materialise(model: nn.Module, unsharded: set[str], device: torch.device) ->
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
-    """Without a look at addresses, which tensors of a dry run do not have."""
+    """Whether two tensors start at the same place; not by address, which fake tensors do not have."""
     return a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset()
 
 
 def _shard(
     model: nn.Module, layers: list[int], mesh: Mesh, compute: torch.dtype, ignored: set[nn.Parameter]
 ) -> list[FSDPModule]:
-    """Give the model to FSDP2, but for the `ignored` parameters. Returns its units: for each block its experts, over
-    ranks of their own, and the rest of it; last the model itself."""
+    """Apply FSDP2 to the model, but for the `ignored` parameters. Returns the units: for each block its experts, which
+    are sharded over efsdp, and the rest of it; last the model itself."""
     units: list[FSDPModule] = []
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=accum_dtype(compute), cast_forward_inputs=False)
     for module in _units(model, layers):
@@ -184,29 +187,29 @@ def _shard(
         submesh = mesh.submesh(*(("replicate", *axes) if mesh.replicate.size > 1 else axes))
         unit = fully_shard(module, mesh=submesh, mp_policy=policy, reshard_after_forward=True, ignored_params=ignored)
         assert isinstance(unit, FSDPModule)
-        # Sums: the loss has been divided by the token count already. Plain ones: gloo cannot scale while it adds.
+        # Sums, not means: the loss is divided by the token count already. Unscaled: gloo has no premul-sum.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
         if mesh.fsdp.staged:
             stage_through_host(unit)
         if isinstance(module, ExpertNetworks):
-            _gather_aside(module)
+            _hide_gather_from_checkpoint(module)
         units.append(unit)
-    # In backward each unit prefetches the weights of the one below; the lowest nothing. FSDP2 by itself goes by the
-    # order of past forwards, and under a pipeline would gather those of another microbatch or stage, which nobody uses.
+    # In backward each unit prefetches the weights of the unit below it; the lowest one none. By default FSDP2 follows
+    # the order of past forwards, which under a pipeline would gather weights for another microbatch or stage.
     for below, unit in zip((units[0], *units), units, strict=False):
         unit.set_modules_to_backward_prefetch([below])
     return units
 
 
 def _unit_name(model: nn.Module, unit: FSDPModule) -> str:
-    """The name of what is gathered at a time; the rest of a stage has that of its first layer."""
+    """The name of a unit; that of the rest of a stage is made of its first parameter's."""
     name = next(name for name, module in model.named_modules() if module is unit)
     return name or f"the rest of the stage of {next(iter(dict(model.named_parameters())), 'no weights')}"
 
 
-def _gather_aside(module: nn.Module) -> None:
-    """Of a unit inside of a block: whether its weights are there already may differ when the block is recomputed."""
+def _hide_gather_from_checkpoint(module: nn.Module) -> None:
+    """Hide the all-gather of a unit in a block: when the block is recomputed, its weights may be gathered already."""
     during = ExitStack()
     for register in (module.register_forward_pre_hook, module.register_forward_hook):
         register(lambda *_: during.enter_context(unseen_by_checkpoint()), prepend=True)  # before FSDP2's own hook ...
@@ -214,7 +217,7 @@ def _gather_aside(module: nn.Module) -> None:
 
 
 def _units(model: nn.Module, layers: list[int]) -> Iterator[nn.Module]:
-    """What is gathered at a time, in the order of the forward pass."""
+    """The modules that become FSDP2 units, in the order of the forward pass."""
     for block in (model.get_submodule(f"layers.{layer}") for layer in layers):
         yield from (module for module in block.modules() if isinstance(module, ExpertNetworks))
         yield block
@@ -222,8 +225,8 @@ def _units(model: nn.Module, layers: list[int]) -> Iterator[nn.Module]:
 
 
 def _groups(modules: list[FSDPModule]) -> Iterator[Any]:
-    """FSDP2's own view of its parameters, which torch 2.13 keeps in a list and 2.11 does not: there a module without
-    parameters of its own, such as a stage between the ends, has None."""
+    """FSDP2's parameter groups: a list for each module in torch 2.13; in 2.11 one, or None for a module without
+    parameters of its own, such as a middle pipeline stage."""
     for module in modules:
         state: Any = module._get_fsdp_state()
         groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]

@@ -1,6 +1,6 @@
-"""Mesh: the axis table of a layout as torch's process groups, seen from one rank.
+"""Mesh: the axes of a layout as torch's process groups, from the view of one rank.
 
-Code that communicates is given the mesh; there is no global one.
+Code that communicates takes the mesh as an argument; there is no global one.
 """
 
 import warnings
@@ -20,19 +20,19 @@ from fivefold.layout.layout import Layout
 from fivefold.layout.stages import schedule_of
 from fivefold.spec.model import ModelSpec
 
-_WATCHDOG = 1.5  # times the limit that ranks have: when NCCL's watchdog ends a process
+_WATCHDOG = 1.5  # the timeout of NCCL's watchdog, as a multiple of the ranks' own
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One direction of the mesh, as seen from one rank."""
+    """One axis of the mesh, from the view of one rank."""
 
     name: str
     size: int = 1
-    rank: int = 0  # this process's place along the axis
+    rank: int = 0  # position along the axis
     mesh: DeviceMesh | None = None  # one-dimensional; None where there is no process group at all
-    staged: bool = False  # tensors are on a GPU and gloo moves them: see "host staging" in `collectives.py`
-    process_group: dist.ProcessGroup | None = None  # where the ranks are no axis of the DeviceMesh
+    staged: bool = False  # tensors are on a GPU and the backend is gloo: see "host staging" in `collectives.py`
+    process_group: dist.ProcessGroup | None = None  # for ranks that are not an axis of the DeviceMesh
     timeout: timedelta = timedelta(0)  # for a message between two ranks; zero: the group's own
 
     @property
@@ -48,21 +48,21 @@ class Axis:
 
     @property
     def ranks(self) -> list[int]:
-        """Their numbers in the world."""
+        """The ranks of the axis, numbered as in the world."""
         return [0] if self.size == 1 else dist.get_process_group_ranks(self.group)
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The axes of a layout as attributes: `mesh.tp`, `mesh.fsdp`. `layout/axes.py` says which there are."""
+    """The axes of a layout as attributes: `mesh.tp`, `mesh.fsdp`. `layout/axes.py` lists them."""
 
     layout: Layout
     device: torch.device
-    axes: Mapping[str, Axis] = field(default_factory=dict)  # those that are missing have one rank
+    axes: Mapping[str, Axis] = field(default_factory=dict)  # an axis that is not in it has one rank
     roots: Mapping[tuple[str, ...], DeviceMesh] = field(default_factory=dict)  # by grid
-    p2p_groups: tuple[dist.ProcessGroup, ...] = ()  # NCCL: for the pipeline's messages, up and down the ranks
+    p2p_groups: tuple[dist.ProcessGroup, ...] = ()  # NCCL: for pipeline messages to higher ranks, and to lower ones
     submeshes: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict)  # a cache of `submesh`
-    backward_ep: Axis | None = None  # ep once more, for backward passes that run beside forward ones
+    backward_ep: Axis | None = None  # a second group of ep, for backward passes that run beside forward ones
 
     def __getattr__(self, name: str) -> Axis:
         if name.startswith("__") or name not in self.layout.table:
@@ -75,10 +75,10 @@ class Mesh:
     def of(
         cls, layout: Layout, device: torch.device, timeout: float | None = None, *, spec: ModelSpec | None = None
     ) -> Self:
-        """The mesh of `layout` over the process group, which all its ranks have joined.
+        """The mesh of `layout` over the default process group, which all its ranks have joined.
 
-        `timeout`: seconds after which a collective or message that a peer does not take part in is an error. `spec`:
-        the model; one with experts has axes of its own.
+        `timeout`: seconds after which a collective or message without its peer is an error. `spec`: the model, if it
+        has experts, which have axes of their own.
         """
         if layout.world == 1:
             return cls(layout, device)
@@ -87,7 +87,9 @@ class Mesh:
         rank, staged = dist.get_rank(), device.type == "cuda" and dist.get_backend() == "gloo"
         axes = {"world": Axis("world", layout.world, rank, staged=staged, process_group=dist.group.WORLD)}
         flattened: dict[tuple[str, ...], DeviceMesh] = {}  # axes of the same dimensions share a group
-        for name in sorted(layout.table, key=lambda name: name in layout.degrees):  # all ranks make groups in one order
+        for name in sorted(
+            layout.table, key=lambda name: name in layout.degrees
+        ):  # all ranks create groups in one order
             if dense and name in EXPERT_AXES:
                 continue
             root = roots[layout.grid_of(name)]
@@ -97,7 +99,7 @@ class Mesh:
             if names not in flattened:
                 flattened[names] = root[names]._flatten(name) if len(names) > 1 else root[names]
             axes[name] = Axis(name, layout.size(name), layout.position(name, rank), flattened[names], staged)
-        axes["embedding"] = _ends(layout, axes["pp"])
+        axes["embedding"] = _embedding_axis(layout, axes["pp"])
         p2p_groups: tuple[dist.ProcessGroup, ...] = ()
         if layout.pp > 1 and dist.get_backend() == "nccl":
             p2p_groups = _groups(layout.groups("pp"), 2)
@@ -115,51 +117,51 @@ class Mesh:
         return mesh
 
     def _connect(self) -> None:
-        """NCCL connects ranks when they first use a communicator: do so now, one after the other, in one order.
+        """Use each NCCL communicator once, in one order: NCCL connects ranks at the first use.
 
-        Else the first step would, here and there in its middle, and a rank that cannot be reached would look like a
-        hang. First each group, with an all-to-all where that is what it is for, and the ring of cp; then the groups of
-        the pipeline's messages, neighbour by neighbour. (What NCCL connects beyond that, for messages of another size,
-        it does inside an action, which all ranks of the group come to in one order.)
+        Otherwise they would connect in the middle of the first step, and an unreachable rank would look like a hang.
+        First each group, with an all-to-all if it is used for that, and the ring of cp; then the groups of pipeline
+        messages, neighbour by neighbour. (NCCL makes further connections for messages of other sizes, inside an action,
+        which all ranks of the group run in one order.)
         """
-        number = torch.zeros(1, device=self.device)
+        scalar = torch.zeros(1, device=self.device)
         all_to_all_axes = {"ep", *(["cp"] if self.layout.cp_kind == "ulysses" else [])}
         used = [axis for name, axis in self.axes.items() if axis.size > 1 and name != "batch"]
         connected = set[str]()
         for axis in [*used, *([self.backward_ep] if self.backward_ep else [])]:
             if axis.group_name not in connected:
                 connected.add(axis.group_name)
-                dist.all_reduce(number, group=axis.group)
+                dist.all_reduce(scalar, group=axis.group)
             if axis.name in all_to_all_axes:
-                numbers = number.repeat(axis.size)
-                dist.all_to_all_single(torch.empty_like(numbers), numbers, group=axis.group)
+                rows = scalar.repeat(axis.size)
+                dist.all_to_all_single(torch.empty_like(rows), rows, group=axis.group)
             if axis.name == "cp" and self.layout.cp_kind == "ring":
-                start_ring_exchange(number, axis)
+                start_ring_exchange(scalar, axis)
             torch.cuda.synchronize(self.device)
         for downwards, group in enumerate(self.p2p_groups):
             for lower, upper in neighbours(self.layout.placement.owner):
                 source, target = (upper, lower) if downwards else (lower, upper)
                 if self.pp.rank == source:
-                    dist.send(number, group=group, group_dst=target)
+                    dist.send(scalar, group=group, group_dst=target)
                 elif self.pp.rank == target:
-                    dist.recv(number, group=group, group_src=source)
+                    dist.recv(scalar, group=group, group_src=source)
                 torch.cuda.synchronize(self.device)
 
     def expert_axes(self) -> list[Axis]:
-        """The axes that experts have of their own; none where there are no experts."""
+        """The axes that only models with experts have."""
         return [self.axes[name] for name in EXPERT_AXES if name in self.axes]
 
     def p2p_group(self, source: int, target: int) -> dist.ProcessGroup:
         """The group for messages from one pipeline rank to another: gloo matches by tag, NCCL in order.
 
-        On NCCL there are two, up and down the ranks, and torch makes a communicator and a stream of its own for each
-        two neighbours in them (it is not told `device_id`, with which there would be one for a whole group): so a
-        message waits behind those of the same two ranks in the same direction and behind no other.
+        On NCCL there are two, one for each direction, and torch creates a communicator and a stream for each pair of
+        neighbours in them (without `device_id`; with it there would be one for a whole group): so a message only waits
+        for earlier ones of the same pair in the same direction.
         """
         return self.p2p_groups[source > target] if self.p2p_groups else self.pp.group
 
     def submesh(self, *names: str) -> DeviceMesh:
-        """Several axes as one DeviceMesh, for DTensors that are sharded over all of them."""
+        """Several axes as one DeviceMesh, for DTensors sharded over all of them."""
         if (
             len(names) > 1 and names not in self.submeshes
         ):  # a slice takes milliseconds, and every parameter asks for one
@@ -170,12 +172,12 @@ class Mesh:
 
 
 def neighbours(owner: Sequence[int]) -> list[tuple[int, int]]:
-    """The pipeline ranks that send to each other, the lower one first, if these own the stages."""
+    """The pairs of pipeline ranks that exchange messages, lower rank first; `owner[stage]` is a rank."""
     return sorted({(min(pair), max(pair)) for pair in pairwise(owner) if pair[0] != pair[1]})
 
 
 def start_ring_exchange(x: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, list[dist.Work]]:
-    """Start to send x to the next rank of the ring; what comes from the one before, and what to wait for."""
+    """Start to send x to the next rank of the ring. Returns the previous rank's, and the works to wait for."""
     received = torch.empty_like(x)
     target, source = ((axis.rank + step) % axis.size for step in (1, -1))
     works = dist.batch_isend_irecv(
@@ -197,28 +199,28 @@ def _root(layout: Layout, grid: tuple[str, ...], device: torch.device) -> Device
 def _with_timeout(
     axes: dict[str, Axis], p2p_groups: tuple[dist.ProcessGroup, ...], timeout: timedelta
 ) -> dict[str, Axis]:
-    """Set the timeout of all these groups: a DeviceMesh gives its own torch's default of many minutes.
+    """Set the timeout of all these groups: those of a DeviceMesh have torch's default of many minutes.
 
-    On NCCL nobody waits for a message on the host, and its watchdog ends a process with pages of its own; so it comes
-    after `launch.heartbeat`, by which a rank says in words what it waits for, and is there for ranks that cannot.
+    On NCCL the host does not wait for messages, and the watchdog ends a process with pages of output. So its timeout is
+    longer than that of `launch.heartbeat`, with which a rank says what it waits for; it is for ranks that cannot.
     """
     nccl = dist.get_backend() == "nccl"
     for group in [*p2p_groups, *(axis.group for axis in axes.values() if axis.size > 1)]:
         _set_pg_timeout(_WATCHDOG * timeout if nccl else timeout, group)
-    if nccl:  # a wait with a limit of its own would block the host
+    if nccl:  # a wait with a timeout would block the host
         return axes
     return {name: replace(axis, timeout=timeout) for name, axis in axes.items()}
 
 
 def _overlaps_pairs(spec: ModelSpec | None, layout: Layout) -> bool:
-    """Whether its schedule overlaps forward and backward passes; those made for a model's own durations do not."""
-    if spec is None or layout.record.weighs:
+    """Whether its schedule overlaps forward and backward passes; one built from stage times does not."""
+    if spec is None or layout.record.uses_stage_times:
         return False
     return any(action.joined for rank in schedule_of(spec, layout, spec.context).ranks for action in rank)
 
 
-def _ends(layout: Layout, pp: Axis) -> Axis:
-    """The first and the last pipeline rank, which share a tied embedding."""
+def _embedding_axis(layout: Layout, pp: Axis) -> Axis:
+    """The pipeline ranks of the first and the last stage, which share a tied embedding."""
     if layout.size("embedding") == 1:
         return Axis("embedding")
     if layout.pp == 2:
@@ -230,5 +232,5 @@ def _ends(layout: Layout, pp: Axis) -> Axis:
 
 
 def _groups(lists: list[list[int]], count: int) -> tuple[dist.ProcessGroup, ...]:
-    """`count` communicators over the list that this rank is in. All ranks make all of them, in one order."""
+    """`count` groups over the list that this rank is in. All ranks create all groups, in one order."""
     return tuple(dist.new_subgroups_by_enumeration(lists)[0] for _ in range(count))

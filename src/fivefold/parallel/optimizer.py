@@ -1,6 +1,6 @@
-"""An optimizer over the full-precision shards of the weights: gradient norm, clipping, and the rule on each shard.
+"""An optimizer over the full-precision shards of the weights: gradient norm, clipping, and the update of each shard.
 
-Every rank steps on its own shards. The ranks only have to agree on the norm by which they clip.
+Every rank updates its own shards. The only thing that is reduced is the norm for clipping.
 """
 
 from collections.abc import Sequence
@@ -13,35 +13,42 @@ from fivefold.launch.waits import timed_wait
 from fivefold.optim.base import OptimizerConfig
 from fivefold.parallel.fsdp import FullySharded
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.replicated import Replicated
 from fivefold.parallel.weights import Weights
+from fivefold.parallel.zero import ZeroBuckets
 from fivefold.spec.model import ModelSpec
 
 # ---- data parallelism -----------------------------------------------------------------------------------------------
-# Data parallelism: one model on many ranks, each with its own tokens, and ZeRO's shards of what they all hold.
+# Data parallelism: replicas of the model on many ranks, each with its own tokens, and ZeRO's sharding of their states.
 #
-#     weights = shard_model([model], spec, mesh, torch.bfloat16, seed)   # from the meta device to drawn weights
-#     for number, microbatch in enumerate(microbatches, start=1):
-#         with weights.microbatch(last=number == len(microbatches)):
+#     weights = shard_model([model], spec, mesh, torch.bfloat16, seed)   # from the meta device to initial weights
+#     for index, microbatch in enumerate(microbatches):
+#         with weights.microbatch(last=index == len(microbatches) - 1):
 #             loss(model(microbatch)).backward()
-#     weights.finish_grad_sync()                    # masters' gradients are the sums over all ranks
+#     weights.finish_grad_sync()          # masters' gradients are the sums over all ranks
 #     ...                                 # an optimizer's step on weights.masters
 #     weights.sync_params()
 #
-# Stages 0, 1 and 2 use buckets of our own (`replicated`). Stage 3 and hybrid sharding use FSDP2 (`fsdp`).
+# ZeRO 0, 1 and 2 use buckets of our own (`zero.py`). ZeRO 3 and hybrid sharding use FSDP2 (`fsdp.py`).
 
 
 def shard_model(
-    stages: Sequence[nn.Module], spec: ModelSpec, mesh: Mesh, compute: torch.dtype, seed: int, *, split: bool = False
+    stages: Sequence[nn.Module],
+    spec: ModelSpec,
+    mesh: Mesh,
+    compute: torch.dtype,
+    seed: int,
+    *,
+    split_backward: bool = False,
 ) -> Weights:
-    """Give weights to this rank's stages: decoders on the meta device, whose parameters are plain or DTensors over tp.
+    """Initialise the weights of this rank's stages: decoders on the meta device, with plain parameters or DTensors over
+    tp.
 
-    Afterwards they are on the mesh's device, compute in `compute`, and report their gradients. With `split`, the
-    weight-gradient passes report those of linears, by `Weights.add`.
+    Afterwards they are on the mesh's device, compute in `compute`, and report their gradients. With `split_backward`,
+    weight-gradient passes report the gradients of linears, by `Weights.add`.
     """
     if mesh.layout.fully_shards(spec):
-        return FullySharded(stages, spec, mesh, compute, seed, split=split)
-    return Replicated(stages, spec, mesh, compute, seed, split=split)
+        return FullySharded(stages, spec, mesh, compute, seed, split_backward=split_backward)
+    return ZeroBuckets(stages, spec, mesh, compute, seed, split_backward=split_backward)
 
 
 # ---- optimizer ------------------------------------------------------------------------------------------------------
@@ -55,27 +62,29 @@ class Optimizer:
             for name, master in weights.masters.items()
         }
         self.updates = 0
-        # Decay pulls matrices towards zero; a norm's scale, a bias and an embedding row have no reason to go there.
+        # Weight decay is for matrices: not for norms, biases and embeddings.
         linear = {parameter.name for parameter in spec.parameters() if parameter.kind == "linear"}
-        stepped = [name for name, master in weights.masters.items() if master.numel()]  # some ranks have no row of it
+        stepped = [
+            name for name, master in weights.masters.items() if master.numel()
+        ]  # a rank may have no row of a parameter
         decayed = [name for name in stepped if name in linear]
         not_decayed = [name for name in stepped if name not in linear]
         self.decays = ((config.weight_decay, decayed), (0.0, not_decayed))
-        # One kernel for all that a step does to a weight, on a GPU.
+        # On a GPU, one kernel does all that a step does to a weight.
         fp32 = all(master.dtype == torch.float32 for master in weights.masters.values())
         self.fused = config.fuses and fp32 and mesh.device.type == "cuda"
 
-    def gradient_norm(self, numbers: Tensor | None = None, *also: Tensor) -> Tensor:
-        """The norm over all parameters of the model, before clipping: in float64, and the same on every rank.
+    def gradient_norm(self, scalars: Tensor | None = None, *more: Tensor) -> Tensor:
+        """The gradient norm over all parameters of the model, before clipping: float64, and equal on all ranks.
 
-        `numbers` are two of this rank's (a request to stop, its loss), `also` are more of them, all in float64. They
-        become sums over all ranks, in place: beside the norm's they cost nothing.
+        `scalars` are two of this rank's (a request to stop, its loss), `more` are others, all float64. They become sums
+        over all ranks, in place: in the norm's all-reduce, so at no cost.
         """
         masters = self.weights.masters.items()
         local = [p.grad for name, p in masters if p.grad is not None and self.weights.copies(name)[0] == 0]
         square = _sum_of_squares(local) if local else torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         if self.mesh.world.size > 1:
-            summands = [square, square.new_zeros(2) if numbers is None else numbers, *also]
+            summands = [square, square.new_zeros(2) if scalars is None else scalars, *more]
             sums = torch.cat([summand.flatten() for summand in summands])
             timed_wait(dist.all_reduce, sums, group=self.mesh.world.group)
             for summand, total in zip(summands, sums.split([x.numel() for x in summands]), strict=True):
@@ -84,9 +93,9 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, rate: float | None, norm: Tensor) -> None:
-        """One update at `rate` (None: no update), with gradients scaled down to `clip` where their `norm` is above it.
+        """One update at the learning rate `rate` (None: no update), with gradients clipped to the norm `clip`.
 
-        The gradients are gone afterwards, and the new weights are on their way to the model.
+        Afterwards the gradients are released, and the all-gathers of the new weights are started.
         """
         compute_copies: dict[str, Tensor] = {}
         if rate is not None:
@@ -98,7 +107,7 @@ class Optimizer:
                 self._step_fused(rate, scale.float(), compute_copies)
             else:
                 self._step_plain(rate, scale)
-        self.weights.sync_params(rounded=frozenset(compute_copies))
+        self.weights.sync_params(already_cast=frozenset(compute_copies))
 
     def _step_plain(self, rate: float, scale: Tensor) -> None:
         for decay, names in self.decays:
@@ -115,26 +124,26 @@ class Optimizer:
         for decay, names in self.decays:
             for name in names:
                 if (master := self.weights.masters[name]).grad is not None:
-                    states, rounded = [*self.states[name].values()], compute_copies.get(name)
-                    self.config.fused_update(master, states, scale, rounded, rate, decay, self.updates)
+                    states, compute_copy = [*self.states[name].values()], compute_copies.get(name)
+                    self.config.fused_update(master, states, scale, compute_copy, rate, decay, self.updates)
 
     def restore(self, updates: int) -> None:
-        """After masters and states have been filled in place: as if `updates` steps had led there."""
+        """Continue after `updates` steps, once masters and states have been loaded in place."""
         self.updates = updates
         self.weights.sync_params()
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """By parameter name the master and the rule's states, as parts of full tensors; they share memory with this."""
+        """By parameter name the master and the optimizer's states, as shards of full tensors; views of this memory."""
         local = {n: {"master": master.detach()} | self.states[n] for n, master in self.weights.masters.items()}
         return {n: {key: self.weights.as_dtensor(n, x) for key, x in states.items()} for n, states in local.items()}
 
     def resident(self) -> int:
-        """Bytes of the states on this rank."""
+        """Bytes of this rank's optimizer states."""
         return sum(state.nbytes for states in self.states.values() for state in states.values())
 
 
 def _sum_of_squares(gradients: list[Tensor]) -> Tensor:
-    """In float64."""
+    """The sum of squares of all gradients, in float64."""
     if gradients[0].is_cuda:
         from fivefold.optim import kernels  # Triton's import takes a second
 

@@ -1,13 +1,13 @@
 """The pipeline: runs a Schedule, action by action, on this rank's stages.
 
-The Schedule is the very object that is checked, simulated and drawn. Receives are posted where it says and waited for
-by their consumers; sends are handed over and drained at the end. What a stage computes is the same in every schedule,
-and gradients of a stage come in ascending microbatches, so that their sums are those of a single device.
+The Schedule is the very object that is checked, simulated and drawn. Receives are posted where it lists them and waited
+for by their consumers; sends are started and drained at the end. A stage computes the same in every schedule, and
+accumulates gradients in ascending order of microbatches, so their sums are those of a single device.
 
-Where experts send tokens to other ranks, the F and the B of an overlapped pair run in turns: each waits for its
-messages while the other computes (`overlap.py`). What they compute is the same to the bit. Otherwise the F runs, and
-then the B: a dense model has nothing to hide, and FSDP2 takes a block's weights away after each of its passes, which
-may be those that the other half has just asked for.
+If experts send tokens to other ranks, the F and the B of an overlapped pair run in turns: each waits for its messages
+while the other computes (`overlap.py`). Results are the same to the bit. Otherwise the F runs first, and then the B: a
+dense model has no communication to hide, and FSDP2 releases a block's weights after each pass, which the other half may
+have just gathered.
 """
 
 import time
@@ -26,8 +26,8 @@ from fivefold.launch.exits import lost_peer
 from fivefold.launch.heartbeat import beat
 from fivefold.launch.waits import timed_wait
 from fivefold.model.decoder import Decoder
-from fivefold.model.head import Targets
 from fivefold.model.layers import TokenPositions
+from fivefold.model.linear_cross_entropy import Targets
 from fivefold.parallel.collectives import waiting, who
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.overlap import PairRunner
@@ -48,30 +48,30 @@ from fivefold.schedules.schedule import Schedule
 from fivefold.support.errors import PeerLost, UserError
 
 # ---- channels -------------------------------------------------------------------------------------------------------
-# Messages between pipeline stages. A channel crosses one boundary, one way, in order.
+# Messages between pipeline stages. A channel is a FIFO over one stage boundary in one direction.
 #
-# Shapes are known beforehand, so nothing but the tensors travels. On gloo a message has a tag, its channel's and its
-# microbatch's. NCCL ignores tags and matches in order: there all messages from one rank to another share a group
-# (`Mesh.p2p_group`), and both ranks start them in the schedule's order, which `schedules/check.py` proves to be one.
+# Shapes are known beforehand, so only the tensors are sent. On gloo a message's tag is made of its channel and its
+# microbatch. NCCL ignores tags and matches in order: there all messages from one rank to another share a group
+# (`Mesh.p2p_group`), and both ranks start them in the same order, as `schedules/check.py` proves.
 
 
 class PeerTimeout(Exception):
-    """A peer did not send, or did not take, a message; the text says how long who was waited for, and with what end."""
+    """A peer did not send, or did not receive, a message; the text says how long it was waited for, and the error."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """One tensor on its way, by the RECV or SEND that started it."""
+    """One message in flight, started by a RECV or SEND."""
 
     action: Action
     work: dist.Work
-    buffer: Tensor  # it must stay as it is until it is gone, or has come
-    device: torch.device  # where it is wanted
+    buffer: Tensor  # must not be freed or changed until the message is sent or received
+    device: torch.device  # of the tensor that `wait` returns
     peer: str
     timeout: timedelta
 
     def wait(self) -> Tensor:
-        """Until it has come, or has been taken."""
+        """Wait until the message is received, or until the peer has received it; return its tensor."""
         start = time.monotonic()
         try:
             timed_wait(self.work.wait, self.timeout)
@@ -93,7 +93,7 @@ class Channels:
     def __init__(self, schedule: Schedule, mesh: Mesh, dtype: torch.dtype):
         self.placement, self.buffers, self.mesh = schedule.placement, schedule.buffers, mesh
         self.dtype, self.microbatches = dtype, schedule.microbatches
-        self.place = torch.device("cpu") if mesh.pp.staged else mesh.device
+        self.buffer_device = torch.device("cpu") if mesh.pp.staged else mesh.device
         owner = self.placement.owner
         channels = self.placement.channels
         self.groups = {channel: mesh.p2p_group(owner[channel.source], owner[channel.target]) for channel in channels}
@@ -105,39 +105,39 @@ class Channels:
         gradients = action.kind is not RECV_ACTIVATION
         channel = Channel(action.stage - (not gradients), gradients)
         source = self.placement.owner[channel.source]
-        buffer = torch.empty(shape, dtype=self.dtype, device=self.place)
+        buffer = torch.empty(shape, dtype=self.dtype, device=self.buffer_device)
         with self._reaching(source):
             work = dist.irecv(buffer, group=self.groups[channel], group_src=source, tag=self._tag(channel, action))
         return self._message(action, work, buffer, source)
 
     def send(self, action: Action, x: Tensor) -> None:
-        """Hand x over, when fewer than `buffers` messages of its channel are under way."""
+        """Start to send x, once fewer than `buffers` messages of its channel are in flight."""
         gradients = action.kind is not SEND_ACTIVATION
         channel = Channel(action.stage - gradients, gradients)
-        under_way = self.sent[channel]
-        # What the device has sent by now is let go of; gloo says so only to whoever waits.
-        while len(under_way) >= self.buffers or (under_way and under_way[0].work.is_completed()):
-            under_way.popleft().wait()
-        x = x.to(self.place).contiguous()
+        in_flight = self.sent[channel]
+        # Messages that the device has sent are released; gloo reports completion only to a wait.
+        while len(in_flight) >= self.buffers or (in_flight and in_flight[0].work.is_completed()):
+            in_flight.popleft().wait()
+        x = x.to(self.buffer_device).contiguous()
         target = self.placement.owner[channel.target]
         with self._reaching(target):
             work = dist.isend(x, group=self.groups[channel], group_dst=target, tag=self._tag(channel, action))
-        under_way.append(self._message(action, work, x, target))
+        in_flight.append(self._message(action, work, x, target))
 
     def drain(self) -> None:
-        """Wait until everything sent has been taken."""
-        for under_way in self.sent.values():
-            while under_way:
-                under_way.popleft().wait()
+        """Wait until the peers have received all messages."""
+        for in_flight in self.sent.values():
+            while in_flight:
+                in_flight.popleft().wait()
 
     def _message(self, action: Action, work: dist.Work | None, buffer: Tensor, peer: int) -> Message:
         assert work is not None
-        device = self.mesh.device if action.kind in RECEIVES else self.place
+        device = self.mesh.device if action.kind in RECEIVES else self.buffer_device
         return Message(action, work, buffer, device, self.peers[peer], self.mesh.pp.timeout)
 
     @contextmanager
     def _reaching(self, peer: int) -> Iterator[None]:
-        """Around the start of a message: gloo refuses those of a connection that is known to be closed."""
+        """A context around the start of a message: gloo raises at once if the connection is known to be closed."""
         try:
             yield
         except RuntimeError as error:
@@ -150,15 +150,15 @@ class Channels:
 
 
 class FakeChannels(Channels):
-    """Channels that send nothing, and make up what is to be received: for a rank that runs its stages by itself."""
+    """Channels that send nothing and receive random tensors: for a rank that runs its stages without the others."""
 
     def __init__(self, like: Channels):
         self.mesh, self.dtype = like.mesh, like.dtype
-        self.numbers = torch.Generator(self.mesh.device).manual_seed(0)
+        self.generator = torch.Generator(self.mesh.device).manual_seed(0)
 
     def receive(self, action: Action, shape: tuple[int, ...]) -> Tensor:  # type: ignore[override]
-        """Numbers that are unlike each other: of equal ones a router would send all to the same experts."""
-        return torch.randn(shape, dtype=self.dtype, device=self.mesh.device, generator=self.numbers)
+        """Random values: a router would send equal ones to the same experts."""
+        return torch.randn(shape, dtype=self.dtype, device=self.mesh.device, generator=self.generator)
 
     def send(self, action: Action, x: Tensor) -> None: ...
 
@@ -173,11 +173,11 @@ Watch = Callable[[Action], AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class Microbatch:
-    """What every stage may need of some samples: they are read on all ranks, and only the residual stream travels."""
+    """The inputs of every stage for some samples: all ranks read them, and only the residual stream is sent."""
 
     tokens: Tensor  # [B, S]
     positions: TokenPositions
-    targets: Targets | None = None  # none: nothing is learned, and the last stage gives logits
+    targets: Targets | None = None  # None: no loss; the last stage returns logits
 
 
 class Pipeline:
@@ -191,9 +191,9 @@ class Pipeline:
         channels: Channels,
         watch: Watch | None = None,
     ):
-        """`rank` is this one's place along pp, `stages` those it owns by number.
+        """`rank` is this rank's position along pp, `stages` its stages by global index.
 
-        `watch` surrounds every action; of a half of a pair that runs in turns, each stretch."""
+        `watch` makes a context around every action; if halves of a pair run in turns, around each stretch of one."""
         if schedule.count(*COLLECTIVES):
             raise UserError(
                 f"schedule {schedule.name} has GATHER, REDUCE or STEP, which are layout.zero's; leave them out"
@@ -202,19 +202,19 @@ class Pipeline:
         self.first_microbatch = [action._replace(joined=False) for action in self.order if action.microbatch == 0]
         self.weights, self.wgrad_queue, self.channels = weights, wgrad_queue, channels
         self.watch: Watch = watch or (lambda action: nullcontext())
-        self.chunk = {stage: number for number, stage in enumerate(stages)}
-        # The last of each stage to make gradients in I and in W; B is both, and a schedule may use all three.
+        self.chunk = {stage: index for index, stage in enumerate(stages)}
+        # The last actions of each stage that compute gradients: its last I and its last W, or a B, which is both.
         self.last_of_stage = {
             action
             for kinds in (GRADIENT_MAKERS, LAST_READERS)
             for action in {action.stage: action for action in self.order if action.kind in kinds}.values()
         }
         self.pair_runner = self._pair_runner()
-        self.in_turns = True  # off: one half of a pair after the other
-        self.peak = 0  # the most (stage, microbatch) pairs whose graph or deferred work was held at once, so far
+        self.overlap_pairs = True  # False: run one half of a pair after the other
+        self.peak = 0  # most (stage, microbatch) pairs with a graph or deferred work at once
 
     def _pair_runner(self) -> PairRunner | None:
-        """Where pairs run in turns: there is something to wait for, and weights stay where they are."""
+        """A runner for pairs in turns, if there is communication to hide and passes do not release weights."""
         if not any(action.joined for action in self.order) or self.weights.reshard_after_forward:
             return None
         dispatch = next(iter(self.stages.values())).ops.dispatch
@@ -227,19 +227,19 @@ class Pipeline:
     def run(
         self, microbatches: Sequence[Microbatch], loss_of: Callable[[Tensor], Tensor], *, only_first: bool = False
     ) -> None:
-        """All forward and backward passes; `loss_of` makes of a microbatch's loss sum what is differentiated.
+        """Run all forward and backward passes; `loss_of` turns a microbatch's loss sum into the loss to differentiate.
 
-        `only_first`: those of one microbatch, in the schedule's order for the first."""
+        `only_first`: one microbatch only, with the actions that the schedule has for the first."""
         self.microbatches, self.loss_of = microbatches, loss_of
-        self.arriving: dict[tuple[Kind, int, int], Message | Tensor] = {}
+        self.received: dict[tuple[Kind, int, int], Message | Tensor] = {}
         self.inputs: dict[tuple[int, int], Tensor] = {}
         self.outputs: dict[tuple[int, int], Tensor] = {}
         self.deferred: dict[tuple[int, int], list[WgradTask]] = {}
         order = iter(self.first_microbatch if only_first else self.order)
         watch: Watch = (lambda action: nullcontext()) if only_first else self.watch
         for action in order:
-            if action.joined and self.pair_runner is not None and self.in_turns:
-                self.peak = max(self.peak, len(self.outputs) + len(self.deferred) + 1)  # the F's, while the B's is held
+            if action.joined and self.pair_runner is not None and self.overlap_pairs:
+                self.peak = max(self.peak, len(self.outputs) + len(self.deferred) + 1)  # F adds one first
                 self.pair_runner.run(partial(self._half, action), partial(self._half, next(order)))
             else:
                 with self._named(str(action)), watch(action):
@@ -250,8 +250,8 @@ class Pipeline:
             self.channels.drain()
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Around passes in which this rank neither waits for its neighbours' messages nor sends them any."""
+    def without_messages(self) -> Iterator[None]:
+        """A context around passes that exchange no pipeline messages with other ranks."""
         channels = self.channels
         self.channels = FakeChannels(channels)
         try:
@@ -262,7 +262,7 @@ class Pipeline:
     def forward_only(self, microbatch: Microbatch) -> Tensor | None:
         """Run one microbatch forward through all stages; the rank of the last stage returns its output."""
         beat()
-        previous: Tensor | None = None  # output of the stage before, where that is on this rank too
+        previous: Tensor | None = None  # output of the previous stage, if it is on this rank
         last = None
         for stage, model in self.stages.items():
             with self._named(f"{Action(Kind.FORWARD, stage, 0)} without gradients"):
@@ -285,10 +285,10 @@ class Pipeline:
 
     @contextmanager
     def _named(self, what: str) -> Iterator[None]:
-        """Errors inside say what this rank was doing; an error for want of a peer becomes one sentence."""
+        """A context in which errors say what this rank was doing; that of a lost peer becomes one sentence."""
         mesh = self.channels.mesh
         try:
-            with waiting(what, mesh, mesh.tp, mesh.cp, mesh.dp_cp, *mesh.expert_axes()):  # of collectives in an action
+            with waiting(what, mesh, mesh.tp, mesh.cp, mesh.dp_cp, *mesh.expert_axes()):  # collectives inside an action
                 yield
         except PeerTimeout as error:
             raise PeerLost(f"{who(mesh)}: {what} {error}") from error.__cause__
@@ -299,15 +299,14 @@ class Pipeline:
             raise
 
     def _shape(self, microbatch: Microbatch) -> tuple[int, ...]:
-        """Of the residual stream that travels."""
+        """The shape of the residual stream on this rank, as it is sent."""
         model = next(iter(self.stages.values()))
         return (*model.ops.residual(microbatch.positions).position_ids.shape, model.spec.hidden)
 
     def _do(self, action: Action) -> None:
-        kind, stage, number, _ = action
-        place = stage, number
+        kind, stage, microbatch, _ = action
         if kind in GRADIENT_MAKERS or kind in LAST_READERS:
-            self.weights.microbatch_number = number
+            self.weights.microbatch_number = microbatch
         match kind:
             case Kind.FORWARD:
                 self._forward(action)
@@ -322,18 +321,18 @@ class Pipeline:
             case Kind.WEIGHT_GRAD:
                 self._weight_half(action)
             case Kind.RECV_ACTIVATION | Kind.RECV_GRADIENT:
-                self.arriving[kind, stage, number] = self.channels.receive(
-                    action, self._shape(self.microbatches[number])
+                self.received[kind, stage, microbatch] = self.channels.receive(
+                    action, self._shape(self.microbatches[microbatch])
                 )
             case Kind.SEND_ACTIVATION:
-                self.channels.send(action, self.outputs[place].detach())
+                self.channels.send(action, self.outputs[stage, microbatch].detach())
             case Kind.SEND_GRADIENT:
-                self.channels.send(action, self._input_gradient(place))
+                self.channels.send(action, self._input_gradient(stage, microbatch))
             case _:
                 raise ValueError(f"{action}: the pipeline does not run actions of the kind {kind}")
 
     def _half(self, action: Action) -> None:
-        """Of an overlapped pair."""
+        """Run one half of an overlapped pair."""
         assert self.pair_runner is not None
         with self._named(str(action)), self.pair_runner.watched(lambda: self.watch(action)):
             self._do(action)
@@ -350,31 +349,31 @@ class Pipeline:
                 task()
 
     def _forward(self, action: Action) -> None:
-        stage, number = action.stage, action.microbatch
-        model, microbatch = self.stages[stage], self.microbatches[number]
+        stage, index = action.stage, action.microbatch
+        model, microbatch = self.stages[stage], self.microbatches[index]
         x = microbatch.tokens
         if not model.stage.first:
             x = self._take(action, Kind.RECV_ACTIVATION).requires_grad_()
-            self.inputs[stage, number] = x
+            self.inputs[stage, index] = x
         y = model(x, microbatch.positions, microbatch.targets)
-        self.outputs[stage, number] = y if not model.stage.last else self.loss_of(y)
-        if stage + 1 in self.stages:  # a neighbour on this very rank
-            self.arriving[Kind.RECV_ACTIVATION, stage + 1, number] = y.detach()
+        self.outputs[stage, index] = y if not model.stage.last else self.loss_of(y)
+        if stage + 1 in self.stages:  # the next stage is on this rank
+            self.received[Kind.RECV_ACTIVATION, stage + 1, index] = y.detach()
 
     def _backward(self, action: Action) -> None:
-        stage, number = action.stage, action.microbatch
-        model, y = self.stages[stage], self.outputs.pop((stage, number))
+        stage, index = action.stage, action.microbatch
+        model, y = self.stages[stage], self.outputs.pop((stage, index))
         output_grad = None if model.stage.last else self._take(action, Kind.RECV_GRADIENT)
         torch.autograd.backward(y, output_grad)
         if stage - 1 in self.stages:
-            self.arriving[Kind.RECV_GRADIENT, stage - 1, number] = self._input_gradient((stage, number))
+            self.received[Kind.RECV_GRADIENT, stage - 1, index] = self._input_gradient(stage, index)
 
-    def _input_gradient(self, place: tuple[int, int]) -> Tensor:
-        gradient = self.inputs.pop(place).grad
+    def _input_gradient(self, stage: int, microbatch: int) -> Tensor:
+        gradient = self.inputs.pop((stage, microbatch)).grad
         assert gradient is not None
         return gradient
 
     def _take(self, action: Action, kind: Kind) -> Tensor:
-        """What an action consumes: a message that has been asked for, or what a neighbour on this rank left."""
-        arriving = self.arriving.pop((kind, action.stage, action.microbatch))
+        """The input of an action: a posted message, which is waited for, or the tensor of a stage on this rank."""
+        arriving = self.received.pop((kind, action.stage, action.microbatch))
         return arriving if isinstance(arriving, Tensor) else arriving.wait()

@@ -1,16 +1,16 @@
 """Tensor and sequence parallelism: the decoder's ops over the tp axis (Megatron-LM, arXiv 1909.08053 and 2205.05198).
 
-Every rank holds a share of each matrix: columns of the outputs that heads and feed-forward units make (q, k, v, gate,
-up), rows of the inputs that they feed (o, down), and a range of the vocabulary. Collectives of [B, S, E] per layer:
+Every rank holds a shard of each matrix: column-parallel for q, k, v, gate and up, row-parallel for o and down; and a
+range of the vocabulary. Collectives of [B, S, E] per layer:
 
              without sp             with sp
   forward    2 all-reduces          2 all-gathers, 2 reduce-scatters
   backward   2 all-reduces          2 all-gathers, 2 reduce-scatters, and 2 all-gathers of the saved inputs
 
-Latent attention (MLA) has no gather of [B, S, E] before its heads: the linears to the latents run on the tokens at
-hand, and what is sent is the latents, gathered once in forward (sp), summed once in backward.
-Full recompute adds the forward's once more, selective recompute adds none. With sp the residual stream between them is
-sharded over the sequence, and so are the inputs that the column linears save.
+Latent attention (MLA) has no gather of [B, S, E] before its heads: the linears to the latents run on this rank's
+tokens, and the latents are sent instead: gathered once in forward (sp), reduced once in backward.
+Full recompute repeats the forward's collectives, selective recompute none. With sp the residual stream is sharded over
+the sequence, and so are the inputs that column-parallel linears save.
 """
 
 from dataclasses import replace
@@ -23,9 +23,9 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import functional as F
 
-from fivefold.layout.sharding import chunk, held, kv_head
-from fivefold.model.head import Targets, Vocabulary, head_loss
+from fivefold.layout.sharding import chunk, kv_head, local_params
 from fivefold.model.layers import TokenPositions
+from fivefold.model.linear_cross_entropy import Targets, Vocabulary, linear_cross_entropy
 from fivefold.model.ops import AttentionOps, LocalOps
 from fivefold.model.recompute import save_output
 from fivefold.parallel.collectives import (
@@ -36,38 +36,38 @@ from fivefold.parallel.collectives import (
     scatter_sequence,
     wait,
 )
-from fivefold.parallel.context import Context
-from fivefold.parallel.experts import dispatch_of
+from fivefold.parallel.context import ContextParallel
 from fivefold.parallel.mesh import Axis, Mesh
+from fivefold.parallel.token_dispatch import dispatch_of
 from fivefold.parallel.wgrad import Deferral, Target, WeightGradQueue
 from fivefold.spec.model import ModelSpec
 
 
 class TensorParallel(LocalOps):
-    """Weights are DTensors on the tp axis; the ops compute with this rank's part and say what its gradient is."""
+    """The decoder's ops with weights that are DTensors over tp: they compute with this rank's shard of each."""
 
     sharded = True
 
     def __init__(self, spec: ModelSpec, mesh: Mesh, wgrad_queue: WeightGradQueue | None = None, **options: Any):
-        """With a queue, linears can defer the gradients of their weights."""
+        """With `wgrad_queue`, linears can defer the gradients of their weights."""
         super().__init__(**options)
         self.spec, self.axis, self.sp, self.wgrad_queue = spec, mesh.tp, mesh.layout.sp, wgrad_queue
         heads = kv_head(spec, mesh.layout, mesh.tp.rank)
         self.kv_rows = slice(heads.start * spec.head_dim, heads.stop * spec.head_dim)
         self.vocabulary = chunk(spec.vocab, mesh.tp.size, mesh.tp.rank)
-        self.held = held(spec, mesh.layout, mesh.tp.rank)  # of experts `dispatch` knows
+        self.local_params = local_params(spec, mesh.layout, mesh.tp.rank)  # except experts, which `dispatch` shards
         self.names: dict[nn.Module, str] = {}  # of the modules that hold parameters
         if wgrad_queue is not None:
-            # What they defer has a layer's own names, so no graph can serve all layers with it inside.
+            # Deferred tasks carry the names of a layer's parameters: in a graph, each layer would need its own.
             self.between_graphs("column_parallel", "row_parallel", "replicated_linear", "up_projection")
 
     def adopt(self, model: nn.Module) -> None:
-        """Turn the parameters of a model on the meta device into DTensors, each with this rank's share."""
+        """Turn the parameters of a model on the meta device into DTensors with this rank's shards."""
         assert self.axis.mesh is not None
         for owner, module in model.named_modules():
-            over_tp: dict[str, tuple[bool, bool]] = {}  # whether it is sharded, and whether its gradient is partial
+            over_tp: dict[str, tuple[bool, bool]] = {}  # by parameter: is it sharded, is its gradient partial
             for kind, full in list(module.named_parameters(recurse=False)):
-                param = self.held[f"{owner}.{kind}"]
+                param = self.local_params[f"{owner}.{kind}"]
                 if param.tp.axis != "tp":
                     continue
                 placement: Placement = Replicate() if param.tp.dim is None else Shard(param.tp.dim)
@@ -78,7 +78,7 @@ class TensorParallel(LocalOps):
                 setattr(module, kind, nn.Parameter(weight))
                 over_tp[kind] = param.tp.dim is not None, param.tp.partial
             if over_tp:
-                # On the module: a table by module would be another graph for every block that is compiled.
+                # On the module: a table keyed by module would recompile for every block.
                 vars(module)["over_tp"] = over_tp
                 self.names[module] = owner
         super().adopt(model)
@@ -87,8 +87,8 @@ class TensorParallel(LocalOps):
         return self.local(module, kind)
 
     def local(self, module: nn.Module, kind: str = "weight") -> Tensor:
-        """This rank's part of a parameter. Where its gradient is a summand, that is declared `Partial` over tp, and
-        whoever reads it sums."""
+        """This rank's shard of a parameter. If its gradient is a partial sum, it is declared `Partial` over tp, and its
+        bucket sums it."""
         parameter = getattr(module, kind)
         _, partial = module.over_tp[kind]  # type: ignore[index]
         return parameter.to_local(grad_placements=[Partial()] if partial else parameter.placements)
@@ -102,12 +102,12 @@ class TensorParallel(LocalOps):
         return replace(positions, position_ids=positions.position_ids[:, local.start : local.stop])
 
     def norm_of_all_heads(self, q_norm: nn.RMSNorm, q: Tensor, k_norm: nn.RMSNorm, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Ranks add up their squares. Where several have the same kv head, all kv heads are counted as often."""
+        """The mean square is all-reduced. If several ranks have the same kv head, all kv heads count equally often."""
         dtype = torch.promote_types(q.dtype, torch.float32)
         squares = torch.stack([x.to(dtype).square().mean(-1) for x in (q, k)])
         means = AllReduceFn.apply(self.axis, squares) / self.axis.size
         scales = [(mean + norm.eps).rsqrt()[..., None] for mean, norm in zip(means, (q_norm, k_norm), strict=True)]
-        weights = [self._of_these_heads(norm, "weight") for norm in (q_norm, k_norm)]
+        weights = [self._used_rows(norm, "weight") for norm in (q_norm, k_norm)]
         q, k = ((x * scale * w).to(x.dtype) for x, scale, w in zip((q, k), scales, weights, strict=True))
         return q, k
 
@@ -117,16 +117,16 @@ class TensorParallel(LocalOps):
     # ---- linears -----------------------------------------------------------------------------------------------------
 
     def column_parallel(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
-        weights = [self._of_these_heads(linear, "weight") for linear in linears]
-        biases = [None if linear.bias is None else self._of_these_heads(linear, "bias") for linear in linears]
+        weights = [self._used_rows(linear, "weight") for linear in linears]
+        biases = [None if linear.bias is None else self._used_rows(linear, "bias") for linear in linears]
         return ColumnParallelFn.apply(self.axis, self.sp, self._deferral(*linears), x, *weights, *biases)
 
     def replicated_linear(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
-        """Every rank has these weights and, of the same input, the same outputs; under sp those of its tokens."""
+        """The weights are replicated, and so are the outputs; under sp each rank computes those of its tokens."""
         return self._without_collectives(x, *linears)
 
     def up_projection(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
-        """Each rank its heads: `gather_latents` has brought what they read, and adds up its gradient."""
+        """Each rank computes its heads: `gather_latents` has gathered the input, and sums its gradient."""
         return self._without_collectives(x, *linears)
 
     def _without_collectives(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
@@ -142,8 +142,8 @@ class TensorParallel(LocalOps):
     def gather_latents(self, latents: Tensor) -> Tensor:
         return GatherFromSP.apply(self.axis, self.sp, latents)
 
-    def _of_these_heads(self, module: nn.Module, kind: str) -> Tensor:
-        """k and v with fewer heads than ranks are whole on every rank, which works with the rows of one head."""
+    def _used_rows(self, module: nn.Module, kind: str) -> Tensor:
+        """A shard; or, for k and v with fewer heads than ranks, this rank's head's rows of the replicated parameter."""
         local, (split, _) = self.local(module, kind), module.over_tp[kind]  # type: ignore[index]
         return local if split else local[self.kv_rows]
 
@@ -159,7 +159,7 @@ class TensorParallel(LocalOps):
 
     def row_parallel(self, x: Tensor, linear: nn.Linear) -> Tensor:
         y = RowParallelFn.apply(self.axis, self.sp, self._deferral(linear), x, self.local(linear))
-        return y if linear.bias is None else y + self.local(linear, "bias")  # once, after the summands are added up
+        return y if linear.bias is None else y + self.local(linear, "bias")  # once, after the reduction
 
     # ---- the vocabulary ----------------------------------------------------------------------------------------------
 
@@ -167,22 +167,22 @@ class TensorParallel(LocalOps):
         rows = tokens - self.vocabulary.start
         elsewhere = (rows < 0) | (rows >= len(self.vocabulary))
         weight = self.local(table)
-        if not len(self.vocabulary):  # too short for all ranks; a row of zeros lets the last ones look up nothing
+        if not len(self.vocabulary):  # fewer words than ranks: a row of zeros for lookups on a rank without words
             weight = F.pad(weight, (0, 0, 0, 1))
         partial = F.embedding(rows.masked_fill(elsewhere, 0), weight).masked_fill(elsewhere[..., None], 0.0)
         return Reduce.apply(self.axis, self.sp, partial)
 
     def logits(self, x: Tensor, table: nn.Linear | nn.Embedding) -> Tensor:
-        """[B, S(/tp), E] -> [B, S, V/tp]: never gathered."""
+        """[B, S(/tp), E] -> [B, S, V/tp], which are never gathered."""
         return ColumnParallelFn.apply(self.axis, self.sp, None, x, self.local(table), None)[0]
 
     def loss(self, x: Tensor, table: nn.Linear | nn.Embedding, targets: Targets) -> Tensor:
-        vocabulary = SharedVocabulary(self.spec.vocab, self.axis, self.sp)
-        return head_loss(x, self.local(table), targets, vocabulary, compile=self.compiled)
+        vocabulary = VocabParallel(self.spec.vocab, self.axis, self.sp)
+        return linear_cross_entropy(x, self.local(table), targets, vocabulary, compile=self.compiled)
 
 
-class SharedVocabulary(Vocabulary):
-    """A vocabulary that is divided over tp: every rank has the logits of its words, and they are never gathered."""
+class VocabParallel(Vocabulary):
+    """A vocabulary sharded over tp: every rank has the logits of its words, which are never gathered."""
 
     def __init__(self, size: int, axis: Axis, sp: bool):
         super().__init__(size)
@@ -205,7 +205,7 @@ class SharedVocabulary(Vocabulary):
 
 
 class DeferredLocalOps(LocalOps):
-    """On one tp rank: the linears of `LocalOps`, to the bit, whose weights' gradients can be deferred."""
+    """`LocalOps` whose linears can defer the gradients of their weights; for tp=1. Results are the same to the bit."""
 
     def __init__(self, wgrad_queue: WeightGradQueue, **options: Any):
         super().__init__(**options)
@@ -242,30 +242,32 @@ def ops_of(
 ) -> LocalOps:
     """The decoder's ops for a layout: tensor parallelism where tp > 1, context parallelism where cp > 1.
 
-    With `wgrad_queue`, linears can defer the gradients of their weights; `attention`: in place of the layout's;
-    `dtype`: what blocks compute in; `documents`: attention stays within them.
+    With `wgrad_queue`, linears can defer the gradients of their weights; `attention` replaces the layout's; `dtype`: of
+    the blocks' activations; `documents`: attention is masked by document.
     """
-    attention = attention or (Context(mesh) if mesh.cp.size > 1 else None)
+    attention = attention or (ContextParallel(mesh) if mesh.cp.size > 1 else None)
     options: Any = {"attention": attention, "compiled": compiled, "fp8": fp8}
     dispatch = options["dispatch"] = dispatch_of(spec, mesh, wgrad_queue, dtype)
     dispatch.fp8 = fp8_experts
-    # What a dispatch sends depends on the data, and so do the tiles that documents leave where attention is computed in
-    # parts: they stand between the graphs of a compiled block, or each microbatch would be a graph.
-    in_parts = mesh.layout.cp > 1 and mesh.layout.cp_kind != "ulysses"
-    aside = documents and (in_parts or spec.sinks or spec.window > 0)
-    options["breaks"] = mesh.layout.breaks_graphs or aside or (spec.experts is not None and not dispatch.in_graph)
+    # The sizes of a dispatch depend on the data, and so do the tiles of attention that is masked by document: both run
+    # between the graphs of a compiled block, or each microbatch would be recompiled.
+    in_tiles = mesh.layout.cp > 1 and mesh.layout.cp_kind != "ulysses"
+    masked_between_graphs = documents and (in_tiles or spec.sinks or spec.window > 0)
+    options["breaks"] = (
+        mesh.layout.breaks_graphs or masked_between_graphs or (spec.experts is not None and not dispatch.in_graph)
+    )
     ops: LocalOps
     if mesh.tp.size > 1:
         ops = TensorParallel(spec, mesh, wgrad_queue, **options)
     else:
         ops = LocalOps(**options) if wgrad_queue is None else DeferredLocalOps(wgrad_queue, **options)
-    if aside:
+    if masked_between_graphs:
         ops.between_graphs("attend")
     return ops
 
 
 class ColumnParallelFn(Function):
-    """y_i = x W_i^T + b_i for several W_i, each rank with its rows of them: one input, so one gradient to sum."""
+    """y_i = x W_i^T + b_i for several W_i, of which each rank has a shard of rows: one input gradient is reduced."""
 
     @staticmethod
     def forward(
@@ -290,7 +292,7 @@ class ColumnParallelFn(Function):
         defer_wgrad = deferral is not None and deferral.collecting
         gathering = all_gather(x, axis) if sp and not defer_wgrad else x
         flat = [gradient.flatten(0, 1) for gradient in gradients]
-        # The last one first, as autograd would: one rank of this is `LocalOps` to the bit.
+        # The last one first, as autograd does: with one rank the bits are those of `LocalOps`.
         dx = flat[-1] @ weights[-1]
         for gradient, weight in zip(flat[-2::-1], weights[-2::-1], strict=True):
             dx += gradient @ weight
@@ -300,14 +302,14 @@ class ColumnParallelFn(Function):
         if defer_wgrad:
             deferral.defer(lambda: (gather_sequence(x, axis) if sp else x).flatten(0, 1), flat)
             return None, None, None, wait(reducing, axis), *[None] * len(weights), *for_biases
-        # The weights' gradients are computed while the input's is summed.
+        # The weights' gradients are computed while the input's is reduced.
         inputs = (arrange_sequence(wait(gathering, axis), axis) if sp else x).flatten(0, 1)
         for_weights = [gradient.T @ inputs for gradient in flat]
         return None, None, None, wait(reducing, axis), *for_weights, *for_biases
 
 
 class RowParallelFn(Function):
-    """y = sum over ranks of x W^T, each rank with its columns of W and those features of x."""
+    """y = sum over ranks of x W^T, each rank with a shard of W's columns and of x's features."""
 
     @staticmethod
     def forward(ctx: Any, axis: Axis, sp: bool, deferral: Deferral | None, x: Tensor, weight: Tensor) -> Tensor:
@@ -329,7 +331,7 @@ class RowParallelFn(Function):
 
 
 class AllReduceFn(Function):
-    """The sum over ranks, of which each rank uses all: gradients are summed, too."""
+    """The sum over ranks; each rank uses all of it, so gradients are summed, too."""
 
     @staticmethod
     def forward(ctx: Any, axis: Axis, x: Tensor) -> Tensor:
@@ -344,7 +346,7 @@ class AllReduceFn(Function):
 
 
 class Reduce(Function):
-    """The sum over ranks, whole or (sp) this rank's part of the sequence."""
+    """The sum over ranks, of the full sequence or (sp) of this rank's part."""
 
     @staticmethod
     def forward(ctx: Any, axis: Axis, sp: bool, x: Tensor) -> Tensor:
@@ -358,7 +360,7 @@ class Reduce(Function):
 
 
 class GatherFromSP(Function):
-    """What every rank reads for its own heads: whole, or (sp) gathered; the gradient is the sum of all ranks'."""
+    """The input of every rank's heads, gathered under sp; its gradient is the sum over ranks."""
 
     @staticmethod
     def forward(ctx: Any, axis: Axis, sp: bool, x: Tensor) -> Tensor:

@@ -1,14 +1,14 @@
-"""A counter of everything that this rank sends to others: each collective and send, by axis, in calls and bytes.
+"""Counts all communication of this rank: each collective and send, by axis, in calls and bytes.
 
     with TrafficCounter(mesh) as counter:
         engine.forward_backward(batch)
     counter.rows()      # axis, kind, calls, payload, wire
 
-It works in the dispatcher, where the collectives of this project, of FSDP2 and of DTensor all pass, those of the
-backward pass too (autograd's threads take the dispatch modes of their caller along). It reads shapes and never data, so
-it counts on fake tensors and fake process groups as well. An operator that it does not know is an error, not a zero.
+It is a dispatch mode, so it sees the collectives of this project, of FSDP2 and of DTensor, also those of the backward
+pass (autograd's threads inherit the dispatch modes of their caller). It reads shapes and no data, so it also counts on
+fake tensors and fake process groups. An unknown operator is an error.
 
-Receives, waits and barriers carry no bytes of their own, and a group of one rank moves nothing: they are not counted.
+Receives, waits, barriers and groups of one rank are not counted.
 """
 
 import hashlib
@@ -49,37 +49,37 @@ class TrafficEvent(NamedTuple):
 
 
 class TrafficCounter(TorchDispatchMode):
-    """Counts while it is entered; entering it again continues the count. `events` are in the order of the calls."""
+    """Counts while entered; entering it again continues. `events` are in the order of the calls."""
 
     def __init__(self, mesh: Mesh):
         super().__init__()
         self.events: list[TrafficEvent] = []
         self.axes: dict[tuple[int, ...], str] = {}
-        for name in reversed(list(mesh.layout.table)):  # of axes with the same ranks, the first name of the table stays
+        for name in reversed(list(mesh.layout.table)):  # of axes with the same ranks, the first in the table wins
             axis = mesh.axes.get(name)
             if axis is not None and axis.size > 1:
                 self.axes[_ranks(axis.group)] = name
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and the guard against it costs a third of a dry run
+        return False  # nothing is compiled here, and the check takes a third of a dry run
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.saw(func, args, kwargs, result)
+        self.count_op(func, args, kwargs, result)
         return result
 
-    def saw(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def count_op(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Count an operator that has run."""
         if func.namespace in SPACES and (kind := kind_of(func)) is not None:
-            given = given_to(func, args, kwargs)
+            given = named_args(func, args, kwargs)
             ranks = ranks_of(given)
             if len(ranks) > 1:
                 payload = max(_bytes(side) for side in (*given.values(), result))
                 self.events.append(TrafficEvent(self.axis(ranks), kind, payload, len(ranks)))
 
     def axis(self, ranks: tuple[int, ...]) -> str:
-        """Ranks that are no axis of the mesh keep their numbers for a name, and so are seen."""
+        """The axis with these ranks; if there is none, their numbers as a name."""
         return self.axes.get(ranks) or "ranks " + "+".join(map(str, ranks))
 
     def rows(self) -> list[Traffic]:
@@ -87,7 +87,7 @@ class TrafficCounter(TorchDispatchMode):
 
 
 def kind_of(func: Any) -> Kind | None:
-    """Of an operator that communicates; None where it carries no bytes of its own."""
+    """The kind of a communication operator; None if it is not counted."""
     name = name_of(func)
     for beginning, kind in _KINDS.items():
         if name.startswith(beginning):
@@ -96,23 +96,23 @@ def kind_of(func: Any) -> Kind | None:
 
 
 def name_of(func: Any) -> str:
-    """Of an operator, without the underscores that tell variants of one thing apart."""
+    """The name of an operator, without underscores, in which variants differ."""
     return func._schema.name.partition("::")[2].replace("_", "")
 
 
-def given_to(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+def named_args(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     """The arguments of a call by name."""
     names = [argument.name for argument in func._schema.arguments]
     return dict(zip(names, args, strict=False)) | (kwargs or {})
 
 
 def ranks_of(given: dict[str, Any]) -> tuple[int, ...]:
-    """Who takes part."""
+    """The ranks of a call's group."""
     return _ranks(group_of(given))
 
 
 def group_of(given: dict[str, Any]) -> dist.ProcessGroup:
-    """Functional collectives are given a group's name, the others the group itself, wrapped for the dispatcher."""
+    """The group of a call: functional collectives take its name, the others a ScriptObject of it."""
     if "group_name" in given:
         return _resolve_process_group(given["group_name"])
     return dist.ProcessGroup.unbox(given["process_group"])
@@ -123,7 +123,7 @@ def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
 
 
 def _bytes(side: Any) -> int:
-    """Of one argument or result: a tensor, or a list of them (or of lists: one for each device of long ago)."""
+    """Bytes of an argument or result: a tensor, a list of them, or (in old signatures) a list of lists."""
     if isinstance(side, Tensor):
         return side.numel() * side.element_size()
     return sum(map(_bytes, side)) if isinstance(side, list | tuple) else 0
@@ -136,26 +136,26 @@ def _bytes(side: Any) -> int:
 #     with same_calls(mesh):
 #         engine.forward_backward(batch)
 #
-# The first rank of a group to come to its n-th collective leaves word of it in the store, and the others compare
-# theirs. So nobody waits, and of two ranks that disagree the later one raises `Mismatch`, which names both, instead of
-# entering a collective that would hang or compute nonsense. It reads shapes and no data. Messages between two ranks
-# are not compared: the schedule's proof covers those. Not for compiled steps: the compiler would find this mode in its
-# way, and make other graphs, with other roundings.
+# The first rank of a group that reaches its n-th collective puts a description in the store, and the others compare
+# theirs with it. So no rank waits, and of two ranks that disagree the later one raises `Mismatch`, which names both,
+# before a collective that would hang or compute nonsense. It reads shapes and no data. Messages between two ranks are
+# not compared: the schedule's proof covers them. Not for compiled steps: with a dispatch mode the compiler makes other
+# graphs, with other roundings.
 
 
 _BUDGET = 40_000  # calls of all ranks in groups of one kind: a store answers that many in about a second
 
 
 class Mismatch(RuntimeError):
-    """Two ranks of a group call different collectives. A bug, of which the traceback shows the place."""
+    """Two ranks of a group call different collectives: a bug at the place that the traceback shows."""
 
 
 def same_order(control: Control, mesh: Mesh, order: str) -> None:
-    """Collective. NCCL hangs, without a word, where replicas start their messages or sums in different orders."""
+    """Collective. NCCL hangs silently if replicas start their messages or reductions in different orders."""
     if mesh.world.size == 1:
         return
     digest = hashlib.sha256(order.encode()).hexdigest()
-    first: dict[int, tuple[int, str]] = {}  # by place along pp: the first rank there, and its order
+    first: dict[int, tuple[int, str]] = {}  # by position along pp: the first rank there, and its order
     for rank, (place, theirs) in enumerate(control.all_gather_values((mesh.pp.rank, digest), tuple[int, str])):
         other, known = first.setdefault(place, (rank, theirs))
         if theirs != known:
@@ -174,7 +174,7 @@ class _Compare(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in SPACES and kind_of(func) not in (None, "send"):
-            self._compare(func, given_to(func, args, kwargs))
+            self._compare(func, named_args(func, args, kwargs))
         return func(*args, **(kwargs or {}))
 
     def _compare(self, func: Any, given: dict[str, Any]) -> None:
@@ -182,10 +182,10 @@ class _Compare(TorchDispatchMode):
         number = self.calls[group] = self.calls[group] + 1
         if len(ranks) == 1 or number > self.most:
             return
-        uneven = kind_of(func) == "all-to-all"  # ranks may have other numbers of rows, which they told each other
+        uneven = kind_of(func) == "all-to-all"  # ranks may have different numbers of rows
         shapes = filter(None, (_shape(value, uneven) for value in given.values()))
         call = f"{name_of(func)} of {', '.join(shapes)}"
-        known = self.store.first(f"{group} {ranks[0]} {number}", f"{self.rank}|{call}".encode()).decode()
+        known = self.store.put_if_absent(f"{group} {ranks[0]} {number}", f"{self.rank}|{call}".encode()).decode()
         rank, _, theirs = known.partition("|")
         if theirs != call:
             members = ", ".join(map(str, ranks[:8])) + ", ..." * (len(ranks) > 8)
@@ -195,7 +195,7 @@ class _Compare(TorchDispatchMode):
 
 
 def _shape(value: Any, uneven: bool = False) -> str:
-    """'float32[2, 3]' of a tensor or of a list of them, '[*, 3]' if rows may differ; nothing of what is neither."""
+    """'float32[2, 3]' for a tensor, several for a list, '[*, 3]' if rows may differ; empty for anything else."""
     if isinstance(value, Tensor):
         sides = [*(["*"] if uneven and value.ndim else []), *map(str, value.shape[int(uneven) :])]
         return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(sides)}]"

@@ -1,4 +1,4 @@
-"""Weights: one rank's part of a model's parameters, and where it lies in the full ones."""
+"""Weights: one rank's shard of a model's parameters, and its place in the full ones."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from fivefold.layout.sharding import Box, Grouping, LocalParam, held
+from fivefold.layout.sharding import Box, Grouping, LocalParam, local_params
 from fivefold.model.layers import accum_dtype
 from fivefold.parallel.buckets import BackwardPart, Reducer
 from fivefold.parallel.mesh import Axis, Mesh
@@ -23,88 +23,88 @@ GradHook = Callable[[str, Tensor], None]
 class Weights(Protocol):
     """A model's weights on this rank: in full precision for the optimizer, in the compute dtype for the model.
 
-    `Replicated` and `FullySharded` inherit what they share from here.
+    `ZeroBuckets` (ZeRO 0 to 2, `zero.py`) and `FullySharded` (ZeRO 3, `fsdp.py`) inherit what they share from here.
     """
 
     mesh: Mesh
     local_params: dict[str, LocalParam]
     masters: dict[str, nn.Parameter]
-    """By global name, this rank's shard in full precision. `finish_grad_sync` sets `grad`, `sync_params` deletes it."""
+    """This rank's full-precision shards, by global name. `finish_grad_sync` sets `grad`, `sync_params` deletes it."""
     always_split: bool
-    """Whether every backward pass must come in two halves, because some passes of this schedule do."""
+    """Whether every backward pass must run as two halves (I and W), because some passes of this schedule do."""
     reshard_after_forward: bool
-    """Whether the model's weights are there only while a pass of theirs runs."""
+    """Whether a block's weights are gathered for each of its passes, and released after it."""
     reducer: Reducer
     grad_hook: GradHook | None = None
-    """Is told of the gradients of a step's first microbatch as they come, before ranks add theirs up."""
+    """Called with each gradient of a step's first microbatch, before it is reduced."""
     microbatch_number: int = 0
-    """The microbatch of the backward pass that runs."""
+    """Index of the microbatch whose backward pass is running."""
     replaying: bool = False
     """Whether gradients go to `grad_hook` and nowhere else."""
 
     def microbatch(self, last: bool, stage: int = 0, part: BackwardPart = "all") -> AbstractContextManager[None]:
-        """Around the backward pass of one microbatch through one of this rank's stages, whole or half; `last`: no
-        other will follow in this step."""
+        """A context around the backward pass of one microbatch through one of this rank's pipeline stages (its index
+        among them), or around a `part` of it; `last`: the last one of this step."""
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Take a gradient, from autograd or from a weight-gradient pass of its own."""
+        """Take a gradient, from autograd or from a weight-gradient pass."""
         if not self.call_grad_hook(name, gradient):
             self.reducer.add(name, gradient)
 
     def set_grad_hook(self, grad_hook: GradHook) -> None:
-        """From here on `grad_hook` is told of gradients."""
+        """Call `grad_hook` with gradients from now on."""
         self.grad_hook = grad_hook
 
     def call_grad_hook(self, name: str, gradient: Tensor) -> bool:
-        """Show the gradient to `grad_hook`; True if nothing else is to be done with it, as in a replay."""
+        """Call `grad_hook`, if there is one; True if nothing else is to be done with the gradient, as in a replay."""
         if self.grad_hook is not None and self.microbatch_number == 0:
             self.grad_hook(name, gradient)
         return self.replaying
 
     @contextmanager
     def replay_context(self) -> Iterator[None]:
-        """Around passes whose gradients are looked at and not learned from, before those of a step begin."""
+        """A context around passes whose gradients go to `grad_hook` alone; before the passes of a step."""
         self.replaying = True
-        self.drop()
+        self.discard_grads()
         try:
             yield
         finally:
             self.replaying = False
-            self.drop()
+            self.discard_grads()
 
-    def drop(self) -> None:
-        """Drop gradients that autograd or FSDP2 has accumulated, which nothing here could prevent."""
+    def discard_grads(self) -> None:
+        """Discard gradients that autograd or FSDP2 has accumulated by itself."""
 
     def finish_grad_sync(self) -> None:
-        """After the last microbatch: the masters' gradients are sums over all ranks that hold the parameter."""
+        """After the last microbatch: set the masters' gradients to the sums over all ranks that hold the parameter."""
 
     def compute_copies(self) -> dict[str, Tensor]:
-        """The model's weights that are rounded copies of this rank's masters, and that nobody else has a part in."""
+        """The model's weights that are low-precision copies of this rank's masters, and need no all-gather."""
         return {}
 
-    def sync_params(self, rounded: frozenset[str] = frozenset()) -> None:
-        """After the masters have changed: the model's weights follow, at the latest when its forward needs them.
+    def sync_params(self, already_cast: frozenset[str] = frozenset()) -> None:
+        """After the optimizer's step: update the model's weights, at the latest when its forward needs them.
 
-        Those that are `rounded` have followed already.
+        Those `already_cast` have been written by the optimizer's kernel.
         """
 
-    def ready(self) -> None:
-        """Wait until the model's own weights are the synced ones, for whoever reads them without a forward."""
+    def wait_params(self) -> None:
+        """Wait until the model's weights are up to date, before they are read outside of a forward."""
 
     def gradient_memory(self) -> Iterator[Tensor]:
-        """Memory of gradients that is held right now."""
+        """Gradients that are allocated now."""
         ...
 
     def compute_memory(self) -> Iterable[Tensor]:
-        """Memory of the weights that the model computes with, as far as it is held right now."""
+        """The weights that the model computes with, as far as they are allocated now."""
         ...
 
     def sharded(self, param: LocalParam) -> bool:
-        """Whether its master is the share of rows that ZeRO gives to this rank, or all that it computes with."""
+        """Whether its master is this rank's share of rows under ZeRO, not all that the rank computes with."""
         ...
 
-    def fsdp(self, param: LocalParam | Grouping) -> Axis:
-        """The ranks that ZeRO divides it over."""
+    def fsdp_axis_of(self, param: LocalParam | Grouping) -> Axis:
+        """The axis that ZeRO shards it over."""
         return getattr(self.mesh, param.fsdp_axis)
 
     def replicate_axes(self, name: str, *, of_weight: bool = False) -> list[str]:
@@ -116,47 +116,47 @@ class Weights(Protocol):
         return axes + (["embedding"] if param.parameter.tied else [])
 
     def copies(self, name: str) -> tuple[int, int]:
-        """Which copy this rank's shard is, and of how many: in sums over the world the first one counts."""
+        """The index of this rank's copy of a master, and the number of copies: sums over the world count copy 0."""
         axes = [getattr(self.mesh, axis) for axis in self.replicate_axes(name)]
-        number = 0
+        index = 0
         for axis in axes:
-            number = number * axis.size + axis.rank
-        return number, math.prod(axis.size for axis in axes)
+            index = index * axis.size + axis.rank
+        return index, math.prod(axis.size for axis in axes)
 
-    def shared(self, param: LocalParam) -> bool:
-        """Whether the other end of the pipeline holds a copy, whose gradients are added to this one's."""
+    def has_tied_copy(self, param: LocalParam) -> bool:
+        """Whether the first and the last stage both hold it, on two ranks: their gradients are added up."""
         return param.parameter.tied and self.mesh.embedding.size > 1
 
-    def block(self, name: str) -> Box:
-        """The part of the full parameter that this rank's master is."""
+    def master_box(self, name: str) -> Box:
+        """The block of the full parameter that this rank's master holds."""
         param = self.local_params[name]
-        zero = self.fsdp(param)
-        return param.share(zero.size, zero.rank) if self.sharded(param) else param.box
+        axis = self.fsdp_axis_of(param)
+        return param.share(axis.size, axis.rank) if self.sharded(param) else param.box
 
     def as_dtensor(self, name: str, local: Tensor) -> Tensor:
-        """A shard that is shaped like the master, as part of the full parameter: a DTensor over zero x tp, or of
-        experts over efsdp x ep."""
+        """A tensor shaped like the master, as a shard of the full parameter: a DTensor over fsdp x tp, or for experts
+        over efsdp x ep."""
         param, mesh = self.local_params[name], self.mesh
         if mesh.world.size == 1:
             return local
         inner: Axis = getattr(mesh, param.tp.axis)
         over_tp: Placement = Replicate() if param.tp.dim is None or inner.size == 1 else Shard(param.tp.dim)
-        over_zero: Placement = Replicate()
+        over_fsdp: Placement = Replicate()
         if self.sharded(param):
-            # The rows are cut over tp first and over zero second, though zero is the outer axis of the mesh.
-            over_zero = _StridedShard(0, split_factor=inner.size) if over_tp == Shard(0) else Shard(0)
+            # Rows are sharded over tp first and over fsdp second, though fsdp is the outer axis of the mesh.
+            over_fsdp = _StridedShard(0, split_factor=inner.size) if over_tp == Shard(0) else Shard(0)
         shape = torch.Size(param.parameter.shape)
         stride = torch.empty(shape, device="meta").stride()
         submesh = mesh.submesh(param.fsdp_axis, param.tp.axis)
-        return DTensor.from_local(local, submesh, [over_zero, over_tp], run_check=False, shape=shape, stride=stride)
+        return DTensor.from_local(local, submesh, [over_fsdp, over_tp], run_check=False, shape=shape, stride=stride)
 
     def buffers(self) -> Iterator[Tensor]:
-        """Memory of gradients that is held between steps."""
+        """Gradient buffers that stay allocated between steps."""
         for bucket in self.reducer.buckets:
             yield from bucket.buffers()
 
     def resident(self) -> dict[str, int]:
-        """Bytes of parameters, gradients and masters held right now; a master that is its parameter counts once."""
+        """Bytes of parameters, gradients and masters allocated now; a master that is its parameter counts once."""
         seen: set[int] = set()
         return {
             "parameters": _bytes(self.compute_memory(), seen),
@@ -166,7 +166,7 @@ class Weights(Protocol):
 
 
 def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
-    """Bytes of the memory behind `tensors`, each piece of memory once; `seen` are the pieces counted already."""
+    """Bytes of the storages behind `tensors`, each counted once; `seen` are those counted before."""
     total = 0
     for tensor in tensors:
         memory = tensor.untyped_storage()
@@ -177,24 +177,24 @@ def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, or the tensor itself; without history."""
+    """The local shard of a DTensor, or the tensor itself; detached."""
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def register_grad_hook(parameter: nn.Parameter, param: LocalParam, add: GradHook) -> None:
-    """Hand every gradient of a parameter to `add`, a method, as it comes.
+    """Call `add`, a method, with every gradient of a parameter once autograd has accumulated it.
 
-    Weakly: Python's collector does not see through a parameter that PyTorch holds as well, and weights that nobody
-    uses any more would stay for ever, with the threads of their groups.
+    By a weak reference: Python's garbage collector does not see through a parameter that PyTorch references as well,
+    and unused weights would never be freed, nor the threads of their process groups.
     """
     weak = WeakMethod(add)
 
     def hook(parameter: Tensor) -> None:
         gradient, add = parameter.grad, weak()
         parameter.grad = None
-        assert add is not None  # a gradient comes to weights that are in use
+        assert add is not None  # weights that get gradients are in use
         if gradient is None:
-            return  # it was deferred, and will be added by whoever computes it
+            return  # it is deferred: the weight-gradient pass adds it
         if isinstance(gradient, DTensor) and gradient.placements[0].is_partial() != param.tp.partial:
             raise RuntimeError(f"the gradient of {param.name} came as {gradient.placements[0]} over tp")
         add(param.name, local_of(gradient))
@@ -202,17 +202,17 @@ def register_grad_hook(parameter: nn.Parameter, param: LocalParam, add: GradHook
     parameter.register_post_accumulate_grad_hook(hook)
 
 
-def to_empty(model: nn.Module, held: dict[str, LocalParam], compute: torch.dtype, device: torch.device) -> None:
-    """Give the model new, empty parameters on a device, in the compute dtype; those that are never rounded in the
-    accumulate dtype.
+def to_empty(model: nn.Module, params: dict[str, LocalParam], compute: torch.dtype, device: torch.device) -> None:
+    """Give the model new, empty parameters on a device: in the compute dtype, or in the accumulate dtype those that
+    stay in full precision.
 
-    As `model.to(dtype).to_empty(device=device)`, which swaps tensors in place; those of a dry run refuse that.
+    Like `model.to(dtype).to_empty(device=device)`, but without swapping tensors in place, which fake tensors refuse.
     """
     for owner, module in model.named_modules():
         for name, old in list(module._parameters.items()):
             if old is None:
                 continue
-            dtype = accum_dtype(compute) if held[f"{owner}.{name}"].parameter.exact else compute
+            dtype = accum_dtype(compute) if params[f"{owner}.{name}"].parameter.full_precision else compute
             new = torch.empty(local_of(old).shape, dtype=dtype, device=device)
             if isinstance(old, DTensor):
                 new = DTensor.from_local(
@@ -225,4 +225,4 @@ def stage_params(model: nn.Module, spec: ModelSpec, mesh: Mesh) -> dict[str, Loc
     """The parameters of one of this rank's stages."""
     names = {name for name, _ in model.named_parameters()}
     ep = mesh.ep.rank if spec.experts is not None else 0
-    return {name: param for name, param in held(spec, mesh.layout, mesh.tp.rank, ep).items() if name in names}
+    return {name: param for name, param in local_params(spec, mesh.layout, mesh.tp.rank, ep).items() if name in names}

@@ -1,8 +1,8 @@
-"""Deferred weight gradients: the backward pass leaves them here (I), and the pipeline computes them later (W).
+"""Deferred weight gradients: the backward pass (I) queues them, and the pipeline computes them later (W).
 
-A linear's backward needs its weight for the gradient of the input, which the stage before waits for, and its saved
-input and output gradient for the gradient of the weight, which nobody waits for. While a `WeightGradQueue` is
-collecting, linears compute the first and leave the second as a task.
+A linear's backward computes the gradient of the input, for which the previous stage waits, and the gradient of the
+weight, for which nothing waits. While a `WeightGradQueue` is collecting, linears compute the former and append the
+latter as a task.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,12 +17,12 @@ WgradTask = Callable[[], None]
 
 class WeightGradQueue:
     def __init__(self) -> None:
-        self.report: Callable[[str, Tensor], None] | None = None  # where finished gradients go, by parameter name
-        self.tasks: list[WgradTask] | None = None  # None: nobody collects, and gradients are computed at once
+        self.report: Callable[[str, Tensor], None] | None = None  # called with each gradient and its parameter's name
+        self.tasks: list[WgradTask] | None = None  # None: not collecting, gradients are computed at once
 
     @contextmanager
     def collecting(self) -> Iterator[list[WgradTask]]:
-        """Inside, linears leave their tasks in the list."""
+        """A context in which linears append their tasks to the list."""
         self.tasks = []
         try:
             yield self.tasks
@@ -32,7 +32,7 @@ class WeightGradQueue:
 
 @dataclass(frozen=True)
 class Target:
-    """The parameter that a deferred gradient is for. `rows`: only these of its `height` rows were used."""
+    """The parameter of a deferred gradient. `rows`: only these of its `height` rows were used."""
 
     name: str
     rows: slice | None = None
@@ -49,7 +49,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Deferral:
-    """Where the weight gradients of one linear, or of a group of linears, are reported."""
+    """Defers the weight gradients of one linear, or of several with the same input."""
 
     wgrad_queue: WeightGradQueue
     targets: tuple[Target, ...]
@@ -62,7 +62,7 @@ class Deferral:
         """Defer dW = dY^T x for each weight. `inputs` gives x [N, in]; `gradients` are the dY, [N, out] each."""
         assert self.wgrad_queue.tasks is not None
 
-        @torch.no_grad()  # this is no part of a backward pass, in which nothing would be recorded anyway
+        @torch.no_grad()  # it runs outside of a backward pass
         def task() -> None:
             x, report = inputs(), self.wgrad_queue.report
             assert report is not None

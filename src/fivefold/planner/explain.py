@@ -110,7 +110,7 @@ def _changes(case: Case) -> Iterator[tuple[str, Layout]]:
         yield ("no sp" if layout.sp else "sp"), structs.replace(layout, sp=not layout.sp)
     if layout.pp > 1:
         for record in CATALOGUE.values():
-            if record is layout.record or not (record.planned or (case.groups and record.weighs)):
+            if record is layout.record or not (record.planned or (case.groups and record.uses_stage_times)):
                 continue
             if record.planned or can_be_made(layout):
                 change = f"schedule={record.name}"

@@ -110,7 +110,7 @@ FEW = 4  # stages, of which two layers are moved at a time
 def divided(case: Case) -> Case:
     """The case with layers divided by speed; a rank that would not fit gives layers to the others, as far as they have
     room. Where there is none, layers stay where they are quickest. `auto`, made for a split, takes that of 1F1B."""
-    if case.layout.record.weighs:
+    if case.layout.record.uses_stage_times:
         return replace(case, layout=structs.replace(case.layout, split=divided(unsplit(case)).layout.split))
     caps = [case.spec.layers] * case.layout.pp
     quickest = shared = with_split(case, by_load(case, caps))

@@ -158,7 +158,7 @@ def _rows(case: Case, factor: float | None, schedules: Sequence[str]) -> Iterato
 
 def best_split(case: Case) -> Case:
     """Layers by speed and memory, refined on the clock; `auto`, which is made for a split, takes the better of two."""
-    if not case.layout.record.weighs:
+    if not case.layout.record.uses_stage_times:
         return refined(divided(case))
     splits = {_with_schedule(case, name) for name in KIN}
     options = [evaluate(replace(case, layout=structs.replace(case.layout, split=split))) for split in splits]

@@ -305,7 +305,7 @@ def _stages(option: Option) -> str:
     case, names = option.case, [group.accelerator.name for group in option.case.cluster.groups]
     ranks = ", then ".join(f"{case.groups.count(at)} on {name}" for at, name in enumerate(names))
     layers = ",".join(str(len(stage.layers)) for stage in case.stages)
-    made_for_them = f"; {option.layout.schedule} is made for them" if case.layout.record.weighs else ""
+    made_for_them = f"; {option.layout.schedule} is made for them" if case.layout.record.uses_stage_times else ""
     return f"pipeline ranks in order: {ranks}; layers of the stages: {layers}{made_for_them}"
 
 

@@ -89,7 +89,7 @@ REFINED, MOVES = 6, 40  # of the best, the layers of which are moved about; and 
 MADE = 1024  # pairs of all schedules that are made for their stages: half a millisecond each
 ROUNDS = 32  # microbatches for each stage, beyond which the ends of a step are too short to gain anything there
 WORTH = 0.999  # of the step with another schedule: what gains less is the same
-WEIGHED = tuple(record.name for record in RECORDS if record.weighs)
+WEIGHED = tuple(record.name for record in RECORDS if record.uses_stage_times)
 
 
 def mixed_options(case: Case, combinations: MixedSpace, fixed: dict[str, Any], by: str) -> list[Option]:
@@ -105,8 +105,8 @@ def mixed_options(case: Case, combinations: MixedSpace, fixed: dict[str, Any], b
     if by == "memory":
         return options
     best = _best(options)[:REFINED]
-    moved = [_moved(option) for option in best if not option.layout.record.weighs]
-    rest = [option for option in options if option not in best or option.layout.record.weighs]
+    moved = [_moved(option) for option in best if not option.layout.record.uses_stage_times]
+    rest = [option for option in options if option not in best or option.layout.record.uses_stage_times]
     made = [] if "schedule" in fixed else _made(_best([*moved, *rest]))
     return [*moved, *rest, *made]
 
@@ -300,7 +300,9 @@ class _Timed:
             option.seconds for option in self.options
         ):
             return True
-        size = layout.stages * repeating(layout) * (TRIED if layout.record.weighs else 1) if layout.pp > 1 else 1
+        size = (
+            layout.stages * repeating(layout) * (TRIED if layout.record.uses_stage_times else 1) if layout.pp > 1 else 1
+        )
         if count >= FEWEST and self.spent + size > PATIENCE:
             return True
         self.checked += 1
@@ -465,7 +467,7 @@ def _fitting(case: Case, fixed: dict[str, Any]) -> Layout | None:
 def schedule_text(option: Option) -> str:
     """The schedule as a file, where a name and a layout do not give it; else empty."""
     case = option.case
-    if not (case.groups and case.layout.pp > 1 and case.layout.record.weighs):
+    if not (case.groups and case.layout.pp > 1 and case.layout.record.uses_stage_times):
         return ""
     schedule = case.schedule()
     return to_text(schedule, implied=rewired(schedule) == schedule)

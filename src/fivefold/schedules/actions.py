@@ -1,12 +1,10 @@
-"""The words a schedule is written in: an action is a kind, a stage and a microbatch.
-
-A rank's schedule is a list of actions, and the list is what runs:
+"""Actions: a kind, a stage and a microbatch. A schedule is a list of them for each rank, which runs it in order:
 
   F, B, I, W      compute, in this order, one at a time. B is the whole backward; I (gradient of the input) and W
                   (gradient of the weights) are its two halves.
   RECV_A, RECV_G  post the receive of an activation or of a gradient, and go on; the consumer waits for it.
-  SEND_A, SEND_G  hand the result over to the channel, and go on; see `Schedule.buffers` for when it must wait. On NCCL
-                  either may hold up its rank until the other has come to it too (`deadlock.rendezvous`).
+  SEND_A, SEND_G  start to send the result, and go on; see `Schedule.buffers` for when it must wait. On NCCL either may
+                  block its rank until the peer has reached it, too (`deadlock.rendezvous`).
   GATHER, REDUCE  the parameter and gradient collectives of a stage; they run beside compute.
   STEP            the optimizer, on one stage.
 

@@ -250,6 +250,6 @@ AUTO = ScheduleInfo(
     lambda r: auto(r.p, r.m, r.costs, r.memory),
     splits=True,  # as a rule: where the stages call for it, a whole backward wins
     options=("memory",),
-    weighs=True,
+    uses_stage_times=True,
     fill=0.4,
 )

@@ -68,7 +68,7 @@ class ScheduleInfo:
     least: int = 0  # microbatches that it cannot do without, times p
     also: str = ""  # what else it needs, in words
     options: tuple[str, ...] = ()  # of `group` and `memory`, those that it takes
-    weighs: bool = False  # made for the durations of the stages at hand, so that no shorter one stands for a long one
+    uses_stage_times: bool = False  # built from the durations of the actual stages: a shorter one does not predict it
     bubble: str = ""  # its formula, in times of a whole rank
     schedule: Schedule | None = None  # as a file has it, for its own p and m alone
 
@@ -89,7 +89,7 @@ class ScheduleInfo:
     @property
     def repeats(self) -> bool:
         """Whether a long one only repeats what a shorter one does."""
-        return not self.weighs and self.schedule is None
+        return not self.uses_stage_times and self.schedule is None
 
     @cached_property
     def bent(self) -> bool:

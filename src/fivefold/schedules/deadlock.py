@@ -1,13 +1,13 @@
-"""Deadlock: run the lists of a schedule and see who is left. Twice: as gloo runs them, and as NCCL may.
+"""Deadlock: run a schedule's action lists and see which ranks are stuck. Twice: as gloo runs them, and as NCCL may.
 
-`deadlock` posts receives where they stand, and holds sends back by the buffers: so the runtime executes on CPUs.
-`rendezvous` lets every message hold up both its ranks until they have met. NCCL's messages are kernels on the device:
-an action that waits for all of it, to load a kernel, to allocate, to compile, waits for every message that its rank
-has posted before. With receives posted only when their consumer's turn has come, `simulate` may find a deadlock all
-the same.
+`deadlock` posts receives where the schedule lists them, and delays sends while the channel's buffers are full: so the
+runtime executes on CPUs. `rendezvous` lets every message block both its ranks until both have reached it. NCCL's
+messages are kernels on the device: an action that waits for the whole device (to load a kernel, to allocate, to
+compile) waits for every message that its rank has posted before. `simulate`, which posts a receive only when its
+consumer is due, may find a deadlock all the same.
 
-Waiting is all that ranks do to each other, and what they wait for never un-happens; so if one run gets through, every
-run does, at any speed of ranks and links.
+Ranks interact only by waiting, and progress is monotonic: what a rank waits for, once true, stays true. So if one run
+completes, every run does, at any speed of ranks and links.
 """
 
 from collections.abc import Iterator
@@ -31,26 +31,26 @@ def rendezvous(index: ActionIndex) -> Iterator[ScheduleProblem]:
 
 
 def _meet(index: ActionIndex) -> list[Blocked]:
-    """Who is left, if both ranks of a message stand at it until the other has come."""
+    """The ranks that are stuck, if each message blocks both its ranks until both have reached it."""
     schedule, m = index.schedule, index.schedule.m
     channels = list(schedule.placement.channels)
-    # By kind and stage, the number of a channel's first message; the others are counted on by microbatches.
+    # By kind and stage, the index of a channel's first message; those of later microbatches follow it.
     first = {(channel.send, channel.source): n * m for n, channel in enumerate(channels)}
     first |= {(channel.receive, channel.target): n * m for n, channel in enumerate(channels)}
-    ways = [
+    messages_of = [
         iter([n + k for kind, stage, k, _ in order if (n := first.get((kind, stage))) is not None])
         for order in schedule.ranks
     ]
-    standing: dict[int, int] = {}  # by message, the rank that has come to it first
+    waiting: dict[int, int] = {}  # by message, the rank that has reached it first
     ready = list(range(schedule.p))
     while ready:
         rank = ready.pop()
-        for message in ways[rank]:
-            if message not in standing:
-                standing[message] = rank
+        for message in messages_of[rank]:
+            if message not in waiting:
+                waiting[message] = rank
                 break
-            ready.append(standing.pop(message))
-    return sorted(_block(index, rank, channels[message // m], message % m) for message, rank in standing.items())
+            ready.append(waiting.pop(message))
+    return sorted(_block(index, rank, channels[message // m], message % m) for message, rank in waiting.items())
 
 
 def _block(index: ActionIndex, rank: int, channel: Channel, microbatch: int) -> Blocked:
@@ -62,7 +62,7 @@ def _block(index: ActionIndex, rank: int, channel: Channel, microbatch: int) -> 
 
 
 def deadlock_sentence(blocks: list[Blocked]) -> str:
-    """Who waits for whom."""
+    """A sentence that says which rank waits for which."""
     circle = _circle(blocks)
     verdict = f"and rank {circle[-1].peer} has nothing more to send or receive"
     if circle[-1].peer == circle[0].rank:
@@ -71,7 +71,7 @@ def deadlock_sentence(blocks: list[Blocked]) -> str:
 
 
 def _circle(blocks: list[Blocked]) -> list[Blocked]:
-    """The ranks that wait for each other in a circle; or the chain to one that is done and will never answer."""
+    """The ranks that wait for each other in a cycle; or the chain of ranks that ends at one that has finished."""
     by_rank = {block.rank: block for block in blocks}
     path = [blocks[0]]
     while path[-1].peer in by_rank:

@@ -77,7 +77,7 @@ class Query:
         given = {option: value for option, value in self.options().items() if record.takes(option)} | self.untaken()
         if wrong := size_problem(self.pp * given.get("chunks", record.chunks), self.microbatches):
             raise UserError(wrong)
-        if not record.weighs:
+        if not record.uses_stage_times:
             return _proven(name, self.pp, self.microbatches, tuple(given.items()))
         costs = self.times.costs(record.placement(self.pp, given.get("chunks", 0)))
         return prove(build(name, self.pp, self.microbatches, costs=costs, **given))

@@ -1,4 +1,4 @@
-"""`Schedule`: the object that is checked, timed, drawn and executed; and `Placement`, where its stages live."""
+"""`Schedule`: the object that is checked, timed, drawn and executed; and `Placement`: the rank of each stage."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -81,7 +81,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a builder says about its schedule, for the checker to hold it to. None: nothing is promised.
+    """Bounds that a builder promises, and the checker verifies. None: no promise.
 
     `peak`: the most stage activations each rank ever holds. `slots`: the makespan when every F, I and W of a stage
     takes one slot, a B two, and messages no time at all.
@@ -98,9 +98,9 @@ NOTHING = Bounds()
 class Schedule:
     """For each pipeline rank, the ordered list of what it does.
 
-    `buffers` is how far communication may run beside compute, per channel: a rank has at most this many receives
-    posted whose messages are not consumed yet, and before it sends message n it waits until message n - buffers has
-    been delivered. So neither side needs more buffers per channel. `wire` makes it as many as the receives take.
+    `buffers` limits the messages in flight per channel: a rank has at most this many receives posted whose messages
+    are not consumed yet, and before it sends message n it waits until message n - buffers has been delivered. So
+    neither side needs more buffers per channel. `wire` sets it to the most that the receives need.
     """
 
     name: str
@@ -157,9 +157,9 @@ class Schedule:
 
     @cached_property
     def p2p_in_flight(self) -> tuple[int, ...]:
-        """By rank: messages that are held beside the activations of `in_flight`, at most: receives that are posted and
-        not consumed, and a gradient on each channel that it is sent on. (A sent activation is held for its backward
-        pass anyway.) More may be posted when fewer microbatches are held, each of which is a message at least."""
+        """By rank: the most messages held in addition to the activations of `in_flight`: receives posted and not
+        consumed, and one sent gradient on each channel. (A sent activation is held for its backward pass anyway.) More
+        may be posted when fewer microbatches are held, each of which is at least one message."""
         channels, owner = self.placement.channels, self.placement.owner
         consumers = {(kind, channel.target) for channel in channels for kind in channel.compute}
         counts = []

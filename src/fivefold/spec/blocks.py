@@ -26,12 +26,12 @@ class LatentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def head_dim(self) -> int:
-        """Of a query and its key."""
+        """Dims of a head's query and key."""
         return self.nope_dim + self.rope_dim
 
     @property
     def cached(self) -> int:
-        """Numbers that a token leaves for later ones, whatever the number of heads."""
+        """Elements of a token in the KV cache, whatever the number of heads."""
         return self.kv_rank + self.rope_dim
 
     def problems(self) -> list[str]:

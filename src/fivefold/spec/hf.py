@@ -16,7 +16,7 @@ from fivefold.support.parsing import path_of, read, read_json
 from fivefold.support.text import did_you_mean, either
 
 # ---- hf attention ---------------------------------------------------------------------------------------------------
-# The attention of a Hugging Face `config.json`: rotary positions, latents, windows. `hf_config` reads the rest.
+# The attention of a Hugging Face `config.json`: rotary positions, latents, windows. `read_hf_config` reads the rest.
 
 
 Config = dict[str, Any]
@@ -125,7 +125,7 @@ def _named(latents: LatentSpec, names: dict[str, str]) -> Config:
 
 
 # ---- hf experts -----------------------------------------------------------------------------------------------------
-# The mixture of experts of a Hugging Face `config.json`. `hf_config` reads the rest.
+# The mixture of experts of a Hugging Face `config.json`. `read_hf_config` reads the rest.
 
 
 @dataclass(frozen=True)
@@ -291,7 +291,7 @@ _KEPT = (
 
 
 def kept_settings(config: Config) -> Config:
-    """Of an imported `config.json`, what an export takes over."""
+    """The settings of an imported `config.json` that an export keeps."""
     return {key: config[key] for key in _KEPT if key in config}
 
 

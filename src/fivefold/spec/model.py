@@ -18,7 +18,17 @@ from typing import Annotated, Literal
 import msgspec
 
 from fivefold.spec.blocks import Experts, LatentSpec, RopeScaling, Yarn
-from fivefold.spec.operations import BOTTOM, TOP, Elementwise, Matmul, Parameter, Scores, TensorRule, block, head
+from fivefold.spec.operations import (
+    EMBEDDING_UNIT,
+    HEAD_UNIT,
+    Elementwise,
+    Matmul,
+    Parameter,
+    Scores,
+    TensorRule,
+    block,
+    head,
+)
 from fivefold.support.ranges import TOKENS, outside, within
 from fivefold.support.text import divisors, either
 
@@ -90,10 +100,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             elif isinstance(operation, Elementwise) and operation.kind == "qk_norm":
                 yield self._qk_norm(layer, operation)
             elif isinstance(operation, Scores) and self.sinks:
-                yield Parameter(f"layers.{layer}.attention.sinks", (self.heads,), "bias", layer, "colwise", exact=True)
+                yield Parameter(
+                    f"layers.{layer}.attention.sinks", (self.heads,), "bias", layer, "colwise", full_precision=True
+                )
 
     def window_of(self, layer: int) -> int:
-        """Of a layer; 0: it sees all tokens before."""
+        """The sliding window of a layer; 0: it sees all earlier tokens."""
         return 0 if self.window_period > 1 and (layer + 1) % self.window_period == 0 else self.window
 
     @cached_property
@@ -130,14 +142,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     @cached_property
     def _parameters(self) -> tuple[Parameter, ...]:
         table = (self.vocab, self.hidden)
-        parameters = [Parameter("embedding.weight", table, "embedding", BOTTOM, "colwise", tied=self.tied)]
+        parameters = [Parameter("embedding.weight", table, "embedding", EMBEDDING_UNIT, "colwise", tied=self.tied)]
         if self.positions == "learned":
-            parameters.append(Parameter("positions.weight", (self.context, self.hidden), "embedding", BOTTOM))
+            parameters.append(Parameter("positions.weight", (self.context, self.hidden), "embedding", EMBEDDING_UNIT))
         for layer in range(self.layers):
             parameters += self.block_parameters(layer)
-        parameters += self._norm("norm", TOP, self.hidden)
+        parameters += self._norm("norm", HEAD_UNIT, self.hidden)
         if not self.tied:
-            parameters.append(Parameter("head.weight", table, "linear", TOP, "colwise"))
+            parameters.append(Parameter("head.weight", table, "linear", HEAD_UNIT, "colwise"))
         return tuple(parameters)
 
     def _linear(self, layer: int, matmul: Matmul) -> Iterator[Parameter]:
@@ -149,16 +161,16 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             yield Parameter(f"{name}.bias", (matmul.rows,), "bias", layer, rule, experts=stack)
 
     def _norm(self, name: str, unit: int, width: int) -> Iterator[Parameter]:
-        yield Parameter(f"{name}.weight", (width,), "norm", unit, exact=True)
+        yield Parameter(f"{name}.weight", (width,), "norm", unit, full_precision=True)
         if self.norm == "layernorm":
-            yield Parameter(f"{name}.bias", (width,), "bias", unit, exact=True)
+            yield Parameter(f"{name}.bias", (width,), "bias", unit, full_precision=True)
 
     def _qk_norm(self, layer: int, norm: Elementwise) -> Parameter:
         name = f"layers.{layer}.{norm.name}.weight"
         if self.qk_norm_over == "head":
-            return Parameter(name, (self.head_dim,), "norm", layer, "per_head", exact=True)
+            return Parameter(name, (self.head_dim,), "norm", layer, "per_head", full_precision=True)
         rule: TensorRule = "colwise" if norm.name == "attention.q_norm" else "colwise_kv"
-        return Parameter(name, (norm.width,), "norm", layer, rule, exact=True)
+        return Parameter(name, (norm.width,), "norm", layer, rule, full_precision=True)
 
     @cached_property
     def parameter_count(self) -> int:
@@ -180,7 +192,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @cached_property
     def block_parameter_count(self) -> int:
-        """Of the last block: all are alike but the first ones of a model with experts, if those have none."""
+        """Elements of the last block; the others are equal, but for leading dense blocks of a model with experts."""
         return sum(parameter.size for parameter in self.block_parameters(self.layers - 1))
 
     @property

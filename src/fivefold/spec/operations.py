@@ -1,10 +1,10 @@
-"""What a decoder computes for one token: the one inventory of operations.
+"""The operations that a decoder computes for one token, listed once.
 
     block(spec, tp=8).matmuls       # of one block on one tp rank, in the order of the forward pass
     head(spec, tp=8)                # the matmul above the blocks
 
-`ModelSpec` makes its parameters of this list. The planner's times, FLOPs and bytes, the balance of pipeline stages, and
-serving read it too. So another kind of block is a change here, and its kernels.
+`ModelSpec` derives its parameters from this list. The planner's times, FLOPs and bytes, the balance of pipeline stages,
+and serving read it too. So a new kind of block is a change here, and its kernels.
 """
 
 import math
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 # ---- parameters -----------------------------------------------------------------------------------------------------
-# Parameter: a tensor of the model, and the facts that every room reads from it. Nothing else parses its name.
+# Parameter: a tensor of the model, with the metadata that every package reads; nothing else parses parameter names.
 
 
 Kind = Literal["embedding", "linear", "norm", "bias"]
@@ -31,23 +31,23 @@ Kind = Literal["embedding", "linear", "norm", "bias"]
 # whole experts.
 TensorRule = Literal["colwise", "colwise_kv", "rowwise", "per_head", "replicated_partial", "replicated", "experts"]
 
-# A unit is a part of the decoder: a layer by its number, or what lies below or above the layers. In the order of these
-# numbers forward needs the units, and in the opposite order backward finishes them.
-BOTTOM, TOP = -1, 1 << 30
+# A unit is a part of the decoder: a layer, by its index; the embeddings below the layers; the norm and head above them.
+# Forward runs the units in ascending order, backward finishes them in descending order.
+EMBEDDING_UNIT, HEAD_UNIT = -1, 1 << 30
 
 
 class Parameter(NamedTuple):
     name: str  # global: the same on every rank of every layout
     shape: tuple[int, ...]  # of a weight [..., rows, columns], of a norm or bias [..., rows]
     kind: Kind
-    unit: int  # what must have run forward when this parameter is needed
+    unit: int  # the part of the decoder that it belongs to
     tp: TensorRule = "replicated"
-    tied: bool = False  # both ends of the pipeline hold it
+    tied: bool = False  # the first and the last pipeline stage both hold it
     residual: bool = False  # it writes into the residual stream
-    experts: int = 0  # that lie one below the other in its rows; 0: it belongs to no expert
-    # Never rounded to a narrower dtype of compute. Such ones are small, no matmul reads them, and their rounding would
-    # move all tokens alike, where that of activations averages out.
-    exact: bool = False
+    experts: int = 0  # number of experts whose rows are concatenated in it; 0: it belongs to no expert
+    # Never cast to a low-precision compute dtype. Such parameters are small, no matmul reads them, and their rounding
+    # error is the same for all tokens, where that of activations averages out.
+    full_precision: bool = False
 
     @property
     def size(self) -> int:
@@ -55,8 +55,8 @@ class Parameter(NamedTuple):
 
     @property
     def layer(self) -> int | None:
-        """The number of its layer; None below and above the layers."""
-        return self.unit if BOTTOM < self.unit < TOP else None
+        """The index of its layer; None for embeddings, and for the norm and head above the layers."""
+        return self.unit if EMBEDDING_UNIT < self.unit < HEAD_UNIT else None
 
     @property
     def row_dim(self) -> int:
@@ -64,9 +64,9 @@ class Parameter(NamedTuple):
 
     @property
     def deferred(self) -> bool:
-        """Whether a schedule that splits backward computes its gradient apart."""
-        # A router's is small, and comes with its input's. The head's is taken with the loss: one for each microbatch
-        # would wait, as large as the head, and nothing would be left to compute.
+        """Whether a schedule that splits backward computes its gradient in a separate pass (W)."""
+        # A router's is small, and is computed with its input's. The head's is computed with the loss: if deferred, it
+        # would only be held, as large as the head for each microbatch.
         return self.kind == "linear" and self.tp != "replicated_partial" and self.layer is not None
 
 
@@ -83,12 +83,12 @@ class Matmul(NamedTuple):
     outputs: int
     tp: TensorRule  # how tp divides the weight
     bias: bool = False  # whether a bias is added to its outputs
-    experts: int = 0  # that have such a weight each, one below the other; 0: it belongs to no expert
-    chosen: int = 0  # of those, how many a token visits
+    experts: int = 0  # number of experts, each with such a weight; 0: it belongs to no expert
+    chosen: int = 0  # number of experts that a token visits
 
     @property
     def rows(self) -> int:
-        """Of the weight."""
+        """Rows of the weight."""
         return max(1, self.experts) * self.outputs
 
     @property

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from fivefold.parallel.control import all_gather_values, gather_values
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.traffic import SPACES, TrafficCounter, given_to, name_of, ranks_of
+from fivefold.parallel.traffic import SPACES, TrafficCounter, name_of, named_args, ranks_of
 from fivefold.schedules.actions import COMPUTE, Action
 from fivefold.schedules.clock import BusySpan
 from fivefold.schedules.schedule import Schedule
@@ -79,7 +79,7 @@ class Timer(TrafficCounter):
             event = self.events[-1]
             flight = _Open(event.axis, event.kind, event.payload, start, self.during)
             self.flights.append(flight)
-        elif name in _UNCOUNTED and len(ranks := ranks_of(given_to(func, args, kwargs))) > 1:
+        elif name in _UNCOUNTED and len(ranks := ranks_of(named_args(func, args, kwargs))) > 1:
             flight = _Open(self.axis(ranks), _UNCOUNTED[name], 0, start, self.during)
         else:
             return result

@@ -25,7 +25,7 @@ from fivefold.launch.waits import timed_wait
 from fivefold.parallel.collectives import all_gather, wait, waiting
 from fivefold.parallel.control import Control
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.replicated import Replicated
+from fivefold.parallel.zero import ZeroBuckets
 from fivefold.support.errors import TrainingError
 from fivefold.trainer import consensus
 from fivefold.trainer.consensus import (
@@ -135,7 +135,7 @@ def flip(tensor: Tensor) -> None:
 def flip_after_update(engine: Engine, step: int) -> None:
     """In a weight that the model computes with, or in this rank's masters and the optimizer's states."""
     if faults.strike("weight", step=step) == "flip":
-        engine.weights.ready()  # those that come over the flipped ones would mend them
+        engine.weights.wait_params()  # those that come over the flipped ones would mend them
         flip(_largest([parameter for model in engine.stages.values() for parameter in model.parameters()]))
     if faults.strike("shard", step=step) == "flip":
         flip(_largest([state for states in engine.optimizer.states.values() for state in states.values()]))
@@ -204,11 +204,11 @@ def _buffers(engine: Engine) -> Iterator[KeptDigests]:
 def computed_with(engine: Engine) -> list[KeptDigests]:
     """The model's own weights, where they are not the masters themselves. ZeRO 3 has none between steps."""
     weights = engine.weights
-    if not isinstance(weights, Replicated):
+    if not isinstance(weights, ZeroBuckets):
         return []
     return [
         KeptDigests(f"{name} as the model has it", weight, _lane(engine, name, full=True))
-        for name, weight in weights.weights.items()
+        for name, weight in weights.model_weights.items()
         if weight.numel() and not _same(weight, weights.masters[name])
     ]
 

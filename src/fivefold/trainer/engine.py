@@ -19,13 +19,13 @@ from fivefold.launch.device import DTYPES, compiles
 from fivefold.launch.waits import timed_wait
 from fivefold.layout.stages import schedule_of, stages_of
 from fivefold.model.decoder import Decoder
-from fivefold.model.dispatch import Router
-from fivefold.model.head import Targets
 from fivefold.model.layers import TokenPositions, accum_dtype
+from fivefold.model.linear_cross_entropy import Targets
 from fivefold.model.moe import Balance, MoE, update_expert_bias
 from fivefold.model.ops import AttentionOps
+from fivefold.model.router import Router
 from fivefold.parallel.collectives import all_reduce, wait, waiting
-from fivefold.parallel.context import Context
+from fivefold.parallel.context import ContextParallel
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.optimizer import Optimizer, shard_model
 from fivefold.parallel.pipeline import Channels, Microbatch, Pipeline, Watch
@@ -136,7 +136,9 @@ class RankModel:
             job.model, mesh, defer_wgrad, attention=attention, compiled=self.compiled, documents=masked, **narrow
         )
         self.stages = self._stages()
-        self.weights = shard_model(list(self.stages.values()), job.model, mesh, compute, job.train.seed, split=split)
+        self.weights = shard_model(
+            list(self.stages.values()), job.model, mesh, compute, job.train.seed, split_backward=split
+        )
         self.buffers = self._buffers(accum_dtype(compute))
         later.report = self.weights.add
         channels = Channels(self.schedule, mesh, compute)
@@ -181,7 +183,7 @@ class RankModel:
 class Engine(RankModel):
     def __init__(self, job: Job, mesh: Mesh, watch: Watch | None = None):
         super().__init__(job, mesh, watch)
-        self.context = Context(mesh)
+        self.context = ContextParallel(mesh)
         self.position_ids: dict[tuple[int, ...], Tensor] = {}
         self.optimizer = Optimizer(self.weights, job.model, job.optimizer, mesh)
         self.loads = Loads(job, self.stages.values(), mesh.device) if job.model.experts else None
@@ -206,7 +208,7 @@ class Engine(RankModel):
 
         if self.cold:
             self.cold = False
-            with self.pipeline.alone():
+            with self.pipeline.without_messages():
                 self.replay_microbatch(share)
         sums: list[Tensor] = []
         if self.loads is not None:

@@ -83,7 +83,7 @@ class Ledger(TorchDispatchMode):
             self._take_all(leaf for leaf in results if isinstance(leaf, Tensor))
             self.flops += flops_of(func, args, kwargs or {}, result)
             if self.counter is not None:
-                self.counter.saw(func, args, kwargs, result)
+                self.counter.count_op(func, args, kwargs, result)
         return result
 
     def _take_all(self, tensors: Iterable[Tensor]) -> None:

@@ -89,7 +89,7 @@ class RouteRecorder:
 
     def _recorded(self, layer: int, router: Any) -> Callable[[Tensor], Tensor]:
         """The router's choice, recorded."""
-        choose = router.choose or router.best
+        choose = router.choose or router.top_k
 
         @torch.no_grad()
         def recorded(scores: Tensor) -> Tensor:
@@ -243,7 +243,7 @@ def compare_steps(rank: Rank, job: Job, path: Path) -> RankMeasurement:
             engine.step(rate if batch.loss_tokens else None, norm)
         measured.errors.extend(recorder.biases(step, target.biases, job.train.balance_rate, bound))
     with others:
-        engine.weights.ready()  # weights that would have been gathered under the next forward
+        engine.weights.wait_params()  # weights that would have been gathered under the next forward
     measured.traffic.extend(counter.rows())
     if engine.compiled:
         measured.graphs.append(compilation())

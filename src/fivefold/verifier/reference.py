@@ -20,10 +20,10 @@ from fivefold.job.config import Job
 from fivefold.launch.device import DTYPES, choose_device
 from fivefold.launch.processes import Rank
 from fivefold.model.decoder import Decoder
-from fivefold.model.head import loss_sum
 from fivefold.model.init import initialise
 from fivefold.model.kernels import by_definition
 from fivefold.model.layers import ACTIVATIONS, TokenPositions, gated
+from fivefold.model.linear_cross_entropy import loss_sum
 from fivefold.model.ops import LocalAttention, LocalOps
 from fivefold.optim.base import learning_rate
 from fivefold.spec.model import ModelSpec
@@ -271,7 +271,7 @@ def run_reference(
     weights = dict(model.named_parameters())
     masters = {name: nn.Parameter(weight.detach().clone()) for name, weight in weights.items()}
     unrounded = torch.promote_types(compute, torch.float32)
-    dtypes = {param.name: unrounded if param.exact else compute for param in job.model.parameters()}
+    dtypes = {param.name: unrounded if param.full_precision else compute for param in job.model.parameters()}
     for name, weight in weights.items():
         weight.data = weight.data.to(torch.float64 if exact else dtypes[name])
     signs = torch.Generator().manual_seed(nudge)

@@ -49,7 +49,7 @@ def payload(ask: Ask) -> dict[str, Any]:
 def heavy(ask: Ask) -> bool:
     """A schedule of many passes, or one that is searched for."""
     layout = layout_asked(case_of(ask), ask)
-    searched = layout.schedule in CATALOGUE and CATALOGUE[layout.schedule].weighs
+    searched = layout.schedule in CATALOGUE and CATALOGUE[layout.schedule].uses_stage_times
     return searched or layout.pp * layout.chunks * layout.microbatches > PASSES
 
 

@@ -44,8 +44,8 @@ def payload(ask: Ask) -> dict[str, Any]:
     query = _query(ask, name)
     asked = {"pp": str(query.pp), "microbatches": str(query.microbatches)}
     asked |= {key: ask.text(key) for key in ASKED if ask.text(key)}
-    drawn = {"drawn": None, "refused": None} if CATALOGUE[name].weighs else _drawn_or_refused(query, name)
-    schedules = [{"name": info.name, "needs": info.needs, "made": info.weighs} for info in CATALOGUE.values()]
+    drawn = {"drawn": None, "refused": None} if CATALOGUE[name].uses_stage_times else _drawn_or_refused(query, name)
+    schedules = [{"name": info.name, "needs": info.needs, "made": info.uses_stage_times} for info in CATALOGUE.values()]
     return _page(query, name, schedules, asked) | drawn
 
 
@@ -97,7 +97,7 @@ def _beside(query: Query, simulation: Simulation) -> dict[str, Any]:
     """The catalogue for the same numbers, with a schedule that is not of it; and the one that is made for them."""
     name, p, m = simulation.schedule.name, simulation.schedule.p, simulation.schedule.m
     asked = replace(query, names=tuple(CATALOGUE), pp=p, microbatches=m)
-    (maker,) = (name for name, record in CATALOGUE.items() if record.weighs)
+    (maker,) = (name for name, record in CATALOGUE.items() if record.uses_stage_times)
     listed = replace(asked, names=tuple(name for name in CATALOGUE if name != maker), memory=None)
     rows = [*_rows(listed), *([] if name in CATALOGUE else [_row(simulation)])]
     made = (
@@ -129,14 +129,14 @@ def _page(query: Query, name: str, schedules: list[dict[str, Any]], asked: dict[
 def every(ask: Ask) -> dict[str, Any]:
     """The schedules for the same numbers, the quickest first, each as a small picture; or why one is refused."""
     ask.only(*ASKED)
-    query = _query(ask, *(name for name, info in CATALOGUE.items() if not info.weighs))
+    query = _query(ask, *(name for name, info in CATALOGUE.items() if not info.uses_stage_times))
     return {"schedules": sorted(_rows(query), key=lambda row: row.get("makespan", LAST)), "fine": FINE}
 
 
 def made(ask: Ask) -> dict[str, Any]:
     """The schedule that is made for the durations at hand, as `payload` has others."""
     ask.only(*ASKED)
-    (name,) = (name for name, info in CATALOGUE.items() if info.weighs)
+    (name,) = (name for name, info in CATALOGUE.items() if info.uses_stage_times)
     return {"schedule": name} | _drawn_or_refused(_query(ask, name), name)
 
 

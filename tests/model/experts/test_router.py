@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from fivefold.model.decoder import Decoder
-from fivefold.model.dispatch import Routing, best, in_order
 from fivefold.model.init import initialise
 from fivefold.model.moe import AddLoss, Balance, balance_loss, row_counts, update_expert_bias, z_loss
+from fivefold.model.router import Routing, sort_by_expert, top_k_experts
 from fivefold.spec.blocks import Experts
 from fivefold.spec.presets import preset
 
@@ -18,16 +18,16 @@ PLAIN = Experts(count=6, top_k=2, ffn=8)
 
 
 def test_equal_scores_go_to_the_lowest_numbers() -> None:
-    assert best(PLAIN, torch.zeros(3, 6)).tolist() == [[0, 1]] * 3
-    assert best(PLAIN, torch.tensor([[0.0, 1.0, 0.5, 1.0, 0.5, 0.0]])).tolist() == [[1, 3]]
+    assert top_k_experts(PLAIN, torch.zeros(3, 6)).tolist() == [[0, 1]] * 3
+    assert top_k_experts(PLAIN, torch.tensor([[0.0, 1.0, 0.5, 1.0, 0.5, 0.0]])).tolist() == [[1, 3]]
 
 
 def test_only_experts_of_the_best_groups_are_chosen() -> None:
     wish = torch.tensor([[0.9, 0.0, 0.5, 0.5, 0.1, 0.2]])
     largest = msgspec.structs.replace(PLAIN, groups=3, top_groups=1)
-    assert best(largest, wish).tolist() == [[0, 1]]  # softmax scores: the group with the largest one
+    assert top_k_experts(largest, wish).tolist() == [[0, 1]]  # softmax scores: the group with the largest one
     two = msgspec.structs.replace(largest, scores="sigmoid")
-    assert best(two, wish).tolist() == [[2, 3]]  # sigmoid scores: the two largest are added up
+    assert top_k_experts(two, wish).tolist() == [[2, 3]]  # sigmoid scores: the two largest are added up
 
 
 def test_load_is_counted_once_and_only_in_training() -> None:
@@ -58,7 +58,7 @@ def test_a_bias_chooses_and_does_not_weigh() -> None:
 
 
 def routed(chosen: list[list[int]], scores: Tensor) -> Routing:
-    slots = in_order(torch.tensor(chosen), scores.shape[1])
+    slots = sort_by_expert(torch.tensor(chosen), scores.shape[1])
     return Routing(torch.tensor(chosen), torch.ones(len(chosen), len(chosen[0])), scores, scores.log(), *slots)
 
 

@@ -6,7 +6,7 @@ import torch
 
 from fivefold.layout.layout import Layout
 from fivefold.model.layers import TokenPositions
-from fivefold.parallel.context import Context, share_of
+from fivefold.parallel.context import ContextParallel, share_of
 from fivefold.parallel.mesh import Axis, Mesh
 from tests.parallel.context.world import DOCUMENTS, Case, Rank, shares, worst
 from tests.ranks import run_ranks
@@ -72,7 +72,7 @@ def test_what_does_not_divide_or_is_not_told_is_refused() -> None:
     with pytest.raises(ValueError, match="12 tokens does not divide into the 8 equal pieces of cp=4"):
         share_of(batch, Layout(cp=4), 0)
     assert share_of(batch, Layout(cp=4, cp_kind="ulysses"), 0).tokens.shape == (2, 3)
-    context = Context(Mesh(Layout(cp=2), torch.device("cpu"), {"cp": Axis("cp", 2)}))
+    context = ContextParallel(Mesh(Layout(cp=2), torch.device("cpu"), {"cp": Axis("cp", 2)}))
     place = TokenPositions(torch.zeros(1, 2), torch.zeros(1), 4, torch.zeros(1, 2))
     with pytest.raises(ValueError, match="need row_documents"):
         context.attention_mask(place)

@@ -13,7 +13,7 @@ from fivefold.data.batch import Batch
 from fivefold.layout.layout import Layout
 from fivefold.model.layers import TokenPositions
 from fivefold.model.recompute import recomputed
-from fivefold.parallel.context import Context
+from fivefold.parallel.context import ContextParallel
 from fivefold.parallel.mesh import Mesh
 
 # 16 tokens; the shares of 4 ranks in zigzag are pieces of 2, of 2 ranks pieces of 4.
@@ -65,7 +65,7 @@ class Rank:
 
     def __init__(self, case: Case):
         mesh = Mesh.of(case.layout, torch.device("cpu"))
-        self.mesh, self.context = mesh, Context(mesh)
+        self.mesh, self.context = mesh, ContextParallel(mesh)
         tensors, batch = case.whole()
         self.share = self.context.share(batch)
         self.places = self.share.positions[0]

@@ -10,8 +10,8 @@ from fivefold.model.dispatch import LocalDispatch
 from fivefold.model.layers import TokenPositions
 from fivefold.model.moe import UNBALANCED, MoE
 from fivefold.model.ops import LocalOps
-from fivefold.parallel.experts import dispatch_of
 from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.token_dispatch import dispatch_of
 from fivefold.spec.presets import preset
 from tests.ranks import run_ranks
 

@@ -7,11 +7,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.layout.layout import Layout
-from fivefold.layout.sharding import buckets, held
-from fivefold.model.head import Targets
+from fivefold.layout.sharding import buckets, local_params
+from fivefold.model.linear_cross_entropy import Targets
 from fivefold.parallel.optimizer import Optimizer
-from fivefold.parallel.replicated import Replicated
-from fivefold.spec.operations import BOTTOM, TOP
+from fivefold.parallel.zero import ZeroBuckets
+from fivefold.spec.operations import EMBEDDING_UNIT, HEAD_UNIT
 from fivefold.spec.presets import preset
 from tests.parallel.zero.world import CONFIG, each, forward_backward, full_tensor, make, microbatches
 from tests.ranks import run_ranks
@@ -36,7 +36,7 @@ class Diary(TorchDispatchMode):
 def diary(rank: int, world: int, stage: int) -> tuple[list[str], list[str], int]:
     """Of the backward pass of a last microbatch, and of the step and the forward after it; and most tables alive."""
     model, _, weights, mesh = make(DEEP, Layout(dp=world, zero=stage), torch.float32)
-    assert isinstance(weights, Replicated)
+    assert isinstance(weights, ZeroBuckets)
     optimizer = Optimizer(weights, DEEP, CONFIG, mesh)
     alive = 0
     book = Diary()
@@ -122,18 +122,18 @@ def test_parameters_without_a_gradient_on_one_rank_count_as_zero_and_nothing_han
 
 
 def test_consecutive_units_join_until_a_bucket_is_large_enough() -> None:
-    parts = list(held(DEEP, Layout()).values())
+    parts = list(local_params(DEEP, Layout()).values())
     block = sum(one.size for one in parts if one.parameter.layer == 0)
     assert [group.units for group in buckets(parts, 2 * block)] == [
-        (TOP, 3, 2),
+        (HEAD_UNIT, 3, 2),
         (1, 0),
-        (BOTTOM,),
+        (EMBEDDING_UNIT,),
     ]
-    assert [unit for group in buckets(parts) for unit in group.units][-1] == BOTTOM
+    assert [unit for group in buckets(parts) for unit in group.units][-1] == EMBEDDING_UNIT
     assert sorted(name for group in buckets(parts, 1) for name in group.names) == sorted(one.name for one in parts)
 
 
 def test_what_is_summed_over_tp_has_buckets_of_its_own() -> None:
-    groups = buckets(held(DEEP, Layout(tp=2, sp=True)).values())
+    groups = buckets(local_params(DEEP, Layout(tp=2, sp=True)).values())
     assert [(group.partial, len(group.units)) for group in groups] == [(True, 5), (False, 6)]
-    assert all(one.tp.partial == group.partial for group in groups for one in group.held)
+    assert all(one.tp.partial == group.partial for group in groups for one in group.params)

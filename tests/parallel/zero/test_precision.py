@@ -15,7 +15,7 @@ from tests.ranks import run_ranks
 TINY = preset("tiny", layers=1, hidden=8, heads=2, kv_heads=1, head_dim=4, ffn=9, vocab=11)
 OSS = preset("tiny-oss", layers=1, hidden=8, heads=2, kv_heads=1, head_dim=4, ffn=9, vocab=11)
 STAGES = range(4)
-EXACT = {one.name for spec in (SMALL, TINY, OSS) for one in spec.parameters() if one.exact}
+EXACT = {one.name for spec in (SMALL, TINY, OSS) for one in spec.parameters() if one.full_precision}
 
 
 def start(rank: int, world: int, layout: Layout, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

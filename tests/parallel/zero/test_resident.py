@@ -3,13 +3,13 @@
 import torch
 
 from fivefold.layout.layout import Layout
-from fivefold.model.head import Targets
+from fivefold.model.linear_cross_entropy import Targets
 from fivefold.parallel.optimizer import Optimizer
 from tests.parallel.zero.world import CONFIG, EVEN, each, make, microbatches
 from tests.ranks import run_ranks
 
 P, N = EVEN.parameter_count, 2  # every dim 0 of EVEN divides by N
-X = sum(one.size for one in EVEN.parameters() if one.exact)  # never rounded: the weight is the master
+X = sum(one.size for one in EVEN.parameters() if one.full_precision)  # never rounded: the weight is the master
 R = P - X
 
 
@@ -25,7 +25,7 @@ def held(rank: int, world: int, layout: Layout, dtype: torch.dtype) -> tuple[lis
         seen.append(weights.resident())
     weights.finish_grad_sync()
     optimizer.step(1e-3, optimizer.gradient_norm())
-    weights.ready()
+    weights.wait_params()
     return [*seen, weights.resident()], optimizer.resident()
 
 

@@ -3,7 +3,7 @@
 import torch
 
 from fivefold.layout.layout import Layout
-from fivefold.layout.sharding import Grouping, buckets, held
+from fivefold.layout.sharding import Grouping, buckets, local_params
 from fivefold.parallel.optimizer import Optimizer
 from fivefold.parallel.traffic import TrafficCounter
 from fivefold.spec.model import ModelSpec
@@ -27,7 +27,7 @@ def count(rank: int, world: int, spec: ModelSpec, layout: Layout, dtype: torch.d
             parts, targets = microbatches(spec, mesh, step, 8, ())
             forward_backward(model, ops, weights, parts, targets)
             optimizer.step(1e-3, optimizer.gradient_norm())
-            weights.ready()
+            weights.wait_params()
         seen.append({(row.axis, row.kind): (row.calls, row.payload) for row in counter.rows()})
     return seen
 
@@ -35,8 +35,8 @@ def count(rank: int, world: int, spec: ModelSpec, layout: Layout, dtype: torch.d
 def expected(spec: ModelSpec, layout: Layout, narrow: int) -> Rows:
     """`narrow`: bytes of a weight in the compute dtype. The norm is a float64, with one beside it."""
     parts, m = layout.dp, layout.microbatches
-    groups = buckets(held(spec, layout).values(), MINIMUM, narrow=layout.zero > 0 and narrow < WIDE)
-    exact = [group for group in groups if group.exact]
+    groups = buckets(local_params(spec, layout).values(), MINIMUM, low_precision=layout.zero > 0 and narrow < WIDE)
+    exact = [group for group in groups if group.full_precision]
     calls, padded = len(groups), sum(group.padded(parts) for group in groups)
     whole = sum(group.padded(parts) for group in exact)
     if layout.zero == 0:
@@ -61,7 +61,7 @@ def test_every_stage_with_one_and_two_microbatches() -> None:
 
 def test_padding_over_four_ranks() -> None:
     layout = Layout(dp=4, zero=1)
-    groups: list[Grouping] = buckets(held(UNEVEN, layout).values(), MINIMUM)
+    groups: list[Grouping] = buckets(local_params(UNEVEN, layout).values(), MINIMUM)
     assert sum(group.padded(4) for group in groups) > UNEVEN.parameter_count
     assert len(groups) == 3  # the head, three blocks, the embedding
     for first, _ in run_ranks(4, count, UNEVEN, layout, torch.float32):
@@ -70,7 +70,7 @@ def test_padding_over_four_ranks() -> None:
 
 def test_copies_sum_their_shards_once_a_step() -> None:
     layout = Layout(dp=4, zero=3, replicate=2, microbatches=2)
-    padded = sum(group.padded(2) for group in buckets(held(SMALL, layout).values(), MINIMUM))
+    padded = sum(group.padded(2) for group in buckets(local_params(SMALL, layout).values(), MINIMUM))
     for first, second in run_ranks(4, count, SMALL, layout, torch.float32):
         units = SMALL.layers + 1
         assert first == second
@@ -82,7 +82,7 @@ def test_copies_sum_their_shards_once_a_step() -> None:
 def test_partial_gradients_are_summed_over_tp() -> None:
     """Stages 0 to 2: the shard, once a step. FSDP2: every parameter whole, every microbatch, in the compute dtype."""
     layouts = [Layout(dp=2, tp=2, sp=True, zero=stage, microbatches=2) for stage in range(4)]
-    norms = [one for one in held(SMALL, layouts[0]).values() if one.tp.partial]
+    norms = [one for one in local_params(SMALL, layouts[0]).values() if one.tp.partial]
     size = 4 * sum(one.size for one in norms)
     own = {0: (1, size), 1: (1, size // 2), 2: (1, size // 2), 3: (2 * len(norms), 2 * size)}
     for rank in run_ranks(4, each, count, [(SMALL, layout, torch.float32) for layout in layouts]):

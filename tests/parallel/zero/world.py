@@ -9,18 +9,18 @@ from torch import Tensor
 
 from fivefold.layout.layout import Layout
 from fivefold.model.decoder import Decoder
-from fivefold.model.head import Targets, loss_sum
 from fivefold.model.init import initialise
 from fivefold.model.layers import TokenPositions
+from fivefold.model.linear_cross_entropy import Targets, loss_sum
 from fivefold.model.ops import LocalOps
 from fivefold.optim.adamw import AdamW
 from fivefold.parallel.collectives import full_tensor
 from fivefold.parallel.fsdp import FullySharded
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.optimizer import Optimizer
-from fivefold.parallel.replicated import Replicated
 from fivefold.parallel.tensor import TensorParallel
 from fivefold.parallel.weights import Weights
+from fivefold.parallel.zero import ZeroBuckets
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import preset
 
@@ -95,7 +95,7 @@ def make(
     if layout.zero == 3:
         weights = FullySharded([model], spec, mesh, dtype, SEED)
     else:
-        weights = Replicated([model], spec, mesh, dtype, SEED, minimum=minimum)
+        weights = ZeroBuckets([model], spec, mesh, dtype, SEED, minimum=minimum)
     return model, ops, weights, mesh
 
 
@@ -147,7 +147,7 @@ def train(
     state = optimizer.state()
     run.masters.update({name: full_tensor(one["master"]) for name, one in state.items()})
     run.moments.update({name: full_tensor(one["exp_avg_sq"]) for name, one in state.items()})
-    weights.ready()
+    weights.wait_params()
     run.model.update({name: full_tensor(p.detach()) for name, p in model.named_parameters()})
     return run
 

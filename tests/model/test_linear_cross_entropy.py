@@ -5,7 +5,7 @@ import torch
 
 from fivefold.layout import sharding
 from fivefold.layout.sharding import slices
-from fivefold.model.head import Targets, Vocabulary, head_loss, loss_sum
+from fivefold.model.linear_cross_entropy import Targets, Vocabulary, linear_cross_entropy, loss_sum
 
 E, V = 16, 37
 
@@ -25,7 +25,7 @@ def test_loss_and_gradients_are_those_of_all_logits_at_once(
     monkeypatch.setattr(sharding, "SLICE", logits_at_a_time)
     monkeypatch.setattr(sharding, "TILE", 1)
     x, weight, targets, mask = given(torch.float64)
-    found = head_loss(x, weight, Targets(targets, mask, **extras), Vocabulary(V))
+    found = linear_cross_entropy(x, weight, Targets(targets, mask, **extras), Vocabulary(V))
     (found / 7).backward()  # what comes back is not 1
     gradients = x.grad, weight.grad
     x.grad = weight.grad = None
@@ -42,7 +42,7 @@ def test_a_sure_answer_leaves_a_small_slope_that_bfloat16_does_not_lose() -> Non
     """p - 1 is taken before it is rounded: 1 - 2^-11 is 1 in bfloat16."""
     x = torch.ones(1, 1, 1, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.tensor([[7.625], [0.0]], dtype=torch.bfloat16, requires_grad=True)
-    head_loss(
+    linear_cross_entropy(
         x, weight, Targets(torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1, dtype=torch.bool)), Vocabulary(2)
     ).backward()
     assert weight.grad is not None
@@ -53,7 +53,7 @@ def test_several_slices_add_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(sharding, "SLICE", 2 * V)
     monkeypatch.setattr(sharding, "TILE", 1)
     x, weight, targets, mask = given(torch.bfloat16)
-    head_loss(x, weight, Targets(targets, mask), Vocabulary(V)).backward()
+    linear_cross_entropy(x, weight, Targets(targets, mask), Vocabulary(V)).backward()
     exact, table = x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
     loss_sum(exact @ table.T, targets, mask).backward()
     assert weight.grad is not None
@@ -66,7 +66,7 @@ def test_several_slices_add_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> No
 def test_what_comes_back_is_not_rounded_to_bfloat16() -> None:
     """1 / 14413 in bfloat16 is 0.3% too large, and would scale every gradient so."""
     x, weight, targets, mask = given(torch.bfloat16)
-    whole, part = (head_loss(x, weight, Targets(targets, mask), Vocabulary(V)) for _ in range(2))
+    whole, part = (linear_cross_entropy(x, weight, Targets(targets, mask), Vocabulary(V)) for _ in range(2))
     (gradient,) = torch.autograd.grad(whole, weight)
     (small,) = torch.autograd.grad(part / 14413, weight)
     scale = (small.double() * gradient.double()).sum() / gradient.double().square().sum()
@@ -76,7 +76,7 @@ def test_what_comes_back_is_not_rounded_to_bfloat16() -> None:
 def test_nothing_is_kept_where_nothing_is_learned() -> None:
     x, weight, targets, mask = given(torch.float64)
     with torch.no_grad():
-        loss = head_loss(x, weight, Targets(targets, mask), Vocabulary(V))
+        loss = linear_cross_entropy(x, weight, Targets(targets, mask), Vocabulary(V))
     assert not loss.requires_grad
     assert torch.allclose(loss, loss_sum(x @ weight.T, targets, mask))
 

@@ -1,10 +1,11 @@
-"""The head and the loss in one: logits live a slice of the tokens at a time, and their gradient is taken at once.
+"""Fused linear + cross-entropy: the head and the loss in one function, a slice of the tokens at a time.
 
     slice of x -> logits -> loss, and at once: its gradient by the logits -> slices of dx and dW -> next slice
 
-So a vocabulary of 128,256 costs a slice's logits and not a microbatch's. The backward pass finds its work done. Where
-the vocabulary is divided over ranks, three numbers per token travel: the log of this part's sum of exponentials (MAX
-over ranks), then that sum and the target's logit (SUM; label smoothing adds the sum of the logits).
+Only one slice of logits is ever held, not a microbatch's. The gradients are computed in the forward pass; backward only
+scales them. Where the vocabulary is sharded (`VocabParallel` in `parallel/tensor.py`), three scalars per token are
+reduced: the log-sum-exp of this rank's words (MAX), then the sum of exponentials and the target's logit (SUM; label
+smoothing adds the sum of the logits).
 """
 
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from fivefold.model.recompute import compiled
 
 @dataclass(frozen=True)
 class Targets:
-    """What the model should have said. [B, S]; only targets where `mask` is True count.
+    """The target tokens, [B, S]; only those where `mask` is True count.
 
     `smoothing` moves that share of a target's probability evenly onto the vocabulary; `z_loss` adds that many times the
     squared log-partition (PaLM, arXiv 2204.02311, section 5), which keeps logits from drifting.
@@ -38,38 +39,40 @@ class Targets:
 
 
 class Vocabulary:
-    """The words that a head's rows are of: all, on one device. Where ranks share them (`tensor.SharedVocabulary`), its
-    methods are the collectives."""
+    """The rows of the head that this rank has: all of them. Where ranks share them (`VocabParallel` in
+    `parallel/tensor.py`), the methods are collectives."""
 
     def __init__(self, size: int):
         self.size, self.local = size, range(size)
-        self.largest = size  # words of the rank that has the most: all take the same slices
+        self.largest = size  # the largest number of rows on any rank: all ranks cut the same slices
 
     def gather(self, x: Tensor) -> Tensor:
         """The tokens that the head reads, [B, S, E]."""
         return x
 
     def combine(self, lse: Tensor, sums: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Over the parts of the vocabulary, [N] each: the LSE of all words, and the other sums."""
+        """[N] each, reduced over the shards of the vocabulary: the log-sum-exp, and the other sums."""
         return lse, sums
 
     def start_reduce(self, dx: Tensor) -> Tensor:
-        """The gradient of what `gather` was given, on its way."""
+        """Start to reduce the gradient of `gather`'s output to that of its input."""
         return dx
 
     def finish_reduce(self, dx: Tensor) -> Tensor:
-        """Wait for it."""
+        """Wait for that reduction."""
         return dx
 
 
-def head_loss(x: Tensor, weight: Tensor, targets: Targets, vocabulary: Vocabulary, *, compile: bool = False) -> Tensor:
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Targets, vocabulary: Vocabulary, *, compile: bool = False
+) -> Tensor:
     """The sum of the cross-entropies of x [B, S, E] against the targets, in at least float32."""
     kernels = _compiled() if compile else (_statistics, _logit_grad, torch.Tensor.mul_)
     learning = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    return HeadLoss.apply(vocabulary, targets, learning, kernels, x, weight)
+    return LinearCrossEntropy.apply(vocabulary, targets, learning, kernels, x, weight)
 
 
-class HeadLoss(Function):
+class LinearCrossEntropy(Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -102,13 +105,13 @@ class HeadLoss(Function):
                 extras = targets.smoothing, vocabulary.size, targets.z_loss
                 grad = grad_of(logits, lse, picked, column, is_local, *extras)
                 del logits
-                # Tokens that do not count are struck out of the small factors, not of the grad.
+                # The mask is applied to the small factors, not to the gradient of the logits.
                 counted = mask[rows, None].to(flat.dtype)
                 torch.mul(grad @ weight, counted, out=dx[rows])
                 if part.stop == len(flat):
                     dx = vocabulary.start_reduce(dx.view_as(gathered))
                 dw = _add_product(dw, grad, flat[rows] * counted, last=part.stop == len(flat))
-                del grad  # before the next slice's logits come
+                del grad  # before the next slice's logits are allocated
         if learning:
             ctx.save_for_backward(vocabulary.finish_reduce(dx), dw)
         return total
@@ -117,13 +120,13 @@ class HeadLoss(Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         dx, dw = ctx.saved_tensors
-        # One number in full precision: the products are rounded, and not it.
+        # A scalar in full precision: only the products are rounded.
         dx, dw = dx * gradient, ctx.scale(dw, gradient)
         return None, None, None, None, dx, dw
 
 
 def _statistics(logits: Tensor, column: Tensor, is_local: Tensor, smoothing: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row: the LSE, the target's logit where it is among these words, the sum if it is needed."""
+    """For each row: the log-sum-exp, the target's logit if it is in this shard, the logits' sum if it is needed."""
     dtype = accum_dtype(logits.dtype)
     if not logits.shape[-1]:
         zeros = logits.new_zeros(column.shape, dtype=dtype)
@@ -147,7 +150,7 @@ def _logit_grad(
     size: int,
     z_loss: float,
 ) -> Tensor:
-    """The gradient by the logits, in their dtype: probabilities, and at the target one less. Works in place."""
+    """The gradient by the logits, in their dtype and place: the probabilities, minus one at the target."""
 
     def of(logit: Tensor, lse: Tensor) -> Tensor:
         share = logit.to(lse.dtype).sub_(lse).exp_()  # in place: nobody reads the logits again
@@ -157,7 +160,7 @@ def _logit_grad(
 
     grad = of(logits, lse[:, None]).to(logits.dtype)
     if logits.shape[-1]:
-        # Rounded after the subtraction: what is left of a sure answer is small, and counts.
+        # Rounded after the subtraction: for a confident answer the difference is small, and matters.
         index = column.masked_fill(~is_local, 0)[:, None]
         at_target = (of(picked.clone(), lse) - (1 - smoothing)).to(grad.dtype)
         grad.scatter_(-1, index, torch.where(is_local, at_target, grad.gather(-1, index)[:, 0])[:, None])
@@ -165,7 +168,7 @@ def _logit_grad(
 
 
 def _add_product(total: Tensor | None, grad: Tensor, x: Tensor, last: bool) -> Tensor:
-    """total + grad^T x; over several slices in full precision, and rounded once."""
+    """total + grad^T x; summed over slices in full precision, and rounded once."""
     if total is None and last:
         return grad.T @ x
     total = add_product(total, grad, x)
@@ -173,7 +176,7 @@ def _add_product(total: Tensor | None, grad: Tensor, x: Tensor, last: bool) -> T
 
 
 def add_product(total: Tensor | None, grad: Tensor, x: Tensor) -> Tensor:
-    """In full precision. A GPU's kernels add 16-bit products to a float32 sum by themselves."""
+    """total + grad^T x in full precision; a GPU's kernels accumulate 16-bit products in float32 themselves."""
     dtype = accum_dtype(x.dtype)
     if x.is_cuda and x.dtype != dtype:
         if total is None:
@@ -189,12 +192,12 @@ def _compiled() -> tuple[Callable[..., Any], ...]:
 
 
 def _scaled(x: Tensor, by: Tensor) -> Tensor:
-    """In place. PyTorch's own kernel of two dtypes takes four times as long."""
+    """x times a scalar, in place. PyTorch's own kernel of two dtypes takes four times as long."""
     return x.mul_(by)
 
 
 # ---- loss -----------------------------------------------------------------------------------------------------------
-# Next-token loss as (sum, count): nothing divides but the count of the whole global batch.
+# The unfused loss, for logits that exist. A sum: only the count of the whole global batch divides it.
 
 
 _IGNORED = -100
@@ -203,7 +206,7 @@ _IGNORED = -100
 def loss_sum(logits: Tensor, targets: Tensor, mask: Tensor, smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
     """Sum of the cross-entropies where `mask` is True, in at least float32. logits [B, S, V], the others [B, S].
 
-    `head.Targets` says what `smoothing` and `z_loss` do.
+    `Targets` says what `smoothing` and `z_loss` do.
     """
     widened = logits.to(accum_dtype(logits.dtype))
     ignored = targets.masked_fill(~mask, _IGNORED).flatten()

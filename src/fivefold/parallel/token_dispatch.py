@@ -1,10 +1,10 @@
-"""Expert parallelism: the experts of a layer are dealt out over the ep axis, and tokens travel to them and back.
+"""Expert parallelism: the experts of a layer are sharded over the ep axis; tokens are sent to their ranks and back.
 
-slices       which tokens a rank routes: without sp every tp rank has all tokens, and routes its slice of them
-alltoall     counts first, then each token to the ranks of its experts, and their outputs back
-allgather    every rank gets all tokens, computes those of its experts, and the sum goes back: for few ranks
+SlicedDispatch      which tokens a rank routes: without sp every tp rank has all tokens, and routes a slice of them
+AllToAllDispatch    counts first, then each token to the ranks of its experts, and the outputs back
+AllGatherDispatch   every rank gathers all tokens and computes its own experts; outputs are reduce-scattered
 
-`dispatch_of` chooses.
+`dispatch_of` chooses one; `model/dispatch.py` has the dispatch on one device.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +26,6 @@ from fivefold.model.dispatch import (
     LocalDispatch,
     Permute,
     Rearrange,
-    Routing,
     SharedExpert,
     Unpermute,
     inverse,
@@ -35,6 +34,7 @@ from fivefold.model.grouped import DeferWgrad, Groups, has_kernel
 from fivefold.model.layers import accum_dtype
 from fivefold.model.moe import ExpertLinear
 from fivefold.model.recompute import is_recomputing, save_output
+from fivefold.model.router import Routing
 from fivefold.parallel.collectives import all_gather, all_reduce, all_to_all, reduce_scatter, wait, waiting
 from fivefold.parallel.mesh import Axis, Mesh
 from fivefold.parallel.wgrad import WeightGradQueue
@@ -43,21 +43,23 @@ from fivefold.spec.model import ModelSpec
 # ---- slices ---------------------------------------------------------------------------------------------------------
 # Which tokens a rank routes, and which experts it has.
 #
-# With sp the residual stream is divided over tp, and so are the tokens. Without it every tp rank has them all: each
-# routes a slice, ragged where they do not divide, and what came of the slices is gathered. Nothing is computed, sent
-# or counted tp times. The router's gradients are then summands over tp; experts belong to no tp rank.
+# With sp the residual stream is sharded over tp, and so are the tokens. Without it every tp rank has them all: each
+# routes a slice (of uneven size if they do not divide), and the outputs of the slices are gathered. Nothing is
+# computed, sent or counted tp times. The router's gradients are then partial sums over tp; tp does not shard experts.
 
 
 class SlicedDispatch(LocalDispatch):
     def __init__(self, mesh: Mesh, wgrad_queue: WeightGradQueue | None):
         self.mesh, self.ep, self.tp, self.sequence = mesh, mesh.ep, mesh.tp, mesh.cp_tp
-        self.backward_ep = mesh.backward_ep or mesh.ep  # what backward passes send, which may run beside forward ones
+        self.backward_ep = (
+            mesh.backward_ep or mesh.ep
+        )  # the group of backward passes, which may run beside forward ones
         self.slices = mesh.tp.size > 1 and not mesh.layout.sp
         self.wgrad_queue = wgrad_queue
         self.names: dict[nn.Module, str] = {}
 
     def adopt(self, model: nn.Module) -> None:
-        """Of every expert's linear only this rank's experts."""
+        """Replace the parameters of experts by those of this rank's experts."""
         for name, module in model.named_modules():
             if isinstance(module, ExpertLinear):
                 self.names[module] = name
@@ -80,13 +82,13 @@ class SlicedDispatch(LocalDispatch):
 
     @contextmanager
     def sending(self, what: str) -> Iterator[None]:
-        """Around a dispatch or a combine, forward or backward: an error for want of a peer names those it can be."""
+        """A context around a dispatch or a combine, forward or backward; the error of a lost peer names the ranks."""
         with self.watch(what), waiting(what, self.mesh, self.ep):
             yield
 
     @property
     def current_ep(self) -> Axis:
-        """The ranks of ep, in the group of the pass that this is: forward, or computed again in a backward pass."""
+        """The ep axis with the group of this pass: a first forward, or a recomputation in a backward pass."""
         return self.backward_ep if is_recomputing() else self.ep
 
     def sum_over_sequence(self, counts: Tensor) -> Tensor:
@@ -97,7 +99,7 @@ class SlicedDispatch(LocalDispatch):
         return None if self.wgrad_queue is None else partial(self._defer, linear)
 
     def _defer(self, linear: nn.Module) -> DeferWgrad | None:
-        """Where the gradient of this linear's weight is deferred to, while the queue collects."""
+        """The function that defers the gradient of this linear's weight, while the queue collects."""
         queue = self.wgrad_queue
         if queue is None or (tasks := queue.tasks) is None:
             return None
@@ -120,7 +122,7 @@ def _slice(tokens: int, axis: Axis) -> slice:
 
 
 class OwnSlice(Function):
-    """[n, E], the same on all ranks -> this rank's slice. Backward gathers: each has the gradient of its own."""
+    """[n, E], the same on all ranks -> this rank's slice. Backward all-gathers the gradients of the slices."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
@@ -134,7 +136,7 @@ class OwnSlice(Function):
 
 
 class AllSlices(Function):
-    """This rank's slice -> [n, E], the same on all ranks. So is its gradient, of which backward takes the slice."""
+    """This rank's slice -> [n, E], the same on all ranks; so is the gradient, and backward takes the slice of it."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, tokens: int, axis: Axis) -> Tensor:
@@ -149,36 +151,36 @@ class AllSlices(Function):
 
 
 def _gathered(x: Tensor, tokens: int, axis: Axis) -> Tensor:
-    """Slices in rank order; the last ones are padded on the way."""
+    """All slices in rank order; short ones are padded for the all-gather."""
     missing = len(chunk(tokens, axis.size, 0)) - x.shape[0]
     return wait(all_gather(F.pad(x, (0, 0, 0, missing)), axis), axis)[:tokens]
 
 
 # ---- exchanges ------------------------------------------------------------------------------------------------------
-# A message of experts in two steps, sent off and waited for, so that something else can run in between.
+# An asynchronous collective as two autograd functions, start and finish, so that other work can run in between.
 #
 #     exchange = AsyncExchange(dispatch, DISPATCH, forward, backward)
 #     ticket = StartExchange.apply(exchange, x)          forward starts forward(x); backward waits for the gradient
-#     ...                                                runs while the message travels, and so does its backward pass
-#     exchange.pause()                                   the other half of an overlapped pair runs, where there is one
-#     (y,) = FinishExchange.apply(exchange, 1, ticket)   forward waits for it; backward starts backward(gradient)
+#     ...                                                overlaps with the collective; so does its backward pass
+#     exchange.pause()                                   the other half of an overlapped pair runs, if there is one
+#     (y,) = FinishExchange.apply(exchange, 1, ticket)   forward waits for y; backward starts backward(gradient)
 #
-# Autograd runs what is ready in the reverse order of its making. So the backward pass of what was computed in between
-# comes when the gradient has been sent off, and before it is waited for. Selective recompute keeps what has arrived,
-# and sends nothing again.
+# Autograd runs ready nodes in the reverse order of their creation. So the backward pass of the work in between runs
+# after the gradient's collective is started, and before it is waited for. Selective recompute keeps the received
+# tensors, and sends nothing again.
 
 
 Tensors = tuple[Tensor, ...]
-Send = Callable[[Tensors, Axis], Tensors]  # starts to send them: what will come of them, and must be waited for
+Send = Callable[[Tensors, Axis], Tensors]  # starts collectives of the tensors, and returns the results to wait for
 
 
 class AsyncExchange:
-    """`forward` and `backward` start the collectives of these passes."""
+    """`forward` and `backward` start the collectives of the two passes."""
 
     def __init__(self, dispatch: SlicedDispatch, what: str, forward: Send, backward: Send):
         self.dispatch, self.what, self.forward, self.backward = dispatch, what, forward, backward
         self.in_flight: Tensors = ()
-        self.sent: Tensors = ()  # they must stay as they are until they have gone
+        self.sent: Tensors = ()  # inputs of the collectives in flight, which must not be freed
         self.axis: Axis | None = None
 
     def start(self, send: Send, axis: Axis, tensors: Tensors) -> tuple[()]:
@@ -186,13 +188,13 @@ class AsyncExchange:
         return ()
 
     def pause(self) -> None:
-        """Before the wait: let the other half of a pair run. In a recomputation that takes what came from the store
-        nothing is in flight."""
+        """Before the wait: let the other half of an overlapped pair run. Nothing is in flight in a recomputation, which
+        reads saved results."""
         if self.in_flight:
             self.dispatch.yield_turn()
 
     def finish(self) -> Tensors:
-        """Wait for what comes."""
+        """Wait for the results."""
         assert self.axis is not None
         received = tuple(wait(tensor, self.axis) for tensor in self.in_flight)
         self.sent = self.in_flight = ()
@@ -200,7 +202,7 @@ class AsyncExchange:
 
 
 class StartExchange(Function):
-    """Tensors -> a ticket, which has no numbers; it ties the wait to this."""
+    """Tensors -> a ticket: an empty tensor, which makes the finish a successor in autograd's graph."""
 
     @staticmethod
     def forward(ctx: Any, exchange: AsyncExchange, *tensors: Tensor) -> Tensor:
@@ -219,7 +221,7 @@ class StartExchange(Function):
 
 
 class FinishExchange(Function):
-    """A ticket -> what has come, as many tensors as were sent off."""
+    """A ticket -> the received tensors, as many as were sent."""
 
     @staticmethod
     def forward(ctx: Any, exchange: AsyncExchange, count: int, ticket: Tensor) -> tuple[Tensor, ...]:
@@ -236,15 +238,15 @@ class FinishExchange(Function):
 
 
 # ---- allgather ------------------------------------------------------------------------------------------------------
-# Tokens to their experts by all-gather: every ep rank gets all tokens, and computes those of its own experts.
+# Token dispatch by all-gather: every ep rank gathers all tokens, and computes its own experts on theirs.
 #
 # Per layer and microbatch, with at most n tokens on a rank, K experts each, over N ranks:
 #
 #     forward     all-gathers of N n (E + K) elements and N n K int64, a reduce-scatter of N n E in the accumulate dtype
 #     backward    reduce-scatters of N n E and N n K elements, an all-gather of N n E, all in the accumulate dtype
 #
-# It sends N/K times what an all-to-all does or more, in fewer and larger messages, and how much does not depend on the
-# routing: worth it where ep is about as small as K. The experts' outputs are added up on the way back, rank by rank.
+# It sends at least N/K times as much as an all-to-all, in fewer and larger messages, and the amount does not depend on
+# the routing: worth it where ep is about as small as K. The outputs are summed by the reduce-scatter, rank by rank.
 
 
 class AllGatherDispatch(SlicedDispatch):
@@ -253,7 +255,7 @@ class AllGatherDispatch(SlicedDispatch):
     def run(
         self, x: Tensor, routing: Routing, experts: ExpertsFn, stream: int, shared: SharedExpert = None
     ) -> tuple[Tensor, Tensor | None]:
-        tokens_here, most = x.shape[0], self._most(stream)
+        own_tokens, most = x.shape[0], self._most(stream)
         with self.sending(DISPATCH):
             dispatch, choices = (AsyncExchange(self, DISPATCH, _gather, _sum) for _ in range(2))
             ticket = StartExchange.apply(dispatch, _padded(x, most), _padded(routing.weights, most))
@@ -264,10 +266,10 @@ class AllGatherDispatch(SlicedDispatch):
             tokens, weights = FinishExchange.apply(dispatch, 2, ticket)
             (chosen,) = FinishExchange.apply(choices, 1, choice_ticket)
             local_experts = routing.scores.shape[1] // self.ep.size
-            number = chosen - self.ep.rank * local_experts  # of the expert, among those of this rank
-            # The assignments to this rank's experts, in their order and then the tokens'; all others lie behind.
-            is_local = (number >= 0) & (number < local_experts) & (chosen >= 0)
-            of_expert = number.where(is_local, local_experts).flatten()
+            local_index = chosen - self.ep.rank * local_experts  # of the expert, among those of this rank
+            # The assignments to this rank's experts, sorted by expert and then by token; all others come after them.
+            is_local = (local_index >= 0) & (local_index < local_experts) & (chosen >= 0)
+            of_expert = local_index.where(is_local, local_experts).flatten()
             counts = torch.bincount(of_expert, minlength=local_experts + 1)[:local_experts]
             sizes = tuple(self.host.by_expert(counts, routing.chosen.numel()))
             groups = Groups(counts.cumsum(0).int(), sizes)
@@ -283,10 +285,10 @@ class AllGatherDispatch(SlicedDispatch):
         combine.pause()
         with self.sending(COMBINE):
             (total,) = FinishExchange.apply(combine, 1, ticket)
-            return total[:tokens_here].to(x.dtype), shared_output
+            return total[:own_tokens].to(x.dtype), shared_output
 
     def _most(self, stream: int) -> int:
-        """Of `stream` tokens those of the rank that routes most."""
+        """The largest number of tokens that a rank routes, of `stream` tokens."""
         return len(chunk(stream, self.tp.size, 0)) if self.slices else stream
 
 
@@ -300,27 +302,27 @@ def _gather(tensors: Tensors, axis: Axis) -> Tensors:
 
 
 def _sum(tensors: Tensors, axis: Axis) -> Tensors:
-    """[N n, ...] summands -> [n, ...]: the sum of this rank's part, in the accumulate dtype."""
+    """[N n, ...] partial sums -> [n, ...]: this rank's part of the sum, in the accumulate dtype."""
     return tuple(reduce_scatter(tensor.to(accum_dtype(tensor.dtype)), axis) for tensor in tensors)
 
 
 # ---- alltoall -------------------------------------------------------------------------------------------------------
-# Tokens to their experts by all-to-all: how many first, then the tokens, and back.
+# Token dispatch by all-to-all: row counts first, then the rows; and the outputs back.
 #
 # Per layer and microbatch, with n tokens on this rank, K of X experts each, and N rows for this rank's experts:
 #
 #     forward     X int64 counts; n K rows of E elements out and N in; N out and n K in
-#     backward    the two of rows again, the other way around
+#     backward    the two all-to-alls of rows again, in the opposite direction
 #
-# A row is sent once for each assignment, to whichever rank has the expert. Full recompute sends forward's again;
-# selective recompute keeps what came. A rank without tokens, or whose experts got none, takes part like any other.
-# While tokens are on their way to experts the shared one computes; and before each wait for rows, forward and backward,
-# the other half of an overlapped pair may run.
+# A row is sent once for each assignment, to the rank that has the expert. Full recompute sends the forward's again;
+# selective recompute keeps the received rows. A rank without tokens, or whose experts got none, takes part as well.
+# While tokens are in flight the shared expert computes; and before each wait for rows, forward and backward, the other
+# half of an overlapped pair may run.
 
 
 class AllToAllDispatch(SlicedDispatch):
     sends_tokens = True
-    reads_rows = False  # but where they have come back
+    reads_rows = False  # only the rank that gets the outputs back reads them
 
     def run(
         self, x: Tensor, routing: Routing, experts: ExpertsFn, stream: int, shared: SharedExpert = None
@@ -333,15 +335,15 @@ class AllToAllDispatch(SlicedDispatch):
             sent, received = [sum(sizes) for sizes in sizes_out], [sum(sizes) for sizes in sizes_in]
             dispatch = self._exchange(DISPATCH, sent, received)
             ticket = StartExchange.apply(dispatch, Permute.apply(x, order, row_of))
-            # The rows come rank by rank, and the experts want them expert by expert.
+            # Rows are received in rank order, and experts compute them in expert order.
             by_expert = _experts_of(counts_in, self.ep.size, sum(received)).sort(dim=0, stable=True).indices
             by_rank = inverse(by_expert)
-            ends = counts_in.unflatten(0, (self.ep.size, -1)).sum(0).cumsum(0).int()  # on the device: no wait for it
+            ends = counts_in.unflatten(0, (self.ep.size, -1)).sum(0).cumsum(0).int()  # on the device, without a wait
             groups = Groups(ends, tuple(map(sum, zip(*sizes_in, strict=True))))
         shared_output = shared() if shared is not None else None
         dispatch.pause()
         with self.sending(DISPATCH):
-            # One name for what moves on: what a name held before is let go of, and rows are large.
+            # One name is reused, so that each old tensor is freed: rows are large.
             (rows,) = FinishExchange.apply(dispatch, 1, ticket)
             rows = Rearrange.apply(rows, by_expert, by_rank)
         rows = experts(rows, groups)
@@ -356,7 +358,7 @@ class AllToAllDispatch(SlicedDispatch):
             return Unpermute.apply(rows, routing.weights, order, row_of), shared_output
 
     def _exchange(self, what: str, sent: list[int], received: list[int]) -> AsyncExchange:
-        """Of rows [sum of `sent`, E] -> [sum of `received`, E]: so many to each rank, and so many from each."""
+        """An exchange of rows, [sum of `sent`, E] -> [sum of `received`, E]: lists of row counts, one for each rank."""
 
         def forward(rows: Tensors, axis: Axis) -> Tensors:
             return (all_to_all(rows[0], axis, sent, received),)
@@ -368,7 +370,7 @@ class AllToAllDispatch(SlicedDispatch):
 
 
 def _experts_of(counts: Tensor, ranks: int, rows: int) -> Tensor:
-    """Which of this rank's experts each received row is for; `counts` [ranks * local experts] are numbers of rows."""
+    """The local expert of each received row; `counts` [ranks * local experts] are numbers of rows."""
     experts = torch.arange(len(counts) // ranks, device=counts.device).repeat(ranks)
     return experts.repeat_interleave(counts, output_size=rows)
 
@@ -385,8 +387,8 @@ def dispatch_of(
         return LocalDispatch()
     if mesh.ep.size == 1:  # every rank has all experts: no token is sent
         dispatch = SlicedDispatch(mesh, wgrad_queue)
-        # Nobody on the host asks how many tokens an expert has; what is deferred leaves a graph, and PyTorch's compiler
-        # knows the kernel of bfloat16 alone.
+        # It can be in a graph: the host needs no row counts. But deferred work leaves a graph, and PyTorch's compiler
+        # supports the grouped kernel in bfloat16 only.
         widths, bf16 = (spec.hidden, spec.experts.ffn), dtype == torch.bfloat16
         dispatch.in_graph = wgrad_queue is None and bf16 and has_kernel(mesh.device.type, torch.bfloat16, *widths)
         return dispatch
