@@ -3,6 +3,7 @@
 import pytest
 from typer.testing import CliRunner
 
+import fivefold as ff
 from fivefold.cli import app
 from fivefold.job.config import TrainConfig, read_job
 from fivefold.launch.local import SHARING, sharing_problem, visible_gpus
@@ -37,6 +38,12 @@ def test_it_is_refused_before_a_process_starts() -> None:
     result = CliRunner().invoke(app, words)
     assert isinstance(result.exception, UserError)
     assert result.exception.codes == ["train.share_gpu.cpu"]
+
+
+def test_a_refusal_of_a_rank_is_that_of_its_caller() -> None:
+    with pytest.raises(UserError) as refused:
+        ff.verify(layout="dp=2", changes=["train.share_gpu=nccl"], device="cpu")
+    assert refused.value.codes == ["train.share_gpu.cpu"]
 
 
 def test_the_gpus_that_count_are_those_that_cuda_shows() -> None:

@@ -35,7 +35,12 @@ def resident(layout: str, dtype: str) -> State:
     return State(held["parameters"], held["gradients"], held["masters"] + engine.optimizer.resident())
 
 
-CASES = [*((layout, "bfloat16") for layout in LAYOUTS), ("dp=2,zero=1", "float32"), ("dp=2,zero=3", "float32")]
+CASES = [
+    *((layout, "bfloat16") for layout in LAYOUTS),
+    ("dp=2,zero=1", "float32"),
+    ("dp=2,zero=3", "float32"),
+    ("tp=2,zero=3", "float32"),
+]
 
 
 def each(rank: int, world: int) -> dict[tuple[str, str], State]:

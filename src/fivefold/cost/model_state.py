@@ -158,7 +158,7 @@ def state_of(
         if layout.fully_shards(spec):
             states_of.append(each.held(full, full, full) if exact else each.held(padded, padded, owned, sharded=True))
             continue
-        stage = layout.zero if ranks > 1 else 0
+        stage = layout.zero if parts and ranks > 1 else 0  # ZeRO 3 of a dense model has no experts
         gradients = {0: full, 1: padded * ranks, 2: padded}[stage]
         state = each.held(full, gradients, owned if stage else full)
         if narrow and ranks == layout.microbatches == 1:

@@ -186,7 +186,7 @@ def examine(job: Job, mesh: Mesh, first: bool) -> RankReport:
         disk=disk,
         gpu=gpu,
         gpu_id=str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "",
-        host_id=this_node.host_id() if device.type == "cuda" else "",
+        host_id=this_node.host_id(),  # on CPUs, too: a login node hands it to jobs
     )
     return _with_links(report, mesh, together)
 
