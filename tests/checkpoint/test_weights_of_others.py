@@ -303,6 +303,9 @@ def test_weights_that_are_gone_or_of_another_model_are_sentences_and_a_moved_run
     run.rename(tmp_path / "moved")
     moved = here("train", tmp_path / "moved", "--fresh", *given)
     assert tomllib.loads(moved)["run"]["weights"] == str(tmp_path / "moved" / "checkpoints" / "step-00000000")
+    by_file = here("train", tmp_path / "moved" / "job.toml", "--fresh", *given)
+    assert tomllib.loads(by_file)["run"]["weights"] == tomllib.loads(moved)["run"]["weights"]
+    shutil.rmtree(tmp_path / "moved" / "checkpoints")
     said = refusal("train", tmp_path / "moved" / "job.toml", "--fresh", *given)
     assert f"run.weights={run / 'checkpoints' / 'step-00000000'}: " in said
     assert "run.weights=RUN" in said

@@ -69,8 +69,10 @@ def mounts(text: str) -> list[str]:
 
 
 def test_a_container_sees_the_directories(tmp_path: Path) -> None:
-    text = launched(tmp_path, "--container", "reg/fivefold:1", "data.path=/data/tokens", "run.dir=/scratch/runs")
-    seen = ["/data/tokens", "/scratch/runs", str(tmp_path)]
+    paths = {"data.path": "/data/tokens", "run.dir": "/scratch/runs", "run.weights": "/w/checkpoints/step-00000000"}
+    words = [f"{key}={path}" for key, path in paths.items()]
+    text = launched(tmp_path, "--container", "reg/fivefold:1", *words)
+    seen = sorted([*paths.values(), str(tmp_path)])
     assert mounts(text) == ["$PWD:$PWD", *(f"{path}:{path}" for path in seen)]
     assert "command -v fivefold" not in text
     text = launched(tmp_path, "--container", "nvcr.io#nvidia/pytorch:24.05-py3", "data.path=~/tok$ens")

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from fivefold.data.index import read_index
 from fivefold.data.prepare import prepare
-from fivefold.data.tokenizer import foreign
+from fivefold.data.tokenizer import foreign, load_tokenizer
 
 
 @pytest.fixture
@@ -44,6 +45,29 @@ def test_another_way_of_making_tokens_is_named(bpe: Path, prepared: Path, tmp_pa
     (said,) = foreign(tmp_path, prepared)
     assert f"{prepared / 'tokenizer.json'} (sha256 " in said
     assert f"--tokenizer {tmp_path}" in said
+
+
+def test_documents_end_with_a_token_that_ends_those_of_the_model(bpe: Path, prepared: Path, tmp_path: Path) -> None:
+    end = read_index(prepared).end_of_document
+    (tmp_path / "tokenizer.json").write_bytes(bpe.read_bytes())
+    settings = tmp_path / "config.json"
+    for own in (end, [0, end], 10**6, None):  # beyond the vocabulary, as published files have it, it says nothing
+        settings.write_text(json.dumps({"eos_token_id": own}))
+        assert foreign(tmp_path, prepared, settings=("config.json",)) == []
+    settings.write_text(json.dumps({"eos_token_id": [end + 1, end + 2]}))
+    (said,) = foreign(tmp_path, prepared, settings=("config.json",))
+    assert said.code == "data.tokenizer.end"
+    assert f"end with token {end}, and those of {tmp_path} with {end + 1} or {end + 2}" in said
+
+
+@pytest.mark.parametrize("named", [str, lambda own: {"content": own}], ids=["text", "table"])
+def test_a_model_s_own_end_token_comes_before_usual_names(bpe: Path, tmp_path: Path, named) -> None:
+    table = json.loads(bpe.read_text())
+    (tmp_path / "tokenizer.json").write_bytes(bpe.read_bytes())
+    usual = load_tokenizer(tmp_path).end
+    own = next(token for token, number in table["model"]["vocab"].items() if number != usual)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": named(own)}))
+    assert load_tokenizer(tmp_path).end == table["model"]["vocab"][own]
 
 
 def test_of_a_model_without_a_tokenizer_nothing_is_said(prepared: Path, tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from fivefold.planner.explain import CAUSES
 from fivefold.planner.plan import plan, simulate
 from fivefold.planner.result import PlanResult
 from fivefold.planner.textbook import Shortcut, flops_text, shortcuts
+from fivefold.render.blocks import Table, Text
+from fivefold.render.html import Section, to_markdown
 
 DENSE = "dp=2,tp=2,pp=2,zero=1,sp,microbatches=8,recompute=selective"
 UNITS = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "KB": 1e3, "B": 1.0, "s": 1.0, "ms": 1e-3}
@@ -99,6 +101,15 @@ def test_predictions_have_their_ranges(decision: Decision) -> None:
     assert near(step[1], shown["step_seconds"])
     assert all(near(cell, end) for cell, end in zip(step[2].split(" to "), shown["step_seconds_range"], strict=True))
     assert next(row for row in rows if row[0] == "MFU")[1] == f"{shown['mfu']:.1%}"
+
+
+def test_names_are_no_markup() -> None:
+    section = Section("a <b>", [Text("x <script>alert(1)</script> \x1b[31m & y"), Table(["<i>"], [["|<u>"]])])
+    page = to_markdown("a\nb <script>", [section])
+    assert page.startswith("# a?b &lt;script>\n")
+    assert "<" not in page
+    assert "\x1b" not in page
+    assert "x &lt;script>alert(1)&lt;/script> ?[31m &amp; y" in page
 
 
 def test_tables_are_narrow_and_prose_is_broken(decision: Decision) -> None:

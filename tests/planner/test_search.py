@@ -250,13 +250,24 @@ def test_a_long_schedule_is_counted_on_from_its_steady_state() -> None:
         (EIGHT, {"tp": 8, "dp": 2}, "take 16 ranks"),
         (EIGHT, {"schedule": "gpipe"}, "is not searched"),
         (EIGHT, {"microbatches": 7}, "does not divide the batch of 128; nearest: microbatches=8 or 4"),
-        (EIGHT, {"replicate": 2}, "replicate cannot be fixed here"),
+        (EIGHT, {"replicate": 2}, "replicate=2 copies the shards of zero=3; fix zero=3, too"),
+        (
+            EIGHT,
+            {"replicate": 3, "zero": 3},
+            "does not divide 8 ranks; nearest: replicate=2 or replicate=4",
+        ),
         (query("tiny", "64x8xH100", 3), {}, r"batch of 3 sequences .* nearest: batch="),
     ],
 )
 def test_what_cannot_be_is_said(case: Case, fixed: dict[str, object], words: str) -> None:
     with pytest.raises(UserError, match=words):
         search(case, **fixed)
+
+
+def test_copies_of_the_shards_can_be_fixed() -> None:
+    found = search(EIGHT, replicate=2, zero=3).options
+    assert {(option.layout.zero, option.layout.replicate) for option in found} == {(3, 2)}
+    assert all(not option.layout.problems(option.case.spec, seq=4096, batch=128) and option.fits for option in found)
 
 
 def test_zero_3_is_also_searched_in_copies() -> None:

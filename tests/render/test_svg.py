@@ -28,5 +28,12 @@ def test_a_document_is_well_formed_and_has_its_shapes():
     assert root.findtext(f"{SVG}text") == 'rank 0 & "1" <2>'
 
 
+def test_names_may_hold_anything():
+    odd = "a\x1b[31m<script>\u2028\x00b"
+    root = ElementTree.fromstring(document(9, 9, [text(0, 0, odd), rect(0, 0, 1, 1, odd)], title=odd))
+    found = [root.findtext(f"{SVG}{tag}") for tag in ("title", "text", f"rect[2]/{SVG}title")]
+    assert found == ["a?[31m<script>??b"] * 3
+
+
 def test_what_is_none_is_left_out():
     assert text(1, 2, "x", font_weight=None) == '<text x="1" y="2">x</text>'

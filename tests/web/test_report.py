@@ -296,6 +296,16 @@ def test_a_trace_is_reported_as_it_was_written(tmp_path: Path) -> None:
     assert one["payload"] == json.loads(json.dumps({"run": "trace"} | lanes(file)))
 
 
+def test_a_trace_that_is_damaged_is_left_out_and_the_rest_is_reported(tmp_path: Path) -> None:
+    (a_run(tmp_path / "demo", traced=True) / "trace.json").write_text('{"traceEvents": 1e999}')
+    ff.report(tmp_path / "demo", tmp_path / "run.html")
+    (view,) = held(tmp_path / "run.html")["views"]
+    (run,) = view["payload"]["shown"]
+    assert run["columns"]["step"]
+    assert view["parts"] == {}
+    assert any("trace.json is not a trace" in said for said in run["left_out"])
+
+
 def test_a_proof_is_what_verify_says(tmp_path: Path) -> None:
     (tmp_path / "verify.json").write_text(json.dumps(proof()))
     assert ff.report(tmp_path / "verify.json", tmp_path / "proof.html").title == "dp=2 of tiny"

@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import time
 from pathlib import Path
 
@@ -320,6 +321,11 @@ def test_of_a_long_file_of_metrics_parts_are_read_and_the_rest_is_told(
     (said,) = run["left_out"]
     assert said.startswith("metrics.jsonl has ")
     assert said.endswith("were read, spread evenly, and the rest was not")
+    for name in ("second", "third", "fourth"):
+        shutil.copytree(tmp_path / "demo", tmp_path / name)
+    several = payload(asked(tmp_path, runs="demo,second,third,fourth"))["shown"]
+    assert [len(each["columns"]["step"]) < len(steps) / 2 for each in several] == [True] * 4
+    assert all(each["left_out"][0].startswith("metrics.jsonl has ") for each in several)
     with (tmp_path / "demo" / METRICS).open("ab") as file:
         file.write(to_line(step(401)))
     more = tail(asked(tmp_path, run="demo", file=run["file"], offset=run["offset"]))

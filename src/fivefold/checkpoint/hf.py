@@ -31,7 +31,7 @@ from fivefold.job.fine_tuning import SOURCE, tuned
 from fivefold.job.recipes import written
 from fivefold.layout.sharding import chunk
 from fivefold.model.hf_names import EXPERT_BIAS, TensorSource, expert_format_of, sources, tensors
-from fivefold.spec.hf import HF_CONFIG, kept_settings, no_tokens, to_hf_config
+from fivefold.spec.hf import END_NAMED_IN, HF_CONFIG, kept_settings, no_tokens, to_hf_config
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import Parameter
 from fivefold.support.errors import Note, UserError
@@ -54,7 +54,7 @@ def import_hf(directory: Path, run: Path, progress: Progress, data: str | Path |
     theirs = HuggingFace(directory)
     spec = theirs.spec
     store = TokenStore.open(path_of(data)) if data is not None else None
-    if store and (problems := foreign(directory, store.path, TOKENIZERS)):
+    if store and (problems := foreign(directory, store.path, TOKENIZERS, END_NAMED_IN)):
         raise UserError(problems)
     job, choices = tuned(spec, _dtype(theirs), store)
     where = Store(run / "checkpoints")

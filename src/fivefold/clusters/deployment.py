@@ -210,9 +210,17 @@ class Deployment:
         return "runs" if "://" in self.job.run.dir else self.job.run.dir
 
     @property
+    def paths(self) -> dict[str, str]:
+        """The settings of the job that are places of a file system, where they are given."""
+        job = self.job
+        settings = {"data.path": job.data.path, "run.dir": job.run.dir, "run.weights": job.run.weights}
+        settings["layout.schedule"] = job.layout.schedule if os.path.isfile(job.layout.schedule) else ""
+        return {key: path for key, path in settings.items() if path and "://" not in path}
+
+    @property
     def mounts(self) -> list[str]:
         """Paths outside the current directory that a container has to see."""
-        paths = {self.job.data.path, self.job.run.dir, os.path.dirname(self.own_file)}
+        paths = {*self.paths.values(), os.path.dirname(self.own_file)}
         return sorted(path for path in paths if path.startswith(("/", "~")))
 
 

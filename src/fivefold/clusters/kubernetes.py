@@ -69,12 +69,12 @@ def indexed_job(it: Deployment, image: str, claim: str, restarts: int) -> list[T
 
 def notes(it: Deployment) -> list[str]:
     """Paths that a container may not have."""
-    job = it.job
-    paths = {"data.path": job.data.path, "run.dir": job.run.dir, "layout.schedule": job.layout.schedule}
-    away = [key for key, path in paths.items() if path.startswith(("/", "~")) and not path.startswith(f"{_HOME}/")]
-    outside = [f"{key}={paths[key]}" for key in away]
-    file = [f"layout.schedule={job.layout.schedule}"] if os.path.isfile(job.layout.schedule) else []
-    places = list(dict.fromkeys(outside + file))
+    copied = ("run.weights", "layout.schedule")  # what is made here, and has to be brought there
+    places = [
+        f"{key}={path}"
+        for key, path in it.paths.items()
+        if key in copied or (path.startswith(("/", "~")) and not path.startswith(f"{_HOME}/"))
+    ]
     return [f"in the pods, {', '.join(places)} must be on the volume, which is at {_HOME}"] if places else []
 
 

@@ -1,6 +1,6 @@
 """Text to token ids, a batch at a time: bytes, which need nothing, or a Hugging Face `tokenizers` file."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from itertools import repeat
 from pathlib import Path
@@ -9,13 +9,13 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.data.index import TOKENIZER, read_index
+from fivefold.data.index import TOKENIZER, DataIndex, read_index
 from fivefold.data.records import Meter, TextPiece
 from fivefold.support.errors import Problem, UserError
 from fivefold.support.files import digest
 from fivefold.support.parsing import path_of, read_json
 from fivefold.support.progress import prefetch
-from fivefold.support.text import did_you_mean
+from fivefold.support.text import did_you_mean, either
 
 BATCH = 4 << 20  # characters at a time: enough work for many cores, little enough to hold three times
 BATCH_PIECES = 8192
@@ -149,12 +149,37 @@ def _end(path: Path, eos: str | int | None, names: dict[str, int], added: list[s
             hint = did_you_mean(eos, added or list(END_NAMES))
             raise UserError(f"eos={eos!r} is not a token of {path}; {hint}", "prepare.eos.unknown")
         return names[eos]
-    for name in END_NAMES:
+    for name in (*_own_end(path.parent), *END_NAMES):
         if name in names:
             return names[name]
     known = f"its special tokens: {', '.join(added[:20])}" if added else "it has no special tokens"
     unusual = f"{path} has no end-of-document token with a usual name; give one with --eos ({known})"
     raise UserError(unusual, "prepare.eos.missing")
+
+
+def _own_end(directory: Path) -> Iterator[str]:
+    """The end token that a Hugging Face model names in its own settings, if there are any."""
+    settings = directory / "tokenizer_config.json"
+    if not settings.is_file():
+        return
+    table = read_json(settings)
+    named = table.get("eos_token") if isinstance(table, dict) else None
+    named = named.get("content") if isinstance(named, dict) else named
+    if isinstance(named, str):
+        yield named
+
+
+def end_tokens(directory: Path, names: Iterable[str]) -> set[int]:
+    """The tokens that end a document or an answer, as the first of a model's settings files has them that has any."""
+    for file in (directory / name for name in names):
+        table = read_json(file) if file.is_file() else None
+        eos = table.get("eos_token_id") if isinstance(table, dict) else None
+        tokens = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        if strange := [token for token in tokens if type(token) is not int]:
+            raise UserError(f"{file}: eos_token_id={strange[0]!r} is not a token's number", "hf.eos")
+        if tokens:
+            return set(tokens)
+    return set()
 
 
 # ---- batches, one ahead of the writer ------------------------------------------------------------------------------
@@ -206,10 +231,11 @@ def _take(stream: Iterator[TextPiece]) -> list[TextPiece]:
 _PARTS = ("added_tokens", "normalizer", "pre_tokenizer", "model")  # of a tokenizer.json: what makes tokens of a text
 
 
-def foreign(model: Path, prepared: Path, others: tuple[str, ...] = ()) -> list[str]:
+def foreign(model: Path, prepared: Path, others: tuple[str, ...] = (), settings: tuple[str, ...] = ()) -> list[str]:
     """Why tokens are not those of the model whose tokenizer.json lies in a directory; nothing where that is not known.
 
-    `others` are files of tokenizers that are not read here: that the model's is not bytes can be told by them.
+    `others` are files of tokenizers that are not read here: that the model's is not bytes can be told by them. The
+    model's end tokens are in its `settings` files.
     """
     own, index = model / TOKENIZER, read_index(prepared)
     if not own.is_file():
@@ -221,9 +247,19 @@ def foreign(model: Path, prepared: Path, others: tuple[str, ...] = ()) -> list[s
     if file is None:
         return [_other(prepared, index.tokenizer, str(own), _way(model))]
     if file.sha256 == (sum_ := digest(own)) or _makes(own) == _makes(prepared / file.name):
-        return []
+        return _other_end(model, prepared, index, end_tokens(model, settings))
     name = f"{prepared / file.name} (sha256 {file.sha256[:8]}, {index.vocab:,} ids)"
     return [_other(prepared, name, f"{own} (sha256 {sum_[:8]})", _way(model))]
+
+
+def _other_end(model: Path, prepared: Path, index: DataIndex, own: set[int]) -> list[str]:
+    """Why documents end with a token that ends none of the model's."""
+    own = {token for token in own if token < index.vocab}  # published files name some that are not in the vocabulary
+    if not own or index.end_of_document in own:
+        return []
+    ends = f"documents of {prepared} end with token {index.end_of_document}, and those of {model} with"
+    ends = f"{ends} {either(sorted(own))}"
+    return [Problem("data.tokenizer.end", f"{ends}; {_way(model)}, and --eos with that token")]
 
 
 def _other(prepared: Path, tokenizer: str, of_model: str, way: str) -> Problem:

@@ -12,13 +12,12 @@ from fivefold.checkpoint.store import Checkpoint
 from fivefold.data.corpus import stdlib_corpus
 from fivefold.data.index import read_index
 from fivefold.data.integrity import check_file
-from fivefold.data.tokenizer import ByteTokenizer, load_tokenizer
+from fivefold.data.tokenizer import ByteTokenizer, end_tokens, load_tokenizer
 from fivefold.job.config import Job, TrainConfig
 from fivefold.launch import processes
 from fivefold.layout.layout import Layout
-from fivefold.spec.hf import HF_CONFIG
+from fivefold.spec.hf import END_NAMED_IN
 from fivefold.support.errors import UserError
-from fivefold.support.parsing import read_json
 from fivefold.support.places import Place
 from fivefold.support.ranges import SECONDS, misfit, within
 
@@ -143,7 +142,8 @@ def generate(
     def decoded(ids: list[int]) -> str:
         return words.decode(ids) if words else " ".join(map(str, ids))
 
-    ends = _ends(directory) or ({words.end} if words else set())
+    named = end_tokens(directory, END_NAMED_IN) if isinstance(directory, Path) else set[int]()
+    ends = named or ({words.end} if words else set())
     generated: Iterable[Iterable[int]]
     if job.layout.world == 1:
         from fivefold.generation.generator import Chooser, alone
@@ -169,20 +169,6 @@ def generate(
         stream(text[len(shown) :] + "\n")
         answers.append(Completion(prompt, text, ids, answer))
     return answers
-
-
-def _ends(directory: Place) -> set[int]:
-    """The tokens that end an answer, as a Hugging Face configuration has them."""
-    for name in ("generation_config.json", "config.json", HF_CONFIG):
-        if isinstance(directory, Path) and (directory / name).is_file():
-            table = read_json(directory / name)
-            eos = table.get("eos_token_id") if isinstance(table, dict) else None
-            tokens = eos if isinstance(eos, list) else [] if eos is None else [eos]
-            if strange := [token for token in tokens if type(token) is not int]:
-                raise UserError(f"{directory / name}: eos_token_id={strange[0]!r} is not a token's number")
-            if tokens:
-                return set(tokens)
-    return set()
 
 
 def _model(request: Request, needs_text: bool) -> tuple[Job, Place, GeneratedText | None, Place]:

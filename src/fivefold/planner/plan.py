@@ -64,9 +64,9 @@ def plan(
     choices that are not free ("tp=8,zero=1"), `layout` is explained beside the choice. The `top` layouts are listed
     `by` throughput, memory or pareto. Matmuls are in `precision` (bf16, on CPUs fp32), kernels and overlap those of a
     `software` (fivefold, nemo, torchtitan, megatron). `price` is dollars per device and hour. `tokens` is the length of
-    the run ("1.4T", 300e9, or "chinchilla": 20 per parameter); where it is given, the batch is that of a published
-    recipe, as the settings of `.job` are. `imbalance` is what the fullest rank gets of the tokens that visit experts,
-    over the mean; by default that of published pairs.
+    the run ("1.4T", 300e9, or "chinchilla": 20 per parameter). The settings of `.job` are those of published recipes,
+    and so is the batch, where it is not given. `imbalance` is what the fullest rank gets of the tokens that visit
+    experts, over the mean; by default that of published pairs.
     """
     _check_options(by, top, price)
     if layout is not None and fix:

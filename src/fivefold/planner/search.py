@@ -204,7 +204,7 @@ def search(case: Case, by: By = "throughput", top: int = 10, **fixed: Any) -> Ra
     if not len(combinations):
         raise UserError(_no_layout(case, fixed))
     fits = combinations.memory <= case.on.accelerator.memory * USABLE_FRACTION * SLACK
-    options = _options(case, combinations, by)
+    options = _options(case, combinations, by, fixed)
     if not options:
         raise TooLarge(_too_large(case, combinations, fixed))
     return Ranking(_ranked(options, by)[:top], len(combinations), int(fits.sum()))
@@ -228,7 +228,10 @@ def _search_mixed(case: Case, by: By, top: int, fixed: dict[str, Any]) -> Rankin
     )
 
 
-FIXED = ("tp", "pp", "cp", "dp", "cp_kind", "zero", "sp", "schedule", "chunks", "microbatches", "recompute", "samples")
+FIXED = (
+    *("tp", "pp", "cp", "dp", "cp_kind", "zero", "replicate", "sp"),
+    *("schedule", "chunks", "microbatches", "recompute", "samples"),
+)
 OF_EXPERTS = ("ep", "dispatch")
 
 
@@ -239,20 +242,30 @@ def _check_fixed(case: Case, fixed: dict[str, Any]) -> None:
     problems = [f"{key}={fixed[key]} is of experts, and {case.spec.name} has none; leave it out" for key in alien]
     unknown = [key for key in fixed if key not in (*allowed, *alien)]
     problems += [f"{key} cannot be fixed here; {either(allowed)} can" for key in unknown]
-    counts = ("tp", "pp", "cp", "dp", "ep", "microbatches", "samples")
+    counts = ("tp", "pp", "cp", "dp", "ep", "replicate", "microbatches", "samples")
     problems += filter(None, (misfit(key, fixed.get(key), within(1, SEQUENCES)) for key in counts))
     if fixed.get("zero", 0) not in (0, 1, 2, 3):
         problems.append(f"zero={fixed['zero']} is not a ZeRO stage; 0, 1, 2 or 3")
+    if fixed.get("replicate", 1) != 1 and fixed.get("zero") != 3:
+        problems.append(f"replicate={fixed['replicate']} copies the shards of zero=3; fix zero=3, too")
+    if case.cluster.world % max(1, fixed.get("replicate", 1)):
+        close = sorted(divisors(case.cluster.world), key=lambda n: abs(n - fixed["replicate"]))[:2]
+        near = either([f"replicate={n}" for n in close])
+        problems.append(f"replicate={fixed['replicate']} does not divide {case.cluster.world} ranks; nearest: {near}")
+    if fixed.get("replicate", 1) > 1 and len(case.cluster.groups) > 1:
+        problems.append(f"replicate cannot be fixed over the unlike nodes of {case.cluster}")
     if problems:
         raise UserError(problems)
 
 
-def _options(case: Case, combinations: Space, by: By) -> list[Option]:
+def _options(case: Case, combinations: Space, by: By, fixed: dict[str, Any]) -> list[Option]:
     """Of the layouts that fit, timed: the fastest by the closed form, or those that need the least memory; few of a
     kind. Where none of the first fits, closed forms must leave more room, until only the leanest are left."""
     order = np.argsort(combinations.memory if by == "memory" else combinations.seconds, kind="stable")
     room, node = case.on.accelerator.memory * USABLE_FRACTION, case.cluster.groups[0].gpus
-    timed = _Timed(case, combinations, room)
+    copies = fixed.get("replicate", 1)
+    order = order[combinations.of.dp[order] % copies == 0]
+    timed = _Timed(case, combinations, room, copies)
 
     def kind(at: int) -> tuple[Any, ...]:
         of, dealt = combinations.of, combinations.dealt
@@ -269,7 +282,7 @@ def _options(case: Case, combinations: Space, by: By) -> list[Option]:
         front = _leaner(combinations, roomy.tolist())[:SURVIVORS] if by == "pareto" else roomy.tolist()
         few_of_a_kind(front, kind, ALIKE, SURVIVORS, timed.take)
         if timed.options:
-            return [*timed.options, *(timed.copied() if by == "throughput" else ())]
+            return [*timed.options, *(timed.copied() if by == "throughput" and "replicate" not in fixed else ())]
     for at in _leanest(combinations):
         timed.take(at)
     return timed.options
@@ -286,6 +299,7 @@ class _Timed:
     case: Case
     combinations: Space
     room: float
+    copies: int  # of the shards of ZeRO 3, which closed forms do not know
     options: list[Option] = field(default_factory=list)
     checked: int = 0
     spent: int = 0
@@ -305,7 +319,11 @@ class _Timed:
         )
         if count >= FEWEST and self.spent + size > PATIENCE:
             return True
+        if self.copies > 1:
+            layout = structs.replace(layout, replicate=self.copies)
         self.checked += 1
+        if self.copies > 1 and layout.problems(self.case.spec, seq=self.case.seq, batch=self.case.batch):
+            return False
         case = replace(self.case, layout=layout)
         memory = footprint(case)
         if memory.total > self.room:

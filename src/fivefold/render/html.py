@@ -9,6 +9,7 @@ from typing import NamedTuple
 from fivefold.render.blocks import Block, Cell, Result, Table, Text, to_text
 from fivefold.render.paint import to_svg
 from fivefold.render.scene import DARK, FONT, GREY, INK, PALE, PAPER, Scene
+from fivefold.support.text import printable
 
 STYLES = {"bold": "font-weight:bold", "dim": "opacity:.6", "good": "color:green", "bad": "color:red;font-weight:bold"}
 
@@ -57,16 +58,16 @@ class Section(NamedTuple):
 
 def to_markdown(title: str, sections: Iterable[Section]) -> str:
     """A Text whose lines begin with `- ` is a list; its items go on below themselves."""
-    parts = [f"# {title}"]
+    parts = [f"# {_escaped(title)}"]
     for section in sections:
-        parts.append(f"## {section.title}")
+        parts.append(f"## {_escaped(section.title)}")
         parts += [_block(block) for block in section.blocks]
     return "\n\n".join(parts) + "\n"
 
 
 def _block(block: Block) -> str:
     if isinstance(block, Table):
-        parts = [f"**{block.title}**" if block.title else "", _table(block), _prose(block.caption)]
+        parts = [f"**{_escaped(block.title)}**" if block.title else "", _table(block), _prose(block.caption)]
         return "\n\n".join(filter(None, parts))
     if isinstance(block, Text):
         return "\n".join(map(_prose, block.text.splitlines()))
@@ -75,15 +76,16 @@ def _block(block: Block) -> str:
 
 def _prose(line: str) -> str:
     indent = "  " if line.startswith("- ") else ""
+    line = _escaped(line)
     return textwrap.fill(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _table(table: Table) -> str:
     """Totals are rows of their own, in bold."""
-    columns, rows = table.columns, [[_escaped(cell.text) for cell in cells] for cells in table.cells]
+    columns, rows = table.columns, [[_cell(cell.text) for cell in cells] for cells in table.cells]
     for row in rows[len(table.rows) :]:
         row[:] = [f"**{text}**" if text else "" for text in row]
-    heads = [_escaped(column.head) for column in columns]
+    heads = [_cell(column.head) for column in columns]
     sizes = [max(3, *(len(row[at]) for row in (heads, *rows))) for at in range(len(columns))]
     rule = ["-" * (size - 1) + ":" if column.right else "-" * size for column, size in zip(columns, sizes, strict=True)]
 
@@ -94,8 +96,13 @@ def _table(table: Table) -> str:
     return "\n".join([line(heads), line(rule), *map(line, rows)])
 
 
+def _cell(text: str) -> str:
+    return _escaped(text).replace("|", "\\|")
+
+
 def _escaped(text: str) -> str:
-    return text.replace("|", "\\|")
+    """On one line, and no HTML: names are a user's, or those of a file that somebody sent."""
+    return printable(text).replace("&", "&amp;").replace("<", "&lt;")
 
 
 # ---- page -----------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ def document(
     font_size: float | None = None,
 ) -> str:
     """A picture of this size, which scales with the page it is on. The title is what screen readers say."""
-    head = [element("title", {}, escape(title))] if title else []
+    head = [element("title", {}, _escaped(title))] if title else []
     attributes: dict[str, Attribute] = {
         "xmlns": "http://www.w3.org/2000/svg",
         "width": width,
@@ -40,7 +40,7 @@ def rect(
     x: float | None, y: float | None, width: float, height: float, hint: str = "", /, **attributes: Attribute
 ) -> str:
     """A rectangle; the `hint` is shown when the mouse rests on it."""
-    inner = element("title", {}, escape(hint)) if hint else ""
+    inner = element("title", {}, _escaped(hint)) if hint else ""
     return element("rect", {"x": x, "y": y, "width": width, "height": height} | attributes, inner)
 
 
@@ -60,17 +60,22 @@ def circle(x: float, y: float, radius: float, **attributes: Attribute) -> str:
 
 def text(x: float, y: float, words: str, **attributes: Attribute) -> str:
     """`y` is the baseline; `text_anchor` says which end of the words is at `x`."""
-    return element("text", {"x": x, "y": y} | attributes, escape(words))
+    return element("text", {"x": x, "y": y} | attributes, _escaped(words))
 
 
 def element(tag: str, attributes: Mapping[str, Attribute], inner: str = "") -> str:
     """Any element; `inner` is SVG, which is not escaped again."""
     given = "".join(
-        f' {name.replace("_", "-")}="{escape(value) if isinstance(value, str) else number(value)}"'
+        f' {name.replace("_", "-")}="{_escaped(value) if isinstance(value, str) else number(value)}"'
         for name, value in attributes.items()
         if value is not None
     )
     return f"<{tag}{given}>{inner}</{tag}>" if inner else f"<{tag}{given}/>"
+
+
+def _escaped(words: str) -> str:
+    """As text of XML, which has no way to write most control characters."""
+    return escape("".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in words))
 
 
 def number(value: float) -> str:

@@ -262,6 +262,7 @@ _DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(Exper
 
 
 HF_CONFIG = "config.hf.json"  # beside an imported run's job: what Hugging Face's config.json said
+END_NAMED_IN = ("generation_config.json", "config.json", HF_CONFIG)  # files with eos_token_id
 
 # Our fields in Hugging Face's words. A config without one of these is refused.
 _LLAMA = {

@@ -5,22 +5,25 @@ refused(Path("runs/first"), job, sources, named=True)        # why the run canno
 """
 
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from fivefold.checkpoint.find import find, reachable, run_of, store_of, stored
 from fivefold.checkpoint.hf_extras import TOKENIZERS
 from fivefold.checkpoint.store import MANIFEST, Checkpoint, Damaged, Store
+from fivefold.data.index import TOKENIZER
 from fivefold.data.tokenizer import foreign
 from fivefold.job.config import Job, RunConfig, installed, resolve
 from fivefold.job.preflight import Sources
 from fivefold.job.resume_rules import NEVER, Change, changes, refusals
-from fivefold.spec.hf import HF_CONFIG
-from fivefold.support.errors import UserError
+from fivefold.spec.hf import END_NAMED_IN, HF_CONFIG
+from fivefold.support.errors import Note, UserError
 from fivefold.support.files import put, read_regular
 from fivefold.support.parsing import BROKEN, Missing, path_of, read_toml
 from fivefold.support.places import Place, RemotePlace, place_of
@@ -123,6 +126,15 @@ def stored_job(directory: Place, words: Sequence[str] = ()) -> Job:
     return resolve(table, words)
 
 
+def with_moved_weights(job: Job, file: str | Path | None) -> Job:
+    """Of a job file beside imported weights, which says where they were: they may have been moved together."""
+    run = Path(os.path.abspath(file)).parent if file else Path()
+    if not job.run.weights or os.path.exists(path_of(job.run.weights)) or not (file and (run / HF_CONFIG).is_file()):
+        return job
+    first = _imported(run)
+    return replace(job, run=replace(job.run, weights=str(first))) if first else job
+
+
 def _imported(directory: Path) -> Place | None:
     """The weights with which an imported run began, where the directory is now."""
     checkpoints = Store(directory / "checkpoints").complete()
@@ -192,7 +204,13 @@ def misbegun(job: Job, sources: Sources) -> list[str]:
 
 def _foreign(run: Place, sources: Sources) -> list[str]:
     """Why the data is not in the tokens that the weights of a run were made of."""
-    return foreign(run, sources.path, TOKENIZERS) if isinstance(run, Path) else []
+    if not isinstance(run, Path):
+        return []
+    if (run / HF_CONFIG).is_file() and not (run / TOKENIZER).is_file():
+        warnings.warn(
+            Note(f"{run} has no {TOKENIZER}: nothing shows whether these tokens are those of its model"), stacklevel=2
+        )
+    return foreign(run, sources.path, TOKENIZERS, END_NAMED_IN)
 
 
 def differences(checkpoint: Checkpoint, job: Job, sources: Sources) -> list[Change]:

@@ -24,7 +24,7 @@ from fivefold.trainer.rank import stopping_text
 from fivefold.trainer.records import Step
 from fivefold.trainer.report import Follower
 from fivefold.trainer.result import TrainResult
-from fivefold.trainer.resuming import Start, directory_named, run_named, stored_job
+from fivefold.trainer.resuming import Start, directory_named, run_named, stored_job, with_moved_weights
 
 
 def train(
@@ -92,7 +92,7 @@ def job_and_start(job: str | Path | Job | None, changes: Sequence[str], *, fresh
             raise UserError(f"{changes[0]!r} changes a job that is given as an object; change the object instead")
         return job, Start(None, fresh=fresh)
     run = run_named(str(job) if job else None)
-    resolved = stored_job(run, changes) if run else read_job(job and str(job), list(changes))
+    resolved = stored_job(run, changes) if run else with_moved_weights(read_job(job and str(job), list(changes)), job)
     return resolved, Start(None if fresh else directory_named(run, resolved), fresh=fresh)
 
 

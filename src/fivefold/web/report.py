@@ -76,7 +76,13 @@ def answered_view(name: str, ask: Ask, parts: Sequence[str] | None = None) -> di
     """A view with its payload and its parts, all or those that are named; the payload `asks` for them."""
     payload = answer(name, "", ask)
     asks = {part: words for part, words in payload.get("asks", {}).items() if parts is None or part in parts}
-    answers = {part: answer(name, part, Ask(words, ask.runs)) for part, words in asks.items()}
+    answers = {}
+    for part, query in asks.items():
+        try:
+            answers[part] = answer(name, part, Ask(query, ask.runs))
+        except UserError as error:  # a trace that is damaged, say: the rest is as good as without it
+            for run in payload["shown"]:
+                run["left_out"] += error.problems * (run["name"] == query.get("run"))
     return page_view(name, payload, answers)
 
 

@@ -52,7 +52,8 @@ def payload(ask: Ask) -> dict[str, Any]:
     names = [name for name in ask.text("runs").split(",") if name] or list(runs)[:1]
     if len(names) > SHOWN:
         raise UserError(f"{len(names)} runs are asked for, and a picture has at most {SHOWN}")
-    shown = [_full_run(run_of(runs, name)) for name in dict.fromkeys(names)]
+    names = list(dict.fromkeys(names))
+    shown = [_full_run(run_of(runs, name), len(names)) for name in names]
     traced = next((run["name"] for run in shown if run["traced"]), None)
     return {
         "runs": _list(list(runs.values())),
@@ -85,8 +86,9 @@ def trace(ask: Ask) -> dict[str, Any]:
     return {"run": run.name} | lanes(path, ask.integer("step"))
 
 
-def _full_run(run: RunFiles) -> dict[str, Any]:
-    pieces, rest = all_metrics(run)
+def _full_run(run: RunFiles, runs: int) -> dict[str, Any]:
+    """One of so many `runs` of an answer."""
+    pieces, rest = all_metrics(run, runs)
     left = [rest] if rest else []
     records = [record for piece in pieces for record in piece.records]
     job = run.table(JOB, left)

@@ -186,27 +186,29 @@ def metrics(run: RunFiles, file: int = 0, offset: int = 0, most: int = 0) -> Met
     return MetricsPiece(sound, lines - len(sound), known.st_ino, start + (at if lines else end), known.st_size, anew)
 
 
-def all_metrics(run: RunFiles) -> tuple[list[MetricsPiece], str]:
+def all_metrics(run: RunFiles, runs: int = 1) -> tuple[list[MetricsPiece], str]:
     """All of a run's metrics, or of a longer file parts that are spread evenly over it, and its end; and what is to be
-    said of the rest."""
+    said of the rest. What one answer reads is shared by all of its `runs`."""
+    at_most, windows = max(1, PIECES // runs), max(2, WINDOWS // runs)
     first = metrics(run)
     pieces = [first]
-    if first.size > PIECES * AT_ONCE:
-        starts = [(first.size - LONGEST) * number // (WINDOWS - 1) for number in range(WINDOWS)]
+    if first.size > at_most * AT_ONCE:
+        starts = [(first.size - LONGEST) * number // (windows - 1) for number in range(windows)]
         pieces = [metrics(run, first.file, start, LONGEST) for start in starts]
     else:
-        while len(pieces) < PIECES and 0 < pieces[-1].offset < pieces[-1].size:
+        while len(pieces) < at_most and 0 < pieces[-1].offset < pieces[-1].size:
             pieces.append(metrics(run, pieces[-1].file, pieces[-1].offset))
             if pieces[-1].offset == pieces[-2].offset:
                 break  # the trainer is writing a line
-    last, stopped = pieces[-1], len(pieces) == PIECES and pieces[-2].offset < pieces[-1].offset < pieces[-1].size
+    last, before = pieces[-1], pieces[-2].offset if len(pieces) > 1 else 0
+    stopped = len(pieces) == at_most and before < last.offset < last.size
     anew = max((at for at, piece in enumerate(pieces) if piece.anew), default=0)
     pieces = pieces[anew:]
-    if first.size > PIECES * AT_ONCE:
-        of = f"{WINDOWS} parts of {bytes_text(LONGEST)} each"
+    if first.size > at_most * AT_ONCE:
+        of = f"{windows} parts of {bytes_text(LONGEST)} each"
         return pieces, f"{METRICS} has {bytes_text(first.size)}: {of} were read, spread evenly, and the rest was not"
     if stopped:
-        read = f"its first {bytes_text(last.offset)} were read, with {LINES * PIECES:,} lines at most"
+        read = f"its first {bytes_text(last.offset)} were read, with {LINES * at_most:,} lines at most"
         return pieces, f"{METRICS} has {bytes_text(last.size)}: {read}, and the rest was not"
     return pieces, ""
 
