@@ -97,7 +97,7 @@ def test_chunks_go_to_those_that_take_them() -> None:
         ({"schedule": "interleaved", "chunks": "0"}, "chunks=0 must be at least 1"),
         ({"schedule": "interleaved", "pp": "64", "microbatches": "128", "chunks": "8"}, "chunks=8 is more than"),
         ({"times": "f=x"}, "is not a time"),
-        ({"slow": "9=2", "colour": "red"}, "'colour' is not asked for here"),
+        ({"slow": "9=2", "colour": "red"}, "'colour' is not a parameter here"),
         ({"slow": "8=2"}, "slow names rank 8, and pp=8 has the ranks 0 to 7"),
         ({"slow": "x=2"}, "x=2"),
     ],

@@ -261,8 +261,9 @@ class _RankRun:
         recovery = [self.recovery] if self.recovery else []
         evaluation = self._steps([outputs, display, *recovery, *listeners], outputs)
         tell_spares()
-        self._show_end(display, time.monotonic() - begin, evaluation, marks)
+        seconds = time.monotonic() - begin
         _show_rest(console, outputs, trainer, job, self.directory)
+        self._show_end(display, seconds, evaluation, marks)  # last: it is what a screen still shows
         outputs.judge()
 
     def _steps(self, listeners: list[Listener], outputs: Outputs | None = None) -> Evaluation | None:
@@ -281,6 +282,7 @@ class _RankRun:
         self, display: Display, seconds: float, evaluation: Evaluation | None, marks: dict[str, float]
     ) -> None:
         console = self.console
+        console.print(f"[bold]watchers[/]  {self.trainer.account}", soft_wrap=True)
         for row in display.curve():
             console.print(row, soft_wrap=True)
         steps = f"{display.steps_here} steps in {seconds:.1f} s"
@@ -288,7 +290,6 @@ class _RankRun:
         if evaluation is not None:
             loss = f"[bold]held-out loss {evaluation.held_out_loss:.4f}[/]"
             console.print(f"{loss} nats per token, {verdict(evaluation, marks)}")
-        console.print(f"[bold]watchers[/]  {self.trainer.account}", soft_wrap=True)
 
 
 def _show_rest(console: Console, outputs: Outputs, trainer: Trainer, job: Job, directory: Path) -> None:
