@@ -23,6 +23,7 @@ from fivefold.cli import app
 from fivefold.data.prepare import prepare
 from fivefold.job.config import read_job
 from fivefold.job.fine_tuning import SOURCE, tuned
+from fivefold.job.recipes import Choice
 from fivefold.spec.presets import preset
 from fivefold.support.errors import Note, UserError
 from tests.commands import fivefold
@@ -134,7 +135,7 @@ def test_the_job_of_an_import_fine_tunes_by_a_recipe_that_it_names(own: Path, tm
 def test_a_larger_model_takes_a_lower_rate_and_no_sequence_is_longer_than_the_context(
     name: str, lr: float, seq: int
 ) -> None:
-    job, choices = tuned(preset(name), "bfloat16")
+    job, choices = tuned(preset(name), Choice("bfloat16", ""))
     assert (job.optimizer.lr, job.data.seq) == (lr, seq)
     assert not job.problems(world=1)
     assert "Tulu 3" in choices["optimizer.lr"].why
@@ -151,6 +152,7 @@ def test_compute_and_exports_have_the_dtype_of_the_weights(tmp_path: Path, dtype
     notes = [str(one.message) for one in caught if issubclass(one.category, Note)]
     assert [("float16" in one) for one in notes] == ([True] if dtype == torch.float16 else [])
     assert read_job(tmp_path / "run" / "job.toml").train.dtype == computed
+    assert ("loss scale" in (tmp_path / "run" / "job.toml").read_text()) == (dtype == torch.float16)
     here("hf", "export", tmp_path / "run", "-o", tmp_path / "out")
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "out"))
     assert {one.dtype for one in after.values()} == {dtype}

@@ -26,9 +26,9 @@ from fivefold.checkpoint.tensors import model_key
 from fivefold.data.index import TOKENIZER
 from fivefold.data.tokenizer import ByteTokenizer, foreign
 from fivefold.data.tokens import TokenStore
-from fivefold.job.config import Dtype, Job, RunConfig
+from fivefold.job.config import Job, RunConfig
 from fivefold.job.fine_tuning import SOURCE, tuned
-from fivefold.job.recipes import written
+from fivefold.job.recipes import Choice, written
 from fivefold.layout.sharding import chunk
 from fivefold.model.hf_names import EXPERT_BIAS, TensorSource, expert_format_of, sources, tensors
 from fivefold.spec.hf import END_NAMED_IN, HF_CONFIG, kept_settings, no_tokens, to_hf_config
@@ -95,12 +95,14 @@ def _file(job: Job, why: dict[str, str]) -> str:
     return written(job, why, head, {} if job.data.path else {"data": f"{fill}{job.run.dir}/{job.run.name}"})
 
 
-def _dtype(theirs: HuggingFace) -> Dtype:
+def _dtype(theirs: HuggingFace) -> Choice:
     """What to compute in: as the weights are, where that can be trained in."""
     (kind, _), *_ = theirs.kinds.most_common(1)
     if kind in ("F32", "F64"):
-        return "float32"
+        return Choice("float32", "as the weights")
+    why = "as the weights; masters are float32"
     if kind == "F16":
+        why = "the weights are float16, which would need a loss scale; masters are float32"
         warnings.warn(
             Note(
                 f"{theirs.directory} has weights of float16, and the job computes in bfloat16: float16 would need a "
@@ -108,7 +110,7 @@ def _dtype(theirs: HuggingFace) -> Dtype:
             ),
             stacklevel=3,
         )
-    return "bfloat16"  # also of quantised ones, whose numbers are as exact
+    return Choice("bfloat16", why)  # also of quantised ones, whose numbers are as exact
 
 
 def _in_turn(theirs: HuggingFace, parameters: list[Parameter]) -> Iterator[list[tuple[str, Shard]]]:

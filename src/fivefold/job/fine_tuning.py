@@ -1,6 +1,6 @@
 """A job that trains given weights further: a published recipe of full fine-tuning.
 
-    tuned(spec, "bfloat16")[0].optimizer.lr     # 5e-6 for a model of 8B parameters
+    tuned(spec, Choice("bfloat16", "as the weights"))[0].optimizer.lr     # 5e-6 for a model of 8B parameters
 
 It is that of Tulu 3's supervised fine-tuning (arXiv 2411.15124), as its commands have it:
 https://github.com/allenai/open-instruct/blob/main/docs/tulu3.md. Rates of pretraining are some hundred times as high,
@@ -11,7 +11,7 @@ import math
 from typing import Any
 
 from fivefold.data.tokens import TokenStore
-from fivefold.job.config import DataConfig, Dtype, Job, RunConfig, TrainConfig
+from fivefold.job.config import DataConfig, Job, RunConfig, TrainConfig
 from fivefold.job.recipes import Choice
 from fivefold.layout.layout import Layout
 from fivefold.optim.adamw import AdamW
@@ -24,7 +24,7 @@ BATCH, SEQ, EPOCHS = 128, 4096, 2
 WARMUP = 0.03  # of the steps
 
 
-def tuned(spec: ModelSpec, dtype: Dtype, data: TokenStore | None = None) -> tuple[Job, dict[str, Choice]]:
+def tuned(spec: ModelSpec, dtype: Choice, data: TokenStore | None = None) -> tuple[Job, dict[str, Choice]]:
     """The job, and where its settings come from."""
     size = min(RATES, key=lambda size: abs(math.log(RATES[size][0] / spec.parameter_count)))
     seq = min(spec.context, SEQ)
@@ -45,9 +45,7 @@ def tuned(spec: ModelSpec, dtype: Dtype, data: TokenStore | None = None) -> tupl
         "data.seq": Choice(seq, "tokens: Tulu 3" if seq == SEQ else f"tokens: the context of {spec.name}"),
         "train.batch": Choice(BATCH, "sequences: Tulu 3"),
         "train.steps": Choice(steps, length),
-        "train.dtype": Choice(
-            dtype, "as the weights; masters are float32" if dtype == "bfloat16" else "as the weights"
-        ),
+        "train.dtype": dtype,
         "layout.microbatches": Choice(BATCH, "a sequence at a time; fivefold plan chooses a layout for a cluster"),
     }
     own: dict[str, dict[str, Any]] = {"optimizer": {}, "data": {}, "train": {}, "layout": {}}
