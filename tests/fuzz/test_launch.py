@@ -44,7 +44,16 @@ PIECES = [
 TEXTS = st.one_of(
     st.lists(st.sampled_from(PIECES), min_size=1, max_size=4).map("".join), st.text(st.characters(), max_size=20)
 )
-SETTINGS = ["model.name", "data.path", "run.dir", "run.name", "elastic.fixed", "checkpoint.url", "layout.schedule"]
+SETTINGS = [
+    "model.name",
+    "data.path",
+    "run.dir",
+    "run.name",
+    "run.weights",
+    "elastic.fixed",
+    "checkpoint.url",
+    "layout.schedule",
+]
 OPTIONS = {
     "account": ["slurm"], "partition": ["slurm"], "time": ["slurm"], "host": ["torchrun"],
     "container": ["slurm", "kubernetes", "trainjob"], "claim": ["kubernetes", "trainjob"],
