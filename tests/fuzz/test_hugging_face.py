@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.checkpoint.hf_files import HuggingFace
-from fivefold.generation.request import _ends, text_of
+from fivefold.data.tokenizer import end_tokens
+from fivefold.generation.request import text_of
 from fivefold.model.hf_names import sources
-from fivefold.spec.hf import spec_from_hf, to_hf_config
+from fivefold.spec.hf import END_NAMED_IN, spec_from_hf, to_hf_config
 from fivefold.spec.presets import preset
 from tests.fuzz.cases import changed, damaged, documents, fuzz, survives
 
@@ -33,6 +34,10 @@ MIXTURES = [
     to_hf_config(preset(name, layers=4), "float32") | {"quantization_config": QUANTISED, "num_nextn_predict_layers": 1}
     for name in ("qwen3-30b-a3b", "deepseek-v2-lite", "deepseek-v3", "gpt-oss-20b")
 ]
+
+
+def ends(folder: Path) -> set[int]:
+    return end_tokens(folder, END_NAMED_IN)
 
 
 def header() -> dict[str, Any]:
@@ -84,14 +89,14 @@ def judge(folder: Path, changes: dict[str, bytes], *questions: Callable[[Path], 
 
 def test_the_undamaged_one_is_read(folder: Path) -> None:
     assert HuggingFace(folder).spec.layers == 1
-    assert _ends(folder) == {256, 1}
+    assert ends(folder) == {256, 1}
     assert text_of(folder, None, 257).encode("a") == [1]
 
 
 @fuzz
 @given(st.one_of(*map(documents, (LLAMA, GPT2, *MIXTURES))))
 def test_configs(folder: Path, content: bytes) -> None:
-    judge(folder, {"config.json": content}, HuggingFace, _ends)
+    judge(folder, {"config.json": content}, HuggingFace, ends)
 
 
 @fuzz
@@ -110,4 +115,4 @@ def test_weights(folder: Path, content: bytes) -> None:
 @given(documents({"eos_token_id": [256, 1], "bos_token_id": 0}), documents(TOKENIZER))
 def test_other_files(folder: Path, generation: bytes, tokenizer: bytes) -> None:
     files = {"generation_config.json": generation, "tokenizer.json": tokenizer}
-    judge(folder, files, _ends, lambda path: text_of(path, None, 257))
+    judge(folder, files, ends, lambda path: text_of(path, None, 257))
