@@ -151,7 +151,10 @@ def test_the_planner_says_what_experts_need(
     peak = figures["peak"]
     assert abs(peak.difference) < 0.03
     predicted = found.predicted
-    early, late = predicted.non_state - predicted.lazy_grads, predicted.end_of_backward - predicted.unallocated_grads
+    early, late = (
+        predicted.non_state - predicted.missing_grads_at_moment,
+        predicted.end_of_first_backward - predicted.missing_grads_at_end,
+    )
     if abs(early - late) > 0.03 * peak.plan:  # else either moment may be the peak, with other activations
         assert abs(figures["activations at the peak"].difference) < 0.03
     # A window's kernels compute whole tiles around it.
