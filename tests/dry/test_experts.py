@@ -125,7 +125,9 @@ def check_counts(job: Job, dry: RankRun, imbalance: float = 1.0) -> None:
     tokens = batch // layout.size("batch") // layout.microbatches * (seq // layout.cp)
     layers = sum(dry.layers) - (spec.dense_layers if coords.pp == 0 else 0)
     rows = even_rows(spec, layout, tokens, range(layers), coords.tp, imbalance)
-    assert list(dry.traffic) == expected_traffic(spec, layout, seq, batch, job.train.dtype, coords=coords, rows=rows)
+    assert list(dry.traffic) == expected_traffic(
+        spec, layout, seq, batch, job.train.dtype, coords=coords, routed_rows=rows
+    )
     assert dry.flops == pytest.approx(rank_flops(spec, layout, seq, batch, pp=coords.pp, tp=coords.tp, rows=rows))
     assert dry.live == dry.allowed
 

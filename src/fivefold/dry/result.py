@@ -116,7 +116,7 @@ def vs_plan(job: Job, dry: "RankRun", cluster: Cluster, imbalance: float = 1.0) 
     )
     balances = job.train.balance_loss > 0
     planned = expected_traffic(
-        job.model, layout, seq, batch, job.train.dtype, coords=coords, balance_loss=balances, rows=rows
+        job.model, layout, seq, batch, job.train.dtype, coords=coords, balance_loss=balances, routed_rows=rows
     )
     return RankVsPlan(dry, predicted, figures, tuple(planned), layout)
 

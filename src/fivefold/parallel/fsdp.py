@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from fivefold.layout.sharding import MINIMUM, Grouping, LocalParam, buckets, layers_of
+from fivefold.layout.sharding import MIN_BUCKET_ELEMENTS, BucketParams, LocalParam, buckets, layers_of
 from fivefold.model.init import init_param
 from fivefold.model.layers import accum_dtype
 from fivefold.model.moe import ExpertNetworks
@@ -47,7 +47,7 @@ class FullySharded(Weights):
         compute: torch.dtype,
         seed: int,
         *,
-        minimum: int = MINIMUM,
+        min_bucket_elements: int = MIN_BUCKET_ELEMENTS,
         split_backward: bool = False,
     ):
         self.mesh, self.always_split = mesh, split_backward
@@ -86,12 +86,17 @@ class FullySharded(Weights):
         groups = [
             (stage_index, group)
             for stage_index, params in enumerate(per_stage)
-            for group in buckets(params.values(), minimum, split_backward, low_precision=low_precision)
+            for group in buckets(
+                params.values(),
+                min_elements=min_bucket_elements,
+                split_backward=split_backward,
+                low_precision=low_precision,
+            )
             if group.deferred or group.full_precision
         ]
         self.reducer = Reducer([self._bucket(group, compute) for _, group in groups], groups)
 
-    def _bucket(self, group: Grouping, compute: torch.dtype) -> Bucket:
+    def _bucket(self, group: BucketParams, compute: torch.dtype) -> Bucket:
         # The weights are FSDP2's; a bucket that only reduces needs no more than their shapes.
         shapes = {param.name: torch.empty(param.shape, device="meta") for param in group.params}
         axis, zero_stage = self.fsdp_axis_of(group), 0 if group.full_precision else 2
