@@ -44,7 +44,7 @@ from fivefold.launch.world import World, join
 from fivefold.layout.layout import Layout
 from fivefold.parallel.control import all_gather_values
 from fivefold.parallel.mesh import Axis, Mesh
-from fivefold.parallel.token_dispatch import AsyncExchange, Send, Tensors
+from fivefold.parallel.token_dispatch import AsyncExchange, StartCollectives, Tensors
 from fivefold.render.blocks import Block, Result, Text, show
 from fivefold.schedules.actions import BACKWARD, FORWARD, Action, Kind
 from fivefold.schedules.costs import Costs, Segment, play
@@ -334,7 +334,7 @@ def listen(recorder: Recorder, delay: Delay | None) -> None:
     """To every message of experts that leaves, and that is waited for."""
     leave, end = AsyncExchange.start, AsyncExchange.finish
 
-    def left(exchange: AsyncExchange, how: Send, axis: Axis, tensors: Tensors) -> tuple[()]:
+    def left(exchange: AsyncExchange, how: StartCollectives, axis: Axis, tensors: Tensors) -> tuple[()]:
         recorder.mark()
         leave(exchange, how, axis, tensors)
         if delay is not None:

@@ -125,7 +125,9 @@ def check_counts(job: Job, dry: RankRun, imbalance: float = 1.0) -> None:
     tokens = batch // layout.size("batch") // layout.microbatches * (seq // layout.cp)
     layers = sum(dry.layers) - (spec.dense_layers if coords.pp == 0 else 0)
     rows = even_rows(spec, layout, tokens, range(layers), coords.tp, imbalance)
-    assert list(dry.traffic) == expected_traffic(spec, layout, seq, batch, job.train.dtype, coords=coords, rows=rows)
+    assert list(dry.traffic) == expected_traffic(
+        spec, layout, seq, batch, job.train.dtype, coords=coords, routed_rows=rows
+    )
     assert dry.flops == pytest.approx(rank_flops(spec, layout, seq, batch, pp=coords.pp, tp=coords.tp, rows=rows))
     assert dry.live == dry.allowed
 
@@ -151,7 +153,10 @@ def test_the_planner_says_what_experts_need(
     peak = figures["peak"]
     assert abs(peak.difference) < 0.03
     predicted = found.predicted
-    early, late = predicted.non_state - predicted.lazy_grads, predicted.end_of_backward - predicted.unallocated_grads
+    early, late = (
+        predicted.non_state - predicted.missing_grads_at_moment,
+        predicted.end_of_first_backward - predicted.missing_grads_at_end,
+    )
     if abs(early - late) > 0.03 * peak.plan:  # else either moment may be the peak, with other activations
         assert abs(figures["activations at the peak"].difference) < 0.03
     # A window's kernels compute whole tiles around it.

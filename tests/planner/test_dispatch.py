@@ -50,7 +50,9 @@ def test_a_rank_is_charged_for_the_larger_side_of_an_exchange() -> None:
     for rank, received in ((0, BATCH * SEQ * K), (1, 0)):
         rows = rows_of(SPEC, layout, rank, SEQ, BATCH, to_the_first)
         assert rows == [(BATCH * SEQ * K // 2, received)] * 2
-        sent = expected_traffic(SPEC, layout, SEQ, BATCH, "float32", coords=RankCoords.of(layout, rank), rows=rows)
+        sent = expected_traffic(
+            SPEC, layout, SEQ, BATCH, "float32", coords=RankCoords.of(layout, rank), routed_rows=rows
+        )
         [row] = [row for row in sent if row.kind == "all-to-all"]
         assert row.calls == 2 * 5  # counts, tokens there and back, and both again backward
         assert row.payload == 2 * (COUNT * 8 + 4 * max(rows[0]) * SPEC.hidden * 4)

@@ -38,10 +38,10 @@ def test_they_are_what_a_layer_adds_to_a_step(name: str, but: dict[str, Any], te
     spec, fewer = preset(name, layers=LAST + 1, **but), preset(name, layers=LAST, **but)
     rows: Counter[tuple[str, str, str]] = Counter()
     for one, sign in ((spec, 1), (fewer, -1)):
-        for row in expected_traffic(one, layout, SEQ, BATCH, "float32", minimum=1):
+        for row in expected_traffic(one, layout, SEQ, BATCH, "float32", min_bucket_elements=1):
             rows[row.axis, row.kind, "calls"] += sign * row.calls
             rows[row.axis, row.kind, "bytes"] += sign * row.payload
-    for sent in layer_collectives(spec, layout, SEQ, BATCH, "float32", LAST, minimum=1):
+    for sent in layer_collectives(spec, layout, SEQ, BATCH, "float32", LAST, min_bucket_elements=1):
         often = 1 if sent.when == "once a step" else layout.microbatches
         axis = layout.same_axis(sent.axis)
         rows[axis, sent.kind, "calls"] -= often * sent.calls
@@ -66,3 +66,14 @@ def test_forward_comes_first() -> None:
     order = ["forward", "backward", "once a step"]
     assert [one.when for one in sent] == sorted((one.when for one in sent), key=order.index)
     assert [one.kind for one in sent[:4]] == ["all-gather", "reduce-scatter"] * 2
+
+
+def test_one_microbatch_is_no_reason_to_reduce_earlier() -> None:
+    """ZeRO 3 over tp: weights of kv heads in every microbatch, full-precision norms once a step."""
+    told = []
+    for microbatches in (1, 2):
+        layout = Layout.parse(f"dp=4,tp=2,sp,zero=3,microbatches={microbatches}")
+        sent = layer_collectives(preset("tiny", kv_heads=1), layout, SEQ, BATCH, "bfloat16", 1)
+        told.append([one for one in sent if one.kind == "all-reduce"])
+    assert told[0] == told[1]
+    assert {one.when for one in told[0] if one.axis == "tp"} == {"backward", "once a step"}

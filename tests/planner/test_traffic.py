@@ -151,9 +151,9 @@ def test_sequence_and_context_parallel_ranks_send_their_tokens_only() -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
 def test_the_ranks_of_a_pipeline_share_what_one_rank_sends(layout: str, schedule: str) -> None:
     """Each its own layers, the first the embedding, the last the head: together no more and no less."""
-    alone = sent(f"{layout},microbatches=2", minimum=1)
+    alone = sent(f"{layout},microbatches=2", min_bucket_elements=1)
     pipeline = f"{layout},microbatches=2,pp=2,schedule={schedule}"
-    ranks = [sent(pipeline, coords=RankCoords(pp=rank), minimum=1) for rank in range(2)]
+    ranks = [sent(pipeline, coords=RankCoords(pp=rank), min_bucket_elements=1) for rank in range(2)]
     numbers = ("all-reduce",)  # those of the loss and the norm are on every rank
     for (axis, kind), row in alone.items():
         if kind not in numbers:
@@ -192,7 +192,7 @@ def test_coords_follow_the_order_of_the_axes() -> None:
 
 
 def test_smaller_buckets_are_more_calls_of_as_many_bytes() -> None:
-    few, many = sent("dp=2,zero=1"), sent("dp=2,zero=1", minimum=1)
+    few, many = sent("dp=2,zero=1"), sent("dp=2,zero=1", min_bucket_elements=1)
     assert many["dp", "all-gather"].calls == SPEC.layers + 2 > few["dp", "all-gather"].calls
     assert many["dp", "all-gather"].payload == few["dp", "all-gather"].payload
 

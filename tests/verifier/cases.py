@@ -46,8 +46,8 @@ def small_buckets() -> None:
 
     for kind in (FullySharded, ZeroBuckets):
         defaults = kind.__init__.__kwdefaults__
-        assert "minimum" in defaults
-        defaults["minimum"] = 1
+        assert "min_bucket_elements" in defaults
+        defaults["min_bucket_elements"] = 1
 
 
 # ---- bugs ----------------------------------------------------------------------------------------------------------

@@ -292,15 +292,15 @@ def tokens_are_weighted_before_the_experts() -> AbstractContextManager[Any]:
 
 
 def every_tp_rank_routes_all_tokens() -> AbstractContextManager[Any]:
-    from fivefold.parallel.token_dispatch import SlicedDispatch
+    from fivefold.parallel.token_dispatch import ExpertParallelDispatch
 
-    make = SlicedDispatch.__init__
+    make = ExpertParallelDispatch.__init__
 
     def whole(self: Any, *inputs: Any) -> None:
         make(self, *inputs)
         self.slices = False
 
-    return patch.object(SlicedDispatch, "__init__", whole)
+    return patch.object(ExpertParallelDispatch, "__init__", whole)
 
 
 def a_rank_without_tokens_stays_away() -> None:

@@ -111,7 +111,8 @@ def test_many_buckets_are_as_right_as_one(judge: Judge, layout: str) -> None:
     )  # fmt: skip
     all_coords = [RankCoords.of(one.layout, rank) for rank in range(one.layout.world)]
     steps = [
-        expected_traffic(one.model, one.layout, 16, 8, "float64", coords=coords, minimum=1) for coords in all_coords
+        expected_traffic(one.model, one.layout, 16, 8, "float64", coords=coords, min_bucket_elements=1)
+        for coords in all_coords
     ]
     forms = [[times(row, one.train.steps) for row in rows] for rows in steps]
     verdict = Verdict.of(one, found, forms, [{} for _ in forms], 0.0)

@@ -34,13 +34,13 @@ from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import head
 
 # ---- block memory ---------------------------------------------------------------------------------------------------
-# Bytes of one kind of block on one rank: what a microbatch saves in it, and the peaks of its backward pass.
+# Bytes of one kind of block on one rank: what a microbatch saves in it, and the moments of its backward pass.
 #
 # blocks = RankBlocks(case)                                  # blocks.dense, blocks.moe
-# backward_peak(case, stage, blocks, lazy=False).bytes       # of a stage's blocks
+# backward_peak(case, stage, blocks, peak_precedes_grads=False).bytes   # of a stage's blocks
 
 
-class BackwardPeak(NamedTuple):
+class BackwardMoment(NamedTuple):
     """A moment of a block's backward pass that can be its peak."""
 
     bytes: float  # beside what forward has saved
@@ -52,7 +52,7 @@ class BlockMemory(NamedTuple):
     """One kind of block, with one microbatch."""
 
     saved: SavedActivations  # from forward to backward
-    peaks: tuple[BackwardPeak, ...]  # candidates, in the order of the backward pass
+    moments: tuple[BackwardMoment, ...]  # that can be its peak, in the order of the backward pass
     between_i_and_w: float  # bytes held from the input gradients (I) to the weight gradients (W); 0: backward is whole
     params: ParamShare  # its parameters on this rank
 
@@ -101,39 +101,46 @@ class RankBlocks:
 def block_memory(case: Case, *, leading_dense: bool) -> BlockMemory:
     """One block. `leading_dense`: one of the first layers of a model with experts, which have none."""
     spec, layout, stack = case.spec, case.layout, case.stack
-    cost = replace(case.work, dense=leading_dense)
+    block_cost = replace(case.work, dense=leading_dense)
 
     def saved_under(layout: Layout) -> SavedActivations:
-        sizes = (case.samples, case.seq, cost.activation_bytes)
+        sizes = (case.samples, case.seq, block_cost.activation_bytes)
         return saved_activations(spec, layout, stack, *sizes, dense=leading_dense, imbalance=case.imbalance)
 
     saved, without_recompute = saved_under(layout), saved_under(structs.replace(layout, recompute="none"))
     splits = layout.pp > 1 and case.splits
-    between = deferred_wgrad_bytes(spec, layout, cost.tokens, cost.activation_bytes, leading_dense) if splits else 0.0
+    between = (
+        deferred_wgrad_bytes(spec, layout, block_cost.tokens, block_cost.activation_bytes, leading_dense)
+        if splits
+        else 0.0
+    )
     base = without_recompute.total - saved.total  # recomputed activations
     if spec.experts is None or leading_dense:
-        peak = BackwardPeak(base + cost.cp_buffer_bytes + cost.mlp_backward_bytes, dense_grads_allocated=True)
-        return BlockMemory(saved, (peak,), between, params=cost.own)
-    moe = MoEMemory(spec, layout, stack, cost.tokens, cost.activation_bytes, case.imbalance, splits)
+        moment = BackwardMoment(
+            base + block_cost.cp_buffer_bytes + block_cost.mlp_backward_bytes, dense_grads_allocated=True
+        )
+        return BlockMemory(saved, (moment,), between, params=block_cost.own)
+    moe = MoEMemory(spec, layout, stack, block_cost.tokens, block_cost.activation_bytes, case.imbalance, splits)
     between += moe.deferred_wgrad if splits else 0.0
     # Backward begins with a shared expert, if there is one: its activations are freed by then, and its gradients stand
     # for those of the dense part.
     base += (
-        2 * cost.activation_bytes * cost.tokens * spec.hidden / (layout.tp if layout.sp else 1) - without_recompute.mlp
+        2 * block_cost.activation_bytes * block_cost.tokens * spec.hidden / (layout.tp if layout.sp else 1)
+        - without_recompute.mlp
     )
     has_shared = moe.experts.shared > 0
-    peaks = [
-        BackwardPeak(base + moe.during_combine, has_shared),
-        BackwardPeak(base + moe.during_weighting, has_shared),
-        BackwardPeak(base + moe.during_combine_backward, has_shared),
-        BackwardPeak(base + moe.during_last_linear, has_shared, moe.last_linear_fraction),
-        BackwardPeak(base + moe.during_first_linears, has_shared, 1.0),
-        BackwardPeak(base + moe.during_dispatch_backward, has_shared, 1.0),
+    moments = [
+        BackwardMoment(base + moe.during_combine, has_shared),
+        BackwardMoment(base + moe.during_weighting, has_shared),
+        BackwardMoment(base + moe.during_combine_backward, has_shared),
+        BackwardMoment(base + moe.during_last_linear, has_shared, moe.last_linear_fraction),
+        BackwardMoment(base + moe.during_first_linears, has_shared, 1.0),
+        BackwardMoment(base + moe.during_dispatch_backward, has_shared, 1.0),
     ]
     if layout.cp > 1:  # attention, when all activations of the experts are freed
-        attention = cost.cp_backward_buffer_bytes - without_recompute.experts
-        peaks.append(BackwardPeak(base + attention, has_shared, 1.0))
-    return BlockMemory(saved, tuple(peaks), between, params=cost.own)
+        attention = block_cost.cp_backward_buffer_bytes - without_recompute.experts
+        moments.append(BackwardMoment(base + attention, has_shared, 1.0))
+    return BlockMemory(saved, tuple(moments), between, params=block_cost.own)
 
 
 class Peak(NamedTuple):
@@ -141,49 +148,49 @@ class Peak(NamedTuple):
 
     bytes: float
     new_grads: float = 0.0  # bytes of gradients that this backward pass has allocated by then
-    unallocated: float = 0.0  # bytes of gradients that are not yet there, where all others are
+    missing_grads: float = 0.0  # bytes of gradients that are not yet there, where all others are
 
     @property
     def total(self) -> float:
-        return self.bytes + self.new_grads - self.unallocated
+        return self.bytes + self.new_grads - self.missing_grads
 
 
 def highest(peaks: Iterable[Peak]) -> Peak:
     return max(peaks, key=lambda peak: peak.total)
 
 
-def backward_peak(case: Case, stage: Stage, blocks: RankBlocks, lazy: bool) -> Peak:
+def backward_peak(case: Case, stage: Stage, blocks: RankBlocks, peak_precedes_grads: bool) -> Peak:
     """The peak of a stage's backward pass through its blocks.
 
     It is in the last block, or in the last one of the kind that comes before, when what the later ones saved is freed.
-    `lazy`: gradients without a bucket are allocated by this pass.
+    `peak_precedes_grads`: gradients without a bucket are allocated by this pass.
     """
     peaks, freed, deferred = [Peak(0.0)], 0.0, 0.0
     for block, count in blocks.counted(stage):
-        for moment in block.peaks:
+        for moment in block.moments:
             # Where backward is split, the blocks that it has passed still hold what their weight gradients read.
             bytes_ = (
                 moment.bytes + fsdp_buffers(case, block, moment) + deferred + (count - 1) * block.wgrad_excess - freed
             )
-            new_grads = lazy_expert_grads(case, block, moment.expert_grads_fraction) if lazy else 0.0
+            new_grads = lazy_expert_grads(case, block, moment.expert_grads_fraction) if peak_precedes_grads else 0.0
             peaks.append(Peak(bytes_, new_grads))
         freed += count * block.freed
         deferred += count * block.wgrad_excess
     return highest(peaks)
 
 
-def first_backward_peak(case: Case, stage: Stage, blocks: RankBlocks) -> Peak:
+def end_of_first_backward_in_blocks(case: Case, stage: Stage, blocks: RankBlocks) -> Peak:
     """The peak at the end of the first backward pass, in the stage's first block with experts: the gradients of all
     later blocks are allocated, and this one's are not all."""
     dense_count = sum(map(case.spec.dense, stage.layers))
     if dense_count == len(stage.layers):
-        return Peak(blocks.dense.peaks[-1].bytes if dense_count else 0.0)
+        return Peak(blocks.dense.moments[-1].bytes if dense_count else 0.0)
     block = blocks.moe
     earlier_activations = dense_count * blocks.dense.saved.total if dense_count else 0.0
     all_grads = lazy_expert_grads(case, block, 1.0)
     worst = highest(
-        Peak(moment.bytes, unallocated=all_grads - lazy_expert_grads(case, block, moment.expert_grads_fraction))
-        for moment in block.peaks
+        Peak(moment.bytes, missing_grads=all_grads - lazy_expert_grads(case, block, moment.expert_grads_fraction))
+        for moment in block.moments
     )
     return worst._replace(bytes=earlier_activations + block.saved.total + worst.bytes)
 
@@ -200,7 +207,7 @@ def lazy_expert_grads(case: Case, block: BlockMemory, fraction: float) -> float:
     return fraction * block.params.experts * case.stack.gradient_bytes if is_lazy else 0.0
 
 
-def grads_being_reduced(case: Case, params: ParamShare, moment: BackwardPeak) -> float:
+def grads_being_reduced(case: Case, params: ParamShare, moment: BackwardMoment) -> float:
     """Bytes of a block's gradients that are computed by then and have to be reduced over other ranks."""
     reduced = 0.0
     if moment.dense_grads_allocated and case.layout.size("fsdp") > 1:
@@ -210,7 +217,7 @@ def grads_being_reduced(case: Case, params: ParamShare, moment: BackwardPeak) ->
     return reduced * case.stack.gradient_bytes
 
 
-def fsdp_buffers(case: Case, block: BlockMemory, moment: BackwardPeak) -> float:
+def fsdp_buffers(case: Case, block: BlockMemory, moment: BackwardMoment) -> float:
     """Bytes of gathered weights and of gradients being reduced during a block's backward pass.
 
     ZeRO 3 holds the weights of two blocks and the gradients of one. ZeRO 2 holds the gradients of one block, or of two
@@ -219,10 +226,11 @@ def fsdp_buffers(case: Case, block: BlockMemory, moment: BackwardPeak) -> float:
     """
     layout, compute_bytes, accum_bytes = case.layout, case.stack.weight_bytes, case.stack.gradient_bytes
     if layout.zero == 2:
-        own = grads_being_reduced(case, block.params, moment)
+        reducing = grads_being_reduced(case, block.params, moment)
         # The experts' gradients are reduced by the time that those of the rest of the block are.
-        dense = grads_being_reduced(case, block.params, BackwardPeak(0.0, dense_grads_allocated=True))
-        return max(own, own + dense - block.saved.total)
+        dense = grads_being_reduced(case, block.params, BackwardMoment(0.0, dense_grads_allocated=True))
+        return max(reducing, reducing + dense - block.saved.total)
+    # Where only experts have copies, FSDP2 shards all parameters of a block nevertheless, each over its own ranks.
     if not layout.fully_shards(case.spec):
         return 0.0
     dense, experts = block.params
@@ -250,32 +258,35 @@ LAST_NORM_BYTES = 4.0  # per element of the residual stream at the last norm: it
 class Footprint:
     """One pipeline rank at its peak.
 
-    Its state counts all gradients. Of those that are allocated lazily, `lazy_grads` do not exist while the activations
-    are at their most. At the end of the first backward pass all but `unallocated_grads` do.
+    Its state counts all gradients. Of those that are allocated lazily some do not exist yet while the activations are
+    at their most, and some not even at the end of the first backward pass.
     """
 
     rank: int
     state: State
     activations: SavedActivations  # of all microbatches in flight
-    moment: str  # "the loss", "a block's backward", "the embedding's gradient"
-    transient: (
-        float  # bytes of that moment alone: logits, a recomputed block, gathered weights, gradients being reduced
-    )
+    moment_name: str  # "the loss", "a block's backward", "the embedding's gradient"
+    # Bytes of that moment alone: logits, a recomputed block, gathered weights, gradients being reduced.
+    moment_bytes: float
     buffers: float  # pipeline messages, and buckets of collectives
     margin: float = 0.0  # the CUDA context, and fragmentation
-    lazy_grads: float = 0.0  # bytes of gradients that do not exist yet at that moment
-    end_of_backward: float = 0.0  # bytes of activations and the like at the end of the first backward pass
-    unallocated_grads: float = 0.0  # bytes of gradients that do not exist yet at that end
+    missing_grads_at_moment: float = 0.0  # bytes of gradients that do not exist yet at that moment
+    end_of_first_backward: float = 0.0  # bytes of activations and the like at the end of the first backward pass
+    missing_grads_at_end: float = 0.0  # bytes of gradients that do not exist yet at that end
 
     @property
     def non_state(self) -> float:
-        return self.activations.total + self.transient + self.buffers
+        return self.activations.total + self.moment_bytes + self.buffers
 
     @property
     def gradients(self) -> float:
-        """Gradients at the peak. If it is at the end of the first backward pass, what that has more than `moment`."""
-        grown = self.lazy_grads - self.unallocated_grads + self.end_of_backward - self.non_state
-        return self.state.gradients - self.lazy_grads + max(0.0, grown)
+        """Gradients at the peak.
+
+        Where the end of the first backward pass exceeds the named moment, the excess is counted here, so that the parts
+        add up to the peak; it can include activations.
+        """
+        excess = self.missing_grads_at_moment - self.missing_grads_at_end + self.end_of_first_backward - self.non_state
+        return self.state.gradients - self.missing_grads_at_moment + max(0.0, excess)
 
     @property
     def allocated(self) -> float:
@@ -297,7 +308,7 @@ class Footprint:
             "gradients": self.gradients,
             "optimizer": self.state.optimizer,
             **{f"activations: {kind}": size for kind, size in self.activations._asdict().items() if size},
-            self.moment: self.transient,
+            self.moment_name: self.moment_bytes,
             "buffers": self.buffers,
             "context and fragmentation": self.margin,
         }
@@ -321,14 +332,17 @@ def footprint_of(case: Case, rank: int) -> Footprint:
     outputs = sum(count for stage, count in in_flight.items() if stage != head_stage) if layout.pp > 1 else 0
     buffers = stack.bucket_bytes + (schedule.p2p_in_flight[rank] + outputs) * message(case)
     # Where no forward pass follows the rank's first backward, activations are at their most before any gradient exists.
-    kinds = dropwhile(FORWARD.__eq__, (action.kind for action in schedule.compute(rank)))
-    lazy = stack.lazy_gradients and layout.chunks == 1 and FORWARD not in kinds
-    peaks = dict(_peaks(case, stages, blocks, lazy))
-    moment, peak = max(peaks.items(), key=lambda entry: entry[1].total)
-    ending = _end_of_first_backward(case, stages[0], blocks, usual=peaks["a block's backward"].bytes)
+    kinds = (action.kind for action in schedule.compute(rank))
+    after_first_forwards = dropwhile(lambda kind: kind is FORWARD, kinds)
+    peak_precedes_grads = stack.lazy_gradients and layout.chunks == 1 and FORWARD not in after_first_forwards
+    peaks = dict(_peaks(case, stages, blocks, peak_precedes_grads))
+    moment_name, peak = max(peaks.items(), key=lambda entry: entry[1].total)
+    end_of_first_backward = _end_of_first_backward(case, stages[0], blocks, usual=peaks["a block's backward"].bytes)
     others = max(0, in_flight[stage_ids[0]] - 1) if layout.chunks == 1 else 0  # microbatches that wait for backward
     parts = ZeroCost(spec, stack, case.wires).states(share_of(case, stages), layout.zero)
-    lazy_grads = sum(part.gradients for axis, part in parts.items() if lazy and not has_bucket(layout, axis))
+    lazy_grads = sum(
+        part.gradients for axis, part in parts.items() if peak_precedes_grads and not has_bucket(layout, axis)
+    )
     saved = plus(*(times(blocks.saved(case.stages[stage]), in_flight[stage]) for stage in stage_ids))
     backlog = (
         0.0 if head_stage is None else _head_backlog(case, in_flight[head_stage], schedule.compute(rank), head_stage)
@@ -337,12 +351,12 @@ def footprint_of(case: Case, rank: int) -> Footprint:
         rank=rank,
         state=plus(*parts.values()),
         activations=saved._replace(head=backlog),
-        moment=moment,
-        transient=peak.bytes,
+        moment_name=moment_name,
+        moment_bytes=peak.bytes,
         buffers=buffers,
-        lazy_grads=lazy_grads - peak.new_grads,
-        end_of_backward=ending.bytes + buffers + times(blocks.saved(stages[0]), others).total,
-        unallocated_grads=ending.unallocated,
+        missing_grads_at_moment=lazy_grads - peak.new_grads,
+        end_of_first_backward=end_of_first_backward.bytes + buffers + times(blocks.saved(stages[0]), others).total,
+        missing_grads_at_end=end_of_first_backward.missing_grads,
     )
     return replace(needs, margin=CUDA_CONTEXT_BYTES + FRAGMENTATION * needs.allocated)
 
@@ -350,11 +364,11 @@ def footprint_of(case: Case, rank: int) -> Footprint:
 def _end_of_first_backward(case: Case, stage: Stage, blocks: RankBlocks, usual: float) -> Peak:
     """The peak at the end of a rank's first backward pass, in its first stage; `usual` bytes where no gradients are
     allocated lazily at its end."""
-    if case.layout.zero == 3:
+    if case.layout.zero == 3:  # a unit's gradients are in a buffer of their own, and the shards count as allocated
         return Peak(usual)
     in_blocks = Peak(usual)
     if case.spec.experts is not None and stage.layers:
-        in_blocks = first_backward_peak(case, stage, blocks)
+        in_blocks = end_of_first_backward_in_blocks(case, stage, blocks)
     return highest((in_blocks, _embedding_grad(case, stage)))
 
 
@@ -379,26 +393,29 @@ def _most_outstanding(order: Iterable[Action], stage: int) -> int:
     return most
 
 
-def _peaks(case: Case, stages: list[Stage], blocks: RankBlocks, lazy: bool) -> Iterator[tuple[str, Peak]]:
+def _peaks(
+    case: Case, stages: list[Stage], blocks: RankBlocks, peak_precedes_grads: bool
+) -> Iterator[tuple[str, Peak]]:
     """The moments of a step that can be its peak."""
-    spec, layout, stack, work = case.spec, case.layout, case.stack, case.work
+    spec, layout, stack, tokens = case.spec, case.layout, case.stack, case.work.tokens
     table, accum_bytes = head(spec).size / layout.tp if spec.vocab > 1 else 0.0, stack.gradient_bytes
     has_embedding, has_head = any(stage.first for stage in stages), any(stage.last for stage in stages)
+    # Embedding and head are dense: they have no part in what ZeRO 3 gathers where only experts have copies.
     gathers = layout.zero == 3 and layout.size("dp_cp") > 1
     gathered = (has_embedding + has_head) * table * stack.weight_bytes if gathers else 0.0  # embedding and head
     # FSDP's root keeps both gathered, and the head's gradient, to the end of the backward pass.
     kept = gathered + (has_head * table * stack.weight_bytes if gathered else 0.0) if stack.keeps_ends else 0.0
-    worst = highest(backward_peak(case, stage, blocks, lazy) for stage in stages)
+    worst = highest(backward_peak(case, stage, blocks, peak_precedes_grads) for stage in stages)
     yield "a block's backward", worst._replace(bytes=worst.bytes + kept)
     reduces_each = layout.zero == 2 and layout.size("dp_cp") > 1  # gradients, in every microbatch
     if spec.vocab > 1 and has_head:
         final = blocks.of_layer(spec.layers - 1)
         # The last block is still gathered.
         gathered_at_head = gathered + (final.params.total * stack.weight_bytes if gathered else 0.0)
-        yield "the loss", Peak(loss_peak(spec, layout, stack, work.tokens) + gathered_at_head)
+        yield "the loss", Peak(loss_peak(spec, layout, stack, tokens) + gathered_at_head)
         if reduces_each:
-            residual = residual_bytes(spec, layout, work.tokens) + gathered_at_head
-            yield "the head's gradient", _head_grad(case, final, table, residual, lazy)
+            residual = residual_bytes(spec, layout, tokens) + gathered_at_head
+            yield "the head's gradient", _head_grad(case, final, table, residual, peak_precedes_grads)
     if has_embedding:
         # Its microbatch's activations are freed by then, but for what is held for W.
         freed = sum(blocks.of_layer(layer).freed for layer in stages[0].layers)
@@ -406,12 +423,12 @@ def _peaks(case: Case, stages: list[Stage], blocks: RankBlocks, lazy: bool) -> I
         yield "the embedding's gradient", Peak(stack.weight_bytes * table + reducing - freed)
 
 
-def _head_grad(case: Case, final: BlockMemory, table: float, residual: float, lazy: bool) -> Peak:
+def _head_grad(case: Case, final: BlockMemory, table: float, residual: float, peak_precedes_grads: bool) -> Peak:
     """ZeRO 2: the head's gradient is being reduced while the last block computes its own."""
     stack, peaks = case.stack, [Peak(table * case.stack.weight_bytes + residual)]
-    for moment in final.peaks:
+    for moment in final.moments:
         reducing = grads_being_reduced(case, final.params, moment)
-        new_grads = lazy_expert_grads(case, final, moment.expert_grads_fraction) if lazy else 0.0
+        new_grads = lazy_expert_grads(case, final, moment.expert_grads_fraction) if peak_precedes_grads else 0.0
         peaks.append(Peak(moment.bytes + reducing, new_grads))
     worst = highest(peaks)
     return worst._replace(bytes=worst.bytes + table * stack.gradient_bytes)
@@ -440,12 +457,14 @@ def loss_peak(spec: ModelSpec, layout: Layout, stack: SoftwareProfile, tokens: i
 
 def _logit_bytes(spec: ModelSpec, layout: Layout, stack: SoftwareProfile, tokens: int) -> float:
     """In one pass: the logits of a slice of the tokens, or what is left of them when its gradients are computed."""
-    own, compute_bytes, per_logit = head(spec, layout.tp), stack.weight_bytes, stack.peak_logit_bytes
+    local_head, compute_bytes, per_logit = head(spec, layout.tp), stack.weight_bytes, stack.peak_logit_bytes
     if not stack.one_pass:
         gathered = stack.gathers_logits and layout.tp > 1
-        return tokens * ((per_logit + GATHERED_LOGIT_BYTES) * spec.vocab if gathered else per_logit * own.outputs)
-    parts = slices(tokens, own.outputs)
-    logits, table = len(parts[0]) * own.outputs, own.size
+        return tokens * (
+            (per_logit + GATHERED_LOGIT_BYTES) * spec.vocab if gathered else per_logit * local_head.outputs
+        )
+    parts = slices(tokens, local_head.outputs)
+    logits, table = len(parts[0]) * local_head.outputs, local_head.size
     accumulated = max(4, compute_bytes) * table if len(parts) > 1 else 0  # the head's gradient, over slices
     states = compute_bytes * tokens * spec.hidden * (2 if layout.sp else 1)  # the gradient, and what sp has gathered
     return states + max(per_logit * logits + accumulated, compute_bytes * (logits + table) + accumulated)

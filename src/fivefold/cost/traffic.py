@@ -23,7 +23,7 @@ from fivefold.cost.collective_time import Kind, Traffic, total, wire
 from fivefold.cost.model_state import BYTES, wide_bytes
 from fivefold.cost.routing import Rows, even_rows
 from fivefold.layout.layout import Layout
-from fivefold.layout.sharding import MINIMUM, Grouping, LocalParam, buckets, local_params
+from fivefold.layout.sharding import MIN_BUCKET_ELEMENTS, BucketParams, LocalParam, buckets, local_params
 from fivefold.layout.stages import Stage, schedule_of, stages_of
 from fivefold.spec.model import ModelSpec
 
@@ -53,6 +53,7 @@ class _CollectiveRow(NamedTuple):
     kind: Kind
     calls: int
     payload: int  # bytes of one call
+    per_microbatch: bool = False  # of gradients and weights: every microbatch has its share of the calls
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class _Inputs:
         return self.layout.size("embedding") > 1
 
     @property
-    def message(self) -> int:
+    def message_bytes(self) -> int:
         """Bytes of the residual stream, as it goes to the next pipeline rank; under sp this rank's tokens."""
         return self.block().states // (self.layout.tp if self.layout.sp else 1)
 
@@ -137,34 +138,41 @@ def expected_traffic(
     dtype: str,
     *,
     coords: RankCoords = RANK0,
-    minimum: int = MINIMUM,
+    min_bucket_elements: int = MIN_BUCKET_ELEMENTS,
     smoothing: bool = False,
     balance_loss: bool = False,
-    rows: Rows | None = None,
-    splits: bool | None = None,
-    experts_apart: bool = False,
+    routed_rows: Rows | None = None,
+    splits_backward: bool | None = None,
+    keep_ep_axis: bool = False,
 ) -> list[Traffic]:
     """One step of one rank.
 
-    `minimum` are the elements that are enough for a gradient bucket. `rows` are those that the rank sends to experts
-    and receives; None: as many each way, to any. `splits`: whether the schedule has backward passes in two halves;
-    None: as its name says. A counter knows axes by their ranks; `experts_apart` keeps what goes to experts under ep,
-    whatever other axis has the same ranks.
+    `min_bucket_elements` are enough for a gradient bucket. `routed_rows` are those that the rank sends to experts and
+    receives; None: as many each way, to any. `splits_backward`: whether the schedule has backward passes in two halves;
+    None: as its name says. The measured counter names an axis by its set of ranks, so ep may be counted as dp or cp.
+    `keep_ep_axis`: list ep as ep all the same.
     """
     inputs = _Inputs.of(
-        spec, layout, seq, batch, dtype, coords=coords, min_bucket_elements=minimum, splits_backward=splits
+        spec,
+        layout,
+        seq,
+        batch,
+        dtype,
+        coords=coords,
+        min_bucket_elements=min_bucket_elements,
+        splits_backward=splits_backward,
     )
     samples = batch // layout.size("batch") // layout.microbatches
     sent = chain(
         _scalars(spec),
         _zero_3(inputs) if layout.fully_shards(spec) else _zero_0_to_2(inputs),
-        _blocks(inputs, rows, balance_loss_samples=samples if balance_loss else 0),
+        _blocks(inputs, routed_rows, balance_loss_samples=samples if balance_loss else 0),
         _embedding_and_head(inputs, smoothing),
         _pipeline(inputs),
     )
     return total(
         Traffic(
-            axis="ep" if experts_apart and row.axis == "ep" else layout.same_axis(row.axis),
+            axis="ep" if keep_ep_axis and row.axis == "ep" else layout.same_axis(row.axis),
             kind=row.kind,
             calls=row.calls,
             payload=row.calls * row.payload,
@@ -196,15 +204,15 @@ def _scalars(spec: ModelSpec) -> list[_CollectiveRow]:
 # ---- microbatches ---------------------------------------------------------------------------------------------------
 
 
-def _blocks(inputs: _Inputs, rows: Rows | None, balance_loss_samples: int) -> Iterator[_CollectiveRow]:
+def _blocks(inputs: _Inputs, routed_rows: Rows | None, balance_loss_samples: int) -> Iterator[_CollectiveRow]:
     """Dense blocks send the same as each other; blocks with experts differ by the tokens that their experts receive."""
     spec, layout = inputs.spec, inputs.layout
     layers = [layer for stage in inputs.stages for layer in stage.layers]
     moe_layers = [layer for layer in layers if spec.experts is not None and not spec.dense(layer)]
     yield from _repeated(inputs.block(), (len(layers) - len(moe_layers)) * layout.microbatches)
-    if moe_layers and rows is None:
-        rows = even_rows(spec, layout, inputs.tokens, moe_layers, inputs.coords.tp)
-    for sent_and_received, times in Counter(rows if moe_layers else ()).items():
+    if moe_layers and routed_rows is None:
+        routed_rows = even_rows(spec, layout, inputs.tokens, moe_layers, inputs.coords.tp)
+    for sent_and_received, times in Counter(routed_rows if moe_layers else ()).items():
         block = replace(inputs.block(moe=True), rows=sent_and_received, balanced=balance_loss_samples)
         yield from _repeated(block, times)
 
@@ -228,7 +236,7 @@ def _pipeline(inputs: _Inputs) -> Iterator[_CollectiveRow]:
     """The residual stream over every boundary to another rank, and its gradient back."""
     placement = inputs.layout.placement
     outgoing = sum(placement.owner[channel.source] == inputs.coords.pp for channel in placement.channels)
-    yield _CollectiveRow("pp", "send", outgoing * inputs.layout.microbatches, inputs.message)
+    yield _CollectiveRow("pp", "send", outgoing * inputs.layout.microbatches, inputs.message_bytes)
 
 
 # ---- gradients and weights ------------------------------------------------------------------------------------------
@@ -245,7 +253,7 @@ def _zero_0_to_2(inputs: _Inputs, layer: int | None = None) -> Iterator[_Collect
     for params in inputs.stage_params():
         groups = buckets(
             params,
-            minimum=inputs.min_bucket_elements,
+            min_elements=inputs.min_bucket_elements,
             split_backward=inputs.splits_backward,
             separate_tied=inputs.tied_across_stages,
             low_precision=layout.zero > 0 and inputs.mixed_precision,
@@ -260,7 +268,8 @@ def _zero_0_to_2(inputs: _Inputs, layer: int | None = None) -> Iterator[_Collect
             else:
                 weight_bytes = accum_bytes if bucket.full_precision else compute_bytes
                 reductions = layout.microbatches if zero == 2 else 1
-                yield _CollectiveRow(axis, "reduce-scatter", reductions, bucket.padded(ranks) * accum_bytes)
+                payload = bucket.padded(ranks) * accum_bytes
+                yield _CollectiveRow(axis, "reduce-scatter", reductions, payload, per_microbatch=zero == 2)
                 yield _CollectiveRow(axis, "all-gather", 1, bucket.padded(ranks) * weight_bytes)
             shard_elements = bucket.padded(ranks) // ranks if zero else bucket.size()
             yield _CollectiveRow("tp", "all-reduce", int(bucket.partial), shard_elements * accum_bytes)
@@ -291,28 +300,32 @@ def _zero_3(inputs: _Inputs) -> Iterator[_CollectiveRow]:
             if inputs.splits_backward and param.parameter.deferred:
                 continue
             reduced[unit] += param.share_size(ranks)
-            yield _CollectiveRow("tp", "all-reduce", microbatches * param.tp.partial, param.size * inputs.compute_bytes)
+            calls, payload = microbatches * param.tp.partial, param.size * inputs.compute_bytes
+            yield _CollectiveRow("tp", "all-reduce", calls, payload, per_microbatch=True)
             if inputs.tied_across_stages and param.parameter.tied:
                 shard_elements = math.prod(map(len, param.share(ranks, inputs.coords.fsdp)))
                 yield _CollectiveRow("embedding", "all-reduce", 1, shard_elements * accum_bytes)
         for (axis, _), shard_elements in gathered.items():
             padded = layout.size(axis) * shard_elements
-            yield _CollectiveRow(axis, "all-gather", 2 * microbatches, padded * inputs.compute_bytes)
+            yield _CollectiveRow(
+                axis, "all-gather", 2 * microbatches, padded * inputs.compute_bytes, per_microbatch=True
+            )
         for (axis, _), shard_elements in reduced.items():
-            yield _CollectiveRow(axis, "reduce-scatter", microbatches, layout.size(axis) * shard_elements * accum_bytes)
+            padded = layout.size(axis) * shard_elements
+            yield _CollectiveRow(axis, "reduce-scatter", microbatches, padded * accum_bytes, per_microbatch=True)
             yield _CollectiveRow("replicate", "all-reduce", 1, shard_elements * accum_bytes)
         groups = buckets(
             params,
-            minimum=inputs.min_bucket_elements,
+            min_elements=inputs.min_bucket_elements,
             split_backward=inputs.splits_backward,
             low_precision=inputs.mixed_precision,
         )
         for bucket in groups:
             if bucket.deferred or bucket.full_precision:
-                yield from _bucket_beside_units(inputs, bucket)
+                yield from _zero_3_bucket(inputs, bucket)
 
 
-def _bucket_beside_units(inputs: _Inputs, bucket: Grouping) -> Iterator[_CollectiveRow]:
+def _zero_3_bucket(inputs: _Inputs, bucket: BucketParams) -> Iterator[_CollectiveRow]:
     """Gradients that ZeRO 3 reduces by buckets: of deferred linears, or in full precision (`full_precision`)."""
     layout, accum_bytes = inputs.layout, inputs.accum_bytes
     axis, ranks = bucket.fsdp_axis, layout.size(bucket.fsdp_axis)
@@ -320,7 +333,8 @@ def _bucket_beside_units(inputs: _Inputs, bucket: Grouping) -> Iterator[_Collect
     if bucket.full_precision:
         yield _CollectiveRow(axis, "all-reduce", 1, shard_elements * accum_bytes)
     else:
-        yield _CollectiveRow(axis, "reduce-scatter", layout.microbatches, ranks * shard_elements * accum_bytes)
+        payload = ranks * shard_elements * accum_bytes
+        yield _CollectiveRow(axis, "reduce-scatter", layout.microbatches, payload, per_microbatch=True)
     yield _CollectiveRow("tp", "all-reduce", int(bucket.partial), shard_elements * accum_bytes)
     yield _CollectiveRow("replicate", "all-reduce", 1, shard_elements * accum_bytes)
 
@@ -329,19 +343,25 @@ def _bucket_beside_units(inputs: _Inputs, bucket: Grouping) -> Iterator[_Collect
 
 
 def layer_collectives(
-    spec: ModelSpec, layout: Layout, seq: int, batch: int, dtype: str, layer: int, minimum: int = MINIMUM
+    spec: ModelSpec,
+    layout: Layout,
+    seq: int,
+    batch: int,
+    dtype: str,
+    layer: int,
+    min_bucket_elements: int = MIN_BUCKET_ELEMENTS,
 ) -> list[Collective]:
     """The collectives of a layer on the first rank that has it, in order: for one microbatch, and once a step for all.
-    `minimum`: elements that are enough for a gradient bucket."""
+    `min_bucket_elements`: elements that are enough for a gradient bucket."""
     stage = next(stage for stage in stages_of(spec, layout, seq) if layer in stage.layers)
     coords = RankCoords(pp=layout.placement.owner[stage.index])
-    inputs = _Inputs.of(spec, layout, seq, batch, dtype, coords=coords, min_bucket_elements=minimum)
+    inputs = _Inputs.of(spec, layout, seq, batch, dtype, coords=coords, min_bucket_elements=min_bucket_elements)
     block = inputs.block()
     if spec.experts is not None and not spec.dense(layer):
         block = replace(block, moe=True, rows=even_rows(spec, layout, inputs.tokens, [layer], 0)[0])
-    params = _LayerParams.of(inputs, stage, layer)
-    to_next = Collective("forward", "the stage's output, to the next", "pp", "send", 1, inputs.message)
-    to_previous = Collective("backward", "its gradient, to the stage before", "pp", "send", 1, inputs.message)
+    params = _LayerCollectives.of(inputs, stage, layer)
+    to_next = Collective("forward", "the stage's output, to the next", "pp", "send", 1, inputs.message_bytes)
+    to_previous = Collective("backward", "its gradient, to the stage before", "pp", "send", 1, inputs.message_bytes)
     in_order = chain(
         params.gathered("forward"),
         block.forward(),
@@ -356,48 +376,41 @@ def layer_collectives(
     return [sent for sent in in_order if sent.calls and sent.payload and layout.size(sent.axis) > 1]
 
 
-class _LayerParams(NamedTuple):
+class _LayerCollectives(NamedTuple):
     """The collectives of a layer's weights and gradients."""
 
-    layout: Layout
-    zero_3: bool
-    rows: list[_CollectiveRow]
+    collectives: list[_CollectiveRow]
 
     @classmethod
     def of(cls, inputs: _Inputs, stage: Stage, layer: int) -> Self:
         one_layer = replace(inputs, stages=(Stage(stage.index, range(layer, layer + 1), first=False, last=False),))
         zero_3 = inputs.layout.fully_shards(inputs.spec)
-        return cls(inputs.layout, zero_3, list(_zero_3(one_layer) if zero_3 else _zero_0_to_2(inputs, layer)))
+        return cls(list(_zero_3(one_layer) if zero_3 else _zero_0_to_2(inputs, layer)))
 
     def gathered(self, when: When) -> Iterator[Collective]:
         """ZeRO 3 gathers weights for either pass."""
-        if self.zero_3:
-            for row in self.rows:
-                if row.kind == "all-gather":
-                    yield Collective(when, f"weights of {_axis_label(row.axis)}", row.axis, row.kind, 1, row.payload)
+        for row in self.collectives:
+            if row.per_microbatch and row.kind == "all-gather":
+                yield Collective(when, f"weights of {_axis_label(row.axis)}", row.axis, row.kind, 1, row.payload)
 
     def gradients(self) -> Iterator[Collective]:
         """What ZeRO 3 and 2 reduce in every microbatch, and ZeRO 3 before that over tp."""
-        return self._reduced("backward", (row for row in self.rows if self._each_microbatch(row)))
+        return self._reduced(
+            "backward", (row for row in self.collectives if row.per_microbatch and row.kind != "all-gather")
+        )
 
     def step_end(self) -> Iterator[Collective]:
         """Reductions of shards or whole gradients, and the new weights. A reduction starts while the last backward
         passes run."""
-        once = [row for row in self.rows if not self._each_microbatch(row)]
+        once = [row for row in self.collectives if not row.per_microbatch]
         yield from self._reduced("once a step", (row for row in once if row.kind != "all-gather"))
-        if not self.zero_3:
-            for row in once:
-                if row.kind == "all-gather":
-                    what = f"new weights of {_axis_label(row.axis)}"
-                    yield Collective("once a step", what, row.axis, row.kind, row.calls, row.payload)
-
-    def _each_microbatch(self, row: _CollectiveRow) -> bool:
-        if row.kind == "reduce-scatter":
-            return self.zero_3 or self.layout.zero == 2
-        return self.zero_3 and row.axis == "tp" and row.calls == self.layout.microbatches
+        for row in once:
+            if row.kind == "all-gather":
+                what = f"new weights of {_axis_label(row.axis)}"
+                yield Collective("once a step", what, row.axis, row.kind, row.calls, row.payload)
 
     def _reduced(self, when: When, rows: Iterable[_CollectiveRow]) -> Iterator[Collective]:
-        """Rows over the same axis and of the same kind and payload are one: those of tp are parameter by parameter."""
+        """Adjacent rows over the same axis, of the same kind and payload, are one: those of tp are one a parameter."""
         called = (row for row in rows if row.calls)
         for (axis, kind), group in groupby(called, key=lambda row: (row.axis, row.kind)):
             payloads = [row.payload for row in group]

@@ -100,11 +100,12 @@ def vs_plan(job: Job, dry: "RankRun", cluster: Cluster, imbalance: float = 1.0) 
     flops = rank_flops(job.model, layout, seq, batch, pp=coords.pp, tp=coords.tp, rows=rows)
     # Whether the peak is at the end of the first backward pass, where the gradients are allocated.
     late = (
-        predicted.lazy_grads > 0
-        and predicted.lazy_grads - predicted.unallocated_grads + predicted.end_of_backward > predicted.non_state
+        predicted.missing_grads_at_moment > 0
+        and predicted.missing_grads_at_moment - predicted.missing_grads_at_end + predicted.end_of_first_backward
+        > predicted.non_state
     )
-    working = predicted.end_of_backward if late else predicted.non_state
-    peak = state.total - (predicted.unallocated_grads if late else predicted.lazy_grads) + working
+    working = predicted.end_of_first_backward if late else predicted.non_state
+    peak = state.total - (predicted.missing_grads_at_end if late else predicted.missing_grads_at_moment) + working
     figures = (
         Figure("parameters", dry.parameters, state.parameters, "GB"),
         Figure("gradients", dry.gradients, state.gradients, "GB"),
@@ -115,7 +116,7 @@ def vs_plan(job: Job, dry: "RankRun", cluster: Cluster, imbalance: float = 1.0) 
     )
     balances = job.train.balance_loss > 0
     planned = expected_traffic(
-        job.model, layout, seq, batch, job.train.dtype, coords=coords, balance_loss=balances, rows=rows
+        job.model, layout, seq, batch, job.train.dtype, coords=coords, balance_loss=balances, routed_rows=rows
     )
     return RankVsPlan(dry, predicted, figures, tuple(planned), layout)
 

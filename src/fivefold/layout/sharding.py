@@ -93,7 +93,8 @@ def zigzag_share(seq: int, ranks: int, rank: int) -> list[range]:
 # Parameters whose gradient must also be summed over tp have buckets of their own: only they take part in that sum.
 
 
-MINIMUM = 1 << 22  # elements of a bucket: sending 16 MiB of float32 takes far longer than starting the collective
+# Of a bucket: sending 16 MiB of float32 takes far longer than starting the collective.
+MIN_BUCKET_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ def local_params(spec: ModelSpec, layout: Layout, tp_rank: int = 0, ep_rank: int
 
 
 @dataclass(frozen=True)
-class Grouping:
+class BucketParams:
     """The parameters of one bucket, and the units of the decoder that they come from."""
 
     params: tuple[LocalParam, ...]
@@ -176,11 +177,11 @@ class Grouping:
 
 def buckets(
     parameters: Iterable[LocalParam],
-    minimum: int = MINIMUM,
+    min_elements: int = MIN_BUCKET_ELEMENTS,
     split_backward: bool = False,
     separate_tied: bool = False,
     low_precision: bool = False,
-) -> list[Grouping]:
+) -> list[BucketParams]:
     """The buckets, in the order in which backward completes them. Forward needs them in the opposite order.
 
     Separate buckets are made for linears, if the schedule computes their gradients in separate passes
@@ -202,22 +203,24 @@ def buckets(
     for param in parameters:
         units.setdefault(param.parameter.unit, []).append(param)
     order = sorted(units, reverse=True)
-    groups: list[Grouping] = []
+    groups: list[BucketParams] = []
     for kind in product((False, True), repeat=5):
         chosen = {unit: [param for param in units[unit] if kind_of(param) == kind] for unit in order}
-        groups += [Grouping(params, of_units, *kind) for params, of_units in _join(chosen, minimum)]
+        groups += [BucketParams(params, of_units, *kind) for params, of_units in _join(chosen, min_elements)]
     return sorted(groups, key=lambda group: -group.units[-1])
 
 
-def _join(units: dict[int, list[LocalParam]], minimum: int) -> Iterator[tuple[tuple[LocalParam, ...], tuple[int, ...]]]:
-    """The parameters of consecutive units, as many as it takes to have `minimum` elements, and those units."""
+def _join(
+    units: dict[int, list[LocalParam]], min_elements: int
+) -> Iterator[tuple[tuple[LocalParam, ...], tuple[int, ...]]]:
+    """The parameters of consecutive units, as many as it takes to have `min_elements` elements, and those units."""
     joined_units: list[int] = []
     joined: list[LocalParam] = []
     for unit, params in units.items():
         if params:
             joined_units.append(unit)
             joined += params
-        if sum(param.size for param in joined) >= minimum:
+        if sum(param.size for param in joined) >= min_elements:
             yield tuple(joined), tuple(joined_units)
             joined_units, joined = [], []
     if joined:

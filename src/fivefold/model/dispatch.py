@@ -77,7 +77,7 @@ class LocalDispatch:
         """The outputs of these tokens, [n, E], as the residual stream."""
         return y.view_as(like)
 
-    def rows(self, x: Tensor) -> Tensor:
+    def batch_rows(self, x: Tensor) -> Tensor:
         """The batch row of each of these tokens, [n]."""
         return torch.arange(x.shape[0], device=x.device).repeat_interleave(x.shape[1])
 
@@ -86,9 +86,9 @@ class LocalDispatch:
         return counts
 
     def run(
-        self, x: Tensor, routing: Routing, experts: ExpertsFn, stream: int, shared: SharedExpert = None
+        self, x: Tensor, routing: Routing, experts: ExpertsFn, residual_tokens: int, shared: SharedExpert = None
     ) -> tuple[Tensor, Tensor | None]:
-        """x [n, E] -> [n, E], and the `shared` expert's output; `stream`: tokens in this rank's residual stream."""
+        """x [n, E] -> [n, E], and the `shared` expert's output; `residual_tokens`: in this rank's residual stream."""
         with self.watching(DISPATCH):
             order, row_of = routing.order, inverse(routing.order)
             rows = Permute.apply(x, order, row_of)

@@ -143,7 +143,7 @@ class MoE(nn.Module):
         dispatch = self.ops.dispatch
         tokens = own = dispatch.own_tokens(x)
         if positions.real is not None:  # padding is not routed
-            real = (dispatch.rows(x) < positions.real).nonzero().flatten()
+            real = (dispatch.batch_rows(x) < positions.real).nonzero().flatten()
             tokens = own[real]
         bias = None if self.router.bias is None else self.ops.weight(self.router, "bias")
         routing = self.router(tokens, self.ops.weight(self.router), bias)
@@ -168,7 +168,7 @@ class MoE(nn.Module):
         """The same routing, whose backward pass also differentiates the losses; and the losses."""
         balance, losses = self.balance, [routing.scores.new_zeros(()), routing.scores.new_zeros(())]
         if balance.loss:
-            rows = self.ops.dispatch.rows(x)
+            rows = self.ops.dispatch.batch_rows(x)
             counts = self.ops.dispatch.sum_over_sequence(row_counts(routing, rows, x.shape[0]))
             losses[0] = balance_loss(self.spec, routing, rows, counts, positions.length) / balance.rows
         if balance.z_loss:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fivefold.launch.waits import timed_wait
-from fivefold.layout.sharding import Grouping
+from fivefold.layout.sharding import BucketParams
 from fivefold.parallel.collectives import StagedWork, all_gather_into, reduce_scatter_into
 from fivefold.parallel.mesh import Axis
 
@@ -53,7 +53,7 @@ class BucketSlot:
 
 
 def slots_of(
-    group: Grouping, weights: Mapping[str, Tensor], masters: Mapping[str, nn.Parameter], parts: int
+    group: BucketParams, weights: Mapping[str, Tensor], masters: Mapping[str, nn.Parameter], parts: int
 ) -> list[BucketSlot]:
     """A bucket's parameters, one after the other in a table for `parts` ranks."""
     lengths = [param.share_size(parts) for param in group.params]
@@ -121,9 +121,8 @@ class Bucket:
         if self.table is None:
             self.table = self._empty(self.accum_dtype)
         for slot in self.slots:
-            if (
-                slot.name not in self.filled
-            ):  # no gradient here, but perhaps on other ranks or from earlier microbatches
+            # No gradient here, but perhaps on other ranks or from earlier microbatches.
+            if slot.name not in self.filled:
                 for target, _ in slot.pairs(self.table, slot.weight):
                     target.zero_()
         if self.fsdp_axis.size == 1:
@@ -215,7 +214,7 @@ BackwardPart = Literal["all", "inputs", "weights"]
 
 
 class Reducer:
-    def __init__(self, buckets: list[Bucket], groups: list[tuple[int, Grouping]]):
+    def __init__(self, buckets: list[Bucket], groups: list[tuple[int, BucketParams]]):
         """`groups`: for each bucket the index of the pipeline stage (among this rank's), and its parameters."""
         self.buckets, self.groups = buckets, groups
         # Stage 2 reduces the gradients of every microbatch, so that only shards accumulate.

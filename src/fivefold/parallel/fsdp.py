@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from fivefold.layout.sharding import MINIMUM, Grouping, LocalParam, buckets, layers_of
+from fivefold.layout.sharding import MIN_BUCKET_ELEMENTS, BucketParams, LocalParam, buckets, layers_of
 from fivefold.model.init import init_param
 from fivefold.model.layers import accum_dtype
 from fivefold.model.moe import ExpertNetworks
@@ -44,10 +44,10 @@ class FullySharded(Weights):
         stages: Sequence[nn.Module],
         spec: ModelSpec,
         mesh: Mesh,
-        compute: torch.dtype,
+        compute_dtype: torch.dtype,
         seed: int,
         *,
-        minimum: int = MINIMUM,
+        min_bucket_elements: int = MIN_BUCKET_ELEMENTS,
         split_backward: bool = False,
     ):
         self.mesh, self.always_split = mesh, split_backward
@@ -58,16 +58,16 @@ class FullySharded(Weights):
         self.masters = {}
         self.roots: list[FSDPModule] = []
         self.units: dict[str, FSDPModule] = {}  # by name
-        low_precision = compute != accum_dtype(compute)
+        low_precision = compute_dtype != accum_dtype(compute_dtype)
         # Names of the full-precision parameters, which FSDP2 does not shard.
         self.unsharded = {
             name for name, param in self.local_params.items() if low_precision and param.parameter.full_precision
         }
         for model, params in zip(stages, per_stage, strict=True):
-            to_empty(model, params, accum_dtype(compute), torch.device("meta"))
+            to_empty(model, params, accum_dtype(compute_dtype), torch.device("meta"))
             layers = layers_of(param.parameter.unit for param in params.values())
             ignored = {p for name, p in model.named_parameters() if name in self.unsharded}
-            units = _shard(model, layers, mesh, compute, ignored)
+            units = _shard(model, layers, mesh, compute_dtype, ignored)
             self.modules += units
             self.roots.append(units[-1])
             self.units |= {_unit_name(model, unit): unit for unit in units}
@@ -86,17 +86,22 @@ class FullySharded(Weights):
         groups = [
             (stage_index, group)
             for stage_index, params in enumerate(per_stage)
-            for group in buckets(params.values(), minimum, split_backward, low_precision=low_precision)
+            for group in buckets(
+                params.values(),
+                min_elements=min_bucket_elements,
+                split_backward=split_backward,
+                low_precision=low_precision,
+            )
             if group.deferred or group.full_precision
         ]
-        self.reducer = Reducer([self._bucket(group, compute) for _, group in groups], groups)
+        self.reducer = Reducer([self._bucket(group, compute_dtype) for _, group in groups], groups)
 
-    def _bucket(self, group: Grouping, compute: torch.dtype) -> Bucket:
+    def _bucket(self, group: BucketParams, compute_dtype: torch.dtype) -> Bucket:
         # The weights are FSDP2's; a bucket that only reduces needs no more than their shapes.
         shapes = {param.name: torch.empty(param.shape, device="meta") for param in group.params}
         axis, zero_stage = self.fsdp_axis_of(group), 0 if group.full_precision else 2
         slots = slots_of(group, shapes, self.masters, 1 if group.full_precision else axis.size)
-        return Bucket(slots, axis, self.mesh.tp if group.partial else None, zero_stage, compute)
+        return Bucket(slots, axis, self.mesh.tp if group.partial else None, zero_stage, compute_dtype)
 
     def sharded(self, param: LocalParam) -> bool:
         return param.name not in self.unsharded
@@ -176,12 +181,14 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def _shard(
-    model: nn.Module, layers: list[int], mesh: Mesh, compute: torch.dtype, ignored: set[nn.Parameter]
+    model: nn.Module, layers: list[int], mesh: Mesh, compute_dtype: torch.dtype, ignored: set[nn.Parameter]
 ) -> list[FSDPModule]:
     """Apply FSDP2 to the model, but for the `ignored` parameters. Returns the units: for each block its experts, which
     are sharded over efsdp, and the rest of it; last the model itself."""
     units: list[FSDPModule] = []
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=accum_dtype(compute), cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute_dtype, reduce_dtype=accum_dtype(compute_dtype), cast_forward_inputs=False
+    )
     for module in _units(model, layers):
         axes = ("efsdp" if isinstance(module, ExpertNetworks) else "fsdp",)
         submesh = mesh.submesh(*(("replicate", *axes) if mesh.replicate.size > 1 else axes))

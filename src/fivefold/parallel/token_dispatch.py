@@ -1,8 +1,8 @@
 """Expert parallelism: the experts of a layer are sharded over the ep axis; tokens are sent to their ranks and back.
 
-SlicedDispatch      which tokens a rank routes: without sp every tp rank has all tokens, and routes a slice of them
-AllToAllDispatch    counts first, then each token to the ranks of its experts, and the outputs back
-AllGatherDispatch   every rank gathers all tokens and computes its own experts; outputs are reduce-scattered
+ExpertParallelDispatch  which tokens a rank routes: without sp every tp rank has all tokens, and routes a slice of them
+AllToAllDispatch        counts first, then each token to the ranks of its experts, and the outputs back
+AllGatherDispatch       every rank gathers all tokens and computes its own experts; outputs are reduce-scattered
 
 `dispatch_of` chooses one; `model/dispatch.py` has the dispatch on one device.
 """
@@ -48,12 +48,11 @@ from fivefold.spec.model import ModelSpec
 # computed, sent or counted tp times. The router's gradients are then partial sums over tp; tp does not shard experts.
 
 
-class SlicedDispatch(LocalDispatch):
+class ExpertParallelDispatch(LocalDispatch):
     def __init__(self, mesh: Mesh, wgrad_queue: WeightGradQueue | None):
-        self.mesh, self.ep, self.tp, self.sequence = mesh, mesh.ep, mesh.tp, mesh.cp_tp
-        self.backward_ep = (
-            mesh.backward_ep or mesh.ep
-        )  # the group of backward passes, which may run beside forward ones
+        self.mesh, self.ep, self.tp, self.sequence_axis = mesh, mesh.ep, mesh.tp, mesh.cp_tp
+        # The group of backward passes, which may run beside forward ones.
+        self.backward_ep = mesh.backward_ep or mesh.ep
         self.slices = mesh.tp.size > 1 and not mesh.layout.sp
         self.wgrad_queue = wgrad_queue
         self.names: dict[nn.Module, str] = {}
@@ -76,8 +75,8 @@ class SlicedDispatch(LocalDispatch):
             y = AllSlices.apply(y, like.shape[0] * like.shape[1], self.tp)
         return y.view_as(like)
 
-    def rows(self, x: Tensor) -> Tensor:
-        rows = super().rows(x)
+    def batch_rows(self, x: Tensor) -> Tensor:
+        rows = super().batch_rows(x)
         return rows[_slice(len(rows), self.tp)] if self.slices else rows
 
     @contextmanager
@@ -92,7 +91,7 @@ class SlicedDispatch(LocalDispatch):
         return self.backward_ep if is_recomputing() else self.ep
 
     def sum_over_sequence(self, counts: Tensor) -> Tensor:
-        (total,) = save_output(lambda: (wait(all_reduce(counts, self.sequence), self.sequence),), 1, counts)
+        (total,) = save_output(lambda: (wait(all_reduce(counts, self.sequence_axis), self.sequence_axis),), 1, counts)
         return total
 
     def defer_wgrad(self, linear: nn.Module) -> Callable[[], DeferWgrad | None] | None:
@@ -171,20 +170,23 @@ def _gathered(x: Tensor, tokens: int, axis: Axis) -> Tensor:
 
 
 Tensors = tuple[Tensor, ...]
-Send = Callable[[Tensors, Axis], Tensors]  # starts collectives of the tensors, and returns the results to wait for
+# Starts collectives of the tensors, and returns the results to wait for.
+StartCollectives = Callable[[Tensors, Axis], Tensors]
 
 
 class AsyncExchange:
     """`forward` and `backward` start the collectives of the two passes."""
 
-    def __init__(self, dispatch: SlicedDispatch, what: str, forward: Send, backward: Send):
+    def __init__(
+        self, dispatch: ExpertParallelDispatch, what: str, forward: StartCollectives, backward: StartCollectives
+    ):
         self.dispatch, self.what, self.forward, self.backward = dispatch, what, forward, backward
         self.in_flight: Tensors = ()
         self.sent: Tensors = ()  # inputs of the collectives in flight, which must not be freed
         self.axis: Axis | None = None
 
-    def start(self, send: Send, axis: Axis, tensors: Tensors) -> tuple[()]:
-        self.sent, self.axis, self.in_flight = tensors, axis, send(tensors, axis)
+    def start(self, start_collectives: StartCollectives, axis: Axis, tensors: Tensors) -> tuple[()]:
+        self.sent, self.axis, self.in_flight = tensors, axis, start_collectives(tensors, axis)
         return ()
 
     def pause(self) -> None:
@@ -249,17 +251,17 @@ class FinishExchange(Function):
 # the routing: worth it where ep is about as small as K. The outputs are summed by the reduce-scatter, rank by rank.
 
 
-class AllGatherDispatch(SlicedDispatch):
+class AllGatherDispatch(ExpertParallelDispatch):
     sends_tokens = True
 
     def run(
-        self, x: Tensor, routing: Routing, experts: ExpertsFn, stream: int, shared: SharedExpert = None
+        self, x: Tensor, routing: Routing, experts: ExpertsFn, residual_tokens: int, shared: SharedExpert = None
     ) -> tuple[Tensor, Tensor | None]:
-        own_tokens, most = x.shape[0], self._most(stream)
+        own_tokens, max_tokens = x.shape[0], self._max_tokens_per_rank(residual_tokens)
         with self.sending(DISPATCH):
-            dispatch, choices = (AsyncExchange(self, DISPATCH, _gather, _sum) for _ in range(2))
-            ticket = StartExchange.apply(dispatch, _padded(x, most), _padded(routing.weights, most))
-            choice_ticket = StartExchange.apply(choices, _padded(routing.chosen, most, -1))
+            dispatch, choices = (AsyncExchange(self, DISPATCH, _all_gather_all, _reduce_scatter_all) for _ in range(2))
+            ticket = StartExchange.apply(dispatch, _padded(x, max_tokens), _padded(routing.weights, max_tokens))
+            choice_ticket = StartExchange.apply(choices, _padded(routing.chosen, max_tokens, -1))
         shared_output = shared() if shared is not None else None
         dispatch.pause()
         with self.sending(DISPATCH):
@@ -280,28 +282,28 @@ class AllGatherDispatch(SlicedDispatch):
         with self.sending(COMBINE):
             weighted = outputs.to(accum_dtype(x.dtype)) * weights.flatten()[order][:, None]
             sums = weighted.new_zeros(tokens.shape).index_add(0, token_of, weighted)
-            combine = AsyncExchange(self, COMBINE, _sum, _gather)
+            combine = AsyncExchange(self, COMBINE, _reduce_scatter_all, _all_gather_all)
             ticket = StartExchange.apply(combine, sums)
         combine.pause()
         with self.sending(COMBINE):
             (total,) = FinishExchange.apply(combine, 1, ticket)
             return total[:own_tokens].to(x.dtype), shared_output
 
-    def _most(self, stream: int) -> int:
-        """The largest number of tokens that a rank routes, of `stream` tokens."""
-        return len(chunk(stream, self.tp.size, 0)) if self.slices else stream
+    def _max_tokens_per_rank(self, residual_tokens: int) -> int:
+        """The largest number of tokens that a rank routes, of those in its residual stream."""
+        return len(chunk(residual_tokens, self.tp.size, 0)) if self.slices else residual_tokens
 
 
 def _padded(x: Tensor, rows: int, value: int = 0) -> Tensor:
     return F.pad(x, (0, 0, 0, rows - x.shape[0]), value=value)
 
 
-def _gather(tensors: Tensors, axis: Axis) -> Tensors:
+def _all_gather_all(tensors: Tensors, axis: Axis) -> Tensors:
     """[n, ...] of every rank -> [N n, ...], of each tensor."""
     return tuple(all_gather(tensor, axis) for tensor in tensors)
 
 
-def _sum(tensors: Tensors, axis: Axis) -> Tensors:
+def _reduce_scatter_all(tensors: Tensors, axis: Axis) -> Tensors:
     """[N n, ...] partial sums -> [n, ...]: this rank's part of the sum, in the accumulate dtype."""
     return tuple(reduce_scatter(tensor.to(accum_dtype(tensor.dtype)), axis) for tensor in tensors)
 
@@ -320,23 +322,23 @@ def _sum(tensors: Tensors, axis: Axis) -> Tensors:
 # half of an overlapped pair may run.
 
 
-class AllToAllDispatch(SlicedDispatch):
+class AllToAllDispatch(ExpertParallelDispatch):
     sends_tokens = True
     reads_rows = False  # only the rank that gets the outputs back reads them
 
     def run(
-        self, x: Tensor, routing: Routing, experts: ExpertsFn, stream: int, shared: SharedExpert = None
+        self, x: Tensor, routing: Routing, experts: ExpertsFn, residual_tokens: int, shared: SharedExpert = None
     ) -> tuple[Tensor, Tensor | None]:
         with self.sending(DISPATCH):
             order, counts, ep = routing.order, routing.counts, self.current_ep
             row_of = inverse(order)
             (counts_in,) = save_output(lambda: (wait(all_to_all(counts, ep), ep),), 1, counts)
             sizes_out, sizes_in = self.host.by_rank(counts, counts_in, self.ep.size, len(order))
-            sent, received = [sum(sizes) for sizes in sizes_out], [sum(sizes) for sizes in sizes_in]
-            dispatch = self._exchange(DISPATCH, sent, received)
+            rows_sent, rows_received = [sum(sizes) for sizes in sizes_out], [sum(sizes) for sizes in sizes_in]
+            dispatch = self._exchange(DISPATCH, rows_sent, rows_received)
             ticket = StartExchange.apply(dispatch, Permute.apply(x, order, row_of))
             # Rows are received in rank order, and experts compute them in expert order.
-            by_expert = _experts_of(counts_in, self.ep.size, sum(received)).sort(dim=0, stable=True).indices
+            by_expert = _experts_of(counts_in, self.ep.size, sum(rows_received)).sort(dim=0, stable=True).indices
             by_rank = inverse(by_expert)
             ends = counts_in.unflatten(0, (self.ep.size, -1)).sum(0).cumsum(0).int()  # on the device, without a wait
             groups = Groups(ends, tuple(map(sum, zip(*sizes_in, strict=True))))
@@ -349,7 +351,7 @@ class AllToAllDispatch(SlicedDispatch):
         rows = experts(rows, groups)
         with self.sending(COMBINE):
             rows = Rearrange.apply(rows, by_rank, by_expert)
-            combine = self._exchange(COMBINE, received, sent)
+            combine = self._exchange(COMBINE, rows_received, rows_sent)
             ticket = StartExchange.apply(combine, rows)
             del rows
         combine.pause()
@@ -386,7 +388,7 @@ def dispatch_of(
     if spec.experts is None:
         return LocalDispatch()
     if mesh.ep.size == 1:  # every rank has all experts: no token is sent
-        dispatch = SlicedDispatch(mesh, wgrad_queue)
+        dispatch = ExpertParallelDispatch(mesh, wgrad_queue)
         # It can be in a graph: the host needs no row counts. But deferred work leaves a graph, and PyTorch's compiler
         # supports the grouped kernel in bfloat16 only.
         widths, bf16 = (spec.hidden, spec.experts.ffn), dtype == torch.bfloat16

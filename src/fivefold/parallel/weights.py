@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from fivefold.layout.sharding import Box, Grouping, LocalParam, local_params
+from fivefold.layout.sharding import Box, BucketParams, LocalParam, local_params
 from fivefold.model.layers import accum_dtype
 from fivefold.parallel.buckets import BackwardPart, Reducer
 from fivefold.parallel.mesh import Axis, Mesh
@@ -103,7 +103,7 @@ class Weights(Protocol):
         """Whether its master is this rank's share of rows under ZeRO, not all that the rank computes with."""
         ...
 
-    def fsdp_axis_of(self, param: LocalParam | Grouping) -> Axis:
+    def fsdp_axis_of(self, param: LocalParam | BucketParams) -> Axis:
         """The axis that ZeRO shards it over."""
         return getattr(self.mesh, param.fsdp_axis)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fivefold.layout.sharding import MINIMUM, Grouping, LocalParam, buckets, layers_of
+from fivefold.layout.sharding import MIN_BUCKET_ELEMENTS, BucketParams, LocalParam, buckets, layers_of
 from fivefold.model.init import init_param
 from fivefold.model.layers import accum_dtype
 from fivefold.parallel.buckets import BackwardPart, Bucket, Reducer, slots_of
@@ -24,7 +24,8 @@ from fivefold.parallel.weights import GradHook, Weights, local_of, register_grad
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import EMBEDDING_UNIT, HEAD_UNIT
 
-_PREFETCH = 2  # stage 2: all-gathers of new weights in flight at a time, each with a buffer of its own
+# Stage 2: all-gathers of new weights in flight at a time, each with a buffer of its own. Stage 1 starts all at once.
+_MAX_GATHERS_IN_FLIGHT = 2
 
 
 class UnreducedGrads:
@@ -88,10 +89,10 @@ class ZeroBuckets(Weights):
         stages: Sequence[nn.Module],
         spec: ModelSpec,
         mesh: Mesh,
-        compute: torch.dtype,
+        compute_dtype: torch.dtype,
         seed: int,
         *,
-        minimum: int = MINIMUM,
+        min_bucket_elements: int = MIN_BUCKET_ELEMENTS,
         split_backward: bool = False,
     ):
         """`split_backward`: weight-gradient passes of their own report the gradients of linears, by `add`."""
@@ -99,18 +100,24 @@ class ZeroBuckets(Weights):
         per_stage = [stage_params(model, spec, mesh) for model in stages]
         self.local_params = {name: param for params in per_stage for name, param in params.items()}
         for model, params in zip(stages, per_stage, strict=True):
-            to_empty(model, params, compute, mesh.device)
+            to_empty(model, params, compute_dtype, mesh.device)
         self.parameters = {name: p for model in stages for name, p in model.named_parameters()}
         self.model_weights = {name: local_of(p) for name, p in self.parameters.items()}
         self.masters = {name: self._init_master(spec, param, seed) for name, param in self.local_params.items()}
         # A bucket never spans pipeline stages, which finish at different times; a tied embedding is the first stage's.
         seen: set[str] = set()
-        low_precision_gather = mesh.layout.zero > 0 and compute != accum_dtype(compute)
-        groups: list[tuple[int, Grouping]] = []
+        low_precision_gather = mesh.layout.zero > 0 and compute_dtype != accum_dtype(compute_dtype)
+        groups: list[tuple[int, BucketParams]] = []
         for stage_index, params in enumerate(per_stage):
             unseen = [param for name, param in params.items() if name not in seen]
             seen |= params.keys()
-            of_stage = buckets(unseen, minimum, split_backward, mesh.embedding.size > 1, low_precision_gather)
+            of_stage = buckets(
+                unseen,
+                min_elements=min_bucket_elements,
+                split_backward=split_backward,
+                separate_tied=mesh.embedding.size > 1,
+                low_precision=low_precision_gather,
+            )
             groups += [(stage_index, group) for group in of_stage]
         unreduced = [name for _, group in groups if not self._needs_reduction(group) for name in group.names]
         groups = [(stage_index, group) for stage_index, group in groups if self._needs_reduction(group)]
@@ -119,7 +126,7 @@ class ZeroBuckets(Weights):
             {name: self.masters[name] for name in unreduced},
             mesh.device,
         )
-        self.buckets = [self._bucket(group, compute) for _, group in groups]
+        self.buckets = [self._bucket(group, compute_dtype) for _, group in groups]
         self.zero_stage = max((bucket.zero_stage for bucket in self.buckets), default=0)
         self.reducer = Reducer(self.buckets, groups)
         # Forward runs the stages in order; within a stage, buckets are in the order of backward.
@@ -136,14 +143,14 @@ class ZeroBuckets(Weights):
 
     # ---- construction ----------------------------------------------------------------------------------------------
 
-    def zero_stage_of(self, param: LocalParam | Grouping) -> int:
+    def zero_stage_of(self, param: LocalParam | BucketParams) -> int:
         """The ZeRO stage: 0 where its fsdp axis has one rank."""
         return self.mesh.layout.zero if self.fsdp_axis_of(param).size > 1 else 0
 
     def sharded(self, param: LocalParam) -> bool:
         return self.zero_stage_of(param) > 0
 
-    def _needs_reduction(self, group: Grouping) -> bool:
+    def _needs_reduction(self, group: BucketParams) -> bool:
         """Whether gradients are summed over other ranks."""
         return group.partial or group.tied or self.fsdp_axis_of(group).size > 1
 
@@ -157,25 +164,28 @@ class ZeroBuckets(Weights):
         init_param(spec, param.parameter, full_precision, seed, param.box)
         if full_precision is weight:
             parameter = self.parameters[param.name]
-            one_rank = self.fsdp_axis_of(param).size == 1 and not self.has_tied_copy(param)
-            is_own_master = one_rank and not isinstance(parameter, DTensor)
-            return parameter if is_own_master else nn.Parameter(weight[own_rows])
+            # A parameter whose gradient is also summed over tp (`partial`) is a DTensor, as all but experts are then.
+            is_unshared = self.fsdp_axis_of(param).size == 1 and not self.has_tied_copy(param)
+            is_its_own_master = is_unshared and not isinstance(parameter, DTensor)
+            return parameter if is_its_own_master else nn.Parameter(weight[own_rows])
         weight.copy_(full_precision)
         return nn.Parameter(full_precision[own_rows].clone() if self.sharded(param) else full_precision)
 
-    def _bucket(self, group: Grouping, compute: torch.dtype) -> Bucket:
+    def _bucket(self, group: BucketParams, compute_dtype: torch.dtype) -> Bucket:
         fsdp_axis, zero_stage = self.fsdp_axis_of(group), self.zero_stage_of(group)
         slots = slots_of(group, self.model_weights, self.masters, fsdp_axis.size if zero_stage else 1)
         extra_reduce_axis = self.mesh.tp if group.partial else self.mesh.embedding if group.tied else None
-        gather_dtype = accum_dtype(compute) if group.full_precision else compute
+        gather_dtype = accum_dtype(compute_dtype) if group.full_precision else compute_dtype
         return Bucket(slots, fsdp_axis, extra_reduce_axis, zero_stage, gather_dtype)
 
-    def _register_gather_hooks(self, model: nn.Module, buckets: list[tuple[Bucket, Grouping]]) -> None:
+    def _register_gather_hooks(self, model: nn.Module, buckets_and_params: list[tuple[Bucket, BucketParams]]) -> None:
         """Let the forward of a bucket's first module wait for the bucket's all-gather."""
-        layers = layers_of(unit for _, group in buckets for unit in group.units)
+        layers = layers_of(unit for _, group in buckets_and_params for unit in group.units)
         modules = {layer: f"layers.{layer}" for layer in layers}
+        # "" is the stage itself, which begins with the embedding. Functions read the weights of last norm and head, and
+        # never call these modules, so no hook of their own would run: their weights are waited for at the last layer.
         modules |= {EMBEDDING_UNIT: "", HEAD_UNIT: modules[layers[-1]] if layers else ""}
-        for bucket, group in buckets:
+        for bucket, group in buckets_and_params:
             for name in {modules[unit] for unit in group.units}:
                 model.get_submodule(name).register_forward_pre_hook(partial(self._wait_all_gather, bucket))
 
@@ -195,7 +205,7 @@ class ZeroBuckets(Weights):
 
     def set_grad_hook(self, grad_hook: GradHook) -> None:
         super().set_grad_hook(grad_hook)
-        for name, parameter in self._own_masters():
+        for name, parameter in self._params_that_are_masters():
             parameter.register_post_accumulate_grad_hook(partial(self._on_grad_accumulated, name))
 
     def _on_grad_accumulated(self, name: str, parameter: Tensor) -> None:
@@ -203,10 +213,10 @@ class ZeroBuckets(Weights):
             self.call_grad_hook(name, parameter.grad)
 
     def discard_grads(self) -> None:
-        for _, parameter in self._own_masters():
+        for _, parameter in self._params_that_are_masters():
             parameter.grad = None
 
-    def _own_masters(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def _params_that_are_masters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters that are their own masters: autograd accumulates where the optimizer looks."""
         return ((name, parameter) for name, parameter in self.parameters.items() if parameter is self.masters[name])
 
@@ -224,7 +234,7 @@ class ZeroBuckets(Weights):
             bucket.zero_grad()
         self.unreduced_grads.sync_params(already_cast)
         self.pending_gathers = deque(self.forward_order)
-        self._start_all_gathers(limit=_PREFETCH if self.zero_stage == 2 else len(self.buckets))
+        self._start_all_gathers(limit=_MAX_GATHERS_IN_FLIGHT if self.zero_stage == 2 else len(self.buckets))
 
     def _start_all_gathers(self, limit: int) -> None:
         """Start pending all-gathers, in order, while fewer than `limit` are in flight."""
@@ -236,7 +246,7 @@ class ZeroBuckets(Weights):
         while bucket in self.pending_gathers:
             self.pending_gathers.popleft().start_all_gather()
         bucket.wait_all_gather()
-        self._start_all_gathers(_PREFETCH)
+        self._start_all_gathers(_MAX_GATHERS_IN_FLIGHT)
 
     def wait_params(self) -> None:
         for bucket in self.forward_order:

@@ -227,7 +227,7 @@ def traffic(option: Option) -> list[AxisTraffic]:
     dtype = dtype_of(case.work.activation_bytes)
     splits = case.splits if case.groups else None
     sizes = (case.spec, case.layout, case.seq, case.batch, dtype)
-    for row in expected_traffic(*sizes, coords=RankCoords(pp=rank), splits=splits, experts_apart=True):
+    for row in expected_traffic(*sizes, coords=RankCoords(pp=rank), splits_backward=splits, keep_ep_axis=True):
         reach = wires.reaches.get(row.axis)  # None: the whole world, the pipeline's ends: a few numbers
         share, wire = _leaving(row.kind, reach, case.cluster.nodes), float(row.wire)
         alone = wires.time(row.kind, row.axis, row.payload / row.calls, row.calls) if reach else None

@@ -77,7 +77,7 @@ def components(needs: Footprint) -> Parts:
         ("gradients", ORANGE, needs.gradients),
         ("optimizer", GREEN, needs.state.optimizer),
         ("activations", PURPLE, needs.activations.total),
-        (f"the fullest moment ({needs.moment})", RED, needs.transient),
+        (f"the fullest moment ({needs.moment_name})", RED, needs.moment_bytes),
         ("buffers", SKY, needs.buffers),
         ("context and fragmentation", REST, needs.margin),
     ]
@@ -87,7 +87,7 @@ def components(needs: Footprint) -> Parts:
 def detailed(needs: Footprint) -> Parts:
     """Of a rank, in GB: activations by kind, and the fullest moment by its name."""
     kinds = [name for name in needs.parts if name.startswith("activations")]
-    colours = {name: colour for name, colour, _ in components(needs)} | {needs.moment: RED}
+    colours = {name: colour for name, colour, _ in components(needs)} | {needs.moment_name: RED}
     colours |= {name: hexed(mix(rgb(PURPLE), (255, 255, 255), 0.6 * at / len(kinds))) for at, name in enumerate(kinds)}
     return [(name, colours[name], size / GB) for name, size in needs.parts.items() if size > 0]
 

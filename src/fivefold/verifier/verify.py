@@ -311,7 +311,7 @@ def expected_traffic(job: Job, routing: Sequence[Routing] = ()) -> list[list[Tra
     of_ranks = []
     for rank, coords in enumerate(all_coords):
         steps = [rows_of(job.model, layout, rank, seq, train.batch, of_step) for of_step in routing]
-        of_ranks.append(total(row for rows in steps for row in a_step(coords=coords, rows=rows)))
+        of_ranks.append(total(row for rows in steps for row in a_step(coords=coords, routed_rows=rows)))
     return of_ranks
 
 

@@ -3,7 +3,7 @@
 import torch
 
 from fivefold.layout.layout import Layout
-from fivefold.layout.sharding import Grouping, buckets, local_params
+from fivefold.layout.sharding import BucketParams, buckets, local_params
 from fivefold.parallel.optimizer import Optimizer
 from fivefold.parallel.traffic import TrafficCounter
 from fivefold.spec.model import ModelSpec
@@ -12,14 +12,14 @@ from tests.parallel.zero.world import CONFIG, SMALL, each, forward_backward, mak
 from tests.ranks import run_ranks
 
 UNEVEN = preset("tiny", layers=3, hidden=10, heads=1, kv_heads=1, head_dim=10, ffn=7, vocab=257)
-MINIMUM, WIDE = 1000, 4  # elements of a bucket in these tests; bytes of float32
+MIN_BUCKET_ELEMENTS, WIDE = 1000, 4  # elements of a bucket in these tests; bytes of float32
 
 Rows = dict[tuple[str, str], tuple[int, int]]  # (axis, kind) -> calls, payload
 
 
 def count(rank: int, world: int, spec: ModelSpec, layout: Layout, dtype: torch.dtype) -> list[Rows]:
     """The traffic of two steps, from the forward of one to the arrival of its weights."""
-    model, ops, weights, mesh = make(spec, layout, dtype, MINIMUM)
+    model, ops, weights, mesh = make(spec, layout, dtype, MIN_BUCKET_ELEMENTS)
     optimizer = Optimizer(weights, spec, CONFIG, mesh)
     seen = []
     for step in range(2):
@@ -35,7 +35,9 @@ def count(rank: int, world: int, spec: ModelSpec, layout: Layout, dtype: torch.d
 def expected(spec: ModelSpec, layout: Layout, narrow: int) -> Rows:
     """`narrow`: bytes of a weight in the compute dtype. The norm is a float64, with one beside it."""
     parts, m = layout.dp, layout.microbatches
-    groups = buckets(local_params(spec, layout).values(), MINIMUM, low_precision=layout.zero > 0 and narrow < WIDE)
+    groups = buckets(
+        local_params(spec, layout).values(), MIN_BUCKET_ELEMENTS, low_precision=layout.zero > 0 and narrow < WIDE
+    )
     exact = [group for group in groups if group.full_precision]
     calls, padded = len(groups), sum(group.padded(parts) for group in groups)
     whole = sum(group.padded(parts) for group in exact)
@@ -61,7 +63,7 @@ def test_every_stage_with_one_and_two_microbatches() -> None:
 
 def test_padding_over_four_ranks() -> None:
     layout = Layout(dp=4, zero=1)
-    groups: list[Grouping] = buckets(local_params(UNEVEN, layout).values(), MINIMUM)
+    groups: list[BucketParams] = buckets(local_params(UNEVEN, layout).values(), MIN_BUCKET_ELEMENTS)
     assert sum(group.padded(4) for group in groups) > UNEVEN.parameter_count
     assert len(groups) == 3  # the head, three blocks, the embedding
     for first, _ in run_ranks(4, count, UNEVEN, layout, torch.float32):
@@ -70,7 +72,7 @@ def test_padding_over_four_ranks() -> None:
 
 def test_copies_sum_their_shards_once_a_step() -> None:
     layout = Layout(dp=4, zero=3, replicate=2, microbatches=2)
-    padded = sum(group.padded(2) for group in buckets(local_params(SMALL, layout).values(), MINIMUM))
+    padded = sum(group.padded(2) for group in buckets(local_params(SMALL, layout).values(), MIN_BUCKET_ELEMENTS))
     for first, second in run_ranks(4, count, SMALL, layout, torch.float32):
         units = SMALL.layers + 1
         assert first == second

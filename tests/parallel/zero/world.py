@@ -82,7 +82,7 @@ def reference(spec: ModelSpec, count: int, empty: tuple[int, ...] = (), dtype: t
 
 
 def make(
-    spec: ModelSpec, layout: Layout, dtype: torch.dtype, minimum: int = 1000, device: str = "cpu"
+    spec: ModelSpec, layout: Layout, dtype: torch.dtype, min_bucket_elements: int = 1000, device: str = "cpu"
 ) -> tuple[Decoder, LocalOps, Weights, Mesh]:
     """A model on this rank. Buckets are small here, so that there are several."""
     mesh = Mesh.of(layout, torch.device(device))
@@ -95,7 +95,7 @@ def make(
     if layout.zero == 3:
         weights = FullySharded([model], spec, mesh, dtype, SEED)
     else:
-        weights = ZeroBuckets([model], spec, mesh, dtype, SEED, minimum=minimum)
+        weights = ZeroBuckets([model], spec, mesh, dtype, SEED, min_bucket_elements=min_bucket_elements)
     return model, ops, weights, mesh
 
 
