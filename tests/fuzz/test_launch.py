@@ -247,6 +247,7 @@ def judge(case: Case, folder: Path) -> int:
 
 @fuzz
 @given(cases())
+@example(Case("job.toml", {}, ["data.path=~\0"], {}, "out"))
 @example(Case("job.toml/", {}, [], {}, "out"))
 def test_any_text_in_any_place(folder: Path, case: Case) -> None:
     event(f"{judge(case, folder)} of {len(KINDS)} are written")

@@ -51,6 +51,8 @@ def test_what_cannot_be_opened_is_a_sentence_and_an_endless_file_is_not_read_to_
     ("text", "code"),
     [
         ("~nouser/x", "path.home"),
+        ("~\ud800", "path.home"),
+        ("~\0", "path.characters"),
         ("a\0b", "path.characters"),
         ("a\ud800", "path.characters"),
         ("a" * 256, "path.length"),

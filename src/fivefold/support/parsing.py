@@ -35,13 +35,13 @@ class Missing(UserError):
 def path_of(text: str | Path) -> Path:
     """The path that a user means by a text, `~` included; one that no file can have is refused."""
     path = Path(text)
-    try:
-        path = path.expanduser()
-    except RuntimeError:
-        unknown = f"{str(text)!r} names the home of a user, {path.parts[0]}, who is not known here"
-        raise UserError(unknown, "path.home") from None
     if "\0" in str(path):
         raise UserError(f"{str(text)!r} is not a path: it has a character of code 0", "path.characters")
+    try:
+        path = path.expanduser()
+    except (RuntimeError, UnicodeError):  # no such user; or a name that no user can have
+        unknown = f"{str(text)!r} names the home of a user, {path.parts[0]}, who is not known here"
+        raise UserError(unknown, "path.home") from None
     names = [os.fsencode(part) for part in path.parts] if _encodes(path) else None
     if names is None:
         raise UserError(f"{str(text)!r} is not a path: the file system cannot write its characters", "path.characters")
