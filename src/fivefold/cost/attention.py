@@ -304,6 +304,7 @@ class Method:
     backward_buffers: int  # likewise in backward, with all gradients and copies that it makes
     moving: Both  # all communication, exposed or hidden
     waits: float = 0.0  # of the exposed seconds, those in which a ring's step waits for its sends
+    stacked: int = 0  # bytes of own keys and values: full recompute lets go of them once they are stacked to be sent
     spare: float = 0.0  # seconds of attention that need no other rank's keys, and could hide as much
 
     @property
@@ -344,6 +345,7 @@ def ring(layer: LayerAttention, split: SequenceSplit | None = None) -> Method:
         backward_buffers=3 * narrow + 3 * wide + queries * (2 * layer.narrow + layer.wide),
         moving=layer.moving("ring"),
         waits=waits,
+        stacked=narrow,
     )
 
 
@@ -369,6 +371,7 @@ def allgather(layer: LayerAttention, split: SequenceSplit | None = None) -> Meth
         + (narrow + wide) // c
         + layer.size(layer.heads) * (layer.narrow + layer.wide),
         moving=moving,
+        stacked=narrow // c,
         spare=min(gather, own.forward) + min(gather, own.backward),
     )
 

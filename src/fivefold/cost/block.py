@@ -343,7 +343,10 @@ class BlockCost:
     @property
     def cp_backward_buffer_bytes(self) -> float:
         """Bytes that cp needs beside the activations while attention runs backward."""
-        return self._over_ranks.backward_buffers if self._over_ranks else 0.0
+        if self._over_ranks is None:
+            return 0.0
+        freed = self._over_ranks.stacked if self.layout.recompute == "full" else 0
+        return float(self._over_ranks.backward_buffers - freed)
 
     @property
     def own(self) -> ParamShare:
