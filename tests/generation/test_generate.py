@@ -1,5 +1,6 @@
 """What a model generates: token for token that of `transformers`, on one process and on many."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,10 @@ def test_bad_requests_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError) as error:
         generate(request(directory, "tp=3", count=80, temperature=-1.0), [], [999], lambda _: None)
     assert len(error.value.problems) == 5  # temperature, heads and kv heads, token, positions
+    with pytest.raises(UserError, match=r"--share-gpu nccl lets ranks .* the CPU; nearest: --share-gpu gloo"):
+        generate(replace(request(directory, "tp=2"), share_gpu="nccl"), [], PROMPT, lambda _: None)
+    with pytest.raises(UserError, match="--share-gpu mpi is neither gloo nor nccl"):
+        generate(replace(request(directory), share_gpu="mpi"), [], PROMPT, lambda _: None)
     with pytest.raises(UserError, match=r"has no tokenizer\.json"):
         generate(request(directory), ["hello"], None, lambda _: None)
     with pytest.raises(UserError, match="is not a directory"):

@@ -33,11 +33,12 @@ def test_layouts_compute_what_one_process_computes(world: int, sample: int) -> N
     assert not failures(found)
 
 
-def test_compiled_blocks_in_bfloat16_hold() -> None:
+@pytest.mark.parametrize(("world", "sample"), [(2, 6), (4, 3)])
+def test_compiled_blocks_in_bfloat16_hold(world: int, sample: int) -> None:
     """The defaults on a GPU: stages compile before the first message, while no receive is posted."""
     found = verify(
-        changes=["train.share_gpu=nccl"], device="cuda", dtype="bfloat16", everything=True, world=2, sample=6,
-        timeout=150,
+        changes=["train.share_gpu=nccl"], device="cuda", dtype="bfloat16", everything=True, world=world, sample=sample,
+        timeout=200,
     )  # fmt: skip
     assert any(case.job.layout.pp > 1 for case, _ in found.judged)
     assert all(verdict.graphs for _, verdict in found.judged)

@@ -1,5 +1,7 @@
 """Training over NCCL: long runs with evaluation, checkpoints and other layouts are the curve that gloo gives."""
 
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -43,3 +45,33 @@ def test_two_hundred_steps_are_those_of_gloo(tmp_path: Path, layout: str, nproc:
     again = train(folders[2], then, others, *CHANGED, *LONG[1:])
     assert again.code == 0, again.output
     assert again.losses == pytest.approx(whole.losses, rel=1e-10)
+
+
+def test_replayed_microbatches_agree_and_a_flipped_bit_is_found(tmp_path: Path) -> None:
+    """A rank computes a microbatch of another, forward and backward through the pipeline, between two steps."""
+    words = ("train.steps=6", "train.dtype=float32", "watch.replay=2", "watch.digests=2", "checkpoint.save=false")
+    layout = "dp=2,pp=2,microbatches=4,schedule=zb-v"
+    healthy = train(tmp_path, layout, 4, *words)
+    assert healthy.code == 0, healthy.output
+    assert sorted(healthy.losses) == [1, 2, 3, 4, 5, 6]
+    flipped = train(tmp_path, layout, 4, *words, "run.name=flipped", fault="flip@rank=2,step=4,at=compute")
+    assert flipped.code == 1, flipped.output
+    assert "rank 2" in flipped.said
+
+
+def test_text_generated_over_nccl_is_that_of_one_process(tmp_path: Path) -> None:
+    done = train(tmp_path, "dp=2", 2, "train.steps=40", "checkpoint.every=40")
+    assert done.code == 0, done.output
+
+    def text(layout: str) -> str:
+        command = [sys.executable, "-m", "fivefold", "generate", str(tmp_path / "run"), "--prompt", "def f"]
+        options = ["--layout", layout, "--device", "cuda", "--dtype", "float64", "--seed", "3", "-n", "40"]
+        shared = ["--share-gpu", "nccl"] if layout != "dp=1" else []
+        said = subprocess.run([*command, *options, *shared], capture_output=True, text=True, timeout=200, check=False)
+        assert said.returncode == 0, said.stderr
+        return said.stdout
+
+    alone = text("dp=1")
+    assert len(alone) > 20
+    for layout in ("tp=2", "tp=2,pp=2", "pp=2"):
+        assert text(layout) == alone, layout

@@ -45,6 +45,7 @@ def generate(
     step: Annotated[int | None, typer.Option(help="Which checkpoint; default: the newest complete one.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float64.")] = "float32",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    share_gpu: Annotated[str, typer.Option(help="What ranks that share a GPU talk through: gloo or nccl.")] = "gloo",
     timeout: Annotated[float, typer.Option(help="Time limit, in seconds, of a layout with several ranks.")] = 600.0,
     output: Output = None,
     as_json: Json = False,
@@ -72,7 +73,7 @@ def generate(
     if bool(prompt) == bool(tokens):
         raise UserError("give either --prompt or --tokens", "option.conflict")
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    request = Request(place_of(source), step, layout, dtype_of(dtype), device, count, sampling, timeout)
+    request = Request(place_of(source), step, layout, dtype_of(dtype), device, count, sampling, timeout, share_gpu)
     streamed: list[str] = []
     answers = run(request, prompt or [], _ids(tokens), streamed.append if as_json else _printing(streamed))
     figures = json.dumps([asdict(answer) | {"sampling": msgspec.to_builtins(sampling)} for answer in answers])

@@ -15,6 +15,7 @@ from fivefold.data.integrity import check_file
 from fivefold.data.tokenizer import ByteTokenizer, end_tokens, load_tokenizer
 from fivefold.job.config import Job, TrainConfig
 from fivefold.launch import processes
+from fivefold.launch.local import sharing_problem, visible_gpus
 from fivefold.layout.layout import Layout
 from fivefold.spec.hf import END_NAMED_IN
 from fivefold.support.errors import UserError
@@ -121,6 +122,7 @@ class Request:
     count: int
     sampling: Sampling
     timeout: float
+    share_gpu: str = "gloo"  # what ranks that share a GPU talk through
 
 
 @dataclass(frozen=True)
@@ -196,8 +198,11 @@ def _model(request: Request, needs_text: bool) -> tuple[Job, Place, GeneratedTex
         raise UserError(f"--dtype {request.dtype} is none of float32, bfloat16, float64")
     if request.device not in ("auto", "cpu", "cuda"):
         raise UserError(f"--device {request.device} is none of auto, cpu, cuda")
+    if request.share_gpu not in ("gloo", "nccl"):
+        raise UserError(f"--share-gpu {request.share_gpu} is neither gloo nor nccl")
     # Not compiled: every length of text is another shape.
-    train = msgspec.convert({"dtype": request.dtype, "device": request.device, "compile": "off"}, TrainConfig)
+    fields = {"dtype": request.dtype, "device": request.device, "compile": "off", "share_gpu": request.share_gpu}
+    train = msgspec.convert(fields, TrainConfig)
     job = Job(model=spec, layout=msgspec.structs.replace(layout, microbatches=1), train=train)
     return job, weights, words, directory
 
@@ -205,6 +210,9 @@ def _model(request: Request, needs_text: bool) -> tuple[Job, Place, GeneratedTex
 def _check(request: Request, job: Job, prompts: list[list[int]]) -> None:
     problems = request.sampling.problems()
     problems += job.layout.problems(job.model, seq=job.data.seq, batch=job.layout.microbatches)
+    gpus = 0 if request.device == "cpu" else visible_gpus()
+    if problem := sharing_problem(job.train, gpus, job.layout.world):
+        problems.append(problem.replace("train.share_gpu=", "--share-gpu "))
     limits = {"--count": within(1, 10_000_000), "--timeout": within(0.001, SECONDS)}
     given = {"--count": request.count, "--timeout": request.timeout}
     problems += filter(None, (misfit(name, given[name], allowed) for name, allowed in limits.items()))
