@@ -58,6 +58,12 @@ def together(home: Path, proofs: dict[str, tuple[Job, Bug]]) -> dict[str, Verdic
 
 # ---- layouts hold ----------------------------------------------------------------------------------------------------
 
+
+def test_what_the_stages_of_a_pipeline_are_compiled_with_is_not_counted_as_routed() -> None:
+    found = verify("pp=2,microbatches=2", ["train.compile=on"], model="tiny-moe", steps=1)
+    assert [verdict.problems for _, verdict in found.judged] == [[]]
+
+
 EVERY = Experts(count=4, top_k=4, ffn=12, renormalise=False)
 MANY = Experts(count=64, top_k=1, ffn=4)  # more than tokens
 GPT = {**cases._LAYER_NORM, "kv_heads": 4, "tied": True, "dropout": 0.1}

@@ -5,7 +5,7 @@ then wrong.
 """
 
 import gc
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -25,13 +25,12 @@ from fivefold.job.config import Job
 from fivefold.job.preflight import preflight
 from fivefold.launch.device import choose_backend, choose_device, make_repeatable
 from fivefold.launch.processes import Rank, named
-from fivefold.model.decoder import Decoder
 from fivefold.model.recompute import compilation, is_recomputing
 from fivefold.optim.base import learning_rate
 from fivefold.parallel.collectives import digest, full_tensor
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.traffic import TrafficCounter
-from fivefold.trainer.engine import Engine, mixtures
+from fivefold.trainer.engine import Engine, RankModel, mixtures
 from fivefold.trainer.ledger import Ledger
 from fivefold.trainer.loop import Trainer
 from fivefold.verifier import compare
@@ -62,10 +61,10 @@ class _LayerRecord:
 class RouteRecorder:
     """Records what the routers of this rank's stages choose, and may replay the reference's choice instead."""
 
-    def __init__(self, stages: Iterable[Decoder], replay: bool):
-        self.replay = replay
+    def __init__(self, network: RankModel, replay: bool):
+        self.weights, self.replay = network.weights, replay
         self.tokens = torch.empty(0)  # [n, 2] sample and position of the tokens that a mixture is about to route
-        self.mixtures = mixtures(stages)
+        self.mixtures = mixtures(network.stages.values())
         self.records: dict[int, _LayerRecord] = {}
         for layer, mixture in self.mixtures.items():
             # Between graphs: inside, a recomputed block would have others in its second run, which counts nothing.
@@ -97,7 +96,8 @@ class RouteRecorder:
             samples, positions = self.tokens.cpu().unbind(-1)
             rows = samples - record.first
             expected = record.expected[rows, positions]
-            if not is_recomputing():
+            # A replay, by which stages of a pipeline are compiled before the first step, is no part of a step.
+            if not is_recomputing() and not self.weights.replaying:
                 np.add.at(record.visits, (rows.numpy(), positions.numpy()), 1)
                 differ = (chosen.cpu().sort(-1).values != expected.sort(-1).values).any(-1)
                 record.strays.append(torch.column_stack([samples, positions, chosen.cpu()])[differ])
@@ -208,7 +208,7 @@ def compare_steps(rank: Rank, job: Job, path: Path) -> RankMeasurement:
     # Under a counter nothing runs compiled: then it is the numbers that are proven, and those that count stay outside.
     counted: list[AbstractContextManager[Any]] = [ledger, counter]
     first, others = [nullcontext(), nullcontext()] if engine.compiled else counted
-    recorder = RouteRecorder(engine.stages.values(), compare.replays(job))
+    recorder = RouteRecorder(engine, compare.replays(job))
     local = {name for model in engine.stages.values() for name in model.stage.names(job.model)}
     for step, target in enumerate(reference.steps, start=1):
         batch = make_batch(job, step - 1)
