@@ -90,6 +90,9 @@ class Replay:
     def __init__(self, engine: Engine, account: Account):
         self.engine, self.account = engine, account
         self.seen: dict[str, Tensor] | None = None  # digests by name, while it listens
+        # The table that digests share is made now, on the stream of the run: FSDP2 hands over gradients on a stream of
+        # its own, and a table made there could be read on this one before it is written.
+        digest(torch.zeros(1, device=engine.mesh.device))
         engine.weights.set_grad_hook(self._hear)
 
     def _hear(self, name: str, gradient: Tensor) -> None:
