@@ -22,8 +22,8 @@ from fivefold.bench.systems import CPU, RATE, enter, machine, take_turns
 from fivefold.cli import main, program
 from fivefold.cli.bench import Changes, Rounds, measured
 from fivefold.cli.options import Json
-from fivefold.cost.stack import ON_CPUS
-from fivefold.cost.step import Case, stage_passes
+from fivefold.cost.software import ON_CPUS
+from fivefold.cost.step import Workload, stage_passes
 from fivefold.job.config import Job
 from fivefold.launch import processes
 from fivefold.launch.device import core_of
@@ -77,8 +77,8 @@ class Planned(NamedTuple):
 
     @classmethod
     def of(cls, option: Option, layout: Layout) -> "Planned":
-        layers = tuple(len(stage.layers) for stage in option.case.stages)
-        stages = zip(stage_passes(option.case), layers, strict=True)
+        layers = tuple(len(stage.layers) for stage in option.workload.stages)
+        stages = zip(stage_passes(option.workload), layers, strict=True)
         return cls(layout, layers, option.seconds, min(passes.forward.total for passes, count in stages if count))
 
 
@@ -233,13 +233,13 @@ def _factors(text: str) -> list[float]:
 def plans(job: Job, speeds: RanksResult, ranks: int, file: Path) -> dict[str, Planned]:
     """Each system on ranks of these speeds. `auto`'s order goes into `file`, which the ranks read."""
     even = Layout(pp=ranks, microbatches=job.layout.microbatches)
-    stack, cluster = ON_CPUS.computing_in("fp32"), speeds.cluster
-    case = Case(job.model, even, cluster, job.data.seq, job.train.batch, "fp32", stack)
-    case = replace(case, groups=groups_of(cluster, even))
-    planned = {EVEN: Planned.of(evaluate(case), even)}
+    software, cluster = ON_CPUS.computing_in("fp32"), speeds.cluster
+    workload = Workload(job.model, even, cluster, job.data.seq, job.train.batch, "fp32", software)
+    workload = replace(workload, groups=groups_of(cluster, even))
+    planned = {EVEN: Planned.of(evaluate(workload), even)}
     for name in SYSTEMS[1:]:
         layout = structs.replace(even, schedule=name, chunks=record_of(name).chunks)
-        best = evaluate(best_split(replace(case, layout=layout)))
+        best = evaluate(best_split(replace(workload, layout=layout)))
         planned[name] = Planned.of(best, trained(best, file))
     return planned
 

@@ -4,7 +4,7 @@ import pytest
 
 from fivefold.cost.collective_time import Topology
 from fivefold.cost.kernels import Device
-from fivefold.cost.step import Case
+from fivefold.cost.step import Workload
 from fivefold.hardware.accelerators import LINKS, find_accelerator
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
@@ -102,9 +102,9 @@ def test_pipeline_ranks_count_through_nodes_and_then_groups() -> None:
 
 def test_unlike_nodes_meet_at_the_slower_end() -> None:
     cluster, layout = Cluster.parse("8xH100+8xRTX4090"), Layout.parse("pp=2,tp=8")
-    case = Case(preset("llama3-8b"), layout, cluster, 4096, 8, groups=groups_of(cluster, layout))
-    assert [case.work_of(rank).device.accelerator.across for rank in (0, 1)] == [LINKS["Ethernet-10G"]] * 2
-    alone = Case(preset("llama3-8b"), layout, Cluster.parse("2x8xH100"), 4096, 8)
+    workload = Workload(preset("llama3-8b"), layout, cluster, 4096, 8, groups=groups_of(cluster, layout))
+    assert [workload.work_of(rank).device.accelerator.across for rank in (0, 1)] == [LINKS["Ethernet-10G"]] * 2
+    alone = Workload(preset("llama3-8b"), layout, Cluster.parse("2x8xH100"), 4096, 8)
     assert alone.on.accelerator.across == LINKS["InfiniBand-NDR"]
 
 

@@ -96,7 +96,7 @@ def test_a_layer_sends_what_the_planner_says(words: dict[str, str]) -> None:
     result = ff.simulate(
         words["model"], words["layout"], words["cluster"], batch=int(words["batch"]), seq=int(words["seq"])
     )
-    wires = result.option.case.wires
+    wires = result.option.workload.wires
     for one in layer["sent"]:
         assert one["seconds"] == wires.time(one["kind"], one["axis"], one["payload"], one["calls"])
         assert one["across"] == wires.across(one["axis"])

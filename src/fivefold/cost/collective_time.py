@@ -1,6 +1,6 @@
 """How long a collective takes: ring or tree, within a node or across, by where an axis's ranks really are.
 
-    wires = Topology(device, 8, layout, stack.order)    # 8 GPUs a node
+    wires = Topology(device, 8, layout, software.order) # 8 GPUs a node
     wires.time("all-reduce", "tp", 64 << 20)         # seconds
 
 Alpha-beta: a ring of n passes its bytes on n-1 times (twice that for an all-reduce), each time a latency; a tree needs

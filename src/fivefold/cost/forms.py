@@ -14,7 +14,7 @@ from fivefold.cost.collective_time import Kind, Reach
 from fivefold.cost.kernels import Device
 from fivefold.cost.model_state import State
 from fivefold.cost.moe import ParamShare
-from fivefold.cost.stack import SoftwareProfile
+from fivefold.cost.software import SoftwareProfile
 from fivefold.spec.model import ModelSpec
 
 Number = Any  # a float, or an array of floats
@@ -61,7 +61,7 @@ class ZeroCost:
     """What ZeRO makes of a rank's parameters. `zero` is its stage throughout."""
 
     spec: ModelSpec
-    stack: SoftwareProfile
+    software: SoftwareProfile
     links: Links
 
     def states(self, count: ParamShare, zero: Any) -> dict[str, State]:
@@ -69,7 +69,7 @@ class ZeroCost:
         ranks = {axis: self.links.reaches[axis].ranks for axis in ("fsdp", "efsdp")}
         # FSDP2 keeps masters alone of all parameters, also of those that no other rank has.
         sharing = ranks["fsdp"] if self.spec.experts is None else most(*ranks.values())
-        each = self.stack.accounting
+        each = self.software.accounting
         return {
             axis: each.state(part, part / ranks[axis], zero, sharing) for axis, part in zip(ranks, count, strict=True)
         }
@@ -77,55 +77,55 @@ class ZeroCost:
     def in_block(self, own: ParamShare, forward: Number, backward: Number, full: Any) -> tuple[Number, Number]:
         """Seconds that stage 3 adds to the passes of a block of a microbatch: weights are gathered in both, gradients
         are scattered. `forward` and `backward` are the seconds to hide behind; `full`: recompute is."""
-        stack, links, parts = self.stack, self.links, self.stack.unit_parts
-        kind: Kind = "all-reduce" if stack.reduces_whole else "reduce-scatter"
+        software, links, parts = self.software, self.links, self.software.unit_parts
+        kind: Kind = "all-reduce" if software.reduces_whole else "reduce-scatter"
         gather = reduce = 0.0
         for axis, _, count in _parts(own):
-            gather = gather + links.time("all-gather", axis, count * stack.weight_bytes / parts, parts)
-            reduce = reduce + links.time(kind, axis, count * stack.gradient_bytes / parts, parts)
-        if stack.copies_parts:
+            gather = gather + links.time("all-gather", axis, count * software.weight_bytes / parts, parts)
+            reduce = reduce + links.time(kind, axis, count * software.gradient_bytes / parts, parts)
+        if software.copies_parts:
             gather = gather + parts * links.reaches["fsdp"].ranks * links.device.reached.launch
-        again, share = where(full, gather, 0.0) if stack.gathers_again else 0.0, stack.hides("zero")
+        again, share = where(full, gather, 0.0) if software.gathers_again else 0.0, software.hides("zero")
         return hidden(gather, forward, share), hidden(again + gather + reduce, backward, share)
 
     def at_ends(self, count: ParamShare, tp: Any, microbatches: Any, forward: Number) -> Number:
         """Exposed seconds of a step with stage 3: of embedding and head, behind the last stage's `forward`; and of
         copies of the shards."""
-        stack, links = self.stack, self.links
+        software, links = self.software, self.links
         ends = 2 * self.spec.vocab * self.spec.hidden / tp
-        gather = links.time("all-gather", "fsdp", 2 * ends * stack.weight_bytes)
-        scatter = links.time("reduce-scatter", "fsdp", ends * stack.gradient_bytes)
-        exposed = microbatches * hidden(gather + scatter, forward, stack.hides("zero"))
-        return exposed + links.time("all-reduce", "replicate", self._owned(count) * stack.gradient_bytes)
+        gather = links.time("all-gather", "fsdp", 2 * ends * software.weight_bytes)
+        scatter = links.time("reduce-scatter", "fsdp", ends * software.gradient_bytes)
+        exposed = microbatches * hidden(gather + scatter, forward, software.hides("zero"))
+        return exposed + links.time("all-reduce", "replicate", self._owned(count) * software.gradient_bytes)
 
     def after(self, count: ParamShare, zero: Any, rounds: Any, forward: Number, backward: Number) -> Number:
         """Exposed seconds of a step with stages 0 to 2: gradients behind the last `backward` pass (stage 2: behind all
         `rounds` of them), weights behind the next `forward`."""
-        stack, links = self.stack, self.links
+        software, links = self.software, self.links
         rounds = where(zero == 2, rounds, 1)
         gather = reduce = 0.0
         for axis, replicas, part in _parts(count):
-            gradients, shards = part * stack.gradient_bytes, links.reaches[axis].ranks
-            calls = shards if stack.broadcasts else 1
-            fetch = links.time("all-gather", axis, part * stack.weight_bytes / calls, calls)
+            gradients, shards = part * software.gradient_bytes, links.reaches[axis].ranks
+            calls = shards if software.broadcasts else 1
+            fetch = links.time("all-gather", axis, part * software.weight_bytes / calls, calls)
             # Where the shards have copies, as groups of ZeRO 1 do, sums of shards go round these.
             scatter = links.time("reduce-scatter", axis, gradients)
             scatter = scatter + links.time("all-reduce", "replicate", gradients / shards)
             gather = gather + where(zero > 0, fetch, 0.0)
             reduce = reduce + where(zero > 0, scatter, links.time("all-reduce", replicas, gradients))
-        exposed = hidden(rounds * reduce, rounds * backward, stack.hides("dp"))
-        return exposed + hidden(gather, forward, stack.hides_weights)
+        exposed = hidden(rounds * reduce, rounds * backward, software.hides("dp"))
+        return exposed + hidden(gather, forward, software.hides_weights)
 
     def optimizer(self, count: ParamShare, zero: Any) -> Number:
         """Seconds of its step."""
-        stack, device = self.stack, self.links.device
+        software, device = self.software, self.links.device
         owned = where(zero > 0, self._owned(count), count.total)
         launching = UPDATES * device.reached.launch
-        if stack.computes_itself and device.reached.update:
+        if software.computes_itself and device.reached.update:
             return device.reached.update * owned + launching
-        moved = (2 * stack.state_bytes + stack.gradient_bytes + stack.step_bytes) * owned
+        moved = (2 * software.state_bytes + software.gradient_bytes + software.step_bytes) * owned
         # Where a rank has all gradients, they are zeroed and normed before they are sharded.
-        moved = moved + where(zero < 2, 2 * stack.gradient_bytes * (count.total - owned), 0.0)
+        moved = moved + where(zero < 2, 2 * software.gradient_bytes * (count.total - owned), 0.0)
         return moved / device.bandwidth + launching
 
     def _owned(self, count: ParamShare) -> Number:

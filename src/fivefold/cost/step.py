@@ -1,7 +1,7 @@
 """How long one training step takes under a layout: the stages' costs, on the clock of the schedule itself.
 
-case = Case(spec, layout, cluster, seq=8192, batch=2048)
-estimate(case).seconds
+workload = Workload(spec, layout, cluster, seq=8192, batch=2048)
+estimate(workload).seconds
 """
 
 from collections import Counter
@@ -18,7 +18,7 @@ from fivefold.cost.forms import PipelineForm, ZeroCost
 from fivefold.cost.kernels import Device, plus, times
 from fivefold.cost.moe import ParamShare, Travel, stage_share
 from fivefold.cost.routing import Rows, even_rows
-from fivefold.cost.stack import FIVEFOLD, SoftwareProfile
+from fivefold.cost.software import FIVEFOLD, SoftwareProfile
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
 from fivefold.layout.sharding import chunk
@@ -108,7 +108,7 @@ def saved(lane: Lane, costs: Costs) -> float:
 
 
 @dataclass(frozen=True)
-class Case:
+class Workload:
     """A model under a layout on a cluster: everything that decides how long a step takes."""
 
     spec: ModelSpec
@@ -117,7 +117,7 @@ class Case:
     seq: int
     batch: int  # sequences of a step
     precision: str = "bf16"
-    stack: SoftwareProfile = FIVEFOLD
+    software: SoftwareProfile = FIVEFOLD
     device: Device | None = None  # None: the cluster's own
     imbalance: float = 1.0  # of experts: tokens of the most loaded rank over the mean
     groups: tuple[int, ...] = ()  # of unlike nodes: which group each pipeline rank is on; empty: all on the first
@@ -177,9 +177,9 @@ class Case:
         for group in self.cluster.groups:
             card = structs.replace(group.accelerator, across=across) if self.groups else group.accelerator
             device = self.device or Device.of(card)
-            wires = Topology(device, group.gpus, self.layout, self.stack.order)
+            wires = Topology(device, group.gpus, self.layout, self.software.order)
             sizes = (self.samples, self.seq, self.precision, self.imbalance)
-            blocks.append(BlockCost(self.spec, self.layout, device, wires, self.stack, *sizes))
+            blocks.append(BlockCost(self.spec, self.layout, device, wires, self.software, *sizes))
         return blocks
 
     @cached_property
@@ -200,7 +200,7 @@ class Case:
 class Estimate:
     """A step, from its first forward pass to its new weights."""
 
-    case: Case
+    workload: Workload
     pipeline: float  # seconds of the schedule
     busy: Seconds  # of the busiest pipeline rank, by cause
     dp: float  # gradients and weights that nothing hides
@@ -211,7 +211,7 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        return self.pipeline + self.dp + self.optimizer + self.case.stack.host_step
+        return self.pipeline + self.dp + self.optimizer + self.workload.software.host_step
 
     @property
     def causes(self) -> dict[str, float]:
@@ -221,43 +221,43 @@ class Estimate:
             "bubble": self.pipeline - self.busy.total,
             "dp": self.dp,
             "optimizer": self.optimizer,
-            "other": self.case.stack.host_step,
+            "other": self.workload.software.host_step,
         }
 
 
-def estimate(case: Case, exact: bool = True) -> Estimate:
+def estimate(workload: Workload, exact: bool = True) -> Estimate:
     """One step. `exact` runs the schedule on its clock; without it a closed form stands in, for pruning."""
-    passes, m = stage_passes(case), case.layout.microbatches
-    if exact and case.layout.splits_backward and not case.splits:
-        passes = stage_passes(unsplit(case))
+    passes, m = stage_passes(workload), workload.layout.microbatches
+    if exact and workload.layout.splits_backward and not workload.splits:
+        passes = stage_passes(unsplit(workload))
     loads = [
         times(plus(*(part for stage in stages for part in passes[stage])), m)
-        for stages in case.layout.placement.of_rank
+        for stages in workload.layout.placement.of_rank
     ]
     simulation, less, bubble = None, [0.0] * len(loads), 0.0
-    if exact and (case.layout.pp > 1 or pairs_overlap(case)):
-        simulation, length, less, bubble = _simulated(case, case.durations)
+    if exact and (workload.layout.pp > 1 or pairs_overlap(workload)):
+        simulation, length, less, bubble = _simulated(workload, workload.durations)
     rank = max(range(len(loads)), key=lambda rank: loads[rank].total - less[rank])
     busiest = _without(loads[rank], less[rank])
-    if simulation is None and case.layout.pp == 1:
+    if simulation is None and workload.layout.pp == 1:
         length = busiest.total
     elif simulation is None:
-        length = closed_form(case, [load.total / m for load in loads])
-    optimizer, exposed = _step_end(case, passes)
-    travelled = _travelled(case, rank, less[rank])
-    return Estimate(case, length, busiest, exposed, optimizer, simulation, bubble, travelled)
+        length = closed_form(workload, [load.total / m for load in loads])
+    optimizer, exposed = _step_end(workload, passes)
+    travelled = _travelled(workload, rank, less[rank])
+    return Estimate(workload, length, busiest, exposed, optimizer, simulation, bubble, travelled)
 
 
-def _simulated(case: Case, durations: Costs) -> tuple[Simulation, float, list[float], float]:
+def _simulated(workload: Workload, durations: Costs) -> tuple[Simulation, float, list[float], float]:
     """The schedule on its clock, how long it takes, what its pairs save on each rank, and its bubble. A long one
     repeats itself: its steady state is timed, and counted on."""
-    layout, m = case.layout, case.layout.microbatches
+    layout, m = workload.layout, workload.layout.microbatches
     few = repeating(layout)
-    simulation = simulate(case.schedule(few), durations)
+    simulation = simulate(workload.schedule(few), durations)
     less = _saved(simulation)
     if few == m:
         return simulation, simulation.makespan, less, simulation.bubble_makespan
-    longer = simulate(case.schedule(few + layout.pp), durations)
+    longer = simulate(workload.schedule(few + layout.pp), durations)
     more = (m - few) / layout.pp
     each = zip(less, _saved(longer), strict=True)
     length = simulation.makespan + more * (longer.makespan - simulation.makespan)
@@ -276,13 +276,13 @@ def _without(load: Seconds, seconds: float) -> Seconds:
     return load._replace(ep=load.ep - seconds)
 
 
-def _travelled(case: Case, rank: int, paired: float) -> Travelled:
+def _travelled(workload: Workload, rank: int, paired: float) -> Travelled:
     """The experts' messages of a pipeline rank in a step."""
-    if case.spec.experts is None:
+    if workload.spec.experts is None:
         return STAYED
-    layers = [layer for stage in case.layout.placement.of_rank[rank] for layer in case.stages[stage].layers]
-    many = sum(not case.spec.dense(layer) for layer in layers) * case.layout.microbatches
-    return times(block_travelled(case.work_of(rank)), many)._replace(paired=paired)
+    layers = [layer for stage in workload.layout.placement.of_rank[rank] for layer in workload.stages[stage].layers]
+    many = sum(not workload.spec.dense(layer) for layer in layers) * workload.layout.microbatches
+    return times(block_travelled(workload.work_of(rank)), many)._replace(paired=paired)
 
 
 @lru_cache(maxsize=64)
@@ -297,102 +297,106 @@ def repeating(layout: Layout) -> int:
     return m if m <= rounds * p + long or not layout.record.repeats else rounds * p + m % p
 
 
-def stage_passes(case: Case) -> list[PassTimes]:
+def stage_passes(workload: Workload) -> list[PassTimes]:
     """What each stage does with a microbatch."""
     passes = []
-    for stage in case.stages:
-        work = case.work_of(case.layout.placement.owner[stage.index])
-        ends = [work.bottom] * stage.first + [work.top] * (stage.last and case.spec.vocab > 1)
-        kinds = Counter(layer_kind(case.spec, layer) for layer in stage.layers)
+    for stage in workload.stages:
+        work = workload.work_of(workload.layout.placement.owner[stage.index])
+        ends = [work.bottom] * stage.first + [work.top] * (stage.last and workload.spec.vocab > 1)
+        kinds = Counter(layer_kind(workload.spec, layer) for layer in stage.layers)
         passes.append(plus(NO_PASSES, *(times(work.of(kind).block, count) for kind, count in kinds.items()), *ends))
     return passes
 
 
-def unsplit(case: Case) -> Case:
+def unsplit(workload: Workload) -> Workload:
     """The same stages with backward passes in one piece."""
-    return replace(case, layout=structs.replace(case.layout, schedule="1f1b"))
+    return replace(workload, layout=structs.replace(workload.layout, schedule="1f1b"))
 
 
-def message(case: Case) -> float:
+def message(workload: Workload) -> float:
     """Bytes of the residual stream between two stages, of one rank."""
-    full = float(case.work.activation_bytes * case.work.tokens * case.spec.hidden)
-    return full / case.layout.tp if case.layout.sp or case.stack.scattered_sends else full
+    full = float(workload.work.activation_bytes * workload.work.tokens * workload.spec.hidden)
+    return full / workload.layout.tp if workload.layout.sp or workload.software.scattered_sends else full
 
 
-def costs(case: Case, passes: list[PassTimes]) -> Costs:
+def costs(workload: Workload, passes: list[PassTimes]) -> Costs:
     """The simulator's costs of each stage. What is sent without overlap stands in the stage that sends it."""
-    send = max(work.wires.time("send", "pp", message(case)) for work in case.works)
-    if case.stack.scattered_sends and not case.layout.sp:
-        send += case.wires.time("all-gather", "tp", 2.0 * case.work.tokens * case.spec.hidden)
+    send = max(work.wires.time("send", "pp", message(workload)) for work in workload.works)
+    if workload.software.scattered_sends and not workload.layout.sp:
+        send += workload.wires.time("all-gather", "tp", 2.0 * workload.work.tokens * workload.spec.hidden)
     # An eager message travels while sender and receiver compute; what is not overlapped holds them up.
-    held = (1 - case.stack.hides("pp")) * send
+    held = (1 - workload.software.hides("pp")) * send
     f, i = (tuple(stage[at].total + held for stage in passes) for at in (0, 1))
     w = tuple(stage.weights.total for stage in passes)
     b = tuple(x + y for x, y in zip(i, w, strict=True))
     if (
-        case.layout.record.uses_stage_times
+        workload.layout.record.uses_stage_times
     ):  # where no backward pass is split, tp has the weights' gradients to hide behind
-        b = tuple(stage.inputs.total + stage.weights.total + held for stage in stage_passes(unsplit(case)))
-    ones = tuple(1.0 / case.layout.chunks for _ in passes)
-    halves = _halves(case, held) if pairs_overlap(case) else ()
+        b = tuple(stage.inputs.total + stage.weights.total + held for stage in stage_passes(unsplit(workload)))
+    ones = tuple(1.0 / workload.layout.chunks for _ in passes)
+    halves = _halves(workload, held) if pairs_overlap(workload) else ()
     if halves:
         b = tuple(alone(backward) for _, backward in halves)
-    link = MessageLink(latency=case.stack.hides("pp") * send)
+    link = MessageLink(latency=workload.software.hides("pp") * send)
     return Costs(f=f, i=i, w=w, b=b, activation=ones, segments=halves, link=link)
 
 
-def pairs_overlap(case: Case) -> bool:
+def pairs_overlap(workload: Workload) -> bool:
     """Whether the halves of joined pairs run beside each other's messages: there are some, and nobody takes a block's
     weights away while the other half may need them, as ZeRO 3 does."""
-    layout = case.layout
-    if case.spec.experts is None or layout.fully_shards(case.spec):
+    layout = workload.layout
+    if workload.spec.experts is None or layout.fully_shards(workload.spec):
         return False
-    return layout.ep > 1 and layout.record.joins and case.stack.hides_experts > 0
+    return layout.ep > 1 and layout.record.joins and workload.software.hides_experts > 0
 
 
-def _halves(case: Case, held: float) -> tuple[tuple[Segments, Segments], ...]:
-    works = [case.work_of(rank) for rank in case.layout.placement.owner]
-    return tuple(stage_halves(stage, work, held) for stage, work in zip(case.stages, works, strict=True))
+def _halves(workload: Workload, held: float) -> tuple[tuple[Segments, Segments], ...]:
+    works = [workload.work_of(rank) for rank in workload.layout.placement.owner]
+    return tuple(stage_halves(stage, work, held) for stage, work in zip(workload.stages, works, strict=True))
 
 
-def closed_form(case: Case, ranks: list[float]) -> float:
+def closed_form(workload: Workload, ranks: list[float]) -> float:
     """The schedule's makespan, nearly, where a microbatch takes so many seconds on each rank."""
-    layout, record = case.layout, case.layout.record
+    layout, record = workload.layout, workload.layout.record
     form = PipelineForm(layout.pp, layout.microbatches, layout.chunks, record.fill, record.waits, record.refills)
-    send = case.wires.time("send", "pp", message(case))
-    return float(form.seconds(max(ranks), sum(ranks), send, case.stack.hides("pp")))
+    send = workload.wires.time("send", "pp", message(workload))
+    return float(form.seconds(max(ranks), sum(ranks), send, workload.software.hides("pp")))
 
 
-def _step_end(case: Case, passes: list[PassTimes]) -> tuple[float, float]:
+def _step_end(workload: Workload, passes: list[PassTimes]) -> tuple[float, float]:
     """The optimizer's seconds, and those of gradients and weights that nothing hides, on the rank with the most
     parameters; of unlike nodes, on that rank of the kind of node that takes longer."""
-    ranks, stages = case.layout.placement.of_rank, case.stages
-    counts = [share_of(case, [stages[number] for number in numbers]) for numbers in ranks]
+    ranks, stages = workload.layout.placement.of_rank, workload.stages
+    counts = [share_of(workload, [stages[number] for number in numbers]) for numbers in ranks]
     order = sorted(range(len(ranks)), key=lambda rank: counts[rank].total)
-    fullest = {case.groups[rank] if case.groups else 0: rank for rank in order}  # of each kind the last, which has most
-    return max((_end_on(case, passes, rank, counts[rank]) for rank in fullest.values()), key=sum)
+    fullest = {
+        workload.groups[rank] if workload.groups else 0: rank for rank in order
+    }  # of each kind the last, which has most
+    return max((_end_on(workload, passes, rank, counts[rank]) for rank in fullest.values()), key=sum)
 
 
-def _end_on(case: Case, passes: list[PassTimes], rank: int, count: ParamShare) -> tuple[float, float]:
-    layout, work = case.layout, case.work_of(rank)
-    zero = ZeroCost(case.spec, case.stack, work.wires)
-    learns = case.spec.vocab > 1
+def _end_on(workload: Workload, passes: list[PassTimes], rank: int, count: ParamShare) -> tuple[float, float]:
+    layout, work = workload.layout, workload.work_of(rank)
+    zero = ZeroCost(workload.spec, workload.software, work.wires)
+    learns = workload.spec.vocab > 1
     optimizer = zero.optimizer(count, layout.zero) * learns
     if layout.zero == 3:
         copied = layout.size("dp_cp") > 1 or (count.experts and layout.size("expert_dp") > 1)
         forward = passes[-1].forward.total
         return optimizer, zero.at_ends(count, layout.tp, layout.microbatches, forward) if copied else 0.0
-    held = [case.stages[number] for number in layout.placement.of_rank[rank]] if case.groups else case.stages
-    fullest = max(held, key=lambda stage: share_of(case, [stage]).total)
+    held = (
+        [workload.stages[number] for number in layout.placement.of_rank[rank]] if workload.groups else workload.stages
+    )
+    fullest = max(held, key=lambda stage: share_of(workload, [stage]).total)
     forward, *backward = (part.total * layout.chunks for part in passes[fullest.index])
     # Axes that leave the node share its ports: while tp or cp holds them, gradients wait.
     free = max(0.0, sum(backward) - layout.chunks * len(fullest.layers) * work.port)
     return optimizer, zero.after(count, layout.zero, layout.microbatches, forward, free)
 
 
-def share_of(case: Case, stages: Sequence[Stage]) -> ParamShare:
+def share_of(workload: Workload, stages: Sequence[Stage]) -> ParamShare:
     """Parameters of a rank that has these stages."""
-    return plus(*(stage_share(case.spec, case.layout.tp, case.layout.ep, stage) for stage in stages))
+    return plus(*(stage_share(workload.spec, workload.layout.tp, workload.layout.ep, stage) for stage in stages))
 
 
 # ---- executed -------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from fivefold.hardware.cluster import Cluster
 from fivefold.job.aliases import layout_changes
 from fivefold.job.config import Job, job_of
 from fivefold.layout.layout import Layout
-from fivefold.planner.plan import case_of
+from fivefold.planner.plan import workload_of
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError
 from fivefold.support.parsing import path_of
@@ -183,7 +183,7 @@ def _advice(job: Job, compared: list[RankVsPlan], machines: Cluster, imbalance: 
     )
     fitting = [
         neighbour
-        for neighbour in neighbours(evaluate(replace(case_of(job, machines), imbalance=imbalance)))
+        for neighbour in neighbours(evaluate(replace(workload_of(job, machines), imbalance=imbalance)))
         if neighbour.slower is not None
     ]
     # The planner says that these fit; a dry run confirms it before one is advised.

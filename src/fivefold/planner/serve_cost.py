@@ -34,7 +34,7 @@ from fivefold.cost.collective_time import NCCL_BASE, Kind, Topology, flagged
 from fivefold.cost.kernels import Device, plus, remade, times
 from fivefold.cost.moe import GROUPED, dense_gemms, plain_layers
 from fivefold.cost.peak_memory import CUDA_CONTEXT_BYTES, FRAGMENTATION, USABLE_FRACTION
-from fivefold.cost.stack import MOVED, Attention
+from fivefold.cost.software import MOVED, Attention
 from fivefold.hardware.accelerators import software
 from fivefold.layout.layout import Layout
 from fivefold.layout.stages import Stage, stages_of
