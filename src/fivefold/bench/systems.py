@@ -146,7 +146,7 @@ class FivefoldSystem:
     def imbalance(self) -> float | None:
         """Of the last step: what the fullest rank got over the mean, averaged over layers; each of them waits for it.
         None where every rank has all experts."""
-        loads, ep = self.engine.loads, self.engine.mesh.layout.ep
+        loads, ep = self.engine.expert_loads, self.engine.mesh.layout.ep
         if loads is None or ep == 1:
             return None
         by_rank = loads.tokens.view(loads.shape[0], ep, -1).sum(2)

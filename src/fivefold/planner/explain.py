@@ -151,7 +151,7 @@ def _judge(option: Option, change: str, layout: Layout) -> Neighbour:
     if needs.total > limit:
         why = (
             f"{change} does not fit: needs {needs.total / 1e9:.1f} GB on pipeline rank {needs.rank}, limit "
-            f"{limit / 1e9:.1f} GB; {_fullest(option, needs)}"
+            f"{limit / 1e9:.1f} GB; {_what_grew(option, needs)}"
         )
         return Neighbour(change, layout, None, why, needs.total)
     other = Option(workload, estimate(workload), needs)
@@ -159,7 +159,7 @@ def _judge(option: Option, change: str, layout: Layout) -> Neighbour:
     return Neighbour(change, layout, slower, f"{change} {difference(option, other)}", needs.total)
 
 
-def _fullest(option: Option, needs: Footprint) -> str:
+def _what_grew(option: Option, needs: Footprint) -> str:
     """What makes it too large: of an option that fits what has grown most, of one that does not its largest part."""
     before, parts = option.footprint.parts, needs.parts
     grown = max(parts, key=lambda part: parts[part] - before.get(part, 0.0))
@@ -214,12 +214,14 @@ class AxisTraffic(NamedTuple):
 
 def sender(option: Option) -> int:
     """The pipeline rank whose traffic is shown: the fullest, as for memory; or else the first that has experts."""
-    workload, fullest = option.workload, option.footprint.rank
+    workload, peak_rank = option.workload, option.footprint.rank
     if workload.spec.experts is None:
-        return fullest
+        return peak_rank
     ranks = workload.layout.placement.of_rank
-    having = [rank for rank, stages in enumerate(ranks) if any(_with_experts(workload, stage) for stage in stages)]
-    return fullest if fullest in having else having[0]
+    with_experts = [
+        rank for rank, stages in enumerate(ranks) if any(_with_experts(workload, stage) for stage in stages)
+    ]
+    return peak_rank if peak_rank in with_experts else with_experts[0]
 
 
 def _with_experts(workload: Workload, stage: int) -> bool:

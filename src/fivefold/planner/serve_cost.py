@@ -130,13 +130,13 @@ def mixture(replica: "Replica", rows: int, busy: int) -> Parts:
     assert experts is not None
     tokens, inner = busy * rows, experts.ffn * replica.ep // replica.ranks
     hit = most_touched(experts, replica.ep, tokens)
-    fullest_rows = replica.uneven * tokens * experts.top_k / replica.ep  # rows on the fullest rank
+    peak_rows = replica.uneven * tokens * experts.top_k / replica.ep  # rows on the fullest rank
     gated = spec.activation.startswith("swiglu")
     shapes = [((1 + gated) * inner, spec.hidden), (spec.hidden, inner)]
-    products = [_grouped(replica, fullest_rows, n, k, hit) for n, k in shapes]
+    products = [_grouped(replica, peak_rows, n, k, hit) for n, k in shapes]
     router = replica.matmul(rows, experts.count, spec.hidden, "bf16")
     active = (MOVED["fused"].swiglu if gated else MOVED["fused"].gelu)[0]
-    moved = fullest_rows * (active * inner + 2 * 4.0 * spec.hidden)  # rows are put into order, and added up
+    moved = peak_rows * (active * inner + 2 * 4.0 * spec.hidden)  # rows are put into order, and added up
     launch = ROUTING * device.reached.launch
     rest = Parts(pointwise=device.stream(moved, 0), launch=launch, ep=exchange(replica, rows))
     return plus(router, *products, rest)
