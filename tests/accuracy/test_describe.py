@@ -154,6 +154,6 @@ def test_precisions_go_down_to_four_bits() -> None:
 
 def test_a_board_is_not_taken_for_another_of_its_chip(tmp_path: Path) -> None:
     """Less of its name would be an A100 with NVLink and 80 GB."""
-    assert one(tmp_path, ROW.replace("H100", "A100-PCIE-40GB")).workload.on.accelerator.name == "A100-PCIE-40"
+    assert one(tmp_path, ROW.replace("H100", "A100-PCIE-40GB")).workload.first_device.accelerator.name == "A100-PCIE-40"
     with pytest.raises(Refused, match="unknown accelerator 'V100-PCIE-16GB'; did you mean 'V100' or 'V100-16'"):
         device_of("V100-PCIE-16GB")

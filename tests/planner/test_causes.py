@@ -25,10 +25,10 @@ def workload(
 
 
 def test_tp_hides_in_pieces_only_where_ranks_reach_each_other_s_memory() -> None:
-    inside, across = (workload("llama3-70b", f"tp={tp},sp", "2x8xH100", 1).work for tp in (8, 16))
+    inside, across = (workload("llama3-70b", f"tp={tp},sp", "2x8xH100", 1).block_cost for tp in (8, 16))
     plain = replace(across, software=NEMO.but(overlap=Overlap(tp_backward=1)))
-    assert inside.wires.by_peers("tp")
-    assert not across.wires.by_peers("tp")
+    assert inside.topology.by_peers("tp")
+    assert not across.topology.by_peers("tp")
     assert across.block.forward.tp == plain.block.forward.tp  # nothing is hidden
     bare = replace(inside, software=NEMO.but(overlap=Overlap()))
     assert inside.block.forward.tp < 0.5 * bare.block.forward.tp
@@ -36,8 +36,8 @@ def test_tp_hides_in_pieces_only_where_ranks_reach_each_other_s_memory() -> None
 
 def test_gradients_wait_for_ports_that_tp_holds() -> None:
     wide = workload("llama3-70b", "dp=8,tp=16,zero=1,sp", "16x8xH100", 8)
-    assert wide.work.port > 0
-    assert replace(wide, layout=Layout.parse("dp=16,tp=8,zero=1,sp")).work.port == 0
+    assert wide.block_cost.port > 0
+    assert replace(wide, layout=Layout.parse("dp=16,tp=8,zero=1,sp")).block_cost.port == 0
     alone = replace(wide, software=NEMO.but(overlap=structs.replace(NEMO.overlap, dp=0)))
     assert estimate(wide).dp < estimate(alone).dp
 

@@ -81,7 +81,7 @@ def test_of_16_ranks_the_best_is_not_pruned(workload: Workload, fixed: dict[str,
     """Of all layouts, each executed, none is so much faster than what the search finds that anybody could tell."""
     fixed = fixed | {"samples": 1}
     found, layouts = search(workload, top=1, **fixed).best, space(SearchQuery(workload, fixed))
-    room = USABLE_FRACTION * workload.on.accelerator.memory
+    room = USABLE_FRACTION * workload.first_device.accelerator.memory
     timed = 0
     for at in np.flatnonzero(layouts.seconds < 2 * found.seconds).tolist():
         executed = replace(workload, layout=layouts.layout(at))

@@ -124,7 +124,7 @@ def test_exact_figures_stand_beside_shortcuts(decision: Decision) -> None:
     assert found["state"].exact == sum(parts[name] for name in ("parameters", "gradients", "optimizer"))
     kept = sum(size for name, size in parts.items() if name.startswith("activations"))
     assert found["activations"].exact == pytest.approx(kept)
-    peak = option.workload.cluster.world * option.workload.on.accelerator.rate("bf16")
+    peak = option.workload.cluster.world * option.workload.first_device.accelerator.rate("bf16")
     assert found["FLOPs"].exact / shown["step_seconds"] / peak == pytest.approx(shown["mfu"])
     text = decision.markdown()
     for one in found.values():

@@ -73,16 +73,18 @@ def test_a_rank_that_would_not_fit_gives_layers_to_the_others() -> None:
     assert min(layers_of(roomy)[:2]) > max(layers_of(roomy)[2:])  # by speed
     assert layers_of(tight)[0] < layers_of(roomy)[0]  # rank 0 holds four microbatches of all that a block keeps
     for rank, needs in enumerate(footprints(tight)):
-        assert needs.total <= USABLE_FRACTION * tight.memory_of(rank)
+        assert needs.total <= USABLE_FRACTION * tight.device_memory_of(rank)
 
 
 def test_each_rank_is_held_against_its_own_device() -> None:
     workload = divided(mixed("pp=2,microbatches=4,recompute=full", "1xH100+1xRTX4090", 4))
-    assert [workload.memory_of(rank) for rank in (0, 1)] == [one.accelerator.memory for one in workload.cluster.groups]
+    assert [workload.device_memory_of(rank) for rank in (0, 1)] == [
+        one.accelerator.memory for one in workload.cluster.groups
+    ]
     option = evaluate(workload)
-    shares = [needs.total / workload.memory_of(rank) for rank, needs in enumerate(footprints(workload))]
+    shares = [needs.total / workload.device_memory_of(rank) for rank, needs in enumerate(footprints(workload))]
     assert option.footprint.rank == shares.index(max(shares))
-    assert option.device_memory == workload.memory_of(option.footprint.rank)
+    assert option.device_memory == workload.device_memory_of(option.footprint.rank)
     swapped = replace(workload, cluster=Cluster(workload.cluster.groups[::-1]))
     assert not evaluate(swapped).fits  # the larger half on the smaller device
     assert option.fits
@@ -217,7 +219,7 @@ def test_a_slower_device_takes_that_much_longer() -> None:
     group = Cluster.parse("2xCPU").groups[0]
     slow = structs.replace(group, accelerator=slowed(group.accelerator, 2.0))
     fast, twice = (
-        Workload(preset("tiny"), Layout(pp=2, microbatches=4), Cluster((one,)), 128, 4, "fp32").work.block
+        Workload(preset("tiny"), Layout(pp=2, microbatches=4), Cluster((one,)), 128, 4, "fp32").block_cost.block
         for one in (group, slow)
     )
     assert twice.forward.gemm == pytest.approx(2 * fast.forward.gemm)

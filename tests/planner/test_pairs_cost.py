@@ -51,8 +51,8 @@ def test_halves_are_the_stages_passes_cut_at_their_messages(workload: Workload):
 def test_a_pair_hides_messages_and_no_compute(workload: Workload):
     found, apart = estimate(workload), estimate(replace(workload, software=APART))
     saved = apart.seconds - found.seconds
-    whole, shared, paired = found.travelled
-    assert apart.travelled == (pytest.approx(whole), 0.0, 0.0)
+    whole, shared, paired = found.expert_messages
+    assert apart.expert_messages == (pytest.approx(whole), 0.0, 0.0)
     assert 0 < shared < paired < whole - shared
     assert saved > 0.1 * apart.seconds  # a tenth of a step of DeepSeek-V3 on H100s
     assert sum(found.causes.values()) == pytest.approx(found.seconds)
@@ -68,17 +68,17 @@ def test_a_pair_hides_messages_and_no_compute(workload: Workload):
 
 
 def test_what_of_it_is_for_whom():
-    def paired(**changes) -> float:
-        return estimate(replace(DEEP, layout=structs.replace(LAYOUT, **changes))).travelled.paired
+    def hidden_by_pair(**changes) -> float:
+        return estimate(replace(DEEP, layout=structs.replace(LAYOUT, **changes))).expert_messages.hidden_by_pair
 
-    shared_alone = estimate(replace(DEEP, layout=structs.replace(LAYOUT, schedule="zb-v"))).travelled
-    assert shared_alone.shared > 0 == shared_alone.paired
-    assert paired(zero=3) == 0  # a block's weights go while the other half may need them
-    assert paired(ep=1) == 0
-    assert paired(ep=8, dispatch="allgather") > 0
+    shared_alone = estimate(replace(DEEP, layout=structs.replace(LAYOUT, schedule="zb-v"))).expert_messages
+    assert shared_alone.hidden_by_shared > 0 == shared_alone.hidden_by_pair
+    assert hidden_by_pair(zero=3) == 0  # a block's weights go while the other half may need them
+    assert hidden_by_pair(ep=1) == 0
+    assert hidden_by_pair(ep=8, dispatch="allgather") > 0
     theirs = replace(DEEP, software=MEGATRON_CORE)
     assert not theirs.durations.segments
-    assert estimate(theirs).travelled[1:] == (0.0, 0.0)
+    assert estimate(theirs).expert_messages[1:] == (0.0, 0.0)
     llama = Workload(
         preset("llama3-8b"), Layout(dp=2, pp=4, microbatches=8, schedule="dualpipe-v"), DEEP.cluster, 4096, 64
     )
@@ -95,13 +95,13 @@ def test_pairs_of_a_single_stage(tmp_path: Path):
     plain = estimate(replace(QWEN, layout=layout))
     joined = estimate(replace(QWEN, layout=structs.replace(layout, schedule=str(file))))
     assert plain.simulation is None
-    assert plain.seconds - joined.seconds == pytest.approx(joined.travelled.paired)
+    assert plain.seconds - joined.seconds == pytest.approx(joined.expert_messages.hidden_by_pair)
     assert joined.causes["bubble"] == pytest.approx(0.0, abs=1e-9)
 
 
 def test_messages_of_the_fullest_rank_take_longer():
     def messages(imbalance: float, **changes) -> tuple[float, ...]:
-        mixture = replace(DEEP, layout=structs.replace(LAYOUT, **changes), imbalance=imbalance).work.mixture
+        mixture = replace(DEEP, layout=structs.replace(LAYOUT, **changes), imbalance=imbalance).block_cost.mixture
         assert isinstance(mixture, MoEBlock)
         return Travel(mixture).messages
 
@@ -147,7 +147,7 @@ def test_the_table_on_the_page_is_what_the_planner_says():
     for name, *figures in rows:
         layout = structs.replace(LAYOUT, microbatches=60, recompute="full", schedule=name, chunks=0)
         found = estimate(replace(DEEP, layout=layout, batch=3840))
-        whole, shared, paired = found.travelled
+        whole, shared, paired = found.expert_messages
         assert [float(figure or 0) for figure in figures] == [
             *(round(seconds, 1) for seconds in (found.seconds, whole)),
             *(round(seconds, 2) for seconds in (shared, paired)),

@@ -154,4 +154,4 @@ def test_float32_fills_no_device_beyond_its_memory() -> None:
     for option in found.options:
         needs = option.footprint
         exact = state_of(option.workload.spec, option.layout, "float32", pp=needs.rank, seq=2048).total
-        assert needs.total - needs.state.total + exact < option.workload.memory_of(needs.rank)
+        assert needs.total - needs.state.total + exact < option.workload.device_memory_of(needs.rank)

@@ -58,7 +58,7 @@ def test_on_cpus_nothing_hides_anything() -> None:
     )
     step, hidden = estimate(one), estimate(replace(one, software=one.software.but(overlap=Overlap(dp=1))))
     count = one.spec.parameter_count
-    assert step.dp == pytest.approx(one.wires.time("all-reduce", "dp_cp", 4.0 * count))
+    assert step.dp == pytest.approx(one.topology.time("all-reduce", "dp_cp", 4.0 * count))
     assert hidden.dp < step.dp
     launched = 2 * one.spec.layers * ON_CPUS.host * ON_CPUS.reached.host
     assert step.busy.host == pytest.approx(launched)
@@ -84,7 +84,7 @@ def test_overlap_hides_at_most_what_compute_allows() -> None:
     bare = replace(one, software=FIVEFOLD.but(overlap=Overlap()))
     assert estimate(one).busy.zero < estimate(bare).busy.zero
     slow = structs.replace(
-        one.cluster.groups[0].accelerator, inside=structs.replace(one.on.accelerator.inside, bandwidth=1e9)
+        one.cluster.groups[0].accelerator, inside=structs.replace(one.first_device.accelerator.inside, bandwidth=1e9)
     )
     group = structs.replace(one.cluster.groups[0], accelerator=slow)
     assert estimate(replace(one, cluster=Cluster((group,)))).busy.zero > 10 * estimate(one).busy.total
@@ -126,13 +126,13 @@ def test_a_stage_takes_what_the_windows_of_its_own_layers_leave_it(layout: str) 
     """One layer that sees 128 tokens and one that sees all 65,536: attention is where they differ."""
     one = replace(workload(f"{layout},microbatches=2", batch=2, seq=65_536), spec=preset("gpt-oss-20b", layers=2))
     one = replace(one, layout=structs.replace(one.layout, split=(1, 1)))
-    narrow, wide = (one.work.of(layer_kind(one.spec, layer)).block for layer in (0, 1))
+    narrow, wide = (one.block_cost.of(layer_kind(one.spec, layer)).block for layer in (0, 1))
     first, last = stage_passes(one)
     assert first.forward.attention == narrow.forward.attention
     assert last.forward.attention == wide.forward.attention > 10 * narrow.forward.attention
     assert first.forward.gemm == narrow.forward.gemm == wide.forward.gemm
     # Closed forms, which only prune, have the mean.
-    mean = one.work.block
+    mean = one.block_cost.block
     assert mean.forward.attention == pytest.approx((narrow.forward.attention + wide.forward.attention) / 2)
     assert mean.inputs.attention == pytest.approx((narrow.inputs.attention + wide.inputs.attention) / 2)
 

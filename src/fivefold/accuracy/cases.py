@@ -416,5 +416,5 @@ def seconds_of(row: PublishedRow, source: Source, workload: Workload) -> float |
             flops *= 4 / 3
         return flops / (rate * 1e12) / workload.layout.world
     if mfu := row.number("mfu"):
-        return flops / (mfu / 100 * workload.on.peak()) / workload.layout.world
+        return flops / (mfu / 100 * workload.first_device.peak()) / workload.layout.world
     return None

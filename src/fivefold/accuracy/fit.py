@@ -107,7 +107,7 @@ class Constants:
     def on(self, workload: Workload) -> Workload:
         accelerator = workload.cluster.groups[0].accelerator
         name = shares_of(accelerator.name)
-        device = Device(accelerator, self.devices[name]) if name in self.devices else workload.on
+        device = Device(accelerator, self.devices[name]) if name in self.devices else workload.first_device
         return replace(workload, device=device, software=workload.software.but(reached=self.software))
 
 
@@ -218,7 +218,7 @@ def _slopes(
 
 def _touches(constant: Fitted, run: MeasuredRun) -> bool:
     """Whether a constant can matter to a run."""
-    name = shares_of(run.workload.on.accelerator.name)
+    name = shares_of(run.workload.first_device.accelerator.name)
     return constant.where in ("software", name, KIN.get(name)) or (name == CLOCK and constant.where == "H100")
 
 
@@ -234,10 +234,10 @@ STEPS = ROUNDS * len(FITTED)  # calls of `progress` in one fit
 STEPS_WITHOUT = STEPS + len(FITTED)  # and in those that leave groups out
 
 
-def predict(run: MeasuredRun, constants: Constants | None = None, exact: bool = False) -> float:
+def predict(run: MeasuredRun, constants: Constants | None = None, *, exact: bool = False) -> float:
     """Seconds of a run's step. The fit uses closed forms for pipelines; the evaluation (`exact`) runs the schedules."""
     workload = constants.on(run.workload) if constants else run.workload
-    return estimate(workload, exact).seconds
+    return estimate(workload, exact=exact).seconds
 
 
 # ---- unseen ---------------------------------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ def by_source(run: MeasuredRun) -> str:
 
 
 def by_accelerator(run: MeasuredRun) -> str:
-    return run.workload.on.accelerator.name
+    return run.workload.first_device.accelerator.name
 
 
 def unseen(

@@ -102,10 +102,10 @@ def _predicted(row: PublishedRow, constants: Constants | None, exact: bool) -> R
         raise Refused(f"status {row.status!r} is no measurement")
     run = measured(row)
     if is_mixture(row):
-        return RowScore(row, run, predict(run, constants, exact) if run.seconds is not None else None)
-    needs, memory = footprint(run.workload), run.workload.on.accelerator.memory
+        return RowScore(row, run, predict(run, constants, exact=exact) if run.seconds is not None else None)
+    needs, memory = footprint(run.workload), run.workload.first_device.accelerator.memory
     fits, planned = needs.total <= memory, needs.total <= USABLE_FRACTION * memory
-    seconds = predict(run, constants, exact) if run.seconds is not None or row.status == "oom" else None
+    seconds = predict(run, constants, exact=exact) if run.seconds is not None or row.status == "oom" else None
     return RowScore(row, run, seconds, needs.reserved if run.source.reserved else needs.allocated, fits, planned)
 
 
@@ -195,7 +195,10 @@ def null_seconds(runs: Sequence[MeasuredRun]) -> list[float]:
     for workload in (run.workload for run in runs):
         again = 4 / 3 if workload.layout.recompute == "full" else 1.0
         ideal.append(
-            workload.flops() * again / workload.on.accelerator.rate(workload.precision) / workload.layout.world
+            workload.flops()
+            * again
+            / workload.first_device.accelerator.rate(workload.precision)
+            / workload.layout.world
         )
     ratio = np.array([run.seconds for run in runs]) / ideal
     # The mean of |u r - 1| over the rows is least where u is one of 1/r: the best constant is found by trying all.

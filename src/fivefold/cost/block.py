@@ -76,7 +76,7 @@ class BlockCost:
     spec: ModelSpec
     layout: Layout
     device: Device
-    wires: Topology
+    topology: Topology
     software: SoftwareProfile
     samples: int
     seq: int
@@ -115,7 +115,7 @@ class BlockCost:
         if self.spec.experts is None or self.dense:
             return None
         sizes = (self.tokens, self.activation_bytes, self.precision, self.imbalance)
-        return MoEBlock(self.spec, self.layout, self.device, self.wires, self.software, *sizes)
+        return MoEBlock(self.spec, self.layout, self.device, self.topology, self.software, *sizes)
 
     @cached_property
     def gemms(self) -> list[tuple[int, int, int]]:
@@ -211,11 +211,13 @@ class BlockCost:
         if self.layout.cp == 1:
             return None
         full_kernel, partial_kernel = self.software.attention, self.software.cp_attention or self.software.attention
-        wires = replace(self.wires, layout=msgspec.convert(self.layout.degrees, Layout))  # found again: no more matters
+        topology = replace(
+            self.topology, layout=msgspec.convert(self.layout.degrees, Layout)
+        )  # found again: no more matters
         sizes = (self.samples, self.activation_bytes, max(4, self.activation_bytes))  # sums are in float32 at least
         heads = self.operations.attention[:3]
         case = attention.LayerAttention(
-            self.seq, *heads, self.device, wires, full_kernel, partial_kernel, *sizes, window=self.window or 0
+            self.seq, *heads, self.device, topology, full_kernel, partial_kernel, *sizes, window=self.window or 0
         )
         return _method(self.layout.cp_kind, case)
 
@@ -266,7 +268,7 @@ class BlockCost:
             return 0.0, 0.0
         hides, sent_back = self.software.hides, self._tp_backward
         # In pieces behind their own GEMMs: by peer memory, which ends with the node.
-        pieces = hides("tp") if self.wires.by_peers("tp") else 0.0
+        pieces = hides("tp") if self.topology.by_peers("tp") else 0.0
         ahead = hidden(self._tp_forward, forward, pieces)
         if pieces:
             return ahead, hidden(sent_back, backward, pieces)
@@ -293,7 +295,7 @@ class BlockCost:
 
     def _over_tp(self, collectives: Iterable[Collective]) -> float:
         alike = Counter((sent.kind, sent.payload) for sent in collectives if sent.axis == "tp")
-        return sum(self.wires.time(kind, "tp", payload, calls) for (kind, payload), calls in alike.items())
+        return sum(self.topology.time(kind, "tp", payload, calls) for (kind, payload), calls in alike.items())
 
     def _context(self) -> tuple[float, float]:
         """The exposed exchange of keys and values; a recomputed block exchanges again."""
@@ -310,7 +312,7 @@ class BlockCost:
         """ZeRO 3: weights gathered in forward and backward, gradients scattered, in every microbatch."""
         if not self.layout.fully_shards(self.spec):
             return 0.0, 0.0
-        zero = ZeroCost(self.spec, self.software, self.wires)
+        zero = ZeroCost(self.spec, self.software, self.topology)
         free = max(0.0, backward - self.port)
         gather, scatter = zero.in_block(self.own, forward, free, self.layout.recompute == "full")
         return gather, scatter
@@ -319,9 +321,9 @@ class BlockCost:
     def port(self) -> float:
         """Seconds of a block's backward in which tp or cp holds the node's ports, so that dp cannot."""
         busy = 0.0
-        if self.layout.tp > 1 and self.wires.across("tp"):
+        if self.layout.tp > 1 and self.topology.across("tp"):
             busy += self._tp_backward
-        if self._over_ranks is not None and self.wires.across("cp"):
+        if self._over_ranks is not None and self.topology.across("cp"):
             busy += self._over_ranks.moving[1]
         return busy
 
@@ -376,7 +378,9 @@ class BlockCost:
         gathered = self.software.gathers_logits and t > 1
         loss = self.device.stream(self.software.logit_bytes * m * (spec.vocab if gathered else n) / 2, 6)
         *gathers, sums = self.collectives.head()  # the loss's own, a few bytes a token, are not counted
-        trade = self.wires.time("all-gather", "tp", float(self.activation_bytes) * m * spec.vocab) if gathered else 0.0
+        trade = (
+            self.topology.time("all-gather", "tp", float(self.activation_bytes) * m * spec.vocab) if gathered else 0.0
+        )
         return PassTimes(
             Seconds(gemm=self.device.gemm(m, n, k, precision), memory=loss, tp=self._over_tp(gathers) + trade),
             Seconds(gemm=self.device.gemm(m, k, n, precision), memory=loss, tp=self._over_tp([sums])),

@@ -1,6 +1,6 @@
 """What a mixture of experts adds to a block: grouped matmuls, router, rearranging, all-to-alls; and who holds what.
 
-    mixture = MoEBlock(spec, layout, device, wires, software, tokens=4096, activation_bytes=2, precision="bf16")
+    mixture = MoEBlock(spec, layout, device, topology, software, tokens=4096, activation_bytes=2, precision="bf16")
     mixture.matmuls        # seconds forward, and backward for inputs and weights
 
 A rank routes the tokens that it has of a microbatch (with tp, its part of them), each to K of X experts, of which X/ep
@@ -107,7 +107,7 @@ class MoEBlock(RoutedTokens):
     spec: ModelSpec
     layout: Layout
     device: Device
-    wires: Topology
+    topology: Topology
     software: SoftwareProfile
     tokens: int
     activation_bytes: int  # of one element
@@ -233,7 +233,9 @@ class MoEBlock(RoutedTokens):
         if self.layout.size(axis) == 1:
             return 0.0
         return sum(
-            self._trade(sent.payload) if sent.kind == "all-to-all" else self.wires.time(sent.kind, axis, sent.payload)
+            self._trade(sent.payload)
+            if sent.kind == "all-to-all"
+            else self.topology.time(sent.kind, axis, sent.payload)
             for sent in collectives
             if sent.axis == axis
         )
@@ -241,14 +243,14 @@ class MoEBlock(RoutedTokens):
     def _trade(self, payload: float) -> float:
         """Seconds of an all-to-all over ep. Where a token travels once to each rank, and once to each node, fewer bytes
         leave them: those of several experts are copied where they arrive."""
-        reach = self.wires.reaches["ep"]
+        reach = self.topology.reaches["ep"]
         if not self.kernels.once:
-            return self.wires.time("all-to-all", "ep", payload)
+            return self.topology.time("all-to-all", "ep", payload)
         ranks, nodes = (payload * self._visited(many) / self.experts.top_k for many in (reach.ranks, reach.nodes))
         if reach.nodes == 1:
-            return self.wires.time("all-to-all", "ep", ranks)
+            return self.topology.time("all-to-all", "ep", ranks)
         card, reached = self.device.accelerator, self.device.reached
-        return max(ranks / (card.inside.bandwidth * reached.inside), self.wires.time("all-to-all", "ep", nodes))
+        return max(ranks / (card.inside.bandwidth * reached.inside), self.topology.time("all-to-all", "ep", nodes))
 
     def _visited(self, places: int) -> float:
         """Ranks, or nodes, that a token's experts lie on, on average; groups of experts keep it to a part of them."""

@@ -25,7 +25,7 @@ from fivefold.cost.kernels import plus, times
 from fivefold.cost.model_state import State
 from fivefold.cost.moe import ParamShare
 from fivefold.cost.software import SoftwareProfile
-from fivefold.cost.step import Workload, message, repeating, share_of
+from fivefold.cost.step import Workload, p2p_bytes, param_share, simulated_microbatches
 from fivefold.layout.layout import Layout
 from fivefold.layout.sharding import slices
 from fivefold.layout.stages import Stage
@@ -101,14 +101,14 @@ class RankBlocks:
 def block_memory(workload: Workload, *, leading_dense: bool) -> BlockMemory:
     """One block. `leading_dense`: one of the first layers of a model with experts, which have none."""
     spec, layout, software = workload.spec, workload.layout, workload.software
-    block_cost = replace(workload.work, dense=leading_dense)
+    block_cost = replace(workload.block_cost, dense=leading_dense)
 
     def saved_under(layout: Layout) -> SavedActivations:
         sizes = (workload.samples, workload.seq, block_cost.activation_bytes)
         return saved_activations(spec, layout, software, *sizes, dense=leading_dense, imbalance=workload.imbalance)
 
     saved, without_recompute = saved_under(layout), saved_under(structs.replace(layout, recompute="none"))
-    splits = layout.pp > 1 and workload.splits
+    splits = layout.pp > 1 and workload.splits_backward
     between = (
         deferred_wgrad_bytes(spec, layout, block_cost.tokens, block_cost.activation_bytes, leading_dense)
         if splits
@@ -326,7 +326,8 @@ def footprint(workload: Workload) -> Footprint:
     """The pipeline rank with the highest ratio of memory to its device's."""
     ranks = range(workload.layout.pp)
     return max(
-        (footprint_of(workload, rank) for rank in ranks), key=lambda needs: needs.total / workload.memory_of(needs.rank)
+        (footprint_of(workload, rank) for rank in ranks),
+        key=lambda needs: needs.total / workload.device_memory_of(needs.rank),
     )
 
 
@@ -335,12 +336,12 @@ def footprint_of(workload: Workload, rank: int) -> Footprint:
     layout, software, spec = workload.layout, workload.software, workload.spec
     stage_ids = layout.placement.of_rank[rank]
     stages, blocks = [workload.stages[stage] for stage in stage_ids], RankBlocks(workload)
-    schedule = workload.schedule(repeating(layout))
+    schedule = workload.schedule(simulated_microbatches(layout))
     in_flight = schedule.in_flight[rank]  # microbatches, by stage
     head_stage = next((stage for stage in stage_ids if workload.stages[stage].last), None)
     # A stage's output is held until its backward pass, beside the next stage's copy of it.
     outputs = sum(count for stage, count in in_flight.items() if stage != head_stage) if layout.pp > 1 else 0
-    buffers = software.bucket_bytes + (schedule.p2p_in_flight[rank] + outputs) * message(workload)
+    buffers = software.bucket_bytes + (schedule.p2p_in_flight[rank] + outputs) * p2p_bytes(workload)
     # Where no forward pass follows the rank's first backward, activations are at their most before any gradient exists.
     kinds = (action.kind for action in schedule.compute(rank))
     after_first_forwards = dropwhile(lambda kind: kind is FORWARD, kinds)
@@ -349,7 +350,7 @@ def footprint_of(workload: Workload, rank: int) -> Footprint:
     moment_name, peak = max(peaks.items(), key=lambda entry: entry[1].total)
     end_of_first_backward = _end_of_first_backward(workload, stages[0], blocks, usual=peaks["a block's backward"].bytes)
     others = max(0, in_flight[stage_ids[0]] - 1) if layout.chunks == 1 else 0  # microbatches that wait for backward
-    parts = ZeroCost(spec, software, workload.wires).states(share_of(workload, stages), layout.zero)
+    parts = ZeroCost(spec, software, workload.topology).states(param_share(workload, stages), layout.zero)
     lazy_grads = sum(
         part.gradients for axis, part in parts.items() if peak_precedes_grads and not has_bucket(layout, axis)
     )
@@ -390,7 +391,7 @@ def _head_backlog(workload: Workload, in_flight: int, order: Iterable[Action], h
     spec, layout, software = workload.spec, workload.layout, workload.software
     if not software.one_pass:
         return 0.0
-    states = workload.work.tokens * spec.hidden / (layout.tp if layout.sp else 1)
+    states = workload.block_cost.tokens * spec.hidden / (layout.tp if layout.sp else 1)
     outstanding = min(in_flight, _most_outstanding(order, head_stage))
     return max(0, outstanding - 1) * (software.weight_bytes * (states + head(spec, layout.tp).size))
 
@@ -409,7 +410,7 @@ def _peaks(
     workload: Workload, stages: list[Stage], blocks: RankBlocks, peak_precedes_grads: bool
 ) -> Iterator[tuple[str, Peak]]:
     """The moments of a step that can be its peak."""
-    spec, layout, software, tokens = workload.spec, workload.layout, workload.software, workload.work.tokens
+    spec, layout, software, tokens = workload.spec, workload.layout, workload.software, workload.block_cost.tokens
     table, accum_bytes = head(spec).size / layout.tp if spec.vocab > 1 else 0.0, software.gradient_bytes
     has_embedding, has_head = any(stage.first for stage in stages), any(stage.last for stage in stages)
     # Embedding and head are dense: they have no part in what ZeRO 3 gathers where only experts have copies.
@@ -454,7 +455,7 @@ def _embedding_grad(workload: Workload, stage: Stage) -> Peak:
     if not stage.first or workload.spec.vocab == 1:
         return Peak(0.0)
     spec, layout = workload.spec, workload.layout
-    residual = workload.work.tokens * spec.hidden / (layout.tp if layout.sp else 1)
+    residual = workload.block_cost.tokens * spec.hidden / (layout.tp if layout.sp else 1)
     parts = 3 if spec.tied and stage.last else 1
     return Peak(workload.software.weight_bytes * (parts * head(spec).size / layout.tp + residual))
 

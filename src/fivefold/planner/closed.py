@@ -18,7 +18,7 @@ from fivefold.cost.forms import PipelineForm, ZeroCost
 from fivefold.cost.kernels import Device
 from fivefold.cost.moe import ParamShare
 from fivefold.cost.peak_memory import CUDA_CONTEXT_BYTES, FRAGMENTATION, loss_peak
-from fivefold.cost.step import Workload, message
+from fivefold.cost.step import Workload, p2p_bytes
 from fivefold.layout.layout import ContextKind, Dispatch, Layout, Recompute
 from fivefold.schedules.build import ScheduleInfo
 from fivefold.schedules.registry import RECORDS
@@ -84,7 +84,7 @@ class BlockArrays(NamedTuple):
     # Bytes of backward beside what is saved: recomputed activations, gathered weights, gradients being reduced.
     transient: float
     logits: float
-    message: float
+    p2p_bytes: float
     full: float  # 1 where recompute is
     paired: float = 0.0  # seconds of both passes that joined pairs hide, at most
 
@@ -92,7 +92,7 @@ class BlockArrays(NamedTuple):
     def of(cls, workload: Workload, shape: BlockShape) -> "BlockArrays":
         """`workload` with one dp rank's microbatch as its batch."""
         workload = shape.of(workload)
-        layout, work = workload.layout, workload.work
+        layout, work = workload.layout, workload.block_cost
         block, sizes = work.block, (workload.software, shape.samples, workload.seq, work.activation_bytes)
         held = saved_activations(workload.spec, layout, *sizes).total
         again = saved_activations(workload.spec, structs.replace(layout, recompute="none"), *sizes).total - held
@@ -108,7 +108,7 @@ class BlockArrays(NamedTuple):
             saved=held,
             transient=again + work.mlp_backward_bytes + work.cp_buffer_bytes,
             logits=loss_peak(workload.spec, layout, workload.software, work.tokens),
-            message=message(workload),
+            p2p_bytes=p2p_bytes(workload),
             full=shape.recompute == "full",
         )
 
@@ -127,9 +127,9 @@ def waiting(workload: Workload, block: PassTimes) -> float:
 def split_backward(workload: Workload) -> BlockCost:
     """The workload's microbatch under a schedule that splits backward, where that makes a difference."""
     return (
-        replace(workload, layout=structs.replace(workload.layout, schedule=SPLITTING)).work
+        replace(workload, layout=structs.replace(workload.layout, schedule=SPLITTING)).block_cost
         if workload.layout.tp > 1
-        else workload.work
+        else workload.block_cost
     )
 
 
@@ -148,7 +148,7 @@ class LinkArrays:
         topologies = []
         for row in np.column_stack([column[first] for column in degrees]).tolist():
             dp, tp, pp, cp, spread = row
-            topologies.append(replace(workload, layout=Layout(dp=dp, tp=tp, pp=pp, cp=cp, ep=spread), batch=1).wires)
+            topologies.append(replace(workload, layout=Layout(dp=dp, tp=tp, pp=pp, cp=cp, ep=spread), batch=1).topology)
         return cls(topologies, inverse.ravel())
 
     @property
@@ -268,7 +268,7 @@ class Closed:
 
     def sending(self) -> Array:
         """A message between stages."""
-        return np.asarray(self.links.time("send", "pp", self.block.message))
+        return np.asarray(self.links.time("send", "pp", self.block.p2p_bytes))
 
     def after(self) -> Array:
         """The optimizer; gradients and weights that nothing hides."""
@@ -287,7 +287,7 @@ class Closed:
         first = self.block.saved * flying * share + self.block.transient + self.gathered()
         # The last stage has the logits and, unless ranks have several stages, one microbatch.
         last = self.block.saved * np.where(self.chunks > 1, flying, 1) * share + self.block.logits
-        messages = np.where(self.alone, 0.0, (1 + 2 * self.chunks + flying * self.chunks) * self.block.message)
+        messages = np.where(self.alone, 0.0, (1 + 2 * self.chunks + flying * self.chunks) * self.block.p2p_bytes)
         state = sum(part.total for part in self.zero.states(self.parameters, self.of.zero).values())
         allocated = state + np.maximum(first, last) + messages + software.bucket_bytes
         return allocated * (1 + FRAGMENTATION) + CUDA_CONTEXT_BYTES

@@ -13,7 +13,7 @@ from msgspec import structs
 from fivefold.cost.activations import MoEMemory, saved_activations
 from fivefold.cost.moe import MoEBlock, ParamShare, Travel, block_share
 from fivefold.cost.peak_memory import loss_peak
-from fivefold.cost.step import Workload, message
+from fivefold.cost.step import Workload, p2p_bytes
 from fivefold.layout.layout import Layout
 from fivefold.planner.closed import (
     DISPATCHES,
@@ -64,13 +64,13 @@ class DenseCost(NamedTuple):
     again: float  # bytes that recompute makes again
     passing: float
     logits: float
-    message: float
+    p2p_bytes: float
     full: float
 
     @classmethod
     def of(cls, workload: Workload, shape: BlockShape) -> "DenseCost":
         workload = shape.of(workload)
-        layout, work = workload.layout, workload.work
+        layout, work = workload.layout, workload.block_cost
         plain, block = replace(work, dense=True).block, work.around
         own, everything = (_held(workload, how) for how in (layout, structs.replace(layout, recompute="none")))
         stream = work.activation_bytes * work.tokens * workload.spec.hidden / (shape.tp if shape.sp else 1)
@@ -93,7 +93,7 @@ class DenseCost(NamedTuple):
             again=everything.around - own.around,
             passing=2 * stream + work.cp_buffer_bytes - everything.shared,
             logits=loss_peak(workload.spec, layout, workload.software, work.tokens),
-            message=message(workload),
+            p2p_bytes=p2p_bytes(workload),
             full=shape.recompute == "full",
         )
 
@@ -107,7 +107,14 @@ class _Held(NamedTuple):
 
 
 def _held(workload: Workload, layout: Layout) -> _Held:
-    sizes = (workload.spec, layout, workload.software, workload.batch, workload.seq, workload.work.activation_bytes)
+    sizes = (
+        workload.spec,
+        layout,
+        workload.software,
+        workload.batch,
+        workload.seq,
+        workload.block_cost.activation_bytes,
+    )
     mixed = saved_activations(*sizes)
     return _Held(mixed.total - mixed.experts, saved_activations(*sizes, dense=True).total, mixed.mlp)
 
@@ -135,13 +142,13 @@ class MoECost(NamedTuple):
     @classmethod
     def of(cls, workload: Workload, spread: ExpertShape, layout: Layout) -> "MoECost":
         """`layout` is any that spreads experts so."""
-        work = replace(workload, layout=layout, batch=layout.dp).work
+        work = replace(workload, layout=layout, batch=layout.dp).block_cost
         sizes = (spread.tokens, work.activation_bytes)
         moe = MoEBlock(
             workload.spec,
             layout,
             work.device,
-            work.wires,
+            work.topology,
             workload.software,
             *sizes,
             workload.precision,
@@ -255,7 +262,7 @@ def closed_of(
         "saved": mean(around.saved + held, around.plain_saved),
         "transient": around.again + spent.everything - held + spent.worst + around.passing,
     }
-    same = ("port", "unhidden", "ends", "logits", "message", "full")
+    same = ("port", "unhidden", "ends", "logits", "p2p_bytes", "full")
     block = BlockArrays(**means, **{name: getattr(around, name) for name in same})
     return ExpertClosed(workload, of, block, pipelines, dealt, links)
 
@@ -278,7 +285,7 @@ def _paired(spent: MoECost, forward: Any, backward: Any, twice: Array) -> Array:
 
 def _spent(workload: Workload, of: Choices, dealt: EpChoices, links: LinkArrays, shapes: list[BlockShape]) -> MoECost:
     """Arrays, of what is the same in many combinations worked out once."""
-    near = np.array([wires.reaches["ep"].together for wires in links.topologies])[links.at]
+    near = np.array([topology.reaches["ep"].together for topology in links.topologies])[links.at]
     sizes = list(dict.fromkeys(_sizes(workload, shape) for shape in shapes))
     size = np.array([sizes.index(_sizes(workload, shape)) for shape in shapes])[of.shape]
     key = ((size * 65536 + dealt.ep) * len(DISPATCHES) + dealt.dispatch) * 4096 + near

@@ -147,7 +147,7 @@ class ContextResult(Result):
 
     def to_dict(self) -> dict[str, Any]:
         case, degrees = self.case, by_degree(self.case, self.most)
-        shape = {"seq": case.seq, "tp": case.wires.layout.tp, "cp": case.ranks}
+        shape = {"seq": case.seq, "tp": case.topology.layout.tp, "cp": case.ranks}
         heads = {"heads": case.heads, "kv_heads": case.kv_heads, "head_dim": case.head_dim}
         faster, free = ring_or_gather(case), ring_is_free(case)
         return {"model": self.model, "cluster": self.cluster, **shape, **heads} | {
@@ -165,10 +165,10 @@ class ContextResult(Result):
 
     def blocks(self) -> Iterator[Block]:
         case = self.case
-        layout, accelerator = case.wires.layout, case.device.accelerator
+        layout, accelerator = case.topology.layout, case.device.accelerator
         link, where = accelerator.inside, "within a node"
-        if case.wires.across("cp"):
-            link, where = accelerator.across, f"{case.wires.reaches['cp'].together} per node"
+        if case.topology.across("cp"):
+            link, where = accelerator.across, f"{case.topology.reaches['cp'].together} per node"
         yield Text(
             f"one layer of {self.model} on {self.cluster}: {case.seq:,} tokens, tp={layout.tp}, cp={layout.cp}\n"
             f"a rank has {case.tokens:,} tokens, {counted(case.heads, 'head')} and {counted(case.kv_heads, 'kv head')} "

@@ -147,7 +147,7 @@ def _judge(option: Option, change: str, layout: Layout) -> Neighbour:
         workload = divided(workload)
         layout = workload.layout
     needs = footprint(workload)
-    limit = USABLE_FRACTION * workload.memory_of(needs.rank)
+    limit = USABLE_FRACTION * workload.device_memory_of(needs.rank)
     if needs.total > limit:
         why = (
             f"{change} does not fit: needs {needs.total / 1e9:.1f} GB on pipeline rank {needs.rank}, limit "
@@ -185,14 +185,16 @@ def difference(best: Option, other: Option) -> str:
         told += moved[named[-1]]
     why = ", ".join(f"{CAUSES[name]} {moved[name]:+.1%}" for name in named) + " of the "
     why += "shorter step" if any(abs(moved[name]) > 1 for name in named) else "step"  # whose a share above 100% is
-    if "ep" in named and (best.estimate.travelled.paired > 0) != (other.estimate.travelled.paired > 0):
-        why += f", which joined pairs hide {'there' if other.estimate.travelled.paired else 'here'}"
+    if "ep" in named and (best.estimate.expert_messages.hidden_by_pair > 0) != (
+        other.estimate.expert_messages.hidden_by_pair > 0
+    ):
+        why += f", which joined pairs hide {'there' if other.estimate.expert_messages.hidden_by_pair else 'here'}"
     if slower < 0:
         return f"is {-slower:.1%} faster: {why}"
     across = [
         axis
         for axis in ("tp", "cp", "ep")
-        if other.workload.wires.across(axis) and not best.workload.wires.across(axis)
+        if other.workload.topology.across(axis) and not best.workload.topology.across(axis)
     ]
     if set(named) & set(across):
         why += f", because {either(across)} then leaves the node"
@@ -231,14 +233,14 @@ def _with_experts(workload: Workload, stage: int) -> bool:
 def traffic(option: Option) -> list[AxisTraffic]:
     """What `sender` sends, by axis and kind, divided by where the ranks of the axis are. Experts' tokens: the mean."""
     workload, rank, rows = option.workload, sender(option), []
-    wires = workload.work_of(rank).wires
-    dtype = dtype_of(workload.work.activation_bytes)
-    splits = workload.splits if workload.groups else None
+    topology = workload.block_cost_of(rank).topology
+    dtype = dtype_of(workload.block_cost.activation_bytes)
+    splits = workload.splits_backward if workload.groups else None
     sizes = (workload.spec, workload.layout, workload.seq, workload.batch, dtype)
     for row in expected_traffic(*sizes, coords=RankCoords(pp=rank), splits_backward=splits, keep_ep_axis=True):
-        reach = wires.reaches.get(row.axis)  # None: the whole world, the pipeline's ends: a few numbers
+        reach = topology.reaches.get(row.axis)  # None: the whole world, the pipeline's ends: a few numbers
         share, wire = _leaving(row.kind, reach, workload.cluster.nodes), float(row.wire)
-        alone = wires.time(row.kind, row.axis, row.payload / row.calls, row.calls) if reach else None
+        alone = topology.time(row.kind, row.axis, row.payload / row.calls, row.calls) if reach else None
         rows.append(AxisTraffic(row.axis, row.kind, row.calls, row.payload, wire * (1 - share), wire * share, alone))
     return rows
 
@@ -264,14 +266,14 @@ def complexity(option: Option) -> int:
     axes: its collectives stand in every block and wait for the slowest port, so nobody takes it where there is a way
     around."""
     layout = option.layout
-    axes = (layout.pp > 1) * 2 + (layout.tp > 1) * (3 if option.workload.wires.across("tp") else 1) + (layout.cp > 1)
+    axes = (layout.pp > 1) * 2 + (layout.tp > 1) * (3 if option.workload.topology.across("tp") else 1) + (layout.cp > 1)
     return axes + (layout.pp > 1 and layout.splits_backward) + (layout.replicate > 1) + (layout.ep > 1)
 
 
 def simplest(options: Sequence[Option]) -> Option:
     """Of those within 3% of the fastest; within 10%, where the fastest has tp over a network and others have not."""
     first = min(options, key=lambda option: option.seconds)
-    inside = [option for option in options if not option.workload.wires.across("tp")]
+    inside = [option for option in options if not option.workload.topology.across("tp")]
     if inside and first not in inside:
         within = min(inside, key=lambda option: option.seconds)
         first, options = (within, inside) if within.seconds <= (1 + UNPROVEN) * first.seconds else (first, options)

@@ -183,7 +183,7 @@ def failures_of(option: Option, costs: FailureCosts = PUBLISHED, timeout: float 
     """Those of a plan whose ranks wait `timeout` seconds for one that hangs; the sources are in `inputs`."""
     world, size, stored = option.layout.world, saved_bytes(option), _stored(option, costs)
     share = size / world
-    if option.workload.on.accelerator.is_cpu:
+    if option.workload.first_device.accelerator.is_cpu:
         blocked = share / CPU_COPIED
     else:  # the copy runs beside the next step, and what is longer than that step blocks
         blocked = BLOCKED + max(0.0, share / COPIED - option.seconds)
@@ -199,7 +199,7 @@ def failures_of(option: Option, costs: FailureCosts = PUBLISHED, timeout: float 
 
 def inputs(option: Option, costs: FailureCosts, it: Failures) -> list[Input]:
     """What `failures_of` has found, in the order in which it happens."""
-    usual, world, on_cpu = USUAL, option.layout.world, option.workload.on.accelerator.is_cpu
+    usual, world, on_cpu = USUAL, option.layout.world, option.workload.first_device.accelerator.is_cpu
     blocked = CPU_SOURCE if on_cpu else BLOCKED_SOURCE
     of_gpu = f"{usual.name} ({usual.source})" + ("; nobody has counted CPUs'" if on_cpu else "")
     size, rate = saved_bytes(option) / GB, _stored(option, costs) / GB

@@ -12,7 +12,7 @@ from itertools import combinations_with_replacement, islice, permutations
 from msgspec import structs
 
 from fivefold.cost.peak_memory import USABLE_FRACTION, Footprint, footprint_of
-from fivefold.cost.step import Workload, estimate, unsplit
+from fivefold.cost.step import Workload, estimate, with_full_backward
 from fivefold.hardware.cluster import Cluster, Group, table_of
 from fivefold.layout.layout import Layout
 from fivefold.support.errors import UserError
@@ -111,7 +111,9 @@ def divided(workload: Workload) -> Workload:
     """The workload with layers divided by speed; a rank that would not fit gives layers to the others, as far as they
     have room. If there is none, layers stay where they are quickest. `auto`, made for a split, takes that of 1F1B."""
     if workload.layout.record.uses_stage_times:
-        return replace(workload, layout=structs.replace(workload.layout, split=divided(unsplit(workload)).layout.split))
+        return replace(
+            workload, layout=structs.replace(workload.layout, split=divided(with_full_backward(workload)).layout.split)
+        )
     caps = [workload.spec.layers] * workload.layout.pp
     quickest = shared = with_split(workload, by_load(workload, caps))
     for _ in range(TRIES):
@@ -129,10 +131,10 @@ def divided(workload: Workload) -> Workload:
 def by_load(workload: Workload, caps: Sequence[int]) -> list[int]:
     """Layers of each rank: the next one goes to the rank that would then be done first, if it has room."""
     pp, owner = workload.layout.pp, workload.layout.placement.owner
-    each = [_total(workload.work_of(rank).block) for rank in range(pp)]
+    each = [_total(workload.block_cost_of(rank).block) for rank in range(pp)]
     load, layers = [0.0] * pp, [0] * pp
-    load[owner[0]] += _total(workload.work_of(owner[0]).bottom)
-    load[owner[-1]] += _total(workload.work_of(owner[-1]).top)
+    load[owner[0]] += _total(workload.block_cost_of(owner[0]).bottom)
+    load[owner[-1]] += _total(workload.block_cost_of(owner[-1]).top)
     for _ in range(workload.spec.layers):
         # Among equals the later one, which holds fewer microbatches.
         free = [rank for rank in reversed(range(pp)) if layers[rank] < caps[rank]]
@@ -146,7 +148,7 @@ def with_split(workload: Workload, layers: Sequence[int]) -> Workload:
     """The workload with so many layers on each rank; a rank's stages share them evenly, its ends counted."""
     placement, split = workload.layout.placement, [0] * workload.layout.stages
     for rank, stages in enumerate(placement.of_rank):
-        work, load = workload.work_of(rank), dict.fromkeys(stages, 0.0)
+        work, load = workload.block_cost_of(rank), dict.fromkeys(stages, 0.0)
         if 0 in load:
             load[0] += _total(work.bottom)
         if placement.stages - 1 in load:
@@ -201,13 +203,13 @@ def footprints(workload: Workload) -> list[Footprint]:
 
 def fitting(workload: Workload) -> bool:
     """Whether every rank fits into its own device."""
-    return all(needs.total <= USABLE_FRACTION * workload.memory_of(needs.rank) for needs in footprints(workload))
+    return all(needs.total <= USABLE_FRACTION * workload.device_memory_of(needs.rank) for needs in footprints(workload))
 
 
 def _excess(workload: Workload, rank: int) -> int:
     """Layers by which a rank overfills its device, about; at least one where it does."""
     here = footprint_of(workload, rank).total
-    over, held = here - USABLE_FRACTION * workload.memory_of(rank), layers_of(workload)
+    over, held = here - USABLE_FRACTION * workload.device_memory_of(rank), layers_of(workload)
     if over <= 0 or not held[rank]:
         return int(over > 0)
     fewer = [count - (at == rank) for at, count in enumerate(held)]

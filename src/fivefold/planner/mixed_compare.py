@@ -176,7 +176,7 @@ def _with_schedule(workload: Workload, name: str) -> tuple[int, ...]:
 def idle(option: Option) -> float:
     """The share of all ranks' time in the pipeline in which they do not compute."""
     workload, times = option.workload, option.workload.durations
-    backward = [i + w for i, w in zip(times.i, times.w, strict=True)] if workload.splits else times.b
+    backward = [i + w for i, w in zip(times.i, times.w, strict=True)] if workload.splits_backward else times.b
     busy = workload.layout.microbatches * (sum(times.f) + sum(backward))
     return 1 - busy / (workload.layout.pp * option.estimate.pipeline)
 

@@ -79,7 +79,7 @@ class MixedClosed:
         for shape in self.shapes:
             layout = Layout(tp=shape.tp, cp=shape.cp, cp_kind=shape.cp_kind, sp=shape.sp, recompute=shape.recompute)
             tokens = shape.samples * workload.seq // shape.cp
-            deferred.append(deferred_wgrad_bytes(workload.spec, layout, tokens, workload.work.activation_bytes))
+            deferred.append(deferred_wgrad_bytes(workload.spec, layout, tokens, workload.block_cost.activation_bytes))
         saved = self.groups[0].block.saved
         return np.where(self.splits, np.maximum(0.0, np.array(deferred)[self.of.shape] - saved), 0.0)
 
@@ -109,7 +109,8 @@ class MixedClosed:
         spec, software, p = self.query.workload.spec, self.query.workload.software, len(ranks)
         closed, of, rank = self.groups[0], self.of, np.arange(p)
         saved, logits, message = (
-            np.asarray(column)[rows, None] for column in (closed.block.saved, closed.block.logits, closed.block.message)
+            np.asarray(column)[rows, None]
+            for column in (closed.block.saved, closed.block.logits, closed.block.p2p_bytes)
         )
         chunks, tp = closed.chunks[rows, None], of.tp[rows, None]
         state = self.bytes_of_a_parameter[rows, None]

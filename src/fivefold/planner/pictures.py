@@ -135,7 +135,9 @@ def memory(option: Option, neighbours: Sequence[Neighbour]) -> Scene:
     left_out = len(around) - NEIGHBOURS
     description = _described(option)
     scene = sheet(
-        f"Memory of a {'CPU rank' if workload.on.accelerator.is_cpu else 'GPU'}, by component", description, 0.0
+        f"Memory of a {'CPU rank' if workload.first_device.accelerator.is_cpu else 'GPU'}, by component",
+        description,
+        0.0,
     )
     high = min(LONGEST * device, 1.06 * max(device, *(bar.total for bar in bars)))
     plot = Plot(scene, LEFT, TOP + 40, WIDTH - LEFT - RIGHT, ROW * len(bars), (0, 0), (high, 1))
@@ -188,7 +190,7 @@ SMALL_PAYLOAD = 4096  # bytes: a smaller payload has no row
 
 def sent(option: Option) -> Scene:
     """Bytes on the wire, and the seconds they would take if nothing hid them."""
-    card = option.workload.on.accelerator
+    card = option.workload.first_device.accelerator
     rows = [row for row in traffic(option) if row.payload > SMALL_PAYLOAD]
     unit, size = ("GB", 1e9) if any(row.inside + row.across >= 1e8 for row in rows) else ("MB", 1e6)
     description = _described(option)

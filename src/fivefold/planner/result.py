@@ -113,7 +113,7 @@ class PlanResult(Result):
             yield _ranking(options if self.chosen in options else (*options, self.chosen), self.chosen)
         if self.chosen is not options[0] and self.given is None:
             faster = 1 - options[0].seconds / self.chosen.seconds
-            over = options[0].workload.wires.across("tp") and not self.chosen.workload.wires.across("tp")
+            over = options[0].workload.topology.across("tp") and not self.chosen.workload.topology.across("tp")
             why = "but has tp over the network, of which no measured run tells" if over and faster > ALIKE else ""
             yield Text(
                 f"{options[0].layout} is {faster:.1%} faster, "
@@ -256,7 +256,7 @@ def figures(option: Option, price: float | None = None) -> dict[str, Any]:
     }
     if workload.spec.experts is not None:
         row["imbalance"] = workload.imbalance
-        total, shared, paired = option.estimate.travelled
+        total, shared, paired = option.estimate.expert_messages
         row["experts_messages"] = {"seconds": total, "hidden_by_shared": shared, "hidden_by_pairs": paired}
     if workload.groups:
         row["groups"] = list(workload.groups)
@@ -298,7 +298,7 @@ def _range_sentence(option: Option, steps: int | None = None) -> str:
 
 def _device(option: Option) -> str:
     """What a rank runs on: a CPU plan does not speak of GPUs."""
-    return "CPU rank" if option.workload.on.accelerator.is_cpu else "GPU"
+    return "CPU rank" if option.workload.first_device.accelerator.is_cpu else "GPU"
 
 
 def _stages(option: Option) -> str:
@@ -413,7 +413,7 @@ def _experts(option: Option) -> Iterator[Text]:
         f"MFU counts the {active} parameters that a token is multiplied with; "
         + (uneven if option.layout.ep > 1 else "every rank has all experts, so that none is fuller than another")
     )
-    total, shared, paired = option.estimate.travelled
+    total, shared, paired = option.estimate.expert_messages
     if not total:
         return
     hidden = {"the other half of a joined pair": paired, "the shared expert": shared}

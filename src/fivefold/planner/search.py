@@ -14,7 +14,7 @@ import numpy as np
 from msgspec import structs
 
 from fivefold.cost.peak_memory import USABLE_FRACTION, Footprint, footprint
-from fivefold.cost.step import Estimate, Workload, estimate, repeating
+from fivefold.cost.step import Estimate, Workload, estimate, simulated_microbatches
 from fivefold.hardware.accelerators import usual_node
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
@@ -58,7 +58,7 @@ class Option:
     @property
     def device_memory(self) -> int:
         """Bytes of the fullest rank's device."""
-        return self.workload.memory_of(self.footprint.rank)
+        return self.workload.device_memory_of(self.footprint.rank)
 
     @property
     def limit(self) -> float:
@@ -113,7 +113,7 @@ def mixed_options(workload: Workload, combinations: MixedSpace, fixed: dict[str,
 
 def _pairs(layout: Layout) -> int:
     """What is simulated of a layout."""
-    return layout.stages * repeating(layout)
+    return layout.stages * simulated_microbatches(layout)
 
 
 def _moved(option: Option) -> Option:
@@ -203,7 +203,7 @@ def search(workload: Workload, by: By = "throughput", top: int = 10, **fixed: An
     combinations = space(SearchQuery(workload, fixed))
     if not len(combinations):
         raise UserError(_no_layout(workload, fixed))
-    fits = combinations.memory <= workload.on.accelerator.memory * USABLE_FRACTION * SLACK
+    fits = combinations.memory <= workload.first_device.accelerator.memory * USABLE_FRACTION * SLACK
     options = _options(workload, combinations, by, fixed)
     if not options:
         raise TooLarge(_too_large(workload, combinations, fixed))
@@ -264,7 +264,7 @@ def _options(workload: Workload, combinations: Space, by: By, fixed: dict[str, A
     """Of the layouts that fit, timed: the fastest by the closed form, or those that need the least memory; few of a
     kind. Where none of the first fits, closed forms must leave more room, until only the leanest are left."""
     order = np.argsort(combinations.memory if by == "memory" else combinations.seconds, kind="stable")
-    room, node = workload.on.accelerator.memory * USABLE_FRACTION, workload.cluster.groups[0].gpus
+    room, node = workload.first_device.accelerator.memory * USABLE_FRACTION, workload.cluster.groups[0].gpus
     copies = fixed.get("replicate", 1)
     order = order[combinations.of.dp[order] % copies == 0]
     timed = _Timed(workload, combinations, room, copies)
@@ -317,7 +317,9 @@ class _Timed:
         ):
             return True
         size = (
-            layout.stages * repeating(layout) * (TRIED if layout.record.uses_stage_times else 1) if layout.pp > 1 else 1
+            layout.stages * simulated_microbatches(layout) * (TRIED if layout.record.uses_stage_times else 1)
+            if layout.pp > 1
+            else 1
         )
         if count >= FEWEST and self.spent + size > PATIENCE:
             return True
@@ -474,7 +476,10 @@ def _fitting(workload: Workload, fixed: dict[str, Any]) -> Layout | None:
     there = space(SearchQuery(workload, fixed))
     for at in _leanest(there) if len(there) else ():
         layout = there.layout(at)
-        if footprint(replace(workload, layout=layout)).total <= USABLE_FRACTION * workload.on.accelerator.memory:
+        if (
+            footprint(replace(workload, layout=layout)).total
+            <= USABLE_FRACTION * workload.first_device.accelerator.memory
+        ):
             return layout
     return None
 

@@ -238,7 +238,7 @@ class Replica:
         return _stages(self.spec, self.pp)
 
     @cached_property
-    def wires(self) -> Topology:
+    def topology(self) -> Topology:
         # Its "ep" are all ranks of a stage, and they are neighbours.
         layout = Layout(tp=self.tp, dp=self.dp, pp=self.pp, ep=self.ranks)
         return Topology(self.device, self.gpus, layout, ("tp", "dp", "pp"), start=0.0)  # `collective` adds it
@@ -246,14 +246,14 @@ class Replica:
     @cached_property
     def _fast(self) -> Topology:
         """The same links under the protocol of small messages."""
-        return flagged(self.wires)
+        return flagged(self.topology)
 
     def collective(self, kind: Kind, axis: str, payload: float) -> float:
         """Seconds under the better of the two protocols, as NCCL chooses."""
-        if self.wires.reaches[axis].ranks == 1:
+        if self.topology.reaches[axis].ranks == 1:
             return 0.0
-        base = self.device.reached.launch + NCCL_BASE * self.wires.across(axis)
-        return base + min(self.wires.time(kind, axis, payload), self._fast.time(kind, axis, payload))
+        base = self.device.reached.launch + NCCL_BASE * self.topology.across(axis)
+        return base + min(self.topology.time(kind, axis, payload), self._fast.time(kind, axis, payload))
 
     @cached_property
     def _free(self) -> Device:

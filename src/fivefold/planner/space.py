@@ -245,7 +245,7 @@ def dealt_out(query: SearchQuery, shapes: list[BlockShape], of: Choices) -> tupl
             continue
         rows = _candidates(query, groups, ep=ep, dispatch=name)
         # Where what a rank holds of experts alone is more than its memory, no closer look is needed.
-        rows = rows[held * least[of.zero[rows]] / (ep * of.pp[rows]) < workload.on.accelerator.memory]
+        rows = rows[held * least[of.zero[rows]] / (ep * of.pp[rows]) < workload.first_device.accelerator.memory]
         indices.append(rows)
         eps.append(np.full(len(rows), ep))
         kinds.append(np.full(len(rows), kind))

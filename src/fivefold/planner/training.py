@@ -81,7 +81,7 @@ class Training:
             chosen["run.cluster"] = Choice(self.hosts(option), "nodes in the order of their hosts' numbers, as planned")
         if self.kept is None:
             return chosen
-        if workload.on.accelerator.is_cpu:
+        if workload.first_device.accelerator.is_cpu:
             chosen["train.device"] = Choice("cpu", "as planned")
         run = self.run(option)
         chosen["checkpoint.every"] = Choice(run.best, often(option, run))
@@ -155,7 +155,7 @@ class Training:
         figures, count = self.figures(option, price), self.asked.model.parameter_count
         ratio = self.tokens / count
         many = f"{ratio:.3g}" if ratio < 1e4 else si(ratio)
-        device = "rank-hours" if option.workload.on.accelerator.is_cpu else "GPU-hours"
+        device = "rank-hours" if option.workload.first_device.accelerator.is_cpu else "GPU-hours"
         cost = f", ${figures['cost']:,.0f}" if price is not None else ""
         return (
             f"{si(self.tokens, 4)} tokens, {many} per parameter: {self.steps:,} steps, {length(figures['days'])}, "

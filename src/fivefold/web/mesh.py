@@ -250,15 +250,15 @@ def _layer(workload: Workload, asked_layer: int | None, number: int) -> dict[str
     ]
     layer = asked_layer if asked_layer is not None else local_layers[len(local_layers) // 2] if local_layers else 0
     sent = layer_collectives(
-        spec, layout, workload.seq, workload.batch, dtype_of(workload.work.activation_bytes), layer
+        spec, layout, workload.seq, workload.batch, dtype_of(workload.block_cost.activation_bytes), layer
     )
     talking = _talking(workload)
     return {"number": layer, "layers": spec.layers, "sent": [_sent(workload, message, talking) for message in sent]}
 
 
 def _sent(workload: Workload, message: Collective, talking: dict[str, list[int]]) -> dict[str, Any]:
-    layout, card = workload.layout, workload.on.accelerator
-    reach = workload.wires.reaches.get(message.axis)
+    layout, card = workload.layout, workload.first_device.accelerator
+    reach = workload.topology.reaches.get(message.axis)
     leaves = (reach or workload.cluster).nodes > 1
     link = card.across if leaves else card.inside
     group = talking.get(message.axis) or layout.group(message.axis, 0)
@@ -276,6 +276,6 @@ def _sent(workload: Workload, message: Collective, talking: dict[str, list[int]]
         "bytes_per_second": link.bandwidth,
         "seconds": None
         if reach is None
-        else workload.wires.time(message.kind, message.axis, message.payload, message.calls),
+        else workload.topology.time(message.kind, message.axis, message.payload, message.calls),
         "group": same,  # the name under which its ranks are listed
     }

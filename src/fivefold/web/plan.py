@@ -85,7 +85,7 @@ def _page(workload: Workload, software: str, wanted: Layout, wrong: list[str], o
         "changes": [] if shown is None else _changes(wanted, shown),
         "figures": None if option is None else simulated(option),
         "ranks": [] if option is None else _ranks(option),
-        "device_memory_bytes": workload.memory_of(0),
+        "device_memory_bytes": workload.device_memory_of(0),
         "causes": CAUSES,
         "asks": _asks(workload, software, option),
     }
