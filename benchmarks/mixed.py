@@ -18,7 +18,7 @@ from msgspec import structs
 from benchmarks.slow import slowed
 from fivefold.bench.comparison import base_job
 from fivefold.bench.harness import Machine, OnProgress, RoundTimes, caveats, refuse, table, too_small
-from fivefold.bench.systems import CPU, RATE, enter, machine, take_turns
+from fivefold.bench.systems import CPU, LR, join_ranks, machine, take_turns
 from fivefold.cli import main, program
 from fivefold.cli.bench import Changes, Rounds, measured
 from fivefold.cli.options import Json
@@ -34,7 +34,7 @@ from fivefold.machines.result import RankSpeed, RanksResult
 from fivefold.parallel.mesh import Mesh
 from fivefold.planner.mixed import groups_of
 from fivefold.planner.mixed_compare import best_split
-from fivefold.planner.search import Option, evaluate, trained
+from fivefold.planner.search import Option, evaluate, trained_layout
 from fivefold.render.blocks import Block, Result, Text
 from fivefold.schedules.registry import record_of
 from fivefold.support.errors import UserError
@@ -240,7 +240,7 @@ def plans(job: Job, speeds: RanksResult, ranks: int, file: Path) -> dict[str, Pl
     for name in SYSTEMS[1:]:
         layout = structs.replace(even, schedule=name, chunks=record_of(name).chunks)
         best = evaluate(best_split(replace(workload, layout=layout)))
-        planned[name] = Planned.of(best, trained(best, file))
+        planned[name] = Planned.of(best, trained_layout(best, file))
     return planned
 
 
@@ -262,7 +262,7 @@ class System:
         job, engine = self.job, self.engine
         batch = plain_batch(job.model.vocab, job.train.batch, job.data.seq, seed=len(self.losses))
         loss = engine.forward_backward(batch)
-        engine.step(RATE, engine.gradient_norm())
+        engine.step(LR, engine.gradient_norm())
         engine.weights.wait_params()
         self.losses.append(loss.item())
 
@@ -291,7 +291,7 @@ def _settle(rank: Rank) -> None:
         cores = sorted({min(core_of(Path("/sys"), cpu)) for cpu in os.sched_getaffinity(0)} & os.sched_getaffinity(0))
         if len(cores) >= rank.world:
             os.sched_setaffinity(0, {cores[rank.number]})
-    enter(rank)
+    join_ranks(rank)
 
 
 # ---- command --------------------------------------------------------------------------------------------------------

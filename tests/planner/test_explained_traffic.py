@@ -8,7 +8,7 @@ from fivefold.cost.step import Workload
 from fivefold.cost.traffic import RankCoords, display_axis, expected_traffic
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
-from fivefold.planner.explain import AxisTraffic, difference, neighbours, sender, traffic
+from fivefold.planner.explain import AxisTraffic, difference, neighbours, traffic, traffic_rank
 from fivefold.planner.plan import simulate
 from fivefold.planner.search import Option, evaluate
 from fivefold.spec.presets import preset
@@ -44,10 +44,12 @@ def test_traffic_is_of_the_rank_that_memory_shows() -> None:
     """The first stage of DeepSeek-V3 has dense layers alone."""
     layout = "dp=8,pp=16,cp=8,cp_kind=ulysses,zero=1,ep=8,schedule=zb-v,microbatches=32,recompute=full"
     one = option("deepseek-v3", layout, "128x8xH100", 1024, 8192)
-    assert sender(one) == one.footprint.rank != 0
+    assert traffic_rank(one) == one.footprint.rank != 0
     found = sent(one)
     workload = one.workload
-    rows = expected_traffic(workload.spec, workload.layout, 8192, 1024, "bfloat16", coords=RankCoords(pp=sender(one)))
+    rows = expected_traffic(
+        workload.spec, workload.layout, 8192, 1024, "bfloat16", coords=RankCoords(pp=traffic_rank(one))
+    )
     both = next(row for row in rows if (row.axis, row.kind) == ("cp", "all-to-all"))  # as a counter sees them
     assert found["cp", "all-to-all"].payload + found["ep", "all-to-all"].payload == both.payload
     given = simulate("deepseek-v3", layout, "128x8xH100", batch=1024, seq=8192).to_dict()
@@ -59,7 +61,7 @@ def test_a_fullest_rank_without_experts_is_not_shown() -> None:
     """The first three of DeepSeek-V3's layers are dense, and here two ranks have them."""
     one = option("deepseek-v3", "dp=8,pp=61,ep=8,microbatches=64", "61x8xH100", 512)
     fullest = [replace(one, footprint=replace(one.footprint, rank=rank)) for rank in (0, 1, 2, 40)]
-    assert [sender(each) for each in fullest] == [2, 2, 2, 40]
+    assert [traffic_rank(each) for each in fullest] == [2, 2, 2, 40]
 
 
 @pytest.mark.parametrize(

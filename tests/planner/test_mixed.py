@@ -20,7 +20,7 @@ from fivefold.planner.explain import neighbours
 from fivefold.planner.mixed import divided, fitting, footprints, groups_of, hosts, layers_of, merged, refined
 from fivefold.planner.mixed_compare import SCHEDULES, compare, halved, slowed
 from fivefold.planner.plan import plan, simulate
-from fivefold.planner.search import evaluate, search, trained
+from fivefold.planner.search import evaluate, search, trained_layout
 from fivefold.schedules.check import prove
 from fivefold.schedules.registry import CATALOGUE
 from fivefold.spec.model import ModelSpec
@@ -175,7 +175,7 @@ def test_the_planned_job_trains_with_the_very_schedule(tmp_path: Path) -> None:
     layout = structs.replace(job.layout, schedule="auto", chunks=1)
     planned = Workload(job.model, layout, cluster, 2048, 8, groups=groups_of(cluster, layout))
     assert schedule_of(job.model, job.layout, job.data.seq) == planned.schedule()
-    assert trained(evaluate(planned), tmp_path / "again.txt").record.schedule == planned.schedule()
+    assert trained_layout(evaluate(planned), tmp_path / "again.txt").record.schedule == planned.schedule()
 
 
 def test_neighbours_divide_the_layers_anew_and_name_the_even_split() -> None:

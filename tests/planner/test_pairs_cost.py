@@ -17,7 +17,7 @@ from fivefold.planner.plan import simulate
 from fivefold.planner.search import evaluate, search
 from fivefold.planner.space import SearchQuery, space
 from fivefold.render.blocks import to_text
-from fivefold.schedules.costs import alone, play
+from fivefold.schedules.costs import alone, play_pair
 from fivefold.spec.presets import preset
 
 V3 = preset("deepseek-v3")
@@ -43,7 +43,7 @@ def test_halves_are_the_stages_passes_cut_at_their_messages(workload: Workload):
         # Nothing is lost: without any overlap they are the passes of software that has none.
         assert sum(parts) == pytest.approx(apart.f[stage] + apart.b[stage])
     # Some stages have dense layers alone, or the head.
-    hides = [play(*halves).hidden > 1e-9 for halves in costs.segments]
+    hides = [play_pair(*halves).hidden > 1e-9 for halves in costs.segments]
     assert hides == [not all(map(V3.dense, stage.layers)) for stage in workload.stages]
     assert set(hides) == {False, True}
 

@@ -41,7 +41,7 @@ from fivefold.support.text import printable
 
 T = TypeVar("T")
 _Part = tuple[Parameter, TensorSource]  # rows of a parameter, and where they lie in a tensor of theirs
-_PART = 1 << 30  # bytes that an import holds at a time
+_MAX_HELD = 1 << 30  # bytes that an import holds at a time
 _SINGLE = "model.safetensors"
 EXPORTED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -58,17 +58,17 @@ def import_hf(directory: Path, run: Path, progress: Progress, data: str | Path |
         raise UserError(problems)
     job, choices = tuned(spec, _dtype(theirs), store)
     where = Store(run / "checkpoints")
-    job = msgspec.structs.replace(job, run=_own(run))
+    job = msgspec.structs.replace(job, run=_run_config(run))
     manifest = Manifest(step=0, samples=0, updates=0, optimizer=False, data="", job=msgspec.to_builtins(job))
     parts = [
         {model_key(name): piece for name, piece in group}
-        for pieces in _in_turn(theirs, tensors(spec))
-        for group in _cut(pieces, [piece.nbytes for _, piece in pieces], _PART)
+        for pieces in _batches(theirs, tensors(spec))
+        for group in _groups_up_to(pieces, [piece.nbytes for _, piece in pieces], _MAX_HELD)
     ]
     with whole_or_nothing(run):
         run.mkdir(parents=True, exist_ok=True)
         path = write_alone(where, parts, manifest, progress)
-        (run / "job.toml").write_text(_file(job, {key: choice.why for key, choice in choices.items()}))
+        (run / "job.toml").write_text(_job_text(job, {key: choice.why for key, choice in choices.items()}))
         shutil.copyfile(directory / "config.json", run / HF_CONFIG)
         carried = carry(directory, run, CARRIED)
     if not store and TOKENIZER not in carried and spec.vocab != ByteTokenizer.vocab:
@@ -82,13 +82,13 @@ def import_hf(directory: Path, run: Path, progress: Progress, data: str | Path |
     return Checkpoint(path)
 
 
-def _own(run: Path) -> RunConfig:
+def _run_config(run: Path) -> RunConfig:
     """A run that goes on in its directory, and from whose weights every other one of its job starts."""
     home = run.absolute()
     return RunConfig(name=run.name, dir=str(home.parent), weights=str(home / "checkpoints" / step_name(0)))
 
 
-def _file(job: Job, why: dict[str, str]) -> str:
+def _job_text(job: Job, why: dict[str, str]) -> str:
     """The job for people."""
     head = [f"{job.model.name}, fine-tuned as Tulu 3 was: {SOURCE} (arXiv 2411.15124)"]
     fill = 'path = "..."  tokens of this model\'s tokenizer: fivefold data prepare TEXT -o TOKENS --tokenizer '
@@ -113,23 +113,23 @@ def _dtype(theirs: HuggingFace) -> Choice:
     return Choice("bfloat16", why)  # also of quantised ones, whose numbers are as exact
 
 
-def _in_turn(theirs: HuggingFace, parameters: list[Parameter]) -> Iterator[list[tuple[str, Shard]]]:
+def _batches(theirs: HuggingFace, parameters: list[Parameter]) -> Iterator[list[tuple[str, Shard]]]:
     """Pieces that can be held together, in the order of the model; what is larger than a part comes in pieces alone."""
     together: list[tuple[str, Shard]] = []
     for parameter in parameters:
-        times = -(-4 * parameter.size // _PART)
+        times = -(-4 * parameter.size // _MAX_HELD)
         if times < 2:
-            together.append((parameter.name, _lazy(theirs, parameter, range(parameter.shape[0]))))
+            together.append((parameter.name, _lazy_shard(theirs, parameter, range(parameter.shape[0]))))
             continue
         yield together
         together = []
         for index in range(times):
             if rows := chunk(parameter.shape[0], times, index):
-                yield [(parameter.name, _lazy(theirs, parameter, rows))]
+                yield [(parameter.name, _lazy_shard(theirs, parameter, rows))]
     yield together
 
 
-def _lazy(theirs: HuggingFace, parameter: Parameter, rows: range) -> Shard:
+def _lazy_shard(theirs: HuggingFace, parameter: Parameter, rows: range) -> Shard:
     box = (rows, *(range(size) for size in parameter.shape[1:]))
 
     def make() -> Tensor:
@@ -159,40 +159,40 @@ def export_hf(
     What an import brought along goes out again. Of other runs, `end` is the token that ends a text, if there is one.
     """
     kind = EXPORTED[dtype]
-    before, run = imported_config(checkpoint), run_of(checkpoint)
-    own: dict[str, Any] = {"bos_token_id": None, "eos_token_id": end} if before is None else kept_settings(before)
+    imported, run = imported_config(checkpoint), run_of(checkpoint)
+    own: dict[str, Any] = {"bos_token_id": None, "eos_token_id": end} if imported is None else kept_settings(imported)
     config = to_hf_config(spec, dtype) | own
     by_tensor: dict[str, list[_Part]] = {}
     for parameter in tensors(spec):
         for source in sources(spec, parameter, expert_format_of(config["model_type"])):
             by_tensor.setdefault(source.name, []).append((parameter, source))
     sizes = [math.prod(source.shape(param)) * kind.itemsize for ((param, source), *_) in by_tensor.values()]
-    groups = list(_cut(list(by_tensor.values()), sizes, limit))
-    half = out.with_name(f".{out.name}-{uuid.uuid4().hex}")
+    groups = list(_groups_up_to(list(by_tensor.values()), sizes, limit))
+    partial = out.with_name(f".{out.name}-{uuid.uuid4().hex}")
     with whole_or_nothing(out):
         try:
-            half.mkdir(parents=True)
-            config_file = half / "config.json"
+            partial.mkdir(parents=True)
+            config_file = partial / "config.json"
             config_file.write_text(json.dumps(config, indent=2) + "\n")
             names: dict[str, str] = {}
             for number, group in enumerate(groups, start=1):
                 file = f"model-{number:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else _SINGLE
                 written = {parts[0][1].name: _read(checkpoint, parts, kind) for parts in group}
-                save_file(written, half / file, metadata={"format": "pt"})
-                (half / file).chmod(config_file.stat().st_mode)  # safetensors makes it for its owner alone
+                save_file(written, partial / file, metadata={"format": "pt"})
+                (partial / file).chmod(config_file.stat().st_mode)  # safetensors makes it for its owner alone
                 names |= dict.fromkeys(written, file)
                 progress(sum(tensor.nbytes for tensor in written.values()))
                 del written
             if len(groups) > 1:
                 index = {"metadata": {"total_size": sum(sizes)}, "weight_map": names}
-                (half / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-            if TOKENIZER not in carry(run, half, CARRIED) and tokenizer is not None:
-                shutil.copyfile(tokenizer, half / TOKENIZER)
-            half.rename(out)  # also onto an empty directory
+                (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+            if TOKENIZER not in carry(run, partial, CARRIED) and tokenizer is not None:
+                shutil.copyfile(tokenizer, partial / TOKENIZER)
+            partial.rename(out)  # also onto an empty directory
         except SafetensorError as error:
             raise OSError(str(error)) from None
         finally:
-            shutil.rmtree(half, ignore_errors=True)
+            shutil.rmtree(partial, ignore_errors=True)
     return out
 
 
@@ -211,7 +211,7 @@ def usual_dtype(checkpoint: Checkpoint, job: Job) -> str:
     return said if said in EXPORTED else job.train.dtype if job.train.dtype in EXPORTED else "float32"
 
 
-def _cut(items: list[T], sizes: list[int], limit: int) -> Iterator[list[T]]:
+def _groups_up_to(items: list[T], sizes: list[int], limit: int) -> Iterator[list[T]]:
     """Consecutive items in groups of at most `limit` together; a larger one is a group of its own."""
     group: list[T] = []
     held = 0

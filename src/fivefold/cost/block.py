@@ -15,7 +15,7 @@ import msgspec
 from fivefold.cost import attention
 from fivefold.cost.block_collectives import BlockCollectives, Collective
 from fivefold.cost.collective_time import Topology
-from fivefold.cost.forms import ZeroCost, hidden
+from fivefold.cost.forms import ZeroCost, exposed_seconds
 from fivefold.cost.kernels import Device, copied, remade, score_dim
 from fivefold.cost.moe import MoEBlock, ParamShare, Travel, block_share, dense_gemms
 from fivefold.cost.software import CAST, MOVED, NARROW, WIDE, SoftwareProfile
@@ -269,13 +269,13 @@ class BlockCost:
         hides, sent_back = self.software.hides, self._tp_backward
         # In pieces behind their own GEMMs: by peer memory, which ends with the node.
         pieces = hides("tp") if self.topology.by_peers("tp") else 0.0
-        ahead = hidden(self._tp_forward, forward, pieces)
+        ahead = exposed_seconds(self._tp_forward, forward, pieces)
         if pieces:
-            return ahead, hidden(sent_back, backward, pieces)
+            return ahead, exposed_seconds(sent_back, backward, pieces)
         # A schedule that puts the weights' gradients off has nothing to hide the inputs' behind.
         behind = 0.0 if self.layout.splits_backward else weights
         share = max(hides("tp_backward"), self.software.reached.tp_backward * (self.software.overlap.tp > 0))
-        return ahead, hidden(sent_back, behind, share)
+        return ahead, exposed_seconds(sent_back, behind, share)
 
     @cached_property
     def collectives(self) -> BlockCollectives:

@@ -3,7 +3,7 @@
 footprint(workload).total   # bytes on the pipeline rank with the highest ratio of memory to its device's
 footprint(workload).parts   # by component
 
-Activations of the microbatches in flight are at their most when a backward pass begins. The moments that can be the
+Activations of the microbatches in flight peak when a backward pass begins. The moments that can be the
 peak are then a block's backward pass, the loss, and the gradients of head and embedding: each is a `Peak`, in bytes on
 top of the state and of those activations, and the largest counts.
 
@@ -69,9 +69,9 @@ class BlockMemory(NamedTuple):
 
 @dataclass(frozen=True)
 class RankBlocks:
-    """The kinds of blocks of a model, each worked out when it is asked for.
+    """The kinds of blocks of a model, each computed when first used.
 
-    All blocks of a dense model are `dense`. Of a model with experts the leading ones may be; the others are `moe`.
+    All blocks of a dense model are `dense`. In a model with experts the leading ones may be; the others are `moe`.
     """
 
     workload: Workload
@@ -99,7 +99,7 @@ class RankBlocks:
 
 
 def block_memory(workload: Workload, *, leading_dense: bool) -> BlockMemory:
-    """One block. `leading_dense`: one of the first layers of a model with experts, which have none."""
+    """One block's memory. `leading_dense`: one of the leading blocks, without experts, of a model that has them."""
     spec, layout, software = workload.spec, workload.layout, workload.software
     block_cost = replace(workload.block_cost, dense=leading_dense)
 
@@ -159,7 +159,7 @@ def highest(peaks: Iterable[Peak]) -> Peak:
     return max(peaks, key=lambda peak: peak.total)
 
 
-def backward_peak(workload: Workload, stage: Stage, blocks: RankBlocks, peak_precedes_grads: bool) -> Peak:
+def backward_peak(workload: Workload, stage: Stage, blocks: RankBlocks, *, peak_precedes_grads: bool) -> Peak:
     """The peak of a stage's backward pass through its blocks.
 
     It is in the last block, or in the last one of the kind that comes before, when what the later ones saved is freed.
@@ -228,11 +228,8 @@ def fsdp_buffers(workload: Workload, block: BlockMemory, moment: BackwardMoment)
     once the first one's activations are freed. Experts are a unit of their own, gathered and reduced apart from the
     rest of the block.
     """
-    layout, compute_bytes, accum_bytes = (
-        workload.layout,
-        workload.software.weight_bytes,
-        workload.software.gradient_bytes,
-    )
+    layout, software = workload.layout, workload.software
+    compute_bytes, accum_bytes = software.weight_bytes, software.gradient_bytes
     if layout.zero == 2:
         reducing = grads_being_reduced(workload, block.params, moment)
         # The experts' gradients are reduced by the time that those of the rest of the block are.
@@ -346,7 +343,7 @@ def footprint_of(workload: Workload, rank: int) -> Footprint:
     kinds = (action.kind for action in schedule.compute(rank))
     after_first_forwards = dropwhile(lambda kind: kind is FORWARD, kinds)
     peak_precedes_grads = software.lazy_gradients and layout.chunks == 1 and FORWARD not in after_first_forwards
-    peaks = dict(_peaks(workload, stages, blocks, peak_precedes_grads))
+    peaks = dict(_peaks(workload, stages, blocks, peak_precedes_grads=peak_precedes_grads))
     moment_name, peak = max(peaks.items(), key=lambda entry: entry[1].total)
     end_of_first_backward = _end_of_first_backward(workload, stages[0], blocks, usual=peaks["a block's backward"].bytes)
     others = max(0, in_flight[stage_ids[0]] - 1) if layout.chunks == 1 else 0  # microbatches that wait for backward
@@ -407,7 +404,7 @@ def _most_outstanding(order: Iterable[Action], stage: int) -> int:
 
 
 def _peaks(
-    workload: Workload, stages: list[Stage], blocks: RankBlocks, peak_precedes_grads: bool
+    workload: Workload, stages: list[Stage], blocks: RankBlocks, *, peak_precedes_grads: bool
 ) -> Iterator[tuple[str, Peak]]:
     """The moments of a step that can be its peak."""
     spec, layout, software, tokens = workload.spec, workload.layout, workload.software, workload.block_cost.tokens
@@ -418,7 +415,7 @@ def _peaks(
     gathered = (has_embedding + has_head) * table * software.weight_bytes if gathers else 0.0  # embedding and head
     # FSDP's root keeps both gathered, and the head's gradient, to the end of the backward pass.
     kept = gathered + (has_head * table * software.weight_bytes if gathered else 0.0) if software.keeps_ends else 0.0
-    worst = highest(backward_peak(workload, stage, blocks, peak_precedes_grads) for stage in stages)
+    worst = highest(backward_peak(workload, stage, blocks, peak_precedes_grads=peak_precedes_grads) for stage in stages)
     yield "a block's backward", worst._replace(bytes=worst.bytes + kept)
     reduces_each = layout.zero == 2 and layout.size("dp_cp") > 1  # gradients, in every microbatch
     if spec.vocab > 1 and has_head:
@@ -428,7 +425,8 @@ def _peaks(
         yield "the loss", Peak(loss_peak(spec, layout, software, tokens) + gathered_at_head)
         if reduces_each:
             residual = residual_bytes(spec, layout, tokens) + gathered_at_head
-            yield "the head's gradient", _head_grad(workload, final, table, residual, peak_precedes_grads)
+            peak = _head_grad(workload, final, table, residual, peak_precedes_grads=peak_precedes_grads)
+            yield "the head's gradient", peak
     if has_embedding:
         # Its microbatch's activations are freed by then, but for what is held for W.
         freed = sum(blocks.of_layer(layer).freed for layer in stages[0].layers)
@@ -437,7 +435,7 @@ def _peaks(
 
 
 def _head_grad(
-    workload: Workload, final: BlockMemory, table: float, residual: float, peak_precedes_grads: bool
+    workload: Workload, final: BlockMemory, table: float, residual: float, *, peak_precedes_grads: bool
 ) -> Peak:
     """ZeRO 2: the head's gradient is being reduced while the last block computes its own."""
     software, peaks = workload.software, [Peak(table * workload.software.weight_bytes + residual)]

@@ -385,13 +385,13 @@ def _optimizer_and_sync_on(
     if layout.zero == 3:
         copied = layout.size("dp_cp") > 1 or (count.experts and layout.size("expert_dp") > 1)
         forward = passes[-1].forward.total
-        return optimizer, zero.at_ends(count, layout.tp, layout.microbatches, forward) if copied else 0.0
+        return optimizer, zero.at_embedding_and_head(count, layout.tp, layout.microbatches, forward) if copied else 0.0
     own = [workload.stages[number] for number in layout.placement.of_rank[rank]]
     largest = max(own if workload.groups else workload.stages, key=lambda stage: param_share(workload, [stage]).total)
     forward, *backward = (part.total * layout.chunks for part in passes[largest.index])
     # Axes that leave the node share its ports: while tp or cp holds them, gradients wait.
     free = max(0.0, sum(backward) - layout.chunks * len(largest.layers) * block_cost.port)
-    return optimizer, zero.after(count, layout.zero, layout.microbatches, forward, free)
+    return optimizer, zero.exposed_sync(count, layout.zero, layout.microbatches, forward, free)
 
 
 def param_share(workload: Workload, stages: Sequence[Stage]) -> ParamShare:

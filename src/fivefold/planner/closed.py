@@ -274,8 +274,8 @@ class Closed:
         """The optimizer; gradients and weights that nothing hides."""
         of, zero, count, layers = self.of, self.zero, self.parameters, self.workload.spec.layers / self.of.pp
         forward, free = self.block.forward * layers, np.maximum(0.0, self.block.backward - self.block.port) * layers
-        left = zero.after(count, of.zero, of.microbatches, forward, free)
-        ends = zero.at_ends(count, of.tp, of.microbatches, forward / self.chunks)
+        left = zero.exposed_sync(count, of.zero, of.microbatches, forward, free)
+        ends = zero.at_embedding_and_head(count, of.tp, of.microbatches, forward / self.chunks)
         return np.asarray(zero.optimizer(count, of.zero) + np.where(of.zero == 3, ends, left))
 
     def memory(self) -> Array:

@@ -19,7 +19,7 @@ from fivefold.cost.traffic import RankCoords, expected_traffic
 from fivefold.layout.layout import Layout
 from fivefold.planner.closed import DISPATCHES
 from fivefold.planner.mixed import divided, groups_of, spanning
-from fivefold.planner.search import Option, can_be_made, search
+from fivefold.planner.search import Option, can_be_built, search
 from fivefold.schedules.registry import CATALOGUE
 from fivefold.support.errors import UserError
 from fivefold.support.text import either
@@ -64,7 +64,7 @@ class Neighbour(NamedTuple):
 
 def neighbours(option: Option) -> list[Neighbour]:
     """What each single change would do."""
-    return [_judge(option, change, layout) for change, layout in _changes(option.workload)]
+    return [_evaluate_neighbour(option, change, layout) for change, layout in _changes(option.workload)]
 
 
 def nearest_fit(option: Option) -> Neighbour | None:
@@ -112,7 +112,7 @@ def _changes(workload: Workload) -> Iterator[tuple[str, Layout]]:
         for record in CATALOGUE.values():
             if record is layout.record or not (record.planned or (workload.groups and record.uses_stage_times)):
                 continue
-            if record.planned or can_be_made(layout):
+            if record.planned or can_be_built(layout):
                 change = f"schedule={record.name}"
                 yield change, structs.replace(layout, schedule=record.name, chunks=0, split=())
 
@@ -131,7 +131,7 @@ def ep_changes(workload: Workload) -> Iterator[tuple[str, Layout]]:
         yield f"dispatch={other_kind}", structs.replace(layout, dispatch=other_kind)
 
 
-def _judge(option: Option, change: str, layout: Layout) -> Neighbour:
+def _evaluate_neighbour(option: Option, change: str, layout: Layout) -> Neighbour:
     workload = replace(option.workload, layout=layout, groups=())
     if option.workload.groups:  # each layout has its own division of the layers, unless the option has none
         if problems := spanning(workload.cluster, layout):
@@ -160,7 +160,7 @@ def _judge(option: Option, change: str, layout: Layout) -> Neighbour:
 
 
 def _what_grew(option: Option, needs: Footprint) -> str:
-    """What makes it too large: of an option that fits what has grown most, of one that does not its largest part."""
+    """Why it is too large: the part that grew most from an option that fits, or else its largest part."""
     before, parts = option.footprint.parts, needs.parts
     grown = max(parts, key=lambda part: parts[part] - before.get(part, 0.0))
     now, was = (f"{size / 1e9:.1f}" for size in (parts[grown], before.get(grown, 0.0)))
@@ -171,7 +171,7 @@ def _what_grew(option: Option, needs: Footprint) -> str:
 
 
 def difference(best: Option, other: Option) -> str:
-    """How another option's step differs, and what makes the difference."""
+    """How another option's step time differs, and why."""
     slower = other.seconds / best.seconds - 1
     if abs(slower) < 0.001:
         return "takes the same time"
@@ -179,10 +179,10 @@ def difference(best: Option, other: Option) -> str:
     sign = -1 if slower < 0 else 1
     moved = {cause: (there[cause] - here[cause]) / best.seconds for cause in there}
     cause, *others = sorted(moved, key=lambda cause: -sign * moved[cause])
-    named, told = [cause], moved[cause]
-    while len(named) < NAMED and sign * told < abs(slower) / 2:  # one that is no half of it does not explain it
+    named, explained = [cause], moved[cause]
+    while len(named) < NAMED and sign * explained < abs(slower) / 2:  # less than half of it does not explain it
         named.append(others.pop(0))
-        told += moved[named[-1]]
+        explained += moved[named[-1]]
     why = ", ".join(f"{CAUSES[name]} {moved[name]:+.1%}" for name in named) + " of the "
     why += "shorter step" if any(abs(moved[name]) > 1 for name in named) else "step"  # whose a share above 100% is
     if "ep" in named and (best.estimate.expert_messages.hidden_by_pair > 0) != (
@@ -202,8 +202,8 @@ def difference(best: Option, other: Option) -> str:
 
 
 class AxisTraffic(NamedTuple):
-    """What a rank sends along an axis in one step, by class of link. Experts' messages are ep's, also where another
-    axis has the same ranks."""
+    """What a rank sends along an axis in one step, by class of link. Experts' messages count as ep's, even where
+    another axis has the same ranks."""
 
     axis: str
     kind: str
@@ -214,8 +214,8 @@ class AxisTraffic(NamedTuple):
     seconds: float | None  # that these would take if nothing hid them; None: of the whole world, a few numbers
 
 
-def sender(option: Option) -> int:
-    """The pipeline rank whose traffic is shown: the fullest, as for memory; or else the first that has experts."""
+def traffic_rank(option: Option) -> int:
+    """The pipeline rank whose traffic is shown: the one with the memory peak, or else the first that has experts."""
     workload, peak_rank = option.workload, option.footprint.rank
     if workload.spec.experts is None:
         return peak_rank
@@ -231,21 +231,21 @@ def _with_experts(workload: Workload, stage: int) -> bool:
 
 
 def traffic(option: Option) -> list[AxisTraffic]:
-    """What `sender` sends, by axis and kind, divided by where the ranks of the axis are. Experts' tokens: the mean."""
-    workload, rank, rows = option.workload, sender(option), []
+    """What `traffic_rank` sends, by axis and kind, within the node and across. Of experts' tokens: the mean."""
+    workload, rank, rows = option.workload, traffic_rank(option), []
     topology = workload.block_cost_of(rank).topology
     dtype = dtype_of(workload.block_cost.activation_bytes)
     splits = workload.splits_backward if workload.groups else None
     sizes = (workload.spec, workload.layout, workload.seq, workload.batch, dtype)
     for row in expected_traffic(*sizes, coords=RankCoords(pp=rank), splits_backward=splits, keep_ep_axis=True):
         reach = topology.reaches.get(row.axis)  # None: the whole world, the pipeline's ends: a few numbers
-        share, wire = _leaving(row.kind, reach, workload.cluster.nodes), float(row.wire)
+        share, wire = _share_across_nodes(row.kind, reach, workload.cluster.nodes), float(row.wire)
         alone = topology.time(row.kind, row.axis, row.payload / row.calls, row.calls) if reach else None
         rows.append(AxisTraffic(row.axis, row.kind, row.calls, row.payload, wire * (1 - share), wire * share, alone))
     return rows
 
 
-def _leaving(kind: str, reach: Reach | None, nodes: int) -> float:
+def _share_across_nodes(kind: str, reach: Reach | None, nodes: int) -> float:
     """Of a rank's bytes, the share that goes to other nodes."""
     if (reach.nodes if reach else nodes) == 1:
         return 0.0
@@ -262,9 +262,8 @@ WORTH = 0.05  # more tokens per second: from here on another batch is worth a se
 
 
 def complexity(option: Option) -> int:
-    """How much there is to get right: axes in use, a schedule to trust, and tp over a network. The last weighs as two
-    axes: its collectives stand in every block and wait for the slowest port, so nobody takes it where there is a way
-    around."""
+    """How much there is to get right: axes in use, a split backward, and tp over a network. The last counts as two
+    axes: its collectives are in every block and wait for the slowest port, so nobody uses it who can avoid it."""
     layout = option.layout
     axes = (layout.pp > 1) * 2 + (layout.tp > 1) * (3 if option.workload.topology.across("tp") else 1) + (layout.cp > 1)
     return axes + (layout.pp > 1 and layout.splits_backward) + (layout.replicate > 1) + (layout.ep > 1)

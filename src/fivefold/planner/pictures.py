@@ -12,7 +12,7 @@ from fivefold.cost.kernels import Device
 from fivefold.cost.peak_memory import USABLE_FRACTION, Footprint, footprint, footprint_of
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
-from fivefold.planner.explain import CAUSES, AxisTraffic, Neighbour, sender, traffic
+from fivefold.planner.explain import CAUSES, AxisTraffic, Neighbour, traffic, traffic_rank
 from fivefold.planner.mixed import groups_of
 from fivefold.planner.search import Option
 from fivefold.render.blocks import Block, Result, Table, Text
@@ -203,7 +203,7 @@ def sent(option: Option) -> Scene:
     plot = Plot(
         scene, TRAFFIC_LEFT, TOP + 6, WIDTH - TRAFFIC_LEFT - TRAFFIC_RIGHT, TRAFFIC_ROW * len(bars), (0, 0), (high, 1)
     )
-    plot.axis_x(f"{unit} on the wire per step, of pipeline rank {sender(option)}")
+    plot.axis_x(f"{unit} on the wire per step, of pipeline rank {traffic_rank(option)}")
     stacked(plot, bars, unit)
     links = [(f"within a node: {card.inside.name}, {card.inside.bandwidth / 1e9:.3g} GB/s each way", BLUE)]
     if any(row.across for row in rows):

@@ -9,7 +9,7 @@ from fivefold.cost.peak_memory import USABLE_FRACTION
 from fivefold.cost.step import Workload
 from fivefold.job.config import Job
 from fivefold.layout.layout import Layout
-from fivefold.planner.explain import ALIKE, CAUSES, Neighbour, difference, sender, traffic
+from fivefold.planner.explain import ALIKE, CAUSES, Neighbour, difference, traffic, traffic_rank
 from fivefold.planner.goodput import length
 from fivefold.planner.interval import IN_WORDS, SHARE, bands, memory_range, step_range
 from fivefold.planner.pictures import MeshResult, fastest_first, memory, overview, sent
@@ -251,7 +251,7 @@ def figures(option: Option, price: float | None = None) -> dict[str, Any]:
         "memory_rank": footprint.rank,
         "fits": option.fits,
         "time_by_cause": option.estimate.causes,
-        "traffic_rank": sender(option),
+        "traffic_rank": traffic_rank(option),
         "traffic": [moved._asdict() for moved in traffic(option)],
     }
     if workload.spec.experts is not None:
@@ -380,7 +380,7 @@ def _traffic(option: Option) -> Table:
 
 def _sender(option: Option) -> str:
     """Whose traffic it is."""
-    rank, layout = sender(option), option.layout
+    rank, layout = traffic_rank(option), option.layout
     which = "the fullest" if rank == option.footprint.rank else "the first with experts"
     mean = "; experts get the mean of the tokens" if layout.ep > 1 else ""
     return (f"on pipeline rank {rank}, {which}" if layout.pp > 1 else "of any rank") + mean

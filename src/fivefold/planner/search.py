@@ -79,76 +79,76 @@ def evaluate(workload: Workload) -> Option:
 # ---- search ---------------------------------------------------------------------------------------------------------
 # The best layouts over unlike nodes: closed forms rank all of them, and the survivors' own schedules decide.
 #
-# Layers are divided anew for each (`mixed.py`). `auto` has no closed form worth its name on unequal stages: it is made
-# for the best layouts of the other schedules, and competes with them.
+# Layers are divided anew for each (`mixed.py`). `auto` has no useful closed form on unequal stages: it is built for the
+# best layouts of the other schedules, and competes with them.
 
 
-MIXED_SURVIVORS, MIXED_ALIKE = 40, 2  # layouts that are timed exactly, and of a kind
-MIXED_PATIENCE = 40_000  # (stage, microbatch) pairs of all of them, some 10 microseconds each
-REFINED, MOVES = 6, 40  # of the best, the layers of which are moved about; and how often each, within the same patience
-MADE = 1024  # pairs of all schedules that are made for their stages: half a millisecond each
-ROUNDS = 32  # microbatches for each stage, beyond which the ends of a step are too short to gain anything there
-WORTH = 0.999  # of the step with another schedule: what gains less is the same
-WEIGHED = tuple(record.name for record in RECORDS if record.uses_stage_times)
+MIXED_SURVIVORS, MIXED_PER_KIND = 40, 2  # layouts that are timed exactly, in all and of one kind
+MIXED_BUDGET = 40_000  # (stage, microbatch) pairs to simulate for all of them, some 10 microseconds each
+MIXED_REFINED = 6  # of the best, layers are moved between stages
+MAX_MOVES = 40  # for each of these, within the same budget
+MAX_BUILT_PAIRS = 1024  # pairs of all schedules that are built for their stages: half a millisecond each
+MAX_ROUNDS = 32  # microbatches per stage, beyond which the ends of a step are too short to gain anything there
+NOTICEABLE = 0.999  # of the step with another schedule: a smaller gain counts as none
+BUILT_FOR_STAGES = tuple(record.name for record in RECORDS if record.uses_stage_times)
 
 
-def mixed_options(workload: Workload, combinations: MixedSpace, fixed: dict[str, Any], by: str) -> list[Option]:
+def mixed_options(workload: Workload, candidates: MixedSpace, fixed: dict[str, Any], by: str) -> list[Option]:
     """The survivors, timed exactly; where nothing fits, the smallest."""
     options: list[Option] = []
     spent = 0
-    for at in _survivors(combinations, by):
-        candidate = combinations.workload(workload, at)
-        spent += _pairs(candidate.layout)
-        if spent > MIXED_PATIENCE and len(options) >= REFINED:
+    for at in _survivors(candidates, by):
+        candidate = candidates.workload(workload, at)
+        spent += _simulated_pairs(candidate.layout)
+        if spent > MIXED_BUDGET and len(options) >= MIXED_REFINED:
             break
         options.append(evaluate(divided(candidate)))
     if by == "memory":
         return options
-    best = _best(options)[:REFINED]
-    moved = [_moved(option) for option in best if not option.layout.record.uses_stage_times]
+    best = _fitting_first(options)[:MIXED_REFINED]
+    moved = [_with_layers_moved(option) for option in best if not option.layout.record.uses_stage_times]
     rest = [option for option in options if option not in best or option.layout.record.uses_stage_times]
-    made = [] if "schedule" in fixed else _made(_best([*moved, *rest]))
-    return [*moved, *rest, *made]
+    built = [] if "schedule" in fixed else _with_built_schedules(_fitting_first([*moved, *rest]))
+    return [*moved, *rest, *built]
 
 
-def _pairs(layout: Layout) -> int:
-    """What is simulated of a layout."""
+def _simulated_pairs(layout: Layout) -> int:
+    """How many (stage, microbatch) pairs of a layout are simulated."""
     return layout.stages * simulated_microbatches(layout)
 
 
-def _moved(option: Option) -> Option:
-    moves = min(MOVES, MIXED_PATIENCE // (REFINED * _pairs(option.layout)))
+def _with_layers_moved(option: Option) -> Option:
+    moves = min(MAX_MOVES, MIXED_BUDGET // (MIXED_REFINED * _simulated_pairs(option.layout)))
     return evaluate(refined(option.workload, moves)) if moves else option
 
 
-def _best(options: list[Option]) -> list[Option]:
+def _fitting_first(options: list[Option]) -> list[Option]:
     return sorted(options, key=lambda option: (not option.fits, option.seconds))
 
 
-def _made(options: list[Option]) -> list[Option]:
-    """The best layouts with one stage a rank, with a schedule that is made for the seconds of these stages; those that
-    it makes quicker."""
+def _with_built_schedules(options: list[Option]) -> list[Option]:
+    """The layouts with one stage per rank that a schedule built for the seconds of their stages makes faster."""
     quicker: list[Option] = []
     spent = 0
     for option in options:
-        for name in (name for name in WEIGHED if name in option.workload.software.schedules):
+        for name in (name for name in BUILT_FOR_STAGES if name in option.workload.software.schedules):
             layout = structs.replace(option.layout, schedule=name)
             pairs = layout.pp * layout.microbatches
-            if option.layout.chunks == 1 and can_be_made(layout) and spent + pairs <= MADE:
+            if option.layout.chunks == 1 and can_be_built(layout) and spent + pairs <= MAX_BUILT_PAIRS:
                 spent += pairs
                 candidate = evaluate(replace(option.workload, layout=layout))
-                quicker += [candidate] if candidate.seconds < option.seconds * WORTH else []
+                quicker += [candidate] if candidate.seconds < option.seconds * NOTICEABLE else []
     return quicker
 
 
-def can_be_made(layout: Layout) -> bool:
-    """Whether a schedule for these very stages could gain anything, and does not take long to make."""
-    return layout.pp * layout.microbatches <= MADE and layout.microbatches <= ROUNDS * layout.pp
+def can_be_built(layout: Layout) -> bool:
+    """Whether a schedule built for these very stages could gain anything, and does not take long to build."""
+    return layout.pp * layout.microbatches <= MAX_BUILT_PAIRS and layout.microbatches <= MAX_ROUNDS * layout.pp
 
 
-def _survivors(combinations: MixedSpace, by: str) -> list[int]:
-    """The fastest by the closed form, or those that fill their devices the least; few of a kind."""
-    space = combinations.space
+def _survivors(candidates: MixedSpace, by: str) -> list[int]:
+    """The fastest by the closed form, or those that need the smallest share of their devices; few of a kind."""
+    space = candidates.space
     order = np.argsort(space.memory if by == "memory" else space.seconds, kind="stable")
     of = space.of
 
@@ -156,7 +156,7 @@ def _survivors(combinations: MixedSpace, by: str) -> list[int]:
         recompute = space.shapes[of.shape[at]].recompute
         return of.tp[at], of.pp[at], of.cp[at], of.zero[at], of.pipeline[at], recompute
 
-    chosen = few_of_a_kind(order[combinations.fits[order]].tolist(), kind, MIXED_ALIKE, MIXED_SURVIVORS)
+    chosen = few_of_a_kind(order[candidates.fits[order]].tolist(), kind, MIXED_PER_KIND, MIXED_SURVIVORS)
     return chosen or [int(at) for at in np.argsort(space.memory)[:3]]
 
 
@@ -165,14 +165,14 @@ def _survivors(combinations: MixedSpace, by: str) -> list[int]:
 
 By = Literal["throughput", "memory", "pareto"]
 SURVIVORS = 24  # layouts that are timed exactly
-ALIKE = 2  # survivors with the same tp, pp, cp, ZeRO stage and recompute
-ENOUGH, HOPELESS = 8, 1.06  # after so many layouts that fit, one whose closed form is so much slower is skipped
-FEWEST, PATIENCE = 3, 50_000  # after so many, no more (stage, microbatch) pairs than this are simulated
-CHECKED = 200  # layouts whose memory is counted exactly before a closed form must leave more room
-TIGHTER = (SLACK, 0.95, 0.85, 0.7)  # the room that a closed form of memory may fill, one after the other
+PER_KIND = 2  # survivors with the same tp, pp, cp, ZeRO stage and recompute
+ENOUGH_FITTING, TOO_SLOW = 8, 1.06  # after so many that fit, one that is this much slower by the closed form is skipped
+MIN_TIMED, PAIR_BUDGET = 3, 50_000  # after so many, no more (stage, microbatch) pairs than this are simulated
+MAX_CHECKED = 200  # layouts whose memory is computed exactly before closed forms must leave more room
+MEMORY_SHARES = (SLACK, 0.95, 0.85, 0.7)  # of the limit, that a closed form of memory may fill: tried in this order
 RIVALS = 2  # layouts with tp within a node that are timed, however many across nodes seem faster
-SHORTEST = 512  # tokens of a sequence: no shorter one is proposed where nothing fits
-TRIED = 20  # orders that a schedule which is made for its stages tries, about
+MIN_SEQ = 512  # tokens of a sequence: no shorter one is proposed where nothing fits
+ORDERS_TRIED = 20  # by a schedule that is built for its stages, about
 
 
 class TooLarge(UserError):
@@ -200,26 +200,27 @@ def search(workload: Workload, by: By = "throughput", top: int = 10, **fixed: An
         )
     if len(workload.cluster.groups) > 1:
         return _search_mixed(workload, by, top, fixed)
-    combinations = space(SearchQuery(workload, fixed))
-    if not len(combinations):
+    candidates = space(SearchQuery(workload, fixed))
+    if not len(candidates):
         raise UserError(_no_layout(workload, fixed))
-    fits = combinations.memory <= workload.first_device.accelerator.memory * USABLE_FRACTION * SLACK
-    options = _options(workload, combinations, by, fixed)
+    fits = candidates.memory <= workload.first_device.accelerator.memory * USABLE_FRACTION * SLACK
+    options = _options(workload, candidates, by, fixed)
     if not options:
-        raise TooLarge(_too_large(workload, combinations, fixed))
-    return Ranking(_ranked(options, by)[:top], len(combinations), int(fits.sum()))
+        raise TooLarge(_too_large(workload, candidates, fixed))
+    return Ranking(_ranked(options, by)[:top], len(candidates), int(fits.sum()))
 
 
 def _search_mixed(workload: Workload, by: By, top: int, fixed: dict[str, Any]) -> Ranking:
-    """Over unlike nodes; each option's cluster has its groups in the order in which its pipeline passes through."""
-    combinations = mixed_space(SearchQuery(workload, fixed))
-    if not len(combinations):
+    """Over unlike nodes; each option's cluster has its groups in the order of its pipeline ranks."""
+    candidates = mixed_space(SearchQuery(workload, fixed))
+    if not len(candidates):
         raise UserError(_no_spanning(workload, fixed))
-    options = mixed_options(workload, combinations, fixed, by)
-    if by != "memory" and not any(option.fits for option in options):  # the leanest ones may, where the fastest do not
-        options = [*options, *mixed_options(workload, combinations, fixed, "memory")]
+    options = mixed_options(workload, candidates, fixed, by)
+    if by != "memory" and not any(option.fits for option in options):
+        # Those with the least memory may fit where the fastest do not.
+        options = [*options, *mixed_options(workload, candidates, fixed, "memory")]
     if fitting := [option for option in options if option.fits]:
-        return Ranking(_ranked(fitting, by)[:top], len(combinations), int(combinations.fits.sum()))
+        return Ranking(_ranked(fitting, by)[:top], len(candidates), int(candidates.fits.sum()))
     least = min(options, key=lambda option: option.footprint.total / option.device_memory)
     raise UserError(
         f"{workload.spec.name} does not fit on the mixed nodes of {workload.cluster}: its smallest layout there, "
@@ -238,9 +239,10 @@ OF_EXPERTS = ("ep", "dispatch")
 def _check_fixed(workload: Workload, fixed: dict[str, Any]) -> None:
     """Refuse choices that cannot be fixed, and numbers that make no sense."""
     allowed = FIXED if workload.spec.experts is None else (*FIXED, *OF_EXPERTS)
-    alien = [key for key in OF_EXPERTS if key in fixed and key not in allowed]
-    problems = [f"{key}={fixed[key]} is of experts, and {workload.spec.name} has none; leave it out" for key in alien]
-    unknown = [key for key in fixed if key not in (*allowed, *alien)]
+    expert_only = [key for key in OF_EXPERTS if key in fixed and key not in allowed]
+    name = workload.spec.name
+    problems = [f"{key}={fixed[key]} is of experts, and {name} has none; leave it out" for key in expert_only]
+    unknown = [key for key in fixed if key not in (*allowed, *expert_only)]
     problems += [f"{key} cannot be fixed here; {either(allowed)} can" for key in unknown]
     counts = ("tp", "pp", "cp", "dp", "ep", "replicate", "microbatches", "samples")
     problems += filter(None, (misfit(key, fixed.get(key), within(1, SEQUENCES)) for key in counts))
@@ -260,68 +262,68 @@ def _check_fixed(workload: Workload, fixed: dict[str, Any]) -> None:
         raise UserError(problems)
 
 
-def _options(workload: Workload, combinations: Space, by: By, fixed: dict[str, Any]) -> list[Option]:
-    """Of the layouts that fit, timed: the fastest by the closed form, or those that need the least memory; few of a
-    kind. Where none of the first fits, closed forms must leave more room, until only the leanest are left."""
-    order = np.argsort(combinations.memory if by == "memory" else combinations.seconds, kind="stable")
-    room, node = workload.first_device.accelerator.memory * USABLE_FRACTION, workload.cluster.groups[0].gpus
+def _options(workload: Workload, candidates: Space, by: By, fixed: dict[str, Any]) -> list[Option]:
+    """The layouts that fit, timed: the fastest by the closed form, or those that need the least memory; few of a kind.
+    Where none of the first fits, closed forms must leave more room, until only those with the least memory are left."""
+    order = np.argsort(candidates.memory if by == "memory" else candidates.seconds, kind="stable")
+    limit, node = workload.first_device.accelerator.memory * USABLE_FRACTION, workload.cluster.groups[0].gpus
     copies = fixed.get("replicate", 1)
-    order = order[combinations.of.dp[order] % copies == 0]
-    timed = _Timed(workload, combinations, room, copies)
+    order = order[candidates.of.dp[order] % copies == 0]
+    timed = _TimedLayouts(workload, candidates, limit, copies)
 
     def kind(at: int) -> tuple[Any, ...]:
-        of, dealt = combinations.of, combinations.dealt
+        of, dealt = candidates.of, candidates.dealt
         # Of experts' messages closed forms know less well what joined pairs hide: others are timed beside them.
-        spread = () if dealt is None else (dealt.ep[at], combinations.pipelines[of.pipeline[at]].schedule.joins)
-        return of.tp[at], of.pp[at], of.cp[at], of.zero[at], combinations.shapes[of.shape[at]].recompute, *spread
+        spread = () if dealt is None else (dealt.ep[at], candidates.pipelines[of.pipeline[at]].schedule.joins)
+        return of.tp[at], of.pp[at], of.cp[at], of.zero[at], candidates.shapes[of.shape[at]].recompute, *spread
 
-    for share in TIGHTER:
+    for share in MEMORY_SHARES:
         timed.checked = 0
-        roomy = order[combinations.memory[order] <= room * share]
+        roomy = order[candidates.memory[order] <= limit * share]
         if by == "throughput":
-            # Among equals tp within a node is chosen, so some of those are timed, and first: patience may end.
-            few_of_a_kind(roomy[combinations.of.tp[roomy] <= node].tolist(), lambda at: at, 1, RIVALS, timed.take)
-        front = _leaner(combinations, roomy.tolist())[:SURVIVORS] if by == "pareto" else roomy.tolist()
-        few_of_a_kind(front, kind, ALIKE, SURVIVORS, timed.take)
+            # Among equals tp within a node wins, so some of those are timed, and first: the budget may run out.
+            few_of_a_kind(roomy[candidates.of.tp[roomy] <= node].tolist(), lambda at: at, 1, RIVALS, timed.take)
+        front = _pareto_front(candidates, roomy.tolist())[:SURVIVORS] if by == "pareto" else roomy.tolist()
+        few_of_a_kind(front, kind, PER_KIND, SURVIVORS, timed.take)
         if timed.options:
-            return [*timed.options, *(timed.copied() if by == "throughput" and "replicate" not in fixed else ())]
-    for at in _leanest(combinations):
+            return [*timed.options, *(timed.with_replicas() if by == "throughput" and "replicate" not in fixed else ())]
+    for at in _least_memory(candidates):
         timed.take(at)
     return timed.options
 
 
-def _leanest(combinations: Space) -> list[int]:
-    return [int(at) for at in np.argsort(combinations.memory, kind="stable")[:SURVIVORS]]
+def _least_memory(candidates: Space) -> list[int]:
+    return [int(at) for at in np.argsort(candidates.memory, kind="stable")[:SURVIVORS]]
 
 
 @dataclass
-class _Timed:
-    """Layouts of a space that fit, with their exact times, until closed forms say that the rest cannot come near."""
+class _TimedLayouts:
+    """Layouts that fit, timed exactly, until closed forms say that the rest cannot come near."""
 
     workload: Workload
-    combinations: Space
-    room: float
+    candidates: Space
+    limit: float
     copies: int  # of the shards of ZeRO 3, which closed forms do not know
     options: list[Option] = field(default_factory=list)
     checked: int = 0
-    spent: int = 0
+    pairs_spent: int = 0
     seen: set[int] = field(default_factory=set)
 
     def take(self, at: int) -> bool:
-        """Time it if it is worth it; False if it does not fit."""
-        count, layout = len(self.options), self.combinations.layout(at)
-        if at in self.seen or self.checked > CHECKED:
+        """Time a layout if that is worth it; False if it does not fit."""
+        count, layout = len(self.options), self.candidates.layout(at)
+        if at in self.seen or self.checked > MAX_CHECKED:
             return True
-        if count >= ENOUGH and self.combinations.seconds[at] > HOPELESS * min(
+        if count >= ENOUGH_FITTING and self.candidates.seconds[at] > TOO_SLOW * min(
             option.seconds for option in self.options
         ):
             return True
         size = (
-            layout.stages * simulated_microbatches(layout) * (TRIED if layout.record.uses_stage_times else 1)
+            layout.stages * simulated_microbatches(layout) * (ORDERS_TRIED if layout.record.uses_stage_times else 1)
             if layout.pp > 1
             else 1
         )
-        if count >= FEWEST and self.spent + size > PATIENCE:
+        if count >= MIN_TIMED and self.pairs_spent + size > PAIR_BUDGET:
             return True
         if self.copies > 1:
             layout = structs.replace(layout, replicate=self.copies)
@@ -330,15 +332,15 @@ class _Timed:
             return False
         workload = replace(self.workload, layout=layout)
         memory = footprint(workload)
-        if memory.total > self.room:
+        if memory.total > self.limit:
             return False
-        self.spent += size
+        self.pairs_spent += size
         self.seen.add(at)
         self.options.append(Option(workload, estimate(workload), memory))
         return True
 
-    def copied(self) -> list[Option]:
-        """The fastest with ZeRO 3, in copies of fewer shards: closed forms do not know them, and each costs little."""
+    def with_replicas(self) -> list[Option]:
+        """The fastest with ZeRO 3 as hybrid sharding: closed forms do not know it, and each costs little."""
         sharded = [option for option in self.options if option.layout.zero == 3 and option.layout.pp == 1]
         options = []
         for option in sorted(sharded, key=lambda option: option.seconds)[:RIVALS]:
@@ -346,16 +348,16 @@ class _Timed:
                 workload = replace(option.workload, layout=structs.replace(option.layout, replicate=copies))
                 if workload.layout.problems(workload.spec, seq=workload.seq, batch=workload.batch):
                     continue
-                if (memory := footprint(workload)).total <= self.room:
+                if (memory := footprint(workload)).total <= self.limit:
                     options.append(Option(workload, estimate(workload), memory))
         return options
 
 
-def _leaner(combinations: Space, order: list[int]) -> list[int]:
-    """Those that need less memory than all before them."""
+def _pareto_front(candidates: Space, order: list[int]) -> list[int]:
+    """Those that need less memory than all faster ones."""
     chosen: list[int] = []
     for at in order:
-        if not chosen or combinations.memory[at] < 0.98 * combinations.memory[chosen[-1]]:
+        if not chosen or candidates.memory[at] < 0.98 * candidates.memory[chosen[-1]]:
             chosen.append(at)
     return chosen
 
@@ -429,18 +431,18 @@ def _no_spanning(workload: Workload, fixed: dict[str, Any]) -> list[str]:
     return problems or ([*_no_layout(workload, fixed), why] if fixed else [why])
 
 
-def _too_large(workload: Workload, combinations: Space, fixed: dict[str, Any]) -> str:
+def _too_large(workload: Workload, candidates: Space, fixed: dict[str, Any]) -> str:
     """What the smallest layout needs, and the nearest thing that would fit."""
     smallest = min(
-        (evaluate(replace(workload, layout=combinations.layout(at))) for at in _leanest(combinations)[:3]),
+        (evaluate(replace(workload, layout=candidates.layout(at))) for at in _least_memory(candidates)[:3]),
         key=lambda option: option.footprint.total,
     )
     need, have = smallest.footprint.total, smallest.limit
     parts = sorted(smallest.footprint.parts.items(), key=lambda part: -part[1])[:2]
-    made = " and ".join(f"{size / 1e9:.1f} GB of {name}" for name, size in parts)
+    built = " and ".join(f"{size / 1e9:.1f} GB of {name}" for name, size in parts)
     sentence = (
         f"{workload.spec.name} fits nowhere on {workload.cluster} with {workload.batch} sequences of {workload.seq} "
-        f"tokens: its smallest layout, {smallest.layout}, needs {need / 1e9:.1f} GB a GPU ({made}), and a plan "
+        f"tokens: its smallest layout, {smallest.layout}, needs {need / 1e9:.1f} GB a GPU ({built}), and a plan "
         f"may fill {have / 1e9:.1f} GB"
     )
     ways = _ways_out(workload, fixed)
@@ -454,7 +456,7 @@ def _ways_out(workload: Workload, fixed: dict[str, Any]) -> list[str]:
         wanted = ",".join(f"{key}={value}" for key, value in fixed.items())
         return [f"without fixed {wanted}, as {without}"]
     for seq in (workload.seq >> power for power in range(1, workload.seq.bit_length())):
-        if seq < SHORTEST:
+        if seq < MIN_SEQ:
             break
         if _fitting(replace(workload, seq=seq), fixed):
             ways.append(f"with --seq {seq}")
@@ -472,9 +474,9 @@ def _ways_out(workload: Workload, fixed: dict[str, Any]) -> list[str]:
 
 
 def _fitting(workload: Workload, fixed: dict[str, Any]) -> Layout | None:
-    """The leanest layout, if it fits exactly."""
+    """The layout that needs the least memory, if it fits, counted exactly."""
     there = space(SearchQuery(workload, fixed))
-    for at in _leanest(there) if len(there) else ():
+    for at in _least_memory(there) if len(there) else ():
         layout = there.layout(at)
         if (
             footprint(replace(workload, layout=layout)).total
@@ -487,12 +489,12 @@ def _fitting(workload: Workload, fixed: dict[str, Any]) -> Layout | None:
 # ---- written --------------------------------------------------------------------------------------------------------
 # What a job needs so that the trainer runs the very schedule that was planned.
 #
-# `auto` is made for the seconds of stages on unlike devices, of which a trainer knows nothing. So the schedule itself
-# is written beside the job, and the job's layout names the file.
+# `auto` is built for the seconds of stages on unlike devices, which a trainer does not know. So the schedule itself is
+# written beside the job, and the job's layout names the file.
 
 
 def schedule_text(option: Option) -> str:
-    """The schedule as a file, where a name and a layout do not give it; else empty."""
+    """The schedule's text, where its name and the layout do not determine it; else empty."""
     workload = option.workload
     if not (workload.groups and workload.layout.pp > 1 and workload.layout.record.uses_stage_times):
         return ""
@@ -507,7 +509,7 @@ def write_schedule(option: Option, path: str | Path) -> str:
     return str(path) if text else ""
 
 
-def trained(option: Option, path: str | Path) -> Layout:
+def trained_layout(option: Option, path: str | Path) -> Layout:
     """The layout of a job that trains as planned; where it needs a schedule of its own, that is written to `path`."""
     named = write_schedule(option, path)
     return structs.replace(option.layout, schedule=named) if named else option.layout

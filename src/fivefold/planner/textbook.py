@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fivefold.cost.model_state import OURS, PAPER
-from fivefold.planner.explain import AxisTraffic, sender, traffic
+from fivefold.planner.explain import AxisTraffic, traffic, traffic_rank
 from fivefold.planner.search import Option
 from fivefold.render.blocks import Block, Result, Table
 from fivefold.spec.model import ModelSpec
@@ -152,7 +152,7 @@ def _data(option: Option, rows: list[AxisTraffic]) -> Iterator[Shortcut]:
         f"ZeRO 2 sums gradients after each of {layout.microbatches} microbatches" if layout.zero == 2 else "",
         f"a ring sends (N-1)/N, with N={layout.size('dp_cp')}",
         "experts are summed over the ranks that have the same ones" if layout.ep > 1 else "",
-        f"pipeline rank {sender(option)} has its own share of the layers" if layout.pp > 1 else "",
+        f"pipeline rank {traffic_rank(option)} has its own share of the layers" if layout.pp > 1 else "",
     )  # fmt: skip
     over = " / (t p)" if layout.tp * layout.pp > 1 else ""
     yield Shortcut("dp on the wire", f"{times}M, M = 2P{over} bytes", times * size, _wire(rows, axes), "GB", why)
@@ -179,13 +179,13 @@ def _tensor(option: Option, rows: list[AxisTraffic]) -> Iterator[Shortcut]:
 
 def _layers(option: Option) -> list[int]:
     """Of the pipeline rank whose traffic is counted."""
-    stages = option.workload.stages
-    return [layer for number in option.layout.placement.of_rank[sender(option)] for layer in stages[number].layers]
+    stages, local = option.workload.stages, option.layout.placement.of_rank[traffic_rank(option)]
+    return [layer for number in local for layer in stages[number].layers]
 
 
 def _own_layers(option: Option, own: int, all_of_them: int) -> str:
     even = all_of_them / option.layout.pp
-    return f"pipeline rank {sender(option)} has {own} such layers, and not {even:.4g}" if own != even else ""
+    return f"pipeline rank {traffic_rank(option)} has {own} such layers, and not {even:.4g}" if own != even else ""
 
 
 def _pipeline(option: Option, rows: list[AxisTraffic]) -> Iterator[Shortcut]:
