@@ -46,7 +46,7 @@ from fivefold.trainer.engine import Engine
 from fivefold.verifier.cases import plain_batch
 
 # ---- rank -----------------------------------------------------------------------------------------------------------
-# The half of the harness that runs on ranks: a clock that all ranks share, and turns.
+# The part of the harness that runs on ranks: timing across all ranks, and turns.
 
 
 CPU = torch.device("cpu")
@@ -60,8 +60,8 @@ def join_ranks(rank: Rank, threads: int = 1) -> None:
         rank.join("gloo")
 
 
-def timed(call: Call | None, together: bool = True) -> float:
-    """Seconds of a call, the same on all ranks; None on a rank that has no part in it.
+def timed(call: Call | None, *, together: bool = True) -> float:
+    """Seconds of a call, the same on all ranks; `call` is None on a rank that takes no part.
 
     Ranks run it `together`, until the slowest is done; otherwise each works for itself, and the mean counts.
     """
@@ -87,8 +87,8 @@ def take_turns(
     alone: Collection[str] = (),
     after: Callable[[str], None] = lambda _: None,
 ) -> RoundTimes:
-    """Time one call of each system in every round. Ranks of those in `alone` work each for itself; `after` a turn
-    what it names is not timed."""
+    """Time one call of each system in every round. Systems in `alone` do not wait for their slowest rank; `after`,
+    called with the name after each turn, is not timed."""
     times = RoundTimes({name: [] for name in systems})
     for _, name in turns(systems, rounds):
         times[name].append(timed(systems[name], together=name not in alone))
@@ -144,8 +144,8 @@ class FivefoldSystem:
 
     @property
     def imbalance(self) -> float | None:
-        """Of the last step: what the fullest rank got over the mean, averaged over layers; each of them waits for it.
-        None where every rank has all experts."""
+        """Of the last step: tokens of the most loaded rank over the mean, averaged over layers, as each layer waits for
+        it. None where every rank has all experts."""
         loads, ep = self.engine.expert_loads, self.engine.mesh.layout.ep
         if loads is None or ep == 1:
             return None
@@ -167,14 +167,14 @@ def decoder(job: Job) -> Decoder:
 
 
 class TrainingLoop:
-    """A training loop as one writes it, around a model that makes logits of tokens."""
+    """A plain training loop around a model that maps tokens to logits."""
 
     sums_losses = False
 
     def __init__(self, model: nn.Module, part: RankBatch, job: Job, scale: float = 1.0, rate: float = LR):
-        """`scale`: what wrappers that average over ranks divide by, and sums have not."""
+        """`scale` undoes the division of wrappers that average gradients over ranks, where a sum is wanted."""
         self.model, self.part, self.job, self.scale = model, part, job, scale
-        params = list(model.parameters())  # plain tensors and DTensors do not meet in one kernel
+        params = list(model.parameters())  # one fused kernel cannot mix plain tensors and DTensors
         split = [[p for p in params if isinstance(p, DTensor) == kind] for kind in (False, True)]
         self.groups = [group for group in split if group]
         groups = [{"params": group, "weight_decay": job.optimizer.weight_decay} for group in self.groups]

@@ -1,4 +1,4 @@
-"""Hugging Face directories become runs, and runs such directories. No process ever holds the whole model."""
+"""Import Hugging Face directories as runs, and export runs as such. No process ever holds the whole model."""
 
 import json
 import math
@@ -41,7 +41,7 @@ from fivefold.support.text import printable
 
 T = TypeVar("T")
 _Part = tuple[Parameter, TensorSource]  # rows of a parameter, and where they lie in a tensor of theirs
-_MAX_HELD = 1 << 30  # bytes that an import holds at a time
+_MAX_HELD = 1 << 30  # bytes that an import holds at once
 _SINGLE = "model.safetensors"
 EXPORTED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -83,20 +83,20 @@ def import_hf(directory: Path, run: Path, progress: Progress, data: str | Path |
 
 
 def _run_config(run: Path) -> RunConfig:
-    """A run that goes on in its directory, and from whose weights every other one of its job starts."""
+    """Settings of a run that continues in its directory; every other run of its job starts from its weights."""
     home = run.absolute()
     return RunConfig(name=run.name, dir=str(home.parent), weights=str(home / "checkpoints" / step_name(0)))
 
 
 def _job_text(job: Job, why: dict[str, str]) -> str:
-    """The job for people."""
+    """The job file, with a heading and reasons for people."""
     head = [f"{job.model.name}, fine-tuned as Tulu 3 was: {SOURCE} (arXiv 2411.15124)"]
     fill = 'path = "..."  tokens of this model\'s tokenizer: fivefold data prepare TEXT -o TOKENS --tokenizer '
     return written(job, why, head, {} if job.data.path else {"data": f"{fill}{job.run.dir}/{job.run.name}"})
 
 
 def _dtype(theirs: HuggingFace) -> Choice:
-    """What to compute in: as the weights are, where that can be trained in."""
+    """The compute dtype: that of the weights, if it can be trained in."""
     (kind, _), *_ = theirs.kinds.most_common(1)
     if kind in ("F32", "F64"):
         return Choice("float32", "as the weights")
@@ -110,11 +110,11 @@ def _dtype(theirs: HuggingFace) -> Choice:
             ),
             stacklevel=3,
         )
-    return Choice("bfloat16", why)  # also of quantised ones, whose numbers are as exact
+    return Choice("bfloat16", why)  # quantised weights, too: their values are exact in it
 
 
 def _batches(theirs: HuggingFace, parameters: list[Parameter]) -> Iterator[list[tuple[str, Shard]]]:
-    """Pieces that can be held together, in the order of the model; what is larger than a part comes in pieces alone."""
+    """Groups of parameters in model order; one larger than `_MAX_HELD` is cut into pieces, a group each."""
     together: list[tuple[str, Shard]] = []
     for parameter in parameters:
         times = -(-4 * parameter.size // _MAX_HELD)
@@ -156,7 +156,7 @@ def export_hf(
 ) -> Path:
     """config.json and safetensors of at most `limit` bytes each (a larger tensor has a file of its own).
 
-    What an import brought along goes out again. Of other runs, `end` is the token that ends a text, if there is one.
+    Files that an import kept are exported again. For other runs, `end` is the token that ends a text, if there is one.
     """
     kind = EXPORTED[dtype]
     imported, run = imported_config(checkpoint), run_of(checkpoint)
@@ -197,14 +197,14 @@ def export_hf(
 
 
 def imported_config(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """What config.json said of the weights that a run began with; None: of a run with weights of its own."""
+    """The config.json of the weights that a run was imported from; None if it was not."""
     file = beside(checkpoint, HF_CONFIG)
     config = read_json(file) if file else None
     return config if isinstance(config, dict) else None
 
 
 def usual_dtype(checkpoint: Checkpoint, job: Job) -> str:
-    """Of an export: that of the import, if there was one."""
+    """The default dtype of an export: that of the import, if there was one."""
     if (config := imported_config(checkpoint)) is None:
         return "float32"
     said = config.get("dtype", config.get("torch_dtype"))
@@ -226,7 +226,7 @@ def _groups_up_to(items: list[T], sizes: list[int], limit: int) -> Iterator[list
 
 
 def _read(checkpoint: Checkpoint, parts: list[_Part], dtype: torch.dtype) -> Tensor:
-    """A tensor of theirs, made of its parts."""
+    """One of Hugging Face's tensors, assembled from its parts."""
     (parameter, source), *_ = parts
     theirs = torch.empty(source.shape(parameter), dtype=torch.float32 if source.name.endswith(EXPERT_BIAS) else dtype)
     for parameter, source in parts:

@@ -1,12 +1,12 @@
-"""What a rank holds of snapshots in memory: its pieces are copied right into a file that outlives it.
+"""A rank's part of snapshots in memory: its pieces are copied right into a file that outlives the process.
 
 writer = SnapshotWriter(nodes, device)
 copied = writer.start(pieces, manifest)    # parameters may change from there on; on a GPU, behind this event
 ...
 writer.finish()                            # waits for the one under way, and says why it was not taken, if it was not
 
-A rank has up to three files: those of the two newest snapshots, and the one that is being filled. They are used again,
-as pages that are there take a copy at the pace of memory. A snapshot loses its manifest before its files are.
+A rank has up to three files: those of the two newest snapshots, and the one being filled. They are reused, because
+resident pages are written at memory speed. A snapshot loses its manifest before its files are reused.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ _SHARED = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)  # all pages at onc
 
 
 def new_memory(path: Path, size: int) -> mmap.mmap:
-    """A new file, mapped. Its pages are there: one that is missing later would end the process."""
+    """A new file, mapped, with all pages allocated: one missing later would kill the process (SIGBUS)."""
     if (room := free(path.parent)) < size:
         raise OSError(f"it takes {bytes_text(size)}, and {path.parent} has {bytes_text(max(0, room))} to spare")
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -155,7 +155,7 @@ class SnapshotWriter(BackgroundSaver):
         agreed(control, lambda: self._commit(path, tables, manifest.step) if nodes.first else None)
 
     def _checksum_own_file(self, path: Path, pieces: Pieces) -> Written:
-        """This rank's file, in its place, and its sum."""
+        """Move this rank's file into the snapshot, and checksum it."""
         if self.refused is not None:
             raise self.refused
         if (slot := self.filling) is None:
@@ -173,7 +173,7 @@ class SnapshotWriter(BackgroundSaver):
         return Written([File(slot.name, len(data), total(sums))], tensors)
 
     def _copy_to_peers(self, path: Path, manifest: Manifest) -> None:
-        """Collective: this rank's file to a rank of the next node, and those that others have for this one."""
+        """Collective: send this rank's file to a rank of the next node, and receive those sent to this one."""
         nodes, sizes = self.nodes, {file.name: file.bytes for file in manifest.files}
         sources = {rank: f"rank-{rank}.tensors" for rank, to in nodes.to.items() if to == nodes.rank}
         path.mkdir(mode=0o700, exist_ok=True)
@@ -191,7 +191,7 @@ class SnapshotWriter(BackgroundSaver):
         agreed(nodes.control, exchange)
 
     def _commit(self, path: Path, tables: list[bytes], step: int) -> None:
-        """By the first rank of a node: the snapshot counts there, and those before the last one no longer do."""
+        """By the first rank of a node: make the snapshot valid there, and invalidate all but the newest."""
         path.mkdir(mode=0o700, exist_ok=True)
         partial = path / f"{MANIFEST}.half"
         place = msgspec.json.encode((self.nodes.node, len(self.nodes.nodes)))

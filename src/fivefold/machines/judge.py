@@ -1,4 +1,4 @@
-"""Which rank, node or link is the outlier: what ranks have measured, against their peers and against the planner.
+"""Which rank, node or link is the outlier: what ranks measured, compared with their peers and with the planner.
 
     findings(examination)      # a sentence for each; none where all is well
 
@@ -26,11 +26,11 @@ from fivefold.support.errors import UserError
 from fivefold.support.text import bytes_text
 
 # ---- reports --------------------------------------------------------------------------------------------------------
-# What one rank has found out about itself, its node and its links. Ranks send it to rank 0.
+# What one rank measured of itself, its node and its links. Ranks send it to rank 0.
 
 
 class Disk(msgspec.Struct, frozen=True):
-    """Of run.dir, by the first rank of a node while the others' first ranks do the same."""
+    """Of run.dir, measured by the first rank of each node, all at once."""
 
     write: float = 0.0  # bytes/s, until they are on the disk
     read: float = 0.0  # bytes/s
@@ -52,7 +52,7 @@ class Gpu(msgspec.Struct, frozen=True):
 
 
 class RingReport(msgspec.Struct, frozen=True):
-    """Collectives of one group of an axis, while all groups of the axis do the same."""
+    """Collectives of one group of an axis, measured in all groups of the axis at once."""
 
     axis: str
     ranks: list[int]
@@ -104,7 +104,7 @@ class Examination:
 
     @cached_property
     def nodes(self) -> dict[str, list[RankReport]]:
-        """The ranks of each."""
+        """The ranks of each node."""
         nodes: dict[str, list[RankReport]] = defaultdict(list)
         for report in self.reports:
             nodes[report.node].append(report)
@@ -259,7 +259,7 @@ def slow_ranks(exam: Examination) -> Iterator[str]:
 def _slow_ranks(
     exam: Examination, what: str, values: Mapping[int, float], share: float, text: Callable[[float], str]
 ) -> Iterator[str]:
-    """Of ranks; those of a node are named together."""
+    """A sentence about slow ranks; those of a node are named together."""
     slow = below_peers(values, share)
     if not slow:
         return
@@ -426,7 +426,7 @@ def _limits(exam: Examination) -> Iterator[str]:
 
 
 def _other_cluster(exam: Examination) -> Iterator[str]:
-    """Machines that are not those that the job was planned for."""
+    """Machines other than those that the job was planned for."""
     if exam.cluster is None:
         return
     sizes_here = sorted(len(ranks) for ranks in exam.nodes.values())

@@ -170,9 +170,9 @@ def explain(service: Service, quick: ServingOption, heavy: ServingOption) -> tup
     """Sentences about the option with the lowest latency and the one with the highest throughput."""
     sentences = [
         _bound(quick),
-        _wider(service, quick, heavy),
-        _deeper(service, quick if quick.pp > 1 or heavy.pp == 1 else heavy),
-        _turn(service, heavy),
+        _why_not_more_tp(service, quick, heavy),
+        _what_pp_gives(service, quick if quick.pp > 1 or heavy.pp == 1 else heavy),
+        _compute_bound_at(service, heavy),
         _copies(service, max(quick, heavy, key=lambda option: option.tp)),
         *about_experts(service, quick, heavy),
         _graphs(service, quick),
@@ -186,7 +186,7 @@ def _bound(quick: ServingOption) -> str:
     return f"A step of {milliseconds(quick.step)} at {quick.layout} and {sequences(quick.batch)}: {', '.join(shares)}."
 
 
-def _wider(service: Service, quick: ServingOption, heavy: ServingOption) -> str:
+def _why_not_more_tp(service: Service, quick: ServingOption, heavy: ServingOption) -> str:
     """Why not more tp: on the same GPUs with less pp where that is possible, or else on more of them."""
     spec, gpus, world = service.spec, service.group.gpus, service.group.world
     more = [tp for tp in range(quick.tp + 1, max(8 * gpus, NODE) + 1) if tp_fits(spec, tp)]
@@ -221,7 +221,7 @@ def _widened(service: Service, quick: ServingOption, tp: int) -> Replica:
     return service.like(quick, tp=tp, dp=dp, pp=pp, ep=quick.ep if quick.ep == 1 and 1 in possible else possible[-1])
 
 
-def _deeper(service: Service, chosen: ServingOption) -> str:
+def _what_pp_gives(service: Service, chosen: ServingOption) -> str:
     """What pp gives, and what it costs."""
     pp = chosen.pp if chosen.pp > 1 else 2
     if pp > service.spec.layers:
@@ -240,7 +240,7 @@ def _deeper(service: Service, chosen: ServingOption) -> str:
     )
 
 
-def turning(replica: Replica) -> int | None:
+def compute_bound_rows(replica: Replica) -> int | None:
     """Rows of a step from which the matmuls wait for the tensor cores rather than for the weights."""
 
     def waits(rows: int) -> bool:
@@ -251,9 +251,9 @@ def turning(replica: Replica) -> int | None:
     return rows and bisect_left(range(rows), True, lo=rows // 2 + 1, key=waits)
 
 
-def _turn(service: Service, heavy: ServingOption) -> str:
+def _compute_bound_at(service: Service, heavy: ServingOption) -> str:
     replica = service.like(heavy)
-    rows = turning(replica)
+    rows = compute_bound_rows(replica)
     if rows is None:
         return ""
     most = largest(replica, service.tokens, service.prompt)
