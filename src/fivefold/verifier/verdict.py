@@ -33,7 +33,7 @@ class RoutedLayer:
 
 @dataclass(frozen=True)
 class RankMeasurement:
-    """What one rank measured. Pairs are (the layout's, the reference's), one a step. Tensors are those of its stages."""
+    """What one rank measured. Pairs are (the layout's, the reference's), one a step; tensors are of its stages."""
 
     losses: list[tuple[float, float]] = field(default_factory=list)
     norms: list[tuple[float, float]] = field(default_factory=list)
