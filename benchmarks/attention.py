@@ -14,7 +14,7 @@ import typer
 from torch import Tensor
 
 from fivefold.bench.harness import refuse, too_small
-from fivefold.bench.systems import CPU, enter, take_turns
+from fivefold.bench.systems import CPU, join_ranks, take_turns
 from fivefold.cli import main, program
 from fivefold.cli.options import Json, Output
 from fivefold.launch import processes
@@ -152,7 +152,7 @@ class AttentionBlock:
 
 
 def run(rank: Rank, shape: AttentionShape) -> AttentionResult | None:
-    enter(rank)
+    join_ranks(rank)
     random = torch.Generator().manual_seed(0)
     x, output_grad = torch.randn(2, shape.batch, shape.seq, shape.hidden, generator=random).to(DTYPES[shape.dtype])
     together = AttentionBlock(shape, Mesh.of(Layout(tp=shape.tp), CPU))

@@ -18,12 +18,12 @@ from msgspec import structs
 from benchmarks.slow import slowed
 from fivefold.bench.comparison import base_job
 from fivefold.bench.harness import Machine, OnProgress, RoundTimes, caveats, refuse, table, too_small
-from fivefold.bench.systems import CPU, RATE, enter, machine, take_turns
+from fivefold.bench.systems import CPU, LR, join_ranks, machine, take_turns
 from fivefold.cli import main, program
 from fivefold.cli.bench import Changes, Rounds, measured
 from fivefold.cli.options import Json
-from fivefold.cost.stack import ON_CPUS
-from fivefold.cost.step import Case, stage_passes
+from fivefold.cost.software import ON_CPUS
+from fivefold.cost.step import Workload, stage_passes
 from fivefold.job.config import Job
 from fivefold.launch import processes
 from fivefold.launch.device import core_of
@@ -34,7 +34,7 @@ from fivefold.machines.result import RankSpeed, RanksResult
 from fivefold.parallel.mesh import Mesh
 from fivefold.planner.mixed import groups_of
 from fivefold.planner.mixed_compare import best_split
-from fivefold.planner.search import Option, evaluate, trained
+from fivefold.planner.search import Option, evaluate, trained_layout
 from fivefold.render.blocks import Block, Result, Text
 from fivefold.schedules.registry import record_of
 from fivefold.support.errors import UserError
@@ -77,8 +77,8 @@ class Planned(NamedTuple):
 
     @classmethod
     def of(cls, option: Option, layout: Layout) -> "Planned":
-        layers = tuple(len(stage.layers) for stage in option.case.stages)
-        stages = zip(stage_passes(option.case), layers, strict=True)
+        layers = tuple(len(stage.layers) for stage in option.workload.stages)
+        stages = zip(stage_passes(option.workload), layers, strict=True)
         return cls(layout, layers, option.seconds, min(passes.forward.total for passes, count in stages if count))
 
 
@@ -233,14 +233,14 @@ def _factors(text: str) -> list[float]:
 def plans(job: Job, speeds: RanksResult, ranks: int, file: Path) -> dict[str, Planned]:
     """Each system on ranks of these speeds. `auto`'s order goes into `file`, which the ranks read."""
     even = Layout(pp=ranks, microbatches=job.layout.microbatches)
-    stack, cluster = ON_CPUS.computing_in("fp32"), speeds.cluster
-    case = Case(job.model, even, cluster, job.data.seq, job.train.batch, "fp32", stack)
-    case = replace(case, groups=groups_of(cluster, even))
-    planned = {EVEN: Planned.of(evaluate(case), even)}
+    software, cluster = ON_CPUS.computing_in("fp32"), speeds.cluster
+    workload = Workload(job.model, even, cluster, job.data.seq, job.train.batch, "fp32", software)
+    workload = replace(workload, groups=groups_of(cluster, even))
+    planned = {EVEN: Planned.of(evaluate(workload), even)}
     for name in SYSTEMS[1:]:
         layout = structs.replace(even, schedule=name, chunks=record_of(name).chunks)
-        best = evaluate(best_split(replace(case, layout=layout)))
-        planned[name] = Planned.of(best, trained(best, file))
+        best = evaluate(best_split(replace(workload, layout=layout)))
+        planned[name] = Planned.of(best, trained_layout(best, file))
     return planned
 
 
@@ -262,7 +262,7 @@ class System:
         job, engine = self.job, self.engine
         batch = plain_batch(job.model.vocab, job.train.batch, job.data.seq, seed=len(self.losses))
         loss = engine.forward_backward(batch)
-        engine.step(RATE, engine.gradient_norm())
+        engine.step(LR, engine.gradient_norm())
         engine.weights.wait_params()
         self.losses.append(loss.item())
 
@@ -291,7 +291,7 @@ def _settle(rank: Rank) -> None:
         cores = sorted({min(core_of(Path("/sys"), cpu)) for cpu in os.sched_getaffinity(0)} & os.sched_getaffinity(0))
         if len(cores) >= rank.world:
             os.sched_setaffinity(0, {cores[rank.number]})
-    enter(rank)
+    join_ranks(rank)
 
 
 # ---- command --------------------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ from fivefold.parallel.mesh import Axis, Mesh
 from fivefold.parallel.token_dispatch import AsyncExchange, StartCollectives, Tensors
 from fivefold.render.blocks import Block, Result, Text, show
 from fivefold.schedules.actions import BACKWARD, FORWARD, Action, Kind
-from fivefold.schedules.costs import Costs, Segment, play
+from fivefold.schedules.costs import Costs, Segment, play_pair
 from fivefold.schedules.schedule import Schedule
 from fivefold.schedules.simulate import simulate
 from fivefold.spec.blocks import Experts
@@ -437,7 +437,7 @@ def predicted(schedule: Schedule, passes: list[Pass]) -> tuple[dict[str, float],
     ]  # fmt: skip
     pair, saved = dict(enumerate(map(sum, zip(costs.f, costs.b, strict=True)))), []
     for forward, backward in joined:
-        played = play(typical[FORWARD, forward], typical[BACKWARD, backward])
+        played = play_pair(typical[FORWARD, forward], typical[BACKWARD, backward])
         # What is hidden is taken from the measured whole: a median of sums is no sum of medians.
         pair[forward] = costs.f[forward] + costs.b[backward] - played.hidden
         messages = sum(part.message for part in (*typical[FORWARD, forward], *typical[BACKWARD, backward]))

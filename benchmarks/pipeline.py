@@ -23,7 +23,7 @@ import typer
 from torch import Tensor
 
 from fivefold.bench.harness import caveats, ratio, refuse, table, too_small
-from fivefold.bench.systems import CPU, TorchPipeline, enter, machine, take_turns
+from fivefold.bench.systems import CPU, TorchPipeline, join_ranks, machine, take_turns
 from fivefold.cli import main, program
 from fivefold.cli.options import Json, Output
 from fivefold.data.batch import Batch
@@ -227,7 +227,7 @@ class TorchReference(TorchPipeline):
 
 
 def run(rank: Rank, shape: PipelineShape) -> PipelineResult:
-    enter(rank)
+    join_ranks(rank)
     batch = plain_batch(shape.spec.vocab, shape.batch, shape.seq)
     ours = {name: FivefoldPipeline(shape, batch, name) for name in SCHEDULES}
     systems: dict[str, FivefoldPipeline | TorchReference] = {ALONE: FivefoldPipeline(shape, batch)}

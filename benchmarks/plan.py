@@ -10,7 +10,7 @@ import typer
 from fivefold.bench.harness import RowsResult
 from fivefold.cli import main, program
 from fivefold.cli.options import Json, Output
-from fivefold.cost.step import Case
+from fivefold.cost.step import Workload
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
 from fivefold.planner.search import search
@@ -49,12 +49,12 @@ def measure(rounds: int = 3) -> RowsResult:
 
 def time_search(question: PlanQuestion, rounds: int) -> dict[str, Any]:
     """The median of cold searches: what earlier ones left behind is thrown away."""
-    case = Case(preset(question.model), Layout(), Cluster.parse(question.cluster), question.seq, question.batch)
+    workload = Workload(preset(question.model), Layout(), Cluster.parse(question.cluster), question.seq, question.batch)
     times, evaluated = [], 0
     for _ in range(rounds):
         empty_caches()
         begin = perf_counter()
-        evaluated = search(case).evaluated
+        evaluated = search(workload).evaluated
         times.append(perf_counter() - begin)
     return {"seconds": median(times), "weighed": evaluated}
 

@@ -65,7 +65,7 @@ def check(file: Path) -> bool:
     job = read_job(file)
     run = shorter(job)
     option = planned(job)
-    kernels: Literal["cpu", "cuda"] = "cpu" if option.case.on.accelerator.is_cpu else "cuda"
+    kernels: Literal["cpu", "cuda"] = "cpu" if option.workload.first_device.accelerator.is_cpu else "cuda"
     found = dryrun(run, stages=sorted({0, option.footprint.rank}), kernels=kernels)
     memory = max(one.device_bytes for one in found.ranks)
     near = abs(memory / option.footprint.total - 1) <= TOLERANCE

@@ -34,7 +34,7 @@ def test_no_source_of_ten_rows_is_off_by_more_than_10_percent(found: dict[str, S
 
 
 def test_products_in_four_bits_are_within_12_percent_and_published_memory_within_8(results: list[RowScore]) -> None:
-    narrow = [abs(one.error) for one in results if one.error is not None and one.run.case.precision == "fp4"]
+    narrow = [abs(one.error) for one in results if one.error is not None and one.run.workload.precision == "fp4"]
     held = [abs(one.memory_error) for one in results if one.memory_error is not None and not one.theory]
     for errors, count, most in ((narrow, 8, 0.12), (held, 109, 0.08)):
         assert len(errors) == count

@@ -111,15 +111,15 @@ def test_a_refused_row_is_listed_and_the_next_is_predicted() -> None:
 def test_words_are_read_as_people_write_them() -> None:
     for stage in range(4):
         for words in ("{}", "zero{}", "ZeRO-{}", "stage {}", "ZeRO stage {}", "{} (FSDP2)", "{}.0"):
-            assert run(zero_stage=words.format(stage)).case.layout.zero == stage
+            assert run(zero_stage=words.format(stage)).workload.layout.zero == stage
     for word, sp in (("yes", True), ("true", True), ("1", True), ("no", False), ("False", False), ("0", False)):
-        assert run(sequence_parallel=word).case.layout.sp is sp
+        assert run(sequence_parallel=word).workload.layout.sp is sp
     words = {"none (baseline)": "none", "Selective op": "selective", "full": "full", "partial": "full"}
-    assert {word: run(recompute=word).case.layout.recompute for word in words} == words
+    assert {word: run(recompute=word).workload.layout.recompute for word in words} == words
 
 
 def test_layers_that_do_not_divide_are_dealt_out_whatever_stands_at_the_ends() -> None:
-    layout = run(gpus="32", dp="4", tp="1", pp="8", vp="3", schedule="interleaved").case.layout
+    layout = run(gpus="32", dp="4", tp="1", pp="8", vp="3", schedule="interleaved").workload.layout
     assert layout.split == (2,) * 8 + (1,) * 16
 
 

@@ -62,9 +62,9 @@ def test_a_model_s_name_says_nothing_of_the_software(tmp_path: Path, source: str
 
 
 def test_a_paper_s_or_a_software_s_name_is_a_guess_outside_of_the_package(tmp_path: Path) -> None:
-    for source, stack in (("torchtitan, ours", SYSTEMS["torchtitan"]), ("as arXiv 2204.02311", SYSTEMS["xla"])):
+    for source, software in (("torchtitan, ours", SYSTEMS["torchtitan"]), ("as arXiv 2204.02311", SYSTEMS["xla"])):
         found = one(tmp_path, ROW.replace("ours", f'"{source}"')).source
-        assert (found.stack, found.assumed) == (stack, True)
+        assert (found.stack, found.assumed) == (software, True)
         assert found.why.startswith("its source's name: ")
 
 
@@ -79,11 +79,11 @@ def test_a_description_without_its_runs_is_told_from_other_files(tmp_path: Path)
 def test_a_file_beside_the_rows_changes_any_switch(tmp_path: Path) -> None:
     toml = 'system = "nemo"\nzero = 3\n[stack]\nattention = "flash2"\n[stack.overlap]\ntp = 0\n'
     run = one(tmp_path, ROW, toml)
-    assert (run.case.layout.zero, run.case.stack.attention) == (3, "flash2")
-    assert (run.case.stack.overlap.tp, run.case.stack.overlap.dp) == (0, 1)
+    assert (run.workload.layout.zero, run.workload.software.attention) == (3, "flash2")
+    assert (run.workload.software.overlap.tp, run.workload.software.overlap.dp) == (0, 1)
     assert not run.source.assumed
     own = one(tmp_path, ROW + "torchtitan", toml)  # a row knows better, and says so
-    assert own.case.stack.name == SYSTEMS["torchtitan"].name
+    assert own.workload.software.name == SYSTEMS["torchtitan"].name
     assert own.source.why == "system 'torchtitan' of the row, and not mine.toml, from 'nemo'"
 
 
@@ -127,12 +127,12 @@ def test_schedules_go_by_many_names() -> None:
 
 @pytest.mark.parametrize("name", ["zb-h1", "ZB-2p", "zb-v", "v-min", "gpipe", "interleaved"])
 def test_a_schedule_that_is_said_is_the_one_that_is_timed(tmp_path: Path, name: str) -> None:
-    layout = one(tmp_path, f"ours,llama3-8b,,8192,H100,8,1,1,8,1,32,bf16,{name},1,ok,nemo").case.layout
+    layout = one(tmp_path, f"ours,llama3-8b,,8192,H100,8,1,1,8,1,32,bf16,{name},1,ok,nemo").workload.layout
     assert layout.schedule == schedule_named(name)
 
 
 def test_a_known_model_needs_no_shape_and_keeps_what_is_said_of_it(tmp_path: Path) -> None:
-    whole, cut = one(tmp_path, ROW).case.spec, one(tmp_path, ROW.replace("8b,,", "8b,12,")).case.spec
+    whole, cut = one(tmp_path, ROW).workload.spec, one(tmp_path, ROW.replace("8b,,", "8b,12,")).workload.spec
     assert (whole.layers, whole.hidden, whole.kv_heads, cut.layers, cut.hidden) == (32, 4096, 8, 12, 4096)
     known = {"LLAMA3_70B": "llama3-70b", "Llama 3.1 405b FP8": "llama3-405b", "Qwen2.5-7B": "qwen2.5-7b",
              "GPT3-175B": "gpt3-175b"}  # fmt: skip
@@ -154,6 +154,6 @@ def test_precisions_go_down_to_four_bits() -> None:
 
 def test_a_board_is_not_taken_for_another_of_its_chip(tmp_path: Path) -> None:
     """Less of its name would be an A100 with NVLink and 80 GB."""
-    assert one(tmp_path, ROW.replace("H100", "A100-PCIE-40GB")).case.on.accelerator.name == "A100-PCIE-40"
+    assert one(tmp_path, ROW.replace("H100", "A100-PCIE-40GB")).workload.first_device.accelerator.name == "A100-PCIE-40"
     with pytest.raises(Refused, match="unknown accelerator 'V100-PCIE-16GB'; did you mean 'V100' or 'V100-16'"):
         device_of("V100-PCIE-16GB")

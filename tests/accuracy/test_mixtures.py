@@ -6,7 +6,7 @@ from fivefold.accuracy.cases import PublishedRow, measured, read_rows
 from fivefold.accuracy.score import evaluate, line_of, scores
 from fivefold.accuracy.spelling import Refused, imbalance_of, is_mixture, older, with_experts
 from fivefold.cost.moe import IMBALANCE
-from fivefold.cost.stack import FUSED_EXPERTS, MEGATRON_EXPERTS
+from fivefold.cost.software import FUSED_EXPERTS, MEGATRON_EXPERTS
 from fivefold.layout.layout import Layout
 from fivefold.spec.presets import preset
 
@@ -24,14 +24,14 @@ def row(line: int = 2, **changes: str) -> PublishedRow:
 
 def test_a_row_takes_the_shape_of_its_preset_and_its_own_ep():
     run = measured(row())
-    assert run.case.spec.experts == preset("qwen3-30b-a3b").experts
-    assert (run.case.layout.ep, run.case.layout.dp, run.case.imbalance) == (8, 8, 1.0)
+    assert run.workload.spec.experts == preset("qwen3-30b-a3b").experts
+    assert (run.workload.layout.ep, run.workload.layout.dp, run.workload.imbalance) == (8, 8, 1.0)
     assert run.seconds == pytest.approx(512 * 4096 / 26000 / 8)
 
 
 @pytest.mark.parametrize("name", ["DeepSeek-V3 671B", "Qwen3 235B", "Mixtral 8x7B", "Grok-1 314B BF16", "kimi k2"])
 def test_a_model_is_found_by_how_its_name_begins(name: str):
-    assert measured(row(model=name, dp="8", ep="8")).case.spec.experts is not None
+    assert measured(row(model=name, dp="8", ep="8")).workload.spec.experts is not None
 
 
 def test_the_newest_release_of_a_configuration_is_judged_and_others_stay():
@@ -44,9 +44,9 @@ def test_the_newest_release_of_a_configuration_is_judged_and_others_stay():
 
 def test_kernels_are_those_of_the_release_and_the_device():
     new = "Megatron-Bridge 26.06 perf summary"
-    assert measured(row(source=new)).case.stack.experts == FUSED_EXPERTS
-    assert measured(row(source=new, gpu="H100", precision="FP8")).case.stack.experts == MEGATRON_EXPERTS
-    assert measured(row()).case.stack.experts == MEGATRON_EXPERTS
+    assert measured(row(source=new)).workload.software.experts == FUSED_EXPERTS
+    assert measured(row(source=new, gpu="H100", precision="FP8")).workload.software.experts == MEGATRON_EXPERTS
+    assert measured(row()).workload.software.experts == MEGATRON_EXPERTS
 
 
 def test_what_drops_tokens_or_is_unknown_is_refused():

@@ -82,9 +82,9 @@ def test_an_update_waits_for_the_snapshot_under_way() -> None:
     event = Event(engine)
     before = next(iter(engine.weights.masters.values())).detach().clone()
     engine.forward_backward(plain_batch(job.model.vocab, 2, 16))
-    engine.copied = event
+    engine.snapshot_copied = event
     engine.step(1e-2, engine.gradient_norm())
     assert event.weights_then is not None
     assert torch.equal(event.weights_then, before)
     assert not torch.equal(next(iter(engine.weights.masters.values())), before)
-    assert engine.copied is None
+    assert engine.snapshot_copied is None

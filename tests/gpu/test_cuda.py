@@ -282,7 +282,7 @@ def test_a_snapshot_is_of_its_step_though_the_device_copies_it_beside_the_next(t
             torch.cuda._sleep(4_000_000_000)  # the copies begin two seconds late
         snapshot = staging.take(pieces)
         assert all(piece.make().is_pinned() for piece in snapshot.pieces.values())
-        engine.copied = snapshot.copied
+        engine.snapshot_copied = snapshot.copied
         engine.forward_backward(batch)
         assert snapshot.copied is not None
         assert not snapshot.copied.query()  # steps do not wait for it

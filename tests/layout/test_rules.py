@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fivefold.cost.step import Case
+from fivefold.cost.step import Workload
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
 from fivefold.layout.rules import AFTER, RULES, Given, Layouts, legal, tp_fits
@@ -71,9 +71,9 @@ def test_a_rule_waits_only_for_rules_before_it() -> None:
             assert min(waited) < order.index(code)
 
 
-def all_layouts(spec: ModelSpec, case: Case, kinds: list[str], sps: list[bool]) -> Iterator[Layout]:
+def all_layouts(spec: ModelSpec, workload: Workload, kinds: list[str], sps: list[bool]) -> Iterator[Layout]:
     """Of 16 ranks, with every setting that the search tries; the rules do not ask for recompute."""
-    records = [CATALOGUE[name] for name in case.stack.schedules]
+    records = [CATALOGUE[name] for name in workload.software.schedules]
     eps = divisors(RANKS) if spec.experts is not None else [1]
     for dp, tp, pp, cp in product(divisors(RANKS), repeat=4):
         if dp * tp * pp * cp != RANKS:
@@ -107,11 +107,11 @@ def test_the_search_tries_every_legal_layout_that_is_worth_it_and_no_other(model
     # Experts have settings enough of their own.
     kinds, sps = (["ring", "allgather", "ulysses"], [False, True]) if spec.experts is None else (["ring"], [False])
     fixed = {"recompute": "none"} | ({} if spec.experts is None else {"cp_kind": "ring", "sp": False})
-    case = Case(spec, Layout(), Cluster.parse("2x8xH100"), SEQ, BATCH)
-    found = space(SearchQuery(case, fixed))
+    workload = Workload(spec, Layout(), Cluster.parse("2x8xH100"), SEQ, BATCH)
+    found = space(SearchQuery(workload, fixed))
     tried = {found.layout(at) for at in range(len(found))}
     assert len(tried) == len(found) > 300
-    every = all_layouts(spec, case, kinds, sps)
+    every = all_layouts(spec, workload, kinds, sps)
     lawful = {layout for layout in every if not layout.problems(spec, world=RANKS, seq=SEQ, batch=BATCH)}
     assert tried == {layout for layout in lawful if worth_a_try(layout, spec)}
     assert tried < lawful
@@ -126,8 +126,8 @@ def test_the_search_knows_when_a_tied_embedding_is_cut(tmp_path: Path) -> None:
         (EXPERTS["tied experts"], {"schedule": "zb-v", "zero": 3, "tp": 4, "pp": 2, "ep": 4}, {3}),
         (EXPERTS["tied experts"], {"schedule": "zb-v", "zero": 3, "tp": 4, "pp": 2, "ep": 2}, set()),
     ):
-        case = Case(spec, Layout(), Cluster.parse("8xH100"), SEQ, BATCH)
-        found = space(SearchQuery(case, fixed | {"recompute": "none"}))
+        workload = Workload(spec, Layout(), Cluster.parse("8xH100"), SEQ, BATCH)
+        found = space(SearchQuery(workload, fixed | {"recompute": "none"}))
         layouts = [found.layout(at) for at in range(len(found))]
         assert {layout.zero for layout in layouts} == zeros
         assert not any(layout.problems(spec, world=8, seq=SEQ, batch=BATCH) for layout in layouts)

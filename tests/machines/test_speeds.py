@@ -13,7 +13,7 @@ from fivefold.cli import app
 from fivefold.cost.block import BlockCost
 from fivefold.cost.collective_time import Topology
 from fivefold.cost.kernels import Device
-from fivefold.cost.stack import ON_CPUS
+from fivefold.cost.software import ON_CPUS
 from fivefold.hardware.accelerators import ACCELERATORS
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout

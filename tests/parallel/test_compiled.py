@@ -125,8 +125,8 @@ def mixture_twice(rank: processes.Rank, job: Job) -> tuple[int, dict[str, int], 
         its = structs.replace(job, train=structs.replace(job.train, compile=how))
         engine = Engine(its, Mesh.of(its.layout, torch.device("cpu"), spec=its.model))
         loss = engine.forward_backward(plain_batch(its.model.vocab, 2, 32))
-        assert engine.loads is not None
-        found.append([loss, engine.loads.counted(), *engine.gradients().values()])
+        assert engine.expert_loads is not None
+        found.append([loss, engine.expert_loads.collect(), *engine.gradients().values()])
     apart = max((one - other).abs().max().item() for one, other in zip(*found, strict=True))
     return (*compiled.compilation(), apart)
 

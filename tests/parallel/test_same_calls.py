@@ -66,7 +66,7 @@ def train(rank: int, world: int, job: Job, odd: bool) -> None:
     trainer = Trainer(job, preflight(job, world), Mesh.of(job.layout, torch.device("cpu"), 20.0))
     if odd and rank == 1:
         data = trainer.mesh.dp_cp
-        trainer.engine._everywhere = lambda sums: wait(all_reduce(torch.stack([sums[0], sums[0]]), data), data)[0]
+        trainer.engine._sum_losses = lambda sums: wait(all_reduce(torch.stack([sums[0], sums[0]]), data), data)[0]
     trainer.run([])
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from fivefold.cost.activations import saved_activations
-from fivefold.cost.stack import SoftwareProfile
+from fivefold.cost.software import SoftwareProfile
 from fivefold.layout.layout import Layout
 from fivefold.spec.presets import preset
 
@@ -14,8 +14,8 @@ FLASH = SoftwareProfile(name="flash", attention="flash2")
 S, B = 2048, 1
 
 
-def bytes_of(layout: str, stack: SoftwareProfile = FUSED) -> float:
-    return saved_activations(GPT, Layout.parse(layout), stack, B, S).total
+def bytes_of(layout: str, software: SoftwareProfile = FUSED) -> float:
+    return saved_activations(GPT, Layout.parse(layout), software, B, S).total
 
 
 def korthikanti(tp: int, sp: bool, scores: bool = True) -> float:
@@ -31,8 +31,8 @@ def test_a_gpt_block_keeps_what_the_paper_counts(layout: str, tp: int, sp: bool)
 
 
 def test_selective_recompute_of_attention_drops_the_scores() -> None:
-    stack = FUSED.but(selective="attention")
-    assert bytes_of("tp=8,sp,recompute=selective", stack) == pytest.approx(
+    software = FUSED.but(selective="attention")
+    assert bytes_of("tp=8,sp,recompute=selective", software) == pytest.approx(
         korthikanti(8, True, scores=False), rel=0.005
     )
 

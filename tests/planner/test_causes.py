@@ -7,8 +7,8 @@ from msgspec import structs
 
 from fivefold.cost.collective_time import START, Topology
 from fivefold.cost.kernels import Device
-from fivefold.cost.stack import Overlap, SoftwareProfile
-from fivefold.cost.step import Case, estimate
+from fivefold.cost.software import Overlap, SoftwareProfile
+from fivefold.cost.step import Workload, estimate
 from fivefold.cost.systems import INTERNEVO, NEMO, ZERO_2021
 from fivefold.hardware.accelerators import find_accelerator
 from fivefold.hardware.cluster import Cluster
@@ -16,25 +16,29 @@ from fivefold.layout.layout import Layout
 from fivefold.spec.presets import preset
 
 
-def case(model: str, layout: str, cluster: str, batch: int, stack: SoftwareProfile = NEMO, **changes: str) -> Case:
-    return Case(preset(model), Layout.parse(layout), Cluster.parse(cluster), 8192, batch, stack=stack, **changes)
+def workload(
+    model: str, layout: str, cluster: str, batch: int, software: SoftwareProfile = NEMO, **changes: str
+) -> Workload:
+    return Workload(
+        preset(model), Layout.parse(layout), Cluster.parse(cluster), 8192, batch, software=software, **changes
+    )
 
 
 def test_tp_hides_in_pieces_only_where_ranks_reach_each_other_s_memory() -> None:
-    inside, across = (case("llama3-70b", f"tp={tp},sp", "2x8xH100", 1).work for tp in (8, 16))
-    plain = replace(across, stack=NEMO.but(overlap=Overlap(tp_backward=1)))
-    assert inside.wires.by_peers("tp")
-    assert not across.wires.by_peers("tp")
+    inside, across = (workload("llama3-70b", f"tp={tp},sp", "2x8xH100", 1).block_cost for tp in (8, 16))
+    plain = replace(across, software=NEMO.but(overlap=Overlap(tp_backward=1)))
+    assert inside.topology.by_peers("tp")
+    assert not across.topology.by_peers("tp")
     assert across.block.forward.tp == plain.block.forward.tp  # nothing is hidden
-    bare = replace(inside, stack=NEMO.but(overlap=Overlap()))
+    bare = replace(inside, software=NEMO.but(overlap=Overlap()))
     assert inside.block.forward.tp < 0.5 * bare.block.forward.tp
 
 
 def test_gradients_wait_for_ports_that_tp_holds() -> None:
-    wide = case("llama3-70b", "dp=8,tp=16,zero=1,sp", "16x8xH100", 8)
-    assert wide.work.port > 0
-    assert replace(wide, layout=Layout.parse("dp=16,tp=8,zero=1,sp")).work.port == 0
-    alone = replace(wide, stack=NEMO.but(overlap=structs.replace(NEMO.overlap, dp=0)))
+    wide = workload("llama3-70b", "dp=8,tp=16,zero=1,sp", "16x8xH100", 8)
+    assert wide.block_cost.port > 0
+    assert replace(wide, layout=Layout.parse("dp=16,tp=8,zero=1,sp")).block_cost.port == 0
+    alone = replace(wide, software=NEMO.but(overlap=structs.replace(NEMO.overlap, dp=0)))
     assert estimate(wide).dp < estimate(alone).dp
 
 
@@ -50,20 +54,20 @@ def test_a_collective_has_a_start_of_its_own() -> None:
 
 def test_groups_of_zero_1_gather_within_themselves_and_broadcasts_cost_with_ranks() -> None:
     whole, groups = (
-        case("llama3-8b", f"dp=64,zero=1,replicate={copies}", "8x8xA100-80", 64, INTERNEVO) for copies in (1, 8)
+        workload("llama3-8b", f"dp=64,zero=1,replicate={copies}", "8x8xA100-80", 64, INTERNEVO) for copies in (1, 8)
     )
     assert estimate(groups).dp < estimate(whole).dp
-    calm = replace(whole, stack=INTERNEVO.but(broadcasts=False))
+    calm = replace(whole, software=INTERNEVO.but(broadcasts=False))
     assert estimate(calm).dp < estimate(whole).dp
-    early = replace(whole, stack=INTERNEVO.but(overlap=Overlap(dp=1)))
+    early = replace(whole, software=INTERNEVO.but(overlap=Overlap(dp=1)))
     assert estimate(early).dp < estimate(whole).dp  # the next forward does not wait
 
 
 def test_parameters_that_travel_one_by_one_pay_with_every_rank() -> None:
     few, many = (
-        case("gpt3-175b", f"dp={n},zero=3,recompute=full", f"{n // 8}x8xA100-80", n, ZERO_2021) for n in (64, 1024)
+        workload("gpt3-175b", f"dp={n},zero=3,recompute=full", f"{n // 8}x8xA100-80", n, ZERO_2021) for n in (64, 1024)
     )
-    together = [replace(one, stack=ZERO_2021.but(unit_parts=1, copies_parts=False)) for one in (few, many)]
+    together = [replace(one, software=ZERO_2021.but(unit_parts=1, copies_parts=False)) for one in (few, many)]
     added = [
         estimate(one).busy.zero - estimate(other).busy.zero for one, other in zip((few, many), together, strict=True)
     ]
@@ -71,6 +75,8 @@ def test_parameters_that_travel_one_by_one_pay_with_every_rank() -> None:
 
 
 def test_four_bits_are_quicker_than_eight_and_cast_more() -> None:
-    eight, four = (case("llama3-70b", "dp=8,zero=3", "8xB200", 8, precision=precision) for precision in ("fp8", "fp4"))
+    eight, four = (
+        workload("llama3-70b", "dp=8,zero=3", "8xB200", 8, precision=precision) for precision in ("fp8", "fp4")
+    )
     assert estimate(four).busy.gemm < estimate(eight).busy.gemm
     assert estimate(four).busy.memory > estimate(eight).busy.memory

@@ -9,7 +9,7 @@ import pytest
 from fivefold.cost.forms import PipelineForm
 from fivefold.cost.model_state import OURS, PAPER, Accounting
 from fivefold.cost.peak_memory import USABLE_FRACTION, footprint
-from fivefold.cost.step import Case, estimate
+from fivefold.cost.step import Workload, estimate
 from fivefold.planner.closed import SLACK
 from fivefold.planner.explain import ALIKE
 from fivefold.planner.plan import question
@@ -28,63 +28,63 @@ EXPERTS = {
 }
 
 
-def errors(case: Case, fixed: dict[str, object], most: int = 200) -> tuple[np.ndarray, np.ndarray]:
+def errors(workload: Workload, fixed: dict[str, object], most: int = 200) -> tuple[np.ndarray, np.ndarray]:
     """Of time and memory, relative to what is executed."""
-    layouts = space(SearchQuery(case, fixed))
+    layouts = space(SearchQuery(workload, fixed))
     assert len(layouts)
     times, sizes = [], []
     for at in range(0, len(layouts), -(-len(layouts) // most)):
-        executed = replace(case, layout=layouts.layout(at))
+        executed = replace(workload, layout=layouts.layout(at))
         times.append(layouts.seconds[at] / estimate(executed).seconds - 1)
         sizes.append(layouts.memory[at] / footprint(executed).total - 1)
     return np.array(times), np.array(sizes)
 
 
-@pytest.mark.parametrize("case", DENSE.values(), ids=DENSE)
-def test_of_one_stage_the_closed_form_is_the_step(case: Case) -> None:
+@pytest.mark.parametrize("workload", DENSE.values(), ids=DENSE)
+def test_of_one_stage_the_closed_form_is_the_step(workload: Workload) -> None:
     """But for gradients, which it hides behind the blocks alone, and not behind the head: so it is never shorter. What
     an all-reduce has of a tree is left out, too."""
-    times, _ = errors(case, {"pp": 1})
+    times, _ = errors(workload, {"pp": 1})
     assert times.min() > -0.001
     assert times.max() < 0.05
     assert np.median(np.abs(times)) < 0.001
 
 
-@pytest.mark.parametrize("case", EXPERTS.values(), ids=EXPERTS)
-def test_of_one_stage_with_experts_it_is_near(case: Case) -> None:
+@pytest.mark.parametrize("workload", EXPERTS.values(), ids=EXPERTS)
+def test_of_one_stage_with_experts_it_is_near(workload: Workload) -> None:
     """Layers with experts and those without are one mean layer there."""
-    times, _ = errors(case, {"pp": 1})
+    times, _ = errors(workload, {"pp": 1})
     assert times.min() > -0.02
     assert times.max() < 0.08
     assert np.median(np.abs(times)) < 0.02
 
 
-@pytest.mark.parametrize("case", [*DENSE.values(), *EXPERTS.values()][:3], ids=[*DENSE, *EXPERTS][:3])
-def test_of_one_stage_and_sequence_no_memory_is_pruned_that_fits(case: Case) -> None:
+@pytest.mark.parametrize("workload", [*DENSE.values(), *EXPERTS.values()][:3], ids=[*DENSE, *EXPERTS][:3])
+def test_of_one_stage_and_sequence_no_memory_is_pruned_that_fits(workload: Workload) -> None:
     """Larger microbatches may need less than it says: some gradients do not exist yet at their peak. What ZeRO 3 has
     gathered of the model's ends is left out, so there may be too little, and never too much."""
     for zero in range(4):
-        _, sizes = errors(case, {"pp": 1, "samples": 1, "zero": zero})
+        _, sizes = errors(workload, {"pp": 1, "samples": 1, "zero": zero})
         assert sizes.max() < SLACK - 1
         assert sizes.min() > (1 / SLACK - 1 if zero < 3 else -0.25)
 
 
 @pytest.mark.parametrize(
-    ("case", "fixed"),
+    ("workload", "fixed"),
     [
         (DENSE["nemo"], {"zero": 3, "recompute": "none"}),
         (EXPERTS["plain"], {"zero": 2, "recompute": "full", "tp": 1, "cp": 1}),
     ],
     ids=["nemo", "experts"],
 )
-def test_of_16_ranks_the_best_is_not_pruned(case: Case, fixed: dict[str, object]) -> None:
+def test_of_16_ranks_the_best_is_not_pruned(workload: Workload, fixed: dict[str, object]) -> None:
     """Of all layouts, each executed, none is so much faster than what the search finds that anybody could tell."""
     fixed = fixed | {"samples": 1}
-    found, layouts = search(case, top=1, **fixed).best, space(SearchQuery(case, fixed))
-    room = USABLE_FRACTION * case.on.accelerator.memory
+    found, layouts = search(workload, top=1, **fixed).best, space(SearchQuery(workload, fixed))
+    room = USABLE_FRACTION * workload.first_device.accelerator.memory
     timed = 0
     for at in np.flatnonzero(layouts.seconds < 2 * found.seconds).tolist():
-        executed = replace(case, layout=layouts.layout(at))
+        executed = replace(workload, layout=layouts.layout(at))
         if footprint(executed).total <= room:
             timed += 1
             assert found.seconds <= (1 + ALIKE) * estimate(executed).seconds, executed.layout

@@ -213,7 +213,7 @@ def test_a_slower_link_makes_a_ring_free_later_and_more_kv_heads_too() -> None:
 
     case = made(131072, 16)
     slow = H100.but(across=0.1)
-    assert free(case) < free(replace(case, wires=replace(case.wires, device=slow)))
+    assert free(case) < free(replace(case, topology=replace(case.topology, device=slow)))
     assert free(case) < free(made(131072, 16, kv_heads=16))
 
 

@@ -38,7 +38,7 @@ def mixture() -> PlanResult:
 @pytest.fixture(scope="module", params=[dense, sharded, mixture], ids=["dense", "sharded", "mixture"])
 def decision(request: pytest.FixtureRequest) -> Decision:
     found = request.param()
-    turn = TurningPoint("batch", "sequences", found.case.batch, found.case.batch / 2, None)
+    turn = TurningPoint("batch", "sequences", found.workload.batch, found.workload.batch / 2, None)
     return Decision(found, tuple(shortcuts(found.explained)), (turn,), "fivefold plan")
 
 
@@ -124,7 +124,7 @@ def test_exact_figures_stand_beside_shortcuts(decision: Decision) -> None:
     assert found["state"].exact == sum(parts[name] for name in ("parameters", "gradients", "optimizer"))
     kept = sum(size for name, size in parts.items() if name.startswith("activations"))
     assert found["activations"].exact == pytest.approx(kept)
-    peak = option.case.cluster.world * option.case.on.accelerator.rate("bf16")
+    peak = option.workload.cluster.world * option.workload.first_device.accelerator.rate("bf16")
     assert found["FLOPs"].exact / shown["step_seconds"] / peak == pytest.approx(shown["mfu"])
     text = decision.markdown()
     for one in found.values():
@@ -184,7 +184,7 @@ def test_turning_points_are_where_plans_turn() -> None:
     ]
     turned = [one for one in decision.turns if one.turns]
     assert turned
-    device = found.case.cluster.groups[0]
+    device = found.workload.cluster.groups[0]
 
     def choice(one: TurningPoint, at: float) -> str:
         card = device.accelerator

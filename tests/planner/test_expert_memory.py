@@ -5,8 +5,8 @@ import pytest
 from fivefold.cost.activations import MoEMemory, saved_activations
 from fivefold.cost.model_state import state_of
 from fivefold.cost.peak_memory import footprint, footprint_of
-from fivefold.cost.stack import FIVEFOLD
-from fivefold.cost.step import Case
+from fivefold.cost.software import FIVEFOLD
+from fivefold.cost.step import Workload
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
 from fivefold.spec.presets import preset
@@ -15,10 +15,10 @@ MIXTRAL = preset("mixtral-8x7b")
 T, E, F, X, K = 4096, 4096, 14336, 8, 2  # tokens of a microbatch; hidden, expert's width, experts, visits of a token
 
 
-def case(model: str, layout: str, imbalance: float = 1.0, batch: int = 64) -> Case:
+def workload(model: str, layout: str, imbalance: float = 1.0, batch: int = 64) -> Workload:
     chosen = Layout.parse(layout)
     cluster = Cluster.parse(f"{chosen.world // 8}x8xH100")
-    return Case(preset(model), chosen, cluster, 4096, batch, imbalance=imbalance)
+    return Workload(preset(model), chosen, cluster, 4096, batch, imbalance=imbalance)
 
 
 def mixture(layout: str, imbalance: float = 1.0) -> MoEMemory:
@@ -67,7 +67,7 @@ def test_a_first_layer_without_experts_keeps_what_a_dense_one_does() -> None:
 @pytest.mark.parametrize("layout", ["dp=8,ep=8", "dp=16,ep=4", "dp=4,tp=4,ep=8,sp", "dp=8,pp=2,ep=8,microbatches=4"])
 @pytest.mark.parametrize("model", ["mixtral-8x7b", "deepseek-v3"])
 def test_state_is_what_the_exact_count_says(model: str, layout: str, zero: int) -> None:
-    one = case(model, f"{layout},zero={zero}")
+    one = workload(model, f"{layout},zero={zero}")
     for rank in range(one.layout.pp):
         exact = state_of(one.spec, one.layout, "bfloat16", pp=rank, seq=one.seq)
         for mine, theirs in zip(footprint_of(one, rank).state, exact, strict=True):
@@ -76,7 +76,7 @@ def test_state_is_what_the_exact_count_says(model: str, layout: str, zero: int) 
 
 def test_a_plan_s_memory_is_that_of_the_fullest_rank() -> None:
     layout = "dp=16,ep=16,zero=1,microbatches=4"
-    even, full = footprint(case("qwen3-30b-a3b", layout)), footprint(case("qwen3-30b-a3b", layout, 1.5))
+    even, full = footprint(workload("qwen3-30b-a3b", layout)), footprint(workload("qwen3-30b-a3b", layout, 1.5))
     assert full.activations.experts > even.activations.experts
     assert full.total > even.total
     assert sum(full.parts.values()) == pytest.approx(full.total)

@@ -8,8 +8,8 @@ import pytest
 from msgspec import structs
 
 from fivefold.cost.moe import collapsed, stage_share
-from fivefold.cost.stack import FIVEFOLD
-from fivefold.cost.step import Case, estimate, rank_flops
+from fivefold.cost.software import FIVEFOLD
+from fivefold.cost.step import Workload, estimate, rank_flops
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
 from fivefold.layout.stages import stages_of
@@ -19,12 +19,12 @@ from fivefold.spec.presets import preset
 QWEN, DEEPSEEK = preset("qwen3-30b-a3b"), preset("deepseek-v3")
 
 
-def case(layout: str, spec=QWEN, cluster: str = "2x8xH100", batch: int = 64, **changes) -> Case:
-    return Case(spec, Layout.parse(layout), Cluster.parse(cluster), 4096, batch, **changes)
+def workload(layout: str, spec=QWEN, cluster: str = "2x8xH100", batch: int = 64, **changes) -> Workload:
+    return Workload(spec, Layout.parse(layout), Cluster.parse(cluster), 4096, batch, **changes)
 
 
 def mixture(layout: str, **changes):
-    return case(layout, **changes).work.mixture
+    return workload(layout, **changes).block_cost.mixture
 
 
 def test_balanced_experts_compute_a_tokens_visits():
@@ -41,7 +41,7 @@ def test_fewer_tokens_an_expert_are_slower_each():
         return sum(one.matmuls) / one.rows
 
     assert per_row(1) > per_row(4)
-    few = Case(QWEN, Layout(dp=16, ep=16), Cluster.parse("2x8xH100"), 64, 16).work.mixture
+    few = Workload(QWEN, Layout(dp=16, ep=16), Cluster.parse("2x8xH100"), 64, 16).block_cost.mixture
     assert sum(few.matmuls) / few.rows > 3 * per_row(4)  # weights are read for few rows
 
 
@@ -50,23 +50,23 @@ def test_the_fullest_rank_holds_up_its_layer_and_nobody_where_all_have_all_exper
     assert full.rows == 2 * even.rows
     assert sum(full.matmuls) == pytest.approx(2 * sum(even.matmuls), rel=0.1)
     assert full.sent[0] == pytest.approx(2 * even.sent[0], rel=0.02)
-    alone = [estimate(case("dp=16,microbatches=4", imbalance=i), exact=False).seconds for i in (1.0, 2.0)]
+    alone = [estimate(workload("dp=16,microbatches=4", imbalance=i), exact=False).seconds for i in (1.0, 2.0)]
     assert alone[0] == alone[1]
 
 
 def test_all_to_alls_are_slower_where_ep_leaves_the_node():
     inside, across = mixture("dp=16,ep=8,microbatches=4"), mixture("dp=16,ep=16,microbatches=4")
-    assert inside.wires.reaches["ep"].nodes == 1
-    assert across.wires.reaches["ep"].nodes == 2
+    assert inside.topology.reaches["ep"].nodes == 1
+    assert across.topology.reaches["ep"].nodes == 2
     assert across.sent[0] > 3 * inside.sent[0]
     assert mixture("dp=16,microbatches=4").sent == (0.0, 0.0)
     # Of the ranks of a stage a node has few, where stages lie between them.
-    assert mixture("dp=4,pp=4,ep=4,microbatches=16").wires.reaches["ep"].together == 2
+    assert mixture("dp=4,pp=4,ep=4,microbatches=16").topology.reaches["ep"].together == 2
 
 
 def test_tokens_that_travel_once_to_a_node_take_less_of_the_network():
     once = FIVEFOLD.but(experts=structs.replace(FIVEFOLD.experts, once=True))
-    every, fewer = (mixture("dp=16,ep=16,microbatches=4", stack=stack) for stack in (FIVEFOLD, once))
+    every, fewer = (mixture("dp=16,ep=16,microbatches=4", software=software) for software in (FIVEFOLD, once))
     visits = 2 * (1 - 0.5**8)  # nodes of a token
     assert fewer.sent[0] < every.sent[0] * visits / 8 * 1.6
 
@@ -97,8 +97,8 @@ def test_shares_of_all_ranks_are_the_model():
 
 def test_first_layers_without_experts_are_lighter_stages():
     layout = "dp=4,pp=4,ep=4,microbatches=16,split=3,19,19,20"
-    found = case(layout, DEEPSEEK, cluster="2x8xH100")
-    works = found.work
+    found = workload(layout, DEEPSEEK, cluster="2x8xH100")
+    works = found.block_cost
     plain = replace(works, dense=True)
     assert plain.mixture is None
     assert plain.block.forward.ep == 0.0 < works.block.forward.ep
@@ -119,5 +119,8 @@ DEEPSEEK_SCORES = 2 * 2048 * 128 * (192 + 192)  # FLOPs of a query's scores and 
 def test_a_host_that_is_slow_sets_the_pace_unless_a_step_is_one_graph():
     slow = FIVEFOLD.but(experts=structs.replace(FIVEFOLD.experts, host=20.0))
     graphs = FIVEFOLD.but(experts=structs.replace(FIVEFOLD.experts, host=20.0, graphs=True))
-    waits = [case("dp=16,ep=8,microbatches=4", stack=stack).work.block.forward.host for stack in (slow, graphs)]
+    waits = [
+        workload("dp=16,ep=8,microbatches=4", software=software).block_cost.block.forward.host
+        for software in (slow, graphs)
+    ]
     assert waits[0] > 0.0 == waits[1]

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.plan import QUESTIONS
 
 from fivefold.cost.moe import IMBALANCE, imbalance_for
-from fivefold.cost.step import Case
+from fivefold.cost.step import Workload
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
 from fivefold.planner.explain import ep_changes, neighbours
@@ -19,18 +19,18 @@ from fivefold.spec.presets import preset
 from fivefold.support.errors import UserError
 
 QWEN = preset("qwen3-30b-a3b")
-CASE = Case(QWEN, Layout(), Cluster.parse("2x8xH100"), 4096, 64, imbalance=1.2)
-DENSE = Case(preset("llama3-8b"), Layout(), CASE.cluster, 4096, 64)
+WORKLOAD = Workload(QWEN, Layout(), Cluster.parse("2x8xH100"), 4096, 64, imbalance=1.2)
+DENSE = Workload(preset("llama3-8b"), Layout(), WORKLOAD.cluster, 4096, 64)
 
 
 def test_closed_forms_are_near_what_is_timed():
-    every = space(SearchQuery(CASE, {"recompute": "full", "samples": 1, "sp": False, "tp": 1}))
+    every = space(SearchQuery(WORKLOAD, {"recompute": "full", "samples": 1, "sp": False, "tp": 1}))
     assert every.dealt is not None
     errors, sizes = [], []
     for at in range(0, len(every), max(1, len(every) // 40)):
         layout = every.layout(at)
         assert not layout.problems(QWEN, world=16, seq=4096, batch=64)
-        one = evaluate(replace(CASE, layout=layout))
+        one = evaluate(replace(WORKLOAD, layout=layout))
         errors.append(abs(every.seconds[at] / one.seconds - 1))
         sizes.append(abs(every.memory[at] / one.footprint.total - 1))
     assert sum(errors) / len(errors) < 0.1
@@ -38,14 +38,14 @@ def test_closed_forms_are_near_what_is_timed():
 
 
 def test_every_ep_that_divides_ranks_and_experts_is_searched():
-    every = space(SearchQuery(CASE, {"recompute": "full", "samples": 1, "zero": 1}))
+    every = space(SearchQuery(WORKLOAD, {"recompute": "full", "samples": 1, "zero": 1}))
     assert set(every.dealt.ep.tolist()) == {1, 2, 4, 8, 16}
     gathered = {int(ep) for ep, kind in zip(every.dealt.ep, every.dealt.dispatch, strict=True) if kind}
     assert gathered == {2, 4, 8}  # at most top_k
 
 
 def test_fixed_ep_is_kept():
-    found = search(CASE, top=3, ep=8, dispatch="alltoall", recompute="full", samples=1)
+    found = search(WORKLOAD, top=3, ep=8, dispatch="alltoall", recompute="full", samples=1)
     assert {(one.layout.ep, one.layout.dispatch) for one in found.options} == {(8, "alltoall")}
 
 
@@ -85,7 +85,7 @@ def test_an_uneven_load_costs_time_and_memory_where_experts_are_dealt_out():
 
 def test_ep_has_neighbours_only_with_experts():
     layout = Layout(dp=16, ep=2, dispatch="allgather")
-    assert dict(ep_changes(Case(QWEN, layout, CASE.cluster, 4096, 64))) == {
+    assert dict(ep_changes(Workload(QWEN, layout, WORKLOAD.cluster, 4096, 64))) == {
         "ep=4": Layout(dp=16, ep=4, dispatch="allgather"),
         "ep=1": Layout(dp=16),
         "dispatch=alltoall": Layout(dp=16, ep=2),
@@ -103,9 +103,9 @@ def test_imbalance_is_one_of_experts_and_at_least_even() -> None:
     [
         (lambda: simulate("llama3-8b", "dp=8,zero=3", "8xH100", batch=8, imbalance=1.2), "has none; leave it out"),
         (lambda: plan("qwen3-30b-a3b", "2x8xH100", imbalance=0.5), r"imbalance=0\.5 must be"),
-        (lambda: search(CASE, ep=3), r"^layout\.ep=3 does not divide the 128 experts"),
+        (lambda: search(WORKLOAD, ep=3), r"^layout\.ep=3 does not divide the 128 experts"),
         (lambda: search(DENSE, ep=2), r"^ep=2 is of experts, and llama3-8b has none; leave it out$"),
-        (lambda: search(replace(CASE, cluster=Cluster.parse("1x8xH100+1x8xA100"))), "unlike nodes"),
+        (lambda: search(replace(WORKLOAD, cluster=Cluster.parse("1x8xH100+1x8xA100"))), "unlike nodes"),
     ],
 )
 def test_what_cannot_be_planned_with_experts_says_so(asked: Callable[[], object], said: str) -> None:
@@ -119,32 +119,34 @@ def test_the_benchmark_asks_for_deepseek_on_2048():
 
 def test_nothing_fits_is_said_only_after_exact_counts() -> None:
     """The fastest by closed forms all seem to fit there, and need more by exact counts; others fit."""
-    case = replace(question("qwen3-30b-a3b", "2x8xH100", batch=1024, seq=4096, software="nemo"), imbalance=1.0)
-    best = search(case).best
+    workload = replace(question("qwen3-30b-a3b", "2x8xH100", batch=1024, seq=4096, software="nemo"), imbalance=1.0)
+    best = search(workload).best
     assert best.fits
-    assert best.seconds <= search(case, ep=16, zero=1).best.seconds
+    assert best.seconds <= search(workload, ep=16, zero=1).best.seconds
 
 
 def test_zero_is_tried_where_only_experts_have_copies() -> None:
     """Mixtral's experts twice over eight tp ranks do not fit without it."""
-    case = Case(preset("mixtral-8x7b"), Layout(), Cluster.parse("8xH200"), 4096, 8)
-    every = space(SearchQuery(case, {"tp": 8, "recompute": "full", "samples": 1}))
+    workload = Workload(preset("mixtral-8x7b"), Layout(), Cluster.parse("8xH200"), 4096, 8)
+    every = space(SearchQuery(workload, {"tp": 8, "recompute": "full", "samples": 1}))
     found = {(layout.ep, layout.zero) for layout in map(every.layout, range(len(every)))}
     assert {(4, zero) for zero in (1, 2, 3)} <= found
     assert (8, 0) in found
-    assert all(layout.has_copies(case.spec) for layout in map(every.layout, range(len(every))) if layout.zero)
-    options = search(case, tp=8, ep=4).options
+    assert all(layout.has_copies(workload.spec) for layout in map(every.layout, range(len(every))) if layout.zero)
+    options = search(workload, tp=8, ep=4).options
     assert {option.layout.zero for option in options} <= {2, 3}
     assert all(option.fits for option in options)
-    assert "zero=2" in [one.change for one in neighbours(evaluate(replace(case, layout=Layout(tp=8, ep=4, zero=1))))]
+    assert "zero=2" in [
+        one.change for one in neighbours(evaluate(replace(workload, layout=Layout(tp=8, ep=4, zero=1))))
+    ]
 
 
 def test_zero_3_of_experts_alone_needs_whole_weights_where_a_rank_has_both_ends() -> None:
     """Even if all else has no copies: `Layout.problems` refuses such layouts, and the search does not offer them."""
     spec = preset("mixtral-8x7b", tied=True)
-    case = Case(spec, Layout(), Cluster.parse("2x8xH200"), 4096, 8)
+    workload = Workload(spec, Layout(), Cluster.parse("2x8xH200"), 4096, 8)
     fixed = {"tp": 8, "pp": 2, "recompute": "full", "samples": 1, "schedule": "zb-v"}
-    every = space(SearchQuery(case, fixed))
+    every = space(SearchQuery(workload, fixed))
     assert len(every)
     for layout in map(every.layout, range(len(every))):
         assert not layout.problems(spec, world=16, seq=4096, batch=8)

@@ -4,18 +4,18 @@ from dataclasses import replace
 
 import pytest
 
-from fivefold.cost.step import Case
+from fivefold.cost.step import Workload
 from fivefold.cost.traffic import RankCoords, display_axis, expected_traffic
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
-from fivefold.planner.explain import AxisTraffic, difference, neighbours, sender, traffic
+from fivefold.planner.explain import AxisTraffic, difference, neighbours, traffic, traffic_rank
 from fivefold.planner.plan import simulate
 from fivefold.planner.search import Option, evaluate
 from fivefold.spec.presets import preset
 
 
 def option(model: str, layout: str, cluster: str, batch: int, seq: int = 4096) -> Option:
-    return evaluate(Case(preset(model), Layout.parse(layout), Cluster.parse(cluster), seq, batch, imbalance=1.6))
+    return evaluate(Workload(preset(model), Layout.parse(layout), Cluster.parse(cluster), seq, batch, imbalance=1.6))
 
 
 def sent(one: Option) -> dict[tuple[str, str], AxisTraffic]:
@@ -35,7 +35,7 @@ def test_an_all_to_all_goes_to_every_rank_alike(ep: int, far: float) -> None:
 
 def test_the_bytes_between_nodes_are_those_of_the_time() -> None:
     one = option("qwen3-30b-a3b", "dp=32,ep=32,zero=1,recompute=full,microbatches=8", "4x8xH100", 256)
-    row, card = sent(one)["ep", "all-to-all"], one.case.on
+    row, card = sent(one)["ep", "all-to-all"], one.workload.first_device
     across = row.across / (card.accelerator.across.bandwidth * card.reached.across)
     assert row.seconds == pytest.approx(across + row.calls * card.accelerator.across.latency)
 
@@ -44,10 +44,12 @@ def test_traffic_is_of_the_rank_that_memory_shows() -> None:
     """The first stage of DeepSeek-V3 has dense layers alone."""
     layout = "dp=8,pp=16,cp=8,cp_kind=ulysses,zero=1,ep=8,schedule=zb-v,microbatches=32,recompute=full"
     one = option("deepseek-v3", layout, "128x8xH100", 1024, 8192)
-    assert sender(one) == one.footprint.rank != 0
+    assert traffic_rank(one) == one.footprint.rank != 0
     found = sent(one)
-    case = one.case
-    rows = expected_traffic(case.spec, case.layout, 8192, 1024, "bfloat16", coords=RankCoords(pp=sender(one)))
+    workload = one.workload
+    rows = expected_traffic(
+        workload.spec, workload.layout, 8192, 1024, "bfloat16", coords=RankCoords(pp=traffic_rank(one))
+    )
     both = next(row for row in rows if (row.axis, row.kind) == ("cp", "all-to-all"))  # as a counter sees them
     assert found["cp", "all-to-all"].payload + found["ep", "all-to-all"].payload == both.payload
     given = simulate("deepseek-v3", layout, "128x8xH100", batch=1024, seq=8192).to_dict()
@@ -59,7 +61,7 @@ def test_a_fullest_rank_without_experts_is_not_shown() -> None:
     """The first three of DeepSeek-V3's layers are dense, and here two ranks have them."""
     one = option("deepseek-v3", "dp=8,pp=61,ep=8,microbatches=64", "61x8xH100", 512)
     fullest = [replace(one, footprint=replace(one.footprint, rank=rank)) for rank in (0, 1, 2, 40)]
-    assert [sender(each) for each in fullest] == [2, 2, 2, 40]
+    assert [traffic_rank(each) for each in fullest] == [2, 2, 2, 40]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +92,7 @@ def test_a_sentence_names_causes_of_half_the_difference() -> None:
     for other in neighbours(one):
         if other.slower is None or abs(other.slower) < 0.001:
             continue
-        said = difference(one, evaluate(replace(one.case, layout=other.layout))).split(": ", 1)[1]
+        said = difference(one, evaluate(replace(one.workload, layout=other.layout))).split(": ", 1)[1]
         told = [float(word.strip(",%")) / 100 for word in said.split() if word[:1] in "+-"]
         assert 1 <= len(told) <= 3
         assert abs(sum(told)) >= abs(other.slower) / 2 - 0.002 or len(told) == 3

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.cost.step import Case
+from fivefold.cost.step import Workload
 from fivefold.cost.systems import software_of
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
@@ -15,10 +15,10 @@ from fivefold.planner.result import PlanResult
 from fivefold.spec.presets import preset
 
 
-def case(cluster: str = "8xH100", model: str = "llama3-8b", software: str = "fivefold") -> Case:
+def workload(cluster: str = "8xH100", model: str = "llama3-8b", software: str = "fivefold") -> Workload:
     machines = Cluster.parse(cluster)
-    stack = software_of(software, machines.groups[0].accelerator)
-    return Case(preset(model), Layout(dp=machines.world), machines, 2048, machines.world, stack=stack)
+    profile = software_of(software, machines.groups[0].accelerator)
+    return Workload(preset(model), Layout(dp=machines.world), machines, 2048, machines.world, software=profile)
 
 
 @pytest.fixture(scope="module")
@@ -38,15 +38,15 @@ def test_the_shipped_widths_are_believable() -> None:
 
 def test_a_case_is_of_a_kind() -> None:
     kind = {"system": "fused", "device": "known", "model": "dense", "size": "below 10B", "scale": "one node"}
-    assert traits(case()) == kind
-    assert traits(case("H200"))["system"] == "calibrated"
-    assert traits(case("H200", software="nemo"))["system"] == "fused"
-    assert traits(case("8xMI300X"))["device"] == "guess"
-    assert traits(case("8x8xH100", "llama3-70b")) == kind | {"size": "10B and more", "scale": "up to 512 GPUs"}
-    assert traits(case("8x8xH100", "mixtral-8x7b"))["model"] == "experts"
-    assert traits(case("128x8xH100"))["scale"] == "more than 512 GPUs"
+    assert traits(workload()) == kind
+    assert traits(workload("H200"))["system"] == "calibrated"
+    assert traits(workload("H200", software="nemo"))["system"] == "fused"
+    assert traits(workload("8xMI300X"))["device"] == "guess"
+    assert traits(workload("8x8xH100", "llama3-70b")) == kind | {"size": "10B and more", "scale": "up to 512 GPUs"}
+    assert traits(workload("8x8xH100", "mixtral-8x7b"))["model"] == "experts"
+    assert traits(workload("128x8xH100"))["scale"] == "more than 512 GPUs"
     known = {name: set(levels) for name, levels in bands().time.factors.items()}
-    assert all(level in known[name] for name, level in traits(case()).items())
+    assert all(level in known[name] for name, level in traits(workload()).items())
 
 
 def test_a_band_is_as_wide_as_its_traits_say() -> None:
@@ -94,7 +94,7 @@ def test_a_plan_a_simulation_and_a_job_say_the_range(small: PlanResult) -> None:
 
 
 def test_a_core_that_nobody_measured_has_no_range() -> None:
-    assert step_range(case("2xCPU", "tiny")) is None
+    assert step_range(workload("2xCPU", "tiny")) is None
     found = plan("tiny", "2xCPU", batch=16, seq=128)
     assert found.to_dict()["best"]["step_seconds_range"] is None
     assert "no range" in str(found)

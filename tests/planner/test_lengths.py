@@ -35,7 +35,7 @@ def test_a_faster_kernel_makes_a_shorter_step(found: LengthsResult) -> None:
     assert flash2 is not None
     assert peak is not None
     assert peak.seconds < 0.8 * flash2.seconds
-    assert peak.case.mfu(peak.seconds, "causal") < 1
+    assert peak.workload.mfu(peak.seconds, "causal") < 1
 
 
 def test_without_a_kernel_it_is_what_a_plan_finds() -> None:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from fivefold.cli import app
 from fivefold.cost.peak_memory import USABLE_FRACTION
-from fivefold.cost.step import Case, estimate
+from fivefold.cost.step import Workload, estimate
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import read_job
 from fivefold.layout.layout import Layout
@@ -20,7 +20,7 @@ from fivefold.planner.explain import neighbours
 from fivefold.planner.mixed import divided, fitting, footprints, groups_of, hosts, layers_of, merged, refined
 from fivefold.planner.mixed_compare import SCHEDULES, compare, halved, slowed
 from fivefold.planner.plan import plan, simulate
-from fivefold.planner.search import evaluate, search, trained
+from fivefold.planner.search import evaluate, search, trained_layout
 from fivefold.schedules.check import prove
 from fivefold.schedules.registry import CATALOGUE
 from fivefold.spec.model import ModelSpec
@@ -34,9 +34,9 @@ def run(line: str) -> Result:
     return CliRunner().invoke(app, line.split())
 
 
-def mixed(line: str, cluster: str, batch: int = 8, seq: int = 2048, spec: ModelSpec = SMALL) -> Case:
+def mixed(line: str, cluster: str, batch: int = 8, seq: int = 2048, spec: ModelSpec = SMALL) -> Workload:
     layout, machines = Layout.parse(line), Cluster.parse(cluster)
-    return Case(spec, layout, machines, seq, batch, groups=groups_of(machines, layout))
+    return Workload(spec, layout, machines, seq, batch, groups=groups_of(machines, layout))
 
 
 def every_split(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
@@ -56,10 +56,12 @@ def every_split(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
 )
 def test_the_split_is_the_best_of_all(schedule: str, cluster: str) -> None:
     """Every split that fits is simulated."""
-    case = mixed(f"pp={Cluster.parse(cluster).world},schedule={schedule},microbatches=8", cluster)
-    found = refined(divided(case))
-    each = (structs.replace(case.layout, split=split) for split in every_split(SMALL.layers, case.layout.stages))
-    best = min(estimate(one).seconds for layout in each if fitting(one := replace(case, layout=layout)))
+    workload = mixed(f"pp={Cluster.parse(cluster).world},schedule={schedule},microbatches=8", cluster)
+    found = refined(divided(workload))
+    each = (
+        structs.replace(workload.layout, split=split) for split in every_split(SMALL.layers, workload.layout.stages)
+    )
+    best = min(estimate(one).seconds for layout in each if fitting(one := replace(workload, layout=layout)))
     assert fitting(found)
     assert estimate(found).seconds == pytest.approx(best, rel=1e-9)
 
@@ -71,17 +73,19 @@ def test_a_rank_that_would_not_fit_gives_layers_to_the_others() -> None:
     assert min(layers_of(roomy)[:2]) > max(layers_of(roomy)[2:])  # by speed
     assert layers_of(tight)[0] < layers_of(roomy)[0]  # rank 0 holds four microbatches of all that a block keeps
     for rank, needs in enumerate(footprints(tight)):
-        assert needs.total <= USABLE_FRACTION * tight.memory_of(rank)
+        assert needs.total <= USABLE_FRACTION * tight.device_memory_of(rank)
 
 
 def test_each_rank_is_held_against_its_own_device() -> None:
-    case = divided(mixed("pp=2,microbatches=4,recompute=full", "1xH100+1xRTX4090", 4))
-    assert [case.memory_of(rank) for rank in (0, 1)] == [one.accelerator.memory for one in case.cluster.groups]
-    option = evaluate(case)
-    shares = [needs.total / case.memory_of(rank) for rank, needs in enumerate(footprints(case))]
+    workload = divided(mixed("pp=2,microbatches=4,recompute=full", "1xH100+1xRTX4090", 4))
+    assert [workload.device_memory_of(rank) for rank in (0, 1)] == [
+        one.accelerator.memory for one in workload.cluster.groups
+    ]
+    option = evaluate(workload)
+    shares = [needs.total / workload.device_memory_of(rank) for rank, needs in enumerate(footprints(workload))]
     assert option.footprint.rank == shares.index(max(shares))
-    assert option.device_memory == case.memory_of(option.footprint.rank)
-    swapped = replace(case, cluster=Cluster(case.cluster.groups[::-1]))
+    assert option.device_memory == workload.device_memory_of(option.footprint.rank)
+    swapped = replace(workload, cluster=Cluster(workload.cluster.groups[::-1]))
     assert not evaluate(swapped).fits  # the larger half on the smaller device
     assert option.fits
 
@@ -108,20 +112,21 @@ def test_auto_with_tp_keeps_whole_backward_passes_where_halves_cost_more() -> No
     "name", [name for name, record in CATALOGUE.items() if record.planned or record.uses_stage_times]
 )
 def test_every_schedule_is_planned_over_unlike_nodes(name: str) -> None:
-    case = Case(SMALL, Layout(), Cluster.parse("2xH100+2xA100"), 2048, 16)
-    found = search(case, top=3, schedule=name, tp=1, cp=1)
+    workload = Workload(SMALL, Layout(), Cluster.parse("2xH100+2xA100"), 2048, 16)
+    found = search(workload, top=3, schedule=name, tp=1, cp=1)
     for option in found.options:
         layout = option.layout
         assert layout.schedule == name
         assert len(layout.split) == layout.stages
         assert not layout.problems(SMALL, world=4, seq=2048, batch=16)
         assert option.fits
-        prove(option.case.schedule())
+        prove(option.workload.schedule())
 
 
 def test_two_groups_of_one_device_are_one() -> None:
     one, two = (
-        search(Case(SMALL, Layout(), Cluster.parse(text), 2048, 16), top=3) for text in ("2x2xH100", "2xH100+2xH100")
+        search(Workload(SMALL, Layout(), Cluster.parse(text), 2048, 16), top=3)
+        for text in ("2x2xH100", "2xH100+2xH100")
     )
     assert [option.layout for option in one.options] == [option.layout for option in two.options]
     assert [option.seconds for option in one.options] == [option.seconds for option in two.options]
@@ -134,8 +139,8 @@ def test_groups_that_are_equally_fast_take_equal_layers() -> None:
     machines = halved(Cluster.parse("4x1xH100"), 1.0)
     assert len(machines.groups) == 2
     layout = Layout.parse("pp=4,microbatches=8,split=2,2,2,2")
-    unlike = Case(SMALL, layout, machines, 2048, 8, groups=groups_of(machines, layout))
-    alike = Case(SMALL, layout, Cluster.parse("4x1xH100"), 2048, 8)
+    unlike = Workload(SMALL, layout, machines, 2048, 8, groups=groups_of(machines, layout))
+    alike = Workload(SMALL, layout, Cluster.parse("4x1xH100"), 2048, 8)
     assert estimate(unlike).seconds == pytest.approx(estimate(alike).seconds)
     assert estimate(refined(divided(unlike))).seconds <= estimate(alike).seconds
 
@@ -143,9 +148,9 @@ def test_groups_that_are_equally_fast_take_equal_layers() -> None:
 def test_the_order_of_the_groups_is_a_choice() -> None:
     """The job's cluster has its nodes in the order in which hosts are numbered: replica by replica."""
     found = plan("llama3-8b", "2x8xH100+2x8xA100", batch=32, fix="dp=2,tp=4,recompute=none", seq=4096)
-    orders = {str(option.case.cluster) for option in found.options}
+    orders = {str(option.workload.cluster) for option in found.options}
     assert orders <= {"2x8xH100+2x8xA100-80", "2x8xA100-80+2x8xH100"}
-    first, then = (group.accelerator.name for group in found.chosen.case.cluster.groups)
+    first, then = (group.accelerator.name for group in found.chosen.workload.cluster.groups)
     names = {"H100": "8xH100", "A100-80": "8xA100"}
     assert found.job.run.cluster == "+".join([names[first], names[then]] * 2)
     again = simulate(found.job.model, found.layout, found.job.run.cluster, batch=32, seq=4096)
@@ -168,14 +173,14 @@ def test_the_planned_job_trains_with_the_very_schedule(tmp_path: Path) -> None:
     assert job.layout.schedule == str(tmp_path / "job.schedule.txt")
     cluster = Cluster.parse(job.run.cluster)
     layout = structs.replace(job.layout, schedule="auto", chunks=1)
-    planned = Case(job.model, layout, cluster, 2048, 8, groups=groups_of(cluster, layout))
+    planned = Workload(job.model, layout, cluster, 2048, 8, groups=groups_of(cluster, layout))
     assert schedule_of(job.model, job.layout, job.data.seq) == planned.schedule()
-    assert trained(evaluate(planned), tmp_path / "again.txt").record.schedule == planned.schedule()
+    assert trained_layout(evaluate(planned), tmp_path / "again.txt").record.schedule == planned.schedule()
 
 
 def test_neighbours_divide_the_layers_anew_and_name_the_even_split() -> None:
-    case = divided(mixed("tp=2,pp=4,sp,microbatches=8,recompute=full", "4xH100+4xA100"))
-    found = {one.change: one for one in neighbours(evaluate(case))}
+    workload = divided(mixed("tp=2,pp=4,sp,microbatches=8,recompute=full", "4xH100+4xA100"))
+    found = {one.change: one for one in neighbours(evaluate(workload))}
     assert found["even layers"].slower > 0.2  # type: ignore[operator]
     assert len(found["schedule=zb-v"].layout.split) == 8
     assert found["schedule=auto"].slower <= 1e-9  # type: ignore[operator]
@@ -195,7 +200,7 @@ def test_neighbours_divide_the_layers_anew_and_name_the_even_split() -> None:
 )
 def test_what_cannot_span_the_groups_is_said(fixed: dict[str, object], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        search(Case(preset("llama3-8b"), Layout(), Cluster.parse("8xH100+8xA100"), 8192, 64), **fixed)
+        search(Workload(preset("llama3-8b"), Layout(), Cluster.parse("8xH100+8xA100"), 8192, 64), **fixed)
 
 
 def test_schedules_are_compared_on_slower_halves() -> None:
@@ -214,7 +219,7 @@ def test_a_slower_device_takes_that_much_longer() -> None:
     group = Cluster.parse("2xCPU").groups[0]
     slow = structs.replace(group, accelerator=slowed(group.accelerator, 2.0))
     fast, twice = (
-        Case(preset("tiny"), Layout(pp=2, microbatches=4), Cluster((one,)), 128, 4, "fp32").work.block
+        Workload(preset("tiny"), Layout(pp=2, microbatches=4), Cluster((one,)), 128, 4, "fp32").block_cost.block
         for one in (group, slow)
     )
     assert twice.forward.gemm == pytest.approx(2 * fast.forward.gemm)

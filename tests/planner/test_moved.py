@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fivefold.cost.stack import MOVED, ON_CPUS
+from fivefold.cost.software import MOVED, ON_CPUS
 from fivefold.job.config import read_job
 from fivefold.model.rope import apply_rotary
 from fivefold.parallel.mesh import Mesh

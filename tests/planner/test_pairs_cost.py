@@ -8,8 +8,8 @@ import pytest
 from msgspec import structs
 
 from fivefold.cost.moe import MoEBlock, Travel
-from fivefold.cost.stack import FIVEFOLD
-from fivefold.cost.step import Case, estimate
+from fivefold.cost.software import FIVEFOLD
+from fivefold.cost.step import Workload, estimate
 from fivefold.cost.systems import MEGATRON_CORE
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
@@ -17,23 +17,23 @@ from fivefold.planner.plan import simulate
 from fivefold.planner.search import evaluate, search
 from fivefold.planner.space import SearchQuery, space
 from fivefold.render.blocks import to_text
-from fivefold.schedules.costs import alone, play
+from fivefold.schedules.costs import alone, play_pair
 from fivefold.spec.presets import preset
 
 V3 = preset("deepseek-v3")
 APART = FIVEFOLD.but(name="apart", overlap=structs.replace(FIVEFOLD.overlap, ep=0.0))
 LAYOUT = Layout(dp=64, pp=16, ep=64, zero=1, microbatches=40, schedule="dualpipe-v")
-DEEP = Case(V3, LAYOUT, Cluster.parse("128x8xH100"), 4096, 2560, imbalance=1.2)
-QWEN = Case(preset("qwen3-30b-a3b"), Layout(), Cluster.parse("4x8xH100"), 4096, 512, imbalance=1.2)
+DEEP = Workload(V3, LAYOUT, Cluster.parse("128x8xH100"), 4096, 2560, imbalance=1.2)
+QWEN = Workload(preset("qwen3-30b-a3b"), Layout(), Cluster.parse("4x8xH100"), 4096, 512, imbalance=1.2)
 
 
 @pytest.fixture(params=["none", "selective", "full"])
-def case(request) -> Case:
+def workload(request) -> Workload:
     return replace(DEEP, layout=structs.replace(LAYOUT, recompute=request.param))
 
 
-def test_halves_are_the_stages_passes_cut_at_their_messages(case: Case):
-    costs, apart = case.durations, replace(case, stack=APART).durations
+def test_halves_are_the_stages_passes_cut_at_their_messages(workload: Workload):
+    costs, apart = workload.durations, replace(workload, software=APART).durations
     assert not apart.segments
     for stage, (forward, backward) in enumerate(costs.segments):
         parts = [part for segment in (*forward, *backward) for part in segment]
@@ -43,16 +43,16 @@ def test_halves_are_the_stages_passes_cut_at_their_messages(case: Case):
         # Nothing is lost: without any overlap they are the passes of software that has none.
         assert sum(parts) == pytest.approx(apart.f[stage] + apart.b[stage])
     # Some stages have dense layers alone, or the head.
-    hides = [play(*halves).hidden > 1e-9 for halves in costs.segments]
-    assert hides == [not all(map(V3.dense, stage.layers)) for stage in case.stages]
+    hides = [play_pair(*halves).hidden > 1e-9 for halves in costs.segments]
+    assert hides == [not all(map(V3.dense, stage.layers)) for stage in workload.stages]
     assert set(hides) == {False, True}
 
 
-def test_a_pair_hides_messages_and_no_compute(case: Case):
-    found, apart = estimate(case), estimate(replace(case, stack=APART))
+def test_a_pair_hides_messages_and_no_compute(workload: Workload):
+    found, apart = estimate(workload), estimate(replace(workload, software=APART))
     saved = apart.seconds - found.seconds
-    whole, shared, paired = found.travelled
-    assert apart.travelled == (pytest.approx(whole), 0.0, 0.0)
+    whole, shared, paired = found.expert_messages
+    assert apart.expert_messages == (pytest.approx(whole), 0.0, 0.0)
     assert 0 < shared < paired < whole - shared
     assert saved > 0.1 * apart.seconds  # a tenth of a step of DeepSeek-V3 on H100s
     assert sum(found.causes.values()) == pytest.approx(found.seconds)
@@ -68,19 +68,21 @@ def test_a_pair_hides_messages_and_no_compute(case: Case):
 
 
 def test_what_of_it_is_for_whom():
-    def paired(**changes) -> float:
-        return estimate(replace(DEEP, layout=structs.replace(LAYOUT, **changes))).travelled.paired
+    def hidden_by_pair(**changes) -> float:
+        return estimate(replace(DEEP, layout=structs.replace(LAYOUT, **changes))).expert_messages.hidden_by_pair
 
-    shared_alone = estimate(replace(DEEP, layout=structs.replace(LAYOUT, schedule="zb-v"))).travelled
-    assert shared_alone.shared > 0 == shared_alone.paired
-    assert paired(zero=3) == 0  # a block's weights go while the other half may need them
-    assert paired(ep=1) == 0
-    assert paired(ep=8, dispatch="allgather") > 0
-    theirs = replace(DEEP, stack=MEGATRON_CORE)
+    shared_alone = estimate(replace(DEEP, layout=structs.replace(LAYOUT, schedule="zb-v"))).expert_messages
+    assert shared_alone.hidden_by_shared > 0 == shared_alone.hidden_by_pair
+    assert hidden_by_pair(zero=3) == 0  # a block's weights go while the other half may need them
+    assert hidden_by_pair(ep=1) == 0
+    assert hidden_by_pair(ep=8, dispatch="allgather") > 0
+    theirs = replace(DEEP, software=MEGATRON_CORE)
     assert not theirs.durations.segments
-    assert estimate(theirs).travelled[1:] == (0.0, 0.0)
-    llama = Case(preset("llama3-8b"), Layout(dp=2, pp=4, microbatches=8, schedule="dualpipe-v"), DEEP.cluster, 4096, 64)
-    assert estimate(llama).seconds == estimate(replace(llama, stack=APART)).seconds
+    assert estimate(theirs).expert_messages[1:] == (0.0, 0.0)
+    llama = Workload(
+        preset("llama3-8b"), Layout(dp=2, pp=4, microbatches=8, schedule="dualpipe-v"), DEEP.cluster, 4096, 64
+    )
+    assert estimate(llama).seconds == estimate(replace(llama, software=APART)).seconds
     assert not llama.durations.segments
 
 
@@ -93,13 +95,13 @@ def test_pairs_of_a_single_stage(tmp_path: Path):
     plain = estimate(replace(QWEN, layout=layout))
     joined = estimate(replace(QWEN, layout=structs.replace(layout, schedule=str(file))))
     assert plain.simulation is None
-    assert plain.seconds - joined.seconds == pytest.approx(joined.travelled.paired)
+    assert plain.seconds - joined.seconds == pytest.approx(joined.expert_messages.hidden_by_pair)
     assert joined.causes["bubble"] == pytest.approx(0.0, abs=1e-9)
 
 
 def test_messages_of_the_fullest_rank_take_longer():
     def messages(imbalance: float, **changes) -> tuple[float, ...]:
-        mixture = replace(DEEP, layout=structs.replace(LAYOUT, **changes), imbalance=imbalance).work.mixture
+        mixture = replace(DEEP, layout=structs.replace(LAYOUT, **changes), imbalance=imbalance).block_cost.mixture
         assert isinstance(mixture, MoEBlock)
         return Travel(mixture).messages
 
@@ -121,7 +123,7 @@ def test_the_search_finds_what_timing_everything_finds():
     best = min((option for option in options if option.fits), key=lambda option: option.seconds)
     assert found.best.layout == best.layout
     assert best.layout.schedule == "dualpipe-v"
-    without = search(replace(QWEN, stack=APART), **SMALL).best
+    without = search(replace(QWEN, software=APART), **SMALL).best
     assert without.layout.schedule != "dualpipe-v"
     assert best.seconds < 0.9 * without.seconds
 
@@ -145,7 +147,7 @@ def test_the_table_on_the_page_is_what_the_planner_says():
     for name, *figures in rows:
         layout = structs.replace(LAYOUT, microbatches=60, recompute="full", schedule=name, chunks=0)
         found = estimate(replace(DEEP, layout=layout, batch=3840))
-        whole, shared, paired = found.travelled
+        whole, shared, paired = found.expert_messages
         assert [float(figure or 0) for figure in figures] == [
             *(round(seconds, 1) for seconds in (found.seconds, whole)),
             *(round(seconds, 2) for seconds in (shared, paired)),

@@ -12,7 +12,7 @@ from fivefold.layout.layout import Layout
 from fivefold.optim.adamw import AdamW
 from fivefold.optim.base import OptimizerConfig
 from fivefold.planner.goodput import saved_bytes
-from fivefold.planner.plan import as_it_stands, case_of, fixed_choices, plan, simulate
+from fivefold.planner.plan import as_it_stands, fixed_choices, plan, simulate, workload_of
 from fivefold.planner.result import PlanResult
 from fivefold.render.blocks import to_text
 from fivefold.schedules.draw import LEFT_OUT, timeline
@@ -36,9 +36,9 @@ def test_names_and_objects_are_the_same_question(small: PlanResult) -> None:
 def test_a_job_gives_its_batch_and_its_length() -> None:
     job = read_job(None, ["model=tiny", "train.batch=32", "data.seq=256", "optimizer.lr=1e-4"])
     found = plan(job, "4xCPU")
-    assert (found.case.batch, found.case.seq) == (32, 256)
+    assert (found.workload.batch, found.workload.seq) == (32, 256)
     assert found.job == structs.replace(job, layout=found.layout, run=structs.replace(job.run, cluster="4xCPU"))
-    assert plan(found.job).case.cluster == Cluster.parse("4xCPU")
+    assert plan(found.job).workload.cluster == Cluster.parse("4xCPU")
     assert plan(job, "4xCPU", tokens="1M").job.train.steps == -(-1_000_000 // (32 * 256))
     with pytest.raises(UserError, match="change the object instead"):
         plan(job, "4xCPU", changes=["train.batch=8"])
@@ -105,7 +105,7 @@ def test_a_long_pipeline_is_shown_from_its_start_and_its_end_with_the_bubble_of_
     found = simulate("llama3-8b", layout, "4x8xH100", batch=256, seq=2048)
     simulation = found.simulation
     assert simulation is not None
-    whole = clocked(found.option.case.schedule(256), simulation.costs)
+    whole = clocked(found.option.workload.schedule(256), simulation.costs)
     assert simulation.schedule.m < 256
     assert found.option.estimate.bubble == pytest.approx(whole.bubble_makespan, rel=1e-3)
     assert found.option.estimate.pipeline == pytest.approx(whole.makespan, rel=1e-3)
@@ -141,9 +141,9 @@ def test_a_job_and_a_question_about_it_are_one_case(
     job = structs.replace(read_job(None, changes), optimizer=optimizer)
     machines = Cluster.parse(cluster)
     stands, asked = as_it_stands(job, machines), simulate(job, job.layout, machines).option
-    assert stands.case == asked.case
+    assert stands.workload == asked.workload
     assert stands.seconds == asked.seconds
-    assert case_of(job, machines).precision == ("fp8" if job.train.fp8 else "fp32")
+    assert workload_of(job, machines).precision == ("fp8" if job.train.fp8 else "fp32")
     exact = state(job.model, job.layout, job.train.dtype, optimizer).total
     assert asked.footprint.state.total == pytest.approx(exact, rel=0.001)
     assert saved_bytes(asked) == checkpoint_bytes(job.model, job.train.dtype, optimizer)
@@ -153,5 +153,5 @@ def test_float32_fills_no_device_beyond_its_memory() -> None:
     found = plan("llama2-70b", "3x8xH100", precision="fp32", batch=48, seq=2048)
     for option in found.options:
         needs = option.footprint
-        exact = state_of(option.case.spec, option.layout, "float32", pp=needs.rank, seq=2048).total
-        assert needs.total - needs.state.total + exact < option.case.memory_of(needs.rank)
+        exact = state_of(option.workload.spec, option.layout, "float32", pp=needs.rank, seq=2048).total
+        assert needs.total - needs.state.total + exact < option.workload.device_memory_of(needs.rank)

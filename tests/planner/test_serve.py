@@ -9,7 +9,7 @@ from fivefold.cost.kernels import Device
 from fivefold.cost.peak_memory import USABLE_FRACTION
 from fivefold.hardware.accelerators import find_accelerator
 from fivefold.hardware.cluster import Cluster
-from fivefold.planner.serve import ServePlan, serve, turning
+from fivefold.planner.serve import ServePlan, compute_bound_rows, serve
 from fivefold.planner.serve_cost import Replica, largest, memory_needed, stage_weights, whole_cache, whole_weights
 from fivefold.planner.serve_options import Service, evaluate
 from fivefold.spec.presets import preset
@@ -114,7 +114,7 @@ def test_stages_hold_all_weights_and_a_token_passes_them_all() -> None:
 
 def test_throughput_grows_with_the_batch_until_the_tensor_cores_are_full() -> None:
     one = replica("llama3-8b")
-    turn = turning(one)
+    turn = compute_bound_rows(one)
     # 2 FLOPs for each 2 bytes of a weight: the rate over the bandwidth is the batch, less what tiles round up.
     assert turn is not None
     assert 100 < turn < H100.rate() / H100.bandwidth

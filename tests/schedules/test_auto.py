@@ -11,7 +11,7 @@ from fivefold.schedules.auto import AutoTask, Player, policies
 from fivefold.schedules.build import wire
 from fivefold.schedules.check import check
 from fivefold.schedules.clock import run
-from fivefold.schedules.costs import LONGEST, Costs, MessageLink
+from fivefold.schedules.costs import MAX_DURATION, Costs, MessageLink
 from fivefold.schedules.registry import build
 from fivefold.schedules.result import PUBLISHED
 from fivefold.schedules.schedule import Placement, Schedule, peak_live
@@ -88,7 +88,10 @@ def test_never_slower_than_a_handcrafted_schedule_that_fits_whatever_the_link(da
 
 
 def test_work_that_takes_no_time_takes_no_time_and_the_longest_is_still_a_number() -> None:
-    for times, takes in (((0, 0, 0), lambda span: span == 0), ((LONGEST, LONGEST / 2, LONGEST / 2), math.isfinite)):
+    for times, takes in (
+        ((0, 0, 0), lambda span: span == 0),
+        ((MAX_DURATION, MAX_DURATION / 2, MAX_DURATION / 2), math.isfinite),
+    ):
         costs = Costs.even(Placement.single(3), *times)
         assert takes(makespan(build("auto", 3, 4, costs=costs), costs))
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fivefold.schedules.costs import Segment, alone, play
+from fivefold.schedules.costs import Segment, alone, play_pair
 
 LAYER = (Segment(2.0, 1.0), Segment(1.0, 1.0), Segment(0.5))  # alone 5.5
 BACK = (Segment(1.0, 1.0), Segment(2.0, 1.0), Segment(3.0))  # alone 8
@@ -31,14 +31,14 @@ BY_HAND = [
 
 @pytest.mark.parametrize(("forward", "backward", "together"), BY_HAND)
 def test_pairs_by_hand(forward, backward, together) -> None:
-    assert play(forward, backward).together == pytest.approx(together)
+    assert play_pair(forward, backward).together == pytest.approx(together)
 
 
 def test_a_pass_alone() -> None:
     assert alone(LAYER) == 5.5
     assert alone((Segment(1.0, 2.0, 0.5), Segment(1.0, 2.0, 3.0))) == 1 + 2 + 1 + 3
-    assert play(LAYER, BACK)[:2] == (5.5, 8.0)
-    assert play(LAYER, BACK).hidden == 3.5
+    assert play_pair(LAYER, BACK)[:2] == (5.5, 8.0)
+    assert play_pair(LAYER, BACK).hidden == 3.5
 
 
 PASSES = st.lists(st.builds(Segment, *[st.sampled_from([0.0, 0.25, 1.0, 1.7, 3.3, 10.0])] * 3), max_size=6)
@@ -47,10 +47,10 @@ PASSES = st.lists(st.builds(Segment, *[st.sampled_from([0.0, 0.25, 1.0, 1.7, 3.3
 @given(PASSES, PASSES)
 def test_bounds_of_any_pair(forward: list[Segment], backward: list[Segment]) -> None:
     """No longer than one after the other; no shorter than all compute, all messages, or the longer half."""
-    pair, both = play(forward, backward), forward + backward
+    pair, both = play_pair(forward, backward), forward + backward
     compute, link = sum(one.compute + one.beside for one in both), sum(one.message for one in both)
     least = max(compute, link, pair.forward, pair.backward)
     assert least <= pair.together * (1 + 1e-9) + 1e-9
     assert pair.together <= pair.forward + pair.backward
     quiet = [Segment(*one[:1], 0.0, one.beside) for one in both]
-    assert play(quiet[: len(forward)], quiet[len(forward) :]).together == pytest.approx(compute)
+    assert play_pair(quiet[: len(forward)], quiet[len(forward) :]).together == pytest.approx(compute)

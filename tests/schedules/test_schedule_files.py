@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fivefold.cli import app
-from fivefold.cost.step import Case, estimate
+from fivefold.cost.step import Workload, estimate
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import read_job
 from fivefold.layout.layout import Layout
@@ -170,7 +170,7 @@ def test_a_file_that_says_what_a_name_says_is_timed_alike(tmp_path: Path) -> Non
     for name in ("1f1b", "zb-v", "dualpipe-v"):
         save(build(name, 4, 8), tmp_path / f"{name}.txt")
         seconds = [
-            estimate(Case(spec, Layout(pp=4, dp=2, schedule=schedule, microbatches=8), cluster, 4096, 16)).seconds
+            estimate(Workload(spec, Layout(pp=4, dp=2, schedule=schedule, microbatches=8), cluster, 4096, 16)).seconds
             for schedule in (name, str(tmp_path / f"{name}.txt"))
         ]
         assert seconds[0] == seconds[1]
@@ -185,7 +185,7 @@ def test_planner_and_trainer_run_the_same_auto(model: str, seq: int) -> None:
             continue
         for m in (1, 3, 8, 16):
             layout = Layout(pp=pp, schedule="auto", microbatches=m)
-            simulation = estimate(Case(spec, layout, cluster, seq, m)).simulation
+            simulation = estimate(Workload(spec, layout, cluster, seq, m)).simulation
             assert simulation is not None
             assert simulation.schedule is schedule_of(spec, layout, seq)
 

@@ -157,7 +157,7 @@ def test_bfloat16_gradients_add_up_in_float32(tokens: Path) -> None:
     exact: dict[str, torch.Tensor] = {}
     for part in batch.split(16):
         alone = trainer(msgspec.structs.replace(job, layout=Layout())).engine
-        alone.pipeline.run([alone._microbatch(part)], partial(alone._share, count=batch.loss_tokens))
+        alone.pipeline.run([alone._microbatch(part)], partial(alone._scaled_loss, count=batch.loss_tokens))
         alone.weights.finish_grad_sync()
         for name, master in alone.weights.masters.items():
             assert master.grad is not None

@@ -68,7 +68,7 @@ def mean_of_means() -> None:
         parts = self.job.layout.dp * self.job.layout.microbatches
         return total / parts / self.own_counts.pop(0)
 
-    Engine._microbatch, Engine._share = counting, mean  # type: ignore[method-assign]
+    Engine._microbatch, Engine._scaled_loss = counting, mean  # type: ignore[method-assign]
 
 
 def norms_are_not_summed_over_tp() -> None:

@@ -39,7 +39,7 @@ def test_rows_are_those_of_accuracy(source: str, experts: bool) -> None:
         published = {name: text.strip() for name, text in score.row.values.items() if text and text.strip()}
         assert cells | {"status": row["status"], "model": row["model"]} == published | {"status": score.row.status}
         if score.run and score.seconds is not None:
-            band = step_range(score.run.case)
+            band = step_range(score.run.workload)
             assert row["predicted_range"] == (band and band.around(score.seconds))
     for line in found["lines"]:
         assert {name: line[name] for name in whole["sources"][line["source"]]} == whole["sources"][line["source"]]

@@ -96,10 +96,10 @@ def test_a_layer_sends_what_the_planner_says(words: dict[str, str]) -> None:
     result = ff.simulate(
         words["model"], words["layout"], words["cluster"], batch=int(words["batch"]), seq=int(words["seq"])
     )
-    wires = result.option.case.wires
+    topology = result.option.workload.topology
     for one in layer["sent"]:
-        assert one["seconds"] == wires.time(one["kind"], one["axis"], one["payload"], one["calls"])
-        assert one["across"] == wires.across(one["axis"])
+        assert one["seconds"] == topology.time(one["kind"], one["axis"], one["payload"], one["calls"])
+        assert one["across"] == topology.across(one["axis"])
 
 
 def test_a_layer_is_the_ranks_own_unless_it_is_named() -> None:

@@ -25,12 +25,12 @@ QUESTIONS = (
 
 def a_layout(words: dict[str, str], random: random.Random) -> Layout:
     """One that can run: a few fields drawn at random, and the nearest legal layout."""
-    case = question(words["model"], words["cluster"], (), int(words["batch"]), int(words["seq"]))
-    layout = nearest(case, Layout(dp=case.cluster.world, zero=1))
+    workload = question(words["model"], words["cluster"], (), int(words["batch"]), int(words["seq"]))
+    layout = nearest(workload, Layout(dp=workload.cluster.world, zero=1))
     for field in ("tp", "pp", "cp", "ep", "zero", "microbatches", "recompute", "schedule"):
         assert layout is not None
-        value = random.choice([one for one in steps(case, layout)[field] if not isinstance(one, int) or one <= 16])
-        layout = nearest(case, moved(case, layout, field, str(value)), field)
+        value = random.choice([one for one in steps(workload, layout)[field] if not isinstance(one, int) or one <= 16])
+        layout = nearest(workload, moved(workload, layout, field, str(value)), field)
     assert layout is not None
     return layout
 
@@ -114,12 +114,12 @@ def test_the_nearest_keeps_what_was_moved_where_it_can() -> None:
 
 
 def test_steps_are_what_the_model_allows() -> None:
-    case = question("llama3-70b", "9x8xH100", (), 144, 4096)
-    found = steps(case, Layout(dp=72))
+    workload = question("llama3-70b", "9x8xH100", (), 144, 4096)
+    found = steps(workload, Layout(dp=72))
     assert found["tp"] == [1, 2, 4, 8]  # of the divisors of 72, those that divide 64 heads
     assert found["microbatches"] == [1, 2]
     assert found["ep"] == [1]
-    assert not problems(case, Layout(dp=72, zero=1))
+    assert not problems(workload, Layout(dp=72, zero=1))
 
 
 def test_a_question_that_has_no_answer() -> None:

@@ -1,4 +1,4 @@
-"""Rows of measured runs, a CSV file for each source, as cases of the planner with their measured step time.
+"""Rows of measured runs, a CSV file for each source, as workloads of the planner with their measured step time.
 
 Empty means not published. `status` is ok, oom (ran out of memory), theory, or error.
 """
@@ -33,8 +33,8 @@ from fivefold.accuracy.spelling import (
     zero_named,
 )
 from fivefold.cost.peak_memory import USABLE_FRACTION
-from fivefold.cost.stack import SoftwareProfile
-from fivefold.cost.step import Case
+from fivefold.cost.software import SoftwareProfile
+from fivefold.cost.step import Workload
 from fivefold.hardware.accelerators import Accelerator, find_accelerator
 from fivefold.hardware.cluster import Cluster, Group
 from fivefold.layout.layout import Layout
@@ -117,7 +117,7 @@ def _around(value: float, step: int) -> list[int]:
     return [near for near in (below, below + step) if near]
 
 
-# ---- cases ----------------------------------------------------------------------------------------------------------
+# ---- workloads ------------------------------------------------------------------------------------------------------
 
 
 DATA = Path(__file__).parent / "data"
@@ -188,11 +188,11 @@ def _short(values: dict[str, str]) -> dict[str, str]:
 
 
 class MeasuredRun(NamedTuple):
-    """A row with its case; `seconds` and `memory` (bytes) are None where they are not published."""
+    """A row with its workload; `seconds` and `memory` (bytes) are None where they are not published."""
 
     row: PublishedRow
     source: Source
-    case: Case
+    workload: Workload
     seconds: float | None
     memory: float | None
 
@@ -214,34 +214,34 @@ def measured(row: PublishedRow) -> MeasuredRun:
     layout = layout_of(row, source, spec) if known else Layout()
     batch = row.integer("global_batch") or layout.dp * layout.microbatches * (row.integer("micro_batch") or 1)
     precision = precision_named(row.text("precision"), cluster.groups[0].accelerator)
-    case = Case(spec, layout, cluster, _need(row, "seq_len"), batch, precision, stack_of(row, source))
+    workload = Workload(spec, layout, cluster, _need(row, "seq_len"), batch, precision, software_of_row(row, source))
     if is_mixture(row):
         if not known:
             raise Refused("a mixture of experts whose layout is not published")
-        case = _with_experts(row, source, case)
-    if known and (wrong := impossible(case)):
+        workload = _with_experts(row, source, workload)
+    if known and (wrong := impossible(workload)):
         raise Refused("; ".join(wrong))
     if not known:
         # The layout is not published: take the planner's.
-        case = search(case, top=1, zero=source.zero).best.case
+        workload = search(workload, top=1, zero=source.zero).best.workload
     memory = row.number("peak_mem_gb")
-    return MeasuredRun(row, source, case, seconds_of(row, source, case), memory and memory * source.memory_unit)
+    return MeasuredRun(row, source, workload, seconds_of(row, source, workload), memory and memory * source.memory_unit)
 
 
-def impossible(case: Case) -> list[str]:
+def impossible(workload: Workload) -> list[str]:
     """Why no software can have run its layout; what the trainer here alone does not do is no reason."""
     # Others have tied embeddings with ZeRO 2 and 3 in any schedule, shard groups with ZeRO 1, and pad sequences for sp.
-    spec, layout = structs.replace(case.spec, tied=False), structs.replace(case.layout, replicate=1, sp=False)
-    return layout.problems(spec, seq=case.seq, batch=case.batch)
+    spec, layout = structs.replace(workload.spec, tied=False), structs.replace(workload.layout, replicate=1, sp=False)
+    return layout.problems(spec, seq=workload.seq, batch=workload.batch)
 
 
-def _with_experts(row: PublishedRow, source: Source, case: Case) -> Case:
+def _with_experts(row: PublishedRow, source: Source, workload: Workload) -> Workload:
     """The same with the row's ep, the kernels of its release, and its routing."""
-    spec, layout = with_experts(row, case.spec, case.layout, source.divides_experts)
+    spec, layout = with_experts(row, workload.spec, workload.layout, source.divides_experts)
     if spec.experts is None:
         raise Refused(f"ep={layout.ep} deals out experts, and {spec.name} has none")
-    stack = case.stack.but(experts=kernels_of(row, case.stack.experts))
-    return replace(case, spec=spec, layout=layout, stack=stack, imbalance=imbalance_of(row, spec, layout))
+    software = workload.software.but(experts=kernels_of(row, workload.software.experts))
+    return replace(workload, spec=spec, layout=layout, software=software, imbalance=imbalance_of(row, spec, layout))
 
 
 def _need(row: PublishedRow, column: str) -> int:
@@ -276,19 +276,19 @@ def spec_of(row: PublishedRow, source: Source) -> ModelSpec:
 ASYNC_TP = 0.45  # of what overlap hides elsewhere: torchtitan's own rows with and without it
 
 
-def stack_of(row: PublishedRow, source: Source) -> SoftwareProfile:
+def software_of_row(row: PublishedRow, source: Source) -> SoftwareProfile:
     notes = row.text("notes")
     kernels = (kernel for word, kernel in source.kernels.items() if word in notes)
-    stack = source.stack.but(attention=next(kernels, source.stack.attention))
+    software = source.stack.but(attention=next(kernels, source.stack.attention))
     if source.compiled_if_said and "compile" not in notes.lower():
-        stack = stack.but(pointwise="eager", norm="eager")
+        software = software.but(pointwise="eager", norm="eager")
     if "rowwise" in row.text("precision").lower():
-        stack = stack.but(rowwise=True)
+        software = software.but(rowwise=True)
     if re.search(r"async.?(tp|tensor)", notes, re.I):
-        stack = stack.but(overlap=structs.replace(stack.overlap, tp=ASYNC_TP))
+        software = software.but(overlap=structs.replace(software.overlap, tp=ASYNC_TP))
     if "RMS kernel" in notes:
-        stack = stack.but(norm="fused")
-    return stack
+        software = software.but(norm="fused")
+    return software
 
 
 RACK = 72  # GPUs of an NVL72
@@ -403,18 +403,18 @@ def _chunks(layers: int, pp: int, most: int) -> int:
     return 1
 
 
-def seconds_of(row: PublishedRow, source: Source, case: Case) -> float | None:
+def seconds_of(row: PublishedRow, source: Source, workload: Workload) -> float | None:
     """Published, or derived from tokens/s, TFLOP/s or MFU by the source's own convention."""
     for column in ("step_time_s", "derived_step_time_s"):
         if (value := row.number(column)) is not None:
             return value
     if rate := row.number("tokens_per_s_per_gpu"):
-        return float(case.batch * case.seq) / rate / case.layout.world
-    flops = case.flops(source.counting)
+        return float(workload.batch * workload.seq) / rate / workload.layout.world
+    flops = workload.flops(source.counting)
     if rate := row.number("tflops_per_gpu"):
-        if source.hardware_flops and case.layout.recompute == "full":
+        if source.hardware_flops and workload.layout.recompute == "full":
             flops *= 4 / 3
-        return flops / (rate * 1e12) / case.layout.world
+        return flops / (rate * 1e12) / workload.layout.world
     if mfu := row.number("mfu"):
-        return flops / (mfu / 100 * case.on.peak()) / case.layout.world
+        return flops / (mfu / 100 * workload.first_device.peak()) / workload.layout.world
     return None

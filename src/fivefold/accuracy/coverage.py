@@ -22,7 +22,7 @@ from fivefold.accuracy.result import Progress, steps
 from fivefold.accuracy.score import FEW, RowScore, evaluate, line_of
 from fivefold.accuracy.spelling import is_mixture
 from fivefold.cost.peak_memory import footprint
-from fivefold.cost.step import Case, estimate
+from fivefold.cost.step import Workload, estimate
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
 from fivefold.planner import interval
@@ -149,7 +149,7 @@ CPUS = {"system": "CPUs", "device": "known", "model": "dense", "size": "below 10
 
 
 class OwnStep(NamedTuple):
-    case: Case
+    workload: Workload
     seconds: float
     memory: float
 
@@ -163,14 +163,14 @@ def h200_steps(folder: Path = FOLDER) -> list[OwnStep]:
         layout = Layout(microbatches=int(row["microbatches"]), recompute=row["recompute"])  # type: ignore[arg-type]
         batch = layout.microbatches * int(row["samples"])
         spec = preset(row["model"], layers=int(row["layers"]))
-        case = Case(spec, layout, Cluster.parse("H200"), int(row["seq"]), batch)
-        measured.append(OwnStep(case, float(row["seconds"]), float(row["memory"])))
+        workload = Workload(spec, layout, Cluster.parse("H200"), int(row["seq"]), batch)
+        measured.append(OwnStep(workload, float(row["seconds"]), float(row["memory"])))
     return measured
 
 
 def own_times(folder: Path = FOLDER) -> Iterator[Residual]:
-    for case, seconds, _ in h200_steps(folder):
-        yield Residual("fivefold, one H200", math.log(seconds / estimate(case).seconds), traits(case))
+    for workload, seconds, _ in h200_steps(folder):
+        yield Residual("fivefold, one H200", math.log(seconds / estimate(workload).seconds), traits(workload))
     for path in sorted(folder.glob("scaling-*.json")):
         table = json.loads(path.read_text())
         for row in table["layouts"]:  # as predicted when it was measured, by a calibration of that machine
@@ -179,8 +179,8 @@ def own_times(folder: Path = FOLDER) -> Iterator[Residual]:
 
 
 def own_memory(folder: Path = FOLDER) -> Iterator[Residual]:
-    for case, _, memory in h200_steps(folder):
-        yield Residual("fivefold, one H200", math.log(memory / footprint(case).allocated), {})
+    for workload, _, memory in h200_steps(folder):
+        yield Residual("fivefold, one H200", math.log(memory / footprint(workload).allocated), {})
 
 
 # ---- coverage -------------------------------------------------------------------------------------------------------
@@ -285,7 +285,7 @@ def coverage(data: str | Path | None = None, *, progress: Progress = lambda done
     time = list(_enough(_as_shipped([result for result in timed if is_mixture(result.row)])))
     for run, seconds in unseen(runs, file_of, tick):
         then = first.get(_key(run.row))
-        there = traits(run.case) | ({"device": then["device"]} if then else {})
+        there = traits(run.workload) | ({"device": then["device"]} if then else {})
         seconds = float(then["seconds"]) if then and then["seconds"] else seconds
         time.append(Residual(run.row.file, math.log((run.seconds or 1.0) / seconds), there))
     time += own_times()
@@ -312,7 +312,7 @@ def _key(row: PublishedRow) -> tuple[str, int]:
 def _as_shipped(results: Sequence[RowScore]) -> Iterator[Residual]:
     for result in results:
         if result.error is not None and result.run:
-            yield Residual(line_of(result.row), -math.log1p(result.error), traits(result.run.case))
+            yield Residual(line_of(result.row), -math.log1p(result.error), traits(result.run.workload))
 
 
 def _enough(residuals: Iterable[Residual]) -> Iterator[Residual]:

@@ -16,7 +16,7 @@ from msgspec import structs
 
 from fivefold.accuracy.cases import MeasuredRun
 from fivefold.cost.kernels import Device
-from fivefold.cost.step import Case, estimate
+from fivefold.cost.step import Workload, estimate
 from fivefold.hardware.accelerators import LIKE, Achieved, Software, achieved, known, software, write
 
 CLOCK = "H100-96"  # a board at 500 of 700 W: one factor slows all its compute
@@ -104,11 +104,11 @@ class Constants:
         tables = {name: structs.asdict(reached) for name, reached in self.devices.items()}
         write(tables | {"software": structs.asdict(self.software)})
 
-    def on(self, case: Case) -> Case:
-        accelerator = case.cluster.groups[0].accelerator
+    def on(self, workload: Workload) -> Workload:
+        accelerator = workload.cluster.groups[0].accelerator
         name = shares_of(accelerator.name)
-        device = Device(accelerator, self.devices[name]) if name in self.devices else case.on
-        return replace(case, device=device, stack=case.stack.but(software=self.software))
+        device = Device(accelerator, self.devices[name]) if name in self.devices else workload.first_device
+        return replace(workload, device=device, software=workload.software.but(reached=self.software))
 
 
 def shares_of(accelerator: str) -> str:
@@ -218,7 +218,7 @@ def _slopes(
 
 def _touches(constant: Fitted, run: MeasuredRun) -> bool:
     """Whether a constant can matter to a run."""
-    name = shares_of(run.case.on.accelerator.name)
+    name = shares_of(run.workload.first_device.accelerator.name)
     return constant.where in ("software", name, KIN.get(name)) or (name == CLOCK and constant.where == "H100")
 
 
@@ -234,10 +234,10 @@ STEPS = ROUNDS * len(FITTED)  # calls of `progress` in one fit
 STEPS_WITHOUT = STEPS + len(FITTED)  # and in those that leave groups out
 
 
-def predict(run: MeasuredRun, constants: Constants | None = None, exact: bool = False) -> float:
+def predict(run: MeasuredRun, constants: Constants | None = None, *, exact: bool = False) -> float:
     """Seconds of a run's step. The fit uses closed forms for pipelines; the evaluation (`exact`) runs the schedules."""
-    case = constants.on(run.case) if constants else run.case
-    return estimate(case, exact).seconds
+    workload = constants.on(run.workload) if constants else run.workload
+    return estimate(workload, exact=exact).seconds
 
 
 # ---- unseen ---------------------------------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ def by_source(run: MeasuredRun) -> str:
 
 
 def by_accelerator(run: MeasuredRun) -> str:
-    return run.case.on.accelerator.name
+    return run.workload.first_device.accelerator.name
 
 
 def unseen(

@@ -314,7 +314,7 @@ def _rows(results: list[RowScore]) -> Table:
             continue
         measured = "out of memory" if result.row.status == "oom" else f"{run.seconds:.4g} s" if run.seconds else ""
         predicted = f"{result.seconds:.4g} s" if result.seconds else ""
-        cells = [line, run.case.spec.name, str(run.case.layout).partition(",split=")[0], measured, predicted]
+        cells = [line, run.workload.spec.name, str(run.workload.layout).partition(",split=")[0], measured, predicted]
         memory = [_gigabytes(run.memory), _gigabytes(result.memory), "yes" if result.fits else "no"] if judged else []
         rows.append([*cells, _percent(result.error, signed=True), *memory])
     memory_heads = [">memory", ">predicted", ">fits"] if judged else []

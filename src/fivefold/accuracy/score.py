@@ -54,7 +54,7 @@ class RowScore:
             "model": self.row.text("model"),
             "status": self.row.status,
             "refused": self.refused or None,
-            "layout": str(run.case.layout) if run else None,
+            "layout": str(run.workload.layout) if run else None,
             "measured_seconds": run.seconds if run and self.row.status == "ok" else None,
             "predicted_seconds": self.seconds,
             "error": self.error,
@@ -102,10 +102,10 @@ def _predicted(row: PublishedRow, constants: Constants | None, exact: bool) -> R
         raise Refused(f"status {row.status!r} is no measurement")
     run = measured(row)
     if is_mixture(row):
-        return RowScore(row, run, predict(run, constants, exact) if run.seconds is not None else None)
-    needs, memory = footprint(run.case), run.case.on.accelerator.memory
+        return RowScore(row, run, predict(run, constants, exact=exact) if run.seconds is not None else None)
+    needs, memory = footprint(run.workload), run.workload.first_device.accelerator.memory
     fits, planned = needs.total <= memory, needs.total <= USABLE_FRACTION * memory
-    seconds = predict(run, constants, exact) if run.seconds is not None or row.status == "oom" else None
+    seconds = predict(run, constants, exact=exact) if run.seconds is not None or row.status == "oom" else None
     return RowScore(row, run, seconds, needs.reserved if run.source.reserved else needs.allocated, fits, planned)
 
 
@@ -192,9 +192,14 @@ def line_of(row: PublishedRow) -> str:
 def null_seconds(runs: Sequence[MeasuredRun]) -> list[float]:
     """What a model predicts that knows the best single hardware utilisation of these runs, and nothing else."""
     ideal = []  # seconds at the peak rate, recomputation counted
-    for case in (run.case for run in runs):
-        again = 4 / 3 if case.layout.recompute == "full" else 1.0
-        ideal.append(case.flops() * again / case.on.accelerator.rate(case.precision) / case.layout.world)
+    for workload in (run.workload for run in runs):
+        again = 4 / 3 if workload.layout.recompute == "full" else 1.0
+        ideal.append(
+            workload.flops()
+            * again
+            / workload.first_device.accelerator.rate(workload.precision)
+            / workload.layout.world
+        )
     ratio = np.array([run.seconds for run in runs]) / ideal
     # The mean of |u r - 1| over the rows is least where u is one of 1/r: the best constant is found by trying all.
     best = min(ratio, key=lambda inverse: float(np.mean(np.abs(inverse / ratio - 1))))
@@ -238,8 +243,8 @@ def choices(results: Sequence[RowScore]) -> list[SweepChoice]:
     sweeps: dict[tuple[str, ...], list[RowScore]] = {}
     for result in results:
         if result.run is not None and result.seconds is not None:
-            stack = result.run.case.stack
-            key = (*map(result.row.text, columns), f"{stack.attention}/{stack.norm}")
+            software = result.run.workload.software
+            key = (*map(result.row.text, columns), f"{software.attention}/{software.norm}")
             sweeps.setdefault(key, []).append(result)
     chosen_by_sweep = []
     for key, tried in sweeps.items():

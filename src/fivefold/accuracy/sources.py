@@ -8,7 +8,7 @@ import re
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from fivefold.cost.stack import PLAIN_EXPERTS, Attention, Overlap, SoftwareProfile
+from fivefold.cost.software import PLAIN_EXPERTS, Attention, Overlap, SoftwareProfile
 from fivefold.cost.systems import (
     ALEPH,
     DEEPSPEED,

@@ -10,7 +10,7 @@ from msgspec import Struct, structs
 
 from fivefold.accuracy.sources import Source, guessed, known, usual
 from fivefold.cost.moe import IMBALANCE, block_share, collapsed
-from fivefold.cost.stack import FUSED_EXPERTS, ExpertKernels, Overlap
+from fivefold.cost.software import FUSED_EXPERTS, ExpertKernels, Overlap
 from fivefold.hardware.accelerators import Accelerator
 from fivefold.layout.axes import PLACED
 from fivefold.layout.layout import Layout, Recompute
@@ -37,7 +37,7 @@ from fivefold.support.text import did_you_mean
 
 S = TypeVar("S", bound=Struct)
 START = "megatron-core"  # of a file that names no system
-OURS = {"match", "assumed", "software"}  # that no file may set
+OURS = {"match", "assumed", "reached"}  # that no file may set
 
 SHARE, STAGE, BYTES = within(0, 1), within(0, 3), within(1, 1000)
 RANGES = {  # of switches, by name; of others a number is not negative

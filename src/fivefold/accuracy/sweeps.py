@@ -32,26 +32,26 @@ class Rule(NamedTuple):
 
 def _else(run: MeasuredRun) -> tuple[int, ...]:
     """What all rules then prefer: nothing computed twice, and large microbatches."""
-    return RECOMPUTES.index(run.case.layout.recompute), -run.case.samples
+    return RECOMPUTES.index(run.workload.layout.recompute), -run.workload.samples
 
 
 def _tp_first(run: MeasuredRun) -> tuple[int, ...]:
-    layout, node = run.case.layout, run.case.cluster.groups[0].gpus
+    layout, node = run.workload.layout, run.workload.cluster.groups[0].gpus
     return int(layout.tp > node), -layout.tp, layout.pp, layout.cp, *_else(run)
 
 
 def _least(run: MeasuredRun) -> tuple[int, ...]:
-    layout: Layout = run.case.layout
+    layout: Layout = run.workload.layout
     return (layout.tp * layout.pp * layout.cp,)
 
 
 def _least_by_tp(run: MeasuredRun) -> tuple[int, ...]:
-    layout, node = run.case.layout, run.case.cluster.groups[0].gpus
+    layout, node = run.workload.layout, run.workload.cluster.groups[0].gpus
     return *_least(run), int(layout.tp > node), -layout.tp, *_else(run)
 
 
 def _least_by_pp(run: MeasuredRun) -> tuple[int, ...]:
-    return *_least(run), run.case.layout.tp, *_else(run)
+    return *_least(run), run.workload.layout.tp, *_else(run)
 
 
 PLANNER, TOLD = "planner", "told"
@@ -188,7 +188,7 @@ def regret_if_told(sweep: SweepChoice) -> float:
 
 
 def _nodes(sweep: SweepChoice) -> int:
-    return sweep.best.run.case.cluster.nodes if sweep.best.run else 1
+    return sweep.best.run.workload.cluster.nodes if sweep.best.run else 1
 
 
 def _means(name: str, regrets: list[dict[str, float]]) -> list[str]:
@@ -202,4 +202,4 @@ def _figures(regrets: list[float]) -> dict[str, float]:
 
 
 def _layout(run: MeasuredRun | None) -> str:
-    return str(run.case.layout).partition(",split=")[0] if run else ""
+    return str(run.workload.layout).partition(",split=")[0] if run else ""

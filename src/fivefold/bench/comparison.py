@@ -25,9 +25,8 @@ from fivefold.bench.harness import (
     table,
     too_small,
 )
-from fivefold.cost.stack import ON_CPUS
-from fivefold.cost.step import Case as Planned
-from fivefold.cost.step import estimate
+from fivefold.cost.software import ON_CPUS
+from fivefold.cost.step import Workload, estimate
 from fivefold.hardware.accelerators import Accelerator, Link, find_accelerator
 from fivefold.hardware.cluster import Cluster, Group
 from fivefold.job.config import Job, read_job
@@ -219,9 +218,11 @@ def layout_of(job: Job, system: str) -> Layout:
 def predicted(job: Job, text: str, core: Accelerator, imbalance: float = 1.0) -> float:
     """The simulator's seconds of a step; `text` is a layout, or `OURS` for one process."""
     layout = layout_of(job, text)
-    cluster, stack = Cluster((Group(1, layout.world, core),)), ON_CPUS.computing_in("fp32")
-    case = Planned(job.model, layout, cluster, job.data.seq, job.train.batch, "fp32", stack, imbalance=imbalance)
-    return estimate(case).seconds
+    cluster, software = Cluster((Group(1, layout.world, core),)), ON_CPUS.computing_in("fp32")
+    workload = Workload(
+        job.model, layout, cluster, job.data.seq, job.train.batch, "fp32", software, imbalance=imbalance
+    )
+    return estimate(workload).seconds
 
 
 def limit(job: Job, system: str, cores: tuple[Accelerator, Accelerator] | None = None, imbalance: float = 1.0) -> float:

@@ -17,8 +17,7 @@ from typing import Any, cast
 import msgspec
 
 from fivefold.bench.harness import OnProgress, RowsResult, refuse, too_small
-from fivefold.cost.step import Case as Planned
-from fivefold.cost.step import estimate
+from fivefold.cost.step import Workload, estimate
 from fivefold.hardware.accelerators import Accelerator, find_accelerator
 from fivefold.hardware.cluster import Cluster, Group
 from fivefold.job.config import CheckpointConfig, Compile, DataConfig, Dtype, Job, TrainConfig
@@ -159,7 +158,7 @@ def measure(
 
 def predicted(case: StepCase, accelerator: Accelerator) -> float:
     cluster = Cluster((Group(1, 1, accelerator),))
-    return estimate(Planned(case.spec, case.layout, cluster, case.seq, case.batch)).seconds
+    return estimate(Workload(case.spec, case.layout, cluster, case.seq, case.batch)).seconds
 
 
 def read(path: Path) -> list[Timed]:

@@ -46,22 +46,22 @@ from fivefold.trainer.engine import Engine
 from fivefold.verifier.cases import plain_batch
 
 # ---- rank -----------------------------------------------------------------------------------------------------------
-# The half of the harness that runs on ranks: a clock that all ranks share, and turns.
+# The part of the harness that runs on ranks: timing across all ranks, and turns.
 
 
 CPU = torch.device("cpu")
 Call = Callable[[], object]
 
 
-def enter(rank: Rank, threads: int = 1) -> None:
+def join_ranks(rank: Rank, threads: int = 1) -> None:
     """Join the other ranks; what is compared is ranks, not threads."""
     torch.set_num_threads(threads)
     if rank.world > 1:
         rank.join("gloo")
 
 
-def timed(call: Call | None, together: bool = True) -> float:
-    """Seconds of a call, the same on all ranks; None on a rank that has no part in it.
+def timed(call: Call | None, *, together: bool = True) -> float:
+    """Seconds of a call, the same on all ranks; `call` is None on a rank that takes no part.
 
     Ranks run it `together`, until the slowest is done; otherwise each works for itself, and the mean counts.
     """
@@ -87,8 +87,8 @@ def take_turns(
     alone: Collection[str] = (),
     after: Callable[[str], None] = lambda _: None,
 ) -> RoundTimes:
-    """Time one call of each system in every round. Ranks of those in `alone` work each for itself; `after` a turn
-    what it names is not timed."""
+    """Time one call of each system in every round. Systems in `alone` do not wait for their slowest rank; `after`,
+    called with the name after each turn, is not timed."""
     times = RoundTimes({name: [] for name in systems})
     for _, name in turns(systems, rounds):
         times[name].append(timed(systems[name], together=name not in alone))
@@ -107,7 +107,7 @@ def machine() -> Machine:
 # ---- systems --------------------------------------------------------------------------------------------------------
 
 
-RATE = 1e-3
+LR = 1e-3
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class RankBatch:
 
 
 class FivefoldSystem:
-    sums = False  # whether a rank's loss is its part of the sum over the global batch; otherwise it is the mean
+    sums_losses = False  # whether a rank's loss is its part of the sum over the global batch; otherwise it is the mean
 
     def __init__(self, job: Job, layout: Layout, batch: Batch):
         self.engine, self.batch = (
@@ -138,15 +138,15 @@ class FivefoldSystem:
     def step(self) -> float:
         """Take a training step; return its loss."""
         loss = self.engine.forward_backward(self.batch)
-        self.engine.step(RATE, self.engine.gradient_norm())
+        self.engine.step(LR, self.engine.gradient_norm())
         self.engine.weights.wait_params()
         return loss.item()
 
     @property
     def imbalance(self) -> float | None:
-        """Of the last step: what the fullest rank got over the mean, averaged over layers; each of them waits for it.
-        None where every rank has all experts."""
-        loads, ep = self.engine.loads, self.engine.mesh.layout.ep
+        """Of the last step: tokens of the most loaded rank over the mean, averaged over layers, as each layer waits for
+        it. None where every rank has all experts."""
+        loads, ep = self.engine.expert_loads, self.engine.mesh.layout.ep
         if loads is None or ep == 1:
             return None
         by_rank = loads.tokens.view(loads.shape[0], ep, -1).sum(2)
@@ -166,15 +166,15 @@ def decoder(job: Job) -> Decoder:
     return model
 
 
-class Loop:
-    """A training loop as one writes it, around a model that makes logits of tokens."""
+class TrainingLoop:
+    """A plain training loop around a model that maps tokens to logits."""
 
-    sums = False
+    sums_losses = False
 
-    def __init__(self, model: nn.Module, part: RankBatch, job: Job, scale: float = 1.0, rate: float = RATE):
-        """`scale`: what wrappers that average over ranks divide by, and sums have not."""
+    def __init__(self, model: nn.Module, part: RankBatch, job: Job, scale: float = 1.0, rate: float = LR):
+        """`scale` undoes the division of wrappers that average gradients over ranks, where a sum is wanted."""
         self.model, self.part, self.job, self.scale = model, part, job, scale
-        params = list(model.parameters())  # plain tensors and DTensors do not meet in one kernel
+        params = list(model.parameters())  # one fused kernel cannot mix plain tensors and DTensors
         split = [[p for p in params if isinstance(p, DTensor) == kind] for kind in (False, True)]
         self.groups = [group for group in split if group]
         groups = [{"params": group, "weight_decay": job.optimizer.weight_decay} for group in self.groups]
@@ -190,7 +190,7 @@ class Loop:
     def forward_backward(self) -> float:
         total = 0.0
         for number, (tokens, targets) in enumerate(self.part.samples, start=1):
-            with self.syncing(number == len(self.part.samples)):
+            with self.grad_sync(number == len(self.part.samples)):
                 loss = cross_entropy(self.logits(tokens), targets) / self.part.count
                 (loss * self.scale).backward()
             total += loss.item()
@@ -210,7 +210,7 @@ class Loop:
     def logits(self, tokens: Tensor) -> Tensor:
         return self.model(tokens)
 
-    def syncing(self, last: bool) -> AbstractContextManager[Any]:
+    def grad_sync(self, last: bool) -> AbstractContextManager[Any]:
         return nullcontext()
 
 
@@ -218,10 +218,10 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
 
-class HuggingFaceSystem(Loop):
+class HuggingFaceSystem(TrainingLoop):
     """As its users run it: sdpa, compiled where ours is, fused AdamW, parameters in the compute dtype."""
 
-    def __init__(self, job: Job, part: RankBatch, device: torch.device = CPU, rate: float = RATE):
+    def __init__(self, job: Job, part: RankBatch, device: torch.device = CPU, rate: float = LR):
         from transformers import AutoConfig, AutoModelForCausalLM
 
         settings = to_hf_config(job.model, job.train.dtype) | {"attn_implementation": "sdpa", "use_cache": False}
@@ -234,28 +234,28 @@ class HuggingFaceSystem(Loop):
             init_param(job.model, parameter, full, job.train.seed)
             for source in sources(job.model, parameter, expert_format):
                 source.view_of(weights[source.name]).copy_(full[source.rows.start : source.rows.stop])
-        self.called = torch.compile(model) if compiles(job.train, device) else model
+        self.forward_fn = torch.compile(model) if compiles(job.train, device) else model
         super().__init__(model, part, job, rate=rate)
 
     def logits(self, tokens: Tensor) -> Tensor:
-        return self.called(tokens).logits.float()
+        return self.forward_fn(tokens).logits.float()
 
 
-class DataParallel(Loop):
-    sums = True
+class DataParallel(TrainingLoop):
+    sums_losses = True
 
     def __init__(self, job: Job, part: RankBatch):
         self.ddp = DistributedDataParallel(decoder(job), gradient_as_bucket_view=True)
         super().__init__(self.ddp, part, job, scale=dist.get_world_size())
 
-    def syncing(self, last: bool) -> AbstractContextManager[Any]:
+    def grad_sync(self, last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if last else self.ddp.no_sync()
 
 
-class TorchFsdp(Loop):
+class TorchFsdp(TrainingLoop):
     """FSDP2, a block at a time; gradients are reduced with every microbatch, as ours are: so they stay sharded."""
 
-    sums = True
+    sums_losses = True
 
     def __init__(self, job: Job, part: RankBatch):
         model, mesh = decoder(job), init_device_mesh("cpu", (dist.get_world_size(),))
@@ -265,7 +265,7 @@ class TorchFsdp(Loop):
         super().__init__(model, part, job, scale=dist.get_world_size())
 
 
-class TorchTensorParallel(Loop):
+class TorchTensorParallel(TrainingLoop):
     """`parallelize_module` with the plan of the documentation's Llama, the loss over logits that stay sharded."""
 
     def __init__(self, job: Job, part: RankBatch):
@@ -279,7 +279,7 @@ class TorchTensorParallel(Loop):
         parallelize_module(model, mesh, {"embedding": RowwiseParallel(input_layouts=Replicate()), "head": head})
         super().__init__(model, part, job)
 
-    def syncing(self, last: bool) -> AbstractContextManager[Any]:
+    def grad_sync(self, last: bool) -> AbstractContextManager[Any]:
         return loss_parallel()
 
 
@@ -323,10 +323,10 @@ class TorchPipeline:
         return sum(loss.item() for loss in losses)
 
 
-class Pipelined(Loop):
+class Pipelined(TrainingLoop):
     """Its 1F1B, with a gradient norm over all stages."""
 
-    sums = True
+    sums_losses = True
 
     def __init__(self, job: Job, layout: Layout, batch: Batch):
         job = structs.replace(job, layout=layout)
@@ -346,7 +346,7 @@ class Pipelined(Loop):
 
 
 def run(rank: Rank, case: Comparison) -> ComparisonResult:
-    enter(rank, case.threads)
+    join_ranks(rank, case.threads)
     job = case.job
     batch = plain_batch(job.model.vocab, job.train.batch, job.data.seq)
     built = {name: build(job, name, batch, rank.number) for name in case.systems}
@@ -364,15 +364,15 @@ def run(rank: Rank, case: Comparison) -> ComparisonResult:
     return ComparisonResult(case, times, losses, machine(), {name: fmean(values) for name, values in uneven.items()})
 
 
-def build(job: Job, name: str, batch: Batch, rank: int) -> FivefoldSystem | Loop | None:
+def build(job: Job, name: str, batch: Batch, rank: int) -> FivefoldSystem | TrainingLoop | None:
     """A system, on the ranks that it has; making one is collective, so all of its ranks make it now."""
     layout = layout_of(job, name)
     if rank >= layout.world:
         return None
     part = RankBatch.of(batch, layout, rank % layout.dp)
-    makers: dict[str, Callable[[], FivefoldSystem | Loop]] = {
+    makers: dict[str, Callable[[], FivefoldSystem | TrainingLoop]] = {
         OURS: lambda: FivefoldSystem(job, layout, batch),
-        BARE: lambda: Loop(decoder(job), part, job),
+        BARE: lambda: TrainingLoop(decoder(job), part, job),
         HUGGING_FACE: lambda: HuggingFaceSystem(job, part),
         PEERS["dp"]: lambda: DataParallel(job, part),
         PEERS["zero"]: lambda: TorchFsdp(job, part),
@@ -382,9 +382,9 @@ def build(job: Job, name: str, batch: Batch, rank: int) -> FivefoldSystem | Loop
     return makers[name if name in makers else name.partition(" ")[0]]()
 
 
-def _loss(system: FivefoldSystem | Loop | None) -> float:
+def _loss(system: FivefoldSystem | TrainingLoop | None) -> float:
     """The loss of a step, as all ranks together have it."""
-    local = None if system is None else (system.step(), system.sums)
+    local = None if system is None else (system.step(), system.sums_losses)
     if not dist.is_initialized():
         assert local is not None
         return local[0]

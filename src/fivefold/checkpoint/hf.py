@@ -1,4 +1,4 @@
-"""Hugging Face directories become runs, and runs such directories. No process ever holds the whole model."""
+"""Import Hugging Face directories as runs, and export runs as such. No process ever holds the whole model."""
 
 import json
 import math
@@ -41,7 +41,7 @@ from fivefold.support.text import printable
 
 T = TypeVar("T")
 _Part = tuple[Parameter, TensorSource]  # rows of a parameter, and where they lie in a tensor of theirs
-_PART = 1 << 30  # bytes that an import holds at a time
+_MAX_HELD = 1 << 30  # bytes that an import holds at once
 _SINGLE = "model.safetensors"
 EXPORTED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -58,17 +58,17 @@ def import_hf(directory: Path, run: Path, progress: Progress, data: str | Path |
         raise UserError(problems)
     job, choices = tuned(spec, _dtype(theirs), store)
     where = Store(run / "checkpoints")
-    job = msgspec.structs.replace(job, run=_own(run))
+    job = msgspec.structs.replace(job, run=_run_config(run))
     manifest = Manifest(step=0, samples=0, updates=0, optimizer=False, data="", job=msgspec.to_builtins(job))
     parts = [
         {model_key(name): piece for name, piece in group}
-        for pieces in _in_turn(theirs, tensors(spec))
-        for group in _cut(pieces, [piece.nbytes for _, piece in pieces], _PART)
+        for pieces in _batches(theirs, tensors(spec))
+        for group in _groups_up_to(pieces, [piece.nbytes for _, piece in pieces], _MAX_HELD)
     ]
     with whole_or_nothing(run):
         run.mkdir(parents=True, exist_ok=True)
         path = write_alone(where, parts, manifest, progress)
-        (run / "job.toml").write_text(_file(job, {key: choice.why for key, choice in choices.items()}))
+        (run / "job.toml").write_text(_job_text(job, {key: choice.why for key, choice in choices.items()}))
         shutil.copyfile(directory / "config.json", run / HF_CONFIG)
         carried = carry(directory, run, CARRIED)
     if not store and TOKENIZER not in carried and spec.vocab != ByteTokenizer.vocab:
@@ -82,21 +82,21 @@ def import_hf(directory: Path, run: Path, progress: Progress, data: str | Path |
     return Checkpoint(path)
 
 
-def _own(run: Path) -> RunConfig:
-    """A run that goes on in its directory, and from whose weights every other one of its job starts."""
+def _run_config(run: Path) -> RunConfig:
+    """Settings of a run that continues in its directory; every other run of its job starts from its weights."""
     home = run.absolute()
     return RunConfig(name=run.name, dir=str(home.parent), weights=str(home / "checkpoints" / step_name(0)))
 
 
-def _file(job: Job, why: dict[str, str]) -> str:
-    """The job for people."""
+def _job_text(job: Job, why: dict[str, str]) -> str:
+    """The job file, with a heading and reasons for people."""
     head = [f"{job.model.name}, fine-tuned as Tulu 3 was: {SOURCE} (arXiv 2411.15124)"]
     fill = 'path = "..."  tokens of this model\'s tokenizer: fivefold data prepare TEXT -o TOKENS --tokenizer '
     return written(job, why, head, {} if job.data.path else {"data": f"{fill}{job.run.dir}/{job.run.name}"})
 
 
 def _dtype(theirs: HuggingFace) -> Choice:
-    """What to compute in: as the weights are, where that can be trained in."""
+    """The compute dtype: that of the weights, if it can be trained in."""
     (kind, _), *_ = theirs.kinds.most_common(1)
     if kind in ("F32", "F64"):
         return Choice("float32", "as the weights")
@@ -110,26 +110,26 @@ def _dtype(theirs: HuggingFace) -> Choice:
             ),
             stacklevel=3,
         )
-    return Choice("bfloat16", why)  # also of quantised ones, whose numbers are as exact
+    return Choice("bfloat16", why)  # quantised weights, too: their values are exact in it
 
 
-def _in_turn(theirs: HuggingFace, parameters: list[Parameter]) -> Iterator[list[tuple[str, Shard]]]:
-    """Pieces that can be held together, in the order of the model; what is larger than a part comes in pieces alone."""
+def _batches(theirs: HuggingFace, parameters: list[Parameter]) -> Iterator[list[tuple[str, Shard]]]:
+    """Groups of parameters in model order; one larger than `_MAX_HELD` is cut into pieces, a group each."""
     together: list[tuple[str, Shard]] = []
     for parameter in parameters:
-        times = -(-4 * parameter.size // _PART)
+        times = -(-4 * parameter.size // _MAX_HELD)
         if times < 2:
-            together.append((parameter.name, _lazy(theirs, parameter, range(parameter.shape[0]))))
+            together.append((parameter.name, _lazy_shard(theirs, parameter, range(parameter.shape[0]))))
             continue
         yield together
         together = []
         for index in range(times):
             if rows := chunk(parameter.shape[0], times, index):
-                yield [(parameter.name, _lazy(theirs, parameter, rows))]
+                yield [(parameter.name, _lazy_shard(theirs, parameter, rows))]
     yield together
 
 
-def _lazy(theirs: HuggingFace, parameter: Parameter, rows: range) -> Shard:
+def _lazy_shard(theirs: HuggingFace, parameter: Parameter, rows: range) -> Shard:
     box = (rows, *(range(size) for size in parameter.shape[1:]))
 
     def make() -> Tensor:
@@ -156,62 +156,62 @@ def export_hf(
 ) -> Path:
     """config.json and safetensors of at most `limit` bytes each (a larger tensor has a file of its own).
 
-    What an import brought along goes out again. Of other runs, `end` is the token that ends a text, if there is one.
+    Files that an import kept are exported again. For other runs, `end` is the token that ends a text, if there is one.
     """
     kind = EXPORTED[dtype]
-    before, run = imported_config(checkpoint), run_of(checkpoint)
-    own: dict[str, Any] = {"bos_token_id": None, "eos_token_id": end} if before is None else kept_settings(before)
+    imported, run = imported_config(checkpoint), run_of(checkpoint)
+    own: dict[str, Any] = {"bos_token_id": None, "eos_token_id": end} if imported is None else kept_settings(imported)
     config = to_hf_config(spec, dtype) | own
     by_tensor: dict[str, list[_Part]] = {}
     for parameter in tensors(spec):
         for source in sources(spec, parameter, expert_format_of(config["model_type"])):
             by_tensor.setdefault(source.name, []).append((parameter, source))
     sizes = [math.prod(source.shape(param)) * kind.itemsize for ((param, source), *_) in by_tensor.values()]
-    groups = list(_cut(list(by_tensor.values()), sizes, limit))
-    half = out.with_name(f".{out.name}-{uuid.uuid4().hex}")
+    groups = list(_groups_up_to(list(by_tensor.values()), sizes, limit))
+    partial = out.with_name(f".{out.name}-{uuid.uuid4().hex}")
     with whole_or_nothing(out):
         try:
-            half.mkdir(parents=True)
-            config_file = half / "config.json"
+            partial.mkdir(parents=True)
+            config_file = partial / "config.json"
             config_file.write_text(json.dumps(config, indent=2) + "\n")
             names: dict[str, str] = {}
             for number, group in enumerate(groups, start=1):
                 file = f"model-{number:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else _SINGLE
                 written = {parts[0][1].name: _read(checkpoint, parts, kind) for parts in group}
-                save_file(written, half / file, metadata={"format": "pt"})
-                (half / file).chmod(config_file.stat().st_mode)  # safetensors makes it for its owner alone
+                save_file(written, partial / file, metadata={"format": "pt"})
+                (partial / file).chmod(config_file.stat().st_mode)  # safetensors makes it for its owner alone
                 names |= dict.fromkeys(written, file)
                 progress(sum(tensor.nbytes for tensor in written.values()))
                 del written
             if len(groups) > 1:
                 index = {"metadata": {"total_size": sum(sizes)}, "weight_map": names}
-                (half / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-            if TOKENIZER not in carry(run, half, CARRIED) and tokenizer is not None:
-                shutil.copyfile(tokenizer, half / TOKENIZER)
-            half.rename(out)  # also onto an empty directory
+                (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+            if TOKENIZER not in carry(run, partial, CARRIED) and tokenizer is not None:
+                shutil.copyfile(tokenizer, partial / TOKENIZER)
+            partial.rename(out)  # also onto an empty directory
         except SafetensorError as error:
             raise OSError(str(error)) from None
         finally:
-            shutil.rmtree(half, ignore_errors=True)
+            shutil.rmtree(partial, ignore_errors=True)
     return out
 
 
 def imported_config(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """What config.json said of the weights that a run began with; None: of a run with weights of its own."""
+    """The config.json of the weights that a run was imported from; None if it was not."""
     file = beside(checkpoint, HF_CONFIG)
     config = read_json(file) if file else None
     return config if isinstance(config, dict) else None
 
 
 def usual_dtype(checkpoint: Checkpoint, job: Job) -> str:
-    """Of an export: that of the import, if there was one."""
+    """The default dtype of an export: that of the import, if there was one."""
     if (config := imported_config(checkpoint)) is None:
         return "float32"
     said = config.get("dtype", config.get("torch_dtype"))
     return said if said in EXPORTED else job.train.dtype if job.train.dtype in EXPORTED else "float32"
 
 
-def _cut(items: list[T], sizes: list[int], limit: int) -> Iterator[list[T]]:
+def _groups_up_to(items: list[T], sizes: list[int], limit: int) -> Iterator[list[T]]:
     """Consecutive items in groups of at most `limit` together; a larger one is a group of its own."""
     group: list[T] = []
     held = 0
@@ -226,7 +226,7 @@ def _cut(items: list[T], sizes: list[int], limit: int) -> Iterator[list[T]]:
 
 
 def _read(checkpoint: Checkpoint, parts: list[_Part], dtype: torch.dtype) -> Tensor:
-    """A tensor of theirs, made of its parts."""
+    """One of Hugging Face's tensors, assembled from its parts."""
     (parameter, source), *_ = parts
     theirs = torch.empty(source.shape(parameter), dtype=torch.float32 if source.name.endswith(EXPERT_BIAS) else dtype)
     for parameter, source in parts:

@@ -1,12 +1,12 @@
-"""What a rank holds of snapshots in memory: its pieces are copied right into a file that outlives it.
+"""A rank's part of snapshots in memory: its pieces are copied right into a file that outlives the process.
 
 writer = SnapshotWriter(nodes, device)
 copied = writer.start(pieces, manifest)    # parameters may change from there on; on a GPU, behind this event
 ...
 writer.finish()                            # waits for the one under way, and says why it was not taken, if it was not
 
-A rank has up to three files: those of the two newest snapshots, and the one that is being filled. They are used again,
-as pages that are there take a copy at the pace of memory. A snapshot loses its manifest before its files are.
+A rank has up to three files: those of the two newest snapshots, and the one being filled. They are reused, because
+resident pages are written at memory speed. A snapshot loses its manifest before its files are reused.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ _SHARED = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)  # all pages at onc
 
 
 def new_memory(path: Path, size: int) -> mmap.mmap:
-    """A new file, mapped. Its pages are there: one that is missing later would end the process."""
+    """A new file, mapped, with all pages allocated: one missing later would kill the process (SIGBUS)."""
     if (room := free(path.parent)) < size:
         raise OSError(f"it takes {bytes_text(size)}, and {path.parent} has {bytes_text(max(0, room))} to spare")
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -145,17 +145,17 @@ class SnapshotWriter(BackgroundSaver):
 
     def _write(self, manifest: Manifest, pieces: Pieces) -> None:
         control, nodes, path = self.nodes.control, self.nodes, self._path(manifest.step)
-        local = agreed(control, lambda: self._local(path, pieces))
+        local = agreed(control, lambda: self._checksum_own_file(path, pieces))
         written = control.gather_values(local, Written)
         tables = agreed(control, lambda: _tables(manifest, written) if control.rank == 0 else [b"", b""])
         if nodes.group is not None:
             of_first = tables
             tables = agreed(control, lambda: nodes.broadcast(of_first, 0))
-            self._copy(path, msgspec.json.decode(tables[1], type=Manifest))
+            self._copy_to_peers(path, msgspec.json.decode(tables[1], type=Manifest))
         agreed(control, lambda: self._commit(path, tables, manifest.step) if nodes.first else None)
 
-    def _local(self, path: Path, pieces: Pieces) -> Written:
-        """This rank's file, in its place, and its sum."""
+    def _checksum_own_file(self, path: Path, pieces: Pieces) -> Written:
+        """Move this rank's file into the snapshot, and checksum it."""
         if self.refused is not None:
             raise self.refused
         if (slot := self.filling) is None:
@@ -172,36 +172,36 @@ class SnapshotWriter(BackgroundSaver):
         tensors = {name: pieces[name].stored(slot.name, start) for name, start in begins.items()}
         return Written([File(slot.name, len(data), total(sums))], tensors)
 
-    def _copy(self, path: Path, manifest: Manifest) -> None:
-        """Collective: this rank's file to a rank of the next node, and those that others have for this one."""
+    def _copy_to_peers(self, path: Path, manifest: Manifest) -> None:
+        """Collective: send this rank's file to a rank of the next node, and receive those sent to this one."""
         nodes, sizes = self.nodes, {file.name: file.bytes for file in manifest.files}
         sources = {rank: f"rank-{rank}.tensors" for rank, to in nodes.to.items() if to == nodes.rank}
         path.mkdir(mode=0o700, exist_ok=True)
-        rooms = agreed(
+        received = agreed(
             nodes.control,
             lambda: {rank: new_memory(path / name, sizes[name]) for rank, name in sources.items() if name in sizes},
         )
 
         def exchange() -> None:
             works = nodes.send(tensor_of(self.filling.memory), nodes.to[nodes.rank]) if self.filling is not None else []
-            for rank, memory in rooms.items():
+            for rank, memory in received.items():
                 works += nodes.receive(tensor_of(memory), rank)
             wait(works)
 
         agreed(nodes.control, exchange)
 
     def _commit(self, path: Path, tables: list[bytes], step: int) -> None:
-        """By the first rank of a node: the snapshot counts there, and those before the last one no longer do."""
+        """By the first rank of a node: make the snapshot valid there, and invalidate all but the newest."""
         path.mkdir(mode=0o700, exist_ok=True)
-        half = path / f"{MANIFEST}.half"
+        partial = path / f"{MANIFEST}.half"
         place = msgspec.json.encode((self.nodes.node, len(self.nodes.nodes)))
-        for file, content in ((path / TABLE, tables[0]), (path / NODE, place), (half, tables[1])):
+        for file, content in ((path / TABLE, tables[0]), (path / NODE, place), (partial, tables[1])):
             file.write_bytes(content)
         faults.strike("memory", step=step)
         for old in self.store.incomplete():
             if old != path:
                 self.store.storage.delete(old)
-        half.rename(path / MANIFEST)
+        partial.rename(path / MANIFEST)
         for snapshot in sorted(self.store.complete(), key=lambda snapshot: made_at(snapshot.path.name))[:-KEPT]:
             os.unlink(self.nodes.snapshot_dir / snapshot.path.name / MANIFEST)
 

@@ -2,7 +2,7 @@
 
     staging.prepare(pieces)            # the room, before the first step: locking gigabytes for a GPU takes seconds
     snapshot = staging.take(pieces)    # on a GPU it returns at once, and the device copies while it computes
-    engine.copied = snapshot.copied    # ... what it copies may change behind this event
+    engine.snapshot_copied = snapshot.copied    # ... what it copies may change behind this event
     snapshot.arrive()                  # in the thread that writes it
 
 Locked memory is what a GPU copies into by itself, at its link's pace. PyTorch's own allocator of it rounds every tensor

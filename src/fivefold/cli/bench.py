@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from fivefold.cli.options import JobWords, Json, command, given_of, refuse, split, typed
+from fivefold.cli.options import JobWords, Json, command, command_line, options_given, refuse, split
 from fivefold.cli.unknown import Explaining
 from fivefold.render.blocks import Result, console_of, show
 from fivefold.support.dtypes import dtype_of
@@ -124,11 +124,11 @@ def train(
     from fivefold.bench.train import Extras, measure
 
     if cases:
-        refuse(given_of(context, _OF_JOBS), "is of a job, and --cases times cases; leave one of them out")
+        refuse(options_given(context, _OF_JOBS), "is of a job, and --cases times cases; leave one of them out")
         timed = (words, _or(steps, 7), warm, accelerator, device, dtype_of(dtype))
         measured(lambda progress: measure_cases(*timed, progress), as_json, output)
         return
-    refuse(given_of(context, _OF_CASES), "is of --cases; add it, or leave this out")
+    refuse(options_given(context, _OF_CASES), "is of --cases; add it, or leave this out")
     if output is not None and output.suffix == ".csv":
         raise UserError(f"-o {output} is for the rows of --cases; the figures of a job are .json", "output.kind")
     extras = Extras(checkpoint, profile, floor)
@@ -204,9 +204,11 @@ def peers(
         raise UserError("--overhead is of one process, and --scaling of many; give one of them", "option.conflict")
     if not scaling:
         growing = {name: f"--{name}" for name in ("least", "batch", "predict")}
-        refuse(given_of(context, growing), "is of --scaling; add it, or leave this out")
+        refuse(options_given(context, growing), "is of --scaling; add it, or leave this out")
     if overhead:
-        refuse(given_of(context, {"ranks": "--ranks", "only": "--only"}), "is of several ranks, and --overhead of one")
+        refuse(
+            options_given(context, {"ranks": "--ranks", "only": "--only"}), "is of several ranks, and --overhead of one"
+        )
         measured(lambda progress: [comparison.overhead(changes or [], _or(rounds, 7), progress)], as_json, output)
     elif scaling:
         from fivefold.bench.scaling import scaling as grow
@@ -310,11 +312,11 @@ def _keep(result: Result, output: Path) -> bool:
     try:
         if output.suffix == ".csv":
             rows: Any = getattr(result, "rows", None)
-            output.write_text(_csv(typed(), rows() if callable(rows) else rows))
+            output.write_text(_csv(command_line(), rows() if callable(rows) else rows))
         else:
             rows = result.to_dict()
             figures = rows if isinstance(rows, dict) else {"rows": rows}
-            output.write_text(json.dumps({"command": typed()} | figures, indent=1) + "\n")
+            output.write_text(json.dumps({"command": command_line()} | figures, indent=1) + "\n")
     except OSError as error:
         Console(stderr=True, soft_wrap=True).print(f"--output {output} was not written: {error.strerror}", markup=False)
         return False

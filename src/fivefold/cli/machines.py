@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from fivefold.cli.options import JobWords, Json, Output, RunWords, counting_bar, split, typed
+from fivefold.cli.options import JobWords, Json, Output, RunWords, command_line, counting_bar, split
 from fivefold.render.blocks import show
 from fivefold.support.errors import UserError
 from fivefold.support.files import write
@@ -231,4 +231,4 @@ def _ranks(output: Path | None, quick: bool, device: str, nproc: int | None, as_
 
 
 def _made_by() -> str:
-    return f"Made by: {typed()}"
+    return f"Made by: {command_line()}"

@@ -1,6 +1,6 @@
-"""What commands share: options that mean the same everywhere, the words of a job, bars for long work.
+"""What commands share: options that mean the same everywhere, the arguments of a job, progress bars.
 
-Every command is registered by `command`, which adds --quiet and looks whether the file of -o can be written.
+Every command is registered by `command`, which adds --quiet and checks that the file of -o can be written.
 """
 
 import functools
@@ -31,7 +31,7 @@ from fivefold.render.paint import PICTURES
 from fivefold.support.errors import UserError
 from fivefold.support.progress import shown, silenced
 
-DRAWN = (*PICTURES, *TEXTS)  # endings of a result that has a picture
+DRAWN = (*PICTURES, *TEXTS)  # file suffixes of a result that can be drawn
 PAGE = (".html", ".htm")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -85,7 +85,7 @@ Imbalance = Annotated[
 def command(
     app: typer.Typer, name: str, short: str, writes: tuple[str, ...] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a function a command. `writes` are the endings that the file of its -o may have."""
+    """Make a function a command. `writes` are the suffixes that the file of its -o may have."""
 
     def add(function: Callable[..., None]) -> Callable[..., None]:
         app.command(name, short_help=short)(_with_quiet(function, writes))
@@ -117,22 +117,22 @@ def _with_quiet(function: Callable[..., None], writes: tuple[str, ...]) -> Calla
     return run
 
 
-def typed() -> str:
-    """The line that was typed, for files that say what they were made by."""
+def command_line() -> str:
+    """The command line that was typed, for files that say what made them."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     module = spec.name if spec is not None and spec.name.startswith("benchmarks.") else ""
     return shlex.join([*(["python", "-m", module] if module else ["fivefold"]), *sys.argv[1:]])
 
 
 def written(result: Any, html: Path) -> str:
-    """Write the page of a result, or of what a path holds; and what to say about it."""
+    """Write the page of a result, or of what a path holds; return what to say about it."""
     from fivefold.web.report import report
 
-    return str(report(result, html, typed())).rstrip()
+    return str(report(result, html, command_line())).rstrip()
 
 
-def given_of(context: typer.Context, names: Mapping[str, str]) -> list[str]:
-    """Those of the options, by the names of their parameters, that were typed."""
+def options_given(context: typer.Context, names: Mapping[str, str]) -> list[str]:
+    """The options, by parameter name, that were given on the command line."""
     source = context.get_parameter_source
     return [option for name, option in names.items() if getattr(source(name), "name", "") == "COMMANDLINE"]
 
@@ -142,8 +142,8 @@ def refuse(options: list[str], why: str) -> None:
         raise UserError(f"{', '.join(options)} {why}", "option.conflict")
 
 
-def whole_layout(layout: str | None, words: list[str], option: str = "--layout") -> None:
-    """Refuse a layout that was cut by a space: `--layout dp=8 zero=3` gives the layout dp=8 and the word zero=3."""
+def check_whole_layout(layout: str | None, words: list[str], option: str = "--layout") -> None:
+    """Refuse a layout cut by a space: `--layout dp=8 zero=3` gives the layout dp=8 and the argument zero=3."""
     from fivefold.job.aliases import apart
 
     if problems := apart(words, layout or "", f"{option} "):
@@ -160,12 +160,12 @@ def split(words: list[str] | None) -> tuple[str | None, list[str]]:
 
 
 # ---- bars -----------------------------------------------------------------------------------------------------------
-# They show on a terminal only, and disappear afterwards.
+# Shown on a terminal only, and removed afterwards.
 
 
 @contextmanager
 def bytes_bar(what: str, total: int | None = None) -> Iterator[Callable[..., None]]:
-    """For bytes that are read or written: call it with how many were done, and the total where it was not known."""
+    """For bytes read or written: call it with how many more are done, and with the total if it was not known."""
     with _bar(TextColumn(what), BarColumn(30), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()) as bar:
         task = bar.add_task(what, total=total)
         yield lambda done, total=None: bar.update(task, advance=done, total=total)

@@ -17,9 +17,9 @@ from fivefold.cli.options import (
     Precision,
     Seq,
     Software,
+    check_whole_layout,
+    command_line,
     counting_bar,
-    typed,
-    whole_layout,
     written,
 )
 from fivefold.render.blocks import show
@@ -116,7 +116,7 @@ def plan(
     from fivefold.planner import plan as planning
     from fivefold.planner.training import TWENTY
 
-    whole_layout(layout or fix, words, "--layout" if layout else "--fix")
+    check_whole_layout(layout or fix, words, "--layout" if layout else "--fix")
     if tokens is None and _is_job(output) and not words[0].endswith(".toml"):
         tokens = None if any(word.startswith("train.steps=") for word in words) else TWENTY
     result = planning.plan(
@@ -140,7 +140,7 @@ def _write_decision(result: "PlanResult", output: Path) -> str:
     from fivefold.support.files import write
 
     with counting_bar() as progress:
-        decision = decide(result, typed(), progress)
+        decision = decide(result, command_line(), progress)
     write(output, decision.html() if output.suffix.lower() == ".html" else decision.markdown())
     return f"written to {output}"
 
@@ -153,7 +153,7 @@ def _write_job(result: "PlanResult", output: Path) -> str:
     from fivefold.support.files import write
 
     schedule = write_schedule(result.explained, output.with_suffix(".schedule.txt"))
-    write(output, result.training.file(result.explained, str(output), typed(), schedule))
+    write(output, result.training.file(result.explained, str(output), command_line(), schedule))
     fill = "fill in data.path, then " if needs_data(result.job) else ""
     beside = f", with its schedule in {schedule}" if schedule else ""
     return f"written to {output}{beside}: {fill}{start(result.explained, str(output))}"
@@ -255,7 +255,7 @@ def goodput(
     """
     from fivefold.planner import goodput_result
 
-    whole_layout(layout or fix, words, "--layout" if layout else "--fix")
+    check_whole_layout(layout or fix, words, "--layout" if layout else "--fix")
     result = goodput_result.goodput(
         words[0], cluster, changes=words[1:], batch=batch, seq=seq, tokens=tokens, layout=layout, fix=fix,
         precision=precision, software=software, every=every, mtbf=mtbf, detect=detect, restart=restart,

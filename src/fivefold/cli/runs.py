@@ -10,7 +10,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from fivefold.cli.options import PAGE, Html, JobWords, Json, Output, Picture, split, typed, written
+from fivefold.cli.options import PAGE, Html, JobWords, Json, Output, Picture, command_line, split, written
 from fivefold.render.blocks import console_of, show
 from fivefold.support.dtypes import dtype_of
 from fivefold.support.errors import UserError
@@ -189,6 +189,6 @@ def inspect(
     if html is not None and isinstance(place, Path) and not (place / METRICS).is_file():  # one with runs in it
         from fivefold.web.report import report
 
-        show(report(place, html, typed()), as_json)
+        show(report(place, html, command_line()), as_json)
         return
     show(look(place, step), as_json, output, [] if html is None else [written(place, html)])

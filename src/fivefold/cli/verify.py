@@ -13,12 +13,12 @@ from fivefold.cli.options import (
     Output,
     Picture,
     Seq,
+    check_whole_layout,
+    command_line,
     counting_bar,
-    given_of,
+    options_given,
     refuse,
     split,
-    typed,
-    whole_layout,
     written,
 )
 from fivefold.render.blocks import console_of, show
@@ -128,13 +128,13 @@ def verify(
     """
     from fivefold.verifier.verify import verify as prove
 
-    whole_layout(layout, words or [])
+    check_whole_layout(layout, words or [])
     file, changes = split(words)
     if curve:
         show(_curve(context, file, changes, timeout), as_json, output)
         return
     if file is not None:
-        _page(Path(file), changes or given_of(context, _OF_PROOFS | _OF_JOBS), html, as_json)
+        _page(Path(file), changes or options_given(context, _OF_PROOFS | _OF_JOBS), html, as_json)
         return
     try:
         with counting_bar() as progress:
@@ -163,8 +163,8 @@ def _curve(context: typer.Context, file: str | None, changes: list[str], timeout
     """Options of the job that were typed are settings of the one that is trained."""
     from fivefold.verifier.verify import curve
 
-    refuse(given_of(context, _OF_PROOFS), "belongs to a proof, and --curve compares loss curves; leave one out")
-    asked = [f"{key}={context.params[name]}" for name, key in _SETTINGS.items() if given_of(context, {name: name})]
+    refuse(options_given(context, _OF_PROOFS), "belongs to a proof, and --curve compares loss curves; leave one out")
+    asked = [f"{key}={context.params[name]}" for name, key in _SETTINGS.items() if options_given(context, {name: name})]
     with console_of(stderr=True).status("three runs: one process, its control, the layout"):
         return curve(file, changes + asked, timeout=3600.0 if timeout is None else timeout)
 
@@ -185,7 +185,7 @@ def _page(file: Path, others: list[str], html: Path | None, as_json: bool) -> No
         raise UserError(
             f"{file} is a directory; give what `fivefold verify --json` wrote, or a run to `inspect`", "file.read"
         )
-    show(report(file, html, typed()), as_json)
+    show(report(file, html, command_line()), as_json)
 
 
 _Cluster = Annotated[
@@ -241,7 +241,7 @@ def dryrun(
     """
     from fivefold.dry.run import dryrun as run
 
-    whole_layout(layout, words)
+    check_whole_layout(layout, words)
     given = {"--rank": rank is not None, "--ranks": bool(ranks), "--stages": bool(stages) or all_stages}
     if len(asked := [option for option, there in given.items() if there]) > 1:
         raise UserError(f"{' and '.join(asked)} say different things; give one of them", "option.conflict")

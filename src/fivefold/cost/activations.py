@@ -1,6 +1,6 @@
 """Bytes that one microbatch saves for its backward pass, by kind, on one rank.
 
-saved_activations(spec, layout, stack, samples, seq)      # of a block
+saved_activations(spec, layout, software, samples, seq)      # of a block
 
 Letters: T tokens of a microbatch on this rank, E hidden, H heads, S tokens of a sequence. Textbook case: a GPT block
 with dropout, fused softmax and no recompute saves T E (34 + 5 H S / E) bytes on one rank (arXiv 2205.05198, section
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from msgspec import structs
 
 from fivefold.cost.routing import RoutedTokens
-from fivefold.cost.stack import SoftwareProfile
+from fivefold.cost.software import SoftwareProfile
 from fivefold.layout.layout import Layout
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import BlockOperations, Matmul, block
@@ -23,7 +23,7 @@ from fivefold.spec.operations import BlockOperations, Matmul, block
 # ---- expert memory --------------------------------------------------------------------------------------------------
 # Bytes of the experts of one block on one rank: what a microbatch saves, and the peaks of its backward pass.
 #
-#     moe = MoEMemory(spec, layout, stack, tokens=4096, activation_bytes=2, imbalance=1.2)
+#     moe = MoEMemory(spec, layout, software, tokens=4096, activation_bytes=2, imbalance=1.2)
 #     moe.saved, moe.saved_selective         # without recompute, and with selective recompute
 #     moe.during_last_linear                 # in backward, on top of `saved`
 #
@@ -39,9 +39,9 @@ GATES = {"swiglu": 1, "swiglu_clamped": 4}
 _SLOT = 40  # bytes of the numbers of a slot: its expert, its places before and after sorting, its weight
 
 
-def written_by_activation(spec: ModelSpec, stack: SoftwareProfile) -> int:
+def written_by_activation(spec: ModelSpec, software: SoftwareProfile) -> int:
     """Tensors that an activation function saves beside its inputs and its output, each as wide as the output."""
-    return GATES.get(spec.activation, 0) if stack.pointwise in ("eager", "fivefold") else 0
+    return GATES.get(spec.activation, 0) if software.pointwise in ("eager", "fivefold") else 0
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class MoEMemory(RoutedTokens):
 
     spec: ModelSpec
     layout: Layout
-    stack: SoftwareProfile
+    software: SoftwareProfile
     tokens: int
     activation_bytes: int = 2  # of one element
     imbalance: float = 1.0
@@ -65,7 +65,7 @@ class MoEMemory(RoutedTokens):
     def saved(self) -> float:
         """What autograd saves without recompute."""
         *columns, down = self._matmuls
-        written = 1 + written_by_activation(self.spec, self.stack)
+        written = 1 + written_by_activation(self.spec, self.software)
         inner = sum(matmul.outputs for matmul in columns) + written * down.inputs
         bytes_ = self.saved_by_router + self.rows * self.activation_bytes * (self.spec.hidden + inner)
         if not self._weights_apart:
@@ -179,7 +179,7 @@ class MoEMemory(RoutedTokens):
     def _weights_apart(self) -> bool:
         """Whether experts' outputs are weighted, and the router's input is cast, by kernels of their own. Other
         software weights inside of the activation function, and its router reads the norm's output."""
-        return self.stack.pointwise in ("eager", "fivefold")
+        return self.software.pointwise in ("eager", "fivefold")
 
     @cached_property
     def _matmuls(self) -> list[Matmul]:
@@ -235,7 +235,7 @@ class SavedActivations(NamedTuple):
 def saved_activations(
     spec: ModelSpec,
     layout: Layout,
-    stack: SoftwareProfile,
+    software: SoftwareProfile,
     samples: int,
     seq: int,
     activation_bytes: int = 2,
@@ -251,14 +251,14 @@ def saved_activations(
     tokens = samples * seq // layout.cp
     moe = None
     if spec.experts is not None and not dense:
-        moe = MoEMemory(spec, layout, stack, tokens, activation_bytes, imbalance)
-    without_recompute = _without_recompute(spec, layout, stack, tokens, seq, activation_bytes, moe)
+        moe = MoEMemory(spec, layout, software, tokens, activation_bytes, imbalance)
+    without_recompute = _without_recompute(spec, layout, software, tokens, seq, activation_bytes, moe)
     if layout.recompute == "none":
         return without_recompute
     residual = without_recompute.residual / 2
     if layout.recompute == "full":
         return SavedActivations(residual=residual)
-    if stack.selective == "attention":
+    if software.selective == "attention":
         return without_recompute._replace(scores=0.0)
     own = block(spec, layout.tp, dense)
     # The outputs of every matmul and of attention, and what Ulysses exchanged before attention and after it.
@@ -269,7 +269,7 @@ def saved_activations(
     if spec.mla and layout.sp:  # the latents of all tokens, gathered
         attention += tokens * activation_bytes * (spec.mla.q_rank + spec.mla.cached)
     mlp = tokens * activation_bytes * _output_features(own, "mlp", layout)
-    if stack.selective == "half":
+    if software.selective == "half":
         attention = tokens * activation_bytes * (1.5 * own.attention.width + 1.0 * own.attention.kv_width)
         mlp = mlp / 2
     experts = moe.saved_selective if moe else 0.0
@@ -314,7 +314,7 @@ def _output_features(own: BlockOperations, branch: str, layout: Layout) -> float
 def _without_recompute(
     spec: ModelSpec,
     layout: Layout,
-    stack: SoftwareProfile,
+    software: SoftwareProfile,
     tokens: int,
     seq: int,
     activation_bytes: int,
@@ -331,22 +331,22 @@ def _without_recompute(
 
     # Each norm saves its input (the residual stream) and its output, which the column-parallel linears read; an eager
     # RMSNorm also its input as float32 and the normalised values. A dropout saves its mask.
-    eager = stack.norm == "eager" and spec.norm == "rmsnorm"
+    eager = software.norm == "eager" and spec.norm == "rmsnorm"
     norm = (read_by("norm") + read_by("qk_norm")) * (activation_bytes + (8 if eager else 0)) + read_by("dropout")
     mlp = [matmul for matmul in own.of("mlp") if not _of_experts(matmul)]
     if not mlp:  # nothing but the router reads the second norm's output
         norm -= tokens * activation_bytes * spec.hidden / (layout.tp if layout.sp else 1)
     scores = 0.0
-    if stack.attention in ("torch", "fused"):
+    if software.attention in ("torch", "fused"):
         # Fused: probabilities, a mask, and their product. Torch: float32 softmax, cast, mask.
-        per_score = 2 * activation_bytes + {"fused": 1, "torch": 4}[stack.attention]
+        per_score = 2 * activation_bytes + {"fused": 1, "torch": 4}[software.attention]
         scores = float(per_score * tokens * own.attention.heads * seq)
     inner = sum(matmul.outputs for matmul in mlp[:-1])
-    inner += sum((1 + written_by_activation(spec, stack)) * matmul.inputs for matmul in mlp[-1:])
+    inner += sum((1 + written_by_activation(spec, software)) * matmul.inputs for matmul in mlp[-1:])
     return SavedActivations(
         residual=read_by("residual") * activation_bytes,
         norm=norm,
-        attention=_saved_by_attention(spec, layout, stack, own, tokens, activation_bytes),
+        attention=_saved_by_attention(spec, layout, software, own, tokens, activation_bytes),
         scores=scores,
         mlp=float(activation_bytes * tokens * inner),
         experts=moe.saved if moe else 0.0,
@@ -354,17 +354,17 @@ def _without_recompute(
 
 
 def _saved_by_attention(
-    spec: ModelSpec, layout: Layout, stack: SoftwareProfile, own: BlockOperations, tokens: int, activation_bytes: int
+    spec: ModelSpec, layout: Layout, software: SoftwareProfile, own: BlockOperations, tokens: int, activation_bytes: int
 ) -> float:
     """Queries, keys, values, the output (or two copies of it), and a log-sum-exp in float32 for each query."""
-    outputs, attention = 2 if stack.copies_attention else 1, own.attention
+    outputs, attention = 2 if software.copies_attention else 1, own.attention
     log_sum_exp = 4 * attention.heads
     if spec.mla is None:
         features = (1 + outputs) * attention.width + 2 * attention.kv_width
         return float(tokens * (activation_bytes * features + log_sum_exp))
     # Of latent attention the norms' outputs are the latents that heads are made of, side by side; with sp those of all
     # tokens. Values are padded to the width of the keys.
-    values = attention.width if stack.pads_values else attention.seen
+    values = attention.width if software.pads_values else attention.seen
     parts, latents = layout.tp if layout.sp else 1, spec.mla.q_rank + spec.mla.cached
     heads = 2 * attention.width + 2 * values + (outputs - 1) * attention.seen
     return float(tokens * (activation_bytes * (heads + latents + spec.mla.rope_dim / parts) + log_sum_exp))

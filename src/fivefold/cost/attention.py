@@ -1,6 +1,6 @@
 """Context parallelism of one layer: ring, all-gather and Ulysses by bytes, seconds and memory.
 
-    layer = LayerAttention(131072, heads=16, kv_heads=1, head_dim=128, device=device, wires=wires)  # heads of a tp rank
+    layer = LayerAttention(131072, heads=16, kv_heads=1, head_dim=128, device=device, topology=topology)  # a tp rank's
     compare(layer)["ring"].seconds
 
 Bytes are those of `cost/block_collectives.py`, and of what `parallel/context.py` runs. A layer takes as long as its
@@ -27,7 +27,7 @@ from fivefold.cost.block_collectives import Collective, context
 from fivefold.cost.collective_time import Topology, wire
 from fivefold.cost.kernels import QUERIES, Device, plus, times
 from fivefold.cost.model_state import BYTES, wide_bytes
-from fivefold.cost.stack import FIVEFOLD, Attention
+from fivefold.cost.software import FIVEFOLD, Attention
 from fivefold.layout.layout import ContextKind
 from fivefold.support.errors import UserError
 from fivefold.support.text import either
@@ -216,14 +216,14 @@ class KernelTime(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """One layer's attention over sequences of one length. The cp degree is that of `wires.layout`."""
+    """One layer's attention over sequences of one length. The cp degree is that of `topology.layout`."""
 
     seq: int
     heads: int  # of one tp rank, and kv heads likewise
     kv_heads: int
     head_dim: int
     device: Device
-    wires: Topology
+    topology: Topology
     kernel: Attention = FIVEFOLD.attention  # over whole rows, as Ulysses has them
     partial: Attention = FIVEFOLD.cp_attention or FIVEFOLD.attention  # over parts: it must give the log-sum-exp, too
     samples: int = 1  # sequences, which travel and are computed together
@@ -233,7 +233,7 @@ class LayerAttention:
 
     @property
     def ranks(self) -> int:
-        return self.wires.layout.cp
+        return self.topology.layout.cp
 
     @property
     def tokens(self) -> int:
@@ -263,14 +263,14 @@ class LayerAttention:
     def moving(self, kind: ContextKind) -> Both:
         """Seconds of all of them."""
         forward, backward = (
-            sum(self.wires.time(sent.kind, "cp", sent.payload, sent.calls) for sent in way)
+            sum(self.topology.time(sent.kind, "cp", sent.payload, sent.calls) for sent in way)
             for way in self.collectives(kind)
         )
         return Both(forward, backward)
 
     def over(self, ranks: int) -> "LayerAttention":
         """The same sequence over another number of ranks."""
-        return replace(self, wires=replace(self.wires, layout=structs.replace(self.wires.layout, cp=ranks)))
+        return replace(self, topology=replace(self.topology, layout=structs.replace(self.topology.layout, cp=ranks)))
 
     def work(self, calls: Sequence[KernelCall], merged: bool = True, heads: int = 0) -> KernelTime:
         """Calls one after the other, of all heads or of some."""
@@ -287,7 +287,7 @@ class LayerAttention:
 
     def send(self, *payloads: int) -> float:
         """Seconds in which a rank passes messages on to the next, through one port."""
-        return sum(self.wires.time("send", "cp", payload) for payload in payloads if payload)
+        return sum(self.topology.time("send", "cp", payload) for payload in payloads if payload)
 
 
 @dataclass(frozen=True)

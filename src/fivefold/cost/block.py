@@ -15,10 +15,10 @@ import msgspec
 from fivefold.cost import attention
 from fivefold.cost.block_collectives import BlockCollectives, Collective
 from fivefold.cost.collective_time import Topology
-from fivefold.cost.forms import ZeroCost, hidden
+from fivefold.cost.forms import ZeroCost, exposed_seconds
 from fivefold.cost.kernels import Device, copied, remade, score_dim
 from fivefold.cost.moe import MoEBlock, ParamShare, Travel, block_share, dense_gemms
-from fivefold.cost.stack import CAST, MOVED, NARROW, WIDE, SoftwareProfile
+from fivefold.cost.software import CAST, MOVED, NARROW, WIDE, SoftwareProfile
 from fivefold.layout.layout import ContextKind, Layout
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import BlockOperations, block, head
@@ -71,13 +71,13 @@ def layer_kind(spec: ModelSpec, layer: int) -> LayerKind:
 
 @dataclass(frozen=True)
 class BlockCost:
-    """A microbatch of `samples` sequences under a layout, on a device, with a stack."""
+    """A microbatch of `samples` sequences under a layout, on a device, as a software runs it."""
 
     spec: ModelSpec
     layout: Layout
     device: Device
-    wires: Topology
-    stack: SoftwareProfile
+    topology: Topology
+    software: SoftwareProfile
     samples: int
     seq: int
     precision: str = "bf16"
@@ -115,13 +115,13 @@ class BlockCost:
         if self.spec.experts is None or self.dense:
             return None
         sizes = (self.tokens, self.activation_bytes, self.precision, self.imbalance)
-        return MoEBlock(self.spec, self.layout, self.device, self.wires, self.stack, *sizes)
+        return MoEBlock(self.spec, self.layout, self.device, self.topology, self.software, *sizes)
 
     @cached_property
     def gemms(self) -> list[tuple[int, int, int]]:
         """Forward GEMMs of a block but for those of experts: rows, columns, inner."""
         part = self.layout.tp if self.layout.sp else 1
-        return dense_gemms(self.operations.matmuls, self.tokens, self.stack.columns_apart, part)
+        return dense_gemms(self.operations.matmuls, self.tokens, self.software.columns_apart, part)
 
     @cached_property
     def block(self) -> PassTimes:
@@ -154,7 +154,7 @@ class BlockCost:
         back = Seconds(inputs, attend_back, point_back, again, 0.0, tp_back, cp_back, scatter, ep_back + resent)
         late = Seconds(gemm=weights, memory=self.added(self.block_parameters))
         # A device that is faster than its host waits for it, in forward and backward alike; one that is its host, too.
-        behind = 0.0 if self.stack.computes_itself else ahead.total + back.total + late.total
+        behind = 0.0 if self.software.computes_itself else ahead.total + back.total + late.total
         launching, passes = self.launching, self._forwards + 1
         wait = max(0.0, launching - behind)
         share = 1 / passes
@@ -167,21 +167,21 @@ class BlockCost:
     @property
     def launching(self) -> float:
         """Seconds in which the host launches a block's passes, forward and backward."""
-        own = self.device.reached.host if self.stack.computes_itself else 0.0
-        pace = own or self.stack.host * self.stack.software.host
-        if self.mixture is not None and self.stack.experts.graphs:
+        own = self.device.reached.host if self.software.computes_itself else 0.0
+        pace = own or self.software.host * self.software.reached.host
+        if self.mixture is not None and self.software.experts.graphs:
             return 0.0
         if self.mixture is not None:
-            pace += (own or self.stack.software.host) * self.stack.experts.host
+            pace += (own or self.software.reached.host) * self.software.experts.host
         return (self._forwards + 1) * pace
 
     def added(self, parameters: float) -> float:
         """Adding up gradients in kernels of their own."""
-        return self.device.stream(parameters * self.stack.accumulate_bytes, 0)
+        return self.device.stream(parameters * self.software.accumulate_bytes, 0)
 
     @property
     def _slower(self) -> float:
-        return ROWWISE if self.stack.rowwise and self.precision == "fp8" else 1.0
+        return ROWWISE if self.software.rowwise and self.precision == "fp8" else 1.0
 
     def _gemm(self, m: int, n: int, k: int) -> float:
         return self._slower * self.device.gemm(m, n, k, self.precision)
@@ -197,12 +197,12 @@ class BlockCost:
             return forward, backward
         if self._over_ranks is not None:
             work = self._over_ranks.work
-            parts = work.both if self.stack.merges else work.attention
+            parts = work.both if self.software.merges else work.attention
             return parts.forward, parts.backward
         own = self.operations.attention
-        dim = score_dim(self.spec, self.stack, own.head_dim, own.v_dim)
+        dim = score_dim(self.spec, self.software, own.head_dim, own.v_dim)
         return self.device.attention(
-            self.stack.attention, self.samples, own.heads, dim, self.seq, own.keys(self.seq / 2)
+            self.software.attention, self.samples, own.heads, dim, self.seq, own.keys(self.seq / 2)
         )
 
     @cached_property
@@ -210,27 +210,29 @@ class BlockCost:
         """The microbatch over the cp ranks (`cost/attention.py` says what each way costs)."""
         if self.layout.cp == 1:
             return None
-        full_kernel, partial_kernel = self.stack.attention, self.stack.cp_attention or self.stack.attention
-        wires = replace(self.wires, layout=msgspec.convert(self.layout.degrees, Layout))  # found again: no more matters
+        full_kernel, partial_kernel = self.software.attention, self.software.cp_attention or self.software.attention
+        topology = replace(
+            self.topology, layout=msgspec.convert(self.layout.degrees, Layout)
+        )  # found again: no more matters
         sizes = (self.samples, self.activation_bytes, max(4, self.activation_bytes))  # sums are in float32 at least
         heads = self.operations.attention[:3]
         case = attention.LayerAttention(
-            self.seq, *heads, self.device, wires, full_kernel, partial_kernel, *sizes, window=self.window or 0
+            self.seq, *heads, self.device, topology, full_kernel, partial_kernel, *sizes, window=self.window or 0
         )
         return _method(self.layout.cp_kind, case)
 
     @cached_property
     def _pointwise(self) -> tuple[float, float]:
         """What is bound by memory, forward and backward. The norms of q and k are not counted."""
-        slower = self.stack.software.norm if self.stack.norm == "eager" else 1.0
-        norm = [slower * bytes_ for bytes_ in getattr(MOVED[self.stack.norm], self.spec.norm)]
-        moved = MOVED[self.stack.pointwise]._asdict() | {"norm": norm}
+        slower = self.software.reached.norm if self.software.norm == "eager" else 1.0
+        norm = [slower * bytes_ for bytes_ in getattr(MOVED[self.software.norm], self.spec.norm)]
+        moved = MOVED[self.software.pointwise]._asdict() | {"norm": norm}
         # Inputs of narrow matmuls are cast, forward, and again transposed for the weights' gradients.
         own = self.operations
         plain = [group[0] for group in own.groups if not (group[0].experts or group[0].tp == "replicated_partial")]
         cast = sum(matmul.inputs for matmul in plain) * CAST.get(self.precision, 0.0)
-        cast += copied(self.spec, self.stack, self.layout.tp)
-        kernels = 8 if self.stack.pointwise != "eager" else 20
+        cast += copied(self.spec, self.software, self.layout.tp)
+        kernels = 8 if self.software.pointwise != "eager" else 20
         shares = [
             (self.tokens * operation.share(self.layout.tp, self.layout.sp), operation.kind)
             for operation in own.elementwise
@@ -245,35 +247,35 @@ class BlockCost:
     def _again(self, forward: Seconds, sent: float) -> float:
         """Recomputation: of the whole block, or of operations whose outputs are cheap and large."""
         if self.layout.recompute == "none":
-            if not (self.stack.remakes_heads and self.spec.mla):
+            if not (self.software.remakes_heads and self.spec.mla):
                 return 0.0
             made = sum(self._gemm(*shape) for shape in remade(self.spec, self.tokens, self.layout.tp))
             return made + self.device.stream(
-                self.activation_bytes / 2 * self.tokens * copied(self.spec, self.stack, self.layout.tp)
+                self.activation_bytes / 2 * self.tokens * copied(self.spec, self.software, self.layout.tp)
             )
         if self.layout.recompute == "full":
-            stops = self.stack.stops_early and self.layout.tp == 1 and not self.layout.splits_backward
+            stops = self.software.stops_early and self.layout.tp == 1 and not self.layout.splits_backward
             # A shared expert is the last where nothing travels; elsewhere it computes while tokens do.
             stops = stops and (self.mixture is None or (self.mixture.experts.shared > 0 and self.layout.ep == 1))
             return forward.total + sent - (self._gemm(*self.gemms[-1]) if stops else 0.0)
-        if self.stack.selective == "attention":
+        if self.software.selective == "attention":
             return forward.attention
-        return forward.memory + (0.5 * forward.gemm if self.stack.selective == "half" else 0.0)
+        return forward.memory + (0.5 * forward.gemm if self.software.selective == "half" else 0.0)
 
     def _tensor(self, forward: float, backward: float, weights: float) -> tuple[float, float]:
         """The exposed seconds of tp's collectives, but for those of experts, forward and backward."""
         if self.layout.tp == 1:
             return 0.0, 0.0
-        hides, sent_back = self.stack.hides, self._tp_backward
+        hides, sent_back = self.software.hides, self._tp_backward
         # In pieces behind their own GEMMs: by peer memory, which ends with the node.
-        pieces = hides("tp") if self.wires.by_peers("tp") else 0.0
-        ahead = hidden(self._tp_forward, forward, pieces)
+        pieces = hides("tp") if self.topology.by_peers("tp") else 0.0
+        ahead = exposed_seconds(self._tp_forward, forward, pieces)
         if pieces:
-            return ahead, hidden(sent_back, backward, pieces)
+            return ahead, exposed_seconds(sent_back, backward, pieces)
         # A schedule that puts the weights' gradients off has nothing to hide the inputs' behind.
         behind = 0.0 if self.layout.splits_backward else weights
-        share = max(hides("tp_backward"), self.stack.software.tp_backward * (self.stack.overlap.tp > 0))
-        return ahead, hidden(sent_back, behind, share)
+        share = max(hides("tp_backward"), self.software.reached.tp_backward * (self.software.overlap.tp > 0))
+        return ahead, exposed_seconds(sent_back, behind, share)
 
     @cached_property
     def collectives(self) -> BlockCollectives:
@@ -293,13 +295,13 @@ class BlockCost:
 
     def _over_tp(self, collectives: Iterable[Collective]) -> float:
         alike = Counter((sent.kind, sent.payload) for sent in collectives if sent.axis == "tp")
-        return sum(self.wires.time(kind, "tp", payload, calls) for (kind, payload), calls in alike.items())
+        return sum(self.topology.time(kind, "tp", payload, calls) for (kind, payload), calls in alike.items())
 
     def _context(self) -> tuple[float, float]:
         """The exposed exchange of keys and values; a recomputed block exchanges again."""
         if self._over_ranks is None:
             return 0.0, 0.0
-        share = self.stack.hides("cp") if self.layout.cp_kind == "ring" else 1.0
+        share = self.software.hides("cp") if self.layout.cp_kind == "ring" else 1.0
         least, most = self._over_ranks.exposed, self._over_ranks.moving
         forward, backward = (
             all_seconds - share * (all_seconds - rest) for all_seconds, rest in zip(most, least, strict=True)
@@ -310,7 +312,7 @@ class BlockCost:
         """ZeRO 3: weights gathered in forward and backward, gradients scattered, in every microbatch."""
         if not self.layout.fully_shards(self.spec):
             return 0.0, 0.0
-        zero = ZeroCost(self.spec, self.stack, self.wires)
+        zero = ZeroCost(self.spec, self.software, self.topology)
         free = max(0.0, backward - self.port)
         gather, scatter = zero.in_block(self.own, forward, free, self.layout.recompute == "full")
         return gather, scatter
@@ -319,9 +321,9 @@ class BlockCost:
     def port(self) -> float:
         """Seconds of a block's backward in which tp or cp holds the node's ports, so that dp cannot."""
         busy = 0.0
-        if self.layout.tp > 1 and self.wires.across("tp"):
+        if self.layout.tp > 1 and self.topology.across("tp"):
             busy += self._tp_backward
-        if self._over_ranks is not None and self.wires.across("cp"):
+        if self._over_ranks is not None and self.topology.across("cp"):
             busy += self._over_ranks.moving[1]
         return busy
 
@@ -373,10 +375,12 @@ class BlockCost:
         spec, t = self.spec, self.layout.tp
         m, n, k = self.tokens, head(spec, t).outputs, spec.hidden
         precision = "bf16" if self.precision in NARROW else self.precision  # the head is never in 8 bits
-        gathered = self.stack.gathers_logits and t > 1
-        loss = self.device.stream(self.stack.logit_bytes * m * (spec.vocab if gathered else n) / 2, 6)
+        gathered = self.software.gathers_logits and t > 1
+        loss = self.device.stream(self.software.logit_bytes * m * (spec.vocab if gathered else n) / 2, 6)
         *gathers, sums = self.collectives.head()  # the loss's own, a few bytes a token, are not counted
-        trade = self.wires.time("all-gather", "tp", float(self.activation_bytes) * m * spec.vocab) if gathered else 0.0
+        trade = (
+            self.topology.time("all-gather", "tp", float(self.activation_bytes) * m * spec.vocab) if gathered else 0.0
+        )
         return PassTimes(
             Seconds(gemm=self.device.gemm(m, n, k, precision), memory=loss, tp=self._over_tp(gathers) + trade),
             Seconds(gemm=self.device.gemm(m, k, n, precision), memory=loss, tp=self._over_tp([sums])),

@@ -1,7 +1,7 @@
 """How long a collective takes: ring or tree, within a node or across, by where an axis's ranks really are.
 
-    wires = Topology(device, 8, layout, stack.order)    # 8 GPUs a node
-    wires.time("all-reduce", "tp", 64 << 20)         # seconds
+    topology = Topology(device, 8, layout, software.order)  # 8 GPUs a node
+    topology.time("all-reduce", "tp", 64 << 20)         # seconds
 
 Alpha-beta: a ring of n passes its bytes on n-1 times (twice that for an all-reduce), each time a latency; a tree needs
 log2 of the nodes, carries a little less, and is for all-reduces. Across nodes all of a group's ranks on a node send at
@@ -196,10 +196,10 @@ FLAGGED = 0.5
 NCCL_BASE = 6.8e-6
 
 
-def flagged(wires: Topology) -> Topology:
-    own = wires.device.accelerator
+def flagged(topology: Topology) -> Topology:
+    own = topology.device.accelerator
     links = structs.replace(own, inside=_flagged(own.inside), across=_flagged(own.across))
-    return replace(wires, device=Device(links, wires.device.reached))
+    return replace(topology, device=Device(links, topology.device.reached))
 
 
 def _flagged(link: Link) -> Link:

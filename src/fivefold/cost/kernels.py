@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from msgspec import structs
 
-from fivefold.cost.stack import NARROW, WIDE, Attention, SoftwareProfile
+from fivefold.cost.software import NARROW, WIDE, Attention, SoftwareProfile
 from fivefold.hardware.accelerators import Accelerator, Achieved, achieved
 from fivefold.spec.model import ModelSpec
 
@@ -140,20 +140,20 @@ def _waves(m: int, n: int, k: int, batch: int, units: int, ramp: float) -> float
 # Latent attention (MLA): what it moves beside its products, and how wide its scores' products are.
 
 
-def copied(spec: ModelSpec, stack: SoftwareProfile, tp: int) -> float:
+def copied(spec: ModelSpec, software: SoftwareProfile, tp: int) -> float:
     """Bytes a token, of 2-byte activations: keys are put together of their two parts, and values padded to them."""
     if spec.mla is None:
         return 0.0
     mla, heads = spec.mla, spec.heads // tp
     keys = (mla.nope_dim + mla.head_dim) * heads
-    values = (mla.v_dim + mla.head_dim) * heads if stack.pads_values else 0
+    values = (mla.v_dim + mla.head_dim) * heads if software.pads_values else 0
     queries = 2 * mla.head_dim * heads  # rotated in part, and put together again
     return 2.0 * (keys + values + queries)
 
 
-def score_dim(spec: ModelSpec, stack: SoftwareProfile, head_dim: int, v_dim: int) -> float:
+def score_dim(spec: ModelSpec, software: SoftwareProfile, head_dim: int, v_dim: int) -> float:
     """The mean of what queries meet keys with and what values have: half of each product's FLOPs."""
-    return head_dim if spec.mla is None or stack.pads_values else (head_dim + v_dim) / 2
+    return head_dim if spec.mla is None or software.pads_values else (head_dim + v_dim) / 2
 
 
 def remade(spec: ModelSpec, tokens: int, tp: int) -> list[tuple[int, int, int]]:

@@ -1,6 +1,6 @@
 """What a mixture of experts adds to a block: grouped matmuls, router, rearranging, all-to-alls; and who holds what.
 
-    mixture = MoEBlock(spec, layout, device, wires, stack, tokens=4096, activation_bytes=2, precision="bf16")
+    mixture = MoEBlock(spec, layout, device, topology, software, tokens=4096, activation_bytes=2, precision="bf16")
     mixture.matmuls        # seconds forward, and backward for inputs and weights
 
 A rank routes the tokens that it has of a microbatch (with tp, its part of them), each to K of X experts, of which X/ep
@@ -19,7 +19,7 @@ from fivefold.cost.block_collectives import BlockCollectives, Collective
 from fivefold.cost.collective_time import Topology
 from fivefold.cost.kernels import Device
 from fivefold.cost.routing import RoutedTokens
-from fivefold.cost.stack import CAST, MOVED, ExpertKernels, SoftwareProfile
+from fivefold.cost.software import CAST, MOVED, ExpertKernels, SoftwareProfile
 from fivefold.layout.layout import Layout
 from fivefold.layout.stages import Stage
 from fivefold.schedules.costs import Segment, Segments
@@ -107,8 +107,8 @@ class MoEBlock(RoutedTokens):
     spec: ModelSpec
     layout: Layout
     device: Device
-    wires: Topology
-    stack: SoftwareProfile
+    topology: Topology
+    software: SoftwareProfile
     tokens: int
     activation_bytes: int  # of one element
     precision: str
@@ -116,7 +116,7 @@ class MoEBlock(RoutedTokens):
 
     @property
     def kernels(self) -> ExpertKernels:
-        own = self.stack.experts
+        own = self.software.experts
         return own.alone if own.alone is not None and self.layout.ep == 1 else own
 
     @cached_property
@@ -124,7 +124,7 @@ class MoEBlock(RoutedTokens):
         """Outputs and inputs of the experts' matmuls; those that read the same are one, if the software joins them."""
         own = [matmul for matmul in block(self.spec).matmuls if matmul.experts]
         *columns, down = own
-        if self.stack.columns_apart:
+        if self.software.columns_apart:
             return tuple((matmul.outputs, matmul.inputs) for matmul in own)
         return (sum(matmul.outputs for matmul in columns), columns[0].inputs), (down.outputs, down.inputs)
 
@@ -165,8 +165,8 @@ class MoEBlock(RoutedTokens):
     def memory(self) -> tuple[float, float]:
         """Seconds of what is bound by memory, forward and backward: choosing, rearranging, casting, adding up; and of
         the experts' activation what the most loaded rank has beyond the mean."""
-        kernels, stack = self.kernels, self.stack
-        moved = MOVED[stack.pointwise]
+        kernels, software = self.kernels, self.software
+        moved = MOVED[software.pointwise]
         inner, gated = self.experts.ffn, self.spec.activation.startswith("swiglu")
         more = self.rows - self.slots
         # Inputs forward and gradients backward, each written as it lies and transposed, once more than it is elsewhere.
@@ -233,7 +233,9 @@ class MoEBlock(RoutedTokens):
         if self.layout.size(axis) == 1:
             return 0.0
         return sum(
-            self._trade(sent.payload) if sent.kind == "all-to-all" else self.wires.time(sent.kind, axis, sent.payload)
+            self._trade(sent.payload)
+            if sent.kind == "all-to-all"
+            else self.topology.time(sent.kind, axis, sent.payload)
             for sent in collectives
             if sent.axis == axis
         )
@@ -241,14 +243,14 @@ class MoEBlock(RoutedTokens):
     def _trade(self, payload: float) -> float:
         """Seconds of an all-to-all over ep. Where a token travels once to each rank, and once to each node, fewer bytes
         leave them: those of several experts are copied where they arrive."""
-        reach = self.wires.reaches["ep"]
+        reach = self.topology.reaches["ep"]
         if not self.kernels.once:
-            return self.wires.time("all-to-all", "ep", payload)
+            return self.topology.time("all-to-all", "ep", payload)
         ranks, nodes = (payload * self._visited(many) / self.experts.top_k for many in (reach.ranks, reach.nodes))
         if reach.nodes == 1:
-            return self.wires.time("all-to-all", "ep", ranks)
+            return self.topology.time("all-to-all", "ep", ranks)
         card, reached = self.device.accelerator, self.device.reached
-        return max(ranks / (card.inside.bandwidth * reached.inside), self.wires.time("all-to-all", "ep", nodes))
+        return max(ranks / (card.inside.bandwidth * reached.inside), self.topology.time("all-to-all", "ep", nodes))
 
     def _visited(self, places: int) -> float:
         """Ranks, or nodes, that a token's experts lie on, on average; groups of experts keep it to a part of them."""
@@ -309,7 +311,7 @@ class Travel:
     @cached_property
     def messages(self) -> Messages:
         """All but the numbers of tokens that each expert gets: they go first, and are waited for."""
-        share = self.of.stack.hides_experts
+        share = self.of.software.hides_experts
         if not share or self.of.layout.ep == 1:
             return Messages()
         sent = self.of.collectives
@@ -323,11 +325,11 @@ class Travel:
             return Shared()
         own = [matmul for matmul in block(of.spec, of.layout.tp).matmuls if matmul.name.startswith("shared.")]
         forward = inputs = weights = 0.0
-        for m, n, k in dense_gemms(tuple(own), of.tokens, of.stack.columns_apart, 1):
+        for m, n, k in dense_gemms(tuple(own), of.tokens, of.software.columns_apart, 1):
             forward += of.device.gemm(m, n, k, of.precision)
             inputs += of.device.gemm(m, k, n, of.precision)
             weights += of.device.gemm(n, k, m, of.precision)
-        kinds = MOVED[of.stack.pointwise]
+        kinds = MOVED[of.software.pointwise]
         each = kinds.swiglu if of.spec.activation.startswith("swiglu") else kinds.gelu
         elements = of.activation_bytes / 2 * of.tokens * of.experts.shared_ffn / of.layout.tp
         activation, activation_back = (of.device.stream(moved * elements) for moved in each)

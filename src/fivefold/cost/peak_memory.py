@@ -1,9 +1,9 @@
 """Peak memory of a rank: state, activations in flight, what the worst moment of a step adds, and a margin.
 
-footprint(case).total       # bytes on the pipeline rank with the highest ratio of memory to its device's
-footprint(case).parts       # by component
+footprint(workload).total   # bytes on the pipeline rank with the highest ratio of memory to its device's
+footprint(workload).parts   # by component
 
-Activations of the microbatches in flight are at their most when a backward pass begins. The moments that can be the
+Activations of the microbatches in flight peak when a backward pass begins. The moments that can be the
 peak are then a block's backward pass, the loss, and the gradients of head and embedding: each is a `Peak`, in bytes on
 top of the state and of those activations, and the largest counts.
 
@@ -24,8 +24,8 @@ from fivefold.cost.forms import ZeroCost
 from fivefold.cost.kernels import plus, times
 from fivefold.cost.model_state import State
 from fivefold.cost.moe import ParamShare
-from fivefold.cost.stack import SoftwareProfile
-from fivefold.cost.step import Case, message, repeating, share_of
+from fivefold.cost.software import SoftwareProfile
+from fivefold.cost.step import Workload, p2p_bytes, param_share, simulated_microbatches
 from fivefold.layout.layout import Layout
 from fivefold.layout.sharding import slices
 from fivefold.layout.stages import Stage
@@ -36,8 +36,8 @@ from fivefold.spec.operations import head
 # ---- block memory ---------------------------------------------------------------------------------------------------
 # Bytes of one kind of block on one rank: what a microbatch saves in it, and the moments of its backward pass.
 #
-# blocks = RankBlocks(case)                                  # blocks.dense, blocks.moe
-# backward_peak(case, stage, blocks, peak_precedes_grads=False).bytes   # of a stage's blocks
+# blocks = RankBlocks(workload)                              # blocks.dense, blocks.moe
+# backward_peak(workload, stage, blocks, peak_precedes_grads=False).bytes   # of a stage's blocks
 
 
 class BackwardMoment(NamedTuple):
@@ -69,27 +69,27 @@ class BlockMemory(NamedTuple):
 
 @dataclass(frozen=True)
 class RankBlocks:
-    """The kinds of blocks of a model, each worked out when it is asked for.
+    """The kinds of blocks of a model, each computed when first used.
 
-    All blocks of a dense model are `dense`. Of a model with experts the leading ones may be; the others are `moe`.
+    All blocks of a dense model are `dense`. In a model with experts the leading ones may be; the others are `moe`.
     """
 
-    case: Case
+    workload: Workload
 
     @cached_property
     def dense(self) -> BlockMemory:
-        return block_memory(self.case, leading_dense=self.case.spec.experts is not None)
+        return block_memory(self.workload, leading_dense=self.workload.spec.experts is not None)
 
     @cached_property
     def moe(self) -> BlockMemory:
-        return block_memory(self.case, leading_dense=False)
+        return block_memory(self.workload, leading_dense=False)
 
     def of_layer(self, layer: int) -> BlockMemory:
-        return self.dense if self.case.spec.dense(layer) else self.moe
+        return self.dense if self.workload.spec.dense(layer) else self.moe
 
     def counted(self, stage: Stage) -> list[tuple[BlockMemory, int]]:
         """The kinds of a stage with the number of their layers, in the order of the backward pass."""
-        dense = sum(map(self.case.spec.dense, stage.layers))
+        dense = sum(map(self.workload.spec.dense, stage.layers))
         moe = len(stage.layers) - dense
         return [*([(self.moe, moe)] if moe else []), *([(self.dense, dense)] if dense else [])]
 
@@ -98,17 +98,17 @@ class RankBlocks:
         return plus(SavedActivations(), *(times(block.saved, count) for block, count in self.counted(stage)))
 
 
-def block_memory(case: Case, *, leading_dense: bool) -> BlockMemory:
-    """One block. `leading_dense`: one of the first layers of a model with experts, which have none."""
-    spec, layout, stack = case.spec, case.layout, case.stack
-    block_cost = replace(case.work, dense=leading_dense)
+def block_memory(workload: Workload, *, leading_dense: bool) -> BlockMemory:
+    """One block's memory. `leading_dense`: one of the leading blocks, without experts, of a model that has them."""
+    spec, layout, software = workload.spec, workload.layout, workload.software
+    block_cost = replace(workload.block_cost, dense=leading_dense)
 
     def saved_under(layout: Layout) -> SavedActivations:
-        sizes = (case.samples, case.seq, block_cost.activation_bytes)
-        return saved_activations(spec, layout, stack, *sizes, dense=leading_dense, imbalance=case.imbalance)
+        sizes = (workload.samples, workload.seq, block_cost.activation_bytes)
+        return saved_activations(spec, layout, software, *sizes, dense=leading_dense, imbalance=workload.imbalance)
 
     saved, without_recompute = saved_under(layout), saved_under(structs.replace(layout, recompute="none"))
-    splits = layout.pp > 1 and case.splits
+    splits = layout.pp > 1 and workload.splits_backward
     between = (
         deferred_wgrad_bytes(spec, layout, block_cost.tokens, block_cost.activation_bytes, leading_dense)
         if splits
@@ -120,7 +120,7 @@ def block_memory(case: Case, *, leading_dense: bool) -> BlockMemory:
             base + block_cost.cp_buffer_bytes + block_cost.mlp_backward_bytes, dense_grads_allocated=True
         )
         return BlockMemory(saved, (moment,), between, params=block_cost.own)
-    moe = MoEMemory(spec, layout, stack, block_cost.tokens, block_cost.activation_bytes, case.imbalance, splits)
+    moe = MoEMemory(spec, layout, software, block_cost.tokens, block_cost.activation_bytes, workload.imbalance, splits)
     between += moe.deferred_wgrad if splits else 0.0
     # Backward begins with a shared expert, if there is one: its activations are freed by then, and its gradients stand
     # for those of the dense part.
@@ -159,7 +159,7 @@ def highest(peaks: Iterable[Peak]) -> Peak:
     return max(peaks, key=lambda peak: peak.total)
 
 
-def backward_peak(case: Case, stage: Stage, blocks: RankBlocks, peak_precedes_grads: bool) -> Peak:
+def backward_peak(workload: Workload, stage: Stage, blocks: RankBlocks, *, peak_precedes_grads: bool) -> Peak:
     """The peak of a stage's backward pass through its blocks.
 
     It is in the last block, or in the last one of the kind that comes before, when what the later ones saved is freed.
@@ -170,26 +170,30 @@ def backward_peak(case: Case, stage: Stage, blocks: RankBlocks, peak_precedes_gr
         for moment in block.moments:
             # Where backward is split, the blocks that it has passed still hold what their weight gradients read.
             bytes_ = (
-                moment.bytes + fsdp_buffers(case, block, moment) + deferred + (count - 1) * block.wgrad_excess - freed
+                moment.bytes
+                + fsdp_buffers(workload, block, moment)
+                + deferred
+                + (count - 1) * block.wgrad_excess
+                - freed
             )
-            new_grads = lazy_expert_grads(case, block, moment.expert_grads_fraction) if peak_precedes_grads else 0.0
+            new_grads = lazy_expert_grads(workload, block, moment.expert_grads_fraction) if peak_precedes_grads else 0.0
             peaks.append(Peak(bytes_, new_grads))
         freed += count * block.freed
         deferred += count * block.wgrad_excess
     return highest(peaks)
 
 
-def end_of_first_backward_in_blocks(case: Case, stage: Stage, blocks: RankBlocks) -> Peak:
+def end_of_first_backward_in_blocks(workload: Workload, stage: Stage, blocks: RankBlocks) -> Peak:
     """The peak at the end of the first backward pass, in the stage's first block with experts: the gradients of all
     later blocks are allocated, and this one's are not all."""
-    dense_count = sum(map(case.spec.dense, stage.layers))
+    dense_count = sum(map(workload.spec.dense, stage.layers))
     if dense_count == len(stage.layers):
         return Peak(blocks.dense.moments[-1].bytes if dense_count else 0.0)
     block = blocks.moe
     earlier_activations = dense_count * blocks.dense.saved.total if dense_count else 0.0
-    all_grads = lazy_expert_grads(case, block, 1.0)
+    all_grads = lazy_expert_grads(workload, block, 1.0)
     worst = highest(
-        Peak(moment.bytes, missing_grads=all_grads - lazy_expert_grads(case, block, moment.expert_grads_fraction))
+        Peak(moment.bytes, missing_grads=all_grads - lazy_expert_grads(workload, block, moment.expert_grads_fraction))
         for moment in block.moments
     )
     return worst._replace(bytes=earlier_activations + block.saved.total + worst.bytes)
@@ -201,37 +205,38 @@ def has_bucket(layout: Layout, axis: str) -> bool:
     return layout.size(axis) * layout.replicate > 1 and layout.zero < 3
 
 
-def lazy_expert_grads(case: Case, block: BlockMemory, fraction: float) -> float:
+def lazy_expert_grads(workload: Workload, block: BlockMemory, fraction: float) -> float:
     """Bytes of a `fraction` of the gradients of experts, where they are allocated lazily: no other rank has these."""
-    is_lazy = not has_bucket(case.layout, "efsdp") and case.layout.zero < 3
-    return fraction * block.params.experts * case.stack.gradient_bytes if is_lazy else 0.0
+    is_lazy = not has_bucket(workload.layout, "efsdp") and workload.layout.zero < 3
+    return fraction * block.params.experts * workload.software.gradient_bytes if is_lazy else 0.0
 
 
-def grads_being_reduced(case: Case, params: ParamShare, moment: BackwardMoment) -> float:
+def grads_being_reduced(workload: Workload, params: ParamShare, moment: BackwardMoment) -> float:
     """Bytes of a block's gradients that are computed by then and have to be reduced over other ranks."""
     reduced = 0.0
-    if moment.dense_grads_allocated and case.layout.size("fsdp") > 1:
+    if moment.dense_grads_allocated and workload.layout.size("fsdp") > 1:
         reduced += params.dense
-    if moment.expert_grads_fraction and case.layout.size("efsdp") > 1:
+    if moment.expert_grads_fraction and workload.layout.size("efsdp") > 1:
         reduced += params.experts
-    return reduced * case.stack.gradient_bytes
+    return reduced * workload.software.gradient_bytes
 
 
-def fsdp_buffers(case: Case, block: BlockMemory, moment: BackwardMoment) -> float:
+def fsdp_buffers(workload: Workload, block: BlockMemory, moment: BackwardMoment) -> float:
     """Bytes of gathered weights and of gradients being reduced during a block's backward pass.
 
     ZeRO 3 holds the weights of two blocks and the gradients of one. ZeRO 2 holds the gradients of one block, or of two
     once the first one's activations are freed. Experts are a unit of their own, gathered and reduced apart from the
     rest of the block.
     """
-    layout, compute_bytes, accum_bytes = case.layout, case.stack.weight_bytes, case.stack.gradient_bytes
+    layout, software = workload.layout, workload.software
+    compute_bytes, accum_bytes = software.weight_bytes, software.gradient_bytes
     if layout.zero == 2:
-        reducing = grads_being_reduced(case, block.params, moment)
+        reducing = grads_being_reduced(workload, block.params, moment)
         # The experts' gradients are reduced by the time that those of the rest of the block are.
-        dense = grads_being_reduced(case, block.params, BackwardMoment(0.0, dense_grads_allocated=True))
+        dense = grads_being_reduced(workload, block.params, BackwardMoment(0.0, dense_grads_allocated=True))
         return max(reducing, reducing + dense - block.saved.total)
     # Where only experts have copies, FSDP2 shards all parameters of a block nevertheless, each over its own ranks.
-    if not layout.fully_shards(case.spec):
+    if not layout.fully_shards(workload.spec):
         return 0.0
     dense, experts = block.params
     if not experts:
@@ -314,38 +319,43 @@ class Footprint:
         }
 
 
-def footprint(case: Case) -> Footprint:
+def footprint(workload: Workload) -> Footprint:
     """The pipeline rank with the highest ratio of memory to its device's."""
-    ranks = range(case.layout.pp)
-    return max((footprint_of(case, rank) for rank in ranks), key=lambda needs: needs.total / case.memory_of(needs.rank))
+    ranks = range(workload.layout.pp)
+    return max(
+        (footprint_of(workload, rank) for rank in ranks),
+        key=lambda needs: needs.total / workload.device_memory_of(needs.rank),
+    )
 
 
-def footprint_of(case: Case, rank: int) -> Footprint:
+def footprint_of(workload: Workload, rank: int) -> Footprint:
     """One pipeline rank."""
-    layout, stack, spec = case.layout, case.stack, case.spec
+    layout, software, spec = workload.layout, workload.software, workload.spec
     stage_ids = layout.placement.of_rank[rank]
-    stages, blocks = [case.stages[stage] for stage in stage_ids], RankBlocks(case)
-    schedule = case.schedule(repeating(layout))
+    stages, blocks = [workload.stages[stage] for stage in stage_ids], RankBlocks(workload)
+    schedule = workload.schedule(simulated_microbatches(layout))
     in_flight = schedule.in_flight[rank]  # microbatches, by stage
-    head_stage = next((stage for stage in stage_ids if case.stages[stage].last), None)
+    head_stage = next((stage for stage in stage_ids if workload.stages[stage].last), None)
     # A stage's output is held until its backward pass, beside the next stage's copy of it.
     outputs = sum(count for stage, count in in_flight.items() if stage != head_stage) if layout.pp > 1 else 0
-    buffers = stack.bucket_bytes + (schedule.p2p_in_flight[rank] + outputs) * message(case)
+    buffers = software.bucket_bytes + (schedule.p2p_in_flight[rank] + outputs) * p2p_bytes(workload)
     # Where no forward pass follows the rank's first backward, activations are at their most before any gradient exists.
     kinds = (action.kind for action in schedule.compute(rank))
     after_first_forwards = dropwhile(lambda kind: kind is FORWARD, kinds)
-    peak_precedes_grads = stack.lazy_gradients and layout.chunks == 1 and FORWARD not in after_first_forwards
-    peaks = dict(_peaks(case, stages, blocks, peak_precedes_grads))
+    peak_precedes_grads = software.lazy_gradients and layout.chunks == 1 and FORWARD not in after_first_forwards
+    peaks = dict(_peaks(workload, stages, blocks, peak_precedes_grads=peak_precedes_grads))
     moment_name, peak = max(peaks.items(), key=lambda entry: entry[1].total)
-    end_of_first_backward = _end_of_first_backward(case, stages[0], blocks, usual=peaks["a block's backward"].bytes)
+    end_of_first_backward = _end_of_first_backward(workload, stages[0], blocks, usual=peaks["a block's backward"].bytes)
     others = max(0, in_flight[stage_ids[0]] - 1) if layout.chunks == 1 else 0  # microbatches that wait for backward
-    parts = ZeroCost(spec, stack, case.wires).states(share_of(case, stages), layout.zero)
+    parts = ZeroCost(spec, software, workload.topology).states(param_share(workload, stages), layout.zero)
     lazy_grads = sum(
         part.gradients for axis, part in parts.items() if peak_precedes_grads and not has_bucket(layout, axis)
     )
-    saved = plus(*(times(blocks.saved(case.stages[stage]), in_flight[stage]) for stage in stage_ids))
+    saved = plus(*(times(blocks.saved(workload.stages[stage]), in_flight[stage]) for stage in stage_ids))
     backlog = (
-        0.0 if head_stage is None else _head_backlog(case, in_flight[head_stage], schedule.compute(rank), head_stage)
+        0.0
+        if head_stage is None
+        else _head_backlog(workload, in_flight[head_stage], schedule.compute(rank), head_stage)
     )
     needs = Footprint(
         rank=rank,
@@ -361,26 +371,26 @@ def footprint_of(case: Case, rank: int) -> Footprint:
     return replace(needs, margin=CUDA_CONTEXT_BYTES + FRAGMENTATION * needs.allocated)
 
 
-def _end_of_first_backward(case: Case, stage: Stage, blocks: RankBlocks, usual: float) -> Peak:
+def _end_of_first_backward(workload: Workload, stage: Stage, blocks: RankBlocks, usual: float) -> Peak:
     """The peak at the end of a rank's first backward pass, in its first stage; `usual` bytes where no gradients are
     allocated lazily at its end."""
-    if case.layout.zero == 3:  # a unit's gradients are in a buffer of their own, and the shards count as allocated
+    if workload.layout.zero == 3:  # a unit's gradients are in a buffer of their own, and the shards count as allocated
         return Peak(usual)
     in_blocks = Peak(usual)
-    if case.spec.experts is not None and stage.layers:
-        in_blocks = end_of_first_backward_in_blocks(case, stage, blocks)
-    return highest((in_blocks, _embedding_grad(case, stage)))
+    if workload.spec.experts is not None and stage.layers:
+        in_blocks = end_of_first_backward_in_blocks(workload, stage, blocks)
+    return highest((in_blocks, _embedding_grad(workload, stage)))
 
 
-def _head_backlog(case: Case, in_flight: int, order: Iterable[Action], head_stage: int) -> float:
+def _head_backlog(workload: Workload, in_flight: int, order: Iterable[Action], head_stage: int) -> float:
     """Bytes that microbatches hold at the head after their forward pass, where the loss's gradients are taken with it:
     gradients of the head's weight and input."""
-    spec, layout, stack = case.spec, case.layout, case.stack
-    if not stack.one_pass:
+    spec, layout, software = workload.spec, workload.layout, workload.software
+    if not software.one_pass:
         return 0.0
-    states = case.work.tokens * spec.hidden / (layout.tp if layout.sp else 1)
+    states = workload.block_cost.tokens * spec.hidden / (layout.tp if layout.sp else 1)
     outstanding = min(in_flight, _most_outstanding(order, head_stage))
-    return max(0, outstanding - 1) * (stack.weight_bytes * (states + head(spec, layout.tp).size))
+    return max(0, outstanding - 1) * (software.weight_bytes * (states + head(spec, layout.tp).size))
 
 
 def _most_outstanding(order: Iterable[Action], stage: int) -> int:
@@ -394,55 +404,58 @@ def _most_outstanding(order: Iterable[Action], stage: int) -> int:
 
 
 def _peaks(
-    case: Case, stages: list[Stage], blocks: RankBlocks, peak_precedes_grads: bool
+    workload: Workload, stages: list[Stage], blocks: RankBlocks, *, peak_precedes_grads: bool
 ) -> Iterator[tuple[str, Peak]]:
     """The moments of a step that can be its peak."""
-    spec, layout, stack, tokens = case.spec, case.layout, case.stack, case.work.tokens
-    table, accum_bytes = head(spec).size / layout.tp if spec.vocab > 1 else 0.0, stack.gradient_bytes
+    spec, layout, software, tokens = workload.spec, workload.layout, workload.software, workload.block_cost.tokens
+    table, accum_bytes = head(spec).size / layout.tp if spec.vocab > 1 else 0.0, software.gradient_bytes
     has_embedding, has_head = any(stage.first for stage in stages), any(stage.last for stage in stages)
     # Embedding and head are dense: they have no part in what ZeRO 3 gathers where only experts have copies.
     gathers = layout.zero == 3 and layout.size("dp_cp") > 1
-    gathered = (has_embedding + has_head) * table * stack.weight_bytes if gathers else 0.0  # embedding and head
+    gathered = (has_embedding + has_head) * table * software.weight_bytes if gathers else 0.0  # embedding and head
     # FSDP's root keeps both gathered, and the head's gradient, to the end of the backward pass.
-    kept = gathered + (has_head * table * stack.weight_bytes if gathered else 0.0) if stack.keeps_ends else 0.0
-    worst = highest(backward_peak(case, stage, blocks, peak_precedes_grads) for stage in stages)
+    kept = gathered + (has_head * table * software.weight_bytes if gathered else 0.0) if software.keeps_ends else 0.0
+    worst = highest(backward_peak(workload, stage, blocks, peak_precedes_grads=peak_precedes_grads) for stage in stages)
     yield "a block's backward", worst._replace(bytes=worst.bytes + kept)
     reduces_each = layout.zero == 2 and layout.size("dp_cp") > 1  # gradients, in every microbatch
     if spec.vocab > 1 and has_head:
         final = blocks.of_layer(spec.layers - 1)
         # The last block is still gathered.
-        gathered_at_head = gathered + (final.params.total * stack.weight_bytes if gathered else 0.0)
-        yield "the loss", Peak(loss_peak(spec, layout, stack, tokens) + gathered_at_head)
+        gathered_at_head = gathered + (final.params.total * software.weight_bytes if gathered else 0.0)
+        yield "the loss", Peak(loss_peak(spec, layout, software, tokens) + gathered_at_head)
         if reduces_each:
             residual = residual_bytes(spec, layout, tokens) + gathered_at_head
-            yield "the head's gradient", _head_grad(case, final, table, residual, peak_precedes_grads)
+            peak = _head_grad(workload, final, table, residual, peak_precedes_grads=peak_precedes_grads)
+            yield "the head's gradient", peak
     if has_embedding:
         # Its microbatch's activations are freed by then, but for what is held for W.
         freed = sum(blocks.of_layer(layer).freed for layer in stages[0].layers)
         reducing = accum_bytes * table if reduces_each else 0.0
-        yield "the embedding's gradient", Peak(stack.weight_bytes * table + reducing - freed)
+        yield "the embedding's gradient", Peak(software.weight_bytes * table + reducing - freed)
 
 
-def _head_grad(case: Case, final: BlockMemory, table: float, residual: float, peak_precedes_grads: bool) -> Peak:
+def _head_grad(
+    workload: Workload, final: BlockMemory, table: float, residual: float, *, peak_precedes_grads: bool
+) -> Peak:
     """ZeRO 2: the head's gradient is being reduced while the last block computes its own."""
-    stack, peaks = case.stack, [Peak(table * case.stack.weight_bytes + residual)]
+    software, peaks = workload.software, [Peak(table * workload.software.weight_bytes + residual)]
     for moment in final.moments:
-        reducing = grads_being_reduced(case, final.params, moment)
-        new_grads = lazy_expert_grads(case, final, moment.expert_grads_fraction) if peak_precedes_grads else 0.0
+        reducing = grads_being_reduced(workload, final.params, moment)
+        new_grads = lazy_expert_grads(workload, final, moment.expert_grads_fraction) if peak_precedes_grads else 0.0
         peaks.append(Peak(moment.bytes + reducing, new_grads))
     worst = highest(peaks)
-    return worst._replace(bytes=worst.bytes + table * stack.gradient_bytes)
+    return worst._replace(bytes=worst.bytes + table * software.gradient_bytes)
 
 
-def _embedding_grad(case: Case, stage: Stage) -> Peak:
+def _embedding_grad(workload: Workload, stage: Stage) -> Peak:
     """The embedding's gradient, when all others are allocated and the gradient of its output is the last activation.
     A tied table's has three parts: the head's, which has waited, the embedding's, and their sum."""
-    if not stage.first or case.spec.vocab == 1:
+    if not stage.first or workload.spec.vocab == 1:
         return Peak(0.0)
-    spec, layout = case.spec, case.layout
-    residual = case.work.tokens * spec.hidden / (layout.tp if layout.sp else 1)
+    spec, layout = workload.spec, workload.layout
+    residual = workload.block_cost.tokens * spec.hidden / (layout.tp if layout.sp else 1)
     parts = 3 if spec.tied and stage.last else 1
-    return Peak(case.stack.weight_bytes * (parts * head(spec).size / layout.tp + residual))
+    return Peak(workload.software.weight_bytes * (parts * head(spec).size / layout.tp + residual))
 
 
 def residual_bytes(spec: ModelSpec, layout: Layout, tokens: int) -> float:
@@ -450,16 +463,16 @@ def residual_bytes(spec: ModelSpec, layout: Layout, tokens: int) -> float:
     return LAST_NORM_BYTES * spec.hidden * tokens / (layout.tp if layout.sp else 1)
 
 
-def loss_peak(spec: ModelSpec, layout: Layout, stack: SoftwareProfile, tokens: int) -> float:
+def loss_peak(spec: ModelSpec, layout: Layout, software: SoftwareProfile, tokens: int) -> float:
     """Bytes while the loss is computed: logits, their gradients, and the residual stream."""
-    return residual_bytes(spec, layout, tokens) + _logit_bytes(spec, layout, stack, tokens)
+    return residual_bytes(spec, layout, tokens) + _logit_bytes(spec, layout, software, tokens)
 
 
-def _logit_bytes(spec: ModelSpec, layout: Layout, stack: SoftwareProfile, tokens: int) -> float:
+def _logit_bytes(spec: ModelSpec, layout: Layout, software: SoftwareProfile, tokens: int) -> float:
     """In one pass: the logits of a slice of the tokens, or what is left of them when its gradients are computed."""
-    local_head, compute_bytes, per_logit = head(spec, layout.tp), stack.weight_bytes, stack.peak_logit_bytes
-    if not stack.one_pass:
-        gathered = stack.gathers_logits and layout.tp > 1
+    local_head, compute_bytes, per_logit = head(spec, layout.tp), software.weight_bytes, software.peak_logit_bytes
+    if not software.one_pass:
+        gathered = software.gathers_logits and layout.tp > 1
         return tokens * (
             (per_logit + GATHERED_LOGIT_BYTES) * spec.vocab if gathered else per_logit * local_head.outputs
         )

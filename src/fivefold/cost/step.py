@@ -1,7 +1,7 @@
 """How long one training step takes under a layout: the stages' costs, on the clock of the schedule itself.
 
-case = Case(spec, layout, cluster, seq=8192, batch=2048)
-estimate(case).seconds
+workload = Workload(spec, layout, cluster, seq=8192, batch=2048)
+estimate(workload).seconds
 """
 
 from collections import Counter
@@ -18,7 +18,7 @@ from fivefold.cost.forms import PipelineForm, ZeroCost
 from fivefold.cost.kernels import Device, plus, times
 from fivefold.cost.moe import ParamShare, Travel, stage_share
 from fivefold.cost.routing import Rows, even_rows
-from fivefold.cost.stack import FIVEFOLD, SoftwareProfile
+from fivefold.cost.software import FIVEFOLD, SoftwareProfile
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
 from fivefold.layout.sharding import chunk
@@ -35,47 +35,47 @@ from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import BlockOperations, Matmul, block
 
 # ---- halves ---------------------------------------------------------------------------------------------------------
-# A stage's passes as the halves of joined pairs, and what of the experts' messages compute hides in a step.
+# A stage's passes as the halves of joined pairs, and how much of the experts' messages compute hides in a step.
 #
-# stage_halves(spec, stage, work, held=0.0)       # segments of its F and of its B, for schedules/costs.py
+# stage_halves(stage, block_cost, exposed_send=0.0)   # segments of its F and of its B, for schedules/costs.py
 
 
-class Travelled(NamedTuple):
-    """Seconds of a rank's step in which experts' messages are in flight, and how many of them are hidden."""
+class ExpertMessages(NamedTuple):
+    """Seconds of a rank's step in which experts' messages are in flight, and how many of these compute hides."""
 
-    whole: float = 0.0
-    shared: float = 0.0  # by the shared expert
-    paired: float = 0.0  # by the other half of a joined pair
-
-
-STAYED = Travelled()
+    in_flight: float = 0.0
+    hidden_by_shared: float = 0.0  # by the shared expert
+    hidden_by_pair: float = 0.0  # by the other half of a joined pair
 
 
-def stage_halves(stage: Stage, work: BlockCost, held: float) -> tuple[Segments, Segments]:
-    """What is sent without overlap (`held`) ends either pass."""
-    spec = work.spec
-    blocks = [block_halves(work.of(layer_kind(spec, layer))) for layer in stage.layers]
-    below = [_plain(work.bottom)] if stage.first else []
-    above = [_plain(work.top)] if stage.last and spec.vocab > 1 else []
+NO_MESSAGES = ExpertMessages()
+
+
+def stage_halves(stage: Stage, block_cost: BlockCost, exposed_send: float) -> tuple[Segments, Segments]:
+    """A stage's forward and backward pass. The part of a send that nothing hides (`exposed_send`) ends either."""
+    spec = block_cost.spec
+    blocks = [block_halves(block_cost.of(layer_kind(spec, layer))) for layer in stage.layers]
+    below = [_plain(block_cost.bottom)] if stage.first else []
+    above = [_plain(block_cost.top)] if stage.last and spec.vocab > 1 else []
     parts = [*below, *blocks, *above]
-    end = (Segment(held),)
+    end = (Segment(exposed_send),)
     forward = sum((ahead for ahead, _ in parts), ()) + end
     return forward, sum((back for _, back in reversed(parts)), ()) + end
 
 
-def block_halves(work: BlockCost) -> tuple[Segments, Segments]:
+def block_halves(block_cost: BlockCost) -> tuple[Segments, Segments]:
     """A block's forward and whole backward pass."""
-    if work.mixture is None:
-        return _plain(work.block)
-    travel, (forward, inputs, weights) = Travel(work.mixture), work.block
+    if block_cost.mixture is None:
+        return _plain(block_cost.block)
+    travel, (forward, inputs, weights) = Travel(block_cost.mixture), block_cost.block
     # As long as they take without any overlap.
-    less, less_back = travel.hidden
-    ahead, back = forward.total + less, inputs.total + weights.total + less_back
-    if work.layout.recompute != "full":
+    hidden, hidden_back = travel.hidden
+    ahead, back = forward.total + hidden, inputs.total + weights.total + hidden_back
+    if block_cost.layout.recompute != "full":
         return travel.forward(ahead), travel.backward(back)
-    # It runs forward again before its own, messages and all.
+    # Backward runs the forward pass again first, messages and all.
     again = inputs.recompute + forward.ep
-    return travel.forward(ahead), travel.forward(again + less) + travel.backward(back - again)
+    return travel.forward(ahead), travel.forward(again + hidden) + travel.backward(back - again)
 
 
 def _plain(passes: PassTimes) -> tuple[Segments, Segments]:
@@ -83,17 +83,17 @@ def _plain(passes: PassTimes) -> tuple[Segments, Segments]:
     return (Segment(forward),), (Segment(inputs + weights),)
 
 
-def block_travelled(work: BlockCost) -> Travelled:
+def block_messages(block_cost: BlockCost) -> ExpertMessages:
     """The experts' messages of one microbatch in one block."""
-    if work.mixture is None:
-        return STAYED
-    travel, times = Travel(work.mixture), 2 if work.layout.recompute == "full" else 1
-    (sent, back), (less, less_back) = work.mixture.sent, travel.hidden
-    return Travelled(times * sent + back, times * less + less_back)
+    if block_cost.mixture is None:
+        return NO_MESSAGES
+    travel, forwards = Travel(block_cost.mixture), 2 if block_cost.layout.recompute == "full" else 1
+    (sent, sent_back), (hidden, hidden_back) = block_cost.mixture.sent, travel.hidden
+    return ExpertMessages(forwards * sent + sent_back, forwards * hidden + hidden_back)
 
 
-def saved(lane: Lane, costs: Costs) -> float:
-    """Seconds that a rank's passes take less than F, I and W by themselves, because compute hides messages."""
+def overlap_savings(lane: Lane, costs: Costs) -> float:
+    """Seconds that overlap saves a rank against F, I and W one after the other: messages that compute hides."""
     seconds, first = 0.0, None
     for action in lane.actions:
         if action.kind is BACKWARD:
@@ -108,7 +108,7 @@ def saved(lane: Lane, costs: Costs) -> float:
 
 
 @dataclass(frozen=True)
-class Case:
+class Workload:
     """A model under a layout on a cluster: everything that decides how long a step takes."""
 
     spec: ModelSpec
@@ -117,7 +117,7 @@ class Case:
     seq: int
     batch: int  # sequences of a step
     precision: str = "bf16"
-    stack: SoftwareProfile = FIVEFOLD
+    software: SoftwareProfile = FIVEFOLD
     device: Device | None = None  # None: the cluster's own
     imbalance: float = 1.0  # of experts: tokens of the most loaded rank over the mean
     groups: tuple[int, ...] = ()  # of unlike nodes: which group each pipeline rank is on; empty: all on the first
@@ -128,58 +128,58 @@ class Case:
         return max(1, self.batch // (self.layout.size("batch") * self.layout.microbatches))
 
     @property
-    def on(self) -> Device:
+    def first_device(self) -> Device:
         """The device of the first pipeline rank."""
-        return self.work.device
+        return self.block_cost.device
 
     @property
-    def wires(self) -> Topology:
-        return self.work.wires
+    def topology(self) -> Topology:
+        return self.block_cost.topology
 
     @property
-    def work(self) -> BlockCost:
-        return self.work_of(0)
+    def block_cost(self) -> BlockCost:
+        return self.block_cost_of(0)
 
-    def work_of(self, rank: int) -> BlockCost:
-        """What a microbatch is on a pipeline rank's device."""
-        return self.works[self.groups[rank] if self.groups else 0]
+    def block_cost_of(self, rank: int) -> BlockCost:
+        """What a microbatch costs on a pipeline rank's device."""
+        return self.block_costs[self.groups[rank] if self.groups else 0]
 
-    def memory_of(self, rank: int) -> int:
-        """Bytes of a pipeline rank's device; of the smallest, where ranks of one stage are on several kinds."""
+    def device_memory_of(self, rank: int) -> int:
+        """Memory of a pipeline rank's device in bytes; of the smallest, if ranks of one stage are on several kinds."""
         if self.groups:
             return self.cluster.groups[self.groups[rank]].accelerator.memory
         return min(group.accelerator.memory for group in self.cluster.groups)
 
     @cached_property
     def durations(self) -> Costs:
-        """What the stages' passes and messages take, in the simulator's words."""
+        """How long the stages' passes and messages take, as the simulator reads it."""
         return costs(self, stage_passes(self))
 
     def schedule(self, microbatches: int = 0) -> Schedule:
-        """What the ranks do, in which order. On unlike nodes `auto` is made for the seconds of their stages."""
+        """The schedule of the pipeline ranks. On unlike nodes `auto` is built for the seconds of their stages."""
         layout, m = self.layout, microbatches or self.layout.microbatches
         if self.groups and layout.record.uses_stage_times and layout.pp > 1:
-            return _made_for(layout.record, layout.pp, m, self.durations)
+            return _built_for(layout.record, layout.pp, m, self.durations)
         return schedule_of(self.spec, layout, self.seq, m)
 
     @property
-    def splits(self) -> bool:
-        """Whether backward passes are in two halves. `auto` may have found that whole ones are quicker."""
+    def splits_backward(self) -> bool:
+        """Whether backward is split into I and W. `auto` may have found that full backward passes are faster."""
         if self.groups and self.layout.record.uses_stage_times:
             return self.schedule().splits
         return self.layout.splits_backward
 
     @cached_property
-    def works(self) -> list[BlockCost]:
-        """The microbatch on each group's devices. Unlike groups meet over the slower of their networks."""
+    def block_costs(self) -> list[BlockCost]:
+        """A microbatch's cost on each group's devices. Unlike groups are joined by the slower of their networks."""
         across = min((group.accelerator.across for group in self.cluster.groups), key=lambda link: link.bandwidth)
         blocks = []
         for group in self.cluster.groups:
             card = structs.replace(group.accelerator, across=across) if self.groups else group.accelerator
             device = self.device or Device.of(card)
-            wires = Topology(device, group.gpus, self.layout, self.stack.order)
+            topology = Topology(device, group.gpus, self.layout, self.software.order)
             sizes = (self.samples, self.seq, self.precision, self.imbalance)
-            blocks.append(BlockCost(self.spec, self.layout, device, wires, self.stack, *sizes))
+            blocks.append(BlockCost(self.spec, self.layout, device, topology, self.software, *sizes))
         return blocks
 
     @cached_property
@@ -200,18 +200,18 @@ class Case:
 class Estimate:
     """A step, from its first forward pass to its new weights."""
 
-    case: Case
+    workload: Workload
     pipeline: float  # seconds of the schedule
     busy: Seconds  # of the busiest pipeline rank, by cause
-    dp: float  # gradients and weights that nothing hides
+    dp: float  # exposed collectives of gradients and weights
     optimizer: float
-    simulation: Simulation | None = None  # of a long step, without microbatches in the middle that repeat others
-    bubble: float = 0.0  # share of all pipeline ranks' time in which they do not compute; of the whole step
-    travelled: Travelled = STAYED  # of the busiest rank
+    simulation: Simulation | None = None  # of a long step, without the repeating microbatches in its middle
+    bubble: float = 0.0  # share of the whole step in which pipeline ranks idle, over all of them
+    expert_messages: ExpertMessages = NO_MESSAGES  # of the busiest rank
 
     @property
     def seconds(self) -> float:
-        return self.pipeline + self.dp + self.optimizer + self.case.stack.host_step
+        return self.pipeline + self.dp + self.optimizer + self.workload.software.host_step
 
     @property
     def causes(self) -> dict[str, float]:
@@ -221,189 +221,193 @@ class Estimate:
             "bubble": self.pipeline - self.busy.total,
             "dp": self.dp,
             "optimizer": self.optimizer,
-            "other": self.case.stack.host_step,
+            "other": self.workload.software.host_step,
         }
 
 
-def estimate(case: Case, exact: bool = True) -> Estimate:
-    """One step. `exact` runs the schedule on its clock; without it a closed form stands in, for pruning."""
-    passes, m = stage_passes(case), case.layout.microbatches
-    if exact and case.layout.splits_backward and not case.splits:
-        passes = stage_passes(unsplit(case))
+def estimate(workload: Workload, *, exact: bool = True) -> Estimate:
+    """One step. `exact` simulates the schedule; otherwise a closed form stands in, for pruning."""
+    passes, m = stage_passes(workload), workload.layout.microbatches
+    if exact and workload.layout.splits_backward and not workload.splits_backward:
+        passes = stage_passes(with_full_backward(workload))
     loads = [
         times(plus(*(part for stage in stages for part in passes[stage])), m)
-        for stages in case.layout.placement.of_rank
+        for stages in workload.layout.placement.of_rank
     ]
-    simulation, less, bubble = None, [0.0] * len(loads), 0.0
-    if exact and (case.layout.pp > 1 or pairs_overlap(case)):
-        simulation, length, less, bubble = _simulated(case, case.durations)
-    rank = max(range(len(loads)), key=lambda rank: loads[rank].total - less[rank])
-    busiest = _without(loads[rank], less[rank])
-    if simulation is None and case.layout.pp == 1:
+    simulation, savings, bubble = None, [0.0] * len(loads), 0.0
+    if exact and (workload.layout.pp > 1 or pairs_overlap(workload)):
+        simulation, length, savings, bubble = _simulated(workload, workload.durations)
+    rank = max(range(len(loads)), key=lambda rank: loads[rank].total - savings[rank])
+    busiest = _without_hidden(loads[rank], savings[rank])
+    if simulation is None and workload.layout.pp == 1:
         length = busiest.total
     elif simulation is None:
-        length = closed_form(case, [load.total / m for load in loads])
-    optimizer, exposed = _step_end(case, passes)
-    travelled = _travelled(case, rank, less[rank])
-    return Estimate(case, length, busiest, exposed, optimizer, simulation, bubble, travelled)
+        length = closed_form(workload, [load.total / m for load in loads])
+    optimizer, exposed = _optimizer_and_sync(workload, passes)
+    expert_messages = _expert_messages(workload, rank, savings[rank])
+    return Estimate(workload, length, busiest, exposed, optimizer, simulation, bubble, expert_messages)
 
 
-def _simulated(case: Case, durations: Costs) -> tuple[Simulation, float, list[float], float]:
-    """The schedule on its clock, how long it takes, what its pairs save on each rank, and its bubble. A long one
-    repeats itself: its steady state is timed, and counted on."""
-    layout, m = case.layout, case.layout.microbatches
-    few = repeating(layout)
-    simulation = simulate(case.schedule(few), durations)
-    less = _saved(simulation)
+def _simulated(workload: Workload, durations: Costs) -> tuple[Simulation, float, list[float], float]:
+    """The simulated schedule, its makespan, what overlap saves on each rank, and its bubble. A long schedule repeats
+    itself: its steady state is simulated once, and extrapolated."""
+    layout, m = workload.layout, workload.layout.microbatches
+    few = simulated_microbatches(layout)
+    simulation = simulate(workload.schedule(few), durations)
+    savings = _overlap_savings(simulation)
     if few == m:
-        return simulation, simulation.makespan, less, simulation.bubble_makespan
-    longer = simulate(case.schedule(few + layout.pp), durations)
+        return simulation, simulation.makespan, savings, simulation.bubble_makespan
+    longer = simulate(workload.schedule(few + layout.pp), durations)
     more = (m - few) / layout.pp
-    each = zip(less, _saved(longer), strict=True)
+    each = zip(savings, _overlap_savings(longer), strict=True)
     length = simulation.makespan + more * (longer.makespan - simulation.makespan)
     short, long = (sum(rank.busy for rank in run.ranks) for run in (simulation, longer))
     bubble = 1 - (short + more * (long - short)) / (layout.pp * length) if length else 0.0
     return simulation, length, [short + more * (long - short) for short, long in each], bubble
 
 
-def _saved(simulation: Simulation) -> list[float]:
+def _overlap_savings(simulation: Simulation) -> list[float]:
     costs, lanes = simulation.costs, simulation.run.lanes
-    return [saved(lane, costs) if costs.segments else 0.0 for lane in lanes]
+    return [overlap_savings(lane, costs) if costs.segments else 0.0 for lane in lanes]
 
 
-def _without(load: Seconds, seconds: float) -> Seconds:
-    """A rank's load without what joined pairs hide of the experts' messages."""
+def _without_hidden(load: Seconds, seconds: float) -> Seconds:
+    """A rank's load without the seconds of experts' messages that joined pairs hide."""
     return load._replace(ep=load.ep - seconds)
 
 
-def _travelled(case: Case, rank: int, paired: float) -> Travelled:
+def _expert_messages(workload: Workload, rank: int, hidden_by_pair: float) -> ExpertMessages:
     """The experts' messages of a pipeline rank in a step."""
-    if case.spec.experts is None:
-        return STAYED
-    layers = [layer for stage in case.layout.placement.of_rank[rank] for layer in case.stages[stage].layers]
-    many = sum(not case.spec.dense(layer) for layer in layers) * case.layout.microbatches
-    return times(block_travelled(case.work_of(rank)), many)._replace(paired=paired)
+    if workload.spec.experts is None:
+        return NO_MESSAGES
+    layers = [layer for stage in workload.layout.placement.of_rank[rank] for layer in workload.stages[stage].layers]
+    many = sum(not workload.spec.dense(layer) for layer in layers) * workload.layout.microbatches
+    return times(block_messages(workload.block_cost_of(rank)), many)._replace(hidden_by_pair=hidden_by_pair)
 
 
 @lru_cache(maxsize=64)
-def _made_for(record: ScheduleInfo, p: int, m: int, durations: Costs) -> Schedule:
+def _built_for(record: ScheduleInfo, p: int, m: int, durations: Costs) -> Schedule:
     return build(record, p, m, costs=durations)
 
 
-def repeating(layout: Layout) -> int:
-    """Microbatches after which its schedule only repeats itself: as many rounds of p as any warm-up needs."""
+def simulated_microbatches(layout: Layout) -> int:
+    """How many microbatches to simulate: beyond these its schedule only repeats itself. As many rounds of p as any
+    warm-up needs."""
     rounds, p, m = 3, layout.pp, layout.microbatches
     long = 64  # microbatches that are simulated whole, whatever p is
     return m if m <= rounds * p + long or not layout.record.repeats else rounds * p + m % p
 
 
-def stage_passes(case: Case) -> list[PassTimes]:
-    """What each stage does with a microbatch."""
+def stage_passes(workload: Workload) -> list[PassTimes]:
+    """How long each stage takes for a microbatch, pass by pass."""
     passes = []
-    for stage in case.stages:
-        work = case.work_of(case.layout.placement.owner[stage.index])
-        ends = [work.bottom] * stage.first + [work.top] * (stage.last and case.spec.vocab > 1)
-        kinds = Counter(layer_kind(case.spec, layer) for layer in stage.layers)
-        passes.append(plus(NO_PASSES, *(times(work.of(kind).block, count) for kind, count in kinds.items()), *ends))
+    for stage in workload.stages:
+        cost = workload.block_cost_of(workload.layout.placement.owner[stage.index])
+        ends = [cost.bottom] * stage.first + [cost.top] * (stage.last and workload.spec.vocab > 1)
+        kinds = Counter(layer_kind(workload.spec, layer) for layer in stage.layers)
+        passes.append(plus(NO_PASSES, *(times(cost.of(kind).block, count) for kind, count in kinds.items()), *ends))
     return passes
 
 
-def unsplit(case: Case) -> Case:
-    """The same stages with backward passes in one piece."""
-    return replace(case, layout=structs.replace(case.layout, schedule="1f1b"))
+def with_full_backward(workload: Workload) -> Workload:
+    """The same stages with full backward passes, not split into I and W."""
+    return replace(workload, layout=structs.replace(workload.layout, schedule="1f1b"))
 
 
-def message(case: Case) -> float:
-    """Bytes of the residual stream between two stages, of one rank."""
-    full = float(case.work.activation_bytes * case.work.tokens * case.spec.hidden)
-    return full / case.layout.tp if case.layout.sp or case.stack.scattered_sends else full
+def p2p_bytes(workload: Workload) -> float:
+    """Bytes that one rank sends between two stages: its residual stream."""
+    full = float(workload.block_cost.activation_bytes * workload.block_cost.tokens * workload.spec.hidden)
+    return full / workload.layout.tp if workload.layout.sp or workload.software.scattered_sends else full
 
 
-def costs(case: Case, passes: list[PassTimes]) -> Costs:
+def costs(workload: Workload, passes: list[PassTimes]) -> Costs:
     """The simulator's costs of each stage. What is sent without overlap stands in the stage that sends it."""
-    send = max(work.wires.time("send", "pp", message(case)) for work in case.works)
-    if case.stack.scattered_sends and not case.layout.sp:
-        send += case.wires.time("all-gather", "tp", 2.0 * case.work.tokens * case.spec.hidden)
-    # An eager message travels while sender and receiver compute; what is not overlapped holds them up.
-    held = (1 - case.stack.hides("pp")) * send
-    f, i = (tuple(stage[at].total + held for stage in passes) for at in (0, 1))
+    send = max(work.topology.time("send", "pp", p2p_bytes(workload)) for work in workload.block_costs)
+    if workload.software.scattered_sends and not workload.layout.sp:
+        send += workload.topology.time("all-gather", "tp", 2.0 * workload.block_cost.tokens * workload.spec.hidden)
+    # An eager message travels while sender and receiver compute; what is not overlapped delays both.
+    exposed_send = (1 - workload.software.hides("pp")) * send
+    f, i = (tuple(stage[at].total + exposed_send for stage in passes) for at in (0, 1))
     w = tuple(stage.weights.total for stage in passes)
     b = tuple(x + y for x, y in zip(i, w, strict=True))
-    if (
-        case.layout.record.uses_stage_times
-    ):  # where no backward pass is split, tp has the weights' gradients to hide behind
-        b = tuple(stage.inputs.total + stage.weights.total + held for stage in stage_passes(unsplit(case)))
-    ones = tuple(1.0 / case.layout.chunks for _ in passes)
-    halves = _halves(case, held) if pairs_overlap(case) else ()
+    if workload.layout.record.uses_stage_times:
+        # In a full backward pass tp hides behind the weight gradients.
+        full = stage_passes(with_full_backward(workload))
+        b = tuple(stage.inputs.total + stage.weights.total + exposed_send for stage in full)
+    ones = tuple(1.0 / workload.layout.chunks for _ in passes)
+    halves = _halves(workload, exposed_send) if pairs_overlap(workload) else ()
     if halves:
         b = tuple(alone(backward) for _, backward in halves)
-    link = MessageLink(latency=case.stack.hides("pp") * send)
+    link = MessageLink(latency=workload.software.hides("pp") * send)
     return Costs(f=f, i=i, w=w, b=b, activation=ones, segments=halves, link=link)
 
 
-def pairs_overlap(case: Case) -> bool:
-    """Whether the halves of joined pairs run beside each other's messages: there are some, and nobody takes a block's
-    weights away while the other half may need them, as ZeRO 3 does."""
-    layout = case.layout
-    if case.spec.experts is None or layout.fully_shards(case.spec):
+def pairs_overlap(workload: Workload) -> bool:
+    """Whether the halves of joined pairs overlap each other's messages: there are some, and no block's weights are
+    resharded while the other half may need them, as ZeRO 3 does."""
+    layout = workload.layout
+    if workload.spec.experts is None or layout.fully_shards(workload.spec):
         return False
-    return layout.ep > 1 and layout.record.joins and case.stack.hides_experts > 0
+    return layout.ep > 1 and layout.record.joins and workload.software.hides_experts > 0
 
 
-def _halves(case: Case, held: float) -> tuple[tuple[Segments, Segments], ...]:
-    works = [case.work_of(rank) for rank in case.layout.placement.owner]
-    return tuple(stage_halves(stage, work, held) for stage, work in zip(case.stages, works, strict=True))
+def _halves(workload: Workload, exposed_send: float) -> tuple[tuple[Segments, Segments], ...]:
+    works = [workload.block_cost_of(rank) for rank in workload.layout.placement.owner]
+    return tuple(stage_halves(stage, work, exposed_send) for stage, work in zip(workload.stages, works, strict=True))
 
 
-def closed_form(case: Case, ranks: list[float]) -> float:
-    """The schedule's makespan, nearly, where a microbatch takes so many seconds on each rank."""
-    layout, record = case.layout, case.layout.record
+def closed_form(workload: Workload, ranks: list[float]) -> float:
+    """The schedule's approximate makespan; `ranks` are the seconds of a microbatch on each."""
+    layout, record = workload.layout, workload.layout.record
     form = PipelineForm(layout.pp, layout.microbatches, layout.chunks, record.fill, record.waits, record.refills)
-    send = case.wires.time("send", "pp", message(case))
-    return float(form.seconds(max(ranks), sum(ranks), send, case.stack.hides("pp")))
+    send = workload.topology.time("send", "pp", p2p_bytes(workload))
+    return float(form.seconds(max(ranks), sum(ranks), send, workload.software.hides("pp")))
 
 
-def _step_end(case: Case, passes: list[PassTimes]) -> tuple[float, float]:
-    """The optimizer's seconds, and those of gradients and weights that nothing hides, on the rank with the most
-    parameters; of unlike nodes, on that rank of the kind of node that takes longer."""
-    ranks, stages = case.layout.placement.of_rank, case.stages
-    counts = [share_of(case, [stages[number] for number in numbers]) for numbers in ranks]
-    order = sorted(range(len(ranks)), key=lambda rank: counts[rank].total)
-    fullest = {case.groups[rank] if case.groups else 0: rank for rank in order}  # of each kind the last, which has most
-    return max((_end_on(case, passes, rank, counts[rank]) for rank in fullest.values()), key=sum)
+def _optimizer_and_sync(workload: Workload, passes: list[PassTimes]) -> tuple[float, float]:
+    """Seconds of the optimizer, and of exposed gradient and weight collectives, on the rank with the most parameters;
+    with unlike nodes, on the slowest of those ranks, one for each kind of node."""
+    ranks, stages = workload.layout.placement.of_rank, workload.stages
+    counts = [param_share(workload, [stages[number] for number in numbers]) for numbers in ranks]
+    by_size = sorted(range(len(ranks)), key=lambda rank: counts[rank].total)
+    # By kind of node; the last of each kind, which has the most, stays.
+    largest = {workload.groups[rank] if workload.groups else 0: rank for rank in by_size}
+    return max((_optimizer_and_sync_on(workload, passes, rank, counts[rank]) for rank in largest.values()), key=sum)
 
 
-def _end_on(case: Case, passes: list[PassTimes], rank: int, count: ParamShare) -> tuple[float, float]:
-    layout, work = case.layout, case.work_of(rank)
-    zero = ZeroCost(case.spec, case.stack, work.wires)
-    learns = case.spec.vocab > 1
-    optimizer = zero.optimizer(count, layout.zero) * learns
+def _optimizer_and_sync_on(
+    workload: Workload, passes: list[PassTimes], rank: int, count: ParamShare
+) -> tuple[float, float]:
+    layout, block_cost = workload.layout, workload.block_cost_of(rank)
+    zero = ZeroCost(workload.spec, workload.software, block_cost.topology)
+    has_head = workload.spec.vocab > 1
+    optimizer = zero.optimizer(count, layout.zero) * has_head
     if layout.zero == 3:
         copied = layout.size("dp_cp") > 1 or (count.experts and layout.size("expert_dp") > 1)
         forward = passes[-1].forward.total
-        return optimizer, zero.at_ends(count, layout.tp, layout.microbatches, forward) if copied else 0.0
-    held = [case.stages[number] for number in layout.placement.of_rank[rank]] if case.groups else case.stages
-    fullest = max(held, key=lambda stage: share_of(case, [stage]).total)
-    forward, *backward = (part.total * layout.chunks for part in passes[fullest.index])
+        return optimizer, zero.at_embedding_and_head(count, layout.tp, layout.microbatches, forward) if copied else 0.0
+    own = [workload.stages[number] for number in layout.placement.of_rank[rank]]
+    largest = max(own if workload.groups else workload.stages, key=lambda stage: param_share(workload, [stage]).total)
+    forward, *backward = (part.total * layout.chunks for part in passes[largest.index])
     # Axes that leave the node share its ports: while tp or cp holds them, gradients wait.
-    free = max(0.0, sum(backward) - layout.chunks * len(fullest.layers) * work.port)
-    return optimizer, zero.after(count, layout.zero, layout.microbatches, forward, free)
+    free = max(0.0, sum(backward) - layout.chunks * len(largest.layers) * block_cost.port)
+    return optimizer, zero.exposed_sync(count, layout.zero, layout.microbatches, forward, free)
 
 
-def share_of(case: Case, stages: Sequence[Stage]) -> ParamShare:
+def param_share(workload: Workload, stages: Sequence[Stage]) -> ParamShare:
     """Parameters of a rank that has these stages."""
-    return plus(*(stage_share(case.spec, case.layout.tp, case.layout.ep, stage) for stage in stages))
+    return plus(*(stage_share(workload.spec, workload.layout.tp, workload.layout.ep, stage) for stage in stages))
 
 
 # ---- executed -------------------------------------------------------------------------------------------------------
-# FLOPs that a rank executes in a step: recomputation, padding and what every tp rank does alike are among them.
+# FLOPs that a rank executes in a step, with recomputation, padding, and what every tp rank repeats.
 
 
 def rank_flops(
     spec: ModelSpec, layout: Layout, seq: int, batch: int, *, pp: int = 0, tp: int = 0, rows: Rows | None = None
 ) -> float:
-    """FLOPs of the rank at those places; ranks along dp and cp do the same. `rows` are those that go to experts and
-    come to this rank's, of each layer and microbatch; None: as many."""
+    """FLOPs of the rank at `pp` and `tp`; ranks along dp and cp do the same. `rows` are those sent to experts and those
+    received for this rank's, per layer and microbatch; None: evenly routed."""
     tokens = batch // layout.size("batch") * (seq // layout.cp)
     stages = stages_of(spec, layout, seq)
     own_stages = [stages[number] for number in layout.placement.of_rank[pp]]
@@ -412,7 +416,7 @@ def rank_flops(
         3 * 2.0 * spec.hidden * len(chunk(spec.vocab, layout.tp, tp)) * any(stage.last for stage in own_stages) * tokens
     )
     for kind, count in Counter((spec.dense(layer), spec.window_of(layer)) for layer in layers).items():
-        flops += count * tokens * _each(spec, layout, seq, block(spec, layout.tp, *kind))
+        flops += count * tokens * _token_flops(spec, layout, seq, block(spec, layout.tp, *kind))
     if spec.experts is None:
         return flops
     sparse = [layer for layer in layers if not spec.dense(layer)]
@@ -426,7 +430,7 @@ def rank_flops(
     return flops
 
 
-def _each(spec: ModelSpec, layout: Layout, seq: int, own: BlockOperations) -> float:
+def _token_flops(spec: ModelSpec, layout: Layout, seq: int, own: BlockOperations) -> float:
     """FLOPs of a token in a block, without the router and the experts that it chooses."""
 
     def flops(matmul: Matmul) -> float:
@@ -438,9 +442,9 @@ def _each(spec: ModelSpec, layout: Layout, seq: int, own: BlockOperations) -> fl
     attention = 4 * own.attention.keys(seq / 2) * own.attention.width  # values are padded to the keys' width
     each = 3 * matmuls + 3.5 * attention  # backward: two matmuls for each, and attention's five for two
     if layout.recompute == "full":
-        # The block's last matmul is not made again, since nothing in backward needs its output; unless it is one step
-        # with what follows it, a collective or a put-off weight gradient. An expert's is needed: it is weighted; and a
-        # shared one's comes before it, where tokens travel meanwhile.
+        # The block's last matmul is not recomputed, since nothing in backward needs its output; unless it is one step
+        # with what follows it, a collective or a deferred weight gradient. An expert's is needed: it is weighted; and a
+        # shared one's comes before it, while tokens are in flight.
         needed = last.experts or (layout.ep > 1 and any(matmul.experts for matmul in own.matmuls))
         stops = layout.tp == 1 and not layout.splits_backward and not needed
         each += matmuls - (flops(last) if stops else 0.0) + attention

@@ -1,6 +1,6 @@
 """The systems behind published runs, as stacks: which kernels they have and what they overlap, as far as they say."""
 
-from fivefold.cost.stack import FIVEFOLD, MEGATRON_EXPERTS, ON_CPUS, Overlap, SoftwareProfile
+from fivefold.cost.software import FIVEFOLD, MEGATRON_EXPERTS, ON_CPUS, Overlap, SoftwareProfile
 from fivefold.hardware.accelerators import Accelerator
 from fivefold.support.errors import UserError
 from fivefold.support.text import did_you_mean

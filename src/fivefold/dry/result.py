@@ -14,7 +14,7 @@ from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import Job
 from fivefold.layout.layout import Layout
 from fivefold.layout.stages import stages_of
-from fivefold.planner.plan import case_of
+from fivefold.planner.plan import workload_of
 from fivefold.render.blocks import Block, Result, Table, Text
 from fivefold.render.chart import TOP, Plot, legend, sheet
 from fivefold.render.scene import COLOURS, GREY, INK, LABEL, MARGIN, SMALL, WIDTH, Curve, Line, Scene
@@ -93,8 +93,8 @@ class RankVsPlan:
 def vs_plan(job: Job, dry: "RankRun", cluster: Cluster, imbalance: float = 1.0) -> RankVsPlan:
     """What the planner says of the rank that was run, which got `imbalance` times the mean of the tokens."""
     coords, layout, seq, batch = RankCoords.of(job.layout, dry.rank), job.layout, job.data.seq, job.train.batch
-    case = replace(case_of(job, cluster), imbalance=imbalance)
-    predicted = footprint_of(case, coords.pp)
+    workload = replace(workload_of(job, cluster), imbalance=imbalance)
+    predicted = footprint_of(workload, coords.pp)
     state = state_of(job.model, layout, job.train.dtype, job.optimizer, **coords._asdict(), seq=seq)
     rows = _rows(job, coords, imbalance)
     flops = rank_flops(job.model, layout, seq, batch, pp=coords.pp, tp=coords.tp, rows=rows)

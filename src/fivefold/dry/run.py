@@ -16,7 +16,7 @@ from fivefold.hardware.cluster import Cluster
 from fivefold.job.aliases import layout_changes
 from fivefold.job.config import Job, job_of
 from fivefold.layout.layout import Layout
-from fivefold.planner.plan import case_of
+from fivefold.planner.plan import workload_of
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError
 from fivefold.support.parsing import path_of
@@ -57,7 +57,7 @@ def dryrun(
     checked("batch", batch, within(1, SEQUENCES))
     checked("seq", seq, within(1, TOKENS))
     job = _job(model, layout, changes, batch, seq)
-    fullest = _imbalance(job, imbalance)
+    peak_load = _imbalance(job, imbalance)
     machines = _machines(cluster, job)
     chosen = _ranks(job.layout, rank, stages)
     if weights is not None:
@@ -67,8 +67,8 @@ def dryrun(
     compared = []
     for number, rank_number in enumerate(chosen):
         progress(number, len(chosen), f"rank {rank_number} of {job.layout.world}")
-        compared.append(vs_plan(job, dry_run(job, rank_number, kernels, fullest), machines, fullest))
-    return DryRunResult(job, machines, compared, _advice(job, compared, machines, fullest), fullest)
+        compared.append(vs_plan(job, dry_run(job, rank_number, kernels, peak_load), machines, peak_load))
+    return DryRunResult(job, machines, compared, _advice(job, compared, machines, peak_load), peak_load)
 
 
 # ---- reading -----------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ def _advice(job: Job, compared: list[RankVsPlan], machines: Cluster, imbalance: 
     )
     fitting = [
         neighbour
-        for neighbour in neighbours(evaluate(replace(case_of(job, machines), imbalance=imbalance)))
+        for neighbour in neighbours(evaluate(replace(workload_of(job, machines), imbalance=imbalance)))
         if neighbour.slower is not None
     ]
     # The planner says that these fit; a dry run confirms it before one is advised.
@@ -192,8 +192,8 @@ def _advice(job: Job, compared: list[RankVsPlan], machines: Cluster, imbalance: 
         if other.problems(world=other.layout.world):
             continue
         rank = other.layout.rank(pp=min(stage, other.layout.pp - 1))
-        fullest = min(imbalance, other.layout.ep)
-        if vs_plan(other, dry_run(other, rank, imbalance=fullest), machines, fullest).device_bytes <= memory:
+        peak_load = min(imbalance, other.layout.ep)
+        if vs_plan(other, dry_run(other, rank, imbalance=peak_load), machines, peak_load).device_bytes <= memory:
             cheapest = f"{neighbour.change} ({neighbour.slower:+.1%} time)"
             return f"{sentence}; the cheapest single change that fits: {cheapest}"
     return f"{sentence}; no single change makes it fit: try `fivefold plan`"

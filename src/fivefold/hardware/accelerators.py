@@ -52,7 +52,7 @@ class Achieved(Struct, frozen=True, kw_only=True):
 
 
 class Software(Struct, frozen=True, kw_only=True):
-    """What overlap reaches where a stack has it, as the share of a collective that compute hides; and a host's pace."""
+    """Where software overlaps: the share of a collective's time that compute hides; and a host's pace."""
 
     tp: float = 0.80  # all of tensor parallelism's collectives, in pieces behind their GEMMs
     tp_backward: float = 0.80  # input gradients behind the weights'

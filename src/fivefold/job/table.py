@@ -1,4 +1,4 @@
-"""A job as a table: KEY=VALUE of a command line laid over it, and the model that it says.
+"""A job as a table: KEY=VALUE arguments applied to it, and the model that it describes.
 
 apply(table, "optimizer.lr=3e-4", problems)
 model_of(table.get("model", {}), table.get("data"), problems, of_its_own=True)
@@ -22,18 +22,18 @@ Table = dict[str, Any]
 
 
 def apply(table: Table, change: str, problems: list[str]) -> None:
-    """Lay one `section.key=value` of the command line over the table."""
+    """Apply one `section.key=value` of the command line to the table."""
     key, equals, text = change.partition("=")
     if not equals or not key:
         problems.append(Problem("change.form", f"{change!r} is not of the form section.key=value"))
         return
-    if any("\ud800" <= letter <= "\udfff" for letter in change):  # how Python keeps bytes that are no text
+    if any("\ud800" <= letter <= "\udfff" for letter in change):  # surrogates, as which Python keeps undecodable bytes
         problems.append(Problem("change.text", f"{change!r} is not of a text in UTF-8; give it other characters"))
         return
     *sections, last = key.split(".")
     for section in sections:
         if isinstance(table.get(section), str):  # a layout or model by its short name, then changed field by field
-            table[section] = _spread(section, table[section], problems)
+            table[section] = _expand(section, table[section], problems)
         table = table.setdefault(section, {})
         if not isinstance(table, dict):
             problems.append(Problem("change.table", f"{key}: {section} is a value, not a table"))
@@ -42,16 +42,16 @@ def apply(table: Table, change: str, problems: list[str]) -> None:
 
 
 def _value(text: str) -> Any:
-    """A TOML value, or plain text where it is none: `1e-4`, `true`, `[1, 2]`, and bare words."""
+    """A TOML value (`1e-4`, `true`, `[1, 2]`), or else plain text, as bare words are."""
     try:
         table = parse_toml(f"value = {text}")
-        return table["value"] if len(table) == 1 else text  # lines below the first would be read by nobody
+        return table["value"] if len(table) == 1 else text  # further lines would be ignored silently
     except (ValueError, RecursionError):
         return text
 
 
-def _spread(section: str, text: str, problems: list[str]) -> Table:
-    """The table that a short string stands for."""
+def _expand(section: str, text: str, problems: list[str]) -> Table:
+    """The table that a layout string or a preset's name stands for."""
     if section == "layout":
         try:
             return Layout.parse(text).given()
@@ -65,7 +65,7 @@ def _spread(section: str, text: str, problems: list[str]) -> Table:
 # The model of a job: a preset, a Hugging Face config, or all its numbers.
 
 
-TAG = "kind"  # tells tables apart of which a model may have one or another
+TAG = "kind"  # tells tables apart where a key may hold one of several
 _TABLES = {"experts": (Experts,), "mla": (LatentSpec,), "rope_scaling": (RopeScaling, Yarn)}
 NESTED = {key: [*chain(*(kind.__struct_fields__ for kind in kinds)), TAG] for key, kinds in _TABLES.items()}  # settings
 
@@ -73,8 +73,8 @@ NESTED = {key: [*chain(*(kind.__struct_fields__ for kind in kinds)), TAG] for ke
 def model_of(value: Any, data: Any, problems: list[str], *, of_its_own: bool) -> ModelSpec | None:
     """`model = "tiny"`, or a table: a `preset` or a Hugging Face `config` and what changes it, or all the numbers.
 
-    Where the file says nothing of a model (`of_its_own`), what the command line says changes tiny. A toy has the
-    vocabulary of the job's data, unless it is given.
+    Without a model in the file (not `of_its_own`), the command line's settings change tiny. A toy has the vocabulary of
+    the job's data, unless it is given.
     """
     table = {"preset": value} if isinstance(value, str) else value
     if not isinstance(table, dict):
@@ -113,7 +113,7 @@ def model_of(value: Any, data: Any, problems: list[str], *, of_its_own: bool) ->
 
 
 def _vocabulary(data: Any) -> Table:
-    """Of prepared data, if it can be read; what is wrong with it is told where the data is opened."""
+    """The vocabulary of prepared data, if it can be read; opening the data reports what is wrong with it."""
     path = data.get("path") if isinstance(data, dict) else None
     try:
         return {"vocab": read_index(path_of(path)).vocab} if isinstance(path, str) and path else {}

@@ -4,7 +4,7 @@
     layout.world                                  # 8
     layout.problems(preset("tiny"), world=8)      # [] or every reason why not, each with the nearest legal value
 
-A layout says nothing of the machine and nothing of the model; `problems` holds it against both.
+A layout says nothing about the machine or the model; `problems` checks it against both.
 """
 
 import re
@@ -14,7 +14,7 @@ import msgspec
 
 from fivefold.layout.axes import Axes, Degree
 from fivefold.layout.rules import Given, has_copies
-from fivefold.layout.rules import problems as broken
+from fivefold.layout.rules import problems as rule_problems
 from fivefold.schedules.build import ScheduleInfo
 from fivefold.schedules.registry import LARGEST, record_of
 from fivefold.schedules.schedule import Placement
@@ -73,12 +73,12 @@ class Layout(Axes, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def record(self) -> ScheduleInfo:
-        """What its schedule is like; raises what is wrong with one that does not exist."""
+        """The facts of its schedule; raises if there is none of that name."""
         return record_of(self.schedule)
 
     @property
     def schedule_problems(self) -> list[str]:
-        """What is wrong with a schedule that does not exist."""
+        """Why there is no such schedule; empty if there is."""
         try:
             record_of(self.schedule)
         except UserError as error:
@@ -97,12 +97,12 @@ class Layout(Axes, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def breaks_graphs(self) -> bool:
-        """Whether a compiled block is several graphs: what is put off, and the ring's messages, stand between them."""
+        """Whether a compiled block has graph breaks: at deferred weight gradients, and at the ring's messages."""
         return (self.pp > 1 and self.splits_backward) or (self.cp > 1 and self.cp_kind == "ring")
 
     @property
     def compiles_blocks(self) -> bool:
-        """Selective recompute goes by operator: it must see them all, in one graph or in none."""
+        """Whether blocks can be compiled: selective recompute goes by operator, so needs one whole graph, or none."""
         return not (self.breaks_graphs and self.recompute == "selective")
 
     @property
@@ -186,13 +186,14 @@ class Layout(Axes, frozen=True, kw_only=True, forbid_unknown_fields=True):
         `world` is the number of ranks there are, `seq` the sequence length, `batch` the global batch in sequences;
         what is not given is not checked. `ranks_by` says how the reader gives a number of ranks: "--nproc" 8.
         """
-        absurd = {field: Problem(f"layout.{field}.range", text) for field, text in outside(self, "layout").items()}
-        # The other rules divide by these: they are held against values that make sense.
-        sane = msgspec.structs.replace(self, **dict.fromkeys(absurd, 1))
-        if sane.world > RANKS:
-            many = f"layout {sane} has {sane.world} ranks, which is more than {RANKS}"
-            return [*absurd.values(), Problem("layout.ranks.most", many)]
-        return [*absurd.values(), *broken(sane, Given(spec, world, seq, batch, ranks_by))]
+        wrong = outside(self, "layout")
+        out_of_range = {field: Problem(f"layout.{field}.range", text) for field, text in wrong.items()}
+        # The other rules divide by these: they are checked with values in range.
+        in_range = msgspec.structs.replace(self, **dict.fromkeys(out_of_range, 1))
+        if in_range.world > RANKS:
+            many = f"layout {in_range} has {in_range.world} ranks, which is more than {RANKS}"
+            return [*out_of_range.values(), Problem("layout.ranks.most", many)]
+        return [*out_of_range.values(), *rule_problems(in_range, Given(spec, world, seq, batch, ranks_by))]
 
     def fully_shards(self, spec: ModelSpec) -> bool:
         """Whether parameters are sharded (ZeRO 3)."""

@@ -10,7 +10,7 @@ import torch
 from msgspec import structs
 
 from fivefold.cost.kernels import BACKWARD, NARROW_HEAD, Device
-from fivefold.cost.stack import Attention
+from fivefold.cost.software import Attention
 from fivefold.hardware.accelerators import Accelerator, Achieved, Link, achieved
 from fivefold.hardware.cluster import SHARE
 from fivefold.machines.clock import Timing

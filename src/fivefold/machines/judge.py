@@ -1,4 +1,4 @@
-"""Which rank, node or link is the outlier: what ranks have measured, against their peers and against the planner.
+"""Which rank, node or link is the outlier: what ranks measured, compared with their peers and with the planner.
 
     findings(examination)      # a sentence for each; none where all is well
 
@@ -26,11 +26,11 @@ from fivefold.support.errors import UserError
 from fivefold.support.text import bytes_text
 
 # ---- reports --------------------------------------------------------------------------------------------------------
-# What one rank has found out about itself, its node and its links. Ranks send it to rank 0.
+# What one rank measured of itself, its node and its links. Ranks send it to rank 0.
 
 
 class Disk(msgspec.Struct, frozen=True):
-    """Of run.dir, by the first rank of a node while the others' first ranks do the same."""
+    """Of run.dir, measured by the first rank of each node, all at once."""
 
     write: float = 0.0  # bytes/s, until they are on the disk
     read: float = 0.0  # bytes/s
@@ -52,7 +52,7 @@ class Gpu(msgspec.Struct, frozen=True):
 
 
 class RingReport(msgspec.Struct, frozen=True):
-    """Collectives of one group of an axis, while all groups of the axis do the same."""
+    """Collectives of one group of an axis, measured in all groups of the axis at once."""
 
     axis: str
     ranks: list[int]
@@ -94,7 +94,7 @@ class RankReport(msgspec.Struct, frozen=True):
 
 
 T = TypeVar("T")
-_NAMED = 4  # nodes, or groups, in one sentence
+_MAX_LISTED = 4  # nodes, or groups, in one sentence
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Examination:
 
     @cached_property
     def nodes(self) -> dict[str, list[RankReport]]:
-        """The ranks of each."""
+        """The ranks of each node."""
         nodes: dict[str, list[RankReport]] = defaultdict(list)
         for report in self.reports:
             nodes[report.node].append(report)
@@ -138,7 +138,7 @@ class Examination:
                 parts.append(f"node {short(node)} ({ranks_text(on_node)})")
             elif on_node:
                 parts.append(f"{ranks_text(on_node)} on {short(node)}")
-        return some(parts, str)
+        return listed(parts, str)
 
     def accelerator(self, report: RankReport) -> Accelerator | None:
         """What the planner knows of a rank's device: of a CPU only what `fivefold calibrate` has measured, and nothing
@@ -182,9 +182,9 @@ def known(device: str) -> Accelerator | None:
         return None
 
 
-def some(things: Sequence[T], text: Callable[[T], str]) -> str:
-    more = f" and {len(things) - _NAMED} more" if len(things) > _NAMED else ""
-    return ", ".join(map(text, things[:_NAMED])) + more
+def listed(things: Sequence[T], text: Callable[[T], str]) -> str:
+    more = f" and {len(things) - _MAX_LISTED} more" if len(things) > _MAX_LISTED else ""
+    return ", ".join(map(text, things[:_MAX_LISTED])) + more
 
 
 def rate_text(value: float) -> str:
@@ -253,13 +253,13 @@ def below_peers(values: Mapping[K, float], share: float) -> dict[K, float]:
 
 def slow_ranks(exam: Examination) -> Iterator[str]:
     share = CORE if exam.reports[0].cpu else RATE
-    yield from _slow(exam, "matmuls", {report.rank: report.rate for report in exam.reports}, share, flops_text)
+    yield from _slow_ranks(exam, "matmuls", {report.rank: report.rate for report in exam.reports}, share, flops_text)
 
 
-def _slow(
+def _slow_ranks(
     exam: Examination, what: str, values: Mapping[int, float], share: float, text: Callable[[float], str]
 ) -> Iterator[str]:
-    """Of ranks; those of a node are named together."""
+    """A sentence about slow ranks; those of a node are named together."""
     slow = below_peers(values, share)
     if not slow:
         return
@@ -315,7 +315,7 @@ def _disks(exam: Examination) -> Iterator[str]:
             f"with the one being written take {bytes_text(needed)}"
         )
     for what, way in (("writes to run.dir", "write"), ("reads from run.dir", "read")):
-        yield from _slow(
+        yield from _slow_ranks(
             exam, f"disk: {what}", {rank: getattr(disk, way) for rank, disk in well.items()}, DISK, rate_text
         )
 
@@ -334,7 +334,7 @@ def _links(exam: Examination) -> Iterator[str]:
             elif slow:
                 worst = min(slow, key=lambda ranks: values[ranks])
                 yield (
-                    f"{axis}: {what} among {some(list(slow), exam.who)} reach {rate_text(values[worst])}, and "
+                    f"{axis}: {what} among {listed(list(slow), exam.who)} reach {rate_text(values[worst])}, and "
                     f"{rate_text(slow[worst])} in the median of the other groups (outlier below {LINK:.0%})"
                 )
         late = below_peers({tuple(ring.ranks): 1 / ring.latency for ring in rings}, 1 / LATE)
@@ -349,7 +349,7 @@ def _links(exam: Examination) -> Iterator[str]:
         expected = exam.expected_link(axis)
         if expected and (few := [ring for ring in rings if ring.reduce < LINK * expected]):
             yield (
-                f"{axis}: all-reduces among {some([ring.ranks for ring in few], exam.who)} reach "
+                f"{axis}: all-reduces among {listed([ring.ranks for ring in few], exam.who)} reach "
                 f"{rate_text(min(ring.reduce for ring in few))}, and the planner expects {rate_text(expected)} "
                 f"(outlier below {LINK:.0%})"
             )
@@ -371,7 +371,7 @@ def _sends(exam: Examination, axis: str) -> Iterator[str]:
         # Where all links of a rank are slow, and it has several, the rank is the cause.
         bad = Counter(rank for pair in slow for rank in pair)
         guilty = [rank for rank, count in bad.items() if 1 < count == sum(rank in pair for pair in values)]
-        who = f"with {exam.who(guilty)}" if guilty else f"between {some(list(slow), exam.who)}"
+        who = f"with {exam.who(guilty)}" if guilty else f"between {listed(list(slow), exam.who)}"
         worst = min(slow, key=lambda pair: values[pair])
         yield (
             f"{axis}: messages {who} reach {rate_text(values[worst])}, and {rate_text(slow[worst])} in the median of "
@@ -426,7 +426,7 @@ def _limits(exam: Examination) -> Iterator[str]:
 
 
 def _other_cluster(exam: Examination) -> Iterator[str]:
-    """Machines that are not those that the job was planned for."""
+    """Machines other than those that the job was planned for."""
     if exam.cluster is None:
         return
     sizes_here = sorted(len(ranks) for ranks in exam.nodes.values())

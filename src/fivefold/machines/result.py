@@ -13,7 +13,7 @@ import msgspec
 from fivefold.cost.block import BlockCost
 from fivefold.cost.collective_time import Topology
 from fivefold.cost.kernels import Device
-from fivefold.cost.stack import ON_CPUS
+from fivefold.cost.software import ON_CPUS
 from fivefold.hardware.accelerators import Accelerator
 from fivefold.hardware.cluster import Cluster, Group
 from fivefold.launch.handshake import ranks_text
@@ -194,8 +194,8 @@ def at_pace(core: Accelerator, seconds: float, spec: ModelSpec, samples: int, se
     Kernels are timed one after the other, and each meets other moments of a shared machine; the block was timed on all
     ranks at the same moments, so what it says of their speeds is the surest.
     """
-    device, stack = Device.of(core), ON_CPUS.computing_in("fp32")
-    work = BlockCost(spec, Layout(), device, Topology(device, 1, Layout()), stack, samples, seq, "fp32")
+    device, software = Device.of(core), ON_CPUS.computing_in("fp32")
+    work = BlockCost(spec, Layout(), device, Topology(device, 1, Layout()), software, samples, seq, "fp32")
     return slowed(core, seconds / sum(part.total for part in work.block))
 
 

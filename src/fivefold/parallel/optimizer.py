@@ -74,17 +74,17 @@ class Optimizer:
         fp32 = all(master.dtype == torch.float32 for master in weights.masters.values())
         self.fused = config.fuses and fp32 and mesh.device.type == "cuda"
 
-    def gradient_norm(self, scalars: Tensor | None = None, *more: Tensor) -> Tensor:
+    def gradient_norm(self, extra_scalars: Tensor | None = None, *extra_sums: Tensor) -> Tensor:
         """The gradient norm over all parameters of the model, before clipping: float64, and equal on all ranks.
 
-        `scalars` are two of this rank's (a request to stop, its loss), `more` are others, all float64. They become sums
-        over all ranks, in place: in the norm's all-reduce, so at no cost.
+        `extra_scalars` are two of this rank's (a request to stop, its loss), `extra_sums` are others, all float64. They
+        become sums over all ranks, in place: in the norm's all-reduce, so at no cost.
         """
         masters = self.weights.masters.items()
         local = [p.grad for name, p in masters if p.grad is not None and self.weights.copies(name)[0] == 0]
         square = _sum_of_squares(local) if local else torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         if self.mesh.world.size > 1:
-            summands = [square, square.new_zeros(2) if scalars is None else scalars, *more]
+            summands = [square, square.new_zeros(2) if extra_scalars is None else extra_scalars, *extra_sums]
             sums = torch.cat([summand.flatten() for summand in summands])
             timed_wait(dist.all_reduce, sums, group=self.mesh.world.group)
             for summand, total in zip(summands, sums.split([x.numel() for x in summands]), strict=True):

@@ -97,7 +97,7 @@ class Channels:
         owner = self.placement.owner
         channels = self.placement.channels
         self.groups = {channel: mesh.p2p_group(owner[channel.source], owner[channel.target]) for channel in channels}
-        self.sent: dict[Channel, deque[Message]] = {channel: deque() for channel in channels}
+        self.sends_in_flight: dict[Channel, deque[Message]] = {channel: deque() for channel in channels}
         self.peers = [f"pipeline rank {peer} (rank {rank})" for peer, rank in enumerate(mesh.pp.ranks)]
 
     def receive(self, action: Action, shape: tuple[int, ...]) -> Message:
@@ -106,7 +106,7 @@ class Channels:
         channel = Channel(action.stage - (not gradients), gradients)
         source = self.placement.owner[channel.source]
         buffer = torch.empty(shape, dtype=self.dtype, device=self.buffer_device)
-        with self._reaching(source):
+        with self._lost_peer_context(source):
             work = dist.irecv(buffer, group=self.groups[channel], group_src=source, tag=self._tag(channel, action))
         return self._message(action, work, buffer, source)
 
@@ -114,19 +114,19 @@ class Channels:
         """Start to send x, once fewer than `buffers` messages of its channel are in flight."""
         gradients = action.kind is not SEND_ACTIVATION
         channel = Channel(action.stage - gradients, gradients)
-        in_flight = self.sent[channel]
+        in_flight = self.sends_in_flight[channel]
         # Messages that the device has sent are released; gloo reports completion only to a wait.
         while len(in_flight) >= self.buffers or (in_flight and in_flight[0].work.is_completed()):
             in_flight.popleft().wait()
         x = x.to(self.buffer_device).contiguous()
         target = self.placement.owner[channel.target]
-        with self._reaching(target):
+        with self._lost_peer_context(target):
             work = dist.isend(x, group=self.groups[channel], group_dst=target, tag=self._tag(channel, action))
         in_flight.append(self._message(action, work, x, target))
 
     def drain(self) -> None:
         """Wait until the peers have received all messages."""
-        for in_flight in self.sent.values():
+        for in_flight in self.sends_in_flight.values():
             while in_flight:
                 in_flight.popleft().wait()
 
@@ -136,7 +136,7 @@ class Channels:
         return Message(action, work, buffer, device, self.peers[peer], self.mesh.pp.timeout)
 
     @contextmanager
-    def _reaching(self, peer: int) -> Iterator[None]:
+    def _lost_peer_context(self, peer: int) -> Iterator[None]:
         """A context around the start of a message: gloo raises at once if the connection is known to be closed."""
         try:
             yield
@@ -202,7 +202,7 @@ class Pipeline:
         self.first_microbatch = [action._replace(joined=False) for action in self.order if action.microbatch == 0]
         self.weights, self.wgrad_queue, self.channels = weights, wgrad_queue, channels
         self.watch: Watch = watch or (lambda action: nullcontext())
-        self.chunk = {stage: index for index, stage in enumerate(stages)}
+        self.chunk_of_stage = {stage: index for index, stage in enumerate(stages)}
         # The last actions of each stage that compute gradients: its last I and its last W, or a B, which is both.
         self.last_of_stage = {
             action
@@ -240,13 +240,13 @@ class Pipeline:
         for action in order:
             if action.joined and self.pair_runner is not None and self.overlap_pairs:
                 self.peak = max(self.peak, len(self.outputs) + len(self.deferred) + 1)  # F adds one first
-                self.pair_runner.run(partial(self._half, action), partial(self._half, next(order)))
+                self.pair_runner.run(partial(self._run_half, action), partial(self._run_half, next(order)))
             else:
-                with self._named(str(action)), watch(action):
-                    self._do(action)
+                with self._error_context(str(action)), watch(action):
+                    self._execute(action)
             beat()
             self.peak = max(self.peak, len(self.outputs) + len(self.deferred))
-        with self._named("the end of the step"):
+        with self._error_context("the end of the step"):
             self.channels.drain()
 
     @contextmanager
@@ -265,7 +265,7 @@ class Pipeline:
         previous: Tensor | None = None  # output of the previous stage, if it is on this rank
         last = None
         for stage, model in self.stages.items():
-            with self._named(f"{Action(Kind.FORWARD, stage, 0)} without gradients"):
+            with self._error_context(f"{Action(Kind.FORWARD, stage, 0)} without gradients"):
                 x = microbatch.tokens
                 if not model.stage.first:
                     received = Action(Kind.RECV_ACTIVATION, stage, 0)
@@ -279,13 +279,13 @@ class Pipeline:
                     previous = y
                 else:
                     self.channels.send(Action(Kind.SEND_ACTIVATION, stage, 0), y)
-        with self._named("the end of the forward pass"):
+        with self._error_context("the end of the forward pass"):
             self.channels.drain()
         return last
 
     @contextmanager
-    def _named(self, what: str) -> Iterator[None]:
-        """A context in which errors say what this rank was doing; that of a lost peer becomes one sentence."""
+    def _error_context(self, what: str) -> Iterator[None]:
+        """A context in which errors say what this rank was doing; a lost peer's becomes one sentence."""
         mesh = self.channels.mesh
         try:
             with waiting(what, mesh, mesh.tp, mesh.cp, mesh.dp_cp, *mesh.expert_axes()):  # collectives inside an action
@@ -303,7 +303,7 @@ class Pipeline:
         model = next(iter(self.stages.values()))
         return (*model.ops.residual(microbatch.positions).position_ids.shape, model.spec.hidden)
 
-    def _do(self, action: Action) -> None:
+    def _execute(self, action: Action) -> None:
         kind, stage, microbatch, _ = action
         if kind in GRADIENT_MAKERS or kind in LAST_READERS:
             self.weights.microbatch_number = microbatch
@@ -314,7 +314,7 @@ class Pipeline:
                 self._input_half(action)
                 self._weight_half(action)
             case Kind.BACKWARD:
-                with self.weights.microbatch(action in self.last_of_stage, self.chunk[stage]):
+                with self.weights.microbatch(action in self.last_of_stage, self.chunk_of_stage[stage]):
                     self._backward(action)
             case Kind.INPUT_GRAD:
                 self._input_half(action)
@@ -331,20 +331,20 @@ class Pipeline:
             case _:
                 raise ValueError(f"{action}: the pipeline does not run actions of the kind {kind}")
 
-    def _half(self, action: Action) -> None:
+    def _run_half(self, action: Action) -> None:
         """Run one half of an overlapped pair."""
         assert self.pair_runner is not None
-        with self._named(str(action)), self.pair_runner.watched(lambda: self.watch(action)):
-            self._do(action)
+        with self._error_context(str(action)), self.pair_runner.watched(lambda: self.watch(action)):
+            self._execute(action)
 
     def _input_half(self, action: Action) -> None:
-        stage, last = action.stage, action in self.last_of_stage
-        with self.weights.microbatch(last, self.chunk[stage], "inputs"), self.wgrad_queue.collecting() as tasks:
+        last, chunk = action in self.last_of_stage, self.chunk_of_stage[action.stage]
+        with self.weights.microbatch(last, chunk, "inputs"), self.wgrad_queue.collecting() as tasks:
             self._backward(action)
-        self.deferred[stage, action.microbatch] = tasks
+        self.deferred[action.stage, action.microbatch] = tasks
 
     def _weight_half(self, action: Action) -> None:
-        with self.weights.microbatch(action in self.last_of_stage, self.chunk[action.stage], "weights"):
+        with self.weights.microbatch(action in self.last_of_stage, self.chunk_of_stage[action.stage], "weights"):
             for task in self.deferred.pop((action.stage, action.microbatch)):
                 task()
 
@@ -353,7 +353,7 @@ class Pipeline:
         model, microbatch = self.stages[stage], self.microbatches[index]
         x = microbatch.tokens
         if not model.stage.first:
-            x = self._take(action, Kind.RECV_ACTIVATION).requires_grad_()
+            x = self._pop_input(action, Kind.RECV_ACTIVATION).requires_grad_()
             self.inputs[stage, index] = x
         y = model(x, microbatch.positions, microbatch.targets)
         self.outputs[stage, index] = y if not model.stage.last else self.loss_of(y)
@@ -363,7 +363,7 @@ class Pipeline:
     def _backward(self, action: Action) -> None:
         stage, index = action.stage, action.microbatch
         model, y = self.stages[stage], self.outputs.pop((stage, index))
-        output_grad = None if model.stage.last else self._take(action, Kind.RECV_GRADIENT)
+        output_grad = None if model.stage.last else self._pop_input(action, Kind.RECV_GRADIENT)
         torch.autograd.backward(y, output_grad)
         if stage - 1 in self.stages:
             self.received[Kind.RECV_GRADIENT, stage - 1, index] = self._input_gradient(stage, index)
@@ -373,7 +373,7 @@ class Pipeline:
         assert gradient is not None
         return gradient
 
-    def _take(self, action: Action, kind: Kind) -> Tensor:
+    def _pop_input(self, action: Action, kind: Kind) -> Tensor:
         """The input of an action: a posted message, which is waited for, or the tensor of a stage on this rank."""
         arriving = self.received.pop((kind, action.stage, action.microbatch))
         return arriving if isinstance(arriving, Tensor) else arriving.wait()

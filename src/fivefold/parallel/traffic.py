@@ -132,7 +132,7 @@ def _bytes(side: Any) -> int:
 # ---- same calls -----------------------------------------------------------------------------------------------------
 # Whether the ranks of a group call the same collectives: compared in the first step, before each call runs.
 #
-#     same_order(control, mesh, engine.order)       before it: what each rank is about to start, and in which order
+#     same_order(control, mesh, engine.communication_order)   # before the step: what each rank is to start, in order
 #     with same_calls(mesh):
 #         engine.forward_backward(batch)
 #

@@ -18,7 +18,7 @@ from fivefold.cost.forms import PipelineForm, ZeroCost
 from fivefold.cost.kernels import Device
 from fivefold.cost.moe import ParamShare
 from fivefold.cost.peak_memory import CUDA_CONTEXT_BYTES, FRAGMENTATION, loss_peak
-from fivefold.cost.step import Case, message
+from fivefold.cost.step import Workload, p2p_bytes
 from fivefold.layout.layout import ContextKind, Dispatch, Layout, Recompute
 from fivefold.schedules.build import ScheduleInfo
 from fivefold.schedules.registry import RECORDS
@@ -39,10 +39,10 @@ class BlockShape(NamedTuple):
     samples: int  # of a microbatch
     recompute: Recompute
 
-    def of(self, case: Case) -> Case:
-        """A case of one microbatch in this shape."""
+    def of(self, workload: Workload) -> Workload:
+        """A workload of one microbatch in this shape."""
         layout = Layout(tp=self.tp, cp=self.cp, cp_kind=self.cp_kind, sp=self.sp, recompute=self.recompute)
-        return replace(case, layout=layout, batch=self.samples)
+        return replace(workload, layout=layout, batch=self.samples)
 
 
 class PipelineArrays(NamedTuple):
@@ -84,31 +84,31 @@ class BlockArrays(NamedTuple):
     # Bytes of backward beside what is saved: recomputed activations, gathered weights, gradients being reduced.
     transient: float
     logits: float
-    message: float
+    p2p_bytes: float
     full: float  # 1 where recompute is
     paired: float = 0.0  # seconds of both passes that joined pairs hide, at most
 
     @classmethod
-    def of(cls, case: Case, shape: BlockShape) -> "BlockArrays":
-        """`case` with one dp rank's microbatch as its batch."""
-        case = shape.of(case)
-        layout, work = case.layout, case.work
-        block, sizes = work.block, (case.stack, shape.samples, case.seq, work.activation_bytes)
-        held = saved_activations(case.spec, layout, *sizes).total
-        again = saved_activations(case.spec, structs.replace(layout, recompute="none"), *sizes).total - held
+    def of(cls, workload: Workload, shape: BlockShape) -> "BlockArrays":
+        """`workload` with one dp rank's microbatch as its batch."""
+        workload = shape.of(workload)
+        layout, work = workload.layout, workload.block_cost
+        block, sizes = work.block, (workload.software, shape.samples, workload.seq, work.activation_bytes)
+        held = saved_activations(workload.spec, layout, *sizes).total
+        again = saved_activations(workload.spec, structs.replace(layout, recompute="none"), *sizes).total - held
         return cls(
             forward=block.forward.total,
             backward=block.inputs.total + block.weights.total,
             computing=computing(block)[0],
             computing_back=computing(block)[1],
-            waiting=waiting(case, block),
+            waiting=waiting(workload, block),
             port=work.port,
-            unhidden=split_backward(case).block.inputs.total - block.inputs.total,
+            unhidden=split_backward(workload).block.inputs.total - block.inputs.total,
             ends=sum(part.total for part in (*work.top, *work.bottom)),
             saved=held,
             transient=again + work.mlp_backward_bytes + work.cp_buffer_bytes,
-            logits=loss_peak(case.spec, layout, case.stack, work.tokens),
-            message=message(case),
+            logits=loss_peak(workload.spec, layout, workload.software, work.tokens),
+            p2p_bytes=p2p_bytes(workload),
             full=shape.recompute == "full",
         )
 
@@ -119,15 +119,17 @@ def computing(block: PassTimes) -> tuple[float, float]:
     return forward, backward + block.inputs.recompute + block.weights.gemm
 
 
-def waiting(case: Case, block: PassTimes) -> float:
+def waiting(workload: Workload, block: PassTimes) -> float:
     """Seconds in which a device waits for its host; one that is its host, for nothing."""
-    return 0.0 if case.stack.computes_itself else block.forward.host + block.inputs.host
+    return 0.0 if workload.software.computes_itself else block.forward.host + block.inputs.host
 
 
-def split_backward(case: Case) -> BlockCost:
-    """The case's microbatch under a schedule that splits backward, where that makes a difference."""
+def split_backward(workload: Workload) -> BlockCost:
+    """The workload's microbatch under a schedule that splits backward, where that makes a difference."""
     return (
-        replace(case, layout=structs.replace(case.layout, schedule=SPLITTING)).work if case.layout.tp > 1 else case.work
+        replace(workload, layout=structs.replace(workload.layout, schedule=SPLITTING)).block_cost
+        if workload.layout.tp > 1
+        else workload.block_cost
     )
 
 
@@ -139,14 +141,14 @@ class LinkArrays:
     at: Array  # which of them an element has
 
     @classmethod
-    def of(cls, case: Case, of: Choices, ep: Array | int = 1) -> "LinkArrays":
+    def of(cls, workload: Workload, of: Choices, ep: Array | int = 1) -> "LinkArrays":
         key = ((of.tp * 4096 + of.cp) * 4096 + of.pp) * 65536 + ep  # dp is what is left of the world
         _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
         degrees = (of.dp, of.tp, of.pp, of.cp, np.broadcast_to(ep, key.shape))
         topologies = []
         for row in np.column_stack([column[first] for column in degrees]).tolist():
             dp, tp, pp, cp, spread = row
-            topologies.append(replace(case, layout=Layout(dp=dp, tp=tp, pp=pp, cp=cp, ep=spread), batch=1).wires)
+            topologies.append(replace(workload, layout=Layout(dp=dp, tp=tp, pp=pp, cp=cp, ep=spread), batch=1).topology)
         return cls(topologies, inverse.ravel())
 
     @property
@@ -183,7 +185,7 @@ class LinkArrays:
 class Closed:
     """What the formulas are made of: the choices, and their blocks as arrays."""
 
-    case: Case
+    workload: Workload
     of: Choices
     block: BlockArrays  # of arrays
     pipelines: list[PipelineArrays]
@@ -198,22 +200,22 @@ class Closed:
 
     @cached_property
     def links(self) -> LinkArrays:
-        return LinkArrays.of(self.case, self.of)
+        return LinkArrays.of(self.workload, self.of)
 
     @property
     def zero(self) -> ZeroCost:
-        return ZeroCost(self.case.spec, self.case.stack, self.links)
+        return ZeroCost(self.workload.spec, self.workload.software, self.links)
 
     @property
     def own(self) -> ParamShare:
         """Parameters of a block on one rank."""
-        dense: Any = self.case.spec.block_parameter_count / self.of.tp
+        dense: Any = self.workload.spec.block_parameter_count / self.of.tp
         return ParamShare(dense, 0.0)
 
     @property
     def parameters(self) -> ParamShare:
         """Parameters of the pipeline rank with the most, on one tp rank."""
-        spec = self.case.spec
+        spec = self.workload.spec
         block, table = spec.block_parameter_count, spec.vocab * spec.hidden
         several = np.ceil(spec.layers / self.of.pp) * block + table
         full = spec.layers * block + table * (1 if spec.tied else 2)
@@ -227,8 +229,8 @@ class Closed:
 
     def seconds(self) -> Array:
         """Of a step."""
-        gathering = self.gathering() * self.case.spec.layers / self.of.pp
-        return self._pipeline(self._rank() + gathering) + self.after() + self.case.stack.host_step
+        gathering = self.gathering() * self.workload.spec.layers / self.of.pp
+        return self._pipeline(self._rank() + gathering) + self.after() + self.workload.software.host_step
 
     @property
     def each(self) -> Array:
@@ -242,7 +244,7 @@ class Closed:
 
     def _rank(self) -> Array:
         """A microbatch on the busiest rank. Ranks hold whole layers, and the head is worth some."""
-        layers, ends, each, pp = self.case.spec.layers, self.block.ends, self.each, self.of.pp
+        layers, ends, each, pp = self.workload.spec.layers, self.block.ends, self.each, self.of.pp
         most = np.minimum(np.ceil((layers + ends / each) / (pp * self.unit)) * self.unit, layers)
         return np.maximum((layers * each + ends) / pp, np.where(self.alone, 0, most) * each)
 
@@ -255,7 +257,9 @@ class Closed:
 
     def _pipeline(self, rank: Array) -> Array:
         """As if all ranks took as long as the busiest."""
-        return np.asarray(self.form.seconds(rank, self.of.pp * rank, self.sending(), self.case.stack.hides("pp")))
+        return np.asarray(
+            self.form.seconds(rank, self.of.pp * rank, self.sending(), self.workload.software.hides("pp"))
+        )
 
     @property
     def form(self) -> PipelineForm:
@@ -264,28 +268,28 @@ class Closed:
 
     def sending(self) -> Array:
         """A message between stages."""
-        return np.asarray(self.links.time("send", "pp", self.block.message))
+        return np.asarray(self.links.time("send", "pp", self.block.p2p_bytes))
 
     def after(self) -> Array:
         """The optimizer; gradients and weights that nothing hides."""
-        of, zero, count, layers = self.of, self.zero, self.parameters, self.case.spec.layers / self.of.pp
+        of, zero, count, layers = self.of, self.zero, self.parameters, self.workload.spec.layers / self.of.pp
         forward, free = self.block.forward * layers, np.maximum(0.0, self.block.backward - self.block.port) * layers
-        left = zero.after(count, of.zero, of.microbatches, forward, free)
-        ends = zero.at_ends(count, of.tp, of.microbatches, forward / self.chunks)
+        left = zero.exposed_sync(count, of.zero, of.microbatches, forward, free)
+        ends = zero.at_embedding_and_head(count, of.tp, of.microbatches, forward / self.chunks)
         return np.asarray(zero.optimizer(count, of.zero) + np.where(of.zero == 3, ends, left))
 
     def memory(self) -> Array:
         """Bytes of the fullest rank."""
-        stack, share = self.case.stack, self.case.spec.layers / self.of.pp
+        software, share = self.workload.software, self.workload.spec.layers / self.of.pp
         flying = self._flying()
         # The ends that ZeRO 3 has gathered are left out. Of large microbatches gradients that do not exist at the peak
         # outweigh them, and a layout that is pruned for too much memory is not looked at again.
         first = self.block.saved * flying * share + self.block.transient + self.gathered()
         # The last stage has the logits and, unless ranks have several stages, one microbatch.
         last = self.block.saved * np.where(self.chunks > 1, flying, 1) * share + self.block.logits
-        messages = np.where(self.alone, 0.0, (1 + 2 * self.chunks + flying * self.chunks) * self.block.message)
+        messages = np.where(self.alone, 0.0, (1 + 2 * self.chunks + flying * self.chunks) * self.block.p2p_bytes)
         state = sum(part.total for part in self.zero.states(self.parameters, self.of.zero).values())
-        allocated = state + np.maximum(first, last) + messages + stack.bucket_bytes
+        allocated = state + np.maximum(first, last) + messages + software.bucket_bytes
         return allocated * (1 + FRAGMENTATION) + CUDA_CONTEXT_BYTES
 
     def _flying(self) -> Array:
@@ -298,11 +302,11 @@ class Closed:
 
     def gathered(self) -> Array:
         """Bytes of gathered weights and of gradients being reduced: ZeRO 3 and 2."""
-        stack, reaches = self.case.stack, self.links.reaches
+        software, reaches = self.workload.software, self.links.reaches
         summed = sum(part * (reaches[axis].ranks > 1) for axis, part in zip(("fsdp", "efsdp"), self.own, strict=True))
-        block = summed * stack.gradient_bytes
+        block = summed * software.gradient_bytes
         two = np.where(self.of.zero == 2, np.maximum(block, 2 * block - self.block.saved), 0.0)
-        three = self.own.total * (2 * stack.weight_bytes + stack.gradient_bytes) * (summed > 0)
+        three = self.own.total * (2 * software.weight_bytes + software.gradient_bytes) * (summed > 0)
         return np.where(self.of.zero == 3, three, two)
 
 

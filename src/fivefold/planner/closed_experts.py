@@ -13,7 +13,7 @@ from msgspec import structs
 from fivefold.cost.activations import MoEMemory, saved_activations
 from fivefold.cost.moe import MoEBlock, ParamShare, Travel, block_share
 from fivefold.cost.peak_memory import loss_peak
-from fivefold.cost.step import Case, message
+from fivefold.cost.step import Workload, p2p_bytes
 from fivefold.layout.layout import Layout
 from fivefold.planner.closed import (
     DISPATCHES,
@@ -64,16 +64,16 @@ class DenseCost(NamedTuple):
     again: float  # bytes that recompute makes again
     passing: float
     logits: float
-    message: float
+    p2p_bytes: float
     full: float
 
     @classmethod
-    def of(cls, case: Case, shape: BlockShape) -> "DenseCost":
-        case = shape.of(case)
-        layout, work = case.layout, case.work
+    def of(cls, workload: Workload, shape: BlockShape) -> "DenseCost":
+        workload = shape.of(workload)
+        layout, work = workload.layout, workload.block_cost
         plain, block = replace(work, dense=True).block, work.around
-        own, everything = (_held(case, how) for how in (layout, structs.replace(layout, recompute="none")))
-        stream = work.activation_bytes * work.tokens * case.spec.hidden / (shape.tp if shape.sp else 1)
+        own, everything = (_held(workload, how) for how in (layout, structs.replace(layout, recompute="none")))
+        stream = work.activation_bytes * work.tokens * workload.spec.hidden / (shape.tp if shape.sp else 1)
         return cls(
             forward=block.forward.total - block.forward.host,
             backward=block.inputs.total - block.inputs.host + block.weights.total - work.added(work.own.experts),
@@ -83,17 +83,17 @@ class DenseCost(NamedTuple):
             computing_back=computing(block)[1],
             plain_computing=computing(plain)[0],
             plain_computing_back=computing(plain)[1],
-            plain_waiting=waiting(case, plain),
+            plain_waiting=waiting(workload, plain),
             launching=work.launching,
             port=work.port,
-            unhidden=split_backward(case).around.inputs.total - block.inputs.total,
+            unhidden=split_backward(workload).around.inputs.total - block.inputs.total,
             ends=sum(part.total for part in (*work.top, *work.bottom)),
             saved=own.around,
             plain_saved=own.plain,
             again=everything.around - own.around,
             passing=2 * stream + work.cp_buffer_bytes - everything.shared,
-            logits=loss_peak(case.spec, layout, case.stack, work.tokens),
-            message=message(case),
+            logits=loss_peak(workload.spec, layout, workload.software, work.tokens),
+            p2p_bytes=p2p_bytes(workload),
             full=shape.recompute == "full",
         )
 
@@ -106,8 +106,15 @@ class _Held(NamedTuple):
     shared: float  # of the first, its shared expert's
 
 
-def _held(case: Case, layout: Layout) -> _Held:
-    sizes = (case.spec, layout, case.stack, case.batch, case.seq, case.work.activation_bytes)
+def _held(workload: Workload, layout: Layout) -> _Held:
+    sizes = (
+        workload.spec,
+        layout,
+        workload.software,
+        workload.batch,
+        workload.seq,
+        workload.block_cost.activation_bytes,
+    )
     mixed = saved_activations(*sizes)
     return _Held(mixed.total - mixed.experts, saved_activations(*sizes, dense=True).total, mixed.mlp)
 
@@ -133,17 +140,26 @@ class MoECost(NamedTuple):
     worst: float  # bytes of backward on top of the former
 
     @classmethod
-    def of(cls, case: Case, spread: ExpertShape, layout: Layout) -> "MoECost":
+    def of(cls, workload: Workload, spread: ExpertShape, layout: Layout) -> "MoECost":
         """`layout` is any that spreads experts so."""
-        work = replace(case, layout=layout, batch=layout.dp).work
+        work = replace(workload, layout=layout, batch=layout.dp).block_cost
         sizes = (spread.tokens, work.activation_bytes)
-        moe = MoEBlock(case.spec, layout, work.device, work.wires, case.stack, *sizes, case.precision, case.imbalance)
-        held = MoEMemory(case.spec, layout, case.stack, *sizes, case.imbalance)
+        moe = MoEBlock(
+            workload.spec,
+            layout,
+            work.device,
+            work.topology,
+            workload.software,
+            *sizes,
+            workload.precision,
+            workload.imbalance,
+        )
+        held = MoEMemory(workload.spec, layout, workload.software, *sizes, workload.imbalance)
         travel = Travel(moe)  # with backward passes in one piece, which hide most
         there, back, back_again, there_again = travel.messages
         less, less_back = travel.hidden
         kernels, kernels_back = moe.matmuls[0] + moe.memory[0], moe.matmuls[1] + moe.matmuls[2] + moe.memory[1]
-        added = work.added(block_share(case.spec, 1, spread.ep).experts)
+        added = work.added(block_share(workload.spec, 1, spread.ep).experts)
         return cls(
             forward=kernels + moe.sent[0] - less + moe.gathered[0],
             backward=kernels_back + moe.sent[1] - less_back + moe.gathered[1] + added,
@@ -178,22 +194,22 @@ class ExpertClosed(Closed):
     @property
     def _mixed(self) -> int:
         """Layers with experts."""
-        return self.case.spec.layers - self.case.spec.dense_layers
+        return self.workload.spec.layers - self.workload.spec.dense_layers
 
     @property
     def own(self) -> ParamShare:
         """Of a block with experts."""
-        experts: Any = block_share(self.case.spec, 1, 1).experts / self.dealt.ep
+        experts: Any = block_share(self.workload.spec, 1, 1).experts / self.dealt.ep
         return ParamShare(self._dense(plain=False), experts)
 
     def _dense(self, *, plain: bool) -> Any:
         """Dense parameters of a block with experts, or (`plain`) of one without."""
-        shares = {tp: block_share(self.case.spec, tp, 1, plain).dense for tp in np.unique(self.of.tp).tolist()}
+        shares = {tp: block_share(self.workload.spec, tp, 1, plain).dense for tp in np.unique(self.of.tp).tolist()}
         return np.array([shares.get(tp, 0.0) for tp in range(max(shares) + 1)])[self.of.tp]
 
     @property
     def parameters(self) -> ParamShare:
-        spec, own, several = self.case.spec, self.own, np.ceil(self.case.spec.layers / self.of.pp)
+        spec, own, several = self.workload.spec, self.own, np.ceil(self.workload.spec.layers / self.of.pp)
         table = spec.vocab * spec.hidden / self.of.tp
         full = spec.dense_layers * self._dense(plain=True) + self._mixed * own.dense + table * (1 if spec.tied else 2)
         dense: Any = np.where(self.alone, full, several * own.dense + table)
@@ -217,15 +233,15 @@ class ExpertClosed(Closed):
 
 
 def closed_of(
-    case: Case, of: Choices, dealt: EpChoices, shapes: list[BlockShape], pipelines: list[PipelineArrays]
+    workload: Workload, of: Choices, dealt: EpChoices, shapes: list[BlockShape], pipelines: list[PipelineArrays]
 ) -> ExpertClosed:
-    around = DenseCost(*np.array([DenseCost.of(case, shape) for shape in shapes])[of.shape].T)
-    links = LinkArrays.of(case, of, dealt.ep)
-    spent = _spent(case, of, dealt, links, shapes)
+    around = DenseCost(*np.array([DenseCost.of(workload, shape) for shape in shapes])[of.shape].T)
+    links = LinkArrays.of(workload, of, dealt.ep)
+    spent = _spent(workload, of, dealt, links, shapes)
     recompute = np.array([RECOMPUTES.index(shape.recompute) for shape in shapes])[of.shape]
     again = np.choose(recompute, [0.0, spent.moved, spent.forward])
     forward, backward = around.forward + spent.forward, around.backward + spent.backward + again
-    itself = case.stack.computes_itself  # the host, whose time is then not behind the device's
+    itself = workload.software.computes_itself  # the host, whose time is then not behind the device's
     wait = np.maximum(0.0, around.launching - (0.0 if itself else forward + backward))
     held = np.choose(recompute, [spent.everything, spent.outputs, 0.0])
     twice = recompute == RECOMPUTES.index("full")
@@ -233,7 +249,7 @@ def closed_of(
 
     def mean(mixed: Any, plain: Any) -> Array:
         """Of the layers with experts and those without."""
-        few = case.spec.dense_layers / case.spec.layers
+        few = workload.spec.dense_layers / workload.spec.layers
         return np.asarray((1 - few) * mixed + few * plain)
 
     means: dict[str, Any] = {
@@ -246,9 +262,9 @@ def closed_of(
         "saved": mean(around.saved + held, around.plain_saved),
         "transient": around.again + spent.everything - held + spent.worst + around.passing,
     }
-    same = ("port", "unhidden", "ends", "logits", "message", "full")
+    same = ("port", "unhidden", "ends", "logits", "p2p_bytes", "full")
     block = BlockArrays(**means, **{name: getattr(around, name) for name in same})
-    return ExpertClosed(case, of, block, pipelines, dealt, links)
+    return ExpertClosed(workload, of, block, pipelines, dealt, links)
 
 
 def _paired(spent: MoECost, forward: Any, backward: Any, twice: Array) -> Array:
@@ -267,11 +283,11 @@ def _paired(spent: MoECost, forward: Any, backward: Any, twice: Array) -> Array:
     return np.asarray(np.maximum(0.0, np.minimum(ahead + back, forward + backward - link)))
 
 
-def _spent(case: Case, of: Choices, dealt: EpChoices, links: LinkArrays, shapes: list[BlockShape]) -> MoECost:
+def _spent(workload: Workload, of: Choices, dealt: EpChoices, links: LinkArrays, shapes: list[BlockShape]) -> MoECost:
     """Arrays, of what is the same in many combinations worked out once."""
-    near = np.array([wires.reaches["ep"].together for wires in links.topologies])[links.at]
-    sizes = list(dict.fromkeys(_sizes(case, shape) for shape in shapes))
-    size = np.array([sizes.index(_sizes(case, shape)) for shape in shapes])[of.shape]
+    near = np.array([topology.reaches["ep"].together for topology in links.topologies])[links.at]
+    sizes = list(dict.fromkeys(_sizes(workload, shape) for shape in shapes))
+    size = np.array([sizes.index(_sizes(workload, shape)) for shape in shapes])[of.shape]
     key = ((size * 65536 + dealt.ep) * len(DISPATCHES) + dealt.dispatch) * 4096 + near
     _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
     rows = []
@@ -280,9 +296,9 @@ def _spent(case: Case, of: Choices, dealt: EpChoices, links: LinkArrays, shapes:
         placed = links.topologies[links.at[at]].layout
         layout = structs.replace(placed, sp=sp, dispatch=DISPATCHES[dealt.dispatch[at]])
         spread = ExpertShape(tokens, tp, sp, layout.ep, int(dealt.dispatch[at]), int(near[at]))
-        rows.append(MoECost.of(case, spread, layout))
+        rows.append(MoECost.of(workload, spread, layout))
     return MoECost(*np.array(rows)[inverse.ravel()].T)
 
 
-def _sizes(case: Case, shape: BlockShape) -> tuple[int, int, bool]:
-    return shape.samples * case.seq // shape.cp, shape.tp, shape.sp
+def _sizes(workload: Workload, shape: BlockShape) -> tuple[int, int, bool]:
+    return shape.samples * workload.seq // shape.cp, shape.tp, shape.sp

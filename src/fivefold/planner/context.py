@@ -12,8 +12,8 @@ from msgspec import structs
 from fivefold.cost.attention import LayerAttention, Method, allgather, compare, possible, ring, splits
 from fivefold.cost.collective_time import Topology
 from fivefold.cost.kernels import QUERIES, Device
-from fivefold.cost.stack import Attention
-from fivefold.cost.step import Case
+from fivefold.cost.software import Attention
+from fivefold.cost.step import Workload
 from fivefold.cost.systems import software_of
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import ContextKind, Layout
@@ -147,7 +147,7 @@ class ContextResult(Result):
 
     def to_dict(self) -> dict[str, Any]:
         case, degrees = self.case, by_degree(self.case, self.most)
-        shape = {"seq": case.seq, "tp": case.wires.layout.tp, "cp": case.ranks}
+        shape = {"seq": case.seq, "tp": case.topology.layout.tp, "cp": case.ranks}
         heads = {"heads": case.heads, "kv_heads": case.kv_heads, "head_dim": case.head_dim}
         faster, free = ring_or_gather(case), ring_is_free(case)
         return {"model": self.model, "cluster": self.cluster, **shape, **heads} | {
@@ -165,10 +165,10 @@ class ContextResult(Result):
 
     def blocks(self) -> Iterator[Block]:
         case = self.case
-        layout, accelerator = case.wires.layout, case.device.accelerator
+        layout, accelerator = case.topology.layout, case.device.accelerator
         link, where = accelerator.inside, "within a node"
-        if case.wires.across("cp"):
-            link, where = accelerator.across, f"{case.wires.reaches['cp'].together} per node"
+        if case.topology.across("cp"):
+            link, where = accelerator.across, f"{case.topology.reaches['cp'].together} per node"
         yield Text(
             f"one layer of {self.model} on {self.cluster}: {case.seq:,} tokens, tp={layout.tp}, cp={layout.cp}\n"
             f"a rank has {case.tokens:,} tokens, {counted(case.heads, 'head')} and {counted(case.kv_heads, 'kv head')} "
@@ -320,7 +320,7 @@ def context(
     The heads are a model's, or given one by one. `tp` ranks share them; by default as many as a node has, if heads and
     cluster allow.
     """
-    spec, machines, stack = _spec(model, heads, kv_heads, head_dim), Cluster.read(cluster), software_of(software)
+    spec, machines, profile = _spec(model, heads, kv_heads, head_dim), Cluster.read(cluster), software_of(software)
     group = machines.groups[0]
     problems = spec.problems()
     if len(machines.groups) > 1:
@@ -354,8 +354,8 @@ def context(
         spec.head_dim,
         device,
         Topology(device, group.gpus, layout),
-        kernel=stack.attention,
-        partial=stack.cp_attention or stack.attention,
+        kernel=profile.attention,
+        partial=profile.cp_attention or profile.attention,
     )
     return ContextResult(spec.name, str(machines), case, machines.world // tp)
 
@@ -462,7 +462,7 @@ class LengthsResult(Result):
             what, best = [f"{row.seq:,}", *([row.kernel] if kernels else [])], row.best
             slower.append([*what, *(_loss(row, cp) for cp in self.degrees)])
             if best:
-                share = f"{best.case.mfu(best.seconds, 'causal'):.1%}"
+                share = f"{best.workload.mfu(best.seconds, 'causal'):.1%}"
                 fastest.append([*what, f"{best.seconds:.2f} s", share, str(best.layout)])
         caption = "how much slower than with the best cp, over all other choices; no: none fits; -: not tried"
         yield Table([*first, *(f">cp={cp}" for cp in self.degrees)], slower, title="cp by length", caption=caption)
@@ -497,37 +497,41 @@ def lengths(
         raise UserError(f"{wrong[0]!r} is not an attention kernel; {did_you_mean(wrong[0], KERNELS)}")
     for seq in seqs:
         checked("seq", seq, within(2, TOKENS))
-    stack, rows = software_of(software, machines.groups[0].accelerator), []
+    profile, rows = software_of(software, machines.groups[0].accelerator), []
     for seq in seqs:
         batch = max(1, STEP // seq)
-        case = Case(structs.replace(spec, context=max(spec.context, seq)), Layout(), machines, seq, batch, stack=stack)
+        workload = Workload(
+            structs.replace(spec, context=max(spec.context, seq)), Layout(), machines, seq, batch, software=profile
+        )
         for kernel in kernels or ("",):
-            with_it = _with(case, kernel)
-            rows.append(Length(seq, batch, kernel, {cp: _fastest(with_it, cp) for cp in _cp_degrees(case)}))
-    return LengthsResult(spec.name, str(machines), stack.name, tuple(rows))
+            with_it = _with(workload, kernel)
+            rows.append(Length(seq, batch, kernel, {cp: _fastest(with_it, cp) for cp in _cp_degrees(workload)}))
+    return LengthsResult(spec.name, str(machines), profile.name, tuple(rows))
 
 
-def _cp_degrees(case: Case) -> Iterator[int]:
+def _cp_degrees(workload: Workload) -> Iterator[int]:
     """Powers of two that leave a rank enough tokens."""
     cp = 1
-    while cp <= case.cluster.world and (cp == 1 or (case.seq % (2 * cp) == 0 and case.seq // cp >= FEWEST_TOKENS)):
+    while cp <= workload.cluster.world and (
+        cp == 1 or (workload.seq % (2 * cp) == 0 and workload.seq // cp >= FEWEST_TOKENS)
+    ):
         yield cp
         cp *= 2
 
 
-def _with(case: Case, kernel: str) -> Case:
-    """Every attention of the case by one kernel."""
+def _with(workload: Workload, kernel: str) -> Workload:
+    """Every attention of the workload by one kernel."""
     if not kernel:
-        return case
+        return workload
     name = KERNELS[-2] if kernel == PEAK else kernel
-    device = Device.of(case.cluster.groups[0].accelerator)
+    device = Device.of(workload.cluster.groups[0].accelerator)
     if kernel == PEAK:
         device = replace(device, reached=structs.replace(device.reached, **{name: 1.0}))
-    return replace(case, device=device, stack=case.stack.but(attention=name, cp_attention=name))
+    return replace(workload, device=device, software=workload.software.but(attention=name, cp_attention=name))
 
 
-def _fastest(case: Case, cp: int) -> Option | None:
+def _fastest(workload: Workload, cp: int) -> Option | None:
     try:
-        return search(case, top=1, cp=cp).best
+        return search(workload, top=1, cp=cp).best
     except UserError:  # nothing fits, or the batch does not divide
         return None

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from msgspec import structs
 
 from fivefold.cost.peak_memory import USABLE_FRACTION
-from fivefold.cost.step import Case
+from fivefold.cost.step import Workload
 from fivefold.hardware.accelerators import Accelerator
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
@@ -39,13 +39,13 @@ Progress = Callable[[int, int, str], None]
 
 
 class Quantity(NamedTuple):
-    """Something of the question that may be otherwise: `change` makes a case that has so many times as much of it, and
-    `read` says how much a case has."""
+    """Something of the question that may be otherwise: `change` makes a workload with so many times as much of it,
+    and `read` says how much a workload has."""
 
     name: str
     unit: str
-    read: Callable[[Case], float]
-    change: Callable[[Case, float], Case]
+    read: Callable[[Workload], float]
+    change: Callable[[Workload, float], Workload]
 
 
 @dataclass(frozen=True)
@@ -64,67 +64,67 @@ class TurningPoint:
         return {name: getattr(self, name) for name in ("name", "unit", "value", "holds", "turns", "choice", "why")}
 
 
-def quantities(case: Case) -> list[Quantity]:
+def quantities(workload: Workload) -> list[Quantity]:
     """Of unlike nodes the memory alone: which of their links would it be?"""
-    quantities = [Quantity("memory of a device", "GB", lambda case: _card(case).memory / 1e9, _memory)]
-    if not case.cluster.groups[1:]:
-        where = "between nodes" if case.cluster.nodes > 1 else "within the node"
-        if case.cluster.world > 1:
+    quantities = [Quantity("memory of a device", "GB", lambda workload: _card(workload).memory / 1e9, _memory)]
+    if not workload.cluster.groups[1:]:
+        where = "between nodes" if workload.cluster.nodes > 1 else "within the node"
+        if workload.cluster.world > 1:
             quantities.append(Quantity(f"link {where}", "GB/s", _speed, _link))
-        quantities.append(Quantity("batch", "sequences", lambda case: case.batch, _batch))
+        quantities.append(Quantity("batch", "sequences", lambda workload: workload.batch, _batch))
     return quantities
 
 
-def _card(case: Case) -> Accelerator:
-    return case.cluster.groups[0].accelerator
+def _card(workload: Workload) -> Accelerator:
+    return workload.cluster.groups[0].accelerator
 
 
-def _speed(case: Case) -> float:
-    return float(getattr(_card(case), _which(case)).bandwidth / 1e9)
+def _speed(workload: Workload) -> float:
+    return float(getattr(_card(workload), _which(workload)).bandwidth / 1e9)
 
 
-def _which(case: Case) -> str:
+def _which(workload: Workload) -> str:
     """The link that is the narrowest."""
-    return "across" if case.cluster.nodes > 1 else "inside"
+    return "across" if workload.cluster.nodes > 1 else "inside"
 
 
-class OpenCase(NamedTuple):
-    """The question behind a choice: a case whose layout is open, the ranking, and choices that are not free."""
+class OpenWorkload(NamedTuple):
+    """The question behind a choice: a workload whose layout is open, the ranking, and choices that are not free."""
 
-    case: Case
+    workload: Workload
     by: By
     fixed: dict[str, Any]
 
-    def choice(self, case: Case) -> Option | None:
+    def choice(self, workload: Workload) -> Option | None:
         """As `plan` chooses; None where nothing fits."""
         try:
-            result = search(case, self.by, SURVIVORS if self.by == "throughput" else 1, **self.fixed)
+            result = search(workload, self.by, SURVIVORS if self.by == "throughput" else 1, **self.fixed)
         except UserError:
             return None
         return simplest(result.options) if self.by == "throughput" else result.best
 
 
-def turns(chosen: Option, question: OpenCase, progress: Progress | None = None) -> Iterator[TurningPoint]:
+def turns(chosen: Option, question: OpenWorkload, progress: Progress | None = None) -> Iterator[TurningPoint]:
     """For half and twice as much of each quantity. Where the choice changes, about where."""
-    case = question.case
-    changes = [(quantity, factor) for quantity in quantities(case) for factor in FACTORS]
+    workload = question.workload
+    changes = [(quantity, factor) for quantity in quantities(workload) for factor in FACTORS]
     for done, (quantity, factor) in enumerate(changes):
         if progress:
             progress(done, len(changes), f"{quantity.name} x {factor:g}")
         yield _turn(chosen, question, quantity, factor)
 
 
-def _turn(chosen: Option, question: OpenCase, quantity: Quantity, factor: float) -> TurningPoint:
+def _turn(chosen: Option, question: OpenWorkload, quantity: Quantity, factor: float) -> TurningPoint:
     def at(factor: float) -> float:
-        return quantity.read(quantity.change(question.case, factor))
+        return quantity.read(quantity.change(question.workload, factor))
 
-    changed = question.choice(quantity.change(question.case, factor))
+    changed = question.choice(quantity.change(question.workload, factor))
     if not _differs(chosen.layout, changed):
         return TurningPoint(quantity.name, quantity.unit, at(1.0), at(factor), None)
     holds, turned = 1.0, factor
     for _ in range(HALVINGS):
         middle = math.sqrt(holds * turned)
-        choice_at_middle = question.choice(quantity.change(question.case, middle))
+        choice_at_middle = question.choice(quantity.change(question.workload, middle))
         if _differs(chosen.layout, choice_at_middle):
             turned, changed = middle, choice_at_middle
         else:
@@ -143,15 +143,17 @@ def _differs(layout: Layout, other: Option | None) -> bool:
 
 def _compared(chosen: Option, other: Option) -> str:
     """How the choice of now would do there."""
-    case, layout = other.case, chosen.layout
-    rows = case.batch // layout.dp // chosen.case.samples  # microbatches of the size of now
-    if rows and case.batch == rows * layout.dp * chosen.case.samples:
+    workload, layout = other.workload, chosen.layout
+    rows = workload.batch // layout.dp // chosen.workload.samples  # microbatches of the size of now
+    if rows and workload.batch == rows * layout.dp * chosen.workload.samples:
         layout = structs.replace(layout, microbatches=rows)
-    if layout.problems(case.spec, world=case.cluster.world, seq=case.seq, batch=case.batch, ranks_by=RANKS_BY):
+    if layout.problems(
+        workload.spec, world=workload.cluster.world, seq=workload.seq, batch=workload.batch, ranks_by=RANKS_BY
+    ):
         return f"{layout} does not divide it"
-    if chosen.case.groups:
+    if chosen.workload.groups:
         return ""
-    stays = evaluate(replace(case, layout=layout))
+    stays = evaluate(replace(workload, layout=layout))
     if not stays.fits:
         return f"{layout} does not fit there: it needs {stays.footprint.total / 1e9:.1f} GB"
     little = abs(other.seconds / stays.seconds - 1) < ALIKE
@@ -159,32 +161,32 @@ def _compared(chosen: Option, other: Option) -> str:
     return f"against staying it {difference(stays, other)}{noise}"
 
 
-def _memory(case: Case, factor: float) -> Case:
+def _memory(workload: Workload, factor: float) -> Workload:
     def changed(card: Accelerator) -> Accelerator:
         return structs.replace(card, memory=int(card.memory * factor))
 
-    return _with_cards(case, changed)
+    return _with_cards(workload, changed)
 
 
-def _link(case: Case, factor: float) -> Case:
-    which = _which(case)
+def _link(workload: Workload, factor: float) -> Workload:
+    which = _which(workload)
 
     def changed(card: Accelerator) -> Accelerator:
         link = getattr(card, which)
         return structs.replace(card, **{which: structs.replace(link, bandwidth=link.bandwidth * factor)})
 
-    return _with_cards(case, changed)
+    return _with_cards(workload, changed)
 
 
-def _batch(case: Case, factor: float) -> Case:
+def _batch(workload: Workload, factor: float) -> Workload:
     """A multiple of the devices, where the batch was one."""
-    unit = math.gcd(case.batch, case.cluster.world)
-    return replace(case, batch=max(unit, round(case.batch * factor / unit) * unit))
+    unit = math.gcd(workload.batch, workload.cluster.world)
+    return replace(workload, batch=max(unit, round(workload.batch * factor / unit) * unit))
 
 
-def _with_cards(case: Case, changed: Callable[[Accelerator], Accelerator]) -> Case:
-    groups = tuple(structs.replace(group, accelerator=changed(group.accelerator)) for group in case.cluster.groups)
-    return replace(case, cluster=Cluster(groups))
+def _with_cards(workload: Workload, changed: Callable[[Accelerator], Accelerator]) -> Workload:
+    groups = tuple(structs.replace(group, accelerator=changed(group.accelerator)) for group in workload.cluster.groups)
+    return replace(workload, cluster=Cluster(groups))
 
 
 # ---- decision -------------------------------------------------------------------------------------------------------
@@ -205,7 +207,7 @@ class Decision(Result):
 
     @property
     def title(self) -> str:
-        return f"The layout of {self.plan.case.spec.name} on {self.plan.case.cluster}"
+        return f"The layout of {self.plan.workload.spec.name} on {self.plan.workload.cluster}"
 
     @property
     def figures(self) -> dict[str, Any]:
@@ -247,22 +249,23 @@ class Decision(Result):
     # ---- sections ----------------------------------------------------------------------------------------------------
 
     def _question(self) -> Iterator[Block]:
-        case = self.plan.case
-        spec, group = case.spec, case.cluster.groups[0]
+        workload = self.plan.workload
+        spec, group = workload.spec, workload.cluster.groups[0]
         card = group.accelerator
         experts = f", {si(spec.active_parameters, 4)} of them active for a token" if spec.experts else ""
+        sizes = f"{workload.batch:,} sequences of {workload.seq:,} tokens"
         yield Text(
             f"Which layout trains {spec.name} ({si(spec.parameter_count, 4)} parameters{experts}; {spec.layers} layers,"
-            f" hidden {spec.hidden:,}) on {case.cluster} with {case.batch:,} sequences of {case.seq:,} tokens a step "
-            f"({si(case.batch * case.seq)} tokens), in {case.precision}, with the kernels and the overlap of "
-            f"{case.stack.name}?"
+            f" hidden {spec.hidden:,}) on {workload.cluster} with {sizes} a step "
+            f"({si(workload.batch * workload.seq)} tokens), in {workload.precision}, with the kernels and the overlap "
+            f"of {workload.software.name}?"
         )
         rows = [
-            ("devices", f"{case.cluster.world:,} on {counted(case.cluster.nodes, 'node')}"),
+            ("devices", f"{workload.cluster.world:,} on {counted(workload.cluster.nodes, 'node')}"),
             ("memory of a device", f"{card.memory / GB:.1f} GB, of which a plan fills {USABLE_FRACTION:.0%}"),
             ("link within a node", f"{card.inside.name}, {card.inside.bandwidth / GB:.4g} GB/s each way"),
             ("link between nodes", f"{card.across.name}, {card.across.bandwidth / GB:.4g} GB/s each way"),
-            (f"peak in {case.precision}", f"{_rate(card.rate(case.precision) / 1e12)} TFLOP/s"),
+            (f"peak in {workload.precision}", f"{_rate(card.rate(workload.precision) / 1e12)} TFLOP/s"),
         ]
         yield Table(["", f"{card.name}, {'nominal' if card.is_cpu else 'by its maker'}"], rows)
         if self.command:
@@ -399,7 +402,7 @@ class Decision(Result):
 
 def decide(plan: PlanResult, command: str = "", progress: Progress | None = None) -> Decision:
     """The decision for a plan's layout. Planning again takes a dozen searches; `progress` hears of them."""
-    question = OpenCase(plan.case, plan.by, plan.fixed)
+    question = OpenWorkload(plan.workload, plan.by, plan.fixed)
     changed = tuple(turns(plan.chosen, question, progress))
     return Decision(plan, tuple(shortcuts(plan.explained)), changed, command)
 

@@ -14,12 +14,12 @@ from msgspec import structs
 from fivefold.cost.collective_time import Reach
 from fivefold.cost.model_state import dtype_of
 from fivefold.cost.peak_memory import USABLE_FRACTION, Footprint, footprint
-from fivefold.cost.step import Case, estimate
+from fivefold.cost.step import Workload, estimate
 from fivefold.cost.traffic import RankCoords, expected_traffic
 from fivefold.layout.layout import Layout
 from fivefold.planner.closed import DISPATCHES
 from fivefold.planner.mixed import divided, groups_of, spanning
-from fivefold.planner.search import Option, can_be_made, search
+from fivefold.planner.search import Option, can_be_built, search
 from fivefold.schedules.registry import CATALOGUE
 from fivefold.support.errors import UserError
 from fivefold.support.text import either
@@ -64,7 +64,7 @@ class Neighbour(NamedTuple):
 
 def neighbours(option: Option) -> list[Neighbour]:
     """What each single change would do."""
-    return [_judge(option, change, layout) for change, layout in _changes(option.case)]
+    return [_evaluate_neighbour(option, change, layout) for change, layout in _changes(option.workload)]
 
 
 def nearest_fit(option: Option) -> Neighbour | None:
@@ -72,20 +72,20 @@ def nearest_fit(option: Option) -> Neighbour | None:
     if fitting := [neighbour for neighbour in neighbours(option) if neighbour.slower is not None]:
         return min(fitting, key=lambda neighbour: neighbour.slower or 0.0)
     try:
-        best = simplest(search(option.case).options)
+        best = simplest(search(option.workload).options)
     except UserError:
         return None
     change = str(best.layout)
     return Neighbour(change, best.layout, best.seconds / option.seconds - 1, f"{change} {difference(option, best)}")
 
 
-def _changes(case: Case) -> Iterator[tuple[str, Layout]]:
+def _changes(workload: Workload) -> Iterator[tuple[str, Layout]]:
     """One degree doubled or halved (dp takes the difference), or one other choice."""
-    layout, world = case.layout, case.cluster.world
-    if case.groups:
+    layout, world = workload.layout, workload.cluster.world
+    if workload.groups:
         yield (EVEN, structs.replace(layout, split=())) if layout.split else (SPEED, layout)
     # A split by hand belongs to its degrees; over mixed nodes it is made anew.
-    for axis in () if layout.split and not case.groups else ("tp", "pp", "cp"):
+    for axis in () if layout.split and not workload.groups else ("tp", "pp", "cp"):
         value = getattr(layout, axis)
         for other in (2 * value, value // 2):
             dp = world // max(1, layout.world // layout.dp // value * other) if other else 0
@@ -97,7 +97,7 @@ def _changes(case: Case) -> Iterator[tuple[str, Layout]]:
                     changes["microbatches"] = layout.dp * layout.microbatches // dp
                 yield f"{axis}={other}", structs.replace(layout, **changes)
     for zero in range(4):
-        if abs(zero - layout.zero) == 1 and layout.has_copies(case.spec):
+        if abs(zero - layout.zero) == 1 and layout.has_copies(workload.spec):
             yield f"zero={zero}", structs.replace(layout, zero=zero)
     for recompute in ("none", "selective", "full"):
         if recompute != layout.recompute:
@@ -105,22 +105,22 @@ def _changes(case: Case) -> Iterator[tuple[str, Layout]]:
     for count in (2 * layout.microbatches, layout.microbatches // 2):
         if count:
             yield f"microbatches={count}", structs.replace(layout, microbatches=count)
-    yield from ep_changes(case)
+    yield from ep_changes(workload)
     if layout.tp > 1:
         yield ("no sp" if layout.sp else "sp"), structs.replace(layout, sp=not layout.sp)
     if layout.pp > 1:
         for record in CATALOGUE.values():
-            if record is layout.record or not (record.planned or (case.groups and record.uses_stage_times)):
+            if record is layout.record or not (record.planned or (workload.groups and record.uses_stage_times)):
                 continue
-            if record.planned or can_be_made(layout):
+            if record.planned or can_be_built(layout):
                 change = f"schedule={record.name}"
                 yield change, structs.replace(layout, schedule=record.name, chunks=0, split=())
 
 
-def ep_changes(case: Case) -> Iterator[tuple[str, Layout]]:
+def ep_changes(workload: Workload) -> Iterator[tuple[str, Layout]]:
     """Neighbours of a layout: ep doubled or halved, or the other way for tokens to travel."""
-    layout = case.layout
-    if case.spec.experts is None:
+    layout = workload.layout
+    if workload.spec.experts is None:
         return
     for other in (2 * layout.ep, layout.ep // 2):
         if other:
@@ -131,34 +131,36 @@ def ep_changes(case: Case) -> Iterator[tuple[str, Layout]]:
         yield f"dispatch={other_kind}", structs.replace(layout, dispatch=other_kind)
 
 
-def _judge(option: Option, change: str, layout: Layout) -> Neighbour:
-    case = replace(option.case, layout=layout, groups=())
-    if option.case.groups:  # each layout has its own division of the layers, unless the option has none
-        if problems := spanning(case.cluster, layout):
+def _evaluate_neighbour(option: Option, change: str, layout: Layout) -> Neighbour:
+    workload = replace(option.workload, layout=layout, groups=())
+    if option.workload.groups:  # each layout has its own division of the layers, unless the option has none
+        if problems := spanning(workload.cluster, layout):
             return Neighbour(change, layout, None, f"{change} cannot run: {problems[0]}")
         layout = structs.replace(layout, split=())
-        case = replace(case, layout=layout, groups=groups_of(case.cluster, layout))
-    problems = layout.problems(case.spec, world=case.cluster.world, seq=case.seq, batch=case.batch, ranks_by=RANKS_BY)
+        workload = replace(workload, layout=layout, groups=groups_of(workload.cluster, layout))
+    problems = layout.problems(
+        workload.spec, world=workload.cluster.world, seq=workload.seq, batch=workload.batch, ranks_by=RANKS_BY
+    )
     if problems:
         return Neighbour(change, layout, None, f"{change} cannot run: {problems[0]}")
-    if case.groups and change != EVEN and (option.layout.split or change == SPEED):
-        case = divided(case)
-        layout = case.layout
-    needs = footprint(case)
-    limit = USABLE_FRACTION * case.memory_of(needs.rank)
+    if workload.groups and change != EVEN and (option.layout.split or change == SPEED):
+        workload = divided(workload)
+        layout = workload.layout
+    needs = footprint(workload)
+    limit = USABLE_FRACTION * workload.device_memory_of(needs.rank)
     if needs.total > limit:
         why = (
             f"{change} does not fit: needs {needs.total / 1e9:.1f} GB on pipeline rank {needs.rank}, limit "
-            f"{limit / 1e9:.1f} GB; {_fullest(option, needs)}"
+            f"{limit / 1e9:.1f} GB; {_what_grew(option, needs)}"
         )
         return Neighbour(change, layout, None, why, needs.total)
-    other = Option(case, estimate(case), needs)
+    other = Option(workload, estimate(workload), needs)
     slower = other.seconds / option.seconds - 1
     return Neighbour(change, layout, slower, f"{change} {difference(option, other)}", needs.total)
 
 
-def _fullest(option: Option, needs: Footprint) -> str:
-    """What makes it too large: of an option that fits what has grown most, of one that does not its largest part."""
+def _what_grew(option: Option, needs: Footprint) -> str:
+    """Why it is too large: the part that grew most from an option that fits, or else its largest part."""
     before, parts = option.footprint.parts, needs.parts
     grown = max(parts, key=lambda part: parts[part] - before.get(part, 0.0))
     now, was = (f"{size / 1e9:.1f}" for size in (parts[grown], before.get(grown, 0.0)))
@@ -169,7 +171,7 @@ def _fullest(option: Option, needs: Footprint) -> str:
 
 
 def difference(best: Option, other: Option) -> str:
-    """How another option's step differs, and what makes the difference."""
+    """How another option's step time differs, and why."""
     slower = other.seconds / best.seconds - 1
     if abs(slower) < 0.001:
         return "takes the same time"
@@ -177,25 +179,31 @@ def difference(best: Option, other: Option) -> str:
     sign = -1 if slower < 0 else 1
     moved = {cause: (there[cause] - here[cause]) / best.seconds for cause in there}
     cause, *others = sorted(moved, key=lambda cause: -sign * moved[cause])
-    named, told = [cause], moved[cause]
-    while len(named) < NAMED and sign * told < abs(slower) / 2:  # one that is no half of it does not explain it
+    named, explained = [cause], moved[cause]
+    while len(named) < NAMED and sign * explained < abs(slower) / 2:  # less than half of it does not explain it
         named.append(others.pop(0))
-        told += moved[named[-1]]
+        explained += moved[named[-1]]
     why = ", ".join(f"{CAUSES[name]} {moved[name]:+.1%}" for name in named) + " of the "
     why += "shorter step" if any(abs(moved[name]) > 1 for name in named) else "step"  # whose a share above 100% is
-    if "ep" in named and (best.estimate.travelled.paired > 0) != (other.estimate.travelled.paired > 0):
-        why += f", which joined pairs hide {'there' if other.estimate.travelled.paired else 'here'}"
+    if "ep" in named and (best.estimate.expert_messages.hidden_by_pair > 0) != (
+        other.estimate.expert_messages.hidden_by_pair > 0
+    ):
+        why += f", which joined pairs hide {'there' if other.estimate.expert_messages.hidden_by_pair else 'here'}"
     if slower < 0:
         return f"is {-slower:.1%} faster: {why}"
-    across = [axis for axis in ("tp", "cp", "ep") if other.case.wires.across(axis) and not best.case.wires.across(axis)]
+    across = [
+        axis
+        for axis in ("tp", "cp", "ep")
+        if other.workload.topology.across(axis) and not best.workload.topology.across(axis)
+    ]
     if set(named) & set(across):
         why += f", because {either(across)} then leaves the node"
     return f"is {slower:.1%} slower: {why}"
 
 
 class AxisTraffic(NamedTuple):
-    """What a rank sends along an axis in one step, by class of link. Experts' messages are ep's, also where another
-    axis has the same ranks."""
+    """What a rank sends along an axis in one step, by class of link. Experts' messages count as ep's, even where
+    another axis has the same ranks."""
 
     axis: str
     kind: str
@@ -206,36 +214,38 @@ class AxisTraffic(NamedTuple):
     seconds: float | None  # that these would take if nothing hid them; None: of the whole world, a few numbers
 
 
-def sender(option: Option) -> int:
-    """The pipeline rank whose traffic is shown: the fullest, as for memory; or else the first that has experts."""
-    case, fullest = option.case, option.footprint.rank
-    if case.spec.experts is None:
-        return fullest
-    ranks = case.layout.placement.of_rank
-    having = [rank for rank, stages in enumerate(ranks) if any(_with_experts(case, stage) for stage in stages)]
-    return fullest if fullest in having else having[0]
+def traffic_rank(option: Option) -> int:
+    """The pipeline rank whose traffic is shown: the one with the memory peak, or else the first that has experts."""
+    workload, peak_rank = option.workload, option.footprint.rank
+    if workload.spec.experts is None:
+        return peak_rank
+    ranks = workload.layout.placement.of_rank
+    with_experts = [
+        rank for rank, stages in enumerate(ranks) if any(_with_experts(workload, stage) for stage in stages)
+    ]
+    return peak_rank if peak_rank in with_experts else with_experts[0]
 
 
-def _with_experts(case: Case, stage: int) -> bool:
-    return any(not case.spec.dense(layer) for layer in case.stages[stage].layers)
+def _with_experts(workload: Workload, stage: int) -> bool:
+    return any(not workload.spec.dense(layer) for layer in workload.stages[stage].layers)
 
 
 def traffic(option: Option) -> list[AxisTraffic]:
-    """What `sender` sends, by axis and kind, divided by where the ranks of the axis are. Experts' tokens: the mean."""
-    case, rank, rows = option.case, sender(option), []
-    wires = case.work_of(rank).wires
-    dtype = dtype_of(case.work.activation_bytes)
-    splits = case.splits if case.groups else None
-    sizes = (case.spec, case.layout, case.seq, case.batch, dtype)
+    """What `traffic_rank` sends, by axis and kind, within the node and across. Of experts' tokens: the mean."""
+    workload, rank, rows = option.workload, traffic_rank(option), []
+    topology = workload.block_cost_of(rank).topology
+    dtype = dtype_of(workload.block_cost.activation_bytes)
+    splits = workload.splits_backward if workload.groups else None
+    sizes = (workload.spec, workload.layout, workload.seq, workload.batch, dtype)
     for row in expected_traffic(*sizes, coords=RankCoords(pp=rank), splits_backward=splits, keep_ep_axis=True):
-        reach = wires.reaches.get(row.axis)  # None: the whole world, the pipeline's ends: a few numbers
-        share, wire = _leaving(row.kind, reach, case.cluster.nodes), float(row.wire)
-        alone = wires.time(row.kind, row.axis, row.payload / row.calls, row.calls) if reach else None
+        reach = topology.reaches.get(row.axis)  # None: the whole world, the pipeline's ends: a few numbers
+        share, wire = _share_across_nodes(row.kind, reach, workload.cluster.nodes), float(row.wire)
+        alone = topology.time(row.kind, row.axis, row.payload / row.calls, row.calls) if reach else None
         rows.append(AxisTraffic(row.axis, row.kind, row.calls, row.payload, wire * (1 - share), wire * share, alone))
     return rows
 
 
-def _leaving(kind: str, reach: Reach | None, nodes: int) -> float:
+def _share_across_nodes(kind: str, reach: Reach | None, nodes: int) -> float:
     """Of a rank's bytes, the share that goes to other nodes."""
     if (reach.nodes if reach else nodes) == 1:
         return 0.0
@@ -252,18 +262,17 @@ WORTH = 0.05  # more tokens per second: from here on another batch is worth a se
 
 
 def complexity(option: Option) -> int:
-    """How much there is to get right: axes in use, a schedule to trust, and tp over a network. The last weighs as two
-    axes: its collectives stand in every block and wait for the slowest port, so nobody takes it where there is a way
-    around."""
+    """How much there is to get right: axes in use, a split backward, and tp over a network. The last counts as two
+    axes: its collectives are in every block and wait for the slowest port, so nobody uses it who can avoid it."""
     layout = option.layout
-    axes = (layout.pp > 1) * 2 + (layout.tp > 1) * (3 if option.case.wires.across("tp") else 1) + (layout.cp > 1)
+    axes = (layout.pp > 1) * 2 + (layout.tp > 1) * (3 if option.workload.topology.across("tp") else 1) + (layout.cp > 1)
     return axes + (layout.pp > 1 and layout.splits_backward) + (layout.replicate > 1) + (layout.ep > 1)
 
 
 def simplest(options: Sequence[Option]) -> Option:
     """Of those within 3% of the fastest; within 10%, where the fastest has tp over a network and others have not."""
     first = min(options, key=lambda option: option.seconds)
-    inside = [option for option in options if not option.case.wires.across("tp")]
+    inside = [option for option in options if not option.workload.topology.across("tp")]
     if inside and first not in inside:
         within = min(inside, key=lambda option: option.seconds)
         first, options = (within, inside) if within.seconds <= (1 + UNPROVEN) * first.seconds else (first, options)
@@ -273,15 +282,15 @@ def simplest(options: Sequence[Option]) -> Option:
 
 def better_batch(option: Option) -> str:
     """A sentence about a batch nearby that divides better over the devices; empty where the given one is good."""
-    case, unit = option.case, option.case.cluster.groups[0].gpus
-    if case.batch % unit == 0 or case.groups:
+    workload, unit = option.workload, option.workload.cluster.groups[0].gpus
+    if workload.batch % unit == 0 or workload.groups:
         return ""
-    near = max(unit, round(case.batch / unit) * unit)
-    better = search(replace(case, batch=near), top=1).best
+    near = max(unit, round(workload.batch / unit) * unit)
+    better = search(replace(workload, batch=near), top=1).best
     gain = better.tokens_per_second / option.tokens_per_second - 1
     if gain < WORTH:
         return ""
     return (
-        f"a batch of {case.batch} divides badly over {case.cluster.world} devices; batch={near} gives {gain:.0%} more "
-        f"tokens/s, with {better.layout}"
+        f"a batch of {workload.batch} divides badly over {workload.cluster.world} devices; batch={near} gives "
+        f"{gain:.0%} more tokens/s, with {better.layout}"
     )

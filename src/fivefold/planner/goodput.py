@@ -176,14 +176,14 @@ class Input(NamedTuple):
 
 def saved_bytes(option: Option) -> int:
     """Of one checkpoint, all ranks together."""
-    return option.case.spec.parameter_count * option.case.stack.accounting.saved
+    return option.workload.spec.parameter_count * option.workload.software.accounting.saved
 
 
 def failures_of(option: Option, costs: FailureCosts = PUBLISHED, timeout: float = TIMEOUT) -> Failures:
     """Those of a plan whose ranks wait `timeout` seconds for one that hangs; the sources are in `inputs`."""
     world, size, stored = option.layout.world, saved_bytes(option), _stored(option, costs)
     share = size / world
-    if option.case.on.accelerator.is_cpu:
+    if option.workload.first_device.accelerator.is_cpu:
         blocked = share / CPU_COPIED
     else:  # the copy runs beside the next step, and what is longer than that step blocks
         blocked = BLOCKED + max(0.0, share / COPIED - option.seconds)
@@ -199,7 +199,7 @@ def failures_of(option: Option, costs: FailureCosts = PUBLISHED, timeout: float 
 
 def inputs(option: Option, costs: FailureCosts, it: Failures) -> list[Input]:
     """What `failures_of` has found, in the order in which it happens."""
-    usual, world, on_cpu = USUAL, option.layout.world, option.case.on.accelerator.is_cpu
+    usual, world, on_cpu = USUAL, option.layout.world, option.workload.first_device.accelerator.is_cpu
     blocked = CPU_SOURCE if on_cpu else BLOCKED_SOURCE
     of_gpu = f"{usual.name} ({usual.source})" + ("; nobody has counted CPUs'" if on_cpu else "")
     size, rate = saved_bytes(option) / GB, _stored(option, costs) / GB
@@ -223,7 +223,7 @@ def _stored(option: Option, costs: FailureCosts) -> float:
     """Bytes a second."""
     if costs.storage is not None:
         return costs.storage * GB
-    return min(option.case.cluster.machines * NODE_STORES, STORES)
+    return min(option.workload.cluster.machines * NODE_STORES, STORES)
 
 
 # ---- simulate -------------------------------------------------------------------------------------------------------

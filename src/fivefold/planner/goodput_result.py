@@ -100,10 +100,10 @@ class GoodputResult(Result):
 
     def to_dict(self) -> dict[str, Any]:
         low, median, high = self.run.days(self.simulated)
-        planned = step_range(self.option.case)
+        planned = step_range(self.option.workload)
         return {
-            "model": self.option.case.spec.name,
-            "cluster": str(self.option.case.cluster),
+            "model": self.option.workload.spec.name,
+            "cluster": str(self.option.workload.cluster),
             "layout": str(self.option.layout),
             "tokens": self.tokens,
             "steps": self.run.steps,
@@ -129,10 +129,10 @@ class GoodputResult(Result):
         }
 
     def blocks(self) -> Iterator[Block]:
-        case, run = self.option.case, self.run
+        workload, run = self.option.workload, self.run
         yield Text(
-            f"{case.spec.name} on {case.cluster}, {self.option.layout}: {si(self.tokens, 4)} tokens, {run.steps:,} "
-            f"steps of {run.step:.3g} s"
+            f"{workload.spec.name} on {workload.cluster}, {self.option.layout}: {si(self.tokens, 4)} tokens, "
+            f"{run.steps:,} steps of {run.step:.3g} s"
         )
         low, median, high = run.days(self.simulated)
         yield Text(
@@ -140,7 +140,7 @@ class GoodputResult(Result):
             f"median {length(median)}: goodput {self.goodput:.1%}",
             "bold",
         )
-        if planned := step_range(case):
+        if planned := step_range(workload):
             days = " to ".join(length(end / DAY) for end in planned.around(run.expected))
             yield Text(
                 f"that is chance alone; the planned step itself is {planned.text(run.step)} s {IN_WORDS}, so {days}"
@@ -276,7 +276,7 @@ def goodput(
     simulated = run.simulated(runs, seed)
     if simulated is None:
         raise UserError(_no_end(run))
-    world, machine = option.layout.world, option.case.cluster.groups[0].gpus
+    world, machine = option.layout.world, option.workload.cluster.groups[0].gpus
     return GoodputResult(
         option=option,
         tokens=training.tokens,

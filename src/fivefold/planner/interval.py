@@ -1,10 +1,10 @@
 """How far off a prediction may be: ranges that should hold in four of five cases.
 
-    step_range(case)             # Range(low=0.88, high=1.24), as factors of the predicted step time; or None
-    step_range(case).around(10)  # (8.8, 12.4)
+    step_range(workload)             # Range(low=0.88, high=1.24), as factors of the predicted step time; or None
+    step_range(workload).around(10)  # (8.8, 12.4)
 
 `interval.toml`, beside this file, has the widths. `fivefold accuracy --coverage --write` makes it from runs that the
-constants had not seen. Kinds of cases differ in width: each trait of a case has a factor.
+constants had not seen. Kinds of workloads differ in width: each trait of a workload has a factor.
 """
 
 import math
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from msgspec import Struct, convert, field
 
-from fivefold.cost.step import Case
+from fivefold.cost.step import Workload
 from fivefold.hardware import accelerators
 
 FILE = Path(__file__).with_suffix(".toml")
@@ -24,18 +24,18 @@ IN_WORDS = "in 4 of 5 cases"
 LARGE = 10e9  # parameters
 FAR = 512  # GPUs
 
-Traits = dict[str, str]  # by the name of a trait: what a case has of it
+Traits = dict[str, str]  # by the name of a trait: what a workload has of it
 
 
 class Band(Struct, frozen=True):
-    """Logarithms of measured over predicted, between which a case should lie. Width is times the factors."""
+    """Logarithms of measured over predicted, between which a workload should lie. Width is times the factors."""
 
     low: float
     high: float
     sources: int
     rows: int
     covered: float = 0.0  # of the rows of sources left out, each against the band of the others: the mean of sources
-    factors: dict[str, dict[str, float]] = field(default_factory=dict)  # by trait and by what a case has of it
+    factors: dict[str, dict[str, float]] = field(default_factory=dict)  # by trait and by what a workload has of it
 
     def scale(self, traits: Traits) -> float:
         return math.prod(self.factors.get(name, {}).get(level, 1.0) for name, level in traits.items())
@@ -77,34 +77,34 @@ def bands() -> Bands:
     return convert(tomllib.loads(FILE.read_text()), Bands)
 
 
-def traits(case: Case) -> Traits:
+def traits(workload: Workload) -> Traits:
     """What decides how far off a prediction may be."""
-    devices = [group.accelerator for group in case.cluster.groups]
+    devices = [group.accelerator for group in workload.cluster.groups]
     unmeasured = [device.name for device in devices if device.achieved is None]
     guess = any(accelerators.source_of(name).startswith("a guess") for name in unmeasured)
-    nodes, world = case.cluster.machines, case.layout.world
+    nodes, world = workload.cluster.machines, workload.layout.world
     return {
-        "system": _system(case),
+        "system": _system(workload),
         "device": "guess" if guess else "known",
-        "model": "dense" if case.spec.experts is None else "experts",
-        "size": "10B and more" if case.spec.parameter_count >= LARGE else "below 10B",
+        "model": "dense" if workload.spec.experts is None else "experts",
+        "size": "10B and more" if workload.spec.parameter_count >= LARGE else "below 10B",
         "scale": "one node" if nodes == 1 else f"up to {FAR} GPUs" if world <= FAR else f"more than {FAR} GPUs",
     }
 
 
-def _system(case: Case) -> str:
-    if case.on.accelerator.is_cpu:
+def _system(workload: Workload) -> str:
+    if workload.first_device.accelerator.is_cpu:
         return "CPUs"
-    if case.stack.pointwise == "fivefold" and case.on.reached.source.startswith("measured"):
+    if workload.software.pointwise == "fivefold" and workload.first_device.reached.source.startswith("measured"):
         return "calibrated"  # this code, on a device whose kernels were measured
-    return "eager" if case.stack.pointwise == "eager" else "fused"
+    return "eager" if workload.software.pointwise == "eager" else "fused"
 
 
-def step_range(case: Case) -> Range | None:
+def step_range(workload: Workload) -> Range | None:
     """Of a step's time. None on a CPU that nobody has calibrated: what such a core reaches is a mere assumption."""
-    if case.on.reached.source.startswith("assumed"):
+    if workload.first_device.reached.source.startswith("assumed"):
         return None
-    return bands().time.range(traits(case))
+    return bands().time.range(traits(workload))
 
 
 def memory_range() -> Range:

@@ -12,7 +12,7 @@ from itertools import combinations_with_replacement, islice, permutations
 from msgspec import structs
 
 from fivefold.cost.peak_memory import USABLE_FRACTION, Footprint, footprint_of
-from fivefold.cost.step import Case, estimate, unsplit
+from fivefold.cost.step import Workload, estimate, with_full_backward
 from fivefold.hardware.cluster import Cluster, Group, table_of
 from fivefold.layout.layout import Layout
 from fivefold.support.errors import UserError
@@ -98,8 +98,8 @@ def hosts(cluster: Cluster, dp: int, given: str) -> str:
 # ---- split ----------------------------------------------------------------------------------------------------------
 # How many layers each stage takes where devices differ: by speed, as far as each rank's own memory goes.
 #
-# divided(case)     # by the ranks' loads: exact where microbatches are many
-# refined(case)     # then layer by layer, as long as the simulated step becomes shorter
+# divided(workload) # by the ranks' loads: exact where microbatches are many
+# refined(workload) # then layer by layer, as long as the simulated step becomes shorter
 
 
 TRIES = 12  # of handing layers on, until all ranks fit
@@ -107,33 +107,35 @@ EVALUATIONS = 300  # of a refinement, at most
 FEW = 4  # stages, of which two layers are moved at a time
 
 
-def divided(case: Case) -> Case:
-    """The case with layers divided by speed; a rank that would not fit gives layers to the others, as far as they have
-    room. Where there is none, layers stay where they are quickest. `auto`, made for a split, takes that of 1F1B."""
-    if case.layout.record.uses_stage_times:
-        return replace(case, layout=structs.replace(case.layout, split=divided(unsplit(case)).layout.split))
-    caps = [case.spec.layers] * case.layout.pp
-    quickest = shared = with_split(case, by_load(case, caps))
+def divided(workload: Workload) -> Workload:
+    """The workload with layers divided by speed; a rank that would not fit gives layers to the others, as far as they
+    have room. If there is none, layers stay where they are quickest. `auto`, made for a split, takes that of 1F1B."""
+    if workload.layout.record.uses_stage_times:
+        return replace(
+            workload, layout=structs.replace(workload.layout, split=divided(with_full_backward(workload)).layout.split)
+        )
+    caps = [workload.spec.layers] * workload.layout.pp
+    quickest = shared = with_split(workload, by_load(workload, caps))
     for _ in range(TRIES):
-        over = {rank: many for rank in range(case.layout.pp) if (many := _excess(shared, rank))}
+        over = {rank: many for rank in range(workload.layout.pp) if (many := _excess(shared, rank))}
         if not over:
             return shared
         held = layers_of(shared)
         caps = [held[rank] - over[rank] if rank in over else cap for rank, cap in enumerate(caps)]
-        if min(caps) < 0 or sum(caps) < case.spec.layers:
+        if min(caps) < 0 or sum(caps) < workload.spec.layers:
             break
-        shared = with_split(case, by_load(case, caps))
+        shared = with_split(workload, by_load(workload, caps))
     return quickest
 
 
-def by_load(case: Case, caps: Sequence[int]) -> list[int]:
+def by_load(workload: Workload, caps: Sequence[int]) -> list[int]:
     """Layers of each rank: the next one goes to the rank that would then be done first, if it has room."""
-    pp, owner = case.layout.pp, case.layout.placement.owner
-    each = [_total(case.work_of(rank).block) for rank in range(pp)]
+    pp, owner = workload.layout.pp, workload.layout.placement.owner
+    each = [_total(workload.block_cost_of(rank).block) for rank in range(pp)]
     load, layers = [0.0] * pp, [0] * pp
-    load[owner[0]] += _total(case.work_of(owner[0]).bottom)
-    load[owner[-1]] += _total(case.work_of(owner[-1]).top)
-    for _ in range(case.spec.layers):
+    load[owner[0]] += _total(workload.block_cost_of(owner[0]).bottom)
+    load[owner[-1]] += _total(workload.block_cost_of(owner[-1]).top)
+    for _ in range(workload.spec.layers):
         # Among equals the later one, which holds fewer microbatches.
         free = [rank for rank in reversed(range(pp)) if layers[rank] < caps[rank]]
         rank = min(free, key=lambda at: load[at] + each[at])
@@ -142,11 +144,11 @@ def by_load(case: Case, caps: Sequence[int]) -> list[int]:
     return layers
 
 
-def with_split(case: Case, layers: Sequence[int]) -> Case:
-    """The case with so many layers on each rank; a rank's stages share them evenly, its ends counted."""
-    placement, split = case.layout.placement, [0] * case.layout.stages
+def with_split(workload: Workload, layers: Sequence[int]) -> Workload:
+    """The workload with so many layers on each rank; a rank's stages share them evenly, its ends counted."""
+    placement, split = workload.layout.placement, [0] * workload.layout.stages
     for rank, stages in enumerate(placement.of_rank):
-        work, load = case.work_of(rank), dict.fromkeys(stages, 0.0)
+        work, load = workload.block_cost_of(rank), dict.fromkeys(stages, 0.0)
         if 0 in load:
             load[0] += _total(work.bottom)
         if placement.stages - 1 in load:
@@ -155,16 +157,16 @@ def with_split(case: Case, layers: Sequence[int]) -> Case:
             stage = min(reversed(stages), key=load.__getitem__)
             load[stage] += _total(work.block)
             split[stage] += 1
-    return replace(case, layout=structs.replace(case.layout, split=tuple(split)))
+    return replace(workload, layout=structs.replace(workload.layout, split=tuple(split)))
 
 
-def refined(case: Case, evaluations: int = EVALUATIONS) -> Case:
-    """A case that `divided` made, after moves of layers between stages that shorten the simulated step: of one layer,
-    and of few stages two at a time where one gains nothing."""
-    fits = fitting(case)
-    best, seconds, left = case, estimate(case).seconds, evaluations
+def refined(workload: Workload, evaluations: int = EVALUATIONS) -> Workload:
+    """A workload that `divided` made, after moves of layers between stages that shorten the simulated step: of one
+    layer, and of few stages two at a time where one gains nothing."""
+    fits = fitting(workload)
+    best, seconds, left = workload, estimate(workload).seconds, evaluations
     reach = 1
-    while left and reach <= (2 if case.layout.stages <= FEW else 1):
+    while left and reach <= (2 if workload.layout.stages <= FEW else 1):
         better = None
         for other in islice(_moves(best, reach), left):
             left -= 1
@@ -175,43 +177,44 @@ def refined(case: Case, evaluations: int = EVALUATIONS) -> Case:
     return best
 
 
-def _moves(case: Case, reach: int) -> Iterator[Case]:
+def _moves(workload: Workload, reach: int) -> Iterator[Workload]:
     """So many layers, each from one stage to another."""
-    pairs, split = list(permutations(range(case.layout.stages), 2)), case.layout.split
+    pairs, split = list(permutations(range(workload.layout.stages), 2)), workload.layout.split
     for moves in combinations_with_replacement(pairs, reach):
         moved = list(split)
         for giver, taker in moves:
             moved[giver] -= 1
             moved[taker] += 1
         if min(moved) >= 0 and tuple(moved) != split:
-            yield replace(case, layout=structs.replace(case.layout, split=tuple(moved)))
+            yield replace(workload, layout=structs.replace(workload.layout, split=tuple(moved)))
 
 
-def layers_of(case: Case) -> list[int]:
+def layers_of(workload: Workload) -> list[int]:
     """Of each pipeline rank."""
     return [
-        sum(len(case.stages[number].layers) for number in stages_here) for stages_here in case.layout.placement.of_rank
+        sum(len(workload.stages[number].layers) for number in stages_here)
+        for stages_here in workload.layout.placement.of_rank
     ]
 
 
-def footprints(case: Case) -> list[Footprint]:
-    return [footprint_of(case, rank) for rank in range(case.layout.pp)]
+def footprints(workload: Workload) -> list[Footprint]:
+    return [footprint_of(workload, rank) for rank in range(workload.layout.pp)]
 
 
-def fitting(case: Case) -> bool:
+def fitting(workload: Workload) -> bool:
     """Whether every rank fits into its own device."""
-    return all(needs.total <= USABLE_FRACTION * case.memory_of(needs.rank) for needs in footprints(case))
+    return all(needs.total <= USABLE_FRACTION * workload.device_memory_of(needs.rank) for needs in footprints(workload))
 
 
-def _excess(case: Case, rank: int) -> int:
+def _excess(workload: Workload, rank: int) -> int:
     """Layers by which a rank overfills its device, about; at least one where it does."""
-    here = footprint_of(case, rank).total
-    over, held = here - USABLE_FRACTION * case.memory_of(rank), layers_of(case)
+    here = footprint_of(workload, rank).total
+    over, held = here - USABLE_FRACTION * workload.device_memory_of(rank), layers_of(workload)
     if over <= 0 or not held[rank]:
         return int(over > 0)
     fewer = [count - (at == rank) for at, count in enumerate(held)]
     fewer[rank - 1] += 1
-    each = here - footprint_of(with_split(case, fewer), rank).total
+    each = here - footprint_of(with_split(workload, fewer), rank).total
     return max(1, min(held[rank], int(over / each))) if each > 0 else 1
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from msgspec import structs
 
 from fivefold.cost.kernels import Device
-from fivefold.cost.step import Case
+from fivefold.cost.step import Workload
 from fivefold.hardware.accelerators import PRECISIONS, Accelerator
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
@@ -61,9 +61,9 @@ class MixedRow:
         return idle(self.option)
 
     def to_dict(self) -> dict[str, Any]:
-        layers = [len(stage.layers) for stage in self.option.case.stages]
+        layers = [len(stage.layers) for stage in self.option.workload.stages]
         return {
-            "cluster": str(self.option.case.cluster),
+            "cluster": str(self.option.workload.cluster),
             "slower": self.slower,
             "schedule": self.schedule,
             "split": self.split,
@@ -80,23 +80,25 @@ class MixedRow:
 
 @dataclass(frozen=True)
 class MixedSchedules(Result):
-    case: Case  # what was asked; its layout is the one that schedules and splits were put into
+    workload: Workload  # what was asked; its layout is the one that schedules and splits were put into
     rows: tuple[MixedRow, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        asked = {"model": self.case.spec.name, "batch": self.case.batch, "seq": self.case.seq}
+        asked = {"model": self.workload.spec.name, "batch": self.workload.batch, "seq": self.workload.seq}
         return asked | {"rows": [row.to_dict() for row in self.rows]}
 
     def blocks(self) -> Iterator[Block]:
-        case = self.case
-        yield Text(f"{case.spec.name}, {case.batch} sequences of {case.seq:,} tokens per step, {case.layout}")
+        workload = self.workload
+        yield Text(
+            f"{workload.spec.name}, {workload.batch} sequences of {workload.seq:,} tokens per step, {workload.layout}"
+        )
         for slower in dict.fromkeys(row.slower for row in self.rows):
             group = [row for row in self.rows if row.slower == slower]
             about = "" if slower is None else f", the second half of the nodes {slower:g} times slower"
             yield Table(
                 ["schedule", "split", "~layers", ">step s", ">gain", ">bubble", ">memory GB"],
                 [_cells(row) for row in group],
-                title=f"{group[0].option.case.cluster}{about}",
+                title=f"{group[0].option.workload.cluster}{about}",
                 caption="gain: of speed over even 1F1B; bubble: of all ranks' time in the pipeline; memory: of the "
                 "rank that fills its device the most",
             )
@@ -121,60 +123,62 @@ def compare(
     for 1F1B, with the groups in the order that suits it. `slower` makes the second half of a cluster of like nodes
     that many times slower, one table for each.
     """
-    case = question(model, cluster, changes, batch, seq, precision, software)
-    clusters = _clusters(case.cluster, slower)
+    workload = question(model, cluster, changes, batch, seq, precision, software)
+    clusters = _clusters(workload.cluster, slower)
     if layout is None:  # the planner's, and the order of the groups that it belongs to
-        best = search(replace(case, cluster=clusters[-1][1]), top=1, schedule="1f1b").best
+        best = search(replace(workload, cluster=clusters[-1][1]), top=1, schedule="1f1b").best
         layout = best.layout
-        clusters = clusters if slower else [(None, best.case.cluster)]
-    base = _base(replace(case, cluster=clusters[-1][1]), layout)
+        clusters = clusters if slower else [(None, best.workload.cluster)]
+    base = _base(replace(workload, cluster=clusters[-1][1]), layout)
     rows = [row for factor, machines in clusters for row in _rows(replace(base, cluster=machines), factor, schedules)]
     return MixedSchedules(base, tuple(rows))
 
 
-def _base(case: Case, layout: str | Layout) -> Case:
+def _base(workload: Workload, layout: str | Layout) -> Workload:
     """The layout into which schedules and splits are put."""
     given = Layout.parse(layout) if isinstance(layout, str) else layout
     plain = structs.replace(given, schedule="1f1b", chunks=0, split=())
-    if problems := plain.problems(case.spec, world=case.cluster.world, seq=case.seq, batch=case.batch):
+    if problems := plain.problems(workload.spec, world=workload.cluster.world, seq=workload.seq, batch=workload.batch):
         raise UserError(problems)
     if plain.pp == 1:
         raise UserError(f"{plain} has one pipeline stage, and a schedule needs several; give pp=2 or more")
-    return replace(case, layout=plain)
+    return replace(workload, layout=plain)
 
 
-def _rows(case: Case, factor: float | None, schedules: Sequence[str]) -> Iterator[MixedRow]:
-    case = replace(case, groups=groups_of(case.cluster, case.layout))
-    even = evaluate(case)
+def _rows(workload: Workload, factor: float | None, schedules: Sequence[str]) -> Iterator[MixedRow]:
+    workload = replace(workload, groups=groups_of(workload.cluster, workload.layout))
+    even = evaluate(workload)
     yield MixedRow(factor, "even", even, even.seconds)
     for name in schedules:
-        shaped = replace(case, layout=structs.replace(case.layout, schedule=name, chunks=record_of(name).chunks))
-        if problems := shaped.layout.problems(case.spec, seq=case.seq, batch=case.batch):
+        shaped = replace(
+            workload, layout=structs.replace(workload.layout, schedule=name, chunks=record_of(name).chunks)
+        )
+        if problems := shaped.layout.problems(workload.spec, seq=workload.seq, batch=workload.batch):
             raise UserError(problems)
         if name != "1f1b":
             yield MixedRow(factor, "even", evaluate(shaped), even.seconds)
         yield MixedRow(factor, "speed", evaluate(best_split(shaped)), even.seconds)
 
 
-def best_split(case: Case) -> Case:
+def best_split(workload: Workload) -> Workload:
     """Layers by speed and memory, refined on the clock; `auto`, which is made for a split, takes the better of two."""
-    if not case.layout.record.uses_stage_times:
-        return refined(divided(case))
-    splits = {_with_schedule(case, name) for name in KIN}
-    options = [evaluate(replace(case, layout=structs.replace(case.layout, split=split))) for split in splits]
-    return min(options, key=lambda option: (not option.fits, option.seconds)).case
+    if not workload.layout.record.uses_stage_times:
+        return refined(divided(workload))
+    splits = {_with_schedule(workload, name) for name in KIN}
+    options = [evaluate(replace(workload, layout=structs.replace(workload.layout, split=split))) for split in splits]
+    return min(options, key=lambda option: (not option.fits, option.seconds)).workload
 
 
-def _with_schedule(case: Case, name: str) -> tuple[int, ...]:
-    return refined(divided(replace(case, layout=structs.replace(case.layout, schedule=name)))).layout.split
+def _with_schedule(workload: Workload, name: str) -> tuple[int, ...]:
+    return refined(divided(replace(workload, layout=structs.replace(workload.layout, schedule=name)))).layout.split
 
 
 def idle(option: Option) -> float:
     """The share of all ranks' time in the pipeline in which they do not compute."""
-    case, times = option.case, option.case.durations
-    backward = [i + w for i, w in zip(times.i, times.w, strict=True)] if case.splits else times.b
-    busy = case.layout.microbatches * (sum(times.f) + sum(backward))
-    return 1 - busy / (case.layout.pp * option.estimate.pipeline)
+    workload, times = option.workload, option.workload.durations
+    backward = [i + w for i, w in zip(times.i, times.w, strict=True)] if workload.splits_backward else times.b
+    busy = workload.layout.microbatches * (sum(times.f) + sum(backward))
+    return 1 - busy / (workload.layout.pp * option.estimate.pipeline)
 
 
 def _clusters(cluster: Cluster, slower: Sequence[float]) -> list[tuple[float | None, Cluster]]:
@@ -215,7 +219,7 @@ def slowed(accelerator: Accelerator, factor: float) -> Accelerator:
 
 
 def _cells(row: MixedRow) -> list[str]:
-    layers = ",".join(str(len(stage.layers)) for stage in row.option.case.stages)
+    layers = ",".join(str(len(stage.layers)) for stage in row.option.workload.stages)
     memory = f"{row.option.footprint.total / 1e9:.1f}" + ("" if row.option.fits else " (too much)")
     step = f"{row.seconds:.3g}" if row.seconds < 100 else f"{row.seconds:.1f}"
     return [row.schedule, row.split, layers, step, f"{row.gain:+.1%}", f"{row.idle:.1%}", memory]

@@ -13,7 +13,7 @@ from fivefold.cost.activations import deferred_wgrad_bytes
 from fivefold.cost.forms import PipelineForm
 from fivefold.cost.moe import ParamShare
 from fivefold.cost.peak_memory import CUDA_CONTEXT_BYTES, FRAGMENTATION, USABLE_FRACTION
-from fivefold.cost.step import Case
+from fivefold.cost.step import Workload
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
 from fivefold.planner.closed import SLACK, Array, BlockArrays, BlockShape, Choices, Closed
@@ -42,11 +42,11 @@ class MixedClosed:
     @cached_property
     def groups(self) -> list[Closed]:
         """The closed forms on each group's devices, as if all ranks had them."""
-        case, forms = self.query.case, []
-        across = min((group.accelerator.across for group in case.cluster.groups), key=lambda link: link.bandwidth)
-        for group in case.cluster.groups:
+        workload, forms = self.query.workload, []
+        across = min((group.accelerator.across for group in workload.cluster.groups), key=lambda link: link.bandwidth)
+        for group in workload.cluster.groups:
             card = structs.replace(group.accelerator, across=across)
-            alone = replace(case, cluster=Cluster((structs.replace(group, accelerator=card),)))
+            alone = replace(workload, cluster=Cluster((structs.replace(group, accelerator=card),)))
             used = {int(at): BlockArrays.of(alone, self.shapes[at]) for at in np.unique(self.of.shape)}
             table = np.array([used.get(at, next(iter(used.values()))) for at in range(len(self.shapes))])
             forms.append(Closed(alone, self.of, BlockArrays(*table[self.of.shape].T), self.query.pipelines))
@@ -64,7 +64,7 @@ class MixedClosed:
     @cached_property
     def end(self) -> Array:
         """Seconds of the optimizer, gradients and weights behind the last pass: the slowest group's."""
-        return np.max([closed.after() for closed in self.groups], axis=0) + self.query.case.stack.host_step
+        return np.max([closed.after() for closed in self.groups], axis=0) + self.query.workload.software.host_step
 
     @cached_property
     def bytes_of_a_parameter(self) -> Array:
@@ -75,17 +75,17 @@ class MixedClosed:
     @cached_property
     def waiting(self) -> Array:
         """Bytes per layer that wait for their weights' gradients where a backward pass is split."""
-        case, deferred = self.query.case, []
+        workload, deferred = self.query.workload, []
         for shape in self.shapes:
             layout = Layout(tp=shape.tp, cp=shape.cp, cp_kind=shape.cp_kind, sp=shape.sp, recompute=shape.recompute)
-            tokens = shape.samples * case.seq // shape.cp
-            deferred.append(deferred_wgrad_bytes(case.spec, layout, tokens, case.work.activation_bytes))
+            tokens = shape.samples * workload.seq // shape.cp
+            deferred.append(deferred_wgrad_bytes(workload.spec, layout, tokens, workload.block_cost.activation_bytes))
         saved = self.groups[0].block.saved
         return np.where(self.splits, np.maximum(0.0, np.array(deferred)[self.of.shape] - saved), 0.0)
 
     def of_rows(self, rows: Array, ranks: list[int]) -> tuple[Array, Array]:
         """Seconds of a step, and the fullest rank's share of its device, with these groups as pipeline ranks."""
-        layers, p = self.query.case.spec.layers, len(ranks)
+        layers, p = self.query.workload.spec.layers, len(ranks)
         each = np.stack([self.each[group][rows] for group in ranks], axis=1)
         ends = np.zeros_like(each)
         bent = np.array([pipeline.both_ends for pipeline in self.query.pipelines])[self.of.pipeline[rows]]
@@ -102,14 +102,15 @@ class MixedClosed:
         return self._pipeline(rows, held * each + ends, slowest) + self.end[rows], share.max(axis=1)
 
     def _devices(self, ranks: list[int]) -> Array:
-        return np.array([self.query.case.cluster.groups[group].accelerator.memory for group in ranks], dtype=float)
+        return np.array([self.query.workload.cluster.groups[group].accelerator.memory for group in ranks], dtype=float)
 
     def _memory(self, rows: Array, ranks: list[int], last: Array) -> tuple[Array, Array, Array]:
         """By rank: bytes without any layer, bytes of each layer, and what the device has room for."""
-        spec, stack, p = self.query.case.spec, self.query.case.stack, len(ranks)
+        spec, software, p = self.query.workload.spec, self.query.workload.software, len(ranks)
         closed, of, rank = self.groups[0], self.of, np.arange(p)
         saved, logits, message = (
-            np.asarray(column)[rows, None] for column in (closed.block.saved, closed.block.logits, closed.block.message)
+            np.asarray(column)[rows, None]
+            for column in (closed.block.saved, closed.block.logits, closed.block.p2p_bytes)
         )
         chunks, tp = closed.chunks[rows, None], of.tp[rows, None]
         state = self.bytes_of_a_parameter[rows, None]
@@ -118,7 +119,7 @@ class MixedClosed:
         per_layer = per_layer + self.waiting[rows, None] / chunks
         table = state * spec.vocab * spec.hidden / tp
         is_last = rank[None, :] == last[:, None]
-        fixed = table * ((rank == 0)[None, :] + 0.0 + is_last) + stack.bucket_bytes
+        fixed = table * ((rank == 0)[None, :] + 0.0 + is_last) + software.bucket_bytes
         transient = (closed.block.transient + closed.gathered())[rows, None]
         moments = np.maximum(transient, logits * is_last)
         messages = (1 + 2 * chunks + flying * chunks) * message
@@ -137,7 +138,7 @@ class MixedClosed:
         return flying
 
     def _pipeline(self, rows: Array, loads: Array, slowest: Array) -> Array:
-        closed, hides = self.groups[0], self.query.case.stack.hides("pp")
+        closed, hides = self.groups[0], self.query.workload.software.hides("pp")
         form = PipelineForm(*(column[rows] for column in closed.form))
         return np.asarray(form.seconds(slowest, loads.sum(axis=1), closed.sending()[rows], hides))
 
@@ -177,16 +178,16 @@ class MixedSpace:
     def fits(self) -> Array:
         return self.space.memory <= USABLE_FRACTION * SLACK
 
-    def case(self, case: Case, at: int) -> Case:
+    def workload(self, workload: Workload, at: int) -> Workload:
         """One combination, its layers not yet divided."""
         cluster, layout = self.orders[self.order[at]], self.space.layout(at)
-        return replace(case, cluster=cluster, layout=layout, groups=groups_of(cluster, layout))
+        return replace(workload, cluster=cluster, layout=layout, groups=groups_of(cluster, layout))
 
 
 def mixed_space(query: SearchQuery) -> MixedSpace:
     """Every combination in which each replica spans all groups."""
     shapes = list(shapes_of(query))
-    clusters = list(orders(query.case.cluster))
+    clusters = list(orders(query.workload.cluster))
     of = legal(query, shapes, _combinations(query, shapes))
     count = len(of.tp)
     seconds, memory = (np.full((len(clusters), count), np.inf) for _ in range(2))
@@ -194,7 +195,9 @@ def mixed_space(query: SearchQuery) -> MixedSpace:
     for number, cluster in enumerate(clusters):
         for pp in np.unique(of.pp).tolist():
             rows = np.flatnonzero(of.pp == pp)
-            seconds[number, rows], memory[number, rows] = closed.of_rows(rows, _ranks(query.case.cluster, cluster, pp))
+            seconds[number, rows], memory[number, rows] = closed.of_rows(
+                rows, _ranks(query.workload.cluster, cluster, pp)
+            )
     tiled = Choices(*(np.tile(column, len(clusters)) for column in of))
     space = Space(tiled, shapes, query.pipelines, seconds.ravel(), memory.ravel())
     return MixedSpace(space, clusters, np.repeat(np.arange(len(clusters)), count))
@@ -210,11 +213,11 @@ def _combinations(query: SearchQuery, shapes: list[BlockShape]) -> Choices:
     rows = np.array(list(_rows(query, shapes)), dtype=np.int64).reshape(-1, 7)
     tp, pp, cp, dp, shape, zero, pipeline = rows.T
     samples = np.array([choice.samples for choice in shapes] or [1], dtype=np.int64)[shape]
-    return Choices(tp, pp, cp, dp, zero, samples, query.case.batch // (dp * samples), shape, pipeline)
+    return Choices(tp, pp, cp, dp, zero, samples, query.workload.batch // (dp * samples), shape, pipeline)
 
 
 def _rows(query: SearchQuery, shapes: list[BlockShape]) -> Iterator[tuple[int, ...]]:
-    cluster, batch, most = query.case.cluster, query.case.batch, query.case.spec.layers + 2
+    cluster, batch, most = query.workload.cluster, query.workload.batch, query.workload.spec.layers + 2
     pipelines = range(len(query.pipelines))
     for number, shape in enumerate(shapes):
         for dp in query.free("dp", divisors(cluster.world)):

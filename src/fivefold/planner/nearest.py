@@ -1,10 +1,10 @@
 """The nearest layout that can run, for one that cannot: degrees, microbatches and, if need be, other choices change.
 
-nearest(case, layout, keep="tp")        # a layout without problems; None where nothing near has none
-steps(case, layout)["tp"]               # the values of one field that a model and a number of GPUs allow
-moved(case, layout, "tp", "16")         # one field set, and what follows it: dp takes the difference
+nearest(workload, layout, keep="tp")        # a layout without problems; None where nothing near has none
+steps(workload, layout)["tp"]               # the values of one field that a model and a number of GPUs allow
+moved(workload, layout, "tp", "16")     # one field set, and what follows it: dp takes the difference
 
-A case's own layout is not read.
+A workload's own layout is not read.
 """
 
 import math
@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 from msgspec import structs
 
-from fivefold.cost.step import Case
+from fivefold.cost.step import Workload
 from fivefold.layout.layout import ContextKind, Dispatch, Layout, Recompute
 from fivefold.layout.rules import Given, legal, most_stages
 from fivefold.planner.explain import RANKS_BY
@@ -33,22 +33,24 @@ PLAIN: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 
 
-def problems(case: Case, layout: Layout) -> list[str]:
+def problems(workload: Workload, layout: Layout) -> list[str]:
     """Why a layout cannot run, as `simulate` would say it."""
-    return layout.problems(case.spec, world=case.cluster.world, seq=case.seq, batch=case.batch, ranks_by=RANKS_BY)
+    return layout.problems(
+        workload.spec, world=workload.cluster.world, seq=workload.seq, batch=workload.batch, ranks_by=RANKS_BY
+    )
 
 
-def steps(case: Case, layout: Layout) -> dict[str, list[Any]]:
+def steps(workload: Workload, layout: Layout) -> dict[str, list[Any]]:
     """The values that each field may take: of degrees those that the model and the number of GPUs allow by themselves;
     of microbatches and ep those that go with the layout's own degrees."""
-    spec, ways = case.spec, divisors(case.cluster.world)
-    share = case.batch // layout.dp if case.batch % layout.dp == 0 else case.batch
+    spec, ways = workload.spec, divisors(workload.cluster.world)
+    share = workload.batch // layout.dp if workload.batch % layout.dp == 0 else workload.batch
     stage = max(1, layout.dp // layout.replicate * layout.cp * layout.tp)
     record = CATALOGUE.get(layout.schedule)
     most = most_stages(spec) // layout.pp
 
     def allowed(**degrees: Any) -> bool:
-        return bool(legal(Layout(**degrees), Given(spec, seq=case.seq)))
+        return bool(legal(Layout(**degrees), Given(spec, seq=workload.seq)))
 
     return {
         "dp": ways,
@@ -68,7 +70,7 @@ def steps(case: Case, layout: Layout) -> dict[str, list[Any]]:
     }
 
 
-def moved(case: Case, layout: Layout, field: str, value: str) -> Layout:
+def moved(workload: Workload, layout: Layout, field: str, value: str) -> Layout:
     """The layout with one field set. dp takes the difference in ranks, microbatches stay as large as they are; the
     split of the layers and the chunks of a schedule belong to what they were made for."""
     changes = structs.asdict(layout) | {field: value}
@@ -84,16 +86,16 @@ def moved(case: Case, layout: Layout, field: str, value: str) -> Layout:
     if chosen.tp == 1 and field != "sp":
         chosen = structs.replace(chosen, sp=False)
     if field in ("tp", "pp", "cp"):
-        chosen = _following(case, layout, chosen)
-    if field == "dp" and (other := nearest(case, chosen, "dp")) is not None and other.dp == chosen.dp:
+        chosen = _following(workload, layout, chosen)
+    if field == "dp" and (other := nearest(workload, chosen, "dp")) is not None and other.dp == chosen.dp:
         return other
     return chosen
 
 
-def _following(case: Case, before: Layout, layout: Layout) -> Layout:
+def _following(workload: Workload, before: Layout, layout: Layout) -> Layout:
     inner = layout.world // layout.dp
-    dp = case.cluster.world // inner
-    if dp * inner != case.cluster.world:
+    dp = workload.cluster.world // inner
+    if dp * inner != workload.cluster.world:
         return layout
     changes: dict[str, Any] = {"dp": dp}
     if before.dp * before.microbatches % dp == 0:
@@ -104,21 +106,21 @@ def _following(case: Case, before: Layout, layout: Layout) -> Layout:
     return structs.replace(layout, **changes, ep=math.gcd(layout.ep, shared))
 
 
-def nearest(case: Case, layout: Layout, keep: str = "") -> Layout | None:
+def nearest(workload: Workload, layout: Layout, keep: str = "") -> Layout | None:
     """The nearest layout without problems; the field `keep` changes only where it must."""
     for plain in PLAIN:
         start = structs.replace(layout, **plain)
-        around = sorted(_around(case, start, keep), key=lambda change: change[0])
+        around = sorted(_around(workload, start, keep), key=lambda change: change[0])
         for _, changes in around[:TRIED]:
             candidate = structs.replace(start, **changes)
-            if not problems(case, candidate):
+            if not problems(workload, candidate):
                 return candidate
     return None
 
 
-def _around(case: Case, layout: Layout, keep: str) -> Iterator[tuple[float, dict[str, Any]]]:
+def _around(workload: Workload, layout: Layout, keep: str) -> Iterator[tuple[float, dict[str, Any]]]:
     """Degrees and microbatches nearby, each with how far away it is."""
-    world, fitting, total = case.cluster.world, steps(case, layout), layout.dp * layout.microbatches
+    world, fitting, total = workload.cluster.world, steps(workload, layout), layout.dp * layout.microbatches
 
     def far(field: str, value: int, of: int) -> float:
         return abs(math.log2(value / of)) * WEIGHTS.get(field, 0.0) * (KEPT if field == keep else 1.0)
@@ -129,15 +131,15 @@ def _around(case: Case, layout: Layout, keep: str) -> Iterator[tuple[float, dict
     }
     for tp, pp, cp in product(*near.values()):
         inner = tp * pp * cp
-        if world % inner or case.batch % (dp := world // inner):
+        if world % inner or workload.batch % (dp := world // inner):
             continue
         wanted = layout.microbatches if keep == "microbatches" else max(1, round(total / dp))
-        counts = sorted(divisors(case.batch // dp), key=lambda n: abs(math.log2(n / wanted)))[:4]
+        counts = sorted(divisors(workload.batch // dp), key=lambda n: abs(math.log2(n / wanted)))[:4]
         distance = far("tp", tp, layout.tp) + far("pp", pp, layout.pp) + far("cp", cp, layout.cp)
         distance += abs(math.log2(dp / layout.dp)) * (KEPT if keep == "dp" else 0.0)
         base = {"tp": tp, "pp": pp, "cp": cp, "dp": dp}
         shared = divisors(max(1, dp // layout.replicate) * cp * tp)
-        for count in {*counts, *(n for n in divisors(case.batch // dp) if n >= 2 * pp and n < 4 * pp)}:
+        for count in {*counts, *(n for n in divisors(workload.batch // dp) if n >= 2 * pp and n < 4 * pp)}:
             for ep in sorted(shared, key=lambda n: abs(math.log2(n / layout.ep)))[:2] if layout.ep > 1 else (1,):
                 more = far("microbatches", count, wanted) + far("ep", ep, layout.ep)
                 yield distance + more, base | {"microbatches": count, "ep": ep}

@@ -12,7 +12,7 @@ from fivefold.cost.kernels import Device
 from fivefold.cost.peak_memory import USABLE_FRACTION, Footprint, footprint, footprint_of
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
-from fivefold.planner.explain import CAUSES, AxisTraffic, Neighbour, sender, traffic
+from fivefold.planner.explain import CAUSES, AxisTraffic, Neighbour, traffic, traffic_rank
 from fivefold.planner.mixed import groups_of
 from fivefold.planner.search import Option
 from fivefold.render.blocks import Block, Result, Table, Text
@@ -94,12 +94,12 @@ def detailed(needs: Footprint) -> Parts:
 
 def overview(option: Option) -> Scene:
     """Memory against the device, and the step by cause."""
-    case = option.case
+    workload = option.workload
     memory = detailed(option.footprint)
     time = [(CAUSES[cause], TIMES[cause], length) for cause, length in option.estimate.causes.items() if length > 0]
     unit, scale = ("s", 1.0) if option.seconds >= 1 else ("ms", 1e3)
     time = [(name, colour, length * scale) for name, colour, length in time]
-    scene = sheet(f"{case.spec.name} on {case.cluster}", str(option.layout), 0.0, str(option.layout))
+    scene = sheet(f"{workload.spec.name} on {workload.cluster}", str(option.layout), 0.0, str(option.layout))
     device, wide = option.device_memory / GB, WIDTH - 2 * MARGIN
     high = 1.06 * max(device, option.footprint.total / GB)
     plot = Plot(scene, MARGIN, TOP + 34, wide, 52, (0, 0), (high, 1))
@@ -119,16 +119,26 @@ def _named(parts: Parts, unit: str) -> Iterable[tuple[str, str]]:
     return [(f"{name} {amount(size)} {unit}", colour) for name, colour, size in parts]
 
 
+def _described(option: Option) -> str:
+    workload = option.workload
+    sizes = f"{workload.batch} sequences of {workload.seq:,} tokens"
+    return f"{workload.spec.name} on {workload.cluster}, {sizes}: {option.layout}"
+
+
 def memory(option: Option, neighbours: Sequence[Neighbour]) -> Scene:
     """The layout, its pipeline ranks, and the layouts one change away, against the device's limit."""
-    case, device = option.case, option.device_memory / GB
+    workload, device = option.workload, option.device_memory / GB
     bars = [Bar("this layout", components(option.footprint), f"{option.footprint.total / GB:.1f} GB", bold=True)]
     bars += _stages(option)
     around = list(_around(option, neighbours))
     bars += around[:NEIGHBOURS]
     left_out = len(around) - NEIGHBOURS
-    description = f"{case.spec.name} on {case.cluster}, {case.batch} sequences of {case.seq:,} tokens: {option.layout}"
-    scene = sheet(f"Memory of a {'CPU rank' if case.on.accelerator.is_cpu else 'GPU'}, by component", description, 0.0)
+    description = _described(option)
+    scene = sheet(
+        f"Memory of a {'CPU rank' if workload.first_device.accelerator.is_cpu else 'GPU'}, by component",
+        description,
+        0.0,
+    )
     high = min(LONGEST * device, 1.06 * max(device, *(bar.total for bar in bars)))
     plot = Plot(scene, LEFT, TOP + 40, WIDTH - LEFT - RIGHT, ROW * len(bars), (0, 0), (high, 1))
     more = f"; {left_out} more changes are left out" if left_out > 0 else ""
@@ -148,7 +158,7 @@ def _stages(option: Option) -> list[Bar]:
         return []
     many = min(pp, STAGES)
     ranks = sorted({round(at * (pp - 1) / (many - 1)) for at in range(many)})
-    needs = [footprint_of(option.case, rank) for rank in ranks]
+    needs = [footprint_of(option.workload, rank) for rank in ranks]
     return [Bar(f"pipeline rank {need.rank}", components(need), f"{need.total / GB:.1f} GB") for need in needs]
 
 
@@ -162,8 +172,10 @@ def _around(option: Option, neighbours: Sequence[Neighbour]) -> Iterable[Bar]:
     for neighbour in fastest_first(neighbours):
         if "cannot run" in neighbour.sentence:
             continue
-        case = replace(option.case, layout=neighbour.layout, groups=groups_of(option.case.cluster, neighbour.layout))
-        needs = footprint(case)
+        workload = replace(
+            option.workload, layout=neighbour.layout, groups=groups_of(option.workload.cluster, neighbour.layout)
+        )
+        needs = footprint(workload)
         time = "does not fit" if neighbour.slower is None else f"{neighbour.slower:+.1%} time"
         yield Bar(cut(neighbour.change, 15, LEFT - 24), components(needs), f"{needs.total / GB:.1f} GB, {time}")
 
@@ -178,10 +190,10 @@ SMALL_PAYLOAD = 4096  # bytes: a smaller payload has no row
 
 def sent(option: Option) -> Scene:
     """Bytes on the wire, and the seconds they would take if nothing hid them."""
-    case, card = option.case, option.case.on.accelerator
+    card = option.workload.first_device.accelerator
     rows = [row for row in traffic(option) if row.payload > SMALL_PAYLOAD]
     unit, size = ("GB", 1e9) if any(row.inside + row.across >= 1e8 for row in rows) else ("MB", 1e6)
-    description = f"{case.spec.name} on {case.cluster}, {case.batch} sequences of {case.seq:,} tokens: {option.layout}"
+    description = _described(option)
     scene = sheet("What a rank sends in a step", description, 300.0)
     if not rows:
         scene.shapes.append(TextMark(WIDTH / 2, 180, "nothing: there is one rank", LABEL, "middle"))
@@ -191,7 +203,7 @@ def sent(option: Option) -> Scene:
     plot = Plot(
         scene, TRAFFIC_LEFT, TOP + 6, WIDTH - TRAFFIC_LEFT - TRAFFIC_RIGHT, TRAFFIC_ROW * len(bars), (0, 0), (high, 1)
     )
-    plot.axis_x(f"{unit} on the wire per step, of pipeline rank {sender(option)}")
+    plot.axis_x(f"{unit} on the wire per step, of pipeline rank {traffic_rank(option)}")
     stacked(plot, bars, unit)
     links = [(f"within a node: {card.inside.name}, {card.inside.bandwidth / 1e9:.3g} GB/s each way", BLUE)]
     if any(row.across for row in rows):

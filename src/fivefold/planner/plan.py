@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from fivefold.cost.moe import imbalance_for
-from fivefold.cost.step import Case
+from fivefold.cost.step import Workload
 from fivefold.cost.systems import software_of
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.aliases import layout_changes
@@ -73,19 +73,19 @@ def plan(
         raise UserError("a layout leaves nothing to search, and fix holds choices of a search; give one of them")
     if wrong := layout_changes(changes, "--fix " if layout is None else f"--layout {layout},"):
         raise UserError(wrong)
-    job, kept, case = _question(model, cluster, changes, batch, seq, precision, software, tokens)
-    case = replace(case, imbalance=imbalance_for(case.spec, imbalance))
+    job, kept, workload = _question(model, cluster, changes, batch, seq, precision, software, tokens)
+    workload = replace(workload, imbalance=imbalance_for(workload.spec, imbalance))
     training = training_of(
-        job, kept, case, tokens, _written(case.cluster, cluster or job.run.cluster or USUAL_CLUSTER), batch
+        job, kept, workload, tokens, _written(workload.cluster, cluster or job.run.cluster or USUAL_CLUSTER), batch
     )
     free = batch is None and tokens is None and kept is not None and "train.batch" not in kept
-    given = _given(case, layout) if layout is not None else None
+    given = _given(workload, layout) if layout is not None else None
     fixed = fixed_choices(fix)
-    ranking, unsearched = _ranked(case, by, top, fixed, given)
+    ranking, unsearched = _ranked(workload, by, top, fixed, given)
     chosen = simplest(ranking.options) if by == "throughput" and not unsearched else ranking.best
     explained = given or chosen
     return PlanResult(
-        case=case,
+        workload=workload,
         options=ranking.options[:top],
         chosen=chosen,
         given=given,
@@ -97,7 +97,7 @@ def plan(
         training=training,
         by=by,
         fixed=fixed,
-        batch_from=usual_batch(case.spec, case.seq, case.cluster.world).why if free else "",
+        batch_from=usual_batch(workload.spec, workload.seq, workload.cluster.world).why if free else "",
         unsearched=unsearched,
         nearest=nearest_fit(given) if given and not given.fits else None,
     )
@@ -111,10 +111,10 @@ def _check_options(by: str, top: int, price: float | None) -> None:
     checked("top", top, within(1, SEQUENCES))
 
 
-def _ranked(case: Case, by: By, top: int, fixed: dict[str, Any], given: Option | None) -> tuple[Ranking, str]:
+def _ranked(workload: Workload, by: By, top: int, fixed: dict[str, Any], given: Option | None) -> tuple[Ranking, str]:
     """The best layouts; where there are none but the `given` one, which can be timed all the same, also why."""
     try:
-        return search(case, by, max(top, SURVIVORS) if by == "throughput" else top, **fixed), ""
+        return search(workload, by, max(top, SURVIVORS) if by == "throughput" else top, **fixed), ""
     except UserError as error:
         if given is None:
             raise
@@ -149,30 +149,30 @@ def simulate(
     return SimulateResult(option, None if option.fits else nearest_fit(option))
 
 
-def option_of(case: Case, layout: str | Layout, imbalance: float | None = None) -> Option:
-    """A layout of a question's case, timed; whether it fits or not."""
-    return _given(replace(case, imbalance=imbalance_for(case.spec, imbalance)), layout)
+def option_of(workload: Workload, layout: str | Layout, imbalance: float | None = None) -> Option:
+    """A layout of a question's workload, timed; whether it fits or not."""
+    return _given(replace(workload, imbalance=imbalance_for(workload.spec, imbalance)), layout)
 
 
-def case_of(job: Job, cluster: Cluster, precision: str = "", software: str = "fivefold") -> Case:
+def workload_of(job: Job, cluster: Cluster, precision: str = "", software: str = "fivefold") -> Workload:
     """A job as the planner asks: its model, layout, sizes and optimizer, in its precision or another, as a software
     runs it on these devices."""
     precision = precision or ("fp8" if job.train.fp8 else precision_of(job.train.dtype))
-    stack = software_of(software, cluster.groups[0].accelerator)
-    stack = stack.optimizing_with(job.optimizer).computing_in(precision)
-    return Case(job.model, job.layout, cluster, job.data.seq, job.train.batch, precision, stack)
+    profile = software_of(software, cluster.groups[0].accelerator)
+    profile = profile.optimizing_with(job.optimizer).computing_in(precision)
+    return Workload(job.model, job.layout, cluster, job.data.seq, job.train.batch, precision, profile)
 
 
 def as_it_stands(job: Job, cluster: Cluster) -> Option:
     """A job's own layout on a cluster."""
-    return option_of(_rated(case_of(job, cluster)), job.layout)
+    return option_of(_rated(workload_of(job, cluster)), job.layout)
 
 
-def _rated(case: Case) -> Case:
+def _rated(workload: Workload) -> Workload:
     """Raises where a device has no rate for the precision, with those that there are."""
-    for group in case.cluster.groups:
-        group.accelerator.rate(case.precision)
-    return case
+    for group in workload.cluster.groups:
+        group.accelerator.rate(workload.precision)
+    return workload
 
 
 def fixed_choices(fix: str | Mapping[str, Any]) -> dict[str, Any]:
@@ -195,8 +195,8 @@ def question(
     seq: int | None = None,
     precision: str = "",
     software: str = "fivefold",
-) -> Case:
-    """A checked case, whose layout is open."""
+) -> Workload:
+    """A checked workload, whose layout is open."""
     return _question(model, cluster, changes, batch, seq, precision, software)[-1]
 
 
@@ -209,8 +209,8 @@ def _question(
     precision: str,
     software: str,
     tokens: str | float | None = None,
-) -> tuple[Job, set[str] | None, Case]:
-    """The job behind the question; its settings that stay, None if all do; a checked case, whose layout is open."""
+) -> tuple[Job, set[str] | None, Workload]:
+    """The job behind the question; its settings that stay, None if all do; a checked workload, whose layout is open."""
     options = {"data.seq": ("seq", seq), "train.batch": ("batch", batch), "run.cluster": ("cluster", cluster)}
     options |= dict.fromkeys(("train.dtype", "train.fp8"), ("precision", precision or None))
     for change in changes:
@@ -240,8 +240,8 @@ def _question(
             batch = usual_batch(spec, seq, machines.world).value
     checked("batch", batch, within(1, SEQUENCES))
     precision = precision_of(precision) or ("fp32" if machines.groups[0].accelerator.is_cpu else "bf16")
-    case = _rated(case_of(job, machines, precision, software))
-    return job, kept, replace(case, layout=Layout(), seq=seq, batch=batch)
+    workload = _rated(workload_of(job, machines, precision, software))
+    return job, kept, replace(workload, layout=Layout(), seq=seq, batch=batch)
 
 
 def _written(cluster: Cluster, given: str | Path | Cluster) -> str:
@@ -249,10 +249,12 @@ def _written(cluster: Cluster, given: str | Path | Cluster) -> str:
     return str(given).strip() if isinstance(given, str | Path) else str(cluster)
 
 
-def _given(case: Case, layout: str | Layout) -> Option:
+def _given(workload: Workload, layout: str | Layout) -> Option:
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
-    problems = layout.problems(case.spec, world=case.cluster.world, seq=case.seq, batch=case.batch, ranks_by=RANKS_BY)
+    problems = layout.problems(
+        workload.spec, world=workload.cluster.world, seq=workload.seq, batch=workload.batch, ranks_by=RANKS_BY
+    )
     if problems:
         raise UserError(problems)
-    case = replace(case, cluster=merged(case.cluster))
-    return evaluate(replace(case, layout=layout, groups=groups_of(case.cluster, layout)))
+    workload = replace(workload, cluster=merged(workload.cluster))
+    return evaluate(replace(workload, layout=layout, groups=groups_of(workload.cluster, layout)))

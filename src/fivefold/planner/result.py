@@ -6,10 +6,10 @@ from typing import Any
 
 from fivefold.cost.moe import IMBALANCE, SOURCE, more_even
 from fivefold.cost.peak_memory import USABLE_FRACTION
-from fivefold.cost.step import Case
+from fivefold.cost.step import Workload
 from fivefold.job.config import Job
 from fivefold.layout.layout import Layout
-from fivefold.planner.explain import ALIKE, CAUSES, Neighbour, difference, sender, traffic
+from fivefold.planner.explain import ALIKE, CAUSES, Neighbour, difference, traffic, traffic_rank
 from fivefold.planner.goodput import length
 from fivefold.planner.interval import IN_WORDS, SHARE, bands, memory_range, step_range
 from fivefold.planner.pictures import MeshResult, fastest_first, memory, overview, sent
@@ -31,7 +31,7 @@ SMALL = 4096  # bytes: a smaller payload has no row
 class PlanResult(Result):
     """The best layouts, the one to take, and the reasons. `explained` is the given layout, or else the chosen one."""
 
-    case: Case  # what was asked; its layout is open
+    workload: Workload  # what was asked; its layout is open
     options: tuple[Option, ...]  # the best first
     chosen: Option  # the simplest of those that are about as fast
     given: Option | None
@@ -71,11 +71,11 @@ class PlanResult(Result):
 
     def to_dict(self) -> dict[str, Any]:
         shown = {
-            "model": self.case.spec.name,
-            "cluster": str(self.case.cluster),
-            "batch": self.case.batch,
-            "seq": self.case.seq,
-            "software": self.case.stack.name,
+            "model": self.workload.spec.name,
+            "cluster": str(self.workload.cluster),
+            "batch": self.workload.batch,
+            "seq": self.workload.seq,
+            "software": self.workload.software.name,
             "weighed": self.evaluated,
             "fitting": self.fitting,
             "training": self.training.figures(self.explained, self.price),
@@ -98,10 +98,11 @@ class PlanResult(Result):
         return self.scene()
 
     def blocks(self) -> Iterator[Block]:
-        case, options, option = self.case, self.options, self.explained
+        workload, options, option = self.workload, self.options, self.explained
         yield Text(
-            f"{case.spec.name} ({si(case.spec.parameter_count, 4)} parameters) on {case.cluster}: {case.batch} "
-            f"sequences of {case.seq:,} tokens per step, {case.precision}, {case.stack.name}; "
+            f"{workload.spec.name} ({si(workload.spec.parameter_count, 4)} parameters) on {workload.cluster}: "
+            f"{workload.batch} sequences of {workload.seq:,} tokens per step, {workload.precision}, "
+            f"{workload.software.name}; "
             + ("one layout" if self.unsearched else f"{self.evaluated:,} layouts evaluated, {self.fitting:,} fit")
         )
         if self.batch_from:
@@ -112,7 +113,7 @@ class PlanResult(Result):
             yield _ranking(options if self.chosen in options else (*options, self.chosen), self.chosen)
         if self.chosen is not options[0] and self.given is None:
             faster = 1 - options[0].seconds / self.chosen.seconds
-            over = options[0].case.wires.across("tp") and not self.chosen.case.wires.across("tp")
+            over = options[0].workload.topology.across("tp") and not self.chosen.workload.topology.across("tp")
             why = "but has tp over the network, of which no measured run tells" if over and faster > ALIKE else ""
             yield Text(
                 f"{options[0].layout} is {faster:.1%} faster, "
@@ -124,7 +125,7 @@ class PlanResult(Result):
         yield Text(_range_sentence(option, self.training.steps))
         if self.training.said:
             yield Text(self.training.failing(option))
-        if option.case.groups:
+        if option.workload.groups:
             yield Text(f"{_stages(option)}; hosts are numbered as in {self.training.hosts(option)}")
         yield from (_times(option), _memory(option), _traffic(option))
         if self.given:
@@ -175,7 +176,7 @@ class SimulateResult(Result):
             return None
         full_step = self.simulation
         if self._left_out:
-            full_step = simulate(self.option.case.schedule(self.option.layout.microbatches), full_step.costs)
+            full_step = simulate(self.option.workload.schedule(self.option.layout.microbatches), full_step.costs)
         return picture([full_step], clock="seconds")
 
     @property
@@ -189,7 +190,7 @@ class SimulateResult(Result):
         yield Text(_summary(self.option), "bold")
         yield from _experts(self.option)
         yield Text(_range_sentence(self.option))
-        if self.option.case.groups:
+        if self.option.workload.groups:
             yield Text(_stages(self.option))
         yield from (_times(self.option), _memory(self.option))
         yield from self.timeline()
@@ -215,7 +216,7 @@ def simulated(option: Option, price: float | None = None) -> dict[str, Any]:
 
 
 def _mesh(plan: PlanResult) -> Scene:
-    return MeshResult(plan.layout, plan.case.cluster).scene() or plan.scene()
+    return MeshResult(plan.layout, plan.workload.cluster).scene() or plan.scene()
 
 
 def _step(plan: PlanResult) -> Scene:
@@ -235,31 +236,31 @@ PICTURES: dict[str, Callable[[PlanResult], Scene]] = {
 
 def figures(option: Option, price: float | None = None) -> dict[str, Any]:
     """Everything that the tables show, as plain data."""
-    case, footprint = option.case, option.footprint
+    workload, footprint = option.workload, option.footprint
     row: dict[str, Any] = {
         "layout": str(option.layout),
-        "microbatch": case.samples,
+        "microbatch": workload.samples,
         "step_seconds": option.seconds,
         "tokens_per_second": option.tokens_per_second,
         "tokens_per_second_per_gpu": option.tokens_per_second / option.layout.world,
         "tokens_per_day": option.tokens_per_second * DAY,
-        "mfu": case.mfu(option.seconds),
+        "mfu": workload.mfu(option.seconds),
         **_ranges(option),
         "memory_bytes": footprint.total,
         "memory_by_component": footprint.parts,
         "memory_rank": footprint.rank,
         "fits": option.fits,
         "time_by_cause": option.estimate.causes,
-        "traffic_rank": sender(option),
+        "traffic_rank": traffic_rank(option),
         "traffic": [moved._asdict() for moved in traffic(option)],
     }
-    if case.spec.experts is not None:
-        row["imbalance"] = case.imbalance
-        total, shared, paired = option.estimate.travelled
+    if workload.spec.experts is not None:
+        row["imbalance"] = workload.imbalance
+        total, shared, paired = option.estimate.expert_messages
         row["experts_messages"] = {"seconds": total, "hidden_by_shared": shared, "hidden_by_pairs": paired}
-    if case.groups:
-        row["groups"] = list(case.groups)
-        row["order"] = str(case.cluster)
+    if workload.groups:
+        row["groups"] = list(workload.groups)
+        row["order"] = str(workload.cluster)
     if price is not None:
         row["cost_per_trillion_tokens"] = price * option.layout.world * 1e12 / option.tokens_per_second / 3600
         row["cost_per_day"] = price * 24 * option.layout.world
@@ -268,27 +269,27 @@ def figures(option: Option, price: float | None = None) -> dict[str, Any]:
 
 def _ranges(option: Option) -> dict[str, Any]:
     """Where the numbers should lie in `range_share` of all cases; null where nothing is known of the device."""
-    case, interval = option.case, step_range(option.case)
+    workload, interval = option.workload, step_range(option.workload)
     allocated = option.footprint.allocated
     return {
         "range_share": SHARE,
         "step_seconds_range": interval and interval.around(option.seconds),
         "tokens_per_second_range": interval and interval.inverse(option.tokens_per_second),
-        "mfu_range": interval and interval.inverse(case.mfu(option.seconds)),
+        "mfu_range": interval and interval.inverse(workload.mfu(option.seconds)),
         "memory_bytes_range": [option.footprint.total - allocated + size for size in memory_range().around(allocated)],
     }
 
 
 def _range_sentence(option: Option, steps: int | None = None) -> str:
     """What the step, its rates and a run of so many steps may be."""
-    interval = step_range(option.case)
+    interval = step_range(option.workload)
     if interval is None:
         return "no range: what this CPU reaches is assumed; `fivefold calibrate --device cpu -o mine.toml` measures it"
     low, high = interval.around(option.seconds)
     unit, size = ("s", 1.0) if low >= 1 else ("ms", 1e-3)
     times = interval.text(option.seconds / size)
     rates = " to ".join(map(si, interval.inverse(option.tokens_per_second)))
-    shares = " to ".join(f"{share:.1%}" for share in interval.inverse(option.case.mfu(option.seconds)))
+    shares = " to ".join(f"{share:.1%}" for share in interval.inverse(option.workload.mfu(option.seconds)))
     text = f"{IN_WORDS}: {times} {unit} per step, {rates} tokens/s, MFU {shares}"
     if steps is not None:
         text += f", {' to '.join(length(steps * seconds / DAY) for seconds in (low, high))}"
@@ -297,15 +298,15 @@ def _range_sentence(option: Option, steps: int | None = None) -> str:
 
 def _device(option: Option) -> str:
     """What a rank runs on: a CPU plan does not speak of GPUs."""
-    return "CPU rank" if option.case.on.accelerator.is_cpu else "GPU"
+    return "CPU rank" if option.workload.first_device.accelerator.is_cpu else "GPU"
 
 
 def _stages(option: Option) -> str:
     """Where the stages of a pipeline over mixed nodes are."""
-    case, names = option.case, [group.accelerator.name for group in option.case.cluster.groups]
-    ranks = ", then ".join(f"{case.groups.count(at)} on {name}" for at, name in enumerate(names))
-    layers = ",".join(str(len(stage.layers)) for stage in case.stages)
-    made_for_them = f"; {option.layout.schedule} is made for them" if case.layout.record.uses_stage_times else ""
+    workload, names = option.workload, [group.accelerator.name for group in option.workload.cluster.groups]
+    ranks = ", then ".join(f"{workload.groups.count(at)} on {name}" for at, name in enumerate(names))
+    layers = ",".join(str(len(stage.layers)) for stage in workload.stages)
+    made_for_them = f"; {option.layout.schedule} is made for them" if workload.layout.record.uses_stage_times else ""
     return f"pipeline ranks in order: {ranks}; layers of the stages: {layers}{made_for_them}"
 
 
@@ -316,10 +317,10 @@ def _ranking(options: tuple[Option, ...], chosen: Option) -> Table:
         exposed = sum(causes[cause] for cause in ("tp", "cp", "zero", "ep", "dp"))
         cells = (
             str(option.layout),
-            str(option.case.samples),
+            str(option.workload.samples),
             _seconds(seconds),
             f"{option.tokens_per_second / option.layout.world:,.0f}",
-            f"{option.case.mfu(seconds):.1%}",
+            f"{option.workload.mfu(seconds):.1%}",
             f"{option.footprint.total / GB:.1f}",
             f"{max(0.0, causes['bubble']) / seconds:.1%}",
             f"{exposed / seconds:.1%}",
@@ -379,18 +380,18 @@ def _traffic(option: Option) -> Table:
 
 def _sender(option: Option) -> str:
     """Whose traffic it is."""
-    rank, layout = sender(option), option.layout
+    rank, layout = traffic_rank(option), option.layout
     which = "the fullest" if rank == option.footprint.rank else "the first with experts"
     mean = "; experts get the mean of the tokens" if layout.ep > 1 else ""
     return (f"on pipeline rank {rank}, {which}" if layout.pp > 1 else "of any rank") + mean
 
 
 def _summary(option: Option, price: float | None = None) -> str:
-    case, rate = option.case, option.tokens_per_second
+    workload, rate = option.workload, option.tokens_per_second
     text = (
-        f"{option.layout}: {_seconds(option.seconds)} per step of {si(case.batch * case.seq)} tokens, "
+        f"{option.layout}: {_seconds(option.seconds)} per step of {si(workload.batch * workload.seq)} tokens, "
         f"{si(rate)} tokens/s, {si(rate * DAY)} tokens per day, "
-        f"MFU {case.mfu(option.seconds):.1%} (full attention; {case.mfu(option.seconds, 'causal'):.1%} causal)"
+        f"MFU {workload.mfu(option.seconds):.1%} (full attention; {workload.mfu(option.seconds, 'causal'):.1%} causal)"
     )
     if price is None:
         return text
@@ -400,19 +401,19 @@ def _summary(option: Option, price: float | None = None) -> str:
 
 def _experts(option: Option) -> Iterator[Text]:
     """What is assumed of a model's experts."""
-    case = option.case
-    if case.spec.experts is None:
+    workload = option.workload
+    if workload.spec.experts is None:
         return
-    active = si(case.spec.matmul_parameters, 4)
-    why = f", {SOURCE}" if case.imbalance == IMBALANCE else ""
-    uneven = f"the fullest rank has {case.imbalance:g} times the mean of the tokens{why} (--imbalance)"
-    less = more_even(case.spec, option.layout.ep, case.imbalance)
+    active = si(workload.spec.matmul_parameters, 4)
+    why = f", {SOURCE}" if workload.imbalance == IMBALANCE else ""
+    uneven = f"the fullest rank has {workload.imbalance:g} times the mean of the tokens{why} (--imbalance)"
+    less = more_even(workload.spec, option.layout.ep, workload.imbalance)
     uneven += f"; {less}" if less else ""
     yield Text(
         f"MFU counts the {active} parameters that a token is multiplied with; "
         + (uneven if option.layout.ep > 1 else "every rank has all experts, so that none is fuller than another")
     )
-    total, shared, paired = option.estimate.travelled
+    total, shared, paired = option.estimate.expert_messages
     if not total:
         return
     hidden = {"the other half of a joined pair": paired, "the shared expert": shared}

@@ -35,8 +35,8 @@ from fivefold.planner.serve_options import (
     Service,
     ServingOption,
     frontier,
-    fullest,
     gigabytes,
+    highest_throughput,
     milliseconds,
     options,
     rate,
@@ -83,8 +83,8 @@ def _touched(service: Service, heavy: ServingOption) -> str:
     experts = service.spec.experts
     assert experts is not None
     tokens = -(-heavy.batch // heavy.pp)
-    k, count, on_fullest = experts.top_k, experts.count, most_touched(experts, heavy.ep, tokens)
-    groups = f", at most {on_fullest:.1f} of the {count // heavy.ep} of a GPU" if heavy.ep > 1 else ""
+    k, count, most_on_one = experts.top_k, experts.count, most_touched(experts, heavy.ep, tokens)
+    groups = f", at most {most_on_one:.1f} of the {count // heavy.ep} of a GPU" if heavy.ep > 1 else ""
     return (
         f"A token visits {k} of {count} experts of a layer; the {tokens:,} of a step at {heavy.layout} visit "
         f"{touched(experts, tokens):.1f} of them, {count} x (1 - (1 - {k}/{count})^{tokens}), if all are chosen "
@@ -128,8 +128,8 @@ def _neighbours(service: Service, chosen: ServingOption) -> Iterator[Replica]:
 def why_not(service: Service, heavy: ServingOption, other: Replica) -> str:
     """Why another layout is not the one with the most tokens per second."""
     start = f"Why not {other.name}: "
-    full = fullest(service, other)
-    if full is None:
+    fastest = highest_throughput(service, other)
+    if fastest is None:
         needs = memory_needed(other, 1, service.tokens, service.prompt)
         return (
             f"{start}one sequence needs {gigabytes(needs.total)} of a GPU, {gigabytes(needs.weights)} of it weights, "
@@ -142,7 +142,7 @@ def why_not(service: Service, heavy: ServingOption, other: Replica) -> str:
     worst = max(more, key=lambda name: more[name])
     cause = f", {milliseconds(more[worst])} more of it {BOUNDS[worst]}" if more[worst] > 0.02 * step.total else ""
     return (
-        f"{start}it gives at most {rate(full.per_gpu)} tokens/s per GPU instead of {rate(heavy.per_gpu)}; a step of "
+        f"{start}it gives at most {rate(fastest.per_gpu)} tokens/s per GPU instead of {rate(heavy.per_gpu)}; a step of "
         f"{sequences(batch)} takes {milliseconds(step.total)} instead of {milliseconds(heavy.step)} "
         f"with {heavy.batch:,}{cause}."
     )
@@ -170,9 +170,9 @@ def explain(service: Service, quick: ServingOption, heavy: ServingOption) -> tup
     """Sentences about the option with the lowest latency and the one with the highest throughput."""
     sentences = [
         _bound(quick),
-        _wider(service, quick, heavy),
-        _deeper(service, quick if quick.pp > 1 or heavy.pp == 1 else heavy),
-        _turn(service, heavy),
+        _why_not_more_tp(service, quick, heavy),
+        _what_pp_gives(service, quick if quick.pp > 1 or heavy.pp == 1 else heavy),
+        _compute_bound_at(service, heavy),
         _copies(service, max(quick, heavy, key=lambda option: option.tp)),
         *about_experts(service, quick, heavy),
         _graphs(service, quick),
@@ -186,7 +186,7 @@ def _bound(quick: ServingOption) -> str:
     return f"A step of {milliseconds(quick.step)} at {quick.layout} and {sequences(quick.batch)}: {', '.join(shares)}."
 
 
-def _wider(service: Service, quick: ServingOption, heavy: ServingOption) -> str:
+def _why_not_more_tp(service: Service, quick: ServingOption, heavy: ServingOption) -> str:
     """Why not more tp: on the same GPUs with less pp where that is possible, or else on more of them."""
     spec, gpus, world = service.spec, service.group.gpus, service.group.world
     more = [tp for tp in range(quick.tp + 1, max(8 * gpus, NODE) + 1) if tp_fits(spec, tp)]
@@ -202,8 +202,8 @@ def _wider(service: Service, quick: ServingOption, heavy: ServingOption) -> str:
     verdict = f"{gain:.2f} times as fast" if gain >= 1 else f"{1 / gain:.2f} times as slow"
     cost = "on the same GPUs" if wide.world == before else f"for {wide.world / before:.3g} times the GPUs"
     remark = "" if wide.world <= world else f"; it takes {wide.world} GPUs, and the cluster has {world}"
-    if not remark and gain >= 1 and (full := fullest(service, wide)):
-        less = rate(full.per_gpu), rate(heavy.per_gpu)
+    if not remark and gain >= 1 and (fastest := highest_throughput(service, wide)):
+        less = rate(fastest.per_gpu), rate(heavy.per_gpu)
         remark = f"; but it gives at most {less[0]} tokens/s per GPU instead of {less[1]}"
     named = f"tp={tp}" if wide.dp == quick.dp else wide.name
     return (
@@ -221,7 +221,7 @@ def _widened(service: Service, quick: ServingOption, tp: int) -> Replica:
     return service.like(quick, tp=tp, dp=dp, pp=pp, ep=quick.ep if quick.ep == 1 and 1 in possible else possible[-1])
 
 
-def _deeper(service: Service, chosen: ServingOption) -> str:
+def _what_pp_gives(service: Service, chosen: ServingOption) -> str:
     """What pp gives, and what it costs."""
     pp = chosen.pp if chosen.pp > 1 else 2
     if pp > service.spec.layers:
@@ -240,7 +240,7 @@ def _deeper(service: Service, chosen: ServingOption) -> str:
     )
 
 
-def turning(replica: Replica) -> int | None:
+def compute_bound_rows(replica: Replica) -> int | None:
     """Rows of a step from which the matmuls wait for the tensor cores rather than for the weights."""
 
     def waits(rows: int) -> bool:
@@ -251,9 +251,9 @@ def turning(replica: Replica) -> int | None:
     return rows and bisect_left(range(rows), True, lo=rows // 2 + 1, key=waits)
 
 
-def _turn(service: Service, heavy: ServingOption) -> str:
+def _compute_bound_at(service: Service, heavy: ServingOption) -> str:
     replica = service.like(heavy)
-    rows = turning(replica)
+    rows = compute_bound_rows(replica)
     if rows is None:
         return ""
     most = largest(replica, service.tokens, service.prompt)

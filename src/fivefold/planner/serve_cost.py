@@ -34,7 +34,7 @@ from fivefold.cost.collective_time import NCCL_BASE, Kind, Topology, flagged
 from fivefold.cost.kernels import Device, plus, remade, times
 from fivefold.cost.moe import GROUPED, dense_gemms, plain_layers
 from fivefold.cost.peak_memory import CUDA_CONTEXT_BYTES, FRAGMENTATION, USABLE_FRACTION
-from fivefold.cost.stack import MOVED, Attention
+from fivefold.cost.software import MOVED, Attention
 from fivefold.hardware.accelerators import software
 from fivefold.layout.layout import Layout
 from fivefold.layout.stages import Stage, stages_of
@@ -130,13 +130,13 @@ def mixture(replica: "Replica", rows: int, busy: int) -> Parts:
     assert experts is not None
     tokens, inner = busy * rows, experts.ffn * replica.ep // replica.ranks
     hit = most_touched(experts, replica.ep, tokens)
-    fullest_rows = replica.uneven * tokens * experts.top_k / replica.ep  # rows on the fullest rank
+    peak_rows = replica.uneven * tokens * experts.top_k / replica.ep  # rows on the fullest rank
     gated = spec.activation.startswith("swiglu")
     shapes = [((1 + gated) * inner, spec.hidden), (spec.hidden, inner)]
-    products = [_grouped(replica, fullest_rows, n, k, hit) for n, k in shapes]
+    products = [_grouped(replica, peak_rows, n, k, hit) for n, k in shapes]
     router = replica.matmul(rows, experts.count, spec.hidden, "bf16")
     active = (MOVED["fused"].swiglu if gated else MOVED["fused"].gelu)[0]
-    moved = fullest_rows * (active * inner + 2 * 4.0 * spec.hidden)  # rows are put into order, and added up
+    moved = peak_rows * (active * inner + 2 * 4.0 * spec.hidden)  # rows are put into order, and added up
     launch = ROUTING * device.reached.launch
     rest = Parts(pointwise=device.stream(moved, 0), launch=launch, ep=exchange(replica, rows))
     return plus(router, *products, rest)
@@ -238,7 +238,7 @@ class Replica:
         return _stages(self.spec, self.pp)
 
     @cached_property
-    def wires(self) -> Topology:
+    def topology(self) -> Topology:
         # Its "ep" are all ranks of a stage, and they are neighbours.
         layout = Layout(tp=self.tp, dp=self.dp, pp=self.pp, ep=self.ranks)
         return Topology(self.device, self.gpus, layout, ("tp", "dp", "pp"), start=0.0)  # `collective` adds it
@@ -246,14 +246,14 @@ class Replica:
     @cached_property
     def _fast(self) -> Topology:
         """The same links under the protocol of small messages."""
-        return flagged(self.wires)
+        return flagged(self.topology)
 
     def collective(self, kind: Kind, axis: str, payload: float) -> float:
         """Seconds under the better of the two protocols, as NCCL chooses."""
-        if self.wires.reaches[axis].ranks == 1:
+        if self.topology.reaches[axis].ranks == 1:
             return 0.0
-        base = self.device.reached.launch + NCCL_BASE * self.wires.across(axis)
-        return base + min(self.wires.time(kind, axis, payload), self._fast.time(kind, axis, payload))
+        base = self.device.reached.launch + NCCL_BASE * self.topology.across(axis)
+        return base + min(self.topology.time(kind, axis, payload), self._fast.time(kind, axis, payload))
 
     @cached_property
     def _free(self) -> Device:

@@ -200,7 +200,7 @@ def _of_replica(service: Service, replica: Replica, most: int) -> list[ServingOp
     return [evaluate(service, replica, batch, min(count, service.sequences or count)) for batch in batches]
 
 
-def fullest(service: Service, replica: Replica) -> ServingOption | None:
+def highest_throughput(service: Service, replica: Replica) -> ServingOption | None:
     """The option with the most tokens per second that a layout gives; None where it does not fit."""
     fitting = _of_replica(service, replica, largest(replica, service.tokens, service.prompt))
     return max(fitting, key=lambda option: option.tokens_per_second, default=None)

@@ -14,7 +14,7 @@ import numpy as np
 from msgspec import structs
 
 from fivefold.cost.moe import block_share
-from fivefold.cost.step import Case
+from fivefold.cost.step import Workload
 from fivefold.layout import rules
 from fivefold.layout.layout import Layout
 from fivefold.layout.rules import Given, Layouts, has_copies, most_stages, tp_fits
@@ -43,7 +43,7 @@ FEWEST_TOKENS = 1024  # of a sequence on a cp rank: below it kernels starve
 class SearchQuery:
     """What is to be planned; `fixed` are the choices that are not free."""
 
-    case: Case  # its layout is not looked at
+    workload: Workload  # its layout is not looked at
     fixed: dict[str, Any]
 
     def free(self, name: str, values: list[Any]) -> list[Any]:
@@ -52,7 +52,7 @@ class SearchQuery:
     @cached_property
     def pipelines(self) -> list[PipelineArrays]:
         """The schedules that the software has and `fixed` allows, with their chunks; a fixed file is one by itself."""
-        name, has = self.fixed.get("schedule"), self.case.stack.schedules
+        name, has = self.fixed.get("schedule"), self.workload.software.schedules
         if name is None:
             return [
                 PipelineArrays(record, chunks) for record in RECORDS if record.name in has for chunks in record.planned
@@ -99,13 +99,13 @@ def space(query: SearchQuery) -> Space:
     """Every legal combination (layout/rules.py) that is worth a try."""
     shapes = list(shapes_of(query))
     combinations = _combinations(query, shapes)
-    if query.case.spec.experts is not None:
+    if query.workload.spec.experts is not None:
         return _with_experts(query, combinations, shapes)
     of = legal(query, shapes, combinations)
     if not len(of.tp):
         return Space(of, shapes, query.pipelines, np.zeros(0), np.zeros(0))
-    blocks = np.array([BlockArrays.of(query.case, shape) for shape in shapes])
-    closed = Closed(query.case, of, BlockArrays(*blocks[of.shape].T), query.pipelines)
+    blocks = np.array([BlockArrays.of(query.workload, shape) for shape in shapes])
+    closed = Closed(query.workload, of, BlockArrays(*blocks[of.shape].T), query.pipelines)
     return Space(of, shapes, query.pipelines, closed.seconds(), closed.memory())
 
 
@@ -113,7 +113,7 @@ def _with_experts(query: SearchQuery, of: Choices, shapes: list[BlockShape]) -> 
     of, dealt = dealt_out(query, shapes, of)
     if not len(of.tp):
         return Space(of, shapes, query.pipelines, np.zeros(0), np.zeros(0))
-    closed = closed_of(query.case, of, dealt, shapes, query.pipelines)
+    closed = closed_of(query.workload, of, dealt, shapes, query.pipelines)
     return Space(of, shapes, query.pipelines, closed.seconds(), closed.memory(), dealt)
 
 
@@ -139,16 +139,16 @@ def few_of_a_kind(
 
 def shapes_of(query: SearchQuery) -> Iterator[BlockShape]:
     """Of a block, all that heads, sequence and cluster allow; and, of what they allow, what is worth a try."""
-    case = query.case
-    spec, world, seq = case.spec, case.cluster.world, case.seq
-    reach = 2 * max(group.gpus for group in case.cluster.groups)  # far enough to see that tp across nodes loses
+    workload = query.workload
+    spec, world, seq = workload.spec, workload.cluster.world, workload.seq
+    reach = 2 * max(group.gpus for group in workload.cluster.groups)  # far enough to see that tp across nodes loses
     tps = [tp for tp in divisors(world) if tp_fits(spec, tp) and tp <= reach]
     cps = [cp for cp in divisors(world) if cp == 1 or seq // cp >= FEWEST_TOKENS]
     for tp, cp in product(query.free("tp", tps), query.free("cp", cps)):
         if world % (tp * cp):
             continue
         kinds = query.free("cp_kind", ["ring", "allgather", "ulysses"]) if cp > 1 else ["ring"]
-        sizes = _sizes(case.batch, max(1, MOST_TOKENS * cp // seq))
+        sizes = _sizes(workload.batch, max(1, MOST_TOKENS * cp // seq))
         choices = product(
             kinds,
             query.free("sp", [False, True] if tp > 1 else [False]),
@@ -170,7 +170,7 @@ def _sizes(batch: int, most: int) -> list[int]:
 
 def _combinations(query: SearchQuery, shapes: list[BlockShape]) -> Choices:
     """Shapes with every pp, ZeRO stage and pipeline; dp is what is left."""
-    world, batch = query.case.cluster.world, query.case.batch
+    world, batch = query.workload.cluster.world, query.workload.batch
     members: dict[tuple[int, int], list[int]] = {}
     for index, shape in enumerate(shapes):
         members.setdefault((shape.tp, shape.cp), []).append(index)
@@ -179,7 +179,7 @@ def _combinations(query: SearchQuery, shapes: list[BlockShape]) -> Choices:
     for (tp, cp), indices in members.items():
         for pp in query.free("pp", divisors(world // (tp * cp))):
             dp, left = divmod(world, tp * cp * pp)
-            if left or pp > most_stages(query.case.spec) or batch % dp or dp != query.fixed.get("dp", dp):
+            if left or pp > most_stages(query.workload.spec) or batch % dp or dp != query.fixed.get("dp", dp):
                 continue
             fitting = [index for index in indices if batch // dp % shapes[index].samples == 0]
             rest = list(product(fitting, query.free("zero", [0, 1, 2, 3]), pipelines[:1] if pp == 1 else pipelines))
@@ -209,7 +209,7 @@ def _by_schedule(query: SearchQuery, shapes: list[BlockShape], of: Choices) -> l
         record, chunks = _written(pipeline, alone)
         rows = np.flatnonzero((of.pipeline == index) & ((of.pp == 1) == alone) & fixed)
         layouts = Layouts(record=record, chunks=chunks, **{name: column[rows] for name, column in columns.items()})
-        fine = rules.legal(layouts, _given(query.case), rules.OF_THE_REST)
+        fine = rules.legal(layouts, _given(query.workload), rules.OF_THE_REST)
         its = {name: getattr(layouts, name)[fine] for name in columns}
         groups.append((rows[fine], structs.replace(layouts, **its)))
     return groups
@@ -217,35 +217,35 @@ def _by_schedule(query: SearchQuery, shapes: list[BlockShape], of: Choices) -> l
 
 def _candidates(query: SearchQuery, groups: list[tuple[Array, Layouts]], **experts: Any) -> Array:
     """The rows that are legal with such experts, and worth a try: ZeRO shards only what has copies."""
-    spec, candidates = query.case.spec, [np.zeros(0, dtype=np.int64)]
+    spec, candidates = query.workload.spec, [np.zeros(0, dtype=np.int64)]
     for rows, layouts in groups:
         layouts = structs.replace(layouts, **experts)
-        fine = rules.legal(layouts, _given(query.case), rules.OF_EXPERTS)
+        fine = rules.legal(layouts, _given(query.workload), rules.OF_EXPERTS)
         if "zero" not in query.fixed:
             fine = fine & ((layouts.zero == 0) | has_copies(layouts, spec))
         candidates.append(rows[np.broadcast_to(fine, rows.shape)])
     return np.sort(np.concatenate(candidates))
 
 
-def _given(case: Case) -> Given:
-    return Given(case.spec, case.cluster.world, case.seq, case.batch)
+def _given(workload: Workload) -> Given:
+    return Given(workload.spec, workload.cluster.world, workload.seq, workload.batch)
 
 
 def dealt_out(query: SearchQuery, shapes: list[BlockShape], of: Choices) -> tuple[Choices, EpChoices]:
     """Every legal combination with every ep; gathering all tokens is tried where ep is at most top_k."""
-    case, spec = query.case, query.case.spec
+    workload, spec = query.workload, query.workload.spec
     assert spec.experts is not None
     groups = _by_schedule(query, shapes, of)
     indices, eps, kinds = [], [], []
     # Bytes of a parameter that no number of ranks divides, by ZeRO stage.
-    least = np.array([case.stack.accounting.state(1.0, 0.0, stage, 2).total for stage in range(4)])
+    least = np.array([workload.software.accounting.state(1.0, 0.0, stage, 2).total for stage in range(4)])
     held = block_share(spec, 1, 1).experts * (spec.layers - spec.dense_layers)
     for ep, (kind, name) in product(query.free("ep", divisors(spec.experts.count)), enumerate(DISPATCHES)):
         if query.fixed.get("dispatch", name) != name or (name == "allgather" and ep > spec.experts.top_k):
             continue
         rows = _candidates(query, groups, ep=ep, dispatch=name)
         # Where what a rank holds of experts alone is more than its memory, no closer look is needed.
-        rows = rows[held * least[of.zero[rows]] / (ep * of.pp[rows]) < case.on.accelerator.memory]
+        rows = rows[held * least[of.zero[rows]] / (ep * of.pp[rows]) < workload.first_device.accelerator.memory]
         indices.append(rows)
         eps.append(np.full(len(rows), ep))
         kinds.append(np.full(len(rows), kind))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fivefold.cost.model_state import OURS, PAPER
-from fivefold.planner.explain import AxisTraffic, sender, traffic
+from fivefold.planner.explain import AxisTraffic, traffic, traffic_rank
 from fivefold.planner.search import Option
 from fivefold.render.blocks import Block, Result, Table
 from fivefold.spec.model import ModelSpec
@@ -65,23 +65,23 @@ def _because(*reasons: str) -> str:
 
 
 def _flops(option: Option) -> Shortcut:
-    case, active = option.case, option.case.spec.active_parameters
-    tokens, exact = case.batch * case.seq, case.flops()
-    attention = 2 * (exact - case.flops("causal")) / exact  # a causal mask leaves half of its scores
+    workload, active = option.workload, option.workload.spec.active_parameters
+    tokens, exact = workload.batch * workload.seq, workload.flops()
+    attention = 2 * (exact - workload.flops("causal")) / exact  # a causal mask leaves half of its scores
     why = _because(
         f"attention is {attention:.1%} of the exact ones, which count all of its scores",
         "an embedding is looked up, not multiplied",
-        "P counts the parameters that are active for a token" if case.spec.experts else "",
+        "P counts the parameters that are active for a token" if workload.spec.experts else "",
     )
     return Shortcut("FLOPs", "6 P x tokens of the step", 6.0 * active * tokens, exact, "FLOPs", why)
 
 
 def _state(option: Option) -> Shortcut:
-    case, layout, needs = option.case, option.layout, option.footprint
-    ranks, share = layout.size("fsdp"), case.spec.parameter_count / (layout.tp * layout.pp)
+    workload, layout, needs = option.workload, option.layout, option.footprint
+    ranks, share = layout.size("fsdp"), workload.spec.parameter_count / (layout.tp * layout.pp)
     zero = layout.zero if ranks > 1 else 0
     textbook = PAPER.state(share, share / ranks, zero, ranks).total
-    each = case.stack.accounting
+    each = workload.software.accounting
     why = _because(
         f"gradients are added up in {each.gradient} bytes, and not in {NARROW}" if each.gradient != NARROW else "",
         "" if each.master else f"weights have {each.weight} bytes, and no master beside them",
@@ -100,8 +100,8 @@ def _state(option: Option) -> Shortcut:
 
 def _activations(option: Option) -> Shortcut:
     """Korthikanti et al. 2022 (arXiv 2205.05198), table 2, with as many microbatches as 1F1B's first rank holds."""
-    case, layout, spec = option.case, option.layout, option.case.spec
-    t, scores = layout.tp, 5 * spec.heads * case.seq / spec.hidden
+    workload, layout, spec = option.workload, option.layout, option.workload.spec
+    t, scores = layout.tp, 5 * spec.heads * workload.seq / spec.hidden
     if layout.recompute == "full":
         inside, each, scores = "2", 2.0, 0.0
     elif layout.recompute == "selective":
@@ -129,8 +129,8 @@ def _activations(option: Option) -> Shortcut:
 
 def _stream(option: Option) -> float:
     """BSH of a microbatch on one rank."""
-    case = option.case
-    return case.samples * case.seq / option.layout.cp * case.spec.hidden
+    workload = option.workload
+    return workload.samples * workload.seq / option.layout.cp * workload.spec.hidden
 
 
 def _wire(rows: list[AxisTraffic], axes: set[str], kinds: tuple[str, ...] = ()) -> float:
@@ -138,13 +138,13 @@ def _wire(rows: list[AxisTraffic], axes: set[str], kinds: tuple[str, ...] = ()) 
 
 
 def _data(option: Option, rows: list[AxisTraffic]) -> Iterator[Shortcut]:
-    layout, case = option.layout, option.case
+    layout, workload = option.layout, option.workload
     axes = {layout.same_axis(axis) for axis in DATA if layout.size(axis) > 1} & set(DATA)
     if not axes or layout.size("dp_cp") == 1:
         return
-    size = NARROW * case.spec.parameter_count / (layout.tp * layout.pp)
+    size = NARROW * workload.spec.parameter_count / (layout.tp * layout.pp)
     times, sharded = (3, True) if layout.zero == 3 else (2, False)
-    each = case.stack.accounting
+    each = workload.software.accounting
     why = _because(
         f"gradients travel in {each.gradient} bytes, weights in {each.weight}" if each.gradient != NARROW else "",
         f"for each of {layout.microbatches} microbatches weights are gathered twice and gradients scattered"
@@ -152,7 +152,7 @@ def _data(option: Option, rows: list[AxisTraffic]) -> Iterator[Shortcut]:
         f"ZeRO 2 sums gradients after each of {layout.microbatches} microbatches" if layout.zero == 2 else "",
         f"a ring sends (N-1)/N, with N={layout.size('dp_cp')}",
         "experts are summed over the ranks that have the same ones" if layout.ep > 1 else "",
-        f"pipeline rank {sender(option)} has its own share of the layers" if layout.pp > 1 else "",
+        f"pipeline rank {traffic_rank(option)} has its own share of the layers" if layout.pp > 1 else "",
     )  # fmt: skip
     over = " / (t p)" if layout.tp * layout.pp > 1 else ""
     yield Shortcut("dp on the wire", f"{times}M, M = 2P{over} bytes", times * size, _wire(rows, axes), "GB", why)
@@ -160,7 +160,7 @@ def _data(option: Option, rows: list[AxisTraffic]) -> Iterator[Shortcut]:
 
 def _tensor(option: Option, rows: list[AxisTraffic]) -> Iterator[Shortcut]:
     """Shoeybi et al. 2019 (arXiv 1909.08053): four all-reduces of BSH a layer; a ring's sends its bytes twice."""
-    layout, spec, t = option.layout, option.case.spec, option.layout.tp
+    layout, spec, t = option.layout, option.workload.spec, option.layout.tp
     if t == 1:
         return
     calls = 4 * spec.layers / layout.pp * layout.microbatches
@@ -179,13 +179,13 @@ def _tensor(option: Option, rows: list[AxisTraffic]) -> Iterator[Shortcut]:
 
 def _layers(option: Option) -> list[int]:
     """Of the pipeline rank whose traffic is counted."""
-    stages = option.case.stages
-    return [layer for number in option.layout.placement.of_rank[sender(option)] for layer in stages[number].layers]
+    stages, local = option.workload.stages, option.layout.placement.of_rank[traffic_rank(option)]
+    return [layer for number in local for layer in stages[number].layers]
 
 
 def _own_layers(option: Option, own: int, all_of_them: int) -> str:
     even = all_of_them / option.layout.pp
-    return f"pipeline rank {sender(option)} has {own} such layers, and not {even:.4g}" if own != even else ""
+    return f"pipeline rank {traffic_rank(option)} has {own} such layers, and not {even:.4g}" if own != even else ""
 
 
 def _pipeline(option: Option, rows: list[AxisTraffic]) -> Iterator[Shortcut]:
@@ -201,7 +201,7 @@ def _pipeline(option: Option, rows: list[AxisTraffic]) -> Iterator[Shortcut]:
 
 
 def _experts(option: Option, rows: list[AxisTraffic]) -> Iterator[Shortcut]:
-    layout, spec = option.layout, option.case.spec
+    layout, spec = option.layout, option.workload.spec
     if spec.experts is None or layout.ep == 1:
         return
     calls = 4 * spec.experts.top_k * (spec.layers - spec.dense_layers) / layout.pp * layout.microbatches

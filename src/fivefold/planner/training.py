@@ -1,6 +1,6 @@
 """From a plan to a training run: its token budget, its settings with their reasons, and its job file.
 
-training = training_of(job, {"optimizer.lr"}, case, tokens=None, cluster="8x8xH100")
+training = training_of(job, {"optimizer.lr"}, workload, tokens=None, cluster="8x8xH100")
 training.job(option)          # what `fivefold train` runs
 training.file(option)         # the same, as a file for people
 """
@@ -16,7 +16,7 @@ import msgspec
 from msgspec import structs
 
 from fivefold.cost.model_state import State, state
-from fivefold.cost.step import Case
+from fivefold.cost.step import Workload
 from fivefold.job.aliases import NO_FP16
 from fivefold.job.config import Job, job_of
 from fivefold.job.preflight import needs_data
@@ -69,25 +69,25 @@ class Training:
 
     def settings(self, option: Option) -> dict[str, Choice]:
         """All that the plan decides beside the layout."""
-        case, chosen = option.case, dict(self.choices)
-        chosen["data.seq"] = Choice(case.seq, "tokens of a sample, as planned")
-        chosen["train.batch"] = chosen.get("train.batch", Choice(case.batch, f"sequences of {case.seq:,}"))
-        if case.precision in DTYPES:
-            chosen["train.dtype"] = Choice(DTYPES[case.precision], f"planned in {case.precision}")
-        if case.precision == "fp8" or self.asked.train.fp8:
-            chosen["train.fp8"] = Choice(case.precision == "fp8", "matmuls of blocks, as planned")
+        workload, chosen = option.workload, dict(self.choices)
+        chosen["data.seq"] = Choice(workload.seq, "tokens of a sample, as planned")
+        chosen["train.batch"] = chosen.get("train.batch", Choice(workload.batch, f"sequences of {workload.seq:,}"))
+        if workload.precision in DTYPES:
+            chosen["train.dtype"] = Choice(DTYPES[workload.precision], f"planned in {workload.precision}")
+        if workload.precision == "fp8" or self.asked.train.fp8:
+            chosen["train.fp8"] = Choice(workload.precision == "fp8", "matmuls of blocks, as planned")
         chosen["run.cluster"] = Choice(self.cluster, "what this file was planned for")
-        if case.groups:
+        if workload.groups:
             chosen["run.cluster"] = Choice(self.hosts(option), "nodes in the order of their hosts' numbers, as planned")
         if self.kept is None:
             return chosen
-        if case.on.accelerator.is_cpu:
+        if workload.first_device.accelerator.is_cpu:
             chosen["train.device"] = Choice("cpu", "as planned")
         run = self.run(option)
         chosen["checkpoint.every"] = Choice(run.best, often(option, run))
         half = min(int(float(f"{max(1, EVALUATED / option.seconds):.0e}")), run.most)
         chosen["train.eval_every"] = Choice(half, "steps: about half an hour, at most a tenth of the run")
-        chosen["run.name"] = Choice(case.spec.name, "the directory below runs/")
+        chosen["run.name"] = Choice(workload.spec.name, "the directory below runs/")
         decided = ("data.seq", "train.batch", "train.dtype", "run.cluster")
         return {key: choice for key, choice in chosen.items() if key in decided or key not in self.kept}
 
@@ -102,12 +102,14 @@ class Training:
 
     def hosts(self, option: Option) -> str:
         """The cluster as its hosts are to be numbered."""
-        return hosts(option.case.cluster, option.layout.dp, self.cluster) if option.case.groups else self.cluster
+        return (
+            hosts(option.workload.cluster, option.layout.dp, self.cluster) if option.workload.groups else self.cluster
+        )
 
     def job(self, option: Option, schedule: str = "") -> Job:
         """`schedule`: the file with the option's own, where it has one (`plan.mixed.written`)."""
-        if option.case.precision not in DTYPES:
-            raise UserError(_no_job(option.case))
+        if option.workload.precision not in DTYPES:
+            raise UserError(_no_job(option.workload))
         layout = structs.replace(option.layout, schedule=schedule) if schedule else option.layout
         changed: dict[str, Any] = {"layout": layout}
         for key, choice in self.settings(option).items():
@@ -119,7 +121,7 @@ class Training:
 
     def file(self, option: Option, path: str = "job.toml", command: str = "", schedule: str = "") -> str:
         """A job file; a job that could not be trained is refused. `command` is what made it."""
-        job, spec = self.job(option, schedule), option.case.spec
+        job, spec = self.job(option, schedule), option.workload.spec
         if problems := job.problems(world=option.layout.world):
             raise UserError(problems)
         head = [
@@ -135,7 +137,7 @@ class Training:
         return written(job, why, head, hints)
 
     def figures(self, option: Option, price: float | None) -> dict[str, Any]:
-        seconds, interval = self.steps * option.seconds, step_range(option.case)
+        seconds, interval = self.steps * option.seconds, step_range(option.workload)
         hours = seconds * option.layout.world / HOUR
         made = self.settings(option)
         row: dict[str, Any] = {
@@ -153,7 +155,7 @@ class Training:
         figures, count = self.figures(option, price), self.asked.model.parameter_count
         ratio = self.tokens / count
         many = f"{ratio:.3g}" if ratio < 1e4 else si(ratio)
-        device = "rank-hours" if option.case.on.accelerator.is_cpu else "GPU-hours"
+        device = "rank-hours" if option.workload.first_device.accelerator.is_cpu else "GPU-hours"
         cost = f", ${figures['cost']:,.0f}" if price is not None else ""
         return (
             f"{si(self.tokens, 4)} tokens, {many} per parameter: {self.steps:,} steps, {length(figures['days'])}, "
@@ -181,10 +183,10 @@ class Training:
 
 
 def training_of(
-    job: Job, kept: Set[str] | None, case: Case, tokens: str | float | None, cluster: str, batch: int | None
+    job: Job, kept: Set[str] | None, workload: Workload, tokens: str | float | None, cluster: str, batch: int | None
 ) -> Training:
     """A job of one's own keeps its settings, and a budget changes its steps; a model gets a recipe."""
-    step, total = case.batch * case.seq, budget_of(tokens, job)
+    step, total = workload.batch * workload.seq, budget_of(tokens, job)
     own = kept is None or "train.steps" in kept
     if total is not None and kept is not None and own:
         raise UserError(
@@ -196,7 +198,7 @@ def training_of(
     if not said and total < step:  # nobody asked
         total = step
     given = not said or batch is not None or kept is None or "train.batch" in kept
-    choices = fit(recipe(job.model, case.seq, total), case.batch, case.seq, total, given)
+    choices = fit(recipe(job.model, workload.seq, total), workload.batch, workload.seq, total, given)
     steps = choices["train.steps"].value
     if kept is None:
         choices = {"train.steps": choices["train.steps"]} if said else {}
@@ -221,7 +223,7 @@ def often(option: Option, run: GoodputRun) -> str:
 
 def start(option: Option, path: str) -> str:
     """The command that runs the job."""
-    if option.case.cluster.nodes > 1:
+    if option.workload.cluster.nodes > 1:
         return f"fivefold launch {shlex.quote(path)} --slurm"
     ranks = f" --nproc {option.layout.world}" if option.layout.world > 1 else ""
     return f"fivefold train {shlex.quote(path)}{ranks}"
@@ -229,10 +231,10 @@ def start(option: Option, path: str) -> str:
 
 def expected(option: Option) -> str:
     """What a run should reach, to hold against its own output."""
-    case, rate = option.case, option.tokens_per_second
+    workload, rate = option.workload, option.tokens_per_second
     each = f" ({rate / option.layout.world:,.0f} a rank)" if option.layout.world > 1 else ""
     return (
-        f"{rate:,.0f} tokens/s{each}, MFU {case.mfu(option.seconds):.1%}, {option.seconds:.3g} s a step"
+        f"{rate:,.0f} tokens/s{each}, MFU {workload.mfu(option.seconds):.1%}, {option.seconds:.3g} s a step"
         f"{range_text(option)}, "
         f"{option.footprint.total / GB:.1f} of {option.device_memory / GB:.1f} GB on the fullest rank, as planned."
     )
@@ -240,18 +242,20 @@ def expected(option: Option) -> str:
 
 def range_text(option: Option) -> str:
     """Behind a step's seconds; empty where nothing is known of the device."""
-    interval = step_range(option.case)
+    interval = step_range(option.workload)
     return f" ({interval.text(option.seconds)} {IN_WORDS})" if interval else ""
 
 
-def _no_job(case: Case) -> str:
+def _no_job(workload: Workload) -> str:
     """Of a precision that can be planned, and in which no run computes."""
-    half = case.precision == "fp16"
-    without = [group.accelerator.name for group in case.cluster.groups if group.accelerator.peak.bf16 is None]
-    why = NO_FP16 if half else f"no setting makes it compute in {case.precision}"
-    nearest = "fp8" if case.precision == "fp4" else "bf16" if half and not without else "fp32"
+    half = workload.precision == "fp16"
+    without = [group.accelerator.name for group in workload.cluster.groups if group.accelerator.peak.bf16 is None]
+    why = NO_FP16 if half else f"no setting makes it compute in {workload.precision}"
+    nearest = "fp8" if workload.precision == "fp4" else "bf16" if half and not without else "fp32"
     older = f", as {without[0]} has no bf16" if half and without else ""
-    return f"precision={case.precision} can be planned, and not trained in: {why}; nearest: precision={nearest}{older}"
+    return (
+        f"precision={workload.precision} can be planned, and not trained in: {why}; nearest: precision={nearest}{older}"
+    )
 
 
 def _count(hours: float) -> str:

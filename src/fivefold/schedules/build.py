@@ -1,8 +1,7 @@
-"""How schedules are made: what each one is like, and sends and receives between its actions.
+"""How schedules are built: the facts of each one, and the sends and receives between its actions.
 
-What a schedule is like: one `ScheduleInfo` each, declared beside its builder and listed in `registry`.
-
-Layouts, the planner and the trainer ask the record, never the name.
+The facts of a schedule are a `ScheduleInfo`, declared beside its builder and listed in `registry`. Layouts, the planner
+and the trainer ask this record, never the name.
 """
 
 from collections.abc import Callable, Iterable
@@ -34,7 +33,7 @@ from fivefold.support.errors import UserError
 
 @dataclass(frozen=True)
 class ScheduleRequest:
-    """What a schedule is wanted for. `chunks` are stages per rank, None for the schedule's own; `group` is the N of
+    """What to build a schedule for. `chunks` are stages per rank, None for the schedule's own; `group` is the N of
     interleaved, and only `auto` reads `costs` and `memory`."""
 
     p: int
@@ -55,7 +54,7 @@ def vee(p: int, chunks: int) -> Placement:
     return Placement.vee(p)
 
 
-@dataclass(frozen=True, eq=False)  # each is one of a kind, and a quick key for caches
+@dataclass(frozen=True, eq=False)  # compared and hashed by identity: a quick key for caches
 class ScheduleInfo:
     """The facts of one schedule. A file is described by a record too (`registry.record_of`)."""
 
@@ -65,17 +64,17 @@ class ScheduleInfo:
     chunks: int = 1  # stages per rank: exactly so many, or with `any_chunks` the default
     any_chunks: bool = False
     splits: bool = False  # computes weight gradients (W) apart from input gradients (I)
-    least: int = 0  # microbatches that it cannot do without, times p
+    least: int = 0  # the fewest microbatches that it needs, in multiples of p
     also: str = ""  # what else it needs, in words
     options: tuple[str, ...] = ()  # of `group` and `memory`, those that it takes
-    uses_stage_times: bool = False  # built from the durations of the actual stages: a shorter one does not predict it
-    bubble: str = ""  # its formula, in times of a whole rank
+    uses_stage_times: bool = False  # built from the durations of the actual stages: fewer microbatches predict nothing
+    bubble: str = ""  # its formula, in units of a whole rank's times
     schedule: Schedule | None = None  # as a file has it, for its own p and m alone
 
     # For the planner's closed forms, with stages, sends and a head as models have them.
-    fill: float = 1.0  # how much of 1F1B's fill it leaves
+    fill: float = 1.0  # how much of 1F1B's warm-up and cool-down bubble it leaves
     waits: bool = False  # with few microbatches its weight gradients fill nothing: p + m forward and input passes
-    joins: bool = False  # nearly every forward pass with a backward pass (F&B), from the p-th microbatch on
+    joins: bool = False  # overlaps nearly every F with a B (F&B, as DualPipe), from the p-th microbatch on
     refills: bool = False  # fills the pipeline again for every microbatch
     live: Callable[[Any, Any, int], Any] = lambda p, m, v: p  # activations of a rank, in A, at most m; also of arrays
     planned: tuple[int, ...] = ()  # the chunks with which the planner tries it; none: it does not
@@ -88,12 +87,12 @@ class ScheduleInfo:
 
     @property
     def repeats(self) -> bool:
-        """Whether a long one only repeats what a shorter one does."""
+        """Whether with more microbatches it only repeats what it does with fewer."""
         return not self.uses_stage_times and self.schedule is None
 
     @cached_property
     def bent(self) -> bool:
-        """Whether the first of several ranks has the last stage, too: a V of stages."""
+        """Whether the first of several ranks has the last stage, too: stages in a V."""
         ranks = self.schedule.p if self.schedule else 2
         return ranks > 1 and self.place(ranks, self.chunks).owner[-1] == 0
 
@@ -112,7 +111,7 @@ def _placed(record: ScheduleInfo, p: int, chunks: int) -> Placement:
 
 
 # ---- wiring ---------------------------------------------------------------------------------------------------------
-# From compute orders to a whole schedule: put every SEND and RECV where the executor should meet it.
+# From compute orders to a whole schedule: put every SEND and RECV where the executor should reach it.
 #
 # A builder only says in which order each rank computes. What crosses ranks follows from the placement, and from one
 # sequence of all actions of all ranks, by the time at which they end on a clock (`_TIMES`; a joined pair is one
@@ -150,15 +149,15 @@ def wire(
     buffers: int = 2,
     promise: Bounds = NOTHING,
 ) -> Schedule:
-    """The schedule that computes in these orders. It has at least so many `buffers`, and as many as its receives take.
+    """The schedule that computes in these orders, with at least so many `buffers`, or as many as its receives need.
 
-    GATHER, REDUCE and STEP are carried along where they stand. Orders in which ranks wait for each other for ever get
-    all their messages too, so that `check` can say who waits for whom.
+    GATHER, REDUCE and STEP keep their places. Orders that deadlock get all their messages too, so that `check` can say
+    who waits for whom.
     """
     sequence = _Sequence(placement, orders)
     sequence.run()
     ranks = tuple(map(tuple, sequence.lists[: len(sequence.groups)]))
-    return Schedule(name, placement, microbatches, ranks, max(buffers, sequence.most), promise)
+    return Schedule(name, placement, microbatches, ranks, max(buffers, sequence.most_held), promise)
 
 
 class _Wire:
@@ -167,18 +166,18 @@ class _Wire:
     def __init__(self, channel: Channel, receiver: Order) -> None:
         self.send, self.receive, self.target = channel.send, channel.receive, channel.target
         self.receiver = receiver  # the list of the rank that receives
-        self.made: dict[int, int] = {}  # when its producer ended
-        self.awaited: dict[int, list[int]] = {}  # the ranks that cannot begin without it
-        self.held = 0  # received and not consumed yet
+        self.sent_at: dict[int, int] = {}  # when its producer ended
+        self.waiting: dict[int, list[int]] = {}  # the ranks that cannot begin without it
+        self.unconsumed = 0  # received and not consumed yet
 
 
-# How long an action takes, the wire that it needs a message of, and the wire that it feeds.
+# How long an action takes, the wire whose message it needs, and the wire that it feeds.
 Ends = tuple[int, _Wire | None, _Wire | None]
 _NOTHING: Ends = (0, None, None)
 
 
 class _Sequence:
-    """Grows by what ends next: an action goes into its rank's list, and its message into those of both its ranks."""
+    """Simulates all ranks. Whatever ends next is appended: an action to its rank's list, its message to both ranks'."""
 
     def __init__(self, placement: Placement, orders: Iterable[Iterable[Action]]) -> None:
         self.groups = [_groups(order) for order in orders]  # what is left to do, the next at the end
@@ -189,17 +188,17 @@ class _Sequence:
         computed = product(_TIMES, range(placement.stages))
         self.of = {at: (_TIMES[at[0]], needs.get(at), feeds.get(at)) for at in computed}  # by kind and stage
         self.clocks = [0] * len(self.groups)
-        self.agenda: list[tuple[int, int]] = []  # when what a rank is at ends, and the rank
-        self.most = 0  # messages of one channel that are held at once
+        self.ending: list[tuple[int, int]] = []  # when what a rank is at ends, and the rank
+        self.most_held = 0  # messages of one channel that are held at once
 
     def run(self) -> None:
         for rank in range(len(self.groups)):
             self._begin(rank)
-        while self.agenda or self._let_go():
-            self._end(*heappop(self.agenda))
+        while self.ending or self._break_deadlock():
+            self._end(*heappop(self.ending))
 
     def _begin(self, rank: int) -> None:
-        """What is next on a rank, unless it waits for a message."""
+        """Begin what is next on a rank, unless it waits for a message."""
         if not self.groups[rank]:
             return
         start, time = self.clocks[rank], 0
@@ -207,13 +206,13 @@ class _Sequence:
             takes, need, _ = self.of.get((kind, stage), _NOTHING)
             time += takes
             if need is not None:
-                made = need.made.get(microbatch)
+                made = need.sent_at.get(microbatch)
                 if made is None:
-                    need.awaited.setdefault(microbatch, []).append(rank)
+                    need.waiting.setdefault(microbatch, []).append(rank)
                     return
                 if made + _MESSAGE > start:
                     start = made + _MESSAGE
-        heappush(self.agenda, (start + time, rank))
+        heappush(self.ending, (start + time, rank))
 
     def _end(self, now: int, rank: int) -> None:
         self.clocks[rank] = now
@@ -222,30 +221,30 @@ class _Sequence:
         for kind, stage, microbatch, _ in group:
             _, need, feed = self.of.get((kind, stage), _NOTHING)
             if need is not None:
-                need.held -= 1
+                need.unconsumed -= 1
             if feed is not None:
                 order.append(_action(Action, (feed.send, stage, microbatch, False)))
-                if microbatch not in feed.made:
+                if microbatch not in feed.sent_at:
                     self._receive(feed, microbatch, now)
         self._begin(rank)
 
     def _receive(self, wire: _Wire, microbatch: int, now: int) -> None:
         wire.receiver.append(_action(Action, (wire.receive, wire.target, microbatch, False)))
-        wire.made[microbatch] = now
-        wire.held += 1
-        if wire.held > self.most:
-            self.most = wire.held
-        for rank in wire.awaited.pop(microbatch, ()):
+        wire.sent_at[microbatch] = now
+        wire.unconsumed += 1
+        if wire.unconsumed > self.most_held:
+            self.most_held = wire.unconsumed
+        for rank in wire.waiting.pop(microbatch, ()):
             self._begin(rank)
 
-    def _let_go(self) -> bool:
-        """Whoever is left waits for ever. The first of them receives what it waits for all the same; False: nobody."""
+    def _break_deadlock(self) -> bool:
+        """All ranks left are deadlocked: let the first of them receive what it waits for. False if none is left."""
         rank = next((rank for rank, groups in enumerate(self.groups) if groups), None)
         if rank is None:
             return False
         for kind, stage, microbatch, _ in self.groups[rank][-1]:
             _, need, _ = self.of.get((kind, stage), _NOTHING)
-            if need is not None and microbatch not in need.made:
+            if need is not None and microbatch not in need.sent_at:
                 self._receive(need, microbatch, self.clocks[rank])
         return True
 
@@ -280,15 +279,15 @@ def _extend(order: Order, zero: int) -> Order:
     last = {action.stage: place for place, action in enumerate(order) if action.kind in LAST_READERS}
     gathered = set() if zero else set(last)
     extended: Order = []
-    late: Order = []  # what is due before the rank computes on: behind the pair it belongs to, and behind its sends
+    due: Order = []  # what comes before the next computation: after the pair that it belongs to, and its sends
     for place, action in enumerate(order):
-        if late and action.kind in COMPUTE and not extended[-1].joined:
-            extended += late
-            late.clear()
+        if due and action.kind in COMPUTE and not extended[-1].joined:
+            extended += due
+            due.clear()
         if action.kind is FORWARD and action.stage not in gathered:
             gathered.add(action.stage)
             extended.append(Action(GATHER, action.stage))
         extended.append(action)
         if action.kind in LAST_READERS and (zero == 2 or place == last[action.stage]):
-            late.append(Action(REDUCE, action.stage, action.microbatch if zero == 2 else ALL))
-    return extended + late + [Action(STEP, stage) for stage in sorted(last)]
+            due.append(Action(REDUCE, action.stage, action.microbatch if zero == 2 else ALL))
+    return extended + due + [Action(STEP, stage) for stage in sorted(last)]

@@ -1,4 +1,4 @@
-"""What actions cost: durations per stage and kind, what an activation weighs, and the link between two ranks."""
+"""What actions cost: durations per stage and kind, the size of an activation, and the link between two ranks."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,10 +14,10 @@ from fivefold.support.errors import UserError
 from fivefold.support.text import did_you_mean, figure, whole_number
 
 # ---- pairs ----------------------------------------------------------------------------------------------------------
-# How long a joined pair takes whose two halves run beside each other's messages, by the rule that executes it.
+# How long a joined pair takes when each half computes during the other's messages, by the rule that executes it.
 #
 #     forward = [Segment(2.0, message=1.0, beside=0.5), Segment(1.0, message=1.0), Segment(0.5)]
-#     play(forward, backward).together
+#     play_pair(forward, backward).together
 #
 # A pass is a list of segments. In each it computes, then issues a message (experts' tokens on their way, or what came
 # of them), computes what it can `beside` it, and waits until the message is there. The two halves of a pair take
@@ -38,7 +38,7 @@ class Segment(NamedTuple):
 Segments = tuple[Segment, ...]
 
 
-class Pair(NamedTuple):
+class PairTimes(NamedTuple):
     """How long each half takes by itself, and both as a pair."""
 
     forward: float
@@ -52,11 +52,11 @@ class Pair(NamedTuple):
 
 
 def scaled(segments: Segments, factor: float) -> Segments:
-    """The same pass on a machine that takes `factor` times as long."""
+    """The same pass on a rank that takes `factor` times as long."""
     return tuple(Segment(*(factor * part for part in segment)) for segment in segments)
 
 
-def one_block(forward: float, backward: float, messages: float) -> tuple[Segments, Segments]:
+def segments_of_one_block(forward: float, backward: float, messages: float) -> tuple[Segments, Segments]:
     """A stage of which no more is known than how long its passes take, and its experts' messages in either of them.
 
     One block: half of the compute comes before the dispatch, and half is the experts'; backward is the mirror of it.
@@ -73,47 +73,47 @@ def alone(segments: Iterable[Segment]) -> float:
     return sum(compute + max(message, beside) for compute, message, beside in segments)
 
 
-def play(forward: Iterable[Segment], backward: Iterable[Segment]) -> Pair:
+def play_pair(forward: Iterable[Segment], backward: Iterable[Segment]) -> PairTimes:
     """The two halves of a pair, each by itself and both together."""
     return _played(tuple(forward), tuple(backward))
 
 
 @lru_cache(maxsize=4096)
-def _played(forward: Segments, backward: Segments) -> Pair:
+def _played(forward: Segments, backward: Segments) -> PairTimes:
     each = alone(forward), alone(backward)
     # A half only waits while the link carries something, so a pair takes no longer than both in turn, but for rounding.
-    return Pair(*each, min(_PairClock((forward, backward)).run(), sum(each)))
+    return PairTimes(*each, min(_PairClock((forward, backward)).run(), sum(each)))
 
 
 class _PairClock:
-    """A pair on its way: the time, where each half is, and what is left of its message."""
+    """A pair as it runs: the time, where each half is, and what is left of its message."""
 
     def __init__(self, halves: tuple[Segments, Segments]) -> None:
         self.halves, self.next = halves, [0, 0]
-        self.left = [0.0, 0.0]
+        self.message_left = [0.0, 0.0]
         self.now = 0.0
 
     def run(self) -> float:
         holder = 0
         while True:
-            ended = self.turn(holder)
-            if not self.over(1 - holder):
+            ended = self.take_turn(holder)
+            if not self.ended(1 - holder):
                 holder = 1 - holder
             elif ended:
                 return self.now
 
-    def over(self, half: int) -> bool:
-        return self.next[half] == len(self.halves[half]) and not self.left[half]
+    def ended(self, half: int) -> bool:
+        return self.next[half] == len(self.halves[half]) and not self.message_left[half]
 
-    def turn(self, half: int) -> bool:
-        """Go on to where this half waits next, or to its end; whether it is at its end."""
-        while self.left[half]:
+    def take_turn(self, half: int) -> bool:
+        """Run this half to its next wait or its end; return whether it has ended."""
+        while self.message_left[half]:
             self.advance(self.next_arrival)
         while self.next[half] < len(self.halves[half]):
             compute, message, beside = self.halves[half][self.next[half]]
             self.next[half] += 1
             self.advance(compute)
-            self.left[half] = message
+            self.message_left[half] = message
             self.advance(beside)
             if message:
                 return False
@@ -121,19 +121,20 @@ class _PairClock:
 
     @property
     def next_arrival(self) -> float:
-        """How long until one of the messages on their way is there."""
-        flying = [message for message in self.left if message]
-        return min(flying) * len(flying) if flying else math.inf
+        """How long until the next message in flight arrives."""
+        in_flight = [message for message in self.message_left if message]
+        return min(in_flight) * len(in_flight) if in_flight else math.inf
 
     def advance(self, seconds: float) -> None:
         """Let time pass: messages travel, two of them at half the pace."""
         self.now += seconds
-        while seconds and any(self.left):
-            least, share, until = min(filter(None, self.left)), sum(map(bool, self.left)), self.next_arrival
+        while seconds and any(self.message_left):
+            least, share = min(filter(None, self.message_left)), sum(map(bool, self.message_left))
+            until = self.next_arrival
             if seconds < until:
-                self.left = [max(0.0, message - seconds / share) for message in self.left]
+                self.message_left = [max(0.0, message - seconds / share) for message in self.message_left]
                 return
-            self.left = [message - least if message > least else 0.0 for message in self.left]
+            self.message_left = [message - least if message > least else 0.0 for message in self.message_left]
             seconds -= until
 
 
@@ -143,11 +144,11 @@ class _PairClock:
 Duration = float | Sequence[float]
 """One number: the time of a whole rank, shared evenly among its chunks. A sequence: one time per stage."""
 
-LONGEST = 1e30  # of any one duration, in any unit: sums of millions of them are still numbers
+MAX_DURATION = 1e30  # of any one duration, in any unit: sums of millions of them are still numbers
 
 
 def _is_duration(value: float) -> bool:
-    return 0 <= value <= LONGEST  # false for nan
+    return 0 <= value <= MAX_DURATION  # false for nan
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,7 @@ class MessageLink:
         if not (_is_duration(self.latency) and _is_duration(self.occupancy)):
             raise UserError(
                 f"a message takes a latency of {self.latency:g} and {self.message:g} bytes / {self.bandwidth:g} = "
-                f"{self.occupancy:g} on the link; both must be between 0 and {LONGEST:g}"
+                f"{self.occupancy:g} on the link; both must be between 0 and {MAX_DURATION:g}"
             )
 
     @property
@@ -214,9 +215,9 @@ class Costs:
                 raise UserError(f"f has times for {len(self.f)} stages, and {name} for {len(values)}; they must agree")
         once = {"gather": (self.gather,), "reduce": (self.reduce,), "step": (self.step,)}
         for name, values in (per_stage | once).items():
-            strange = next((value for value in values if not _is_duration(value)), None)
-            if strange is not None:
-                raise UserError(f"{name}={strange:g} is not a duration; give a number from zero to {LONGEST:g}")
+            invalid = next((value for value in values if not _is_duration(value)), None)
+            if invalid is not None:
+                raise UserError(f"{name}={invalid:g} is not a duration; give a number from zero to {MAX_DURATION:g}")
 
     @classmethod
     def even(
@@ -265,9 +266,9 @@ class Costs:
 
     def slowed(self, placement: Placement, factors: Mapping[int, float]) -> Self:
         """The same work on mixed machines: `factors[rank]` times as long on that rank."""
-        strange = [rank for rank in factors if not 0 <= rank < placement.ranks]
-        if strange:
-            raise UserError(f"rank {strange[0]} cannot be slowed: ranks are 0 to {placement.ranks - 1}")
+        invalid = [rank for rank in factors if not 0 <= rank < placement.ranks]
+        if invalid:
+            raise UserError(f"rank {invalid[0]} cannot be slowed: ranks are 0 to {placement.ranks - 1}")
         scale = [factors.get(rank, 1.0) for rank in placement.owner]
         times = {"f": self.f, "i": self.i, "w": self.w, "b": self.b} | ({"pair": self.pair} if self.pair else {})
         slower: dict[str, Any] = {name: tuple(map(mul, stages, scale)) for name, stages in times.items()}
@@ -284,7 +285,7 @@ class Costs:
         if self.pair is not None:
             return self.pair[forward_stage]
         if self.segments:
-            return play(self.segments[forward_stage][0], self.segments[backward_stage][1]).together
+            return play_pair(self.segments[forward_stage][0], self.segments[backward_stage][1]).together
         return self.f[forward_stage] + self.b[backward_stage]
 
 
@@ -297,7 +298,7 @@ def _halves(
                 f"ep={messages:g} of stage {stage} is a part of its passes, the shortest of which takes "
                 f"{min(passes):g}; give at most that"
             )
-    return tuple(map(one_block, f, b, ep))
+    return tuple(map(segments_of_one_block, f, b, ep))
 
 
 def _per_stage(name: str, times: Duration, placement: Placement) -> tuple[float, ...]:

@@ -141,19 +141,19 @@ class Schedule:
     @cached_property
     def in_flight(self) -> tuple[dict[int, int], ...]:
         """By rank and stage: microbatches whose activations are held when the rank holds the most of all stages."""
-        fullest: list[dict[int, int]] = []
+        peaks: list[dict[int, int]] = []
         for rank, stages in enumerate(self.placement.of_rank):
             live = dict.fromkeys(stages, 0)
-            best = dict(live)
+            at_peak = dict(live)
             for action in self.compute(rank):
                 if action.kind is FORWARD:
                     live[action.stage] += 1
-                    if sum(live.values()) > sum(best.values()):
-                        best = dict(live)
+                    if sum(live.values()) > sum(at_peak.values()):
+                        at_peak = dict(live)
                 elif action.kind in LAST_READERS:
                     live[action.stage] -= 1
-            fullest.append(best)
-        return tuple(fullest)
+            peaks.append(at_peak)
+        return tuple(peaks)
 
     @cached_property
     def p2p_in_flight(self) -> tuple[int, ...]:

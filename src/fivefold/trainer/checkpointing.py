@@ -247,12 +247,12 @@ class Checkpoints:
         self.trainer.corruption.before_save(step)
         self.saved = step
         engine = self.trainer.engine
-        engine.copied = self.saver.start(self.pieces(), self.manifest(step), engine.copied)
+        engine.snapshot_copied = self.saver.start(self.pieces(), self.manifest(step), engine.snapshot_copied)
 
     def remember(self, step: int) -> None:
         """Collective. The same, into memory that outlives ranks."""
         engine = self.trainer.engine
-        engine.copied = self.memory.start(self.pieces(), self.manifest(step), engine.copied)
+        engine.snapshot_copied = self.memory.start(self.pieces(), self.manifest(step), engine.snapshot_copied)
 
     def pieces(self) -> dict[str, Shard]:
         """What this rank writes."""

@@ -20,7 +20,7 @@ from fivefold.job.config import Job
 from fivefold.launch.local import gpus_here
 from fivefold.layout.layout import Layout
 from fivefold.planner.explain import simplest
-from fivefold.planner.plan import case_of, fixed_choices
+from fivefold.planner.plan import fixed_choices, workload_of
 from fivefold.planner.search import FIXED, Option, TooLarge, search
 from fivefold.support.errors import UserError
 
@@ -146,9 +146,9 @@ def _sizes(ranks: int, per_node: int, least: int) -> Iterator[tuple[int, int]]:
 
 
 def _fastest(job: Job, ranks: int, nodes: int) -> Option:
-    case = case_of(msgspec.structs.replace(job, layout=Layout()), cluster_of(job, nodes, ranks // nodes))
+    workload = workload_of(msgspec.structs.replace(job, layout=Layout()), cluster_of(job, nodes, ranks // nodes))
     return simplest(
-        search(replace(case, imbalance=imbalance_for(case.spec)), **fixed_choices(job.elastic.fixed)).options
+        search(replace(workload, imbalance=imbalance_for(workload.spec)), **fixed_choices(job.elastic.fixed)).options
     )
 
 

@@ -1,4 +1,4 @@
-"""The network is a job's model on this rank. The engine adds its optimizer and runs one global batch at a time.
+"""`RankModel` is a job's model on this rank; `Engine` adds the optimizer and runs one global batch at a time.
 
 global batch -> this dp rank's samples -> microbatches -> this cp rank's tokens -> the schedule's actions on this pp
       rank's stages -> loss sums, each divided once by the global count of target tokens -> gradients, summed once
@@ -35,51 +35,51 @@ from fivefold.schedules.text import to_text
 from fivefold.trainer.records import Load
 
 # ---- load -----------------------------------------------------------------------------------------------------------
-# The load of experts in a step: counted where tokens are routed, summed over all ranks, and followed by biases.
+# The load of experts in a step: counted where tokens are routed, summed over all ranks, and evened out by biases.
 #
-# Every rank counts the tokens that it routes, in every microbatch of its layers; a recomputation and an evaluation
-# count none. The sums over the world travel with the gradient norm, in float64, which is exact for whole numbers: so
-# experts add no collective to a step, but 8 bytes for each of [layers with experts x experts] and for the two losses
-# to that one. A step that is skipped, or fails, moves no bias.
+# Every rank counts the tokens that it routes, in every microbatch of its layers; recomputation and evaluation do not
+# count. The counts are all-reduced with the gradient norm, in float64, which is exact for whole numbers: so experts add
+# no collective to a step, only 8 bytes for each of [MoE layers x experts] and for the two losses. A step that is
+# skipped, or fails, moves no bias.
 
 
-def mixtures(stages: Iterable[Decoder]) -> dict[int, MoE]:
-    """By the number of their layer."""
+def moe_layers(stages: Iterable[Decoder]) -> dict[int, MoE]:
+    """By layer number."""
     blocks = (item for model in stages for item in model.layers.items())
     return {int(layer): block.mlp for layer, block in blocks if isinstance(block.mlp, MoE)}
 
 
 def routers(stages: Iterable[Decoder]) -> dict[int, Router]:
-    return {layer: mixture.router for layer, mixture in mixtures(stages).items()}
+    return {layer: mixture.router for layer, mixture in moe_layers(stages).items()}
 
 
-class Loads:
-    """Of the layers with experts, on this rank and then on all."""
+class ExpertLoads:
+    """Tokens per expert, and the routers' losses, of the MoE layers: on this rank, then summed over all."""
 
     def __init__(self, job: Job, stages: Iterable[Decoder], device: torch.device):
         assert job.model.experts is not None
-        self.train, self.first, self.device = job.train, job.model.dense_layers, device
-        self.shape = job.model.layers - self.first, job.model.experts.count
-        self.due = job.train.batch * job.data.seq * job.model.experts.top_k
-        self.mixtures = mixtures(stages)
+        self.train, self.first_moe_layer, self.device = job.train, job.model.dense_layers, device
+        self.shape = job.model.layers - self.first_moe_layer, job.model.experts.count
+        self.expected_visits = job.train.batch * job.data.seq * job.model.experts.top_k
+        self.moe_layers = moe_layers(stages)
         self.sums = self._empty()
 
     def _empty(self) -> Tensor:
         """Tokens by layer and expert, then the sums over layers of the balance loss and the z loss."""
         return torch.zeros(math.prod(self.shape) + 2, dtype=torch.float64, device=self.device)
 
-    def begin(self) -> None:
-        """A step begins."""
-        for mixture in self.mixtures.values():
+    def reset(self) -> None:
+        """Forget the last step's counts."""
+        for mixture in self.moe_layers.values():
             mixture.router.tokens_per_expert = mixture.losses = None
 
-    def counted(self) -> Tensor:
-        """What this rank has counted since; whoever adds up the ranks' does so in place."""
+    def collect(self) -> Tensor:
+        """What this rank has counted since `reset`, in a buffer that the caller all-reduces in place."""
         self.sums = self._empty()
         tokens, losses = self.tokens, self.sums[-2:]
-        for layer, mixture in self.mixtures.items():
+        for layer, mixture in self.moe_layers.items():
             if mixture.router.tokens_per_expert is not None:
-                tokens[layer - self.first] = mixture.router.tokens_per_expert
+                tokens[layer - self.first_moe_layer] = mixture.router.tokens_per_expert
             if mixture.losses is not None:
                 losses += mixture.losses
         return self.sums
@@ -89,21 +89,21 @@ class Loads:
         """By layer and expert."""
         return self.sums[:-2].view(self.shape)
 
-    def follow(self) -> None:
-        """Move the biases; every rank has the sums, and moves its own alike."""
-        for layer, mixture in self.mixtures.items():
+    def update_biases(self) -> None:
+        """Move the routers' biases. Every rank has the same sums, so copies of a bias stay equal."""
+        for layer, mixture in self.moe_layers.items():
             if mixture.router.balance is not None and self.train.balance_rate:
-                load = self.tokens[layer - self.first].to(torch.int64)
+                load = self.tokens[layer - self.first_moe_layer].to(torch.int64)
                 update_expert_bias(mixture.router.balance, load, self.train.balance_rate)
 
     def record(self, sums: list[float], *, by_expert: bool) -> Load:
-        """Of a step whose sums have reached the host; `by_expert`: with the tokens of each."""
+        """The record of a step, from sums that have reached the host; `by_expert`: with each expert's tokens."""
         layers, experts = self.shape
         tokens = [[round(total) for total in sums[at * experts : (at + 1) * experts]] for at in range(layers)]
         balance, z = (total / layers for total in sums[-2:])
         return Load.of(
             tokens,
-            self.due,
+            self.expected_visits,
             balance_loss=balance if self.train.balance_loss else None,
             z_loss=z if self.train.router_z_loss else None,
             by_expert=by_expert,
@@ -116,7 +116,7 @@ class Loads:
 class RankModel:
     """A job's model on this rank: its stages, their weights and buffers, and the pipeline that runs them.
 
-    `watch` surrounds every action of the pipeline; `attention` replaces the layout's.
+    `watch` makes a context around every action of the pipeline; `attention` replaces the layout's.
     """
 
     def __init__(self, job: Job, mesh: Mesh, watch: Watch | None = None, attention: AttentionOps | None = None):
@@ -124,58 +124,59 @@ class RankModel:
         layout, compute = job.layout, DTYPES[job.train.dtype]
         self.compiled = compiles(job.train, mesh.device)
         if mesh.device.type == "cuda":
-            # Beside bfloat16 only routers multiply in float32. What they multiply forward was bfloat16, and is exact in
-            # the tensor cores' own format; backward keeps 10 bits of the logits' gradients, where other linears keep 7.
+            # In a bfloat16 model only routers multiply in float32. Their forward inputs were bfloat16, so TF32 holds
+            # them exactly; in backward it keeps 10 bits of the logits' gradients, where other linears keep 7.
             torch.backends.cuda.matmul.allow_tf32 = compute == torch.bfloat16
         self.schedule = schedule_of(job.model, layout, job.data.seq)
-        later, split = WeightGradQueue(), self.schedule.splits
-        narrow: Any = {"fp8": job.train.fp8, "fp8_experts": job.train.fp8_experts, "dtype": compute}
-        defer_wgrad = later if split else None
-        masked = job.data.document_mask
-        self.ops = ops_of(
-            job.model, mesh, defer_wgrad, attention=attention, compiled=self.compiled, documents=masked, **narrow
-        )
+        wgrad_queue, splits = WeightGradQueue(), self.schedule.splits
+        precision: Any = {"fp8": job.train.fp8, "fp8_experts": job.train.fp8_experts, "dtype": compute}
+        options: Any = {"attention": attention, "compiled": self.compiled, "documents": job.data.document_mask}
+        self.ops = ops_of(job.model, mesh, wgrad_queue if splits else None, **options, **precision)
         self.stages = self._stages()
         self.weights = shard_model(
-            list(self.stages.values()), job.model, mesh, compute, job.train.seed, split_backward=split
+            list(self.stages.values()), job.model, mesh, compute, job.train.seed, split_backward=splits
         )
         self.buffers = self._buffers(accum_dtype(compute))
-        later.report = self.weights.add
+        wgrad_queue.report = self.weights.add
         channels = Channels(self.schedule, mesh, compute)
-        self.pipeline = Pipeline(self.schedule, mesh.pp.rank, self.stages, self.weights, later, channels, watch)
+        self.pipeline = Pipeline(self.schedule, mesh.pp.rank, self.stages, self.weights, wgrad_queue, channels, watch)
 
     def _stages(self) -> dict[int, Decoder]:
-        """This rank's, on the meta device: no weights are drawn that would be thrown away."""
+        """This rank's stages, on the meta device: no weights are drawn only to be thrown away."""
         job = self.job
         stages = stages_of(job.model, job.layout, job.data.seq)
         local = [stages[number] for number in self.schedule.placement.of_rank[self.mesh.pp.rank]]
         losses = {"loss": job.train.balance_loss, "z_loss": job.train.router_z_loss}
         balance = Balance(**losses, rows=job.train.batch, tokens=job.train.batch * job.data.seq)
-        how = (job.layout.recompute, job.train.seed, self.ops)
+        decoder_args = (job.layout.recompute, job.train.seed, self.ops)
         with torch.device("meta"):
-            made = {stage.index: Decoder(job.model, *how, stage, self.compiled, balance) for stage in local}
+            decoders = {
+                stage.index: Decoder(job.model, *decoder_args, stage, self.compiled, balance) for stage in local
+            }
         if job.model.tied and len(local) > 1 and local[0].first and local[-1].last:
-            made[local[-1].index].embedding = made[local[0].index].embedding  # both ends are here: one weight
-        for model in made.values():
+            decoders[local[-1].index].embedding = decoders[
+                local[0].index
+            ].embedding  # embedding and head share a rank, and a weight
+        for model in decoders.values():
             self.ops.adopt(model)
-        return made
+        return decoders
 
     def _buffers(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The biases of routers by global name, which begin at zero; what the meta device had of them was nothing."""
+        """The routers' biases by global name, zeros in place of the meta tensors."""
         for router in routers(self.stages.values()).values():
             if router.balance is not None:
                 router.balance = torch.zeros(router.balance.shape, dtype=dtype, device=self.mesh.device)
         return {name: buffer for model in self.stages.values() for name, buffer in model.named_buffers()}
 
     @property
-    def order(self) -> str:
-        """What this rank starts in a step that others take part in: its schedule's actions, and the buckets it sums."""
+    def communication_order(self) -> str:
+        """What this rank starts together with others in a step, in order: the schedule's actions, then its buckets."""
         sums = (" ".join(group.names) for _, group in self.weights.reducer.groups)
         return "\n".join([to_text(self.schedule), *sums])
 
     @property
     def model(self) -> Decoder:
-        """The whole model, where one stage is all of it."""
+        """The whole model, if one stage holds all of it."""
         (model,) = self.stages.values()
         return model
 
@@ -186,16 +187,16 @@ class Engine(RankModel):
         self.context = ContextParallel(mesh)
         self.position_ids: dict[tuple[int, ...], Tensor] = {}
         self.optimizer = Optimizer(self.weights, job.model, job.optimizer, mesh)
-        self.loads = Loads(job, self.stages.values(), mesh.device) if job.model.experts else None
-        # Stages that are still to be compiled: all ranks do that at once, before a message is on its way. In the first
-        # step each would begin when the one before it is done, and have posted receives on its device.
-        self.cold = self.compiled and mesh.pp.size > 1
-        # When a snapshot of masters and moments has been copied: only `step` changes them. (Where masters are the
-        # model's weights, gathering those writes the same bits over them.)
-        self.copied: torch.cuda.Event | None = None
+        self.expert_loads = ExpertLoads(job, self.stages.values(), mesh.device) if job.model.experts else None
+        # Whether stages are still to be compiled. All ranks do that at once, before any message is under way: in the
+        # first step each would start only after the one before it, with receives already posted on its device.
+        self.needs_warmup = self.compiled and mesh.pp.size > 1
+        # Recorded behind the copies of a snapshot of masters and moments; `step`, which alone changes them, waits for
+        # it. (Where masters are the model's weights, gathering those writes the same bits over them.)
+        self.snapshot_copied: torch.cuda.Event | None = None
 
     def forward_backward(self, batch: Batch | DpShare) -> Tensor:
-        """The mean loss of a global batch, equal on all ranks, and its gradient where the optimizer looks for it.
+        """The mean loss of a global batch, equal on all ranks; its gradients are left for the optimizer.
 
         The batch is given whole, or as this rank's share of it."""
         dp, count = self.mesh.batch, max(1, batch.loss_tokens)
@@ -204,54 +205,54 @@ class Engine(RankModel):
 
         def loss_of(total: Tensor) -> Tensor:
             sums.append(total.detach())
-            return self._share(total, count)
+            return self._scaled_loss(total, count)
 
-        if self.cold:
-            self.cold = False
+        if self.needs_warmup:
+            self.needs_warmup = False
             with self.pipeline.without_messages():
                 self.replay_microbatch(share)
         sums: list[Tensor] = []
-        if self.loads is not None:
-            self.loads.begin()
-        self.pipeline.run([self._microbatch(part, **self._extras()) for part in microbatches], loss_of)
+        if self.expert_loads is not None:
+            self.expert_loads.reset()
+        self.pipeline.run([self._microbatch(part, **self._loss_options()) for part in microbatches], loss_of)
         ends = [self.mesh.embedding] if self.job.model.tied else []
         with waiting("the sum of gradients", self.mesh, self.mesh.dp_cp, self.mesh.tp, *ends, *self.mesh.expert_axes()):
             self.weights.finish_grad_sync()
-        return self._everywhere(sums) / count
+        return self._sum_losses(sums) / count
 
     def replay_microbatch(self, share: DpShare) -> None:
-        """Forward and backward passes of a share's first microbatch, before a step: `weights.grad_hook` is told of its
-        gradients, and nothing else is changed by them."""
+        """Run forward and backward on a share's first microbatch, before a step: `weights.grad_hook` sees the
+        gradients, and nothing else changes."""
         first, count = share.mine.split(self.job.layout.microbatches)[0], max(1, share.loss_tokens)
         with self.weights.replay_context():
-            microbatch = self._microbatch(first, **self._extras())
-            self.pipeline.run([microbatch], lambda total: self._share(total, count), only_first=True)
+            microbatch = self._microbatch(first, **self._loss_options())
+            self.pipeline.run([microbatch], lambda total: self._scaled_loss(total, count), only_first=True)
 
-    def _extras(self) -> dict[str, float]:
+    def _loss_options(self) -> dict[str, float]:
         return {"smoothing": self.job.train.label_smoothing, "z_loss": self.job.train.z_loss}
 
-    def _microbatch(self, batch: Batch, **extras: float) -> Microbatch:
-        """`extras` belong to training's loss, and not to the plain one."""
+    def _microbatch(self, batch: Batch, **loss_options: float) -> Microbatch:
+        """`loss_options` are those of the training loss; evaluation has none."""
         share = self.context.share(batch)
         tokens, targets, mask, samples = (
             torch.from_numpy(array).to(self.mesh.device, non_blocking=True)
             for array in (share.tokens, share.targets, share.loss_mask, batch.samples)
         )
-        # All microbatches stand at the same position_ids: one tensor of them, and so one rotation, serves the run.
+        # All microbatches have the same position_ids: one tensor of them, and so one rotation, serves the whole run.
         if (position_ids := self.position_ids.get(share.tokens.shape)) is None:
             position_ids = torch.from_numpy(share.positions).to(self.mesh.device)
             self.position_ids[share.tokens.shape] = position_ids
         positions = TokenPositions(position_ids, samples, batch.tokens.shape[1])
         if self.job.data.document_mask:
             positions = share.with_documents(positions)
-        return Microbatch(tokens, positions, Targets(targets, mask, **extras))
+        return Microbatch(tokens, positions, Targets(targets, mask, **loss_options))
 
-    def _share(self, total: Tensor, count: int) -> Tensor:
-        """A microbatch's part of the mean over all target tokens of the global batch."""
+    def _scaled_loss(self, total: Tensor, count: int) -> Tensor:
+        """A microbatch's part of the mean over all `count` target tokens of the global batch."""
         return total / count
 
-    def _everywhere(self, sums: list[Tensor]) -> Tensor:
-        """Loss sums, which the last stage's ranks have of their own tokens, added up on every rank."""
+    def _sum_losses(self, sums: list[Tensor]) -> Tensor:
+        """The sum over all ranks of loss sums; ranks without the last stage have none to add."""
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for part in sums:
             total += part
@@ -260,20 +261,19 @@ class Engine(RankModel):
                 total = wait(all_reduce(total, axis), axis)
         return total
 
-    def gradient_norm(self, extra_scalars: Tensor | None = None, *also: Tensor) -> Tensor:
-        """Of all parameters. The load of experts goes the same way, and is known on every rank from here on; and so do
-        `also`, which become sums over all ranks."""
-        loads = [] if self.loads is None else [self.loads.counted()]
+    def gradient_norm(self, extra_scalars: Tensor | None = None, *extra_sums: Tensor) -> Tensor:
+        """The norm over all parameters. `extra_sums`, and the load of experts, are all-reduced with it, in place."""
+        load_sums = [] if self.expert_loads is None else [self.expert_loads.collect()]
         with waiting("the gradient norm", self.mesh, self.mesh.world):
-            return self.optimizer.gradient_norm(extra_scalars, *loads, *also)
+            return self.optimizer.gradient_norm(extra_scalars, *load_sums, *extra_sums)
 
-    def step(self, rate: float | None, norm: Tensor) -> None:
-        if self.copied is not None:  # on the device: the host does not wait
-            self.copied.wait()
-            self.copied = None
-        self.optimizer.step(rate, norm)
-        if self.loads is not None and rate is not None:
-            self.loads.follow()
+    def step(self, lr: float | None, norm: Tensor) -> None:
+        if self.snapshot_copied is not None:  # on the device: the host does not wait
+            self.snapshot_copied.wait()
+            self.snapshot_copied = None
+        self.optimizer.step(lr, norm)
+        if self.expert_loads is not None and lr is not None:
+            self.expert_loads.update_biases()
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> float:
@@ -289,9 +289,9 @@ class Engine(RankModel):
         loss = self.pipeline.forward_only(microbatch)
         for model in self.stages.values():
             model.train()
-        return timed_wait(self._everywhere([] if loss is None else [loss]).item)
+        return timed_wait(self._sum_losses([] if loss is None else [loss]).item)
 
-    # ---- the whole of what ranks hold in parts -----------------------------------------------------------------------
+    # ---- sharded state -----------------------------------------------------------------------------------------------
 
     def parameters(self) -> dict[str, Tensor]:
         """Full-precision weights of this rank's stages by global name: DTensors where they are sharded."""

@@ -216,7 +216,7 @@ class Trainer:
             with self.account.of("slow ranks"):
                 table = self.slow.table(step)
             norm = self.engine.gradient_norm(shared, *([] if table is None else [table]))
-            loads = self.engine.loads
+            loads = self.engine.expert_loads
             figures = torch.cat((norm[None], shared) if loads is None else (norm[None], shared, loads.sums))
             norm_value, stop_sum, mean, *sums = timed_wait(figures.tolist)  # the step's one wait for the device
         if stop_sum >= STOP_FOR_DATA:

@@ -129,7 +129,7 @@ class ExpertsResult(Result):
     model: ModelSpec
     steps: list[Step]  # those whose record has the tokens of every expert
     dropped: int  # of all steps
-    fullest: Step  # the step with the fullest expert of all
+    most_uneven: Step  # the step with the fullest expert of all
     left_out: int = 0  # bytes of the metrics before these steps
 
     @classmethod
@@ -144,8 +144,8 @@ class ExpertsResult(Result):
             damaged = counted(records.count(None), "line")
             why = f"; {damaged} of its metrics.jsonl cannot be read" if None in records else " yet"
             raise UserError(f"{directory} has no step with a load{why}")
-        fullest = max(loaded, key=lambda step: _load(step).fullest)
-        return cls(directory, model, complete, sum(_load(step).dropped for step in loaded), fullest, left)
+        most_uneven = max(loaded, key=lambda step: _load(step).fullest)
+        return cls(directory, model, complete, sum(_load(step).dropped for step in loaded), most_uneven, left)
 
     @property
     def layers(self) -> range:
@@ -159,7 +159,7 @@ class ExpertsResult(Result):
             "layers": list(self.layers),
             "dropped": self.dropped,
             "left_out": self.left_out,
-            "fullest": {"step": self.fullest.step, "times_the_mean": _load(self.fullest).fullest},
+            "fullest": {"step": self.most_uneven.step, "times_the_mean": _load(self.most_uneven).fullest},
             "steps": [{"step": step.step} | msgspec.to_builtins(step.load) for step in self.steps],
         }
 
@@ -189,10 +189,10 @@ class ExpertsResult(Result):
             rows,
             caption="Loads are times the mean of their layer, bars up to 2; the entropy is 1 where all are alike.",
         )
-        load = _load(self.fullest)
+        load = _load(self.most_uneven)
         yield Text(
             f"The fullest expert of all steps had {_times(load.fullest)} the mean of its layer, in step "
-            f"{self.fullest.step}; {counted(self.dropped, 'token')} dropped."
+            f"{self.most_uneven.step}; {counted(self.dropped, 'token')} dropped."
         )
         if self.left_out:
             yield Text(_left_out(self.left_out))

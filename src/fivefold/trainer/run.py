@@ -203,7 +203,7 @@ class _RankRun:
         job, mesh, control = self.job, self.mesh, self.control
         heartbeat.enter("the making of the model", least=heartbeat.LONG)
         trainer = self.trainer = Trainer(job, self.sources, mesh)
-        same_order(control, mesh, trainer.engine.order)
+        same_order(control, mesh, trainer.engine.communication_order)
         trainer.guard.watch(leaving.enter_context(closing(Control(mesh, job.train.timeout))), self.note)
         self.checkpointing = Checkpoints(store(job, self.directory), control, trainer, self.note)
         leaving.callback(self.checkpointing.close)

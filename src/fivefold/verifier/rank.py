@@ -30,7 +30,7 @@ from fivefold.optim.base import learning_rate
 from fivefold.parallel.collectives import digest, full_tensor
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.traffic import TrafficCounter
-from fivefold.trainer.engine import Engine, RankModel, mixtures
+from fivefold.trainer.engine import Engine, RankModel, moe_layers
 from fivefold.trainer.ledger import Ledger
 from fivefold.trainer.loop import Trainer
 from fivefold.verifier import compare
@@ -64,9 +64,9 @@ class RouteRecorder:
     def __init__(self, network: RankModel, replay: bool):
         self.weights, self.replay = network.weights, replay
         self.tokens = torch.empty(0)  # [n, 2] sample and position of the tokens that a mixture is about to route
-        self.mixtures = mixtures(network.stages.values())
+        self.moe_layers = moe_layers(network.stages.values())
         self.records: dict[int, _LayerRecord] = {}
-        for layer, mixture in self.mixtures.items():
+        for layer, mixture in self.moe_layers.items():
             # Between graphs: inside, a recomputed block would have others in its second run, which counts nothing.
             aside = torch.compiler.disable if mixture.ops.compiled else lambda function: function
             mixture.register_forward_pre_hook(aside(self._note_tokens))
@@ -76,7 +76,7 @@ class RouteRecorder:
         """A step begins, with these samples; `routing` is the reference's."""
         self.records = {
             layer: _LayerRecord(int(samples[0]), routing[layer], np.zeros(routing[layer].shape[:2], np.int64), [])
-            for layer in self.mixtures
+            for layer in self.moe_layers
         }
 
     @torch.no_grad()
@@ -117,7 +117,7 @@ class RouteRecorder:
 
     def balances(self) -> dict[str, Tensor]:
         """The biases that count for the choice of experts, by name."""
-        biases = {router_name(layer): mixture.router.balance for layer, mixture in self.mixtures.items()}
+        biases = {router_name(layer): mixture.router.balance for layer, mixture in self.moe_layers.items()}
         return {f"{name}.balance": bias.cpu().clone() for name, bias in biases.items() if bias is not None}
 
     def biases(self, step: int, expected: dict[str, Tensor], rate: float, bound: float) -> list[Error]:
@@ -236,8 +236,8 @@ def compare_steps(rank: Rank, job: Job, path: Path) -> RankMeasurement:
             compare.gradients(actual, expected, step, bound, job.model, target.zeros, reference.noise)
         )
         measured.routed.extend(recorder.end(step))
-        if engine.loads is not None:
-            measured.errors.extend(loads(step, engine.loads.tokens, target.routing))
+        if engine.expert_loads is not None:
+            measured.errors.extend(loads(step, engine.expert_loads.tokens, target.routing))
         rate = learning_rate(job.optimizer, step - 1, job.train.steps)
         with others:
             engine.step(rate if batch.loss_tokens else None, norm)

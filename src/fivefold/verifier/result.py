@@ -10,7 +10,7 @@ from fivefold.render.blocks import Block, Cell, Result, Table, Text, mark
 from fivefold.support.text import bytes_text, graphs_text
 from fivefold.verifier.cases import LayoutCase
 from fivefold.verifier.compare import Error, bound_of, worst
-from fivefold.verifier.verdict import Verdict, in_order
+from fivefold.verifier.verdict import Verdict, in_axis_order
 
 _SHOWN = 10  # failing layouts of a sweep that are told in full
 _STACK = 8  # lines of the stack of a rank that failed
@@ -120,7 +120,7 @@ def _size(error: Error) -> str:
 
 def _traffic(verdict: Verdict) -> Table:
     steps, rows = verdict.job.train.steps, []
-    for check in in_order(verdict.traffic):
+    for check in in_axis_order(verdict.traffic):
         counted, formula = check.counted, check.expected
         expected = f"{_per(formula.calls, steps)} calls, {_per(formula.payload, steps)} B"
         sizes = (bytes_text(counted.payload / steps), bytes_text(float(counted.wire) / steps))

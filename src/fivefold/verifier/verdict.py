@@ -33,7 +33,7 @@ class RoutedLayer:
 
 @dataclass(frozen=True)
 class RankMeasurement:
-    """What one rank found. Pairs are (the layout's, the reference's), one a step. Tensors are those of its stages."""
+    """What one rank measured. Pairs are (the layout's, the reference's), one a step; tensors are of its stages."""
 
     losses: list[tuple[float, float]] = field(default_factory=list)
     norms: list[tuple[float, float]] = field(default_factory=list)
@@ -105,7 +105,7 @@ class Verdict:
     norms: list[tuple[float, float]] = field(default_factory=list)
     errors: list[Error] = field(default_factory=list)  # of every comparison, the worst over ranks
     traffic: list[TrafficCheck] = field(default_factory=list)
-    diverged: list[str] = field(default_factory=list)  # ranks that hold the same parameter and other bits of it
+    diverged: list[str] = field(default_factory=list)  # replicas of a parameter that differ in bits
     memory: list[MemoryCheck] = field(default_factory=list)
     peak: float = 0.0  # bytes, of the rank that holds most in the first step
     flops: float = 0.0  # of all ranks, in the first step
@@ -184,7 +184,7 @@ class Verdict:
             "norms": [{"layout": _finite(actual), "reference": _finite(expected)} for actual, expected in self.norms],
             **{f"worst_{what}": _error(self.worst(what)) for what in self.kinds},
             "routing_replayed": self.replayed is not None,
-            "traffic_per_step": [count.to_dict(job.train.steps) for count in in_order(self.traffic)],
+            "traffic_per_step": [count.to_dict(job.train.steps) for count in in_axis_order(self.traffic)],
             "held": [asdict(check) | {"holds": check.holds} for check in self.memory],
             "peak_bytes": self.peak,
             "flops": self.flops,
@@ -194,7 +194,7 @@ class Verdict:
         }
 
 
-def in_order(checks: Sequence[TrafficCheck]) -> list[TrafficCheck]:
+def in_axis_order(checks: Sequence[TrafficCheck]) -> list[TrafficCheck]:
     return sorted(checks, key=lambda check: (shown_order(check.counted.axis), check.counted.kind))
 
 
@@ -211,7 +211,7 @@ def _finite(number: float) -> float | None:
 
 
 def _worst_over_ranks(job: Job, measured: list[RankMeasurement]) -> list[Error]:
-    """Every comparison, by the rank that is worst off; a parameter or load that no rank has compared fails."""
+    """The worst of each comparison over ranks; a parameter or load that no rank compared fails."""
     errors: dict[tuple[str, str, int], Error] = {}
     for error in (error for rank in measured for error in rank.errors):
         key = error.what, error.name, error.step
@@ -277,7 +277,7 @@ def _replayed(job: Job, measured: list[RankMeasurement]) -> tuple[int, int] | No
 
 
 def _diverged(measured: list[RankMeasurement]) -> list[str]:
-    """Copies of a parameter after the last step: they have to be equal to the bit, or they drift apart."""
+    """Replicas of a parameter that differ after the last step: unless equal to the bit, they drift apart."""
     firsts: dict[str, tuple[int, str]] = {}
     problems: dict[str, str] = {}
     for number, rank in enumerate(measured):

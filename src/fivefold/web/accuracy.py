@@ -67,7 +67,7 @@ def _null(result: AccuracyResult) -> dict[str, float]:
 def _row(score: RowScore, texts: dict[str, int]) -> dict[str, Any]:
     """Its figures as `accuracy --json` has them, its range, and its cells as they stand in the file."""
     run = score.run
-    band = step_range(run.case) if run and score.seconds is not None else None
+    band = step_range(run.workload) if run and score.seconds is not None else None
     values = {name: text.strip() for name, text in score.row.values.items() if name and text and text.strip()}
     return score.to_dict() | {
         "experts": line_of(score.row).endswith(EXPERTS),

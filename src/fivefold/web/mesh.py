@@ -13,7 +13,7 @@ from typing import Any
 from fivefold.cost.block_collectives import Collective
 from fivefold.cost.collective_time import wire
 from fivefold.cost.model_state import dtype_of
-from fivefold.cost.step import Case
+from fivefold.cost.step import Workload
 from fivefold.cost.traffic import layer_collectives
 from fivefold.layout.layout import Layout
 from fivefold.layout.sharding import RankPart, part_of
@@ -24,13 +24,13 @@ from fivefold.support.ranges import checked, within
 from fivefold.web.question import (
     ASKED,
     Ask,
-    case_of,
     choices,
     described,
     fields_of,
     layout_asked,
-    software_of,
+    software_asked,
     words_of,
+    workload_of,
 )
 
 SINGLY = 256  # ranks that are drawn one by one; of more, a cell is a node
@@ -48,61 +48,63 @@ def payload(ask: Ask) -> dict[str, Any]:
     wanted = layout_asked(question, ask) if ask.text("layout") else _usual(question)
     wrong = problems(question, wanted)
     shown = nearest(question, wanted, ask.text("move").partition("=")[0]) if wrong else wanted
-    page = _asked_for(question, software_of(ask), wanted, wrong, shown)
+    page = _asked_for(question, software_asked(ask), wanted, wrong, shown)
     if shown is None:
         return page | {"map": None, "chosen": None, "layer": None, "asks": {}}
     number = checked("rank", ask.integer("rank"), within(0, shown.world - 1)) or 0
     layer = checked("layer", ask.integer("layer"), within(0, question.spec.layers - 1))
-    return page | _page(replace(question, layout=shown), software_of(ask), number, layer)
+    return page | _page(replace(question, layout=shown), software_asked(ask), number, layer)
 
 
-def placed(case: Case, software: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The payload and the parts of a case with its layout, of whatever model and cluster."""
-    page = _asked_for(case, software, case.layout, [], case.layout) | _page(case, software, 0, None)
-    return page, {"ranks": _held(case, 0)}
+def placed(workload: Workload, software: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The payload and the parts of a workload with its layout, of whatever model and cluster."""
+    page = _asked_for(workload, software, workload.layout, [], workload.layout) | _page(workload, software, 0, None)
+    return page, {"ranks": _held(workload, 0)}
 
 
-def _asked_for(case: Case, software: str, wanted: Layout, wrong: list[str], shown: Layout | None) -> dict[str, Any]:
+def _asked_for(
+    workload: Workload, software: str, wanted: Layout, wrong: list[str], shown: Layout | None
+) -> dict[str, Any]:
     return {
-        "question": described(case, software),
-        "choices": choices(case, software),
-        "steps": steps(case, wanted),
+        "question": described(workload, software),
+        "choices": choices(workload, software),
+        "steps": steps(workload, wanted),
         "wanted": fields_of(wanted),
         "problems": wrong,
         "shown": None if shown is None else fields_of(shown),
     }
 
 
-def _page(case: Case, software: str, number: int, layer: int | None) -> dict[str, Any]:
+def _page(workload: Workload, software: str, number: int, layer: int | None) -> dict[str, Any]:
     return {
-        "map": _map(case),
-        "chosen": _chosen(case, number),
-        "layer": _layer(case, layer, number),
-        "asks": {"ranks": words_of(case, software) | {"layout": str(case.layout), "rank": str(number)}},
+        "map": _map(workload),
+        "chosen": _chosen(workload, number),
+        "layer": _layer(workload, layer, number),
+        "asks": {"ranks": words_of(workload, software) | {"layout": str(workload.layout), "rank": str(number)}},
     }
 
 
-def _small(ask: Ask) -> Case:
+def _small(ask: Ask) -> Workload:
     """The question, of a cluster whose ranks can be drawn."""
-    case = case_of(ask)
-    if (world := case.cluster.world) > MOST:
-        raise UserError(f"{case.cluster} has {world} GPUs, and a mesh of more than {MOST} is not drawn")
-    return case
+    workload = workload_of(ask)
+    if (world := workload.cluster.world) > MOST:
+        raise UserError(f"{workload.cluster} has {world} GPUs, and a mesh of more than {MOST} is not drawn")
+    return workload
 
 
-def _usual(case: Case) -> Layout:
+def _usual(workload: Workload) -> Layout:
     """What the page begins with: something of every axis that the model and the cluster have room for."""
-    world, gpus = case.cluster.world, case.cluster.groups[0].gpus
-    tp, ep = min(4, gpus), 1 if case.spec.experts is None else 8
+    world, gpus = workload.cluster.world, workload.cluster.groups[0].gpus
+    tp, ep = min(4, gpus), 1 if workload.spec.experts is None else 8
     pp = 2 if world >= 2 * tp else 1
     start = Layout(dp=max(1, world // (tp * pp)), tp=tp, pp=pp, ep=ep, zero=1, sp=tp > 1, microbatches=2 * pp)
-    return nearest(case, start) or start
+    return nearest(workload, start) or start
 
 
 def rank(ask: Ask) -> dict[str, Any]:
     """One rank."""
-    case, number = _asked(ask)
-    return _chosen(case, number)
+    workload, number = _asked(ask)
+    return _chosen(workload, number)
 
 
 def ranks(ask: Ask) -> list[dict[str, Any]]:
@@ -110,13 +112,13 @@ def ranks(ask: Ask) -> list[dict[str, Any]]:
     return _held(*_asked(ask))
 
 
-def _held(case: Case, number: int) -> list[dict[str, Any]]:
-    world, gpus = case.layout.world, case.cluster.groups[0].gpus
+def _held(workload: Workload, number: int) -> list[dict[str, Any]]:
+    world, gpus = workload.layout.world, workload.cluster.groups[0].gpus
     ranks = range(world) if world <= HELD else range(number // gpus * gpus, (number // gpus + 1) * gpus)
-    return [_chosen(case, rank_number) for rank_number in ranks]
+    return [_chosen(workload, rank_number) for rank_number in ranks]
 
 
-def _asked(ask: Ask) -> tuple[Case, int]:
+def _asked(ask: Ask) -> tuple[Workload, int]:
     ask.only(*ASKED, "layout", "rank")
     question, number = _small(ask), ask.integer("rank") or 0
     layout = layout_asked(question, ask)
@@ -130,12 +132,12 @@ def _asked(ask: Ask) -> tuple[Case, int]:
 # ---- the map -----------------------------------------------------------------------------------------------------
 
 
-def _map(case: Case) -> dict[str, Any]:
-    layout, drawn = case.layout, mesh(case.layout, case.cluster)
+def _map(workload: Workload) -> dict[str, Any]:
+    layout, drawn = workload.layout, mesh(workload.layout, workload.cluster)
     singly = layout.world <= SINGLY
     cells = range(layout.world) if singly else [node[0] for node in drawn.nodes]
     axes = [axis | {"where": panel.where} for axis, panel in zip(drawn.axes, drawn.panels, strict=True)]
-    groups = {axis: layout.groups(axis) for axis in _talking(case)} if singly else {}
+    groups = {axis: layout.groups(axis) for axis in _talking(workload)} if singly else {}
     return {
         "nodes": len(drawn.nodes),
         "gpus": len(drawn.nodes[0]),
@@ -155,14 +157,14 @@ def _places(layout: Layout, axis: str, ranks: Sequence[int]) -> list[int]:
     return [place_of[rank] for rank in ranks]
 
 
-def _talking(case: Case) -> dict[str, list[int]]:
+def _talking(workload: Workload) -> dict[str, list[int]]:
     """Every axis along which a rank talks, with the group of rank 0: those of the layout, and those that parameters
     are shared over."""
-    more = ("ep", "efsdp") if case.spec.experts is not None else ()
+    more = ("ep", "efsdp") if workload.spec.experts is not None else ()
     groups: dict[str, list[int]] = {}
     for axis in ("tp", "cp", "pp", "dp", "replicate", "fsdp", *more):
-        if case.layout.size(axis) > 1:
-            group = case.layout.group(axis, 0)
+        if workload.layout.size(axis) > 1:
+            group = workload.layout.group(axis, 0)
             if axis not in SHARED or group not in groups.values():  # dp and zero are often the same ranks
                 groups[axis] = group
     return groups
@@ -171,14 +173,14 @@ def _talking(case: Case) -> dict[str, list[int]]:
 # ---- a rank --------------------------------------------------------------------------------------------------------
 
 
-def _chosen(case: Case, number: int) -> dict[str, Any]:
-    layout, gpus = case.layout, case.cluster.groups[0].gpus
+def _chosen(workload: Workload, number: int) -> dict[str, Any]:
+    layout, gpus = workload.layout, workload.cluster.groups[0].gpus
     node = number // gpus
     return {
-        "part": _part(case, part_of(case.spec, layout, case.seq, case.batch, number)),
-        "groups": {axis: layout.group(axis, number) for axis in _talking(case)},
+        "part": _part(workload, part_of(workload.spec, layout, workload.seq, workload.batch, number)),
+        "groups": {axis: layout.group(axis, number) for axis in _talking(workload)},
         "node": {"number": node} | _cells(layout, range(node * gpus, (node + 1) * gpus)),
-        "replica": _replica(case, number),
+        "replica": _replica(workload, number),
     }
 
 
@@ -190,21 +192,21 @@ def _cells(layout: Layout, ranks: Sequence[int]) -> dict[str, Any]:
     return {"ranks": list(ranks), "at": at}
 
 
-def _replica(case: Case, number: int) -> dict[str, Any]:
+def _replica(workload: Workload, number: int) -> dict[str, Any]:
     """The ranks that hold the model once, in a line for each pipeline rank."""
-    layout, at = case.layout, case.layout.coordinates(number)
+    layout, at = workload.layout, workload.layout.coordinates(number)
     all_of_it = layout.pp * layout.cp * layout.tp <= REPLICA
     shares = range(layout.cp) if all_of_it else [at["cp"]]
     lines = []
     for pp in range(layout.pp):
         line = [layout.rank(dp=at["dp"], pp=pp, cp=cp, tp=tp) for cp in shares for tp in range(layout.tp)]
-        layers = [case.stages[stage].layers for stage in layout.placement.of_rank[pp]]
+        layers = [workload.stages[stage].layers for stage in layout.placement.of_rank[pp]]
         lines.append({"layers": [_ends(numbers) for numbers in layers]} | _cells(layout, line))
     return {"dp": at["dp"], "whole": all_of_it, "lines": lines}
 
 
-def _part(case: Case, part: RankPart) -> dict[str, Any]:
-    layout, spec = case.layout, case.spec
+def _part(workload: Workload, part: RankPart) -> dict[str, Any]:
+    layout, spec = workload.layout, workload.spec
     shards = {axis: [layout.position(axis, part.rank), layout.size(axis)] for axis in ("fsdp", "efsdp")}
     return {
         "rank": part.rank,
@@ -219,8 +221,8 @@ def _part(case: Case, part: RankPart) -> dict[str, Any]:
         "positions": [_ends(piece) for piece in part.positions],
         "sequences": _ends(part.sequences),
         "of": {
-            "layers": spec.layers, "heads": spec.heads, "kv_heads": spec.kv_heads, "positions": case.seq,
-            "sequences": case.batch, "experts": 0 if spec.experts is None else spec.experts.count,
+            "layers": spec.layers, "heads": spec.heads, "kv_heads": spec.kv_heads, "positions": workload.seq,
+            "sequences": workload.batch, "experts": 0 if spec.experts is None else spec.experts.count,
             "parameters": spec.parameter_count,
         },
         "zero": layout.zero,
@@ -238,24 +240,26 @@ def _ends(numbers: range) -> list[int]:
 # ---- a layer -------------------------------------------------------------------------------------------------------
 
 
-def _layer(case: Case, asked_layer: int | None, number: int) -> dict[str, Any]:
+def _layer(workload: Workload, asked_layer: int | None, number: int) -> dict[str, Any]:
     """What one layer sends, in order: that which is asked for, or the middle one of a rank's own."""
-    spec, layout = case.spec, case.layout
+    spec, layout = workload.spec, workload.layout
     local_layers = [
         layer
         for stage in layout.placement.of_rank[layout.position("pp", number)]
-        for layer in case.stages[stage].layers
+        for layer in workload.stages[stage].layers
     ]
     layer = asked_layer if asked_layer is not None else local_layers[len(local_layers) // 2] if local_layers else 0
-    sent = layer_collectives(spec, layout, case.seq, case.batch, dtype_of(case.work.activation_bytes), layer)
-    talking = _talking(case)
-    return {"number": layer, "layers": spec.layers, "sent": [_sent(case, message, talking) for message in sent]}
+    sent = layer_collectives(
+        spec, layout, workload.seq, workload.batch, dtype_of(workload.block_cost.activation_bytes), layer
+    )
+    talking = _talking(workload)
+    return {"number": layer, "layers": spec.layers, "sent": [_sent(workload, message, talking) for message in sent]}
 
 
-def _sent(case: Case, message: Collective, talking: dict[str, list[int]]) -> dict[str, Any]:
-    layout, card = case.layout, case.on.accelerator
-    reach = case.wires.reaches.get(message.axis)
-    leaves = (reach or case.cluster).nodes > 1
+def _sent(workload: Workload, message: Collective, talking: dict[str, list[int]]) -> dict[str, Any]:
+    layout, card = workload.layout, workload.first_device.accelerator
+    reach = workload.topology.reaches.get(message.axis)
+    leaves = (reach or workload.cluster).nodes > 1
     link = card.across if leaves else card.inside
     group = talking.get(message.axis) or layout.group(message.axis, 0)
     same = (
@@ -272,6 +276,6 @@ def _sent(case: Case, message: Collective, talking: dict[str, list[int]]) -> dic
         "bytes_per_second": link.bandwidth,
         "seconds": None
         if reach is None
-        else case.wires.time(message.kind, message.axis, message.payload, message.calls),
+        else workload.topology.time(message.kind, message.axis, message.payload, message.calls),
         "group": same,  # the name under which its ranks are listed
     }

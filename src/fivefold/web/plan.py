@@ -7,7 +7,7 @@ payload(Ask({..., "move": "tp=16"}))    # one slider moved: dp follows; what can
 from typing import Any
 
 from fivefold.cost.peak_memory import footprint_of
-from fivefold.cost.step import Case
+from fivefold.cost.step import Workload
 from fivefold.layout.layout import Layout
 from fivefold.planner.explain import CAUSES, difference, nearest_fit, neighbours
 from fivefold.planner.nearest import nearest, problems, steps
@@ -19,15 +19,15 @@ from fivefold.support.errors import UserError
 from fivefold.web.question import (
     ASKED,
     Ask,
-    case_of,
     choices,
     described,
     fields_of,
     for_page,
     layout_asked,
     layout_of,
-    software_of,
+    software_asked,
     words_of,
+    workload_of,
 )
 
 TOP = 12  # rows of the ranking
@@ -38,30 +38,30 @@ RANKS = 128  # pipeline ranks whose memory is listed
 def payload(ask: Ask) -> dict[str, Any]:
     """All that the page draws while a slider moves."""
     ask.only(*ASKED, "layout", "move")
-    case = case_of(ask)
-    wanted = layout_asked(case, ask)
-    wrong = problems(case, wanted)
-    shown = nearest(case, wanted, ask.text("move").partition("=")[0]) if wrong else wanted
-    option = None if shown is None else option_of(case, shown)
-    return _page(case, software_of(ask), wanted, wrong, option)
+    workload = workload_of(ask)
+    wanted = layout_asked(workload, ask)
+    wrong = problems(workload, wanted)
+    shown = nearest(workload, wanted, ask.text("move").partition("=")[0]) if wrong else wanted
+    option = None if shown is None else option_of(workload, shown)
+    return _page(workload, software_asked(ask), wanted, wrong, option)
 
 
 def heavy(ask: Ask) -> bool:
     """A schedule of many passes, or one that is searched for."""
-    layout = layout_asked(case_of(ask), ask)
+    layout = layout_asked(workload_of(ask), ask)
     searched = layout.schedule in CATALOGUE and CATALOGUE[layout.schedule].uses_stage_times
     return searched or layout.pp * layout.chunks * layout.microbatches > PASSES
 
 
 def planned(result: PlanResult) -> tuple[dict[str, Any], dict[str, Any]]:
     """The payload and the parts of what `plan` has found, of whatever model and cluster it was asked for."""
-    if result.chosen.case.groups:
+    if result.chosen.workload.groups:
         raise UserError(
-            f"{result.case.cluster} is heterogeneous, and there is no view of that; `fivefold plan -o decision.html` "
-            "writes the decision down"
+            f"{result.workload.cluster} is heterogeneous, and there is no view of that; `fivefold plan -o "
+            "decision.html` writes the decision down"
         )
     option = result.explained
-    page = _page(result.case, result.case.stack.name, option.layout, [], option)
+    page = _page(result.workload, result.workload.software.name, option.layout, [], option)
     advice = SimulateResult(option, None if option.fits else nearest_fit(option)).advice
     against = None if result.given is None else difference(result.chosen, result.given)
     reasons = {
@@ -72,37 +72,37 @@ def planned(result: PlanResult) -> tuple[dict[str, Any], dict[str, Any]]:
     return page, {"search": result.to_dict(), "why": reasons}
 
 
-def _page(case: Case, software: str, wanted: Layout, wrong: list[str], option: Option | None) -> dict[str, Any]:
+def _page(workload: Workload, software: str, wanted: Layout, wrong: list[str], option: Option | None) -> dict[str, Any]:
     """`option` is the layout that is shown: the wanted one, or the nearest that can run."""
     shown = None if option is None else option.layout
     return {
-        "question": described(case, software),
-        "choices": choices(case, software),
-        "steps": steps(case, wanted),
+        "question": described(workload, software),
+        "choices": choices(workload, software),
+        "steps": steps(workload, wanted),
         "wanted": fields_of(wanted),
         "problems": [for_page(problem) for problem in wrong],
         "shown": None if shown is None else fields_of(shown),
         "changes": [] if shown is None else _changes(wanted, shown),
         "figures": None if option is None else simulated(option),
         "ranks": [] if option is None else _ranks(option),
-        "device_memory_bytes": case.memory_of(0),
+        "device_memory_bytes": workload.device_memory_of(0),
         "causes": CAUSES,
-        "asks": _asks(case, software, option),
+        "asks": _asks(workload, software, option),
     }
 
 
-def _asks(case: Case, software: str, option: Option | None) -> dict[str, dict[str, str]]:
+def _asks(workload: Workload, software: str, option: Option | None) -> dict[str, dict[str, str]]:
     """The words of the parts that belong to this payload."""
-    words = words_of(case, software)
+    words = words_of(workload, software)
     return {"search": words} | ({} if option is None else {"why": words | {"layout": str(option.layout)}})
 
 
 def search(ask: Ask) -> dict[str, Any]:
     """The ranking, as `fivefold plan --json` has it."""
     ask.only(*ASKED)
-    case = case_of(ask)
-    result = plan(case.spec, case.cluster, batch=case.batch, seq=case.seq, precision=case.precision,
-                 software=software_of(ask), top=TOP)  # fmt: skip
+    workload = workload_of(ask)
+    result = plan(workload.spec, workload.cluster, batch=workload.batch, seq=workload.seq, precision=workload.precision,
+                 software=software_asked(ask), top=TOP)  # fmt: skip
     return result.to_dict()
 
 
@@ -110,13 +110,13 @@ def why(ask: Ask) -> dict[str, Any]:
     """What each single change of a layout would do; where it does not fit, what `simulate` advises; and how it differs
     from the layout `best`, if one is named."""
     ask.only(*ASKED, "layout", "best")
-    case, best = case_of(ask), ask.text("best")
-    option = option_of(case, layout_of(ask.text("layout", "dp=1")))
+    workload, best = workload_of(ask), ask.text("best")
+    option = option_of(workload, layout_of(ask.text("layout", "dp=1")))
     result = SimulateResult(option, None if option.fits else nearest_fit(option))
     return {
         "advice": for_page(result.advice) or None,
         "neighbours": [neighbour.to_dict() for neighbour in neighbours(option)],
-        "against": difference(option_of(case, layout_of(best)), option) if best else None,
+        "against": difference(option_of(workload, layout_of(best)), option) if best else None,
     }
 
 
@@ -128,4 +128,4 @@ def _changes(before: Layout, after: Layout) -> list[str]:
 
 def _ranks(option: Option) -> list[dict[str, float]]:
     """Bytes by component, of every pipeline rank."""
-    return [footprint_of(option.case, rank).parts for rank in range(min(RANKS, option.layout.pp))]
+    return [footprint_of(option.workload, rank).parts for rank in range(min(RANKS, option.layout.pp))]

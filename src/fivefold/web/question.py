@@ -1,7 +1,7 @@
 """The question of a page: a model, a cluster, a batch and a layout, read from the words of its address.
 
-case = case_of(Ask({"model": "llama3-70b", "cluster": "8x8xH100"}))
-layout_asked(case, ask)         # of "layout", and of "move" the one field that a slider changes
+workload = workload_of(Ask({"model": "llama3-70b", "cluster": "8x8xH100"}))
+layout_asked(workload, ask)     # of "layout", and of "move" the one field that a slider changes
 
 Models, accelerators and schedules are those of the catalogues. Files belong to the command line.
 """
@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from fivefold.cost.step import Case
+from fivefold.cost.step import Workload
 from fivefold.cost.systems import SYSTEMS
 from fivefold.hardware.accelerators import ACCELERATORS, PRECISIONS
 from fivefold.hardware.cluster import Cluster
@@ -83,13 +83,13 @@ LONGEST = 2000  # characters of a layout, whose split may have any number of par
 PRODUCT = 10**9  # of a layout's degrees, whose divisors are looked for
 
 
-def words_of(case: Case, software: str) -> dict[str, str]:
+def words_of(workload: Workload, software: str) -> dict[str, str]:
     """As the address would have them."""
-    words = (case.spec.name, str(case.cluster), case.batch, case.seq, case.precision, software)
+    words = (workload.spec.name, str(workload.cluster), workload.batch, workload.seq, workload.precision, software)
     return dict(zip(ASKED, map(str, words), strict=True))
 
 
-def case_of(ask: Ask) -> Case:
+def workload_of(ask: Ask) -> Workload:
     """The question, of names alone."""
     model, cluster = ask.text("model", MODEL), ask.text("cluster", CLUSTER)
     if model not in PRESETS:
@@ -108,21 +108,21 @@ def case_of(ask: Ask) -> Case:
         raise UserError(
             f"{machines} has {machines.world} GPUs, and the page asks for at most {GPUS}; `fivefold plan` may"
         )
-    case = _question(model, cluster, batch, seq, ask.text("precision"), software_of(ask))
-    if case.batch * case.seq > TOKENS:
+    workload = _question(model, cluster, batch, seq, ask.text("precision"), software_asked(ask))
+    if workload.batch * workload.seq > TOKENS:
         raise UserError(
-            f"batch={case.batch} x seq={case.seq} is {case.batch * case.seq} tokens in a step, and the page asks for "
-            f"at most {TOKENS}; nearest: batch={max(1, TOKENS // case.seq)}"
+            f"batch={workload.batch} x seq={workload.seq} is {workload.batch * workload.seq} tokens in a step, and the "
+            f"page asks for at most {TOKENS}; nearest: batch={max(1, TOKENS // workload.seq)}"
         )
-    return case
+    return workload
 
 
 @lru_cache(maxsize=64)
-def _question(model: str, cluster: str, batch: int | None, seq: int | None, precision: str, software: str) -> Case:
+def _question(model: str, cluster: str, batch: int | None, seq: int | None, precision: str, software: str) -> Workload:
     return question(preset(model), Cluster.parse(cluster), (), batch, seq, precision, software)
 
 
-def software_of(ask: Ask) -> str:
+def software_asked(ask: Ask) -> str:
     return ask.text("software", "fivefold")
 
 
@@ -145,11 +145,11 @@ def _in_range(layout: Layout) -> Layout:
     return layout
 
 
-def layout_asked(case: Case, ask: Ask) -> Layout:
+def layout_asked(workload: Workload, ask: Ask) -> Layout:
     """The layout that is asked for; without one, plain data parallelism with everything sharded, or what is near it."""
     if not ask.text("layout"):
-        start = Layout(dp=case.cluster.world, zero=3, microbatches=max(1, case.batch // case.cluster.world))
-        layout = nearest(case, start) or start
+        start = Layout(dp=workload.cluster.world, zero=3, microbatches=max(1, workload.batch // workload.cluster.world))
+        layout = nearest(workload, start) or start
     else:
         layout = layout_of(ask.text("layout"))
     field, equals, value = ask.text("move").partition("=")
@@ -158,7 +158,7 @@ def layout_asked(case: Case, ask: Ask) -> Layout:
     if not equals or field not in Layout.__struct_fields__ or field == "split":
         raise UserError(f"move={ask.text('move')[:60]!r} is not a layout setting and its value; write move=tp=8")
     layout_of(f"{field}={value}")  # by itself, before others follow it
-    return _in_range(moved(case, layout, field, value))
+    return _in_range(moved(workload, layout, field, value))
 
 
 def fields_of(layout: Layout) -> dict[str, Any]:
@@ -166,23 +166,23 @@ def fields_of(layout: Layout) -> dict[str, Any]:
     return {"text": str(layout), "world": layout.world, "fields": fields}
 
 
-def described(case: Case, software: str) -> dict[str, Any]:
-    spec, group = case.spec, case.cluster.groups[0]
+def described(workload: Workload, software: str) -> dict[str, Any]:
+    spec, group = workload.spec, workload.cluster.groups[0]
     links = {name: {"name": link.name, "bytes_per_second": link.bandwidth} for name, link in
              (("inside", group.accelerator.inside), ("across", group.accelerator.across))}  # fmt: skip
     return {
         "model": spec.name, "parameters": spec.parameter_count, "active_parameters": spec.active_parameters,
         "layers": spec.layers, "heads": spec.heads, "context": spec.context,
         "experts": None if spec.experts is None else spec.experts.count,
-        "cluster": str(case.cluster), "nodes": group.nodes, "gpus": group.gpus, "world": group.world,
+        "cluster": str(workload.cluster), "nodes": group.nodes, "gpus": group.gpus, "world": group.world,
         "accelerator": group.accelerator.name, "links": links,
-        "batch": case.batch, "seq": case.seq, "precision": case.precision, "software": software,
+        "batch": workload.batch, "seq": workload.seq, "precision": workload.precision, "software": software,
     }  # fmt: skip
 
 
-def choices(case: Case, software: str) -> dict[str, Any]:
+def choices(workload: Workload, software: str) -> dict[str, Any]:
     """What the page's lists offer; what a file described is one more choice."""
-    device, spec = case.cluster.groups[0].accelerator, case.spec
+    device, spec = workload.cluster.groups[0].accelerator, workload.spec
     others = [] if spec.name in PRESETS else [{"name": spec.name, "parameters": spec.parameter_count}]
     devices = {device.name: device} | ACCELERATORS if device.name not in ACCELERATORS else ACCELERATORS
     return {

@@ -309,11 +309,11 @@ def _plan_views(result: PlanResult) -> tuple[str, list[dict[str, Any]]]:
 
     option, views = result.explained, [page_view("plan", *planned(result))]
     if option.layout.world <= MOST:
-        views.append(page_view("mesh", *placed(option.case, result.case.stack.name)))
+        views.append(page_view("mesh", *placed(option.workload, result.workload.software.name)))
     timed = option.estimate.simulation
     if timed is not None and (step := stepped(timed, option.layout.microbatches)) is not None:
         views.append(page_view("schedule", step))
-    return f"{result.case.spec.name} on {result.case.cluster}", views
+    return f"{result.workload.spec.name} on {result.workload.cluster}", views
 
 
 def _draw_views(result: DrawResult) -> tuple[str, list[dict[str, Any]]]:

@@ -15,7 +15,7 @@ from fivefold.optim.adamw import AdamW
 from fivefold.optim.base import OptimizerConfig
 from fivefold.schedules.registry import RECORDS
 
-# ---- expert stack ---------------------------------------------------------------------------------------------------
+# ---- expert kernels -------------------------------------------------------------------------------------------------
 # How a software computes mixtures of experts: which kernels it has for them, and how its tokens travel.
 
 
@@ -59,7 +59,7 @@ FIVEFOLD_EXPERTS = ExpertKernels(
 )
 
 
-# ---- stack ----------------------------------------------------------------------------------------------------------
+# ---- profile --------------------------------------------------------------------------------------------------------
 
 
 Attention = Literal["torch", "fused", "flash1", "flash2", "flash3"]
@@ -95,7 +95,7 @@ class SoftwareProfile(Struct, frozen=True, kw_only=True):
     pointwise: Pointwise = "fused"  # activation functions, rotations, residual sums
     norm: Pointwise = "fused"
     overlap: Overlap = Overlap()
-    software: Software = software()
+    reached: Software = software()
     order: tuple[str, ...] = PLACED  # of the degrees, the fastest first
     host: float = 1.0  # the host's time for one block's forward pass, relative to `Software.host`
     computes_itself: bool = False  # the host does, as on CPUs: its time is not behind the device's, but added
@@ -156,13 +156,13 @@ class SoftwareProfile(Struct, frozen=True, kw_only=True):
 
     def hides(self, what: str) -> float:
         """The share of a kind of collective that runs behind compute, where there is enough of it."""
-        return min(1.0, float(getattr(self.overlap, what) * getattr(self.software, what)))
+        return min(1.0, float(getattr(self.overlap, what) * getattr(self.reached, what)))
 
     @property
     def hides_experts(self) -> float:
         """The share of experts' messages that can run behind compute: as of gathers behind the neighbouring blocks, for
         no published run tells of these alone."""
-        return min(1.0, self.overlap.ep * self.software.zero)
+        return min(1.0, self.overlap.ep * self.reached.zero)
 
     @property
     def hides_weights(self) -> float:
