@@ -18,8 +18,9 @@ import msgspec
 from fivefold.job.aliases import apart, dtype_problem, explain
 from fivefold.job.table import NESTED, Table, apply, model_of
 from fivefold.layout.layout import Layout
-from fivefold.optim import OPTIMIZERS, AnyOptimizer
+from fivefold.optim import OPTIMIZERS, optimizer_named, stored_optimizer
 from fivefold.optim.adamw import AdamW
+from fivefold.optim.base import OptimizerConfig
 from fivefold.spec.model import ModelSpec
 from fivefold.support.dtypes import dtype_of
 from fivefold.support.errors import Note, Problem, UserError
@@ -126,7 +127,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     model: ModelSpec
     layout: Layout = Layout()
     data: DataConfig = DataConfig()
-    optimizer: AnyOptimizer = AdamW()
+    optimizer: OptimizerConfig = AdamW()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     watch: WatchConfig = WatchConfig()
@@ -308,7 +309,13 @@ def read_job(path: str | Path | None = None, changes: Sequence[str] = ()) -> Job
     0.0003
     """
     file = path_of(path) if path is not None else None
-    return resolve(_table_of(file) if file else {}, changes, file.stem if file else "run")
+    table = _table_of(file) if file else {}
+    return resolve(table, changes, file.stem if file else "run", stored=file is not None and of_a_run(file))
+
+
+def of_a_run(file: Path) -> bool:
+    """Whether a job file lies in a run's directory: then a run wrote it, and not its user."""
+    return any((file.parent / name).exists() for name in ("metrics.jsonl", "environment.json", "checkpoints"))
 
 
 def _table_of(file: Path) -> Table:
@@ -320,8 +327,11 @@ def _table_of(file: Path) -> Table:
     return table
 
 
-def resolve(table: Table, changes: Sequence[str] = (), name: str = "run") -> Job:
-    """The job of a table with changes, which are laid over the table itself; a run without a name gets `name`."""
+def resolve(table: Table, changes: Sequence[str] = (), name: str = "run", *, stored: bool = False) -> Job:
+    """The job of a table with changes, which are laid over the table itself; a run without a name gets `name`.
+
+    What a `stored` table names is not imported (support/plugins.py); what the changes name is.
+    """
     of_its_own = "model" in table
     problems: list[str] = []
     layouts = [change.removeprefix("layout=") for change in changes if change.startswith("layout=")]
@@ -331,7 +341,9 @@ def resolve(table: Table, changes: Sequence[str] = (), name: str = "run") -> Job
     explain(table, KEYS, problems)
     problems += [unknown_key("", key, ["model", *SECTIONS]) for key in table if key not in ("model", *SECTIONS)]
     model = model_of(table.get("model", {}), table.get("data"), problems, of_its_own=of_its_own)
-    sections = {name: _section(name, table.get(name, {}), problems) for name in SECTIONS}
+    given = {change.partition("=")[0] for change in changes}
+    trusted = not stored or "optimizer.name" in given
+    sections = {name: _section(name, table.get(name, {}), problems, trusted=trusted) for name in SECTIONS}
     if problems or model is None:
         raise UserError(problems)
     if not sections["run"].name:
@@ -365,8 +377,8 @@ def _read_job(path: Path) -> Table:
         raise UserError(f"no job file {path}; {hint}", "job.file") from None
 
 
-def _section(section: str, value: Any, problems: list[str]) -> Any:
-    """An object of the section's class; None where there are problems."""
+def _section(section: str, value: Any, problems: list[str], *, trusted: bool) -> Any:
+    """An object of the section's class; None where there are problems. `trusted`: what it names may be imported."""
     kind = SECTIONS[section]
     try:
         if kind is Layout and isinstance(value, str | dict):
@@ -378,11 +390,8 @@ def _section(section: str, value: Any, problems: list[str]) -> Any:
             problems += [sentence] if sentence else []
             value = value | {"dtype": "bfloat16" if sentence else dtype_of(word)}
         if section == "optimizer":  # its name decides which settings there are
-            name = value.get("name", AdamW().name)
-            if not isinstance(name, str) or name not in OPTIMIZERS:
-                hint = did_you_mean(str(name), list(OPTIMIZERS))
-                raise UserError(f"optimizer.name={name!r} is not a choice; {hint}", "optimizer.name.choice")
-            kind, value = OPTIMIZERS[name], {key: it for key, it in value.items() if key != "name"}
+            kind = optimizer_named(value.get("name", AdamW().name), trusted=trusted)
+            value = {key: setting for key, setting in value.items() if key != "name"}
     except UserError as error:
         problems += error.coded
         return None
@@ -392,10 +401,11 @@ def _section(section: str, value: Any, problems: list[str]) -> Any:
 def job_from(table: Table) -> Job:
     """A job as a checkpoint has it. The first releases knew one optimizer and one scaling of the rotary positions, and
     did not name them."""
-    model, optimizer = table["model"], {"name": AdamW().name} | table.get("optimizer", {})
+    model, optimizer = table["model"], stored_optimizer(table.get("optimizer", {}))
     if scaling := model.get("rope_scaling"):
         model = model | {"rope_scaling": {"kind": "llama3"} | scaling}
-    return msgspec.convert(table | {"model": model, "optimizer": optimizer}, Job)
+    others = {key: section for key, section in table.items() if key != "optimizer"}
+    return msgspec.structs.replace(msgspec.convert(others | {"model": model}, Job), optimizer=optimizer)
 
 
 def to_toml(job: Job) -> str:
@@ -440,6 +450,7 @@ def job_of(model: str | Path | ModelSpec | Job, changes: Sequence[str] = ()) -> 
     if name.endswith(".toml"):
         table = _table_of(file := path_of(name))
         said = isinstance(train := table.get("train"), dict) and "dtype" in train
-        return resolve(table, changes, file.stem), of_a_job | ({"train.dtype"} if said else set())
+        job = resolve(table, changes, file.stem, stored=of_a_run(file))
+        return job, of_a_job | ({"train.dtype"} if said else set())
     kind = "model.config" if os.path.exists(path_of(name)) or name.endswith(".json") else "model"
     return read_job(None, [f"{kind}={name}", *changes]), named

@@ -35,6 +35,7 @@ from msgspec import field
 from fivefold.job.config import Job
 from fivefold.launch.rendezvous import Rendezvous, run_secret, secret_location, within
 from fivefold.schedules.text import to_text
+from fivefold.support import plugins
 from fivefold.support.errors import PeerLost, UserError
 from fivefold.support.text import printable
 
@@ -64,7 +65,7 @@ class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     run: str  # the launcher's name for it
     start: int | None
     torch: str
-    code: str  # digest of our source files
+    code: str  # digest of our source files, and of those of plugins
     data: str  # digest of the data's index
     job: str  # digest of the settings
     purpose: str = TRAINING
@@ -170,7 +171,7 @@ def claim(job: Job, index: Path, world: "World", purpose: str = TRAINING) -> Hel
         run=world.run,
         start=world.start,
         torch=importlib.metadata.version("torch") if trains else "",
-        code=code_digest() if trains else "",
+        code=code_digest() + plugins.digest() if trains else "",
         data=_digest(index.read_bytes()) if trains else "",
         job=_digest(json.dumps(settings, sort_keys=True).encode()),
         purpose=purpose,

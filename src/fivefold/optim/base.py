@@ -1,20 +1,22 @@
 """What an optimizer is: its settings and their bounds, the state that it keeps, and its update rule.
 
 An optimizer is a subclass of `OptimizerConfig` in a file of its own, and a line in the table of
-`optim/__init__.py`. The job file, the trainer, checkpoints, memory accounting and the verifier read everything
-they need from the class. The norm and the clipping of gradients are the same for all optimizers:
-`parallel/optimizer.py` has them.
+`optim/__init__.py`; or in a module of yours, which a job names as "package.module:Name". The job file, the trainer,
+checkpoints, memory accounting and the verifier read everything they need from the class. The norm and the clipping of
+gradients are the same for all optimizers: `parallel/optimizer.py` has them.
 
 Jobs and plans read this without torch: rules import it where they compute.
 """
 
+import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import msgspec
 
 from fivefold.support.errors import Problem
+from fivefold.support.plugins import untrusted
 from fivefold.support.ranges import STEPS, within
 
 if TYPE_CHECKING:
@@ -49,8 +51,26 @@ class OptimizerConfig(
 
     @property
     def name(self) -> str:
-        """What a job calls it: the class's name in lower case."""
+        """What a job calls it: the class's name in lower case; of one in a module of its own, "package.module:Name"."""
         return str(self.__struct_config__.tag)
+
+    @staticmethod
+    def shortcomings(kind: "type[OptimizerConfig]", name: str) -> Iterator[str]:
+        """What a class lacks that a job calls `name`."""
+        if kind.__struct_config__.tag != name:
+            yield f"has another name in jobs; write `class {kind.__name__}(OptimizerConfig, tag={name!r}, ...)`"
+        if not kind.__struct_config__.frozen:
+            yield "can be changed after it was checked; write `frozen=True` in its class line"
+        if not all(isinstance(state, str) and state.isidentifier() for state in kind.states):
+            yield f"has states={kind.states!r}, and not a tuple of names"
+        if kind.update is OptimizerConfig.update:
+            yield "has no method update(self, masters, grads, states, rate, decay, step)"
+        elif len(parameters := inspect.signature(kind.update).parameters) != 7:
+            yield f"has update({', '.join(parameters)}), and not (self, masters, grads, states, rate, decay, step)"
+        if kind.stock is OptimizerConfig.stock:
+            yield "has no method stock(self, groups, **options), a torch.optim.Optimizer that verify holds it against"
+        if required := [field.name for field in msgspec.structs.fields(kind) if field.required]:
+            yield f"has settings without a default: {', '.join(required)}"
 
     def rules(self) -> list[Rule]:
         """Bounds of the settings."""
@@ -100,6 +120,16 @@ class OptimizerConfig(
     def stock(self, groups: list[dict[str, Any]], **options: Any) -> "torch.optim.Optimizer":
         """PyTorch's own optimizer with these settings: the verifier's reference, and the benchmarks' peers."""
         raise NotImplementedError
+
+
+class UnknownOptimizer(OptimizerConfig, frozen=True, kw_only=True):
+    """One that a stored job names, and whose module nobody has imported here: its settings, and no rule.
+
+    What reads a run, or its weights alone, needs no more.
+    """
+
+    def rules(self) -> list[Rule]:
+        return [(False, untrusted("optimizer.name", self.name))]
 
 
 # ---- learning rate --------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ job = stored_job(Path("runs/first"), ["train.steps=80"])     # the job of that d
 refused(Path("runs/first"), job, sources, named=True)        # why the run cannot go on with it
 """
 
+import copy
 import os
 import warnings
 from collections.abc import Sequence
@@ -109,7 +110,7 @@ def stored_job(directory: Place, words: Sequence[str] = ()) -> Job:
             raise UserError(f"{directory} has no checkpoint to resume from")
         table = msgspec.to_builtins(stored(newest))
         table["run"]["name"], table["checkpoint"]["url"] = directory.name, str(directory.parent)
-        return resolve(table, words)
+        return resolve(table, words, stored=True)
     table = _table(directory)
     absolute = Path(os.path.abspath(directory))
     near = str(directory.parent) if directory.name not in ("", "..") else str(absolute.parent)
@@ -120,10 +121,10 @@ def stored_job(directory: Place, words: Sequence[str] = ()) -> Job:
     if Path(str(layout.get("schedule"))).name == SCHEDULE and (directory / SCHEDULE).is_file():
         layout["schedule"] = str((directory / SCHEDULE).absolute())
     try:
-        resolve(table)
+        resolve(copy.deepcopy(table), [word for word in words if word.startswith("optimizer.name=")], stored=True)
     except UserError as error:
         raise UserError(error.framed(f"{directory / JOB}: ")) from None
-    return resolve(table, words)
+    return resolve(table, words, stored=True)
 
 
 def with_moved_weights(job: Job, file: str | Path | None) -> Job:

@@ -1,0 +1,127 @@
+"""What users bring in modules of their own: an optimizer, a data source, a loss.
+
+    fivefold train job.toml optimizer.name=my_package.lion:Lion
+
+A plain name is one of a table. `package.module:Name` names a class of somebody else's module, and to import it runs its
+code. So only who writes the job may cause that: a job file, KEY=VALUE and Job objects. What a checkpoint, a run's
+directory, a peer or the page names (`trusted=False`) is used if this process has imported it already, on behalf of its
+user (`fivefold train RUN --plugin package.module:Name`), and never causes an import.
+
+Modules are looked for where Python looks (installed packages, PYTHONPATH), and then in the current directory, which a
+console script does not have on its path.
+"""
+
+import hashlib
+import importlib
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from fivefold.support.errors import Problem, UserError
+from fivefold.support.text import did_you_mean
+
+_FORM = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+_imported: dict[str, Any] = {}  # by name, what this process imported for its user
+
+
+def is_plugin(name: object) -> bool:
+    """Whether it names a class of a module, and not an entry of a table."""
+    return isinstance(name, str) and ":" in name
+
+
+class Base(Protocol):
+    """Classes that users may derive from."""
+
+    @staticmethod
+    def shortcomings(kind: Any, name: str) -> Iterator[str]: ...
+
+
+T = TypeVar("T", bound=Base)
+
+
+def find(setting: str, name: Any, table: Mapping[str, type[T]], base: type[T], *, trusted: bool) -> type[T]:
+    """The class that `setting` (optimizer.name) calls `name`: one of the table, or a plugin that keeps to its `base`.
+
+    `base.shortcomings(found, name)` yields what a class lacks, as sentences without subject: "has no method update".
+    """
+    if not is_plugin(name):
+        if isinstance(name, str) and name in table:
+            return table[name]
+        hint = did_you_mean(str(name), list(table))
+        own = f"{hint}; one of your own is package.module:Name"
+        raise UserError(f"{setting}={name!r} is not a choice; {own}", f"{setting}.choice")
+    if name not in _imported and not trusted:
+        raise UserError(untrusted(setting, name))
+    found = load(name, setting)
+    if not (isinstance(found, type) and issubclass(found, base)):
+        what = f"the class {found.__name__}" if isinstance(found, type) else f"a {type(found).__name__}"
+        wanted = f"a subclass of {base.__module__}:{base.__name__}"
+        raise UserError(Problem("plugin.kind", f"{setting}={name} is {what}, and not {wanted}"))
+    if problems := [Problem("plugin.protocol", f"{setting}={name} {lack}") for lack in base.shortcomings(found, name)]:
+        raise UserError(problems)
+    return found
+
+
+def untrusted(setting: str, name: str) -> Problem:
+    """Why a name that was stored or sent is not imported, and what its user can do."""
+    why = f"{setting}={name} is stored, and names a module that would be imported; what is stored never causes that"
+    return Problem("plugin.untrusted", f"{why}. If you trust it: --plugin {name}, or {setting}={name}")
+
+
+def load(name: str, setting: str = "--plugin") -> Any:
+    """Import what a user has named."""
+    if name in _imported:
+        return _imported[name]
+    if not _FORM.fullmatch(name):
+        form = "is not of the form package.module:Name"
+        raise UserError(Problem("plugin.form", f"{setting}={name!r} {form}, for example my_package.lion:Lion"))
+    module_name, _, attribute = name.partition(":")
+    if "" not in sys.path and (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module_name == error.name or module_name.startswith(f"{error.name}.")):
+            where = f"where Python looks (installed packages, PYTHONPATH), and not in {os.getcwd()}"
+            raise UserError(Problem("plugin.module", f"{setting}={name}: no module {error.name} {where}")) from None
+        raise UserError(Problem("plugin.import", f"{setting}={name}: {module_name} raised {error!r}")) from None
+    except (Exception, SystemExit) as error:
+        raised = f"{module_name} raised {type(error).__name__} when it was imported: {error}"
+        raise UserError(Problem("plugin.import", f"{setting}={name}: {raised}")) from None
+    if not hasattr(module, attribute):
+        public = [word for word in vars(module) if not word.startswith("_")]
+        nothing = f"{module_name} ({getattr(module, '__file__', None)}) has no {attribute}"
+        hint = did_you_mean(attribute, public)
+        raise UserError(Problem("plugin.name", f"{setting}={name}: {nothing}; {hint}"))
+    _imported[name] = getattr(module, attribute)
+    return _imported[name]
+
+
+def digest() -> str:
+    """Of the source of what was imported, so that ranks with other code do not join; empty where nothing was."""
+    if not _imported:
+        return ""
+    sha256 = hashlib.sha256()
+    for name in sorted(_imported):
+        sha256.update(f"{name} {_source_digest(name.partition(':')[0])}\n".encode())
+    return sha256.hexdigest()[:32]
+
+
+@cache
+def _source_digest(module: str) -> str:
+    """Of a module's file; of one in a package, of all files of that package: it may import the others."""
+    package = module.partition(".")[0]
+    file, home = (getattr(sys.modules.get(name), "__file__", None) or "" for name in (module, package))
+    if not file:
+        return ""
+    inside = Path(home).name == "__init__.py"
+    root = Path(home if inside else file).parent
+    sha256 = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")) if inside else [Path(file)]:
+        text = path.read_bytes()
+        sha256.update(f"{path.relative_to(root).as_posix()} {len(text)}\n".encode() + text)
+    return sha256.hexdigest()
