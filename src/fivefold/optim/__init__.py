@@ -28,7 +28,6 @@ def stored_optimizer(table: dict[str, Any]) -> OptimizerConfig:
         if not is_plugin(name) or error.codes != ["plugin.untrusted"]:
             raise
         own = [(key, Any) for key in settings if key not in UnknownOptimizer.__struct_fields__]
-        kind = msgspec.defstruct(
-            "UnknownOptimizer", own, bases=(UnknownOptimizer,), tag=name, frozen=True, kw_only=True
-        )
+        options: dict[str, Any] = {"bases": (UnknownOptimizer,), "tag": name, "frozen": True, "kw_only": True}
+        kind = cast(type[OptimizerConfig], msgspec.defstruct("UnknownOptimizer", own, **options))
     return msgspec.convert(settings, kind)

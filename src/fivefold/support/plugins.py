@@ -52,8 +52,7 @@ def find(setting: str, name: Any, table: Mapping[str, type[T]], base: type[T], *
         if isinstance(name, str) and name in table:
             return table[name]
         hint = did_you_mean(str(name), list(table))
-        own = f"{hint}; one of your own is package.module:Name"
-        raise UserError(f"{setting}={name!r} is not a choice; {own}", f"{setting}.choice")
+        raise UserError(f"{setting}={name!r} is not a choice; {hint}", f"{setting}.choice")
     if name not in _imported and not trusted:
         raise UserError(untrusted(setting, name))
     found = load(name, setting)
