@@ -59,6 +59,15 @@ def test_replayed_microbatches_agree_and_a_flipped_bit_is_found(tmp_path: Path) 
     assert "rank 2" in flipped.said
 
 
+def test_replays_under_zero_3_agree_while_gradients_come_on_a_stream_of_their_own(tmp_path: Path) -> None:
+    """The first replay comes before any other digest, and FSDP2 hands over experts' gradients on its own stream."""
+    words = ("model=tiny-moe", "train.steps=4", "train.dtype=bfloat16", "watch.replay=2", "watch.digests=0")
+    layout = "dp=2,pp=2,zero=3,microbatches=4"
+    done = train(tmp_path, layout, 4, *words, "checkpoint.save=false")
+    assert done.code == 0, done.output
+    assert sorted(done.losses) == [1, 2, 3, 4]
+
+
 def test_text_generated_over_nccl_is_that_of_one_process(tmp_path: Path) -> None:
     done = train(tmp_path, "dp=2", 2, "train.steps=40", "checkpoint.every=40")
     assert done.code == 0, done.output
