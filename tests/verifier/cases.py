@@ -50,6 +50,13 @@ def small_buckets() -> None:
         defaults["min_bucket_elements"] = 1
 
 
+def a_quick_compiler() -> None:
+    """Not a bug: graphs are made as always, and run by PyTorch's own kernels. A compiler of C++ would take a minute."""
+    from fivefold.model import recompute
+
+    recompute.BACKEND = "aot_eager"
+
+
 # ---- bugs ----------------------------------------------------------------------------------------------------------
 
 
