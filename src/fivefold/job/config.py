@@ -357,16 +357,17 @@ def resolve(table: Table, changes: Sequence[str] = (), name: str = "run", *, sto
     problems += apart(changes, "".join(layouts[-1:]), "layout=")
     for change in [] if problems else changes:
         apply(table, change, problems)
-    given = {change.partition("=")[0] for change in changes}
+    given, after = {change.partition("=")[0] for change in changes}, list[str]()  # those of the model are said first
     kinds = {
-        name: _kind_of(name, table.get(name), problems, trusted=not stored or f"{name}.{named.key}" in given)
+        name: _kind_of(name, table.get(name), after, trusted=not stored or f"{name}.{named.key}" in given)
         for name, named in NAMED.items()
     }
     explain(table, KEYS | {name: NAMED[name].keys([kind]) for name, kind in kinds.items() if kind}, problems)
     problems += [unknown_key("", key, ["model", *SECTIONS]) for key in table if key not in ("model", *SECTIONS)]
     all_kinds = SECTIONS | kinds
-    sections = {name: _section(name, table.get(name, {}), problems, kind) for name, kind in all_kinds.items()}
+    sections = {name: _section(name, table.get(name, {}), after, kind) for name, kind in all_kinds.items()}
     model = model_of(table.get("model", {}), sections["data"], problems, of_its_own=of_its_own)
+    problems += after
     if problems or model is None:
         raise UserError(problems)
     if not sections["run"].name:
@@ -432,7 +433,7 @@ def _section(section: str, value: Any, problems: list[str], kind: Any) -> Any:
 
 
 def job_from(table: Table) -> Job:
-    """A job as a checkpoint has it. The first releases knew one scaling of the rotary positions, and did not name it."""
+    """A job as a checkpoint has it. The first releases knew one scaling of rotary positions, and did not name it."""
     model, own = table["model"], {name: named.of_stored(table.get(name, {})) for name, named in NAMED.items()}
     if scaling := model.get("rope_scaling"):
         model = model | {"rope_scaling": {"kind": "llama3"} | scaling}

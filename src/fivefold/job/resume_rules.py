@@ -73,9 +73,7 @@ def changes(before: Job, now: Job, tokens: tuple[str, str] = ("", "")) -> list[C
         if old[section].get(key) != new[section].get(key) and f"{section}.{key}" not in ("run.name", "run.dir")
     ]
     if all(tokens) and tokens[0] != tokens[1]:
-        differing = [
-            change for change in differing if rule_of(change.key) != FREE or not change.key.startswith("data.")
-        ]
+        differing = [change for change in differing if not (change.key.startswith("data.") and change.rule == FREE)]
         was, is_ = (f"{data} ({print_[:8]})" for data, print_ in zip((before.data, now.data), tokens, strict=True))
         differing.append(Change("data", was, is_, MEANT))
     return differing
