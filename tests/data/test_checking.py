@@ -234,6 +234,4 @@ def test_a_damaged_tokenizer_is_not_used(tmp_path: Path, bpe: Path, jsonl: Calla
     data = TokenShards(path=str(tmp_path / "out"))
     assert text_of(tmp_path, data, 600).encode("a text")
     flip(tmp_path / "out" / "tokenizer.json", 3000)
-    assert "tokenizer.json is damaged" in str(
-        refusal(lambda: text_of(tmp_path, data, 600))
-    )
+    assert "tokenizer.json is damaged" in str(refusal(lambda: text_of(tmp_path, data, 600)))
