@@ -116,7 +116,7 @@ class Blocks(TokenRow):
         return (1, before) if after > before else (0, number - before)
 
     def pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int, bool]]:
-        """The row, and its tokens [begin, end), of each block of a window; and whether a block of the other row ends."""
+        """The row, and its tokens [begin, end), of each block in a window; and whether a block of the other ends."""
         for number in range(start // self.size, -(-stop // self.size)):
             which, block = self.block(number)
             first = (block % self.counts[which] - number) * self.size  # of the row, where the mixture has 0

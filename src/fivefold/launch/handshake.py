@@ -78,7 +78,7 @@ _SENTENCES = {
     "start": "is of start {own} of the run, and the others are of start {usual}",
     "torch": "has torch {own}, and the others {usual}",
     "code": "runs another version of fivefold: its source files have digest {own}, and the others' {usual}",
-    "data": "reads other data: its fingerprint has digest {own}, and the others' {usual}",
+    "data": "reads other data: its fingerprint is {own}, and the others' {usual}",
     "job": "runs another job",
     "purpose": "is here for {own}, and the others for {usual}",
 }

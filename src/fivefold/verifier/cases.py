@@ -273,7 +273,8 @@ def _pairs(layout: Layout, variant: str = "") -> set[object]:
 
 
 # ---- batches --------------------------------------------------------------------------------------------------------
-# A job's own data where it names any, and otherwise random data from a seed. The batches of proofs are as awkward as real data can be; those of benchmarks are plain.
+# A job's own data where it names any, and otherwise random data from a seed. Random batches of proofs are as awkward as
+# real data can be; those of benchmarks are plain.
 #
 # Tokens are uniform, so that every row of the vocabulary occurs. Loss masks are unequal: samples keep between a tenth
 # and all of their targets, one keeps none, and in every second step one data-parallel rank has no target at all, a
@@ -285,8 +286,8 @@ _DOCUMENTS = 5  # per sequence, at most
 
 
 def reader(job: Job, parts: int = 1, number: int = 0) -> Callable[[int], Batch | DpShare]:
-    """What reads the global batch of a step, from 0. Of the job's own data, it reads share `number` of `parts`, as a run
-    does; what the others have is of no use to it, but for their masks."""
+    """What reads the global batch of a step, from 0: of the job's own data, share `number` of `parts`, as a run does.
+    What others have is of no use to it, but for their masks."""
     if job.data.usual:
         return partial(make_batch, job)
     row, data, size = check(job.data).train, job.data, job.train.batch

@@ -79,10 +79,10 @@ def verify(
 
     Starts the ranks on this machine, on `device` cpu or cuda; those of one layout have `timeout` seconds. `changes` are
     settings of the job, KEY=VALUE; `steps` of a `batch` of so many sequences of `seq` tokens, random ones or those of
-    the data that the job names, train `model`, a preset or an object, in `dtype`. `hook` names a function that each rank calls first. `sample` takes so many of the
-    layouts, chosen to meet every pair of settings; `jobs` of them run at a time. `repeat` proves each so often, by
-    ranks that stay up: for what happens once in a hundred times. `progress` is told how many layouts are done, of how
-    many, and which one is next.
+    the data that the job names, train `model`, a preset or an object, in `dtype`. `hook` names a function that each
+    rank calls first. `sample` takes so many of the layouts, chosen to meet every pair of settings; `jobs` of them run
+    at a time. `repeat` proves each so often, by ranks that stay up: for what happens once in a hundred times.
+    `progress` is told how many layouts are done, of how many, and which one is next.
     """
     _check(layout, everything, world, sample, timeout)
     limits = (("steps", steps, STEPS), ("seq", seq, TOKENS), ("batch", batch, SEQUENCES))
