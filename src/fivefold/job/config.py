@@ -18,7 +18,7 @@ import msgspec
 from fivefold.job.aliases import apart, dtype_problem, explain
 from fivefold.job.table import NESTED, Table, apply, model_of
 from fivefold.layout.layout import Layout
-from fivefold.optim import OPTIMIZERS, optimizer_named, stored_optimizer
+from fivefold.optim import OPTIMIZERS, optimizer_named, optimizer_problems, stored_optimizer
 from fivefold.optim.adamw import AdamW
 from fivefold.optim.base import OptimizerConfig
 from fivefold.spec.model import ModelSpec
@@ -147,7 +147,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         for section in SECTIONS:
             if section != "layout":
                 yield from outside(getattr(self, section), section).values()
-        yield from (problem for holds, problem in self.optimizer.rules() if not holds)
+        yield from optimizer_problems(self.optimizer)
         yield from self._whole_matrices()
         yield from self._train()
         yield from self._fp8()
