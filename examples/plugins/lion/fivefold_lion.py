@@ -1,8 +1,9 @@
 """Lion (Chen et al., arXiv 2302.06675): the sign of a blend of the gradient and its average. One state, AdamW has two.
 
-    fivefold train job.toml optimizer.name=fivefold_lion:Lion optimizer.lr=3e-4
+fivefold train job.toml optimizer.name=fivefold_lion:Lion optimizer.lr=3e-4
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +21,15 @@ class Lion(OptimizerConfig, frozen=True, kw_only=True, tag="fivefold_lion:Lion")
     lr: float = 3e-4  # a third to a tenth of AdamW's, as the paper advises
     weight_decay: float = 1.0  # and its decay three to ten times as large
     betas: tuple[float, float] = (0.9, 0.99)  # of the blend, and of the average
+    # The sign of x is x / (|x| + eps). `fivefold verify` sets an eps of the gradients' size: rounding noise, where a
+    # gradient is zero in theory, has a sign of its own in every layout.
+    eps: float = 1e-30
 
     def own_rules(self) -> list[Rule]:
-        sound = all(0 <= beta < 1 for beta in self.betas)
-        return [(sound, bound("betas", f"{list(self.betas)} must lie in [0, 1)"))]
+        return [
+            (all(0 <= beta < 1 for beta in self.betas), bound("betas", f"{list(self.betas)} must lie in [0, 1)")),
+            (0 < self.eps < math.inf, bound("eps", f"{self.eps} must be positive")),
+        ]
 
     def update(
         self, masters: "Tensors", grads: "Tensors", states: "Sequence[Tensors]", rate: float, decay: float, step: int
@@ -33,13 +39,13 @@ class Lion(OptimizerConfig, frozen=True, kw_only=True, tag="fivefold_lion:Lion")
         (averages,) = states
         blend, average = self.betas
         signs = torch._foreach_lerp([*averages], [*grads], 1 - blend)
-        torch._foreach_sign_(signs)
+        torch._foreach_div_(signs, torch._foreach_add(torch._foreach_abs(signs), self.eps))
         torch._foreach_mul_([*masters], 1 - rate * decay)
         torch._foreach_add_([*masters], signs, alpha=-rate)
         torch._foreach_lerp_([*averages], [*grads], 1 - average)
 
     def stock(self, groups: list[dict[str, Any]], **options: Any) -> "torch.optim.Optimizer":
-        return _reference()(groups, {"lr": self.lr, "betas": self.betas, "weight_decay": 0.0})
+        return _reference()(groups, {"lr": self.lr, "betas": self.betas, "eps": self.eps, "weight_decay": 0.0})
 
 
 def _reference() -> "Callable[..., torch.optim.Optimizer]":
@@ -48,7 +54,7 @@ def _reference() -> "Callable[..., torch.optim.Optimizer]":
 
     class Reference(torch.optim.Optimizer):
         @torch.no_grad()
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> Any:
             for group in self.param_groups:
                 blend, average = group["betas"]
                 for weight in group["params"]:
@@ -56,7 +62,8 @@ def _reference() -> "Callable[..., torch.optim.Optimizer]":
                         continue
                     m = self.state[weight].setdefault("m", torch.zeros_like(weight))
                     c = blend * m + (1 - blend) * weight.grad
-                    weight -= group["lr"] * (c.sign() + group["weight_decay"] * weight)
+                    direction = c / (c.abs() + group["eps"])
+                    weight -= group["lr"] * (direction + group["weight_decay"] * weight)
                     self.state[weight]["m"] = average * m + (1 - average) * weight.grad
 
     return Reference

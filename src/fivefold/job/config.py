@@ -26,6 +26,7 @@ from fivefold.support.dtypes import dtype_of
 from fivefold.support.errors import Note, Problem, UserError
 from fivefold.support.parsing import Missing, path_of, read, read_toml, toml_value, unknown_key
 from fivefold.support.places import remote_of
+from fivefold.support.plugins import is_plugin
 from fivefold.support.ranges import SECONDS, SEQUENCES, STEPS, TOKENS, outside, within
 from fivefold.support.text import did_you_mean
 
@@ -134,6 +135,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     elastic: ElasticConfig = ElasticConfig()
     trace: TraceConfig = TraceConfig()
     run: RunConfig = RunConfig()
+
+    @property
+    def plugins(self) -> list[str]:
+        """What it names of modules of a user's own; commands that read it as a stored one are told by --plugin."""
+        return [name for name in (self.optimizer.name,) if is_plugin(name)]
 
     def problems(self, world: int | None = None, ranks_by: str = "--nproc") -> list[str]:
         """Everything wrong with the values, beyond their types; `ranks_by` is how the reader gets a number of ranks."""
@@ -314,8 +320,12 @@ def read_job(path: str | Path | None = None, changes: Sequence[str] = ()) -> Job
 
 
 def of_a_run(file: Path) -> bool:
-    """Whether a job file lies in a run's directory: then a run wrote it, and not its user."""
-    return any((file.parent / name).exists() for name in ("metrics.jsonl", "environment.json", "checkpoints"))
+    """Whether a job file lies in a run's directory, or among its checkpoints: then a run wrote it, and not its user."""
+    kept = ("metrics.jsonl", "environment.json", "checkpoints")
+    folders = {Path(os.path.abspath(file)).parent, file.resolve().parent}
+    return any(os.path.lexists(folder / name) for folder in folders for name in kept) or any(
+        part == "checkpoints" for folder in folders for part in folder.parts
+    )
 
 
 def _table_of(file: Path) -> Table:

@@ -16,7 +16,7 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -92,6 +92,11 @@ def _present(name: str) -> Any:
 def imported() -> list[str]:
     """The plugins of this process; ranks that it starts import the same."""
     return sorted(_imported)
+
+
+def options(names: Sequence[str]) -> str:
+    """What a command line has behind the name of a stored run whose job names these."""
+    return "".join(f" --plugin {name}" for name in names)
 
 
 def untrusted(setting: str, name: str) -> Problem:
