@@ -18,7 +18,7 @@ from typing import Any
 
 from fivefold.data.base import DataSource, UnknownSource
 from fivefold.data.shards import TokenShards
-from fivefold.support.plugins import find, stored
+from fivefold.support.plugins import find, given_problems, stored
 
 SOURCES: dict[str, type[DataSource]] = {"tokens": TokenShards}
 
@@ -26,6 +26,13 @@ SOURCES: dict[str, type[DataSource]] = {"tokens": TokenShards}
 def source_named(name: Any, *, trusted: bool) -> type[DataSource]:
     """The class; a plugin's module is imported if the name is `trusted`."""
     return find("data.source", name, SOURCES, DataSource, trusted=trusted)
+
+
+def source_problems(data: DataSource) -> list[str]:
+    """Of its settings; and of its class, where a program gives an object of one that is not in the table."""
+    if not isinstance(data, UnknownSource) and (problems := given_problems("data", data, SOURCES, DataSource)):
+        return problems
+    return [*data.problems()]
 
 
 def stored_source(table: dict[str, Any]) -> DataSource:

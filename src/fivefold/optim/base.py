@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import msgspec
 
 from fivefold.support.errors import Problem
-from fivefold.support.plugins import untrusted
+from fivefold.support.plugins import class_shortcomings, untrusted
 from fivefold.support.ranges import STEPS, within
 
 if TYPE_CHECKING:
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     Tensors = Sequence[Tensor]
 
 Rule = tuple[bool, str]  # whether a bound holds, and the sentence that says so if it does not
+
+
+_TAKEN = ("master", "model")  # names that checkpoints have for the weights themselves
 
 
 def bound(setting: str, words: str) -> Problem:
@@ -57,20 +60,20 @@ class OptimizerConfig(
     @staticmethod
     def shortcomings(kind: "type[OptimizerConfig]", name: str) -> Iterator[str]:
         """What a class lacks that a job calls `name`."""
-        if kind.__struct_config__.tag != name:
-            yield f"has another name in jobs; write `class {kind.__name__}(OptimizerConfig, tag={name!r}, ...)`"
-        if not kind.__struct_config__.frozen:
-            yield "can be changed after it was checked; write `frozen=True` in its class line"
-        if not all(isinstance(state, str) and state.isidentifier() for state in kind.states):
-            yield f"has states={kind.states!r}, and not a tuple of names"
+        yield from class_shortcomings(kind, OptimizerConfig, name)
+        states = kind.states if isinstance(kind.states, tuple) else (None,)
+        if not all(isinstance(state, str) and state.isidentifier() for state in states):
+            yield f"has states={kind.states!r}, and not a tuple of names, for example ('momentum',)"
+        elif len({*states, *_TAKEN}) < len(states) + len(_TAKEN):
+            yield f"has states={kind.states!r}; each has a name of its own, and {' and '.join(_TAKEN)} are the weights"
         if kind.update is OptimizerConfig.update:
             yield "has no method update(self, masters, grads, states, rate, decay, step)"
         elif len(parameters := inspect.signature(kind.update).parameters) != 7:
             yield f"has update({', '.join(parameters)}), and not (self, masters, grads, states, rate, decay, step)"
         if kind.stock is OptimizerConfig.stock:
             yield "has no method stock(self, groups, **options), a torch.optim.Optimizer that verify holds it against"
-        if required := [field.name for field in msgspec.structs.fields(kind) if field.required]:
-            yield f"has settings without a default: {', '.join(required)}"
+        if kind.fuses and kind.fused_update is OptimizerConfig.fused_update:
+            yield "has fuses=True and no method fused_update; leave it False, or write one"
 
     def rules(self) -> list[Rule]:
         """Bounds of the settings."""
