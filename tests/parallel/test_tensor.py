@@ -46,7 +46,7 @@ def data(spec: ModelSpec) -> tuple[Tensor, Tensor, Tensor, TokenPositions]:
 def full(spec: ModelSpec, **loss: float) -> tuple[float, dict[str, Tensor]]:
     model = plain(spec)
     tokens, targets, mask, place = data(spec)
-    total = loss_sum(model(tokens, place), targets, mask, **loss)
+    total = loss_sum(model(tokens, place), targets, mask, CrossEntropy(**loss))
     total.backward()
     return total.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
@@ -113,7 +113,7 @@ def assert_same(got: list[tuple[float, dict[str, Tensor]]], want: tuple[float, d
 CASES: list[tuple[str, Layout, dict[str, float]]] = [
     *((name, Layout.from_dict({"tp": 2, "sp": how != "none", "recompute": how}), {}) for name in MODELS for how in
       ("none", "selective", "full") if name != "short vocabulary"),
-    *(("llama", Layout(tp=2), loss) for loss in ({"smoothing": 0.1}, {"smoothing": 0.2, "z_loss": 0.1})),
+    *(("llama", Layout(tp=2), loss) for loss in ({"label_smoothing": 0.1}, {"label_smoothing": 0.2, "z_loss": 0.1})),
     # Two kv heads for four ranks; a vocabulary of 10, 10, 10, 7; and one too short for all ranks.
     *((name, Layout(tp=4, sp=name in ("llama", "qwen2.5")), {}) for name in ("llama", "gpt", "qwen2.5", "qwen3")),
     ("short vocabulary", Layout(tp=4), {}),

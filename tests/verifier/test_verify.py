@@ -47,7 +47,7 @@ PROOFS = {
     **{f"{kind}, {recompute}": job(f"cp=2,cp_kind={kind},recompute={recompute}") for kind, recompute in
        [("ring", "none"), ("ring", "full"), ("allgather", "full"), ("ulysses", "full")]},
     "hybrid sharding": job("dp=4,zero=3,replicate=2,microbatches=2"),
-    "two kv heads, four ranks, label smoothing": job("tp=4,sp", label_smoothing=0.1, z_loss=1e-3),
+    "two kv heads, four ranks, label smoothing": job("tp=4,sp", loss=CrossEntropy(label_smoothing=0.1, z_loss=1e-3)),
     "GPT with dropout": job("tp=2,cp=2,sp,zero=2", GPT),
     "q/k norm, tied": job("tp=2", QWEN),
     "q/k norm over all heads": job("dp=2,tp=2,sp,zero=3,recompute=full", OLMOE),

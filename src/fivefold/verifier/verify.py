@@ -313,7 +313,7 @@ def expected_traffic(job: Job, routing: Sequence[Routing] = ()) -> list[list[Tra
     all_coords = [RankCoords.of(layout, rank) for rank in range(layout.world)]
     a_step = partial(
         step_traffic, job.model, layout, seq, train.batch, train.dtype,
-        smoothing=train.label_smoothing > 0, balance_loss=train.balance_loss > 0,
+        loss_sums=job.loss.reduced, balance_loss=train.balance_loss > 0,
     )  # fmt: skip
     if job.model.experts is None:
         forms = {coords: a_step(coords=coords) for coords in set(all_coords)}
