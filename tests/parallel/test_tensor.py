@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from fivefold.layout.layout import Layout
 from fivefold.layout.sharding import chunk
+from fivefold.losses.cross_entropy import CrossEntropy
 from fivefold.model.decoder import Decoder
 from fivefold.model.init import initialise
 from fivefold.model.layers import TokenPositions
@@ -87,7 +88,7 @@ def losses_and_gradients(
 ) -> tuple[float, dict[str, Tensor]]:
     model, _ = parallel(spec, layout)
     tokens, targets, mask, place = data(spec)
-    total = model(tokens, place, Targets(targets, mask, **loss))
+    total = model(tokens, place, Targets(targets, mask, CrossEntropy(**loss)))
     total.backward()
     gradients = {}
     for name, parameter in model.named_parameters():

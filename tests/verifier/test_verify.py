@@ -8,6 +8,7 @@ from fivefold.cost.collective_time import times
 from fivefold.cost.traffic import RankCoords, expected_traffic
 from fivefold.job.config import Job
 from fivefold.launch import processes
+from fivefold.losses.cross_entropy import CrossEntropy
 from fivefold.spec.blocks import LatentSpec
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import preset

@@ -73,8 +73,8 @@ class Loss(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         raise NotImplementedError
 
     def slope(self, logits: "Tensor", lse: "Tensor", sums: "Sequence[Tensor]", words: Words) -> "Tensor":
-        """The gradient of each token's loss by its logits here [N, V/tp], in their dtype. The logits may be overwritten,
-        as nobody reads them again."""
+        """The gradient of each token's loss by its logits here [N, V/tp], in their dtype. The logits may be written to:
+        nobody reads them again."""
         raise NotImplementedError
 
     def plain(self, logits: "Tensor", targets: "Tensor") -> "Tensor":
