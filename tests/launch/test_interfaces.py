@@ -52,8 +52,8 @@ def test_a_rank_whose_name_is_loopback_learns_its_address_from_the_others(monkey
     store.set_timeout(timedelta(seconds=5))
     local, other = Rendezvous("", "n1", 29500), Rendezvous("", "n1", 29501)
     monkeypatch.setattr(Rendezvous, "resolved", lambda self: [(2, "10.77.0.1" if self is other else "127.0.1.1")])
-    ask = threading.Thread(target=lambda: found.append(rendezvous._of_rank_0(local, store, 2, 20.0)))
+    ask = threading.Thread(target=lambda: found.append(rendezvous._address_of_rank_0(local, store, 2, 20.0)))
     ask.start()
-    assert rendezvous._of_rank_0(other, store, 2, 20.0) == "10.77.0.1"
+    assert rendezvous._address_of_rank_0(other, store, 2, 20.0) == "10.77.0.1"
     ask.join()
     assert found == ["10.77.0.1"]

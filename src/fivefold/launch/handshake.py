@@ -417,7 +417,7 @@ class _Handshake:
         raise PeerLost(absent) if absent else UserError(_shortened(problems), "ranks.differ")
 
     def _answer_all(self, part: "Store", roll: Roll, problems: dict[int | None, str], absent: str) -> None:
-        """Write the answer to each statement: the problem of its rank, or `absent`, the sentence about missing ranks."""
+        """Write the answer to each statement: its problem, or `absent`, the sentence about missing ranks."""
         part.add("heard", 0)
         for place, statement in zip(roll.places[1:], roll.statements[1:], strict=True):
             sentences = [problems[place]] if place in problems else []

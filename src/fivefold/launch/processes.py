@@ -218,7 +218,7 @@ def forkable() -> bool:
 
 @contextmanager
 def _without_main() -> Iterator[None]:
-    """Hide the caller's script, which multiprocessing would have each rank run first; ranks get their function by name."""
+    """Hide the caller's script, which multiprocessing would have each rank run; ranks get their function by name."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
