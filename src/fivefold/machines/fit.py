@@ -77,8 +77,8 @@ def fitted(base: Accelerator, samples: Samples, links: tuple[int, list[Timing]])
     shares = {name: value for name, value in structs.asdict(fit.achieved).items() if name not in NO_SHARES}
     fit.set(source=source, **{name: min(SHARE, value) for name, value in shares.items()})
     accelerator = structs.replace(base, inside=inside, achieved=fit.achieved)
-    timings = asdict(samples) | {"collectives": links}
-    return CalibrationResult(samples.name, accelerator, fit.rows, samples.host[0], timings)
+    all_timings = asdict(samples) | {"collectives": links}
+    return CalibrationResult(samples.name, accelerator, fit.rows, samples.host[0], all_timings)
 
 
 class Fit:

@@ -71,8 +71,8 @@ class Query:
     def build(self, name: str) -> Schedule:
         record = record_of(name)
         if self.pp is None or self.microbatches is None:
-            options = {"--pp": self.pp, "--microbatches": self.microbatches}
-            missing = " and ".join(option for option, value in options.items() if value is None)
+            needed = {"--pp": self.pp, "--microbatches": self.microbatches}
+            missing = " and ".join(option for option, value in needed.items() if value is None)
             raise UserError(f"{name} needs {missing}, as in --pp 4 --microbatches 8")
         options = {option: n for option, n in self.options().items() if record.takes(option)} | self.unused_options()
         if problem := size_problem(self.pp * options.get("chunks", record.chunks), self.microbatches):
