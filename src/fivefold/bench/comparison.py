@@ -157,8 +157,8 @@ class ComparisonResult(Result):
         yield table([row | {"loss": row["losses"][0]} for row in self.rows()], COLUMNS)
         limit_text = "; limit: the same if communication took no time (simulated)" if self.case.world > 1 else ""
         yield Text(
-            f"of single: as a fraction of its own step in one process (PyTorch's is the bare loop){limit_text}; of bare: as "
-            "a fraction of the bare loop's step; loss: of the first step"
+            f"of single: as a fraction of its own step in one process (PyTorch's is the bare loop){limit_text}; of "
+            "bare: as a fraction of the bare loop's step; loss: of the first step"
         )
         yield from verdict(self)
 

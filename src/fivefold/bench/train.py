@@ -139,7 +139,7 @@ class TrainBenchResult(Result):
         return None if self.peak is None else flops / seconds / self.peak
 
     def with_checkpoints(self, saved: Saved, every: int) -> float:
-        """The mean seconds of a step with a checkpoint every so many steps; each waits until the last one is written."""
+        """The mean seconds of a step with a checkpoint every so many steps, which waits until the last is written."""
         return (sum(saved.beside) + max(0, every - len(saved.beside)) * self.step(OURS)) / every
 
     def to_dict(self) -> dict[str, Any]:
