@@ -7,10 +7,11 @@ import msgspec
 
 from fivefold.optim.adamw import AdamW
 from fivefold.optim.base import OptimizerConfig, UnknownOptimizer
+from fivefold.optim.muon import Muon
 from fivefold.support.errors import UserError
 from fivefold.support.plugins import find, is_plugin
 
-OPTIMIZERS: dict[str, type[OptimizerConfig]] = {"adamw": AdamW}
+OPTIMIZERS: dict[str, type[OptimizerConfig]] = {"adamw": AdamW, "muon": Muon}
 
 
 def optimizer_named(name: Any, *, trusted: bool) -> type[OptimizerConfig]:
