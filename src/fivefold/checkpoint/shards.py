@@ -12,7 +12,6 @@ from torch import Tensor
 from fivefold.checkpoint.store import Checkpoint, Manifest
 from fivefold.checkpoint.tensors import MODEL, Chunk, Stored, model_key
 from fivefold.layout.sharding import Box
-from fivefold.optim import OPTIMIZERS
 from fivefold.parallel.optimizer import Optimizer
 from fivefold.parallel.weights import Weights
 
@@ -73,12 +72,6 @@ Buffers = Mapping[str, Tensor]  # of this rank's stages, each in full
 def optimizer_of(manifest: Manifest) -> str:
     """The name of the optimizer whose states a checkpoint has; empty where there are none."""
     return manifest.job.get("optimizer", {}).get("name", "adamw") if manifest.optimizer else ""
-
-
-def keys(name: str, manifest: Manifest) -> list[str]:
-    """What a checkpoint has of a parameter: its master, and the optimizer's states."""
-    optimizer = optimizer_of(manifest)
-    return [f"{kind}.{name}" for kind in (MODEL, *(OPTIMIZERS[optimizer].states if optimizer else ()))]
 
 
 def saveable_tensors(

@@ -191,15 +191,17 @@ class Deal:
         for experts in (True, False):
             heaps: dict[int, list[tuple[float, int]]] = {}  # of ranks that hold the same, the one with least first
             for cost, matrix in priced:
-                if (matrix.parameter.experts > 0) is experts:
-                    group = _ep_place(matrix, layout) if experts else -1
-                    if group not in heaps:
-                        heaps[group] = [(costs[place], place) for place in (by_ep[group] if experts else range(len(ranks)))]
-                        heapify(heaps[group])
-                    least, place = heaps[group][0]
-                    costs[place] = least + cost
-                    heapreplace(heaps[group], (costs[place], place))
-                    owned[place].append(matrix)
+                if (matrix.parameter.experts > 0) is not experts:
+                    continue
+                group = _ep_place(matrix, layout) if experts else -1
+                if group not in heaps:
+                    places = by_ep[group] if experts else range(len(ranks))
+                    heaps[group] = [(costs[place], place) for place in places]
+                    heapify(heaps[group])
+                least, place = heaps[group][0]
+                costs[place] = least + cost
+                heapreplace(heaps[group], (costs[place], place))
+                owned[place].append(matrix)
         sharing = {parameter.name: _Sharing.of(parameter, spec, layout) for parameter in read}
         return cls(layout, ranks, sharing, by_ep, [_batches(matrices) for matrices in owned], costs)
 

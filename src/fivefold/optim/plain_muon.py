@@ -22,7 +22,7 @@ class PlainMuon(torch.optim.Optimizer):
         super().__init__(groups, {"lr": config.lr if lr is None else lr, "weight_decay": config.weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.steps += 1
         for group in self.param_groups:
             for weight, about in zip(group["params"], group["about"], strict=True):

@@ -5,9 +5,7 @@ that it holds, sends them, computes the updates of its own batch, and applies wh
 What travels has the dtype in which the rule computes.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
-
+from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
@@ -18,8 +16,7 @@ from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.weights import Weights
 from fivefold.spec.model import ModelSpec
 
-if TYPE_CHECKING:
-    from fivefold.parallel.optimizer import States
+States = Mapping[str, Mapping[str, Tensor]]  # of the optimizer, by parameter and name
 
 
 class WholeMatrices:
@@ -32,7 +29,7 @@ class WholeMatrices:
         self.boxes = {name: weights.master_box(name) for name in self.names}
 
     @torch.no_grad()
-    def step(self, states: "States", scale: Tensor | None, rate: float, decay: float, step: int) -> None:
+    def step(self, states: States, scale: Tensor | None, rate: float, decay: float, step: int) -> None:
         """One update. `scale`: what gradients are multiplied with first."""
         for trip in self.trips:
             batch = self._to_owners(trip, self._accumulate(trip, states, scale, step))
@@ -40,7 +37,7 @@ class WholeMatrices:
             del batch
             self._to_holders(trip, updates, rate, decay)
 
-    def _accumulate(self, trip: Trip, states: "States", scale: Tensor | None, step: int) -> dict[Part, Tensor]:
+    def _accumulate(self, trip: Trip, states: States, scale: Tensor | None, step: int) -> dict[Part, Tensor]:
         """What the rule is to read of each part that this rank holds."""
         if not trip.held:
             return {}

@@ -75,9 +75,7 @@ class Mesh:
     @classmethod
     def of_job(cls, job: Job, device: torch.device, timeout: float | None = None) -> Self:
         """The mesh of a job's layout, with the axes that its model and its optimizer have."""
-        return cls.of(
-            job.layout, device, timeout, spec=job.model, whole_matrices=job.optimizer.unit == "matrix"
-        )
+        return cls.of(job.layout, device, timeout, spec=job.model, whole_matrices=job.optimizer.unit == "matrix")
 
     @classmethod
     def of(
