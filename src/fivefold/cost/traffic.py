@@ -178,7 +178,9 @@ def expected_traffic(
     )
     return total(
         Traffic(
-            axis="ep" if keep_ep_axis and row.axis == "ep" else layout.same_axis(row.axis),
+            axis="ep"
+            if keep_ep_axis and row.axis == "ep"
+            else layout.same_axis(row.axis, experts=spec.experts is not None),
             kind=row.kind,
             calls=row.calls,
             payload=row.calls * row.payload,

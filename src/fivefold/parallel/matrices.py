@@ -6,12 +6,14 @@ What travels has the dtype in which the rule computes.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from fivefold.launch.waits import timed_wait
 from fivefold.layout.matrices import Call, Deal, Part, Parts, Trip, elements
 from fivefold.optim.base import OptimizerConfig
-from fivefold.parallel.collectives import all_to_all, wait
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.weights import Weights
 from fivefold.spec.model import ModelSpec
@@ -31,11 +33,14 @@ class WholeMatrices:
     @torch.no_grad()
     def step(self, states: States, scale: Tensor | None, rate: float, decay: float, step: int) -> None:
         """One update. `scale`: what gradients are multiplied with first."""
-        for trip in self.trips:
-            batch = self._to_owners(trip, self._accumulate(trip, states, scale, step))
-            updates = None if batch is None else self.config.matrix_update(batch)
-            del batch
-            self._to_holders(trip, updates, rate, decay)
+        for trip in self.trips:  # of which nothing stays but the weights
+            self._to_holders(trip, self._updates(trip, self._accumulate(trip, states, scale, step)), rate, decay)
+
+    def _updates(self, trip: Trip, directions: dict[Part, Tensor]) -> Tensor | None:
+        """Of the matrices that this rank owns: [n, rows, columns]."""
+        batch = self._to_owners(trip, directions)
+        directions.clear()
+        return None if batch is None else self.config.matrix_update(batch)
 
     def _accumulate(self, trip: Trip, states: States, scale: Tensor | None, step: int) -> dict[Part, Tensor]:
         """What the rule is to read of each part that this rank holds."""
@@ -109,7 +114,9 @@ class WholeMatrices:
 
     def _sent(self, call: Call, buffer: Tensor) -> Tensor:
         sent, received = ([sum(part.size for part in parts) for parts in side] for side in call)
-        return wait(all_to_all(buffer, self.axis, sent, received), self.axis)
+        coming = torch.empty(sum(received), dtype=self.dtype, device=self._device)
+        timed_wait(dist.all_to_all_single, coming, buffer, received, sent, group=self.axis.group)
+        return coming
 
 
 def _unpacked(buffer: Tensor, parts: Parts) -> Iterable[tuple[Part, Tensor]]:

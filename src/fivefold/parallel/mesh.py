@@ -97,7 +97,7 @@ class Mesh:
             return cls(layout, device)
         dense = spec is None or spec.experts is None
         unused = set(EXPERT_AXES) if dense else set()
-        if whole_matrices and layout.same_axis("stage") == "stage":
+        if whole_matrices and layout.same_axis("stage", experts=False) == "stage":
             unused.discard("stage")
         roots = {grid: _root(layout, grid, device) for grid in layout.grids if grid != SPARSE or not dense}
         rank, staged = dist.get_rank(), device.type == "cuda" and dist.get_backend() == "gloo"
@@ -117,7 +117,7 @@ class Mesh:
             axes[name] = Axis(name, layout.size(name), layout.position(name, rank), flattened[names], staged)
         axes["embedding"] = _embedding_axis(layout, axes["pp"])
         if whole_matrices and "stage" not in axes:  # another axis has these ranks, and a group
-            axes["stage"] = replace(axes[layout.same_axis("stage")], name="stage")
+            axes["stage"] = replace(axes[layout.same_axis("stage", experts=False)], name="stage")
         p2p_groups: tuple[dist.ProcessGroup, ...] = ()
         if layout.pp > 1 and dist.get_backend() == "nccl":
             p2p_groups = _groups(layout.groups("pp"), 2)
