@@ -65,7 +65,7 @@ class Accounting:
     weight: int  # in compute
     gradient: int
     master: int  # beside the weight; 0: the weight is as wide, and is the master itself
-    states: int  # of the optimizer
+    states: float  # of the optimizer
     sharded_masters: bool = True  # ZeRO 3 keeps the master as its only copy, and gathers compute weights from it
 
     @classmethod
@@ -76,7 +76,7 @@ class Accounting:
         return cls(compute, full, full if compute < full else 0, full * states)
 
     @property
-    def saved(self) -> int:
+    def saved(self) -> float:
         """What a checkpoint has: masters and states."""
         return (self.master or self.weight) + self.states
 
