@@ -174,9 +174,9 @@ def state_of(
 def checkpoint_bytes(spec: ModelSpec, dtype: str, optimizer: OptimizerConfig = ADAMW) -> int:
     """Bytes of a checkpoint, of all ranks together: masters and the optimizer's states."""
     if optimizer.unit == "element":
-        return spec.parameter_count * Accounting.of(dtype, len(optimizer.states)).saved
-    states = (param.size * Accounting.of(dtype, len(optimizer.states_of(param))).saved for param in spec.parameters())
-    return sum(states)
+        return round(spec.parameter_count * Accounting.of(dtype, len(optimizer.states)).saved)
+    held = (param.size * Accounting.of(dtype, len(optimizer.states_of(param))).saved for param in spec.parameters())
+    return round(sum(held))
 
 
 def host_memory() -> int:

@@ -146,9 +146,7 @@ class SoftwareProfile(Struct, frozen=True, kw_only=True):
         held = {"weight_bytes": wide, "gradient_bytes": wide, "state_bytes": self.states * wide}
         return self.but(**held, peak_logit_bytes=logits, logit_bytes=moved)
 
-    def optimizing_with(
-        self, optimizer: OptimizerConfig, parameters: Iterable[Parameter] = ()
-    ) -> "SoftwareProfile":
+    def optimizing_with(self, optimizer: OptimizerConfig, parameters: Iterable[Parameter] = ()) -> "SoftwareProfile":
         """The same with another optimizer's states, before or after `computing_in`: on average, where it keeps more of
         some of these `parameters` than of others."""
         states, each = _states(optimizer, parameters), self.accounting
@@ -158,7 +156,7 @@ class SoftwareProfile(Struct, frozen=True, kw_only=True):
     @property
     def accounting(self) -> Accounting:
         """Bytes per parameter. Weights of four bytes and more are the masters themselves."""
-        master = min(4, self.state_bytes) if self.weight_bytes < 4 else 0
+        master = int(min(4, self.state_bytes)) if self.weight_bytes < 4 else 0
         return Accounting(self.weight_bytes, self.gradient_bytes, master, self.state_bytes - master)
 
     def hides(self, what: str) -> float:

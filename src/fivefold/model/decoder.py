@@ -16,7 +16,8 @@ from fivefold.model import init
 from fivefold.model.attention import self_attention
 from fivefold.model.layers import ACTIVATIONS, Linear, TokenPositions, accum_dtype, gated
 from fivefold.model.linear_cross_entropy import Targets
-from fivefold.model.moe import UNBALANCED, Balance, MoE, RouterStats
+from fivefold.model.load_balancing import UNBALANCED, Balance
+from fivefold.model.moe import MoE, RouterStats
 from fivefold.model.ops import LocalOps
 from fivefold.model.recompute import compiled, recomputed
 from fivefold.model.rope import Rotation, rope_cache

@@ -8,7 +8,8 @@ from fivefold.layout.layout import Layout
 from fivefold.model.decoder import mixture
 from fivefold.model.dispatch import LocalDispatch
 from fivefold.model.layers import TokenPositions
-from fivefold.model.moe import UNBALANCED, MoE
+from fivefold.model.load_balancing import UNBALANCED
+from fivefold.model.moe import MoE
 from fivefold.model.ops import LocalOps
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.token_dispatch import dispatch_of
