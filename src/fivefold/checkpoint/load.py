@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -213,7 +214,7 @@ def reshard(
     job = manifest.job | {"layout": msgspec.to_builtins(layout)}
     dtype = torch.float64 if job["train"]["dtype"] == "float64" else torch.float32
     shapes = {parameter.name: parameter.shape for parameter in spec.parameters()}
-    keys: dict[str, list[str]] = {name: [] for name in (*shapes, *spec.buffers())}  # master, and the optimizer's states
+    keys: dict[str, list[str]] = defaultdict(list)  # by parameter: its master, and the optimizer's states
     for key in checkpoint.tensors:
         keys[key.partition(".")[2]].append(key)
     parts: list[dict[str, Shard]] = [

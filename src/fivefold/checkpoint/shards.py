@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fivefold.checkpoint.store import Checkpoint, Manifest
+from fivefold.checkpoint.store import Checkpoint
 from fivefold.checkpoint.tensors import MODEL, Chunk, Stored, model_key
 from fivefold.layout.sharding import Box
 from fivefold.parallel.optimizer import Optimizer
@@ -67,11 +67,6 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 Shapes = Mapping[str, tuple[int, ...]]  # of every parameter of the model
 Buffers = Mapping[str, Tensor]  # of this rank's stages, each in full
-
-
-def optimizer_of(manifest: Manifest) -> str:
-    """The name of the optimizer whose states a checkpoint has; empty where there are none."""
-    return manifest.job.get("optimizer", {}).get("name", "adamw") if manifest.optimizer else ""
 
 
 def saveable_tensors(
