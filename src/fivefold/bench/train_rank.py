@@ -24,9 +24,9 @@ from fivefold.bench.systems import HuggingFaceSystem, RankBatch
 from fivefold.bench.train import CPU, Extras, Saved, TrainTurn
 from fivefold.checkpoint.store import Store
 from fivefold.data.batch import Batch, read_batch
+from fivefold.data.rows import Splits
 from fivefold.data.tokens import TokenStore
 from fivefold.job.config import Job
-from fivefold.job.preflight import Sources
 from fivefold.launch.device import check_bfloat16, choose_device, make_repeatable, peak_memory
 from fivefold.launch.processes import Rank
 from fivefold.model.recompute import compilation
@@ -87,12 +87,12 @@ def one_case(rank: Rank, case: StepCase, wanted: str, dtype: str, steps: int, wa
     return replace(without_seconds, seconds=middle, fastest=fastest, slowest=slowest, memory=turn.memory)
 
 
-def made_up(path: Path, job: Job) -> Sources:
+def made_up(path: Path, job: Job) -> Splits:
     """Random tokens, written below `path`, as the job's data."""
     tokens = path / "tokens"
     tokens.mkdir()
     write_tokens(tokens, job.model.vocab, _BATCHES * job.train.batch * job.data.seq + 1)
-    return Sources(TokenStore.open(tokens).split("train"), None, tokens)
+    return TokenStore.open(tokens).splits()
 
 
 class Watch:
@@ -153,7 +153,7 @@ def ours(job: Job, device: torch.device, watch: Watch, path: Path, extras: Extra
     """Run the loop of `fivefold train`, with its metrics; on request with a checkpoint, and a profile at the end."""
     # More steps than it takes: the run is stopped from outside.
     job = structs.replace(job, train=structs.replace(job.train, steps=1_000_000))
-    trainer = Trainer(job, made_up(path, job), Mesh.of(job.layout, device, spec=job.model))
+    trainer = Trainer(job, made_up(path, job), Mesh.of_job(job, device))
     metrics = MetricsFile(path / METRICS)
     checkpointing = OneCheckpoint(path, trainer, watch) if extras.checkpoint else None
     _until(trainer, checkpointing.written if checkpointing else watch.done, [metrics, watch], checkpointing)
@@ -253,7 +253,7 @@ class Profile:
         return sorted(kernels, key=lambda kernel: -kernel["seconds"])
 
 
-def _hugging_face(job: Job, sources: Sources, device: torch.device, watch: Watch, steps: int) -> None:
+def _hugging_face(job: Job, sources: Splits, device: torch.device, watch: Watch, steps: int) -> None:
     """Take `steps` steps of Hugging Face's model on the job's batches."""
     loop = HuggingFaceSystem(job, RankBatch([], 0), device, lr=1e-4)
     size, data = job.train.batch, job.data

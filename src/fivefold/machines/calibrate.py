@@ -14,7 +14,6 @@ import platform
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 from typing import TypeVar
 
@@ -201,9 +200,7 @@ def calibrate_launched_ranks(world: worlds.World, device: str, quick: bool) -> R
     None on the others."""
     chosen, job = choose_device(device, world.local_rank), read_job(None, [])
     with heartbeat.watched(_LONGEST, world.rank, world.size):
-        worlds.join(
-            world, choose_backend(chosen, world.local_size), job.train.timeout, claim(job, Path(), world, PURPOSE)
-        )
+        worlds.join(world, choose_backend(chosen, world.local_size), job.train.timeout, claim(job, "", world, PURPOSE))
         try:
             speeds = gather_values(rank_speed(chosen, world.local_size, quick), RankSpeed)
         finally:
