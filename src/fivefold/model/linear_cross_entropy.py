@@ -122,9 +122,10 @@ def _statistics(loss: Loss, logits: Tensor, words: Words) -> tuple[Tensor, ...]:
     if not logits.shape[-1]:
         zeros = logits.new_zeros(words.column.shape, dtype=words.dtype)
         return zeros - torch.inf, *[zeros] * loss.reduced
-    sums, largest = loss.sums(logits, words), logits.amax(-1).to(words.dtype)
+    largest = logits.amax(-1).to(words.dtype)
     below = logits - largest[:, None] if logits.dtype == words.dtype else logits.to(words.dtype).sub_(largest[:, None])
-    return largest + below.exp_().sum(-1).log(), *sums
+    lse = largest + below.exp_().sum(-1).log()
+    return lse, *loss.sums(logits, words)
 
 
 def _slope(loss: Loss, logits: Tensor, lse: Tensor, sums: list[Tensor], words: Words) -> Tensor:
