@@ -21,15 +21,15 @@ from fivefold.verifier.cases import (
     LOSSES_OFF,
     LayoutCase,
     all_cases,
-    pair_coverage,
     legal_layouts,
     mixture,
+    pair_coverage,
     pairwise,
     variants,
 )
 from fivefold.verifier.reference import run_reference
 from fivefold.verifier.result import VerifyResult
-from fivefold.verifier.verdict import RankMeasurement, Verdict
+from fivefold.verifier.verdict import RankMeasurement, ReplayedRouting, Verdict
 from fivefold.verifier.verify import Judge, expected_memory, expected_traffic, verify
 from tests.verifier import cases, mixtures
 from tests.verifier.mixtures import DEEPSEEK, Bug, job, moe

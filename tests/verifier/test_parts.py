@@ -14,7 +14,7 @@ from fivefold.layout.context_split import context_share
 from fivefold.optim.base import learning_rate
 from fivefold.schedules.registry import CATALOGUE
 from fivefold.verifier import compare
-from fivefold.verifier.cases import cases_of, pair_coverage, deep_enough, legal_layouts, make_batch, pairwise, variants
+from fivefold.verifier.cases import cases_of, deep_enough, legal_layouts, make_batch, pair_coverage, pairwise, variants
 from fivefold.verifier.compare import tolerance_of
 from fivefold.verifier.reference import add_noise, run_reference
 from fivefold.verifier.verdict import Verdict
@@ -91,18 +91,18 @@ def test_the_error_is_relative_to_the_largest_entry() -> None:
 def test_a_missing_a_zero_and_a_nan_gradient_fail() -> None:
     for gradient in (None, torch.zeros(4), torch.full((4,), math.nan), torch.ones(5)):
         errors = compared(norm=gradient)
-        assert not of(errors, "norm.weight").holds
+        assert not of(errors, "norm.weight").passed
         assert compare.worst_comparison(errors) == of(errors, "norm.weight") or math.isnan(
-            of(errors, "norm.weight").value
+            of(errors, "norm.weight").error
         )
     assert "norm.weight is zero" in str(of(compared(norm=torch.zeros(4)), "norm.weight"))
 
 
 def test_a_gradient_that_is_zero_in_theory_is_held_against_its_block() -> None:
     name = "layers.0.attention.k.bias"
-    assert of(compared(k=torch.full((4,), -3e-17)), name).holds  # other noise
-    assert of(compared(k=torch.zeros(4)), name).holds
-    assert not of(compared(k=torch.full((4,), 1e-6)), name).holds  # noise in the reference, and here a gradient
+    assert of(compared(k=torch.full((4,), -3e-17)), name).passed  # other noise
+    assert of(compared(k=torch.zeros(4)), name).passed
+    assert not of(compared(k=torch.full((4,), 1e-6)), name).passed  # noise in the reference, and here a gradient
 
 
 def test_the_k_bias_of_the_gpt_block_is_such_a_gradient() -> None:
@@ -124,15 +124,15 @@ def test_rounding_noise_widens_the_bound_of_its_own_gradient_alone() -> None:
     name = "layers.0.attention.q.bias"
     off = dict(WANTED) | {name: WANTED[name] + 1e-3, "norm.weight": WANTED["norm.weight"] + 1e-3}
     errors = compare.compare_gradients(off, WANTED, 1, 1e-6, GPT, noise={name: 4e-4})
-    assert of(errors, name).holds  # the noise is 4e-4, and 4 times that is allowed
-    assert of(errors, name).bound == pytest.approx(4 * 4e-4 / 2)  # relative to the largest entry
-    assert not of(errors, "norm.weight").holds
+    assert of(errors, name).passed  # the noise is 4e-4, and 4 times that is allowed
+    assert of(errors, name).tolerance == pytest.approx(4 * 4e-4 / 2)  # relative to the largest entry
+    assert not of(errors, "norm.weight").passed
     errors = compare.compare_gradients(off, WANTED, 1, 1e-6, GPT, noise={name: 2e-4})
-    assert not of(errors, name).holds
+    assert not of(errors, name).passed
     errors = compare.compare_gradients(WANTED | {name: torch.zeros(4)}, WANTED, 1, 1e-6, GPT, noise={name: 0.4})
     assert "is zero" in str(of(errors, name))  # the gradient is larger than its noise
     errors = compare.compare_gradients(WANTED | {name: torch.zeros(4)}, WANTED, 1, 1e-6, GPT, noise={name: 0.6})
-    assert of(errors, name).holds  # nothing is known of a gradient below its noise
+    assert of(errors, name).passed  # nothing is known of a gradient below its noise
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -29,7 +29,7 @@ from fivefold.support.errors import PeerLost, TrainingError
 from fivefold.support.progress import prefetch
 from fivefold.tracing.records import Trace
 from fivefold.tracing.tracer import tracer_of
-from fivefold.trainer.corruption import Corrupt, Corruption
+from fivefold.trainer.corruption import Corrupt, CorruptionChecks
 from fivefold.trainer.data_guard import STOP_FOR_DATA, DataGuard
 from fivefold.trainer.engine import Engine
 from fivefold.trainer.ledger import Counted
@@ -64,8 +64,8 @@ class Trainer:
         self.counted = Counted(self.engine, mesh, job.train.count, job.train.steps)
         self.policy = Policy(job.watch)
         self.account = Account()
-        self.corruption = Corruption(self.engine, mesh, self.account)
-        self.corruption.unread = lambda: bool(self.guard.unread)
+        self.corruption = CorruptionChecks(self.engine, mesh, self.account)
+        self.corruption.data_failed = lambda: bool(self.guard.unread)
         self.decision: StepDecision | None = None  # about the last step
         self.done = 0  # steps of the whole run, with those of the checkpoint that it resumes
         self.samples = 0  # of the data order that they were trained on

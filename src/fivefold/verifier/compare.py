@@ -30,8 +30,8 @@ reference is the difference of two such errors: at most twice the noise where th
 since a handful of draws can all be lucky. A gradient may be off by that tolerance or by SPREAD x noise, whichever is
 larger. A wrong term is as large as a summand, and that is 1/eps times as large as the noise: it is still found.
 
-For parameters the tolerance needs an optimizer that does not magnify noise. AdamW divides by sqrt(v) + eps, and with the
-usual eps = 1e-8 a gradient that is rounding noise moves its weight by a whole learning rate in a random direction.
+For parameters the tolerance needs an optimizer that does not magnify noise. AdamW divides by sqrt(v) + eps, and with
+the usual eps = 1e-8 a gradient that is rounding noise moves its weight by a whole learning rate in a random direction.
 `OPTIMIZER` takes an eps of the size of the gradients. The step is then about as exact as they are, and about linear in
 them: a gradient that is wrong by a factor is not normalised away.
 """

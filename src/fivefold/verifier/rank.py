@@ -202,7 +202,7 @@ def _forget_groups() -> None:
 
 
 class _ClearCacheInBackward(Function):
-    """DTensor caches results of its ops, with groups' names, by thread; a GPU's backward pass has a thread of its own."""
+    """DTensor caches results of its ops, with groups' names, by thread; backward on a GPU has a thread of its own."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ class ReplayedRouting(NamedTuple):
 
 @dataclass(frozen=True)
 class RankMeasurement:
-    """The measurements of one rank. Pairs are (the layout's, the reference's), one a step; tensors are of its stages."""
+    """The measurements of one rank. Pairs are (the layout's, the reference's), one for each step."""
 
     losses: list[tuple[float, float]] = field(default_factory=list)
     norms: list[tuple[float, float]] = field(default_factory=list)

@@ -39,7 +39,7 @@ from fivefold.schedules.schedule import peak_live
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError
 from fivefold.support.ranges import SEQUENCES, STEPS, TOKENS, checked, seconds, within
-from fivefold.verifier.cases import LayoutCase, all_cases, covered, pairwise, with_balance
+from fivefold.verifier.cases import LayoutCase, all_cases, pair_coverage, pairwise, with_balance
 from fivefold.verifier.compare import OPTIMIZER
 from fivefold.verifier.result import VerifyResult
 from fivefold.verifier.verdict import RankMeasurement, Verdict
@@ -350,8 +350,8 @@ def expected_memory(job: Job) -> list[dict[str, float]]:
 #
 # Two runs that add the same numbers in another order drift apart, and in float32 the drift grows from step to step. A
 # third run measures that noise: the single process again, with the samples of every batch in another order, which
-# changes nothing but the order of additions. A layout may differ `NOISE_FACTOR` times as much as that control. It may always
-# differ by a few roundings of the loss itself, since the control of a short run can happen to agree to the bit.
+# changes nothing but the order of additions. A layout may differ `NOISE_FACTOR` times as much as that control. It may
+# always differ by a few roundings of the loss itself, since the control of a short run can happen to agree to the bit.
 
 
 NOISE_FACTOR = 3.0
