@@ -38,7 +38,7 @@ def test_all_nodes_together_have_a_snapshot_of_which_one_node_is_lost() -> None:
     assert not one.missing
     assert one.files["rank-2.tensors"] == [2]  # today's third node was the fourth
     assert one.files["rank-0.tensors"] == [0, 1]
-    assert one.said == "3 of 4 nodes"
+    assert one.availability == "3 of 4 nodes"
 
 
 def test_two_neighbours_that_are_lost_take_a_file_with_them() -> None:

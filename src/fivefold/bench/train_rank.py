@@ -184,9 +184,9 @@ class Once(Checkpoints):
 
     def prepare(self) -> None:
         """As in a run that saves every so many steps, whatever the job says."""
-        self.saver.staging.prepare(self.pieces())
+        self.saver.staging.prepare(self.shards())
 
-    def after(self, step: int, must: bool) -> None:
+    def after(self, step: int, last: bool) -> None:
         if step != self.watch.last:
             return
         start = time.perf_counter()

@@ -244,8 +244,8 @@ class Candidate(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, files=files)
 
     @property
-    def said(self) -> str:
-        """How much of it there is, where it was on several nodes."""
+    def availability(self) -> str:
+        """How many nodes of those that made it have it, where it was several; else an empty text."""
         return f"{len(self.manifests)} of {self.nodes} nodes" if self.nodes > 1 else ""
 
 

@@ -126,7 +126,7 @@ class DataGuard:
             sentences.setdefault(finding.sentence + self._consequence(finding, used, samples), rank)
         if clean and done and checkpointing is not None:
             with suppress(TrainingError):  # that of the data says more
-                checkpointing.after(done, must=True)
+                checkpointing.after(done, last=True)
         said = [text + (f" (rank {rank} found it)" if size > 1 else "") for text, rank in sentences.items()]
         told = "; ".join(said) or "another rank cannot read its data"
         raise BadData(f"after step {done}: {told}; {MEND}")

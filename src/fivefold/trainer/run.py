@@ -223,10 +223,10 @@ class _RankRun:
         self.begun = self.checkpointing.restore()
         if self.recovery is not None:
             self.recovery.loaded(trainer.done, world.size, str(self.job.layout))
-        if self.checkpointing.weights:
-            console.print(f"[bold]starts[/] with the weights of {self.checkpointing.weights}", soft_wrap=True)
+        if self.checkpointing.initial_weights:
+            console.print(f"[bold]starts[/] with the weights of {self.checkpointing.initial_weights}", soft_wrap=True)
         if self.begun is not None:
-            loaded = f"{self.checkpointing.began}; loaded in {self.checkpointing.seconds:.2f} s"
+            loaded = f"{self.checkpointing.resumed_from}; loaded in {self.checkpointing.restore_seconds:.2f} s"
             console.print(f"[bold]resumes[/] from {loaded}", soft_wrap=True)
             changed = differences(self.begun, self.job, self.sources)
             show_changes(console, changed)
