@@ -314,9 +314,9 @@ def _show_load(console: Console, outputs: Outputs, job: Job, directory: Path) ->
 
 
 def _recovery(directory: Path, world: worlds.World, say: Callable[[str], None]) -> Recovery | None:
-    """Of rank 0 of a run that a launcher has started again."""
+    """The timing of a restart, on rank 0 of a run that a launcher has restarted."""
     planned = float(os.environ.get(worlds.PLANNED, 0))
-    recovery = Recovery.seen(directory, planned, world.apart or not world.meeting.file, say)
+    recovery = Recovery.after_restart(directory, planned, world.apart or not world.meeting.file, say)
     if recovery is not None:
         recovery.loads()
     return recovery
