@@ -264,7 +264,7 @@ class _RankRun:
         seconds = time.monotonic() - begin
         _show_rest(console, outputs, trainer, job, self.directory)
         self._show_end(display, seconds, evaluation, marks)  # last: it is what a screen still shows
-        outputs.judge()
+        outputs.check()
 
     def _steps(self, listeners: list[Listener], outputs: Outputs | None = None) -> Evaluation | None:
         """A run whose directory vanishes stops as if asked to, and all ranks know why."""
@@ -285,7 +285,7 @@ class _RankRun:
         console.print(f"[bold]watchers[/]  {self.trainer.account}", soft_wrap=True)
         for row in display.curve():
             console.print(row, soft_wrap=True)
-        steps = f"{display.steps_here} steps in {seconds:.1f} s"
+        steps = f"{display.new_steps} steps in {seconds:.1f} s"
         console.print(f"{steps}; job, metrics and environment in {self.directory}", markup=False)
         if evaluation is not None:
             loss = f"[bold]held-out loss {evaluation.held_out_loss:.4f}[/]"

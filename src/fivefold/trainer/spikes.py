@@ -97,7 +97,7 @@ class Decisions:
         )
 
     def recent_changes(self, step: int, window: int) -> list[StepDecision]:
-        """The skips and rollbacks less than `window` steps before `step`, or after it: of steps that a rollback undid."""
+        """The skips and rollbacks since `window` steps before `step`; also after it, of steps that a rollback undid."""
         return [decision for decision in self if decision.changes and decision.step > step - window]
 
 
