@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fivefold.checkpoint.hf_extras import own_file
-from fivefold.checkpoint.shards import Pieces
+from fivefold.checkpoint.shards import Shards
 from fivefold.checkpoint.tensors import MODEL
 from fivefold.layout.sharding import Box
 from fivefold.model.hf_names import BLOCK_SCALES, BLOCKS, TensorSource, expert_format_in, sources, tensors
@@ -212,10 +212,10 @@ class HuggingFace:
         assert self.tile is not None
         return fp8(lies[box], self._slice(beside)[:], box, self.tile)
 
-    def fill(self, pieces: Pieces) -> None:
-        """The `model.` pieces of a rank, each its box."""
-        for key, piece in pieces.items():
-            piece.make().copy_(self.read(key.removeprefix(f"{MODEL}."), piece.box))
+    def fill(self, shards: Shards) -> None:
+        """The `model.` shards of a rank, each its box."""
+        for key, shard in shards.items():
+            shard.make().copy_(self.read(key.removeprefix(f"{MODEL}."), shard.box))
 
 
 def _files(directory: Path) -> dict[str, Path]:

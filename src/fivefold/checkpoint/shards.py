@@ -49,11 +49,11 @@ class Shard:
         return Stored(tuple(self.shape), dtype_name(self.dtype), (chunk,))
 
 
-Pieces = Mapping[str, Shard]
+Shards = Mapping[str, Shard]
 
 
 def raw(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor that lies in one piece in this machine's memory; they are shared."""
+    """The bytes of a tensor that lies in one shard in this machine's memory; they are shared."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -62,7 +62,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 # ---- state ----------------------------------------------------------------------------------------------------------
-# A trainer's state as pieces: masters, the optimizer's states and the model's buffers by global name.
+# A trainer's state as shards: masters, the optimizer's states and the model's buffers by global name.
 #
 # The model's own weights are not saved: they are made of the masters.
 
@@ -82,8 +82,8 @@ def keys(name: str, checkpoint: Checkpoint) -> list[str]:
 def saveable_tensors(
     weights: Weights, shapes: Shapes, optimizer: Optimizer | None, buffers: Buffers | None = None
 ) -> dict[str, Shard]:
-    """All that this rank holds; the pieces share its memory."""
-    return _pieces(weights.masters, weights, shapes, optimizer) | _full(buffers or {})
+    """All that this rank holds; the shards share its memory."""
+    return _shards(weights.masters, weights, shapes, optimizer) | _full(buffers or {})
 
 
 def stored_buffers(buffers: Buffers, checkpoint: Checkpoint) -> Buffers:
@@ -99,18 +99,18 @@ def written(weights: Weights, shapes: Shapes, optimizer: Optimizer, buffers: Buf
             copy, copies = weights.copies(name)
             names += [name] if number % copies == copy else []
     first = weights.mesh.layout.position("stage", weights.mesh.world.rank) == 0  # of the ranks with these layers
-    return _pieces(names, weights, shapes, optimizer) | _full(buffers if first else {})
+    return _shards(names, weights, shapes, optimizer) | _full(buffers if first else {})
 
 
 def _full(buffers: Buffers) -> dict[str, Shard]:
     return {model_key(name): Shard.whole(buffer) for name, buffer in buffers.items()}
 
 
-def _pieces(names: Iterable[str], weights: Weights, shapes: Shapes, optimizer: Optimizer | None) -> dict[str, Shard]:
-    pieces = {}
+def _shards(names: Iterable[str], weights: Weights, shapes: Shapes, optimizer: Optimizer | None) -> dict[str, Shard]:
+    shards = {}
     for name in names:
         states = optimizer.states[name] if optimizer is not None else {}
         for kind, tensor in ({MODEL: weights.masters[name].detach()} | states).items():
             if tensor.numel():
-                pieces[f"{kind}.{name}"] = Shard.of(tensor, shapes[name], weights.master_box(name))
-    return pieces
+                shards[f"{kind}.{name}"] = Shard.of(tensor, shapes[name], weights.master_box(name))
+    return shards

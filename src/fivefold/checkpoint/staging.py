@@ -1,7 +1,7 @@
-"""Snapshots: a rank's pieces, copied into host memory that is made once and kept.
+"""Snapshots: a rank's shards, copied into host memory that is made once and kept.
 
-    staging.prepare(pieces)            # the room, before the first step: locking gigabytes for a GPU takes seconds
-    snapshot = staging.take(pieces)    # on a GPU it returns at once, and the device copies while it computes
+    staging.prepare(shards)            # the room, before the first step: locking gigabytes for a GPU takes seconds
+    snapshot = staging.take(shards)    # on a GPU it returns at once, and the device copies while it computes
     engine.snapshot_copied = snapshot.copied    # ... what it copies may change behind this event
     snapshot.arrive()                  # in the thread that writes it
 
@@ -21,7 +21,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from fivefold.checkpoint.shards import Pieces, Shard
+from fivefold.checkpoint.shards import Shard, Shards
 from fivefold.support.errors import Note, TrainingError
 from fivefold.support.text import bytes_text
 
@@ -31,7 +31,7 @@ _FOR_ALL = 1  # cudaHostRegisterPortable
 
 @dataclass(frozen=True)
 class Snapshot:
-    pieces: Pieces
+    shards: Shards
     device: torch.device
     copied: torch.cuda.Event | None = None  # when the device is done with it; None: it is
 
@@ -48,17 +48,17 @@ class Staging:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.room: dict[str, Tensor] | None = None
 
-    def prepare(self, pieces: Pieces, memory: mmap.mmap | None = None) -> None:
+    def prepare(self, shards: Shards, memory: mmap.mmap | None = None) -> None:
         """Once: what is locked must stay where it is until it is unlocked, which is when this object goes.
 
-        `memory`: room that is there already, for the whole `extent` of the pieces."""
+        `memory`: room that is there already, for the whole `extent` of the shards."""
         if self.room is not None:
             return
-        if not pieces:  # a rank that others write for
+        if not shards:  # a rank that others write for
             self.room = {}
             return
-        memory = _asked_for(extent(pieces)) if memory is None else memory
-        self.room = {name: _view(memory, start, pieces[name]) for name, start in starts(pieces).items()}
+        memory = _asked_for(extent(shards)) if memory is None else memory
+        self.room = {name: _view(memory, start, shards[name]) for name, start in starts(shards).items()}
         if self.stream is not None:
             # CUDA remembers an error for the thread that met it: memory that could not be locked, which only makes
             # copies slower, must not be what a later kernel stumbles over.
@@ -70,37 +70,37 @@ class Staging:
                 said = f"{bytes_text(len(memory))} for snapshots are not locked (CUDA error {refused[0]}): saves wait"
                 warnings.warn(said, Note, stacklevel=2)
 
-    def take(self, pieces: Pieces, after: torch.cuda.Event | None = None) -> Snapshot:
+    def take(self, shards: Shards, after: torch.cuda.Event | None = None) -> Snapshot:
         """`after`: another copy that is under way; what is `copied` here has waited for it, too."""
-        self.prepare(pieces)
-        if self.stream is None or not pieces:
-            return Snapshot({name: self._copied(name, piece) for name, piece in pieces.items()}, self.device, after)
+        self.prepare(shards)
+        if self.stream is None or not shards:
+            return Snapshot({name: self._copied(name, shard) for name, shard in shards.items()}, self.device, after)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         if after is not None:
             self.stream.wait_event(after)
         with torch.cuda.stream(self.stream):
-            copies = {name: self._copied(name, piece) for name, piece in pieces.items()}
+            copies = {name: self._copied(name, shard) for name, shard in shards.items()}
             copied = torch.cuda.Event(blocking=True)
             copied.record()
         return Snapshot(copies, self.device, copied)
 
-    def _copied(self, name: str, piece: Shard) -> Shard:
+    def _copied(self, name: str, shard: Shard) -> Shard:
         assert self.room is not None
-        tensor = piece.make()
+        tensor = shard.make()
         if self.stream is not None:
             tensor.record_stream(self.stream)
-        return Shard.of(self.room[name].copy_(tensor, non_blocking=True), piece.shape, piece.box)
+        return Shard.of(self.room[name].copy_(tensor, non_blocking=True), shard.shape, shard.box)
 
 
-def starts(pieces: Pieces) -> dict[str, int]:
-    """Where each piece begins in memory: at a page."""
-    ends = accumulate((_paged(piece.nbytes) for piece in pieces.values()), initial=0)
-    return dict(zip(pieces, ends, strict=False))
+def starts(shards: Shards) -> dict[str, int]:
+    """Where each shard begins in memory: at a page."""
+    ends = accumulate((_paged(shard.nbytes) for shard in shards.values()), initial=0)
+    return dict(zip(shards, ends, strict=False))
 
 
-def extent(pieces: Pieces) -> int:
+def extent(shards: Shards) -> int:
     """Bytes of memory for all of them."""
-    return sum(_paged(piece.nbytes) for piece in pieces.values())
+    return sum(_paged(shard.nbytes) for shard in shards.values())
 
 
 def _paged(size: int) -> int:
@@ -118,9 +118,9 @@ def _asked_for(size: int) -> mmap.mmap:
     return memory
 
 
-def _view(memory: mmap.mmap, start: int, piece: Shard) -> Tensor:
-    count = math.prod(piece.sizes)
-    return torch.frombuffer(memory, dtype=piece.dtype, count=count, offset=start).view(piece.sizes)
+def _view(memory: mmap.mmap, start: int, shard: Shard) -> Tensor:
+    count = math.prod(shard.sizes)
+    return torch.frombuffer(memory, dtype=shard.dtype, count=count, offset=start).view(shard.sizes)
 
 
 def _lock(owner: Staging, memory: mmap.mmap, refused: list[int]) -> None:

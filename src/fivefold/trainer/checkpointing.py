@@ -9,7 +9,7 @@ import msgspec
 
 from fivefold.checkpoint.find import find
 from fivefold.checkpoint.load import Say, damage, load, newest, set_aside
-from fivefold.checkpoint.memory import Began, Candidate, abandoned, begin, starts
+from fivefold.checkpoint.memory import Candidate, RunStart, abandoned, begin, starts
 from fivefold.checkpoint.memory_load import MemoryCheckpointer
 from fivefold.checkpoint.save import Saver
 from fivefold.checkpoint.shards import Shard, saveable_tensors, stored_buffers, written
@@ -46,7 +46,7 @@ class Checkpoints:
         self.saved = 0  # the last step of which a save was begun, or that was loaded
         self.wait_reported = False  # that steps wait for the disk: reported once
         self.memory = MemoryCheckpointer(control, say)
-        self.starts: list[Began] = []  # earlier starts of the run
+        self.starts: list[RunStart] = []  # earlier starts of the run
         self.resumed_from = ""  # a text: the checkpoint that was loaded
         self.initial_weights = ""  # a text: the checkpoint of another run whose weights this one began with
         self.restore_start = 0.0  # time.monotonic()
@@ -71,14 +71,14 @@ class Checkpoints:
         self.restore_seconds = time.monotonic() - self.restore_start
         return checkpoint
 
-    def _starts(self, run: Place) -> list[Began]:
+    def _starts(self, run: Place) -> list[RunStart]:
         """Earlier starts of the run. Where they cannot be read, none of the snapshots in memory counts as current."""
         try:
             return starts(run)
         except Damaged as error:
             self.say(f"{error}; snapshots in memory are left alone, and the newest checkpoint on disk is taken")
             assert self.memory.nodes is not None
-            return [Began(self.memory.nodes.start, -1)]
+            return [RunStart(self.memory.nodes.start, -1)]
 
     def _from_memory(self, candidates: list[Candidate], disk_step: int | None) -> Checkpoint | None:
         loaded = self.memory.load(candidates, self._shards_to_load)
