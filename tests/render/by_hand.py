@@ -152,7 +152,7 @@ def trained() -> TrainResult:
 def loaded() -> ExpertsResult:
     model = preset("tiny-deepseek")
     tokens = [[10 + layer * expert % 7 for expert in range(8)] for layer in range(1, 4)]
-    steps = [msgspec.structs.replace(one, load=Load.of(tokens, due=0)) for one in trained().steps]
+    steps = [msgspec.structs.replace(one, load=Load.of(tokens, expected=0)) for one in trained().steps]
     return ExpertsResult(Path("runs/a-long-name-of-a-run"), model, steps, 0, steps[0])
 
 

@@ -150,7 +150,7 @@ class BackgroundSaver:
         """Writes the snapshot; runs in the thread."""
         heartbeat.enter(f"the {self.what} of step {saving.manifest.step}")
         try:
-            snapshot.arrive()
+            snapshot.wait()
             write(saving.manifest, snapshot.shards)
         except BaseException as error:
             saving.error = error
