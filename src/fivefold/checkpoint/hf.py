@@ -92,7 +92,8 @@ def _job_text(job: Job, why: dict[str, str]) -> str:
     """The job file as text, with a heading, and reasons as comments."""
     heading = [f"{job.model.name}, fine-tuned as Tulu 3 was: {SOURCE} (arXiv 2411.15124)"]
     placeholder = 'path = "..."  tokens of this model\'s tokenizer: fivefold data prepare TEXT -o TOKENS --tokenizer '
-    return written(job, why, heading, {} if job.data.path else {"data": f"{placeholder}{job.run.dir}/{job.run.name}"})
+    notes = {"data": f"{placeholder}{job.run.dir}/{job.run.name}"} if job.data.usual else {}
+    return written(job, why, heading, notes)
 
 
 def _compute_dtype(source: HuggingFace) -> Choice:

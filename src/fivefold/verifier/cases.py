@@ -22,7 +22,7 @@ proven with experts, too (`mixture`).
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations, product
@@ -33,8 +33,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.data.batch import Batch
+from fivefold.data.batch import Batch, DpShare, read_share
 from fivefold.data.prepare import SHARD_TOKENS, Sink
+from fivefold.data.rows import check
 from fivefold.data.tokenizer import ByteTokenizer, Encoded
 from fivefold.job.config import Job
 from fivefold.layout.axes import AXES
@@ -282,7 +283,8 @@ def _pairs(layout: Layout, variant: str = "") -> set[object]:
 
 
 # ---- batches --------------------------------------------------------------------------------------------------------
-# Random data from a seed. The batches of proofs are as irregular as real data can be; those of benchmarks are plain.
+# A job's own data where it names any, and otherwise random data from a seed. Random batches of proofs are as irregular
+# as real data can be; those of benchmarks are plain.
 #
 # Tokens are uniform, so that every row of the vocabulary occurs. Loss masks are unequal: samples keep between a tenth
 # and all of their targets, one keeps none, and in every second step one data-parallel rank has no target at all, a
@@ -291,6 +293,20 @@ def _pairs(layout: Layout, variant: str = "") -> set[object]:
 
 
 _MAX_DOCUMENTS = 5  # per sequence
+
+
+def reader(job: Job, parts: int = 1, number: int = 0) -> Callable[[int], Batch | DpShare]:
+    """What reads the global batch of a step, from 0: of the job's own data, share `number` of `parts`, as a run does.
+    What others have is of no use to it, but for their masks."""
+    if job.data.usual:
+        return partial(make_batch, job)
+    row, data, size = check(job.data).train, job.data, job.train.batch
+
+    def read(step: int) -> DpShare:
+        samples = range(step * size, (step + 1) * size)
+        return read_share(row, data.seq, data.seed, samples, job.model.vocab, parts, number)
+
+    return read
 
 
 def make_batch(job: Job, step: int) -> Batch:

@@ -32,7 +32,7 @@ from fivefold.parallel.traffic import TrafficCounter
 from fivefold.trainer.engine import Engine, RankModel, moe_layers
 from fivefold.trainer.ledger import Ledger
 from fivefold.trainer.loop import Trainer
-from fivefold.verifier.cases import make_batch
+from fivefold.verifier.cases import reader
 from fivefold.verifier.compare import (
     Comparison,
     compare_biases,
@@ -228,8 +228,9 @@ def compare_steps(rank: Rank, job: Job, path: Path) -> RankMeasurement:
     first_step_counter, traffic_counter = counters  # the ledger counts memory and FLOPs, and traffic by its counter
     recorder = RouteRecorder(engine, replays_routing(job))
     local_names = {name for model in engine.stages.values() for name in model.stage.names(job.model)}
+    read = reader(job, mesh.batch.size, mesh.batch.rank)
     for step, target in enumerate(reference.steps, start=1):
-        batch = make_batch(job, step - 1)
+        batch = read(step - 1)
         recorder.begin(batch.samples, target.routing)
         with first_step_counter if step == 1 else traffic_counter:
             loss, norm = engine.forward_backward(batch), engine.gradient_norm()
