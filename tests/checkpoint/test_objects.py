@@ -112,7 +112,7 @@ def test_harm_is_named_by_file(place: RemotePlace, content: Any, said: str) -> N
 
 
 def test_only_the_rows_that_are_needed_are_read(place: RemotePlace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objects, "_AHEAD", 64)
+    monkeypatch.setattr(objects, "_READ_AHEAD", 64)
     whole = torch.arange(4096.0).reshape(64, 64)
     checkpoint = Checkpoint(save(Store(place), 1, whole))
     assert checkpoint.tensors
