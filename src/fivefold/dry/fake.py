@@ -46,7 +46,7 @@ class QuickFakeMode(FakeTensorMode):
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self.cache: dict[Any, _Recipes | None] = {}  # None: not to be cached
+        self.recipes: dict[Any, _Recipes | None] = {}  # None: not to be cached
         self.attributes: dict[torch.device, dict[str, Any]] = {}  # of a FakeTensor on each device
 
     @classmethod
@@ -59,11 +59,11 @@ class QuickFakeMode(FakeTensorMode):
         if (replacement := _REPLACEMENTS.get(func)) is not None:
             return replacement(*args, **(kwargs or {}))
         key = _key(func, args, kwargs)
-        recipes = self.cache.get(key) if key is not None else None
+        recipes = self.recipes.get(key) if key is not None else None
         if recipes is None:
             result = super().__torch_dispatch__(func, types, args, kwargs or {})
-            if key is not None and key not in self.cache:
-                self.cache[key] = _recipes(args, result)
+            if key is not None and key not in self.recipes:
+                self.recipes[key] = _recipes(args, result)
             return result
         results = [self._make(recipe, args) for recipe in recipes.recipes]
         return results[0] if recipes.container is None else recipes.container(results)
