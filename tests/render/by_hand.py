@@ -26,7 +26,7 @@ from fivefold.tracing.summary import TraceSummary
 from fivefold.trainer.records import Evaluation, Load, Step
 from fivefold.trainer.result import ExpertsResult, TrainResult
 from fivefold.verifier.cases import LayoutCase
-from fivefold.verifier.compare import Comparison
+from fivefold.verifier.compare import ValueComparison
 from fivefold.verifier.result import VerifyResult
 from fivefold.verifier.verdict import MemoryCheck, TrafficCheck, Verdict
 from fivefold.verifier.verify import CurveResult
@@ -47,10 +47,10 @@ def _verdict(holds: bool = True, noisy: bool = False) -> Verdict:
         losses=[(5.543610057, 5.543610057)],
         norms=[(1.323600561, 1.323600561)],
         comparisons=[
-            Comparison("loss", "", 1, value, 1e-10),
-            Comparison("norm", "", 1, value, 1e-10),
-            Comparison("gradient", name, 1, value, 0.2 if noisy else 1e-10),
-            Comparison("parameter", name, 1, value, 1e-10),
+            ValueComparison("loss", "", 1, value, 1e-10),
+            ValueComparison("norm", "", 1, value, 1e-10),
+            ValueComparison("gradient", name, 1, value, 0.2 if noisy else 1e-10),
+            ValueComparison("parameter", name, 1, value, 1e-10),
         ],
         traffic=[TrafficCheck(0, other, sent)],
         memory=[

@@ -62,7 +62,7 @@ def test_data_is_a_function_of_seed_and_step() -> None:
 # ---- the measure -----------------------------------------------------------------------------------------------------
 
 
-def of(errors: list[compare.Comparison], name: str) -> compare.Comparison:
+def of(errors: list[compare.ValueComparison], name: str) -> compare.ValueComparison:
     [error] = [error for error in errors if error.name == name]
     return error
 
@@ -75,7 +75,7 @@ WANTED = {
 }
 
 
-def compared(**changes: Tensor | None) -> list[compare.Comparison]:
+def compared(**changes: Tensor | None) -> list[compare.ValueComparison]:
     found = {name: changes.get(name.split(".")[-2], tensor) for name, tensor in WANTED.items()}
     zero = compare.zero_gradients(WANTED, GPT)
     assert zero == {"layers.0.attention.k.bias"}

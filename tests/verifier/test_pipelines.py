@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from fivefold.job.config import Job
-from fivefold.verifier.compare import Comparison
+from fivefold.verifier.compare import ValueComparison
 from fivefold.verifier.verdict import RankMeasurement, Verdict
 from fivefold.verifier.verify import Judge, expected_memory, expected_traffic
 from tests.verifier import cases
@@ -91,7 +91,7 @@ def test_a_parameter_that_no_rank_holds_fails_and_so_do_copies_that_differ(judge
     names = [parameter.name for parameter in one.model.parameters()]
 
     def measured(held: list[str], digest: str) -> RankMeasurement:
-        errors = [Comparison(what, name, 1, 0.0, 1e-10) for what in ("gradient", "parameter") for name in held]
+        errors = [ValueComparison(what, name, 1, 0.0, 1e-10) for what in ("gradient", "parameter") for name in held]
         return RankMeasurement(
             errors=errors, digests=dict.fromkeys(held, digest), memory={"gradients": 8, "peak": 9, "flops": 1}
         )

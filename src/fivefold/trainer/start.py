@@ -178,5 +178,5 @@ def trace_rank(rank: processes.Rank, job: Job) -> Trace | None:
     if rank.world > 1:
         rank.join(choose_backend(device, rank.world, job.train, rank.number))
     traces: list[Trace] = []
-    Trainer(job, preflight(job, rank.world), Mesh.of(job.layout, device, spec=job.model)).run([], traces.append)
+    Trainer(job, preflight(job, rank.world), Mesh.of_job(job, device)).run([], traces.append)
     return traces[0] if traces else None

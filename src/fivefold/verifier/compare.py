@@ -53,7 +53,7 @@ _ZERO = 1e-10  # of the largest gradient of its block: what is below it is round
 _MIN_MISMATCHES, _MISMATCHED_SHARE = 8, 0.02  # tokens that may mismatch though none did in the reference's own runs
 
 
-class Comparison(NamedTuple):
+class ValueComparison(NamedTuple):
     """A number or tensor of a layout against the reference's. `error` is infinite where one of the two is missing."""
 
     quantity: str  # loss | norm | gradient | parameter; of experts: routing | load | bias
@@ -117,12 +117,12 @@ def longest_sum(spec: ModelSpec, tokens: int, seq: int) -> int:
 # ---- the comparisons -----------------------------------------------------------------------------------------------
 
 
-def compare_scalars(quantity: str, step: int, actual: float, expected: float, tolerance: float) -> Comparison:
+def compare_scalars(quantity: str, step: int, actual: float, expected: float, tolerance: float) -> ValueComparison:
     """Compares losses or gradient norms."""
-    return Comparison(quantity, "", step, abs(actual - expected) / (abs(expected) or 1.0), tolerance)
+    return ValueComparison(quantity, "", step, abs(actual - expected) / (abs(expected) or 1.0), tolerance)
 
 
-def compare_loads(router: str, step: int, actual: "Tensor", expected: "Tensor") -> Comparison:
+def compare_loads(router: str, step: int, actual: "Tensor", expected: "Tensor") -> ValueComparison:
     """Compares the tokens of each expert: whole numbers, which must be equal."""
     differing = (actual.cpu() != expected).nonzero()[:, 0].tolist()
     note = ""
@@ -131,12 +131,12 @@ def compare_loads(router: str, step: int, actual: "Tensor", expected: "Tensor") 
         note = f"has {int(actual[expert])} tokens for expert {expert}, and one process {int(expected[expert])}"
         if len(differing) > 1:
             note += f"; {len(differing)} experts differ"
-    return Comparison("load", router, step, float(len(differing)), 0.0, note)
+    return ValueComparison("load", router, step, float(len(differing)), 0.0, note)
 
 
 def compare_biases(
     name: str, step: int, actual: "Tensor", expected: "Tensor", rate: float, tolerance: float
-) -> Comparison:
+) -> ValueComparison:
     """Compares the biases that balance the experts. They move by `rate` in a step, so the scale is at least that."""
     scale = max(_max_abs(expected), rate)
     return _compare_tensors("bias", name, step, actual.cpu(), expected, scale, tolerance)
@@ -156,7 +156,7 @@ def compare_gradients(
     spec: ModelSpec,
     zero: Collection[str] = (),
     noise: Mapping[str, float] | None = None,
-) -> list[Comparison]:
+) -> list[ValueComparison]:
     """Compares each gradient of `expected`; one that `actual` lacks fails.
 
     `zero` names the gradients that are zero in theory; `noise` has the rounding error of each gradient.
@@ -168,9 +168,9 @@ def compare_gradients(
         noise_limit = SPREAD * (noise or {}).get(name, 0.0)  # absolute
         limit = max(tolerance, noise_limit / scale) if scale else tolerance
         if name not in actual:
-            comparisons.append(Comparison("gradient", name, step, math.inf, limit, "is missing"))
+            comparisons.append(ValueComparison("gradient", name, step, math.inf, limit, "is missing"))
         elif name not in zero and scale > noise_limit and _max_abs(actual[name]) == 0.0:
-            comparisons.append(Comparison("gradient", name, step, math.inf, limit, "is zero"))
+            comparisons.append(ValueComparison("gradient", name, step, math.inf, limit, "is zero"))
         else:
             comparisons.append(_compare_tensors("gradient", name, step, actual[name], tensor, scale, limit))
     return comparisons
@@ -192,7 +192,7 @@ def _largest_in_block(gradients: Mapping[str, "Tensor"], spec: ModelSpec) -> dic
 
 def compare_parameters(
     actual: Mapping[str, "Tensor"], expected: Mapping[str, "Tensor"], job: Job, tolerance: float
-) -> list[Comparison]:
+) -> list[ValueComparison]:
     """Compares each parameter of `expected` after the last step; one that `actual` lacks fails."""
     steps = job.train.steps
     distance = sum(learning_rate(job.optimizer, step, steps) for step in range(steps))
@@ -202,14 +202,14 @@ def compare_parameters(
             scale = max(_max_abs(tensor), distance)
             comparisons.append(_compare_tensors("parameter", name, steps, actual[name], tensor, scale, tolerance))
         else:
-            comparisons.append(Comparison("parameter", name, steps, math.inf, tolerance, "is missing"))
+            comparisons.append(ValueComparison("parameter", name, steps, math.inf, tolerance, "is missing"))
     return comparisons
 
 
-def worst_comparison(comparisons: Iterable[Comparison]) -> Comparison | None:
+def worst_comparison(comparisons: Iterable[ValueComparison]) -> ValueComparison | None:
     """The comparison whose error is the largest multiple of its tolerance; NaN is larger than anything."""
 
-    def multiple(comparison: Comparison) -> float:
+    def multiple(comparison: ValueComparison) -> float:
         if math.isnan(comparison.error):
             return math.inf
         if comparison.tolerance:
@@ -221,12 +221,12 @@ def worst_comparison(comparisons: Iterable[Comparison]) -> Comparison | None:
 
 def _compare_tensors(
     quantity: str, name: str, step: int, actual: "Tensor", expected: "Tensor", scale: float, tolerance: float
-) -> Comparison:
+) -> ValueComparison:
     if actual.shape != expected.shape:
         note = f"has shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
-        return Comparison(quantity, name, step, math.inf, tolerance, note)
+        return ValueComparison(quantity, name, step, math.inf, tolerance, note)
     difference = _max_abs(actual.double() - expected.double())
-    return Comparison(quantity, name, step, difference / scale if scale else difference, tolerance)
+    return ValueComparison(quantity, name, step, difference / scale if scale else difference, tolerance)
 
 
 def _max_abs(tensor: "Tensor") -> float:

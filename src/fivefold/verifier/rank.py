@@ -34,7 +34,7 @@ from fivefold.trainer.ledger import Ledger
 from fivefold.trainer.loop import Trainer
 from fivefold.verifier.cases import reader
 from fivefold.verifier.compare import (
-    Comparison,
+    ValueComparison,
     compare_biases,
     compare_gradients,
     compare_loads,
@@ -132,14 +132,14 @@ class RouteRecorder:
 
     def compare_expert_biases(
         self, step: int, expected: dict[str, Tensor], rate: float, tolerance: float
-    ) -> list[Comparison]:
+    ) -> list[ValueComparison]:
         return [
             compare_biases(name, step, actual, expected[name], rate, tolerance)
             for name, actual in self.expert_biases().items()
         ]
 
 
-def compare_expert_loads(step: int, tokens_per_expert: Tensor, routing: dict[int, Tensor]) -> list[Comparison]:
+def compare_expert_loads(step: int, tokens_per_expert: Tensor, routing: dict[int, Tensor]) -> list[ValueComparison]:
     """Compares the tokens of each expert, summed over ranks: [layers with experts, X]."""
     comparisons = []
     for counts, (layer, chosen) in zip(tokens_per_expert.cpu(), sorted(routing.items()), strict=True):
@@ -217,7 +217,7 @@ class _ClearCacheInBackward(Function):
 def compare_steps(rank: Rank, job: Job, path: Path) -> RankMeasurement:
     """Runs and compares all steps, on a rank that has joined the others; `path` is the reference's file."""
     device = choose_device(job.train.device, rank.number)
-    mesh = Mesh.of(job.layout, device, spec=job.model)
+    mesh = Mesh.of_job(job, device)
     engine, reference = Engine(job, mesh), Reference.load(path)
     tolerance, counter = tolerance_of(job), TrafficCounter(mesh)
     measured, ledger = RankMeasurement(reference_mismatches=reference.mismatched), Ledger(engine, counter)
@@ -285,7 +285,7 @@ def curve(rank: Rank, job: Job, shuffled: bool) -> tuple[list[float | None], dic
     make_repeatable(job.train)
     if rank.world > 1:
         rank.join(choose_backend(device, rank.world, job.train, rank.number))
-    trainer = Trainer(job, preflight(job, rank.world), Mesh.of(job.layout, device, spec=job.model))
+    trainer = Trainer(job, preflight(job, rank.world), Mesh.of_job(job, device))
     start = {name: digest(weight) for name, weight in _full_tensors(trainer.engine.parameters()).items()}
     losses = []
     for step, read in enumerate(trainer.reads(full=shuffled), start=1):

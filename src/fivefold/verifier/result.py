@@ -12,7 +12,7 @@ from fivefold.layout.axes import AXES
 from fivefold.render.blocks import Block, Cell, Result, Table, Text, mark
 from fivefold.support.text import bytes_text, graphs_text
 from fivefold.verifier.cases import LayoutCase
-from fivefold.verifier.compare import Comparison, tolerance_of, worst_comparison
+from fivefold.verifier.compare import ValueComparison, tolerance_of, worst_comparison
 from fivefold.verifier.verdict import Verdict, in_axis_order
 
 _MAX_FAILURES = 10  # failing layouts of a sweep that are printed with their problems
@@ -128,11 +128,11 @@ def _comparison_table(verdict: Verdict) -> Table:
     return Table(["", ">layout", ">one process", ">error", ""], rows)
 
 
-def _error_text(comparison: Comparison) -> str:
+def _error_text(comparison: ValueComparison) -> str:
     return comparison.note or f"{comparison.error:.1e}"
 
 
-def _difference_text(comparison: Comparison) -> str:
+def _difference_text(comparison: ValueComparison) -> str:
     """The error of a routing or a load, which counts tokens or experts."""
     if not comparison.passed:
         return "differs"

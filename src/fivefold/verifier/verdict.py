@@ -14,7 +14,7 @@ from fivefold.cost.collective_time import Traffic
 from fivefold.job.config import Job
 from fivefold.layout.axes import shown_order
 from fivefold.verifier.compare import (
-    Comparison,
+    ValueComparison,
     mismatch_tolerance,
     replays_routing,
     router_name,
@@ -51,7 +51,7 @@ class RankMeasurement:
 
     losses: list[tuple[float, float]] = field(default_factory=list)
     norms: list[tuple[float, float]] = field(default_factory=list)
-    comparisons: list[Comparison] = field(default_factory=list)
+    comparisons: list[ValueComparison] = field(default_factory=list)
     traffic: list[Traffic] = field(default_factory=list)  # of all steps
     digests: dict[str, str] = field(default_factory=dict)  # of the parameters after the last step
     graphs: list[tuple[int, dict[str, int]]] = field(default_factory=list)  # of `compilation()`; empty: not compiled
@@ -120,7 +120,7 @@ class Verdict:
     seconds: float
     losses: list[tuple[float, float]] = field(default_factory=list)
     norms: list[tuple[float, float]] = field(default_factory=list)
-    comparisons: list[Comparison] = field(default_factory=list)  # of each the worst over ranks
+    comparisons: list[ValueComparison] = field(default_factory=list)  # of each the worst over ranks
     traffic: list[TrafficCheck] = field(default_factory=list)
     diverged_replicas: list[str] = field(default_factory=list)  # a sentence for each parameter whose replicas differ
     memory: list[MemoryCheck] = field(default_factory=list)
@@ -164,7 +164,7 @@ class Verdict:
             replayed=_replayed_routing(job, measured),
         )
 
-    def worst(self, quantity: str) -> Comparison | None:
+    def worst(self, quantity: str) -> ValueComparison | None:
         return worst_comparison(comparison for comparison in self.comparisons if comparison.quantity == quantity)
 
     @property
@@ -224,7 +224,7 @@ def in_axis_order(checks: Sequence[TrafficCheck]) -> list[TrafficCheck]:
     return sorted(checks, key=lambda check: (shown_order(check.counted.axis), check.counted.kind))
 
 
-def _comparison_dict(comparison: Comparison | None) -> dict[str, Any] | None:
+def _comparison_dict(comparison: ValueComparison | None) -> dict[str, Any] | None:
     if comparison is None:
         return None
     return {
@@ -241,9 +241,9 @@ def _finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _worst_over_ranks(job: Job, measured: list[RankMeasurement]) -> list[Comparison]:
+def _worst_over_ranks(job: Job, measured: list[RankMeasurement]) -> list[ValueComparison]:
     """The worst of each comparison over ranks; a parameter or load that no rank compared fails."""
-    worst: dict[tuple[str, str, int], Comparison] = {}
+    worst: dict[tuple[str, str, int], ValueComparison] = {}
     for comparison in (comparison for rank in measured for comparison in rank.comparisons):
         key = comparison.quantity, comparison.name, comparison.step
         worst[key] = max(
@@ -257,7 +257,7 @@ def _worst_over_ranks(job: Job, measured: list[RankMeasurement]) -> list[Compari
     required += [("load", name, step) for name in _router_names(job) for step in steps]
     for key in required:
         note = f"is {'counted' if key[0] == 'load' else 'held'} by no rank"
-        worst.setdefault(key, Comparison(*key, math.inf, tolerance, note))
+        worst.setdefault(key, ValueComparison(*key, math.inf, tolerance, note))
     return list(worst.values())
 
 
@@ -266,7 +266,7 @@ def _router_names(job: Job) -> list[str]:
     return [router_name(layer) for layer in range(spec.dense_layers, spec.layers)] if spec.experts is not None else []
 
 
-def _routing_comparisons(job: Job, measured: list[RankMeasurement]) -> list[Comparison]:
+def _routing_comparisons(job: Job, measured: list[RankMeasurement]) -> list[ValueComparison]:
     """Compares where the tokens of each layer and step went, over all ranks, or under replay would have gone.
 
     The error is the number of mismatched tokens; a router that no rank has seen fails.
@@ -280,9 +280,9 @@ def _routing_comparisons(job: Job, measured: list[RankMeasurement]) -> list[Comp
             note = next((layer.note for layer in layers if layer.note), "")
             note += f"; {mismatched - 1} more tokens differ" if mismatched > 1 else ""
             note += f", and rounding explains {tolerance:.0f}" if tolerance and note else ""
-            comparisons.append(Comparison("routing", name, step, float(mismatched), tolerance, note))
+            comparisons.append(ValueComparison("routing", name, step, float(mismatched), tolerance, note))
         else:
-            comparisons.append(Comparison("routing", name, step, math.inf, tolerance, "was seen by no rank"))
+            comparisons.append(ValueComparison("routing", name, step, math.inf, tolerance, "was seen by no rank"))
     return comparisons
 
 
@@ -290,7 +290,7 @@ def _all_routed(measured: list[RankMeasurement]) -> list[RoutedLayer]:
     return [layer for rank in measured for layer in rank.routed]
 
 
-def _not_routed_once(measured: list[RankMeasurement]) -> list[Comparison]:
+def _not_routed_once(measured: list[RankMeasurement]) -> list[ValueComparison]:
     """A failed comparison for each layer and step in which a token was not routed exactly once, over all ranks."""
     sums: dict[tuple[int, str], NDArray[np.int64]] = {}
     first_samples: dict[int, int] = {}  # by step
@@ -303,7 +303,7 @@ def _not_routed_once(measured: list[RankMeasurement]) -> list[Comparison]:
             row, position = wrong[0].tolist()
             by = f"by {visits[row, position]} ranks" if visits[row, position] else "by no rank"
             note = f"has sample {first_samples[step] + row}, position {position} routed {by}"
-            comparisons.append(Comparison("routing", name, step, float(len(wrong)), 0.0, note))
+            comparisons.append(ValueComparison("routing", name, step, float(len(wrong)), 0.0, note))
     return comparisons
 
 

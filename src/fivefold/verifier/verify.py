@@ -325,17 +325,20 @@ def expected_traffic(job: Job, routing: Sequence[Routing] = ()) -> list[list[Tra
     all_coords = [RankCoords.of(layout, rank) for rank in range(layout.world)]
     traffic_of = partial(
         step_traffic, job.model, layout, seq, train.batch, train.dtype,
-        smoothing=train.label_smoothing > 0, balance_loss=train.balance_loss > 0,
+        smoothing=train.label_smoothing > 0, balance_loss=train.balance_loss > 0, optimizer=job.optimizer,
     )  # fmt: skip
+    # Only matrices that are brought together for an optimizer make more of a rank's place than its coordinates.
+    alike = job.optimizer.unit == "element"
+    places = [0 if alike else layout.position("stage", rank) for rank in range(layout.world)]
     if job.model.experts is None:
-        traffic = {coords: traffic_of(coords=coords) for coords in set(all_coords)}
-        return [[times(row, train.steps) for row in traffic[coords]] for coords in all_coords]
+        kinds = [*zip(all_coords, places, strict=True)]
+        traffic = {kind: traffic_of(coords=kind[0], place=kind[1]) for kind in set(kinds)}
+        return [[times(row, train.steps) for row in traffic[kind]] for kind in kinds]
     traffic_by_rank = []
-    for rank, coords in enumerate(all_coords):
-        steps = [rows_of(job.model, layout, rank, seq, train.batch, step_routing) for step_routing in routing]
-        traffic_by_rank.append(
-            total(row for routed_rows in steps for row in traffic_of(coords=coords, routed_rows=routed_rows))
-        )
+    for rank, (coords, place) in enumerate(zip(all_coords, places, strict=True)):
+        routed_rows = [rows_of(job.model, layout, rank, seq, train.batch, step_routing) for step_routing in routing]
+        steps = (traffic_of(coords=coords, routed_rows=rows, place=place) for rows in routed_rows)
+        traffic_by_rank.append(total(row for step in steps for row in step))
     return traffic_by_rank
 
 
