@@ -17,16 +17,18 @@ import msgspec
 
 from fivefold.job.aliases import apart, dtype_problem, explain
 from fivefold.job.table import NESTED, Table, apply, model_of
-from fivefold.layout.layout import Layout
+from fivefold.layout.layout import Layout, schedule_named
 from fivefold.optim import OPTIMIZERS, optimizer_named, optimizer_problems, stored_optimizer
 from fivefold.optim.adamw import AdamW
 from fivefold.optim.base import OptimizerConfig
+from fivefold.schedules.build import ScheduleInfo
+from fivefold.schedules.registry import is_file
 from fivefold.spec.model import ModelSpec
 from fivefold.support.dtypes import dtype_of
 from fivefold.support.errors import Note, Problem, UserError
 from fivefold.support.parsing import Missing, path_of, read, read_toml, toml_value, unknown_key
 from fivefold.support.places import remote_of
-from fivefold.support.plugins import is_plugin
+from fivefold.support.plugins import find_object, is_plugin
 from fivefold.support.ranges import SECONDS, SEQUENCES, STEPS, TOKENS, outside, within
 from fivefold.support.text import did_you_mean
 
@@ -139,7 +141,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     @property
     def plugins(self) -> list[str]:
         """What it names of modules of a user's own; commands that read it as a stored one are told by --plugin."""
-        return [name for name in (self.optimizer.name,) if is_plugin(name)]
+        schedule = "" if is_file(self.layout.schedule) else self.layout.schedule
+        return [name for name in (self.optimizer.name, schedule) if is_plugin(name)]
 
     def problems(self, world: int | None = None, ranks_by: str = "--nproc") -> list[str]:
         """Everything wrong with the values, beyond their types; `ranks_by` is how the reader gets a number of ranks."""
@@ -300,6 +303,8 @@ def _odd(widths: dict[str, int]) -> str:
 
 
 SECTIONS: dict[str, Any] = {field.name: field.type for field in msgspec.structs.fields(Job) if field.name != "model"}
+_NAMING = {"optimizer": {"optimizer.name"}, "layout": {"layout", "layout.schedule"}}  # settings that name a plugin
+NAMING = tuple(f"{key}=" for keys in _NAMING.values() for key in keys)  # how changes of them begin
 KEYS: dict[str, list[str]] = {  # of every section, and of tables in one
     "model": ["preset", "config", *ModelSpec.__struct_fields__],
     **{f"model.{name}": keys for name, keys in NESTED.items()},
@@ -352,8 +357,8 @@ def resolve(table: Table, changes: Sequence[str] = (), name: str = "run", *, sto
     problems += [unknown_key("", key, ["model", *SECTIONS]) for key in table if key not in ("model", *SECTIONS)]
     model = model_of(table.get("model", {}), table.get("data"), problems, of_its_own=of_its_own)
     given = {change.partition("=")[0] for change in changes}
-    trusted = not stored or "optimizer.name" in given
-    sections = {name: _section(name, table.get(name, {}), problems, trusted=trusted) for name in SECTIONS}
+    trusted = {name for name in SECTIONS if not stored or given & _NAMING.get(name, set())}
+    sections = {name: _section(name, table.get(name, {}), problems, trusted=name in trusted) for name in SECTIONS}
     if problems or model is None:
         raise UserError(problems)
     if not sections["run"].name:
@@ -392,6 +397,8 @@ def _section(section: str, value: Any, problems: list[str], *, trusted: bool) ->
     kind = SECTIONS[section]
     try:
         if kind is Layout and isinstance(value, str | dict):
+            if is_plugin(schedule := schedule_named(value)):
+                find_object("layout.schedule", schedule, ScheduleInfo, trusted=trusted)
             return Layout.parse(value) if isinstance(value, str) else Layout.from_dict(value)
         if not isinstance(value, dict):
             raise UserError(f"{section}={value!r} is not a table of settings", f"{section}.type")
