@@ -27,10 +27,8 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from fivefold.layout.layout import schedule_named
 from fivefold.render.blocks import TEXTS, check_writable
 from fivefold.render.paint import PICTURES
-from fivefold.schedules.registry import is_file
 from fivefold.support.errors import UserError
 from fivefold.support.plugins import is_plugin, load
 from fivefold.support.progress import shown, silenced
@@ -140,6 +138,11 @@ def _schedules(given: Mapping[str, Any]) -> list[str]:
     """Schedules of a user's own modules that options name: --layout, --fix, and what `draw` draws."""
     texts = [text for key in ("layout", "fix") if isinstance(text := given.get(key), str)]
     drawn = words if isinstance(words := given.get("schedule"), list) else []
+    if not any(map(is_plugin, (*texts, *drawn))):
+        return []
+    from fivefold.layout.layout import schedule_named
+    from fivefold.schedules.registry import is_file
+
     return [name for name in (*map(schedule_named, texts), *drawn) if is_plugin(name) and not is_file(name)]
 
 
