@@ -28,7 +28,7 @@ from fivefold.support.dtypes import dtype_of
 from fivefold.support.errors import Note, Problem, UserError
 from fivefold.support.parsing import Missing, path_of, read, read_toml, toml_value, unknown_key
 from fivefold.support.places import remote_of
-from fivefold.support.plugins import find_object, is_plugin
+from fivefold.support.plugins import find_value, is_plugin
 from fivefold.support.ranges import SECONDS, SEQUENCES, STEPS, TOKENS, outside, within
 from fivefold.support.text import did_you_mean
 
@@ -398,7 +398,7 @@ def _section(section: str, value: Any, problems: list[str], *, trusted: bool) ->
     try:
         if kind is Layout and isinstance(value, str | dict):
             if is_plugin(schedule := schedule_named(value)):
-                find_object("layout.schedule", schedule, ScheduleInfo, trusted=trusted)
+                find_value("layout.schedule", schedule, ScheduleInfo, trusted=trusted)
             return Layout.parse(value) if isinstance(value, str) else Layout.from_dict(value)
         if not isinstance(value, dict):
             raise UserError(f"{section}={value!r} is not a table of settings", f"{section}.type")

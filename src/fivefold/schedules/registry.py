@@ -17,7 +17,7 @@ from fivefold.schedules.text import SUFFIXES, load
 from fivefold.schedules.zero_bubble import DUALPIPE_V, V_HALF, V_MIN, ZB_H1, ZB_H2, ZB_V
 from fivefold.support.errors import Problem, UserError
 from fivefold.support.parsing import path_of
-from fivefold.support.plugins import find_object, is_plugin
+from fivefold.support.plugins import find_value, is_plugin
 from fivefold.support.text import counted, did_you_mean, either
 
 RECORDS = (
@@ -50,7 +50,7 @@ def record_of(name: str) -> ScheduleInfo:
             raise UserError(f"{path} cannot be read: {error.strerror}") from None
         return _in_file(name, path, seen.st_mtime_ns, seen.st_size)
     if is_plugin(name):  # a layout may be stored: whoever reads the job imports what it names, before it makes one
-        return brought(name, find_object("layout.schedule", name, ScheduleInfo, trusted=False))
+        return brought(name, find_value("layout.schedule", name, ScheduleInfo, trusted=False))
     raise UserError(f"unknown schedule {name!r}; {did_you_mean(name, list(CATALOGUE))}")
 
 

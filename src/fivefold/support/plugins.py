@@ -65,7 +65,7 @@ def find(setting: str, name: Any, table: Mapping[str, type[T]], base: type[T], *
     return _checked(setting, name, found, base)
 
 
-def find_object(setting: str, name: str, kind: type[K], *, trusted: bool) -> K:
+def find_value(setting: str, name: str, kind: type[K], *, trusted: bool) -> K:
     """The object of a module that `setting` (layout.schedule) calls `name`."""
     found = load(name, setting) if trusted else _present(name)
     if isinstance(found, kind):
