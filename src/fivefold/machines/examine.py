@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from statistics import median
 
 import msgspec
@@ -140,7 +139,7 @@ def joined(job: Job, world: worlds.World) -> list[RankReport]:
     device = choose_device(job.train.device, world.local_rank)
     bind(device, world)
     with heartbeat.watched(job.train.timeout, world.rank, world.size):
-        proof = claim(job, Path(), world, PURPOSE)
+        proof = claim(job, "", world, PURPOSE)
         backend = choose_backend(device, world.local_size, job.train, world.rank, world.apart)
         worlds.join(world, backend, job.train.timeout, proof)
         try:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import msgspec
 
 from fivefold.support.errors import Problem
-from fivefold.support.plugins import untrusted
+from fivefold.support.plugins import class_shortcomings, untrusted
 from fivefold.support.ranges import STEPS, within
 
 if TYPE_CHECKING:
@@ -60,10 +60,7 @@ class OptimizerConfig(
     @staticmethod
     def shortcomings(kind: "type[OptimizerConfig]", name: str) -> Iterator[str]:
         """What a class lacks that a job calls `name`."""
-        if kind.__struct_config__.tag != name:
-            yield f"has another name in jobs; write `class {kind.__name__}(OptimizerConfig, tag={name!r}, ...)`"
-        if not kind.__struct_config__.frozen:
-            yield "can be changed after it was checked; write `frozen=True` in its class line"
+        yield from class_shortcomings(kind, OptimizerConfig, name)
         states = kind.states if isinstance(kind.states, tuple) else (None,)
         if not all(isinstance(state, str) and state.isidentifier() for state in states):
             yield f"has states={kind.states!r}, and not a tuple of names, for example ('momentum',)"
@@ -77,10 +74,6 @@ class OptimizerConfig(
             yield "has no method stock(self, groups, **options), a torch.optim.Optimizer that verify holds it against"
         if kind.fuses and kind.fused_update is OptimizerConfig.fused_update:
             yield "has fuses=True and no method fused_update; leave it False, or write one"
-        if required := [field.name for field in msgspec.structs.fields(kind) if field.required]:
-            yield f"has settings without a default: {', '.join(required)}"
-        elif problem := _unwritable(kind):
-            yield f"has settings that a job file cannot hold: {problem}"
 
     def rules(self) -> list[Rule]:
         """Bounds of the settings."""
@@ -130,16 +123,6 @@ class OptimizerConfig(
     def stock(self, groups: list[dict[str, Any]], **options: Any) -> "torch.optim.Optimizer":
         """PyTorch's own optimizer with these settings: the verifier's reference, and the benchmarks' peers."""
         raise NotImplementedError
-
-
-def _unwritable(kind: type[OptimizerConfig]) -> str:
-    """What is wrong with settings that do not come back from a job file as they went; empty where nothing is."""
-    try:
-        own = kind()
-        back = msgspec.convert(msgspec.to_builtins(own), kind)
-    except (msgspec.MsgspecError, TypeError) as error:
-        return str(error)
-    return "" if back == own else f"{own} comes back as {back}"
 
 
 class UnknownOptimizer(OptimizerConfig, frozen=True, kw_only=True):

@@ -34,7 +34,7 @@ from fivefold.trainer.engine import Engine, RankModel, moe_layers
 from fivefold.trainer.ledger import Ledger
 from fivefold.trainer.loop import Trainer
 from fivefold.verifier import compare
-from fivefold.verifier.cases import make_batch
+from fivefold.verifier.cases import reader
 from fivefold.verifier.compare import Error, router_name
 from fivefold.verifier.reference import Reference
 from fivefold.verifier.verdict import RankMeasurement, RoutedLayer
@@ -210,8 +210,9 @@ def compare_steps(rank: Rank, job: Job, path: Path) -> RankMeasurement:
     first, others = [nullcontext(), nullcontext()] if engine.compiled else counted
     recorder = RouteRecorder(engine, compare.replays(job))
     local = {name for model in engine.stages.values() for name in model.stage.names(job.model)}
+    read = reader(job, mesh.batch.size, mesh.batch.rank)
     for step, target in enumerate(reference.steps, start=1):
-        batch = make_batch(job, step - 1)
+        batch = read(step - 1)
         recorder.begin(batch.samples, target.routing)
         with first if step == 1 else others:
             loss, norm = engine.forward_backward(batch), engine.gradient_norm()

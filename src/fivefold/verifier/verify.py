@@ -30,7 +30,7 @@ from fivefold.cost.routing import Routing, rows_of
 from fivefold.cost.traffic import RankCoords
 from fivefold.cost.traffic import expected_traffic as step_traffic
 from fivefold.job.config import Job, read_job
-from fivefold.job.preflight import preflight
+from fivefold.job.preflight import open_data, preflight
 from fivefold.launch import processes
 from fivefold.layout.layout import Layout
 from fivefold.layout.stages import schedule_of
@@ -78,11 +78,11 @@ def verify(
         True
 
     Starts the ranks on this machine, on `device` cpu or cuda; those of one layout have `timeout` seconds. `changes` are
-    settings of the job, KEY=VALUE; `steps` of a `batch` of so many sequences of `seq` tokens train `model`, a preset or
-    an object, in `dtype`. `hook` names a function that each rank calls first. `sample` takes so many of the
-    layouts, chosen to meet every pair of settings; `jobs` of them run at a time. `repeat` proves each so often, by
-    ranks that stay up: for what happens once in a hundred times. `progress` is told how many layouts are done, of how
-    many, and which one is next.
+    settings of the job, KEY=VALUE; `steps` of a `batch` of so many sequences of `seq` tokens, random ones or those of
+    the data that the job names, train `model`, a preset or an object, in `dtype`. `hook` names a function that each
+    rank calls first. `sample` takes so many of the layouts, chosen to meet every pair of settings; `jobs` of them run
+    at a time. `repeat` proves each so often, by ranks that stay up: for what happens once in a hundred times.
+    `progress` is told how many layouts are done, of how many, and which one is next.
     """
     _check(layout, everything, world, sample, timeout)
     limits = (("steps", steps, STEPS), ("seq", seq, TOKENS), ("batch", batch, SEQUENCES))
@@ -118,7 +118,10 @@ def verify(
         for key in ("fp8", "fp8_experts")
         if getattr(job.train, key)
     ]
-    if problems := job.problems() or rounding or proof_problems(job):
+    problems = job.problems() or rounding or proof_problems(job)
+    if not problems and not job.data.usual:
+        open_data(job, problems)
+    if problems:
         raise UserError(problems)
     total = all_cases(job, world, deepen, given) if everything else [LayoutCase(job, "")]
     cases = total if sample is None else pairwise(total, sample)
