@@ -150,7 +150,7 @@ def ours(job: Job, device: torch.device, watch: Watch, path: Path, extras: Extra
     """The loop of `fivefold train`, with its metrics; on request with a checkpoint, and a profile after all else."""
     # As many steps as it takes: the run is stopped, and its learning rate is that of a long one.
     job = structs.replace(job, train=structs.replace(job.train, steps=1_000_000))
-    trainer = Trainer(job, made_up(path, job), Mesh.of(job.layout, device, spec=job.model))
+    trainer = Trainer(job, made_up(path, job), Mesh.of_job(job, device))
     metrics = MetricsFile(path / METRICS)
     checkpointing = Once(path, trainer, watch) if extras.checkpoint else None
     _until(trainer, checkpointing.written if checkpointing else watch.done, [metrics, watch], checkpointing)

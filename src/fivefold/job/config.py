@@ -154,7 +154,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             if section != "layout":
                 yield from outside(getattr(self, section), section).values()
         yield from optimizer_problems(self.optimizer)
-        yield from self._whole_matrices()
         yield from self._train()
         yield from self._fp8()
         yield from self._fp8_experts()
@@ -239,14 +238,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             yield Problem("train.fp8_experts.dtype", f"{setting} rounds from train.dtype=bfloat16, not {train.dtype}")
         if odd := _odd({"model.hidden": self.model.hidden, "model.experts.ffn": experts.ffn}):
             yield Problem("train.fp8_experts.widths", f"{setting} takes widths that are multiples of 16, not {odd}")
-
-    def _whole_matrices(self) -> Iterator[Problem]:
-        """A rule that reads whole matrices finds them where no rank holds a part."""
-        sizes = {"tp": self.layout.tp - 1, "zero": self.layout.zero}
-        cut = " and ".join(f"layout.{key}" for key, size in sizes.items() if size)
-        if self.optimizer.whole_matrices and cut:
-            reads = f"optimizer.name={self.optimizer.name} reads whole matrices"
-            yield Problem("optimizer.name.layout", f"{reads}, and {cut} divides them; nearest: tp=1, zero=0")
 
     def _balance(self) -> Iterator[Problem]:
         """What keeps the load of experts even has no effect where there is nothing of the kind."""

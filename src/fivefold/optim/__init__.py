@@ -5,9 +5,10 @@ from typing import Any
 
 from fivefold.optim.adamw import AdamW
 from fivefold.optim.base import OptimizerConfig, UnknownOptimizer
+from fivefold.optim.muon import Muon
 from fivefold.support.plugins import find, given_problems, stored
 
-OPTIMIZERS: dict[str, type[OptimizerConfig]] = {"adamw": AdamW}
+OPTIMIZERS: dict[str, type[OptimizerConfig]] = {"adamw": AdamW, "muon": Muon}
 
 
 def optimizer_named(name: Any, *, trusted: bool) -> type[OptimizerConfig]:

@@ -157,7 +157,7 @@ def _run_job(
     worlds.join(world, backend, job.train.timeout, proof)
     with ExitStack() as leaving:
         leaving.callback(worlds.leave, world)
-        run = _RankRun(job, sources, world, console, Mesh.of(job.layout, device, job.train.timeout, spec=job.model))
+        run = _RankRun(job, sources, world, console, Mesh.of_job(job, device, job.train.timeout))
         run.enter_directory(start, leaving)
         run.make_trainer(leaving)
         run.resume()

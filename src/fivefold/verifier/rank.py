@@ -201,7 +201,7 @@ class _Forget(Function):
 def compare_steps(rank: Rank, job: Job, path: Path) -> RankMeasurement:
     """Run and compare all steps, on a rank that has joined the others; the reference is a file."""
     device = choose_device(job.train.device, rank.number)
-    mesh = Mesh.of(job.layout, device, spec=job.model)
+    mesh = Mesh.of_job(job, device)
     engine, reference = Engine(job, mesh), Reference.load(path)
     bound, measured, counter = compare.bound_of(job), RankMeasurement(strays=reference.strays), TrafficCounter(mesh)
     ledger = Ledger(engine, counter)
@@ -260,7 +260,7 @@ def curve(rank: Rank, job: Job, shuffled: bool) -> tuple[list[float | None], dic
     make_repeatable(job.train)
     if rank.world > 1:
         rank.join(choose_backend(device, rank.world, job.train, rank.number))
-    trainer = Trainer(job, preflight(job, rank.world), Mesh.of(job.layout, device, spec=job.model))
+    trainer = Trainer(job, preflight(job, rank.world), Mesh.of_job(job, device))
     start = {name: digest(weight) for name, weight in _full(trainer.engine.parameters()).items()}
     losses = []
     for step, read in enumerate(trainer.reads(full=shuffled), start=1):

@@ -326,12 +326,12 @@ def _routed(mixtures: dict[int, PlainMixture]) -> tuple[dict[int, Tensor], dict[
 
 
 def _stock_optimizer(job: Job, masters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
-    """PyTorch's optimizer; only linears decay."""
-    decayed = {parameter.name for parameter in job.model.parameters() if parameter.kind == "linear"}
-    groups = [
-        {"params": [p for name, p in masters.items() if (name in decayed) == linear], "weight_decay": decay}
-        for linear, decay in ((True, job.optimizer.weight_decay), (False, 0.0))
-    ]
+    """PyTorch's optimizer, or one as plain; only linears decay."""
+    groups = []
+    for linear, decay in ((True, job.optimizer.weight_decay), (False, 0.0)):
+        about = [parameter for parameter in job.model.parameters() if (parameter.kind == "linear") == linear]
+        params = [masters[parameter.name] for parameter in about]
+        groups.append({"params": params, "weight_decay": decay, "about": about})
     return job.optimizer.stock(groups, foreach=False)
 
 

@@ -313,15 +313,20 @@ def expected_traffic(job: Job, routing: Sequence[Routing] = ()) -> list[list[Tra
     all_coords = [RankCoords.of(layout, rank) for rank in range(layout.world)]
     a_step = partial(
         step_traffic, job.model, layout, seq, train.batch, train.dtype,
-        smoothing=train.label_smoothing > 0, balance_loss=train.balance_loss > 0,
+        smoothing=train.label_smoothing > 0, balance_loss=train.balance_loss > 0, optimizer=job.optimizer,
     )  # fmt: skip
+    # Only matrices that are brought together for an optimizer make more of a rank's place than its coordinates.
+    alike = job.optimizer.unit == "element"
+    places = [0 if alike else layout.position("stage", rank) for rank in range(layout.world)]
     if job.model.experts is None:
-        forms = {coords: a_step(coords=coords) for coords in set(all_coords)}
-        return [[times(row, train.steps) for row in forms[coords]] for coords in all_coords]
+        kinds = [*zip(all_coords, places, strict=True)]
+        forms = {kind: a_step(coords=kind[0], place=kind[1]) for kind in set(kinds)}
+        return [[times(row, train.steps) for row in forms[kind]] for kind in kinds]
     of_ranks = []
-    for rank, coords in enumerate(all_coords):
+    for rank, (coords, place) in enumerate(zip(all_coords, places, strict=True)):
         steps = [rows_of(job.model, layout, rank, seq, train.batch, of_step) for of_step in routing]
-        of_ranks.append(total(row for rows in steps for row in a_step(coords=coords, routed_rows=rows)))
+        each = (a_step(coords=coords, routed_rows=rows, place=place) for rows in steps)
+        of_ranks.append(total(row for step in each for row in step))
     return of_ranks
 
 
