@@ -91,9 +91,11 @@ def test_a_parameter_that_no_rank_holds_fails_and_so_do_copies_that_differ(judge
     names = [parameter.name for parameter in one.model.parameters()]
 
     def measured(held: list[str], digest: str) -> RankMeasurement:
-        errors = [ValueComparison(what, name, 1, 0.0, 1e-10) for what in ("gradient", "parameter") for name in held]
+        comparisons = [
+            ValueComparison(what, name, 1, 0.0, 1e-10) for what in ("gradient", "parameter") for name in held
+        ]
         return RankMeasurement(
-            errors=errors, digests=dict.fromkeys(held, digest), memory={"gradients": 8, "peak": 9, "flops": 1}
+            comparisons=comparisons, digests=dict.fromkeys(held, digest), memory={"gradients": 8, "peak": 9, "flops": 1}
         )
 
     forms, holding = [[] for _ in expected_traffic(one)], [{"gradients": 8.0} for _ in expected_memory(one)]
