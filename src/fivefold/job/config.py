@@ -22,6 +22,7 @@ from fivefold.optim import OPTIMIZERS, optimizer_named, stored_optimizer
 from fivefold.optim.adamw import AdamW
 from fivefold.optim.base import OptimizerConfig
 from fivefold.spec.model import ModelSpec
+from fivefold.spec.pattern import find_kind, named
 from fivefold.support.dtypes import dtype_of
 from fivefold.support.errors import Note, Problem, UserError
 from fivefold.support.parsing import Missing, path_of, read, read_toml, toml_value, unknown_key
@@ -340,8 +341,9 @@ def resolve(table: Table, changes: Sequence[str] = (), name: str = "run", *, sto
         apply(table, change, problems)
     explain(table, KEYS, problems)
     problems += [unknown_key("", key, ["model", *SECTIONS]) for key in table if key not in ("model", *SECTIONS)]
-    model = model_of(table.get("model", {}), table.get("data"), problems, of_its_own=of_its_own)
     given = {change.partition("=")[0] for change in changes}
+    _import_kinds(table.get("model"), problems, trusted=not stored or "model.pattern" in given)
+    model = model_of(table.get("model", {}), table.get("data"), problems, of_its_own=of_its_own)
     trusted = not stored or "optimizer.name" in given
     sections = {name: _section(name, table.get(name, {}), problems, trusted=trusted) for name in SECTIONS}
     if problems or model is None:
@@ -349,6 +351,16 @@ def resolve(table: Table, changes: Sequence[str] = (), name: str = "run", *, sto
     if not sections["run"].name:
         sections["run"] = msgspec.structs.replace(sections["run"], name=name)
     return Job(model=model, **sections)
+
+
+def _import_kinds(model: Any, problems: list[str], *, trusted: bool) -> None:
+    """Import the plugins that a model's pattern names, if it is `trusted`; what cannot be used is taken out of it."""
+    for place, name in named(model.get("pattern")) if isinstance(model, dict) else ():
+        try:
+            find_kind(place, name, trusted=trusted)
+        except UserError as error:
+            problems += error.coded
+            model.pop("pattern", None)
 
 
 def _file_of(path: Path) -> Path:

@@ -4,9 +4,10 @@ An element of the arrays is a combination of choices. What a block costs depends
 and is worked out once for each by the same functions that time a single layout.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from msgspec import structs
@@ -22,6 +23,8 @@ from fivefold.cost.step import Workload, p2p_bytes
 from fivefold.layout.layout import ContextKind, Dispatch, Layout, Recompute
 from fivefold.schedules.build import ScheduleInfo
 from fivefold.schedules.registry import RECORDS
+from fivefold.spec.model import ModelSpec
+from fivefold.spec.pattern import Layer
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")  # the more is made again, the later
 SLACK = 1.05  # closed forms of memory may be off by so much
@@ -92,10 +95,17 @@ class BlockArrays(NamedTuple):
     def of(cls, workload: Workload, shape: BlockShape) -> "BlockArrays":
         """`workload` with one dp rank's microbatch as its batch."""
         workload = shape.of(workload)
-        layout, work = workload.layout, workload.block_cost
+        kinds = workload.spec.counted().items()
+        return mean_of([(cls._of(workload, shape, layer), count) for layer, count in kinds], most=("transient",))
+
+    @classmethod
+    def _of(cls, workload: Workload, shape: BlockShape, kinds: Layer) -> "BlockArrays":
+        """One block of these kinds."""
+        layout, work = workload.layout, workload.block_cost.of(kinds)
         block, sizes = work.block, (workload.software, shape.samples, workload.seq, work.activation_bytes)
-        held = saved_activations(workload.spec, layout, *sizes).total
-        again = saved_activations(workload.spec, structs.replace(layout, recompute="none"), *sizes).total - held
+        held = saved_activations(workload.spec, layout, *sizes, kinds=kinds).total
+        again = structs.replace(layout, recompute="none")
+        again_bytes = saved_activations(workload.spec, again, *sizes, kinds=kinds).total - held
         return cls(
             forward=block.forward.total,
             backward=block.inputs.total + block.weights.total,
@@ -103,14 +113,32 @@ class BlockArrays(NamedTuple):
             computing_back=computing(block)[1],
             waiting=waiting(workload, block),
             port=work.port,
-            unhidden=split_backward(workload).block.inputs.total - block.inputs.total,
+            unhidden=split_backward(workload).of(kinds).block.inputs.total - block.inputs.total,
             ends=sum(part.total for part in (*work.top, *work.bottom)),
             saved=held,
-            transient=again + work.mlp_backward_bytes + work.cp_buffer_bytes,
+            transient=again_bytes + work.mlp_backward_bytes + work.cp_buffer_bytes,
             logits=loss_peak(workload.spec, layout, workload.software, work.tokens),
             p2p_bytes=p2p_bytes(workload),
             full=shape.recompute == "full",
         )
+
+
+Fields = TypeVar("Fields", bound=tuple[float, ...])
+
+
+def mean_of(parts: Sequence[tuple[Fields, int]], most: Sequence[str] = ()) -> Fields:
+    """The mean of so many of each; of the fields that are named, the most. The closed forms' rank has any layers."""
+    (first, _), *others = parts
+    if not others:
+        return first
+    layers = sum(count for _, count in parts)
+    fields = {
+        name: max(getattr(part, name) for part, _ in parts)
+        if name in most
+        else sum(getattr(part, name) * count for part, count in parts) / layers
+        for name in first._fields  # type: ignore[attr-defined]
+    }
+    return type(first)(**fields)
 
 
 def computing(block: PassTimes) -> tuple[float, float]:
@@ -181,6 +209,11 @@ class LinkArrays:
         return {}
 
 
+def largest_block(spec: ModelSpec) -> int:
+    """Parameters of the largest block."""
+    return max(map(spec.block_parameter_count, spec.counted()))
+
+
 @dataclass(frozen=True)
 class Closed:
     """What the formulas are made of: the choices, and their blocks as arrays."""
@@ -208,17 +241,17 @@ class Closed:
 
     @property
     def own(self) -> ParamShare:
-        """Parameters of a block on one rank."""
-        dense: Any = self.workload.spec.block_parameter_count / self.of.tp
+        """Parameters of a block on one rank; of the largest."""
+        dense: Any = largest_block(self.workload.spec) / self.of.tp
         return ParamShare(dense, 0.0)
 
     @property
     def parameters(self) -> ParamShare:
         """Parameters of the pipeline rank with the most, on one tp rank."""
         spec = self.workload.spec
-        block, table = spec.block_parameter_count, spec.vocab * spec.hidden
-        several = np.ceil(spec.layers / self.of.pp) * block + table
-        full = spec.layers * block + table * (1 if spec.tied else 2)
+        table, all_blocks = spec.vocab * spec.hidden, spec.all_blocks_parameter_count
+        several = np.ceil(spec.layers / self.of.pp) * largest_block(spec) + table
+        full = all_blocks + table * (1 if spec.tied else 2)
         dense: Any = np.where(self.alone, full, several) / self.of.tp
         return ParamShare(dense, 0.0)
 

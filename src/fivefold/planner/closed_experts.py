@@ -11,7 +11,7 @@ import numpy as np
 from msgspec import structs
 
 from fivefold.cost.activations import MoEMemory, saved_activations
-from fivefold.cost.moe import MoEBlock, ParamShare, Travel, block_share
+from fivefold.cost.moe import MoEBlock, ParamShare, Travel, block_share, experts_share
 from fivefold.cost.peak_memory import loss_peak
 from fivefold.cost.step import Workload, p2p_bytes
 from fivefold.layout.layout import Layout
@@ -27,9 +27,11 @@ from fivefold.planner.closed import (
     LinkArrays,
     PipelineArrays,
     computing,
+    mean_of,
     split_backward,
     waiting,
 )
+from fivefold.spec.pattern import Layer
 
 
 class ExpertShape(NamedTuple):
@@ -70,9 +72,20 @@ class DenseCost(NamedTuple):
     @classmethod
     def of(cls, workload: Workload, shape: BlockShape) -> "DenseCost":
         workload = shape.of(workload)
-        layout, work = workload.layout, workload.block_cost
-        plain, block = replace(work, dense=True).block, work.around
-        own, everything = (_held(workload, how) for how in (layout, structs.replace(layout, recompute="none")))
+        kinds = workload.spec.counted().items()
+        mixed = [(kind, count) for kind, count in kinds if kind.routed]
+        plain = [(kind, count) for kind, count in kinds if not kind.routed] or mixed  # of none the mean has none
+        rows = [(cls._of(workload, shape, kind, other), n * m) for kind, n in mixed for other, m in plain]
+        return mean_of(rows, most=("again", "passing"))
+
+    @classmethod
+    def _of(cls, workload: Workload, shape: BlockShape, kinds: Layer, other: Layer) -> "DenseCost":
+        """A block of these kinds, and for `plain_...` one of the others."""
+        layout, work = workload.layout, workload.block_cost.of(kinds)
+        plain, block = work.of(other).around, work.around
+        own, everything = (
+            _held(workload, how, kinds, other) for how in (layout, structs.replace(layout, recompute="none"))
+        )
         stream = work.activation_bytes * work.tokens * workload.spec.hidden / (shape.tp if shape.sp else 1)
         return cls(
             forward=block.forward.total - block.forward.host,
@@ -86,7 +99,7 @@ class DenseCost(NamedTuple):
             plain_waiting=waiting(workload, plain),
             launching=work.launching,
             port=work.port,
-            unhidden=split_backward(workload).around.inputs.total - block.inputs.total,
+            unhidden=split_backward(workload).of(kinds).around.inputs.total - block.inputs.total,
             ends=sum(part.total for part in (*work.top, *work.bottom)),
             saved=own.around,
             plain_saved=own.plain,
@@ -106,7 +119,7 @@ class _Held(NamedTuple):
     shared: float  # of the first, its shared expert's
 
 
-def _held(workload: Workload, layout: Layout) -> _Held:
+def _held(workload: Workload, layout: Layout, kinds: Layer, other: Layer) -> _Held:
     sizes = (
         workload.spec,
         layout,
@@ -115,8 +128,8 @@ def _held(workload: Workload, layout: Layout) -> _Held:
         workload.seq,
         workload.block_cost.activation_bytes,
     )
-    mixed = saved_activations(*sizes)
-    return _Held(mixed.total - mixed.experts, saved_activations(*sizes, dense=True).total, mixed.mlp)
+    mixed = saved_activations(*sizes, kinds=kinds)
+    return _Held(mixed.total - mixed.experts, saved_activations(*sizes, kinds=other).total, mixed.mlp)
 
 
 class MoECost(NamedTuple):
@@ -159,7 +172,7 @@ class MoECost(NamedTuple):
         there, back, back_again, there_again = travel.messages
         less, less_back = travel.hidden
         kernels, kernels_back = moe.matmuls[0] + moe.memory[0], moe.matmuls[1] + moe.matmuls[2] + moe.memory[1]
-        added = work.added(block_share(workload.spec, 1, spread.ep).experts)
+        added = work.added(experts_share(workload.spec, spread.ep))
         return cls(
             forward=kernels + moe.sent[0] - less + moe.gathered[0],
             backward=kernels_back + moe.sent[1] - less_back + moe.gathered[1] + added,
@@ -194,24 +207,30 @@ class ExpertClosed(Closed):
     @property
     def _mixed(self) -> int:
         """Layers with experts."""
-        return self.workload.spec.layers - self.workload.spec.dense_layers
+        return len(self.workload.spec.routed_layers)
 
     @property
     def own(self) -> ParamShare:
         """Of a block with experts."""
-        experts: Any = block_share(self.workload.spec, 1, 1).experts / self.dealt.ep
-        return ParamShare(self._dense(plain=False), experts)
+        experts: Any = experts_share(self.workload.spec, 1) / self.dealt.ep
+        return ParamShare(self._dense(routed=True), experts)
 
-    def _dense(self, *, plain: bool) -> Any:
-        """Dense parameters of a block with experts, or (`plain`) of one without."""
-        shares = {tp: block_share(self.workload.spec, tp, 1, plain).dense for tp in np.unique(self.of.tp).tolist()}
+    def _dense(self, *, routed: bool) -> Any:
+        """Dense parameters of the largest block with experts, or of one without."""
+        spec = self.workload.spec
+        kinds = [kinds for kinds in spec.counted() if kinds.routed == routed]
+        shares = {
+            tp: max((block_share(spec, tp, 1, kind).dense for kind in kinds), default=0.0)
+            for tp in np.unique(self.of.tp).tolist()
+        }
         return np.array([shares.get(tp, 0.0) for tp in range(max(shares) + 1)])[self.of.tp]
 
     @property
     def parameters(self) -> ParamShare:
         spec, own, several = self.workload.spec, self.own, np.ceil(self.workload.spec.layers / self.of.pp)
         table = spec.vocab * spec.hidden / self.of.tp
-        full = spec.dense_layers * self._dense(plain=True) + self._mixed * own.dense + table * (1 if spec.tied else 2)
+        few = spec.layers - self._mixed
+        full = few * self._dense(routed=False) + self._mixed * own.dense + table * (1 if spec.tied else 2)
         dense: Any = np.where(self.alone, full, several * own.dense + table)
         layers: Any = np.where(self.alone, self._mixed, several)
         return ParamShare(dense, layers * own.experts)
@@ -249,7 +268,7 @@ def closed_of(
 
     def mean(mixed: Any, plain: Any) -> Array:
         """Of the layers with experts and those without."""
-        few = workload.spec.dense_layers / workload.spec.layers
+        few = (workload.spec.layers - len(workload.spec.routed_layers)) / workload.spec.layers
         return np.asarray((1 - few) * mixed + few * plain)
 
     means: dict[str, Any] = {

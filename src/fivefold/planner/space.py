@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
-from fivefold.cost.moe import block_share
+from fivefold.cost.moe import experts_share
 from fivefold.cost.step import Workload
 from fivefold.layout import rules
 from fivefold.layout.layout import Layout
@@ -239,7 +239,7 @@ def dealt_out(query: SearchQuery, shapes: list[BlockShape], of: Choices) -> tupl
     indices, eps, kinds = [], [], []
     # Bytes of a parameter that no number of ranks divides, by ZeRO stage.
     least = np.array([workload.software.accounting.state(1.0, 0.0, stage, 2).total for stage in range(4)])
-    held = block_share(spec, 1, 1).experts * (spec.layers - spec.dense_layers)
+    held = experts_share(spec, 1) * len(spec.routed_layers)
     for ep, (kind, name) in product(query.free("ep", divisors(spec.experts.count)), enumerate(DISPATCHES)):
         if query.fixed.get("dispatch", name) != name or (name == "allgather" and ep > spec.experts.top_k):
             continue
