@@ -276,9 +276,7 @@ def saved_activations(
     return SavedActivations(residual=residual, attention=attention, mlp=mlp, experts=experts)
 
 
-def deferred_wgrad_bytes(
-    spec: ModelSpec, layout: Layout, tokens: int, activation_bytes: int, kinds: Layer
-) -> float:
+def deferred_wgrad_bytes(spec: ModelSpec, layout: Layout, tokens: int, activation_bytes: int, kinds: Layer) -> float:
     """Bytes that a block holds from its I to its W: the inputs of its linears, and the gradients of their outputs. Of
     experts `MoEMemory.deferred_wgrad` has them."""
     own, parts = _block(spec, layout, kinds), layout.tp if layout.sp else 1
@@ -353,7 +351,7 @@ def _without_recompute(
         # Fused: probabilities, a mask, and their product. Torch: float32 softmax, cast, mask.
         per_score = 2 * activation_bytes + {"fused": 1, "torch": 4}[software.attention]
         scores = float(per_score * tokens * own.attention.heads * seq)
-    inner = sum(matmul.outputs for matmul in mlp[:-1])
+    inner = float(sum(matmul.outputs for matmul in mlp[:-1]))
     inner += sum((1 + written_by_activation(spec, software)) * matmul.inputs for matmul in mlp[-1:])
     inner += _saved_between(own, "mlp", layout)
     return SavedActivations(

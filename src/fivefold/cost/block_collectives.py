@@ -55,7 +55,7 @@ class BlockCollectives:
     tokens: int  # B S
     compute: int  # bytes
     accum: int
-    kinds: Layer = Layer()  # the block's mixer and MLP
+    kinds: Layer  # the block's mixer and MLP
     rows: tuple[int, int] = (0, 0)  # tokens, K times each, that this rank sends to experts, and receives for its own
     balanced: int = 0  # sequences of a microbatch whose loads a balance loss reads; 0: there is none
 

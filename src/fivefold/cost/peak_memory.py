@@ -107,9 +107,7 @@ def block_memory(workload: Workload, kinds: Layer) -> BlockMemory:
     saved, without_recompute = saved_under(layout), saved_under(structs.replace(layout, recompute="none"))
     splits = layout.pp > 1 and workload.splits_backward
     between = (
-        deferred_wgrad_bytes(spec, layout, block_cost.tokens, block_cost.activation_bytes, kinds)
-        if splits
-        else 0.0
+        deferred_wgrad_bytes(spec, layout, block_cost.tokens, block_cost.activation_bytes, kinds) if splits else 0.0
     )
     base = without_recompute.total - saved.total  # recomputed activations
     if not kinds.routed:

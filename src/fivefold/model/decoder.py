@@ -5,6 +5,7 @@ Shapes: B batch, S sequence, E hidden, H heads, K kv heads, D head dim, F feed-f
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -90,7 +91,8 @@ class Block(nn.Module):
         """`run` calls `steps`: directly, with activation recompute, or compiled."""
         super().__init__()
         self.ops, self.run, self.kinds = ops, run, spec.kinds(layer)
-        self.mixer_place, self.mlp_place = (kind and kind.place for kind in (self.kinds.mixer, self.kinds.mlp))
+        self.mixer_place = self.kinds.mixer.place if self.kinds.mixer else None
+        self.mlp_place = self.kinds.mlp.place if self.kinds.mlp else None
         for kind in self.kinds.branches:
             self.add_module(f"{kind.place}_norm", norm(spec, spec.hidden))
             self.add_module(kind.place, branch(kind, spec, ops))
@@ -182,12 +184,13 @@ class Decoder(nn.Module):
         """What the mixer of each layer is given; made once for each kind of mixer."""
         rotation = self.rotation(positions, compute)
         made: dict[BlockKind | None, Shared] = {None: Shared(positions, rotation)}
-        for block in self.layers.values():
+        blocks: list[Any] = [*self.layers.values()]
+        for block in blocks:
             if (kind := block.kinds.mixer) not in made:
                 mask_of = getattr(block.mixer_module, "mask", None)
                 mask = None if mask_of is None else mask_of(positions, compute)
                 made[kind] = Shared(positions, rotation, mask)
-        return [made[block.kinds.mixer] for block in self.layers.values()]
+        return [made[block.kinds.mixer] for block in blocks]
 
     def rotation(self, positions: TokenPositions, compute: torch.dtype) -> Rotation | None:
         """Cosine and sine of every token's angles, [B, 1, S, D/2], from a table computed once, on the CPU."""

@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from fivefold.spec.model import ModelSpec
 
 
-class BlockKind(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="name", tag=str.lower
-):
+class BlockKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="name", tag=str.lower):
     """What every kind has. Derive from `Mixer` or `MLP`."""
 
     place: ClassVar[str] = ""  # the name of its module in a block, with which names of its parameters begin
@@ -55,7 +53,8 @@ class BlockKind(
     def shortcomings(kind: "type[BlockKind]", name: str) -> Iterator[str]:
         """What a class lacks that a job calls `name`."""
         if kind.__struct_config__.tag != name:
-            yield f"has another name in jobs; write `class {kind.__name__}({kind.__base__.__name__}, tag={name!r}, ...)`"
+            base = "Mixer" if issubclass(kind, Mixer) else "MLP"
+            yield f"has another name in jobs; write `class {kind.__name__}({base}, tag={name!r}, ...)`"
         if not kind.__struct_config__.frozen:
             yield "can be changed after it was checked; write `frozen=True` in its class line"
         package, colon, attribute = kind.module.partition(":")
@@ -92,19 +91,15 @@ def parameters_of(operation: Operation, spec: "ModelSpec", layer: int) -> Iterat
         yield from _linear(layer, operation)
     elif isinstance(operation, Scores):
         if operation.sinks:
-            shape = (operation.heads,)
-            yield Parameter(
-                f"layers.{layer}.attention.sinks", shape, "bias", layer, "colwise", full_precision=True
-            )
+            name = f"layers.{layer}.attention.sinks"
+            yield Parameter(name, (operation.heads,), "bias", layer, "colwise", full_precision=True)
     elif operation.kind == "norm":
         yield from norm(f"layers.{layer}.{operation.name}", spec, layer, operation.width)
     elif operation.kind == "qk_norm":
         yield _qk_norm(spec, layer, operation)
     elif operation.weights:
         shape = (operation.width, operation.weights)
-        yield Parameter(
-            f"layers.{layer}.{operation.name}.weight", shape, "filter", layer, "colwise", std=operation.std
-        )
+        yield Parameter(f"layers.{layer}.{operation.name}.weight", shape, "filter", layer, "colwise", std=operation.std)
 
 
 def _linear(layer: int, matmul: Matmul) -> Iterator[Parameter]:
@@ -128,4 +123,3 @@ def _qk_norm(spec: "ModelSpec", layer: int, operation: Elementwise) -> Parameter
         return Parameter(name, (spec.head_dim,), "norm", layer, "per_head", full_precision=True)
     rule: TensorRule = "colwise" if operation.name == "attention.q_norm" else "colwise_kv"
     return Parameter(name, (operation.width,), "norm", layer, rule, full_precision=True)
-

@@ -9,7 +9,7 @@ from the other numbers: `experts.dense_layers`, `window` and `window_period`, `m
 """
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import msgspec
 
@@ -23,7 +23,8 @@ from fivefold.support.plugins import find
 if TYPE_CHECKING:
     from fivefold.spec.model import ModelSpec
 
-    AnyMixer, AnyMLP = Mixer | None, MLP | None
+    AnyMixer: TypeAlias = Mixer | None
+    AnyMLP: TypeAlias = MLP | None
 else:
     AnyMixer = AnyMLP = Any  # as a job has it: a name, or a table with a name
 
@@ -143,4 +144,4 @@ def pattern_problems(spec: "ModelSpec") -> Iterator[str]:
     for field in (field for field, value in said.items() if value):
         yield f"model.{field} and model.pattern both say what layers there are; leave model.{field} out"
     if spec.experts is not None and not any(layer.routed for layer in spec.pattern):
-        yield "model.experts are the numbers of mixtures of experts, and model.pattern has none; write mlp = \"moe\""
+        yield 'model.experts are the numbers of mixtures of experts, and model.pattern has none; write mlp = "moe"'

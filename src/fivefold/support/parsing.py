@@ -104,8 +104,8 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def toml_value(value: Any) -> str:
-    """A scalar, a list or an inline table, as TOML. JSON's scalars are read the same but for one character, which TOML has
-    escaped."""
+    """A scalar, a list or an inline table, as TOML. JSON's scalars are read the same but for one character, which TOML
+    has escaped."""
     if isinstance(value, list | tuple):
         return f"[{','.join(map(toml_value, value))}]"
     if isinstance(value, dict):

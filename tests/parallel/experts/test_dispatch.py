@@ -9,9 +9,9 @@ from fivefold.model.dispatch import LocalDispatch
 from fivefold.model.layers import TokenPositions
 from fivefold.model.moe import MoE
 from fivefold.model.ops import LocalOps
-from fivefold.spec import mlps
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.token_dispatch import dispatch_of
+from fivefold.spec import mlps
 from fivefold.spec.presets import preset
 from tests.ranks import run_ranks
 
