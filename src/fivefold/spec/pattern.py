@@ -90,12 +90,14 @@ def _made(setting: str, value: Any, table: Mapping[str, type[K]], base: type[K])
     return made
 
 
-def named(pattern: Any) -> Iterator[tuple[str, Any]]:
-    """The names of a pattern as a job's table has it, each with its place; what is no pattern has none."""
+def named(pattern: Any) -> Iterator[tuple[str, str]]:
+    """The names in a pattern as a job's table has it, each with its place; what is none is found when it is read."""
     for layer in pattern if isinstance(pattern, list | tuple) else ():
         for place in _PLACES:
             value = layer.get(place) if isinstance(layer, dict) else None
-            yield from [(place, value["name"] if isinstance(value, dict) and "name" in value else value)] * bool(value)
+            name = value.get("name") if isinstance(value, dict) else value
+            if isinstance(name, str):
+                yield place, name
 
 
 def layers_of(spec: "ModelSpec") -> tuple[Layer, ...]:
