@@ -7,7 +7,7 @@ from typing import Any
 import fivefold as ff
 from fivefold.cost.collective_time import wire
 from fivefold.cost.traffic import layer_collectives
-from fivefold.layout.sharding import part_of
+from fivefold.layout.rank_part import part_of
 from tests.browser.window import Window
 
 Opening = Callable[..., Window]

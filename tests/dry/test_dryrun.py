@@ -15,7 +15,7 @@ from fivefold.bench.steps import read
 from fivefold.cli import app
 from fivefold.cost.model_state import state_of
 from fivefold.dry import fake
-from fivefold.dry.fake import dry_run
+from fivefold.dry.rank import dry_run_rank
 from fivefold.dry.result import vs_plan
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import Job, read_job
@@ -57,7 +57,7 @@ def job_of(model: str, layout: str, seq: int, batch: int, dtype: str = "bfloat16
 @pytest.mark.parametrize(("model", "layout", "seq", "batch", "rank"), CASES)
 def test_the_planner_says_what_the_code_does(model: str, layout: str, seq: int, batch: int, rank: int) -> None:
     job = job_of(model, layout, seq, batch)
-    dry = dry_run(job, rank)
+    dry = dry_run_rank(job, rank)
     found = vs_plan(job, dry, Cluster.parse(f"1x{job.layout.world}xH100"))
     figures = {figure.name: figure for figure in found.figures}
     assert found.planned == dry.traffic  # every axis, every kind: calls, payload, wire
@@ -72,10 +72,10 @@ def test_quick_fakes_are_the_fakes_of_pytorch(monkeypatch: pytest.MonkeyPatch) -
     """Views of views, splits, collectives, FSDP2's resizing: what is remembered is what would be said again."""
     for layout in ("dp=2,tp=2,zero=3,sp,recompute=selective", "pp=2,cp=2,schedule=zb-h1,microbatches=2"):
         job = job_of("tiny-qwen3 model.layers=2", layout, 64, 8)
-        quick = dry_run(job, 1)
+        quick = dry_run_rank(job, 1)
         with monkeypatch.context() as patch:
             patch.setattr(fake, "QuickFakeMode", partial(FakeTensorMode, allow_non_fake_inputs=True))
-            plain = dry_run(job, 1)
+            plain = dry_run_rank(job, 1)
         assert replace(quick, seconds=0.0) == replace(plain, seconds=0.0)
 
 
@@ -114,7 +114,7 @@ def test_one_h200_needed_what_the_dry_run_says() -> None:
         case = one.case
         assert one.memory is not None
         job = job_of(f"{case.model} model.layers={case.layers}", f"recompute={case.recompute}", case.seq, case.samples)
-        assert dry_run(job, 0).peak == pytest.approx(one.memory, rel=0.01)
+        assert dry_run_rank(job, 0).peak == pytest.approx(one.memory, rel=0.01)
 
 
 def test_compiled_steps_need_no_more() -> None:
@@ -163,5 +163,5 @@ def test_bad_input_gets_a_sentence(line: str, words: str) -> None:
 def test_parameters_that_bfloat16_leaves_alone_are_whole_under_zero_3() -> None:
     """Sinks and norms are no DTensors: fake ones get their memory another way than real ones do."""
     job = job_of("tiny-oss", "dp=4,zero=3,recompute=full", 64, 8)
-    dry = dry_run(job, 1)
+    dry = dry_run_rank(job, 1)
     assert dry.parameters == state_of(job.model, job.layout, "bfloat16", job.optimizer, fsdp=1, seq=64).parameters

@@ -12,7 +12,8 @@ from fivefold.cost.model_state import state_of
 from fivefold.cost.routing import even_rows
 from fivefold.cost.step import rank_flops
 from fivefold.cost.traffic import RankCoords, expected_traffic
-from fivefold.dry.fake import RankRun, StatedRouting, dealt, dry_run
+from fivefold.dry.fake import StatedRouting, dealt
+from fivefold.dry.rank import RankRun, dry_run_rank
 from fivefold.dry.result import vs_plan
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import Job
@@ -136,7 +137,7 @@ def check_counts(job: Job, dry: RankRun, imbalance: float = 1.0) -> None:
 @pytest.mark.parametrize(("model", "layout"), SMALL)
 def test_experts_hold_send_and_compute_what_closed_forms_say(model: str, layout: str, imbalance: float) -> None:
     job = job_of(f"{model} model.layers=2", layout, 64, 8)
-    check_counts(job, dry_run(job, 1, imbalance=imbalance), imbalance)
+    check_counts(job, dry_run_rank(job, 1, imbalance=imbalance), imbalance)
 
 
 @pytest.mark.parametrize(("model", "layout", "seq", "batch", "rank", "imbalance"), [*QUICK, *REST])
@@ -144,7 +145,7 @@ def test_the_planner_says_what_experts_need(
     model: str, layout: str, seq: int, batch: int, rank: int, imbalance: float
 ) -> None:
     job = job_of(model, layout, seq, batch)
-    dry = dry_run(job, rank, imbalance=imbalance)
+    dry = dry_run_rank(job, rank, imbalance=imbalance)
     found = vs_plan(job, dry, Cluster.parse(f"1x{job.layout.world}xH100"), imbalance)
     figures = {figure.name: figure for figure in found.figures}
     assert found.planned == dry.traffic
@@ -168,7 +169,7 @@ def test_the_planner_says_what_experts_need(
 def test_flops_of_a_rank_are_those_of_its_own_windows(rank: int, allowed: float) -> None:
     """The first has a layer with a window, whose kernels compute whole tiles around it, and the second one without."""
     job = job_of("gpt-oss-20b model.layers=2", "pp=2,microbatches=2,split=1,1", 4096, 2)
-    found = vs_plan(job, dry_run(job, rank), Cluster.parse("2xH100"))
+    found = vs_plan(job, dry_run_rank(job, rank), Cluster.parse("2xH100"))
     (flops,) = (figure for figure in found.figures if figure.name == "FLOPs executed")
     assert flops.difference == pytest.approx(0.0, abs=allowed)
 
@@ -178,7 +179,7 @@ def test_the_planner_knows_the_peak_of_an_uneven_rank(
     model: str, layout: str, seq: int, batch: int, rank: int, imbalance: float, allowed: float
 ) -> None:
     job = job_of(model, layout, seq, batch)
-    dry = dry_run(job, rank, imbalance=imbalance)
+    dry = dry_run_rank(job, rank, imbalance=imbalance)
     found = vs_plan(job, dry, Cluster.parse(f"1x{job.layout.world}xH100"), imbalance)
     (peak,) = (figure for figure in found.figures if figure.name == "peak")
     assert found.traffic_agrees

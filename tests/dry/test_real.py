@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fivefold.dry.fake import blank, dry_run
+from fivefold.dry.rank import blank, dry_run_rank
 from fivefold.job.config import read_job
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.traffic import TrafficCounter
@@ -37,7 +37,7 @@ def test_a_real_run_holds_and_sends_what_the_dry_one_says(layout: str) -> None:
     results = run_ranks(job.layout.world, real, layout)
     for rank in (0, job.layout.world - 1):
         peak, flops, traffic = results[rank]
-        dry = dry_run(job, rank, kernels="cpu")
+        dry = dry_run_rank(job, rank, kernels="cpu")
         assert traffic == list(dry.traffic)
         assert flops == dry.flops
         assert peak == pytest.approx(dry.peak, rel=0.02)  # gloo's threads let go of a buffer a little later
@@ -49,6 +49,6 @@ def test_real_experts_send_and_compute_together_what_dry_ones_do() -> None:
     layout = "dp=2,ep=2,dispatch=allgather,zero=1,recompute=full"
     job = read_job(None, [*SMALL, "model=tiny-moe", "model.layers=2", f"layout={layout}"])
     results = run_ranks(2, real, layout, "model=tiny-moe", "model.layers=2")
-    dry = [dry_run(job, rank, kernels="cpu") for rank in range(2)]
+    dry = [dry_run_rank(job, rank, kernels="cpu") for rank in range(2)]
     assert [traffic for _, _, traffic in results] == [list(one.traffic) for one in dry]
     assert sum(flops for _, flops, _ in results) == sum(one.flops for one in dry)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fivefold.job.config import SECTIONS, Job, read_job, to_toml
+from fivefold.job.config import SECTIONS, job_from, read_job, to_toml
 from fivefold.spec.model import ModelSpec
 from tests.fuzz.cases import ODD, changed, damaged, fuzz, survives
 
@@ -30,7 +30,7 @@ def judge(path: Path | None, changes: list[str]) -> bool:
     def question() -> None:
         job = read_job(path, changes)
         if not job.problems():
-            again = msgspec.convert(msgspec.to_builtins(job), Job)
+            again = job_from(msgspec.to_builtins(job))
             assert again == job
 
     return survives(question)

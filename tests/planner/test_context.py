@@ -31,8 +31,8 @@ from fivefold.cost.collective_time import Topology, total
 from fivefold.cost.kernels import QUERIES, Device
 from fivefold.cost.traffic import expected_traffic
 from fivefold.hardware.accelerators import find_accelerator
+from fivefold.layout.context_split import context_share
 from fivefold.layout.layout import Layout
-from fivefold.layout.sharding import context_share
 from fivefold.planner import context
 from fivefold.spec.presets import preset
 from fivefold.support.errors import UserError

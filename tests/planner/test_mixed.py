@@ -103,7 +103,7 @@ def test_auto_with_tp_keeps_whole_backward_passes_where_halves_cost_more() -> No
     """tp hides its collectives behind the weights' gradients, which a schedule that puts them off takes from it."""
     plain = mixed("tp=8,pp=4,sp,microbatches=64", "2x8xH100+2x8xA100", 64, 8192)
     made = replace(plain, layout=structs.replace(plain.layout, schedule="auto"))
-    assert not made.splits
+    assert not made.splits_backward
     assert estimate(made).seconds == pytest.approx(estimate(plain).seconds)
     assert footprints(made)[0].total == pytest.approx(footprints(plain)[0].total, rel=0.02)
 

@@ -7,18 +7,18 @@ import torch
 
 from fivefold.layout.layout import Layout
 from fivefold.trainer import corruption as module
-from fivefold.trainer.consensus import (
+from fivefold.trainer.corruption import digest
+from fivefold.trainer.replica_check import (
     CorruptionVerdict,
     Disagreement,
-    Runs,
-    disagreements,
+    ReplayDigests,
+    all_replica_axes,
+    corruption_verdict,
     find_disagreement,
-    groups,
-    lanes,
-    neighbours,
-    verdict,
+    mismatched_pairs,
+    replay_partners,
+    replica_groups,
 )
-from fivefold.trainer.corruption import digest
 
 KINDS = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.float8_e4m3fn]
 
@@ -67,25 +67,26 @@ def test_three_copies_name_the_one_that_differs_and_two_the_pair() -> None:
 
 def test_ranks_that_hold_the_same_stand_in_one_group() -> None:
     layout = Layout(dp=2, tp=2, pp=3)  # tp fastest, then pp, then dp
-    assert lanes(Layout(), experts=False) == []
-    assert lanes(Layout(dp=2), experts=False) == [("fsdp",)]
-    assert ("embedding", "fsdp", "tp") in lanes(layout, experts=False)
-    assert groups(layout, ("fsdp",)) == [[0, 6], [1, 7], [2, 8], [3, 9], [4, 10], [5, 11]]
-    assert groups(layout, ("fsdp", "tp")) == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]
-    assert groups(layout, ("embedding", "fsdp", "tp")) == [[0, 1, 4, 5, 6, 7, 10, 11]]  # the middle holds no embedding
+    assert all_replica_axes(Layout(), has_experts=False) == []
+    assert all_replica_axes(Layout(dp=2), has_experts=False) == [("fsdp",)]
+    assert ("embedding", "fsdp", "tp") in all_replica_axes(layout, has_experts=False)
+    assert replica_groups(layout, ("fsdp",)) == [[0, 6], [1, 7], [2, 8], [3, 9], [4, 10], [5, 11]]
+    assert replica_groups(layout, ("fsdp", "tp")) == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]
+    # The middle holds no embedding.
+    assert replica_groups(layout, ("embedding", "fsdp", "tp")) == [[0, 1, 4, 5, 6, 7, 10, 11]]
     experts = Layout(dp=2, tp=2, ep=2)
-    assert groups(experts, ("efsdp",)) == [[0, 2], [1, 3]]
-    assert ("stage",) in lanes(experts, experts=True)
+    assert replica_groups(experts, ("efsdp",)) == [[0, 2], [1, 3]]
+    assert ("stage",) in all_replica_axes(experts, has_experts=True)
 
 
 def test_neighbours_have_the_same_weights_and_compute_with_the_same_places() -> None:
-    assert neighbours(Layout()) == {0: 0}
-    assert neighbours(Layout(dp=3)) == {0: 1, 1: 2, 2: 0}
-    assert neighbours(Layout(dp=2, tp=2)) == {0: 2, 1: 3, 2: 0, 3: 1}
-    assert neighbours(Layout(dp=2, ep=2)) == {0: 0, 1: 1}  # each needs the other's experts: its own once more
-    assert neighbours(Layout(dp=4, ep=2)) == {0: 2, 1: 3, 2: 0, 3: 1}
+    assert replay_partners(Layout()) == {0: 0}
+    assert replay_partners(Layout(dp=3)) == {0: 1, 1: 2, 2: 0}
+    assert replay_partners(Layout(dp=2, tp=2)) == {0: 2, 1: 3, 2: 0, 3: 1}
+    assert replay_partners(Layout(dp=2, ep=2)) == {0: 0, 1: 1}  # each needs the other's experts: its own once more
+    assert replay_partners(Layout(dp=4, ep=2)) == {0: 2, 1: 3, 2: 0, 3: 1}
     for layout in (Layout(dp=4, tp=2, ep=4), Layout(dp=2, tp=2, ep=2), Layout(dp=4, pp=2, cp=2, ep=8)):
-        for rank, other in neighbours(layout).items():
+        for rank, other in replay_partners(layout).items():
             assert all(layout.position(axis, rank) == layout.position(axis, other) for axis in ("tp", "cp", "pp", "ep"))
 
 
@@ -96,9 +97,9 @@ def story(of: dict[int, int], wrong: dict[str, set[int]]) -> CorruptionVerdict:
         return {rank: other + 100 * (rank + 1) * (rank in wrong.get(which, ())) for rank, other in whose.items()}
 
     itself = {rank: rank for rank in of}
-    runs = Runs(run("own", itself), run("others", of), run("own_again", itself), run("others_again", of))
-    assert bool(disagreements(of, runs)) == any(wrong.values())
-    return verdict(of, runs)
+    runs = ReplayDigests(run("own", itself), run("others", of), run("own_again", itself), run("others_again", of))
+    assert bool(mismatched_pairs(of, runs)) == any(wrong.values())
+    return corruption_verdict(of, runs)
 
 
 def test_who_computed_wrongly_is_named_where_it_can_be() -> None:

@@ -250,7 +250,7 @@ def a_recomputation_counts_the_load() -> AbstractContextManager[Any]:
 
 
 def the_bias_moves_with_every_microbatch() -> AbstractContextManager[Any]:
-    from fivefold.model.moe import update_expert_bias
+    from fivefold.model.load_balancing import update_expert_bias
     from fivefold.model.router import Router
 
     forward = Router.forward

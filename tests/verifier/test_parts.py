@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fivefold.layout.sharding import context_share
+from fivefold.layout.context_split import context_share
 from fivefold.optim.base import learning_rate
 from fivefold.schedules.registry import CATALOGUE
 from fivefold.verifier import compare

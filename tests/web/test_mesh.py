@@ -6,8 +6,10 @@ import pytest
 
 import fivefold as ff
 from fivefold.cost.traffic import layer_collectives
+from fivefold.layout.context_split import context_share
 from fivefold.layout.layout import Layout
-from fivefold.layout.sharding import context_share, kv_head, part_of
+from fivefold.layout.rank_part import part_of
+from fivefold.layout.sharding import kv_head
 from fivefold.layout.sharding import local_params as parameters
 from fivefold.layout.stages import stages_of
 from fivefold.planner.pictures import mesh

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from fivefold.layout.context_split import context_share
 from fivefold.layout.layout import Layout
-from fivefold.layout.sharding import chunk, context_share
+from fivefold.layout.sharding import chunk
 from fivefold.layout.stages import stages_of
 from fivefold.spec.blocks import Experts
 from fivefold.spec.model import ModelSpec

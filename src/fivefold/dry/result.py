@@ -22,7 +22,7 @@ from fivefold.render.scene import TextMark as Words
 from fivefold.support.text import bytes_text, counted
 
 if TYPE_CHECKING:
-    from fivefold.dry.fake import RankRun
+    from fivefold.dry.rank import RankRun
 
 
 # ---- vs plan --------------------------------------------------------------------------------------------------------

@@ -62,12 +62,12 @@ def dryrun(
     chosen = _ranks(job.layout, rank, stages)
     if weights is not None:
         _check_weights(job, path_of(weights))
-    from fivefold.dry.fake import dry_run
+    from fivefold.dry.rank import dry_run_rank
 
     compared = []
     for number, rank_number in enumerate(chosen):
         progress(number, len(chosen), f"rank {rank_number} of {job.layout.world}")
-        compared.append(vs_plan(job, dry_run(job, rank_number, kernels, peak_load), machines, peak_load))
+        compared.append(vs_plan(job, dry_run_rank(job, rank_number, kernels, peak_load), machines, peak_load))
     return DryRunResult(job, machines, compared, _advice(job, compared, machines, peak_load), peak_load)
 
 
@@ -170,7 +170,7 @@ def _advice(job: Job, compared: list[RankVsPlan], machines: Cluster, imbalance: 
     worst = max(compared, key=lambda rank: rank.device_bytes)
     if worst.device_bytes <= memory:
         return ""
-    from fivefold.dry.fake import dry_run
+    from fivefold.dry.rank import dry_run_rank
     from fivefold.planner.explain import neighbours
     from fivefold.planner.search import evaluate
 
@@ -193,7 +193,7 @@ def _advice(job: Job, compared: list[RankVsPlan], machines: Cluster, imbalance: 
             continue
         rank = other.layout.rank(pp=min(stage, other.layout.pp - 1))
         peak_load = min(imbalance, other.layout.ep)
-        if vs_plan(other, dry_run(other, rank, imbalance=peak_load), machines, peak_load).device_bytes <= memory:
+        if vs_plan(other, dry_run_rank(other, rank, imbalance=peak_load), machines, peak_load).device_bytes <= memory:
             cheapest = f"{neighbour.change} ({neighbour.slower:+.1%} time)"
             return f"{sentence}; the cheapest single change that fits: {cheapest}"
     return f"{sentence}; no single change makes it fit: try `fivefold plan`"

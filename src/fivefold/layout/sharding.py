@@ -1,4 +1,4 @@
-"""Sharding: the block of every parameter on a tp or ep rank, the tokens on a cp rank, and the parameters of a bucket.
+"""Sharding: the block of every parameter on a tp or ep rank, and the parameters of a bucket.
 
 Pure arithmetic, evaluated by the ranks that hold the shards and by the planner that counts them.
 """
@@ -7,11 +7,9 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from fivefold.layout.layout import Layout
-from fivefold.layout.rules import is_zigzag
-from fivefold.layout.stages import Stage, stages_of
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import EMBEDDING_UNIT, HEAD_UNIT, Parameter
 
@@ -68,18 +66,6 @@ def kv_head(spec: ModelSpec, layout: Layout, rank: int) -> range:
         return chunk(spec.kv_heads, layout.tp, rank)
     head = rank * spec.kv_heads // layout.tp
     return range(head, head + 1)
-
-
-def context_share(seq: int, layout: Layout, rank: int) -> list[range]:
-    """The positions of a sequence that cp rank `rank` holds, in order: a zigzag for ring and allgather, a contiguous
-    piece for Ulysses, which shards heads for attention."""
-    return zigzag_share(seq, layout.cp, rank) if is_zigzag(layout) else [chunk(seq, layout.cp, rank)]
-
-
-def zigzag_share(seq: int, ranks: int, rank: int) -> list[range]:
-    """One early piece and one late piece: so every rank has the same number of causal scores."""
-    pieces = 2 * ranks
-    return [chunk(seq, pieces, rank), chunk(seq, pieces, pieces - 1 - rank)]
 
 
 # ---- buckets --------------------------------------------------------------------------------------------------------
@@ -230,51 +216,3 @@ def _join(
 def layers_of(units: Iterable[int]) -> list[int]:
     """The layers among `units`, first to last."""
     return sorted(unit for unit in set(units) if EMBEDDING_UNIT < unit < HEAD_UNIT)
-
-
-# ---- part -----------------------------------------------------------------------------------------------------------
-# All that one rank has: layers, heads, experts, tokens, sequences and shards.
-#
-# part_of(spec, Layout(dp=2, tp=4, pp=2), seq=4096, batch=64, rank=5).heads       # range(8, 16) of 32
-#
-# Each field is computed by the same functions that the training rank calls.
-
-
-class RankPart(NamedTuple):
-    rank: int
-    at: dict[str, int]  # its coordinates along dp, pp, cp and tp
-    stages: tuple[Stage, ...]
-    heads: range
-    kv_heads: range
-    experts: range  # of each mixture-of-experts layer
-    positions: list[range]  # of tokens within every sequence
-    sequences: range  # rows of the global batch
-    parameters: int  # number of elements that it computes with
-    own: int  # number of elements that it updates: under ZeRO its shard
-
-    @property
-    def layers(self) -> list[int]:
-        return [layer for stage in self.stages for layer in stage.layers]
-
-
-def part_of(spec: ModelSpec, layout: Layout, seq: int, batch: int, rank: int) -> RankPart:
-    at = {axis: layout.position(axis, rank) for axis in ("tp", "pp", "cp", "ep", "batch", "fsdp", "efsdp")}
-    all_stages = stages_of(spec, layout, seq)
-    stages = tuple(all_stages[index] for index in layout.placement.of_rank[at["pp"]])
-    names = dict.fromkeys(name for stage in stages for name in stage.names(spec))  # a tied embedding once
-    all_params = local_params(spec, layout, at["tp"], at["ep"])
-    params = [all_params[name] for name in names]
-    shards = [param.share(layout.size(param.fsdp_axis), at[param.fsdp_axis]) for param in params]
-    count = sum(param.size for param in params)
-    return RankPart(
-        rank,
-        layout.coordinates(rank),
-        stages,
-        chunk(spec.heads, layout.tp, at["tp"]),
-        kv_head(spec, layout, at["tp"]),
-        range(0) if spec.experts is None else chunk(spec.experts.count, layout.ep, at["ep"]),
-        context_share(seq, layout, at["cp"]),
-        chunk(batch, layout.size("batch"), at["batch"]),
-        count,
-        sum(math.prod(map(len, shard)) for shard in shards) if layout.zero else count,
-    )

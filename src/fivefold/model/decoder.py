@@ -15,7 +15,8 @@ from fivefold.layout.stages import Stage
 from fivefold.model import init
 from fivefold.model.layers import Linear, TokenPositions, accum_dtype
 from fivefold.model.linear_cross_entropy import Targets
-from fivefold.model.moe import UNBALANCED, Balance, MoE, RouterStats
+from fivefold.model.load_balancing import UNBALANCED, Balance
+from fivefold.model.moe import MoE, RouterStats
 from fivefold.model.ops import LocalOps, Shared
 from fivefold.model.recompute import compiled, recomputed
 from fivefold.model.rope import Rotation, rope_cache

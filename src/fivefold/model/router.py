@@ -35,7 +35,7 @@ class Routing:
 
 class Router(nn.Module):
     """One linear, and the choice of the top K. The bias `balance` is added to the scores for the choice alone, not for
-    the weights; see `moe.py`."""
+    the weights; see `load_balancing.py`."""
 
     balance: Tensor | None
 

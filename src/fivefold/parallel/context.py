@@ -4,7 +4,7 @@ ring        keys and values go around the ranks        zigzag shares
 allgather   every rank gathers all keys and values     zigzag shares
 ulysses     all-to-alls swap tokens for heads          contiguous shares
 
-Which positions a rank holds is in `layout/sharding.py`: `context_share`, `zigzag_share`.
+Which positions a rank holds is in `layout/context_split.py`.
 """
 
 import math
@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fivefold.data.batch import Batch
+from fivefold.layout.context_split import context_share
 from fivefold.layout.layout import Layout
-from fivefold.layout.sharding import context_share
 from fivefold.model import kernels
 from fivefold.model.layers import TokenPositions, accum_dtype
 from fivefold.model.masks import Documents, WindowMask, causal_spans, check_runs, full_spans

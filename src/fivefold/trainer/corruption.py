@@ -27,20 +27,23 @@ from fivefold.parallel.control import Control
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.zero import ZeroBuckets
 from fivefold.support.errors import TrainingError
-from fivefold.trainer import consensus
-from fivefold.trainer.consensus import (
-    Disagreement,
-    Lane,
-    Runs,
-    disagreements,
-    find_disagreement,
-    groups,
-    lane_of,
-    lanes,
-    neighbours,
-    verdict,
-)
 from fivefold.trainer.engine import Engine
+from fivefold.trainer.replica_check import (
+    Disagreement,
+    ReplayDigests,
+    ReplicaAxes,
+    all_replica_axes,
+    corruption_message,
+    corruption_verdict,
+    disagreement_message,
+    find_disagreement,
+    listed,
+    mismatched_pairs,
+    rank_label,
+    replay_partners,
+    replica_axes,
+    replica_groups,
+)
 from fivefold.trainer.spikes import Account
 
 # ---- digests --------------------------------------------------------------------------------------------------------
@@ -183,7 +186,7 @@ def flip_before_forward(engine: Engine, step: int) -> None:
 class KeptDigests(NamedTuple):
     name: str
     tensor: Tensor
-    lane: Lane  # empty: nobody else has it
+    axes: ReplicaAxes  # empty: nobody else has it
 
 
 def state_of(engine: Engine) -> list[KeptDigests]:
@@ -193,15 +196,15 @@ def state_of(engine: Engine) -> list[KeptDigests]:
 
 def _learned(engine: Engine) -> Iterator[KeptDigests]:
     for name, master in engine.weights.masters.items():
-        lane = _lane(engine, name)
+        axes = _axes(engine, name)
         for kind, tensor in {"": master.detach(), **engine.optimizer.states[name]}.items():
             if tensor.numel():
-                yield KeptDigests(f"{kind} of {name}" if kind else name, tensor, lane)
+                yield KeptDigests(f"{kind} of {name}" if kind else name, tensor, axes)
 
 
 def _buffers(engine: Engine) -> Iterator[KeptDigests]:
-    lane = lane_of(["stage"], engine.job.layout) if engine.buffers else ()
-    return (KeptDigests(name, buffer, lane) for name, buffer in engine.buffers.items())
+    axes = replica_axes(["stage"], engine.job.layout) if engine.buffers else ()
+    return (KeptDigests(name, buffer, axes) for name, buffer in engine.buffers.items())
 
 
 def computed_with(engine: Engine) -> list[KeptDigests]:
@@ -210,7 +213,7 @@ def computed_with(engine: Engine) -> list[KeptDigests]:
     if not isinstance(weights, ZeroBuckets):
         return []
     return [
-        KeptDigests(f"{name} as the model has it", weight, _lane(engine, name, full=True))
+        KeptDigests(f"{name} as the model has it", weight, _axes(engine, name, full=True))
         for name, weight in weights.model_weights.items()
         if weight.numel() and not _same(weight, weights.masters[name])
     ]
@@ -221,11 +224,11 @@ def _same(weight: Tensor, master: Tensor) -> bool:
     return same and weight.numel() == master.numel()
 
 
-def _lane(engine: Engine, name: str, *, full: bool = False) -> Lane:
+def _axes(engine: Engine, name: str, *, full: bool = False) -> ReplicaAxes:
     axes = engine.weights.replicate_axes(name, of_weight=full)
     if not engine.job.train.deterministic and not engine.weights.local_params[name].tp.partial:
         axes = [axis for axis in axes if axis != "tp"]  # each rank has a gradient of its own, and its own rounding
-    return lane_of(axes, engine.job.layout)
+    return replica_axes(axes, engine.job.layout)
 
 
 # ---- corruption -----------------------------------------------------------------------------------------------------
@@ -250,10 +253,10 @@ class DigestTable(NamedTuple):
     kept: list[KeptDigests]
     digests: Tensor  # [n] int64
 
-    def of(self, lane: Lane) -> dict[str, int]:
-        """By name, those of a lane."""
+    def of(self, axes: ReplicaAxes) -> dict[str, int]:
+        """By name, those replicated over the axes."""
         pairs = zip(self.kept, self.digests.tolist(), strict=True)
-        return {entry.name: value for entry, value in pairs if entry.lane == lane}
+        return {entry.name: value for entry, value in pairs if entry.axes == axes}
 
 
 class Corruption:
@@ -262,14 +265,14 @@ class Corruption:
     def __init__(self, engine: Engine, mesh: Mesh, account: Account):
         self.engine, self.mesh, self.account = engine, mesh, account
         self.watch = engine.job.watch
-        self.lanes = lanes(engine.job.layout, engine.job.model.experts is not None)
-        self.groups: dict[tuple[Lane, tuple[int, ...]], list[tuple[int, ...]]] = {}
+        self.replica_axes = all_replica_axes(engine.job.layout, engine.job.model.experts is not None)
+        self.groups: dict[tuple[ReplicaAxes, tuple[int, ...]], list[tuple[int, ...]]] = {}
         self.kind = torch.tensor([crc32(_rounds_as(mesh.device).encode())], device=mesh.device)
         self.replay = Replay(engine, account) if self.watch.replay else None
         self.unread: Callable[[], bool] = lambda: False  # whether this rank could not read its data
         self.replayed: Tensor | None = None  # of the neighbour's microbatch in this step
         self.computed = -1  # the last step of which gradients were compared, or that was loaded
-        self.of = neighbours(engine.job.layout) if self.watch.replay else {}
+        self.partner_of = replay_partners(engine.job.layout) if self.watch.replay else {}
         self.taken: tuple[int, DigestTable] | None = None  # the optimizer's updates by then, and what nobody else has
         self.good = -1  # the last step after which all copies were the same, or that was loaded
 
@@ -282,7 +285,7 @@ class Corruption:
         """`read` gives the part of the step's batch that the dp rank of a number has."""
         if self.replay is not None and self._due(self.watch.replay, step):
             with self.account.of("replay"):
-                self.replayed = self.replay.replay_microbatch(read(self._dp(self.of[self.mesh.world.rank])))
+                self.replayed = self.replay.replay_microbatch(read(self._dp(self.partner_of[self.mesh.world.rank])))
                 self.replay.listen()
         flip_before_forward(self.engine, step)
 
@@ -302,7 +305,7 @@ class Corruption:
         if self._due(self.watch.shards, step):
             with self.account.of("shards"):
                 self._check_shards(step)
-        if self._due(self.watch.digests, step) and self.lanes:
+        if self._due(self.watch.digests, step) and self.replica_axes:
             with self.account.of("digests"), _disable_current_modes():
                 kept = [*state_of(self.engine), *computed_with(self.engine)]
                 self._compare(kept, step, "its update was not made")
@@ -316,7 +319,7 @@ class Corruption:
 
     def before_save(self, step: int) -> None:
         """What a checkpoint will have."""
-        if self.watch.digests and self.lanes:
+        if self.watch.digests and self.replica_axes:
             with self.account.of("digests"), _disable_current_modes():
                 self._compare(state_of(self.engine), step, "it was not saved")
                 self.good = step
@@ -328,21 +331,21 @@ class Corruption:
 
     def _compare(self, kept: list[KeptDigests], step: int, then: str) -> None:
         """Raise `Corrupt` on all ranks, if ranks that should hold the same do not."""
-        table = self._table([entry for entry in kept if entry.lane])
-        by_rank = self._exchanged(torch.cat((self.kind, self._by_lane(table))))
+        table = self._table([entry for entry in kept if entry.axes])
+        by_rank = self._exchanged(torch.cat((self.kind, self._by_axes(table))))
         disagreeing = [
-            (lane, group)
-            for number, lane in enumerate(self.lanes, start=1)
-            for group in self._groups(lane, tuple(kind for kind, *_ in by_rank))
+            (axes, group)
+            for number, axes in enumerate(self.replica_axes, start=1)
+            for group in self._groups(axes, tuple(kind for kind, *_ in by_rank))
             if find_disagreement({rank: by_rank[rank][number] for rank in group})
         ]
         if not disagreeing:
             return
         rank = self.mesh.world.rank
-        own = {"+".join(lane): table.of(lane) for lane, group in disagreeing if rank in group}
+        own = {"+".join(axes): table.of(axes) for axes, group in disagreeing if rank in group}
         tables = self._told(own, dict[str, dict[str, int]])
         said = "; ".join(
-            self._sentence({rank: tables[rank]["+".join(lane)] for rank in group}) for lane, group in disagreeing
+            self._sentence({rank: tables[rank]["+".join(axes)] for rank in group}) for axes, group in disagreeing
         )
         raise Corrupt(
             f"step {step}: {said}; {then}, and after step {self.good} all copies were the same; the same command "
@@ -350,22 +353,22 @@ class Corruption:
             suspect=self.good + 1,
         )
 
-    def _by_lane(self, table: DigestTable) -> Tensor:
-        """Of each lane one number, which changes with the digest of any of its tensors."""
-        lanes = torch.zeros(len(self.lanes), len(table.kept), dtype=torch.int64)
+    def _by_axes(self, table: DigestTable) -> Tensor:
+        """For each combination of axes one number, which changes with the digest of any of its tensors."""
+        weights = torch.zeros(len(self.replica_axes), len(table.kept), dtype=torch.int64)
         for column, entry in enumerate(table.kept):
-            lanes[self.lanes.index(entry.lane), column] = 2 * crc32(entry.name.encode()) + 1
-        return (lanes.to(self.mesh.device) * table.digests).sum(1)
+            weights[self.replica_axes.index(entry.axes), column] = 2 * crc32(entry.name.encode()) + 1
+        return (weights.to(self.mesh.device) * table.digests).sum(1)
 
-    def _groups(self, lane: Lane, kinds: tuple[int, ...]) -> list[tuple[int, ...]]:
+    def _groups(self, axes: ReplicaAxes, kinds: tuple[int, ...]) -> list[tuple[int, ...]]:
         """The ranks that hold the same and round alike; `kinds` are the devices of all."""
-        if (lane, kinds) not in self.groups:
+        if (axes, kinds) not in self.groups:
             by_kind: dict[tuple[int, int], list[int]] = {}
-            for number, group in enumerate(groups(self.mesh.layout, lane)):
+            for number, group in enumerate(replica_groups(self.mesh.layout, axes)):
                 for rank in group:
                     by_kind.setdefault((number, kinds[rank]), []).append(rank)
-            self.groups[lane, kinds] = [tuple(group) for group in by_kind.values() if len(group) > 1]
-        return self.groups[lane, kinds]
+            self.groups[axes, kinds] = [tuple(group) for group in by_kind.values() if len(group) > 1]
+        return self.groups[axes, kinds]
 
     def _sentence(self, tables: dict[int, dict[str, int]]) -> str:
         """Of the ranks of a group, by what each has."""
@@ -375,7 +378,7 @@ class Corruption:
             if disagreement is not None:
                 names_by_disagreement.setdefault(disagreement, []).append(name)
         return "; ".join(
-            consensus.differ(self.mesh.layout, disagreement, names)
+            disagreement_message(self.mesh.layout, disagreement, names)
             for disagreement, names in names_by_disagreement.items()
         )
 
@@ -384,7 +387,7 @@ class Corruption:
     def _lonely(self) -> list[KeptDigests]:
         compute_copies = self.engine.weights.compute_copies()
         copies = [entry for entry in computed_with(self.engine) if entry.name.partition(" ")[0] in compute_copies]
-        return [entry for entry in (*state_of(self.engine), *copies) if not entry.lane]
+        return [entry for entry in (*state_of(self.engine), *copies) if not entry.axes]
 
     def _check_shards(self, step: int) -> None:
         """Raise `Corrupt` on all ranks, if what one of them holds is not what its last update has left."""
@@ -400,7 +403,7 @@ class Corruption:
             if not any(count for (count,) in self._exchanged(torch.tensor([len(bad)], device=self.mesh.device))):
                 return
         said = [
-            f"{consensus.place(self.mesh.layout, rank)}: {consensus.listed(names)}"
+            f"{rank_label(self.mesh.layout, rank)}: {listed(names)}"
             for rank, names in enumerate(self._told(bad, list[str]))
             if names
         ]
@@ -421,15 +424,16 @@ class Corruption:
             by_rank = self._exchanged(torch.stack((self.kind[0], replay.heard(), replayed, blind)))
             if any(row[3] for row in by_rank):  # the step will end for the data's sake
                 return
-            of = {peer: other for peer, other in self.of.items() if by_rank[peer][0] == by_rank[other][0]}
-            runs = Runs(*({peer: by_rank[peer][at] for peer in range(size)} for at in (1, 2)))
-            if not disagreements(of, runs):
+            alike = {peer: other for peer, other in self.partner_of.items() if by_rank[peer][0] == by_rank[other][0]}
+            first = ReplayDigests(*({peer: by_rank[peer][at] for peer in range(size)} for at in (1, 2)))
+            if not mismatched_pairs(alike, first):
                 return
-            again = [replay.replay_microbatch(read(self._dp(peer))) for peer in (rank, self.of[rank])]
+            again = [replay.replay_microbatch(read(self._dp(peer))) for peer in (rank, self.partner_of[rank])]
             more = self._exchanged(torch.stack(again))
-        culprits = verdict(of, Runs(*runs[:2], *({peer: more[peer][at] for peer in range(size)} for at in (0, 1))))
+        again_by_rank = ({peer: more[peer][at] for peer in range(size)} for at in (0, 1))
+        culprits = corruption_verdict(alike, ReplayDigests(first.own, first.partner, *again_by_rank))
         raise Corrupt(
-            f"step {step}: {consensus.computed(self.mesh.layout, culprits)}; its update was not made; gradients of "
+            f"step {step}: {corruption_message(self.mesh.layout, culprits)}; its update was not made; gradients of "
             f"steps {self.computed + 1} to {step} may be wrong, and those of step {self.computed} were not: the same "
             f"command resumes from the last checkpoint up to there; {_ADVICE}",
             suspect=self.computed + 1,

@@ -21,7 +21,8 @@ from fivefold.layout.stages import schedule_of, stages_of
 from fivefold.model.decoder import Decoder
 from fivefold.model.layers import TokenPositions, accum_dtype
 from fivefold.model.linear_cross_entropy import Targets
-from fivefold.model.moe import Balance, MoE, update_expert_bias
+from fivefold.model.load_balancing import Balance, update_expert_bias
+from fivefold.model.moe import MoE
 from fivefold.model.ops import AttentionOps
 from fivefold.model.router import Router
 from fivefold.parallel.collectives import all_reduce, wait, waiting

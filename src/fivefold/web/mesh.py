@@ -16,7 +16,7 @@ from fivefold.cost.model_state import dtype_of
 from fivefold.cost.step import Workload
 from fivefold.cost.traffic import layer_collectives
 from fivefold.layout.layout import Layout
-from fivefold.layout.sharding import RankPart, part_of
+from fivefold.layout.rank_part import RankPart, part_of
 from fivefold.planner.nearest import nearest, problems, steps
 from fivefold.planner.pictures import MOST, mesh
 from fivefold.support.errors import UserError

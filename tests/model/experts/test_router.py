@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fivefold.model.decoder import Decoder
 from fivefold.model.init import initialise
-from fivefold.model.moe import AddLoss, Balance, balance_loss, row_counts, update_expert_bias, z_loss
+from fivefold.model.load_balancing import AddLoss, Balance, balance_loss, row_counts, update_expert_bias, z_loss
 from fivefold.model.router import Routing, sort_by_expert, top_k_experts
 from fivefold.spec.blocks import Experts
 from fivefold.spec.presets import preset

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fivefold.layout.context_split import context_share
 from fivefold.layout.layout import Layout
-from fivefold.layout.sharding import context_share
 from fivefold.parallel.context import Tile, gathered_tiles, own_tile, ring_tile
 from tests.parallel.context.world import Case, Rank
 from tests.ranks import run_ranks
