@@ -25,7 +25,7 @@ from fivefold.layout.layout import Layout
 from fivefold.model.attention import Attention
 from fivefold.model.decoder import Decoder
 from fivefold.model.layers import TokenPositions
-from fivefold.model.ops import Shared
+from fivefold.model.ops import MixerInputs
 from fivefold.parallel.collectives import full_tensor
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.optimizer import shard_model
@@ -130,7 +130,7 @@ class AttentionBlock:
         self.attention = attention
         positions = TokenPositions.of(torch.zeros(shape.batch, shape.seq, dtype=torch.int64))
         rotation = model.rotation(positions, DTYPES[shape.dtype])
-        self.shared = Shared(positions, rotation, ops.attention_mask(positions))
+        self.shared = MixerInputs(positions, rotation, ops.attention_mask(positions))
 
     def run(self, x: Tensor, output_grad: Tensor) -> tuple[Tensor, Tensor]:
         """Output and input gradient; the weights' gradients are left where the optimizer would find them."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fivefold.layout.layout import Layout
 from fivefold.layout.rules import RULES, tp_fits
 from fivefold.schedules.registry import CATALOGUE, build
-from fivefold.spec.mixers import Attention
+from fivefold.spec.mixers import GroupedQueryAttention
 from fivefold.spec.pattern import Layer
 from fivefold.spec.presets import preset
 from fivefold.support.errors import UserError
@@ -174,7 +174,7 @@ def test_layouts_and_builders_agree_on_schedules() -> None:
                     assert not legal, (schedule, p, m)
 
 
-class Whole(Attention, frozen=True, kw_only=True):
+class Whole(GroupedQueryAttention, frozen=True, kw_only=True):
     cp = False
 
 

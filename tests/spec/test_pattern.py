@@ -12,8 +12,8 @@ from fivefold.layout.layout import Layout
 from fivefold.layout.stages import stages_of
 from fivefold.spec.blocks import Experts
 from fivefold.spec.hf import to_hf_config
-from fivefold.spec.mixers import Attention, LatentAttention
-from fivefold.spec.mlps import Dense, MoE
+from fivefold.spec.mixers import GroupedQueryAttention, MultiHeadLatentAttention
+from fivefold.spec.mlps import Dense, MixtureOfExperts
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.pattern import Layer
 from fivefold.spec.presets import PRESETS, preset
@@ -25,8 +25,13 @@ MIXED = [{"mixer": {"name": "attention", "window": 8}, "mlp": "dense"}, {"mlp": 
 
 
 def test_the_numbers_of_published_models_say_their_patterns() -> None:
-    names = {"llama3-8b": {(Attention, Dense): 32}, "mixtral-8x7b": {(Attention, MoE): 32}}
-    names |= {"deepseek-v2-lite": {(LatentAttention, Dense): 1, (LatentAttention, MoE): 26}}
+    names = {
+        "llama3-8b": {(GroupedQueryAttention, Dense): 32},
+        "mixtral-8x7b": {(GroupedQueryAttention, MixtureOfExperts): 32},
+    }
+    names |= {
+        "deepseek-v2-lite": {(MultiHeadLatentAttention, Dense): 1, (MultiHeadLatentAttention, MixtureOfExperts): 26}
+    }
     for name, wanted in names.items():
         counted = preset(name).counted()
         assert {(type(kinds.mixer), type(kinds.mlp)): count for kinds, count in counted.items()} == wanted
@@ -50,7 +55,7 @@ def test_a_pattern_that_is_written_down_is_the_same_model(name: str) -> None:
 def test_a_pattern_is_repeated_and_what_is_missing_has_no_parameters() -> None:
     spec = preset("tiny", layers=7, pattern=MIXED, experts=FEW)
     assert spec.problems() == []
-    assert spec.kinds(6) == spec.kinds(0) == Layer(mixer=Attention(window=8), mlp=Dense())
+    assert spec.kinds(6) == spec.kinds(0) == Layer(mixer=GroupedQueryAttention(window=8), mlp=Dense())
     assert spec.routed_layers == (1, 4)
     parts = {name.split(".")[2] for name in (parameter.name for parameter in spec.parameters()) if "layers.1." in name}
     assert parts == {"mlp_norm", "mlp"}

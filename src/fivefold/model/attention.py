@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fivefold.model.layers import Linear, TokenPositions
-from fivefold.model.ops import LocalOps, Shared
+from fivefold.model.ops import LocalOps, MixerInputs
 from fivefold.model.rope import apply_rotary
 from fivefold.spec import mixers
 from fivefold.spec.blocks import Yarn
@@ -26,7 +26,7 @@ def _qk_norm(spec: ModelSpec, heads: int) -> nn.RMSNorm | None:
 
 
 class Attention(nn.Module):
-    def __init__(self, kind: mixers.Attention, spec: ModelSpec, ops: LocalOps):
+    def __init__(self, kind: mixers.GroupedQueryAttention, spec: ModelSpec, ops: LocalOps):
         super().__init__()
         self.ops, self.window = ops, kind.window
         self.sinks = nn.Parameter(torch.empty(spec.heads)) if spec.sinks else None
@@ -42,7 +42,7 @@ class Attention(nn.Module):
     def mask(self, positions: TokenPositions, dtype: torch.dtype) -> Any:
         return self.ops.attention_mask(positions, self.window, sinks=self.sinks is not None, dtype=dtype)
 
-    def forward(self, x: Tensor, shared: Shared) -> Tensor:
+    def forward(self, x: Tensor, shared: MixerInputs) -> Tensor:
         rotation, mask = shared.rotation, shared.mask
         q, k, v = self.ops.column_parallel(x, self.q, self.k, self.v)
         q_norm, k_norm = self.q_norm, self.k_norm
@@ -69,7 +69,7 @@ class LatentAttention(nn.Module):
     Shapes: N and R dims of a head without and with rotary positions, D = N + R; V dims of its value.
     """
 
-    def __init__(self, kind: mixers.LatentAttention, spec: ModelSpec, ops: LocalOps):
+    def __init__(self, kind: mixers.MultiHeadLatentAttention, spec: ModelSpec, ops: LocalOps):
         super().__init__()
         assert spec.mla is not None
         self.ops, self.mla, self.interleaved = ops, spec.mla, spec.rope_interleaved
@@ -87,7 +87,7 @@ class LatentAttention(nn.Module):
     def mask(self, positions: TokenPositions, dtype: torch.dtype) -> Any:
         return self.ops.attention_mask(positions, dtype=dtype)
 
-    def forward(self, x: Tensor, shared: Shared) -> Tensor:
+    def forward(self, x: Tensor, shared: MixerInputs) -> Tensor:
         mla, rotation, mask = self.mla, shared.rotation, shared.mask
         assert rotation is not None
         q, latent, shared_key = self.latents(x)

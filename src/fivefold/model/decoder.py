@@ -17,7 +17,7 @@ from fivefold.model.layers import Linear, TokenPositions, accum_dtype
 from fivefold.model.linear_cross_entropy import Targets
 from fivefold.model.load_balancing import UNBALANCED, Balance
 from fivefold.model.moe import MoE, RouterStats
-from fivefold.model.ops import LocalOps, Shared
+from fivefold.model.ops import LocalOps, MixerInputs
 from fivefold.model.recompute import compiled, recomputed
 from fivefold.model.rope import Rotation, rope_cache
 from fivefold.spec.kinds import BlockKind
@@ -109,14 +109,14 @@ class Block(nn.Module):
     def mlp_module(self) -> nn.Module | None:
         return getattr(self, self.mlp_place) if self.mlp_place else None
 
-    def forward(self, x: Tensor, positions: TokenPositions, shared: Shared) -> Tensor:
+    def forward(self, x: Tensor, positions: TokenPositions, shared: MixerInputs) -> Tensor:
         """`positions` is that of x's tokens; `shared` is of all tokens that a mixer has here."""
         x, stats = self.run(self.steps, x, positions, shared)
         if self.training and isinstance(self.mlp_module, MoE):
             self.mlp_module.count(stats)
         return x
 
-    def steps(self, x: Tensor, positions: TokenPositions, shared: Shared) -> tuple[Tensor, RouterStats | None]:
+    def steps(self, x: Tensor, positions: TokenPositions, shared: MixerInputs) -> tuple[Tensor, RouterStats | None]:
         """The residual stream, and the router's statistics of its tokens."""
         stats: RouterStats | None = None
         if (place := self.mixer_place) is not None:
@@ -181,16 +181,16 @@ class Decoder(nn.Module):
         x = self.ops.norm(self.norm, x)
         return self.ops.logits(x, table) if targets is None else self.ops.loss(x, table, targets)
 
-    def _shared(self, positions: TokenPositions, compute: torch.dtype) -> list[Shared]:
+    def _shared(self, positions: TokenPositions, compute: torch.dtype) -> list[MixerInputs]:
         """What the mixer of each layer is given; made once for each kind of mixer."""
         rotation = self.rotation(positions, compute)
-        made: dict[BlockKind | None, Shared] = {None: Shared(positions, rotation)}
+        made: dict[BlockKind | None, MixerInputs] = {None: MixerInputs(positions, rotation)}
         blocks: list[Any] = [*self.layers.values()]
         for block in blocks:
             if (kind := block.kinds.mixer) not in made:
                 mask_of = getattr(block.mixer_module, "mask", None)
                 mask = None if mask_of is None else mask_of(positions, compute)
-                made[kind] = Shared(positions, rotation, mask)
+                made[kind] = MixerInputs(positions, rotation, mask)
         return [made[block.kinds.mixer] for block in blocks]
 
     def rotation(self, positions: TokenPositions, compute: torch.dtype) -> Rotation | None:

@@ -17,7 +17,7 @@ from fivefold.model.masks import Packed, WindowMask
 from fivefold.model.rope import Rotation
 
 
-class Shared(NamedTuple):
+class MixerInputs(NamedTuple):
     """What the mixers of all layers are given beside the stream: of all tokens that a mixer has on this rank."""
 
     positions: TokenPositions

@@ -245,7 +245,7 @@ def compute_bound_rows(replica: Replica) -> int | None:
     """Rows of a step from which the matmuls wait for the tensor cores rather than for the weights."""
 
     def waits(rows: int) -> bool:
-        parts = replica.rows(rows, replica.spec.kinds(replica.spec.layers - 1))
+        parts = replica.rows(rows)
         return parts.compute > parts.weights
 
     rows = next((1 << power for power in range(14) if waits(1 << power)), None)

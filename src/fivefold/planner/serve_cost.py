@@ -270,9 +270,10 @@ class Replica:
             Parts(compute=seconds, launch=launch) if seconds > 1.0001 * free else Parts(weights=seconds, launch=launch)
         )
 
-    def rows(self, rows: int, kinds: Layer, busy: int = 0) -> Parts:
-        """Of a block of these kinds, for so many tokens of a tp group at once, without attention. `busy`: groups that
-        have tokens, all of them unless it is said."""
+    def rows(self, rows: int, layer: Layer | None = None, busy: int = 0) -> Parts:
+        """Of a block of these kinds, or of the last, for so many tokens of a tp group at once, without attention.
+        `busy`: groups that have tokens, all of them unless it is said."""
+        kinds = layer or self.spec.kinds(self.spec.layers - 1)
         spec, device, operations, routed = self.spec, self.device, block(self.spec, self.tp, kinds), kinds.routed
         matmuls = (self.matmul(*shape, self.precision) for shape in dense_gemms(operations.matmuls, rows, False, 1))
         moved = MOVED["fused"]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fivefold.spec.model import ModelSpec
 
 
-class Attention(Mixer, frozen=True, kw_only=True):
+class GroupedQueryAttention(Mixer, frozen=True, kw_only=True, tag="attention"):
     """Queries, keys and values of the stream; MHA, GQA or MQA by the model's kv_heads."""
 
     place = "attention"
@@ -43,7 +43,7 @@ class Attention(Mixer, frozen=True, kw_only=True):
         yield Matmul("attention", "o", "attention", scores.seen, spec.hidden, "rowwise", bias=spec.bias)
 
 
-class LatentAttention(Mixer, frozen=True, kw_only=True, tag="mla"):
+class MultiHeadLatentAttention(Mixer, frozen=True, kw_only=True, tag="mla"):
     """MLA: the latents are the same on every tp rank, which makes its heads of them."""
 
     place = "attention"
@@ -71,4 +71,4 @@ class LatentAttention(Mixer, frozen=True, kw_only=True, tag="mla"):
         yield Matmul("attention", "o", "attention", scores.seen, spec.hidden, "rowwise", bias=spec.bias)
 
 
-MIXERS: dict[str, type[Mixer]] = {"attention": Attention, "mla": LatentAttention}
+MIXERS: dict[str, type[Mixer]] = {"attention": GroupedQueryAttention, "mla": MultiHeadLatentAttention}

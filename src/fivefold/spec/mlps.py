@@ -22,7 +22,7 @@ class Dense(MLP, frozen=True, kw_only=True):
         return [spec.ffn]
 
 
-class MoE(MLP, frozen=True, kw_only=True):
+class MixtureOfExperts(MLP, frozen=True, kw_only=True, tag="moe"):
     """A router, the experts that it chooses, and those that all tokens visit; the numbers are `model.experts`. tp
     divides the shared experts alone."""
 
@@ -51,7 +51,7 @@ class MoE(MLP, frozen=True, kw_only=True):
         return [shared] if shared else []
 
 
-MLPS: dict[str, type[MLP]] = {"dense": Dense, "moe": MoE}
+MLPS: dict[str, type[MLP]] = {"dense": Dense, "moe": MixtureOfExperts}
 
 
 def network(spec: "ModelSpec", prefix: str, width: int, tp: int) -> Iterator[Operation]:

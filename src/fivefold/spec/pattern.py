@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import msgspec
 
 from fivefold.spec.kinds import MLP, BlockKind, Mixer
-from fivefold.spec.mixers import MIXERS, Attention, LatentAttention
-from fivefold.spec.mlps import MLPS, Dense, MoE
+from fivefold.spec.mixers import MIXERS, GroupedQueryAttention, MultiHeadLatentAttention
+from fivefold.spec.mlps import MLPS, Dense, MixtureOfExperts
 from fivefold.support.errors import UserError
 from fivefold.support.parsing import read
 from fivefold.support.plugins import find
@@ -49,21 +49,21 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     @property
     def routed(self) -> bool:
         """Whether it has experts."""
-        return isinstance(self.mlp, MoE)
+        return isinstance(self.mlp, MixtureOfExperts)
 
     @property
     def window(self) -> int:
         """The keys that a query sees; 0: all before it."""
-        return self.mixer.window if isinstance(self.mixer, Attention) else 0
+        return self.mixer.window if isinstance(self.mixer, GroupedQueryAttention) else 0
 
     @property
     def latent(self) -> bool:
-        return isinstance(self.mixer, LatentAttention)
+        return isinstance(self.mixer, MultiHeadLatentAttention)
 
     @property
     def attends(self) -> bool:
         """Whether it has attention, of either kind."""
-        return isinstance(self.mixer, Attention | LatentAttention)
+        return isinstance(self.mixer, GroupedQueryAttention | MultiHeadLatentAttention)
 
 
 _PLACES: dict[str, tuple[Mapping[str, Any], type[BlockKind]]] = {"mixer": (MIXERS, Mixer), "mlp": (MLPS, MLP)}
@@ -110,8 +110,8 @@ def layers_of(spec: "ModelSpec") -> tuple[Layer, ...]:
 
 
 def _layer(spec: "ModelSpec", window: int, dense: bool) -> Layer:
-    mixer = LatentAttention() if spec.mla else Attention(window=window)
-    return Layer(mixer=mixer, mlp=Dense() if dense else MoE())
+    mixer = MultiHeadLatentAttention() if spec.mla else GroupedQueryAttention(window=window)
+    return Layer(mixer=mixer, mlp=Dense() if dense else MixtureOfExperts())
 
 
 def _window(spec: "ModelSpec", layer: int) -> int:

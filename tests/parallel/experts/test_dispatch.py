@@ -25,7 +25,7 @@ CHOICES = {
 
 def made(dispatch: LocalDispatch | None) -> MoE:
     """The same weights on every rank: of each expert its own."""
-    module = MoE(mlps.MoE(), SPEC, LocalOps(dispatch=dispatch)).double()
+    module = MoE(mlps.MixtureOfExperts(), SPEC, LocalOps(dispatch=dispatch)).double()
     for number, (_, p) in enumerate(module.named_parameters()):
         p.data = 0.3 * torch.sin(torch.arange(p.numel(), dtype=torch.float64) * 0.7 + number).view(p.shape)
     return module

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fivefold.model.layers import Linear
-from fivefold.model.ops import LocalOps, Shared
+from fivefold.model.ops import LocalOps, MixerInputs
 from fivefold.spec.model import ModelSpec
 from fivefold_gated_conv import GatedConv
 
@@ -27,7 +27,7 @@ class GatedConvLayer(nn.Module):
         self.filter = Filter(spec.hidden, kind.taps)
         self.out = Linear(spec.hidden, spec.hidden, bias=False)
 
-    def forward(self, x: Tensor, shared: Shared) -> Tensor:
+    def forward(self, x: Tensor, shared: MixerInputs) -> Tensor:
         """[B, S, E] -> [B, S, E]"""
         b, c, values = self.ops.column_parallel(x, self.b, self.c, self.x)  # [B, S, C] each
         weight, gated, documents = self.ops.weight(self.filter), b * values, shared.positions.documents
