@@ -124,7 +124,7 @@ class CheckpointContents(Result):
         facts = {
             "samples": f"{manifest.samples} of the data order are done, in {manifest.updates} updates",
             "layout": f"written under {_layout(self.checkpoint)}; any other reads it",
-            "holds": "weights and AdamW's moments" if manifest.optimizer else "weights",
+            "holds": f"weights and {manifest.states_of}'s states" if manifest.optimizer else "weights",
             "made by": f"fivefold {manifest.fivefold}, torch {manifest.torch}",
         }
         yield Table(["", "~"], list(facts.items()))

@@ -217,7 +217,7 @@ def reshard(
         {
             key: _lazy(checkpoint, key, shapes[name], box, dtype)
             for name, box in boxes.items()
-            for key in keys(name, manifest)
+            for key in keys(name, checkpoint)
         }
         for boxes in boxes_of(spec, layout, seq)
     ]

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fivefold.checkpoint.store import Checkpoint, Manifest
+from fivefold.checkpoint.store import Checkpoint
 from fivefold.checkpoint.tensors import MODEL, Chunk, Stored, model_key
 from fivefold.layout.sharding import Box
 from fivefold.optim import OPTIMIZERS
 from fivefold.parallel.optimizer import Optimizer
 from fivefold.parallel.weights import Weights
+from fivefold.support.plugins import is_plugin
 
 
 @dataclass(frozen=True)
@@ -70,14 +71,11 @@ Shapes = Mapping[str, tuple[int, ...]]  # of every parameter of the model
 Buffers = Mapping[str, Tensor]  # of this rank's stages, each in full
 
 
-def optimizer_of(manifest: Manifest) -> str:
-    """The name of the optimizer whose states a checkpoint has; empty where there are none."""
-    return manifest.job.get("optimizer", {}).get("name", "adamw") if manifest.optimizer else ""
-
-
-def keys(name: str, manifest: Manifest) -> list[str]:
+def keys(name: str, checkpoint: Checkpoint) -> list[str]:
     """What a checkpoint has of a parameter: its master, and the optimizer's states."""
-    optimizer = optimizer_of(manifest)
+    optimizer = checkpoint.manifest.states_of
+    if is_plugin(optimizer):  # the states are not in our table
+        return [key for key in checkpoint.tensors if key.partition(".")[2] == name]
     return [f"{kind}.{name}" for kind in (MODEL, *(OPTIMIZERS[optimizer].states if optimizer else ()))]
 
 

@@ -73,6 +73,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     files: list[File] = []
     seal: str = ""  # sha256 of all of this with an empty seal
 
+    @property
+    def states_of(self) -> str:
+        """The name of the optimizer whose states it has; empty where there are none."""
+        return str(self.job.get("optimizer", {}).get("name", "adamw")) if self.optimizer else ""
+
     def sealed(self) -> "Manifest":
         return msgspec.structs.replace(self, seal=_seal(msgspec.to_builtins(self)))
 

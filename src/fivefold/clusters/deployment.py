@@ -12,9 +12,10 @@ from fivefold.clusters import quoting
 from fivefold.clusters.quoting import comment
 from fivefold.cost.model_state import checkpoint_bytes
 from fivefold.hardware.cluster import Cluster
-from fivefold.job.config import Job
+from fivefold.job.config import Job, of_a_run
 from fivefold.layout.layout import Layout
 from fivefold.support.errors import Problem, UserError
+from fivefold.support.parsing import path_of
 from fivefold.support.text import bytes_text, counted, divisors, either, si
 
 # ---- machines -------------------------------------------------------------------------------------------------------
@@ -168,8 +169,10 @@ class Deployment:
 
     def words(self, command: str = "train") -> str:
         """What each rank runs."""
-        elastic = ["--elastic"] if self.least and command == "train" else []
-        return quoting.command(["fivefold", command], self.file, self.changes, elastic)
+        options = ["--elastic"] if self.least and command == "train" else []
+        if self.file and of_a_run(path_of(self.file)):
+            options += [f"--plugin={name}" for name in self.job.plugins]
+        return quoting.command(["fivefold", command], self.file, self.changes, options)
 
     @property
     def own_file(self) -> str:

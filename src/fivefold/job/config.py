@@ -18,7 +18,7 @@ import msgspec
 from fivefold.job.aliases import apart, dtype_problem, explain
 from fivefold.job.table import NESTED, Table, apply, model_of
 from fivefold.layout.layout import Layout
-from fivefold.optim import OPTIMIZERS, optimizer_named, stored_optimizer
+from fivefold.optim import OPTIMIZERS, optimizer_named, optimizer_problems, stored_optimizer
 from fivefold.optim.adamw import AdamW
 from fivefold.optim.base import OptimizerConfig
 from fivefold.spec.model import ModelSpec
@@ -27,6 +27,7 @@ from fivefold.support.dtypes import dtype_of
 from fivefold.support.errors import Note, Problem, UserError
 from fivefold.support.parsing import Missing, path_of, read, read_toml, toml_value, unknown_key
 from fivefold.support.places import remote_of
+from fivefold.support.plugins import is_plugin
 from fivefold.support.ranges import SECONDS, SEQUENCES, STEPS, TOKENS, outside, within
 from fivefold.support.text import did_you_mean
 
@@ -136,6 +137,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     trace: TraceConfig = TraceConfig()
     run: RunConfig = RunConfig()
 
+    @property
+    def plugins(self) -> list[str]:
+        """What it names of modules of a user's own; commands that read it as a stored one are told by --plugin."""
+        return [name for name in (self.optimizer.name,) if is_plugin(name)]
+
     def problems(self, world: int | None = None, ranks_by: str = "--nproc") -> list[str]:
         """Everything wrong with the values, beyond their types; `ranks_by` is how the reader gets a number of ranks."""
         model = self.model.problems()
@@ -148,7 +154,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         for section in SECTIONS:
             if section != "layout":
                 yield from outside(getattr(self, section), section).values()
-        yield from (problem for holds, problem in self.optimizer.rules() if not holds)
+        yield from optimizer_problems(self.optimizer)
         yield from self._whole_matrices()
         yield from self._train()
         yield from self._fp8()
@@ -315,8 +321,12 @@ def read_job(path: str | Path | None = None, changes: Sequence[str] = ()) -> Job
 
 
 def of_a_run(file: Path) -> bool:
-    """Whether a job file lies in a run's directory: then a run wrote it, and not its user."""
-    return any((file.parent / name).exists() for name in ("metrics.jsonl", "environment.json", "checkpoints"))
+    """Whether a job file lies in a run's directory, or among its checkpoints: then a run wrote it, and not its user."""
+    kept = ("metrics.jsonl", "environment.json", "checkpoints")
+    folders = {Path(os.path.abspath(file)).parent, file.resolve().parent}
+    return any(os.path.lexists(folder / name) for folder in folders for name in kept) or any(
+        part == "checkpoints" for folder in folders for part in folder.parts
+    )
 
 
 def _table_of(file: Path) -> Table:

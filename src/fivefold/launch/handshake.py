@@ -65,10 +65,11 @@ class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     run: str  # the launcher's name for it
     start: int | None
     torch: str
-    code: str  # digest of our source files, and of those of plugins
+    code: str  # digest of our source files
     data: str  # digest of the data's index
     job: str  # digest of the settings
     purpose: str = TRAINING
+    plugins: str = ""  # digest of the files of what users have brought; empty where they have brought nothing
 
 
 _SENTENCES = {
@@ -79,6 +80,7 @@ _SENTENCES = {
     "code": "runs another version of fivefold: its source files have digest {own}, and the others' {usual}",
     "data": "reads other data: its index has digest {own}, and the others' {usual}",
     "job": "runs another job",
+    "plugins": "has other plugins: their files have digest {own}, and the others' {usual}",
     "purpose": "is here for {own}, and the others for {usual}",
 }
 
@@ -171,10 +173,11 @@ def claim(job: Job, index: Path, world: "World", purpose: str = TRAINING) -> Hel
         run=world.run,
         start=world.start,
         torch=importlib.metadata.version("torch") if trains else "",
-        code=code_digest() + plugins.digest() if trains else "",
+        code=code_digest() if trains else "",
         data=_digest(index.read_bytes()) if trains else "",
         job=_digest(json.dumps(settings, sort_keys=True).encode()),
         purpose=purpose,
+        plugins=plugins.digest() if trains else "",
     )
     if world.size == 1:  # a rank that is alone has nobody to prove itself to
         return Hello(facts, settings, secrets.token_bytes(32))
@@ -226,8 +229,8 @@ def odd_ones(statements: Sequence[Statement]) -> dict[int, str]:
 
 def _difference(name: str, statement: Statement, usual: Any, settings: Mapping[str, str]) -> str:
     own = getattr(statement.facts, name)
-    if name in ("code", "data"):
-        own, usual = own[:8], usual[:8]
+    if name in ("code", "data", "plugins"):
+        own, usual = own[:8] or "none", usual[:8] or "none"
     sentence = _SENTENCES[name].format(own=short(own), usual=short(usual))
     if name != "job":
         return sentence

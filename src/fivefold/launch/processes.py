@@ -36,6 +36,7 @@ from fivefold.launch.host import cores, keep_freed_memory
 from fivefold.launch.logs import STACK
 from fivefold.launch.rendezvous import Rendezvous
 from fivefold.launch.world import HERE, World, join
+from fivefold.support import plugins
 from fivefold.support.errors import TrainingError, UserError, absent
 from fivefold.support.ranges import seconds
 
@@ -85,7 +86,7 @@ class Processes:
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.world, HERE: self.world, BEATS: self.beats}
             own_env = {**env, **{name: str(value) for name, value in place.items()}}
             call = pickle.dumps((function, (rank, self.world, *args)))
-            life = (rank, theirs, self.home, self.attached, own_env, threads, call)
+            life = (rank, theirs, self.home, self.attached, own_env, threads, plugins.imported(), call)
             process = context.Process(target=_live, args=life)
             self._ranks.append((process, ours))
             with _without_main():
@@ -225,9 +226,16 @@ def _without_main() -> Iterator[None]:
 
 
 def _live(
-    rank: int, pipe: Connection, home: Path, attached: bool, env: dict[str, str], threads: int | None, call: bytes
+    rank: int,
+    pipe: Connection,
+    home: Path,
+    attached: bool,
+    env: dict[str, str],
+    threads: int | None,
+    names: list[str],
+    call: bytes,
 ) -> None:
-    """The whole life of a rank."""
+    """The whole life of a rank, which imports the plugins of its launcher: `names`."""
     gc.freeze()  # a collection would write to, and so copy, every page that the ranks share
     for number in STOPPING:
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -251,6 +259,8 @@ def _live(
             import torch
 
             torch.set_num_threads(threads)
+        for name in names:
+            plugins.load(name)
         function, args = pickle.loads(call)
         value = named(function)(*args)
         if isinstance(value, Generator):

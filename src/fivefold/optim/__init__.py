@@ -8,7 +8,7 @@ import msgspec
 from fivefold.optim.adamw import AdamW
 from fivefold.optim.base import OptimizerConfig, UnknownOptimizer
 from fivefold.support.errors import UserError
-from fivefold.support.plugins import find, is_plugin
+from fivefold.support.plugins import adopt, find, is_plugin
 
 OPTIMIZERS: dict[str, type[OptimizerConfig]] = {"adamw": AdamW}
 
@@ -16,6 +16,17 @@ OPTIMIZERS: dict[str, type[OptimizerConfig]] = {"adamw": AdamW}
 def optimizer_named(name: Any, *, trusted: bool) -> type[OptimizerConfig]:
     """The class; a plugin's module is imported if the name is `trusted`."""
     return find("optimizer.name", name, OPTIMIZERS, OptimizerConfig, trusted=trusted)
+
+
+def optimizer_problems(optimizer: OptimizerConfig) -> list[str]:
+    """Of its settings; and of its class, where a program gives an object of one that is not in the table."""
+    kind = type(optimizer)
+    if not isinstance(optimizer, UnknownOptimizer) and OPTIMIZERS.get(optimizer.name) is not kind:
+        try:
+            adopt("optimizer", kind, OptimizerConfig)
+        except UserError as error:
+            return error.coded
+    return [problem for holds, problem in optimizer.rules() if not holds]
 
 
 def stored_optimizer(table: dict[str, Any]) -> OptimizerConfig:

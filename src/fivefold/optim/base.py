@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 Rule = tuple[bool, str]  # whether a bound holds, and the sentence that says so if it does not
 
 
+_TAKEN = ("master", "model")  # names that checkpoints have for the weights themselves
+
+
 def bound(setting: str, words: str) -> Problem:
     """The problem of a setting that is out of its bounds: its value, and what it must be."""
     return Problem(f"optimizer.{setting}.range", f"optimizer.{setting}={words}")
@@ -61,16 +64,23 @@ class OptimizerConfig(
             yield f"has another name in jobs; write `class {kind.__name__}(OptimizerConfig, tag={name!r}, ...)`"
         if not kind.__struct_config__.frozen:
             yield "can be changed after it was checked; write `frozen=True` in its class line"
-        if not all(isinstance(state, str) and state.isidentifier() for state in kind.states):
-            yield f"has states={kind.states!r}, and not a tuple of names"
+        states = kind.states if isinstance(kind.states, tuple) else (None,)
+        if not all(isinstance(state, str) and state.isidentifier() for state in states):
+            yield f"has states={kind.states!r}, and not a tuple of names, for example ('momentum',)"
+        elif len({*states, *_TAKEN}) < len(states) + len(_TAKEN):
+            yield f"has states={kind.states!r}; each has a name of its own, and {' and '.join(_TAKEN)} are the weights"
         if kind.update is OptimizerConfig.update:
             yield "has no method update(self, masters, grads, states, rate, decay, step)"
         elif len(parameters := inspect.signature(kind.update).parameters) != 7:
             yield f"has update({', '.join(parameters)}), and not (self, masters, grads, states, rate, decay, step)"
         if kind.stock is OptimizerConfig.stock:
             yield "has no method stock(self, groups, **options), a torch.optim.Optimizer that verify holds it against"
+        if kind.fuses and kind.fused_update is OptimizerConfig.fused_update:
+            yield "has fuses=True and no method fused_update; leave it False, or write one"
         if required := [field.name for field in msgspec.structs.fields(kind) if field.required]:
             yield f"has settings without a default: {', '.join(required)}"
+        elif problem := _unwritable(kind):
+            yield f"has settings that a job file cannot hold: {problem}"
 
     def rules(self) -> list[Rule]:
         """Bounds of the settings."""
@@ -120,6 +130,16 @@ class OptimizerConfig(
     def stock(self, groups: list[dict[str, Any]], **options: Any) -> "torch.optim.Optimizer":
         """PyTorch's own optimizer with these settings: the verifier's reference, and the benchmarks' peers."""
         raise NotImplementedError
+
+
+def _unwritable(kind: type[OptimizerConfig]) -> str:
+    """What is wrong with settings that do not come back from a job file as they went; empty where nothing is."""
+    try:
+        own = kind()
+        back = msgspec.convert(msgspec.to_builtins(own), kind)
+    except (msgspec.MsgspecError, TypeError) as error:
+        return str(error)
+    return "" if back == own else f"{own} comes back as {back}"
 
 
 class UnknownOptimizer(OptimizerConfig, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ from fivefold.checkpoint.load import Say, damage, load, newest, set_aside
 from fivefold.checkpoint.memory import Began, Candidate, abandoned, begin, starts
 from fivefold.checkpoint.memory_load import MemoryCheckpointer
 from fivefold.checkpoint.save import Saver
-from fivefold.checkpoint.shards import Shard, optimizer_of, saveable_tensors, stored_buffers, written
+from fivefold.checkpoint.shards import Shard, saveable_tensors, stored_buffers, written
 from fivefold.checkpoint.store import Checkpoint, Damaged, Manifest, Store
 from fivefold.parallel.control import Control
 from fivefold.support.errors import TrainingError, UserError
@@ -135,7 +135,7 @@ class Checkpoints:
         engine, job = self.trainer.engine, self.trainer.job
         if problems := misfits(checkpoint, job):
             raise UserError(problems if self.control.rank == 0 else [])  # all ranks have found them, and one says so
-        same = optimizer_of(checkpoint.manifest) == job.optimizer.name  # another optimizer's states are of no use
+        same = checkpoint.manifest.states_of == job.optimizer.name  # another optimizer's states are of no use
         buffers = stored_buffers(engine.buffers, checkpoint)
         return saveable_tensors(engine.weights, self.shapes, engine.optimizer if same else None, buffers)
 

@@ -18,6 +18,7 @@ from fivefold.launch import logs
 from fivefold.launch.exits import INTERRUPTED, STOPPING, TERMINATED, say, say_ended, signal_name
 from fivefold.launch.world import World, current_world
 from fivefold.support.errors import TrainingError, UserError
+from fivefold.support.plugins import options
 from fivefold.trainer.records import Listener
 from fivefold.trainer.report import Failed, Finished, RefusedInput, ReportedOutput, ReportWriter
 from fivefold.trainer.resuming import Start
@@ -53,7 +54,7 @@ def run_rank(
         return RankEnd(0, run_job(job, sources, world, console, start, lambda: bool(stop.signal), listeners))
     except Stopped as stopped:
         by = signal_name(stop.signal) if stop.signal else "a signal to another rank"
-        command = f"'fivefold train {stopped.directory}'" if start.fresh else "the same command"
+        command = f"'fivefold train {stopped.directory}{options(job.plugins)}'" if start.fresh else "the same command"
         saved = f"its checkpoint is saved, and {command} resumes from it"
         how = saved if job.checkpoint.save else "nothing is saved: checkpoint.save=false"
         why = f"stopped by {by} after step {stopped.step}; {how}"

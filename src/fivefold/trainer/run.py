@@ -40,6 +40,7 @@ from fivefold.render.paint import to_svg
 from fivefold.schedules.text import save
 from fivefold.support.errors import PeerLost, UserError
 from fivefold.support.files import cannot_write, put
+from fivefold.support.plugins import options
 from fivefold.support.text import counted, graphs_text, si
 from fivefold.trainer.checkpointing import Checkpoints
 from fivefold.trainer.directories import JOB, complete, entered, store, trained
@@ -424,7 +425,7 @@ def finished(directory: Path, job: Job, done: int) -> str:
     keeps = f" optimizer.schedule_steps={job.train.steps}" if bends(job, longer, done) else ""
     return (
         f"all {done} steps of {directory} are done; --fresh starts over in a directory of its own, and "
-        f"'fivefold train {directory} train.steps={steps}{keeps}' continues it"
+        f"'fivefold train {directory} train.steps={steps}{keeps}{options(job.plugins)}' continues it"
     )
 
 

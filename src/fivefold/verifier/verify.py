@@ -107,7 +107,7 @@ def verify(
         "train.dtype": dtype,
         "train.device": device,
     }
-    settings |= {f"optimizer.{key}": value for key, value in OPTIMIZER.items()}
+    settings |= {f"optimizer.{key}": value for key, value in _optimizer(changes).items()}
     job = read_job(None, [*(f"{key}={value}" for key, value in settings.items()), *narrow, *changes])
     if isinstance(model, ModelSpec):
         job = msgspec.structs.replace(job, model=model)
@@ -126,6 +126,13 @@ def verify(
     if len(total) == repeat == 1:
         return VerifyResult(judged)
     return VerifyResult(judged, len(total) * repeat, covered(cases, total))
+
+
+def _optimizer(changes: Sequence[str]) -> dict[str, float]:
+    """Settings for a proof, as far as the optimizer that is asked for has them."""
+    named = [change for change in changes if change.startswith("optimizer.name=")]
+    kind = type(read_job(None, named).optimizer)
+    return {key: value for key, value in OPTIMIZER.items() if key in kind.__struct_fields__}
 
 
 def _judge_all(
