@@ -140,7 +140,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     @property
     def plugins(self) -> list[str]:
         """What it names of modules of a user's own; commands that read it as a stored one are told by --plugin."""
-        return [name for name in (self.optimizer.name,) if is_plugin(name)]
+        names = self.optimizer.name, *(kind.name for layer in self.model.pattern for kind in layer.branches)
+        return list(dict.fromkeys(name for name in names if is_plugin(name)))
 
     def problems(self, world: int | None = None, ranks_by: str = "--nproc") -> list[str]:
         """Everything wrong with the values, beyond their types; `ranks_by` is how the reader gets a number of ranks."""

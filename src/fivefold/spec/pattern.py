@@ -18,7 +18,7 @@ from fivefold.spec.mixers import MIXERS, GroupedQueryAttention, MultiHeadLatentA
 from fivefold.spec.mlps import MLPS, Dense, MixtureOfExperts
 from fivefold.support.errors import UserError
 from fivefold.support.parsing import read
-from fivefold.support.plugins import find
+from fivefold.support.plugins import adopt, find
 
 if TYPE_CHECKING:
     from fivefold.spec.model import ModelSpec
@@ -123,6 +123,18 @@ def _is_dense(spec: "ModelSpec", layer: int) -> bool:
     return spec.experts is None or layer < spec.experts.dense_layers
 
 
+def _class_problems(kind: BlockKind) -> list[str]:
+    """Of the class of a kind that a program gives as an object: it is in no table, and nobody has looked at it."""
+    table, base = _PLACES["mixer" if isinstance(kind, Mixer) else "mlp"]
+    if table.get(kind.name) is type(kind):
+        return []
+    try:
+        adopt("model.pattern", type(kind), base)
+    except UserError as error:
+        return error.coded
+    return []
+
+
 def pattern_problems(spec: "ModelSpec") -> Iterator[str]:
     """What is wrong with a model's pattern."""
     if not spec.pattern:
@@ -139,8 +151,7 @@ def pattern_problems(spec: "ModelSpec") -> Iterator[str]:
         if len(set(places)) < len(places):
             yield f"model.pattern has two kinds called {places[0]} in layer {number}, whose parameters share names"
     for kind in dict.fromkeys(kind for layer in spec.pattern for kind in layer.branches):
-        yield from (f"model.pattern: {kind.name} {lack}" for lack in kind.shortcomings(type(kind), kind.name))
-        yield from kind.problems(spec)
+        yield from _class_problems(kind) or kind.problems(spec)
     said = {"window": spec.window, "window_period": spec.window_period - 1}
     said["experts.dense_layers"] = spec.experts.dense_layers if spec.experts else 0
     for field in (field for field, value in said.items() if value):
