@@ -5,8 +5,9 @@ and is worked out once for each by the same functions that time a single layout.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, reduce
+from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -21,6 +22,7 @@ from fivefold.cost.moe import ParamShare
 from fivefold.cost.peak_memory import CUDA_CONTEXT_BYTES, FRAGMENTATION, loss_peak
 from fivefold.cost.step import Workload, p2p_bytes
 from fivefold.layout.layout import ContextKind, Dispatch, Layout, Recompute
+from fivefold.layout.stages import balanced
 from fivefold.schedules.build import ScheduleInfo
 from fivefold.schedules.registry import RECORDS
 from fivefold.spec.model import ModelSpec
@@ -93,14 +95,14 @@ class BlockArrays(NamedTuple):
 
     @classmethod
     def of(cls, workload: Workload, shape: BlockShape) -> "BlockArrays":
-        """`workload` with one dp rank's microbatch as its batch."""
-        workload = shape.of(workload)
-        kinds = workload.spec.counted().items()
-        return mean_of([(cls._of(workload, shape, layer), count) for layer, count in kinds], most=("transient",))
+        """Of the mean block. `workload` has one dp rank's microbatch as its batch."""
+        counted = workload.spec.counted()
+        return mean_of([(cls.of_kinds(workload, shape, kinds), counted[kinds]) for kinds in counted])
 
     @classmethod
-    def _of(cls, workload: Workload, shape: BlockShape, kinds: Layer) -> "BlockArrays":
+    def of_kinds(cls, workload: Workload, shape: BlockShape, kinds: Layer) -> "BlockArrays":
         """One block of these kinds."""
+        workload = shape.of(workload)
         layout, work = workload.layout, workload.block_cost.of(kinds)
         block, sizes = work.block, (workload.software, shape.samples, workload.seq, work.activation_bytes)
         held = saved_activations(workload.spec, layout, *sizes, kinds=kinds).total
@@ -126,15 +128,18 @@ class BlockArrays(NamedTuple):
 Fields = TypeVar("Fields", bound=tuple[float, ...])
 
 
-def mean_of(parts: Sequence[tuple[Fields, int]], most: Sequence[str] = ()) -> Fields:
-    """The mean of so many of each; of the fields that are named, the most. The closed forms' rank has any layers."""
+MOST = ("transient", "again", "passing")  # what a block needs while it runs: the one that needs most
+
+
+def mean_of(parts: Sequence[tuple[Fields, int]]) -> Fields:
+    """The mean of so many of each, for what adds up over a rank's layers; and the most of what does not."""
     (first, _), *others = parts
     if not others:
         return first
     layers = sum(count for _, count in parts)
     fields = {
-        name: max(getattr(part, name) for part, _ in parts)
-        if name in most
+        name: reduce(np.maximum, [getattr(part, name) for part, _ in parts])
+        if name in MOST
         else sum(getattr(part, name) * count for part, count in parts) / layers
         for name in first._fields  # type: ignore[attr-defined]
     }
@@ -222,6 +227,7 @@ class Closed:
     of: Choices
     block: BlockArrays  # of arrays
     pipelines: list[PipelineArrays]
+    unlike: dict[Layer, Array] = field(default_factory=dict, kw_only=True)  # seconds by kind, if there are several
 
     @property
     def alone(self) -> Array:
@@ -277,6 +283,28 @@ class Closed:
 
     def _rank(self) -> Array:
         """A microbatch on the busiest rank. Ranks hold whole layers, and the head is worth some."""
+        return self._rank_of_unlike() if self.unlike else self._rank_of_alike()
+
+    def _rank_of_unlike(self) -> Array:
+        """Each rank has the layers of its stages, as they are balanced, and takes as long as these do."""
+        spec, busiest = self.workload.spec, np.zeros(len(self.of.tp))
+        kinds, seconds = list(self.unlike), np.stack(list(self.unlike.values()))
+        seconds = seconds + self.each - self.block.forward - self.block.backward  # what pairs hide, and halves do not
+        pipelines = np.where(self.alone, -1, self.of.pipeline)
+        for pp, index in set(zip(self.of.pp.tolist(), pipelines.tolist(), strict=True)):
+            at = (self.of.pp == pp) & (pipelines == index)
+            chunks = 1 if index < 0 else self.pipelines[index].chunks
+            ranks = ((0,),) if index < 0 else self.pipelines[index].schedule.placement(pp, chunks).of_rank
+            ends = [0, *accumulate(balanced(spec, pp * chunks, self.workload.seq))]
+            for stages in ranks:
+                layers = [layer for stage in stages for layer in range(ends[stage], ends[stage + 1])]
+                counted = spec.counted(layers)
+                load = np.array([counted.get(kind, 0) for kind in kinds], dtype=float) @ seconds[:, at]
+                load = load + self.block.ends[at] * (pp * chunks - 1 in stages)
+                busiest[at] = np.maximum(busiest[at], load)
+        return busiest
+
+    def _rank_of_alike(self) -> Array:
         layers, ends, each, pp = self.workload.spec.layers, self.block.ends, self.each, self.of.pp
         most = np.minimum(np.ceil((layers + ends / each) / (pp * self.unit)) * self.unit, layers)
         return np.maximum((layers * each + ends) / pp, np.where(self.alone, 0, most) * each)

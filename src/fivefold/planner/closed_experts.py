@@ -31,6 +31,7 @@ from fivefold.planner.closed import (
     split_backward,
     waiting,
 )
+from fivefold.spec.model import ModelSpec
 from fivefold.spec.pattern import Layer
 
 
@@ -71,16 +72,15 @@ class DenseCost(NamedTuple):
 
     @classmethod
     def of(cls, workload: Workload, shape: BlockShape) -> "DenseCost":
-        workload = shape.of(workload)
-        kinds = workload.spec.counted().items()
-        mixed = [(kind, count) for kind, count in kinds if kind.routed]
-        plain = [(kind, count) for kind, count in kinds if not kind.routed] or mixed  # of none the mean has none
-        rows = [(cls._of(workload, shape, kind, other), n * m) for kind, n in mixed for other, m in plain]
-        return mean_of(rows, most=("again", "passing"))
+        """Of the mean block."""
+        counted = workload.spec.counted()
+        pairs = pairs_of(workload.spec)
+        return mean_of([(cls.of_kinds(workload, shape, *pair), counted[pair[0]] * counted[pair[1]]) for pair in pairs])
 
     @classmethod
-    def _of(cls, workload: Workload, shape: BlockShape, kinds: Layer, other: Layer) -> "DenseCost":
+    def of_kinds(cls, workload: Workload, shape: BlockShape, kinds: Layer, other: Layer) -> "DenseCost":
         """A block of these kinds, and for `plain_...` one of the others."""
+        workload = shape.of(workload)
         layout, work = workload.layout, workload.block_cost.of(kinds)
         plain, block = work.of(other).around, work.around
         own, everything = (
@@ -117,6 +117,13 @@ class _Held(NamedTuple):
     around: float  # that a block keeps beside its experts
     plain: float  # of a block without any
     shared: float  # of the first, its shared expert's
+
+
+def pairs_of(spec: ModelSpec) -> list[tuple[Layer, Layer]]:
+    """Every kind of layer with experts, with every kind without; or, if there is none, with itself: nothing has it."""
+    mixed = [kinds for kinds in spec.counted() if kinds.routed]
+    plain = [kinds for kinds in spec.counted() if not kinds.routed] or mixed[:1]
+    return [(kinds, other) for kinds in mixed for other in plain]
 
 
 def _held(workload: Workload, layout: Layout, kinds: Layer, other: Layer) -> _Held:
@@ -254,7 +261,12 @@ class ExpertClosed(Closed):
 def closed_of(
     workload: Workload, of: Choices, dealt: EpChoices, shapes: list[BlockShape], pipelines: list[PipelineArrays]
 ) -> ExpertClosed:
-    around = DenseCost(*np.array([DenseCost.of(workload, shape) for shape in shapes])[of.shape].T)
+    counted, pairs = workload.spec.counted(), pairs_of(workload.spec)
+    by_kinds = {
+        pair: DenseCost(*np.array([DenseCost.of_kinds(workload, shape, *pair) for shape in shapes])[of.shape].T)
+        for pair in pairs
+    }
+    around = mean_of([(by_kinds[pair], counted[pair[0]] * counted[pair[1]]) for pair in pairs])
     links = LinkArrays.of(workload, of, dealt.ep)
     spent = _spent(workload, of, dealt, links, shapes)
     recompute = np.array([RECOMPUTES.index(shape.recompute) for shape in shapes])[of.shape]
@@ -262,6 +274,12 @@ def closed_of(
     forward, backward = around.forward + spent.forward, around.backward + spent.backward + again
     itself = workload.software.computes_itself  # the host, whose time is then not behind the device's
     wait = np.maximum(0.0, around.launching - (0.0 if itself else forward + backward))
+    unlike: dict[Layer, Array] = {}
+    for (kinds, other), own in by_kinds.items() if len(counted) > 1 else ():
+        both = own.forward + spent.forward + own.backward + spent.backward + again
+        unlike[kinds] = both + np.maximum(0.0, own.launching - (0.0 if itself else both))
+        if other in counted and not other.routed:
+            unlike[other] = np.asarray(own.plain_forward + own.plain_backward)
     held = np.choose(recompute, [spent.everything, spent.outputs, 0.0])
     twice = recompute == RECOMPUTES.index("full")
     share = 1 / np.where(twice, 3, 2)  # of the host's work, in forward
@@ -283,7 +301,7 @@ def closed_of(
     }
     same = ("port", "unhidden", "ends", "logits", "p2p_bytes", "full")
     block = BlockArrays(**means, **{name: getattr(around, name) for name in same})
-    return ExpertClosed(workload, of, block, pipelines, dealt, links)
+    return ExpertClosed(workload, of, block, pipelines, dealt, links, unlike=unlike)
 
 
 def _paired(spent: MoECost, forward: Any, backward: Any, twice: Array) -> Array:

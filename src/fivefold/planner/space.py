@@ -28,6 +28,7 @@ from fivefold.planner.closed import (
     Closed,
     EpChoices,
     PipelineArrays,
+    mean_of,
 )
 from fivefold.planner.closed_experts import closed_of
 from fivefold.schedules.classic import ONE_F_ONE_B
@@ -104,8 +105,16 @@ def space(query: SearchQuery) -> Space:
     of = legal(query, shapes, combinations)
     if not len(of.tp):
         return Space(of, shapes, query.pipelines, np.zeros(0), np.zeros(0))
-    blocks = np.array([BlockArrays.of(query.workload, shape) for shape in shapes])
-    closed = Closed(query.workload, of, BlockArrays(*blocks[of.shape].T), query.pipelines)
+    counted = query.workload.spec.counted()
+    by_kind = {
+        kinds: BlockArrays(
+            *np.array([BlockArrays.of_kinds(query.workload, shape, kinds) for shape in shapes])[of.shape].T
+        )
+        for kinds in counted
+    }
+    unlike = {kinds: block.forward + block.backward for kinds, block in by_kind.items()} if len(counted) > 1 else {}
+    mean = mean_of([(block, counted[kinds]) for kinds, block in by_kind.items()])
+    closed = Closed(query.workload, of, mean, query.pipelines, unlike=unlike)
     return Space(of, shapes, query.pipelines, closed.seconds(), closed.memory())
 
 
