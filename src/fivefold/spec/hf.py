@@ -344,7 +344,7 @@ def spec_from_hf(config: Config, name: str = "custom") -> ModelSpec:
 def to_hf_config(spec: ModelSpec, dtype: str) -> Config:
     """The `config.json` under which `transformers` has this model, with weights of `dtype`, if it has it at all."""
     if spec.counted() != (plain := msgspec.structs.replace(spec, pattern=())).counted():
-        raise UserError(f"no model of transformers has the layers of {spec.name}'s pattern", "export.pattern")
+        raise UserError(f"no model of transformers has the layers of {spec.name}'s pattern", "hf.pattern")
     spec = plain
     kind = "qwen3" if spec.qk_norm else "qwen2" if spec.qkv_bias else "llama"  # Mistral's weights are a Llama's
     if spec.positions == "learned" or spec.mla or spec.rope_dim:
