@@ -269,7 +269,12 @@ class Closed:
     def seconds(self) -> Array:
         """Of a step."""
         gathering = self.gathering() * self.workload.spec.layers / self.of.pp
-        return self._pipeline(self._rank() + gathering) + self.after() + self.workload.software.host_step
+        if self.unlike:
+            rank, all_ranks = (part + gathering * n for part, n in zip(self._ranks_of_unlike(), (1, self.of.pp)))
+        else:
+            rank = self._rank() + gathering
+            all_ranks = self.of.pp * rank  # as if all took as long as the busiest
+        return self._pipeline(rank, all_ranks) + self.after() + self.workload.software.host_step
 
     @property
     def each(self) -> Array:
@@ -281,13 +286,10 @@ class Closed:
         """Layers by which a rank's share grows: one for each of its stages, which is much where these are short."""
         return self.chunks
 
-    def _rank(self) -> Array:
-        """A microbatch on the busiest rank. Ranks hold whole layers, and the head is worth some."""
-        return self._rank_of_unlike() if self.unlike else self._rank_of_alike()
-
-    def _rank_of_unlike(self) -> Array:
-        """Each rank has the layers of its stages, as they are balanced, and takes as long as these do."""
-        spec, busiest = self.workload.spec, np.zeros(len(self.of.tp))
+    def _ranks_of_unlike(self) -> tuple[Array, Array]:
+        """A microbatch on the busiest rank, and on all of them: each has the layers of its stages, as they are
+        balanced, and takes as long as these do."""
+        spec, busiest, total = self.workload.spec, np.zeros(len(self.of.tp)), np.zeros(len(self.of.tp))
         kinds, seconds = list(self.unlike), np.stack(list(self.unlike.values()))
         seconds = seconds + self.each - self.block.forward - self.block.backward  # what pairs hide, and halves do not
         pipelines = np.where(self.alone, -1, self.of.pipeline)
@@ -302,9 +304,11 @@ class Closed:
                 load = np.array([counted.get(kind, 0) for kind in kinds], dtype=float) @ seconds[:, at]
                 load = load + self.block.ends[at] * (pp * chunks - 1 in stages)
                 busiest[at] = np.maximum(busiest[at], load)
-        return busiest
+                total[at] += load
+        return busiest, total
 
-    def _rank_of_alike(self) -> Array:
+    def _rank(self) -> Array:
+        """A microbatch on the busiest rank. Ranks hold whole layers, and the head is worth some."""
         layers, ends, each, pp = self.workload.spec.layers, self.block.ends, self.each, self.of.pp
         most = np.minimum(np.ceil((layers + ends / each) / (pp * self.unit)) * self.unit, layers)
         return np.maximum((layers * each + ends) / pp, np.where(self.alone, 0, most) * each)
@@ -316,11 +320,9 @@ class Closed:
         exposed = sum(self.zero.in_block(self.own, block.computing, free, block.full))
         return np.where(self.of.zero == 3, np.maximum(0.0, exposed - block.waiting), 0.0)
 
-    def _pipeline(self, rank: Array) -> Array:
-        """As if all ranks took as long as the busiest."""
-        return np.asarray(
-            self.form.seconds(rank, self.of.pp * rank, self.sending(), self.workload.software.hides("pp"))
-        )
+    def _pipeline(self, rank: Array, all_ranks: Array) -> Array:
+        hides = self.workload.software.hides("pp")
+        return np.asarray(self.form.seconds(rank, all_ranks, self.sending(), hides))
 
     @property
     def form(self) -> PipelineForm:
