@@ -270,7 +270,8 @@ class Closed:
         """Of a step."""
         gathering = self.gathering() * self.workload.spec.layers / self.of.pp
         if self.unlike:
-            rank, all_ranks = (part + gathering * n for part, n in zip(self._ranks_of_unlike(), (1, self.of.pp)))
+            rank, all_ranks = self._ranks_of_unlike()
+            rank, all_ranks = rank + gathering, all_ranks + self.of.pp * gathering
         else:
             rank = self._rank() + gathering
             all_ranks = self.of.pp * rank  # as if all took as long as the busiest
