@@ -37,7 +37,7 @@ from fivefold.trainer.loop import Trainer
 def _checkpoints(rank: Rank, job: Job, directory: Path) -> Checkpoints:
     if rank.world > 1:
         rank.join("gloo")
-    mesh = Mesh.of(job.layout, choose_device(job.train.device, rank.number), spec=job.model)
+    mesh = Mesh.of_job(job, choose_device(job.train.device, rank.number))
     trainer = Trainer(job, preflight(job, rank.world), mesh)
     return Checkpoints(Store(directory), Control(mesh), trainer, lambda _: None)
 

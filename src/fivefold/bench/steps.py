@@ -18,9 +18,10 @@ import msgspec
 
 from fivefold.bench.harness import OnProgress, RowsResult, refuse, too_small
 from fivefold.cost.step import Workload, estimate
+from fivefold.data.shards import TokenShards
 from fivefold.hardware.accelerators import Accelerator, find_accelerator
 from fivefold.hardware.cluster import Cluster, Group
-from fivefold.job.config import CheckpointConfig, Compile, DataConfig, Dtype, Job, TrainConfig
+from fivefold.job.config import CheckpointConfig, Compile, Dtype, Job, TrainConfig
 from fivefold.launch import processes
 from fivefold.layout.layout import Layout
 from fivefold.spec.model import ModelSpec
@@ -63,7 +64,7 @@ class StepCase:
     def job(self, dtype: str) -> Job:
         compiled = cast(Compile, self.compile)
         train = TrainConfig(batch=self.batch, dtype=cast(Dtype, dtype), compile=compiled, deterministic=False)
-        data, checkpoint = DataConfig(seq=self.seq), CheckpointConfig(save=False)
+        data, checkpoint = TokenShards(seq=self.seq), CheckpointConfig(save=False)
         return Job(model=self.spec, layout=self.layout, data=data, train=train, checkpoint=checkpoint)
 
 

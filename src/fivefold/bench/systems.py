@@ -130,10 +130,8 @@ class FivefoldSystem:
     sums_losses = False  # whether a rank's loss is its part of the sum over the global batch; otherwise it is the mean
 
     def __init__(self, job: Job, layout: Layout, batch: Batch):
-        self.engine, self.batch = (
-            Engine(structs.replace(job, layout=layout), Mesh.of(layout, CPU, spec=job.model)),
-            batch,
-        )
+        job = structs.replace(job, layout=layout)
+        self.engine, self.batch = Engine(job, Mesh.of_job(job, CPU)), batch
 
     def step(self) -> float:
         """Take a training step; return its loss."""

@@ -24,9 +24,9 @@ from fivefold.bench.systems import HuggingFaceSystem, RankBatch
 from fivefold.bench.train import CPU, Extras, Saved, TrainTurn
 from fivefold.checkpoint.store import Store
 from fivefold.data.batch import Batch, read_batch
+from fivefold.data.rows import Splits
 from fivefold.data.tokens import TokenStore
 from fivefold.job.config import Job
-from fivefold.job.preflight import Sources
 from fivefold.launch.device import check_bfloat16, choose_device, make_repeatable, peak_memory
 from fivefold.launch.processes import Rank
 from fivefold.model.recompute import compilation
@@ -86,11 +86,11 @@ def one_case(rank: Rank, case: StepCase, wanted: str, dtype: str, steps: int, wa
     return replace(unfit, seconds=middle, fastest=fastest, slowest=slowest, memory=turn.memory)
 
 
-def made_up(path: Path, job: Job) -> Sources:
+def made_up(path: Path, job: Job) -> Splits:
     tokens = path / "tokens"
     tokens.mkdir()
     write_tokens(tokens, job.model.vocab, _BATCHES * job.train.batch * job.data.seq + 1)
-    return Sources(TokenStore.open(tokens).split("train"), None, tokens)
+    return TokenStore.open(tokens).splits()
 
 
 class Watch:
@@ -150,7 +150,7 @@ def ours(job: Job, device: torch.device, watch: Watch, path: Path, extras: Extra
     """The loop of `fivefold train`, with its metrics; on request with a checkpoint, and a profile after all else."""
     # As many steps as it takes: the run is stopped, and its learning rate is that of a long one.
     job = structs.replace(job, train=structs.replace(job.train, steps=1_000_000))
-    trainer = Trainer(job, made_up(path, job), Mesh.of(job.layout, device, spec=job.model))
+    trainer = Trainer(job, made_up(path, job), Mesh.of_job(job, device))
     metrics = MetricsFile(path / METRICS)
     checkpointing = Once(path, trainer, watch) if extras.checkpoint else None
     _until(trainer, checkpointing.written if checkpointing else watch.done, [metrics, watch], checkpointing)
@@ -249,7 +249,7 @@ class Profile:
         return sorted(kernels, key=lambda kernel: -kernel["seconds"])
 
 
-def _hugging_face(job: Job, sources: Sources, device: torch.device, watch: Watch, steps: int) -> None:
+def _hugging_face(job: Job, sources: Splits, device: torch.device, watch: Watch, steps: int) -> None:
     loop = HuggingFaceSystem(job, RankBatch([], 0), device, rate=1e-4)
     size, data = job.train.batch, job.data
 

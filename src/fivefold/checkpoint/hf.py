@@ -92,7 +92,7 @@ def _job_text(job: Job, why: dict[str, str]) -> str:
     """The job file, with a heading and reasons for people."""
     head = [f"{job.model.name}, fine-tuned as Tulu 3 was: {SOURCE} (arXiv 2411.15124)"]
     fill = 'path = "..."  tokens of this model\'s tokenizer: fivefold data prepare TEXT -o TOKENS --tokenizer '
-    return written(job, why, head, {} if job.data.path else {"data": f"{fill}{job.run.dir}/{job.run.name}"})
+    return written(job, why, head, {} if not job.data.usual else {"data": f"{fill}{job.run.dir}/{job.run.name}"})
 
 
 def _dtype(theirs: HuggingFace) -> Choice:

@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fivefold.checkpoint.save import write_alone
-from fivefold.checkpoint.shards import Pieces, Shard, keys, raw
+from fivefold.checkpoint.shards import Pieces, Shard, raw
 from fivefold.checkpoint.storage import FileReader
 from fivefold.checkpoint.store import Checkpoint, Damaged, Store
 from fivefold.checkpoint.tensors import Chunk, model_key
@@ -213,12 +214,11 @@ def reshard(
     job = manifest.job | {"layout": msgspec.to_builtins(layout)}
     dtype = torch.float64 if job["train"]["dtype"] == "float64" else torch.float32
     shapes = {parameter.name: parameter.shape for parameter in spec.parameters()}
+    keys: dict[str, list[str]] = defaultdict(list)  # by parameter: its master, and the optimizer's states
+    for key in checkpoint.tensors:
+        keys[key.partition(".")[2]].append(key)
     parts: list[dict[str, Shard]] = [
-        {
-            key: _lazy(checkpoint, key, shapes[name], box, dtype)
-            for name, box in boxes.items()
-            for key in keys(name, checkpoint)
-        }
+        {key: _lazy(checkpoint, key, shapes[name], box, dtype) for name, box in boxes.items() for key in keys[name]}
         for boxes in boxes_of(spec, layout, seq)
     ]
     for name, shape in spec.buffers().items():  # small, and whole wherever they are

@@ -12,10 +12,8 @@ from torch import Tensor
 from fivefold.checkpoint.store import Checkpoint
 from fivefold.checkpoint.tensors import MODEL, Chunk, Stored, model_key
 from fivefold.layout.sharding import Box
-from fivefold.optim import OPTIMIZERS
 from fivefold.parallel.optimizer import Optimizer
 from fivefold.parallel.weights import Weights
-from fivefold.support.plugins import is_plugin
 
 
 @dataclass(frozen=True)
@@ -69,14 +67,6 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 Shapes = Mapping[str, tuple[int, ...]]  # of every parameter of the model
 Buffers = Mapping[str, Tensor]  # of this rank's stages, each in full
-
-
-def keys(name: str, checkpoint: Checkpoint) -> list[str]:
-    """What a checkpoint has of a parameter: its master, and the optimizer's states."""
-    optimizer = checkpoint.manifest.states_of
-    if is_plugin(optimizer):  # the states are not in our table
-        return [key for key in checkpoint.tensors if key.partition(".")[2] == name]
-    return [f"{kind}.{name}" for kind in (MODEL, *(OPTIMIZERS[optimizer].states if optimizer else ()))]
 
 
 def saveable_tensors(

@@ -216,7 +216,7 @@ class Deployment:
     def paths(self) -> dict[str, str]:
         """The settings of the job that are places of a file system, where they are given."""
         job = self.job
-        settings = {"data.path": job.data.path, "run.dir": job.run.dir, "run.weights": job.run.weights}
+        settings = job.data.places | {"run.dir": job.run.dir, "run.weights": job.run.weights}
         settings["layout.schedule"] = job.layout.schedule if os.path.isfile(job.layout.schedule) else ""
         return {key: path for key, path in settings.items() if path and "://" not in path}
 

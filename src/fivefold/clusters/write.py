@@ -134,13 +134,14 @@ def deployment(
         path_of(job.run.dir.lstrip("~"))  # a user who is not known here may be known there
     except UserError as error:
         problems += error.framed("run.dir: ")
-    if job.data.path and os.path.exists(path_of(job.data.path)):
-        open_data(job, problems)
-    elif job.data.path:
+    elsewhere = [f"{key}={place}" for key, place in job.data.places.items() if not os.path.exists(path_of(place))]
+    if elsewhere:
         check = command(["fivefold", "train"], file or "", changes, ["--check"])
         notes.append(
-            f"data.path={job.data.path} is not on this machine and was not checked: `{check}` does, where it is"
+            f"{' and '.join(elsewhere)} is not on this machine and was not checked: `{check}` does, where it is"
         )
+    elif not job.data.usual:
+        open_data(job, problems)
     if options.submit and needs_data(job):
         empty = f"--submit: data.path is not filled in, and ranks would refuse {job.model.name} without it"
         problems.append(Problem("data.path.missing", empty))

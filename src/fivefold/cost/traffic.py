@@ -20,11 +20,13 @@ from typing import NamedTuple, Self
 
 from fivefold.cost.block_collectives import BlockCollectives, Collective, When
 from fivefold.cost.collective_time import Kind, Traffic, total, wire
-from fivefold.cost.model_state import BYTES, wide_bytes
+from fivefold.cost.matrices import MatrixCost
+from fivefold.cost.model_state import ADAMW, BYTES, wide_bytes
 from fivefold.cost.routing import Rows, even_rows
 from fivefold.layout.layout import Layout
 from fivefold.layout.sharding import MIN_BUCKET_ELEMENTS, BucketParams, LocalParam, buckets, local_params
 from fivefold.layout.stages import Stage, schedule_of, stages_of
+from fivefold.optim.base import OptimizerConfig
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.pattern import Layer
 
@@ -144,13 +146,16 @@ def expected_traffic(
     routed_rows: Rows | None = None,
     splits_backward: bool | None = None,
     keep_ep_axis: bool = False,
+    optimizer: OptimizerConfig = ADAMW,
+    place: int = 0,
 ) -> list[Traffic]:
     """One step of one rank.
 
     `min_bucket_elements` are enough for a gradient bucket. `routed_rows` are those that the rank sends to experts and
     receives; None: as many each way, to any. `splits_backward`: whether the schedule has backward passes in two halves;
     None: as its name says. The measured counter names an axis by its set of ranks, so ep may be counted as dp or cp.
-    `keep_ep_axis`: list ep as ep all the same.
+    `keep_ep_axis`: list ep as ep all the same. An `optimizer` that reads whole matrices sends them; `place` is the
+    rank's among those that have the same layers.
     """
     inputs = _Inputs.of(
         spec,
@@ -169,10 +174,13 @@ def expected_traffic(
         _blocks(inputs, routed_rows, balance_loss_samples=samples if balance_loss else 0),
         _embedding_and_head(inputs, smoothing),
         _pipeline(inputs),
+        _matrices(inputs, optimizer, seq, dtype, place),
     )
     return total(
         Traffic(
-            axis="ep" if keep_ep_axis and row.axis == "ep" else layout.same_axis(row.axis),
+            axis="ep"
+            if keep_ep_axis and row.axis == "ep"
+            else layout.same_axis(row.axis, experts=spec.experts is not None),
             kind=row.kind,
             calls=row.calls,
             payload=row.calls * row.payload,
@@ -278,6 +286,15 @@ def _zero_0_to_2(inputs: _Inputs, layer: int | None = None) -> Iterator[_Collect
             shard_elements = bucket.padded(ranks) // ranks if zero else bucket.size()
             yield _CollectiveRow("tp", "all-reduce", int(bucket.partial), shard_elements * accum_bytes)
             yield _CollectiveRow("embedding", "all-reduce", int(bucket.tied), shard_elements * accum_bytes)
+
+
+def _matrices(
+    inputs: _Inputs, optimizer: OptimizerConfig, seq: int, dtype: str, place: int
+) -> Iterator[_CollectiveRow]:
+    """Parts of matrices to the ranks that update them, and back. What a rank keeps for itself is not in the payload."""
+    sizes = (inputs.spec, inputs.layout, seq, dtype, optimizer)
+    for payload in MatrixCost.of(*sizes, pp=inputs.coords.pp, place=place).payloads:
+        yield _CollectiveRow("stage", "all-to-all", 1, payload)
 
 
 def _zero_3(inputs: _Inputs) -> Iterator[_CollectiveRow]:

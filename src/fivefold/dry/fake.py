@@ -176,7 +176,7 @@ def pretending(job: Job, rank: int, kernels: Kernels = "cuda") -> Iterator[Mesh]
     collects = gc.isenabled()
     gc.disable()
     try:
-        mesh = Mesh.of(layout, torch.device("cpu"), spec=job.model)
+        mesh = Mesh.of_job(job, torch.device("cpu"))
         stand_ins = _kernels_of_cuda() if kernels == "cuda" else nullcontext()
         with QuickFakeMode(), _real_meshes(), stand_ins:
             yield mesh

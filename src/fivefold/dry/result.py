@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fivefold.cost.collective_time import Traffic
+from fivefold.cost.matrices import MatrixCost
 from fivefold.cost.model_state import state_of
 from fivefold.cost.peak_memory import CUDA_CONTEXT_BYTES, FRAGMENTATION, Footprint, footprint_of
 from fivefold.cost.routing import Rows, even_rows
@@ -97,7 +98,10 @@ def vs_plan(job: Job, dry: "RankRun", cluster: Cluster, imbalance: float = 1.0) 
     predicted = footprint_of(workload, coords.pp)
     state = state_of(job.model, layout, job.train.dtype, job.optimizer, **coords._asdict(), seq=seq)
     rows = _rows(job, coords, imbalance)
-    flops = rank_flops(job.model, layout, seq, batch, pp=coords.pp, tp=coords.tp, rows=rows)
+    place = layout.position("stage", dry.rank)
+    sizes = (job.model, layout, seq, job.train.dtype, job.optimizer)
+    matrices = MatrixCost.of(*sizes, pp=coords.pp, place=place)
+    flops = rank_flops(job.model, layout, seq, batch, pp=coords.pp, tp=coords.tp, rows=rows) + matrices.flops
     # Whether the peak is at the end of the first backward pass, where the gradients are allocated.
     late = (
         predicted.missing_grads_at_moment > 0
@@ -116,8 +120,9 @@ def vs_plan(job: Job, dry: "RankRun", cluster: Cluster, imbalance: float = 1.0) 
     )
     balances = job.train.balance_loss > 0
     planned = expected_traffic(
-        job.model, layout, seq, batch, job.train.dtype, coords=coords, balance_loss=balances, routed_rows=rows
-    )
+        job.model, layout, seq, batch, job.train.dtype, coords=coords, balance_loss=balances, routed_rows=rows,
+        optimizer=job.optimizer, place=place,
+    )  # fmt: skip
     return RankVsPlan(dry, predicted, figures, tuple(planned), layout)
 
 

@@ -162,7 +162,7 @@ def generate_rank(
     """One of several ranks that generate together."""
     device = choose_device(job.train.device, rank.number)
     rank.join(choose_backend(device, rank.world, job.train, rank.number))
-    mesh = Mesh.of(job.layout, device, spec=job.model)
+    mesh = Mesh.of_job(job, device)
     generator = Generator(job, mesh, weights, max(map(len, prompts)) + count)
     return [list(generator.generate(prompt, count, Chooser(sampling), ends)) for prompt in prompts]
 

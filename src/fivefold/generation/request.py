@@ -9,7 +9,7 @@ import msgspec
 
 from fivefold.checkpoint.find import find, job_of, run_of
 from fivefold.checkpoint.store import Checkpoint
-from fivefold.data.corpus import stdlib_corpus
+from fivefold.data.base import DataSource
 from fivefold.data.index import read_index
 from fivefold.data.integrity import check_file
 from fivefold.data.tokenizer import ByteTokenizer, end_tokens, load_tokenizer
@@ -55,16 +55,15 @@ class GeneratedText:
 
 def text_of_run(checkpoint: Checkpoint, job: Job) -> GeneratedText:
     """Of a run; one that was imported and not trained since has no data."""
-    return text_of(run_of(checkpoint), job.data.path if checkpoint.manifest.data else None, job.model.vocab)
+    return text_of(run_of(checkpoint), job.data if checkpoint.manifest.data else None, job.model.vocab)
 
 
-def text_of(directory: Place, data: str | None, vocab: int) -> GeneratedText:
+def text_of(directory: Place, data: DataSource | None, vocab: int) -> GeneratedText:
     """The tokenizer in the directory of a run or of Hugging Face's, or that of the data that it was trained on; `data`
     None: of no data."""
     if isinstance(directory, Path) and (directory / "tokenizer.json").is_file():
         return GeneratedText(directory / "tokenizer.json")
-    if data is not None:
-        prepared = Path(data).expanduser() if data else stdlib_corpus()
+    for prepared in data.prepared() if data is not None else ():
         file = read_index(prepared).tokenizer_file
         if file and (finding := check_file(prepared, file)):
             raise UserError(finding.sentence)

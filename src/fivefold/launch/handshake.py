@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 from msgspec import field
 
+from fivefold.data.base import is_place
 from fivefold.job.config import Job
 from fivefold.launch.rendezvous import Rendezvous, run_secret, secret_location, within
 from fivefold.schedules.text import to_text
@@ -66,7 +67,7 @@ class Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     start: int | None
     torch: str
     code: str  # digest of our source files
-    data: str  # digest of the data's index
+    data: str  # digest of the data's fingerprint
     job: str  # digest of the settings
     purpose: str = TRAINING
     plugins: str = ""  # digest of the files of what users have brought; empty where they have brought nothing
@@ -78,7 +79,7 @@ _SENTENCES = {
     "start": "is of start {own} of the run, and the others are of start {usual}",
     "torch": "has torch {own}, and the others {usual}",
     "code": "runs another version of fivefold: its source files have digest {own}, and the others' {usual}",
-    "data": "reads other data: its index has digest {own}, and the others' {usual}",
+    "data": "reads other data: its fingerprint is {own}, and the others' {usual}",
     "job": "runs another job",
     "plugins": "has other plugins: their files have digest {own}, and the others' {usual}",
     "purpose": "is here for {own}, and the others for {usual}",
@@ -158,14 +159,15 @@ def _proof(kind: type, body: bytes, secret: bytes) -> bytes:
 def settings_of(job: Job) -> dict[str, str]:
     """The settings of a job that all ranks must have alike, by their names in a job file."""
     tables: dict[str, dict[str, Any]] = msgspec.to_builtins(job)
-    tables["data"].pop("path")  # machines may keep it in different places; its index must be the same
+    for place in filter(is_place, [*tables["data"]]):  # which differ; the fingerprint of the data must be the same
+        tables["data"].pop(place)
     if schedule := job.layout.record.schedule:  # read from a file, wherever that is
         tables["layout"]["schedule"] = _digest(to_text(schedule).encode())
     return {f"{name}.{key}": json.dumps(value) for name, table in tables.items() for key, value in table.items()}
 
 
-def claim(job: Job, index: Path, world: "World", purpose: str = TRAINING) -> Hello:
-    """Of a rank that runs `job` on the data whose index is at `index`. Ranks with another purpose read no data, and may
+def claim(job: Job, data: str, world: "World", purpose: str = TRAINING) -> Hello:
+    """Of a rank that runs `job` on the data of that fingerprint. Ranks with another purpose read no data, and may
     have come to learn which versions differ."""
     settings, trains = settings_of(job), purpose == TRAINING
     facts = Facts(
@@ -174,7 +176,7 @@ def claim(job: Job, index: Path, world: "World", purpose: str = TRAINING) -> Hel
         start=world.start,
         torch=importlib.metadata.version("torch") if trains else "",
         code=code_digest() if trains else "",
-        data=_digest(index.read_bytes()) if trains else "",
+        data=_digest(data.encode()) if trains else "",
         job=_digest(json.dumps(settings, sort_keys=True).encode()),
         purpose=purpose,
         plugins=plugins.digest() if trains else "",

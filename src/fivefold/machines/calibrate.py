@@ -14,7 +14,6 @@ import platform
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 from typing import TypeVar
 
@@ -197,9 +196,7 @@ def joined(world: worlds.World, device: str, quick: bool) -> RanksResult | None:
     """As one of the ranks that torchrun or Slurm has started; rank 0 has the result."""
     chosen, job = choose_device(device, world.local_rank), read_job(None, [])
     with heartbeat.watched(_LONGEST, world.rank, world.size):
-        worlds.join(
-            world, choose_backend(chosen, world.local_size), job.train.timeout, claim(job, Path(), world, PURPOSE)
-        )
+        worlds.join(world, choose_backend(chosen, world.local_size), job.train.timeout, claim(job, "", world, PURPOSE))
         try:
             speeds = gather_values(measured(chosen, world.local_size, quick), RankSpeed)
         finally:

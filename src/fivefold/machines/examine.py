@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from statistics import median
 
 import msgspec
@@ -132,7 +131,7 @@ def here(rank: processes.Rank, table: dict[str, object]) -> RankReport:
     bind(device, worlds.World(rank.number, rank.world, rank.number, rank.world))
     if rank.world > 1:
         rank.join(choose_backend(device, rank.world, job.train, rank.number))
-    return examine(job, Mesh.of(job.layout, device, spec=job.model), rank.number == 0)
+    return examine(job, Mesh.of_job(job, device), rank.number == 0)
 
 
 def joined(job: Job, world: worlds.World) -> list[RankReport]:
@@ -140,11 +139,11 @@ def joined(job: Job, world: worlds.World) -> list[RankReport]:
     device = choose_device(job.train.device, world.local_rank)
     bind(device, world)
     with heartbeat.watched(job.train.timeout, world.rank, world.size):
-        proof = claim(job, Path(), world, PURPOSE)
+        proof = claim(job, "", world, PURPOSE)
         backend = choose_backend(device, world.local_size, job.train, world.rank, world.apart)
         worlds.join(world, backend, job.train.timeout, proof)
         try:
-            mesh = Mesh.of(job.layout, device, job.train.timeout, spec=job.model)
+            mesh = Mesh.of_job(job, device, job.train.timeout)
             report = examine(job, mesh, world.local_rank == 0)
             return gather_values(report, RankReport, mesh.world.group) if world.size > 1 else [report]
         finally:

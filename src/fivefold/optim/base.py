@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import msgspec
 
 from fivefold.support.errors import Problem
-from fivefold.support.plugins import untrusted
+from fivefold.support.plugins import class_shortcomings, untrusted
 from fivefold.support.ranges import STEPS, within
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from fivefold.spec.operations import Parameter
 
     Tensors = Sequence[Tensor]
 
@@ -39,8 +41,11 @@ def bound(setting: str, words: str) -> Problem:
 class OptimizerConfig(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="name", tag=str.lower
 ):
-    states: ClassVar[tuple[str, ...]] = ()  # names of the tensors kept per parameter, shaped and typed as its master
-    whole_matrices: ClassVar[bool] = False  # the rule reads a whole matrix, and not the part that a rank holds
+    # Names of the tensors kept for a parameter (`states_of`), each shaped and typed as its master.
+    states: ClassVar[tuple[str, ...]] = ()
+    # What the rule reads: an element at a time, by `update`; or of some parameters whole matrices, which are brought
+    # together for it, by `accumulate`, `matrix_update` and `apply`.
+    unit: ClassVar[Literal["element", "matrix"]] = "element"
     fuses: ClassVar[bool] = False  # whether it has `fused_update`
 
     lr: float = 3e-3  # peak
@@ -60,10 +65,7 @@ class OptimizerConfig(
     @staticmethod
     def shortcomings(kind: "type[OptimizerConfig]", name: str) -> Iterator[str]:
         """What a class lacks that a job calls `name`."""
-        if kind.__struct_config__.tag != name:
-            yield f"has another name in jobs; write `class {kind.__name__}(OptimizerConfig, tag={name!r}, ...)`"
-        if not kind.__struct_config__.frozen:
-            yield "can be changed after it was checked; write `frozen=True` in its class line"
+        yield from class_shortcomings(kind, OptimizerConfig, name)
         states = kind.states if isinstance(kind.states, tuple) else (None,)
         if not all(isinstance(state, str) and state.isidentifier() for state in states):
             yield f"has states={kind.states!r}, and not a tuple of names, for example ('momentum',)"
@@ -75,12 +77,15 @@ class OptimizerConfig(
             yield f"has update({', '.join(parameters)}), and not (self, masters, grads, states, rate, decay, step)"
         if kind.stock is OptimizerConfig.stock:
             yield "has no method stock(self, groups, **options), a torch.optim.Optimizer that verify holds it against"
+        matrix_update = kind.matrix_update is not OptimizerConfig.matrix_update
+        if kind.unit not in ("element", "matrix"):
+            yield f'has unit={kind.unit!r}, and not "element" or "matrix"'
+        elif kind.unit == "matrix" and not matrix_update:
+            yield 'has unit="matrix", and no method matrix_update(self, matrices)'
+        elif kind.unit == "element" and matrix_update:
+            yield 'has a method matrix_update, which is called if it has unit="matrix"'
         if kind.fuses and kind.fused_update is OptimizerConfig.fused_update:
             yield "has fuses=True and no method fused_update; leave it False, or write one"
-        if required := [field.name for field in msgspec.structs.fields(kind) if field.required]:
-            yield f"has settings without a default: {', '.join(required)}"
-        elif problem := _unwritable(kind):
-            yield f"has settings that a job file cannot hold: {problem}"
 
     def rules(self) -> list[Rule]:
         """Bounds of the settings."""
@@ -113,6 +118,45 @@ class OptimizerConfig(
         """Update parameters in place, as step number `step` (from 1); `states`: one list for each name of a state."""
         raise NotImplementedError
 
+    # ---- rules that read whole matrices (unit = "matrix") ------------------------------------------------------------
+    # tp and ZeRO leave a rank with a part of a matrix. What comes before and after the whole matrix is computed part by
+    # part, where the states are; parallel/matrices.py brings the parts together in between.
+
+    def reads_whole(self, parameter: "Parameter") -> bool:
+        """Whether a parameter's matrices are read whole; the others are updated by `update`."""
+        return self.unit == "matrix" and parameter.kind == "linear" and parameter.layer is not None
+
+    def states_of(self, parameter: "Parameter") -> tuple[str, ...]:
+        """Which of the states are kept for a parameter, in the order in which rules get them."""
+        return self.states
+
+    def accumulate(self, grads: "Tensors", states: "Sequence[Tensors]", step: int) -> "Tensors":
+        """Take in gradients of parts of matrices: what `matrix_update` is to read of them."""
+        return grads
+
+    def matrix_update(self, matrices: "Tensor") -> "Tensor":
+        """[n, rows, columns] whole matrices -> what is subtracted from the weights, times the rate. In the dtype that
+        the model computes in."""
+        raise NotImplementedError
+
+    def apply(self, masters: "Tensors", updates: "Tensors", rate: float, decay: float) -> None:
+        """Update parts of the weights in place."""
+        import torch
+
+        torch._foreach_mul_([*masters], 1 - rate * decay)
+        for master, update in zip(masters, updates, strict=True):
+            master.add_(update, alpha=-rate)
+
+    def matrix_flops(self, rows: int, columns: int) -> float:
+        """FLOPs of `matrix_update` on one matrix: by these, matrices are dealt out to ranks."""
+        return float(rows * columns)
+
+    def matrix_memory(self, rows: int, columns: int) -> int:
+        """Elements that `matrix_update` holds for one matrix at its most, beside the matrix itself."""
+        return rows * columns
+
+    # ---- a GPU's kernel, and the reference ---------------------------------------------------------------------------
+
     def fused_update(
         self,
         master: "Tensor",
@@ -128,18 +172,11 @@ class OptimizerConfig(
         raise NotImplementedError
 
     def stock(self, groups: list[dict[str, Any]], **options: Any) -> "torch.optim.Optimizer":
-        """PyTorch's own optimizer with these settings: the verifier's reference, and the benchmarks' peers."""
+        """PyTorch's own optimizer with these settings: the verifier's reference, and the benchmarks' peers.
+
+        The verifier's groups name what they hold: "about" has the `Parameter` of each of "params".
+        """
         raise NotImplementedError
-
-
-def _unwritable(kind: type[OptimizerConfig]) -> str:
-    """What is wrong with settings that do not come back from a job file as they went; empty where nothing is."""
-    try:
-        own = kind()
-        back = msgspec.convert(msgspec.to_builtins(own), kind)
-    except (msgspec.MsgspecError, TypeError) as error:
-        return str(error)
-    return "" if back == own else f"{own} comes back as {back}"
 
 
 class UnknownOptimizer(OptimizerConfig, frozen=True, kw_only=True):

@@ -303,7 +303,7 @@ class Closed:
                 layers = [layer for stage in stages for layer in range(ends[stage], ends[stage + 1])]
                 counted = spec.counted(layers)
                 load = np.array([counted.get(kind, 0) for kind in kinds], dtype=float) @ seconds[:, at]
-                load = load + self.block.ends[at] * (pp * chunks - 1 in stages)
+                load = load + np.asarray(self.block.ends)[at] * (pp * chunks - 1 in stages)
                 busiest[at] = np.maximum(busiest[at], load)
                 total[at] += load
         return busiest, total

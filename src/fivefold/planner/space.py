@@ -112,7 +112,8 @@ def space(query: SearchQuery) -> Space:
         )
         for kinds in counted
     }
-    unlike = {kinds: block.forward + block.backward for kinds, block in by_kind.items()} if len(counted) > 1 else {}
+    several = by_kind if len(counted) > 1 else {}
+    unlike = {kinds: np.asarray(block.forward + block.backward) for kinds, block in several.items()}
     mean = mean_of([(block, counted[kinds]) for kinds, block in by_kind.items()])
     closed = Closed(query.workload, of, mean, query.pipelines, unlike=unlike)
     return Space(of, shapes, query.pipelines, closed.seconds(), closed.memory())

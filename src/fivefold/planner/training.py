@@ -132,7 +132,7 @@ class Training:
         ]
         fill = "a directory made by fivefold data prepare"
         fill = f"fill in: {fill}" if needs_data(job) else f"{fill}; without it, Python's own source"
-        hints = {} if job.data.path else {"data": f'path = "..."  {fill}'}
+        hints = {} if not job.data.usual else {"data": f'path = "..."  {fill}'}
         why = {key: choice.why for key, choice in self.settings(option).items()}
         return written(job, why, head, hints)
 

@@ -16,10 +16,12 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
+
+import msgspec
 
 from fivefold.support.errors import Problem, UserError
 from fivefold.support.text import did_you_mean
@@ -41,6 +43,7 @@ class Base(Protocol):
 
 
 T = TypeVar("T", bound=Base)
+S = TypeVar("S", bound=msgspec.Struct)
 
 
 def find(setting: str, name: Any, table: Mapping[str, type[T]], base: type[T], *, trusted: bool) -> type[T]:
@@ -97,6 +100,57 @@ def imported() -> list[str]:
 def options(names: Sequence[str]) -> str:
     """What a command line has behind the name of a stored run whose job names these."""
     return "".join(f" --plugin {name}" for name in names)
+
+
+def class_shortcomings(kind: Any, base: Any, name: str) -> Iterator[str]:
+    """What a description lacks that a job calls `name`, whatever its `base` is: its name, and that it is fixed."""
+    if kind.__struct_config__.tag != name:
+        yield f"has another name in jobs; write `class {kind.__name__}({base.__name__}, tag={name!r}, ...)`"
+    if not kind.__struct_config__.frozen:
+        yield "can be changed after it was checked; write `frozen=True` in its class line"
+    if required := [field.name for field in msgspec.structs.fields(kind) if field.required]:
+        yield f"has settings without a default: {', '.join(required)}"
+    elif problem := _unwritable(kind):
+        yield f"has settings that a job file cannot hold: {problem}"
+
+
+def _unwritable(kind: type[msgspec.Struct]) -> str:
+    """What is wrong with settings that do not come back from a job file as they went; empty where nothing is."""
+    try:
+        own = kind()
+        back = msgspec.convert(msgspec.to_builtins(own), kind)
+    except (msgspec.MsgspecError, TypeError) as error:
+        return str(error)
+    return "" if back == own else f"{own} comes back as {back}"
+
+
+def given_problems(setting: str, given: Any, table: Mapping[str, type[T]], base: type[T]) -> list[str]:
+    """Why an object that a program gives cannot be used, where its class is not in the table."""
+    try:
+        if type(given) not in table.values():
+            adopt(setting, type(given), base)
+    except UserError as error:
+        return error.coded
+    return []
+
+
+def stored(table: Mapping[str, Any], named: Callable[..., type[S]], usual: type[S], unknown: type[S]) -> S:
+    """A description of a job that was stored, of the class that is `named` in its table; without a name, the `usual`.
+
+    The name never causes an import: a plugin that is not here keeps its settings alone, as an `unknown`.
+    """
+    tag = str(usual.__struct_config__.tag_field)
+    name = table.get(tag, usual.__struct_config__.tag)
+    settings = {key: value for key, value in table.items() if key != tag}
+    try:
+        kind = named(name, trusted=False)
+    except UserError as error:
+        if not is_plugin(name) or error.codes != ["plugin.untrusted"]:
+            raise
+        own = [(key, Any) for key in settings if key not in unknown.__struct_fields__]
+        options: dict[str, Any] = {"bases": (unknown,), "tag": name, "frozen": True, "kw_only": True}
+        kind = cast(type[S], msgspec.defstruct(unknown.__name__, own, **options))
+    return msgspec.convert(settings, kind)
 
 
 def untrusted(setting: str, name: str) -> Problem:

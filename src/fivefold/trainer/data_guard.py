@@ -10,15 +10,16 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from fivefold.data.batch import Batch, DpShare, read_share
 from fivefold.data.index import CHUNK, MEND
 from fivefold.data.integrity import CheckedData, Checker, Finding
 from fivefold.data.order import samples_of, window_of, windows
-from fivefold.data.tokens import Split
+from fivefold.data.rows import Splits, TokenRow
 from fivefold.job.config import Job
-from fivefold.job.preflight import QUICK, Sources
+from fivefold.job.preflight import QUICK
 from fivefold.launch import heartbeat
 from fivefold.parallel.control import Control
 from fivefold.support.errors import TrainingError, UserError
@@ -39,43 +40,47 @@ class BadData(TrainingError):
 
 
 class DataGuard:
-    def __init__(self, job: Job, sources: Sources):
+    def __init__(self, job: Job, sources: Splits):
         self.job, self.sources = job, sources
         self.unread: list[Finding] = []  # what this rank could not read
         self.control: Control | None = None
         self.say: Callable[[str], None] = lambda _: None
-        self.checker: Checker | None = None
+        self.checkers: dict[int, Checker] = {}  # by the number of the store
         self.done = self.samples = 0  # at this start
 
     def watch(self, control: Control, say: Callable[[str], None]) -> None:
         """Collective: what ranks find, they tell each other over `control`, which must be the guard's own; and this
         rank gets its share of files."""
         self.control, self.say = control, say
-        store, hosts = self.sources.train.store, control.all_gather_values(platform.node(), str)
-        if store.index.bytes > QUICK:  # else preflight has hashed all of it
-            here = [rank for rank, host in enumerate(hosts) if host == hosts[control.rank]]
-            self.checker = Checker(store, CheckedData(store.path), here.index(control.rank), len(here))
+        hosts = control.all_gather_values(platform.node(), str)
+        here = [rank for rank, host in enumerate(hosts) if host == hosts[control.rank]]
+        share = here.index(control.rank), len(here)
+        self.checkers = {
+            number: Checker(store, CheckedData(store.path), *share)
+            for number, store in enumerate(self.sources.stores)
+            if store.index.bytes > QUICK  # else preflight has hashed all of it
+        }
 
     def begin(self, done: int, samples: int) -> None:
         """Steps and samples of earlier starts."""
         self.done, self.samples = done, samples
-        if self.checker:
-            self.checker.start()
+        for checker in self.checkers.values():
+            checker.start()
 
     def moved(self, done: int, samples: int) -> None:
         """A rollback: steps and samples no longer go together as before."""
         self.done, self.samples = done, samples
 
     def close(self) -> None:
-        if self.checker:
-            self.checker.close()
+        for checker in self.checkers.values():
+            checker.close()
 
-    def read(self, split: Split, samples: Sequence[int], parts: int = 1, number: int = 0) -> DpShare:
+    def read(self, row: TokenRow, samples: Sequence[int], parts: int = 1, number: int = 0) -> DpShare:
         """Share `number` of a global batch; one without loss in place of what cannot be read, for the ranks to meet in
         all collectives."""
         data = self.job.data
         try:
-            return read_share(split, data.seq, data.seed, samples, self.job.model.vocab, parts, number)
+            return read_share(row, data.seq, data.seed, samples, self.job.model.vocab, parts, number)
         except UserError as error:
             self.unread.append(Finding("", str(error)))
             empty = np.zeros((len(samples), data.seq), np.int64)
@@ -84,7 +89,8 @@ class DataGuard:
 
     @property
     def findings(self) -> list[Finding]:
-        return self.unread + (self.checker.findings if self.checker else [])
+        hashed = ((number, finding) for number, checker in self.checkers.items() for finding in checker.findings)
+        return self.unread + [msgspec.structs.replace(finding, store=number) for number, finding in hashed]
 
     @property
     def stop_flag(self) -> float:
@@ -92,14 +98,15 @@ class DataGuard:
 
     def finish(self) -> None:
         """Check what the steps have read, also those of earlier starts, and nobody has hashed by now."""
-        if self.checker:
-            self.checker.close()
-            if not self.checker.done:
-                self._touch_earlier()
-            size = CHUNK * sum(len(chunks) for _, chunks in self.checker.left())
-            if size > QUICK:
-                self.say(f"hashes {bytes_text(size)} of data that steps have read and nobody has hashed yet")
-            self.checker.finish(heartbeat.beat)
+        checkers = self.checkers.values()
+        self.close()
+        if not all(checker.done for checker in checkers):
+            self._touch_earlier()
+        size = CHUNK * sum(len(chunks) for checker in checkers for _, chunks in checker.left())
+        if size > QUICK:
+            self.say(f"hashes {bytes_text(size)} of data that steps have read and nobody has hashed yet")
+        for checker in checkers:
+            checker.finish(heartbeat.beat)
 
     def _touch_earlier(self) -> None:
         split, seq = self.sources.train, self.job.data.seq
@@ -148,8 +155,7 @@ class DataGuard:
         split, seq, seed = self.sources.train, self.job.data.seq, self.job.data.seed
         count, readers = windows(split.tokens, seq), []
         for begin, end in finding.ranges:
-            tokens = split.tokens_in(finding.file, begin, end)
-            if tokens is not None:
+            for tokens in split.tokens_in(self.sources.stores[finding.store], finding.file, begin, end):
                 # Window w reads the tokens w * seq to w * seq + seq: one more than its own.
                 last = min((tokens[1] - 1) // seq, count - 1)
                 inside = np.arange(max(-(-tokens[0] // seq) - 1, 0), last + 1)

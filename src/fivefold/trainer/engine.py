@@ -188,7 +188,7 @@ class Engine(RankModel):
         super().__init__(job, mesh, watch)
         self.context = ContextParallel(mesh)
         self.position_ids: dict[tuple[int, ...], Tensor] = {}
-        self.optimizer = Optimizer(self.weights, job.model, job.optimizer, mesh)
+        self.optimizer = Optimizer(self.weights, job.model, job.optimizer, mesh, DTYPES[job.train.dtype])
         self.expert_loads = ExpertLoads(job, self.stages.values(), mesh.device) if job.model.experts else None
         # Whether stages are still to be compiled. All ranks do that at once, before any message is under way: in the
         # first step each would start only after the one before it, with receives already posted on its device.

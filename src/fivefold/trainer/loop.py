@@ -17,8 +17,8 @@ import torch
 
 from fivefold.data.batch import Batch, DpShare
 from fivefold.data.order import windows
+from fivefold.data.rows import Splits
 from fivefold.job.config import Job
-from fivefold.job.preflight import Sources
 from fivefold.launch import faults, heartbeat
 from fivefold.launch.device import peak_flops, peak_memory
 from fivefold.launch.waits import timed_wait
@@ -52,7 +52,7 @@ class Stopped(Exception):
 class Trainer:
     """A job's engine and data."""
 
-    def __init__(self, job: Job, sources: Sources, mesh: Mesh):
+    def __init__(self, job: Job, sources: Splits, mesh: Mesh):
         self.job, self.sources, self.mesh = job, sources, mesh
         self.tracer = tracer_of(mesh, job.trace.after, job.trace.steps)
         self.phases = Phases(mesh.device, self.tracer.watch)
@@ -116,7 +116,7 @@ class Trainer:
                     evaluation = self._after(listeners) or evaluation
         if not self.engine.optimizer.updates:  # of the whole run, also before the checkpoint that this start resumes
             raise TrainingError(
-                f"in all {steps} steps no target carried loss: every token of {self.sources.path} is masked"
+                f"in all {steps} steps no target carried loss: every token of {self.sources.where} is masked"
             )
         return evaluation
 

@@ -12,8 +12,9 @@ from typing import IO, NamedTuple, cast
 
 from rich.console import Console
 
+from fivefold.data.rows import Splits
 from fivefold.job.config import Job
-from fivefold.job.preflight import Sources, preflight
+from fivefold.job.preflight import preflight
 from fivefold.launch import logs
 from fivefold.launch.exits import INTERRUPTED, STOPPING, TERMINATED, say, say_ended, signal_name
 from fivefold.launch.world import World, current_world
@@ -34,7 +35,7 @@ class RankEnd(NamedTuple):
 
 def run_rank(
     job: Job,
-    sources: Sources,
+    sources: Splits,
     world: World,
     start: Start,
     console: Console,

@@ -19,9 +19,9 @@ from fivefold.checkpoint.find import find, reachable, run_of, store_of, stored
 from fivefold.checkpoint.hf_extras import TOKENIZERS
 from fivefold.checkpoint.store import MANIFEST, Checkpoint, Damaged, Store
 from fivefold.data.index import TOKENIZER
+from fivefold.data.rows import Splits
 from fivefold.data.tokenizer import foreign
 from fivefold.job.config import Job, RunConfig, installed, resolve
-from fivefold.job.preflight import Sources
 from fivefold.job.resume_rules import NEVER, Change, changes, refusals
 from fivefold.spec.hf import END_NAMED_IN, HF_CONFIG
 from fivefold.support.errors import Note, UserError
@@ -42,7 +42,7 @@ class Start:
     named: Path | None = None
     fresh: bool = False
 
-    def checked(self, job: Job, sources: Sources) -> Path | None:
+    def checked(self, job: Job, sources: Splits) -> Path | None:
         """The directory that the job goes on in, if there is one. UserError if it must not, or was not meant to."""
         directory = self.named or chosen(job, self.fresh)
         if directory is None:
@@ -170,7 +170,7 @@ def newest_of(checkpoints: list[Checkpoint]) -> Checkpoint | None:
     return None
 
 
-def refused(directory: Path, job: Job, sources: Sources, named: bool) -> list[str]:
+def refused(directory: Path, job: Job, sources: Splits, named: bool) -> list[str]:
     """Why the run of a directory cannot go on with a job, or was not meant to."""
     checkpoints = complete(job, directory)
     newest = newest_of(checkpoints)
@@ -188,7 +188,7 @@ def refused(directory: Path, job: Job, sources: Sources, named: bool) -> list[st
     return refusals(stored(newest), job, done, changed, directory, named) + _foreign(directory, sources)
 
 
-def misbegun(job: Job, sources: Sources) -> list[str]:
+def misbegun(job: Job, sources: Splits) -> list[str]:
     """Why a new run cannot start from the weights that its job names."""
     if not job.run.weights:
         return []
@@ -203,7 +203,7 @@ def misbegun(job: Job, sources: Sources) -> list[str]:
     return _foreign(run_of(weights), sources)
 
 
-def _foreign(run: Place, sources: Sources) -> list[str]:
+def _foreign(run: Place, sources: Splits) -> list[str]:
     """Why the data is not in the tokens that the weights of a run were made of."""
     if not isinstance(run, Path):
         return []
@@ -211,10 +211,10 @@ def _foreign(run: Place, sources: Sources) -> list[str]:
         warnings.warn(
             Note(f"{run} has no {TOKENIZER}: nothing shows whether these tokens are those of its model"), stacklevel=2
         )
-    return foreign(run, sources.path, TOKENIZERS, END_NAMED_IN)
+    return [problem for store in sources.stores for problem in foreign(run, store.path, TOKENIZERS, END_NAMED_IN)]
 
 
-def differences(checkpoint: Checkpoint, job: Job, sources: Sources) -> list[Change]:
+def differences(checkpoint: Checkpoint, job: Job, sources: Splits) -> list[Change]:
     """What differs from the run so far."""
     return changes(stored(checkpoint), job, (checkpoint.manifest.data, sources.fingerprint))
 

@@ -20,9 +20,8 @@ from fivefold.checkpoint.find import find, run_of, stored
 from fivefold.checkpoint.hf_extras import carry
 from fivefold.checkpoint.store import Checkpoint
 from fivefold.data.corpus import entropy
-from fivefold.data.index import NAME as INDEX
+from fivefold.data.rows import Splits
 from fivefold.job.config import Job
-from fivefold.job.preflight import Sources
 from fivefold.job.resume_rules import MEANT, Change, bends
 from fivefold.launch import heartbeat, logs
 from fivefold.launch import world as worlds
@@ -121,7 +120,7 @@ _COUNTED = 1 << 26  # tokens up to which the corpus is counted before a run: abo
 
 def run_job(
     job: Job,
-    sources: Sources,
+    sources: Splits,
     world: worlds.World,
     console: Console,
     start: Start,
@@ -142,7 +141,7 @@ def run_job(
 
 def _run_job(
     job: Job,
-    sources: Sources,
+    sources: Splits,
     world: worlds.World,
     console: Console,
     start: Start,
@@ -153,12 +152,12 @@ def _run_job(
     bind(device, world)
     check_memory(job, device, world)
     make_repeatable(job.train)
-    proof = claim(job, sources.path / INDEX, world) if world.joined else None
+    proof = claim(job, sources.fingerprint, world) if world.joined else None
     backend = choose_backend(device, world.local_size, job.train, world.rank, world.apart)
     worlds.join(world, backend, job.train.timeout, proof)
     with ExitStack() as leaving:
         leaving.callback(worlds.leave, world)
-        run = _RankRun(job, sources, world, console, Mesh.of(job.layout, device, job.train.timeout, spec=job.model))
+        run = _RankRun(job, sources, world, console, Mesh.of_job(job, device, job.train.timeout))
         run.enter_directory(start, leaving)
         run.make_trainer(leaving)
         run.resume()
@@ -178,7 +177,7 @@ class _RankRun:
     begun: Checkpoint | None = None  # from which it goes on
     recovery: Recovery | None = None
 
-    def __init__(self, job: Job, sources: Sources, world: worlds.World, console: Console, mesh: Mesh):
+    def __init__(self, job: Job, sources: Splits, world: worlds.World, console: Console, mesh: Mesh):
         self.job, self.sources, self.world, self.console, self.mesh = job, sources, world, console, mesh
         self.slow = check_bfloat16(mesh.device, job.train.dtype)  # before the first product warns of it
 
@@ -336,7 +335,7 @@ def _agreed(control: Control, do: Callable[[], T]) -> T | None:
     return done
 
 
-def _begun(job: Job, sources: Sources, start: Start) -> tuple[Path, bool]:
+def _begun(job: Job, sources: Splits, start: Start) -> tuple[Path, bool]:
     """The run's directory, claimed, and whether a launcher starts the run again. A schedule from a file is kept in it,
     so that the run resumes without the file."""
     chosen = start.checked(job, sources)
@@ -373,7 +372,7 @@ def _with_its_schedule(job: Job, directory: Path) -> Job:
     return msgspec.structs.replace(job, layout=msgspec.structs.replace(job.layout, schedule=kept))
 
 
-def environment(mesh: Mesh, sources: Sources) -> dict[str, object]:
+def environment(mesh: Mesh, sources: Splits) -> dict[str, object]:
     """What a run was made with, kept next to its metrics."""
     device = mesh.device
     return {
@@ -384,7 +383,7 @@ def environment(mesh: Mesh, sources: Sources) -> dict[str, object]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu x {torch.get_num_threads()}",
         "ranks": mesh.world.size,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "data": str(sources.path),
+        "data": sources.where,
     }
 
 
@@ -429,12 +428,13 @@ def finished(directory: Path, job: Job, done: int) -> str:
     )
 
 
-def show_corpus(console: Console, sources: Sources) -> dict[str, float]:
+def show_corpus(console: Console, sources: Splits) -> dict[str, float]:
     """The data, and the losses of guessing by frequency: what a model has to beat."""
     train, valid = sources.train, sources.valid
     held_out = f"{si(valid.tokens) if valid else 'none'} held out"
-    size = f"  {si(train.tokens)} tokens in {train.documents} documents, {held_out}  "
-    console.print(Text.assemble(("corpus", "bold"), size, (str(sources.path), "dim")))
+    documents = "" if train.documents is None else f" in {train.documents} documents"
+    size = f"  {si(train.tokens)} tokens{documents}, {held_out}  "
+    console.print(Text.assemble(("corpus", "bold"), size, (sources.where, "dim")))
     if train.tokens > _COUNTED:
         return {}
     known = entropy(train)

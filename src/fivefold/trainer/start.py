@@ -177,5 +177,5 @@ def trace_rank(rank: processes.Rank, job: Job) -> Trace | None:
     if rank.world > 1:
         rank.join(choose_backend(device, rank.world, job.train, rank.number))
     kept: list[Trace] = []
-    Trainer(job, preflight(job, rank.world), Mesh.of(job.layout, device, spec=job.model)).run([], kept.append)
+    Trainer(job, preflight(job, rank.world), Mesh.of_job(job, device)).run([], kept.append)
     return kept[0] if kept else None

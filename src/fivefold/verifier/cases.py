@@ -21,7 +21,7 @@ variant is a setting. A model without experts is also given some (`mixture`), an
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations, product
@@ -32,8 +32,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.data.batch import Batch
+from fivefold.data.batch import Batch, DpShare, read_share
 from fivefold.data.prepare import SHARD_TOKENS, Sink
+from fivefold.data.rows import check
 from fivefold.data.tokenizer import ByteTokenizer, Encoded
 from fivefold.job.config import Job
 from fivefold.layout.axes import AXES
@@ -272,7 +273,8 @@ def _pairs(layout: Layout, variant: str = "") -> set[object]:
 
 
 # ---- batches --------------------------------------------------------------------------------------------------------
-# Random data from a seed. The batches of proofs are as awkward as real data can be; those of benchmarks are plain.
+# A job's own data where it names any, and otherwise random data from a seed. Random batches of proofs are as awkward as
+# real data can be; those of benchmarks are plain.
 #
 # Tokens are uniform, so that every row of the vocabulary occurs. Loss masks are unequal: samples keep between a tenth
 # and all of their targets, one keeps none, and in every second step one data-parallel rank has no target at all, a
@@ -281,6 +283,20 @@ def _pairs(layout: Layout, variant: str = "") -> set[object]:
 
 
 _DOCUMENTS = 5  # per sequence, at most
+
+
+def reader(job: Job, parts: int = 1, number: int = 0) -> Callable[[int], Batch | DpShare]:
+    """What reads the global batch of a step, from 0: of the job's own data, share `number` of `parts`, as a run does.
+    What others have is of no use to it, but for their masks."""
+    if job.data.usual:
+        return partial(make_batch, job)
+    row, data, size = check(job.data).train, job.data, job.train.batch
+
+    def read(step: int) -> DpShare:
+        samples = range(step * size, (step + 1) * size)
+        return read_share(row, data.seq, data.seed, samples, job.model.vocab, parts, number)
+
+    return read
 
 
 def make_batch(job: Job, step: int) -> Batch:

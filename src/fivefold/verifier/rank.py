@@ -34,7 +34,7 @@ from fivefold.trainer.engine import Engine, RankModel, moe_layers
 from fivefold.trainer.ledger import Ledger
 from fivefold.trainer.loop import Trainer
 from fivefold.verifier import compare
-from fivefold.verifier.cases import make_batch
+from fivefold.verifier.cases import reader
 from fivefold.verifier.compare import Error, router_name
 from fivefold.verifier.reference import Reference
 from fivefold.verifier.verdict import RankMeasurement, RoutedLayer
@@ -201,7 +201,7 @@ class _Forget(Function):
 def compare_steps(rank: Rank, job: Job, path: Path) -> RankMeasurement:
     """Run and compare all steps, on a rank that has joined the others; the reference is a file."""
     device = choose_device(job.train.device, rank.number)
-    mesh = Mesh.of(job.layout, device, spec=job.model)
+    mesh = Mesh.of_job(job, device)
     engine, reference = Engine(job, mesh), Reference.load(path)
     bound, measured, counter = compare.bound_of(job), RankMeasurement(strays=reference.strays), TrafficCounter(mesh)
     ledger = Ledger(engine, counter)
@@ -210,8 +210,9 @@ def compare_steps(rank: Rank, job: Job, path: Path) -> RankMeasurement:
     first, others = [nullcontext(), nullcontext()] if engine.compiled else counted
     recorder = RouteRecorder(engine, compare.replays(job))
     local = {name for model in engine.stages.values() for name in model.stage.names(job.model)}
+    read = reader(job, mesh.batch.size, mesh.batch.rank)
     for step, target in enumerate(reference.steps, start=1):
-        batch = make_batch(job, step - 1)
+        batch = read(step - 1)
         recorder.begin(batch.samples, target.routing)
         with first if step == 1 else others:
             loss, norm = engine.forward_backward(batch), engine.gradient_norm()
@@ -259,7 +260,7 @@ def curve(rank: Rank, job: Job, shuffled: bool) -> tuple[list[float | None], dic
     make_repeatable(job.train)
     if rank.world > 1:
         rank.join(choose_backend(device, rank.world, job.train, rank.number))
-    trainer = Trainer(job, preflight(job, rank.world), Mesh.of(job.layout, device, spec=job.model))
+    trainer = Trainer(job, preflight(job, rank.world), Mesh.of_job(job, device))
     start = {name: digest(weight) for name, weight in _full(trainer.engine.parameters()).items()}
     losses = []
     for step, read in enumerate(trainer.reads(full=shuffled), start=1):

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fivefold.data.batch import Batch
+from fivefold.data.batch import Batch, DpShare
 from fivefold.job.config import Job
 from fivefold.launch.device import DTYPES, choose_device
 from fivefold.launch.processes import Rank
@@ -27,7 +27,7 @@ from fivefold.model.linear_cross_entropy import loss_sum
 from fivefold.model.ops import LocalAttention, LocalOps
 from fivefold.optim.base import learning_rate
 from fivefold.spec.model import ModelSpec
-from fivefold.verifier.cases import make_batch
+from fivefold.verifier.cases import reader
 from fivefold.verifier.compare import distances, router_name, zeros
 
 # ---- plain experts --------------------------------------------------------------------------------------------------
@@ -288,9 +288,9 @@ def run_reference(
 
     sync_params()
     optimizer = _stock_optimizer(job, masters)
-    steps = []
+    steps, read = [], reader(job)
     for number in range(job.train.steps):
-        batch = make_batch(job, number)
+        batch = whole.mine if isinstance(whole := read(number), DpShare) else whole
         for layer, mixture in mixtures.items():
             mixture.replayed = like.steps[number].routing[layer] if like is not None else None
         loss = _loss(job, model, batch, device) / max(1, batch.loss_tokens)
@@ -326,12 +326,12 @@ def _routed(mixtures: dict[int, PlainMixture]) -> tuple[dict[int, Tensor], dict[
 
 
 def _stock_optimizer(job: Job, masters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
-    """PyTorch's optimizer; only linears decay."""
-    decayed = {parameter.name for parameter in job.model.parameters() if parameter.kind == "linear"}
-    groups = [
-        {"params": [p for name, p in masters.items() if (name in decayed) == linear], "weight_decay": decay}
-        for linear, decay in ((True, job.optimizer.weight_decay), (False, 0.0))
-    ]
+    """PyTorch's optimizer, or one as plain; only linears decay."""
+    groups = []
+    for linear, decay in ((True, job.optimizer.weight_decay), (False, 0.0)):
+        about = [parameter for parameter in job.model.parameters() if (parameter.kind == "linear") == linear]
+        params = [masters[parameter.name] for parameter in about]
+        groups.append({"params": params, "weight_decay": decay, "about": about})
     return job.optimizer.stock(groups, foreach=False)
 
 

@@ -30,7 +30,7 @@ from fivefold.cost.routing import Routing, rows_of
 from fivefold.cost.traffic import RankCoords
 from fivefold.cost.traffic import expected_traffic as step_traffic
 from fivefold.job.config import Job, read_job
-from fivefold.job.preflight import preflight
+from fivefold.job.preflight import open_data, preflight
 from fivefold.launch import processes
 from fivefold.layout.layout import Layout
 from fivefold.layout.stages import schedule_of
@@ -78,11 +78,11 @@ def verify(
         True
 
     Starts the ranks on this machine, on `device` cpu or cuda; those of one layout have `timeout` seconds. `changes` are
-    settings of the job, KEY=VALUE; `steps` of a `batch` of so many sequences of `seq` tokens train `model`, a preset or
-    an object, in `dtype`. `hook` names a function that each rank calls first. `sample` takes so many of the
-    layouts, chosen to meet every pair of settings; `jobs` of them run at a time. `repeat` proves each so often, by
-    ranks that stay up: for what happens once in a hundred times. `progress` is told how many layouts are done, of how
-    many, and which one is next.
+    settings of the job, KEY=VALUE; `steps` of a `batch` of so many sequences of `seq` tokens, random ones or those of
+    the data that the job names, train `model`, a preset or an object, in `dtype`. `hook` names a function that each
+    rank calls first. `sample` takes so many of the layouts, chosen to meet every pair of settings; `jobs` of them run
+    at a time. `repeat` proves each so often, by ranks that stay up: for what happens once in a hundred times.
+    `progress` is told how many layouts are done, of how many, and which one is next.
     """
     _check(layout, everything, world, sample, timeout)
     limits = (("steps", steps, STEPS), ("seq", seq, TOKENS), ("batch", batch, SEQUENCES))
@@ -118,7 +118,10 @@ def verify(
         for key in ("fp8", "fp8_experts")
         if getattr(job.train, key)
     ]
-    if problems := job.problems() or rounding or proof_problems(job):
+    problems = job.problems() or rounding or proof_problems(job)
+    if not problems and not job.data.usual:
+        open_data(job, problems)
+    if problems:
         raise UserError(problems)
     total = all_cases(job, world, deepen, given) if everything else [LayoutCase(job, "")]
     cases = total if sample is None else pairwise(total, sample)
@@ -310,15 +313,20 @@ def expected_traffic(job: Job, routing: Sequence[Routing] = ()) -> list[list[Tra
     all_coords = [RankCoords.of(layout, rank) for rank in range(layout.world)]
     a_step = partial(
         step_traffic, job.model, layout, seq, train.batch, train.dtype,
-        smoothing=train.label_smoothing > 0, balance_loss=train.balance_loss > 0,
+        smoothing=train.label_smoothing > 0, balance_loss=train.balance_loss > 0, optimizer=job.optimizer,
     )  # fmt: skip
+    # Only matrices that are brought together for an optimizer make more of a rank's place than its coordinates.
+    alike = job.optimizer.unit == "element"
+    places = [0 if alike else layout.position("stage", rank) for rank in range(layout.world)]
     if job.model.experts is None:
-        forms = {coords: a_step(coords=coords) for coords in set(all_coords)}
-        return [[times(row, train.steps) for row in forms[coords]] for coords in all_coords]
+        kinds = [*zip(all_coords, places, strict=True)]
+        forms = {kind: a_step(coords=kind[0], place=kind[1]) for kind in set(kinds)}
+        return [[times(row, train.steps) for row in forms[kind]] for kind in kinds]
     of_ranks = []
-    for rank, coords in enumerate(all_coords):
+    for rank, (coords, place) in enumerate(zip(all_coords, places, strict=True)):
         steps = [rows_of(job.model, layout, rank, seq, train.batch, of_step) for of_step in routing]
-        of_ranks.append(total(row for rows in steps for row in a_step(coords=coords, routed_rows=rows)))
+        each = (a_step(coords=coords, routed_rows=rows, place=place) for rows in steps)
+        of_ranks.append(total(row for step in each for row in step))
     return of_ranks
 
 
