@@ -41,21 +41,21 @@ def record_of(name: str) -> ScheduleInfo:
     if is_file(name):
         path = path_of(name)
         try:
-            seen = path.stat()
+            stat = path.stat()
         except OSError as error:
             raise UserError(f"{path} cannot be read: {error.strerror}") from None
-        return _in_file(name, path, seen.st_mtime_ns, seen.st_size)
+        return _record_of_file(name, path, stat.st_mtime_ns, stat.st_size)
     raise UserError(f"unknown schedule {name!r}; {did_you_mean(name, list(CATALOGUE))}")
 
 
 def is_file(name: str) -> bool:
-    """Whether a schedule is meant as a file."""
+    """Whether a schedule's name is that of a file."""
     return name not in CATALOGUE and (Path(name).suffix.lower() in SUFFIXES or "/" in name or os.path.isfile(name))
 
 
 @lru_cache(maxsize=64)
-def _in_file(name: str, path: Path, changed: int, size: int) -> ScheduleInfo:
-    """Read once, and again when the file has `changed`."""
+def _record_of_file(name: str, path: Path, changed: int, size: int) -> ScheduleInfo:
+    """The facts of the schedule in a file. `changed` and `size` are in the cache's key: a new file is read again."""
     schedule = load(path)
     chunks = schedule.placement.chunks
     most = max(map(peak_live, schedule.ranks)) / chunks
@@ -83,7 +83,7 @@ def build(schedule: str | ScheduleInfo, p: int, m: int, **options: Any) -> Sched
 
 
 def size_problem(stages: int, m: int) -> str | None:
-    """Why a schedule is too large to be made."""
+    """Why a schedule is too large to be built; None when it is not."""
     if stages * m <= LARGEST:
         return None
     return f"{stages} stages x {m} microbatches are more than the {LARGEST} that a schedule can have"
@@ -97,10 +97,10 @@ def _problems(record: ScheduleInfo, request: ScheduleRequest) -> list[str]:
         for what, value in (("the number of ranks", p), ("the number of microbatches", m), ("chunks", chunks))
         if value < 1
     ]
-    if wrong := size_problem(p * chunks, m):
-        problems.append(wrong)
-    if (held := record.schedule) and (p, m) != (held.p, held.m):
-        problems.append(f"{record.name} is a schedule for p={held.p} and m={held.m}, not p={p} and m={m}")
+    if problem := size_problem(p * chunks, m):
+        problems.append(problem)
+    if (fixed := record.schedule) and (p, m) != (fixed.p, fixed.m):
+        problems.append(f"{record.name} is a schedule for p={fixed.p} and m={fixed.m}, not p={p} and m={m}")
     if chunks != record.chunks and not record.any_chunks:
         tunable = either([other.name for other in RECORDS if other.any_chunks])
         has = counted(record.chunks, "chunk")
