@@ -137,7 +137,7 @@ class ExpertsResult(Result):
             raise UserError(f"{model.name}, which {directory} trains, has no experts")
         records, left_out = recent(directory / METRICS)
         with_load = [record for record in records if isinstance(record, Step) and record.load is not None]
-        shape = [model.experts.count] * (model.layers - model.dense_layers)
+        shape = [model.experts.count] * len(model.routed_layers)
         complete = [step for step in with_load if [len(layer) for layer in _tokens(step)] == shape]
         if not complete:
             damaged = counted(records.count(None), "line")
@@ -148,8 +148,8 @@ class ExpertsResult(Result):
         return cls(directory, model, complete, dropped, most_uneven, left_out)
 
     @property
-    def layers(self) -> range:
-        return range(self.model.dense_layers, self.model.layers)
+    def layers(self) -> tuple[int, ...]:
+        return self.model.routed_layers
 
     def to_dict(self) -> dict[str, Any]:
         return {
