@@ -30,7 +30,7 @@ from rich.progress import (
 from fivefold.render.blocks import TEXTS, check_writable
 from fivefold.render.paint import PICTURES
 from fivefold.support.errors import UserError
-from fivefold.support.plugins import load
+from fivefold.support.plugins import is_plugin, load
 from fivefold.support.progress import shown, silenced
 
 DRAWN = (*PICTURES, *TEXTS)  # file suffixes of a result that can be drawn
@@ -108,7 +108,7 @@ def command(
 def _with_common(function: Callable[..., None], writes: tuple[str, ...]) -> Callable[..., None]:
     @functools.wraps(function)
     def run(*, quiet: bool = False, plugin: Sequence[str] | None = None, **given: Any) -> None:
-        for name in plugin or ():
+        for name in (*(plugin or ()), *_schedules(given)):
             load(name)
         if writes:
             check_writable(given["output"], *writes)
@@ -132,6 +132,18 @@ def _with_common(function: Callable[..., None], writes: tuple[str, ...]) -> Call
     vars(run)["__signature__"] = signature.replace(parameters=[*signature.parameters.values(), *added])
     run.__annotations__ = {**function.__annotations__, **{name: it for name, (_, it) in common.items()}}
     return run
+
+
+def _schedules(given: Mapping[str, Any]) -> list[str]:
+    """Schedules of a user's own modules that options name: --layout, --fix, and what `draw` draws."""
+    texts = [text for key in ("layout", "fix") if isinstance(text := given.get(key), str)]
+    drawn = words if isinstance(words := given.get("schedule"), list) else []
+    if not any(map(is_plugin, (*texts, *drawn))):
+        return []
+    from fivefold.layout.layout import schedule_named
+    from fivefold.schedules.registry import is_file
+
+    return [name for name in (*map(schedule_named, texts), *drawn) if is_plugin(name) and not is_file(name)]
 
 
 def _names_a_job(parameter: inspect.Parameter) -> bool:

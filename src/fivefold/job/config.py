@@ -21,16 +21,18 @@ from fivefold.data.base import DataSource
 from fivefold.data.shards import TokenShards
 from fivefold.job.aliases import apart, dtype_problem, explain
 from fivefold.job.table import NESTED, Table, apply, model_of
-from fivefold.layout.layout import Layout
+from fivefold.layout.layout import Layout, schedule_named
 from fivefold.optim import OPTIMIZERS, optimizer_named, optimizer_problems, stored_optimizer
 from fivefold.optim.adamw import AdamW
 from fivefold.optim.base import OptimizerConfig
+from fivefold.schedules.build import ScheduleInfo
+from fivefold.schedules.registry import is_file
 from fivefold.spec.model import ModelSpec
 from fivefold.support.dtypes import dtype_of
 from fivefold.support.errors import Note, Problem, UserError
 from fivefold.support.parsing import Missing, path_of, read, read_toml, toml_value, unknown_key
 from fivefold.support.places import remote_of
-from fivefold.support.plugins import is_plugin
+from fivefold.support.plugins import find_value, is_plugin
 from fivefold.support.ranges import SECONDS, SEQUENCES, STEPS, outside, within
 from fivefold.support.text import did_you_mean
 
@@ -136,7 +138,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     @property
     def plugins(self) -> list[str]:
         """What it names of modules of a user's own; commands that read it as a stored one are told by --plugin."""
-        return [name for name in (self.data.source, self.optimizer.name) if is_plugin(name)]
+        schedule = "" if is_file(self.layout.schedule) else self.layout.schedule
+        return [name for name in (self.data.source, self.optimizer.name, schedule) if is_plugin(name)]
 
     def problems(self, world: int | None = None, ranks_by: str = "--nproc") -> list[str]:
         """Everything wrong with the values, beyond their types; `ranks_by` is how the reader gets a number of ranks."""
@@ -310,6 +313,8 @@ NAMED = {
     "optimizer": Named(AdamW, OPTIMIZERS, optimizer_named, stored_optimizer),
 }
 SECTIONS: dict[str, Any] = {field.name: field.type for field in msgspec.structs.fields(Job) if field.name != "model"}
+_SCHEDULES = {"layout", "layout.schedule"}
+NAMING = tuple(f"{key}=" for key in (*_SCHEDULES, *(f"{name}.{named.key}" for name, named in NAMED.items())))  # changes
 KEYS: dict[str, list[str]] = {  # of every section, and of tables in one
     "model": ["preset", "config", *ModelSpec.__struct_fields__],
     **{f"model.{name}": keys for name, keys in NESTED.items()},
@@ -365,6 +370,7 @@ def resolve(table: Table, changes: Sequence[str] = (), name: str = "run", *, sto
     }
     explain(table, KEYS | {name: NAMED[name].keys([kind]) for name, kind in kinds.items() if kind}, problems)
     problems += [unknown_key("", key, ["model", *SECTIONS]) for key in table if key not in ("model", *SECTIONS)]
+    kinds["layout"] = _layout_kind(table.get("layout"), after, trusted=not stored or bool(given & _SCHEDULES))
     all_kinds = SECTIONS | kinds
     sections = {name: _section(name, table.get(name, {}), after, kind) for name, kind in all_kinds.items()}
     model = model_of(table.get("model", {}), sections["data"], problems, of_its_own=of_its_own)
@@ -412,6 +418,17 @@ def _kind_of(section: str, value: Any, problems: list[str], *, trusted: bool) ->
     except UserError as error:
         problems += error.coded
         return None
+
+
+def _layout_kind(value: Any, problems: list[str], *, trusted: bool) -> type[Layout] | None:
+    """A layout, once there is the schedule that it names; None where that may not be imported."""
+    try:
+        if isinstance(value, str | dict) and is_plugin(name := schedule_named(value)) and not is_file(name):
+            find_value("layout.schedule", name, ScheduleInfo, trusted=trusted)
+    except UserError as error:
+        problems += error.coded
+        return None
+    return Layout
 
 
 def _section(section: str, value: Any, problems: list[str], kind: Any) -> Any:

@@ -32,6 +32,7 @@ from fivefold.planner.closed import (
 from fivefold.planner.closed_experts import closed_of
 from fivefold.schedules.classic import ONE_F_ONE_B
 from fivefold.schedules.registry import RECORDS, is_file, record_of
+from fivefold.support.plugins import is_plugin
 from fivefold.support.text import divisors
 
 SIZES = 12  # of a microbatch that are tried, at most
@@ -57,7 +58,7 @@ class SearchQuery:
             return [
                 PipelineArrays(record, chunks) for record in RECORDS if record.name in has for chunks in record.planned
             ]
-        records = [record_of(name)] if name in has or is_file(name) else []
+        records = [record_of(name)] if name in has or is_file(name) or is_plugin(name) else []
         chosen = [PipelineArrays(record, chunks) for record in records for chunks in record.planned or (record.chunks,)]
         return [pipeline for pipeline in chosen if pipeline.chunks == self.fixed.get("chunks", pipeline.chunks)]
 
