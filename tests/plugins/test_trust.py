@@ -4,6 +4,7 @@ The module is where Python looks first, the current directory, and leaves a file
 """
 
 import secrets
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,31 @@ def test_its_user_can_say_that_it_may(stolen: Path, how: list[str]) -> None:
     assert done.returncode == 0, done.stderr
     assert (stolen / "imported").exists()
     (stolen / "imported").unlink()
+
+
+def test_a_stored_schedule_never_causes_an_import(stolen: Path) -> None:
+    """Of job.toml and of a checkpoint alone."""
+    shutil.copytree(stolen / "runs" / "stolen", run := stolen / "runs" / "schedule")
+    job = (run / "job.toml").read_text().replace(NAME, "adamw").replace("[layout]", f'[layout]\nschedule = "{NAME}"')
+    (run / "job.toml").write_text(job.replace('schedule = "1f1b"\n', ""))
+    checkpoint = find(run)
+    table = checkpoint.manifest.job
+    table = table | {
+        "optimizer": table["optimizer"] | {"name": "adamw"},
+        "layout": table["layout"] | {"schedule": NAME},
+    }
+    assert isinstance(checkpoint.path, Path)
+    (checkpoint.path / MANIFEST).write_bytes(msgspec.structs.replace(checkpoint.manifest, job=table).text())
+    for words in (["inspect", "runs/schedule"], ["hf", "export", "runs/schedule", "-o", "other"]):
+        done = fivefold(*words, cwd=stolen)
+        assert done.returncode == 0, done.stderr
+    for words in (["train", "runs/schedule"], ["train", "runs/schedule/job.toml"], ["plan", "runs/schedule/job.toml"]):
+        done = fivefold(*words, cwd=stolen)
+        assert done.returncode == 2
+        assert f"layout.schedule={NAME} is stored" in done.stderr
+    (run / "job.toml").unlink()
+    assert fivefold("train", "runs/schedule", cwd=stolen).returncode == 2
+    assert not (stolen / "imported").exists()
 
 
 def test_another_plugin_that_is_allowed_allows_no_other(stolen: Path) -> None:

@@ -1,7 +1,7 @@
 """What commands share: options that mean the same everywhere, the arguments of a job, progress bars.
 
-Every command is registered by `command`, which adds --quiet, and --plugin where a job is named, and checks that the
-file of -o can be written.
+Every command is registered by `command`, which adds --quiet, and --plugin where a job or run is named, and checks that
+the file of -o can be written.
 """
 
 import functools
@@ -30,7 +30,7 @@ from rich.progress import (
 from fivefold.render.blocks import TEXTS, check_writable
 from fivefold.render.paint import PICTURES
 from fivefold.support.errors import UserError
-from fivefold.support.plugins import load
+from fivefold.support.plugins import is_plugin, load
 from fivefold.support.progress import shown, silenced
 
 DRAWN = (*PICTURES, *TEXTS)  # file suffixes of a result that can be drawn
@@ -108,7 +108,7 @@ def command(
 def _with_common(function: Callable[..., None], writes: tuple[str, ...]) -> Callable[..., None]:
     @functools.wraps(function)
     def run(*, quiet: bool = False, plugin: Sequence[str] | None = None, **given: Any) -> None:
-        for name in plugin or ():
+        for name in (*(plugin or ()), *_schedules(given)):
             load(name)
         if writes:
             check_writable(given["output"], *writes)
@@ -134,10 +134,22 @@ def _with_common(function: Callable[..., None], writes: tuple[str, ...]) -> Call
     return run
 
 
+def _schedules(given: Mapping[str, Any]) -> list[str]:
+    """Schedules of a user's own modules that options name: --layout, --fix, and what `draw` draws."""
+    texts = [text for key in ("layout", "fix") if isinstance(text := given.get(key), str)]
+    drawn = words if isinstance(words := given.get("schedule"), list) else []
+    if not any(map(is_plugin, (*texts, *drawn))):
+        return []
+    from fivefold.layout.layout import schedule_named
+    from fivefold.schedules.registry import is_file
+
+    return [name for name in (*map(schedule_named, texts), *drawn) if is_plugin(name) and not is_file(name)]
+
+
 def _names_a_job(parameter: inspect.Parameter) -> bool:
-    """Whether these are words of a job, which may be a stored one."""
-    info = getattr(parameter.annotation, "__metadata__", ())
-    return any("KEY=VALUE" in (getattr(it, "metavar", "") or "") for it in info)
+    """Whether these are words of a job, which may be a stored one, or a run, whose model may be of plugins."""
+    words = [getattr(it, "metavar", None) or "" for it in getattr(parameter.annotation, "__metadata__", ())]
+    return parameter.name == "run" or any("KEY=VALUE" in word or "RUN" in word for word in words)
 
 
 def command_line() -> str:

@@ -20,19 +20,22 @@ from fivefold.data.base import DataSource
 from fivefold.data.shards import TokenShards
 from fivefold.job.aliases import apart, dtype_problem, explain
 from fivefold.job.table import NESTED, Table, apply, model_of
-from fivefold.layout.layout import Layout
+from fivefold.layout.layout import Layout, schedule_named
 from fivefold.losses import LOSSES, loss_named, loss_problems, stored_loss
 from fivefold.losses.base import Loss
 from fivefold.losses.cross_entropy import CrossEntropy
 from fivefold.optim import OPTIMIZERS, optimizer_named, optimizer_problems, stored_optimizer
 from fivefold.optim.adamw import AdamW
 from fivefold.optim.base import OptimizerConfig
+from fivefold.schedules.build import ScheduleInfo
+from fivefold.schedules.registry import is_file
 from fivefold.spec.model import ModelSpec
+from fivefold.spec.pattern import find_kind, named
 from fivefold.support.dtypes import dtype_of
 from fivefold.support.errors import Note, Problem, UserError
 from fivefold.support.parsing import Missing, path_of, read, read_toml, toml_value, unknown_key
 from fivefold.support.places import remote_of
-from fivefold.support.plugins import is_plugin
+from fivefold.support.plugins import find_value, is_plugin
 from fivefold.support.ranges import SECONDS, SEQUENCES, STEPS, outside, within
 from fivefold.support.text import did_you_mean
 
@@ -137,7 +140,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     @property
     def plugins(self) -> list[str]:
         """What it names of modules of a user's own; commands that read it as a stored one are told by --plugin."""
-        return [name for name in (self.data.source, self.optimizer.name, self.loss.name) if is_plugin(name)]
+        schedule = "" if is_file(self.layout.schedule) else self.layout.schedule
+        kinds = (kind.name for layer in self.model.pattern for kind in layer.branches)
+        names = dict.fromkeys((self.data.source, self.optimizer.name, self.loss.name, schedule, *kinds))
+        return [name for name in names if is_plugin(name)]
 
     def problems(self, world: int | None = None, ranks_by: str = "--nproc") -> list[str]:
         """Everything wrong with the values, beyond their types; `ranks_by` is how the reader gets a number of ranks."""
@@ -305,6 +311,8 @@ NAMED = {
     "loss": Named(CrossEntropy, LOSSES, loss_named, stored_loss),
 }
 SECTIONS: dict[str, Any] = {field.name: field.type for field in msgspec.structs.fields(Job) if field.name != "model"}
+_SCHEDULES = {"layout", "layout.schedule"}
+NAMING = tuple(f"{key}=" for key in (*_SCHEDULES, *(f"{name}.{named.key}" for name, named in NAMED.items())))  # changes
 KEYS: dict[str, list[str]] = {  # of every section, and of tables in one
     "model": ["preset", "config", *ModelSpec.__struct_fields__],
     **{f"model.{name}": keys for name, keys in NESTED.items()},
@@ -361,8 +369,10 @@ def resolve(table: Table, changes: Sequence[str] = (), name: str = "run", *, sto
     }
     explain(table, KEYS | {name: NAMED[name].keys([kind]) for name, kind in kinds.items() if kind}, problems)
     problems += [unknown_key("", key, ["model", *SECTIONS]) for key in table if key not in ("model", *SECTIONS)]
+    kinds["layout"] = _layout_kind(table.get("layout"), after, trusted=not stored or bool(given & _SCHEDULES))
     all_kinds = SECTIONS | kinds
     sections = {name: _section(name, table.get(name, {}), after, kind) for name, kind in all_kinds.items()}
+    _import_kinds(table.get("model"), problems, trusted=not stored or "model.pattern" in given)
     model = model_of(table.get("model", {}), sections["data"], problems, of_its_own=of_its_own)
     problems += after
     if problems or model is None:
@@ -380,6 +390,16 @@ def _moved(table: Table) -> Table:
     moved = {key: train[key] for key in ("label_smoothing", "z_loss") if key in train}
     rest = {key: value for key, value in train.items() if key not in moved}
     return table | {"train": rest, "loss": loss | moved} if moved else table
+
+
+def _import_kinds(model: Any, problems: list[str], *, trusted: bool) -> None:
+    """Import the plugins that a model's pattern names, if it is `trusted`; what cannot be used is taken out of it."""
+    for place, name in named(model.get("pattern")) if isinstance(model, dict) else ():
+        try:
+            find_kind(place, name, trusted=trusted)
+        except UserError as error:
+            problems += error.coded
+            model.pop("pattern", None)
 
 
 def _file_of(path: Path) -> Path:
@@ -418,6 +438,17 @@ def _kind_of(section: str, value: Any, problems: list[str], *, trusted: bool) ->
     except UserError as error:
         problems += error.coded
         return None
+
+
+def _layout_kind(value: Any, problems: list[str], *, trusted: bool) -> type[Layout] | None:
+    """A layout, once there is the schedule that it names; None where that may not be imported."""
+    try:
+        if isinstance(value, str | dict) and is_plugin(name := schedule_named(value)) and not is_file(name):
+            find_value("layout.schedule", name, ScheduleInfo, trusted=trusted)
+    except UserError as error:
+        problems += error.coded
+        return None
+    return Layout
 
 
 def _section(section: str, value: Any, problems: list[str], kind: Any) -> Any:

@@ -1,6 +1,8 @@
-"""Every schedule by name; `build` makes one from numbers, and `record_of` also knows schedules in files."""
+"""Every schedule by name; `build` makes one from numbers, and `record_of` also knows schedules in files, and those of
+modules of a user's own: layout.schedule=my_package.eager:EAGER_1F1B is a `ScheduleInfo` there."""
 
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -8,12 +10,14 @@ from typing import Any
 
 from fivefold.schedules.auto import AUTO
 from fivefold.schedules.build import ScheduleInfo, ScheduleRequest
+from fivefold.schedules.check import prove
 from fivefold.schedules.classic import BREADTH_FIRST, GPIPE, INTERLEAVED, NAIVE, ONE_F_ONE_B
 from fivefold.schedules.schedule import Schedule, peak_live
 from fivefold.schedules.text import SUFFIXES, load
 from fivefold.schedules.zero_bubble import DUALPIPE_V, V_HALF, V_MIN, ZB_H1, ZB_H2, ZB_V
-from fivefold.support.errors import UserError
+from fivefold.support.errors import Problem, UserError
 from fivefold.support.parsing import path_of
+from fivefold.support.plugins import find_value, is_plugin
 from fivefold.support.text import counted, did_you_mean, either
 
 RECORDS = (
@@ -45,6 +49,8 @@ def record_of(name: str) -> ScheduleInfo:
         except OSError as error:
             raise UserError(f"{path} cannot be read: {error.strerror}") from None
         return _record_of_file(name, path, stat.st_mtime_ns, stat.st_size)
+    if is_plugin(name):  # a layout may be stored: whoever reads the job imports what it names, before it makes one
+        return brought(name, find_value("layout.schedule", name, ScheduleInfo, trusted=False))
     raise UserError(f"unknown schedule {name!r}; {did_you_mean(name, list(CATALOGUE))}")
 
 
@@ -70,6 +76,46 @@ def _record_of_file(name: str, path: Path, changed: int, size: int) -> ScheduleI
         live=lambda p, m, v: most,
         planned=(chunks,),
     )
+
+
+@lru_cache(maxsize=64)
+def brought(name: str, own: ScheduleInfo) -> ScheduleInfo:
+    """The facts of a user's schedule, under the name that jobs have for it. What it builds is proven, each time."""
+
+    def build(request: ScheduleRequest) -> Schedule:
+        numbers = f"{name} for p={request.p}, m={request.m}"
+        try:
+            made = own.build(request)
+            live = float(own.live(request.p, request.m, request.v))
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(Problem("plugin.schedule", f"{numbers} raised {type(error).__name__}: {error}")) from None
+        if problems := [Problem("plugin.schedule", f"{numbers} {lack}") for lack in _shortcomings(own, request, made)]:
+            raise UserError(problems)
+        most = max(map(peak_live, made.ranks)) / request.v
+        if most > min(live, request.m):
+            told = f"holds {most:g} activations of a rank, and its `live` says {live:g}"
+            raise UserError(Problem("plugin.schedule", f"{numbers} {told}: the planner would plan too little memory"))
+        return prove(made)
+
+    return replace(own, name=name, build=build, schedule=None)
+
+
+def _shortcomings(own: ScheduleInfo, request: ScheduleRequest, made: object) -> Iterator[str]:
+    """What a schedule lacks of what its record says of it."""
+    if not isinstance(made, Schedule):
+        yield f"builds a {type(made).__name__}, and not a Schedule"
+        return
+    if (made.p, made.m) != (request.p, request.m):
+        yield f"builds a schedule for p={made.p}, m={made.m}"
+    if made.placement != own.placement(request.p, request.v):
+        places = f"{list(made.placement.owner)}, and its `place` says {list(own.placement(request.p, request.v).owner)}"
+        yield f"has its stages on ranks {places}"
+    if made.splits and not own.splits:
+        yield "computes weight gradients apart (W); write splits=True in its ScheduleInfo"
+    if any(action.joined for order in made.ranks for action in order) and not own.joins:
+        yield "joins forward and backward passes (F&B); write joins=True in its ScheduleInfo"
 
 
 def build(schedule: str | ScheduleInfo, p: int, m: int, **options: Any) -> Schedule:

@@ -43,6 +43,7 @@ class Base(Protocol):
 
 
 T = TypeVar("T", bound=Base)
+K = TypeVar("K")
 S = TypeVar("S", bound=msgspec.Struct)
 
 
@@ -58,13 +59,24 @@ def find(setting: str, name: Any, table: Mapping[str, type[T]], base: type[T], *
         raise UserError(f"{setting}={name!r} is not a choice; {hint}", f"{setting}.choice")
     found = load(name, setting) if trusted else _present(name)
     fits = isinstance(found, type) and issubclass(found, base)
-    if name not in _imported and not fits:
+    if not fits and name not in _imported:
         raise UserError(untrusted(setting, name))
     if not fits:
         what = f"the class {found.__name__}" if isinstance(found, type) else f"a {type(found).__name__}"
         wanted = f"a subclass of {base.__module__}:{base.__name__}"
         raise UserError(Problem("plugin.kind", f"{setting}={name} is {what}, and not {wanted}"))
     return _checked(setting, name, found, base)
+
+
+def find_value(setting: str, name: str, kind: type[K], *, trusted: bool) -> K:
+    """The object of a module that `setting` (layout.schedule) calls `name`."""
+    found = load(name, setting) if trusted else _present(name)
+    if isinstance(found, kind):
+        return cast(K, _imported.setdefault(name, found))
+    if name not in _imported:
+        raise UserError(untrusted(setting, name))
+    what = f"is a {type(found).__name__}, and not a {kind.__module__}:{kind.__name__}"
+    raise UserError(Problem("plugin.kind", f"{setting}={name} {what}"))
 
 
 def adopt(setting: str, kind: type[T], base: type[T]) -> type[T]:
@@ -190,6 +202,12 @@ def load(name: str, setting: str = "--plugin") -> Any:
         raise UserError(Problem("plugin.name", f"{setting}={name}: {nothing}; {hint}"))
     _imported[name] = getattr(module, attribute)
     return _imported[name]
+
+
+def named(place: str) -> Any:
+    """What is at "package.module:Name", as a class of this process names it: code says so, and no file or peer."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def digest() -> str:
