@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -45,6 +46,7 @@ class Checkpoints:
         self.memory = MemoryCheckpointer(control, say)
         self.starts: list[Began] = []  # of the run, before this one
         self.began, self.seconds = "", 0.0  # which checkpoint was loaded, and how long that took
+        self.on_saved: Callable[[int], None] = lambda step: None  # told the step of each checkpoint that is complete
         self.weights = ""  # whose weights a new run was begun with
         self.start, self.read = 0.0, 0.0  # of these seconds, until masters and states were in place
 
@@ -210,13 +212,21 @@ class Checkpoints:
 
     def finish(self, then: str = "; training continues, and the next checkpoint tries again") -> None:
         """Wait for the save under way, if there is one, and tell if it was not written, and what happens then."""
-        if problem := self.saver.finish():
+        if problem := self._finished():
             self.say(f"{problem}{then}")
 
     def ensure(self) -> None:
         """Wait for the save under way, if there is one; TrainingError if it was not written."""
-        if problem := self.saver.finish():
+        if problem := self._finished():
             raise TrainingError(problem)
+
+    def _finished(self) -> str | None:
+        """Wait for the save under way, if there is one; why it was not written. One that was is told of."""
+        under_way = self.saver.saving
+        problem = self.saver.finish()
+        if under_way is not None and problem is None:
+            self.on_saved(under_way.manifest.step)
+        return problem
 
     def quarantine(self, first: int) -> None:
         """Set aside the checkpoints of step `first` and after: a watcher has found that they may be damaged."""
