@@ -26,7 +26,7 @@ class RunListener:
     """Each method does nothing, until a subclass has another. Records are those of metrics.jsonl."""
 
     def start(self, job: Any, directory: Path, step: int) -> None:
-        """Before the first step of a start: the job, the run's directory, and the steps that earlier starts have made."""
+        """Before the first step of a start: the job, the run's directory, and how many steps earlier starts made."""
 
     def step(self, record: Any) -> None:
         """After a step: record.step, loss, grad_norm, lr, tokens, seconds and more."""
