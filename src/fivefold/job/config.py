@@ -20,7 +20,7 @@ from fivefold.data import SOURCES, source_named, source_problems, stored_source
 from fivefold.data.base import DataSource
 from fivefold.data.shards import TokenShards
 from fivefold.job.aliases import apart, dtype_problem, explain
-from fivefold.job.listeners import listener_named, names_in
+from fivefold.job.listeners import listener_named, listener_problems, names_in
 from fivefold.job.table import NESTED, Table, apply, model_of
 from fivefold.layout.layout import Layout, schedule_named
 from fivefold.optim import OPTIMIZERS, optimizer_named, optimizer_problems, stored_optimizer
@@ -168,6 +168,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         yield from self._balance()
         yield from self._watch()
         yield from source_problems(self.data)
+        yield from listener_problems(self.run.listeners)
         yield from self._data_and_run()
 
     def _train(self) -> Iterator[Problem]:
@@ -192,11 +193,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
                 f"trace.steps={traced} after trace.after={after} steps are more than train.steps={steps}; nearest: "
                 f"train.steps={after + traced}",
             )
-        for listener in self.run.listeners:
-            try:
-                listener_named(listener)
-            except UserError as error:
-                yield from error.coded
         if not (Path(name).name == name != ".." and name.isprintable() and len(os.fsencode(name)) < 200):
             plain = "must be a plain name, of less than 200 bytes and without slashes"
             yield Problem("run.name.plain", f"run.name={name!r} {plain}")

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from fivefold.support.errors import UserError
 from fivefold.support.plugins import find
 
 SETTING = "run.listeners"
@@ -122,6 +123,17 @@ LISTENERS: dict[str, type[RunListener]] = {"tensorboard": TensorBoard}
 def listener_named(name: str, *, trusted: bool = False) -> type[RunListener]:
     """The class; a plugin's module is imported if the name is `trusted`."""
     return find(SETTING, name, LISTENERS, RunListener, trusted=trusted)
+
+
+def listener_problems(names: Sequence[str]) -> list[str]:
+    """What is wrong with those of a job; of one that was stored, which were not imported here."""
+    problems = []
+    for name in names:
+        try:
+            listener_named(name)
+        except UserError as error:
+            problems += error.coded
+    return problems
 
 
 def names_in(value: Any) -> Sequence[str]:
