@@ -1,7 +1,7 @@
 """What commands share: options that mean the same everywhere, the arguments of a job, progress bars.
 
-Every command is registered by `command`, which adds --quiet, and --plugin where a job is named, and checks that the
-file of -o can be written.
+Every command is registered by `command`, which adds --quiet, and --plugin where a job or run is named, and checks that
+the file of -o can be written.
 """
 
 import functools
@@ -147,9 +147,9 @@ def _schedules(given: Mapping[str, Any]) -> list[str]:
 
 
 def _names_a_job(parameter: inspect.Parameter) -> bool:
-    """Whether these are words of a job, which may be a stored one."""
-    info = getattr(parameter.annotation, "__metadata__", ())
-    return any("KEY=VALUE" in (getattr(it, "metavar", "") or "") for it in info)
+    """Whether these are words of a job, which may be a stored one, or a run, whose model may be of plugins."""
+    words = [getattr(it, "metavar", None) or "" for it in getattr(parameter.annotation, "__metadata__", ())]
+    return parameter.name == "run" or any("KEY=VALUE" in word or "RUN" in word for word in words)
 
 
 def command_line() -> str:

@@ -29,6 +29,7 @@ from fivefold.optim.base import OptimizerConfig
 from fivefold.schedules.build import ScheduleInfo
 from fivefold.schedules.registry import is_file
 from fivefold.spec.model import ModelSpec
+from fivefold.spec.pattern import find_kind, named
 from fivefold.support.dtypes import dtype_of
 from fivefold.support.errors import Note, Problem, UserError
 from fivefold.support.parsing import Missing, path_of, read, read_toml, toml_value, unknown_key
@@ -146,7 +147,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     def plugins(self) -> list[str]:
         """What it names of modules of a user's own; commands that read it as a stored one are told by --plugin."""
         schedule = "" if is_file(self.layout.schedule) else self.layout.schedule
-        names = (self.data.source, self.optimizer.name, schedule, *self.run.listeners)
+        kinds = (kind.name for layer in self.model.pattern for kind in layer.branches)
+        names = dict.fromkeys((self.data.source, self.optimizer.name, schedule, *kinds, *self.run.listeners))
         return [name for name in names if is_plugin(name)]
 
     def problems(self, world: int | None = None, ranks_by: str = "--nproc") -> list[str]:
@@ -384,6 +386,7 @@ def resolve(table: Table, changes: Sequence[str] = (), name: str = "run", *, sto
     kinds["run"] = _run_kind(table.get("run"), after, trusted=not stored or "run.listeners" in given)
     all_kinds = SECTIONS | kinds
     sections = {name: _section(name, table.get(name, {}), after, kind) for name, kind in all_kinds.items()}
+    _import_kinds(table.get("model"), problems, trusted=not stored or "model.pattern" in given)
     model = model_of(table.get("model", {}), sections["data"], problems, of_its_own=of_its_own)
     problems += after
     if problems or model is None:
@@ -391,6 +394,16 @@ def resolve(table: Table, changes: Sequence[str] = (), name: str = "run", *, sto
     if not sections["run"].name:
         sections["run"] = msgspec.structs.replace(sections["run"], name=name)
     return Job(model=model, **sections)
+
+
+def _import_kinds(model: Any, problems: list[str], *, trusted: bool) -> None:
+    """Import the plugins that a model's pattern names, if it is `trusted`; what cannot be used is taken out of it."""
+    for place, name in named(model.get("pattern")) if isinstance(model, dict) else ():
+        try:
+            find_kind(place, name, trusted=trusted)
+        except UserError as error:
+            problems += error.coded
+            model.pop("pattern", None)
 
 
 def _file_of(path: Path) -> Path:
