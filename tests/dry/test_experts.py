@@ -124,7 +124,7 @@ def check_counts(job: Job, dry: RankRun, imbalance: float = 1.0) -> None:
     state = state_of(spec, layout, job.train.dtype, job.optimizer, **coords._asdict(), seq=seq)
     assert (dry.parameters, dry.gradients, dry.optimizer) == state
     tokens = batch // layout.size("batch") // layout.microbatches * (seq // layout.cp)
-    layers = sum(dry.layers) - (spec.dense_layers if coords.pp == 0 else 0)
+    layers = sum(dry.layers) - (spec.layers - len(spec.routed_layers) if coords.pp == 0 else 0)
     rows = even_rows(spec, layout, tokens, range(layers), coords.tp, imbalance)
     assert list(dry.traffic) == expected_traffic(
         spec, layout, seq, batch, job.train.dtype, coords=coords, routed_rows=rows

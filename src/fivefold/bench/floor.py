@@ -24,6 +24,7 @@ from fivefold.machines.clock import Clock
 from fivefold.model.grouped import Groups, product, weight_gradient
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import block, head
+from fivefold.spec.pattern import Layer
 
 _MASTER = 4  # bytes of a master, and of a moment
 _SETTLE = 0.05  # the shortest measurement, in seconds
@@ -52,8 +53,8 @@ def products(job: Job) -> list[Product]:
     model, count = job.model, job.layout.microbatches
     tokens = job.train.batch * job.data.seq // count
     matmuls: list[Product] = []
-    for dense, layers in ((True, model.dense_layers), (False, model.layers - model.dense_layers)):
-        for matmul in block(model, dense=dense).matmuls if layers else ():
+    for kinds, layers in model.counted().items():
+        for matmul in block(model, layer=kinds).matmuls:
             part = "products of experts" if matmul.experts else "products of blocks"
             rows = tokens * max(1, matmul.chosen)
             matmuls.append(Product(part, rows, matmul.inputs, matmul.outputs, layers * count, matmul.experts))
@@ -69,8 +70,7 @@ def memory(job: Job) -> dict[str, float]:
     gradient = wide if job.layout.microbatches == 1 else _MASTER  # several are added up in full precision
     copy = wide if wide < _MASTER else 0  # the model's weight, where it is not its own master
     state = 6 * _MASTER + gradient + copy  # the master and both moments are read and written
-    blocks = model.dense_layers * _features(model, dense=True)
-    blocks += (model.layers - model.dense_layers) * _features(model, dense=model.experts is None)
+    blocks = sum(layers * _features(model, kinds) for kinds, layers in model.counted().items())
     return {
         "AdamW": model.parameter_count * state,
         "the gradient norm": model.parameter_count * gradient,
@@ -78,13 +78,13 @@ def memory(job: Job) -> dict[str, float]:
     }
 
 
-def _features(model: ModelSpec, dense: bool) -> float:
+def _features(model: ModelSpec, kinds: Layer) -> float:
     """How many numbers a block reads and writes for a token outside of its products, forward and backward."""
-    hidden, attention, experts = model.hidden, block(model).attention, model.experts
-    norms = 2 * (2 + 3) * hidden  # in and out; in, the gradient, out
+    hidden, attention, experts = model.hidden, block(model, layer=kinds).attention, model.experts
+    norms = len(kinds.branches) * (2 + 3) * hidden  # in and out; in, the gradient, out
     rotations = 4 * (attention.width + attention.kv_width) if model.positions == "rope" else 0
-    if dense or experts is None:
-        return norms + rotations + (3 + 5) * model.ffn
+    if not kinds.routed or experts is None:
+        return norms + rotations + (3 + 5) * model.ffn * (kinds.mlp is not None)
     slots = experts.top_k * hidden
     moved = (hidden + slots) + (slots + hidden)  # tokens to their slots, and back to tokens
     moved += (2 * slots + hidden) + (slots + hidden)  # the same backward; gate gradients read the experts' outputs
@@ -123,7 +123,11 @@ def _product(matmul: Product, device: torch.device, dtype: torch.dtype) -> float
 
 def _attention(job: Job, device: torch.device, dtype: torch.dtype) -> FloorPart:
     """Causal attention by the kernel that PyTorch chooses; its FLOPs are those that a causal mask leaves."""
-    model, scores, size = job.model, block(job.model).attention, (job.train.batch, job.data.seq)
+    model, size = job.model, (job.train.batch, job.data.seq)
+    attending = {kinds: count for kinds, count in model.counted().items() if kinds.attends}
+    if not attending:
+        return FloorPart("attention", 0.0)
+    layers, scores = sum(attending.values()), block(model, layer=next(iter(attending))).attention._replace(window=0)
     q, k, v = (
         torch.randn(size[0], heads, size[1], width, device=device, dtype=dtype, requires_grad=True)
         for heads, width in (
@@ -138,8 +142,8 @@ def _attention(job: Job, device: torch.device, dtype: torch.dtype) -> FloorPart:
         y = forward()
         torch.autograd.grad(y, (q, k, v), y)
 
-    flops = 3 * model.layers * size[0] * size[1] * scores.flops(size[1] / 2)
-    return FloorPart("attention", model.layers * _time(device, forward_backward), flops=flops)
+    flops = 3 * layers * size[0] * size[1] * scores.flops(size[1] / 2)
+    return FloorPart("attention", layers * _time(device, forward_backward), flops=flops)
 
 
 def _bandwidth(device: torch.device) -> float:

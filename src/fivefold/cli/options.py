@@ -1,7 +1,7 @@
 """Options and arguments that several commands share, and their progress bars.
 
-Every command is registered by `command`, which adds --quiet, and --plugin where a job is named, and checks that the
-file of -o can be written.
+Every command is registered by `command`, which adds --quiet, and --plugin where a job or run is named, and checks that
+the file of -o can be written.
 """
 
 import functools
@@ -149,9 +149,9 @@ def _schedules(given: Mapping[str, Any]) -> list[str]:
 
 
 def _names_a_job(parameter: inspect.Parameter) -> bool:
-    """Whether a parameter takes the words of a job, which may be a stored one."""
-    metadata = getattr(parameter.annotation, "__metadata__", ())
-    return any("KEY=VALUE" in (getattr(info, "metavar", "") or "") for info in metadata)
+    """Whether a parameter takes the words of a job, which may be a stored one, or a run, whose model may be of plugins."""
+    metavars = [getattr(info, "metavar", None) or "" for info in getattr(parameter.annotation, "__metadata__", ())]
+    return parameter.name == "run" or any("KEY=VALUE" in metavar or "RUN" in metavar for metavar in metavars)
 
 
 def command_line() -> str:

@@ -134,7 +134,7 @@ def _rows(job: Job, coords: RankCoords, imbalance: float) -> Rows | None:
     stages = stages_of(spec, layout, seq)
     layers = [layer for number in layout.placement.of_rank[coords.pp] for layer in stages[number].layers]
     tokens = job.train.batch // layout.size("batch") // layout.microbatches * (seq // layout.cp)
-    return even_rows(spec, layout, tokens, [n for n in layers if not spec.dense(n)], coords.tp, imbalance)
+    return even_rows(spec, layout, tokens, [n for n in layers if spec.kinds(n).routed], coords.tp, imbalance)
 
 
 # ---- result ---------------------------------------------------------------------------------------------------------

@@ -208,6 +208,10 @@ def _model(request: Request, needs_text: bool) -> tuple[Job, Place, GeneratedTex
 
 def _check(request: Request, job: Job, prompts: list[list[int]]) -> None:
     problems = request.sampling.problems()
+    for kind in (kind for kind in job.model.branches if not kind.cached):
+        problems.append(
+            f"{kind.name} of {job.model.name} keeps nothing of earlier tokens, so it cannot go on from them"
+        )
     problems += job.layout.problems(job.model, seq=job.data.seq, batch=job.layout.microbatches)
     gpus = 0 if request.device == "cpu" else visible_gpus()
     if problem := sharing_problem(job.train, gpus, job.layout.world):

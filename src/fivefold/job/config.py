@@ -28,6 +28,7 @@ from fivefold.optim.base import OptimizerConfig
 from fivefold.schedules.build import ScheduleInfo
 from fivefold.schedules.registry import is_file
 from fivefold.spec.model import ModelSpec
+from fivefold.spec.pattern import find_kind, named
 from fivefold.support.dtypes import dtype_of
 from fivefold.support.errors import Note, Problem, UserError
 from fivefold.support.parsing import Missing, path_of, read, read_toml, toml_value, unknown_key
@@ -139,7 +140,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     def plugins(self) -> list[str]:
         """What it names of modules of a user's own; commands that read it as a stored one are told by --plugin."""
         schedule = "" if is_file(self.layout.schedule) else self.layout.schedule
-        return [name for name in (self.data.source, self.optimizer.name, schedule) if is_plugin(name)]
+        kinds = (kind.name for layer in self.model.pattern for kind in layer.branches)
+        names = dict.fromkeys((self.data.source, self.optimizer.name, schedule, *kinds))
+        return [name for name in names if is_plugin(name)]
 
     def problems(self, world: int | None = None, ranks_by: str = "--nproc") -> list[str]:
         """Everything wrong with the values, beyond their types; `ranks_by` is how the reader gets a number of ranks."""
@@ -373,6 +376,7 @@ def resolve(table: Table, changes: Sequence[str] = (), name: str = "run", *, sto
     kinds["layout"] = _layout_kind(table.get("layout"), after, trusted=not stored or bool(given & _SCHEDULES))
     all_kinds = SECTIONS | kinds
     sections = {name: _section(name, table.get(name, {}), after, kind) for name, kind in all_kinds.items()}
+    _import_kinds(table.get("model"), problems, trusted=not stored or "model.pattern" in given)
     model = model_of(table.get("model", {}), sections["data"], problems, of_its_own=of_its_own)
     problems += after
     if problems or model is None:
@@ -380,6 +384,16 @@ def resolve(table: Table, changes: Sequence[str] = (), name: str = "run", *, sto
     if not sections["run"].name:
         sections["run"] = msgspec.structs.replace(sections["run"], name=name)
     return Job(model=model, **sections)
+
+
+def _import_kinds(model: Any, problems: list[str], *, trusted: bool) -> None:
+    """Import the plugins that a model's pattern names, if it is `trusted`; what cannot be used is taken out of it."""
+    for place, name in named(model.get("pattern")) if isinstance(model, dict) else ():
+        try:
+            find_kind(place, name, trusted=trusted)
+        except UserError as error:
+            problems += error.coded
+            model.pop("pattern", None)
 
 
 def _file_of(path: Path) -> Path:

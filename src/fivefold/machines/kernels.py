@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fivefold.machines.clock import Clock, sets
 from fivefold.model.decoder import Block
 from fivefold.model.layers import TokenPositions
-from fivefold.model.ops import LocalAttention, LocalOps
+from fivefold.model.ops import LocalAttention, LocalOps, MixerInputs
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import block
 from fivefold.spec.presets import preset
@@ -143,7 +143,8 @@ def block_of(
     angles = torch.rand(samples, 1, seq, spec.head_dim // 2, device=device)
     rotation = angles.cos(), angles.sin()
     x = torch.randn(samples, seq, spec.hidden, device=device, dtype=dtype).requires_grad_()
-    return block, x, lambda: block(x, positions, rotation, ops.attention_mask(positions))
+    shared = MixerInputs(positions, rotation, ops.attention_mask(positions))
+    return block, x, lambda: block(x, positions, shared)
 
 
 def of_device(on_gpu: bool, quick: bool) -> tuple[ModelSpec, int, int]:

@@ -227,7 +227,7 @@ def traffic_rank(option: Option) -> int:
 
 
 def _with_experts(workload: Workload, stage: int) -> bool:
-    return any(not workload.spec.dense(layer) for layer in workload.stages[stage].layers)
+    return any(workload.spec.kinds(layer).routed for layer in workload.stages[stage].layers)
 
 
 def traffic(option: Option) -> list[AxisTraffic]:

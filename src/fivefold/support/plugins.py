@@ -204,6 +204,12 @@ def load(name: str, setting: str = "--plugin") -> Any:
     return _imported[name]
 
 
+def named(place: str) -> Any:
+    """What is at "package.module:Name", as a class of this process names it: code says so, and no file or peer."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
 def digest() -> str:
     """Of the source of what was imported, so that ranks with other code do not join; empty where nothing was."""
     if not _imported:

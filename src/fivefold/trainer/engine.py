@@ -46,8 +46,8 @@ from fivefold.trainer.records import Load
 
 def moe_layers(stages: Iterable[Decoder]) -> dict[int, MoE]:
     """By layer number."""
-    blocks = (item for model in stages for item in model.layers.items())
-    return {int(layer): block.mlp for layer, block in blocks if isinstance(block.mlp, MoE)}
+    blocks = ((layer, block.mlp_module) for model in stages for layer, block in model.layers.items())
+    return {int(layer): mlp for layer, mlp in blocks if isinstance(mlp, MoE)}
 
 
 def routers(stages: Iterable[Decoder]) -> dict[int, Router]:
@@ -59,8 +59,9 @@ class ExpertLoads:
 
     def __init__(self, job: Job, stages: Iterable[Decoder], device: torch.device):
         assert job.model.experts is not None
-        self.train, self.first_moe_layer, self.device = job.train, job.model.dense_layers, device
-        self.shape = job.model.layers - self.first_moe_layer, job.model.experts.count
+        self.train, self.device = job.train, device
+        self.rows = {layer: row for row, layer in enumerate(job.model.routed_layers)}
+        self.shape = len(self.rows), job.model.experts.count
         self.expected_visits = job.train.batch * job.data.seq * job.model.experts.top_k
         self.moe_layers = moe_layers(stages)
         self.sums = self._empty()
@@ -80,7 +81,7 @@ class ExpertLoads:
         tokens, losses = self.tokens, self.sums[-2:]
         for layer, mixture in self.moe_layers.items():
             if mixture.router.tokens_per_expert is not None:
-                tokens[layer - self.first_moe_layer] = mixture.router.tokens_per_expert
+                tokens[self.rows[layer]] = mixture.router.tokens_per_expert
             if mixture.losses is not None:
                 losses += mixture.losses
         return self.sums
@@ -94,7 +95,7 @@ class ExpertLoads:
         """Move the routers' biases. Every rank has the same sums, so copies of a bias stay equal."""
         for layer, mixture in self.moe_layers.items():
             if mixture.router.balance is not None and self.train.balance_rate:
-                load = self.tokens[layer - self.first_moe_layer].to(torch.int64)
+                load = self.tokens[self.rows[layer]].to(torch.int64)
                 update_expert_bias(mixture.router.balance, load, self.train.balance_rate)
 
     def record(self, sums: list[float], *, by_expert: bool) -> Load:

@@ -138,7 +138,7 @@ class ExpertsResult(Result):
             raise UserError(f"{model.name}, which {directory} trains, has no experts")
         records, left = recent(directory / METRICS)
         loaded = [record for record in records if isinstance(record, Step) and record.load is not None]
-        shape = [model.experts.count] * (model.layers - model.dense_layers)
+        shape = [model.experts.count] * len(model.routed_layers)
         complete = [step for step in loaded if [len(layer) for layer in _tokens(step)] == shape]
         if not complete:
             damaged = counted(records.count(None), "line")
@@ -148,8 +148,8 @@ class ExpertsResult(Result):
         return cls(directory, model, complete, sum(_load(step).dropped for step in loaded), most_uneven, left)
 
     @property
-    def layers(self) -> range:
-        return range(self.model.dense_layers, self.model.layers)
+    def layers(self) -> tuple[int, ...]:
+        return self.model.routed_layers
 
     def to_dict(self) -> dict[str, Any]:
         return {

@@ -154,7 +154,7 @@ def _largest(x: Tensor, count: int) -> Tensor:
 def replace_mixtures(model: nn.Module, spec: ModelSpec, factors: Factors) -> dict[int, PlainMixture]:
     """Give the layers of a decoder that have experts this mixture; by their numbers."""
     mixtures = {}
-    for layer in range(spec.dense_layers, spec.layers):
+    for layer in spec.routed_layers:
         mixtures[layer] = PlainMixture(spec, factors)
         model.get_submodule(f"layers.{layer}").mlp = mixtures[layer]
     return mixtures
@@ -260,7 +260,7 @@ def run_reference(
     """
     compute = DTYPES[job.train.dtype]
     accum = torch.float64 if compute == torch.float64 else torch.float32
-    ops = LocalOps(attention=ByDefinition()) if job.model.sinks or job.model.window else None
+    ops = LocalOps(attention=ByDefinition()) if job.model.sinks or job.model.windowed else None
     model = Decoder(job.model, seed=job.train.seed, ops=ops)
     mixtures = replace_mixtures(model, job.model, factors_of(job)) if job.model.experts is not None else {}
     model.to(device, accum)

@@ -230,7 +230,7 @@ def _worst_over_ranks(job: Job, measured: list[RankMeasurement]) -> list[Error]:
 
 def _routers(job: Job) -> list[str]:
     spec = job.model
-    return [router_name(layer) for layer in range(spec.dense_layers, spec.layers)] if spec.experts is not None else []
+    return [router_name(layer) for layer in spec.routed_layers]
 
 
 def _routing_errors(job: Job, measured: list[RankMeasurement]) -> list[Error]:
