@@ -149,7 +149,7 @@ def _schedules(given: Mapping[str, Any]) -> list[str]:
 
 
 def _names_a_job(parameter: inspect.Parameter) -> bool:
-    """Whether a parameter takes the words of a job, which may be a stored one, or a run, whose model may be of plugins."""
+    """Whether a parameter takes a job, which may be a stored one, or a run, whose model may be of plugins."""
     metavars = [getattr(info, "metavar", None) or "" for info in getattr(parameter.annotation, "__metadata__", ())]
     return parameter.name == "run" or any("KEY=VALUE" in metavar or "RUN" in metavar for metavar in metavars)
 
