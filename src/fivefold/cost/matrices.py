@@ -8,6 +8,7 @@ computes in.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from fivefold.cost.model_state import BYTES, wide_bytes
@@ -21,6 +22,7 @@ from fivefold.spec.model import ModelSpec
 class MatrixCost:
     payloads: tuple[int, ...] = ()  # bytes of each all-to-all over the stage's ranks: what it sends or gets, the more
     flops: float = 0.0
+    most: float = 0.0  # FLOPs of the rank that has most of them, for which the others wait
     peak: int = 0  # bytes that exist during the update alone
 
     @classmethod
@@ -28,17 +30,21 @@ class MatrixCost:
         cls, spec: ModelSpec, layout: Layout, seq: int, dtype: str, config: OptimizerConfig, *, pp: int, place: int
     ) -> "MatrixCost":
         """Of the rank at that place among those that have the layers of pipeline rank `pp`."""
-        if config.unit != "matrix":
-            return NO_MATRICES
-        deal, each, wide = deal_of(spec, layout, seq, config, pp), BYTES[dtype], wide_bytes(dtype)
-        trips = [*deal.trips(place)]
-        payloads = [each * max(map(elements, call)) for trip in trips for call in trip.calls]
-        return cls(
-            tuple(payloads), deal.costs[place], max((_peak(trip, config, each, wide) for trip in trips), default=0)
-        )
+        return NO_MATRICES if config.unit == "element" else _cost(spec, layout, seq, dtype, config, pp, place)
 
 
 NO_MATRICES = MatrixCost()
+
+
+@lru_cache(maxsize=256)
+def _cost(
+    spec: ModelSpec, layout: Layout, seq: int, dtype: str, config: OptimizerConfig, pp: int, place: int
+) -> MatrixCost:
+    deal, each, wide = deal_of(spec, layout, seq, config, pp), BYTES[dtype], wide_bytes(dtype)
+    trips = [*deal.trips(place)]
+    payloads = [each * max(map(elements, call)) for trip in trips for call in trip.calls]
+    peak = max((_peak(trip, config, each, wide) for trip in trips), default=0)
+    return MatrixCost(tuple(payloads), deal.costs[place], max(deal.costs), peak)
 
 
 def _peak(trip: Trip, config: OptimizerConfig, each: int, wide: int) -> int:

@@ -12,7 +12,7 @@ the first backward pass, when the activations shrink already. So a rank may reac
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import dropwhile
@@ -26,7 +26,7 @@ from fivefold.cost.kernels import plus, times
 from fivefold.cost.model_state import State
 from fivefold.cost.moe import ParamShare
 from fivefold.cost.software import SoftwareProfile
-from fivefold.cost.step import Workload, p2p_bytes, param_share, simulated_microbatches
+from fivefold.cost.step import Workload, matrix_cost, p2p_bytes, param_share, simulated_microbatches
 from fivefold.layout.layout import Layout
 from fivefold.layout.sharding import slices
 from fivefold.layout.stages import Stage
@@ -338,11 +338,9 @@ def footprint_of(workload: Workload, rank: int) -> Footprint:
     kinds = (action.kind for action in schedule.compute(rank))
     after_first_forwards = dropwhile(lambda kind: kind is FORWARD, kinds)
     peak_precedes_grads = software.lazy_gradients and layout.chunks == 1 and FORWARD not in after_first_forwards
-    peaks = dict(_peaks(workload, stages, blocks, peak_precedes_grads=peak_precedes_grads))
-    moment_name, peak = max(peaks.items(), key=lambda entry: entry[1].total)
-    end_of_first_backward = _end_of_first_backward(workload, stages[0], blocks, usual=peaks["a block's backward"].bytes)
-    others = max(0, in_flight[stage_ids[0]] - 1) if layout.chunks == 1 else 0  # microbatches that wait for backward
-    parts = ZeroCost(spec, software, workload.topology).states(param_share(workload, stages), layout.zero)
+    parts = ZeroCost(spec, _keeping(workload, stages), workload.topology).states(
+        param_share(workload, stages), layout.zero
+    )
     lazy_grads = sum(
         part.gradients for axis, part in parts.items() if peak_precedes_grads and not has_bucket(layout, axis)
     )
@@ -352,10 +350,18 @@ def footprint_of(workload: Workload, rank: int) -> Footprint:
         if head_stage is None
         else _head_backlog(workload, in_flight[head_stage], schedule.compute(rank), head_stage)
     )
+    activations = saved._replace(head=backlog)
+    peaks = dict(_peaks(workload, stages, blocks, peak_precedes_grads=peak_precedes_grads))
+    moment_name, peak = max(peaks.items(), key=lambda entry: entry[1].total)
+    matrices = matrix_cost(workload, rank).peak
+    if 0 < matrices > activations.total + peak.total - lazy_grads:  # activations are gone, all gradients are there
+        activations, moment_name, peak = SavedActivations(), "the optimizer's matrices", Peak(matrices, lazy_grads)
+    end_of_first_backward = _end_of_first_backward(workload, stages[0], blocks, usual=peaks["a block's backward"].bytes)
+    others = max(0, in_flight[stage_ids[0]] - 1) if layout.chunks == 1 else 0  # microbatches that wait for backward
     needs = Footprint(
         rank=rank,
         state=plus(*parts.values()),
-        activations=saved._replace(head=backlog),
+        activations=activations,
         moment_name=moment_name,
         moment_bytes=peak.bytes,
         buffers=buffers,
@@ -364,6 +370,15 @@ def footprint_of(workload: Workload, rank: int) -> Footprint:
         missing_grads_at_end=end_of_first_backward.missing_grads,
     )
     return replace(needs, margin=CUDA_CONTEXT_BYTES + FRAGMENTATION * needs.allocated)
+
+
+def _keeping(workload: Workload, stages: Sequence[Stage]) -> SoftwareProfile:
+    """With the optimizer's states of these stages, where parameters differ in them."""
+    software = workload.software
+    if software.matrices is None:
+        return software
+    held = [param for param in workload.spec.parameters() if any(stage.holds(param) for stage in stages)]
+    return software.optimizing_with(software.matrices, held)
 
 
 def _end_of_first_backward(workload: Workload, stage: Stage, blocks: RankBlocks, usual: float) -> Peak:

@@ -15,6 +15,8 @@ from fivefold.cost.block import NO_PASSES, BlockCost, PassTimes, Seconds
 from fivefold.cost.collective_time import Topology
 from fivefold.cost.forms import PipelineForm, ZeroCost
 from fivefold.cost.kernels import Device, plus, times
+from fivefold.cost.matrices import NO_MATRICES, MatrixCost
+from fivefold.cost.model_state import dtype_of
 from fivefold.cost.moe import ParamShare, Travel, mixture_matmuls, stage_share
 from fivefold.cost.routing import Rows, even_rows
 from fivefold.cost.software import FIVEFOLD, SoftwareProfile
@@ -382,7 +384,7 @@ def _optimizer_and_sync_on(
     layout, block_cost = workload.layout, workload.block_cost_of(rank)
     zero = ZeroCost(workload.spec, workload.software, block_cost.topology)
     has_head = workload.spec.vocab > 1
-    optimizer = zero.optimizer(count, layout.zero) * has_head
+    optimizer = zero.optimizer(count, layout.zero) * has_head + _whole_matrices(workload, rank)
     if layout.zero == 3:
         copied = layout.size("dp_cp") > 1 or (count.experts and layout.size("expert_dp") > 1)
         forward = passes[-1].forward.total
@@ -394,6 +396,28 @@ def _optimizer_and_sync_on(
     kinds = workload.spec.counted(largest.layers).items()
     free = max(0.0, sum(backward) - sum(layout.chunks * count * block_cost.of(kind).port for kind, count in kinds))
     return optimizer, zero.exposed_sync(count, layout.zero, layout.microbatches, forward, free)
+
+
+def _whole_matrices(workload: Workload, rank: int) -> float:
+    """Seconds of an optimizer's rule that reads whole matrices, and of bringing their parts together; the first of the
+    ranks that have a pipeline rank's layers. The closed forms leave it out: all layouts of a world share out the same
+    work."""
+    software = workload.software
+    if software.matrices is None:
+        return 0.0
+    cost = matrix_cost(workload, rank)
+    block_cost = workload.block_cost_of(rank)
+    sent = sum(block_cost.topology.time("all-to-all", "stage", payload) for payload in cost.payloads)
+    return sent + cost.most / block_cost.device.rate("bf16" if software.weight_bytes == 2 else workload.precision)
+
+
+def matrix_cost(workload: Workload, rank: int) -> MatrixCost:
+    """Of a pipeline rank."""
+    software = workload.software
+    if software.matrices is None:
+        return NO_MATRICES
+    sizes = (workload.spec, workload.layout, workload.seq, dtype_of(software.weight_bytes), software.matrices)
+    return MatrixCost.of(*sizes, pp=rank, place=0)
 
 
 def param_share(workload: Workload, stages: Sequence[Stage]) -> ParamShare:
