@@ -49,6 +49,7 @@ class Counting(DataSource, frozen=True, kw_only=True, tag=NAME):
 def counting(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("counting_source")
     module.Counting = Counting  # type: ignore[attr-defined]
+    monkeypatch.setattr(Counting, "__module__", "counting_source")
     monkeypatch.setitem(sys.modules, "counting_source", module)
     monkeypatch.setattr(plugins, "_imported", {})
 
