@@ -25,6 +25,7 @@ from fivefold.layout.layout import Layout
 from fivefold.model.attention import Attention
 from fivefold.model.decoder import Decoder
 from fivefold.model.layers import TokenPositions
+from fivefold.model.ops import MixerInputs
 from fivefold.parallel.collectives import full_tensor
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.optimizer import shard_model
@@ -128,13 +129,14 @@ class AttentionBlock:
         assert isinstance(attention, Attention)
         self.attention = attention
         positions = TokenPositions.of(torch.zeros(shape.batch, shape.seq, dtype=torch.int64))
-        self.rotation, self.mask = model.rotation(positions, DTYPES[shape.dtype]), ops.attention_mask(positions)
+        rotation = model.rotation(positions, DTYPES[shape.dtype])
+        self.shared = MixerInputs(positions, rotation, ops.attention_mask(positions))
 
     def run(self, x: Tensor, output_grad: Tensor) -> tuple[Tensor, Tensor]:
         """Output and input gradient; the weights' gradients are left where the optimizer would find them."""
         x = x.detach().requires_grad_()
         with self.weights.microbatch(last=True):
-            y = self.attention(x, self.rotation, self.mask)
+            y = self.attention(x, self.shared)
             y.backward(output_grad)
         assert x.grad is not None
         return y.detach(), x.grad

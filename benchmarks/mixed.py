@@ -270,7 +270,7 @@ class System:
 def measure_speed(rank: Rank, task: MixedTask) -> RankSpeed:
     _settle(rank)
     with slowed(task.factors[rank.number]):
-        return calibrate.measured(CPU, rank.world, task.quick)
+        return calibrate.rank_speed(CPU, rank.world, task.quick)
 
 
 def run(rank: Rank, task: MixedTask) -> tuple[RoundTimes, dict[str, list[float]], Machine]:

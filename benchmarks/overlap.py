@@ -36,7 +36,8 @@ from fivefold.bench.systems import CPU, machine, take_turns
 from fivefold.cli import main, program
 from fivefold.cli.options import Json, Output
 from fivefold.data.batch import Batch
-from fivefold.job.config import DataConfig, Job, TrainConfig
+from fivefold.data.shards import TokenShards
+from fivefold.job.config import Job, TrainConfig
 from fivefold.launch import processes
 from fivefold.launch.processes import Rank
 from fivefold.launch.rendezvous import Rendezvous
@@ -175,7 +176,7 @@ class OverlapShape:
 
     def job(self, schedule: str = "dualpipe-v") -> Job:
         layout = Layout(dp=EP, pp=self.pp, ep=EP, schedule=schedule, microbatches=self.microbatches)
-        data, train = DataConfig(seq=self.seq), TrainConfig(batch=self.batch, device="cpu")
+        data, train = TokenShards(seq=self.seq), TrainConfig(batch=self.batch, device="cpu")
         return Job(model=self.spec, layout=layout, data=data, train=train)
 
     def check(self) -> None:

@@ -27,7 +27,8 @@ from fivefold.bench.systems import CPU, TorchPipeline, join_ranks, machine, take
 from fivefold.cli import main, program
 from fivefold.cli.options import Json, Output
 from fivefold.data.batch import Batch
-from fivefold.job.config import DataConfig, Job, TrainConfig
+from fivefold.data.shards import TokenShards
+from fivefold.job.config import Job, TrainConfig
 from fivefold.launch import processes
 from fivefold.launch.processes import Rank
 from fivefold.layout.layout import Layout
@@ -70,7 +71,7 @@ class PipelineShape:
     def job(self, schedule: str | None) -> Job:
         """Under a schedule, or in one process."""
         layout = Layout(pp=self.pp if schedule else 1, schedule=schedule or "1f1b", microbatches=self.microbatches)
-        data, train = DataConfig(seq=self.seq), TrainConfig(batch=self.batch, device="cpu")
+        data, train = TokenShards(seq=self.seq), TrainConfig(batch=self.batch, device="cpu")
         return Job(model=self.spec, layout=layout, data=data, train=train)
 
     def check(self) -> None:

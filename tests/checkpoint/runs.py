@@ -50,7 +50,7 @@ class Run:
     """A trainer, its checkpointing and what it has said so far."""
 
     def __init__(self, job: Job, world: int, directory: Path):
-        mesh = Mesh.of(job.layout, torch.device("cpu"), job.train.timeout, spec=job.model)
+        mesh = Mesh.of_job(job, torch.device("cpu"), job.train.timeout)
         self.said: list[str] = []
         self.trainer = Trainer(job, preflight(job, world), mesh)
         self.keeper = Checkpoints(Store(directory), Control(mesh), self.trainer, self.said.append)

@@ -79,6 +79,24 @@ def test_a_run_that_was_cut_is_the_run_that_was_not_to_the_bit(tokens: Path, tmp
             assert two[2] + three[2] == one[2] == list(range(32))
 
 
+def test_states_that_only_some_parameters_have_go_from_layout_to_layout(tokens: Path, tmp_path: Path) -> None:
+    """Muon's: a momentum of matrices, two moments of all others. A run that is cut is the whole run to the bit."""
+    words = [*ODD, "optimizer.name=muon", "optimizer.schedule=constant", "layout=dp=2,zero=3"]
+    job, short = (small_job(tokens, *words, f"train.steps={steps}") for steps in (4, 2))
+    want = run_ranks(2, train, job, tmp_path / "whole")
+    run_ranks(2, train, short, tmp_path / "cut")
+    layout = Layout.parse("tp=2")
+    reshard(find(tmp_path / "cut"), job.model, layout, job.data.seq, Store(tmp_path / "moved"), lambda _: None)
+    for place in ("cut", "moved"):
+        ranks = run_ranks(2, train, job, tmp_path / place)
+        assert gathered([state for _, state, _ in ranks]) == gathered([state for _, state, _ in want])
+        assert ranks[0][0] == {step: want[0][0][step] for step in (3, 4)}
+    state = gathered([state for _, state, _ in want])
+    of_matrices = [name for name in state if name.startswith("momentum_buffer.")]
+    assert len(of_matrices) == 7 * 3
+    assert not [name for name in of_matrices if name.replace("momentum_buffer", "exp_avg") in state]
+
+
 def test_the_mean_of_both_moments_is_not_zero_after_a_load(tokens: Path, tmp_path: Path) -> None:
     """Without the optimizer's state the curves above would differ; a state of zeros would be equal to itself."""
     job = small_job(tokens, "train.steps=2")

@@ -13,6 +13,7 @@ from fivefold.data.batch import read_batch
 from fivefold.data.index import CHUNK
 from fivefold.data.integrity import CheckedData, Checker, findings, verify
 from fivefold.data.prepare import prepare
+from fivefold.data.shards import TokenShards
 from fivefold.data.tokens import TokenStore
 from fivefold.generation.request import text_of
 from tests.data.test_index import as_before
@@ -230,6 +231,7 @@ def test_a_mask_has_two_values(tmp_path: Path, jsonl: Callable[..., Path]) -> No
 
 def test_a_damaged_tokenizer_is_not_used(tmp_path: Path, bpe: Path, jsonl: Callable[..., Path]) -> None:
     prepare([jsonl({"text": "a text"})], tmp_path / "out", tokenizer=bpe)
-    assert text_of(tmp_path, str(tmp_path / "out"), 600).encode("a text")
+    data = TokenShards(path=str(tmp_path / "out"))
+    assert text_of(tmp_path, data, 600).encode("a text")
     flip(tmp_path / "out" / "tokenizer.json", 3000)
-    assert "tokenizer.json is damaged" in str(refusal(lambda: text_of(tmp_path, str(tmp_path / "out"), 600)))
+    assert "tokenizer.json is damaged" in str(refusal(lambda: text_of(tmp_path, data, 600)))

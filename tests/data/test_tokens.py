@@ -94,7 +94,6 @@ def test_an_id_outside_the_vocabulary_is_named_with_file_and_offset(store: Path)
     # The same sentence from a window that touches it, and silence from one that does not.
     assert sentence in str(refused(store, lambda opened: opened.split("train").read(230, 240)))
     TokenStore.open(store).split("train").read(0, 237)
-    TokenStore.open(store).split("train").read(230, 240, vocab=301)
 
 
 def test_a_model_of_fewer_ids_than_the_tokens_is_refused(store: Path) -> None:

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from fivefold.bench.steps import read
 from fivefold.cli import app
+from fivefold.cost.matrices import MatrixCost
 from fivefold.cost.model_state import state_of
 from fivefold.dry import fake
 from fivefold.dry.rank import dry_run_rank
@@ -66,6 +67,33 @@ def test_the_planner_says_what_the_code_does(model: str, layout: str, seq: int, 
     assert abs(figures["activations at the peak"].difference) < 0.03
     assert figures["FLOPs executed"].difference == pytest.approx(0.0, abs=1e-3)
     assert dry.live == dry.allowed
+
+
+WHOLE = [
+    ("tiny", "dp=1"),
+    ("tiny", "dp=2,tp=2,pp=2,zero=1,microbatches=2"),
+    ("tiny-qwen3", "dp=4,tp=2,zero=3,replicate=2"),
+    ("tiny-moe", "dp=4,ep=2,zero=1"),
+]
+
+
+@pytest.mark.parametrize(("model", "layout"), WHOLE)
+def test_an_optimizer_of_whole_matrices_is_planned_to_the_byte(model: str, layout: str) -> None:
+    """What it sends, computes and keeps, and what exists while it runs."""
+    job = job_of(f"{model} optimizer.name=muon", layout, 64, 8)
+    world = job.layout.world
+    for rank in {0, world - 1}:
+        dry = dry_run_rank(job, rank)
+        found = vs_plan(job, dry, Cluster.parse(f"1x{world}xH100"))
+        assert found.planned == dry.traffic
+        figures = {figure.name: figure for figure in found.figures}
+        assert figures["optimizer"].dry == figures["optimizer"].plan
+        assert figures["FLOPs executed"].difference == pytest.approx(0.0, abs=1e-3)
+        sizes, at = (job.model, job.layout, 64, job.train.dtype, job.optimizer), job.layout.position
+        cost = MatrixCost.of(*sizes, pp=at("pp", rank), place=at("stage", rank))
+        before, during = (m for m in dry.moments if m.name in ("the sum of gradients", "the optimizer"))
+        assert during.peak - before.held == cost.peak + 8  # and the factor that clips gradients
+        assert (world == 1) == (not cost.payloads)
 
 
 def test_quick_fakes_are_the_fakes_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:

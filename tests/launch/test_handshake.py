@@ -133,8 +133,9 @@ def test_a_world_of_one_meets_itself(meetings: Meetings) -> None:
     [
         (OTHER_JOB, "runs another job: train.seed is 1 there and 0 elsewhere"),
         (other(code="e" * 32), "runs another version of fivefold: its source files have digest eeeeeeee"),
-        (other(data="e" * 32), "reads other data: its index has digest eeeeeeee, and the others' dddddddd"),
+        (other(data="e" * 32), "reads other data: its fingerprint is eeeeeeee, and the others' dddddddd"),
         (other(torch="2.11.0"), "has torch 2.11.0, and the others 2.13.0"),
+        (other(plugins="e" * 32), "has other plugins: their files have digest eeeeeeee, and the others' none"),
         (other(world=8), "is one of 8 ranks, and the others are of a world of 4"),
         (other(run="another"), "belongs to another run, another, and the others to run"),
         (other(start=1), "is of start 1 of the run, and the others are of start 0"),

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from fivefold.layout.layout import Layout
 from fivefold.layout.rules import RULES, tp_fits
 from fivefold.schedules.registry import CATALOGUE, build
+from fivefold.spec.mixers import GroupedQueryAttention
+from fivefold.spec.pattern import Layer
 from fivefold.spec.presets import preset
 from fivefold.support.errors import UserError
 
@@ -172,12 +174,17 @@ def test_layouts_and_builders_agree_on_schedules() -> None:
                     assert not legal, (schedule, p, m)
 
 
+class Whole(GroupedQueryAttention, frozen=True, kw_only=True):
+    cp = False
+
+
 CODES = {
     "layout.tp.heads": ("tp=3", "llama3-8b"),
     "layout.tp.kv_heads": ("tp=12", "36 heads"),
     "layout.tp.ffn": ("tp=5", "llama2-13b"),
     "layout.sp.tp": ("sp", "tiny"),
     "layout.cp.heads": ("cp=8,cp_kind=ulysses", "tiny"),
+    "layout.cp.kind": ("cp=2", "whole sequences"),
     "layout.seq.pieces": ("cp=5", "tiny"),
     "layout.schedule.unknown": ("schedule=1f2b", "tiny"),
     "layout.schedule.size": ("pp=4096,microbatches=65536", "tiny"),
@@ -201,7 +208,11 @@ CODES = {
     "layout.ranks.most": ("dp=1000000,tp=1000000", "tiny"),
     "layout.dp.range": ("dp=0", "tiny"),
 }
-OTHERS = {"36 heads": preset("tiny", hidden=288, heads=36, kv_heads=8, head_dim=8), "tied": preset("tiny", tied=True)}
+OTHERS = {
+    "36 heads": preset("tiny", hidden=288, heads=36, kv_heads=8, head_dim=8),
+    "tied": preset("tiny", tied=True),
+    "whole sequences": preset("tiny", pattern=[Layer(mixer=Whole(), mlp="dense")]),
+}
 
 
 @pytest.mark.parametrize("code", CODES)

@@ -9,6 +9,7 @@ from fivefold.model.decoder import Decoder
 from fivefold.model.init import initialise
 from fivefold.model.linear_cross_entropy import loss_sum
 from fivefold.optim.adamw import AdamW
+from fivefold.optim.base import OptimizerConfig
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.optimizer import Optimizer, shard_model
 from fivefold.parallel.weights import Weights
@@ -18,12 +19,12 @@ SPEC = preset("tiny", layers=1, hidden=16, heads=2, kv_heads=1, head_dim=8, ffn=
 CPU = torch.device("cpu")
 
 
-def made(config: AdamW, dtype: torch.dtype) -> tuple[nn.Module, Weights, Optimizer]:
+def made(config: OptimizerConfig, dtype: torch.dtype) -> tuple[nn.Module, Weights, Optimizer]:
     mesh = Mesh.of(Layout(), CPU)
     with torch.device("meta"):
         model = Decoder(SPEC)
     weights = shard_model([model], SPEC, mesh, dtype, seed=3)
-    return model, weights, Optimizer(weights, SPEC, config, mesh)
+    return model, weights, Optimizer(weights, SPEC, config, mesh, dtype)
 
 
 def backward(model: nn.Module, seed: int) -> None:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from fivefold.data.batch import Batch
-from fivefold.job.config import DataConfig, Job, TrainConfig
+from fivefold.data.shards import TokenShards
+from fivefold.job.config import Job, TrainConfig
 from fivefold.layout.layout import Layout
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.pipeline import Message
@@ -31,7 +32,7 @@ def job(layout: Layout, dtype: str = "float64", batch: int = 0, documents: bool 
     return Job(
         model=preset("tiny", **small | model),
         layout=layout,
-        data=DataConfig(seq=8, document_mask=documents),
+        data=TokenShards(seq=8, document_mask=documents),
         train=TrainConfig(batch=batch or layout.microbatches, dtype=dtype, device="cpu"),
     )
 

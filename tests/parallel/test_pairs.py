@@ -96,7 +96,7 @@ def expected(layout: str, pp: int, gathers: bool, in_turns: bool) -> list[Call]:
     order, found = schedule_of(one.model, one.layout, one.data.seq).ranks[pp], list[Call]()
 
     def half(action: Action) -> list[list[Call]]:
-        layers = [layer for layer in every[action.stage].layers if not one.model.dense(layer)]
+        layers = [layer for layer in every[action.stage].layers if one.model.kinds(layer).routed]
         return stretches(action, len(layers), gathers)
 
     passes = iter([action for action in order if action.kind in (FORWARD, BACKWARD, INPUT_GRAD)])

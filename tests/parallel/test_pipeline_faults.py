@@ -15,7 +15,8 @@ from msgspec.structs import replace
 from torch.distributed.distributed_c10d import _get_default_store
 
 from fivefold.data.prepare import prepare
-from fivefold.job.config import DataConfig, Job, TrainConfig
+from fivefold.data.shards import TokenShards
+from fivefold.job.config import Job, TrainConfig
 from fivefold.launch.exits import End
 from fivefold.launch.processes import RankError
 from fivefold.layout.layout import Layout
@@ -57,7 +58,7 @@ def step(rank: int, world: int, layout: str, victim: int, moment: str, how: str,
 
     parsed = Layout.parse(layout)
     batch = 2 * parsed.dp * parsed.microbatches
-    job = Job(model=SPEC, layout=parsed, data=DataConfig(seq=8), train=TrainConfig(batch=batch, device="cpu"))
+    job = Job(model=SPEC, layout=parsed, data=TokenShards(seq=8), train=TrainConfig(batch=batch, device="cpu"))
     engine = Engine(job, Mesh.of(parsed, torch.device("cpu"), TIMEOUT if how == "stall" else PATIENCE), watch)
     engine.forward_backward(make_batch(job, 0))
 
@@ -138,7 +139,7 @@ def lost_in_a_dispatch(rank: int, world: int, what: str) -> None:
     """One step in which rank 1 dies on the way of tokens to experts, or back."""
     layout = Layout.parse("dp=4,ep=2")
     model = replace(SPEC, layers=2, experts=Experts(count=4, top_k=2, ffn=16))
-    job = Job(model=model, layout=layout, data=DataConfig(seq=8), train=TrainConfig(batch=4, device="cpu"))
+    job = Job(model=model, layout=layout, data=TokenShards(seq=8), train=TrainConfig(batch=4, device="cpu"))
     engine = Engine(job, Mesh.of(layout, torch.device("cpu"), PATIENCE, spec=model))
 
     def watch(name: str) -> AbstractContextManager[None]:

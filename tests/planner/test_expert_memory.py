@@ -57,7 +57,7 @@ def test_recompute_keeps_less_of_experts_too(model: str) -> None:
 
 def test_a_first_layer_without_experts_keeps_what_a_dense_one_does() -> None:
     spec, layout = preset("deepseek-v3"), Layout.parse("dp=8,ep=8")
-    plain = saved_activations(spec, layout, FIVEFOLD, 1, T, dense=True)
+    plain = saved_activations(spec, layout, FIVEFOLD, 1, T, kinds=spec.kinds(0))
     assert plain.experts == 0.0
     assert plain.mlp == 2 * T * 4 * 18432  # gate, up, their activation and product
     assert plain.attention == saved_activations(spec, layout, FIVEFOLD, 1, T).attention

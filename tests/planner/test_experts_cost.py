@@ -1,7 +1,6 @@
 """Time of mixtures: what a layer computes, sends and waits for."""
 
 import math
-from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -99,7 +98,7 @@ def test_first_layers_without_experts_are_lighter_stages():
     layout = "dp=4,pp=4,ep=4,microbatches=16,split=3,19,19,20"
     found = workload(layout, DEEPSEEK, cluster="2x8xH100")
     works = found.block_cost
-    plain = replace(works, dense=True)
+    plain = works.of(DEEPSEEK.kinds(0))
     assert plain.mixture is None
     assert plain.block.forward.ep == 0.0 < works.block.forward.ep
     assert plain.block.forward.total < works.block.forward.total

@@ -31,7 +31,7 @@ BY_HAND = [
 
 @pytest.mark.parametrize(("forward", "backward", "together"), BY_HAND)
 def test_pairs_by_hand(forward, backward, together) -> None:
-    assert play_pair(forward, backward).together == pytest.approx(together)
+    assert play_pair(forward, backward).pair == pytest.approx(together)
 
 
 def test_a_pass_alone() -> None:
@@ -50,7 +50,7 @@ def test_bounds_of_any_pair(forward: list[Segment], backward: list[Segment]) -> 
     pair, both = play_pair(forward, backward), forward + backward
     compute, link = sum(one.compute + one.beside for one in both), sum(one.message for one in both)
     least = max(compute, link, pair.forward, pair.backward)
-    assert least <= pair.together * (1 + 1e-9) + 1e-9
-    assert pair.together <= pair.forward + pair.backward
+    assert least <= pair.pair * (1 + 1e-9) + 1e-9
+    assert pair.pair <= pair.forward + pair.backward
     quiet = [Segment(*one[:1], 0.0, one.beside) for one in both]
-    assert play_pair(quiet[: len(forward)], quiet[len(forward) :]).together == pytest.approx(compute)
+    assert play_pair(quiet[: len(forward)], quiet[len(forward) :]).pair == pytest.approx(compute)

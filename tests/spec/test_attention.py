@@ -63,8 +63,8 @@ def test_plain_attention_has_rules_too() -> None:
 
 def test_every_second_layer_of_gpt_oss_has_a_window() -> None:
     spec = preset("tiny-oss", layers=5)
-    assert [spec.window_of(layer) for layer in range(5)] == [10, 0, 10, 0, 10]
-    assert {preset("tiny-oss", window_period=1).window_of(layer) for layer in range(5)} == {10}
+    assert [spec.kinds(layer).window for layer in range(5)] == [10, 0, 10, 0, 10]
+    assert {kinds.window for kinds in preset("tiny-oss", window_period=1).counted()} == {10}
 
 
 def test_flops_and_caches_count_what_is_seen_and_kept() -> None:
@@ -73,9 +73,9 @@ def test_flops_and_caches_count_what_is_seen_and_kept() -> None:
     assert latent.flops(100) == 2 * 100 * 4 * (40 + 32)
     assert (latent.cached, block(spec, 2).attention.cached) == (48, 48)  # whole on every tp rank
     oss = preset("tiny-oss")
-    slides, sees_all = (block(oss, window=oss.window_of(layer)).attention for layer in (0, 1))
+    slides, sees_all = (block(oss, layer=oss.kinds(layer)).attention for layer in (0, 1))
     assert (slides.flops(100), slides.flops(5)) == (4 * 10 * 128, 4 * 5 * 128)
     assert sees_all.flops(100) == 4 * 100 * 128
-    assert oss.windows == {10: 2, 0: 2}
+    assert {kinds.window: count for kinds, count in oss.counted().items()} == {10: 2, 0: 2}
     assert oss.flops_per_token(100) - 6 * oss.matmul_parameters == 3 * (2 * slides.flops(100) + 2 * sees_all.flops(100))
     assert oss.flops_per_token(8, "causal") < oss.flops_per_token(8)

@@ -287,4 +287,4 @@ def test_absurd_configs_are_refused_at_once(tmp_path, changes: dict, sentence: s
 def test_parameters_are_counted_without_listing_every_layer() -> None:
     few, many = preset("llama3-8b"), preset("llama3-8b", layers=10_000)
     assert few.parameter_count == sum(one.size for one in few.parameters())
-    assert many.parameter_count - few.parameter_count == 9968 * few.block_parameter_count
+    assert many.parameter_count - few.parameter_count == 9968 * few.block_parameter_count(few.kinds(0))

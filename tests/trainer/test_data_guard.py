@@ -63,9 +63,9 @@ def guarded(job: Job, directory: Path) -> tuple[Trainer, Checkpoints]:
 def test_damage_found_before_any_step_names_the_step_that_would_read_it(large: Path, tmp_path: Path) -> None:
     flip(large / "train-00000.tokens", 1)
     trainer, keeper = guarded(small_job(large), tmp_path / "checkpoints")
-    assert trainer.guard.checker is not None
-    trainer.guard.checker.start()
-    trainer.guard.checker._thread.join()
+    (checker,) = trainer.guard.checkers.values()
+    checker.start()
+    checker._thread.join()
     recorder = Recorder()
     with pytest.raises(BadData, match=r"no step has read it, and step 1 would be the first") as caught:
         trainer.run([recorder], checkpointing=keeper)
@@ -122,8 +122,7 @@ def test_the_held_out_split_ends_a_run_too_and_its_state_is_kept(
     monkeypatch.setattr(Checker, "start", lambda self: None)
     flip(large / "valid-00000.tokens", 5)
     trainer, keeper = guarded(small_job(large, "train.steps=30"), tmp_path / "checkpoints")
-    checker = trainer.guard.checker
-    assert checker is not None
+    (checker,) = trainer.guard.checkers.values()
     with pytest.raises(BadData, match=r"valid-00000\.tokens is damaged"):
         trainer.run([After(2, lambda: (checker._thread.start(), checker._thread.join()))], checkpointing=keeper)
     (kept,) = Store(tmp_path / "checkpoints").complete()

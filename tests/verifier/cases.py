@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from fivefold.job.config import DataConfig, Job, TrainConfig
+from fivefold.data.shards import TokenShards
+from fivefold.job.config import Job, TrainConfig
 from fivefold.layout.layout import Layout
 from fivefold.optim.adamw import AdamW
 from fivefold.spec.model import ModelSpec
@@ -33,7 +34,7 @@ def job(layout: str, spec: ModelSpec | None = None, dtype: str = "float64", **tr
     return Job(
         model=spec or tiny(),
         layout=Layout.parse(layout),
-        data=DataConfig(seq=16, document_mask=True),
+        data=TokenShards(seq=16, document_mask=True),
         optimizer=AdamW(**OPTIMIZER),
         train=TrainConfig(**{"steps": 2, "batch": 8, "dtype": dtype, "device": "cpu"} | train),
     )

@@ -309,10 +309,9 @@ def kernels_of(row: MixtureValues, usual: ExpertKernels) -> ExpertKernels:
 
 def held_parameters(spec: ModelSpec, tp: int, ep: int) -> float:
     """Of a rank that has all layers."""
-    plain, mixed = block_share(spec, tp, ep, True), block_share(spec, tp, ep)
-    blocks = spec.dense_layers * plain.total + (spec.layers - spec.dense_layers) * mixed.total
-    undivided = spec.dense_layers * block_share(spec, 1, 1, True).total
-    undivided += (spec.layers - spec.dense_layers) * block_share(spec, 1, 1).total
+    kinds = spec.counted().items()
+    blocks = sum(count * block_share(spec, tp, ep, kind).total for kind, count in kinds)
+    undivided = sum(count * block_share(spec, 1, 1, kind).total for kind, count in kinds)
     return blocks + (spec.parameter_count - undivided) / tp
 
 

@@ -2,8 +2,9 @@
 
     measure(None, ["model=small"], rounds=5)
 
-A step's loss is measured, not modelled: the snapshot, and by how much the steps while it is written are longer than
-those before it. Bandwidth is held against DCP alone (no hashes, no manifest) and plain torch.save, on the same state.
+The time that steps lose is measured, not modelled: the snapshot, and by how much the steps while it is written are
+longer than those before it. The bandwidth is compared with that of DCP alone (no hashes, no manifest) and of plain
+torch.save, on the same state.
 """
 
 import os
@@ -31,13 +32,13 @@ NAMES = {"ours": "ours: hashed, synced, atomic", "dcp": "DCP alone: synced", "to
 
 @dataclass(frozen=True)
 class CheckpointResult(Result):
-    """Seconds, a number for each round."""
+    """The costs of saves, in seconds, one number per round."""
 
     job: Job
     bytes: int
     usual: list[float]  # a step without a save
-    snapshot: list[float]  # until `save` returns
-    lost: list[float]  # by the steps while it is written, snapshot included
+    snapshot: list[float]  # the call of `save`
+    lost: list[float]  # what the snapshot and the steps while it is written take longer
     save: RoundTimes
     load: RoundTimes
 
@@ -76,7 +77,7 @@ def measure(
     timeout: float,
     on_progress: OnProgress,
 ) -> CheckpointResult:
-    """On the job's ranks, started here, with files in `directory`; nothing is left there."""
+    """Start the job's ranks on this machine and measure them, with files in `directory`, which are removed."""
     _check(rounds, steps, directory)
     job = _with_steps(read_job(path, changes), 2 + 2 * rounds * steps)
     world = job.layout.world
@@ -87,47 +88,47 @@ def measure(
 
 
 def _check(rounds: int, steps: int, directory: Path | None) -> None:
-    wrong = directory is not None and not directory.is_dir()
-    missing = [f"--directory {directory} is not a directory"] if wrong else []
-    refuse([*too_small(rounds=rounds, steps=steps), *missing])
+    problems = too_small(rounds=rounds, steps=steps)
+    if directory is not None and not directory.is_dir():
+        problems.append(f"--directory {directory} is not a directory")
+    refuse(problems)
 
 
 def _with_steps(job: Job, steps: int) -> Job:
-    """A job that takes so many and does not evaluate; what cannot be trained is refused."""
+    """The job with so many steps and no evaluation; a job that cannot train is refused."""
     job = structs.replace(job, train=structs.replace(job.train, steps=steps, eval_samples=0))
     preflight(job, job.layout.world)
     return job
 
 
 # ---- recovery -------------------------------------------------------------------------------------------------------
-# `fivefold bench checkpoint --recovery`: how long ranks that are started anew take to get their state, from memory and
-# from disk.
+# `fivefold bench checkpoint --recovery`: how long restarted ranks take to load their state, from memory and from disk.
 #
 #     measure_recovery(None, ["model=small", "layout=dp=2,zero=1"], rounds=5, ...)
 #
-# Starts from the two take turns. Each is of new processes, so pages are touched for the first time in both; the files
-# of the disk are dropped from the page cache before. What a snapshot costs is measured on the steps during it.
+# Starts from memory and from disk take turns. Each start has new processes, so that both touch all pages for the first
+# time; files on disk are dropped from the page cache before. The cost of a snapshot is measured on the steps during it.
 
 
 TIERS = ("memory", "disk")
-_EVERY = 10  # steps, where the job takes no snapshots
+_EVERY = 10  # steps between snapshots, if the job takes none
 
 
 @dataclass(frozen=True)
 class RecoveryResult(Result):
-    """Seconds, a number for each round."""
+    """The times of snapshots and restarts, in seconds, one number per round."""
 
     job: Job
     bytes: int
     usual: list[float]  # a step
-    blocked: list[float]  # until a snapshot is taken
-    lost: list[float]  # by it and the steps beside it
+    blocked: list[float]  # the call that takes a snapshot
+    lost: list[float]  # what that call and the steps after it take longer
     starting: RoundTimes
     load: RoundTimes
-    publish: RoundTimes  # the model's weights, of the masters that were loaded
+    publish: RoundTimes  # writing the model's weights from the masters that were loaded
 
     def repeated(self, tier: str) -> float:
-        """Seconds of steps that are done again, on average: half of what lies between two saves."""
+        """Seconds of the steps that are repeated, on average: half of those between two saves."""
         config = self.job.checkpoint
         return (config.memory_every if tier == "memory" else config.every) / 2 * median(self.usual)
 
@@ -179,12 +180,13 @@ def measure_recovery(
     timeout: float,
     on_progress: OnProgress,
 ) -> RecoveryResult:
-    """On the job's ranks, started here, with files in `directory` and in shared memory; nothing is left there."""
+    """Start the job's ranks on this machine again and again, with files in `directory` and in shared memory, which are
+    removed."""
     _check(rounds, steps, directory)
     job = read_job(path, changes)
     every = job.checkpoint.memory_every or _EVERY
-    saving = structs.replace(job.checkpoint, memory_every=every, save=True, url="")
-    job = _with_steps(structs.replace(job, checkpoint=saving), 3 + 2 * rounds * steps)
+    checkpoint = structs.replace(job.checkpoint, memory_every=every, save=True, url="")
+    job = _with_steps(structs.replace(job, checkpoint=checkpoint), 3 + 2 * rounds * steps)
     world = job.layout.world
     shared = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
     memory = tempfile.mkdtemp(prefix="fivefold-bench-", dir=shared)
@@ -197,19 +199,18 @@ def measure_recovery(
             starting, load, publish = (RoundTimes({tier: [] for tier in TIERS}) for _ in range(3))
             for number, tier in turns(TIERS, rounds):
                 on_progress(f"round {number + 1} of {rounds}: from {tier}")
-                _forget(Path(scratch))
-                asked = (job, scratch, memory, tier, time.time())
-                seconds_by_rank = processes.run(world, f"{_RANK}:find", *asked, timeout=timeout)
-                for times, seconds in zip((starting, load, publish), zip(*seconds_by_rank, strict=True), strict=True):
-                    times[tier].append(max(seconds))  # the slowest rank is what the others wait for
+                _drop_from_page_cache(Path(scratch))
+                arguments = (job, scratch, memory, tier, time.time())
+                by_rank = processes.run(world, f"{_RANK}:find", *arguments, timeout=timeout)  # (start, load, publish)
+                for times, seconds in zip((starting, load, publish), zip(*by_rank, strict=True), strict=True):
+                    times[tier].append(max(seconds))  # all ranks wait for the slowest
     finally:
         for place in (memory, f"{memory}-none"):
             shutil.rmtree(place, ignore_errors=True)
     return RecoveryResult(job, size, usual, blocked, lost, starting, load, publish)
 
 
-def _forget(directory: Path) -> None:
-    """Nothing below it stays in the page cache."""
+def _drop_from_page_cache(directory: Path) -> None:
     os.sync()
     for file in directory.rglob("*"):
         if file.is_file():

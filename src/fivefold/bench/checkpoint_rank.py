@@ -37,7 +37,7 @@ from fivefold.trainer.loop import Trainer
 def _checkpoints(rank: Rank, job: Job, directory: Path) -> Checkpoints:
     if rank.world > 1:
         rank.join("gloo")
-    mesh = Mesh.of(job.layout, choose_device(job.train.device, rank.number), spec=job.model)
+    mesh = Mesh.of_job(job, choose_device(job.train.device, rank.number))
     trainer = Trainer(job, preflight(job, rank.world), mesh)
     return Checkpoints(Store(directory), Control(mesh), trainer, lambda _: None)
 
@@ -49,7 +49,7 @@ class Steps:
         self.trainer, self.reads = trainer, enumerate(trainer.reads(), start=1)
 
     def take(self) -> float:
-        """Its seconds, without the reading of the batch."""
+        """Take the next step; returns its seconds, without the reading of the batch."""
         number, read = next(self.reads)
         batch = read()
         start = time.perf_counter()
@@ -58,13 +58,14 @@ class Steps:
         return time.perf_counter() - start
 
     def beside(self, save: Callable[[int], object], count: int) -> tuple[float, float, float]:
-        """Seconds of a usual step, of the call of `save`, and what that and the `count` steps after it lose."""
+        """Returns the seconds of a usual step, those of the call of `save`, and what the call and the `count` steps
+        after it take longer than so many usual steps."""
         usual = median(self.take() for _ in range(count))
         start = time.perf_counter()
         save(self.trainer.done)
-        stopped = time.perf_counter() - start
-        after = [self.take() for _ in range(count)]  # on every rank as many: they wait for each other
-        return usual, stopped, stopped + sum(after) - count * usual
+        blocked = time.perf_counter() - start
+        after = [self.take() for _ in range(count)]  # every rank takes equally many: they wait for each other
+        return usual, blocked, blocked + sum(after) - count * usual
 
 
 def run(rank: Rank, job: Job, directory: str, rounds: int, plain_steps: int) -> CheckpointResult:
@@ -83,7 +84,7 @@ def run(rank: Rank, job: Job, directory: str, rounds: int, plain_steps: int) -> 
 
 
 class CheckpointFiles:
-    """Save and load of the same state: ours, DCP alone, torch.save of what each rank holds."""
+    """Saves and loads one state in three ways: ours, DCP alone, torch.save of each rank's part."""
 
     def __init__(self, rank: Rank, checkpoints: Checkpoints, directory: Path):
         engine, shapes = checkpoints.trainer.engine, checkpoints.shapes
@@ -120,14 +121,14 @@ class CheckpointFiles:
         load(checkpoint, self.into)
 
     def save_dcp(self) -> None:
-        """Each rank by itself: DCP's ranks would exchange pickles."""
+        """Each rank saves by itself, so that DCP exchanges no pickles between ranks."""
         with quietly():
             state_dict_saver.save(
                 dict(self.plain), storage_writer=FileSystemWriter(self.dcp, overwrite=True), no_dist=True
             )
 
     def load_dcp(self) -> None:
-        """Of files that this process has just written, in a directory that is its owner's alone."""
+        """DCP unpickles: these are files that this process has just written, in a directory of its user alone."""
         with quietly():
             state_dict_loader.load(dict(self.plain), storage_reader=FileSystemReader(self.dcp), no_dist=True)
 
@@ -142,7 +143,7 @@ class CheckpointFiles:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """DCP warns where one process works alone, which is meant here."""
+    """Without DCP's warning that there is no process group, as is intended here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
@@ -160,33 +161,35 @@ def _with_memory(rank: Rank, job: Job, directory: str, memory: str) -> Checkpoin
 def lose(
     rank: Rank, job: Job, directory: str, memory: str, rounds: int, plain_steps: int
 ) -> tuple[int, list[float], list[float], list[float]]:
-    """Steps, snapshots in memory beside them, one checkpoint on disk of the last step; then the ranks are gone."""
+    """Take steps and snapshots into memory, and save the last step on disk; then the ranks end, as if they were lost.
+    Returns the bytes of a checkpoint, and by round the numbers of `Steps.beside`."""
     checkpoints = _with_memory(rank, job, directory, memory)
     checkpoints.restore()
     steps = Steps(checkpoints.trainer)
-    for _ in range(3):  # each rank has three files, and makes them with its first snapshots
+    for _ in range(3):  # each rank creates its three files with its first snapshots
         steps.take()
-        checkpoints.remember(steps.trainer.done)
+        checkpoints.save_to_memory(steps.trainer.done)
     costs: list[tuple[float, float, float]] = []
     for _ in range(rounds):
         checkpoints.memory.finish()
-        costs.append(steps.beside(checkpoints.remember, plain_steps))
-    checkpoints.remember(steps.trainer.done)
+        costs.append(steps.beside(checkpoints.save_to_memory, plain_steps))
+    checkpoints.save_to_memory(steps.trainer.done)
     checkpoints.save(steps.trainer.done)
     checkpoints.memory.finish()
     checkpoints.ensure()
-    size = sum(checkpoints.control.all_gather_values(total(checkpoints.pieces()), int))
-    usual, stops, lost = map(list, zip(*costs, strict=True))
-    return size, usual, stops, lost
+    size = sum(checkpoints.control.all_gather_values(total(checkpoints.shards()), int))
+    usual, blocked, lost = map(list, zip(*costs, strict=True))
+    return size, usual, blocked, lost
 
 
 def find(rank: Rank, job: Job, directory: str, memory: str, tier: str, asked: float) -> tuple[float, float, float]:
-    """Seconds of a new start: until it has a model, until that has its state, and until weights are those."""
+    """Restore a new start, asked for at the time `asked`. Returns the seconds until it has a model, those to load the
+    state, and those to write the model's weights from it."""
     checkpoints = _with_memory(rank, job, directory, memory if tier == "memory" else f"{memory}-none")
     if rank.world > 1:
         dist.barrier()
     begun = time.time() - asked
     checkpoints.restore()
-    assert checkpoints.began.startswith("memory") == (tier == "memory"), checkpoints.began
+    assert checkpoints.resumed_from.startswith("memory") == (tier == "memory"), checkpoints.resumed_from
     checkpoints.close()
-    return begun, checkpoints.read, checkpoints.seconds - checkpoints.read
+    return begun, checkpoints.read_seconds, checkpoints.restore_seconds - checkpoints.read_seconds

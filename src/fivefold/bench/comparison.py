@@ -2,9 +2,9 @@
 
     peers(["model.layers=4"], ranks=2, rounds=7, only="tp,pp").seconds
 
-A step is all of it: forward and backward passes of every microbatch, the gradient norm, clipping, AdamW. Every system
-starts from the same weights and takes the same batch, and its first losses must be those of the others. All ranks meet
-between steps; a system of one process has the machine for itself.
+A step is a whole training step: forward and backward passes of every microbatch, the gradient norm, clipping, AdamW.
+Every system starts from the same weights and takes the same batch, and its first losses must equal those of the others.
+All ranks wait for each other between steps; a system of one process has the machine for itself.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,7 +38,7 @@ from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError
 from fivefold.support.text import counted
 
-# What PyTorch itself has for an axis.
+# PyTorch's own implementation of each axis.
 PEERS = {"dp": "DDP", "zero": "FSDP2", "tp": "DTensor", "pp": "pipelining"}
 BARE = "bare loop"
 COLUMNS = {
@@ -46,7 +46,7 @@ COLUMNS = {
     ">limit": "limit:.3f", ">of bare": "of_bare:.3f", ">loss": "loss:.4f",
 }  # fmt: skip
 _PATIENCE = 600.0  # seconds for a step of a system
-AGREE = (1e-5, 1e-3)  # relative, of the loss of the first step, and of the second, which an update lies before
+AGREE = (1e-5, 1e-3)  # relative tolerances: of the loss of the first step, and of the second, after one update
 # The model of the comparisons on CPUs: 31.6M parameters.
 MODEL = (
     "model=tiny", "model.hidden=512", "model.layers=8", "model.heads=8", "model.kv_heads=4", "model.head_dim=64",
@@ -56,7 +56,7 @@ MODEL = (
 
 @dataclass(frozen=True)
 class Comparison:
-    """The case: a job of one process, whose model, sequence, batch and microbatches all systems share."""
+    """What is compared: systems, and a job of one process, whose model, sequence, batch and microbatches they share."""
 
     bench: str
     job: Job
@@ -90,18 +90,22 @@ class ComparisonResult(Result):
     seconds: RoundTimes
     losses: dict[str, list[float]]  # of the first two steps
     machine: Machine
-    # Of systems whose experts are on several ranks: the fullest rank's tokens over the mean, the mean of all layers.
+    # By system whose experts are on several ranks: the fullest rank's tokens over the mean, averaged over layers.
     imbalance: dict[str, float] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:  # type: ignore[override]
-        wanted = next(iter(self.losses.values()))
-        triples = [triple for losses in self.losses.values() for triple in zip(losses, wanted, AGREE, strict=True)]
-        return all(abs(loss - right) <= most * abs(right) for loss, right, most in triples)
+        """Whether the losses of all systems agree with those of the first."""
+        expected = next(iter(self.losses.values()))
+        return all(
+            abs(loss - right) <= tolerance * abs(right)
+            for losses in self.losses.values()
+            for loss, right, tolerance in zip(losses, expected, AGREE, strict=True)
+        )
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row for each system: its step, as a fraction of its own step in one process and of the bare loop's, and
-        the least fraction that several ranks could reach."""
+        """A row for each system: the seconds of its step, also as a fraction of its own step in one process and of the
+        bare loop's, and the smallest fraction that several ranks could reach."""
         return [self._row(system) for system in self.seconds]
 
     def _row(self, system: str) -> dict[str, Any]:
@@ -122,7 +126,7 @@ class ComparisonResult(Result):
         return self.setup() | {"agree": self.ok, "seconds": self.seconds, "systems": self.rows()}
 
     def setup(self) -> dict[str, Any]:
-        """What was measured, and where."""
+        """What was measured, and on which machine."""
         job, machine = self.case.job, self.machine
         return {
             "bench": self.case.bench,
@@ -151,10 +155,10 @@ class ComparisonResult(Result):
     def blocks(self) -> Iterator[Block]:
         yield self.heading()
         yield table([row | {"loss": row["losses"][0]} for row in self.rows()], COLUMNS)
-        bound = "; limit: the same if communication took no time (simulated)" if self.case.world > 1 else ""
+        limit_text = "; limit: the same if communication took no time (simulated)" if self.case.world > 1 else ""
         yield Text(
-            f"of single: as a fraction of its own step in one process (PyTorch's is the bare loop){bound}; of bare: as "
-            "a fraction of the bare loop's step; loss: of the first step"
+            f"of single: as a fraction of its own step in one process (PyTorch's is the bare loop){limit_text}; of "
+            "bare: as a fraction of the bare loop's step; loss: of the first step"
         )
         yield from verdict(self)
 
@@ -164,13 +168,13 @@ def verdict(*results: ComparisonResult) -> Iterator[Block]:
     agree = all(result.ok for result in results)
     yield Text(f"the losses of the first two steps {'agree' if agree else 'differ'}", "good" if agree else "bad")
     times = [seconds for result in results for seconds in result.seconds.values()]
-    most = max(result.case.world for result in results)
-    yield from caveats(times, results[0].case.rounds, most, results[0].machine.cores)
+    world = max(result.case.world for result in results)
+    yield from caveats(times, results[0].case.rounds, world, results[0].machine.cores)
 
 
 def overhead(changes: list[str], rounds: int, on_progress: OnProgress) -> ComparisonResult:
     case = Comparison("overhead", base_job(changes), (BARE, OURS, HUGGING_FACE), rounds)
-    return next(measured([case], on_progress))
+    return next(measure_all([case], on_progress))
 
 
 def peers(changes: list[str], ranks: int, rounds: int, only: str, on_progress: OnProgress) -> ComparisonResult:
@@ -188,11 +192,12 @@ def peers(changes: list[str], ranks: int, rounds: int, only: str, on_progress: O
         systems += [f"{OURS} {layout}" for layout in ours[axis]]
         if axis in PEERS:
             systems.append(f"{PEERS[axis]} {ours[axis][0]}")
-    return next(measured([Comparison("peers", base_job(changes), tuple(systems), rounds)], on_progress))
+    return next(measure_all([Comparison("peers", base_job(changes), tuple(systems), rounds)], on_progress))
 
 
-def measured(cases: Sequence[Comparison], on_progress: OnProgress) -> Iterator[ComparisonResult]:
-    for case in cases:  # all of them before the first process starts
+def measure_all(cases: Sequence[Comparison], on_progress: OnProgress) -> Iterator[ComparisonResult]:
+    """Check all cases before the first process starts; then yield the result of each."""
+    for case in cases:
         case.check()
     for case in cases:
         rounds = counted(case.rounds, "round")
@@ -201,8 +206,8 @@ def measured(cases: Sequence[Comparison], on_progress: OnProgress) -> Iterator[C
 
 
 def measure(case: Comparison) -> ComparisonResult:
-    patience = _PATIENCE * (case.rounds + 2) * len(case.systems)
-    result: ComparisonResult = processes.run(case.world, "fivefold.bench.systems:run", case, timeout=patience)[0]
+    timeout = _PATIENCE * (case.rounds + 2) * len(case.systems)
+    result: ComparisonResult = processes.run(case.world, "fivefold.bench.systems:run", case, timeout=timeout)[0]
     return result
 
 
@@ -216,7 +221,7 @@ def layout_of(job: Job, system: str) -> Layout:
 
 
 def predicted(job: Job, text: str, core: Accelerator, imbalance: float = 1.0) -> float:
-    """The simulator's seconds of a step; `text` is a layout, or `OURS` for one process."""
+    """The planner's seconds of a step; `text` is a layout, or `OURS` for one process."""
     layout = layout_of(job, text)
     cluster, software = Cluster((Group(1, layout.world, core),)), ON_CPUS.computing_in("fp32")
     workload = Workload(
@@ -226,16 +231,18 @@ def predicted(job: Job, text: str, core: Accelerator, imbalance: float = 1.0) ->
 
 
 def limit(job: Job, system: str, cores: tuple[Accelerator, Accelerator] | None = None, imbalance: float = 1.0) -> float:
-    """The fraction of one process's step if communication took no time: work that ranks repeat, bubbles, the wait for
-    the rank with the most tokens. `cores`: one by itself and one while others work, if they are known."""
+    """A system's step as a fraction of one process's, if communication took no time: what is left is work that ranks
+    repeat, bubbles, and the wait for the rank with the most tokens. `cores`, if they are known: a core that works by
+    itself, and one while the others work."""
     alone, busy = cores or (find_accelerator("CPU"),) * 2
-    at_once = Link(1e30, 0.0, "at once")
-    busy = structs.replace(busy, inside=at_once, across=at_once)
+    no_time = Link(1e30, 0.0, "takes no time")
+    busy = structs.replace(busy, inside=no_time, across=no_time)
     return predicted(job, system, busy, imbalance) / predicted(job, OURS, alone)
 
 
 def base_job(changes: list[str], microbatches: int = 4) -> Job:
-    # Without decay: which parameters it spares is a matter of sampling, and no matter of speed.
+    """The job of a comparison: a small model on CPUs, with changes that all systems can follow."""
+    # Without weight decay: systems differ in which parameters they exempt, and the speed does not depend on it.
     settings = [f"layout=microbatches={microbatches}", "train.compile=off", "optimizer.weight_decay=0"]
     job = read_job(None, [*MODEL, *settings, *changes])
     train = job.train
@@ -256,7 +263,8 @@ def of_one_process(job: Job) -> list[str]:
     return job.problems(world=1)
 
 
-def _unlike_theirs(model: ModelSpec) -> list[str]:
+def _hf_problems(model: ModelSpec) -> list[str]:
+    """Why Hugging Face's transformers has no such model."""
     try:
         to_hf_config(model, "float32")
     except UserError as error:
@@ -270,7 +278,7 @@ def only_ours(job: Job) -> list[str]:
     losses = train.balance_loss == train.router_z_loss == 0
     balances = model.experts is not None and model.experts.balance_bias and train.balance_rate
     rules = [
-        *((False, f"Hugging Face has no such model: {problem}") for problem in _unlike_theirs(model)),
+        *((False, f"Hugging Face has no such model: {problem}") for problem in _hf_problems(model)),
         (losses and not balances, "what keeps the load of experts even is Fivefold's alone here; leave it out"),
         (not model.dropout, f"model.dropout={model.dropout} is Fivefold's alone here"),
         (train.label_smoothing == train.z_loss == 0, "label_smoothing and z_loss are Fivefold's alone here"),

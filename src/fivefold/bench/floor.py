@@ -1,9 +1,10 @@
-"""What a step of a job must do on a device, each part measured there alone: `bench train --floor`.
+"""`fivefold bench train --floor`: a lower bound of a step, from parts that are measured one by one on the device.
 
 Products, grouped products and attention run in the job's own shapes and dtype, as often as a step needs them, in 16-bit
-or float32 numbers (8-bit ones have their own rates). All else is bound by memory: the fewest bytes that it can read and
-write, at the speed of a long sum of two vectors. Nothing waits, and the load of experts is even. A part can be a little
-quicker in a step than alone, where the same product runs without a pause and the device slows down to stay cool.
+or float32 numbers (8-bit ones have their own rates). All other parts are bound by memory: they count with the fewest
+bytes that they can read and write, at the speed of a long sum of two vectors. Nothing waits, and the load of experts is
+even. A part can be a little quicker in a step than here, where the same product runs without a pause and the device
+slows down to stay cool.
 """
 
 from collections import defaultdict
@@ -23,9 +24,10 @@ from fivefold.machines.clock import Clock
 from fivefold.model.grouped import Groups, product, weight_gradient
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import block, head
+from fivefold.spec.pattern import Layer
 
 _MASTER = 4  # bytes of a master, and of a moment
-_SETTLE = 0.05  # seconds of a measurement, at least
+_SETTLE = 0.05  # the shortest measurement, in seconds
 _VECTOR = 1 << 28  # elements
 
 
@@ -47,12 +49,12 @@ class Product:
 
 
 def products(job: Job) -> list[Product]:
-    """Of a step of a job on one device."""
+    """The products of a step of a job on one device."""
     model, count = job.model, job.layout.microbatches
     tokens = job.train.batch * job.data.seq // count
     matmuls: list[Product] = []
-    for dense, layers in ((True, model.dense_layers), (False, model.layers - model.dense_layers)):
-        for matmul in block(model, dense=dense).matmuls if layers else ():
+    for kinds, layers in model.counted().items():
+        for matmul in block(model, layer=kinds).matmuls:
             part = "products of experts" if matmul.experts else "products of blocks"
             rows = tokens * max(1, matmul.chosen)
             matmuls.append(Product(part, rows, matmul.inputs, matmul.outputs, layers * count, matmul.experts))
@@ -62,14 +64,13 @@ def products(job: Job) -> list[Product]:
 
 
 def memory(job: Job) -> dict[str, float]:
-    """The fewest bytes of what is bound by memory."""
+    """The fewest bytes that the parts bound by memory read and write in a step, by part."""
     model, tokens = job.model, job.train.batch * job.data.seq
     wide = {"bfloat16": 2, "float64": 8}.get(job.train.dtype, 4)
     gradient = wide if job.layout.microbatches == 1 else _MASTER  # several are added up in full precision
-    copy = wide if wide < _MASTER else 0  # of the weight, that the model has in addition to its master
+    copy = wide if wide < _MASTER else 0  # the model's weight, where it is not its own master
     state = 6 * _MASTER + gradient + copy  # the master and both moments are read and written
-    blocks = model.dense_layers * _features(model, dense=True)
-    blocks += (model.layers - model.dense_layers) * _features(model, dense=model.experts is None)
+    blocks = sum(layers * _features(model, kinds) for kinds, layers in model.counted().items())
     return {
         "AdamW": model.parameter_count * state,
         "the gradient norm": model.parameter_count * gradient,
@@ -77,16 +78,16 @@ def memory(job: Job) -> dict[str, float]:
     }
 
 
-def _features(model: ModelSpec, dense: bool) -> float:
-    """Numbers that a block reads and writes for a token outside of its products, forward and backward."""
-    hidden, attention, experts = model.hidden, block(model).attention, model.experts
-    norms = 2 * (2 + 3) * hidden  # in and out; in, the gradient, out
+def _features(model: ModelSpec, kinds: Layer) -> float:
+    """How many numbers a block reads and writes for a token outside of its products, forward and backward."""
+    hidden, attention, experts = model.hidden, block(model, layer=kinds).attention, model.experts
+    norms = len(kinds.branches) * (2 + 3) * hidden  # in and out; in, the gradient, out
     rotations = 4 * (attention.width + attention.kv_width) if model.positions == "rope" else 0
-    if dense or experts is None:
-        return norms + rotations + (3 + 5) * model.ffn
+    if not kinds.routed or experts is None:
+        return norms + rotations + (3 + 5) * model.ffn * (kinds.mlp is not None)
     slots = experts.top_k * hidden
     moved = (hidden + slots) + (slots + hidden)  # tokens to their slots, and back to tokens
-    moved += (2 * slots + hidden) + (slots + hidden)  # the same backward; weights' gradients read what experts said
+    moved += (2 * slots + hidden) + (slots + hidden)  # the same backward; gate gradients read the experts' outputs
     return norms + rotations + moved + (3 + 5) * experts.top_k * experts.ffn + (3 + 5) * experts.shared_ffn
 
 
@@ -99,8 +100,8 @@ def run(rank: Rank, job: Job) -> list[FloorPart]:
         flops[matmul.part] += matmul.flops
     parts = [FloorPart(name, seconds[name], flops=flops[name]) for name in seconds]
     parts.append(_attention(job, device, dtype))
-    pace = _memory(device)
-    return [*parts, *(FloorPart(name, size / pace, bytes=size) for name, size in memory(job).items())]
+    bandwidth = _bandwidth(device)
+    return [*parts, *(FloorPart(name, size / bandwidth, bytes=size) for name, size in memory(job).items())]
 
 
 def _product(matmul: Product, device: torch.device, dtype: torch.dtype) -> float:
@@ -121,8 +122,12 @@ def _product(matmul: Product, device: torch.device, dtype: torch.dtype) -> float
 
 
 def _attention(job: Job, device: torch.device, dtype: torch.dtype) -> FloorPart:
-    """Causal, by PyTorch's choice of kernel; its FLOPs are those that a causal mask leaves."""
-    model, scores, size = job.model, block(job.model).attention, (job.train.batch, job.data.seq)
+    """Causal attention by the kernel that PyTorch chooses; its FLOPs are those that a causal mask leaves."""
+    model, size = job.model, (job.train.batch, job.data.seq)
+    attending = {kinds: count for kinds, count in model.counted().items() if kinds.attends}
+    if not attending:
+        return FloorPart("attention", 0.0)
+    layers, scores = sum(attending.values()), block(model, layer=next(iter(attending))).attention._replace(window=0)
     q, k, v = (
         torch.randn(size[0], heads, size[1], width, device=device, dtype=dtype, requires_grad=True)
         for heads, width in (
@@ -133,21 +138,21 @@ def _attention(job: Job, device: torch.device, dtype: torch.dtype) -> FloorPart:
     def forward() -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=scores.kv_heads < scores.heads)
 
-    def both() -> None:
+    def forward_backward() -> None:
         y = forward()
         torch.autograd.grad(y, (q, k, v), y)
 
-    done = 3 * model.layers * size[0] * size[1] * scores.flops(size[1] / 2)
-    return FloorPart("attention", model.layers * _time(device, both), flops=done)
+    flops = 3 * layers * size[0] * size[1] * scores.flops(size[1] / 2)
+    return FloorPart("attention", layers * _time(device, forward_backward), flops=flops)
 
 
-def _memory(device: torch.device) -> float:
-    """Bytes a second of c = a + b over long vectors."""
+def _bandwidth(device: torch.device) -> float:
+    """Bytes per second of c = a + b over long vectors."""
     count = _VECTOR if device.type == "cuda" else _VECTOR >> 6
     a, b, c = (torch.ones(count, device=device) for _ in range(3))
     return 3 * a.nbytes / _time(device, lambda: torch.add(a, b, out=c))
 
 
 def _time(device: torch.device, run: Callable[[], object]) -> float:
-    """Seconds of a call, of many in a row."""
+    """The mean seconds of a call, over many in a row."""
     return Clock(device, _SETTLE).seconds(run)

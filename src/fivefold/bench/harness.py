@@ -1,11 +1,11 @@
-"""One harness for all benchmarks: systems take turns, so that all of them meet the same noise.
+"""One harness for all benchmarks: systems take turns, so that noise of the machine affects all of them alike.
 
     list(turns(("A", "B"), rounds=2))                          # [(0, "A"), (0, "B"), (1, "B"), (1, "A")]
     RoundTimes({"A": [1.0, 2.0], "B": [2.0, 4.0]}).ratio("A", "B")  # 0.5: the median of each round's own ratio
 
 A benchmark has a case (what it measures, on how many ranks), its systems and its result. A result whose systems do not
-agree is not ok: one that computes something else is not faster. `systems.py` begins with the half of the harness
-that runs on ranks.
+agree is not ok: systems that compute different things cannot be compared. The half of the harness that runs on ranks is
+at the top of `systems.py`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from fivefold.support.text import did_you_mean
 
 OURS = "fivefold"
 HUGGING_FACE = "Hugging Face"
-OnProgress = Callable[[str], None]  # hears what is measured next
+OnProgress = Callable[[str], None]  # called with a sentence about what is measured next
 
 
 class RoundTimes(dict[str, list[float]]):
@@ -34,12 +34,12 @@ class RoundTimes(dict[str, list[float]]):
 
 
 def ratio(ours: Iterable[float], others: Iterable[float]) -> float:
-    """The median of each round's own ratio: both sides of it have met the same noise."""
+    """The median over rounds of ours / others: the two times of a round were taken under the same noise."""
     return median(our / other for our, other in zip(ours, others, strict=True))
 
 
 def turns(systems: Iterable[str], rounds: int) -> Iterator[tuple[int, str]]:
-    """(round, system), forwards in one round and backwards in the next: drift favours no place in the order."""
+    """Yields (round, system); odd rounds go through the systems in reverse, so that drift favours none of them."""
     order = list(systems)
     return ((number, system) for number in range(rounds) for system in order[:: -1 if number % 2 else 1])
 
@@ -60,25 +60,25 @@ class RowsResult(Result):
     rows: list[dict[str, Any]]
     columns: Mapping[str, str]
     caption: str = ""
-    beside: Sequence[dict[str, Any]] = ()  # for each row what only the table shows
+    only_shown: Sequence[dict[str, Any]] = ()  # for each row the values that only the table has, not the JSON
 
     def to_dict(self) -> list[dict[str, Any]]:
         return self.rows
 
     def blocks(self) -> Iterator[Block]:
-        beside = self.beside or [{}] * len(self.rows)
-        rows = [row | more for row, more in zip(self.rows, beside, strict=True)]
+        only_shown = self.only_shown or [{}] * len(self.rows)
+        rows = [row | shown for row, shown in zip(self.rows, only_shown, strict=True)]
         yield table(rows, self.columns, self.caption)
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], caption: str = "") -> Table:
-    """A table of `columns`, each `head: "key"` or `head: "key:format"`. Those without any value are left out."""
+    """A table of `columns`, each `head: "key"` or `head: "key:format"`. Columns without any value are left out."""
     cells = {}
-    for head, what in columns.items():
-        key, _, form = what.partition(":")
+    for head, key_and_format in columns.items():
+        key, _, form = key_and_format.partition(":")
         cells[head] = ["" if row.get(key) is None else format(row[key], form) for row in rows]
-    kept = {head: texts for head, texts in cells.items() if any(texts)}
-    return Table(list(kept), list(zip(*kept.values(), strict=True)), caption=caption)
+    filled = {head: texts for head, texts in cells.items() if any(texts)}
+    return Table(list(filled), list(zip(*filled.values(), strict=True)), caption=caption)
 
 
 def caveats(times: Iterable[list[float]], rounds: int, world: int, cores: int) -> Iterator[Block]:
@@ -97,12 +97,12 @@ def refuse(problems: Sequence[str]) -> None:
 
 
 def too_small(**options: int) -> list[str]:
-    """Or too large, for numbers that nothing else judges."""
+    """A sentence for each option below 1 or above a million, for options that nothing else checks."""
     return [why for name, value in options.items() if (why := misfit(f"--{name}", value, within(1, 1_000_000)))]
 
 
 def choices(text: str, option: str, known: Sequence[str]) -> list[str]:
-    """The words of a list with commas, each once."""
+    """The words of a comma-separated list, each once; words that are not `known` are refused."""
     words = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
     if not words:
         raise UserError(f"{option} is empty; leave it out for the default")

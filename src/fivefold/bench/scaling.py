@@ -11,7 +11,7 @@ from fivefold.bench.comparison import (
     base_job,
     layout_of,
     limit,
-    measured,
+    measure_all,
     predicted,
     verdict,
 )
@@ -24,16 +24,16 @@ from fivefold.render.blocks import Block, Result, Text
 from fivefold.support.errors import Note, UserError
 
 AXES = ("dp", "tp", "pp", "cp", "3d")
-EP = "ep"  # has a model of its own, and so a run of its own
-# The other axes' model with experts of which a token visits two, as wide together as its dense network.
+EP = "ep"  # its model has experts, so it has a run of its own
+# The other axes' model with experts: the two that a token visits are as wide as its dense network.
 EXPERTS = ("model.experts.count=8", "model.experts.top_k=2", "model.experts.ffn=688")
 COLUMNS = {
     "~layout": "shown",  # without microbatches, which the number of stages decides
     ">ranks": "ranks", ">alone": "one_process_seconds:.3f", ">step": "seconds:.3f", ">speed-up": "speed_up:.2f",
     ">efficiency": "efficiency:.0%", ">simulated": "simulated",
 }  # fmt: skip
-# Of experts, as fractions of one process's step.
-OF_ONE = {
+# The columns of `ep`, as fractions of one process's step.
+EP_COLUMNS = {
     "~layout": "layout", ">ranks": "ranks", ">alone": "one_process_seconds:.3f", ">step": "seconds:.3f",
     ">of one": "of_one:.3f", ">simulated": "simulated_of_one", ">limit": "limit_of_one:.3f",
     ">fullest": "imbalance:.2f",
@@ -42,11 +42,11 @@ OF_ONE = {
 
 @dataclass(frozen=True)
 class ScalingResult(Result):
-    """A comparison for each number of ranks that was measured so far."""
+    """The comparisons so far, one for each number of ranks."""
 
-    chosen: Sequence[str]  # layouts, in the order in which they are shown
+    layouts: Sequence[str]  # in the order in which they are shown
     runs: Sequence[ComparisonResult]
-    cores: Mapping[int, Accelerator]  # by the number of ranks at work; empty without a prediction
+    cores: Mapping[int, Accelerator]  # a measured core by how many ranks are at work; empty without a prediction
 
     @property
     def ok(self) -> bool:  # type: ignore[override]
@@ -54,14 +54,14 @@ class ScalingResult(Result):
 
     def rows(self) -> list[dict[str, Any]]:
         runs = {system.removeprefix(f"{OURS} "): run for run in self.runs for system in run.case.systems[1:]}
-        return [self._row(layout, runs[layout]) for layout in self.chosen if layout in runs]
+        return [self._row(layout, runs[layout]) for layout in self.layouts if layout in runs]
 
     def _row(self, layout: str, run: ComparisonResult) -> dict[str, Any]:
         times, world, system, job = run.seconds, run.case.world, f"{OURS} {layout}", run.case.job
-        of_one, uneven = times.ratio(system, OURS), run.imbalance.get(system)
+        of_one, imbalance = times.ratio(system, OURS), run.imbalance.get(system)
         cores = (self.cores[1], self.cores[world]) if self.cores else None
         alone = predicted(job, OURS, cores[0]) if cores else None
-        seconds = predicted(job, layout, cores[1], uneven or 1.0) if cores else None
+        seconds = predicted(job, layout, cores[1], imbalance or 1.0) if cores else None
         return {
             "layout": layout,
             "ranks": world,
@@ -74,15 +74,15 @@ class ScalingResult(Result):
             "predicted_speed_up": alone / seconds if alone and seconds else None,
             "of_one": of_one,
             "predicted_of_one": seconds / alone if alone and seconds else None,
-            "limit_of_one": limit(job, layout, cores, uneven or 1.0),
-            "imbalance": uneven,
+            "limit_of_one": limit(job, layout, cores, imbalance or 1.0),
+            "imbalance": imbalance,
         }
 
     def to_dict(self) -> dict[str, Any]:
         runs = [{"ranks": run.case.world, "agree": run.ok, "seconds": run.seconds} for run in self.runs]
-        reached = {ranks: _reached(core, ranks) for ranks, core in sorted(self.cores.items())}
-        measured = self.runs[0].setup() | {"layouts": self.rows(), "runs": runs}
-        return measured | ({"cores_by_ranks": reached} if self.cores else {})
+        cores = {ranks: _core_figures(core, ranks) for ranks, core in sorted(self.cores.items())}
+        result = self.runs[0].setup() | {"layouts": self.rows(), "runs": runs}
+        return result | ({"cores_by_ranks": cores} if self.cores else {})
 
     def blocks(self) -> Iterator[Block]:
         yield self.runs[0].heading()
@@ -94,30 +94,33 @@ class ScalingResult(Result):
                     f"{row['predicted_of_one']:.3f} {row['predicted_of_one'] / row['of_one'] - 1:+4.0%}"
                 )
         experts = self.runs[0].case.job.model.experts is not None
-        yield table(rows, OF_ONE if experts else COLUMNS)
-        yield Text(_of_one(rows, bool(self.cores)) if experts else _alone(rows))
+        yield table(rows, EP_COLUMNS if experts else COLUMNS)
+        yield Text(_ep_legend(rows, bool(self.cores)) if experts else _legend(rows))
         yield from verdict(*self.runs)
 
 
-def _alone(rows: Sequence[Mapping[str, Any]]) -> str:
+def _legend(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What the columns mean."""
     single = rows[0]["predicted_one_process_seconds"]
-    also = "" if single is None else f"; simulated: the simulator's step and its error; for one process: {single:.3f} s"
-    return f"alone: seconds of one process in the same run; stages take a sequence at a time{also}"
+    simulated = (
+        "" if single is None else f"; simulated: the simulator's step and its error; for one process: {single:.3f} s"
+    )
+    return f"alone: seconds of one process in the same run; stages take a sequence at a time{simulated}"
 
 
-def _of_one(rows: Sequence[Mapping[str, Any]], known: bool) -> str:
-    """What the columns of experts mean."""
-    cores = "cores that slow each other down, " if known else ""
-    told = "; simulated: the same by the simulator, and its error" if known else ""
+def _ep_legend(rows: Sequence[Mapping[str, Any]], with_cores: bool) -> str:
+    """What the columns of `ep` mean."""
+    cores = "cores that slow each other down, " if with_cores else ""
+    simulated = "; simulated: the same by the simulator, and its error" if with_cores else ""
     full = "; fullest: tokens of the fullest rank over the mean, as routed" if any(r["imbalance"] for r in rows) else ""
     return (
-        f"of one: step as a fraction of one process's in the same run, with the same batch{told}; limit: the same if "
-        f"communication took no time (simulated): {cores}work that ranks repeat, the wait for the fullest{full}"
+        f"of one: step as a fraction of one process's in the same run, with the same batch{simulated}; limit: the same "
+        f"if communication took no time (simulated): {cores}work that ranks repeat, the wait for the fullest{full}"
     )
 
 
-def _reached(core: Accelerator, ranks: int) -> dict[str, float]:
-    """What the simulator knows of a core while others are at work."""
+def _core_figures(core: Accelerator, ranks: int) -> dict[str, float]:
+    """The measured figures of a core while so many ranks are at work."""
     device, link = Device.of(core), core.inside
     alone = {
         "products": device.rate("fp32"),  # FLOP/s
@@ -138,14 +141,14 @@ def scaling(
     predict: bool,
     on_progress: OnProgress,
 ) -> Iterator[ScalingResult]:
-    """The result after each number of ranks, with all that was measured until then."""
+    """Yields a result after each number of ranks, with all comparisons so far."""
     refuse(too_small(least=least))
     if ranks < 2:
         raise UserError(f"--ranks {ranks} leaves nothing to compare; nearest: --ranks 2")
     if not any(least <= 2**power <= ranks for power in range(1, ranks.bit_length())):
         raise UserError(f"--least {least} --ranks {ranks}: no power of two is among them; nearest: --least 2")
-    if batch is not None and (said := [change for change in changes if change.startswith("train.batch=")]):
-        raise UserError(f"--batch {batch} and {said[0]} say the same thing twice; leave one out")
+    if batch is not None and (same := [change for change in changes if change.startswith("train.batch=")]):
+        raise UserError(f"--batch {batch} and {same[0]} say the same thing twice; leave one out")
     # Short sequences: one process takes seconds for a step of sixteen, and not minutes.
     sizes = [f"train.batch={16 if batch is None else batch}", "data.seq=128"]
     wanted = choices(only, "--only", (*AXES, EP))
@@ -160,16 +163,16 @@ def scaling(
     cases = [Comparison("scaling", job, (OURS, *systems), rounds) for _, systems in sorted(by_world.items())]
     runs: list[ComparisonResult] = []
     cores: dict[int, Accelerator] = {}
-    lone: list[Any] = []  # samples of one core, from all over the run
-    for run in measured(cases, on_progress):
+    single_core: list[Any] = []  # samples of one core that works by itself, from all over the run
+    for run in measure_all(cases, on_progress):
         runs.append(run)
         if predict:
             from fivefold.machines.calibrate import core_samples, usual_core
 
             busy = run.case.world
             on_progress(f"what a core reaches by itself, and while {busy} are at work")
-            lone += core_samples(1)
-            cores |= {1: usual_core(lone, 1), busy: usual_core(core_samples(busy), busy)}
+            single_core += core_samples(1)
+            cores |= {1: usual_core(single_core, 1), busy: usual_core(core_samples(busy), busy)}
         yield ScalingResult(chosen, tuple(runs), dict(cores))
 
 
@@ -181,9 +184,9 @@ def layouts(job: Job, most: int, only: str, least: int = 2) -> list[str]:
     wanted = choices(only, "--only", (*AXES, EP))
     sizes = [size for exponent in range(1, most.bit_length()) if least <= (size := 2**exponent) <= most]
     texts = [f"{axis}={size}" for axis in AXES[:-1] if axis in wanted for size in sizes]
-    if EP in wanted:  # the same ranks with all experts each, too: their gradients travel, and no tokens
-        kinds = ("", ",ep={}", ",ep={},dispatch=allgather")
-        texts += [f"dp={size}{kind.format(size)}" for size in sizes for kind in kinds]
+    if EP in wanted:  # also dp alone: each rank has all experts, so that gradients travel, and no tokens
+        suffixes = ("", ",ep={}", ",ep={},dispatch=allgather")
+        texts += [f"dp={size}{suffix.format(size)}" for size in sizes for suffix in suffixes]
     if "3d" in wanted:
         texts += [f"dp={size // 4},tp=2,pp=2" for size in sizes if size >= 8]
         texts += [f"dp=2,tp=2,pp={size // 4}" for size in sizes if size >= 16]
@@ -192,8 +195,8 @@ def layouts(job: Job, most: int, only: str, least: int = 2) -> list[str]:
         layout = Layout.parse(text)
         if layout.pp > 1:
             text = f"{text},microbatches={max(1, job.train.batch // layout.dp)}"
-        if wrong := layout_of(job, text).problems(job.model, seq=job.data.seq, batch=job.train.batch):
-            warnings.warn(Note(f"{text} is left out: {wrong[0]}"), stacklevel=2)
+        if problems := layout_of(job, text).problems(job.model, seq=job.data.seq, batch=job.train.batch):
+            warnings.warn(Note(f"{text} is left out: {problems[0]}"), stacklevel=2)
         else:
             fitting.append(text)
     if not fitting:

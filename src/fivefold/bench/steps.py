@@ -18,9 +18,10 @@ import msgspec
 
 from fivefold.bench.harness import OnProgress, RowsResult, refuse, too_small
 from fivefold.cost.step import Workload, estimate
+from fivefold.data.shards import TokenShards
 from fivefold.hardware.accelerators import Accelerator, find_accelerator
 from fivefold.hardware.cluster import Cluster, Group
-from fivefold.job.config import CheckpointConfig, Compile, DataConfig, Dtype, Job, TrainConfig
+from fivefold.job.config import CheckpointConfig, Compile, Dtype, Job, TrainConfig
 from fivefold.launch import processes
 from fivefold.layout.layout import Layout
 from fivefold.spec.model import ModelSpec
@@ -29,7 +30,7 @@ from fivefold.support.errors import UserError
 from fivefold.support.ranges import misfit, within
 from fivefold.support.text import bytes_text, did_you_mean
 
-WARM = 3  # steps before the timed ones, at least: kernels are chosen, and the allocator finds its blocks
+WARM = 3  # steps before the timed ones, at least: in them kernels are chosen and memory is allocated
 WORDS = {"recompute": ("none", "selective", "full"), "compile": ("auto", "on", "off")}
 DEVICES, DTYPES = ("auto", "cpu", "cuda"), ("auto", "float32", "float64", "bfloat16")
 
@@ -63,7 +64,7 @@ class StepCase:
     def job(self, dtype: str) -> Job:
         compiled = cast(Compile, self.compile)
         train = TrainConfig(batch=self.batch, dtype=cast(Dtype, dtype), compile=compiled, deterministic=False)
-        data, checkpoint = DataConfig(seq=self.seq), CheckpointConfig(save=False)
+        data, checkpoint = TokenShards(seq=self.seq), CheckpointConfig(save=False)
         return Job(model=self.spec, layout=self.layout, data=data, train=train, checkpoint=checkpoint)
 
 
@@ -95,8 +96,8 @@ COLUMNS = {
 
 
 def result(timed: Sequence[Timed], accelerator: Accelerator | None) -> RowsResult:
-    """Beside each step the planner's, where it knows the device."""
-    beside = []
+    """The table of the timings, with the planner's step times if it knows the device."""
+    only_shown = []
     for timing in timed:
         case = timing.case
         all_layers = preset(case.model).layers == case.layers
@@ -108,12 +109,12 @@ def result(timed: Sequence[Timed], accelerator: Accelerator | None) -> RowsResul
             if accelerator is not None:
                 seconds = predicted(case, accelerator)
                 cells |= {"planned": f"{1e3 * seconds:.1f} ms", "off": seconds / timing.seconds - 1}
-        beside.append(cells)
-    return RowsResult([timing.row for timing in timed], COLUMNS, beside=beside)
+        only_shown.append(cells)
+    return RowsResult([timing.row for timing in timed], COLUMNS, only_shown=only_shown)
 
 
 def cases(word: str) -> list[StepCase]:
-    """MODEL,KEY=VALUE,... with alternatives between slashes."""
+    """The cases that a word names: MODEL,KEY=VALUE,... with alternatives between slashes."""
     model, *changes = [part.strip() for part in word.split(",")]
     spec, problems = preset(model), []
     known = [field.name for field in fields(StepCase) if field.name != "model"]
@@ -137,8 +138,8 @@ def cases(word: str) -> list[StepCase]:
 def measure(
     words: list[str], steps: int, warm: float, name: str | None, device: str, dtype: str, on_progress: OnProgress
 ) -> Iterator[RowsResult]:
-    """Each case in a process of its own: none finds memory that another has left. `name` is an accelerator's. After
-    each of them, what has been measured, so that it is not lost."""
+    """Time each case in a process of its own, so that no case starts with memory that another has allocated. Yields the
+    result so far after each of them. `name` is an accelerator's."""
     problems = [*too_small(steps=steps), *filter(None, [misfit("--warm", warm, within(0, 3600))])]
     for option, value, known in (("dtype", dtype, DTYPES), ("device", device, DEVICES)):
         if value not in known:
@@ -165,6 +166,6 @@ def read(path: Path) -> list[Timed]:
     """The rows of a CSV file that `-o` has written."""
     with path.open(newline="") as file:
         rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
-    # An empty cell is a figure that a case without enough memory does not have.
+    # A case for which the memory was not enough has empty cells.
     tables = [{key: text or None for key, text in row.items()} for row in rows]
     return [msgspec.convert(table | {"case": table}, Timed, strict=False) for table in tables]

@@ -1,6 +1,6 @@
-"""What benchmarks compare: Fivefold's engine, a plain loop, Hugging Face's model, PyTorch's parallelisms.
+"""The systems that benchmarks compare: Fivefold's engine, a plain loop, Hugging Face's model, PyTorch's parallelisms.
 
-`run` is one rank of a comparison: every system that it is part of, a step of each in turns.
+`run` is one rank of a comparison: it takes steps of every system that it is part of, in turns.
 """
 
 import platform
@@ -54,27 +54,27 @@ Call = Callable[[], object]
 
 
 def join_ranks(rank: Rank, threads: int = 1) -> None:
-    """Join the other ranks; what is compared is ranks, not threads."""
+    """Join the other ranks, with one thread each by default, so that systems differ in ranks alone."""
     torch.set_num_threads(threads)
     if rank.world > 1:
         rank.join("gloo")
 
 
 def timed(call: Call | None, *, together: bool = True) -> float:
-    """Seconds of a call, the same on all ranks; `call` is None on a rank that takes no part.
+    """Returns the seconds of a call, the same number on all ranks; `call` is None on a rank that takes no part.
 
-    Ranks run it `together`, until the slowest is done; otherwise each works for itself, and the mean counts.
+    `together`: the time until the slowest rank is done; otherwise the mean of the ranks' own times.
     """
-    world = dist.is_initialized()
-    if world:
+    several_ranks = dist.is_initialized()
+    if several_ranks:
         dist.barrier()
     start = time.perf_counter()
     if call is not None:
         call()
-    if world and together:
+    if several_ranks and together:
         dist.barrier()
     seconds = time.perf_counter() - start
-    if not world:
+    if not several_ranks:
         return seconds
     total = torch.tensor([seconds, 1.0] if call is not None else [0.0, 0.0], dtype=torch.float64)
     dist.all_reduce(total)
@@ -97,9 +97,9 @@ def take_turns(
 
 
 def machine() -> Machine:
-    """With the processor's name, where the system tells it."""
-    kind, told = f"{platform.machine()} {platform.system()}", Path("/proc/cpuinfo")
-    lines = told.read_text().splitlines() if told.exists() else []
+    """This machine, with the processor's name if the system has it."""
+    kind, cpuinfo = f"{platform.machine()} {platform.system()}", Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return Machine(cores(), str(torch.__version__), f"{names[0]}, {kind}" if names else kind)
 
@@ -112,7 +112,7 @@ LR = 1e-3
 
 @dataclass(frozen=True)
 class RankBatch:
-    """What one rank of a system trains on."""
+    """One rank's part of the global batch."""
 
     samples: list[tuple[Tensor, Tensor]]  # tokens and targets of each microbatch
     count: int  # target tokens of the global batch
@@ -130,10 +130,8 @@ class FivefoldSystem:
     sums_losses = False  # whether a rank's loss is its part of the sum over the global batch; otherwise it is the mean
 
     def __init__(self, job: Job, layout: Layout, batch: Batch):
-        self.engine, self.batch = (
-            Engine(structs.replace(job, layout=layout), Mesh.of(layout, CPU, spec=job.model)),
-            batch,
-        )
+        job = structs.replace(job, layout=layout)
+        self.engine, self.batch = Engine(job, Mesh.of_job(job, CPU)), batch
 
     def step(self) -> float:
         """Take a training step; return its loss."""
@@ -144,8 +142,8 @@ class FivefoldSystem:
 
     @property
     def imbalance(self) -> float | None:
-        """Of the last step: tokens of the most loaded rank over the mean, averaged over layers, as each layer waits for
-        it. None where every rank has all experts."""
+        """The most loaded rank's tokens over the mean in the last step, averaged over layers, as each layer waits for
+        its most loaded rank. None where every rank has all experts."""
         loads, ep = self.engine.expert_loads, self.engine.mesh.layout.ep
         if loads is None or ep == 1:
             return None
@@ -171,14 +169,14 @@ class TrainingLoop:
 
     sums_losses = False
 
-    def __init__(self, model: nn.Module, part: RankBatch, job: Job, scale: float = 1.0, rate: float = LR):
-        """`scale` undoes the division of wrappers that average gradients over ranks, where a sum is wanted."""
-        self.model, self.part, self.job, self.scale = model, part, job, scale
+    def __init__(self, model: nn.Module, part: RankBatch, job: Job, loss_scale: float = 1.0, lr: float = LR):
+        """`loss_scale` is the number of ranks for wrappers that average gradients over ranks: the sum is wanted."""
+        self.model, self.part, self.job, self.loss_scale = model, part, job, loss_scale
         params = list(model.parameters())  # one fused kernel cannot mix plain tensors and DTensors
-        split = [[p for p in params if isinstance(p, DTensor) == kind] for kind in (False, True)]
+        split = [[p for p in params if isinstance(p, DTensor) == is_dtensor] for is_dtensor in (False, True)]
         self.groups = [group for group in split if group]
         groups = [{"params": group, "weight_decay": job.optimizer.weight_decay} for group in self.groups]
-        self.optimizer = job.optimizer.stock(groups, lr=rate, fused=True)
+        self.optimizer = job.optimizer.stock(groups, lr=lr, fused=True)
 
     def step(self) -> float:
         total = self.forward_backward()
@@ -192,7 +190,7 @@ class TrainingLoop:
         for number, (tokens, targets) in enumerate(self.part.samples, start=1):
             with self.grad_sync(number == len(self.part.samples)):
                 loss = cross_entropy(self.logits(tokens), targets) / self.part.count
-                (loss * self.scale).backward()
+                (loss * self.loss_scale).backward()
             total += loss.item()
         return total
 
@@ -219,9 +217,9 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class HuggingFaceSystem(TrainingLoop):
-    """As its users run it: sdpa, compiled where ours is, fused AdamW, parameters in the compute dtype."""
+    """Hugging Face's model as its users run it: sdpa, compiled where ours is, parameters in the compute dtype."""
 
-    def __init__(self, job: Job, part: RankBatch, device: torch.device = CPU, rate: float = LR):
+    def __init__(self, job: Job, part: RankBatch, device: torch.device = CPU, lr: float = LR):
         from transformers import AutoConfig, AutoModelForCausalLM
 
         settings = to_hf_config(job.model, job.train.dtype) | {"attn_implementation": "sdpa", "use_cache": False}
@@ -229,13 +227,13 @@ class HuggingFaceSystem(TrainingLoop):
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings), dtype=DTYPES[job.train.dtype])
         weights = model.state_dict()
         expert_format = expert_format_in(job.model, weights)
-        for parameter in job.model.parameters():  # ours, so that its first loss is ours, too
+        for parameter in job.model.parameters():  # our initial weights, so that the first losses agree
             full = torch.empty(parameter.shape, dtype=DTYPES[job.train.dtype], device=device)
             init_param(job.model, parameter, full, job.train.seed)
             for source in sources(job.model, parameter, expert_format):
                 source.view_of(weights[source.name]).copy_(full[source.rows.start : source.rows.stop])
         self.forward_fn = torch.compile(model) if compiles(job.train, device) else model
-        super().__init__(model, part, job, rate=rate)
+        super().__init__(model, part, job, lr=lr)
 
     def logits(self, tokens: Tensor) -> Tensor:
         return self.forward_fn(tokens).logits.float()
@@ -246,14 +244,14 @@ class DataParallel(TrainingLoop):
 
     def __init__(self, job: Job, part: RankBatch):
         self.ddp = DistributedDataParallel(decoder(job), gradient_as_bucket_view=True)
-        super().__init__(self.ddp, part, job, scale=dist.get_world_size())
+        super().__init__(self.ddp, part, job, loss_scale=dist.get_world_size())
 
     def grad_sync(self, last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if last else self.ddp.no_sync()
 
 
 class TorchFsdp(TrainingLoop):
-    """FSDP2, a block at a time; gradients are reduced with every microbatch, as ours are: so they stay sharded."""
+    """FSDP2 around each block. Gradients are reduced with every microbatch, as ours are, so that they stay sharded."""
 
     sums_losses = True
 
@@ -262,7 +260,7 @@ class TorchFsdp(TrainingLoop):
         for block in model.layers.values():
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        super().__init__(model, part, job, scale=dist.get_world_size())
+        super().__init__(model, part, job, loss_scale=dist.get_world_size())
 
 
 class TorchTensorParallel(TrainingLoop):
@@ -310,9 +308,11 @@ class TorchPipeline:
                 init_param(job.model, parameter, self.parameters[parameter.name], job.train.seed)
         pairs = zip(self.model, local, strict=True)
         parts = [PipelineStage(module, stage.index, len(stages), CPU) for module, stage in pairs]
-        made, count = getattr(schedules, kind), batch.loss_tokens
-        taken = parts[0] if issubclass(made, schedules.PipelineScheduleSingle) else parts
-        self.schedule = made(taken, layout.microbatches, lambda *pair: loss(*pair) / count, scale_grads=False)
+        schedule_class, count = getattr(schedules, kind), batch.loss_tokens
+        own = parts[0] if issubclass(schedule_class, schedules.PipelineScheduleSingle) else parts
+        self.schedule = schedule_class(
+            own, layout.microbatches, lambda output, target: loss(output, target) / count, scale_grads=False
+        )
         tokens, targets = torch.from_numpy(batch.tokens), torch.from_numpy(batch.targets)
         self.inputs = [tokens] if any(stage.first for stage in local) else []
         self.targets = targets if any(stage.last for stage in local) else None
@@ -324,7 +324,7 @@ class TorchPipeline:
 
 
 class Pipelined(TrainingLoop):
-    """Its 1F1B, with a gradient norm over all stages."""
+    """PyTorch's 1F1B, with a gradient norm over all stages."""
 
     sums_losses = True
 
@@ -340,12 +340,13 @@ class Pipelined(TrainingLoop):
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         total = torch.stack([grad.square().sum() for grad in gradients]).sum()
         dist.all_reduce(total)
-        scale = (self.job.optimizer.clip / (total.sqrt() + 1e-6)).clamp(max=1.0)
+        clip_coef = (self.job.optimizer.clip / (total.sqrt() + 1e-6)).clamp(max=1.0)
         for grad in gradients:
-            grad.mul_(scale)
+            grad.mul_(clip_coef)
 
 
 def run(rank: Rank, case: Comparison) -> ComparisonResult:
+    """What each rank of a comparison runs."""
     join_ranks(rank, case.threads)
     job = case.job
     batch = plain_batch(job.model.vocab, job.train.batch, job.data.seq)
@@ -353,19 +354,20 @@ def run(rank: Rank, case: Comparison) -> ComparisonResult:
     # The first two steps are also the warm-up.
     losses = {name: [_loss(system) for _ in range(2)] for name, system in built.items()}
     steps = {name: system.step if system else None for name, system in built.items()}
-    uneven: dict[str, list[float]] = {}
+    imbalances: dict[str, list[float]] = {}  # by system, of each step
 
     def after(name: str) -> None:
         system = built[name]
         if isinstance(system, FivefoldSystem) and (imbalance := system.imbalance) is not None:
-            uneven.setdefault(name, []).append(imbalance)
+            imbalances.setdefault(name, []).append(imbalance)
 
     times = take_turns(steps, case.rounds, after=after)
-    return ComparisonResult(case, times, losses, machine(), {name: fmean(values) for name, values in uneven.items()})
+    means = {name: fmean(values) for name, values in imbalances.items()}
+    return ComparisonResult(case, times, losses, machine(), means)
 
 
 def build(job: Job, name: str, batch: Batch, rank: int) -> FivefoldSystem | TrainingLoop | None:
-    """A system, on the ranks that it has; making one is collective, so all of its ranks make it now."""
+    """The system of that name, None on ranks that it does not use. Collective over the ranks of the system."""
     layout = layout_of(job, name)
     if rank >= layout.world:
         return None
@@ -383,11 +385,12 @@ def build(job: Job, name: str, batch: Batch, rank: int) -> FivefoldSystem | Trai
 
 
 def _loss(system: FivefoldSystem | TrainingLoop | None) -> float:
-    """The loss of a step, as all ranks together have it."""
+    """Take a step of the system; returns the loss of the global batch, on all ranks."""
     local = None if system is None else (system.step(), system.sums_losses)
     if not dist.is_initialized():
         assert local is not None
-        return local[0]
-    known = [part for part in all_gather_values(local, tuple[float, bool] | None) if part is not None]
-    total = sum(loss for loss, _ in known)
-    return total if known[0][1] else total / len(known)
+        loss, _ = local
+        return loss
+    by_rank = [part for part in all_gather_values(local, tuple[float, bool] | None) if part is not None]
+    total, (_, sums_losses) = sum(loss for loss, _ in by_rank), by_rank[0]
+    return total if sums_losses else total / len(by_rank)

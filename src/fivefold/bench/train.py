@@ -1,8 +1,8 @@
-"""`fivefold bench train`: the trainer's own steps, timed, and other systems in turns with it.
+"""`fivefold bench train`: times the steps of the trainer, and in turns with it those of other systems.
 
     measure(["llama3-8b", "model.layers=12"], against="hf,fp8", steps=10)
 
-Two systems seldom fit into a GPU's memory at once, so that each turn is a process of its own.
+Two systems seldom fit into a GPU's memory at once, so each turn is a process of its own.
 """
 
 import tempfile
@@ -28,7 +28,7 @@ from fivefold.support.errors import UserError
 from fivefold.support.text import bytes_text, counted, si
 
 CPU = "CPU"
-_PATIENCE = 24 * 3600.0  # seconds: whoever waits for a measurement ends it
+_PATIENCE = 24 * 3600.0  # seconds: in practice no limit, the user ends a measurement that takes too long
 AGAINST = {
     "fp8": "fivefold, 8-bit products",
     "fp8_experts": "fivefold, 8-bit experts",
@@ -48,32 +48,34 @@ STARTS = {
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint in the middle of the steps."""
+    """A checkpoint that was saved between two steps."""
 
     bytes: int
-    snapshot: float  # seconds of the call; a GPU copies on, during the next step, whose update waits for it
-    writing: float  # seconds from there to its manifest
-    beside: list[float]  # seconds of the steps meanwhile; what the snapshot stops is in the first two
+    snapshot: float  # seconds of the call; a GPU goes on copying during the next step, whose update waits for it
+    writing: float  # seconds from the end of the call to the manifest
+    beside: list[float]  # seconds of the steps while it is written; the first two include waits for the snapshot
 
 
 @dataclass(frozen=True)
 class TrainTurn:
+    """The steps of one system in one turn."""
+
     device: str
     torch: str
     seconds: list[float]  # from one step's end to the next one's
     memory: int  # bytes at the peak
-    first: float  # seconds of the first step, compilation and all
-    loss: float  # of that step: all start from the same weights and take the same tokens
-    graphs: int
-    breaks: dict[str, int]
-    parameters: str  # the dtypes of what is trained
+    first: float  # seconds of the first step, compilation included
+    loss: float  # of the first step: all systems start from the same weights and take the same tokens
+    graphs: int  # that were compiled
+    breaks: dict[str, int]  # graph breaks by reason
+    parameters: str  # dtypes of the parameters and their masters
     saved: Saved | None = None
-    kernels: list[dict[str, Any]] = field(default_factory=list)  # name, kind, seconds and calls of a step
+    kernels: list[dict[str, Any]] = field(default_factory=list)  # name, kind, seconds and calls per step
 
 
 @dataclass(frozen=True)
 class FloorPart:
-    """What a step must do, and how long it takes alone."""
+    """A part of a step, and how long it takes alone."""
 
     name: str
     seconds: float
@@ -89,7 +91,7 @@ class FloorPart:
 
 @dataclass(frozen=True)
 class Extras:
-    """What else to measure, in the first turn of ours."""
+    """What else to measure, in Fivefold's first turn."""
 
     checkpoint: bool = False
     profile: bool = False
@@ -103,26 +105,28 @@ class TrainBenchResult(Result):
     job: Job
     turns: dict[str, list[TrainTurn]]
     extras: Extras = Extras()
-    floor: list[FloorPart] = field(default_factory=list)  # what a step must do, if it was asked for
+    floor: list[FloorPart] = field(default_factory=list)  # empty unless it was asked for
 
     def step(self, system: str) -> float:
+        """The median seconds of a system's step."""
         return median(second for turn in self.turns[system] for second in turn.seconds)
 
     def faster(self, system: str) -> float:
-        """Than the first system: the median of each round's own ratio."""
+        """How many times as fast as the first system: the median of each round's own ratio."""
         rounds = {name: [median(turn.seconds) for turn in turns] for name, turns in self.turns.items()}
         return ratio(next(iter(rounds.values())), rounds[system])
 
     @property
-    def any(self) -> TrainTurn:
+    def first_turn(self) -> TrainTurn:
         return next(iter(self.turns.values()))[0]
 
     @property
     def peak(self) -> float | None:
-        """FLOP/s of the device in bf16 (or float32); 8-bit steps, too, are held against the bf16 peak."""
+        """The device's peak FLOP/s in bf16 (or float32), by which the MFU of 8-bit steps is measured, too."""
+        device, precision = self.first_turn.device, "bf16" if self.job.train.dtype == "bfloat16" else "fp32"
         with suppress(UserError):
-            if not self.any.device.startswith(CPU):  # its entry in the catalogue is nominal
-                return find_accelerator(self.any.device).rate("bf16" if self.job.train.dtype == "bfloat16" else "fp32")
+            if not device.startswith(CPU):  # its entry in the catalogue is nominal
+                return find_accelerator(device).rate(precision)
         return None
 
     @property
@@ -130,12 +134,12 @@ class TrainBenchResult(Result):
         return self.job.train.batch * self.job.data.seq
 
     def mfu(self, seconds: float) -> float | None:
-        """Attention counted full."""
-        done = self.tokens * self.job.model.flops_per_token(self.job.data.seq)
-        return None if self.peak is None else done / seconds / self.peak
+        """The MFU of a step of so many seconds, with attention counted in full, not halved for the causal mask."""
+        flops = self.tokens * self.job.model.flops_per_token(self.job.data.seq)
+        return None if self.peak is None else flops / seconds / self.peak
 
     def with_checkpoints(self, saved: Saved, every: int) -> float:
-        """Seconds of a step on average, with a checkpoint in so many. The next one waits until this one is written."""
+        """The mean seconds of a step with a checkpoint every so many steps, which waits until the last is written."""
         return (sum(saved.beside) + max(0, every - len(saved.beside)) * self.step(OURS)) / every
 
     def to_dict(self) -> dict[str, Any]:
@@ -172,7 +176,8 @@ class TrainBenchResult(Result):
         yield Text(
             f"{model.name}, {model.layers} layers, {si(model.parameter_count)} parameters{active}; {job.train.batch} x "
             f"{job.data.seq} tokens, {job.train.dtype}{narrow}\n"
-            f"{self.any.device}{peak}, torch {self.any.torch}; medians, turns of each: {len(self.turns[OURS])}"
+            f"{self.first_turn.device}{peak}, torch {self.first_turn.torch}; medians, turns of each: "
+            f"{len(self.turns[OURS])}"
         )
         rows = [self._row(name) for name in self.turns]
         yield table(rows, TIMES)
@@ -219,23 +224,25 @@ class TrainBenchResult(Result):
 
     def _checkpoint(self, saved: Saved) -> Text:
         every, steps = self.job.checkpoint.every if self.job.checkpoint.save else 0, len(saved.beside)
-        first = " and ".join(f"{1e3 * seconds:.1f}" for seconds in saved.beside[:2])  # with what the snapshot stops
-        words = (
+        first = " and ".join(f"{1e3 * seconds:.1f}" for seconds in saved.beside[:2])
+        text = (
             f"a checkpoint of {bytes_text(saved.bytes)}: its call takes {saved.snapshot:.2f} s and its writing "
             f"{saved.writing:.1f} s; right after the call steps take {first} ms, and "
             f"{counted(steps, 'step')} while it is written {self._mean(sum(saved.beside) / steps)}"
         )
         if every:
             waits = "" if every >= steps else ", as the next one waits for the disk"
-            words += f"; with checkpoint.every={every} {self._mean(self.with_checkpoints(saved, every))}{waits}"
-        return Text(words)
+            text += f"; with checkpoint.every={every} {self._mean(self.with_checkpoints(saved, every))}{waits}"
+        return Text(text)
 
     def _mean(self, seconds: float) -> str:
+        """A mean step as text: '812.0 ms a step, 55.1% MFU'."""
         share = self.mfu(seconds)
         return f"{1e3 * seconds:.1f} ms a step" + ("" if share is None else f", {share:.1%} MFU")
 
 
 def _profile(kernels: list[dict[str, Any]]) -> Table:
+    """The time of a step's kernels by kind."""
     milliseconds: dict[str, float] = defaultdict(float)
     calls: dict[str, float] = defaultdict(float)
     for kernel in kernels:
@@ -249,29 +256,29 @@ def _profile(kernels: list[dict[str, Any]]) -> Table:
 
 
 def job_of(words: list[str]) -> Job:
-    """MODEL or JOB.toml, and changes; one device."""
+    """The job of MODEL or JOB.toml with changes, on one device; not deterministic unless that is set."""
     first, *changes = words
     path = first if first.endswith(".toml") else None
-    named = [] if path else [f"model={first}", "train.dtype=bfloat16"]
-    job = read_job(path, [*named, *changes])
+    model = [] if path else [f"model={first}", "train.dtype=bfloat16"]
+    job = read_job(path, [*model, *changes])
     file = tomllib.loads(Path(path).expanduser().read_text()) if path else {}
-    asked = any(change.startswith("train.deterministic=") for change in changes)
-    if not asked and "deterministic" not in file.get("train", {}):
+    in_changes = any(change.startswith("train.deterministic=") for change in changes)
+    if not in_changes and "deterministic" not in file.get("train", {}):
         job = structs.replace(job, train=structs.replace(job.train, deterministic=False))
     refuse(of_one_process(job))
     return structs.replace(job, trace=TraceConfig())
 
 
 def systems(job: Job, against: str) -> dict[str, Job]:
-    """What takes part, by name, and with which settings."""
+    """The job of each system that takes part, by the system's name."""
     wanted = [word for word in choices(against, "--against", [*AGAINST, "none"]) if word != "none"]
-    if "hf" in wanted and (unlike := only_ours(job)):
-        raise UserError(f"--against hf: {sentence}" for sentence in unlike)
+    if "hf" in wanted and (problems := only_ours(job)):
+        raise UserError(f"--against hf: {problem}" for problem in problems)
     for word in ("fp8", "fp8_experts", "deterministic"):
         if word in wanted and getattr(job.train, word):
             raise UserError(f"--against {word}: the job has train.{word}=true itself; leave one of the two out")
     if "eager" in wanted:
-        from fivefold.launch.device import choose_device, compiles  # torch knows which device there is
+        from fivefold.launch.device import choose_device, compiles  # imports torch
 
         if not compiles(job.train, choose_device(job.train.device)):
             setting = f"train.compile={job.train.compile}"
@@ -291,23 +298,24 @@ def measure(
     jobs = systems(job_of(words), against)
     rounds = min(2, len(jobs)) if rounds is None else rounds
     refuse(too_small(steps=steps, rounds=rounds))
-    taken: dict[str, list[TrainTurn]] = {name: [] for name in jobs}
+    turns_by_system: dict[str, list[TrainTurn]] = {name: [] for name in jobs}
     for number, name in turns(jobs, rounds):
         on_progress(f"{name}: compiles, warms up, and takes {steps} steps; round {number + 1} of {rounds}")
-        more, job = extras if number == 0 and name == OURS else Extras(), jobs[name]
+        job, in_this_turn = jobs[name], extras if number == 0 and name == OURS else Extras()
         with _directory(Path(job.run.dir).expanduser()) as path:
-            function = "fivefold.bench.train_rank:run"
-            taken[name] += processes.run(1, function, job, name == HUGGING_FACE, steps, more, path, timeout=_PATIENCE)
+            arguments = job, name == HUGGING_FACE, steps, in_this_turn, path
+            turns_by_system[name] += processes.run(1, "fivefold.bench.train_rank:run", *arguments, timeout=_PATIENCE)
     floor: list[FloorPart] = []
     if extras.floor:
         on_progress("each component alone, the lower bound of a step")
         (floor,) = processes.run(1, "fivefold.bench.floor:run", jobs[OURS], timeout=_PATIENCE)
-    return TrainBenchResult(jobs[OURS], taken, extras, floor)
+    return TrainBenchResult(jobs[OURS], turns_by_system, extras, floor)
 
 
 @contextmanager
 def _directory(parent: Path) -> Iterator[Path]:
-    """Where the run's own would be made: a checkpoint is to meet the same disk. Nothing is left, whatever ends it."""
+    """A temporary directory on the disk of the job's runs, on which it would save checkpoints. It is removed in the
+    end, with the folders above it that it needed."""
     refuse(run_directory_problems(parent))
     missing = [folder for folder in (parent, *parent.parents) if not folder.exists()]
     try:
@@ -319,5 +327,5 @@ def _directory(parent: Path) -> Iterator[Path]:
             yield Path(name)
     finally:
         for folder in missing:
-            with suppress(OSError):  # somebody else's by now
+            with suppress(OSError):  # others may use it by now
                 folder.rmdir()

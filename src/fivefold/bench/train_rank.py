@@ -24,9 +24,9 @@ from fivefold.bench.systems import HuggingFaceSystem, RankBatch
 from fivefold.bench.train import CPU, Extras, Saved, TrainTurn
 from fivefold.checkpoint.store import Store
 from fivefold.data.batch import Batch, read_batch
+from fivefold.data.rows import Splits
 from fivefold.data.tokens import TokenStore
 from fivefold.job.config import Job
-from fivefold.job.preflight import Sources
 from fivefold.launch.device import check_bfloat16, choose_device, make_repeatable, peak_memory
 from fivefold.launch.processes import Rank
 from fivefold.model.recompute import compilation
@@ -39,10 +39,10 @@ from fivefold.trainer.loop import Stopped, Trainer
 from fivefold.trainer.records import METRICS, Evaluation, Listener, MetricsFile, Step
 from fivefold.verifier.cases import write_tokens
 
-_WARM = 5  # steps of a turn: kernels are compiled and chosen, the allocator finds its blocks, the clocks settle
-_BATCHES = 4  # of different tokens
+_WARM = 5  # steps of a turn before the timed ones: kernels are compiled and chosen, memory is allocated, clocks settle
+_BATCHES = 4  # with different tokens
 _PROFILED = 2  # steps
-# What kernels are for, by their names, first come first served; what the compiler fuses bears its name.
+# The kind of a kernel: that of the first pattern that matches its name.
 KINDS = {
     "attention": r"sdpa|fmha|flash|attention|dot_do_o|dq_to|convert_dq",
     "products of experts": r"GroupProblemShape|grouped_gemm|GroupedGemm",
@@ -71,35 +71,37 @@ def run(rank: Rank, job: Job, hugging_face: bool, steps: int, extras: Extras, pa
 
 
 def one_case(rank: Rank, case: StepCase, wanted: str, dtype: str, steps: int, warm: float) -> Timed:
-    """The median step of a case, with all that a trainer does in between; none where memory is not enough."""
+    """Time the steps of a case, with all that a trainer does between them; no seconds if the memory is not enough."""
     device = choose_device(wanted)
     on_gpu = device.type == "cuda"
-    kind = dtype if dtype != "auto" else "bfloat16" if on_gpu else "float32"
+    if dtype == "auto":
+        dtype = "bfloat16" if on_gpu else "float32"
     name = torch.cuda.get_device_name(device) if on_gpu else CPU
-    unfit = Timed(case, name, str(torch.__version__), kind, steps)
+    without_seconds = Timed(case, name, str(torch.__version__), dtype, steps)
     try:
         with tempfile.TemporaryDirectory(prefix="fivefold-") as path:
-            turn = ours(case.job(kind), device, Watch(WARM, steps, warm), Path(path), Extras())
+            turn = ours(case.job(dtype), device, Watch(WARM, steps, warm), Path(path), Extras())
     except torch.OutOfMemoryError:
-        return unfit
-    middle, fastest, slowest = (round(of(turn.seconds), 6) for of in (median, min, max))
-    return replace(unfit, seconds=middle, fastest=fastest, slowest=slowest, memory=turn.memory)
+        return without_seconds
+    middle, fastest, slowest = (round(statistic(turn.seconds), 6) for statistic in (median, min, max))
+    return replace(without_seconds, seconds=middle, fastest=fastest, slowest=slowest, memory=turn.memory)
 
 
-def made_up(path: Path, job: Job) -> Sources:
+def made_up(path: Path, job: Job) -> Splits:
+    """Random tokens, written below `path`, as the job's data."""
     tokens = path / "tokens"
     tokens.mkdir()
     write_tokens(tokens, job.model.vocab, _BATCHES * job.train.batch * job.data.seq + 1)
-    return Sources(TokenStore.open(tokens).split("train"), None, tokens)
+    return TokenStore.open(tokens).splits()
 
 
 class Watch:
-    """A listener with a stopwatch: `steps` steps count, after `warm` steps and `seconds`."""
+    """A listener that times `steps` steps, after at least `warm` steps and `seconds`."""
 
     def __init__(self, warm: int, steps: int, seconds: float = 0.0):
         self.warm, self.steps, self.seconds = warm, steps, seconds
-        self.ends = [time.perf_counter()]
-        self.first: int | None = None  # steps before those that count
+        self.ends = [time.perf_counter()]  # the start, and the end of each step
+        self.first: int | None = None  # how many steps come before those that count
         self.loss = math.nan  # of the first step
 
     def on_step(self, record: Step) -> None:
@@ -122,11 +124,12 @@ class Watch:
         return None if self.first is None else self.first + self.steps
 
     def done(self) -> bool:
-        """Asked in the middle of a step, which counts."""
+        """Whether enough steps are taken, with the one under way, in the middle of which the trainer asks."""
         return self.last is not None and len(self.ends) >= self.last
 
     @property
     def times(self) -> list[float]:
+        """The seconds of every step."""
         return [after - before for before, after in pairwise(self.ends)]
 
     def turn(self, device: torch.device, parameters: str, **extras: Any) -> TrainTurn:
@@ -147,12 +150,12 @@ class Watch:
 
 
 def ours(job: Job, device: torch.device, watch: Watch, path: Path, extras: Extras) -> TrainTurn:
-    """The loop of `fivefold train`, with its metrics; on request with a checkpoint, and a profile after all else."""
-    # As many steps as it takes: the run is stopped, and its learning rate is that of a long one.
+    """Run the loop of `fivefold train`, with its metrics; on request with a checkpoint, and a profile at the end."""
+    # More steps than it takes: the run is stopped from outside.
     job = structs.replace(job, train=structs.replace(job.train, steps=1_000_000))
-    trainer = Trainer(job, made_up(path, job), Mesh.of(job.layout, device, spec=job.model))
+    trainer = Trainer(job, made_up(path, job), Mesh.of_job(job, device))
     metrics = MetricsFile(path / METRICS)
-    checkpointing = Once(path, trainer, watch) if extras.checkpoint else None
+    checkpointing = OneCheckpoint(path, trainer, watch) if extras.checkpoint else None
     _until(trainer, checkpointing.written if checkpointing else watch.done, [metrics, watch], checkpointing)
     saved = checkpointing.cost(watch.times[watch.last :]) if checkpointing else None
     kernels: list[dict[str, Any]] = []
@@ -170,23 +173,24 @@ def _parameters(job: Job, masters: str) -> str:
 def _until(
     trainer: Trainer, done: Callable[[], bool], listeners: list[Listener], checkpointing: Checkpoints | None = None
 ) -> None:
+    """Train until `done`."""
     trainer.stopping = done
     with suppress(Stopped):
         trainer.run(listeners, checkpointing=checkpointing)
 
 
-class Once(Checkpoints):
-    """One checkpoint, when the usual steps are over; steps continue until it is written."""
+class OneCheckpoint(Checkpoints):
+    """Saves one checkpoint after the steps that count; steps continue until it is written."""
 
     def __init__(self, path: Path, trainer: Trainer, watch: Watch):
         super().__init__(Store(path / "checkpoints"), Control(trainer.mesh), trainer, lambda _: None)
         self.watch, self.snapshot, self.begun, self.writing = watch, 0.0, 0.0, 0.0
 
     def prepare(self) -> None:
-        """As in a run that saves every so many steps, whatever the job says."""
-        self.saver.staging.prepare(self.pieces())
+        """Allocate staging memory, as a run that saves does, whatever the job's own settings are."""
+        self.saver.staging.prepare(self.shards())
 
-    def after(self, step: int, must: bool) -> None:
+    def after(self, step: int, last: bool) -> None:
         if step != self.watch.last:
             return
         start = time.perf_counter()
@@ -209,13 +213,13 @@ class Once(Checkpoints):
 
 
 class Profile:
-    """A listener that profiles `steps` steps behind the first `after` of a run, by kernel."""
+    """A listener that profiles the kernels of `steps` steps, from the end of step `after` on."""
 
     def __init__(self, after: int, steps: int, device: torch.device):
         self.after, self.steps, self.device = after, steps, device
         self.on_gpu = device.type == "cuda"
         self.profiler = profile(activities=[ProfilerActivity.CUDA if self.on_gpu else ProfilerActivity.CPU])
-        self.kernels: list[dict[str, Any]] = []  # none where the device's counters may not be read
+        self.kernels: list[dict[str, Any]] = []  # empty if the device's counters cannot be read
         self.over = False
 
     def on_step(self, record: Step) -> None:
@@ -249,8 +253,9 @@ class Profile:
         return sorted(kernels, key=lambda kernel: -kernel["seconds"])
 
 
-def _hugging_face(job: Job, sources: Sources, device: torch.device, watch: Watch, steps: int) -> None:
-    loop = HuggingFaceSystem(job, RankBatch([], 0), device, rate=1e-4)
+def _hugging_face(job: Job, sources: Splits, device: torch.device, watch: Watch, steps: int) -> None:
+    """Take `steps` steps of Hugging Face's model on the job's batches."""
+    loop = HuggingFaceSystem(job, RankBatch([], 0), device, lr=1e-4)
     size, data = job.train.batch, job.data
 
     def read(number: int) -> Batch:

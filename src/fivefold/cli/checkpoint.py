@@ -12,6 +12,7 @@ from fivefold.render.blocks import TEXTS, show
 from fivefold.support.errors import UserError
 from fivefold.support.files import whole_or_nothing
 from fivefold.support.places import place_of
+from fivefold.support.plugins import options
 
 SHORT = "List, verify and reshard checkpoints.  [dim]fivefold checkpoint ls runs/demo[/]"
 app = typer.Typer(
@@ -110,7 +111,7 @@ def reshard(
             carry(run_of(checkpoint), target)
     how = f"JOB checkpoint.url={target.parent} run.name={target.name}"
     if isinstance(target, Path):
-        how = f"{target / 'job.toml'}"
+        how = f"{target / 'job.toml'}{options(job.plugins)}"
     resume = f"fivefold train {how} --nproc {wanted.world}"
     said = json.dumps({"checkpoint": str(path), "resume": resume}) if as_json else f"{path}; resume with: {resume}"
     typer.echo(said)

@@ -140,8 +140,8 @@ def doctor(
     check_ranks(nproc, world)
     resolved, _ = job_and_start(path, changes, fresh=True)
     if not world.joined:
-        show(examination.here(resolved, nproc, job or []), as_json, output)
-    elif result := examination.join(resolved, world):
+        show(examination.examine_here(resolved, nproc, job or []), as_json, output)
+    elif result := examination.examine_launched_ranks(resolved, world):
         show(result, as_json, output)
 
 
@@ -217,10 +217,10 @@ def _ranks(output: Path | None, quick: bool, device: str, nproc: int | None, as_
 
     world = current_world()
     check_ranks(nproc, world)
-    from fivefold.machines.calibrate import calibrate_ranks, joined
+    from fivefold.machines.calibrate import calibrate_launched_ranks, calibrate_ranks
     from fivefold.machines.result import speeds_to_toml
 
-    result = joined(world, device, quick) if world.joined else calibrate_ranks(device, nproc, quick)
+    result = calibrate_launched_ranks(world, device, quick) if world.joined else calibrate_ranks(device, nproc, quick)
     if result is None:
         return
     if output is not None:

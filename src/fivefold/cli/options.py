@@ -1,6 +1,7 @@
 """What commands share: options that mean the same everywhere, the arguments of a job, progress bars.
 
-Every command is registered by `command`, which adds --quiet and checks that the file of -o can be written.
+Every command is registered by `command`, which adds --quiet, and --plugin where a job or run is named, and checks that
+the file of -o can be written.
 """
 
 import functools
@@ -8,7 +9,7 @@ import inspect
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,6 +30,7 @@ from rich.progress import (
 from fivefold.render.blocks import TEXTS, check_writable
 from fivefold.render.paint import PICTURES
 from fivefold.support.errors import UserError
+from fivefold.support.plugins import is_plugin, load
 from fivefold.support.progress import shown, silenced
 
 DRAWN = (*PICTURES, *TEXTS)  # file suffixes of a result that can be drawn
@@ -36,6 +38,15 @@ PAGE = (".html", ".htm")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors, and with --json the JSON.")]
+Plugins = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--plugin",
+        metavar="PACKAGE.MODULE:NAME",
+        help="Import this, which a run's stored job names; what a job file or KEY=VALUE names needs no such option.",
+        show_default=False,
+    ),
+]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write the result: .json, .txt.")]
 Picture = Annotated[
     Path | None, typer.Option("--output", "-o", help="Write the result: .json, .txt; or draw it: .svg, .png.")
@@ -88,15 +99,17 @@ def command(
     """Make a function a command. `writes` are the suffixes that the file of its -o may have."""
 
     def add(function: Callable[..., None]) -> Callable[..., None]:
-        app.command(name, short_help=short)(_with_quiet(function, writes))
+        app.command(name, short_help=short)(_with_common(function, writes))
         return function
 
     return add
 
 
-def _with_quiet(function: Callable[..., None], writes: tuple[str, ...]) -> Callable[..., None]:
+def _with_common(function: Callable[..., None], writes: tuple[str, ...]) -> Callable[..., None]:
     @functools.wraps(function)
-    def run(*, quiet: bool = False, **given: Any) -> None:
+    def run(*, quiet: bool = False, plugin: Sequence[str] | None = None, **given: Any) -> None:
+        for name in (*(plugin or ()), *_schedules(given)):
+            load(name)
         if writes:
             check_writable(given["output"], *writes)
         check_writable(given.get("html"), *PAGE)
@@ -111,10 +124,32 @@ def _with_quiet(function: Callable[..., None], writes: tuple[str, ...]) -> Calla
             function(**given)
 
     signature = inspect.signature(function)
-    last = inspect.Parameter("quiet", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Quiet)
-    vars(run)["__signature__"] = signature.replace(parameters=[*signature.parameters.values(), last])
-    run.__annotations__ = {**function.__annotations__, "quiet": Quiet}
+    common: dict[str, Any] = {"quiet": (False, Quiet)}
+    if any(map(_names_a_job, signature.parameters.values())):
+        common["plugin"] = (None, Plugins)
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    added = [inspect.Parameter(name, keyword, default=usual, annotation=it) for name, (usual, it) in common.items()]
+    vars(run)["__signature__"] = signature.replace(parameters=[*signature.parameters.values(), *added])
+    run.__annotations__ = {**function.__annotations__, **{name: it for name, (_, it) in common.items()}}
     return run
+
+
+def _schedules(given: Mapping[str, Any]) -> list[str]:
+    """Schedules of a user's own modules that options name: --layout, --fix, and what `draw` draws."""
+    texts = [text for key in ("layout", "fix") if isinstance(text := given.get(key), str)]
+    drawn = words if isinstance(words := given.get("schedule"), list) else []
+    if not any(map(is_plugin, (*texts, *drawn))):
+        return []
+    from fivefold.layout.layout import schedule_named
+    from fivefold.schedules.registry import is_file
+
+    return [name for name in (*map(schedule_named, texts), *drawn) if is_plugin(name) and not is_file(name)]
+
+
+def _names_a_job(parameter: inspect.Parameter) -> bool:
+    """Whether these are words of a job, which may be a stored one, or a run, whose model may be of plugins."""
+    words = [getattr(it, "metavar", None) or "" for it in getattr(parameter.annotation, "__metadata__", ())]
+    return parameter.name == "run" or any("KEY=VALUE" in word or "RUN" in word for word in words)
 
 
 def command_line() -> str:

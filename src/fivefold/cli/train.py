@@ -19,8 +19,8 @@ from fivefold.support.errors import UserError
 from fivefold.support.progress import shown
 
 if TYPE_CHECKING:
+    from fivefold.data.rows import Splits
     from fivefold.job.config import Job
-    from fivefold.job.preflight import Sources
     from fivefold.launch.local import Arrangement, Elastic
     from fivefold.launch.world import World
     from fivefold.trainer.resuming import Start
@@ -125,7 +125,7 @@ def train(
         raise typer.Exit(_run(resolved, sources, world, start, as_json))
 
 
-def _sources(job: "Job", ranks: int, world: "World") -> "Sources":
+def _sources(job: "Job", ranks: int, world: "World") -> "Splits":
     """The job's data, once the job is known to be sound and its storage to be there."""
     from fivefold.checkpoint.storage import reach
     from fivefold.job.preflight import preflight
@@ -158,7 +158,7 @@ def _arranged(job: "Job", ranks: int, world: "World") -> "tuple[Job, World]":
     choice = choose(job, ranks, world.local_size if world.joined else ranks)
     if not world.joined:
         return choice.job, world
-    os.environ[PLANNED] = f"{choice.took:.3f}"
+    os.environ[PLANNED] = f"{choice.search_seconds:.3f}"
     if world.rank == 0:
         say(f"elastic: {choice}")
     return choice.job, replace(world, size=choice.job.layout.world)
@@ -183,7 +183,7 @@ def _elastic(job: "Job", nproc: int, words: list[str]) -> "Elastic":
         # Always said: the job of a run's directory may be that of fewer ranks by then.
         arguments = [*words, f"layout={layout}", f"elastic.whole={choice.job.elastic.whole}"]
         said = f"elastic: {choice}" if layout != job.layout else ""
-        return Arrangement(layout.world, layout.place, (arguments,), said, choice.took)
+        return Arrangement(layout.world, layout.place, (arguments,), said, choice.search_seconds)
 
     gpus = 0 if job.train.device == "cpu" else len(gpus_here())
     return Elastic(arrange, gpus, job.elastic.probe)
@@ -201,7 +201,7 @@ def _check_options(nproc: int, restarts: int, elastic: bool, world: "World") -> 
         raise UserError("--restarts needs --nproc: other launchers restart their own ranks", "option.conflict")
 
 
-def _run(job: "Job", sources: "Sources", world: "World", start: "Start", as_json: bool) -> int:
+def _run(job: "Job", sources: "Splits", world: "World", start: "Start", as_json: bool) -> int:
     """As the one rank that this process is; the exit code."""
     from fivefold.trainer.rank import run_rank
     from fivefold.trainer.result import TrainResult

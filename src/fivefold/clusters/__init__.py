@@ -1,1 +1,1 @@
-"""From a job to what a cluster runs: an sbatch file, lines for torchrun, a Kubernetes manifest, a script for ssh."""
+"""Writes what starts a job on a cluster: an sbatch file, torchrun commands, a Kubernetes manifest, a script for ssh."""

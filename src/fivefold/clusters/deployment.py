@@ -1,4 +1,4 @@
-"""What is deployed: a job, the words that start it, and the machines."""
+"""`Deployment`: a job, the command that starts it, and its machines; the options of a launch; variables of ranks."""
 
 import os
 import re
@@ -12,13 +12,14 @@ from fivefold.clusters import quoting
 from fivefold.clusters.quoting import comment
 from fivefold.cost.model_state import checkpoint_bytes
 from fivefold.hardware.cluster import Cluster
-from fivefold.job.config import Job
+from fivefold.job.config import Job, of_a_run
 from fivefold.layout.layout import Layout
 from fivefold.support.errors import Problem, UserError
+from fivefold.support.parsing import path_of
 from fivefold.support.text import bytes_text, counted, divisors, either, si
 
 # ---- machines -------------------------------------------------------------------------------------------------------
-# Which machines a job is started on: nodes, ranks per node, and whether its layout fits them.
+# The machines that a job is started on: nodes, ranks per node, and whether its layout fits them.
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Machines:
     per_node: int  # ranks, each with a GPU of its own
     gpus: bool = True  # false: ranks compute on CPUs
     notes: tuple[str, ...] = ()
-    cluster: Cluster | None = None  # what is known of them
+    cluster: Cluster | None = None  # as the planner reads it, if it is known
 
     @property
     def world(self) -> int:
@@ -40,9 +41,10 @@ class Machines:
 def machines(
     job: Job, cluster: str = "", nodes: int | None = None, per_node: int | None = None, hosts: int = 0
 ) -> Machines:
-    """Those that are asked for: by number, by a cluster such as 8x8xH100, or by the job's own run.cluster.
+    """The machines that are asked for: by number, by a cluster such as 8x8xH100, or by the job's own run.cluster.
 
-    Other nodes than a cluster's, or `hosts` that have names, are of its size unless --per-node gives another.
+    `nodes`, or the number of `hosts` in a file, replaces the cluster's number of nodes; their size stays the cluster's
+    unless --per-node gives another.
     """
     for option, value in {"--nodes": nodes, "--per-node": per_node}.items():
         if value is not None and value < 1:
@@ -51,10 +53,10 @@ def machines(
         apart = f"--nodes {nodes} and a file of {counted(hosts, 'host')} do not agree; leave --nodes out"
         raise UserError(apart, "launch.nodes.hosts")
     world, text, nodes = job.layout.world, cluster or job.run.cluster, hosts or nodes
-    known = _of_cluster(text, "--cluster" if cluster else "run.cluster", per_node) if text else None
-    gpus = job.train.device != "cpu" and (known is None or known.gpus)
-    if known and not per_node:
-        wanted = Machines(nodes or known.nodes, known.per_node, gpus)
+    of_cluster = _of_cluster(text, "--cluster" if cluster else "run.cluster", per_node) if text else None
+    gpus = job.train.device != "cpu" and (of_cluster is None or of_cluster.gpus)
+    if of_cluster and not per_node:
+        wanted = Machines(nodes or of_cluster.nodes, of_cluster.per_node, gpus)
     elif nodes or per_node:
         wanted = Machines(nodes or max(1, world // (per_node or 1)), per_node or _evenly(world, nodes or 1), gpus)
     else:
@@ -65,13 +67,14 @@ def machines(
         )
     if wanted.world != world:
         raise UserError(_mismatch(job, wanted, hosts), "launch.ranks")
-    notes = (known.notes if known else ()) + _crossings(job.layout, wanted)
-    return replace(wanted, notes=notes, cluster=_resized(known.cluster, wanted) if known and known.cluster else None)
+    notes = (of_cluster.notes if of_cluster else ()) + _crossings(job.layout, wanted)
+    resized = _resized(of_cluster.cluster, wanted) if of_cluster and of_cluster.cluster else None
+    return replace(wanted, notes=notes, cluster=resized)
 
 
 def least_nodes(job: Job, wanted: Machines) -> int:
-    """With which an elastic job starts: those of elastic.least, but half of them, because a scheduler that has a few
-    free ones would begin with these, and a plan for all is worth a wait."""
+    """The fewest nodes with which an elastic job starts: those of elastic.least, but at least half of all, because a
+    scheduler would begin with the few nodes that are free, and more nodes are worth a wait."""
     least, world = job.elastic.least, wanted.world
     if wanted.nodes == 1:
         raise UserError(
@@ -88,7 +91,7 @@ def least_nodes(job: Job, wanted: Machines) -> int:
 
 
 def _resized(cluster: Cluster, wanted: Machines) -> Cluster | None:
-    """The cluster with the nodes that are asked for, where it is clear of which kind they are."""
+    """The cluster with the nodes that are asked for; None if its groups differ, so that their kind is not clear."""
     if (cluster.nodes, cluster.world) == (wanted.nodes, wanted.world):
         return cluster
     first, *others = cluster.groups
@@ -114,7 +117,7 @@ def _of_cluster(text: str, where: str, per_node: int | None) -> Machines:
 
 
 def _evenly(world: int, nodes: int) -> int:
-    """Ranks of a node, where nothing but the number of nodes is known."""
+    """The ranks of a node if only the number of nodes is known."""
     if world % nodes:
         near = sorted(divisors(world), key=lambda count: abs(count - nodes))[:2]
         raise UserError(
@@ -125,22 +128,25 @@ def _evenly(world: int, nodes: int) -> int:
 
 
 def _mismatch(job: Job, wanted: Machines, hosts: int) -> str:
-    """The sentence, with the nearest machines and, where the job can have it, the nearest layout."""
+    """A sentence that the layout does not fit the machines, with the nearest machines and the nearest dp, if any."""
     layout, per_node = job.layout, wanted.per_node
-    world, others = layout.world, layout.world // layout.dp
-    fitting = world // per_node if world % per_node == 0 else 0
-    ways = [f"a file of {counted(fitting, 'host')}" if hosts else f"--nodes {fitting}"] if fitting else []
-    ways += [f"--nodes 1 --per-node {world}"] if not ways and not hosts and world <= per_node else []
-    if wanted.world % others == 0:
-        smaller = msgspec.structs.replace(layout, dp=wanted.world // others)
-        legal = not smaller.problems(job.model, world=wanted.world, seq=job.data.seq, batch=job.train.batch)
-        ways += [f"layout.dp={smaller.dp}"] if legal else []
-    nearest = f"; nearest: {either(ways)}" if ways else "; plan it again for that cluster"
+    world, without_dp = layout.world, layout.world // layout.dp
+    fixes = []
+    if world % per_node == 0:
+        nodes = world // per_node
+        fixes.append(f"a file of {counted(nodes, 'host')}" if hosts else f"--nodes {nodes}")
+    elif not hosts and world <= per_node:
+        fixes.append(f"--nodes 1 --per-node {world}")
+    if wanted.world % without_dp == 0:
+        other = msgspec.structs.replace(layout, dp=wanted.world // without_dp)
+        if not other.problems(job.model, world=wanted.world, seq=job.data.seq, batch=job.train.batch):
+            fixes.append(f"layout.dp={other.dp}")
+    nearest = f"; nearest: {either(fixes)}" if fixes else "; plan it again for that cluster"
     return f"the layout {layout} has {world} ranks, and {wanted} are {wanted.world}{nearest}"
 
 
 def _crossings(layout: Layout, wanted: Machines) -> tuple[str, ...]:
-    """tp talks in every layer, and waits for it: over a network that costs more than all else."""
+    """A note if groups of tp cross nodes: every layer waits for their collectives, which are slow over a network."""
     if wanted.nodes == 1 or layout.tp == 1 or wanted.per_node % layout.tp == 0:
         return ()
     return (
@@ -153,7 +159,7 @@ def _crossings(layout: Layout, wanted: Machines) -> tuple[str, ...]:
 
 
 _PER_NODE = 1e9  # bytes per second that a node writes to a shared file system: an assumption, on the low side
-_LEAST = 300  # seconds: Slurm looks at time limits once a minute, and a short step has to end first
+_LEAST = 300  # seconds: Slurm checks time limits once a minute, and a short step has to end first
 
 
 @dataclass(frozen=True)
@@ -162,18 +168,20 @@ class Deployment:
     machines: Machines
     file: str = ""  # the job file, as the nodes read it
     changes: tuple[str, ...] = ()  # KEY=VALUE
-    step: float = 0.0  # seconds, as planned; 0: not known
-    packaged: bool = False  # the file comes with Fivefold, and the nodes have it
+    step: float = 0.0  # seconds of a step, as planned; 0: not known
+    packaged: bool = False  # the file is part of Fivefold, so that the nodes have it
     least: int = 0  # nodes with which an elastic job goes on; 0: it is not elastic
 
     def words(self, command: str = "train") -> str:
-        """What each rank runs."""
-        elastic = ["--elastic"] if self.least and command == "train" else []
-        return quoting.command(["fivefold", command], self.file, self.changes, elastic)
+        """The command line that each rank runs."""
+        options = ["--elastic"] if self.least and command == "train" else []
+        if self.file and of_a_run(path_of(self.file)):
+            options += [f"--plugin={name}" for name in self.job.plugins]
+        return quoting.command(["fivefold", command], self.file, self.changes, options)
 
     @property
     def own_file(self) -> str:
-        """One that the nodes must see."""
+        """The job file if the nodes must be able to read it; empty if it is part of Fivefold."""
         return "" if self.packaged else self.file
 
     @property
@@ -183,7 +191,7 @@ class Deployment:
 
     @property
     def plain_name(self) -> str:
-        """The run's name, as every scheduler takes it, and no program for an option."""
+        """The run's name with characters that every scheduler takes; no program takes it for an option."""
         return re.sub(r"[^\w.-]+", "-", self.job.run.name).lstrip("-") or "run"
 
     @cached_property
@@ -196,7 +204,7 @@ class Deployment:
 
     @property
     def notice(self) -> int:
-        """Seconds before a time limit at which ranks are told to save: whole minutes."""
+        """How many seconds before a time limit ranks are told to save, in whole minutes."""
         return -(-int(_LEAST + self.step + 2 * self.seconds_to_save) // 60) * 60
 
     @property
@@ -206,14 +214,14 @@ class Deployment:
 
     @property
     def log_directory(self) -> str:
-        """Below the runs, unless they are no directory of this file system."""
+        """The directory for logs: run.dir, or "runs" if that is on object storage."""
         return "runs" if "://" in self.job.run.dir else self.job.run.dir
 
     @property
     def paths(self) -> dict[str, str]:
-        """The settings of the job that are places of a file system, where they are given."""
+        """The settings of the job that are paths of a file system, if they are set."""
         job = self.job
-        settings = {"data.path": job.data.path, "run.dir": job.run.dir, "run.weights": job.run.weights}
+        settings = job.data.places | {"run.dir": job.run.dir, "run.weights": job.run.weights}
         settings["layout.schedule"] = job.layout.schedule if os.path.isfile(job.layout.schedule) else ""
         return {key: path for key, path in settings.items() if path and "://" not in path}
 
@@ -225,7 +233,7 @@ class Deployment:
 
 
 # ---- options --------------------------------------------------------------------------------------------------------
-# What a user says in addition to the job and its machines, and to which kind of launch it belongs.
+# The options of a launch beside the job and its machines, and the kinds of launch that take them.
 
 
 KINDS = {
@@ -235,7 +243,7 @@ KINDS = {
     "trainjob": "a TrainJob of Kubeflow Trainer",
     "ssh": "a script for the hosts of a file",
 }
-_BELONG = {
+_KINDS_OF_OPTION = {
     **dict.fromkeys(("account", "partition", "time", "submit"), ("slurm",)),
     "host": ("torchrun",),
     "elastic": ("slurm", "torchrun"),
@@ -244,7 +252,7 @@ _BELONG = {
 }
 _NAME = re.compile(r"[\w.,@+-]+")
 _ASCII = re.compile(_NAME.pattern, re.ASCII)
-# Of Slurm: minutes, minutes:seconds, hours:minutes:seconds; and behind days, hours, hours:minutes ...
+# Slurm's time limits: minutes, minutes:seconds, hours:minutes:seconds; after "days-" hours, hours:minutes ...
 _TIME = re.compile(r"(?:(\d{1,4})-)?(\d{1,6})(?::(\d{2}))?(?::(\d{2}))?", re.ASCII)
 USUAL_TIME = "24:00:00"
 _IMAGE = re.compile(r"[\w./:@+-]+", re.ASCII)
@@ -253,22 +261,22 @@ _ENROOT = re.compile(r"[\w./:@+#-]+", re.ASCII)  # REGISTRY#IMAGE
 
 @dataclass(frozen=True)
 class Options:
-    """None is not said. An account or partition that is empty has no line."""
+    """The options of a launch; None: not given. An empty account or partition leaves its line out."""
 
     account: str | None = None
     partition: str | None = None
     time: str | None = None  # limit of one start
     submit: bool = False
-    host: str | None = None
+    host: str | None = None  # of torchrun's rendezvous
     container: str | None = None  # an image
-    claim: str | None = None  # of a volume
-    hosts: Path | None = None  # a file
+    claim: str | None = None  # a PersistentVolumeClaim
+    hosts: Path | None = None  # a file that lists them
     restarts: int = 3
-    elastic: bool = False  # goes on when nodes are lost, and when they are back
+    elastic: bool = False  # continues without lost nodes, and with them when they are back
 
     @property
     def limit(self) -> int:
-        """Seconds of one start."""
+        """The time limit of one start, in seconds."""
         match = _TIME.fullmatch(self.time or USUAL_TIME)
         assert match, "checked by `problems`"
         days, *rest = match.groups()
@@ -277,11 +285,12 @@ class Options:
         return 86400 * int(days or 0) + sum(map(int.__mul__, numbers, units))
 
     def problems(self, kind: str) -> list[Problem]:
-        foreign = [name for name, kinds in _BELONG.items() if getattr(self, name) and kind not in kinds]
-        where = {name: " and ".join(f"--{owner}" for owner in _BELONG[name]) for name in foreign}
-        problems: list[Problem] = [
-            Problem("launch.option.kind", f"--{name} belongs to {where[name]}, not to --{kind}") for name in foreign
-        ]
+        """What is wrong with the options for a kind of launch."""
+        problems: list[Problem] = []
+        for name, kinds in _KINDS_OF_OPTION.items():
+            if getattr(self, name) and kind not in kinds:
+                owners = " and ".join(f"--{owner}" for owner in kinds)
+                problems.append(Problem("launch.option.kind", f"--{name} belongs to {owners}, not to --{kind}"))
         for name, pattern in {
             "account": _NAME,
             "partition": _NAME,
@@ -308,7 +317,7 @@ class Options:
 
 
 # ---- environment ----------------------------------------------------------------------------------------------------
-# The variables that ranks are started with, each with its reason. What torch and NCCL do by themselves they do.
+# The environment variables that ranks are started with, each with its reason. Defaults of torch and NCCL are kept.
 #
 # TORCH_NCCL_ASYNC_ERROR_HANDLING is not among them: torch's default ends a rank whose collective failed. Neither is
 # CUDA_DEVICE_MAX_CONNECTIONS: no kernel of ours relies on the order in which streams are served.
@@ -319,11 +328,12 @@ class Variable:
     name: str
     value: str
     why: str
-    chosen: bool = True  # false: the user may, and how is in `why`
+    chosen: bool = True  # false: it is written as a comment, for the user to set, and `why` says when
 
 
 def variables(machines: Machines, threads: str, scratch: str, traces: str) -> list[Variable]:
-    """`threads`: of a rank; `scratch`: a directory of the node's own; `traces`: one that outlives the node."""
+    """The variables of ranks. `threads` is the number per rank, `scratch` a directory on the node's own disk, `traces`
+    a directory that outlives the node."""
     chosen = [Variable("OMP_NUM_THREADS", threads, "each rank would take all cores of the node for itself")]
     if machines.gpus:
         chosen += [
@@ -360,7 +370,7 @@ def _network(*, gpus: bool) -> list[Variable]:
 
 
 def exports(chosen: list[Variable]) -> list[str]:
-    """As lines of a shell script; values are the shell's to expand."""
+    """The variables as lines of a shell script, which expands their values."""
     lines = []
     for variable in chosen:
         lines += comment(f"{variable.name}: {variable.why}.") if variable.why else []

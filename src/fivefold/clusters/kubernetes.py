@@ -12,15 +12,15 @@ from fivefold.clusters.torchrun import PORT, saving, words
 from fivefold.job.config import to_toml
 from fivefold.support.errors import UserError
 
-IMAGE, CLAIM = "FILL_IN_IMAGE", "FILL_IN_CLAIM"  # neither is a legal name, so neither is taken for one
+IMAGE, CLAIM = "FILL_IN_IMAGE", "FILL_IN_CLAIM"  # neither is a legal name, so Kubernetes refuses them
 _HOME, _JOB = "/work", "/etc/fivefold/job.toml"
-_MOST = 1 << 20  # bytes: kubernetes.io/docs/concepts/configuration/configmap
-_THREADS = 8  # of a rank: how many cores a pod gets is the cluster's to say
+_MOST = 1 << 20  # bytes of a ConfigMap: kubernetes.io/docs/concepts/configuration/configmap
+_THREADS = 8  # of a rank; the cluster decides how many cores a pod gets
 Table = dict[str, Any]
 
 
 def name_of(it: Deployment) -> str:
-    """The run's name as the name of a service: lower case, digits and hyphens, at most 50 so that pods' fit into 63."""
+    """The run's name as the name of a service: lower case, digits and hyphens, at most 50, as pods' names add to it."""
     plain = re.sub(r"[^a-z0-9]+", "-", it.job.run.name.lower()).strip("-")[:50].strip("-")
     return plain if plain[:1].isalpha() else f"run-{plain}".strip("-")
 
@@ -58,7 +58,10 @@ def indexed_job(it: Deployment, image: str, claim: str, restarts: int) -> list[T
             "podFailurePolicy": {
                 "rules": [
                     {"#": "A job that is refused would be again.", **_rule("FailJob", "onExitCodes", _refused())},
-                    {"#": "Drained or preempted: not the job's fault.", **_rule("Ignore", "onPodConditions", _moved())},
+                    {
+                        "#": "Drained or preempted: not the job's fault.",
+                        **_rule("Ignore", "onPodConditions", _disrupted()),
+                    },
                 ]
             },
             "template": {"spec": _pod(it, name, image, claim, restarts)},
@@ -68,14 +71,14 @@ def indexed_job(it: Deployment, image: str, claim: str, restarts: int) -> list[T
 
 
 def notes(it: Deployment) -> list[str]:
-    """Paths that a container may not have."""
-    copied = ("run.weights", "layout.schedule")  # what is made here, and has to be brought there
-    places = [
+    """A note about paths of the job that the pods may not have."""
+    to_copy = ("run.weights", "layout.schedule")  # made on this machine, so not on the volume yet
+    paths = [
         f"{key}={path}"
         for key, path in it.paths.items()
-        if key in copied or (path.startswith(("/", "~")) and not path.startswith(f"{_HOME}/"))
+        if key in to_copy or (path.startswith(("/", "~")) and not path.startswith(f"{_HOME}/"))
     ]
-    return [f"in the pods, {', '.join(places)} must be on the volume, which is at {_HOME}"] if places else []
+    return [f"in the pods, {', '.join(paths)} must be on the volume, which is at {_HOME}"] if paths else []
 
 
 def _rule(action: str, key: str, value: Any) -> Table:
@@ -86,7 +89,7 @@ def _refused() -> Table:
     return {"containerName": "ranks", "operator": "In", "values": [2]}
 
 
-def _moved() -> list[Table]:
+def _disrupted() -> list[Table]:
     return [{"type": "DisruptionTarget", "status": "True"}]
 
 
@@ -210,7 +213,7 @@ def train_job(it: Deployment, image: str, claim: str, restarts: int) -> list[Tab
 
 
 def _patch(it: Deployment, name: str, claim: str) -> Table:
-    """Volumes, which a TrainJob has no fields for, in the pods of the runtime's job `node`."""
+    """The patch of the runtime's job `node` that adds the volumes, for which a TrainJob has no fields."""
     pod = {
         "#": f"Pods that are drained save a checkpoint first: {it.saving}.",
         "terminationGracePeriodSeconds": it.notice + 60,

@@ -1,10 +1,10 @@
-"""What is written into another language, quoted by its rules: words of a shell, and YAML with comments.
+"""Quotes texts for a shell, and writes YAML with comments.
 
-A key that begins with # is a comment: {"#": "why", "replicas": 2} becomes a line "# why" and a line "replicas: 2". Of
-YAML's many ways to write a text, three are used: bare where no reader could take it for something else, JSON's quotes,
-and a block for several lines. The first and the last hold plain ASCII alone. JSON's quotes are YAML's double quotes, in
-which a backslash can write every character, so that none has to stand there that a reader refuses or takes for the end
-of a line. A character beyond 16 bits is two escapes in JSON and one in YAML, whose readers do not join two.
+In a table, a key that begins with # is a comment: {"#": "why", "replicas": 2} becomes a line "# why" and a line
+"replicas: 2". Of YAML's many ways to write a text, three are used: bare if no reader could take it for another value,
+JSON's quotes, and a block for several lines. Bare texts and blocks are plain ASCII. JSON's quotes are YAML's double
+quotes, in which every character can be escaped, so that no reader refuses one or takes it for the end of a line. A
+character beyond 16 bits is two escapes in JSON and one in YAML, whose readers do not join two.
 """
 
 import json
@@ -19,18 +19,19 @@ from fivefold.support.errors import UserError
 from fivefold.support.text import printable
 
 # ---- shell ----------------------------------------------------------------------------------------------------------
-# How a text becomes a part of a shell script. Whatever a user has named goes through here, and nowhere else.
+# Quotes texts for shell scripts. All texts that come from a user go through here.
 #
-# A word is quoted by `shlex`. Some characters are refused, although quotes would keep most of them: a word also stands
-# in comments, here-documents and lines that are typed, where a line that ends is no longer a part of what it was.
+# A word is quoted by `shlex`. Some characters are refused, although quotes would keep most of them: a word is also
+# written into comments, here-documents and lines to type, where the end of a line would end them.
 
 
-# Controls, what ends a line for some reader, and halves of characters, which stand for bytes that are no UTF-8.
+# Control characters, those that end a line for some reader, and surrogates, which stand for bytes that are not UTF-8.
 _REFUSED = re.compile("[\0-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
-_LONGEST = 24_000  # bytes of a command: ssh gets it quoted again, in one word, and Linux takes 128 KiB of these
+_LONGEST = 24_000  # bytes of a command: ssh gets it quoted once more, as one word, of which Linux takes 128 KiB
 
 
 def word(text: str, instead: str = "leave it out") -> str:
+    """A text as one word of a shell."""
     if match := _REFUSED.search(text):
         refused = f"{text!r} has the character {match[0]!r}, which no line of a script can hold"
         raise UserError(f"{refused}; {instead}", "launch.characters")
@@ -38,7 +39,7 @@ def word(text: str, instead: str = "leave it out") -> str:
 
 
 def command(program: Sequence[str], file: str = "", settings: Sequence[str] = (), options: Sequence[str] = ()) -> str:
-    """A program's words, a file and KEY=VALUE, of which any text may come."""
+    """A command line: a program's words, a file, KEY=VALUE settings and options, each quoted."""
     instead = "leave it out, or write the setting into the job file"
     words = [*map(word, program), *([word(_no_option(file))] if file else [])]
     text = " ".join([*words, *(word(setting, instead) for setting in settings), *map(word, options)])
@@ -52,7 +53,7 @@ def command(program: Sequence[str], file: str = "", settings: Sequence[str] = ()
 
 
 def path(text: str) -> str:
-    """With the home of whoever runs it; a ~ in quotes would be a directory of that name."""
+    """A path as a word of a shell; ~ becomes $HOME, as quotes would make it a directory of that name."""
     home, slash, rest = text.partition("/")
     if home == "~":
         return f'"$HOME"{slash}{word(rest) if rest else ""}'
@@ -65,7 +66,7 @@ def _no_option(name: str) -> str:
 
 
 def comment(text: str, width: int = 100) -> list[str]:
-    """As lines of a script or of YAML, for which more characters end a line than for Python or bash."""
+    """A text as comment lines of a script or of YAML, in which more characters end a line than in Python or bash."""
     text = printable(re.sub(r"\s", " ", text))
     return textwrap.wrap(text, width, initial_indent="# ", subsequent_indent="# ", break_long_words=False)
 
@@ -75,15 +76,16 @@ def comment(text: str, width: int = 100) -> list[str]:
 
 _BARE = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")
 _BLOCK = re.compile(r"[!-~][ -~]*\n(?:[ -~]+\n|\n(?=[ -~]))*")  # whole lines of plain characters, none empty at the end
-_WORDS = {"true", "false", "yes", "no", "on", "off", "y", "n", "null"}  # which some readers take for values
+_WORDS = {"true", "false", "yes", "no", "on", "off", "y", "n", "null"}  # that some readers take for other values
 
 
 def documents(*values: dict[str, Any]) -> str:
+    """Tables as the documents of a YAML file."""
     return "---\n".join("\n".join(_lines(value)) + "\n" for value in values)
 
 
 def plain(value: Any) -> Any:
-    """The data without its comments: what a reader gets."""
+    """The data without its comments, as a reader of the YAML gets it."""
     if isinstance(value, dict):
         return {key: plain(inner) for key, inner in value.items() if not key.startswith("#")}
     return [plain(item) for item in value] if isinstance(value, list) else value

@@ -1,6 +1,6 @@
-"""An sbatch file: one task per rank, a checkpoint before the time limit, and the job queued again until it is done.
+"""Writes an sbatch file: one task per rank, a checkpoint before the time limit, and the job requeued until it is done.
 
-What the script relies on was tried with Slurm 22.05:
+The script relies on these facts, which were tried with Slurm 22.05:
 
 - srun ends with the highest code of its tasks, and a task that a signal killed counts as 128 + its number. With
   --kill-on-bad-exit the first failure ends the other tasks by SIGTERM, and their 143 would hide it. So ranks end by
@@ -22,12 +22,11 @@ from fivefold.support.errors import UserError
 # ---- growing --------------------------------------------------------------------------------------------------------
 # Parts of the sbatch file of an elastic job: how it starts with fewer nodes, and gets those back that it lacks.
 #
-# What it relies on was tried with Slurm 22.05:
+# They rely on these facts, which were tried with Slurm 22.05:
 #
 # - A job that asks for `--nodes=2-3` gets as many of them as are free, also when it is queued again: after the loss of
-#   a
-#   node Slurm does that itself (`--requeue`). `--no-kill` would keep the other nodes, and is not used: if the node that
-#   runs the script is the lost one, Slurm ends the job (FAILED, JobLaunchFailure) and never queues it again.
+#   a node Slurm does that itself (`--requeue`). `--no-kill` would keep the other nodes, and is not used: if the lost
+#   node runs the script, Slurm ends the job (FAILED, JobLaunchFailure) and never queues it again.
 # - With `--ntasks-per-node` Slurm counts the tasks when a job starts, and a job that is queued again needs as many: it
 #   would wait for the nodes that it has lost. So the job asks for nodes and their cores, and srun for tasks.
 # - Slurm adds no node to a job that runs, so one that is to grow is queued again.
@@ -95,22 +94,22 @@ def growing_settings(it: Deployment) -> list[str]:
 
 
 def growing_functions(it: Deployment) -> list[str]:
-    """The functions that have it grow."""
+    """The functions of the script that have the job grow; none if it is not elastic."""
     return [*_LOOK.strip().splitlines(), ""] if it.least else []
 
 
 def node_range(it: Deployment) -> str:
-    """What is asked for."""
+    """The number of nodes that is asked for, or a range: "4", "2-4"."""
     return f"{it.least}-{it.machines.nodes}" if it.least else str(it.machines.nodes)
 
 
 def node_size_option(it: Deployment) -> str:
-    """The option that says how large a node must be."""
+    """The name of the option that says how large a node must be."""
     return "mincpus" if it.least else "ntasks-per-node"
 
 
 def task_options(it: Deployment) -> str:
-    """srun's options for the nodes that there are."""
+    """srun's options for the nodes that the job has got."""
     machines = it.machines
     if not it.least:
         return f"--nodes={machines.nodes} --ntasks={machines.world} --ntasks-per-node={machines.per_node}"
@@ -234,7 +233,7 @@ ulimit -l unlimited 2> /dev/null || echo "note: locked memory is limited to $(ul
 
 
 def sbatch(it: Deployment, file: str, options: Options) -> str:
-    """The text of `file`."""
+    """The text of an sbatch file, whose name is `file`."""
     names = {"account": (options.account, ACCOUNT), "partition": (options.partition, PARTITION)}
     notice = min(it.notice, options.limit // 2)  # a short limit leaves half of it to train
     start = command(["sbatch"], file)
@@ -273,42 +272,46 @@ def sbatch(it: Deployment, file: str, options: Options) -> str:
 
 
 def filled(template: str, parts: Mapping[str, object]) -> str:
-    """@NAME@ replaced by its part, once: parts are not looked into. A list stands for whole lines, or for none."""
+    """A template with each @NAME@ replaced by its part, which is not searched for more. A list is whole lines."""
 
-    def part(match: re.Match[str]) -> str:
+    def part_of(match: re.Match[str]) -> str:
         part = parts[match[1]]
         return "".join(f"{line}\n" for line in part) if isinstance(part, list) else f"{part}{match[2]}"
 
-    return re.sub(r"@([A-Z_]+)@(\n?)", part, template)
+    return re.sub(r"@([A-Z_]+)@(\n?)", part_of, template)
 
 
 def _prepare(it: Deployment, container: str) -> list[str]:
-    known = [
+    """Lines that check for `fivefold` and for the job file before the ranks start."""
+    check_command = [
         "# Write here what makes `fivefold` known, if the shell in which you run sbatch does not know it:",
         "# module load cuda",
         "# source .venv/bin/activate",
         'command -v fivefold > /dev/null || refuse "there is no fivefold on PATH on $(hostname)"',
     ]
     file, why = path(it.own_file), "in $PWD on $(hostname); run sbatch where it is, on a shared file system"
-    there = [f'[ -f {file} ] || refuse "there is no" {file} "{why}"'] if it.own_file else []
-    return ([] if container else known) + there
+    check_file = [f'[ -f {file} ] || refuse "there is no" {file} "{why}"'] if it.own_file else []
+    return ([] if container else check_command) + check_file
 
 
 def _logs(it: Deployment) -> str:
+    """The directory for logs, quoted."""
     if "\\" in it.log_directory:
         backslash = f"run.dir={it.log_directory!r} has a backslash, which srun removes from names; rename it"
         raise UserError(backslash, "launch.characters")
     return path(it.log_directory)
 
 
-def _mounted(it: Deployment) -> list[str]:
-    if odd := [place for place in it.mounts if set(place) & set(":,")]:
-        parted = f"{odd[0]!r} has a colon or a comma, which separate the mounts of --container; rename it"
-        raise UserError(parted, "launch.characters")
+def _mounts(it: Deployment) -> list[str]:
+    """The paths that a container mounts, quoted."""
+    if bad := [place for place in it.mounts if set(place) & set(":,")]:
+        problem = f"{bad[0]!r} has a colon or a comma, which separate the mounts of --container; rename it"
+        raise UserError(problem, "launch.characters")
     return [path(place) for place in it.mounts]
 
 
 def _ranks(it: Deployment, container: str) -> list[str]:
+    """The lines that start the ranks."""
     machines = it.machines
     flags = [
         task_options(it),
@@ -317,14 +320,14 @@ def _ranks(it: Deployment, container: str) -> list[str]:
         '--open-mode=append --output="${logs//%/%%}/rank-%t.log"',
     ]
     if container:
-        mounts = ",".join(['"$PWD:$PWD"', *(f"{place}:{place}" for place in _mounted(it))])
+        mounts = ",".join(['"$PWD:$PWD"', *(f"{place}:{place}" for place in _mounts(it))])
         flags.append(f'--container-image={word(container)} --container-workdir="$PWD"')
         flags.append(f"--container-mounts={mounts}")
-    # One that sees a single GPU cannot know that its neighbours have their own, and takes gloo instead of NCCL.
-    seen = " Every rank sees all GPUs of its node, takes the one of its number, and binds itself to cores near it."
+    # A rank that sees a single GPU cannot know that its neighbours have their own, and takes gloo instead of NCCL.
+    all_gpus = " Every rank sees all GPUs of its node, takes the one of its number, and binds itself to cores near it."
     end = "When one ends the others have 120 s to say what they know and end, too."
     return [
-        *comment(f"Ranks count node by node.{seen if machines.gpus else ''} {end}"),
+        *comment(f"Ranks count node by node.{all_gpus if machines.gpus else ''} {end}"),
         "flags=(",
         *(f"  {line}" for line in flags),
         ")",

@@ -1,8 +1,8 @@
-"""torchrun on every node: the line that is the same on all of them.
+"""Writes the torchrun command, which is the same on every node, and the script that starts it by ssh.
 
-The ranks meet by c10d's rendezvous, which numbers the nodes itself, and so restarts together: an agent whose ranks fail
-comes back to it, and the others follow. (The static one takes numbers from the line and cannot do that.) The host of
-the rendezvous must stay.
+The ranks meet by the c10d rendezvous, which numbers the nodes itself and can therefore restart all of them: an agent
+whose ranks fail enters it again, and the other agents follow. (The static rendezvous takes the numbers from the command
+and cannot do that.) The host of the rendezvous must stay.
 """
 
 import re
@@ -18,16 +18,17 @@ from fivefold.support.parsing import parsing, path_of
 
 HOST = "FILL_IN_HOST"
 PORT = 29400
-_JOIN = 3600  # seconds that nodes wait for each other; torchrun's own 600 are less than some queues take
+_JOIN = 3600  # seconds that nodes wait for each other; torchrun's default, 600, is less than some queues take
 
 
 def saving(it: Deployment) -> Variable:
+    """The variable that gives ranks the time to save when torchrun is told to end."""
     why = "torchrun that is told to end gives its ranks so many seconds to save, not 30"
     return Variable("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(it.notice), why)
 
 
 def joining(it: Deployment) -> list[Variable]:
-    """What agents of an elastic run need, of which some join later."""
+    """The variable that agents of an elastic run need, so that some can join later."""
     why = (
         "an agent that joins a run would else wait for the address of its store, which torch 2.11 and 2.13 do not tell"
     )
@@ -35,7 +36,7 @@ def joining(it: Deployment) -> list[Variable]:
 
 
 def words(it: Deployment, endpoint: str, run: str, restarts: int, conf: str = "") -> list[str]:
-    """The command, one piece a line; what starts with a $ is the shell's to expand."""
+    """The words of the command, which the shell expands."""
     machines = it.machines
     return [
         "torchrun",
@@ -51,20 +52,20 @@ def words(it: Deployment, endpoint: str, run: str, restarts: int, conf: str = ""
 
 
 def lines(it: Deployment, host: str, run: str, restarts: int) -> str:
-    """What is typed on each node."""
+    """The lines to type on each node."""
     host = host or (HOST if it.machines.nodes > 1 else "localhost")
-    usual = variables(it.machines, threads(it), "${TMPDIR:-/tmp}/fivefold-$(id -un)", "$PWD")
+    for_all_kinds = variables(it.machines, threads(it), "${TMPDIR:-/tmp}/fivefold-$(id -un)", "$PWD")
     text = [
         *comment(f"{it.title}."),
-        *chain(*map(comment, _said(it, host))),
-        *exports([*usual, saving(it), *joining(it)]),
+        *chain(*map(comment, _instructions(it, host))),
+        *exports([*for_all_kinds, saving(it), *joining(it)]),
         " \\\n  ".join(words(it, f"{host}:{PORT}", run, restarts)),
     ]
     return "\n".join(text) + "\n"
 
 
-def _said(it: Deployment, host: str) -> list[str]:
-    """To the person who types it."""
+def _instructions(it: Deployment, host: str) -> list[str]:
+    """Sentences for the person who types the command."""
     where = f", in the directory that has {it.own_file}" if it.own_file else ""
     comma = "," if where else ""
     if it.machines.nodes == 1:
@@ -84,19 +85,19 @@ def _said(it: Deployment, host: str) -> list[str]:
 
 
 def threads(it: Deployment) -> str:
-    """Cores of a rank, for a shell."""
+    """A shell expression for the number of cores per rank."""
     return f"$(( $(nproc) > {it.machines.per_node} ? $(nproc) / {it.machines.per_node} : 1 ))"
 
 
 # ---- ssh ------------------------------------------------------------------------------------------------------------
 # A handful of machines that ssh reaches: a script that starts torchrun on each, and ends all of them together.
 #
-# What ties them is standard input. The script holds a pipe open that every ssh reads, and a host on which it ends
-# tells its ranks to save and stop. So a script that has seen a host fail, is interrupted or is killed leaves no ranks
-# behind.
+# They are tied together by standard input: the script holds a pipe open that every ssh reads, and where the input ends
+# the host tells its ranks to save and stop. So no ranks are left behind when a host fails, or when the script is
+# interrupted or killed.
 
 
-_HOST = re.compile(r"(?:[A-Za-z_][\w.-]*@)?[A-Za-z0-9][\w.-]*", re.ASCII)  # and no option of ssh's
+_HOST = re.compile(r"(?:[A-Za-z_][\w.-]*@)?[A-Za-z0-9][\w.-]*", re.ASCII)  # never an option of ssh
 _LARGEST = 1 << 20  # bytes of a hosts file
 
 _SCRIPT = r"""
@@ -169,7 +170,7 @@ exit "$failed"
 
 
 def read_hosts(file: str | Path) -> list[str]:
-    """[USER@]NAME on each line; # begins a comment."""
+    """Read a file with [USER@]NAME on each line; # begins a comment."""
     try:
         with parsing(file, "a list of hosts"):
             text = read_regular(path_of(file), _LARGEST, links=True).decode()
@@ -194,6 +195,7 @@ def read_hosts(file: str | Path) -> list[str]:
 
 
 def ssh_script(it: Deployment, hosts: list[str], restarts: int) -> str:
+    """The script that starts torchrun on all hosts by ssh."""
     first = hosts[0].rpartition("@")[2]
     agent = words(it, f"{first}:{PORT}", '"$1"', restarts, ',is_host="$4"')
     chosen = [*variables(it.machines, threads(it), "${TMPDIR:-/tmp}/fivefold-$(id -un)", "$PWD"), saving(it)]

@@ -1,4 +1,4 @@
-"""From a job to a file that a cluster runs."""
+"""`fivefold launch`: checks a job against its machines, and writes the file that starts it there."""
 
 import os
 import secrets
@@ -20,7 +20,7 @@ from fivefold.support.files import write
 from fivefold.support.parsing import path_of
 
 # ---- result ---------------------------------------------------------------------------------------------------------
-# What `fivefold launch` wrote, how to start it, and what is left to fill in.
+# The file that was written, how to start it, and what is left to fill in.
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,13 @@ class LaunchResult(Result):
     title: str
     nodes: int
     per_node: int
-    output: str  # the file; empty: none was asked for, and `text` is shown
+    output: str  # the file; empty: none was asked for, and `text` is printed
     text: str
-    start: list[str]  # commands
+    start: list[str]  # commands that start it
     fill_in: list[str]
     notes: list[str]
-    submitted: str = ""  # the id that Slurm gave it
-    follow: tuple[tuple[str, str], ...] = ()  # command, what it shows
+    submitted: str = ""  # its Slurm job id
+    follow: tuple[tuple[str, str], ...] = ()  # (command, what it shows)
 
     def blocks(self) -> Iterator[Text | Table]:
         yield Text(self.title, "bold")
@@ -122,7 +122,7 @@ def deployment(
     options: Options = Options(),  # noqa: B008 - frozen
     hosts: int = 0,
 ) -> CheckedJob:
-    """Read a job, and hold it against the machines that are asked for."""
+    """Read a job, and check it against the machines that are asked for."""
     if "=" in (file or ""):
         setting = f"{file!r} would be a setting for `fivefold train`, as it has a '='; rename the job file"
         raise UserError(setting, "launch.file.name")
@@ -131,16 +131,17 @@ def deployment(
     least = least_nodes(job, wanted) if options.elastic else 0
     problems, notes = job_problems(job, wanted.world), list(wanted.notes)
     try:
-        path_of(job.run.dir.lstrip("~"))  # a user who is not known here may be known there
+        path_of(job.run.dir.lstrip("~"))  # without the home of a user who may exist only on the cluster
     except UserError as error:
         problems += error.framed("run.dir: ")
-    if job.data.path and os.path.exists(path_of(job.data.path)):
-        open_data(job, problems)
-    elif job.data.path:
+    elsewhere = [f"{key}={place}" for key, place in job.data.places.items() if not os.path.exists(path_of(place))]
+    if elsewhere:
         check = command(["fivefold", "train"], file or "", changes, ["--check"])
         notes.append(
-            f"data.path={job.data.path} is not on this machine and was not checked: `{check}` does, where it is"
+            f"{' and '.join(elsewhere)} is not on this machine and was not checked: `{check}` does, where it is"
         )
+    elif not job.data.usual:
+        open_data(job, problems)
     if options.submit and needs_data(job):
         empty = f"--submit: data.path is not filled in, and ranks would refuse {job.model.name} without it"
         problems.append(Problem("data.path.missing", empty))
@@ -153,7 +154,7 @@ def deployment(
 
 
 def _planned(job: Job, wanted: Machines, notes: list[str]) -> float:
-    """Seconds of a step, where the planner knows the machines; what does not fit them is noted."""
+    """The planned seconds of a step, 0 if the planner does not know the machines; a note says so if memory is short."""
     if not wanted.gpus or wanted.cluster is None:
         return 0.0
     try:
@@ -171,7 +172,7 @@ def _planned(job: Job, wanted: Machines, notes: list[str]) -> float:
 
 
 def written(kind: str, checked: CheckedJob, output: Path | None, options: Options, hosts: list[str]) -> LaunchResult:
-    """The text of a kind, in its file, with what is left to do."""
+    """Write the file for a kind of cluster, and submit it if that is asked for; returns what is left to do."""
     it, name, restarts = checked.it, str(output or ""), options.restarts
     if kind == "slurm":
         text, start = slurm.sbatch(it, name, options), [command(["sbatch"], name)]
@@ -213,9 +214,9 @@ def written(kind: str, checked: CheckedJob, output: Path | None, options: Option
 
 
 def _submitted(file: Path) -> str:
-    """The number that Slurm gave it."""
+    """Submit a file to Slurm; returns its job id."""
     try:
-        words = ["sbatch", "--parsable", str(file.absolute())]  # no name that is an option
+        words = ["sbatch", "--parsable", str(file.absolute())]  # absolute, so that no name is taken for an option
         done = subprocess.run(words, capture_output=True, text=True, timeout=_SUBMITTING)
     except FileNotFoundError:
         absent = f"there is no sbatch on this machine; {file} is written: submit it where Slurm is"
@@ -224,13 +225,15 @@ def _submitted(file: Path) -> str:
         silent = f"sbatch has not answered for {_SUBMITTING} s; whether {file} is queued: squeue --me"
         raise UserError(silent, "launch.sbatch.silent") from None
     if done.returncode:
-        said = " ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in done.stderr.splitlines())
-        raise UserError(f"sbatch has refused {file}: {said or f'exit code {done.returncode}'}", "launch.sbatch.refused")
-    return done.stdout.split(";")[0].strip()  # "123;cluster" where there are several
+        lines = (line.removeprefix("sbatch: ").removeprefix("error: ") for line in done.stderr.splitlines())
+        reason = " ".join(lines) or f"exit code {done.returncode}"
+        raise UserError(f"sbatch has refused {file}: {reason}", "launch.sbatch.refused")
+    job_id, *_ = done.stdout.split(";")  # "123", or "123;cluster" where there are several clusters
+    return job_id.strip()
 
 
 def follow(number: str, it: Deployment) -> tuple[tuple[str, str], ...]:
-    """Commands about a job of Slurm's, and what they do."""
+    """Commands for a submitted Slurm job, and what they do."""
     return (
         (f"squeue --jobs={number}", "whether it waits or runs"),
         (f"tail -F {it.plain_name}-{number}.out", "starts and ends"),

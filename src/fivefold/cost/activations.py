@@ -14,11 +14,13 @@ from typing import NamedTuple
 
 from msgspec import structs
 
+from fivefold.cost.moe import expert_matmuls
 from fivefold.cost.routing import RoutedTokens
 from fivefold.cost.software import SoftwareProfile
 from fivefold.layout.layout import Layout
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import BlockOperations, Matmul, block
+from fivefold.spec.pattern import Layer
 
 # ---- expert memory --------------------------------------------------------------------------------------------------
 # Bytes of the experts of one block on one rank: what a microbatch saves, and the peaks of its backward pass.
@@ -183,7 +185,7 @@ class MoEMemory(RoutedTokens):
 
     @cached_property
     def _matmuls(self) -> list[Matmul]:
-        return [matmul for matmul in block(self.spec).matmuls if matmul.experts]
+        return expert_matmuls(self.spec)
 
     @property
     def _expert_outputs(self) -> float:
@@ -240,33 +242,31 @@ def saved_activations(
     seq: int,
     activation_bytes: int = 2,
     *,
-    dense: bool = False,
+    kinds: Layer | None = None,
     imbalance: float = 1.0,
 ) -> SavedActivations:
-    """What one block saves of one microbatch; `activation_bytes` are those of one element.
-
-    In a model with experts it is a block that has some, of the rank with `imbalance` times the mean of the tokens; or
-    (`dense`) one of the first blocks, that have none.
+    """What one block saves of one microbatch: one of these `kinds`, or of the last layer's. `activation_bytes` are
+    those of one element; experts are of the rank with `imbalance` times the mean of the tokens.
     """
-    tokens = samples * seq // layout.cp
+    tokens, kinds = samples * seq // layout.cp, kinds or spec.kinds(spec.layers - 1)
     moe = None
-    if spec.experts is not None and not dense:
+    if kinds.routed:
         moe = MoEMemory(spec, layout, software, tokens, activation_bytes, imbalance)
-    without_recompute = _without_recompute(spec, layout, software, tokens, seq, activation_bytes, moe)
+    without_recompute = _without_recompute(spec, layout, software, tokens, seq, activation_bytes, kinds, moe)
     if layout.recompute == "none":
         return without_recompute
-    residual = without_recompute.residual / 2
+    residual = without_recompute.residual / len(kinds.branches)
     if layout.recompute == "full":
         return SavedActivations(residual=residual)
     if software.selective == "attention":
         return without_recompute._replace(scores=0.0)
-    own = block(spec, layout.tp, dense)
+    own = block(spec, layout.tp, kinds)
     # The outputs of every matmul and of attention, and what Ulysses exchanged before attention and after it.
-    attention = tokens * activation_bytes * (own.attention.width + _output_features(own, "attention", layout))
+    attention = tokens * activation_bytes * (own.attention.width + _output_features(own, _mixer(kinds), layout))
     if layout.cp > 1 and layout.cp_kind == "ulysses":
-        exchanged = _block(spec, layout, dense).attention
+        exchanged = _block(spec, layout, kinds).attention
         attention += tokens * activation_bytes * (2 * exchanged.width + 2 * exchanged.kv_width)
-    if spec.mla and layout.sp:  # the latents of all tokens, gathered
+    if kinds.latent and spec.mla and layout.sp:  # the latents of all tokens, gathered
         attention += tokens * activation_bytes * (spec.mla.q_rank + spec.mla.cached)
     mlp = tokens * activation_bytes * _output_features(own, "mlp", layout)
     if software.selective == "half":
@@ -276,12 +276,10 @@ def saved_activations(
     return SavedActivations(residual=residual, attention=attention, mlp=mlp, experts=experts)
 
 
-def deferred_wgrad_bytes(
-    spec: ModelSpec, layout: Layout, tokens: int, activation_bytes: int = 2, dense: bool = False
-) -> float:
+def deferred_wgrad_bytes(spec: ModelSpec, layout: Layout, tokens: int, activation_bytes: int, kinds: Layer) -> float:
     """Bytes that a block holds from its I to its W: the inputs of its linears, and the gradients of their outputs. Of
     experts `MoEMemory.deferred_wgrad` has them."""
-    own, parts = _block(spec, layout, dense), layout.tp if layout.sp else 1
+    own, parts = _block(spec, layout, kinds), layout.tp if layout.sp else 1
     groups = [group for group in own.groups if not _of_experts(group[0])]
     matmuls = [matmul for group in groups for matmul in group]
     inputs = sum(group[0].inputs / (parts if group[0].reads_residual else 1) for group in groups)
@@ -294,13 +292,18 @@ def _of_experts(matmul: Matmul) -> bool:
     return matmul.experts > 0 or matmul.tp == "replicated_partial"
 
 
-def _block(spec: ModelSpec, layout: Layout, dense: bool = False) -> BlockOperations:
+def _block(spec: ModelSpec, layout: Layout, kinds: Layer) -> BlockOperations:
     """A tp rank's block as attention keeps it: Ulysses repeats kv heads that are fewer than its ranks."""
-    own = block(spec, layout.tp, dense)
-    if layout.cp == 1 or layout.cp_kind != "ulysses":
+    own = block(spec, layout.tp, kinds)
+    if layout.cp == 1 or layout.cp_kind != "ulysses" or not kinds.attends:
         return own
     repeated = structs.replace(spec, kv_heads=math.lcm(own.attention.kv_heads, layout.cp) * layout.tp)
-    return block(repeated, layout.tp, dense)
+    return block(repeated, layout.tp, kinds)
+
+
+def _mixer(kinds: Layer) -> str:
+    """The branch of its matmuls."""
+    return kinds.mixer.place if kinds.mixer else ""
 
 
 def _output_features(own: BlockOperations, branch: str, layout: Layout) -> float:
@@ -311,6 +314,12 @@ def _output_features(own: BlockOperations, branch: str, layout: Layout) -> float
     return sum(matmul.outputs / (parts if matmul.whole else 1) for matmul in matmuls)
 
 
+def _saved_between(own: BlockOperations, branch: str, layout: Layout) -> float:
+    """Features that a plugin's own operations save."""
+    others = (each for each in own.elementwise if each.kind == "other" and each.name.startswith(f"{branch}."))
+    return sum(each.saved * each.share(layout.tp, layout.sp) for each in others)
+
+
 def _without_recompute(
     spec: ModelSpec,
     layout: Layout,
@@ -318,10 +327,11 @@ def _without_recompute(
     tokens: int,
     seq: int,
     activation_bytes: int,
+    kinds: Layer,
     moe: MoEMemory | None,
 ) -> SavedActivations:
     """What autograd saves without recompute."""
-    own = _block(spec, layout, dense=moe is None)
+    own = _block(spec, layout, kinds)
 
     def read_by(kind: str) -> float:
         """Elements that operations of a kind read. Without sp every tp rank holds all of them."""
@@ -334,32 +344,46 @@ def _without_recompute(
     eager = software.norm == "eager" and spec.norm == "rmsnorm"
     norm = (read_by("norm") + read_by("qk_norm")) * (activation_bytes + (8 if eager else 0)) + read_by("dropout")
     mlp = [matmul for matmul in own.of("mlp") if not _of_experts(matmul)]
-    if not mlp:  # nothing but the router reads the second norm's output
+    if moe and not mlp:  # nothing but the router reads the second norm's output
         norm -= tokens * activation_bytes * spec.hidden / (layout.tp if layout.sp else 1)
     scores = 0.0
     if software.attention in ("torch", "fused"):
         # Fused: probabilities, a mask, and their product. Torch: float32 softmax, cast, mask.
         per_score = 2 * activation_bytes + {"fused": 1, "torch": 4}[software.attention]
         scores = float(per_score * tokens * own.attention.heads * seq)
-    inner = sum(matmul.outputs for matmul in mlp[:-1])
+    inner = float(sum(matmul.outputs for matmul in mlp[:-1]))
     inner += sum((1 + written_by_activation(spec, software)) * matmul.inputs for matmul in mlp[-1:])
+    inner += _saved_between(own, "mlp", layout)
     return SavedActivations(
         residual=read_by("residual") * activation_bytes,
         norm=norm,
-        attention=_saved_by_attention(spec, layout, software, own, tokens, activation_bytes),
+        attention=_saved_by_mixer(spec, layout, software, own, tokens, activation_bytes, kinds),
         scores=scores,
         mlp=float(activation_bytes * tokens * inner),
         experts=moe.saved if moe else 0.0,
     )
 
 
-def _saved_by_attention(
-    spec: ModelSpec, layout: Layout, software: SoftwareProfile, own: BlockOperations, tokens: int, activation_bytes: int
+def _saved_by_mixer(
+    spec: ModelSpec,
+    layout: Layout,
+    software: SoftwareProfile,
+    own: BlockOperations,
+    tokens: int,
+    activation_bytes: int,
+    kinds: Layer,
 ) -> float:
-    """Queries, keys, values, the output (or two copies of it), and a log-sum-exp in float32 for each query."""
+    """Of attention: queries, keys, values, the output (or two copies of it), and a log-sum-exp in float32 for each
+    query. Of other mixers, what the first matmuls write, what the last one reads, and what the operations between save.
+    """
+    if not kinds.attends:
+        matmuls = own.of(_mixer(kinds))
+        features = float(sum(matmul.outputs for matmul in matmuls[:-1]) + sum(last.inputs for last in matmuls[-1:]))
+        features += _saved_between(own, _mixer(kinds), layout)
+        return tokens * activation_bytes * features
     outputs, attention = 2 if software.copies_attention else 1, own.attention
     log_sum_exp = 4 * attention.heads
-    if spec.mla is None:
+    if not kinds.latent or spec.mla is None:
         features = (1 + outputs) * attention.width + 2 * attention.kv_width
         return float(tokens * (activation_bytes * features + log_sum_exp))
     # Of latent attention the norms' outputs are the latents that heads are made of, side by side; with sp those of all

@@ -22,6 +22,7 @@ from fivefold.cost.software import CAST, MOVED, NARROW, WIDE, SoftwareProfile
 from fivefold.layout.layout import ContextKind, Layout
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import BlockOperations, block, head
+from fivefold.spec.pattern import Layer
 
 ROWWISE = 2.0  # times as long as cuBLAS's fp8 with one scale: torch's row-wise matmul was another kernel (2024)
 
@@ -58,17 +59,6 @@ class PassTimes(NamedTuple):
 NO_PASSES = PassTimes(NOTHING, NOTHING, NOTHING)
 
 
-class LayerKind(NamedTuple):
-    """Layers of a kind take as long as each other."""
-
-    dense: bool  # without experts, in a model that has some
-    window: int  # 0: its queries see all tokens before
-
-
-def layer_kind(spec: ModelSpec, layer: int) -> LayerKind:
-    return LayerKind(spec.experts is not None and spec.dense(layer), spec.window_of(layer))
-
-
 @dataclass(frozen=True)
 class BlockCost:
     """A microbatch of `samples` sequences under a layout, on a device, as a software runs it."""
@@ -82,8 +72,11 @@ class BlockCost:
     seq: int
     precision: str = "bf16"
     imbalance: float = 1.0  # of experts: tokens of the most loaded rank over the mean
-    dense: bool = False  # of the first layers of a model with experts, those without
-    window: int | None = None  # of its layer; None: the mean of all layers, for closed forms, which only prune
+    layer: Layer | None = None  # its kinds; None: the last layer's
+
+    @property
+    def kinds(self) -> Layer:
+        return self.layer or self.spec.kinds(self.spec.layers - 1)
 
     @property
     def tokens(self) -> int:
@@ -97,22 +90,22 @@ class BlockCost:
     @cached_property
     def operations(self) -> BlockOperations:
         """The operations of a block on one tp rank."""
-        return block(self.spec, self.layout.tp, self.dense, self.window or 0)
+        return block(self.spec, self.layout.tp, self.kinds)
 
-    def of(self, kind: LayerKind) -> "BlockCost":
-        """The same microbatch in a layer of another kind."""
-        if kind not in self._kinds:
-            self._kinds[kind] = replace(self, dense=kind.dense, window=kind.window)
-        return self._kinds[kind]
+    def of(self, kinds: Layer) -> "BlockCost":
+        """The same microbatch in a layer of other kinds."""
+        if kinds not in self._others:
+            self._others[kinds] = replace(self, layer=kinds)
+        return self._others[kinds]
 
     @cached_property
-    def _kinds(self) -> dict[LayerKind, "BlockCost"]:
+    def _others(self) -> dict[Layer, "BlockCost"]:
         return {}
 
     @cached_property
     def mixture(self) -> MoEBlock | None:
         """Its experts, where it has any."""
-        if self.spec.experts is None or self.dense:
+        if not self.kinds.routed:
             return None
         sizes = (self.tokens, self.activation_bytes, self.precision, self.imbalance)
         return MoEBlock(self.spec, self.layout, self.device, self.topology, self.software, *sizes)
@@ -189,12 +182,8 @@ class BlockCost:
     @cached_property
     def _attention(self) -> tuple[float, float]:
         """Forward and backward, all of this rank's queries; with cp what its slowest rank does."""
-        if self.window is None:
-            kinds = [(self.of(LayerKind(self.dense, window)), n) for window, n in self.spec.windows.items()]
-            forward, backward = (
-                sum(block._attention[at] * (n / self.spec.layers) for block, n in kinds) for at in (0, 1)
-            )
-            return forward, backward
+        if not self.operations.attention.heads:
+            return 0.0, 0.0
         if self._over_ranks is not None:
             work = self._over_ranks.work
             parts = work.both if self.software.merges else work.attention
@@ -208,7 +197,7 @@ class BlockCost:
     @cached_property
     def _over_ranks(self) -> attention.Method | None:
         """The microbatch over the cp ranks (`cost/attention.py` says what each way costs)."""
-        if self.layout.cp == 1:
+        if self.layout.cp == 1 or not self.operations.attention.heads:
             return None
         full_kernel, partial_kernel = self.software.attention, self.software.cp_attention or self.software.attention
         topology = replace(
@@ -217,7 +206,7 @@ class BlockCost:
         sizes = (self.samples, self.activation_bytes, max(4, self.activation_bytes))  # sums are in float32 at least
         heads = self.operations.attention[:3]
         case = attention.LayerAttention(
-            self.seq, *heads, self.device, topology, full_kernel, partial_kernel, *sizes, window=self.window or 0
+            self.seq, *heads, self.device, topology, full_kernel, partial_kernel, *sizes, window=self.kinds.window
         )
         return _method(self.layout.cp_kind, case)
 
@@ -231,23 +220,20 @@ class BlockCost:
         own = self.operations
         plain = [group[0] for group in own.groups if not (group[0].experts or group[0].tp == "replicated_partial")]
         cast = sum(matmul.inputs for matmul in plain) * CAST.get(self.precision, 0.0)
-        cast += copied(self.spec, self.software, self.layout.tp)
+        cast += copied(self.spec, self.software, self.layout.tp) if self.kinds.latent else 0.0
         kernels = 8 if self.software.pointwise != "eager" else 20
         shares = [
-            (self.tokens * operation.share(self.layout.tp, self.layout.sp), operation.kind)
+            (self.tokens * operation.share(self.layout.tp, self.layout.sp), moved.get(operation.kind, operation.moved))
             for operation in own.elementwise
         ]
-        forward, backward = (
-            sum(share * moved[kind][at] for share, kind in shares if kind in moved) + self.tokens * cast
-            for at in (0, 1)
-        )
+        forward, backward = (sum(share * each[at] for share, each in shares) + self.tokens * cast for at in (0, 1))
         wider = self.activation_bytes / 2  # the bytes above are of 2-byte activations
         return self.device.stream(wider * forward, kernels), self.device.stream(wider * backward, kernels)
 
     def _again(self, forward: Seconds, sent: float) -> float:
         """Recomputation: of the whole block, or of operations whose outputs are cheap and large."""
         if self.layout.recompute == "none":
-            if not (self.software.remakes_heads and self.spec.mla):
+            if not (self.software.remakes_heads and self.kinds.latent):
                 return 0.0
             made = sum(self._gemm(*shape) for shape in remade(self.spec, self.tokens, self.layout.tp))
             return made + self.device.stream(
@@ -257,7 +243,7 @@ class BlockCost:
             stops = self.software.stops_early and self.layout.tp == 1 and not self.layout.splits_backward
             # A shared expert is the last where nothing travels; elsewhere it computes while tokens do.
             stops = stops and (self.mixture is None or (self.mixture.experts.shared > 0 and self.layout.ep == 1))
-            return forward.total + sent - (self._gemm(*self.gemms[-1]) if stops else 0.0)
+            return forward.total + sent - (self._gemm(*self.gemms[-1]) if stops and self.gemms else 0.0)
         if self.software.selective == "attention":
             return forward.attention
         return forward.memory + (0.5 * forward.gemm if self.software.selective == "half" else 0.0)
@@ -280,18 +266,17 @@ class BlockCost:
     @cached_property
     def collectives(self) -> BlockCollectives:
         """The collectives of one microbatch, but for those over ep: `moe.py` knows their rows."""
-        moe = self.spec.experts is not None and not self.dense
         return BlockCollectives(
-            self.spec, self.layout, self.tokens, self.activation_bytes, max(4, self.activation_bytes), moe
+            self.spec, self.layout, self.tokens, self.activation_bytes, max(4, self.activation_bytes), self.kinds
         )
 
     @property
     def _tp_forward(self) -> float:
-        return self._over_tp((*self.collectives.attention(), *self.collectives.mlp()))
+        return self._over_tp((*self.collectives.mixer(), *self.collectives.mlp()))
 
     @cached_property
     def _tp_backward(self) -> float:
-        return self._over_tp((*self.collectives.attention_back(), *self.collectives.mlp_back()))
+        return self._over_tp((*self.collectives.mixer_back(), *self.collectives.mlp_back()))
 
     def _over_tp(self, collectives: Iterable[Collective]) -> float:
         alike = Counter((sent.kind, sent.payload) for sent in collectives if sent.axis == "tp")
@@ -331,6 +316,8 @@ class BlockCost:
     def mlp_backward_bytes(self) -> float:
         """Bytes that a block's backward needs beside what is saved: gradients of the feed-forward part's intermediates
         and largest weight; with tp, of both weights that share an input, and of that input, gathered."""
+        if not self.operations.matmuls:
+            return 0.0
         down = self.operations.matmuls[-1]
         bytes_ = self.activation_bytes * (2.0 * self.tokens * down.inputs + down.size)
         if self.layout.tp > 1:
@@ -353,7 +340,7 @@ class BlockCost:
     @property
     def own(self) -> ParamShare:
         """Parameters of a block on one rank."""
-        return block_share(self.spec, self.layout.tp, self.layout.ep, self.dense)
+        return block_share(self.spec, self.layout.tp, self.layout.ep, self.kinds)
 
     @property
     def block_parameters(self) -> float:

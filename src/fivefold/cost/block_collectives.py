@@ -1,6 +1,6 @@
 """The collectives of one block, in the order in which a microbatch meets them: one list, and all else is a fold of it.
 
-    block = BlockCollectives(spec, layout, tokens=8192, compute=2, accum=4, moe=False)
+    block = BlockCollectives(spec, layout, tokens=8192, compute=2, accum=4, kinds=spec.kinds(0))
     [sent.kind for sent in block.forward()]          # of one microbatch; recomputed() and backward() likewise
 
 `cost/traffic.py` adds up their bytes, `cost/block.py` and `cost/moe.py` their seconds, and the page shows them one by
@@ -21,6 +21,7 @@ from fivefold.layout.layout import ContextKind, Layout
 from fivefold.layout.sharding import chunk, kv_head, slices
 from fivefold.spec.blocks import Experts
 from fivefold.spec.model import ModelSpec
+from fivefold.spec.pattern import Layer
 
 When = Literal["forward", "backward", "once a step"]
 _COUNT = 8  # bytes of a number of tokens, or of an expert's number
@@ -54,12 +55,17 @@ class BlockCollectives:
     tokens: int  # B S
     compute: int  # bytes
     accum: int
-    moe: bool  # the MLP is one of experts
+    kinds: Layer  # the block's mixer and MLP
     rows: tuple[int, int] = (0, 0)  # tokens, K times each, that this rank sends to experts, and receives for its own
     balanced: int = 0  # sequences of a microbatch whose loads a balance loss reads; 0: there is none
 
+    @property
+    def moe(self) -> bool:
+        """Whether the MLP is one of experts."""
+        return self.kinds.routed
+
     def forward(self) -> Iterator[Collective]:
-        yield from self.attention()
+        yield from self.mixer()
         if not self.moe:
             yield from self.mlp()
             return
@@ -88,7 +94,7 @@ class BlockCollectives:
             yield from self.slices_back()
         else:
             yield from self.mlp_back()
-        yield from self.attention_back()
+        yield from self.mixer_back()
 
     # ---- tensor parallelism ------------------------------------------------------------------------------------------
 
@@ -115,12 +121,16 @@ class BlockCollectives:
 
     @property
     def _mlp(self) -> str:
-        """What every token visits after attention; nothing, if there are experts and none is shared."""
+        """What every token visits after the mixer; nothing, if there are experts and none is shared."""
         if not self.moe:
-            return "the MLP"
+            return "the MLP" if self.kinds.mlp else ""
         return "the shared expert" if self._experts.shared else ""
 
-    def attention(self) -> Iterator[Collective]:
+    def mixer(self) -> Iterator[Collective]:
+        if not self.kinds.attends:
+            if self.kinds.mixer:
+                yield from self._divided("the mixer")
+            return
         if self._reads_stream:
             yield from self._gather("forward", "hidden states for q, k and v")
         if self.spec.mla:
@@ -130,7 +140,11 @@ class BlockCollectives:
         yield from self._context("forward")
         yield self._sum("forward", "attention's output, summed over heads")
 
-    def attention_back(self) -> Iterator[Collective]:
+    def mixer_back(self) -> Iterator[Collective]:
+        if not self.kinds.attends:
+            if self.kinds.mixer:
+                yield from self._divided_back("the mixer")
+            return
         yield from self._gather("backward", "gradients of attention's output")
         yield from self._context("backward")
         if self._squares:
@@ -143,14 +157,21 @@ class BlockCollectives:
 
     def mlp(self) -> Iterator[Collective]:
         if name := self._mlp:
-            yield from self._gather("forward", f"hidden states for {name}")
-            yield self._sum("forward", f"output of {name}, summed")
+            yield from self._divided(name)
 
     def mlp_back(self) -> Iterator[Collective]:
         if name := self._mlp:
-            yield from self._gather("backward", f"gradients of the output of {name}")
-            yield from self._gather("backward", f"saved input of {name}")
-            yield self._sum("backward", f"gradients of the input of {name}, summed")
+            yield from self._divided_back(name)
+
+    def _divided(self, name: str) -> Iterator[Collective]:
+        """A column-parallel group, and the row-parallel linear that ends in the stream."""
+        yield from self._gather("forward", f"hidden states for {name}")
+        yield self._sum("forward", f"output of {name}, summed")
+
+    def _divided_back(self, name: str) -> Iterator[Collective]:
+        yield from self._gather("backward", f"gradients of the output of {name}")
+        yield from self._gather("backward", f"saved input of {name}")
+        yield self._sum("backward", f"gradients of the input of {name}, summed")
 
     def _tp(self, when: When, what: str, kind: Kind, payload: int) -> Collective:
         return Collective(when, what, "tp", kind, 1, payload)

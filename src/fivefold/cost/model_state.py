@@ -17,6 +17,7 @@ a, the weights are the masters: also in bfloat16 those of parameters that are ne
 
 import math
 import os
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ import msgspec
 
 from fivefold.job.config import Job
 from fivefold.layout.layout import Layout
-from fivefold.layout.sharding import local_params
+from fivefold.layout.sharding import LocalParam, local_params
 from fivefold.layout.stages import stages_of
 from fivefold.optim.adamw import AdamW
 from fivefold.optim.base import OptimizerConfig
@@ -64,17 +65,18 @@ class Accounting:
     weight: int  # in compute
     gradient: int
     master: int  # beside the weight; 0: the weight is as wide, and is the master itself
-    states: int  # of the optimizer
+    states: float  # of the optimizer
     sharded_masters: bool = True  # ZeRO 3 keeps the master as its only copy, and gathers compute weights from it
 
     @classmethod
-    def of(cls, dtype: str, optimizer: OptimizerConfig = ADAMW) -> "Accounting":
-        """This code's: gradients are added up, and masters and states kept, in float32 at least."""
+    def of(cls, dtype: str, states: int = len(AdamW.states)) -> "Accounting":
+        """This code's: gradients are added up, and masters and states kept, in float32 at least. `states`: how many
+        the optimizer has of a parameter."""
         compute, full = BYTES[dtype], wide_bytes(dtype)
-        return cls(compute, full, full if compute < full else 0, full * len(optimizer.states))
+        return cls(compute, full, full if compute < full else 0, full * states)
 
     @property
-    def saved(self) -> int:
+    def saved(self) -> float:
         """What a checkpoint has: masters and states."""
         return (self.master or self.weight) + self.states
 
@@ -135,7 +137,7 @@ def state_of(
     gradients of a single microbatch that no other rank or stage has a part in stay in the dtype they come in, as they
     do on a GPU.
     """
-    rounded, unrounded = Accounting.of(dtype, optimizer), Accounting.of(dtype_of(wide_bytes(dtype)), optimizer)
+    mixed, wide = BYTES[dtype] < wide_bytes(dtype), dtype_of(wide_bytes(dtype))
     stages = stages_of(spec, layout, seq or spec.context)
     own_stages = [stages[number] for number in layout.placement.of_rank[pp]]
     # An embedding that first and last stage share on one rank counts once.
@@ -144,21 +146,21 @@ def state_of(
         for param in local_params(spec, layout, tp, ep).values()
         if any(stage.holds(param.parameter) for stage in own_stages)
     ]
-    states_of = []
-    for axis, exact, place in (("fsdp", False, fsdp), ("fsdp", True, fsdp), ("efsdp", False, efsdp)):
-        parts = [
-            param
-            for param in here
-            if param.fsdp_axis == axis and (rounded.master > 0 and param.parameter.full_precision) == exact
-        ]
-        ranks, each = layout.size(axis), unrounded if exact else rounded
+    alike: dict[tuple[str, bool, int], list[LocalParam]] = defaultdict(list)
+    for param in here:
+        exact, states = mixed and param.parameter.full_precision, len(optimizer.states_of(param.parameter))
+        alike[param.fsdp_axis, exact, states].append(param)
+    states_of = [State(0, 0, 0)]
+    for (axis, exact, states), parts in alike.items():
+        place, ranks = fsdp if axis == "fsdp" else efsdp, layout.size(axis)
+        each = Accounting.of(wide if exact else dtype, states)
         full = sum(param.size for param in parts)
         owned = sum(math.prod(map(len, param.share(ranks, place))) for param in parts)
         padded = sum(param.share_size(ranks) for param in parts)
         if layout.fully_shards(spec):
             states_of.append(each.held(full, full, full) if exact else each.held(padded, padded, owned, sharded=True))
             continue
-        stage = layout.zero if parts and ranks > 1 else 0  # ZeRO 3 of a dense model has no experts
+        stage = layout.zero if ranks > 1 else 0
         gradients = {0: full, 1: padded * ranks, 2: padded}[stage]
         state = each.held(full, gradients, owned if stage else full)
         if narrow and ranks == layout.microbatches == 1:
@@ -171,7 +173,10 @@ def state_of(
 
 def checkpoint_bytes(spec: ModelSpec, dtype: str, optimizer: OptimizerConfig = ADAMW) -> int:
     """Bytes of a checkpoint, of all ranks together: masters and the optimizer's states."""
-    return spec.parameter_count * Accounting.of(dtype, optimizer).saved
+    if optimizer.unit == "element":
+        return round(spec.parameter_count * Accounting.of(dtype, len(optimizer.states)).saved)
+    held = (param.size * Accounting.of(dtype, len(optimizer.states_of(param))).saved for param in spec.parameters())
+    return round(sum(held))
 
 
 def host_memory() -> int:

@@ -26,6 +26,7 @@ from fivefold.schedules.costs import Segment, Segments
 from fivefold.spec.blocks import Experts
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import Matmul, block
+from fivefold.spec.pattern import Layer
 from fivefold.support.errors import UserError
 
 # Of the rate of one matmul of the same tiles: 0.73 to 1.02, the mean of ten on one H200 (torch 2.11): up, down and
@@ -46,10 +47,9 @@ class ParamShare(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def block_share(spec: ModelSpec, tp: int, ep: int, dense: bool = False) -> ParamShare:
-    """Parameters of a block; of a model with experts one that has some, or (`dense`) none. Norms count as if tp divided
-    them."""
-    params = list(spec.block_parameters(0 if dense else spec.layers - 1))
+def block_share(spec: ModelSpec, tp: int, ep: int, kinds: Layer) -> ParamShare:
+    """Parameters of a block of these kinds. Norms count as if tp divided them."""
+    params = list(spec.block_parameters(spec.first(kinds)))
     of_experts = sum(param.size for param in params if param.experts)
     # Routers, and linears to latents, are whole on every rank.
     replicated = sum(
@@ -60,6 +60,11 @@ def block_share(spec: ModelSpec, tp: int, ep: int, dense: bool = False) -> Param
     )
 
 
+def experts_share(spec: ModelSpec, ep: int) -> float:
+    """Parameters of a rank's experts in one layer."""
+    return float(block_share(spec, 1, ep, spec.kinds(spec.routed_layers[0])).experts)
+
+
 @lru_cache(maxsize=4096)
 def stage_share(spec: ModelSpec, tp: int, ep: int, stage: Stage) -> ParamShare:
     """Parameters of a stage, with the embedding and the head where it has them."""
@@ -67,15 +72,18 @@ def stage_share(spec: ModelSpec, tp: int, ep: int, stage: Stage) -> ParamShare:
     learned = spec.context * spec.hidden * (spec.positions == "learned")
     bottom = (table + learned) if stage.first else 0
     top = spec.hidden + (0 if stage.first and spec.tied else table) if stage.last else 0
-    few = plain_layers(spec, stage)
-    plain, mixed = block_share(spec, tp, ep, True), block_share(spec, tp, ep)
-    many = len(stage.layers) - few
-    return ParamShare((bottom + top) / tp + few * plain.dense + many * mixed.dense, many * mixed.experts)
+    shares = [(block_share(spec, tp, ep, kinds), count) for kinds, count in spec.counted(stage.layers).items()]
+    dense = sum((count * share.dense for share, count in shares), (bottom + top) / tp)
+    return ParamShare(dense, sum(count * share.experts for share, count in shares))
 
 
-def plain_layers(spec: ModelSpec, stage: Stage) -> int:
-    """Layers of a stage that have no experts in a model that has some."""
-    return sum(map(spec.dense, stage.layers)) if spec.experts is not None else 0
+def mixture_matmuls(spec: ModelSpec, tp: int = 1) -> list[Matmul]:
+    """Those of a mixture of experts: the router's, the experts' and the shared one's."""
+    return block(spec, tp, spec.kinds(spec.routed_layers[0])).of("mlp")
+
+
+def expert_matmuls(spec: ModelSpec) -> list[Matmul]:
+    return [matmul for matmul in mixture_matmuls(spec) if matmul.experts]
 
 
 def collapsed(experts: Experts, ep: int) -> float:
@@ -122,7 +130,7 @@ class MoEBlock(RoutedTokens):
     @cached_property
     def products(self) -> tuple[tuple[int, int], ...]:
         """Outputs and inputs of the experts' matmuls; those that read the same are one, if the software joins them."""
-        own = [matmul for matmul in block(self.spec).matmuls if matmul.experts]
+        own = expert_matmuls(self.spec)
         *columns, down = own
         if self.software.columns_apart:
             return tuple((matmul.outputs, matmul.inputs) for matmul in own)
@@ -209,7 +217,7 @@ class MoEBlock(RoutedTokens):
             self.tokens,
             self.activation_bytes,
             max(4, self.activation_bytes),
-            moe=True,
+            self.spec.kinds(self.spec.routed_layers[0]),
             rows=rows,
         )
 
@@ -323,7 +331,7 @@ class Travel:
         of = self.of
         if not of.experts.shared:
             return Shared()
-        own = [matmul for matmul in block(of.spec, of.layout.tp).matmuls if matmul.name.startswith("shared.")]
+        own = [matmul for matmul in mixture_matmuls(of.spec, of.layout.tp) if matmul.name.startswith("shared.")]
         forward = inputs = weights = 0.0
         for m, n, k in dense_gemms(tuple(own), of.tokens, of.software.columns_apart, 1):
             forward += of.device.gemm(m, n, k, of.precision)

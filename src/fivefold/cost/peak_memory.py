@@ -11,7 +11,8 @@ Gradients that wait for other ranks have buckets, allocated before the first ste
 the first backward pass, when the activations shrink already. So a rank may reach its peak at the end of that pass.
 """
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import dropwhile
@@ -25,18 +26,19 @@ from fivefold.cost.kernels import plus, times
 from fivefold.cost.model_state import State
 from fivefold.cost.moe import ParamShare
 from fivefold.cost.software import SoftwareProfile
-from fivefold.cost.step import Workload, p2p_bytes, param_share, simulated_microbatches
+from fivefold.cost.step import Workload, matrix_cost, p2p_bytes, param_share, simulated_microbatches
 from fivefold.layout.layout import Layout
 from fivefold.layout.sharding import slices
 from fivefold.layout.stages import Stage
 from fivefold.schedules.actions import FORWARD, WEIGHT_GRAD, Action
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import head
+from fivefold.spec.pattern import Layer
 
 # ---- block memory ---------------------------------------------------------------------------------------------------
 # Bytes of one kind of block on one rank: what a microbatch saves in it, and the moments of its backward pass.
 #
-# blocks = RankBlocks(workload)                              # blocks.dense, blocks.moe
+# blocks = RankBlocks(workload)                              # blocks.of_layer(3)
 # backward_peak(workload, stage, blocks, peak_precedes_grads=False).bytes   # of a stage's blocks
 
 
@@ -69,53 +71,46 @@ class BlockMemory(NamedTuple):
 
 @dataclass(frozen=True)
 class RankBlocks:
-    """The kinds of blocks of a model, each computed when first used.
-
-    All blocks of a dense model are `dense`. In a model with experts the leading ones may be; the others are `moe`.
-    """
+    """The memory of each kind of block of a model, computed when first used."""
 
     workload: Workload
 
     @cached_property
-    def dense(self) -> BlockMemory:
-        return block_memory(self.workload, leading_dense=self.workload.spec.experts is not None)
-
-    @cached_property
-    def moe(self) -> BlockMemory:
-        return block_memory(self.workload, leading_dense=False)
+    def _memory(self) -> dict[Layer, BlockMemory]:
+        return {}
 
     def of_layer(self, layer: int) -> BlockMemory:
-        return self.dense if self.workload.spec.dense(layer) else self.moe
+        kinds = self.workload.spec.kinds(layer)
+        if kinds not in self._memory:
+            self._memory[kinds] = block_memory(self.workload, kinds)
+        return self._memory[kinds]
 
     def counted(self, stage: Stage) -> list[tuple[BlockMemory, int]]:
-        """The kinds of a stage with the number of their layers, in the order of the backward pass."""
-        dense = sum(map(self.workload.spec.dense, stage.layers))
-        moe = len(stage.layers) - dense
-        return [*([(self.moe, moe)] if moe else []), *([(self.dense, dense)] if dense else [])]
+        """The memory of a stage's blocks with the number of those that have as much, in the order of the backward
+        pass."""
+        return list(Counter(map(self.of_layer, reversed(stage.layers))).items())
 
     def saved(self, stage: Stage) -> SavedActivations:
         """What one microbatch saves in a stage."""
         return plus(SavedActivations(), *(times(block.saved, count) for block, count in self.counted(stage)))
 
 
-def block_memory(workload: Workload, *, leading_dense: bool) -> BlockMemory:
-    """One block's memory. `leading_dense`: one of the leading blocks, without experts, of a model that has them."""
+def block_memory(workload: Workload, kinds: Layer) -> BlockMemory:
+    """The memory of one block of these kinds."""
     spec, layout, software = workload.spec, workload.layout, workload.software
-    block_cost = replace(workload.block_cost, dense=leading_dense)
+    block_cost = workload.block_cost.of(kinds)
 
     def saved_under(layout: Layout) -> SavedActivations:
         sizes = (workload.samples, workload.seq, block_cost.activation_bytes)
-        return saved_activations(spec, layout, software, *sizes, dense=leading_dense, imbalance=workload.imbalance)
+        return saved_activations(spec, layout, software, *sizes, kinds=kinds, imbalance=workload.imbalance)
 
     saved, without_recompute = saved_under(layout), saved_under(structs.replace(layout, recompute="none"))
     splits = layout.pp > 1 and workload.splits_backward
     between = (
-        deferred_wgrad_bytes(spec, layout, block_cost.tokens, block_cost.activation_bytes, leading_dense)
-        if splits
-        else 0.0
+        deferred_wgrad_bytes(spec, layout, block_cost.tokens, block_cost.activation_bytes, kinds) if splits else 0.0
     )
     base = without_recompute.total - saved.total  # recomputed activations
-    if spec.experts is None or leading_dense:
+    if not kinds.routed:
         moment = BackwardMoment(
             base + block_cost.cp_buffer_bytes + block_cost.mlp_backward_bytes, dense_grads_allocated=True
         )
@@ -186,11 +181,11 @@ def backward_peak(workload: Workload, stage: Stage, blocks: RankBlocks, *, peak_
 def end_of_first_backward_in_blocks(workload: Workload, stage: Stage, blocks: RankBlocks) -> Peak:
     """The peak at the end of the first backward pass, in the stage's first block with experts: the gradients of all
     later blocks are allocated, and this one's are not all."""
-    dense_count = sum(map(workload.spec.dense, stage.layers))
-    if dense_count == len(stage.layers):
-        return Peak(blocks.dense.moments[-1].bytes if dense_count else 0.0)
-    block = blocks.moe
-    earlier_activations = dense_count * blocks.dense.saved.total if dense_count else 0.0
+    routed = next((layer for layer in stage.layers if workload.spec.kinds(layer).routed), None)
+    if routed is None:
+        return Peak(blocks.of_layer(stage.layers[0]).moments[-1].bytes if stage.layers else 0.0)
+    block, before = blocks.of_layer(routed), range(stage.layers.start, routed)
+    earlier_activations = sum(blocks.of_layer(layer).saved.total for layer in before)
     all_grads = lazy_expert_grads(workload, block, 1.0)
     worst = highest(
         Peak(moment.bytes, missing_grads=all_grads - lazy_expert_grads(workload, block, moment.expert_grads_fraction))
@@ -343,11 +338,9 @@ def footprint_of(workload: Workload, rank: int) -> Footprint:
     kinds = (action.kind for action in schedule.compute(rank))
     after_first_forwards = dropwhile(lambda kind: kind is FORWARD, kinds)
     peak_precedes_grads = software.lazy_gradients and layout.chunks == 1 and FORWARD not in after_first_forwards
-    peaks = dict(_peaks(workload, stages, blocks, peak_precedes_grads=peak_precedes_grads))
-    moment_name, peak = max(peaks.items(), key=lambda entry: entry[1].total)
-    end_of_first_backward = _end_of_first_backward(workload, stages[0], blocks, usual=peaks["a block's backward"].bytes)
-    others = max(0, in_flight[stage_ids[0]] - 1) if layout.chunks == 1 else 0  # microbatches that wait for backward
-    parts = ZeroCost(spec, software, workload.topology).states(param_share(workload, stages), layout.zero)
+    parts = ZeroCost(spec, _keeping(workload, stages), workload.topology).states(
+        param_share(workload, stages), layout.zero
+    )
     lazy_grads = sum(
         part.gradients for axis, part in parts.items() if peak_precedes_grads and not has_bucket(layout, axis)
     )
@@ -357,10 +350,18 @@ def footprint_of(workload: Workload, rank: int) -> Footprint:
         if head_stage is None
         else _head_backlog(workload, in_flight[head_stage], schedule.compute(rank), head_stage)
     )
+    activations = saved._replace(head=backlog)
+    peaks = dict(_peaks(workload, stages, blocks, peak_precedes_grads=peak_precedes_grads))
+    moment_name, peak = max(peaks.items(), key=lambda entry: entry[1].total)
+    matrices = matrix_cost(workload, rank).peak
+    if 0 < matrices > activations.total + peak.total - lazy_grads:  # activations are gone, all gradients are there
+        activations, moment_name, peak = SavedActivations(), "the optimizer's matrices", Peak(matrices, lazy_grads)
+    end_of_first_backward = _end_of_first_backward(workload, stages[0], blocks, usual=peaks["a block's backward"].bytes)
+    others = max(0, in_flight[stage_ids[0]] - 1) if layout.chunks == 1 else 0  # microbatches that wait for backward
     needs = Footprint(
         rank=rank,
         state=plus(*parts.values()),
-        activations=saved._replace(head=backlog),
+        activations=activations,
         moment_name=moment_name,
         moment_bytes=peak.bytes,
         buffers=buffers,
@@ -369,6 +370,15 @@ def footprint_of(workload: Workload, rank: int) -> Footprint:
         missing_grads_at_end=end_of_first_backward.missing_grads,
     )
     return replace(needs, margin=CUDA_CONTEXT_BYTES + FRAGMENTATION * needs.allocated)
+
+
+def _keeping(workload: Workload, stages: Sequence[Stage]) -> SoftwareProfile:
+    """With the optimizer's states of these stages, where parameters differ in them."""
+    software = workload.software
+    if software.matrices is None:
+        return software
+    held = [param for param in workload.spec.parameters() if any(stage.holds(param) for stage in stages)]
+    return software.optimizing_with(software.matrices, held)
 
 
 def _end_of_first_backward(workload: Workload, stage: Stage, blocks: RankBlocks, usual: float) -> Peak:

@@ -70,7 +70,7 @@ def rows_of(spec: ModelSpec, layout: Layout, rank: int, seq: int, batch: int, ro
     assert spec.experts is not None
     stages, own = stages_of(spec, layout, seq), layout.position("ep", rank)
     numbers = layout.placement.of_rank[layout.position("pp", rank)]
-    layers = [layer for number in numbers for layer in stages[number].layers if not spec.dense(layer)]
+    layers = [layer for number in numbers for layer in stages[number].layers if spec.kinds(layer).routed]
     per_rank, peers = spec.experts.count // layout.ep, layout.group("ep", rank) if layout.ep > 1 else [rank]
     rows = []
     for microbatch in range(layout.microbatches):

@@ -4,6 +4,7 @@ Two systems that run one layout on one cluster differ by a third in speed, and i
 is said here, by name. `FIVEFOLD` is this code. The systems behind published runs are in `systems.py`.
 """
 
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from msgspec import Struct, structs
@@ -14,6 +15,7 @@ from fivefold.layout.axes import PLACED
 from fivefold.optim.adamw import AdamW
 from fivefold.optim.base import OptimizerConfig
 from fivefold.schedules.registry import RECORDS
+from fivefold.spec.operations import Parameter
 
 # ---- expert kernels -------------------------------------------------------------------------------------------------
 # How a software computes mixtures of experts: which kernels it has for them, and how its tokens travel.
@@ -105,8 +107,9 @@ class SoftwareProfile(Struct, frozen=True, kw_only=True):
     accumulate_bytes: float = 0.0  # that a kernel of its own moves per weight to add up its gradient; 0: the GEMM adds
     lazy_gradients: bool = False  # they take memory from the first backward pass on
     step_bytes: float = 12.0  # that a step moves per parameter besides state and gradient: norm, zeroing, new weight
-    states: int = len(AdamW.states)  # of the optimizer, per parameter
-    state_bytes: int = 4 * (1 + len(AdamW.states))  # of master weight and states
+    states: float = len(AdamW.states)  # of the optimizer, per parameter
+    state_bytes: float = 4 * (1 + len(AdamW.states))  # of master weight and states
+    matrices: OptimizerConfig | None = None  # the optimizer, if it reads whole matrices
     logit_bytes: float = 16.0  # that the loss moves per logit, forward and backward
     peak_logit_bytes: float = 10.0  # that the loss holds per logit: bf16, its float32 copy, the gradient
     one_pass: bool = False  # loss and gradient of a slice of the tokens at a time: no more logits than its are held
@@ -143,15 +146,17 @@ class SoftwareProfile(Struct, frozen=True, kw_only=True):
         held = {"weight_bytes": wide, "gradient_bytes": wide, "state_bytes": self.states * wide}
         return self.but(**held, peak_logit_bytes=logits, logit_bytes=moved)
 
-    def optimizing_with(self, optimizer: OptimizerConfig) -> "SoftwareProfile":
-        """The same with another optimizer's states, before or after `computing_in`."""
-        states, each = len(optimizer.states), self.accounting
-        return self.but(states=states, state_bytes=each.master + states * max(4, each.weight))
+    def optimizing_with(self, optimizer: OptimizerConfig, parameters: Iterable[Parameter] = ()) -> "SoftwareProfile":
+        """The same with another optimizer's states, before or after `computing_in`: on average, where it keeps more of
+        some of these `parameters` than of others."""
+        states, each = _states(optimizer, parameters), self.accounting
+        held = {"states": states, "state_bytes": each.master + states * max(4, each.weight)}
+        return self.but(**held, matrices=optimizer if optimizer.unit == "matrix" else None)
 
     @property
     def accounting(self) -> Accounting:
         """Bytes per parameter. Weights of four bytes and more are the masters themselves."""
-        master = min(4, self.state_bytes) if self.weight_bytes < 4 else 0
+        master = int(min(4, self.state_bytes)) if self.weight_bytes < 4 else 0
         return Accounting(self.weight_bytes, self.gradient_bytes, master, self.state_bytes - master)
 
     def hides(self, what: str) -> float:
@@ -168,6 +173,14 @@ class SoftwareProfile(Struct, frozen=True, kw_only=True):
     def hides_weights(self) -> float:
         """The share of gathering new weights (ZeRO 1 and 2) that runs behind the next forward pass."""
         return 0.0 if self.overlap.waits else self.hides("dp")
+
+
+def _states(optimizer: OptimizerConfig, parameters: Iterable[Parameter]) -> float:
+    """Of a parameter, on average."""
+    if optimizer.unit == "element":
+        return len(optimizer.states)
+    counted = [(param.size, len(optimizer.states_of(param))) for param in parameters]
+    return sum(size * states for size, states in counted) / sum(size for size, _ in counted)
 
 
 class Moved(NamedTuple):

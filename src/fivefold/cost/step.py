@@ -4,7 +4,6 @@ workload = Workload(spec, layout, cluster, seq=8192, batch=2048)
 estimate(workload).seconds
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -12,11 +11,13 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from fivefold.cost.block import NO_PASSES, BlockCost, PassTimes, Seconds, layer_kind
+from fivefold.cost.block import NO_PASSES, BlockCost, PassTimes, Seconds
 from fivefold.cost.collective_time import Topology
 from fivefold.cost.forms import PipelineForm, ZeroCost
 from fivefold.cost.kernels import Device, plus, times
-from fivefold.cost.moe import ParamShare, Travel, stage_share
+from fivefold.cost.matrices import NO_MATRICES, MatrixCost
+from fivefold.cost.model_state import dtype_of
+from fivefold.cost.moe import ParamShare, Travel, mixture_matmuls, stage_share
 from fivefold.cost.routing import Rows, even_rows
 from fivefold.cost.software import FIVEFOLD, SoftwareProfile
 from fivefold.hardware.cluster import Cluster
@@ -54,7 +55,7 @@ NO_MESSAGES = ExpertMessages()
 def stage_halves(stage: Stage, block_cost: BlockCost, exposed_send: float) -> tuple[Segments, Segments]:
     """A stage's forward and backward pass. The part of a send that nothing hides (`exposed_send`) ends either."""
     spec = block_cost.spec
-    blocks = [block_halves(block_cost.of(layer_kind(spec, layer))) for layer in stage.layers]
+    blocks = [block_halves(block_cost.of(spec.kinds(layer))) for layer in stage.layers]
     below = [_plain(block_cost.bottom)] if stage.first else []
     above = [_plain(block_cost.top)] if stage.last and spec.vocab > 1 else []
     parts = [*below, *blocks, *above]
@@ -281,8 +282,10 @@ def _expert_messages(workload: Workload, rank: int, hidden_by_pair: float) -> Ex
     if workload.spec.experts is None:
         return NO_MESSAGES
     layers = [layer for stage in workload.layout.placement.of_rank[rank] for layer in workload.stages[stage].layers]
-    many = sum(not workload.spec.dense(layer) for layer in layers) * workload.layout.microbatches
-    return times(block_messages(workload.block_cost_of(rank)), many)._replace(hidden_by_pair=hidden_by_pair)
+    kinds = [(kinds, count) for kinds, count in workload.spec.counted(layers).items() if kinds.routed]
+    cost, microbatches = workload.block_cost_of(rank), workload.layout.microbatches
+    parts = (times(block_messages(cost.of(kind)), count * microbatches) for kind, count in kinds)
+    return plus(NO_MESSAGES, *parts)._replace(hidden_by_pair=hidden_by_pair)
 
 
 @lru_cache(maxsize=64)
@@ -304,8 +307,8 @@ def stage_passes(workload: Workload) -> list[PassTimes]:
     for stage in workload.stages:
         cost = workload.block_cost_of(workload.layout.placement.owner[stage.index])
         ends = [cost.bottom] * stage.first + [cost.top] * (stage.last and workload.spec.vocab > 1)
-        kinds = Counter(layer_kind(workload.spec, layer) for layer in stage.layers)
-        passes.append(plus(NO_PASSES, *(times(cost.of(kind).block, count) for kind, count in kinds.items()), *ends))
+        kinds = workload.spec.counted(stage.layers).items()
+        passes.append(plus(NO_PASSES, *(times(cost.of(kind).block, count) for kind, count in kinds), *ends))
     return passes
 
 
@@ -381,7 +384,7 @@ def _optimizer_and_sync_on(
     layout, block_cost = workload.layout, workload.block_cost_of(rank)
     zero = ZeroCost(workload.spec, workload.software, block_cost.topology)
     has_head = workload.spec.vocab > 1
-    optimizer = zero.optimizer(count, layout.zero) * has_head
+    optimizer = zero.optimizer(count, layout.zero) * has_head + _whole_matrices(workload, rank)
     if layout.zero == 3:
         copied = layout.size("dp_cp") > 1 or (count.experts and layout.size("expert_dp") > 1)
         forward = passes[-1].forward.total
@@ -390,8 +393,31 @@ def _optimizer_and_sync_on(
     largest = max(own if workload.groups else workload.stages, key=lambda stage: param_share(workload, [stage]).total)
     forward, *backward = (part.total * layout.chunks for part in passes[largest.index])
     # Axes that leave the node share its ports: while tp or cp holds them, gradients wait.
-    free = max(0.0, sum(backward) - layout.chunks * len(largest.layers) * block_cost.port)
+    kinds = workload.spec.counted(largest.layers).items()
+    free = max(0.0, sum(backward) - sum(layout.chunks * count * block_cost.of(kind).port for kind, count in kinds))
     return optimizer, zero.exposed_sync(count, layout.zero, layout.microbatches, forward, free)
+
+
+def _whole_matrices(workload: Workload, rank: int) -> float:
+    """Seconds of an optimizer's rule that reads whole matrices, and of bringing their parts together; the first of the
+    ranks that have a pipeline rank's layers. The closed forms leave it out: all layouts of a world share out the same
+    work."""
+    software = workload.software
+    if software.matrices is None:
+        return 0.0
+    cost = matrix_cost(workload, rank)
+    block_cost = workload.block_cost_of(rank)
+    sent = sum(block_cost.topology.time("all-to-all", "stage", payload) for payload in cost.payloads)
+    return sent + cost.most / block_cost.device.rate("bf16" if software.weight_bytes == 2 else workload.precision)
+
+
+def matrix_cost(workload: Workload, rank: int) -> MatrixCost:
+    """Of a pipeline rank."""
+    software = workload.software
+    if software.matrices is None:
+        return NO_MATRICES
+    sizes = (workload.spec, workload.layout, workload.seq, dtype_of(software.weight_bytes), software.matrices)
+    return MatrixCost.of(*sizes, pp=rank, place=0)
 
 
 def param_share(workload: Workload, stages: Sequence[Stage]) -> ParamShare:
@@ -415,19 +441,22 @@ def rank_flops(
     flops = (
         3 * 2.0 * spec.hidden * len(chunk(spec.vocab, layout.tp, tp)) * any(stage.last for stage in own_stages) * tokens
     )
-    for kind, count in Counter((spec.dense(layer), spec.window_of(layer)) for layer in layers).items():
-        flops += count * tokens * _token_flops(spec, layout, seq, block(spec, layout.tp, *kind))
+    for kinds, count in spec.counted(layers).items():
+        flops += count * tokens * _token_flops(spec, layout, seq, block(spec, layout.tp, kinds))
     if spec.experts is None:
         return flops
-    sparse = [layer for layer in layers if not spec.dense(layer)]
+    sparse = [layer for layer in layers if spec.kinds(layer).routed]
     rows = even_rows(spec, layout, tokens // layout.microbatches, sparse, tp) if rows is None else rows
     passes = 4 if layout.recompute == "full" else 3
-    for matmul in block(spec).matmuls:
+    for matmul in mixture_matmuls(spec):
         visits = sum(came for _, came in rows) if matmul.experts else 0
         if matmul.name == "router":  # every tp rank has a slice of the tokens
             visits = len(sparse) * layout.microbatches * len(chunk(tokens // layout.microbatches, layout.tp, tp))
         flops += passes * 2.0 * matmul.inputs * matmul.outputs * visits
     return flops
+
+
+_NO_MATMUL = Matmul("", "", "", 0, 0, "replicated")
 
 
 def _token_flops(spec: ModelSpec, layout: Layout, seq: int, own: BlockOperations) -> float:
@@ -438,7 +467,7 @@ def _token_flops(spec: ModelSpec, layout: Layout, seq: int, own: BlockOperations
         return 2.0 * matmul.inputs * matmul.outputs / part
 
     dense = [matmul for matmul in own.matmuls if not matmul.experts and matmul.name != "router"]
-    matmuls, last = sum(map(flops, dense)), own.matmuls[-1]
+    matmuls, last = sum(map(flops, dense)), own.matmuls[-1] if own.matmuls else _NO_MATMUL
     attention = 4 * own.attention.keys(seq / 2) * own.attention.width  # values are padded to the keys' width
     each = 3 * matmuls + 3.5 * attention  # backward: two matmuls for each, and attention's five for two
     if layout.recompute == "full":

@@ -20,12 +20,15 @@ from typing import NamedTuple, Self
 
 from fivefold.cost.block_collectives import BlockCollectives, Collective, When
 from fivefold.cost.collective_time import Kind, Traffic, total, wire
-from fivefold.cost.model_state import BYTES, wide_bytes
+from fivefold.cost.matrices import MatrixCost
+from fivefold.cost.model_state import ADAMW, BYTES, wide_bytes
 from fivefold.cost.routing import Rows, even_rows
 from fivefold.layout.layout import Layout
 from fivefold.layout.sharding import MIN_BUCKET_ELEMENTS, BucketParams, LocalParam, buckets, local_params
 from fivefold.layout.stages import Stage, schedule_of, stages_of
+from fivefold.optim.base import OptimizerConfig
 from fivefold.spec.model import ModelSpec
+from fivefold.spec.pattern import Layer
 
 
 class RankCoords(NamedTuple):
@@ -101,10 +104,9 @@ class _Inputs:
             min_bucket_elements=min_bucket_elements,
         )
 
-    def block(self, moe: bool = False) -> BlockCollectives:
-        return BlockCollectives(
-            self.spec, self.layout, self.tokens, compute=self.compute_bytes, accum=self.accum_bytes, moe=moe
-        )
+    def block(self, kinds: Layer | None = None) -> BlockCollectives:
+        sizes = (self.tokens, self.compute_bytes, self.accum_bytes)
+        return BlockCollectives(self.spec, self.layout, *sizes, kinds or Layer())
 
     @property
     def mixed_precision(self) -> bool:
@@ -144,13 +146,16 @@ def expected_traffic(
     routed_rows: Rows | None = None,
     splits_backward: bool | None = None,
     keep_ep_axis: bool = False,
+    optimizer: OptimizerConfig = ADAMW,
+    place: int = 0,
 ) -> list[Traffic]:
     """One step of one rank.
 
     `min_bucket_elements` are enough for a gradient bucket. `routed_rows` are those that the rank sends to experts and
     receives; None: as many each way, to any. `splits_backward`: whether the schedule has backward passes in two halves;
     None: as its name says. The measured counter names an axis by its set of ranks, so ep may be counted as dp or cp.
-    `keep_ep_axis`: list ep as ep all the same.
+    `keep_ep_axis`: list ep as ep all the same. An `optimizer` that reads whole matrices sends them; `place` is the
+    rank's among those that have the same layers.
     """
     inputs = _Inputs.of(
         spec,
@@ -169,10 +174,13 @@ def expected_traffic(
         _blocks(inputs, routed_rows, balance_loss_samples=samples if balance_loss else 0),
         _embedding_and_head(inputs, smoothing),
         _pipeline(inputs),
+        _matrices(inputs, optimizer, seq, dtype, place),
     )
     return total(
         Traffic(
-            axis="ep" if keep_ep_axis and row.axis == "ep" else layout.same_axis(row.axis),
+            axis="ep"
+            if keep_ep_axis and row.axis == "ep"
+            else layout.same_axis(row.axis, experts=spec.experts is not None),
             kind=row.kind,
             calls=row.calls,
             payload=row.calls * row.payload,
@@ -192,7 +200,7 @@ def _scalars(spec: ModelSpec) -> list[_CollectiveRow]:
     losses of their routers."""
     over_world = 3
     if spec.experts is not None:
-        over_world += (spec.layers - spec.dense_layers) * spec.experts.count
+        over_world += len(spec.routed_layers) * spec.experts.count
         over_world += 2  # the router's balance loss and z-loss
     return [
         _CollectiveRow("dp_cp", "all-reduce", 1, FLOAT64),
@@ -205,15 +213,19 @@ def _scalars(spec: ModelSpec) -> list[_CollectiveRow]:
 
 
 def _blocks(inputs: _Inputs, routed_rows: Rows | None, balance_loss_samples: int) -> Iterator[_CollectiveRow]:
-    """Dense blocks send the same as each other; blocks with experts differ by the tokens that their experts receive."""
+    """Blocks of a kind send the same as each other; blocks with experts differ by the tokens that their experts
+    receive."""
     spec, layout = inputs.spec, inputs.layout
     layers = [layer for stage in inputs.stages for layer in stage.layers]
-    moe_layers = [layer for layer in layers if spec.experts is not None and not spec.dense(layer)]
-    yield from _repeated(inputs.block(), (len(layers) - len(moe_layers)) * layout.microbatches)
+    for kinds, count in spec.counted(layer for layer in layers if not spec.kinds(layer).routed).items():
+        yield from _repeated(inputs.block(kinds), count * layout.microbatches)
+    moe_layers = [layer for layer in layers if spec.kinds(layer).routed]
     if moe_layers and routed_rows is None:
         routed_rows = even_rows(spec, layout, inputs.tokens, moe_layers, inputs.coords.tp)
-    for sent_and_received, times in Counter(routed_rows if moe_layers else ()).items():
-        block = replace(inputs.block(moe=True), rows=sent_and_received, balanced=balance_loss_samples)
+    kinds_of_rows = [spec.kinds(layer) for _ in range(layout.microbatches) for layer in moe_layers]
+    rows = zip(kinds_of_rows, routed_rows or (), strict=True) if moe_layers else ()
+    for (kinds, sent_and_received), times in Counter(rows).items():
+        block = replace(inputs.block(kinds), rows=sent_and_received, balanced=balance_loss_samples)
         yield from _repeated(block, times)
 
 
@@ -274,6 +286,15 @@ def _zero_0_to_2(inputs: _Inputs, layer: int | None = None) -> Iterator[_Collect
             shard_elements = bucket.padded(ranks) // ranks if zero else bucket.size()
             yield _CollectiveRow("tp", "all-reduce", int(bucket.partial), shard_elements * accum_bytes)
             yield _CollectiveRow("embedding", "all-reduce", int(bucket.tied), shard_elements * accum_bytes)
+
+
+def _matrices(
+    inputs: _Inputs, optimizer: OptimizerConfig, seq: int, dtype: str, place: int
+) -> Iterator[_CollectiveRow]:
+    """Parts of matrices to the ranks that update them, and back. What a rank keeps for itself is not in the payload."""
+    sizes = (inputs.spec, inputs.layout, seq, dtype, optimizer)
+    for payload in MatrixCost.of(*sizes, pp=inputs.coords.pp, place=place).payloads:
+        yield _CollectiveRow("stage", "all-to-all", 1, payload)
 
 
 def _zero_3(inputs: _Inputs) -> Iterator[_CollectiveRow]:
@@ -356,9 +377,9 @@ def layer_collectives(
     stage = next(stage for stage in stages_of(spec, layout, seq) if layer in stage.layers)
     coords = RankCoords(pp=layout.placement.owner[stage.index])
     inputs = _Inputs.of(spec, layout, seq, batch, dtype, coords=coords, min_bucket_elements=min_bucket_elements)
-    block = inputs.block()
-    if spec.experts is not None and not spec.dense(layer):
-        block = replace(block, moe=True, rows=even_rows(spec, layout, inputs.tokens, [layer], 0)[0])
+    block = inputs.block(spec.kinds(layer))
+    if block.moe:
+        block = replace(block, rows=even_rows(spec, layout, inputs.tokens, [layer], 0)[0])
     params = _LayerCollectives.of(inputs, stage, layer)
     to_next = Collective("forward", "the stage's output, to the next", "pp", "send", 1, inputs.message_bytes)
     to_previous = Collective("backward", "its gradient, to the stage before", "pp", "send", 1, inputs.message_bytes)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.data.order import window_of, windows
-from fivefold.data.tokens import Split
+from fivefold.data.rows import TokenRow, read_window
 
 
 @dataclass(frozen=True)
@@ -65,27 +65,26 @@ class DpShare:
 
 
 def read_batch(
-    split: Split, seq: int, seed: int, samples: Sequence[int] | NDArray[np.int64], vocab: int | None = None
+    row: TokenRow, seq: int, seed: int, samples: Sequence[int] | NDArray[np.int64], vocab: int | None = None
 ) -> Batch:
     """Read the given samples of the order that `seed` names. Ids at or above `vocab` are refused."""
     wanted = np.asarray(samples, np.int64)
-    starts = window_of(wanted, windows(split.tokens, seq), seed) * seq
-    rows = [split.read(start, start + seq + 1, vocab) for start in starts.tolist()]
-    size = (len(rows), seq + 1)
-    tokens = np.concatenate([row.tokens for row in rows]).reshape(size) if rows else np.empty(size, np.int64)
-    loss = np.concatenate([row.loss for row in rows]).reshape(size) if rows else np.empty(size, bool)
-    documents = np.stack([row.documents[:-1] - row.documents[0] for row in rows]) if rows else np.empty((0, seq))
+    read = [read_window(row, start, start + seq + 1, vocab) for start in _starts(row, seq, seed, wanted)]
+    size = (len(read), seq + 1)
+    tokens = np.concatenate([window.tokens for window in read]).reshape(size) if read else np.empty(size, np.int64)
+    loss = np.concatenate([window.loss for window in read]).reshape(size) if read else np.empty(size, bool)
+    documents = np.stack([_counted(window.documents[:-1]) for window in read]) if read else np.empty((0, seq))
     return Batch(
         samples=wanted,
-        tokens=tokens[:, :-1],
-        targets=tokens[:, 1:],
+        tokens=tokens[:, :-1].astype(np.int64, copy=False),
+        targets=tokens[:, 1:].astype(np.int64, copy=False),
         loss_mask=loss[:, 1:],
         documents=documents.astype(np.int32),
     )
 
 
 def read_share(
-    split: Split, seq: int, seed: int, samples: Sequence[int], vocab: int, parts: int, number: int
+    row: TokenRow, seq: int, seed: int, samples: Sequence[int], vocab: int, parts: int, number: int
 ) -> DpShare:
     """Share `number` of `parts` of a global batch. Of the others' samples only masks are read, and only to count.
 
@@ -93,9 +92,20 @@ def read_share(
     """
     wanted = np.asarray(samples, np.int64)
     shares = np.split(wanted, parts)
-    mine = read_batch(split, seq, seed, shares.pop(number), vocab)
+    mine = read_batch(row, seq, seed, shares.pop(number), vocab)
     count = mine.loss_tokens
-    for start in (window_of(np.concatenate([wanted[:0], *shares]), windows(split.tokens, seq), seed) * seq).tolist():
-        split.touch(start, start + seq + 1)
-        count += split.loss_tokens(start + 1, start + seq + 1)
+    for start in _starts(row, seq, seed, np.concatenate([wanted[:0], *shares])):
+        row.touch(start, start + seq + 1)
+        count += row.loss_tokens(start + 1, start + seq + 1)
     return DpShare(mine, wanted, count)
+
+
+def _starts(row: TokenRow, seq: int, seed: int, samples: NDArray[np.int64]) -> list[int]:
+    """Where the windows of samples begin."""
+    starts: list[int] = (window_of(samples, windows(row.tokens, seq), seed) * seq).tolist()
+    return starts
+
+
+def _counted(documents: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The same documents, numbered from 0."""
+    return np.cumsum(np.diff(documents, prepend=documents[:1]) != 0)

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from fivefold.data.index import is_prepared
 from fivefold.data.integrity import CheckedData, user_cache, verify
 from fivefold.data.prepare import prepare
-from fivefold.data.tokens import Split, TokenStore
+from fivefold.data.rows import TokenRow
+from fivefold.data.tokens import TokenStore
 from fivefold.support.errors import UserError
 from fivefold.support.progress import Report, quiet
 
@@ -90,9 +91,9 @@ class Entropy(NamedTuple):
     bigram: float | None  # H(next | previous); None for a vocabulary above MOST_VOCAB
 
 
-def entropy(split: Split, chunk: int = 1 << 20) -> Entropy:
+def entropy(split: TokenRow, chunk: int = 1 << 20) -> Entropy:
     """Count a split's tokens and its pairs of neighbours, `chunk` tokens at a time."""
-    vocab = split.store.vocab
+    vocab = split.vocab
     paired = vocab <= MOST_VOCAB
     single = np.zeros(vocab, np.int64)
     pairs = np.zeros(vocab * vocab if paired else 0, np.int64)

@@ -129,6 +129,7 @@ class Finding(msgspec.Struct, frozen=True):
     file: str  # its name in the directory; empty: not one file
     sentence: str
     ranges: list[tuple[int, int]] = []  # of its bytes: [begin, end)
+    store: int = 0  # which of the run's directories it is, where there are several
 
 
 def verify(store: TokenStore, checked: CheckedData | None = None, progress: Report = quiet) -> None:

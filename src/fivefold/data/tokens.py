@@ -1,5 +1,6 @@
 """Read prepared tokens: any window of a split, across shards."""
 
+import hashlib
 import os
 import resource
 import threading
@@ -13,7 +14,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.data.index import CHUNK, MEND, DataFile, DataIndex, DataShard, read_index
+from fivefold.data.index import CHUNK, MEND, NAME, DataFile, DataIndex, DataShard, read_index
+from fivefold.data.rows import Splits, TokenRow, TokenWindow
 from fivefold.support.errors import Problem, UserError
 from fivefold.support.files import Regular, open_regular
 from fivefold.support.progress import Report, quiet
@@ -115,14 +117,6 @@ _SCAN = 1 << 22  # tokens, or bytes, looked at at a time
 _EVERY = 2048  # documents of which one is remembered: 4 kB for a million of them
 
 
-class TokenWindow(NamedTuple):
-    """Consecutive tokens of a split."""
-
-    tokens: NDArray[np.int64]
-    loss: NDArray[np.bool_]  # whether a token, as a target, carries loss
-    documents: NDArray[np.int64]  # the ordinal in the split of the document that each token belongs to
-
-
 class TokenStore:
     """A directory that `prepare` wrote."""
 
@@ -167,6 +161,11 @@ class TokenStore:
         known = did_you_mean(name, list(self._splits))
         raise UserError(f"{self.path} has no split {name!r}; {known}", "data.split.unknown")
 
+    def splits(self) -> Splits:
+        """All of it, as a data source opens it. The index has the sha256 of every file."""
+        fingerprint = hashlib.sha256((self.path / NAME).read_bytes()).hexdigest()
+        return Splits(self.split("train"), self._splits.get("valid"), fingerprint, str(self.path))
+
     def check_ids(self, vocab: int, progress: Report = quiet) -> None:
         """Scan every token for an id that a vocabulary of this size does not have."""
         done, total = 0, sum(split.tokens for split in self._splits.values())
@@ -181,25 +180,25 @@ class TokenStore:
             split.check_documents()
 
 
-class Split:
+class Split(TokenRow):
     """The documents of one split as one long row of tokens."""
 
     def __init__(self, store: TokenStore, name: str, shards: list[DataShard]):
         self.store, self.name = store, name
+        self.stores, self.vocab = (store,), store.vocab
         self._shards = [_OpenShard(store, shard) for shard in shards]
         self._token_bounds = list(accumulate((shard.tokens for shard in shards), initial=0))
         self._document_bounds = list(accumulate((shard.documents for shard in shards), initial=0))
         self.tokens, self.documents = self._token_bounds[-1], self._document_bounds[-1]
 
-    def read(self, start: int, stop: int, vocab: int | None = None) -> TokenWindow:
-        """The tokens [start, stop); an id outside the vocabulary (the store's own if not given) is refused."""
-        vocab = self.store.vocab if vocab is None else vocab
+    def read(self, start: int, stop: int) -> TokenWindow:
+        """The tokens [start, stop); an id outside the vocabulary is refused."""
         tokens = np.empty(stop - start, np.int64)
         loss = np.ones(stop - start, bool)
         documents = np.empty(stop - start, np.int64)
         for place, begin, end, at in self._parts(start, stop):
             shard, here = self._shards[place], slice(at, at + end - begin)
-            tokens[here] = shard.ids(begin, end, vocab)
+            tokens[here] = shard.ids(begin, end, self.vocab)
             documents[here] = shard.document_of(begin, end) + self._document_bounds[place]
             mask = shard.loss(begin, end)
             if mask is not None:
@@ -227,12 +226,12 @@ class Split:
         for place, begin, end, _ in self._parts(start, stop):
             self._shards[place].touch(begin, end)
 
-    def tokens_in(self, name: str, begin: int, end: int) -> tuple[int, int] | None:
-        """Which tokens [first, last) depend on some bytes of a file; None: it is none of this split's."""
+    def tokens_in(self, store: TokenStore, name: str, begin: int, end: int) -> list[tuple[int, int]]:
+        """Which tokens [first, last) depend on some bytes of a file."""
         for base, shard in zip(self._token_bounds, self._shards, strict=False):
-            if (tokens := shard.tokens_in(name, begin, end)) is not None:
-                return base + tokens[0], base + tokens[1]
-        return None
+            if store is self.store and (tokens := shard.tokens_in(name, begin, end)) is not None:
+                return [(base + tokens[0], base + tokens[1])]
+        return []
 
     def check_documents(self) -> None:
         for shard in self._shards:

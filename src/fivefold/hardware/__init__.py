@@ -1,1 +1,1 @@
-"""Clusters and accelerators, and how much of their ceilings software reaches."""
+"""Clusters and accelerators, and the shares of their peak figures that software reaches."""

@@ -1,8 +1,8 @@
-"""The catalogue: what each accelerator can do at best, and the links of the node it usually sits in.
+"""The catalogue of accelerators: peak figures, and the links of the node that each usually is in.
 
-Every number is a ceiling taken from the maker's papers; how much of it a kernel or a collective reaches is the
-planner's business. Every entry says where its figures come from (`fivefold list accelerators` prints it), and an
-assumption is called one.
+Every number is a ceiling from the maker's documents; `Achieved` has the shares of it that kernels and collectives
+reach. Every entry says where its figures come from (`fivefold list accelerators` prints it); an assumption is called
+one.
 """
 
 import json
@@ -18,12 +18,12 @@ from fivefold.support.errors import UserError
 from fivefold.support.text import did_you_mean, either
 
 # ---- efficiency -----------------------------------------------------------------------------------------------------
-# How much of its ceiling a device reaches: a few shares per accelerator, each with a meaning.
+# The shares of its ceilings that a device reaches.
 #
-#     achieved("H100").gemm      # of the peak rate, in a large bf16 GEMM
+#     achieved("H100").gemm      # share of the peak rate in a large bf16 GEMM
 #
-# The catalogue (`accelerators.py`) has the makers' ceilings. The shares stand in `efficiency.toml` next to this file:
-# fitted to published runs by `fivefold accuracy --fit`, or measured on a device by `fivefold calibrate`; it says which.
+# The shares are in `efficiency.toml` next to this file: fitted to published runs by `fivefold accuracy --fit`, or
+# measured on a device by `fivefold calibrate`; each table says which.
 
 
 FILE = Path(__file__).with_name("efficiency.toml")
@@ -44,15 +44,15 @@ class Achieved(Struct, frozen=True, kw_only=True):
     inside: float = 0.75  # of a link's bandwidth: large collectives within a node
     across: float = 0.80  # and between nodes
     launch: float = 4e-6  # seconds from the end of one kernel to the start of the next
-    # Of CPUs, where they were measured (0: not): seconds of Python and dispatch for a pass through a block, and of the
-    # gradient norm, clipping and AdamW for a parameter, which arithmetic bounds there, not memory.
+    # For CPUs, if they were measured (else 0): seconds of Python and dispatch for a pass through a block; and seconds
+    # per parameter of the gradient norm, clipping and AdamW, which on a CPU arithmetic bounds, not memory.
     host: float = 0.0
     update: float = 0.0
     source: str = "assumed"
 
 
 class Software(Struct, frozen=True, kw_only=True):
-    """Where software overlaps: the share of a collective's time that compute hides; and a host's pace."""
+    """For software that overlaps, the share of a collective's time that compute hides; and the speed of a host."""
 
     tp: float = 0.80  # all of tensor parallelism's collectives, in pieces behind their GEMMs
     tp_backward: float = 0.80  # input gradients behind the weights'
@@ -74,12 +74,12 @@ LIKE["V100-16"] = "V100"
 
 @cache
 def known() -> dict[str, dict[str, Any]]:
-    """The file's tables: one per accelerator."""
+    """The tables of efficiency.toml: one per accelerator, and one for software."""
     return tomllib.loads(FILE.read_text()) if FILE.exists() else {}
 
 
 def write(tables: dict[str, dict[str, Any]], path: Path = FILE) -> None:
-    """The file anew: these tables, and of the others what it had."""
+    """Write efficiency.toml with these tables; its other tables stay."""
     lines = ["# Made by `fivefold accuracy --fit` and `fivefold calibrate`; each table says by which."]
     for name, table in sorted((known() | tables).items()):
         key = f'"{name}"' if re.search(r"[^\w-]", name) else name
@@ -94,14 +94,14 @@ def write(tables: dict[str, dict[str, Any]], path: Path = FILE) -> None:
 
 @cache
 def achieved(accelerator: str) -> Achieved:
-    """What an accelerator of that name reaches, or its nearest kin."""
+    """The shares of an accelerator, or of the nearest one that was measured (`LIKE`)."""
     tables = known()
     name = accelerator if accelerator in tables else LIKE.get(accelerator, "")
     return convert(tables.get(name, {}), Achieved)
 
 
 def source_of(accelerator: str) -> str:
-    """Where what an accelerator reaches is known from; a device that nobody has measured says as whose."""
+    """Where an accelerator's shares come from; for one that was not measured, whose shares it has."""
     guessed = accelerator not in known() and accelerator in LIKE
     return f"a guess, as {LIKE[accelerator]}'s" if guessed else achieved(accelerator).source
 
@@ -154,11 +154,11 @@ class Accelerator(Struct, frozen=True, kw_only=True):
 
     @property
     def is_cpu(self) -> bool:
-        """One core, which is its own host; in the catalogue, or measured."""
+        """Whether it is a core of a CPU, from the catalogue or measured."""
         return self.name == "CPU"
 
     def rate(self, precision: str) -> float:
-        """Peak FLOP/s in a precision; a sentence where the device has none."""
+        """Peak FLOP/s in a precision; a UserError if the device has none."""
         if precision not in PRECISIONS:
             hint = did_you_mean(precision, PRECISIONS)
             raise UserError(f"unknown precision {precision!r}; {hint}", "precision.unknown")
@@ -410,11 +410,12 @@ _NODES = {"GB200": 72, "GB300": 72, "TPU-v4": None, "CPU": None}
 
 
 def usual_node(accelerator: str) -> int | None:
-    """How many of them one node has at most, unless somebody says otherwise; None: there is no usual number."""
+    """How many of them a node usually has at most; None if there is no usual number."""
     return _NODES.get(accelerator, 8) if accelerator in ACCELERATORS else None
 
 
 def _plain(name: str) -> str:
+    """A name in lower case, without maker's names and separators."""
     return re.sub(r"nvidia|geforce|tesla|amd|instinct|[\s_-]", "", name.lower())
 
 
@@ -431,14 +432,15 @@ def find_link(name: str) -> Link:
 def _find(what: str, name: str, known: dict[str, D], spelled: dict[str, D]) -> D:
     entries = spelled | {_plain(key): entry for key, entry in known.items()}
     if _plain(name) not in entries:
-        hint = _meant(name) if what == "accelerator" else did_you_mean(name, list(known))
+        hint = _suggestion(name) if what == "accelerator" else did_you_mean(name, list(known))
         unknown = f"unknown {what} {name!r}; {hint}"
         raise UserError(unknown, "cluster.accelerator" if what == "accelerator" else "cluster.link")
     return entries[_plain(name)]
 
 
-def _meant(name: str) -> str:
-    """Boards of the same chip, or the nearest spelling; but the name of another device is no misprint."""
+def _suggestion(name: str) -> str:
+    """The hint for an unknown name: boards of the same chip, the nearest spelling, or, if it is the name of a device
+    that the catalogue does not have, how to measure it."""
     if same := _boards(_plain(name)):
         return f"did you mean {either(same)}?"
     if (device := _plain(re.sub(r"(?i)[\s-]\d+ ?gb.*", "", name))) in _NOT_HERE.split():
@@ -448,7 +450,7 @@ def _meant(name: str) -> str:
 
 
 def _boards(name: str) -> list[str]:
-    """All boards of the chip that a name begins with, or those that it may mean: 'H100-PCIe' is nearer to them than to
-    a name with as many of its letters."""
+    """The boards of the chip that a name begins with, for 'H100-PCIe' those of the H100: those that the name is the
+    beginning of, or else all."""
     same = [board for board in ACCELERATORS if name.startswith(_plain(board.partition("-")[0]))]
     return [repr(board) for board in same if _plain(board).startswith(name)] or [repr(board) for board in same]

@@ -1,8 +1,8 @@
 """The machines to plan for: nodes x GPUs per node x accelerator.
 
 Cluster.parse("8x8xH100")                  8 nodes of 8;  "8xH100" is one node of 8, "H100" a single GPU
-Cluster.parse("H100x8"), ("8h100")         the same one node of 8, as other tools write it
-Cluster.parse("4x8xH100+2x8xA100-80")      unlike nodes; ranks count through the groups in this order
+Cluster.parse("H100x8"), ("8h100")         the same node of 8, as other tools write it
+Cluster.parse("4x8xH100+2x8xA100-80")      nodes of two kinds; ranks count through the groups in this order
 Cluster.parse("1x64xH100")                 one node of 64; "64xH100" is refused, as nodes of H100s have 8
 Cluster.parse("2x72xGB200")                two NVL72 racks: a node is what NVLink joins
 Cluster.parse("2x8xmine/h200.toml")        an accelerator of your own: the file that `fivefold calibrate` writes
@@ -46,7 +46,7 @@ from fivefold.support.ranges import RANKS, misfit, within
 from fivefold.support.text import bytes_text, did_you_mean, either
 
 # ---- short form -----------------------------------------------------------------------------------------------------
-# Like nodes in a word, counts before or behind the accelerator: 8x8xH100, 8xH100, 8h100, H100x8, H100:8, 8x4090.
+# Equal nodes as text, with counts before or after the accelerator: 8x8xH100, 8xH100, 8h100, H100x8, H100:8, 8x4090.
 
 
 HOW = "write nodes x GPUs per node x accelerator, for example '8x8xH100'"
@@ -80,7 +80,7 @@ def table_of(text: str) -> dict[str, Any]:
 
 
 def _one_node(count: str, name: str) -> None:
-    """Refuse more GPUs than a node has: most who write 64xH100 mean eight nodes, and the two differ in every time."""
+    """Refuse more GPUs than a node has: most users who write 64xH100 mean eight nodes, which are slower than one."""
     usual = usual_node(name)
     if usual is None or not re.fullmatch(r"\d{1,9}", count) or int(count) <= usual:
         return
@@ -97,7 +97,7 @@ def _one_node(count: str, name: str) -> None:
 
 
 def _counts_behind(text: str) -> tuple[str, list[str]]:
-    """The accelerator, and what stands behind it in h100x8 or H100:8."""
+    """The accelerator, and the counts after it in h100x8 or H100:8."""
     name, counts = text.strip(), list[str]()
     while len(counts) < 3 and not _is_known(name) and (cut := re.fullmatch(r"(?is)(.+?)\s*[x×:]\s*(\d+)", name)):
         name, counts = cut[1], [cut[2], *counts]
@@ -119,7 +119,7 @@ GROUP_KEYS = ("nodes", "gpus", "accelerator", *OVERRIDES)
 
 
 class Group(Struct, frozen=True):
-    """Like nodes."""
+    """Nodes with equally many GPUs of one kind."""
 
     nodes: int
     gpus: int  # per node
@@ -138,7 +138,7 @@ class Group(Struct, frozen=True):
         return {"nodes": self.nodes, "gpus": self.gpus, "accelerator": device}
 
     def __str__(self) -> str:
-        # A changed accelerator must not read back as the catalogue's: the star makes `parse` refuse it.
+        # The text of a changed accelerator must not read back as the catalogue's: the star makes `parse` refuse it.
         name = self.accelerator.name + ("" if self.from_catalogue else "*")
         if self.nodes == 1 and self.gpus <= (usual_node(self.accelerator.name) or self.gpus):
             return name if self.gpus == 1 else f"{self.gpus}x{name}"
@@ -146,7 +146,7 @@ class Group(Struct, frozen=True):
 
 
 class Cluster(Struct, frozen=True):
-    """Groups of like nodes; ranks run through the GPUs of a node, then the nodes of a group, then the groups.
+    """Groups of equal nodes; ranks run through the GPUs of a node, then the nodes of a group, then the groups.
 
     >>> ff.Cluster.read("2x8xH100+2x8xA100").world
     32
@@ -156,14 +156,14 @@ class Cluster(Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> "Cluster":
-        """Read "8x8xH100" and its kin; every problem of the text is told at once."""
+        """Read "8x8xH100" and other short forms; the error has all problems of the text."""
         if not text.strip():
             raise UserError(f"the cluster is empty; {HOW}", "cluster.form")
         return cls(_read_groups([(repr(part.strip()), part.strip()) for part in text.split("+")], []))
 
     @classmethod
     def read(cls, value: "str | Path | Cluster") -> "Cluster":
-        """A cluster as it is, the text form, or a TOML file with a [cluster] table."""
+        """Read a cluster from its text form or a TOML file with a [cluster] table; a Cluster is returned as it is."""
         if isinstance(value, Cluster):
             return value
         if not isinstance(value, str | Path):
@@ -193,10 +193,11 @@ class Cluster(Struct, frozen=True):
         groups = [value["group"]] if isinstance(value["group"], Mapping) else value["group"]
         if not isinstance(groups, list | tuple) or not groups:
             raise UserError([*problems, f"cluster.group={groups!r} must be one table or more"], "cluster.type")
-        return cls(_read_groups([(f"cluster.group[{at}]", group) for at, group in enumerate(groups)], problems))
+        places = [(f"cluster.group[{number}]", group) for number, group in enumerate(groups)]
+        return cls(_read_groups(places, problems))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain tables that `from_dict` reads back to an equal cluster, also where figures were replaced."""
+        """Plain tables that `from_dict` reads back to an equal cluster, also if figures were replaced."""
         return {"group": [group.to_dict() for group in self.groups]}
 
     def __str__(self) -> str:
@@ -204,7 +205,7 @@ class Cluster(Struct, frozen=True):
 
     @property
     def world(self) -> int:
-        """All GPUs."""
+        """The number of GPUs."""
         return sum(group.world for group in self.groups)
 
     @property
@@ -213,12 +214,12 @@ class Cluster(Struct, frozen=True):
 
     @property
     def machines(self) -> int:
-        """Nodes; but CPU ranks of unlike speed are groups of one machine."""
-        together = all(group.nodes == 1 and group.accelerator.is_cpu for group in self.groups)
-        return 1 if together else self.nodes
+        """The number of nodes; groups of CPU ranks of different speed are one machine."""
+        one_machine = all(group.nodes == 1 and group.accelerator.is_cpu for group in self.groups)
+        return 1 if one_machine else self.nodes
 
     def alike(self) -> "Cluster | None":
-        """The same nodes as one group, where several groups are of one kind."""
+        """The same nodes as one group, if there are several groups and all are of one kind; else None."""
         first = self.groups[0]
         if len(self.groups) < 2 or any((g.gpus, g.accelerator) != (first.gpus, first.accelerator) for g in self.groups):
             return None
@@ -228,8 +229,8 @@ class Cluster(Struct, frozen=True):
 # Reading. msgspec's own decoder stops at the first problem and names types, not what to write instead; hence by hand.
 
 NESTED: dict[str, type[Struct]] = {"peak": Rates, "inside": Link, "across": Link, "achieved": Achieved}
-SHARE = 1.5  # no kernel reaches more of a ceiling, unless the ceiling is not one
-LIMITS: dict[str, tuple[float, float, str]] = {  # the least, a bound above (1e30: neither infinite nor nan), in words
+SHARE = 1.5  # the largest share of a ceiling; above 1, as some ceilings are too low
+LIMITS: dict[str, tuple[float, float, str]] = {  # least, upper bound (1e30 excludes infinity and nan), in words
     "memory": (1, 1e30, "bytes, at least 1"),
     **dict.fromkeys(("memory_bandwidth", "bandwidth"), (1, 1e30, "bytes/s, at least 1")),
     "latency": (0, 1e30, "seconds, at least 0"),
@@ -241,7 +242,7 @@ T = TypeVar("T", bound=Struct)
 
 @contextmanager
 def _gathering(problems: list[str], where: str = "") -> Iterator[None]:
-    """Collect the problems of a block, each behind its place, instead of stopping at the first."""
+    """Collect the problems of a block, each after its place, instead of stopping at the first."""
     try:
         yield
     except UserError as error:
@@ -276,17 +277,17 @@ def _read_group(table: Any) -> Group:
     for key in ("nodes", "gpus"):
         with _gathering(problems):
             counts[key] = _read_count(key, table.get(key, 1))
-    device = ACCELERATORS["CPU"]  # stands in for an unreadable one, so that the overrides are checked all the same
-    named = table.get("accelerator")
-    if isinstance(named, Mapping):
+    device = ACCELERATORS["CPU"]  # a substitute if it cannot be read, so that the overrides are checked all the same
+    value = table.get("accelerator")
+    if isinstance(value, Mapping):
         with _gathering(problems, "accelerator"):
-            device = _read(Accelerator, named)
-    elif isinstance(named, str):
+            device = _read(Accelerator, value)
+    elif isinstance(value, str):
         with _gathering(problems):
-            device = read_accelerator(named) if named.strip().endswith(".toml") else find_accelerator(named)
+            device = read_accelerator(value) if value.strip().endswith(".toml") else find_accelerator(value)
     else:
         wanted = f"must be a table or one of {', '.join(ACCELERATORS)}"
-        problems.append(Problem("cluster.accelerator", f"accelerator={named!r} {wanted}"))
+        problems.append(Problem("cluster.accelerator", f"accelerator={value!r} {wanted}"))
     with _gathering(problems):
         device = _read(Accelerator, {key: table[key] for key in OVERRIDES if key in table}, device)
     if problems:
@@ -319,8 +320,8 @@ def _read_count(key: str, value: Any) -> int:
     return count
 
 
-def _read(kind: type[T], value: Any, usual: T | None = None) -> T:
-    """A description from a table; what the table leaves out stays as usual."""
+def _read(kind: type[T], value: Any, default: T | None = None) -> T:
+    """A description from a table; fields that the table leaves out are those of `default`."""
     fields = structs.fields(kind)
     names = [field.name for field in fields]
     if not isinstance(value, Mapping):
@@ -330,17 +331,17 @@ def _read(kind: type[T], value: Any, usual: T | None = None) -> T:
     for field in fields:
         if field.name in value:
             with _gathering(problems, field.name if kind is Accelerator and field.name in NESTED else ""):
-                values[field.name] = _read_field(kind, field.name, value, usual)
-        elif usual is None and field.required:
+                values[field.name] = _read_field(kind, field.name, value, default)
+        elif default is None and field.required:
             problems.append(Problem("cluster.missing", f"{field.name} is missing"))
     if problems:
         raise UserError(problems)
-    return structs.replace(usual, **values) if usual else kind(**values)
+    return structs.replace(default, **values) if default else kind(**values)
 
 
 def _read_field(kind: type[Struct], name: str, table: Mapping[str, Any], parent: Any) -> Any:
-    """One value of a table; `parent` is what it would usually be a part of."""
-    value, usual = table[name], getattr(parent, name, None)
+    """One value of a table; `parent` is the description whose field it replaces, if there is one."""
+    value, default = table[name], getattr(parent, name, None)
     if name in ("name", "source"):
         if isinstance(value, str) and value.strip():
             return value
@@ -349,26 +350,26 @@ def _read_field(kind: type[Struct], name: str, table: Mapping[str, Any], parent:
         return _read_count(name, value)
     if kind is Accelerator and name in NESTED:
         if name == "achieved":
-            if value is None:  # as the catalogue has it
+            if value is None:  # the catalogue's
                 return None
-            usual = usual or achieved(str(table.get("name", getattr(parent, "name", ""))))
-        return (
-            find_link(value) if NESTED[name] is Link and isinstance(value, str) else _read(NESTED[name], value, usual)
-        )
-    number = type(value) in (int, float)
+            default = default or achieved(str(table.get("name", getattr(parent, "name", ""))))
+        if NESTED[name] is Link and isinstance(value, str):
+            return find_link(value)
+        return _read(NESTED[name], value, default)
+    is_number = type(value) in (int, float)
     if kind is Achieved and name not in LIMITS:
-        if number and 0 < value <= SHARE:
+        if is_number and 0 < value <= SHARE:
             return float(value)
         share = f"must be a share of the ceiling: above 0, at most {SHARE}"
         raise UserError(f"{name}={value!r} {share}", "cluster.share")
     least, bound, wanted = LIMITS.get(name, (1, 1e30, "FLOP/s, at least 1"))
-    if number and least <= value < bound:
+    if is_number and least <= value < bound:
         return int(value) if name == "memory" else float(value)
     raise UserError(f"{name}={value!r} must be a number of {wanted}", "cluster.figure")
 
 
 # ---- listing --------------------------------------------------------------------------------------------------------
-# The catalogue of accelerators: what each can do at best, how much of it is reached, and where a figure is from.
+# The catalogue as a result: peak figures, the shares of them that are reached, and where each figure is from.
 
 
 _LISTED = ("fp32", "bf16", "fp8")  # the other rates are shown of one accelerator
@@ -412,6 +413,7 @@ class AcceleratorList(Result):
 
 
 def _one(device: Accelerator) -> Iterator[Block]:
+    """All about one accelerator."""
     rates, links = SOURCES[device.name]
     peaks = [(name, f"{_tera(peak)} TFLOP/s") for name in PRECISIONS if (peak := getattr(device.peak, name))]
     yield Table(["precision", ">dense, at best"], peaks, device.name, rates)

@@ -8,25 +8,33 @@ No torch here: a bad job is refused before anything heavy is imported and before
 import math
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 
+from fivefold.data import SOURCES, source_named, source_problems, stored_source
+from fivefold.data.base import DataSource
+from fivefold.data.shards import TokenShards
 from fivefold.job.aliases import apart, dtype_problem, explain
 from fivefold.job.table import NESTED, Table, apply, model_of
-from fivefold.layout.layout import Layout
-from fivefold.optim import OPTIMIZERS, optimizer_named, stored_optimizer
+from fivefold.layout.layout import Layout, schedule_named
+from fivefold.optim import OPTIMIZERS, optimizer_named, optimizer_problems, stored_optimizer
 from fivefold.optim.adamw import AdamW
 from fivefold.optim.base import OptimizerConfig
+from fivefold.schedules.build import ScheduleInfo
+from fivefold.schedules.registry import is_file
 from fivefold.spec.model import ModelSpec
+from fivefold.spec.pattern import find_kind, named
 from fivefold.support.dtypes import dtype_of
 from fivefold.support.errors import Note, Problem, UserError
 from fivefold.support.parsing import Missing, path_of, read, read_toml, toml_value, unknown_key
 from fivefold.support.places import remote_of
-from fivefold.support.ranges import SECONDS, SEQUENCES, STEPS, TOKENS, outside, within
+from fivefold.support.plugins import find_value, is_plugin
+from fivefold.support.ranges import SECONDS, SEQUENCES, STEPS, outside, within
 from fivefold.support.text import did_you_mean
 
 Compile = Literal["auto", "on", "off"]
@@ -36,13 +44,6 @@ NoneOrMore = Annotated[int, within(0, STEPS, "0 means none")]
 EXAMPLES = Path(__file__).parent.parent / "examples"  # jobs that are installed with the package
 RECIPES = EXAMPLES.parent / "recipes"
 BALANCE_RATE = 0.001  # DeepSeek-V3's (arXiv 2412.19437, section 4.2)
-
-
-class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    path: str = ""  # a directory made by `fivefold data prepare`; empty: the Python standard library's own source
-    seq: Annotated[int, within(1, TOKENS)] = 128  # tokens of a sample
-    seed: int = 0  # of the data order
-    document_mask: bool = False  # attention stays within a document
 
 
 class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -126,7 +127,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     model: ModelSpec
     layout: Layout = Layout()
-    data: DataConfig = DataConfig()
+    data: DataSource = TokenShards()
     optimizer: OptimizerConfig = AdamW()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -134,6 +135,14 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     elastic: ElasticConfig = ElasticConfig()
     trace: TraceConfig = TraceConfig()
     run: RunConfig = RunConfig()
+
+    @property
+    def plugins(self) -> list[str]:
+        """What it names of modules of a user's own; commands that read it as a stored one are told by --plugin."""
+        schedule = "" if is_file(self.layout.schedule) else self.layout.schedule
+        kinds = (kind.name for layer in self.model.pattern for kind in layer.branches)
+        names = dict.fromkeys((self.data.source, self.optimizer.name, schedule, *kinds))
+        return [name for name in names if is_plugin(name)]
 
     def problems(self, world: int | None = None, ranks_by: str = "--nproc") -> list[str]:
         """Everything wrong with the values, beyond their types; `ranks_by` is how the reader gets a number of ranks."""
@@ -147,13 +156,13 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         for section in SECTIONS:
             if section != "layout":
                 yield from outside(getattr(self, section), section).values()
-        yield from (problem for holds, problem in self.optimizer.rules() if not holds)
-        yield from self._whole_matrices()
+        yield from optimizer_problems(self.optimizer)
         yield from self._train()
         yield from self._fp8()
         yield from self._fp8_experts()
         yield from self._balance()
         yield from self._watch()
+        yield from source_problems(self.data)
         yield from self._data_and_run()
 
     def _train(self) -> Iterator[Problem]:
@@ -233,14 +242,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         if odd := _odd({"model.hidden": self.model.hidden, "model.experts.ffn": experts.ffn}):
             yield Problem("train.fp8_experts.widths", f"{setting} takes widths that are multiples of 16, not {odd}")
 
-    def _whole_matrices(self) -> Iterator[Problem]:
-        """A rule that reads whole matrices finds them where no rank holds a part."""
-        sizes = {"tp": self.layout.tp - 1, "zero": self.layout.zero}
-        cut = " and ".join(f"layout.{key}" for key, size in sizes.items() if size)
-        if self.optimizer.whole_matrices and cut:
-            reads = f"optimizer.name={self.optimizer.name} reads whole matrices"
-            yield Problem("optimizer.name.layout", f"{reads}, and {cut} divides them; nearest: tp=1, zero=0")
-
     def _balance(self) -> Iterator[Problem]:
         """What keeps the load of experts even has no effect where there is nothing of the kind."""
         train, experts, model = self.train, self.model.experts, self.model.name
@@ -293,12 +294,35 @@ def _odd(widths: dict[str, int]) -> str:
     return ", ".join(f"{name}={width}" for name, width in widths.items() if width % 16)
 
 
+@dataclass(frozen=True)
+class Named:
+    """A section in which a name decides which settings there are: one of a table, or a plugin's."""
+
+    usual: type[msgspec.Struct]
+    table: Mapping[str, type[msgspec.Struct]]
+    find: Callable[..., type[msgspec.Struct]]
+    of_stored: Callable[[dict[str, Any]], msgspec.Struct]
+
+    @property
+    def key(self) -> str:
+        return str(self.usual.__struct_config__.tag_field)
+
+    def keys(self, kinds: Iterable[type[msgspec.Struct]]) -> list[str]:
+        return [self.key, *dict.fromkeys(chain(*(kind.__struct_fields__ for kind in kinds)))]
+
+
+NAMED = {
+    "data": Named(TokenShards, SOURCES, source_named, stored_source),
+    "optimizer": Named(AdamW, OPTIMIZERS, optimizer_named, stored_optimizer),
+}
 SECTIONS: dict[str, Any] = {field.name: field.type for field in msgspec.structs.fields(Job) if field.name != "model"}
+_SCHEDULES = {"layout", "layout.schedule"}
+NAMING = tuple(f"{key}=" for key in (*_SCHEDULES, *(f"{name}.{named.key}" for name, named in NAMED.items())))  # changes
 KEYS: dict[str, list[str]] = {  # of every section, and of tables in one
     "model": ["preset", "config", *ModelSpec.__struct_fields__],
     **{f"model.{name}": keys for name, keys in NESTED.items()},
-    **{name: list(kind.__struct_fields__) for name, kind in SECTIONS.items() if name != "optimizer"},
-    "optimizer": ["name", *chain(*(kind.__struct_fields__ for kind in OPTIMIZERS.values()))],
+    **{name: list(kind.__struct_fields__) for name, kind in SECTIONS.items()},
+    **{name: named.keys(named.table.values()) for name, named in NAMED.items()},
 }
 
 
@@ -314,8 +338,12 @@ def read_job(path: str | Path | None = None, changes: Sequence[str] = ()) -> Job
 
 
 def of_a_run(file: Path) -> bool:
-    """Whether a job file lies in a run's directory: then a run wrote it, and not its user."""
-    return any((file.parent / name).exists() for name in ("metrics.jsonl", "environment.json", "checkpoints"))
+    """Whether a job file lies in a run's directory, or among its checkpoints: then a run wrote it, and not its user."""
+    kept = ("metrics.jsonl", "environment.json", "checkpoints")
+    folders = {Path(os.path.abspath(file)).parent, file.resolve().parent}
+    return any(os.path.lexists(folder / name) for folder in folders for name in kept) or any(
+        part == "checkpoints" for folder in folders for part in folder.parts
+    )
 
 
 def _table_of(file: Path) -> Table:
@@ -338,17 +366,34 @@ def resolve(table: Table, changes: Sequence[str] = (), name: str = "run", *, sto
     problems += apart(changes, "".join(layouts[-1:]), "layout=")
     for change in [] if problems else changes:
         apply(table, change, problems)
-    explain(table, KEYS, problems)
+    given, after = {change.partition("=")[0] for change in changes}, list[str]()  # those of the model are said first
+    kinds = {
+        name: _kind_of(name, table.get(name), after, trusted=not stored or f"{name}.{named.key}" in given)
+        for name, named in NAMED.items()
+    }
+    explain(table, KEYS | {name: NAMED[name].keys([kind]) for name, kind in kinds.items() if kind}, problems)
     problems += [unknown_key("", key, ["model", *SECTIONS]) for key in table if key not in ("model", *SECTIONS)]
-    model = model_of(table.get("model", {}), table.get("data"), problems, of_its_own=of_its_own)
-    given = {change.partition("=")[0] for change in changes}
-    trusted = not stored or "optimizer.name" in given
-    sections = {name: _section(name, table.get(name, {}), problems, trusted=trusted) for name in SECTIONS}
+    kinds["layout"] = _layout_kind(table.get("layout"), after, trusted=not stored or bool(given & _SCHEDULES))
+    all_kinds = SECTIONS | kinds
+    sections = {name: _section(name, table.get(name, {}), after, kind) for name, kind in all_kinds.items()}
+    _import_kinds(table.get("model"), problems, trusted=not stored or "model.pattern" in given)
+    model = model_of(table.get("model", {}), sections["data"], problems, of_its_own=of_its_own)
+    problems += after
     if problems or model is None:
         raise UserError(problems)
     if not sections["run"].name:
         sections["run"] = msgspec.structs.replace(sections["run"], name=name)
     return Job(model=model, **sections)
+
+
+def _import_kinds(model: Any, problems: list[str], *, trusted: bool) -> None:
+    """Import the plugins that a model's pattern names, if it is `trusted`; what cannot be used is taken out of it."""
+    for place, name in named(model.get("pattern")) if isinstance(model, dict) else ():
+        try:
+            find_kind(place, name, trusted=trusted)
+        except UserError as error:
+            problems += error.coded
+            model.pop("pattern", None)
 
 
 def _file_of(path: Path) -> Path:
@@ -377,9 +422,33 @@ def _read_job(path: Path) -> Table:
         raise UserError(f"no job file {path}; {hint}", "job.file") from None
 
 
-def _section(section: str, value: Any, problems: list[str], *, trusted: bool) -> Any:
-    """An object of the section's class; None where there are problems. `trusted`: what it names may be imported."""
-    kind = SECTIONS[section]
+def _kind_of(section: str, value: Any, problems: list[str], *, trusted: bool) -> type[msgspec.Struct] | None:
+    """The class that a section's name stands for; None where there is none. `trusted`: it may be imported."""
+    named = NAMED[section]
+    if not isinstance(value, dict) or named.key not in value:
+        return named.usual
+    try:
+        return named.find(value[named.key], trusted=trusted)
+    except UserError as error:
+        problems += error.coded
+        return None
+
+
+def _layout_kind(value: Any, problems: list[str], *, trusted: bool) -> type[Layout] | None:
+    """A layout, once there is the schedule that it names; None where that may not be imported."""
+    try:
+        if isinstance(value, str | dict) and is_plugin(name := schedule_named(value)) and not is_file(name):
+            find_value("layout.schedule", name, ScheduleInfo, trusted=trusted)
+    except UserError as error:
+        problems += error.coded
+        return None
+    return Layout
+
+
+def _section(section: str, value: Any, problems: list[str], kind: Any) -> Any:
+    """An object of the section's class; None where there are problems."""
+    if kind is None:
+        return None
     try:
         if kind is Layout and isinstance(value, str | dict):
             return Layout.parse(value) if isinstance(value, str) else Layout.from_dict(value)
@@ -389,9 +458,6 @@ def _section(section: str, value: Any, problems: list[str], *, trusted: bool) ->
             sentence = dtype_problem(word)
             problems += [sentence] if sentence else []
             value = value | {"dtype": "bfloat16" if sentence else dtype_of(word)}
-        if section == "optimizer":  # its name decides which settings there are
-            kind = optimizer_named(value.get("name", AdamW().name), trusted=trusted)
-            value = {key: setting for key, setting in value.items() if key != "name"}
     except UserError as error:
         problems += error.coded
         return None
@@ -399,13 +465,12 @@ def _section(section: str, value: Any, problems: list[str], *, trusted: bool) ->
 
 
 def job_from(table: Table) -> Job:
-    """A job as a checkpoint has it. The first releases knew one optimizer and one scaling of the rotary positions, and
-    did not name them."""
-    model, optimizer = table["model"], stored_optimizer(table.get("optimizer", {}))
+    """A job as a checkpoint has it. The first releases knew one scaling of rotary positions, and did not name it."""
+    model, own = table["model"], {name: named.of_stored(table.get(name, {})) for name, named in NAMED.items()}
     if scaling := model.get("rope_scaling"):
         model = model | {"rope_scaling": {"kind": "llama3"} | scaling}
-    others = {key: section for key, section in table.items() if key != "optimizer"}
-    return msgspec.structs.replace(msgspec.convert(others | {"model": model}, Job), optimizer=optimizer)
+    others = {key: section for key, section in table.items() if key not in NAMED}
+    return msgspec.structs.replace(msgspec.convert(others | {"model": model}, Job), **own)
 
 
 def to_toml(job: Job) -> str:

@@ -10,8 +10,9 @@ and would undo what the weights know.
 import math
 from typing import Any
 
+from fivefold.data.shards import TokenShards
 from fivefold.data.tokens import TokenStore
-from fivefold.job.config import DataConfig, Job, RunConfig, TrainConfig
+from fivefold.job.config import Job, RunConfig, TrainConfig
 from fivefold.job.recipes import Choice
 from fivefold.layout.layout import Layout
 from fivefold.optim.adamw import AdamW
@@ -56,7 +57,7 @@ def tuned(spec: ModelSpec, dtype: Choice, data: TokenStore | None = None) -> tup
     job = Job(
         model=spec,
         layout=Layout(**own["layout"]),
-        data=DataConfig(path=path, **own["data"]),
+        data=TokenShards(path=path, **own["data"]),
         optimizer=AdamW(**own["optimizer"]),
         train=TrainConfig(**own["train"]),
         run=RunConfig(),

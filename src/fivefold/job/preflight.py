@@ -1,15 +1,12 @@
 """Everything that can be known to be wrong before any process starts."""
 
-import hashlib
 import os
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
-from fivefold.data.corpus import stdlib_corpus
-from fivefold.data.index import NAME as INDEX
 from fivefold.data.integrity import CheckedData, verify
-from fivefold.data.tokens import Split, TokenStore
+from fivefold.data.rows import Splits, check
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import Job
 from fivefold.layout.stages import schedule_of
@@ -24,21 +21,7 @@ BUILT_IN = 100_000_000  # parameters of the largest model that trains on the sta
 QUICK = 1 << 28  # bytes that are hashed before the start, in a second or two; those of larger sets, during training
 
 
-@dataclass(frozen=True)
-class Sources:
-    """The data of a run."""
-
-    train: Split
-    valid: Split | None  # documents kept apart when the data was prepared, if any
-    path: Path
-
-    @property
-    def fingerprint(self) -> str:
-        """Of all tokens: the index has the sha256 of every file."""
-        return hashlib.sha256((self.path / INDEX).read_bytes()).hexdigest()
-
-
-def preflight(job: Job, world: int, progress: Report = quiet) -> Sources:
+def preflight(job: Job, world: int, progress: Report = quiet) -> Splits:
     """All problems of a job on `world` ranks, raised together; otherwise its data, opened.
 
     `progress` is told how far the hashing of the data is.
@@ -55,10 +38,10 @@ def preflight(job: Job, world: int, progress: Report = quiet) -> Sources:
         problems += run_directory_problems(path_of(job.run.dir))
     except UserError as error:
         problems += error.framed("run.dir: ")
-    sources = open_data(job, problems, progress)
-    if problems or sources is None:
+    splits = open_data(job, problems, progress)
+    if problems or splits is None:
         raise UserError(problems)
-    return sources
+    return splits
 
 
 def job_problems(job: Job, world: int) -> list[str]:
@@ -93,10 +76,10 @@ def run_directory_problems(parent: Path) -> list[str]:
 
 def needs_data(job: Job) -> bool:
     """Whether data.path must be filled in: the standard library's own source is no corpus for a large model."""
-    return not job.data.path and not job.model.problems() and job.model.parameter_count > BUILT_IN
+    return job.data.usual and not job.model.problems() and job.model.parameter_count > BUILT_IN
 
 
-def open_data(job: Job, problems: list[str], progress: Report = quiet) -> Sources | None:
+def open_data(job: Job, problems: list[str], progress: Report = quiet) -> Splits | None:
     """The data of a job; what is wrong with it joins the problems."""
     if needs_data(job):
         problems.append(
@@ -109,28 +92,30 @@ def open_data(job: Job, problems: list[str], progress: Report = quiet) -> Source
         )
         return None
     try:
-        path = path_of(job.data.path) if job.data.path else stdlib_corpus()
-        store = TokenStore.open(path)
-        if store.vocab > job.model.vocab:
-            has = f"data {path} has a vocabulary of {store.vocab}, and model.vocab={job.model.vocab}"
+        splits = check(job.data)
+        vocab = max(row.vocab for row in splits.rows.values())
+        if vocab > job.model.vocab:
+            has = f"data {splits.where} has a vocabulary of {vocab}, and model.vocab={job.model.vocab}"
             # Given weights have their vocabulary, and their tokenizer.
             way_out = "prepare the text with the tokenizer of run.weights" if job.run.weights else ""
-            problems.append(Problem("data.vocab", f"{has}; {way_out or f'nearest: model.vocab={store.vocab}'}"))
-        elif store.index.bytes <= QUICK:
-            verify(store, CheckedData(path), progress)
-        valid = store.split("valid") if "valid" in store.index.splits and job.train.eval_samples else None
-        sources = Sources(store.split("train"), valid, path)
+            problems.append(Problem("data.vocab", f"{has}; {way_out or f'nearest: model.vocab={vocab}'}"))
+        else:
+            for store in splits.stores:
+                if store.index.bytes <= QUICK:
+                    verify(store, CheckedData(store.path), progress)
     except UserError as error:
         problems += error.coded
         return None
-    for split in filter(None, (sources.train, sources.valid)):
-        if split.tokens <= job.data.seq:
-            way_out = ", or train.eval_samples=0" if split is valid else ""
+    if not job.train.eval_samples:
+        splits = replace(splits, valid=None)
+    for name, row in splits.rows.items():
+        if row.tokens <= job.data.seq:
+            way_out = ", or train.eval_samples=0" if name == "valid" else ""
             problems.append(
                 Problem(
                     "data.seq.tokens",
-                    f"the {split.name} split of {path} has {split.tokens} tokens, fewer than a sample of data.seq="
-                    f"{job.data.seq} and its last target; nearest: data.seq={max(1, split.tokens - 1)}{way_out}",
+                    f"the {name} split of {splits.where} has {row.tokens} tokens, fewer than a sample of data.seq="
+                    f"{job.data.seq} and its last target; nearest: data.seq={max(1, row.tokens - 1)}{way_out}",
                 )
             )
-    return sources
+    return splits

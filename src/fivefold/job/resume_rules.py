@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from fivefold.data.base import is_place
 from fivefold.job.config import Job
 from fivefold.optim.base import learning_rate
 from fivefold.support.errors import Problem
@@ -28,7 +29,6 @@ RULES = {
     "model.init_std": MEANT,  # without effect from here on: whoever changes it means another run
     "layout": FREE,  # the order of additions
     "data": MEANT,  # seq, seed and document_mask make other samples
-    "data.path": FREE,  # the same tokens may lie elsewhere; other tokens are refused by their fingerprint
     "optimizer": MEANT,
     "optimizer.schedule_steps": RATE,
     "train": MEANT,  # batch, seed, dtype, fp8, label_smoothing, z_loss, what keeps the load of experts even
@@ -73,11 +73,8 @@ def changes(before: Job, now: Job, tokens: tuple[str, str] = ("", "")) -> list[C
         if old[section].get(key) != new[section].get(key) and f"{section}.{key}" not in ("run.name", "run.dir")
     ]
     if all(tokens) and tokens[0] != tokens[1]:
-        differing = [change for change in differing if change.key != "data.path"]
-        was, is_ = (
-            f"{path or 'the standard library'} ({print_[:8]})"
-            for path, print_ in zip((before.data.path, now.data.path), tokens, strict=True)
-        )
+        differing = [change for change in differing if not (change.key.startswith("data.") and change.rule == FREE)]
+        was, is_ = (f"{data} ({print_[:8]})" for data, print_ in zip((before.data, now.data), tokens, strict=True))
         differing.append(Change("data", was, is_, MEANT))
     return differing
 
@@ -91,6 +88,8 @@ def flat(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def rule_of(key: str) -> str:
+    if key.startswith("data.") and is_place(key):
+        return FREE  # the same tokens may lie elsewhere; other tokens are refused by their fingerprint
     return RULES.get(key) or RULES[key.partition(".")[0]]
 
 

@@ -1,7 +1,7 @@
 """A job as a table: KEY=VALUE arguments applied to it, and the model that it describes.
 
 apply(table, "optimizer.lr=3e-4", problems)
-model_of(table.get("model", {}), table.get("data"), problems, of_its_own=True)
+model_of(table.get("model", {}), data, problems, of_its_own=True)
 """
 
 from itertools import chain
@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from fivefold.data.index import read_index
+from fivefold.data.base import DataSource
 from fivefold.layout.layout import Layout
 from fivefold.spec.blocks import Experts, LatentSpec, RopeScaling, Yarn
 from fivefold.spec.hf import read_hf_config
@@ -70,7 +70,7 @@ _TABLES = {"experts": (Experts,), "mla": (LatentSpec,), "rope_scaling": (RopeSca
 NESTED = {key: [*chain(*(kind.__struct_fields__ for kind in kinds)), TAG] for key, kinds in _TABLES.items()}  # settings
 
 
-def model_of(value: Any, data: Any, problems: list[str], *, of_its_own: bool) -> ModelSpec | None:
+def model_of(value: Any, data: DataSource | None, problems: list[str], *, of_its_own: bool) -> ModelSpec | None:
     """`model = "tiny"`, or a table: a `preset` or a Hugging Face `config` and what changes it, or all the numbers.
 
     Without a model in the file (not `of_its_own`), the command line's settings change tiny. A toy has the vocabulary of
@@ -97,7 +97,8 @@ def model_of(value: Any, data: Any, problems: list[str], *, of_its_own: bool) ->
         elif bases:  # a preset leaves out what is derived from others, so that it follows them
             name = str(table["preset"])
             preset(name)  # names the nearest where there is none
-            base = {"name": name} | PRESETS[name] | (_vocabulary(data) if name in TOYS else {})
+            vocab = data.vocab() if data is not None and name in TOYS else None
+            base = {"name": name} | PRESETS[name] | ({} if vocab is None else {"vocab": vocab})
     except UserError as error:
         problems += error.coded
         return None
@@ -110,12 +111,3 @@ def model_of(value: Any, data: Any, problems: list[str], *, of_its_own: bool) ->
             problems.append(Problem(f"model.{key}.type", f"model.{key}={given!r} is not a table; {write}"))
             return None
     return read(ModelSpec, base | fields, "model", problems)
-
-
-def _vocabulary(data: Any) -> Table:
-    """The vocabulary of prepared data, if it can be read; opening the data reports what is wrong with it."""
-    path = data.get("path") if isinstance(data, dict) else None
-    try:
-        return {"vocab": read_index(path_of(path)).vocab} if isinstance(path, str) and path else {}
-    except UserError:
-        return {}

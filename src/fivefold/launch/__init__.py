@@ -1,1 +1,1 @@
-"""Ranks: which one this is, how they start, and who is blamed when one ends."""
+"""Ranks: which one this process is, how ranks start and meet, and which one explains a failure."""

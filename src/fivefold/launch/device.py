@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Set
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,18 +18,16 @@ from fivefold.launch.local import SHARING, sharing_problem
 from fivefold.launch.world import World
 from fivefold.support.errors import UserError
 
-if TYPE_CHECKING:
-    import torch
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 DEFAULTS = TrainConfig()
 
 
 def choose_device(wanted: str, local_rank: int = 0) -> torch.device:
-    """CUDA where there is one, unless told otherwise; ranks of a node beyond its GPUs share them, or are "mixed"."""
+    """The device of a rank: a GPU where there is one, unless `wanted` is "cpu". Where a node has more ranks than GPUs,
+    they share its GPUs, or with "mixed" those beyond the GPUs compute on the CPU."""
     if wanted == "cuda" and not torch.cuda.is_available():
-        none = "train.device='cuda', and torch sees no GPU on this machine; nearest: train.device=cpu"
-        raise UserError(none, "train.device.gpu")
+        problem = "train.device='cuda', and torch sees no GPU on this machine; nearest: train.device=cpu"
+        raise UserError(problem, "train.device.gpu")
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     if wanted == "mixed" and local_rank >= torch.cuda.device_count():
@@ -44,9 +42,9 @@ def choose_backend(
 ) -> str:
     """NCCL where every rank of a node has a GPU of its own; gloo on CPUs, and where ranks share a GPU.
 
-    Those may have NCCL, too (`train.share_gpu=nccl`). It refuses two ranks of one host on one GPU, so each is a host of
-    its own (NCCL_HOSTID), and they talk through sockets: every kernel, order and error path of NCCL, and no figure of
-    speed. `apart`: ranks may be on several machines.
+    `train.share_gpu=nccl` lets ranks that share a GPU use NCCL, too. NCCL refuses two ranks of one host on one GPU, so
+    each rank gets a host ID of its own (NCCL_HOSTID), and they communicate through sockets: this runs every kernel,
+    order and error path of NCCL, but says nothing about speed. `apart`: ranks may be on several machines.
     """
     gpus = torch.cuda.device_count() if device.type == "cuda" and config.device != "mixed" else 0
     if problem := sharing_problem(config, gpus, local_ranks, apart):
@@ -62,16 +60,19 @@ def choose_backend(
 
 def check_memory(job: Job, device: torch.device, world: World) -> None:
     """Refuse a model whose weights, gradients and optimizer alone are more than the device has."""
-    have, ranks = host_memory(), world.local_size
+    memory, ranks_on_it = host_memory(), world.local_size
     if device.type == "cuda":
-        have = torch.cuda.get_device_properties(device).total_memory
-        ranks = -(-world.local_size // torch.cuda.device_count())
-    if problems := memory_problems(job, ranks, have, str(device)):
+        memory = torch.cuda.get_device_properties(device).total_memory
+        ranks_on_it = -(-world.local_size // torch.cuda.device_count())
+    if problems := memory_problems(job, ranks_on_it, memory, str(device)):
         raise UserError(problems, "model.memory")
 
 
 def check_bfloat16(device: torch.device, dtype: str) -> str | None:
-    """A sentence where a CPU has no bfloat16 instructions and takes many times as long; torch's own is a page."""
+    """A warning if this CPU has no bfloat16 instructions and takes many times as long; else None.
+
+    It replaces torch's own warning, which fills a page.
+    """
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
     if device.type != "cpu" or dtype != "bfloat16":
         return None
@@ -96,15 +97,15 @@ def make_repeatable(config: TrainConfig) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when its handle is made
         if torch.cuda.is_available() or config.compile == "on":
             torch.use_deterministic_algorithms(True)  # tells the compiler, too, and so imports all of it
-            # It would also fill all memory that is asked for with NaN, 1% of a step: a help to find kernels that read
-            # what nobody wrote, and none here does.
+            # By default it also fills all new memory with NaN, which takes 1% of a step. That helps to find kernels
+            # that read uninitialized memory, and no kernel of ours does.
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         else:
             torch.set_deterministic_debug_mode("error")
 
 
 def compiles(config: TrainConfig, device: torch.device) -> bool:
-    """Whether blocks and the loss are compiled there."""
+    """Whether blocks and the loss are compiled on this device."""
     return {"on": True, "off": False, "auto": device.type == "cuda"}[config.compile]
 
 
@@ -120,7 +121,7 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
 
 
 def precision_of(dtype: str, device: torch.device) -> str:
-    """Of its matmuls, in the catalogue's words."""
+    """The accelerator catalogue's name for the precision of matmuls of `dtype` on the device: "bf16", "tf32"."""
     tf32 = dtype == "float32" and device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
     return {"float32": "tf32" if tf32 else "fp32", "bfloat16": "bf16", "float64": "fp64"}[dtype]
 
@@ -136,64 +137,63 @@ def peak_memory(device: torch.device) -> int:
 # ---- numa -----------------------------------------------------------------------------------------------------------
 # Cores near a GPU: a rank stays on those of the NUMA node that its GPU hangs on.
 #
-#     share(Path("/sys"), ["0000:17:00.0", "0000:ca:00.0"], rank=1, allowed={0, ..., 63})     # those of rank 1
+#     cpus_of_rank(Path("/sys"), ["0000:17:00.0", "0000:ca:00.0"], rank=1, allowed={0, ..., 63})
 #
 # Memory that a rank fills for its GPU then lies on that GPU's side of the machine. Hyperthreads of one core go to one
 # rank. Nothing is changed where there is nothing to gain (one NUMA node, or a machine that does not say which), nor
 # for a rank that has cores of its own already, as Slurm's --cpu-bind gives them.
 
 
-def bind(device: "torch.device", world: World) -> None:
-    """This rank, and the threads that it starts from now on, to its share of the cores near its GPU."""
-    import torch
-
+def bind(device: torch.device, world: World) -> None:
+    """Bind this rank, and the threads that it starts from now on, to its share of the cores near its GPU."""
     if device.type != "cuda" or not hasattr(os, "sched_setaffinity"):
         return
-    # A rank that sees one GPU of several cannot know which ones its neighbours have: it takes no part, but all.
+    # A rank that sees one GPU of several cannot know which ones its neighbours have: it takes all cores near its own.
     count = torch.cuda.device_count()
-    ranks, rank_here = (1, 0) if count == 1 else (world.local_size, world.local_rank)
+    ranks, rank = (1, 0) if count == 1 else (world.local_size, world.local_rank)
     allowed = os.sched_getaffinity(0)
     if len(allowed) <= (os.cpu_count() or 1) // max(2, world.local_size):
         return
-    near = share(Path("/sys"), [pci_address(rank % count) for rank in range(ranks)], rank_here, allowed)
-    if near:
-        os.sched_setaffinity(0, near)
+    addresses = [pci_address(local_rank % count) for local_rank in range(ranks)]
+    if cpus := cpus_of_rank(Path("/sys"), addresses, rank, allowed):
+        os.sched_setaffinity(0, cpus)
 
 
 def pci_address(index: int) -> str:
-    """Of a CUDA device, as /sys and the driver write it."""
-    import torch
-
-    about: Any = torch.cuda.get_device_properties(index)  # torch's types do not know all that it has
-    return f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}.0"
+    """The PCI address of a CUDA device, as /sys and the driver write it."""
+    properties: Any = torch.cuda.get_device_properties(index)  # torch's types do not know all that it has
+    return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
 
 
-def share(sys: Path, devices: list[str], rank: int, allowed: Set[int]) -> set[int]:
-    """The CPUs of `rank`, among ranks that have these `devices`; none where it should stay where it is."""
-    nodes = [_node(sys, address) for address in devices]
+def cpus_of_rank(sys: Path, addresses: list[str], rank: int, allowed: Set[int]) -> set[int]:
+    """The CPUs that `rank` should be bound to, among ranks whose GPUs have these PCI `addresses`; empty if it should
+    not be bound. Ranks of one NUMA node share its cores evenly."""
+    nodes = [_numa_node(sys, address) for address in addresses]
     if nodes[rank] is None or sum(1 for _ in (sys / "devices/system/node").glob("node[0-9]*")) < 2:
         return set()
     near = _cpus(sys / f"devices/system/node/node{nodes[rank]}/cpulist") & allowed
-    cores = sorted({min(together): together for cpu in near if (together := core_of(sys, cpu) & near)}.items())
-    neighbours = [other for other, node in enumerate(nodes) if node == nodes[rank]]
-    at, count = neighbours.index(rank), len(neighbours)
-    own = cores[at * len(cores) // count : (at + 1) * len(cores) // count]
-    return {cpu for _, together in own for cpu in together}
+    threads_by_core = {min(threads): threads for cpu in near if (threads := core_of(sys, cpu) & near)}
+    cores = [threads for _, threads in sorted(threads_by_core.items())]
+    neighbours = [neighbour for neighbour, node in enumerate(nodes) if node == nodes[rank]]
+    part, parts = neighbours.index(rank), len(neighbours)
+    own = cores[part * len(cores) // parts : (part + 1) * len(cores) // parts]
+    return {cpu for threads in own for cpu in threads}
 
 
-def _node(sys: Path, address: str) -> int | None:
+def _numa_node(sys: Path, address: str) -> int | None:
+    """The NUMA node of a PCI device; None if the machine does not say."""
     file = sys / "bus/pci/devices" / address / "numa_node"
     node = int(file.read_text()) if file.exists() else -1
     return node if node >= 0 else None
 
 
 def core_of(sys: Path, cpu: int) -> set[int]:
-    """The hyperthreads of the core that a CPU is one of."""
+    """All hyperthreads of the core that has this CPU as one of them."""
     file = sys / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
     return _cpus(file) if file.exists() else {cpu}
 
 
 def _cpus(file: Path) -> set[int]:
-    """'0-3,8' -> {0, 1, 2, 3, 8}."""
+    """The CPUs that a file of /sys lists: '0-3,8' -> {0, 1, 2, 3, 8}."""
     ranges = [part.partition("-") for part in file.read_text().strip().split(",") if part]
     return {cpu for first, _, last in ranges for cpu in range(int(first), int(last or first) + 1)}

@@ -18,15 +18,15 @@ _SILENT = re.compile(r"[Tt]imed? ?out")
 _INNERMOST = re.compile(r'most recent call first.*\n +File "(.+)", line (\d+)')
 _NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+(\.\d+)?(e[+-]?\d+)?")
 _COMMAND_LINE = re.compile(r' +File ".*/(typer|click)/')
-# Of a scheduler, of Slurm's --signal, of a closed terminal, of Ctrl-C.
+# Signals that ask a run to stop: from a scheduler, from Slurm's --signal, from a closed terminal, from Ctrl-C.
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 INTERRUPTED, TERMINATED = 130, 143  # exit codes after Ctrl-C, and after another signal to stop and a checkpoint
 ENDED = "ended at once; metrics and checkpoints up to here are kept"
-_KINDS = ("died", "raised", "hung", "stopped", "returned")
+_KINDS = ("died", "raised", "hung", "stopped", "returned")  # the likeliest cause first
 
 
 def lost_peer(error: BaseException | str) -> str | None:
-    """Why this rank cannot reach a peer, if that is what the error is about."""
+    """Why this rank cannot reach a peer, if that is what the error is about; else None."""
     text = str(error)
     if _SILENT.search(text):
         return "it gave no sign"
@@ -34,7 +34,7 @@ def lost_peer(error: BaseException | str) -> str | None:
 
 
 def signal_name(number: int) -> str:
-    """'SIGKILL'; most real-time signals have no name."""
+    """The name of a signal, 'SIGKILL', or its number: most real-time signals have no name."""
     if number == signal.SIGINT:
         return "Ctrl-C"
     try:
@@ -44,12 +44,13 @@ def signal_name(number: int) -> str:
 
 
 def say(line: str) -> None:
-    with suppress(OSError):  # whoever read it may be gone
+    """Print a line to standard error."""
+    with suppress(OSError):  # the reader of the pipe may be gone
         print(line, file=sys.stderr, flush=True)
 
 
 def say_ended() -> None:
-    """After a second Ctrl-C. A terminal's cursor comes back, which a live display hides."""
+    """Print what follows a second Ctrl-C, and show the terminal's cursor, which a live display hides."""
     say(("\033[?25h\n" if sys.stderr.isatty() else "") + ENDED)
 
 
@@ -65,33 +66,33 @@ class End:
     value: Any = None
     code: int = 0  # of a process that died; negative for a signal
     output: str = ""
-    last: str = ""  # where it last moved
+    last: str = ""  # when and where it last moved: "it last moved 601 s ago, in step 4"
     place: str = ""  # where it died: "step 4"
     cause: str = ""  # the exception that an exit code stands for
     paused: bool = False  # held by SIGSTOP or a debugger when it gave no sign
 
     @property
     def signature(self) -> tuple[int, str, str, str]:
-        """Equal for two ends of one cause in one place. Numbers in words vary, with addresses and times."""
+        """Equal for two ends by one cause in one place. Numbers in the error are left out: addresses and times vary."""
         return self.rank, self.kind, self.place, _NUMBER.sub("#", f"{self.error} {self.cause}")
 
     @property
     def doubt(self) -> int:
         """How likely another rank explains this end: 0 not at all, 3 certainly."""
         if self.paused:
-            return 0  # wherever it was, no peer did that
+            return 0  # it was stopped from outside, and no peer did that
         if self.kind in ("hung", "stopped"):
             file, line = self._innermost
             return 3 if waits_there(file, line) else 2
         if self.code == PeerLost.code or self.error.startswith(PeerLost.__name__) or lost_peer(self.error):
             return 3
-        return 1 if self.error == "SIGABRT" else 0  # gloo and NCCL abort in a thread of theirs when a peer is gone
+        return 1 if self.error == "SIGABRT" else 0  # gloo and NCCL abort in a thread of their own when a peer is gone
 
     @property
     def accused(self) -> bool:
-        """Whether the place that the rank had may be to blame: it failed, and no peer's end explains that."""
-        fine = self.kind == "returned" or self.code in (2, INTERRUPTED, TERMINATED)
-        return not fine and self.doubt < 3
+        """Whether the rank's machine or GPU may be to blame: the rank failed, and no peer's end explains that."""
+        expected = self.kind == "returned" or self.code in (2, INTERRUPTED, TERMINATED)
+        return not expected and self.doubt < 3
 
     @property
     def blame(self) -> tuple[bool, int, int, bool, float, int]:
@@ -117,13 +118,13 @@ class End:
 
     @property
     def how(self) -> str:
-        """A predicate for the rank: 'was ended by SIGKILL'."""
+        """What the rank did, to follow its name in a sentence: 'was ended by SIGKILL in step 4'."""
         if self.kind in ("hung", "stopped"):
             file, line = self._innermost
-            silent = "gave no answer" if self.kind == "hung" else "did not end with the others"
+            silence = "gave no answer" if self.kind == "hung" else "did not end with the others"
             where = f"it is in {file}, line {line}" if file else ""
             paused = "SIGSTOP or a debugger held it" if self.paused else ""
-            return "; ".join(filter(None, [silent, self.last, where, paused]))
+            return "; ".join(filter(None, [silence, self.last, where, paused]))
         if self.kind == "returned":
             return self.kind
         where = f" in {self.place}" if self.place else ""

@@ -6,11 +6,11 @@
     nan       poisons a gradient                 hup     SIGHUP, as a terminal sends that is closed
     hang      a wait that never ends             slow    a quarter of a second more
     cut       closes its connections             full    a disk that has no room (at=write)
-    lose      SIGKILL, and its place on this machine answers no more until step `until` (launch/local.py)
+    lose      SIGKILL, and its device answers no more until step `until` (`DevicePool` in launch/local.py)
     spike     a loss and gradients 100 times too large
     flip      a bit that flips in memory
-    skip      leaves out its next sum over ranks      shape   takes part in it with a number too many
-              (torch.distributed.all_reduce: at a step, that of the gradient norm)
+    skip      leaves out its next all_reduce          shape   enters it with one number too many
+              (at a step, that of the gradient norm)
 
 The words after @ say where: `rank`, `step`, `until` (each from `step` to it), and `at`, one of the places
 that call `strike`: step (the default: after the gradients of a step, before its update), batch (the same, and `step` is
@@ -39,13 +39,13 @@ from fivefold.launch.world import rank_here, starts_before
 from fivefold.support.errors import UserError
 
 _SIGNALS = {name: getattr(signal, f"SIG{name.upper()}") for name in ("kill", "stop", "term", "usr1", "hup")}
-POISONS = ("nan", "spike", "flip")  # what the place does to itself that is struck
+POISONS = ("nan", "spike", "flip")  # kinds that the caller of `strike` carries out on its own tensors
 KINDS = (*_SIGNALS, "lose", "raise", "segv", "hang", "slow", "cut", "full", "skip", "shape", *POISONS)
 FLIPPED = ("weight", "shard", "compute")
 _OF_STEPS = ("step", "batch", "forward", "backward", "optimizer")
 _OF_STATE = ("write", "commit", "retain", "memory", "read")
 PLACES = (*_OF_STEPS, *_OF_STATE, "matmul", "disk", "link", *FLIPPED)
-_DEFAULT = {"spike": "batch", "flip": "weight"}  # places; of all others it is the step
+_DEFAULT = {"spike": "batch", "flip": "weight"}  # the default place of a kind; "step" for all others
 _SLOW = 0.25  # seconds
 SPIKE = 100.0
 
@@ -56,8 +56,8 @@ class Fault(NamedTuple):
     rank: int | None = None
     step: int | None = None
     until: int | None = None  # the last step of several
-    starts: int = 1
-    start: int | None = None  # this one alone
+    starts: int = 1  # it happens in so many starts of the run
+    start: int | None = None  # or in this start alone, counted from 0
 
     def due(self, at: str, step: int | None) -> bool:
         """Whether it happens on this rank, at this place, in this step and start."""
@@ -72,15 +72,16 @@ class Fault(NamedTuple):
 
 @cache
 def parse(text: str) -> tuple[Fault, ...]:
-    return tuple(_one(word.strip(), text) for word in text.split(";") if word.strip())
+    """The faults that the value of FIVEFOLD_FAULT asks for."""
+    return tuple(_parse_fault(word.strip(), text) for word in text.split(";") if word.strip())
 
 
-def _one(word: str, text: str) -> Fault:
+def _parse_fault(word: str, text: str) -> Fault:
     kind, _, rest = word.partition("@")
-    words = dict(part.partition("=")[::2] for part in rest.split(",") if part)
+    settings = dict(part.partition("=")[::2] for part in rest.split(",") if part)
     try:
-        at = words.pop("at", _DEFAULT.get(kind, "step"))
-        fault = Fault(kind, at, **{name: int(value) for name, value in words.items()})
+        at = settings.pop("at", _DEFAULT.get(kind, "step"))
+        fault = Fault(kind, at, **{name: int(value) for name, value in settings.items()})
         if kind not in KINDS or at not in ((*FLIPPED, "read") if kind == "flip" else PLACES):
             raise ValueError
     except (ValueError, TypeError):  # no number, or no such word
@@ -93,7 +94,8 @@ def _one(word: str, text: str) -> Fault:
 
 
 def strike(at: str, step: int | None = None) -> str:
-    """Called where a fault may happen; the kind, where the caller is to poison something, else nothing."""
+    """Carry out the faults that are due at this place and step. Returns the kind of a poison, for the caller to apply
+    to its own tensors; else an empty string."""
     due = [fault for fault in parse(os.environ.get("FIVEFOLD_FAULT", "")) if fault.due(at, step)]
     for fault in due:
         _note(fault)
@@ -109,11 +111,9 @@ def _note(fault: Fault) -> None:
 
 
 def lost(place: int, step: int) -> bool:
-    """Whether a place of this machine is to be thought of as lost by a run that has come to a step."""
-    planted = parse(os.environ.get("FIVEFOLD_FAULT", ""))
-    return any(
-        fault.kind == "lose" and fault.rank == place and step < (fault.until or sys.maxsize) for fault in planted
-    )
+    """Whether a fault has this device of the machine count as lost, for a run that has come to `step`."""
+    faults = parse(os.environ.get("FIVEFOLD_FAULT", ""))
+    return any(fault.kind == "lose" and fault.rank == place and step < (fault.until or sys.maxsize) for fault in faults)
 
 
 def _happen(kind: str) -> None:
@@ -138,26 +138,26 @@ def _happen(kind: str) -> None:
 
 
 def _disagree(kind: str) -> None:
-    """Have the next sum over ranks be another one than the peers'."""
+    """Make the next all_reduce of this rank differ from its peers'."""
     import torch
     import torch.distributed as dist
 
-    usual = dist.all_reduce
+    all_reduce = dist.all_reduce
 
-    def once(tensor: torch.Tensor, *how: Any, **options: Any) -> Any:
-        dist.all_reduce = usual
+    def wrong_once(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        dist.all_reduce = all_reduce
         if kind == "shape":
-            return usual(tensor.new_zeros(tensor.numel() + 1), *how, **options)
+            return all_reduce(tensor.new_zeros(tensor.numel() + 1), *args, **options)
         return None
 
-    dist.all_reduce = once
+    dist.all_reduce = wrong_once
 
 
 def _cut() -> None:
-    """Close every connection of this process to another, as a link does that is gone."""
+    """Shut down every TCP connection of this process, as if its link were cut."""
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError, ValueError):
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                with socket.socket(fileno=os.dup(int(name))) as link:
-                    if link.family in (socket.AF_INET, socket.AF_INET6):
-                        link.shutdown(socket.SHUT_RDWR)
+                with socket.socket(fileno=os.dup(int(name))) as connection:
+                    if connection.family in (socket.AF_INET, socket.AF_INET6):
+                        connection.shutdown(socket.SHUT_RDWR)

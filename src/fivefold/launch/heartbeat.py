@@ -7,9 +7,9 @@
     board = Board(path, ranks)           # in the launcher, which put the path into the ranks' environment
     board.still([0, 1])                  # whether one of them has not moved for longer than it may
 
-The count and the places are in memory that the launcher maps too, so a rank that is stopped, or whose interpreter is
-blocked, is seen as well. Time is counted only while the watcher itself runs: a job that was suspended and continues has
-not hung. Whoever waits for a peer that moves beats for it, so movement passes through waits.
+The count and the places are in memory that the launcher maps too, so it also sees a rank that is stopped, or whose
+interpreter is blocked. Time is counted only while the watcher itself runs: a job that was suspended and continues has
+not hung. A rank that waits for a peer beats whenever the peer has moved, so a chain of waits does not look like a hang.
 """
 
 import faulthandler
@@ -30,21 +30,22 @@ from fivefold.launch.waits import waits_there
 from fivefold.support.errors import PeerLost, TrainingError
 
 BEATS = "FIVEFOLD_BEATS"  # the file that ranks and launcher share
-LONG = 3600.0  # seconds: what building a model and compiling its first step may take without a sign
+LONG = 3600.0  # seconds that building a model and compiling its first step may take without a beat
 _SLOT = struct.Struct("=Qd120s120s")  # count, seconds that may pass without a beat, the main thread's place, others'
-_LIMIT, _PLACES = 8, (16, 136)
-_TICK = 1.0  # seconds between looks, at most
+_LIMIT, _PLACES = 8, (16, 136)  # offsets of the limit, and of the two places
+_TICK = 1.0  # seconds between two checks, at most
 _SHOWN = 3  # operations that are named
-_ASKING = 5.0  # seconds for CUDA to say which
-_MORE = 2.0  # seconds and a tenth of the limit: who waits for a peer is to speak before the one who watches it
+_ASKING = 5.0  # seconds for CUDA to answer which operations it has not finished
+# Seconds, and a tenth of the limit, that a watcher waits longer: a rank that waits for a peer reports the peer first.
+_MORE = 2.0
 
 
 class Heart:
-    """Of this process. It is one, as what hangs is a process; threads share it."""
+    """The beats of this process, in its slot of the shared memory. All threads share it: a process hangs as a whole."""
 
     def __init__(self, memory: memoryview):
         self.memory, self.count, self.timeout = memory, memory[:8].cast("Q"), 0.0
-        self.thread = threading.main_thread().ident or 0  # that does the rank's work
+        self.thread = threading.main_thread().ident or 0  # the thread that does the rank's work
 
     def enter(self, place: str, least: float = 0.0) -> None:
         here = threading.current_thread() is threading.main_thread()
@@ -58,12 +59,12 @@ _hearts = [Heart(memoryview(bytearray(_SLOT.size)))]
 
 
 def beat(_: int = 0) -> None:
-    """This rank has moved: some bytes, for example."""
+    """Count a sign of life: this rank has moved, if only some bytes."""
     _hearts[0].count[0] += 1
 
 
 def here() -> None:
-    """The rank's work goes on in this thread."""
+    """Note that the rank's work goes on in this thread."""
     _hearts[0].thread = threading.get_ident()
 
 
@@ -74,7 +75,7 @@ def enter(place: str, least: float = 0.0) -> None:
 
 
 class RankSeen(NamedTuple):
-    """A rank, as others see it."""
+    """How many beats a rank has made, and where it is: what peers see of it."""
 
     beats: int
     place: str
@@ -85,19 +86,21 @@ class RankSeen(NamedTuple):
 
 
 def _place(memory: memoryview) -> str:
+    """Where the threads of a slot's rank are: 'step 4, and concurrently in the write of a checkpoint'."""
     main, beside = (raw.rstrip(b"\0").decode(errors="ignore") for raw in _SLOT.unpack(memory)[2:])
     return f"{main}, and concurrently in {beside}" if main and beside else main or beside or "its start"
 
 
 class StallDetector:
-    """How long something has not changed, in seconds of this process's own running."""
+    """Measures for how many seconds a value has not changed, not counting time in which this process was suspended."""
 
     def __init__(self) -> None:
         self.value: Hashable = None
         self.seconds, self.last = 0.0, time.monotonic()
 
     def look(self, value: Hashable, most: float) -> float:
-        """`most` seconds count since the last look: whatever is more, this process was asleep."""
+        """The seconds since the value last changed. Since the last look at most `most` of them count: if more have
+        passed, this process was suspended."""
         now = time.monotonic()
         self.seconds = 0.0 if value != self.value else self.seconds + min(now - self.last, most)
         self.value, self.last = value, now
@@ -113,21 +116,21 @@ class Board:
         self.ranks = [StallDetector() for _ in range(ranks)]
 
     def still(self, ranks: Iterable[int]) -> bool:
-        """Whether one of them has not moved for longer than it may, and has had the time to say so itself."""
-        late = False
+        """Whether a rank has not moved for longer than it may, and for longer than its own watcher takes to say so."""
+        still = False
         for rank in ranks:
             count, limit = _SLOT.unpack(self.slots[rank])[:2]
             seconds = self.ranks[rank].look(count, _TICK)
-            late |= limit > 0 and seconds > limit * 1.1 + 2 * _MORE
-        return late
+            still |= limit > 0 and seconds > limit * 1.1 + 2 * _MORE
+        return still
 
     def place(self, rank: int) -> str:
-        """Where its main thread is, or was when it ended: 'step 4'."""
+        """Where the rank's main thread is, or was when the rank ended: 'step 4'."""
         name: bytes = _SLOT.unpack(self.slots[rank])[2]
         return name.rstrip(b"\0").decode(errors="ignore")
 
     def last(self, rank: int) -> str:
-        """'it last moved 601 s ago, in step 4'; nothing of a rank that is not watched."""
+        """'it last moved 601 s ago, in step 4'; empty for a rank that is not watched."""
         if not _SLOT.unpack(self.slots[rank])[1]:
             return ""
         return f"it last moved {self.ranks[rank].seconds:.0f} s ago, in {_place(self.slots[rank])}"
@@ -140,7 +143,7 @@ def _slot(path: Path, rank: int) -> memoryview:
 
 @contextmanager
 def watched(timeout: float, rank: int = 0, world: int = 1) -> Iterator[None]:
-    """Around the work of a rank."""
+    """Watch this process while it does the work of a rank; end it once nothing has moved for `timeout` seconds."""
     if path := os.environ.get(BEATS):
         _hearts[0] = Heart(_slot(Path(path), rank))
     heart = _hearts[0]
@@ -166,7 +169,8 @@ def _watch(heart: Heart, rank: int, more: float, over: threading.Event) -> None:
 
 
 def _end(rank: int, sentence: str) -> None:
-    """With the stacks, innermost frame last. A rank that waits for others inside torch is not what they wait for."""
+    """End this process: print its stacks, innermost frame last, and the sentence. The exit code says whether the rank
+    itself hangs, or waits for peers inside torch."""
     frames = sys._current_frames()
     frames.pop(threading.get_ident())
     working = _hearts[0].thread
@@ -175,8 +179,8 @@ def _end(rank: int, sentence: str) -> None:
         traceback.print_stack(frame)
     code = PeerLost.code if waits_there(main.f_code.co_filename, main.f_lineno) else TrainingError.code
     print(f"error: {sentence}", file=sys.stderr, flush=True)
-    # CUDA is asked next, and what hangs may be CUDA: in a thread that is left behind then. Should it take Python's lock
-    # along, a timer that needs none ends the process, though not with this code.
+    # CUDA is asked next, in a thread that is left behind if CUDA itself hangs. If it hangs with the GIL held, a timer
+    # that does not need the GIL ends the process, though not with this code.
     faulthandler.dump_traceback_later(3 * _ASKING, exit=True)
     asking = threading.Thread(target=_say_what_nccl_does, args=(rank,), daemon=True)
     asking.start()
@@ -190,7 +194,7 @@ def _say_what_nccl_does(rank: int) -> None:
 
 
 def _on_the_device() -> str:
-    """What NCCL has not finished on this rank, the oldest first, as PyTorch's flight recorder has it."""
+    """A sentence on what NCCL has not finished on this rank, the oldest first, from PyTorch's flight recorder."""
     dump = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_nccl_trace_json", None)
     try:
         entries = json.loads(dump(True, True))["entries"] if dump else []
@@ -202,8 +206,10 @@ def _on_the_device() -> str:
 
 
 def _operation(entry: dict[str, Any]) -> str:
-    """'all_reduce of [512] Float, call 6 of mesh_tp'."""
-    name, group = str(entry["profiling_name"]).removeprefix("nccl:"), entry["process_group"]
+    """How the flight recorder's entry is named: 'all_reduce of [512] Float, call 6 of mesh_tp'."""
+    name = str(entry["profiling_name"]).removeprefix("nccl:")
+    group_number, group_name = entry["process_group"]
+    group = group_name if group_name != "undefined" else f"group {group_number}"
     number = entry["p2p_seq_id"] if entry.get("is_p2p") else entry["collective_seq_id"]
-    what = " ".join(map(str, (*entry["input_sizes"], *entry["input_dtypes"][:1])))
-    return f"{name} of {what}, call {number} of {group[1] if group[1] != 'undefined' else f'group {group[0]}'}"
+    tensors = " ".join(map(str, (*entry["input_sizes"], *entry["input_dtypes"][:1])))
+    return f"{name} of {tensors}, call {number} of {group}"

@@ -1,4 +1,4 @@
-"""This machine's cores, what a rank may take of them in addition to its step, and work that is spread over them."""
+"""This machine's cores: how many a rank may use for files beside its step, and work spread over threads."""
 
 import ctypes
 import os
@@ -11,16 +11,16 @@ from fivefold.launch.world import ranks_here
 
 T = TypeVar("T")
 Result = TypeVar("Result")
-_MOST = 8  # threads: a disk takes no more than a few of them write
+_MOST = 8  # threads: more do not make a disk faster
 
 
 def cores() -> int:
-    """Those that this process may use."""
+    """How many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def for_files() -> int:
-    """Threads that hash and write files: half of a rank's share of the cores, as the other half trains.
+    """How many threads hash and write files: half of the rank's share of the cores, as the other half trains.
 
     A rank that is bound to cores of its own (Slurm's tasks are) has its share already.
     """
@@ -29,9 +29,10 @@ def for_files() -> int:
 
 
 def side_by_side(do: Callable[[T], Result], items: Sequence[T], most: int) -> list[Result]:
-    """What `do` makes of each, by up to `most` threads. After an error no more are begun, and it is raised.
+    """Returns [do(item) for each item], computed by up to `most` threads. After an error no more items are begun, and
+    the error is raised.
 
-    Not a pool of concurrent.futures: Ctrl-C, and the end of the process, would wait for all that is left.
+    Not a pool of concurrent.futures: Ctrl-C, and the end of the process, would wait for all items that are left.
     """
     if min(most, len(items)) <= 1:
         return [do(item) for item in items]
@@ -61,24 +62,25 @@ def side_by_side(do: Callable[[T], Result], items: Sequence[T], most: int) -> li
 
 
 # ---- allocator ------------------------------------------------------------------------------------------------------
-# Memory that a step gives back stays with the process: the next step wants as much.
+# Memory that a step frees stays with the process: the next step needs as much.
 #
 # Allocators hand freed memory to the operating system, which clears every page before it lends it out again. On CPU
 # ranks that was up to a tenth of a step. PyTorch's allocator is mimalloc on Arm, and the C library's elsewhere.
 
 
-_TRIM, _MMAP = -1, -3  # of mallopt, which glibc alone has
+_TRIM, _MMAP = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of mallopt, which glibc alone has
 _LARGEST = 32 << 20  # bytes: glibc lets no larger block be reused
 
 
 def keep_freed_memory() -> None:
-    """In this process, if torch is not yet imported, and in those that it starts. A user's own settings stay."""
+    """Have the allocators of this process, if torch is not yet imported, and of those that it starts, keep freed
+    memory. A user's own settings stay."""
     os.environ.setdefault("MIMALLOC_PURGE_DELAY", "-1")
     wanted = {"MALLOC_TRIM_THRESHOLD_": "-1", "MALLOC_MMAP_THRESHOLD_": str(_LARGEST)}
     if wanted.keys() & os.environ.keys() or "_threshold" in os.environ.get("GLIBC_TUNABLES", ""):
         return
     os.environ |= wanted
-    with suppress(OSError, AttributeError, TypeError):  # read at a process's start; this one has to be told
+    with suppress(OSError, AttributeError, TypeError):  # the variables are read at a process's start, too late for this
         library = ctypes.CDLL(None)
-        library.mallopt(_TRIM, -1)  # both: the one alone would freeze the other at 128 KiB
+        library.mallopt(_TRIM, -1)  # both must be set: setting one freezes the other at 128 KiB
         library.mallopt(_MMAP, _LARGEST)

@@ -1,7 +1,7 @@
-"""N ranks of this machine that train: of `--nproc N`, and of `ff.train`. Clusters use torchrun or Slurm instead.
+"""Launches the N ranks of a run on this machine, for `--nproc N` and `ff.train`. Clusters use torchrun or Slurm.
 
-Our own, because torchrun answers Ctrl-C and a lost rank with pages of its own: here the first rank to fail is named in
-one line, the others get a moment to say what they know, and none is left behind.
+It replaces torchrun, which answers Ctrl-C and a lost rank with pages of text: here the first rank to fail is named in
+one line, the others get a moment to print what they know, and none is left behind.
 """
 
 import os
@@ -32,14 +32,14 @@ from fivefold.launch.world import PLANNED, RESTARTS, RUN, STORE
 from fivefold.support.errors import PeerLost, Problem, UserError
 
 # ---- restarts -------------------------------------------------------------------------------------------------------
-# Whether to start again after a failure, and after how long: the same failure in the same place is not tried for ever.
+# Whether to start again after a failure, and after how long. A failure that comes twice in the same place ends the run.
 #
 # policy = Restarts(3)
-# policy.after(failure)      # Verdict(again=True, pause=0.0, why="1 of 3")
-# policy.after(failure)      # Verdict(again=False, ..., why="the same failure came twice ...")
+# policy.after(failure)      # RestartVerdict(again=True, pause=0.0, why="1 of 3")
+# policy.after(failure)      # RestartVerdict(again=False, ..., why="the same failure came twice ...")
 
 
-FIRST, LONGEST = 1.0, 60.0  # seconds before a start that follows a start without progress; each time twice as long
+FIRST, LONGEST = 1.0, 60.0  # seconds of pause after a start without progress; each further one pauses twice as long
 _STEP = re.compile(r"\bstep (\d+)")
 
 
@@ -50,102 +50,107 @@ class RestartVerdict(NamedTuple):
 
 
 class Restarts:
-    """The failures of one run. Progress, a later step than any before, forgets what came earlier."""
+    """The failures of one run. Progress, to a later step than any before, clears those that came earlier."""
 
     def __init__(self, allowed: int):
         self.allowed, self.done = allowed, 0
-        self.furthest = -1
-        self.seen: set[tuple[int, str, str, str]] = set()  # failures since there was progress
-        self.still = 0  # starts since then
+        self.furthest = -1  # step
+        self.seen: set[tuple[int, str, str, str]] = set()  # signatures of failures since the last progress
+        self.without_progress = 0  # starts since then
 
     def after(self, failure: End) -> RestartVerdict:
         step = _STEP.search(failure.place)
         if step and int(step[1]) > self.furthest:
-            self.furthest, self.still = int(step[1]), 0
+            self.furthest, self.without_progress = int(step[1]), 0
             self.seen.clear()
         if self.done >= self.allowed:
             return RestartVerdict(False, 0.0, f"all {self.allowed} restarts are used up" if self.allowed else "")
         if failure.signature in self.seen:
             return RestartVerdict(False, 0.0, "the same failure came twice without progress: it is not tried again")
         self.seen.add(failure.signature)
-        pause = min(LONGEST, FIRST * 2 ** (self.still - 1)) if self.still else 0.0
-        self.done, self.still = self.done + 1, self.still + 1
+        pause = min(LONGEST, FIRST * 2 ** (self.without_progress - 1)) if self.without_progress else 0.0
+        self.done, self.without_progress = self.done + 1, self.without_progress + 1
         return RestartVerdict(True, pause, f"{self.done} of {self.allowed}")
 
 
-# ---- roster ---------------------------------------------------------------------------------------------------------
-# Which ranks of this machine can be started: those that are lost are looked for again and again.
+# ---- devices --------------------------------------------------------------------------------------------------------
+# The slots of this machine in which ranks can be started: GPUs, or shares of the CPU.
 #
-# A rank has a place in which a process is started: a GPU, or a share of the CPU. After a failure the places of the
-# ranks that died are tried. One that answers had a passing failure; one that does not is lost until it answers.
+# After a failure the slots of the ranks that died are tried. If a slot answers, its failure has passed; if it does not,
+# it is lost, and tried again from time to time until it answers.
 
 
-_PATIENCE = 60.0  # seconds for a place to answer
+_PATIENCE = 60.0  # seconds for a slot to answer
 _GPUS = Path("/proc/driver/nvidia/gpus")
-SHARING = "fivefold-rank-"  # of the NCCL_HOSTID that ranks have which share a GPU
-# Does a GPU compute? In a process of its own: a driver that hangs holds whoever asks.
+SHARING = "fivefold-rank-"  # how the NCCL_HOSTID of ranks that share a GPU begins
+# Whether a GPU computes, asked in a process of its own: a driver that hangs blocks the process that calls it.
 _TRIAL = "import torch; x = torch.ones(256, 256, device='cuda'); assert float((x @ x).sum()) == 256**3"
 
 
 class DevicePool:
     def __init__(self, ranks: int, gpus: int, step: Callable[[], int] = lambda: 0):
-        """`gpus` of this machine, which ranks share if they are more; none: ranks compute on the CPU. `step` says how
-        far the run is, for faults that are planted."""
+        """`gpus` of this machine, which ranks share if they are more; with 0, ranks compute on the CPU. `step` returns
+        the step that the run has come to, for faults that are injected."""
         self.ranks, self.gpus, self.step = ranks, gpus, step
         self.lost: set[int] = set()
-        self.looked = time.monotonic()
-        self.trials: dict[int, subprocess.Popen[bytes]] = {}
+        self.last_trial = time.monotonic()
+        self.trials: dict[int, subprocess.Popen[bytes]] = {}  # of lost slots, by slot
 
     @property
     def here(self) -> list[int]:
-        return [place for place in range(self.ranks) if place not in self.lost]
+        """The slots that are not lost."""
+        return [slot for slot in range(self.ranks) if slot not in self.lost]
 
     def __str__(self) -> str:
         return f"{len(self.here)} of {self.ranks} are here"
 
-    def lose(self, places: Sequence[int], stopping: Callable[[], bool] = lambda: False) -> list[int]:
-        """Try some places, and return those that do not answer; if it is `stopping`, none is waited for."""
-        trials = {place: self._trial(place) for place in places}
+    def lose(self, slots: Sequence[int], stopping: Callable[[], bool] = lambda: False) -> list[int]:
+        """Try some slots, and return those that do not answer, which are lost. Once `stopping` returns True, it does
+        not wait for answers."""
+        trials = {slot: self._trial(slot) for slot in slots}
         deadline = time.monotonic() + _PATIENCE
         while any(trial.poll() is None for trial in trials.values()) and time.monotonic() < deadline and not stopping():
             time.sleep(0.01)
         deadline = 0.0 if stopping() else deadline
-        gone = [place for place, trial in trials.items() if not self._answers(place, trial, deadline)]
-        self.lost.update(gone)
-        self.looked = time.monotonic()
-        return gone
+        silent = [slot for slot, trial in trials.items() if not self._answers(slot, trial, deadline)]
+        self.lost.update(silent)
+        self.last_trial = time.monotonic()
+        return silent
 
     def look(self, every: float) -> list[int]:
-        """Called again and again while others work: the lost places that answer by now, tried `every` so many seconds
-        and without waiting."""
-        if self.lost and not self.trials and time.monotonic() - self.looked >= every:
-            self.looked = time.monotonic()
-            self.trials = {place: self._trial(place) for place in self.lost}
+        """Try the lost slots once in `every` seconds, without waiting for them; called again and again while ranks
+        work. Returns the slots that answer by now, which are no longer lost."""
+        if self.lost and not self.trials and time.monotonic() - self.last_trial >= every:
+            self.last_trial = time.monotonic()
+            self.trials = {slot: self._trial(slot) for slot in self.lost}
         if not self.trials:
             return []
-        if any(trial.poll() is None for trial in self.trials.values()) and time.monotonic() - self.looked < _PATIENCE:
+        running = any(trial.poll() is None for trial in self.trials.values())
+        if running and time.monotonic() - self.last_trial < _PATIENCE:
             return []
         trials, self.trials = self.trials, {}
-        back = [place for place, trial in trials.items() if self._answers(place, trial, 0.0)]
+        back = [slot for slot, trial in trials.items() if self._answers(slot, trial, 0.0)]
         self.lost.difference_update(back)
         return back
 
     def environment(self, env: Mapping[str, str]) -> dict[str, str]:
-        """For ranks that are to leave the lost places alone."""
+        """The variables that keep ranks off the lost slots."""
         if not self.gpus or not self.lost:
             return {}
-        return {"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(self._device(place, env) for place in self.here))}
+        return {"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(self._device(slot, env) for slot in self.here))}
 
-    def _device(self, place: int, env: Mapping[str, str] = os.environ) -> str:
+    def _device(self, slot: int, env: Mapping[str, str] = os.environ) -> str:
+        """The slot's GPU, as CUDA_VISIBLE_DEVICES names it."""
         visible = [word for word in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if word]
-        return visible[place % len(visible)] if visible else str(place % self.gpus)
+        return visible[slot % len(visible)] if visible else str(slot % self.gpus)
 
-    def _trial(self, place: int) -> "subprocess.Popen[bytes]":
-        env = {**os.environ, **({"CUDA_VISIBLE_DEVICES": self._device(place)} if self.gpus else {})}
+    def _trial(self, slot: int) -> "subprocess.Popen[bytes]":
+        """Start a process that exits with 0 if the slot's device computes."""
+        env = {**os.environ, **({"CUDA_VISIBLE_DEVICES": self._device(slot)} if self.gpus else {})}
         command = [sys.executable, "-c", _TRIAL if self.gpus else "pass"]
         return subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
-    def _answers(self, place: int, trial: "subprocess.Popen[bytes]", deadline: float) -> bool:
+    def _answers(self, slot: int, trial: "subprocess.Popen[bytes]", deadline: float) -> bool:
         try:
             code = trial.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -153,7 +158,7 @@ class DevicePool:
             with suppress(subprocess.TimeoutExpired):  # a process that waits for a driver cannot be ended
                 trial.wait(1)
             return False
-        return code == 0 and not faults.lost(place, self.step())
+        return code == 0 and not faults.lost(slot, self.step())
 
 
 def gpus_here() -> list[str]:
@@ -168,8 +173,8 @@ def gpus_here() -> list[str]:
 
 def visible_gpus(env: Mapping[str, str] = os.environ, gpus: int | None = None) -> int:
     """How many of this machine's `gpus` CUDA will show to a process."""
-    here, visible = len(gpus_here()) if gpus is None else gpus, env.get("CUDA_VISIBLE_DEVICES")
-    return here if visible is None else min(here, len(list(filter(None, visible.split(",")))))
+    total, visible = len(gpus_here()) if gpus is None else gpus, env.get("CUDA_VISIBLE_DEVICES")
+    return total if visible is None else min(total, len(list(filter(None, visible.split(",")))))
 
 
 def sharing_problem(config: TrainConfig, gpus: int, local_ranks: int, apart: bool = False) -> str | None:
@@ -192,7 +197,7 @@ def sharing_problem(config: TrainConfig, gpus: int, local_ranks: int, apart: boo
 # ---- local ----------------------------------------------------------------------------------------------------------
 
 
-_GRACE = 8.0  # seconds for the others to end after a first failure or Ctrl-C; then they are ended
+_GRACE = 8.0  # seconds for the other ranks to end after a first failure or Ctrl-C; then they are killed
 _SAVING = 600.0  # seconds for a last checkpoint after a signal to stop, if no rank fails
 
 
@@ -202,16 +207,16 @@ class Arrangement(NamedTuple):
     ranks: int
     place: Callable[[int], str] = lambda rank: ""  # where a rank stands in the layout
     args: tuple[Any, ...] = ()  # of the function that the ranks call, after their number and how many they are
-    said: str = ""
-    took: float = 0.0  # seconds to find it
+    note: str = ""  # a sentence about it, to print before the start
+    seconds: float = 0.0  # that it took to choose it
 
 
 class Elastic(NamedTuple):
-    """What a run does about ranks that are lost."""
+    """How a run goes on without ranks that are lost."""
 
     arrange: Callable[[int], Arrangement]  # for a number of ranks; UserError if there is none
     gpus: int = 0  # of this machine, if ranks compute on them
-    every: float = 30.0  # seconds between looks for ranks that are lost
+    every: float = 30.0  # seconds between trials of lost ranks
 
 
 def launch(
@@ -224,28 +229,28 @@ def launch(
 ) -> int:
     """Run `python -m ARGUMENTS` as `nproc` ranks, and up to `restarts` times again if a rank fails.
 
-    `place` says where a rank stands in the layout. Signals to stop are handed on to the ranks, which save before they
-    end. The result is 0, the first failure's exit code, 130 after Ctrl-C, which is answered with the sentence
-    `interrupted` and a second time by ending all, or 143 after another signal and a checkpoint.
-    A failure that comes twice in the same step would come again, and so there is no third start. An
-    `elastic` run goes on without ranks that are lost, and with them when they are back.
+    `place` says where a rank stands in the layout. Signals to stop are passed on to the ranks, which save before they
+    end. The first Ctrl-C prints the sentence `interrupted`, a second one ends all ranks at once. Returns 0, the first
+    failure's exit code, 130 after Ctrl-C, or 143 after another signal and a checkpoint.
+    A failure that comes twice in the same step would come again, so there is no third start. An `elastic` run goes on
+    without ranks that are lost, and with them when they are back.
     """
-    asked = Arrangement(nproc, place, (arguments,))
-    return Launcher(f"{__name__}:run_module", asked, interrupted, elastic).run(restarts)
+    arrangement = Arrangement(nproc, place, (arguments,))
+    return Launcher(f"{__name__}:run_module", arrangement, interrupted, elastic).run(restarts)
 
 
 class Launcher:
     """The starts of one run, in which each rank calls `function(rank, ranks, *args)`, named "module:function".
 
-    Ranks that are not `attached` to this process's terminal leave it to the caller to show what they say, as a notebook
-    does: `say` gets the launcher's own sentences, perhaps from a handler of signals, and `look` is called several times
-    a second, and once more when the ranks of a start have ended.
+    Ranks that are not `attached` to this process's terminal leave it to the caller to show their output, as a notebook
+    does: `say` gets the launcher's own sentences, perhaps from a signal handler, and `look` is called several times a
+    second, and once more when the ranks of a start have ended.
     """
 
     def __init__(
         self,
         function: str,
-        asked: Arrangement,
+        arrangement: Arrangement,
         interrupted: str,
         elastic: Elastic | None = None,
         *,
@@ -256,51 +261,52 @@ class Launcher:
         self.function, self.interrupted, self.elastic = function, interrupted, elastic
         self.attached, self.say, self.look = attached, say, look
         self.run_id = os.environ.get(RUN, uuid.uuid4().hex)
-        self.told = 0  # the signal to stop, if there was one
+        self.stop_signal = 0  # that this process got; 0: none yet
         self.ranks: Processes | None = None  # of the start under way
-        self.roster = DevicePool(asked.ranks, elastic.gpus if elastic else 0, self._step)
-        self.now = elastic.arrange(asked.ranks) if elastic else asked
-        self.growing = False  # the start under way was told to stop, because ranks are back
-        self.places: list[int] = []  # of the ranks of that start
+        self.devices = DevicePool(arrangement.ranks, elastic.gpus if elastic else 0, self._step)
+        self.arrangement = elastic.arrange(arrangement.ranks) if elastic else arrangement
+        self.growing = False  # the ranks of the start under way were asked to stop, because lost ranks are back
+        self.slots: list[int] = []  # of the ranks of that start
         self.furthest = 0  # step that a start has come to
 
     def run(self, restarts: int = 0) -> int:
-        """All starts, with up to so many after failures; the exit code, as `launch` has it."""
-        with self.signals_handed_on():
+        """Run all starts, up to `restarts` of them after failures; returns the exit code, as `launch` does."""
+        with self.passing_signals_on():
             try:
-                return self.all(Restarts(restarts))
+                return self.run_all(Restarts(restarts))
             except KeyboardInterrupt:  # the second, between two starts
-                return self._ended()
+                return self._end_at_once()
 
-    def _ended(self) -> int:
-        """By a second Ctrl-C."""
+    def _end_at_once(self) -> int:
+        """Report a second Ctrl-C; returns the exit code."""
         if self.attached:
             say_ended()
         else:
             self.say(ENDED)
         return INTERRUPTED
 
-    def all(self, policy: Restarts) -> int:
-        """Start after start, until one ends well, or another would not help; the exit code."""
+    def run_all(self, policy: Restarts) -> int:
+        """Run start after start until one succeeds, or another would not help; returns the exit code."""
         start = 0
         while True:
-            if self.elastic and self.now.said:
-                self.say(self.now.said)
-            code, failure, dead = self.once(start)
+            if self.elastic and self.arrangement.note:
+                self.say(self.arrangement.note)
+            code, failure, failed_ranks = self.run_once(start)
             start += 1
-            if self.growing and code == TERMINATED and not self.told:
-                self._arrange()
-            elif failure is None or not self._again(policy, failure, dead):
+            if self.growing and code == TERMINATED and not self.stop_signal:
+                self._rearrange()
+            elif failure is None or not self._prepare_restart(policy, failure, failed_ranks):
                 return code
-            if self.told:
-                self.say(f"stopped by {signal_name(self.told)} between two starts; no step was saved since")
-                return INTERRUPTED if self.told == signal.SIGINT else code
+            if self.stop_signal:
+                self.say(f"stopped by {signal_name(self.stop_signal)} between two starts; no step was saved since")
+                return INTERRUPTED if self.stop_signal == signal.SIGINT else code
 
-    def _again(self, policy: Restarts, failure: End, dead: list[int]) -> bool:
-        """After a failure: wait, and arrange another start, if one may help."""
-        if self.elastic and (lost := self.roster.lose([self.places[rank] for rank in dead], lambda: bool(self.told))):
-            self.say(f"{ranks_text(lost)} {'does' if len(lost) == 1 else 'do'} not answer: {self.roster}")
-            return self._arrange()
+    def _prepare_restart(self, policy: Restarts, failure: End, failed_ranks: list[int]) -> bool:
+        """After a failure: if another start may help, wait and arrange it. Returns whether it may."""
+        slots = [self.slots[rank] for rank in failed_ranks]
+        if self.elastic and (lost := self.devices.lose(slots, lambda: bool(self.stop_signal))):
+            self.say(f"{ranks_text(lost)} {'does' if len(lost) == 1 else 'do'} not answer: {self.devices}")
+            return self._rearrange()
         verdict = policy.after(failure)
         if not verdict.again:
             if verdict.why:
@@ -309,15 +315,15 @@ class Launcher:
         pause = f" in {verdict.pause:.0f} s" if verdict.pause else ""
         self.say(f"starting again from the last checkpoint{pause}: {verdict.why}")
         end = time.monotonic() + verdict.pause
-        while not self.told and time.monotonic() < end:
+        while not self.stop_signal and time.monotonic() < end:
             time.sleep(0.1)
-        return not self.elastic or self._arrange()  # ranks may have come back in the start that failed
+        return not self.elastic or self._rearrange()  # ranks may have come back in the start that failed
 
-    def _arrange(self) -> bool:
-        """For the ranks that are here, if the job takes so many."""
+    def _rearrange(self) -> bool:
+        """Arrange the job on the ranks that are here. Returns False if it cannot run on so many."""
         assert self.elastic is not None
         try:
-            self.now = self.elastic.arrange(len(self.roster.here))
+            self.arrangement = self.elastic.arrange(len(self.devices.here))
         except UserError as error:
             for problem in error.problems:
                 self.say(f"error: {problem}")
@@ -325,116 +331,123 @@ class Launcher:
         return True
 
     def _step(self) -> int:
-        """That the run has come to."""
+        """The step that the run has come to."""
         self.furthest = max(self.furthest, self._step_now())
         return self.furthest
 
     def _step_now(self) -> int:
-        """That the start under way is in; 0 if its ranks have not begun one."""
+        """The step that the start under way is in; 0 if its ranks have not begun one."""
         step = re.match(r"step (\d+)", self.ranks.board.place(0) if self.ranks else "")
         return int(step[1]) if step else 0
 
     def _while_ranks_work(self) -> None:
-        """While ranks work: if lost ones are back, and more of them are of use, have all save and stop."""
+        """Called while ranks work: if lost ranks are back, and a layout can use them, have all save and stop."""
         self.look()
-        if not self.elastic or self.growing or self.told or not self._step_now():  # no rank listens before its steps
+        # Before its first step no rank answers the signal.
+        if not self.elastic or self.growing or self.stop_signal or not self._step_now():
             return
-        if back := self.roster.look(self.elastic.every):
+        if back := self.devices.look(self.elastic.every):
             with suppress(UserError):
-                self.growing = self.elastic.arrange(len(self.roster.here)).args != self.now.args
+                self.growing = self.elastic.arrange(len(self.devices.here)).args != self.arrangement.args
             alone = len(back) == 1
             if self.growing and self.ranks:
-                self.say(f"{ranks_text(back)} {'is' if alone else 'are'} back: {self.roster}")
+                self.say(f"{ranks_text(back)} {'is' if alone else 'are'} back: {self.devices}")
                 self.ranks.tell(signal.SIGUSR1)
             else:
                 self.say(f"{ranks_text(back)} answer{'s' * alone} again; the layout stays what it is")
 
     @contextmanager
-    def signals_handed_on(self) -> Iterator[None]:
-        """To the ranks; signals that are ignored, as SIGHUP is under nohup, stay so. Only a main thread hears any."""
+    def passing_signals_on(self) -> Iterator[None]:
+        """Pass signals to stop on to the ranks. Ignored signals, as SIGHUP is under nohup, stay ignored. Python runs
+        signal handlers in the main thread alone, so in another thread this does nothing."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         launcher = os.getpid()
 
-        def hand_on(number: int, _: object) -> None:
+        def pass_on(number: int, _: object) -> None:
             if os.getpid() != launcher:  # a rank that has just been forked
                 signal.signal(number, signal.SIG_DFL)
                 signal.raise_signal(number)
-            if number == self.told == signal.SIGINT:
+            if number == self.stop_signal == signal.SIGINT:
                 raise KeyboardInterrupt
-            self.told = number
+            self.stop_signal = number
             if number == signal.SIGINT and not (self.ranks and self.ranks.board.place(0)):
-                self.say(self.interrupted)  # else rank 0 does, which may be drawing on the terminal
+                self.say(self.interrupted)  # else rank 0 prints it, which may be drawing on the terminal
             if self.ranks:
                 self.ranks.tell(number)
 
-        heard = [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
-        before = {number: signal.signal(number, hand_on) for number in heard}
+        handled = [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
+        previous = {number: signal.signal(number, pass_on) for number in handled}
         try:
             yield
         finally:
-            for number, handler in before.items():
+            for number, handler in previous.items():
                 signal.signal(number, handler)
 
-    def once(self, start: int) -> tuple[int, End | None, list[int]]:
-        """The exit code of one start; what failed, if another start may help; and the ranks that no peer explains."""
-        nproc, self.growing = self.now.ranks, False
-        self.places = self.roster.here[:nproc]
+    def run_once(self, start: int) -> tuple[int, End | None, list[int]]:
+        """Run one start. Returns its exit code, the failure if another start may help, and the ranks whose failure no
+        peer explains."""
+        nproc, self.growing = self.arrangement.ranks, False
+        self.slots = self.devices.here[:nproc]
         threads = None if "OMP_NUM_THREADS" in os.environ else max(1, cores() // nproc)
         with tempfile.TemporaryDirectory(prefix="fivefold-") as home:  # private to this user: no port is opened
             added = {RUN: self.run_id, RESTARTS: str(start), STORE: f"{home}/store", SECRET: secrets.token_hex(32)}
             added[logs.LIVES] = f"{home}/logging"
-            added |= self.roster.environment(os.environ) | ({PLANNED: f"{self.now.took:.3f}"} if start else {})
+            added |= self.devices.environment(os.environ)
+            if start:
+                added[PLANNED] = f"{self.arrangement.seconds:.3f}"
             env = {"OMP_NUM_THREADS": str(threads), **os.environ, **added}
             ranks = self.ranks = Processes(nproc, Path(home), attached=self.attached)
             try:
-                ranks.start(self.function, *self.now.args, env=env, threads=threads)
-                if self.told:
-                    ranks.tell(self.told)  # those that it was too early for
+                ranks.start(self.function, *self.arrangement.args, env=env, threads=threads)
+                if self.stop_signal:
+                    ranks.tell(self.stop_signal)  # it came before all ranks had started
                 ends = ranks.watch(self._grace, each=self._while_ranks_work)
             except KeyboardInterrupt:  # the second
-                return self._ended(), None, []
+                return self._end_at_once(), None, []
             finally:
                 self._step()
                 self.ranks = None
                 ranks.kill()
-                logs.wait_for(Path(added[logs.LIVES]))  # the ranks' last words come before what is said of them
+                logs.wait_for(Path(added[logs.LIVES]))  # the ranks' last lines come before the launcher's about them
                 self.look()
-        return *self._judged(ends), [end.rank for end in ends if end.accused]
+        return *self._outcome(ends), [end.rank for end in ends if end.accused]
 
     def _grace(self, end: End) -> float:
-        """Seconds for the others after an end. Ranks that a signal ended before they could answer it leave no hope."""
-        return (
-            _SAVING
-            if end.code in (INTERRUPTED, TERMINATED)
-            else 1.0
-            if self.told and end.code == -self.told
-            else _GRACE
-        )
+        """The seconds that the other ranks have after one has ended."""
+        if end.code in (INTERRUPTED, TERMINATED):
+            return _SAVING
+        if self.stop_signal and end.code == -self.stop_signal:
+            return 1.0  # the signal came before the rank handled it, so no checkpoint can come of it
+        return _GRACE
 
-    def _judged(self, ends: list[End]) -> tuple[int, End | None]:
+    def _outcome(self, ends: list[End]) -> tuple[int, End | None]:
+        """Report how the ranks of a start ended. Returns the exit code, and the failure if another start may help."""
         first = min(ends, key=lambda end: end.blame)
         if first.kind == "returned":
             return 0, None
-        if any(end.code in (INTERRUPTED, TERMINATED) for end in ends):  # which a rank says when all have saved
-            return INTERRUPTED if self.told == signal.SIGINT else TERMINATED, None
-        if self.told:
-            self.say(f"stopped by {signal_name(self.told)}; no step was saved since")
-        said = first.code in (-self.told, 2)  # by the lines above, or by the rank: bad input
-        silent = [end for end in ends if (end.kind, end.doubt) == (first.kind, first.doubt)]
-        for end in silent if first.kind in ("hung", "stopped") else [first] if not said else []:
-            where = f" ({self.now.place(end.rank)})" if self.now.place(end.rank) else ""
+        if any(end.code in (INTERRUPTED, TERMINATED) for end in ends):  # a rank's code after all have saved
+            return INTERRUPTED if self.stop_signal == signal.SIGINT else TERMINATED, None
+        if self.stop_signal:
+            self.say(f"stopped by {signal_name(self.stop_signal)}; no step was saved since")
+        reported = first.code in (-self.stop_signal, 2)  # in the line above, or by the rank itself: bad input
+        to_report = [] if reported else [first]
+        if first.kind in ("hung", "stopped"):
+            to_report = [end for end in ends if (end.kind, end.doubt) == (first.kind, first.doubt)]
+        for end in to_report:
+            where = f" ({self.arrangement.place(end.rank)})" if self.arrangement.place(end.rank) else ""
             self.say(f"rank {end.rank}{where} {end.how}")
             if end.crash:
                 self.say(end.crash)
         code = next((end.code for end in ends if end.code > 0 and end.code != PeerLost.code), 1)
-        code = INTERRUPTED if self.told == signal.SIGINT and said else code
-        return code, None if self.told or code == 2 else first
+        if self.stop_signal == signal.SIGINT and reported:
+            code = INTERRUPTED
+        return code, None if self.stop_signal or code == 2 else first
 
 
 def run_module(rank: int, world: int, arguments: list[str]) -> NoReturn:
-    """`python -m ARGUMENTS` in this process."""
+    """Run `python -m ARGUMENTS` in this process."""
     sys.argv = arguments
     try:
         runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
@@ -442,5 +455,5 @@ def run_module(rank: int, world: int, arguments: list[str]) -> NoReturn:
         traceback.print_exc()  # multiprocessing would put a line of its own before it
         sys.exit(1)
     finally:
-        logs.end()  # while its peers do not know yet: what it says explains what they will say
+        logs.end()  # before its peers notice the end: this rank's lines explain theirs
     sys.exit(0)

@@ -1,10 +1,10 @@
-"""The log of a rank: what it prints, and its last words, also in RUN/logs/rank-N.log.
+"""The log of a rank: all that it prints is also written to RUN/logs/rank-N.log.
 
     keep(directory / "logs", world)     # from now on
-    end()                               # all that was said is there; called at the end of the process, too
+    end()                               # waits until all is written; called at the end of the process, too
 
-A separate process copies both of its streams (`launch/tee.py`), so that a rank that is killed, aborts or
-segfaults loses nothing: what NCCL, gloo and faulthandler write is there, too. The terminal shows what it showed before.
+A separate process copies both of its streams (`launch/tee.py`), so that the log of a rank that is killed, aborts or
+segfaults is complete, with what NCCL, gloo and faulthandler write. The terminal shows what it would without a log.
 Standard output that is a terminal stays one, for the live display, and is not copied: metrics.jsonl has the steps.
 """
 
@@ -23,15 +23,15 @@ from fivefold.launch import tee
 from fivefold.launch.world import World
 from fivefold.support.files import open_regular
 
-LIVES = "FIVEFOLD_LOGGING"  # of our launcher: a file that is locked as long as a log is written; it waits for that
-STACK = "FIVEFOLD_STACK"  # and one into which faulthandler writes
-MOST = 64 << 20  # bytes of one start
-_PATIENCE = 5.0  # seconds for the last words
+LIVES = "FIVEFOLD_LOGGING"  # names a file that is locked as long as a log is written; the launcher waits for the lock
+STACK = "FIVEFOLD_STACK"  # names the file into which faulthandler writes
+MOST = 64 << 20  # bytes of the log of one start
+_PATIENCE = 5.0  # seconds for the last lines to be copied
 _ends: list[Callable[[], None]] = []
 
 
 def keep(folder: Path, world: World) -> None:
-    """Copy what this process prints from now on. A log that cannot be written costs a note, not the run."""
+    """Copy what this process prints from now on. If the log cannot be written, a note says so and the run goes on."""
     path = folder / f"rank-{world.rank}.log"
     try:
         folder.mkdir(parents=True, exist_ok=True)  # on a node that has its own
@@ -43,13 +43,13 @@ def keep(folder: Path, world: World) -> None:
 
 
 def end() -> None:
-    """Wait until all that was said is copied; what comes later goes to the terminal alone."""
+    """Wait until all output is copied; later output goes to the terminal alone."""
     while _ends:
         _ends.pop()()
 
 
 def wait_for(lives: Path) -> None:
-    """In the launcher: until no log of its ranks, which have ended, is written any more."""
+    """In the launcher, whose ranks have ended: wait until their logs are written."""
     if not lives.exists():
         return
     deadline = time.monotonic() + _PATIENCE
@@ -63,20 +63,21 @@ def wait_for(lives: Path) -> None:
 
 def _header(world: World) -> str:
     now = datetime.now().astimezone().isoformat(timespec="seconds")
-    tries = "" if world.start is None else f", start {world.start + 1}"
-    return f"{now} rank {world.rank} of {world.size} on {os.uname().nodename}, pid {os.getpid()}{tries}"
+    start = "" if world.start is None else f", start {world.start + 1}"
+    return f"{now} rank {world.rank} of {world.size} on {os.uname().nodename}, pid {os.getpid()}{start}"
 
 
 def _start(path: Path) -> None:
+    """Start the process that copies to `path`, and put its pipes in the place of the streams."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     streams = [number for number in (1, 2) if number == 2 or not os.isatty(1)]
     terminals = {number: os.dup(number) for number in streams}
     pipes = {number: os.pipe() for number in streams}
     handles = [handle for number in streams for handle in (pipes[number][0], terminals[number])]
-    words = [path, MOST, os.environ.get(LIVES, ""), os.environ.get(STACK, ""), *handles]
+    arguments = [path, MOST, os.environ.get(LIVES, ""), os.environ.get(STACK, ""), *handles]
     copier = subprocess.Popen(
-        [sys.executable, "-I", "-S", tee.__file__, *map(str, words)],
+        [sys.executable, "-I", "-S", tee.__file__, *map(str, arguments)],
         pass_fds=handles, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
     assert copier.stdout is not None

@@ -1,8 +1,8 @@
 """Ranks of this machine as processes that live and die together: how they start, report, hang and end.
 
-`launch/local.py` starts ranks that train with it, and `call` below ranks that live for one call. On Linux torch is
-imported once and ranks are forked: eight imports on two cores would take longer than the first twenty steps of a small
-model.
+`launch/local.py` uses it to start ranks that train, and `call` below to start ranks that live for one call. On Linux
+torch is imported once and ranks are forked: eight imports on two cores would take longer than the first twenty steps of
+a small model.
 """
 
 import ctypes
@@ -36,28 +36,29 @@ from fivefold.launch.host import cores, keep_freed_memory
 from fivefold.launch.logs import STACK
 from fivefold.launch.rendezvous import Rendezvous
 from fivefold.launch.world import HERE, World, join
+from fivefold.support import plugins
 from fivefold.support.errors import TrainingError, UserError, absent
 from fivefold.support.ranges import seconds
 
-# torch imports the first three late, and each rank would for itself: the first step of an optimizer imports dynamo.
+# Imported once, before the forks. torch imports the first three late: the first optimizer step imports dynamo.
 PRELOAD = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "fivefold.trainer.run"]
-_LOOK = 0.2  # seconds: a child that a rank has forked may keep the pipe open that tells of the rank's end
+_LOOK = 0.2  # seconds between checks of exit codes: a rank's pipe stays open if a child of the rank holds it
 _STACK_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2)  # a rank answers with its stack
 _TGKILL = getattr(ctypes.CDLL(None), "tgkill", None) if sys.platform == "linux" else None
 
 
-class Said(NamedTuple):
-    """What a rank says before it has ended: one of the values that its function yields."""
+class Yielded(NamedTuple):
+    """One of the values that a rank's function yields before the rank has ended."""
 
     value: Any
 
 
 class Processes:
-    """`world` ranks. Their stacks go into files of `home`, a directory of this launcher's own.
+    """The processes of `world` ranks. Their stacks go into files of `home`, a directory of this launcher alone.
 
-    They are forked from a server that has only imported, what they print goes there too, and they stay until `kill`, so
-    that their sockets outlive the peers that still read from them. Ranks that are `attached` are forked from this
-    process instead, share its terminal, and end by themselves.
+    They are forked from a server process that has done nothing but import. Their output goes into files of `home`, too,
+    and they stay until `kill`, so that their sockets outlive the peers that still read from them. Ranks that are
+    `attached` are forked from this process instead, share its terminal, and end by themselves.
     """
 
     def __init__(self, world: int, home: Path, attached: bool = False):
@@ -73,7 +74,7 @@ class Processes:
         `threads` are torch's in each rank; None leaves that to the environment.
         """
         context: Any = multiprocessing.get_context("spawn")
-        if self.attached and forkable():  # else a server that has only imported is
+        if self.attached and forkable():  # else they are forked from the server process
             context = multiprocessing.get_context("fork")
             for name in PRELOAD:
                 importlib.import_module(name)
@@ -85,7 +86,7 @@ class Processes:
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.world, HERE: self.world, BEATS: self.beats}
             own_env = {**env, **{name: str(value) for name, value in place.items()}}
             call = pickle.dumps((function, (rank, self.world, *args)))
-            life = (rank, theirs, self.home, self.attached, own_env, threads, call)
+            life = (rank, theirs, self.home, self.attached, own_env, threads, plugins.imported(), call)
             process = context.Process(target=_live, args=life)
             self._ranks.append((process, ours))
             with _without_main():
@@ -103,20 +104,20 @@ class Processes:
         grace: Callable[[End], float],
         timeout: float = math.inf,
         each: Callable[[], None] | None = None,
-        said: Callable[[int, Any], None] = lambda rank, value: None,
+        yielded: Callable[[int, Any], None] = lambda rank, value: None,
     ) -> list[End]:
         """Wait until every rank has ended. After a failure the others have `grace` seconds; all have `timeout`, and
-        each the time that it says it may take without a sign of life. `each` is called several times a second, and
-        `said` with every value that a rank yields, from which on the time begins anew."""
-        deadline, silence = time.monotonic() + timeout, "hung"
+        each the time that its board allows it without a sign of life. `each` is called several times a second, and
+        `yielded` with every value that a rank yields, which restarts the timeout."""
+        deadline, silence = time.monotonic() + timeout, "hung"  # silence: the kind of end of ranks that do not answer
         while len(self.ends) < self.world and (left := deadline - time.monotonic()) > 0:
             waiting = {rank: process for rank, process in enumerate(self._ranks) if rank not in self.ends}
             ready = connection.wait([pipe for _, pipe in waiting.values()], min(left, _LOOK))
             for rank, (process, pipe) in waiting.items():
                 if pipe in ready or process.exitcode is not None:
                     end = self._end_of(rank)
-                    if isinstance(end, Said):
-                        said(rank, end.value)
+                    if isinstance(end, Yielded):
+                        yielded(rank, end.value)
                         if silence == "hung":
                             deadline = time.monotonic() + timeout
                         continue
@@ -128,9 +129,9 @@ class Processes:
             if each and not self.ends:
                 each()
         silent = [rank for rank in range(self.world) if rank not in self.ends]
-        seen = {rank: (self.board.last(rank), _paused(self._ranks[rank][0].pid)) for rank in silent}
+        last_and_paused = {rank: (self.board.last(rank), _paused(self._ranks[rank][0].pid)) for rank in silent}
         self._ask_for_stacks(silent)  # which wakes those that were paused
-        for rank, (last, paused) in seen.items():
+        for rank, (last, paused) in last_and_paused.items():
             self.ends[rank] = End(rank, silence, stack=self._stack(rank), last=last, paused=paused)
         return [self.ends[rank] for rank in range(self.world)]
 
@@ -146,15 +147,16 @@ class Processes:
             pipe.close()
 
     def text(self, name: str) -> str:
-        """Of a file in the ranks' home: RANK.out has what a rank printed."""
+        """The content of a file in `home`, empty if there is none: RANK.out has what a rank printed."""
         file = self.home / name
         return file.read_text(errors="replace") if file.exists() else ""
 
-    def _end_of(self, rank: int) -> End | Said:
+    def _end_of(self, rank: int) -> End | Yielded:
+        """The next message of a rank, or how it died without one."""
         process, pipe = self._ranks[rank]
         with suppress(EOFError, OSError):
-            if pipe.poll(0.1):  # what a rank said before it died counts
-                end: End | Said = pickle.loads(pipe.recv_bytes())
+            if pipe.poll(0.1):  # a message sent before the rank died counts
+                end: End | Yielded = pickle.loads(pipe.recv_bytes())
                 if isinstance(end, End) and end.kind == "raised":
                     self._kill_group(process.pid)  # now: its peers see that it is gone
                 return end
@@ -168,19 +170,20 @@ class Processes:
         return End(rank, "died", error, self._stack(rank), code=code or 0, place=place, cause=cause)
 
     def _kill_group(self, pid: int) -> None:
-        """A rank that is not attached leads a process group, of which are its children. That of a dead rank is killed
-        as soon as its death is seen, before its number can be another's."""
+        """Kill the rank's process group, which has its children. Only ranks that are not attached lead one. That of a
+        dead rank is killed as soon as its death is seen, before another process can get its pid."""
         if not self.attached:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
 
     def _ask_for_stacks(self, ranks: list[int]) -> None:
+        """Have the ranks write their stacks, and wait up to two seconds for them."""
         if not ranks or not hasattr(faulthandler, "register"):
             return
         for pid in (self._ranks[rank][0].pid for rank in ranks):
             with suppress(ProcessLookupError):
                 if _TGKILL:
-                    _TGKILL(pid, pid, _STACK_SIGNAL)  # to the main thread: another's answer would let it run on first
+                    _TGKILL(pid, pid, _STACK_SIGNAL)  # to the main thread: while another answered, it would run on
                 else:
                     os.kill(pid, _STACK_SIGNAL)
                 os.kill(pid, signal.SIGCONT)  # a rank that was stopped wakes to answer, and does so first
@@ -190,7 +193,7 @@ class Processes:
         time.sleep(0.1)  # the last answer may be half written
 
     def _stack(self, rank: int) -> str:
-        """What faulthandler wrote of the rank's own code, one paragraph a thread."""
+        """What faulthandler wrote about the rank's own code, one paragraph per thread."""
         threads = self.text(f"{rank}.stack").split("\n\n")
         own = "\n\n".join(thread for thread in threads if _end_with_the_launcher.__name__ not in thread)
         return own.partition(f'  File "{__file__}"')[0]
@@ -206,8 +209,9 @@ def _paused(pid: int) -> bool:
 
 
 def forkable() -> bool:
-    """Whether this process can be forked. One that has used torch, as a notebook has, cannot: neither the threads of a
-    pool nor CUDA survive it. One that has only imported it, as a forked process may have, has a single thread."""
+    """Whether this process can be forked. A process that has used torch, as a notebook has, cannot: neither thread
+    pools nor CUDA survive a fork. One that has only imported torch, as a forked process may have, still has a single
+    thread."""
     if sys.platform != "linux" or "torch" not in sys.modules:
         return sys.platform == "linux"
     return len(os.listdir("/proc/self/task")) == 1 and not sys.modules["torch"].cuda.is_initialized()
@@ -215,7 +219,7 @@ def forkable() -> bool:
 
 @contextmanager
 def _without_main() -> Iterator[None]:
-    """Ranks are told by name what to run; multiprocessing would have each of them run the caller's script first."""
+    """Hide the caller's script, which multiprocessing would have each rank run; ranks get their function by name."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
@@ -225,9 +229,16 @@ def _without_main() -> Iterator[None]:
 
 
 def _live(
-    rank: int, pipe: Connection, home: Path, attached: bool, env: dict[str, str], threads: int | None, call: bytes
+    rank: int,
+    pipe: Connection,
+    home: Path,
+    attached: bool,
+    env: dict[str, str],
+    threads: int | None,
+    names: list[str],
+    call: bytes,
 ) -> None:
-    """The whole life of a rank."""
+    """The whole life of a rank, which imports the plugins of its launcher: `names`."""
     gc.freeze()  # a collection would write to, and so copy, every page that the ranks share
     for number in STOPPING:
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -251,17 +262,19 @@ def _live(
             import torch
 
             torch.set_num_threads(threads)
+        for name in names:
+            plugins.load(name)
         function, args = pickle.loads(call)
         value = named(function)(*args)
         if isinstance(value, Generator):
             for item in value:
-                pipe.send_bytes(pickle.dumps(Said(item)))
+                pipe.send_bytes(pickle.dumps(Yielded(item)))
             value = None
         message = pickle.dumps(End(rank, "returned", value=value))  # by value: not multiprocessing's shared memory
     except Exception as error:
-        known = error if isinstance(error, UserError) else None
+        user_error = error if isinstance(error, UserError) else None
         text = f"{type(error).__name__}: {error}"
-        message = pickle.dumps(End(rank, "raised", text, traceback.format_exc(), time.monotonic(), known))
+        message = pickle.dumps(End(rank, "raised", text, traceback.format_exc(), time.monotonic(), user_error))
     except SystemExit as leaving:
         (home / f"{rank}.cause").write_text(repr(leaving.__context__))
         raise
@@ -287,15 +300,15 @@ def _end_with_the_launcher() -> None:
 # Ranks of this machine that live for one call.
 #
 #     run(4, "module:function", argument, timeout=60)     # [function(rank, argument) of each rank], or RankError
-#     run(..., each=tell)                                 # of a generator function: tell([what each rank yields])
+#     run(..., each=show)                                 # for a generator function: show([value of each rank])
 #
-# Nothing outlives a call: not a process group, not a cache that knows its groups by name, not a rank that hangs. The
-# server that forks them starts with the first call (seconds: it imports torch) and ends with this process; a call then
-# takes a tenth of a second. What a rank prints is kept, and shown only when a rank fails.
+# Nothing outlives a call: no process group, no cache that knows its groups by name, no rank that hangs. The server that
+# forks them starts with the first call (seconds: it imports torch) and ends with this process; a call then takes a
+# tenth of a second. What a rank prints is kept, and shown only when a rank fails.
 
 
 _STARTING = Lock()  # threads may call, and `start` hides the caller's script from multiprocessing for a moment
-_GRACE = 1.0  # seconds that the others have after a first failure, to say what they know of it
+_GRACE = 1.0  # seconds that the other ranks have after a first failure, to report theirs
 
 
 @dataclass(frozen=True)
@@ -305,15 +318,16 @@ class Rank:
     home: Path  # a directory that the ranks of one call share
 
     def join(self, backend: str, timeout: float = 3600.0) -> None:
-        """Enter a process group with the other ranks of the call. Hangs are ended from outside, and named there."""
+        """Enter a process group with the other ranks of the call. A rank that hangs is ended, and named, by `watch`."""
         meeting = Rendezvous(file=str(self.home / "store"), alone=True)
-        here = World(self.number, self.world, self.number, self.world, joined=True, meeting=meeting)
-        join(here, backend, timeout)
+        world = World(self.number, self.world, self.number, self.world, joined=True, meeting=meeting)
+        join(world, backend, timeout)
 
 
 class RankError(TrainingError):
-    """Ranks died, raised or hung. `rank` is the one to blame, `kind`, `error` and `stack` say how it ended, `ranks` are
-    all that ended likewise on their own account, and `ends` has every rank's end, with the values of some."""
+    """Ranks died, raised or hung. `rank` is the one to blame; `kind`, `error` and `stack` say how it ended; `ranks` are
+    all that ended in the same way, not because of a peer; `ends` has every rank's end, with the values of those that
+    returned."""
 
     def __init__(self, ends: list[End], timeout: float = 0.0):
         self.ends, first = ends, min(ends, key=lambda end: end.blame)
@@ -321,24 +335,25 @@ class RankError(TrainingError):
         self.ranks = [end.rank for end in ends if (end.kind, end.doubt) == (first.kind, first.doubt)]
         self.details = "\n".join([first.stack, *first.output.splitlines()[-20:]]).strip()
         sentence = f"rank {self.rank} {first.how}".replace("gave no answer", f"gave no answer within {timeout:.0f} s")
-        others = [str(end.rank) for end in ends if end.kind == "hung" and end is not first]
-        super().__init__(sentence + (f"; with it hang {', '.join(others)}" if others else ""))
+        also_hung = [str(end.rank) for end in ends if end.kind == "hung" and end is not first]
+        super().__init__(sentence + (f"; with it hang {', '.join(also_hung)}" if also_hung else ""))
 
 
 def run(
     world: int, function: str, *args: Any, timeout: float, each: Callable[[list[Any]], None] | None = None
 ) -> list[Any]:
-    """What `function(Rank, *args)` returned on each of `world` ranks. It is named, so that only they import it.
+    """Returns what `function(Rank, *args)` returned on each of `world` ranks. The function is given by name, so that
+    only the ranks import it.
 
-    Of a function that yields, `each` is called with the n-th values of all ranks, and `timeout` is for one of them."""
+    If it yields, `each` is called with the n-th values of all ranks, and `timeout` is the limit for each value."""
     seconds("timeout", timeout)
-    if absent("torch"):  # said here, once, and not by each rank
+    if absent("torch"):  # raised here, once, and not by each rank
         raise ModuleNotFoundError("No module named 'torch'", name="torch")
     threads = max(1, cores() // world)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin starve the other ranks
     keep_freed_memory()
-    env = {"TORCHINDUCTOR_COMPILE_THREADS": str(threads), **os.environ}  # processes, of each rank
+    env = {"TORCHINDUCTOR_COMPILE_THREADS": str(threads), **os.environ}  # how many processes each rank compiles with
     ends = call(world, function, *args, timeout=timeout, grace=_GRACE, env=env, threads=threads, each=each)
     if any(end.kind != "returned" for end in ends):
         cause = min(ends, key=lambda end: end.blame).value
@@ -350,20 +365,20 @@ def call(
     world: int, function: str, *args: Any, timeout: float, grace: float, env: Mapping[str, str], threads: int,
     each: Callable[[list[Any]], None] | None = None,
 ) -> list[End]:  # fmt: skip
-    """How each rank of `function(Rank, *args)` ended, and what it printed."""
-    heard: list[deque[Any]] = [deque() for _ in range(world)]
+    """Runs `function(Rank, *args)` on each rank; returns how each of them ended, and what it printed."""
+    waiting: list[deque[Any]] = [deque() for _ in range(world)]  # by rank: values whose peers have not yielded theirs
 
-    def said(rank: int, value: Any) -> None:
-        heard[rank].append(value)
-        if each and all(heard):
-            each([values.popleft() for values in heard])
+    def yielded(rank: int, value: Any) -> None:
+        waiting[rank].append(value)
+        if each and all(waiting):
+            each([values.popleft() for values in waiting])
 
     with tempfile.TemporaryDirectory(prefix="fivefold-") as home:
         processes = Processes(world, Path(home))
         try:
             with _STARTING:
                 processes.start(f"{__name__}:_act", home, function, args, env=env, threads=threads)
-            ends = processes.watch(lambda end: grace, timeout, said=said)
+            ends = processes.watch(lambda end: grace, timeout, yielded=yielded)
         finally:
             processes.kill()
         return [replace(end, output=processes.text(f"{end.rank}.out")) for end in ends]

@@ -1,8 +1,8 @@
-"""Where ranks meet: the store through which they find each other, and who can reach it.
+"""Where ranks meet: the store through which they find each other, its network interface and the run's secret.
 
 Ranks of one machine meet at a file, or on its loopback interface. Ranks of several machines meet at the address of rank
-0, and at no other address of its machine. torch's own way in would listen on all of them, wait without a limit for a
-listener that never answers, and spend minutes on a name that does not resolve.
+0, and at no other address of its machine. torch's own rendezvous would listen on all addresses, wait without a limit
+for a listener that never answers, and spend minutes on a name that does not resolve.
 """
 
 import errno
@@ -30,34 +30,35 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 T = TypeVar("T")
-_ANSWER = 20.0  # seconds in which a store that listens has answered
-_TRIES = 5.0  # seconds in which torch tries again to speak with one
+_ANSWER = 20.0  # seconds within which a store that listens answers
+_TRIES = 5.0  # seconds for which torch tries to connect to one
 _LOOPBACK, _UP = 0x8, 0x1  # flags of an interface
 
 
 @dataclass(frozen=True)
 class Rendezvous:
     file: str = ""  # of a FileStore
-    address: str = ""  # else of a TCPStore
+    address: str = ""  # of a TCPStore, if there is no file
     port: int = 0
-    agent: bool = False  # torchrun's own store listens there; else rank 0's
+    agent: bool = False  # torchrun's own store listens at the address; else rank 0's
     alone: bool = False  # all ranks are on this machine
 
     def __str__(self) -> str:
         return self.file or f"{self.address}:{self.port}"
 
     def store(self, rank: int, size: int, deadline: float) -> "Store":
-        """Open it. Rank 0 is the one that listens; the others wait for it until `deadline` (of time.monotonic)."""
+        """Open the store. Rank 0 listens; the other ranks wait for it until `deadline` (of time.monotonic)."""
         from torch._C._distributed_c10d import FileStore
 
         if self.file:
             return FileStore(self.file, size)
-        return self._connected(deadline) if rank or self.agent else self._served()
+        return self._connect(deadline) if rank or self.agent else self._serve()
 
-    def _served(self) -> "Store":
+    def _serve(self) -> "Store":
+        """The store that listens in this process."""
         for family, address in self.resolved():
-            # A machine may know its own name as loopback (Debian's 127.0.1.1), or be told "localhost" (Kubernetes)
-            # while the others are told a name: then no address is known to be the one that they use.
+            # A machine may resolve its own name to loopback (Debian's 127.0.1.1), or have "localhost" as the address
+            # (Kubernetes) where the others have a name: then the address that they use is not known.
             everywhere = not self.alone and not self.literal and ipaddress.ip_address(address).is_loopback
             try:
                 if everywhere and socket.has_dualstack_ipv6():
@@ -82,7 +83,8 @@ class Rendezvous:
             "meeting.address",
         )
 
-    def _connected(self, deadline: float) -> "Store":
+    def _connect(self, deadline: float) -> "Store":
+        """The store that listens in another process."""
         self.resolved()
         start, pause = time.monotonic(), 0.01
         while True:
@@ -90,7 +92,7 @@ class Rendezvous:
                 try:
                     return within(_ANSWER, lambda alive: _tcp_store(self.address, self.port))
                 except (TimeoutError, RuntimeError):
-                    if self._listens(deadline):  # else it has just ended, and its place may be taken
+                    if self._listens(deadline):  # else it has just ended, and another store may follow
                         raise UserError(
                             f"a process listens at {self}, and does not answer as a store does: end it, or set "
                             "MASTER_PORT to a free port, the same on all ranks",
@@ -112,6 +114,7 @@ class Rendezvous:
 
     @property
     def literal(self) -> bool:
+        """Whether the address is an IP address, not a name."""
         try:
             ipaddress.ip_address(self.address)
         except ValueError:
@@ -119,6 +122,7 @@ class Rendezvous:
         return True
 
     def resolved(self) -> list[tuple[socket.AddressFamily, str]]:
+        """The IP addresses that `address` resolves to, each with its family."""
         try:
             addresses = socket.getaddrinfo(self.address, self.port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
@@ -128,21 +132,21 @@ class Rendezvous:
                 "ranks",
                 "meeting.address",
             ) from None
-        return [(family, str(where[0])) for family, _, _, _, where in addresses]
+        return [(family, str(socket_address[0])) for family, _, _, _, socket_address in addresses]
 
 
 def _tcp_store(address: str, port: int, listener: int | None = None) -> "Store":
     from torch._C._distributed_c10d import TCPStore
 
-    more: dict[str, Any] = {} if listener is None else {"master_listen_fd": listener}
-    patience = timedelta(seconds=_TRIES)
-    return TCPStore(address, port, None, listener is not None, patience, wait_for_workers=False, **more)
+    options: dict[str, Any] = {} if listener is None else {"master_listen_fd": listener}
+    timeout = timedelta(seconds=_TRIES)
+    return TCPStore(address, port, None, listener is not None, timeout, wait_for_workers=False, **options)
 
 
 def within(seconds: float, act: Callable[[Callable[[], None]], T]) -> T:
-    """What `act(alive)` returns, or TimeoutError once `alive` has not been called for so long.
+    """Returns `act(alive)`; raises TimeoutError once `act` has not called `alive` for so many seconds.
 
-    A call into torch may wait without a limit; it is left behind then.
+    `act` runs in a thread, which is left behind then: a call into torch may wait without a limit.
     """
     done = threading.Event()
     seen = time.monotonic()
@@ -171,7 +175,7 @@ def within(seconds: float, act: Callable[[Callable[[], None]], T]) -> T:
 
 
 def stay_on_this_machine() -> None:
-    """gloo and NCCL listen on the loopback interface alone, for ranks that are all here."""
+    """Have gloo and NCCL use the loopback interface alone, for ranks that are all on this machine."""
     names = [name for _, name in socket.if_nameindex()]
     loopback = next((name for name in names if is_loopback(name)), None)
     if loopback:
@@ -197,60 +201,66 @@ GLOO = "GLOO_SOCKET_IFNAME"
 _ADDRESS = 0x8915  # SIOCGIFADDR, Linux's question for an interface's address
 
 
-def check_given(meeting: Rendezvous) -> None:
-    """Refuse an interface that the user has chosen for gloo, and that cannot work."""
-    near = _interface_to(meeting.resolved()[0][1], meeting.port)
+def check_interfaces(meeting: Rendezvous) -> None:
+    """Refuse an interface that the user has set for gloo and that cannot work."""
+    _, address = meeting.resolved()[0]
+    used = _interface_to(address, meeting.port)
     names = [name for _, name in socket.if_nameindex()]
-    known = f", or {GLOO}={near}: {meeting.address} is reached over it" if near and not is_loopback(near) else ""
-    for name in _given():
+    hint = f", or {GLOO}={used}: {meeting.address} is reached over it" if used and not is_loopback(used) else ""
+    for name in _user_interfaces():
         if name not in names:
             why = f"{socket.gethostname()} has no such interface, only {', '.join(names)}"
-        elif known and is_loopback(name):
+        elif hint and is_loopback(name):
             why = "no other machine can reach a loopback interface"
         else:
             continue
-        raise UserError(f"{GLOO}={name}: {why}; nearest: unset {GLOO}{known}", "environment.interface")
+        raise UserError(f"{GLOO}={name}: {why}; nearest: unset {GLOO}{hint}", "environment.interface")
 
 
-def choose(meeting: Rendezvous, store: "Store", size: int, timeout: float) -> str:
-    """Collective, of ranks that have met at `store`: tell gloo its interface, unless the user has.
+def choose_interface(meeting: Rendezvous, store: "Store", size: int, timeout: float) -> str:
+    """Collective, of ranks that have met at `store`: set gloo's interface, unless the user has.
 
-    Returns what to say if ranks then cannot reach each other: which interface is used, and which might be right.
+    Returns a sentence for the error if ranks then cannot reach each other: which interface this rank uses, and which
+    might be right.
     """
-    near, given = _interface_to(_of_rank_0(meeting, store, size, timeout), meeting.port), _given()
-    if near and not given:
-        os.environ[GLOO] = near
-    if near and given and near not in given:
-        says = f"this rank uses {', '.join(given)}, as {GLOO} says, but {meeting.address} is reached over {near}"
-        return f"{says}: unset {GLOO} on all ranks"
-    used = ", ".join(given) or near
+    found, chosen = _interface_to(_address_of_rank_0(meeting, store, size, timeout), meeting.port), _user_interfaces()
+    if found and not chosen:
+        os.environ[GLOO] = found
+    if found and chosen and found not in chosen:
+        conflict = f"this rank uses {', '.join(chosen)}, as {GLOO} says, but {meeting.address} is reached over {found}"
+        return f"{conflict}: unset {GLOO} on all ranks"
+    used = ", ".join(chosen) or found
     return f"this rank uses {used}" if used else f"set {GLOO} to the interface that ranks share"
 
 
-def _given() -> list[str]:
+def _user_interfaces() -> list[str]:
+    """The interfaces that the user has set for gloo."""
     return [name for name in os.environ.get(GLOO, "").split(",") if name]
 
 
-def _of_rank_0(meeting: Rendezvous, store: "Store", size: int, timeout: float) -> str:
-    """Its address as other machines know it. On its own machine the name may stand for loopback."""
+def _address_of_rank_0(meeting: Rendezvous, store: "Store", size: int, timeout: float) -> str:
+    """The address of rank 0 as other machines resolve it; on its own machine the name may stand for loopback.
+
+    Each rank that resolves it writes it into the store; one that does not waits until it is there, or all have asked.
+    """
     addresses = [address for _, address in meeting.resolved()]
     if meeting.literal:
         return addresses[0]
     outside = [address for address in addresses if not ipaddress.ip_address(address).is_loopback]
     if outside:
         store.set("address of rank 0", outside[0])
-    told = store.add("know rank 0", 1)
+    asked = store.add("know rank 0", 1)  # ranks that have come this far
     deadline = time.monotonic() + timeout
-    while not outside and told < size and not store.check(["address of rank 0"]) and time.monotonic() < deadline:
+    while not outside and asked < size and not store.check(["address of rank 0"]) and time.monotonic() < deadline:
         time.sleep(0.02)
-        told = store.add("know rank 0", 0)
+        asked = store.add("know rank 0", 0)
     if not outside and store.check(["address of rank 0"]):
         outside = [store.get("address of rank 0").decode()]
     return (outside or addresses)[0]
 
 
 def _interface_to(address: str, port: int) -> str:
-    """The one that has this machine's own address on the way there; nothing is sent."""
+    """The interface over which this machine reaches an address; empty if it is not known. Nothing is sent."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((address, port))
@@ -259,28 +269,27 @@ def _interface_to(address: str, port: int) -> str:
 
 
 def interface_of(address: str) -> str:
-    """The interface that has this address; empty if none is known to."""
+    """The interface that has this address; empty if none is known to have it."""
     if ":" in address:
-        wanted = ipaddress.IPv6Address(address.partition("%")[0]).packed.hex()
+        hexadecimal = ipaddress.IPv6Address(address.partition("%")[0]).packed.hex()
         with suppress(OSError):
             lines = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
-            return next((line[-1] for line in lines if line[0] == wanted), "")
+            return next((line[-1] for line in lines if line[0] == hexadecimal), "")
         return ""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
-            with suppress(OSError):  # it has no address
-                answer = fcntl.ioctl(asked, _ADDRESS, struct.pack("256s", name.encode()[:15]))
+            with suppress(OSError):  # the interface has no address
+                answer = fcntl.ioctl(any_socket, _ADDRESS, struct.pack("256s", name.encode()[:15]))
                 if socket.inet_ntoa(answer[20:24]) == address:
                     return name
     return ""
 
 
 # ---- secret ---------------------------------------------------------------------------------------------------------
-# The secret of a run: what a process has to know to be one of its ranks.
+# The secret of a run, which a process must know to be one of its ranks.
 #
-# It is FIVEFOLD_SECRET where that is set, as our launcher does. Else it is in run.dir, which the machines of a run
-# share, in a file that only the user can read. A file that others may know or may have written is refused, and never
-# ignored.
+# It is the value of FIVEFOLD_SECRET, which our launcher sets. Else it is in a file of run.dir, which the machines of a
+# run share, that only the user can read. A file that others may have read or written is refused, never ignored.
 
 
 SECRET = "FIVEFOLD_SECRET"
@@ -290,20 +299,21 @@ _WAY_OUT = f"or set {SECRET} to {_LEAST} random characters or more, the same on 
 
 
 def secret_location(directory: Path, env: Mapping[str, str] = os.environ) -> str:
-    """Where the secret is, for people: two ranks that have different ones look in two places."""
+    """Where the secret is, for error messages: ranks with different secrets look for them in different places."""
     return SECRET if SECRET in env else str((directory / _NAME).absolute())
 
 
 def run_secret(directory: Path, env: Mapping[str, str] = os.environ) -> bytes:
-    """By which the ranks of a run below `directory` (its run.dir) know each other; the first to come makes it."""
-    if (given := env.get(SECRET)) is not None:
-        if len(given) < _LEAST:
-            raise UserError(f"{SECRET} has {len(given)} characters, and a secret has {_LEAST} or more", "secret.short")
-        return os.fsencode(given)
+    """The secret by which the ranks of a run below `directory` (its run.dir) know each other; the first rank to come
+    creates it."""
+    if (value := env.get(SECRET)) is not None:
+        if len(value) < _LEAST:
+            raise UserError(f"{SECRET} has {len(value)} characters, and a secret has {_LEAST} or more", "secret.short")
+        return os.fsencode(value)
     path = directory / _NAME
     try:
         if not os.path.lexists(path):
-            _make(path)
+            _write_secret(path)
         stream = open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")  # noqa: SIM115
     except OSError as error:
         raise UserError(
@@ -312,22 +322,24 @@ def run_secret(directory: Path, env: Mapping[str, str] = os.environ) -> bytes:
             "secret.file",
         ) from None
     with stream:
-        about = os.fstat(stream.fileno())
-        reasons = [
-            (stat.S_ISREG(about.st_mode), "is not a regular file"),
-            (about.st_uid == os.geteuid(), f"belongs to user {about.st_uid}, and this process to {os.geteuid()}"),
-            (not about.st_mode & 0o077, f"is open to other users: its mode is {about.st_mode & 0o777:o}, not 600"),
+        status = os.fstat(stream.fileno())
+        requirements = [
+            (stat.S_ISREG(status.st_mode), "is not a regular file"),
+            (status.st_uid == os.geteuid(), f"belongs to user {status.st_uid}, and this process to {os.geteuid()}"),
+            (not status.st_mode & 0o077, f"is open to other users: its mode is {status.st_mode & 0o777:o}, not 600"),
         ]
-        wrong = next((why for right, why in reasons if not right), "")
-        secret = b"" if wrong else stream.read(4096).strip()
-    if wrong or len(secret) < _LEAST:
-        wrong = wrong or f"holds {len(secret)} characters, and a secret has {_LEAST} or more"
-        raise UserError(f"{path} cannot be trusted to keep a secret: it {wrong}; delete it, {_WAY_OUT}", "secret.file")
+        problem = next((sentence for met, sentence in requirements if not met), "")
+        secret = b"" if problem else stream.read(4096).strip()
+    if problem or len(secret) < _LEAST:
+        problem = problem or f"holds {len(secret)} characters, and a secret has {_LEAST} or more"
+        raise UserError(
+            f"{path} cannot be trusted to keep a secret: it {problem}; delete it, {_WAY_OUT}", "secret.file"
+        )
     return secret
 
 
-def _make(path: Path) -> None:
-    """Whole or not at all: a rank that comes later must not read half of it."""
+def _write_secret(path: Path) -> None:
+    """Write a new secret, whole or not at all: a rank that comes later must not read half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, draft = tempfile.mkstemp(dir=path.parent, prefix=_NAME)  # with mode 600
     try:

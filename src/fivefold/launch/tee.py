@@ -1,9 +1,9 @@
 """Copies what a process prints into its log, from outside: `python tee.py LOG MOST LIVES STACK FROM TO [FROM TO]`.
 
 It reads each file descriptor FROM until its other end is closed, writes what comes to TO, and the first MOST bytes of
-all to LOG; at the end, what is in the file STACK, too. Signals that end others are not for it: it ends when there is
-nothing left to copy, so the last words of a process that is killed are kept. LIVES is a file that it keeps locked as
-long. It says that it has begun by a line on standard output.
+all of them to LOG; at the end it adds the content of the file STACK. It ignores the signals that end others and ends
+when there is nothing left to copy, so that the last lines of a process that is killed are kept. It keeps the file LIVES
+locked as long as it runs. It prints a line on standard output once it has begun.
 """
 
 import fcntl
@@ -15,7 +15,7 @@ from contextlib import suppress
 
 
 def write_all(handle: int, data: bytes) -> None:
-    """As much as can be: a terminal that is closed, or a full disk, stops nobody."""
+    """Write as much as can be written: a closed terminal or a full disk must not stop the process that is copied."""
     with suppress(OSError):
         while data:
             data = data[os.write(handle, data) :]

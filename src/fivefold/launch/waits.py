@@ -1,11 +1,11 @@
-"""Waits for other ranks: how long this rank has spent in them, and what they look like in a stack.
+"""Waits for other ranks: how long this rank has spent in them, and how a stack shows one.
 
     before = waits.seconds()
     numbers = timed_wait(tensor.tolist)                        # on a GPU the host waits for the device, which waits
     own = time_that_passed - (waits.seconds() - before)
 
 On a GPU the device waits for others, and the host goes on until it needs a number: there the seconds say little. Waits
-inside FSDP2 are not seen. A rank that hangs here, or inside torch, hangs for want of another (`waits_there`).
+inside FSDP2 are not counted. A rank that hangs here, or inside torch, waits for another rank (`waits_there`).
 """
 
 import linecache
@@ -14,21 +14,21 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-_waited = [0.0]  # the halves of a pair run in turns: one thread at a time adds
+_waited = [0.0]  # seconds; no lock, as the threads of a joined pair run in turns and only one at a time adds
 
 
 def waits_there(file: str, line: int) -> bool:
-    """Whether a rank whose innermost frame stands there waits for others: it is not what they wait for."""
+    """Whether a rank whose innermost frame is at this line waits for others, so that they do not wait for it."""
     return "/torch/" in file or "wait(" in linecache.getline(file, line)
 
 
 def seconds() -> float:
-    """Since the process began."""
+    """The seconds that this process has spent in waits since it began."""
     return _waited[0]
 
 
 def timed_wait(wait: Callable[..., T], *args: Any, **options: Any) -> T:
-    """`wait(...)`, which returns when others have done their part."""
+    """Call `wait(...)`, which returns when other ranks have done their part, and count its seconds."""
     start = time.perf_counter()
     try:
         return wait(*args, **options)

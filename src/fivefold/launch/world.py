@@ -1,4 +1,4 @@
-"""Which rank this process is, and how ranks come to be: torchrun, Slurm, or `--nproc N` on this machine."""
+"""Which rank this process is, by the environment of its launcher (torchrun, Slurm or `--nproc N`); joins the group."""
 
 import os
 import re
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
     from fivefold.launch.handshake import Hello
 
-# torchrun's words, and our launcher's.
+# Environment variables of torchrun and Slurm, and of our launcher.
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # how often the ranks have been started again
 REQUEUES = "SLURM_RESTART_COUNT"  # how often Slurm has started the job again
-RUN = "TORCHELASTIC_RUN_ID"  # of all starts of a run
-HERE = "LOCAL_WORLD_SIZE"  # ranks of this node
+RUN = "TORCHELASTIC_RUN_ID"  # the same for all starts of a run
+HERE = "LOCAL_WORLD_SIZE"  # how many ranks this node has
 PLANNED = "FIVEFOLD_PLANNED"  # seconds that our launcher took to find another layout
 STORE = "FIVEFOLD_STORE"  # the file at which the ranks of our launcher meet
 _AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # set by torchrun alone; "True": its own store is at MASTER_ADDR
-_CONNECTING = timedelta(seconds=30)  # for gloo's ranks, which have just met; it tries five times
-_PORTS = range(20_000, 32_000)  # below those that Linux gives to whoever connects
+_CONNECTING = timedelta(seconds=30)  # for gloo to connect ranks that have just met; it tries five times
+_PORTS = range(20_000, 32_000)  # below Linux's ephemeral ports
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,12 @@ class World:
 
 
 def current_world(env: Mapping[str, str] = os.environ) -> World:
-    """This process's place, from what its launcher put into the environment."""
+    """This process's rank and world, from the variables that its launcher has set."""
     try:
         world = _from_environment(env)
     except ValueError as error:
-        words = "RANK, WORLD_SIZE, MASTER_PORT or SLURM_*"
-        raise UserError(f"the launcher's environment is broken: {error} in {words}", "environment.ranks") from None
+        names = "RANK, WORLD_SIZE, MASTER_PORT or SLURM_*"
+        raise UserError(f"the launcher's environment is broken: {error} in {names}", "environment.ranks") from None
     meeting = world.meeting
     if world.joined and not meeting.file and not (meeting.address and meeting.port):
         missing = "MASTER_PORT" if meeting.address else "MASTER_ADDR"
@@ -72,7 +72,7 @@ def current_world(env: Mapping[str, str] = os.environ) -> World:
 
 
 def ranks_here(env: Mapping[str, str] = os.environ) -> int:
-    """Of this node; one where the environment does not say."""
+    """How many ranks this node has; 1 where the environment does not say."""
     try:
         return max(1, int(env.get(HERE) or _from_environment(env).local_size))
     except ValueError:
@@ -80,7 +80,7 @@ def ranks_here(env: Mapping[str, str] = os.environ) -> int:
 
 
 def rank_here(env: Mapping[str, str] = os.environ) -> int:
-    """This process's number; zero where the environment does not say."""
+    """The rank of this process; 0 where the environment does not say."""
     try:
         return _from_environment(env).rank
     except ValueError:
@@ -88,7 +88,7 @@ def rank_here(env: Mapping[str, str] = os.environ) -> int:
 
 
 def starts_before(env: Mapping[str, str] = os.environ) -> int:
-    """How often this run has been started again: torchrun's own restarts of ranks, and Slurm's of the whole job."""
+    """How often this run has been started again: by torchrun or our launcher, and by Slurm, which requeues a job."""
     return sum(int(env.get(name, 0)) for name in (RESTARTS, REQUEUES))
 
 
@@ -101,17 +101,18 @@ def _from_environment(env: Mapping[str, str]) -> World:
 
 
 def _from_torchrun(env: Mapping[str, str]) -> World:
-    """Or from our own launcher, or from a person who speaks torchrun's words."""
+    """From torchrun's variables, which our own launcher or a user may have set, too."""
     size = int(env["WORLD_SIZE"])
-    local, alone = int(env.get(HERE, size)), env.get(HERE) == env["WORLD_SIZE"]
+    local_size, alone = int(env.get(HERE, size)), env.get(HERE) == env["WORLD_SIZE"]
     agent = env.get(_AGENT) == "True"
     address = env.get("MASTER_ADDR", "")
     if alone and address and not agent:
         address = "127.0.0.1"
     meeting = Rendezvous(env.get(STORE, ""), address, int(env.get("MASTER_PORT", 0)), agent, alone)
-    # torchrun's agents count for themselves: one whose ranks failed has started once more than the others.
+    # Each of torchrun's agents counts its own starts: one whose ranks failed counts one more than the others.
     start = None if _AGENT in env else int(env.get(RESTARTS, 0))
-    return World(int(env["RANK"]), size, int(env.get("LOCAL_RANK", 0)), local, True, meeting, env.get(RUN, ""), start)
+    local_rank = int(env.get("LOCAL_RANK", 0))
+    return World(int(env["RANK"]), size, local_rank, local_size, True, meeting, env.get(RUN, ""), start)
 
 
 def _from_slurm(env: Mapping[str, str]) -> World:
@@ -119,7 +120,7 @@ def _from_slurm(env: Mapping[str, str]) -> World:
     size = int(env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS") or 1)
     per_node = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or str(size)
     run, start = f"{env.get('SLURM_JOB_ID', '0')}.{env['SLURM_STEP_ID']}", int(env.get(REQUEUES, 0))
-    # Equal on all ranks, apart between jobs, between the steps of a job, and between its starts.
+    # Equal on all ranks, but different for each job, each step of a job and each start.
     port = _PORTS[zlib.crc32(f"{run}.{start}".encode()) % len(_PORTS)]
     alone = first_host(nodes) == nodes
     address = "127.0.0.1" if alone else env.get("MASTER_ADDR", first_host(nodes))
@@ -142,19 +143,19 @@ def first_host(nodes: str) -> str:
 
 
 def join(world: World, backend: str, timeout: float = 600.0, claim: "Hello | None" = None) -> None:
-    """Enter the process group, where a launcher made one; `timeout` is the seconds that ranks wait for each other.
+    """Enter the process group, if a launcher started this rank. Ranks wait for each other for `timeout` seconds.
 
-    With a claim, what each rank claims is compared first; ranks that one process has started need none.
+    With a claim, the claims of all ranks are compared first; ranks that one process has started need none.
     """
     from fivefold.launch.handshake import meet
-    from fivefold.launch.rendezvous import check_given
+    from fivefold.launch.rendezvous import check_interfaces
 
     if not world.joined:
         return
     if world.meeting.alone:
         stay_on_this_machine()
     if world.apart and backend == "gloo":
-        check_given(world.meeting)
+        check_interfaces(world.meeting)
     patience = timedelta(seconds=timeout)
     if claim:
         store = meet(world.meeting, world.rank, claim, timeout)
@@ -169,41 +170,41 @@ def join(world: World, backend: str, timeout: float = 600.0, claim: "Hello | Non
 
 
 def _connect(world: World, backend: str, store: "Store", patience: timedelta) -> None:
-    """Make the process group; where it cannot be, say over which interface."""
+    """Create the process group; if gloo cannot connect its ranks, say over which interface it tried."""
     import torch.distributed as dist
 
     from fivefold.launch.exits import lost_peer
-    from fivefold.launch.rendezvous import choose
+    from fivefold.launch.rendezvous import choose_interface
 
-    way = ""
+    interface_hint = ""
     if world.apart:  # under NCCL, too: copies of snapshots travel over gloo
-        way = choose(world.meeting, store, world.size, patience.total_seconds())
+        interface_hint = choose_interface(world.meeting, store, world.size, patience.total_seconds())
     if backend != "gloo":
-        way = ""
+        interface_hint = ""
     elif world.apart:
         patience = min(patience, _CONNECTING)
     one_gloo_worker()  # under NCCL, too, for the same copies
     try:
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=patience)
     except RuntimeError as error:
-        if not way or lost_peer(error) is None:
+        if not interface_hint or lost_peer(error) is None:
             raise
-        here = f"rank {world.rank} on {socket.gethostname()} has met the others at {world.meeting}"
-        raise PeerLost(f"{here}, and then could not connect to all of them: {way}") from error
+        met = f"rank {world.rank} on {socket.gethostname()} has met the others at {world.meeting}"
+        raise PeerLost(f"{met}, and then could not connect to all of them: {interface_hint}") from error
 
 
 @cache
 def one_gloo_worker() -> None:
-    """From here on, every gloo group of this process has one thread that runs its collectives; torch gives it two.
+    """Give every gloo group that this process makes from now on one worker thread for its collectives; torch gives two.
 
-    Two can kill the process: each, having run a collective, writes its name into a string of the group, and takes no
-    lock for that. Two that write at once corrupt the heap (docs/gloo-race.md; `python tools/gloo_race.py` says whether
-    the torch at hand still does it). torch has no setting for this, as it ignores `pg_options` of a gloo group, so its
-    class gets another constructor. The class itself stays: torch asks whether objects are of it.
+    Two can kill the process: each, having run a collective, writes the collective's name into a string of the group
+    without a lock, and two such writes at once corrupt the heap (docs/gloo-race.md; `python tools/gloo_race.py` says
+    whether the installed torch still does it). torch has no setting for this, as it ignores `pg_options` of a gloo
+    group, so this replaces the constructor of its class. The class itself stays: torch checks for instances of it.
 
-    One thread cannot wait in a circle where two did not. It runs the collectives of its group in the order in which
-    they were started, which is one order on all ranks, for a group's collectives find each other by their number.
-    Other groups have threads of their own, and sends and receives need none.
+    One thread cannot deadlock where two did not. It runs the collectives of its group in the order in which they were
+    started, and that order is the same on all ranks, as a group's collectives are matched by their number. Other groups
+    have threads of their own, and sends and receives need none.
     """
     import torch.distributed as dist
     from torch.distributed.constants import default_pg_timeout
@@ -213,22 +214,23 @@ def one_gloo_worker() -> None:
     if not dist.is_gloo_available():
         return
     group: Any = dist.ProcessGroupGloo
-    plain = group.__init__
+    original_init = group.__init__
 
-    def with_one(
+    def init_with_one_thread(
         self: Any, store: "Store", rank: int, size: int, timeout: Any = default_pg_timeout, options: Any = None
     ) -> None:
-        if options is None and isinstance(timeout, timedelta):  # else somebody's own options say how many threads
+        if options is None and isinstance(timeout, timedelta):  # else the caller's options say how many threads
             options, names = group._Options(), [name for name in os.environ.get(GLOO, "").split(",") if name]
-            # As torch chooses them; TORCH_GLOO_LAZY_INIT is read in there, too.
+            # The devices that torch would choose; both functions read TORCH_GLOO_LAZY_INIT, too.
             devices = [group.create_device(interface=name) for name in names] or [group.create_default_device()]
             options._devices, options._timeout, options._threads = devices, timeout, 1
-        plain(self, store, rank, size, options or timeout)
+        original_init(self, store, rank, size, options or timeout)
 
-    group.__init__ = with_one
+    group.__init__ = init_with_one_thread
 
 
 def leave(world: World) -> None:
+    """Destroy the process group, if there is one."""
     import torch.distributed as dist
 
     if world.joined and dist.is_initialized():
@@ -236,7 +238,7 @@ def leave(world: World) -> None:
 
 
 # ---- spare ----------------------------------------------------------------------------------------------------------
-# A rank that the layout leaves out: it waits until the others are done, or its launcher starts all anew.
+# A spare rank is one that the layout leaves out: it waits until the others are done, or its launcher starts all again.
 
 
 _DONE = "fivefold: all steps are done"
@@ -244,17 +246,18 @@ _LOOK = timedelta(seconds=10)
 
 
 def wait_for_the_others(world: World, timeout: float) -> int:
-    """Until they have made all their steps, or have stopped by a signal that this rank got as well; the exit code.
+    """Wait until the other ranks have made all their steps, or have stopped by a signal that this rank got as well;
+    returns the exit code. Raises PeerLost if they end otherwise.
 
-    PeerLost if they end otherwise. A rank that left at once would be missing in the next start of torchrun, and Slurm
-    would not leave the others the time to save.
+    If this rank ended at once, torchrun would miss it in the next start, and Slurm would not leave the others the time
+    to save.
     """
     from torch.distributed import DistNetworkError, DistStoreError
 
-    told: list[int] = []
+    received: list[int] = []  # signals
     for number in STOPPING:
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda number, _: told.append(number))
+            signal.signal(number, lambda number, _: received.append(number))
     try:
         store = world.meeting.store(world.rank, world.size, time.monotonic() + timeout)
         while True:
@@ -262,20 +265,20 @@ def wait_for_the_others(world: World, timeout: float) -> int:
                 store.wait([_DONE], _LOOK)
                 return 0
     except DistNetworkError:
-        if told:
-            return INTERRUPTED if told[0] == signal.SIGINT else TERMINATED
+        if received:
+            return INTERRUPTED if received[0] == signal.SIGINT else TERMINATED
         raise PeerLost(f"rank {world.rank} is spare, and the others have ended before all steps were done") from None
 
 
 def tell_spares() -> None:
-    """By rank 0, after the last step."""
+    """Called by rank 0 after the last step: let the spare ranks end."""
     import torch.distributed as dist
     from torch._C._distributed_c10d import PrefixStore
 
     if not dist.is_initialized():
         return
     store = dist.distributed_c10d._get_default_store()
-    while isinstance(store, PrefixStore):  # of this start; spares have the store itself
+    while isinstance(store, PrefixStore):  # the group's prefix, which spares do not know
         store = store.underlying_store
-    with suppress(RuntimeError):  # a launcher that has ended has none waiting
+    with suppress(RuntimeError):  # the store ends with the launcher, whose spares have ended then, too
         store.set(_DONE, "")

@@ -114,12 +114,14 @@ class Axes(msgspec.Struct, frozen=True, kw_only=True):
             return 1 + (self.last_stage > 0)
         return math.prod(getattr(self, factor) for factor in self.table[axis])
 
-    def same_axis(self, axis: str) -> str:
+    def same_axis(self, axis: str, *, experts: bool = True) -> str:
         """The first axis of the table that has the same ranks. With cp=1 and nothing else fsdp is dp, and so is world.
 
-        Traffic goes by this name, so that a count does not depend on whether torch made one group or two.
+        Traffic goes by this name, so that a count does not depend on whether torch made one group or two. A model
+        without `experts` has no axes of theirs, but for the one that is asked for.
         """
-        return next(name for name in self.table if self._same(name, axis))
+        names = (name for name in self.table if experts or name == axis or name not in EXPERT_AXES)
+        return next(name for name in names if self._same(name, axis))
 
     def _same(self, axis: str, other: str) -> bool:
         if axis == other or (size := self.size(axis)) != self.size(other):

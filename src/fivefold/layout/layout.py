@@ -8,6 +8,7 @@ A layout says nothing about the machine or the model; `problems` checks it again
 """
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
@@ -36,6 +37,14 @@ def with_commas(text: str) -> str:
     """The same text where nothing was wrong with it."""
     joined, wrong = _FOR_COMMA.subn(",", text.strip())
     return re.sub(r"\s*([,=])\s*", r"\1", joined) if wrong else joined
+
+
+def schedule_named(value: str | Mapping[str, Any]) -> str:
+    """The schedule that a layout's text or table names; empty where it names none."""
+    if not isinstance(value, str):
+        return str(value.get("schedule", ""))
+    parts = ([piece.strip() for piece in part.partition("=")] for part in value.split(","))
+    return "".join(word for key, _, word in parts if key == "schedule")
 
 
 # ---- layout ---------------------------------------------------------------------------------------------------------

@@ -19,8 +19,10 @@ from fivefold.schedules.actions import COLLECTIVES
 from fivefold.schedules.build import ScheduleInfo
 from fivefold.schedules.registry import LARGEST, RECORDS, size_problem
 from fivefold.schedules.schedule import Schedule
+from fivefold.spec.kinds import MLP, BlockKind
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import Problem
+from fivefold.support.plugins import is_plugin
 from fivefold.support.text import divisors, either
 
 
@@ -72,12 +74,12 @@ def implies(condition: Any, then: Any) -> Any:
 
 
 def heads_fit(spec: ModelSpec, tp: Any) -> Any:
-    return spec.heads % tp == 0
+    return not spec.attends or spec.heads % tp == 0
 
 
 def kv_heads_fit(spec: ModelSpec, tp: Any) -> Any:
     """Dealt out evenly, or each to several ranks."""
-    return (spec.kv_heads % tp == 0) | (tp % spec.kv_heads == 0)
+    return not spec.attends or (spec.kv_heads % tp == 0) | (tp % spec.kv_heads == 0)
 
 
 def ffn_fits(spec: ModelSpec, tp: Any) -> Any:
@@ -87,6 +89,11 @@ def ffn_fits(spec: ModelSpec, tp: Any) -> Any:
 def tp_fits(spec: ModelSpec, tp: Any) -> Any:
     """Whether tp divides all that it must of a model."""
     return heads_fit(spec, tp) & kv_heads_fit(spec, tp) & ffn_fits(spec, tp)
+
+
+def whole_sequences(spec: ModelSpec) -> list[BlockKind]:
+    """The kinds whose tokens of a sequence cp cannot divide."""
+    return [kind for kind in spec.branches if not kind.cp]
 
 
 def is_ulysses(of: Any) -> Any:
@@ -148,7 +155,10 @@ RULES: dict[str, Callable[[Layouts, Given], Any]] = {
     "layout.tp.kv_heads": lambda of, given: kv_heads_fit(given.spec, of.tp),
     "layout.tp.ffn": lambda of, given: ffn_fits(given.spec, of.tp),
     "layout.sp.tp": lambda of, given: implies(of.sp, of.tp > 1),
-    "layout.cp.heads": lambda of, given: implies(is_ulysses(of), given.spec.heads % (of.cp * of.tp) == 0),
+    "layout.cp.heads": lambda of, given: (
+        not given.spec.attends or implies(is_ulysses(of), given.spec.heads % (of.cp * of.tp) == 0)
+    ),
+    "layout.cp.kind": lambda of, given: not whole_sequences(given.spec) or of.cp == 1,
     "layout.seq.pieces": lambda of, given: given.seq is None or given.seq % sequence_pieces(of) == 0,
     "layout.schedule.unknown": lambda of, given: not of.schedule_problems,
     "layout.schedule.degree": _in_file(lambda of, file: (of.pp == file.p) & (of.microbatches == file.m)),
@@ -227,8 +237,10 @@ def _sentences(code: str, of: Layouts, given: Given) -> Iterator[str]:
             why = f"neither divides the {spec.kv_heads} kv heads of {spec.name} nor is a multiple"
             yield f"layout.tp={of.tp} {why}; {_near_tp(of.tp, spec)}"
         case "layout.tp.ffn":
-            for width in (width for width in spec.tensor_widths if width % of.tp):
-                why = f"does not divide the feed-forward width {width} of {spec.name}"
+            for width, kind in ((width, kind) for width, kind in spec.tensor_widths.items() if width % of.tp):
+                what = "feed-forward width" if isinstance(kind, MLP) else "width"
+                of_kind = f" in {kind.name}" if is_plugin(kind.name) else ""
+                why = f"does not divide the {what} {width}{of_kind} of {spec.name}"
                 yield f"layout.tp={of.tp} {why}; {_near_tp(of.tp, spec)}"
         case "layout.sp.tp":
             yield "layout.sp shards the sequence over tp, and tp=1; nearest: sp=false, or tp=2"
@@ -239,6 +251,9 @@ def _sentences(code: str, of: Layouts, given: Given) -> Iterator[str]:
                 f"cp_kind=ulysses deals the heads out over cp x tp = {of.cp * of.tp} ranks, which does not divide the "
                 f"{spec.heads} heads of {spec.name}; nearest: {near}"
             )
+        case "layout.cp.kind":
+            kind = whole_sequences(spec)[0]
+            yield f"layout.cp={of.cp} divides sequences, and {kind.name} of {spec.name} reads whole ones; nearest: cp=1"
         case "layout.seq.pieces":
             seq, pieces = given.seq or 0, sequence_pieces(of)
             near = either([f"seq={n}" for n in _multiples(seq, pieces)])

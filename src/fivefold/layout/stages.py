@@ -15,7 +15,7 @@ from fivefold.schedules.costs import Costs
 from fivefold.schedules.registry import build
 from fivefold.schedules.schedule import Schedule
 from fivefold.spec.model import ModelSpec
-from fivefold.spec.operations import EMBEDDING_UNIT, HEAD_UNIT, BlockOperations, Parameter, block, head
+from fivefold.spec.operations import EMBEDDING_UNIT, HEAD_UNIT, Parameter, block, head
 
 HALVINGS = 64  # of an interval: bisection to the last bit
 
@@ -142,7 +142,7 @@ def _durations(spec: ModelSpec, seq: int, stages: tuple[Stage, ...], p: int) -> 
     """By stage, in units of the longest forward: FLOPs, of which scores have no weights and twice the input's."""
     _, bottom, top = costs(spec, seq)
     layers = [sum(layer_cost(spec, layer, seq) for layer in stage.layers) for stage in stages]
-    seen = [sum(_block(spec, layer).attention.flops(seq / 2) for layer in stage.layers) for stage in stages]
+    seen = [sum(block(spec, layer=spec.kinds(layer)).rest(seq / 2) for layer in stage.layers) for stage in stages]
     ends = [bottom * stage.first + top * stage.last for stage in stages]
     f = [layer + end for layer, end in zip(layers, ends, strict=True)]
     i = [layer + score + end for layer, score, end in zip(layers, seen, ends, strict=True)]
@@ -159,11 +159,7 @@ def costs(spec: ModelSpec, seq: int) -> tuple[float, float, float]:
     return layer_cost(spec, spec.layers - 1, seq), float(spec.hidden), 2.0 * head(spec).size
 
 
-def _block(spec: ModelSpec, layer: int) -> BlockOperations:
-    return block(spec, dense=spec.dense(layer), window=spec.window_of(layer))
-
-
 def layer_cost(spec: ModelSpec, layer: int, seq: int) -> float:
     """Forward FLOPs of a token in one layer."""
-    own = _block(spec, layer)
-    return float(2 * own.active + own.attention.flops(seq / 2))
+    own = block(spec, layer=spec.kinds(layer))
+    return float(2 * own.active + own.rest(seq / 2))

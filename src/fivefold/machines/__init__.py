@@ -1,1 +1,1 @@
-"""What the device at hand reaches, as an accelerator file."""
+"""Measures machines: what a device reaches (`calibrate`), and which rank, node or link is an outlier (`doctor`)."""

@@ -1,6 +1,5 @@
-"""How long kernels take on a device: many calls at once, so that neither the host nor the first call counts.
-
-And how long collectives take among the ranks of this machine.
+"""Times kernels on a device, many calls at once, so that neither the host nor the first call counts; and collectives
+among the ranks of this machine.
 """
 
 import time
@@ -16,8 +15,8 @@ from fivefold.launch.device import choose_backend, choose_device
 from fivefold.launch.processes import Rank
 from fivefold.parallel.collectives import staged_all_gather
 
-# A GPU's second-level cache: operands that are used again within so many bytes are not read from memory, and in
-# training they would be.
+# Bytes, at least a GPU's second-level cache. Operands that are used again before so many bytes are read may come from
+# the cache; in training they would come from memory.
 CACHE = 256 << 20
 
 Calls = Sequence[Callable[[], object]]
@@ -25,13 +24,13 @@ Timing = tuple[str, int, float]  # kind, payload in bytes as layout.collective_c
 
 
 class Clock:
-    """`settle` is the least duration of a measurement."""
+    """Times calls on a device. `settle` is the shortest duration of a measurement, in seconds."""
 
     def __init__(self, device: torch.device, settle: float):
         self.device, self.settle, self.on_gpu = device, settle, device.type == "cuda"
 
     def now(self) -> Any:
-        """This moment; on a GPU, the one at which its queue comes here."""
+        """A time stamp for `between`; on a GPU an event, which has the time at which its stream gets there."""
         if not self.on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -39,13 +38,14 @@ class Clock:
         return event
 
     def between(self, start: Any, end: Any) -> float:
+        """Seconds between two time stamps."""
         if not self.on_gpu:
             return float(end - start)
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3
 
     def seconds(self, *calls: Callable[[], object], least: int = 3) -> float:
-        """Of one call, over enough of them; several calls take turns."""
+        """The mean seconds of a call, over so many that they take `settle`; several calls take turns."""
         for call in calls:
             call()
         once = max(self.total(calls, 1) / len(calls), 1e-7)
@@ -53,6 +53,7 @@ class Clock:
         return self.total(calls, rounds) / (rounds * len(calls))
 
     def total(self, calls: Calls, rounds: int) -> float:
+        """The seconds of all calls, each made `rounds` times."""
         start = self.now()
         for _ in range(rounds):
             for call in calls:
@@ -65,12 +66,12 @@ class Clock:
 
 
 def sets(size: int) -> int:
-    """How many operand sets of `size` bytes must take turns, for none to be found in the cache; at most a few."""
+    """How many sets of operands, of `size` bytes each, take turns so that the cache has none of them; 8 at most."""
     return max(1, min(8, -(-CACHE // max(1, size))))
 
 
 def collectives(rank: Rank, sizes: tuple[int, ...], rounds: int, device_name: str) -> list[Timing]:
-    """On one rank: every collective at every size, in turns."""
+    """What each rank runs to time the collectives between the ranks of this machine."""
     device = choose_device(device_name, rank.number)
     rank.join(choose_backend(device, rank.world))
     timings = timed_collectives(device, sizes, rounds)
@@ -85,7 +86,8 @@ def timed_collectives(
     group: dist.ProcessGroup | None = None,
     usual: Callable[[list[float]], float] = median,
 ) -> list[Timing]:
-    """Among the ranks of a group; a payload is all that the ranks end up with."""
+    """Time all-reduce and all-gather of every size, in turns, among the ranks of a group. The payload of an all-gather
+    is its output."""
     world, clock, timings = dist.get_world_size(group), Clock(device, 0.0), []
     for size in sizes:
         payload = torch.ones(max(1, size // 4 // world) * world, device=device)

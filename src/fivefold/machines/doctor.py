@@ -2,7 +2,7 @@
 
 import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
@@ -26,7 +26,7 @@ from fivefold.support.parsing import path_of
 from fivefold.support.text import bytes_text, counted
 
 # ---- result ---------------------------------------------------------------------------------------------------------
-# What an examination has found, as tables and as sentences about outliers.
+# An examination as tables, and as sentences about its outliers.
 
 
 _SHOWN = 16  # rows of a table
@@ -64,7 +64,9 @@ class DoctorResult(Result):
         versions = {name: version for report in ranks for name, version in report.versions.items()}
         yield Text(", ".join(f"{name} {version}" for name, version in versions.items()), "dim")
         if shared := self.exam.sharing:
-            yield Text(f"{self.exam.who(shared)} share a GPU: compared with each other, not with the planner", "dim")
+            yield Text(
+                f"{self.exam.located(shared)} share a GPU: compared with each other, not with the planner", "dim"
+            )
         yield self._devices()
         yield self._limits()
         if any(report.disk and not report.disk.error for report in ranks):
@@ -94,10 +96,11 @@ class DoctorResult(Result):
     def _limits(self) -> Table:
         rows = []
         for node, (first, *_) in self.exam.nodes.items():
-            have = first.amounts
+            amounts = first.amounts
             rows.append([
-                node, bytes_text(have["memory"]), f"{have['cores']:.0f}", _limit(have["open files"], "{:.0f}".format),
-                _limit(have["locked memory"], bytes_text), bytes_text(have.get("/dev/shm", 0)),
+                node, bytes_text(amounts["memory"]), f"{amounts['cores']:.0f}",
+                _limit_text(amounts["open files"], "{:.0f}".format),
+                _limit_text(amounts["locked memory"], bytes_text), bytes_text(amounts.get("/dev/shm", 0)),
             ])  # fmt: skip
         return _table(["node", ">memory free", ">cores", ">open files", ">locked memory", ">/dev/shm"], rows)
 
@@ -126,7 +129,7 @@ class DoctorResult(Result):
                 members = set(ring.ranks)
                 own = [send.bandwidth for send in sends if send.axis == axis and members.issuperset(send.ranks)]
                 rows.append([
-                    axis, self.exam.who(ring.ranks), f"{1e6 * ring.latency:.0f} us", rate_text(ring.reduce),
+                    axis, self.exam.located(ring.ranks), f"{1e6 * ring.latency:.0f} us", rate_text(ring.reduce),
                     rate_text(ring.gather), rate_text(min(own)) if own else "-",
                     rate_text(expected) if expected else "-",
                 ])  # fmt: skip
@@ -139,12 +142,12 @@ def _table(heads: Sequence[str], rows: Sequence[Row], caption: str = "") -> Tabl
     return Table(heads, rows[:_SHOWN], caption="; ".join(filter(None, (caption, more))))
 
 
-def _limit(value: float, text: Any) -> str:
-    return "no limit" if value == inf else str(text(value))
+def _limit_text(value: float, text: Callable[[float], str]) -> str:
+    return "no limit" if value == inf else text(value)
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no infinity."""
+    """The value with None for infinity, which JSON does not have."""
     if isinstance(value, dict):
         return {key: _finite(inner) for key, inner in value.items()}
     return None if value == inf else value
@@ -154,7 +157,7 @@ def _finite(value: Any) -> Any:
 
 
 _LONGEST = 300.0  # seconds for ranks of this machine
-_CROWD = 4  # ranks on a core: more were meant for other machines
+_CROWD = 4  # ranks on a core: a job with more is meant for other machines
 _FEW = 8  # ranks that any machine may start
 
 
@@ -174,32 +177,35 @@ def doctor(
     resolved = job if isinstance(job, Job) else read_job(job and str(job), list(changes))
     if isinstance(job, Job) and changes:
         raise UserError(f"{changes[0]!r} changes a job that is given as an object; change the object instead")
-    return here(resolved, nproc, ["JOB"] if isinstance(job, Job) else [*([str(job)] if job else []), *changes])
+    words = ["JOB"] if isinstance(job, Job) else [*([str(job)] if job else []), *changes]
+    return examine_here(resolved, nproc, words)
 
 
-def here(job: Job, nproc: int | None, words: Sequence[str]) -> DoctorResult:
-    """Examine this machine; `words` are what a command names the job by."""
+def examine_here(job: Job, nproc: int | None, words: Sequence[str]) -> DoctorResult:
+    """Examine this machine; `words` name the job in a command line."""
     size = job.layout.world if nproc is None else nproc
     check(job, size)
     if nproc is None and (sentence := _elsewhere(job, shlex.join(words))):
         raise UserError(sentence)
     start = time.monotonic()
-    reports = processes.run(size, "fivefold.machines.examine:here", msgspec.to_builtins(job), timeout=_LONGEST)
+    table = msgspec.to_builtins(job)
+    reports = processes.run(size, "fivefold.machines.examine:local_rank_report", table, timeout=_LONGEST)
     return DoctorResult(Examination(job, reports), time.monotonic() - start)
 
 
-def join(job: Job, world: World) -> DoctorResult | None:
-    """Examine the machines of the ranks that another launcher has started, as one of them; rank 0 has the result."""
+def examine_launched_ranks(job: Job, world: World) -> DoctorResult | None:
+    """Examine the machines of the ranks that another launcher has started, of which this process is one. Returns the
+    result on rank 0, None on the others."""
     check(job, world.size)
-    from fivefold.machines.examine import joined
+    from fivefold.machines.examine import launched_rank_reports
 
     start = time.monotonic()
-    reports = joined(job, world)
+    reports = launched_rank_reports(job, world)
     return DoctorResult(Examination(job, reports), time.monotonic() - start) if reports else None
 
 
 def check(job: Job, world: int) -> None:
-    """What is wrong with the job on so many ranks. Data that is not there yet is no problem."""
+    """Refuse a job that cannot run on so many ranks. Its data may be missing."""
     problems = job.problems(world)
     try:
         problems += run_directory_problems(path_of(job.run.dir))
@@ -212,7 +218,8 @@ def check(job: Job, world: int) -> None:
 
 
 def _elsewhere(job: Job, words: str) -> str:
-    """Why the ranks of a job are not all started on this machine, and how they are on theirs."""
+    """Why the ranks of a job should not all be started on this machine, and the commands that start them on theirs;
+    empty if this machine may start them."""
     world, cluster = job.layout.world, Cluster.read(job.run.cluster) if job.run.cluster else None
     if cluster and cluster.nodes > 1 and world > max(group.gpus for group in cluster.groups):
         why = f"they are those of {cluster.nodes} nodes, run.cluster={job.run.cluster}"
@@ -220,15 +227,16 @@ def _elsewhere(job: Job, words: str) -> str:
         why = f"this machine has {counted(cores(), 'core')}"
     else:
         return ""
-    ways = [f"srun -n{world} fivefold doctor {words}"]
+    commands = [f"srun -n{world} fivefold doctor {words}"]
     if cluster and cluster.world == world and len({group.gpus for group in cluster.groups}) == 1:
-        nodes, each = cluster.nodes, cluster.groups[0].gpus
-        meeting = f" --rdzv-backend=c10d --rdzv-endpoint={HOST}:{PORT}" if nodes > 1 else ""
-        ways = [
-            f"srun -N{nodes} --ntasks-per-node={each} fivefold doctor {words}",
-            f"on each node torchrun --nnodes={nodes} --nproc-per-node={each}{meeting} -m fivefold doctor {words}",
+        nodes, per_node = cluster.nodes, cluster.groups[0].gpus
+        rendezvous = f" --rdzv-backend=c10d --rdzv-endpoint={HOST}:{PORT}" if nodes > 1 else ""
+        commands = [
+            f"srun -N{nodes} --ntasks-per-node={per_node} fivefold doctor {words}",
+            f"on each node torchrun --nnodes={nodes} --nproc-per-node={per_node}{rendezvous} "
+            f"-m fivefold doctor {words}",
         ]
     return (
         f"{world} ranks are too many for this machine alone: {why}; start it where the job will run: "
-        f"{', or '.join(ways)} (--nproc {world} starts all of them here)"
+        f"{', or '.join(commands)} (--nproc {world} starts all of them here)"
     )

@@ -1,4 +1,4 @@
-"""The constants with which the planner's formulas (`plan.cost.kernels.Device`) give measured seconds, and how well."""
+"""Fits the constants of the planner's formulas (`cost.kernels.Device`) to measured seconds, and states their errors."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -18,39 +18,46 @@ from fivefold.machines.kernels import AttentionTiming, BlockTiming, MatmulTiming
 from fivefold.machines.result import CalibrationResult, MeasuredRow, short
 
 RAMPS = (0, 25, 50, 75, 100, 150, 200, 250, 300, 400, 500, 650, 800, 1000, 1300, 1700, 2200, 3000)
-NO_SHARES = ("ramp", "units", "launch", "host", "update", "source")
+NO_SHARES = (
+    "ramp",
+    "units",
+    "launch",
+    "host",
+    "update",
+    "source",
+)  # fields of Achieved that are no shares of a ceiling
 ATTENTION = {"flash2": "torch's flash kernel", "flash3": "cuDNN's"}
 Ratios = Callable[[Device], Iterable[float]]  # planned / measured
 
 
 @dataclass(frozen=True)
 class Samples:
-    """The timings themselves."""
+    """The timings of one device."""
 
     name: str  # of the device
-    units: int
-    alone: float  # FLOP/s of large products, back to back for seconds
+    units: int  # multiprocessors of a GPU, threads of a CPU
+    sustained: float  # FLOP/s of large products, back to back for seconds
     products: list[MatmulTiming]
     fp8: list[MatmulTiming]
     attention: dict[str, list[AttentionTiming]]
     blocks: dict[str, BlockTiming]
     streams: dict[str, float]  # bytes/s
-    launch: float
-    host: tuple[float, float]  # a block's forward and backward pass
-    update: float  # of a parameter, on a CPU; 0 on a GPU, where memory bounds it
+    launch: float  # seconds from one tiny kernel to the next
+    host: tuple[float, float]  # seconds to launch a block's forward, and its backward
+    update: float  # seconds of a parameter's optimizer step on a CPU; 0 on a GPU, where memory bounds it
 
 
 def fitted(base: Accelerator, samples: Samples, links: tuple[int, list[Timing]]) -> CalibrationResult:
-    """`base` has the ceilings; `links` are ranks and what their collectives took."""
+    """Fit all constants. `base` has the ceilings; `links` is the number of ranks, and their timed collectives."""
     fit = Fit(base, achieved(base.name))
     stream = short(median(samples.streams.values()) / base.memory_bandwidth)
     fit.set(launch=short(samples.launch), units=samples.units, stream=stream)
-    if base.is_cpu:  # what a kernel's launch takes is part of the host's time, which is added
+    if base.is_cpu:  # the time of launches is part of the host's, which the formula adds
         fit.set(launch=0.0, host=short(fmean(samples.host)), update=short(samples.update))
     fit.products(samples.products)
-    share = samples.alone / base.rate("bf16")
-    fit.row("gemm, sustained", tera(samples.alone), share, note="nothing but large products, for seconds")
-    fit.eighths(samples.fp8)
+    share = samples.sustained / base.rate("bf16")
+    fit.row("gemm, sustained", tera(samples.sustained), share, note="nothing but large products, for seconds")
+    fit.fp8(samples.fp8)
     for name, timings in samples.attention.items():
         fit.attention(name, timings)
     fit.blocks(samples.blocks)
@@ -58,24 +65,24 @@ def fitted(base: Accelerator, samples: Samples, links: tuple[int, list[Timing]])
         fit.set(flash3=fit.achieved.flash2)
     fit.streams(samples.streams)
     fit.row("launch", f"{samples.launch * 1e6:.2f} us", note="from one tiny kernel to the next")
-    ahead, back = (f"{seconds * 1e3:.3f} ms" for seconds in samples.host)
-    fit.row("host", ahead, note=f"to launch a block forward; backward {back}")
+    forward, backward = (f"{seconds * 1e3:.3f} ms" for seconds in samples.host)
+    fit.row("host", forward, note=f"to launch a block forward; backward {backward}")
     if samples.update:
         fit.row("update", f"{samples.update * 1e9:.3g} ns", note="a parameter: norm, clipping and AdamW")
     inside = fit.links(*links)
-    kept = [row.what for row in fit.rows if row.measured == "-"]
+    not_measured = [row.what for row in fit.rows if row.measured == "-"]
     source = f"measured by fivefold calibrate on {samples.name}, torch {torch.__version__}, {date.today()}"
-    source += f"; kept from the catalogue: {', '.join([*kept, 'flash1', 'across'])}"
-    # No share beyond what a file may hold: a machine that had other work for a while measures odd things.
+    source += f"; kept from the catalogue: {', '.join([*not_measured, 'flash1', 'across'])}"
+    # No share above what a file may hold: on a machine with other work, measurements may be off.
     shares = {name: value for name, value in structs.asdict(fit.achieved).items() if name not in NO_SHARES}
     fit.set(source=source, **{name: min(SHARE, value) for name, value in shares.items()})
     accelerator = structs.replace(base, inside=inside, achieved=fit.achieved)
-    everything = asdict(samples) | {"collectives": links}
-    return CalibrationResult(samples.name, accelerator, fit.rows, samples.host[0], everything)
+    all_timings = asdict(samples) | {"collectives": links}
+    return CalibrationResult(samples.name, accelerator, fit.rows, samples.host[0], all_timings)
 
 
 class Fit:
-    """Constants, found one after the other, and a row for each thing that was measured."""
+    """Finds the constants one after the other, and makes a row for each measurement."""
 
     def __init__(self, base: Accelerator, achieved: Achieved):
         self.base, self.achieved = base, achieved
@@ -91,21 +98,21 @@ class Fit:
     def row(
         self, what: str, measured: str, share: float | None = None, ratios: Iterable[float] = (), note: str = ""
     ) -> None:
-        """With the errors of the planned times."""
+        """Add a row; `ratios` are planned / measured, and give its median and worst error."""
         errors = [abs(ratio - 1) for ratio in ratios]
         middle = median(errors) if errors else None
         self.rows.append(MeasuredRow(what, measured, share, middle, max(errors, default=None), note))
 
-    def settled(self, shares: Achieved, name: str, ratios: Ratios) -> Achieved:
-        """The share with which the median of planned / measured is 1. Where something else bounds a time the share does
-        nothing: a few rounds settle it."""
+    def with_share(self, shares: Achieved, name: str, ratios: Ratios) -> Achieved:
+        """`shares` with the value of the share `name` for which the median of planned / measured is 1. A time that
+        something else bounds does not follow the share, so it takes a few rounds."""
         for _ in range(4):
-            off = median(ratios(Device(self.base, shares)))
-            shares = structs.replace(shares, **{name: short(max(1e-6, getattr(shares, name) * off))})
+            ratio = median(ratios(Device(self.base, shares)))
+            shares = structs.replace(shares, **{name: short(max(1e-6, getattr(shares, name) * ratio))})
         return shares
 
     def products(self, products: Sequence[MatmulTiming]) -> None:
-        """`gemm` and `ramp` together, by the least mean error of the sweep's times."""
+        """Fit `gemm` and `ramp`, for the least mean error of the sweep's times."""
 
         def ratios(device: Device) -> list[float]:
             return [device.gemm(p.m, p.n, p.k) / p.seconds for p in products]
@@ -114,11 +121,11 @@ class Fit:
             return fmean(abs(ratio - 1) for ratio in ratios(Device(self.base, shares)))
 
         starts = [structs.replace(self.achieved, ramp=float(ramp), gemm=0.5) for ramp in RAMPS]
-        best = self.achieved = min((self.settled(start, "gemm", ratios) for start in starts), key=error)
+        best = self.achieved = min((self.with_share(start, "gemm", ratios) for start in starts), key=error)
         note = f"ramp {best.ramp:g}, {len(products)} shapes, {best.units} units"
         self.row("gemm, in a sweep", tera(best.gemm * self.base.rate("bf16")), best.gemm, ratios(self.device), note)
 
-    def eighths(self, products: Sequence[MatmulTiming]) -> None:
+    def fp8(self, products: Sequence[MatmulTiming]) -> None:
         if not products or self.base.peak.fp8 is None:
             self.row("fp8", "-", note="this hardware has none: the catalogue's value stays")
             return
@@ -126,12 +133,12 @@ class Fit:
         def ratios(device: Device) -> list[float]:
             return [device.gemm(p.m, p.n, p.k, "fp8") / p.seconds for p in products]
 
-        self.achieved = self.settled(self.achieved, "fp8", ratios)
+        self.achieved = self.with_share(self.achieved, "fp8", ratios)
         share, note = self.achieved.fp8, f"{len(products)} shapes, one scale a tensor"
         self.row("fp8", tera(share * self.base.rate("fp8")), share, ratios(self.device), note)
 
     def attention(self, name: str, timings: Sequence[AttentionTiming]) -> None:
-        """The share with which forward and backward together come out; their own rates are shown next to it."""
+        """Fit a kernel's share to its forward and backward in sum; the note has the rates of each."""
         if not timings:
             self.row(name, "-", note=f"{ATTENTION[name]} does not run here: the catalogue's value stays")
             return
@@ -139,29 +146,29 @@ class Fit:
         def ratios(device: Device) -> list[float]:
             return [_attention(device, name, timing) / (timing.forward + timing.backward) for timing in timings]
 
-        self.achieved = self.settled(self.achieved, name, ratios)
-        usual = [timing for timing in timings if timing.head_dim > 64 or self.base.is_cpu]
-        ahead = median(timing.flops / timing.forward for timing in usual)
-        back = median(2.5 * timing.flops / timing.backward for timing in usual)
-        note = f"forward {tera(ahead)}, backward {back / ahead:.2f} of it (planned {BACKWARD})"
+        self.achieved = self.with_share(self.achieved, name, ratios)
+        wide = [timing for timing in timings if timing.head_dim > 64 or self.base.is_cpu]
+        forward = median(timing.flops / timing.forward for timing in wide)  # FLOP/s, as the next two
+        backward = median(2.5 * timing.flops / timing.backward for timing in wide)
+        note = f"forward {tera(forward)}, backward {backward / forward:.2f} of it (planned {BACKWARD})"
         narrow = [timing.flops / timing.forward for timing in timings if timing.head_dim <= 64]
         if narrow and not self.base.is_cpu:
-            note += f"; heads of 64 reach {median(narrow) / ahead:.2f} of it (planned {NARROW_HEAD})"
+            note += f"; heads of 64 reach {median(narrow) / forward:.2f} of it (planned {NARROW_HEAD})"
         share = getattr(self.achieved, name)
         self.row(f"{name}, in a sweep", tera(share * self.base.rate("bf16")), share, ratios(self.device), note)
 
     def blocks(self, blocks: dict[str, BlockTiming]) -> None:
-        """What products and attention reach between the other kernels of a block, as training sees them."""
+        """Replace the shares of products and attention by those that they reach inside a block, as in training."""
         rate = self.base.rate("bf16")
         for name, block in blocks.items():
             timing = block.attention
             factor = _attention(self.device, name, timing) / (timing.forward + timing.backward)
             share = short(getattr(self.achieved, name) * factor)
             self.set(**{name: share})
-            ahead, back = timing.flops / timing.forward, 2.5 * timing.flops / timing.backward
-            note = f"in a block: forward {tera(ahead)}, backward {back / ahead:.2f} of it (planned {BACKWARD})"
+            forward, backward = timing.flops / timing.forward, 2.5 * timing.flops / timing.backward
+            note = f"in a block: forward {tera(forward)}, backward {backward / forward:.2f} of it (planned {BACKWARD})"
             self.row(name, tera(share * rate), share, note=note)
-        for block in list(blocks.values())[-1:]:
+        for block in list(blocks.values())[-1:]:  # that of the last attention kernel, if any ran
             planned = sum(self.device.gemm(*shape) for shape in block.shapes)
             self.set(gemm=short(self.achieved.gemm * planned / block.products))
             reached = tera(sum(2.0 * m * n * k for m, n, k in block.shapes) / block.products)
@@ -170,14 +177,15 @@ class Fit:
             self.row("gemm", tera(self.achieved.gemm * rate), self.achieved.gemm, note=note)
 
     def streams(self, streams: dict[str, float]) -> None:
-        usual, rates = median(streams.values()), streams.__getitem__
-        slow, fast = min(streams, key=rates), max(streams, key=rates)
-        note = f"{slow} {streams[slow] / 1e9:.4g} to {fast} {streams[fast] / 1e9:.4g}"
-        ratios = (usual / rate for rate in streams.values())
-        self.row("stream", f"{usual / 1e9:.4g} GB/s", self.achieved.stream, ratios, note)
+        middle = median(streams.values())
+        slowest, fastest = min(streams, key=streams.__getitem__), max(streams, key=streams.__getitem__)
+        note = f"{slowest} {streams[slowest] / 1e9:.4g} to {fastest} {streams[fastest] / 1e9:.4g}"
+        ratios = (middle / rate for rate in streams.values())
+        self.row("stream", f"{middle / 1e9:.4g} GB/s", self.achieved.stream, ratios, note)
 
     def links(self, world: int, timings: list[Timing]) -> Link:
-        """Latency from the smallest messages, bandwidth from the largest: a ring of n passes on n-1 times."""
+        """The link inside a node: latency from the smallest messages, bandwidth from the largest. A ring of n ranks
+        passes a message on n-1 times."""
         inside = self.base.inside
         if not timings:
             self.row("inside", "-", note="one device, no links to measure: the catalogue's value stays")
@@ -198,7 +206,7 @@ class Fit:
 
 
 def _attention(device: Device, name: str, timing: AttentionTiming) -> float:
-    """Planned seconds, forward and backward."""
+    """The planned seconds of forward and backward in sum."""
     kernel = cast(Attention, name)
     return sum(device.attention(kernel, timing.samples, timing.heads, timing.head_dim, timing.seq, timing.seq / 2))
 

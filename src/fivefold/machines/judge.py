@@ -1,6 +1,6 @@
-"""Which rank, node or link is the outlier: what ranks measured, compared with their peers and with the planner.
+"""Finds outliers among ranks, nodes and links: compares what ranks measured with their peers and with the planner.
 
-    findings(examination)      # a sentence for each; none where all is well
+    findings(examination)      # a sentence for each outlier
 
 A figure is an outlier if it is below a stated share of the median of its peers, or of what the planner expects. Where
 only two differ, the outlier cannot be determined. Each sentence names ranks and nodes, both figures, and the threshold.
@@ -26,11 +26,11 @@ from fivefold.support.errors import UserError
 from fivefold.support.text import bytes_text
 
 # ---- reports --------------------------------------------------------------------------------------------------------
-# What one rank measured of itself, its node and its links. Ranks send it to rank 0.
+# The measurements of one rank: its own, those of its node and of its links. Ranks send them to rank 0.
 
 
 class Disk(msgspec.Struct, frozen=True):
-    """Of run.dir, measured by the first rank of each node, all at once."""
+    """The disk of run.dir, measured by the first rank of each node, all at once."""
 
     write: float = 0.0  # bytes/s, until they are on the disk
     read: float = 0.0  # bytes/s
@@ -40,7 +40,7 @@ class Disk(msgspec.Struct, frozen=True):
 
 
 class Gpu(msgspec.Struct, frozen=True):
-    """As its driver sees it, right after the matmuls."""
+    """A GPU's state as its driver reports it, right after the matmuls."""
 
     clock: int  # MHz
     most: int  # MHz: the highest it may have
@@ -58,8 +58,8 @@ class RingReport(msgspec.Struct, frozen=True):
     ranks: list[int]
     latency: float  # seconds of the smallest all-reduce
     reduce: float  # bytes/s that a rank passes on in the largest all-reduce
-    gather: float  # and in the largest all-gather
-    seconds: list[tuple[str, int, float]]  # kind, payload in bytes, seconds: all that was measured
+    gather: float  # bytes/s that a rank passes on in the largest all-gather
+    seconds: list[tuple[str, int, float]]  # all timings: kind, payload in bytes, seconds
 
 
 class Send(msgspec.Struct, frozen=True):
@@ -73,24 +73,24 @@ class Send(msgspec.Struct, frozen=True):
 class RankReport(msgspec.Struct, frozen=True):
     rank: int
     node: str
-    cpu: bool  # the device is one
+    cpu: bool  # the device is a CPU
     device: str
-    precision: str  # of the matmuls, in the planner's words
+    precision: str  # of the matmuls, as the planner names it
     rate: float  # FLOP/s
     versions: dict[str, str]
-    amounts: dict[str, float]  # of memory, cores and limits; of the node, or of this rank's share of it
-    ahead: float = 0.0  # seconds of its node's clock before that of rank 0
+    amounts: dict[str, float]  # memory, cores and limits (`node.amounts`), of the node or of this rank's share of it
+    ahead: float = 0.0  # seconds by which its node's clock is ahead of rank 0's
     unsure: float = 0.0  # seconds by which that may be wrong
     disk: Disk | None = None
     gpu: Gpu | None = None
-    gpu_id: str = ""  # its own name of a GPU: ranks that have the same one share it
-    host_id: str = ""  # NCCL_HOSTID, where somebody else than a rank that shares a GPU has set it
-    rings: list[RingReport] = []  # those of which it is the first rank
-    sends: list[Send] = []  # by it
+    gpu_id: str = ""  # the GPU's UUID: ranks that have the same one share it
+    host_id: str = ""  # NCCL_HOSTID, unless our launcher has set it for ranks that share a GPU
+    rings: list[RingReport] = []  # of the groups whose first rank it is
+    sends: list[Send] = []  # from it
 
 
 # ---- examination ----------------------------------------------------------------------------------------------------
-# The reports of all ranks together: which nodes there are, what they are called, and what the planner expects.
+# The reports of all ranks, sorted by node and by axis, with what the planner expects of them.
 
 
 T = TypeVar("T")
@@ -125,15 +125,15 @@ class Examination:
 
     @cached_property
     def sharing(self) -> list[int]:
-        """The ranks that share a GPU with another."""
+        """The ranks that share a GPU with another rank."""
         count = Counter((report.node, report.gpu_id) for report in self.reports if report.gpu_id)
         return [report.rank for report in self.reports if count[report.node, report.gpu_id] > 1]
 
-    def who(self, ranks: Iterable[int]) -> str:
-        """'node b (ranks 2, 3)' where these are all of its ranks, of several nodes; else 'rank 3 on b'."""
-        named, parts = set(ranks), []
+    def located(self, ranks: Iterable[int]) -> str:
+        """The ranks and their nodes as text: 'node b (ranks 2, 3)' for all ranks of a node, else 'rank 3 on b'."""
+        wanted, parts = set(ranks), []
         for node, reports in self.nodes.items():
-            on_node = [report.rank for report in reports if report.rank in named]
+            on_node = [report.rank for report in reports if report.rank in wanted]
             if on_node and len(on_node) == len(reports) and len(self.nodes) > 1:
                 parts.append(f"node {short(node)} ({ranks_text(on_node)})")
             elif on_node:
@@ -141,8 +141,8 @@ class Examination:
         return listed(parts, str)
 
     def accelerator(self, report: RankReport) -> Accelerator | None:
-        """What the planner knows of a rank's device: of a CPU only what `fivefold calibrate` has measured, and nothing
-        where a GPU was planned and this is none, or where ranks share one, as no plan has them."""
+        """The planner's accelerator for a rank's device, to compare the rank with; None where there is none: ranks that
+        share a GPU, a CPU that `fivefold calibrate` has not measured, a CPU where a GPU was planned or vice versa."""
         if report.rank in self.sharing:
             return None
         if self.cluster is None:
@@ -153,13 +153,13 @@ class Examination:
         return None if planned.is_cpu and planned.achieved is None else planned
 
     def planned(self, report: RankReport) -> Accelerator | None:
-        """The device that run.cluster has in a rank's place."""
+        """The accelerator that run.cluster has for a rank."""
         groups = self.cluster.groups if self.cluster else ()
-        each = [group.accelerator for group in groups for _ in range(group.world)]
-        return each[report.rank] if report.rank < len(each) else None
+        by_rank = [group.accelerator for group in groups for _ in range(group.world)]
+        return by_rank[report.rank] if report.rank < len(by_rank) else None
 
     def expected_rate(self, report: RankReport) -> float | None:
-        """FLOP/s with which the planner counts large matmuls."""
+        """FLOP/s of large matmuls, as the planner counts them."""
         accelerator = self.accelerator(report)
         try:
             return Device.of(accelerator).rate(report.precision) if accelerator else None
@@ -175,7 +175,7 @@ class Examination:
 
 
 def known(device: str) -> Accelerator | None:
-    """The catalogue's entry of a device, by the name that torch has for it."""
+    """The catalogue's entry of a device, by torch's name for it; None if it has none."""
     try:
         return find_accelerator(device)
     except UserError:
@@ -183,18 +183,19 @@ def known(device: str) -> Accelerator | None:
 
 
 def listed(things: Sequence[T], text: Callable[[T], str]) -> str:
+    """The first few things as text, and how many more there are."""
     more = f" and {len(things) - _MAX_LISTED} more" if len(things) > _MAX_LISTED else ""
     return ", ".join(map(text, things[:_MAX_LISTED])) + more
 
 
 def rate_text(value: float) -> str:
-    """1.5e9 -> '1.5 GB/s'."""
+    """Bytes per second as text: 1.5e9 -> '1.5 GB/s'."""
     size, unit = next(((size, unit) for size, unit in ((1e9, "GB/s"), (1e6, "MB/s")) if value >= size), (1e3, "kB/s"))
     return f"{value / size:.3g} {unit}"
 
 
 def flops_text(value: float) -> str:
-    """9.9e14 -> '990 TFLOP/s'."""
+    """FLOPs per second as text: 9.9e14 -> '990 TFLOP/s'."""
     size, unit = (1e12, "T") if value >= 1e12 else (1e9, "G")
     return f"{value / size:.3g} {unit}FLOP/s"
 
@@ -203,20 +204,22 @@ def flops_text(value: float) -> str:
 
 
 K = TypeVar("K", bound=Hashable)
-RATE = 0.7  # of matmuls: the least share of the median of the peers, and of what the planner expects
-CORE = 0.5  # the same of CPUs: a core may share its units with another, which is busy or not
-LINK = 0.5  # of bandwidths
-DISK = 0.5
-LATE = 3.0  # times the median of the peers: the longest latency
-_LATER = 200e-6  # seconds that it must be longer, too
+# A figure below so much of the median of its peers, or of what the planner expects, is an outlier.
+RATE = 0.7  # FLOP/s of matmuls on a GPU
+CORE = 0.5  # FLOP/s of matmuls on a CPU: two hyperthreads share the units of a core, and one of them may be idle
+LINK = 0.5  # bandwidth
+DISK = 0.5  # bandwidth of the disk
+LATE = 3.0  # a latency above so many times the median of its peers is an outlier
+_LATER = 200e-6  # if it is also longer by so many seconds
 SKEW = 1.0  # seconds between clocks
-_FILES = 8  # open files for each rank of the world: gloo keeps connections to all, in several groups
+_FILES = 8  # open files for each rank of the world: gloo keeps connections to all ranks, in several groups
 _SHARED = 1 << 30  # bytes of /dev/shm, through which GPUs of a node may exchange
 _LOCKED = 1 << 30  # bytes of memory that RDMA may pin
 _NEITHER = "with only two, the outlier cannot be determined"
 
 
 def findings(exam: Examination) -> list[str]:
+    """A sentence for each outlier."""
     return [
         *_versions(exam),
         *slow_ranks(exam),
@@ -236,19 +239,20 @@ def host_ids(exam: Examination) -> Iterator[str]:
     if reports:
         values, ranks = ", ".join(dict.fromkeys(short(r.host_id) for r in reports)), [r.rank for r in reports]
         yield (
-            f"NCCL_HOSTID is set ({values}) on {exam.who(ranks)}: by it NCCL tells hosts apart; ranks of a node that "
-            "differ in it use neither NVLink nor shared memory, and nodes that share it are taken for one; unset it"
+            f"NCCL_HOSTID is set ({values}) on {exam.located(ranks)}: by it NCCL tells hosts apart; ranks of a node "
+            "that differ in it use neither NVLink nor shared memory, and nodes that share it are taken for one; unset "
+            "it"
         )
 
 
 def below_peers(values: Mapping[K, float], share: float) -> dict[K, float]:
-    """Those below `share` of the median of the others, each with that median."""
-    slow = {}
+    """Returns {key: median of the other values} for each value below `share` of that median."""
+    medians = {}
     for key, value in values.items():
-        peers = [other for peer, other in values.items() if peer != key]
+        peers = [peer_value for peer, peer_value in values.items() if peer != key]
         if peers and value < share * median(peers):
-            slow[key] = median(peers)
-    return slow
+            medians[key] = median(peers)
+    return medians
 
 
 def slow_ranks(exam: Examination) -> Iterator[str]:
@@ -259,43 +263,44 @@ def slow_ranks(exam: Examination) -> Iterator[str]:
 def _slow_ranks(
     exam: Examination, what: str, values: Mapping[int, float], share: float, text: Callable[[float], str]
 ) -> Iterator[str]:
-    """A sentence about slow ranks; those of a node are named together."""
-    slow = below_peers(values, share)
-    if not slow:
+    """A sentence about the ranks whose values are outliers; those of a node are named in one part."""
+    medians = below_peers(values, share)
+    if not medians:
         return
     if len(values) == 2:
-        parts = [f"{exam.who([rank])} reaches {text(value)}" for rank, value in values.items()]
+        parts = [f"{exam.located([rank])} reaches {text(value)}" for rank, value in values.items()]
         yield f"{what}: {' and '.join(parts)}; {_NEITHER}"
         return
-    worst = min(slow, key=lambda rank: values[rank])
-    reach = "reaches" if len(slow) == 1 else "reach as little as"
+    slowest = min(medians, key=lambda rank: values[rank])
+    value, middle = values[slowest], medians[slowest]
+    reach = "reaches" if len(medians) == 1 else "reach as little as"
     yield (
-        f"{what}: {exam.who(slow)} {reach} {text(values[worst])}, {values[worst] / slow[worst]:.0%} of the median of "
-        f"the others, {text(slow[worst])} (outlier below {share:.0%})"
+        f"{what}: {exam.located(medians)} {reach} {text(value)}, {value / middle:.0%} of the median of the others, "
+        f"{text(middle)} (outlier below {share:.0%})"
     )
 
 
 def _versions(exam: Examination) -> Iterator[str]:
-    facts = {report.rank: report.versions | {"device": report.device} for report in exam.reports}
-    for name in dict.fromkeys(name for of_rank in facts.values() for name in of_rank):
-        by_value: dict[str, list[int]] = defaultdict(list)
-        for rank, of_rank in facts.items():
-            by_value[of_rank.get(name, "none")].append(rank)
-        (usual, most), *others = sorted(by_value.items(), key=lambda item: -len(item[1]))
-        if len(others) == 1 and len(others[0][1]) == len(most):
-            parts = [f"{short(value)} on {exam.who(ranks)}" for value, ranks in by_value.items()]
+    versions = {report.rank: report.versions | {"device": report.device} for report in exam.reports}
+    for name in dict.fromkeys(name for of_rank in versions.values() for name in of_rank):
+        ranks_by_version: dict[str, list[int]] = defaultdict(list)
+        for rank, of_rank in versions.items():
+            ranks_by_version[of_rank.get(name, "none")].append(rank)
+        (usual, usual_ranks), *others = sorted(ranks_by_version.items(), key=lambda item: -len(item[1]))
+        if len(others) == 1 and len(others[0][1]) == len(usual_ranks):
+            parts = [f"{short(version)} on {exam.located(ranks)}" for version, ranks in ranks_by_version.items()]
             yield f"versions: {name} is {' and '.join(parts)}; with two equal groups, the outlier cannot be determined"
             continue
-        for value, ranks in others:
-            yield f"versions: {name} is {short(value)} on {exam.who(ranks)}, and {short(usual)} on most"
+        for version, ranks in others:
+            yield f"versions: {name} is {short(version)} on {exam.located(ranks)}, and {short(usual)} on most"
 
 
 def clocks(exam: Examination) -> Iterator[str]:
     for node, (first, *_) in exam.nodes.items():
         if abs(first.ahead) - first.unsure > SKEW:
-            way = "ahead of" if first.ahead > 0 else "behind"
+            where = "ahead of" if first.ahead > 0 else "behind"
             yield (
-                f"clocks: that of node {short(node)} is {abs(first.ahead):.3f} s {way} that of rank 0 on "
+                f"clocks: that of node {short(node)} is {abs(first.ahead):.3f} s {where} that of rank 0 on "
                 f"{short(exam.reports[0].node)} (outlier above {SKEW:g} s)"
             )
 
@@ -304,20 +309,20 @@ def _disks(exam: Examination) -> Iterator[str]:
     disks = {report.rank: report.disk for report in exam.reports if report.disk}
     for rank, disk in disks.items():
         if disk.error:
-            yield f"disk: run.dir={exam.job.run.dir} cannot be written on {exam.who([rank])}: {disk.error}"
-    well = {rank: disk for rank, disk in disks.items() if not disk.error}
+            yield f"disk: run.dir={exam.job.run.dir} cannot be written on {exam.located([rank])}: {disk.error}"
+    writable = {rank: disk for rank, disk in disks.items() if not disk.error}
     job = exam.job
-    each = checkpoint_bytes(job.model, job.train.dtype, job.optimizer)
-    needed = (job.checkpoint.keep + 1) * each if job.checkpoint.save and not job.checkpoint.url else 0
-    if well and (free := min(disk.free for disk in well.values())) < needed:
+    checkpoint = checkpoint_bytes(job.model, job.train.dtype, job.optimizer)
+    needed = (job.checkpoint.keep + 1) * checkpoint if job.checkpoint.save and not job.checkpoint.url else 0
+    if writable and (free := min(disk.free for disk in writable.values())) < needed:
         yield (
             f"disk: {bytes_text(free)} are free under run.dir={job.run.dir}, and checkpoint.keep={job.checkpoint.keep} "
             f"with the one being written take {bytes_text(needed)}"
         )
-    for what, way in (("writes to run.dir", "write"), ("reads from run.dir", "read")):
-        yield from _slow_ranks(
-            exam, f"disk: {what}", {rank: getattr(disk, way) for rank, disk in well.items()}, DISK, rate_text
-        )
+    writes = {rank: disk.write for rank, disk in writable.items()}
+    reads = {rank: disk.read for rank, disk in writable.items()}
+    yield from _slow_ranks(exam, "disk: writes to run.dir", writes, DISK, rate_text)
+    yield from _slow_ranks(exam, "disk: reads from run.dir", reads, DISK, rate_text)
 
 
 # ---- links -----------------------------------------------------------------------------------------------------------
@@ -325,38 +330,39 @@ def _disks(exam: Examination) -> Iterator[str]:
 
 def _links(exam: Examination) -> Iterator[str]:
     for axis, rings in exam.rings.items():
-        for what, way in (("all-reduces", "reduce"), ("all-gathers", "gather")):
-            values = {tuple(ring.ranks): getattr(ring, way) for ring in rings}
-            slow = below_peers(values, LINK)
-            if slow and len(values) == 2:
-                parts = [f"{rate_text(value)} among {exam.who(ranks)}" for ranks, value in values.items()]
+        for what, field in (("all-reduces", "reduce"), ("all-gathers", "gather")):
+            values = {tuple(ring.ranks): getattr(ring, field) for ring in rings}
+            medians = below_peers(values, LINK)
+            if medians and len(values) == 2:
+                parts = [f"{rate_text(value)} among {exam.located(ranks)}" for ranks, value in values.items()]
                 yield f"{axis}: {what} reach {' and '.join(parts)}; {_NEITHER}"
-            elif slow:
-                worst = min(slow, key=lambda ranks: values[ranks])
+            elif medians:
+                slowest = min(medians, key=lambda ranks: values[ranks])
                 yield (
-                    f"{axis}: {what} among {listed(list(slow), exam.who)} reach {rate_text(values[worst])}, and "
-                    f"{rate_text(slow[worst])} in the median of the other groups (outlier below {LINK:.0%})"
+                    f"{axis}: {what} among {listed(list(medians), exam.located)} reach {rate_text(values[slowest])}, "
+                    f"and {rate_text(medians[slowest])} in the median of the other groups (outlier below {LINK:.0%})"
                 )
-        late = below_peers({tuple(ring.ranks): 1 / ring.latency for ring in rings}, 1 / LATE)
+        frequencies = {tuple(ring.ranks): 1 / ring.latency for ring in rings}  # a long latency is a low one
+        medians = below_peers(frequencies, 1 / LATE)
         for ring in rings:
-            usual = 1 / late.get(tuple(ring.ranks), 1 / ring.latency)
+            usual = 1 / medians.get(tuple(ring.ranks), 1 / ring.latency)
             if len(rings) > 2 and ring.latency > usual + _LATER:
                 yield (
-                    f"{axis}: a small all-reduce among {exam.who(ring.ranks)} takes {1e6 * ring.latency:.0f} us, and "
-                    f"{1e6 * usual:.0f} us in the median of the other groups (outlier above {LATE:g} times that)"
+                    f"{axis}: a small all-reduce among {exam.located(ring.ranks)} takes {1e6 * ring.latency:.0f} us, "
+                    f"and {1e6 * usual:.0f} us in the median of the other groups (outlier above {LATE:g} times that)"
                 )
         yield from _sends(exam, axis)
         expected = exam.expected_link(axis)
-        if expected and (few := [ring for ring in rings if ring.reduce < LINK * expected]):
+        if expected and (slow := [ring for ring in rings if ring.reduce < LINK * expected]):
             yield (
-                f"{axis}: all-reduces among {listed([ring.ranks for ring in few], exam.who)} reach "
-                f"{rate_text(min(ring.reduce for ring in few))}, and the planner expects {rate_text(expected)} "
+                f"{axis}: all-reduces among {listed([ring.ranks for ring in slow], exam.located)} reach "
+                f"{rate_text(min(ring.reduce for ring in slow))}, and the planner expects {rate_text(expected)} "
                 f"(outlier below {LINK:.0%})"
             )
 
 
 def _sends(exam: Examination, axis: str) -> Iterator[str]:
-    """Links inside nodes are compared with each other, and so are those between nodes."""
+    """Slow messages of an axis. Links inside nodes are compared with each other, and so are those between nodes."""
     bandwidths = {send.ranks: send.bandwidth for report in exam.reports for send in report.sends if send.axis == axis}
     node = {report.rank: report.node for report in exam.reports}
     for where in ("inside a node", "between nodes"):
@@ -365,43 +371,43 @@ def _sends(exam: Examination, axis: str) -> Iterator[str]:
             for pair, value in bandwidths.items()
             if (node[pair[0]] == node[pair[1]]) == (where == "inside a node")
         }
-        slow = below_peers(values, LINK)
-        if not slow or len(values) < 3:
+        medians = below_peers(values, LINK)
+        if not medians or len(values) < 3:
             continue
         # Where all links of a rank are slow, and it has several, the rank is the cause.
-        bad = Counter(rank for pair in slow for rank in pair)
-        guilty = [rank for rank, count in bad.items() if 1 < count == sum(rank in pair for pair in values)]
-        who = f"with {exam.who(guilty)}" if guilty else f"between {listed(list(slow), exam.who)}"
-        worst = min(slow, key=lambda pair: values[pair])
+        slow_links = Counter(rank for pair in medians for rank in pair)
+        guilty = [rank for rank, count in slow_links.items() if 1 < count == sum(rank in pair for pair in values)]
+        who = f"with {exam.located(guilty)}" if guilty else f"between {listed(list(medians), exam.located)}"
+        slowest = min(medians, key=lambda pair: values[pair])
         yield (
-            f"{axis}: messages {who} reach {rate_text(values[worst])}, and {rate_text(slow[worst])} in the median of "
-            f"the other links {where} (outlier below {LINK:.0%})"
+            f"{axis}: messages {who} reach {rate_text(values[slowest])}, and {rate_text(medians[slowest])} in the "
+            f"median of the other links {where} (outlier below {LINK:.0%})"
         )
 
 
-# ---- against what is known -------------------------------------------------------------------------------------------
+# ---- against the plan, the driver and the limits ---------------------------------------------------------------------
 
 
 def _slow_for_the_planner(exam: Examination) -> Iterator[str]:
-    slow: dict[float, list[int]] = defaultdict(list)
+    ranks_by_expected: dict[float, list[int]] = defaultdict(list)
     for report in exam.reports:
         expected = exam.expected_rate(report)
         if expected and report.rate < (CORE if report.cpu else RATE) * expected:
-            slow[expected].append(report.rank)
-    for expected, ranks in slow.items():
-        worst = min(exam.reports[rank].rate for rank in ranks)
+            ranks_by_expected[expected].append(report.rank)
+    for expected, ranks in ranks_by_expected.items():
+        slowest = min(exam.reports[rank].rate for rank in ranks)
         yield (
-            f"matmuls: {exam.who(ranks)}: {flops_text(worst)} in {exam.reports[ranks[0]].precision}, and the planner "
-            f"expects {flops_text(expected)} (outlier below {CORE if exam.reports[0].cpu else RATE:.0%})"
+            f"matmuls: {exam.located(ranks)}: {flops_text(slowest)} in {exam.reports[ranks[0]].precision}, and the "
+            f"planner expects {flops_text(expected)} (outlier below {CORE if exam.reports[0].cpu else RATE:.0%})"
         )
 
 
 def _gpus(exam: Examination) -> Iterator[str]:
     for report in exam.reports:
-        if report.gpu and (why := [reason for reason in report.gpu.slowed if reason != "the power limit"]):
-            yield f"GPU of {exam.who([report.rank])}: its clock is held back by {' and '.join(why)}"
+        if report.gpu and (reasons := [reason for reason in report.gpu.slowed if reason != "the power limit"]):
+            yield f"GPU of {exam.located([report.rank])}: its clock is held back by {' and '.join(reasons)}"
         if report.gpu and report.gpu.errors:
-            yield f"GPU of {exam.who([report.rank])}: {report.gpu.errors} memory errors that ECC could not correct"
+            yield f"GPU of {exam.located([report.rank])}: {report.gpu.errors} memory errors that ECC could not correct"
 
 
 def _limits(exam: Examination) -> Iterator[str]:
@@ -434,13 +440,14 @@ def _other_cluster(exam: Examination) -> Iterator[str]:
         sizes = " or ".join(map(str, sorted(set(sizes_here))))
         nodes = f"nodes x ranks = {len(sizes_here)} x {sizes}"
         yield f"cluster: planned for run.cluster={exam.job.run.cluster}, run on {nodes}"
-    others: dict[tuple[str, str], list[int]] = defaultdict(list)
+    ranks_by_devices: dict[tuple[str, str], list[int]] = defaultdict(list)  # by the actual and the planned device
     for report in exam.reports:
-        planned, is_it = exam.planned(report), known(report.device)
-        if planned and (planned.is_cpu != report.cpu or (is_it and is_it.name != planned.name)):
-            others["a CPU" if report.cpu else short(report.device), planned.name].append(report.rank)
-    for (device, name), ranks in others.items():
+        planned, actual = exam.planned(report), known(report.device)
+        if planned and (planned.is_cpu != report.cpu or (actual and actual.name != planned.name)):
+            device = "a CPU" if report.cpu else short(report.device)
+            ranks_by_devices[device, planned.name].append(report.rank)
+    for (device, planned_name), ranks in ranks_by_devices.items():
         yield (
-            f"cluster: {exam.who(ranks)} {'has' if len(ranks) == 1 else 'have'} {device}, and the job was planned for "
-            f"{name}"
+            f"cluster: {exam.located(ranks)} {'has' if len(ranks) == 1 else 'have'} {device}, and the job was planned "
+            f"for {planned_name}"
         )

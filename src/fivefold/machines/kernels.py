@@ -1,4 +1,4 @@
-"""What kernels reach on the device at hand: matmuls, attention, streams, launches. Numbers only; no ceilings here."""
+"""Times matmuls, attention, element-wise kernels and launches on a device. `fit` compares the times with ceilings."""
 
 import time
 from collections import defaultdict
@@ -18,18 +18,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fivefold.machines.clock import Clock, sets
 from fivefold.model.decoder import Block
 from fivefold.model.layers import TokenPositions
-from fivefold.model.ops import LocalAttention, LocalOps
+from fivefold.model.ops import LocalAttention, LocalOps, MixerInputs
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import block
 from fivefold.spec.presets import preset
 
 # ---- block ----------------------------------------------------------------------------------------------------------
-# What kernels reach inside a block in training, which is not what they reach in a row of their own.
+# Kernels inside a block in training do not run as fast as the same kernels alone.
 #
 # A device at its power limit runs slower the harder it is worked: between kernels that wait for memory, matmuls have a
-# higher clock than in a sweep of nothing else. And operands come as other kernels left them. So a block of the model
-# runs forward and backward for seconds, with ops that look at the clock. Streams follow it, as the optimizer and the
-# loss do in a step, until matmuls have the part of the time that they have in training.
+# higher clock than in a sweep of nothing else. And operands have the layout that other kernels gave them. So a block of
+# the model runs forward and backward for seconds, with ops that time themselves. Element-wise kernels follow it, as the
+# optimizer and the loss do in a step, until matmuls have the share of the time that they have in training.
 
 
 ROUNDS = {"cuda": 20, "cpu": 3}
@@ -49,25 +49,25 @@ class AttentionTiming:
 
     @property
     def flops(self) -> float:
-        """Forward, of the scores that the mask leaves."""
+        """FLOPs of the forward, for the scores that the causal mask leaves."""
         return 2.0 * self.samples * self.heads * self.seq**2 * self.head_dim
 
 
 @dataclass(frozen=True)
 class BlockTiming:
-    """Seconds of one pass forward and backward through a block, and what it is."""
+    """A block, and the seconds of one pass forward and backward through it."""
 
     spec: ModelSpec
     samples: int
     seq: int
-    products: float
+    products: float  # all matmuls
     attend: float
     attend_back: float
-    whole: float
+    whole: float  # the pass, and the element-wise kernels after it
 
     @property
     def shapes(self) -> list[tuple[int, int, int]]:
-        """Rows, columns and inner of every matmul, forward and backward, as the block asks for them."""
+        """Rows, columns and inner dimension of every matmul, forward and backward, as the block calls them."""
         forward = block(self.spec).gemms(self.samples * self.seq, apart=True)
         return [shape for m, n, k in forward for shape in ((m, n, k), (m, k, n), (n, k, m))]
 
@@ -78,7 +78,7 @@ class BlockTiming:
 
 
 class TimedOps(LocalOps):
-    """The plain ops; matmuls and attention are timed."""
+    """The ops of a single device, which time matmuls and attention."""
 
     def __init__(self, clock: Clock):
         super().__init__()
@@ -137,58 +137,60 @@ class _Attend(torch.autograd.Function):
 def block_of(
     spec: ModelSpec, ops: LocalOps, samples: int, seq: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Block, Tensor, Callable[[], Tensor]]:
-    """A block, its input, and its forward pass."""
+    """A block, its input, and a function that runs its forward pass."""
     block = Block(spec, ops, 0, 0).to(device, dtype)
     positions = TokenPositions.of(torch.zeros(samples, seq, dtype=torch.long, device=device))
     angles = torch.rand(samples, 1, seq, spec.head_dim // 2, device=device)
     rotation = angles.cos(), angles.sin()
     x = torch.randn(samples, seq, spec.hidden, device=device, dtype=dtype).requires_grad_()
-    return block, x, lambda: block(x, positions, rotation, ops.attention_mask(positions))
+    shared = MixerInputs(positions, rotation, ops.attention_mask(positions))
+    return block, x, lambda: block(x, positions, shared)
 
 
 def of_device(on_gpu: bool, quick: bool) -> tuple[ModelSpec, int, int]:
-    """The block that is timed there, with its sequences and their length."""
+    """The block that is timed on a device: its model, how many sequences it runs, and their length."""
     if on_gpu:
         return preset("llama3-8b", layers=1), 2, 4096
     return preset("small", layers=1), 1, 128 if quick else 512
 
 
 def in_block(clock: Clock, dtype: torch.dtype, seconds: float, quick: bool) -> BlockTiming:
-    """A block of Llama 3 8B on a GPU, of a narrow model on a CPU, `seconds` long to warm up and then timed."""
+    """Time a block, of Llama 3 8B on a GPU, of a narrow model on a CPU, after warming up for `seconds`."""
     spec, samples, seq = of_device(clock.on_gpu, quick)
     ops, device = TimedOps(clock), clock.device
     block, x, forward = block_of(spec, ops, samples, seq, device, dtype)
     output_grad = torch.randn_like(x)
     streams = torch.empty(1 << 27 if clock.on_gpu else 1 << 12, device=device, dtype=dtype)
 
-    def rounds(count: int, rest: int) -> dict[str, float]:
+    def seconds_by_part(count: int, filler: int) -> dict[str, float]:
+        """The mean seconds of `count` passes by BlockTiming's fields; `filler` element-wise kernels follow each."""
         ops.log.clear()
         with ops.timing("whole"):
             for _ in range(count):
                 forward().backward(output_grad)
                 x.grad = None
                 block.zero_grad(set_to_none=True)
-                for _ in range(rest):
+                for _ in range(filler):
                     streams.mul_(1.0)
         clock.synchronize()
         return {what: sum(clock.between(*pair) for pair in pairs) / count for what, pairs in ops.log.items()}
 
-    rounds(1, 0)
-    rest = 0
+    seconds_by_part(1, 0)
+    filler = 0
     if clock.on_gpu:
-        alone = rounds(3, 0)
-        each = (rounds(3, 50)["whole"] - alone["whole"]) / 50
-        rest = max(0, round((alone["products"] / PRODUCTS - alone["whole"]) / each))
+        alone = seconds_by_part(3, 0)
+        one_kernel = (seconds_by_part(3, 50)["whole"] - alone["whole"]) / 50
+        filler = max(0, round((alone["products"] / PRODUCTS - alone["whole"]) / one_kernel))
     start = time.perf_counter()
     while time.perf_counter() - start < seconds:
-        rounds(1, rest)
-    return BlockTiming(spec, samples, seq, **rounds(ROUNDS[device.type], rest))
+        seconds_by_part(1, filler)
+    return BlockTiming(spec, samples, seq, **seconds_by_part(ROUNDS[device.type], filler))
 
 
 # ---- kernels --------------------------------------------------------------------------------------------------------
 
 
-# The matmuls of a layer as autograd asks for them, of its input, its weight and its output's gradient.
+# The matmuls of a layer as autograd calls them, on its input, its weight and its output's gradient.
 LAYOUTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "forward": lambda x, weight, output_grad: F.linear(x, weight),
     "input gradient": lambda x, weight, output_grad: output_grad @ weight,
@@ -198,12 +200,12 @@ LAYOUTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is worth measuring: shapes that a device needs milliseconds for."""
+    """The shapes that are measured: large enough to take a device milliseconds."""
 
     tokens: tuple[int, ...]
     widths: tuple[int, ...]
     large: tuple[int, int]  # tokens and width of the sustained matmuls
-    sustained: float  # seconds of them: until power and heat have their say
+    sustained: float  # seconds of them, until power and heat limit the clock
     attention: tuple[tuple[int, int, int, int], ...]  # sequences, heads, tokens, head dim
     stream: int  # elements
     launches: int
@@ -231,7 +233,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class MatmulTiming:
-    """[m, k] x [k, n] as a layer asks for it, and its seconds."""
+    """The seconds of a matmul [m, k] x [k, n] in one of LAYOUTS."""
 
     m: int
     n: int
@@ -248,19 +250,19 @@ class Kernels:
     def __init__(self, device: torch.device, quick: bool):
         self.device, self.quick = device, quick
         self.sizes = SIZES["cuda" if device.type == "cuda" else "cpu", quick]
-        # bfloat16 on most CPUs is emulated, and nobody trains in it there.
+        # Most CPUs emulate bfloat16, and nobody trains in it there.
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.clock = Clock(device, 0.06 if device.type == "cuda" else 0.01)
 
     def _random(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Never zeros: a matmul of them draws less power, and runs faster than a real one."""
-        drawn = torch.float32 if dtype else self.dtype  # fp8 cannot be drawn
-        return torch.randn(shape, device=self.device, dtype=drawn).to(dtype or self.dtype)
+        """A random tensor. Zeros would draw less power, and their matmul run faster than a real one."""
+        randn_dtype = torch.float32 if dtype else self.dtype  # torch has no random fp8
+        return torch.randn(shape, device=self.device, dtype=randn_dtype).to(dtype or self.dtype)
 
     # ---- matmuls -----------------------------------------------------------------------------------------------------
 
     def shapes(self) -> list[tuple[int, int, int]]:
-        """Tokens, columns and inner of the matmuls of a block: attention's output, gate with up, down."""
+        """Tokens, columns and inner dimension of the matmuls of a block: attention's output, gate with up, down."""
         shapes = []
         for tokens, width in product(self.sizes.tokens, self.sizes.widths):
             wide = 7 * width // 2
@@ -268,7 +270,7 @@ class Kernels:
         return shapes
 
     def products(self) -> Iterator[MatmulTiming]:
-        """The sweep, one shape after the other without a pause, in the three layouts of training."""
+        """Time the sweep of matmuls, one shape after the other without a pause, in the three LAYOUTS."""
         for tokens, columns, inner in self.shapes():
             operands = [self._random(*shape) for shape in ((tokens, inner), (columns, inner), (tokens, columns))]
             count = sets(sum(operand.nbytes for operand in operands))
@@ -278,33 +280,33 @@ class Kernels:
                 yield MatmulTiming(m, n, k, layout, self.clock.seconds(*(partial(matmul, *copy) for copy in copies)))
 
     def sustained(self) -> float:
-        """FLOP/s of the block's matmuls, back to back for seconds: until power and heat have had their say."""
+        """FLOP/s of a block's matmuls, back to back for seconds, until power and heat limit the clock."""
         tokens, width = self.sizes.large
         wide = 7 * width // 2
         shapes = ((width, width), (wide, width), (width, wide))
         calls = [partial(F.linear, self._random(tokens, inner), self._random(n, inner)) for n, inner in shapes]
         flops = sum(2.0 * tokens * columns * inner for columns, inner in shapes)
-        held = Clock(self.device, self.sizes.sustained / 2)
-        held.seconds(*calls)  # warms up
-        return flops / (held.seconds(*calls) * len(calls))
+        clock = Clock(self.device, self.sizes.sustained / 2)
+        clock.seconds(*calls)  # warms up
+        return flops / (clock.seconds(*calls) * len(calls))
 
     def in_block(self, kernel: str) -> BlockTiming | None:
-        """A block in training with one attention kernel; None where the device has no such kernel."""
+        """Time a block in training with one attention kernel; None if the device has no such kernel."""
         try:
             with _only(kernel, self.device):
                 return in_block(self.clock, self.dtype, self.sizes.sustained, self.quick)
         except RuntimeError:
             return None
 
-    def eighths(self) -> Iterator[MatmulTiming]:
-        """Matmuls in fp8 with one scale a tensor, where the hardware has it."""
+    def fp8_products(self) -> Iterator[MatmulTiming]:
+        """Time matmuls in fp8 with one scale per tensor, if the hardware has it."""
         if self.device.type != "cuda" or torch.cuda.get_device_capability(self.device) < (8, 9):
             return
-        kind, scale = torch.float8_e4m3fn, torch.ones((), device=self.device)
+        fp8, scale = torch.float8_e4m3fn, torch.ones((), device=self.device)
         for tokens, columns, inner in self.shapes():
-            if tokens < 4096 or inner < 4096:  # shorter ones nobody casts for
+            if tokens < 4096 or inner < 4096:  # for smaller ones the cast takes more than fp8 saves
                 continue
-            x, weight = self._random(tokens, inner, dtype=kind), self._random(columns, inner, dtype=kind)
+            x, weight = self._random(tokens, inner, dtype=fp8), self._random(columns, inner, dtype=fp8)
             multiply = partial(
                 torch._scaled_mm, x, weight.t(), scale, scale, out_dtype=torch.bfloat16, use_fast_accum=True
             )
@@ -313,33 +315,34 @@ class Kernels:
     # ---- attention ---------------------------------------------------------------------------------------------------
 
     def attention(self, kernel: str) -> list[AttentionTiming]:
-        """Causal, four query heads to a kv head. Empty where the device has no such kernel."""
+        """Time causal attention with four query heads to a kv head; empty if the device has no such kernel."""
         try:
-            return [self._attended(kernel, *shape) for shape in self.sizes.attention]
-        except RuntimeError:  # torch's way to say that no kernel takes it
+            return [self._attention(kernel, *shape) for shape in self.sizes.attention]
+        except RuntimeError:  # torch raises it if no kernel takes the inputs
             return []
 
-    def _attended(self, kernel: str, samples: int, heads: int, seq: int, head_dim: int) -> AttentionTiming:
-        kv = heads // 4
-        # As the model hands them over: v as a linear leaves it, the others as a rotation does.
-        q, k = (self._random(samples, count, seq, head_dim).requires_grad_() for count in (heads, kv))
-        v = self._random(samples, seq, kv, head_dim).transpose(1, 2).requires_grad_()
+    def _attention(self, kernel: str, samples: int, heads: int, seq: int, head_dim: int) -> AttentionTiming:
+        kv_heads = heads // 4
+        # With the strides that they have in the model: v comes from a linear, q and k from the rotation.
+        q, k = (self._random(samples, count, seq, head_dim).requires_grad_() for count in (heads, kv_heads))
+        v = self._random(samples, seq, kv_heads, head_dim).transpose(1, 2).requires_grad_()
         with _only(kernel, self.device):
 
-            def look() -> Tensor:
+            def attend() -> Tensor:
                 return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
-            seen = look()
-            output_grad = torch.randn_like(seen)
+            output = attend()
+            output_grad = torch.randn_like(output)
             with torch.no_grad():
-                forward = self.clock.seconds(look)
-            backward = self.clock.seconds(lambda: torch.autograd.grad(seen, (q, k, v), output_grad, retain_graph=True))
+                forward = self.clock.seconds(attend)
+            inputs = (q, k, v)
+            backward = self.clock.seconds(lambda: torch.autograd.grad(output, inputs, output_grad, retain_graph=True))
         return AttentionTiming(samples, heads, seq, head_dim, forward, backward)
 
     # ---- what memory bounds ------------------------------------------------------------------------------------------
 
     def streams(self) -> dict[str, float]:
-        """Bytes/s of element-wise kernels, by name; what is read and what is written is counted."""
+        """Bytes/s of element-wise kernels, by name; bytes read and bytes written count."""
         count, width = self.sizes.stream, self.dtype.itemsize
         x, y, out = self._random(count), self._random(count), torch.empty(count, dtype=self.dtype, device=self.device)
         wide = torch.empty(count, device=self.device, dtype=torch.float64 if width == 4 else torch.float32)
@@ -349,8 +352,8 @@ class Kernels:
             "product": (lambda: torch.mul(x, y, out=out), 3 * width),
             "silu": (lambda: torch.ops.aten.silu.out(x, out=out), 2 * width),
             "widening": (lambda: wide.copy_(x), width + wide.element_size()),
-        }
-        return {name: moved * count / self.clock.seconds(call) for name, (call, moved) in kernels.items()}
+        }  # each with its bytes per element
+        return {name: width * count / self.clock.seconds(call) for name, (call, width) in kernels.items()}
 
     def launch(self) -> float:
         """Seconds from one tiny kernel to the next, in a queue that is never empty."""
@@ -363,25 +366,25 @@ class Kernels:
         return self.clock.total([lambda: x.add_(1.0)], count) / count
 
     def host(self) -> tuple[float, float]:
-        """Seconds in which this host launches a block's forward and backward pass, with next to nothing to compute."""
+        """Seconds that this host takes to launch a block's forward, and its backward, with little to compute."""
         count, sizes = 16, {"hidden": 256, "heads": 4, "ffn": 512}
         if self.device.type != "cuda":  # a CPU computes, too: there must be nothing to compute
             count, sizes = 1, {"hidden": 32, "head_dim": 16, "heads": 2, "ffn": 32}
         spec = preset("llama3.2-1b", kv_heads=1, vocab=256, layers=1, **sizes)
         _, _, forward = block_of(spec, LocalOps(), 1, count, self.device, self.dtype)
-        ahead, back = [], []
+        forwards, backwards = [], []
         for _ in range(30):
             self.clock.synchronize()
             start = time.perf_counter()
             y = forward()
             middle = time.perf_counter()
             y.backward(y.detach())
-            back.append(time.perf_counter() - middle)
-            ahead.append(middle - start)
-        return median_high(ahead), median_high(back)
+            backwards.append(time.perf_counter() - middle)
+            forwards.append(middle - start)
+        return median_high(forwards), median_high(backwards)
 
     def update(self) -> float:
-        """Seconds a parameter of the gradient norm, clipping and AdamW, as the trainer calls them on a CPU."""
+        """Seconds per parameter of the gradient norm, clipping and AdamW, as the trainer calls them on a CPU."""
         count = self.sizes.stream // 4
         weight, output_grad, first, second = (torch.rand(count) for _ in range(4))
         number = torch.ones(())
@@ -398,7 +401,7 @@ class Kernels:
 
 
 def _only(kernel: str, device: torch.device) -> Any:
-    """torch's choice narrowed to one kernel; a CPU has but one."""
+    """A context in which torch uses this attention kernel alone; a CPU has but one."""
     if device.type != "cuda":
         return nullcontext()
     return sdpa_kernel({"flash2": SDPBackend.FLASH_ATTENTION, "flash3": SDPBackend.CUDNN_ATTENTION}[kernel])

@@ -27,18 +27,18 @@ _SYNCS = 5
 
 
 def node_name(env: Mapping[str, str] = os.environ) -> str:
-    """Slurm's name for it, which may be several to a machine; else the machine's own."""
+    """Slurm's name for this node, which may have several to a machine; else the machine's host name."""
     return env.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def host_id(env: Mapping[str, str] = os.environ) -> str:
-    """The NCCL_HOSTID that this rank has inherited; not the one that ranks give themselves which share a GPU."""
+    """The NCCL_HOSTID that this rank has inherited; empty for the one that `choose_backend` sets for a shared GPU."""
     inherited = env.get("NCCL_HOSTID", "")
     return "" if inherited.startswith(SHARING) else inherited
 
 
 def versions(cuda: bool) -> dict[str, str]:
-    """Of all that ranks must have alike, or should."""
+    """The versions of what must be equal on all ranks, or should be."""
     import torch
 
     versions = {
@@ -60,12 +60,12 @@ def versions(cuda: bool) -> dict[str, str]:
 
 
 def rdma_adapters(folder: Path = Path("/sys/class/infiniband")) -> int:
-    """InfiniBand's and RoCE's."""
+    """How many InfiniBand and RoCE adapters there are."""
     return len(list(folder.iterdir())) if folder.exists() else 0
 
 
 def amounts() -> dict[str, float]:
-    """What a rank may take; infinity where there is no limit."""
+    """What a rank may use of memory, cores, files and shared memory; infinity where there is no limit."""
     amounts: dict[str, float] = {"memory": _available(Path("/proc/meminfo")), "cores": cores()}
     for name, limit in (("open files", resource.RLIMIT_NOFILE), ("locked memory", resource.RLIMIT_MEMLOCK)):
         soft = resource.getrlimit(limit)[0]
@@ -82,7 +82,7 @@ def _available(meminfo: Path) -> float:
 
 
 def try_disk(folder: Path) -> Disk:
-    """Write, sync and read a file there, and remove it."""
+    """Write, sync and read a file in a folder, and remove it."""
     file = folder / f".doctor-{node_name()}-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -102,18 +102,19 @@ def _try_disk(file: Path) -> Disk:
         while written < _PIECES * _PIECE and (not written or time.perf_counter() - start < _LONGEST):
             written += stream.write(piece)
         os.fsync(stream.fileno())
-        write = written / (time.perf_counter() - start)
+        write_rate = written / (time.perf_counter() - start)
     with file.open("rb", buffering=0) as stream:
-        if hasattr(os, "posix_fadvise"):  # else memory would answer
+        if hasattr(os, "posix_fadvise"):  # else the reads come from the page cache
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         start, read = time.perf_counter(), 0
-        while (more := len(stream.read(_PIECE))) and time.perf_counter() - start < _LONGEST:
-            read += more
-        reading = read / (time.perf_counter() - start)
-    return Disk(write, reading, median(_sync(file) for _ in range(_SYNCS)), _free(file.parent))
+        while (size := len(stream.read(_PIECE))) and time.perf_counter() - start < _LONGEST:
+            read += size
+        read_rate = read / (time.perf_counter() - start)
+    return Disk(write_rate, read_rate, median(_sync_seconds(file) for _ in range(_SYNCS)), _free_bytes(file.parent))
 
 
-def _sync(file: Path) -> float:
+def _sync_seconds(file: Path) -> float:
+    """The seconds until a small file is on the disk."""
     with file.open("wb", buffering=0) as stream:
         start = time.perf_counter()
         stream.write(b"0" * 4096)
@@ -121,13 +122,13 @@ def _sync(file: Path) -> float:
         return time.perf_counter() - start
 
 
-def _free(folder: Path) -> int:
+def _free_bytes(folder: Path) -> int:
     disk = os.statvfs(folder)
     return disk.f_frsize * disk.f_bavail
 
 
 # ---- nvml -----------------------------------------------------------------------------------------------------------
-# What NVIDIA's driver says of a GPU: clocks, heat, power and errors, through its library NVML.
+# A GPU's clocks, heat, power and errors, from NVIDIA's driver through its library NVML.
 #
 # The library comes with the driver, and its functions keep their names and arguments from release to release (NVML API
 # Reference Guide, docs.nvidia.com/deploy/nvml-api), so neither a package nor a parser of nvidia-smi's tables is
@@ -159,10 +160,11 @@ def gpu_state(pci: str, library: Callable[[], Any] = lambda: ctypes.CDLL("libnvi
     if nvml.nvmlDeviceGetHandleByPciBusId_v2(pci.encode(), ctypes.byref(device)):
         return None
 
-    def ask(name: str, *words: int, kind: Any = ctypes.c_uint) -> int:
+    def ask(function: str, *arguments: int, kind: Any = ctypes.c_uint) -> int:
+        """The value that an NVML function gives for the device; 0 if it fails."""
         value = kind()
-        with suppress(AttributeError):  # a library without it
-            if getattr(nvml, name)(device, *words, ctypes.byref(value)) == 0:
+        with suppress(AttributeError):  # the library does not have the function
+            if getattr(nvml, function)(device, *arguments, ctypes.byref(value)) == 0:
                 return int(value.value)
         return 0
 

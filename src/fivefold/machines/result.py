@@ -1,4 +1,4 @@
-"""What was measured on a device, as shares of its maker's ceilings, and the accelerator that comes of it."""
+"""The results of `fivefold calibrate`: a device's measurements and fitted accelerator; the speeds of a job's ranks."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -27,13 +27,13 @@ from fivefold.support.text import counted, printable
 
 @dataclass(frozen=True)
 class MeasuredRow:
-    """One thing that was measured."""
+    """One measurement, and how well the planner's formula reproduces it."""
 
     what: str
     measured: str
     share: float | None = None  # of the maker's ceiling
-    median: float | None = None  # error with which the planner's formula gives it back
-    worst: float | None = None
+    median: float | None = None  # relative error of the formula's times
+    worst: float | None = None  # likewise
     note: str = ""
 
 
@@ -43,7 +43,7 @@ class CalibrationResult(Result):
     accelerator: Accelerator  # with the fitted constants, for the planner
     rows: list[MeasuredRow]
     host: float  # seconds to launch a block's forward pass
-    samples: dict[str, Any]  # the timings themselves, for JSON
+    samples: dict[str, Any]  # all timings, for JSON
 
     def to_dict(self) -> Any:
         return {name: msgspec.to_builtins(getattr(self, name)) for name in ("accelerator", "rows", "host", "samples")}
@@ -58,7 +58,7 @@ class CalibrationResult(Result):
 
 
 def short(value: float) -> float:
-    """Four digits: more were not measured."""
+    """The value with four digits; a measurement has no more."""
     return float(f"{value:.4g}") if math.isfinite(value) else value
 
 
@@ -72,7 +72,7 @@ def comment_lines(comments: Sequence[str]) -> list[str]:
 
 
 def table_lines(table: dict[str, Any], name: str = "") -> Iterator[str]:
-    """A table and those inside it, as TOML; what is None is left out."""
+    """The lines of TOML for a table and the tables inside it; keys that are None are left out."""
     nested = {key: value for key, value in table.items() if isinstance(value, dict)}
     yield from (
         f"{key} = {toml_value(value)}" for key, value in table.items() if key not in nested and value is not None
@@ -85,16 +85,16 @@ def table_lines(table: dict[str, Any], name: str = "") -> Iterator[str]:
 # ---- speeds ---------------------------------------------------------------------------------------------------------
 # The relative speed of a job's ranks, which of them are slow, and the cluster that the planner reads.
 #
-# found = RanksResult(speeds)         # of each rank a RankSpeed
-# found.classes                       # ranks that agree within the noise, the fastest first
-# to_toml(found.cluster, [...])       # for plan --cluster, simulate and a job's run.cluster
+# result = RanksResult(speeds)              # a RankSpeed of each rank
+# result.classes                            # ranks that agree within the noise, the fastest first
+# speeds_to_toml(result.cluster, [...])     # for plan --cluster, simulate and a job's run.cluster
 
 
-LEAST, MOST = 0.05, 0.20  # how far ranks of one speed may lie apart, however quiet or noisy the machine was
+LEAST, MOST = 0.05, 0.20  # bounds of the tolerance within which ranks have one speed, however noisy the machine was
 
 
 class RankSpeed(msgspec.Struct, frozen=True):
-    """What one rank measured while all were at work."""
+    """The measurements of one rank while all ranks were at work."""
 
     rank: int
     node: str
@@ -107,8 +107,8 @@ class SpeedClass(NamedTuple):
     """Ranks of one speed."""
 
     ranks: tuple[int, ...]
-    seconds: float  # of the median one
-    slower: float  # times the fastest class
+    seconds: float  # of a block on the median rank
+    slower: float  # how many times as long as on the fastest class
 
 
 @dataclass(frozen=True)
@@ -125,13 +125,13 @@ class RanksResult(Result):
 
     @cached_property
     def cluster(self) -> Cluster:
-        """Groups in the order of ranks: neighbours of one speed, as the class's median rank has it."""
-        place = {rank: at for at, speed_class in enumerate(self.classes) for rank in speed_class.ranks}
-        usual = [self._usual(speed_class) for speed_class in self.classes]
-        runs = [list(run) for _, run in groupby(self.speeds, key=lambda speed: place[speed.rank])]
-        return Cluster(tuple(g for run in runs for g in _groups(run, usual[place[run[0].rank]])))
+        """Groups of neighbouring ranks of one class, in the order of ranks; each has its class's median accelerator."""
+        class_of = {rank: number for number, speed_class in enumerate(self.classes) for rank in speed_class.ranks}
+        accelerators = [self._median_accelerator(speed_class) for speed_class in self.classes]
+        runs = [list(run) for _, run in groupby(self.speeds, key=lambda speed: class_of[speed.rank])]
+        return Cluster(tuple(group for run in runs for group in _groups(run, accelerators[class_of[run[0].rank]])))
 
-    def _usual(self, speed_class: SpeedClass) -> Accelerator:
+    def _median_accelerator(self, speed_class: SpeedClass) -> Accelerator:
         ordered = sorted((self.speeds[rank] for rank in speed_class.ranks), key=lambda speed: median(speed.seconds))
         return ordered[(len(ordered) - 1) // 2].accelerator
 
@@ -171,12 +171,13 @@ class RanksResult(Result):
 
 
 def tolerance(rounds: Sequence[Sequence[float]]) -> float:
-    """How far two ranks of one speed may lie apart: as far as the rounds of the usual rank do, within bounds."""
+    """How far two ranks of one speed may lie apart: as far as the rounds of the median rank do, from LEAST to MOST."""
     return min(MOST, max(LEAST, median(max(seconds) / min(seconds) - 1 for seconds in rounds)))
 
 
 def classes(rounds: Sequence[Sequence[float]]) -> list[SpeedClass]:
-    """The fastest first. A rank belongs to a class if it is as fast as the class's fastest, within the tolerance."""
+    """Sorts ranks into classes, the fastest first. A rank is in a class if it is as fast as the fastest rank of the
+    class, within the tolerance."""
     limit, seconds = 1 + tolerance(rounds), [median(times) for times in rounds]
     groups: list[list[int]] = []
     for rank in sorted(range(len(seconds)), key=seconds.__getitem__):
@@ -184,15 +185,16 @@ def classes(rounds: Sequence[Sequence[float]]) -> list[SpeedClass]:
             groups[-1].append(rank)
         else:
             groups.append([rank])
-    usual = [median(seconds[rank] for rank in ranks) for ranks in groups]
-    return [SpeedClass(tuple(sorted(ranks)), s, s / usual[0]) for ranks, s in zip(groups, usual, strict=True)]
+    medians = [median(seconds[rank] for rank in ranks) for ranks in groups]
+    return [SpeedClass(tuple(sorted(ranks)), s, s / medians[0]) for ranks, s in zip(groups, medians, strict=True)]
 
 
 def at_pace(core: Accelerator, seconds: float, spec: ModelSpec, samples: int, seq: int) -> Accelerator:
-    """A CPU's core on which the planner gives a block these `seconds`, forward and backward: all its rates alike.
+    """The core with all its rates scaled by one factor, so that the planner gives a block these `seconds`, forward and
+    backward.
 
-    Kernels are timed one after the other, and each meets other moments of a shared machine; the block was timed on all
-    ranks at the same moments, so what it says of their speeds is the surest.
+    Kernels were timed one after the other, each at other moments of a shared machine. The block was timed on all ranks
+    at the same moments, so it compares their speeds best.
     """
     device, software = Device.of(core), ON_CPUS.computing_in("fp32")
     work = BlockCost(spec, Layout(), device, Topology(device, 1, Layout()), software, samples, seq, "fp32")
@@ -200,9 +202,9 @@ def at_pace(core: Accelerator, seconds: float, spec: ModelSpec, samples: int, se
 
 
 def _groups(run: Sequence[RankSpeed], device: Accelerator) -> Iterator[Group]:
-    """Neighbours of one speed: nodes with as many ranks each make one group."""
-    each = [len(list(ranks)) for _, ranks in groupby(run, key=lambda speed: speed.node)]
-    for gpus, nodes in groupby(each):
+    """The groups of neighbouring ranks of one speed: consecutive nodes with equally many ranks make one group."""
+    ranks_per_node = [len(list(ranks)) for _, ranks in groupby(run, key=lambda speed: speed.node)]
+    for gpus, nodes in groupby(ranks_per_node):
         yield Group(len(list(nodes)), gpus, device)
 
 

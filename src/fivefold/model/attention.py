@@ -9,17 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fivefold.model.layers import Linear
-from fivefold.model.ops import LocalOps
-from fivefold.model.rope import Rotation, apply_rotary
+from fivefold.model.layers import Linear, TokenPositions
+from fivefold.model.ops import LocalOps, MixerInputs
+from fivefold.model.rope import apply_rotary
+from fivefold.spec import mixers
 from fivefold.spec.blocks import Yarn
 from fivefold.spec.model import ModelSpec
 
 LATENT_EPS = 1e-6  # of DeepSeek's norms of latents; other norms have `norm_eps`
-
-
-def self_attention(spec: ModelSpec, ops: LocalOps, layer: int) -> nn.Module:
-    return LatentAttention(spec, ops) if spec.mla else Attention(spec, ops, spec.window_of(layer))
 
 
 def _qk_norm(spec: ModelSpec, heads: int) -> nn.RMSNorm | None:
@@ -29,10 +26,9 @@ def _qk_norm(spec: ModelSpec, heads: int) -> nn.RMSNorm | None:
 
 
 class Attention(nn.Module):
-    def __init__(self, spec: ModelSpec, ops: LocalOps, window: int = 0):
-        """`window`: the number of keys that a query sees, its own included; 0: all earlier ones."""
+    def __init__(self, kind: mixers.GroupedQueryAttention, spec: ModelSpec, ops: LocalOps):
         super().__init__()
-        self.ops, self.window = ops, window
+        self.ops, self.window = ops, kind.window
         self.sinks = nn.Parameter(torch.empty(spec.heads)) if spec.sinks else None
         self.head_dim, width, self.interleaved = spec.head_dim, spec.heads * spec.head_dim, spec.rope_interleaved
         qkv_bias = spec.bias or spec.qkv_bias
@@ -43,7 +39,11 @@ class Attention(nn.Module):
         self.norm_of_all_heads = spec.qk_norm_over == "all"
         self.o = Linear(width, spec.hidden, bias=spec.bias)
 
-    def forward(self, x: Tensor, rotation: Rotation | None, mask: Any) -> Tensor:
+    def mask(self, positions: TokenPositions, dtype: torch.dtype) -> Any:
+        return self.ops.attention_mask(positions, self.window, sinks=self.sinks is not None, dtype=dtype)
+
+    def forward(self, x: Tensor, shared: MixerInputs) -> Tensor:
+        rotation, mask = shared.rotation, shared.mask
         q, k, v = self.ops.column_parallel(x, self.q, self.k, self.v)
         q_norm, k_norm = self.q_norm, self.k_norm
         if q_norm is not None and k_norm is not None and self.norm_of_all_heads:
@@ -69,7 +69,7 @@ class LatentAttention(nn.Module):
     Shapes: N and R dims of a head without and with rotary positions, D = N + R; V dims of its value.
     """
 
-    def __init__(self, spec: ModelSpec, ops: LocalOps):
+    def __init__(self, kind: mixers.MultiHeadLatentAttention, spec: ModelSpec, ops: LocalOps):
         super().__init__()
         assert spec.mla is not None
         self.ops, self.mla, self.interleaved = ops, spec.mla, spec.rope_interleaved
@@ -84,8 +84,12 @@ class LatentAttention(nn.Module):
         self.kv_up = Linear(mla.kv_rank, spec.heads * (mla.nope_dim + mla.v_dim), bias=False)
         self.o = Linear(spec.heads * mla.v_dim, spec.hidden, bias=False)
 
-    def forward(self, x: Tensor, rotation: Rotation, mask: Any) -> Tensor:
-        mla = self.mla
+    def mask(self, positions: TokenPositions, dtype: torch.dtype) -> Any:
+        return self.ops.attention_mask(positions, dtype=dtype)
+
+    def forward(self, x: Tensor, shared: MixerInputs) -> Tensor:
+        mla, rotation, mask = self.mla, shared.rotation, shared.mask
+        assert rotation is not None
         q, latent, shared_key = self.latents(x)
         q_nope, q_rope = self.heads(q, mla.nope_dim, mla.rope_dim)
         k_rope = apply_rotary(shared_key[:, None], *rotation, self.interleaved)  # [B, 1, S, R]

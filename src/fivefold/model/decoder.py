@@ -1,4 +1,4 @@
-"""The decoder: Llama, Qwen and GPT blocks, as the papers draw them.
+"""The decoder: blocks of mixers and MLPs, as the pattern of its model has them, between embedding and head.
 
 Shapes: B batch, S sequence, E hidden, H heads, K kv heads, D head dim, F feed-forward, V vocabulary.
 """
@@ -13,15 +13,16 @@ from torch import Tensor, nn
 from fivefold.layout.layout import Recompute
 from fivefold.layout.stages import Stage
 from fivefold.model import init
-from fivefold.model.attention import self_attention
-from fivefold.model.layers import ACTIVATIONS, Linear, TokenPositions, accum_dtype, gated
+from fivefold.model.layers import Linear, TokenPositions, accum_dtype
 from fivefold.model.linear_cross_entropy import Targets
 from fivefold.model.load_balancing import UNBALANCED, Balance
 from fivefold.model.moe import MoE, RouterStats
-from fivefold.model.ops import LocalOps
+from fivefold.model.ops import LocalOps, MixerInputs
 from fivefold.model.recompute import compiled, recomputed
 from fivefold.model.rope import Rotation, rope_cache
+from fivefold.spec.kinds import BlockKind
 from fivefold.spec.model import ModelSpec
+from fivefold.support.plugins import named
 
 NO_RECOMPUTE = recomputed("none")
 
@@ -67,32 +68,17 @@ def _compiled_run(recompute: Recompute, ops: LocalOps) -> Callable[..., Tensor]:
     return compiled(recomputed(recompute, compile=True))
 
 
-class MLP(nn.Module):
-    """A feed-forward network, gated or plain as its activation says."""
-
-    def __init__(self, spec: ModelSpec, ops: LocalOps, width: int = 0):
-        """`width`: in place of the model's `ffn`."""
-        super().__init__()
-        self.ops, width = ops, width or spec.ffn
-        self.gate = Linear(spec.hidden, width, bias=spec.bias) if gated(spec.activation) else None
-        self.up = Linear(spec.hidden, width, bias=spec.bias)
-        self.down = Linear(width, spec.hidden, bias=spec.bias)
-        self.activation = ACTIVATIONS[spec.activation]
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.gate is None:
-            return self.ops.row_parallel(self.activation(*self.ops.column_parallel(x, self.up)), self.down)
-        return self.ops.row_parallel(self.activation(*self.ops.column_parallel(x, self.gate, self.up)), self.down)
-
-
-def mixture(spec: ModelSpec, ops: LocalOps, balance: Balance) -> MoE:
-    """A mixture of experts, with a shared expert if the model has one."""
-    assert spec.experts is not None
-    return MoE(spec, ops, MLP(spec, ops, spec.experts.shared_ffn) if spec.experts.shared else None, balance)
+def branch(kind: BlockKind, spec: ModelSpec, ops: LocalOps) -> nn.Module:
+    """The module that computes a kind: the class that the kind names, which is its author's code as the kind is."""
+    make: Callable[..., nn.Module] = named(kind.module)
+    return make(kind, spec, ops)
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + mixer(norm(x)), then x + mlp(norm(x)); without one of them, the other alone.
+
+    Mixer and MLP, and the norms before them, are called what their kinds say: `attention`, `attention_norm`, `mlp`.
+    """
 
     def __init__(
         self,
@@ -105,30 +91,42 @@ class Block(nn.Module):
     ):
         """`run` calls `steps`: directly, with activation recompute, or compiled."""
         super().__init__()
-        self.ops, self.run = ops, run
-        self.attention_norm = norm(spec, spec.hidden)
-        self.attention = self_attention(spec, ops, layer)
-        self.attention_dropout = Dropout(spec.dropout, seed, f"layers.{layer}.attention")
-        self.mlp_norm = norm(spec, spec.hidden)
-        self.mlp = MLP(spec, ops) if spec.dense(layer) else mixture(spec, ops, balance)
-        self.mlp_dropout = Dropout(spec.dropout, seed, f"layers.{layer}.mlp")
+        self.ops, self.run, self.kinds = ops, run, spec.kinds(layer)
+        self.mixer_place = self.kinds.mixer.place if self.kinds.mixer else None
+        self.mlp_place = self.kinds.mlp.place if self.kinds.mlp else None
+        for kind in self.kinds.branches:
+            self.add_module(f"{kind.place}_norm", norm(spec, spec.hidden))
+            self.add_module(kind.place, branch(kind, spec, ops))
+            self.add_module(f"{kind.place}_dropout", Dropout(spec.dropout, seed, f"layers.{layer}.{kind.place}"))
+        if isinstance(mixture := self.mlp_module, MoE):
+            mixture.balance = balance
 
-    def forward(self, x: Tensor, positions: TokenPositions, rotation: Rotation | None, mask: Any) -> Tensor:
-        """`positions` is that of x's tokens; `rotation` and `mask` are those of all tokens that attention has here."""
-        x, stats = self.run(self.steps, x, positions, rotation, mask)
-        if self.training and isinstance(self.mlp, MoE):
-            self.mlp.count(stats)
+    @property
+    def mixer_module(self) -> nn.Module | None:
+        return getattr(self, self.mixer_place) if self.mixer_place else None
+
+    @property
+    def mlp_module(self) -> nn.Module | None:
+        return getattr(self, self.mlp_place) if self.mlp_place else None
+
+    def forward(self, x: Tensor, positions: TokenPositions, shared: MixerInputs) -> Tensor:
+        """`positions` is that of x's tokens; `shared` is of all tokens that a mixer has here."""
+        x, stats = self.run(self.steps, x, positions, shared)
+        if self.training and isinstance(self.mlp_module, MoE):
+            self.mlp_module.count(stats)
         return x
 
-    def steps(
-        self, x: Tensor, positions: TokenPositions, rotation: Rotation | None, mask: Any
-    ) -> tuple[Tensor, RouterStats | None]:
+    def steps(self, x: Tensor, positions: TokenPositions, shared: MixerInputs) -> tuple[Tensor, RouterStats | None]:
         """The residual stream, and the router's statistics of its tokens."""
-        y = self.attention(self.ops.norm(self.attention_norm, x), rotation, mask)
-        x = x + self.attention_dropout(y, positions)
-        normed = self.ops.norm(self.mlp_norm, x)
-        y, stats = self.mlp(normed, positions) if isinstance(self.mlp, MoE) else (self.mlp(normed), None)
-        return x + self.mlp_dropout(y, positions), stats
+        stats: RouterStats | None = None
+        if (place := self.mixer_place) is not None:
+            y = getattr(self, place)(self.ops.norm(getattr(self, f"{place}_norm"), x), shared)
+            x = x + getattr(self, f"{place}_dropout")(y, positions)
+        if (place := self.mlp_place) is not None:
+            mlp, normed = getattr(self, place), self.ops.norm(getattr(self, f"{place}_norm"), x)
+            y, stats = mlp(normed, positions) if isinstance(mlp, MoE) else (mlp(normed), None)
+            x = x + getattr(self, f"{place}_dropout")(y, positions)
+        return x, stats
 
 
 class Decoder(nn.Module):
@@ -174,11 +172,8 @@ class Decoder(nn.Module):
             if self.positions is not None:
                 x = x + self.ops.look_up(self.positions, residual.position_ids)
             x = self.dropout(x, residual)
-        rotation, windows = self.rotation(positions, x.dtype), {n: self.spec.window_of(n) for n in self.stage.layers}
-        mask_of = partial(self.ops.attention_mask, positions, sinks=self.spec.sinks, dtype=x.dtype)
-        masks = {window: mask_of(window) for window in {*windows.values()}}
-        for number, block in self.layers.items():
-            x = block(x, residual, rotation, masks[windows[int(number)]])
+        for block, shared in zip(self.layers.values(), self._shared(positions, x.dtype), strict=True):
+            x = block(x, residual, shared)
         if self.norm is None:
             return x
         table = self.head or self.embedding
@@ -186,9 +181,21 @@ class Decoder(nn.Module):
         x = self.ops.norm(self.norm, x)
         return self.ops.logits(x, table) if targets is None else self.ops.loss(x, table, targets)
 
+    def _shared(self, positions: TokenPositions, compute: torch.dtype) -> list[MixerInputs]:
+        """What the mixer of each layer is given; made once for each kind of mixer."""
+        rotation = self.rotation(positions, compute)
+        made: dict[BlockKind | None, MixerInputs] = {None: MixerInputs(positions, rotation)}
+        blocks: list[Any] = [*self.layers.values()]
+        for block in blocks:
+            if (kind := block.kinds.mixer) not in made:
+                mask_of = getattr(block.mixer_module, "mask", None)
+                mask = None if mask_of is None else mask_of(positions, compute)
+                made[kind] = MixerInputs(positions, rotation, mask)
+        return [made[block.kinds.mixer] for block in blocks]
+
     def rotation(self, positions: TokenPositions, compute: torch.dtype) -> Rotation | None:
         """Cosine and sine of every token's angles, [B, 1, S, D/2], from a table computed once, on the CPU."""
-        if self.spec.positions != "rope":
+        if self.spec.positions != "rope" or not self.spec.attends:
             return None
         ids, dtype, table, last = positions.position_ids, accum_dtype(compute), self._rotations, self._last_rotation
         if last is not None and last[0] is ids and last[1] == dtype:

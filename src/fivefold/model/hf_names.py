@@ -103,8 +103,7 @@ class TensorSource(NamedTuple):
 
 def tensors(spec: ModelSpec) -> list[Parameter]:
     """All that files store of a model: its parameters, and its buffers in the form of parameters."""
-    layers = range(spec.dense_layers, spec.layers)
-    buffers = zip(spec.buffers().items(), layers, strict=False)
+    buffers = zip(spec.buffers().items(), spec.routed_layers, strict=False)
     return [*spec.parameters(), *(Parameter(name, shape, "bias", layer) for (name, shape), layer in buffers)]
 
 

@@ -135,7 +135,8 @@ def init_param(spec: ModelSpec, parameter: Parameter, out: Tensor, seed: int, bo
         return
     *stack, rows, columns = box or tuple(map(range, parameter.shape))
     # GPT-2's rule: the matrices that write into the residual stream start smaller, by the number of writers.
-    std = spec.init_std / math.sqrt(2 * spec.layers) if parameter.residual else spec.init_std
+    std = parameter.std or spec.init_std
+    std = std / math.sqrt(spec.residual_writers) if parameter.residual else std
     key = random_key(seed, "init", parameter.name)
     step = max(1, _CHUNK.get(out.device.type, 1 << 18) // len(columns))
     matrices = out.flatten(0, -3) if stack else out[None]  # drawn as one matrix with all rows

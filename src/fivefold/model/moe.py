@@ -8,9 +8,11 @@ from torch import Tensor, nn
 
 from fivefold.model.grouped import Groups
 from fivefold.model.layers import ACTIVATIONS, TokenPositions, gated
-from fivefold.model.load_balancing import AddLoss, Balance, balance_loss, row_counts, z_loss
+from fivefold.model.load_balancing import UNBALANCED, AddLoss, balance_loss, row_counts, z_loss
+from fivefold.model.mlp import FeedForward
 from fivefold.model.ops import LocalOps
 from fivefold.model.router import Router, Routing
+from fivefold.spec.kinds import BlockKind
 from fivefold.spec.model import ModelSpec
 
 # Of one microbatch: tokens per expert [X], and balance loss and z loss [2], if they are used.
@@ -46,13 +48,13 @@ class ExpertNetworks(nn.Module):
 
 
 class MoE(nn.Module):
-    def __init__(self, spec: ModelSpec, ops: LocalOps, shared: nn.Module | None, balance: Balance):
+    def __init__(self, kind: BlockKind, spec: ModelSpec, ops: LocalOps):
         super().__init__()
         assert spec.experts is not None
-        self.spec, self.ops, self.balance = spec.experts, ops, balance
+        self.spec, self.ops, self.balance = spec.experts, ops, UNBALANCED
         self.router = Router(spec)
         self.experts = ExpertNetworks(spec, ops)
-        self.shared = shared
+        self.shared = FeedForward(spec, ops, spec.experts.shared_ffn) if spec.experts.shared else None
         self.losses: Tensor | None = None  # [2] balance loss and z loss since the step began
         if ops.compiled and not ops.dispatch.in_graph:  # row counts are not constants of a graph
             self.forward = torch.compiler.disable(self.forward)  # type: ignore[method-assign]

@@ -1,6 +1,6 @@
 """The ops in which the decoder is written, on one device; `parallel/` implements them across ranks."""
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -14,6 +14,15 @@ from fivefold.model.kernels import Tiles
 from fivefold.model.layers import TokenPositions, normed
 from fivefold.model.linear_cross_entropy import Targets, Vocabulary, linear_cross_entropy
 from fivefold.model.masks import Packed, WindowMask
+from fivefold.model.rope import Rotation
+
+
+class MixerInputs(NamedTuple):
+    """What the mixers of all layers are given beside the stream: of all tokens that a mixer has on this rank."""
+
+    positions: TokenPositions
+    rotation: Rotation | None = None  # of rotary positions
+    mask: Any = None  # what the mixer's own `mask(positions, dtype)` has made, once for all layers of its kind
 
 
 class AttentionOps(Protocol):

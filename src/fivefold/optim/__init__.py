@@ -1,16 +1,14 @@
 """Optimizers: a file for each, and its line in this table. `optimizer.name` of a job chooses one, or names a class of a
 module of yours: optimizer.name=my_package.lion:Lion."""
 
-from typing import Any, cast
-
-import msgspec
+from typing import Any
 
 from fivefold.optim.adamw import AdamW
 from fivefold.optim.base import OptimizerConfig, UnknownOptimizer
-from fivefold.support.errors import UserError
-from fivefold.support.plugins import find, is_plugin
+from fivefold.optim.muon import Muon
+from fivefold.support.plugins import find, given_problems, stored
 
-OPTIMIZERS: dict[str, type[OptimizerConfig]] = {"adamw": AdamW}
+OPTIMIZERS: dict[str, type[OptimizerConfig]] = {"adamw": AdamW, "muon": Muon}
 
 
 def optimizer_named(name: Any, *, trusted: bool) -> type[OptimizerConfig]:
@@ -18,16 +16,14 @@ def optimizer_named(name: Any, *, trusted: bool) -> type[OptimizerConfig]:
     return find("optimizer.name", name, OPTIMIZERS, OptimizerConfig, trusted=trusted)
 
 
+def optimizer_problems(optimizer: OptimizerConfig) -> list[str]:
+    """Of its settings; and of its class, where a program gives an object of one that is not in the table."""
+    unknown = isinstance(optimizer, UnknownOptimizer)
+    if not unknown and (problems := given_problems("optimizer", optimizer, OPTIMIZERS, OptimizerConfig)):
+        return problems
+    return [problem for holds, problem in optimizer.rules() if not holds]
+
+
 def stored_optimizer(table: dict[str, Any]) -> OptimizerConfig:
-    """Of a job that was stored. Its name never causes an import: a plugin that is not here keeps its settings alone."""
-    name = table.get("name", AdamW().name)
-    settings = {key: value for key, value in table.items() if key != "name"}
-    try:
-        kind = optimizer_named(name, trusted=False)
-    except UserError as error:
-        if not is_plugin(name) or error.codes != ["plugin.untrusted"]:
-            raise
-        own = [(key, Any) for key in settings if key not in UnknownOptimizer.__struct_fields__]
-        options: dict[str, Any] = {"bases": (UnknownOptimizer,), "tag": name, "frozen": True, "kw_only": True}
-        kind = cast(type[OptimizerConfig], msgspec.defstruct("UnknownOptimizer", own, **options))
-    return msgspec.convert(settings, kind)
+    """Of a job that was stored. The first releases knew one optimizer, and did not name it."""
+    return stored(table, optimizer_named, AdamW, UnknownOptimizer)

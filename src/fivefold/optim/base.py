@@ -16,16 +16,21 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import msgspec
 
 from fivefold.support.errors import Problem
-from fivefold.support.plugins import untrusted
+from fivefold.support.plugins import class_shortcomings, untrusted
 from fivefold.support.ranges import STEPS, within
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from fivefold.spec.operations import Parameter
+
     Tensors = Sequence[Tensor]
 
 Rule = tuple[bool, str]  # whether a bound holds, and the sentence that says so if it does not
+
+
+_TAKEN = ("master", "model")  # names that checkpoints have for the weights themselves
 
 
 def bound(setting: str, words: str) -> Problem:
@@ -36,8 +41,11 @@ def bound(setting: str, words: str) -> Problem:
 class OptimizerConfig(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="name", tag=str.lower
 ):
-    states: ClassVar[tuple[str, ...]] = ()  # names of the tensors kept per parameter, shaped and typed as its master
-    whole_matrices: ClassVar[bool] = False  # the rule reads a whole matrix, and not the part that a rank holds
+    # Names of the tensors kept for a parameter (`states_of`), each shaped and typed as its master.
+    states: ClassVar[tuple[str, ...]] = ()
+    # What the rule reads: an element at a time, by `update`; or of some parameters whole matrices, which are brought
+    # together for it, by `accumulate`, `matrix_update` and `apply`.
+    unit: ClassVar[Literal["element", "matrix"]] = "element"
     fuses: ClassVar[bool] = False  # whether it has `fused_update`
 
     lr: float = 3e-3  # peak
@@ -57,20 +65,27 @@ class OptimizerConfig(
     @staticmethod
     def shortcomings(kind: "type[OptimizerConfig]", name: str) -> Iterator[str]:
         """What a class lacks that a job calls `name`."""
-        if kind.__struct_config__.tag != name:
-            yield f"has another name in jobs; write `class {kind.__name__}(OptimizerConfig, tag={name!r}, ...)`"
-        if not kind.__struct_config__.frozen:
-            yield "can be changed after it was checked; write `frozen=True` in its class line"
-        if not all(isinstance(state, str) and state.isidentifier() for state in kind.states):
-            yield f"has states={kind.states!r}, and not a tuple of names"
+        yield from class_shortcomings(kind, OptimizerConfig, name)
+        states = kind.states if isinstance(kind.states, tuple) else (None,)
+        if not all(isinstance(state, str) and state.isidentifier() for state in states):
+            yield f"has states={kind.states!r}, and not a tuple of names, for example ('momentum',)"
+        elif len({*states, *_TAKEN}) < len(states) + len(_TAKEN):
+            yield f"has states={kind.states!r}; each has a name of its own, and {' and '.join(_TAKEN)} are the weights"
         if kind.update is OptimizerConfig.update:
             yield "has no method update(self, masters, grads, states, rate, decay, step)"
         elif len(parameters := inspect.signature(kind.update).parameters) != 7:
             yield f"has update({', '.join(parameters)}), and not (self, masters, grads, states, rate, decay, step)"
         if kind.stock is OptimizerConfig.stock:
             yield "has no method stock(self, groups, **options), a torch.optim.Optimizer that verify holds it against"
-        if required := [field.name for field in msgspec.structs.fields(kind) if field.required]:
-            yield f"has settings without a default: {', '.join(required)}"
+        matrix_update = kind.matrix_update is not OptimizerConfig.matrix_update
+        if kind.unit not in ("element", "matrix"):
+            yield f'has unit={kind.unit!r}, and not "element" or "matrix"'
+        elif kind.unit == "matrix" and not matrix_update:
+            yield 'has unit="matrix", and no method matrix_update(self, matrices)'
+        elif kind.unit == "element" and matrix_update:
+            yield 'has a method matrix_update, which is called if it has unit="matrix"'
+        if kind.fuses and kind.fused_update is OptimizerConfig.fused_update:
+            yield "has fuses=True and no method fused_update; leave it False, or write one"
 
     def rules(self) -> list[Rule]:
         """Bounds of the settings."""
@@ -103,6 +118,45 @@ class OptimizerConfig(
         """Update parameters in place, as step number `step` (from 1); `states`: one list for each name of a state."""
         raise NotImplementedError
 
+    # ---- rules that read whole matrices (unit = "matrix") ------------------------------------------------------------
+    # tp and ZeRO leave a rank with a part of a matrix. What comes before and after the whole matrix is computed part by
+    # part, where the states are; parallel/matrices.py brings the parts together in between.
+
+    def reads_whole(self, parameter: "Parameter") -> bool:
+        """Whether a parameter's matrices are read whole; the others are updated by `update`."""
+        return self.unit == "matrix" and parameter.kind == "linear" and parameter.layer is not None
+
+    def states_of(self, parameter: "Parameter") -> tuple[str, ...]:
+        """Which of the states are kept for a parameter, in the order in which rules get them."""
+        return self.states
+
+    def accumulate(self, grads: "Tensors", states: "Sequence[Tensors]", step: int) -> "Tensors":
+        """Take in gradients of parts of matrices: what `matrix_update` is to read of them."""
+        return grads
+
+    def matrix_update(self, matrices: "Tensor") -> "Tensor":
+        """[n, rows, columns] whole matrices -> what is subtracted from the weights, times the rate. In the dtype that
+        the model computes in."""
+        raise NotImplementedError
+
+    def apply(self, masters: "Tensors", updates: "Tensors", rate: float, decay: float) -> None:
+        """Update parts of the weights in place."""
+        import torch
+
+        torch._foreach_mul_([*masters], 1 - rate * decay)
+        for master, update in zip(masters, updates, strict=True):
+            master.add_(update, alpha=-rate)
+
+    def matrix_flops(self, rows: int, columns: int) -> float:
+        """FLOPs of `matrix_update` on one matrix: by these, matrices are dealt out to ranks."""
+        return float(rows * columns)
+
+    def matrix_memory(self, rows: int, columns: int) -> int:
+        """Elements that `matrix_update` holds for one matrix at its most, beside the matrix itself."""
+        return rows * columns
+
+    # ---- a GPU's kernel, and the reference ---------------------------------------------------------------------------
+
     def fused_update(
         self,
         master: "Tensor",
@@ -118,7 +172,10 @@ class OptimizerConfig(
         raise NotImplementedError
 
     def stock(self, groups: list[dict[str, Any]], **options: Any) -> "torch.optim.Optimizer":
-        """PyTorch's own optimizer with these settings: the verifier's reference, and the benchmarks' peers."""
+        """PyTorch's own optimizer with these settings: the verifier's reference, and the benchmarks' peers.
+
+        The verifier's groups name what they hold: "about" has the `Parameter` of each of "params".
+        """
         raise NotImplementedError
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from fivefold.job.config import Job
 from fivefold.layout.axes import EXPERT_AXES, SPARSE
 from fivefold.layout.layout import Layout
 from fivefold.layout.stages import schedule_of
@@ -72,17 +73,32 @@ class Mesh:
         return self.axes.get(name) or Axis(name)
 
     @classmethod
+    def of_job(cls, job: Job, device: torch.device, timeout: float | None = None) -> Self:
+        """The mesh of a job's layout, with the axes that its model and its optimizer have."""
+        return cls.of(job.layout, device, timeout, spec=job.model, whole_matrices=job.optimizer.unit == "matrix")
+
+    @classmethod
     def of(
-        cls, layout: Layout, device: torch.device, timeout: float | None = None, *, spec: ModelSpec | None = None
+        cls,
+        layout: Layout,
+        device: torch.device,
+        timeout: float | None = None,
+        *,
+        spec: ModelSpec | None = None,
+        whole_matrices: bool = False,
     ) -> Self:
         """The mesh of `layout` over the default process group, which all its ranks have joined.
 
         `timeout`: seconds after which a collective or message without its peer is an error. `spec`: the model, if it
-        has experts, which have axes of their own.
+        has experts, which have axes of their own. `whole_matrices`: the optimizer reads these, so all ranks that have
+        the same layers send each other parts of them.
         """
         if layout.world == 1:
             return cls(layout, device)
         dense = spec is None or spec.experts is None
+        unused = set(EXPERT_AXES) if dense else set()
+        if whole_matrices and layout.same_axis("stage", experts=False) == "stage":
+            unused.discard("stage")
         roots = {grid: _root(layout, grid, device) for grid in layout.grids if grid != SPARSE or not dense}
         rank, staged = dist.get_rank(), device.type == "cuda" and dist.get_backend() == "gloo"
         axes = {"world": Axis("world", layout.world, rank, staged=staged, process_group=dist.group.WORLD)}
@@ -90,7 +106,7 @@ class Mesh:
         for name in sorted(
             layout.table, key=lambda name: name in layout.degrees
         ):  # all ranks create groups in one order
-            if dense and name in EXPERT_AXES:
+            if name in unused:
                 continue
             root = roots[layout.grid_of(name)]
             names = tuple(factor for factor in layout.factors(name) if factor in (root.mesh_dim_names or ()))
@@ -100,6 +116,8 @@ class Mesh:
                 flattened[names] = root[names]._flatten(name) if len(names) > 1 else root[names]
             axes[name] = Axis(name, layout.size(name), layout.position(name, rank), flattened[names], staged)
         axes["embedding"] = _embedding_axis(layout, axes["pp"])
+        if whole_matrices and "stage" not in axes:  # another axis has these ranks, and a group
+            axes["stage"] = replace(axes[layout.same_axis("stage", experts=False)], name="stage")
         p2p_groups: tuple[dist.ProcessGroup, ...] = ()
         if layout.pp > 1 and dist.get_backend() == "nccl":
             p2p_groups = _groups(layout.groups("pp"), 2)
@@ -113,10 +131,10 @@ class Mesh:
             backward_ep = backward_ep and _with_timeout({"ep": backward_ep}, (), limit)["ep"]
         mesh = cls(layout, device, axes, roots, p2p_groups, backward_ep=backward_ep)
         if dist.get_backend() == "nccl":
-            mesh._connect()
+            mesh._connect({"stage"} if whole_matrices else set())
         return mesh
 
-    def _connect(self) -> None:
+    def _connect(self, all_to_all_axes: set[str]) -> None:
         """Use each NCCL communicator once, in one order: NCCL connects ranks at the first use.
 
         Otherwise they would connect in the middle of the first step, and an unreachable rank would look like a hang.
@@ -125,7 +143,7 @@ class Mesh:
         which all ranks of the group run in one order.)
         """
         scalar = torch.zeros(1, device=self.device)
-        all_to_all_axes = {"ep", *(["cp"] if self.layout.cp_kind == "ulysses" else [])}
+        all_to_all_axes |= {"ep", *(["cp"] if self.layout.cp_kind == "ulysses" else [])}
         used = [axis for name, axis in self.axes.items() if axis.size > 1 and name != "batch"]
         connected = set[str]()
         for axis in [*used, *([self.backward_ep] if self.backward_ep else [])]:

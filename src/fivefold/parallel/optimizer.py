@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fivefold.launch.waits import timed_wait
 from fivefold.optim.base import OptimizerConfig
 from fivefold.parallel.fsdp import FullySharded
+from fivefold.parallel.matrices import WholeMatrices
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.weights import Weights
 from fivefold.parallel.zero import ZeroBuckets
@@ -55,20 +56,32 @@ def shard_model(
 
 
 class Optimizer:
-    def __init__(self, weights: Weights, spec: ModelSpec, config: OptimizerConfig, mesh: Mesh):
+    def __init__(
+        self,
+        weights: Weights,
+        spec: ModelSpec,
+        config: OptimizerConfig,
+        mesh: Mesh,
+        compute: torch.dtype = torch.float32,
+    ):
+        """`compute`: the dtype that the model computes in, and rules that read whole matrices, too."""
         self.weights, self.config, self.mesh = weights, config, mesh
+        parameters = {parameter.name: parameter for parameter in spec.parameters()}
         self.states = {
-            name: {key: torch.zeros_like(master, requires_grad=False) for key in config.states}
+            name: {key: torch.zeros_like(master, requires_grad=False) for key in config.states_of(parameters[name])}
             for name, master in weights.masters.items()
         }
         self.updates = 0
+        self.matrices = WholeMatrices(weights, spec, config, mesh, compute) if config.unit == "matrix" else None
         # Weight decay is for matrices: not for norms, biases and embeddings.
-        linear = {parameter.name for parameter in spec.parameters() if parameter.kind == "linear"}
+        linear = {name for name, parameter in parameters.items() if parameter.kind == "linear"}
+        whole = set() if self.matrices is None else set(self.matrices.names)
         stepped = [
-            name for name, master in weights.masters.items() if master.numel()
+            name for name, master in weights.masters.items() if master.numel() and name not in whole
         ]  # a rank may have no row of a parameter
         decayed = [name for name in stepped if name in linear]
         not_decayed = [name for name in stepped if name not in linear]
+        self.stepped = frozenset(stepped)  # element by element
         self.decays = ((config.weight_decay, decayed), (0.0, not_decayed))
         # On a GPU, one kernel does all that a step does to a weight.
         fp32 = all(master.dtype == torch.float32 for master in weights.masters.values())
@@ -102,8 +115,11 @@ class Optimizer:
             self.updates += 1
             clip = self.config.clip
             scale = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else torch.ones_like(norm)
+            if self.matrices is not None:
+                clipping = scale if clip else None
+                self.matrices.step(self.states, clipping, rate, self.config.weight_decay, self.updates)
             if self.fused:
-                compute_copies = self.weights.compute_copies()
+                compute_copies = {n: copy for n, copy in self.weights.compute_copies().items() if n in self.stepped}
                 self._step_fused(rate, scale.float(), compute_copies)
             else:
                 self._step_plain(rate, scale)
@@ -117,7 +133,8 @@ class Optimizer:
             gradients = [p.grad.to(p.dtype) for p in updated.values() if p.grad is not None]
             if self.config.clip:
                 torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
-            states = [[self.states[name][key] for name in updated] for key in self.config.states]
+            # Tensors by state: all of these parameters have the same.
+            states = [[*each] for each in zip(*(self.states[name].values() for name in updated), strict=True)]
             self.config.update([*updated.values()], gradients, states, rate, decay, self.updates)
 
     def _step_fused(self, rate: float, scale: Tensor, compute_copies: dict[str, Tensor]) -> None:

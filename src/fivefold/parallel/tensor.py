@@ -252,7 +252,7 @@ def ops_of(
     # The sizes of a dispatch depend on the data, and so do the tiles of attention that is masked by document: both run
     # between the graphs of a compiled block, or each microbatch would be recompiled.
     in_tiles = mesh.layout.cp > 1 and mesh.layout.cp_kind != "ulysses"
-    masked_between_graphs = documents and (in_tiles or spec.sinks or spec.window > 0)
+    masked_between_graphs = documents and (in_tiles or spec.sinks or spec.windowed)
     options["breaks"] = (
         mesh.layout.breaks_graphs or masked_between_graphs or (spec.experts is not None and not dispatch.in_graph)
     )

@@ -4,9 +4,11 @@ An element of the arrays is a combination of choices. What a block costs depends
 and is worked out once for each by the same functions that time a single layout.
 """
 
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, reduce
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from msgspec import structs
@@ -20,8 +22,11 @@ from fivefold.cost.moe import ParamShare
 from fivefold.cost.peak_memory import CUDA_CONTEXT_BYTES, FRAGMENTATION, loss_peak
 from fivefold.cost.step import Workload, p2p_bytes
 from fivefold.layout.layout import ContextKind, Dispatch, Layout, Recompute
+from fivefold.layout.stages import balanced
 from fivefold.schedules.build import ScheduleInfo
 from fivefold.schedules.registry import RECORDS
+from fivefold.spec.model import ModelSpec
+from fivefold.spec.pattern import Layer
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")  # the more is made again, the later
 SLACK = 1.05  # closed forms of memory may be off by so much
@@ -90,12 +95,19 @@ class BlockArrays(NamedTuple):
 
     @classmethod
     def of(cls, workload: Workload, shape: BlockShape) -> "BlockArrays":
-        """`workload` with one dp rank's microbatch as its batch."""
+        """Of the mean block. `workload` has one dp rank's microbatch as its batch."""
+        counted = workload.spec.counted()
+        return mean_of([(cls.of_kinds(workload, shape, kinds), counted[kinds]) for kinds in counted])
+
+    @classmethod
+    def of_kinds(cls, workload: Workload, shape: BlockShape, kinds: Layer) -> "BlockArrays":
+        """One block of these kinds."""
         workload = shape.of(workload)
-        layout, work = workload.layout, workload.block_cost
+        layout, work = workload.layout, workload.block_cost.of(kinds)
         block, sizes = work.block, (workload.software, shape.samples, workload.seq, work.activation_bytes)
-        held = saved_activations(workload.spec, layout, *sizes).total
-        again = saved_activations(workload.spec, structs.replace(layout, recompute="none"), *sizes).total - held
+        held = saved_activations(workload.spec, layout, *sizes, kinds=kinds).total
+        again = structs.replace(layout, recompute="none")
+        again_bytes = saved_activations(workload.spec, again, *sizes, kinds=kinds).total - held
         return cls(
             forward=block.forward.total,
             backward=block.inputs.total + block.weights.total,
@@ -103,14 +115,35 @@ class BlockArrays(NamedTuple):
             computing_back=computing(block)[1],
             waiting=waiting(workload, block),
             port=work.port,
-            unhidden=split_backward(workload).block.inputs.total - block.inputs.total,
+            unhidden=split_backward(workload).of(kinds).block.inputs.total - block.inputs.total,
             ends=sum(part.total for part in (*work.top, *work.bottom)),
             saved=held,
-            transient=again + work.mlp_backward_bytes + work.cp_buffer_bytes,
+            transient=again_bytes + work.mlp_backward_bytes + work.cp_buffer_bytes,
             logits=loss_peak(workload.spec, layout, workload.software, work.tokens),
             p2p_bytes=p2p_bytes(workload),
             full=shape.recompute == "full",
         )
+
+
+Fields = TypeVar("Fields", bound=tuple[float, ...])
+
+
+MOST = ("transient", "again", "passing")  # what a block needs while it runs: the one that needs most
+
+
+def mean_of(parts: Sequence[tuple[Fields, int]]) -> Fields:
+    """The mean of so many of each, for what adds up over a rank's layers; and the most of what does not."""
+    (first, _), *others = parts
+    if not others:
+        return first
+    layers = sum(count for _, count in parts)
+    fields = {
+        name: reduce(np.maximum, [getattr(part, name) for part, _ in parts])
+        if name in MOST
+        else sum(getattr(part, name) * count for part, count in parts) / layers
+        for name in first._fields  # type: ignore[attr-defined]
+    }
+    return type(first)(**fields)
 
 
 def computing(block: PassTimes) -> tuple[float, float]:
@@ -181,6 +214,11 @@ class LinkArrays:
         return {}
 
 
+def largest_block(spec: ModelSpec) -> int:
+    """Parameters of the largest block."""
+    return max(map(spec.block_parameter_count, spec.counted()))
+
+
 @dataclass(frozen=True)
 class Closed:
     """What the formulas are made of: the choices, and their blocks as arrays."""
@@ -189,6 +227,7 @@ class Closed:
     of: Choices
     block: BlockArrays  # of arrays
     pipelines: list[PipelineArrays]
+    unlike: dict[Layer, Array] = field(default_factory=dict, kw_only=True)  # seconds by kind, if there are several
 
     @property
     def alone(self) -> Array:
@@ -208,17 +247,17 @@ class Closed:
 
     @property
     def own(self) -> ParamShare:
-        """Parameters of a block on one rank."""
-        dense: Any = self.workload.spec.block_parameter_count / self.of.tp
+        """Parameters of a block on one rank; of the largest."""
+        dense: Any = largest_block(self.workload.spec) / self.of.tp
         return ParamShare(dense, 0.0)
 
     @property
     def parameters(self) -> ParamShare:
         """Parameters of the pipeline rank with the most, on one tp rank."""
         spec = self.workload.spec
-        block, table = spec.block_parameter_count, spec.vocab * spec.hidden
-        several = np.ceil(spec.layers / self.of.pp) * block + table
-        full = spec.layers * block + table * (1 if spec.tied else 2)
+        table, all_blocks = spec.vocab * spec.hidden, spec.all_blocks_parameter_count
+        several = np.ceil(spec.layers / self.of.pp) * largest_block(spec) + table
+        full = all_blocks + table * (1 if spec.tied else 2)
         dense: Any = np.where(self.alone, full, several) / self.of.tp
         return ParamShare(dense, 0.0)
 
@@ -230,7 +269,13 @@ class Closed:
     def seconds(self) -> Array:
         """Of a step."""
         gathering = self.gathering() * self.workload.spec.layers / self.of.pp
-        return self._pipeline(self._rank() + gathering) + self.after() + self.workload.software.host_step
+        if self.unlike:
+            rank, all_ranks = self._ranks_of_unlike()
+            rank, all_ranks = rank + gathering, all_ranks + self.of.pp * gathering
+        else:
+            rank = self._rank() + gathering
+            all_ranks = self.of.pp * rank  # as if all took as long as the busiest
+        return self._pipeline(rank, all_ranks) + self.after() + self.workload.software.host_step
 
     @property
     def each(self) -> Array:
@@ -241,6 +286,27 @@ class Closed:
     def unit(self) -> Any:
         """Layers by which a rank's share grows: one for each of its stages, which is much where these are short."""
         return self.chunks
+
+    def _ranks_of_unlike(self) -> tuple[Array, Array]:
+        """A microbatch on the busiest rank, and on all of them: each has the layers of its stages, as they are
+        balanced, and takes as long as these do."""
+        spec, busiest, total = self.workload.spec, np.zeros(len(self.of.tp)), np.zeros(len(self.of.tp))
+        kinds, seconds = list(self.unlike), np.stack(list(self.unlike.values()))
+        seconds = seconds + self.each - self.block.forward - self.block.backward  # what pairs hide, and halves do not
+        pipelines = np.where(self.alone, -1, self.of.pipeline)
+        for pp, index in set(zip(self.of.pp.tolist(), pipelines.tolist(), strict=True)):
+            at = (self.of.pp == pp) & (pipelines == index)
+            chunks = 1 if index < 0 else self.pipelines[index].chunks
+            ranks = ((0,),) if index < 0 else self.pipelines[index].schedule.placement(pp, chunks).of_rank
+            ends = [0, *accumulate(balanced(spec, pp * chunks, self.workload.seq))]
+            for stages in ranks:
+                layers = [layer for stage in stages for layer in range(ends[stage], ends[stage + 1])]
+                counted = spec.counted(layers)
+                load = np.array([counted.get(kind, 0) for kind in kinds], dtype=float) @ seconds[:, at]
+                load = load + np.asarray(self.block.ends)[at] * (pp * chunks - 1 in stages)
+                busiest[at] = np.maximum(busiest[at], load)
+                total[at] += load
+        return busiest, total
 
     def _rank(self) -> Array:
         """A microbatch on the busiest rank. Ranks hold whole layers, and the head is worth some."""
@@ -255,11 +321,9 @@ class Closed:
         exposed = sum(self.zero.in_block(self.own, block.computing, free, block.full))
         return np.where(self.of.zero == 3, np.maximum(0.0, exposed - block.waiting), 0.0)
 
-    def _pipeline(self, rank: Array) -> Array:
-        """As if all ranks took as long as the busiest."""
-        return np.asarray(
-            self.form.seconds(rank, self.of.pp * rank, self.sending(), self.workload.software.hides("pp"))
-        )
+    def _pipeline(self, rank: Array, all_ranks: Array) -> Array:
+        hides = self.workload.software.hides("pp")
+        return np.asarray(self.form.seconds(rank, all_ranks, self.sending(), hides))
 
     @property
     def form(self) -> PipelineForm:

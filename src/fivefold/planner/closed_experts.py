@@ -11,7 +11,7 @@ import numpy as np
 from msgspec import structs
 
 from fivefold.cost.activations import MoEMemory, saved_activations
-from fivefold.cost.moe import MoEBlock, ParamShare, Travel, block_share
+from fivefold.cost.moe import MoEBlock, ParamShare, Travel, block_share, experts_share
 from fivefold.cost.peak_memory import loss_peak
 from fivefold.cost.step import Workload, p2p_bytes
 from fivefold.layout.layout import Layout
@@ -27,9 +27,12 @@ from fivefold.planner.closed import (
     LinkArrays,
     PipelineArrays,
     computing,
+    mean_of,
     split_backward,
     waiting,
 )
+from fivefold.spec.model import ModelSpec
+from fivefold.spec.pattern import Layer
 
 
 class ExpertShape(NamedTuple):
@@ -69,10 +72,20 @@ class DenseCost(NamedTuple):
 
     @classmethod
     def of(cls, workload: Workload, shape: BlockShape) -> "DenseCost":
+        """Of the mean block."""
+        counted = workload.spec.counted()
+        pairs = pairs_of(workload.spec)
+        return mean_of([(cls.of_kinds(workload, shape, *pair), counted[pair[0]] * counted[pair[1]]) for pair in pairs])
+
+    @classmethod
+    def of_kinds(cls, workload: Workload, shape: BlockShape, kinds: Layer, other: Layer) -> "DenseCost":
+        """A block of these kinds, and for `plain_...` one of the others."""
         workload = shape.of(workload)
-        layout, work = workload.layout, workload.block_cost
-        plain, block = replace(work, dense=True).block, work.around
-        own, everything = (_held(workload, how) for how in (layout, structs.replace(layout, recompute="none")))
+        layout, work = workload.layout, workload.block_cost.of(kinds)
+        plain, block = work.of(other).around, work.around
+        own, everything = (
+            _held(workload, how, kinds, other) for how in (layout, structs.replace(layout, recompute="none"))
+        )
         stream = work.activation_bytes * work.tokens * workload.spec.hidden / (shape.tp if shape.sp else 1)
         return cls(
             forward=block.forward.total - block.forward.host,
@@ -86,7 +99,7 @@ class DenseCost(NamedTuple):
             plain_waiting=waiting(workload, plain),
             launching=work.launching,
             port=work.port,
-            unhidden=split_backward(workload).around.inputs.total - block.inputs.total,
+            unhidden=split_backward(workload).of(kinds).around.inputs.total - block.inputs.total,
             ends=sum(part.total for part in (*work.top, *work.bottom)),
             saved=own.around,
             plain_saved=own.plain,
@@ -106,7 +119,14 @@ class _Held(NamedTuple):
     shared: float  # of the first, its shared expert's
 
 
-def _held(workload: Workload, layout: Layout) -> _Held:
+def pairs_of(spec: ModelSpec) -> list[tuple[Layer, Layer]]:
+    """Every kind of layer with experts, with every kind without; or, if there is none, with itself: nothing has it."""
+    mixed = [kinds for kinds in spec.counted() if kinds.routed]
+    plain = [kinds for kinds in spec.counted() if not kinds.routed] or mixed[:1]
+    return [(kinds, other) for kinds in mixed for other in plain]
+
+
+def _held(workload: Workload, layout: Layout, kinds: Layer, other: Layer) -> _Held:
     sizes = (
         workload.spec,
         layout,
@@ -115,8 +135,8 @@ def _held(workload: Workload, layout: Layout) -> _Held:
         workload.seq,
         workload.block_cost.activation_bytes,
     )
-    mixed = saved_activations(*sizes)
-    return _Held(mixed.total - mixed.experts, saved_activations(*sizes, dense=True).total, mixed.mlp)
+    mixed = saved_activations(*sizes, kinds=kinds)
+    return _Held(mixed.total - mixed.experts, saved_activations(*sizes, kinds=other).total, mixed.mlp)
 
 
 class MoECost(NamedTuple):
@@ -159,7 +179,7 @@ class MoECost(NamedTuple):
         there, back, back_again, there_again = travel.messages
         less, less_back = travel.hidden
         kernels, kernels_back = moe.matmuls[0] + moe.memory[0], moe.matmuls[1] + moe.matmuls[2] + moe.memory[1]
-        added = work.added(block_share(workload.spec, 1, spread.ep).experts)
+        added = work.added(experts_share(workload.spec, spread.ep))
         return cls(
             forward=kernels + moe.sent[0] - less + moe.gathered[0],
             backward=kernels_back + moe.sent[1] - less_back + moe.gathered[1] + added,
@@ -194,24 +214,30 @@ class ExpertClosed(Closed):
     @property
     def _mixed(self) -> int:
         """Layers with experts."""
-        return self.workload.spec.layers - self.workload.spec.dense_layers
+        return len(self.workload.spec.routed_layers)
 
     @property
     def own(self) -> ParamShare:
         """Of a block with experts."""
-        experts: Any = block_share(self.workload.spec, 1, 1).experts / self.dealt.ep
-        return ParamShare(self._dense(plain=False), experts)
+        experts: Any = experts_share(self.workload.spec, 1) / self.dealt.ep
+        return ParamShare(self._dense(routed=True), experts)
 
-    def _dense(self, *, plain: bool) -> Any:
-        """Dense parameters of a block with experts, or (`plain`) of one without."""
-        shares = {tp: block_share(self.workload.spec, tp, 1, plain).dense for tp in np.unique(self.of.tp).tolist()}
+    def _dense(self, *, routed: bool) -> Any:
+        """Dense parameters of the largest block with experts, or of one without."""
+        spec = self.workload.spec
+        kinds = [kinds for kinds in spec.counted() if kinds.routed == routed]
+        shares = {
+            tp: max((block_share(spec, tp, 1, kind).dense for kind in kinds), default=0.0)
+            for tp in np.unique(self.of.tp).tolist()
+        }
         return np.array([shares.get(tp, 0.0) for tp in range(max(shares) + 1)])[self.of.tp]
 
     @property
     def parameters(self) -> ParamShare:
         spec, own, several = self.workload.spec, self.own, np.ceil(self.workload.spec.layers / self.of.pp)
         table = spec.vocab * spec.hidden / self.of.tp
-        full = spec.dense_layers * self._dense(plain=True) + self._mixed * own.dense + table * (1 if spec.tied else 2)
+        few = spec.layers - self._mixed
+        full = few * self._dense(routed=False) + self._mixed * own.dense + table * (1 if spec.tied else 2)
         dense: Any = np.where(self.alone, full, several * own.dense + table)
         layers: Any = np.where(self.alone, self._mixed, several)
         return ParamShare(dense, layers * own.experts)
@@ -235,7 +261,12 @@ class ExpertClosed(Closed):
 def closed_of(
     workload: Workload, of: Choices, dealt: EpChoices, shapes: list[BlockShape], pipelines: list[PipelineArrays]
 ) -> ExpertClosed:
-    around = DenseCost(*np.array([DenseCost.of(workload, shape) for shape in shapes])[of.shape].T)
+    counted, pairs = workload.spec.counted(), pairs_of(workload.spec)
+    by_kinds = {
+        pair: DenseCost(*np.array([DenseCost.of_kinds(workload, shape, *pair) for shape in shapes])[of.shape].T)
+        for pair in pairs
+    }
+    around = mean_of([(by_kinds[pair], counted[pair[0]] * counted[pair[1]]) for pair in pairs])
     links = LinkArrays.of(workload, of, dealt.ep)
     spent = _spent(workload, of, dealt, links, shapes)
     recompute = np.array([RECOMPUTES.index(shape.recompute) for shape in shapes])[of.shape]
@@ -243,13 +274,19 @@ def closed_of(
     forward, backward = around.forward + spent.forward, around.backward + spent.backward + again
     itself = workload.software.computes_itself  # the host, whose time is then not behind the device's
     wait = np.maximum(0.0, around.launching - (0.0 if itself else forward + backward))
+    unlike: dict[Layer, Array] = {}
+    for (kinds, other), own in by_kinds.items() if len(counted) > 1 else ():
+        both = own.forward + spent.forward + own.backward + spent.backward + again
+        unlike[kinds] = both + np.maximum(0.0, own.launching - (0.0 if itself else both))
+        if other in counted and not other.routed:
+            unlike[other] = np.asarray(own.plain_forward + own.plain_backward)
     held = np.choose(recompute, [spent.everything, spent.outputs, 0.0])
     twice = recompute == RECOMPUTES.index("full")
     share = 1 / np.where(twice, 3, 2)  # of the host's work, in forward
 
     def mean(mixed: Any, plain: Any) -> Array:
         """Of the layers with experts and those without."""
-        few = workload.spec.dense_layers / workload.spec.layers
+        few = (workload.spec.layers - len(workload.spec.routed_layers)) / workload.spec.layers
         return np.asarray((1 - few) * mixed + few * plain)
 
     means: dict[str, Any] = {
@@ -264,7 +301,7 @@ def closed_of(
     }
     same = ("port", "unhidden", "ends", "logits", "p2p_bytes", "full")
     block = BlockArrays(**means, **{name: getattr(around, name) for name in same})
-    return ExpertClosed(workload, of, block, pipelines, dealt, links)
+    return ExpertClosed(workload, of, block, pipelines, dealt, links, unlike=unlike)
 
 
 def _paired(spent: MoECost, forward: Any, backward: Any, twice: Array) -> Array:

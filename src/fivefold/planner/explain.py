@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from msgspec import structs
 
 from fivefold.cost.collective_time import Reach
-from fivefold.cost.model_state import dtype_of
+from fivefold.cost.model_state import ADAMW, dtype_of
 from fivefold.cost.peak_memory import USABLE_FRACTION, Footprint, footprint
 from fivefold.cost.step import Workload, estimate
 from fivefold.cost.traffic import RankCoords, expected_traffic
@@ -227,7 +227,7 @@ def traffic_rank(option: Option) -> int:
 
 
 def _with_experts(workload: Workload, stage: int) -> bool:
-    return any(not workload.spec.dense(layer) for layer in workload.stages[stage].layers)
+    return any(workload.spec.kinds(layer).routed for layer in workload.stages[stage].layers)
 
 
 def traffic(option: Option) -> list[AxisTraffic]:
@@ -237,7 +237,11 @@ def traffic(option: Option) -> list[AxisTraffic]:
     dtype = dtype_of(workload.block_cost.activation_bytes)
     splits = workload.splits_backward if workload.groups else None
     sizes = (workload.spec, workload.layout, workload.seq, workload.batch, dtype)
-    for row in expected_traffic(*sizes, coords=RankCoords(pp=rank), splits_backward=splits, keep_ep_axis=True):
+    sent = expected_traffic(
+        *sizes, coords=RankCoords(pp=rank), splits_backward=splits, keep_ep_axis=True,
+        optimizer=workload.software.matrices or ADAMW,
+    )  # fmt: skip
+    for row in sent:
         reach = topology.reaches.get(row.axis)  # None: the whole world, the pipeline's ends: a few numbers
         share, wire = _share_across_nodes(row.kind, reach, workload.cluster.nodes), float(row.wire)
         alone = topology.time(row.kind, row.axis, row.payload / row.calls, row.calls) if reach else None

@@ -176,7 +176,7 @@ class Input(NamedTuple):
 
 def saved_bytes(option: Option) -> int:
     """Of one checkpoint, all ranks together."""
-    return option.workload.spec.parameter_count * option.workload.software.accounting.saved
+    return round(option.workload.spec.parameter_count * option.workload.software.accounting.saved)
 
 
 def failures_of(option: Option, costs: FailureCosts = PUBLISHED, timeout: float = TIMEOUT) -> Failures:

@@ -16,7 +16,7 @@ from fivefold.cost.peak_memory import CUDA_CONTEXT_BYTES, FRAGMENTATION, USABLE_
 from fivefold.cost.step import Workload
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
-from fivefold.planner.closed import SLACK, Array, BlockArrays, BlockShape, Choices, Closed
+from fivefold.planner.closed import SLACK, Array, BlockArrays, BlockShape, Choices, Closed, largest_block
 from fivefold.planner.mixed import groups_of, orders
 from fivefold.planner.space import SearchQuery, Space, legal, shapes_of
 from fivefold.support.text import divisors
@@ -79,7 +79,8 @@ class MixedClosed:
         for shape in self.shapes:
             layout = Layout(tp=shape.tp, cp=shape.cp, cp_kind=shape.cp_kind, sp=shape.sp, recompute=shape.recompute)
             tokens = shape.samples * workload.seq // shape.cp
-            deferred.append(deferred_wgrad_bytes(workload.spec, layout, tokens, workload.block_cost.activation_bytes))
+            wide, kinds = workload.block_cost.activation_bytes, workload.spec.counted()
+            deferred.append(max(deferred_wgrad_bytes(workload.spec, layout, tokens, wide, kind) for kind in kinds))
         saved = self.groups[0].block.saved
         return np.where(self.splits, np.maximum(0.0, np.array(deferred)[self.of.shape] - saved), 0.0)
 
@@ -115,7 +116,7 @@ class MixedClosed:
         chunks, tp = closed.chunks[rows, None], of.tp[rows, None]
         state = self.bytes_of_a_parameter[rows, None]
         flying = self._flying(rows, p)
-        per_layer = state * spec.block_parameter_count / tp + saved * flying
+        per_layer = state * largest_block(spec) / tp + saved * flying
         per_layer = per_layer + self.waiting[rows, None] / chunks
         table = state * spec.vocab * spec.hidden / tp
         is_last = rank[None, :] == last[:, None]

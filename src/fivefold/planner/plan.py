@@ -159,7 +159,7 @@ def workload_of(job: Job, cluster: Cluster, precision: str = "", software: str =
     runs it on these devices."""
     precision = precision or ("fp8" if job.train.fp8 else precision_of(job.train.dtype))
     profile = software_of(software, cluster.groups[0].accelerator)
-    profile = profile.optimizing_with(job.optimizer).computing_in(precision)
+    profile = profile.optimizing_with(job.optimizer, job.model.parameters()).computing_in(precision)
     return Workload(job.model, job.layout, cluster, job.data.seq, job.train.batch, precision, profile)
 
 

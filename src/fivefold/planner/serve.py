@@ -46,6 +46,7 @@ from fivefold.planner.serve_options import (
 from fivefold.render.blocks import Block, Result, Table, Text
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError
+from fivefold.support.plugins import is_plugin
 from fivefold.support.ranges import TOKENS, misfit, within
 
 # ---- expert sentences -----------------------------------------------------------------------------------------------
@@ -297,10 +298,17 @@ def missed(service: Service, options: list[ServingOption]) -> str:
     )
 
 
+def unlike(spec: ModelSpec) -> list[str]:
+    """What serving does not know the cost of: other blocks than of attention and an MLP."""
+    if all(kinds.attends and kinds.mlp and not is_plugin(kinds.mlp.name) for kinds in spec.counted()):
+        return []
+    return [f"{spec.name} has layers that are not attention and an MLP, and serving knows the cost of no others"]
+
+
 def problems(service: Service) -> list[str]:
     """Everything that is wrong with the request, before any search."""
     spec, cluster = service.spec, service.cluster
-    wrong = spec.problems()
+    wrong = spec.problems() or unlike(spec)
     given = {name: value for name, value in vars(service).items() if value is not None}
     counts = [misfit(name, given.get(name), within(1, TOKENS)) for name in ("prompt", "output", "sequences")]
     targets = [name for name in ("ttft", "tpot") if not given.get(name, 1) > 0]

@@ -23,16 +23,14 @@ and a block of plain PyTorch takes it `Software.host`.
 
 import math
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from fivefold.cost.block import LayerKind, layer_kind
 from fivefold.cost.collective_time import NCCL_BASE, Kind, Topology, flagged
 from fivefold.cost.kernels import Device, plus, remade, times
-from fivefold.cost.moe import GROUPED, dense_gemms, plain_layers
+from fivefold.cost.moe import GROUPED, dense_gemms
 from fivefold.cost.peak_memory import CUDA_CONTEXT_BYTES, FRAGMENTATION, USABLE_FRACTION
 from fivefold.cost.software import MOVED, Attention
 from fivefold.hardware.accelerators import software
@@ -41,6 +39,7 @@ from fivefold.layout.stages import Stage, stages_of
 from fivefold.spec.blocks import Experts
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import BlockOperations, Matmul, block, head
+from fivefold.spec.pattern import Layer
 from fivefold.support.text import divisors
 
 # ---- parts ----------------------------------------------------------------------------------------------------------
@@ -231,7 +230,7 @@ class Replica:
     @cached_property
     def block(self) -> BlockOperations:
         """The operations of a block on one GPU; of a model with experts one that has some."""
-        return block(self.spec, self.tp)
+        return block(self.spec, self.tp)  # of the last layer: `serve` takes no pattern, so it has attention
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
@@ -271,11 +270,11 @@ class Replica:
             Parts(compute=seconds, launch=launch) if seconds > 1.0001 * free else Parts(weights=seconds, launch=launch)
         )
 
-    def rows(self, rows: int, dense: bool = False, busy: int = 0) -> Parts:
-        """Of a block, for so many tokens of a tp group at once, without attention. `dense`: a block without experts;
+    def rows(self, rows: int, layer: Layer | None = None, busy: int = 0) -> Parts:
+        """Of a block of these kinds, or of the last, for so many tokens of a tp group at once, without attention.
         `busy`: groups that have tokens, all of them unless it is said."""
-        spec, device, operations = self.spec, self.device, block(self.spec, self.tp, dense)
-        routed = spec.experts is not None and not dense
+        kinds = layer or self.spec.kinds(self.spec.layers - 1)
+        spec, device, operations, routed = self.spec, self.device, block(self.spec, self.tp, kinds), kinds.routed
         matmuls = (self.matmul(*shape, self.precision) for shape in dense_gemms(operations.matmuls, rows, False, 1))
         moved = MOVED["fused"]
         norm = getattr(moved, spec.norm)[0] + moved.residual[0]
@@ -326,11 +325,11 @@ class Replica:
         return Parts(compute=work) if work > read else Parts(cache=read)
 
     @cached_property
-    def _kinds(self) -> list[Counter[LayerKind]]:
+    def _kinds(self) -> list[dict[Layer, int]]:
         """How many layers of each kind every stage has."""
-        return [Counter(layer_kind(self.spec, layer) for layer in stage.layers) for stage in self.stages]
+        return [self.spec.counted(stage.layers) for stage in self.stages]
 
-    def _loads(self, layer: Callable[[LayerKind], Parts], bottom: Parts, top: Parts) -> list[Parts]:
+    def _loads(self, layer: Callable[[Layer], Parts], bottom: Parts, top: Parts) -> list[Parts]:
         """Of every stage, by what a block of each kind takes, and the ends."""
         by_kind = {kind: layer(kind) for kind in set().union(*self._kinds)}
         loads = []
@@ -347,8 +346,8 @@ class Replica:
         """
         rows, busy = math.ceil(batch / (self.pp * self.dp)), min(self.dp, batch)
 
-        def layer(kind: LayerKind) -> Parts:
-            return plus(self.rows(rows, kind.dense, busy), self.attend(rows, context, kind.window))
+        def layer(kind: Layer) -> Parts:
+            return plus(self.rows(rows, kind, busy), self.attend(rows, context, kind.window))
 
         loads = self._loads(layer, self._bottom(rows), self._top(rows))
         parts = plus(*loads)
@@ -382,10 +381,10 @@ class Replica:
         # Without CUDA graphs the host launches every chunk.
         least = 0.0 if self.graphs else software().host * chunks
 
-        def layer(kind: LayerKind) -> Parts:
+        def layer(kind: Layer) -> Parts:
             keys = attention._replace(window=kind.window).keys(prompt / 2)
             attend, _ = self.device.attention(ATTENTION, count, attention.heads, dim, prompt, keys)
-            return Parts(compute=max(least, (self.rows(rows, kind.dense, busy).total + again) * chunks + attend))
+            return Parts(compute=max(least, (self.rows(rows, kind, busy).total + again) * chunks + attend))
 
         bottom, top = times(self._bottom(rows), chunks), self._top(count)
         spent = [load.total for load in self._loads(layer, bottom, top)]
@@ -428,7 +427,7 @@ def memory_needed(replica: Replica, batch: int, tokens: int, prompt: int) -> Ser
     by_stage = []
     for stage in replica.stages:
         weights, activations = stage_weights(replica, stage), stream + logits * stage.last
-        cache = per_group * sum(replica.cache_read(tokens, spec.window_of(layer)) for layer in stage.layers)
+        cache = per_group * sum(replica.cache_read(tokens, spec.kinds(layer).window) for layer in stage.layers)
         by_stage.append(
             ServingMemory(weights, cache, activations, CUDA_CONTEXT_BYTES + FRAGMENTATION * (weights + activations))
         )
@@ -442,7 +441,7 @@ def _inner(replica: Replica) -> float:
     heads = attention.width + 2 * attention.kv_width
     if spec.experts is None:
         return heads + 3 * spec.ffn / replica.tp
-    experts, plain = spec.experts, 3 * spec.ffn / replica.tp * (spec.dense_layers > 0)
+    experts, plain = spec.experts, 3 * spec.ffn / replica.tp * (len(spec.routed_layers) < spec.layers)
     visits = replica.uneven * replica.dp * experts.top_k / replica.ep
     routed = visits * (3 * experts.ffn * replica.ep / replica.ranks + 2 * spec.hidden)
     return heads + max(plain, routed + 3 * experts.shared_ffn / replica.tp)
@@ -451,42 +450,39 @@ def _inner(replica: Replica) -> float:
 def stage_weights(replica: Replica, stage: Stage) -> float:
     """Bytes of one rank."""
     spec, table = replica.spec, 2.0 * head(replica.spec, replica.tp).size
-    dense_layers, share = plain_layers(spec, stage), (replica.tp, replica.ranks, replica.precision)
-    layers = dense_layers * _block_weights(spec, *share, dense=True)
-    layers += (len(stage.layers) - dense_layers) * _block_weights(spec, *share)
+    share, kinds = (replica.tp, replica.ranks, replica.precision), spec.counted(stage.layers).items()
+    layers = sum(count * _block_weights(spec, *share, kind) for kind, count in kinds)
     tables = stage.first + stage.last - (stage.first and stage.last and spec.tied)
     learned = 2.0 * spec.context * spec.hidden * (stage.first and spec.positions == "learned")
     return layers + tables * table + learned + 2.0 * spec.hidden * stage.last
 
 
 @lru_cache(maxsize=4096)
-def _block_weights(spec: ModelSpec, tp: int, ranks: int, precision: str, dense: bool = False) -> float:
+def _block_weights(spec: ModelSpec, tp: int, ranks: int, precision: str, kinds: Layer) -> float:
     """Bytes of a block on one rank: its part of the linears, and of the experts, which all ranks of a stage share;
     norms and routers are whole on every rank; biases hardly count."""
-    parameters = sum(parameter.size for parameter in spec.block_parameters(0 if dense else spec.layers - 1))
-    rest = parameters - sum(matmul.size for matmul in _narrow(spec, 1, dense))
-    linears = sum(matmul.size / (ranks if matmul.experts else 1) for matmul in _narrow(spec, tp, dense))
+    parameters = sum(parameter.size for parameter in spec.block_parameters(spec.first(kinds)))
+    rest = parameters - sum(matmul.size for matmul in _narrow(spec, 1, kinds))
+    linears = sum(matmul.size / (ranks if matmul.experts else 1) for matmul in _narrow(spec, tp, kinds))
     return linear_bytes(precision) * linears + 2.0 * rest
 
 
-def _narrow(spec: ModelSpec, tp: int, dense: bool) -> list[Matmul]:
+def _narrow(spec: ModelSpec, tp: int, kinds: Layer) -> list[Matmul]:
     """The linears that may be in 8 bits: all but routers."""
-    return [matmul for matmul in block(spec, tp, dense).matmuls if matmul.tp != "replicated_partial"]
+    return [matmul for matmul in block(spec, tp, kinds).matmuls if matmul.tp != "replicated_partial"]
 
 
 def whole_weights(spec: ModelSpec, precision: str) -> float:
     """Bytes of the model, once."""
-    dense_layers = spec.dense_layers if spec.experts else 0
-    per_block = [sum(matmul.size for matmul in _narrow(spec, 1, dense)) for dense in (False, True)]
-    linears = (spec.layers - dense_layers) * per_block[0] + dense_layers * per_block[1]
+    kinds = spec.counted().items()
+    linears = sum(count * sum(matmul.size for matmul in _narrow(spec, 1, kind)) for kind, count in kinds)
     return linear_bytes(precision) * linears + 2.0 * (spec.parameter_count - linears)
 
 
 def whole_cache(spec: ModelSpec, cache_bytes: int, tokens: int = 1) -> float:
     """Bytes that so many tokens leave in the cache, over all layers; in those with a window no more than it holds."""
-    attention = block(spec).attention
-    keys = sum(count * attention._replace(window=window).keys(tokens) for window, count in spec.windows.items())
-    return attention.cached * cache_bytes * keys
+    scores = [(block(spec, layer=kinds).attention, count) for kinds, count in spec.counted().items()]
+    return cache_bytes * sum(count * attention.cached * attention.keys(tokens) for attention, count in scores)
 
 
 def memory_limit(device: Device) -> float:

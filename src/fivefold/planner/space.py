@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
-from fivefold.cost.moe import block_share
+from fivefold.cost.moe import experts_share
 from fivefold.cost.step import Workload
 from fivefold.layout import rules
 from fivefold.layout.layout import Layout
@@ -28,10 +28,12 @@ from fivefold.planner.closed import (
     Closed,
     EpChoices,
     PipelineArrays,
+    mean_of,
 )
 from fivefold.planner.closed_experts import closed_of
 from fivefold.schedules.classic import ONE_F_ONE_B
 from fivefold.schedules.registry import RECORDS, is_file, record_of
+from fivefold.support.plugins import is_plugin
 from fivefold.support.text import divisors
 
 SIZES = 12  # of a microbatch that are tried, at most
@@ -57,7 +59,7 @@ class SearchQuery:
             return [
                 PipelineArrays(record, chunks) for record in RECORDS if record.name in has for chunks in record.planned
             ]
-        records = [record_of(name)] if name in has or is_file(name) else []
+        records = [record_of(name)] if name in has or is_file(name) or is_plugin(name) else []
         chosen = [PipelineArrays(record, chunks) for record in records for chunks in record.planned or (record.chunks,)]
         return [pipeline for pipeline in chosen if pipeline.chunks == self.fixed.get("chunks", pipeline.chunks)]
 
@@ -104,8 +106,17 @@ def space(query: SearchQuery) -> Space:
     of = legal(query, shapes, combinations)
     if not len(of.tp):
         return Space(of, shapes, query.pipelines, np.zeros(0), np.zeros(0))
-    blocks = np.array([BlockArrays.of(query.workload, shape) for shape in shapes])
-    closed = Closed(query.workload, of, BlockArrays(*blocks[of.shape].T), query.pipelines)
+    counted = query.workload.spec.counted()
+    by_kind = {
+        kinds: BlockArrays(
+            *np.array([BlockArrays.of_kinds(query.workload, shape, kinds) for shape in shapes])[of.shape].T
+        )
+        for kinds in counted
+    }
+    several = by_kind if len(counted) > 1 else {}
+    unlike = {kinds: np.asarray(block.forward + block.backward) for kinds, block in several.items()}
+    mean = mean_of([(block, counted[kinds]) for kinds, block in by_kind.items()])
+    closed = Closed(query.workload, of, mean, query.pipelines, unlike=unlike)
     return Space(of, shapes, query.pipelines, closed.seconds(), closed.memory())
 
 
@@ -239,7 +250,7 @@ def dealt_out(query: SearchQuery, shapes: list[BlockShape], of: Choices) -> tupl
     indices, eps, kinds = [], [], []
     # Bytes of a parameter that no number of ranks divides, by ZeRO stage.
     least = np.array([workload.software.accounting.state(1.0, 0.0, stage, 2).total for stage in range(4)])
-    held = block_share(spec, 1, 1).experts * (spec.layers - spec.dense_layers)
+    held = experts_share(spec, 1) * len(spec.routed_layers)
     for ep, (kind, name) in product(query.free("ep", divisors(spec.experts.count)), enumerate(DISPATCHES)):
         if query.fixed.get("dispatch", name) != name or (name == "allgather" and ep > spec.experts.top_k):
             continue

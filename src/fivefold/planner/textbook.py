@@ -204,12 +204,12 @@ def _experts(option: Option, rows: list[AxisTraffic]) -> Iterator[Shortcut]:
     layout, spec = option.layout, option.workload.spec
     if spec.experts is None or layout.ep == 1:
         return
-    calls = 4 * spec.experts.top_k * (spec.layers - spec.dense_layers) / layout.pp * layout.microbatches
+    calls = 4 * spec.experts.top_k * len(spec.routed_layers) / layout.pp * layout.microbatches
     textbook = calls * NARROW * _stream(option) / layout.tp * (layout.ep - 1) / layout.ep
     why = _because(
         f"dispatch={layout.dispatch} sends otherwise" if layout.dispatch != "alltoall" else "",
         "the forward pass runs twice" if layout.recompute == "full" else "",
-        _own_layers(option, sum(not spec.dense(layer) for layer in _layers(option)), spec.layers - spec.dense_layers),
+        _own_layers(option, len({*_layers(option)} & {*spec.routed_layers}), len(spec.routed_layers)),
         "ranks tell each other how many rows will come",
     )
     formula = "4 K BSH/t a layer, (e-1)/e of it"

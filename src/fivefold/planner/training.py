@@ -132,7 +132,7 @@ class Training:
         ]
         fill = "a directory made by fivefold data prepare"
         fill = f"fill in: {fill}" if needs_data(job) else f"{fill}; without it, Python's own source"
-        hints = {} if job.data.path else {"data": f'path = "..."  {fill}'}
+        hints = {} if not job.data.usual else {"data": f'path = "..."  {fill}'}
         why = {key: choice.why for key, choice in self.settings(option).items()}
         return written(job, why, head, hints)
 
@@ -267,7 +267,7 @@ def _count(hours: float) -> str:
 
 
 _PARTS = {"embedding": "embedding", "norm": "norms", "bias": "biases"}
-_ORDER = ("embedding", "attention", "mlp", "experts", "norms", "biases", "head")
+_ORDER = ("embedding", "attention", "other mixers", "mlp", "experts", "norms", "biases", "head")
 STATE_DTYPES = ("bfloat16", "float32")
 
 
@@ -281,15 +281,17 @@ class ModelResult(Result):
     def parts(self) -> dict[str, int]:
         """Parameters by the part of the decoder that they belong to."""
         spec, parts = self.spec, Counter[str]()
-        few = spec.dense_layers
         for param in msgspec.structs.replace(spec, layers=0).parameters():
             parts["head" if param.kind == "linear" else _PARTS[param.kind]] += param.size
-        for layer, times in ((0, few), (spec.layers - 1, spec.layers - few)):
-            for param in spec.block_parameters(layer) if times else ():
+        for kinds, times in spec.counted().items():
+            for param in spec.block_parameters(spec.first(kinds)):
                 if param.kind in ("norm", "bias"):
                     parts[_PARTS[param.kind]] += times * param.size
-            for matmul in block(spec, dense=spec.dense(layer)).matmuls if times else ():
-                parts["experts" if matmul.experts else matmul.branch] += times * matmul.size
+                elif param.kind == "filter":
+                    parts["other mixers"] += times * param.size
+            for matmul in block(spec, layer=kinds).matmuls:
+                branch = matmul.branch if matmul.branch in _ORDER else "other mixers"
+                parts["experts" if matmul.experts else branch] += times * matmul.size
         return {name: parts[name] for name in _ORDER if parts[name]}
 
     @property

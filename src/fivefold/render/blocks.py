@@ -34,9 +34,9 @@ class Cell(NamedTuple):
     style: Style = ""
 
 
-def mark(holds: bool) -> Cell:
-    """The end of a row that judges something."""
-    return Cell("ok", "good") if holds else Cell("FAILS", "bad")
+def mark(passed: bool) -> Cell:
+    """The cell that ends the row of a check."""
+    return Cell("ok", "good") if passed else Cell("FAILS", "bad")
 
 
 Row = Sequence[Any]  # strings and Cells, whose common type mypy would take for Sequence[str]
@@ -44,8 +44,8 @@ Row = Sequence[Any]  # strings and Cells, whose common type mypy would take for 
 
 class Column(NamedTuple):
     head: str
-    right: bool  # aligned: numbers are, words are not
-    breaks: bool  # may go on in a second line, after a comma or a space
+    right: bool  # aligned to the right, as numbers are
+    breaks: bool  # its cells may break into lines, after a comma or a space
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Text:
 
     text: str
     style: Style = ""
-    typed: bool = False  # commands, which another line break would change
+    typed: bool = False  # commands to type, whose lines must not be broken
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ Block = Text | Table | Drawing
 
 
 class Result:
-    """What a command has found. Subclasses say what people see (`blocks`), what scripts read (`to_dict`) and, where a
-    picture helps, what is drawn (`scene`)."""
+    """The result of a command. Subclasses define what is printed (`blocks`), what scripts read (`to_dict`) and, if
+    there is a picture, what is drawn (`scene`)."""
 
     ok: bool = True  # whether the command succeeded; a result that is not ends it with exit code 1
 
@@ -120,11 +120,10 @@ class Result:
         return None if scene is None else to_svg(scene, dark)
 
     def __str__(self) -> str:
-
         return to_text(self.blocks())
 
     def _repr_html_(self) -> str:
-        """How a notebook shows it."""
+        """The HTML that a notebook shows."""
         from fivefold.render.html import to_html
 
         return to_html(self)
@@ -137,12 +136,12 @@ class Result:
 
 
 GAP = 2  # spaces between columns
-NARROWEST = 14  # to which a column that may break is narrowed
+NARROWEST = 14  # the least width to which a column that may break is narrowed
 Line = list[tuple[str, Style]]
 
 
 def table_lines(table: Table, width: int | None) -> Iterator[Line]:
-    """The table without its title and caption. `width` None: as wide as it is, a line for each row."""
+    """The lines of a table without its title and caption, at most `width` wide. None: any width, one line per row."""
     columns, rows = table.columns, list(table.cells)
     widths = _widths(columns, rows, width)
     if widths is None:
@@ -152,8 +151,9 @@ def table_lines(table: Table, width: int | None) -> Iterator[Line]:
     heads = [_broken(column.head, size) for column, size in zip(columns, widths, strict=True)]
     if any(column.head for column in columns):
         height = max(map(len, heads))
-        for at in range(height):
-            texts = [head[at - height + len(head)] if at >= height - len(head) else "" for head in heads]
+        padded = [[""] * (height - len(head)) + head for head in heads]  # all heads end on the last line
+        for number in range(height):
+            texts = [head[number] for head in padded]
             yield [((" " * GAP).join(_aligned(columns, widths, texts)).rstrip(), "bold")]
     for number, row in enumerate(rows):
         if number == len(table.rows) and number:
@@ -162,19 +162,21 @@ def table_lines(table: Table, width: int | None) -> Iterator[Line]:
 
 
 def _row(columns: list[Column], widths: list[int], row: list[Cell]) -> Iterator[Line]:
+    """The lines of a row, several if a cell breaks."""
     broken = [
         _broken(cell.text, size) if column.breaks else [cell.text]
         for cell, size, column in zip(row, widths, columns, strict=True)
     ]
-    for at in range(max(map(len, broken))):
-        aligned = _aligned(columns, widths, [texts[at] if at < len(texts) else "" for texts in broken])
+    for number in range(max(map(len, broken))):
+        aligned = _aligned(columns, widths, [texts[number] if number < len(texts) else "" for texts in broken])
         pieces: Line = []
         for text, cell in zip(aligned, row, strict=True):
             pieces += (text, cell.style), (" " * GAP, "")
         while pieces and not pieces[-1][0].strip():
             pieces.pop()
         if pieces:
-            pieces[-1] = (pieces[-1][0].rstrip(), pieces[-1][1])
+            last, style = pieces[-1]
+            pieces[-1] = (last.rstrip(), style)
         yield pieces
 
 
@@ -184,40 +186,42 @@ def _aligned(columns: list[Column], widths: list[int], texts: list[str]) -> list
 
 
 def _widths(columns: list[Column], rows: list[list[Cell]], width: int | None) -> list[int] | None:
-    """Of each column; None where no choice of widths is narrow enough."""
-    cells = [max((len(row[at].text) for row in rows), default=0) for at in range(len(columns))]
+    """The width of each column; None if the table cannot be made narrow enough.
+
+    In turn it tries whole heads, broken heads, and broken cells in the columns that may break.
+    """
+    cells = [max((len(row[index].text) for row in rows), default=0) for index in range(len(columns))]
     widths = [max(len(column.head), cell) for column, cell in zip(columns, cells, strict=True)]
     gaps = GAP * (len(columns) - 1)
     if width is None or sum(widths) + gaps <= width:
         return widths
-    slim = [max(_longest(column.head), cell) for column, cell in zip(columns, cells, strict=True)]
-    if sum(slim) + gaps <= width:
-        return slim
-    least = [
-        min(size, max(NARROWEST, *(_longest(row[at].text) for row in rows), _longest(column.head)))
-        if column.breaks
-        else size
-        for at, (column, size) in enumerate(zip(columns, slim, strict=True))
-    ]
-    spare = width - gaps - sum(least)
+    with_broken_heads = [max(_longest(column.head), cell) for column, cell in zip(columns, cells, strict=True)]
+    if sum(with_broken_heads) + gaps <= width:
+        return with_broken_heads
+    widths = list(with_broken_heads)
+    for index, column in enumerate(columns):
+        if column.breaks:
+            least = max(NARROWEST, *(_longest(row[index].text) for row in rows), _longest(column.head))
+            widths[index] = min(widths[index], least)
+    spare = width - gaps - sum(widths)
     if spare < 0:
         return None
-    for at, column in enumerate(columns):
-        if column.breaks:
-            given = min(spare, slim[at] - least[at])
-            least[at], spare = least[at] + given, spare - given
-    return least
+    for index, column in enumerate(columns):
+        if column.breaks:  # the first ones get the spare width
+            more = min(spare, with_broken_heads[index] - widths[index])
+            widths[index], spare = widths[index] + more, spare - more
+    return widths
 
 
 def _records(columns: list[Column], rows: list[list[Cell]], width: int) -> Iterator[Line]:
-    """A row each: its first words on a line of their own, the rest as `head value` pairs below."""
+    """Each row as a record: its cells up to the first name on a line of their own, the rest as `head value` below."""
     for row in rows:
-        names = [column.head and cell.text and not column.right for column, cell in zip(columns, row, strict=True)]
-        title = next((at for at, is_name in enumerate(names) if is_name), 0)
-        ahead = [cell for cell in row[:title] if cell.text]
-        opening = " ".join(cell.text for cell in (*ahead, row[title]))
-        for at, text in enumerate(_broken(opening, width)):
-            yield [(text if not at else f"  {text}", row[title].style or "bold")]
+        is_name = [column.head and cell.text and not column.right for column, cell in zip(columns, row, strict=True)]
+        title = next((index for index, name in enumerate(is_name) if name), 0)
+        before = [cell for cell in row[:title] if cell.text]
+        opening = " ".join(cell.text for cell in (*before, row[title]))
+        for number, text in enumerate(_broken(opening, width)):
+            yield [(f"  {text}" if number else text, row[title].style or "bold")]
         line: Line = [("  ", "")]
         for column, cell in list(zip(columns, row, strict=True))[title + 1 :]:
             if not cell.text:
@@ -228,8 +232,8 @@ def _records(columns: list[Column], rows: list[list[Cell]], width: int) -> Itera
             if sum(len(text) for text, _ in line) + len(pair) > width and len(line) > 1:
                 yield line[:-1]
                 line = [("  ", "")]
-            for at, text in enumerate(_broken(pair, width - 2)):
-                if at:
+            for number, text in enumerate(_broken(pair, width - 2)):
+                if number:
                     yield line
                     line = [("  ", "")]
                 line.append((text, cell.style))
@@ -238,16 +242,17 @@ def _records(columns: list[Column], rows: list[list[Cell]], width: int) -> Itera
 
 
 def _pieces(text: str) -> list[str]:
-    """Where a text may be broken: after a comma or a space."""
+    """The pieces between which a text may be broken: after a comma or a space."""
     return re.findall(r"[^, \n]*(?:[, \n]+|$)", text)[:-1] or [text]
 
 
 def _longest(text: str) -> int:
+    """The length of the longest piece, below which a column cannot be narrowed."""
     return max((len(piece.rstrip()) for piece in _pieces(text)), default=0)
 
 
 def _broken(text: str, width: int) -> list[str]:
-    """In lines of at most `width`, as far as its pieces allow."""
+    """The text in lines of at most `width`, as far as its pieces allow."""
     lines = [""]
     for piece in _pieces(text):
         if lines[-1] and len(lines[-1]) + len(piece.rstrip()) > width:
@@ -263,29 +268,30 @@ def _broken(text: str, width: int) -> list[str]:
 STYLES = {"": "", "bold": "bold", "dim": "dim", "good": "green", "bad": "bold red"}
 
 
-_OBEYED = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # by terminals, or not to be encoded
+_CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # and surrogates, which cannot be encoded
 
 
 def _inert(text: str) -> str:
-    """Names come from files: what a terminal would obey is shown as an escape."""
-    return _OBEYED.sub(lambda match: repr(match[0])[1:-1], text)
+    """The text with control characters as escapes: names come from files, and a terminal would act on them."""
+    return _CONTROLS.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 def console_of(stderr: bool = False) -> Console:
-    """For everything that the program prints: numbers are not coloured, and nothing is cut. What goes to standard error
-    are remarks, which --quiet leaves out."""
+    """The console for everything that the program prints: it neither colours numbers nor cuts lines. Standard error is
+    for remarks, which --quiet leaves out."""
     columns = os.environ.get("COLUMNS", "")
-    unknown = columns.isdigit() and int(columns) < 1  # some shells say 0 where there is no terminal
+    unknown = columns.isdigit() and int(columns) < 1  # some shells set 0 where there is no terminal
     width = 80 if unknown else None
     return Console(stderr=stderr, highlight=False, soft_wrap=True, width=width, quiet=stderr and not shown())
 
 
 def width_of(console: Console) -> int | None:
-    """Columns there are; None, which is any number, where the output goes into a file or a pipe."""
+    """The columns of a console; None for a file or a pipe, whose lines may have any length."""
     return console.width if console.is_terminal or os.environ.get("COLUMNS") else None
 
 
 def render(blocks: Iterable[Block], console: Console, width: int | None) -> None:
+    """Print blocks on a console."""
     for block in blocks:
         if isinstance(block, Text):
             soft_wrap = width is None or block.typed
@@ -307,24 +313,24 @@ def _table(table: Table, console: Console, width: int | None) -> None:
 
 
 def to_text(blocks: Iterable[Block], width: int | None = None) -> str:
-    """Without colours: what `print` and files get."""
+    """Blocks as plain text, for `print` and files."""
     out = StringIO()
     render(blocks, Console(file=out, highlight=False, width=width or 10_000, color_system=None), width)
     return out.getvalue()
 
 
 # ---- show -----------------------------------------------------------------------------------------------------------
-# The end of every command: its result on the terminal or as JSON, its picture in a file, its exit code.
+# How a command ends: with its result on the terminal or as JSON, in a file if it is asked for, and an exit code.
 
 
-TEXTS = (".json", ".txt")  # what any result can be written as
+TEXTS = (".json", ".txt")  # the formats in which any result can be written
 
 
 def show(result: Result, as_json: bool = False, output: Path | None = None, remarks: Iterable[str] = ()) -> None:
-    """Print a result, and write it where `output` says; one that is not ok ends the command with exit code 1.
+    """Print a result, and write it to `output`. A result that is not ok ends the command with exit code 1.
 
-    The file's ending says what is written: figures (.json), what is printed (.txt), or a picture. `remarks` speak
-    of other files."""
+    The file's suffix decides what is written: the figures (.json), the printed text (.txt), or a picture. `remarks` are
+    printed at the end."""
     if output is not None:
         _write(result, output)
         remarks = (*remarks, f"written to {output}")
@@ -352,7 +358,7 @@ def _write(result: Result, output: Path) -> None:
 
 
 def check_writable(path: Path | None, *suffixes: str) -> None:
-    """Refuse a file that could not be written, before the work that it is for."""
+    """Refuse a file that cannot be written, before the work whose result it is for."""
     if path is None:
         return
     if suffixes and path.suffix.lower() not in suffixes:
@@ -362,7 +368,7 @@ def check_writable(path: Path | None, *suffixes: str) -> None:
         raise UserError(f"{path} cannot be written: there is no directory {path.parent}")
     new = not path.exists()
     try:
-        path.open("a").close()  # to look whether it may be written is not enough, under /proc for one
+        path.open("a").close()  # permissions do not tell, for example under /proc
         if new:
             path.unlink()
     except OSError as error:

@@ -34,11 +34,11 @@ from fivefold.support.text import figure
 TOP = 104.0  # below title and subtitle
 ROW = 26.0  # of a legend
 GAP = 26.0  # between its entries
-SEAM, LEAST = 1.0, 2.0  # between the parts of a bar, and how long one is that can be seen
+SEAM, LEAST = 1.0, 2.0  # the gap between the parts of a bar, and the shortest part that can be seen
 
 
 def sheet(title: str, subtitle: str, height: float, name: str = "") -> Scene:
-    """A slide's width of paper with its title; `name` is what screen readers say."""
+    """A scene as wide as a slide, with its title and subtitle; `name` is for screen readers."""
     scene = Scene(WIDTH, height, name or title)
     room = WIDTH - 2 * MARGIN
     scene.shapes += [
@@ -71,8 +71,9 @@ class Plot:
     def y(self, value: float) -> float:
         return self.bottom - self.height * self._share(value, 1)
 
-    def _share(self, value: float, at: int) -> float:
-        low, high = self.low[at], self.high[at]
+    def _share(self, value: float, axis: int) -> float:
+        """Where a value is on an axis (0: x, 1: y), from 0 at its low end to 1."""
+        low, high = self.low[axis], self.high[axis]
         if self.log:
             low, high, value = math.log10(low), math.log10(high), math.log10(value)
         return (value - low) / ((high - low) or 1.0)
@@ -101,7 +102,7 @@ class Plot:
         )
 
     def limit(self, value: float, label: str, colour: str) -> None:
-        """A dashed line across, with what it says above its right end."""
+        """A dashed horizontal line, with its label above the right end."""
         y, end = self.y(value), self.left + self.width
         self.scene.shapes += [
             Line(self.left, y, end, y, colour, 2.0, dashed=True),
@@ -109,15 +110,16 @@ class Plot:
         ]
 
     def limit_x(self, value: float, label: str, anchor: Anchor = "start") -> None:
-        """A dashed line downwards, with what it says above it."""
+        """A dashed vertical line, with its label above it."""
         x = self.x(value)
         self.scene.shapes += [
             Line(x, self.top - 12, x, self.bottom, INK, 2.0, dashed=True),
             TextMark(x + (4 if anchor == "start" else -4), self.top - 18, label, SMALL, anchor),
         ]
 
-    def _ticks(self, at: int, parts: float) -> list[float]:
-        low, high = self.low[at], self.high[at]
+    def _ticks(self, axis: int, parts: float) -> list[float]:
+        """Round values on an axis: powers of ten if it is logarithmic, else steps that cut it into about `parts`."""
+        low, high = self.low[axis], self.high[axis]
         if self.log:
             return [10.0**power for power in range(round(math.log10(low)), round(math.log10(high)) + 1)]
         step = round_step(high - low, parts)
@@ -125,31 +127,31 @@ class Plot:
         return [step * n for n in range(first, math.floor(high / step + 1e-9) + 1)] if step else [low]
 
 
-Entry = tuple[str, str] | tuple[str, str, int]  # what it is, its colour, and the shape of its mark, if it has one
+Entry = tuple[str, str] | tuple[str, str, int]  # name, colour, and the shape of its mark; without one a square
 
 
 def legend(scene: Scene, y: float, entries: Iterable[Entry], left: float = MARGIN, right: float = 0.0) -> float:
-    """Entries in lines between left and right; returns where the space below begins."""
+    """Draw entries in lines between left and right; returns the y below them."""
     x, end = left, right or scene.width - MARGIN
     for name, colour, *shape in entries:
-        wide = 22 + text_width(name, LABEL)
-        if x > left and x + wide > end:
+        entry_width = 22 + text_width(name, LABEL)
+        if x > left and x + entry_width > end:
             x, y = left, y + ROW
         scene.shapes += [
             Mark(x + 7, y, 6, colour, shape[0]) if shape else Rect(x, y - 7, 14, 14, colour),
             TextMark(x + 22, y, name, LABEL),
         ]
-        x += wide + GAP
+        x += entry_width + GAP
     return y + ROW
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A stacked bar: what stands left of it, its parts as (name, colour, size), what stands at its end."""
+    """A stacked bar."""
 
-    name: str
-    parts: Sequence[tuple[str, str, float]]
-    label: str = ""
+    name: str  # left of it
+    parts: Sequence[tuple[str, str, float]]  # name, colour, size
+    label: str = ""  # at its end
     bold: bool = False
 
     @property
@@ -158,35 +160,35 @@ class Bar:
 
 
 def stacked(plot: Plot, bars: Sequence[Bar], unit: str) -> None:
-    """Bars from the left, one below the other; one that is longer than the axis ends in a notch at its end."""
+    """Draw horizontal bars, one below the other; a bar that is longer than the axis is cut and notched at its end."""
     row, end = plot.height / len(bars), plot.left + plot.width
     high = min(34.0, 0.68 * row)
-    for at, bar in enumerate(bars):
-        x, middle = plot.left, plot.top + row * (at + 0.5)
+    for number, bar in enumerate(bars):
+        x, middle = plot.left, plot.top + row * (number + 0.5)
         size = min(LABEL, 0.62 * row)
         plot.scene.shapes.append(TextMark(plot.left - 14, middle, bar.name, size, "end", bold=bar.bold))
         for name, colour, length in bar.parts:
             stop = min(end, x + plot.width * length / plot.high[0])
             if stop > x:
                 hint = f"{name}: {length:.3g} {unit}"
-                wide = max(LEAST, stop - x - SEAM)
-                plot.scene.shapes.append(Rect(x, middle - high / 2, wide, high, colour, hint))
+                part_width = max(LEAST, stop - x - SEAM)
+                plot.scene.shapes.append(Rect(x, middle - high / 2, part_width, high, colour, hint))
             x = stop
         if bar.total > plot.high[0]:
             plot.scene.shapes += [
                 Line(end - 12 - 5 * k, middle + high / 2 + 3, end - 6 - 5 * k, middle - high / 2 - 3, PALE, 3)
                 for k in (0, 1)
             ]
-        if bar.label:  # on paper of its own: lines end before it
-            wide = (1.12 if bar.bold else 1.0) * text_width(bar.label, size)
+        if bar.label:  # on a background of its own, so that lines do not cross it
+            label_width = (1.12 if bar.bold else 1.0) * text_width(bar.label, size)
             plot.scene.shapes += [
-                Rect(x + 4, middle - 0.7 * size, wide + 12, 1.4 * size, PAPER),
+                Rect(x + 4, middle - 0.7 * size, label_width + 12, 1.4 * size, PAPER),
                 TextMark(x + 10, middle, bar.label, size, bold=bar.bold),
             ]
 
 
 def amount(value: float) -> str:
-    """Three digits, and no exponent: 1,108, 42.7, 0.35."""
+    """A number with three digits and no exponent: 1,108, 42.7, 0.35."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 

@@ -21,7 +21,7 @@ def to_html(result: Result) -> str:
             parts.append(table_html(block))
         elif isinstance(block, Text):
             parts.append(_styled("p", Cell(block.text, block.style)))
-        elif result.svg() is None:  # a drawing in characters stands for a picture where there is none
+        elif result.svg() is None:  # a drawing in characters is shown only where there is no picture
             parts.append(f"<pre>{escape(to_text([block]))}</pre>")
     return "\n".join([*parts, *filter(None, [result.svg()])])
 
@@ -45,7 +45,7 @@ def table_html(table: Table) -> str:
 
 
 # ---- markdown -------------------------------------------------------------------------------------------------------
-# Sections of blocks as Markdown that is read as plain text too: tables are aligned, prose is broken at 80 columns.
+# Sections of blocks as Markdown that reads well as plain text, too: tables are aligned, prose breaks at 80 columns.
 
 
 WIDTH = 80
@@ -57,7 +57,7 @@ class Section(NamedTuple):
 
 
 def to_markdown(title: str, sections: Iterable[Section]) -> str:
-    """A Text whose lines begin with `- ` is a list; its items go on below themselves."""
+    """A page of sections. Lines of a Text that begin with `- ` are items of a list, and are indented if they break."""
     parts = [f"# {_escaped(title)}"]
     for section in sections:
         parts.append(f"## {_escaped(section.title)}")
@@ -81,12 +81,12 @@ def _prose(line: str) -> str:
 
 
 def _table(table: Table) -> str:
-    """Totals are rows of their own, in bold."""
+    """A table in Markdown, whose totals are bold rows."""
     columns, rows = table.columns, [[_cell(cell.text) for cell in cells] for cells in table.cells]
     for row in rows[len(table.rows) :]:
         row[:] = [f"**{text}**" if text else "" for text in row]
     heads = [_cell(column.head) for column in columns]
-    sizes = [max(3, *(len(row[at]) for row in (heads, *rows))) for at in range(len(columns))]
+    sizes = [max(3, *(len(row[index]) for row in (heads, *rows))) for index in range(len(columns))]
     rule = ["-" * (size - 1) + ":" if column.right else "-" * size for column, size in zip(columns, sizes, strict=True)]
 
     def line(row: list[str]) -> str:
@@ -101,12 +101,12 @@ def _cell(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """On one line, and no HTML: names are a user's, or those of a file that somebody sent."""
+    """The text on one line and without HTML: names come from users, or from files of others."""
     return printable(text).replace("&", "&amp;").replace("<", "&lt;")
 
 
 # ---- page -----------------------------------------------------------------------------------------------------------
-# Sections of blocks as one HTML file: no scripts, nothing from elsewhere, light and dark, made for print too.
+# Sections of blocks as one HTML file, without scripts or anything from the network, for light, dark and print.
 
 
 STYLE = f"""
@@ -126,7 +126,7 @@ figure {{ margin: 1rem 0; }} svg {{ width: 100%; height: auto; }} .dark {{ displ
 
 
 def to_page(title: str, sections: Iterable[Section], pictures: Mapping[str, Scene]) -> str:
-    """`pictures` stand at the end of the section that they are named after."""
+    """A page of sections; `pictures` has, by title of a section, the picture at its end."""
     parts = [f"<h1>{escape(title)}</h1>"]
     for section in sections:
         parts.append(f"<h2>{escape(section.title)}</h2>")
@@ -153,5 +153,5 @@ def _html_block(block: Block) -> str:
 
 
 def _marked(line: str) -> str:
-    """Escaped, with `code` in its own face."""
+    """A line as HTML: escaped, with text in backquotes as code."""
     return re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(line))

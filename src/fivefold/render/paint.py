@@ -1,4 +1,4 @@
-"""Scenes as files: SVG, and PNG painted with Pillow, whose wheels carry a font, so that a bare server has text too."""
+"""Scenes as files: SVG, and PNG by Pillow, whose wheels contain a font, so that a bare server can draw text, too."""
 
 import io
 import math
@@ -32,13 +32,13 @@ from fivefold.support.errors import UserError
 from fivefold.support.files import write
 
 PICTURES = (".svg", ".png")
-SHARP, LARGEST = 2.0, 4000  # pixels per unit of the scene, as long as the picture stays below so many pixels
-FINER = 2  # times as many are painted each way, and averaged: edges without steps, letters as they were drawn
-DASH, PAUSE = 7.0, 5.0
+SHARP, LARGEST = 2.0, 4000  # pixels per unit of the scene, and the most pixels each way, which may lower the former
+FINER = 2  # antialiasing: so many times as many pixels are painted each way, and averaged
+DASH, PAUSE = 7.0, 5.0  # lengths of a dashed line's dashes and gaps
 
 
 def save(scene: Scene, path: Path) -> None:
-    """The suffix decides about the format, and `.dark` before it about the paper."""
+    """Write a picture. The suffix decides on the format; `.dark` before it makes it a dark picture."""
     suffix, dark = path.suffix.lower(), is_dark(path)
     if suffix not in PICTURES:
         raise UserError(f"a picture is an .svg or a .png file, and {path} ends in {path.suffix or 'nothing'!r}")
@@ -55,7 +55,7 @@ def to_svg(scene: Scene, dark: bool = False) -> str:
 
 
 def _pattern(dark: bool) -> str:
-    """The hatch. Light and dark ones have names of their own, for pages that show both."""
+    """The pattern of a Hatch. Light and dark ones have different ids, for pages that show both."""
     stripes = svg.rect(None, None, 5, 5, fill=shown(IDLE, dark))
     stripes += svg.path([(0, 0), (0, 5)], stroke=shown(STRIPE, dark), stroke_width=1.6)
     turned: dict[str, svg.Attribute] = {
@@ -99,7 +99,7 @@ def _shape(shape: Shape, dark: bool) -> str:
 
 
 def _text(shape: TextMark, dark: bool) -> str:
-    # Digits are 0.72 of the size high; half of that below the middle is where the baseline goes.
+    # Digits are 0.72 of the size high, so the baseline is half of that below the middle.
     below = 0.36 * shape.size
     x, y = (shape.x + below, shape.y) if shape.turned else (shape.x, shape.y + below)
     return svg.text(
@@ -170,7 +170,7 @@ class _Painter:
         self.draw.line([self.pixels(*point) for point in points], self.colour(stroke), thick, joint="curve")
 
     def rect(self, x: float, y: float, width: float, height: float, fill: str) -> tuple[int, ...]:
-        """Paints it, and returns its left, top, right and bottom."""
+        """Paint a rectangle; returns its left, top, right and bottom in pixels."""
         left, top, right, bottom = self.pixels(x, y, x + width, y + height)
         if right > left and bottom > top:
             self.draw.rectangle((left, top, right - 1, bottom - 1), fill=fill)
@@ -200,12 +200,13 @@ class _Painter:
             return
         anchor = {"start": "lm", "middle": "mm", "end": "rm"}[shape.anchor]
         x, y = shape.x * self.scale, shape.y * self.scale
-        # The font has one weight. Bold is painted again beside itself, not around: that would close an i below its dot.
-        for aside in (0.0, 0.018, 0.036, 0.054) if shape.bold else (0.0,):
-            self.draw.text((x + aside * shape.size * self.scale, y), shape.text, fill=fill, font=font, anchor=anchor)
+        # The font has one weight. Bold text is painted several times side by side; a stroke around the letters would
+        # close the gap of an i.
+        for offset in (0.0, 0.018, 0.036, 0.054) if shape.bold else (0.0,):
+            self.draw.text((x + offset * shape.size * self.scale, y), shape.text, fill=fill, font=font, anchor=anchor)
 
     def turned(self, shape: TextMark, font: Any, fill: str) -> None:
-        """Reads upwards; the middle of the text is at (x, y)."""
+        """Paint text that reads upwards, with its middle at (x, y)."""
         from PIL import Image, ImageDraw
 
         width, height = math.ceil(font.getlength(shape.text)) + 4, math.ceil(1.6 * shape.size * self.scale)
@@ -217,11 +218,12 @@ class _Painter:
 
 
 def _dashes(x1: float, y1: float, x2: float, y2: float) -> list[Points]:
+    """The dashes of a dashed line, each with its two ends."""
     length = math.hypot(x2 - x1, y2 - y1)
 
-    def at(way: float) -> tuple[float, float]:
-        share = min(1.0, way / length)
+    def point(distance: float) -> tuple[float, float]:
+        share = min(1.0, distance / length)
         return x1 + share * (x2 - x1), y1 + share * (y2 - y1)
 
     count = math.ceil(length / (DASH + PAUSE))
-    return [(at(n * (DASH + PAUSE)), at(n * (DASH + PAUSE) + DASH)) for n in range(count)]
+    return [(point(n * (DASH + PAUSE)), point(n * (DASH + PAUSE) + DASH)) for n in range(count)]

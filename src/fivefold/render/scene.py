@@ -8,14 +8,13 @@ from typing import Literal, NamedTuple
 # The look of all pictures, in one place: colours, type, and what a dark picture has instead.
 #
 # Data is drawn in the colours of Okabe and Ito ("Color Universal Design", 2008), which people who do not see red,
-# green or blue can tell apart; `tests/render/test_look.py` measures that. They stand on light and on dark paper alike.
-# What is no data (ink, lines, paper) is named by its light colour, and `DARK` says which one a dark picture has in its
-# place.
+# green or blue can tell apart; `tests/render/test_look.py` measures that. They suit light and dark pictures alike. All
+# other colours (ink, lines, paper) are those of a light picture, and `DARK` has their dark counterparts.
 
 
 INK, GREY, PALE, FAINT, PAPER = "#1f2733", "#667080", "#d9dee5", "#eef1f5", "#ffffff"
-IDLE, STRIPE = "#f6f7f9", "#d3d9e2"  # time in which nothing happens: the ground and its lines
-HELD, HELD_EDGE = "#c9d8ec", "#5b7fae"  # what a rank holds
+IDLE, STRIPE = "#f6f7f9", "#d3d9e2"  # idle time: the background and its diagonal lines
+HELD, HELD_EDGE = "#c9d8ec", "#5b7fae"  # the memory that a rank holds
 DARK = {
     INK: "#eceff4",
     GREY: "#a6b0bd",
@@ -30,8 +29,8 @@ DARK = {
 
 BLUE, ORANGE, GREEN, PURPLE, SKY, RED = "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00"
 COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY, RED)
-REST = "#bcc4cd"  # what has no name of its own
-ON_LIGHT, ON_DARK = "#10161e", "#fffffe"  # text on a colour; neither is ink nor paper, so a dark picture keeps both
+REST = "#bcc4cd"  # all other data
+ON_LIGHT, ON_DARK = "#10161e", "#fffffe"  # text on a colour; not in `DARK`, so that a dark picture keeps both
 
 FONT = "Inter, 'Helvetica Neue', Helvetica, Arial, 'DejaVu Sans', sans-serif"
 WIDTH, MARGIN = 1280.0, 56.0  # of a chart, which is as wide as a slide
@@ -45,7 +44,7 @@ def is_dark(path: Path) -> bool:
 
 
 def shown(colour: str, dark: bool) -> str:
-    """A colour as the picture has it."""
+    """The colour that a light or a dark picture has for `colour`."""
     return DARK.get(colour, colour) if dark else colour
 
 
@@ -70,7 +69,7 @@ def light(colour: RGB) -> float:
 
 
 def text_on(colour: RGB) -> str:
-    """Of white and black the one that is easier to read there."""
+    """White or black, whichever has the better contrast on a colour."""
     return ON_DARK if 1.05 / (light(colour) + 0.05) >= (light(colour) + 0.05) / 0.056 else ON_LIGHT
 
 
@@ -102,7 +101,7 @@ class Frame(NamedTuple):
 
 
 class Hatch(NamedTuple):
-    """A rectangle of thin diagonal lines: time in which nothing happens."""
+    """A rectangle of thin diagonal lines: idle time."""
 
     x: float
     y: float
@@ -137,7 +136,7 @@ class Area(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A point of a scatter plot: its shape is a number, so that more sources than colours can be told apart."""
+    """A point of a scatter plot. `shape` is 0 for a circle or one of `outline`: colours alone do not suffice."""
 
     x: float
     y: float
@@ -148,7 +147,7 @@ class Mark(NamedTuple):
 
 
 class TextMark(NamedTuple):
-    """`y` is the middle of the line of text; `turned` reads upwards."""
+    """Text; `y` is the middle of its line. `turned` text reads upwards."""
 
     x: float
     y: float
@@ -161,12 +160,12 @@ class TextMark(NamedTuple):
 
 
 Shape = Rect | Frame | Hatch | Line | Curve | Area | Mark | TextMark
-SHAPES = 4  # of marks
+SHAPES = 4  # how many shapes a mark can have
 
 
 @dataclass
 class Scene:
-    """What to paint, back to front."""
+    """A picture: its shapes are painted in order, so that later ones cover earlier ones."""
 
     width: float
     height: float
@@ -175,7 +174,7 @@ class Scene:
 
 
 def outline(mark: Mark) -> Points:
-    """The corners of a mark that is no circle: a square, a triangle, a diamond."""
+    """The corners of a mark with a shape from 1: a square, a triangle, a diamond."""
     x, y, r = mark.x, mark.y, mark.radius
     corners = {
         1: ((-0.86, -0.86), (0.86, -0.86), (0.86, 0.86), (-0.86, 0.86)),
@@ -186,14 +185,14 @@ def outline(mark: Mark) -> Points:
 
 
 def text_width(text: str, size: float) -> float:
-    """A fair guess at the width of sans-serif text."""
+    """An estimate of the width of sans-serif text."""
     return size * sum(0.3 if c in "iljtfr.,:;|()· " else 0.85 if c in "mwMW" else 0.56 for c in text)
 
 
-def cut(text: str, size: float, room: float) -> str:
-    """As much of a text as there is room for."""
-    if text_width(text, size) <= room:
+def cut(text: str, size: float, width: float) -> str:
+    """The text, cut to a width if it is longer."""
+    if text_width(text, size) <= width:
         return text
-    while len(text) > 1 and text_width(f"{text}…", size) > room:
+    while len(text) > 1 and text_width(f"{text}…", size) > width:
         text = text[:-1]
     return f"{text.rstrip()}…"

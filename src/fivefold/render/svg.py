@@ -21,7 +21,7 @@ def document(
     font: str = "sans-serif",
     font_size: float | None = None,
 ) -> str:
-    """A picture of this size, which scales with the page it is on. The title is what screen readers say."""
+    """A picture of this size, which scales with its page. The title is for screen readers."""
     head = [element("title", {}, _escaped(title))] if title else []
     attributes: dict[str, Attribute] = {
         "xmlns": "http://www.w3.org/2000/svg",
@@ -49,9 +49,9 @@ def line(x1: float, y1: float, x2: float, y2: float, **attributes: Attribute) ->
 
 
 def path(points: Iterable[tuple[float, float]], end: str = "", /, **attributes: Attribute) -> str:
-    """Straight lines from point to point; the end "Z" goes back to the first."""
-    way = "L".join(f"{number(x)} {number(y)}" for x, y in points)
-    return element("path", {"d": f"M{way}{end}"} | attributes)
+    """Straight lines from point to point; with the end "Z" back to the first."""
+    steps = "L".join(f"{number(x)} {number(y)}" for x, y in points)
+    return element("path", {"d": f"M{steps}{end}"} | attributes)
 
 
 def circle(x: float, y: float, radius: float, **attributes: Attribute) -> str:
@@ -59,25 +59,25 @@ def circle(x: float, y: float, radius: float, **attributes: Attribute) -> str:
 
 
 def text(x: float, y: float, words: str, **attributes: Attribute) -> str:
-    """`y` is the baseline; `text_anchor` says which end of the words is at `x`."""
+    """Text with its baseline at `y`; `text_anchor` says which end of the words is at `x`."""
     return element("text", {"x": x, "y": y} | attributes, _escaped(words))
 
 
 def element(tag: str, attributes: Mapping[str, Attribute], inner: str = "") -> str:
     """Any element; `inner` is SVG, which is not escaped again."""
-    given = "".join(
+    text = "".join(
         f' {name.replace("_", "-")}="{_escaped(value) if isinstance(value, str) else number(value)}"'
         for name, value in attributes.items()
         if value is not None
     )
-    return f"<{tag}{given}>{inner}</{tag}>" if inner else f"<{tag}{given}/>"
+    return f"<{tag}{text}>{inner}</{tag}>" if inner else f"<{tag}{text}/>"
 
 
 def _escaped(words: str) -> str:
-    """As text of XML, which has no way to write most control characters."""
+    """Words as text of XML, in which most control characters cannot be written and become "?"."""
     return escape("".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in words))
 
 
 def number(value: float) -> str:
-    """With two decimals at most."""
+    """A number with two decimals at most."""
     return f"{value:.2f}".rstrip("0").rstrip(".")

@@ -35,7 +35,7 @@ Fill = Literal["longest", "any"]
 
 @dataclass(frozen=True)
 class AutoTask:
-    """What `auto` is to solve."""
+    """The problem that `auto` solves: so many ranks and microbatches, their costs, at most `limit` activations each."""
 
     p: int
     m: int
@@ -47,7 +47,7 @@ class AutoTask:
         """How long a message takes."""
         return self.costs.link.latency + self.costs.link.occupancy
 
-    def shortest(self) -> float:
+    def lower_bound(self) -> float:
         """No makespan is below this: a rank waits for its first forward, and then has all its work to do."""
         f, i, w, b = self.costs.f, self.costs.i, self.costs.w, self.costs.b
         work = [f[rank] + min(i[rank] + w[rank], b[rank]) for rank in range(self.p)]
@@ -66,7 +66,7 @@ class AutoTask:
 
 @dataclass(frozen=True)
 class GreedyPolicy:
-    """The questions that have no answer for all durations."""
+    """The decisions whose best answer depends on the durations."""
 
     depth: tuple[int, ...]  # how many forwards a rank may be ahead of its input gradients
     fill: Fill  # gaps too short for a W that get one all the same: where the wait would be the longest, or any
@@ -74,16 +74,16 @@ class GreedyPolicy:
 
 
 class _GreedyRank:
-    """Where a rank stands. Arrivals are those known already, because what makes them is under way."""
+    """The state of one rank. The arrival of an input is known once the action that produces it has begun."""
 
     def __init__(self) -> None:
-        self.forwards: list[float] = []  # when the input of forward k is there
-        self.gradients: list[float] = []
+        self.forwards: list[float] = []  # when the input of forward k arrives, as far as known
+        self.gradients: list[float] = []  # when the output gradient of microbatch k arrives, as far as known
         self.begun = {FORWARD: 0, INPUT_GRAD: 0, WEIGHT_GRAD: 0}
-        self.free = 0.0
+        self.free = 0.0  # when its last action ends
         self.started = False
-        self.waited = 0.0
-        self.asleep = False
+        self.waited = 0.0  # idle time between its actions, in total
+        self.asleep = False  # no arrival is known that it could wait for
 
     @property
     def live(self) -> int:
@@ -103,7 +103,7 @@ class Player:
         self.agenda = [(0.0, rank) for rank in range(task.p)]
 
     def play(self) -> list[Order]:
-        """What each rank does, in which order."""
+        """The compute order of each rank."""
         while self.agenda:
             now, rank = heapq.heappop(self.agenda)
             kind = self.choose(rank, now)
@@ -114,10 +114,11 @@ class Player:
         return self.orders
 
     def choose(self, rank: int, now: float) -> Kind | None:
-        at, policy = self.ranks[rank], self.policy
+        """What the rank runs now; None: it waits."""
+        state, policy = self.ranks[rank], self.policy
         forward, gradient = self.arrivals(rank)
-        full = at.live >= self.task.limit
-        deferred = at.begun[INPUT_GRAD] > at.begun[WEIGHT_GRAD]
+        full = state.live >= self.task.limit
+        deferred = state.begun[INPUT_GRAD] > state.begun[WEIGHT_GRAD]
         if gradient <= now:
             return FORWARD if policy.forward_first and forward <= now and not full else INPUT_GRAD
         if full:
@@ -131,58 +132,58 @@ class Player:
         return None
 
     def arrivals(self, rank: int) -> tuple[float, float]:
-        """When the next forward and the next gradient can run; infinity when that is not known yet."""
-        at = self.ranks[rank]
-        f, i = at.begun[FORWARD], at.begun[INPUT_GRAD]
-        held_back = f - i >= self.policy.depth[rank] or f >= len(at.forwards)
-        forward = math.inf if held_back else at.forwards[f]
-        gradient = at.gradients[i] if i < len(at.gradients) else math.inf
+        """When the next forward and the next input gradient can run; infinity when that is not known yet."""
+        state = self.ranks[rank]
+        f, i = state.begun[FORWARD], state.begun[INPUT_GRAD]
+        held_back = f - i >= self.policy.depth[rank] or f >= len(state.forwards)
+        forward = math.inf if held_back else state.forwards[f]
+        gradient = state.gradients[i] if i < len(state.gradients) else math.inf
         return forward, gradient
 
     def worth_filling(self, rank: int, now: float) -> bool:
         gap = self.next_arrival(rank, now) - now
         if gap >= self.costs.w[rank] - 1e-9 or self.policy.fill == "any":
             return True
-        return self.ranks[rank].waited + gap > max(other.waited for other in self.ranks)
+        return self.ranks[rank].waited + gap > max(state.waited for state in self.ranks)
 
     def next_arrival(self, rank: int, now: float) -> float:
-        at = self.ranks[rank]
+        state = self.ranks[rank]
         forward, gradient = self.arrivals(rank)
-        if at.live >= self.task.limit:
+        if state.live >= self.task.limit:
             forward = math.inf
         return min((time for time in (forward, gradient) if time > now), default=math.inf)
 
     def rest(self, rank: int, now: float) -> None:
-        """Wait for the next arrival that is known, or until somebody makes one known."""
-        at, until = self.ranks[rank], self.next_arrival(rank, now)
+        """Wait for the next known arrival, or sleep until `wake`."""
+        state, until = self.ranks[rank], self.next_arrival(rank, now)
         if until == math.inf:
-            at.asleep = True
+            state.asleep = True
         else:
             heapq.heappush(self.agenda, (until, rank))
 
     def begin(self, rank: int, kind: Kind, now: float) -> None:
-        at = self.ranks[rank]
-        if at.started:
-            at.waited += now - at.free
-        at.started = True
-        at.free = now + self.durations[kind][rank]
-        self.orders[rank].append(Action(kind, rank, at.begun[kind]))
-        at.begun[kind] += 1
+        state = self.ranks[rank]
+        if state.started:
+            state.waited += now - state.free
+        state.started = True
+        state.free = now + self.durations[kind][rank]
+        self.orders[rank].append(Action(kind, rank, state.begun[kind]))
+        state.begun[kind] += 1
         if kind is FORWARD and rank == self.task.p - 1:
-            at.gradients.append(at.free)  # the loss is there
+            state.gradients.append(state.free)  # the loss needs no message
         elif kind is FORWARD:
-            self.ranks[rank + 1].forwards.append(at.free + self.hop)
+            self.ranks[rank + 1].forwards.append(state.free + self.hop)
             self.wake(rank + 1, now)
         elif kind is INPUT_GRAD and rank > 0:
-            self.ranks[rank - 1].gradients.append(at.free + self.hop)
+            self.ranks[rank - 1].gradients.append(state.free + self.hop)
             self.wake(rank - 1, now)
-        heapq.heappush(self.agenda, (at.free, rank))
+        heapq.heappush(self.agenda, (state.free, rank))
 
     def wake(self, rank: int, now: float) -> None:
-        at = self.ranks[rank]
-        if at.asleep:
-            at.asleep = False
-            heapq.heappush(self.agenda, (max(now, at.free), rank))
+        state = self.ranks[rank]
+        if state.asleep:
+            state.asleep = False
+            heapq.heappush(self.agenda, (max(now, state.free), rank))
 
 
 # ---- auto -----------------------------------------------------------------------------------------------------------
@@ -214,11 +215,11 @@ def _fastest(task: AutoTask) -> Simulation:
         seen.append(orders)
         schedule = wire("auto", placement, task.m, orders, promise=promise)
         result = run(schedule, task.costs)
-        if result.blocks:  # no overlap: what `check` proves is for receives posted where they stand
+        if result.blocks:  # a deadlock where the link does not overlap; `check` proves receives posted as listed
             continue
         candidates.append(Simulation(schedule, task.costs, result))
-        if candidates[-1].makespan <= task.shortest() * (1 + 1e-9) and candidates[-1].bubble_span <= 1e-9:
-            break
+        if candidates[-1].makespan <= task.lower_bound() * (1 + 1e-9) and candidates[-1].bubble_span <= 1e-9:
+            break  # none can be better
     return min(candidates, key=_merit)
 
 
@@ -232,7 +233,7 @@ def _candidates(task: AutoTask) -> Iterator[list[Order]]:
 
 
 def policies(task: AutoTask) -> Iterator[GreedyPolicy]:
-    """Run ahead until the first gradient could be back, three quarters or half of that, or as far as memory goes."""
+    """Forwards run ahead for a whole round trip, for three quarters or half of it, or as far as memory allows."""
     depths = [task.depth(share) for share in (1.0, 0.75, 0.5)] + [(task.m,) * task.p]
     for depth, fill, forward_first in product(dict.fromkeys(depths), FILLS, (True, False)):
         yield GreedyPolicy(depth, fill, forward_first)
@@ -240,7 +241,7 @@ def policies(task: AutoTask) -> Iterator[GreedyPolicy]:
 
 def _merit(simulation: Simulation) -> tuple[float, float, float]:
     """Shortest first; among equals the smallest bubble, then the least memory."""
-    # Rounded, so that the dust of adding in another order does not decide.
+    # Rounded, so that rounding errors of sums in another order do not decide.
     makespan, bubble = float(f"{simulation.makespan:.9g}"), round(simulation.bubble_span, 9)
     return makespan, bubble, max(simulation.peak_activations)
 

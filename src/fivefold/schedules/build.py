@@ -33,8 +33,8 @@ from fivefold.support.errors import UserError
 
 @dataclass(frozen=True)
 class ScheduleRequest:
-    """What to build a schedule for. `chunks` are stages per rank, None for the schedule's own; `group` is the N of
-    interleaved, and only `auto` reads `costs` and `memory`."""
+    """The numbers that a schedule is built for. `chunks` are stages per rank, None for the schedule's own; `group` is
+    the N of interleaved, and only `auto` reads `costs` and `memory`."""
 
     p: int
     m: int
@@ -51,16 +51,17 @@ class ScheduleRequest:
 
 
 def vee(p: int, chunks: int) -> Placement:
+    """`Placement.vee` with the arguments of `ScheduleInfo.place`; a V always has two chunks."""
     return Placement.vee(p)
 
 
 @dataclass(frozen=True, eq=False)  # compared and hashed by identity: a quick key for caches
 class ScheduleInfo:
-    """The facts of one schedule. A file is described by a record too (`registry.record_of`)."""
+    """The facts of one schedule, of the catalogue or of a file (`registry.record_of`)."""
 
     name: str
     build: Callable[[ScheduleRequest], Schedule]
-    place: Callable[[int, int], Placement] = Placement.looped  # of p and chunks
+    place: Callable[[int, int], Placement] = Placement.looped  # called with p and chunks
     chunks: int = 1  # stages per rank: exactly so many, or with `any_chunks` the default
     any_chunks: bool = False
     splits: bool = False  # computes weight gradients (W) apart from input gradients (I)
@@ -81,13 +82,13 @@ class ScheduleInfo:
 
     @property
     def needs(self) -> str:
-        """What it asks of the numbers; empty when any will do."""
+        """What it requires of p and m, in words; empty when any will do."""
         least = {0: "", 1: "m >= p"}.get(self.least, f"m >= {self.least}p")
         return "; ".join(filter(None, (least, self.also)))
 
     @property
     def repeats(self) -> bool:
-        """Whether with more microbatches it only repeats what it does with fewer."""
+        """Whether more microbatches only repeat the steady state, so that a short step predicts a long one."""
         return not self.uses_stage_times and self.schedule is None
 
     @cached_property
@@ -101,12 +102,12 @@ class ScheduleInfo:
         return self.any_chunks if option == "chunks" else option in self.options
 
     def placement(self, p: int, chunks: int = 0) -> Placement:
-        """Where its stages live."""
-        return _placed(self, p, chunks or self.chunks)
+        """The rank of each of its stages."""
+        return _placement(self, p, chunks or self.chunks)
 
 
 @lru_cache(maxsize=1024)  # the planner asks for each layout, many times
-def _placed(record: ScheduleInfo, p: int, chunks: int) -> Placement:
+def _placement(record: ScheduleInfo, p: int, chunks: int) -> Placement:
     return record.place(p, chunks)
 
 
@@ -161,35 +162,37 @@ def wire(
 
 
 class _Wire:
-    """A channel, and what has gone over it. Its messages are known by their microbatches."""
+    """A channel and the state of its messages, which are known by their microbatches."""
 
     def __init__(self, channel: Channel, receiver: Order) -> None:
         self.send, self.receive, self.target = channel.send, channel.receive, channel.target
         self.receiver = receiver  # the list of the rank that receives
-        self.sent_at: dict[int, int] = {}  # when its producer ended
-        self.waiting: dict[int, list[int]] = {}  # the ranks that cannot begin without it
-        self.unconsumed = 0  # received and not consumed yet
+        self.sent_at: dict[int, int] = {}  # microbatch -> when the action that produces the message ended
+        self.waiting: dict[int, list[int]] = {}  # microbatch -> the ranks that cannot go on without the message
+        self.unconsumed = 0  # messages received and not consumed yet
 
 
 # How long an action takes, the wire whose message it needs, and the wire that it feeds.
-Ends = tuple[int, _Wire | None, _Wire | None]
-_NOTHING: Ends = (0, None, None)
+TimeAndWires = tuple[int, _Wire | None, _Wire | None]
+_NOTHING: TimeAndWires = (0, None, None)
 
 
 class _Sequence:
     """Simulates all ranks. Whatever ends next is appended: an action to its rank's list, its message to both ranks'."""
 
     def __init__(self, placement: Placement, orders: Iterable[Iterable[Action]]) -> None:
-        self.groups = [_groups(order) for order in orders]  # what is left to do, the next at the end
+        self.groups = [_groups(order) for order in orders]  # by rank: the groups left to run, the next one last
         self.lists: list[Order] = [[] for _ in range(max(len(self.groups), placement.ranks))]
-        wires = [(to, _Wire(to, self.lists[placement.owner[to.target]])) for to in placement.channels]
-        needs = {(kind, to.target): wire for to, wire in wires for kind in to.compute}
-        feeds = {(kind, to.source): wire for to, wire in wires for kind in to.compute}
-        computed = product(_TIMES, range(placement.stages))
-        self.of = {at: (_TIMES[at[0]], needs.get(at), feeds.get(at)) for at in computed}  # by kind and stage
-        self.clocks = [0] * len(self.groups)
-        self.ending: list[tuple[int, int]] = []  # when what a rank is at ends, and the rank
-        self.most_held = 0  # messages of one channel that are held at once
+        wires = {channel: _Wire(channel, self.lists[placement.owner[channel.target]]) for channel in placement.channels}
+        needs = {(kind, channel.target): wire for channel, wire in wires.items() for kind in channel.compute}
+        feeds = {(kind, channel.source): wire for channel, wire in wires.items() for kind in channel.compute}
+        self.times_and_wires: dict[tuple[Kind, int], TimeAndWires] = {
+            (kind, stage): (time, needs.get((kind, stage)), feeds.get((kind, stage)))
+            for (kind, time), stage in product(_TIMES.items(), range(placement.stages))
+        }
+        self.clocks = [0] * len(self.groups)  # by rank: when its last group ended
+        self.ending: list[tuple[int, int]] = []  # a heap: when the group that a rank runs will end, and the rank
+        self.most_held = 0  # the most messages of one channel that are received and not consumed
 
     def run(self) -> None:
         for rank in range(len(self.groups)):
@@ -198,28 +201,28 @@ class _Sequence:
             self._end(*heappop(self.ending))
 
     def _begin(self, rank: int) -> None:
-        """Begin what is next on a rank, unless it waits for a message."""
+        """Begin the next group of a rank, unless it waits for a message."""
         if not self.groups[rank]:
             return
-        start, time = self.clocks[rank], 0
+        start, duration = self.clocks[rank], 0
         for kind, stage, microbatch, _ in self.groups[rank][-1]:
-            takes, need, _ = self.of.get((kind, stage), _NOTHING)
-            time += takes
+            time, need, _ = self.times_and_wires.get((kind, stage), _NOTHING)
+            duration += time
             if need is not None:
-                made = need.sent_at.get(microbatch)
-                if made is None:
+                sent = need.sent_at.get(microbatch)
+                if sent is None:
                     need.waiting.setdefault(microbatch, []).append(rank)
                     return
-                if made + _MESSAGE > start:
-                    start = made + _MESSAGE
-        heappush(self.ending, (start + time, rank))
+                if sent + _MESSAGE > start:
+                    start = sent + _MESSAGE
+        heappush(self.ending, (start + duration, rank))
 
     def _end(self, now: int, rank: int) -> None:
         self.clocks[rank] = now
         order, group = self.lists[rank], self.groups[rank].pop()
         order += group
         for kind, stage, microbatch, _ in group:
-            _, need, feed = self.of.get((kind, stage), _NOTHING)
+            _, need, feed = self.times_and_wires.get((kind, stage), _NOTHING)
             if need is not None:
                 need.unconsumed -= 1
             if feed is not None:
@@ -243,14 +246,15 @@ class _Sequence:
         if rank is None:
             return False
         for kind, stage, microbatch, _ in self.groups[rank][-1]:
-            _, need, _ = self.of.get((kind, stage), _NOTHING)
+            _, need, _ = self.times_and_wires.get((kind, stage), _NOTHING)
             if need is not None and microbatch not in need.sent_at:
                 self._receive(need, microbatch, self.clocks[rank])
         return True
 
 
 def _groups(order: Iterable[Action]) -> list[Order]:
-    """What ends together, the last first: a computation or a joined pair, with the collectives before it."""
+    """Splits a rank's order into groups that end at one time, the last group first: a computation or a joined pair,
+    with the collectives before it."""
     groups: list[Order] = [[]]
     for action in order:
         groups[-1].append(action)
@@ -276,10 +280,11 @@ def with_zero(schedule: Schedule, zero: int) -> Schedule:
 
 
 def _extend(order: Order, zero: int) -> Order:
+    """A rank's order with the collectives and optimizer steps of its stages."""
     last = {action.stage: place for place, action in enumerate(order) if action.kind in LAST_READERS}
     gathered = set() if zero else set(last)
     extended: Order = []
-    due: Order = []  # what comes before the next computation: after the pair that it belongs to, and its sends
+    due: Order = []  # REDUCEs to insert before the next computation: not inside a joined pair, nor before its sends
     for place, action in enumerate(order):
         if due and action.kind in COMPUTE and not extended[-1].joined:
             extended += due

@@ -47,7 +47,7 @@ from fivefold.support.errors import UserError
 
 def complete(index: ActionIndex) -> Iterator[ScheduleProblem]:
     yield from _shape(index)
-    yield from _strays(index)
+    yield from _unplaced(index)
     for stage in range(index.schedule.placement.stages):
         yield from _compute(index, stage)
     yield from _messages(index)
@@ -70,12 +70,12 @@ def _shape(index: ActionIndex) -> Iterator[ScheduleProblem]:
             yield ScheduleProblem(f"rank {rank} owns no stage", rank)
 
 
-def _strays(index: ActionIndex) -> Iterator[ScheduleProblem]:
+def _unplaced(index: ActionIndex) -> Iterator[ScheduleProblem]:
     """Actions on the wrong rank, of stages or microbatches that do not exist, or for a second time."""
     schedule = index.schedule
     owner = schedule.placement.owner
-    for rank, place, action in index.strays:
-        name = f"rank {rank} has {index.named(rank, place)}"
+    for rank, place, action in index.unplaced:
+        name = f"rank {rank} has {index.action_text(rank, place)}"
         if not 0 <= action.stage < len(owner):
             yield ScheduleProblem(f"{name}, and there are {len(owner)} stages, 0 to {len(owner) - 1}", rank, place)
         elif owner[action.stage] != rank:
@@ -87,8 +87,8 @@ def _strays(index: ActionIndex) -> Iterator[ScheduleProblem]:
                 f"{name}, and there are {schedule.m} microbatches, 0 to {schedule.m - 1}", rank, place
             )
         else:
-            first = index.places(action.kind, action.stage)[action.microbatch]
-            yield ScheduleProblem(f"{name} for the second time; the first is {index.action(rank, first)}", rank, place)
+            first = index.place_text(rank, index.places(action.kind, action.stage)[action.microbatch])
+            yield ScheduleProblem(f"{name} for the second time; the first is {first}", rank, place)
 
 
 def _compute(index: ActionIndex, stage: int) -> Iterator[ScheduleProblem]:
@@ -114,7 +114,7 @@ def _compute(index: ActionIndex, stage: int) -> Iterator[ScheduleProblem]:
 
 
 def _messages(index: ActionIndex) -> Iterator[ScheduleProblem]:
-    """One of each message per microbatch where the neighbouring stage is on another rank, none where it is not."""
+    """Each microbatch has one of each message where the neighbouring stage is on another rank, none where it is not."""
     owner, channel_of = index.schedule.placement.owner, index.schedule.placement.channel_of
     for stage, rank in enumerate(owner):
         for kind in MESSAGES:
@@ -141,17 +141,17 @@ def _parameters(index: ActionIndex) -> Iterator[ScheduleProblem]:
 
 
 def _once(index: ActionIndex, kind: Kind, stage: int) -> Iterator[ScheduleProblem]:
-    """One for all microbatches, or (but not for STEP) one for each."""
+    """A stage has one action of this kind for all microbatches, or (but not a STEP) one for each."""
     rank, action = index.schedule.placement.owner[stage], Action(kind, stage)
     for_all, single = index.for_all.get((kind, stage), []), index.sequence.get((kind, stage), [])
     if len(for_all) > 1:
         first, second = for_all[:2]
-        again = f"rank {rank} has {index.named(rank, second)} a second time"
-        yield ScheduleProblem(f"{again}; the first is {index.action(rank, first)}", rank, second)
+        again = f"rank {rank} has {index.action_text(rank, second)} a second time"
+        yield ScheduleProblem(f"{again}; the first is {index.place_text(rank, first)}", rank, second)
     elif single and (for_all or kind is STEP):
         place = index.places(kind, stage)[single[0]]
         why = f"also {action} for all microbatches" if for_all else f"{kind} is for all microbatches: {action}"
-        yield ScheduleProblem(f"rank {rank} has {index.named(rank, place)}, and {why}", rank, place)
+        yield ScheduleProblem(f"rank {rank} has {index.action_text(rank, place)}, and {why}", rank, place)
     elif not for_all and not single:
         yield ScheduleProblem(
             f"rank {rank} never has {action}, and the schedule takes care of parameters elsewhere", rank
@@ -189,7 +189,7 @@ def _stage(index: ActionIndex, stage: int) -> Iterator[ScheduleProblem]:
 
 
 def _neighbours(index: ActionIndex, stage: int) -> Iterator[ScheduleProblem]:
-    """Data that stays on a rank: the next stage's forward comes after this one's, its gradient before."""
+    """Where the next stage is on the same rank, its forward comes after this stage's, and its gradient before."""
     placement = index.schedule.placement
     if stage + 1 == placement.stages or placement.crosses(stage):
         return
@@ -207,9 +207,9 @@ def _before(index: ActionIndex, stage: int, first: Row, then: Row, cause: str) -
     actions = index.schedule.ranks[rank]
     for early, late in zip(then, first, strict=True):
         if early < late and early != ABSENT:
-            late_place = f"{actions[late]} is {index.action(rank, late)}"
+            late_place = f"{actions[late]} is {index.place_text(rank, late)}"
             yield ScheduleProblem(
-                f"rank {rank} has {index.named(rank, early)} before {cause}: {late_place}", rank, early
+                f"rank {rank} has {index.action_text(rank, early)} before {cause}: {late_place}", rank, early
             )
 
 
@@ -219,20 +219,20 @@ def _collectives(index: ActionIndex, stage: int) -> Iterator[ScheduleProblem]:
     forward, weight = index.places(FORWARD, stage), index.weight_gradients(stage)
     for place in index.for_all.get((GATHER, stage), []):
         if place > min(forward):
-            yield ScheduleProblem(f"rank {rank} has {index.named(rank, place)} after its first forward", rank, place)
+            gather = index.action_text(rank, place)
+            yield ScheduleProblem(f"rank {rank} has {gather} after its first forward", rank, place)
     for place in index.for_all.get((REDUCE, stage), []):
         if place < max(weight):
             yield ScheduleProblem(
-                f"rank {rank} has {index.named(rank, place)} before its last weight gradient", rank, place
+                f"rank {rank} has {index.action_text(rank, place)} before its last weight gradient", rank, place
             )
     yield from _before(index, stage, index.places(GATHER, stage), forward, "its parameters are gathered")
     yield from _before(index, stage, weight, index.places(REDUCE, stage), "there is a weight gradient to reduce")
     reduced = [*index.for_all.get((REDUCE, stage), []), *index.places(REDUCE, stage)]
     for place in index.for_all.get((STEP, stage), []):
         if place < max(*weight, *reduced):
-            yield ScheduleProblem(
-                f"rank {rank} has {index.named(rank, place)} before the gradients of the stage are final", rank, place
-            )
+            step = index.action_text(rank, place)
+            yield ScheduleProblem(f"rank {rank} has {step} before the gradients of the stage are final", rank, place)
 
 
 def _pairs(index: ActionIndex) -> Iterator[ScheduleProblem]:
@@ -240,7 +240,7 @@ def _pairs(index: ActionIndex) -> Iterator[ScheduleProblem]:
         for place, action in enumerate(actions):
             if not action.joined:
                 continue
-            name = f"rank {rank} joins {index.named(rank, place)} with"
+            name = f"rank {rank} joins {index.action_text(rank, place)} with"
             partner = actions[place + 1] if place + 1 < len(actions) else None
             if partner is None:
                 yield ScheduleProblem(f"{name} nothing: it is the last action", rank, place)
@@ -260,7 +260,7 @@ def accumulate(index: ActionIndex) -> Iterator[ScheduleProblem]:
         for before, after in pairwise(index.weight_gradients(stage)):
             if after < before:
                 yield ScheduleProblem(
-                    f"rank {rank} has {index.named(rank, after)} before {index.named(rank, before)}: "
+                    f"rank {rank} has {index.action_text(rank, after)} before {index.action_text(rank, before)}: "
                     f"the weight gradients of stage {stage} would be summed in another order than on a single device",
                     rank,
                     after,
@@ -306,7 +306,7 @@ def _activations(index: ActionIndex, rank: int) -> Iterator[ScheduleProblem]:
     if _overflows(taken, freed, promised[rank]):
         counts = live_counts(index.schedule.ranks[rank])
         place = next(place for place, live in enumerate(counts) if live > promised[rank])
-        held = f"{counts[place]} stage activations from {index.named(rank, place)} on, {max(counts)} at most"
+        held = f"{counts[place]} stage activations from {index.action_text(rank, place)} on, {max(counts)} at most"
         yield ScheduleProblem(f"rank {rank} holds {held}, and {promised[rank]} are promised", rank, place)
 
 

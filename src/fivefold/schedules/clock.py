@@ -29,7 +29,7 @@ class BusySpan(NamedTuple):
 
 
 class Lane:
-    """What kept one rank busy, in order. Parallel lists, because an object per action costs the clock a third more."""
+    """The actions that kept one rank busy, in order. Parallel lists: an object per action costs a third more time."""
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
@@ -60,7 +60,7 @@ class Lane:
 
 
 class Blocked(NamedTuple):
-    """Where a rank stands still for good: at this action, because the peer never gets to its side of the message."""
+    """A rank that is stuck for good at `action`, because the peer never gets to its end of the message."""
 
     rank: int
     action: Action
@@ -71,7 +71,7 @@ class Blocked(NamedTuple):
 
 
 class ClockRun(NamedTuple):
-    """What happened: what every rank did when, and the ranks that never finished."""
+    """The timeline of every rank, and the ranks that never finished."""
 
     lanes: list[Lane]
     blocks: list[Blocked]
@@ -104,7 +104,7 @@ class _Queue:
         self.numbers: dict[int, int] = {}  # microbatch -> its place in the FIFO, as the receiver counts
         self.free = 0.0  # when the channel can take the next message
         self.waiting: list[int] = []  # ranks that become ready at the next arrival
-        self.ready = ready
+        self.ready = ready  # the list that `_World` pops, shared by all queues
 
     def match(self) -> None:
         """Start the next transfer once both sides are there."""
@@ -123,12 +123,12 @@ class _World:
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self.schedule, self.costs = schedule, costs
-        self.joined = cache(costs.joined)  # of a few stages, many times
-        self.ready = list(reversed(range(schedule.p)))
+        self.joined = cache(costs.joined)  # called for the same few stages again and again
+        self.ready = list(reversed(range(schedule.p)))  # ranks that may go on
         self.durations = {kind: costs.of(kind) for kind in COMPUTE}
-        # When each stage's last GATHER and REDUCE is through.
-        self.through = {kind: [0.0] * schedule.placement.stages for kind in (GATHER, REDUCE)}
-        # By kind and stage, as `Placement.channel_of` has them.
+        # By kind and stage: when the stage's last GATHER or REDUCE ends.
+        self.collective_end = {kind: [0.0] * schedule.placement.stages for kind in (GATHER, REDUCE)}
+        # By kind and stage: the queue of `Placement.channel_of`.
         self.queues: dict[Kind, list[_Queue | None]] = {kind: [None] * schedule.placement.stages for kind in Kind}
         placement = schedule.placement
         queues = {channel: _Queue(channel, placement, costs.link, self.ready) for channel in placement.channels}
@@ -146,9 +146,9 @@ class _Rank:
         self.now = 0.0  # when the rank is free again
         self.lane = Lane()
         self.block: Blocked | None = None  # where it last had to wait
-        self.partner: tuple[Action, float] | None = None  # first half of a joined pair, and when its input is there
+        self.first_half: tuple[Action, float] | None = None  # the F of a joined pair, and when its input is there
         self.sending = False  # a blocking send is under way
-        self.stream = 0.0  # when the stream of collectives is free
+        self.stream_free = 0.0  # when the stream of collectives has nothing left to run
         self.queues, self.buffers = world.queues, world.schedule.buffers
         link = world.costs.link
         self.overlap = link.overlap
@@ -180,16 +180,16 @@ class _Rank:
                 return self.wait(action, queue, number, queue.sender)
             start = max(start, queue.arrived[number])
         if kind is FORWARD:
-            start = max(start, self.world.through[GATHER][stage])
+            start = max(start, self.world.collective_end[GATHER][stage])
         if joined:
-            self.partner = action, start
-        elif self.partner is not None:
-            first, first_start = self.partner
+            self.first_half = action, start
+        elif self.first_half is not None:
+            first, first_start = self.first_half
             start = max(start, first_start)
             self.now = start + self.world.joined(first.stage, stage)
             self.lane.add(first, start, self.now)
             self.lane.add(action, start, self.now)
-            self.partner = None
+            self.first_half = None
         else:
             self.now = start + self.world.durations[kind][stage]
             self.lane.add(action, start, self.now)
@@ -228,11 +228,13 @@ class _Rank:
         return True
 
     def wait(self, action: Action, queue: _Queue, number: int, peer: int) -> bool:
+        """Wait at an action for message `number` of the queue; returns False, as the handler then does."""
         self.block = Blocked(self.number, action, queue.channel, number, peer, self.place)
         queue.waiting.append(self.number)
         return False
 
     def queue(self, action: Action) -> _Queue:
+        """The queue of a SEND or a RECV."""
         queue = self.queues[action[0]][action[1]]
         if queue is None:
             raise ValueError(f"{action} on rank {self.number} has no other rank to talk to; `check` says more")
@@ -241,12 +243,13 @@ class _Rank:
     def collective(self, action: Action) -> bool:
         """Collectives of a rank run one after the other, beside its compute."""
         costs = self.world.costs
-        self.stream = max(self.stream, self.now) + (costs.gather if action.kind is GATHER else costs.reduce)
-        self.world.through[action.kind][action.stage] = self.stream
+        duration = costs.gather if action.kind is GATHER else costs.reduce
+        self.stream_free = max(self.stream_free, self.now) + duration
+        self.world.collective_end[action.kind][action.stage] = self.stream_free
         return True
 
     def step(self, action: Action) -> bool:
-        start = max(self.now, self.world.through[REDUCE][action.stage])
+        start = max(self.now, self.world.collective_end[REDUCE][action.stage])
         self.now = start + self.world.costs.step
         self.lane.add(action, start, self.now)
         return True

@@ -17,18 +17,18 @@ from fivefold.support.text import did_you_mean, figure, whole_number
 # How long a joined pair takes when each half computes during the other's messages, by the rule that executes it.
 #
 #     forward = [Segment(2.0, message=1.0, beside=0.5), Segment(1.0, message=1.0), Segment(0.5)]
-#     play_pair(forward, backward).together
+#     play_pair(forward, backward).pair
 #
-# A pass is a list of segments. In each it computes, then issues a message (experts' tokens on their way, or what came
-# of them), computes what it can `beside` it, and waits until the message is there. The two halves of a pair take
-# turns, and only one computes at a time. The forward pass goes first; a half yields its turn before each wait, and
-# takes up its wait when it is its turn again; when one half ends, the other runs on. So the order of all messages is a
-# function of the two lists, never of who is quicker. Both halves' messages share one link: two at a time take twice as
-# long each.
+# A pass is a list of segments. In each it computes, then issues a message (the dispatch of tokens to experts, or the
+# combine of their outputs), computes what it can `beside` it, and waits until the message is there. The two halves of a
+# pair take turns, and only one computes at a time. The forward pass goes first; a half yields its turn before each
+# wait, and takes up its wait when it is its turn again; when one half ends, the other runs on. So the order of all
+# messages follows from the two lists, never from which rank is quicker. Both halves' messages share one link: two at a
+# time take twice as long each.
 
 
 class Segment(NamedTuple):
-    """Seconds, or any unit of time: of `compute`, then of a `message`, with so much compute `beside` it."""
+    """Part of a pass: `compute`, then a `message`, with so much compute `beside` it; seconds, or any unit of time."""
 
     compute: float
     message: float = 0.0
@@ -43,12 +43,12 @@ class PairTimes(NamedTuple):
 
     forward: float
     backward: float
-    together: float
+    pair: float
 
     @property
     def hidden(self) -> float:
-        """What the pair saves against one half after the other."""
-        return self.forward + self.backward - self.together
+        """The time that the pair saves against one half after the other."""
+        return self.forward + self.backward - self.pair
 
 
 def scaled(segments: Segments, factor: float) -> Segments:
@@ -57,14 +57,15 @@ def scaled(segments: Segments, factor: float) -> Segments:
 
 
 def segments_of_one_block(forward: float, backward: float, messages: float) -> tuple[Segments, Segments]:
-    """A stage of which no more is known than how long its passes take, and its experts' messages in either of them.
+    """The segments of a stage's F and B where only the time of each pass is known, and that of the messages in it.
 
-    One block: half of the compute comes before the dispatch, and half is the experts'; backward is the mirror of it.
+    The stage counts as one block: half of its forward compute comes before the dispatch, and half is the experts';
+    backward is the mirror of it.
     """
-    half, message, back = (forward - messages) / 2, messages / 2, (backward - messages) / 2
+    half_forward, half_backward, message = (forward - messages) / 2, (backward - messages) / 2, messages / 2
     return (
-        (Segment(half, message), Segment(half, message)),
-        (Segment(0.0, message), Segment(back, message), Segment(back)),
+        (Segment(half_forward, message), Segment(half_forward, message)),
+        (Segment(0.0, message), Segment(half_backward, message), Segment(half_backward)),
     )
 
 
@@ -74,44 +75,46 @@ def alone(segments: Iterable[Segment]) -> float:
 
 
 def play_pair(forward: Iterable[Segment], backward: Iterable[Segment]) -> PairTimes:
-    """The two halves of a pair, each by itself and both together."""
-    return _played(tuple(forward), tuple(backward))
+    """Returns how long the two halves of a pair take, each by itself and as a pair."""
+    return _pair_times(tuple(forward), tuple(backward))
 
 
 @lru_cache(maxsize=4096)
-def _played(forward: Segments, backward: Segments) -> PairTimes:
-    each = alone(forward), alone(backward)
+def _pair_times(forward: Segments, backward: Segments) -> PairTimes:
+    forward_time, backward_time = alone(forward), alone(backward)
+    pair = _PairClock((forward, backward)).run()
     # A half only waits while the link carries something, so a pair takes no longer than both in turn, but for rounding.
-    return PairTimes(*each, min(_PairClock((forward, backward)).run(), sum(each)))
+    return PairTimes(forward_time, backward_time, min(pair, forward_time + backward_time))
 
 
 class _PairClock:
-    """A pair as it runs: the time, where each half is, and what is left of its message."""
+    """A pair as it runs: the time, the next segment of each half, and how much of its message is left."""
 
     def __init__(self, halves: tuple[Segments, Segments]) -> None:
-        self.halves, self.next = halves, [0, 0]
+        self.halves, self.next_segment = halves, [0, 0]
         self.message_left = [0.0, 0.0]
         self.now = 0.0
 
     def run(self) -> float:
-        holder = 0
+        """Let the halves take turns until both have ended; returns the time."""
+        half = 0
         while True:
-            ended = self.take_turn(holder)
-            if not self.ended(1 - holder):
-                holder = 1 - holder
+            ended = self.take_turn(half)
+            if not self.ended(1 - half):
+                half = 1 - half
             elif ended:
                 return self.now
 
     def ended(self, half: int) -> bool:
-        return self.next[half] == len(self.halves[half]) and not self.message_left[half]
+        return self.next_segment[half] == len(self.halves[half]) and not self.message_left[half]
 
     def take_turn(self, half: int) -> bool:
         """Run this half to its next wait or its end; return whether it has ended."""
         while self.message_left[half]:
             self.advance(self.next_arrival)
-        while self.next[half] < len(self.halves[half]):
-            compute, message, beside = self.halves[half][self.next[half]]
-            self.next[half] += 1
+        while self.next_segment[half] < len(self.halves[half]):
+            compute, message, beside = self.halves[half][self.next_segment[half]]
+            self.next_segment[half] += 1
             self.advance(compute)
             self.message_left[half] = message
             self.advance(beside)
@@ -129,12 +132,12 @@ class _PairClock:
         """Let time pass: messages travel, two of them at half the pace."""
         self.now += seconds
         while seconds and any(self.message_left):
-            least, share = min(filter(None, self.message_left)), sum(map(bool, self.message_left))
+            shortest, in_flight = min(filter(None, self.message_left)), sum(map(bool, self.message_left))
             until = self.next_arrival
             if seconds < until:
-                self.message_left = [max(0.0, message - seconds / share) for message in self.message_left]
+                self.message_left = [max(0.0, message - seconds / in_flight) for message in self.message_left]
                 return
-            self.message_left = [message - least if message > least else 0.0 for message in self.message_left]
+            self.message_left = [message - shortest if message > shortest else 0.0 for message in self.message_left]
             seconds -= until
 
 
@@ -188,9 +191,9 @@ class MessageLink:
 
 @dataclass(frozen=True)
 class Costs:
-    """Durations per stage. A joined F&B takes what `pair` says, by the stage of its forward, or else what comes of
-    playing the `segments` of its F and its B. `activation` is what one microbatch's activations of the stage weigh, in
-    units of a whole rank's (A)."""
+    """Durations per stage. A joined F&B takes `pair[stage of its F]`, or else what `play_pair` finds for the `segments`
+    of its F and its B. `activation` is the size of one microbatch's activations of the stage, in units of a whole
+    rank's (A)."""
 
     f: tuple[float, ...]
     i: tuple[float, ...]
@@ -213,8 +216,8 @@ class Costs:
         for name, values in per_stage.items():
             if len(values) != len(self.f):
                 raise UserError(f"f has times for {len(self.f)} stages, and {name} for {len(values)}; they must agree")
-        once = {"gather": (self.gather,), "reduce": (self.reduce,), "step": (self.step,)}
-        for name, values in (per_stage | once).items():
+        single = {"gather": (self.gather,), "reduce": (self.reduce,), "step": (self.step,)}
+        for name, values in (per_stage | single).items():
             invalid = next((value for value in values if not _is_duration(value)), None)
             if invalid is not None:
                 raise UserError(f"{name}={invalid:g} is not a duration; give a number from zero to {MAX_DURATION:g}")
@@ -232,8 +235,8 @@ class Costs:
         ep: Duration | None = None,
         link: MessageLink | None = None,
     ) -> Self:
-        """Costs from times per rank: with v chunks on a rank, each takes 1/v. B takes I + W unless it is given. Of F,
-        and of B, experts' messages take `ep`, which the other half of a joined pair hides."""
+        """Costs from times per rank: with v chunks on a rank, each takes 1/v. B takes I + W unless it is given. `ep` is
+        the part of F, and of B, that experts' messages take; the other half of a joined pair hides it."""
         i_times, w_times = _per_stage("i", i, placement), _per_stage("w", w, placement)
         b_times = tuple(map(sum, zip(i_times, w_times, strict=True)))
         f_times = _per_stage("f", f, placement)
@@ -243,7 +246,7 @@ class Costs:
             i=i_times,
             w=w_times,
             b=b_times,
-            segments=() if ep is None else _halves(f_times, i_times, b_times, _per_stage("ep", ep, placement)),
+            segments=() if ep is None else _segments(f_times, i_times, b_times, _per_stage("ep", ep, placement)),
             pair=None if fb is None else _per_stage("fb", fb, placement),
             activation=_per_stage("activation", 1.0, placement),
             link=link or MessageLink(),
@@ -251,7 +254,7 @@ class Costs:
 
     @classmethod
     def measured(cls, seconds: Mapping[tuple[Kind, int], Sequence[float]], stages: int) -> Self:
-        """Medians of what each kind and stage took; messages take no time, and stages weigh the same."""
+        """Costs from the median seconds of each kind and stage; messages take no time, all stages weigh the same."""
         f, i, w, b = (
             tuple(median(seconds.get((kind, stage), [0.0])) for stage in range(stages))
             for kind in (FORWARD, INPUT_GRAD, WEIGHT_GRAD, BACKWARD)
@@ -269,11 +272,11 @@ class Costs:
         invalid = [rank for rank in factors if not 0 <= rank < placement.ranks]
         if invalid:
             raise UserError(f"rank {invalid[0]} cannot be slowed: ranks are 0 to {placement.ranks - 1}")
-        scale = [factors.get(rank, 1.0) for rank in placement.owner]
+        of_stage = [factors.get(rank, 1.0) for rank in placement.owner]
         times = {"f": self.f, "i": self.i, "w": self.w, "b": self.b} | ({"pair": self.pair} if self.pair else {})
-        slower: dict[str, Any] = {name: tuple(map(mul, stages, scale)) for name, stages in times.items()}
-        halves = zip(self.segments, scale[: len(self.segments)], strict=True)
-        segments = tuple((scaled(f, factor), scaled(b, factor)) for (f, b), factor in halves)
+        slower: dict[str, Any] = {name: tuple(map(mul, stages, of_stage)) for name, stages in times.items()}
+        segments_and_factors = zip(self.segments, of_stage[: len(self.segments)], strict=True)
+        segments = tuple((scaled(f, factor), scaled(b, factor)) for (f, b), factor in segments_and_factors)
         return replace(self, **slower, segments=segments)
 
     def of(self, kind: Kind) -> tuple[float, ...]:
@@ -285,13 +288,15 @@ class Costs:
         if self.pair is not None:
             return self.pair[forward_stage]
         if self.segments:
-            return play_pair(self.segments[forward_stage][0], self.segments[backward_stage][1]).together
+            (forward, _), (_, backward) = self.segments[forward_stage], self.segments[backward_stage]
+            return play_pair(forward, backward).pair
         return self.f[forward_stage] + self.b[backward_stage]
 
 
-def _halves(
+def _segments(
     f: tuple[float, ...], i: tuple[float, ...], b: tuple[float, ...], ep: tuple[float, ...]
 ) -> tuple[tuple[Segments, Segments], ...]:
+    """The segments of each stage's F and B, whose messages take `ep`."""
     for stage, (messages, *passes) in enumerate(zip(ep, f, i, b, strict=True)):
         if messages > min(passes):
             raise UserError(
@@ -302,6 +307,7 @@ def _halves(
 
 
 def _per_stage(name: str, times: Duration, placement: Placement) -> tuple[float, ...]:
+    """One time per stage: a rank's time is shared evenly among its stages."""
     if isinstance(times, int | float):
         return tuple(times / len(placement.of_rank[rank]) for rank in placement.owner)
     values = tuple(times)
@@ -317,7 +323,7 @@ def _per_stage(name: str, times: Duration, placement: Placement) -> tuple[float,
 #
 #     f, i, w    forward, input gradient, weight gradient of a whole rank; with v chunks, each chunk takes 1/v
 #     b, fb      the whole backward (i+w if left out), and a forward overlapped with a backward (f+b if left out)
-#     ep         of f, and of i, the messages of experts: joined pairs hide them, as far as they can, if fb is left out
+#     ep         the part of f, and of b, that experts' messages take: joined pairs hide it, as far as they can
 #     comm       latency of one message
 #     bytes, bandwidth    size of a message, and what a link carries per unit of time
 #     gather, reduce, step    the collectives and the optimizer of one stage
@@ -370,7 +376,7 @@ class Durations:
         return cls(values)
 
     def __str__(self) -> str:
-        """As it would be written, with what is left out."""
+        """The text that `parse` reads, with the defaults of what was left out; then the settings of other options."""
         values = {"f": (1.0,), "i": (1.0,), "w": (1.0,)} | dict(self.values)
         text = ",".join(f"{key}={':'.join(figure(value) for value in values[key])}" for key in KEYS if key in values)
         text += "".join(f", rank {rank} takes {factor:g} times as long" for rank, factor in self.slow.items())
@@ -379,30 +385,30 @@ class Durations:
     def costs(self, placement: Placement) -> Costs:
         """The costs of the stages of one placement."""
         single = {key: self.values[key][0] for key in SINGLE if key in self.values}
-        travel = single.get("comm", 0.0), single.get("bandwidth", float("inf")), single.get("bytes", 0.0)
-        link = MessageLink(*travel, self.sends, self.overlap)
+        latency, bandwidth, size = single.get("comm", 0.0), single.get("bandwidth", math.inf), single.get("bytes", 0.0)
+        link = MessageLink(latency, bandwidth, size, self.sends, self.overlap)
         per_stage = {key: values for key, values in self.values.items() if key in PER_STAGE}
-        spread = {key: values[0] if len(values) == 1 else values for key, values in per_stage.items()}
-        once: dict[str, Any] = {key: single.get(key, 0.0) for key in ("gather", "reduce", "step")}
-        return replace(Costs.even(placement, **spread, link=link), **once).slowed(placement, self.slow)
+        durations = {key: values[0] if len(values) == 1 else values for key, values in per_stage.items()}
+        collectives: dict[str, Any] = {key: single.get(key, 0.0) for key in ("gather", "reduce", "step")}
+        return replace(Costs.even(placement, **durations, link=link), **collectives).slowed(placement, self.slow)
 
 
 def parse_slow(text: str) -> dict[int, float]:
     """Read `2=1.5,3=2`: rank 2 takes one and a half times as long, rank 3 twice."""
     factors: dict[int, float] = {}
     for part in filter(None, (piece.strip() for piece in text.split(","))):
-        rank, _, factor = (piece.strip() for piece in part.partition("="))
-        number = _duration(factor)
-        which = whole_number(rank)
-        if which is None or not number:
+        left, _, right = (piece.strip() for piece in part.partition("="))
+        rank, factor = whole_number(left), _duration(right)
+        if rank is None or not factor:
             raise UserError(f"slow: {part!r} should be a rank and a factor above zero, like 2=1.5")
-        if which in factors:
-            raise UserError(f"slow: rank {which} is given for the second time, as {part}")
-        factors[which] = number
+        if rank in factors:
+            raise UserError(f"slow: rank {rank} is given for the second time, as {part}")
+        factors[rank] = factor
     return factors
 
 
 def _duration(text: str) -> float | None:
+    """The number, zero or more, that the text is; None if it is none."""
     try:
         number = float(text)
     except ValueError:

@@ -3,8 +3,8 @@
 `deadlock` posts receives where the schedule lists them, and delays sends while the channel's buffers are full: so the
 runtime executes on CPUs. `rendezvous` lets every message block both its ranks until both have reached it. NCCL's
 messages are kernels on the device: an action that waits for the whole device (to load a kernel, to allocate, to
-compile) waits for every message that its rank has posted before. `simulate`, which posts a receive only when its
-consumer is due, may find a deadlock all the same.
+compile) waits for every message that its rank has posted before. Neither covers a link without overlap, on which
+`simulate` posts a receive only when its consumer is due: there a schedule that passes may still deadlock.
 
 Ranks interact only by waiting, and progress is monotonic: what a rank waits for, once true, stays true. So if one run
 completes, every run does, at any speed of ranks and links.
@@ -24,17 +24,17 @@ def deadlock(index: ActionIndex) -> Iterator[ScheduleProblem]:
 
 
 def rendezvous(index: ActionIndex) -> Iterator[ScheduleProblem]:
-    if blocks := _meet(index):
+    if blocks := _blocked_at_meetings(index):
         first, why = _circle(blocks)[0], "on NCCL a posted message may hold up all that its rank does after it"
         cure = "leave out SEND and RECV, and write the line 'messages implied': then they are put where no circle is"
         yield ScheduleProblem(f"{deadlock_sentence(blocks)}; {why}; {cure}", first.rank, first.place)
 
 
-def _meet(index: ActionIndex) -> list[Blocked]:
+def _blocked_at_meetings(index: ActionIndex) -> list[Blocked]:
     """The ranks that are stuck, if each message blocks both its ranks until both have reached it."""
     schedule, m = index.schedule, index.schedule.m
     channels = list(schedule.placement.channels)
-    # By kind and stage, the index of a channel's first message; those of later microbatches follow it.
+    # By kind and stage, the number of the channel's first message; those of later microbatches follow it.
     first = {(channel.send, channel.source): n * m for n, channel in enumerate(channels)}
     first |= {(channel.receive, channel.target): n * m for n, channel in enumerate(channels)}
     messages_of = [
@@ -56,9 +56,9 @@ def _meet(index: ActionIndex) -> list[Blocked]:
 def _block(index: ActionIndex, rank: int, channel: Channel, microbatch: int) -> Blocked:
     owner = index.schedule.placement.owner
     ends = [(channel.send, channel.source), (channel.receive, channel.target)]
-    (kind, stage), (_, other) = ends if owner[channel.source] == rank else reversed(ends)
+    (kind, stage), (_, peer_stage) = ends if owner[channel.source] == rank else reversed(ends)
     place, number = index.places(kind, stage)[microbatch], index.sequence[kind, stage].index(microbatch)
-    return Blocked(rank, Action(kind, stage, microbatch), channel, number, owner[other], place)
+    return Blocked(rank, Action(kind, stage, microbatch), channel, number, owner[peer_stage], place)
 
 
 def deadlock_sentence(blocks: list[Blocked]) -> str:
@@ -67,7 +67,7 @@ def deadlock_sentence(blocks: list[Blocked]) -> str:
     verdict = f"and rank {circle[-1].peer} has nothing more to send or receive"
     if circle[-1].peer == circle[0].rank:
         verdict = f"that is a circle of {len(circle)}, and nobody in it can move"
-    return f"{'; '.join(map(_waits, circle))}; {verdict}"
+    return f"{'; '.join(map(_wait_text, circle))}; {verdict}"
 
 
 def _circle(blocks: list[Blocked]) -> list[Blocked]:
@@ -82,7 +82,7 @@ def _circle(blocks: list[Blocked]) -> list[Blocked]:
     return path
 
 
-def _waits(block: Blocked) -> str:
+def _wait_text(block: Blocked) -> str:
     waits, message = f"rank {block.rank} waits at {block.action}", f"message {block.message} of the {block.channel}"
     if block.action.kind in SENDS:
         return f"{waits} until rank {block.peer} posts the receive of {message}"

@@ -1,4 +1,4 @@
-"""From simulations to a scene: who does what when, and underneath what each rank holds in memory.
+"""Draws simulations: the timeline of each rank, and underneath what it holds in memory; as a scene, or as text.
 
 Several simulations share one time scale, so that a longer schedule looks longer. They stand below each other as long
 as the picture stays wider than it is high, and otherwise in columns: it is for a slide.
@@ -96,43 +96,43 @@ def picture(simulations: Sequence[Simulation], many: int = MANY, clock: str = "t
     labelled = sum(len(spans) for simulation in simulations for spans in simulation.timeline) <= many
     scenes = []
     for columns in range(1, len(simulations) + 1):
-        scenes.append(_arranged(simulations, columns, labelled, clock))
+        scenes.append(_scene(simulations, columns, labelled, clock))
         if scenes[-1].width >= LANDSCAPE * scenes[-1].height:
             return scenes[-1]
     return scenes[0] if len(scenes) == 1 else max(scenes, key=lambda scene: scene.width / scene.height)
 
 
-def _arranged(simulations: Sequence[Simulation], columns: int, labelled: bool, clock: str) -> Scene:
-    """Panels in so many columns, row by row."""
+def _scene(simulations: Sequence[Simulation], columns: int, labelled: bool, clock: str) -> Scene:
+    """The panels in so many columns, row by row."""
     longest = max(simulation.makespan for simulation in simulations)
-    short = min(_short(simulation) for simulation in simulations)
-    least = NARROWEST if len(simulations) == 1 else COMFORTABLE
-    total = min(WIDEST, max(least, columns * CELL * longest / short))  # of all time axes beside each other
+    short = min(_short_action(simulation) for simulation in simulations)
+    narrowest = NARROWEST if len(simulations) == 1 else COMFORTABLE
+    total = min(WIDEST, max(narrowest, columns * CELL * longest / short))  # width of a row's time axes in sum
     unit, width = max(1.0, total / COMFORTABLE), total / columns
     scale = width / longest if longest else 1.0
     panels = [_Panel(simulation, width, scale, unit, labelled, clock) for simulation in simulations]
-    rows = [panels[at : at + columns] for at in range(0, len(panels), columns)]
+    rows = [panels[first : first + columns] for first in range(0, len(panels), columns)]
     heights = [max(panel.height for panel in row) for row in rows]
     height = sum(heights) + unit * (TOP + GAP * (len(rows) - 1) + BOTTOM)
     names = ", ".join(simulation.schedule.name for simulation in simulations)
     scene = Scene(columns * (width + unit * (LEFT + RIGHT)), height, names)
     y = TOP * unit
-    for row, high in zip(rows, heights, strict=True):
-        for at, panel in enumerate(row):
-            panel.left += at * (width + unit * (LEFT + RIGHT))
+    for row, row_height in zip(rows, heights, strict=True):
+        for column, panel in enumerate(row):
+            panel.left += column * (width + unit * (LEFT + RIGHT))
             panel.paint(scene, y)
-        y += high + GAP * unit
+        y += row_height + GAP * unit
     return scene
 
 
-def _short(simulation: Simulation) -> float:
+def _short_action(simulation: Simulation) -> float:
     """How long a short action takes: a tenth of them are shorter."""
     lengths = sorted(end - start for spans in simulation.timeline for _, start, end in spans if end > start)
     return lengths[len(lengths) // 10] if lengths else 1.0
 
 
 class _Panel:
-    """One schedule: title, rows of actions, time axis, rows of memory. `unit` is the size of things that are read."""
+    """One schedule: title, rows of actions, time axis, rows of memory. `unit` scales type and what is sized by it."""
 
     def __init__(
         self, simulation: Simulation, width: float, scale: float, unit: float, labelled: bool, clock: str
@@ -156,9 +156,9 @@ class _Panel:
         return self.unit * (HEAD + AXIS + CAPTION) + self.p * (self.row + self.memory_row)
 
     def number_size(self) -> float:
-        """As large as a short action allows, as long as it can be read."""
-        cell, most = _short(self.simulation) * self.scale, min(11.0 * self.unit, 0.62 * self.row)
-        return max(LEGIBLE * self.unit, min(most, (cell - 3.0) / (0.56 * len(str(self.schedule.m - 1)))))
+        """The size of the microbatch numbers: as large as a short action allows, but legible."""
+        cell, largest = _short_action(self.simulation) * self.scale, min(11.0 * self.unit, 0.62 * self.row)
+        return max(LEGIBLE * self.unit, min(largest, (cell - 3.0) / (0.56 * len(str(self.schedule.m - 1)))))
 
     def paint(self, scene: Scene, y: float) -> None:
         self.paint_head(scene, y, room=self.paint_legend(scene, y) - self.left)
@@ -188,7 +188,7 @@ class _Panel:
         )
 
     def paint_legend(self, scene: Scene, y: float) -> float:
-        """Right-aligned, so it is laid out from the right; returns where it begins."""
+        """Paint the legend, right-aligned and therefore from the right; returns the x where it begins."""
         u, chunks = self.unit, self.schedule.placement.chunks
         size, box = 11 * u, 11 * u
         x = self.left + self.width
@@ -237,7 +237,7 @@ class _Panel:
             self.paint_number(scene, number._replace(fill=text_on(colour)), width, height)
 
     def paint_number(self, scene: Scene, number: TextMark, width: float, height: float) -> None:
-        """The microbatch, where there is room for the longest one: all actions of one width have theirs, or none."""
+        """Paint the microbatch if the longest number fits, so that all actions of one width show theirs, or none."""
         longest = str(self.schedule.m - 1)
         size = min(number.size, 0.82 * height, (width - 1.5) / text_width(longest, 1.0))
         if size >= LEGIBLE * self.unit * (1 - 1e-9):
@@ -302,8 +302,11 @@ LEFT_OUT = "┊⋯┊"
 
 
 def timeline(simulation: Simulation, columns: int = 100, colour: bool = True, left_out: int = 0) -> Text:
-    """The picture as styled text, at most `columns` wide. `left_out`: microbatches that the step has in the middle,
-    where a gap is shown, and the simulation has not; those after it count on."""
+    """The picture as styled text, at most `columns` wide.
+
+    `left_out` is the number of microbatches from the middle of the step that were not simulated: a gap shows where
+    they would be, and the numbers after it are higher by so many.
+    """
     label = len(f"rank {simulation.schedule.p - 1} ")
     width = max(10, columns - label - 6 - (len(LEFT_OUT) if left_out else 0))
     slice_ = simulation.makespan / width if simulation.makespan else 1.0
@@ -320,44 +323,44 @@ def timeline(simulation: Simulation, columns: int = 100, colour: bool = True, le
         text.append(f"rank {rank} ".rjust(label), "dim")
         cells = _columns(shown[rank], width, slice_)
         middle = width // 2 if left_out else width
-        for after, part in ((0, cells[:middle]), (left_out, cells[middle:])):
-            text.append(LEFT_OUT if after else "", "dim")
+        for offset, part in ((0, cells[:middle]), (left_out, cells[middle:])):
+            text.append(LEFT_OUT if offset else "", "dim")
             for span, group in groupby(part):
                 cell = _pair if span and span.beside else _cell
-                text.append_text(cell(simulation.schedule, _later(span, after), len([*group]), colour))
+                text.append_text(cell(simulation.schedule, _renumbered(span, offset), len([*group]), colour))
         text.append("\n")
     text.append("memory\n".rjust(label), "dim")
-    most = max(simulation.peak_activations) or 1.0
+    highest = max(simulation.peak_activations) or 1.0
     for rank, peak in enumerate(simulation.peak_activations):
         text.append(f"rank {rank} ".rjust(label), "dim")
-        bars = _bars(simulation.memory[rank], width, slice_, most)
+        bars = _bars(simulation.memory[rank], width, slice_, highest)
         text.append(f"{bars[:middle]}{LEFT_OUT if left_out else ''}{bars[middle:]}", Style(color="#5b7fae"))
         text.append(f" {peak:.3g}\n")
     return text
 
 
-def _later(span: Shown | None, many: int) -> Shown | None:
-    """With the number that its microbatch has after so many others."""
-    if span is None or not many:
+def _renumbered(span: Shown | None, offset: int) -> Shown | None:
+    """The span with `offset` added to the number of its microbatch."""
+    if span is None or not offset:
         return span
 
     def moved(action: Action) -> Action:
-        return action._replace(microbatch=action.microbatch + many) if action.microbatch >= 0 else action
+        return action._replace(microbatch=action.microbatch + offset) if action.microbatch != ALL else action
 
     return span._replace(action=moved(span.action), beside=span.beside and moved(span.beside))
 
 
 def _columns(spans: list[Shown], width: int, slice_: float) -> list[Shown | None]:
-    """For each slice of time the action that fills most of it; None where most of it is idle."""
+    """For each column the action that fills most of its slice of time; None where most of it is idle."""
     largest: list[tuple[float, Shown | None]] = [(0.0, None)] * width
     idle = [slice_] * width
     for span in spans:
         for column in range(int(span.start / slice_), min(width, math.ceil(span.end / slice_))):
-            share = min(span.end, (column + 1) * slice_) - max(span.start, column * slice_)
-            idle[column] -= share
-            if share > largest[column][0] + 1e-9 * slice_:
-                largest[column] = share, span
-    return [span if share >= rest - 1e-9 * slice_ else None for (share, span), rest in zip(largest, idle, strict=True)]
+            time = min(span.end, (column + 1) * slice_) - max(span.start, column * slice_)
+            idle[column] -= time
+            if time > largest[column][0] + 1e-9 * slice_:
+                largest[column] = time, span
+    return [span if time >= rest - 1e-9 * slice_ else None for (time, span), rest in zip(largest, idle, strict=True)]
 
 
 def _cell(schedule: Schedule, span: Shown | None, width: int, colour: bool) -> Text:
@@ -374,25 +377,25 @@ def _pair(schedule: Schedule, span: Shown | None, width: int, colour: bool) -> T
     """An overlapped pair: the F above the B, their numbers at either end. Without colours, `F5&B2`."""
     assert span is not None
     assert span.beside is not None
-    first, second = span.action, span.beside
-    upper, lower = _number(first), _number(second)
+    forward, backward = span.action, span.beside
+    left, right = _number(forward), _number(backward)
     if not colour:
-        full = f"{first.kind[0]}{upper}&{second.kind[0]}{lower}"
+        full = f"{forward.kind[0]}{left}&{backward.kind[0]}{right}"
         return Text((full if len(full) <= width else "&").ljust(width, "-"))
-    above, below = _colour(schedule, first), _colour(schedule, second)
-    if len(upper) + len(lower) >= width:
-        upper = lower = ""
-    middle = "▀" * (width - len(upper) - len(lower))
-    both = Style(color=hexed(above), bgcolor=hexed(below))
-    return Text.assemble((upper, _style(above)), (middle, both), (lower, _style(below)))
+    upper, lower = _colour(schedule, forward), _colour(schedule, backward)
+    if len(left) + len(right) >= width:
+        left = right = ""
+    middle = "▀" * (width - len(left) - len(right))
+    halves = Style(color=hexed(upper), bgcolor=hexed(lower))
+    return Text.assemble((left, _style(upper)), (middle, halves), (right, _style(lower)))
 
 
 def _number(action: Action) -> str:
-    return str(action.microbatch) if action.microbatch >= 0 else ""
+    return str(action.microbatch) if action.microbatch != ALL else ""
 
 
 def _colour(schedule: Schedule, action: Action) -> RGB:
-    """Neighbours of the same kind touch here, so every other microbatch is a touch darker."""
+    """The colour of a cell. No line parts neighbours of the same kind, so every other microbatch is a bit darker."""
     background = colour_of(schedule, action)
     return mix(background, (0, 0, 0), 0.16) if action.microbatch % 2 else background
 
@@ -401,14 +404,15 @@ def _style(background: RGB) -> Style:
     return Style(color=text_on(background), bgcolor=hexed(background))
 
 
-def _bars(steps: list[tuple[float, float]], width: int, slice_: float, most: float) -> str:
+def _bars(steps: list[tuple[float, float]], width: int, slice_: float, highest: float) -> str:
+    """Live activations as bars; `steps` are (time, activations from then on), a full bar is `highest`."""
     times = [time for time, _ in steps]
-    levels = []
+    bars = []
     for column in range(width):
         place = bisect_right(times, (column + 0.5) * slice_) - 1
-        level = steps[place][1] / most if place >= 0 else 0.0
-        levels.append(BARS[round(level * (len(BARS) - 1))])
-    return "".join(levels)
+        level = steps[place][1] / highest if place >= 0 else 0.0
+        bars.append(BARS[round(level * (len(BARS) - 1))])
+    return "".join(bars)
 
 
 def legend(simulations: Sequence[Simulation], colour: bool = True) -> Text:

@@ -1,4 +1,4 @@
-"""What the proofs of a schedule read, and what they find: where each of its actions stands, and `ScheduleProblem`."""
+"""`ActionIndex`, where each action of a schedule stands, which the proofs read; `ScheduleProblem`, what they find."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -31,13 +31,13 @@ class ActionIndex:
 
     `places[kind, stage][microbatch]` is the place in the list of the rank that runs it; `sequence[kind, stage]` has the
     microbatches in the order they come in. Actions that cannot be placed (a foreign stage, a second copy) are put aside
-    in `strays` as (rank, place, action), for `complete` to name.
+    in `unplaced` as (rank, place, action), for `complete` to name.
     """
 
     def __init__(self, schedule: Schedule, numbers: Sequence[Sequence[int]] | None = None) -> None:
         self.schedule = schedule
         self.numbers = numbers  # by rank and place: how sentences count the action; None: as the list does
-        self.strays: list[tuple[int, int, Action]] = []
+        self.unplaced: list[tuple[int, int, Action]] = []
         self.sequence: defaultdict[tuple[Kind, int], list[int]] = defaultdict(list)
         self.for_all: defaultdict[tuple[Kind, int], list[int]] = defaultdict(list)  # places of GATHER3, REDUCE3, STEP3
         self._places: dict[tuple[Kind, int], Row] = {}
@@ -56,18 +56,18 @@ class ActionIndex:
             if row is None:
                 row = places[kind, stage] = [ABSENT] * m
             if stage not in own or not 0 <= microbatch < m or row[microbatch] != ABSENT:
-                self.strays.append((rank, place, action))
+                self.unplaced.append((rank, place, action))
                 continue
             row[microbatch] = place
             sequence[kind, stage].append(microbatch)
 
-    def action(self, rank: int, place: int) -> str:
-        """What sentences call a place: 'action 7'."""
+    def place_text(self, rank: int, place: int) -> str:
+        """How a sentence names a place: 'action 7'."""
         return f"action {place if self.numbers is None else self.numbers[rank][place]}"
 
-    def named(self, rank: int, place: int) -> str:
-        """What stands there, and the place: 'F0.1 (action 7)'."""
-        return f"{self.schedule.ranks[rank][place]} ({self.action(rank, place)})"
+    def action_text(self, rank: int, place: int) -> str:
+        """How a sentence names an action and its place: 'F0.1 (action 7)'."""
+        return f"{self.schedule.ranks[rank][place]} ({self.place_text(rank, place)})"
 
     def places(self, kind: Kind, stage: int) -> Row:
         """By microbatch, the place of an action in its rank's list, or ABSENT."""
@@ -83,7 +83,7 @@ class ActionIndex:
 
     @cached_property
     def run(self) -> ClockRun:
-        """The schedule on the clock of `Promise.slots`. Only for those that are complete and in order."""
+        """The schedule on the clock of `Bounds.slots`. Only for schedules that are complete and in order."""
         return run(self.schedule, Costs.slots(self.schedule.placement))
 
 

@@ -1,6 +1,8 @@
-"""Every schedule by name; `build` makes one from numbers, and `record_of` also knows schedules in files."""
+"""Every schedule by name; `build` makes one from numbers, and `record_of` also knows schedules in files, and those of
+modules of a user's own: layout.schedule=my_package.eager:EAGER_1F1B is a `ScheduleInfo` there."""
 
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -8,12 +10,14 @@ from typing import Any
 
 from fivefold.schedules.auto import AUTO
 from fivefold.schedules.build import ScheduleInfo, ScheduleRequest
+from fivefold.schedules.check import prove
 from fivefold.schedules.classic import BREADTH_FIRST, GPIPE, INTERLEAVED, NAIVE, ONE_F_ONE_B
 from fivefold.schedules.schedule import Schedule, peak_live
 from fivefold.schedules.text import SUFFIXES, load
 from fivefold.schedules.zero_bubble import DUALPIPE_V, V_HALF, V_MIN, ZB_H1, ZB_H2, ZB_V
-from fivefold.support.errors import UserError
+from fivefold.support.errors import Problem, UserError
 from fivefold.support.parsing import path_of
+from fivefold.support.plugins import find_value, is_plugin
 from fivefold.support.text import counted, did_you_mean, either
 
 RECORDS = (
@@ -41,21 +45,23 @@ def record_of(name: str) -> ScheduleInfo:
     if is_file(name):
         path = path_of(name)
         try:
-            seen = path.stat()
+            stat = path.stat()
         except OSError as error:
             raise UserError(f"{path} cannot be read: {error.strerror}") from None
-        return _in_file(name, path, seen.st_mtime_ns, seen.st_size)
+        return _record_of_file(name, path, stat.st_mtime_ns, stat.st_size)
+    if is_plugin(name):  # a layout may be stored: whoever reads the job imports what it names, before it makes one
+        return brought(name, find_value("layout.schedule", name, ScheduleInfo, trusted=False))
     raise UserError(f"unknown schedule {name!r}; {did_you_mean(name, list(CATALOGUE))}")
 
 
 def is_file(name: str) -> bool:
-    """Whether a schedule is meant as a file."""
+    """Whether a schedule's name is that of a file."""
     return name not in CATALOGUE and (Path(name).suffix.lower() in SUFFIXES or "/" in name or os.path.isfile(name))
 
 
 @lru_cache(maxsize=64)
-def _in_file(name: str, path: Path, changed: int, size: int) -> ScheduleInfo:
-    """Read once, and again when the file has `changed`."""
+def _record_of_file(name: str, path: Path, changed: int, size: int) -> ScheduleInfo:
+    """The facts of the schedule in a file. `changed` and `size` are in the cache's key: a new file is read again."""
     schedule = load(path)
     chunks = schedule.placement.chunks
     most = max(map(peak_live, schedule.ranks)) / chunks
@@ -72,6 +78,46 @@ def _in_file(name: str, path: Path, changed: int, size: int) -> ScheduleInfo:
     )
 
 
+@lru_cache(maxsize=64)
+def brought(name: str, own: ScheduleInfo) -> ScheduleInfo:
+    """The facts of a user's schedule, under the name that jobs have for it. What it builds is proven, each time."""
+
+    def build(request: ScheduleRequest) -> Schedule:
+        numbers = f"{name} for p={request.p}, m={request.m}"
+        try:
+            made = own.build(request)
+            live = float(own.live(request.p, request.m, request.v))
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(Problem("plugin.schedule", f"{numbers} raised {type(error).__name__}: {error}")) from None
+        if problems := [Problem("plugin.schedule", f"{numbers} {lack}") for lack in _shortcomings(own, request, made)]:
+            raise UserError(problems)
+        most = max(map(peak_live, made.ranks)) / request.v
+        if most > min(live, request.m):
+            told = f"holds {most:g} activations of a rank, and its `live` says {live:g}"
+            raise UserError(Problem("plugin.schedule", f"{numbers} {told}: the planner would plan too little memory"))
+        return prove(made)
+
+    return replace(own, name=name, build=build, schedule=None)
+
+
+def _shortcomings(own: ScheduleInfo, request: ScheduleRequest, made: object) -> Iterator[str]:
+    """What a schedule lacks of what its record says of it."""
+    if not isinstance(made, Schedule):
+        yield f"builds a {type(made).__name__}, and not a Schedule"
+        return
+    if (made.p, made.m) != (request.p, request.m):
+        yield f"builds a schedule for p={made.p}, m={made.m}"
+    if made.placement != own.placement(request.p, request.v):
+        places = f"{list(made.placement.owner)}, and its `place` says {list(own.placement(request.p, request.v).owner)}"
+        yield f"has its stages on ranks {places}"
+    if made.splits and not own.splits:
+        yield "computes weight gradients apart (W); write splits=True in its ScheduleInfo"
+    if any(action.joined for order in made.ranks for action in order) and not own.joins:
+        yield "joins forward and backward passes (F&B); write joins=True in its ScheduleInfo"
+
+
 def build(schedule: str | ScheduleInfo, p: int, m: int, **options: Any) -> Schedule:
     """A schedule for p ranks and m microbatches; what cannot be is refused with the reason. `options` are the other
     fields of a `ScheduleRequest`."""
@@ -83,7 +129,7 @@ def build(schedule: str | ScheduleInfo, p: int, m: int, **options: Any) -> Sched
 
 
 def size_problem(stages: int, m: int) -> str | None:
-    """Why a schedule is too large to be made."""
+    """Why a schedule is too large to be built; None when it is not."""
     if stages * m <= LARGEST:
         return None
     return f"{stages} stages x {m} microbatches are more than the {LARGEST} that a schedule can have"
@@ -97,10 +143,10 @@ def _problems(record: ScheduleInfo, request: ScheduleRequest) -> list[str]:
         for what, value in (("the number of ranks", p), ("the number of microbatches", m), ("chunks", chunks))
         if value < 1
     ]
-    if wrong := size_problem(p * chunks, m):
-        problems.append(wrong)
-    if (held := record.schedule) and (p, m) != (held.p, held.m):
-        problems.append(f"{record.name} is a schedule for p={held.p} and m={held.m}, not p={p} and m={m}")
+    if problem := size_problem(p * chunks, m):
+        problems.append(problem)
+    if (fixed := record.schedule) and (p, m) != (fixed.p, fixed.m):
+        problems.append(f"{record.name} is a schedule for p={fixed.p} and m={fixed.m}, not p={p} and m={m}")
     if chunks != record.chunks and not record.any_chunks:
         tunable = either([other.name for other in RECORDS if other.any_chunks])
         has = counted(record.chunks, "chunk")

@@ -29,10 +29,10 @@ OPTIONS = ("chunks", "group", "memory")
 
 @dataclass(frozen=True)
 class Query:
-    """What is asked for: schedules by name or file, for these numbers.
+    """Schedules by name or file, and the numbers to build them for.
 
-    `chunks`, `group` and `memory` go to the schedules that take them, so that several can be compared in one command;
-    where none of them does, the option is passed on all the same, to be refused.
+    `chunks`, `group` and `memory` go to the schedules that take them, so that several can be compared in one command.
+    An option that none of them takes goes to all of them, so that it is refused.
     """
 
     names: Sequence[str]
@@ -48,7 +48,7 @@ class Query:
             checked(f"--{option}", getattr(self, option), within(1, LARGEST))
 
     def simulate(self, schedule: str | Path | Schedule) -> Simulation:
-        """A schedule on the clock: of the catalogue, of a file, or as it is, once it is proven."""
+        """Proves a schedule, which is a name of the catalogue, a file or an object, and runs it on the clock."""
         if isinstance(schedule, Schedule):
             schedule = prove(schedule)
         else:
@@ -56,7 +56,7 @@ class Query:
         return simulate(schedule, self.times.costs(schedule.placement))
 
     def compare(self) -> dict[str, Simulation | UserError]:
-        """Every schedule, or why it is refused. What refuses all of them is an error of the query."""
+        """Each schedule's simulation, or why it is refused. Raises UserError where all of them are refused."""
         results: dict[str, Simulation | UserError] = {}
         for name in self.names:
             try:
@@ -71,46 +71,51 @@ class Query:
     def build(self, name: str) -> Schedule:
         record = record_of(name)
         if self.pp is None or self.microbatches is None:
-            options = {"--pp": self.pp, "--microbatches": self.microbatches}
-            missing = " and ".join(option for option, value in options.items() if value is None)
+            needed = {"--pp": self.pp, "--microbatches": self.microbatches}
+            missing = " and ".join(option for option, value in needed.items() if value is None)
             raise UserError(f"{name} needs {missing}, as in --pp 4 --microbatches 8")
-        given = {option: value for option, value in self.options().items() if record.takes(option)} | self.untaken()
-        if wrong := size_problem(self.pp * given.get("chunks", record.chunks), self.microbatches):
-            raise UserError(wrong)
+        options = {option: n for option, n in self.options().items() if record.takes(option)} | self.unused_options()
+        if problem := size_problem(self.pp * options.get("chunks", record.chunks), self.microbatches):
+            raise UserError(problem)
         if not record.uses_stage_times:
-            return _proven(name, self.pp, self.microbatches, tuple(given.items()))
-        costs = self.times.costs(record.placement(self.pp, given.get("chunks", 0)))
-        return prove(build(name, self.pp, self.microbatches, costs=costs, **given))
+            return _proven(name, self.pp, self.microbatches, tuple(options.items()))
+        costs = self.times.costs(record.placement(self.pp, options.get("chunks", 0)))
+        return prove(build(name, self.pp, self.microbatches, costs=costs, **options))
 
     def load(self, name: str) -> Schedule:
+        """The schedule in a file, which `record_of` has proven; the query must not ask for another one."""
         schedule = record_of(name).schedule
         assert schedule is not None
-        for option, given, held in (("--pp", self.pp, schedule.p), ("--microbatches", self.microbatches, schedule.m)):
-            if given not in (None, held):
-                raise UserError(f"{option} is {given}, and {name} is a schedule for {held}; leave the option out")
-        for option in self.untaken():
+        for option, asked, actual in (
+            ("--pp", self.pp, schedule.p),
+            ("--microbatches", self.microbatches, schedule.m),
+        ):
+            if asked not in (None, actual):
+                raise UserError(f"{option} is {asked}, and {name} is a schedule for {actual}; leave the option out")
+        for option in self.unused_options():
             raise UserError(f"{name} is a schedule as it stands, and --{option} cannot change it; leave the option out")
         return schedule
 
     def options(self) -> dict[str, int]:
+        """Those of chunks, group and memory that are set."""
         values = {option: getattr(self, option) for option in OPTIONS}
         return {option: value for option, value in values.items() if value is not None}
 
-    def untaken(self) -> dict[str, int]:
-        """The options that none of the schedules takes."""
+    def unused_options(self) -> dict[str, int]:
+        """The options that are set and that none of the schedules takes."""
         records = [CATALOGUE[name] for name in self.names if name in CATALOGUE]
         return {
             option: n for option, n in self.options().items() if not any(record.takes(option) for record in records)
         }
 
 
-@lru_cache(maxsize=32)  # whoever moves a duration asks for the same schedule again, and proving takes most of the time
-def _proven(name: str, p: int, m: int, given: tuple[tuple[str, int], ...]) -> Schedule:
-    options: dict[str, Any] = dict(given)
+@lru_cache(maxsize=32)  # a query that changes only durations builds the same schedule; proving takes most of the time
+def _proven(name: str, p: int, m: int, option_items: tuple[tuple[str, int], ...]) -> Schedule:
+    options: dict[str, Any] = dict(option_items)
     return prove(build(name, p, m, **options))
 
 
-# ---- drawn -------------------------------------------------------------------------------------------------------
+# ---- draw --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -118,7 +123,7 @@ class DrawResult(Result):
     """Schedules on a clock: `simulations` has the timeline, the bubble and the memory of each."""
 
     simulations: tuple[Simulation, ...]
-    query: Query | None = None  # what was asked, where it was
+    query: Query | None = None  # None: made from simulations
 
     def blocks(self) -> Iterator[Block]:
         for simulation in self.simulations:
@@ -138,7 +143,7 @@ class DrawResult(Result):
         return paint.to_svg(self.scene(), dark)
 
     def save(self, path: Path) -> Iterator[Block]:
-        """Write the picture (.svg, .png) or the one schedule (.txt, .json); and what there is to say about that."""
+        """Write the picture (.svg, .png) or the one schedule (.txt, .json); yields the lines to print about it."""
         if path.suffix.lower() in PICTURES:
             paint.save(self.scene(), path)
         else:
@@ -205,7 +210,7 @@ def check_output(path: Path | None, schedules: int) -> None:
     check_writable(path)
 
 
-# ---- all of them compared ----------------------------------------------------------------------------------------
+# ---- compare -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -225,20 +230,20 @@ class CompareResult(Result):
         query, n = self.query, self.group
         yield Text(f"p={query.pp}, m={query.microbatches}{f', N={n}' if n else ''}, {query.times}")
         by_size = "bytes" in query.times.values
-        sent = "bytes that a rank sends per step" if by_size else "messages per rank and microbatch"
-        yield Text(f"bubble: of the makespan; peak: in A; sends: {sent}\n")
+        sends = "bytes that a rank sends per step" if by_size else "messages per rank and microbatch"
+        yield Text(f"bubble: of the makespan; peak: in A; sends: {sends}\n")
         heads = ["schedule", ">v", ">makespan", ">bubble", ">of span", ">peak A", ">sends", "~bubble by formula"]
-        timed = {name: result for name, result in self.results.items() if isinstance(result, Simulation)}
-        yield Table(heads, [[name, *_cells(result), CATALOGUE[name].bubble] for name, result in timed.items()])
+        simulations = {name: result for name, result in self.results.items() if isinstance(result, Simulation)}
+        yield Table(heads, [[name, *_cells(result), CATALOGUE[name].bubble] for name, result in simulations.items()])
         yield Text("")
-        for name in timed:
+        for name in simulations:
             if needs := CATALOGUE[name].needs:
                 yield Text(f"{name} needs {needs}")
-        refused: dict[str, list[str]] = {}  # why -> who; the same reason is given once
+        names_by_reason: dict[str, list[str]] = {}  # the schedules that are refused; the same reason is given once
         for name, result in self.results.items():
             if isinstance(result, UserError):
-                refused.setdefault(str(result), []).append(name)
-        for reason, names in refused.items():
+                names_by_reason.setdefault(str(result), []).append(name)
+        for reason, names in names_by_reason.items():
             yield Text(f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} refused: {reason}")
 
     def to_dict(self) -> dict[str, Any]:
@@ -247,8 +252,8 @@ class CompareResult(Result):
             | {"needs": CATALOGUE[name].needs}
             for name, result in self.results.items()
         ]
-        asked = {"pp": self.query.pp, "microbatches": self.query.microbatches, "group": self.group}
-        return asked | {"times": str(self.query.times), "schedules": rows}
+        query = {"pp": self.query.pp, "microbatches": self.query.microbatches, "group": self.group}
+        return query | {"times": str(self.query.times), "schedules": rows}
 
 
 def compare(
@@ -334,7 +339,7 @@ def _summary(simulation: Simulation) -> str:
 
 
 def figures_of(simulation: Simulation) -> dict[str, Any]:
-    """The numbers of one schedule. Bubbles are fractions of what they are measured over; peaks are per rank, in A."""
+    """The numbers of one schedule. Bubbles are fractions of the makespan or the span; peaks are per rank, in A."""
     schedule = simulation.schedule
     messages = schedule.count(*SENDS)
     return {
@@ -353,12 +358,13 @@ def figures_of(simulation: Simulation) -> dict[str, Any]:
 
 
 def _details(simulation: Simulation) -> dict[str, Any]:
-    """Where the time of each rank goes, and the whole timeline as [action, start, end]."""
+    """Each rank's busy, waiting and idle time, and the whole timeline as [action, start, end]."""
     timeline = [[[str(action), start, end] for action, start, end in spans] for spans in simulation.timeline]
     return {"ranks": [rank._asdict() for rank in simulation.ranks], "timeline": timeline}
 
 
 def _cells(simulation: Simulation) -> Iterator[str]:
+    """The cells of a row of `compare`, from v to sends."""
     schedule, size = simulation.schedule, simulation.costs.link.message
     per_rank = schedule.count(*SENDS) / schedule.p
     yield str(schedule.placement.chunks)

@@ -158,8 +158,11 @@ class Schedule:
     @cached_property
     def p2p_in_flight(self) -> tuple[int, ...]:
         """By rank: the most messages held in addition to the activations of `in_flight`: receives posted and not
-        consumed, and one sent gradient on each channel. (A sent activation is held for its backward pass anyway.) More
-        may be posted when fewer microbatches are held, each of which is at least one message."""
+        consumed, and one sent gradient on each channel. (A sent activation is held for its backward pass anyway.)
+
+        More receives may be posted while fewer microbatches are held. A microbatch holds at least as much as a message,
+        so the count is the peak of both in sum, less the microbatches of `in_flight`.
+        """
         channels, owner = self.placement.channels, self.placement.owner
         consumers = {(kind, channel.target) for channel in channels for kind in channel.compute}
         counts = []
@@ -173,8 +176,9 @@ class Schedule:
                 live += action.kind is FORWARD
                 most = max(most, posted + live)
                 live -= action.kind in LAST_READERS
-            beside = most - sum(self.in_flight[rank].values())
-            counts.append(beside + sum(channel.gradients and owner[channel.source] == rank for channel in channels))
+            receives = most - sum(self.in_flight[rank].values())
+            sent_gradients = sum(channel.gradients and owner[channel.source] == rank for channel in channels)
+            counts.append(receives + sent_gradients)
         return tuple(counts)
 
     def count(self, *kinds: Kind) -> int:

@@ -36,7 +36,7 @@ class RankTime(NamedTuple):
 
 
 class Shown(NamedTuple):
-    """What a picture shows at once: an action, or an F that runs beside the B of its pair."""
+    """One box of a picture: an action, or an F and `beside` it the B of its pair."""
 
     action: Action
     start: float
@@ -46,7 +46,7 @@ class Shown(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """A schedule that ran on a clock. What it says is worked out when it is asked for."""
+    """A schedule that ran on a clock. Its figures are computed when they are read."""
 
     schedule: Schedule
     costs: Costs
@@ -62,24 +62,25 @@ class Simulation:
         return [lane.spans() for lane in self.run.lanes]
 
     def shown(self, rank: int) -> Iterator[Shown]:
-        """A rank's actions as they are drawn: the halves of an overlapped pair together, those of another in turn."""
+        """A rank's actions as they are drawn: the halves of a joined pair as one box if overlapping saves time, else
+        one after the other."""
         spans = iter(self.timeline[rank])
         for action, start, end in spans:
             if not action.joined:
                 yield Shown(action, start, end)
                 continue
-            other = next(spans).action
-            f, b = self.costs.f[action.stage], self.costs.b[other.stage]
+            backward = next(spans).action
+            f, b = self.costs.f[action.stage], self.costs.b[backward.stage]
             if end - start < (1 - 1e-9) * (f + b):
-                yield Shown(action, start, end, other)
+                yield Shown(action, start, end, backward)
             else:
                 yield Shown(action, start, start + f)
-                yield Shown(other, end - b, end)
+                yield Shown(backward, end - b, end)
 
     @cached_property
     def ranks(self) -> list[RankTime]:
         spans = [(lane.busy, lane.last - lane.first) for lane in self.run.lanes]
-        # A wait is not below zero by a rounding error.
+        # A rounding error must not make a wait negative.
         return [RankTime(busy, max(0.0, span - busy), self.makespan - span) for busy, span in spans]
 
     @property
@@ -99,7 +100,7 @@ class Simulation:
 
     @property
     def peak_activations(self) -> list[float]:
-        """Per rank, in units of A: what one microbatch keeps on a whole rank."""
+        """Per rank the most live activations, in units of A: what one microbatch keeps on a whole rank."""
         return [max((live for _, live in steps), default=0.0) for steps in self.memory]
 
     def _steps(self, lane: Lane) -> Iterator[tuple[float, float]]:
@@ -124,12 +125,12 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
         raise UserError(f"schedule {schedule.name} has {stages} stages, and the costs are those of {len(costs.f)}")
     result = run(schedule, costs)
     if result.blocks:
-        raise UserError(_deadlock(schedule, costs, result))
+        raise UserError(_deadlock_message(schedule, costs, result))
     return Simulation(schedule, costs, result)
 
 
-def _deadlock(schedule: Schedule, costs: Costs, result: ClockRun) -> str:
-    """Who waits for whom; and where the link is to blame, because the schedule runs as it is executed, that."""
+def _deadlock_message(schedule: Schedule, costs: Costs, result: ClockRun) -> str:
+    """Says which rank waits for which, and names the link's settings where the schedule runs without them."""
     sentence = f"schedule {schedule.name} deadlocks: {deadlock_sentence(result.blocks)}"
     link = costs.link
     causes = ["blocking sends (--sends blocking)"] * (link.sends == "blocking")
@@ -143,19 +144,19 @@ def _deadlock(schedule: Schedule, costs: Costs, result: ClockRun) -> str:
 
 
 # ---- needs ----------------------------------------------------------------------------------------------------------
-# What an action waits for: of its own rank the action before it, and of any rank the one whose result it reads.
+# The actions whose results an action reads. (It also waits for the action before it on its own rank.)
 #
 # lanes = [list(simulation.shown(rank)) for rank in range(simulation.schedule.p)]
-# needs(simulation.schedule, lanes)[2][5]     # [(1, 4)]: what rank 2 shows sixth reads what rank 1 shows fifth
+# needs(simulation.schedule, lanes)[2][5]     # [(1, 4)]: the sixth box of rank 2 reads what the fifth of rank 1 makes
 
 
-Place = tuple[int, int]  # a rank, and a place among what is shown of it
+Place = tuple[int, int]  # a rank, and the index of one of its boxes
 
 
 def needs(schedule: Schedule, lanes: Sequence[Sequence[Shown]]) -> list[list[list[Place]]]:
-    """By rank and place, where the results that it reads are made; a joined pair in one box reads two."""
+    """By rank and box, the boxes whose results it reads; a joined pair in one box reads two."""
     stages, m = schedule.placement.stages, schedule.m
-    # By stage and microbatch where each output, and each gradient of an input, is made.
+    # By stage and microbatch, the box that makes the output, and the one that makes the gradient of the input.
     outputs: list[list[Place | None]] = [[None] * m for _ in range(stages)]
     gradients: list[list[Place | None]] = [[None] * m for _ in range(stages)]
     for rank, lane in enumerate(lanes):
@@ -169,7 +170,7 @@ def needs(schedule: Schedule, lanes: Sequence[Sequence[Shown]]) -> list[list[lis
                     gradients[action.stage][action.microbatch] = rank, place
 
     def reads(action: Action) -> Place | None:
-        """The input of a forward pass, the gradient of a backward pass's output, or what an I leaves for its W."""
+        """The box that makes a forward's input, a backward's output gradient, or what an I leaves for its W."""
         kind, stage, microbatch, _ = action
         if kind is FORWARD:
             return outputs[stage - 1][microbatch] if stage else None

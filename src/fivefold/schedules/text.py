@@ -39,12 +39,12 @@ KEYS = ("schedule", "stages", "microbatches", "buffers", "peak", "slots", "messa
 
 
 class ReadSchedule(NamedTuple):
-    """A schedule, and where in the file it stands: "line 12" for each rank and for each of its actions."""
+    """A schedule, and where in the file each rank and each of its actions was read, such as "line 12"."""
 
     schedule: Schedule
     rank_places: list[str]
     action_places: list[list[str]]
-    numbers: list[list[int]]  # how the file counts the actions; it differs from the schedule where messages are implied
+    numbers: list[list[int]]  # by rank and action, its number in the file; implied messages are not counted there
 
     def place(self, rank: int | None, action: int | None) -> str | None:
         """Where an action, or else its rank, was read."""
@@ -123,7 +123,7 @@ class ScheduleReader:
         for rank, where in self.rank_places.items():
             if rank >= ranks > 0:
                 self.problem(where, f"rank {rank} owns no stage; the stages live on ranks 0 to {ranks - 1}")
-        read = [self.order(rank, len(owner), microbatches, implied) for rank in range(ranks)]
+        read = [self.order(rank, len(owner), microbatches, implied) for rank in range(ranks)]  # [(where, action), ...]
         listed = sum(map(len, read))
         if not self.problems and microbatches > listed:
             where = self.places["microbatches"]
@@ -139,8 +139,8 @@ class ScheduleReader:
         numbers = [_numbers(actions, implied) for actions in schedule.ranks]
         rank_places = [self.rank_places[rank] for rank in range(ranks)]
         action_places = [
-            [order[n][0] if order else where for n in counted]  # of a rank that lists nothing, its own line
-            for order, where, counted in zip(read, rank_places, numbers, strict=True)
+            [order[n][0] if order else where for n in in_file]  # where the rank lists nothing, its own line
+            for order, where, in_file in zip(read, rank_places, numbers, strict=True)
         ]
         return ReadSchedule(schedule, rank_places, action_places, numbers)
 
@@ -175,6 +175,7 @@ class ScheduleReader:
         return numbers
 
     def order(self, rank: int, stages: int, microbatches: int, implied: bool) -> list[tuple[str, Action]]:
+        """A rank's actions, each with where it was read; every problem with them is noted."""
         read: list[tuple[str, Action]] = []
         for where, token in self.tokens.get(rank, []):
             try:
@@ -197,7 +198,7 @@ class ScheduleReader:
 
 
 def _numbers(actions: Sequence[Action], implied: bool) -> list[int]:
-    """By place in the schedule's list, the place in the file's; an implied message has that of the action before it."""
+    """For each action of the schedule its number in the file; an implied message has that of the action before it."""
     if not implied:
         return list(range(len(actions)))
     counts = accumulate(action.kind not in MESSAGES for action in actions)
@@ -212,7 +213,7 @@ WORDS = ("schedule", "messages")  # the keys that have words for values; the oth
 
 
 def to_text(schedule: Schedule, *, implied: bool = False) -> str:
-    """The text form; with `implied` without its messages, enough when the messages are where `wire` puts them."""
+    """The text form; with `implied` it leaves out the messages, which must be where `wire` puts them."""
     if implied and rewired(schedule) != schedule:
         raise ValueError(f"the messages of schedule {schedule.name} do not follow from its compute order")
     return "\n".join(_lines(schedule, implied)) + "\n"
@@ -263,7 +264,7 @@ def to_json(schedule: Schedule) -> str:
 
 
 def read_text(text: str, source: str = "schedule") -> ReadSchedule:
-    """Read the text form, and where everything stands. Every line that cannot be read is named, with the reason."""
+    """Read the text form, and note where everything stands. Names every line that cannot be read, with the reason."""
     reader = ScheduleReader(source)
     for number, line in enumerate(text.splitlines(), start=1):
         reader.line(f"line {number}", line.partition("#")[0].split())
@@ -271,7 +272,7 @@ def read_text(text: str, source: str = "schedule") -> ReadSchedule:
 
 
 def read_json(text: str, source: str = "schedule") -> ReadSchedule:
-    """Read the JSON form, and where everything stands."""
+    """Read the JSON form, and note where everything stands."""
     with parsing(source, "JSON"):
         data = parse_json(text)
     ranks = data.pop("ranks", None) if isinstance(data, dict) else None
@@ -291,7 +292,7 @@ def read_json(text: str, source: str = "schedule") -> ReadSchedule:
 
 
 def _word(value: object) -> str:
-    """A value as the text form has it. What does not belong in a schedule is left as JSON, for the reader to refuse."""
+    """A value as the text form writes it. A value that no schedule has is left as JSON, for the reader to refuse."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -311,7 +312,7 @@ def load(path: Path) -> Schedule:
     if problems:
         places = [reading.place(problem.rank, problem.place) for problem in problems]
         located = [f"{path}, {place}" if place else str(path) for place in places]
-        sentences = [f"{at}: {problem}" for at, problem in zip(located, problems, strict=True)]
+        sentences = [f"{where}: {problem}" for where, problem in zip(located, problems, strict=True)]
         raise UserError(sentences)
     return reading.schedule
 

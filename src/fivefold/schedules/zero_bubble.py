@@ -8,6 +8,7 @@ W take the same time, leaves no gap between its first and last action.
 """
 
 from collections import Counter, defaultdict, deque
+from itertools import accumulate
 
 from fivefold.schedules.actions import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Kind
 from fivefold.schedules.build import Order, ScheduleInfo, vee, wire
@@ -61,16 +62,16 @@ ZB_H2 = ScheduleInfo(
 )
 
 
-# ---- in words -------------------------------------------------------------------------------------------------------
+# ---- order by words -------------------------------------------------------------------------------------------------
 # A rank's order written in words, for stages in a V: rank r owns stages r and 2p-1-r, its chunks 0 and 1.
 
 
-class InWords:
+class OrderWriter:
     """`do("F0", "I1", "F1&B0")`: the next forward of chunk 0, the next input gradient of chunk 1, and a joined pair."""
 
     def __init__(self, p: int, rank: int) -> None:
         self.stages = rank, 2 * p - 1 - rank
-        self.done: Counter[tuple[Kind, int]] = Counter()  # kind and chunk -> microbatches begun
+        self.done: Counter[tuple[Kind, int]] = Counter()  # kind and chunk -> microbatches written
         self.written: Order = []
 
     def do(self, *words: str, times: int = 1) -> None:
@@ -82,9 +83,9 @@ class InWords:
 
     def write(self, word: str, joined: bool = False) -> None:
         kind, chunk = Kind(word[0]), int(word[1])
-        counted = (INPUT_GRAD, WEIGHT_GRAD) if kind is BACKWARD else (kind,)  # a backward is both halves
-        self.written.append(Action(kind, self.stages[chunk], self.done[counted[0], chunk], joined))
-        self.done.update((half, chunk) for half in counted)
+        kinds = (INPUT_GRAD, WEIGHT_GRAD) if kind is BACKWARD else (kind,)  # a backward counts as both halves
+        self.written.append(Action(kind, self.stages[chunk], self.done[kinds[0], chunk], joined))
+        self.done.update((half, chunk) for half in kinds)
 
     def forwards(self, chunk: int) -> int:
         return self.done[FORWARD, chunk]
@@ -109,7 +110,7 @@ def zb_v(p: int, m: int) -> Schedule:
 
 def _zb_v_order(p: int, m: int, r: int) -> Order:
     """The paper's phases: warm-up, steady state, cool-down."""
-    rank = InWords(p, r)
+    rank = OrderWriter(p, r)
     n = max(m, 2 * p - 1)  # the pattern needs this many microbatches; those beyond m are left out again
     # Warm-up: down the V, then down and up in turn, then the first gradients.
     rank.do("F0", times=2 * (p - r) - 1)
@@ -198,7 +199,7 @@ def _pattern(offsets: Offsets, stages: tuple[int, int], m: int) -> Order:
 
 
 def _play(patterns: list[Order], stages: int, peak: int) -> tuple[list[Order], int]:
-    """Run the patterns slot by slot, pulling actions forward into empty slots; also, how many slots that took."""
+    """Run the patterns slot by slot, pulling actions forward into empty slots; returns the orders and their slots."""
     done: defaultdict[tuple[Kind, int], int] = defaultdict(int)  # (kind, stage) -> microbatches through
     players = [_Player(pattern, stages, peak, done) for pattern in patterns]
     slots = 0
@@ -212,7 +213,7 @@ def _play(patterns: list[Order], stages: int, peak: int) -> tuple[list[Order], i
 
 
 class _Player:
-    """One rank: its pattern, what of it is played already, and how many activations it holds."""
+    """One rank: its pattern, which of its actions are played already, and how many activations it holds."""
 
     def __init__(self, pattern: Order, stages: int, peak: int, done: defaultdict[tuple[Kind, int], int]) -> None:
         self.pattern, self.stages, self.peak, self.done = pattern, stages, peak, done
@@ -252,10 +253,10 @@ class _Player:
         return comes_back and self.done[FORWARD, stage] > k
 
     def fits(self, place: int) -> bool:
-        """Whether a forward may run now: with it, all that comes before it in the pattern must stay below the peak."""
-        live = self.live + 1
-        left = (self.pattern[at] for at in range(self.front, place) if not self.taken[at])
-        return live <= self.peak and all((live := live + _CHANGE[action.kind]) <= self.peak for action in left)
+        """Whether a forward may run now: the actions left before it in the pattern must not pass the peak after it."""
+        left = [self.pattern[n] for n in range(self.front, place) if not self.taken[n]]
+        live = accumulate((_CHANGE[action.kind] for action in left), initial=self.live + 1)
+        return all(count <= self.peak for count in live)
 
     def take(self, place: int) -> None:
         action = self.pattern[place]
@@ -307,7 +308,7 @@ def dualpipe_v(p: int, m: int) -> Schedule:
 
 def _dualpipe_v_order(p: int, m: int, r: int) -> Order:
     """DeepSeek's eight phases."""
-    rank, below = InWords(p, r), p - r - 1
+    rank, below = OrderWriter(p, r), p - r - 1
     # 1: F0 until the first activation has reached the last rank.
     rank.do("F0", times=2 * below)
     # 2: F0 F1, as the first microbatches come up again.

@@ -116,7 +116,7 @@ def read_windows(config: Config) -> Numbers:
 
 
 def write_windows(spec: ModelSpec) -> Config:
-    kinds = [_SLIDING if spec.window_of(layer) else _FULL for layer in range(spec.layers)]
+    kinds = [_SLIDING if spec.kinds(layer).window else _FULL for layer in range(spec.layers)]
     return {"sliding_window": spec.window or None, "layer_types": kinds}
 
 
@@ -343,6 +343,9 @@ def spec_from_hf(config: Config, name: str = "custom") -> ModelSpec:
 
 def to_hf_config(spec: ModelSpec, dtype: str) -> Config:
     """The `config.json` under which `transformers` has this model, with weights of `dtype`, if it has it at all."""
+    if spec.counted() != (plain := msgspec.structs.replace(spec, pattern=())).counted():
+        raise UserError(f"no model of transformers has the layers of {spec.name}'s pattern", "hf.pattern")
+    spec = plain
     kind = "qwen3" if spec.qk_norm else "qwen2" if spec.qkv_bias else "llama"  # Mistral's weights are a Llama's
     if spec.positions == "learned" or spec.mla or spec.rope_dim:
         kind = "gpt2" if spec.positions == "learned" else "deepseek_v3" if spec.mla else "glm4_moe"

@@ -5,30 +5,23 @@
     spec.flops_per_token(8192)      # forward + backward, attention counted full
 
 The family is wide enough for Llama 2 and 3, Mistral, Qwen2.5 and 3, and GPT-3: pre-norm blocks whose norm, activation,
-positions, biases and q/k norm are chosen by name. `parameters()` is the one list of names and shapes: the model is
-built to it, the initialiser draws by it, the planner counts with it.
+positions, biases and q/k norm are chosen by name. What a layer's block is made of, its pattern says (`pattern.py`).
+`parameters()` is the one list of names and shapes: the model is built to it, the initialiser draws by it, the planner
+counts with it.
 """
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Annotated, Literal
 
 import msgspec
 
 from fivefold.spec.blocks import Experts, LatentSpec, RopeScaling, Yarn
-from fivefold.spec.operations import (
-    EMBEDDING_UNIT,
-    HEAD_UNIT,
-    Elementwise,
-    Matmul,
-    Parameter,
-    Scores,
-    TensorRule,
-    block,
-    head,
-)
+from fivefold.spec.kinds import BlockKind, norm
+from fivefold.spec.operations import EMBEDDING_UNIT, HEAD_UNIT, Parameter, block, head
+from fivefold.spec.pattern import Layer, layers_of, pattern_problems
 from fivefold.support.ranges import TOKENS, outside, within
 from fivefold.support.text import divisors, either
 
@@ -64,6 +57,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     sinks: bool = False  # gpt-oss: a learned logit of each head beside its scores, which takes attention off the keys
     window: Annotated[int, within(0, TOKENS)] = 0  # keys that a query sees, its own the last; 0: all before it
     window_period: Annotated[int, within(1, 10_000)] = 1  # every so manieth layer sees all; 1: none does
+    # The kinds of mixer and MLP, layer by layer, repeated; none: as the numbers above and below have it.
+    pattern: tuple[Layer, ...] = ()
     bias: bool = False  # on every linear of the blocks (never on the head)
     qkv_bias: bool = False  # Qwen2.5: on q, k and v alone
     qk_norm: bool = False  # Qwen3: RMSNorm of q and k, before the rotation
@@ -82,6 +77,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         }
         for field, value in derived.items():
             msgspec.structs.force_setattr(self, field, value)
+        if self.pattern:
+            pattern = tuple(layer if isinstance(layer, Layer) else Layer(**layer) for layer in self.pattern)
+            msgspec.structs.force_setattr(self, "pattern", pattern)
 
     # ---- what follows from the numbers -------------------------------------------------------------------------
 
@@ -92,48 +90,61 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def block_parameters(self, layer: int) -> Iterator[Parameter]:
         """One block, in the order of its forward pass."""
-        for operation in block(self, dense=self.dense(layer)).operations:
-            if isinstance(operation, Matmul):
-                yield from self._linear(layer, operation)
-            elif isinstance(operation, Elementwise) and operation.kind == "norm":
-                yield from self._norm(f"layers.{layer}.{operation.name}", layer, operation.width)
-            elif isinstance(operation, Elementwise) and operation.kind == "qk_norm":
-                yield self._qk_norm(layer, operation)
-            elif isinstance(operation, Scores) and self.sinks:
-                yield Parameter(
-                    f"layers.{layer}.attention.sinks", (self.heads,), "bias", layer, "colwise", full_precision=True
-                )
+        for kind in self.kinds(layer).branches:
+            yield from norm(f"layers.{layer}.{kind.place}_norm", self, layer, self.hidden)
+            yield from kind.parameters(self, layer)
 
-    def window_of(self, layer: int) -> int:
-        """The sliding window of a layer; 0: it sees all earlier tokens."""
-        return 0 if self.window_period > 1 and (layer + 1) % self.window_period == 0 else self.window
+    def kinds(self, layer: int) -> Layer:
+        """The mixer and the MLP of a layer."""
+        return self._kinds[layer]
 
     @cached_property
-    def windows(self) -> Counter[int]:
-        """How many layers have each window."""
-        return Counter(map(self.window_of, range(self.layers)))
+    def _kinds(self) -> tuple[Layer, ...]:
+        return layers_of(self)
 
-    def dense(self, layer: int) -> bool:
-        """Whether a layer has no experts."""
-        return self.experts is None or layer < self.experts.dense_layers
+    def counted(self, layers: Iterable[int] | None = None) -> dict[Layer, int]:
+        """How many of these layers, or of all, are of each kind."""
+        return Counter(self._kinds if layers is None else map(self.kinds, layers))
+
+    def first(self, kinds: Layer) -> int:
+        """The first layer of these kinds."""
+        return self._kinds.index(kinds)
+
+    @cached_property
+    def routed_layers(self) -> tuple[int, ...]:
+        """Those with experts."""
+        return tuple(layer for layer, kinds in enumerate(self._kinds) if kinds.routed)
+
+    @cached_property
+    def windowed(self) -> bool:
+        """Whether a layer has a window."""
+        return any(kinds.window for kinds in self.counted())
+
+    @cached_property
+    def attends(self) -> bool:
+        """Whether a layer has attention."""
+        return any(kinds.attends for kinds in self.counted())
 
     @property
-    def dense_layers(self) -> int:
-        """How many layers have none: all, or the first ones."""
-        return self.layers if self.experts is None else min(self.layers, self.experts.dense_layers)
+    def residual_writers(self) -> int:
+        """How many branches write into the residual stream."""
+        return sum(count * len(kinds.branches) for kinds, count in self.counted().items())
 
     @property
-    def tensor_widths(self) -> list[int]:
-        """Inner widths of the feed-forward networks that tp divides: of dense layers, and of shared experts."""
-        shared = self.experts.shared_ffn if self.experts is not None else 0
-        return [width for width in (self.ffn if self.dense_layers else 0, shared) if width]
+    def tensor_widths(self) -> dict[int, BlockKind]:
+        """Widths that tp must divide, beside heads: of feed-forward networks, of shared experts, and of plugins."""
+        return {width: kind for kind in self.branches for width in kind.divided(self)}
+
+    @cached_property
+    def branches(self) -> tuple[BlockKind, ...]:
+        """The kinds of mixers and MLPs that there are, each once."""
+        return tuple(dict.fromkeys(kind for kinds in self.counted() for kind in kinds.branches))
 
     def buffers(self) -> dict[str, tuple[int, ...]]:
         """What the model keeps beside its parameters, by name and shape: no gradient changes it."""
         if self.experts is None or not self.experts.balance_bias:
             return {}
-        layers = range(self.dense_layers, self.layers)
-        return {f"layers.{layer}.mlp.router.balance": (self.experts.count,) for layer in layers}
+        return {f"layers.{layer}.mlp.router.balance": (self.experts.count,) for layer in self.routed_layers}
 
     def parameters(self) -> tuple[Parameter, ...]:
         """Every parameter once; a tied head is the embedding and is not repeated."""
@@ -147,53 +158,35 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             parameters.append(Parameter("positions.weight", (self.context, self.hidden), "embedding", EMBEDDING_UNIT))
         for layer in range(self.layers):
             parameters += self.block_parameters(layer)
-        parameters += self._norm("norm", HEAD_UNIT, self.hidden)
+        parameters += norm("norm", self, HEAD_UNIT, self.hidden)
         if not self.tied:
             parameters.append(Parameter("head.weight", table, "linear", HEAD_UNIT, "colwise"))
         return tuple(parameters)
-
-    def _linear(self, layer: int, matmul: Matmul) -> Iterator[Parameter]:
-        name, facts = f"layers.{layer}.{matmul.branch}.{matmul.name}", {"residual": matmul.writes_residual}
-        shape, stack = (matmul.rows, matmul.inputs), matmul.experts
-        yield Parameter(f"{name}.weight", shape, "linear", layer, matmul.tp, **facts, experts=stack)
-        if matmul.bias:  # of summands it is added once, to their sum
-            rule = "replicated" if matmul.tp == "rowwise" else matmul.tp
-            yield Parameter(f"{name}.bias", (matmul.rows,), "bias", layer, rule, experts=stack)
-
-    def _norm(self, name: str, unit: int, width: int) -> Iterator[Parameter]:
-        yield Parameter(f"{name}.weight", (width,), "norm", unit, full_precision=True)
-        if self.norm == "layernorm":
-            yield Parameter(f"{name}.bias", (width,), "bias", unit, full_precision=True)
-
-    def _qk_norm(self, layer: int, norm: Elementwise) -> Parameter:
-        name = f"layers.{layer}.{norm.name}.weight"
-        if self.qk_norm_over == "head":
-            return Parameter(name, (self.head_dim,), "norm", layer, "per_head", full_precision=True)
-        rule: TensorRule = "colwise" if norm.name == "attention.q_norm" else "colwise_kv"
-        return Parameter(name, (norm.width,), "norm", layer, rule, full_precision=True)
 
     @cached_property
     def parameter_count(self) -> int:
         bare = msgspec.structs.replace(self, layers=0)
         rest = sum(parameter.size for parameter in bare.parameters())
-        few = self.dense_layers
-        dense = few * sum(parameter.size for parameter in self.block_parameters(0)) if few else 0
-        return rest + dense + (self.layers - few) * self.block_parameter_count
+        return rest + self.all_blocks_parameter_count
+
+    @property
+    def all_blocks_parameter_count(self) -> int:
+        return sum(count * self.block_parameter_count(kinds) for kinds, count in self.counted().items())
 
     @property
     def active_parameters(self) -> int:
         """All but those of experts that a token does not visit."""
-        matmuls = block(self).matmuls
-        idle = sum(
-            matmul.size - matmul.active + matmul.bias * (matmul.rows - matmul.outputs * max(1, matmul.chosen))
-            for matmul in matmuls
-        )
-        return self.parameter_count - (self.layers - self.dense_layers) * idle
+        idle = 0
+        for kinds, count in self.counted().items():
+            idle += count * sum(
+                matmul.size - matmul.active + matmul.bias * (matmul.rows - matmul.outputs * max(1, matmul.chosen))
+                for matmul in block(self, layer=kinds).matmuls
+            )
+        return self.parameter_count - idle
 
-    @cached_property
-    def block_parameter_count(self) -> int:
-        """Elements of the last block; the others are equal, but for leading dense blocks of a model with experts."""
-        return sum(parameter.size for parameter in self.block_parameters(self.layers - 1))
+    def block_parameter_count(self, kinds: Layer) -> int:
+        """Elements of a block of these kinds."""
+        return sum(parameter.size for parameter in self.block_parameters(self.first(kinds)))
 
     @property
     def matmul_parameters(self) -> int:
@@ -201,8 +194,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
         Of the experts of a layer those that the token visits.
         """
-        few = self.dense_layers
-        return few * block(self, dense=True).active + (self.layers - few) * block(self).active + head(self).size
+        blocks = sum(count * block(self, layer=kinds).active for kinds, count in self.counted().items())
+        return blocks + head(self).size
 
     def flops_per_token(self, seq: int, attention: Attention = "full") -> int:
         """Model FLOPs of one training token, forward and backward, without recomputation.
@@ -213,10 +206,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         the name of its convention.
         """
         keys = seq if attention == "full" else seq / 2
-        scores = sum(
-            count * round(block(self, window=window).attention.flops(keys)) for window, count in self.windows.items()
-        )
-        return 6 * self.matmul_parameters + 3 * scores
+        rest = 0
+        for kinds, count in self.counted().items():
+            rest += count * round(block(self, layer=kinds).rest(keys))
+        return 6 * self.matmul_parameters + 3 * rest
 
     # ---- validation ----------------------------------------------------------------------------------------------
 
@@ -240,7 +233,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if self.window_period > 1 and not self.window:
             period = f"model.window_period={self.window_period}"
             problems.append(f"{period} says which layers have a window, and model.window=0; nearest: window_period=1")
-        return [*problems, *self._latent()]
+        return [*problems, *self._latent(), *([] if absurd else pattern_problems(self))]
 
     def _latent(self) -> list[str]:
         """What does not go with latent attention."""

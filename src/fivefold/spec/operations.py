@@ -3,26 +3,29 @@
     block(spec, tp=8).matmuls       # of one block on one tp rank, in the order of the forward pass
     head(spec, tp=8)                # the matmul above the blocks
 
-`ModelSpec` derives its parameters from this list. The planner's times, FLOPs and bytes, the balance of pipeline stages,
-and serving read it too. So a new kind of block is a change here, and its kernels.
+Each kind of block lists its own (`kinds.py`). Parameters are derived from the list, and the planner's times, FLOPs and
+bytes, the balance of pipeline stages, and serving read it too.
 """
 
 import math
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from fivefold.spec.model import ModelSpec
+    from fivefold.spec.pattern import Layer
 
 
 # ---- parameters -----------------------------------------------------------------------------------------------------
 # Parameter: a tensor of the model, with the metadata that every package reads; nothing else parses parameter names.
 
 
-Kind = Literal["embedding", "linear", "norm", "bias"]
+# A filter is a weight of few numbers for each feature, such as that of a depthwise convolution: it is drawn as a linear
+# is, it does not decay, and no schedule puts its gradient off.
+Kind = Literal["embedding", "linear", "filter", "norm", "bias"]
 
 # How the tp axis divides a parameter, in the field's words: "colwise" is column-parallel, each rank with rows of the
 # stored [outputs, inputs]; "rowwise" is row-parallel. "colwise_kv": by whole kv heads; where ranks outnumber these
@@ -48,6 +51,7 @@ class Parameter(NamedTuple):
     # Never cast to a low-precision compute dtype. Such parameters are small, no matmul reads them, and their rounding
     # error is the same for all tokens, where that of activations averages out.
     full_precision: bool = False
+    std: float = 0.0  # of its initial values; 0: the model's
 
     @property
     def size(self) -> int:
@@ -60,7 +64,7 @@ class Parameter(NamedTuple):
 
     @property
     def row_dim(self) -> int:
-        return len(self.shape) - (2 if self.kind in ("linear", "embedding") else 1)
+        return len(self.shape) - (1 if self.kind in ("norm", "bias") else 2)
 
     @property
     def deferred(self) -> bool:
@@ -76,7 +80,7 @@ class Parameter(NamedTuple):
 class Matmul(NamedTuple):
     """A token's `inputs` features times the weight [outputs, inputs] of one tp rank, or of each of several experts."""
 
-    branch: Literal["attention", "mlp", "head"]
+    branch: str  # of the block: attention, mlp, or the place of another kind; or the head
     name: str  # of its module in the branch
     reads: str  # the tensor that it multiplies; matmuls that read the same one can be one kernel
     inputs: int
@@ -112,7 +116,7 @@ class Matmul(NamedTuple):
     @property
     def reads_residual(self) -> bool:
         """Whether its inputs are the residual stream, normed."""
-        return self.reads in ("attention_norm", "mlp_norm", "norm")
+        return self.reads in (f"{self.branch}_norm", "norm")
 
     @property
     def whole(self) -> bool:
@@ -129,6 +133,7 @@ class Scores(NamedTuple):
     v_dim: int
     cached: int  # numbers that a token leaves for later ones
     window: int = 0  # the most keys that a query sees; 0: all before it
+    sinks: bool = False  # a learned logit of each head beside its scores
 
     @property
     def width(self) -> int:
@@ -155,12 +160,20 @@ class Scores(NamedTuple):
 
 
 class Elementwise(NamedTuple):
-    """An operation that is bound by memory, on `width` features of a token over all tp ranks."""
+    """An operation that is bound by memory, on `width` features of a token over all tp ranks.
 
-    kind: Literal["norm", "qk_norm", "rope", "swiglu", "gelu", "dropout", "residual"]
+    What those of the kind "other" cost is said here; of the rest each software knows it better (cost/software.py).
+    """
+
+    kind: Literal["norm", "qk_norm", "rope", "swiglu", "gelu", "dropout", "residual", "other"]
     width: int
     stream: bool = False  # features of the residual stream: only sp divides the work; tp divides all other work
     name: str = ""  # of its module in the block, where that has parameters
+    weights: int = 0  # "other": numbers of its weight for each feature; 0: it has none
+    std: float = 0.0  # of that weight's initial values; 0: the model's
+    flops: float = 0.0  # forward, for each feature
+    moved: tuple[float, float] = (0.0, 0.0)  # bytes that each feature moves, forward and backward, of 2-byte numbers
+    saved: float = 0.0  # numbers for each feature that backward reads; selective recompute makes them again
 
     def share(self, tp: int, sp: bool) -> float:
         """Features a token on one tp rank."""
@@ -168,6 +181,7 @@ class Elementwise(NamedTuple):
 
 
 Operation = Matmul | Scores | Elementwise
+NO_SCORES = Scores(0, 0, 0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -190,7 +204,8 @@ class BlockOperations:
 
     @cached_property
     def attention(self) -> Scores:
-        return next(operation for operation in self.operations if isinstance(operation, Scores))
+        """Scores of no heads where the block has no attention."""
+        return next((operation for operation in self.operations if isinstance(operation, Scores)), NO_SCORES)
 
     @cached_property
     def elementwise(self) -> tuple[Elementwise, ...]:
@@ -206,6 +221,10 @@ class BlockOperations:
         """Elements of the weights that a token is multiplied with: of the experts' those that it visits."""
         return sum(matmul.active for matmul in self.matmuls)
 
+    def rest(self, keys: float) -> float:
+        """Forward FLOPs of a token that has so many keys before it, beside those of matmuls."""
+        return self.attention.flops(keys) + sum(other.width * other.flops for other in self.elementwise)
+
     def gemms(self, tokens: int, apart: bool = False) -> list[tuple[int, int, int]]:
         """Rows, columns and inner dimension of the forward GEMMs; `apart`: none of them are joined."""
         if apart:
@@ -214,93 +233,19 @@ class BlockOperations:
 
 
 @lru_cache(maxsize=4096)
-def block(spec: "ModelSpec", tp: int = 1, dense: bool = False, window: int = 0) -> BlockOperations:
-    """A block on one of `tp` ranks. Where these outnumber the kv heads, several ranks work with the same one.
-
-    In a model with experts it is a block that has some, or (`dense`) one of the first that have none. `window` is that
-    of its layer: layers differ in it, and in nothing but what their queries see.
-    """
-    return BlockOperations(tuple(_block(spec, tp, dense, window)))
+def block(spec: "ModelSpec", tp: int = 1, layer: "Layer | None" = None) -> BlockOperations:
+    """A block of the kinds of `layer` (the model's last, unless it is said) on one of `tp` ranks. Where these outnumber
+    the kv heads, several ranks work with the same one."""
+    return BlockOperations(tuple(_block(spec, tp, layer or spec.kinds(spec.layers - 1))))
 
 
-def _block(spec: "ModelSpec", tp: int, dense: bool, window: int) -> Iterator[Operation]:
-    hidden = spec.hidden
-    yield Elementwise("norm", hidden, stream=True, name="attention_norm")
-    attention = yield from (_latent if spec.mla else _heads)(spec, tp)
-    yield attention._replace(window=window)
-    yield Matmul("attention", "o", "attention", attention.seen, hidden, "rowwise", bias=spec.bias)
-    yield from _residual(spec)
-    yield Elementwise("norm", hidden, stream=True, name="mlp_norm")
-    yield from _network(spec, "", spec.ffn, tp) if dense or spec.experts is None else _mixture(spec, tp)
-    yield from _residual(spec)
-
-
-def _heads(spec: "ModelSpec", tp: int) -> Generator[Operation, None, Scores]:
-    """Queries, keys and values of the stream."""
-    heads, kv_heads, dim = spec.heads // tp, max(1, spec.kv_heads // tp), spec.head_dim
-    attention = Scores(heads, kv_heads, dim, dim, 2 * kv_heads * dim)
-    bias = spec.bias or spec.qkv_bias
-    yield Matmul("attention", "q", "attention_norm", spec.hidden, attention.width, "colwise", bias=bias)
-    yield Matmul("attention", "k", "attention_norm", spec.hidden, attention.kv_width, "colwise_kv", bias=bias)
-    yield Matmul("attention", "v", "attention_norm", spec.hidden, attention.kv_width, "colwise_kv", bias=bias)
-    if spec.qk_norm:
-        yield Elementwise("qk_norm", spec.heads * spec.head_dim, name="attention.q_norm")
-        yield Elementwise("qk_norm", spec.kv_heads * spec.head_dim, name="attention.k_norm")
-    if spec.positions == "rope":
-        yield Elementwise("rope", (spec.heads + spec.kv_heads) * spec.rotary_dim)
-    return attention
-
-
-def _latent(spec: "ModelSpec", tp: int) -> Generator[Operation, None, Scores]:
-    """MLA: the latents are the same on every tp rank, which makes its heads of them."""
-    assert spec.mla is not None
-    mla, heads = spec.mla, spec.heads // tp
-    attention = Scores(heads, heads, mla.head_dim, mla.v_dim, mla.cached)
-    if mla.q_rank:
-        yield Matmul("attention", "q_down", "attention_norm", spec.hidden, mla.q_rank, "replicated")
-    else:
-        yield Matmul("attention", "q", "attention_norm", spec.hidden, attention.width, "colwise")
-    yield Matmul("attention", "kv_down", "attention_norm", spec.hidden, mla.cached, "replicated")
-    if mla.q_rank:
-        yield Elementwise("norm", mla.q_rank, stream=True, name="attention.q_norm")
-        yield Matmul("attention", "q_up", "q_latent", mla.q_rank, attention.width, "colwise")
-    yield Elementwise("norm", mla.kv_rank, stream=True, name="attention.kv_norm")
-    yield Matmul("attention", "kv_up", "kv_latent", mla.kv_rank, heads * (mla.nope_dim + mla.v_dim), "colwise")
-    yield Elementwise("rope", (spec.heads + 1) * mla.rope_dim)
-    return attention
-
-
-def _network(spec: "ModelSpec", prefix: str, width: int, tp: int) -> Iterator[Operation]:
-    """A dense feed-forward network."""
-    hidden, ffn, gated = spec.hidden, width // tp, spec.activation.startswith("swiglu")
-    if gated:
-        yield Matmul("mlp", f"{prefix}gate", "mlp_norm", hidden, ffn, "colwise", bias=spec.bias)
-    yield Matmul("mlp", f"{prefix}up", "mlp_norm", hidden, ffn, "colwise", bias=spec.bias)
-    yield Elementwise("swiglu" if gated else "gelu", width)
-    yield Matmul("mlp", f"{prefix}down", f"{prefix}activation", ffn, hidden, "rowwise", bias=spec.bias)
-
-
-def _mixture(spec: "ModelSpec", tp: int) -> Iterator[Operation]:
-    """A router, the experts that it chooses, and those that all tokens visit. tp divides the latter alone."""
-    experts = spec.experts
-    assert experts is not None
-    each: dict[str, Any] = {"bias": spec.bias, "experts": experts.count, "chosen": experts.top_k}
-    hidden = spec.hidden
-    yield Matmul("mlp", "router", "widened mlp_norm", hidden, experts.count, "replicated_partial", bias=spec.bias)
-    gated = spec.activation.startswith("swiglu")
-    if gated:
-        yield Matmul("mlp", "experts.gate", "dispatched", hidden, experts.ffn, "experts", **each)
-    yield Matmul("mlp", "experts.up", "dispatched", hidden, experts.ffn, "experts", **each)
-    yield Elementwise("swiglu" if gated else "gelu", experts.top_k * experts.ffn)
-    yield Matmul("mlp", "experts.down", "activation", experts.ffn, hidden, "experts", **each)
-    if experts.shared:
-        yield from _network(spec, "shared.", experts.shared_ffn, tp)
-
-
-def _residual(spec: "ModelSpec") -> Iterator[Operation]:
-    if spec.dropout > 0:
-        yield Elementwise("dropout", spec.hidden, stream=True)
-    yield Elementwise("residual", spec.hidden, stream=True)
+def _block(spec: "ModelSpec", tp: int, layer: "Layer") -> Iterator[Operation]:
+    for kind in layer.branches:
+        yield Elementwise("norm", spec.hidden, stream=True, name=f"{kind.place}_norm")
+        yield from kind.operations(spec, tp)
+        if spec.dropout > 0:
+            yield Elementwise("dropout", spec.hidden, stream=True)
+        yield Elementwise("residual", spec.hidden, stream=True)
 
 
 def head(spec: "ModelSpec", tp: int = 1) -> Matmul:

@@ -1,1 +1,1 @@
-"""Helpers for all rooms: errors, formatting, reading of tables, files."""
+"""Helpers for all packages: errors, formatting, reading of tables, files."""

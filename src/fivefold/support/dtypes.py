@@ -1,4 +1,4 @@
-"""A precision has two names, the makers' (bf16) and PyTorch's (bfloat16). Wherever one is asked for, either will do.
+"""A precision has two names, the makers' (bf16) and PyTorch's (bfloat16). Every input takes either of them.
 
 dtype_of("bf16") == "bfloat16"; precision_of("torch.bfloat16") == "bf16"; other words stay as they are
 """
@@ -9,12 +9,12 @@ _LONG |= {"f64": "float64", "f32": "float32", "f16": "float16"}
 
 
 def dtype_of(word: str) -> str:
-    """As PyTorch, job files and `--dtype` spell it."""
+    """The name in PyTorch, job files and `--dtype`."""
     plain = word.strip().lower().removeprefix("torch.")
     dtype = _LONG.get(plain, plain)
     return dtype if dtype in SHORT else word
 
 
 def precision_of(word: str) -> str:
-    """As data sheets and `--precision` spell it."""
+    """The name in data sheets and `--precision`."""
     return SHORT.get(dtype_of(word), word.strip().lower())

@@ -1,19 +1,19 @@
-"""What a user can get wrong, said in whole sentences.
+"""Errors, in whole sentences.
 
 A `UserError` is raised for bad input and ends the command with exit code 2 and no traceback. It carries *all* the
-problems that were found, because fixing one at a time is how an afternoon goes by.
+problems that were found, so that the user can fix them at once.
 """
 
 import importlib.util
 from collections.abc import Iterable
 
-MOST = 20  # sentences; one mistake can break thousands of messages
-LONGEST = 2000  # characters of one; a value can be as long as its file
+MOST = 20  # sentences of an error; one mistake can cause thousands
+LONGEST = 2000  # characters of a sentence; a value in it can be as long as its file
 TRAINING = {"torch": "PyTorch", "safetensors": "safetensors", "tokenizers": "tokenizers"}  # the extra `train`
 
 
 def needs(package: str) -> str:
-    """What is said where a package of the extra `train` is not installed."""
+    """The sentence where a package of the extra `train` is not installed."""
     return f'this needs {TRAINING[package]}: pip install "fivefold[train]"'
 
 
@@ -33,28 +33,28 @@ class Problem(str):
     code: str
 
     def __new__(cls, code: str, sentence: str) -> "Problem":
-        made = super().__new__(cls, sentence)
-        made.code = code
-        return made
+        problem = super().__new__(cls, sentence)
+        problem.code = code
+        return problem
 
-    def __reduce__(self) -> tuple[type["Problem"], tuple[str, str]]:  # a rank's error goes to whoever started it
+    def __reduce__(self) -> tuple[type["Problem"], tuple[str, str]]:  # ranks pickle their errors for the launcher
         return Problem, (self.code, str(self))
 
 
 class UserError(Exception):
     """One or more problems with what the user gave us; each a sentence with the values and what to write instead.
 
-    `code` is that of sentences that have none of their own. `problems` are plain texts, to be shown and sent; `coded`
-    are the same with their codes, to be raised again; `codes` are those of the problems that have one."""
+    `code` is for sentences that have no code of their own. `problems` are the plain texts, to be shown and sent;
+    `coded` are the same with their codes, to be raised again; `codes` are the codes alone, without empty ones."""
 
     def __init__(self, problems: str | Iterable[str], code: str = ""):
-        given = [problems] if isinstance(problems, str) else list(problems)
-        if len(given) > MOST + 1:  # and not one: the sentence below, when it is raised again
-            given = [*given[:MOST], Problem("problems.more", f"and {len(given) - MOST} more problems")]
-        self.problems = [_clipped(str(sentence)) for sentence in given]
-        known = [sentence.code if isinstance(sentence, Problem) else code for sentence in given]
-        self.coded = list(map(_coded, known, self.problems))
-        self.codes = [own for own in known if own]
+        sentences = [problems] if isinstance(problems, str) else list(problems)
+        if len(sentences) > MOST + 1:  # one more is allowed: the sentence below, when the error is raised again
+            sentences = [*sentences[:MOST], Problem("problems.more", f"and {len(sentences) - MOST} more problems")]
+        self.problems = [_clipped(str(sentence)) for sentence in sentences]
+        codes = [sentence.code if isinstance(sentence, Problem) else code for sentence in sentences]
+        self.coded = list(map(_coded, codes, self.problems))
+        self.codes = [code for code in codes if code]
         super().__init__("\n".join(self.problems))
 
     def framed(self, before: str = "", after: str = "") -> list[str]:

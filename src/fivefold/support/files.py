@@ -1,4 +1,4 @@
-"""Files that are known by their bytes: sums, files written or refused, and directories made whole or not at all."""
+"""Files: regular ones opened, hashed and written, with an error that says why not; directories made whole or not."""
 
 import errno
 import hashlib
@@ -18,16 +18,16 @@ import msgspec
 from fivefold.support.errors import UserError
 from fivefold.support.text import bytes_text
 
-Progress = Callable[[int], None]  # told the bytes of every piece
+Progress = Callable[[int], None]  # called with the bytes of every piece
 _CHUNK = 1 << 22  # bytes hashed at a time
-_READ = 1 << 24  # bytes asked of the system at a time
-_RANGE = 1 << 28  # bytes that are brought onto the disk at a time
+_READ = 1 << 24  # bytes read in one system call
+_RANGE = 1 << 28  # bytes synced to the disk at a time
 _SYNC_RANGE = getattr(CDLL(None), "sync_file_range", None) if sys.platform == "linux" else None
-_ON_DISK = 1 | 2 | 4  # what was under way is waited for, the rest written, and waited for
+_ON_DISK = 1 | 2 | 4  # SYNC_FILE_RANGE_WAIT_BEFORE | _WRITE | _WAIT_AFTER
 
 
 class File(msgspec.Struct, frozen=True):
-    """A file as an index or a manifest promises it."""
+    """A file as an index or a manifest lists it."""
 
     name: str
     bytes: int
@@ -35,10 +35,10 @@ class File(msgspec.Struct, frozen=True):
 
 
 def plain_name(name: str) -> bool:
-    """Whether a name that stands in a file is that of a file next to it, and leads nowhere else."""
+    """Whether a name, read from a file, is that of a file in the same directory, without any path."""
     try:
         return 0 < len(os.fsencode(name)) <= 255 and name not in (".", "..") and "/" not in name and "\0" not in name
-    except UnicodeEncodeError:  # half a character
+    except UnicodeEncodeError:  # a lone surrogate
         return False
 
 
@@ -53,7 +53,7 @@ class Regular(io.FileIO):
         self.close()
 
     def fill(self, into: memoryview, start: int, progress: Progress = lambda _: None) -> None:
-        """Bytes from `start` on, as many as there is room for."""
+        """Read bytes from `start` on until `into` is full."""
         done = 0
         while done < len(into):
             count = os.preadv(self.fileno(), [into[done : done + _READ]], start + done)
@@ -68,7 +68,7 @@ _KINDS = {stat.S_IFIFO: "FIFO", stat.S_IFSOCK: "socket", stat.S_IFCHR: "device",
 
 
 def irregular(mode: int) -> str | None:
-    """What a file is, by its mode, that is no regular file."""
+    """What a file is, by its mode, if it is not a regular file; else None."""
     kind = _KINDS.get(stat.S_IFMT(mode), "special file")
     return None if stat.S_ISREG(mode) else f"it is a {kind}, not a regular file"
 
@@ -99,7 +99,7 @@ def digest(path: Path, progress: Progress | None = None) -> str:
 
 
 def digest_of(stream: Readable, progress: Progress | None = None) -> str:
-    """sha256 of what is left of an open file."""
+    """sha256 of the rest of an open file."""
     sha256 = hashlib.sha256()
     while piece := stream.read(_CHUNK):
         sha256.update(piece)
@@ -130,15 +130,15 @@ class HashedFile(io.RawIOBase):
         return True
 
     def write(self, data: Any) -> int:
-        """Anything that is bytes in one piece."""
+        """Write contiguous bytes, or a buffer of them."""
         content = memoryview(data)
-        if not content.nbytes:  # which cannot be cast
+        if not content.nbytes:  # an empty view cannot be cast
             return 0
         content = content.cast("B")
-        for start in range(0, len(content), _CHUNK):  # hashed and then written while the cache has them
+        for start in range(0, len(content), _CHUNK):  # in chunks, so that the CPU's cache has them for both
             rest = content[start : start + _CHUNK]
             self._sum.update(rest)
-            while rest:  # an unbuffered write may take less than it was given
+            while rest:  # an unbuffered write may write only a part
                 rest = rest[self._raw.write(rest) :]
             self._progress(_CHUNK)
         self._bytes += len(content)
@@ -155,9 +155,9 @@ class HashedFile(io.RawIOBase):
         super().close()
 
     def finish(self) -> File:
-        """What it is, once its bytes are on the disk."""
+        """Sync the file to the disk and close it; returns its size and checksum."""
         with self:
-            if _SYNC_RANGE is not None:  # piece by piece: fsync alone would show no progress for as long as it takes
+            if _SYNC_RANGE is not None:  # piece by piece, as a single fsync would report no progress
                 for start in range(0, self._bytes, _RANGE):
                     _SYNC_RANGE(self.fileno(), c_int64(start), c_int64(_RANGE), _ON_DISK)
                     self._progress(0)
@@ -166,7 +166,7 @@ class HashedFile(io.RawIOBase):
 
 
 def write(path: Path, content: str | bytes) -> None:
-    """Write a file, or say why it cannot be written."""
+    """Write a file; a UserError says why it cannot be written."""
     try:
         path.write_bytes(content.encode() if isinstance(content, str) else content)
     except OSError as error:
@@ -174,22 +174,22 @@ def write(path: Path, content: str | bytes) -> None:
 
 
 def put(path: Path, content: str | bytes) -> None:
-    """Write a file whole or not at all, whatever is in its place; an OSError says why not."""
+    """Write a file whole or not at all, and replace what is there; an OSError says why it cannot be written."""
     half = path.with_name(f"{path.name}.half")
-    half.unlink(missing_ok=True)  # a pipe there would wait for a reader
+    half.unlink(missing_ok=True)  # to write into a FIFO of that name would wait for a reader
     half.write_bytes(content.encode() if isinstance(content, str) else content)
     half.rename(path)
 
 
 def cannot_write(path: Path, error: OSError) -> UserError:
-    """The sentence about it, with the room that there is."""
+    """The error about a file that cannot be written, with the free space there."""
     near = next(folder for folder in path.absolute().parents if folder.exists())
     free = bytes_text(shutil.disk_usage(near).free)
     return UserError(f"cannot write {path}: {error.strerror or error}; {free} are free there", "file.write")
 
 
 def sync(path: Path) -> None:
-    """Onto the disk; of a directory, its names."""
+    """Sync a file to the disk; of a directory, the names in it."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -199,7 +199,8 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def whole_or_nothing(output: Path) -> Iterator[None]:
-    """Around the making of a directory: if it fails, what there is of it is gone, and a full disk is a sentence."""
+    """Around the code that makes a directory: if it fails, the directory is removed, and an OSError such as a full disk
+    becomes a UserError."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"{output} is there already, and is not empty; give -o a new name", "output.taken")
     try:

@@ -104,7 +104,13 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def toml_value(value: Any) -> str:
-    """A scalar or a list of them, as TOML. JSON's is read the same but for one character, which TOML has escaped."""
+    """A scalar, a list or an inline table, as TOML. JSON's scalars are read the same but for one character, which TOML
+    has escaped."""
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(toml_value, value))}]"
+    if isinstance(value, dict):
+        inside = (f"{key} = {toml_value(one)}" for key, one in value.items() if one is not None)
+        return f"{{{', '.join(inside)}}}"
     return msgspec.json.encode(value).decode().replace("\x7f", "\\u007f")
 
 

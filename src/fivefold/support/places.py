@@ -1,10 +1,10 @@
-"""Where checkpoints may lie: a directory, or a URL of object storage.
+"""Where checkpoints may be stored: a directory, or a URL of object storage.
 
     place_of("runs/demo")              # a Path
-    place_of("s3://bucket/runs/demo")  # a Remote: as much of a path as checkpoints need; nothing is asked of a server
+    place_of("s3://bucket/runs/demo")  # a RemotePlace: as much of a path as checkpoints need; no server is asked
 
-Only the protocols named here are taken. fsspec has more, and its chains (`simplecache::s3://`, `reference::`) read what
-they find as instructions.
+Only the protocols listed here are taken. fsspec has more, and its chains (`simplecache::s3://`, `reference::`) treat
+the data that they read as instructions.
 """
 
 import re
@@ -14,13 +14,13 @@ from pathlib import Path
 from fivefold.support.errors import UserError, absent
 from fivefold.support.parsing import path_of
 
-# By protocol, the package that speaks it and how it is installed; fsspec itself has those without one.
+# By protocol, the package that implements it and what pip installs for it; None: fsspec implements it itself.
 _S3, _GCS, _AZURE = ("s3fs", '"fivefold[s3]"'), ("gcsfs", "gcsfs"), ("adlfs", "adlfs")
 DRIVERS: dict[str, tuple[str, str] | None] = {
     "s3": _S3, "gs": _GCS, "gcs": _GCS, "az": _AZURE, "abfs": _AZURE, "file": None, "memory": None,
 }  # fmt: skip
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
-_PLAIN = re.compile(r"[\w.=+,@ -]+")  # of a part of a path: no wildcards, which drivers expand, and no query
+_PLAIN = re.compile(r"[\w.=+,@ -]+")  # a part of a path, without wildcards, which drivers expand, and without a query
 _LONGEST = 900  # bytes of a URL; keys of objects may have 1024
 
 
@@ -29,7 +29,7 @@ class RemotePlace:
     """A place on object storage."""
 
     protocol: str
-    path: str  # bucket/prefix, as its driver takes it; without a slash at its end
+    path: str  # bucket/prefix, as its driver takes it, without a slash at the end
 
     def __str__(self) -> str:
         return f"{self.protocol}://{self.path}"
@@ -50,11 +50,11 @@ class RemotePlace:
 
     @property
     def missing(self) -> str | None:
-        """What is to be installed before it can be reached, in a sentence."""
+        """A sentence that says which package has to be installed for it; None if none is missing."""
         driver = DRIVERS[self.protocol]
-        for package, how in (("fsspec", '"fivefold[train]"'), *([driver] if driver else [])):
+        for package, requirement in (("fsspec", '"fivefold[train]"'), *([driver] if driver else [])):
             if absent(package):
-                return f"{self} needs {package}: pip install {how}"
+                return f"{self} needs {package}: pip install {requirement}"
         return None
 
 
@@ -62,7 +62,7 @@ Place = Path | RemotePlace
 
 
 def place_of(text: str | Place) -> Place:
-    """The place that a user means by a text; what is no place is refused. (Path has made one slash of two.)"""
+    """The place that a user means by a text. A URL that came as a Path has lost one of its two slashes."""
     if isinstance(text, RemotePlace):
         return text
     word = re.sub(rf"^({'|'.join(DRIVERS)}):/(?!/)", r"\1://", str(text)) if isinstance(text, Path) else text
@@ -70,6 +70,7 @@ def place_of(text: str | Place) -> Place:
 
 
 def remote_of(text: str) -> RemotePlace:
+    """The place of a URL."""
     match = _URL.fullmatch(text)
     if match is None or match[1] not in DRIVERS or "::" in text:
         known = ", ".join(f"{protocol}://" for protocol in DRIVERS)
@@ -87,8 +88,8 @@ def remote_of(text: str) -> RemotePlace:
             "credentials come from the environment or the driver's own files",
             "url.password",
         )
-    odd = [part for part in parts if not _PLAIN.fullmatch(part) or part in (".", "..")]
-    if odd or not bucket or len(text.encode()) > _LONGEST:
-        what = f"{odd[0][:50]!r} in it" if odd else "its length"
-        raise UserError(f"{text[:200]!r} is not a plain URL: {what}; write for example s3://bucket/runs", "url.plain")
+    bad = [part for part in parts if not _PLAIN.fullmatch(part) or part in (".", "..")]
+    if bad or not bucket or len(text.encode()) > _LONGEST:
+        why = f"{bad[0][:50]!r} in it" if bad else "its length"
+        raise UserError(f"{text[:200]!r} is not a plain URL: {why}; write for example s3://bucket/runs", "url.plain")
     return RemotePlace(protocol, path)

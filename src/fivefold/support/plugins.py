@@ -4,8 +4,8 @@
 
 A plain name is one of a table. `package.module:Name` names a class of somebody else's module, and to import it runs its
 code. So only who writes the job may cause that: a job file, KEY=VALUE and Job objects. What a checkpoint, a run's
-directory, a peer or the page names (`trusted=False`) is used if this process has imported it already, on behalf of its
-user (`fivefold train RUN --plugin package.module:Name`), and never causes an import.
+directory, a peer or the page names (`trusted=False`) is used if this process has imported it already, for its user
+(`fivefold train RUN --plugin package.module:Name`, or a program's own import), and never causes an import.
 
 Modules are looked for where Python looks (installed packages, PYTHONPATH), and then in the current directory, which a
 console script does not have on its path.
@@ -16,16 +16,18 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
+
+import msgspec
 
 from fivefold.support.errors import Problem, UserError
 from fivefold.support.text import did_you_mean
 
 _FORM = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
-_imported: dict[str, Any] = {}  # by name, what this process imported for its user
+_imported: dict[str, Any] = {}  # by name, what this process uses: imported for its user, or by the program itself
 
 
 def is_plugin(name: object) -> bool:
@@ -41,6 +43,8 @@ class Base(Protocol):
 
 
 T = TypeVar("T", bound=Base)
+K = TypeVar("K")
+S = TypeVar("S", bound=msgspec.Struct)
 
 
 def find(setting: str, name: Any, table: Mapping[str, type[T]], base: type[T], *, trusted: bool) -> type[T]:
@@ -53,16 +57,112 @@ def find(setting: str, name: Any, table: Mapping[str, type[T]], base: type[T], *
             return table[name]
         hint = did_you_mean(str(name), list(table))
         raise UserError(f"{setting}={name!r} is not a choice; {hint}", f"{setting}.choice")
-    if name not in _imported and not trusted:
+    found = load(name, setting) if trusted else _present(name)
+    fits = isinstance(found, type) and issubclass(found, base)
+    if not fits and name not in _imported:
         raise UserError(untrusted(setting, name))
-    found = load(name, setting)
-    if not (isinstance(found, type) and issubclass(found, base)):
+    if not fits:
         what = f"the class {found.__name__}" if isinstance(found, type) else f"a {type(found).__name__}"
         wanted = f"a subclass of {base.__module__}:{base.__name__}"
         raise UserError(Problem("plugin.kind", f"{setting}={name} is {what}, and not {wanted}"))
-    if problems := [Problem("plugin.protocol", f"{setting}={name} {lack}") for lack in base.shortcomings(found, name)]:
+    return _checked(setting, name, found, base)
+
+
+def find_value(setting: str, name: str, kind: type[K], *, trusted: bool) -> K:
+    """The object of a module that `setting` (layout.schedule) calls `name`."""
+    found = load(name, setting) if trusted else _present(name)
+    if isinstance(found, kind):
+        return cast(K, _imported.setdefault(name, found))
+    if name not in _imported:
+        raise UserError(untrusted(setting, name))
+    what = f"is a {type(found).__name__}, and not a {kind.__module__}:{kind.__name__}"
+    raise UserError(Problem("plugin.kind", f"{setting}={name} {what}"))
+
+
+def adopt(setting: str, kind: type[T], base: type[T]) -> type[T]:
+    """The class of an object that a program gives: as if it had been named. Ranks have to find it, too."""
+    name = f"{kind.__module__}:{kind.__qualname__}"
+    if kind.__module__ == "__main__" or _present(name) is not kind:
+        where = "is not where ranks could import it; write it at the top level of a module of its own"
+        raise UserError(Problem("plugin.module", f"{setting}={name} {where}"))
+    return _checked(setting, name, kind, base)
+
+
+def _checked(setting: str, name: str, kind: type[T], base: type[T]) -> type[T]:
+    if problems := [Problem("plugin.protocol", f"{setting}={name} {lack}") for lack in base.shortcomings(kind, name)]:
         raise UserError(problems)
-    return found
+    _imported[name] = kind
+    return kind
+
+
+def _present(name: str) -> Any:
+    """What a stored name means here, if this process has it: imported for its user, or by the program itself.
+
+    A module's table is looked at, and the module not asked: some import others when they are asked for a name.
+    """
+    module, _, attribute = name.partition(":")
+    return _imported.get(name) or getattr(sys.modules.get(module), "__dict__", {}).get(attribute)
+
+
+def imported() -> list[str]:
+    """The plugins of this process; ranks that it starts import the same."""
+    return sorted(_imported)
+
+
+def options(names: Sequence[str]) -> str:
+    """What a command line has behind the name of a stored run whose job names these."""
+    return "".join(f" --plugin {name}" for name in names)
+
+
+def class_shortcomings(kind: Any, base: Any, name: str) -> Iterator[str]:
+    """What a description lacks that a job calls `name`, whatever its `base` is: its name, and that it is fixed."""
+    if kind.__struct_config__.tag != name:
+        yield f"has another name in jobs; write `class {kind.__name__}({base.__name__}, tag={name!r}, ...)`"
+    if not kind.__struct_config__.frozen:
+        yield "can be changed after it was checked; write `frozen=True` in its class line"
+    if required := [field.name for field in msgspec.structs.fields(kind) if field.required]:
+        yield f"has settings without a default: {', '.join(required)}"
+    elif problem := _unwritable(kind):
+        yield f"has settings that a job file cannot hold: {problem}"
+
+
+def _unwritable(kind: type[msgspec.Struct]) -> str:
+    """What is wrong with settings that do not come back from a job file as they went; empty where nothing is."""
+    try:
+        own = kind()
+        back = msgspec.convert(msgspec.to_builtins(own), kind)
+    except (msgspec.MsgspecError, TypeError) as error:
+        return str(error)
+    return "" if back == own else f"{own} comes back as {back}"
+
+
+def given_problems(setting: str, given: Any, table: Mapping[str, type[T]], base: type[T]) -> list[str]:
+    """Why an object that a program gives cannot be used, where its class is not in the table."""
+    try:
+        if type(given) not in table.values():
+            adopt(setting, type(given), base)
+    except UserError as error:
+        return error.coded
+    return []
+
+
+def stored(table: Mapping[str, Any], named: Callable[..., type[S]], usual: type[S], unknown: type[S]) -> S:
+    """A description of a job that was stored, of the class that is `named` in its table; without a name, the `usual`.
+
+    The name never causes an import: a plugin that is not here keeps its settings alone, as an `unknown`.
+    """
+    tag = str(usual.__struct_config__.tag_field)
+    name = table.get(tag, usual.__struct_config__.tag)
+    settings = {key: value for key, value in table.items() if key != tag}
+    try:
+        kind = named(name, trusted=False)
+    except UserError as error:
+        if not is_plugin(name) or error.codes != ["plugin.untrusted"]:
+            raise
+        own = [(key, Any) for key in settings if key not in unknown.__struct_fields__]
+        options: dict[str, Any] = {"bases": (unknown,), "tag": name, "frozen": True, "kw_only": True}
+        kind = cast(type[S], msgspec.defstruct(unknown.__name__, own, **options))
+    return msgspec.convert(settings, kind)
 
 
 def untrusted(setting: str, name: str) -> Problem:
@@ -79,10 +179,14 @@ def load(name: str, setting: str = "--plugin") -> Any:
         form = "is not of the form package.module:Name"
         raise UserError(Problem("plugin.form", f"{setting}={name!r} {form}, for example my_package.lion:Lion"))
     module_name, _, attribute = name.partition(":")
+    if module_name == "__main__":
+        own = "is of the program that runs, and ranks import it; write it into a module of its own"
+        raise UserError(Problem("plugin.module", f"{setting}={name} {own}"))
     if "" not in sys.path and (here := os.getcwd()) not in sys.path:
         sys.path.append(here)
     try:
         module = importlib.import_module(module_name)
+        missing = not hasattr(module, attribute)
     except ModuleNotFoundError as error:
         if error.name is not None and (module_name == error.name or module_name.startswith(f"{error.name}.")):
             where = f"where Python looks (installed packages, PYTHONPATH), and not in {os.getcwd()}"
@@ -91,13 +195,19 @@ def load(name: str, setting: str = "--plugin") -> Any:
     except (Exception, SystemExit) as error:
         raised = f"{module_name} raised {type(error).__name__} when it was imported: {error}"
         raise UserError(Problem("plugin.import", f"{setting}={name}: {raised}")) from None
-    if not hasattr(module, attribute):
+    if missing:
         public = [word for word in vars(module) if not word.startswith("_")]
         nothing = f"{module_name} ({getattr(module, '__file__', None)}) has no {attribute}"
         hint = did_you_mean(attribute, public)
         raise UserError(Problem("plugin.name", f"{setting}={name}: {nothing}; {hint}"))
     _imported[name] = getattr(module, attribute)
     return _imported[name]
+
+
+def named(place: str) -> Any:
+    """What is at "package.module:Name", as a class of this process names it: code says so, and no file or peer."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def digest() -> str:

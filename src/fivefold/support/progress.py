@@ -1,6 +1,6 @@
-"""Bars of long work, and reading ahead in the background.
+"""Progress bars, and reading ahead in the background.
 
-Progress of a long job: a callback of (bytes done, total bytes), and a bar as one.
+Progress is reported to a callback of (bytes done, total bytes); a bar is such a callback.
 """
 
 import sys
@@ -14,17 +14,17 @@ from typing import TypeAlias, TypeVar
 Report: TypeAlias = Callable[[int, int], None]
 
 
-_SHOWN = [True]  # the last: whether bars, remarks and notes are
+_SHOWN = [True]  # a stack; the last entry is in force
 
 
 def shown() -> bool:
-    """Whether progress is shown, in addition to what was asked for."""
+    """Whether progress bars, remarks and notes are shown, in addition to results and errors."""
     return _SHOWN[-1]
 
 
 @contextmanager
 def silenced() -> Iterator[None]:
-    """Nothing is shown meanwhile but results and errors."""
+    """Show nothing but results and errors inside the block."""
     _SHOWN.append(False)
     try:
         yield
@@ -38,7 +38,7 @@ def quiet(done: int, total: int) -> None:
 
 @contextmanager
 def bar(title: str) -> Iterator[Report]:
-    """A progress bar on stderr, where it cannot spoil output that is piped on."""
+    """A progress bar on stderr, so that it is not in output that is piped."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
     from rich.progress import TransferSpeedColumn as Speed
@@ -51,34 +51,33 @@ def bar(title: str) -> Iterator[Report]:
 
 @contextmanager
 def late_bar(title: str, after: float = 1.0) -> Iterator[Report]:
-    """A bar for a person who has waited for so many seconds."""
+    """A bar that appears after so many seconds, on a terminal alone."""
     start = time.monotonic()
-    drawn: Report = quiet
+    report_to: Report = quiet
     with ExitStack() as stack:
 
         def report(done: int, total: int) -> None:
-            nonlocal drawn
-            if drawn is quiet and time.monotonic() - start > after and sys.stderr.isatty() and shown():
-                drawn = stack.enter_context(bar(title))
-            drawn(done, total)
+            nonlocal report_to
+            if report_to is quiet and time.monotonic() - start > after and sys.stderr.isatty() and shown():
+                report_to = stack.enter_context(bar(title))
+            report_to(done, total)
 
         yield report
 
 
 # ---- prefetch -------------------------------------------------------------------------------------------------------
-# Read ahead in one background thread, in order.
+# Reads ahead in one background thread, in order.
 #
-# One thread and not more: reading a batch is some microseconds a sample, and the order of results is the order of
-# calls without any bookkeeping.
+# One thread is enough: reading a batch takes some microseconds a sample, and one thread keeps the order of the calls.
 
 
 T = TypeVar("T")
 
 
 def prefetch(calls: Iterable[Callable[[], T]], depth: int = 2) -> Generator[T, None, None]:
-    """The results of the calls, of which up to `depth` are made before they are asked for.
+    """Yields the results of the calls, and makes up to `depth` calls ahead.
 
-    An exception in a call arrives where its result would have. Closing the generator (or leaving it for the garbage
+    An exception in a call is raised in the place of its result. Closing the generator (or leaving it for the garbage
     collector) drops the calls not yet begun and waits for the one under way, so no thread outlives it.
     """
     if depth < 1:
@@ -88,7 +87,7 @@ def prefetch(calls: Iterable[Callable[[], T]], depth: int = 2) -> Generator[T, N
     try:
         for call in calls:
             waiting.append(pool.submit(call))
-            # The consumer is about to hold one result while `depth` more are being made.
+            # The consumer uses one result while `depth` more are computed.
             if len(waiting) > depth:
                 yield waiting.popleft().result()
         while waiting:

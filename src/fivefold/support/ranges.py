@@ -1,10 +1,10 @@
-"""Ranges of numbers. They stand with the fields they belong to, and a number is held against its range before its use.
+"""Ranges of numbers, which are written in the types of fields, and checked before a number is used.
 
     layers: Annotated[int, within(1, 100_000)]
     outside(spec, "model")                         # {"layers": "model.layers=2000000 is more than 100000"}
-    checked("seq", 10**12, within(1, TOKENS))      # the same of an argument, raised
+    checked("seq", 10**12, within(1, TOKENS))      # the same for an argument, raised
 
-The upper ends are far beyond what anybody builds, and near enough that what loops over a number comes to its end.
+The upper ends are far beyond any real use, and low enough that loops over a number end in reasonable time.
 """
 
 from functools import cache
@@ -16,55 +16,56 @@ from msgspec import Meta
 from fivefold.support.errors import Problem, UserError
 
 RANKS = 10_000_000
-STEPS = 10**12  # of training, and all that is counted in them
+STEPS = 10**12  # of training, and all settings that are counted in steps
 SEQUENCES = 10**9  # of a step
 TOKENS = 10**9  # of a sequence
 SECONDS = 10**8  # three years; the system's clocks overflow somewhere beyond
 
 
 def within(least: float, most: float, hint: str = "") -> Meta:
-    """At least so much, at most so much; `hint` says what else there is for one who wants less."""
+    """A range; `hint` ends the sentence about a smaller number, and says what to use instead."""
     return Meta(ge=least, le=most, description=hint or None)
 
 
 def outside(description: msgspec.Struct, path: str) -> dict[str, str]:
-    """Of every number of a description that is not in the range of its field, a sentence."""
+    """Returns {field: sentence} for every number of a description that is not in the range of its field."""
     ranges = _ranges(type(description)).items()
-    misfits = {field: misfit(f"{path}.{field}", getattr(description, field), allowed) for field, allowed in ranges}
+    misfits = {field: misfit(f"{path}.{field}", getattr(description, field), range_) for field, range_ in ranges}
     return {field: Problem(f"{path}.{field}.range", sentence) for field, sentence in misfits.items() if sentence}
 
 
-def checked(name: str, value: Any, allowed: Meta) -> Any:
-    """An argument that is a whole number in its range; None, which is one that was not given, stays None."""
+def checked(name: str, value: Any, range_: Meta) -> Any:
+    """Returns an argument if it is a whole number in its range, or None, which is one that was not given."""
     if value is not None and type(value) is not int:
         raise UserError(f"{name}={value!r} is not a whole number", "option.type")
-    if sentence := misfit(name, value, allowed):
+    if sentence := misfit(name, value, range_):
         raise UserError(sentence, "option.range")
     return value
 
 
 def seconds(name: str, value: float) -> float:
-    """An argument that says how long something may take."""
+    """Returns an argument if it is a valid number of seconds."""
     if sentence := misfit(name, value, within(0.001, SECONDS)):
         raise UserError(sentence, "option.range")
     return value
 
 
-def misfit(name: str, value: Any, allowed: Meta) -> str | None:
-    """What is wrong with a number, if anything is; nan is in no range."""
-    least, most = allowed.ge or 0, allowed.le or 0
+def misfit(name: str, value: Any, range_: Meta) -> str | None:
+    """A sentence about a number that is not in its range, None if it is; nan is in no range."""
+    least, most = range_.ge or 0, range_.le or 0
     if value is not None and type(value) not in (int, float):
         return f"{name}={value!r} is not a number"
     if value is None or least <= value <= most:
         return None
     # Python does not print a number of thousands of digits.
     shown = f"2^{value.bit_length() - 1} or so" if isinstance(value, int) and value.bit_length() > 64 else value
-    hint = f"; {allowed.description}" if allowed.description else ""
+    hint = f"; {range_.description}" if range_.description else ""
     return f"{name}={shown} is more than {most}" if value > most else f"{name}={shown} must be at least {least}{hint}"
 
 
 @cache
 def _ranges(kind: type[msgspec.Struct]) -> dict[str, Meta]:
+    """The ranges of a description's fields that have one."""
     ranges = {}
     for field in msgspec.structs.fields(kind):
         for option in get_args(field.type) if get_origin(field.type) is not Annotated else (field.type,):

@@ -6,7 +6,7 @@ from difflib import get_close_matches
 
 
 def nearest(name: str, choices: Iterable[str], most: int = 1) -> list[str]:
-    """The choices that look most like a misspelled name, best first; empty when none does."""
+    """The choices most similar to a misspelled name, best first; empty if none is similar."""
     by_lower = {choice.lower(): choice for choice in choices}
     return [by_lower[hit] for hit in get_close_matches(name.lower(), by_lower, n=most, cutoff=0.5)]
 
@@ -18,12 +18,12 @@ def did_you_mean(name: str, choices: Sequence[str]) -> str:
 
 
 def printable(text: str) -> str:
-    """Without what a terminal would obey, and without anything that could end a line of a comment."""
+    """The text with "?" for characters that a terminal would act on, or that end a line."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def either(values: Sequence[object]) -> str:
-    """'a', 'a or b', 'a, b or c'."""
+    """The values as text: 'a', 'a or b', 'a, b or c'."""
     words = [str(value) for value in values]
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
 
@@ -45,12 +45,12 @@ def bytes_text(count: float) -> str:
 
 
 def counted(number: int, what: str) -> str:
-    """No graphs, 1 graph, 2 graphs."""
+    """A number of things as text: 'no graphs', '1 graph', '2 graphs'."""
     return f"{number or 'no'} {what}{'' if number == 1 else 's'}"
 
 
 def graphs_text(graphs: int, breaks: dict[str, int], blocks: bool = True) -> str:
-    """What was compiled, and what stands between the graphs; `blocks`: whether they were."""
+    """How many graphs were compiled, and the reasons for the breaks between them; `blocks`: whether blocks were."""
     total = sum(breaks.values())
     why = "".join(f"\n  {count} x {reason.strip().splitlines()[0]}" for reason, count in breaks.items())
     text = f"compiled: {counted(graphs, 'graph')}, {counted(total, 'break')} between them{why}"
@@ -58,12 +58,12 @@ def graphs_text(graphs: int, breaks: dict[str, int], blocks: bool = True) -> str
 
 
 def whole_number(word: str) -> int | None:
-    """A number as people write one; '²' is a digit to Python too, and thousands of digits are a slip."""
+    """The whole number that a word is, None if it is none. '²', a digit to Python, and more than 18 digits are none."""
     return int(word) if word.isascii() and word.isdigit() and len(word) <= 18 else None
 
 
 def figure(value: float) -> str:
-    """A number to read: 25.5, 0.0125, 33005.5, 1234568; an exponent only where digits would not help."""
+    """A number as text: 25.5, 0.0125, 33005.5, 1234568; with an exponent only if it is very large or small."""
     return f"{value:.0f}" if 1e6 <= abs(value) < 1e12 else f"{value:.6g}"
 
 
@@ -72,6 +72,6 @@ def figure(value: float) -> str:
 
 
 def divisors(number: int) -> list[int]:
-    """All of them, in order."""
+    """All divisors of a number, in order."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})

@@ -20,9 +20,8 @@ from fivefold.checkpoint.find import find, run_of, stored
 from fivefold.checkpoint.hf_extras import carry
 from fivefold.checkpoint.store import Checkpoint
 from fivefold.data.corpus import entropy
-from fivefold.data.index import NAME as INDEX
+from fivefold.data.rows import Splits
 from fivefold.job.config import Job
-from fivefold.job.preflight import Sources
 from fivefold.job.resume_rules import MEANT, Change, bends
 from fivefold.launch import heartbeat, logs
 from fivefold.launch import world as worlds
@@ -40,6 +39,7 @@ from fivefold.render.paint import to_svg
 from fivefold.schedules.text import save
 from fivefold.support.errors import PeerLost, UserError
 from fivefold.support.files import cannot_write, put
+from fivefold.support.plugins import options
 from fivefold.support.text import counted, graphs_text, si
 from fivefold.trainer.checkpointing import Checkpoints
 from fivefold.trainer.directories import JOB, complete, entered, store, trained
@@ -120,7 +120,7 @@ _COUNTED = 1 << 26  # tokens up to which the corpus is counted before a run: abo
 
 def run_job(
     job: Job,
-    sources: Sources,
+    sources: Splits,
     world: worlds.World,
     console: Console,
     start: Start,
@@ -141,7 +141,7 @@ def run_job(
 
 def _run_job(
     job: Job,
-    sources: Sources,
+    sources: Splits,
     world: worlds.World,
     console: Console,
     start: Start,
@@ -152,12 +152,12 @@ def _run_job(
     bind(device, world)
     check_memory(job, device, world)
     make_repeatable(job.train)
-    proof = claim(job, sources.path / INDEX, world) if world.joined else None
+    proof = claim(job, sources.fingerprint, world) if world.joined else None
     backend = choose_backend(device, world.local_size, job.train, world.rank, world.apart)
     worlds.join(world, backend, job.train.timeout, proof)
     with ExitStack() as leaving:
         leaving.callback(worlds.leave, world)
-        run = _RankRun(job, sources, world, console, Mesh.of(job.layout, device, job.train.timeout, spec=job.model))
+        run = _RankRun(job, sources, world, console, Mesh.of_job(job, device, job.train.timeout))
         run.enter_directory(start, leaving)
         run.make_trainer(leaving)
         run.resume()
@@ -177,7 +177,7 @@ class _RankRun:
     begun: Checkpoint | None = None  # from which it goes on
     recovery: Recovery | None = None
 
-    def __init__(self, job: Job, sources: Sources, world: worlds.World, console: Console, mesh: Mesh):
+    def __init__(self, job: Job, sources: Splits, world: worlds.World, console: Console, mesh: Mesh):
         self.job, self.sources, self.world, self.console, self.mesh = job, sources, world, console, mesh
         self.slow = check_bfloat16(mesh.device, job.train.dtype)  # before the first product warns of it
 
@@ -223,10 +223,10 @@ class _RankRun:
         self.begun = self.checkpointing.restore()
         if self.recovery is not None:
             self.recovery.loaded(trainer.done, world.size, str(self.job.layout))
-        if self.checkpointing.weights:
-            console.print(f"[bold]starts[/] with the weights of {self.checkpointing.weights}", soft_wrap=True)
+        if self.checkpointing.initial_weights:
+            console.print(f"[bold]starts[/] with the weights of {self.checkpointing.initial_weights}", soft_wrap=True)
         if self.begun is not None:
-            loaded = f"{self.checkpointing.began}; loaded in {self.checkpointing.seconds:.2f} s"
+            loaded = f"{self.checkpointing.resumed_from}; loaded in {self.checkpointing.restore_seconds:.2f} s"
             console.print(f"[bold]resumes[/] from {loaded}", soft_wrap=True)
             changed = differences(self.begun, self.job, self.sources)
             show_changes(console, changed)
@@ -264,7 +264,7 @@ class _RankRun:
         seconds = time.monotonic() - begin
         _show_rest(console, outputs, trainer, job, self.directory)
         self._show_end(display, seconds, evaluation, marks)  # last: it is what a screen still shows
-        outputs.judge()
+        outputs.check()
 
     def _steps(self, listeners: list[Listener], outputs: Outputs | None = None) -> Evaluation | None:
         """A run whose directory vanishes stops as if asked to, and all ranks know why."""
@@ -285,7 +285,7 @@ class _RankRun:
         console.print(f"[bold]watchers[/]  {self.trainer.account}", soft_wrap=True)
         for row in display.curve():
             console.print(row, soft_wrap=True)
-        steps = f"{display.steps_here} steps in {seconds:.1f} s"
+        steps = f"{display.new_steps} steps in {seconds:.1f} s"
         console.print(f"{steps}; job, metrics and environment in {self.directory}", markup=False)
         if evaluation is not None:
             loss = f"[bold]held-out loss {evaluation.held_out_loss:.4f}[/]"
@@ -314,9 +314,9 @@ def _show_load(console: Console, outputs: Outputs, job: Job, directory: Path) ->
 
 
 def _recovery(directory: Path, world: worlds.World, say: Callable[[str], None]) -> Recovery | None:
-    """Of rank 0 of a run that a launcher has started again."""
+    """The timing of a restart, on rank 0 of a run that a launcher has restarted."""
     planned = float(os.environ.get(worlds.PLANNED, 0))
-    recovery = Recovery.seen(directory, planned, world.apart or not world.meeting.file, say)
+    recovery = Recovery.after_restart(directory, planned, world.apart or not world.meeting.file, say)
     if recovery is not None:
         recovery.loads()
     return recovery
@@ -335,7 +335,7 @@ def _agreed(control: Control, do: Callable[[], T]) -> T | None:
     return done
 
 
-def _begun(job: Job, sources: Sources, start: Start) -> tuple[Path, bool]:
+def _begun(job: Job, sources: Splits, start: Start) -> tuple[Path, bool]:
     """The run's directory, claimed, and whether a launcher starts the run again. A schedule from a file is kept in it,
     so that the run resumes without the file."""
     chosen = start.checked(job, sources)
@@ -372,7 +372,7 @@ def _with_its_schedule(job: Job, directory: Path) -> Job:
     return msgspec.structs.replace(job, layout=msgspec.structs.replace(job.layout, schedule=kept))
 
 
-def environment(mesh: Mesh, sources: Sources) -> dict[str, object]:
+def environment(mesh: Mesh, sources: Splits) -> dict[str, object]:
     """What a run was made with, kept next to its metrics."""
     device = mesh.device
     return {
@@ -383,7 +383,7 @@ def environment(mesh: Mesh, sources: Sources) -> dict[str, object]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu x {torch.get_num_threads()}",
         "ranks": mesh.world.size,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "data": str(sources.path),
+        "data": sources.where,
     }
 
 
@@ -424,16 +424,17 @@ def finished(directory: Path, job: Job, done: int) -> str:
     keeps = f" optimizer.schedule_steps={job.train.steps}" if bends(job, longer, done) else ""
     return (
         f"all {done} steps of {directory} are done; --fresh starts over in a directory of its own, and "
-        f"'fivefold train {directory} train.steps={steps}{keeps}' continues it"
+        f"'fivefold train {directory} train.steps={steps}{keeps}{options(job.plugins)}' continues it"
     )
 
 
-def show_corpus(console: Console, sources: Sources) -> dict[str, float]:
+def show_corpus(console: Console, sources: Splits) -> dict[str, float]:
     """The data, and the losses of guessing by frequency: what a model has to beat."""
     train, valid = sources.train, sources.valid
     held_out = f"{si(valid.tokens) if valid else 'none'} held out"
-    size = f"  {si(train.tokens)} tokens in {train.documents} documents, {held_out}  "
-    console.print(Text.assemble(("corpus", "bold"), size, (str(sources.path), "dim")))
+    documents = "" if train.documents is None else f" in {train.documents} documents"
+    size = f"  {si(train.tokens)} tokens{documents}, {held_out}  "
+    console.print(Text.assemble(("corpus", "bold"), size, (sources.where, "dim")))
     if train.tokens > _COUNTED:
         return {}
     known = entropy(train)

@@ -1,8 +1,8 @@
-"""The Accuracy view: what the planner predicts of measured runs, as `fivefold accuracy` has it.
+"""The Accuracy view: the planner's predictions beside measured runs, as `fivefold accuracy` has them.
 
 payload(Ask())                          # the sources, and how many rows each has
 rows(Ask({"source": "llama3"}))         # its rows: cells, prediction, range, error; and its line of the table
-rows(Ask())                             # those of all sources, which takes half a minute
+rows(Ask())                             # the rows of all sources, which takes half a minute
 """
 
 from functools import cache
@@ -21,11 +21,11 @@ GIVEN = ("status", "model")  # cells that a row's figures have as well
 
 
 def payload(ask: Ask) -> dict[str, Any]:
-    """What there is to be asked for."""
+    """The sources that can be asked for."""
     ask.only("source", "model", "kind")
     files = [row.file for row in read_rows()]
-    if (asked := ask.text("source").removesuffix(EXPERTS)) and asked not in files:
-        raise UserError(f"unknown source {asked[:60]!r}; {did_you_mean(asked[:60], list(dict.fromkeys(files)))}")
+    if (source := ask.text("source").removesuffix(EXPERTS)) and source not in files:
+        raise UserError(f"unknown source {source[:60]!r}; {did_you_mean(source[:60], list(dict.fromkeys(files)))}")
     return {
         "sources": [{"name": name, "rows": files.count(name)} for name in dict.fromkeys(files)],
         "bands": sorted(BANDS),
@@ -35,7 +35,7 @@ def payload(ask: Ask) -> dict[str, Any]:
 
 
 def rows(ask: Ask) -> dict[str, Any]:
-    """Every row of a source, or of all."""
+    """All rows of a source, or of all sources."""
     ask.only("source")
     return _rows(ask.text("source"))
 
@@ -44,8 +44,8 @@ def rows(ask: Ask) -> dict[str, Any]:
 def _rows(source: str) -> dict[str, Any]:
     result = planner_accuracy(rows=source)
     figures = result.to_dict()
-    texts: dict[str, int] = {}
-    null = _null(result)
+    texts: dict[str, int] = {}  # each long text -> its index in the answer
+    null = _null_seconds_by_row(result)
     rows = [_row(score, texts) | {"null_seconds": null.get(score.row.where)} for score in result.results]
     lines = [
         figures["sources"][line.source] | {"experts": line.experts, "judged": line.judged} for line in result.scores
@@ -54,8 +54,8 @@ def _rows(source: str) -> dict[str, Any]:
     return {"lines": lines, "rows": rows, "texts": list(texts), **{name: figures[name] for name in names}}
 
 
-def _null(result: AccuracyResult) -> dict[str, float]:
-    """By row: what a model predicts that knows one utilisation for each line of the table."""
+def _null_seconds_by_row(result: AccuracyResult) -> dict[str, float]:
+    """By row, the step time by the null model, which knows one utilisation for each line of the table."""
     seconds_by_row: dict[str, float] = {}
     for line in result.scores:
         timed = [score for score in result.results if score.error is not None and line_of(score.row) == line.source]
@@ -65,7 +65,7 @@ def _null(result: AccuracyResult) -> dict[str, float]:
 
 
 def _row(score: RowScore, texts: dict[str, int]) -> dict[str, Any]:
-    """Its figures as `accuracy --json` has them, its range, and its cells as they stand in the file."""
+    """A row's figures as `accuracy --json` has them, its range, and its cells as they stand in the file."""
     run = score.run
     band = step_range(run.workload) if run and score.seconds is not None else None
     values = {name: text.strip() for name, text in score.row.values.items() if name and text and text.strip()}

@@ -30,13 +30,13 @@ def ui(
     browser: bool = True,
     say: Callable[[str], object] = print,
 ) -> None:
-    """Serve the page until interrupted. `port` 0 is any free one; `runs` are the directories that may be read. A
-    `browser` opens it, and `say` gets its address.
+    """Serve the page until interrupted. `port` 0 takes a free one; `runs` are the directories that may be read. With
+    `browser`, the system's browser opens the page. `say` is called with its address.
 
     >>> ff.ui(port=8000, runs=["runs"])  # doctest: +SKIP
     """
     checked("port", port, within(0, 65535))
-    places = tuple(_directory(run) for run in runs)
+    folders = tuple(_directory(run) for run in runs)
     if absent("starlette") or absent("uvicorn"):
         raise UserError(NEEDS)
     import uvicorn
@@ -51,16 +51,16 @@ def ui(
         if browser:
             webbrowser.open(address)
         config = uvicorn.Config(
-            application(token, port, places), log_level="warning", access_log=False, server_header=False, ws="none",
+            application(token, port, folders), log_level="warning", access_log=False, server_header=False, ws="none",
             proxy_headers=False, http="h11", timeout_graceful_shutdown=GRACE,
         )  # fmt: skip
         logging.getLogger("uvicorn.error").addFilter(worth_saying)
-        with contextlib.suppress(KeyboardInterrupt):  # which uvicorn raises once more when all is closed
+        with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again after it has closed everything
             uvicorn.Server(config).run(sockets=[listening])
 
 
 def worth_saying(record: logging.LogRecord) -> bool:
-    """That answers which nobody waits for are left when the server is told to stop is no error."""
+    """A filter that drops uvicorn's error about answers that are cut off at shutdown: nobody waits for them."""
     return "timeout graceful shutdown exceeded" not in str(record.msg)
 
 
@@ -72,7 +72,7 @@ def _directory(run: str | Path) -> Path:
 
 
 def bound(port: int) -> socket.socket:
-    """A socket on the loopback interface alone."""
+    """A socket that listens on the loopback interface alone."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -90,8 +90,8 @@ def bound(port: int) -> socket.socket:
 # answer("plan", "", Ask({"model": "llama3-8b"}))          # the view's payload, all that its page draws
 # answer("plan", "search", Ask({"model": "llama3-8b"}))    # a part that takes longer, and comes later
 #
-# A payload is plain data: a server sends it, and a file that stands for itself has it inline. A view's module imports
-# neither the server nor torch.
+# A payload is plain data: the server sends it, and an HTML report has it inline. A view's module imports neither the
+# server nor torch.
 
 
 class View(NamedTuple):
@@ -99,8 +99,10 @@ class View(NamedTuple):
     title: str  # of its tab
     description: str  # what it shows, in a few words
     parts: tuple[str, ...] = ()  # functions of its module in addition to `payload`
-    slow: tuple[str, ...] = ()  # of the parts (or "payload"): computed in a process of their own, which can be stopped
-    kept: tuple[str, ...] = ()  # of the slow: the same for the same words as long as the server lives
+    slow: tuple[
+        str, ...
+    ] = ()  # the parts (or "payload") that are computed in a process of their own and can be stopped
+    kept: tuple[str, ...] = ()  # the slow parts whose answer to a question is cached as long as the server lives
 
 
 VIEWS = (
@@ -128,7 +130,7 @@ def view_of(name: str, part: str = "") -> View:
 
 
 def heavy(name: str, part: str, ask: Ask) -> bool:
-    """Whether a payload takes longer than others of its view, as its module says: a process of its own computes it."""
+    """Whether `heavy` of the view's module says that this payload takes long: then a process of its own computes it."""
     is_heavy = getattr(importlib.import_module(f"fivefold.web.{name}"), "heavy", None)
     return not part and is_heavy is not None and is_heavy(ask)
 

@@ -1,9 +1,10 @@
-"""The Mesh view: which rank of a layout stands where, what it has, whom it talks to, and what one layer sends.
+"""The Mesh view: the place of every rank of a layout, its part, its groups, and the messages of one layer.
 
 payload(Ask({"model": "llama3-70b", "cluster": "2x8xH100", "layout": "dp=2,tp=4,pp=2,zero=1,microbatches=4"}))
 rank(Ask({..., "rank": "5"}))       # one rank: its part of the model and the batch, its groups, its node, its replica
 
-Places are those of `fivefold draw mesh`; parts those that training gives a rank; bytes and seconds the planner's.
+Places are those of `fivefold draw mesh`, parts are those that training gives a rank, bytes and seconds are the
+planner's.
 """
 
 from collections.abc import Sequence
@@ -33,22 +34,22 @@ from fivefold.web.question import (
     workload_of,
 )
 
-SINGLY = 256  # ranks that are drawn one by one; of more, a cell is a node
-REPLICA = 512  # ranks of a replica that are drawn; of more, those of one place along cp
-FEW = 128  # ranks that are asked for their places one by one
-HELD = 64  # ranks whose parts a file holds
+SINGLY = 256  # the most ranks that are drawn one by one; with more ranks, a cell is a node
+REPLICA = 512  # the most ranks of a replica that are drawn; of a larger one, those of one cp coordinate
+FEW = 128  # the most ranks whose positions are computed one by one
+IN_FILE = 64  # the most ranks whose parts a report has
 CHOSEN = ("rank", "layer")
-SHARED = ("replicate", "fsdp", "efsdp")  # what parameters are shared over: made of other axes
+SHARED = ("replicate", "fsdp", "efsdp")  # compound axes, over which parameters are sharded or replicated
 
 
 def payload(ask: Ask) -> dict[str, Any]:
     """The map, one rank of it, and the collectives of one layer."""
     ask.only(*ASKED, "layout", "move", *CHOSEN)
-    question = _small(ask)
-    wanted = layout_asked(question, ask) if ask.text("layout") else _usual(question)
+    question = _drawable_workload(ask)
+    wanted = layout_asked(question, ask) if ask.text("layout") else _start_layout(question)
     wrong = problems(question, wanted)
     shown = nearest(question, wanted, ask.text("move").partition("=")[0]) if wrong else wanted
-    page = _asked_for(question, software_asked(ask), wanted, wrong, shown)
+    page = _controls(question, software_asked(ask), wanted, wrong, shown)
     if shown is None:
         return page | {"map": None, "chosen": None, "layer": None, "asks": {}}
     number = checked("rank", ask.integer("rank"), within(0, shown.world - 1)) or 0
@@ -57,14 +58,15 @@ def payload(ask: Ask) -> dict[str, Any]:
 
 
 def placed(workload: Workload, software: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The payload and the parts of a workload with its layout, of whatever model and cluster."""
-    page = _asked_for(workload, software, workload.layout, [], workload.layout) | _page(workload, software, 0, None)
-    return page, {"ranks": _held(workload, 0)}
+    """The payload of a workload with its layout, and its parts by name, for a report."""
+    page = _controls(workload, software, workload.layout, [], workload.layout) | _page(workload, software, 0, None)
+    return page, {"ranks": _ranks_in_file(workload, 0)}
 
 
-def _asked_for(
+def _controls(
     workload: Workload, software: str, wanted: Layout, wrong: list[str], shown: Layout | None
 ) -> dict[str, Any]:
+    """The question and the choices, the wanted layout and the one that is shown."""
     return {
         "question": described(workload, software),
         "choices": choices(workload, software),
@@ -84,16 +86,16 @@ def _page(workload: Workload, software: str, number: int, layer: int | None) -> 
     }
 
 
-def _small(ask: Ask) -> Workload:
-    """The question, of a cluster whose ranks can be drawn."""
+def _drawable_workload(ask: Ask) -> Workload:
+    """The workload of the question; a cluster with too many ranks to draw is refused."""
     workload = workload_of(ask)
     if (world := workload.cluster.world) > MOST:
         raise UserError(f"{workload.cluster} has {world} GPUs, and a mesh of more than {MOST} is not drawn")
     return workload
 
 
-def _usual(workload: Workload) -> Layout:
-    """What the page begins with: something of every axis that the model and the cluster have room for."""
+def _start_layout(workload: Workload) -> Layout:
+    """The layout that the page begins with: as many axes as the model and the cluster allow."""
     world, gpus = workload.cluster.world, workload.cluster.groups[0].gpus
     tp, ep = min(4, gpus), 1 if workload.spec.experts is None else 8
     pp = 2 if world >= 2 * tp else 1
@@ -103,24 +105,24 @@ def _usual(workload: Workload) -> Layout:
 
 def rank(ask: Ask) -> dict[str, Any]:
     """One rank."""
-    workload, number = _asked(ask)
+    workload, number = _workload_and_rank(ask)
     return _chosen(workload, number)
 
 
 def ranks(ask: Ask) -> list[dict[str, Any]]:
-    """All ranks of a small mesh, or those of one rank's node: for a page that cannot ask."""
-    return _held(*_asked(ask))
+    """All ranks of a small mesh, or those of one rank's node: for a report, which has no server to ask."""
+    return _ranks_in_file(*_workload_and_rank(ask))
 
 
-def _held(workload: Workload, number: int) -> list[dict[str, Any]]:
+def _ranks_in_file(workload: Workload, number: int) -> list[dict[str, Any]]:
     world, gpus = workload.layout.world, workload.cluster.groups[0].gpus
-    ranks = range(world) if world <= HELD else range(number // gpus * gpus, (number // gpus + 1) * gpus)
+    ranks = range(world) if world <= IN_FILE else range(number // gpus * gpus, (number // gpus + 1) * gpus)
     return [_chosen(workload, rank_number) for rank_number in ranks]
 
 
-def _asked(ask: Ask) -> tuple[Workload, int]:
+def _workload_and_rank(ask: Ask) -> tuple[Workload, int]:
     ask.only(*ASKED, "layout", "rank")
-    question, number = _small(ask), ask.integer("rank") or 0
+    question, number = _drawable_workload(ask), ask.integer("rank") or 0
     layout = layout_asked(question, ask)
     if wrong := problems(question, layout):
         raise UserError(wrong)
@@ -137,32 +139,32 @@ def _map(workload: Workload) -> dict[str, Any]:
     singly = layout.world <= SINGLY
     cells = range(layout.world) if singly else [node[0] for node in drawn.nodes]
     axes = [axis | {"where": panel.where} for axis, panel in zip(drawn.axes, drawn.panels, strict=True)]
-    groups = {axis: layout.groups(axis) for axis in _talking(workload)} if singly else {}
+    groups = {axis: layout.groups(axis) for axis in _groups_of_rank_0(workload)} if singly else {}
     return {
         "nodes": len(drawn.nodes),
         "gpus": len(drawn.nodes[0]),
         "singly": singly,
         "axes": axes,
         "cells": list(cells),
-        "at": {axis["axis"]: _places(layout, axis["axis"], cells) for axis in axes},
+        "at": {axis["axis"]: _positions(layout, axis["axis"], cells) for axis in axes},
         "groups": groups,
     }
 
 
-def _places(layout: Layout, axis: str, ranks: Sequence[int]) -> list[int]:
-    """Where ranks stand along an axis."""
+def _positions(layout: Layout, axis: str, ranks: Sequence[int]) -> list[int]:
+    """The positions of ranks along an axis."""
     if len(ranks) < FEW:
         return [layout.position(axis, rank) for rank in ranks]
-    place_of = {rank: place for group in layout.groups(axis) for place, rank in enumerate(group)}
-    return [place_of[rank] for rank in ranks]
+    position_of = {rank: position for group in layout.groups(axis) for position, rank in enumerate(group)}
+    return [position_of[rank] for rank in ranks]
 
 
-def _talking(workload: Workload) -> dict[str, list[int]]:
-    """Every axis along which a rank talks, with the group of rank 0: those of the layout, and those that parameters
-    are shared over."""
-    more = ("ep", "efsdp") if workload.spec.experts is not None else ()
+def _groups_of_rank_0(workload: Workload) -> dict[str, list[int]]:
+    """The group of rank 0 on every axis along which ranks communicate: the axes of the layout, and the compound ones
+    that parameters are sharded over."""
+    expert_axes = ("ep", "efsdp") if workload.spec.experts is not None else ()
     groups: dict[str, list[int]] = {}
-    for axis in ("tp", "cp", "pp", "dp", "replicate", "fsdp", *more):
+    for axis in ("tp", "cp", "pp", "dp", "replicate", "fsdp", *expert_axes):
         if workload.layout.size(axis) > 1:
             group = workload.layout.group(axis, 0)
             if axis not in SHARED or group not in groups.values():  # dp and zero are often the same ranks
@@ -178,31 +180,31 @@ def _chosen(workload: Workload, number: int) -> dict[str, Any]:
     node = number // gpus
     return {
         "part": _part(workload, part_of(workload.spec, layout, workload.seq, workload.batch, number)),
-        "groups": {axis: layout.group(axis, number) for axis in _talking(workload)},
+        "groups": {axis: layout.group(axis, number) for axis in _groups_of_rank_0(workload)},
         "node": {"number": node} | _cells(layout, range(node * gpus, (node + 1) * gpus)),
         "replica": _replica(workload, number),
     }
 
 
 def _cells(layout: Layout, ranks: Sequence[int]) -> dict[str, Any]:
-    """Ranks, and where they stand along every axis."""
-    where = [layout.coordinates(rank) for rank in ranks]
-    at = {axis: [place[axis] for place in where] for axis in ("tp", "cp", "pp", "dp") if layout.size(axis) > 1}
-    at |= {axis: _places(layout, axis, ranks) for axis in ("ep", "replicate") if layout.size(axis) > 1}
-    return {"ranks": list(ranks), "at": at}
+    """Ranks, and their positions along every axis."""
+    coordinates = [layout.coordinates(rank) for rank in ranks]
+    positions = {axis: [at[axis] for at in coordinates] for axis in ("tp", "cp", "pp", "dp") if layout.size(axis) > 1}
+    positions |= {axis: _positions(layout, axis, ranks) for axis in ("ep", "replicate") if layout.size(axis) > 1}
+    return {"ranks": list(ranks), "at": positions}
 
 
 def _replica(workload: Workload, number: int) -> dict[str, Any]:
-    """The ranks that hold the model once, in a line for each pipeline rank."""
+    """The ranks of a rank's replica, which hold the model once, in a line for each pipeline rank."""
     layout, at = workload.layout, workload.layout.coordinates(number)
-    all_of_it = layout.pp * layout.cp * layout.tp <= REPLICA
-    shares = range(layout.cp) if all_of_it else [at["cp"]]
+    whole = layout.pp * layout.cp * layout.tp <= REPLICA
+    cp_positions = range(layout.cp) if whole else [at["cp"]]
     lines = []
     for pp in range(layout.pp):
-        line = [layout.rank(dp=at["dp"], pp=pp, cp=cp, tp=tp) for cp in shares for tp in range(layout.tp)]
+        line = [layout.rank(dp=at["dp"], pp=pp, cp=cp, tp=tp) for cp in cp_positions for tp in range(layout.tp)]
         layers = [workload.stages[stage].layers for stage in layout.placement.of_rank[pp]]
         lines.append({"layers": [_ends(numbers) for numbers in layers]} | _cells(layout, line))
-    return {"dp": at["dp"], "whole": all_of_it, "lines": lines}
+    return {"dp": at["dp"], "whole": whole, "lines": lines}
 
 
 def _part(workload: Workload, part: RankPart) -> dict[str, Any]:
@@ -233,7 +235,7 @@ def _part(workload: Workload, part: RankPart) -> dict[str, Any]:
 
 
 def _ends(numbers: range) -> list[int]:
-    """First and last; nothing of nothing."""
+    """The first and the last number; an empty list for an empty range."""
     return [numbers[0], numbers[-1]] if numbers else []
 
 
@@ -241,32 +243,32 @@ def _ends(numbers: range) -> list[int]:
 
 
 def _layer(workload: Workload, asked_layer: int | None, number: int) -> dict[str, Any]:
-    """What one layer sends, in order: that which is asked for, or the middle one of a rank's own."""
+    """The collectives of one layer, in order: of the layer that is asked for, or the middle one of a rank's own."""
     spec, layout = workload.spec, workload.layout
     local_layers = [
         layer
         for stage in layout.placement.of_rank[layout.position("pp", number)]
         for layer in workload.stages[stage].layers
     ]
-    layer = asked_layer if asked_layer is not None else local_layers[len(local_layers) // 2] if local_layers else 0
-    sent = layer_collectives(
+    middle = local_layers[len(local_layers) // 2] if local_layers else 0
+    layer = middle if asked_layer is None else asked_layer
+    collectives = layer_collectives(
         spec, layout, workload.seq, workload.batch, dtype_of(workload.block_cost.activation_bytes), layer
     )
-    talking = _talking(workload)
-    return {"number": layer, "layers": spec.layers, "sent": [_sent(workload, message, talking) for message in sent]}
+    groups = _groups_of_rank_0(workload)
+    sent = [_collective(workload, message, groups) for message in collectives]
+    return {"number": layer, "layers": spec.layers, "sent": sent}
 
 
-def _sent(workload: Workload, message: Collective, talking: dict[str, list[int]]) -> dict[str, Any]:
+def _collective(workload: Workload, message: Collective, groups: dict[str, list[int]]) -> dict[str, Any]:
+    """A collective with its link, its time, and the axis under which `groups` lists its ranks."""
     layout, card = workload.layout, workload.first_device.accelerator
     reach = workload.topology.reaches.get(message.axis)
     leaves = (reach or workload.cluster).nodes > 1
     link = card.across if leaves else card.inside
-    group = talking.get(message.axis) or layout.group(message.axis, 0)
-    same = (
-        message.axis
-        if message.axis in talking
-        else next((axis for axis in talking if talking[axis] == group), message.axis)
-    )
+    group, listed_as = layout.group(message.axis, 0), message.axis
+    if message.axis not in groups:  # the same ranks may be listed under another axis
+        listed_as = next((axis for axis in groups if groups[axis] == group), message.axis)
     return message._asdict() | {
         "ranks": layout.size(message.axis),
         "together": layout.size(message.axis) if reach is None else reach.together,
@@ -277,5 +279,5 @@ def _sent(workload: Workload, message: Collective, talking: dict[str, list[int]]
         "seconds": None
         if reach is None
         else workload.topology.time(message.kind, message.axis, message.payload, message.calls),
-        "group": same,  # the name under which its ranks are listed
+        "group": listed_as,
     }

@@ -1,7 +1,7 @@
 """The Plan view: a layout of a model on a cluster, as `fivefold plan` has it.
 
 payload(Ask({"model": "llama3-70b", "cluster": "8x8xH100", "layout": "dp=8,tp=8,zero=1,sp,microbatches=8"}))
-payload(Ask({..., "move": "tp=16"}))    # one slider moved: dp follows; what cannot run comes with the nearest that can
+payload(Ask({..., "move": "tp=16"}))    # one slider moved: dp follows; a layout that cannot run comes with the nearest
 """
 
 from typing import Any
@@ -31,8 +31,8 @@ from fivefold.web.question import (
 )
 
 TOP = 12  # rows of the ranking
-PASSES = 4096  # of a pipeline, that are simulated while a slider moves
-RANKS = 128  # pipeline ranks whose memory is listed
+PASSES = 4096  # the most passes of a pipeline that are simulated while a slider moves
+RANKS = 128  # the most pipeline ranks whose memory is listed
 
 
 def payload(ask: Ask) -> dict[str, Any]:
@@ -47,14 +47,14 @@ def payload(ask: Ask) -> dict[str, Any]:
 
 
 def heavy(ask: Ask) -> bool:
-    """A schedule of many passes, or one that is searched for."""
+    """Whether the layout's schedule has many passes, or is built by a search."""
     layout = layout_asked(workload_of(ask), ask)
     searched = layout.schedule in CATALOGUE and CATALOGUE[layout.schedule].uses_stage_times
     return searched or layout.pp * layout.chunks * layout.microbatches > PASSES
 
 
 def planned(result: PlanResult) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The payload and the parts of what `plan` has found, of whatever model and cluster it was asked for."""
+    """The payload of a plan, and its parts by name, for a report; its model and cluster may come from files."""
     if result.chosen.workload.groups:
         raise UserError(
             f"{result.workload.cluster} is heterogeneous, and there is no view of that; `fivefold plan -o "
@@ -107,7 +107,7 @@ def search(ask: Ask) -> dict[str, Any]:
 
 
 def why(ask: Ask) -> dict[str, Any]:
-    """What each single change of a layout would do; where it does not fit, what `simulate` advises; and how it differs
+    """The effect of each single change of a layout; the advice of `simulate` if it does not fit; and how it differs
     from the layout `best`, if one is named."""
     ask.only(*ASKED, "layout", "best")
     workload, best = workload_of(ask), ask.text("best")
@@ -121,11 +121,11 @@ def why(ask: Ask) -> dict[str, Any]:
 
 
 def _changes(before: Layout, after: Layout) -> list[str]:
-    """'tp 16 → 8', of every field that differs."""
+    """'tp 16 → 8' for every field that differs."""
     fields = [name for name in before.__struct_fields__ if getattr(before, name) != getattr(after, name)]
     return [f"{name} {getattr(before, name)} → {getattr(after, name)}" for name in fields]
 
 
 def _ranks(option: Option) -> list[dict[str, float]]:
-    """Bytes by component, of every pipeline rank."""
+    """The bytes by component of every pipeline rank."""
     return [footprint_of(option.workload, rank).parts for rank in range(min(RANKS, option.layout.pp))]

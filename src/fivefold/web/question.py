@@ -1,7 +1,7 @@
 """The question of a page: a model, a cluster, a batch and a layout, read from the words of its address.
 
 workload = workload_of(Ask({"model": "llama3-70b", "cluster": "8x8xH100"}))
-layout_asked(workload, ask)     # of "layout", and of "move" the one field that a slider changes
+layout_asked(workload, ask)     # from "layout", and "move": the field that a slider changes, with its value
 
 Models, accelerators and schedules are those of the catalogues. Files belong to the command line.
 """
@@ -27,7 +27,7 @@ from fivefold.support.ranges import checked, outside, within
 from fivefold.support.text import did_you_mean, either, whole_number
 
 # ---- ask ------------------------------------------------------------------------------------------------------------
-# What a page asks: the words behind the ? of an address, read strictly, and the run directories it may look at.
+# A page's question: the query parameters of an address, read strictly, and the run directories that may be read.
 #
 # ask = Ask({"model": "llama3-8b", "batch": "512"})
 # ask.text("model"), ask.integer("batch"), ask.integer("seq")     # "llama3-8b", 512, None
@@ -39,25 +39,25 @@ class Ask:
     runs: tuple[Path, ...] = ()  # directories that the user gave; nothing else may be read
 
     def only(self, *names: str) -> None:
-        """Refuse words that nobody would read: a misspelled one must not be a silent default."""
-        if strange := [name for name in self.query if name not in names]:
-            raise UserError([f"{name!r} is not a parameter here; {did_you_mean(name, names)}" for name in strange])
+        """Refuse other parameters than these: a misspelled one must not be a silent default."""
+        if unknown := [name for name in self.query if name not in names]:
+            raise UserError([f"{name!r} is not a parameter here; {did_you_mean(name, names)}" for name in unknown])
 
-    def text(self, name: str, usual: str = "") -> str:
-        """A word; `usual` where it is absent or empty."""
-        return self.query.get(name, "").strip() or usual
+    def text(self, name: str, default: str = "") -> str:
+        """A parameter; `default` if it is absent or empty."""
+        return self.query.get(name, "").strip() or default
 
     def integer(self, name: str) -> int | None:
-        """A whole number; None where it is absent or empty."""
+        """A parameter that is a whole number; None if it is absent or empty."""
         if not (word := self.text(name)):
             return None
         if (number := whole_number(word)) is None:
             raise UserError(f"{name}={word[:40]!r} is not a whole number")
         return number
 
-    def one_of(self, name: str, choices: tuple[str, ...], usual: str = "") -> str:
-        """One of some words."""
-        if (word := self.text(name, usual)) not in choices:
+    def one_of(self, name: str, choices: tuple[str, ...], default: str = "") -> str:
+        """A parameter that is one of `choices`."""
+        if (word := self.text(name, default)) not in choices:
             raise UserError(f"{name}={word[:40]!r} is not {either([choice or 'nothing' for choice in choices])}")
         return word
 
@@ -66,8 +66,8 @@ _OPTION = re.compile(r"(`[^`]*`|'fivefold [^']*')|(?<![\w-])--([a-z][a-z-]*)")
 
 
 def for_page(sentence: str) -> str:
-    """A command's sentence in the page's words: "nearest: --batch 8" is "nearest: batch 8", since the page has fields
-    for options. Commands to type, in quotes, stay what they are."""
+    """A command's sentence without the dashes of options, as the page has fields for them: "nearest: --batch 8" becomes
+    "nearest: batch 8". Commands in quotes stay as they are."""
     return _OPTION.sub(lambda match: match[1] or match[2].replace("-", " "), sentence)
 
 
@@ -76,21 +76,21 @@ def for_page(sentence: str) -> str:
 
 MODEL, CLUSTER = "llama3-70b", "8x8xH100"  # what the page begins with
 ASKED = ("model", "cluster", "batch", "seq", "precision", "software")
-# Far beyond what is trained, and near enough that every answer comes: a page's question has no end of its own.
+# Limits of a question, beyond any real training, so that every answer comes in reasonable time.
 SEQUENCES, TOKENS = 1 << 20, 1 << 30  # of a step
 GPUS = 1 << 17
 LONGEST = 2000  # characters of a layout, whose split may have any number of parts
-PRODUCT = 10**9  # of a layout's degrees, whose divisors are looked for
+PRODUCT = 10**9  # of a layout's degrees, whose divisors the search enumerates
 
 
 def words_of(workload: Workload, software: str) -> dict[str, str]:
-    """As the address would have them."""
+    """The query parameters that ask for a workload."""
     words = (workload.spec.name, str(workload.cluster), workload.batch, workload.seq, workload.precision, software)
     return dict(zip(ASKED, map(str, words), strict=True))
 
 
 def workload_of(ask: Ask) -> Workload:
-    """The question, of names alone."""
+    """The workload that is asked for, by names of the catalogues alone."""
     model, cluster = ask.text("model", MODEL), ask.text("cluster", CLUSTER)
     if model not in PRESETS:
         raise UserError(f"unknown model {model[:60]!r}; {did_you_mean(model[:60], list(PRESETS))}")
@@ -103,11 +103,9 @@ def workload_of(ask: Ask) -> Workload:
             f"cluster={cluster[:60]!r} is heterogeneous, and there are no sliders for that; `fivefold plan` has them"
         )
     batch, seq = checked("batch", ask.integer("batch"), within(1, SEQUENCES)), ask.integer("seq")
-    machines = Cluster.parse(cluster)
-    if machines.world > GPUS:
-        raise UserError(
-            f"{machines} has {machines.world} GPUs, and the page asks for at most {GPUS}; `fivefold plan` may"
-        )
+    parsed = Cluster.parse(cluster)
+    if parsed.world > GPUS:
+        raise UserError(f"{parsed} has {parsed.world} GPUs, and the page asks for at most {GPUS}; `fivefold plan` may")
     workload = _question(model, cluster, batch, seq, ask.text("precision"), software_asked(ask))
     if workload.batch * workload.seq > TOKENS:
         raise UserError(
@@ -127,6 +125,7 @@ def software_asked(ask: Ask) -> str:
 
 
 def layout_of(text: str) -> Layout:
+    """A layout read from a page's text, with schedules of the catalogue alone."""
     for part in text.split(","):
         key, _, value = (word.strip() for word in part.partition("="))
         if key == "schedule" and value not in CATALOGUE:  # a layout may name a file, and a page must not
@@ -137,16 +136,17 @@ def layout_of(text: str) -> Layout:
 
 
 def _in_range(layout: Layout) -> Layout:
-    """Held against its ranges before anything counts up to one of its numbers, or divides by it."""
-    if wrong := outside(layout, "layout"):
-        raise UserError(list(wrong.values()))
+    """The layout if its numbers are in range; checked before anything loops up to one of them, or divides by it."""
+    if problems := outside(layout, "layout"):
+        raise UserError(list(problems.values()))
     if layout.world > PRODUCT:
         raise UserError(f"{layout} has {layout.world} ranks, and {PRODUCT} are the most")
     return layout
 
 
 def layout_asked(workload: Workload, ask: Ask) -> Layout:
-    """The layout that is asked for; without one, plain data parallelism with everything sharded, or what is near it."""
+    """The layout that is asked for; by default data parallelism with ZeRO 3 over the whole cluster, or the nearest
+    layout that can run."""
     if not ask.text("layout"):
         start = Layout(dp=workload.cluster.world, zero=3, microbatches=max(1, workload.batch // workload.cluster.world))
         layout = nearest(workload, start) or start
@@ -157,16 +157,18 @@ def layout_asked(workload: Workload, ask: Ask) -> Layout:
         return layout
     if not equals or field not in Layout.__struct_fields__ or field == "split":
         raise UserError(f"move={ask.text('move')[:60]!r} is not a layout setting and its value; write move=tp=8")
-    layout_of(f"{field}={value}")  # by itself, before others follow it
+    layout_of(f"{field}={value}")  # checks the new value by itself, before other fields follow it
     return _in_range(moved(workload, layout, field, value))
 
 
 def fields_of(layout: Layout) -> dict[str, Any]:
+    """A layout as text and field by field."""
     fields = {name: getattr(layout, name) for name in layout.__struct_fields__}
     return {"text": str(layout), "world": layout.world, "fields": fields}
 
 
 def described(workload: Workload, software: str) -> dict[str, Any]:
+    """The question and the facts of its model and cluster that the page shows."""
     spec, group = workload.spec, workload.cluster.groups[0]
     links = {name: {"name": link.name, "bytes_per_second": link.bandwidth} for name, link in
              (("inside", group.accelerator.inside), ("across", group.accelerator.across))}  # fmt: skip
@@ -181,12 +183,12 @@ def described(workload: Workload, software: str) -> dict[str, Any]:
 
 
 def choices(workload: Workload, software: str) -> dict[str, Any]:
-    """What the page's lists offer; what a file described is one more choice."""
+    """The choices of the page's lists; a model or an accelerator from a file is one more choice."""
     device, spec = workload.cluster.groups[0].accelerator, workload.spec
-    others = [] if spec.name in PRESETS else [{"name": spec.name, "parameters": spec.parameter_count}]
+    from_file = [] if spec.name in PRESETS else [{"name": spec.name, "parameters": spec.parameter_count}]
     devices = {device.name: device} | ACCELERATORS if device.name not in ACCELERATORS else ACCELERATORS
     return {
-        "models": [*_models(), *others],
+        "models": [*_models(), *from_file],
         "accelerators": [
             {"name": accelerator.name, "memory_bytes": accelerator.memory} for accelerator in devices.values()
         ],

@@ -1,4 +1,4 @@
-"""`report`: what a command has found, as one HTML file to send to a colleague. It needs no server and no network.
+"""`report`: the result of a command as one HTML file to send to a colleague. It needs no server and no network.
 
 report(plan("llama3-70b", "8x8xH100"), "plan.html")
 report(verify("dp=2,tp=2"), "proof.html")
@@ -33,12 +33,12 @@ from fivefold.web.question import Ask
 from fivefold.web.run_files import shareable, without_paths
 
 # ---- a page ---------------------------------------------------------------------------------------------------------
-# A view as one HTML file: its payload, its scripts and its look in one, which needs neither a server nor a network.
+# Views as one HTML file with their payloads, scripts and styles inline.
 #
 # page = html_page("a plan", [answered_view("plan", Ask({"model": "llama3-70b", "cluster": "8x8xH100"}))])
 #
-# The scripts are those of the page, as they are; only how modules name each other is changed, from a path to an entry
-# of the file's import map.
+# The scripts are those of the served page. Only their imports are changed, from a path to an entry of the file's import
+# map.
 
 
 STATIC = Path(__file__).parent / "static"
@@ -60,38 +60,39 @@ _HEAD = """<!doctype html>
 """
 
 
-def page_view(of: str | View, payload: Any, parts: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """A view with what it shows."""
-    kind = of if isinstance(of, View) else view_of(of)
+def page_view(name: str | View, payload: Any, parts: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """A view with its payload and its parts, as the page reads it."""
+    view = name if isinstance(name, View) else view_of(name)
     return {
-        "name": kind.name,
-        "title": kind.title,
-        "says": kind.description,
+        "name": view.name,
+        "title": view.title,
+        "says": view.description,
         "payload": payload,
         "parts": dict(parts or {}),
     }
 
 
 def answered_view(name: str, ask: Ask, parts: Sequence[str] | None = None) -> dict[str, Any]:
-    """A view with its payload and its parts, all or those that are named; the payload `asks` for them."""
+    """A view with the payload that answers a question, and the parts that the payload `asks` for, all of them or those
+    in `parts`."""
     payload = answer(name, "", ask)
     asks = {part: words for part, words in payload.get("asks", {}).items() if parts is None or part in parts}
     answers = {}
     for part, query in asks.items():
         try:
             answers[part] = answer(name, part, Ask(query, ask.runs))
-        except UserError as error:  # a trace that is damaged, say: the rest is as good as without it
+        except UserError as error:  # for example a damaged trace, without which the rest is still shown
             for run in payload["shown"]:
                 run["left_out"] += error.problems * (run["name"] == query.get("run"))
     return page_view(name, payload, answers)
 
 
 def html_page(title: str, views: Sequence[dict[str, Any]], made: Mapping[str, str] | None = None) -> str:
-    """The page of these views, which `page_view` or `answered_view` made; `made`: by what, which command, which day."""
+    """The page of views from `page_view` or `answered_view`; `made` has the program, the command and the day."""
     names = [path.relative_to(STATIC).as_posix() for path in STATIC.rglob("*.js")]
-    modules = {f"fivefold/{name}": _data("text/javascript", _by_name(name)) for name in sorted(names)}
+    modules = {f"fivefold/{name}": _data_url("text/javascript", _module_text(name)) for name in sorted(names)}
     body = (STATIC / "index.html").read_text().partition("<body>")[2]
-    icon = _data("image/svg+xml", (STATIC / "icon.svg").read_text())
+    icon = _data_url("image/svg+xml", (STATIC / "icon.svg").read_text())
     head = _HEAD.format(
         policy=POLICY, title=html.escape(title), style=(STATIC / "style.css").read_text(),
         modules=_json({"imports": modules}), payload=_json({"title": title, "made": made, "views": list(views)}),
@@ -99,8 +100,8 @@ def html_page(title: str, views: Sequence[dict[str, Any]], made: Mapping[str, st
     return f"{head}<body>{body.replace('icon.svg', icon)}"
 
 
-def _by_name(name: str) -> str:
-    """A module's text, in which others have their names of the import map."""
+def _module_text(name: str) -> str:
+    """A module's text, whose imports have the names of the import map."""
     folder = posixpath.dirname(name)
 
     def renamed(match: re.Match[str]) -> str:
@@ -109,12 +110,12 @@ def _by_name(name: str) -> str:
     return _IMPORTED.sub(renamed, (STATIC / name).read_text())
 
 
-def _data(kind: str, text: str) -> str:
-    return f"data:{kind};base64,{base64.b64encode(text.encode()).decode()}"
+def _data_url(media_type: str, text: str) -> str:
+    return f"data:{media_type};base64,{base64.b64encode(text.encode()).decode()}"
 
 
 def _json(value: Any) -> str:
-    """As the text of a script element: nothing in it can end that element, or a line of a script."""
+    """JSON as the text of a script element: nothing in it can end that element, or a line of a script."""
     text = msgspec.json.encode(value).decode()
     for sign in "<>&\u2028\u2029":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
@@ -122,13 +123,14 @@ def _json(value: Any) -> str:
 
 
 # ---- proof ----------------------------------------------------------------------------------------------------------
-# The Verify view of a report: what `verify --json` says of a layout, or of a sweep of them.
+# The Verify view of a report: the output of `verify --json` for a layout, or for a sweep of them.
 #
 # verify_payload(verify("dp=2,tp=2").to_dict())
-# read_verify_json(Path("verify.json"))           # the same, of a file; one that is something else is refused
+# read_verify_json(Path("verify.json"))           # the same from a file; a file with something else is refused
 
 
 MAX_DETAILED = 20  # layouts of a sweep that are shown in full, failed ones first
+# The structs have the fields of `verify --json` that the view shows.
 
 
 class ProofPair(msgspec.Struct):
@@ -167,7 +169,7 @@ class ProofMemory(msgspec.Struct):
 
 
 class Proof(msgspec.Struct):
-    """One layout against one process."""
+    """The comparison of one layout with one process."""
 
     layout: str
     model: str
@@ -201,7 +203,7 @@ class Sweep(msgspec.Struct):
 
 
 def read_verify_json(path: Path) -> dict[str, Any]:
-    """What a file holds that `verify --json` wrote."""
+    """The payload of a file that `verify --json` has written."""
     try:
         return verify_payload(read_json(path))
     except msgspec.ValidationError as error:
@@ -212,7 +214,7 @@ def read_verify_json(path: Path) -> dict[str, Any]:
 
 
 def verify_payload(table: Any) -> dict[str, Any]:
-    """The payload: a sweep's rows, and those layouts in full that fail, or that came first."""
+    """The payload: the rows of a sweep, and its first layouts in full, those that fail before the others."""
     if not (isinstance(table, dict) and "layouts" in table):
         proof = msgspec.convert(table, Proof)
         return {"title": f"{proof.layout} of {proof.model}", "sweep": None, "proofs": [msgspec.to_builtins(proof)]}
@@ -244,13 +246,14 @@ def _row(proof: Proof) -> dict[str, Any]:
 
 MAX_BYTES = 3_000_000  # of a report: small enough for any mail server
 HTML = ".html"
-TRACE = View("trace", "Trace", "what the ranks of a step did")  # nor anything to run
-VERIFY = View("verify", "Verify", "a layout against one process")  # a page that is served has nothing to prove
+# Views that only a report has: the served page cannot run a proof, and shows traces in its Run view.
+TRACE = View("trace", "Trace", "what the ranks of a step did")
+VERIFY = View("verify", "Verify", "a layout against one process")
 
 
 @dataclass(frozen=True)
 class Report(Result):
-    """A file that was written."""
+    """An HTML file that was written."""
 
     file: Path
     title: str
@@ -265,8 +268,8 @@ class Report(Result):
 
 
 def report(result: Result | str | Path, output: str | Path, command: str = "") -> Report:
-    """Write `result`, which may be a path that holds one, as one file, `output`; `command` is what the file says
-    that it was made by.
+    """Write `result` as one HTML file, `output`. It may be the path of a run, of a directory of runs, or of what
+    `verify --json` wrote. `command` is the command that the file names as its origin.
 
     >>> ff.report(ff.plan("llama3-8b", "8xH100"), "plan.html")  # doctest: +SKIP
     >>> ff.report("runs/demo", "run.html")  # doctest: +SKIP
@@ -290,7 +293,7 @@ def report(result: Result | str | Path, output: str | Path, command: str = "") -
 
 
 def views_of(result: Result | str | Path) -> tuple[str, list[dict[str, Any]]]:
-    """A title, and the views that show it."""
+    """The title and the views of a result."""
     if isinstance(result, str | Path):
         return _path_views(path_of(result))
     for kind, views in KINDS.items():
@@ -301,7 +304,7 @@ def views_of(result: Result | str | Path) -> tuple[str, list[dict[str, Any]]]:
 
 
 def _plan_views(result: PlanResult) -> tuple[str, list[dict[str, Any]]]:
-    """The plan; where its ranks can be drawn the mesh of its layout, and of a pipeline the schedule."""
+    """The plan; the mesh of its layout, if it has not too many ranks; and the schedule, if it has a pipeline."""
     from fivefold.planner.pictures import MOST
     from fivefold.web.mesh import placed
     from fivefold.web.plan import planned
@@ -310,8 +313,8 @@ def _plan_views(result: PlanResult) -> tuple[str, list[dict[str, Any]]]:
     option, views = result.explained, [page_view("plan", *planned(result))]
     if option.layout.world <= MOST:
         views.append(page_view("mesh", *placed(option.workload, result.workload.software.name)))
-    timed = option.estimate.simulation
-    if timed is not None and (step := stepped(timed, option.layout.microbatches)) is not None:
+    simulation = option.estimate.simulation
+    if simulation is not None and (step := stepped(simulation, option.layout.microbatches)) is not None:
         views.append(page_view("schedule", step))
     return f"{result.workload.spec.name} on {result.workload.cluster}", views
 
@@ -325,8 +328,8 @@ def _draw_views(result: DrawResult) -> tuple[str, list[dict[str, Any]]]:
     if len(views) == 1:
         return title, [page_view("schedule", *views[0][1:])]
     return title, [
-        page_view("schedule", *contents) | {"module": "schedule", "name": f"schedule-{at}", "title": name}
-        for at, (name, *contents) in enumerate(views)
+        page_view("schedule", *contents) | {"module": "schedule", "name": f"schedule-{number}", "title": name}
+        for number, (name, *contents) in enumerate(views)
     ]
 
 

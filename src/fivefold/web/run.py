@@ -2,10 +2,10 @@
 
 payload(Ask({}, runs=(Path("runs"),)))                          # all runs, and the newest in full
 payload(Ask({"runs": "demo,demo-2"}, runs=...))                 # these
-tail(Ask({"run": "demo", "file": "81", "offset": "9000"}, runs=...))     # what has come since
+tail(Ask({"run": "demo", "file": "81", "offset": "9000"}, runs=...))     # the records since then
 trace(Ask({"run": "demo", "step": "6"}, runs=...))              # its lanes, measured and simulated
 
-Records are those of metrics.jsonl as the trainer wrote them. A long run's curves are thinned, and say so.
+Records are those of metrics.jsonl as the trainer wrote them. A long run's curves are thinned, and the page says so.
 """
 
 import os
@@ -35,16 +35,16 @@ from fivefold.web.run_files import (
 
 COLUMNS = ("step", "loss", "lr", "grad_norm", "tokens_per_second", "mfu", "memory", "seconds")
 LOADS = ("fullest", "entropy", "balance_loss", "z_loss", "dropped")
-SHOWN = 6  # runs in one picture
-BUCKETS = 600  # of a long run's steps: each keeps its first, and its extremes
-CELLS = 40_000  # numbers of tokens by layer and expert, of all steps that have them
+SHOWN = 6  # the most runs in one picture
+BUCKETS = 600  # into which a long run's steps are split: each keeps its first step, and its extremes
+CELLS = 40_000  # the most numbers of tokens by layer and expert that are sent, over all steps
 LISTED = 1 << 20  # bytes of jobs that the list of runs reads
-QUIET = 10.0  # seconds, or five steps: longer without a record, a run that nobody holds has ended
+QUIET = 10.0  # seconds, or five steps: a run whose directory is not claimed has ended after so long without a record
 LOCKS = Path("/proc/locks")
 
 
 def payload(ask: Ask) -> dict[str, Any]:
-    """The list of runs, and all that is drawn of those that are asked for; without a name, of the newest."""
+    """The list of runs, and the records of those that are asked for, by default of the newest."""
     ask.only("runs")
     if not ask.runs:
         return {"runs": [], "shown": [], "notes": [], "asks": {}, "given": 0, "columns": COLUMNS, "now": time.time()}
@@ -67,19 +67,22 @@ def payload(ask: Ask) -> dict[str, Any]:
 
 
 def tail(ask: Ask) -> dict[str, Any]:
-    """What a run's metrics have from an offset on; its events, if there may be new ones since `life`."""
+    """A run's records from an offset on; and its events, if its signature is no longer `life`."""
     ask.only("run", "file", "offset", "life")
-    run = run_of(runs_in(ask.runs)[0], ask.text("run"))
+    runs, _ = runs_in(ask.runs)
+    run = run_of(runs, ask.text("run"))
     piece = metrics(run, ask.integer("file") or 0, ask.integer("offset") or 0)
     life = signature(run)
-    news = {} if life == ask.text("life") else {"events": events(run)}
-    return _drawn([piece], piece.records) | _state(run, piece.records) | news | {"life": life, "anew": piece.anew}
+    new_events = {} if life == ask.text("life") else {"events": events(run)}
+    state = _state(run, piece.records) | new_events | {"life": life, "anew": piece.anew}
+    return _drawn([piece], piece.records) | state
 
 
 def trace(ask: Ask) -> dict[str, Any]:
-    """The lanes of a run's trace in one of its steps."""
+    """The lanes of a run's trace for one of its steps."""
     ask.only("run", "step")
-    run = run_of(runs_in(ask.runs)[0], ask.text("run"))
+    runs, _ = runs_in(ask.runs)
+    run = run_of(runs, ask.text("run"))
     path = run.inside("trace.json")
     if path is None:
         raise UserError(f"trace.json of {run.name} leads out of the directory that was given")
@@ -87,36 +90,36 @@ def trace(ask: Ask) -> dict[str, Any]:
 
 
 def _full_run(run: RunFiles, runs: int) -> dict[str, Any]:
-    """One of so many `runs` of an answer."""
-    pieces, rest = all_metrics(run, runs)
-    left = [rest] if rest else []
+    """All about one run, in an answer with so many `runs`."""
+    pieces, note = all_metrics(run, runs)
+    left_out = [note] if note else []  # sentences about what was not read
     records = [record for piece in pieces for record in piece.records]
-    job = run.table(JOB, left)
+    job = run.table(JOB, left_out)
     return {
         "name": run.name,
         "directory": as_text(run.path),
         "job": job,
-        "environment": run.table(ENVIRONMENT, left),
+        "environment": run.table(ENVIRONMENT, left_out),
         "layout": _layout(job),
-        "events": events(run, left),
-        "left_out": left,
+        "events": events(run, left_out),
+        "left_out": left_out,
         "life": signature(run),
         "traced": (path := run.inside("trace.json")) is not None and os.path.isfile(path),
     } | _drawn(pieces, records) | _state(run, records)  # fmt: skip
 
 
 def _drawn(pieces: Sequence[MetricsPiece], records: Sequence[Record]) -> dict[str, Any]:
-    """Curves as columns, evaluations, the load of experts, and where the next question goes on."""
+    """Curves as columns, evaluations, the load of experts, and the offset from which `tail` goes on."""
     steps = [record for record in records if isinstance(record, Step)]
     kept = thinned(steps)
     columns: dict[str, list[Any]] = {name: [getattr(step, name) for step in kept] for name in COLUMNS}
     if any(step.load for step in kept):
         columns |= {name: [getattr(step.load, name, None) for step in kept] for name in LOADS}
-    looks = [[record.step, record.held_out_loss] for record in records if isinstance(record, Evaluation)]
+    evaluations = [[record.step, record.held_out_loss] for record in records if isinstance(record, Evaluation)]
     return {
         "columns": columns,
         "records": len(steps),
-        "evaluations": looks,
+        "evaluations": evaluations,
         "loads": _loads(steps),
         "damaged": sum(piece.damaged for piece in pieces),
         "tokens": sum(step.tokens for step in steps),
@@ -127,31 +130,36 @@ def _drawn(pieces: Sequence[MetricsPiece], records: Sequence[Record]) -> dict[st
 
 
 def thinned(steps: Sequence[Step]) -> Sequence[Step]:
-    """All of a short run; of a long one each bucket's first step, and those with its extremes of loss and norm."""
+    """All steps of a short run; of a long one each bucket's first step, its first without a loss, and the steps with
+    its lowest and highest loss and its highest gradient norm."""
     if len(steps) <= 4 * BUCKETS:
         return steps
     kept = {0, len(steps) - 1}
     for number in range(BUCKETS):
-        at = range(number * len(steps) // BUCKETS, (number + 1) * len(steps) // BUCKETS)
-        known = sorted((loss, n) for n in at if (loss := steps[n].loss) is not None)
-        gap = next((n for n in at if steps[n].loss is None), at[0])
-        kept |= {at[0], gap} | ({known[0][1], known[-1][1]} if known else set())
-        kept.add(max(at, key=lambda n: steps[n].grad_norm))
-    return [steps[at] for at in sorted(kept)]
+        bucket = range(number * len(steps) // BUCKETS, (number + 1) * len(steps) // BUCKETS)
+        with_loss = [index for index in bucket if steps[index].loss is not None]
+        kept |= {bucket[0], next((index for index in bucket if steps[index].loss is None), bucket[0])}
+        if with_loss:
+            by_loss = sorted((steps[index].loss or 0.0, index) for index in with_loss)
+            (_, lowest), (_, highest) = by_loss[0], by_loss[-1]
+            kept |= {lowest, highest}
+        kept.add(max(bucket, key=lambda index: steps[index].grad_norm))
+    return [steps[index] for index in sorted(kept)]
 
 
 def _loads(steps: Sequence[Step]) -> list[dict[str, Any]]:
-    """Tokens by layer and expert, of as many steps that have them as there is room for, the last one among them."""
-    full = [(step.step, step.load.tokens) for step in steps if step.load is not None and step.load.tokens]
-    if not full:
+    """Tokens by layer and expert, for evenly many of the steps that have them, at most CELLS numbers; with the last."""
+    loads = [(step.step, step.load.tokens) for step in steps if step.load is not None and step.load.tokens]
+    if not loads:
         return []
-    most = max(1, CELLS // max(1, sum(map(len, full[-1][1]))))
-    stride = -(-len(full) // most)
-    return [{"step": step, "tokens": tokens} for step, tokens in full[::-1][::stride][::-1]]
+    _, last_tokens = loads[-1]
+    most = max(1, CELLS // max(1, sum(map(len, last_tokens))))
+    stride = -(-len(loads) // most)
+    return [{"step": step, "tokens": tokens} for step, tokens in loads[::-1][::stride][::-1]]
 
 
 def _state(run: RunFiles, records: Sequence[Record]) -> dict[str, Any]:
-    """Whether it trains now: its directory is claimed by a process of this machine, or a record came lately."""
+    """Whether a run trains now: a process of this machine has claimed its directory, or a record was written lately."""
     try:
         written = os.lstat(run.path / METRICS).st_mtime
     except OSError:
@@ -163,22 +171,23 @@ def _state(run: RunFiles, records: Sequence[Record]) -> dict[str, Any]:
 
 
 def claimed(path: Path, locks: Path = LOCKS) -> bool:
-    """Whether a process of this machine holds the claim. The kernel's list is read: to try the lock would disturb."""
+    """Whether a process of this machine holds the lock on a claim. It reads the kernel's list of locks, as taking the
+    lock would disturb the run."""
     try:
-        known, text = os.lstat(path), locks.read_text()
+        status, text = os.lstat(path), locks.read_text()
     except OSError:
         return False
-    place = f"{os.major(known.st_dev):02x}:{os.minor(known.st_dev):02x}:{known.st_ino}"
-    return any(place in line.split() and "FLOCK" in line and "->" not in line for line in text.splitlines())
+    inode = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    return any(inode in line.split() and "FLOCK" in line and "->" not in line for line in text.splitlines())
 
 
 def _list(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
-    """A line for each, the newest first. Jobs are read as long as all of them together are no longer than LISTED."""
-    left, lines = LISTED, []
+    """An entry for each run, the newest first. Jobs are read until they have LISTED bytes in total."""
+    bytes_left, entries = LISTED, []
     for run in runs:
-        left -= _size(run.path / JOB)
-        lines.append(_listed(run, run.table(JOB) if left >= 0 else {}))
-    return lines
+        bytes_left -= _size(run.path / JOB)
+        entries.append(_listed(run, run.table(JOB) if bytes_left >= 0 else {}))
+    return entries
 
 
 def _size(path: Path) -> int:
@@ -189,26 +198,26 @@ def _size(path: Path) -> int:
 
 
 def _listed(run: RunFiles, job: dict[str, Any]) -> dict[str, Any]:
-    """What is known without reading its metrics."""
+    """What the list shows of a run, without reading its metrics."""
     try:
         written: float | None = os.lstat(run.path / METRICS).st_mtime
     except OSError:
         written = None
     model, train = _section(job, "model"), _section(job, "train")
     steps = train.get("steps") if isinstance(train.get("steps"), int) else None
-    about = {"model": str(model.get("name", "")), "layout": _layout(job), "steps": steps}
-    return {"name": run.name, "directory": as_text(run.path), "written": written, **about}
+    of_job = {"model": str(model.get("name", "")), "layout": _layout(job), "steps": steps}
+    return {"name": run.name, "directory": as_text(run.path), "written": written, **of_job}
 
 
 def _layout(job: dict[str, Any]) -> str:
-    """As its job has it, without what is usual. A schedule's file is named, and not opened."""
-    table, usual = _section(job, "layout"), Layout()
+    """The layout of a job's table as text, without defaults. A schedule's file is named, and not opened."""
+    table, defaults = _section(job, "layout"), Layout()
     if not table:
         return ""
     words = []
     for name in Layout.__struct_fields__:
         value = table.get(name)
-        if name in table and value != getattr(usual, name) and value not in ([], None):
+        if name in table and value != getattr(defaults, name) and value not in ([], None):
             words.append(name if value is True else f"{name}={Path(value).name if isinstance(value, str) else value}")
     return ",".join(words) or "dp=1"
 

@@ -2,7 +2,7 @@
 
 payload(Ask({"schedule": "zb-v", "pp": "8", "microbatches": "16", "times": "f=1,i=1,w=1,comm=0.1", "slow": "2=1.5"}))
 
-The words are those of the command line. Schedules are those of the catalogue; files belong to the command line.
+The parameters are those of the command line. Schedules are those of the catalogue; only the command line reads files.
 """
 
 from dataclasses import replace
@@ -20,24 +20,22 @@ from fivefold.web.question import Ask
 
 ASKED = ("pp", "microbatches", "chunks", "times", "slow")
 SCHEDULE, PP, MICROBATCHES = "1f1b", 8, 16  # what the page begins with
-USUAL = {"f": 1.0, "i": 1.0, "w": 1.0, "comm": 0.0, "ep": 0.0}
-MOST = 1 << 13  # pipeline ranks x microbatches that a page can draw
-LAST = float("inf")
-FINE = 4000  # steps of time in a small picture
-WIDEST = 256  # pipeline ranks that it can draw, and chunks of one
-AT_ONCE, NARROW = (
-    1024,
-    16,
-)  # passes and ranks that are drawn while a slider moves; more is drawn in a process of its own
-SLIDING = 2048  # pipeline ranks x microbatches that sliders lead to
+DEFAULT_TIMES = {"f": 1.0, "i": 1.0, "w": 1.0, "comm": 0.0, "ep": 0.0}
+MOST = 1 << 13  # the most pipeline ranks x microbatches that a page can draw
+LAST = float("inf")  # the sort key of schedules that are refused
+FINE = 4000  # resolution of a small picture: steps of time in the makespan
+WIDEST = 256  # the most pipeline ranks, and the most chunks of one
+# The most passes and ranks that are drawn while a slider moves; larger schedules are drawn in a process of their own.
+AT_ONCE, NARROW = 1024, 16
+SLIDING = 2048  # the most pipeline ranks x microbatches that the sliders offer
 RANKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 COUNTS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
 
 
 def payload(ask: Ask) -> dict[str, Any]:
-    """One schedule: its figures, what every rank does when, what each action waits for, and the memory it holds.
+    """One schedule: its figures, the timeline of every rank, what each action waits for, and the live activations.
 
-    A schedule that is made for the durations at hand takes longer: it is the part `made`.
+    A schedule that is built from the durations of the stages takes longer: it is the part `made`.
     """
     ask.only("schedule", *ASKED)
     name = ask.text("schedule", SCHEDULE)
@@ -50,7 +48,7 @@ def payload(ask: Ask) -> dict[str, Any]:
 
 
 def heavy(ask: Ask) -> bool:
-    """Many passes; of many ranks, schedules are found one action after the other."""
+    """Whether the schedule has many passes or many ranks."""
     query = _query(ask, ask.text("schedule", SCHEDULE))
     assert query.pp is not None
     assert query.microbatches is not None
@@ -58,20 +56,20 @@ def heavy(ask: Ask) -> bool:
 
 
 def drawn(result: DrawResult) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """Of every schedule that `draw` has drawn its name, its payload and its parts: several are shown side by side, and
-    one next to all of the catalogue."""
+    """The name, the payload and the parts of every schedule of a `draw`, for a report: several are compared with each
+    other, a single one with the catalogue."""
     query, first = result.query, result.simulations[0].schedule
     asked = query or Query((), first.p, first.m)
-    if (most := max(simulation.schedule.p * simulation.schedule.m for simulation in result.simulations)) > MOST:
-        raise UserError(f"{most} passes of a pipeline are more than the {MOST} that a page draws; -o draws a picture")
+    if (passes := max(simulation.schedule.p * simulation.schedule.m for simulation in result.simulations)) > MOST:
+        raise UserError(f"{passes} passes of a pipeline are more than the {MOST} that a page draws; -o draws a picture")
     if len(result.simulations) > 1:
         *others, last = result.simulations
         parts = {
             "every": {"schedules": [_row(simulation) for simulation in others], "fine": FINE, "these": True},
             "made": _made(last),
         }
-    else:  # of a large one it stands alone: the catalogue would take minutes, and more room than a mail has
-        parts = _beside(asked, result.simulations[0]) if most <= SLIDING else {}
+    else:  # for a large schedule the catalogue would take minutes to draw, and be too large for a mail
+        parts = _with_catalogue(asked, result.simulations[0]) if passes <= SLIDING else {}
     pages = []
     for simulation in result.simulations:
         schedule = simulation.schedule
@@ -83,8 +81,8 @@ def drawn(result: DrawResult) -> list[tuple[str, dict[str, Any], dict[str, Any]]
 
 
 def stepped(simulation: Simulation, microbatches: int) -> dict[str, Any] | None:
-    """The payload of a step as the planner has timed it, of that many microbatches: in seconds, stage by stage. None
-    where it is more than a file has room for."""
+    """The payload of a step that the planner has simulated, in seconds; the step has so many `microbatches`, of which
+    the simulation may have fewer. None if it is too large for a report."""
     name, p, m = simulation.schedule.name, simulation.schedule.p, simulation.schedule.m
     if p * m * max(1, len(simulation.schedule.placement.owner) // p) > SLIDING:
         return None
@@ -93,8 +91,9 @@ def stepped(simulation: Simulation, microbatches: int) -> dict[str, Any] | None:
     return page | {"drawn": _drawn(simulation), "refused": None, "clock": "s", "microbatches": microbatches}
 
 
-def _beside(query: Query, simulation: Simulation) -> dict[str, Any]:
-    """The catalogue for the same numbers, with a schedule that is not of it; and the one that is made for them."""
+def _with_catalogue(query: Query, simulation: Simulation) -> dict[str, Any]:
+    """The parts of a single schedule: the catalogue for the same numbers, with the schedule itself if it is from a
+    file; and the schedule that is built from durations."""
     name, p, m = simulation.schedule.name, simulation.schedule.p, simulation.schedule.m
     asked = replace(query, names=tuple(CATALOGUE), pp=p, microbatches=m)
     (maker,) = (name for name, record in CATALOGUE.items() if record.uses_stage_times)
@@ -127,14 +126,15 @@ def _page(query: Query, name: str, schedules: list[dict[str, Any]], asked: dict[
 
 
 def every(ask: Ask) -> dict[str, Any]:
-    """The schedules for the same numbers, the quickest first, each as a small picture; or why one is refused."""
+    """The schedules of the catalogue for the same numbers, the quickest first, each as a small picture; or why it is
+    refused."""
     ask.only(*ASKED)
     query = _query(ask, *(name for name, info in CATALOGUE.items() if not info.uses_stage_times))
     return {"schedules": sorted(_rows(query), key=lambda row: row.get("makespan", LAST)), "fine": FINE}
 
 
 def made(ask: Ask) -> dict[str, Any]:
-    """The schedule that is made for the durations at hand, as `payload` has others."""
+    """The schedule that is built from the durations, as `payload` has others."""
     ask.only(*ASKED)
     (name,) = (name for name, info in CATALOGUE.items() if info.uses_stage_times)
     return {"schedule": name} | _drawn_or_refused(_query(ask, name), name)
@@ -148,7 +148,7 @@ def _drawn_or_refused(query: Query, name: str) -> dict[str, Any]:
 
 
 def _rows(query: Query) -> list[dict[str, Any]]:
-    """As `fivefold compare schedules --json` has them, and in addition what is drawn."""
+    """The rows of `fivefold compare schedules --json`, each with its small picture."""
     results: dict[str, Simulation | UserError] = {}
     for name in query.names:
         try:
@@ -161,43 +161,44 @@ def _rows(query: Query) -> list[dict[str, Any]]:
 
 
 def _query(ask: Ask, *names: str) -> Query:
-    if strange := [name for name in names if name not in CATALOGUE]:  # it may be a file's, and a page reads none
-        raise UserError(f"unknown schedule {strange[0][:60]!r}; {did_you_mean(strange[0][:60], list(CATALOGUE))}")
+    """The query of a page for these schedules, with limits on its size."""
+    if unknown := [name for name in names if name not in CATALOGUE]:  # it may be a file's, and a page reads none
+        raise UserError(f"unknown schedule {unknown[0][:60]!r}; {did_you_mean(unknown[0][:60], list(CATALOGUE))}")
     pp, m = _integer(ask, "pp", PP, WIDEST), _integer(ask, "microbatches", MICROBATCHES, MOST)
     chunks = ask.integer("chunks") if any(CATALOGUE[name].any_chunks for name in names) else None
     checked("chunks", chunks, within(1, WIDEST))
-    if pp * m * (chunks or 1) > (MOST if chunks is None else 4 * MOST):
+    most, by_chunks = (MOST, "") if chunks is None else (4 * MOST, f" x chunks={chunks}")
+    if pp * m * (chunks or 1) > most:
         raise UserError(
-            f"pp={pp} x microbatches={m}{f' x chunks={chunks}' if chunks else ''} is more than the "
-            f"{MOST if chunks is None else 4 * MOST} that a page draws; `fivefold draw` may"
+            f"pp={pp} x microbatches={m}{by_chunks} is more than the {most} that a page draws; `fivefold draw` may"
         )
     slow = parse_slow(ask.text("slow"))
-    if strange_rank := next((rank for rank in slow if rank >= pp), None):
-        raise UserError(f"slow names rank {strange_rank}, and pp={pp} has the ranks 0 to {pp - 1}")
+    if absent := next((rank for rank in slow if rank >= pp), None):
+        raise UserError(f"slow names rank {absent}, and pp={pp} has the ranks 0 to {pp - 1}")
     return Query(names, pp, m, chunks, times=Durations(Durations.parse(ask.text("times")).values, slow))
 
 
-def _integer(ask: Ask, name: str, usual: int, most: int) -> int:
-    """In its range; `usual` only where it is not given."""
+def _integer(ask: Ask, name: str, default: int, most: int) -> int:
+    """A number from 1 to `most`; `default` if it is absent."""
     number = checked(name, ask.integer(name), within(1, most))
-    return usual if number is None else int(number)
+    return default if number is None else int(number)
 
 
 def _asked(query: Query, name: str) -> dict[str, Any]:
-    """What the controls show."""
+    """The values of the controls."""
     values = query.times.values
-    times = {key: values[key][0] if key in values else usual for key, usual in USUAL.items()}
-    slow = next(iter(query.times.slow.items()), (None, 1.5))
+    times = {key: values[key][0] if key in values else default for key, default in DEFAULT_TIMES.items()}
+    slow_rank, factor = next(iter(query.times.slow.items()), (None, 1.5))
     return {
         "schedule": name, "pp": query.pp, "microbatches": query.microbatches, "chunks": query.chunks,
-        "times": times, "slow": slow[0], "factor": slow[1], "said": str(query.times),
+        "times": times, "slow": slow_rank, "factor": factor, "said": str(query.times),
         "takes_chunks": name in CATALOGUE and CATALOGUE[name].any_chunks,
         "usual_chunks": CATALOGUE[name].chunks if name in CATALOGUE else 1,
     }  # fmt: skip
 
 
 def _steps(query: Query) -> dict[str, list[Any]]:
-    """The values of the sliders. The messages of experts are a part of the shorter of F and I."""
+    """The values that the sliders offer. `ep`, a part of F and of I, is at most the shorter of them."""
     assert query.pp is not None
     assert query.microbatches is not None
     values = query.times.values
@@ -225,7 +226,7 @@ def _drawn(simulation: Simulation) -> dict[str, Any]:
         "ranks": [rank._asdict() for rank in simulation.ranks],
         "owner": schedule.placement.owner,
         "chunk": schedule.placement.chunk,
-        # Of every rank what is drawn: [kind, stage, microbatch, start, end], and of a pair in one box the other half.
+        # By rank, its boxes: [kind, stage, microbatch, start, end], and for a pair kind, stage and microbatch of its B.
         "lanes": [
             [(*box.action[:3], box.start, box.end, *(box.beside[:3] if box.beside else ())) for box in lane]
             for lane in lanes
@@ -236,7 +237,7 @@ def _drawn(simulation: Simulation) -> dict[str, Any]:
 
 
 def _small(simulation: Simulation) -> list[dict[str, Any]]:
-    """Of every rank the kinds, the chunks, and the starts and ends in steps of the makespan."""
+    """For every rank the kinds and chunks of its boxes, and their starts and ends as steps of FINE in the makespan."""
     chunk, scale = simulation.schedule.placement.chunk, FINE / simulation.makespan
     ranks = []
     for rank in range(simulation.schedule.p):

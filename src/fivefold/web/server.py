@@ -1,6 +1,6 @@
-"""The server: the page's files, and `/api/VIEW[/PART]?words`, which call the functions of `views`.
+"""The server: the page's files, and `/api/VIEW[/PART]?words`, which call the functions of the views (`app.answer`).
 
-Bad questions are 400 with their sentences; a bug is 500, without a trace for the page and with one in the terminal.
+A bad question is answered by 400 and its problems; a bug by 500, with a traceback in the terminal alone.
 """
 
 import asyncio
@@ -28,12 +28,12 @@ from fivefold.web.worker import WorkerQuestion
 from fivefold.web.workers import Broken, Replaced, Workers
 
 # ---- guard ----------------------------------------------------------------------------------------------------------
-# Who may ask: this machine's own browser, with the token of the address that the terminal printed.
+# Only this machine's own browser may ask, with the token of the address that the terminal printed.
 #
 # Every request must name this server as its Host, which a page of another name that resolves to this machine (DNS
-# rebinding) cannot. What is computed or read from disk needs the token in a header, which pages of other origins
-# cannot send without being asked first, and nobody answers that. The token travels behind the # of the address: a
-# browser sends that part to no server. A cookie would be sent to every other port of this machine, too.
+# rebinding) cannot. What is computed or read from disk needs the token in a header. Pages of other origins cannot send
+# such a header without a CORS preflight, which this server refuses. The token is behind the # of the address, a part
+# that a browser sends to no server. A cookie would be sent to every other port of this machine, too.
 
 
 Scope = MutableMapping[str, Any]
@@ -68,16 +68,16 @@ class Guard:
             await self.app(scope, receive, send)
             return
 
-        async def sealed(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", ()), *_RAW]
             await send(message)
 
         if scope["type"] == "http":
             if refusal := self.refusal(scope):
-                await _refuse(sealed, *refusal)
+                await _refuse(send_with_headers, *refusal)
             else:
-                await self.app(scope, receive, sealed)
+                await self.app(scope, receive, send_with_headers)
 
     def refusal(self, scope: Scope) -> tuple[int, str] | None:
         """A status and a sentence; None where the request may pass."""
@@ -89,8 +89,8 @@ class Guard:
         if scope["method"] not in ("GET", "HEAD"):
             return 405, "this server only shows; it takes GET and HEAD"
         if scope["path"].startswith("/api"):
-            given = [value for key, value in scope["headers"] if key == b"authorization"]
-            if len(given) != 1 or not hmac.compare_digest(given[0], self.bearer):
+            credentials = [value for key, value in scope["headers"] if key == b"authorization"]
+            if len(credentials) != 1 or not hmac.compare_digest(credentials[0], self.bearer):
                 return 401, "the token is missing or wrong; open the address that `fivefold ui` printed"
         return None
 
@@ -103,7 +103,7 @@ async def _refuse(send: Send, status: int, sentence: str) -> None:
 
 
 # ---- threads --------------------------------------------------------------------------------------------------------
-# A function in a thread that nobody has to wait for: a server that is told to stop does.
+# Runs a function in a thread for which the end of the server does not wait.
 #
 # await in_thread(answer, "plan", "", ask)
 
@@ -116,38 +116,39 @@ class Busy(Exception):
     """All threads have work, or this one's takes too long."""
 
 
-_room = threading.BoundedSemaphore(MOST)
+_free_threads = threading.BoundedSemaphore(MOST)
 
 
-async def in_thread(function: Callable[..., Any], *given: Any, limit: float = LIMIT) -> Any:
-    """What the function returns or raises. A thread cannot be ended: one that takes too long is left to itself."""
+async def in_thread(function: Callable[..., Any], *args: Any, limit: float = LIMIT) -> Any:
+    """Returns what the function returns, or raises what it raises. A thread cannot be ended: one that takes too long is
+    left running."""
     loop = asyncio.get_running_loop()
-    answered: asyncio.Future[Any] = loop.create_future()
-    if not _room.acquire(blocking=False):
+    future: asyncio.Future[Any] = loop.create_future()
+    if not _free_threads.acquire(blocking=False):
         raise Busy(f"{MOST} answers are being computed; ask again")
 
-    def tell(result: Any, error: BaseException | None) -> None:
-        if answered.done():
+    def set_future(result: Any, error: BaseException | None) -> None:
+        if future.done():
             return
         if error is None:
-            answered.set_result(result)
+            future.set_result(result)
         else:
-            answered.set_exception(error)
+            future.set_exception(error)
 
     def work() -> None:
-        result, problem = None, None
+        result, raised = None, None
         try:
-            result = function(*given)
+            result = function(*args)
         except Exception as error:
-            problem = error
+            raised = error
         finally:
-            _room.release()
-        with contextlib.suppress(RuntimeError):  # the server has gone
-            loop.call_soon_threadsafe(tell, result, problem)
+            _free_threads.release()
+        with contextlib.suppress(RuntimeError):  # the server has ended
+            loop.call_soon_threadsafe(set_future, result, raised)
 
-    threading.Thread(target=work, daemon=True).start()  # a pool's threads would be waited for at the end
+    threading.Thread(target=work, daemon=True).start()  # Python would wait for the threads of a pool at its end
     try:
-        return await asyncio.wait_for(answered, limit)
+        return await asyncio.wait_for(future, limit)
     except TimeoutError:
         raise Busy(f"this takes longer than {limit:.0f} s; ask for less") from None
 
@@ -167,13 +168,13 @@ PAGE = "x-page"  # the header in which a page names itself: its newer question r
 
 
 class Gone(Exception):
-    """Nobody is there any more to take the answer."""
+    """The page that asked has closed its connection."""
 
 
 def application(token: str, port: int, runs: tuple[Path, ...] = ()) -> App:
     """The whole server as an ASGI application."""
     workers = Workers(runs)
-    kept: dict[bytes, bytes] = {}  # by questions that had an answer, of which there are few
+    cache: dict[bytes, bytes] = {}  # question -> answer, of the few parts that are `kept`
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -185,20 +186,21 @@ def application(token: str, port: int, runs: tuple[Path, ...] = ()) -> App:
         view, part = request.path_params["view"], request.path_params.get("part", "")
         try:
             words = _words(request)
-            quick = None if _slow(view, part) else await in_thread(_quickly, view, part, Ask(words, runs))
-            if quick is None:
+            body = None if _slow(view, part) else await in_thread(_quick_answer, view, part, Ask(words, runs))
+            if body is None:
                 lane = f"{request.headers.get(PAGE, '')[:64]} {view} {part}"
                 question = WorkerQuestion(view, part, words)
-                quick = kept.get(key := msgspec.json.encode(question))
-                if quick is None:
-                    quick = await _while_there(request, workers.ask(lane, question))
-                    kept.update({key: quick} if part in view_of(view).kept else {})
-            return _json(quick)
+                body = cache.get(key := msgspec.json.encode(question))
+                if body is None:
+                    body = await _while_connected(request, workers.ask(lane, question))
+                    if part in view_of(view).kept:
+                        cache[key] = body
+            return _json(body)
         except UserError as error:
             return _error(404 if isinstance(error, Nothing) else 400, error.problems)
         except Busy as error:
             return _error(503, [str(error)])
-        except asyncio.CancelledError:  # its time to end has come, and a trace would tell nobody anything
+        except asyncio.CancelledError:  # at shutdown; a traceback would help nobody
             return _error(503, ["the server stops"])
         except Gone:
             return _error(503, ["the page has gone"])
@@ -217,21 +219,22 @@ def application(token: str, port: int, runs: tuple[Path, ...] = ()) -> App:
     return Guard(Starlette(routes=routes, lifespan=lifespan), token, port)
 
 
-async def _while_there(request: Request, answer: Coroutine[Any, Any, bytes]) -> bytes:
-    """The answer; where the page is closed, reloaded or gives up before it comes, its work is stopped."""
-    answering, gone = asyncio.create_task(answer), asyncio.create_task(_gone(request))
+async def _while_connected(request: Request, answer: Coroutine[Any, Any, bytes]) -> bytes:
+    """Returns the answer. If the page is closed, reloaded or gives up before, the work is stopped and Gone raised."""
+    answering, disconnect = asyncio.create_task(answer), asyncio.create_task(_disconnected(request))
     try:
-        await asyncio.wait({answering, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({answering, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if not answering.done():
             raise Gone
         return answering.result()
     finally:
         answering.cancel()
-        gone.cancel()
-        await asyncio.gather(answering, gone, return_exceptions=True)
+        disconnect.cancel()
+        await asyncio.gather(answering, disconnect, return_exceptions=True)
 
 
-async def _gone(request: Request) -> None:
+async def _disconnected(request: Request) -> None:
+    """Returns when the client has closed its connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
@@ -240,18 +243,18 @@ def _slow(view: str, part: str) -> bool:
     return (part or "payload") in view_of(view, part).slow
 
 
-def _quickly(view: str, part: str, ask: Ask) -> bytes | None:
-    """The answer as JSON; None where it takes longer, and a process of its own is to give it."""
+def _quick_answer(view: str, part: str, ask: Ask) -> bytes | None:
+    """The answer as JSON; None if it takes so long that a worker should compute it."""
     return None if heavy(view, part, ask) else msgspec.json.encode(answer(view, part, ask))
 
 
 async def _listing(request: Request) -> Response:
-    """What the page needs before it shows a view."""
+    """The version and the views, which the page asks for first."""
     views = [{"name": view.name, "title": view.title, "says": view.description} for view in VIEWS]
     return _json(msgspec.json.encode({"version": __version__, "views": views}))
 
 
-# By address: only what lay in the package when this was imported can be asked for, so no address leads elsewhere.
+# Address -> file: only files of the package at import can be asked for, so that no address leads elsewhere.
 FILES = {path.relative_to(STATIC).as_posix(): path for path in STATIC.rglob("*") if path.suffix in KINDS}
 
 
@@ -263,6 +266,7 @@ async def _file(request: Request) -> Response:
 
 
 def _words(request: Request) -> dict[str, str]:
+    """The query parameters; one that is given twice is refused."""
     pairs = request.query_params.multi_items()
     words = dict(pairs)
     if len(words) != len(pairs):

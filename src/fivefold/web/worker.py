@@ -1,6 +1,7 @@
 """A process that answers one question after the other: lines of JSON in, lines of JSON out.
 
-What takes seconds runs here and not in the server: a newer question ends it at once, and sliders stay quick meanwhile.
+Answers that take seconds are computed here and not in the server: a newer question ends this process at once, and
+sliders stay quick meanwhile.
 """
 
 import importlib
@@ -36,14 +37,14 @@ def respond(line: bytes, runs: tuple[Path, ...]) -> dict[str, Any]:
 
 def main() -> None:
     runs = tuple(map(Path, sys.argv[1:]))
-    os.nice(10)  # a slider that moves goes first
-    importlib.import_module("fivefold.planner.plan")  # which takes longest, before the first question
+    os.nice(10)  # the server, which answers sliders, goes first
+    importlib.import_module("fivefold.planner.plan")  # takes longest, so it is imported before the first question
     try:
         for line in sys.stdin.buffer:
             sys.stdout.buffer.write(msgspec.json.encode(respond(line, runs)) + b"\n")
             sys.stdout.buffer.flush()
     except BrokenPipeError:
-        os._exit(0)  # the server has gone, and nobody wants to hear of it
+        os._exit(0)  # the server has ended
 
 
 if __name__ == "__main__":

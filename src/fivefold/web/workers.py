@@ -1,7 +1,7 @@
 """The server's side of `worker.py`: at most a few processes, and a newer question of a page replaces its older one.
 
 workers = Workers(runs)
-await workers.ask("page 1", WorkerQuestion("plan", "search", {...}))  # bytes of JSON; Replaced where a newer one came
+await workers.ask("page 1", WorkerQuestion("plan", "search", {...}))  # bytes of JSON; raises Replaced if a newer came
 """
 
 import asyncio
@@ -19,8 +19,8 @@ from fivefold.web.worker import WorkerQuestion
 
 MOST = 2  # processes at a time: each takes a core
 LIMIT = 120.0  # seconds of an answer
-SOON = 1.0  # seconds, about what a new process takes to import the planner
-LONGEST = 1 << 26  # bytes of one
+SOON = 1.0  # seconds: about as long as a new process takes to import the planner
+LONGEST = 1 << 26  # bytes of an answer
 
 
 class Replaced(Exception):
@@ -28,7 +28,7 @@ class Replaced(Exception):
 
 
 class Broken(Exception):
-    """A bug: what the worker said of it."""
+    """A bug, with the worker's traceback."""
 
 
 class Reply(msgspec.Struct):
@@ -42,8 +42,8 @@ class Workers:
         self.runs = runs
         self.idle: list[Process] = []
         self.asked: dict[str, asyncio.Task[bytes]] = {}  # by lane
-        self.room = asyncio.Semaphore(MOST)
-        self.leaving: set[asyncio.Task[None]] = set()
+        self.free_slots = asyncio.Semaphore(MOST)
+        self.background: set[asyncio.Task[None]] = set()
 
     async def ask(self, lane: str, question: WorkerQuestion) -> bytes:
         """The answer as JSON. A lane is a page's use of one part: it has one question at a time, the newest."""
@@ -62,13 +62,13 @@ class Workers:
                 del self.asked[lane]
 
     async def _answer(self, question: WorkerQuestion) -> bytes:
-        await self.room.acquire()
+        await self.free_slots.acquire()
         process = None
         try:
             process = self.idle.pop() if self.idle else await self._start()
             line = await asyncio.wait_for(_exchange(process, question), LIMIT)
         except asyncio.CancelledError:
-            self._leave(process)
+            self._abandon(process)
             raise
         except BaseException as error:
             self._free(process, ended=True)
@@ -83,32 +83,33 @@ class Workers:
         return bytes(reply.answer)
 
     def _free(self, process: Process | None, ended: bool = False) -> None:
-        """Make room for another question: with an idle process, or without one that is ended."""
-        self.room.release()
+        """Free a slot for another question; the process becomes idle, or is killed if it counts as `ended`."""
+        self.free_slots.release()
         if process is not None and ended:
-            self._later(_end(process))
+            self._in_background(_end(process))
         elif process is not None:
             self.idle.append(process)
 
-    def _leave(self, process: Process | None) -> None:
-        """Nobody wants the answer any more. A process that has it soon is cheaper than a new one; others are ended."""
+    def _abandon(self, process: Process | None) -> None:
+        """Free the slot of a process whose answer is no longer wanted: if it answers soon, it is kept, as a new one
+        would take as long; else it is killed."""
 
-        async def last_words() -> None:
+        async def keep_or_kill() -> None:
             line = b""
             if process is not None and process.stdout is not None:
                 with contextlib.suppress(TimeoutError):
                     line = await asyncio.wait_for(process.stdout.readline(), SOON)
             self._free(process, ended=not line)
 
-        self._later(last_words())
+        self._in_background(keep_or_kill())
 
-    def _later(self, work: Coroutine[Any, Any, None]) -> None:
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
-        self.leaving.add(task)
-        task.add_done_callback(self.leaving.discard)
+        self.background.add(task)
+        task.add_done_callback(self.background.discard)
 
     async def warm(self) -> None:
-        """Have a process before the first question."""
+        """Start a process before the first question."""
         self.idle.append(await self._start())
 
     async def _start(self) -> Process:
@@ -119,8 +120,8 @@ class Workers:
         for task in self.asked.values():
             task.cancel()
         await asyncio.gather(*self.asked.values(), return_exceptions=True)
-        while self.leaving:  # which may leave something themselves
-            await asyncio.gather(*self.leaving, return_exceptions=True)
+        while self.background:  # a task may start another one
+            await asyncio.gather(*self.background, return_exceptions=True)
         await asyncio.gather(*map(_end, self.idle))
         self.idle.clear()
 
@@ -136,7 +137,7 @@ async def _exchange(process: Process, question: WorkerQuestion) -> bytes:
 
 
 async def _end(process: Process) -> None:
-    """Kill it, and wait until its pipes are closed as well: a loop that ends before has a transport left."""
+    """Kill a process, and wait until its pipes are closed: an event loop that ends before leaves a transport open."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             process.kill()

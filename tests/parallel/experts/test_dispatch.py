@@ -5,14 +5,13 @@ import torch
 from torch import Tensor
 
 from fivefold.layout.layout import Layout
-from fivefold.model.decoder import mixture
 from fivefold.model.dispatch import LocalDispatch
 from fivefold.model.layers import TokenPositions
-from fivefold.model.load_balancing import UNBALANCED
 from fivefold.model.moe import MoE
 from fivefold.model.ops import LocalOps
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.token_dispatch import dispatch_of
+from fivefold.spec import mlps
 from fivefold.spec.presets import preset
 from tests.ranks import run_ranks
 
@@ -26,7 +25,7 @@ CHOICES = {
 
 def made(dispatch: LocalDispatch | None) -> MoE:
     """The same weights on every rank: of each expert its own."""
-    module = mixture(SPEC, LocalOps(dispatch=dispatch), UNBALANCED).double()
+    module = MoE(mlps.MixtureOfExperts(), SPEC, LocalOps(dispatch=dispatch)).double()
     for number, (_, p) in enumerate(module.named_parameters()):
         p.data = 0.3 * torch.sin(torch.arange(p.numel(), dtype=torch.float64) * 0.7 + number).view(p.shape)
     return module

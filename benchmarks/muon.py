@@ -1,0 +1,73 @@
+"""How many steps Muon takes to AdamW's loss, each at the best learning rate of one grid.
+
+    python benchmarks/muon.py proofs/muon.json          # 200 steps of a narrow `small` on a CPU, for each rate of each
+    python benchmarks/muon.py proofs/muon.json --show   # what was measured
+
+Both see the same batches in the same order, from the same weights, with the same schedule, decay and clipping. A loss
+is the mean over ten steps, since batches differ. AdamW's is that of its last ten steps, at its best rate.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+STEPS, MEAN = 200, 10
+RATES = (2e-3, 4e-3, 8e-3)
+SIZES = ["model=small", "model.layers=4", "model.hidden=128", "model.heads=4", "model.kv_heads=2", "model.ffn=384"]
+WORDS = [*SIZES, "data.seq=128", "train.batch=8", f"train.steps={STEPS}", "train.dtype=float32", "train.device=cpu"]
+
+
+def losses(name: str, rate: float) -> list[float]:
+    """Of every step of a run."""
+    import torch
+
+    from fivefold.job.config import read_job
+    from fivefold.job.preflight import preflight
+    from fivefold.parallel.mesh import Mesh
+    from fivefold.trainer.loop import Trainer
+
+    job = read_job(None, [*WORDS, f"optimizer.name={name}", f"optimizer.lr={rate}"])
+    trainer = Trainer(job, preflight(job, 1), Mesh.of_job(job, torch.device("cpu")))
+    steps = (trainer.step(step, read()) for step, read in enumerate(trainer.reads(), 1))
+    return [step.loss for step in steps if step.loss is not None]
+
+
+def means(curve: list[float]) -> list[float]:
+    """Of the ten steps that end with each one, from the tenth on."""
+    return [sum(curve[end - MEAN : end]) / MEAN for end in range(MEAN, len(curve) + 1)]
+
+
+def show(runs: dict[str, dict[str, list[float]]]) -> str:
+    lines = [f"{' '.join(WORDS)}", f"loss, mean of the last {MEAN} of {STEPS} steps:"]
+    best: dict[str, str] = {}
+    for name, by_rate in runs.items():
+        ends = {rate: means(curve)[-1] for rate, curve in by_rate.items()}
+        best[name] = min(ends, key=ends.__getitem__)
+        lines.append(f"  {name:6} " + "  ".join(f"lr {rate}: {end:.3f}" for rate, end in ends.items()))
+    target = means(runs["adamw"][best["adamw"]])[-1]
+    curve = means(runs["muon"][best["muon"]])
+    reached = next((step for step, loss in enumerate(curve, MEAN) if loss <= target), None)
+    took = f"after {reached} steps" if reached is not None else f"not within {STEPS} steps"
+    lines.append(f"AdamW at its best rate, {best['adamw']}, ends at {target:.3f}")
+    lines.append(f"Muon at its best rate, {best['muon']}, is there {took}, and ends at {curve[-1]:.3f}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    path = Path(sys.argv[1])
+    runs: dict[str, dict[str, list[float]]] = json.loads(path.read_text()) if path.exists() else {}
+    for rate in RATES if "--show" not in sys.argv else ():
+        for name in ("adamw", "muon"):
+            if str(rate) not in runs.setdefault(name, {}):
+                begin = time.perf_counter()
+                runs[name][str(rate)] = [round(loss, 4) for loss in losses(name, rate)]
+                path.write_text(json.dumps(runs) + "\n")
+                print(f"{name} {rate}: {time.perf_counter() - begin:.0f} s", flush=True)
+    print(show(runs))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""What an optimizer that reads whole matrices adds to a rank's step: what it sends, computes and holds.
+
+    matrices = MatrixCost.of(spec, layout, seq, "bfloat16", Muon(), pp=0, place=3)
+    matrices.payloads, matrices.flops, matrices.peak
+
+`layout/matrices.py` deals the matrices out. What travels, and what the rule computes with, has the dtype that the model
+computes in.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from fivefold.cost.model_state import BYTES, wide_bytes
+from fivefold.layout.layout import Layout
+from fivefold.layout.matrices import Trip, deal_of, elements
+from fivefold.optim.base import OptimizerConfig
+from fivefold.spec.model import ModelSpec
+
+
+@dataclass(frozen=True)
+class MatrixCost:
+    payloads: tuple[int, ...] = ()  # bytes of each all-to-all over the stage's ranks: what it sends or gets, the more
+    flops: float = 0.0
+    most: float = 0.0  # FLOPs of the rank that has most of them, for which the others wait
+    peak: int = 0  # bytes that exist during the update alone
+
+    @classmethod
+    def of(
+        cls, spec: ModelSpec, layout: Layout, seq: int, dtype: str, config: OptimizerConfig, *, pp: int, place: int
+    ) -> "MatrixCost":
+        """Of the rank at that place among those that have the layers of pipeline rank `pp`."""
+        return NO_MATRICES if config.unit == "element" else _cost(spec, layout, seq, dtype, config, pp, place)
+
+
+NO_MATRICES = MatrixCost()
+
+
+@lru_cache(maxsize=256)
+def _cost(
+    spec: ModelSpec, layout: Layout, seq: int, dtype: str, config: OptimizerConfig, pp: int, place: int
+) -> MatrixCost:
+    deal, each, wide = deal_of(spec, layout, seq, config, pp), BYTES[dtype], wide_bytes(dtype)
+    trips = [*deal.trips(place)]
+    payloads = [each * max(map(elements, call)) for trip in trips for call in trip.calls]
+    peak = max((_peak(trip, config, each, wide) for trip in trips), default=0)
+    return MatrixCost(tuple(payloads), deal.costs[place], max(deal.costs), peak)
+
+
+def _peak(trip: Trip, config: OptimizerConfig, each: int, wide: int) -> int:
+    """Bytes of a round: while parts are packed and sent, while the rule runs, and while updates are sent back."""
+    own = sum(prod(matrix.shape) for matrix in trip.batch)
+    there = sum(map(elements, trip.there)) if trip.there is not None else 0
+    ahead = wide * sum(part.size for part in trip.held) + each * (own + there)
+    rule = each * (own + sum(config.matrix_memory(*matrix.shape) for matrix in trip.batch))
+    return max(ahead, rule, *(each * (own + sum(map(elements, call))) for call in trip.back), 0)

@@ -1,0 +1,132 @@
+"""Whole matrices for an optimizer's rule: parts of them travel to their owners, and parts of the updates back.
+
+`layout/matrices.py` says who owns which, and why. Here a rank runs its rounds: it takes in the gradients of the parts
+that it holds, sends them, computes the updates of its own batch, and applies what comes back to the parts it holds.
+What travels has the dtype in which the rule computes.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fivefold.launch.waits import timed_wait
+from fivefold.layout.matrices import Call, Deal, Part, Parts, Trip, elements
+from fivefold.optim.base import OptimizerConfig
+from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.weights import Weights
+from fivefold.spec.model import ModelSpec
+
+States = Mapping[str, Mapping[str, Tensor]]  # of the optimizer, by parameter and name
+
+
+class WholeMatrices:
+    def __init__(self, weights: Weights, spec: ModelSpec, config: OptimizerConfig, mesh: Mesh, dtype: torch.dtype):
+        self.weights, self.config, self.axis, self.dtype = weights, config, mesh.stage, dtype
+        parameters = [parameter for parameter in spec.parameters() if parameter.name in weights.local_params]
+        deal = Deal.of(parameters, spec, mesh.layout, config, mesh.pp.rank)
+        self.names = [parameter.name for parameter in parameters if config.reads_whole(parameter)]
+        self.trips = [*deal.trips(self.axis.rank)] if self.names else []
+        self.boxes = {name: weights.master_box(name) for name in self.names}
+
+    @torch.no_grad()
+    def step(self, states: States, scale: Tensor | None, rate: float, decay: float, step: int) -> None:
+        """One update. `scale`: what gradients are multiplied with first."""
+        for trip in self.trips:  # of which nothing stays but the weights
+            self._to_holders(trip, self._updates(trip, self._accumulate(trip, states, scale, step)), rate, decay)
+
+    def _updates(self, trip: Trip, directions: dict[Part, Tensor]) -> Tensor | None:
+        """Of the matrices that this rank owns: [n, rows, columns]."""
+        batch = self._to_owners(trip, directions)
+        directions.clear()
+        return None if batch is None else self.config.matrix_update(batch)
+
+    def _accumulate(self, trip: Trip, states: States, scale: Tensor | None, step: int) -> dict[Part, Tensor]:
+        """What the rule is to read of each part that this rank holds."""
+        if not trip.held:
+            return {}
+        grads = []
+        for part in trip.held:
+            master = self.weights.masters[part.name]
+            assert master.grad is not None
+            grads.append(self._of(part, master.grad).to(master.dtype))
+        if scale is not None:
+            torch._foreach_mul_(grads, scale.to(grads[0].dtype))
+        own = [states[part.name] for part in trip.held]
+        kinds = [[self._of(part, of[key]) for part, of in zip(trip.held, own, strict=True)] for key in own[0]]
+        return dict(zip(trip.held, self.config.accumulate(grads, kinds, step), strict=True))
+
+    def _to_owners(self, trip: Trip, directions: dict[Part, Tensor]) -> Tensor | None:
+        """The matrices that this rank owns: [n, rows, columns]."""
+        batch = None
+        if trip.batch:
+            batch = torch.empty(len(trip.batch), *trip.batch[0].shape, dtype=self.dtype, device=self._device)
+            _copy([self._in(batch, part) for part in trip.own], [directions[part] for part in trip.own])
+        if trip.there is not None:
+            sent = self._packed(trip.there.sent, directions)
+            received = self._sent(trip.there, sent)
+            if batch is not None:
+                pairs = [*_unpacked(received, trip.there.received)]
+                _copy([self._in(batch, part) for part, _ in pairs], [x for _, x in pairs])
+        return batch
+
+    def _to_holders(self, trip: Trip, updates: Tensor | None, rate: float, decay: float) -> None:
+        own = {}
+        if updates is not None:
+            self._apply([(part, self._in(updates, part)) for part in trip.own], rate, decay)
+        for call in trip.back:
+            if updates is not None:
+                own = {part: self._in(updates, part) for of_rank in call.sent for part in of_rank}
+            received = self._sent(call, self._packed(call.sent, own))
+            self._apply(_unpacked(received, call.received), rate, decay)
+
+    def _apply(self, pairs: Iterable[tuple[Part, Tensor]], rate: float, decay: float) -> None:
+        pairs = [*pairs]
+        if pairs:
+            masters = [self._of(part, self.weights.masters[part.name]) for part, _ in pairs]
+            self.config.apply(masters, [update for _, update in pairs], rate, decay)
+
+    # ---- parts -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _device(self) -> torch.device:
+        return self.weights.mesh.device
+
+    def _of(self, part: Part, shard: Tensor) -> Tensor:
+        """A part of a tensor shaped like this rank's master."""
+        rows, columns = self.boxes[part.name]
+        first = part.rows.start - rows.start
+        return shard[first : first + len(part.rows), part.columns.start - columns.start :][:, : len(part.columns)]
+
+    def _in(self, batch: Tensor, part: Part) -> Tensor:
+        """A part of a matrix in its owner's batch."""
+        first = part.rows.start - part.matrix.rows.start
+        matrix = batch[part.number]
+        return matrix[first : first + len(part.rows), part.columns.start : part.columns.stop]
+
+    def _packed(self, parts: Parts, of: dict[Part, Tensor]) -> Tensor:
+        """Parts one after the other, rank by rank."""
+        buffer = torch.empty(elements(parts), dtype=self.dtype, device=self._device)
+        pairs = [*_unpacked(buffer, parts)]
+        _copy([place for _, place in pairs], [of[part] for part, _ in pairs])
+        return buffer
+
+    def _sent(self, call: Call, buffer: Tensor) -> Tensor:
+        sent, received = ([sum(part.size for part in parts) for parts in side] for side in call)
+        coming = torch.empty(sum(received), dtype=self.dtype, device=self._device)
+        timed_wait(dist.all_to_all_single, coming, buffer, received, sent, group=self.axis.group)
+        return coming
+
+
+def _unpacked(buffer: Tensor, parts: Parts) -> Iterable[tuple[Part, Tensor]]:
+    first = 0
+    for of_rank in parts:
+        for part in of_rank:
+            yield part, buffer[first : first + part.size].view(len(part.rows), len(part.columns))
+            first += part.size
+
+
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    if targets:
+        torch._foreach_copy_([*targets], [*sources])

@@ -1,0 +1,125 @@
+"""What a block is made of: a mixer, which moves information between tokens, and an MLP, which works on each token.
+
+A kind of either is a class: its settings as fields, the operations that it computes, its parameters, and the name of
+the module that computes them. Those that come with the package are in `mixers.py` and `mlps.py`; one of yours is a
+class of your own module, which a job names as "package.module:Name" (docs/plugins.md).
+
+Jobs and plans read kinds without torch: the module that is named imports it.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, ClassVar
+
+import msgspec
+
+from fivefold.spec.operations import Elementwise, Matmul, Operation, Parameter, Scores, TensorRule
+
+if TYPE_CHECKING:
+    from fivefold.spec.model import ModelSpec
+
+
+class BlockKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="name", tag=str.lower):
+    """What every kind has. Derive from `Mixer` or `MLP`."""
+
+    place: ClassVar[str] = ""  # the name of its module in a block, with which names of its parameters begin
+    module: ClassVar[str] = ""  # "package.module:Class", made as Class(kind, spec, ops)
+    cp: ClassVar[bool] = True  # whether cp may divide the tokens of a sequence between ranks
+    cached: ClassVar[bool] = True  # whether it computes one token at a time, as `fivefold generate` does
+
+    @property
+    def name(self) -> str:
+        """What a job calls it."""
+        return str(self.__struct_config__.tag)
+
+    def problems(self, spec: "ModelSpec") -> Iterable[str]:
+        """What is wrong with its settings in this model, each with the value and what would be right."""
+        return ()
+
+    def operations(self, spec: "ModelSpec", tp: int) -> Iterator[Operation]:
+        """What it computes for a token on one of `tp` ranks, in the order of the forward pass, between the norm before
+        it and the sum after it."""
+        raise NotImplementedError
+
+    def parameters(self, spec: "ModelSpec", layer: int) -> Iterator[Parameter]:
+        """Its parameters in that layer: those that its operations read."""
+        for operation in self.operations(spec, 1):
+            yield from parameters_of(operation, spec, layer)
+
+    def divided(self, spec: "ModelSpec") -> list[int]:
+        """Widths that tp must divide, beside heads and kv heads of attention."""
+        return []
+
+    @staticmethod
+    def shortcomings(kind: "type[BlockKind]", name: str) -> Iterator[str]:
+        """What a class lacks that a job calls `name`."""
+        if kind.__struct_config__.tag != name:
+            base = "Mixer" if issubclass(kind, Mixer) else "MLP"
+            yield f"has another name in jobs; write `class {kind.__name__}({base}, tag={name!r}, ...)`"
+        if not kind.__struct_config__.frozen:
+            yield "can be changed after it was checked; write `frozen=True` in its class line"
+        package, colon, attribute = kind.module.partition(":")
+        if not (colon and attribute.isidentifier()):
+            yield f'has module={kind.module!r}, and not the "package.module:Class" that computes it'
+        elif ":" in name and package.partition(".")[0] not in ("fivefold", name.partition(":")[0].partition(".")[0]):
+            yield f"has module={kind.module!r}, which is not of its own package"
+        if not kind.place.isidentifier():
+            yield f"has place={kind.place!r}, and not the name that its module has in a block"
+        if kind.operations is BlockKind.operations:
+            yield "has no method operations(self, spec, tp)"
+        if required := [field.name for field in msgspec.structs.fields(kind) if field.required]:
+            yield f"has settings without a default: {', '.join(required)}"
+
+
+class Mixer(BlockKind, frozen=True, kw_only=True):
+    """Moves information between tokens: attention, a convolution, a recurrence."""
+
+    place: ClassVar[str] = "mixer"
+
+
+class MLP(BlockKind, frozen=True, kw_only=True):
+    """Works on each token alone."""
+
+    place: ClassVar[str] = "mlp"
+
+
+# ---- parameters -----------------------------------------------------------------------------------------------------
+
+
+def parameters_of(operation: Operation, spec: "ModelSpec", layer: int) -> Iterator[Parameter]:
+    """The parameters that an operation of a layer reads."""
+    if isinstance(operation, Matmul):
+        yield from _linear(layer, operation)
+    elif isinstance(operation, Scores):
+        if operation.sinks:
+            name = f"layers.{layer}.attention.sinks"
+            yield Parameter(name, (operation.heads,), "bias", layer, "colwise", full_precision=True)
+    elif operation.kind == "norm":
+        yield from norm(f"layers.{layer}.{operation.name}", spec, layer, operation.width)
+    elif operation.kind == "qk_norm":
+        yield _qk_norm(spec, layer, operation)
+    elif operation.weights:
+        shape = (operation.width, operation.weights)
+        yield Parameter(f"layers.{layer}.{operation.name}.weight", shape, "filter", layer, "colwise", std=operation.std)
+
+
+def _linear(layer: int, matmul: Matmul) -> Iterator[Parameter]:
+    name, facts = f"layers.{layer}.{matmul.branch}.{matmul.name}", {"residual": matmul.writes_residual}
+    shape, stack = (matmul.rows, matmul.inputs), matmul.experts
+    yield Parameter(f"{name}.weight", shape, "linear", layer, matmul.tp, **facts, experts=stack)
+    if matmul.bias:  # of summands it is added once, to their sum
+        rule: TensorRule = "replicated" if matmul.tp == "rowwise" else matmul.tp
+        yield Parameter(f"{name}.bias", (matmul.rows,), "bias", layer, rule, experts=stack)
+
+
+def norm(name: str, spec: "ModelSpec", unit: int, width: int) -> Iterator[Parameter]:
+    yield Parameter(f"{name}.weight", (width,), "norm", unit, full_precision=True)
+    if spec.norm == "layernorm":
+        yield Parameter(f"{name}.bias", (width,), "bias", unit, full_precision=True)
+
+
+def _qk_norm(spec: "ModelSpec", layer: int, operation: Elementwise) -> Parameter:
+    name = f"layers.{layer}.{operation.name}.weight"
+    if spec.qk_norm_over == "head":
+        return Parameter(name, (spec.head_dim,), "norm", layer, "per_head", full_precision=True)
+    rule: TensorRule = "colwise" if operation.name == "attention.q_norm" else "colwise_kv"
+    return Parameter(name, (operation.width,), "norm", layer, rule, full_precision=True)

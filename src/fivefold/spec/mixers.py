@@ -1,0 +1,74 @@
+"""The mixers that come with the package: attention over heads, and latent attention (MLA).
+
+Their numbers are the model's own (`heads`, `kv_heads`, `head_dim`, `mla` and so on): all layers have the same. A window
+is that of a layer.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+from fivefold.spec.kinds import Mixer
+from fivefold.spec.operations import Elementwise, Matmul, Operation, Scores
+from fivefold.support.ranges import TOKENS, outside, within
+
+if TYPE_CHECKING:
+    from fivefold.spec.model import ModelSpec
+
+
+class GroupedQueryAttention(Mixer, frozen=True, kw_only=True, tag="attention"):
+    """Queries, keys and values of the stream; MHA, GQA or MQA by the model's kv_heads."""
+
+    place = "attention"
+    module = "fivefold.model.attention:Attention"
+
+    window: Annotated[int, within(0, TOKENS)] = 0  # keys that a query sees, its own the last; 0: all before it
+
+    def problems(self, spec: "ModelSpec") -> list[str]:
+        latent = ["model.pattern has attention, and model.mla is latent attention's; write mla"] if spec.mla else []
+        return [*outside(self, "model.pattern.mixer").values(), *latent]
+
+    def operations(self, spec: "ModelSpec", tp: int) -> Iterator[Operation]:
+        heads, kv_heads, dim = spec.heads // tp, max(1, spec.kv_heads // tp), spec.head_dim
+        scores = Scores(heads, kv_heads, dim, dim, 2 * kv_heads * dim, self.window, spec.sinks)
+        bias = spec.bias or spec.qkv_bias
+        yield Matmul("attention", "q", "attention_norm", spec.hidden, scores.width, "colwise", bias=bias)
+        yield Matmul("attention", "k", "attention_norm", spec.hidden, scores.kv_width, "colwise_kv", bias=bias)
+        yield Matmul("attention", "v", "attention_norm", spec.hidden, scores.kv_width, "colwise_kv", bias=bias)
+        if spec.qk_norm:
+            yield Elementwise("qk_norm", spec.heads * spec.head_dim, name="attention.q_norm")
+            yield Elementwise("qk_norm", spec.kv_heads * spec.head_dim, name="attention.k_norm")
+        if spec.positions == "rope":
+            yield Elementwise("rope", (spec.heads + spec.kv_heads) * spec.rotary_dim)
+        yield scores
+        yield Matmul("attention", "o", "attention", scores.seen, spec.hidden, "rowwise", bias=spec.bias)
+
+
+class MultiHeadLatentAttention(Mixer, frozen=True, kw_only=True, tag="mla"):
+    """MLA: the latents are the same on every tp rank, which makes its heads of them."""
+
+    place = "attention"
+    module = "fivefold.model.attention:LatentAttention"
+
+    def problems(self, spec: "ModelSpec") -> list[str]:
+        return [] if spec.mla else ["model.pattern has mla, and model.mla has no numbers for it"]
+
+    def operations(self, spec: "ModelSpec", tp: int) -> Iterator[Operation]:
+        assert spec.mla is not None
+        mla, heads = spec.mla, spec.heads // tp
+        scores = Scores(heads, heads, mla.head_dim, mla.v_dim, mla.cached)
+        if mla.q_rank:
+            yield Matmul("attention", "q_down", "attention_norm", spec.hidden, mla.q_rank, "replicated")
+        else:
+            yield Matmul("attention", "q", "attention_norm", spec.hidden, scores.width, "colwise")
+        yield Matmul("attention", "kv_down", "attention_norm", spec.hidden, mla.cached, "replicated")
+        if mla.q_rank:
+            yield Elementwise("norm", mla.q_rank, stream=True, name="attention.q_norm")
+            yield Matmul("attention", "q_up", "q_latent", mla.q_rank, scores.width, "colwise")
+        yield Elementwise("norm", mla.kv_rank, stream=True, name="attention.kv_norm")
+        yield Matmul("attention", "kv_up", "kv_latent", mla.kv_rank, heads * (mla.nope_dim + mla.v_dim), "colwise")
+        yield Elementwise("rope", (spec.heads + 1) * mla.rope_dim)
+        yield scores
+        yield Matmul("attention", "o", "attention", scores.seen, spec.hidden, "rowwise", bias=spec.bias)
+
+
+MIXERS: dict[str, type[Mixer]] = {"attention": GroupedQueryAttention, "mla": MultiHeadLatentAttention}

@@ -1,0 +1,64 @@
+"""The MLPs that come with the package: a dense feed-forward network, and a mixture of experts."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from fivefold.spec.kinds import MLP
+from fivefold.spec.operations import Elementwise, Matmul, Operation
+
+if TYPE_CHECKING:
+    from fivefold.spec.model import ModelSpec
+
+
+class Dense(MLP, frozen=True, kw_only=True):
+    """A feed-forward network of the model's `ffn`."""
+
+    module = "fivefold.model.mlp:DenseMLP"
+
+    def operations(self, spec: "ModelSpec", tp: int) -> Iterator[Operation]:
+        return network(spec, "", spec.ffn, tp)
+
+    def divided(self, spec: "ModelSpec") -> list[int]:
+        return [spec.ffn]
+
+
+class MixtureOfExperts(MLP, frozen=True, kw_only=True, tag="moe"):
+    """A router, the experts that it chooses, and those that all tokens visit; the numbers are `model.experts`. tp
+    divides the shared experts alone."""
+
+    module = "fivefold.model.moe:MoE"
+
+    def problems(self, spec: "ModelSpec") -> list[str]:
+        return [] if spec.experts else ["model.pattern has moe, and model.experts has no numbers for it"]
+
+    def operations(self, spec: "ModelSpec", tp: int) -> Iterator[Operation]:
+        experts = spec.experts
+        assert experts is not None
+        each: dict[str, Any] = {"bias": spec.bias, "experts": experts.count, "chosen": experts.top_k}
+        hidden = spec.hidden
+        yield Matmul("mlp", "router", "widened mlp_norm", hidden, experts.count, "replicated_partial", bias=spec.bias)
+        gated = spec.activation.startswith("swiglu")
+        if gated:
+            yield Matmul("mlp", "experts.gate", "dispatched", hidden, experts.ffn, "experts", **each)
+        yield Matmul("mlp", "experts.up", "dispatched", hidden, experts.ffn, "experts", **each)
+        yield Elementwise("swiglu" if gated else "gelu", experts.top_k * experts.ffn)
+        yield Matmul("mlp", "experts.down", "activation", experts.ffn, hidden, "experts", **each)
+        if experts.shared:
+            yield from network(spec, "shared.", experts.shared_ffn, tp)
+
+    def divided(self, spec: "ModelSpec") -> list[int]:
+        shared = spec.experts.shared_ffn if spec.experts else 0
+        return [shared] if shared else []
+
+
+MLPS: dict[str, type[MLP]] = {"dense": Dense, "moe": MixtureOfExperts}
+
+
+def network(spec: "ModelSpec", prefix: str, width: int, tp: int) -> Iterator[Operation]:
+    """A dense feed-forward network."""
+    hidden, ffn, gated = spec.hidden, width // tp, spec.activation.startswith("swiglu")
+    if gated:
+        yield Matmul("mlp", f"{prefix}gate", "mlp_norm", hidden, ffn, "colwise", bias=spec.bias)
+    yield Matmul("mlp", f"{prefix}up", "mlp_norm", hidden, ffn, "colwise", bias=spec.bias)
+    yield Elementwise("swiglu" if gated else "gelu", width)
+    yield Matmul("mlp", f"{prefix}down", f"{prefix}activation", ffn, hidden, "rowwise", bias=spec.bias)

@@ -1,0 +1,160 @@
+"""The pattern of a model: the mixer and the MLP of every layer, either of which may be missing.
+
+    Layer(mixer="attention", mlp="dense")               # as in Llama
+    Layer(mixer={"name": "attention", "window": 128}, mlp="moe")
+    Layer(mlp="dense")                                  # no mixer
+
+`ModelSpec.pattern` has one layer after the other, and is repeated until all layers have theirs. Without one it follows
+from the other numbers: `experts.dense_layers`, `window` and `window_period`, `mla`.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+import msgspec
+
+from fivefold.spec.kinds import MLP, BlockKind, Mixer
+from fivefold.spec.mixers import MIXERS, GroupedQueryAttention, MultiHeadLatentAttention
+from fivefold.spec.mlps import MLPS, Dense, MixtureOfExperts
+from fivefold.support.errors import UserError
+from fivefold.support.parsing import read
+from fivefold.support.plugins import adopt, find
+
+if TYPE_CHECKING:
+    from fivefold.spec.model import ModelSpec
+
+    AnyMixer: TypeAlias = Mixer | None
+    AnyMLP: TypeAlias = MLP | None
+else:
+    AnyMixer = AnyMLP = Any  # as a job has it: a name, or a table with a name
+
+
+class Layer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The kinds of one layer. A name stands for the kind with its default settings; what it names is imported by
+    nobody here, but found if it has been (`find_kind`)."""
+
+    mixer: AnyMixer = None
+    mlp: AnyMLP = None
+
+    def __post_init__(self) -> None:
+        for place, (table, base) in _PLACES.items():
+            if (value := getattr(self, place)) is not None:
+                msgspec.structs.force_setattr(self, place, _made(f"model.pattern.{place}", value, table, base))
+
+    @property
+    def branches(self) -> tuple[BlockKind, ...]:
+        """Those that it has, in the order of the forward pass."""
+        return tuple(kind for kind in (self.mixer, self.mlp) if kind is not None)
+
+    @property
+    def routed(self) -> bool:
+        """Whether it has experts."""
+        return isinstance(self.mlp, MixtureOfExperts)
+
+    @property
+    def window(self) -> int:
+        """The keys that a query sees; 0: all before it."""
+        return self.mixer.window if isinstance(self.mixer, GroupedQueryAttention) else 0
+
+    @property
+    def latent(self) -> bool:
+        return isinstance(self.mixer, MultiHeadLatentAttention)
+
+    @property
+    def attends(self) -> bool:
+        """Whether it has attention, of either kind."""
+        return isinstance(self.mixer, GroupedQueryAttention | MultiHeadLatentAttention)
+
+
+_PLACES: dict[str, tuple[Mapping[str, Any], type[BlockKind]]] = {"mixer": (MIXERS, Mixer), "mlp": (MLPS, MLP)}
+K = TypeVar("K", bound=BlockKind)
+
+
+def find_kind(place: str, name: Any, *, trusted: bool) -> type[BlockKind]:
+    """The kind that a pattern's `place` (mixer or mlp) calls `name`; a plugin is imported if the name is `trusted`."""
+    table, base = _PLACES[place]
+    return find(f"model.pattern.{place}", name, table, base, trusted=trusted)
+
+
+def _made(setting: str, value: Any, table: Mapping[str, type[K]], base: type[K]) -> K:
+    if isinstance(value, base):
+        return value
+    settings = {"name": value} if isinstance(value, str) else value
+    if not isinstance(settings, dict) or "name" not in settings:
+        raise UserError(f"{setting}={value!r} is neither a name nor a table with one", "model.pattern.kind")
+    kind = find(setting, settings["name"], table, base, trusted=False)
+    problems: list[str] = []
+    made = read(kind, {key: setting for key, setting in settings.items() if key != "name"}, setting, problems)
+    if made is None:
+        raise UserError(problems)
+    return made
+
+
+def named(pattern: Any) -> Iterator[tuple[str, str]]:
+    """The names in a pattern as a job's table has it, each with its place; what is none is found when it is read."""
+    for layer in pattern if isinstance(pattern, list | tuple) else ():
+        for place in _PLACES:
+            value = layer.get(place) if isinstance(layer, dict) else None
+            name = value.get("name") if isinstance(value, dict) else value
+            if isinstance(name, str):
+                yield place, name
+
+
+def layers_of(spec: "ModelSpec") -> tuple[Layer, ...]:
+    """The kinds of every layer."""
+    if spec.pattern:
+        return tuple(spec.pattern[layer % len(spec.pattern)] for layer in range(spec.layers))
+    kinds = [(layer, _window(spec, layer), _is_dense(spec, layer)) for layer in range(spec.layers)]
+    made = {(window, dense): _layer(spec, window, dense) for _, window, dense in kinds}
+    return tuple(made[window, dense] for _, window, dense in kinds)
+
+
+def _layer(spec: "ModelSpec", window: int, dense: bool) -> Layer:
+    mixer = MultiHeadLatentAttention() if spec.mla else GroupedQueryAttention(window=window)
+    return Layer(mixer=mixer, mlp=Dense() if dense else MixtureOfExperts())
+
+
+def _window(spec: "ModelSpec", layer: int) -> int:
+    """Every so manieth layer sees all tokens."""
+    return 0 if spec.window_period > 1 and (layer + 1) % spec.window_period == 0 else spec.window
+
+
+def _is_dense(spec: "ModelSpec", layer: int) -> bool:
+    return spec.experts is None or layer < spec.experts.dense_layers
+
+
+def _class_problems(kind: BlockKind) -> list[str]:
+    """Of the class of a kind that a program gives as an object: it is in no table, and nobody has looked at it."""
+    table, base = _PLACES["mixer" if isinstance(kind, Mixer) else "mlp"]
+    if table.get(kind.name) is type(kind):
+        return []
+    try:
+        adopt("model.pattern", type(kind), base)
+    except UserError as error:
+        return error.coded
+    return []
+
+
+def pattern_problems(spec: "ModelSpec") -> Iterator[str]:
+    """What is wrong with a model's pattern."""
+    if not spec.pattern:
+        return
+    if len(spec.pattern) > spec.layers:
+        yield (
+            f"model.pattern has {len(spec.pattern)} layers, and model.layers={spec.layers}; nearest: "
+            f"layers={len(spec.pattern)}"
+        )
+    for number, layer in enumerate(spec.pattern):
+        if not layer.branches:
+            yield f"model.pattern has neither a mixer nor an mlp in layer {number}; leave the layer out"
+        places = [kind.place for kind in layer.branches]
+        if len(set(places)) < len(places):
+            yield f"model.pattern has two kinds called {places[0]} in layer {number}, whose parameters share names"
+    for kind in dict.fromkeys(kind for layer in spec.pattern for kind in layer.branches):
+        yield from _class_problems(kind) or kind.problems(spec)
+    said = {"window": spec.window, "window_period": spec.window_period - 1}
+    said["experts.dense_layers"] = spec.experts.dense_layers if spec.experts else 0
+    for field in (field for field, value in said.items() if value):
+        yield f"model.{field} and model.pattern both say what layers there are; leave model.{field} out"
+    if spec.experts is not None and not any(layer.routed for layer in spec.pattern):
+        yield 'model.experts are the numbers of mixtures of experts, and model.pattern has none; write mlp = "moe"'

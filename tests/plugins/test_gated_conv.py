@@ -1,0 +1,144 @@
+"""A mixer of another package is proven, planned, trained and resumed as one of ours."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import fivefold as ff
+from fivefold.dry.result import DryRunResult
+from fivefold.model.decoder import Decoder
+from fivefold.model.init import initialise
+from fivefold.model.layers import TokenPositions
+from fivefold.spec.mlps import MLPS
+from fivefold.support.errors import UserError
+from tests.commands import fivefold
+from tests.plugins.conftest import HOMES
+
+NAME = "fivefold_gated_conv:GatedConv"
+PATTERN = f"""model.pattern=[{{mixer = "{NAME}", mlp = "dense"}}, {{mixer = "attention", mlp = "dense"}},
+{{mixer = {{name = "{NAME}", taps = 4}}}}]""".replace("\n", " ")
+CHANGES = [PATTERN, "model.layers=3"]
+SMALL = ("data.seq=32", "train.batch=4", "train.dtype=float64", "train.eval_samples=0", "train.device=cpu",
+         "model.hidden=32", "model.ffn=48", "run.name=conv", "optimizer.schedule_steps=40")  # fmt: skip
+
+
+@pytest.fixture
+def conv(installed: Callable[[str], Path], forgotten: None) -> Path:
+    """Where it is installed; Python looks there."""
+    sys.path.insert(0, str(home := installed("gated_conv")))
+    return home
+
+
+def test_it_is_a_package_of_its_own_of_two_short_modules(conv: Path) -> None:
+    files = sorted((conv / "fivefold_gated_conv").glob("*.py"))
+    assert [file.name for file in files] == ["__init__.py", "layer.py"]
+    assert sum(len(file.read_text().splitlines()) for file in files) < 150
+    assert (HOMES / "gated_conv" / "README.md").exists()
+
+
+def test_its_description_imports_no_torch(conv: Path) -> None:
+    program = "import sys, fivefold_gated_conv; sys.exit('torch' in sys.modules)"
+    path = ":".join([str(conv), *sys.path])
+    assert subprocess.run([sys.executable, "-c", program], env={"PYTHONPATH": path}).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp=2,tp=2,sp,zero=3",
+        "pp=2,tp=2,schedule=zb-h1,microbatches=4,recompute=selective",
+        pytest.param("dp=2,zero=1,pp=2,recompute=full,microbatches=2", marks=pytest.mark.slow),
+        pytest.param("dp=4,zero=2,replicate=1", marks=pytest.mark.slow),
+    ],
+)
+def test_a_layout_computes_what_one_process_computes_in_float64(layout: str, conv: Path) -> None:
+    """Loss, norm, gradients, parameters; what is sent, and what is held."""
+    result = ff.verify(layout, CHANGES)
+    assert result.ok, str(result)
+
+
+def test_it_is_the_convolution_that_it_says_it_is(conv: Path) -> None:
+    """Against the definition, written with a loop; tokens of other documents, and later ones, are not read."""
+    spec = ff.preset("tiny", layers=1, hidden=8, heads=1, kv_heads=1, head_dim=8, ffn=8, pattern=[_layer(conv, taps=3)])
+    model = Decoder(spec).double()
+    initialise(model, spec, 0)
+    layer = model.layers["0"].conv
+    documents = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 2]])
+    x = torch.randn(1, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    plain = TokenPositions.of(documents)
+    positions = TokenPositions(plain.position_ids, plain.samples, 8, documents)
+    [inputs] = model._shared(positions, torch.float64)
+    found = layer(x, inputs)
+    b, c, values = (x @ getattr(layer, name).weight.T for name in ("b", "c", "x"))
+    wanted = torch.zeros_like(x)
+    for token in range(8):
+        for tap in range(3):
+            if token - tap >= 0 and documents[0, token - tap] == documents[0, token]:
+                wanted[0, token] += layer.filter.weight[:, tap] * (b * values)[0, token - tap]
+    assert torch.allclose(found, (c * wanted) @ layer.out.weight.T, atol=1e-14)
+
+
+def test_cp_is_refused_and_never_planned(conv: Path) -> None:
+    with pytest.raises(UserError, match="reads whole ones; nearest: cp=1") as refused:
+        ff.verify("cp=2", CHANGES)
+    assert refused.value.codes == ["layout.cp.kind"]
+    with pytest.raises(UserError, match="taps=65 must lie in 1 to 64; nearest: 64"):
+        ff.verify("dp=2", [f'model.pattern=[{{mixer = {{name = "{NAME}", taps = 65}}, mlp = "dense"}}]'])
+    with pytest.raises(UserError, match=f"does not divide the width 64 in {NAME} of tiny"):
+        ff.verify("tp=3", [f'model.pattern=[{{mixer = "{NAME}"}}]'])
+    plan = ff.plan(_job(conv), "8xH100", batch=16, seq=256)
+    assert {option.layout.cp for option in plan.options} == {1}
+
+
+def test_the_dry_run_finds_what_the_planner_says(conv: Path) -> None:
+    dry = ff.dryrun(_job(conv), "dp=2,tp=2,sp", batch=4, seq=64)
+    assert isinstance(dry, DryRunResult)
+    figures = {figure.name: figure for figure in dry.ranks[0].figures}
+    for name in ("parameters", "gradients", "optimizer"):
+        assert figures[name].dry == figures[name].plan > 0
+    peak = figures["peak"]
+    assert peak.dry == pytest.approx(peak.plan, rel=0.1)
+
+
+def test_a_run_goes_on_in_another_layout_with_the_same_curve(
+    conv: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    whole = ff.train(None, [*CHANGES, *SMALL, "train.steps=6", "run.name=whole"]).losses
+    ff.train(None, [*CHANGES, *SMALL, "train.steps=3", "layout=dp=2,zero=1"])
+    resumed = ff.train("runs/conv", ["train.steps=6", "layout=tp=2"])
+    assert resumed.losses == pytest.approx(whole, abs=1e-10)
+    assert resumed.losses[0] - resumed.losses[-1] > 0.01  # it learns
+
+    # To another process the name is one of a file, and its user has to say that it may be imported.
+    done = fivefold("train", "runs/conv", "train.steps=8", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"If you trust it: --plugin {NAME}" in done.stderr
+    at = {"PYTHONPATH": str(conv)}
+    words = ("train", "runs/conv", "train.steps=8", "--plugin", NAME, "layout=pp=2", "--nproc", "2")
+    done = fivefold(*words, cwd=tmp_path, env=at)
+    assert done.returncode == 0, done.stderr
+    assert "step 8/8" in done.stdout
+    cannot = {
+        "generate runs/conv --prompt a": "keeps nothing of earlier tokens",
+        "hf export runs/conv -o hf": "no model of transformers has the layers of tiny's pattern",
+    }
+    for command, why in cannot.items():
+        done = fivefold(*command.split(), "--plugin", NAME, cwd=tmp_path, env=at)
+        assert (done.returncode, why in done.stderr) == (2, True), done.stderr
+
+
+def _layer(conv: Path, **settings: int) -> object:
+    from fivefold_gated_conv import GatedConv  # type: ignore[import-not-found,unused-ignore]
+
+    from fivefold.spec.pattern import Layer
+
+    return Layer(mixer=GatedConv(**settings), mlp=MLPS["dense"]())
+
+
+def _job(conv: Path) -> ff.ModelSpec:
+    return ff.preset("tiny", layers=3, pattern=[_layer(conv)] * 3)

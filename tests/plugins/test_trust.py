@@ -1,0 +1,220 @@
+"""What is stored or sent names a module of an attacker's: it is refused, and nothing is imported.
+
+The module is where Python looks first, the current directory, and leaves a file when it is imported.
+"""
+
+import secrets
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import fivefold as ff
+from fivefold.checkpoint.find import find
+from fivefold.checkpoint.store import MANIFEST
+from fivefold.job.config import read_job
+from fivefold.launch.handshake import Facts, Statement, odd_ones, seal, settings_of, unseal
+from fivefold.support import plugins
+from fivefold.support.errors import UserError
+from fivefold.web.app import answer
+from fivefold.web.question import Ask
+from tests.commands import fivefold
+
+NAME = "evil:Evil"
+SMALL = ["model.layers=1", "model.hidden=32", "model.ffn=32", "data.seq=16", "train.batch=2", "train.steps=1",
+         "train.eval_samples=0", "train.device=cpu", "run.name=stolen"]  # fmt: skip
+EVIL = """
+from pathlib import Path
+Path(__file__).with_name("imported").touch()
+from fivefold.optim.adamw import AdamW
+class Evil(AdamW, frozen=True, kw_only=True, tag="evil:Evil"):
+    pass
+"""
+PLUGIN_FREE = [  # reads weights or records alone
+    ["inspect", "runs/stolen"],
+    ["inspect", "runs/stolen/checkpoints/latest"],
+    ["inspect", "runs/stolen", "--html", "page.html"],
+    ["checkpoint", "ls", "runs/stolen", "--verify"],
+    ["checkpoint", "reshard", "runs/stolen", "--layout", "tp=2", "-o", "runs/again"],
+    ["hf", "export", "runs/stolen", "-o", "hf"],
+    ["generate", "runs/stolen", "--prompt", "def", "--count", "1", "--device", "cpu"],
+    ["train", "run.weights=runs/stolen", *SMALL, "run.name=own"],
+]
+REFUSED = [  # goes on with the job
+    ["train", "runs/stolen"],
+    ["train", "runs/stolen", "--nproc", "2", "layout=dp=2"],
+    ["train", "runs/stolen", "--check"],
+    ["train", "runs/stolen/job.toml"],
+    ["train", "runs/stolen/checkpoints/../job.toml", "--check"],
+    ["train", "link.toml", "--check"],
+    ["verify", "--curve", "runs/stolen/job.toml"],
+    ["plan", "runs/stolen/job.toml", "--cluster", "2xH100"],
+    ["dryrun", "runs/stolen/job.toml"],
+    ["trace", "runs/stolen/job.toml"],
+    ["doctor", "runs/stolen/job.toml"],
+    ["launch", "runs/stolen/job.toml", "--torchrun", "--nodes", "1"],
+]
+
+
+@pytest.fixture(scope="module")
+def stolen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a run that names the module, in job.toml and in its checkpoint, which is sealed anew."""
+    home = tmp_path_factory.mktemp("stolen")
+    result = ff.train(None, [*SMALL, f"run.dir={home / 'runs'}"])
+    run = result.directory
+    job = (run / "job.toml").read_text()
+    assert 'name = "adamw"' in job
+    (run / "job.toml").write_text(job.replace('name = "adamw"', f'name = "{NAME}"'))
+    checkpoint = find(run)
+    manifest = checkpoint.manifest
+    table = manifest.job | {"optimizer": manifest.job["optimizer"] | {"name": NAME}}
+    forged = msgspec.structs.replace(manifest, job=table)
+    assert isinstance(checkpoint.path, Path)
+    (checkpoint.path / MANIFEST).write_bytes(forged.text())
+    (home / "evil.py").write_text(EVIL)
+    (home / "link.toml").symlink_to(run / "job.toml")
+    return home
+
+
+@pytest.mark.parametrize("words", REFUSED, ids=" ".join)
+def test_a_stored_job_never_causes_an_import(stolen: Path, words: list[str]) -> None:
+    done = fivefold(*words, cwd=stolen)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"--plugin {NAME}, or optimizer.name={NAME}" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (stolen / "imported").exists()
+
+
+@pytest.mark.parametrize("words", PLUGIN_FREE, ids=" ".join)
+def test_what_reads_weights_alone_needs_no_import(stolen: Path, words: list[str]) -> None:
+    done = fivefold(*words, cwd=stolen)
+    assert done.returncode == 0, done.stderr
+    assert not (stolen / "imported").exists()
+
+
+def test_a_checkpoint_without_a_job_file_is_no_way_in(stolen: Path) -> None:
+    (file := stolen / "runs" / "stolen" / "job.toml").rename(stolen / "aside.toml")
+    try:
+        done = fivefold("train", "runs/stolen", cwd=stolen)
+    finally:
+        (stolen / "aside.toml").rename(file)
+    assert done.returncode == 2
+    assert "plugin" in done.stderr
+    assert not (stolen / "imported").exists()
+
+
+@pytest.mark.parametrize("how", [["--plugin", NAME], [f"--plugin={NAME}"], [f"optimizer.name={NAME}"]], ids=" ".join)
+def test_its_user_can_say_that_it_may(stolen: Path, how: list[str]) -> None:
+    """So the refusals above are of a module that would have been found."""
+    done = fivefold("train", "runs/stolen", *how, "--check", cwd=stolen)
+    assert done.returncode == 0, done.stderr
+    assert (stolen / "imported").exists()
+    (stolen / "imported").unlink()
+
+
+def test_a_stored_schedule_never_causes_an_import(stolen: Path) -> None:
+    """Of job.toml and of a checkpoint alone."""
+    shutil.copytree(stolen / "runs" / "stolen", run := stolen / "runs" / "schedule")
+    job = (run / "job.toml").read_text().replace(NAME, "adamw").replace("[layout]", f'[layout]\nschedule = "{NAME}"')
+    (run / "job.toml").write_text(job.replace('schedule = "1f1b"\n', ""))
+    checkpoint = find(run)
+    table = checkpoint.manifest.job
+    table = table | {
+        "optimizer": table["optimizer"] | {"name": "adamw"},
+        "layout": table["layout"] | {"schedule": NAME},
+    }
+    assert isinstance(checkpoint.path, Path)
+    (checkpoint.path / MANIFEST).write_bytes(msgspec.structs.replace(checkpoint.manifest, job=table).text())
+    for words in (["inspect", "runs/schedule"], ["hf", "export", "runs/schedule", "-o", "other"]):
+        done = fivefold(*words, cwd=stolen)
+        assert done.returncode == 0, done.stderr
+    for words in (["train", "runs/schedule"], ["train", "runs/schedule/job.toml"], ["plan", "runs/schedule/job.toml"]):
+        done = fivefold(*words, cwd=stolen)
+        assert done.returncode == 2
+        assert f"layout.schedule={NAME} is stored" in done.stderr
+    (run / "job.toml").unlink()
+    assert fivefold("train", "runs/schedule", cwd=stolen).returncode == 2
+    assert not (stolen / "imported").exists()
+
+
+def test_another_plugin_that_is_allowed_allows_no_other(stolen: Path) -> None:
+    (stolen / "good.py").write_text("Good = 3\n")
+    done = fivefold("train", "runs/stolen", "--plugin", "good:Good", "--check", cwd=stolen)
+    assert done.returncode == 2
+    assert not (stolen / "imported").exists()
+
+
+def test_a_launch_file_says_what_its_user_has_said(stolen: Path) -> None:
+    done = fivefold("launch", "runs/stolen/job.toml", "--torchrun", "--nodes", "1", "--plugin", NAME, cwd=stolen)
+    assert done.returncode == 0, done.stderr
+    assert f"runs/stolen/job.toml --plugin={NAME}" in done.stdout
+    (stolen / "imported").unlink()
+
+
+@pytest.fixture
+def looked_for(stolen: Path, forgotten: None, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """In this process, too, the module would be found."""
+    monkeypatch.chdir(stolen)
+    sys.path.insert(0, str(stolen))
+    return stolen / "imported"
+
+
+def test_a_peer_that_names_a_module_is_refused(looked_for: Path) -> None:
+    """A rank's statement has the settings of its job: they are compared as text."""
+    mine, secret = settings_of(read_job(None, [])), secrets.token_bytes(32)
+    facts = Facts(2, "run", 0, "2", "c", "d", "j")
+    theirs = msgspec.structs.replace(facts, job="k", plugins="e" * 32)
+    evil = Statement(b"", 1, theirs, mine | {"optimizer.name": f'"{NAME}"'})
+    received, proven = unseal(seal(evil, secret), Statement, secret)
+    assert received == evil
+    assert proven
+    [(place, said)] = odd_ones([Statement(b"", 0, facts, mine), received]).items()
+    assert place == 1
+    assert f'optimizer.name is "{NAME}" there and "adamw" elsewhere' in said
+    assert "it has other plugins: their files have digest eeeeeeee, and the others' none" in said
+    assert not looked_for.exists()
+
+
+@pytest.mark.parametrize("word", ["model", "cluster", "software", "precision", "layout", "optimizer", "schedule"])
+@pytest.mark.parametrize("view", ["plan", "mesh", "schedule"])
+def test_a_page_that_asks_for_a_module_gets_a_sentence(looked_for: Path, view: str, word: str) -> None:
+    value = f"schedule={NAME}" if word == "layout" else NAME
+    with pytest.raises(UserError):
+        answer(view, "", Ask({word: value}))
+    assert not looked_for.exists()
+
+
+def test_a_page_shows_the_run_and_imports_nothing(looked_for: Path, stolen: Path) -> None:
+    answer("run", "", Ask({}, (stolen / "runs",)))
+    answer("run", "", Ask({"runs": "stolen"}, (stolen / "runs",)))
+    assert not looked_for.exists()
+
+
+def test_a_module_that_this_process_has_is_used_and_asked_for_nothing(
+    tmp_path: Path, forgotten: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of stored names: what a program has imported by itself is there; what a module makes up when asked is not."""
+    lazy: Any = type(sys)("lazy_module")
+    lazy.__getattr__ = lambda name: pytest.fail("a module was asked for a stored name")
+    monkeypatch.setitem(sys.modules, "lazy_module", lazy)
+    job = tmp_path / "runs" / "old" / "job.toml"
+    job.parent.mkdir(parents=True)
+    (job.parent / "metrics.jsonl").touch()
+    for name in ("lazy_module:Evil", "subprocess:Popen", "os:system", "fivefold.optim.base:nothing"):
+        job.write_text(f'[optimizer]\nname = "{name}"\n')
+        with pytest.raises(UserError) as refused:
+            read_job(job)
+        assert refused.value.codes == ["plugin.untrusted"]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "evil.py").write_text(EVIL)
+    job.write_text(f'[optimizer]\nname = "{NAME}"\n')
+    with pytest.raises(UserError):
+        read_job(job)
+    monkeypatch.syspath_prepend(tmp_path)
+    import evil  # type: ignore[import-not-found]
+
+    assert type(read_job(job).optimizer) is evil.Evil
+    assert plugins.imported() == [NAME]

@@ -1,0 +1,56 @@
+"""Whole matrices over ranks against one process: Muon, in every kind of layout that cuts a matrix."""
+
+from collections.abc import Iterator
+
+import pytest
+from msgspec import structs
+
+from fivefold.job.config import Job
+from fivefold.optim.muon import Muon
+from fivefold.spec.presets import preset
+from fivefold.verifier.compare import OPTIMIZER
+from fivefold.verifier.verify import Judge
+from tests.verifier.cases import job, tiny
+from tests.verifier.mixtures import DEEPSEEK, moe
+
+
+@pytest.fixture(scope="module")
+def judge() -> Iterator[Judge]:
+    with Judge(timeout=120) as one:
+        yield one
+
+
+TIED = tiny(tied=True, layers=3, kv_heads=1)  # stages of unlike length, and ranks that share a kv head
+GPT = preset("tiny-gpt", layers=2, hidden=32, ffn=24, vocab=37, context=16)
+
+PROOFS = {
+    "whole on every rank": job("dp=4"),
+    "tp, ZeRO 1, tied ends": job("dp=2,tp=2,pp=2,zero=1,microbatches=2", TIED),
+    "HSDP": job("dp=4,zero=3,replicate=2"),
+    "one kv head for four ranks": job("tp=4,sp", TIED),
+    "experts, ZeRO 3": job("dp=2,tp=2,ep=2,zero=3", moe(DEEPSEEK, layers=2)),
+}
+SLOW = {
+    "biases, cp, ZeRO 2": job("cp=2,dp=2,zero=2,microbatches=2", GPT),
+    "a zero bubble": job("pp=2,tp=2,schedule=zb-v,microbatches=2", TIED),
+    "rows that do not divide": job("dp=3,zero=2", batch=6),
+    "ep over tp": job("dp=2,tp=2,ep=4", moe(DEEPSEEK, layers=2)),
+    "experts whole": job("dp=4,ep=2", moe(layers=2)),
+    "float32": job("dp=2,tp=2,zero=1", dtype="float32"),
+    "bfloat16": job("dp=2,tp=2,zero=1", dtype="bfloat16"),
+}
+CASES = [
+    *(pytest.param(one, id=name) for name, one in PROOFS.items()),
+    *(pytest.param(one, id=name, marks=pytest.mark.slow) for name, one in SLOW.items()),
+]
+
+
+@pytest.mark.parametrize("proof", CASES)
+def test_every_layout_updates_matrices_as_one_process_does(judge: Judge, proof: Job) -> None:
+    proof = structs.replace(proof, optimizer=Muon(**OPTIMIZER))
+    verdict = judge(proof)
+    assert verdict.problems == []
+    assert verdict.passed
+    if proof.train.dtype == "float64":
+        assert all(error.value < 1e-12 for error in verdict.errors)
+    assert sum(count.counted.calls for count in verdict.traffic if count.counted.kind == "all-to-all") > 0
