@@ -20,7 +20,7 @@ from fivefold.bench.comparison import base_job
 from fivefold.bench.harness import Machine, OnProgress, RoundTimes, caveats, refuse, table, too_small
 from fivefold.bench.systems import CPU, LR, join_ranks, machine, take_turns
 from fivefold.cli import main, program
-from fivefold.cli.bench import Changes, Rounds, measured
+from fivefold.cli.bench import Changes, Rounds, measure_and_show
 from fivefold.cli.options import Json
 from fivefold.cost.software import ON_CPUS
 from fivefold.cost.step import Workload, stage_passes
@@ -325,7 +325,7 @@ def mixed(
 
       python -m benchmarks.mixed model.layers=8 --microbatches 4 --json
     """
-    measured(
+    measure_and_show(
         lambda progress: measure(changes or [], ranks, slow, microbatches, rounds, quick, progress), as_json, output
     )
 

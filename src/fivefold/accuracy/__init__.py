@@ -1,1 +1,1 @@
-"""Published, measured training runs, and how near the planner comes to them."""
+"""Published, measured training runs, and the planner's errors on them."""

@@ -1,4 +1,4 @@
-"""Rows of measured runs, a CSV file for each source, as workloads of the planner with their measured step time.
+"""Reads rows of measured runs, a CSV file for each source, into workloads of the planner with their measured step time.
 
 Empty means not published. `status` is ok, oom (ran out of memory), theory, or error.
 """
@@ -48,7 +48,7 @@ from fivefold.support.files import read_regular
 from fivefold.support.text import either
 
 # ---- cells ----------------------------------------------------------------------------------------------------------
-# Cells of measured runs that must be numbers: one that cannot be read is named, and never taken as not published.
+# Checks the cells that must be numbers: one that cannot be read is an error, and never taken as not published.
 
 
 WHOLE = (
@@ -61,12 +61,13 @@ NUMBERS = (
 
 
 class CellValues(Protocol):
-    """A row, as far as it matters here."""
+    """A row whose cells are read as text."""
 
     def text(self, column: str) -> str: ...
 
 
 def number(text: str) -> float | None:
+    """The finite number that a text is; None if it is none."""
     try:
         value = float(text)
     except ValueError:
@@ -75,13 +76,14 @@ def number(text: str) -> float | None:
 
 
 def check_cells(row: CellValues) -> None:
-    """Every number is one, above zero, and whole where halves make no sense."""
-    wrong = [sentence for column in (*WHOLE, *NUMBERS) if (sentence := _wrong(column, row.text(column)))]
-    if wrong:
-        raise Refused("; ".join(wrong))
+    """Refuse a row with a cell that is not a number above zero, or not a whole number where it must be."""
+    problems = [sentence for column in (*WHOLE, *NUMBERS) if (sentence := _cell_problem(column, row.text(column)))]
+    if problems:
+        raise Refused("; ".join(problems))
 
 
-def _wrong(column: str, text: str) -> str:
+def _cell_problem(column: str, text: str) -> str:
+    """What is wrong with a cell; empty if nothing is."""
     kind = "whole number" if column in WHOLE else "number"
     if not text:
         return ""
@@ -96,13 +98,13 @@ def _wrong(column: str, text: str) -> str:
 
 
 def check_world(gpus: int, dp: int | None, inner: dict[str, int]) -> None:
-    """The degrees, of which dp may be unknown, make as many ranks as there are GPUs."""
+    """Refuse degrees, of which dp may be unknown, that do not make as many ranks as there are GPUs."""
     ranks = math.prod(inner.values())
-    said = " x ".join(f"{axis}={degree}" for axis, degree in inner.items())
+    degrees = " x ".join(f"{axis}={degree}" for axis, degree in inner.items())
     if dp is None and gpus % ranks:
-        raise Refused(f"{said} = {ranks} does not divide gpus={gpus}")
+        raise Refused(f"{degrees} = {ranks} does not divide gpus={gpus}")
     if dp is not None and dp * ranks != gpus:
-        raise Refused(f"dp={dp} x {said} makes {dp * ranks} GPUs, and gpus is {gpus}")
+        raise Refused(f"dp={dp} x {degrees} makes {dp * ranks} GPUs, and gpus is {gpus}")
 
 
 def check_batch(batch: int, dp: int, samples: int) -> None:
@@ -112,7 +114,7 @@ def check_batch(batch: int, dp: int, samples: int) -> None:
 
 
 def _around(value: float, step: int) -> list[int]:
-    """The multiples of a step on either side."""
+    """The multiples of `step` below and above a value."""
     below = int(value // step) * step
     return [near for near in (below, below + step) if near]
 
@@ -126,17 +128,19 @@ NEEDED = ("source", "model", "seq_len", "gpu", "gpus", "status")
 
 
 class PublishedRow(NamedTuple):
-    file: str  # without its ending
+    """A row of a CSV file."""
+
+    file: str  # its name without the suffix
     line: int
     values: dict[str, str]
-    file_says: Source | None = None  # of its software, in a TOML file next to the CSV
-    shipped: bool = False  # with the package, which describes its sources
+    described: Source | None = None  # the description of its software in a TOML file next to the CSV
+    shipped: bool = False  # it comes with the package, whose table describes its source
 
     def text(self, column: str) -> str:
         return (self.values.get(column) or "").strip()
 
     def number(self, column: str) -> float | None:
-        """None where it is not published, or cannot be read: `check_cells` tells them apart."""
+        """A cell's number; None if it is not published, or cannot be read, which `check_cells` refuses."""
         return number(self.text(column))
 
     def integer(self, column: str) -> int | None:
@@ -153,7 +157,7 @@ class PublishedRow(NamedTuple):
 
 
 def read_rows(directory: Path = DATA) -> list[PublishedRow]:
-    """Every row of every CSV file of a directory."""
+    """All rows of all CSV files of a directory."""
     if directory.is_file():
         raise UserError(f"{directory} is a file, and rows are read from a directory; nearest: {directory.parent}")
     files = sorted(path for path in directory.glob("*.csv") if path.is_file()) if directory.is_dir() else []
@@ -173,14 +177,14 @@ def read_rows(directory: Path = DATA) -> list[PublishedRow]:
             missing = [column for column in NEEDED if column not in (reader.fieldnames or ())]
             if missing:
                 raise UserError(f"{path} lacks the columns {', '.join(missing)}; its first line must name them")
-            rows += [PublishedRow(path.stem, reader.line_num, _short(values), software, shipped) for values in reader]
+            rows += [PublishedRow(path.stem, reader.line_num, _limited(values), software, shipped) for values in reader]
         except (csv.Error, ValueError) as error:
             raise UserError(f"{path} line {reader.line_num} cannot be read: {error}") from None
     return rows
 
 
-def _short(values: dict[str, str]) -> dict[str, str]:
-    """What a row has, if words can be looked for in each of its cells without end."""
+def _limited(values: dict[str, str]) -> dict[str, str]:
+    """The cells of a row, none of which may be longer than LONGEST: patterns are searched in them."""
     for column, text in values.items():
         if isinstance(text, str) and len(text) > LONGEST:
             raise ValueError(f"{column} has {len(text):,} characters, and at most {LONGEST:,} are read")
@@ -188,7 +192,7 @@ def _short(values: dict[str, str]) -> dict[str, str]:
 
 
 class MeasuredRun(NamedTuple):
-    """A row with its workload; `seconds` and `memory` (bytes) are None where they are not published."""
+    """A row with its workload; `seconds` and `memory` (bytes) are None if they are not published."""
 
     row: PublishedRow
     source: Source
@@ -198,18 +202,19 @@ class MeasuredRun(NamedTuple):
 
 
 def source_of(row: PublishedRow) -> Source:
-    """What is known or assumed of a row's software."""
+    """What is known or assumed about a row's software."""
     words = " ".join(map(row.text, ("url_or_path", "notes")))
     gpu, precision = map(row.text, ("gpu", "precision"))
-    return description(row.text("system"), row.file_says, row.text("source"), words, gpu, precision, row.shipped)
+    return description(row.text("system"), row.described, row.text("source"), words, gpu, precision, row.shipped)
 
 
 def measured(row: PublishedRow) -> MeasuredRun:
+    """The workload and the measurements of a row; Refused says why there is none."""
     source = source_of(row)
     check_cells(row)
     spec, cluster = spec_of(row, source), cluster_of(row, source)
-    if wrong := spec.problems():
-        raise Refused("; ".join(wrong))
+    if problems := spec.problems():
+        raise Refused("; ".join(problems))
     known = any(row.integer(axis) is not None for axis in ("dp", "tp", "pp"))
     layout = layout_of(row, source, spec) if known else Layout()
     batch = row.integer("global_batch") or layout.dp * layout.microbatches * (row.integer("micro_batch") or 1)
@@ -219,8 +224,8 @@ def measured(row: PublishedRow) -> MeasuredRun:
         if not known:
             raise Refused("a mixture of experts whose layout is not published")
         workload = _with_experts(row, source, workload)
-    if known and (wrong := impossible(workload)):
-        raise Refused("; ".join(wrong))
+    if known and (problems := impossible(workload)):
+        raise Refused("; ".join(problems))
     if not known:
         # The layout is not published: take the planner's.
         workload = search(workload, top=1, zero=source.zero).best.workload
@@ -229,14 +234,15 @@ def measured(row: PublishedRow) -> MeasuredRun:
 
 
 def impossible(workload: Workload) -> list[str]:
-    """Why no software can have run its layout; what the trainer here alone does not do is no reason."""
-    # Others have tied embeddings with ZeRO 2 and 3 in any schedule, shard groups with ZeRO 1, and pad sequences for sp.
+    """Why no software can have run a workload's layout. Limits of our own trainer alone do not count."""
+    # Other software allows tied embeddings with ZeRO 2 and 3 in any schedule, shard groups with ZeRO 1, and pads
+    # sequences for sp.
     spec, layout = structs.replace(workload.spec, tied=False), structs.replace(workload.layout, replicate=1, sp=False)
     return layout.problems(spec, seq=workload.seq, batch=workload.batch)
 
 
 def _with_experts(row: PublishedRow, source: Source, workload: Workload) -> Workload:
-    """The same with the row's ep, the kernels of its release, and its routing."""
+    """The workload with the row's ep, the kernels of its release, and its routing."""
     spec, layout = with_experts(row, workload.spec, workload.layout, source.divides_experts)
     if spec.experts is None:
         raise Refused(f"ep={layout.ep} deals out experts, and {spec.name} has none")
@@ -255,16 +261,16 @@ SHAPE = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
 
 
 def spec_of(row: PublishedRow, source: Source) -> ModelSpec:
-    """The row's shape; what it leaves out is the model's, if it names one that we know."""
-    name, given = row.text("model"), {column: _need(row, column) for column in SHAPE if row.text(column)}
+    """The row's model; sizes that it leaves out are those of the preset that it names, if there is one."""
+    name, published = row.text("model"), {column: _need(row, column) for column in SHAPE if row.text(column)}
     if is_mixture(row):
-        return mixture_spec(row, given | {"context": _need(row, "seq_len")})
+        return mixture_spec(row, published | {"context": _need(row, "seq_len")})
     known = preset_named(name)
-    if known and given.get("hidden", PRESETS[known]["hidden"]) == PRESETS[known]["hidden"]:
-        return structs.replace(preset(known, **given, context=_need(row, "seq_len")), name=name)
+    if known and published.get("hidden", PRESETS[known]["hidden"]) == PRESETS[known]["hidden"]:
+        return structs.replace(preset(known, **published, context=_need(row, "seq_len")), name=name)
     shape: dict[str, Any] = {column: _need(row, column) for column in ("layers", "hidden", "heads")}
-    shape |= {column: given.get(column, 0) for column in ("kv_heads", "ffn")}
-    shape |= {"vocab": given.get("vocab", source.vocab or 1), "context": _need(row, "seq_len")}
+    shape |= {column: published.get(column, 0) for column in ("kv_heads", "ffn")}
+    shape |= {"vocab": published.get("vocab", source.vocab or 1), "context": _need(row, "seq_len")}
     if shape["hidden"] % shape["heads"]:
         shape["head_dim"] = 256 if "PaLM" in name else 128  # arXiv 2204.02311, table 1
     if not re.search(r"llama|palm|internlm|mistral|qwen", name, re.I):
@@ -273,10 +279,11 @@ def spec_of(row: PublishedRow, source: Source) -> ModelSpec:
     return ModelSpec(name=name, **shape)
 
 
-ASYNC_TP = 0.45  # of what overlap hides elsewhere: torchtitan's own rows with and without it
+ASYNC_TP = 0.45  # the share of tp's communication that async TP hides, by torchtitan's rows with and without it
 
 
 def software_of_row(row: PublishedRow, source: Source) -> SoftwareProfile:
+    """The source's software with what the row's notes say about it."""
     notes = row.text("notes")
     kernels = (kernel for word, kernel in source.kernels.items() if word in notes)
     software = source.stack.but(attention=next(kernels, source.stack.attention))
@@ -292,11 +299,11 @@ def software_of_row(row: PublishedRow, source: Source) -> SoftwareProfile:
 
 
 RACK = 72  # GPUs of an NVL72
-FILLED = 64  # of them that runs over several racks take, where experts are sharded
+FILLED = 64  # GPUs of a rack that runs over several racks use, if experts are sharded
 
 
 def device_of(name: str) -> Accelerator:
-    """By a source's name, which is exact: less of 'A100-PCIE-40GB' would be a board with other memory and links."""
+    """The accelerator of a source's name, as a whole: a part of 'A100-PCIE-40GB' would be a board with other memory."""
     if not name:
         raise Refused("gpu is not published")
     try:
@@ -348,12 +355,12 @@ def layout_of(row: PublishedRow, source: Source, spec: ModelSpec) -> Layout:
 
 
 def _ep(row: PublishedRow, source: Source, tp: int) -> int:
-    """Ranks that experts are sharded over, or divided."""
+    """The ranks over which experts are sharded or divided."""
     return (row.integer("ep") or 1) * (tp if source.divides_experts else 1)
 
 
 def _zero(row: PublishedRow, source: Source, parameters: float) -> int:
-    """As stated, or as the source has it; a run whose weights and gradients would not fit has sharded them."""
+    """The ZeRO stage that the row states, or else the source's; 3 if weights and gradients would not fit otherwise."""
     if (stated := zero_named(row.text("zero_stage"))) is not None:
         return stated
     needed = parameters * (source.stack.weight_bytes + source.stack.gradient_bytes)
@@ -361,42 +368,44 @@ def _zero(row: PublishedRow, source: Source, parameters: float) -> int:
 
 
 def _schedule(row: PublishedRow, source: Source, spec: ModelSpec, layout: Layout) -> tuple[str, int]:
-    """Its name, and the stages of a rank."""
-    said = schedule_named(row.text("schedule"))
+    """The name of the schedule, and the stages of a rank."""
+    name = schedule_named(row.text("schedule"))
     if layout.pp == 1:
         return "1f1b", 1
-    if said not in ("", "1f1b", "interleaved"):
-        record = CATALOGUE[said]
-        return said, (record.any_chunks and row.integer("vp")) or record.chunks
-    most = max(source.chunks, 2 if said == "interleaved" else 1)
+    if name not in ("", "1f1b", "interleaved"):
+        record = CATALOGUE[name]
+        return name, (record.any_chunks and row.integer("vp")) or record.chunks
+    most = max(source.chunks, 2 if name == "interleaved" else 1)
     chunks = row.integer("vp") or _chunks(spec.layers, layout.pp, most)
     several = chunks > 1 and layout.microbatches >= layout.pp
     return ("interleaved", chunks) if several else ("1f1b", 1)
 
 
 def _even(layers: int, layout: Layout) -> tuple[int, ...]:
-    """As many layers on each stage; or with the ends as one more each, as in Llama 3."""
+    """The layers of each stage, equally many; or counting embedding and head as one layer each, as in Llama 3."""
     n = layout.stages
     if layers % n == 0:
         return (layers // n,) * n
     if (layers + 2) % n == 0 and n > 1 and layers + 2 > n:
-        each = (layers + 2) // n
-        return (each - 1, *(each,) * (n - 2), each - 1)
-    few, more = divmod(layers, n)  # the first stages have one more, as none weighs the ends
-    return (*(few + 1,) * more, *(few,) * (n - more)) if few else ()
+        per_stage = (layers + 2) // n
+        return (per_stage - 1, *(per_stage,) * (n - 2), per_stage - 1)
+    few, rest = divmod(layers, n)  # the first stages have one more: embedding and head do not count
+    return (*(few + 1,) * rest, *(few,) * (n - rest)) if few else ()
 
 
 def _redistributed(spec: ModelSpec, stages: int) -> tuple[int, ...]:
-    """The head as so many whole layers, the last stages with the remainder: Vocabulary Parallelism's times show it."""
-    own = block(spec)
-    worth = round(2 * head(spec).size / (2 * own.weights + own.attention.flops(spec.context)))  # no causal mask
-    each = -(-(spec.layers + worth) // stages)
-    few, more = divmod(spec.layers - max(0, each - worth), stages - 1)
-    return (*(few,) * (stages - 1 - more), *(few + 1,) * more, max(0, each - worth))
+    """The layers of each stage where the head counts as so many whole layers, and the last stages get the remainder, as
+    the times of Vocabulary Parallelism show."""
+    layer = block(spec)
+    head_in_layers = round(2 * head(spec).size / (2 * layer.weights + layer.attention.flops(spec.context)))
+    per_stage = -(-(spec.layers + head_in_layers) // stages)
+    last = max(0, per_stage - head_in_layers)
+    few, rest = divmod(spec.layers - last, stages - 1)
+    return (*(few,) * (stages - 1 - rest), *(few + 1,) * rest, last)
 
 
 def _chunks(layers: int, pp: int, most: int) -> int:
-    """As many as divide the layers evenly; or layers, embedding and head together, as in Llama 3."""
+    """The most chunks that divide the layers evenly; or layers, embedding and head in sum, as in Llama 3."""
     for units in (layers, layers + 2):
         if units % pp == 0:
             return max(n for n in range(1, most + 1) if units % (pp * n) == 0)
@@ -404,7 +413,7 @@ def _chunks(layers: int, pp: int, most: int) -> int:
 
 
 def seconds_of(row: PublishedRow, source: Source, workload: Workload) -> float | None:
-    """Published, or derived from tokens/s, TFLOP/s or MFU by the source's own convention."""
+    """The published step time, or the one that follows from tokens/s, TFLOP/s or MFU by the source's own convention."""
     for column in ("step_time_s", "derived_step_time_s"):
         if (value := row.number(column)) is not None:
             return value

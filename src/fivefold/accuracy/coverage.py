@@ -1,7 +1,7 @@
-"""Whether the planner's ranges hold on runs that it has not seen, and how wide they must be for that.
+"""The coverage of the planner's ranges: how many runs of an unseen source lie inside, and how wide the ranges must be.
 
-coverage().mean            # of the package's sources, each against the range that the others give
-coverage("my-runs").mean   # of one's own runs, against the range that plans print
+coverage().mean            # for the package's sources, each against the range that the other sources give
+coverage("my-runs").mean   # for your own runs, against the range that plans print
 """
 
 import csv
@@ -33,15 +33,15 @@ from fivefold.support.errors import UserError
 from fivefold.support.text import counted
 
 # ---- bands ----------------------------------------------------------------------------------------------------------
-# Ranges out of residuals, so that a case of a source that nobody has seen lies inside with a given probability.
+# Computes ranges from residuals, so that a case of an unseen source lies inside with a given probability.
 #
-# Sources are drawn, and rows are drawn within them (a hierarchical conformal prediction: Dunn, Wasserman and Ramdas,
-# arXiv 1809.07441; Lee, Barber and Willett, arXiv 2306.06342). So every source has the same weight, however many rows
-# it has, and a new source may lie beyond all that are known: of K + 1 sources it is one.
+# Sources are sampled, and rows are sampled within them (a hierarchical conformal prediction: Dunn, Wasserman and
+# Ramdas, arXiv 1809.07441; Lee, Barber and Willett, arXiv 2306.06342). So every source has the same weight, however
+# many rows it has, and a new source may lie beyond all K known ones: it is one of K + 1.
 
 
-PRIOR = 12  # sources: a trait's factor is drawn to 1 as by so many that have none; with fewer, less is held
-HALF = 0.5  # slow and fast errors have widths of their own, drawn halfway to each other
+PRIOR = 12  # a trait's factor is shrunk to 1 with the weight of so many sources; with less, coverage was lower
+HALF = 0.5  # the widths above and below are shrunk halfway to their mean
 
 
 class Residual(NamedTuple):
@@ -53,7 +53,7 @@ class Residual(NamedTuple):
 
 
 def band_of(residuals: Sequence[Residual], share: float = SHARE) -> Band:
-    """The narrowest of its form that holds `share` of the cases of a new source."""
+    """The narrowest band that contains `share` of the cases of a new source."""
     sources = by_source(residuals)
     factors = _factors(residuals)
     flat = Band(-1.0, 1.0, len(sources), len(residuals), factors=factors)
@@ -73,7 +73,7 @@ def band_of(residuals: Sequence[Residual], share: float = SHARE) -> Band:
 
 
 def _factors(residuals: Sequence[Residual]) -> dict[str, dict[str, float]]:
-    """By trait: how much larger the errors of a level are than all are, by sources that have it."""
+    """By trait and level: the mean error of the sources that have the level, relative to the mean error of all."""
     usual = _mean(residuals, lambda residual: abs(residual.error)) or 1.0
     factors: dict[str, dict[str, float]] = {}
     for name in dict.fromkeys(name for residual in residuals for name in residual.traits):
@@ -92,13 +92,13 @@ def by_source(residuals: Sequence[Residual]) -> dict[str, list[Residual]]:
     return sources
 
 
-def _mean(residuals: Sequence[Residual], of: Callable[[Residual], float]) -> float:
-    """Over sources, of the mean over their rows."""
-    return fmean(fmean(map(of, rows)) for rows in by_source(residuals).values())
+def _mean(residuals: Sequence[Residual], value_of: Callable[[Residual], float]) -> float:
+    """The mean over sources of the mean over their rows."""
+    return fmean(fmean(map(value_of, rows)) for rows in by_source(residuals).values())
 
 
 def quantile(weighted: Sequence[tuple[float, float]], share: float) -> float:
-    """The least value that has `share` of the weight at or below it; the largest, where there is none."""
+    """The least value of (value, weight) pairs with `share` of the weight at or below it; else the largest."""
     total, below = math.fsum(weight for _, weight in weighted), 0.0
     for value, weight in sorted(weighted):
         below += weight / total
@@ -108,26 +108,27 @@ def quantile(weighted: Sequence[tuple[float, float]], share: float) -> float:
 
 
 class Covered(NamedTuple):
-    """A source, against the range that the others give."""
+    """How many of a source's rows lie inside a band."""
 
     source: str
     rows: int
-    error: float  # mean absolute
-    inside: float  # share of its rows
-    below: float  # the range: faster, or smaller
+    error: float  # mean absolute error of the prediction
+    inside: float  # share of its rows, as the next two
+    below: float  # faster, or smaller, than the range
     above: float
 
 
 def covered(source: str, rows: Sequence[Residual], band: Band) -> Covered:
+    """A source's rows against a band."""
     outside = [row.error for row in rows if not band.holds(row.error, row.traits)]
     above = sum(error > 0 for error in outside)
-    error = fmean(abs(math.expm1(-row.error)) for row in rows)  # of the prediction, as everywhere
+    error = fmean(abs(math.expm1(-row.error)) for row in rows)  # predicted / measured - 1, as in `RowScore.error`
     shares = (count / len(rows) for count in (len(rows) - len(outside), len(outside) - above, above))
     return Covered(source, len(rows), error, *shares)
 
 
 def coverage_of(residuals: Sequence[Residual]) -> list[Covered]:
-    """Every source against the band of the others."""
+    """Every source against the band of the other sources."""
     sources = by_source(residuals)
     if len(sources) < 2:
         return []
@@ -138,10 +139,10 @@ def coverage_of(residuals: Sequence[Residual]) -> list[Covered]:
 
 
 # ---- own ------------------------------------------------------------------------------------------------------------
-# This code's own steps, as `fivefold bench` measured them: on one H200, and on ranks of two machines with CPUs.
+# Fivefold's own steps, as `fivefold bench` measured them: on one H200, and on ranks of two machines with CPUs.
 #
-# They stand in `benchmarks/` of the repository, not in the package. No constant was fitted to them: the devices'
-# kernels were measured by `fivefold calibrate`.
+# They are in `benchmarks/` of the repository, not in the package. No constant was fitted to them: the devices' kernels
+# were measured by `fivefold calibrate`.
 
 
 FOLDER = Path(__file__).parents[3] / "benchmarks"
@@ -155,7 +156,7 @@ class OwnStep(NamedTuple):
 
 
 def h200_steps(folder: Path = FOLDER) -> list[OwnStep]:
-    """Compiled steps of one H200; none, where the repository is not at hand."""
+    """Compiled steps on one H200; empty outside the repository."""
     path = folder / "h200-steps.csv"
     lines = [line for line in path.read_text().splitlines() if not line.startswith("#")] if path.exists() else []
     measured = []
@@ -173,7 +174,7 @@ def own_times(folder: Path = FOLDER) -> Iterator[Residual]:
         yield Residual("fivefold, one H200", math.log(seconds / estimate(workload).seconds), traits(workload))
     for path in sorted(folder.glob("scaling-*.json")):
         table = json.loads(path.read_text())
-        for row in table["layouts"]:  # as predicted when it was measured, by a calibration of that machine
+        for row in table["layouts"]:  # with the prediction of its day, by a calibration of that machine
             error = math.log(row["seconds"] / row["predicted_seconds"])
             yield Residual(f"fivefold, {table['cores']} CPU cores", error, CPUS)
 
@@ -197,11 +198,11 @@ class CoverageResult(Result):
     memory: tuple[Covered, ...]
     bands: Bands
     residuals: tuple[Residual, ...]  # of time
-    own: bool  # a directory of the user's, against the ranges that plans print
+    own: bool  # the runs of a user's directory, against the ranges that plans print
 
     @property
     def mean(self) -> float | None:
-        """Of sources: the share of rows inside."""
+        """The share of rows inside, averaged over sources."""
         return fmean(source.inside for source in self.time) if self.time else None
 
     @property
@@ -209,7 +210,7 @@ class CoverageResult(Result):
         return fmean(source.inside for source in self.memory) if self.memory else None
 
     def write(self) -> None:
-        """Keep the ranges in the file that plans read."""
+        """Write the ranges to the file that plans read."""
         if self.own:
             raise UserError("the ranges of plans are made of the package's runs; leave --data out, or --write")
         if not FOLDER.is_dir():
@@ -268,9 +269,9 @@ class CoverageResult(Result):
 
 
 def coverage(data: str | Path | None = None, *, progress: Progress = lambda done, total, what: None) -> CoverageResult:
-    """Leave out one source after the other: the constants and the range are then made without it.
+    """Check each source against a range that was made without it, with constants that were fitted without it.
 
-    With `data`, a directory of runs that nobody has fitted anything to, the ranges are those that plans print.
+    With `data`, a directory of runs to which nothing was fitted, the ranges are those that plans print.
     """
     rows = read_rows(Path(data) if data else DATA)
     results = evaluate(rows, tick=steps(progress, "predicting", len(rows)))
@@ -281,26 +282,29 @@ def coverage(data: str | Path | None = None, *, progress: Progress = lambda done
     first, timed = first_sight(), [result for result in results if result.error is not None]
     runs = [result.run for result in timed if result.run and not is_mixture(result.row)]
     tick = steps(progress, "fitting without each source", STEPS_WITHOUT)
-    # No constant is fitted to what experts add.
+    # No constant is fitted to rows with experts, so they need no fit without their source.
     time = list(_enough(_as_shipped([result for result in timed if is_mixture(result.row)])))
     for run, seconds in unseen(runs, file_of, tick):
-        then = first.get(_key(run.row))
-        there = traits(run.workload) | ({"device": then["device"]} if then else {})
-        seconds = float(then["seconds"]) if then and then["seconds"] else seconds
-        time.append(Residual(run.row.file, math.log((run.seconds or 1.0) / seconds), there))
+        at_first = first.get(_key(run.row))
+        run_traits = traits(run.workload) | ({"device": at_first["device"]} if at_first else {})
+        if at_first and at_first["seconds"]:
+            seconds = float(at_first["seconds"])
+        time.append(Residual(run.row.file, math.log((run.seconds or 1.0) / seconds), run_traits))
     time += own_times()
     memory = [*_memory(results, first), *own_memory()]
     by_time, by_memory = coverage_of(time), coverage_of(memory)
-    made = Bands(_judged(band_of(time), by_time), _judged(band_of(memory), by_memory))
-    return CoverageResult(tuple(by_time), tuple(by_memory), made, tuple(time), own=False)
+    new_bands = Bands(_with_coverage(band_of(time), by_time), _with_coverage(band_of(memory), by_memory))
+    return CoverageResult(tuple(by_time), tuple(by_memory), new_bands, tuple(time), own=False)
 
 
-def _judged(band: Band, sources: Sequence[Covered]) -> Band:
+def _with_coverage(band: Band, sources: Sequence[Covered]) -> Band:
+    """The band with the share of rows that it covered, averaged over sources."""
     return structs.replace(band, covered=fmean(source.inside for source in sources))
 
 
 def first_sight() -> dict[tuple[str, int], dict[str, str]]:
-    """By source and line: what was predicted when the source was new. Its description came later, and has seen it."""
+    """By source and line, what was predicted when the source was new: its description was written later, with knowledge
+    of its rows."""
     lines = [line for line in FIRST_SIGHT.read_text().splitlines() if not line.startswith("#")]
     return {(row["source"], int(row["line"])): row for row in csv.DictReader(lines)}
 
@@ -316,18 +320,20 @@ def _as_shipped(results: Sequence[RowScore]) -> Iterator[Residual]:
 
 
 def _enough(residuals: Iterable[Residual]) -> Iterator[Residual]:
-    """Of lines that have enough rows to be judged."""
+    """The residuals of sources with at least FEW rows."""
     for rows in by_source(list(residuals)).values():
-        yield from rows if len(rows) >= FEW else ()
+        if len(rows) >= FEW:
+            yield from rows
 
 
 def _memory(results: Sequence[RowScore], first: dict[tuple[str, int], dict[str, str]]) -> Iterator[Residual]:
-    """Nothing is fitted to memory: a description is all that may have seen a source."""
+    """The residuals of memory. No constant is fitted to memory, so only a source's description may know its rows; for
+    such sources the prediction is that of first sight."""
     for result in results:
         if result.memory_error is None or result.theory is not None or result.run is None:
             continue
-        then = first.get(_key(result.row), {}).get("memory")
-        predicted = float(then) if then else result.memory or 1.0
+        at_first = first.get(_key(result.row), {}).get("memory")
+        predicted = float(at_first) if at_first else result.memory or 1.0
         yield Residual(result.row.file, math.log((result.run.memory or 1.0) / predicted), {})
 
 

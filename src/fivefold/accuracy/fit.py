@@ -1,7 +1,7 @@
-"""The constants that measured runs decide, of accelerators and of software, and their fit by least absolute error.
+"""Fits constants of accelerators and of software to measured runs, by least absolute error.
 
 Every source has the same weight. A prior pulls each constant to its first guess, like one more observation. So a
-constant of which the runs say little stays plausible, and leaving a source out does not set others free.
+constant about which the runs say little stays plausible, also when a source is left out.
 """
 
 import math
@@ -19,11 +19,11 @@ from fivefold.cost.kernels import Device
 from fivefold.cost.step import Workload, estimate
 from fivefold.hardware.accelerators import LIKE, Achieved, Software, achieved, known, software, write
 
-CLOCK = "H100-96"  # a board at 500 of 700 W: one factor slows all its compute
+CLOCK = "H100-96"  # a board limited to 500 of 700 W: one factor, "clock", slows all its compute
 
 
 class Fitted(NamedTuple):
-    """A constant: where it belongs, a first guess, and the guess's relative standard deviation."""
+    """A constant that is fitted: its table, a first guess, and the guess's relative standard deviation."""
 
     where: str  # an accelerator, or "software"
     name: str
@@ -31,7 +31,7 @@ class Fitted(NamedTuple):
     spread: float
 
 
-# Guesses are what kernel benchmarks and papers report; runs that say nothing of a constant leave it there.
+# The guesses are from kernel benchmarks and papers; a constant that no run depends on stays at its guess.
 FITTED = (
     Fitted("A100-80", "gemm", 0.78, 0.15),
     Fitted("A100-80", "stream", 0.80, 0.15),
@@ -65,8 +65,8 @@ FITTED = (
 )
 COMPUTE = ("gemm", "fp8", "flash1", "flash2", "flash3")
 UNITS = {"A100-80": 108, "H100": 132, "B200": 148}  # multiprocessors, from the makers' papers
-KIN = {"B200": "H100"}  # whose shares a device has where the runs say nothing of its own
-RAMP = 180.0  # the same kernels' tiles on both
+KIN = {"B200": "H100"}  # a device -> the device whose shares it has for constants that are not fitted for itself
+RAMP = 180.0  # not fitted: kernels have the same tiles on all of these devices
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Constants:
 
     @classmethod
     def of(cls, values: list[float]) -> Self:
-        """From numbers in the order of FITTED."""
+        """The constants from values in the order of FITTED."""
         tables: dict[str, dict[str, float]] = {}
         for fitted, value in zip(FITTED, values, strict=True):
             tables.setdefault(fitted.where, {})[fitted.name] = float(value)
@@ -100,11 +100,12 @@ class Constants:
         return float(getattr(self.software if fitted.where == "software" else self.devices[fitted.where], fitted.name))
 
     def write(self) -> None:
-        """Write them to the file that the planner reads."""
+        """Write the constants to the file that the planner reads."""
         tables = {name: structs.asdict(reached) for name, reached in self.devices.items()}
         write(tables | {"software": structs.asdict(self.software)})
 
     def on(self, workload: Workload) -> Workload:
+        """The workload with these constants."""
         accelerator = workload.cluster.groups[0].accelerator
         name = shares_of(accelerator.name)
         device = Device(accelerator, self.devices[name]) if name in self.devices else workload.first_device
@@ -112,7 +113,7 @@ class Constants:
 
 
 def shares_of(accelerator: str) -> str:
-    """Whose fitted shares it has; what was measured on a device, and not fitted to these runs, stays."""
+    """The accelerator whose fitted shares an accelerator has; empty if its own were measured by `calibrate`."""
     if accelerator in UNITS or accelerator == CLOCK:
         return accelerator
     return "" if accelerator in known() else LIKE.get(accelerator, "")
@@ -121,11 +122,11 @@ def shares_of(accelerator: str) -> str:
 SOURCE = "fitted by `fivefold accuracy --fit` to the runs in accuracy/data"
 
 
-MOST = 100  # rows of a source: a larger one is sampled, because its errors are alike
+MOST = 100  # rows of a source; a larger source is sampled, as its errors are similar
 PRIOR = 0.08  # weight of the guesses relative to that of a source
-NEAR = 0.03  # errors below it are noise: identical runs differ by more
-ROUNDS = 5
-AGAIN = 20  # moves on slopes that are known: they cost nothing
+NEAR = 0.03  # errors below it count as noise: identical runs differ by more
+ROUNDS = 5  # Gauss-Newton steps, each with new slopes
+AGAIN = 20  # Gauss-Newton steps with known slopes, which cost nothing
 GUESSES = np.log([constant.guess for constant in FITTED])
 SPREAD = np.array([constant.spread for constant in FITTED])
 
@@ -136,52 +137,54 @@ def fit(runs: Sequence[MeasuredRun], progress: Callable[[], None] = lambda: None
 
 
 class FullFit(NamedTuple):
-    """What all runs decide, and how their errors move around it."""
+    """The fit to all runs, and how their errors change around it."""
 
     rows: list[MeasuredRun]
-    start: np.ndarray
-    there: np.ndarray  # errors
-    slopes: np.ndarray
+    values: np.ndarray  # logarithms of the constants
+    errors: np.ndarray  # of each row at `values`
+    slopes: np.ndarray  # of each row's error by each constant
 
     @classmethod
     def of(cls, runs: Sequence[MeasuredRun], progress: Callable[[], None] = lambda: None) -> Self:
         rows = _sampled(runs)
-        start = _fitted(rows, progress)
-        there = _errors(rows, start)
-        return cls(rows, start, there, _slopes(rows, start, there, progress))
+        values = _fitted(rows, progress)
+        errors = _errors(rows, values)
+        return cls(rows, values, errors, _slopes(rows, values, errors, progress))
 
 
 def fits_without(
     fitted_to_all: FullFit, runs: Sequence[MeasuredRun], group: Callable[[MeasuredRun], str]
 ) -> dict[str, Constants]:
-    """By group: the constants that the runs outside of it decide. All are near those that all runs decide, so the
-    slopes there serve for each."""
-    (rows, start, there, slopes), constants = fitted_to_all, {}
+    """By group: the constants fitted to the runs outside the group. They are all near those fitted to all runs, so the
+    slopes there are used for each."""
+    (rows, all_values, all_errors, slopes), constants = fitted_to_all, {}
     for name in dict.fromkeys(map(group, runs)):
-        others = [at for at, run in enumerate(rows) if group(run) != name]
-        weights, values = _weights([rows[at] for at in others]), start
+        others = [index for index, run in enumerate(rows) if group(run) != name]
+        weights, values = _weights([rows[index] for index in others]), all_values
         for _ in range(AGAIN):
-            errors = there[others] + slopes[others] @ (values - start)
+            errors = all_errors[others] + slopes[others] @ (values - all_values)
             values = values + _move(weights, errors, slopes[others], values)
         constants[name] = _constants(values)
     return constants
 
 
 def _fitted(rows: Sequence[MeasuredRun], progress: Callable[[], None]) -> np.ndarray:
+    """The logarithms of the constants fitted to rows, in the order of FITTED."""
     weights = _weights(rows)
 
-    def loss(off: np.ndarray, values: np.ndarray) -> float:
-        return float((weights * np.abs(off)).sum() + PRIOR / 2 * (((values - GUESSES) / SPREAD) ** 2).sum())
+    def loss(values: np.ndarray, errors: np.ndarray) -> float:
+        return float((weights * np.abs(errors)).sum() + PRIOR / 2 * (((values - GUESSES) / SPREAD) ** 2).sum())
 
     values, errors = GUESSES, _errors(rows, GUESSES)
     for _ in range(ROUNDS):
         move = _move(weights, errors, _slopes(rows, values, errors, progress), values)
         tries = [(values + share * move, _errors(rows, values + share * move)) for share in (1.0, 0.5, 0.25)]
-        values, errors = min(tries, key=lambda tried: loss(tried[1], tried[0]))
+        values, errors = min(tries, key=lambda tried: loss(*tried))
     return values
 
 
 def _sampled(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
+    """The timed runs, at most MOST of each source."""
     rows: list[MeasuredRun] = []
     for name in dict.fromkeys(run.row.file for run in runs):
         of_source = [run for run in runs if run.seconds and run.row.file == name]
@@ -190,6 +193,7 @@ def _sampled(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
 
 
 def _weights(rows: Sequence[MeasuredRun]) -> np.ndarray:
+    """The weight of each row: those of a source add up to 1."""
     sizes = Counter(run.row.file for run in rows)
     return np.array([1 / sizes[run.row.file] for run in rows])
 
@@ -199,31 +203,32 @@ def _constants(values: np.ndarray) -> Constants:
 
 
 def _errors(rows: Sequence[MeasuredRun], values: np.ndarray) -> np.ndarray:
+    """log(predicted / measured) of each row."""
     constants = _constants(values)
     return np.array([math.log(predict(run, constants) / (run.seconds or 1.0)) for run in rows])
 
 
 def _slopes(
-    rows: Sequence[MeasuredRun], values: np.ndarray, there: np.ndarray, progress: Callable[[], None]
+    rows: Sequence[MeasuredRun], values: np.ndarray, errors: np.ndarray, progress: Callable[[], None]
 ) -> np.ndarray:
-    """How each error moves with each constant; only runs on its device can."""
+    """How each row's error, `errors` at `values`, changes with each constant."""
     slopes = np.zeros((len(rows), len(values)))
     for column, (constant, step) in enumerate(zip(FITTED, 1e-3 * np.eye(len(values)), strict=True)):
-        touched = [at for at, run in enumerate(rows) if _touches(constant, run)]
-        moved = _errors([rows[at] for at in touched], values + step)
-        slopes[touched, column] = (moved - there[touched]) / 1e-3
+        affected = [index for index, run in enumerate(rows) if _affects(constant, run)]
+        changed = _errors([rows[index] for index in affected], values + step)
+        slopes[affected, column] = (changed - errors[affected]) / 1e-3
         progress()
     return slopes
 
 
-def _touches(constant: Fitted, run: MeasuredRun) -> bool:
-    """Whether a constant can matter to a run."""
+def _affects(constant: Fitted, run: MeasuredRun) -> bool:
+    """Whether a run's prediction can depend on a constant."""
     name = shares_of(run.workload.first_device.accelerator.name)
     return constant.where in ("software", name, KIN.get(name)) or (name == CLOCK and constant.where == "H100")
 
 
 def _move(weights: np.ndarray, errors: np.ndarray, slopes: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """One step towards the least sum of absolute errors, and of the distance from the guesses."""
+    """One Gauss-Newton step towards the least sum of absolute errors and of the distance from the guesses."""
     pull = weights / np.maximum(np.abs(errors), NEAR)
     curvature = slopes.T @ (pull[:, None] * slopes) + np.diag(PRIOR / SPREAD**2)
     descent = -slopes.T @ (pull * errors) - PRIOR * (values - GUESSES) / SPREAD**2
@@ -231,7 +236,7 @@ def _move(weights: np.ndarray, errors: np.ndarray, slopes: np.ndarray, values: n
 
 
 STEPS = ROUNDS * len(FITTED)  # calls of `progress` in one fit
-STEPS_WITHOUT = STEPS + len(FITTED)  # and in those that leave groups out
+STEPS_WITHOUT = STEPS + len(FITTED)  # calls of `progress` in `FullFit.of`, for fits that leave groups out
 
 
 def predict(run: MeasuredRun, constants: Constants | None = None, *, exact: bool = False) -> float:
@@ -241,7 +246,7 @@ def predict(run: MeasuredRun, constants: Constants | None = None, *, exact: bool
 
 
 # ---- unseen ---------------------------------------------------------------------------------------------------------
-# Runs as constants predict them that have not seen their source, or their accelerator.
+# Predictions of runs with constants that were fitted without their source, or without their accelerator.
 
 
 class Unseen(NamedTuple):
@@ -263,7 +268,8 @@ def unseen(
     tick: Callable[[], None] = lambda: None,
     fitted_to_all: FullFit | None = None,
 ) -> Iterator[Unseen]:
-    """Every run with a time, under constants that were fitted without its group. `fitted_to_all`: if it is known."""
+    """Yields every timed run, predicted with constants that were fitted without its group. `fitted_to_all` is the fit
+    to all runs, if it is known already."""
     timed = [run for run in runs if run.seconds]
     if len(set(map(group, timed))) < 2:
         return

@@ -1,4 +1,4 @@
-"""What `fivefold accuracy` found: errors by source, sweeps, and rows; for people and as JSON."""
+"""The result of `fivefold accuracy`: errors by source, sweeps, and rows; as tables, as a picture and as JSON."""
 
 import math
 from collections import Counter
@@ -49,11 +49,11 @@ from fivefold.render.scene import (
 from fivefold.support.errors import UserError
 
 # ---- picture --------------------------------------------------------------------------------------------------------
-# Predicted against measured step times: a mark for each run, the diagonal, and bands that say how far off it is.
+# A scatter plot of predicted against measured step times: a mark for each run, the diagonal, and bands around it.
 
 
 HEIGHT, LEFT, WIDE = 880.0, 128.0, 690.0
-BANDS = (0.25, 0.10)  # on either side of the diagonal, the wider behind
+BANDS = (0.25, 0.10)  # relative errors on either side of the diagonal; the wider band is painted first
 SHADES = (FAINT, PALE)
 
 
@@ -69,24 +69,24 @@ def scatter(results: Sequence[RowScore]) -> Scene:
     near = sum(abs(predicted / seconds - 1) <= BANDS[-1] for _, seconds, predicted in points)
     share = f"; {near / len(points):.0%} of them within 10%" if points else ""
     files = list(dict.fromkeys(name for name, _, _ in points))
-    said = f"{len(points)} measured runs of {len(files)} sources{share}"
-    scene = sheet("Step times: predicted against measured", said, HEIGHT, "predicted against measured step times")
+    subtitle = f"{len(points)} measured runs of {len(files)} sources{share}"
+    scene = sheet("Step times: predicted against measured", subtitle, HEIGHT, "predicted against measured step times")
     plot = Plot(scene, LEFT, TOP, WIDE, HEIGHT - TOP - 70, (low, low), (high, high), log=True)
     for band, shade in zip(BANDS, SHADES, strict=True):
         scene.shapes.append(_band(plot, band, shade))
     plot.axis_x("measured, seconds per step", "{:g}".format)
     plot.axis_y("predicted, seconds per step", "{:g}".format)
     scene.shapes.append(Curve(((plot.x(low), plot.y(low)), (plot.x(high), plot.y(high))), GREY, 1.5))
-    look = {name: (COLOURS[at % len(COLOURS)], at // len(COLOURS) % SHAPES) for at, name in enumerate(files)}
+    looks = {name: (COLOURS[n % len(COLOURS)], n // len(COLOURS) % SHAPES) for n, name in enumerate(files)}
     for name, seconds, predicted in points:
-        colour, shape = look[name]
+        colour, shape = looks[name]
         scene.shapes.append(Mark(plot.x(seconds), plot.y(predicted), 4.2, colour, shape, 0.6))
-    _legend(scene, {name: sum(source == name for source, _, _ in points) for name in files}, look)
+    _legend(scene, {name: sum(source == name for source, _, _ in points) for name in files}, looks)
     return scene
 
 
 def _band(plot: Plot, share: float, shade: str) -> Area:
-    """Predictions between 1/(1+share) and 1+share of what was measured."""
+    """The area of predictions between 1/(1+share) and 1+share times the measured time."""
     low, high, factor = plot.low[0], plot.high[0], 1 + share
     above = ((low, low * factor), (high / factor, high))
     below = ((high, high / factor), (low * factor, low))
@@ -94,10 +94,11 @@ def _band(plot: Plot, share: float, shade: str) -> Area:
     return Area(tuple((plot.x(x), plot.y(y)) for x, y in corners), shade, shade)
 
 
-def _legend(scene: Scene, counts: dict[str, int], look: dict[str, tuple[str, int]]) -> None:
-    """Right of the plot: the bands, the diagonal, then the sources with their numbers of runs."""
+def _legend(scene: Scene, counts: dict[str, int], looks: dict[str, tuple[str, int]]) -> None:
+    """Draw the legend right of the plot: the bands, the diagonal, then the sources with their numbers of runs. `looks`
+    has the colour and the shape of a source's marks."""
     x, y = LEFT + WIDE + 44, TOP + 10
-    room = WIDTH - MARGIN / 2 - x
+    width = WIDTH - MARGIN / 2 - x
     for share, shade in zip(reversed(BANDS), reversed(SHADES), strict=True):
         scene.shapes += [
             Area(((x, y - 7), (x, y - 7), (x + 26, y - 7), (x + 26, y + 7), (x, y + 7)), shade, shade),
@@ -109,29 +110,29 @@ def _legend(scene: Scene, counts: dict[str, int], look: dict[str, tuple[str, int
     y += 62
     step = min(24.0, (HEIGHT - 40 - y) / max(1, len(counts)))
     size = min(SMALL, 0.82 * step)
-    for at, (name, count) in enumerate(counts.items()):
-        colour, shape = look[name]
-        words = cut(f"{name} ({count})", size, room - 26)
+    for number, (name, count) in enumerate(counts.items()):
+        colour, shape = looks[name]
+        words = cut(f"{name} ({count})", size, width - 26)
         scene.shapes += [
-            Mark(x + 8, y + at * step, 5, colour, shape),
-            TextMark(x + 26, y + at * step, words, size, fill=INK),
+            Mark(x + 8, y + number * step, 5, colour, shape),
+            TextMark(x + 26, y + number * step, words, size, fill=INK),
         ]
 
 
 # ---- result ---------------------------------------------------------------------------------------------------------
 
 
-_LINES = 5  # of refused rows that are named
+_LINES = 5  # line numbers of refused rows that are listed for a reason
 
 
 @dataclass(frozen=True)
 class AccuracyResult(Result):
     results: tuple[RowScore, ...]
-    left_out: dict[str, float]  # by source: the mean error under constants that were fitted without it
+    left_out: dict[str, float]  # by source: the mean error with constants that were fitted without it
     shown: str  # the source whose rows are shown
-    constants: Constants | None  # that were fitted
+    constants: Constants | None  # the fitted ones, if they were fitted
     left_devices: dict[str, float] = field(default_factory=dict)  # by accelerator, likewise
-    own: bool = False  # of a directory of the user's: which software was assumed is told
+    own: bool = False  # the runs of a user's directory: the tables show which software was assumed
 
     @cached_property
     def scores(self) -> list[Score]:
@@ -148,7 +149,7 @@ class AccuracyResult(Result):
 
     @property
     def experts_mape(self) -> float | None:
-        """The same of models with experts, of sources that have at least five such rows."""
+        """The mean for models with experts, over sources that have at least five such rows."""
         return self._mean_of("mape", experts=True)
 
     def _mean_of(self, what: str, experts: bool) -> float | None:
@@ -240,7 +241,7 @@ class AccuracyResult(Result):
 
     @cached_property
     def software(self) -> list[tuple[str, str, bool, str]]:
-        """By source: the software that its rows are predicted with, whether that is a guess, and who says so."""
+        """(source, software of its rows, whether that is a guess, its reason), without repeats."""
         rows = ((result.row.file, source_of(result.row)) for result in self.results if result.run)
         described = ((file, source.stack.name, source.assumed, source.why) for file, source in rows)
         return list(dict.fromkeys(described))
@@ -251,7 +252,7 @@ class AccuracyResult(Result):
         yield Table(["source", "~software", "", "~by"], rows, title="The software of these runs", caption=caption)
 
     def _memory(self) -> Iterator[Table]:
-        """Of the sources that publish memory or failures, or have rows that cannot be predicted."""
+        """The table of sources that publish memory or failures, or have rows that cannot be predicted."""
         rows = [
             [
                 score.source,
@@ -304,20 +305,24 @@ class SourceList(Result):
 
 
 def _rows(results: list[RowScore]) -> Table:
-    # What the planner says of memory is compared only where memory was measured, or ran out.
-    judged = any(result.row.status == "oom" or (result.run and result.run.memory) for result in results)
+    # Predicted memory is shown only if memory was measured, or ran out.
+    with_memory = any(result.row.status == "oom" or (result.run and result.run.memory) for result in results)
     rows = []
     for result in results:
         line, run = str(result.row.line), result.run
         if run is None:
             rows.append([line, result.row.text("model"), result.refused or "arithmetic of a paper"])
             continue
-        measured = "out of memory" if result.row.status == "oom" else f"{run.seconds:.4g} s" if run.seconds else ""
+        measured = f"{run.seconds:.4g} s" if run.seconds else ""
+        if result.row.status == "oom":
+            measured = "out of memory"
         predicted = f"{result.seconds:.4g} s" if result.seconds else ""
         cells = [line, run.workload.spec.name, str(run.workload.layout).partition(",split=")[0], measured, predicted]
-        memory = [_gigabytes(run.memory), _gigabytes(result.memory), "yes" if result.fits else "no"] if judged else []
-        rows.append([*cells, _percent(result.error, signed=True), *memory])
-    memory_heads = [">memory", ">predicted", ">fits"] if judged else []
+        cells.append(_percent(result.error, signed=True))
+        if with_memory:
+            cells += [_gigabytes(run.memory), _gigabytes(result.memory), "yes" if result.fits else "no"]
+        rows.append(cells)
+    memory_heads = [">memory", ">predicted", ">fits"] if with_memory else []
     return Table([">line", "model", "~layout", ">measured", ">predicted", ">error", *memory_heads], rows, title="Rows")
 
 
@@ -334,7 +339,7 @@ def _gigabytes(size: float | None) -> str:
 
 
 # ---- accuracy -------------------------------------------------------------------------------------------------------
-# The planner against published, measured runs, as one function.
+# Compares the planner with published, measured runs.
 #
 # planner_accuracy(rows="llama3").scores[0].mape
 
@@ -371,23 +376,23 @@ def planner_accuracy(
 
 
 def steps(progress: Progress, what: str, total: int) -> Callable[[], None]:
-    """Counts the calls, and reports each of them."""
+    """A function that reports to `progress` how often it was called, of `total` calls."""
     done = iter(range(1, total + 1))
     return lambda: progress(next(done, total), total, what)
 
 
 def _runs(rows: list[PublishedRow]) -> list[MeasuredRun]:
-    """Those that can be predicted."""
+    """The runs to which constants are fitted: of dense models, as no constant is fitted to experts."""
     runs: list[MeasuredRun] = []
     for row in rows:
-        with suppress(UserError, *NONSENSE):
-            # Constants are those of dense models: what experts add has none that is fitted.
-            runs += [measured(row)] if row.status == "ok" and not is_mixture(row) else []
+        if row.status == "ok" and not is_mixture(row):
+            with suppress(UserError, *NONSENSE):  # it cannot be predicted
+                runs.append(measured(row))
     return runs
 
 
 def _left_out(rows: list[PublishedRow], progress: Progress) -> tuple[dict[str, float], dict[str, float]]:
-    """The mean error of each source, and of each accelerator, under constants that were fitted without it."""
+    """The mean error of each source, and of each accelerator, with constants that were fitted without it."""
     runs = [run for run in _runs(rows) if run.seconds]
     if len(set(map(by_source, runs))) < 2 and len(set(map(by_accelerator, runs))) < 2:
         names = ", ".join(sorted(set(map(by_source, runs)))) or "none"
@@ -403,7 +408,7 @@ def _left_out(rows: list[PublishedRow], progress: Progress) -> tuple[dict[str, f
 
 
 def _mean_errors(predictions: Iterable[Unseen], group: Callable[[MeasuredRun], str]) -> dict[str, float]:
-    """Of an accelerator the mean of its sources', which differ in their number of rows."""
+    """The mean error of each group: the mean over its sources, which differ in their number of rows."""
     errors: dict[str, dict[str, list[float]]] = {}
     for run, seconds in predictions:
         error = abs(seconds / (run.seconds or 1.0) - 1)

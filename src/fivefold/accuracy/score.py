@@ -1,4 +1,4 @@
-"""The planner against measured runs: errors of time and memory, which runs run out of it, and what its choices cost."""
+"""Scores the planner on measured runs: errors of time and memory, predictions of out-of-memory, and its choices."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from fivefold.cost.model_state import paper
 from fivefold.cost.peak_memory import USABLE_FRACTION, footprint
 from fivefold.support.errors import UserError
 
-NONSENSE = (ArithmeticError, ValueError, IndexError, AssertionError)  # of numbers that make no sense together
+NONSENSE = (ArithmeticError, ValueError, IndexError, AssertionError)  # raised for numbers that contradict each other
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class RowScore:
     fits: bool | None = None
     planned: bool = False  # it fits with the headroom that a plan leaves
     refused: str = ""
-    theory: float | None = None  # bytes, where a row is arithmetic and no measurement
+    theory: float | None = None  # published bytes, for a row that is computed and not measured
 
     @property
     def error(self) -> float | None:
-        """Of time, relative."""
+        """The relative error of time: predicted / measured - 1."""
         return self._relative(self.seconds, self.run and self.run.seconds)
 
     @property
@@ -71,8 +71,8 @@ def evaluate(
     exact: bool = True,
     tick: Callable[[], None] = lambda: None,
 ) -> list[RowScore]:
-    """Predict every row; one that is no measurement, or that cannot be predicted, gets the reason. `tick` is called
-    after each."""
+    """Predict every row; a row that is no measurement, or cannot be predicted, gets the reason. `tick` is called after
+    each."""
     results, rows = [], list(rows)
     later = older(rows)
     for row in rows:
@@ -89,7 +89,7 @@ def evaluate(
 
 
 def _theory(row: PublishedRow) -> RowScore:
-    """The ZeRO paper's arithmetic, in its own accounting."""
+    """A row of the ZeRO paper, whose memory is computed by the paper's own formula."""
     count, ranks, published = row.number("params_b"), row.integer("dp"), row.number("peak_mem_gb")
     stage = row.integer("zero_stage")
     if not (count and ranks and published) or stage is None:
@@ -109,8 +109,8 @@ def _predicted(row: PublishedRow, constants: Constants | None, exact: bool) -> R
     return RowScore(row, run, seconds, needs.reserved if run.source.reserved else needs.allocated, fits, planned)
 
 
-EXPERTS = ", experts"  # of the name of a line with models that have some
-FEW = 5  # of their rows: a line that has fewer is shown, and is no part of a mean
+EXPERTS = ", experts"  # the end of a line's name if its models have experts
+FEW = 5  # rows: a line of models with experts that has fewer is shown, but is no part of a mean
 
 
 @dataclass(frozen=True)
@@ -150,56 +150,54 @@ class Score:
 def score(source: str, results: Sequence[RowScore]) -> Score:
     timed = [result for result in results if result.error is not None]
     errors = [result.error for result in results if result.error is not None]
-    sizes = [abs(error) for error in errors]
+    absolute = [abs(error) for error in errors]
     memory = [abs(result.memory_error) for result in results if result.memory_error is not None]
-    judged = [result for result in results if result.fits is not None]
-    # Only a source that reports failures says anything about them.
-    failed = [result for result in judged if result.row.status == "oom"]
-    said = [result for result in judged if not result.fits]
-    both = [result for result in failed if not result.fits]
-    right = sum((result.row.status == "oom") == (not result.fits) for result in judged)
+    with_memory = [result for result in results if result.fits is not None]
+    # Figures of out-of-memory are given only for a source that reports such rows.
+    failed = [result for result in with_memory if result.row.status == "oom"]
+    predicted = [result for result in with_memory if not result.fits]
+    true_positives = [result for result in failed if not result.fits]
+    right = sum((result.row.status == "oom") == (not result.fits) for result in with_memory)
     return Score(
         source=source,
         rows=len(results),
         timed=len(timed),
         refused=sum(bool(result.refused) for result in results),
-        mape=fmean(sizes) if sizes else None,
-        median_ape=median(sizes) if sizes else None,
+        mape=fmean(absolute) if absolute else None,
+        median_ape=median(absolute) if absolute else None,
         bias=fmean(errors) if errors else None,
         null_mape=null_error([result.run for result in timed if result.run]) if timed else None,
         worst=max(timed, key=lambda result: abs(result.error or 0.0), default=None),
         memory_rows=len(memory),
         memory_mape=fmean(memory) if memory else None,
         oom_rows=len(failed),
-        oom_right=right / len(judged) if failed else None,
-        oom_precision=len(both) / len(said) if failed and said else None,
-        oom_recall=len(both) / len(failed) if failed else None,
+        oom_right=right / len(with_memory) if failed else None,
+        oom_precision=len(true_positives) / len(predicted) if failed and predicted else None,
+        oom_recall=len(true_positives) / len(failed) if failed else None,
     )
 
 
 def scores(results: Sequence[RowScore]) -> list[Score]:
-    """One per source, which is one per file; models with experts are lines of their own."""
+    """A score for each source, which is a file; its models with experts have a line of their own."""
     lines: dict[str, list[RowScore]] = {}
     for result in results:
         lines.setdefault(line_of(result.row), []).append(result)
-    return [score(name, of_line) for name, of_line in lines.items()]
+    return [score(name, line_results) for name, line_results in lines.items()]
 
 
 def line_of(row: PublishedRow) -> str:
+    """The name of the line in the table to which a row belongs."""
     return f"{row.file}{EXPERTS}" if is_mixture(row) else row.file
 
 
 def null_seconds(runs: Sequence[MeasuredRun]) -> list[float]:
-    """What a model predicts that knows the best single hardware utilisation of these runs, and nothing else."""
-    ideal = []  # seconds at the peak rate, recomputation counted
+    """The step times by the null model, which knows the best single hardware utilisation of these runs, and nothing
+    else."""
+    ideal = []  # seconds at the peak rate, with recomputation
     for workload in (run.workload for run in runs):
-        again = 4 / 3 if workload.layout.recompute == "full" else 1.0
-        ideal.append(
-            workload.flops()
-            * again
-            / workload.first_device.accelerator.rate(workload.precision)
-            / workload.layout.world
-        )
+        recompute = 4 / 3 if workload.layout.recompute == "full" else 1.0
+        peak = workload.first_device.accelerator.rate(workload.precision) * workload.layout.world
+        ideal.append(workload.flops() * recompute / peak)
     ratio = np.array([run.seconds for run in runs]) / ideal
     # The mean of |u r - 1| over the rows is least where u is one of 1/r: the best constant is found by trying all.
     best = min(ratio, key=lambda inverse: float(np.mean(np.abs(inverse / ratio - 1))))
@@ -207,11 +205,11 @@ def null_seconds(runs: Sequence[MeasuredRun]) -> list[float]:
 
 
 def null_error(runs: Sequence[MeasuredRun]) -> float:
-    """The mean error of that model."""
+    """The mean error of the null model."""
     return fmean(abs(seconds / (run.seconds or 1.0) - 1) for seconds, run in zip(null_seconds(runs), runs, strict=True))
 
 
-ENOUGH = 3  # layouts of a sweep
+ENOUGH = 3  # the fewest layouts of a sweep
 
 
 class SweepChoice(NamedTuple):
@@ -237,7 +235,7 @@ class SweepChoice(NamedTuple):
 
 
 def choices(results: Sequence[RowScore]) -> list[SweepChoice]:
-    """One per sweep: the planner chooses from all layouts that were tried, those that failed included."""
+    """The planner's choice in each sweep, from all layouts that were tried, also those that failed."""
     # Rows of one source with the same work on the same machines, and the same software.
     columns = ("source", "model", "seq_len", "gpu", "gpus", "global_batch", "precision")
     sweeps: dict[tuple[str, ...], list[RowScore]] = {}

@@ -1,4 +1,4 @@
-"""What each source of measured runs does not publish, in one table: the software, and its settings.
+"""The table of what sources of measured runs do not publish: the software, and its settings.
 
 No entry is about a single row. Every entry gives its reason.
 """
@@ -34,17 +34,17 @@ from fivefold.spec.model import Attention as Counting
 class Source(Struct, frozen=True, kw_only=True):
     """Assumptions about one source."""
 
-    match: str = ""  # of the `source` column: a paper's or a software's own name, no model's
+    match: str = ""  # a pattern for the `source` column: the name of a paper or of software, not of a model
     why: str
     stack: SoftwareProfile
     zero: int = 0
     pipelined_zero: int = 3  # at most, with pp: software may keep weights gathered, and reduce gradients once a step
     sp: bool = False  # where tp > 1 and the row does not say
     recompute: Recompute = "none"
-    counting: Counting = "full"  # of its TFLOP/s and MFU
+    counting: Counting = "full"  # how its TFLOP/s and MFU count attention
     hardware_flops: bool = False  # its TFLOP/s count recomputation
     compiled_if_said: bool = False  # eager, unless a row's notes say "compile"
-    kernels: dict[str, Attention] = field(default_factory=dict)  # by a word in `notes`
+    kernels: dict[str, Attention] = field(default_factory=dict)  # words in `notes` -> the attention kernel
     dropout: float = 0.0
     chunks: int = 1  # at most, where pp > 1 and the row does not say: as many as divide the layers evenly
     cp_kind: ContextKind = "ring"
@@ -52,10 +52,10 @@ class Source(Struct, frozen=True, kw_only=True):
     memory_unit: float = 1e9  # bytes of a published GB
     ports: float = 1.0  # of a node's network, relative to the catalogue's
     vocab: int = 0  # where the row does not say
-    divides_experts: bool = False  # tp divides experts, as it does all else
-    untied: bool = False  # of GPT-like models: the head is a table of its own
-    balanced_if: str = ""  # a word in `notes`: layers are assigned so that embedding and head weigh as layers do
-    assumed: bool = False  # nobody said so: by accelerator, or by a word of the row
+    divides_experts: bool = False  # tp divides experts, as it does all other weights
+    untied: bool = False  # the head of GPT-like models is a table of its own
+    balanced_if: str = ""  # a word in `notes` that says that layers are assigned with regard to embedding and head
+    assumed: bool = False  # it is a guess, by a word of the row, its year or its accelerator
 
 
 ANY = Source(why="a source without an entry: plain Megatron-Core", stack=MEGATRON_CORE, zero=1, sp=True)
@@ -220,7 +220,7 @@ SOURCES = (
 )
 
 
-# Of a row that names its system: the settings with which that system usually runs.
+# System -> the settings with which it usually runs, for rows that name their system.
 USUAL: dict[str, Source] = {
     "fivefold": Source(why="this code", stack=SYSTEMS["fivefold"], zero=1, sp=True),
     "nemo": NVIDIA,
@@ -239,7 +239,7 @@ USUAL: dict[str, Source] = {
     "xla": Source(why="", stack=XLA, zero=3, sp=True),
 }
 
-# Of a source that nobody has described, by a word of the row; the first that matches.
+# Pattern in a row's words -> system, for a source without an entry; the first match counts.
 WORDS = (
     (r"mlperf|mlcommons|nemo|megatron-?bridge|dgxc|github\S*[ /]nvidia|docs\.nvidia", "nemo"),
     (r"torchtitan|fsdp2", "torchtitan"),
@@ -250,7 +250,7 @@ WORDS = (
     (r"llm-foundry|mosaic|fsdp|accelerate|huggingface", "llm-foundry"),
     (r"megatron-?core|mcore|transformer engine", "megatron-core"),
 )
-# By accelerator and format, which tell the year: FlashAttention came between the V100 and the H100, bf16 with the A100.
+# Accelerator and format -> system. They tell the year: FlashAttention came between V100 and H100, bf16 with the A100.
 YEARS = (
     (r"V100", "megatron-2021"),
     (r"A100.* fp16", "megatron"),
@@ -268,12 +268,12 @@ def usual(system: str) -> Source:
 
 
 def known(text: str) -> Source | None:
-    """A source that has an entry, by its name."""
+    """The entry of a source, by its name; None if it has none."""
     return next((source for source in SOURCES if re.search(source.match, text, re.IGNORECASE)), None)
 
 
 def guessed(text: str, gpu: str, precision: str = "") -> Source:
-    """A source that nobody has described: by its words, the year of its paper, or its accelerator and format."""
+    """A guess for a source without an entry: by its words, the year of its paper, or its accelerator and format."""
     system, why = _by_words(text) or _by_year(text) or _by_device(gpu, precision)
     source = replace(usual(system), assumed=True, why=f"{system!r}, by {why}")
     flash = re.search(r"flash.?att", text, re.IGNORECASE) and source.stack.attention in ("fused", "torch")
@@ -288,7 +288,7 @@ def _by_words(text: str) -> tuple[str, str] | None:
 
 
 def _by_year(text: str) -> tuple[str, str] | None:
-    """Of a paper or a release before FlashAttention was common."""
+    """The system for a paper or a release from before FlashAttention was common, and why; None for later ones."""
     if match := re.search(r"arXiv.?(19|2[0-2])\d\d\.\d{4,5}|\b20(19|2[0-2])\b", text):
         return ("megatron" if "22" in match.groups() else "megatron-2021"), f"the year of {match.group()!r}"
     return None

@@ -1,4 +1,4 @@
-"""Words of measured runs in ours: schedules, precisions and models as papers and logs spell them."""
+"""Translates the words of measured runs: schedules, precisions and models as papers and logs spell them."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -24,11 +24,11 @@ from fivefold.support.ranges import misfit, within
 from fivefold.support.text import did_you_mean
 
 # ---- describe -------------------------------------------------------------------------------------------------------
-# Which software a row ran with: by its `system` column, a TOML file next to its CSV, its source's entry, or a guess.
+# The software of a row: by its `system` column, a TOML file next to its CSV, its source's entry, or a guess.
 #
 # # my-runs/march.toml, next to my-runs/march.csv
-# system = "megatron-core"             # the start: a name of cost/systems.py
-# recompute = "selective"              # where a row does not say
+# system = "megatron-core"             # a name of cost/systems.py, whose settings the following ones change
+# recompute = "selective"              # for rows that do not say
 # [stack]
 # attention = "flash3"
 # [stack.overlap]
@@ -36,11 +36,11 @@ from fivefold.support.text import did_you_mean
 
 
 S = TypeVar("S", bound=Struct)
-START = "megatron-core"  # of a file that names no system
-OURS = {"match", "assumed", "reached"}  # that no file may set
+START = "megatron-core"  # the system of a file that names none
+OURS = {"match", "assumed", "reached"}  # fields that no file may set
 
 SHARE, STAGE, BYTES = within(0, 1), within(0, 3), within(1, 1000)
-RANGES = {  # of switches, by name; of others a number is not negative
+RANGES = {  # by setting; all other numbers must not be negative
     "zero": STAGE,
     "pipelined_zero": STAGE,
     "chunks": within(1, 1000),
@@ -54,7 +54,7 @@ ANY_NUMBER = within(0, 1e15)
 
 
 def described(path: Path) -> Source | None:
-    """The description in a TOML file; None where there is no such file."""
+    """The description in a TOML file; None if there is no such file."""
     if not path.is_file():
         return None
     table = read_toml(path)
@@ -75,7 +75,7 @@ def described(path: Path) -> Source | None:
 
 
 def _changed(base: S, table: dict[str, Any], path: str, problems: list[str]) -> S:
-    """A description with the switches of a table; what the table does not name stays."""
+    """The description `base` with the settings of a table."""
     fields = {field.name: field for field in structs.fields(base) if field.name not in OURS}
     changes: dict[str, Any] = {}
     for key, value in table.items():
@@ -92,7 +92,7 @@ def _changed(base: S, table: dict[str, Any], path: str, problems: list[str]) -> 
 
 
 def _outside(path: str, value: Any) -> list[str]:
-    """A sentence for each number that no run can have."""
+    """A sentence for each number that is out of its range."""
     values = value if isinstance(value, tuple) else (value,)
     numbers = [number for number in values if type(number) in (int, float)]
     problems = (misfit(path, number, RANGES.get(path, ANY_NUMBER)) for number in numbers)
@@ -100,7 +100,7 @@ def _outside(path: str, value: Any) -> list[str]:
 
 
 def stray(directory: Path) -> Path | None:
-    """A description without its runs; other TOML files may lie there."""
+    """A description whose CSV file is missing; other TOML files are ignored."""
     for path in sorted(directory.glob("*.toml")):
         if not path.with_suffix(".csv").exists():
             with suppress(UserError):
@@ -113,13 +113,13 @@ def stray(directory: Path) -> Path | None:
 def description(
     system: str, file: Source | None, source: str, words: str, gpu: str, precision: str, shipped: bool = False
 ) -> Source:
-    """What is known of a row's software, from what says most of it to what says least.
+    """The software of a row: by its own column, else by its file, else by its source's entry, else a guess.
 
-    Entries are about the package's own runs; elsewhere the same name may mean other settings, and is called a guess.
+    Entries are about the package's own runs; in other files the same name may mean other settings, and is a guess.
     """
     if system:
-        own = usual(system)
-        return structs.replace(own, why=f"{own.why} of the row, and not {file.why}") if file else own
+        of_row = usual(system)
+        return structs.replace(of_row, why=f"{of_row.why} of the row, and not {file.why}") if file else of_row
     if file:
         return file
     if (entry := known(source)) is None:
@@ -134,8 +134,8 @@ class Refused(UserError):
     """Why a row cannot be predicted."""
 
 
-# Without case, dashes and blanks. ZB-1p and ZB-2p of arXiv 2401.10241 are found by search within zb-h1's and zb-h2's
-# memory.
+# Name -> other spellings, without case, dashes and blanks. ZB-1p and ZB-2p of arXiv 2401.10241 are found by a search
+# within the memory of zb-h1 and zb-h2.
 _SCHEDULES = {
     "1f1b": "1f1b pipedreamflush dapple noninterleaved1f1b",
     "interleaved": "interleaved1f1b 1f1binterleaved 1f1bi interleaved1f1bvp vpp interleavedpipeline",
@@ -153,11 +153,12 @@ _NONE = {"", "none", "no", "na", "nopipeline", "-"}
 
 
 def plain(text: str) -> str:
+    """A text in lower case, without dashes and blanks."""
     return re.sub(r"[^a-z0-9+.]", "", text.lower())
 
 
 def schedule_named(text: str) -> str:
-    """The catalogue's name of a schedule; empty where a row does not say."""
+    """The catalogue's name of a schedule; empty if a row does not say."""
     word = plain(re.sub(r"\(.*?\)", "", text))
     if word in _NONE:
         return ""
@@ -169,48 +170,49 @@ def schedule_named(text: str) -> str:
 
 
 def precision_named(text: str, device: Accelerator) -> str:
-    """Of matmuls: fp8 for any recipe in 8 bits, fp4 in 4; what is wider and not said is the device's 16-bit format."""
+    """The precision of matmuls: fp8 for any recipe in 8 bits, fp4 in 4, tf32 and fp32 if stated; else the device's
+    16-bit format."""
     word = text.lower()
     if word and not re.search(r"(fp|float)(4|8|16|32)|bf16|tf32|^(amp|mixed|half|16)\b", word):
         raise Refused(f"precision {text!r} is none of ours; {did_you_mean(word, ['bf16', 'fp16', *_NARROW_OR_WIDE])}")
     for precision in _NARROW_OR_WIDE:
         pattern = f"{precision}|{precision.replace('fp', 'float')}"
         if re.search(pattern, word) and not re.search("bf16|fp16", word):
-            device.rate(precision)  # raises with what it has
+            device.rate(precision)  # raises an error that says what the device has
             return precision
     return "bf16" if device.peak.bf16 else "fp16"
 
 
 def zero_named(text: str) -> int | None:
-    """3 of '3', 'zero3', 'ZeRO-3', 'stage 3' or '3 (FSDP2)'; None where a row does not say."""
+    """The ZeRO stage: 3 for '3', 'zero3', 'ZeRO-3', 'stage 3' or '3 (FSDP2)'; None if a row does not say."""
     word = plain(re.sub(r"\(.*?\)", "", text))
     if match := re.fullmatch(r"(?:zero)?(?:stage)?([0-3])(?:\.0)?", word):
         return int(match.group(1))
-    # Weights that are gathered once a step: optimizer and gradients are sharded, and the software says how.
+    # "not resharded": weights are gathered once a step, and the stage is the software's.
     if not word or "not resharded" in text:
         return None
     raise Refused(f"zero_stage is {text!r}, and must be 0, 1, 2 or 3, or empty where it is not known")
 
 
-def recompute_named(text: str, usual: Recompute) -> Recompute:
-    """By its first word: 'full', 'selective op', 'none (baseline)'; some of the layers count as all."""
+def recompute_named(text: str, default: Recompute) -> Recompute:
+    """Recompute by the first word: 'full', 'selective op', 'none (baseline)'; 'partial', some layers, counts as all."""
     kinds: dict[str, Recompute] = {"none": "none", "selective": "selective", "full": "full", "partial": "full"}
     first = re.match(r"\w*", text.lower())
     word = first.group() if first else ""
     if text and word not in kinds:
         raise Refused(f"recompute {text!r} is none of ours; {did_you_mean(word, list(kinds))}")
-    return kinds[word] if text else usual
+    return kinds[word] if text else default
 
 
-def yes_or_no(column: str, text: str, usual: bool) -> bool:
-    words = {"": usual, "yes": True, "true": True, "1": True, "no": False, "false": False, "0": False}
+def yes_or_no(column: str, text: str, default: bool) -> bool:
+    words = {"": default, "yes": True, "true": True, "1": True, "no": False, "false": False, "0": False}
     if text.lower() not in words:
         raise Refused(f"{column} is {text!r}, and must be yes or no, or empty where it is not known")
     return words[text.lower()]
 
 
 def preset_named(text: str) -> str | None:
-    """The preset that a model's name means, whatever else it says of precision and makers."""
+    """The preset that a model's name means, without words about precision and makers; None if there is none."""
     word = re.sub(r"(?i)\b(nv|mx)?(bf16|fp16|fp8|fp4)\b|meta|pre-?train(ing)?|[-_ ]cs\b", "", text.replace("_", " "))
     word = plain(word)
     known = {plain(name): name for name in PRESETS}
@@ -220,22 +222,22 @@ def preset_named(text: str) -> str | None:
 
 
 # ---- mixtures -------------------------------------------------------------------------------------------------------
-# Rows of models with experts: their shapes, their routing, and which of a vendor's releases is judged.
+# Rows of models with experts: their shapes, their routing, and which of a vendor's releases counts.
 #
-# Shapes that a row leaves out are those of the preset of its name; notes may give `experts=16 top-k=4
-# expert_ffn=8192`.
+# Sizes that a row leaves out are those of the preset of its name; notes may give
+# `experts=16 top-k=4 expert_ffn=8192`.
 
 
 NAMES = r"mixtral|moe|\dx\d+b|deepseek|a\d+b\b|maverick|scout|grok"
 GIVEN = r"experts=(?P<count>\d{1,9}) top-k=(?P<top_k>\d{1,9}) expert_ffn=(?P<ffn>\d{1,9})\b"
-ALONE = ("layers", "hidden", "heads", "vocab")  # that a model has of itself, where no preset lends them
+ALONE = ("layers", "hidden", "heads", "vocab")  # sizes that a row must have if no preset gives them
 RELEASE = r"v?(\d{1,9}(?:\.\d{1,9})+)"
-WEAK = 1e-3  # a factor of the balance loss below which it balances nothing in a run's first steps; usual are 0.01 or so
+WEAK = 1e-3  # a coefficient of the balance loss below it has no effect in a run's first steps; usual are about 0.01
 SAME = ("seq_len", "gpu", "gpus", "dp", "tp", "pp", "cp", "ep", "micro_batch", "global_batch", "layers")
 
 
 class MixtureValues(Protocol):
-    """A row, as far as it matters here."""
+    """A row whose cells are read as text and whole numbers."""
 
     @property
     def values(self) -> Mapping[str, str]: ...
@@ -248,7 +250,7 @@ def is_mixture(row: MixtureValues) -> bool:
 
 
 def mixture_spec(row: MixtureValues, shape: dict[str, Any]) -> ModelSpec:
-    """The row's model; `shape` has the numbers that it gives."""
+    """The row's model; `shape` has the sizes that the row gives."""
     name = row.text("model")
     if re.search(r"tokendrop|token drop", name, re.I):
         raise Refused("it drops tokens where an expert has too many, which this planner does not know")
@@ -265,13 +267,13 @@ def mixture_spec(row: MixtureValues, shape: dict[str, Any]) -> ModelSpec:
         raise Refused(f"{name!r} has experts, and neither a preset of its name nor its notes say how many")
     spec = structs.replace(preset(known, **shape), name=name)
     if re.search(r"deepseek-?v3", name, re.I) and "w/o MTP" not in name:
-        # Its recipe trains with one more layer, which predicts a token further ahead, through the same head.
+        # Its recipe has multi-token prediction: one more layer, which predicts a further token, through the same head.
         spec = structs.replace(spec, layers=spec.layers + 1, vocab=2 * spec.vocab)
     return spec
 
 
 def _preset(name: str) -> str | None:
-    """The preset of that name, or the only one whose name begins as it does, or with which it begins."""
+    """The preset of that name; or the only one with experts of which one name begins with the other."""
     if exact := preset_named(name):
         return exact
     word = plain(name)
@@ -281,8 +283,8 @@ def _preset(name: str) -> str | None:
 
 
 def with_experts(row: MixtureValues, spec: ModelSpec, layout: Layout, divided: bool) -> tuple[ModelSpec, Layout]:
-    """The layout with the row's ep. `divided`: tp divides the experts, too. A part of an expert is then an expert by
-    itself: ep x tp ranks have them, and a token visits all parts of those that it chooses."""
+    """The model and the layout with the row's ep. `divided`: tp divides the experts, too. Then each part of an expert
+    counts as an expert: ep x tp ranks have them, and a token visits all parts of the experts that it chooses."""
     ep = row.integer("ep") or 1
     if divided and layout.tp > 1 and spec.experts is not None:
         own, tp = spec.experts, layout.tp
@@ -292,8 +294,8 @@ def with_experts(row: MixtureValues, spec: ModelSpec, layout: Layout, divided: b
 
 
 def imbalance_of(row: MixtureValues, spec: ModelSpec, layout: Layout) -> float:
-    """The most loaded rank over the mean. Benchmarks force an even load. Where notes say that routing was real, it is
-    the usual one; and that of routers that send all tokens the same way, if nothing balanced them."""
+    """The tokens of the most loaded rank over the mean. It is 1 in benchmarks, which force an even load. If notes say
+    that routing was real, it is the usual imbalance, or that of collapsed routers if no loss balanced them."""
     notes = row.text("notes").lower()
     if spec.experts is None or "real routing" not in notes:
         return 1.0
@@ -301,14 +303,14 @@ def imbalance_of(row: MixtureValues, spec: ModelSpec, layout: Layout) -> float:
     return collapsed(spec.experts, layout.ep) if loss and float(loss.group(1)) < WEAK else IMBALANCE
 
 
-def kernels_of(row: MixtureValues, usual: ExpertKernels) -> ExpertKernels:
-    """Of its release: Megatron-Bridge has others since 26.06, on Blackwell."""
+def kernels_of(row: MixtureValues, default: ExpertKernels) -> ExpertKernels:
+    """The kernels of experts of a row's release: Megatron-Bridge has new ones since 26.06, on Blackwell."""
     new = "Megatron-Bridge" in row.text("source") and release(row) >= (26, 6)
-    return FUSED_EXPERTS if new and re.match(r"G?B[23]00", row.text("gpu")) else usual
+    return FUSED_EXPERTS if new and re.match(r"G?B[23]00", row.text("gpu")) else default
 
 
 def held_parameters(spec: ModelSpec, tp: int, ep: int) -> float:
-    """Of a rank that has all layers."""
+    """The parameters of a rank that has all layers, sharded over tp and ep."""
     kinds = spec.counted().items()
     blocks = sum(count * block_share(spec, tp, ep, kind).total for kind, count in kinds)
     undivided = sum(count * block_share(spec, 1, 1, kind).total for kind, count in kinds)
@@ -316,12 +318,13 @@ def held_parameters(spec: ModelSpec, tp: int, ep: int) -> float:
 
 
 def release(row: MixtureValues) -> tuple[int, ...]:
+    """The release that a row's source names, (26, 6); empty if it names none."""
     match = re.search(RELEASE, row.text("source"))
     return tuple(map(int, match.group(1).split("."))) if match else ()
 
 
 def older(rows: Sequence[Any]) -> dict[tuple[str, int], int]:
-    """By file and line: rows of mixtures of which a later release ran the same configuration, and that row's line."""
+    """{(file, line): line of the newest release} for rows with experts whose configuration a later release ran, too."""
     keys = {(row.file, row.line): _configuration(row) for row in rows if is_mixture(row) and release(row)}
     newest: dict[tuple[str, ...], Any] = {}
     for row in rows:

@@ -1,4 +1,4 @@
-"""Whether a search finds what people find by trying: published sweeps, the planner's choices, and rules of thumb.
+"""Published sweeps of layouts: how close the planner's choices, and those of rules of thumb, come to the best layout.
 
 sweeps().mean("planner"), sweeps().mean("least, tp")
 """
@@ -19,25 +19,25 @@ from fivefold.layout.layout import Layout
 from fivefold.planner.closed import RECOMPUTES
 from fivefold.render.blocks import Block, Result, Table, Text
 
-NEAR = 0.03  # of the best: within the noise of measured runs
+NEAR = 0.03  # a regret below it is within the noise of measured runs
 
 
 class Rule(NamedTuple):
-    """A rule of thumb: what it prefers among the layouts that ran. It is told which did; the planner is not."""
+    """A rule of thumb that chooses among the layouts that ran. It knows which did; the planner does not."""
 
     name: str
     why: str
-    key: Callable[[MeasuredRun], tuple[int, ...]] | None  # the least first; None: the layout in the middle, by speed
+    key: Callable[[MeasuredRun], tuple[int, ...]] | None  # it takes the least; None: the layout of median speed
 
 
-def _else(run: MeasuredRun) -> tuple[int, ...]:
-    """What all rules then prefer: nothing computed twice, and large microbatches."""
+def _tie_break(run: MeasuredRun) -> tuple[int, ...]:
+    """What all rules prefer among layouts that are equal otherwise: no recomputation, and large microbatches."""
     return RECOMPUTES.index(run.workload.layout.recompute), -run.workload.samples
 
 
 def _tp_first(run: MeasuredRun) -> tuple[int, ...]:
     layout, node = run.workload.layout, run.workload.cluster.groups[0].gpus
-    return int(layout.tp > node), -layout.tp, layout.pp, layout.cp, *_else(run)
+    return int(layout.tp > node), -layout.tp, layout.pp, layout.cp, *_tie_break(run)
 
 
 def _least(run: MeasuredRun) -> tuple[int, ...]:
@@ -47,11 +47,11 @@ def _least(run: MeasuredRun) -> tuple[int, ...]:
 
 def _least_by_tp(run: MeasuredRun) -> tuple[int, ...]:
     layout, node = run.workload.layout, run.workload.cluster.groups[0].gpus
-    return *_least(run), int(layout.tp > node), -layout.tp, *_else(run)
+    return *_least(run), int(layout.tp > node), -layout.tp, *_tie_break(run)
 
 
 def _least_by_pp(run: MeasuredRun) -> tuple[int, ...]:
-    return *_least(run), run.workload.layout.tp, *_else(run)
+    return *_least(run), run.workload.layout.tp, *_tie_break(run)
 
 
 PLANNER, TOLD = "planner", "told"
@@ -71,14 +71,14 @@ class SweepsResult(Result):
 
     @cached_property
     def regrets(self) -> list[dict[str, float]]:
-        """By rule; infinite where the choice ran out of memory."""
+        """For each sweep the regret by choice; infinite if the chosen layout ran out of memory."""
         return [
             {PLANNER: sweep.regret, TOLD: regret_if_told(sweep)} | {rule.name: regret_of(sweep, rule) for rule in RULES}
             for sweep in self.sweeps
         ]
 
     def of(self, name: str) -> list[float]:
-        """Where the choice ran."""
+        """The regrets of a choice in the sweeps in which the chosen layout ran."""
         return [row[name] for row in self.regrets if row[name] < float("inf")]
 
     def mean(self, name: str) -> float:
@@ -122,13 +122,13 @@ class SweepsResult(Result):
         return Table(heads, rows, title="Sweeps", caption=caption)
 
     def _by_source(self) -> Table:
-        both = list(zip(self.sweeps, self.regrets, strict=True))
-        parts = {name: [row for sweep, row in both if sweep.best.row.file == name] for name in self.sources}
-        nodes = {"one node": [row for sweep, row in both if _nodes(sweep) == 1]}
-        nodes["several nodes"] = [row for sweep, row in both if _nodes(sweep) > 1]
+        pairs = list(zip(self.sweeps, self.regrets, strict=True))
+        by_source = {name: [row for sweep, row in pairs if sweep.best.row.file == name] for name in self.sources}
+        by_nodes = {"one node": [row for sweep, row in pairs if _nodes(sweep) == 1]}
+        by_nodes["several nodes"] = [row for sweep, row in pairs if _nodes(sweep) > 1]
         heads = ["source", ">sweeps", *(f">{name}" for name in self.regrets[0])]
-        ends = [_means(name, rows) for name, rows in nodes.items() if rows]
-        return Table(heads, [_means(name, rows) for name, rows in parts.items()], "Mean by source", totals=ends)
+        totals = [_means(name, rows) for name, rows in by_nodes.items() if rows]
+        return Table(heads, [_means(name, rows) for name, rows in by_source.items()], "Mean by source", totals=totals)
 
     @property
     def sources(self) -> list[str]:
@@ -136,7 +136,7 @@ class SweepsResult(Result):
 
     def _rules(self) -> Table:
         why = {PLANNER: "the shortest predicted step of the layouts that fit by prediction"}
-        why[TOLD] = "the shortest predicted step of the layouts that ran: as the rules, told which did"
+        why[TOLD] = "the shortest predicted step of the layouts that ran: told which did, as the rules are"
         why |= {rule.name: rule.why for rule in RULES}
         rows = []
         for name in self.regrets[0]:
@@ -153,8 +153,8 @@ def sweeps(
     leave_out: bool = False,
     progress: Progress = lambda done, total, what: None,
 ) -> SweepsResult:
-    """Every sweep of a directory of measured runs, by default of those that come with the package. `leave_out`: the
-    planner then chooses with constants that were fitted without the sweep's source."""
+    """All sweeps in a directory of measured runs, by default in those of the package. With `leave_out`, the planner
+    chooses with constants that were fitted without the sweep's source."""
     rows = read_rows(Path(data) if data else DATA)
     results = evaluate(rows, tick=steps(progress, "predicting", len(rows)))
     if leave_out:
@@ -162,27 +162,29 @@ def sweeps(
             result.run for result in results if result.run and result.error is not None and not is_mixture(result.row)
         ]
         tick = steps(progress, "fitting without each source", STEPS_WITHOUT)
-        anew = {(run.row.file, run.row.line): seconds for run, seconds in unseen(runs, by_source, tick)}
+        seconds_unseen = {(run.row.file, run.row.line): seconds for run, seconds in unseen(runs, by_source, tick)}
         results = [
-            replace(result, seconds=anew.get((result.row.file, result.row.line), result.seconds)) for result in results
+            replace(result, seconds=seconds_unseen.get((result.row.file, result.row.line), result.seconds))
+            for result in results
         ]
     return SweepsResult(tuple(choices(results)))
 
 
 def regret_of(sweep: SweepChoice, rule: Rule) -> float:
-    """Of the layouts that the rule likes best; equal ones count with their mean."""
+    """How much longer a step takes than with the best layout if a rule chooses; layouts that are equal to the rule
+    count with their mean."""
     runs = [tried.run for tried in sweep.tried if tried.error is not None and tried.run]
     times = {run.row.line: run.seconds or 0.0 for run in runs}
     if rule.key is None:
-        liked = [median(times.values())]
+        chosen = [median(times.values())]
     else:
-        first = min(map(rule.key, runs))
-        liked = [times[run.row.line] for run in runs if rule.key(run) == first]
-    return fmean(liked) / min(times.values()) - 1
+        least = min(map(rule.key, runs))
+        chosen = [times[run.row.line] for run in runs if rule.key(run) == least]
+    return fmean(chosen) / min(times.values()) - 1
 
 
 def regret_if_told(sweep: SweepChoice) -> float:
-    """Of the planner, where it need not know what fits."""
+    """The planner's regret if it is told which layouts ran, and need not predict what fits."""
     ran = [tried for tried in sweep.tried if tried.error is not None]
     return sweep._replace(chosen=min(ran, key=lambda tried: tried.seconds or 0.0)).regret
 

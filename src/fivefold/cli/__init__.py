@@ -1,7 +1,7 @@
 """The command line: `fivefold COMMAND --help`.
 
-Commands import what they need when they run, so that `fivefold --help` and the planning side start in a blink and work
-without torch.
+Commands import what they need when they run, so that `fivefold --help` and the commands that plan start quickly and
+work without torch.
 """
 
 import errno
@@ -73,37 +73,39 @@ def _root(
 
 
 def program(function: Callable[..., None], writes: tuple[str, ...] = TEXTS) -> typer.Typer:
-    """A program of one function, which `main` runs as it runs the commands."""
+    """A program with one command, for `main` to run."""
     single = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False)
     command(single, function.__name__, "", writes)(function)
     return single
 
 
-def main(wanted: typer.Typer | None = None) -> None:
-    """Run; bad input ends in a sentence per problem and exit code 2, a run that broke in 1, or 3 for want of a peer."""
+def main(other_app: typer.Typer | None = None) -> None:
+    """Run the command line, or the app of another program. Bad input ends with a sentence per problem and exit code 2,
+    a failed run with 1, and a run that has lost a peer with 3."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    _speak_notes(console)
+    _print_notes(console)
     keep_freed_memory()
     try:
-        (wanted or app)()
+        (other_app or app)()
     except (UserError, ModuleNotFoundError) as error:
         for problem in error.problems if isinstance(error, UserError) else _missing(error):
             console.print(_error(problem))
         sys.exit(2)
     except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:  # which only a word of the command line can be
+        if error.errno != errno.ENAMETOOLONG:  # a path of the command line; all others are bugs
             raise
         console.print(_error(f"the path {str(error.filename)[:40]!r}... is too long for the file system"))
         sys.exit(2)
     except TrainingError as error:
-        # What all ranks have seen one says, and each who it was waiting for.
+        # An error that all ranks have is printed by rank 0; PeerLost differs, as each rank names the peer it waits for.
         if isinstance(error, PeerLost) or rank_here() == 0:
             console.print(_error(str(error)))
         sys.exit(error.code)
 
 
 def _missing(error: ModuleNotFoundError) -> list[str]:
-    """A package of the extra `train` is not installed. Any other import that fails is a bug, and stays one."""
+    """The sentence about a package of the extra `train` that is not installed. Any other failed import is a bug, and is
+    raised again."""
     if error.name not in TRAINING:
         raise error
     return [needs(error.name)]
@@ -113,17 +115,17 @@ def _error(sentence: str) -> Text:
     return Text.assemble(("error: ", "bold red"), sentence)
 
 
-def _speak_notes(console: Console) -> None:
-    """Our own notes are a line; other warnings stay as Python shows them."""
-    plain: Any = warnings.showwarning
-    # What all ranks read one says: the process that starts ranks, or rank 0 where another launcher started them.
-    first = multiprocessing.parent_process() is None and rank_here() == 0
+def _print_notes(console: Console) -> None:
+    """Have our own notes printed as one line; other warnings stay as Python shows them."""
+    python_showwarning: Any = warnings.showwarning
+    # Of all ranks one prints: the process that has started them, or rank 0 if another launcher has.
+    prints = multiprocessing.parent_process() is None and rank_here() == 0
 
-    def show(message: Any, *place: Any, **more: Any) -> None:
+    def show(message: Any, *args: Any, **options: Any) -> None:
         if isinstance(message, Note):
-            if first and shown():
+            if prints and shown():
                 console.print(Text.assemble(("note: ", "bold yellow"), str(message)))
         else:
-            plain(message, *place, **more)
+            python_showwarning(message, *args, **options)
 
     warnings.showwarning = show

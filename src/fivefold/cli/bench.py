@@ -1,4 +1,4 @@
-"""`fivefold bench`: measurements, each with the command that repeats them."""
+"""`fivefold bench`: benchmarks, each of which keeps the command that repeats it."""
 
 import csv as table
 import io
@@ -125,14 +125,16 @@ def train(
 
     if cases:
         refuse(options_given(context, _OF_JOBS), "is of a job, and --cases times cases; leave one of them out")
-        timed = (words, _or(steps, 7), warm, accelerator, device, dtype_of(dtype))
-        measured(lambda progress: measure_cases(*timed, progress), as_json, output)
+        arguments = (words, _or(steps, 7), warm, accelerator, device, dtype_of(dtype))
+        measure_and_show(lambda progress: measure_cases(*arguments, progress), as_json, output)
         return
     refuse(options_given(context, _OF_CASES), "is of --cases; add it, or leave this out")
     if output is not None and output.suffix == ".csv":
         raise UserError(f"-o {output} is for the rows of --cases; the figures of a job are .json", "output.kind")
     extras = Extras(checkpoint, profile, floor)
-    measured(lambda progress: [measure(words, against, _or(steps, 10), rounds, extras, progress)], as_json, output)
+    measure_and_show(
+        lambda progress: [measure(words, against, _or(steps, 10), rounds, extras, progress)], as_json, output
+    )
 
 
 _Rounds = Annotated[
@@ -153,7 +155,7 @@ _Predict = Annotated[
 ]
 
 
-# Options by the names of their parameters: of cases alone, and of a job alone.
+# {parameter: option}: the options that belong to --cases alone, and those that belong to a job alone.
 _OF_CASES = {name: f"--{name}" for name in ("warm", "accelerator", "device", "dtype")}
 _OF_JOBS = {name: f"--{name}" for name in ("against", "rounds", "checkpoint", "profile", "floor")}
 
@@ -203,26 +205,30 @@ def peers(
     if overhead and scaling:
         raise UserError("--overhead is of one process, and --scaling of many; give one of them", "option.conflict")
     if not scaling:
-        growing = {name: f"--{name}" for name in ("least", "batch", "predict")}
-        refuse(options_given(context, growing), "is of --scaling; add it, or leave this out")
+        of_scaling = {name: f"--{name}" for name in ("least", "batch", "predict")}
+        refuse(options_given(context, of_scaling), "is of --scaling; add it, or leave this out")
     if overhead:
         refuse(
             options_given(context, {"ranks": "--ranks", "only": "--only"}), "is of several ranks, and --overhead of one"
         )
-        measured(lambda progress: [comparison.overhead(changes or [], _or(rounds, 7), progress)], as_json, output)
+        measure_and_show(
+            lambda progress: [comparison.overhead(changes or [], _or(rounds, 7), progress)], as_json, output
+        )
     elif scaling:
-        from fivefold.bench.scaling import scaling as grow
+        from fivefold.bench.scaling import scaling as measure_scaling
 
-        shown = "dp,tp,pp,cp,3d" if only is None else only
-        measured(
-            lambda progress: grow(changes or [], ranks, least, _or(rounds, 3), batch, shown, predict, progress),
+        axes = "dp,tp,pp,cp,3d" if only is None else only
+        measure_and_show(
+            lambda progress: measure_scaling(
+                changes or [], ranks, least, _or(rounds, 3), batch, axes, predict, progress
+            ),
             as_json,
             output,
         )
     else:
-        some = "dp,tp,pp,cp,zero" if only is None else only
-        measured(
-            lambda progress: [comparison.peers(changes or [], ranks, _or(rounds, 5), some, progress)],
+        axes = "dp,tp,pp,cp,zero" if only is None else only
+        measure_and_show(
+            lambda progress: [comparison.peers(changes or [], ranks, _or(rounds, 5), axes, progress)],
             as_json,
             output,
         )
@@ -275,40 +281,47 @@ def checkpoint(
     """
     from fivefold.bench.checkpoint import measure, measure_recovery
 
-    way, each, limit = (measure_recovery, 4, 600.0) if recovery else (measure, 6, 1200.0)
-    each, limit = _or(steps, each), limit if timeout is None else timeout
-    measured(lambda progress: [way(*split(job), rounds, each, directory, limit, progress)], as_json, output)
+    function, default_steps, default_timeout = (measure_recovery, 4, 600.0) if recovery else (measure, 6, 1200.0)
+    count, limit = _or(steps, default_steps), default_timeout if timeout is None else timeout
+    measure_and_show(
+        lambda progress: [function(*split(job), rounds, count, directory, limit, progress)], as_json, output
+    )
 
 
-def _or(given: int | None, usual: int) -> int:
-    return usual if given is None else given
+def _or(value: int | None, default: int) -> int:
+    return default if value is None else value
 
 
-def measured(measure: "Callable[[OnProgress], Iterable[Result]]", as_json: bool, output: Path | None = None) -> None:
-    """Measure, and show the last result. Each of them is kept: a run that is stopped has left what it measured.
+def measure_and_show(
+    measure: "Callable[[OnProgress], Iterable[Result]]", as_json: bool, output: Path | None = None
+) -> None:
+    """Measure, and show the last result. Each result is written to `output`, so that nothing is lost if the user stops
+    the command.
 
-    The status line says what is measured now, and each measurement leaves a line with its seconds.
+    The status line says what is measured now; each measurement leaves a line with its seconds.
     """
     console = console_of(stderr=True)
-    begun: list[tuple[str, float]] = []
+    current: tuple[str, float] | None = None  # what is measured, and since when
 
     def on_progress(what: str) -> None:
-        for last, start in begun[-1:]:
+        nonlocal current
+        if current:
+            last, start = current
             console.print(f"{last}: {time.monotonic() - start:.0f} s", style="dim", markup=False)
-        begun.append((what, time.monotonic()))
+        current = what, time.monotonic()
         status.update(what)
 
     with console.status("") as status:
         for result in measure(on_progress):
-            kept = output is None or _keep(result, output)
+            written = output is None or _write(result, output)
         on_progress("")
     show(result, as_json)
-    if not kept:
+    if not written:
         raise typer.Exit(1)
 
 
-def _keep(result: Result, output: Path) -> bool:
-    """Write the figures; where that fails, say so, and they are still shown."""
+def _write(result: Result, output: Path) -> bool:
+    """Write the figures; returns False, after a sentence, if the file cannot be written."""
     try:
         if output.suffix == ".csv":
             rows: Any = getattr(result, "rows", None)

@@ -1,4 +1,4 @@
-"""`fivefold list` and `fivefold accuracy`: built-in models and accelerators, and how far off the planner is."""
+"""`fivefold list`: built-in models and accelerators. `fivefold accuracy`: the planner's errors on measured runs."""
 
 from pathlib import Path
 from typing import Annotated
@@ -133,27 +133,26 @@ def accuracy(
 
       fivefold accuracy --fit --write
     """
-    from fivefold.accuracy import result as comparing
-    from fivefold.accuracy.result import SourceList
+    from fivefold.accuracy.result import SourceList, planner_accuracy
 
     if sources:
         show(SourceList(), as_json, output)
         return
     if write and not (fit or coverage):
         raise UserError("--write saves what --fit or --coverage finds; add one of them", "option.conflict")
-    others = {"--fit": fit, "--leave-out": leave_out, "--rows": rows}
-    others["-o"] = output if output and output.suffix.lower() not in TEXTS else None  # they have no picture
     if coverage or sweeps:
-        _by_itself(data, others, coverage, sweeps, write, output, as_json)
+        others = {"--fit": fit, "--leave-out": leave_out, "--rows": rows}
+        others["-o"] = output if output and output.suffix.lower() not in TEXTS else None  # they have no picture
+        _coverage_or_sweeps(data, others, coverage, sweeps, write, output, as_json)
         return
     with counting_bar() as progress:
-        result = comparing.planner_accuracy(data, rows=rows, leave_out=leave_out, refit=fit, progress=progress)
+        result = planner_accuracy(data, rows=rows, leave_out=leave_out, refit=fit, progress=progress)
     if write and result.constants:
         result.constants.write()
     show(result, as_json, output)
 
 
-def _by_itself(
+def _coverage_or_sweeps(
     data: Path | None,
     others: dict[str, object],
     coverage: bool,
@@ -162,21 +161,25 @@ def _by_itself(
     output: Path | None,
     as_json: bool,
 ) -> None:
-    """--coverage or --sweeps, which have tables of their own."""
-    from fivefold.accuracy.coverage import coverage as ranges
-    from fivefold.accuracy.sweeps import sweeps as comparing
+    """--coverage or --sweeps, which have tables of their own; `others` are the values of the other options."""
+    from fivefold.accuracy.coverage import coverage as measure_coverage
+    from fivefold.accuracy.sweeps import sweeps as compare_sweeps
 
     name = "--coverage" if coverage else "--sweeps"
     leave_out = bool(others["--leave-out"]) and not coverage
+    # --leave-out goes with --sweeps alone.
     others |= {"--sweeps": coverage and sweeps, "--leave-out": others["--leave-out"] and coverage}
-    if given := [option for option, value in others.items() if value]:
+    if conflicting := [option for option, value in others.items() if value]:
         raise UserError(
-            f"{name} prints tables of its own, with all errors that it needs; leave {either(given)} out",
+            f"{name} prints tables of its own, with all errors that it needs; leave {either(conflicting)} out",
             "option.conflict",
         )
     with counting_bar() as progress:
-        held = ranges(data, progress=progress) if coverage else None
-        result = held or comparing(data, leave_out=leave_out, progress=progress)
-    if held and write:
-        held.write()
-    show(result, as_json, output)
+        if coverage:
+            result = measure_coverage(data, progress=progress)
+            if write:
+                result.write()
+            show(result, as_json, output)
+            return
+        sweeps_result = compare_sweeps(data, leave_out=leave_out, progress=progress)
+    show(sweeps_result, as_json, output)

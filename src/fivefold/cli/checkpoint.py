@@ -109,9 +109,9 @@ def reshard(
         if isinstance(target, Path):
             (target / "job.toml").write_text(to_toml(job))
             carry(run_of(checkpoint), target)
-    how = f"JOB checkpoint.url={target.parent} run.name={target.name}"
+    words = f"JOB checkpoint.url={target.parent} run.name={target.name}"
     if isinstance(target, Path):
-        how = f"{target / 'job.toml'}{options(job.plugins)}"
-    resume = f"fivefold train {how} --nproc {wanted.world}"
-    said = json.dumps({"checkpoint": str(path), "resume": resume}) if as_json else f"{path}; resume with: {resume}"
-    typer.echo(said)
+        words = f"{target / 'job.toml'}{options(job.plugins)}"
+    resume = f"fivefold train {words} --nproc {wanted.world}"
+    figures = {"checkpoint": str(path), "resume": resume}
+    typer.echo(json.dumps(figures) if as_json else f"{path}; resume with: {resume}")

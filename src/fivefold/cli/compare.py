@@ -1,4 +1,4 @@
-"""`fivefold compare`: ZeRO stages, kinds of context parallelism, schedules, and schedules on heterogeneous clusters."""
+"""`fivefold compare`: tables of ZeRO stages, kinds of context parallelism, and schedules, also on mixed clusters."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -104,11 +104,11 @@ def cp(
     from fivefold.planner import context as compare
 
     if lengths:
-        given = {"--seq": seq, "--cp": ranks, "--tp": tp, "--heads": heads, "--kv-heads": kv_heads}
-        given["--head-dim"] = head_dim
-        if wrong := [option for option, value in given.items() if value is not None]:
+        of_one_layer = {"--seq": seq, "--cp": ranks, "--tp": tp, "--heads": heads, "--kv-heads": kv_heads}
+        of_one_layer["--head-dim"] = head_dim
+        if given := [option for option, value in of_one_layer.items() if value is not None]:
             raise UserError(
-                f"{', '.join(wrong)}: one layer's, and --lengths plans whole steps; leave one of them out",
+                f"{', '.join(given)}: one layer's, and --lengths plans whole steps; leave one of them out",
                 "option.conflict",
             )
         show(_whole_steps(lengths, model or "llama3-8b", cluster or "8x8xH100", kernels, software), as_json, output)
@@ -127,6 +127,7 @@ def cp(
 
 
 def _whole_steps(lengths: str, model: str, cluster: str, kernels: str, software: str) -> "LengthsResult":
+    """The result of --lengths."""
     from fivefold.planner.context import lengths as whole_steps
 
     numbers = [whole_number(word) or 0 for word in lengths.split(",")]

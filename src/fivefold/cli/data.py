@@ -51,7 +51,7 @@ def prepare(
     from fivefold.support.progress import bar
 
     with bar("tokenizing") as progress:
-        done = run(
+        result = run(
             inputs,
             output,
             tokenizer=tokenizer,
@@ -64,12 +64,12 @@ def prepare(
             progress=progress,
         )
     if as_json:
-        typer.echo(json.dumps(asdict(done) | {"out": str(done.out)}))
+        typer.echo(json.dumps(asdict(result) | {"out": str(result.out)}))
         return
     console_of().print(
-        f"{done.out}: {si(done.tokens)} tokens of {done.documents} documents ({done.valid_documents} held out) from "
-        f"{bytes_text(done.bytes_read)} in {done.seconds:.1f} s, {done.megabytes_per_second:.0f} MB/s"
-        + (f"; {done.empty_documents} empty documents left out" if done.empty_documents else ""),
+        f"{result.out}: {si(result.tokens)} tokens of {result.documents} documents ({result.valid_documents} held out) "
+        f"from {bytes_text(result.bytes_read)} in {result.seconds:.1f} s, {result.megabytes_per_second:.0f} MB/s"
+        + (f"; {result.empty_documents} empty documents left out" if result.empty_documents else ""),
         markup=False,
     )
 

@@ -1,4 +1,4 @@
-"""`fivefold hf import` and `fivefold hf export`: from and to Hugging Face's directories."""
+"""`fivefold hf import` and `fivefold hf export`: Hugging Face directories to run directories, and back."""
 
 import json
 import shlex
@@ -55,16 +55,16 @@ def import_hf(
       fivefold generate runs/llama --prompt "Once upon a time"
     """
     from fivefold.checkpoint.find import stored
-    from fivefold.checkpoint.hf import import_hf as take
+    from fivefold.checkpoint.hf import import_hf as run_import
     from fivefold.checkpoint.hf_files import HuggingFace
 
     if not directory.is_dir():
         raise UserError(f"{directory} is not a directory", "file.read")
     count = HuggingFace(directory).spec.parameter_count
     with bytes_bar("importing", 4 * count) as advance:
-        checkpoint = take(directory, output, advance, data)
+        checkpoint = run_import(directory, output, advance, data)
     job, run = stored(checkpoint), shlex.quote(str(output))
-    known = (output / "tokenizer.json").is_file()
+    has_tokenizer = (output / "tokenizer.json").is_file()
     train = f"fivefold train {run}/job.toml" + (" data.path=TOKENS" if data is None else "")
     if as_json:
         typer.echo(json.dumps({"checkpoint": str(checkpoint.path), "job": str(output / "job.toml"), "train": train}))
@@ -73,7 +73,7 @@ def import_hf(
         f"{checkpoint.path}; {output / 'job.toml'} fine-tunes it, in {job.train.dtype}, sequences of {job.data.seq} "
         f"tokens and a learning rate of {job.optimizer.lr:g}"
     )
-    if data is None and known:
+    if data is None and has_tokenizer:
         typer.echo(f"prepare its data with: fivefold data prepare TEXT -o TOKENS --tokenizer {run}")
     typer.echo(f"train it with: {train}")
 
@@ -106,7 +106,7 @@ def export_hf(
     """
     from fivefold.checkpoint.find import find, job_of
     from fivefold.checkpoint.hf import EXPORTED, usual_dtype
-    from fivefold.checkpoint.hf import export_hf as give
+    from fivefold.checkpoint.hf import export_hf as run_export
 
     if dtype and (dtype := dtype_of(dtype)) not in EXPORTED:
         raise UserError(f"--dtype {dtype} is not one of {', '.join(EXPORTED)}", "option.choice")
@@ -115,15 +115,16 @@ def export_hf(
         raise UserError(damage, "checkpoint.damaged")
     job = job_of(checkpoint)
     dtype = dtype or usual_dtype(checkpoint, job)
-    limit, (tokenizer, end) = _bytes(shard_size), _words(checkpoint, job)
+    limit, (tokenizer, end) = _parse_size(shard_size), _tokenizer_and_end(checkpoint, job)
     with bytes_bar("exporting", EXPORTED[dtype].itemsize * job.model.parameter_count) as advance:
-        give(checkpoint, job.model, output, dtype, limit, tokenizer, end, advance)
-    name, at = job.model.name, checkpoint.manifest.step
-    figures = {"directory": str(output), "model": name, "step": at, "dtype": dtype}
-    typer.echo(json.dumps(figures) if as_json else f"{output}: {name} after step {at}, in {dtype}")
+        run_export(checkpoint, job.model, output, dtype, limit, tokenizer, end, advance)
+    name, last_step = job.model.name, checkpoint.manifest.step
+    figures = {"directory": str(output), "model": name, "step": last_step, "dtype": dtype}
+    typer.echo(json.dumps(figures) if as_json else f"{output}: {name} after step {last_step}, in {dtype}")
 
 
-def _bytes(text: str) -> int:
+def _parse_size(text: str) -> int:
+    """Bytes of a size such as 4GB or 500MB."""
     digits = text.rstrip("kKmMgGiIbB")
     unit = text[len(digits) :].lower()
     try:
@@ -135,7 +136,7 @@ def _bytes(text: str) -> int:
     return int(size)
 
 
-def _words(checkpoint: "Checkpoint", job: "Job") -> tuple[Path | None, int | None]:
+def _tokenizer_and_end(checkpoint: "Checkpoint", job: "Job") -> tuple[Path | None, int | None]:
     """The run's tokenizer.json, if it has one, and its end-of-text token, if that is known."""
     from fivefold.generation.request import text_of_run
 

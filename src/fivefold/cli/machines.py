@@ -1,4 +1,4 @@
-"""`fivefold launch`, `fivefold doctor` and `fivefold calibrate`: the machines of a job, and what they run."""
+"""`fivefold launch`, `fivefold doctor` and `fivefold calibrate`: start a job on machines, check and measure them."""
 
 import os
 from pathlib import Path
@@ -211,7 +211,7 @@ def calibrate(
 
 
 def _ranks(output: Path | None, quick: bool, device: str, nproc: int | None, as_json: bool) -> None:
-    """Every rank of this machine, or of the launcher that started this one; rank 0 shows and writes."""
+    """Measure all ranks of this machine, or of the launcher that has started this one; rank 0 prints and writes."""
     from fivefold.launch.world import current_world
     from fivefold.trainer.start import check_ranks
 

@@ -1,4 +1,4 @@
-"""What commands share: options that mean the same everywhere, the arguments of a job, progress bars.
+"""Options and arguments that several commands share, and their progress bars.
 
 Every command is registered by `command`, which adds --quiet, and --plugin where a job or run is named, and checks that
 the file of -o can be written.
@@ -106,6 +106,8 @@ def command(
 
 
 def _with_common(function: Callable[..., None], writes: tuple[str, ...]) -> Callable[..., None]:
+    """The function with --quiet and --plugin, and with a check of the files that it writes."""
+
     @functools.wraps(function)
     def run(*, quiet: bool = False, plugin: Sequence[str] | None = None, **given: Any) -> None:
         for name in (*(plugin or ()), *_schedules(given)):
@@ -128,9 +130,9 @@ def _with_common(function: Callable[..., None], writes: tuple[str, ...]) -> Call
     if any(map(_names_a_job, signature.parameters.values())):
         common["plugin"] = (None, Plugins)
     keyword = inspect.Parameter.KEYWORD_ONLY
-    added = [inspect.Parameter(name, keyword, default=usual, annotation=it) for name, (usual, it) in common.items()]
+    added = [inspect.Parameter(name, keyword, default=value, annotation=kind) for name, (value, kind) in common.items()]
     vars(run)["__signature__"] = signature.replace(parameters=[*signature.parameters.values(), *added])
-    run.__annotations__ = {**function.__annotations__, **{name: it for name, (_, it) in common.items()}}
+    run.__annotations__ = {**function.__annotations__, **{name: kind for name, (_, kind) in common.items()}}
     return run
 
 
@@ -147,9 +149,9 @@ def _schedules(given: Mapping[str, Any]) -> list[str]:
 
 
 def _names_a_job(parameter: inspect.Parameter) -> bool:
-    """Whether these are words of a job, which may be a stored one, or a run, whose model may be of plugins."""
-    words = [getattr(it, "metavar", None) or "" for it in getattr(parameter.annotation, "__metadata__", ())]
-    return parameter.name == "run" or any("KEY=VALUE" in word or "RUN" in word for word in words)
+    """Whether a parameter takes a job, which may be a stored one, or a run, whose model may be of plugins."""
+    metavars = [getattr(info, "metavar", None) or "" for info in getattr(parameter.annotation, "__metadata__", ())]
+    return parameter.name == "run" or any("KEY=VALUE" in metavar or "RUN" in metavar for metavar in metavars)
 
 
 def command_line() -> str:
@@ -160,19 +162,20 @@ def command_line() -> str:
 
 
 def written(result: Any, html: Path) -> str:
-    """Write the page of a result, or of what a path holds; return what to say about it."""
+    """Write the page of a result, or of the run at a path; returns the line to print about it."""
     from fivefold.web.report import report
 
     return str(report(result, html, command_line())).rstrip()
 
 
 def options_given(context: typer.Context, names: Mapping[str, str]) -> list[str]:
-    """The options, by parameter name, that were given on the command line."""
+    """Those of `names`, {parameter: option}, that were given on the command line."""
     source = context.get_parameter_source
     return [option for name, option in names.items() if getattr(source(name), "name", "") == "COMMANDLINE"]
 
 
 def refuse(options: list[str], why: str) -> None:
+    """Raise an error about options that were given, if any."""
     if options:
         raise UserError(f"{', '.join(options)} {why}", "option.conflict")
 
@@ -186,11 +189,11 @@ def check_whole_layout(layout: str | None, words: list[str], option: str = "--la
 
 
 def split(words: list[str] | None) -> tuple[str | None, list[str]]:
-    """The job file, if any, and the KEY=VALUE changes: what has no '=' is the file."""
+    """The job file, if any, and the KEY=VALUE changes: a word without '=' is the file."""
     files = [word for word in words or [] if "=" not in word]
     if len(files) > 1:
-        many = f"one job file at most, and there are {len(files)}: {', '.join(files)}; changes are KEY=VALUE"
-        raise UserError(many, "job.files")
+        problem = f"one job file at most, and there are {len(files)}: {', '.join(files)}; changes are KEY=VALUE"
+        raise UserError(problem, "job.files")
     return (files[0] if files else None), [word for word in words or [] if "=" in word]
 
 
@@ -200,7 +203,7 @@ def split(words: list[str] | None) -> tuple[str | None, list[str]]:
 
 @contextmanager
 def bytes_bar(what: str, total: int | None = None) -> Iterator[Callable[..., None]]:
-    """For bytes read or written: call it with how many more are done, and with the total if it was not known."""
+    """A bar for bytes read or written: call it with how many more are done, and with the total if it was not known."""
     with _bar(TextColumn(what), BarColumn(30), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()) as bar:
         task = bar.add_task(what, total=total)
         yield lambda done, total=None: bar.update(task, advance=done, total=total)
@@ -208,7 +211,7 @@ def bytes_bar(what: str, total: int | None = None) -> Iterator[Callable[..., Non
 
 @contextmanager
 def counting_bar() -> Iterator[Callable[[int, int, str], None]]:
-    """For pieces of work: call it with how many are done, of how many, and what comes next."""
+    """A bar for pieces of work: call it with how many are done, of how many, and the name of the next."""
     with _bar(BarColumn(30), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}")) as bar:
         task = bar.add_task("")
         yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)

@@ -1,4 +1,4 @@
-"""`fivefold plan`, `fivefold serve` and `fivefold goodput`: which layout, how fast, how much memory, how many days."""
+"""`fivefold plan` chooses a layout, `fivefold serve` one for inference, `fivefold goodput` predicts days to train."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -123,11 +123,11 @@ def plan(
         words[0], cluster, changes=words[1:], batch=batch, seq=seq, layout=layout, fix=fix, by=by, top=top,
         precision=precision, software=software, price=price, tokens=tokens, imbalance=imbalance,
     )  # fmt: skip
-    said = [] if html is None else ["", written(result, html)]
+    remarks = [] if html is None else [written(result, html)]
     if output is not None and output.suffix.lower() in WRITERS:
-        said = ["", WRITERS[output.suffix.lower()](result, output), *said[1:]]
+        remarks = [WRITERS[output.suffix.lower()](result, output), *remarks]
         output = None
-    show(result, as_json, output, said)
+    show(result, as_json, output, ["", *remarks] if remarks else [])
 
 
 def _is_job(output: Path | None) -> bool:
@@ -135,7 +135,8 @@ def _is_job(output: Path | None) -> bool:
 
 
 def _write_decision(result: "PlanResult", output: Path) -> str:
-    """Write the question, the layout with its math, its neighbours, and what would change the decision."""
+    """Write the decision: the question, the layout with its math, its neighbours, and what would change it. Returns the
+    line to print about it."""
     from fivefold.planner.decision import decide
     from fivefold.support.files import write
 
@@ -146,7 +147,7 @@ def _write_decision(result: "PlanResult", output: Path) -> str:
 
 
 def _write_job(result: "PlanResult", output: Path) -> str:
-    """Write the job, and next to it a schedule that was made for it; what to do next."""
+    """Write the job, and next to it its schedule if that was made for it. Returns the line on what to do next."""
     from fivefold.job.preflight import needs_data
     from fivefold.planner.search import write_schedule
     from fivefold.planner.training import start
@@ -155,11 +156,12 @@ def _write_job(result: "PlanResult", output: Path) -> str:
     schedule = write_schedule(result.explained, output.with_suffix(".schedule.txt"))
     write(output, result.training.file(result.explained, str(output), command_line(), schedule))
     fill = "fill in data.path, then " if needs_data(result.job) else ""
-    beside = f", with its schedule in {schedule}" if schedule else ""
-    return f"written to {output}{beside}: {fill}{start(result.explained, str(output))}"
+    with_schedule = f", with its schedule in {schedule}" if schedule else ""
+    return f"written to {output}{with_schedule}: {fill}{start(result.explained, str(output))}"
 
 
-WRITERS = {".toml": _write_job, ".md": _write_decision, ".html": _write_decision}  # of what is not the result itself
+# By suffix; all other suffixes are for the result itself.
+WRITERS = {".toml": _write_job, ".md": _write_decision, ".html": _write_decision}
 
 
 def serve(

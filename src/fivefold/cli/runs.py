@@ -1,4 +1,5 @@
-"""`fivefold generate`, `fivefold trace` and `fivefold inspect`: what a run does, did and learned."""
+"""`fivefold generate` continues text with a run's weights, `fivefold trace` traces a few steps, `fivefold inspect`
+shows a run."""
 
 import json
 from collections.abc import Callable
@@ -86,12 +87,12 @@ def generate(
 
 
 def _printing(streamed: list[str]) -> Callable[[str], None]:
-    """Keep pieces of text, and print them as they come."""
+    """A function that appends pieces of text to `streamed`, and prints them."""
     console = Console(highlight=False, soft_wrap=True)
 
     def stream(text: str) -> None:
         streamed.append(text)
-        encoding = console.encoding  # which may know fewer letters than the model
+        encoding = console.encoding  # it may lack characters that the model writes
         console.file.write(text.encode(encoding, "replace").decode(encoding))
         console.file.flush()
 
@@ -99,6 +100,7 @@ def _printing(streamed: list[str]) -> Callable[[str], None]:
 
 
 def _ids(text: str | None) -> list[int] | None:
+    """The token ids of --tokens."""
     if text is None:
         return None
     try:
@@ -178,7 +180,7 @@ def inspect(
       fivefold inspect runs --html all.html
     """
     from fivefold.support.places import place_of
-    from fivefold.trainer.inspect import inspect as look
+    from fivefold.trainer.inspect import inspect as inspect_run
     from fivefold.trainer.records import METRICS
 
     place = place_of(run)
@@ -186,9 +188,9 @@ def inspect(
         raise UserError(
             f"--html is of a run's directory, or of one that has runs in it, and {run} is neither", "option.conflict"
         )
-    if html is not None and isinstance(place, Path) and not (place / METRICS).is_file():  # one with runs in it
+    if html is not None and isinstance(place, Path) and not (place / METRICS).is_file():  # a directory of runs
         from fivefold.web.report import report
 
         show(report(place, html, command_line()), as_json)
         return
-    show(look(place, step), as_json, output, [] if html is None else [written(place, html)])
+    show(inspect_run(place, step), as_json, output, [] if html is None else [written(place, html)])

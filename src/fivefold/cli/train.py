@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fivefold.trainer.resuming import Start
 
 TRAIN = "Train a model.  [dim]fivefold train job.toml optimizer.lr=3e-4 train.steps=200[/]"
-_TRIES = 10  # restarts of an elastic run that are not for lost ranks
+_ELASTIC_RESTARTS = 10  # the default of --restarts for an elastic run; restarts for lost ranks do not count
 
 _Nproc = Annotated[int, typer.Option(help="Processes to start on this machine; 1 runs in this one.")]
 _Restarts = Annotated[
@@ -103,22 +103,24 @@ def train(
     _check_options(nproc, restarts or 0, elastic, world)
     with _node_named(world):
         if world.meeting.address:
-            world.meeting.resolved()  # before torch is imported, and data hashed
-        asked, start = job_and_start(path, changes, fresh=fresh)
+            world.meeting.resolved()  # fails before torch is imported, and data hashed
+        full_job, start = job_and_start(path, changes, fresh=fresh)
         ranks = nproc if nproc > 1 else world.size
-        resolved, world = _arranged(asked, ranks, world) if elastic else (asked, world)
+        resolved, world = _arranged(full_job, ranks, world) if elastic else (full_job, world)
         elsewhere = check and resolved.run.cluster and ranks == 1  # a job for a cluster is checked on any machine
         sources = _sources(resolved, resolved.layout.world if elastic or elsewhere else ranks, world)
     check_sharing(resolved, nproc)
-    if not world.joined:  # else rank 0 does so for all
+    if not world.joined:  # else rank 0 checks it for all
         start.checked(resolved, sources)
     if check:
         typer.echo(json.dumps(tomllib.loads(to_toml(resolved))) if as_json else to_toml(resolved))
     elif nproc > 1:
         flags = {"--fresh": fresh, "--json": as_json, "--quiet": not shown()}
         words = ["fivefold", "train", *(job or []), *(flag for flag, wanted in flags.items() if wanted)]
-        tries = restarts if restarts is not None else _TRIES if elastic else 0
-        raise typer.Exit(_launch(resolved, nproc, words, tries, _elastic(asked, nproc, words) if elastic else None))
+        if restarts is None:
+            restarts = _ELASTIC_RESTARTS if elastic else 0
+        on_lost_ranks = _elastic(full_job, nproc, words) if elastic else None
+        raise typer.Exit(_launch(resolved, nproc, words, restarts, on_lost_ranks))
     elif world.rank >= resolved.layout.world:
         raise typer.Exit(wait_for_the_others(world, resolved.train.timeout))
     else:
@@ -126,7 +128,7 @@ def train(
 
 
 def _sources(job: "Job", ranks: int, world: "World") -> "Splits":
-    """The job's data, once the job is known to be sound and its storage to be there."""
+    """Check the job, its data and the storage of its checkpoints; returns the data."""
     from fivefold.checkpoint.storage import reach
     from fivefold.job.preflight import preflight
     from fivefold.support.progress import late_bar, quiet
@@ -140,16 +142,16 @@ def _sources(job: "Job", ranks: int, world: "World") -> "Splits":
 
 @contextmanager
 def _node_named(world: "World") -> Iterator[None]:
-    """What is wrong may be so on this node alone: a file that it does not see, a name that it does not know."""
+    """Put the rank and node before problems, which this node alone may have: a file or a name that it does not know."""
     try:
         yield
     except UserError as error:
-        here = f"rank {world.rank} on {platform.node()}: " if world.apart else ""
-        raise UserError(error.framed(here)) from None
+        prefix = f"rank {world.rank} on {platform.node()}: " if world.apart else ""
+        raise UserError(error.framed(prefix)) from None
 
 
 def _arranged(job: "Job", ranks: int, world: "World") -> "tuple[Job, World]":
-    """The job in the layout for the ranks that are there, and the world of the ranks that it uses."""
+    """The job in the layout for so many ranks, and the world of the ranks that this layout uses."""
     from fivefold.launch.world import PLANNED
     from fivefold.trainer.elastic import choose
 
@@ -165,7 +167,7 @@ def _arranged(job: "Job", ranks: int, world: "World") -> "tuple[Job, World]":
 
 
 def _launch(job: "Job", nproc: int, words: list[str], restarts: int, elastic: "Elastic | None") -> int:
-    """Start the command again, as ranks of this machine; the exit code."""
+    """Start the command again, as ranks of this machine; returns the exit code."""
     from fivefold.launch.local import launch
     from fivefold.trainer.rank import stopping_text
 
@@ -180,17 +182,17 @@ def _elastic(job: "Job", nproc: int, words: list[str]) -> "Elastic":
     def arrange(ranks: int) -> "Arrangement":
         choice = choose(job, ranks, nproc)
         layout = choice.job.layout
-        # Always said: the job of a run's directory may be that of fewer ranks by then.
+        # Always given, as the job stored in the run's directory may have the layout of fewer ranks.
         arguments = [*words, f"layout={layout}", f"elastic.whole={choice.job.elastic.whole}"]
-        said = f"elastic: {choice}" if layout != job.layout else ""
-        return Arrangement(layout.world, layout.place, (arguments,), said, choice.search_seconds)
+        note = f"elastic: {choice}" if layout != job.layout else ""
+        return Arrangement(layout.world, layout.place, (arguments,), note, choice.search_seconds)
 
     gpus = 0 if job.train.device == "cpu" else len(gpus_here())
     return Elastic(arrange, gpus, job.elastic.probe)
 
 
 def _check_options(nproc: int, restarts: int, elastic: bool, world: "World") -> None:
-    """Options that make no sense, alone or together."""
+    """Refuse options that make no sense, alone or together."""
     from fivefold.trainer.start import check_ranks, check_restarts
 
     check_ranks(nproc, world)
@@ -202,11 +204,11 @@ def _check_options(nproc: int, restarts: int, elastic: bool, world: "World") -> 
 
 
 def _run(job: "Job", sources: "Splits", world: "World", start: "Start", as_json: bool) -> int:
-    """As the one rank that this process is; the exit code."""
+    """Run the one rank that this process is; returns the exit code."""
     from fivefold.trainer.rank import run_rank
     from fivefold.trainer.result import TrainResult
 
-    out = _Lasting(sys.stdout)
+    out = _IgnoringErrors(sys.stdout)
     console = Console(file=cast(IO[str], out), highlight=False, quiet=world.rank > 0 or as_json)
     try:
         end = run_rank(job, sources, world, start, console)
@@ -217,8 +219,8 @@ def _run(job: "Job", sources: "Splits", world: "World", start: "Start", as_json:
     return end.code
 
 
-class _Lasting:
-    """Standard output that may fail: a closed terminal or pipe, a full disk. Training goes on without it."""
+class _IgnoringErrors:
+    """Standard output whose errors are ignored: training goes on after a terminal or pipe is closed, or a disk full."""
 
     def __init__(self, stream: TextIO):
         self.stream = stream
@@ -236,7 +238,7 @@ class _Lasting:
             self.stream.flush()
 
     def end(self) -> None:
-        """Python would end with exit code 120 for what it still holds."""
+        """Flush what is left; if that fails, discard it, as Python would end with exit code 120 for it."""
         try:
             self.stream.flush()
         except OSError:

@@ -1,5 +1,5 @@
-"""Words and options that there are not: what an old command is called now, and how a setting is written that was typed
-as an option, `fivefold train --steps 5`."""
+"""Hints for unknown commands and options: the new name of an old command, and how to write a setting that was typed as
+an option, `fivefold train --steps 5`."""
 
 import sys
 from typing import Any
@@ -44,7 +44,7 @@ _OPTIONS["data prepare", "--out"] = "`--out` is now `--output`"
 
 
 class Explaining(TyperGroup):
-    """A group of commands that answers what it does not know with what to type, where that is known."""
+    """A group of commands whose errors about unknown commands and options say what to type instead."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] not in self.commands and (sentence := moved([*_path(ctx), *args[:2]])):
@@ -55,14 +55,14 @@ class Explaining(TyperGroup):
         try:
             return super().invoke(ctx)
         except Exception as error:
-            # By its name: the class is click's in some releases of Typer, and Typer's own copy in others.
+            # Compared by name: the class is click's in some releases of Typer, and Typer's own copy in others.
             if type(error).__name__ == "NoSuchOption" and (problems := _explained(error)):
                 raise UserError(problems, "option.unknown") from None
             raise
 
 
 def moved(words: list[str]) -> str | None:
-    """What the command that begins with these words is now; None if there never was such a one."""
+    """A sentence with the new name of the command that begins with these words; None if there was no such command."""
     for old in (" ".join(words[:2]), words[0]):
         group, _, name = old.partition(" ")
         if group == "bench" and name in BENCHMARKS:
@@ -74,12 +74,12 @@ def moved(words: list[str]) -> str | None:
 
 
 def _path(ctx: Any) -> list[str]:
-    """The words of the groups that led here, without the program's own."""
+    """The names of the groups above a command, without the program's."""
     return [*_path(ctx.parent), ctx.info_name] if ctx.parent else []
 
 
 def _explained(error: Any) -> list[str]:
-    """What to write for each option that the command does not have; nothing if the first is no setting either."""
+    """A sentence for each unknown option that is a setting; none if the option of the error is not one."""
     from fivefold.job.aliases import option_meant
     from fivefold.job.config import KEYS
 
@@ -89,9 +89,9 @@ def _explained(error: Any) -> list[str]:
     known = [name for param in params for name in (*param.opts, *param.secondary_opts) if name.startswith("--")]
     takes = next((param.metavar for param in params if "KEY=VALUE" in (param.metavar or "")), "")
     sentences: dict[str, str | None] = {}
-    for at, word in enumerate(sys.argv):
+    for index, word in enumerate(sys.argv):
         name, equals, value = word.partition("=")
         if name.startswith("--") and name not in (*known, "--help"):
-            words = [*([value] if equals else []), *sys.argv[at + 1 :]]
+            words = [*([value] if equals else []), *sys.argv[index + 1 :]]
             sentences[name] = option_meant(name, words, known, takes, KEYS)
     return [sentence for sentence in sentences.values() if sentence] if sentences.get(error.option_name) else []

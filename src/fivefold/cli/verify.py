@@ -1,4 +1,4 @@
-"""`fivefold verify` and `fivefold dryrun`: a layout compared with one process, and any rank of it run without GPUs."""
+"""`fivefold verify` compares a layout with one process; `fivefold dryrun` runs any rank of a layout without GPUs."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -149,7 +149,7 @@ def verify(
     show(result, as_json, output, [] if html is None else [written(result, html)])
 
 
-# Options by the names of their parameters: of a proof alone, and of the job that is proven or trained.
+# {parameter: option}: the options of a proof alone, and those of the job that is proven or trained.
 _OF_PROOFS = {"everything": "--all", "world": "--world", "sample": "--sample", "jobs": "--jobs", "repeat": "--repeat",
               "html": "--html"}  # fmt: skip
 _OF_JOBS = {name: f"--{name}" for name in ("layout", "model", "dtype", "steps", "seq", "batch", "device", "timeout")}
@@ -160,20 +160,22 @@ _SETTINGS = {"layout": "layout", "model": "model", "steps": "train.steps", "seq"
 
 
 def _curve(context: typer.Context, file: str | None, changes: list[str], timeout: float | None) -> "CurveResult":
-    """Options of the job that were typed are settings of the one that is trained."""
+    """Compare loss curves. Options of the job that were given become settings of the job that is trained."""
     from fivefold.verifier.verify import curve
 
     refuse(options_given(context, _OF_PROOFS), "belongs to a proof, and --curve compares loss curves; leave one out")
-    asked = [f"{key}={context.params[name]}" for name, key in _SETTINGS.items() if options_given(context, {name: name})]
+    settings = [
+        f"{key}={context.params[name]}" for name, key in _SETTINGS.items() if options_given(context, {name: name})
+    ]
     with console_of(stderr=True).status("three runs: one process, its control, the layout"):
-        return curve(file, changes + asked, timeout=3600.0 if timeout is None else timeout)
+        return curve(file, changes + settings, timeout=3600.0 if timeout is None else timeout)
 
 
-def _page(file: Path, others: list[str], html: Path | None, as_json: bool) -> None:
-    """Of a proof that was made before."""
+def _page(file: Path, options: list[str], html: Path | None, as_json: bool) -> None:
+    """Write the page of a proof that `verify --json` has written to a file; `options` are those that were given."""
     from fivefold.web.report import report
 
-    others = [option for option in others if option != "--html"]
+    others = [option for option in options if option != "--html"]
     if html is None:
         raise UserError(
             f"verify proves a layout, as in --layout dp=2; {file} is for --html, if `fivefold verify --json` wrote it, "
@@ -242,9 +244,9 @@ def dryrun(
     from fivefold.dry.run import dryrun as run
 
     check_whole_layout(layout, words)
-    given = {"--rank": rank is not None, "--ranks": bool(ranks), "--stages": bool(stages) or all_stages}
-    if len(asked := [option for option, there in given.items() if there]) > 1:
-        raise UserError(f"{' and '.join(asked)} say different things; give one of them", "option.conflict")
+    is_given = {"--rank": rank is not None, "--ranks": bool(ranks), "--stages": bool(stages) or all_stages}
+    if len(given := [option for option, is_set in is_given.items() if is_set]) > 1:
+        raise UserError(f"{' and '.join(given)} say different things; give one of them", "option.conflict")
     pipeline_ranks: Any = "all" if all_stages or stages == "all" else _numbers("--stages", stages, "all, or 0,3")
     with counting_bar() as progress:
         result = run(
@@ -256,6 +258,7 @@ def dryrun(
 
 
 def _numbers(option: str, text: str, example: str) -> list[int] | None:
+    """The numbers of an option; None if it is empty."""
     if not text:
         return None
     pieces = [piece.strip() for piece in text.split(",") if piece.strip()]

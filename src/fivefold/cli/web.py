@@ -1,4 +1,4 @@
-"""`fivefold ui`: a page to plan and to look at, served on this machine."""
+"""`fivefold ui`: serves the web UI on this machine."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,7 @@ def ui(
     """
     from fivefold.web.app import ui as serve
 
-    def said(text: str) -> None:
+    def print_address(text: str) -> None:
         typer.echo(json.dumps({"address": text.split()[1]}) if as_json else text)
 
-    serve(port, runs or (), browser, said)
+    serve(port, runs or (), browser, print_address)

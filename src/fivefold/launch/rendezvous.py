@@ -37,6 +37,8 @@ _LOOPBACK, _UP = 0x8, 0x1  # flags of an interface
 
 @dataclass(frozen=True)
 class Rendezvous:
+    """The store at which ranks meet: a file, or the address of a TCPStore."""
+
     file: str = ""  # of a FileStore
     address: str = ""  # of a TCPStore, if there is no file
     port: int = 0

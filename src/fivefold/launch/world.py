@@ -36,14 +36,16 @@ _PORTS = range(20_000, 32_000)  # below Linux's ephemeral ports
 
 @dataclass(frozen=True)
 class World:
+    """This process's rank among the ranks of a run, and where they meet."""
+
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     local_size: int = 1  # ranks of this node
     joined: bool = False  # started by a launcher: there is a process group to join, even a group of one
     meeting: Rendezvous = field(default_factory=Rendezvous)
-    run: str = ""  # the launcher's name for it
-    start: int | None = 0  # which start of the run this is; None where ranks may count differently: torchrun's do
+    run: str = ""  # the launcher's name for the run
+    start: int | None = 0  # which start of the run this is; None under torchrun, whose agents count for themselves
 
     @property
     def apart(self) -> bool:

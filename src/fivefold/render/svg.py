@@ -1,4 +1,4 @@
-"""SVG made of plain shapes and text: no scripts and no fonts of its own, fit for slides, papers and web pages.
+"""Writes SVG with plain shapes and text, without scripts or fonts, for slides, papers and web pages.
 
     document(200, 100, [rect(0, 0, 50, 20, fill="#3366cc"), text(4, 14, "rank 0")])
 

@@ -176,6 +176,7 @@ def order(index: ActionIndex) -> Iterator[ScheduleProblem]:
 
 
 def _stage(index: ActionIndex, stage: int) -> Iterator[ScheduleProblem]:
+    """RECV < F < SEND, F < I < W and RECV < I < SEND for every microbatch of a stage."""
     forward, gradient = index.places(FORWARD, stage), index.input_gradients(stage)
     received, sent = index.places(RECV_ACTIVATION, stage), index.places(SEND_ACTIVATION, stage)
     received_back, sent_back = index.places(RECV_GRADIENT, stage), index.places(SEND_GRADIENT, stage)
@@ -199,13 +200,14 @@ def _neighbours(index: ActionIndex, stage: int) -> Iterator[ScheduleProblem]:
     yield from _before(index, stage, *gradients, f"stage {stage + 1} has made its gradient")
 
 
-def _before(index: ActionIndex, stage: int, first: Row, then: Row, cause: str) -> Iterator[ScheduleProblem]:
-    """A sentence for every microbatch where `then` stands before `first`; both are places in the stage's rank."""
-    if not any(map(gt, first, then)):
+def _before(index: ActionIndex, stage: int, needed: Row, dependent: Row, cause: str) -> Iterator[ScheduleProblem]:
+    """A problem for every microbatch whose `dependent` action stands before the `needed` one; both are places in the
+    list of the stage's rank."""
+    if not any(map(gt, needed, dependent)):
         return
     rank = index.schedule.placement.owner[stage]
     actions = index.schedule.ranks[rank]
-    for early, late in zip(then, first, strict=True):
+    for early, late in zip(dependent, needed, strict=True):
         if early < late and early != ABSENT:
             late_place = f"{actions[late]} is {index.place_text(rank, late)}"
             yield ScheduleProblem(
@@ -236,6 +238,7 @@ def _collectives(index: ActionIndex, stage: int) -> Iterator[ScheduleProblem]:
 
 
 def _pairs(index: ActionIndex) -> Iterator[ScheduleProblem]:
+    """A joined pair is an F and the B right after it, of which neither needs the other."""
     for rank, actions in enumerate(index.schedule.ranks):
         for place, action in enumerate(actions):
             if not action.joined:
@@ -322,9 +325,9 @@ def _receives(index: ActionIndex, rank: int) -> Iterator[ScheduleProblem]:
 
 
 def _overflows(taken: list[Row], freed: list[Row], most: int) -> bool:
-    """Whether more than `most` are ever held: the n-th is taken before the one `most` earlier is freed."""
-    takes, frees = sorted(chain(*taken)), sorted(chain(*freed))
-    return any(map(lt, takes[most:], frees))
+    """Whether more than `most` are held at once: some n-th take comes before the (n - most)-th release."""
+    takes, releases = sorted(chain(*taken)), sorted(chain(*freed))
+    return any(map(lt, takes[most:], releases))
 
 
 def _slots(index: ActionIndex) -> Iterator[ScheduleProblem]:
@@ -353,9 +356,9 @@ STEPS: tuple[tuple[Proof, ...], ...] = ((complete,), (order, channels, accumulat
 
 
 def check(schedule: Schedule, numbers: Sequence[Sequence[int]] | None = None) -> list[ScheduleProblem]:
-    """Everything that is wrong with a schedule; an empty list is the proof that nothing is.
+    """All problems of a schedule; an empty list is the proof that it has none.
 
-    `numbers[rank][place]` is how sentences count an action, where the user knows another list than the schedule's.
+    `numbers[rank][place]` is the number of an action in sentences, if the user's list differs from the schedule's.
     """
     index = ActionIndex(schedule, numbers)
     for step in STEPS:
@@ -366,9 +369,7 @@ def check(schedule: Schedule, numbers: Sequence[Sequence[int]] | None = None) ->
 
 
 def prove(schedule: Schedule) -> Schedule:
-    """The schedule itself when it passes, a UserError with the reasons when it does not."""
-    problems = check(schedule)
-    if problems:
-        about = f"schedule {schedule.name}"
-        raise UserError(f"{about}: {problem}" for problem in problems)
+    """Returns the schedule if it passes; raises a UserError with its problems if it does not."""
+    if problems := check(schedule):
+        raise UserError(f"schedule {schedule.name}: {problem}" for problem in problems)
     return schedule

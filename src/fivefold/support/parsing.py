@@ -1,4 +1,4 @@
-"""Texts from outside: paths, files, TOML and JSON. Whatever is wrong with one is a `UserError` with its name.
+"""Reads texts from outside: paths, files, TOML and JSON. All that is wrong with one is a `UserError` with its name.
 
 Parsers raise more than errors of their own: RecursionError for brackets without an end, ValueError for a number of
 5,000 digits, UnicodeDecodeError. `parsing` turns all of them into a sentence, also around other decoders.
@@ -19,17 +19,17 @@ from fivefold.support.errors import Problem, UserError
 from fivefold.support.files import read_regular
 from fivefold.support.text import did_you_mean
 
-BROKEN = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError)  # what a decoder raises of bad JSON
-_LARGEST = {"TOML": 1 << 20, "JSON": 1 << 26}  # bytes
-_DEEPEST = 64  # tables and lists inside each other
-_DOTS = 1000  # of a line
-_BITS = 64  # of a whole number; thousands of digits cannot even be printed
+BROKEN = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError)  # what a decoder raises for bad JSON
+_LARGEST = {"TOML": 1 << 20, "JSON": 1 << 26}  # bytes of a file
+_DEEPEST = 64  # levels of tables and lists inside each other
+_DOTS = 1000  # dots in a line
+_BITS = 64  # bits of a whole number; Python does not print one of thousands of digits
 _NAME = 255  # bytes of a file's name, on every file system in use
 _PATH = 4095  # bytes of a path that the system takes
 
 
 class Missing(UserError):
-    """There is no such file. Who knows which others there are says so instead."""
+    """There is no such file. Callers that know similar names raise an error with those instead."""
 
 
 def path_of(text: str | Path) -> Path:
@@ -61,7 +61,8 @@ def _encodes(path: Path) -> bool:
 
 @contextmanager
 def parsing(source: str | Path, kind: str) -> Iterator[None]:
-    """Around a parser: `source` is what it reads, `kind` what that should be ("TOML", "an index of tensors")."""
+    """Turns the errors of a parser in the block into UserErrors. `source` is what it reads, `kind` what that should be
+    ("TOML", "an index of tensors")."""
     try:
         yield
     except RecursionError:
@@ -70,18 +71,18 @@ def parsing(source: str | Path, kind: str) -> Iterator[None]:
         why = f"byte {error.start} is not of a text in UTF-8"
         raise UserError(f"{source} cannot be read as {kind}: {why}", "file.syntax") from None
     except ValueError as error:
-        # Python's own advice about long numbers is for programmers.
+        # Python's own message about long numbers is advice for programmers.
         why = "a number in it has thousands of digits" if "integer string conversion" in str(error) else str(error)
         raise UserError(f"{source} cannot be read as {kind}: {why}", "file.syntax") from None
 
 
 def read_bytes(path: Path, kind: str) -> bytes:
-    """A whole file: no pipe or device, which may have no end, and not larger than any of its kind."""
+    """The bytes of a file: a regular one, as a pipe or device may have no end, and not too large for its kind."""
     try:
         return read_regular(path_of(path), _LARGEST[kind], links=True)
     except OSError as error:
-        problem = Missing if isinstance(error, FileNotFoundError) else UserError
-        raise problem(f"cannot read {path}: {error.strerror or error}", "file.read") from None
+        error_class = Missing if isinstance(error, FileNotFoundError) else UserError
+        raise error_class(f"cannot read {path}: {error.strerror or error}", "file.read") from None
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -95,12 +96,12 @@ def read_json(path: Path) -> Any:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Raises what `parsing` speaks of."""
+    """Parse TOML; raises errors that `parsing` turns into sentences."""
     text = text.replace("\r\n", "\n")
     for number, line in enumerate(text.split("\n"), 1):
         if (dots := line.count(".")) > _DOTS:  # the parser's time grows with the square of a key's parts
             raise ValueError(f"line {number} has {dots:,} dots, and at most {_DOTS:,} are read")
-    return _tame(tomllib.loads(text))
+    return _checked(tomllib.loads(text))
 
 
 def toml_value(value: Any) -> str:
@@ -115,12 +116,12 @@ def toml_value(value: Any) -> str:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Raises what `parsing` speaks of."""
-    return _tame(json.loads(text))
+    """Parse JSON; raises errors that `parsing` turns into sentences."""
+    return _checked(json.loads(text))
 
 
-def _tame(parsed: Any) -> Any:
-    """What was parsed, if all of it can be walked through and printed."""
+def _checked(parsed: Any) -> Any:
+    """The parsed value, if it is not nested too deeply and has no number that is too long to print."""
     level = [parsed]
     for _ in range(_DEEPEST):
         if any(type(value) is int and value.bit_length() > _BITS for value in level):
@@ -133,16 +134,16 @@ def _tame(parsed: Any) -> Any:
 
 
 # ---- reading --------------------------------------------------------------------------------------------------------
-# Tables (TOML, JSON, KEY=VALUE) read into description objects, with every problem named at once.
+# Reads tables (TOML, JSON, KEY=VALUE) into description objects, and names every problem at once.
 #
-# msgspec converts and stops at the first misfit; this walks the fields itself, so that a job file with three mistakes
-# gets three sentences.
+# msgspec stops at the first error; this walks through the fields itself, so that a job file with three mistakes gets
+# three sentences.
 
 
 T = TypeVar("T")
 S = TypeVar("S", bound=msgspec.Struct)
 
-_SPOKEN: dict[Any, str] = {
+_TYPE_NAMES: dict[Any, str] = {
     int: "a whole number",
     float: "a number",
     bool: "true or false",
@@ -154,7 +155,7 @@ _SPOKEN: dict[Any, str] = {
 
 
 def read(kind: type[T], value: Any, path: str, problems: list[str]) -> T | None:
-    """`value` as a `kind`, or None and sentences added to `problems`; `path` is how the user wrote it."""
+    """Convert `value` to a `kind`; if it is none, return None and add to `problems`. `path` is its name for users."""
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and isinstance(value, dict):
         return _struct(kind, value, path, problems)
     try:
@@ -165,7 +166,7 @@ def read(kind: type[T], value: Any, path: str, problems: list[str]) -> T | None:
 
 
 def _struct(kind: type[S], table: dict[str, Any], path: str, problems: list[str]) -> S | None:
-    before = len(problems)
+    problems_before = len(problems)
     known = {field.name: field for field in msgspec.structs.fields(kind)}
     table = {key: value for key, value in table.items() if key != kind.__struct_config__.tag_field}
     problems += [unknown_key(path, key, list(known)) for key in table if key not in known]
@@ -181,11 +182,11 @@ def _struct(kind: type[S], table: dict[str, Any], path: str, problems: list[str]
                 values[name] = read(inner, table[name], join(path, name), problems)
         elif field.required:
             problems.append(Problem(f"{join(path, name)}.missing", f"{join(path, name)} is missing: it has no default"))
-    return kind(**values) if len(problems) == before else None
+    return kind(**values) if len(problems) == problems_before else None
 
 
 def _one_of(kinds: tuple[type[msgspec.Struct], ...], value: Any, path: str, problems: list[str]) -> Any:
-    """One of several kinds of table, told apart by their tag; without one it is the first."""
+    """Convert a table to one of several kinds, which its tag names; without a tag it is the first."""
     if isinstance(value, kinds):
         return value
     tags = {str(kind.__struct_config__.tag): kind for kind in kinds}
@@ -210,20 +211,20 @@ def join(path: str, name: str) -> str:
 
 
 def _misfit(kind: Any, value: Any, path: str) -> Problem:
-    """What was written, and what was wanted instead."""
+    """The problem of a value that has another type than its field."""
     if get_origin(kind) is Literal:
         return _no_choice(path, value, [str(choice) for choice in get_args(kind)])
-    wanted = _SPOKEN.get(get_origin(kind) or kind, "a table")
-    inside = [_SPOKEN[item] for item in get_args(kind) if item in _SPOKEN]
+    wanted = _TYPE_NAMES.get(get_origin(kind) or kind, "a table")
+    inside = [_TYPE_NAMES[item] for item in get_args(kind) if item in _TYPE_NAMES]
     count = "" if Ellipsis in get_args(kind) or get_origin(kind) is not tuple else f"{len(get_args(kind))} "
     items = f" of {count}{inside[0].removeprefix('a ')}s" if inside else ""
     return Problem(f"{path}.type", f"{path}={value!r} is not {wanted}{items}")
 
 
 def _plain(kind: Any) -> tuple[bool, Any]:
-    """Whether a type allows None, and the rest of it, without its range: a number outside of one is still a number.
+    """Whether a type allows None, and the type without None and without its range, which is checked elsewhere.
 
-    Where several kinds of table are allowed, the rest is all of them.
+    If it allows several kinds of table, the type is the tuple of them.
     """
     if get_origin(kind) in (types.UnionType, Union):
         first, *others = (option for option in get_args(kind) if option is not type(None))
@@ -232,7 +233,7 @@ def _plain(kind: Any) -> tuple[bool, Any]:
 
 
 def numbers(text: str, option: str) -> list[float]:
-    """The numbers of a list with commas."""
+    """The numbers of a comma-separated list."""
     try:
         return [float(word) for word in text.split(",") if word.strip()]
     except ValueError:
