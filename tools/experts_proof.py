@@ -41,7 +41,7 @@ def told(words: list[str]) -> tuple[int, str]:
     done = subprocess.run([*FIVEFOLD, *words], capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if line.strip()]
     if words[0] == "verify":
-        lines = [line for line in lines if line.startswith(("routing", "holds", "fails"))] or lines[-1:]
+        lines = [line for line in lines if line.startswith(("routing", "passed", "fails"))] or lines[-1:]
     text = "\n".join(f"  {line}" for line in lines or done.stderr.splitlines()[-3:])
     return done.returncode, f"fivefold {' '.join(words)}\n{text}\n"
 
@@ -56,7 +56,7 @@ def main(which: str) -> int:
         code, text = told(words)
         failed += code != 0
         print(text, flush=True)
-    print(f"{len(commands) - failed} of {len(commands)} hold")
+    print(f"{len(commands) - failed} of {len(commands)} passed")
     return 1 if failed else 0
 
 

@@ -37,13 +37,13 @@ def chain(rank: int, world: int, job: Job, home: Path) -> Found:
     ]
     with patch.object(checkpointing, "load", _without("exp_avg.layers.1.mlp.experts")):
         forgetful = loaded(rank, world, job, home / "good")[1]
-    every = checkpointing.Checkpoints.pieces
+    every = checkpointing.Checkpoints.shards
 
     def first_alone(self: Any) -> Any:
         return {n: p for n, p in every(self).items() if rank == 0 or "mlp.experts" not in n}
 
     said = ""
-    with patch.object(checkpointing.Checkpoints, "pieces", first_alone):
+    with patch.object(checkpointing.Checkpoints, "shards", first_alone):
         try:
             train(rank, world, job, home / "bad")
         except Exception as error:

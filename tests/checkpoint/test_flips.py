@@ -91,7 +91,7 @@ def test_commands_say_which_is_damaged(trained: Run, name: str, every: int) -> N
             warnings.simplefilter("always")
             assert find(run).step == (1 if name == MANIFEST else 2), where
         assert [note.category for note in notes] == ([Note] if name == MANIFEST else []), where
-        assert len(show_checkpoint(run, step=1).tensors) == len(trained.keeper.pieces()), where
+        assert len(show_checkpoint(run, step=1).tensors) == len(trained.keeper.shards()), where
 
 
 def test_a_link_that_leads_elsewhere_does_not_matter(trained: Run, tmp_path: Path) -> None:

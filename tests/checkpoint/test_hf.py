@@ -18,7 +18,7 @@ from fivefold.checkpoint.find import find, job_of
 from fivefold.checkpoint.hf import export_hf, import_hf
 from fivefold.checkpoint.hf_files import HuggingFace
 from fivefold.checkpoint.store import Store
-from fivefold.generation.generator import alone
+from fivefold.generation.generator import single_process_generator
 from fivefold.job.config import Job, TrainConfig
 from fivefold.model.decoder import Decoder
 from fivefold.spec.hf import read_hf_config, spec_from_hf, to_hf_config
@@ -104,12 +104,12 @@ def test_what_was_trained_under_tp_and_pp_is_read_by_transformers(tokens: Path, 
     run_ranks(4, train, job, tmp_path / "checkpoints")
     one = find(tmp_path)
     export_hf(one, job.model, tmp_path / "out", "float32", 10**9, None, None, quiet)
-    generator = alone(Job(model=job.model, train=TrainConfig(device="cpu")), one.path, 16)
+    generator = single_process_generator(Job(model=job.model, train=TrainConfig(device="cpu")), one.path, 16)
     logits = theirs(tmp_path / "out")
     for row, want in zip(TOKENS.tolist(), logits, strict=True):
-        generator.cache.forget()
+        generator.cache.clear()
         with torch.no_grad():
-            found = generator._next(row, 0)
+            found = generator._next_logits(row, 0)
         assert found is not None
         assert torch.allclose(found, want[-1], atol=1e-5)
 

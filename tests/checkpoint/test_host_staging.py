@@ -27,8 +27,8 @@ def test_a_snapshot_keeps_what_was_in_memory_of_its_own() -> None:
         snapshot = staging.take(pieces)
         for tensor in state.values():
             tensor.add_(1)
-        snapshot.arrive()
-        kept = {name: piece.make() for name, piece in snapshot.pieces.items()}
+        snapshot.wait()
+        kept = {name: piece.make() for name, piece in snapshot.shards.items()}
         assert all(torch.equal(kept[name], was[name]) for name in was)
         assert all(one.data_ptr() % PAGE == 0 for one in kept.values())
         places.append([one.data_ptr() for one in kept.values()])
@@ -56,13 +56,13 @@ def test_memory_is_made_once_and_a_rank_without_pieces_needs_none(monkeypatch) -
     monkeypatch.setattr(mmap, "mmap", counted)
     pieces, staging = {"a": Shard.whole(torch.zeros(1025))}, Staging(CPU)
     staging.prepare(pieces)
-    place = staging.take(pieces).pieces["a"].make().data_ptr()
+    place = staging.take(pieces).shards["a"].make().data_ptr()
     staging.prepare(pieces)  # what a GPU has locked must not move
-    assert staging.take(pieces).pieces["a"].make().data_ptr() == place
+    assert staging.take(pieces).shards["a"].make().data_ptr() == place
     assert made == [2 * PAGE]
     nobody = Staging(CPU)
     for _ in range(2):
-        assert nobody.take({}).pieces == {}
+        assert nobody.take({}).shards == {}
     assert made == [2 * PAGE]
 
 

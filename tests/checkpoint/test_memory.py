@@ -18,7 +18,7 @@ from fivefold.checkpoint.memory import (
     private,
     snapshot_dir,
 )
-from fivefold.checkpoint.memory_load import answers
+from fivefold.checkpoint.memory_load import hashing_rank
 from fivefold.checkpoint.store import Damaged
 from fivefold.checkpoint.tensors import segments, sum_of
 
@@ -38,7 +38,7 @@ def test_all_nodes_together_have_a_snapshot_of_which_one_node_is_lost() -> None:
     assert not one.missing
     assert one.files["rank-2.tensors"] == [2]  # today's third node was the fourth
     assert one.files["rank-0.tensors"] == [0, 1]
-    assert one.said == "3 of 4 nodes"
+    assert one.availability == "3 of 4 nodes"
 
 
 def test_two_neighbours_that_are_lost_take_a_file_with_them() -> None:
@@ -65,11 +65,11 @@ def test_a_snapshot_of_a_way_that_the_run_has_left_does_not_count(tmp_path: Path
     assert not memory.abandoned("step-00000005.1001", 5, began)  # both ways have it
     assert not memory.abandoned("step-00000010.2001", 10, began)  # of the other way
     (tmp_path / memory.STARTS).write_text('[{"at": 1000, "step": 8}]')  # of earlier releases
-    assert memory.starts(tmp_path) == [memory.Began(1000, 8)]
+    assert memory.starts(tmp_path) == [memory.RunStart(1000, 8)]
 
 
 def test_no_bit_of_the_starts_changes_unnoticed(tmp_path: Path) -> None:
-    memory.begin(tmp_path, [memory.Began(1000, 0)], 2000, 8)
+    memory.begin(tmp_path, [memory.RunStart(1000, 0)], 2000, 8)
     whole = (tmp_path / memory.STARTS).read_bytes()
     for bit in range(8 * len(whole.rstrip())):
         flipped = bytearray(whole)
@@ -109,9 +109,9 @@ def test_a_node_is_a_host_and_a_place_and_copies_go_to_the_next_one() -> None:
 
 
 def test_who_wrote_a_file_hashes_it_if_it_is_there() -> None:
-    assert answers("rank-5.tensors", [4, 5]) == 5
-    assert answers("rank-7.tensors", [4, 5]) == 5
-    assert answers("rank-6.tensors", [4, 5]) == 4
+    assert hashing_rank("rank-5.tensors", [4, 5]) == 5
+    assert hashing_rank("rank-7.tensors", [4, 5]) == 5
+    assert hashing_rank("rank-6.tensors", [4, 5]) == 4
 
 
 def test_a_run_keeps_its_id_and_a_copy_of_its_directory_gets_another(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def run(rank: int, world: int, job: Job, directory: Path, places: list[Path], ki
     if mine.trainer.done < job.train.steps:
         mine.trainer.run([recorder], checkpointing=mine.keeper)
     mine.keeper.close()
-    return mine.keeper.began, mine.said, mine.recorder.losses, mine.state()
+    return mine.keeper.resumed_from, mine.said, mine.recorder.losses, mine.state()
 
 
 def limited(rank: int, world: int, *arguments: Any) -> Any:
@@ -170,7 +170,7 @@ def resumed(rank: int, world: int, job: Job, directory: Path, places: list[Path]
     mine = Run(job, world, directory / "checkpoints")
     mine.keeper.restore()
     mine.keeper.close()
-    return mine.keeper.began, mine.said, {}, mine.state()
+    return mine.keeper.resumed_from, mine.said, {}, mine.state()
 
 
 def rolled_back(rank: int, world: int, job: Job, directory: Path, place: Path) -> Any:

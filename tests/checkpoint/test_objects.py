@@ -112,7 +112,7 @@ def test_harm_is_named_by_file(place: RemotePlace, content: Any, said: str) -> N
 
 
 def test_only_the_rows_that_are_needed_are_read(place: RemotePlace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objects, "_AHEAD", 64)
+    monkeypatch.setattr(objects, "_READ_AHEAD", 64)
     whole = torch.arange(4096.0).reshape(64, 64)
     checkpoint = Checkpoint(save(Store(place), 1, whole))
     assert checkpoint.tensors
@@ -199,18 +199,18 @@ def test_a_damaged_checkpoint_is_set_aside_and_a_silent_server_is_not_damage(
 
 
 def test_every_question_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objects, "_PATIENCE", 0.1)
+    monkeypatch.setattr(objects, "_TIMEOUT", 0.1)
     with pytest.raises(TimeoutError, match="the storage has not answered for 0 s"):
-        objects.asked(lambda: time.sleep(3))
+        objects.call_driver(lambda: time.sleep(3))
 
 
 def test_what_drivers_raise_becomes_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SESSION_TOKEN", "abcdefghijkl")
-    said = objects.sentence(ValueError("no way\n to http://user:word@host/abcdefghijkl"))
+    said = objects.as_os_error(ValueError("no way\n to http://user:word@host/abcdefghijkl"))
     assert (said.errno, said.strerror) == (errno.EREMOTEIO, "no way to http://host/***")
-    assert objects.sentence(PermissionError("Forbidden")).errno == errno.EACCES
-    assert objects.sentence(OSError(errno.EIO, "busy")).errno == errno.EREMOTEIO  # which is no damage
-    missing = objects.sentence(FileNotFoundError("The specified bucket does not exist"))
+    assert objects.as_os_error(PermissionError("Forbidden")).errno == errno.EACCES
+    assert objects.as_os_error(OSError(errno.EIO, "busy")).errno == errno.EREMOTEIO  # which is no damage
+    missing = objects.as_os_error(FileNotFoundError("The specified bucket does not exist"))
     assert not isinstance(missing, FileNotFoundError)
 
 

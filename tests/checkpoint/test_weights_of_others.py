@@ -206,7 +206,7 @@ def test_only_files_of_the_directory_that_are_not_too_large_are_taken(
         assert not (tmp_path / "run").exists()
         (directory / name).rmdir() if (directory / name).is_dir() else (directory / name).unlink()
         (directory / name).write_bytes(content)
-    monkeypatch.setattr(hf_extras, "_LARGEST", len(content) - 1)
+    monkeypatch.setattr(hf_extras, "_MAX_BYTES", len(content) - 1)
     with pytest.raises(UserError, match="are read"):
         import_hf(directory, tmp_path / "run", quiet)
     assert not (tmp_path / "run").exists()

@@ -15,7 +15,7 @@ from fivefold.checkpoint import save
 from fivefold.checkpoint import save as writer
 from fivefold.checkpoint.load import load
 from fivefold.checkpoint.save import write
-from fivefold.checkpoint.shards import Pieces, Shard
+from fivefold.checkpoint.shards import Shard, Shards
 from fivefold.checkpoint.store import Checkpoint, Manifest, Store
 from fivefold.job.config import Job
 from fivefold.launch import host
@@ -37,7 +37,7 @@ def tensors() -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=noise) for name, shape in SHAPES.items()}
 
 
-def pieces(of: dict[str, Tensor]) -> Pieces:
+def pieces(of: dict[str, Tensor]) -> Shards:
     return {name: Shard.whole(tensor) for name, tensor in of.items()}
 
 

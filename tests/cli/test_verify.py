@@ -27,7 +27,7 @@ def test_a_layout_is_proven_in_a_table(tmp_path: Path) -> None:
         "the same",
     ):
         assert words in done.stdout
-    assert "holds" in done.stdout
+    assert "passed" in done.stdout
     assert "FAILS" not in done.stdout
 
 

@@ -12,7 +12,7 @@ from fivefold.cost.model_state import state_of
 from fivefold.cost.routing import even_rows
 from fivefold.cost.step import rank_flops
 from fivefold.cost.traffic import RankCoords, expected_traffic
-from fivefold.dry.fake import StatedRouting, dealt
+from fivefold.dry.fake import StatedRouting, evenly
 from fivefold.dry.rank import RankRun, dry_run_rank
 from fivefold.dry.result import vs_plan
 from fivefold.hardware.cluster import Cluster
@@ -225,4 +225,4 @@ def test_the_rank_that_runs_is_the_fullest() -> None:
     assert sum(map(sum, going)) == 1000  # all that it sends
     assert sum(going[1]) == sum(due[1]) == 375  # to itself
     assert [sum(rows) for at, rows in enumerate(going) if at != 1] == [209, 208, 208]
-    assert dealt(7, 3) == [3, 2, 2]
+    assert evenly(7, 3) == [3, 2, 2]

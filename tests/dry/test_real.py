@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fivefold.dry.rank import blank, dry_run_rank
+from fivefold.dry.rank import dry_run_rank, empty_batch
 from fivefold.job.config import read_job
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.traffic import TrafficCounter
@@ -22,7 +22,7 @@ def real(rank: int, world: int, layout: str, *changes: str) -> tuple[int, float,
     counter = TrafficCounter(mesh)
     ledger = Ledger(engine, counter)
     with ledger:
-        engine.forward_backward(blank(job))
+        engine.forward_backward(empty_batch(job))
         engine.step(1e-3, engine.gradient_norm())
         engine.weights.wait_params()
     return ledger.peak, ledger.flops, list(counter.rows())

@@ -233,7 +233,7 @@ def test_a_server_that_accepts_and_never_answers_is_not_waited_for(monkeypatch: 
                             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{silent.getsockname()[1]}"}.items():  # fmt: skip
             monkeypatch.setenv(name, value)
         objects._objects.cache_clear()
-        monkeypatch.setattr(objects, "_PATIENCE", 3.0)
+        monkeypatch.setattr(objects, "_TIMEOUT", 3.0)
         start = time.monotonic()
         with pytest.raises(TimeoutError, match="the storage has not answered for 3 s"):
             Store(place("a")).complete()

@@ -281,14 +281,14 @@ def test_a_snapshot_is_of_its_step_though_the_device_copies_it_beside_the_next(t
         with torch.cuda.stream(staging.stream):
             torch.cuda._sleep(4_000_000_000)  # the copies begin two seconds late
         snapshot = staging.take(pieces)
-        assert all(piece.make().is_pinned() for piece in snapshot.pieces.values())
+        assert all(piece.make().is_pinned() for piece in snapshot.shards.values())
         engine.snapshot_copied = snapshot.copied
         engine.forward_backward(batch)
         assert snapshot.copied is not None
         assert not snapshot.copied.query()  # steps do not wait for it
         engine.step(1e-2, engine.gradient_norm())
-        snapshot.arrive()
-        kept = {name: piece.make() for name, piece in snapshot.pieces.items()}
+        snapshot.wait()
+        kept = {name: piece.make() for name, piece in snapshot.shards.items()}
         assert all(torch.equal(kept[name], was[name].cpu()) for name in was)
         assert not all(torch.equal(piece.make(), was[name]) for name, piece in pieces.items())
 

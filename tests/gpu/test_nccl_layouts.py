@@ -23,13 +23,13 @@ NCCL = ["train.share_gpu=nccl", "train.compile=off"]
 
 def failures(found: VerifyResult) -> list[str]:
     return [f"{case.job.layout} {case.variant}: {verdict.broken or verdict.problems}\n{verdict.details}"
-            for case, verdict in found.judged if not verdict.passed]  # fmt: skip
+            for case, verdict in found.verdicts if not verdict.passed]  # fmt: skip
 
 
 @pytest.mark.parametrize(("world", "sample"), [(4, 24), (8, 6)])
 def test_layouts_compute_what_one_process_computes(world: int, sample: int) -> None:
     found = verify(changes=NCCL, device="cuda", everything=True, world=world, sample=sample, jobs=2, timeout=100)
-    assert len(found.judged) == sample
+    assert len(found.verdicts) == sample
     assert not failures(found)
 
 
@@ -40,8 +40,8 @@ def test_compiled_blocks_in_bfloat16_hold(world: int, sample: int) -> None:
         changes=["train.share_gpu=nccl"], device="cuda", dtype="bfloat16", everything=True, world=world, sample=sample,
         timeout=200,
     )  # fmt: skip
-    assert any(case.job.layout.pp > 1 for case, _ in found.judged)
-    assert all(verdict.graphs for _, verdict in found.judged)
+    assert any(case.job.layout.pp > 1 for case, _ in found.verdicts)
+    assert all(verdict.graphs for _, verdict in found.verdicts)
     assert not failures(found)
 
 

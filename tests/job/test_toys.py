@@ -57,5 +57,5 @@ def test_a_model_with_too_few_tokens_is_refused(tokens: Path) -> None:
 
 
 def test_proofs_see_the_same_number(tokens: Path) -> None:
-    [(case, _)] = verify("dp=1", [f"data.path={tokens}"], steps=1).judged
+    [(case, _)] = verify("dp=1", [f"data.path={tokens}"], steps=1).verdicts
     assert case.job.model.vocab == 611

@@ -11,7 +11,7 @@ from fivefold.model.layers import TokenPositions
 from fivefold.model.linear_cross_entropy import Targets
 from fivefold.parallel.mesh import Mesh
 from fivefold.verifier.cases import make_batch
-from fivefold.verifier.compare import bound_of
+from fivefold.verifier.compare import tolerance_of
 from tests.parallel.pipelines import CPU, alone, job, run
 from tests.ranks import run_ranks
 
@@ -52,7 +52,7 @@ def test_64_microbatches_in_bfloat16_add_up_as_float32_does_and_match_one() -> N
     cases = [job(Layout(pp=2, schedule=name, microbatches=M), "bfloat16") for name in SCHEDULES]
     parts = one_by_one(cases[0])
     whole = alone(job(Layout(), "bfloat16", batch=M, layers=2)).gradients  # one microbatch of all samples
-    near = bound_of(cases[0])
+    near = tolerance_of(cases[0])
     for ranks in zip(*run_ranks(2, in_a_pipeline, cases), strict=True):
         found = ranks[0] | ranks[1]
         assert found.keys() == parts.keys() == whole.keys()

@@ -26,7 +26,7 @@ from fivefold.tracing.summary import TraceSummary
 from fivefold.trainer.records import Evaluation, Load, Step
 from fivefold.trainer.result import ExpertsResult, TrainResult
 from fivefold.verifier.cases import LayoutCase
-from fivefold.verifier.compare import Error
+from fivefold.verifier.compare import ValueComparison
 from fivefold.verifier.result import VerifyResult
 from fivefold.verifier.verdict import MemoryCheck, TrafficCheck, Verdict
 from fivefold.verifier.verify import CurveResult
@@ -46,11 +46,11 @@ def _verdict(holds: bool = True, noisy: bool = False) -> Verdict:
         1.5,
         losses=[(5.543610057, 5.543610057)],
         norms=[(1.323600561, 1.323600561)],
-        errors=[
-            Error("loss", "", 1, value, 1e-10),
-            Error("norm", "", 1, value, 1e-10),
-            Error("gradient", name, 1, value, 0.2 if noisy else 1e-10),
-            Error("parameter", name, 1, value, 1e-10),
+        comparisons=[
+            ValueComparison("loss", "", 1, value, 1e-10),
+            ValueComparison("norm", "", 1, value, 1e-10),
+            ValueComparison("gradient", name, 1, value, 0.2 if noisy else 1e-10),
+            ValueComparison("parameter", name, 1, value, 1e-10),
         ],
         traffic=[TrafficCheck(0, other, sent)],
         memory=[
@@ -152,7 +152,7 @@ def trained() -> TrainResult:
 def loaded() -> ExpertsResult:
     model = preset("tiny-deepseek")
     tokens = [[10 + layer * expert % 7 for expert in range(8)] for layer in range(1, 4)]
-    steps = [msgspec.structs.replace(one, load=Load.of(tokens, due=0)) for one in trained().steps]
+    steps = [msgspec.structs.replace(one, load=Load.of(tokens, expected=0)) for one in trained().steps]
     return ExpertsResult(Path("runs/a-long-name-of-a-run"), model, steps, 0, steps[0])
 
 

@@ -12,7 +12,7 @@ from fivefold.schedules.classic import one_f_one_b
 from fivefold.schedules.clock import BusySpan
 from fivefold.schedules.text import read_text
 from fivefold.tracing.chrome import write
-from fivefold.tracing.records import Flight, RankTrace, StepWindow, Trace, Update, Wait, land
+from fivefold.tracing.records import Flight, RankTrace, StepWindow, Trace, Update, Wait, end_sends
 from fivefold.tracing.summary import TraceSummary
 
 ALONE: Any = {"rank": 0, "name": "", "line": 0, "place": 0}
@@ -99,7 +99,7 @@ def test_bubbles_are_shares_of_the_run_measured_and_predicted() -> None:
 
 
 def test_a_message_has_landed_when_its_consumer_starts() -> None:
-    first, second = land(by_hand()).ranks
+    first, second = end_sends(by_hand()).ranks
     assert [flight.end for flight in first.flights] == [3.0, 10.0, 12.5]
     assert [flight.end for flight in second.flights] == [9.0, 12.0]
 

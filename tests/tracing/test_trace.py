@@ -18,7 +18,7 @@ from fivefold.parallel.traffic import TrafficCounter
 from fivefold.tracing.chrome import COMPUTE, WAITS, write
 from fivefold.tracing.records import Trace
 from fivefold.tracing.summary import TraceSummary
-from fivefold.tracing.tracer import against_rank_0
+from fivefold.tracing.tracer import clock_offset
 from fivefold.trainer.loop import Trainer
 from tests.ranks import run_ranks
 
@@ -146,7 +146,7 @@ def skewed(rank: int, world: int) -> tuple[float, float]:
     """Ranks 2 and 3 are on a machine of their own, whose clock is 1,000 s ahead."""
     mesh = Mesh.of(Layout(dp=4), torch.device("cpu"))
     ahead = 1000.0 if rank > 1 else 0.0
-    return against_rank_0(mesh, lambda: time.perf_counter() + ahead, host=f"machine {rank // 2}")
+    return clock_offset(mesh, lambda: time.perf_counter() + ahead, host=f"machine {rank // 2}")
 
 
 def test_another_machines_clock_is_found_within_its_stated_error() -> None:

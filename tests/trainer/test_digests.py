@@ -48,7 +48,7 @@ def test_a_digest_does_not_depend_on_how_it_is_read(monkeypatch: pytest.MonkeyPa
     """In one go or in parts, the last of them shorter; and it is the sum that it is said to be, modulo 2^64."""
     tensor = torch.randn(1000)
     whole = int(digest(tensor))
-    monkeypatch.setattr(module, "_AT_A_TIME", {"cpu": 64})
+    monkeypatch.setattr(module, "_CHUNK_WORDS", {"cpu": 64})
     assert int(digest(tensor)) == whole
     assert int(digest(tensor.view(10, 100).t().contiguous().t())) == whole  # in the order of its indices
     words = tensor.view(torch.int32).tolist()

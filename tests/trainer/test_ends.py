@@ -147,7 +147,7 @@ def test_a_segfault_is_told_with_its_rank_and_its_python_stack(tokens: Path, tmp
     assert named == "rank 1 (dp 1) was ended by SIGSEGV in step 3"
     assert thread.startswith("Current thread")
     stack = [frame.rpartition(" in ")[2] for frame in frames[:5]]
-    assert stack == ["string_at", "_happen", "strike", "_poisoned", "_step"]
+    assert stack == ["string_at", "_happen", "strike", "_inject_fault", "_step"]
     assert not any("click" in frame or "runpy" in frame for frame in frames)
 
 

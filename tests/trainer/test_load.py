@@ -115,11 +115,11 @@ def test_the_losses_are_said_where_they_are_asked_for(tokens: Path) -> None:
 
 
 def test_what_is_said_of_a_load() -> None:
-    even, one = Load.of([[4, 4, 4, 4]], due=16), Load.of([[16, 0, 0, 0], [4, 4, 4, 4]], due=16)
+    even, one = Load.of([[4, 4, 4, 4]], expected=16), Load.of([[16, 0, 0, 0], [4, 4, 4, 4]], expected=16)
     assert (even.fullest, even.entropy, even.dropped) == (1, 1, 0)
     assert (one.fullest, one.entropy) == (4, 0.5)
-    assert Load.of([[3, 1]], due=5).dropped == 1
-    assert Load.of([[7]], due=7).entropy == 1
+    assert Load.of([[3, 1]], expected=5).dropped == 1
+    assert Load.of([[7]], expected=7).entropy == 1
 
 
 def test_the_load_of_a_run_is_in_its_metrics_a_table_and_a_picture(tokens: Path, tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def test_a_trace_that_cannot_be_written_stops_no_training(tmp_path: Path) -> Non
     run.close()
     assert said == [f"{tmp_path}/trace.json cannot be written: No space left on device; training continues without it"]
     with pytest.raises(TrainingError, match=r"all steps are done, but .*trace.json cannot be written"):
-        run.judge()
+        run.check()
 
 
 @pytest.mark.parametrize(("how", "more"), [("deleted", TWO), ("moved", [])])

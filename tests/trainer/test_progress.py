@@ -63,7 +63,7 @@ def test_a_pipe_in_place_of_the_recoveries_is_a_sentence(tmp_path: Path) -> None
     record(tmp_path, 7)
     os.mkfifo(tmp_path / RECOVERIES)
     said: list[str] = []
-    found = Recovery.seen(tmp_path, 0.0, False, said.append)
+    found = Recovery.after_restart(tmp_path, 0.0, False, said.append)
     assert found is not None
     record(tmp_path, 8)
     (*_, (_, last)) = read(tmp_path / "metrics.jsonl")

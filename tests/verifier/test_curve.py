@@ -7,7 +7,7 @@ import pytest
 from fivefold.data.prepare import prepare
 from fivefold.job.config import read_job
 from fivefold.layout.layout import Layout
-from fivefold.verifier.verify import CurveResult, follow
+from fivefold.verifier.verify import CurveResult, compare_curves
 
 
 @pytest.mark.parametrize("layout", ["dp=2,zero=1", "pp=2,microbatches=2,schedule=zb-h1"])
@@ -16,7 +16,7 @@ def test_a_layout_follows_one_process_from_the_same_bits(tmp_path: Path, layout:
     prepare([tmp_path / "text.txt"], tmp_path / "tokens")
     small = ["model.layers=2", "model.hidden=32", "model.head_dim=8", "model.ffn=32", "data.seq=16", "train.batch=4"]
     data = [f"data.path={tmp_path}/tokens", "train.eval_samples=0", "train.steps=3"]
-    curves = follow(read_job(None, [*small, *data, f"layout={layout}"]), timeout=120)
+    curves = compare_curves(read_job(None, [*small, *data, f"layout={layout}"]), timeout=120)
     assert curves.same_start
     assert curves.ok
     assert len(curves.in_layout) == 3

@@ -21,15 +21,15 @@ from fivefold.verifier.cases import (
     LOSSES_OFF,
     LayoutCase,
     all_cases,
-    covered,
     legal_layouts,
     mixture,
+    pair_coverage,
     pairwise,
     variants,
 )
 from fivefold.verifier.reference import run_reference
 from fivefold.verifier.result import VerifyResult
-from fivefold.verifier.verdict import RankMeasurement, Verdict
+from fivefold.verifier.verdict import RankMeasurement, ReplayedRouting, Verdict
 from fivefold.verifier.verify import Judge, expected_memory, expected_traffic, verify
 from tests.verifier import cases, mixtures
 from tests.verifier.mixtures import DEEPSEEK, Bug, job, moe
@@ -62,7 +62,7 @@ def together(home: Path, proofs: dict[str, tuple[Job, Bug]]) -> dict[str, Verdic
 def test_what_the_stages_of_a_pipeline_are_compiled_with_is_not_counted_as_routed() -> None:
     hook = f"tests.verifier.cases:{cases.a_quick_compiler.__name__}"
     found = verify("pp=2,microbatches=2", ["train.compile=on"], model="tiny-moe", steps=1, hook=hook)
-    [(_, verdict)] = found.judged
+    [(_, verdict)] = found.verdicts
     assert verdict.problems == []
     assert verdict.graphs  # it was compiled
 
@@ -130,13 +130,13 @@ def test_layouts_compute_what_a_loop_over_experts_computes(tmp_path: Path, proof
         assert (verdict.replayed is None) == exact
         assert (verdict.worst("bias") is not None) == experts.balance_bias
         if exact:
-            assert all(error.value < 1e-12 for error in verdict.errors), name
+            assert all(error.error < 1e-12 for error in verdict.comparisons), name
         sent = {one.counted.kind for one in verdict.traffic}
         assert ("all-to-all" in sent) == (verdict.job.layout.ep > 1 and verdict.job.layout.dispatch == "alltoall")
 
 
 def test_a_narrow_dtype_replays_the_routing_and_says_so() -> None:
-    verdict = Verdict(job("dp=2,ep=2", dtype="bfloat16"), 1.0, replayed=(512, 3))
+    verdict = Verdict(job("dp=2,ep=2", dtype="bfloat16"), 1.0, replayed=ReplayedRouting(512, 3))
     [told] = [
         block.text
         for block in VerifyResult([(LayoutCase(verdict.job, ""), verdict)]).blocks()
@@ -234,7 +234,7 @@ def found(home: Path, every: list[Planted]) -> dict[str, Verdict]:
         assert not verdict.passed, planted.bug
         worst = verdict.worst(planted.what)
         assert worst is not None, planted.bug
-        assert not worst.holds, (planted.bug, verdict.problems)
+        assert not worst.passed, (planted.bug, verdict.problems)
         assert planted.named in worst.name, (planted.bug, worst.name)
         assert any(planted.named in problem for problem in verdict.problems)
     return verdicts
@@ -244,11 +244,13 @@ def test_bugs_that_others_have_shipped_are_found_and_named(tmp_path: Path) -> No
     verdicts = found(tmp_path, PLANTED)
     # Only what a bug touches is named.
     failed = {
-        e.name for e in verdicts["the_router_is_not_summed_over_tp"].errors if e.what == "gradient" and not e.holds
+        e.name
+        for e in verdicts["the_router_is_not_summed_over_tp"].comparisons
+        if e.quantity == "gradient" and not e.passed
     }
     assert failed == {f"layers.{layer}.mlp.router.weight" for layer in range(2)}
-    losses = verdicts["the_router_is_detached"].errors
-    assert all(error.holds for error in losses if error.what == "loss")  # right, and the gradient is not
+    losses = verdicts["the_router_is_detached"].comparisons
+    assert all(error.passed for error in losses if error.quantity == "loss")  # right, and the gradient is not
     for name, dtype in (("an_expert_is_chosen_twice", ""), ("an_expert_is_chosen_twice, bfloat16", "bfloat16")):
         [told] = [p for p in verdicts[name].problems if "routing" in p]
         assert "the routing of layers.0.mlp.router sends sample 0, position 0 to experts" in told
@@ -261,7 +263,9 @@ def test_bugs_that_others_have_shipped_are_found_and_named(tmp_path: Path) -> No
 def test_routing_and_load_that_nobody_compared_fail(dtype: str) -> None:
     one = job("dp=1", moe(DEEPSEEK), dtype, steps=2)
     measured = RankMeasurement(memory={"peak": 0.0, "flops": 0.0})
-    missing = {(e.what, e.name, e.step) for e in Verdict.of(one, [measured], [[]], [{}], 0.0).errors if not e.holds}
+    missing = {
+        (e.quantity, e.name, e.step) for e in Verdict.of(one, [measured], [[]], [{}], 0.0).comparisons if not e.passed
+    }
     wanted = {
         (what, "layers.1.mlp.router", step) for what in ("routing", "load") for step in (1, 2)
     }  # layer 0 is dense
@@ -360,10 +364,10 @@ def test_a_dense_model_is_proven_with_experts_too_and_a_sample_meets_pairs_of_bo
     for one in with_experts:
         on = one.variant != LOSSES_OFF
         assert (one.job.train.balance_loss > 0, one.job.train.router_z_loss > 0) == (on, on)
-    asked = all_cases(base, 2, given=["train.balance_loss"])  # as it is: 0
+    asked = all_cases(base, 2, fixed_keys=["train.balance_loss"])  # as it is: 0
     mixed = [one for one in asked if one.job.model.experts is not None]
     assert {(one.job.train.balance_loss, one.job.train.router_z_loss > 0) for one in mixed} == {(0, True), (0, False)}
     assert all(one.job.problems() == [] for one in with_experts)
     sample = pairwise(every, 40)
     assert {one.job.layout.ep for one in sample} == {1, 2}
-    assert covered(pairwise(every), every) == 1.0
+    assert pair_coverage(pairwise(every), every) == 1.0

@@ -14,8 +14,8 @@ from fivefold.layout.context_split import context_share
 from fivefold.optim.base import learning_rate
 from fivefold.schedules.registry import CATALOGUE
 from fivefold.verifier import compare
-from fivefold.verifier.cases import cases_of, covered, deep_enough, legal_layouts, make_batch, pairwise, variants
-from fivefold.verifier.compare import bound_of
+from fivefold.verifier.cases import cases_of, deep_enough, legal_layouts, make_batch, pair_coverage, pairwise, variants
+from fivefold.verifier.compare import tolerance_of
 from fivefold.verifier.reference import add_noise, run_reference
 from fivefold.verifier.verdict import Verdict
 from tests.verifier.cases import CANCELLING, job, tiny
@@ -62,7 +62,7 @@ def test_data_is_a_function_of_seed_and_step() -> None:
 # ---- the measure -----------------------------------------------------------------------------------------------------
 
 
-def of(errors: list[compare.Error], name: str) -> compare.Error:
+def of(errors: list[compare.ValueComparison], name: str) -> compare.ValueComparison:
     [error] = [error for error in errors if error.name == name]
     return error
 
@@ -75,62 +75,64 @@ WANTED = {
 }
 
 
-def compared(**changes: Tensor | None) -> list[compare.Error]:
+def compared(**changes: Tensor | None) -> list[compare.ValueComparison]:
     found = {name: changes.get(name.split(".")[-2], tensor) for name, tensor in WANTED.items()}
-    zero = compare.zeros(WANTED, GPT)
+    zero = compare.zero_gradients(WANTED, GPT)
     assert zero == {"layers.0.attention.k.bias"}
-    return compare.gradients({n: t for n, t in found.items() if t is not None}, WANTED, 1, 1e-10, GPT, zero)
+    return compare.compare_gradients({n: t for n, t in found.items() if t is not None}, WANTED, 1, 1e-10, GPT, zero)
 
 
 def test_the_error_is_relative_to_the_largest_entry() -> None:
     error = of(compared(q=WANTED["layers.0.attention.q.bias"] + 1e-3), "layers.0.attention.q.bias")
-    assert error.value == pytest.approx(5e-4)
-    assert not error.holds
+    assert error.error == pytest.approx(5e-4)
+    assert not error.passed
 
 
 def test_a_missing_a_zero_and_a_nan_gradient_fail() -> None:
     for gradient in (None, torch.zeros(4), torch.full((4,), math.nan), torch.ones(5)):
         errors = compared(norm=gradient)
-        assert not of(errors, "norm.weight").holds
-        assert compare.worst(errors) == of(errors, "norm.weight") or math.isnan(of(errors, "norm.weight").value)
+        assert not of(errors, "norm.weight").passed
+        assert compare.worst_comparison(errors) == of(errors, "norm.weight") or math.isnan(
+            of(errors, "norm.weight").error
+        )
     assert "norm.weight is zero" in str(of(compared(norm=torch.zeros(4)), "norm.weight"))
 
 
 def test_a_gradient_that_is_zero_in_theory_is_held_against_its_block() -> None:
     name = "layers.0.attention.k.bias"
-    assert of(compared(k=torch.full((4,), -3e-17)), name).holds  # other noise
-    assert of(compared(k=torch.zeros(4)), name).holds
-    assert not of(compared(k=torch.full((4,), 1e-6)), name).holds  # noise in the reference, and here a gradient
+    assert of(compared(k=torch.full((4,), -3e-17)), name).passed  # other noise
+    assert of(compared(k=torch.zeros(4)), name).passed
+    assert not of(compared(k=torch.full((4,), 1e-6)), name).passed  # noise in the reference, and here a gradient
 
 
 def test_the_k_bias_of_the_gpt_block_is_such_a_gradient() -> None:
     step = run_reference(job("dp=1", GPT), torch.device("cpu")).steps[0]
-    assert compare.zeros(step.gradients, GPT) == {f"layers.{layer}.attention.k.bias" for layer in range(2)}
+    assert compare.zero_gradients(step.gradients, GPT) == {f"layers.{layer}.attention.k.bias" for layer in range(2)}
 
 
 def test_a_small_gradient_is_not_zero_and_must_be_there_in_any_dtype() -> None:
     wanted = {"layers.0.attention.k_norm.weight": torch.full((4,), 1e-6), "layers.0.mlp.up.weight": torch.ones(4)}
     found = wanted | {"layers.0.attention.k_norm.weight": torch.zeros(4)}
     error = of(
-        compare.gradients(found, wanted, 1, bound_of(job("dp=1", dtype="bfloat16")), tiny(qk_norm=True)),
+        compare.compare_gradients(found, wanted, 1, tolerance_of(job("dp=1", dtype="bfloat16")), tiny(qk_norm=True)),
         "layers.0.attention.k_norm.weight",
     )
-    assert not error.holds
+    assert not error.passed
 
 
 def test_rounding_noise_widens_the_bound_of_its_own_gradient_alone() -> None:
     name = "layers.0.attention.q.bias"
     off = dict(WANTED) | {name: WANTED[name] + 1e-3, "norm.weight": WANTED["norm.weight"] + 1e-3}
-    errors = compare.gradients(off, WANTED, 1, 1e-6, GPT, noise={name: 4e-4})
-    assert of(errors, name).holds  # the noise is 4e-4, and 4 times that is allowed
-    assert of(errors, name).bound == pytest.approx(4 * 4e-4 / 2)  # relative to the largest entry
-    assert not of(errors, "norm.weight").holds
-    errors = compare.gradients(off, WANTED, 1, 1e-6, GPT, noise={name: 2e-4})
-    assert not of(errors, name).holds
-    errors = compare.gradients(WANTED | {name: torch.zeros(4)}, WANTED, 1, 1e-6, GPT, noise={name: 0.4})
+    errors = compare.compare_gradients(off, WANTED, 1, 1e-6, GPT, noise={name: 4e-4})
+    assert of(errors, name).passed  # the noise is 4e-4, and 4 times that is allowed
+    assert of(errors, name).tolerance == pytest.approx(4 * 4e-4 / 2)  # relative to the largest entry
+    assert not of(errors, "norm.weight").passed
+    errors = compare.compare_gradients(off, WANTED, 1, 1e-6, GPT, noise={name: 2e-4})
+    assert not of(errors, name).passed
+    errors = compare.compare_gradients(WANTED | {name: torch.zeros(4)}, WANTED, 1, 1e-6, GPT, noise={name: 0.4})
     assert "is zero" in str(of(errors, name))  # the gradient is larger than its noise
-    errors = compare.gradients(WANTED | {name: torch.zeros(4)}, WANTED, 1, 1e-6, GPT, noise={name: 0.6})
-    assert of(errors, name).holds  # nothing is known of a gradient below its noise
+    errors = compare.compare_gradients(WANTED | {name: torch.zeros(4)}, WANTED, 1, 1e-6, GPT, noise={name: 0.6})
+    assert of(errors, name).passed  # nothing is known of a gradient below its noise
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -143,13 +145,13 @@ def test_the_noise_of_a_gradient_knows_what_cancels_in_it(dtype: str) -> None:
         reference, exact = run_reference(one, cpu), run_reference(one, cpu, exact=True)
         add_noise(reference, exact, reference)
         add_noise(reference, exact, run_reference(one, cpu, nudge=1))
-        zero = compare.zeros(exact.steps[0].gradients, spec)
+        zero = compare.zero_gradients(exact.steps[0].gradients, spec)
         shares = [
             noise / min(float(step.gradients[n].abs().max()) for step in exact.steps)
             for n, noise in reference.noise.items()
             if n not in zero
         ]
-        largest[name] = max(shares) / bound_of(one)
+        largest[name] = max(shares) / tolerance_of(one)
     assert largest["plain"] < 1.0
     assert all(largest[name] > 2 * largest["plain"] for name in CANCELLING)
 
@@ -158,17 +160,17 @@ def test_a_parameter_is_held_against_the_way_that_it_can_have_gone() -> None:
     one = job("dp=1")
     way = sum(learning_rate(one.optimizer, step, 2) for step in range(2))
     wanted = {"norm.weight": torch.full((4,), way / 100, dtype=torch.float64)}
-    [error] = compare.parameters({"norm.weight": wanted["norm.weight"] + way * 1e-11}, wanted, one, 1e-10)
-    assert error.value == pytest.approx(1e-11)
+    [error] = compare.compare_parameters({"norm.weight": wanted["norm.weight"] + way * 1e-11}, wanted, one, 1e-10)
+    assert error.error == pytest.approx(1e-11)
 
 
 def test_bounds_follow_the_dtype() -> None:
-    wide, narrow, coarse = (bound_of(job("dp=1", dtype=dtype)) for dtype in ("float64", "float32", "bfloat16"))
+    wide, narrow, coarse = (tolerance_of(job("dp=1", dtype=dtype)) for dtype in ("float64", "float32", "bfloat16"))
     assert wide == 1e-10
     assert 2**-23 < narrow < 1e-5
     assert 2**-7 < coarse < 0.06
     longer = job("dp=1", tiny(layers=8), dtype="float32")
-    assert narrow < bound_of(longer) < 2 * narrow  # like the root of the roundings
+    assert narrow < tolerance_of(longer) < 2 * narrow  # like the root of the roundings
 
 
 def test_nothing_compared_is_not_a_pass() -> None:
@@ -247,11 +249,11 @@ def test_a_sample_meets_every_pair_of_settings() -> None:
     cases = cases_of(job("dp=1"), 4)
     assert {case.variant for case in cases} == {"", *variants(tiny())}
     sample = pairwise(cases)
-    assert covered(sample, cases) == 1.0
+    assert pair_coverage(sample, cases) == 1.0
     assert len(sample) < len(cases) / 6
     few = pairwise(cases, 14)
     assert len(set(map(id, few))) == 14
-    assert 0.5 < covered(few, cases) < 1.0
+    assert 0.5 < pair_coverage(few, cases) < 1.0
     assert len(pairwise(cases[:40], 10_000)) == 40  # several covers
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from fivefold.job.config import Job
-from fivefold.verifier.compare import Error
+from fivefold.verifier.compare import ValueComparison
 from fivefold.verifier.verdict import RankMeasurement, Verdict
 from fivefold.verifier.verify import Judge, expected_memory, expected_traffic
 from tests.verifier import cases
@@ -64,7 +64,7 @@ def test_a_pipeline_computes_what_one_process_computes_and_sends_what_the_closed
     sends = [count for count in verdict.traffic if (count.counted.axis, count.counted.kind) == ("pp", "send")]
     assert sum(count.counted.calls for count in sends) > 0
     if proof.train.dtype == "float64":
-        assert all(error.value < 1e-13 for error in verdict.errors)
+        assert all(error.error < 1e-13 for error in verdict.comparisons)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_a_deliberate_bug_fails_and_the_parameter_is_named(judge: Judge, bug: ob
     assert not verdict.passed
     worst = verdict.worst("gradient")
     assert worst is not None
-    assert not worst.holds
+    assert not worst.passed
     assert named in worst.name
 
 
@@ -91,9 +91,11 @@ def test_a_parameter_that_no_rank_holds_fails_and_so_do_copies_that_differ(judge
     names = [parameter.name for parameter in one.model.parameters()]
 
     def measured(held: list[str], digest: str) -> RankMeasurement:
-        errors = [Error(what, name, 1, 0.0, 1e-10) for what in ("gradient", "parameter") for name in held]
+        comparisons = [
+            ValueComparison(what, name, 1, 0.0, 1e-10) for what in ("gradient", "parameter") for name in held
+        ]
         return RankMeasurement(
-            errors=errors, digests=dict.fromkeys(held, digest), memory={"gradients": 8, "peak": 9, "flops": 1}
+            comparisons=comparisons, digests=dict.fromkeys(held, digest), memory={"gradients": 8, "peak": 9, "flops": 1}
         )
 
     forms, holding = [[] for _ in expected_traffic(one)], [{"gradients": 8.0} for _ in expected_memory(one)]

@@ -53,7 +53,7 @@ def break_the_second() -> None:
 def test_each_repeat_is_proven_and_ranks_stay_up() -> None:
     told: list[tuple[int, int, str]] = []
     found = verify("dp=2,zero=1", steps=1, repeat=3, progress=lambda *one: told.append(one))
-    assert [verdict.passed for _, verdict in found.judged] == [True] * 3
+    assert [verdict.passed for _, verdict in found.verdicts] == [True] * 3
     assert [done for done, _, _ in told] == [0, 1, 2, 3]
 
 
@@ -61,8 +61,8 @@ def test_each_repeat_is_proven_and_ranks_stay_up() -> None:
 def test_after_a_layout_that_breaks_the_ranks_others_go_on(repeat: int, passed: list[bool]) -> None:
     """What breaks is the one whose ranks died, also in its last moment, and also if it is the last of all."""
     found = verify("dp=2", steps=1, repeat=repeat, hook=f"{__name__}:{break_the_second.__name__}")
-    assert [verdict.passed for _, verdict in found.judged] == passed
-    assert "rank 1 was ended by SIGKILL" in found.judged[1][1].broken
+    assert [verdict.passed for _, verdict in found.verdicts] == passed
+    assert "rank 1 was ended by SIGKILL" in found.verdicts[1][1].broken
 
 
 def loops(rank: processes.Rank, jobs: list[Job], references: list[Path]) -> list[int]:

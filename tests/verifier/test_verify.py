@@ -69,10 +69,10 @@ def test_a_layout_computes_what_one_process_computes_and_sends_what_the_closed_f
     verdict = judge(proof)
     assert verdict.problems == []
     assert verdict.passed
-    assert {error.name for error in verdict.errors} >= {parameter.name for parameter in proof.model.parameters()}
+    assert {error.name for error in verdict.comparisons} >= {parameter.name for parameter in proof.model.parameters()}
     assert sum(count.counted.calls for count in verdict.traffic) > 0
     if proof.train.dtype == "float64":
-        assert all(error.value < 1e-13 for error in verdict.errors)  # far below what is asked
+        assert all(error.error < 1e-13 for error in verdict.comparisons)  # far below what is asked
 
 
 SLOW = dict.fromkeys(
@@ -137,7 +137,7 @@ def test_a_deliberate_bug_fails_and_the_parameter_is_named(judge: Judge, bug: ob
     verdict = judge(job(layout))
     judge.hook = ""
     assert not verdict.passed
-    failed = [error for error in verdict.errors if error.what == "gradient" and not error.holds]
+    failed = [error for error in verdict.comparisons if error.quantity == "gradient" and not error.passed]
     assert any(error.name.endswith(named) for error in failed)
     worst = verdict.worst("gradient")
     assert worst in failed
@@ -155,7 +155,9 @@ def test_a_bug_of_an_attention_fails(judge: Judge, bug: object, layout: str, mod
     judge.hook = BUGS + bug.__name__
     verdict = judge(job(layout, model))
     judge.hook = ""
-    assert any(error.name.endswith(named) for error in verdict.errors if error.what == "gradient" and not error.holds)
+    assert any(
+        error.name.endswith(named) for error in verdict.comparisons if error.quantity == "gradient" and not error.passed
+    )
 
 
 CANCELLING = cases.CANCELLING["heads of two"][0]
@@ -179,7 +181,7 @@ def test_a_deliberate_bug_fails_in_coarse_dtypes_too(
     judge.hook = BUGS + bug.__name__
     verdict = judge(job(layout, spec, dtype))
     judge.hook = ""
-    assert any(error.what == "gradient" and not error.holds for error in verdict.errors)
+    assert any(error.quantity == "gradient" and not error.passed for error in verdict.comparisons)
 
 
 def test_only_what_a_bug_touches_is_named(judge: Judge) -> None:
@@ -187,7 +189,9 @@ def test_only_what_a_bug_touches_is_named(judge: Judge) -> None:
     verdict = judge(job("tp=2,sp"))
     judge.hook = ""
     failed = {
-        error.name for error in verdict.errors if error.what == "gradient" and not error.holds and error.step == 1
+        error.name
+        for error in verdict.comparisons
+        if error.quantity == "gradient" and not error.passed and error.step == 1
     }
     assert failed == {p.name for p in tiny().parameters() if p.kind == "norm"}
 
@@ -196,7 +200,7 @@ def test_a_collective_that_the_closed_form_does_not_have_fails(judge: Judge) -> 
     judge.hook = BUGS + cases.one_collective_too_many.__name__
     verdict = judge(job("tp=2"))
     judge.hook = ""
-    assert all(error.holds for error in verdict.errors)
+    assert all(error.passed for error in verdict.comparisons)
     assert not verdict.passed
     [problem] = verdict.problems
     assert problem.startswith("rank 0 made 28 all-reduce calls over tp")
@@ -224,5 +228,5 @@ def test_a_rank_that_is_lost_is_named_and_does_not_hang_the_command(bug: object,
 
 def test_a_gradient_that_is_nothing_in_a_later_step_only_is_no_failure() -> None:
     """In the second step, of one row, no token with a target sees another: k has no gradient in some layers."""
-    [(_, verdict)] = verify("tp=2", seq=12, batch=1, steps=2).judged
+    [(_, verdict)] = verify("tp=2", seq=12, batch=1, steps=2).verdicts
     assert verdict.problems == []

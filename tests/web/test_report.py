@@ -350,12 +350,12 @@ def test_the_result_of_verify_has_the_form_that_is_read() -> None:
     """Its own classes, so that neither can change alone."""
     from fivefold.job.config import read_job
     from fivefold.verifier.cases import LayoutCase
-    from fivefold.verifier.compare import Error
+    from fivefold.verifier.compare import ValueComparison
     from fivefold.verifier.result import VerifyResult
     from fivefold.verifier.verdict import Verdict
 
     job = read_job()
-    verdict = Verdict(job, 0.5, [(1.0, 1.0)], [(1.0, float("nan"))], [Error("loss", "", 1, 0.0, 1e-10)])
+    verdict = Verdict(job, 0.5, [(1.0, 1.0)], [(1.0, float("nan"))], [ValueComparison("loss", "", 1, 0.0, 1e-10)])
     for result in (VerifyResult([(LayoutCase(job, ""), verdict)], total) for total in (None, 7)):
         assert verify_payload(result.to_dict())["proofs"][0]["losses"] == [{"layout": 1.0, "reference": 1.0}]
 

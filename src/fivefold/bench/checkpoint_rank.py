@@ -168,16 +168,16 @@ def lose(
     steps = Steps(checkpoints.trainer)
     for _ in range(3):  # each rank creates its three files with its first snapshots
         steps.take()
-        checkpoints.remember(steps.trainer.done)
+        checkpoints.save_to_memory(steps.trainer.done)
     costs: list[tuple[float, float, float]] = []
     for _ in range(rounds):
         checkpoints.memory.finish()
-        costs.append(steps.beside(checkpoints.remember, plain_steps))
-    checkpoints.remember(steps.trainer.done)
+        costs.append(steps.beside(checkpoints.save_to_memory, plain_steps))
+    checkpoints.save_to_memory(steps.trainer.done)
     checkpoints.save(steps.trainer.done)
     checkpoints.memory.finish()
     checkpoints.ensure()
-    size = sum(checkpoints.control.all_gather_values(total(checkpoints.pieces()), int))
+    size = sum(checkpoints.control.all_gather_values(total(checkpoints.shards()), int))
     usual, blocked, lost = map(list, zip(*costs, strict=True))
     return size, usual, blocked, lost
 
@@ -190,6 +190,6 @@ def find(rank: Rank, job: Job, directory: str, memory: str, tier: str, asked: fl
         dist.barrier()
     begun = time.time() - asked
     checkpoints.restore()
-    assert checkpoints.began.startswith("memory") == (tier == "memory"), checkpoints.began
+    assert checkpoints.resumed_from.startswith("memory") == (tier == "memory"), checkpoints.resumed_from
     checkpoints.close()
-    return begun, checkpoints.read, checkpoints.seconds - checkpoints.read
+    return begun, checkpoints.read_seconds, checkpoints.restore_seconds - checkpoints.read_seconds

@@ -188,9 +188,9 @@ class OneCheckpoint(Checkpoints):
 
     def prepare(self) -> None:
         """Allocate staging memory, as a run that saves does, whatever the job's own settings are."""
-        self.saver.staging.prepare(self.pieces())
+        self.saver.staging.prepare(self.shards())
 
-    def after(self, step: int, must: bool) -> None:
+    def after(self, step: int, last: bool) -> None:
         if step != self.watch.last:
             return
         start = time.perf_counter()

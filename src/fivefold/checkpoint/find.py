@@ -1,4 +1,4 @@
-"""Which checkpoint a person means: a run's directory, its `checkpoints`, or one of them."""
+"""Finds a checkpoint by a path: of a run's directory, its `checkpoints`, or one of them."""
 
 import warnings
 from collections.abc import Iterator
@@ -18,25 +18,25 @@ from fivefold.support.places import Place, place_of
 
 
 def store_of(run: str | Place) -> Store:
-    """Of a run's directory, or the `checkpoints` in it."""
+    """The store of a run's directory, or of the `checkpoints` in it."""
     path = place_of(run)
     with reachable(path):
         storage = storage_of(path)
         if storage.holds(path / "checkpoints"):
             return Store(path / "checkpoints")
-        there = storage.holds(path)
-        if there and (path.name == "checkpoints" or Store(path).complete()):
+        exists = storage.holds(path)
+        if exists and (path.name == "checkpoints" or Store(path).complete()):
             return Store(path)
     if not isinstance(path, Path):
-        raise UserError(f"{path} has no checkpoints{'' if there else ': nothing is there'}", "checkpoint.none")
+        raise UserError(f"{path} has no checkpoints{'' if exists else ': nothing is there'}", "checkpoint.none")
     runs = sorted(str(other.parent) for other in path.parent.glob("*/checkpoints")) if path.parent.is_dir() else []
     known = f"; {path.parent} has: {', '.join(runs[:5])}" if runs else ""
-    raise UserError(f"{path} {'has no checkpoints' if there else 'is not a directory'}{known}", "checkpoint.none")
+    raise UserError(f"{path} {'has no checkpoints' if exists else 'is not a directory'}{known}", "checkpoint.none")
 
 
 @contextmanager
 def reachable(path: str | Place) -> Iterator[None]:
-    """Around a look at checkpoints: what a server or a file system refuses is a sentence."""
+    """Turns an OSError of a server or a file system into a UserError with a sentence."""
     try:
         yield
     except OSError as error:
@@ -44,18 +44,18 @@ def reachable(path: str | Place) -> Iterator[None]:
 
 
 def run_of(checkpoint: Checkpoint) -> Place:
-    """The run's directory that a checkpoint lies in."""
+    """The directory of a checkpoint's run."""
     return checkpoint.path.parent.parent
 
 
 def beside(checkpoint: Checkpoint, name: str) -> Path | None:
-    """A file of the run's directory that a checkpoint lies in, if there is one."""
+    """The file `name` of the run's directory, if there is one on this machine."""
     run = run_of(checkpoint)
     return run / name if isinstance(run, Path) and (run / name).is_file() else None
 
 
 def one_of(run: str | Place) -> Checkpoint | None:
-    """The checkpoint that a path itself is, if it is one."""
+    """The checkpoint at exactly this path, if it is one."""
     path = place_of(run)
     with reachable(path):
         if not storage_of(path).exists(path / MANIFEST):
@@ -64,7 +64,7 @@ def one_of(run: str | Place) -> Checkpoint | None:
 
 
 def find(path: str | Place, step: int | None = None) -> Checkpoint:
-    """The one of `step`, or the newest that is complete and has all its files."""
+    """The checkpoint of `step`, or the newest that is complete and has all its files."""
     if checkpoint := one_of(path):
         if step is not None and (its_step := checkpoint.manifest.step) != step:
             raise UserError(
@@ -93,12 +93,14 @@ def find(path: str | Place, step: int | None = None) -> Checkpoint:
 
 
 # ---- job ------------------------------------------------------------------------------------------------------------
-# The job that a checkpoint was made by, for whoever goes on from it otherwise.
+# The job that wrote a checkpoint, for commands that use the checkpoint.
 
 
 def job_of(checkpoint: Checkpoint, layout: Layout | None = None, run: Path | None = None) -> Job:
-    """With another `layout`, and as the job of the run directory `run`, where given. Its model is that of the tensors:
-    whoever makes room for it makes no more than is there."""
+    """The checkpoint's job; with `layout` in place of its own, and with `run` as the job of that directory.
+
+    Raises UserError unless its model has the shapes of the tensors, so that nobody allocates more than there is.
+    """
     job = stored(checkpoint)
     if problems := job.model.problems() or _misfits(checkpoint, job.model):
         raise UserError((f"the job in {checkpoint.path}: {problem}" for problem in problems), "checkpoint.job")
@@ -106,13 +108,14 @@ def job_of(checkpoint: Checkpoint, layout: Layout | None = None, run: Path | Non
     if layout is not None:
         job = replace(job, layout=layout)
     if run is not None:
-        own = replace(job.checkpoint, url="")  # it has the checkpoint itself
-        job = replace(job, run=replace(job.run, name=run.name, dir=str(run.absolute().parent)), checkpoint=own)
+        checkpoint_config = replace(job.checkpoint, url="")  # the checkpoint is in the directory
+        run_config = replace(job.run, name=run.name, dir=str(run.absolute().parent))
+        job = replace(job, run=run_config, checkpoint=checkpoint_config)
     return job
 
 
 def stored(checkpoint: Checkpoint) -> Job:
-    """As it was written."""
+    """The job as the checkpoint has it."""
     try:
         return job_from(checkpoint.manifest.job)
     except (msgspec.ValidationError, ValueError, ArithmeticError) as error:
@@ -121,6 +124,7 @@ def stored(checkpoint: Checkpoint) -> Job:
 
 
 def _misfits(checkpoint: Checkpoint, spec: ModelSpec) -> list[str]:
+    """The parameters of the model that the checkpoint's tensors do not have, as sentences."""
     tensors = checkpoint.tensors
     if spec.layers > len(tensors):
         return [f"model.layers={spec.layers}, and the checkpoint has {len(tensors)} tensors"]

@@ -1,5 +1,7 @@
-"""Other files of a Hugging Face directory, which go along with the weights: from there into a run, from a run into the
-next one that starts from its weights, and into an export. Files are copied as they are; nothing in them is run.
+"""Files of a Hugging Face directory besides the weights, such as the tokenizer's.
+
+They are copied with the weights: into the run of an import, into a run that starts from its weights, and into an
+export. Files are copied as they are; nothing in them is executed.
 """
 
 import os
@@ -11,7 +13,7 @@ from fivefold.support.errors import UserError
 from fivefold.support.files import plain_name, read_regular
 from fivefold.support.places import Place
 
-# tokenizer.json has the whole of a fast tokenizer; of the others a model has those that its own tokenizer reads.
+# tokenizer.json is a complete fast tokenizer; the others are of slow tokenizers, and a model has some of them.
 TOKENIZERS = (TOKENIZER, "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
 CARRIED = (
     *TOKENIZERS,
@@ -22,20 +24,20 @@ CARRIED = (
     "chat_template.json",
     "generation_config.json",
 )
-_LARGEST = 1 << 26  # bytes of one: the largest tokenizer.json of published models has some 33 MB
+_MAX_BYTES = 1 << 26  # of a file: the largest tokenizer.json of published models has some 33 MB
 
 
 def carry(source: Place, to: Path, names: tuple[str, ...] = (*CARRIED, HF_CONFIG)) -> list[str]:
-    """Copy those of the files that a directory has; their names. One that is no file of its own is refused."""
+    """Copies those of the files that a directory has, and returns their names."""
     present: list[str] = []
-    if not isinstance(source, Path):  # object storage has checkpoints alone
+    if not isinstance(source, Path):  # object storage has only checkpoints
         return present
     for name in names:
         place = own_file(source, name)
         if not place.is_file():
             continue
         try:
-            content = read_regular(place, _LARGEST, links=True)
+            content = read_regular(place, _MAX_BYTES, links=True)
         except OSError as error:
             raise UserError(f"cannot read {place}: {error.strerror or error}") from None
         (to / name).write_bytes(content)
@@ -44,19 +46,20 @@ def carry(source: Place, to: Path, names: tuple[str, ...] = (*CARRIED, HF_CONFIG
 
 
 def own_file(directory: Path, name: str) -> Path:
-    """A file of a directory that others made: nothing elsewhere, and nothing that is no file. It may be missing.
+    """The path of a file in a directory that others made; it may be missing.
 
-    The hub's cache has links in its directories, to the `blobs` next to them.
+    Raises UserError if it is outside of the directory, or is not a regular file. The directories of the hub's cache
+    have links to the `blobs` next to them, which are allowed.
     """
     if not plain_name(name):
         raise UserError(f"{directory} names the file {name[:200]!r}, which is not one of its own")
     place, home = directory / name, directory.resolve()
-    homes = [home, *([home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [])]
+    allowed = [home, *([home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [])]
     try:
         real = place.resolve()
     except RuntimeError:  # a link to itself
         real = Path()
-    if not any(real.is_relative_to(allowed) for allowed in homes):
+    if not any(real.is_relative_to(parent) for parent in allowed):
         raise UserError(f"{place} leads out of {directory}, to {real}; put the file itself there")
     if os.path.exists(real) and not real.is_file():
         raise UserError(f"{place} is not a regular file")

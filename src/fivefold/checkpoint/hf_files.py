@@ -1,6 +1,4 @@
-"""Hugging Face directories: what is in their files, read box by box. Quantised weights are read as the numbers they
-stand for.
-"""
+"""Reads the weights of Hugging Face directories, box by box. Quantised weights are dequantised."""
 
 import math
 import os
@@ -15,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fivefold.checkpoint.hf_extras import own_file
-from fivefold.checkpoint.shards import Pieces
+from fivefold.checkpoint.shards import Shards
 from fivefold.checkpoint.tensors import MODEL
 from fivefold.layout.sharding import Box
 from fivefold.model.hf_names import BLOCK_SCALES, BLOCKS, TensorSource, expert_format_in, sources, tensors
@@ -27,22 +25,22 @@ from fivefold.support.parsing import read_json
 from fivefold.support.text import counted
 
 # ---- quantised ------------------------------------------------------------------------------------------------------
-# Weights of released files with fewer than 16 bits, as the numbers they stand for.
+# Dequantises weights of released files with fewer than 16 bits.
 #
-# MXFP4  gpt-oss: 32 numbers of a row share a power of two; each is one of the 16 of e2m1 (OCP Microscaling Formats
-#        Specification 1.0, section 5.3), two in a byte, the low four bits first
-# FP8    DeepSeek-V3 (arXiv 2412.19437, section 3.3.2), Kimi K2: e4m3, and a float32 for each tile of 128 x 128
+# MXFP4  gpt-oss: 32 numbers of a row share a power of two; each is one of the 16 values of e2m1 (OCP Microscaling
+#        Formats Specification 1.0, section 5.3), two in a byte, the low four bits first
+# FP8    DeepSeek-V3 (arXiv 2412.19437, section 3.3.2), Kimi K2: e4m3, and a float32 scale for each tile of 128 x 128
 
 
-BLOCK = 32
+BLOCK = 32  # numbers that share a scale in MXFP4
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BIAS = 127  # of e8m0, a power of two in a byte
 
-Tile = tuple[int, int]
+Tile = tuple[int, int]  # rows and columns that share a scale in FP8
 
 
 def tile(directory: Path, config: Any) -> Tile | None:
-    """The tile of FP8 weights that a `quantization_config` means; None: it means none. What is unknown is refused."""
+    """The tile of FP8 weights by a `quantization_config`; None without FP8. UserError for an unknown quantisation."""
     match config:
         case None | {"quant_method": "mxfp4"}:
             return None
@@ -56,14 +54,14 @@ def tile(directory: Path, config: Any) -> Tile | None:
 
 def tiles(shape: tuple[int, ...], tile: Tile) -> tuple[int, ...]:
     """The shape of the scales of a matrix; the last tiles may be narrower."""
-    return tuple(-(-size // each) for size, each in zip(shape, tile, strict=True))
+    return tuple(-(-size // tile_size) for size, tile_size in zip(shape, tile, strict=True))
 
 
 def fp8(numbers: Tensor, scales: Tensor, box: tuple[slice, ...], tile: Tile) -> Tensor:
-    """A box of a matrix, of which `numbers` are this part and `scales` are all."""
-    rows, columns = (
-        torch.arange(side.start or 0, (side.start or 0) + size) // each
-        for side, size, each in zip(box, numbers.shape, tile, strict=True)
+    """A dequantised box of a matrix: `numbers` are of the box, and `scales` of the full matrix."""
+    rows, columns = (  # indices of scales
+        torch.arange(side.start or 0, (side.start or 0) + size) // tile_size
+        for side, size, tile_size in zip(box, numbers.shape, tile, strict=True)
     )
     return numbers.to(torch.float32) * scales.to(torch.float32)[rows][:, columns]
 
@@ -76,7 +74,7 @@ def mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def unblocked(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of what `blocks` of this shape stand for."""
+    """The shape of the dequantised tensor whose `blocks` have this shape."""
     return (*shape[:-2], shape[-2] * 2 * shape[-1]) if len(shape) > 1 else shape
 
 
@@ -84,17 +82,17 @@ def unblocked(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 INDEX = "model.safetensors.index.json"
-_NAMED = 3  # files that are missing
-_LISTED = 1000  # layers of a model of which every parameter is looked for by its name
-# Tensors of others' files that are made of the configuration, or are the embedding once more.
-_NEEDLESS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|^lm_head\.weight$")
+_MAX_LISTED = 3  # missing files in a sentence
+_MAX_LAYERS = 1000  # a model with more must have a tensor for each layer, before its parameters are listed
+# Tensors that are computed from the configuration, or are a copy of the embedding.
+_UNUSED = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|^lm_head\.weight$")
 _LAYER = re.compile(r"^model\.layers\.(\d{1,9})\.")
 _FLOATS = ("F64", "F32", "F16", "BF16")
-FP8, INVERSE = "F8_E4M3", "_scale_inv"
+FP8, SCALE_SUFFIX = "F8_E4M3", "_scale_inv"
 
 
 class HuggingFace:
-    """A directory with config.json and safetensors, in one file or many; every tensor is there and has its shape."""
+    """A directory with config.json and safetensors, in one file or many, in which every tensor exists and fits."""
 
     def __init__(self, directory: Path):
         self.directory = directory
@@ -103,32 +101,32 @@ class HuggingFace:
         self.files = _files(directory)
         self.settings = read_json(config)
         self.tile = tile(directory, self.settings.get("quantization_config"))
-        if self.spec.layers > max(_LISTED, len(self.files)):
+        if self.spec.layers > max(_MAX_LAYERS, len(self.files)):
             raise UserError(
                 f"{config} declares {self.spec.layers} layers, but {directory} has only {len(self.files)} tensors"
             )
-        self.open: dict[Path, Any] = {}
-        self.kinds = Counter[str]()  # numbers of each kind, in the files' words
+        self.open_files: dict[Path, Any] = {}
+        self.kinds = Counter[str]()  # how many numbers of each safetensors dtype
         expert_format = expert_format_in(self.spec, self.files)
-        held = tensors(self.spec)
-        self.sources = {parameter.name: list(sources(self.spec, parameter, expert_format)) for parameter in held}
-        problems = [problem for parameter in held if (problem := self._misfit(parameter))]
-        if left := self._left(self.settings.get("num_nextn_predict_layers")):
-            more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-            problems.append(f"tensor {left[0]}{more} of {directory} has no place in the model of its config.json")
+        parameters = tensors(self.spec)
+        self.sources = {parameter.name: list(sources(self.spec, parameter, expert_format)) for parameter in parameters}
+        problems = [problem for parameter in parameters if (problem := self._misfit(parameter))]
+        if unread := self._unread(self.settings.get("num_nextn_predict_layers")):
+            more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
+            problems.append(f"tensor {unread[0]}{more} of {directory} has no place in the model of its config.json")
         if problems:
             raise UserError(problems)
 
-    def _left(self, further: object) -> list[str]:
-        """Tensors that nothing reads, but for those of layers that predict `further` tokens than the next."""
-        used = {name for found in self.sources.values() for source in found if (name := self._name(source))}
-        used |= {beside for name in used if (beside := self._scales(name))}
-        beyond = range(self.spec.layers, self.spec.layers + (further if isinstance(further, int) else 0))
-        left = sorted(name for name in set(self.files) - used if not _NEEDLESS.search(name))
-        return [name for name in left if not ((match := _LAYER.match(name)) and int(match[1]) in beyond)]
+    def _unread(self, mtp_layers: object) -> list[str]:
+        """The tensors that no parameter reads, but for those of multi-token prediction layers behind the model's."""
+        used = {name for parts in self.sources.values() for source in parts if (name := self._name(source))}
+        used |= {scales for name in used if (scales := self._scales(name))}
+        mtp = range(self.spec.layers, self.spec.layers + (mtp_layers if isinstance(mtp_layers, int) else 0))
+        unread = sorted(name for name in set(self.files) - used if not _UNUSED.search(name))
+        return [name for name in unread if not ((match := _LAYER.match(name)) and int(match[1]) in mtp)]
 
     def _misfit(self, parameter: Parameter) -> str | None:
-        """The first thing that is wrong with a parameter's tensors."""
+        """A sentence on the first problem of a parameter's tensors; None if there is none."""
         seen = set[str]()
         for source in self.sources[parameter.name]:
             name = self._name(source)
@@ -141,53 +139,55 @@ class HuggingFace:
         return None
 
     def _misshapen(self, parameter: Parameter, source: TensorSource, name: str) -> str | None:
-        file, beside = self.files[name].name, self._scales(name)
+        """A sentence, if the tensor or its scales have a wrong dtype or shape."""
+        file, scales_name = self.files[name].name, self._scales(name)
         try:
-            lies = self._slice(name)
-            scales = tuple(self._slice(beside).get_shape()) if beside else None
+            tensor = self._slice(name)
+            scales = tuple(self._slice(scales_name).get_shape()) if scales_name else None
         except SafetensorError:
             return f"{INDEX} lists tensor {name} in {self.files[name]}, which does not have it"
-        kind, shape, wanted = lies.get_dtype(), tuple(lies.get_shape()), source.shape(parameter)
+        kind, shape, expected = tensor.get_dtype(), tuple(tensor.get_shape()), source.shape(parameter)
         self.kinds[kind] += math.prod(shape)
-        right: tuple[int, ...] | None = None
+        expected_scales: tuple[int, ...] | None = None
         if name.endswith(BLOCKS) and kind == "U8":
-            shape, right = unblocked(shape), (*wanted[:-1], -(-wanted[-1] // BLOCK))
-        elif kind == FP8 and self.tile is not None and len(wanted) == 2:
-            right = tiles(wanted, self.tile)
+            shape, expected_scales = unblocked(shape), (*expected[:-1], -(-expected[-1] // BLOCK))
+        elif kind == FP8 and self.tile is not None and len(expected) == 2:
+            expected_scales = tiles(expected, self.tile)
         elif kind not in _FLOATS:
             return f"tensor {name} of {file} is of {kind}, which is not a weight dtype"
-        if shape != wanted:
-            means = f"for our {parameter.name}, but config.json expects {list(wanted)}"
-            return f"tensor {name} of {file} has shape {list(shape)} {means}"
-        if scales != right:
-            has, needs = (f"scales of shape {list(sizes)}" if sizes else "no scales" for sizes in (scales, right))
+        if shape != expected:
+            consequence = f"for our {parameter.name}, but config.json expects {list(expected)}"
+            return f"tensor {name} of {file} has shape {list(shape)} {consequence}"
+        if scales != expected_scales:
+            has, needs = (
+                f"scales of shape {list(sizes)}" if sizes else "no scales" for sizes in (scales, expected_scales)
+            )
             return f"tensor {name} of {file} is of {kind} with {has}, but config.json expects {needs}"
         return None
 
     def _name(self, source: TensorSource) -> str | None:
-        """As the files spell it: a model without its head is saved without the first word of its names."""
+        """The name of a source's tensor in the files: models saved without their head lack the first word of names."""
         short = source.name.partition(".")[2]
         return next((name for name in (source.name, short) if name in self.files), None)
 
     def _scales(self, name: str) -> str | None:
-        """The tensor with the scales of a quantised one."""
-        beside = name.removesuffix(BLOCKS) + BLOCK_SCALES if name.endswith(BLOCKS) else name + INVERSE
-        return beside if beside in self.files else None
+        """The name of the tensor with the scales of a quantised one; None if it has none."""
+        scales = name.removesuffix(BLOCKS) + BLOCK_SCALES if name.endswith(BLOCKS) else name + SCALE_SUFFIX
+        return scales if scales in self.files else None
 
     def _slice(self, name: str) -> Any:
         path = self.files[name]
-        if path not in self.open:
-            self.open[path] = _opened(path)
-        return self.open[path].get_slice(name)
+        if path not in self.open_files:
+            self.open_files[path] = _open(path)
+        return self.open_files[path].get_slice(name)
 
     def read(self, name: str, box: Box) -> Tensor:
-        """A box of our parameter. Of experts no other's numbers are read, and of the rest no others at all, where they
-        lie in their tensor as they do in ours."""
+        """A box of our parameter. Reads only the bytes of the box, where the tensor in the file has the same order."""
         parts = [part for source in self.sources[name] if (part := self._part(source, box)) is not None]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _part(self, source: TensorSource, box: Box) -> Tensor | None:
-        """The part of a box that a source has; None: nothing."""
+        """The part of a box that a source has; None if it has none."""
         rows = range(max(box[0].start, source.rows.start), min(box[0].stop, source.rows.stop))
         if not rows and len(source.rows):
             return None
@@ -195,42 +195,44 @@ class HuggingFace:
                *(slice(side.start, side.stop) for side in box[1:]))  # fmt: skip
         name = self._name(source)
         assert name is not None
-        at = (slice(source.expert_index, source.expert_index + 1),) if source.expert_dim else ()
+        expert = (slice(source.expert_index, source.expert_index + 1),) if source.expert_dim else ()
         if source.transposed or source.slots > 1:
-            numbers = self._numbers(name, (*at, *[slice(None)] * len(box)))
-            return source.view_of_matrix(numbers[0] if at else numbers)[own].contiguous()
-        part = self._numbers(name, (*at, *own))
-        return part[0] if at else part
+            matrix = self._dequantised(name, (*expert, *[slice(None)] * len(box)))
+            return source.view_of_matrix(matrix[0] if expert else matrix)[own].contiguous()
+        part = self._dequantised(name, (*expert, *own))
+        return part[0] if expert else part
 
-    def _numbers(self, name: str, box: tuple[slice, ...]) -> Tensor:
-        """A box of their tensor, as the numbers that it stands for."""
-        beside, lies = self._scales(name), self._slice(name)
-        if beside is None:
-            return lies[box]
+    def _dequantised(self, name: str, box: tuple[slice, ...]) -> Tensor:
+        """A box of the tensor in the files."""
+        scales, tensor = self._scales(name), self._slice(name)
+        if scales is None:
+            return tensor[box]
         if name.endswith(BLOCKS):
-            return mxfp4(lies[box[:-1]], self._slice(beside)[box[:-1]])[..., box[-1]]
+            return mxfp4(tensor[box[:-1]], self._slice(scales)[box[:-1]])[..., box[-1]]
         assert self.tile is not None
-        return fp8(lies[box], self._slice(beside)[:], box, self.tile)
+        return fp8(tensor[box], self._slice(scales)[:], box, self.tile)
 
-    def fill(self, pieces: Pieces) -> None:
-        """The `model.` pieces of a rank, each its box."""
-        for key, piece in pieces.items():
-            piece.make().copy_(self.read(key.removeprefix(f"{MODEL}."), piece.box))
+    def fill(self, shards: Shards) -> None:
+        """Reads the values of a rank's shards of the model."""
+        for key, shard in shards.items():
+            shard.make().copy_(self.read(key.removeprefix(f"{MODEL}."), shard.box))
 
 
 def _files(directory: Path) -> dict[str, Path]:
-    """By tensor, the file that has it."""
+    """{tensor: the file that has it}."""
     index = own_file(directory, INDEX)
     if index.is_file():
         try:
             names = msgspec.convert(read_json(index)["weight_map"], dict[str, str])
         except (msgspec.ValidationError, KeyError, TypeError) as error:
             raise UserError(f"{index} is not an index of tensors: {error}") from None
-        wanted = sorted(set(names.values()))
-        here = set(os.listdir(directory))  # at once: each look at a file of its own takes its time
-        places = {name: own_file(directory, name) for name in wanted if name in here or not plain_name(name)}
-        if missing := [name for name in wanted if name not in here or not places[name].is_file()]:
-            few = ", ".join(name[:80] for name in missing[:_NAMED]) + (" ..." if len(missing) > _NAMED else "")
+        listed = sorted(set(names.values()))
+        existing = set(os.listdir(directory))  # one call, since asking for each file takes long on a network
+        places = {name: own_file(directory, name) for name in listed if name in existing or not plain_name(name)}
+        if missing := [name for name in listed if name not in existing or not places[name].is_file()]:
+            few = ", ".join(name[:80] for name in missing[:_MAX_LISTED]) + (
+                " ..." if len(missing) > _MAX_LISTED else ""
+            )
             raise UserError(f"{directory} lacks {counted(len(missing), 'file')} that {INDEX} names: {few}")
         return {tensor: places[name] for tensor, name in names.items()}
     paths = [own_file(directory, path.name) for path in sorted(directory.glob("*.safetensors"))]
@@ -238,10 +240,10 @@ def _files(directory: Path) -> dict[str, Path]:
         others = [path.name for pattern in ("*.bin", "*.pth") for path in directory.glob(pattern)]
         hint = f"; it has {others[0]}: save it with safetensors first" if others else ""
         raise UserError(f"{directory} has no *.safetensors{hint}")
-    return {tensor: path for path in paths for tensor in _opened(path).keys()}  # noqa: SIM118 - it is no dict
+    return {tensor: path for path in paths for tensor in _open(path).keys()}  # noqa: SIM118 - it is no dict
 
 
-def _opened(path: Path) -> Any:
+def _open(path: Path) -> Any:
     try:
         return safe_open(path, "pt")
     except (SafetensorError, OSError) as error:

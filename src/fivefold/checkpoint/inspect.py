@@ -1,4 +1,4 @@
-"""What a run's checkpoints hold, and whether their files are still as they were written."""
+"""Lists a run's checkpoints, shows the contents of one, and verifies the hashes of their files."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,13 +22,13 @@ class CheckpointList(Result):
     run: str | Place
     checkpoints: list[dict[str, Any]]  # the newest last
     incomplete: list[str]
-    aside: list[str]
+    aside: list[str]  # set aside
     memory: list[dict[str, Any]]  # snapshots on this node
-    home: str  # where those are
+    home: str  # their directory
 
     def to_dict(self) -> dict[str, Any]:
-        listed = {"checkpoints": self.checkpoints, "incomplete": self.incomplete, "aside": self.aside}
-        return {**listed, "memory": self.memory, "home": self.home}
+        on_disk = {"checkpoints": self.checkpoints, "incomplete": self.incomplete, "aside": self.aside}
+        return {**on_disk, "memory": self.memory, "home": self.home}
 
     def blocks(self) -> Iterator[Block]:
         rows: list[list[str | Cell]] = []
@@ -55,7 +55,7 @@ class CheckpointList(Result):
 
 
 def list_checkpoints(run: str | Place) -> CheckpointList:
-    """A run's checkpoints. Files are looked at, not read."""
+    """The checkpoints of a run. The sizes of their files are checked, and no file is read."""
     memory, home = _in_memory(run)
     store = Store(place_of(run) / "checkpoints") if memory and not _on_disk(run) else store_of(run)
     rows: list[dict[str, Any]] = []
@@ -66,33 +66,35 @@ def list_checkpoints(run: str | Place) -> CheckpointList:
         row: dict[str, Any] = {"name": checkpoint.path.name, "step": checkpoint.step}
         row |= {"complete": not misfits, "problems": misfits}
         if not misfits:
-            row |= {"layout": _layout(checkpoint), "files": len(checkpoint.manifest.files), "bytes": checkpoint.bytes}
+            row |= {
+                "layout": _layout_text(checkpoint),
+                "files": len(checkpoint.manifest.files),
+                "bytes": checkpoint.bytes,
+            }
         rows.append(row)
-    halves = [path.name for path in incomplete]
-    return CheckpointList(run, rows, halves, [path.name for path in aside], memory, home)
+    return CheckpointList(run, rows, [path.name for path in incomplete], [path.name for path in aside], memory, home)
 
 
 def _on_disk(run: str | Place) -> bool:
-    """Whether there is a place for checkpoints: a run may have been lost before its first."""
+    """Whether the run has a directory of checkpoints; it has none before the first one."""
     with reachable(run):
         return storage_of(place_of(run)).holds(place_of(run) / "checkpoints")
 
 
 def _in_memory(run: str | Place) -> tuple[list[dict[str, Any]], str]:
-    """The snapshots that this node has of a run, the newest last, and where they are."""
+    """(rows of the run's snapshots on this node, the newest last; their directory)."""
     place = place_of(run)
     place = place.parent if place.name == "checkpoints" else place
-    snapshots = [snapshot for snapshot in reversed(in_memory(place)) if not _problems(snapshot)]
+    snapshots = [snapshot for snapshot in reversed(in_memory(place)) if not _manifest_problems(snapshot)]
     rows = []
     for snapshot in snapshots:
         files = len(snapshot.manifest.files)
-        row = {"name": snapshot.path.name, "step": snapshot.step, "layout": _layout(snapshot), "files": files}
+        row = {"name": snapshot.path.name, "step": snapshot.step, "layout": _layout_text(snapshot), "files": files}
         rows.append(row | {"bytes": size_here(snapshot)})
     return rows, str(snapshots[0].path.parent) if snapshots else ""
 
 
-def _problems(checkpoint: Checkpoint) -> list[str]:
-    """Of a manifest."""
+def _manifest_problems(checkpoint: Checkpoint) -> list[str]:
     try:
         _ = checkpoint.manifest
     except UserError as error:
@@ -100,8 +102,8 @@ def _problems(checkpoint: Checkpoint) -> list[str]:
     return []
 
 
-def _layout(checkpoint: Checkpoint) -> str:
-    """Of the job that wrote it, if this release knows such layouts."""
+def _layout_text(checkpoint: Checkpoint) -> str:
+    """The layout of the job that wrote the checkpoint, if this release can read it."""
     try:
         return str(Layout.from_dict(checkpoint.manifest.job.get("layout", {})))
     except UserError:
@@ -123,7 +125,7 @@ class CheckpointContents(Result):
         yield Text(f"{self.checkpoint.path}  {model} after step {manifest.step}", "bold")
         facts = {
             "samples": f"{manifest.samples} of the data order are done, in {manifest.updates} updates",
-            "layout": f"written under {_layout(self.checkpoint)}; any other reads it",
+            "layout": f"written under {_layout_text(self.checkpoint)}; any other reads it",
             "holds": f"weights and {manifest.states_of}'s states" if manifest.optimizer else "weights",
             "made by": f"fivefold {manifest.fivefold}, torch {manifest.torch}",
         }
@@ -135,7 +137,7 @@ class CheckpointContents(Result):
 
 
 def show_checkpoint(run: str | Place, step: int | None = None) -> CheckpointContents:
-    """The newest complete checkpoint, or that of `step`: the run's position, its job, its files and its tensors."""
+    """The contents of the newest complete checkpoint, or that of `step`: its position, job, files and tensors."""
     checkpoint = find(run, step)
     if misfits := checkpoint.misfits():
         raise UserError(misfits, "checkpoint.damaged")
@@ -148,7 +150,7 @@ def show_checkpoint(run: str | Place, step: int | None = None) -> CheckpointCont
 
 @dataclass(frozen=True)
 class CheckpointCheck(Result):
-    problems: dict[str, list[str]]  # of each checkpoint, by name
+    problems: dict[str, list[str]]  # by name of the checkpoint; an empty list where it is undamaged
 
     @property
     def ok(self) -> bool:  # type: ignore[override]
@@ -166,13 +168,13 @@ class CheckpointCheck(Result):
 def verify_checkpoints(
     run: str | Place, step: int | None = None, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> CheckpointCheck:
-    """Hash every file of every complete checkpoint, or of that of `step`, and compare it with the manifest.
+    """Hashes every file of every complete checkpoint, or of that of `step`, and compares it with the manifest.
 
-    `progress` is told of bytes as they are read, and of how many there are.
+    `progress` is called with the bytes that were read, and with how many there are.
     """
-    alone = find(run, step) if step is not None else one_of(run)
+    single = find(run, step) if step is not None else one_of(run)
     with reachable(run):
-        checkpoints = [alone] if alone else store_of(run).complete()
+        checkpoints = [single] if single else store_of(run).complete()
     if not checkpoints:
         raise UserError(f"{run} has no complete checkpoint", "checkpoint.none")
     total = sum(checkpoint.bytes for checkpoint in checkpoints if not checkpoint.misfits())

@@ -1,4 +1,4 @@
-"""Loading: the newest checkpoint that is what its manifest says, into the ranks of any layout."""
+"""Loads checkpoints: finds the newest that is undamaged, and reads it into the ranks of any layout."""
 
 import math
 import os
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fivefold.checkpoint.save import write_alone
-from fivefold.checkpoint.shards import Pieces, Shard, raw
+from fivefold.checkpoint.shards import Shard, Shards, raw
 from fivefold.checkpoint.storage import FileReader
 from fivefold.checkpoint.store import Checkpoint, Damaged, Store
 from fivefold.checkpoint.tensors import Chunk, model_key
@@ -34,16 +34,16 @@ Say = Callable[[str], None]
 def newest(
     store: Store, control: Control, say: Say, usable: Callable[[Checkpoint], bool] = lambda _: True
 ) -> Checkpoint | None:
-    """Collective: the newest complete checkpoint whose bytes are those of its manifest; each rank hashes a share.
+    """The newest complete checkpoint that is `usable` and undamaged; None if there is no checkpoint. Collective.
 
-    Rank 0 leaves those out that are not `usable`. What is incomplete or damaged is set aside and said, and the one
-    before it is tried. What cannot be opened, or is of another release, is refused and stays where it is; so is a run
-    of which no checkpoint is good.
+    Each rank hashes a share of the files. An incomplete or damaged checkpoint is set aside, with a note, and the one
+    before it is tried. Raises UserError if one cannot be opened, or is of another release, and leaves it where it is;
+    also if all are damaged.
     """
     bad: set[Place] = set()
     while True:
-        chosen = _candidate(store, bad, say, usable) if control.rank == 0 else (None, [])
-        name, refusal = control.broadcast_value(chosen, tuple[str | None, list[str]])
+        candidate = _candidate(store, bad, say, usable) if control.rank == 0 else (None, [])
+        name, refusal = control.broadcast_value(candidate, tuple[str | None, list[str]])
         if refusal:
             raise UserError(refusal if control.rank == 0 else [], "checkpoint.refused")
         if name is None:
@@ -51,7 +51,7 @@ def newest(
         checkpoint = Checkpoint(store.directory / name)
         enter(f"the reading of {name}")
         if faults.strike("read") == "flip" and not bad:
-            _flip(checkpoint)
+            _flip_bit(checkpoint)
         problems = damage(checkpoint, control)
         if not problems:
             return checkpoint
@@ -59,24 +59,28 @@ def newest(
         if control.rank == 0:
             for problem in problems:
                 say(problem)
-            aside = set_aside(store, checkpoint.path, "damaged")
-            say(f"skipping {name} ({aside}); trying the previous checkpoint")
+            outcome = set_aside(store, checkpoint.path, "damaged")
+            say(f"skipping {name} ({outcome}); trying the previous checkpoint")
 
 
 def damage(checkpoint: Checkpoint, control: Control) -> list[str]:
-    """Collective: what is not as the manifest says; each rank hashes a share. What must not be touched is refused."""
-    shares = control.all_gather_values(_share(checkpoint, control), tuple[list[str], list[str]])
-    if refusal := _all(refused for _, refused in shares):
+    """The problems of damaged files, on all ranks; each rank hashes a share of the files. Collective.
+
+    Raises UserError where files cannot be read, or are of another release.
+    """
+    shares = control.all_gather_values(_damage_of_share(checkpoint, control), tuple[list[str], list[str]])
+    if refusal := _distinct(refused for _, refused in shares):
         raise UserError(refusal if control.rank == 0 else [], "checkpoint.refused")
-    return _all(damaged for damaged, _ in shares)
+    return _distinct(damaged for damaged, _ in shares)
 
 
-def _all(lists: Iterable[list[str]]) -> list[str]:
-    """Every sentence once."""
+def _distinct(lists: Iterable[list[str]]) -> list[str]:
+    """Every sentence of the lists once."""
     return list(dict.fromkeys(sentence for sentences in lists for sentence in sentences))
 
 
 def set_aside(store: Store, path: Place, how: str) -> str:
+    """Renames a checkpoint to NAME.HOW, and returns the outcome as a text."""
     try:
         return f"set aside as {store.set_aside(path, how).name}"
     except OSError as error:
@@ -86,7 +90,7 @@ def set_aside(store: Store, path: Place, how: str) -> str:
 def _candidate(
     store: Store, bad: set[Place], say: Say, usable: Callable[[Checkpoint], bool]
 ) -> tuple[str | None, list[str]]:
-    """The newest checkpoint that is not known to be bad, or why the run must not resume."""
+    """(name of the newest usable checkpoint not in `bad`, or None; why the run must not resume, else [])."""
     try:
         for path in store.incomplete() if not bad else ():
             say(f"{path.name} was never finished; {set_aside(store, path, 'incomplete')}")
@@ -100,8 +104,8 @@ def _candidate(
     return None, [f"none of the {len(bad)} checkpoints in {store.directory} is good; {fresh}"] if bad else []
 
 
-def _share(checkpoint: Checkpoint, control: Control) -> tuple[list[str], list[str]]:
-    """What is damaged in this rank's share of the files, and why a checkpoint must not be touched."""
+def _damage_of_share(checkpoint: Checkpoint, control: Control) -> tuple[list[str], list[str]]:
+    """(problems of damaged files in this rank's share, reasons why the checkpoint must be left where it is)."""
     try:
         return checkpoint.damage(checkpoint.manifest.files[control.rank :: control.size], beat), []
     except Damaged as error:
@@ -110,8 +114,8 @@ def _share(checkpoint: Checkpoint, control: Control) -> tuple[list[str], list[st
         return [], error.problems
 
 
-def _flip(checkpoint: Checkpoint) -> None:
-    """A planted fault: one bit of its largest file."""
+def _flip_bit(checkpoint: Checkpoint) -> None:
+    """Flips one bit of the largest file, for FIVEFOLD_FAULT."""
     path = Path(str(checkpoint.path), max(checkpoint.manifest.files, key=lambda file: file.bytes).name)
     with path.open("r+b") as file:
         file.seek(path.stat().st_size // 2)
@@ -121,95 +125,96 @@ def _flip(checkpoint: Checkpoint) -> None:
 
 
 class RowOverlap(NamedTuple):
-    """The rows of a stored chunk in which it overlaps a piece that a rank wants. They lie together."""
+    """Consecutive rows of a stored chunk that overlap a shard which a rank loads."""
 
     start: int  # the first byte of the rows in the chunk's file
     chunk: Chunk
     dtype: torch.dtype
     shape: tuple[int, ...]  # of the rows
-    inner: tuple[slice, ...]  # which part of them is wanted
-    place: Tensor  # for that part
+    inner: tuple[slice, ...]  # the part of the rows that the shard has
+    destination: Tensor  # the part of the shard that they are copied to
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
-    def straight(self) -> bool:
-        """Whether the rows may be read right into their place."""
-        place = self.place
-        same = place.is_contiguous() and tuple(place.shape) == self.shape and place.dtype == self.dtype
-        return same and place.device.type == "cpu"
+    def in_place(self) -> bool:
+        """Whether the bytes can be read directly into the destination."""
+        to = self.destination
+        return (
+            to.is_contiguous() and tuple(to.shape) == self.shape and to.dtype == self.dtype and to.device.type == "cpu"
+        )
 
     @torch.no_grad()
     def put(self, rows: Tensor) -> None:
-        self.place.copy_(rows[self.inner])
+        self.destination.copy_(rows[self.inner])
 
     def read(self, stream: FileReader) -> None:
-        rows = self.place.detach() if self.straight else torch.empty(self.shape, dtype=self.dtype)
+        rows = self.destination.detach() if self.in_place else torch.empty(self.shape, dtype=self.dtype)
         stream.fill(raw(rows), self.start, beat)
-        if not self.straight:
+        if not self.in_place:
             self.put(rows)
 
 
-def overlaps(checkpoint: Checkpoint, pieces: Pieces) -> dict[str, list[RowOverlap]]:
-    """What a rank wants of each file, in the order of its bytes."""
-    todo: dict[str, list[RowOverlap]] = {}
-    for name, piece in pieces.items():
+def overlaps(checkpoint: Checkpoint, shards: Shards) -> dict[str, list[RowOverlap]]:
+    """The overlaps of a rank's shards with the stored chunks, by file, in the order of its bytes."""
+    by_file: dict[str, list[RowOverlap]] = {}
+    for name, shard in shards.items():
         stored = checkpoint.tensors.get(name)
-        if stored is None or stored.shape != tuple(piece.shape):
+        if stored is None or stored.shape != tuple(shard.shape):
             has = f"has {name} of shape {list(stored.shape)}" if stored else f"has no tensor {name}"
-            raise UserError(f"{checkpoint.path} {has} (expected shape {list(piece.shape)})", "checkpoint.tensor")
-        into, dtype = piece.make(), getattr(torch, stored.dtype)
+            raise UserError(f"{checkpoint.path} {has} (expected shape {list(shard.shape)})", "checkpoint.tensor")
+        into, dtype = shard.make(), getattr(torch, stored.dtype)
         for chunk in stored.chunks:
-            if overlap := _overlap(chunk, dtype, piece, into):
-                todo.setdefault(chunk.file, []).append(overlap)
-    return {file: sorted(wanted, key=lambda overlap: overlap.chunk.start) for file, wanted in todo.items()}
+            if overlap := _overlap(chunk, dtype, shard, into):
+                by_file.setdefault(chunk.file, []).append(overlap)
+    return {file: sorted(rows, key=lambda overlap: overlap.chunk.start) for file, rows in by_file.items()}
 
 
-def _overlap(chunk: Chunk, dtype: torch.dtype, piece: Shard, into: Tensor) -> RowOverlap | None:
+def _overlap(chunk: Chunk, dtype: torch.dtype, shard: Shard, into: Tensor) -> RowOverlap | None:
     shared = [
         range(max(first, side.start), min(first + size, side.stop))
-        for first, size, side in zip(chunk.offsets, chunk.sizes, piece.box, strict=True)
+        for first, size, side in zip(chunk.offsets, chunk.sizes, shard.box, strict=True)
     ]
     if not all(shared):
         return None
-    place = into[tuple(slice(part.start - side.start, part.stop - side.start)
-                       for part, side in zip(shared, piece.box, strict=True))]  # fmt: skip
-    if not shared:
-        return RowOverlap(chunk.start, chunk, dtype, (), (), place)
+    destination = into[tuple(slice(part.start - side.start, part.stop - side.start)
+                       for part, side in zip(shared, shard.box, strict=True))]  # fmt: skip
+    if not shared:  # a scalar
+        return RowOverlap(chunk.start, chunk, dtype, (), (), destination)
     skipped = (shared[0].start - chunk.offsets[0]) * math.prod(chunk.sizes[1:]) * dtype.itemsize
     inner = (
         slice(part.start - first, part.stop - first) for part, first in zip(shared[1:], chunk.offsets[1:], strict=True)
     )
     shape = (len(shared[0]), *chunk.sizes[1:])
-    return RowOverlap(chunk.start + skipped, chunk, dtype, shape, (slice(None), *inner), place)
+    return RowOverlap(chunk.start + skipped, chunk, dtype, shape, (slice(None), *inner), destination)
 
 
-def load(checkpoint: Checkpoint, pieces: Pieces) -> None:
-    """Fill the pieces' memory; each rank reads what it needs, and no rank waits for another."""
-    todo = overlaps(checkpoint, pieces)
+def load(checkpoint: Checkpoint, shards: Shards) -> None:
+    """Reads the shards' values from a checkpoint; not collective."""
+    by_file = overlaps(checkpoint, shards)
 
     def read(file: str) -> None:
         with checkpoint.storage.open(checkpoint.path / file) as stream:
-            for overlap in todo[file]:
+            for overlap in by_file[file]:
                 overlap.read(stream)
 
     try:
-        side_by_side(read, list(todo), for_files())
+        side_by_side(read, list(by_file), for_files())
     except OSError as error:
         raise UserError(f"cannot read {checkpoint.path}: {error.strerror or error}", "file.read") from None
 
 
 # ---- reshard --------------------------------------------------------------------------------------------------------
-# A checkpoint in the pieces of another layout. Any layout reads any checkpoint; files cut as it reads them are read
-# once each, and by one rank.
+# Writes a checkpoint with the shards of another layout. Any layout reads any checkpoint; but of one that was written
+# with its own shards each file is read once, by one rank.
 
 
 def reshard(
     checkpoint: Checkpoint, spec: ModelSpec, layout: Layout, seq: int, store: Store, progress: Progress
 ) -> Place:
-    """The same state, written to `store` as the ranks of `layout` would."""
+    """Writes the same state to `store`, as the ranks of `layout` would, and returns the new checkpoint's path."""
     manifest = checkpoint.manifest
     job = manifest.job | {"layout": msgspec.to_builtins(layout)}
     dtype = torch.float64 if job["train"]["dtype"] == "float64" else torch.float32
@@ -218,36 +223,40 @@ def reshard(
     for key in checkpoint.tensors:
         keys[key.partition(".")[2]].append(key)
     parts: list[dict[str, Shard]] = [
-        {key: _lazy(checkpoint, key, shapes[name], box, dtype) for name, box in boxes.items() for key in keys[name]}
+        {
+            key: _lazy_shard(checkpoint, key, shapes[name], box, dtype)
+            for name, box in boxes.items()
+            for key in keys[name]
+        }
         for boxes in boxes_of(spec, layout, seq)
     ]
-    for name, shape in spec.buffers().items():  # small, and whole wherever they are
+    for name, shape in spec.buffers().items():  # small, and never sharded
         if (key := model_key(name)) in checkpoint.tensors:
-            parts[0][key] = _lazy(checkpoint, key, shape, tuple(map(range, shape)), dtype)
+            parts[0][key] = _lazy_shard(checkpoint, key, shape, tuple(map(range, shape)), dtype)
     return write_alone(store, parts, msgspec.structs.replace(manifest, job=job, files=[]), progress)
 
 
 def boxes_of(spec: ModelSpec, layout: Layout, seq: int) -> list[dict[str, Box]]:
-    """By rank of the layout, what it would write: each element of the model once."""
+    """{parameter: box} that each rank of the layout would write, by rank: each element of the model once."""
     stages, owner = stages_of(spec, layout, seq), layout.placement.owner
     boxes: list[dict[str, Box]] = []
     taken: set[tuple[str, Box]] = set()
     for rank in range(layout.world):
         pp, tp, ep = (layout.position(axis, rank) for axis in ("pp", "tp", "ep"))
         shares = {axis: (layout.size(axis), layout.position(axis, rank)) for axis in ("fsdp", "efsdp")}
-        here = [stage for stage in stages if owner[stage.index] == pp]
+        local_stages = [stage for stage in stages if owner[stage.index] == pp]
         local: dict[str, Box] = {}
         for name, shard in local_params(spec, layout, tp, ep).items():
             box = shard.share(*shares[shard.fsdp_axis]) if layout.zero else shard.box
-            holds = any(stage.holds(shard.parameter) for stage in here)
-            if holds and all(map(len, box)) and (name, box) not in taken:
+            on_rank = any(stage.holds(shard.parameter) for stage in local_stages)
+            if on_rank and all(map(len, box)) and (name, box) not in taken:
                 taken.add((name, box))
                 local[name] = box
         boxes.append(local)
     return boxes
 
 
-def _lazy(checkpoint: Checkpoint, key: str, shape: tuple[int, ...], box: Box, dtype: torch.dtype) -> Shard:
+def _lazy_shard(checkpoint: Checkpoint, key: str, shape: tuple[int, ...], box: Box, dtype: torch.dtype) -> Shard:
     def make() -> Tensor:
         tensor = torch.empty([len(side) for side in box], dtype=dtype)
         load(checkpoint, {key: Shard.of(tensor, shape, box)})

@@ -1,11 +1,11 @@
-"""Snapshots in memory that outlives ranks: where they lie, whose they are, and which of them can be loaded.
+"""Snapshots in host memory that outlives the ranks: their files, their run, and which of them can be loaded.
 
-    /dev/shm/fivefold-1000/                   of this user alone; FIVEFOLD_MEMORY names another place
-        4f1d.../                              a run, by an id that nobody can guess; the run's directory knows it
-            step-00000020.1767225600000/      a snapshot, in the format of a checkpoint; the number says when
+    /dev/shm/fivefold-1000/                   private to this user; FIVEFOLD_MEMORY names another place
+        4f1d.../                              a run, by a random id that the run's directory has
+            step-00000020.1767225600000/      a snapshot, in the format of a checkpoint; the number is a time in ms
                 manifest.json, tensors.json   on every node, written last
                 rank-0.tensors ...            of the ranks of this node, and copies of another node's
-                node.json                     which node of how many this was
+                node.json                     the number of this node, and how many there were
             rank-0.0.slot                     memory of a rank that no snapshot uses at present
 
 A node is a host and a place there, so two places on one machine are two nodes. No torch.
@@ -32,17 +32,16 @@ from fivefold.support.files import read_regular
 from fivefold.support.parsing import BROKEN
 from fivefold.support.places import Place
 
-PLACE = "FIVEFOLD_MEMORY"
-ID = "memory-id"  # in the run's directory
-STARTS = "memory-starts.json"  # likewise
+PLACE = "FIVEFOLD_MEMORY"  # an environment variable
+ID, STARTS = "memory-id", "memory-starts.json"  # files in the run's directory
 NODE = "node.json"
-KEPT = 2  # snapshots
-_STARTS = 64
+KEPT = 2  # the number of snapshots that are kept
+_MAX_STARTS = 64  # the last ones, which are listed
 _ID = re.compile(r"[0-9a-f]{32}")
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """Of a run. A directory that was copied is another one, and so has another number."""
+    """Identifies a run's directory. A copy of the directory has another inode, and so is another run."""
 
     id: str
     inode: int
@@ -53,7 +52,7 @@ def root(env: Mapping[str, str] = os.environ) -> Path:
 
 
 def private(path: Path, make: bool = False) -> Path:
-    """The directory, which is of this user alone and no link; OSError where it is not."""
+    """The directory itself; OSError unless it is private to this user and not a link. `make`: make it if missing."""
     if make:
         with suppress(FileExistsError):
             path.mkdir(mode=0o700)
@@ -66,12 +65,12 @@ def private(path: Path, make: bool = False) -> Path:
 
 
 def snapshot_dir(run: str, make: bool = False) -> Path:
-    """Where a run's snapshots lie on this node."""
+    """The directory of a run's snapshots on this node."""
     return private(private(root(), make) / run, make)
 
 
 def known(run: Place) -> str:
-    """The id by which memory knows the run of this directory; empty where there is none."""
+    """The id of a run's snapshots in memory; empty if it has none."""
     try:
         identity = msgspec.json.decode(storage_of(run).read(run / ID, 1000), type=Identity)
     except (OSError, *BROKEN):
@@ -80,61 +79,61 @@ def known(run: Place) -> str:
 
 
 def new_id(run: Place) -> str:
-    """The same, or a new one, which is stored."""
-    if before := known(run):
-        return before
+    """The id of a run's snapshots in memory; writes a new one if it has none."""
+    if existing := known(run):
+        return existing
     new = Identity(secrets.token_hex(16), _inode(run))
     storage_of(run).put(run / ID, msgspec.json.encode(new) + b"\n")
     return new.id
 
 
-class Began(msgspec.Struct, frozen=True):
-    """A start of the run, by the number that the names of its snapshots count from, and after which step it began."""
+class RunStart(msgspec.Struct, frozen=True):
+    """One start of the run."""
 
-    at: int
-    step: int
+    at: int  # the time of its start in ms, from which the numbers in its snapshots' names count
+    step: int  # the step after which it began
 
 
-class Starts(msgspec.Struct, frozen=True):
-    """Those that are remembered, the last one last."""
+class RunStarts(msgspec.Struct, frozen=True):
+    """The last starts of a run, in order."""
 
-    starts: list[Began]
-    seal: str  # sha256 of them: a damaged number would bring back what the run has left, or hide what it has
+    starts: list[RunStart]
+    seal: str  # their sha256: a damaged number could make an abandoned snapshot count, or hide a good one
 
     @classmethod
-    def of(cls, starts: list[Began]) -> "Starts":
+    def of(cls, starts: list[RunStart]) -> "RunStarts":
         return cls(starts, hashlib.sha256(msgspec.json.encode(starts)).hexdigest())
 
 
-def starts(run: Place) -> list[Began]:
-    """Those that are remembered; Damaged where that cannot be known."""
+def starts(run: Place) -> list[RunStart]:
+    """The last starts of a run; raises Damaged if the list cannot be read."""
     place = run / STARTS
     try:
-        stored = msgspec.json.decode(storage_of(run).read(place, 1 << 16), type=Starts | list[Began])
+        stored = msgspec.json.decode(storage_of(run).read(place, 1 << 16), type=RunStarts | list[RunStart])
     except FileNotFoundError:
         return []
     except (OSError, *BROKEN) as error:
         why = getattr(error, "strerror", None) or error
         raise Damaged(f"{place} cannot be read: {why}", "checkpoint.damaged") from None
-    if isinstance(stored, list):  # of earlier releases, without a sum
+    if isinstance(stored, list):  # of earlier releases, without a seal
         return stored
-    if stored != Starts.of(stored.starts):
+    if stored != RunStarts.of(stored.starts):
         unsealed = "its checksum does not match"
         raise Damaged(f"{place} is damaged: {unsealed}", "checkpoint.damaged")
     return stored.starts
 
 
-def begin(run: Place, before: Sequence[Began], at: int, step: int) -> None:
-    """Remember a start, with those before it. What it cannot write down leaves old snapshots as they were."""
+def begin(run: Place, earlier: Sequence[RunStart], at: int, step: int) -> None:
+    """Adds a start to the list of `earlier` ones; errors are ignored, and then old snapshots count as before."""
     with suppress(OSError):
-        last = [*before, Began(at, step)][-_STARTS:]
-        storage_of(run).put(run / STARTS, msgspec.json.encode(Starts.of(last)) + b"\n")
+        last = [*earlier, RunStart(at, step)][-_MAX_STARTS:]
+        storage_of(run).put(run / STARTS, msgspec.json.encode(RunStarts.of(last)) + b"\n")
 
 
-def abandoned(name: str, step: int, began: Sequence[Began]) -> bool:
-    """Whether a later start went on from an earlier step than a snapshot's: its node was away, and the run has taken
-    another way since."""
-    return any(made_at(name) < start.at and step > start.step for start in began)
+def abandoned(name: str, step: int, starts: Sequence[RunStart]) -> bool:
+    """Whether a later start continued from an earlier step than the snapshot's, because its node was missing: then the
+    run has other weights since."""
+    return any(made_at(name) < start.at and step > start.step for start in starts)
 
 
 def _inode(run: Place) -> int:
@@ -142,16 +141,16 @@ def _inode(run: Place) -> int:
 
 
 def node_id() -> tuple[str, str]:
-    """Which node this rank is on: its host, and the place of snapshots there."""
+    """(host, place of snapshots there), which identify this rank's node."""
     return platform.node(), str(root())
 
 
 def in_memory(run: Place) -> list[Checkpoint]:
     """The snapshots of a run whose manifest is on this node, the newest first."""
-    if not (name := known(run)):
+    if not (run_id := known(run)):
         return []
     try:
-        return Store(snapshot_dir(name)).complete()
+        return Store(snapshot_dir(run_id)).complete()
     except OSError:
         return []
 
@@ -163,27 +162,27 @@ def size_here(checkpoint: Checkpoint) -> int:
 
 
 class NodeFiles(msgspec.Struct, frozen=True):
-    """What one node has of a snapshot: a manifest that is whole, and some of its files, by their sizes."""
+    """The part of a snapshot that one node has: an undamaged manifest, and some of the files."""
 
     name: str
     step: int
     samples: int
     seal: str
-    node: int  # the number of this node when it was made
-    nodes: int  # of so many
-    files: list[str]  # all of them
-    present: list[str]  # those that this node has
+    node: int  # the number of this node when the snapshot was made
+    nodes: int  # how many nodes there were
+    files: list[str]  # all files of the snapshot
+    present: list[str]  # those that this node has, with the right sizes
 
 
 class Listing(msgspec.Struct, frozen=True):
-    """Of one node."""
+    """The snapshots of one node."""
 
     snapshots: list[NodeFiles] = []
     problems: list[str] = []
 
 
 def clear(place: Path) -> None:
-    """What an earlier start left there that is no snapshot: it was never finished, or has begun to be deleted."""
+    """Deletes what an earlier start left that is not a complete snapshot, and unused memory."""
     with suppress(OSError):
         for path in Store(private(place)).incomplete():
             storage_of(path).delete(path)
@@ -192,7 +191,7 @@ def clear(place: Path) -> None:
 
 
 def listing(place: Path) -> Listing:
-    """What is complete there."""
+    """The snapshots in a place that have their manifest, and the problems of those that cannot be read."""
     snapshots, problems = [], []
     try:
         private(place)
@@ -222,21 +221,22 @@ def _files_of(snapshot: Checkpoint) -> NodeFiles:
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """A snapshot, as all nodes together have it."""
+    """A snapshot that all nodes together may have."""
 
     name: str
     step: int
     samples: int
-    nodes: int  # on which it was made
-    manifests: list[int]  # nodes of today that have its manifest
-    files: dict[str, list[int]]  # the nodes that have each of them
+    nodes: int  # on how many it was made
+    manifests: list[int]  # the numbers of the present nodes that have its manifest
+    files: dict[str, list[int]]  # {file: numbers of the present nodes that have it}
 
     @property
     def missing(self) -> list[str]:
+        """The files that no node has."""
         return [name for name, nodes in self.files.items() if not nodes]
 
     def without(self, bad: Sequence[tuple[int, str]]) -> "Candidate":
-        """Some nodes' copies of some files are no good."""
+        """The snapshot without damaged copies; `bad` has (node, file) of each."""
         files = {
             name: [node for node in nodes if (node, name) not in bad and (node, MANIFEST) not in bad]
             for name, nodes in self.files.items()
@@ -244,13 +244,13 @@ class Candidate(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, files=files)
 
     @property
-    def said(self) -> str:
-        """How much of it there is, where it was on several nodes."""
+    def availability(self) -> str:
+        """How many nodes of those that made it have it, where it was several; else an empty text."""
         return f"{len(self.manifests)} of {self.nodes} nodes" if self.nodes > 1 else ""
 
 
 def candidates(nodes: Sequence[Sequence[NodeFiles]]) -> list[Candidate]:
-    """Of what each node has, the newest first: of equal steps the one that was made last."""
+    """The snapshots of which any node has a manifest, newest first; of equal steps the one that was made last."""
     by_seal: dict[tuple[str, str], Candidate] = {}
     for number, snapshots in enumerate(nodes):
         for files in snapshots:
@@ -265,12 +265,12 @@ def candidates(nodes: Sequence[Sequence[NodeFiles]]) -> list[Candidate]:
 
 
 def made_at(name: str) -> int:
-    """The number in the name of a snapshot."""
+    """The number in the name of a snapshot, which grows with time."""
     return int(name.rpartition(".")[2])
 
 
 def nodes_of(ranks: Sequence[tuple[str, str]]) -> list[list[int]]:
-    """The ranks of each node, by where each of them is; nodes in the order of their first ranks."""
+    """The ranks of each node; `ranks` has the `node_id()` of each. Nodes are in the order of their first ranks."""
     by_place: dict[tuple[str, str], list[int]] = {}
     for rank, place in enumerate(ranks):
         by_place.setdefault(place, []).append(rank)
@@ -278,18 +278,18 @@ def nodes_of(ranks: Sequence[tuple[str, str]]) -> list[list[int]]:
 
 
 def copies(nodes: Sequence[Sequence[int]]) -> dict[int, int]:
-    """To which rank each rank gives a copy of what it writes: one of the next node. None where there is one node."""
+    """{rank: the rank of the next node to which it sends a copy of its file}; empty if there is one node."""
     if len(nodes) < 2:
         return {}
     pairs = zip(nodes, [*nodes[1:], nodes[0]], strict=True)
-    return {rank: following[place % len(following)] for node, following in pairs for place, rank in enumerate(node)}
+    return {rank: peers[index % len(peers)] for node, peers in pairs for index, rank in enumerate(node)}
 
 
 def free(place: Path) -> int:
-    """Bytes that a snapshot may take: of the file system, and of the machine's memory, of which a sixteenth stays."""
-    room = shutil.disk_usage(place).free
+    """The bytes that a snapshot may take: what the file system has, and the machine's memory without a sixteenth."""
+    available = shutil.disk_usage(place).free
     with suppress(OSError, ValueError, IndexError):
-        told = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        total, available = (1024 * int(told[key].split()[0]) for key in ("MemTotal", "MemAvailable"))
-        room = min(room, available - total // 16)
-    return room
+        meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        memory_total, memory_free = (1024 * int(meminfo[key].split()[0]) for key in ("MemTotal", "MemAvailable"))
+        available = min(available, memory_free - memory_total // 16)
+    return available

@@ -1,14 +1,14 @@
-"""The restore: which snapshots all nodes together have, and their numbers into the ranks of any layout.
+"""Restores from snapshots in memory: finds those that all nodes together have, and loads them into any layout.
 
     memory = MemoryCheckpointer(control, say)
-    memory.enter(mesh, run, wanted=True)                   # where there is nothing to keep or to find it does nothing
-    memory.load(memory.find(usable), pieces)               # of the newest that is what its manifest says
-    memory.start(pieces, manifest)                         # takes the next one
+    memory.enter(mesh, run, enabled=True)                  # does nothing where no snapshot is to be taken or found
+    memory.load(memory.find(usable), shards_of)            # loads the newest that is undamaged
+    memory.start(shards, manifest)                         # takes the next one
     memory.close()
 
-A rank reads what lies on its own node from there, and asks one rank of another node for the rest. Every copy that is
-read is hashed by one rank of its node, block by block, on the way: what is hashed is still in the cache when it is
-copied. What is wrong is known before anybody trains on it.
+A rank reads files of its own node directly, and asks one rank of another node for the rest. Every file that is read is
+hashed by one rank of its node, block by block, while it is copied and still in the cache. So damage is known before
+anybody trains on it.
 """
 
 import re
@@ -28,7 +28,7 @@ from fivefold.checkpoint.memory import NODE, Candidate, Listing, candidates, cle
 from fivefold.checkpoint.memory_peers import Nodes, wait
 from fivefold.checkpoint.memory_save import SnapshotWriter
 from fivefold.checkpoint.save import NotSaved, agreed
-from fivefold.checkpoint.shards import Pieces, raw
+from fivefold.checkpoint.shards import Shards, raw
 from fivefold.checkpoint.store import MANIFEST, Checkpoint, Manifest, altered
 from fivefold.checkpoint.tensors import TABLE, Extent, extents, segment_sum, segments, total
 from fivefold.launch import faults
@@ -44,7 +44,7 @@ _NUMBER = re.compile(r"rank-(\d+)\.")
 
 
 class CorruptFile(msgspec.Struct, frozen=True):
-    """Something wrong with a node's copy of a file."""
+    """A node's copy of a file is damaged or cannot be read."""
 
     node: int
     file: str
@@ -52,7 +52,7 @@ class CorruptFile(msgspec.Struct, frozen=True):
 
 
 class ByteRequest(msgspec.Struct, frozen=True, array_like=True):
-    """Bytes that another rank is asked for."""
+    """A range of bytes that a rank asks another for."""
 
     file: str
     start: int
@@ -60,8 +60,7 @@ class ByteRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 def _find(nodes: Nodes, say: Say, usable: Callable[[Candidate], bool]) -> list[Candidate]:
-    """Collective: all that are whole, the newest first. Rank 0 says which are not, and leaves out those that are not
-    `usable`."""
+    """The complete snapshots that are `usable`, newest first; rank 0 prints which are not complete. Collective."""
     by_rank = nodes.control.gather_values(listing(nodes.snapshot_dir) if nodes.first else Listing(), Listing)
     complete: list[Candidate] = []
     if nodes.rank == 0:
@@ -69,24 +68,24 @@ def _find(nodes: Nodes, say: Say, usable: Callable[[Candidate], bool]) -> list[C
         for problem in (problem for node in by_node for problem in node.problems):
             say(f"{problem}; snapshots there are not used")
         for candidate in filter(usable, candidates([node.snapshots for node in by_node])):
-            if gone := candidate.missing:
-                named = ", ".join(gone[:4]) + f" and {len(gone) - 4} more" * (len(gone) > 4)
-                lacks = f"no node has {named} of {candidate.name}"
-                say(f"step {candidate.step} in memory is not whole: {lacks}; it is not used")
+            if missing := candidate.missing:
+                names = ", ".join(missing[:4]) + f" and {len(missing) - 4} more" * (len(missing) > 4)
+                problem = f"no node has {names} of {candidate.name}"
+                say(f"step {candidate.step} in memory is not whole: {problem}; it is not used")
             else:
                 complete.append(candidate)
     return nodes.control.broadcast_value(complete, list[Candidate])
 
 
 def _open(nodes: Nodes, snapshot: Candidate) -> Checkpoint:
-    """Collective: a node that has nothing of a snapshot gets its tables, and so can ask for the rest."""
+    """Opens a snapshot, after sending its tables to nodes that have nothing of it. Collective."""
     path = nodes.snapshot_dir / snapshot.name
     if nodes.group is None or len(snapshot.manifests) == len(nodes.nodes):
         return Checkpoint(path)
     source = nodes.nodes[snapshot.manifests[0]][0]
     names, parts = (TABLE, NODE, MANIFEST), [b"", b"", b""]
     if nodes.rank == source:
-        with suppress(OSError):  # what is missing then is told where it is looked for
+        with suppress(OSError):  # `_load` reports what is missing
             parts = [read_regular(path / name, 1 << 40) for name in names]
     parts = nodes.broadcast(parts, source)
     if nodes.first and nodes.node not in snapshot.manifests:
@@ -98,80 +97,81 @@ def _open(nodes: Nodes, snapshot: Candidate) -> Checkpoint:
     return Checkpoint(path)
 
 
-class SnapshotReading(NamedTuple):
-    """What one rank does for a snapshot."""
+class ReadPlan(NamedTuple):
+    """The files and ranges of a snapshot that one rank reads."""
 
-    near: list[str]  # files with what it wants that lie on this node
-    far: dict[int, list[RowOverlap]]  # what it wants of others, by whom it is asked of
-    hashed: list[str]  # files of this node for whose bytes this rank answers
+    local_files: list[str]  # of this node, with overlaps for this rank
+    remote: dict[int, list[RowOverlap]]  # overlaps that other nodes have, by the rank that sends them
+    hashed_files: list[str]  # of this node, which this rank hashes
 
 
-def answers(file: str, ranks: list[int]) -> int:
-    """Which rank of a node hashes a file, and sends what other nodes ask for: if it can be, the one that wrote it."""
+def hashing_rank(file: str, ranks: list[int]) -> int:
+    """The rank of a node that hashes a file and sends it to other nodes: if possible the one that wrote it."""
     match = _NUMBER.match(file)
     number = int(match[1]) if match else 0
     return number if number in ranks else ranks[number % len(ranks)]
 
 
-Wanted = Callable[[Checkpoint], Pieces]  # what a rank fills from a checkpoint that is one of its model
+ShardsOf = Callable[[Checkpoint], Shards]  # the shards that a rank loads from a checkpoint of its model
 
 
 def _load(
-    nodes: Nodes, snapshot: Candidate, checkpoint: Checkpoint, pieces: Wanted, *, full: bool
+    nodes: Nodes, snapshot: Candidate, checkpoint: Checkpoint, shards_of: ShardsOf, *, full: bool
 ) -> list[CorruptFile]:
-    """Collective: fill the pieces' memory; all ranks get the same list. `full`: also what nobody wants is hashed."""
+    """Loads the shards, and returns the corrupt files, the same on all ranks. `full`: hashes all files. Collective."""
     faults.strike("read")
-    wanted, corrupt = dict[str, list[RowOverlap]](), list[CorruptFile]()
-    promised = dict[str, File]()
+    overlaps_by_file, corrupt = dict[str, list[RowOverlap]](), list[CorruptFile]()
+    manifest_files = dict[str, File]()
     try:
-        promised, _ = {file.name: file for file in checkpoint.manifest.files}, checkpoint.tensors
+        manifest_files, _ = {file.name: file for file in checkpoint.manifest.files}, checkpoint.tensors
     except UserError as error:
         corrupt = [CorruptFile(nodes.node, MANIFEST, str(error))]
     else:
-        wanted = overlaps(checkpoint, pieces(checkpoint))
-    reading = _divided(nodes, snapshot, wanted, full=full)
+        overlaps_by_file = overlaps(checkpoint, shards_of(checkpoint))
+    plan = _plan(nodes, snapshot, overlaps_by_file, full=full)
     files = _Files(nodes.snapshot_dir / snapshot.name)
-    works, rows = _exchange(nodes, reading, files)
-    for file in dict.fromkeys((*reading.hashed, *reading.near)) if not corrupt else ():
-        place, hashed = checkpoint.path / file, file in reading.hashed
+    works, received = _exchange(nodes, plan, files)
+    for file in dict.fromkeys((*plan.hashed_files, *plan.local_files)) if not corrupt else ():
+        place, hashed = checkpoint.path / file, file in plan.hashed_files
+        chunks = extents(checkpoint.tensors, file) if hashed else []
         try:
-            got = _read(files[file], wanted.get(file, []), extents(checkpoint.tensors, file) if hashed else [])
+            checksum = _read(files[file], overlaps_by_file.get(file, []), chunks)
         except OSError as error:
             corrupt.append(CorruptFile(nodes.node, file, f"{place} cannot be read: {error.strerror or error}"))
             continue
-        if hashed and got != promised[file].sha256:
-            corrupt.append(CorruptFile(nodes.node, file, altered(place, got, promised[file])))
+        if hashed and checksum != manifest_files[file].sha256:
+            corrupt.append(CorruptFile(nodes.node, file, altered(place, checksum, manifest_files[file])))
     if nodes.group is not None:
         agreed(nodes.control, lambda: wait(works))
-        for overlap, part in rows:
-            overlap.put(part)
+        for overlap, rows in received:
+            overlap.put(rows)
     by_rank = nodes.control.all_gather_values(corrupt, list[CorruptFile])
-    return list(dict.fromkeys(bad for rank in by_rank for bad in rank))
+    return list(dict.fromkeys(file for files in by_rank for file in files))
 
 
-def _divided(nodes: Nodes, snapshot: Candidate, wanted: dict[str, list[RowOverlap]], *, full: bool) -> SnapshotReading:
-    """Collective: who reads what from where."""
-    near = [file for file in wanted if nodes.node in snapshot.files[file]]
-    far: dict[int, list[RowOverlap]] = {}
-    for file, of_file in wanted.items():
-        if file not in near:
-            holders = snapshot.files[file]
-            holder = holders[nodes.node % len(holders)]  # two nodes that ask may ask two
-            far.setdefault(answers(file, nodes.nodes[holder]), []).extend(of_file)
+def _plan(nodes: Nodes, snapshot: Candidate, overlaps_by_file: dict[str, list[RowOverlap]], *, full: bool) -> ReadPlan:
+    """Divides the reading and the hashing of a snapshot over the ranks. Collective."""
+    local_files = [file for file in overlaps_by_file if nodes.node in snapshot.files[file]]
+    remote: dict[int, list[RowOverlap]] = {}
+    for file, file_overlaps in overlaps_by_file.items():
+        if file not in local_files:
+            sources = snapshot.files[file]
+            source = sources[nodes.node % len(sources)]  # so that nodes ask different ones
+            remote.setdefault(hashing_rank(file, nodes.nodes[source]), []).extend(file_overlaps)
     ranks = nodes.nodes[nodes.node]
     if nodes.group is None or full:
-        used = {file for file, holders in snapshot.files.items() if file != TABLE and nodes.node in holders}
+        used = {file for file, sources in snapshot.files.items() if file != TABLE and nodes.node in sources}
     else:
-        asked = [(rank, file) for rank, rest in far.items() for file in {overlap.chunk.file for overlap in rest}]
-        asked += [(nodes.rank, file) for file in near]
-        by_rank = nodes.control.all_gather_values(asked, list[tuple[int, str]])
-        used = {file for of_rank in by_rank for rank, file in of_rank if rank in ranks}
-    hashed = [file for file in snapshot.files if file in used and answers(file, ranks) == nodes.rank]
-    return SnapshotReading(near, far, hashed)
+        reads = [(rank, file) for rank, rest in remote.items() for file in {overlap.chunk.file for overlap in rest}]
+        reads += [(nodes.rank, file) for file in local_files]
+        by_rank = nodes.control.all_gather_values(reads, list[tuple[int, str]])  # (the rank that has it, file)
+        used = {file for rank_reads in by_rank for rank, file in rank_reads if rank in ranks}
+    hashed_files = [file for file in snapshot.files if file in used and hashing_rank(file, ranks) == nodes.rank]
+    return ReadPlan(local_files, remote, hashed_files)
 
 
 class _Files(dict[str, Regular]):
-    """Those of this node, opened when they are asked for."""
+    """The files of a snapshot on this node, opened at first use."""
 
     def __init__(self, path: Path):
         super().__init__()
@@ -182,32 +182,32 @@ class _Files(dict[str, Regular]):
         return self[file]
 
 
-def _exchange(
-    nodes: Nodes, reading: SnapshotReading, files: _Files
-) -> tuple[list[Any], list[tuple[RowOverlap, Tensor]]]:
-    """Collective: begin to send what others ask for and to receive what they have; rows, which are full when all that
-    has begun is over, and still to be put into their places."""
-    works, rows = list[Any](), list[tuple[RowOverlap, Tensor]]()
+def _exchange(nodes: Nodes, plan: ReadPlan, files: _Files) -> tuple[list[Any], list[tuple[RowOverlap, Tensor]]]:
+    """Starts to send what other nodes ask for, and to receive what this rank asks for. Collective.
+
+    Returns (works to wait for, the overlaps with the rows that are received for them).
+    """
+    works, received = list[Any](), list[tuple[RowOverlap, Tensor]]()
     if nodes.group is None:
-        return works, rows
+        return works, received
     requests = [
-        [ByteRequest(overlap.chunk.file, overlap.start, overlap.nbytes) for overlap in reading.far.get(rank, [])]
+        [ByteRequest(overlap.chunk.file, overlap.start, overlap.nbytes) for overlap in plan.remote.get(rank, [])]
         for rank in range(nodes.control.size)
     ]
-    asked = nodes.all_to_all([msgspec.msgpack.encode(of_rank) for of_rank in requests])
-    for rank, data in enumerate(asked):
+    requests_to_this = nodes.all_to_all([msgspec.msgpack.encode(rank_requests) for rank_requests in requests])
+    for rank, data in enumerate(requests_to_this):
         for request in msgspec.msgpack.decode(data, type=list[ByteRequest]):
-            works += nodes.send(_range(files, request), rank)
-    for rank, wanted in sorted(reading.far.items()):
-        for overlap in wanted:
-            part = torch.empty(overlap.shape, dtype=overlap.dtype)
-            works += nodes.receive(part.reshape(-1).view(torch.uint8), rank)
-            rows.append((overlap, part))
-    return works, rows
+            works += nodes.send(_bytes_of(files, request), rank)
+    for rank, remote_overlaps in sorted(plan.remote.items()):
+        for overlap in remote_overlaps:
+            rows = torch.empty(overlap.shape, dtype=overlap.dtype)
+            works += nodes.receive(rows.reshape(-1).view(torch.uint8), rank)
+            received.append((overlap, rows))
+    return works, received
 
 
-def _range(files: _Files, request: ByteRequest) -> Tensor:
-    """Of a file, or nothing but zeros where it cannot be read: whoever answers for it says so."""
+def _bytes_of(files: _Files, request: ByteRequest) -> Tensor:
+    """The bytes of a request; zeros where the file cannot be read, which the rank that hashes it reports."""
     data = torch.zeros(request.bytes, dtype=torch.uint8)
     with suppress(OSError):
         if plain_name(request.file):
@@ -215,55 +215,59 @@ def _range(files: _Files, request: ByteRequest) -> Tensor:
     return data
 
 
-def _read(stream: Regular, wanted: list[RowOverlap], chunks: list[Extent]) -> str:
-    """What is wanted, into its place, and the sum of these chunks. What goes straight there is summed there, piece by
-    piece while the cache has it, and read once; segments are divided over the threads that there are."""
-    entire = [overlap for overlap in wanted if chunks and overlap.straight and overlap.nbytes == overlap.chunk.bytes]
-    places = {overlap.start: raw(overlap.place.detach()) for overlap in entire}
-    begins = sorted(places)
+def _read(stream: Regular, overlaps: list[RowOverlap], chunks: list[Extent]) -> str:
+    """Reads the overlaps into their tensors, and returns the checksum of the chunks.
 
-    def summed(pieces: list[Extent]) -> bytes:
-        spare = memoryview(bytearray(max(size for _, size in pieces)))
+    A chunk that is read in full and in place is read once, and hashed while the cache has it; threads share the work.
+    """
+    entire = [overlap for overlap in overlaps if chunks and overlap.in_place and overlap.nbytes == overlap.chunk.bytes]
+    destinations = {overlap.start: raw(overlap.destination.detach()) for overlap in entire}  # by start in the file
+    starts = sorted(destinations)
+
+    def hash_extents(ranges: list[Extent]) -> bytes:
+        buffer = memoryview(bytearray(max(size for _, size in ranges)))
 
         def read(start: int, size: int) -> memoryview:
-            number = bisect(begins, start) - 1
-            into = places[begins[number]][start - begins[number] :][:size] if number >= 0 else spare[:0]
-            into = into if len(into) == size else spare[:size]
+            number = bisect(starts, start) - 1  # of the destination that begins last before `start`
+            into = destinations[starts[number]][start - starts[number] :][:size] if number >= 0 else buffer[:0]
+            into = into if len(into) == size else buffer[:size]
             stream.fill(into, start, beat)
             return into
 
-        return segment_sum(pieces, read)
+        return segment_sum(ranges, read)
 
     threads = for_files()
-    sums = side_by_side(summed, segments(chunks), threads)
-    rest = [overlap for overlap in wanted if overlap.chunk.start not in places]
+    sums = side_by_side(hash_extents, segments(chunks), threads)
+    rest = [overlap for overlap in overlaps if overlap.chunk.start not in destinations]
     side_by_side(lambda overlap: overlap.read(stream), rest, threads)
     return total(sums)
 
 
 class MemoryCheckpointer:
-    """A trainer's snapshots in memory: when they are taken, and which one it goes on from. All ranks call the same of
-    it; where nothing is kept in memory it does nothing."""
+    """Takes and restores a trainer's snapshots in memory. Does nothing where none are taken or found.
+
+    Its methods are collective.
+    """
 
     def __init__(self, control: Control, say: Say):
         self.control, self.say = control, say
         self.nodes: Nodes | None = None
         self.writer: SnapshotWriter | None = None
-        self.reported = False  # that one was not taken
-        self.opened: dict[Place, Candidate] = {}
+        self.failure_reported = False  # that a snapshot failed: reported once
+        self.checked: dict[Place, Candidate] = {}  # snapshots that `sound` has returned
 
-    def enter(self, mesh: Mesh, run: Place, wanted: bool) -> None:
-        """Before anything else. `wanted`: snapshots are to be taken; else those that are there still count."""
+    def enter(self, mesh: Mesh, run: Place, enabled: bool) -> None:
+        """Joins the nodes, before anything else. `enabled`: snapshots are taken; else existing ones can be loaded."""
         name, problem = "", ""
         if self.control.rank == 0:
             try:
-                name = new_id(run) if wanted else known(run)
+                name = new_id(run) if enabled else known(run)
             except OSError as error:
                 problem = f"{run} cannot be written to: {error.strerror or error}"
         identity = name, problem, int(1000 * time.time())
         name, problem, start = self.control.broadcast_value(identity, tuple[str, str, int])
         if name:
-            nodes = Nodes(Control(mesh, self.control.timeout), name, start, make=wanted)
+            nodes = Nodes(Control(mesh, self.control.timeout), name, start, make=enabled)
             if nodes.first and not nodes.problem:
                 clear(nodes.snapshot_dir)
             problem = nodes.problem
@@ -271,85 +275,94 @@ class MemoryCheckpointer:
                 self.nodes, self.writer = nodes, SnapshotWriter(nodes, mesh.device)
                 return
             nodes.control.close()
-        if problem and wanted and self.control.rank == 0:
+        if problem and enabled and self.control.rank == 0:
             self.say(f"in-memory snapshots disabled: {problem}; training continues, checkpoints still go to disk")
 
     def find(self, usable: Callable[[Candidate], bool]) -> list[Candidate]:
-        """The newest first."""
+        """The complete snapshots that are `usable`, newest first."""
         return _find(self.nodes, self.say, usable) if self.nodes is not None else []
 
     def load(
-        self, snapshots: list[Candidate], wanted: Wanted, *, full: bool = False
+        self, snapshots: list[Candidate], shards_of: ShardsOf, *, full: bool = False
     ) -> tuple[Candidate, Checkpoint] | None:
-        """The first of them that is what its manifest says, loaded; of those before it, what is wrong is said. `full`:
-        what nobody wants must be so, too."""
+        """Loads the first snapshot that is undamaged, and prints what is wrong with those before it.
+
+        `full`: files that no rank needs must be undamaged, too.
+        """
         for number, snapshot in enumerate(snapshots):
             assert self.nodes is not None
             checkpoint = _open(self.nodes, snapshot)
-            problems = self._fill(snapshot, checkpoint, wanted, full=full)
+            problems = self._fill(snapshot, checkpoint, shards_of, full=full)
             if not problems:
                 return snapshot, checkpoint
-            following = f"step {snapshots[number + 1].step} in memory" if number + 1 < len(snapshots) else "disk"
+            fallback = f"step {snapshots[number + 1].step} in memory" if number + 1 < len(snapshots) else "disk"
             if self.control.rank == 0:
                 for problem in problems:
                     self.say(problem)
-                self.say(f"skipping step {snapshot.step} in memory; trying {following}")
+                self.say(f"skipping step {snapshot.step} in memory; trying {fallback}")
         return None
 
-    def _fill(self, snapshot: Candidate, checkpoint: Checkpoint, pieces: Wanted, *, full: bool = False) -> list[str]:
-        """Collective: fill the pieces, or say why they are not to be used. Where a copy of a file is damaged, and
-        another node has one that is not, that one is read."""
+    def _fill(
+        self, snapshot: Candidate, checkpoint: Checkpoint, shards_of: ShardsOf, *, full: bool = False
+    ) -> list[str]:
+        """Loads the shards, or returns the problems for which the snapshot cannot be used.
+
+        Where a copy of a file is damaged, and another node has one that is not, that one is read.
+        """
         assert self.nodes is not None
         problems: list[str] = []
         while True:
             try:
-                corrupt = _load(self.nodes, snapshot, checkpoint, pieces, full=full)
+                corrupt = _load(self.nodes, snapshot, checkpoint, shards_of, full=full)
             except NotSaved as error:
                 corrupt = [CorruptFile(-1, MANIFEST, str(error))]
             if not corrupt:
                 for problem in problems if self.control.rank == 0 else ():
                     self.say(f"{problem}; another node's copy is read")
                 return []
-            problems = list(dict.fromkeys([*problems, *(bad.why for bad in corrupt)]))
-            rest = snapshot.without([(bad.node, bad.file) for bad in corrupt])
+            problems = list(dict.fromkeys([*problems, *(file.why for file in corrupt)]))
+            rest = snapshot.without([(file.node, file.file) for file in corrupt])
             if rest.missing or rest.files == snapshot.files:
                 return problems
             snapshot = rest
 
     def sound(self, snapshots: list[Candidate]) -> Checkpoint | None:
-        """The first of them that is what its manifest says, every byte of it; it is not loaded yet."""
-        kept = self.load(snapshots, lambda _: {}, full=True)
-        if kept is None:
+        """The first snapshot of which every file is undamaged; nothing is loaded yet."""
+        loaded = self.load(snapshots, lambda _: {}, full=True)
+        if loaded is None:
             return None
-        snapshot, checkpoint = kept
-        self.opened[checkpoint.path] = snapshot
+        snapshot, checkpoint = loaded
+        self.checked[checkpoint.path] = snapshot
         return checkpoint
 
-    def take(self, checkpoint: Checkpoint, pieces: Pieces) -> bool:
-        """Whether it is one of `sound`, and is loaded."""
-        snapshot = self.opened.pop(checkpoint.path, None)
+    def take(self, checkpoint: Checkpoint, shards: Shards) -> bool:
+        """Loads a checkpoint that `sound` has returned; False for any other."""
+        snapshot = self.checked.pop(checkpoint.path, None)
         if snapshot is None:
             return False
-        if problems := self._fill(snapshot, checkpoint, lambda _: pieces):
+        if problems := self._fill(snapshot, checkpoint, lambda _: shards):
             raise TrainingError(f"step {snapshot.step} in memory was complete, but no longer is: {problems[0]}")
         return True
 
-    def start(self, pieces: Pieces, manifest: Manifest, after: torch.cuda.Event | None) -> torch.cuda.Event | None:
-        """Take a snapshot; returns when it is taken, or under way: on a GPU, behind this event."""
+    def start(self, shards: Shards, manifest: Manifest, after: torch.cuda.Event | None) -> torch.cuda.Event | None:
+        """Starts a snapshot. Returns when the shards are copied, or on a GPU an event behind the copies.
+
+        `after`: the event of other copies, for which that one waits, too.
+        """
         if self.writer is None:
             return after
         self.finish()
-        return self.writer.start(pieces, manifest, after)
+        return self.writer.start(shards, manifest, after)
 
     def finish(self) -> None:
-        """Wait for the snapshot under way, if there is one. The first that was not taken is told of."""
+        """Waits for the snapshot under way, if there is one; prints why it failed, the first time that one does."""
         problem = self.writer.finish() if self.writer is not None else None
-        if problem and not self.reported:
-            self.reported = True
+        if problem and not self.failure_reported:
+            self.failure_reported = True
             self.say(f"{problem}; training continues, checkpoints still go to disk")
 
     def forget(self, after: int | None = None) -> None:
-        """No snapshot of a step after this one counts any more; without one, all memory is given back."""
+        """Invalidates the snapshots of steps after `after`; with None deletes all, and frees the memory."""
         if self.writer is not None:
             self.finish()
             self.writer.forget(after)

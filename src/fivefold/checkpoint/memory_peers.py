@@ -1,8 +1,8 @@
-"""The exchange with peers: the nodes on which a run's ranks are, and what they send each other of snapshots in memory.
+"""The nodes of a run's ranks, and the messages by which they exchange snapshots in memory.
 
-Copies travel over a gloo group of their own. The step's collectives have other groups, so that neither waits for the
-other whoever comes first; the store at which ranks met would carry all of it through one process. Where all ranks are
-on one node there is no such group, and nothing is sent.
+Copies are sent over a gloo group of their own. The step's collectives have other groups, so that neither waits for the
+other; the store of the rendezvous would carry all of it through one process. Where all ranks are on one node there is
+no such group, and nothing is sent.
 """
 
 from collections.abc import Iterable
@@ -18,35 +18,35 @@ from fivefold.checkpoint.memory import copies, node_id, nodes_of, snapshot_dir
 from fivefold.launch.heartbeat import beat
 from fivefold.parallel.control import Control
 
-_PIECE = 1 << 26  # bytes of a message
+_MESSAGE = 1 << 26  # bytes
 
 
 class Nodes:
-    """Where a run's ranks are. All of them make one together."""
+    """The nodes of a run's ranks. Its construction is collective."""
 
     def __init__(self, control: Control, run: str, start: int, *, make: bool):
-        """`start`: a number that is larger with every start of the run, and the same on all ranks."""
+        """`start`: a number that grows with every start of the run, the same on all ranks; `make` its directory."""
         self.control, self.rank, self.run, self.start = control, control.rank, run, start
         problem = ""
         try:
             self.snapshot_dir = snapshot_dir(run, make)
-        except FileNotFoundError:  # nothing has been kept here
+        except FileNotFoundError:  # there is no snapshot on this node
             self.snapshot_dir = Path(node_id()[1]) / run
             problem = f"{self.snapshot_dir.parent} cannot be made" if make else ""
         except OSError as error:
             problem = error.strerror or str(error)
-        of_ranks = control.all_gather_values((*node_id(), problem), tuple[str, str, str])
-        self.nodes = nodes_of([(host, place) for host, place, _ in of_ranks])
+        by_rank = control.all_gather_values((*node_id(), problem), tuple[str, str, str])
+        self.nodes = nodes_of([(host, place) for host, place, _ in by_rank])  # the ranks of each node
         self.node = next(number for number, ranks in enumerate(self.nodes) if self.rank in ranks)
-        self.first = self.rank == self.nodes[self.node][0]
-        self.problem = next((f"rank {rank}: {why}" for rank, (*_, why) in enumerate(of_ranks) if why), "")
-        self.to = copies(self.nodes)
+        self.first = self.rank == self.nodes[self.node][0]  # whether this is the first rank of its node
+        self.problem = next((f"rank {rank}: {why}" for rank, (*_, why) in enumerate(by_rank) if why), "")
+        self.copy_to = copies(self.nodes)
         self.group: Any = None
         if len(self.nodes) > 1 and not self.problem:
             self.problem = self._join()
 
     def _join(self) -> str:
-        """Collective: the group of all ranks, or why there is none."""
+        """Makes the group of all ranks; returns why that failed, else an empty text. Collective."""
         why = ""
         try:
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.control.timeout))
@@ -55,7 +55,7 @@ class Nodes:
         return next(filter(None, self.control.all_gather_values(why, str)), "")
 
     def broadcast(self, parts: list[bytes], source: int) -> list[bytes]:
-        """Collective: the parts that `source` has, on every rank."""
+        """The parts that `source` has, on every rank. Collective."""
         if self.group is None:
             return parts
         sizes = torch.tensor([len(part) for part in parts])
@@ -65,7 +65,7 @@ class Nodes:
         return [bytes(part.numpy()) for part in data.split(sizes.tolist())]
 
     def all_to_all(self, parts: list[bytes]) -> list[bytes]:
-        """Collective: a part for each rank; those that the ranks had for this one."""
+        """Sends a part to each rank; returns the parts that the ranks sent to this one. Collective."""
         sent = torch.tensor([len(part) for part in parts])
         sizes = torch.empty_like(sent)
         dist.all_to_all_single(sizes, sent, group=self.group)
@@ -74,11 +74,11 @@ class Nodes:
         return [bytes(part.numpy()) for part in received.split(sizes.tolist())]
 
     def send(self, data: Tensor, to: int) -> list[Any]:
-        """Begin to; each pair of ranks has one order of its messages."""
-        return [dist.isend(piece, to, group=self.group) for piece in data.split(_PIECE)]
+        """Starts to send; messages between a pair of ranks arrive in order."""
+        return [dist.isend(piece, to, group=self.group) for piece in data.split(_MESSAGE)]
 
     def receive(self, into: Tensor, source: int) -> list[Any]:
-        return [dist.irecv(piece, source, group=self.group) for piece in into.split(_PIECE)]
+        return [dist.irecv(piece, source, group=self.group) for piece in into.split(_MESSAGE)]
 
 
 def _bytes(parts: list[bytes]) -> Tensor:

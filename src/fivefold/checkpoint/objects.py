@@ -1,13 +1,13 @@
-"""Checkpoints on object storage, through fsspec and its drivers. The rest of the house knows none of them.
+"""Checkpoints on object storage, through fsspec and its drivers, which only this file uses.
 
-An object is there whole or not at all, and has no name but its key: there are no directories to make, sync or rename.
-What is set aside therefore stays where it is, and an empty object next to it carries the name that it has from then on:
+An object exists in full or not at all, and has no name but its key: there are no directories to make, sync or rename.
+A folder that is set aside therefore stays where it is, and an empty object next to it, its mark, has the new name:
 
     checkpoints/step-00000012/manifest.json
     checkpoints/step-00000012.damaged             the mark: `folders` gives the checkpoint this name
 
-Drivers may ask again a few times; no question of ours waits longer than `_PATIENCE`. What they raise, of whatever
-class, becomes an OSError with one sentence, without credentials. No torch.
+Drivers may retry; no call waits longer than `_TIMEOUT`. Their exceptions, of whatever class, become an OSError with one
+sentence, without credentials. No torch.
 """
 
 import errno
@@ -25,11 +25,11 @@ from fivefold.support.places import RemotePlace
 from fivefold.support.text import bytes_text
 
 T = TypeVar("T")
-_PATIENCE = 180.0  # seconds for an answer, with all that a driver tries
+_TIMEOUT = 180.0  # seconds for a call, with all retries of a driver
 _PART = 1 << 26  # bytes sent at a time: S3 takes 10,000 parts of a file
-_PIECE = 1 << 24  # bytes asked for at a time
-_AHEAD = 1 << 20  # bytes asked for at least: small tensors lie next to each other
-# Credentials, regions and endpoints are the drivers' own matter: AWS_PROFILE, AWS_ENDPOINT_URL and so on.
+_MAX_RANGE = 1 << 24  # bytes read at a time
+_READ_AHEAD = 1 << 20  # bytes read at least: small tensors are next to each other
+# Credentials, regions and endpoints are read by the drivers: AWS_PROFILE, AWS_ENDPOINT_URL and so on.
 _OPTIONS: dict[str, dict[str, Any]] = {
     "s3": {
         "config_kwargs": {"connect_timeout": 10, "read_timeout": 30, "retries": {"total_max_attempts": 2}},
@@ -43,7 +43,7 @@ _NO_BUCKET = re.compile("(bucket|container) does not exist|NoSuchBucket", re.IGN
 
 
 def objects(place: RemotePlace) -> "Objects":
-    return _objects(f"{place.protocol}://{place.path.partition('/')[0]}", os.getpid())  # a fork has no threads
+    return _objects(f"{place.protocol}://{place.path.partition('/')[0]}", os.getpid())  # a fork loses drivers' threads
 
 
 @cache
@@ -52,72 +52,72 @@ def _objects(root: str, _: int) -> "Objects":
 
 
 class Objects:
-    """A bucket. Places in it are written out as URLs: that is what drivers agree on."""
+    """A bucket. Places in it are passed as URLs, which all drivers accept."""
 
     def __init__(self, root: str):
         from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
         options = {"use_listings_cache": False, "skip_instance_cache": True} | _OPTIONS.get(root.partition(":")[0], {})
-        self.driver: Any = asked(lambda: url_to_fs(root, **options)[0])
+        self.driver: Any = call_driver(lambda: url_to_fs(root, **options)[0])
 
     def read(self, place: RemotePlace, most: int) -> bytes:
         with self.open(place) as stream:
             if stream.size > most:
-                said = f"it has {bytes_text(stream.size)}, and at most {bytes_text(most)} are read"
-                raise OSError(errno.EFBIG, said)
+                message = f"it has {bytes_text(stream.size)}, and at most {bytes_text(most)} are read"
+                raise OSError(errno.EFBIG, message)
             content = bytearray(stream.size)
             stream.fill(memoryview(content), 0)
         return bytes(content)
 
     def open(self, place: RemotePlace) -> "Download":
-        entry = asked(lambda: self.driver.info(str(place)))
+        entry = call_driver(lambda: self.driver.info(str(place)))
         if entry["type"] != "file":
             raise OSError(errno.ENOENT, "there is no such object")
         return Download(self.driver, str(place), int(entry["size"]))
 
     def sizes(self, folder: RemotePlace, names: Iterable[str]) -> dict[str, int | OSError]:
-        """By one listing, however many files there are."""
-        entries = self._inside(folder)
+        """The sizes, by one request however many files there are."""
+        entries = self._list(folder)
         missing = FileNotFoundError(errno.ENOENT, "there is no such object")
         return {name: int(entries[name]["size"]) if name in entries else missing for name in names}
 
     def exists(self, place: RemotePlace) -> bool:
         try:
-            return bool(asked(lambda: self.driver.info(str(place)))["type"] == "file")
+            return bool(call_driver(lambda: self.driver.info(str(place)))["type"] == "file")
         except FileNotFoundError:
             return False
 
     def holds(self, folder: RemotePlace) -> bool:
-        return bool(self._inside(folder))
+        return bool(self._list(folder))
 
     def folders(self, directory: RemotePlace) -> list[RemotePlace]:
-        entries = self._inside(directory)
+        entries = self._list(directory)
         marks = {name.rpartition(".")[0]: name for name, entry in entries.items() if entry["type"] == "file"}
         return [directory / marks.get(name, name) for name, entry in entries.items() if entry["type"] == "directory"]
 
-    def _inside(self, folder: RemotePlace) -> dict[str, dict[str, Any]]:
-        """What lies directly in a folder, by name; nothing where there is none."""
+    def _list(self, folder: RemotePlace) -> dict[str, dict[str, Any]]:
+        """{name: the driver's entry} of what is directly in a folder; empty where there is none."""
         try:
-            entries = asked(lambda: self.driver.ls(str(folder), detail=True))
+            entries = call_driver(lambda: self.driver.ls(str(folder), detail=True))
         except FileNotFoundError:
             return {}
-        above = self.driver._strip_protocol(str(folder)).strip("/") + "/"
+        prefix = self.driver._strip_protocol(str(folder)).strip("/") + "/"
         paths = [(entry["name"].strip("/"), entry) for entry in entries]
-        return {path[len(above) :]: entry for path, entry in paths if path.startswith(above)}
+        return {path[len(prefix) :]: entry for path, entry in paths if path.startswith(prefix)}
 
     def create(self, place: RemotePlace, progress: Progress) -> HashedFile:
         return Upload(self.driver, place, progress)
 
     def put(self, place: RemotePlace, content: bytes) -> None:
-        asked(lambda: self.driver.pipe_file(str(place), content))
+        call_driver(lambda: self.driver.pipe_file(str(place), content))
 
     def commit(self, place: RemotePlace, content: bytes, others: Iterable[str], before: Callable[[], object]) -> None:
         before()
         self.put(place, content)
 
     def make(self, folder: RemotePlace) -> None:
-        """Nothing: a folder is there with the first file in it."""
-        if folder.name in self._inside(folder.parent):
+        """Makes nothing, since a folder exists with the first file in it; FileExistsError where there is one."""
+        if folder.name in self._list(folder.parent):
             raise FileExistsError(errno.EEXIST, "it is there already")
 
     def rename(self, folder: RemotePlace, to: RemotePlace) -> None:
@@ -127,12 +127,12 @@ class Objects:
 
     def delete(self, folder: RemotePlace) -> None:
         with suppress(OSError):
-            mark = self._inside(folder.parent).get(folder.name, {}).get("type") == "file"
-            real = folder.with_name(folder.name.rpartition(".")[0]) if mark else folder
+            is_mark = self._list(folder.parent).get(folder.name, {}).get("type") == "file"
+            real = folder.with_name(folder.name.rpartition(".")[0]) if is_mark else folder
             with suppress(FileNotFoundError):
-                asked(lambda: self.driver.rm(str(real), recursive=True))
-            if mark:
-                asked(lambda: self.driver.rm_file(str(folder)))
+                call_driver(lambda: self.driver.rm(str(real), recursive=True))
+            if is_mark:
+                call_driver(lambda: self.driver.rm_file(str(folder)))
 
     def point(self, directory: RemotePlace, name: str | None) -> None:
         pass
@@ -142,46 +142,49 @@ class Objects:
 
 
 class Download:
-    """An object, read in ranges."""
+    """An open object, which is read in ranges."""
 
     def __init__(self, driver: Any, url: str, size: int):
         self.driver, self.url, self.size = driver, url, size
-        self.at = 0  # how far it was read from the beginning
-        self.ahead, self.first = b"", 0  # bytes that are here, and where they begin
+        self.position = 0  # of `read`
+        self.buffer, self.buffer_start = b"", 0  # the last range that was read, and its first byte
 
     def __enter__(self) -> "Download":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.ahead = b""
+        self.buffer = b""
 
     def read(self, count: int, /) -> bytes:
-        data = bytearray(max(0, min(count, self.size - self.at)))
-        self.fill(memoryview(data), self.at)
-        self.at += len(data)
+        data = bytearray(max(0, min(count, self.size - self.position)))
+        self.fill(memoryview(data), self.position)
+        self.position += len(data)
         return bytes(data)
 
     def fill(self, into: memoryview, start: int, progress: Progress = lambda _: None, /) -> None:
         done = 0
         while done < len(into):
-            at = start + done
-            if not self.first <= at < self.first + len(self.ahead):
-                self.ahead, self.first = self._range(at, min(max(len(into) - done, _AHEAD), _PIECE)), at
-            piece = memoryview(self.ahead)[at - self.first :][: len(into) - done]
-            into[done : done + len(piece)] = piece
-            done += len(piece)
-            progress(len(piece))
+            position = start + done
+            if not self.buffer_start <= position < self.buffer_start + len(self.buffer):
+                self.buffer, self.buffer_start = (
+                    self._range(position, min(max(len(into) - done, _READ_AHEAD), _MAX_RANGE)),
+                    position,
+                )
+            data = memoryview(self.buffer)[position - self.buffer_start :][: len(into) - done]
+            into[done : done + len(data)] = data
+            done += len(data)
+            progress(len(data))
 
     def _range(self, start: int, count: int) -> bytes:
         end = min(start + count, self.size)
-        data: bytes = asked(lambda: self.driver.cat_file(self.url, start=start, end=end)) if start < end else b""
+        data: bytes = call_driver(lambda: self.driver.cat_file(self.url, start=start, end=end)) if start < end else b""
         if not data or len(data) != end - start:
             raise OSError(errno.ENOENT, "it is shorter than it was")
         return data
 
 
 class Upload(HashedFile):
-    """A new object, hashed on its way, in parts. It is there when `finish` has returned, and not before."""
+    """A new object, sent in parts and hashed on the way. It exists when `finish` has returned, and not before."""
 
     def __init__(self, driver: Any, place: RemotePlace, progress: Progress):
         self._start(place.name, _Parts(driver, place), progress)
@@ -193,67 +196,67 @@ class Upload(HashedFile):
 
 
 class _Parts:
-    """fsspec's file. Closing it would keep what there is of it, so that it is closed when all is there only."""
+    """fsspec's file. Closing it would make an object of what was written so far, so it is closed after all parts."""
 
     def __init__(self, driver: Any, place: RemotePlace):
-        self.file: Any = asked(lambda: driver.open(str(place), "wb", block_size=_PART))
+        self.file: Any = call_driver(lambda: driver.open(str(place), "wb", block_size=_PART))
 
     def write(self, data: memoryview) -> int:
-        return int(asked(lambda: self.file.write(data)))
+        return int(call_driver(lambda: self.file.write(data)))
 
     def commit(self) -> None:
         file, self.file = self.file, None
         try:
-            asked(file.close)
+            call_driver(file.close)
         except OSError:
-            file.closed = True  # or its destructor would try again
+            file.closed = True  # else its destructor would try again
             raise
 
     def close(self) -> None:
         file, self.file = self.file, None
         if file is not None:
             with suppress(OSError):
-                asked(getattr(file, "discard", file.close))
-            with suppress(AttributeError):  # that of a file of this machine
+                call_driver(getattr(file, "discard", file.close))
+            with suppress(AttributeError):  # a local file has no such attribute
                 file.closed = True
 
 
-def asked(call: Callable[[], T]) -> T:
-    """What a driver answers, in time."""
-    answers: list[T] = []
+def call_driver(call: Callable[[], T]) -> T:
+    """The result of a driver's call, in a thread; TimeoutError after `_TIMEOUT`, OSError for what it raises."""
+    results: list[T] = []
     errors: list[BaseException] = []
 
     def work() -> None:
         try:
-            answers.append(call())
+            results.append(call())
         except BaseException as error:
             errors.append(error)
 
     thread = threading.Thread(target=work, name="object storage", daemon=True)
     thread.start()
     waited = 0.0
-    while thread.is_alive() and waited < _PATIENCE:
+    while thread.is_alive() and waited < _TIMEOUT:
         thread.join(1.0)
         waited += 1.0
-        beat()  # it waits no longer than it may
+        beat()  # waiting for an answer counts as progress, since it ends by itself
     if errors:
-        raise sentence(errors[0]) from None
-    if not answers:
-        raise TimeoutError(errno.ETIMEDOUT, f"the storage has not answered for {_PATIENCE:.0f} s")
-    return answers[0]
+        raise as_os_error(errors[0]) from None
+    if not results:
+        raise TimeoutError(errno.ETIMEDOUT, f"the storage has not answered for {_TIMEOUT:.0f} s")
+    return results[0]
 
 
-def sentence(error: BaseException) -> OSError:
-    """Of whatever a driver raised. What is damaged is for the caller to find: a server's failure is none."""
-    said = " ".join(str(error).split()) or type(error).__name__
+def as_os_error(error: BaseException) -> OSError:
+    """An OSError with a sentence, for anything that a driver raised, without credentials."""
+    message = " ".join(str(error).split()) or type(error).__name__
     for name, value in os.environ.items():
         if _SECRET.search(name) and len(value) >= 8:
-            said = said.replace(value, "***")
-    said = re.sub(r"//[^/@\s]*@", "//", said)[:500]
-    if isinstance(error, FileNotFoundError) and not _NO_BUCKET.search(said):
+            message = message.replace(value, "***")
+    message = re.sub(r"//[^/@\s]*@", "//", message)[:500]
+    if isinstance(error, FileNotFoundError) and not _NO_BUCKET.search(message):
         return FileNotFoundError(errno.ENOENT, "there is no such object")
-    if isinstance(error, PermissionError) or "redentials" in said:
-        return PermissionError(errno.EACCES, f"access is denied ({said}); credentials come from the environment")
+    if isinstance(error, PermissionError) or "redentials" in message:
+        return PermissionError(errno.EACCES, f"access is denied ({message}); credentials come from the environment")
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return OSError(errno.ENOSPC, said)
-    return OSError(errno.EREMOTEIO, said)
+        return OSError(errno.ENOSPC, message)
+    return OSError(errno.EREMOTEIO, message)

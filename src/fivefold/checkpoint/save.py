@@ -1,9 +1,9 @@
-"""Saving: a snapshot at once, its files in the background, and a manifest when every rank's are there.
+"""Saves checkpoints: a snapshot at once, its files in the background, and a manifest when every rank's are there.
 
 saver = Saver(store, control, config, device)
-copied = saver.start(pieces, manifest)     # parameters may change from there on; on a GPU, behind this event
+copied = saver.start(shards, manifest)     # then parameters may change; on a GPU, after this event
 ...
-saver.finish()                             # waits for the one under way, and says why it was not written, if it was not
+saver.finish()                             # waits for the one under way, and returns why it failed, else None
 """
 
 import os
@@ -18,7 +18,7 @@ from typing import TypeVar
 import msgspec
 import torch
 
-from fivefold.checkpoint.shards import Pieces, Shard, raw
+from fivefold.checkpoint.shards import Shard, Shards, raw
 from fivefold.checkpoint.staging import Snapshot, Staging
 from fivefold.checkpoint.storage import storage_of
 from fivefold.checkpoint.store import VERSION, Manifest, Store
@@ -34,77 +34,78 @@ from fivefold.support.places import Place
 from fivefold.support.text import bytes_text
 
 # ---- writer ---------------------------------------------------------------------------------------------------------
-# Writing a rank's pieces: bytes, hashed on their way, in several files at a time where the machine has cores for it.
+# Writes a rank's shards, hashed on the way, in several files at a time where the machine has cores for it.
 #
-# written = write_pieces(path, rank, pieces, threads=for_files())
-# written.files                                 # with their sums: nothing is read again
-# written.tensors                               # what lies where in them
+# written = write_shards(path, rank, shards, threads=for_files())
+# written.files                                 # with their hashes: nothing is read again
+# written.tensors                               # the place of each shard in them
 
 
-LEAST = 1 << 28  # bytes: what is smaller than two of these is not worth a second file
+LEAST = 1 << 28  # bytes of a file, at least, where shards are divided over several
 
 
 class Written(msgspec.Struct, frozen=True):
-    """Files, whole and synced, and the tensors in them."""
+    """Files that are complete and synced, and the tensors in them."""
 
     files: list[File]
     tensors: Tensors
 
 
-def write_pieces(directory: Place, rank: int, pieces: Pieces, threads: int = 1) -> Written:
-    """One file or more, with names that no other rank has; none where there are no pieces."""
-    parts = divide(pieces, threads)
-    numbers = [f".{number}" for number in range(len(parts))] if len(parts) > 1 else [""]
-    todo = [(directory / f"rank-{rank}{number}.tensors", part) for number, part in zip(numbers, parts, strict=False)]
+def write_shards(directory: Place, rank: int, shards: Shards, threads: int = 1) -> Written:
+    """Writes one file or more, named by the rank; none where there are no shards."""
+    parts = divide(shards, threads)
+    suffixes = [f".{number}" for number in range(len(parts))] if len(parts) > 1 else [""]
+    paths = [directory / f"rank-{rank}{suffix}.tensors" for suffix in suffixes]
     try:
-        written = side_by_side(lambda part: _write(*part), todo, threads)
+        written = side_by_side(lambda part: _write_file(*part), list(zip(paths, parts, strict=False)), threads)
     except OSError as error:
-        raise OSError(_why(error, directory, total(pieces))) from None
+        raise OSError(_write_error(error, directory, total(shards))) from None
     return Written([file for file, _ in written], merged([tensors for _, tensors in written]))
 
 
-def _write(path: Place, pieces: Pieces) -> tuple[File, Tensors]:
+def _write_file(path: Place, shards: Shards) -> tuple[File, Tensors]:
     tensors: Tensors = {}
     with storage_of(path).create(path, beat) as stream:
-        for name, piece in pieces.items():
-            tensor = piece.make().detach().cpu().contiguous()
-            assert (tuple(tensor.shape), tensor.dtype) == (piece.sizes, piece.dtype), name
-            tensors[name] = piece.stored(path.name, stream.tell())
+        for name, shard in shards.items():
+            tensor = shard.make().detach().cpu().contiguous()
+            assert (tuple(tensor.shape), tensor.dtype) == (shard.sizes, shard.dtype), name
+            tensors[name] = shard.stored(path.name, stream.tell())
             stream.write(raw(tensor))
         return stream.finish(), tensors
 
 
-def total(pieces: Pieces) -> int:
-    """Bytes of the tensors."""
-    return sum(piece.nbytes for piece in pieces.values())
+def total(shards: Shards) -> int:
+    """The bytes of the shards."""
+    return sum(shard.nbytes for shard in shards.values())
 
 
-def divide(pieces: Pieces, most: int) -> list[Pieces]:
-    """Those of each file: about as many bytes in each, none of them small."""
-    count = max(1, min(most, total(pieces) // LEAST, len(pieces)))
+def divide(shards: Shards, max_files: int) -> list[Shards]:
+    """The shards of each file: about as many bytes in each, and none small."""
+    count = max(1, min(max_files, total(shards) // LEAST, len(shards)))
     if count == 1:
-        return [pieces] if pieces else []
+        return [shards] if shards else []
     parts: list[dict[str, Shard]] = [{} for _ in range(count)]
     sizes = [0] * count
-    for name, piece in sorted(pieces.items(), key=lambda item: item[1].nbytes, reverse=True):
-        least = sizes.index(min(sizes))
-        parts[least][name] = piece
-        sizes[least] += piece.nbytes
+    for name, shard in sorted(shards.items(), key=lambda item: item[1].nbytes, reverse=True):
+        smallest = sizes.index(min(sizes))
+        parts[smallest][name] = shard
+        sizes[smallest] += shard.nbytes
     return list(parts)
 
 
-def _why(error: OSError, directory: Place, needed: int) -> str:
-    said = os.strerror(error.errno) if error.errno else str(error)
+def _write_error(error: OSError, directory: Place, needed: int) -> str:
+    """The sentence of an error in writing, with the bytes that were needed and those that are free."""
+    reason = os.strerror(error.errno) if error.errno else str(error)
     try:
-        room = storage_of(directory).free(directory)
-        free = f"{bytes_text(room)} are free there" if room is not None else ""
-    except OSError as other:
-        free = f"it cannot be accessed: {other.strerror}"
-    if not free:  # what a server says is not what this system calls it
+        free_bytes = storage_of(directory).free(directory)
+        free = f"{bytes_text(free_bytes)} are free there" if free_bytes is not None else ""
+    except OSError as access_error:
+        free = f"it cannot be accessed: {access_error.strerror}"
+    if not free:  # object storage, whose errors have the server's own words
         return f"{error.strerror or error}: {bytes_text(needed)} go into {directory}"
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    allowed = f", files may have {bytes_text(limit)}" if limit != resource.RLIM_INFINITY else ""
-    return f"{said}: {bytes_text(needed)} go into {directory}, {free}{allowed}"
+    limit_text = f", files may have {bytes_text(limit)}" if limit != resource.RLIM_INFINITY else ""
+    return f"{reason}: {bytes_text(needed)} go into {directory}, {free}{limit_text}"
 
 
 # ---- save -----------------------------------------------------------------------------------------------------------
@@ -114,30 +115,30 @@ T = TypeVar("T")
 
 
 class NotSaved(Exception):
-    """All ranks know that a checkpoint was not written, and why. The run can go on."""
+    """A checkpoint was not written, which all ranks know. The run can go on."""
 
 
 @dataclass
 class Saving:
-    """A save that is under way or over."""
+    """A save that is under way or has ended."""
 
     manifest: Manifest
     begun: float = field(default_factory=time.monotonic)
     error: BaseException | None = None
-    kept: str = ""  # where there is an error: which checkpoint is the last good one
+    last_good: str = ""  # after an error: a text on the last good checkpoint
 
 
 class BackgroundSaver:
-    """Saves in a thread, one at a time. What is to be saved is copied first, and then may change."""
+    """Saves in a thread, one at a time. The shards are copied first, and then may change."""
 
-    what, failed = "", ""  # a save, and the sentence for one that was not written: "... step {step}"
+    what, failed = "", ""  # the noun for a save, and the start of the sentence for a failed one, with "{step}"
 
     def __init__(self) -> None:
         self.saving: Saving | None = None
         self.thread = threading.Thread()
 
     def _begin(
-        self, manifest: Manifest, snapshot: Snapshot, write: Callable[[Manifest, Pieces], object]
+        self, manifest: Manifest, snapshot: Snapshot, write: Callable[[Manifest, Shards], object]
     ) -> torch.cuda.Event | None:
         self.saving = Saving(manifest)
         arguments = (self.saving, snapshot, write)
@@ -145,12 +146,12 @@ class BackgroundSaver:
         self.thread.start()
         return snapshot.copied
 
-    def _run(self, saving: Saving, snapshot: Snapshot, write: Callable[[Manifest, Pieces], object]) -> None:
-        """In the background."""
+    def _run(self, saving: Saving, snapshot: Snapshot, write: Callable[[Manifest, Shards], object]) -> None:
+        """Writes the snapshot; runs in the thread."""
         heartbeat.enter(f"the {self.what} of step {saving.manifest.step}")
         try:
-            snapshot.arrive()
-            write(saving.manifest, snapshot.pieces)
+            snapshot.wait()
+            write(saving.manifest, snapshot.shards)
         except BaseException as error:
             saving.error = error
         finally:
@@ -158,7 +159,7 @@ class BackgroundSaver:
         self._after(saving)
 
     def _after(self, saving: Saving) -> None:
-        """In the background, when it is written or has failed."""
+        """Called in the thread when the save is written or has failed."""
         raise NotImplementedError
 
     @property
@@ -167,9 +168,9 @@ class BackgroundSaver:
         return not self.thread.is_alive()
 
     def finish(self) -> str | None:
-        """Wait for the save under way, if there is one; all ranks get the same: why it was not written, if it was not.
+        """Waits for the save under way, if there is one; returns why it failed, the same on all ranks, else None.
 
-        A rank that has lost another in it raises that.
+        Raises TrainingError if a peer was lost in it.
         """
         if self.saving is None:
             return None
@@ -179,15 +180,15 @@ class BackgroundSaver:
             return None
         if isinstance(saving.error, TrainingError):
             raise saving.error
-        said = f"{self.failed.format(step=saving.manifest.step)}: {saving.error}"
-        said += f"; {saving.kept}" if saving.kept else ""
+        message = f"{self.failed.format(step=saving.manifest.step)}: {saving.error}"
+        message += f"; {saving.last_good}" if saving.last_good else ""
         if not isinstance(saving.error, NotSaved):
-            raise TrainingError(said) from saving.error
-        return said
+            raise TrainingError(message) from saving.error
+        return message
 
 
 class Saver(BackgroundSaver):
-    """Of checkpoints."""
+    """Saves checkpoints to disk or object storage."""
 
     what, failed = "checkpoint", "the checkpoint of step {step} was not written"
 
@@ -197,24 +198,27 @@ class Saver(BackgroundSaver):
         self.staging = Staging(device)
 
     def start(
-        self, pieces: Pieces, manifest: Manifest, after: torch.cuda.Event | None = None
+        self, shards: Shards, manifest: Manifest, after: torch.cuda.Event | None = None
     ) -> torch.cuda.Event | None:
-        """Collective. Takes the snapshot. An earlier save must be finished: one at most is under way. `after`: another
-        copy that is."""
-        assert self.saving is None
-        return self._begin(manifest, self.staging.take(pieces, after), self._write)
+        """Starts a save, after an earlier one is finished. Collective.
 
-    def _write(self, manifest: Manifest, pieces: Pieces) -> None:
-        write(self.store, self.control, pieces, manifest)
+        Returns when the shards are copied, or on a GPU an event behind the copies. `after`: the event of other copies,
+        for which that one waits, too.
+        """
+        assert self.saving is None
+        return self._begin(manifest, self.staging.take(shards, after), self._write)
+
+    def _write(self, manifest: Manifest, shards: Shards) -> None:
+        write(self.store, self.control, shards, manifest)
 
     def _after(self, saving: Saving) -> None:
         if saving.error is not None:
-            saving.kept = self._kept()
+            saving.last_good = self._last_good()
         elif self.control.rank == 0:
-            with suppress(OSError):  # what cannot be deleted now is tried again after the next save
+            with suppress(OSError):  # the next save tries again
                 self.store.retain(self.config.keep, self.config.keep_every)
 
-    def _kept(self) -> str:
+    def _last_good(self) -> str:
         try:
             last = next((checkpoint for checkpoint in self.store.complete() if not checkpoint.misfits()), None)
         except OSError as error:
@@ -222,25 +226,25 @@ class Saver(BackgroundSaver):
         return f"the last good one is {last.path.name}" if last else "there is none before it"
 
 
-def write(store: Store, control: Control, pieces: Pieces, manifest: Manifest) -> Place:
-    """Collective: every rank's pieces into a checkpoint, which exists from the moment its manifest does."""
-    needed, first = sum(control.all_gather_values(total(pieces), int)), control.rank == 0
-    name = agreed(control, lambda: _room(store, manifest.step, needed).name if first else "")
+def write(store: Store, control: Control, shards: Shards, manifest: Manifest) -> Place:
+    """Writes every rank's shards into a checkpoint, which is complete once it has its manifest. Collective."""
+    needed, first = sum(control.all_gather_values(total(shards), int)), control.rank == 0
+    name = agreed(control, lambda: _new_directory(store, manifest.step, needed).name if first else "")
     path = store.directory / control.broadcast_value(name, str)
-    with _complete_or_gone(store, path) if first else nullcontext():
-        local = agreed(control, lambda: _written(path, control.rank, pieces, manifest.step))
+    with _deleted_on_failure(store, path) if first else nullcontext():
+        local = agreed(control, lambda: _write_local(path, control.rank, shards, manifest.step))
         written = control.gather_values(local, Written)
         agreed(control, lambda: _commit(store, path, manifest, written) if first else None)
     return path
 
 
-def _written(path: Place, rank: int, pieces: Pieces, step: int) -> Written:
+def _write_local(path: Place, rank: int, shards: Shards, step: int) -> Written:
     faults.strike("write", step=step)
-    return write_pieces(path, rank, pieces, for_files())
+    return write_shards(path, rank, shards, for_files())
 
 
-def together(written: list[Written]) -> tuple[Tensors, list[File]]:
-    """What all ranks have written, checked before it counts: every element lies there once."""
+def merge_written(written: list[Written]) -> tuple[Tensors, list[File]]:
+    """The tensors and files of all ranks; ValueError unless every element was written once."""
     tensors = merged([part.tensors for part in written])
     files = [file for part in written for file in part.files]
     check(tensors, {file.name: file.bytes for file in files})
@@ -248,7 +252,7 @@ def together(written: list[Written]) -> tuple[Tensors, list[File]]:
 
 
 def _commit(store: Store, path: Place, manifest: Manifest, written: list[Written]) -> None:
-    tensors, files = together(written)
+    tensors, files = merge_written(written)
     with store.storage.create(path / TABLE, heartbeat.beat) as table:
         table.write(msgspec.json.encode(tensors))
         files.append(table.finish())
@@ -256,8 +260,8 @@ def _commit(store: Store, path: Place, manifest: Manifest, written: list[Written
 
 
 @contextmanager
-def _complete_or_gone(store: Store, path: Place) -> Iterator[None]:
-    """Delete half a save where it fails; what cannot be deleted now is by the next one."""
+def _deleted_on_failure(store: Store, path: Place) -> Iterator[None]:
+    """Deletes an incomplete checkpoint if its writing fails; the next save tries again where that fails, too."""
     try:
         yield
     except BaseException:
@@ -267,23 +271,24 @@ def _complete_or_gone(store: Store, path: Place) -> Iterator[None]:
 
 
 def write_alone(
-    store: Store, parts: Sequence[Pieces], manifest: Manifest, progress: Progress = lambda _: None
+    store: Store, parts: Sequence[Shards], manifest: Manifest, progress: Progress = lambda _: None
 ) -> Place:
-    """What `parts` ranks would write, by this process alone, one part after the other: only one is in memory at a time.
+    """Writes a checkpoint in this process alone, one part after the other, as if by a rank for each of the `parts`.
 
-    `progress` is told of the bytes that have been written.
+    Only one part is in memory at a time. `progress` is called with the bytes that have been written.
     """
-    path = _room(store, manifest.step, sum(map(total, parts)))
-    with _complete_or_gone(store, path):
+    path = _new_directory(store, manifest.step, sum(map(total, parts)))
+    with _deleted_on_failure(store, path):
         written = []
         for rank, part in enumerate(parts):
-            written.append(write_pieces(path, rank, part))
+            written.append(write_shards(path, rank, part))
             progress(total(part))
         _commit(store, path, manifest, written)
     return path
 
 
-def _room(store: Store, step: int, needed: int) -> Place:
+def _new_directory(store: Store, step: int, needed: int) -> Place:
+    """A new directory for a checkpoint; OSError if fewer bytes are free than it takes."""
     path = store.new(step)
     free = store.storage.free(store.directory)
     if free is not None and free < needed:
@@ -293,14 +298,14 @@ def _room(store: Store, step: int, needed: int) -> Place:
 
 
 def agreed(control: Control, do: Callable[[], T]) -> T:
-    """Collective: what this rank got by doing it; if any rank failed, all raise NotSaved, and say why."""
+    """Calls `do`, and returns this rank's result; if it failed on any rank, all raise NotSaved. Collective."""
     problem = ""
     try:
-        done = do()
+        result = do()
     except Exception as error:
         who = f"rank {control.rank}: " if control.size > 1 else ""
         why = error.strerror if isinstance(error, OSError) else None
         problem = f"{who}{why or str(error) or type(error).__name__}"
     if why := next(filter(None, control.all_gather_values(problem, str)), ""):
         raise NotSaved(why)
-    return done
+    return result

@@ -1,4 +1,4 @@
-"""A rank's part of a tensor: a box of it with a global name. State is written as the boxes of one layout and read as
+"""The shards of a rank: boxes of tensors with global names. State is written as the shards of one layout and read as
 those of another; `load.py` finds the overlaps.
 """
 
@@ -18,9 +18,9 @@ from fivefold.parallel.weights import Weights
 
 @dataclass(frozen=True)
 class Shard:
-    """A box of a tensor. `make` gives its values, and is asked only when they are written: they may lie in a file."""
+    """A box of a tensor. `make` returns its values; called when they are written, it may read them from a file."""
 
-    shape: tuple[int, ...]  # of the whole
+    shape: tuple[int, ...]  # of the full tensor
     box: Box
     dtype: torch.dtype
     make: Callable[[], Tensor]
@@ -42,16 +42,16 @@ class Shard:
         return math.prod(self.sizes) * self.dtype.itemsize
 
     def stored(self, file: str, start: int) -> Stored:
-        """Of this box alone, if its numbers lie in `file` from byte `start` on."""
+        """The table entry of this box alone, with its values in `file` from byte `start` on."""
         chunk = Chunk(tuple(side.start for side in self.box), self.sizes, file, start, self.nbytes)
         return Stored(tuple(self.shape), dtype_name(self.dtype), (chunk,))
 
 
-Pieces = Mapping[str, Shard]
+Shards = Mapping[str, Shard]
 
 
 def raw(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor that lies in one piece in this machine's memory; they are shared."""
+    """The memory of a contiguous CPU tensor as bytes, not copied."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -60,9 +60,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 # ---- state ----------------------------------------------------------------------------------------------------------
-# A trainer's state as pieces: masters, the optimizer's states and the model's buffers by global name.
+# A trainer's state as shards: masters, the optimizer's states and the model's buffers by global name.
 #
-# The model's own weights are not saved: they are made of the masters.
+# The model's own weights are not saved: they are computed from the masters.
 
 
 Shapes = Mapping[str, tuple[int, ...]]  # of every parameter of the model
@@ -72,35 +72,36 @@ Buffers = Mapping[str, Tensor]  # of this rank's stages, each in full
 def saveable_tensors(
     weights: Weights, shapes: Shapes, optimizer: Optimizer | None, buffers: Buffers | None = None
 ) -> dict[str, Shard]:
-    """All that this rank holds; the pieces share its memory."""
-    return _pieces(weights.masters, weights, shapes, optimizer) | _full(buffers or {})
+    """All tensors of this rank that checkpoints have; the shards share their memory."""
+    return _shards(weights.masters, weights, shapes, optimizer) | _full(buffers or {})
 
 
 def stored_buffers(buffers: Buffers, checkpoint: Checkpoint) -> Buffers:
-    """Those that a checkpoint has: weights that others trained may come without."""
+    """The buffers that a checkpoint has; imported weights may have none."""
     return {name: buffer for name, buffer in buffers.items() if model_key(name) in checkpoint.tensors}
 
 
 def written(weights: Weights, shapes: Shapes, optimizer: Optimizer, buffers: Buffers) -> dict[str, Shard]:
-    """The part of it that this rank writes: of equal copies the ranks take turns, tensor by tensor."""
+    """The shards that this rank writes: of replicas, ranks take turns, parameter by parameter."""
     names = []
     for number, name in enumerate(shapes):
         if name in weights.masters:
-            copy, copies = weights.copies(name)
-            names += [name] if number % copies == copy else []
+            replica, replicas = weights.copies(name)  # the number of this one, and how many there are
+            if number % replicas == replica:
+                names.append(name)
     first = weights.mesh.layout.position("stage", weights.mesh.world.rank) == 0  # of the ranks with these layers
-    return _pieces(names, weights, shapes, optimizer) | _full(buffers if first else {})
+    return _shards(names, weights, shapes, optimizer) | _full(buffers if first else {})
 
 
 def _full(buffers: Buffers) -> dict[str, Shard]:
     return {model_key(name): Shard.whole(buffer) for name, buffer in buffers.items()}
 
 
-def _pieces(names: Iterable[str], weights: Weights, shapes: Shapes, optimizer: Optimizer | None) -> dict[str, Shard]:
-    pieces = {}
+def _shards(names: Iterable[str], weights: Weights, shapes: Shapes, optimizer: Optimizer | None) -> dict[str, Shard]:
+    shards = {}
     for name in names:
         states = optimizer.states[name] if optimizer is not None else {}
         for kind, tensor in ({MODEL: weights.masters[name].detach()} | states).items():
             if tensor.numel():
-                pieces[f"{kind}.{name}"] = Shard.of(tensor, shapes[name], weights.master_box(name))
-    return pieces
+                shards[f"{kind}.{name}"] = Shard.of(tensor, shapes[name], weights.master_box(name))
+    return shards

@@ -1,13 +1,13 @@
-"""What a store of checkpoints asks of the place where they lie: a directory of this machine, or object storage.
+"""The storage of checkpoints: the operations on files of a directory of this machine, or of object storage.
 
-    storage = storage_of(path)                    # of a Path, or of a Remote (`objects.py`)
+    storage = storage_of(path)                    # for a Path, or for a RemotePlace (`objects.py`)
     with storage.create(path / "a", beat) as new:
         new.write(data)
-        file = new.finish()                       # with its sum; it is there to stay
+        file = new.finish()                       # with its hash; synced
     with storage.open(path / "a") as stream:
-        stream.fill(memory, 4096)                 # so many bytes from there on, and no others
+        stream.fill(memory, 4096)                 # reads exactly the memory's size, from byte 4096 on
 
-Every operation that fails raises an OSError whose `strerror` is a sentence for people. No torch.
+Every operation that fails raises an OSError whose `strerror` is a sentence. No torch.
 """
 
 import errno
@@ -37,39 +37,39 @@ class FileReader(Protocol):
 
 
 class Storage(Protocol):
-    """Places are those of its own kind."""
+    """Operations on places of one kind: Path or RemotePlace."""
 
     def read(self, place: Any, most: int) -> bytes: ...
     def open(self, place: Any) -> FileReader: ...
     def sizes(self, folder: Any, names: Iterable[str]) -> dict[str, int | OSError]: ...
     def exists(self, place: Any) -> bool: ...
     def holds(self, folder: Any) -> bool:
-        """Whether there is such a folder."""
+        """Whether the folder exists."""
 
     def folders(self, directory: Any) -> list[Any]: ...
     def create(self, place: Any, progress: Progress) -> HashedFile: ...
     def put(self, place: Any, content: bytes) -> None:
-        """A small file, whole or not at all, whatever is in its place."""
+        """Writes a small file atomically, over an existing one."""
 
     def commit(self, place: Any, content: bytes, others: Iterable[str], before: Callable[[], object]) -> None:
-        """The last file of a folder, when the others are there to stay; `before` is called before the last act."""
+        """Writes the last file of a folder, after syncing the others; calls `before` just before it gets its name."""
 
     def make(self, folder: Any) -> None:
-        """FileExistsError where there is one."""
+        """Makes a folder; FileExistsError where there is one."""
 
     def rename(self, folder: Any, to: Any) -> None: ...
     def delete(self, folder: Any) -> None:
-        """As far as that goes."""
+        """Deletes a folder with its files; errors are ignored."""
 
     def point(self, directory: Any, name: str | None) -> None:
-        """People find the newest one under `latest`, where there are links."""
+        """Makes the link `latest` to a folder of this name; None removes it. Nothing where there are no links."""
 
     def free(self, directory: Any) -> int | None:
-        """Bytes; None: nobody counts them."""
+        """The free bytes; None where there is no limit."""
 
 
 class Directories:
-    """Of this machine, or of a file system that it shares with others."""
+    """Directories of this machine, or of a shared file system."""
 
     def read(self, place: Path, most: int) -> bytes:
         return read_regular(place, most)
@@ -81,7 +81,7 @@ class Directories:
         return {name: _size(folder / name) for name in names}
 
     def exists(self, place: Path) -> bool:
-        """What cannot be looked at may be there: reading it says why it cannot."""
+        """Whether the file exists; True if that cannot be seen: reading it raises the error."""
         try:
             place.lstat()
         except (FileNotFoundError, NotADirectoryError):
@@ -114,7 +114,7 @@ class Directories:
         sync(place.parent.parent)
 
     def make(self, folder: Path) -> None:
-        folder.parent.mkdir(exist_ok=True)  # not its parents: a run's directory that is gone is not made again
+        folder.parent.mkdir(exist_ok=True)  # not its parents: a run's directory that was deleted is not made again
         folder.mkdir()
 
     def rename(self, folder: Path, to: Path) -> None:
@@ -124,11 +124,12 @@ class Directories:
         shutil.rmtree(folder, ignore_errors=True)
 
     def point(self, directory: Path, name: str | None) -> None:
-        """A checkpoint is one without it, where links cannot be made or `latest` is something else."""
+        """Makes the link `latest`; errors are ignored, since checkpoints do not need it."""
         latest, link = directory / "latest", directory / "latest.half"
         with suppress(OSError):
             if name is None:
-                latest.unlink() if latest.is_symlink() else None
+                if latest.is_symlink():
+                    latest.unlink()
                 return
             link.unlink(missing_ok=True)
             link.symlink_to(name)
@@ -160,7 +161,7 @@ def storage_of(place: Place) -> Storage:
 
 
 def reach(url: str) -> None:
-    """UserError unless checkpoints can be listed, written and deleted there: before a run starts, not at its first."""
+    """Raises UserError unless checkpoints can be listed, written and deleted there, before a run starts."""
     place = remote_of(url)
     storage, trial = storage_of(place), place / f".fivefold-{uuid.uuid4().hex}"
     try:
@@ -175,7 +176,7 @@ def reach(url: str) -> None:
 
 @contextmanager
 def making_at(place: RemotePlace) -> Iterator[None]:
-    """Around the making of a run's checkpoints where nothing is yet."""
+    """Raises UserError if the place exists, or if writing there, in the `with` block, fails."""
     try:
         if storage_of(place).holds(place):
             raise UserError(f"{place} is there already; give -o a new name", "output.taken")

@@ -1,13 +1,13 @@
 """A run's checkpoints, on disk or on object storage (`storage.py`). No torch: listing and hashing them needs none.
 
-checkpoints/step-00000012/       one save, in a directory of its own: two saves never mix
+checkpoints/step-00000012/       one save, in a directory of its own
     manifest.json                written last and renamed into place: without it the save is incomplete
-    tensors.json                 what lies where (`tensors.py`)
-    rank-0.tensors ...           the numbers, one file or more of each rank
+    tensors.json                 the place of every tensor in the files (`tensors.py`)
+    rank-0.tensors ...           the values, one file or more of each rank
 checkpoints/step-00000012.2/     the same step saved once more
 checkpoints/latest               a link to the newest complete one
-checkpoints/*.incomplete, *.damaged, *.suspect    set aside, never read again: of the incomplete the newest stays, of
-                                 the damaged, and of those that a watcher suspects, all
+checkpoints/*.incomplete, *.damaged, *.suspect    set aside, and never read again: the newest of the incomplete ones is
+                                 kept, and all that are damaged, or that a corruption check suspects
 """
 
 import errno
@@ -33,18 +33,12 @@ from fivefold.version import __version__
 
 MANIFEST = "manifest.json"
 VERSION = 2
-_LONGEST = 1 << 26  # bytes of a manifest
-_NO_DATA = (msgspec.MsgspecError, ValueError, RecursionError, MemoryError, OverflowError)  # what decoding may raise
-_NO_FILE = {
-    errno.ENOENT,
-    errno.EINVAL,
-    errno.ELOOP,
-    errno.ENXIO,
-    errno.EFBIG,
-    errno.EIO,
-}  # no regular file, or none any more
+_MAX_MANIFEST = 1 << 26  # bytes
+_DECODE_ERRORS = (msgspec.MsgspecError, ValueError, RecursionError, MemoryError, OverflowError)
+# Errors that mean that a file is missing, is not a regular one, or cannot be read any more: damage.
+_DAMAGE_ERRNOS = {errno.ENOENT, errno.EINVAL, errno.ELOOP, errno.ENXIO, errno.EFBIG, errno.EIO}
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
-_HALF = re.compile(r"step-(\d{8,})(?:\.(\d+))?\.incomplete(?:-(\d+))?")
+_INCOMPLETE = re.compile(r"step-(\d{8,})(?:\.(\d+))?\.incomplete(?:-(\d+))?")
 _ASIDE = re.compile(r"\.(incomplete|damaged|suspect)(-\d+)?$")
 _DELETING = ".deleting"
 
@@ -53,25 +47,25 @@ Count = Annotated[int, Meta(ge=0, le=1 << 56)]
 
 
 def step_name(step: int, number: int = 1) -> str:
-    """The directory of a save; `number`: the how manieth of its step."""
+    """The name of a save's directory; `number` counts the saves of the same step, from 1."""
     return f"step-{step:08d}" + (f".{number}" if number > 1 else "")
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint is: everything but the tensors."""
+    """Everything that a checkpoint has but the tensors."""
 
     version: int = VERSION
     fivefold: str = __version__  # the release that wrote it
     torch: str = field(default_factory=lambda: version("torch"))
     step: Count  # steps that are done
-    samples: Count  # of the data order that have been trained on: the next one is this number
+    samples: Count  # samples of the data order used so far, and the number of the next one
     updates: Count  # of the optimizer: steps whose batch carried any loss
-    optimizer: bool  # whether its moments are in it; imported weights have none
+    optimizer: bool  # whether the optimizer's states are saved; imported weights have none
     data: str  # the data's fingerprint, empty where there was none
-    job: dict[str, dict[str, Any]]  # resolved; seeds are in it, and nothing else is random
-    watched: dict[str, Any] = {}  # what the watchers of training know by then; it is the trainer's to read
+    job: dict[str, dict[str, Any]]  # resolved; its seeds are the only source of randomness
+    watched: dict[str, Any] = {}  # the state of the spike policy, which the trainer reads
     files: list[File] = []
-    seal: str = ""  # sha256 of all of this with an empty seal
+    seal: str = ""  # sha256 of this manifest with an empty seal
 
     @property
     def states_of(self) -> str:
@@ -82,17 +76,17 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, seal=_seal(msgspec.to_builtins(self)))
 
     def text(self) -> bytes:
-        """As a file, sealed."""
+        """The contents of manifest.json, with the seal."""
         return msgspec.json.format(msgspec.json.encode(self.sealed())) + b"\n"
 
 
 def _seal(table: dict[str, Any]) -> str:
-    """Of a manifest of any version."""
+    """The seal of a manifest of any version."""
     return hashlib.sha256(msgspec.json.encode(table | {"seal": ""})).hexdigest()
 
 
 class Damaged(UserError):
-    """Not what was written. (What cannot be opened, or is of another release, may be.)"""
+    """A file is not what was written. (Files that cannot be opened, or are of another release, raise UserError.)"""
 
 
 @dataclass(frozen=True)
@@ -105,37 +99,39 @@ class Checkpoint:
 
     @cached_property
     def manifest(self) -> Manifest:
-        """The seal comes first: without it no number counts, that of the version neither."""
+        """The manifest; Damaged if it cannot be decoded. The seal is checked before any field, the version too."""
         place = self.path / MANIFEST
         try:
-            table = msgspec.json.decode(self._bytes(MANIFEST, _LONGEST))
+            table = msgspec.json.decode(self._bytes(MANIFEST, _MAX_MANIFEST))
             if not isinstance(table, dict) or _seal(table) != table.get("seal"):
                 raise ValueError("its checksum does not match")
-            if type(stated := table.get("version")) is int and stated != VERSION:
-                old = "; an earlier release reads both, and its `fivefold checkpoint reshard` writes version 2"
-                said = f"{self.path} has version {stated} of the format, and this release reads version {VERSION}"
-                raise UserError(said + (old if stated < VERSION else ""), "checkpoint.version")
+            version = table.get("version")
+            if type(version) is int and version != VERSION:
+                message = f"{self.path} has version {version} of the format, and this release reads version {VERSION}"
+                if version < VERSION:
+                    message += "; an earlier release reads both, and its `fivefold checkpoint reshard` writes version 2"
+                raise UserError(message, "checkpoint.version")
             manifest = msgspec.convert(table, Manifest)
             names = [file.name for file in manifest.files]
-            if strange := [name for name in names if not plain_name(name)]:
-                raise ValueError(f"it names the file {strange[0][:200]!r}, which is not one of its directory")
+            if bad_names := [name for name in names if not plain_name(name)]:
+                raise ValueError(f"it names the file {bad_names[0][:200]!r}, which is not one of its directory")
             if len(set(names)) < len(names) or TABLE not in names:
                 raise ValueError(f"it names a file twice, or no {TABLE}")
-        except _NO_DATA as error:
+        except _DECODE_ERRORS as error:
             raise Damaged(f"{place} is damaged: {error}", "checkpoint.damaged") from None
         return manifest
 
     @cached_property
     def tensors(self) -> Tensors:
-        """What lies where, checked against itself and the files' sizes before anything is read by it."""
-        promised = next(file.sha256 for file in self.manifest.files if file.name == TABLE)
+        """The place of every tensor in the files, checked against the files' sizes before anything is read by it."""
+        expected = next(file.sha256 for file in self.manifest.files if file.name == TABLE)
         data = self._bytes(TABLE, MOST)
         try:
-            if hashlib.sha256(data).hexdigest() != promised:
+            if hashlib.sha256(data).hexdigest() != expected:
                 raise ValueError("the manifest promises other bytes")
             tensors = msgspec.json.decode(data, type=Tensors)
             check(tensors, {file.name: file.bytes for file in self.manifest.files})
-        except _NO_DATA as error:
+        except _DECODE_ERRORS as error:
             raise Damaged(f"{self.path / TABLE} is damaged: {error}", "checkpoint.damaged") from None
         return tensors
 
@@ -143,19 +139,19 @@ class Checkpoint:
         try:
             return self.storage.read(self.path / name, most)
         except OSError as error:
-            kind = Damaged if error.errno in _NO_FILE else UserError
-            raise kind(f"cannot read {self.path / name}: {error.strerror}") from None
+            error_type = Damaged if error.errno in _DAMAGE_ERRNOS else UserError
+            raise error_type(f"cannot read {self.path / name}: {error.strerror}") from None
 
     @property
     def step(self) -> int:
-        return _parts(self.path)[0]
+        return _step_and_number(self.path)[0]
 
     @property
     def bytes(self) -> int:
         return sum(file.bytes for file in self.manifest.files)
 
     def misfits(self) -> list[str]:
-        """Files that are missing or of another size: what a look at the directory shows, without reading them."""
+        """A sentence for each file that is missing or of another size; without reading them."""
         try:
             files = self.manifest.files
             sizes = self._sizes(files)
@@ -175,16 +171,20 @@ class Checkpoint:
             return f"{place} is missing: the manifest promises {file.bytes} bytes"
         if isinstance(size, OSError):
             return f"{place} {'is' if size.errno == errno.EINVAL else 'cannot be looked at:'} {size.strerror}"
-        word = "short" if size < file.bytes else "too long"
-        said = f"{place} is {word}: {size} bytes, and the manifest promises {file.bytes}"
-        return None if size == file.bytes else said
+        if size == file.bytes:
+            return None
+        comparison = "short" if size < file.bytes else "too long"
+        return f"{place} is {comparison}: {size} bytes, and the manifest promises {file.bytes}"
 
     def damage(self, files: Iterable[File] | None = None, progress: Progress | None = None) -> list[str]:
-        """What is wrong with some of its files (all), every byte read. UserError where one cannot be opened."""
-        chosen = self.manifest.files if files is None else list(files)
-        sizes = self._sizes(chosen)
-        problems = side_by_side(lambda file: self._damage(file, sizes[file.name], progress), chosen, for_files())
-        return list(dict.fromkeys(problem for problem in problems if problem))  # a bad table is one for all its files
+        """A sentence for each damaged file among `files` (None: all), of which every byte is read.
+
+        Raises UserError if one cannot be opened.
+        """
+        checked = self.manifest.files if files is None else list(files)
+        sizes = self._sizes(checked)
+        problems = side_by_side(lambda file: self._damage(file, sizes[file.name], progress), checked, for_files())
+        return list(dict.fromkeys(problem for problem in problems if problem))  # a bad table is the same for all files
 
     def _damage(self, file: File, size: int | OSError, progress: Progress | None) -> str | None:
         place = self.path / file.name
@@ -192,21 +192,21 @@ class Checkpoint:
             if misfit := self._misfit(file, size):
                 return misfit
             with self.storage.open(place) as stream:
-                if (digest := self._sum(file, stream, progress)) != file.sha256:
+                if (digest := self._digest(file, stream, progress)) != file.sha256:
                     return altered(place, digest, file)
                 if file.name == TABLE:
-                    _ = self.tensors  # Damaged, if it is not what it should be
+                    _ = self.tensors  # raises Damaged if it is inconsistent
         except Damaged as error:
             return str(error)
         except OSError as error:
-            said = f"{place} cannot be read: {error.strerror}"
-            if error.errno in _NO_FILE:
-                return said
-            raise UserError(said, "file.read") from None
+            message = f"{place} cannot be read: {error.strerror}"
+            if error.errno in _DAMAGE_ERRNOS:
+                return message
+            raise UserError(message, "file.read") from None
         return None
 
-    def _sum(self, file: File, stream: FileReader, progress: Progress | None) -> str:
-        """Of a file's bytes, of the kind that the manifest promises."""
+    def _digest(self, file: File, stream: FileReader, progress: Progress | None) -> str:
+        """The hash of a file's bytes, of the kind that the manifest has: sha256, or the checksum of `tensors.py`."""
         if not file.sha256.startswith(PREFIX):
             return digest_of(stream, progress)
 
@@ -219,13 +219,13 @@ class Checkpoint:
 
 
 def altered(place: Place, digest: str, file: File) -> str:
-    """The sentence for a file whose sum is not the one that was promised."""
-    promised = file.sha256.rpartition(":")[2][:16]
-    return f"{place} is damaged: its {short(digest)}, and the manifest promises {promised}..."
+    """The sentence for a file whose hash is not that of the manifest."""
+    expected = file.sha256.rpartition(":")[2][:16]
+    return f"{place} is damaged: its {short(digest)}, and the manifest promises {expected}..."
 
 
 class Store:
-    """Where a run's checkpoints lie. One process at a time changes it: the run's first rank."""
+    """The checkpoints of a run. One process at a time changes them: the run's first rank."""
 
     def __init__(self, directory: Place):
         self.directory = directory
@@ -235,15 +235,15 @@ class Store:
         return storage_of(self.directory)
 
     def complete(self) -> list[Checkpoint]:
-        """Those whose manifest is in place, the newest first; what their files hold is not looked at."""
+        """The checkpoints that have their manifest, newest first; their files are not checked."""
         paths = [path for path in self._named() if self._has_manifest(path)]
-        return [Checkpoint(path) for path in sorted(paths, key=_parts, reverse=True)]
+        return [Checkpoint(path) for path in sorted(paths, key=_step_and_number, reverse=True)]
 
     def incomplete(self) -> list[Place]:
         return [path for path in self._named() if not self._has_manifest(path)]
 
     def aside(self) -> list[Place]:
-        """Set aside earlier."""
+        """The directories that were set aside."""
         paths = (path for path in self.storage.folders(self.directory) if _ASIDE.search(path.name))
         return sorted(paths, key=lambda path: path.name)
 
@@ -254,7 +254,7 @@ class Store:
         return self.storage.exists(path / MANIFEST)
 
     def new(self, step: int) -> Place:
-        """An empty directory of its own for a save of this step."""
+        """Makes a new directory for a save of this step."""
         number = 1
         while True:
             path = self.directory / step_name(step, number)
@@ -265,7 +265,7 @@ class Store:
                 number += 1
 
     def commit(self, path: Place, manifest: Manifest) -> Checkpoint:
-        """The moment at which a save becomes a checkpoint."""
+        """Writes the manifest, with which a save becomes a checkpoint."""
         files = [file.name for file in manifest.files]
         before = partial(faults.strike, "commit", step=manifest.step)
         self.storage.commit(path / MANIFEST, manifest.text(), files, before)
@@ -273,14 +273,14 @@ class Store:
         return Checkpoint(path)
 
     def discard(self, path: Place) -> None:
-        """Delete half a save, or what there is of it. What has its manifest is whole, and stays."""
+        """Deletes an incomplete save; one that has its manifest is complete, and stays."""
         if not self._has_manifest(path):
             self.storage.delete(path)
 
     def set_aside(self, path: Place, how: str) -> Place:
-        """Out of the way, and not deleted: 'step-00000012.damaged'."""
-        taken, number = {other.name for other in self.storage.folders(self.directory)}, 1
-        while (name := f"{path.name}.{how}" + (f"-{number}" if number > 1 else "")) in taken:
+        """Renames a checkpoint, such as to 'step-00000012.damaged', and returns its new path."""
+        names, number = {folder.name for folder in self.storage.folders(self.directory)}, 1
+        while (name := f"{path.name}.{how}" + (f"-{number}" if number > 1 else "")) in names:
             number += 1
         to = path.with_name(name)
         self.storage.rename(path, to)
@@ -288,41 +288,45 @@ class Store:
         return to
 
     def retain(self, keep: int, every: int) -> list[Place]:
-        """Delete complete checkpoints but the newest `keep` good ones, each whose step is a multiple of `every`, and
-        that of step 0: imported weights, which nothing else here can make again.
+        """Deletes old checkpoints, and returns their paths.
 
-        Half saves go too, but for the newest that was set aside. Nothing may be under way.
+        Keeps the newest `keep` good ones, each whose step is a multiple of `every`, and that of step 0, which may be
+        imported weights. Incomplete saves are deleted, but for the newest that was set aside. No save may be under way.
         """
         self.prune()
-        good = [save for save in self.complete() if not save.misfits()]
-        old = [save.path for save in good[keep:] if save.step and not (every and save.step % every == 0)]
+        good = [checkpoint for checkpoint in self.complete() if not checkpoint.misfits()]
+        old = [
+            checkpoint.path
+            for checkpoint in good[keep:]
+            if checkpoint.step and not (every and checkpoint.step % every == 0)
+        ]
         self._delete([*self.incomplete(), *old])
         return old
 
     def undo(self, step: int) -> None:
-        """Delete those of later steps than this one: the run has gone back to it, and they are not its own any more."""
+        """Deletes the checkpoints of later steps, after the run has rolled back to this one."""
         self._delete([checkpoint.path for checkpoint in self.complete() if checkpoint.step > step])
         self.storage.point(self.directory, next((checkpoint.path.name for checkpoint in self.complete()), None))
 
     def _delete(self, paths: list[Place]) -> None:
         for path in paths:
-            hidden = path.with_name(path.name + _DELETING)  # first out of sight, in one piece
+            hidden = path.with_name(path.name + _DELETING)  # a rename is atomic, and a deletion is not
             self.storage.rename(path, hidden)
             faults.strike("retain")
-            self.storage.delete(hidden)  # what is left of it goes the next time
+            self.storage.delete(hidden)  # `prune` deletes what is left of it
 
     def prune(self) -> None:
-        """Delete what is half deleted, and what was set aside as incomplete, but for the newest of those."""
-        inside = self.storage.folders(self.directory)
-        halves = [(path, match) for path in inside if (match := _HALF.fullmatch(path.name))]
-        halves.sort(key=lambda half: [int(number or 1) for number in half[1].groups()])
-        deleting = [path for path in inside if path.name.startswith("step-") and path.name.endswith(_DELETING)]
-        for gone in [*deleting, *(path for path, _ in halves[:-1])]:
-            self.storage.delete(gone)
+        """Deletes what is partly deleted, and what was set aside as incomplete, but for the newest of those."""
+        folders = self.storage.folders(self.directory)
+        incomplete = [(path, match) for path in folders if (match := _INCOMPLETE.fullmatch(path.name))]
+        incomplete.sort(key=lambda item: [int(number or 1) for number in item[1].groups()])
+        deleting = [path for path in folders if path.name.startswith("step-") and path.name.endswith(_DELETING)]
+        for path in [*deleting, *(path for path, _ in incomplete[:-1])]:
+            self.storage.delete(path)
 
 
-def _parts(path: Place) -> tuple[int, int]:
-    """Step, and which save of it."""
+def _step_and_number(path: Place) -> tuple[int, int]:
+    """(the step of a save, its number among the saves of that step)."""
     match = _NAME.fullmatch(path.name)
     assert match is not None, path
     return int(match[1]), int(match[2] or 1)

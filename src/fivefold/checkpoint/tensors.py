@@ -1,9 +1,10 @@
-"""Where the tensors of a checkpoint lie: `tensors.json`, data of our own that is checked before anything is read by it.
+"""The table of a checkpoint's tensors, `tensors.json`: which bytes of which file have which part of a tensor.
 
 {"model.norm.weight": {"shape": [32], "dtype": "float32", "chunks": [[[0], [16], "rank-0.tensors", 8192, 64], ...]}}
 
-A chunk is a box of the tensor: where it begins in each dimension, its sizes, its file, the first byte there and their
-number. The bytes are the numbers in row-major order, little-endian, and nothing else. No torch.
+A chunk is a box of the tensor: its offsets, its sizes, its file, the first byte in it and the number of bytes. The
+bytes are the values in row-major order, little-endian, and nothing else. The table is checked before anything is read
+by it. No torch.
 """
 
 import hashlib
@@ -18,14 +19,14 @@ TABLE = "tensors.json"
 MODEL = "model"
 BYTES = {"bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8,
          "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}  # fmt: skip
-MOST = 1 << 30  # bytes of a table: ten million chunks
-DIMENSIONS = 8
-_ELEMENTS = 1 << 56
-_CELLS = 1 << 24  # of the grid in which chunks are counted
+MOST = 1 << 30  # bytes of a table at most: ten million chunks
+_MAX_DIMENSIONS = 8
+_MAX_ELEMENTS = 1 << 56
+_MAX_CELLS = 1 << 24  # of the grid in which overlaps of chunks are found
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A box of a tensor, and where its bytes are."""
+    """A box of a tensor, and its bytes in a file."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -35,6 +36,8 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Stored(msgspec.Struct, frozen=True):
+    """A tensor of a checkpoint."""
+
     shape: tuple[int, ...]
     dtype: str
     chunks: tuple[Chunk, ...]
@@ -44,7 +47,7 @@ Tensors = dict[str, Stored]
 
 
 def model_key(name: str) -> str:
-    """The tensor that is the master of a parameter."""
+    """The key of a parameter's master."""
     return f"{MODEL}.{name}"
 
 
@@ -60,24 +63,28 @@ def merged(parts: list[Tensors]) -> Tensors:
 
 
 def check(tensors: Tensors, files: Mapping[str, int]) -> None:
-    """ValueError unless every element of every tensor lies in one chunk, and each chunk in a file of so many bytes."""
-    extents: dict[str, list[tuple[int, int]]] = {name: [] for name in files}
+    """Raises ValueError unless every element is in exactly one chunk, and every chunk within its file.
+
+    `files`: {name: bytes}.
+    """
+    ranges_by_file: dict[str, list[tuple[int, int]]] = {name: [] for name in files}
     for name, stored in tensors.items():
         if why := _misfit(stored, files):
             raise ValueError(f"{name[:200]}: {why}")
         for chunk in stored.chunks:
-            extents[chunk.file].append((chunk.start, chunk.start + chunk.bytes))
-    for file, ranges in extents.items():
+            ranges_by_file[chunk.file].append((chunk.start, chunk.start + chunk.bytes))
+    for file, ranges in ranges_by_file.items():
         ranges.sort()
         if any(end > start for (_, end), (start, _) in pairwise(ranges)):
             raise ValueError(f"two chunks share bytes of {file}")
 
 
 def _misfit(stored: Stored, files: Mapping[str, int]) -> str | None:
+    """What is wrong with a tensor's entry; None if nothing is."""
     shape, chunks = stored.shape, stored.chunks
     if stored.dtype not in BYTES:
         return f"its dtype {stored.dtype[:50]!r} is none of {', '.join(BYTES)}"
-    if len(shape) > DIMENSIONS or min(shape, default=1) < 1 or math.prod(shape) > _ELEMENTS:
+    if len(shape) > _MAX_DIMENSIONS or min(shape, default=1) < 1 or math.prod(shape) > _MAX_ELEMENTS:
         return "its shape is none"
     for chunk in chunks:
         box = list(zip(chunk.offsets, chunk.sizes, shape, strict=False))
@@ -96,18 +103,18 @@ def _misfit(stored: Stored, files: Mapping[str, int]) -> str | None:
 
 
 def _disjoint(chunks: tuple[Chunk, ...], dims: int) -> bool:
-    """On the grid that all their sides make, each cell belongs to one of them. Layouts cut in few places."""
+    """Whether no two chunks overlap: each cell of the grid of all their boundaries is in at most one of them."""
     if len(chunks) == 1:
         return True
     sides = [{(chunk.offsets[dim], chunk.sizes[dim]) for chunk in chunks} for dim in range(dims)]
     cut = [dim for dim, distinct in enumerate(sides) if len(distinct) > 1]
-    if len(cut) == 1:  # one after the other in one dimension, as most are
+    if len(cut) == 1:  # divided in one dimension, as most are
         ranges = sorted((chunk.offsets[cut[0]], chunk.sizes[cut[0]]) for chunk in chunks)
         return all(first + size <= after for (first, size), (after, _) in pairwise(ranges))
     starts = np.array([chunk.offsets for chunk in chunks], np.int64).reshape(-1, dims)
     ends = starts + np.array([chunk.sizes for chunk in chunks], np.int64).reshape(-1, dims)
     cuts = [np.unique(np.concatenate((starts[:, dim], ends[:, dim]))) for dim in range(dims)]
-    if math.prod(map(len, cuts)) > _CELLS:
+    if math.prod(map(len, cuts)) > _MAX_CELLS:
         return False
     grid = np.zeros([len(cut) - 1 for cut in cuts], bool)
     first = [np.searchsorted(cuts[dim], starts[:, dim]) for dim in range(dims)]
@@ -120,44 +127,43 @@ def _disjoint(chunks: tuple[Chunk, ...], dims: int) -> bool:
     return True
 
 
-# ---- sums -----------------------------------------------------------------------------------------------------------
-# Sums of files in memory: Fletcher's, in columns, and sha256 of those.
+# ---- checksums ------------------------------------------------------------------------------------------------------
+# Checksums of files in memory: Fletcher's, in columns, and sha256 of those.
 #
-#     parts = segments(extents(tensors, file))      # what is summed together; each by any thread, in any order
+#     parts = segments(extents(tensors, file))      # each can be summed by any thread, in any order
 #     total([segment_sum(...) for part in parts])   # 'fletcher:3af1...'
 #
-# Only their owner can write such files, so what they are checked for is accidents, and the sum may be one that costs
-# little next to the copy: one addition a word, five times as fast as the sha256 of a processor that has instructions
-# for it. A file is words of 64 bits, in rows of 8191. Each column has two sums: of its words, and of its words times
-# the number of pieces, of a MiB, that are left. After 8 MiB new sums begin. What lies between chunks is left out.
+# Only their owner can write such files, so the checksum has to detect accidents, and may be a cheap one: one addition
+# for each word, five times as fast as sha256 with the processor's instructions for it. A file is words of 64 bits, in
+# rows of 8191. Each column has two sums: of its words, and of its words times the number of pieces, of a MiB, that are
+# left. After 8 MiB new sums begin. Bytes between chunks are left out.
 #
-# Whatever changes in one stretch of up to 65528 bytes is found for sure. So are two flipped bits anywhere, unless they
-# are the same bit of two words that are a multiple of 65528 bytes apart, which is no distance at which memory repeats
-# itself. Of damage without a pattern one case in 2^64 is missed. No torch.
+# Any change within up to 65528 consecutive bytes is detected. So are two flipped bits anywhere, unless they are the
+# same bit of two words whose distance is a multiple of 65528 bytes, which is no distance at which memory repeats
+# itself. Of random damage one case in 2^64 is missed.
 
 
-_WIDTH = 8191  # words, prime: whatever recurs at powers of two falls into different columns
+_WIDTH = 8191  # words; prime, so that words at distances of powers of two are in different columns
 _WORD = np.dtype("<u8")
 _ROW = _WIDTH * _WORD.itemsize
 _PIECE = 16 * _ROW  # bytes that are read at a time, and summed while the cache has them
-_SEGMENT = 1 << 23
+_SEGMENT = 1 << 23  # bytes
 PREFIX = "fletcher:"
 
-Extent = tuple[int, int]  # of a file: the first byte, and how many
+Extent = tuple[int, int]  # the first byte in a file, and the number of bytes
 
 
 class SegmentSums:
-    """The sums of a segment."""
+    """The column sums of a segment."""
 
     def __init__(self) -> None:
         self.sums = np.zeros((2, _WIDTH), _WORD)
 
     def add(self, start: int, data: memoryview) -> None:
-        """The bytes of a piece, which begins with this byte of the file. Whatever lies so many bytes behind another is
-        so many columns behind it."""
+        """Adds the bytes of a piece, which begins at byte `start` of the file; that decides the column of each word."""
         octets = np.frombuffer(data, np.uint8)
-        if odd := len(octets) % _WORD.itemsize:
-            octets = np.pad(octets, (0, _WORD.itemsize - odd))
+        if remainder := len(octets) % _WORD.itemsize:
+            octets = np.pad(octets, (0, _WORD.itemsize - remainder))
         words, (plain, weighted) = octets.view(_WORD), self.sums
         column = start // _WORD.itemsize % _WIDTH
         first, words = words[: _WIDTH - column], words[_WIDTH - column :]
@@ -174,28 +180,29 @@ class SegmentSums:
 
 
 def extents(tensors: Tensors, file: str) -> list[Extent]:
-    """Where the chunks of a file are, in the order of their bytes."""
+    """The extents of the chunks of a file, in order."""
     return sorted(
         (chunk.start, chunk.bytes) for stored in tensors.values() for chunk in stored.chunks if chunk.file == file
     )
 
 
 def segments(chunks: Iterable[Extent]) -> list[list[Extent]]:
-    """The pieces in which chunks are read, and which of them are summed together."""
-    groups: list[list[Extent]] = []
-    held = _SEGMENT
+    """The chunks divided into segments, which are lists of the pieces that are read at a time."""
+    result: list[list[Extent]] = []
+    segment_size = _SEGMENT
     for start, size in chunks:
-        for first in range(0, size, _PIECE):
-            if held >= _SEGMENT:
-                groups.append([])
-                held = 0
-            groups[-1].append((start + first, min(_PIECE, size - first)))
-            held += groups[-1][-1][1]
-    return groups
+        for offset in range(0, size, _PIECE):
+            if segment_size >= _SEGMENT:
+                result.append([])
+                segment_size = 0
+            piece = min(_PIECE, size - offset)
+            result[-1].append((start + offset, piece))
+            segment_size += piece
+    return result
 
 
 def segment_sum(pieces: Sequence[Extent], read: Callable[[int, int], memoryview]) -> bytes:
-    """`read` gives the bytes of a piece."""
+    """The sum of a segment; `read` returns the bytes of a piece, by start and size."""
     columns = SegmentSums()
     for start, size in pieces:
         columns.add(start, read(start, size))
@@ -203,16 +210,16 @@ def segment_sum(pieces: Sequence[Extent], read: Callable[[int, int], memoryview]
 
 
 def total(sums: Iterable[bytes]) -> str:
-    """Of all segments, in their order."""
+    """The checksum of a file, from the sums of its segments in order."""
     return PREFIX + hashlib.sha256(b"".join(sums)).hexdigest()
 
 
 def sum_of(chunks: Iterable[Extent], read: Callable[[int, int], memoryview]) -> str:
-    """Of a whole file."""
+    """The checksum of a file with these chunks."""
     return total(segment_sum(pieces, read) for pieces in segments(chunks))
 
 
 def short(digest: str) -> str:
-    """For people: which kind, and how it begins."""
+    """A text with the kind of a hash and its first digits."""
     kind, _, digits = digest.rpartition(":")
     return f"{f'sum ({kind})' if kind else 'sha256'} is {digits[:16]}..."

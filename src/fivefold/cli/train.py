@@ -158,7 +158,7 @@ def _arranged(job: "Job", ranks: int, world: "World") -> "tuple[Job, World]":
     choice = choose(job, ranks, world.local_size if world.joined else ranks)
     if not world.joined:
         return choice.job, world
-    os.environ[PLANNED] = f"{choice.took:.3f}"
+    os.environ[PLANNED] = f"{choice.search_seconds:.3f}"
     if world.rank == 0:
         say(f"elastic: {choice}")
     return choice.job, replace(world, size=choice.job.layout.world)
@@ -183,7 +183,7 @@ def _elastic(job: "Job", nproc: int, words: list[str]) -> "Elastic":
         # Always said: the job of a run's directory may be that of fewer ranks by then.
         arguments = [*words, f"layout={layout}", f"elastic.whole={choice.job.elastic.whole}"]
         said = f"elastic: {choice}" if layout != job.layout else ""
-        return Arrangement(layout.world, layout.place, (arguments,), said, choice.took)
+        return Arrangement(layout.world, layout.place, (arguments,), said, choice.search_seconds)
 
     gpus = 0 if job.train.device == "cpu" else len(gpus_here())
     return Elastic(arrange, gpus, job.elastic.probe)

@@ -91,8 +91,8 @@ def verify(
     With --curve, a job is trained under its layout and in one process, and the losses
     are compared. A third run is the control: one process again, with the samples
     of every batch in another order, so that only the order of additions differs. The
-    layout follows if it strays at most three times as far as the control. Nothing is
-    saved. Exit code 0 if it follows, 1 if not.
+    layout passes if it differs at most three times as much as the control. Nothing is
+    saved. Exit code 0 if it passes, 1 if not.
 
     [dim]Examples:[/]
 

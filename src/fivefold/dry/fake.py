@@ -4,8 +4,9 @@
         engine = Engine(job, mesh)          # the one that trains
 
 Tensors are fake CPU ones. A fake GPU would need a CUDA build of torch, and its attention would fall to the kernel that
-stores all scores; on the CPU the flash kernel runs, and keeps what the GPU's keeps. Where CPU kernels keep something
-else than CUDA's, a stand-in keeps what CUDA's does: the RMSNorm, and a product that is added to a float32 sum.
+stores all scores; on the CPU the flash kernel runs, which saves the same tensors for backward as the GPU's. Two CPU
+operations that save other tensors than CUDA's are replaced by stand-ins that save the same: the RMSNorm, and a product
+that is added to a float32 sum.
 """
 
 import functools
@@ -28,12 +29,12 @@ from fivefold.model.dispatch import Host
 from fivefold.model.grouped import Groups
 from fivefold.parallel.mesh import Mesh
 
-# ---- fast fake ------------------------------------------------------------------------------------------------------
-# Fake tensors, quicker: what an operator makes of given shapes is asked once.
+# ---- cached fake mode -----------------------------------------------------------------------------------------------
+# A quicker fake mode, which computes the results' shapes once for each operator and shapes of arguments.
 #
-# PyTorch's fake mode remembers, too, but asks so much about every argument that a remembered answer costs a quarter of
-# a millisecond; a rank of a 70B model asks fifty thousand times. Here a tensor is its type, shape, strides and offset,
-# which is all that the operators of a dense model look at.
+# PyTorch's fake mode has a cache, too, but its keys have so much of each argument that a hit takes a quarter of a
+# millisecond; a rank of a 70B model calls fifty thousand operators. Here the key of a tensor is its type, shape,
+# strides and offset, which is all that the operators of a dense model depend on.
 
 
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -41,12 +42,12 @@ _SPACES = ("aten", "_c10d_functional")
 
 
 class QuickFakeMode(FakeTensorMode):
-    """A FakeTensorMode whose memory answers sooner."""
+    """A FakeTensorMode with a quicker cache."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self.known: dict[Any, _Recipes | None] = {}
-        self.attributes: dict[torch.device, dict[str, Any]] = {}
+        self.recipes: dict[Any, _Recipes | None] = {}  # None: not to be cached
+        self.attributes: dict[torch.device, dict[str, Any]] = {}  # of a FakeTensor on each device
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -55,19 +56,20 @@ class QuickFakeMode(FakeTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device
-        if (form := _FORMS.get(func)) is not None:
-            return form(*args, **(kwargs or {}))
+        if (replacement := _REPLACEMENTS.get(func)) is not None:
+            return replacement(*args, **(kwargs or {}))
         key = _key(func, args, kwargs)
-        recipes = self.known.get(key) if key is not None else None
+        recipes = self.recipes.get(key) if key is not None else None
         if recipes is None:
             result = super().__torch_dispatch__(func, types, args, kwargs or {})
-            if key is not None and key not in self.known:
-                self.known[key] = _recipes(args, result)
+            if key is not None and key not in self.recipes:
+                self.recipes[key] = _recipes(args, result)
             return result
-        made = [self._make(recipe, args) for recipe in recipes.each]
-        return made[0] if recipes.kind is None else recipes.kind(made)
+        results = [self._make(recipe, args) for recipe in recipes.recipes]
+        return results[0] if recipes.container is None else recipes.container(results)
 
     def _make(self, recipe: "_Recipe", args: Any) -> Tensor:
+        """A fake tensor by its recipe."""
         if recipe.same:
             return args[recipe.base]
         if recipe.base is None:
@@ -75,7 +77,7 @@ class QuickFakeMode(FakeTensorMode):
         else:
             empty = torch.empty((0,), dtype=recipe.dtype, device="meta")
             empty.set_(args[recipe.base].untyped_storage(), recipe.offset, recipe.shape, recipe.stride)
-        # What FakeTensor's own constructor makes, its attributes copied at once.
+        # The same as FakeTensor's own constructor, but with all attributes copied at once.
         device = recipe.device
         if device not in self.attributes:
             self.attributes[device] = dict(FakeTensor(self, torch.empty((0,), device="meta"), device).__dict__)
@@ -86,24 +88,27 @@ class QuickFakeMode(FakeTensorMode):
 
 
 def _bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    """Whose numbers are all below `minlength`: PyTorch's own fake would have to look at them."""
+    """[minlength], as all numbers are below it: PyTorch's own fake cannot know, as it depends on the data."""
     return x.new_empty((minlength,), dtype=torch.int64)
 
 
 def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor, *others: Any) -> Tensor:
-    """[N, I], [G, I, O] -> [N, O]; [O, N], [N, I] -> [G, O, I]. PyTorch's own fake takes bfloat16 alone."""
+    """[N, I], [G, I, O] -> [N, O]; [O, N], [N, I] -> [G, O, I]. PyTorch's own fake only takes bfloat16."""
     return a.new_empty((a.shape[0], b.shape[2]) if b.ndim == 3 else (len(offs), a.shape[0], b.shape[1]))
 
 
-# Operators whose results' form is known here.
-_FORMS: dict[Any, Any] = {torch.ops.aten.bincount.default: _bincount, torch.ops.aten._grouped_mm.default: _grouped_mm}
+# Operators whose fake results are made here.
+_REPLACEMENTS: dict[Any, Any] = {
+    torch.ops.aten.bincount.default: _bincount,
+    torch.ops.aten._grouped_mm.default: _grouped_mm,
+}
 
 
 class _Recipe(NamedTuple):
-    """How to make a tensor again: as new memory, or as a view of an argument."""
+    """How to make a result: with new memory, or as a view of an argument."""
 
-    base: int | None  # the argument
-    same: bool  # it is the argument itself
+    base: int | None  # the number of the argument; None: new memory
+    same: bool  # whether the result is the argument itself
     dtype: torch.dtype
     device: torch.device
     shape: tuple[int, ...]
@@ -112,12 +117,12 @@ class _Recipe(NamedTuple):
 
 
 class _Recipes(NamedTuple):
-    kind: type | None  # list or tuple; None: a tensor alone
-    each: list[_Recipe]
+    container: type | None  # list or tuple; None: the result is one tensor
+    recipes: list[_Recipe]
 
 
 def _key(func: Any, args: Any, kwargs: Any) -> Any:
-    """What the result's form depends on; None where that is not known to be little."""
+    """The cache key of a call; None where it cannot be cached."""
     if func.namespace not in _SPACES or func._schema.is_mutable:
         return None
     parts: list[Any] = [func]
@@ -137,22 +142,26 @@ def _key(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _recipes(args: Any, result: Any) -> _Recipes | None:
-    kind = type(result) if isinstance(result, list | tuple) else None
-    each = [_recipe(args, output) for output in ((result,) if kind is None else result)]
-    return None if kind not in (None, list, tuple) or None in each else _Recipes(kind, each)  # type: ignore[arg-type]
+    container = type(result) if isinstance(result, list | tuple) else None
+    recipes = [_recipe(args, output) for output in ((result,) if container is None else result)]
+    if container not in (None, list, tuple) or None in recipes:
+        return None
+    return _Recipes(container, recipes)  # type: ignore[arg-type]
 
 
 def _recipe(args: Any, result: Any) -> _Recipe | None:
     if type(result) is not FakeTensor or result.constant is not None:
         return None
     offset = int(result.storage_offset())
-    form = (result.dtype, result.fake_device, tuple(result.shape), result.stride(), offset)
-    memory = result.untyped_storage()
-    for place, arg in enumerate(args):
-        if isinstance(arg, Tensor) and arg.untyped_storage()._cdata == memory._cdata:
-            return _Recipe(place, result is arg, *form)
-    fresh = torch.empty_strided(*form[2:4], dtype=result.dtype, device="meta").untyped_storage().nbytes()
-    return _Recipe(None, False, *form) if fresh == memory.nbytes() and not offset else None
+    fields = (result.dtype, result.fake_device, tuple(result.shape), result.stride(), offset)
+    storage = result.untyped_storage()
+    for number, arg in enumerate(args):
+        if isinstance(arg, Tensor) and arg.untyped_storage()._cdata == storage._cdata:
+            return _Recipe(number, result is arg, *fields)
+    empty = torch.empty_strided(tuple(result.shape), result.stride(), dtype=result.dtype, device="meta")
+    if empty.untyped_storage().nbytes() != storage.nbytes() or offset:
+        return None
+    return _Recipe(None, False, *fields)
 
 
 # ---- world ----------------------------------------------------------------------------------------------------------
@@ -163,17 +172,17 @@ Kernels = Literal["cuda", "cpu"]
 
 @contextmanager
 def pretending(job: Job, rank: int, kernels: Kernels = "cuda") -> Iterator[Mesh]:
-    """The mesh as `rank` of the job's world sees it. Everything inside is fake.
+    """The mesh of `rank` in the job's world. All tensors and groups inside are fake.
 
-    `kernels`: whose memory is to be kept for backward; "cpu" is for comparison with runs on CPUs.
+    `kernels`: those whose saved activations are counted; "cpu" is for comparison with runs on CPUs.
     """
     layout = job.layout
     if layout.world > 1:
         from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend, too
 
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world)
-    # Memory is counted by references, and nothing here waits in a cycle; to look for cycles takes a tenth of the time.
-    collects = gc.isenabled()
+    # Memory is freed by reference counts, and there are no cycles; garbage collection would take a tenth of the time.
+    gc_enabled = gc.isenabled()
     gc.disable()
     try:
         mesh = Mesh.of_job(job, torch.device("cpu"))
@@ -181,7 +190,7 @@ def pretending(job: Job, rank: int, kernels: Kernels = "cuda") -> Iterator[Mesh]
         with QuickFakeMode(), _real_meshes(), stand_ins:
             yield mesh
     finally:
-        if collects:
+        if gc_enabled:
             gc.enable()
         if layout.world > 1:
             dist.destroy_process_group()
@@ -189,7 +198,7 @@ def pretending(job: Job, rank: int, kernels: Kernels = "cuda") -> Iterator[Mesh]
 
 @contextmanager
 def _real_meshes() -> Iterator[None]:
-    """A mesh is made of numbers that are looked at; FSDP2 makes some of its own."""
+    """Makes device meshes of real tensors, since their values are read; FSDP2 makes some of its own."""
     names = [name for name in ("__init__", "__getitem__", "_flatten", "_concatenate") if hasattr(DeviceMesh, name)]
     plain = {name: DeviceMesh.__dict__[name] for name in names}
 
@@ -214,27 +223,27 @@ def _real_meshes() -> Iterator[None]:
 
 @contextmanager
 def _kernels_of_cuda() -> Iterator[None]:
-    """CUDA has one kernel for an RMSNorm, which keeps its input; the CPU computes it in steps, and keeps each. And
-    CUDA adds a product to a float32 sum without a copy of it in between."""
-    real, product = F.rms_norm, linear_cross_entropy.add_product
+    """Replaces the RMSNorm, of which CUDA's one kernel saves the input, and the CPU's several steps save each result;
+    and the product that is added to a float32 sum, which CUDA does without a copy in between."""
+    real_rms_norm, real_add_product = F.rms_norm, linear_cross_entropy.add_product
 
-    def stand_in(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-        return _FusedNorm.apply(x, weight) if weight is not None else real(x, shape, weight, eps)
+    def fused_rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+        return _FusedNorm.apply(x, weight) if weight is not None else real_rms_norm(x, shape, weight, eps)
 
     def sum_in_place(total: Tensor | None, grad: Tensor, x: Tensor) -> Tensor:
-        product = grad.T @ x  # counted, and not kept: the sum is
+        product = grad.T @ x  # its FLOPs are counted; only the sum keeps memory
         return product.to(torch.float32) if total is None else total
 
     linear_cross_entropy.add_product = sum_in_place
-    F.rms_norm = stand_in  # type: ignore[assignment]  # by name: recompute calls it again from autograd's own thread
+    F.rms_norm = fused_rms_norm  # type: ignore[assignment]  # by name: recompute calls it again from autograd's own thread
     try:
         yield
     finally:
-        F.rms_norm, linear_cross_entropy.add_product = real, product
+        F.rms_norm, linear_cross_entropy.add_product = real_rms_norm, real_add_product
 
 
 class _FusedNorm(torch.autograd.Function):
-    """The memory of `aten._fused_rms_norm`: input, weight, and one float32 number a token."""
+    """Saves what `aten._fused_rms_norm` saves: input, weight, and one float32 number a token."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -249,34 +258,35 @@ class _FusedNorm(torch.autograd.Function):
 
 
 # ---- routing --------------------------------------------------------------------------------------------------------
-# Where tokens go in a dry run: nobody computes it, so it is stated.
+# The routing of a dry run: fake tensors have no scores, so the number of tokens for each rank is given.
 #
 # Every rank of ep sends the same number of rows. The rank that runs is the most loaded of its ep group: it receives
-# `imbalance` times the mean, dealt evenly over the ranks that send and over its experts; the others share the rest.
+# `imbalance` times the mean, divided evenly over the ranks that send and over its experts; the others share the rest.
 
 
 @dataclass(frozen=True)
 class StatedRouting(Host):
-    rank: int  # of ep
-    ranks: int
-    imbalance: float = 1.0  # what the most loaded rank gets, over the mean
+    rank: int  # the rank that runs, in its ep group
+    ranks: int  # of the ep group
+    imbalance: float = 1.0  # the rows of the most loaded rank over the mean
 
     def groups(self, ends: Tensor, slots: int) -> Groups:
-        return Groups.of(tuple(dealt(slots, len(ends))), ends.device)
+        return Groups.of(tuple(evenly(slots, len(ends))), ends.device)
 
     def by_expert(self, counts: Tensor, slots: int) -> list[int]:
-        return dealt(self.received(slots), len(counts))
+        return evenly(self.received(slots), len(counts))
 
     def by_rank(self, going: Tensor, coming: Tensor, ranks: int, slots: int) -> tuple[list[list[int]], list[list[int]]]:
-        experts, received = len(going) // ranks, dealt(self.received(slots), ranks)
-        rest = iter(dealt(slots - received[self.rank], ranks - 1))
+        experts, received = len(going) // ranks, evenly(self.received(slots), ranks)
+        rest = iter(evenly(slots - received[self.rank], ranks - 1))
         sent = [received[self.rank] if rank == self.rank else next(rest) for rank in range(ranks)]
-        return [dealt(rows, experts) for rows in sent], [dealt(rows, experts) for rows in received]
+        return [evenly(rows, experts) for rows in sent], [evenly(rows, experts) for rows in received]
 
     def received(self, slots: int) -> int:
-        """Rows for the experts of this rank, of all that send."""
+        """The rows that this rank's experts receive from all ranks."""
         return round(self.imbalance * slots) if self.ranks > 1 else slots
 
 
-def dealt(rows: int, hands: int) -> list[int]:
-    return [rows // hands + (hand < rows % hands) for hand in range(hands)]
+def evenly(rows: int, count: int) -> list[int]:
+    """The rows divided into `count` numbers that differ by at most 1."""
+    return [rows // count + (number < rows % count) for number in range(count)]

@@ -1,4 +1,4 @@
-"""One rank's step, dry: every module, collective and action of the schedule, counted."""
+"""The dry run of one rank's step: counts the memory, FLOPs and traffic of every operator."""
 
 import time
 from dataclasses import dataclass
@@ -17,33 +17,36 @@ from fivefold.trainer.ledger import Ledger, LedgerSpan
 
 @dataclass(frozen=True)
 class RankRun:
-    """What one rank of a layout holds, sends and computes in a step."""
+    """The memory, traffic and FLOPs of one rank in a step."""
 
     rank: int
-    place: dict[str, int]  # along the axes
-    layers: tuple[int, ...]  # of its stages
-    parameters: int  # bytes, like the next four; between steps
-    gradients: int  # at their most
-    optimizer: int
+    place: dict[str, int]  # its coordinates, by axis
+    layers: tuple[int, ...]  # how many layers each of its stages has
+    parameters: int  # bytes between steps
+    gradients: int  # bytes, at most
+    optimizer: int  # bytes; so is the next one
     peak: int
     peak_moment: str
     moments: tuple[LedgerSpan, ...]
-    live: int  # the most (stage, microbatch) pairs that wait for their backward pass
-    allowed: int  # the schedule's own count of them
+    live: int  # the most (stage, microbatch) pairs in flight at a time
+    allowed: int  # the same by the schedule
     flops: float
     traffic: tuple[Traffic, ...]
-    seconds: float  # that the dry run took
+    seconds: float  # the time of the dry run itself
 
     @property
     def activations(self) -> int:
         """Bytes at the peak that are not state."""
-        at = max(self.moments, key=lambda moment: moment.peak)
-        return at.peak - at.parameters - at.gradients_at_peak - at.optimizer
+        peak = max(self.moments, key=lambda moment: moment.peak)
+        return peak.peak - peak.parameters - peak.gradients_at_peak - peak.optimizer
 
 
 def dry_run_rank(job: Job, rank: int, kernels: Kernels = "cuda", imbalance: float = 1.0) -> RankRun:
-    """A step of `rank` of the job's world. `imbalance`: what it gets of the tokens of an ep group, over the mean."""
-    begin = time.perf_counter()
+    """Runs a step of `rank` of the job's world.
+
+    `imbalance`: the tokens that its experts get, over the mean of its ep group.
+    """
+    start = time.perf_counter()
     with pretending(job, rank, kernels) as mesh:
         ledger: Ledger | None = None
         engine = Engine(job, mesh, lambda action: ledger.moment(action))  # type: ignore[union-attr]
@@ -51,9 +54,9 @@ def dry_run_rank(job: Job, rank: int, kernels: Kernels = "cuda", imbalance: floa
             engine.ops.dispatch.host = StatedRouting(mesh.ep.rank, mesh.ep.size, imbalance)
         counter = TrafficCounter(mesh)
         ledger = Ledger(engine, counter)
-        between = engine.weights.resident()
+        resident = engine.weights.resident()  # between steps
         with ledger:
-            engine.forward_backward(blank(job))
+            engine.forward_backward(empty_batch(job))
             with ledger.moment("the sum of gradients"):
                 norm = engine.gradient_norm()
             with ledger.moment("the optimizer"):
@@ -64,9 +67,9 @@ def dry_run_rank(job: Job, rank: int, kernels: Kernels = "cuda", imbalance: floa
             rank=rank,
             place=job.layout.coordinates(rank),
             layers=tuple(len(model.stage.layers) for model in engine.stages.values()),
-            parameters=between["parameters"],
+            parameters=resident["parameters"],
             gradients=max(moment.gradients for moment in ledger.moments),
-            optimizer=between["masters"] + engine.optimizer.resident(),
+            optimizer=resident["masters"] + engine.optimizer.resident(),
             peak=ledger.peak,
             peak_moment=ledger.peak_moment,
             moments=tuple(ledger.moments),
@@ -74,12 +77,12 @@ def dry_run_rank(job: Job, rank: int, kernels: Kernels = "cuda", imbalance: floa
             allowed=peak_live(engine.schedule.compute(mesh.pp.rank)),
             flops=ledger.flops,
             traffic=tuple(counter.rows()),
-            seconds=time.perf_counter() - begin,
+            seconds=time.perf_counter() - start,
         )
 
 
-def blank(job: Job) -> Batch:
-    """A global batch of the job's shape. Nobody reads its content."""
+def empty_batch(job: Job) -> Batch:
+    """A global batch of the job's shape, all zeros: fake tensors have no values."""
     shape = (job.train.batch, job.data.seq)
     tokens, targets = np.zeros((2, *shape), np.int64)
     return Batch(np.arange(job.train.batch), tokens, targets, np.ones(shape, bool), np.zeros(shape, np.int32))

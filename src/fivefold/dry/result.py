@@ -1,4 +1,4 @@
-"""What a dry run found: each rank's figures next to the planner's, and its memory through the step."""
+"""The result of a dry run: each rank's figures next to the planner's, and its memory through the step."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 
 # ---- vs plan --------------------------------------------------------------------------------------------------------
-# A dry run's figures next to the planner's. Neither knows the other: where they agree, both are right, or both
-# are wrong in the same way.
+# Compares a dry run's figures with the planner's. The two share no code: where they agree, both are right, or both are
+# wrong in the same way.
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class Figure:
 
     @property
     def difference(self) -> float:
-        """Relative."""
+        """The relative error of the plan."""
         return self.plan / self.dry - 1 if self.dry else float(self.plan != 0)
 
 
 @dataclass(frozen=True)
 class RankVsPlan:
-    """One rank: what was counted, and what was planned for it."""
+    """The counts of one rank, and the plan for it."""
 
     dry: "RankRun"
     predicted: Footprint
@@ -58,7 +58,7 @@ class RankVsPlan:
 
     @property
     def ranks(self) -> dict[str, int]:
-        """Of each axis."""
+        """The number of ranks of each axis."""
         return {axis: self.layout.size(axis) for axis in self.layout.table}
 
     @property
@@ -67,7 +67,7 @@ class RankVsPlan:
 
     @property
     def device_bytes(self) -> float:
-        """What the device must have: the peak, fragmentation, and the context."""
+        """The memory that the device needs: the peak, fragmentation, and the CUDA context."""
         return self.dry.peak * (1 + FRAGMENTATION) + CUDA_CONTEXT_BYTES
 
     def to_dict(self) -> dict[str, Any]:
@@ -92,7 +92,7 @@ class RankVsPlan:
 
 
 def vs_plan(job: Job, dry: "RankRun", cluster: Cluster, imbalance: float = 1.0) -> RankVsPlan:
-    """What the planner says of the rank that was run, which got `imbalance` times the mean of the tokens."""
+    """Compares a rank's run with the plan for it; `imbalance` is that of the run."""
     coords, layout, seq, batch = RankCoords.of(job.layout, dry.rank), job.layout, job.data.seq, job.train.batch
     workload = replace(workload_of(job, cluster), imbalance=imbalance)
     predicted = footprint_of(workload, coords.pp)
@@ -127,7 +127,7 @@ def vs_plan(job: Job, dry: "RankRun", cluster: Cluster, imbalance: float = 1.0) 
 
 
 def _rows(job: Job, coords: RankCoords, imbalance: float) -> Rows | None:
-    """What experts are sent and get, as it was stated."""
+    """The rows that experts are sent and receive, by the given imbalance."""
     spec, layout, seq = job.model, job.layout, job.data.seq
     if spec.experts is None:
         return None
@@ -140,7 +140,7 @@ def _rows(job: Job, coords: RankCoords, imbalance: float) -> Rows | None:
 # ---- result ---------------------------------------------------------------------------------------------------------
 
 
-_SHOWN = 4  # ranks that are shown in full; of more the first
+_MAX_DETAILED = 4  # with more ranks only the first is shown in full
 HEIGHT = 640.0  # of the picture
 GB = 1e9
 
@@ -150,8 +150,8 @@ class DryRunResult(Result):
     job: Job
     machines: Cluster
     ranks: Sequence[RankVsPlan]
-    advice: str  # where it does not fit: by how much, and what would; else empty
-    imbalance: float = 1.0  # of experts, as it was stated: what each of these ranks gets, over the mean of its ep group
+    advice: str  # if it does not fit: by how much, and a change that fits; else empty
+    imbalance: float = 1.0  # the tokens of experts that each of these ranks gets, over the mean of its ep group
 
     @property
     def ok(self) -> bool:  # type: ignore[override]
@@ -159,17 +159,17 @@ class DryRunResult(Result):
 
     def to_dict(self) -> dict[str, Any]:
         job = self.job
-        asked = {"model": job.model.name, "layout": str(job.layout), "batch": job.train.batch, "seq": job.data.seq}
+        question = {"model": job.model.name, "layout": str(job.layout), "batch": job.train.batch, "seq": job.data.seq}
         if job.model.experts is not None:
-            asked["imbalance"] = self.imbalance
-        return asked | {"ranks": [rank.to_dict() for rank in self.ranks], "advice": self.advice or None}
+            question["imbalance"] = self.imbalance
+        return question | {"ranks": [rank.to_dict() for rank in self.ranks], "advice": self.advice or None}
 
     def scene(self) -> Scene:
         """Memory through the step, from its first action to its new weights: a line for each rank and the device's."""
         device, runs, job = self.machines.groups[0].accelerator, [rank.dry for rank in self.ranks], self.job
         moments = [_computing(run) for run in runs]
-        asked = f"{job.model.name} as {job.layout}: {job.train.batch} sequences of {job.data.seq:,} tokens"
-        scene = sheet(f"Memory of {counted(len(runs), 'rank')} through a training step", asked, HEIGHT)
+        subtitle = f"{job.model.name} as {job.layout}: {job.train.batch} sequences of {job.data.seq:,} tokens"
+        scene = sheet(f"Memory of {counted(len(runs), 'rank')} through a training step", subtitle, HEIGHT)
         most = max(device.memory, *(run.peak for run in runs)) / GB
         first = max(moments, key=len)
         ends = (len(first), 1.08 * most)
@@ -178,9 +178,9 @@ class DryRunResult(Result):
         plot.limit(device.memory / GB, f"{device.name}: {device.memory / GB:.0f} GB", INK)
         _name_moments(plot, first, runs[moments.index(first)].rank if len(runs) > 1 else None)
         entries = []
-        for at, (run, its) in enumerate(zip(runs, moments, strict=True)):
-            colour = COLOURS[at % len(COLOURS)]
-            heights = [plot.y(peak / GB) for _, peak in its]
+        for number, (run, run_moments) in enumerate(zip(runs, moments, strict=True)):
+            colour = COLOURS[number % len(COLOURS)]
+            heights = [plot.y(peak / GB) for _, peak in run_moments]
             steps = ((plot.x(n + end), height) for n, height in enumerate(heights) for end in (0, 1))
             scene.shapes.append(Curve(tuple(steps), colour, 2.2))
             entries.append((f"rank {run.rank}: {run.peak / GB:.1f} GB in {run.peak_moment}", colour))
@@ -197,14 +197,14 @@ class DryRunResult(Result):
             yield Text(_routing(job, self.imbalance))
         if len(self.ranks) > 1:
             yield _stages(self.ranks)
-        for rank in self.ranks[:1] if len(self.ranks) > _SHOWN else self.ranks:
+        for rank in self.ranks[:1] if len(self.ranks) > _MAX_DETAILED else self.ranks:
             yield from _rank(rank)
         if self.advice:
             yield Text(self.advice, "bad")
 
 
 def _computing(run: "RankRun") -> list[tuple[str, int]]:
-    """What a rank computes, and the most it held meanwhile: its messages are left out, but for one that is the peak."""
+    """(name, peak) of each action that computes; messages are left out, but for one that is the rank's peak."""
     return [
         (moment.name, moment.peak)
         for moment in run.moments
@@ -213,13 +213,13 @@ def _computing(run: "RankRun") -> list[tuple[str, int]]:
 
 
 def _name_moments(plot: Plot, moments: Sequence[tuple[str, int]], rank: int | None) -> None:
-    """The x axis: actions in order, some of them with their names; `rank`: whose, if there are several."""
+    """Draws the x axis: actions in order, some of them with their names; `rank`: whose names, if there are several."""
     stride = max(1, round(len(moments) / 12))
-    for at in range(0, len(moments), stride):
-        x = plot.x(at + 0.5)
+    for number in range(0, len(moments), stride):
+        x = plot.x(number + 0.5)
         plot.scene.shapes += [
             Line(x, plot.bottom, x, plot.bottom + 5, GREY),
-            Words(x, plot.bottom + 18, moments[at][0], SMALL, "middle", GREY),
+            Words(x, plot.bottom + 18, moments[number][0], SMALL, "middle", GREY),
         ]
     label = "what is computed, in its order" + ("" if rank is None else f"; the names are those of rank {rank}")
     plot.scene.shapes += [
@@ -229,7 +229,7 @@ def _name_moments(plot: Plot, moments: Sequence[tuple[str, int]], rank: int | No
 
 
 def _routing(job: Job, imbalance: float) -> str:
-    """What was stated in place of what a router would have chosen."""
+    """A sentence on the routing that was given in place of a router's choice."""
     if job.layout.ep == 1:
         return "routing is stated: every expert gets as many tokens"
     if imbalance == 1:
@@ -241,7 +241,7 @@ def _rank(rank: RankVsPlan) -> Iterator[Block]:
     from fivefold.trainer.outputs import chart
 
     dry = rank.dry
-    place = ", ".join(f"{axis} {at}" for axis, at in dry.place.items())
+    place = ", ".join(f"{axis} {position}" for axis, position in dry.place.items())
     yield Text(f"\nrank {dry.rank} ({place}), layers {'+'.join(map(str, dry.layers))}, in {dry.seconds:.1f} s", "bold")
     yield _figures(rank)
     yield Text("")
@@ -265,11 +265,17 @@ def _traffic(rank: RankVsPlan) -> Table:
     planned = {row[:2]: row for row in rank.planned}
     rows = []
     for row in rank.dry.traffic:
-        other = planned.pop(row[:2], None)
-        same = "the same" if other == row else "none" if other is None else f"{other.calls} calls, {other.payload} B"
+        plan = planned.pop(row[:2], None)
+        plan_text = "none" if plan is None else f"{plan.calls} calls, {plan.payload} B"
         sent = (f"{row.calls:,}", bytes_text(row.payload), bytes_text(float(row.wire)))
         rows.append(
-            [display_axis(rank.layout, row.axis, row.kind), f"{rank.ranks.get(row.axis, '')}", row.kind, *sent, same]
+            [
+                display_axis(rank.layout, row.axis, row.kind),
+                f"{rank.ranks.get(row.axis, '')}",
+                row.kind,
+                *sent,
+                "the same" if plan == row else plan_text,
+            ]
         )
     for other in planned.values():
         rows.append(

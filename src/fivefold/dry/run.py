@@ -22,7 +22,7 @@ from fivefold.support.errors import UserError
 from fivefold.support.parsing import path_of
 from fivefold.support.ranges import SEQUENCES, TOKENS, checked, within
 
-_TRIED = 3  # changes that are run before none is said to fit
+_MAX_TRIALS = 3  # changes that are dry-run before the advice says that none fits
 
 
 def dryrun(
@@ -40,33 +40,32 @@ def dryrun(
     imbalance: float | None = None,
     progress: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> DryRunResult:
-    """Run one step of some ranks, and compare what it counts with the planner's figures.
+    """Runs one step of some ranks, and compares the counts with the planner's figures.
 
         >>> ff.dryrun("llama3-70b", "dp=8,tp=8,zero=3", rank=63).ok  # doctest: +SKIP
         True
         >>> result = ff.dryrun("llama3-405b", "dp=8,tp=8,pp=16,microbatches=32", stages="all")  # doctest: +SKIP
 
     `model` is a name, a config.json, a job file or an object; `changes` are KEY=VALUE. The step has `batch` sequences
-    of `seq` tokens in `layout`, by default the job's. `rank` names ranks, `stages`
-    pipeline ranks, of each of which the first rank runs; default: rank 0. `cluster` has the memory that the step must
-    fit (default: the job's, or H100s). `kernels` says whose memory the backward pass keeps. `weights` is a Hugging Face
-    directory that must hold every parameter. `imbalance`, for experts: where tokens go is stated and not computed; each
-    rank that runs gets so many times the mean of its ep group, by default 1. `progress` is told how many ranks are
-    done, of how many, and the next.
+    of `seq` tokens in `layout`, by default the job's. `rank` names ranks; `stages` names pipeline ranks, of each of
+    which the first rank runs; default: rank 0. `cluster` has the memory that the step must fit (default: the job's, or
+    H100s). `kernels`: those whose saved activations are counted. `weights` is a Hugging Face directory that must have
+    every parameter. `imbalance`, for experts: tokens are not routed, and each rank that runs gets this many times the
+    mean of its ep group, by default 1. `progress` is called with how many ranks are done, of how many, and the next.
     """
     checked("batch", batch, within(1, SEQUENCES))
     checked("seq", seq, within(1, TOKENS))
     job = _job(model, layout, changes, batch, seq)
     peak_load = _imbalance(job, imbalance)
     machines = _machines(cluster, job)
-    chosen = _ranks(job.layout, rank, stages)
+    ranks = _ranks(job.layout, rank, stages)
     if weights is not None:
         _check_weights(job, path_of(weights))
     from fivefold.dry.rank import dry_run_rank
 
     compared = []
-    for number, rank_number in enumerate(chosen):
-        progress(number, len(chosen), f"rank {rank_number} of {job.layout.world}")
+    for number, rank_number in enumerate(ranks):
+        progress(number, len(ranks), f"rank {rank_number} of {job.layout.world}")
         compared.append(vs_plan(job, dry_run_rank(job, rank_number, kernels, peak_load), machines, peak_load))
     return DryRunResult(job, machines, compared, _advice(job, compared, machines, peak_load), peak_load)
 
@@ -81,29 +80,32 @@ def _job(
     batch: int | None,
     seq: int | None,
 ) -> Job:
-    if layout is not None and (wrong := layout_changes(changes, f"--layout {layout},")):
-        raise UserError(wrong)
-    job, named = job_of(model, changes)
-    chosen = job.layout if layout is None else layout if isinstance(layout, Layout) else Layout.parse(layout)
+    if layout is not None and (conflicts := layout_changes(changes, f"--layout {layout},")):
+        raise UserError(conflicts)
+    job, named = job_of(model, changes)  # named: the keys that the job file or `changes` set
+    if layout is None:
+        layout = job.layout
+    elif not isinstance(layout, Layout):
+        layout = Layout.parse(layout)
     if seq is None:
         seq = job.data.seq if "data.seq" in named else min(job.model.context, 8192)
     if batch is None:
-        batch = job.train.batch if "train.batch" in named else chosen.size("batch") * chosen.microbatches
-    of_a_job = isinstance(model, Job) or str(model).endswith(".toml")
-    dtype = job.train.dtype if of_a_job or "train.dtype" in named else "bfloat16"
+        batch = job.train.batch if "train.batch" in named else layout.size("batch") * layout.microbatches
+    is_job = isinstance(model, Job) or str(model).endswith(".toml")
+    dtype = job.train.dtype if is_job or "train.dtype" in named else "bfloat16"
     job = structs.replace(
         job,
-        layout=chosen,
+        layout=layout,
         data=structs.replace(job.data, seq=seq),
         train=structs.replace(job.train, batch=batch, dtype=dtype),
     )
-    if problems := job.problems(world=chosen.world):
+    if problems := job.problems(world=layout.world):
         raise UserError(problems)
     return job
 
 
 def _imbalance(job: Job, given: float | None) -> float:
-    """What the rank that runs gets of the tokens of its ep group, over the mean."""
+    """The tokens that the rank that runs gets, over the mean of its ep group; 1 by default."""
     if given is None:
         return 1.0
     experts, ep = job.model.experts, job.layout.ep
@@ -121,6 +123,7 @@ def _imbalance(job: Job, given: float | None) -> float:
 
 
 def _machines(cluster: str | Cluster, job: Job) -> Cluster:
+    """The cluster that is named, or the job's, or H100s: of as many devices as the layout has ranks."""
     world = job.layout.world
     if not cluster:
         if job.run.cluster and (planned := Cluster.read(job.run.cluster)).world == world:
@@ -135,25 +138,25 @@ def _machines(cluster: str | Cluster, job: Job) -> Cluster:
 def _ranks(
     layout: Layout, rank: int | Sequence[int] | None, stages: Literal["all"] | Sequence[int] | None
 ) -> list[int]:
-    """The ranks that are asked for; of pipeline ranks, the first of each."""
+    """The ranks to run; for pipeline ranks, the first of each."""
     if rank is not None and stages is not None:
         raise UserError("--rank and --stages say different things; give one of them")
     if stages is not None:
-        wanted = list(range(layout.pp)) if stages == "all" else [int(stage) for stage in stages]
-        if outside := [stage for stage in wanted if not 0 <= stage < layout.pp]:
+        pp_ranks = list(range(layout.pp)) if stages == "all" else [int(stage) for stage in stages]
+        if outside := [stage for stage in pp_ranks if not 0 <= stage < layout.pp]:
             raise UserError(f"--stages {outside[0]}: the pipeline ranks of {layout} are 0 to {layout.pp - 1}")
-        return [layout.rank(pp=stage) for stage in wanted]
-    chosen = [rank or 0] if rank is None or isinstance(rank, int) else list(dict.fromkeys(rank))
-    if outside := [number for number in chosen if not 0 <= number < layout.world]:
+        return [layout.rank(pp=stage) for stage in pp_ranks]
+    ranks = [rank or 0] if rank is None or isinstance(rank, int) else list(dict.fromkeys(rank))
+    if outside := [number for number in ranks if not 0 <= number < layout.world]:
         raise UserError(f"rank {outside[0]} is outside of {layout}; its ranks are 0 to {layout.world - 1}")
-    return chosen
+    return ranks
 
 
 def _check_weights(job: Job, directory: Path) -> None:
-    """Every parameter of the model is in the directory, in its shape; else one sentence for all that are not."""
+    """Raises UserError unless every parameter of the model is in the directory, in its shape."""
     from fivefold.checkpoint.hf_files import HuggingFace
 
-    files = HuggingFace(directory)  # names what is missing or misshapen
+    files = HuggingFace(directory)  # raises UserError for missing tensors and wrong shapes
     theirs, ours = (msgspec.to_builtins(spec) for spec in (files.spec, job.model))
     shape = [key for key in ours if key not in ("name", "context", "init_std", "dropout")]
     others = [f"{key} {theirs[key]} instead of {ours[key]}" for key in shape if theirs[key] != ours[key]]
@@ -165,7 +168,7 @@ def _check_weights(job: Job, directory: Path) -> None:
 
 
 def _advice(job: Job, compared: list[RankVsPlan], machines: Cluster, imbalance: float) -> str:
-    """Where it does not fit: which component, where, by how much, and the cheapest change that fits."""
+    """A sentence if a rank does not fit: its largest component, by how much, and the cheapest change that fits."""
     memory = min(group.accelerator.memory for group in machines.groups)
     worst = max(compared, key=lambda rank: rank.device_bytes)
     if worst.device_bytes <= memory:
@@ -186,8 +189,8 @@ def _advice(job: Job, compared: list[RankVsPlan], machines: Cluster, imbalance: 
         for neighbour in neighbours(evaluate(replace(workload_of(job, machines), imbalance=imbalance)))
         if neighbour.slower is not None
     ]
-    # The planner says that these fit; a dry run confirms it before one is advised.
-    for neighbour in sorted(fitting, key=lambda neighbour: neighbour.slower or 0.0)[:_TRIED]:
+    # By the plan these fit; a dry run confirms it before one is advised.
+    for neighbour in sorted(fitting, key=lambda neighbour: neighbour.slower or 0.0)[:_MAX_TRIALS]:
         other = structs.replace(job, layout=neighbour.layout)
         if other.problems(world=other.layout.world):
             continue

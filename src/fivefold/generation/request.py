@@ -27,6 +27,8 @@ from fivefold.support.ranges import SECONDS, misfit, within
 
 
 class GeneratedText:
+    """Encodes prompts and decodes generated tokens."""
+
     def __init__(self, file: Path | None):
         """`file`: a tokenizer.json; None: a token is a byte."""
         self.file = file
@@ -39,7 +41,7 @@ class GeneratedText:
         self.tokenizer = tokenizers.Tokenizer.from_file(str(file))
 
     def encode(self, text: str) -> list[int]:
-        raw = text.encode("utf-8", "surrogateescape")  # what a shell hands over need not be text
+        raw = text.encode("utf-8", "surrogateescape")  # an argument from a shell may not be UTF-8
         if self.file is None:
             return list(raw)
         ids: list[int] = self.tokenizer.encode(raw.decode("utf-8", "replace"), add_special_tokens=False).ids
@@ -54,13 +56,12 @@ class GeneratedText:
 
 
 def text_of_run(checkpoint: Checkpoint, job: Job) -> GeneratedText:
-    """Of a run; one that was imported and not trained since has no data."""
+    """The tokenizer of a run. An imported run that was not trained since has no data."""
     return text_of(run_of(checkpoint), job.data if checkpoint.manifest.data else None, job.model.vocab)
 
 
 def text_of(directory: Place, data: DataSource | None, vocab: int) -> GeneratedText:
-    """The tokenizer in the directory of a run or of Hugging Face's, or that of the data that it was trained on; `data`
-    None: of no data."""
+    """The tokenizer in the directory of a run or of a Hugging Face model; else that of the `data` it was trained on."""
     if isinstance(directory, Path) and (directory / "tokenizer.json").is_file():
         return GeneratedText(directory / "tokenizer.json")
     for prepared in data.prepared() if data is not None else ():
@@ -79,12 +80,12 @@ def text_of(directory: Place, data: DataSource | None, vocab: int) -> GeneratedT
 # ---- request --------------------------------------------------------------------------------------------------------
 
 
-_ALLOWED = {"tp", "pp", "split", "ep", "dispatch"}
+_USEFUL_SETTINGS = {"tp", "pp", "split", "ep", "dispatch"}
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """Temperature 0 takes the likeliest token. Otherwise one of the `top_k` likeliest (0: all) that together have the
-    probability `top_p` is drawn."""
+    """How the next token is sampled. Temperature 0 takes the likeliest; otherwise a token is drawn from the `top_k`
+    likeliest ones (0: all), and of these from the likeliest that together have the probability `top_p`."""
 
     temperature: float
     top_k: int = 0
@@ -101,10 +102,10 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
             (self.top_k >= 0, f"--top-k {self.top_k} must not be negative; 0 means all"),
             (0 < self.top_p <= 1, f"--top-p {self.top_p:g} is a probability above 0, and at most 1"),
         ]
-        return [sentence for holds, sentence in rules if not holds]
+        return [problem for valid, problem in rules if not valid]
 
     def __str__(self) -> str:
-        """As the options that draw the same again."""
+        """The options of a command that samples the same again."""
         if self.temperature == 0:
             return "--temperature 0"
         top_k = f" --top-k {self.top_k}" if self.top_k else ""
@@ -121,7 +122,7 @@ class Request:
     count: int
     sampling: Sampling
     timeout: float
-    share_gpu: str = "gloo"  # what ranks that share a GPU talk through
+    share_gpu: str = "gloo"  # the backend of ranks that share a GPU
 
 
 @dataclass(frozen=True)
@@ -135,38 +136,41 @@ class Completion:
 def generate(
     request: Request, prompts: list[str], numbers: list[int] | None, stream: Callable[[str], None]
 ) -> list[Completion]:
-    """`numbers` is a prompt in tokens, for models whose tokenizer is not here. `stream` gets text as it comes."""
-    job, weights, words, directory = _model(request, needs_text=numbers is None)
-    given = [numbers] if numbers is not None else [words.encode(prompt) for prompt in prompts if words]
-    _check(request, job, given)
+    """The completions of all prompts. `stream` is called with text as it is generated.
 
-    def decoded(ids: list[int]) -> str:
+    `numbers` is a prompt in tokens, for models without a tokenizer.
+    """
+    job, weights, words, directory = _model(request, needs_text=numbers is None)
+    prompt_tokens = [numbers] if numbers is not None else [words.encode(prompt) for prompt in prompts if words]
+    _check(request, job, prompt_tokens)
+
+    def decode(ids: list[int]) -> str:
         return words.decode(ids) if words else " ".join(map(str, ids))
 
     named = end_tokens(directory, END_NAMED_IN) if isinstance(directory, Path) else set[int]()
     ends = named or ({words.end} if words else set())
     generated: Iterable[Iterable[int]]
     if job.layout.world == 1:
-        from fivefold.generation.generator import Chooser, alone
+        from fivefold.generation.generator import Sampler, single_process_generator
 
-        generator = alone(job, weights, max(map(len, given)) + request.count)
-        generated = (generator.generate(ids, request.count, Chooser(request.sampling), ends) for ids in given)
+        generator = single_process_generator(job, weights, max(map(len, prompt_tokens)) + request.count)
+        generated = (generator.generate(ids, request.count, Sampler(request.sampling), ends) for ids in prompt_tokens)
     else:
-        arguments = (job, weights, given, request.count, request.sampling, ends)
+        arguments = (job, weights, prompt_tokens, request.count, request.sampling, ends)
         function = "fivefold.generation.generator:generate_rank"
         generated = processes.run(job.layout.world, function, *arguments, timeout=request.timeout)[0]
     answers = []
-    for ids, tokens in zip(given, generated, strict=True):
+    for ids, tokens in zip(prompt_tokens, generated, strict=True):
         answer: list[int] = []
-        prompt, shown = decoded(ids), ""
+        prompt, shown = decode(ids), ""
         stream(prompt if words else f"{prompt} ")
         for token in tokens:
             answer.append(token)
-            text = decoded(answer)
-            if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # half a character waits for its other half
+            text = decode(answer)
+            if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # a character may have several tokens
                 stream(text[len(shown) :])
                 shown = text
-        text = decoded(answer)
+        text = decode(answer)
         stream(text[len(shown) :] + "\n")
         answers.append(Completion(prompt, text, ids, answer))
     return answers
@@ -175,7 +179,7 @@ def generate(
 def _model(request: Request, needs_text: bool) -> tuple[Job, Place, GeneratedText | None, Place]:
     """The job to generate with, its weights, its tokenizer, and the directory of the run or Hugging Face model."""
     layout = Layout.parse(request.layout)
-    if strange := sorted(set(layout.given()) - _ALLOWED):
+    if strange := sorted(set(layout.given()) - _USEFUL_SETTINGS):
         named = ", ".join(strange)
         raise UserError(f"--layout {request.layout}: {named} does not help to generate; tp and pp do, and ep within tp")
     source = request.source

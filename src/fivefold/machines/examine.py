@@ -31,7 +31,7 @@ from fivefold.machines.node import host_id, node_name
 from fivefold.parallel.control import Control, gather_values
 from fivefold.parallel.mesh import Axis, Mesh
 from fivefold.support.parsing import path_of
-from fivefold.tracing.tracer import against_rank_0
+from fivefold.tracing.tracer import clock_offset
 
 # ---- measure --------------------------------------------------------------------------------------------------------
 # What a rank measures: its matmuls, and the links of every axis of its mesh.
@@ -163,7 +163,7 @@ def examine(job: Job, mesh: Mesh, first: bool) -> RankReport:
 
     begin("the comparison of clocks")
     node = this_node.node_name()
-    offset, unsure = against_rank_0(mesh, time.time, node)
+    offset, unsure = clock_offset(mesh, time.time, node)
     begin("matmuls")
     rate = matmul_rate(device, DTYPES[job.train.dtype], _SUSTAINED[device.type])
     gpu = this_node.gpu_state(pci_address(device.index)) if device.type == "cuda" else None

@@ -1,1 +1,1 @@
-"""Where the time of a step goes: what every rank did and waited for, and what its schedule says it should have."""
+"""Traces: the actions, waits and communication of every rank in a step, and the simulation of its schedule."""

@@ -2,9 +2,9 @@
 
     steps       the loop's steps
     compute     F, B, I, W with stage and microbatch, in them dispatch and combine of experts, and the optimizer
-    beside      where the halves of joined pairs run in turns: the second half, stretch by stretch
-    simulated   the same actions of the same schedule, with the medians of the measured durations
-    waits       the messages between stages and the collectives that the rank waited for
+    beside      the second halves of joined pairs, where the two halves of a pair run alternately
+    simulated   the same schedule on the simulator, with the medians of the measured durations
+    waits       the rank's waits for messages between stages and for collectives
     dp, tp ...  the communication along each axis, with kind and bytes; overlapping calls have more than one lane
 
 An arrow leads from a message's send to the action that consumes it.
@@ -31,12 +31,12 @@ from fivefold.tracing.summary import TraceSummary
 Event = dict[str, Any]
 T = TypeVar("T", StepWindow, Flight)
 STEPS, COMPUTE, BESIDE, SIMULATED, WAITS, AXES = 1, 2, 3, 4, 100, 200  # thread numbers: the order of the lanes
-_PER_AXIS = 100  # lanes an axis may have
-_COLOURS = {"dispatch": "good", "combine": "bad"}  # Chrome's names of green and orange; others colour by the name
+_PER_AXIS = 100  # lanes that an axis may have
+_COLOURS = {"dispatch": "good", "combine": "bad"}  # Chrome's names of green and orange; others have a colour by name
 
 
 def write(summary: TraceSummary, path: Path, figures: dict[str, Any] | None = None) -> None:
-    """Write the whole file, or none; with the figures of the summary, if they are given."""
+    """Writes the file atomically, with the `figures` of the summary, if they are given."""
     trace, painter = summary.trace, _LanePainter(summary)
     facts: dict[str, Any] = {
         "layout": trace.layout,
@@ -52,14 +52,17 @@ def write(summary: TraceSummary, path: Path, figures: dict[str, Any] | None = No
 
 
 class _LanePainter:
+    """Makes the events of each rank."""
+
     def __init__(self, summary: TraceSummary):
         self.summary, self.trace = summary, summary.trace
         self.origin = min(rank.steps[0].start for rank in self.trace.ranks)
 
     def rank(self, rank: RankTrace) -> Iterator[Event]:
-        yield _fact(rank, 0, "process_name", name=f"rank {rank.rank}" + (f"  {rank.name}" if rank.name else ""))
-        yield _fact(rank, 0, "process_sort_index", sort_index=rank.rank)
-        second, arrived = self.second_halves(rank), set[tuple[int, Action]]()
+        yield _metadata(rank, 0, "process_name", name=f"rank {rank.rank}" + (f"  {rank.name}" if rank.name else ""))
+        yield _metadata(rank, 0, "process_sort_index", sort_index=rank.rank)
+        second = self.second_halves(rank)
+        with_arrow = set[tuple[int, Action]]()  # (step, action): the first span of an action ends an arrow
         lanes = {STEPS: "steps", COMPUTE: "compute"} | ({BESIDE: "beside"} if second else {}) | {WAITS: "waits"}
         for number, name in lanes.items():
             yield from _lane(rank, number, name)
@@ -68,15 +71,15 @@ class _LanePainter:
         for span in rank.actions:
             lane = BESIDE if span.action in second else COMPUTE
             yield self.action(rank, lane, span, "compute")
-            if (first := (self.step(rank, span.start), span.action)) not in arrived:
-                arrived.add(first)
-                yield from self.arrival(rank, lane, span)
+            if (key := (self.step(rank, span.start), span.action)) not in with_arrow:
+                with_arrow.add(key)
+                yield from self.arrow_end(rank, lane, span)
         for update in rank.updates:
             yield self.slice(rank, COMPUTE, update.name, update, "optimizer")
         starts = [span.start for span in rank.actions]
-        for part in rank.parts:  # inside of their actions
-            at = bisect_right(starts, part.start) - 1
-            lane = BESIDE if at >= 0 and rank.actions[at].action in second else COMPUTE
+        for part in rank.parts:  # in the lanes of their actions
+            index = bisect_right(starts, part.start) - 1
+            lane = BESIDE if index >= 0 and rank.actions[index].action in second else COMPUTE
             yield self.slice(rank, lane, part.name, part, part.name) | {"cname": _COLOURS[part.name]}
         yield from self.simulated(rank)
         for wait in rank.waits:
@@ -85,21 +88,21 @@ class _LanePainter:
         yield from self.flights(rank)
 
     def second_halves(self, rank: RankTrace) -> set[Action]:
-        """The B's of pairs that run in turns; none where each action is one stretch."""
-        stretches = Counter((self.step(rank, span.start), span.action) for span in rank.actions)
-        return set(partners(self.trace.schedule).values()) if any(n > 1 for n in stretches.values()) else set()
+        """The second actions of joined pairs, if pairs run alternately: then an action has several spans."""
+        span_counts = Counter((self.step(rank, span.start), span.action) for span in rank.actions)
+        return set(partners(self.trace.schedule).values()) if any(n > 1 for n in span_counts.values()) else set()
 
     def step(self, rank: RankTrace, time: float) -> int:
         return next((window.step for window in rank.steps if window.start <= time < window.end), 0)
 
     def simulated(self, rank: RankTrace) -> Iterator[Event]:
-        """Each simulated run begins where the measured one did; it may end later, while the next one runs."""
+        """Each simulated run begins with the measured one; it may end later, and overlap with the next one."""
         number = self.summary.line_of[rank.rank]
         simulation, line = self.summary.simulations[number], self.trace.lines[number]
-        timeline = _one_by_one(simulation, rank.place)
+        timeline = _sequential_spans(simulation, rank.place)
         measured = [self.trace.run(line, step) for step in range(self.trace.steps)]
         windows = [run._replace(end=run.start + simulation.makespan) for run in measured]
-        for thread, runs in enumerate(_apart(windows), start=SIMULATED):
+        for thread, runs in enumerate(_without_overlaps(windows), start=SIMULATED):
             yield from _lane(rank, thread, "simulated")
             for run in runs:
                 for span in timeline:
@@ -107,35 +110,35 @@ class _LanePainter:
                     yield self.action(rank, thread, moved, "simulated")
 
     def flights(self, rank: RankTrace) -> Iterator[Event]:
-        for place, axis in enumerate(self.summary.axes):
-            of_axis = [flight for flight in rank.flights if flight.axis == axis]
-            ordered = sorted(of_axis, key=lambda flight: flight.start)
-            for thread, flights in enumerate(_apart(ordered), start=AXES + place * _PER_AXIS):
+        for index, axis in enumerate(self.summary.axes):
+            on_axis = [flight for flight in rank.flights if flight.axis == axis]
+            ordered = sorted(on_axis, key=lambda flight: flight.start)
+            for thread, flights in enumerate(_without_overlaps(ordered), start=AXES + index * _PER_AXIS):
                 yield from _lane(rank, thread, axis)
                 for flight in flights:
                     args: dict[str, Any] = {"axis": axis, "kind": flight.kind, "bytes": flight.payload}
                     if flight.during is not None:
                         args["during"] = str(flight.during)
                     yield self.slice(rank, thread, f"{axis} {flight.kind}", flight, axis) | {"args": args}
-                    yield from self.departure(rank, thread, flight)
+                    yield from self.arrow_start(rank, thread, flight)
 
     # ---- arrows --------------------------------------------------------------------------------------------------
 
-    def departure(self, rank: RankTrace, thread: int, flight: Flight) -> Iterator[Event]:
+    def arrow_start(self, rank: RankTrace, thread: int, flight: Flight) -> Iterator[Event]:
         if flight.during is not None and flight.during.kind in SENDS:
             yield self.arrow(rank, thread, "s", flight.start, flight.during)
 
-    def arrival(self, rank: RankTrace, lane: int, span: BusySpan) -> Iterator[Event]:
+    def arrow_end(self, rank: RankTrace, lane: int, span: BusySpan) -> Iterator[Event]:
         if span.action[:2] in self.trace.schedule.placement.channel_of:
             yield self.arrow(rank, lane, "f", span.start, span.action) | {"bp": "e"}
 
     def arrow(self, rank: RankTrace, thread: int, phase: str, time: float, action: Action) -> Event:
-        """One end of the message that an action sends or computes out of; its id is the same at both ends."""
+        """One end of the arrow of a message, which the action sends or uses; its id is the same at both ends."""
         channel = self.trace.schedule.placement.channel_of[action[:2]]
         kind, step = "g" if channel.gradients else "a", self.step(rank, time)
-        way = f"{rank.line}/{step}/{kind}{channel.target}.{action.microbatch}"
+        message_id = f"{rank.line}/{step}/{kind}{channel.target}.{action.microbatch}"
         place = {"ts": self.microseconds(time), "pid": rank.rank, "tid": thread}
-        return {"name": "message", "cat": "message", "ph": phase, "id": way, **place}
+        return {"name": "message", "cat": "message", "ph": phase, "id": message_id, **place}
 
     # ---- slices --------------------------------------------------------------------------------------------------
 
@@ -160,17 +163,17 @@ class _LanePainter:
         return round(1e6 * (time - self.origin), 3)
 
 
-def _fact(rank: RankTrace, thread: int, what: str, **args: Any) -> Event:
-    return {"name": what, "ph": "M", "ts": 0, "pid": rank.rank, "tid": thread, "args": args}
+def _metadata(rank: RankTrace, thread: int, name: str, /, **args: Any) -> Event:
+    return {"name": name, "ph": "M", "ts": 0, "pid": rank.rank, "tid": thread, "args": args}
 
 
 def _lane(rank: RankTrace, thread: int, name: str) -> Iterator[Event]:
-    yield _fact(rank, thread, "thread_name", name=name)
-    yield _fact(rank, thread, "thread_sort_index", sort_index=thread)
+    yield _metadata(rank, thread, "thread_name", name=name)
+    yield _metadata(rank, thread, "thread_sort_index", sort_index=thread)
 
 
-def _apart(spans: Sequence[T]) -> list[list[T]]:
-    """Divide spans, which come in the order of their starts, into as few lanes without overlaps as possible."""
+def _without_overlaps(spans: Sequence[T]) -> list[list[T]]:
+    """Divides spans, which are in the order of their starts, into as few lanes without overlaps as possible."""
     lanes: list[list[T]] = []
     for span in spans:
         free = next((lane for lane in lanes if lane[-1].end <= span.start), None)
@@ -181,8 +184,9 @@ def _apart(spans: Sequence[T]) -> list[list[T]]:
     return lanes
 
 
-def _one_by_one(simulation: Simulation, place: int) -> list[BusySpan]:
-    """A rank's spans. A joined pair covers one time twice; here its F ends where its B starts, at its share of it."""
+def _sequential_spans(simulation: Simulation, place: int) -> list[BusySpan]:
+    """A rank's simulated spans without overlaps: the two actions of a joined pair, which have the same time, divide it
+    by their durations."""
     spans: list[BusySpan] = []
     for span in simulation.timeline[place]:
         if spans and spans[-1].action.joined:
@@ -194,14 +198,14 @@ def _one_by_one(simulation: Simulation, place: int) -> list[BusySpan]:
 
 
 # ---- lanes ----------------------------------------------------------------------------------------------------------
-# A trace file read again: what every rank did in one of the traced steps, lane by lane, for a page that draws it.
+# Reads a trace file: the lanes of every rank in one of the traced steps, for a page that draws them.
 #
 # lanes(Path("runs/demo/trace.json"), step=None)["ranks"][0]["lanes"]
 
 
-MOST = 1 << 26  # bytes of a file that is read
-RANKS, SLICES = 32, 200_000  # that are shown, the first ones
-_DIGITS = 18  # of a step's number
+MOST = 1 << 26  # bytes of a file that are read at most
+RANKS, SLICES = 32, 200_000  # the first ones are shown
+_MAX_DIGITS = 18  # of a step's number
 
 
 class _Event(msgspec.Struct):
@@ -221,31 +225,33 @@ class _File(msgspec.Struct):
 
 
 def lanes(path: Path, step: int | None = None) -> dict[str, Any]:
-    """Of one traced step, the last if none is named; times are microseconds from its first start. A sentence where the
-    file is none of ours."""
+    """The lanes of a traced step, by default the last; times are microseconds from its first start.
+
+    Raises UserError for a file that is not such a trace.
+    """
     file = _read(path)
     windows = _windows(file)
     if not windows:
         raise UserError(f"{path.name} has no traced step")
-    chosen = next(reversed(windows)) if step is None else step
-    if chosen not in windows:
-        raise UserError(f"step {chosen} is not traced; those that are: {', '.join(map(str, windows))}")
+    step = next(reversed(windows)) if step is None else step
+    if step not in windows:
+        raise UserError(f"step {step} is not traced; those that are: {', '.join(map(str, windows))}")
     starts = sorted(start for start, _ in windows.values())
-    first, last = windows[chosen]
-    later = next((start for start in starts if start > first), float("inf"))
+    step_start, step_end = windows[step]
+    next_start = next((start for start in starts if start > step_start), float("inf"))
     numbers = sorted({event.pid for event in file.traceEvents})
     by_rank: dict[int, list[_Event]] = {number: [] for number in numbers[:RANKS]}
     slices = 0
     for event in file.traceEvents:
-        drawn = _drawn(event, first, later)
-        slices += drawn and event.pid in by_rank
-        if event.pid in by_rank and (event.ph == "M" or (drawn and slices <= SLICES)):
+        in_step = _is_slice_of(event, step_start, next_start)
+        slices += in_step and event.pid in by_rank
+        if event.pid in by_rank and (event.ph == "M" or (in_step and slices <= SLICES)):
             by_rank[event.pid].append(event)
     view = {
         "steps": list(windows),
-        "step": chosen,
-        "microseconds": last - first,
-        "ranks": [_rank(events, number, first) for number, events in by_rank.items()],
+        "step": step,
+        "microseconds": step_end - step_start,
+        "ranks": [_rank_lanes(events, number, step_start) for number, events in by_rank.items()],
         "left_out": max(0, len(numbers) - RANKS),
         "slices_left_out": max(0, slices - SLICES),
     }
@@ -264,23 +270,23 @@ def _read(path: Path) -> _File:
 
 
 def _windows(file: _File) -> dict[int, tuple[float, float]]:
-    """By step: from the first start on any rank to the last end."""
+    """{step: (the first start on any rank, the last end)}."""
     windows: dict[int, tuple[float, float]] = {}
     for event in file.traceEvents:
         number = event.name.removeprefix("step ")
-        if event.tid == STEPS and event.ph == "X" and number.isdecimal() and len(number) <= _DIGITS:
+        if event.tid == STEPS and event.ph == "X" and number.isdecimal() and len(number) <= _MAX_DIGITS:
             start, end = windows.get(int(number), (event.ts, event.ts))
             windows[int(number)] = min(start, event.ts), max(end, event.ts + event.dur)
     return dict(sorted(windows.items()))
 
 
-def _drawn(event: _Event, first: float, later: float) -> bool:
-    """Whether it is a slice of a step that begins at `first`; the next one does `later`."""
-    return event.ph == "X" and event.tid != STEPS and first <= event.ts < later
+def _is_slice_of(event: _Event, step_start: float, next_start: float) -> bool:
+    """Whether it is a slice of the step between two starts."""
+    return event.ph == "X" and event.tid != STEPS and step_start <= event.ts < next_start
 
 
-def _rank(events: list[_Event], number: int, first: float) -> dict[str, Any]:
-    """Lanes in the viewer's order; a slice is its start, its length, its name and its category."""
+def _rank_lanes(events: list[_Event], number: int, step_start: float) -> dict[str, Any]:
+    """The lanes of a rank in the viewer's order; a slice is [start, duration, name, category]."""
     names, name, slices = dict[int, str](), f"rank {number}", defaultdict[int, list[list[Any]]](list)
     for event in events:
         if event.ph == "M" and event.name == "process_name":
@@ -289,9 +295,9 @@ def _rank(events: list[_Event], number: int, first: float) -> dict[str, Any]:
             names[event.tid] = str(event.args.get("name", ""))
         elif event.ph == "X":
             kind = event.args.get("kind", event.cat) if event.cat in ("compute", "simulated") else event.cat
-            slices[event.tid].append([round(event.ts - first, 1), round(event.dur, 1), event.name, kind])
-    made = [{"name": names.get(tid, ""), "kind": _kind(tid), "slices": slices[tid]} for tid in sorted(slices)]
-    return {"rank": number, "name": name, "lanes": made}
+            slices[event.tid].append([round(event.ts - step_start, 1), round(event.dur, 1), event.name, kind])
+    rank_lanes = [{"name": names.get(tid, ""), "kind": _kind(tid), "slices": slices[tid]} for tid in sorted(slices)]
+    return {"rank": number, "name": name, "lanes": rank_lanes}
 
 
 def _kind(thread: int) -> str:

@@ -12,10 +12,10 @@ from fivefold.schedules.schedule import Placement, Schedule
 
 
 class Wait(NamedTuple):
-    """The rank waited for others. `during` is the action that it was in, if any."""
+    """A wait of the rank for others. `during` is the action that it was in, if any."""
 
     axis: str
-    what: str  # all-reduce ... | send | receive | barrier
+    what: str  # the operation: all-reduce ... | send | receive | barrier
     start: float
     end: float
     during: Action | None = None
@@ -27,7 +27,7 @@ class Wait(NamedTuple):
 
 
 class Flight(NamedTuple):
-    """A collective or a send, from its start to its end; if the end is unknown, to the end of the wait for it."""
+    """A collective or a send; if its end is unknown, it ends with the wait for it."""
 
     axis: str
     kind: Collective
@@ -46,7 +46,7 @@ class StepWindow(NamedTuple):
 
 
 class Update(NamedTuple):
-    """Part of the optimizer's work, or of an action's: tokens on their way to experts, and back."""
+    """A part of the optimizer's work, or of an action: the dispatch of tokens to experts, or the combine."""
 
     name: str
     start: float
@@ -56,22 +56,21 @@ class Update(NamedTuple):
 @dataclass(frozen=True)
 class RankTrace:
     rank: int
-    name: str  # where it is: "dp0 pp1"
-    line: int  # which pipeline it is in: the ranks of a line hold the stages of one copy of the model
-    place: int  # along the line
+    name: str  # its coordinates: "dp0 pp1"
+    line: int  # the number of its pipeline; the ranks of a line have the stages of one replica of the model
+    place: int  # its rank in the pipeline
     steps: tuple[StepWindow, ...]
-    actions: tuple[
-        BusySpan, ...
-    ]  # compute, without the wait for its input; halves of a pair in turns, stretch by stretch
+    # Compute, without the wait for its input. An action has several spans, where the halves of a pair run alternately.
+    actions: tuple[BusySpan, ...]
     updates: tuple[Update, ...]
     waits: tuple[Wait, ...]
     flights: tuple[Flight, ...]
     parts: tuple[Update, ...] = ()  # of actions: dispatch and combine
-    untraced: float | None = None  # seconds of a step that was not traced, the median
-    clock_error: float = 0.0  # seconds by which its clock may be off rank 0's
+    untraced: float | None = None  # the median seconds of steps that were not traced
+    clock_error: float = 0.0  # the most seconds by which its clock may differ from rank 0's
 
     def on_clock(self, offset: float) -> Self:
-        """With `offset` added to all times."""
+        """The records with `offset` added to all times."""
 
         def moved(spans: Any) -> Any:
             return tuple(span._replace(start=span.start + offset, end=span.end + offset) for span in spans)
@@ -105,28 +104,28 @@ class Trace:
         return len(self.ranks[0].steps)
 
     def spans(self, line: list[RankTrace], step: int) -> list[list[BusySpan]]:
-        """What each rank of a line computed in its `step`-th traced step."""
+        """The compute of each rank of a line in its `step`-th traced step."""
         return [rank.within(rank.steps[step]) for rank in line]
 
     def run(self, line: list[RankTrace], step: int) -> StepWindow:
-        """From the first start to the last end of a line's actions: one run of the schedule."""
+        """The time from the first start to the last end of a line's actions: one run of the schedule."""
         spans = [span for rank in self.spans(line, step) for span in rank]
         return StepWindow(step, min((s.start for s in spans), default=0.0), max((s.end for s in spans), default=0.0))
 
 
 def partners(schedule: Schedule) -> dict[Action, Action]:
-    """The B of each joined F."""
+    """{F: the B that it is joined with}."""
     return {
-        action: order[at + 1] for order in schedule.ranks for at, action in enumerate(order) if action.joined
+        action: order[index + 1] for order in schedule.ranks for index, action in enumerate(order) if action.joined
     }  # fmt: skip
 
 
-Started = tuple[Kind, int, int]  # kind, stage and microbatch of an action
+ActionKey = tuple[Kind, int, int]  # kind, stage and microbatch of an action
 
 
-def land(trace: Trace) -> Trace:
-    """A send ends when its consumer starts, or earlier. The sender learns of it only when it next waits."""
-    landed: dict[int, RankTrace] = {}
+def end_sends(trace: Trace) -> Trace:
+    """The trace with each send ending at the latest when its consumer starts; the sender only knows when it waits."""
+    ranks: dict[int, RankTrace] = {}
     placement = trace.schedule.placement
     for line in trace.lines:
         starts = [
@@ -135,20 +134,26 @@ def land(trace: Trace) -> Trace:
         ]
         for rank in line:
             flights = (
-                flight._replace(end=min(flight.end, _used(flight, rank, placement, starts))) for flight in rank.flights
+                flight._replace(end=min(flight.end, _consumer_start(flight, rank, placement, starts)))
+                for flight in rank.flights
             )
-            landed[rank.rank] = replace(rank, flights=tuple(flights))
-    return replace(trace, ranks=tuple(landed[rank.rank] for rank in trace.ranks))
+            ranks[rank.rank] = replace(rank, flights=tuple(flights))
+    return replace(trace, ranks=tuple(ranks[rank.rank] for rank in trace.ranks))
 
 
-def _used(flight: Flight, rank: RankTrace, placement: Placement, starts: list[dict[Started, float]]) -> float:
-    """When the consumer of a message started; infinity where the flight is no message."""
+def _consumer_start(
+    flight: Flight, rank: RankTrace, placement: Placement, starts: list[dict[ActionKey, float]]
+) -> float:
+    """The start of the action that uses a message; infinity if the flight is not a message.
+
+    `starts`: of the actions of the pipeline, for each traced step.
+    """
     if flight.during is None or flight.during.kind not in SENDS or flight.kind != "send":
         return float("inf")
     number = next((n for n, window in enumerate(rank.steps) if window.start <= flight.start < window.end), None)
     if number is None:
         return float("inf")
     channel = placement.channel_of[flight.during[:2]]
-    place = channel.target, flight.during.microbatch
-    times = [starts[number][kind, *place] for kind in channel.compute if (kind, *place) in starts[number]]
+    keys = [(kind, channel.target, flight.during.microbatch) for kind in channel.compute]
+    times = [starts[number][key] for key in keys if key in starts[number]]
     return max(flight.start, min(times, default=float("inf")))

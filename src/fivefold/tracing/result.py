@@ -1,4 +1,4 @@
-"""The result of a trace: the file for the viewer, tables for people, JSON."""
+"""The result of a trace: tables, JSON, and the file for a trace viewer."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -14,13 +14,13 @@ from fivefold.tracing.records import Trace
 from fivefold.tracing.summary import Bubble, TracedTime, TraceSummary
 
 _PARTS = ("step", "compute", "exposed", "bubble", "optimizer", "other")
-_SHOWN = 16  # ranks that are listed one by one
+_MAX_ROWS = 16  # ranks that have a row of their own
 
 
 @dataclass(frozen=True)
 class TraceResult(Result):
     summary: TraceSummary
-    file: Path  # which a viewer opens
+    file: Path  # for a trace viewer
 
     def blocks(self) -> Iterator[Block]:
         summary, trace, total = self.summary, self.summary.trace, self.summary.total
@@ -33,10 +33,10 @@ class TraceResult(Result):
         if parts := ", ".join(f"{name} {_ms(seconds)}" for name, seconds in summary.parts.items()):
             yield Text(f"\nexperts, ms a step with waits: {parts}")
         if trace.schedule.p > 1:
-            both = summary.bubble
+            bubble = summary.bubble
             yield Text(
-                f"\nThe bubble is {both.measured:.1%} of the time of {trace.schedule.name}; the same schedule with the "
-                f"medians of these durations predicts {both.predicted:.1%}."
+                f"\nThe bubble is {bubble.measured:.1%} of the time of {trace.schedule.name}; the same schedule with "
+                f"the medians of these durations predicts {bubble.predicted:.1%}."
             )
         if summary.untraced is not None:
             yield Text(f"A step took {1e3 * total.step:.1f} ms with tracing and {1e3 * summary.untraced:.1f} without.")
@@ -45,46 +45,46 @@ class TraceResult(Result):
         yield Text(f"trace of all ranks: {self.file}; ui.perfetto.dev opens it")
 
     def _times(self) -> Table:
-        piped, total = self.summary.trace.schedule.p > 1, self.summary.total
+        has_pipeline, total = self.summary.trace.schedule.p > 1, self.summary.total
         shares = [f"{_part(total, name) / total.step:.1%}" for name in _PARTS]
 
         def cells(time: TracedTime, bubble: Bubble) -> list[str]:
-            bubbles = [f"{bubble.measured:.1%}", f"{bubble.predicted:.1%}"] if piped else []
+            bubbles = [f"{bubble.measured:.1%}", f"{bubble.predicted:.1%}"] if has_pipeline else []
             return [*(_ms(_part(time, name)) for name in _PARTS), *bubbles]
 
-        heads = (*_PARTS, "measured", "predicted") if piped else _PARTS
+        heads = (*_PARTS, "measured", "predicted") if has_pipeline else _PARTS
         return self._by_rank(heads, cells, ["share", *shares])
 
     def _traffic(self) -> Table:
-        """A column for each axis; in the end what a rank sends along it in the mean."""
-        axes, piped = self.summary.axes, self.summary.trace.schedule.p > 1
+        """A column for each axis; the last rows have the mean calls and payload of a rank."""
+        axes, has_pipeline = self.summary.axes, self.summary.trace.schedule.p > 1
         calls, payload = zip(*(sent(self.summary.trace, axis) for axis in axes), strict=True)
 
         def cells(time: TracedTime, bubble: Bubble) -> list[str]:
-            both = [f"{_ms(time.exposed.get(axis, 0.0))} / {_ms(time.hidden.get(axis, 0.0))}" for axis in axes]
-            return [*both, *([_ms(time.wait)] if piped else [])]
+            texts = [f"{_ms(time.exposed.get(axis, 0.0))} / {_ms(time.hidden.get(axis, 0.0))}" for axis in axes]
+            return [*texts, *([_ms(time.wait)] if has_pipeline else [])]
 
-        below = ["calls", *(f"{count:g}" for count in calls)], ["payload", *map(bytes_text, payload)]
-        return self._by_rank((*axes, "wait") if piped else axes, cells, *below)
+        footer = ["calls", *(f"{count:g}" for count in calls)], ["payload", *map(bytes_text, payload)]
+        return self._by_rank((*axes, "wait") if has_pipeline else axes, cells, *footer)
 
-    def _by_rank(self, heads: Sequence[str], cells: Callable[[TracedTime, Bubble], list[str]], *below: Row) -> Table:
-        """A row for each rank, their mean, and what stands below it. Ranks beyond those that are shown are counted."""
+    def _by_rank(self, heads: Sequence[str], cells: Callable[[TracedTime, Bubble], list[str]], *footer: Row) -> Table:
+        """A row for each rank, at most `_MAX_ROWS`, then their mean, then the rows of the footer."""
         summary, ranks = self.summary, self.summary.trace.ranks
         rows: list[Row] = [
             [f"{rank.rank}  {rank.name}".rstrip(), *cells(time, summary.bubble_of(rank))]
-            for rank, time in list(zip(ranks, summary.by_rank, strict=True))[:_SHOWN]
+            for rank, time in list(zip(ranks, summary.by_rank, strict=True))[:_MAX_ROWS]
         ]
-        if (more := len(ranks) - _SHOWN) > 0:
+        if (more := len(ranks) - _MAX_ROWS) > 0:
             rows.append([Cell(f"{more} more; --json has them", "dim")])
         mean = [Cell("mean", "bold"), *cells(summary.total, summary.bubble)]
-        dim = ([Cell(cell, "dim") for cell in row] for row in below)
+        dim = ([Cell(cell, "dim") for cell in row] for row in footer)
         return Table(["rank", *(f">{name}" for name in heads)], rows, totals=[mean, *dim])
 
     def to_dict(self) -> dict[str, Any]:
         return self.figures() | {"file": str(self.file)}
 
     def figures(self) -> dict[str, Any]:
-        """What the file itself holds, too."""
+        """The figures of the summary, which are also written into the trace file."""
         summary, trace = self.summary, self.summary.trace
         ranks = [
             {"rank": rank.rank, "place": rank.name} | _row(time, summary.bubble_of(rank))
@@ -105,7 +105,7 @@ class TraceResult(Result):
 
 
 class TraceFile:
-    """Takes a run's trace and writes it; `show` prints the summary, and nothing where there was no trace."""
+    """Writes a run's trace when called with it; `show` prints the summary, if there was a trace."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -129,10 +129,10 @@ def _part(time: TracedTime, name: str) -> float:
 
 
 def sent(trace: Trace, axis: str) -> tuple[float, float]:
-    """Calls and payload bytes along an axis, for a rank and a step in the mean."""
+    """(calls, payload bytes) along an axis: the mean of a rank and a step."""
     flights = [flight for rank in trace.ranks for flight in rank.flights if flight.axis == axis]
-    parts = len(trace.ranks) * trace.steps
-    return len(flights) / parts, sum(flight.payload for flight in flights) / parts
+    rank_steps = len(trace.ranks) * trace.steps
+    return len(flights) / rank_steps, sum(flight.payload for flight in flights) / rank_steps
 
 
 def _row(time: TracedTime, bubble: Bubble) -> dict[str, Any]:

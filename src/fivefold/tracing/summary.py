@@ -1,14 +1,14 @@
-"""A trace in numbers: the step of each rank, divided into parts that add up.
+"""The figures of a trace: the time of each rank's step, divided into parts that add up.
 
     compute     the rank is in F, B, I or W and does not wait for a collective
     exposed     the rank waits for a collective, by axis
     bubble      the pipeline runs and the rank has nothing to compute: the schedule's own bubble, messages and jitter
-    optimizer   the norm, the update and the handover of the weights
+    optimizer   the norm, the update and the all-gather of the weights
     other       the rest: the batch and the loop itself
 
-`hidden` communication ran while the rank computed or had nothing to compute, so it cost no time of its own. `wait` is
-the part of the bubble in which the rank waited to receive or to send a message. The predicted bubble is that of the
-same schedule on the simulator's clock, with the measured durations.
+`hidden` communication overlaps with compute or with the bubble, so it takes no time of its own. `wait` is the part of
+the bubble in which the rank waits to receive or to send a message. The predicted bubble is that of the same schedule on
+the simulator, with the measured durations.
 """
 
 from collections import defaultdict
@@ -25,10 +25,10 @@ from fivefold.schedules.actions import Action, Kind
 from fivefold.schedules.clock import BusySpan
 from fivefold.schedules.costs import Costs
 from fivefold.schedules.simulate import simulate
-from fivefold.tracing.records import Flight, RankTrace, StepWindow, Trace, Update, Wait, land, partners
+from fivefold.tracing.records import Flight, RankTrace, StepWindow, Trace, Update, Wait, end_sends, partners
 
 Timed = StepWindow | BusySpan | Update | Wait | Flight
-Moments = np.ndarray[Any, np.dtype[np.bool_]]
+Mask = np.ndarray[Any, np.dtype[np.bool_]]  # one for each interval of a step: see `_parts`
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class TracedTime:
 
 @dataclass(frozen=True)
 class Bubble:
-    """Shares of the time of a pipeline's run in which a rank, or all of them, did not compute."""
+    """The share of a pipeline's run in which a rank did not compute, or the mean over ranks."""
 
     measured: float
     predicted: float
@@ -65,14 +65,14 @@ class Bubble:
 
 class TraceSummary:
     def __init__(self, trace: Trace):
-        self.trace = land(trace)
+        self.trace = end_sends(trace)
         lines = self.trace.lines
         self.simulations = [simulate(trace.schedule, _measured_costs(self.trace, line)) for line in lines]
         self.line_of = {rank.rank: number for number, line in enumerate(lines) for rank in line}
 
     @cached_property
     def by_rank(self) -> list[TracedTime]:
-        """By rank, the mean over the traced steps."""
+        """The times of each rank, the mean over the traced steps."""
         means = []
         for rank in self.trace.ranks:
             line = self.trace.lines[self.line_of[rank.rank]]
@@ -87,8 +87,8 @@ class TraceSummary:
 
     @property
     def axes(self) -> list[str]:
-        seen = {axis for time in self.by_rank for axis in (*time.exposed, *time.hidden)}
-        return sorted(seen, key=lambda axis: (shown_order(axis), axis))
+        axes = {axis for time in self.by_rank for axis in (*time.exposed, *time.hidden)}
+        return sorted(axes, key=lambda axis: (shown_order(axis), axis))
 
     @property
     def parts(self) -> dict[str, float]:
@@ -119,71 +119,74 @@ class TraceSummary:
 
     @property
     def untraced(self) -> float | None:
-        """Seconds of a step before tracing, which show what tracing itself costs."""
-        known = [rank.untraced for rank in self.trace.ranks if rank.untraced is not None]
-        return median(known) if known else None
+        """The seconds of a step that was not traced, which show what tracing itself costs."""
+        seconds = [rank.untraced for rank in self.trace.ranks if rank.untraced is not None]
+        return median(seconds) if seconds else None
 
 
 def _measured_costs(trace: Trace, line: list[RankTrace]) -> Costs:
-    """Of all microbatches and traced steps; messages take no time. A pair takes as long as the stretches of both."""
+    """The durations of a line's actions, of all microbatches and steps, for the simulator; messages take no time.
+
+    The duration of a joined pair is the sum of all spans of its two actions.
+    """
     alone, paired = defaultdict[tuple[Kind, int], list[float]](list), defaultdict[tuple[Kind, int], list[float]](list)
     pairs, second = defaultdict[int, list[float]](list), partners(trace.schedule)
     in_pairs = {*second, *second.values()}
     for rank in line:
         for window in rank.steps:
-            took: dict[Action, float] = defaultdict(float)
+            durations: dict[Action, float] = defaultdict(float)
             for span in rank.within(window):
-                took[span.action] += span.end - span.start
-            for action, seconds in took.items():
+                durations[span.action] += span.end - span.start
+            for action, seconds in durations.items():
                 (paired if action in in_pairs else alone)[action.kind, action.stage].append(seconds)
-                if action in second and second[action] in took:
-                    pairs[action.stage].append(seconds + took[second[action]])
-    # A pass by itself hides nothing: only where there is none like it, halves of pairs stand for it.
+                if action in second and second[action] in durations:
+                    pairs[action.stage].append(seconds + durations[second[action]])
+    # Actions of pairs overlap with communication, so their durations are used only where there is no action alone.
     costs = Costs.measured(paired | alone, trace.schedule.placement.stages)
     if not pairs:
         return costs
-    either = (
+    pair_costs = (
         median(pairs[stage]) if stage in pairs else f + b
         for stage, (f, b) in enumerate(zip(costs.f, costs.b, strict=True))
     )
-    return replace(costs, pair=tuple(either))
+    return replace(costs, pair=tuple(pair_costs))
 
 
 def _parts(rank: RankTrace, window: StepWindow, pipeline: StepWindow) -> TracedTime:
-    """One step of a rank. `pipeline`: when its line ran the schedule.
+    """The times of one step of a rank. `pipeline`: the run of the schedule by its line.
 
-    The step is cut wherever anything starts or ends, so that a set of its moments is an array of booleans, a cut each.
+    The step is divided into intervals wherever any span starts or ends, so that a set of times is a mask of intervals.
     """
-    everything: list[Timed] = [window, pipeline, *rank.actions, *rank.updates, *rank.waits, *rank.flights]
-    edges = [edge for span in everything for edge in (span.start, span.end)]
+    spans: list[Timed] = [window, pipeline, *rank.actions, *rank.updates, *rank.waits, *rank.flights]
+    edges = [edge for span in spans for edge in (span.start, span.end)]
     cuts = np.unique(np.clip(edges, window.start, window.end))
     lengths = np.diff(cuts)
 
-    def during(spans: Iterable[Timed]) -> Moments:
+    def during(spans: Iterable[Timed]) -> Mask:
         mask = np.zeros(len(lengths), bool)
         for span in spans:
             first, last = np.searchsorted(cuts, (span.start, span.end))
             mask[first:last] = True
         return mask
 
-    def seconds(moments: Moments) -> float:
-        return float(lengths[moments].sum())
+    def seconds(mask: Mask) -> float:
+        return float(lengths[mask].sum())
 
-    acting, waiting = during(rank.actions), during(())
-    bubble = during([pipeline]) & ~acting
-    exposed: dict[str, Moments] = {}
+    in_action, waiting = during(rank.actions), during(())
+    bubble = during([pipeline]) & ~in_action
+    exposed: dict[str, Mask] = {}
     for axis in {wait.axis for wait in rank.waits}:
         waits = during(wait for wait in rank.waits if wait.axis == axis and not wait.message)
         exposed[axis] = waits & ~bubble & ~waiting
         waiting = waiting | waits & ~bubble
-    updating = during(rank.updates) & ~(waiting | acting | bubble)
+    updating = during(rank.updates) & ~(waiting | in_action | bubble)
     messages = bubble & during(wait for wait in rank.waits if wait.message)
     hidden = {}
     for axis in {flight.axis for flight in rank.flights}:
-        flying = during(flight for flight in rank.flights if flight.axis == axis)
-        hidden[axis] = seconds(flying & ~exposed.get(axis, during(())))
-    compute, idle, optimizer = map(seconds, (acting & ~waiting, bubble, updating))
-    waited = {axis: seconds(moments) for axis, moments in exposed.items()}
+        in_flight = during(flight for flight in rank.flights if flight.axis == axis)
+        hidden[axis] = seconds(in_flight & ~exposed.get(axis, during(())))
+    compute, idle, optimizer = map(seconds, (in_action & ~waiting, bubble, updating))
+    exposed_seconds = {axis: seconds(mask) for axis, mask in exposed.items()}
     total = window.end - window.start
-    other = total - (compute + idle + optimizer + sum(waited.values()))
-    return TracedTime(total, compute, idle, optimizer, other, seconds(messages), exposed=waited, hidden=hidden)
+    other = total - (compute + idle + optimizer + sum(exposed_seconds.values()))
+    return TracedTime(total, compute, idle, optimizer, other, seconds(messages), exposed=exposed_seconds, hidden=hidden)

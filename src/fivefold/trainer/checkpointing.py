@@ -1,4 +1,4 @@
-"""A trainer and its checkpoints: which one it resumes, and when it saves, on disk and in memory."""
+"""A trainer's checkpoints: which one it resumes from, and when it saves, on disk and in memory."""
 
 import math
 import time
@@ -9,7 +9,7 @@ import msgspec
 
 from fivefold.checkpoint.find import find
 from fivefold.checkpoint.load import Say, damage, load, newest, set_aside
-from fivefold.checkpoint.memory import Began, Candidate, abandoned, begin, starts
+from fivefold.checkpoint.memory import Candidate, RunStart, abandoned, begin, starts
 from fivefold.checkpoint.memory_load import MemoryCheckpointer
 from fivefold.checkpoint.save import Saver
 from fivefold.checkpoint.shards import Shard, saveable_tensors, stored_buffers, written
@@ -20,11 +20,11 @@ from fivefold.support.places import Place, place_of
 from fivefold.trainer.loop import Trainer
 from fivefold.trainer.resuming import misfits
 
-_LONG = 1.0  # seconds of waiting that are worth a word
+_LONG_WAIT = 1.0  # seconds; a longer wait for the disk is reported
 
 
-def _found(named: str, rank: int) -> tuple[str, list[str]]:
-    """On rank 0: where the weights lie that a job names, or why that cannot be told."""
+def _find_weights(named: str, rank: int) -> tuple[str, list[str]]:
+    """(path of the weights that a job names, problems), on rank 0; ("", []) on others."""
     try:
         return (str(find(named).path) if rank == 0 else ""), []
     except UserError as error:
@@ -32,8 +32,11 @@ def _found(named: str, rank: int) -> tuple[str, list[str]]:
 
 
 class Checkpoints:
-    """Saves the trainer's state. After a save that failed the run goes on, and the next one that is due is another try;
-    if the last one fails, so does the run."""
+    """Saves and restores the trainer's state.
+
+    After a failed save the run goes on, and the next one that is due tries again; if the last one fails, so does the
+    run. `say` prints a note.
+    """
 
     def __init__(self, store: Store, control: Control, trainer: Trainer, say: Say):
         self.store, self.control, self.trainer, self.say = store, control, trainer, say
@@ -41,136 +44,143 @@ class Checkpoints:
         self.shapes = {parameter.name: parameter.shape for parameter in trainer.job.model.parameters()}
         self.data = trainer.sources.fingerprint
         self.saved = 0  # the last step of which a save was begun, or that was loaded
-        self.told = False  # that steps wait for the disk
+        self.wait_reported = False  # that steps wait for the disk: reported once
         self.memory = MemoryCheckpointer(control, say)
-        self.starts: list[Began] = []  # of the run, before this one
-        self.began, self.seconds = "", 0.0  # which checkpoint was loaded, and how long that took
-        self.weights = ""  # whose weights a new run was begun with
-        self.start, self.read = 0.0, 0.0  # of these seconds, until masters and states were in place
+        self.starts: list[RunStart] = []  # earlier starts of the run
+        self.resumed_from = ""  # a text: the checkpoint that was loaded
+        self.initial_weights = ""  # a text: the checkpoint of another run whose weights this one began with
+        self.restore_start = 0.0  # time.monotonic()
+        self.restore_seconds = 0.0
+        self.read_seconds = 0.0  # of those, until masters and states were in place
 
     def restore(self) -> Checkpoint | None:
-        """Collective: the trainer as the newest good checkpoint has it, in memory or on disk, if there is one."""
-        self.start, wanted = time.monotonic(), bool(self.trainer.job.checkpoint.memory_every)
+        """Loads the newest undamaged checkpoint, in memory or on disk, if there is one. Collective."""
+        self.restore_start = time.monotonic()
         run = self.store.directory.parent
-        self.memory.enter(self.trainer.mesh, run, wanted)
+        self.memory.enter(self.trainer.mesh, run, bool(self.trainer.job.checkpoint.memory_every))
         self.starts = self._starts(run) if self.control.rank == 0 and self.memory.nodes is not None else []
-        candidates = self.memory.find(self._counts)
-        disk: int | None = self.control.broadcast_value(self._on_disk() if candidates else None, int | None)
-        checkpoint = self._from_memory([candidate for candidate in candidates if candidate.step >= (disk or 0)], disk)
-        if checkpoint is None:
-            checkpoint = self._from_disk([candidate for candidate in candidates if candidate.step < (disk or 0)], disk)
+        candidates = self.memory.find(self._is_current)
+        disk_step: int | None = self.control.broadcast_value(self._step_on_disk() if candidates else None, int | None)
+        newer = [candidate for candidate in candidates if candidate.step >= (disk_step or 0)]
+        older = [candidate for candidate in candidates if candidate.step < (disk_step or 0)]
+        checkpoint = self._from_memory(newer, disk_step) or self._from_disk(older, disk_step)
         if checkpoint is None and self.trainer.job.run.weights:
-            self._from_others(self.trainer.job.run.weights)
+            self._load_initial_weights(self.trainer.job.run.weights)
         if self.control.rank == 0 and self.memory.nodes is not None:
             begin(run, self.starts, self.memory.nodes.start, checkpoint.manifest.step if checkpoint else 0)
-        self.seconds = time.monotonic() - self.start
+        self.restore_seconds = time.monotonic() - self.restore_start
         return checkpoint
 
-    def _starts(self, run: Place) -> list[Began]:
-        """Where those before are not known, no snapshot that there is can be told to be of this run as it went on."""
+    def _starts(self, run: Place) -> list[RunStart]:
+        """Earlier starts of the run. Where they cannot be read, none of the snapshots in memory counts as current."""
         try:
             return starts(run)
         except Damaged as error:
             self.say(f"{error}; snapshots in memory are left alone, and the newest checkpoint on disk is taken")
             assert self.memory.nodes is not None
-            return [Began(self.memory.nodes.start, -1)]
+            return [RunStart(self.memory.nodes.start, -1)]
 
-    def _from_memory(self, candidates: list[Candidate], disk: int | None) -> Checkpoint | None:
-        kept = self.memory.load(candidates, self._wanted)
-        if kept is None:
+    def _from_memory(self, candidates: list[Candidate], disk_step: int | None) -> Checkpoint | None:
+        loaded = self.memory.load(candidates, self._shards_to_load)
+        if loaded is None:
             return None
-        candidate, checkpoint = kept
-        has = "disk has none" if disk is None else f"disk has step {disk}"
-        self.began = f"memory, after step {candidate.step} ({'; '.join(filter(None, (candidate.said, has)))})"
-        self._begin(checkpoint)
+        candidate, checkpoint = loaded
+        on_disk = "disk has none" if disk_step is None else f"disk has step {disk_step}"
+        details = "; ".join(filter(None, (candidate.availability, on_disk)))
+        self.resumed_from = f"memory, after step {candidate.step} ({details})"
+        self._restore_progress(checkpoint)
         return checkpoint
 
-    def _from_disk(self, memory: list[Candidate], disk: int | None) -> Checkpoint | None:
-        """What else memory has is older than the newest there, and counts if that one is damaged."""
+    def _from_disk(self, older: list[Candidate], disk_step: int | None) -> Checkpoint | None:
+        """`older`: snapshots in memory of steps before `disk_step`, which count if the checkpoint of it is damaged."""
         checkpoint, refusal = None, None
         try:
-            checkpoint = newest(self.store, self.control, self.say, self._stands)
+            checkpoint = newest(self.store, self.control, self.say, self._not_undone)
         except UserError as error:
             refusal = error
         last = checkpoint.manifest.step if checkpoint else -1
-        if before := self._from_memory([candidate for candidate in memory if candidate.step > last], disk):
-            return before
+        in_memory = self._from_memory([candidate for candidate in older if candidate.step > last], disk_step)
+        if in_memory is not None:
+            return in_memory
         if refusal:
             raise refusal
         if checkpoint is not None:
-            self.began = f"{checkpoint.path}, after step {checkpoint.manifest.step}"
-            self._take(checkpoint)
+            self.resumed_from = f"{checkpoint.path}, after step {checkpoint.manifest.step}"
+            self._load(checkpoint)
         return checkpoint
 
-    def _from_others(self, named: str) -> None:
-        """The weights of another run, with nothing else of it: this one is at its first step."""
-        path, problems = self.control.broadcast_value(_found(named, self.control.rank), tuple[str, list[str]])
+    def _load_initial_weights(self, named: str) -> None:
+        """Loads the weights of another run, and nothing else of it: this run is at its first step."""
+        path, problems = self.control.broadcast_value(_find_weights(named, self.control.rank), tuple[str, list[str]])
         engine, weights = self.trainer.engine, Checkpoint(place_of(path)) if path else None
         if weights is None or (problems := damage(weights, self.control) or misfits(weights, self.trainer.job)):
             raise UserError(problems if self.control.rank == 0 else [])
         load(weights, saveable_tensors(engine.weights, self.shapes, None, stored_buffers(engine.buffers, weights)))
         engine.optimizer.restore(0)
-        self.weights = f"{weights.path}, after step {weights.manifest.step}"
+        self.initial_weights = f"{weights.path}, after step {weights.manifest.step}"
 
-    def _on_disk(self, most: float = math.inf) -> int | None:
-        """The newest step there up to `most`, by its name."""
+    def _step_on_disk(self, last: float = math.inf) -> int | None:
+        """The step of the newest checkpoint on disk up to step `last`, by its name; its files are not checked."""
         with suppress(OSError):
-            earlier = (checkpoint for checkpoint in self.store.complete() if checkpoint.step <= most)
-            return next((checkpoint.step for checkpoint in earlier if self._stands(checkpoint)), None)
+            earlier = (checkpoint for checkpoint in self.store.complete() if checkpoint.step <= last)
+            return next((checkpoint.step for checkpoint in earlier if self._not_undone(checkpoint)), None)
         return None
 
-    def _stands(self, checkpoint: Checkpoint) -> bool:
-        """Whether no rollback has undone it; what cannot be read is for the load to say."""
+    def _not_undone(self, checkpoint: Checkpoint) -> bool:
+        """Whether no rollback has undone the checkpoint. True if it cannot be read: its load then raises the error."""
         with suppress(UserError):
             return not self.trainer.policy.decisions.undone(checkpoint.manifest.samples)
         return True
 
-    def _counts(self, candidate: Candidate) -> bool:
-        """On rank 0: whether a snapshot is of this run as it went on, by rollbacks and by later starts."""
+    def _is_current(self, candidate: Candidate) -> bool:
+        """On rank 0: whether neither a rollback nor a later start has undone the steps of a snapshot."""
         undone = self.trainer.policy.decisions.undone(candidate.samples)
         return not (undone or abandoned(candidate.name, candidate.step, self.starts))
 
-    def _wanted(self, checkpoint: Checkpoint) -> dict[str, Shard]:
-        """What this rank fills from a checkpoint, which must be of its model."""
+    def _shards_to_load(self, checkpoint: Checkpoint) -> dict[str, Shard]:
+        """The tensors of this rank that a checkpoint has, which must be of the job's model."""
         engine, job = self.trainer.engine, self.trainer.job
         if problems := misfits(checkpoint, job):
-            raise UserError(problems if self.control.rank == 0 else [])  # all ranks have found them, and one says so
+            raise UserError(problems if self.control.rank == 0 else [])  # all ranks have them, and rank 0 prints them
         same = checkpoint.manifest.states_of == job.optimizer.name  # another optimizer's states are of no use
         buffers = stored_buffers(engine.buffers, checkpoint)
         return saveable_tensors(engine.weights, self.shapes, engine.optimizer if same else None, buffers)
 
-    def _take(self, checkpoint: Checkpoint) -> None:
-        """The trainer as a checkpoint has it."""
-        pieces = self._wanted(checkpoint)
-        if not self.memory.take(checkpoint, pieces):
-            load(checkpoint, pieces)
+    def _load(self, checkpoint: Checkpoint) -> None:
+        """Loads the trainer's state from a checkpoint, in memory or on disk."""
+        shards = self._shards_to_load(checkpoint)
+        if not self.memory.take(checkpoint, shards):
+            load(checkpoint, shards)
             self.saved = checkpoint.manifest.step
-        self._begin(checkpoint)
+        self._restore_progress(checkpoint)
 
-    def _begin(self, checkpoint: Checkpoint) -> None:
-        """Its tensors are loaded."""
-        self.read, manifest = time.monotonic() - self.start, checkpoint.manifest
+    def _restore_progress(self, checkpoint: Checkpoint) -> None:
+        """Sets everything but tensors as the checkpoint has it: steps, samples, updates, the spike watcher's state."""
+        self.read_seconds, manifest = time.monotonic() - self.restore_start, checkpoint.manifest
         self.trainer.engine.optimizer.restore(manifest.updates)
         self.trainer.policy.restore(manifest.watched, checkpoint.path)
         self.trainer.done, self.trainer.samples = manifest.step, manifest.samples
 
-    def before(self, step: int) -> Checkpoint | None:
-        """Collective: the newest good checkpoint of a step up to this one, if there is any."""
+    def newest_until(self, step: int) -> Checkpoint | None:
+        """The newest undamaged checkpoint of a step up to this one, if there is any. Collective."""
         self.finish()
         self.memory.finish()
-        candidates = self.memory.find(lambda candidate: candidate.step <= step and self._counts(candidate))
-        disk = self.control.broadcast_value(self._on_disk(step) if candidates else None, int | None)
-        if checkpoint := self.memory.sound([candidate for candidate in candidates if candidate.step >= (disk or 0)]):
+        candidates = self.memory.find(lambda candidate: candidate.step <= step and self._is_current(candidate))
+        disk_step = self.control.broadcast_value(self._step_on_disk(step) if candidates else None, int | None)
+        newer = [candidate for candidate in candidates if candidate.step >= (disk_step or 0)]
+        if checkpoint := self.memory.sound(newer):
             return checkpoint
-        return newest(
-            self.store, self.control, self.say, lambda checkpoint: checkpoint.step <= step and self._stands(checkpoint)
-        )
+
+        def usable(checkpoint: Checkpoint) -> bool:
+            return checkpoint.step <= step and self._not_undone(checkpoint)
+
+        return newest(self.store, self.control, self.say, usable)
 
     def go_back(self, checkpoint: Checkpoint) -> None:
-        """Collective, in mid-run: the trainer as it was then. Checkpoints of later steps are deleted."""
-        self._take(checkpoint)
+        """Rolls the trainer back to a checkpoint, and deletes those of later steps. Collective."""
+        self._load(checkpoint)
         self.saved = min(self.saved, checkpoint.step)  # steps that come again are saved again
-        self.control.all_gather_values(True, bool)  # all have read it
+        self.control.all_gather_values(True, bool)  # a barrier: all ranks have read it
         self.memory.forget(after=checkpoint.step)
         if self.control.rank == 0:
             try:
@@ -179,83 +189,87 @@ class Checkpoints:
                 self.say(f"checkpoints after step {checkpoint.step} cannot be deleted: {error.strerror}")
 
     def prepare(self) -> None:
-        """Before the first step: do what can be done by then."""
+        """Allocates what the first save needs, before the first step."""
         config = self.trainer.job.checkpoint
         if config.save and config.every:
-            self.saver.staging.prepare(self.pieces())
+            self.saver.staging.prepare(self.shards())
 
-    def after(self, step: int, must: bool) -> None:
-        """A step is done. `must` says that it is the last one of this start."""
+    def after(self, step: int, last: bool) -> None:
+        """Saves after a step what is due; after the `last` step of this start always, and waits for it."""
         config = self.trainer.job.checkpoint
         if self.saver.ended:
             self.finish()
-        if config.memory_every and step % config.memory_every == 0 and not must:
-            self.remember(step)
-        if config.save and step != self.saved and (must or (config.every and step % config.every == 0)):
-            self.finish() if must else self._finish_last(step)
+        if config.memory_every and step % config.memory_every == 0 and not last:
+            self.save_to_memory(step)
+        if config.save and step != self.saved and (last or (config.every and step % config.every == 0)):
+            if last:
+                self.finish()
+            else:
+                self._finish_timed(step)
             self.save(step)
-        if must:
+        if last:
             self.ensure()
-            if config.save or step == self.trainer.job.train.steps:  # what disk has needs no other copy
+            if config.save or step == self.trainer.job.train.steps:  # the checkpoint on disk is newer
                 self.memory.forget()
 
     def end(self) -> None:
-        """The run ends with an error that all ranks have: wait for what is under way, and tell of it."""
-        self.finish(then="")
+        """Waits for saves under way, before the run ends with an error that all ranks have."""
+        self.finish(consequence="")
         self.memory.finish()
 
     def close(self) -> None:
-        """This rank takes part no more."""
+        """Leaves the exchange of snapshots in memory."""
         self.memory.close()
 
-    def finish(self, then: str = "; training continues, and the next checkpoint tries again") -> None:
-        """Wait for the save under way, if there is one, and tell if it was not written, and what happens then."""
+    def finish(self, consequence: str = "; training continues, and the next checkpoint tries again") -> None:
+        """Waits for the save under way, if there is one; prints its problem with the `consequence`, if it failed."""
         if problem := self.saver.finish():
-            self.say(f"{problem}{then}")
+            self.say(f"{problem}{consequence}")
 
     def ensure(self) -> None:
-        """Wait for the save under way, if there is one; TrainingError if it was not written."""
+        """Waits for the save under way, if there is one; raises TrainingError if it failed."""
         if problem := self.saver.finish():
             raise TrainingError(problem)
 
     def quarantine(self, first: int) -> None:
-        """Set aside the checkpoints of step `first` and after: a watcher has found that they may be damaged."""
+        """Sets aside the checkpoints of step `first` and after, which may be damaged."""
         self.memory.forget(after=first - 1)
-        with suppress(OSError):  # what was found says more
+        with suppress(OSError):  # the error that the run ends with matters more
             for checkpoint in self.store.complete() if self.control.rank == 0 else ():
                 if checkpoint.step >= first:
                     aside = set_aside(self.store, checkpoint.path, "suspect")
                     self.say(f"{checkpoint.path.name} may be damaged, and {aside}")
 
-    def _finish_last(self, step: int) -> None:
-        """Finish the save before this one. The first time that steps wait for it, a note says how to avoid that."""
-        last, start = self.saver.saving, time.monotonic()
+    def _finish_timed(self, step: int) -> None:
+        """Waits for the previous save. The first time that this takes long, a note says how to avoid it."""
+        previous, start = self.saver.saving, time.monotonic()
         self.finish()
         waited = time.monotonic() - start
-        if last is None or waited < _LONG or self.told:
+        if previous is None or waited < _LONG_WAIT or self.wait_reported:
             return
-        self.told = True
-        steps, every = start - last.begun, self.trainer.job.checkpoint.every
+        self.wait_reported = True
+        write_seconds, every = start - previous.begun + waited, self.trainer.job.checkpoint.every
         where = "the disk" if isinstance(self.store.directory, Path) else self.store.directory
+        enough = math.ceil(every * write_seconds / (write_seconds - waited))
         self.say(
-            f"step {step} waited {waited:.1f} s for {where}: the checkpoint before took {steps + waited:.1f} s to "
-            f"write; with checkpoint.every={math.ceil(every * (steps + waited) / steps)} steps would not wait"
+            f"step {step} waited {waited:.1f} s for {where}: the checkpoint before took {write_seconds:.1f} s to "
+            f"write; with checkpoint.every={enough} steps would not wait"
         )
 
     def save(self, step: int) -> None:
-        """Collective. Returns when the snapshot is taken, or under way."""
+        """Starts a save to disk. Returns when the snapshot is taken, or under way. Collective."""
         self.trainer.corruption.before_save(step)
         self.saved = step
         engine = self.trainer.engine
-        engine.snapshot_copied = self.saver.start(self.pieces(), self.manifest(step), engine.snapshot_copied)
+        engine.snapshot_copied = self.saver.start(self.shards(), self.manifest(step), engine.snapshot_copied)
 
-    def remember(self, step: int) -> None:
-        """Collective. The same, into memory that outlives ranks."""
+    def save_to_memory(self, step: int) -> None:
+        """Starts a save to host memory that outlives the ranks. Collective."""
         engine = self.trainer.engine
-        engine.snapshot_copied = self.memory.start(self.pieces(), self.manifest(step), engine.snapshot_copied)
+        engine.snapshot_copied = self.memory.start(self.shards(), self.manifest(step), engine.snapshot_copied)
 
-    def pieces(self) -> dict[str, Shard]:
-        """What this rank writes."""
+    def shards(self) -> dict[str, Shard]:
+        """The shards that this rank writes, by key."""
         engine = self.trainer.engine
         return written(engine.weights, self.shapes, engine.optimizer, engine.buffers)
 

@@ -1,8 +1,8 @@
-"""Between damaged data and the weights.
+"""Protects the weights from damaged data.
 
 Every rank reads its batches through the guard. Where the data is too large to be hashed before the start, the ranks of
-each node share its files and hash them during training. What one rank finds, all learn from the step's sum
-of stop flags: that step changes no weights, and all ranks end with the same sentence.
+each node divide its files and hash them during training. What one rank finds reaches all by the step's sum of stop
+flags: that step changes no weights, and all ranks end with the same error.
 """
 
 import platform
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from fivefold.trainer.checkpointing import Checkpoints
 
 STOP_FOR_DATA = float(1 << 20)  # added to the step's sum of stop flags; larger than all ranks' other flags together
-_NAMED = 6  # steps
-_BLOCK = 1 << 16  # samples looked at at a time
+_MAX_LISTED = 6  # steps in a sentence
+_BLOCK = 1 << 16  # samples that are processed at a time
 
 
 class BadData(TrainingError):
-    """Data that is not what was prepared, or cannot be read."""
+    """Data is damaged or cannot be read."""
 
     code = 2  # bad input: a restart would find it again
 
@@ -42,15 +42,17 @@ class BadData(TrainingError):
 class DataGuard:
     def __init__(self, job: Job, sources: Splits):
         self.job, self.sources = job, sources
-        self.unread: list[Finding] = []  # what this rank could not read
+        self.unread: list[Finding] = []  # data that this rank could not read
         self.control: Control | None = None
         self.say: Callable[[str], None] = lambda _: None
         self.checkers: dict[int, Checker] = {}  # by the number of the store
         self.done = self.samples = 0  # at this start
 
     def watch(self, control: Control, say: Callable[[str], None]) -> None:
-        """Collective: what ranks find, they tell each other over `control`, which must be the guard's own; and this
-        rank gets its share of files."""
+        """Divides the files over the ranks of each node. Collective.
+
+        `control`, by which ranks exchange what they find, must be the guard's own.
+        """
         self.control, self.say = control, say
         hosts = control.all_gather_values(platform.node(), str)
         here = [rank for rank, host in enumerate(hosts) if host == hosts[control.rank]]
@@ -62,13 +64,13 @@ class DataGuard:
         }
 
     def begin(self, done: int, samples: int) -> None:
-        """Steps and samples of earlier starts."""
+        """Starts to hash; `done` and `samples` are those of earlier starts."""
         self.done, self.samples = done, samples
         for checker in self.checkers.values():
             checker.start()
 
     def moved(self, done: int, samples: int) -> None:
-        """A rollback: steps and samples no longer go together as before."""
+        """Notes the steps and samples after a rollback, with which steps no longer follow from samples."""
         self.done, self.samples = done, samples
 
     def close(self) -> None:
@@ -76,8 +78,8 @@ class DataGuard:
             checker.close()
 
     def read(self, row: TokenRow, samples: Sequence[int], parts: int = 1, number: int = 0) -> DpShare:
-        """Share `number` of a global batch; one without loss in place of what cannot be read, for the ranks to meet in
-        all collectives."""
+        """Share `number` of a global batch. If it cannot be read, a batch without loss, so that this rank takes part in
+        all collectives of the step."""
         data = self.job.data
         try:
             return read_share(row, data.seq, data.seed, samples, self.job.model.vocab, parts, number)
@@ -97,7 +99,7 @@ class DataGuard:
         return STOP_FOR_DATA if self.findings else 0.0
 
     def finish(self) -> None:
-        """Check what the steps have read, also those of earlier starts, and nobody has hashed by now."""
+        """Hashes the data that steps have read, also those of earlier starts, and that is not hashed yet."""
         checkers = self.checkers.values()
         self.close()
         if not all(checker.done for checker in checkers):
@@ -118,9 +120,9 @@ class DataGuard:
             heartbeat.beat()
 
     def agree(self, done: int, samples: int, checkpointing: "Checkpoints | None" = None, sure: bool = False) -> None:
-        """Collective: end all ranks if one of them has found something, after `done` steps and `samples` samples.
+        """Raises BadData on all ranks if one of them has found damage, after `done` steps and `samples` samples.
 
-        Where no step has read what is damaged, the state is saved first. `sure`: one has found something.
+        If no step has read the damaged data, the state is saved first. `sure`: it is known that one has. Collective.
         """
         size = self.control.size if self.control else 1
         by_rank = self.control.all_gather_values(self.findings, list[Finding]) if self.control else [self.findings]
@@ -132,11 +134,11 @@ class DataGuard:
             clean = clean and not used
             sentences.setdefault(finding.sentence + self._consequence(finding, used, samples), rank)
         if clean and done and checkpointing is not None:
-            with suppress(TrainingError):  # that of the data says more
-                checkpointing.after(done, must=True)
-        said = [text + (f" (rank {rank} found it)" if size > 1 else "") for text, rank in sentences.items()]
-        told = "; ".join(said) or "another rank cannot read its data"
-        raise BadData(f"after step {done}: {told}; {MEND}")
+            with suppress(TrainingError):  # the error of the data matters more
+                checkpointing.after(done, last=True)
+        messages = [text + (f" (rank {rank} found it)" if size > 1 else "") for text, rank in sentences.items()]
+        message = "; ".join(messages) or "another rank cannot read its data"
+        raise BadData(f"after step {done}: {message}; {MEND}")
 
     def _used(self, finding: Finding, done: int, samples: int) -> list[int]:
         """The steps that have read the damaged bytes."""
@@ -144,8 +146,8 @@ class DataGuard:
 
     def _consequence(self, finding: Finding, used: list[int], samples: int) -> str:
         if used:
-            more = f" and {len(used) - _NAMED} more" if len(used) > _NAMED else ""
-            steps = f"step{'s' if len(used) > 1 else ''} {', '.join(map(str, used[:_NAMED]))}{more}"
+            more = f" and {len(used) - _MAX_LISTED} more" if len(used) > _MAX_LISTED else ""
+            steps = f"step{'s' if len(used) > 1 else ''} {', '.join(map(str, used[:_MAX_LISTED]))}{more}"
             return f"; {steps} read it: go back to a checkpoint before step {used[0]}"
         later = [sample for sample in self._readers(finding, samples) if sample >= samples]
         return f"; no step has read it, and step {self._step(min(later))} would be the first" if later else ""

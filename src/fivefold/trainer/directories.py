@@ -1,11 +1,11 @@
-"""The directory of a run: NAME, NAME-2, NAME-3 ... below run.dir; which runs have trained in it, and who does now.
+"""The directory of a run: NAME, NAME-2, NAME-3 ... below run.dir; which runs have trained in it, and which does now.
 
-A launcher that starts a run again (our own, torchrun, a requeued Slurm job) does so with the same words. Such a start
-goes on in the directory that knows the run, and in no other, also where --fresh made it and where another run of the
-same name came later. A command by hand takes the newest that has a checkpoint; if that refuses its job, the one that
-has trained this very job.
+A launcher that restarts a run (our own, torchrun, a requeued Slurm job) uses the same command line. Such a restart
+continues in the directory that lists the run, and in no other, even if --fresh made it or another run of the same name
+came later. A start by hand takes the newest directory that has a checkpoint; if that is of another job, the newest one
+that has trained this very job.
 
-With checkpoint.url, what outlives a machine lies there: the checkpoints, and which runs have trained. The directory may
+With checkpoint.url, the checkpoints and the list of runs are there, so that they outlive the machine. The directory may
 then be another one on every machine, and new with every start.
 """
 
@@ -32,15 +32,15 @@ from fivefold.support.text import whole_number
 
 JOB = "job.toml"
 OWNERS = "runs.json"
-_MOST = 64  # runs that a directory remembers: the last ones
-_CLAIMS: list[Regular] = []  # open as long as this process lives
+_MAX_OWNERS = 64  # the last runs that a directory lists
+_CLAIMS: list[Regular] = []  # locked files, open until this process ends
 
 
 class Owners(msgspec.Struct, frozen=True):
     """The runs that have trained in a directory, the last one last."""
 
     runs: list[str]
-    seal: str  # sha256 of them: a damaged name would be that of another run
+    seal: str  # their sha256: a damaged name could be that of another run
 
     @classmethod
     def of(cls, runs: list[str]) -> "Owners":
@@ -48,62 +48,66 @@ class Owners(msgspec.Struct, frozen=True):
 
 
 def identities(job: Job, env: Mapping[str, str] = os.environ) -> dict[str, bool]:
-    """What this run is called by each of its launchers, and whether that one has started it before.
+    """{the name that a launcher gives this run: whether that launcher restarts it}.
 
-    A name has the job in it, without what does not change its numbers: one Slurm job may run several commands, and
-    torchrun calls every run "none" that --rdzv-id does not name. torchrun does not count a start for other members as
-    one, so an elastic run is one that has started before wherever its name is known.
+    A name includes a digest of the job: one Slurm job may run several commands, and torchrun calls every run "none"
+    that --rdzv-id does not name. torchrun does not count a start with other members as a restart, so an elastic run
+    always counts as restarted.
     """
-    short = _digest(job)
+    digest = _job_digest(job)
     step = f"{env.get('SLURM_CLUSTER_NAME', '')} {env.get('SLURM_JOB_ID')}.{env.get('SLURM_STEP_ID', 'batch')}"
     names = {f"torchrun {env.get(RUN)}": RESTARTS} if RUN in env else {}
     names |= {f"slurm {step}": REQUEUES} if "SLURM_JOB_ID" in env else {}
     elastic = PLANNED in env and env.get(RUN) != "none"
-    return {f"{name} {short}": elastic or bool(whole_number(env.get(count, "0"))) for name, count in names.items()}
+    return {f"{name} {digest}": elastic or bool(whole_number(env.get(count, "0"))) for name, count in names.items()}
 
 
-def _digest(job: Job) -> str:
-    """Of what differs from defaults: a release with one more setting knows the runs of the one before."""
-    what = {key: _given(getattr(job, key)) for key in ("model", "data", "optimizer", "train", "run")}
-    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+def _job_digest(job: Job) -> str:
+    """A digest of settings that are not defaults, so that a release with one more setting has the same digests."""
+    settings = {key: _changed_settings(getattr(job, key)) for key in ("model", "data", "optimizer", "train", "run")}
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _given(section: msgspec.Struct) -> dict[str, object]:
+def _changed_settings(section: msgspec.Struct) -> dict[str, object]:
+    """The settings of a section of the job that are not defaults."""
     fields = msgspec.structs.fields(section)
-    usual = {field.encode_name for field in fields if getattr(section, field.name) == field.default}
-    return {key: value for key, value in msgspec.to_builtins(section).items() if key not in usual}
+    unchanged = {field.encode_name for field in fields if getattr(section, field.name) == field.default}
+    return {key: value for key, value in msgspec.to_builtins(section).items() if key not in unchanged}
 
 
 def run_directory(job: Job, fresh: bool, env: Mapping[str, str] = os.environ) -> Path:
-    """That of this run, signed."""
+    """The directory that this run trains in, with this run on its list."""
     return entered(job, chosen(job, fresh, env), env)
 
 
 def chosen(job: Job, fresh: bool, env: Mapping[str, str] = os.environ) -> Path | None:
-    """That of this run, if it is started again; else the newest of its name, if that has checkpoints to resume from and
-    a `fresh` one is not asked for; else none: a new one is to be made. What an earlier run left is never deleted.
+    """The directory of a restarted run; otherwise the newest of its name, if that has checkpoints and not `fresh`.
 
-    A run that is started again and that no directory knows has ended before it had one: it takes the newest of the same
-    job only, not that of another."""
-    names, directories = identities(job, env), _existing(job)
-    again = [run for run, before in names.items() if before]
-    if again:
-        known = {directory: owners(home(job, directory)) for directory in reversed(directories)}
-        for directory, runs in known.items():
-            if runs and set(runs) & set(again):
+    None: a new one is to be made. What an earlier run left is never deleted. A restarted run that no directory lists
+    has ended before it had one: it takes the newest of the same job only.
+    """
+    directories = _existing(job)
+    restarted = [name for name, restarts in identities(job, env).items() if restarts]
+    if restarted:
+        runs_by_directory = {directory: owners(home(job, directory)) for directory in reversed(directories)}
+        for directory, runs in runs_by_directory.items():
+            if runs and set(runs) & set(restarted):
                 return directory
-        if damaged := [str(home(job, directory) / OWNERS) for directory, runs in known.items() if runs is None]:
+        damaged = [str(home(job, directory) / OWNERS) for directory, runs in runs_by_directory.items() if runs is None]
+        if damaged:
             raise UserError(
                 f"this run is started again, and which directory is its own cannot be told: {', '.join(damaged)} "
                 "cannot be read; start it by hand, with another run.name or --fresh, or delete that file"
             )
-    candidates = [directory for directory in directories if not again or _has_trained(job, directory)]
+    candidates = [directory for directory in directories if not restarted or _has_trained(job, directory)]
     return candidates[-1] if candidates and not fresh and complete(job, candidates[-1]) else None
 
 
 def earlier(job: Job, refused: Path, env: Mapping[str, str] = os.environ) -> Path | None:
-    """Where a command by hand goes on if the newest of its name refuses it: the next newest that has trained this very
-    job and has a checkpoint. A run that is started again has its own directory, and takes no other."""
+    """The newest directory but `refused` that has trained this very job and has a checkpoint, for a start by hand.
+
+    None for a restarted run: it has its own directory, and takes no other.
+    """
     if any(identities(job, env).values()):
         return None
     others = [directory for directory in reversed(_existing(job)) if directory != refused]
@@ -111,13 +115,13 @@ def earlier(job: Job, refused: Path, env: Mapping[str, str] = os.environ) -> Pat
 
 
 def _has_trained(job: Job, directory: Path) -> bool:
-    """This very job, whoever launched it."""
-    return _same(job) in (owners(home(job, directory)) or [])
+    """Whether this very job has trained there, whoever launched it."""
+    return _job_name(job) in (owners(home(job, directory)) or [])
 
 
 def entered(job: Job, directory: Path | None, env: Mapping[str, str] = os.environ) -> Path:
-    """The directory, or a new one, with this run among those that have trained in it."""
-    names = [*identities(job, env), _same(job)]
+    """The directory, or a new one if None, after adding this run to its list."""
+    names = [*identities(job, env), _job_name(job)]
     if directory is None:
         return _new(job, len(_existing(job)) + 1, names)
     with suppress(OSError):  # with checkpoint.url, this machine may see it for the first time
@@ -131,13 +135,13 @@ def trained(job: Job, directory: Path, env: Mapping[str, str] = os.environ) -> b
     return bool(set(owners(home(job, directory)) or []) & set(identities(job, env)))
 
 
-def _same(job: Job) -> str:
-    """The name of a run that no launcher names."""
-    return f"job {_digest(job)}"
+def _job_name(job: Job) -> str:
+    """The name by which a directory lists a job, whoever launches it."""
+    return f"job {_job_digest(job)}"
 
 
 def home(job: Job, directory: Path) -> Place:
-    """Where what outlives a machine lies: the run's directory, or its namesake below checkpoint.url."""
+    """The place of checkpoints and the list of runs: the run's directory, or that of its name below checkpoint.url."""
     return remote_of(job.checkpoint.url) / directory.name if job.checkpoint.url else directory
 
 
@@ -147,46 +151,51 @@ def store(job: Job, directory: Path) -> Store:
 
 
 def complete(job: Job, directory: Path) -> list[Checkpoint]:
-    """Checkpoints to resume from. A run does not leave those that it has for a place without any."""
+    """The checkpoints to resume from, newest first.
+
+    Raises UserError where there are none, but some at a place that the job had named before.
+    """
     try:
         on_disk = store(job, directory).complete()
     except OSError as error:
         raise UserError(f"cannot look at {home(job, directory)}: {error.strerror}") from None
-    kept = in_memory(home(job, directory))  # of this machine: a run may have been lost before its first on disk
-    if on_disk or kept:
-        return sorted([*kept, *on_disk], key=lambda checkpoint: checkpoint.step, reverse=True)
-    if job.checkpoint.url and (here := Store(directory / "checkpoints")).complete():
+    snapshots = in_memory(home(job, directory))  # of this machine: there may be some before the first on disk
+    if on_disk or snapshots:
+        return sorted([*snapshots, *on_disk], key=lambda checkpoint: checkpoint.step, reverse=True)
+    if job.checkpoint.url and (local := Store(directory / "checkpoints")).complete():
         raise UserError(
-            f"{here.directory} has checkpoints, and {home(job, directory)} has none; 'fivefold checkpoint reshard "
+            f"{local.directory} has checkpoints, and {home(job, directory)} has none; 'fivefold checkpoint reshard "
             f"{directory} --layout {job.layout} -o {home(job, directory)}' brings the newest there, and another "
             "run.name starts a run of its own"
         )
-    if elsewhere := _at_first(job, directory):
-        raise UserError(elsewhere)
+    if problem := _moved_checkpoints(job, directory):
+        raise UserError(problem)
     return []
 
 
-def _at_first(job: Job, directory: Path) -> str:
-    """Of a run whose own job has its checkpoints at another URL, a sentence; else none."""
+def _moved_checkpoints(job: Job, directory: Path) -> str:
+    """A sentence, if the directory's stored job has its checkpoints at another URL; else an empty text."""
     url = ""
     with suppress(UserError, KeyError, TypeError):
         url = str(read_toml(directory / JOB)["checkpoint"]["url"])
     if url in ("", job.checkpoint.url):
         return ""
-    there = remote_of(url) / directory.name
+    stored = remote_of(url) / directory.name
     try:
-        state = "has them" if Store(there / "checkpoints").complete() else ""
+        state = "has them" if Store(stored / "checkpoints").complete() else ""
     except OSError as error:
         state = f"cannot be accessed: {error.strerror}"
-    return state and (
-        f"{home(job, directory)} has no checkpoints, and {there} {state}; the run continues with checkpoint.url={url}, "
-        f"'fivefold checkpoint reshard {there} --layout {job.layout} -o NEW' makes a run elsewhere of the newest, and "
-        "another run.name or --fresh starts one of its own"
+    if not state:
+        return ""
+    return (
+        f"{home(job, directory)} has no checkpoints, and {stored} {state}; the run continues "
+        f"with checkpoint.url={url}, 'fivefold checkpoint reshard {stored} --layout {job.layout} -o NEW' makes a run "
+        "elsewhere of the newest, and another run.name or --fresh starts one of its own"
     )
 
 
 def claim(directory: Path) -> None:
-    """One process at a time trains in a directory. The claim ends with the process, however that ends."""
+    """Locks the directory, in which one process at a time trains. The lock ends with the process, however it ends."""
     try:
         _CLAIMS.append(open_regular(directory / "claim", append=True))
     except OSError as error:
@@ -202,25 +211,23 @@ def claim(directory: Path) -> None:
 
 
 def owners(place: Place) -> list[str] | None:
-    """The runs that have trained there; none if nobody wrote them down, and None if what was written is damaged."""
+    """The runs that have trained there; [] if there is no list, and None if it is damaged."""
     try:
         stored = msgspec.json.decode(storage_of(place).read(place / OWNERS, 1 << 20), type=Owners)
     except (FileNotFoundError, NotADirectoryError):
         return []
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        if isinstance(error, OSError) and isinstance(
-            place, RemotePlace
-        ):  # a server that does not answer damages nothing
+        if isinstance(error, OSError) and isinstance(place, RemotePlace):  # no damage: the server does not answer
             raise UserError(f"cannot read {place / OWNERS}: {error.strerror}") from None
         return None
     return stored.runs if stored == Owners.of(stored.runs) else None
 
 
 def sign(place: Place, runs: list[str]) -> None:
-    """Write down which runs train there, or say why that cannot be."""
-    last = list(dict.fromkeys(reversed(runs)))[:_MOST][::-1]
+    """Writes the list of runs that train there."""
+    last_runs = list(dict.fromkeys(reversed(runs)))[:_MAX_OWNERS][::-1]
     try:
-        storage_of(place).put(place / OWNERS, msgspec.json.encode(Owners.of(last)) + b"\n")
+        storage_of(place).put(place / OWNERS, msgspec.json.encode(Owners.of(last_runs)) + b"\n")
     except OSError as error:
         if isinstance(place, RemotePlace):
             raise UserError(f"cannot write {place / OWNERS}: {error.strerror}") from None
@@ -228,15 +235,16 @@ def sign(place: Place, runs: list[str]) -> None:
 
 
 def _existing(job: Job) -> list[Path]:
-    parent, there = path_of(job.run.dir), set[str]()
+    """The directories of the run's name that exist, here or at checkpoint.url, the oldest first."""
+    parent, remote_names = path_of(job.run.dir), set[str]()
     if job.checkpoint.url:
         url = remote_of(job.checkpoint.url)
         try:
-            there = {folder.name for folder in storage_of(url).folders(url)}
+            remote_names = {folder.name for folder in storage_of(url).folders(url)}
         except OSError as error:
             raise UserError(f"cannot look at checkpoint.url={url}: {error.strerror}") from None
     directories: list[Path] = []
-    while (name := _numbered(job.run.name, len(directories) + 1)) in there or (parent / name).exists():
+    while (name := _numbered(job.run.name, len(directories) + 1)) in remote_names or (parent / name).exists():
         directories.append(parent / name)
     return directories
 
@@ -246,6 +254,7 @@ def _numbered(name: str, number: int) -> str:
 
 
 def _new(job: Job, number: int, runs: list[str]) -> Path:
+    """Makes the directory of the first free number from `number`."""
     while True:
         directory = path_of(job.run.dir) / _numbered(job.run.name, number)
         try:

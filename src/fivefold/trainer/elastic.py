@@ -1,8 +1,8 @@
-"""Which layout a job takes on the ranks that are there: its own, or the fastest that the planner finds for them.
+"""Elastic runs: the layout of a job on any number of ranks, its own or the fastest that the planner finds for them.
 
 choice = choose(job, ranks=6, per_node=8)
 choice.job.layout          # dp=2,pp=3,...: the same global batch, and so the same data order and loss curve
-choice.spares              # ranks that it leaves out: [4, 5]
+choice.spares              # ranks that the layout leaves out: [4, 5]
 
 A pure function of its arguments: under torchrun and Slurm every rank chooses for itself, and all choose the same.
 """
@@ -24,8 +24,8 @@ from fivefold.planner.plan import fixed_choices, workload_of
 from fivefold.planner.search import FIXED, Option, TooLarge, search
 from fivefold.support.errors import UserError
 
-# ---- here -----------------------------------------------------------------------------------------------------------
-# What a job runs on, in the planner's words: the cluster that the job names, or the devices of this machine.
+# ---- the cluster ----------------------------------------------------------------------------------------------------
+# The hardware that a job runs on, in the planner's terms: the cluster that the job names, or this machine's devices.
 
 
 def cluster_of(job: Job, nodes: int, per_node: int) -> Cluster:
@@ -53,16 +53,16 @@ def _device(job: Job) -> Accelerator:
 # ---- choose ---------------------------------------------------------------------------------------------------------
 
 
-_TRIED = 4  # numbers of ranks of which layouts are searched: with fewer ranks steps only become longer
-_WORTH = 0.97  # a layout that leaves ranks out is taken if it needs less than this of another's time
+_MAX_SIZES = 4  # how many numbers of ranks are searched: with fewer ranks steps only become longer
+_SPARE_GAIN = 0.97  # a layout that leaves more ranks out must need less than this share of another's step time
 
 
 @dataclass(frozen=True)
 class ElasticLayout:
     job: Job  # with the layout that was chosen
-    ranks: int  # that are there
+    ranks: int  # available
     why: str
-    took: float = 0.0  # seconds
+    search_seconds: float = 0.0
 
     @property
     def spares(self) -> list[int]:
@@ -70,45 +70,51 @@ class ElasticLayout:
 
     def __str__(self) -> str:
         layout = self.job.layout
-        left = f"; {_ranks(self.spares)} {'is' if len(self.spares) == 1 else 'are'} spare" if self.spares else ""
-        return f"layout {layout} on {layout.world} of {self.ranks} ranks: {self.why}{left}"
+        text = f"layout {layout} on {layout.world} of {self.ranks} ranks: {self.why}"
+        if self.spares:
+            text += f"; {_rank_list(self.spares)} {'is' if len(self.spares) == 1 else 'are'} spare"
+        return text
 
 
 def choose(job: Job, ranks: int, per_node: int) -> ElasticLayout:
-    """`per_node`: of those ranks, how many share a machine. UserError if no layout within the job's bounds is left."""
+    """The layout of the job on so many ranks, `per_node` of which share a machine.
+
+    Raises UserError if no layout is within `elastic.least` and `elastic.fixed`.
+    """
     own = Layout.parse(job.elastic.whole) if job.elastic.whole else job.layout
-    _check(job, own)
+    _check_settings(job, own)
     if ranks == own.world:
         return ElasticLayout(msgspec.structs.replace(job, layout=own), ranks, "the job's own")
-    begin = time.monotonic()
+    start = time.monotonic()
     least = job.elastic.least
     if ranks < least:
         raise UserError(
             f"{ranks} ranks are left, and elastic.least={least} asks for more; the run resumes when they are back, or "
             f"with elastic.least={ranks}"
         )
-    options, problems, large = list[Option](), list[str](), 0
+    options, problems, too_large = list[Option](), list[str](), 0
     for count, nodes in _sizes(ranks, per_node, least):
         try:
             options.append(_fastest(job, count, nodes))
         except UserError as error:
             problems = problems or error.coded
-            large += isinstance(error, TooLarge)
-        if len(options) == _TRIED or large == _TRIED:  # fewer ranks have more to hold
+            too_large += isinstance(error, TooLarge)
+        if len(options) == _MAX_SIZES or too_large == _MAX_SIZES:  # on fewer ranks each holds more
             break
     if not options:
-        bound = f" with elastic.fixed={job.elastic.fixed!r}" if job.elastic.fixed else ""
-        raise UserError(f"no layout of {job.model.name} runs on {ranks} ranks{bound}: {problems[0]}")
+        condition = f" with elastic.fixed={job.elastic.fixed!r}" if job.elastic.fixed else ""
+        raise UserError(f"no layout of {job.model.name} runs on {ranks} ranks{condition}: {problems[0]}")
     best = options[0]
-    for option in options[1:]:  # fewer and fewer ranks
-        best = option if option.seconds < _WORTH * best.seconds else best
-    noted = msgspec.structs.replace(job.elastic, whole=str(own))  # for who goes on with the directory of this run
-    chosen = msgspec.structs.replace(job, layout=best.layout, elastic=noted)
-    return ElasticLayout(chosen, ranks, _why(best, ranks, options), time.monotonic() - begin)
+    for option in options[1:]:  # in order of fewer ranks
+        if option.seconds < _SPARE_GAIN * best.seconds:
+            best = option
+    elastic = msgspec.structs.replace(job.elastic, whole=str(own))  # kept for later starts in the run's directory
+    elastic_job = msgspec.structs.replace(job, layout=best.layout, elastic=elastic)
+    return ElasticLayout(elastic_job, ranks, _why(best, ranks, options), time.monotonic() - start)
 
 
-def _check(job: Job, layout: Layout) -> None:
-    """What every layout keeps, the job's own has as well; and it has enough ranks."""
+def _check_settings(job: Job, layout: Layout) -> None:
+    """Raises UserError unless the job's own layout has `elastic.least` ranks and the values of `elastic.fixed`."""
     if job.elastic.least > layout.world:
         raise UserError(
             f"elastic.least={job.elastic.least} is more than the {layout.world} ranks of layout {layout}; nearest: "
@@ -119,25 +125,28 @@ def _check(job: Job, layout: Layout) -> None:
     except UserError as error:
         raise UserError(error.framed(f"elastic.fixed={job.elastic.fixed!r}: ")) from None
     own = {key: getattr(layout, key) for key in fixed if key in FIXED and key != "samples"}
-    if other := [f"{key}={value}" for key, value in own.items() if fixed[key] != value]:
-        raise UserError(f"elastic.fixed={job.elastic.fixed!r} is for every layout, and the job's own has {other[0]}")
+    if conflicts := [f"{key}={value}" for key, value in own.items() if fixed[key] != value]:
+        raise UserError(
+            f"elastic.fixed={job.elastic.fixed!r} is for every layout, and the job's own has {conflicts[0]}"
+        )
 
 
 def _why(best: Option, ranks: int, options: list[Option]) -> str:
-    expected = f"the fastest by the plan, {_time(best)} a step"
+    reason = f"the fastest by the plan, {_step_time(best)} a step"
     if best.layout.world == ranks:
-        return expected
+        return reason
     on_all = next((option for option in options if option.layout.world == ranks), None)
-    others = f"{_time(on_all)} with all of them" if on_all else "no layout uses all of them"
-    return f"{expected}; {others}"
+    if on_all is None:
+        return f"{reason}; no layout uses all of them"
+    return f"{reason}; {_step_time(on_all)} with all of them"
 
 
-def _time(option: Option) -> str:
+def _step_time(option: Option) -> str:
     return f"{option.seconds:.3g} s" if option.seconds >= 1 else f"{option.seconds * 1e3:.3g} ms"
 
 
 def _sizes(ranks: int, per_node: int, least: int) -> Iterator[tuple[int, int]]:
-    """How many ranks a layout may use, the most first, and of how many nodes: of several nodes, whole ones first."""
+    """(ranks, nodes) that a layout may use, the most ranks first: whole nodes, then some ranks of one node."""
     nodes, rest = divmod(ranks, per_node)
     if nodes > 1 and not rest:
         yield from ((count * per_node, count) for count in range(nodes, 1, -1) if count * per_node >= least)
@@ -152,5 +161,5 @@ def _fastest(job: Job, ranks: int, nodes: int) -> Option:
     )
 
 
-def _ranks(ranks: list[int]) -> str:
+def _rank_list(ranks: list[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{' ...' if len(ranks) > 8 else ''}"

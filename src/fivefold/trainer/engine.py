@@ -45,17 +45,17 @@ from fivefold.trainer.records import Load
 
 
 def moe_layers(stages: Iterable[Decoder]) -> dict[int, MoE]:
-    """By layer number."""
+    """{layer number: its MoE}, of the layers that have experts."""
     blocks = ((layer, block.mlp_module) for model in stages for layer, block in model.layers.items())
     return {int(layer): mlp for layer, mlp in blocks if isinstance(mlp, MoE)}
 
 
 def routers(stages: Iterable[Decoder]) -> dict[int, Router]:
-    return {layer: mixture.router for layer, mixture in moe_layers(stages).items()}
+    return {layer: moe.router for layer, moe in moe_layers(stages).items()}
 
 
 class ExpertLoads:
-    """Tokens per expert, and the routers' losses, of the MoE layers: on this rank, then summed over all."""
+    """Counts the tokens per expert, and the routers' losses, of the MoE layers: on this rank, then over all ranks."""
 
     def __init__(self, job: Job, stages: Iterable[Decoder], device: torch.device):
         assert job.model.experts is not None
@@ -67,41 +67,41 @@ class ExpertLoads:
         self.sums = self._empty()
 
     def _empty(self) -> Tensor:
-        """Tokens by layer and expert, then the sums over layers of the balance loss and the z loss."""
+        """Zeros for the tokens by layer and expert, then the sums over layers of the balance loss and the z loss."""
         return torch.zeros(math.prod(self.shape) + 2, dtype=torch.float64, device=self.device)
 
     def reset(self) -> None:
-        """Forget the last step's counts."""
-        for mixture in self.moe_layers.values():
-            mixture.router.tokens_per_expert = mixture.losses = None
+        """Clears the last step's counts."""
+        for moe in self.moe_layers.values():
+            moe.router.tokens_per_expert = moe.losses = None
 
     def collect(self) -> Tensor:
-        """What this rank has counted since `reset`, in a buffer that the caller all-reduces in place."""
+        """This rank's counts since `reset`, in a buffer that the caller all-reduces in place."""
         self.sums = self._empty()
         tokens, losses = self.tokens, self.sums[-2:]
-        for layer, mixture in self.moe_layers.items():
-            if mixture.router.tokens_per_expert is not None:
-                tokens[self.rows[layer]] = mixture.router.tokens_per_expert
-            if mixture.losses is not None:
-                losses += mixture.losses
+        for layer, moe in self.moe_layers.items():
+            if moe.router.tokens_per_expert is not None:
+                tokens[self.rows[layer]] = moe.router.tokens_per_expert
+            if moe.losses is not None:
+                losses += moe.losses
         return self.sums
 
     @property
     def tokens(self) -> Tensor:
-        """By layer and expert."""
+        """[MoE layers, experts]"""
         return self.sums[:-2].view(self.shape)
 
     def update_biases(self) -> None:
-        """Move the routers' biases. Every rank has the same sums, so copies of a bias stay equal."""
-        for layer, mixture in self.moe_layers.items():
-            if mixture.router.balance is not None and self.train.balance_rate:
+        """Moves the routers' biases. Every rank has the same sums, so replicas of a bias stay equal."""
+        for layer, moe in self.moe_layers.items():
+            if moe.router.balance is not None and self.train.balance_rate:
                 load = self.tokens[self.rows[layer]].to(torch.int64)
-                update_expert_bias(mixture.router.balance, load, self.train.balance_rate)
+                update_expert_bias(moe.router.balance, load, self.train.balance_rate)
 
     def record(self, sums: list[float], *, by_expert: bool) -> Load:
         """The record of a step, from sums that have reached the host; `by_expert`: with each expert's tokens."""
         layers, experts = self.shape
-        tokens = [[round(total) for total in sums[at * experts : (at + 1) * experts]] for at in range(layers)]
+        tokens = [[round(total) for total in sums[row * experts : (row + 1) * experts]] for row in range(layers)]
         balance, z = (total / layers for total in sums[-2:])
         return Load.of(
             tokens,
@@ -118,7 +118,7 @@ class ExpertLoads:
 class RankModel:
     """A job's model on this rank: its stages, their weights and buffers, and the pipeline that runs them.
 
-    `watch` makes a context around every action of the pipeline; `attention` replaces the layout's.
+    `watch` returns a context manager for every action of the pipeline; `attention` replaces that of the layout.
     """
 
     def __init__(self, job: Job, mesh: Mesh, watch: Watch | None = None, attention: AttentionOps | None = None):
@@ -126,8 +126,8 @@ class RankModel:
         layout, compute = job.layout, DTYPES[job.train.dtype]
         self.compiled = compiles(job.train, mesh.device)
         if mesh.device.type == "cuda":
-            # In a bfloat16 model only routers multiply in float32. Their forward inputs were bfloat16, so TF32 holds
-            # them exactly; in backward it keeps 10 bits of the logits' gradients, where other linears keep 7.
+            # In a bfloat16 model only routers multiply in float32. Their forward inputs were bfloat16, which TF32
+            # represents exactly; in backward it keeps 10 bits of the logits' gradients, where other linears keep 7.
             torch.backends.cuda.matmul.allow_tf32 = compute == torch.bfloat16
         self.schedule = schedule_of(job.model, layout, job.data.seq)
         wgrad_queue, splits = WeightGradQueue(), self.schedule.splits
@@ -144,7 +144,7 @@ class RankModel:
         self.pipeline = Pipeline(self.schedule, mesh.pp.rank, self.stages, self.weights, wgrad_queue, channels, watch)
 
     def _stages(self) -> dict[int, Decoder]:
-        """This rank's stages, on the meta device: no weights are drawn only to be thrown away."""
+        """This rank's stages, on the meta device: weights are drawn later, where they are sharded."""
         job = self.job
         stages = stages_of(job.model, job.layout, job.data.seq)
         local = [stages[number] for number in self.schedule.placement.of_rank[self.mesh.pp.rank]]
@@ -156,9 +156,8 @@ class RankModel:
                 stage.index: Decoder(job.model, *decoder_args, stage, self.compiled, balance) for stage in local
             }
         if job.model.tied and len(local) > 1 and local[0].first and local[-1].last:
-            decoders[local[-1].index].embedding = decoders[
-                local[0].index
-            ].embedding  # embedding and head share a rank, and a weight
+            first, last = decoders[local[0].index], decoders[local[-1].index]
+            last.embedding = first.embedding  # embedding and head share a rank, and a weight
         for model in decoders.values():
             self.ops.adopt(model)
         return decoders
@@ -172,7 +171,7 @@ class RankModel:
 
     @property
     def communication_order(self) -> str:
-        """What this rank starts together with others in a step, in order: the schedule's actions, then its buckets."""
+        """This rank's communication in a step as text: the schedule's actions in order, then the gradient buckets."""
         sums = (" ".join(group.names) for _, group in self.weights.reducer.groups)
         return "\n".join([to_text(self.schedule), *sums])
 
@@ -198,9 +197,10 @@ class Engine(RankModel):
         self.snapshot_copied: torch.cuda.Event | None = None
 
     def forward_backward(self, batch: Batch | DpShare) -> Tensor:
-        """The mean loss of a global batch, equal on all ranks; its gradients are left for the optimizer.
+        """Returns the mean loss of a global batch, equal on all ranks, and leaves gradients for the optimizer.
 
-        The batch is given whole, or as this rank's share of it."""
+        `batch`: all of it, or this rank's share.
+        """
         dp, count = self.mesh.batch, max(1, batch.loss_tokens)
         share = batch if isinstance(batch, DpShare) else batch.share(dp.size, dp.rank)
         microbatches = share.mine.split(self.job.layout.microbatches)
@@ -223,8 +223,10 @@ class Engine(RankModel):
         return self._sum_losses(sums) / count
 
     def replay_microbatch(self, share: DpShare) -> None:
-        """Run forward and backward on a share's first microbatch, before a step: `weights.grad_hook` sees the
-        gradients, and nothing else changes."""
+        """Runs forward and backward on a share's first microbatch, before a step.
+
+        `weights.grad_hook` is called with the gradients, and nothing else changes.
+        """
         first, count = share.mine.split(self.job.layout.microbatches)[0], max(1, share.loss_tokens)
         with self.weights.replay_context():
             microbatch = self._microbatch(first, **self._loss_options())
@@ -234,7 +236,7 @@ class Engine(RankModel):
         return {"smoothing": self.job.train.label_smoothing, "z_loss": self.job.train.z_loss}
 
     def _microbatch(self, batch: Batch, **loss_options: float) -> Microbatch:
-        """`loss_options` are those of the training loss; evaluation has none."""
+        """This cp rank's share of the tokens, on its device. `loss_options`: of the training loss; none to evaluate."""
         share = self.context.share(batch)
         tokens, targets, mask, samples = (
             torch.from_numpy(array).to(self.mesh.device, non_blocking=True)
@@ -264,12 +266,13 @@ class Engine(RankModel):
         return total
 
     def gradient_norm(self, extra_scalars: Tensor | None = None, *extra_sums: Tensor) -> Tensor:
-        """The norm over all parameters. `extra_sums`, and the load of experts, are all-reduced with it, in place."""
+        """The norm over all parameters. `extra_sums` and the loads of experts are all-reduced with it, in place."""
         load_sums = [] if self.expert_loads is None else [self.expert_loads.collect()]
         with waiting("the gradient norm", self.mesh, self.mesh.world):
             return self.optimizer.gradient_norm(extra_scalars, *load_sums, *extra_sums)
 
     def step(self, lr: float | None, norm: Tensor) -> None:
+        """Clips the gradients by their `norm` and updates the parameters; with lr None only releases the gradients."""
         if self.snapshot_copied is not None:  # on the device: the host does not wait
             self.snapshot_copied.wait()
             self.snapshot_copied = None
@@ -283,9 +286,9 @@ class Engine(RankModel):
         dp = self.mesh.batch
         local = batch.padded(dp.size).split(dp.size)[dp.rank]
         microbatch = self._microbatch(local)
-        real = len(batch.samples) - dp.rank * len(local.samples)
-        if real < len(local.samples):
-            microbatch = replace(microbatch, positions=replace(microbatch.positions, real=max(0, real)))
+        unpadded = len(batch.samples) - dp.rank * len(local.samples)
+        if unpadded < len(local.samples):
+            microbatch = replace(microbatch, positions=replace(microbatch.positions, real=max(0, unpadded)))
         for model in self.stages.values():
             model.eval()
         loss = self.pipeline.forward_only(microbatch)

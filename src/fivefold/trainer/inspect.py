@@ -1,7 +1,7 @@
-"""What a run has left behind: its steps, the load of its experts, and its newest checkpoint.
+"""The contents of a run's directory: its steps, the load of its experts, and its newest checkpoint.
 
 inspect("runs/moe").run.losses
-inspect("s3://bucket/runs/moe").checkpoint     # of a URL, or of a checkpoint's own directory, that is all there is
+inspect("s3://bucket/runs/moe").checkpoint     # the only part of a URL, or of a checkpoint's own directory
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ class InspectResult(Result):
     run: TrainResult | None
     experts: ExpertsResult | None
     checkpoint: CheckpointContents | None
-    notes: tuple[str, ...] = ()  # why a part is not there that might be
+    notes: tuple[str, ...] = ()  # why a part is missing
 
     def to_dict(self) -> dict[str, Any]:
         parts = {"run": self.run, "experts": self.experts, "checkpoint": self.checkpoint}
@@ -43,7 +43,7 @@ class InspectResult(Result):
         return self.run.scene() if self.run else None
 
     def drawn(self, name: str) -> Scene | None:
-        """The load of its experts, if the file's name has that word; else its loss by step."""
+        """The load of the experts, if the file's name has the word "load"; else the loss by step."""
         if "load" not in name.lower():
             return self.scene()
         if self.experts is None:
@@ -52,7 +52,7 @@ class InspectResult(Result):
 
 
 def inspect(run: str | Place, step: int | None = None) -> InspectResult:
-    """Look at a run, by its directory or URL, and at its newest checkpoint or that of `step`; or at one checkpoint."""
+    """The contents of a run, by directory or URL, with its newest checkpoint or that of `step`; or a checkpoint's."""
     place = place_of(run)
     if one_of(place) or not isinstance(place, Path) or not (place / METRICS).is_file():
         return InspectResult(None, None, show_checkpoint(place, step))
@@ -61,19 +61,19 @@ def inspect(run: str | Place, step: int | None = None) -> InspectResult:
         experts = _experts(place, notes)
     except OSError as error:
         raise UserError(f"{error.filename or place} cannot be read: {error.strerror}") from None
-    saved = step is not None or _saved(place)
+    saved = step is not None or _has_checkpoints(place)
     if not saved:
         notes.append(f"{place} has no complete checkpoint")
     return InspectResult(trained, experts, show_checkpoint(place, step) if saved else None, tuple(notes))
 
 
-def _saved(place: Path) -> bool:
+def _has_checkpoints(place: Path) -> bool:
     with reachable(place):
         return storage_of(place).holds(place / "checkpoints") and bool(store_of(place).complete())
 
 
 def _experts(place: Path, notes: list[str]) -> ExpertsResult | None:
-    """Of a model that has any, and of steps that have recorded their load."""
+    """The load of the experts, if the model has any; adds to `notes` why it cannot be read."""
     try:
         model = stored_job(place).model
         return ExpertsResult.read(place, model) if model.experts else None

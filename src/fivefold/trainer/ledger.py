@@ -1,12 +1,12 @@
-"""Ledger: what memory holds, moment by moment, and how much is computed. It reads shapes, never data.
+"""Counts the bytes of live tensors over a step, and the FLOPs of its operators. It reads shapes, never data.
 
     ledger = Ledger(engine, counter)
     with ledger:
         engine.forward_backward(batch)
     ledger.peak, ledger.moments, ledger.flops
 
-It stands in the dispatcher: the memory behind every new tensor is entered when it appears, and struck out when its last
-reader lets go of it. So it counts what an allocator would be asked for, on real tensors and on fake ones alike.
+It is a dispatch mode of PyTorch: the storage of every new tensor is added when it appears, and removed when its last
+reference goes. So it counts what an allocator would be asked for, on real tensors and on fake ones alike.
 """
 
 import weakref
@@ -38,38 +38,39 @@ _ATTENTION_BACKWARD.add(_aten._flash_attention_backward)
 
 
 class LedgerSpan(NamedTuple):
-    """A stretch of the step: what it reached at most, and what was held when it ended."""
+    """The bytes of live tensors in one moment of a step: an action of the pipeline, the optimizer's update."""
 
     name: str  # "F0.3", "optimizer"
-    peak: int  # bytes
-    held: int
-    parameters: int  # of what was held at its end, like the next two
+    peak: int
+    held: int  # when it ended; the next three are parts of it
+    parameters: int
     gradients: int
     optimizer: int
     gradients_at_peak: int = 0
 
     @property
     def activations(self) -> int:
-        """Everything that is not state: what backward needs, and what is on its way."""
+        """Everything that is not state: activations saved for backward, and buffers of messages."""
         return self.held - self.parameters - self.gradients - self.optimizer
 
 
 class Ledger(TorchDispatchMode):
-    """Counts while it is entered. `engine` is told of first, since its tensors are there already."""
+    """Counts while it is entered, and begins with the tensors of the engine's state, which exist by then."""
 
     def __init__(self, engine: Engine, counter: TrafficCounter | None = None):
-        """`counter` is told of every operator, too: two dispatchers, one in the other, would take twice the time."""
+        """`counter` counts every operator, too: two nested dispatch modes would take twice the time."""
         super().__init__()
         self.engine, self.counter = engine, counter
-        self.held = self.peak = self.peak_here = 0
+        self.held = self.peak = self.moment_peak = 0
         self.flops = 0.0
         self.moments: list[LedgerSpan] = []
         self.peak_moment = self._name = "before the step"
-        self._sizes: dict[int, int] = {}  # bytes by piece of memory
-        self._readers: dict[int, weakref.ref[Any]] = {}
-        self._entered: dict[int, int] = {}  # in which order they came
-        self._entries = self._entries_at_peak = 0
-        self._take_all(_state_of(engine))
+        # By address of a storage: its bytes, a weak reference, and its number in the order of appearance.
+        self._sizes: dict[int, int] = {}
+        self._references: dict[int, weakref.ref[Any]] = {}
+        self._numbers: dict[int, int] = {}
+        self._count = self._count_at_peak = 0  # of storages that have appeared
+        self._add_tensors(_state_of(engine))
         self.state = self.held
 
     @classmethod
@@ -78,54 +79,54 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func is not _DEVICE:  # where a fake tensor is: half of all that is asked
+        if func is not _DEVICE:  # half of all operators on fake tensors, and it makes no tensor
             results = (result,) if isinstance(result, Tensor) else tree_leaves(result)
-            self._take_all(leaf for leaf in results if isinstance(leaf, Tensor))
+            self._add_tensors(leaf for leaf in results if isinstance(leaf, Tensor))
             self.flops += flops_of(func, args, kwargs or {}, result)
             if self.counter is not None:
                 self.counter.count_op(func, args, kwargs, result)
         return result
 
-    def _take_all(self, tensors: Iterable[Tensor]) -> None:
+    def _add_tensors(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
-            memory = tensor.untyped_storage()
-            key = memory._cdata
-            # A DTensor's own memory is a promise; its local part passes here by itself. To ask a fake tensor for its
-            # device is an operator, and takes its time.
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            # A DTensor's own storage is empty; its local tensor passes here by itself. Asking a fake tensor for its
+            # device is an operator, and takes time.
             if key in self._sizes or isinstance(tensor, DTensor):
                 continue
             if not isinstance(tensor, FakeTensor) and tensor.is_meta:
                 continue
             self._sizes[key] = 0
-            self._entries += 1
-            self._entered[key] = self._entries
-            self._readers[key] = weakref.ref(memory, partial(self._strike, key))
-            self._enter(key, memory.nbytes())
+            self._count += 1
+            self._numbers[key] = self._count
+            self._references[key] = weakref.ref(storage, partial(self._remove, key))
+            self._set_size(key, storage.nbytes())
 
-    def _enter(self, key: int, size: int) -> None:
+    def _set_size(self, key: int, size: int) -> None:
         self.held += size - self._sizes[key]
         self._sizes[key] = size
-        if self.held > self.peak_here:
-            self.peak_here, self._entries_at_peak = self.held, self._entries
+        if self.held > self.moment_peak:
+            self.moment_peak, self._count_at_peak = self.held, self._count
         if self.held > self.peak:
             self.peak, self.peak_moment = self.held, self._name
 
-    def _strike(self, key: int, _: Any) -> None:
+    def _remove(self, key: int, _: Any) -> None:
         self.held -= self._sizes.pop(key, 0)
-        self._readers.pop(key, None)
-        self._entered.pop(key, None)
+        self._references.pop(key, None)
+        self._numbers.pop(key, None)
 
     def __enter__(self) -> Any:
-        """FSDP2 frees gathered weights by resizing their memory, which no operator shows."""
+        """Patches `resize_` of storages: FSDP2 frees gathered weights by it, which no operator shows."""
         self._resize = torch.UntypedStorage.resize_
 
-        def resized(memory: Any, size: int) -> Any:
-            done = self._resize(memory, size)
-            if memory._cdata in self._sizes:
-                self._enter(memory._cdata, size)
-            return done
+        def resize_and_count(storage: Any, size: int) -> Any:
+            result = self._resize(storage, size)
+            if storage._cdata in self._sizes:
+                self._set_size(storage._cdata, size)
+            return result
 
-        torch.UntypedStorage.resize_ = resized  # type: ignore
+        torch.UntypedStorage.resize_ = resize_and_count  # type: ignore
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -134,20 +135,20 @@ class Ledger(TorchDispatchMode):
 
     @contextmanager
     def moment(self, name: object) -> Iterator[None]:
-        """A named stretch; also a `Watch` of the pipeline's actions."""
-        self._name, self.peak_here, self._entries_at_peak = str(name), self.held, self._entries
+        """Counts a named moment; also a `Watch` of the pipeline's actions."""
+        self._name, self.moment_peak, self._count_at_peak = str(name), self.held, self._count
         yield
         resident = self.engine.weights.resident()
         optimizer = resident["masters"] + self.engine.optimizer.resident()
         state = (resident["parameters"], resident["gradients"], optimizer)
-        # Of the gradients that are there now, those that were when this moment held the most.
+        # Of the gradients that are there now, those that had appeared by the peak of this moment.
         keys = {tensor.untyped_storage()._cdata for tensor in self.engine.weights.gradient_memory()}
-        at_peak = sum(self._sizes[key] for key in keys if self._entered.get(key, 0) <= self._entries_at_peak)
-        self.moments.append(LedgerSpan(self._name, self.peak_here, self.held, *state, at_peak))
+        at_peak = sum(self._sizes[key] for key in keys if self._numbers.get(key, 0) <= self._count_at_peak)
+        self.moments.append(LedgerSpan(self._name, self.moment_peak, self.held, *state, at_peak))
 
 
 def _state_of(engine: Engine) -> Iterator[Tensor]:
-    """What exists between steps."""
+    """The tensors that exist between steps."""
     for model in engine.stages.values():
         for parameter in model.parameters():
             yield parameter._local_tensor if isinstance(parameter, DTensor) else parameter
@@ -158,15 +159,17 @@ def _state_of(engine: Engine) -> Iterator[Tensor]:
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> float:
-    """Of matmuls and attention, as executed: a causal mask leaves half of the scores."""
+    """The FLOPs of a matmul or attention, as executed: a causal mask leaves half of the scores. 0 for others."""
     packet = getattr(func, "overloadpacket", None)
     if packet in _ATTENTION or packet in _ATTENTION_BACKWARD:
         backward = packet in _ATTENTION_BACKWARD
         query, key = args[1:3] if backward else args[:2]  # the gradient of the output comes before them
         keys = key.shape[0 if key.ndim == 3 else 2]  # [B, H, S, D]; without a batch, [tokens, H, D]
-        # The place of the causal flag differs from operator to operator. It is the only True there.
-        seen = 0.5 if any(value is True for value in (*args[3:], kwargs.get("is_causal"))) else 1.0
-        return (2.5 if backward else 1.0) * 4.0 * query.numel() * keys * seen  # two matmuls over all pairs of tokens
+        # The position of the causal flag differs from operator to operator. It is the only True among the arguments.
+        unmasked = 0.5 if any(value is True for value in (*args[3:], kwargs.get("is_causal"))) else 1.0
+        return (
+            (2.5 if backward else 1.0) * 4.0 * query.numel() * keys * unmasked
+        )  # two matmuls over all pairs of tokens
     if packet is _aten._grouped_mm:  # a [N, I] and b [G, I, O]; or, for the weights, a [O, N] and b [N, I]
         a, b = args[:2]
         return 2.0 * a.numel() * b.shape[-1]
@@ -174,21 +177,23 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> float:
 
 
 class Counted:
-    """Counts the second step of a real run: `train.count=true`. The first step also allocates what later ones reuse.
+    """Counts memory, FLOPs and traffic in the second step of a run with `train.count=true`.
+
+    The first step also allocates what later ones reuse.
 
     The counters are those of the dry run, and must agree with it.
     """
 
-    def __init__(self, engine: Engine, mesh: Mesh, wanted: bool, steps: int):
+    def __init__(self, engine: Engine, mesh: Mesh, enabled: bool, steps: int):
         self.engine, self.mesh = engine, mesh
-        self.which = min(2, steps) if wanted else 0
+        self.counted_step = min(2, steps) if enabled else 0
         self.ledger: Ledger | None = None
         self.counter: TrafficCounter | None = None
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around a step, from 1."""
-        if number != self.which:
+        """Counts if it is the step to count; `number` from 1."""
+        if number != self.counted_step:
             yield
             return
         self.counter = TrafficCounter(self.mesh)
@@ -200,7 +205,7 @@ class Counted:
         assert self.ledger is not None
         assert self.counter is not None
         return {
-            "step": self.which,
+            "step": self.counted_step,
             "rank": self.mesh.world.rank,
             "state_bytes": self.ledger.state,
             "peak_bytes": self.ledger.peak,
@@ -210,13 +215,12 @@ class Counted:
         }
 
     def blocks(self) -> Iterator[Block]:
-        """What was counted, if anything was."""
+        """The counts as text and a table; nothing if no step was counted."""
         if self.ledger is None or self.counter is None:
             return
-        yield Text(
-            f"step {self.which} of this rank: {bytes_text(self.ledger.state)} of state, {bytes_text(self.ledger.peak)} "
-            f"at the peak, {self.ledger.flops / 1e9:,.1f} GFLOP"
-        )
+        state, peak = bytes_text(self.ledger.state), bytes_text(self.ledger.peak)
+        gflop = f"{self.ledger.flops / 1e9:,.1f} GFLOP"
+        yield Text(f"step {self.counted_step} of this rank: {state} of state, {peak} at the peak, {gflop}")
         rows = [
             [row.axis, row.kind, f"{row.calls:,}", bytes_text(row.payload), bytes_text(float(row.wire))]
             for row in self.counter.rows()

@@ -1,6 +1,6 @@
-"""The training loop: batches in, steps of the engine, records for the listeners.
+"""The training loop: reads batches, runs the engine's steps, and passes a record of each to the listeners.
 
-Every rank runs it, and all ranks report the same numbers of a step.
+Every rank runs it, and all ranks get the same numbers of a step.
 """
 
 import itertools
@@ -29,7 +29,7 @@ from fivefold.support.errors import PeerLost, TrainingError
 from fivefold.support.progress import prefetch
 from fivefold.tracing.records import Trace
 from fivefold.tracing.tracer import tracer_of
-from fivefold.trainer.corruption import Corrupt, Corruption
+from fivefold.trainer.corruption import Corrupt, CorruptionChecks
 from fivefold.trainer.data_guard import STOP_FOR_DATA, DataGuard
 from fivefold.trainer.engine import Engine
 from fivefold.trainer.ledger import Counted
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class Stopped(Exception):
-    """All ranks have agreed to stop after a step, because one was asked to."""
+    """All ranks stop after a step, because one of them got a signal to."""
 
     def __init__(self, step: int, directory: Path = Path()):
         self.step, self.directory = step, directory
@@ -50,7 +50,7 @@ class Stopped(Exception):
 
 
 class Trainer:
-    """A job's engine and data."""
+    """Trains a job: its engine, its data, and what watches both."""
 
     def __init__(self, job: Job, sources: Splits, mesh: Mesh):
         self.job, self.sources, self.mesh = job, sources, mesh
@@ -64,15 +64,15 @@ class Trainer:
         self.counted = Counted(self.engine, mesh, job.train.count, job.train.steps)
         self.policy = Policy(job.watch)
         self.account = Account()
-        self.corruption = Corruption(self.engine, mesh, self.account)
-        self.corruption.unread = lambda: bool(self.guard.unread)
+        self.corruption = CorruptionChecks(self.engine, mesh, self.account)
+        self.corruption.data_failed = lambda: bool(self.guard.unread)
         self.decision: StepDecision | None = None  # about the last step
-        self.done = 0  # steps of the whole run, with those of the checkpoint that it resumes
-        self.samples = 0  # of the data order that they were trained on
-        self.stopping: Callable[[], bool] = lambda: False  # whether this rank has been asked to stop
+        self.done = 0  # steps of the whole run, including those before the checkpoint that it resumed from
+        self.samples = 0  # the samples of the data order that those steps used
+        self.stopping: Callable[[], bool] = lambda: False  # whether this rank got a signal to stop
         self.checkpointing: Checkpoints | None = None
-        self.stopped = False  # whether any has, and so all do, after this step
-        self.said_once: set[str] = set()  # what is said once
+        self.stopped = False  # whether any rank got one, so that all stop after this step
+        self.printed_once: set[str] = set()  # kinds of messages that are printed once
         peak = peak_flops(mesh.device, job.train.dtype)
         self.peak = peak * mesh.world.size if peak else None
 
@@ -82,15 +82,15 @@ class Trainer:
         on_trace: Callable[[Trace], None] | None = None,
         checkpointing: "Checkpoints | None" = None,
     ) -> Evaluation | None:
-        """Do all steps that are left. Returns the last evaluation on held-out data, if there is any.
+        """Runs all steps that are left. Returns the last evaluation on held-out data, if there is any.
 
-        On rank 0 `on_trace` gets the trace of the steps that the job asks to be traced.
+        On rank 0 `on_trace` is called with the trace of the steps that the job traces.
         """
         self.checkpointing = checkpointing
         try:
             return self._run(listeners, on_trace)
         except TrainingError as error:
-            if checkpointing is not None and not isinstance(error, PeerLost):  # all ranks have it, and end together
+            if checkpointing is not None and not isinstance(error, PeerLost):  # all ranks raise it alike
                 checkpointing.end()
                 if isinstance(error, Corrupt):
                     checkpointing.quarantine(error.suspect)
@@ -101,31 +101,34 @@ class Trainer:
     def _run(self, listeners: list[Listener], on_trace: Callable[[Trace], None] | None) -> Evaluation | None:
         if self.checkpointing is not None:
             self.checkpointing.prepare()
-        steps, evaluation, made = self.job.train.steps, None, itertools.count(1)
+        steps, evaluation, numbers = self.job.train.steps, None, itertools.count(1)
         self.guard.begin(self.done, self.samples)
         while self.done < steps:  # once, and once more after each rollback
             with closing(prefetch(self.reads())) as batches:
                 while self.done < steps:
                     with self.phases.of("data"):
                         batch = next(batches)
-                    trace = self._next(batch, next(made), listeners)
+                    trace = self._next_step(batch, next(numbers), listeners)
                     if trace is not None and on_trace is not None:
                         on_trace(trace)
-                    if self._rolled_back(listeners):
+                    if self._apply_decision(listeners):
                         break
-                    evaluation = self._after(listeners) or evaluation
-        if not self.engine.optimizer.updates:  # of the whole run, also before the checkpoint that this start resumes
+                    evaluation = self._after_step(listeners) or evaluation
+        if not self.engine.optimizer.updates:  # of the whole run, including earlier starts
             raise TrainingError(
                 f"in all {steps} steps no target carried loss: every token of {self.sources.where} is masked"
             )
         return evaluation
 
-    def _next(self, batch: DpShare, made: int, listeners: list[Listener]) -> Trace | None:
-        """The next step, which is number `made` of this start. A rollback has yet to happen, and is told by then."""
-        step, first = self.done + 1, made == 1
+    def _next_step(self, batch: DpShare, number: int, listeners: list[Listener]) -> Trace | None:
+        """Runs the next step, the `number`-th of this start, and returns the trace, if this step completes it.
+
+        Listeners get no record of a step that is about to be rolled back.
+        """
+        step, first = self.done + 1, number == 1
         heartbeat.enter(f"step {step}", least=heartbeat.LONG if first else 0.0)
         compared = same_calls(self.mesh) if first and not self.engine.compiled else nullcontext()
-        with compared, self.tracer.step(made), self.counted.step(made), self.phases.whole(step):
+        with compared, self.tracer.step(number), self.counted.step(number), self.phases.whole(step):
             record = self.step(step, batch)
         self.done, self.samples = step, int(batch.samples[-1]) + 1
         self.account.step(record.seconds)
@@ -133,36 +136,39 @@ class Trainer:
         if math.isfinite(record.loss or 0.0) and math.isfinite(record.grad_norm) and not rolls_back:
             for listener in listeners:
                 listener.on_step(record)
-        return self.tracer.after(made, self.engine.schedule)
+        return self.tracer.after(number, self.engine.schedule)
 
-    def _rolled_back(self, listeners: list[Listener]) -> bool:
-        """Settle what was decided about the step. A rollback without a checkpoint that is old enough is a skip."""
-        decision, back = self.decision, None
+    def _apply_decision(self, listeners: list[Listener]) -> bool:
+        """Applies the decision about the last step; whether it rolled the run back.
+
+        A rollback becomes a skip where no checkpoint is old enough.
+        """
+        decision, checkpoint = self.decision, None
         if decision is None:
             return False
         if decision.action == "rollback":
             latest = decision.step - 1 - self.job.watch.rollback
-            back = self.checkpointing.before(latest) if self.checkpointing is not None else None
-            if back is None:
+            checkpoint = self.checkpointing.newest_until(latest) if self.checkpointing is not None else None
+            if checkpoint is None:
                 self.policy.say(
                     f"step {decision.step}: there is no checkpoint of step {latest} or before to go back to"
                 )
                 decision = msgspec.structs.replace(decision, action="skip")
             else:
-                manifest = back.manifest
+                manifest = checkpoint.manifest
                 decision = msgspec.structs.replace(decision, back=manifest.step, back_samples=manifest.samples)
         self.policy.settle(decision)
-        if back is not None and self.checkpointing is not None:
-            self.checkpointing.go_back(back)
+        if checkpoint is not None and self.checkpointing is not None:
+            self.checkpointing.go_back(checkpoint)
             self.samples = decision.samples
             self.guard.moved(self.done, self.samples)
         for listener in listeners:
             if isinstance(listener, Deciding):
                 listener.on_decision(decision)
-        return back is not None
+        return checkpoint is not None
 
-    def _after(self, listeners: list[Listener]) -> Evaluation | None:
-        """What follows a step: evaluation, a checkpoint, the end that was asked for."""
+    def _after_step(self, listeners: list[Listener]) -> Evaluation | None:
+        """Evaluates and saves where that is due; raises `Stopped` if a rank got a signal to stop."""
         step, steps, eval_every = self.done, self.job.train.steps, self.job.train.eval_every
         evaluation = None
         if step == steps or (eval_every and step % eval_every == 0 and not self.stopped):
@@ -176,41 +182,46 @@ class Trainer:
             self.agree()
             heartbeat.enter(f"step {step}")
         if self.checkpointing is not None:
-            self.checkpointing.after(step, must=self.stopped or step == steps)
+            self.checkpointing.after(step, last=self.stopped or step == steps)
         if self.stopped and step < steps:
             raise Stopped(step)
         return evaluation
 
     def reads(self, *, full: bool = False) -> Iterator[partial[DpShare]]:
-        """One call per step that reads this rank's share of its global batch, or all of it: the samples after those
-        before, whatever the layout, but for those that a rollback of an earlier start has left out."""
+        """A function for each step that reads this rank's share of its global batch; with `full` reads all of it.
+
+        Batches are consecutive samples, whatever the layout, without those that a rollback has left out.
+        """
         size, dp, first = self.job.train.batch, self.mesh.batch, self.samples
         share = (1, 0) if full else (dp.size, dp.rank)
         for done in range(self.done, self.job.train.steps):
-            first = self.policy.decisions.onward(done, first)
+            first = self.policy.decisions.onward(done, first)  # behind samples that a rollback left out
             yield partial(self.guard.read, self.sources.train, range(first, first + size), *share)
             first += size
 
     def agree(self, sure: bool = False) -> None:
-        """Collective: if a rank has found the data damaged, all end. The weights are those after `done` steps."""
+        """Ends all ranks with an error, if one of them has found the data damaged. Collective.
+
+        `sure`: it is known that one has. The weights are those after `done` steps.
+        """
         self.guard.agree(self.done, self.samples, self.checkpointing, sure)
 
     def step(self, step: int, batch: Batch | DpShare) -> Step:
-        """Step number `step`, counted from 1. A batch in which no target carries loss changes nothing."""
+        """Trains on a batch as step number `step`, from 1. A batch in which no target carries loss changes nothing."""
         try:
             return self._step(step, batch)
         except PeerLost as error:
             raise PeerLost(f"step {step}: {error}") from error.__cause__
 
     def _step(self, step: int, batch: Batch | DpShare) -> Step:
-        start, others = time.perf_counter(), partial(self._share_of, batch)
-        self.corruption.before_forward(step, others)
+        start, read_share_of = time.perf_counter(), partial(self._share_of, batch)
+        self.corruption.before_forward(step, read_share_of)
         loss = self.engine.forward_backward(batch)
         first, samples = int(batch.samples.min()), int(batch.samples.max()) + 1
-        loss = self._poisoned(loss, step, first // len(batch.samples) + 1)
-        self.corruption.before_update(step, others)
+        loss = self._inject_fault(loss, step, first // len(batch.samples) + 1)
+        self.corruption.before_update(step, read_share_of)
         with self.tracer.update("norm"):
-            # One sum carries all ranks' stop flags, and rank 0's loss to the bit, so that all decide alike.
+            # One all-reduce sums the stop flags, and gives all ranks the loss of rank 0, so that all decide alike.
             shared = torch.stack((torch.full_like(loss, float(self.stopping()) + self.guard.stop_flag), loss))
             shared[1] *= self.mesh.world.rank == 0
             with self.account.of("slow ranks"):
@@ -225,28 +236,28 @@ class Trainer:
             self.slow.look(step, table, self.policy.say)
         self.account.add("slow ranks", self.phases.cost())
         with self.account.of("spikes"):
-            judged = batch.loss_tokens or not math.isfinite(mean)
-            self.decision = self.policy.look(step, first, samples, StepNumbers(mean, norm_value)) if judged else None
-        learns = batch.loss_tokens and not (self.decision is not None and self.decision.changes)
-        rate = learning_rate(self.job.optimizer, step - 1, self.job.train.steps)
+            has_loss = batch.loss_tokens or not math.isfinite(mean)
+            self.decision = self.policy.look(step, first, samples, StepNumbers(mean, norm_value)) if has_loss else None
+        updates = batch.loss_tokens and not (self.decision is not None and self.decision.changes)
+        lr = learning_rate(self.job.optimizer, step - 1, self.job.train.steps)
         with self.tracer.update("STEP"), self.phases.of("optimizer"):
-            self.engine.step(rate if learns else None, norm)
+            self.engine.step(lr if updates else None, norm)
         self.corruption.after_update(step)
         seconds = time.perf_counter() - start
         tokens = len(batch.samples) * self.job.data.seq
         achieved = tokens * self.job.model.flops_per_token(self.job.data.seq) / seconds
         self.stopped = stop_sum > 0
         if not batch.loss_tokens:
-            self._once(
+            self._print_once(
                 f"step {step}: none of its target tokens carries loss (samples {first} to {samples - 1}): it has no "
                 "loss and makes no update; further steps like it are not reported",
                 "step",
             )
         return Step(
             step=step,
-            loss=mean if judged else None,
+            loss=mean if has_loss else None,
             grad_norm=norm_value,
-            lr=rate,
+            lr=lr,
             tokens=tokens,
             loss_tokens=batch.loss_tokens,
             seconds=seconds,
@@ -258,11 +269,11 @@ class Trainer:
         )
 
     def _share_of(self, batch: Batch | DpShare, number: int) -> DpShare:
-        """What the dp rank of a number has of a step's global batch."""
+        """The share of a step's global batch that dp rank `number` has."""
         return self.guard.read(self.sources.train, batch.samples.tolist(), self.mesh.batch.size, number)
 
-    def _poisoned(self, loss: torch.Tensor, step: int, batch: int) -> torch.Tensor:
-        """The loss; where a fault is asked for, its gradients are poisoned, and it is with them."""
+    def _inject_fault(self, loss: torch.Tensor, step: int, batch: int) -> torch.Tensor:
+        """Makes gradients NaN, or them and the returned loss too large, if FIVEFOLD_FAULT asks for it."""
         kind = faults.strike("step", step=step) or faults.strike("batch", step=batch)
         gradients = (p.grad for p in self.engine.weights.masters.values() if p.grad is not None)
         if kind == "nan":
@@ -273,13 +284,13 @@ class Trainer:
             return loss * faults.SPIKE
         return loss
 
-    def _once(self, sentence: str, kind: str) -> None:
-        if kind not in self.said_once:
-            self.said_once.add(kind)
+    def _print_once(self, sentence: str, kind: str) -> None:
+        if kind not in self.printed_once:
+            self.printed_once.add(kind)
             self.policy.say(sentence)
 
     def logs(self, step: int) -> bool:
-        """Whether a line is printed of a step, where there is no terminal."""
+        """Whether a line is printed for a step, where there is no terminal."""
         train = self.job.train
         return step in (1, train.steps) or step % train.log_every == 0
 
@@ -293,15 +304,14 @@ class Trainer:
         size = max(1, train.batch // self.job.layout.microbatches)
         total, count = 0.0, 0
         for first in range(0, samples, size):
-            wanted = range(first, min(samples, first + size))
-            batch = self.guard.read(valid, wanted).mine
+            batch = self.guard.read(valid, range(first, min(samples, first + size))).mine
             total += self.engine.evaluate(batch)
             count += batch.loss_tokens
         self.agree()
         if not math.isfinite(total):
             raise TrainingError(f"the held-out loss after step {step} is {total}: the weights have diverged")
         if not count:
-            self._once(
+            self._print_once(
                 f"none of the first {samples} held-out samples has a target that carries loss: there is no held-out "
                 f"loss; train.eval_samples={train.eval_samples} says how many are read",
                 "evaluation",

@@ -1,7 +1,7 @@
-"""What rank 0 keeps of a run besides checkpoints: the job, the environment, metrics, TensorBoard's file, the trace.
+"""The files that rank 0 writes besides checkpoints: the job, the environment, metrics, TensorBoard's, the trace.
 
-What cannot be written before the first step ends the run with a sentence. Later on it ends no training: a note says so,
-once, and a run that could not keep all that it promised ends with exit code 1.
+A file that cannot be written before the first step ends the run with an error. Later on training continues: a note is
+printed once, and a run whose files are not complete ends with exit code 1.
 """
 
 import json
@@ -31,17 +31,17 @@ _BOARD = "TensorBoard's file"
 
 
 class Outputs:
-    """Files of a run in its `directory`. `done`: the steps before the first that will come."""
+    """Writes a run's files in its `directory`. `done`: the steps before the first that will be written."""
 
     def __init__(self, directory: Path, job: Job, environment: Mapping[str, object], done: int, say: Say):
         self.directory, self.say = directory, say
-        self.lost: list[str] = []  # what was promised and is not there
+        self.lost: list[str] = []  # a sentence for each file that could not be written
         self.runs = owners(directory) or []
-        self.described = {"job.toml": to_toml(job), "environment.json": json.dumps(environment, indent=2) + "\n"}
+        self.description = {"job.toml": to_toml(job), "environment.json": json.dumps(environment, indent=2) + "\n"}
         self.traced = TraceFile(directory / "trace.json")
         metrics = directory / METRICS
         try:
-            self.handle = os.open(directory, os.O_RDONLY)  # as long as it is open, no other has the directory's number
+            self.handle = os.open(directory, os.O_RDONLY)  # while it is open, no other directory gets its inode number
             self.describe()
             self.earlier, damaged = trim(metrics, done)
             self.metrics = MetricsFile(metrics, say)
@@ -52,12 +52,12 @@ class Outputs:
             say(f"{metrics}: {counted(damaged, 'line')}, damaged or half written, left out")
 
     def describe(self) -> None:
-        for name, text in self.described.items():
+        for name, text in self.description.items():
             put(self.directory / name, text)
 
     @property
     def gone(self) -> bool:
-        """Whether the directory was deleted or moved away: another one of its name would be none of this run's."""
+        """Whether the directory was deleted or moved away; another one of its name is not this run's."""
         try:
             return not os.path.samestat(os.stat(self.directory), os.fstat(self.handle))
         except (FileNotFoundError, NotADirectoryError):
@@ -66,7 +66,7 @@ class Outputs:
             return False
 
     def vanished(self) -> bool:
-        """Whether it is gone. Then there is a new one, which the last checkpoint and the same command find."""
+        """Whether the directory is gone. If so, makes a new one, for the last checkpoint and for the next start."""
         if self.gone:
             with suppress(OSError, UserError):
                 self.directory.mkdir(parents=True, exist_ok=True)
@@ -74,14 +74,14 @@ class Outputs:
                 sign(self.directory, self.runs)
         return self.gone
 
-    def keep(self, what: str | Path, write: Callable[[], object]) -> None:
-        """Write something in mid-run that training can do without."""
+    def keep(self, name: str | Path, write: Callable[[], object]) -> None:
+        """Calls `write`; if it fails, prints a note with the file's name, and training continues."""
         try:
             write()
         except OSError as error:
-            self.lost.append(f"{what} cannot be written: {error.strerror or error}")
+            self.lost.append(f"{name} cannot be written: {error.strerror or error}")
             self.say(f"{self.lost[-1]}; training continues without it")
-            self.board = None if what == _BOARD else self.board
+            self.board = None if name == _BOARD else self.board
 
     def on_step(self, record: Step) -> None:
         self.metrics.on_step(record)
@@ -109,8 +109,8 @@ class Outputs:
             records = f"{counted(self.metrics.lost, 'record')} of {self.metrics.path}"
             self.lost.append(f"{records} could not be kept: {self.metrics.why}")
 
-    def judge(self) -> None:
-        """After the last step: raise what is missing."""
+    def check(self) -> None:
+        """Raises TrainingError, after the last step, if files are missing."""
         if self.gone:
             raise vanishing(self.directory)
         if self.lost:
@@ -125,16 +125,16 @@ def vanishing(directory: Path) -> TrainingError:
 
 
 # ---- display --------------------------------------------------------------------------------------------------------
-# What a person sees of a run: a live panel on a terminal, plain lines elsewhere, and a summary at the end.
+# The output of a run: a live panel on a terminal, plain lines elsewhere, and a summary at the end.
 
 
-_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # of a braille cell, by column and row
+_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # bits of a braille character's dots, by column and row
 
 
 class Display:
-    """Follows a run of `steps`; `marks` are losses to compare with (the entropies of the corpus).
+    """Prints the progress of a run of `steps`; `marks` are losses to compare with (the entropies of the corpus).
 
-    `earlier` are the steps before the one that this process begins with.
+    `earlier` are the steps before the first one of this process.
     """
 
     def __init__(
@@ -142,8 +142,8 @@ class Display:
     ):
         self.console, self.steps, self.marks, self.log_every = console, steps, marks, log_every
         self.losses = [record.loss for record in earlier]
-        self.of_steps = [record.step for record in earlier]
-        self.steps_here = 0
+        self.step_numbers = [record.step for record in earlier]
+        self.new_steps = 0
         self.held_out: Evaluation | None = None
         self.start = time.monotonic()
         self.live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
@@ -152,16 +152,16 @@ class Display:
 
     def on_step(self, record: Step) -> None:
         self.losses.append(record.loss)
-        self.of_steps.append(record.step)
-        self.steps_here += 1
+        self.step_numbers.append(record.step)
+        self.new_steps += 1
         if self.live:
             held_out = f"  held-out {self.held_out.held_out_loss:.3f}" if self.held_out else ""
-            left = (time.monotonic() - self.start) / self.steps_here * (self.steps - record.step)
+            left = (time.monotonic() - self.start) / self.new_steps * (self.steps - record.step)
             progress = Table.grid(padding=(0, 1))
             bar = ProgressBar(total=self.steps, completed=record.step, width=48)
             progress.add_row(bar, f"step {record.step}/{self.steps}", f"[dim]{left:.0f} s left[/]")
             self.live.update(Group(progress, Text(_line(record) + held_out), *self.curve()))
-        elif self.steps_here == 1 or record.step % self.log_every == 0 or record.step == self.steps:
+        elif self.new_steps == 1 or record.step % self.log_every == 0 or record.step == self.steps:
             self.console.print(
                 f"step {record.step:>{len(str(self.steps))}}/{self.steps}  {_line(record)}", soft_wrap=True
             )
@@ -172,16 +172,16 @@ class Display:
             self.console.print(f"held-out loss {record.held_out_loss:.4f} after step {record.step}")
 
     def on_decision(self, record: StepDecision) -> None:
-        """The curve is that of the steps that count; the run itself says what was decided."""
-        while self.of_steps and self.of_steps[-1] > record.place:
-            del self.losses[-1], self.of_steps[-1]
+        """Removes the steps that a rollback undid from the curve; the run itself prints the decision."""
+        while self.step_numbers and self.step_numbers[-1] > record.place:
+            del self.losses[-1], self.step_numbers[-1]
 
     def close(self) -> None:
         if self.live:
             self.live.stop()
 
     def curve(self) -> Iterable[Text]:
-        """The loss so far; nothing where the terminal has no braille."""
+        """The losses so far as a curve; nothing where the terminal cannot print braille."""
         if sum(loss is not None for loss in self.losses) < 2 or not self.console.encoding.lower().startswith("utf"):
             return []
         width = max(20, min(72, self.console.width - 20))
@@ -199,13 +199,15 @@ def _line(record: Step) -> str:
 
 
 def drawable(values: Sequence[float | None]) -> list[float | None]:
-    """Within what can be scaled to a picture: a file of an earlier release may have any number in it."""
+    """The values, clamped to what can be drawn: a file of an earlier release may have any number in it."""
     return [None if value is None else max(-1e30, min(1e30, value)) for value in values]
 
 
 def chart(values: Sequence[float | None], marks: dict[str, float], width: int = 64, height: int = 10) -> list[str]:
-    """The curve of `values` in braille, with a dashed line and a label at each mark; rows of text, top first. Where
-    there is no value the curve has a gap."""
+    """The curve of `values` in braille, with a dashed line and a label at each mark, as rows of text from the top.
+
+    Where a value is None the curve has a gap.
+    """
     values = drawable(values)
     known = [*(value for value in values if value is not None), *marks.values()]
     top, bottom = max(known), min(known)
@@ -215,19 +217,19 @@ def chart(values: Sequence[float | None], marks: dict[str, float], width: int = 
         return round((top - value) / span * (rows - 1))
 
     cells = [[0] * width for _ in range(height)]
-    before = None
+    previous_y = None
     for x in range(2 * width):  # a braille cell has two columns and four rows of dots
         start, stop = x * len(values) // (2 * width), (x + 1) * len(values) // (2 * width)
-        # What falls on this column; the nearest value where none does.
-        share = [value for value in values[start : max(stop, start + 1)] if value is not None]
-        if not share:
-            before = None
+        # The values of this column of dots; the nearest value where there is none.
+        in_column = [value for value in values[start : max(stop, start + 1)] if value is not None]
+        if not in_column:
+            previous_y = None
             continue
-        y = row_of(sum(share) / len(share), 4 * height)
-        joined = (y, y if before is None else before)
-        for dot in range(min(joined), max(joined) + 1):  # join the points, so that a steep fall is a line
+        y = row_of(sum(in_column) / len(in_column), 4 * height)
+        ends = (y, y if previous_y is None else previous_y)
+        for dot in range(min(ends), max(ends) + 1):  # dots up to the previous point, so that a steep fall is a line
             cells[dot // 4][x // 2] |= _DOTS[x % 2][dot % 4]
-        before = y
+        previous_y = y
     labels = {0: f"{top:.2f}", height - 1: f"{bottom:.2f}"}
     dashed: dict[int, str] = {}
     for name, value in marks.items():

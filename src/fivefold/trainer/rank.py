@@ -28,9 +28,9 @@ _PATIENCE = 1.0  # seconds for a second Ctrl-C to end in an orderly way
 
 
 class RankEnd(NamedTuple):
-    code: int  # as of a process
-    directory: Path | None = None  # of the run, if no step of it is left
-    why: str = ""  # else
+    code: int  # the exit code
+    directory: Path | None = None  # of the run, if all its steps are done
+    why: str = ""  # a sentence, if not
 
 
 def run_rank(
@@ -42,23 +42,26 @@ def run_rank(
     tell: Callable[[str], None] = say,
     listeners: Sequence[Listener] = (),
 ) -> RankEnd:
-    """Train as the rank that this process is; signals to stop are heard from here on. `tell` gets what a first Ctrl-C
-    is answered with, and `listeners` of rank 0 the steps."""
-    again = not world.joined or bool(world.meeting.file)  # other launchers decide about it
-    stop = _StopSignal(stopping_text(job, again), world, tell)  # before torch is imported, which takes seconds
+    """Trains as one rank, in this process; handles signals to stop from here on.
+
+    `tell` prints the answer to a first Ctrl-C; `listeners` of rank 0 get the records of steps.
+    """
+    second_ends = not world.joined or bool(world.meeting.file)  # other launchers handle a second Ctrl-C themselves
+    stop = _StopSignal(stopping_text(job, second_ends), world, tell)  # before torch is imported, which takes seconds
     from fivefold.trainer.loop import Stopped
     from fivefold.trainer.run import run_job
 
-    if not faulthandler.is_enabled():  # by our own launcher
+    if not faulthandler.is_enabled():  # our own launcher enables it
         faulthandler.enable()
     try:
         return RankEnd(0, run_job(job, sources, world, console, start, lambda: bool(stop.signal), listeners))
     except Stopped as stopped:
         by = signal_name(stop.signal) if stop.signal else "a signal to another rank"
         command = f"'fivefold train {stopped.directory}{options(job.plugins)}'" if start.fresh else "the same command"
-        saved = f"its checkpoint is saved, and {command} resumes from it"
-        how = saved if job.checkpoint.save else "nothing is saved: checkpoint.save=false"
-        why = f"stopped by {by} after step {stopped.step}; {how}"
+        outcome = "nothing is saved: checkpoint.save=false"
+        if job.checkpoint.save:
+            outcome = f"its checkpoint is saved, and {command} resumes from it"
+        why = f"stopped by {by} after step {stopped.step}; {outcome}"
         console.print(why, soft_wrap=True)
         code = INTERRUPTED if stop.signal == signal.SIGINT else TERMINATED if job.checkpoint.save else 1
         return RankEnd(code, why=why)
@@ -66,22 +69,24 @@ def run_rank(
         return RankEnd(INTERRUPTED)
 
 
-def stopping_text(job: Job, again: bool = True) -> str:
-    """What a first Ctrl-C is answered with, where it may be pressed `again`."""
+def stopping_text(job: Job, second_ends: bool = True) -> str:
+    """The answer to a first Ctrl-C; `second_ends`: whether a second one ends the run at once."""
     saving = " and its checkpoint" if job.checkpoint.save else ""
-    return f"stopping after this step{saving}" + ("; Ctrl-C again ends at once" if again else "")
+    return f"stopping after this step{saving}" + ("; Ctrl-C again ends at once" if second_ends else "")
 
 
 class _StopSignal:
-    """The signal to stop, which waits for a step; Ctrl-C says `sentence` first, and a second one waits for nothing.
+    """Notes a signal to stop after the step. A first Ctrl-C prints `sentence`; a second one ends the process at once.
 
-    Ranks of a launcher leave the second to it: one Ctrl-C may reach them twice, from the terminal and from there.
+    Ranks of a launcher leave the second to it: one Ctrl-C may reach them twice, from the terminal and the launcher.
     """
 
     def __init__(self, sentence: str, world: World, tell: Callable[[str], None]) -> None:
         self.signal, self.sentence, self.alone, self.tell = 0, sentence, not world.joined, tell
         for number in STOPPING:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as SIGINT is in the background, and SIGHUP under nohup
+            if (
+                signal.getsignal(number) is not signal.SIG_IGN
+            ):  # SIGINT is ignored in the background, SIGHUP under nohup
                 signal.signal(number, self._end)
         if world.rank == 0:
             # Handlers wait until the main thread is out of a kernel, a compiler or a read; this thread does not.
@@ -112,10 +117,10 @@ class _StopSignal:
 
 
 def train_rank(rank: int, ranks: int, job: Job, start: Start, path: Path) -> None:
-    """One rank of `ff.train`, which reports into a file and ends as the process of a command would."""
+    """One rank of `ff.train`: writes messages into the file at `path`, and exits as the process of a command would."""
     report = ReportWriter(path)
     try:
-        world = current_world() if ranks > 1 else World()  # one has nobody to join
+        world = current_world() if ranks > 1 else World()  # one rank joins no rendezvous
         console = Console(
             file=cast(IO[str], ReportedOutput(report)), highlight=False, quiet=rank > 0, force_terminal=False
         )
@@ -135,4 +140,4 @@ def train_rank(rank: int, ranks: int, job: Job, start: Start, path: Path) -> Non
         report.send(Failed(f"{type(error).__name__}: {error}"))
         sys.exit(1)
     finally:
-        logs.end()  # while its peers do not know yet: what it says explains what they will say
+        logs.end()  # before the peers notice: this rank's error explains theirs

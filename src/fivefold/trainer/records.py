@@ -1,4 +1,4 @@
-"""What a run reports, and who gets it: a record for each step, evaluation and decision, and TensorBoard."""
+"""The records of a run, for each step, evaluation and decision; and what writes them: metrics.jsonl, TensorBoard."""
 
 import io
 import math
@@ -20,34 +20,36 @@ from fivefold.support.files import open_regular
 from fivefold.support.parsing import BROKEN
 from fivefold.support.text import bytes_text
 
-Whole = Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)]  # what every reader of JSON has in full
+Whole = Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)]  # integers that every JSON reader represents exactly
 Natural = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """How the tokens of a step were spread over experts. Each token counts as often as it visits experts."""
+    """The load of experts in a step. Each token counts as often as it visits experts."""
 
     fullest: float  # tokens of the most loaded expert of any layer, over the mean of its layer
-    entropy: float  # of the tokens over a layer's experts, by that of an even load; the mean over layers
-    balance_loss: float | None = None  # of a row, the mean over layers, before its factor; 1: even. None: not asked for
-    z_loss: float | None = None  # of a token, likewise
-    dropped: Whole = 0  # visits that were due and not made: none, since no expert has a capacity
-    tokens: list[list[Natural]] | None = None  # by layer and expert, in the steps that log lines are printed of
+    entropy: float  # of the tokens over a layer's experts, divided by that of an even load; the mean over layers
+    balance_loss: float | None = (
+        None  # per sequence, the mean over layers, before its factor; 1: even. None: turned off
+    )
+    z_loss: float | None = None  # per token, likewise
+    dropped: Whole = 0  # expected visits that were not made: none, since no expert has a capacity
+    tokens: list[list[Natural]] | None = None  # by layer and expert, in steps for which a log line is printed
 
     @classmethod
-    def of(cls, tokens: list[list[int]], due: int, *, by_expert: bool = True, **losses: float | None) -> "Load":
-        """Of a step; `due` are the visits of all its tokens to the experts of one layer."""
+    def of(cls, tokens: list[list[int]], expected: int, *, by_expert: bool = True, **losses: float | None) -> "Load":
+        """The load of a step. `tokens`: by layer and expert; `expected`: visits of all its tokens in one layer."""
         return cls(
             fullest=max(max(layer) * len(layer) / max(1, sum(layer)) for layer in tokens),
             entropy=sum(map(evenness, tokens)) / len(tokens),
-            dropped=due * len(tokens) - sum(map(sum, tokens)),
+            dropped=expected * len(tokens) - sum(map(sum, tokens)),
             tokens=tokens if by_expert else None,
             **losses,
         )
 
 
 def evenness(layer: list[int]) -> float:
-    """The entropy of a load over that of an even one: 0 where one expert gets all, 1 where all get the same."""
+    """The entropy of a layer's load divided by that of an even one: 0 if one expert gets all, 1 if all get the same."""
     shares = [tokens / sum(layer) for tokens in layer if tokens]
     return sum(-share * math.log(share) for share in shares) / math.log(len(layer)) if len(layer) > 1 else 1.0
 
@@ -64,7 +66,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_field="kin
     mfu: float | None  # model FLOPs utilisation, attention counted full; None where the peak is not known
     memory: Whole  # bytes, peak so far: the GPU allocator's, or the process's resident size
     load: Load | None = None  # of experts, where the model has any
-    samples: Whole | None = None  # of the data order that are used up with it: the next one is this number
+    samples: Whole | None = None  # samples of the data order used so far, and the number of the next one
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True, tag="evaluation", tag_field="kind"):
@@ -75,50 +77,50 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True, tag="evaluation", ta
 
 
 class StepDecision(msgspec.Struct, frozen=True, kw_only=True, tag="decision", tag_field="kind"):
-    """A step that was a spike, or whose numbers were none, and what was done about it."""
+    """The decision about a step that was a spike or not finite."""
 
     step: Whole
-    first: Whole  # sample of its batch
-    samples: Whole  # of the data order that are used up with it: the next one is this number
+    first: Whole  # the first sample of its batch
+    samples: Whole  # samples of the data order used so far, and the number of the next one
     why: Literal["spike", "nonfinite"]
     action: Literal["warn", "skip", "rollback"]
-    loss: float | None  # None: it is no number
+    loss: float | None  # None: not finite
     grad_norm: float | None
     usual_loss: float | None = None  # the medians of the steps before
     usual_norm: float | None = None
-    back: Whole | None = None  # of a rollback: the step whose state came back
-    back_samples: Whole | None = None  # that were used up by then
+    back: Whole | None = None  # the step that a rollback returned to
+    back_samples: Whole | None = None  # samples used by then
 
     @property
     def changes(self) -> bool:
-        """Whether weights are others because of it."""
+        """Whether it changes the weights of the run: a skip or a rollback."""
         return self.action != "warn"
 
     @property
     def place(self) -> int:
-        """The step after which the run went on."""
+        """The step after which the run continued."""
         return self.step if self.back is None else self.back
 
     @property
     def finding(self) -> str:
-        """What is wrong with which step."""
+        """A text: the step, its numbers and what is wrong with them."""
         numbers = f"loss {_number(self.loss)}, gradient norm {_number(self.grad_norm)}"
-        known = f" (usual are {_number(self.usual_loss)} and {_number(self.usual_norm)})"
-        usual = known if self.usual_loss is not None else ""
-        what = "a spike" if self.why == "spike" else "not finite"
-        return f"step {self.step}: {numbers}{usual}: {what}; samples {self.first} to {self.samples - 1}"
+        if self.usual_loss is not None:
+            numbers += f" (usual are {_number(self.usual_loss)} and {_number(self.usual_norm)})"
+        problem = "a spike" if self.why == "spike" else "not finite"
+        return f"step {self.step}: {numbers}: {problem}; samples {self.first} to {self.samples - 1}"
 
     def __str__(self) -> str:
-        done = {
+        outcomes = {
             "warn": "training continues",
             "skip": "skipped: no update is made, and the samples are used up",
             "rollback": f"rolled back to the state after step {self.back}, and on with sample {self.samples}",
         }
-        return f"{self.finding}; {done[self.action]}"
+        return f"{self.finding}; {outcomes[self.action]}"
 
 
 class Judged(msgspec.Struct, frozen=True, kw_only=True, tag="judged", tag_field="kind"):
-    """How far an earlier start came: steps of these samples are not judged anew."""
+    """How far an earlier start came: steps of samples before this number are not checked for spikes again."""
 
     samples: Whole
 
@@ -129,7 +131,7 @@ def _number(value: float | None) -> str:
 
 @runtime_checkable
 class Deciding(Protocol):
-    """A listener that is told of decisions, too."""
+    """A listener that gets decisions, too."""
 
     def on_decision(self, record: StepDecision) -> None: ...
 
@@ -143,10 +145,10 @@ class Listener(Protocol):
 
 
 class TensorBoard:
-    """Writes each record at once. torch's own writer does so in a thread, whose errors come as tracebacks."""
+    """Writes each record at once. torch's own writer uses a thread, whose errors are printed as tracebacks."""
 
     def __init__(self, directory: Path, first: int):
-        """`first` step that will be written: what the files have of later ones is not shown."""
+        """`first`: the first step that will be written. TensorBoard hides what older files have from it on."""
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         directory.mkdir(exist_ok=True)
@@ -161,10 +163,10 @@ class TensorBoard:
 
         self._write(step=first, session_log=SessionLog(status=SessionLog.START))
 
-    def _write(self, **what: Any) -> None:
+    def _write(self, **fields: Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
 
-        self.records.write(Event(wall_time=time.time(), **what).SerializeToString())
+        self.records.write(Event(wall_time=time.time(), **fields).SerializeToString())
 
     def _scalars(self, step: int, values: dict[str, float]) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -185,7 +187,7 @@ class TensorBoard:
         self._scalars(record.step, {"held_out/loss": record.held_out_loss})
 
     def on_decision(self, record: StepDecision) -> None:
-        """1 where a step was a spike or no number; what a rollback has undone is not shown."""
+        """Writes 1 for a step that was a spike or not finite, and hides the steps that a rollback has undone."""
         if record.back is not None:
             self._begin(record.back + 1)
         self._scalars(record.place, {f"watch/{record.action}": 1.0})
@@ -195,16 +197,16 @@ class TensorBoard:
 
 
 # ---- metrics --------------------------------------------------------------------------------------------------------
-# metrics.jsonl: one line a record, each with its sum, so that a damaged line is known, counted and left out.
+# metrics.jsonl: a line for each record, with its CRC, so that damaged lines are detected, counted and left out.
 
 
 Record = Step | Evaluation | StepDecision | Judged  # the last in decisions.jsonl alone
 METRICS = "metrics.jsonl"
-_SUM = re.compile(rb',"crc":"([0-9a-f]{8})"}\n?\Z')
-MOST = 1 << 32  # bytes of a file that another process may have written
-RECENT = 1 << 26  # bytes of it that are shown: some 150,000 steps
-_LONGEST = 1 << 22  # bytes of a line that is looked at
-_KEPT = 1 << 24  # bytes of records that wait for a disk with room
+_CRC = re.compile(rb',"crc":"([0-9a-f]{8})"}\n?\Z')
+MOST = 1 << 32  # bytes of a file that are read at most, since another process may have written it
+RECENT = 1 << 26  # bytes at its end that are shown: some 150,000 steps
+_MAX_LINE = 1 << 22  # bytes
+_MAX_WAITING = 1 << 24  # bytes of records that wait in memory for free disk space
 
 
 def to_line(record: Record) -> bytes:
@@ -213,11 +215,13 @@ def to_line(record: Record) -> bytes:
 
 
 def from_line(line: bytes) -> Record | None:
-    """None if it is not what was written. Lines of earlier releases have no sum."""
-    if not line.lstrip().startswith(b"{"):  # a decoder takes longer to say so
+    """The record of a line; None if the line is damaged. Lines of earlier releases have no CRC."""
+    if not line.lstrip().startswith(b"{"):  # quicker than the decoder
         return None
-    checksum = _SUM.search(line)
-    if zlib.crc32(line[: checksum.start()] + b"}") != int(checksum[1], 16) if checksum else b'"crc"' in line:
+    checksum = _CRC.search(line)
+    if checksum is None and b'"crc"' in line:
+        return None
+    if checksum is not None and zlib.crc32(line[: checksum.start()] + b"}") != int(checksum[1], 16):
         return None
     try:
         record: Record = msgspec.json.decode(line, type=Record)
@@ -229,8 +233,10 @@ def from_line(line: bytes) -> Record | None:
 
 
 def read(path: Path, most: int = MOST) -> Iterator[tuple[bytes, Record | None]]:
-    """Every line, and its record if it is sound; nothing of a file that is not there. UserError of one that has more
-    than `most` bytes."""
+    """(line, its record or None if damaged), for every line of the file; nothing if there is no file.
+
+    Raises UserError if it has more than `most` bytes.
+    """
     try:
         raw = open_regular(path)
     except FileNotFoundError:
@@ -241,42 +247,43 @@ def read(path: Path, most: int = MOST) -> Iterator[tuple[bytes, Record | None]]:
                 f"{path} has {bytes_text(size)}, and at most {bytes_text(most)} are read; move it away: its run goes "
                 "on without it, and writes a new one"
             )
-        while line := file.readline(_LONGEST):
+        while line := file.readline(_MAX_LINE):
             yield line, from_line(line)
 
 
 def recent(path: Path, most: int = RECENT) -> tuple[list[Record | None], int]:
-    """The records of a file's last `most` bytes, None for each damaged line, and how many bytes before them were left
-    out: of what a person looks at, nobody waits minutes for the oldest."""
+    """(records of the file's last `most` bytes, bytes before them that were left out); None for each damaged line.
+
+    For what a person looks at: a long file would take minutes.
+    """
     try:
         raw = open_regular(path)
     except FileNotFoundError:
         return [], 0
     with io.BufferedReader(raw) as file:
-        left = max(0, os.fstat(raw.fileno()).st_size - most)
-        if left:
-            left += len(os.pread(raw.fileno(), _LONGEST, left - 1).partition(b"\n")[0])  # up to a whole line
-        file.seek(left)
-        return [from_line(line) for line in iter(lambda: file.readline(_LONGEST), b"")], left
+        start = max(0, os.fstat(raw.fileno()).st_size - most)
+        if start:
+            start += len(os.pread(raw.fileno(), _MAX_LINE, start - 1).partition(b"\n")[0])  # to the start of a line
+        file.seek(start)
+        return [from_line(line) for line in iter(lambda: file.readline(_MAX_LINE), b"")], start
 
 
 def place(record: Record) -> int:
-    """The step after which a record stands."""
+    """The step after which a record belongs."""
     if isinstance(record, Judged):
         return 0
     return record.place if isinstance(record, StepDecision) else record.step
 
 
 def trim(path: Path, step: int, most: int = MOST) -> tuple[list[Step], int]:
-    """The steps in a metrics file up to `step`, and how many lines are damaged. Those are removed, and so are later
-    records, of a run that was cut short."""
-    steps, damaged, change = [], 0, False
+    """Removes damaged lines and records after `step`. Returns (steps that are left, number of damaged lines)."""
+    steps, damaged, changed = [], 0, False
     for line, record in read(path, most):
         damaged += record is None
-        change |= record is None or place(record) > step or not line.endswith(b"\n")
+        changed |= record is None or place(record) > step or not line.endswith(b"\n")
         if isinstance(record, Step) and record.step <= step:
             steps.append(record)
-    if change:
+    if changed:
         half = path.with_suffix(".half")
         half.unlink(missing_ok=True)  # a pipe there would wait for a reader
         with half.open("wb") as file:
@@ -288,8 +295,11 @@ def trim(path: Path, step: int, most: int = MOST) -> tuple[list[Step], int]:
 
 
 class MetricsFile:
-    """Writes each record at once, so that a killed run keeps what it had. What cannot be written stops no training:
-    it waits in memory, and `lost` records are those of which there was no room there either, or that were deleted."""
+    """Writes each record at once, so that a killed run keeps what it had.
+
+    Records that cannot be written wait in memory, and training continues. `lost` counts those that did not fit there
+    either, or that were deleted.
+    """
 
     def __init__(self, path: Path, say: Callable[[str], None] = lambda _: None):
         self.path, self.say = path, say
@@ -307,40 +317,41 @@ class MetricsFile:
             if not self.why:
                 self.say(f"{self.path} cannot be written: {error.strerror}; its records wait, and training continues")
             self.why = error.strerror or str(error)
-        if len(self.waiting) > _KEPT:
-            self.lost, self.waiting = self.lost + self.waiting.count(b"\n"), b"\n"  # which ends half a line
+        if len(self.waiting) > _MAX_WAITING:
+            self.lost, self.waiting = self.lost + self.waiting.count(b"\n"), b"\n"  # ends a line that was half written
 
     on_evaluation = on_step
 
     def on_decision(self, record: StepDecision) -> None:
-        """A rollback takes the steps away that it has undone: the file holds one curve."""
+        """Writes the decision; before a rollback removes the steps that it undoes, so that the file has one curve."""
         if record.back is not None and not self.waiting:
             self.file.close()
             try:
-                trim(self.path, record.back, sys.maxsize)  # its own, however long: the run goes on
+                trim(self.path, record.back, sys.maxsize)  # however long: it is this run's own
             finally:
                 self.file = self._open()
         self.on_step(record)
 
     def _write(self) -> None:
         if not self._in_place():
-            gone, self.file = self.file, self._open()
-            gone.close()
+            deleted, self.file = self.file, self._open()
+            deleted.close()
             self.lost, self.written, self.why = self.lost + self.written, 0, "it was deleted"
             self.say(f"{self.path} was deleted or moved away; a new one has the records from here on")
         while self.waiting:
-            done = self.file.write(self.waiting)
-            self.written += self.waiting.count(b"\n", 0, done)
-            self.waiting = self.waiting[done:]
+            size = self.file.write(self.waiting)
+            self.written += self.waiting.count(b"\n", 0, size)
+            self.waiting = self.waiting[size:]
 
     def _in_place(self) -> bool:
+        """Whether the path still names the open file."""
         try:
             return os.path.samestat(os.stat(self.path), os.fstat(self.file.fileno()))
         except FileNotFoundError:
             return False
 
     def close(self) -> None:
-        """Try once more."""
+        """Tries once more to write what waits, and closes the file."""
         with suppress(OSError):
             self._write()
         self.file.close()

@@ -1,12 +1,12 @@
-"""What a restart costs: the seconds from the last step before it to the first new one after it, by part.
+"""The time that a restart takes: the seconds from the last step before it to the first new one after it, by part.
 
     notice    until ranks were started again: peers time out, launchers agree on who is left
     re-plan   the choice of a layout
-    start     imports, ranks that meet, the model
-    load      the newest state
-    repeat    steps that had been done since that state, and the first that had not
+    start     imports, rendezvous, the model
+    load      the newest checkpoint
+    repeat    the steps after that checkpoint, up to the first that had not been done before
 
-recovery = Recovery.seen(directory, planned=0.05, apart=False)    # rank 0, before the metrics are trimmed
+recovery = Recovery.after_restart(directory, planned=0.05, apart=False)    # rank 0, before the metrics are trimmed
 recovery.loads(); recovery.loaded(done); ...; recovery.on_step(record)
 """
 
@@ -22,7 +22,7 @@ from fivefold.trainer.records import METRICS, Evaluation, Step
 from fivefold.trainer.resuming import reached
 
 FILE = "recoveries.jsonl"
-_CLOCK = "/proc/uptime", "/proc/self/stat"
+_CLOCK_FILES = "/proc/uptime", "/proc/self/stat"
 
 
 class Recovered(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,22 +53,24 @@ class Recovered(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Recovery:
-    """A listener of rank 0 that says once what the restart has cost."""
+    """A listener of rank 0 that prints once how long the restart took, and adds it to recoveries.jsonl."""
 
     def __init__(self, step: int, lost: float, planned: float, apart: bool, say: Callable[[str], None]):
-        """`lost`: when the last step was done; `planned`: seconds that the choice of a layout took, in this process
+        """`lost`: when the last `step` was done; `planned`: seconds that the choice of a layout took, in this process
         where ranks are `apart`, else before it began. Times are seconds since 1970."""
-        self.step, self.lost, self.planned, self.say = step, lost, planned, say
-        begun = began()
-        self.begun = begun + planned if apart else begun
-        self.notice = max(0.0, begun - lost - (0.0 if apart else planned))
+        self.step, self.planned, self.say = step, planned, say
+        process_start = process_start_time()
+        self.begun = process_start + planned if apart else process_start
+        self.notice = max(0.0, process_start - lost - (0.0 if apart else planned))
         self.directory, self.ranks, self.layout = Path(), 1, ""
-        self.loading = self.done_loading = begun
+        self.load_start = self.load_end = process_start
         self.resumed = 0
 
     @classmethod
-    def seen(cls, directory: Path, planned: float, apart: bool, say: Callable[[str], None]) -> "Recovery | None":
-        """Of a run that had come somewhere; None if its metrics say nothing."""
+    def after_restart(
+        cls, directory: Path, planned: float, apart: bool, say: Callable[[str], None]
+    ) -> "Recovery | None":
+        """The recovery of a run that had made steps; None if its metrics have none."""
         last = reached(directory)
         if not last:
             return None
@@ -77,10 +79,10 @@ class Recovery:
         return recovery
 
     def loads(self) -> None:
-        self.loading = time.time()
+        self.load_start = time.time()
 
     def loaded(self, step: int, ranks: int, layout: str) -> None:
-        self.done_loading, self.resumed, self.ranks, self.layout = time.time(), step, ranks, layout
+        self.load_end, self.resumed, self.ranks, self.layout = time.time(), step, ranks, layout
 
     def on_step(self, record: Step) -> None:
         if record.step != self.step + 1:
@@ -93,9 +95,9 @@ class Recovery:
             layout=self.layout,
             notice=self.notice,
             replan=self.planned,
-            start=max(0.0, self.loading - self.begun),
-            load=self.done_loading - self.loading,
-            repeat=now - self.done_loading,
+            start=max(0.0, self.load_start - self.begun),
+            load=self.load_end - self.load_start,
+            repeat=now - self.load_end,
         )
         self.say(f"recovered in {recovered}")
         try:
@@ -111,11 +113,11 @@ class Recovery:
         pass
 
 
-def began() -> float:
-    """When this process did, in seconds since 1970; where the system does not say, now."""
+def process_start_time() -> float:
+    """When this process began, in seconds since 1970; now, where the system does not say."""
     try:
-        up, stat = (Path(file).read_text() for file in _CLOCK)
+        uptime, stat = (Path(file).read_text() for file in _CLOCK_FILES)
         ticks = int(stat.rpartition(") ")[2].split()[19])
-        return time.time() - (float(up.split()[0]) - ticks / os.sysconf("SC_CLK_TCK"))
+        return time.time() - (float(uptime.split()[0]) - ticks / os.sysconf("SC_CLK_TCK"))
     except (OSError, ValueError, IndexError):
         return time.time()

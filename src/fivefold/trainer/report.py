@@ -1,11 +1,11 @@
-"""What ranks report to the process that has started them, as a notebook does: lines of JSON in a file of its own.
+"""Messages of ranks to the process that has started them, such as a notebook: lines of JSON in a file.
 
-    report = ReportWriter(path)               # in a rank
+    report = ReportWriter(path)         # in a rank
     report.send(Printed("step 1/3 ..."))
-    follower.poll()                     # in the process that waits: what is new reaches its callbacks
+    follower.poll()                     # in the process that waits: calls its callbacks with new messages
 
 A file and no pipe, so that no rank waits for a reader that is busy. Nothing in it is executed: a message is one of the
-types below, or it is left out.
+types below, or it is ignored.
 """
 
 import os
@@ -20,24 +20,24 @@ from fivefold.support.errors import TrainingError, UserError
 from fivefold.support.parsing import BROKEN
 from fivefold.trainer.records import Evaluation, Step
 
-_LAST = 20  # sentences of a failure that are shown
+_MAX_SENTENCES = 20  # the last ones of a failure, which are shown
 
 
 class Printed(msgspec.Struct, frozen=True, tag="printed", tag_field="kind"):
-    """A line that a person would read."""
+    """A line that the run prints."""
 
     line: str
 
 
 class RefusedInput(msgspec.Struct, frozen=True, tag="refused", tag_field="kind"):
-    """Bad input, as a rank has found it."""
+    """The problems of bad input that a rank has found."""
 
     problems: list[str]
     codes: list[str]
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed", tag_field="kind"):
-    """Why a rank does not go on."""
+    """The reason why a rank ends."""
 
     sentence: str
 
@@ -51,7 +51,7 @@ class Finished(msgspec.Struct, frozen=True, tag="finished", tag_field="kind"):
 Message = Printed | RefusedInput | Failed | Finished | Step
 
 
-def _decoded(line: bytes) -> Message | None:
+def _decode(line: bytes) -> Message | None:
     try:
         message: Message = msgspec.json.decode(line, type=Message)
     except BROKEN:  # half a line: the disk was full
@@ -60,13 +60,13 @@ def _decoded(line: bytes) -> Message | None:
 
 
 class ReportWriter:
-    """A rank's end of it, and a listener of its steps."""
+    """Writes a rank's messages, and listens to its steps."""
 
     def __init__(self, path: Path):
         self.handle = os.open(path, os.O_WRONLY | os.O_APPEND)
 
     def send(self, message: Message) -> None:
-        """In one write, so that those of several ranks stay apart. One that cannot be written stops no training."""
+        """Writes a message in one call, so that those of several ranks do not mix. Errors are ignored."""
         with suppress(OSError):
             os.write(self.handle, msgspec.json.encode(message) + b"\n")
 
@@ -80,11 +80,11 @@ class ReportWriter:
         """The result has the last one."""
 
     def close(self) -> None:
-        """It stays open: what comes after the last step is reported, too."""
+        """Keeps the file open, since messages may follow the last step."""
 
 
 class ReportedOutput:
-    """A stream for a console: its lines are reported, and printed, so that the rank's log has them."""
+    """A stream for a console: sends its lines as messages, and prints them, so that the rank's log has them."""
 
     encoding = "utf-8"
 
@@ -105,9 +105,9 @@ class ReportedOutput:
 
 
 class Follower:
-    """The reader's end. `progress` gets every line, and `on_record` every step.
+    """Reads the messages. `progress` is called with every line, and `on_record` with every step.
 
-    The launcher's own sentences come by `say`, and wait for the next `poll`: a handler of signals may say one while a
+    The launcher's own sentences come by `say`, and wait for the next `poll`: a signal handler may add one while a
     callback runs.
     """
 
@@ -115,37 +115,38 @@ class Follower:
         path.touch(0o600)
         self.file = path.open("rb")
         self.progress, self.on_record = progress, on_record
-        self.half, self.over = b"", False
-        self.said: list[str] = []
+        self.half = b""  # the last line, while it is not complete
+        self.stopped = False  # while a callback runs, and after one has raised
+        self.waiting: list[str] = []  # the launcher's sentences until the next poll
         self.directory: Path | None = None  # of a run that has made all its steps
         self.refused: list[RefusedInput] = []
-        self.story: list[str] = []  # what ranks and their launcher said of failures
+        self.failures: list[str] = []  # sentences of ranks and their launcher
 
     def say(self, sentence: str) -> None:
-        self.said.append(sentence)
+        self.waiting.append(sentence)
 
     def poll(self) -> None:
-        """After an exception of a callback there is nobody to tell more."""
-        if self.over:
+        """Calls the callbacks with what is new; no more after one of them has raised."""
+        if self.stopped:
             return
-        self.over = True
+        self.stopped = True
         *lines, self.half = (self.half + self.file.read()).split(b"\n")
         for line in lines:
-            if message := _decoded(line):
-                self._hear(message)
-        while self.said:
-            self.story.append(self.said.pop(0))
-            self.progress(self.story[-1])
-        self.over = False
+            if message := _decode(line):
+                self._handle(message)
+        while self.waiting:
+            self.failures.append(self.waiting.pop(0))
+            self.progress(self.failures[-1])
+        self.stopped = False
 
-    def _hear(self, message: Message) -> None:
+    def _handle(self, message: Message) -> None:
         match message:
             case Printed():
                 self.progress(message.line)
             case Step():
                 self.on_record(message)
             case Failed():
-                self.story.append(message.sentence)
+                self.failures.append(message.sentence)
             case RefusedInput():
                 self.refused.append(message)
             case Finished():
@@ -160,5 +161,5 @@ class Follower:
         return error
 
     def failure(self, code: int) -> TrainingError:
-        told = list(dict.fromkeys(self.story))[-_LAST:]
-        return TrainingError("\n".join(told) or f"the run ended with exit code {code}")
+        sentences = list(dict.fromkeys(self.failures))[-_MAX_SENTENCES:]
+        return TrainingError("\n".join(sentences) or f"the run ended with exit code {code}")

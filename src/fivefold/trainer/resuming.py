@@ -1,7 +1,7 @@
-"""Resuming a run: `fivefold train runs/first`, and what a command by hand finds under its name.
+"""Resuming a run: `fivefold train runs/first`, and a start by hand whose job has the name of an earlier run.
 
 job = stored_job(Path("runs/first"), ["train.steps=80"])     # the job of that directory, changed
-refused(Path("runs/first"), job, sources, named=True)        # why the run cannot go on with it
+refused(Path("runs/first"), job, sources, named=True)        # why the run cannot continue with it
 """
 
 import copy
@@ -37,13 +37,13 @@ SCHEDULE = "schedule.txt"  # a pipeline schedule that the job took from a file
 
 @dataclass(frozen=True)
 class Start:
-    """Where a command trains: in the run's directory that it names, in a `fresh` one, or where its job's name leads."""
+    """Where a command trains: in the directory that it names, in a `fresh` one, or in one of its job's name."""
 
     named: Path | None = None
     fresh: bool = False
 
     def checked(self, job: Job, sources: Splits) -> Path | None:
-        """The directory that the job goes on in, if there is one. UserError if it must not, or was not meant to."""
+        """The directory in which the job continues; None for a new one. UserError if the job does not fit the run."""
         directory = self.named or chosen(job, self.fresh)
         if directory is None:
             if problems := misbegun(job, sources):
@@ -58,7 +58,7 @@ class Start:
 
 
 def run_named(word: str | None) -> Place | None:
-    """The run's directory, or its URL, that a word of the command line names; None for a job file."""
+    """The directory or URL of a run that an argument of the command line names; None for a job file."""
     path = place_of(word) if word else None
     if isinstance(path, RemotePlace):
         return path
@@ -88,13 +88,15 @@ def run_named(word: str | None) -> Place | None:
 
 
 def directory_named(run: Place | None, job: Job) -> Path | None:
-    """The directory of a run that was named; one that was named by its URL has it where its job says."""
+    """The directory of the named run; for a URL, the directory by the job's run.dir and run.name."""
     return path_of(job.run.dir) / job.run.name if isinstance(run, RemotePlace) else run
 
 
 def stored_job(directory: Place, words: Sequence[str] = ()) -> Job:
-    """The job that a run's directory holds, with KEY=VALUE changes, and as the job of that directory: it may have been
-    moved or renamed since. With a URL, that of its newest checkpoint."""
+    """The job of a run's directory, with KEY=VALUE changes; for a URL, that of the newest checkpoint.
+
+    Its run.dir and run.name are those of the directory, which may have been moved or renamed.
+    """
     places = ("run=", "run.name=", "checkpoint.url=" if isinstance(directory, RemotePlace) else "run.dir=")
     if moved := [word for word in words if word.startswith(places)]:
         way_out = (
@@ -129,7 +131,7 @@ def stored_job(directory: Place, words: Sequence[str] = ()) -> Job:
 
 
 def with_moved_weights(job: Job, file: str | Path | None) -> Job:
-    """Of a job file beside imported weights, which says where they were: they may have been moved together."""
+    """The job, with run.weights next to the job file if they are no longer where it says: both may have been moved."""
     run = Path(os.path.abspath(file)).parent if file else Path()
     if not job.run.weights or os.path.exists(path_of(job.run.weights)) or not (file and (run / HF_CONFIG).is_file()):
         return job
@@ -138,13 +140,13 @@ def with_moved_weights(job: Job, file: str | Path | None) -> Job:
 
 
 def _imported(directory: Path) -> Place | None:
-    """The weights with which an imported run began, where the directory is now."""
+    """The checkpoint of step 0 of an imported run, in the directory's present place."""
     checkpoints = Store(directory / "checkpoints").complete()
     return next((checkpoint.path for checkpoint in checkpoints if checkpoint.step == 0), None)
 
 
 def _table(directory: Path) -> dict[str, Any]:
-    """From job.toml; where that was lost, from the newest checkpoint."""
+    """The stored job as a table: from job.toml, or if there is none, from the newest checkpoint."""
     newest = newest_of(Store(directory / "checkpoints").complete())
     try:
         table = read_toml(directory / JOB)
@@ -161,7 +163,7 @@ def _table(directory: Path) -> dict[str, Any]:
 
 
 def newest_of(checkpoints: list[Checkpoint]) -> Checkpoint | None:
-    """The newest complete checkpoint whose manifest is sound. Its tensors are looked at when it is loaded."""
+    """The newest complete checkpoint whose manifest is undamaged; its tensors are not checked."""
     for checkpoint in checkpoints:
         try:
             _ = checkpoint.manifest
@@ -172,7 +174,7 @@ def newest_of(checkpoints: list[Checkpoint]) -> Checkpoint | None:
 
 
 def refused(directory: Path, job: Job, sources: Splits, named: bool) -> list[str]:
-    """Why the run of a directory cannot go on with a job, or was not meant to."""
+    """Why the run of a directory cannot continue with a job, or was probably not meant to; [] if it can."""
     checkpoints = complete(job, directory)
     newest = newest_of(checkpoints)
     if named and not checkpoints:
@@ -205,7 +207,7 @@ def misbegun(job: Job, sources: Splits) -> list[str]:
 
 
 def _foreign(run: Place, sources: Splits) -> list[str]:
-    """Why the data is not in the tokens that the weights of a run were made of."""
+    """The problems if the data has another tokenizer than the weights of a run."""
     if not isinstance(run, Path):
         return []
     if (run / HF_CONFIG).is_file() and not (run / TOKENIZER).is_file():
@@ -216,12 +218,12 @@ def _foreign(run: Place, sources: Splits) -> list[str]:
 
 
 def differences(checkpoint: Checkpoint, job: Job, sources: Splits) -> list[Change]:
-    """What differs from the run so far."""
+    """The changes of the job since the checkpoint, and of the data."""
     return changes(stored(checkpoint), job, (checkpoint.manifest.data, sources.fingerprint))
 
 
 def misfits(checkpoint: Checkpoint, job: Job) -> list[str]:
-    """Why a job cannot go on from a checkpoint, whoever asks for it: its model is another."""
+    """Why a job cannot load a checkpoint: its model differs; [] if it can."""
     before = stored(checkpoint)
     return refusals(before, job, 0, changes(before, job), checkpoint.path, named=False)
 
@@ -231,10 +233,10 @@ def _runs(parent: Path) -> list[str]:
 
 
 # ---- progress -------------------------------------------------------------------------------------------------------
-# Whether starts of a run get anywhere: launchers that restart for ever are stopped by the run itself.
+# Ends a run that launchers restart again and again without progress.
 #
 # Our own launcher knows why ranks failed, and stops earlier (`launch/local.py`); torchrun and Slurm know only that
-# they did. A run's directory has the furthest step that any start has recorded, and how many have begun since.
+# they did. A run's directory has the furthest step that any start has recorded, and how many starts there were since.
 
 
 FILE = "progress.json"
@@ -242,28 +244,32 @@ MOST = 5  # starts in a row without a new step
 
 
 class Progress(msgspec.Struct, frozen=True):
-    step: int = 0  # the furthest that was recorded
-    starts: int = 0  # that have begun since
+    step: int = 0  # the furthest one that was recorded
+    starts: int = 0  # since then
 
 
 def begin(directory: Path, again: bool, steps: int) -> None:
-    """Count a start of a run of so many steps. UserError if a launcher starts it `again`, and several starts have made
-    no new step; with that the count begins anew, so that a person who has fixed the cause is not refused."""
-    if (here := reached(directory)) >= steps:
+    """Counts a start of a run of so many steps; `again`: by a launcher that restarts it.
+
+    Raises UserError after `MOST` starts without a new step, and resets the count, so that a person who has fixed the
+    cause can start it.
+    """
+    last_step = reached(directory)
+    if last_step >= steps:
         return
-    before = _stored(directory) if again else Progress(here)
-    now = Progress(here, 1) if here > before.step else Progress(before.step, before.starts + 1)
-    tired = now.starts > MOST
-    put(directory / FILE, msgspec.json.encode(Progress(now.step) if tired else now).decode() + "\n")
-    if tired:
+    progress = _stored_progress(directory) if again else Progress(last_step)
+    progress = Progress(last_step, 1) if last_step > progress.step else Progress(progress.step, progress.starts + 1)
+    stuck = progress.starts > MOST
+    put(directory / FILE, msgspec.json.encode(Progress(progress.step) if stuck else progress).decode() + "\n")
+    if stuck:
         raise UserError(
-            f"{MOST} starts in a row have made no step after step {now.step}, and this one is not tried; the reasons "
-            f"are in {directory / 'logs'}, and the next start tries again"
+            f"{MOST} starts in a row have made no step after step {progress.step}, and this one is not tried; the "
+            f"reasons are in {directory / 'logs'}, and the next start tries again"
         )
 
 
 def reached(directory: Path) -> int:
-    """The last step that a run has recorded; none, where that cannot be read: who writes there says why."""
+    """The last step that a run has recorded; 0 if its metrics cannot be read, which writing them will report."""
     try:
         records = (record for _, record in read(directory / METRICS))
         return max((record.step for record in records if isinstance(record, Step)), default=0)
@@ -271,7 +277,7 @@ def reached(directory: Path) -> int:
         return 0
 
 
-def _stored(directory: Path) -> Progress:
+def _stored_progress(directory: Path) -> Progress:
     try:
         return msgspec.json.decode(read_regular(directory / FILE, 1000), type=Progress)
     except (OSError, *BROKEN):

@@ -223,10 +223,10 @@ class _RankRun:
         self.begun = self.checkpointing.restore()
         if self.recovery is not None:
             self.recovery.loaded(trainer.done, world.size, str(self.job.layout))
-        if self.checkpointing.weights:
-            console.print(f"[bold]starts[/] with the weights of {self.checkpointing.weights}", soft_wrap=True)
+        if self.checkpointing.initial_weights:
+            console.print(f"[bold]starts[/] with the weights of {self.checkpointing.initial_weights}", soft_wrap=True)
         if self.begun is not None:
-            loaded = f"{self.checkpointing.began}; loaded in {self.checkpointing.seconds:.2f} s"
+            loaded = f"{self.checkpointing.resumed_from}; loaded in {self.checkpointing.restore_seconds:.2f} s"
             console.print(f"[bold]resumes[/] from {loaded}", soft_wrap=True)
             changed = differences(self.begun, self.job, self.sources)
             show_changes(console, changed)
@@ -264,7 +264,7 @@ class _RankRun:
         seconds = time.monotonic() - begin
         _show_rest(console, outputs, trainer, job, self.directory)
         self._show_end(display, seconds, evaluation, marks)  # last: it is what a screen still shows
-        outputs.judge()
+        outputs.check()
 
     def _steps(self, listeners: list[Listener], outputs: Outputs | None = None) -> Evaluation | None:
         """A run whose directory vanishes stops as if asked to, and all ranks know why."""
@@ -285,7 +285,7 @@ class _RankRun:
         console.print(f"[bold]watchers[/]  {self.trainer.account}", soft_wrap=True)
         for row in display.curve():
             console.print(row, soft_wrap=True)
-        steps = f"{display.steps_here} steps in {seconds:.1f} s"
+        steps = f"{display.new_steps} steps in {seconds:.1f} s"
         console.print(f"{steps}; job, metrics and environment in {self.directory}", markup=False)
         if evaluation is not None:
             loss = f"[bold]held-out loss {evaluation.held_out_loss:.4f}[/]"
@@ -314,9 +314,9 @@ def _show_load(console: Console, outputs: Outputs, job: Job, directory: Path) ->
 
 
 def _recovery(directory: Path, world: worlds.World, say: Callable[[str], None]) -> Recovery | None:
-    """Of rank 0 of a run that a launcher has started again."""
+    """The timing of a restart, on rank 0 of a run that a launcher has restarted."""
     planned = float(os.environ.get(worlds.PLANNED, 0))
-    recovery = Recovery.seen(directory, planned, world.apart or not world.meeting.file, say)
+    recovery = Recovery.after_restart(directory, planned, world.apart or not world.meeting.file, say)
     if recovery is not None:
         recovery.loads()
     return recovery

@@ -1,4 +1,7 @@
-"""Which step is a spike: a rule on the numbers of the steps before, the same on every rank to the bit."""
+"""Loss spikes: a rule on the numbers of the steps before, and what is done about a spike or a step that is not finite.
+
+All ranks apply it to the same bits, and so decide alike.
+"""
 
 import math
 import os
@@ -17,12 +20,10 @@ from fivefold.support.errors import TrainingError, UserError
 from fivefold.support.files import open_regular
 from fivefold.trainer.records import METRICS, Judged, Step, StepDecision, read, to_line, trim
 
-_LEAST = 0.05  # of the usual loss: less above it is no spike, however even the losses are
+_MIN_RISE = 0.05  # relative to the median loss: a smaller rise is no spike, however even the losses are
 
 
 class StepNumbers(NamedTuple):
-    """Of a step."""
-
     loss: float
     norm: float
 
@@ -31,39 +32,39 @@ class StepNumbers(NamedTuple):
         return math.isfinite(self.loss) and math.isfinite(self.norm)
 
 
-def usual(recent: Sequence[StepNumbers]) -> StepNumbers | None:
-    """The medians; None where there are no steps."""
+def medians(recent: Sequence[StepNumbers]) -> StepNumbers | None:
+    """The median loss and norm; None where there are no steps."""
     return StepNumbers(median(step.loss for step in recent), median(step.norm for step in recent)) if recent else None
 
 
-def spikes(numbers: StepNumbers, recent: Sequence[StepNumbers], window: int, factor: float) -> bool:
-    """Whether a step stands out from those before, of which half a window must be known.
+def is_spike(numbers: StepNumbers, recent: Sequence[StepNumbers], window: int, factor: float) -> bool:
+    """Whether a step is a spike compared with those before; never if these are fewer than half a window.
 
     Its loss is above their median by more than `factor` times their median distance from it, and by more than a
     twentieth of it; or its gradient norm is above `factor` times their median norm.
     """
     if len(recent) < window // 2:
         return False
-    middle = usual(recent)
-    assert middle is not None
-    distance = median(abs(step.loss - middle.loss) for step in recent)
-    above = numbers.loss - middle.loss
-    return above > max(factor * distance, _LEAST * abs(middle.loss)) or numbers.norm > factor * middle.norm > 0
+    usual = medians(recent)
+    assert usual is not None
+    distance = median(abs(step.loss - usual.loss) for step in recent)
+    rise = numbers.loss - usual.loss
+    return rise > max(factor * distance, _MIN_RISE * abs(usual.loss)) or numbers.norm > factor * usual.norm > 0
 
 
 # ---- decisions ------------------------------------------------------------------------------------------------------
-# decisions.jsonl of a run: what was decided about steps, so that a start that comes to them again decides the same.
+# decisions.jsonl of a run: the decisions about steps, so that a restart that repeats the steps decides the same.
 #
-# Samples of the data order are used up and never come back, in a rollback neither. So a decision is found by the
-# number of its batch's first sample, whatever happened to the steps in between, in any layout.
+# Samples of the data order are used once, also after a rollback. So a decision is found by the number of its batch's
+# first sample, whatever happened to the steps in between, in any layout.
 
 
 NAME = "decisions.jsonl"
-_ALL = 1 << 62  # steps
+_LAST_STEP = 1 << 62  # no step is after it
 
 
 class Decisions:
-    """All that are known of a run, in the order of samples."""
+    """The decisions of a run, in the order of samples."""
 
     def __init__(self, decisions: Iterable[StepDecision] = ()):
         self.by_first = {
@@ -77,106 +78,111 @@ class Decisions:
         self.by_first = Decisions([*self, *decisions]).by_first
 
     def at(self, first: int, samples: int) -> StepDecision | None:
-        """What was decided about the batch of these samples."""
-        decisions = self.by_first.get(first)
-        return decisions if decisions is not None and decisions.samples == samples and decisions.back is None else None
+        """The decision about the batch of samples `first` to `samples` - 1, unless it rolled back."""
+        decision = self.by_first.get(first)
+        return decision if decision is not None and decision.samples == samples and decision.back is None else None
 
     def onward(self, step: int, samples: int) -> int:
-        """The sample with which a run goes on that has made `step` steps and used up `samples`: a later one, if it was
-        here that rollbacks came back to."""
-        back = [decision.samples for decision in self if (decision.back, decision.back_samples) == (step, samples)]
-        return max(back, default=samples)
+        """The number of the next sample after `step` steps and `samples` samples: a later one, if rollbacks returned
+        to this step."""
+        skipped_to = [
+            decision.samples for decision in self if (decision.back, decision.back_samples) == (step, samples)
+        ]
+        return max(skipped_to, default=samples)
 
     def undone(self, samples: int) -> bool:
-        """Whether a state that had used up so many samples was undone by a rollback to an earlier one."""
+        """Whether a state after so many samples was undone by a rollback to an earlier one."""
         return any(
             decision.back_samples < samples < decision.samples for decision in self if decision.back_samples is not None
         )
 
-    def near(self, step: int, window: int) -> list[StepDecision]:
-        """Those that changed what was learned, of steps from `window` steps before on: also of later ones, which a
-        rollback has undone."""
+    def recent_changes(self, step: int, window: int) -> list[StepDecision]:
+        """The skips and rollbacks since `window` steps before `step`; also after it, of steps that a rollback undid."""
         return [decision for decision in self if decision.changes and decision.step > step - window]
 
 
 class KnownDecisions(msgspec.Struct, frozen=True):
-    """What the files of a run tell its next start."""
+    """The decisions that a run's files have for its next start."""
 
     decisions: list[StepDecision] = []
-    judged: int = 0  # samples up to which steps were judged: those are not judged anew
-    damaged: int = 0  # lines that were left out
+    judged: int = 0  # steps of samples before this number are not checked for spikes again
+    damaged: int = 0  # how many lines were left out
 
 
 def known(directory: Path) -> KnownDecisions:
-    """Of a run's directory, before its metrics are cut to the checkpoint that it goes on from. What it knows from the
-    metrics stays known, and damaged lines are removed."""
-    _, damaged = trim(directory / NAME, _ALL)
+    """Reads the decisions of a run's directory, before its metrics are trimmed to the checkpoint it resumes from.
+
+    Removes damaged lines, and writes down how far the metrics came.
+    """
+    _, damaged = trim(directory / NAME, _LAST_STEP)
     records = [record for _, record in read(directory / NAME)]
     steps = (record.samples or 0 for _, record in read(directory / METRICS) if isinstance(record, Step))
-    before = max((record.samples for record in records if isinstance(record, Judged)), default=0)
+    written = max((record.samples for record in records if isinstance(record, Judged)), default=0)
     judged = max(steps, default=0)
-    if judged > before:
+    if judged > written:
         write(directory, Judged(samples=judged))
-    return KnownDecisions(
-        [record for record in records if isinstance(record, StepDecision)], max(judged, before), damaged
-    )
+    decisions = [record for record in records if isinstance(record, StepDecision)]
+    return KnownDecisions(decisions, max(judged, written), damaged)
 
 
 def write(directory: Path, record: StepDecision | Judged) -> None:
-    """On the disk when this returns: a crash must not have another start decide otherwise."""
+    """Writes and syncs a record, so that after a crash a restart decides the same."""
     with open_regular(directory / NAME, append=True) as file:
         file.write(to_line(record))
         os.fsync(file.fileno())
 
 
 # ---- policy ---------------------------------------------------------------------------------------------------------
-# What is done about a step that is a spike, or whose numbers are none: watch.spike and watch.nonfinite.
+# What is done about a step that is a spike or not finite: watch.spike and watch.nonfinite.
 #
-#     decision = policy.look(step, samples, loss, norm)      # None: nothing is wrong with it
+#     decision = policy.look(step, first, samples, StepNumbers(loss, norm))      # None: nothing is wrong with it
 #
-# All ranks ask with the same bits and get the same answer. What a rollback comes back to is found later, by the
-# trainer: until then its decision has no `back`.
+# All ranks call it with the same bits and get the same decision. The checkpoint that a rollback returns to is found
+# later, by the trainer: until then its decision has no `back`.
 
 
 class PolicyState(msgspec.Struct, frozen=True):
-    """What a checkpoint's manifest has of it."""
+    """The part of a policy that a checkpoint's manifest has."""
 
     recent: list[StepNumbers] = []
-    decisions: list[StepDecision] = []  # that changed what was learned
+    decisions: list[StepDecision] = []  # skips and rollbacks
 
 
 class Policy:
     def __init__(self, config: WatchConfig):
         self.config = config
-        self.recent: deque[StepNumbers] = deque(maxlen=config.window)  # of steps that were made
+        self.recent: deque[StepNumbers] = deque(maxlen=config.window)  # of steps that updated weights
         self.decisions = Decisions()
-        self.judged = 0  # samples up to which another start has judged
-        self.directory: Path | None = None  # where rank 0 keeps decisions
+        self.judged = 0  # steps of samples before this number were checked for spikes by an earlier start
+        self.directory: Path | None = None  # where rank 0 writes decisions
         self.say: Callable[[str], None] = lambda _: None
 
     def learn(self, known: KnownDecisions) -> None:
-        """Of earlier starts; the same on all ranks."""
+        """Takes over the decisions of earlier starts; the same on all ranks."""
         self.decisions.add(known.decisions)
         self.judged = known.judged
 
     def look(self, step: int, first: int, samples: int, numbers: StepNumbers) -> StepDecision | None:
-        """About the batch of samples `first` to `samples` - 1. TrainingError where it ends the run."""
-        before = self.decisions.at(first, samples)
-        why = self._why(before, samples, numbers)
+        """The decision about the step of samples `first` to `samples` - 1; None if it is neither a spike nor NaN.
+
+        Raises TrainingError where the run is to end.
+        """
+        earlier = self.decisions.at(first, samples)
+        why = self._why(earlier, samples, numbers)
         if why is None:
             self.recent.append(numbers)
             return None
-        action = self._action(why, before)
-        if before is not None and before.action == action:
-            if not before.changes:
+        action = self._action(why, earlier)
+        if earlier is not None and earlier.action == action:
+            if not earlier.changes:
                 self.recent.append(numbers)
-            return before
+            return earlier
         if action is None:
             raise TrainingError(
                 f"step {step}: loss {numbers.loss} and gradient norm {numbers.norm} are not both finite; samples "
                 f"{first} to {samples - 1}; the weights were not touched"
             )
-        middle = usual(self.recent)
+        usual = medians(self.recent)
         decision = StepDecision(
             step=step,
             first=first,
@@ -185,72 +191,74 @@ class Policy:
             action=action,
             loss=_finite(numbers.loss),
             grad_norm=_finite(numbers.norm),
-            usual_loss=middle.loss if middle else None,
-            usual_norm=middle.norm if middle else None,
+            usual_loss=usual.loss if usual else None,
+            usual_norm=usual.norm if usual else None,
         )
-        if not decision.changes:
-            self.recent.append(numbers)
+        if decision.changes:
+            self._check_limit(decision)
         else:
-            self._limit(decision)
+            self.recent.append(numbers)
         return decision
 
     def _why(
-        self, before: StepDecision | None, samples: int, numbers: StepNumbers
+        self, earlier: StepDecision | None, samples: int, numbers: StepNumbers
     ) -> Literal["spike", "nonfinite"] | None:
-        """What another start found is not judged anew: the last bits may differ. What is no number is none."""
+        """What is wrong with a step, if anything. The last bits of a repeated step may differ, so steps that an earlier
+        start has checked keep its `earlier` decision, or none; but NaN is always wrong."""
         if not numbers.finite:
             return "nonfinite"
-        if before is not None:
-            return before.why if before.why == "nonfinite" or self.config.spike != "off" or before.changes else None
+        if earlier is not None:
+            return earlier.why if earlier.why == "nonfinite" or self.config.spike != "off" or earlier.changes else None
         if self.config.spike == "off" or samples <= self.judged:
             return None
-        return "spike" if spikes(numbers, self.recent, self.config.window, self.config.factor) else None
+        return "spike" if is_spike(numbers, self.recent, self.config.window, self.config.factor) else None
 
-    def _action(self, why: str, before: StepDecision | None) -> Literal["warn", "skip", "rollback"] | None:
-        """None: the run ends. What changed the curve once does so again."""
-        if before is not None and before.changes:
-            return before.action
-        asked = self.config.spike if why == "spike" else self.config.nonfinite
-        return None if asked == "stop" or asked == "off" else asked
+    def _action(self, why: str, earlier: StepDecision | None) -> Literal["warn", "skip", "rollback"] | None:
+        """The action of the job's settings; of an earlier decision if that changed weights. None: the run ends."""
+        if earlier is not None and earlier.changes:
+            return earlier.action
+        setting = self.config.spike if why == "spike" else self.config.nonfinite
+        return None if setting == "stop" or setting == "off" else setting
 
-    def _limit(self, decision: StepDecision) -> None:
-        """No policy goes on for ever."""
+    def _check_limit(self, decision: StepDecision) -> None:
+        """Raises TrainingError where too many steps were skipped or rolled back."""
         most, window = self.config.most, self.config.window
-        if len(near := self.decisions.near(decision.step, window)) >= most:
+        recent = self.decisions.recent_changes(decision.step, window)
+        if len(recent) >= most:
             raise TrainingError(
-                f"{decision.finding}; the run ends: steps {', '.join(str(before.step) for before in near)} were "
+                f"{decision.finding}; the run ends: steps {', '.join(str(earlier.step) for earlier in recent)} were "
                 f"skipped or rolled back already, and watch.most={most} within watch.window={window} steps; the "
                 "weights were not touched"
             )
 
     def settle(self, decision: StepDecision) -> None:
-        """It is what is done: remember it, and say so."""
-        again = self.decisions.by_first.get(decision.first)
+        """Keeps a decision that is being carried out, writes it, and prints it."""
+        earlier = self.decisions.by_first.get(decision.first)
         self.decisions.add([decision])
-        if again != decision and self.directory is not None:
+        if earlier != decision and self.directory is not None:
             try:
                 write(self.directory, decision)
             except OSError as error:
                 self.say(f"{self.directory / NAME} cannot be written: {error.strerror}; the next checkpoint has it")
-        self.say(f"{decision}" + (" (as it was decided before)" if again is not None else ""))
+        self.say(f"{decision}" + (" (as it was decided before)" if earlier is not None else ""))
 
-    # ---- with a checkpoint ---------------------------------------------------------------------------------------
+    # ---- in checkpoints ------------------------------------------------------------------------------------------
 
     def keep(self) -> dict[str, Any]:
-        """For the manifest of a checkpoint."""
+        """The state for the manifest of a checkpoint."""
         return msgspec.to_builtins(
             PolicyState(list(self.recent), [decision for decision in self.decisions if decision.changes])
         )
 
     def restore(self, table: dict[str, Any], where: object) -> None:
-        """The steps before are those of the checkpoint; what was decided since stays decided."""
+        """Takes the recent steps from a checkpoint's manifest. Decisions that were made since stay."""
         try:
-            kept = msgspec.convert(table, PolicyState)
+            state = msgspec.convert(table, PolicyState)
         except msgspec.ValidationError as error:
             raise UserError(f"{where}: what its watchers knew cannot be read: {error}") from None
         self.recent.clear()
-        self.recent.extend(kept.recent)
-        self.decisions.add(decision for decision in kept.decisions if decision.first not in self.decisions.by_first)
+        self.recent.extend(state.recent)
+        self.decisions.add(decision for decision in state.decisions if decision.first not in self.decisions.by_first)
 
 
 def _finite(value: float) -> float | None:
@@ -258,7 +266,7 @@ def _finite(value: float) -> float | None:
 
 
 # ---- account --------------------------------------------------------------------------------------------------------
-# What the watchers of a run cost, by name, as a share of its steps' time.
+# The time that the watchers of a run take, by name, as a share of its steps' time.
 #
 # account = Account()
 # with account.of("spikes"):
@@ -268,7 +276,7 @@ def _finite(value: float) -> float | None:
 
 
 class Account:
-    """Of one rank. On a GPU these are the host's seconds: what a watcher leaves to the device, it waits for inside."""
+    """The seconds of one rank's watchers: the host's, also on a GPU, where watchers wait for their own kernels."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -289,10 +297,10 @@ class Account:
         self.steps += seconds
 
     def shares(self) -> dict[str, float]:
-        """By watcher, of the steps' time."""
+        """{watcher: its share of the steps' time}."""
         return {name: seconds / self.steps for name, seconds in self.seconds.items()} if self.steps else {}
 
     def __str__(self) -> str:
         shares = self.shares()
-        each = ", ".join(f"{name} {share:.3%}" for name, share in shares.items())
-        return f"{sum(shares.values()):.3%} of the steps' time: {each}" if shares else "none at work"
+        texts = ", ".join(f"{name} {share:.3%}" for name, share in shares.items())
+        return f"{sum(shares.values()):.3%} of the steps' time: {texts}" if shares else "none at work"

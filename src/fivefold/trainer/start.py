@@ -1,4 +1,4 @@
-"""Train or trace a job from Python, on ranks that are other processes."""
+"""`ff.train` and `ff.trace`: train or trace a job from Python, on ranks that are other processes."""
 
 import os
 import tempfile
@@ -37,21 +37,21 @@ def train(
     progress: Callable[[str], object] = lambda line: None,
     on_record: Callable[[Step], object] = lambda record: None,
 ) -> TrainResult:
-    """Train a job on ranks of this machine, and return its losses and its directory.
+    """Trains a job on ranks of this machine, and returns its losses and its directory.
 
         >>> losses = ff.train("examples/demo.toml", ["train.steps=50"]).losses  # doctest: +SKIP
         >>> result = ff.train("runs/demo", ["train.steps=300"], progress=print)  # doctest: +SKIP
         >>> result = ff.train(on_record=lambda step: print(step.step, step.loss))  # doctest: +SKIP
 
-    `job` is a job file, the directory of a run to go on with, or an object (default: a small Llama on Python's own
+    `job` is a job file, the directory of a run to resume, or an object (default: a small Llama on Python's own
     source), `changes` are KEY=VALUE. `nproc` is the number of ranks (default: as many as the layout has), and
-    `restarts` how often they are started again from the last checkpoint after a failure. A run that has a checkpoint
-    resumes from it, unless `fresh` asks for a new directory. `progress` gets every line that the run prints, and
-    `on_record` the record of every step, as it is made: again, where a restart makes one again.
+    `restarts` how often they are restarted from the last checkpoint after a failure. A run that has a checkpoint
+    resumes from it, unless `fresh` asks for a new directory. `progress` is called with every line that the run prints,
+    and `on_record` with the record of every step, once more for steps that a restart repeats.
 
     The ranks are other processes, so that a notebook holds neither their memory nor their process group. A run that
-    fails is a TrainingError, which names the rank. Ctrl-C has the ranks save a checkpoint first, and is then a
-    KeyboardInterrupt; a second one ends them at once, and so does an exception of a callback.
+    fails raises TrainingError, which names the rank. After Ctrl-C the ranks save a checkpoint, and KeyboardInterrupt is
+    raised; a second one ends them at once, and so does an exception in a callback.
     """
     resolved, start = job_and_start(job, changes, fresh=fresh)
     ranks = resolved.layout.world if nproc is None else nproc
@@ -63,9 +63,9 @@ def train(
     check_sharing(resolved, ranks)
     start.checked(resolved, sources)
     keep_freed_memory()
-    with ExitStack() as leaving:
-        report = Path(leaving.enter_context(tempfile.TemporaryDirectory(prefix="fivefold-train-")), "report")
-        follower = leaving.enter_context(closing(Follower(report, progress, on_record)))
+    with ExitStack() as stack:
+        report = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fivefold-train-")), "report")
+        follower = stack.enter_context(closing(Follower(report, progress, on_record)))
         launcher = Launcher(
             "fivefold.trainer.rank:train_rank",
             Arrangement(ranks, resolved.layout.place, (resolved, start, report)),
@@ -75,7 +75,7 @@ def train(
             look=follower.poll,
         )
         code = launcher.run(restarts)
-        follower.poll()  # what the launcher said last
+        follower.poll()  # the launcher's last sentences
     if code == INTERRUPTED:
         raise KeyboardInterrupt
     if code:
@@ -86,7 +86,7 @@ def train(
 
 
 def job_and_start(job: str | Path | Job | None, changes: Sequence[str], *, fresh: bool) -> tuple[Job, Start]:
-    """What trains, and where."""
+    """The job to train, and the directory to train it in."""
     if isinstance(job, Job):
         if changes:
             raise UserError(f"{changes[0]!r} changes a job that is given as an object; change the object instead")
@@ -97,7 +97,7 @@ def job_and_start(job: str | Path | Job | None, changes: Sequence[str], *, fresh
 
 
 def check_ranks(nproc: int | None, world: World) -> None:
-    """Refuse a number of processes that cannot be started here, and faults that are none."""
+    """Raises UserError for a number of processes that cannot be started here, and for a bad FIVEFOLD_FAULT."""
     faults.parse(os.environ.get("FIVEFOLD_FAULT", ""))
     if nproc is not None and nproc < 1:
         raise UserError(f"--nproc {nproc} starts no process; nearest: --nproc 1", "option.range")
@@ -114,9 +114,9 @@ def check_restarts(restarts: int) -> None:
 
 
 def check_sharing(job: Job, nproc: int) -> None:
-    """Refuse ranks that are to share this machine's GPUs as they cannot."""
+    """Raises UserError if the ranks cannot share this machine's GPUs as the job asks."""
     gpus = 0 if job.train.device == "cpu" else visible_gpus()
-    known = gpus or job.train.device == "cpu"  # else ranks, which ask torch, know better
+    known = gpus or job.train.device == "cpu"  # else the ranks check, which can ask torch
     if nproc > 1 and known and (problem := sharing_problem(job.train, gpus, nproc)):
         raise UserError(problem)
 
@@ -135,7 +135,7 @@ def trace(
     output: str | Path = "trace.json",
     timeout: float = 600.0,
 ) -> TraceResult:
-    """Run a few steps of a job, write what every rank did to `output`, and sum up where the time went.
+    """Runs a few steps of a job, writes a trace of all ranks to `output`, and returns a summary of their time.
 
         >>> result = ff.trace("examples/demo.toml", ["trace.steps=2"], output="trace.json")  # doctest: +SKIP
 
@@ -145,25 +145,26 @@ def trace(
     file = TraceFile(Path(output))
     if not file.path.expanduser().absolute().parent.is_dir():
         raise UserError(f"--output {output}: there is no directory {file.path.parent}")
-    full, replace = job if isinstance(job, Job) else read_job(_of_a_job(job), changes), msgspec.structs.replace
-    traced = replace(full.trace, steps=full.trace.steps or STEPS)
-    steps = max(0, traced.after) + max(1, traced.steps)  # the warm-up and the traced steps, and no evaluation
-    short = replace(full, train=replace(full.train, steps=steps, eval_samples=0), trace=traced)
+    replace = msgspec.structs.replace
+    full = job if isinstance(job, Job) else read_job(_checked_job_file(job), changes)
+    trace_config = replace(full.trace, steps=full.trace.steps or STEPS)
+    steps = max(0, trace_config.after) + max(1, trace_config.steps)  # the warm-up and the traced steps, no evaluation
+    short = replace(full, train=replace(full.train, steps=steps, eval_samples=0), trace=trace_config)
     preflight(short, short.layout.world)
     file(processes.run(short.layout.world, "fivefold.trainer.start:trace_rank", short, timeout=timeout)[0])
     assert file.result is not None
     return file.result
 
 
-def _of_a_job(given: str | Path | None) -> str | Path | None:
-    """Not a run that has been: a trace of it may lie in its directory."""
-    path = None if given is None else path_of(given)
+def _checked_job_file(job: str | Path | None) -> str | Path | None:
+    """The path of a job file as it is; UserError for a run's directory or a trace, whose trace may be meant."""
+    path = None if job is None else path_of(job)
     if path is not None and (path.is_dir() or path.suffix == ".json"):
         run = path if path.is_dir() else path.parent
         raise UserError(
-            f"{given} is not a job file, and trace runs one; `fivefold inspect {run} --html FILE` shows a run's trace"
+            f"{job} is not a job file, and trace runs one; `fivefold inspect {run} --html FILE` shows a run's trace"
         )
-    return given
+    return job
 
 
 def trace_rank(rank: processes.Rank, job: Job) -> Trace | None:
@@ -176,6 +177,6 @@ def trace_rank(rank: processes.Rank, job: Job) -> Trace | None:
     make_repeatable(job.train)
     if rank.world > 1:
         rank.join(choose_backend(device, rank.world, job.train, rank.number))
-    kept: list[Trace] = []
-    Trainer(job, preflight(job, rank.world), Mesh.of_job(job, device)).run([], kept.append)
-    return kept[0] if kept else None
+    traces: list[Trace] = []
+    Trainer(job, preflight(job, rank.world), Mesh.of_job(job, device)).run([], traces.append)
+    return traces[0] if traces else None

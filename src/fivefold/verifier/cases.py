@@ -1,23 +1,24 @@
-"""Every legal layout of a world, the models that make them stumble, and samples that still meet every pair.
+"""The cases that `verify --all` proves: every legal layout of a world, models that are known to break layouts, and
+samples of both in which every pair of settings occurs.
 
 Without a pipeline "every" is: all products dp x cp x tp, all kinds of cp where cp > 1, sp on and off where tp > 1, ZeRO
-0 to 3 where dp x cp > 1, with every hybrid (replicate) at 3, every recompute, and one and two microbatches. The world's
-other settings do not change what is computed.
+0 to 3 where dp x cp > 1, with every hybrid (replicate) at 3, every recompute, and one and two microbatches. The other
+settings of a layout do not change what is computed.
 
-With one, the product would be ten times as long, most of it the same thing again: a schedule does not know what its
-stages compute. So "every" is all products dp x cp x tp x pp with every schedule (but naive, which is gpipe in another
-order) and every ZeRO and hybrid; each of those once, with the rest (kinds of cp, sp, recompute; 1, p and 2p
-microbatches; layers that are balanced over the stages or pile up on the last) chosen such that every pair of settings
-is met, and more layouts where that takes more. What the batch has no microbatches for is left out.
+With one, the product would be ten times as long and prove little more: a schedule does not know what its stages
+compute. So "every" is all products dp x cp x tp x pp with every schedule (but naive, which is gpipe in another order)
+and every ZeRO and hybrid; each of those once, with the rest (kinds of cp, sp, recompute; 1, p and 2p microbatches;
+layers that are balanced over the stages or piled up on the last) chosen such that every pair of settings occurs, and
+more layouts where that takes more. Layouts with more microbatches than the batch has are left out.
 
 Of a mixture of experts "every" is all products dp x cp x tp with every ep, ZeRO, hybrid, sp and kind of cp, and all
 dp x cp x tp x pp with every schedule; each of those once, with the rest (dispatch, recompute, microbatches; with a
-pipeline also ep, ZeRO, sp and kinds of cp) chosen to meet every pair.
+pipeline also ep, ZeRO, sp and kinds of cp) chosen such that every pair occurs.
 
-The model asked for runs on all of them; if it has too few layers for all the stages, and may be changed (`deepen`), on
-as many more as it takes. `variants` of it, each a known way to go wrong, run on the least sample of layouts that meets
-every pair of settings; kinds of attention, and the variants of a mixture, together on such a sample, in which the
-variant is a setting. A model without experts is also given some (`mixture`), and proven with those.
+The requested model runs on all of them; `deepen` gives it more layers where it has too few for the stages. Its
+`variants`, each a known way to go wrong, run on a small sample of layouts in which every pair of settings occurs; kinds
+of attention, and the variants of a mixture, share one such sample, in which the variant is a setting. A dense model is
+proven with experts, too (`mixture`).
 """
 
 from collections import Counter
@@ -49,15 +50,15 @@ _LATENTS = LatentSpec(q_rank=12, kv_rank=10, nope_dim=6, rope_dim=4, v_dim=8)
 _MLA: dict[str, object] = {"mla": _LATENTS, "kv_heads": 0, "head_dim": 0, "rope_interleaved": True}
 _SINKS: dict[str, object] = {"sinks": True, "window": 5, "window_period": 2}
 _ATTENTIONS = ("q/k norm over all heads", "sinks and windows", "latent attention")
-_DEGREES = [axis for axis in AXES if axis in Layout().degrees]
+_DEGREE_AXES = [axis for axis in AXES if axis in Layout().degrees]
 _SETTINGS = ("schedule", "cp_kind", "sp", "zero", "replicate", "recompute", "microbatches", "ep", "dispatch")
-_FACTORS = (*_DEGREES, *_SETTINGS)
-_OF_AXIS = {"schedule": "pp", "dispatch": "ep"}  # settings that mean nothing without their axis
+_ALL_SETTINGS = (*_DEGREE_AXES, *_SETTINGS)
+_AXIS_OF_SETTING = {"schedule": "pp", "dispatch": "ep"}  # settings that mean nothing without their axis
 
-# So large that a mistake shows, in choices too.
+# Larger than in training, so that a mistake changes the result visibly, and the choice of experts too.
 BALANCE = {"balance_loss": 0.1, "router_z_loss": 0.01}
 BALANCE_RATE = 0.05
-LOSSES_OFF = "no balance losses"  # a variant
+LOSSES_OFF = "no balance losses"  # the name of a variant
 
 
 @dataclass(frozen=True)
@@ -69,30 +70,30 @@ class LayoutCase:
 
 
 def legal_layouts(spec: ModelSpec, world: int, seq: int, batch: int, deepen: bool = False) -> Iterator[Layout]:
-    """Those that each stand for a group, and as many others as it takes to meet every pair of settings."""
-    met = Counter[object](), Counter[object]()  # without pp, where a schedule means nothing, and with it
-    left: list[Layout] = []
+    """A layout of each group (`_group_key`), and as many others as it takes for every pair of settings to occur."""
+    pair_counts = Counter[object](), Counter[object]()  # of layouts without pp, where schedules mean nothing; with pp
+    rest: list[Layout] = []
     groups: dict[object, list[Layout]] = {}
     for base in _bases(spec, world):
         deep = deep_enough(spec, base) if deepen else spec  # the number of stages follows from `base`
-        for layout in _rest(base, deep):
+        for layout in _completed(base, deep):
             if not layout.problems(deep, world=world, seq=seq, batch=batch):
-                groups.setdefault(_group(layout, spec), []).append(layout)
+                groups.setdefault(_group_key(layout, spec), []).append(layout)
     for legal in groups.values():
-        pairs = met[legal[0].pp > 1]
-        best = max(legal, key=partial(_worth, met=pairs)) if len(legal) > 1 else legal[0]
-        pairs.update(_pairs(best))
-        left += [layout for layout in legal if layout is not best]
+        counts = pair_counts[legal[0].pp > 1]
+        best = max(legal, key=partial(_new_pairs, counts=counts)) if len(legal) > 1 else legal[0]
+        counts.update(_pairs(best))
+        rest += [layout for layout in legal if layout is not best]
         yield best
-    for layout in left:
-        pairs = met[layout.pp > 1]
-        if not _pairs(layout) <= pairs.keys():
-            pairs.update(_pairs(layout))
+    for layout in rest:
+        counts = pair_counts[layout.pp > 1]
+        if not _pairs(layout) <= counts.keys():
+            counts.update(_pairs(layout))
             yield layout
 
 
-def _group(layout: Layout, spec: ModelSpec) -> object:
-    """Layouts of which one is enough, but for pairs that it has not."""
+def _group_key(layout: Layout, spec: ModelSpec) -> object:
+    """The settings that a layout shares with its group, of which one layout is enough."""
     degrees, schedule, sharded = tuple(layout.degrees.values()), layout.schedule, (layout.zero, layout.replicate)
     if spec.experts is None:
         return layout if layout.pp == 1 else (degrees, schedule, sharded)
@@ -100,51 +101,52 @@ def _group(layout: Layout, spec: ModelSpec) -> object:
 
 
 def _bases(spec: ModelSpec, world: int) -> Iterator[Layout]:
-    """Degrees, a schedule and ZeRO."""
-    for sizes in product(divisors(world), repeat=len(_DEGREES)):
-        degrees: dict[str, Any] = dict(zip(_DEGREES, sizes, strict=True))
+    """All layouts that differ in degrees, schedule or ZeRO; their other settings are defaults."""
+    for sizes in product(divisors(world), repeat=len(_DEGREE_AXES)):
+        degrees: dict[str, Any] = dict(zip(_DEGREE_AXES, sizes, strict=True))
         axes = Layout(**degrees)
         if axes.world != world:
             continue
         schedules = [name for name in CATALOGUE if name != "naive"] if axes.pp > 1 else ["1f1b"]
         for ep in divisors(axes.size("stage")) if spec.experts is not None else [1]:
-            shares = Layout(**degrees, ep=ep).has_copies(spec)
             sharded = [(zero, 1) for zero in range(4)] + [(3, copies) for copies in divisors(axes.dp) if copies > 1]
-            for schedule, (zero, replicate) in product(schedules, sharded if shares else [(0, 1)]):
+            if not Layout(**degrees, ep=ep).has_copies(spec):
+                sharded = [(0, 1)]
+            for schedule, (zero, replicate) in product(schedules, sharded):
                 yield msgspec.structs.replace(
                     Layout(**degrees, schedule=schedule), ep=ep, zero=zero, replicate=replicate
                 )
 
 
-def _worth(layout: Layout, met: Counter[object]) -> tuple[int, int]:
-    """How many pairs of settings it would add, and how rare its others are."""
-    times_met = [met[pair] for pair in _pairs(layout)]
-    return times_met.count(0), -sum(times_met)
+def _new_pairs(layout: Layout, counts: Counter[object]) -> tuple[int, int]:
+    """A sort key: how many pairs of settings the layout would add to `counts`, and how rare its other pairs are."""
+    occurrences = [counts[pair] for pair in _pairs(layout)]
+    return occurrences.count(0), -sum(occurrences)
 
 
-def _rest(base: Layout, spec: ModelSpec) -> Iterator[Layout]:
-    """What is left to choose when the degrees, the schedule and ZeRO are given."""
+def _completed(base: Layout, spec: ModelSpec) -> Iterator[Layout]:
+    """Layouts with the degrees, schedule and ZeRO of `base`, and all values of the other settings."""
     choices = {
         "cp_kind": get_args(ContextKind) if base.cp > 1 else ("ring",),
         "sp": (False, True) if base.tp > 1 else (False,),
         "recompute": get_args(Recompute),
         "microbatches": (1, base.pp, 2 * base.pp) if base.pp > 1 else (1, 2),
         "dispatch": get_args(Dispatch) if base.ep > 1 else ("alltoall",),
-        "split": [(), _piled(spec.layers, base.stages)] if base.pp > 1 else [()],
+        "split": [(), _uneven_split(spec.layers, base.stages)] if base.pp > 1 else [()],
     }
-    for chosen in product(*choices.values()):
-        yield msgspec.structs.replace(base, **dict(zip(choices, chosen, strict=True)))
+    for values in product(*choices.values()):
+        yield msgspec.structs.replace(base, **dict(zip(choices, values, strict=True)))
 
 
-def _piled(layers: int, stages: int) -> tuple[int, ...]:
-    """A layer each for the last stages, none for the first, and all that are too many on the last."""
-    each = [int(stages - stage <= layers) for stage in range(stages)]
-    each[-1] += layers - sum(each)
-    return tuple(each)
+def _uneven_split(layers: int, stages: int) -> tuple[int, ...]:
+    """Layers by stage: one for each of the last stages, none for the first, and the remainder on the last."""
+    split = [int(stages - stage <= layers) for stage in range(stages)]
+    split[-1] += layers - sum(split)
+    return tuple(split)
 
 
 def deep_enough(spec: ModelSpec, layout: Layout) -> ModelSpec:
-    """The model with as many layers as fill the stages; the ends may have none but embedding and head."""
+    """The model with enough layers to fill the stages; the first may have the embedding alone, the last the head."""
     return msgspec.structs.replace(spec, layers=max(spec.layers, layout.stages - 2))
 
 
@@ -161,7 +163,7 @@ def variants(spec: ModelSpec) -> dict[str, ModelSpec]:
         "sinks and windows": _SINKS,
         "latent attention": _MLA,
     }
-    if (experts := spec.experts) is not None:  # what a dense model shows is not shown again
+    if (experts := spec.experts) is not None:  # only variants that a dense model does not have
         changed = partial(msgspec.structs.replace, experts)
         changes = {
             "DeepSeek": {**_MLA, "experts": _deepseek(experts)},
@@ -178,7 +180,7 @@ _MANY = 128  # a microbatch of a rank has 32 tokens or a few more; each expert c
 
 
 def _deepseek(experts: Experts) -> Experts:
-    """Scores of their own for each expert, groups, a shared expert, a first layer without, a bias by the load."""
+    """Experts as in DeepSeek-V3: sigmoid scores, groups, a shared expert, a dense first layer, a bias that balances."""
     router = {"scores": "sigmoid", "scale": 2.5, "groups": 4, "top_groups": 2, "balance_bias": True}
     return msgspec.structs.replace(experts, **router, shared=1, dense_layers=1)
 
@@ -188,101 +190,109 @@ def mixture(spec: ModelSpec) -> ModelSpec:
     return msgspec.structs.replace(spec, experts=Experts(count=8, top_k=2, ffn=max(1, spec.ffn // 4)))
 
 
-def all_cases(job: Job, world: int, deepen: bool = False, given: Collection[str] = ()) -> list[LayoutCase]:
+def all_cases(job: Job, world: int, deepen: bool = False, fixed_keys: Collection[str] = ()) -> list[LayoutCase]:
     """The job's model on every layout, and its variants on a pairwise cover of those that are legal for them; if it
-    has no experts, the same with experts. Settings that are `given` stay."""
-    cases = cases_of(job, world, deepen, given=given)
+    has no experts, the same with experts. Settings of the job named in `fixed_keys` stay as they are."""
+    cases = cases_of(job, world, deepen, fixed_keys=fixed_keys)
     if job.model.experts is None:
-        cases += cases_of(msgspec.structs.replace(job, model=mixture(job.model)), world, deepen, "experts", given)
+        with_experts = msgspec.structs.replace(job, model=mixture(job.model))
+        cases += cases_of(with_experts, world, deepen, "experts", fixed_keys)
     return cases
 
 
-def with_balance(job: Job, given: Collection[str] = (), *, losses: bool = True) -> Job:
-    """The job, with all that keeps the load of experts even if it has any, or without the losses of it; settings that
-    are `given` stay."""
+def with_balance(job: Job, fixed_keys: Collection[str] = (), *, losses: bool = True) -> Job:
+    """The job with the load balancing of experts turned on, if it has any; `losses` False turns its losses off.
+
+    Settings named in `fixed_keys` stay as they are.
+    """
     if (experts := job.model.experts) is None:
         return job
     factors = BALANCE if losses else dict.fromkeys(BALANCE, 0.0)
     settings = factors | ({"balance_rate": BALANCE_RATE} if experts.balance_bias else {})
-    changed = {name: value for name, value in settings.items() if f"train.{name}" not in given}
+    changed = {name: value for name, value in settings.items() if f"train.{name}" not in fixed_keys}
     return msgspec.structs.replace(job, train=msgspec.structs.replace(job.train, **changed))
 
 
 def cases_of(
-    job: Job, world: int, deepen: bool = False, name: str = "", given: Collection[str] = ()
+    job: Job, world: int, deepen: bool = False, name: str = "", fixed_keys: Collection[str] = ()
 ) -> list[LayoutCase]:
-    """The job's model, which goes by `name`, and its variants."""
+    """The cases of the job's model, whose variant is called `name`, and of its variants."""
     seq, batch = job.data.seq, job.train.batch
     layouts = list(legal_layouts(job.model, world, seq, batch, deepen))
 
     def case_of(spec: ModelSpec, layout: Layout, variant: str) -> LayoutCase:
         spec = deep_enough(spec, layout) if deepen else spec
         changed = msgspec.structs.replace(job, model=spec, layout=layout)
-        return LayoutCase(with_balance(changed, given, losses=variant != LOSSES_OFF) if variant else changed, variant)
+        if variant:
+            changed = with_balance(changed, fixed_keys, losses=variant != LOSSES_OFF)
+        return LayoutCase(changed, variant)
 
     problems = partial(Layout.problems, world=world, seq=seq, batch=batch)
     cases = [case_of(job.model, layout, name) for layout in layouts]
-    together: list[LayoutCase] = []
-    off = {LOSSES_OFF: job.model} if job.model.experts is not None else {}
-    for variant, spec in (variants(job.model) | off).items():
-        chosen = [case_of(spec, layout, variant) for layout in layouts]
+    sampled_together: list[LayoutCase] = []
+    losses_off = {LOSSES_OFF: job.model} if job.model.experts is not None else {}
+    for variant, spec in (variants(job.model) | losses_off).items():
+        candidates = [case_of(spec, layout, variant) for layout in layouts]
         if variant in ("one kv head", "two kv heads", "vocab 257"):  # these matter to tp alone
-            chosen = [case for case in chosen if case.job.layout.tp > 1]
-        chosen = [case for case in chosen if not problems(case.job.layout, case.job.model)]
+            candidates = [case for case in candidates if case.job.layout.tp > 1]
+        candidates = [case for case in candidates if not problems(case.job.layout, case.job.model)]
         if job.model.experts is not None or variant in _ATTENTIONS:  # the variant is one setting among the others
-            together += chosen
+            sampled_together += candidates
         else:
-            cases += pairwise(chosen)
-    return cases + pairwise(together)
+            cases += pairwise(candidates)
+    return cases + pairwise(sampled_together)
 
 
-def pairwise(cases: Sequence[LayoutCase], most: int | None = None) -> list[LayoutCase]:
-    """Few cases in which every pair of settings that occurs in any of them occurs together, or the best `most` of them.
+def pairwise(cases: Sequence[LayoutCase], count: int | None = None) -> list[LayoutCase]:
+    """A small sample in which every pair of settings of the cases occurs; with `count`, one of that many cases.
 
-    Greedy: always the case with the most pairs that are still to be met. What is asked for beyond a cover starts a
-    second one among the rest.
+    Greedy: always the case that adds the most missing pairs. Where `count` is more than that takes, a second sample
+    begins among the remaining cases.
     """
-    left = {number: _pairs(case.job.layout, case.variant) for number, case in enumerate(cases)}
-    unmet: set[object] = set()
+    remaining = {number: _pairs(case.job.layout, case.variant) for number, case in enumerate(cases)}
+    missing: set[object] = set()
     chosen: list[int] = []
-    while left and (most is None or len(chosen) < most):
-        if not unmet:
-            if most is None and chosen:
+    while remaining and (count is None or len(chosen) < count):
+        if not missing:
+            if count is None and chosen:
                 break
-            unmet = set().union(*left.values())
-        best = max(left, key=lambda number: (len(left[number] & unmet), -number))
-        unmet -= left.pop(best)
+            missing = set().union(*remaining.values())
+        best = max(remaining, key=lambda number: (len(remaining[number] & missing), -number))
+        missing -= remaining.pop(best)
         chosen.append(best)
-        if most is not None and not any(pairs & unmet for pairs in left.values()):
-            unmet = set()
+        if count is not None and not any(pairs & missing for pairs in remaining.values()):
+            missing = set()
     return [cases[number] for number in sorted(chosen)]
 
 
-def covered(sample: Sequence[LayoutCase], cases: Sequence[LayoutCase]) -> float:
-    """The share of the pairs of settings that a sample meets."""
-    met, all_pairs = (
-        set().union(*(_pairs(case.job.layout, case.variant) for case in chosen)) for chosen in (sample, cases)
-    )
-    return len(met) / len(all_pairs) if all_pairs else 1.0
+def pair_coverage(sample: Sequence[LayoutCase], cases: Sequence[LayoutCase]) -> float:
+    """The share of the cases' pairs of settings that occur in a sample of them."""
+    all_pairs, sample_pairs = _union_of_pairs(cases), _union_of_pairs(sample)
+    return len(sample_pairs) / len(all_pairs) if all_pairs else 1.0
+
+
+def _union_of_pairs(cases: Sequence[LayoutCase]) -> set[object]:
+    return set().union(*(_pairs(case.job.layout, case.variant) for case in cases))
 
 
 def _pairs(layout: Layout, variant: str = "") -> set[object]:
+    """All pairs of (setting, value) that occur together in a layout of a model."""
     settings = [("model", variant), ("piled", bool(layout.split))]
-    meant = [name for name in _FACTORS if getattr(layout, _OF_AXIS.get(name, ""), 2) > 1]
-    return set(combinations([*settings, *((name, getattr(layout, name)) for name in meant)], 2))
+    names = [name for name in _ALL_SETTINGS if getattr(layout, _AXIS_OF_SETTING.get(name, ""), 2) > 1]
+    return set(combinations([*settings, *((name, getattr(layout, name)) for name in names)], 2))
 
 
 # ---- batches --------------------------------------------------------------------------------------------------------
-# A job's own data where it names any, and otherwise random data from a seed. Random batches of proofs are as awkward as
-# real data can be; those of benchmarks are plain.
+# A job's own data where it names any, and otherwise random data from a seed. Random batches of proofs are as irregular
+# as real data can be; those of benchmarks are plain.
 #
 # Tokens are uniform, so that every row of the vocabulary occurs. Loss masks are unequal: samples keep between a tenth
 # and all of their targets, one keeps none, and in every second step one data-parallel rank has no target at all, a
 # different one each time. So a mean of means is detected. Documents have random lengths, so that they begin and end
-# inside the shares of context parallel ranks and reach across them.
+# inside the chunks of context parallel ranks and reach across them.
 
 
-_DOCUMENTS = 5  # per sequence, at most
+_MAX_DOCUMENTS = 5  # per sequence
 
 
 def reader(job: Job, parts: int = 1, number: int = 0) -> Callable[[int], Batch | DpShare]:
@@ -308,13 +318,13 @@ def make_batch(job: Job, step: int) -> Batch:
         samples=np.arange(step * size, (step + 1) * size),
         tokens=tokens[:, :-1],
         targets=tokens[:, 1:],
-        loss_mask=_mask(rng, size, seq, job.layout.size("batch"), step),
-        documents=np.stack([_documents(rng, seq) for _ in range(size)]),
+        loss_mask=_loss_mask(rng, size, seq, job.layout.size("batch"), step),
+        documents=np.stack([_document_numbers(rng, seq) for _ in range(size)]),
     )
 
 
 def plain_batch(vocab: int, size: int, seq: int, seed: int = 0) -> Batch:
-    """For timings: every target counts, every sequence is one document.
+    """A random batch for timings: every target counts, every sequence is one document.
 
     Tokens come from the whole vocabulary: the gradient of an embedding is slower if few rows get all of it.
     """
@@ -323,16 +333,16 @@ def plain_batch(vocab: int, size: int, seq: int, seed: int = 0) -> Batch:
 
 
 def write_tokens(directory: Path, vocab: int, count: int) -> None:
-    """Prepare a directory, as if from text, with one document of `count` tokens from the whole vocabulary."""
+    """Writes a directory of token shards, as if from text, with one document of `count` random tokens."""
     tokens = np.random.default_rng(0).integers(0, vocab, count)
     true = np.ones(1, bool)
-    sink = Sink(directory, _MadeUp(vocab), SHARD_TOKENS, seed=0, valid=0.0)
+    sink = Sink(directory, _RandomTokens(vocab), SHARD_TOKENS, seed=0, valid=0.0)
     sink.write(Encoded(tokens, np.array([count]), true, true, read=0))
     sink.finish()
 
 
-class _MadeUp(ByteTokenizer):
-    """A tokenizer whose tokens stand for no text."""
+class _RandomTokens(ByteTokenizer):
+    """A stand-in for a tokenizer: the tokens stand for no text."""
 
     name = "made up"
 
@@ -340,22 +350,23 @@ class _MadeUp(ByteTokenizer):
         self.vocab, self.end = vocab, vocab - 1
 
 
-def _mask(rng: np.random.Generator, size: int, seq: int, dp: int, step: int) -> NDArray[np.bool_]:
-    shares = rng.permutation(np.linspace(0.1, 1.0, size))
-    mask = rng.random((size, seq)) < shares[:, None]
+def _loss_mask(rng: np.random.Generator, size: int, seq: int, dp: int, step: int) -> NDArray[np.bool_]:
+    densities = rng.permutation(np.linspace(0.1, 1.0, size))
+    mask = rng.random((size, seq)) < densities[:, None]
     if size > 1:
         mask[rng.integers(size)] = False
-    share, empty = size // dp, step // 2 % dp
+    samples_per_rank, empty_rank = size // dp, step // 2 % dp
+    start = empty_rank * samples_per_rank
     if dp > 1 and step % 2:  # in the other steps every rank has targets
-        mask[empty * share : (empty + 1) * share] = False
+        mask[start : start + samples_per_rank] = False
     if not mask.any():  # one or two samples: at least one target must count
-        mask[empty * share - 1] = True
+        mask[start - 1] = True
     return mask
 
 
-def _documents(rng: np.random.Generator, seq: int) -> NDArray[np.int32]:
-    """Document numbers of one sequence, from 0."""
+def _document_numbers(rng: np.random.Generator, seq: int) -> NDArray[np.int32]:
+    """The number of each token's document, from 0, for one sequence."""
     starts = np.zeros(seq, np.int32)
-    cuts = rng.choice(seq, min(seq, int(rng.integers(1, _DOCUMENTS + 1))), replace=False)
+    cuts = rng.choice(seq, min(seq, int(rng.integers(1, _MAX_DOCUMENTS + 1))), replace=False)
     starts[cuts[cuts > 0]] = 1
     return starts.cumsum(dtype=np.int32)

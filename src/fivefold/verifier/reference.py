@@ -28,7 +28,7 @@ from fivefold.model.ops import LocalAttention, LocalOps
 from fivefold.optim.base import learning_rate
 from fivefold.spec.model import ModelSpec
 from fivefold.verifier.cases import reader
-from fivefold.verifier.compare import distances, router_name, zeros
+from fivefold.verifier.compare import max_differences, router_name, zero_gradients
 
 # ---- plain experts --------------------------------------------------------------------------------------------------
 # A mixture of experts as its formulas say: every expert in turn, on the tokens that chose it, under stock autograd.
@@ -59,7 +59,7 @@ class PlainMixture(nn.Module):
         self.balance = torch.zeros(self.of.count, dtype=torch.float64)  # helps to choose, and does not weigh
         self.replayed: Tensor | None = None  # [B, S, K] what another run chose
         self.chosen = torch.empty(0, dtype=torch.int64)  # [B, S, K] by the last forward pass
-        self.strays = 0  # tokens of that pass for which its scores would have chosen others
+        self.mismatched = 0  # tokens of that pass for which its scores would have chosen others
         self.losses = torch.zeros(())  # what its losses add to the one of the tokens
 
     def forward(self, x: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class PlainMixture(nn.Module):
         own = chosen = self._choose(scores)
         if self.replayed is not None:
             chosen = self.replayed.flatten(0, 1).to(x.device)
-        self.strays = int((own.sort(-1).values != chosen.sort(-1).values).any(-1).sum())
+        self.mismatched = int((own.sort(-1).values != chosen.sort(-1).values).any(-1).sum())
         weights = scores.gather(1, chosen)
         if self.of.renormalise:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -185,7 +185,7 @@ class ReferenceStep:
     gradients: dict[str, Tensor]  # in full precision, before clipping
     routing: dict[int, Tensor] = field(default_factory=dict)  # by layer, [B, S, K]: each token's experts, best first
     biases: dict[str, Tensor] = field(default_factory=dict)  # of experts, after the step
-    strays: dict[str, int] = field(default_factory=dict)  # by router: tokens that would have gone elsewhere
+    mismatched: dict[str, int] = field(default_factory=dict)  # by router: tokens that would have gone elsewhere
     zeros: set[str] = field(default_factory=set)  # gradients that are zero in theory, of this step's data
 
 
@@ -194,19 +194,19 @@ class Reference:
     steps: list[ReferenceStep]
     parameters: dict[str, Tensor]  # after the last step, in full precision
     noise: dict[str, float] = field(default_factory=dict)  # the rounding error of each gradient: see `compare`
-    strays: dict[str, int] = field(default_factory=dict)  # the most that rounding has made a router choose otherwise
+    mismatched: dict[str, int] = field(default_factory=dict)  # by router, at most: see `add_noise`
 
     def save(self, path: Path) -> None:
         rows = [
-            (step.loss, step.norm, step.gradients, step.routing, step.biases, step.strays, step.zeros)
+            (step.loss, step.norm, step.gradients, step.routing, step.biases, step.mismatched, step.zeros)
             for step in self.steps
         ]
-        torch.save((rows, self.parameters, self.noise, self.strays), path)
+        torch.save((rows, self.parameters, self.noise, self.mismatched), path)
 
     @classmethod
     def load(cls, path: Path) -> "Reference":
-        rows, parameters, noise, strays = torch.load(path, mmap=True, weights_only=True)
-        return cls([ReferenceStep(*row) for row in rows], parameters, noise, strays)
+        rows, parameters, noise, mismatched = torch.load(path, mmap=True, weights_only=True)
+        return cls([ReferenceStep(*row) for row in rows], parameters, noise, mismatched)
 
 
 Routing = list[dict[int, NDArray[np.int64]]]  # of each step, by layer
@@ -237,16 +237,16 @@ def write_each(rank: Rank, jobs: list[Job], paths: list[Path]) -> Generator[Rout
 def _find_zeros(reference: Reference, exact: Reference, job: Job) -> None:
     """In every step: in a short one, tokens with a target may see nothing but themselves, and k has no gradient."""
     for step, true in zip(reference.steps, exact.steps, strict=True):
-        step.zeros.update(zeros(true.gradients, job.model))
+        step.zeros.update(zero_gradients(true.gradients, job.model))
 
 
 def add_noise(reference: Reference, exact: Reference, drawn: Reference) -> None:
-    """Note how far another run in the dtype of the proof is from the true gradients, and how many tokens stray."""
+    """Note how far another run in the dtype of the proof is from the true gradients, and how many tokens mismatch."""
     for step, true in zip(drawn.steps, exact.steps, strict=True):
-        for name, distance in distances(step.gradients, true.gradients).items():
+        for name, distance in max_differences(step.gradients, true.gradients).items():
             reference.noise[name] = max(reference.noise.get(name, 0.0), distance)
-        for router, tokens in (*step.strays.items(), *true.strays.items()):
-            reference.strays[router] = max(reference.strays.get(router, 0), tokens)
+        for router, tokens in (*step.mismatched.items(), *true.mismatched.items()):
+            reference.mismatched[router] = max(reference.mismatched.get(router, 0), tokens)
 
 
 def run_reference(
@@ -321,8 +321,8 @@ def _routed(mixtures: dict[int, PlainMixture]) -> tuple[dict[int, Tensor], dict[
     """Where a step's tokens went, the biases that came of it, and how many would have gone elsewhere."""
     biased = {layer: mixture for layer, mixture in mixtures.items() if mixture.of.balance_bias}
     biases = {f"{router_name(layer)}.balance": mixture.balance.clone() for layer, mixture in biased.items()}
-    strays = {router_name(layer): mixture.strays for layer, mixture in mixtures.items()}
-    return {layer: mixture.chosen.cpu() for layer, mixture in mixtures.items()}, biases, strays
+    mismatched = {router_name(layer): mixture.mismatched for layer, mixture in mixtures.items()}
+    return {layer: mixture.chosen.cpu() for layer, mixture in mixtures.items()}, biases, mismatched
 
 
 def _stock_optimizer(job: Job, masters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:

@@ -1,4 +1,7 @@
-"""What `verify` found: one layout in full, or a sweep with a row for each model and its degrees."""
+"""The result of `verify`: one layout in full, or a sweep with a row for each model and its degrees.
+
+A heading of a table that begins with ">" is of a column that is aligned to the right.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,64 +12,76 @@ from fivefold.layout.axes import AXES
 from fivefold.render.blocks import Block, Cell, Result, Table, Text, mark
 from fivefold.support.text import bytes_text, graphs_text
 from fivefold.verifier.cases import LayoutCase
-from fivefold.verifier.compare import Error, bound_of, worst
+from fivefold.verifier.compare import ValueComparison, tolerance_of, worst_comparison
 from fivefold.verifier.verdict import Verdict, in_axis_order
 
-_SHOWN = 10  # failing layouts of a sweep that are told in full
-_STACK = 8  # lines of the stack of a rank that failed
+_MAX_FAILURES = 10  # failing layouts of a sweep that are printed with their problems
+_MAX_STACK_LINES = 8  # the last lines of the stack trace of a rank that failed
 
 
 @dataclass(frozen=True)
 class VerifyResult(Result):
-    judged: Sequence[tuple[LayoutCase, Verdict]]
-    total: int | None = None  # layouts that there are, of which these are a sample; None: one layout was asked for
-    pairs_met: float = 1.0  # the share of all pairs of settings that the sample has
+    verdicts: Sequence[tuple[LayoutCase, Verdict]]
+    total: int | None = None  # how many layouts there are to sample from; None: one layout was asked for
+    pair_coverage: float = 1.0  # of all pairs of two settings, the share that occurs in a layout of the sample
 
     @property
     def ok(self) -> bool:  # type: ignore[override]
-        return not self.failing
+        """Whether all layouts passed."""
+        return not self.failed
 
     @property
-    def failing(self) -> list[tuple[LayoutCase, Verdict]]:
-        return [(case, verdict) for case, verdict in self.judged if not verdict.passed]
+    def failed(self) -> list[tuple[LayoutCase, Verdict]]:
+        return [(case, verdict) for case, verdict in self.verdicts if not verdict.passed]
 
     @property
-    def with_experts(self) -> int:
-        return sum(case.job.model.experts is not None for case, _ in self.judged)
+    def moe_count(self) -> int:
+        """How many of the layouts are of a mixture of experts."""
+        return sum(case.job.model.experts is not None for case, _ in self.verdicts)
 
     def to_dict(self) -> dict[str, Any]:
-        rows = [verdict.to_dict() | {"variant": case.variant} for case, verdict in self.judged]
+        rows = [verdict.to_dict() | {"variant": case.variant} for case, verdict in self.verdicts]
         if self.total is None:
             return rows[0]
-        counts = {"sampled": len(rows), "total": self.total, "pairs_met": round(self.pairs_met, 4)}
-        counts["with_experts"] = self.with_experts
-        return {"passed": self.ok, **counts, "failed": len(self.failing), "layouts": rows}
+        return {
+            "passed": self.ok,
+            "sampled": len(rows),
+            "total": self.total,
+            "pairs_met": round(self.pair_coverage, 4),
+            "with_experts": self.moe_count,
+            "failed": len(self.failed),
+            "layouts": rows,
+        }
 
     def blocks(self) -> Iterator[Block]:
         if self.total is None:
-            yield from _single_layout(self.judged[0][1])
+            yield from _single_layout(self.verdicts[0][1])
             return
-        yield _summary(self.judged)
-        failing = self.failing
-        for case, verdict in failing[:_SHOWN]:
+        yield _summary_table(self.verdicts)
+        failed = self.failed
+        for case, verdict in failed[:_MAX_FAILURES]:
             yield Text(f"fails: {verdict.job.layout} {case.variant}".rstrip(), "bad")
-            yield Text("\n".join(f"  {line}" for line in (*verdict.problems, *verdict.details.splitlines()[-_STACK:])))
-        if (more := len(failing) - _SHOWN) > 0:
-            yield Text(f"{more} more fail; --json has them all")
-        sampled = f"{len(self.judged)}/{self.total} layouts"
-        if 0 < (mixtures := self.with_experts) < len(self.judged):
-            sampled += f" ({len(self.judged) - mixtures} of dense models, {mixtures} of mixtures of experts)"
-        pairs = "" if len(self.judged) == self.total else f", {self.pairs_met:.0%} of all pairs of settings"
-        yield Text(
-            f"{sampled}{pairs}: {f'{len(failing)} fail' if failing else 'all hold'}", "bad" if failing else "good"
-        )
+            lines = (*verdict.problems, *verdict.details.splitlines()[-_MAX_STACK_LINES:])
+            yield Text("\n".join(f"  {line}" for line in lines))
+        if len(failed) > _MAX_FAILURES:
+            yield Text(f"{len(failed) - _MAX_FAILURES} more fail; --json has them all")
+        count, moe_count = len(self.verdicts), self.moe_count
+        sampled = f"{count}/{self.total} layouts"
+        if 0 < moe_count < count:
+            sampled += f" ({count - moe_count} of dense models, {moe_count} of mixtures of experts)"
+        if count < self.total:
+            sampled += f", {self.pair_coverage:.0%} of all pairs of settings"
+        if failed:
+            yield Text(f"{sampled}: {len(failed)} fail", "bad")
+        else:
+            yield Text(f"{sampled}: all passed", "good")
 
 
 # ---- one layout ----------------------------------------------------------------------------------------------------
 
 
 def _single_layout(verdict: Verdict) -> Iterator[Block]:
-    """Every step's loss and norm, the worst tensors, what a step sends and what a rank holds."""
+    """Every step's loss and norm, the largest errors of tensors, what a step sends and what a rank holds."""
     job = verdict.job
     size = f"{job.model.name} ({job.model.layers} layers of {job.model.hidden}) in {job.train.dtype}"
     steps = f"{job.train.steps} steps of {job.train.batch} x {job.data.seq}"
@@ -74,97 +89,107 @@ def _single_layout(verdict: Verdict) -> Iterator[Block]:
     if verdict.broken:
         yield Text(verdict.details, "dim")
     else:
-        yield _compared(verdict)
+        yield _comparison_table(verdict)
         if verdict.traffic:
-            yield from (Text(""), _traffic(verdict))
+            yield from (Text(""), _traffic_table(verdict))
         if verdict.memory:
-            yield from (Text(""), _memory(verdict))
-        if verdict.replayed is not None:
-            tokens, strays = verdict.replayed
+            yield from (Text(""), _memory_table(verdict))
+        if (replayed := verdict.replayed) is not None:
             yield Text(
-                f"\nrouting replayed from the reference, since a rounding can decide between experts: {strays} of "
-                f"{tokens} tokens of all layers and steps would have gone to others"
+                "\nrouting replayed from the reference, since a rounding can decide between experts: "
+                f"{replayed.mismatched} of {replayed.tokens} tokens of all layers and steps would have gone to others"
             )
         if verdict.graphs is not None:
             yield Text("\n" + graphs_text(*verdict.graphs, blocks=job.layout.compiles_blocks))
     for problem in verdict.problems:
         yield Text(f"fails: {problem}", "bad")
     if verdict.passed:
-        yield Text(f"holds  in {verdict.seconds:.1f} s on {job.layout.world} ranks", "good")
+        yield Text(f"passed  in {verdict.seconds:.1f} s on {job.layout.world} ranks", "good")
 
 
-def _compared(verdict: Verdict) -> Table:
+def _comparison_table(verdict: Verdict) -> Table:
     rows: list[list[str | Cell]] = []
-    bound = bound_of(verdict.job)
-    for what, pairs in (("loss", verdict.losses), ("norm", verdict.norms)):
-        errors = [error for error in verdict.errors if error.what == what]
-        for error, (actual, expected) in zip(errors, pairs, strict=True):
-            numbers = (f"{actual:.10g}", f"{expected:.10g}", _size(error))
-            rows.append([f"{what}, step {error.step}", *numbers, mark(error.holds)])
-    for what in ("gradient", "parameter", "bias"):
-        if (worst := verdict.worst(what)) is not None:
-            rows.append([f"worst {what}", worst.name, f"step {worst.step}", _size(worst), mark(worst.holds)])
-            if worst.bound > bound:
-                rows.append(["allowed for it", "", "", f"{worst.bound:.1e}"])
-    for what in ("routing", "load"):
-        if (worst := verdict.worst(what)) is not None:
-            text = "differs" if not worst.holds else f"{worst.value:.0f} tokens differ" if worst.value else "equal"
-            rows.append([what, "", "", text, mark(worst.holds)])
-    rows.append(["allowed", "", "", f"{bound:.1e}"])
+    tolerance = tolerance_of(verdict.job)
+    for quantity, values in (("loss", verdict.losses), ("norm", verdict.norms)):
+        comparisons = [comparison for comparison in verdict.comparisons if comparison.quantity == quantity]
+        for comparison, (actual, expected) in zip(comparisons, values, strict=True):
+            texts = (f"{actual:.10g}", f"{expected:.10g}", _error_text(comparison))
+            rows.append([f"{quantity}, step {comparison.step}", *texts, mark(comparison.passed)])
+    for quantity in ("gradient", "parameter", "bias"):
+        if (worst := verdict.worst(quantity)) is not None:
+            texts = (worst.name, f"step {worst.step}", _error_text(worst))
+            rows.append([f"worst {quantity}", *texts, mark(worst.passed)])
+            if worst.tolerance > tolerance:
+                rows.append(["its tolerance", "", "", f"{worst.tolerance:.1e}"])
+    for quantity in ("routing", "load"):
+        if (worst := verdict.worst(quantity)) is not None:
+            rows.append([quantity, "", "", _difference_text(worst), mark(worst.passed)])
+    rows.append(["tolerance", "", "", f"{tolerance:.1e}"])
     return Table(["", ">layout", ">one process", ">error", ""], rows)
 
 
-def _size(error: Error) -> str:
-    return error.note or f"{error.value:.1e}"
+def _error_text(comparison: ValueComparison) -> str:
+    return comparison.note or f"{comparison.error:.1e}"
 
 
-def _traffic(verdict: Verdict) -> Table:
+def _difference_text(comparison: ValueComparison) -> str:
+    """The error of a routing or a load, which counts tokens or experts."""
+    if not comparison.passed:
+        return "differs"
+    return f"{comparison.error:.0f} tokens differ" if comparison.error else "equal"
+
+
+def _traffic_table(verdict: Verdict) -> Table:
     steps, rows = verdict.job.train.steps, []
     for check in in_axis_order(verdict.traffic):
         counted, formula = check.counted, check.expected
-        expected = f"{_per(formula.calls, steps)} calls, {_per(formula.payload, steps)} B"
+        expected = f"{_per_step(formula.calls, steps)} calls, {_per_step(formula.payload, steps)} B"
         sizes = (bytes_text(counted.payload / steps), bytes_text(float(counted.wire) / steps))
         axis = display_axis(verdict.job.layout, counted.axis, counted.kind)
-        same = "the same" if check.holds else expected
-        rows.append([f"{axis}  {counted.kind}", _per(counted.calls, steps), *sizes, same, mark(check.holds)])
+        texts = (_per_step(counted.calls, steps), *sizes, "the same" if check.passed else expected)
+        rows.append([f"{axis}  {counted.kind}", *texts, mark(check.passed)])
     return Table(["sent, per step", ">calls", ">payload", ">wire", ">expected", ""], rows)
 
 
-def _memory(verdict: Verdict) -> Table:
+def _memory_table(verdict: Verdict) -> Table:
     rows = []
     for check in verdict.memory:
         text = (lambda n: f"{n:g}") if check.name == "microbatches in flight" else bytes_text
-        name = check.name if check.holds else f"{check.name}, rank {check.rank}"
-        expected = "the same" if check.holds else text(check.expected)
-        rows.append([name, text(check.counted), expected, mark(check.holds)])
+        name = check.name if check.passed else f"{check.name}, rank {check.rank}"
+        expected = "the same" if check.passed else text(check.expected)
+        rows.append([name, text(check.counted), expected, mark(check.passed)])
     return Table(["held by rank 0", ">counted", ">expected", ""], rows)
 
 
-def _per(total: int, steps: int) -> str:
+def _per_step(total: int, steps: int) -> str:
     return f"{total / steps:g}" if total < 1e6 * steps else f"{total / steps:.0f}"
 
 
 # ---- many layouts --------------------------------------------------------------------------------------------------
 
 
-def _summary(judged: Sequence[tuple[LayoutCase, Verdict]]) -> Table:
-    """A row for each model and each dp x cp x tp x pp: how many of its layouts hold, and the worst of them."""
+def _summary_table(verdicts: Sequence[tuple[LayoutCase, Verdict]]) -> Table:
+    """A row for each model and each dp x cp x tp x pp: how many of its layouts passed, and their largest errors."""
     groups: dict[tuple[str, str], list[Verdict]] = {}
-    for case, verdict in judged:
+    for case, verdict in verdicts:
         layout = verdict.job.layout
         sizes = layout.degrees | {"ep": layout.ep}
         degrees = " ".join(f"{axis}={n}" for axis in AXES if (n := sizes.get(axis, 1)) > 1)
         groups.setdefault((case.variant or case.job.model.name, degrees or "dp=1"), []).append(verdict)
     rows = []
-    for (model, degrees), verdicts in groups.items():
-        held = sum(verdict.passed for verdict in verdicts)
-        errors = [worst(e for v in verdicts for e in v.errors if e.what == what) for what in ("gradient", "parameter")]
+    for (model, degrees), group in groups.items():
+        passed = sum(verdict.passed for verdict in group)
+        comparisons = [comparison for verdict in group for comparison in verdict.comparisons]
+        largest = [
+            worst_comparison(comparison for comparison in comparisons if comparison.quantity == quantity)
+            for quantity in ("gradient", "parameter")
+        ]
         rows.append([
             model,
             degrees,
-            Cell(f"{held}/{len(verdicts)}", "good" if held == len(verdicts) else "bad"),
-            *(_size(error) if error else "-" for error in errors),
-            mark(all(check.holds for verdict in verdicts for check in verdict.traffic)),
-            mark(all(check.holds for verdict in verdicts for check in verdict.memory)),
+            Cell(f"{passed}/{len(group)}", "good" if passed == len(group) else "bad"),
+            *("-" if comparison is None else _error_text(comparison) for comparison in largest),
+            mark(all(check.passed for verdict in group for check in verdict.traffic)),
+            mark(all(check.passed for verdict in group for check in verdict.memory)),
         ])  # fmt: skip
-    return Table(["model", "ranks", ">hold", ">worst gradient", ">worst parameter", "traffic", "memory"], rows)
+    return Table(["model", "ranks", ">passed", ">worst gradient", ">worst parameter", "traffic", "memory"], rows)

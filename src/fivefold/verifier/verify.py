@@ -1,4 +1,4 @@
-"""Compare layouts with one process: start the ranks, run both, judge.
+"""Compares layouts with one process: starts the ranks, runs both, returns the verdicts. And loss curves.
 
     verify(layout="dp=2,tp=2,zero=3").ok
 
@@ -6,7 +6,7 @@
         verdict = judge(job)
     verdict.passed, verdict.problems
 
-No torch in this process: what computes is named, and runs in processes of its own.
+No torch in this process: the functions that compute are named, and run in processes of their own.
 """
 
 import math
@@ -39,7 +39,7 @@ from fivefold.schedules.schedule import peak_live
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError
 from fivefold.support.ranges import SEQUENCES, STEPS, TOKENS, checked, seconds, within
-from fivefold.verifier.cases import LayoutCase, all_cases, covered, pairwise, with_balance
+from fivefold.verifier.cases import LayoutCase, all_cases, pair_coverage, pairwise, with_balance
 from fivefold.verifier.compare import OPTIMIZER
 from fivefold.verifier.result import VerifyResult
 from fivefold.verifier.verdict import RankMeasurement, Verdict
@@ -47,8 +47,8 @@ from fivefold.verifier.verdict import RankMeasurement, Verdict
 TIMEOUT = 120.0  # seconds for one layout
 # Tiny presets are made narrower still, so that a layout takes a second.
 _NARROW = ("model.hidden=64", "model.ffn=96")
-_LAYERS = 2  # more where a layout has more stages
-_DEFAULT = "dp=2"
+_MIN_LAYERS = 2
+_DEFAULT_LAYOUT = "dp=2"
 
 
 def verify(
@@ -82,24 +82,24 @@ def verify(
     the data that the job names, train `model`, a preset or an object, in `dtype`. `hook` names a function that each
     rank calls first. `sample` takes so many of the layouts, chosen to meet every pair of settings; `jobs` of them run
     at a time. `repeat` proves each so often, by ranks that stay up: for what happens once in a hundred times.
-    `progress` is told how many layouts are done, of how many, and which one is next.
+    `progress` is called with how many layouts are done, of how many, and which one is next.
     """
-    _check(layout, everything, world, sample, timeout)
+    _check_options(layout, everything, world, sample, timeout)
     limits = (("steps", steps, STEPS), ("seq", seq, TOKENS), ("batch", batch, SEQUENCES))
-    for name, value, most in (*limits, ("jobs", jobs, 1000), ("repeat", repeat, 100_000)):
-        checked(f"--{name}", value, within(1, most))
+    for name, value, limit in (*limits, ("jobs", jobs, 1000), ("repeat", repeat, 100_000)):
+        checked(f"--{name}", value, within(1, limit))
     world = 4 if world is None else world
-    chosen = "dp=1" if everything else str(layout or _DEFAULT)
+    layout_text = "dp=1" if everything else str(layout or _DEFAULT_LAYOUT)
     if isinstance(model, ModelSpec) and any(change.startswith("model") for change in changes):
         raise UserError("a ModelSpec is the whole model; change it, and leave out model settings")
     tiny = not isinstance(model, ModelSpec) and model.startswith("tiny")
     deepen = tiny and not any(change.startswith("model.layers=") for change in changes)
-    narrow = [*_NARROW, *([f"model.layers={_layers(chosen)}"] if deepen else [])] if tiny else []
+    narrow = [*_NARROW, *([f"model.layers={_layer_count(layout_text)}"] if deepen else [])] if tiny else []
     if batch is None:
         batch = max(8, 2 * world) if everything else 8
     settings = {
         "model.preset": "tiny" if isinstance(model, ModelSpec) else model,
-        "layout": chosen,
+        "layout": layout_text,
         "data.seq": seq,
         "data.document_mask": "true",
         "train.batch": batch,
@@ -111,24 +111,24 @@ def verify(
     job = read_job(None, [*(f"{key}={value}" for key, value in settings.items()), *narrow, *changes])
     if isinstance(model, ModelSpec):
         job = msgspec.structs.replace(job, model=model)
-    given = {change.partition("=")[0] for change in changes}
-    job = with_balance(job, given)
-    rounding = [
+    fixed_keys = {change.partition("=")[0] for change in changes}
+    job = with_balance(job, fixed_keys)
+    fp8_problems = [
         f"train.{key}=true makes layouts agree as far as 8 bits do; prove train.{key}=false"
         for key in ("fp8", "fp8_experts")
         if getattr(job.train, key)
     ]
-    problems = job.problems() or rounding or proof_problems(job)
+    problems = job.problems() or fp8_problems or proof_problems(job)
     if not problems and not job.data.usual:
         open_data(job, problems)
     if problems:
         raise UserError(problems)
-    total = all_cases(job, world, deepen, given) if everything else [LayoutCase(job, "")]
-    cases = total if sample is None else pairwise(total, sample)
-    judged = _judge_all(cases * repeat, jobs, timeout, hook, progress, stay=repeat > 1 or device == "cuda")
-    if len(total) == repeat == 1:
-        return VerifyResult(judged)
-    return VerifyResult(judged, len(total) * repeat, covered(cases, total))
+    all_of_them = all_cases(job, world, deepen, fixed_keys) if everything else [LayoutCase(job, "")]
+    cases = all_of_them if sample is None else pairwise(all_of_them, sample)
+    verdicts = _judge_all(cases * repeat, jobs, timeout, hook, progress, persistent=repeat > 1 or device == "cuda")
+    if len(all_of_them) == repeat == 1:
+        return VerifyResult(verdicts)
+    return VerifyResult(verdicts, len(all_of_them) * repeat, pair_coverage(cases, all_of_them))
 
 
 def _optimizer(changes: Sequence[str]) -> dict[str, float]:
@@ -144,14 +144,14 @@ def _judge_all(
     timeout: float,
     hook: str,
     progress: Callable[[int, int, str], None],
-    stay: bool,
+    persistent: bool,
 ) -> list[tuple[LayoutCase, Verdict]]:
-    """A verdict on each; `jobs` at a time, whose ranks are processes of their own, or `stay` for the next."""
-    judged = []
-    if len(cases) > 1 and stay:
+    """The verdict on each case, `jobs` at a time. `persistent`: ranks stay up for the next case."""
+    if len(cases) > 1 and persistent:
         with Judge(timeout, hook) as judge:
-            persistent = judge.with_persistent_ranks([case.job for case in cases], min(jobs, len(cases)), progress)
-        return list(zip(cases, persistent, strict=True))
+            done = judge.with_persistent_ranks([case.job for case in cases], min(jobs, len(cases)), progress)
+        return list(zip(cases, done, strict=True))
+    judged = []
     with Judge(timeout, hook) as judge, ThreadPoolExecutor(jobs) as pool:
         verdicts = pool.map(lambda case: judge(case.job), cases) if jobs > 1 else (judge(case.job) for case in cases)
         try:
@@ -163,10 +163,10 @@ def _judge_all(
     return judged
 
 
-def _check(
+def _check_options(
     layout: str | Layout | None, everything: bool, world: int | None, sample: int | None, timeout: float
 ) -> None:
-    """Options that make no sense, alone or together."""
+    """Raises UserError for options that make no sense, alone or together."""
     if sample is not None and sample < 1:
         raise UserError(f"--sample {sample} takes no layout; nearest: --sample 1")
     if world is not None and world < 1:
@@ -178,10 +178,10 @@ def _check(
         raise UserError("--world and --sample belong to --all; one layout says its own number of ranks")
 
 
-def _layers(text: str) -> int:
-    """As many as a layout says, or as it needs to fill its stages; the first and last stage may have none."""
-    layout = Layout.parse(text)
-    return sum(layout.split) or max(_LAYERS, layout.stages - 2)
+def _layer_count(layout_text: str) -> int:
+    """As many layers as the layout's split has, or as it needs to fill its stages; the first and last may have none."""
+    layout = Layout.parse(layout_text)
+    return sum(layout.split) or max(_MIN_LAYERS, layout.stages - 2)
 
 
 class Judge:
@@ -190,8 +190,8 @@ class Judge:
     def __init__(self, timeout: float = TIMEOUT, hook: str = ""):
         self.timeout, self.hook = timeout, hook
         self.home = tempfile.TemporaryDirectory(prefix="fivefold-verify-")
-        self.references: dict[bytes, tuple[Path, list[Routing]]] = {}
-        self.writing = Lock()
+        self.references: dict[bytes, tuple[Path, list[Routing]]] = {}  # file and routing by key of `_one_process_job`
+        self.lock = Lock()
 
     def __enter__(self) -> "Judge":
         return self
@@ -213,7 +213,7 @@ class Judge:
     def with_persistent_ranks(
         self, jobs: Sequence[Job], worlds: int, progress: Callable[[int, int, str], None]
     ) -> list[Verdict]:
-        """Verdicts on jobs of one size, by ranks that stay up; `worlds` of them at a time.
+        """The verdicts on jobs of one world size, `worlds` jobs at a time, each by ranks that stay up.
 
         On a GPU ranks take longer to start than most layouts do to prove.
         """
@@ -226,7 +226,7 @@ class Judge:
             with ThreadPoolExecutor(worlds) as pool:
                 try:
                     list(pool.map(_PersistentRanks.run, all_ranks))
-                finally:  # after Ctrl-C the ranks of the others are ended, too, when they report next
+                finally:  # after Ctrl-C the other worlds stop, too, when their ranks report next
                     for ranks in all_ranks:
                         ranks.stopped = True
         done = {number: verdict for ranks in all_ranks for number, verdict in ranks.done.items()}
@@ -239,26 +239,33 @@ class Judge:
         return Verdict.of(job, measured, traffic, expected_memory(job), seconds)
 
     def _write_references(self, jobs: Sequence[Job]) -> None:
-        """Of all jobs, in one process. What fails there is tried again by itself, and named then."""
-        missing = {key: plain for job in jobs for key, plain in [_one_process(job)] if key not in self.references}
+        """Writes the references of all jobs, in one process.
+
+        One that fails is left out: `_reference` tries it again, and then names its error.
+        """
+        missing = dict(_one_process_job(job) for job in jobs)
+        missing = {key: plain for key, plain in missing.items() if key not in self.references}
         paths = [self._path(len(self.references) + number) for number in range(len(missing))]
-        waiting = deque(zip(missing, paths, strict=True))
+        unfinished = deque(zip(missing, paths, strict=True))
 
-        def each(of_ranks: list[list[Routing]]) -> None:
-            key, path = waiting.popleft()
-            self.references[key] = path, of_ranks[0]
+        def note_finished(routing_by_rank: list[list[Routing]]) -> None:
+            key, path = unfinished.popleft()
+            self.references[key] = path, routing_by_rank[0]
 
-        write, plain = "fivefold.verifier.reference:write_each", list(missing.values())
+        write, plain_jobs = "fivefold.verifier.reference:write_each", list(missing.values())
         with suppress(processes.RankError):
-            processes.run(1, write, plain, paths, timeout=self.timeout, each=each)
+            processes.run(1, write, plain_jobs, paths, timeout=self.timeout, each=note_finished)
 
     def _path(self, number: int) -> Path:
         return Path(self.home.name, f"{number}.reference")
 
     def _reference(self, job: Job) -> tuple[Path, list[Routing]]:
-        """One for all layouts of a model with the same dp, on which the data's masks depend; and where tokens went."""
-        key, plain = _one_process(job)
-        with self.writing:  # of two that need the same one the second waits
+        """The reference's file, and the experts that it sent each token to.
+
+        Layouts of a model with the same dp, on which the data's masks depend, share one.
+        """
+        key, plain = _one_process_job(job)
+        with self.lock:  # a second thread that needs the same reference waits
             if key not in self.references:
                 path = self._path(len(self.references))
                 write = "fivefold.verifier.reference:write_reference"
@@ -268,7 +275,10 @@ class Judge:
 
 
 class _PersistentRanks:
-    """Some of the jobs, one after the other, by ranks that stay up. After one that breaks them, new ranks go on."""
+    """Measures a share of the jobs, one after the other, by ranks that stay up.
+
+    After a job that breaks them, new ranks go on with the next one.
+    """
 
     def __init__(self, judge: Judge, jobs: Sequence[Job], share: range, progress: Callable[[int, int, str], None]):
         self.judge, self.jobs, self.left, self.progress = judge, jobs, deque(share), progress
@@ -282,36 +292,38 @@ class _PersistentRanks:
             try:
                 references = [self.judge._reference(job)[0] for job in jobs]
                 world, timeout = jobs[0].layout.world, self.judge.timeout
-                processes.run(world, measure, jobs, references, self.judge.hook, timeout=timeout, each=self.measured)
+                processes.run(
+                    world, measure, jobs, references, self.judge.hook, timeout=timeout, each=self._add_measured
+                )
             except processes.RankError as error:
                 if not self.left:
                     raise
                 seconds = time.perf_counter() - self.start
-                self.add(Verdict(self.jobs[self.left[0]], seconds, broken=str(error), details=error.details))
+                self._add(Verdict(self.jobs[self.left[0]], seconds, broken=str(error), details=error.details))
 
-    def measured(self, ranks: list[RankMeasurement]) -> None:
+    def _add_measured(self, measured: list[RankMeasurement]) -> None:
         if self.stopped:
             raise KeyboardInterrupt
         seconds, self.start = time.perf_counter() - self.start, time.perf_counter()
-        self.add(self.judge._verdict(self.jobs[self.left[0]], ranks, seconds))
+        self._add(self.judge._verdict(self.jobs[self.left[0]], measured, seconds))
 
-    def add(self, verdict: Verdict) -> None:
+    def _add(self, verdict: Verdict) -> None:
         self.done[self.left.popleft()] = verdict
-        following = str(self.jobs[self.left[0]].layout) if self.left else ""
-        self.progress(len(self.jobs) - len(self.left), len(self.jobs), following)
+        next_layout = str(self.jobs[self.left[0]].layout) if self.left else ""
+        self.progress(len(self.jobs) - len(self.left), len(self.jobs), next_layout)
 
 
-def _one_process(job: Job) -> tuple[bytes, Job]:
-    """The job of one process, and a key for it."""
+def _one_process_job(job: Job) -> tuple[bytes, Job]:
+    """A key for the job of one process, and that job."""
     plain = msgspec.structs.replace(job, layout=Layout(dp=job.layout.size("batch")))
     return msgspec.json.encode(plain), plain
 
 
 def expected_traffic(job: Job, routing: Sequence[Routing] = ()) -> list[list[Traffic]]:
-    """What each rank should send in all steps; where there are experts, given where the tokens of each step go."""
+    """The traffic of each rank in all steps, by formula; with experts by the `routing` of each step's tokens."""
     train, layout, seq = job.train, job.layout, job.data.seq
     all_coords = [RankCoords.of(layout, rank) for rank in range(layout.world)]
-    a_step = partial(
+    traffic_of = partial(
         step_traffic, job.model, layout, seq, train.batch, train.dtype,
         smoothing=train.label_smoothing > 0, balance_loss=train.balance_loss > 0, optimizer=job.optimizer,
     )  # fmt: skip
@@ -320,42 +332,42 @@ def expected_traffic(job: Job, routing: Sequence[Routing] = ()) -> list[list[Tra
     places = [0 if alike else layout.position("stage", rank) for rank in range(layout.world)]
     if job.model.experts is None:
         kinds = [*zip(all_coords, places, strict=True)]
-        forms = {kind: a_step(coords=kind[0], place=kind[1]) for kind in set(kinds)}
-        return [[times(row, train.steps) for row in forms[kind]] for kind in kinds]
-    of_ranks = []
+        traffic = {kind: traffic_of(coords=kind[0], place=kind[1]) for kind in set(kinds)}
+        return [[times(row, train.steps) for row in traffic[kind]] for kind in kinds]
+    traffic_by_rank = []
     for rank, (coords, place) in enumerate(zip(all_coords, places, strict=True)):
-        steps = [rows_of(job.model, layout, rank, seq, train.batch, of_step) for of_step in routing]
-        each = (a_step(coords=coords, routed_rows=rows, place=place) for rows in steps)
-        of_ranks.append(total(row for step in each for row in step))
-    return of_ranks
+        routed_rows = [rows_of(job.model, layout, rank, seq, train.batch, step_routing) for step_routing in routing]
+        steps = (traffic_of(coords=coords, routed_rows=rows, place=place) for rows in routed_rows)
+        traffic_by_rank.append(total(row for step in steps for row in step))
+    return traffic_by_rank
 
 
 def expected_memory(job: Job) -> list[dict[str, float]]:
-    """What each rank should hold when gradients are complete, and how many microbatches its schedule lets wait."""
+    """The bytes of each rank when gradients are complete, and its microbatches in flight, by formula."""
     all_coords = [RankCoords.of(job.layout, rank) for rank in range(job.layout.world)]
     schedule = schedule_of(job.model, job.layout, job.data.seq)
-    live = [peak_live(schedule.compute(rank)) for rank in range(job.layout.pp)]
-    forms = {}
+    in_flight = [peak_live(schedule.compute(rank)) for rank in range(job.layout.pp)]
+    memory = {}
     for coords in set(all_coords):
         state = state_of(
             job.model, job.layout, job.train.dtype, job.optimizer, **coords._asdict(),
             seq=job.data.seq, narrow=job.train.device == "cuda",
         )  # fmt: skip
         sizes = {"parameters": state.parameters, "gradients": state.gradients, "optimizer": state.optimizer}
-        forms[coords] = sizes | {"microbatches in flight": live[coords.pp]}
-    return [forms[coords] for coords in all_coords]
+        memory[coords] = sizes | {"microbatches in flight": in_flight[coords.pp]}
+    return [memory[coords] for coords in all_coords]
 
 
 # ---- curve ----------------------------------------------------------------------------------------------------------
 # A run's loss curve under a layout, compared with the same run in one process.
 #
 # Two runs that add the same numbers in another order drift apart, and in float32 the drift grows from step to step. A
-# third run says how far is too far: the single process again, with the samples of every batch in another order, which
-# changes nothing but the order of additions. A layout may stray `ALLOWED` times as far as that control. It may always
-# stray by a few roundings of the loss itself, since the control of a short run can happen to agree to the bit.
+# third run measures that noise: the single process again, with the samples of every batch in another order, which
+# changes nothing but the order of additions. A layout may differ `NOISE_FACTOR` times as much as that control. It may
+# always differ by a few roundings of the loss itself, since the control of a short run can happen to agree to the bit.
 
 
-ALLOWED = 3.0
+NOISE_FACTOR = 3.0
 
 
 @dataclass(frozen=True)
@@ -366,24 +378,24 @@ class CurveResult(Result):
     alone: list[float | None]
     control: list[float | None]
     in_layout: list[float | None]
-    same_start: bool  # the layout began with the very bits of the single process
+    same_start: bool  # the layout's initial weights are those of the single process, bit for bit
     rounding: float  # of the dtype: the distance from 1 to the next number
 
     @property
     def noise(self) -> float:
-        return _apart(self.alone, self.control)
+        return _max_distance(self.alone, self.control)
 
     @property
     def distance(self) -> float:
-        return _apart(self.alone, self.in_layout)
+        return _max_distance(self.alone, self.in_layout)
 
     @property
-    def allowed(self) -> float:
-        return ALLOWED * max(self.noise, 4 * self.rounding * max(abs(loss or 0.0) for loss in self.alone))
+    def tolerance(self) -> float:
+        return NOISE_FACTOR * max(self.noise, 4 * self.rounding * max(abs(loss or 0.0) for loss in self.alone))
 
     @property
     def ok(self) -> bool:  # type: ignore[override]
-        return self.same_start and self.distance <= self.allowed
+        return self.same_start and self.distance <= self.tolerance
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -392,7 +404,7 @@ class CurveResult(Result):
             "same_start": self.same_start,
             "noise": self.noise,
             "distance": self.distance,
-            "allowed": self.allowed,
+            "allowed": self.tolerance,
             "losses": {"alone": self.alone, "control": self.control, "layout": self.in_layout},
         }
 
@@ -409,24 +421,27 @@ class CurveResult(Result):
         yield Table(heads, rows, title=f"loss of {self.layout}")
         yield Text(f"initial weights: {'' if self.same_start else 'not '}the same bits in both")
         yield Text(
-            f"largest distance over {steps} steps: control {self.noise:.1e}, layout {self.distance:.1e}, allowed "
-            f"{self.allowed:.1e}: {'follows' if self.ok else 'strays'}",
+            f"largest distance over {steps} steps: control {self.noise:.1e}, layout {self.distance:.1e}, "
+            f"tolerance {self.tolerance:.1e}: {'passed' if self.ok else 'fails'}",
             "good" if self.ok else "bad",
         )
 
 
-def _apart(losses: Sequence[float | None], others: Sequence[float | None]) -> float:
-    """The largest distance of two curves: without end where one has a loss and the other has none."""
-    pairs = zip(losses, others, strict=True)
-    return max(
-        abs(a - b) if a is not None and b is not None else 0.0 if a is None and b is None else math.inf
-        for a, b in pairs
-    )
+def _max_distance(losses: Sequence[float | None], others: Sequence[float | None]) -> float:
+    """The largest distance of two curves; infinite where one has a loss and the other has none."""
+
+    def distance(a: float | None, b: float | None) -> float:
+        if a is None or b is None:
+            return 0.0 if a is b else math.inf
+        return abs(a - b)
+
+    return max(distance(a, b) for a, b in zip(losses, others, strict=True))
 
 
 def curve(job: str | Path | Job | None = None, changes: Sequence[str] = (), *, timeout: float = 3600.0) -> CurveResult:
-    """Train a `job`, a file or an object, under its layout and in one process, and compare the losses. `changes` are
-    KEY=VALUE, and each run has `timeout` seconds.
+    """Trains a `job`, a file or an object, under its layout and in one process, and compares the losses.
+
+    `changes` are KEY=VALUE, and each run has `timeout` seconds.
 
     >>> ff.curve("examples/demo.toml", ["train.steps=20"]).ok  # doctest: +SKIP
     True
@@ -435,19 +450,20 @@ def curve(job: str | Path | Job | None = None, changes: Sequence[str] = (), *, t
     preflight(resolved, resolved.layout.world)
     if problems := proof_problems(resolved):
         raise UserError(problems)
-    return follow(resolved, timeout)
+    return compare_curves(resolved, timeout)
 
 
-def follow(job: Job, timeout: float) -> CurveResult:
-    """Three runs, one after the other: alone, its control, and the job's own layout."""
+def compare_curves(job: Job, timeout: float) -> CurveResult:
+    """Runs the job three times, one after the other: in one process, as its control, and in the job's own layout."""
     layout = job.layout
     alone = Layout(microbatches=layout.size("batch") * layout.microbatches, recompute=layout.recompute)
     single = msgspec.structs.replace(job, layout=alone)
 
-    def run(which: Job, *, shuffled: bool) -> tuple[list[float | None], set[tuple[str, str]]]:
-        ranks = processes.run(which.layout.world, "fivefold.verifier.rank:curve", which, shuffled, timeout=timeout)
-        # Losses are the same on all ranks; each has the weights of its own stages.
-        return ranks[0][0], {weight for _, digests in ranks for weight in digests.items()}
+    def run(job: Job, *, shuffled: bool) -> tuple[list[float | None], set[tuple[str, str]]]:
+        """The losses, and (weight, digest) of the initial weights of all ranks."""
+        results = processes.run(job.layout.world, "fivefold.verifier.rank:curve", job, shuffled, timeout=timeout)
+        losses, _ = results[0]  # the same on all ranks
+        return losses, {item for _, digests in results for item in digests.items()}
 
     losses, start = run(single, shuffled=False)
     control, _ = run(single, shuffled=True)

@@ -8,7 +8,7 @@ import pytest
 from fivefold.job.config import WatchConfig, read_job
 from fivefold.support.errors import TrainingError, UserError
 from fivefold.trainer.records import MetricsFile, Step, StepDecision, read, trim
-from fivefold.trainer.spikes import NAME, Account, Decisions, Policy, StepNumbers, known, spikes, write
+from fivefold.trainer.spikes import NAME, Account, Decisions, Policy, StepNumbers, is_spike, known, write
 
 EVEN = [StepNumbers(2.0 + 0.01 * (-1) ** n, 1.0) for n in range(8)]
 
@@ -38,14 +38,14 @@ def decision(step: int = 9, **fields: object) -> StepDecision:
     ],
 )
 def test_a_spike_stands_out_from_the_steps_before(found: tuple[float, float], is_one: bool) -> None:
-    assert spikes(StepNumbers(*found), EVEN, window=8, factor=10) == is_one
-    assert not spikes(StepNumbers(*found), EVEN[:3], window=8, factor=10)  # too few to judge by
+    assert is_spike(StepNumbers(*found), EVEN, window=8, factor=10) == is_one
+    assert not is_spike(StepNumbers(*found), EVEN[:3], window=8, factor=10)  # too few to judge by
 
 
 def test_losses_that_vary_or_fall_make_no_spikes() -> None:
     falling = [StepNumbers(6.0 - 0.1 * n, 2.0) for n in range(16)]
-    assert not any(spikes(one, falling[:at], 16, 10) for at, one in enumerate(falling))
-    assert not spikes(StepNumbers(7.0, 2.0), [StepNumbers(5.0 + n % 3, 2.0) for n in range(16)], 16, 10)
+    assert not any(is_spike(one, falling[:at], 16, 10) for at, one in enumerate(falling))
+    assert not is_spike(StepNumbers(7.0, 2.0), [StepNumbers(5.0 + n % 3, 2.0) for n in range(16)], 16, 10)
 
 
 def test_a_policy_warns_skips_rolls_back_or_looks_away() -> None:

@@ -19,7 +19,7 @@ function sweepCard(sweep) {
   return card("Layouts against one process", { "data-testid": "sweep" },
     element("p", { class: `notice ${sweep.passed ? "good" : "bad"}`, "data-testid": "sweep-verdict" },
       `${format.count(sweep.sampled)} of ${format.count(sweep.total)} layouts, ${format.percent(sweep.pairs_met, 0)} of all pairs of settings: ` +
-      (sweep.failed ? `${format.count(sweep.failed)} fail` : "all hold")),
+      (sweep.failed ? `${format.count(sweep.failed)} fail` : "all passed")),
     table(["layout", "model", ">worst gradient", ">worst parameter", "traffic", "memory", ">time", ""],
       rows.map(one => [layoutText(one.layout), one.model, error(one.gradient), error(one.parameter), mark(one.traffic), mark(one.held), format.seconds(one.seconds), mark(one.passed)]),
       { testid: "sweep-table", records: true }));
@@ -42,7 +42,7 @@ function comparisons(proof) {
   });
   return element("div", { class: "stack" },
     table(["", ">layout", ">one process", ""], [...pairs("loss", proof.losses), ...pairs("norm", proof.norms)], { testid: "losses", records: true }),
-    table(["", "where", ">error", ""], worst, { testid: "worst", records: true, foot: ["allowed", "", error(proof.bound), ""] }));
+    table(["", "where", ">error", ""], worst, { testid: "worst", records: true, foot: ["tolerance", "", error(proof.bound), ""] }));
 }
 
 const sent = proof => element("div", {}, element("h3", {}, "Sent, per step"), table(["axis", "collective", ">calls", ">payload", ">expected", ""],
