@@ -260,7 +260,7 @@ def test_a_job_file_keeps_every_setting_that_the_plan_does_not_decide(tmp_path: 
         "optimizer.betas=[0.9,0.99]",
         "optimizer.weight_decay=0.0", "optimizer.schedule=wsd", "optimizer.decay=1.0", "optimizer.final=0.0",
         "optimizer.clip=0.5", "optimizer.schedule_steps=400", "optimizer.eps=1e-7", "train.steps=321", "train.batch=64",
-        "train.seed=9", "train.z_loss=0.1", "train.label_smoothing=0.1", "train.compile=off", "train.eval_every=17",
+        "train.seed=9", "loss.z_loss=0.1", "loss.label_smoothing=0.1", "train.compile=off", "train.eval_every=17",
         "train.eval_samples=5", "train.log_every=3", "train.count=true", "train.timeout=99.0",
         "train.deterministic=false",
         "data.path=tokens", "data.seq=2048", "data.seed=4", "data.document_mask=true", "checkpoint.every=33",

@@ -55,8 +55,8 @@ SETTINGS = {
     "train.steps=0 train.batch=0 train.eval_every=-1 train.log_every=0": "train.steps.range train.batch.range "
     "train.eval_every.range train.log_every.range",
     "train.eval_samples=-1": "train.eval_samples.range",
-    "train.label_smoothing=1": "train.label_smoothing.range",
-    "train.z_loss=-1": "train.z_loss.range",
+    "train.label_smoothing=1": "loss.label_smoothing.range",
+    "loss.z_loss=-1": "loss.z_loss.range",
     "data.seq=0": "data.seq.range",
     "model.layers=2000000": "model.layers.range",
     f"model.hidden={2**63 - 1}": "model.hidden.range",

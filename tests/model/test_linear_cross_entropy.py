@@ -5,6 +5,7 @@ import torch
 
 from fivefold.layout import sharding
 from fivefold.layout.sharding import slices
+from fivefold.losses.cross_entropy import CrossEntropy
 from fivefold.model.linear_cross_entropy import Targets, Vocabulary, linear_cross_entropy, loss_sum
 
 E, V = 16, 37
@@ -18,18 +19,20 @@ def given(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor,
 
 
 @pytest.mark.parametrize("logits_at_a_time", [5 * V, 7 * V, 10**6])
-@pytest.mark.parametrize("extras", [{}, {"smoothing": 0.1}, {"z_loss": 0.01}, {"smoothing": 0.2, "z_loss": 0.1}])
+@pytest.mark.parametrize(
+    "extras", [{}, {"label_smoothing": 0.1}, {"z_loss": 0.01}, {"label_smoothing": 0.2, "z_loss": 0.1}]
+)
 def test_loss_and_gradients_are_those_of_all_logits_at_once(
     monkeypatch: pytest.MonkeyPatch, logits_at_a_time: int, extras: dict[str, float]
 ) -> None:
     monkeypatch.setattr(sharding, "SLICE", logits_at_a_time)
     monkeypatch.setattr(sharding, "TILE", 1)
     x, weight, targets, mask = given(torch.float64)
-    found = linear_cross_entropy(x, weight, Targets(targets, mask, **extras), Vocabulary(V))
+    found = linear_cross_entropy(x, weight, Targets(targets, mask, CrossEntropy(**extras)), Vocabulary(V))
     (found / 7).backward()  # what comes back is not 1
     gradients = x.grad, weight.grad
     x.grad = weight.grad = None
-    wanted = loss_sum(x @ weight.T, targets, mask, **extras)
+    wanted = loss_sum(x @ weight.T, targets, mask, CrossEntropy(**extras))
     (wanted / 7).backward()
     assert torch.allclose(found, wanted, rtol=1e-13)
     for mine, theirs in zip(gradients, (x.grad, weight.grad), strict=True):

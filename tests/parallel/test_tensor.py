@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from fivefold.layout.layout import Layout
 from fivefold.layout.sharding import chunk
+from fivefold.losses.cross_entropy import CrossEntropy
 from fivefold.model.decoder import Decoder
 from fivefold.model.init import initialise
 from fivefold.model.layers import TokenPositions
@@ -46,7 +47,7 @@ def data(spec: ModelSpec) -> tuple[Tensor, Tensor, Tensor, TokenPositions]:
 def full(spec: ModelSpec, **loss: float) -> tuple[float, dict[str, Tensor]]:
     model = plain(spec)
     tokens, targets, mask, place = data(spec)
-    total = loss_sum(model(tokens, place), targets, mask, **loss)
+    total = loss_sum(model(tokens, place), targets, mask, CrossEntropy(**loss))
     total.backward()
     return total.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
@@ -87,7 +88,7 @@ def losses_and_gradients(
 ) -> tuple[float, dict[str, Tensor]]:
     model, _ = parallel(spec, layout)
     tokens, targets, mask, place = data(spec)
-    total = model(tokens, place, Targets(targets, mask, **loss))
+    total = model(tokens, place, Targets(targets, mask, CrossEntropy(**loss)))
     total.backward()
     gradients = {}
     for name, parameter in model.named_parameters():
@@ -113,7 +114,7 @@ def assert_same(got: list[tuple[float, dict[str, Tensor]]], want: tuple[float, d
 CASES: list[tuple[str, Layout, dict[str, float]]] = [
     *((name, Layout.from_dict({"tp": 2, "sp": how != "none", "recompute": how}), {}) for name in MODELS for how in
       ("none", "selective", "full") if name != "short vocabulary"),
-    *(("llama", Layout(tp=2), loss) for loss in ({"smoothing": 0.1}, {"smoothing": 0.2, "z_loss": 0.1})),
+    *(("llama", Layout(tp=2), loss) for loss in ({"label_smoothing": 0.1}, {"label_smoothing": 0.2, "z_loss": 0.1})),
     # Two kv heads for four ranks; a vocabulary of 10, 10, 10, 7; and one too short for all ranks.
     *((name, Layout(tp=4, sp=name in ("llama", "qwen2.5")), {}) for name in ("llama", "gpt", "qwen2.5", "qwen3")),
     ("short vocabulary", Layout(tp=4), {}),

@@ -5,6 +5,8 @@ from typing import Any
 from fivefold.data.shards import TokenShards
 from fivefold.job.config import Job, TrainConfig
 from fivefold.layout.layout import Layout
+from fivefold.losses.base import Loss
+from fivefold.losses.cross_entropy import PLAIN
 from fivefold.optim.adamw import AdamW
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import preset
@@ -30,12 +32,13 @@ CANCELLING = {
 }
 
 
-def job(layout: str, spec: ModelSpec | None = None, dtype: str = "float64", **train: Any) -> Job:
+def job(layout: str, spec: ModelSpec | None = None, dtype: str = "float64", loss: Loss = PLAIN, **train: Any) -> Job:
     return Job(
         model=spec or tiny(),
         layout=Layout.parse(layout),
         data=TokenShards(seq=16, document_mask=True),
         optimizer=AdamW(**OPTIMIZER),
+        loss=loss,
         train=TrainConfig(**{"steps": 2, "batch": 8, "dtype": dtype, "device": "cpu"} | train),
     )
 

@@ -8,6 +8,7 @@ from fivefold.cost.collective_time import times
 from fivefold.cost.traffic import RankCoords, expected_traffic
 from fivefold.job.config import Job
 from fivefold.launch import processes
+from fivefold.losses.cross_entropy import CrossEntropy
 from fivefold.spec.blocks import LatentSpec
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import preset
@@ -47,7 +48,7 @@ PROOFS = {
     **{f"{kind}, {recompute}": job(f"cp=2,cp_kind={kind},recompute={recompute}") for kind, recompute in
        [("ring", "none"), ("ring", "full"), ("allgather", "full"), ("ulysses", "full")]},
     "hybrid sharding": job("dp=4,zero=3,replicate=2,microbatches=2"),
-    "two kv heads, four ranks, label smoothing": job("tp=4,sp", label_smoothing=0.1, z_loss=1e-3),
+    "two kv heads, four ranks, label smoothing": job("tp=4,sp", loss=CrossEntropy(label_smoothing=0.1, z_loss=1e-3)),
     "GPT with dropout": job("tp=2,cp=2,sp,zero=2", GPT),
     "q/k norm, tied": job("tp=2", QWEN),
     "q/k norm over all heads": job("dp=2,tp=2,sp,zero=3,recompute=full", OLMOE),

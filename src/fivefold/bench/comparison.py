@@ -32,6 +32,7 @@ from fivefold.hardware.cluster import Cluster, Group
 from fivefold.job.config import Job, read_job
 from fivefold.launch import processes
 from fivefold.layout.layout import Layout
+from fivefold.losses.cross_entropy import PLAIN
 from fivefold.render.blocks import Block, Result, Text
 from fivefold.spec.hf import to_hf_config
 from fivefold.spec.model import ModelSpec
@@ -281,7 +282,7 @@ def only_ours(job: Job) -> list[str]:
         *((False, f"Hugging Face has no such model: {problem}") for problem in _hf_problems(model)),
         (losses and not balances, "what keeps the load of experts even is Fivefold's alone here; leave it out"),
         (not model.dropout, f"model.dropout={model.dropout} is Fivefold's alone here"),
-        (train.label_smoothing == train.z_loss == 0, "label_smoothing and z_loss are Fivefold's alone here"),
+        (job.loss == PLAIN, "losses but plain cross-entropy are Fivefold's alone here"),
         (job.optimizer.clip > 0, "optimizer.clip=0: all systems clip"),
         (
             job.optimizer.unit == "element",

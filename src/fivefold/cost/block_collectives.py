@@ -196,12 +196,12 @@ class BlockCollectives:
         yield from self._gather("forward", "hidden states for the head")
         yield self._sum("backward", "gradients of the head's input, summed")
 
-    def loss(self, smoothing: bool) -> Iterator[Collective]:
-        """The cross-entropy, a slice of the tokens at a time: the largest sum of exponentials of each; then all of them
-        and its target's logit, and for label smoothing the sum of its logits."""
+    def loss(self, loss_sums: int) -> Iterator[Collective]:
+        """The loss, a slice of the tokens at a time: the largest sum of exponentials of each; then all of them and
+        `loss_sums` sums over the words: of cross-entropy the target's logit, and for label smoothing all logits."""
         for part in slices(self.tokens, -(-self.spec.vocab // self.layout.tp)):
             yield self._tp("forward", "largest logits", "all-reduce", len(part) * self.accum)
-            sums = (3 if smoothing else 2) * len(part) * self.accum
+            sums = (1 + loss_sums) * len(part) * self.accum
             yield self._tp("forward", "sums of exponentials and logits of targets", "all-reduce", sums)
 
     # ---- context parallelism -----------------------------------------------------------------------------------------

@@ -141,7 +141,7 @@ def expected_traffic(
     *,
     coords: RankCoords = RANK0,
     min_bucket_elements: int = MIN_BUCKET_ELEMENTS,
-    smoothing: bool = False,
+    loss_sums: int = 1,
     balance_loss: bool = False,
     routed_rows: Rows | None = None,
     splits_backward: bool | None = None,
@@ -172,7 +172,7 @@ def expected_traffic(
         _scalars(spec),
         _zero_3(inputs) if layout.fully_shards(spec) else _zero_0_to_2(inputs),
         _blocks(inputs, routed_rows, balance_loss_samples=samples if balance_loss else 0),
-        _embedding_and_head(inputs, smoothing),
+        _embedding_and_head(inputs, loss_sums),
         _pipeline(inputs),
         _matrices(inputs, optimizer, seq, dtype, place),
     )
@@ -236,10 +236,10 @@ def _repeated(block: BlockCollectives, times: int) -> Iterator[_CollectiveRow]:
             yield _CollectiveRow(sent.axis, sent.kind, times * sent.calls, sent.payload)
 
 
-def _embedding_and_head(inputs: _Inputs, smoothing: bool) -> Iterator[_CollectiveRow]:
+def _embedding_and_head(inputs: _Inputs, loss_sums: int) -> Iterator[_CollectiveRow]:
     block = inputs.block()
     embedding = block.embedding() if any(stage.first for stage in inputs.stages) else ()
-    head = chain(block.head(), block.loss(smoothing)) if any(stage.last for stage in inputs.stages) else ()
+    head = chain(block.head(), block.loss(loss_sums)) if any(stage.last for stage in inputs.stages) else ()
     for sent in chain(embedding, head):
         yield _CollectiveRow(sent.axis, sent.kind, inputs.layout.microbatches * sent.calls, sent.payload)
 

@@ -5,7 +5,6 @@
 No torch here: a bad job is refused before anything heavy is imported and before any process starts.
 """
 
-import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +21,9 @@ from fivefold.data.shards import TokenShards
 from fivefold.job.aliases import apart, dtype_problem, explain
 from fivefold.job.table import NESTED, Table, apply, model_of
 from fivefold.layout.layout import Layout, schedule_named
+from fivefold.losses import LOSSES, loss_named, loss_problems, stored_loss
+from fivefold.losses.base import Loss
+from fivefold.losses.cross_entropy import CrossEntropy
 from fivefold.optim import OPTIMIZERS, optimizer_named, optimizer_problems, stored_optimizer
 from fivefold.optim.adamw import AdamW
 from fivefold.optim.base import OptimizerConfig
@@ -51,8 +53,6 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     batch: Annotated[int, within(1, SEQUENCES)] = 16  # sequences per step, over all ranks and microbatches
     seed: int = 0  # of weights and dropout
     dtype: Dtype = "float32"  # compute dtype, also as fp32, bf16, fp64; bfloat16 keeps float32 master weights
-    label_smoothing: float = 0.0  # share of the target's probability that is spread over the vocabulary
-    z_loss: float = 0.0  # times the squared log-partition, added to the loss
     # Of models with experts. How far a step moves the biases of model.experts.balance_bias; and the factors of two
     # losses: of the load of each row, and of the squared log-partition of routers.
     balance_rate: Annotated[float, within(0, 1, "0 moves no bias")] = BALANCE_RATE
@@ -129,6 +129,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     layout: Layout = Layout()
     data: DataSource = TokenShards()
     optimizer: OptimizerConfig = AdamW()
+    loss: Loss = CrossEntropy()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     watch: WatchConfig = WatchConfig()
@@ -141,7 +142,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         """What it names of modules of a user's own; commands that read it as a stored one are told by --plugin."""
         schedule = "" if is_file(self.layout.schedule) else self.layout.schedule
         kinds = (kind.name for layer in self.model.pattern for kind in layer.branches)
-        names = dict.fromkeys((self.data.source, self.optimizer.name, schedule, *kinds))
+        names = dict.fromkeys((self.data.source, self.optimizer.name, self.loss.name, schedule, *kinds))
         return [name for name in names if is_plugin(name)]
 
     def problems(self, world: int | None = None, ranks_by: str = "--nproc") -> list[str]:
@@ -157,20 +158,13 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             if section != "layout":
                 yield from outside(getattr(self, section), section).values()
         yield from optimizer_problems(self.optimizer)
-        yield from self._train()
+        yield from loss_problems(self.loss)
         yield from self._fp8()
         yield from self._fp8_experts()
         yield from self._balance()
         yield from self._watch()
         yield from source_problems(self.data)
         yield from self._data_and_run()
-
-    def _train(self) -> Iterator[Problem]:
-        smoothing, z_loss = self.train.label_smoothing, self.train.z_loss
-        if not 0 <= smoothing < 1:
-            yield Problem("train.label_smoothing.range", f"train.label_smoothing={smoothing} is a share: 0 <= it < 1")
-        if not 0 <= z_loss < math.inf:
-            yield Problem("train.z_loss.range", f"train.z_loss={z_loss} must not be negative; 0 turns it off")
 
     def _data_and_run(self) -> Iterator[Problem]:
         seq, context, name = self.data.seq, self.model.context, self.run.name
@@ -314,6 +308,7 @@ class Named:
 NAMED = {
     "data": Named(TokenShards, SOURCES, source_named, stored_source),
     "optimizer": Named(AdamW, OPTIMIZERS, optimizer_named, stored_optimizer),
+    "loss": Named(CrossEntropy, LOSSES, loss_named, stored_loss),
 }
 SECTIONS: dict[str, Any] = {field.name: field.type for field in msgspec.structs.fields(Job) if field.name != "model"}
 _SCHEDULES = {"layout", "layout.schedule"}
@@ -366,6 +361,7 @@ def resolve(table: Table, changes: Sequence[str] = (), name: str = "run", *, sto
     problems += apart(changes, "".join(layouts[-1:]), "layout=")
     for change in [] if problems else changes:
         apply(table, change, problems)
+    table = _moved(table)
     given, after = {change.partition("=")[0] for change in changes}, list[str]()  # those of the model are said first
     kinds = {
         name: _kind_of(name, table.get(name), after, trusted=not stored or f"{name}.{named.key}" in given)
@@ -384,6 +380,16 @@ def resolve(table: Table, changes: Sequence[str] = (), name: str = "run", *, sto
     if not sections["run"].name:
         sections["run"] = msgspec.structs.replace(sections["run"], name=name)
     return Job(model=model, **sections)
+
+
+def _moved(table: Table) -> Table:
+    """The table with the loss's settings in their section: in the first releases they stood with those of training."""
+    train, loss = table.get("train"), table.get("loss", {})
+    if not isinstance(train, dict) or not isinstance(loss, dict):
+        return table
+    moved = {key: train[key] for key in ("label_smoothing", "z_loss") if key in train}
+    rest = {key: value for key, value in train.items() if key not in moved}
+    return table | {"train": rest, "loss": loss | moved} if moved else table
 
 
 def _import_kinds(model: Any, problems: list[str], *, trusted: bool) -> None:
@@ -466,6 +472,7 @@ def _section(section: str, value: Any, problems: list[str], kind: Any) -> Any:
 
 def job_from(table: Table) -> Job:
     """A job as a checkpoint has it. The first releases knew one scaling of rotary positions, and did not name it."""
+    table = _moved(table)
     model, own = table["model"], {name: named.of_stored(table.get(name, {})) for name, named in NAMED.items()}
     if scaling := model.get("rope_scaling"):
         model = model | {"rope_scaling": {"kind": "llama3"} | scaling}

@@ -31,7 +31,8 @@ RULES = {
     "data": MEANT,  # seq, seed and document_mask make other samples
     "optimizer": MEANT,
     "optimizer.schedule_steps": RATE,
-    "train": MEANT,  # batch, seed, dtype, fp8, label_smoothing, z_loss, what keeps the load of experts even
+    "loss": MEANT,
+    "train": MEANT,  # batch, seed, dtype, fp8, what keeps the load of experts even
     "train.steps": RATE,
     **dict.fromkeys(
         ("train.device", "train.share_gpu", "train.compile", "train.deterministic"), FREE

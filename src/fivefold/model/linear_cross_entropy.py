@@ -1,11 +1,11 @@
-"""Fused linear + cross-entropy: the head and the loss in one function, a slice of the tokens at a time.
+"""Fused linear + loss: the head and the loss in one function, a slice of the tokens at a time.
 
     slice of x -> logits -> loss, and at once: its gradient by the logits -> slices of dx and dW -> next slice
 
 Only one slice of logits is ever held, not a microbatch's. The gradients are computed in the forward pass; backward only
-scales them. Where the vocabulary is sharded (`VocabParallel` in `parallel/tensor.py`), three scalars per token are
-reduced: the log-sum-exp of this rank's words (MAX), then the sum of exponentials and the target's logit (SUM; label
-smoothing adds the sum of the logits).
+scales them. Where the vocabulary is sharded (`VocabParallel` in `parallel/tensor.py`), some scalars per token are
+reduced: the log-sum-exp of this rank's words (MAX), then the sum of exponentials and the sums of the loss (SUM;
+cross-entropy has the target's logit, and for label smoothing the sum of the logits).
 """
 
 from collections.abc import Callable
@@ -17,25 +17,21 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
 from fivefold.layout.sharding import slices
+from fivefold.losses.base import Loss, Words
+from fivefold.losses.cross_entropy import PLAIN
 from fivefold.model.layers import accum_dtype
 from fivefold.model.recompute import compiled
 
 
 @dataclass(frozen=True)
 class Targets:
-    """The target tokens, [B, S]; only those where `mask` is True count.
-
-    `smoothing` moves that share of a target's probability evenly onto the vocabulary; `z_loss` adds that many times the
-    squared log-partition (PaLM, arXiv 2204.02311, section 5), which keeps logits from drifting.
-    """
+    """The target tokens, [B, S]; only those where `mask` is True count."""
 
     tokens: Tensor
     mask: Tensor
-    smoothing: float = 0.0
-    z_loss: float = 0.0
+    loss: Loss = PLAIN
 
 
 class Vocabulary:
@@ -66,8 +62,8 @@ class Vocabulary:
 def linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Targets, vocabulary: Vocabulary, *, compile: bool = False
 ) -> Tensor:
-    """The sum of the cross-entropies of x [B, S, E] against the targets, in at least float32."""
-    kernels = _compiled() if compile else (_statistics, _logit_grad, torch.Tensor.mul_)
+    """The sum of the losses of x [B, S, E] against the targets, in at least float32."""
+    kernels = _compiled() if compile else (_statistics, _slope, torch.Tensor.mul_)
     learning = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     return LinearCrossEntropy.apply(vocabulary, targets, learning, kernels, x, weight)
 
@@ -83,7 +79,8 @@ class LinearCrossEntropy(Function):
         x: Tensor,
         weight: Tensor,
     ) -> Tensor:
-        statistics, grad_of, ctx.scale = kernels
+        statistics, slope, ctx.scale = kernels
+        loss = targets.loss
         gathered = vocabulary.gather(x)
         flat, tokens, mask = gathered.flatten(0, 1), targets.tokens.flatten(), targets.mask.flatten()
         total = flat.new_zeros((), dtype=accum_dtype(flat.dtype))
@@ -93,17 +90,12 @@ class LinearCrossEntropy(Function):
             logits = flat[rows] @ weight.T
             column = tokens[rows] - vocabulary.local.start
             is_local = (column >= 0) & (column < len(vocabulary.local))
-            lse, picked, summed = statistics(logits, column, is_local, targets.smoothing)
-            lse, sums = vocabulary.combine(lse, [picked, summed] if targets.smoothing else [picked])
-            loss = lse - (1 - targets.smoothing) * sums[0]
-            if targets.smoothing:
-                loss = loss - targets.smoothing / vocabulary.size * sums[1]
-            if targets.z_loss:
-                loss = loss + targets.z_loss * lse.square()
-            total += loss.masked_fill(~mask[rows], 0.0).sum()
+            words = Words(column, is_local, vocabulary.size, accum_dtype(logits.dtype))
+            lse, *sums = statistics(loss, logits, words)
+            lse, sums = vocabulary.combine(lse, sums)
+            total += loss.value(lse, sums, vocabulary.size).masked_fill(~mask[rows], 0.0).sum()
             if learning:
-                extras = targets.smoothing, vocabulary.size, targets.z_loss
-                grad = grad_of(logits, lse, picked, column, is_local, *extras)
+                grad = slope(loss, logits, lse, sums, words)
                 del logits
                 # The mask is applied to the small factors, not to the gradient of the logits.
                 counted = mask[rows, None].to(flat.dtype)
@@ -125,46 +117,20 @@ class LinearCrossEntropy(Function):
         return None, None, None, None, dx, dw
 
 
-def _statistics(logits: Tensor, column: Tensor, is_local: Tensor, smoothing: float) -> tuple[Tensor, Tensor, Tensor]:
-    """For each row: the log-sum-exp, the target's logit if it is in this shard, the logits' sum if it is needed."""
-    dtype = accum_dtype(logits.dtype)
+def _statistics(loss: Loss, logits: Tensor, words: Words) -> tuple[Tensor, ...]:
+    """For each row: the log-sum-exp, and the sums of the loss."""
     if not logits.shape[-1]:
-        zeros = logits.new_zeros(column.shape, dtype=dtype)
-        return zeros - torch.inf, zeros, zeros
-    summed = logits.sum(-1, dtype=dtype) if smoothing else logits.new_zeros((), dtype=dtype)
-    largest = logits.amax(-1).to(dtype)
-    below = logits - largest[:, None] if logits.dtype == dtype else logits.to(dtype).sub_(largest[:, None])
+        zeros = logits.new_zeros(words.column.shape, dtype=words.dtype)
+        return zeros - torch.inf, *[zeros] * loss.reduced
+    largest = logits.amax(-1).to(words.dtype)
+    below = logits - largest[:, None] if logits.dtype == words.dtype else logits.to(words.dtype).sub_(largest[:, None])
     lse = largest + below.exp_().sum(-1).log()
-    index = column.masked_fill(~is_local, 0)[:, None]
-    picked = logits.gather(-1, index)[:, 0].to(lse.dtype).masked_fill(~is_local, 0.0)
-    return lse, picked, summed
+    return lse, *loss.sums(logits, words)
 
 
-def _logit_grad(
-    logits: Tensor,
-    lse: Tensor,
-    picked: Tensor,
-    column: Tensor,
-    is_local: Tensor,
-    smoothing: float,
-    size: int,
-    z_loss: float,
-) -> Tensor:
-    """The gradient by the logits, in their dtype and place: the probabilities, minus one at the target."""
-
-    def of(logit: Tensor, lse: Tensor) -> Tensor:
-        share = logit.to(lse.dtype).sub_(lse).exp_()  # in place: nobody reads the logits again
-        if z_loss:
-            share = share * (1 + 2 * z_loss * lse)
-        return share - smoothing / size if smoothing else share
-
-    grad = of(logits, lse[:, None]).to(logits.dtype)
-    if logits.shape[-1]:
-        # Rounded after the subtraction: for a confident answer the difference is small, and matters.
-        index = column.masked_fill(~is_local, 0)[:, None]
-        at_target = (of(picked.clone(), lse) - (1 - smoothing)).to(grad.dtype)
-        grad.scatter_(-1, index, torch.where(is_local, at_target, grad.gather(-1, index)[:, 0])[:, None])
-    return grad
+def _slope(loss: Loss, logits: Tensor, lse: Tensor, sums: list[Tensor], words: Words) -> Tensor:
+    """The gradient by the logits; a rank without words has none."""
+    return loss.slope(logits, lse, sums, words) if logits.shape[-1] else logits
 
 
 def _add_product(total: Tensor | None, grad: Tensor, x: Tensor, last: bool) -> Tensor:
@@ -188,7 +154,7 @@ def add_product(total: Tensor | None, grad: Tensor, x: Tensor) -> Tensor:
 
 @cache
 def _compiled() -> tuple[Callable[..., Any], ...]:
-    return compiled(_statistics), compiled(_logit_grad), compiled(_scaled)
+    return compiled(_statistics), compiled(_slope), compiled(_scaled)
 
 
 def _scaled(x: Tensor, by: Tensor) -> Tensor:
@@ -200,19 +166,7 @@ def _scaled(x: Tensor, by: Tensor) -> Tensor:
 # The unfused loss, for logits that exist. A sum: only the count of the whole global batch divides it.
 
 
-_IGNORED = -100
-
-
-def loss_sum(logits: Tensor, targets: Tensor, mask: Tensor, smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
-    """Sum of the cross-entropies where `mask` is True, in at least float32. logits [B, S, V], the others [B, S].
-
-    `Targets` says what `smoothing` and `z_loss` do.
-    """
-    widened = logits.to(accum_dtype(logits.dtype))
-    ignored = targets.masked_fill(~mask, _IGNORED).flatten()
-    total = F.cross_entropy(
-        widened.flatten(0, 1), ignored, ignore_index=_IGNORED, reduction="sum", label_smoothing=smoothing
-    )
-    if z_loss:
-        total = total + z_loss * widened.logsumexp(-1).square().masked_fill(~mask, 0.0).sum()
-    return total
+def loss_sum(logits: Tensor, targets: Tensor, mask: Tensor, loss: Loss = PLAIN) -> Tensor:
+    """Sum of the losses where `mask` is True, in at least float32. logits [B, S, V], the others [B, S]."""
+    widened = logits.to(accum_dtype(logits.dtype)).flatten(0, 1)
+    return loss.plain(widened, targets.flatten()).masked_fill(~mask.flatten(), 0.0).sum()

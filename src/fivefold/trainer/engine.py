@@ -18,6 +18,8 @@ from fivefold.job.config import Job
 from fivefold.launch.device import DTYPES, compiles
 from fivefold.launch.waits import timed_wait
 from fivefold.layout.stages import schedule_of, stages_of
+from fivefold.losses.base import Loss
+from fivefold.losses.cross_entropy import PLAIN
 from fivefold.model.decoder import Decoder
 from fivefold.model.layers import TokenPositions, accum_dtype
 from fivefold.model.linear_cross_entropy import Targets
@@ -216,7 +218,7 @@ class Engine(RankModel):
         sums: list[Tensor] = []
         if self.expert_loads is not None:
             self.expert_loads.reset()
-        self.pipeline.run([self._microbatch(part, **self._loss_options()) for part in microbatches], loss_of)
+        self.pipeline.run([self._microbatch(part, self.job.loss) for part in microbatches], loss_of)
         ends = [self.mesh.embedding] if self.job.model.tied else []
         with waiting("the sum of gradients", self.mesh, self.mesh.dp_cp, self.mesh.tp, *ends, *self.mesh.expert_axes()):
             self.weights.finish_grad_sync()
@@ -229,14 +231,11 @@ class Engine(RankModel):
         """
         first, count = share.mine.split(self.job.layout.microbatches)[0], max(1, share.loss_tokens)
         with self.weights.replay_context():
-            microbatch = self._microbatch(first, **self._loss_options())
+            microbatch = self._microbatch(first, self.job.loss)
             self.pipeline.run([microbatch], lambda total: self._scaled_loss(total, count), only_first=True)
 
-    def _loss_options(self) -> dict[str, float]:
-        return {"smoothing": self.job.train.label_smoothing, "z_loss": self.job.train.z_loss}
-
-    def _microbatch(self, batch: Batch, **loss_options: float) -> Microbatch:
-        """This cp rank's share of the tokens, on its device. `loss_options`: of the training loss; none to evaluate."""
+    def _microbatch(self, batch: Batch, loss: Loss = PLAIN) -> Microbatch:
+        """This cp rank's share of the tokens, on its device."""
         share = self.context.share(batch)
         tokens, targets, mask, samples = (
             torch.from_numpy(array).to(self.mesh.device, non_blocking=True)
@@ -249,7 +248,7 @@ class Engine(RankModel):
         positions = TokenPositions(position_ids, samples, batch.tokens.shape[1])
         if self.job.data.document_mask:
             positions = share.with_documents(positions)
-        return Microbatch(tokens, positions, Targets(targets, mask, **loss_options))
+        return Microbatch(tokens, positions, Targets(targets, mask, loss))
 
     def _scaled_loss(self, total: Tensor, count: int) -> Tensor:
         """A microbatch's part of the mean over all `count` target tokens of the global batch."""

@@ -343,4 +343,4 @@ def _loss(job: Job, model: Decoder, batch: Batch, device: torch.device) -> Tenso
     )
     plain = TokenPositions.of(tokens)
     positions = TokenPositions(plain.position_ids, samples, plain.length, documents if job.data.document_mask else None)
-    return loss_sum(model(tokens, positions), targets, mask, job.train.label_smoothing, job.train.z_loss)
+    return loss_sum(model(tokens, positions), targets, mask, job.loss)

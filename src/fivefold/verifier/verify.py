@@ -325,7 +325,7 @@ def expected_traffic(job: Job, routing: Sequence[Routing] = ()) -> list[list[Tra
     all_coords = [RankCoords.of(layout, rank) for rank in range(layout.world)]
     traffic_of = partial(
         step_traffic, job.model, layout, seq, train.batch, train.dtype,
-        smoothing=train.label_smoothing > 0, balance_loss=train.balance_loss > 0, optimizer=job.optimizer,
+        loss_sums=job.loss.reduced, balance_loss=train.balance_loss > 0, optimizer=job.optimizer,
     )  # fmt: skip
     # Only matrices that are brought together for an optimizer make more of a rank's place than its coordinates.
     alike = job.optimizer.unit == "element"
