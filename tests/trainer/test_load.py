@@ -12,6 +12,7 @@ import torch
 
 from fivefold.data.batch import Batch
 from fivefold.job.config import Job, to_toml
+from fivefold.job.listeners import TensorBoard
 from fivefold.job.preflight import preflight
 from fivefold.model.decoder import Decoder
 from fivefold.model.init import initialise
@@ -22,7 +23,7 @@ from fivefold.spec.presets import preset
 from fivefold.support.errors import UserError
 from fivefold.trainer.engine import routers
 from fivefold.trainer.loop import Trainer
-from fivefold.trainer.records import Load, MetricsFile, TensorBoard, to_line
+from fivefold.trainer.records import Load, MetricsFile, to_line
 from fivefold.trainer.result import ExpertsResult, experts
 from tests.commands import fivefold
 from tests.ranks import run_ranks
@@ -129,10 +130,11 @@ def test_the_load_of_a_run_is_in_its_metrics_a_table_and_a_picture(tokens: Path,
     for record in recorder.steps:
         file.on_step(record)
     file.close()
-    board = TensorBoard(tmp_path / "board", 1)
-    board.on_step(recorder.steps[0])
-    board.close()
-    (events,) = (tmp_path / "board").iterdir()
+    board = TensorBoard()
+    board.start(job, tmp_path, 0)
+    board.step(recorder.steps[0])
+    board.end(1)
+    (events,) = (tmp_path / "tensorboard").iterdir()
     assert all(name in events.read_bytes() for name in (b"load/fullest", b"load/entropy", b"load/dropped"))
     found = ExpertsResult.read(tmp_path, job.model)
     assert [one.step for one in found.steps] == [1, 2, 4, 5]

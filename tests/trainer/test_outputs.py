@@ -15,6 +15,7 @@ import pytest
 
 from fivefold.checkpoint.store import Store
 from fivefold.job.config import read_job
+from fivefold.job.listeners import TensorBoard
 from fivefold.support.errors import TrainingError
 from fivefold.trainer import outputs, records
 from fivefold.trainer import records as metrics
@@ -62,14 +63,13 @@ def test_what_cannot_be_written_at_the_start_is_named(tokens: Path, tmp_path: Pa
 
 def _full_in_mid_run() -> None:
     """After three records of the metrics and of TensorBoard."""
-    for kind in (metrics.MetricsFile, records.TensorBoard):
-        kind.on_step = _only(3, kind, kind.on_step)
+    metrics.MetricsFile.on_step = _only(3, "file", metrics.MetricsFile.on_step)
+    TensorBoard.step = _only(3, "records", TensorBoard.step)
 
 
-def _only(times: int, kind: type, on_step: Callable[..., None]) -> Callable[..., None]:
+def _only(times: int, name: str, on_step: Callable[..., None]) -> Callable[..., None]:
     def write(self: Any, record: records.Step) -> None:
         if record.step > times:
-            name = "file" if kind is metrics.MetricsFile else "records"
             setattr(self, name, SimpleNamespace(write=_no_room, fileno=self.file.fileno, close=self.file.close))
         on_step(self, record)
 

@@ -19,6 +19,7 @@ from fivefold.data import SOURCES, source_named, source_problems, stored_source
 from fivefold.data.base import DataSource
 from fivefold.data.shards import TokenShards
 from fivefold.job.aliases import apart, dtype_problem, explain
+from fivefold.job.listeners import listener_named, listener_problems, names_in
 from fivefold.job.table import NESTED, Table, apply, model_of
 from fivefold.layout.layout import Layout, schedule_named
 from fivefold.losses import LOSSES, loss_named, loss_problems, stored_loss
@@ -117,9 +118,15 @@ class TraceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str = ""  # empty: the job file's, or "run"
     dir: str = "runs"  # the run's own directory is made inside, and found there to resume from its last checkpoint
-    tensorboard: bool = False
+    tensorboard: bool = False  # a short way to write listeners = ["tensorboard"]
+    listeners: tuple[str, ...] = ()  # what hears of the run: tensorboard, or package.module:Name (docs/plugins.md)
     weights: str = ""  # a checkpoint, or a run's newest, whose weights a new run starts from; empty: random ones
     cluster: str = ""  # what the job was planned for, such as 8x8xH100: `launch` asks for it, `doctor` compares with it
+
+    @property
+    def heard(self) -> list[str]:
+        """Its listeners, each once."""
+        return list(dict.fromkeys((*self.listeners, *(["tensorboard"] if self.tensorboard else []))))
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -142,7 +149,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         """What it names of modules of a user's own; commands that read it as a stored one are told by --plugin."""
         schedule = "" if is_file(self.layout.schedule) else self.layout.schedule
         kinds = (kind.name for layer in self.model.pattern for kind in layer.branches)
-        names = dict.fromkeys((self.data.source, self.optimizer.name, self.loss.name, schedule, *kinds))
+        classes = (self.data.source, self.optimizer.name, self.loss.name, schedule)
+        names = dict.fromkeys((*classes, *kinds, *self.run.listeners))
         return [name for name in names if is_plugin(name)]
 
     def problems(self, world: int | None = None, ranks_by: str = "--nproc") -> list[str]:
@@ -164,6 +172,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         yield from self._balance()
         yield from self._watch()
         yield from source_problems(self.data)
+        yield from listener_problems(self.run.listeners)
         yield from self._data_and_run()
 
     def _data_and_run(self) -> Iterator[Problem]:
@@ -312,7 +321,8 @@ NAMED = {
 }
 SECTIONS: dict[str, Any] = {field.name: field.type for field in msgspec.structs.fields(Job) if field.name != "model"}
 _SCHEDULES = {"layout", "layout.schedule"}
-NAMING = tuple(f"{key}=" for key in (*_SCHEDULES, *(f"{name}.{named.key}" for name, named in NAMED.items())))  # changes
+NAMING = tuple(f"{name}.{named.key}=" for name, named in NAMED.items())  # how changes that name a plugin begin
+NAMING += ("run.listeners=", *(f"{key}=" for key in _SCHEDULES))
 KEYS: dict[str, list[str]] = {  # of every section, and of tables in one
     "model": ["preset", "config", *ModelSpec.__struct_fields__],
     **{f"model.{name}": keys for name, keys in NESTED.items()},
@@ -370,6 +380,7 @@ def resolve(table: Table, changes: Sequence[str] = (), name: str = "run", *, sto
     explain(table, KEYS | {name: NAMED[name].keys([kind]) for name, kind in kinds.items() if kind}, problems)
     problems += [unknown_key("", key, ["model", *SECTIONS]) for key in table if key not in ("model", *SECTIONS)]
     kinds["layout"] = _layout_kind(table.get("layout"), after, trusted=not stored or bool(given & _SCHEDULES))
+    kinds["run"] = _run_kind(table.get("run"), after, trusted=not stored or "run.listeners" in given)
     all_kinds = SECTIONS | kinds
     sections = {name: _section(name, table.get(name, {}), after, kind) for name, kind in all_kinds.items()}
     _import_kinds(table.get("model"), problems, trusted=not stored or "model.pattern" in given)
@@ -451,6 +462,18 @@ def _layout_kind(value: Any, problems: list[str], *, trusted: bool) -> type[Layo
     return Layout
 
 
+def _run_kind(value: Any, problems: list[str], *, trusted: bool) -> type[RunConfig] | None:
+    """A run, once the listeners that it names are imported; None where that may not be."""
+    names = names_in(value.get("listeners", ())) if isinstance(value, dict) else ()
+    try:
+        for name in names if isinstance(names, list | tuple) else ():
+            listener_named(name, trusted=trusted)
+    except UserError as error:
+        problems += error.coded
+        return None
+    return RunConfig
+
+
 def _section(section: str, value: Any, problems: list[str], kind: Any) -> Any:
     """An object of the section's class; None where there are problems."""
     if kind is None:
@@ -464,6 +487,8 @@ def _section(section: str, value: Any, problems: list[str], kind: Any) -> Any:
             sentence = dtype_problem(word)
             problems += [sentence] if sentence else []
             value = value | {"dtype": "bfloat16" if sentence else dtype_of(word)}
+        if kind is RunConfig and "listeners" in value:
+            value = value | {"listeners": names_in(value["listeners"])}
     except UserError as error:
         problems += error.coded
         return None

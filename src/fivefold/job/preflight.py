@@ -29,9 +29,9 @@ def preflight(job: Job, world: int, progress: Report = quiet) -> Splits:
     problems = job_problems(job, world)
     if absent("torch"):
         problems.append(Problem("install.torch", needs("torch")))
-    if job.run.tensorboard and absent("tensorboard"):
+    if "tensorboard" in job.run.heard and absent("tensorboard"):
         how = 'pip install "fivefold[tensorboard]"'
-        problems.append(Problem("install.tensorboard", f"run.tensorboard needs tensorboard: {how}"))
+        problems.append(Problem("install.tensorboard", f"the listener tensorboard needs tensorboard: {how}"))
     if not problems and job.checkpoint.url and (missing := remote_of(job.checkpoint.url).missing):
         problems.append(Problem("install.storage", f"checkpoint.url={missing}"))
     try:

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -52,6 +53,7 @@ class Checkpoints:
         self.restore_start = 0.0  # time.monotonic()
         self.restore_seconds = 0.0
         self.read_seconds = 0.0  # of those, until masters and states were in place
+        self.on_saved: Callable[[int], None] = lambda step: None  # called with the step of each complete checkpoint
 
     def restore(self) -> Checkpoint | None:
         """Loads the newest undamaged checkpoint, in memory or on disk, if there is one. Collective."""
@@ -223,13 +225,21 @@ class Checkpoints:
 
     def finish(self, consequence: str = "; training continues, and the next checkpoint tries again") -> None:
         """Waits for the save under way, if there is one; prints its problem with the `consequence`, if it failed."""
-        if problem := self.saver.finish():
+        if problem := self._finished():
             self.say(f"{problem}{consequence}")
 
     def ensure(self) -> None:
         """Waits for the save under way, if there is one; raises TrainingError if it failed."""
-        if problem := self.saver.finish():
+        if problem := self._finished():
             raise TrainingError(problem)
+
+    def _finished(self) -> str | None:
+        """Waits for the save under way, if there is one, and reports it; returns why it failed, if it did."""
+        under_way = self.saver.saving
+        problem = self.saver.finish()
+        if under_way is not None and problem is None:
+            self.on_saved(under_way.manifest.step)
+        return problem
 
     def quarantine(self, first: int) -> None:
         """Sets aside the checkpoints of step `first` and after, which may be damaged."""

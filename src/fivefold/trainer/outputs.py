@@ -1,4 +1,4 @@
-"""The files that rank 0 writes besides checkpoints: the job, the environment, metrics, TensorBoard's, the trace.
+"""The files that rank 0 writes besides checkpoints: the job, the environment, metrics, the trace; and its listeners.
 
 A file that cannot be written before the first step ends the run with an error. Later on training continues: a note is
 printed once, and a run whose files are not complete ends with exit code 1.
@@ -18,16 +18,16 @@ from rich.table import Table
 from rich.text import Text
 
 from fivefold.job.config import Job, to_toml
-from fivefold.support.errors import TrainingError, UserError
+from fivefold.job.listeners import SETTING, RunListener, listener_named
+from fivefold.support.errors import Problem, TrainingError, UserError
 from fivefold.support.files import cannot_write, put
 from fivefold.support.text import bytes_text, counted, si
 from fivefold.tracing.records import Trace
 from fivefold.tracing.result import TraceFile
 from fivefold.trainer.directories import owners, sign
-from fivefold.trainer.records import METRICS, Evaluation, MetricsFile, Step, StepDecision, TensorBoard, trim
+from fivefold.trainer.records import METRICS, Evaluation, MetricsFile, Step, StepDecision, trim
 
 Say = Callable[[str], None]
-_BOARD = "TensorBoard's file"
 
 
 class Outputs:
@@ -36,6 +36,8 @@ class Outputs:
     def __init__(self, directory: Path, job: Job, environment: Mapping[str, object], done: int, say: Say):
         self.directory, self.say = directory, say
         self.lost: list[str] = []  # a sentence for each file that could not be written
+        self.done = done
+        self.listeners: dict[str, RunListener] = {}  # that have raised nothing
         self.runs = owners(directory) or []
         self.description = {"job.toml": to_toml(job), "environment.json": json.dumps(environment, indent=2) + "\n"}
         self.traced = TraceFile(directory / "trace.json")
@@ -45,11 +47,31 @@ class Outputs:
             self.describe()
             self.earlier, damaged = trim(metrics, done)
             self.metrics = MetricsFile(metrics, say)
-            self.board = TensorBoard(directory / "tensorboard", done + 1) if job.run.tensorboard else None
         except OSError as error:
             raise cannot_write(Path(error.filename or directory), error) from None
+        for name in job.run.heard:
+            self.listeners[name] = self._begun(name, job)
         if damaged:
             say(f"{metrics}: {counted(damaged, 'line')}, damaged or half written, left out")
+
+    def _begun(self, name: str, job: Job) -> RunListener:
+        """A listener that has heard of the start; what it raises ends the run before the first step."""
+        try:
+            listener = listener_named(name)()
+            listener.start(job, self.directory, self.done)
+        except (Exception, SystemExit) as error:
+            raise UserError(Problem("run.listeners.raised", f"{SETTING}: {_raised(name, 'start', error)}")) from None
+        return listener
+
+    def tell(self, event: str, *what: object) -> None:
+        """All listeners. One that raises is told no more, and the run says so; training goes on as it would have."""
+        for name, listener in [*self.listeners.items()]:
+            try:
+                getattr(listener, event)(*what)
+            except (Exception, SystemExit) as error:
+                del self.listeners[name]
+                self.lost.append(_raised(name, event, error))
+                self.say(f"{self.lost[-1]}; training continues without it")
 
     def describe(self) -> None:
         for name, text in self.description.items():
@@ -81,30 +103,30 @@ class Outputs:
         except OSError as error:
             self.lost.append(f"{name} cannot be written: {error.strerror or error}")
             self.say(f"{self.lost[-1]}; training continues without it")
-            self.board = None if name == _BOARD else self.board
 
     def on_step(self, record: Step) -> None:
+        self.done = record.step
         self.metrics.on_step(record)
-        if board := self.board:
-            self.keep(_BOARD, lambda: board.on_step(record))
+        self.tell("step", record)
 
     def on_evaluation(self, record: Evaluation) -> None:
         self.metrics.on_evaluation(record)
-        if board := self.board:
-            self.keep(_BOARD, lambda: board.on_evaluation(record))
+        self.tell("evaluation", record)
 
     def on_decision(self, record: StepDecision) -> None:
+        self.done = record.place
         self.keep(self.metrics.path, lambda: self.metrics.on_decision(record))
-        if board := self.board:
-            self.keep(_BOARD, lambda: board.on_decision(record))
+        self.tell("decision", record)
+
+    def on_checkpoint(self, step: int) -> None:
+        self.tell("checkpoint", step)
 
     def trace(self, trace: Trace) -> None:
         self.keep(self.traced.path, lambda: self.traced(trace))
 
     def close(self) -> None:
         self.metrics.close()
-        if self.board:
-            self.board.close()
+        self.tell("end", self.done)
         if self.metrics.lost:
             records = f"{counted(self.metrics.lost, 'record')} of {self.metrics.path}"
             self.lost.append(f"{records} could not be kept: {self.metrics.why}")
@@ -115,6 +137,13 @@ class Outputs:
             raise vanishing(self.directory)
         if self.lost:
             raise TrainingError(f"all steps are done, but {'; '.join(self.lost)}")
+
+
+def _raised(name: str, event: str, error: BaseException) -> str:
+    """What a listener could not do."""
+    if name == "tensorboard" and isinstance(error, OSError):
+        return f"TensorBoard's file cannot be written: {error.strerror or error}"
+    return f"the listener {name} raised {type(error).__name__} in {event}: {error}"
 
 
 def vanishing(directory: Path) -> TrainingError:

@@ -1,17 +1,15 @@
-"""The records of a run, for each step, evaluation and decision; and what writes them: metrics.jsonl, TensorBoard."""
+"""The records of a run, for each step, evaluation and decision; and what writes them: metrics.jsonl."""
 
 import io
 import math
 import os
 import re
-import socket
 import sys
-import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, runtime_checkable
+from typing import Annotated, Literal, Protocol, runtime_checkable
 
 import msgspec
 
@@ -142,58 +140,6 @@ class Listener(Protocol):
     def on_evaluation(self, record: Evaluation) -> None: ...
 
     def close(self) -> None: ...
-
-
-class TensorBoard:
-    """Writes each record at once. torch's own writer uses a thread, whose errors are printed as tracebacks."""
-
-    def __init__(self, directory: Path, first: int):
-        """`first`: the first step that will be written. TensorBoard hides what older files have from it on."""
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        directory.mkdir(exist_ok=True)
-        name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}"
-        self.file = (directory / name).open("ab", buffering=0)
-        self.records = RecordWriter(self.file)
-        self._write(file_version="brain.Event:2")
-        self._begin(first)
-
-    def _begin(self, first: int) -> None:
-        from tensorboard.compat.proto.event_pb2 import SessionLog
-
-        self._write(step=first, session_log=SessionLog(status=SessionLog.START))
-
-    def _write(self, **fields: Any) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-
-        self.records.write(Event(wall_time=time.time(), **fields).SerializeToString())
-
-    def _scalars(self, step: int, values: dict[str, float]) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        named = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._write(step=step, summary=Summary(value=named))
-
-    def on_step(self, record: Step) -> None:
-        names = ("loss", "grad_norm", "lr", "tokens_per_second", "mfu", "memory")
-        figures = {f"train/{name}": getattr(record, name) for name in names}
-        if record.load is not None:
-            figures |= {
-                f"load/{name}": value for name, value in msgspec.to_builtins(record.load).items() if name != "tokens"
-            }
-        self._scalars(record.step, {name: value for name, value in figures.items() if value is not None})
-
-    def on_evaluation(self, record: Evaluation) -> None:
-        self._scalars(record.step, {"held_out/loss": record.held_out_loss})
-
-    def on_decision(self, record: StepDecision) -> None:
-        """Writes 1 for a step that was a spike or not finite, and hides the steps that a rollback has undone."""
-        if record.back is not None:
-            self._begin(record.back + 1)
-        self._scalars(record.place, {f"watch/{record.action}": 1.0})
-
-    def close(self) -> None:
-        self.file.close()
 
 
 # ---- metrics --------------------------------------------------------------------------------------------------------

@@ -252,6 +252,7 @@ class _RankRun:
         if outputs is None:
             self._steps([])
             return
+        self.checkpointing.on_saved = outputs.on_checkpoint
         say(console, "run", f"{self.directory}; every setting: {self.directory / JOB}")
         marks = show_corpus(console, self.sources)
         if self.slow:

@@ -11,7 +11,7 @@ from fivefold.support.errors import TrainingError
 from fivefold.trainer.records import StepDecision
 from fivefold.trainer.result import TrainResult
 from fivefold.trainer.spikes import NAME, KnownDecisions, known
-from fivefold.web.run_files import _of_log
+from fivefold.web.run_files import _log_events
 from tests.checkpoint.runs import Run, small_job
 from tests.commands import fivefold
 from tests.ranks import run_ranks
@@ -174,5 +174,5 @@ def test_a_run_shows_what_was_decided_wherever_it_is_looked_at(tmp_path: Path) -
     (board,) = (tmp_path / "runs/run/tensorboard").iterdir()
     assert b"watch/skip" in board.read_bytes()
     log = f"{'=' * 20} 2026-01-01T00:00:00 rank 0 of 1 on here, pid 1\nstep  5/10  loss 1\nnote  {decided}\n"
-    (event,) = [one for one in _of_log(log, 0, 0.0) if one.kind == "note"]
+    (event,) = [one for one in _log_events(log, 0, 0.0) if one.kind == "note"]
     assert (event.step, event.text) == (6, str(decided))
