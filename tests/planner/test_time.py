@@ -132,6 +132,20 @@ def test_a_stage_takes_what_the_windows_of_its_own_layers_leave_it(layout: str) 
     assert first.forward.gemm == narrow.forward.gemm == wide.forward.gemm
 
 
+@pytest.mark.parametrize("name", ["llama3.2-1b", "gpt-oss-20b", "deepseek-v2-lite", "olmoe-1b-7b"])
+@pytest.mark.parametrize(
+    "layout", ["dp=2,tp=2,pp=2,zero=1,microbatches=4", "dp=2,cp=2,pp=2,zero=3,recompute=full,microbatches=2"]
+)
+def test_a_pattern_that_is_written_down_costs_the_same_to_the_bit(name: str, layout: str) -> None:
+    spec = preset(name)
+    layers = tuple(spec.kinds(layer) for layer in range(spec.layers))
+    experts = structs.replace(spec.experts, dense_layers=0) if spec.experts else None
+    written = structs.replace(spec, pattern=layers, window=0, window_period=1, experts=experts)
+    one, other = (replace(workload(layout, batch=8, seq=4096), spec=model) for model in (spec, written))
+    assert estimate(one).causes == estimate(other).causes
+    assert footprint(one).parts == footprint(other).parts
+
+
 def test_pairs_of_stages_play_each_layer_as_long_as_it_takes() -> None:
     layout = "dp=4,pp=2,ep=4,schedule=dualpipe-v,microbatches=8"
     one = replace(workload(layout, batch=32, seq=65_536), spec=preset("gpt-oss-20b", layers=4))

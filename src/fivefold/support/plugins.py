@@ -168,7 +168,8 @@ def stored(table: Mapping[str, Any], named: Callable[..., type[S]], usual: type[
 def untrusted(setting: str, name: str) -> Problem:
     """Why a name that was stored or sent is not imported, and what its user can do."""
     why = f"{setting}={name} is stored, and names a module that would be imported; what is stored never causes that"
-    return Problem("plugin.untrusted", f"{why}. If you trust it: --plugin {name}, or {setting}={name}")
+    change = f", or {setting}={name}" if setting.count(".") == 1 else ""  # a pattern is changed as a whole
+    return Problem("plugin.untrusted", f"{why}. If you trust it: --plugin {name}{change}")
 
 
 def load(name: str, setting: str = "--plugin") -> Any:
