@@ -1,4 +1,4 @@
-"""How many steps Muon takes to AdamW's loss, each at the best learning rate of one grid.
+"""How many steps Muon takes to AdamW's loss, each at the best learning rate of a small grid.
 
     python benchmarks/muon.py proofs/muon.json          # 200 steps of a narrow `small` on a CPU, for each rate of each
     python benchmarks/muon.py proofs/muon.json --show   # what was measured
@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 STEPS, MEAN = 200, 10
-RATES = (2e-3, 4e-3, 8e-3)
+RATES = {"adamw": (1e-3, 2e-3, 4e-3, 8e-3), "muon": (2e-3, 4e-3, 8e-3, 1.6e-2)}
 SIZES = ["model=small", "model.layers=4", "model.hidden=128", "model.heads=4", "model.kv_heads=2", "model.ffn=384"]
 WORDS = [*SIZES, "data.seq=128", "train.batch=8", f"train.steps={STEPS}", "train.dtype=float32", "train.device=cpu"]
 
@@ -59,8 +59,8 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     path = Path(sys.argv[1])
     runs: dict[str, dict[str, list[float]]] = json.loads(path.read_text()) if path.exists() else {}
-    for rate in RATES if "--show" not in sys.argv else ():
-        for name in ("adamw", "muon"):
+    for name, rates in RATES.items() if "--show" not in sys.argv else ():
+        for rate in rates:
             if str(rate) not in runs.setdefault(name, {}):
                 begin = time.perf_counter()
                 runs[name][str(rate)] = [round(loss, 4) for loss in losses(name, rate)]

@@ -174,6 +174,7 @@ def test_a_comparison_has_one_world() -> None:
         ("train tiny run.dir=/etc/passwd", "is not a directory that can be written to"),
         ("train tiny layout.recompute=full model.dropout=0.1 --against hf", "model.dropout=0.1 is Fivefold's alone"),
         ("peers optimizer.clip=0", "all systems clip"),
+        ("peers optimizer.name=muon", "only Fivefold brings matrices together"),
         ("peers --overhead -o /nowhere/at/all.json", "there is no directory /nowhere/at"),
         ("train tiny-moe --against hf train.balance_loss=0.1", "Fivefold's alone here"),
         ("train tiny --rounds 0", "--rounds=0 must be at least 1"),

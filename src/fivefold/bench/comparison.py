@@ -284,6 +284,10 @@ def only_ours(job: Job) -> list[str]:
         (not model.dropout, f"model.dropout={model.dropout} is Fivefold's alone here"),
         (job.loss == PLAIN, "losses but plain cross-entropy are Fivefold's alone here"),
         (job.optimizer.clip > 0, "optimizer.clip=0: all systems clip"),
+        (
+            job.optimizer.unit == "element",
+            f"optimizer.name={job.optimizer.name}: only Fivefold brings matrices together",
+        ),
         (job.layout.recompute == "none", "recompute is Fivefold's alone here"),
     ]
     return [sentence for fair, sentence in rules if not fair]

@@ -149,8 +149,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         """What it names of modules of a user's own; commands that read it as a stored one are told by --plugin."""
         schedule = "" if is_file(self.layout.schedule) else self.layout.schedule
         kinds = (kind.name for layer in self.model.pattern for kind in layer.branches)
-        chosen = self.data.source, self.optimizer.name, self.loss.name, schedule
-        names = dict.fromkeys((*chosen, *kinds, *self.run.listeners))
+        classes = (self.data.source, self.optimizer.name, self.loss.name, schedule)
+        names = dict.fromkeys((*classes, *kinds, *self.run.listeners))
         return [name for name in names if is_plugin(name)]
 
     def problems(self, world: int | None = None, ranks_by: str = "--nproc") -> list[str]:

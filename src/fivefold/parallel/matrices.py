@@ -14,6 +14,7 @@ from torch import Tensor
 from fivefold.launch.waits import timed_wait
 from fivefold.layout.matrices import Call, Deal, Part, Parts, Trip, elements
 from fivefold.optim.base import OptimizerConfig
+from fivefold.parallel.collectives import waiting
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.weights import Weights
 from fivefold.spec.model import ModelSpec
@@ -115,7 +116,8 @@ class WholeMatrices:
     def _sent(self, call: Call, buffer: Tensor) -> Tensor:
         sent, received = ([sum(part.size for part in parts) for parts in side] for side in call)
         coming = torch.empty(sum(received), dtype=self.dtype, device=self._device)
-        timed_wait(dist.all_to_all_single, coming, buffer, received, sent, group=self.axis.group)
+        with waiting("the optimizer's matrices", self.weights.mesh, self.axis):
+            timed_wait(dist.all_to_all_single, coming, buffer, received, sent, group=self.axis.group)
         return coming
 
 
