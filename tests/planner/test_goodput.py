@@ -113,7 +113,8 @@ def test_a_hang_is_noticed_after_the_timeout_of_the_job() -> None:
 
 
 def test_help_has_the_figures_that_are_used() -> None:
-    text = " ".join(CliRunner().invoke(app, ["goodput", "--help"], env={"COLUMNS": "200"}).output.split())
+    shown = CliRunner().invoke(app, ["goodput", "--help"], env={"COLUMNS": "200"}).output
+    text = " ".join(shown.replace("│", " ").split())
     numbers = [f"{goodput.USUAL.hours:,.0f}", f"{goodput.RESTART:.0f}", f"{goodput.BLOCKED}", f"{goodput.JITTER}"]
     for number in (*numbers, f"{goodput.NODE_STORES / 1e9} per node", f"at most {goodput.STORES / 1e9:.0f}"):
         assert number in text

@@ -70,8 +70,8 @@ def mean_of_means() -> None:
 
     make = Engine._microbatch
 
-    def counting(self: Any, batch: Any, **extras: float) -> Any:
-        made = make(self, batch, **extras)
+    def counting(self: Any, batch: Any, *loss: Any) -> Any:
+        made = make(self, batch, *loss)
         self.__dict__.setdefault("own_counts", []).append(max(1, int(made.targets.mask.sum())))
         return made
 

@@ -52,5 +52,5 @@ def test_every_layout_updates_matrices_as_one_process_does(judge: Judge, proof: 
     assert verdict.problems == []
     assert verdict.passed
     if proof.train.dtype == "float64":
-        assert all(error.value < 1e-12 for error in verdict.errors)
+        assert all(comparison.error < 1e-12 for comparison in verdict.comparisons)
     assert sum(count.counted.calls for count in verdict.traffic if count.counted.kind == "all-to-all") > 0

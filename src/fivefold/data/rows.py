@@ -5,7 +5,7 @@ read: ranks read their samples without a word to each other, and a run goes on a
 against that before a run starts, and `read_window` every window against its shape and the vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -114,8 +114,8 @@ def _misshapen(window: Any, length: int) -> Iterator[str]:
 # A source before a run: what it opens has what is needed, and is pure in the position.
 
 
-def check(source: "DataSource") -> Splits:
-    """What a source opens, or all that it lacks."""
+def check(source: "DataSource", before_reading: Callable[[Splits], None] = lambda splits: None) -> Splits:
+    """Returns what a source opens, or raises all that it lacks. `before_reading` sees it before a token is read."""
     name = f"data.source={source.source}"
     splits, again = _opened(source, name), _opened(source, name)
     if lacks := [*_lacks(splits)]:
@@ -123,6 +123,7 @@ def check(source: "DataSource") -> Splits:
     if splits.fingerprint != again.fingerprint or [*splits.rows] != [*again.rows]:
         odd = f"has another fingerprint when it is opened again: {splits.fingerprint}, then {again.fingerprint}"
         raise UserError(Problem("data.source.pure", f"{name} {odd}"))
+    before_reading(splits)
     for split, row in splits.rows.items():
         if impure := next(_impure(row, again.rows[split], source.seq), ""):
             raise UserError(Problem("data.source.pure", f"{name} is not pure in the position: {split} {impure}"))

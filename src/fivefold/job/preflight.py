@@ -91,18 +91,21 @@ def open_data(job: Job, problems: list[str], progress: Report = quiet) -> Splits
             )
         )
         return None
+
+    def hash_files(splits: Splits) -> None:
+        """A damaged file is named as such, before its tokens are looked at."""
+        for store in splits.stores:
+            if store.index.bytes <= QUICK:
+                verify(store, CheckedData(store.path), progress)
+
     try:
-        splits = check(job.data)
+        splits = check(job.data, hash_files)
         vocab = max(row.vocab for row in splits.rows.values())
         if vocab > job.model.vocab:
             has = f"data {splits.where} has a vocabulary of {vocab}, and model.vocab={job.model.vocab}"
             # Given weights have their vocabulary, and their tokenizer.
             way_out = "prepare the text with the tokenizer of run.weights" if job.run.weights else ""
             problems.append(Problem("data.vocab", f"{has}; {way_out or f'nearest: model.vocab={vocab}'}"))
-        else:
-            for store in splits.stores:
-                if store.index.bytes <= QUICK:
-                    verify(store, CheckedData(store.path), progress)
     except UserError as error:
         problems += error.coded
         return None
