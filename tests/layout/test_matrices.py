@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from fivefold.layout.layout import Layout
-from fivefold.layout.matrices import Deal, Parts, deal_of, matrices_of
+from fivefold.layout.matrices import MatrixOwners, Parts, matrices_of, matrix_owners
 from fivefold.optim.adamw import AdamW
 from fivefold.optim.muon import Muon
 from fivefold.spec.model import ModelSpec
@@ -29,8 +29,8 @@ CASES = [
 ]
 
 
-def deals(spec: ModelSpec, layout: Layout) -> list[Deal]:
-    return [deal_of(spec, layout, 16, MUON, pp) for pp in range(layout.pp)]
+def owners_by_stage(spec: ModelSpec, layout: Layout) -> list[MatrixOwners]:
+    return [matrix_owners(spec, layout, 16, MUON, pp) for pp in range(layout.pp)]
 
 
 def sizes(parts: Parts) -> list[list[tuple[str, range, range]]]:
@@ -41,28 +41,31 @@ def sizes(parts: Parts) -> list[list[tuple[str, range, range]]]:
 def test_every_matrix_has_one_owner_who_gets_every_element_once(spec: ModelSpec, words: str) -> None:
     layout = Layout.parse(words)
     owned: Counter[tuple[str, range]] = Counter()
-    for deal in deals(spec, layout):
-        trips = [[*deal.trips(place)] for place in range(len(deal.ranks))]
-        for owner, of_rank in enumerate(trips):
-            for trip in of_rank:
-                owned.update((matrix.parameter.name, matrix.rows) for matrix in trip.batch)
-                assert len({matrix.shape for matrix in trip.batch}) <= 1
-                came = [*trip.own, *(part for parts in (trip.there.received if trip.there else []) for part in parts)]
-                for number, matrix in enumerate(trip.batch):
+    for owners in owners_by_stage(spec, layout):
+        rounds = [[*owners.rounds(place)] for place in range(len(owners.ranks))]
+        for owner, of_rank in enumerate(rounds):
+            for round_ in of_rank:
+                owned.update((matrix.parameter.name, matrix.rows) for matrix in round_.batch)
+                assert len({matrix.shape for matrix in round_.batch}) <= 1
+                came = [
+                    *round_.own,
+                    *(part for parts in (round_.to_owners.received if round_.to_owners else []) for part in parts),
+                ]
+                for number, matrix in enumerate(round_.batch):
                     parts = [part for part in came if part.number == number]
                     cells = Counter((row, column) for part in parts for row in part.rows for column in part.columns)
                     assert set(cells.values()) == {1}, (owner, matrix)
                     assert len(cells) == len(matrix.rows) * matrix.shape[1]
         # What one rank sends is what the other expects, call by call; and every part of every rank is updated once.
-        for at, round_of in enumerate(zip(*trips, strict=True)):
-            assert len({len(trip.calls) for trip in round_of}) == 1, at
-            for calls in zip(*(trip.calls for trip in round_of), strict=True):
+        for at, round_of in enumerate(zip(*rounds, strict=True)):
+            assert len({len(round_.calls) for round_ in round_of}) == 1, at
+            for calls in zip(*(round_.calls for round_ in round_of), strict=True):
                 for a, one in enumerate(calls):
                     for b, other in enumerate(calls):
                         assert sizes(one.sent)[b] == sizes(other.received)[a]
-            for trip in round_of:
-                back = [part for call in trip.back for parts in call.received for part in parts]
-                assert Counter(map(id, [*trip.own, *back])) == Counter(map(id, trip.held))
+            for round_ in round_of:
+                updated = [part for call in round_.to_holders for parts in call.received for part in parts]
+                assert Counter(map(id, [*round_.own, *updated])) == Counter(map(id, round_.held))
     read = [parameter for parameter in spec.parameters() if MUON.reads_whole(parameter)]
     assert owned == Counter((p.name, matrix.rows) for p in read for matrix in matrices_of(p))
 
@@ -70,27 +73,29 @@ def test_every_matrix_has_one_owner_who_gets_every_element_once(spec: ModelSpec,
 @pytest.mark.parametrize(("spec", "words"), CASES, ids=[f"{spec.name} {words}" for spec, words in CASES])
 def test_no_rank_computes_more_than_its_share_and_a_matrix(spec: ModelSpec, words: str) -> None:
     """A rank that gets a matrix had the least so far: not more than the mean."""
-    for deal in deals(spec, Layout.parse(words)):
-        largest = max(MUON.matrix_flops(*m.shape) for owned in deal.owners for batch in owned for m in batch)
-        assert max(deal.costs) <= sum(deal.costs) / len(deal.costs) + largest
+    for owners in owners_by_stage(spec, Layout.parse(words)):
+        largest = max(MUON.matrix_flops(*m.shape) for owned in owners.batches for batch in owned for m in batch)
+        assert max(owners.costs) <= sum(owners.costs) / len(owners.costs) + largest
 
 
 def test_experts_stay_with_the_ranks_that_hold_them() -> None:
     layout = Layout.parse("dp=4,ep=4")
-    deal = deal_of(MIXED, layout, 16, MUON, 0)
-    for place, batches in enumerate(deal.owners):
+    owners = matrix_owners(MIXED, layout, 16, MUON, 0)
+    for place, batches in enumerate(owners.batches):
         experts = [matrix for batch in batches for matrix in batch if matrix.parameter.experts]
         assert experts
-        assert {m.rows.start * 4 // m.parameter.shape[0] for m in experts} == {layout.position("ep", deal.ranks[place])}
+        assert {m.rows.start * 4 // m.parameter.shape[0] for m in experts} == {
+            layout.position("ep", owners.ranks[place])
+        }
 
 
 def test_a_large_matrix_is_a_batch_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fivefold.layout.matrices.BATCH", 36 * 40 * 2)
     parameters = ODD.parameters()
-    deal = Deal.of(parameters, ODD, Layout(), MUON, 0)
-    q = [batch for batch in deal.owners[0] if batch[0].parameter.name.endswith("attention.q.weight")]
+    owners = MatrixOwners.of(parameters, ODD, Layout(), MUON, 0)
+    q = [batch for batch in owners.batches[0] if batch[0].parameter.name.endswith("attention.q.weight")]
     assert [len(batch) for batch in q] == [2, 1]
-    assert max(sum(len(m.rows) * m.shape[1] for m in batch) for batch in deal.owners[0]) <= 36 * 40 * 2
+    assert max(sum(len(m.rows) * m.shape[1] for m in batch) for batch in owners.batches[0]) <= 36 * 40 * 2
 
 
 def test_an_optimizer_of_elements_reads_none() -> None:

@@ -7,7 +7,7 @@ from fivefold.cost.peak_memory import footprint_of
 from fivefold.cost.step import Workload, estimate, matrix_cost
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import read_job
-from fivefold.layout.matrices import deal_of
+from fivefold.layout.matrices import matrix_owners
 from fivefold.optim.muon import Muon
 from fivefold.planner.explain import traffic
 from fivefold.planner.plan import workload_of
@@ -32,14 +32,14 @@ def test_states_are_those_of_the_table_rank_by_rank(layout: str) -> None:
 
 def test_the_update_takes_the_flops_of_the_rank_that_has_most_and_the_messages() -> None:
     one, adamw = (workload("llama3-8b", "dp=4,tp=2,zero=1", 8, name) for name in ("muon", "adamw"))
-    deal = deal_of(one.spec, one.layout, one.seq, Muon(), 0)
+    owners = matrix_owners(one.spec, one.layout, one.seq, Muon(), 0)
     whole = sum(Muon().matrix_flops(*p.shape) for p in one.spec.parameters() if Muon().reads_whole(p))
-    assert sum(deal.costs) == pytest.approx(whole)  # nothing is computed twice
-    assert max(deal.costs) < 1.05 * whole / 8
+    assert sum(owners.costs) == pytest.approx(whole)  # nothing is computed twice
+    assert max(owners.costs) < 1.05 * whole / 8
     more = estimate(one).optimizer - estimate(adamw).optimizer
     sent = sum(one.topology.time("all-to-all", "stage", payload) for payload in matrix_cost(one, 0).payloads)
     fewer_states = 2 * 4 * one.spec.parameter_count / 8 / one.first_device.bandwidth  # at most: one state less is moved
-    assert more == pytest.approx(max(deal.costs) / one.first_device.rate() + sent, abs=fewer_states)
+    assert more == pytest.approx(max(owners.costs) / one.first_device.rate() + sent, abs=fewer_states)
     rows = {row.axis: row for row in traffic(evaluate(one)) if row.kind == "all-to-all"}
     assert rows["world"].payload == sum(matrix_cost(one, 0).payloads)
     # Two bytes of every element, there and back, of which each rank has an eighth; it keeps its own.

@@ -13,7 +13,7 @@ from math import prod
 
 from fivefold.cost.model_state import BYTES, wide_bytes
 from fivefold.layout.layout import Layout
-from fivefold.layout.matrices import Trip, deal_of, elements
+from fivefold.layout.matrices import Round, elements, matrix_owners
 from fivefold.optim.base import OptimizerConfig
 from fivefold.spec.model import ModelSpec
 
@@ -40,17 +40,17 @@ NO_MATRICES = MatrixCost()
 def _cost(
     spec: ModelSpec, layout: Layout, seq: int, dtype: str, config: OptimizerConfig, pp: int, place: int
 ) -> MatrixCost:
-    deal, each, wide = deal_of(spec, layout, seq, config, pp), BYTES[dtype], wide_bytes(dtype)
-    trips = [*deal.trips(place)]
-    payloads = [each * max(map(elements, call)) for trip in trips for call in trip.calls]
-    peak = max((_peak(trip, config, each, wide) for trip in trips), default=0)
-    return MatrixCost(tuple(payloads), deal.costs[place], max(deal.costs), peak)
+    owners, each, wide = matrix_owners(spec, layout, seq, config, pp), BYTES[dtype], wide_bytes(dtype)
+    rounds = [*owners.rounds(place)]
+    payloads = [each * max(map(elements, call)) for round_ in rounds for call in round_.calls]
+    peak = max((_peak(round_, config, each, wide) for round_ in rounds), default=0)
+    return MatrixCost(tuple(payloads), owners.costs[place], max(owners.costs), peak)
 
 
-def _peak(trip: Trip, config: OptimizerConfig, each: int, wide: int) -> int:
+def _peak(round_: Round, config: OptimizerConfig, each: int, wide: int) -> int:
     """Bytes of a round: while parts are packed and sent, while the rule runs, and while updates are sent back."""
-    own = sum(prod(matrix.shape) for matrix in trip.batch)
-    there = sum(map(elements, trip.there)) if trip.there is not None else 0
-    ahead = wide * sum(part.size for part in trip.held) + each * (own + there)
-    rule = each * (own + sum(config.matrix_memory(*matrix.shape) for matrix in trip.batch))
-    return max(ahead, rule, *(each * (own + sum(map(elements, call))) for call in trip.back), 0)
+    own = sum(prod(matrix.shape) for matrix in round_.batch)
+    to_owners = sum(map(elements, round_.to_owners)) if round_.to_owners is not None else 0
+    ahead = wide * sum(part.size for part in round_.held) + each * (own + to_owners)
+    rule = each * (own + sum(config.matrix_memory(*matrix.shape) for matrix in round_.batch))
+    return max(ahead, rule, *(each * (own + sum(map(elements, call))) for call in round_.to_holders), 0)

@@ -1,9 +1,9 @@
 """Whole matrices for an optimizer whose rule reads them: which rank updates which, and what ranks send for it.
 
-    deal = deal_of(spec, layout, seq, config, pp=0)
-    deal.owners                          # by place in the stage: batches of matrices of one shape
-    for trip in deal.trips(place=3):     # what that rank computes, sends and gets, round by round
-        trip.batch, trip.there, trip.back
+    owners = matrix_owners(spec, layout, seq, config, pp=0)
+    owners.batches                          # by place in the stage: matrices of one shape together
+    for round_ in owners.rounds(place=3):   # what that rank computes, sends and gets, round by round
+        round_.batch, round_.to_owners, round_.to_holders
 
 tp and ZeRO leave a rank with a part of a matrix. So every matrix of a stage has one owner among the ranks that hold a
 part of it: they send it their parts, it computes the update, and it sends each of them its part of that. Nothing is
@@ -15,8 +15,9 @@ gathering every matrix on every rank would be P, and computing all updates every
 compute less than total/N; what is above it is at most the last matrix that was dealt, which cannot be cut.
 
 An owner takes its matrices in batches of one shape, so that many small ones are one product, and none holds more than
-`BATCH` elements (or one matrix). A round is one batch of every owner: one all-to-all there, and one back for each of
-the copies of a part, so that no buffer is larger than the matrices in it. What an owner holds itself is not sent.
+`BATCH` elements (or one matrix). A round is one batch of every owner: one all-to-all to the owners, and one back for
+each of the copies of a part, so that no buffer is larger than the matrices in it. What an owner holds itself is not
+sent.
 """
 
 import math
@@ -81,7 +82,7 @@ def elements(parts: Parts) -> int:
     return sum(part.size for of_rank in parts for part in of_rank)
 
 
-class Call(NamedTuple):
+class AllToAll(NamedTuple):
     """One all-to-all, as one rank sees it."""
 
     sent: Parts  # by the rank that gets them
@@ -89,18 +90,18 @@ class Call(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Trip:
+class Round:
     """A round, as one rank sees it."""
 
     batch: Batch  # that it owns; empty where others have more batches
     held: list[Part]  # all that it holds of the round's matrices
     own: list[Part]  # what it holds of its batch
-    there: Call | None  # to the owners; None where no rank lacks a part
-    back: list[Call]  # and back, one for each copy of a part
+    to_owners: AllToAll | None  # None where no rank lacks a part
+    to_holders: list[AllToAll]  # one for each copy of a part
 
     @property
-    def calls(self) -> list[Call]:
-        return [*([] if self.there is None else [self.there]), *self.back]
+    def calls(self) -> list[AllToAll]:
+        return [*([] if self.to_owners is None else [self.to_owners]), *self.to_holders]
 
 
 # ---- who holds what -------------------------------------------------------------------------------------------------
@@ -164,20 +165,20 @@ class _Sharing:
 
 
 @dataclass(frozen=True)
-class Deal:
+class MatrixOwners:
     """The matrices of one pipeline rank's stages, dealt out to the ranks that have these layers."""
 
     layout: Layout
     ranks: list[int]  # of the stage, by place
     sharing: dict[str, _Sharing]  # by parameter
     by_ep: dict[int, list[int]]  # places, by their place along ep: these have the same experts
-    owners: list[list[Batch]]  # by place
+    batches: list[list[Batch]]  # that a rank owns, by place
     costs: list[float]  # by place: FLOPs
 
     @classmethod
     def of(
         cls, parameters: Iterable[Parameter], spec: ModelSpec, layout: Layout, config: OptimizerConfig, pp: int
-    ) -> "Deal":
+    ) -> "MatrixOwners":
         """Of these parameters, which the ranks at `pp` along the pipeline have."""
         read = [parameter for parameter in parameters if config.reads_whole(parameter)]
         ranks = layout.group("stage", layout.rank(pp=pp))
@@ -206,18 +207,18 @@ class Deal:
         return cls(layout, ranks, sharing, by_ep, [_batches(matrices) for matrices in owned], costs)
 
     @property
-    def rounds(self) -> int:
-        return max(map(len, self.owners))
+    def num_rounds(self) -> int:
+        return max(map(len, self.batches))
 
-    def trips(self, place: int) -> Iterator[Trip]:
+    def rounds(self, place: int) -> Iterator[Round]:
         """What the rank at that place of the stage does, round by round."""
-        for number in range(self.rounds):
-            yield self._trip([owned[number] if number < len(owned) else [] for owned in self.owners], place)
+        for number in range(self.num_rounds):
+            yield self._round([owned[number] if number < len(owned) else [] for owned in self.batches], place)
 
-    def _trip(self, batches: list[Batch], place: int) -> Trip:
+    def _round(self, batches: list[Batch], place: int) -> Round:
         shared = {matrix.parameter.name: self.sharing[matrix.parameter.name] for batch in batches for matrix in batch}
-        there = Call(self._none(), self._none())
-        back = [Call(self._none(), self._none()) for _ in range(max(each.copies for each in shared.values()))]
+        to_owners = AllToAll(self._none(), self._none())
+        to_holders = [AllToAll(self._none(), self._none()) for _ in range(max(each.copies for each in shared.values()))]
         held: list[Part] = []
         own: list[Part] = []
         for owner, batch in enumerate(batches):
@@ -229,20 +230,20 @@ class Deal:
                     own.append(mine)
                     continue
                 turn = self._turn(matrix, owner, place)
-                back[turn].received[owner].append(mine)
+                to_holders[turn].received[owner].append(mine)
                 if turn == 0:
-                    there.sent[owner].append(mine)
+                    to_owners.sent[owner].append(mine)
         for number, matrix in enumerate(batches[place]):
             for other in self._holders(matrix):
                 if other == place or (theirs := self._part(matrix, number, other)) is None:
                     continue
                 turn = self._turn(matrix, place, other)
-                back[turn].sent[other].append(theirs)
+                to_holders[turn].sent[other].append(theirs)
                 if turn == 0:
-                    there.received[other].append(theirs)
+                    to_owners.received[other].append(theirs)
         if all(each.whole for each in shared.values()):  # each copy is one rank, and the owner's is itself
-            return Trip(batches[place], held, own, None, back[1:])
-        return Trip(batches[place], held, own, there, back)
+            return Round(batches[place], held, own, None, to_holders[1:])
+        return Round(batches[place], held, own, to_owners, to_holders)
 
     def _part(self, matrix: Matrix, number: int, place: int) -> Part | None:
         """What a rank holds of a matrix."""
@@ -282,9 +283,9 @@ def _batches(matrices: list[Matrix]) -> list[Batch]:
 
 
 @lru_cache(maxsize=32)
-def deal_of(spec: ModelSpec, layout: Layout, seq: int, config: OptimizerConfig, pp: int) -> Deal:
+def matrix_owners(spec: ModelSpec, layout: Layout, seq: int, config: OptimizerConfig, pp: int) -> MatrixOwners:
     """Of a pipeline rank whose layers were divided for sequences of `seq` tokens."""
     stages = stages_of(spec, layout, seq)
     here = [stages[number] for number in layout.placement.of_rank[pp]]
     held = [parameter for parameter in spec.parameters() if any(stage.holds(parameter) for stage in here)]
-    return Deal.of(held, spec, layout, config, pp)
+    return MatrixOwners.of(held, spec, layout, config, pp)

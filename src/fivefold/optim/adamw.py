@@ -5,7 +5,7 @@ torch.optim is not used around them: it imports the compiler and would double th
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fivefold.optim.base import OptimizerConfig, Rule, bound
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class AdamW(OptimizerConfig, frozen=True, kw_only=True):
-    states = ("exp_avg", "exp_avg_sq")
+    states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     fuses = True
 
     betas: tuple[float, float] = (0.9, 0.95)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fivefold.optim.adamw import AdamW
-from fivefold.optim.base import OptimizerConfig, Rule, bound
+from fivefold.optim.base import Rule, bound
 
 if TYPE_CHECKING:
     import torch
@@ -31,24 +31,23 @@ if TYPE_CHECKING:
 QUINTIC = (3.4445, -4.7750, 2.0315)
 
 
-class Muon(OptimizerConfig, frozen=True, kw_only=True):
+class Muon(AdamW, frozen=True, kw_only=True):
+    """AdamW, with another rule for matrices."""
+
     unit = "matrix"
     states = ("momentum_buffer", "exp_avg", "exp_avg_sq")
-    fuses = True
 
     momentum: float = 0.95
     nesterov: bool = True
     ns_steps: int = 5  # of Newton-Schulz
     ns_eps: float = 1e-7  # a matrix of a smaller norm is divided by this one
-    betas: tuple[float, float] = (0.9, 0.95)  # AdamW's, for what is no matrix
-    eps: float = 1e-8  # AdamW's
 
     def own_rules(self) -> list[Rule]:
         return [
             (0 <= self.momentum < 1, bound("momentum", f"{self.momentum} must lie in [0, 1)")),
             (0 < self.ns_steps <= 20, bound("ns_steps", f"{self.ns_steps} must be from 1 to 20; usual: 5")),
             (0 < self.ns_eps < math.inf, bound("ns_eps", f"{self.ns_eps} must be positive")),
-            *self.adamw.own_rules(),
+            *super().own_rules(),
         ]
 
     def states_of(self, parameter: "Parameter") -> tuple[str, ...]:
@@ -77,29 +76,6 @@ class Muon(OptimizerConfig, frozen=True, kw_only=True):
     def matrix_memory(self, rows: int, columns: int) -> int:
         """The last two iterates, and the product of one with itself; the first is the matrix."""
         return min(2, self.ns_steps) * rows * columns + min(rows, columns) ** 2
-
-    # ---- all others --------------------------------------------------------------------------------------------------
-
-    @property
-    def adamw(self) -> AdamW:
-        return AdamW(betas=self.betas, eps=self.eps)
-
-    def update(
-        self, masters: "Tensors", grads: "Tensors", states: "Sequence[Tensors]", rate: float, decay: float, step: int
-    ) -> None:
-        self.adamw.update(masters, grads, states, rate, decay, step)
-
-    def fused_update(
-        self,
-        master: "Tensor",
-        states: "Tensors",
-        scale: "Tensor",
-        compute_copy: "Tensor | None",
-        rate: float,
-        decay: float,
-        step: int,
-    ) -> None:
-        self.adamw.fused_update(master, states, scale, compute_copy, rate, decay, step)
 
     def stock(self, groups: list[dict[str, Any]], **options: Any) -> "torch.optim.Optimizer":
         from fivefold.optim.plain_muon import PlainMuon

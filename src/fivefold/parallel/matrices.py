@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.launch.waits import timed_wait
-from fivefold.layout.matrices import Call, Deal, Part, Parts, Trip, elements
+from fivefold.layout.matrices import AllToAll, MatrixOwners, Part, Parts, Round, elements
 from fivefold.optim.base import OptimizerConfig
 from fivefold.parallel.collectives import waiting
 from fivefold.parallel.mesh import Mesh
@@ -26,57 +26,57 @@ class WholeMatrices:
     def __init__(self, weights: Weights, spec: ModelSpec, config: OptimizerConfig, mesh: Mesh, dtype: torch.dtype):
         self.weights, self.config, self.axis, self.dtype = weights, config, mesh.stage, dtype
         parameters = [parameter for parameter in spec.parameters() if parameter.name in weights.local_params]
-        deal = Deal.of(parameters, spec, mesh.layout, config, mesh.pp.rank)
+        owners = MatrixOwners.of(parameters, spec, mesh.layout, config, mesh.pp.rank)
         self.names = [parameter.name for parameter in parameters if config.reads_whole(parameter)]
-        self.trips = [*deal.trips(self.axis.rank)] if self.names else []
+        self.rounds = [*owners.rounds(self.axis.rank)] if self.names else []
         self.boxes = {name: weights.master_box(name) for name in self.names}
 
     @torch.no_grad()
     def step(self, states: States, scale: Tensor | None, rate: float, decay: float, step: int) -> None:
         """One update. `scale`: what gradients are multiplied with first."""
-        for trip in self.trips:  # of which nothing stays but the weights
-            self._to_holders(trip, self._updates(trip, self._accumulate(trip, states, scale, step)), rate, decay)
+        for round_ in self.rounds:  # of which nothing stays but the weights
+            self._to_holders(round_, self._updates(round_, self._accumulate(round_, states, scale, step)), rate, decay)
 
-    def _updates(self, trip: Trip, directions: dict[Part, Tensor]) -> Tensor | None:
+    def _updates(self, round_: Round, directions: dict[Part, Tensor]) -> Tensor | None:
         """Of the matrices that this rank owns: [n, rows, columns]."""
-        batch = self._to_owners(trip, directions)
+        batch = self._to_owners(round_, directions)
         directions.clear()
         return None if batch is None else self.config.matrix_update(batch)
 
-    def _accumulate(self, trip: Trip, states: States, scale: Tensor | None, step: int) -> dict[Part, Tensor]:
+    def _accumulate(self, round_: Round, states: States, scale: Tensor | None, step: int) -> dict[Part, Tensor]:
         """What the rule is to read of each part that this rank holds."""
-        if not trip.held:
+        if not round_.held:
             return {}
         grads = []
-        for part in trip.held:
+        for part in round_.held:
             master = self.weights.masters[part.name]
             assert master.grad is not None
             grads.append(self._of(part, master.grad).to(master.dtype))
         if scale is not None:
             torch._foreach_mul_(grads, scale.to(grads[0].dtype))
-        own = [states[part.name] for part in trip.held]
-        kinds = [[self._of(part, of[key]) for part, of in zip(trip.held, own, strict=True)] for key in own[0]]
-        return dict(zip(trip.held, self.config.accumulate(grads, kinds, step), strict=True))
+        own = [states[part.name] for part in round_.held]
+        kinds = [[self._of(part, of[key]) for part, of in zip(round_.held, own, strict=True)] for key in own[0]]
+        return dict(zip(round_.held, self.config.accumulate(grads, kinds, step), strict=True))
 
-    def _to_owners(self, trip: Trip, directions: dict[Part, Tensor]) -> Tensor | None:
+    def _to_owners(self, round_: Round, directions: dict[Part, Tensor]) -> Tensor | None:
         """The matrices that this rank owns: [n, rows, columns]."""
         batch = None
-        if trip.batch:
-            batch = torch.empty(len(trip.batch), *trip.batch[0].shape, dtype=self.dtype, device=self._device)
-            _copy([self._in(batch, part) for part in trip.own], [directions[part] for part in trip.own])
-        if trip.there is not None:
-            sent = self._packed(trip.there.sent, directions)
-            received = self._sent(trip.there, sent)
+        if round_.batch:
+            batch = torch.empty(len(round_.batch), *round_.batch[0].shape, dtype=self.dtype, device=self._device)
+            _copy([self._in(batch, part) for part in round_.own], [directions[part] for part in round_.own])
+        if round_.to_owners is not None:
+            sent = self._packed(round_.to_owners.sent, directions)
+            received = self._sent(round_.to_owners, sent)
             if batch is not None:
-                pairs = [*_unpacked(received, trip.there.received)]
+                pairs = [*_unpacked(received, round_.to_owners.received)]
                 _copy([self._in(batch, part) for part, _ in pairs], [x for _, x in pairs])
         return batch
 
-    def _to_holders(self, trip: Trip, updates: Tensor | None, rate: float, decay: float) -> None:
+    def _to_holders(self, round_: Round, updates: Tensor | None, rate: float, decay: float) -> None:
         own = {}
         if updates is not None:
-            self._apply([(part, self._in(updates, part)) for part in trip.own], rate, decay)
-        for call in trip.back:
+            self._apply([(part, self._in(updates, part)) for part in round_.own], rate, decay)
+        for call in round_.to_holders:
             if updates is not None:
                 own = {part: self._in(updates, part) for of_rank in call.sent for part in of_rank}
             received = self._sent(call, self._packed(call.sent, own))
@@ -113,7 +113,7 @@ class WholeMatrices:
         _copy([place for _, place in pairs], [of[part] for part, _ in pairs])
         return buffer
 
-    def _sent(self, call: Call, buffer: Tensor) -> Tensor:
+    def _sent(self, call: AllToAll, buffer: Tensor) -> Tensor:
         sent, received = ([sum(part.size for part in parts) for parts in side] for side in call)
         coming = torch.empty(sum(received), dtype=self.dtype, device=self._device)
         with waiting("the optimizer's matrices", self.weights.mesh, self.axis):

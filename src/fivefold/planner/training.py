@@ -22,7 +22,6 @@ from fivefold.job.config import Job, job_of
 from fivefold.job.preflight import needs_data
 from fivefold.job.recipes import CHINCHILLA, SOURCES, Choice, fit, recipe, tokens_of, usable_batch, written
 from fivefold.layout.layout import Layout
-from fivefold.optim.adamw import AdamW
 from fivefold.planner.goodput import PUBLISHED, RUNS, USUAL, FailureCosts, GoodputRun, failures_of, length, saved_bytes
 from fivefold.planner.interval import IN_WORDS, step_range
 from fivefold.planner.mixed import hosts
@@ -202,7 +201,7 @@ def training_of(
     steps = choices["train.steps"].value
     if kept is None:
         choices = {"train.steps": choices["train.steps"]} if said else {}
-    elif not isinstance(job.optimizer, AdamW):  # the published rates and decays are Adam's
+    elif job.optimizer.name != "adamw":  # the published rates and decays are Adam's
         theirs = ("optimizer.lr", "optimizer.betas", "optimizer.weight_decay")
         choices = {key: choice for key, choice in choices.items() if key not in theirs}
     return Training(job, total, steps, choices, kept, cluster, said)

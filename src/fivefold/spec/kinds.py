@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 import msgspec
 
 from fivefold.spec.operations import Elementwise, Matmul, Operation, Parameter, Scores, TensorRule
+from fivefold.support.plugins import class_shortcomings
 
 if TYPE_CHECKING:
     from fivefold.spec.model import ModelSpec
@@ -52,11 +53,7 @@ class BlockKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     @staticmethod
     def shortcomings(kind: "type[BlockKind]", name: str) -> Iterator[str]:
         """What a class lacks that a job calls `name`."""
-        if kind.__struct_config__.tag != name:
-            base = "Mixer" if issubclass(kind, Mixer) else "MLP"
-            yield f"has another name in jobs; write `class {kind.__name__}({base}, tag={name!r}, ...)`"
-        if not kind.__struct_config__.frozen:
-            yield "can be changed after it was checked; write `frozen=True` in its class line"
+        yield from class_shortcomings(kind, Mixer if issubclass(kind, Mixer) else MLP, name)
         package, colon, attribute = kind.module.partition(":")
         if not (colon and attribute.isidentifier()):
             yield f'has module={kind.module!r}, and not the "package.module:Class" that computes it'
@@ -66,8 +63,6 @@ class BlockKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             yield f"has place={kind.place!r}, and not the name that its module has in a block"
         if kind.operations is BlockKind.operations:
             yield "has no method operations(self, spec, tp)"
-        if required := [field.name for field in msgspec.structs.fields(kind) if field.required]:
-            yield f"has settings without a default: {', '.join(required)}"
 
 
 class Mixer(BlockKind, frozen=True, kw_only=True):

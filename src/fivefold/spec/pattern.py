@@ -18,7 +18,7 @@ from fivefold.spec.mixers import MIXERS, GroupedQueryAttention, MultiHeadLatentA
 from fivefold.spec.mlps import MLPS, Dense, MixtureOfExperts
 from fivefold.support.errors import UserError
 from fivefold.support.parsing import read
-from fivefold.support.plugins import adopt, find
+from fivefold.support.plugins import find, given_problems
 
 if TYPE_CHECKING:
     from fivefold.spec.model import ModelSpec
@@ -124,15 +124,8 @@ def _is_dense(spec: "ModelSpec", layer: int) -> bool:
 
 
 def _class_problems(kind: BlockKind) -> list[str]:
-    """Of the class of a kind that a program gives as an object: it is in no table, and nobody has looked at it."""
     table, base = _PLACES["mixer" if isinstance(kind, Mixer) else "mlp"]
-    if table.get(kind.name) is type(kind):
-        return []
-    try:
-        adopt("model.pattern", type(kind), base)
-    except UserError as error:
-        return error.coded
-    return []
+    return given_problems("model.pattern", kind, table, base)
 
 
 def pattern_problems(spec: "ModelSpec") -> Iterator[str]:
