@@ -1,7 +1,8 @@
 """How many steps Muon takes to AdamW's loss, each at the best learning rate of a small grid.
 
-    python benchmarks/muon.py proofs/muon.json          # 200 steps of a narrow `small` on a CPU, for each rate of each
-    python benchmarks/muon.py proofs/muon.json --show   # what was measured
+    python benchmarks/muon.py proofs/muon.json              # 200 steps of a narrow `small` on a CPU, at each rate
+    python benchmarks/muon.py proofs/muon-small.json --gpu  # of the whole `small`, in bfloat16 on a GPU
+    python benchmarks/muon.py proofs/muon.json --show       # what was measured
 
 Both see the same batches in the same order, from the same weights, with the same schedule, decay and clipping. A loss
 is the mean over ten steps, since batches differ. AdamW's is that of its last ten steps, at its best rate.
@@ -12,14 +13,17 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 STEPS, MEAN = 200, 10
-RATES = {"adamw": (1e-3, 2e-3, 4e-3, 8e-3), "muon": (2e-3, 4e-3, 8e-3, 1.6e-2)}
-SIZES = ["model=small", "model.layers=4", "model.hidden=128", "model.heads=4", "model.kv_heads=2", "model.ffn=384"]
-WORDS = [*SIZES, "data.seq=128", "train.batch=8", f"train.steps={STEPS}", "train.dtype=float32", "train.device=cpu"]
+RATES = {"adamw": (5e-4, 1e-3, 2e-3, 4e-3, 8e-3), "muon": (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2)}
+NARROW = ["model=small", "model.layers=4", "model.hidden=128", "model.heads=4", "model.kv_heads=2", "model.ffn=384"]
+ON_CPU = [*NARROW, "data.seq=128", "train.batch=8", "train.dtype=float32", "train.device=cpu"]
+_CUDA = ["train.dtype=bfloat16", "train.device=cuda", "train.compile=off"]
+ON_GPU = ["model=small", "data.seq=512", "train.batch=16", *_CUDA]
 
 
-def losses(name: str, rate: float) -> list[float]:
+def losses(words: list[str], name: str, rate: float) -> list[float]:
     """Of every step of a run."""
     import torch
 
@@ -28,8 +32,8 @@ def losses(name: str, rate: float) -> list[float]:
     from fivefold.parallel.mesh import Mesh
     from fivefold.trainer.loop import Trainer
 
-    job = read_job(None, [*WORDS, f"optimizer.name={name}", f"optimizer.lr={rate}"])
-    trainer = Trainer(job, preflight(job, 1), Mesh.of_job(job, torch.device("cpu")))
+    job = read_job(None, [*words, f"train.steps={STEPS}", f"optimizer.name={name}", f"optimizer.lr={rate}"])
+    trainer = Trainer(job, preflight(job, 1), Mesh.of_job(job, torch.device(job.train.device)))
     steps = (trainer.step(step, read()) for step, read in enumerate(trainer.reads(), 1))
     return [step.loss for step in steps if step.loss is not None]
 
@@ -39,8 +43,8 @@ def means(curve: list[float]) -> list[float]:
     return [sum(curve[end - MEAN : end]) / MEAN for end in range(MEAN, len(curve) + 1)]
 
 
-def show(runs: dict[str, dict[str, list[float]]]) -> str:
-    lines = [f"{' '.join(WORDS)}", f"loss, mean of the last {MEAN} of {STEPS} steps:"]
+def show(words: list[str], runs: dict[str, dict[str, list[float]]]) -> str:
+    lines = [" ".join(words), f"loss, mean of the last {MEAN} of {STEPS} steps:"]
     best: dict[str, str] = {}
     for name, by_rate in runs.items():
         ends = {rate: means(curve)[-1] for rate, curve in by_rate.items()}
@@ -58,15 +62,17 @@ def show(runs: dict[str, dict[str, list[float]]]) -> str:
 def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     path = Path(sys.argv[1])
-    runs: dict[str, dict[str, list[float]]] = json.loads(path.read_text()) if path.exists() else {}
+    fresh: dict[str, Any] = {"job": ON_GPU if "--gpu" in sys.argv else ON_CPU, "losses": {}}
+    found = json.loads(path.read_text()) if path.exists() else fresh
+    words, runs = found["job"], found["losses"]
     for name, rates in RATES.items() if "--show" not in sys.argv else ():
         for rate in rates:
             if str(rate) not in runs.setdefault(name, {}):
                 begin = time.perf_counter()
-                runs[name][str(rate)] = [round(loss, 4) for loss in losses(name, rate)]
-                path.write_text(json.dumps(runs) + "\n")
+                runs[name][str(rate)] = [round(loss, 4) for loss in losses(words, name, rate)]
+                path.write_text(json.dumps(found) + "\n")
                 print(f"{name} {rate}: {time.perf_counter() - begin:.0f} s", flush=True)
-    print(show(runs))
+    print(show(words, runs))
 
 
 if __name__ == "__main__":
