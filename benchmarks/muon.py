@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 STEPS, MEAN = 200, 10
-RATES = {"adamw": (5e-4, 1e-3, 2e-3, 4e-3, 8e-3), "muon": (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2)}
+RATES = {"adamw": (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3), "muon": (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2)}
 NARROW = ["model=small", "model.layers=4", "model.hidden=128", "model.heads=4", "model.kv_heads=2", "model.ffn=384"]
 ON_CPU = [*NARROW, "data.seq=128", "train.batch=8", "train.dtype=float32", "train.device=cpu"]
 _CUDA = ["train.dtype=bfloat16", "train.device=cuda", "train.compile=off"]

@@ -213,7 +213,7 @@ def test_a_collective_that_the_closed_form_does_not_have_fails(judge: Judge) -> 
     [
         (cases.rank_1_dies, "rank 1 was ended by SIGKILL"),
         (cases.rank_1_raises, "rank 1 failed with ValueError: a number that is none"),
-        (cases.rank_1_sleeps, "rank 1 gave no answer within 15 s; it is in"),
+        pytest.param(cases.rank_1_sleeps, "rank 1 gave no answer within 15 s; it is in", marks=pytest.mark.waits),
     ],
 )
 def test_a_rank_that_is_lost_is_named_and_does_not_hang_the_command(bug: object, sentence: str) -> None:

@@ -35,15 +35,10 @@ class Words(NamedTuple):
         return logits.gather(-1, index)[:, 0].to(self.dtype).masked_fill(~self.is_local, 0.0)
 
     def put(self, grad: "Tensor", at_target: "Tensor") -> "Tensor":
-        """The gradient by the logits, with other values [N] at the targets that this rank has; it may be written to."""
-        import torch
-
-        values = at_target.to(grad.dtype)[:, None]
-        if torch.compiler.is_compiling():  # fused with what computes the gradient; a scatter would copy it first
-            here = torch.arange(grad.shape[-1], device=grad.device) == self.column[:, None]
-            return values.where(here, grad)
+        """The gradient by the logits, with other values [N] at the targets that this rank has; in its place."""
         index = self.column.masked_fill(~self.is_local, 0)[:, None]
-        return grad.scatter_(-1, index, values.where(self.is_local[:, None], grad.gather(-1, index)))
+        values = at_target.to(grad.dtype).where(self.is_local, grad.gather(-1, index)[:, 0])
+        return grad.scatter_(-1, index, values[:, None])
 
 
 class Loss(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="name", tag=str.lower):
