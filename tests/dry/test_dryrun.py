@@ -72,7 +72,7 @@ def test_the_planner_says_what_the_code_does(model: str, layout: str, seq: int, 
 WHOLE = [
     ("tiny", "dp=1"),
     ("tiny", "dp=2,tp=2,pp=2,zero=1,microbatches=2"),
-    ("tiny-qwen3", "dp=4,tp=2,zero=3,replicate=2"),
+    pytest.param("tiny-qwen3", "dp=4,tp=2,zero=3,replicate=2", marks=pytest.mark.slow),
     ("tiny-moe", "dp=4,ep=2,zero=1"),
 ]
 

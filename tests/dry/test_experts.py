@@ -113,7 +113,7 @@ UNEVEN = [
     ("mixtral-8x7b model.layers=4", "dp=8,pp=2,ep=8,zero=1,schedule=dualpipe-v,microbatches=4", 4096, 32, 0, 1.0, 0.06),
 ]
 SWEEP = [*UNEVEN[:1], *(pytest.param(*case, marks=pytest.mark.slow) for case in UNEVEN[1:])]
-QUICK = [LARGE[0], LARGE[1], LARGE[3], LARGE[14], LARGE[16], LARGE[21]]
+QUICK = [LARGE[0], LARGE[1], LARGE[3], LARGE[14], LARGE[21]]
 REST = [pytest.param(*case, marks=pytest.mark.slow) for case in LARGE if case not in QUICK]
 
 

@@ -28,7 +28,11 @@ def real(rank: int, world: int, layout: str, *changes: str) -> tuple[int, float,
     return ledger.peak, ledger.flops, list(counter.rows())
 
 
-REAL = ["dp=2,tp=2,zero=2,microbatches=2", "pp=2,tp=2,sp,microbatches=4", "pp=2,cp=2,zero=1"]
+REAL = [
+    "dp=2,tp=2,zero=2,microbatches=2",
+    "pp=2,tp=2,sp,microbatches=4",
+    pytest.param("pp=2,cp=2,zero=1", marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize("layout", REAL)

@@ -101,7 +101,7 @@ def worth_a_try(layout: Layout, spec: ModelSpec) -> bool:
     return spec.experts is None or layout.dispatch == "alltoall" or layout.ep <= spec.experts.top_k
 
 
-@pytest.mark.parametrize("model", [*DENSE, *EXPERTS])
+@pytest.mark.parametrize("model", [*DENSE, pytest.param("experts", marks=pytest.mark.slow), "tied experts"])
 def test_the_search_tries_every_legal_layout_that_is_worth_it_and_no_other(model: str) -> None:
     spec = (DENSE | EXPERTS)[model]
     # Experts have settings enough of their own.

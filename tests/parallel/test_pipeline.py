@@ -98,7 +98,7 @@ def hold(case: Job, ranks: list[Held], tied: bool = False) -> None:
 @pytest.mark.parametrize(
     ("p", "dtype", "microbatches"),
     [
-        (2, "float32", (3, 4)),
+        pytest.param(2, "float32", (3, 4), marks=pytest.mark.slow),
         (4, "float64", (3, 8)),  # fewer than ranks, and twice as many
         pytest.param(2, "float64", (2, 3, 8), marks=pytest.mark.slow),
         pytest.param(4, "float32", (2, 3, 8), marks=pytest.mark.slow),

@@ -131,7 +131,10 @@ def test_among_equals_tp_stays_in_the_node() -> None:
     assert simplest([over, as_fast_as(1.11)]) is over
 
 
-@pytest.mark.parametrize(("nodes", "batch"), [(2048, 2048), pytest.param(16384, 8192, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("nodes", "batch"),
+    [(256, 1024), *(pytest.param(*large, marks=pytest.mark.slow) for large in ((2048, 2048), (16384, 8192)))],
+)
 def test_405b_keeps_tp_in_the_node(nodes: int, batch: int) -> None:
     options = search(query("llama3-405b", f"{nodes}x8xH100", batch), top=24).options
     chosen = simplest(options)

@@ -49,7 +49,7 @@ def test_its_description_imports_no_torch(conv: Path) -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        "dp=2,tp=2,sp,zero=3",
+        pytest.param("dp=2,tp=2,sp,zero=3", marks=pytest.mark.slow),
         "pp=2,tp=2,schedule=zb-h1,microbatches=4,recompute=selective",
         pytest.param("dp=2,zero=1,pp=2,recompute=full,microbatches=2", marks=pytest.mark.slow),
         pytest.param("dp=4,zero=2,replicate=1", marks=pytest.mark.slow),

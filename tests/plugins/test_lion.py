@@ -44,8 +44,8 @@ def test_its_description_imports_no_torch(lion: Path) -> None:
     [
         "dp=2,tp=2,zero=1",
         "pp=2,dp=2,schedule=zb-h1,microbatches=4",
-        "cp=2,dp=2,zero=2",
-        "dp=2,tp=2,zero=3",
+        pytest.param("cp=2,dp=2,zero=2", marks=pytest.mark.slow),
+        pytest.param("dp=2,tp=2,zero=3", marks=pytest.mark.slow),
     ],
 )
 def test_a_layout_computes_what_one_process_computes_in_float64(layout: str, lion: Path) -> None:

@@ -78,9 +78,9 @@ PROOFS = {
     "experts sharded, the rest not": job("tp=2,zero=3"),
     "zero bubble": job("pp=2,schedule=zb-v,microbatches=2", moe(DEEPSEEK, layers=3)),
     "one token, and a rank without": job("tp=2,ep=2", moe(MANY), batch=1, seq=1),
-    "bfloat16": job("dp=2,ep=2", dtype="bfloat16"),
 }
 MORE = {
+    "bfloat16": job("dp=2,ep=2", dtype="bfloat16"),
     "two steps": job("dp=2,ep=2", steps=2),
     "zero 3, experts whole": job("dp=2,ep=2,zero=3,recompute=full"),
     "zero 3, selective": job("dp=2,zero=3,recompute=selective,microbatches=2"),

@@ -26,11 +26,11 @@ GPT = preset("tiny-gpt", layers=2, hidden=32, ffn=24, vocab=37, context=16)
 PROOFS = {
     "whole on every rank": job("dp=4"),
     "tp, ZeRO 1, tied ends": job("dp=2,tp=2,pp=2,zero=1,microbatches=2", TIED),
-    "HSDP": job("dp=4,zero=3,replicate=2"),
     "one kv head for four ranks": job("tp=4,sp", TIED),
     "experts, ZeRO 3": job("dp=2,tp=2,ep=2,zero=3", moe(DEEPSEEK, layers=2)),
 }
 SLOW = {
+    "HSDP": job("dp=4,zero=3,replicate=2"),
     "biases, cp, ZeRO 2": job("cp=2,dp=2,zero=2,microbatches=2", GPT),
     "a zero bubble": job("pp=2,tp=2,schedule=zb-v,microbatches=2", TIED),
     "rows that do not divide": job("dp=3,zero=2", batch=6),

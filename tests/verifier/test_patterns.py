@@ -18,7 +18,7 @@ MODEL = [PATTERN, "model.layers=4", *(f"model.experts.{name}={n}" for name, n in
     "layout",
     [
         "tp=2,pp=2,schedule=zb-v,microbatches=4",
-        "dp=2,ep=2,zero=3,recompute=selective",
+        pytest.param("dp=2,ep=2,zero=3,recompute=selective", marks=pytest.mark.slow),
         pytest.param("tp=2,cp=2,sp,recompute=full", marks=pytest.mark.slow),
         pytest.param("dp=2,pp=2,ep=2,schedule=dualpipe-v,microbatches=4,zero=1", marks=pytest.mark.slow),
     ],

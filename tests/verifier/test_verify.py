@@ -81,7 +81,10 @@ SLOW = dict.fromkeys(
 )  # LayerNorm and q/k norm cancel in the others, too
 
 
-@pytest.mark.parametrize(("dtype", "layout"), [("float32", "tp=2,sp"), ("bfloat16", "tp=2,sp"), ("bfloat16", "dp=1")])
+@pytest.mark.parametrize(
+    ("dtype", "layout"),
+    [pytest.param("float32", "tp=2,sp", marks=pytest.mark.slow), ("bfloat16", "tp=2,sp"), ("bfloat16", "dp=1")],
+)
 @pytest.mark.parametrize(
     "case", [pytest.param(case, id=name, marks=SLOW.get(name, ())) for name, case in cases.CANCELLING.items()]
 )
@@ -172,7 +175,7 @@ CANCELLING = cases.CANCELLING["heads of two"][0]
         (cases.gradients_are_divided_by_cp, "cp=2", None, "bfloat16"),
         (cases.the_ring_sees_one_key_too_late, "cp=2", None, "bfloat16"),
         (cases.a_gradient_stays_away, "dp=2", None, "bfloat16"),
-        (cases.mean_of_means, "dp=2", CANCELLING, "float32"),
+        pytest.param(cases.mean_of_means, "dp=2", CANCELLING, "float32", marks=pytest.mark.slow),
         (cases.mean_of_means, "dp=2", CANCELLING, "bfloat16"),
     ],
 )

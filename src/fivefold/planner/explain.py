@@ -67,14 +67,20 @@ def neighbours(option: Option) -> list[Neighbour]:
     return [_evaluate_neighbour(option, change, layout) for change, layout in _changes(option.workload)]
 
 
-def nearest_fit(option: Option) -> Neighbour | None:
-    """Of the layouts one change away that fit, the quickest; where none does, the planner's choice, if there is one."""
+def nearest_fit(option: Option, searched: Sequence[Option] | None = None) -> Neighbour | None:
+    """Of the layouts one change away that fit, the quickest; where none does, the planner's choice, if there is one.
+
+    `searched` are the fastest layouts of a search of the same workload, where the caller has made one.
+    """
     if fitting := [neighbour for neighbour in neighbours(option) if neighbour.slower is not None]:
         return min(fitting, key=lambda neighbour: neighbour.slower or 0.0)
     try:
-        best = simplest(search(option.workload).options)
+        options = search(option.workload).options if searched is None else searched
     except UserError:
         return None
+    if not options:
+        return None
+    best = simplest(options)
     change = str(best.layout)
     return Neighbour(change, best.layout, best.seconds / option.seconds - 1, f"{change} {difference(option, best)}")
 

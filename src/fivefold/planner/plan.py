@@ -84,6 +84,7 @@ def plan(
     ranking, unsearched = _ranked(workload, by, top, fixed, given)
     chosen = simplest(ranking.options) if by == "throughput" and not unsearched else ranking.best
     explained = given or chosen
+    fastest = ([] if unsearched else ranking.options) if by == "throughput" else None
     return PlanResult(
         workload=workload,
         options=ranking.options[:top],
@@ -99,7 +100,7 @@ def plan(
         fixed=fixed,
         batch_from=usual_batch(workload.spec, workload.seq, workload.cluster.world).why if free else "",
         unsearched=unsearched,
-        nearest=nearest_fit(given) if given and not given.fits else None,
+        nearest=nearest_fit(given, fastest) if given and not given.fits else None,
     )
 
 
