@@ -44,7 +44,7 @@ class PlainMoE(nn.Module):
         self.router = nn.Linear(spec.hidden, self.settings.count, bias=spec.bias)
         self.experts = _stacked_linears(spec, self.settings.ffn, self.settings.count)
         self.shared = _stacked_linears(spec, self.settings.shared_ffn, 1) if self.settings.shared else None
-        self.balance_bias = torch.zeros(self.settings.count, dtype=torch.float64)  # of the choice alone, not of the weights
+        self.balance_bias = torch.zeros(self.settings.count, dtype=torch.float64)  # of the choice, not the weights
         self.replayed: Tensor | None = None  # [B, S, K] the experts that another run chose: this one takes them
         # Of the last forward pass:
         self.chosen = torch.empty(0, dtype=torch.int64)  # [B, S, K] the experts of each token, the best first
