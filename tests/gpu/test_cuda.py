@@ -302,7 +302,7 @@ def test_packed_documents_have_a_few_graphs_and_not_one_for_each_batch() -> None
     for step in range(8):
         batch = make_batch(job, step)
         at = causal_spans(batch.documents, torch.device("cpu")).packed
-        shapes.add((len(at.query_starts), at.most_queries))
+        shapes.add((len(at.cu_seqlens_q), at.max_seqlen_q))
         loss = engine.forward_backward(batch)
         assert loss.isfinite()
         engine.step(1e-3, engine.gradient_norm())

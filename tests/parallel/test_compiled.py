@@ -15,7 +15,7 @@ from fivefold.model import kernels
 from fivefold.model import recompute as compiled
 from fivefold.model.decoder import Decoder
 from fivefold.model.linear_cross_entropy import Targets
-from fivefold.model.masks import Packed, causal_spans
+from fivefold.model.masks import PackedSpans, causal_spans
 from fivefold.model.ops import LocalAttention
 from fivefold.parallel.collectives import full_tensor
 from fivefold.parallel.mesh import Mesh
@@ -210,12 +210,12 @@ def test_documents_make_no_graphs_of_their_own(layout: str, settings: list[str])
         assert apart < 1e-12  # of gradients of about 1: sums in other orders
 
 
-def within_documents(q: Tensor, k: Tensor, v: Tensor, at: Packed) -> Tensor:
+def within_documents(q: Tensor, k: Tensor, v: Tensor, at: PackedSpans) -> Tensor:
     """What flash attention computes of packed documents, for a CPU."""
     rows = torch.arange(q.shape[0] * q.shape[2]).view(q.shape[0], -1)
-    document = torch.searchsorted(at.query_starts, rows, right=True)
+    document = torch.searchsorted(at.cu_seqlens_q, rows, right=True)
     seen = document[:, None, :, None] == document[:, None, None, :]
-    nearby = rows[:, None, :, None] - rows[:, None, None, :] < at.most_queries
+    nearby = rows[:, None, :, None] - rows[:, None, None, :] < at.max_seqlen_q
     return F.scaled_dot_product_attention(q, k, v, (seen & nearby).tril(), enable_gqa=True)
 
 
@@ -228,7 +228,7 @@ def graphs_of_packed(rank: processes.Rank, job: Job) -> tuple[int, int, int]:
     for step in range(8):
         batch = make_batch(job, step)
         at = causal_spans(batch.documents, torch.device("cpu")).packed
-        shapes.add((len(at.query_starts), at.most_queries))
+        shapes.add((len(at.cu_seqlens_q), at.max_seqlen_q))
         assert engine.forward_backward(batch).isfinite()
         engine.step(1e-3, engine.gradient_norm())
         made.append(compiled.compilation()[0])

@@ -13,8 +13,9 @@ from fivefold.model.fp8 import fp8_linear
 from fivefold.model.kernels import Tiles
 from fivefold.model.layers import TokenPositions, normed
 from fivefold.model.linear_cross_entropy import Targets, Vocabulary, linear_cross_entropy
-from fivefold.model.masks import Packed, WindowMask
+from fivefold.model.masks import PackedSpans
 from fivefold.model.rope import Rotation
+from fivefold.model.windows import WindowMask
 
 
 class MixerInputs(NamedTuple):
@@ -68,7 +69,7 @@ class LocalAttention:
         head, in addition to its scores."""
         if sinks is not None or isinstance(mask, WindowMask):
             return kernels.Attend.apply(q, k, v, sinks, mask)
-        if isinstance(mask, Packed):
+        if isinstance(mask, PackedSpans):
             return kernels.packed_attention(q, k, v, mask)
         if isinstance(mask, Tiles):
             if kernels.fit_tiles(q, mask):
