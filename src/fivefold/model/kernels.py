@@ -205,10 +205,8 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, packed: PackedSpans) -> Te
 
 def _packed_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: DocumentMask) -> tuple[Tensor, Tensor]:
     packed, (batch, heads, seq, width) = mask.packed, q.shape
-    flat = (
-        _to_eights(_pack(x, index))
-        for x, index in ((q, packed.query_index), (k, packed.key_index), (v, packed.key_index))
-    )
+    indices = (packed.query_index, packed.key_index, packed.key_index)
+    flat = (_to_eights(_pack(x, index)) for x, index in zip((q, k, v), indices, strict=True))
     bounds = (packed.cu_seqlens_q, packed.cu_seqlens_k, packed.max_seqlen_q, packed.max_seqlen_k)
     packed_out, packed_lse, *_ = _aten._flash_attention_forward(*flat, *bounds, 0.0, causal, False, scale=width**-0.5)
     out = _unpack(packed_out[..., :width], packed.query_index, batch, seq)
@@ -224,17 +222,16 @@ def _packed_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, mask: DocumentMask
 ) -> tuple[Tensor, Tensor, Tensor]:
     packed, batch, width = mask.packed, q.shape[0], q.shape[-1]
-    places = (packed.query_index, packed.query_index, packed.key_index, packed.key_index, packed.query_index)
-    flat = [_to_eights(_pack(x, index)) for x, index in zip((grad, q, k, v, out), places, strict=True)]
+    queries, keys = packed.query_index, packed.key_index
+    indices = (queries, queries, keys, keys, queries)
+    flat = [_to_eights(_pack(x, index)) for x, index in zip((grad, q, k, v, out), indices, strict=True)]
     rows = lse.transpose(0, 1).flatten(1)  # [H, B * Sq]
-    rows = (rows if packed.query_index is None else rows[:, packed.query_index]).contiguous()
+    rows = (rows if queries is None else rows[:, queries]).contiguous()
     bounds = (packed.cu_seqlens_q, packed.cu_seqlens_k, packed.max_seqlen_q, packed.max_seqlen_k)
     grads = _aten._flash_attention_backward(*flat, rows, *bounds, 0.0, causal, *_no_dropout(q), scale=width**-0.5)
     dq, dk, dv = (
         _unpack(part[..., :width], index, batch, x.shape[2])
-        for part, index, x in zip(
-            grads, (packed.query_index, packed.key_index, packed.key_index), (q, k, v), strict=True
-        )
+        for part, index, x in zip(grads, (queries, keys, keys), (q, k, v), strict=True)
     )
     return dq, dk, dv
 

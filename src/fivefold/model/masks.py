@@ -1,9 +1,10 @@
 """Which queries see which keys if rows contain several documents: the spans of a `DocumentMask`.
 
-A `DocumentSpan` is a rectangle of the score matrix whose queries see its keys. Document numbers never decrease along a row. So a causal square splits into smaller causal squares, one per document;
-and if all keys come before all queries, only the keys' last document can also be the queries' first, which leaves one
-rectangle per row: a few first queries and a few last keys. The kernels need no mask of single scores, and scores
-outside of all spans are not computed. Spans are computed on the host, from arrays that it has, without a wait.
+A `DocumentSpan` is a rectangle of the score matrix whose queries see its keys. Document numbers never decrease along a
+row. So a causal square splits into smaller causal squares, one per document; and if all keys come before all queries,
+only the keys' last document can also be the queries' first, which leaves one rectangle per row: a few first queries and
+a few last keys. The kernels need no mask of single scores, and scores outside of all spans are not computed. Spans are
+computed on the host, from arrays that it has, without a wait.
 """
 
 from dataclasses import dataclass

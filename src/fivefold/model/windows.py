@@ -79,9 +79,8 @@ def window_backward(
     groups, scale = (k.shape[1], -1), q.shape[-1] ** -0.5
     for band in mask.bands:
         at_q, at_k = band.queries, band.keys
-        band_grad, band_q, band_out, band_lse = (
-            _slice_upcast(x, at_q).unflatten(1, groups) for x in (grad, q, out, lse)
-        )
+        of_queries = (_slice_upcast(x, at_q).unflatten(1, groups) for x in (grad, q, out, lse))
+        band_grad, band_q, band_out, band_lse = of_queries
         p, values = _probabilities(_scores(q, k, band), band_lse), _slice_upcast(v, at_k)[:, :, None]
         ds = p * (band_grad @ values.mT - (band_grad * band_out).sum(-1, keepdim=True)) * scale
         dq[:, :, at_q] = (ds @ _slice_upcast(k, at_k)[:, :, None]).flatten(1, 2)
