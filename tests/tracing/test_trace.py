@@ -16,9 +16,9 @@ from fivefold.layout.layout import Layout
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.traffic import TrafficCounter
 from fivefold.tracing.chrome import COMPUTE, WAITS, write
+from fivefold.tracing.clocks import clock_offset
 from fivefold.tracing.records import Trace
 from fivefold.tracing.summary import TraceSummary
-from fivefold.tracing.tracer import clock_offset
 from fivefold.trainer.loop import Trainer
 from tests.ranks import run_ranks
 
@@ -40,7 +40,7 @@ def traced(rank: int, world: int, job: Job) -> tuple[list[Traffic], Trace | None
     for step, read in enumerate(trainer.reads(), start=1):
         with trainer.tracer.step(step), counter if step == 2 else nullcontext():
             trainer.step(step, read())
-        trace = trainer.tracer.after(step, trainer.engine.schedule)
+        trace = trainer.tracer.gather(step, trainer.engine.schedule)
     return counter.rows(), trace
 
 
