@@ -83,7 +83,7 @@ def followed() -> CurveResult:
 def traced(ranks: int = 2) -> TraceResult:
     trace = by_hand()
     many = tuple(
-        replace(trace.ranks[at % 2], rank=at, line=at // 2, name=f"dp{at // 2} pp{at % 2}", clock_error=1e-5)
+        replace(trace.ranks[at % 2], rank=at, pipeline=at // 2, name=f"dp{at // 2} pp{at % 2}", clock_error=1e-5)
         for at in range(ranks)
     )
     return TraceResult(TraceSummary(replace(trace, ranks=many, layout=LONG)), Path("trace.json"))

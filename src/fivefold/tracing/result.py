@@ -25,7 +25,7 @@ class TraceResult(Result):
     def blocks(self) -> Iterator[Block]:
         summary, trace, total = self.summary, self.summary.trace, self.summary.total
         yield Text(f"trace  {trace.layout or 'one rank'}", "bold")
-        yield Text(f"ms of a step, mean of {counted(trace.steps, 'step')}")
+        yield Text(f"ms of a step, mean of {counted(trace.step_count, 'step')}")
         yield self._times()
         if summary.axes:
             yield Text("\ncommunication, ms a step: exposed / hidden")
@@ -95,7 +95,7 @@ class TraceResult(Result):
         return {
             "layout": trace.layout,
             "schedule": trace.schedule.name,
-            "steps": trace.steps,
+            "steps": trace.step_count,
             "untraced_step": summary.untraced,
             "clock_error": max(rank.clock_error for rank in trace.ranks),
             "ranks": ranks,
@@ -133,7 +133,7 @@ def _seconds_of(time: TracedTime, name: str) -> float:
 def mean_traffic(trace: Trace, axis: str) -> tuple[float, float]:
     """(calls, payload bytes) along an axis: the mean of a rank and a step."""
     flights = [flight for rank in trace.ranks for flight in rank.flights if flight.axis == axis]
-    rank_steps = len(trace.ranks) * trace.steps
+    rank_steps = len(trace.ranks) * trace.step_count
     return len(flights) / rank_steps, sum(flight.payload for flight in flights) / rank_steps
 
 

@@ -27,7 +27,7 @@ from fivefold.schedules.actions import COMPUTE, Action
 from fivefold.schedules.clock import BusySpan
 from fivefold.schedules.schedule import Schedule
 from fivefold.tracing.clocks import clock_offset
-from fivefold.tracing.records import RankTrace, StepWindow, Trace, Update
+from fivefold.tracing.records import NamedSpan, RankTrace, StepWindow, Trace
 from fivefold.tracing.timer import Timer
 
 
@@ -45,8 +45,8 @@ class Tracer:
         self.tracing = False  # in a step that is traced
         self.windows: list[StepWindow] = []
         self.actions: list[BusySpan] = []
-        self.updates: list[Update] = []
-        self.parts: list[Update] = []
+        self.updates: list[NamedSpan] = []
+        self.parts: list[NamedSpan] = []
         self.untraced: list[float] = []  # seconds of steps that were not traced
 
     def now(self) -> float:
@@ -95,7 +95,7 @@ class Tracer:
         start = self.now()
         with self._range(name):
             yield
-        self.updates.append(Update(name, start, self.now()))
+        self.updates.append(NamedSpan(name, start, self.now()))
 
     def part(self, name: str) -> AbstractContextManager[None]:
         """Traces a part of an action: the dispatch of tokens to experts, or the combine."""
@@ -106,7 +106,7 @@ class Tracer:
         start = self.now()
         with self._range(name):
             yield
-        self.parts.append(Update(name, start, self.now()))
+        self.parts.append(NamedSpan(name, start, self.now()))
 
     def _range(self, name: str) -> AbstractContextManager[None]:
         return _nvtx_range(name) if self.tracing and self.mesh.device.type == "cuda" else nullcontext()
@@ -129,8 +129,8 @@ class Tracer:
         return RankTrace(
             rank=rank,
             name=layout.place(rank).replace(" ", "").replace(",", " "),
-            line=layout.pipeline(rank),
-            place=mesh.pp.rank,
+            pipeline=layout.pipeline(rank),
+            pp_rank=mesh.pp.rank,
             steps=tuple(self.windows),
             actions=tuple(self.actions),
             updates=tuple(self.updates),
