@@ -292,7 +292,7 @@ def tokens_are_weighted_before_the_experts() -> AbstractContextManager[Any]:
 
 
 def every_tp_rank_routes_all_tokens() -> AbstractContextManager[Any]:
-    from fivefold.parallel.token_dispatch import ExpertParallelDispatch
+    from fivefold.parallel.expert_parallel import ExpertParallelDispatch
 
     make = ExpertParallelDispatch.__init__
 

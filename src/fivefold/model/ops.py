@@ -131,11 +131,11 @@ class LocalOps:
 
     def column_parallel(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
         """Linears that read the same input."""
-        return tuple(self.product(x, linear) for linear in linears)
+        return tuple(self.linear(x, linear) for linear in linears)
 
     def row_parallel(self, x: Tensor, linear: nn.Linear) -> Tensor:
         """A linear that writes into the residual stream."""
-        return self.product(x, linear)
+        return self.linear(x, linear)
 
     def replicated_linear(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
         """Linears from the residual stream to latents, which are narrow and the same for all heads."""
@@ -149,7 +149,8 @@ class LocalOps:
         """Linears from latents to heads."""
         return self.column_parallel(x, *linears)
 
-    def product(self, x: Tensor, linear: nn.Linear) -> Tensor:
+    def linear(self, x: Tensor, linear: nn.Linear) -> Tensor:
+        """A linear with all of its weight on this rank."""
         return fp8_linear(x, linear.weight, linear.bias) if self.fp8 else linear(x)
 
     def attention_mask(
