@@ -314,7 +314,7 @@ def test_the_reference_has_nothing_of_the_experts_that_it_judges(monkeypatch: py
 
     for owner in (mixture.MoE, mixture.ExpertNetworks, router.Router):
         monkeypatch.setattr(owner, "forward", used)
-    monkeypatch.setattr(grouped, "grouped_product", used)
+    monkeypatch.setattr(grouped, "product", used)
     monkeypatch.setattr(dispatch.LocalDispatch, "run", used)
     reference = run_reference(job("dp=1", moe(DEEPSEEK), steps=2), torch.device("cpu"))
     assert set(reference.parameters) == {parameter.name for parameter in moe(DEEPSEEK).parameters()}

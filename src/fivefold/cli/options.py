@@ -122,7 +122,7 @@ def _with_common_options(function: Callable[..., None], writes: tuple[str, ...])
         with _quiet(prints_json=bool(arguments.get("as_json"))) if quiet else nullcontext():
             function(**arguments)
 
-    annotations = {"quiet": Quiet}
+    annotations: dict[str, Any] = {"quiet": Quiet}
     defaults: dict[str, Any] = {"quiet": False}
     signature = inspect.signature(function)
     if any(map(_names_a_job, signature.parameters.values())):

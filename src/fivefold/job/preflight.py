@@ -124,7 +124,7 @@ def _vocab_problems(job: Job, splits: Splits) -> list[str]:
 
 def _length_problems(job: Job, splits: Splits) -> list[str]:
     """Whether a split is shorter than one sample."""
-    problems = []
+    problems: list[str] = []
     for name, row in splits.rows.items():
         if row.tokens <= job.data.seq:
             way_out = ", or train.eval_samples=0" if name == "valid" else ""

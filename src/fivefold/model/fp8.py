@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from fivefold.model.grouped import Sizes, grouped_backward, grouped_product
+from fivefold.model.grouped import Sizes, grouped_backward, product
 
 VALUES, GRADS = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -111,7 +111,7 @@ def fp8_product(x: Tensor, weights: Tensor, ends: Tensor, sizes: Sizes | None) -
     if x.is_cuda and x.shape[0]:
         return _kernel(x8, w8, x_scale, w_scale, ends, x.dtype)
     operands = (x8.float() * x_scale[:, None], (w8.float() * w_scale[..., None]).mT)
-    return grouped_product(*operands, ends, sizes).to(x.dtype)
+    return product(*operands, ends, sizes).to(x.dtype)
 
 
 # An operator of our own: see `grouped.py`.

@@ -57,12 +57,12 @@ class GroupedLinear(Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight, ends)
         ctx.sizes, ctx.defer_wgrad = sizes, defer_wgrad
-        return grouped_product(x, weight.unflatten(0, (ends.shape[0], -1)).mT, ends, sizes)
+        return product(x, weight.unflatten(0, (ends.shape[0], -1)).mT, ends, sizes)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return grouped_backward(ctx, gradient, grouped_product)
+        return grouped_backward(ctx, gradient, product)
 
 
 def grouped_backward(ctx: Any, gradient: Tensor, product: Callable[..., Tensor]) -> tuple[Any, ...]:
@@ -76,7 +76,7 @@ def grouped_backward(ctx: Any, gradient: Tensor, product: Callable[..., Tensor])
     return dx, weight_gradient(gradient, x, ends, sizes).flatten(0, 1), None, None, None
 
 
-def grouped_product(x: Tensor, weights: Tensor, ends: Tensor, sizes: Sizes | None) -> Tensor:
+def product(x: Tensor, weights: Tensor, ends: Tensor, sizes: Sizes | None) -> Tensor:
     """x [N, I], weights [G, I, O] -> [N, O]."""
     if torch.compiler.is_compiling():  # blocks are compiled only if there is a kernel
         return _mm_in_graph(x, weights, ends)
