@@ -18,11 +18,13 @@ _MIN_NOTICE = 300  # seconds: Slurm checks time limits once a minute, and a shor
 
 @dataclass(frozen=True)
 class Deployment:
+    """A job on its machines: what an sbatch file, a torchrun line, a manifest and a script for ssh are written from."""
+
     job: Job
     machines: Machines
     file: str = ""  # the job file, as the nodes read it
     changes: tuple[str, ...] = ()  # KEY=VALUE
-    step_seconds: float = 0.0  # seconds of a step, as planned; 0: not known
+    step_seconds: float = 0.0  # as planned; 0: not known
     packaged: bool = False  # the file is part of Fivefold, so that the nodes have it
     min_nodes: int = 0  # nodes with which an elastic job goes on; 0: it is not elastic
 
@@ -40,6 +42,7 @@ class Deployment:
 
     @property
     def title(self) -> str:
+        """What is started, in the first comment of every file."""
         model = self.job.model
         return f"{model.name}, {si(model.parameter_count)} parameters, {self.job.layout} on {self.machines}"
 
@@ -50,10 +53,11 @@ class Deployment:
 
     @cached_property
     def save_seconds(self) -> float:
-        return self._checkpoint / (_WRITE_SPEED * self.machines.nodes)
+        """How long the nodes take to write a checkpoint, as assumed."""
+        return self._checkpoint_bytes / (_WRITE_SPEED * self.machines.nodes)
 
     @property
-    def _checkpoint(self) -> int:
+    def _checkpoint_bytes(self) -> int:
         return checkpoint_bytes(self.job.model, self.job.train.dtype, self.job.optimizer)
 
     @property
@@ -63,8 +67,9 @@ class Deployment:
 
     @property
     def save_estimate(self) -> str:
+        """What a save has to wait for and to write, and the seconds of it, in words for a comment."""
         step = f"after a step of {self.step_seconds:.0f} s, as planned; " if self.step_seconds >= 1 else ""
-        return f"{step}{bytes_text(self._checkpoint)}, {self.save_seconds:.0f} s at 1 GB/s a node"
+        return f"{step}{bytes_text(self._checkpoint_bytes)}, {self.save_seconds:.0f} s at 1 GB/s a node"
 
     @property
     def log_directory(self) -> str:

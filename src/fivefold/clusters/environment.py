@@ -12,6 +12,8 @@ from fivefold.clusters.quoting import comment_lines
 
 @dataclass(frozen=True)
 class Variable:
+    """A variable, its value as the shell expands it, and the reason for it."""
+
     name: str
     value: str
     why: str
@@ -42,6 +44,7 @@ def rank_variables(machines: Machines, threads: str, scratch: str, traces: str) 
 
 
 def _network_variables(*, gpus: bool) -> list[Variable]:
+    """The choice of a network, for the user to make."""
     why = "only if the nodes have several networks, and the wrong one is taken; `ip -brief address` lists them"
     if not gpus:
         return [Variable("GLOO_SOCKET_IFNAME", "eth0", why, enabled=False)]

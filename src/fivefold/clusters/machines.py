@@ -13,6 +13,8 @@ from fivefold.support.text import counted, divisors, either
 
 @dataclass(frozen=True)
 class Machines:
+    """Equal nodes, and what is to be said about starting the job on them."""
+
     nodes: int
     per_node: int  # ranks, each with a GPU of its own
     gpus: bool = True  # false: ranks compute on CPUs
