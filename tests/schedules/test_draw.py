@@ -14,10 +14,11 @@ from fivefold.schedules.actions import Action, Kind
 from fivefold.schedules.build import with_zero
 from fivefold.schedules.clock import BusySpan
 from fivefold.schedules.costs import Costs
-from fivefold.schedules.draw import LANDSCAPE, _columns, legend, picture, timeline
+from fivefold.schedules.draw import LANDSCAPE, picture
 from fivefold.schedules.registry import CATALOGUE, build
 from fivefold.schedules.schedule import Placement
 from fivefold.schedules.simulate import simulate
+from fivefold.schedules.terminal import _columns, legend, timeline
 from fivefold.support.errors import UserError
 
 SVG = "{http://www.w3.org/2000/svg}"

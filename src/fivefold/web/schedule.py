@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from fivefold.schedules.costs import Durations, parse_slow
-from fivefold.schedules.draw import NAMES
+from fivefold.schedules.palette import NAMES
 from fivefold.schedules.registry import CATALOGUE
 from fivefold.schedules.result import CompareResult, DrawResult, Query, figures_of
 from fivefold.schedules.simulate import Simulation, needs
