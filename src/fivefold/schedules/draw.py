@@ -170,7 +170,7 @@ class _Panel:
         scene.shapes.append(TextMark(self.left - 10 * self.unit, y + self.row / 2, f"rank {rank}", size, "end", GREY))
         inner = self.row - (3.0 if self.row > 15 else 2.0)
         scene.shapes.append(Hatch(self.left, y, self.end - self.left, inner))
-        for action, start, end, beside in self.simulation.shown(rank):
+        for action, start, end, beside in self.simulation.drawn(rank):
             self.paint_span(scene, BusySpan(action, start, end), y, inner / 2 if beside else inner)
             if beside:
                 self.paint_span(scene, BusySpan(beside, start, end), y + inner / 2, inner / 2)

@@ -16,7 +16,7 @@ from fivefold.render.scene import RGB, hexed, mix, text_on
 from fivefold.schedules.actions import ALL, Action
 from fivefold.schedules.palette import HUES, NAMES, colour_of, shade
 from fivefold.schedules.schedule import Schedule
-from fivefold.schedules.simulate import Shown, Simulation
+from fivefold.schedules.simulate import DrawnSpan, Simulation
 
 BARS = " ▁▂▃▄▅▆▇█"
 LEFT_OUT = "┊⋯┊"
@@ -32,7 +32,7 @@ def timeline(simulation: Simulation, columns: int = 100, colour: bool = True, le
     width = max(10, columns - label - 6 - (len(LEFT_OUT) if left_out else 0))
     column_time = simulation.makespan / width if simulation.makespan else 1.0
     # Whole columns per action look best: take the largest such width when the schedule is short enough.
-    shown = [[*simulation.shown(rank)] for rank in range(simulation.schedule.p)]
+    shown = [[*simulation.drawn(rank)] for rank in range(simulation.schedule.p)]
     shortest = min((span.end - span.start for spans in shown for span in spans if span.end > span.start), default=1.0)
     per_action = int(shortest / column_time)
     if per_action >= 1:
@@ -64,7 +64,7 @@ def legend(simulations: Sequence[Simulation], colour: bool = True) -> Text:
     """Which colour is which kind of action."""
     present = {span.action.kind for s in simulations for spans in s.timeline for span in spans}
     text = Text()
-    if any(span.beside for s in simulations for rank in range(s.schedule.p) for span in s.shown(rank)):
+    if any(span.beside for s in simulations for rank in range(s.schedule.p) for span in s.drawn(rank)):
         text.append(" ▀ " if colour else " & ")
         text.append(" an F beside a B   ", "dim")
     for kind in HUES:
@@ -76,7 +76,7 @@ def legend(simulations: Sequence[Simulation], colour: bool = True) -> Text:
     return text
 
 
-def _renumbered(span: Shown | None, offset: int) -> Shown | None:
+def _renumbered(span: DrawnSpan | None, offset: int) -> DrawnSpan | None:
     """The span with `offset` added to the number of its microbatch."""
     if span is None or not offset:
         return span
@@ -87,9 +87,9 @@ def _renumbered(span: Shown | None, offset: int) -> Shown | None:
     return span._replace(action=moved(span.action), beside=span.beside and moved(span.beside))
 
 
-def _columns(spans: list[Shown], width: int, column_time: float) -> list[Shown | None]:
+def _columns(spans: list[DrawnSpan], width: int, column_time: float) -> list[DrawnSpan | None]:
     """For each column, which is `column_time` long, the action that fills most of it; None where most is idle."""
-    largest: list[tuple[float, Shown | None]] = [(0.0, None)] * width
+    largest: list[tuple[float, DrawnSpan | None]] = [(0.0, None)] * width
     idle = [column_time] * width
     for span in spans:
         for column in range(int(span.start / column_time), min(width, math.ceil(span.end / column_time))):
@@ -102,7 +102,7 @@ def _columns(spans: list[Shown], width: int, column_time: float) -> list[Shown |
     ]
 
 
-def _cell(schedule: Schedule, span: Shown | None, width: int, colour: bool) -> Text:
+def _cell(schedule: Schedule, span: DrawnSpan | None, width: int, colour: bool) -> Text:
     """An action in so many columns, or idle time."""
     if span is None:
         return Text("·" * width, "dim")
@@ -113,7 +113,7 @@ def _cell(schedule: Schedule, span: Shown | None, width: int, colour: bool) -> T
     return Text((number if len(number) <= width else "").center(width), _style(_colour(schedule, span.action)))
 
 
-def _pair(schedule: Schedule, span: Shown | None, width: int, colour: bool) -> Text:
+def _pair(schedule: Schedule, span: DrawnSpan | None, width: int, colour: bool) -> Text:
     """An overlapped pair: the F above the B, their numbers at either end. Without colours, `F5&B2`."""
     assert span is not None
     assert span.beside is not None
