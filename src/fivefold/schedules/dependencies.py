@@ -1,7 +1,7 @@
 """The actions whose results an action reads. (It also waits for the action before it on its own rank.)
 
 lanes = [list(simulation.drawn(rank)) for rank in range(simulation.schedule.p)]
-dependencies(simulation.schedule, lanes)[2][5]  # [(1, 4)]: the sixth span of rank 2 reads what the fifth of rank 1 makes
+dependencies(simulation.schedule, lanes)[2][5]  # [(1, 4)]: span 5 of rank 2 reads what span 4 of rank 1 makes
 """
 
 from collections.abc import Sequence
