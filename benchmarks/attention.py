@@ -27,8 +27,8 @@ from fivefold.model.decoder import Decoder
 from fivefold.model.layers import TokenPositions
 from fivefold.model.ops import MixerInputs
 from fivefold.parallel.collectives import full_tensor
+from fivefold.parallel.data_parallel import shard_model
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.optimizer import shard_model
 from fivefold.parallel.tensor import TensorParallel, ops_of
 from fivefold.render.blocks import Block, Result, Table, Text, show
 from fivefold.spec.model import ModelSpec

@@ -43,9 +43,9 @@ from fivefold.launch.processes import Rank
 from fivefold.launch.rendezvous import Rendezvous
 from fivefold.launch.world import World, join
 from fivefold.layout.layout import Layout
+from fivefold.parallel.async_exchange import AsyncExchange, StartCollectives, Tensors
 from fivefold.parallel.control import all_gather_values
 from fivefold.parallel.mesh import Axis, Mesh
-from fivefold.parallel.token_dispatch import AsyncExchange, StartCollectives, Tensors
 from fivefold.render.blocks import Block, Result, Text, show
 from fivefold.schedules.actions import BACKWARD, FORWARD, Action, Kind
 from fivefold.schedules.costs import Costs, Segment, play_pair

@@ -6,7 +6,7 @@ import pytest
 from benchmarks.overlap import IN_TURN, IN_TURNS, Delay, OverlapShape, Pass, WireDelay, app, limited, measure, predicted
 from typer.testing import CliRunner
 
-from fivefold.parallel.token_dispatch import AsyncExchange
+from fivefold.parallel.async_exchange import AsyncExchange
 from fivefold.schedules.text import read_text
 from fivefold.support.errors import UserError
 

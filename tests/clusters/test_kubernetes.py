@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
 
-from fivefold.clusters.deployment import Deployment, Machines
-from fivefold.clusters.kubernetes import indexed_job, name_of, notes, train_job
-from fivefold.clusters.quoting import documents, plain
+from fivefold.clusters.deployment import Deployment
+from fivefold.clusters.kubernetes import indexed_job, notes, service_name, train_job
+from fivefold.clusters.machines import Machines
+from fivefold.clusters.quoting import without_comments, yaml_documents
 from fivefold.job.config import read_job, to_toml
 from fivefold.support.errors import UserError
 
@@ -28,8 +29,8 @@ def deployed(gpus: bool = True, *changes: str) -> Deployment:
 
 def read(texts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """As a cluster reads what is written."""
-    found = list(yaml.safe_load_all(documents(*texts)))
-    assert found == [plain(text) for text in texts]
+    found = list(yaml.safe_load_all(yaml_documents(*texts)))
+    assert found == [without_comments(text) for text in texts]
     return found
 
 
@@ -121,7 +122,7 @@ def test_a_misspelt_key_of_a_train_job_is_found(path: tuple[Any, ...]) -> None:
     ("name", "legal"), [("a", "a"), ("8B run", "run-8b-run"), ("...", "run"), ("x" * 99, "x" * 50)]
 )
 def test_names_are_those_of_services(name: str, legal: str) -> None:
-    assert name_of(deployed(True, f"run.name={name}")) == legal
+    assert service_name(deployed(True, f"run.name={name}")) == legal
 
 
 ANY = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
@@ -136,7 +137,7 @@ TREES = st.recursive(
 @settings(max_examples=60)
 @given(st.dictionaries(KEYS, TREES, min_size=1), ANY)
 def test_yaml_reads_back(tree: dict[str, Any], why: str) -> None:
-    assert yaml.safe_load(documents({"#": why, **tree})) == tree
+    assert yaml.safe_load(yaml_documents({"#": why, **tree})) == tree
 
 
 ODD = ["\0", "\x1b", "\x7f", "\x85", "\u2028", "\u2029", "\ufeff", "\ufffe", "\U0001f600", "\U0010ffff", "\r\n", "\t"]
@@ -147,8 +148,8 @@ ODD = ["\0", "\x1b", "\x7f", "\x85", "\u2028", "\u2029", "\ufeff", "\ufffe", "\U
 def test_no_character_ends_a_text_or_makes_it_unreadable(odd: str, form: str) -> None:
     text = form.format(odd)
     for value in ({"key": text}, {"key": [text, {"key": text}]}, {"key": [[text]]}):
-        assert yaml.safe_load(documents({"#": text, **value})) == value
-    assert "\\ud83d" not in documents({"key": text}).lower()  # half a character, which Kubernetes' reader refuses
+        assert yaml.safe_load(yaml_documents({"#": text, **value})) == value
+    assert "\\ud83d" not in yaml_documents({"key": text}).lower()  # half a character, which Kubernetes' reader refuses
 
 
 @pytest.mark.parametrize("make", [indexed_job, train_job])

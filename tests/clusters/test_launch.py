@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fivefold.cli import app
-from fivefold.clusters.deployment import KINDS
+from fivefold.clusters.options import KINDS
 from fivefold.job.config import read_job
 from fivefold.planner.plan import simulate
 from fivefold.support.errors import UserError

@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from fivefold.clusters.deployment import Machines, machines
+from fivefold.clusters.machines import Machines, choose_machines
 from fivefold.job.config import read_job
 from fivefold.support.errors import UserError
 from tests.refusals import refusal, same_words
 
 
 def wanted(layout: str, own: str = "", **asked) -> Machines:
-    named = machines(read_job(None, [f"layout={layout}", f"run.cluster={own}", "train.batch=96"]), **asked)
+    named = choose_machines(read_job(None, [f"layout={layout}", f"run.cluster={own}", "train.batch=96"]), **asked)
     return replace(named, cluster=None)
 
 

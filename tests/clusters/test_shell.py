@@ -7,8 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from fivefold.cli import app
-from fivefold.clusters.deployment import Options
-from fivefold.clusters.quoting import command, comment, path, word
+from fivefold.clusters.options import LaunchOptions
+from fivefold.clusters.quoting import comment_lines, quote, quote_command, quote_path
 from fivefold.clusters.write import launch
 from fivefold.support.errors import UserError
 from tests.refusals import refusal
@@ -27,7 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def written(kind: str, *changes: str, file: str = "job.toml", output: str = "out", **options: str) -> str:
     hosts = Path("hosts") if kind == "ssh" else None
-    return launch([kind], file, changes, Path(output), Options(hosts=hosts, **options)).text  # type: ignore[arg-type]
+    return launch([kind], file, changes, Path(output), LaunchOptions(hosts=hosts, **options)).text  # type: ignore[arg-type]
 
 
 def refused(kind: str, *changes: str, **options: str) -> list[str]:
@@ -57,7 +57,7 @@ def test_a_file_or_directory_is_never_taken_for_an_option(kind: str) -> None:
     text = written(kind, "run.dir=-r", file="-x.toml")
     assert "fivefold train ./-x.toml run.dir=-r" in text
     assert kind == "torchrun" or "logs=./-r/" in text
-    assert (command(["bash"], "-c"), path("-c"), path("~/-c")) == ("bash ./-c", "./-c", '"$HOME"/-c')
+    assert (quote_command(["bash"], "-c"), quote_path("-c"), quote_path("~/-c")) == ("bash ./-c", "./-c", '"$HOME"/-c')
 
 
 def test_a_run_whose_name_begins_with_a_hyphen() -> None:
@@ -93,8 +93,8 @@ def test_a_command_is_no_longer_than_a_host_can_take() -> None:
 
 
 def test_words_are_quoted_and_comments_are_printable() -> None:
-    assert shlex.split(word("it's $(x) \\ `y`")) == ["it's $(x) \\ `y`"]
-    assert comment("a\x85b\u2028c\x1bd\ne") == ["# a b c?d e"]
+    assert shlex.split(quote("it's $(x) \\ `y`")) == ["it's $(x) \\ `y`"]
+    assert comment_lines("a\x85b\u2028c\x1bd\ne") == ["# a b c?d e"]
 
 
 def test_lines_that_are_typed_are_not_broken_by_a_narrow_terminal() -> None:

@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fivefold.cli import app
-from fivefold.clusters.deployment import Options
+from fivefold.clusters.options import LaunchOptions
 from fivefold.support.errors import Note, UserError
 
 JOB = '[model]\npreset = "tiny"\n[layout]\ndp = 4\n[run]\ncluster = "2x2x{}"\nname = "try out"\n'
@@ -218,7 +218,7 @@ def test_a_requeue_that_is_refused_is_said(node: Path, reason: str, tries: int) 
     [("90", 5400), ("2:30", 150), ("24:00:00", 86400), ("7-00", 604800), ("1-12:30", 131400), ("0-0:05:30", 330)],
 )
 def test_time_limits_are_read_as_slurm_reads_them(time: str, seconds: int) -> None:
-    assert Options(time=time).limit == seconds
+    assert LaunchOptions(time=time).time_limit == seconds
 
 
 def test_a_short_limit_leaves_half_of_it_to_train(tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.clusters.deployment import Deployment, Machines
-from fivefold.clusters.torchrun import read_hosts, ssh_script
+from fivefold.clusters.deployment import Deployment
+from fivefold.clusters.machines import Machines
+from fivefold.clusters.ssh import read_hosts, ssh_script
 from fivefold.job.config import read_job
 from fivefold.support.errors import UserError
 from tests.commands import fivefold

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from torch.distributed.run import get_args_parser
 
-from fivefold.clusters.deployment import Deployment, Machines
-from fivefold.clusters.torchrun import lines
+from fivefold.clusters.deployment import Deployment
+from fivefold.clusters.machines import Machines
+from fivefold.clusters.torchrun import node_script
 from fivefold.job.config import read_job
 
 SHOW = f"#!{sys.executable}\nimport json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]))"
@@ -29,7 +30,7 @@ def typed(text: str, folder: Path) -> tuple[list[str], dict[str, str]]:
 def test_torchrun_understands_the_line(tmp_path: Path) -> None:
     job = read_job(None, ["layout=dp=8", "train.batch=16"])
     it = Deployment(job, Machines(2, 4), "my job.toml", ("layout=dp=8", "data.path=it's here"))
-    words, env = typed(lines(it, "node1", "run-1", 5), tmp_path)
+    words, env = typed(node_script(it, "node1", "run-1", 5), tmp_path)
     read = get_args_parser().parse_args(words)
     assert (read.nnodes, read.nproc_per_node, read.max_restarts) == ("2", "4", 5)
     assert (read.rdzv_backend, read.rdzv_endpoint, read.rdzv_id) == ("c10d", "node1:29400", "run-1")
@@ -37,13 +38,17 @@ def test_torchrun_understands_the_line(tmp_path: Path) -> None:
     assert read.training_script_args == ["train", "my job.toml", "layout=dp=8", "data.path=it's here"]
     assert env["NCCL_DEBUG"] == "WARN"
     assert "NCCL_SOCKET_IFNAME" not in env or env["NCCL_SOCKET_IFNAME"] == os.environ.get("NCCL_SOCKET_IFNAME")
-    assert '# export NCCL_IB_HCA="=mlx5_0,mlx5_1"' in lines(it, "node1", "run-1", 5)  # "mlx5" would be all of them
+    assert '# export NCCL_IB_HCA="=mlx5_0,mlx5_1"' in node_script(
+        it, "node1", "run-1", 5
+    )  # "mlx5" would be all of them
     assert int(env["OMP_NUM_THREADS"]) >= 1
 
 
 def test_an_elastic_run_takes_a_range_of_nodes(tmp_path: Path) -> None:
     job = read_job(None, ["layout=dp=8", "train.batch=16"])
-    words, env = typed(lines(Deployment(job, Machines(4, 2), "job.toml", least=3), "node1", "run-1", 5), tmp_path)
+    words, env = typed(
+        node_script(Deployment(job, Machines(4, 2), "job.toml", min_nodes=3), "node1", "run-1", 5), tmp_path
+    )
     read = get_args_parser().parse_args(words)
     assert (read.nnodes, read.rdzv_id) == ("3:4", "run-1")
     assert read.training_script_args == ["train", "job.toml", "--elastic"]
@@ -51,7 +56,7 @@ def test_an_elastic_run_takes_a_range_of_nodes(tmp_path: Path) -> None:
 
 
 def test_one_node_is_spoken_to_as_one() -> None:
-    text = lines(Deployment(read_job(None, ["layout=dp=4"]), Machines(1, 4)), "", "run-1", 5)
+    text = node_script(Deployment(read_job(None, ["layout=dp=4"]), Machines(1, 4)), "", "run-1", 5)
     assert "# Run this on the node. Its port 29400 must be free.\n" in text
     assert "--rdzv-endpoint=localhost:29400" in text
     assert "FILL_IN" not in text

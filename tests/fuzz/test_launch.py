@@ -21,8 +21,10 @@ from hypothesis import event, example, given
 from hypothesis import strategies as st
 
 from fivefold.clusters import kubernetes
-from fivefold.clusters.deployment import Deployment, Machines, Options
-from fivefold.clusters.quoting import plain
+from fivefold.clusters.deployment import Deployment
+from fivefold.clusters.machines import Machines
+from fivefold.clusters.options import LaunchOptions
+from fivefold.clusters.quoting import without_comments
 from fivefold.clusters.write import LaunchResult, launch
 from fivefold.job.config import Job, read_job
 from fivefold.render.blocks import to_text
@@ -123,7 +125,7 @@ def prepared(case: Case) -> None:
 def tried(case: Case, kind: str) -> LaunchResult | None:
     """What is written; None where it is refused, in a sentence."""
     given = {key: text for key, text in case.options.items() if kind in OPTIONS[key]}
-    options = Options(**given, hosts=Path("hosts") if kind == "ssh" else None)  # type: ignore[arg-type]
+    options = LaunchOptions(**given, hosts=Path("hosts") if kind == "ssh" else None)  # type: ignore[arg-type]
     nodes = {} if kind == "ssh" else {"nodes": 2}
     found: list[LaunchResult] = []
 
@@ -201,7 +203,7 @@ def in_yaml(case: Case, kind: str, text: str, job: Job) -> None:
     image, claim = case.options.get("container") or "", case.options.get("claim") or ""
     make = kubernetes.indexed_job if kind == "kubernetes" else kubernetes.train_job
     it = Deployment(job, Machines(2, 2), case.file, tuple(case.changes))
-    assert found == [plain(one) for one in make(it, image, claim, 3)]
+    assert found == [without_comments(one) for one in make(it, image, claim, 3)]
     config, last = found[-2:]
     again = folder_job(config["data"]["job.toml"])
     assert again == job

@@ -16,6 +16,7 @@ from fivefold.job.config import TrainConfig, read_job
 from fivefold.job.preflight import preflight
 from fivefold.launch.device import make_repeatable
 from fivefold.model import init
+from fivefold.model.compiler import compilation, compiled
 from fivefold.model.decoder import Decoder, Dropout
 from fivefold.model.fp8 import Fp8GroupedLinear, fp8_linear
 from fivefold.model.grouped import GroupedLinear, Groups
@@ -25,7 +26,6 @@ from fivefold.model.layers import TokenPositions
 from fivefold.model.linear_cross_entropy import add_product
 from fivefold.model.masks import causal_spans
 from fivefold.model.ops import LocalOps
-from fivefold.model.recompute import compilation, compiled
 from fivefold.optim.adamw import AdamW
 from fivefold.parallel.mesh import Mesh
 from fivefold.spec.presets import preset
@@ -302,7 +302,7 @@ def test_packed_documents_have_a_few_graphs_and_not_one_for_each_batch() -> None
     for step in range(8):
         batch = make_batch(job, step)
         at = causal_spans(batch.documents, torch.device("cpu")).packed
-        shapes.add((len(at.query_starts), at.most_queries))
+        shapes.add((len(at.cu_seqlens_q), at.max_seqlen_q))
         loss = engine.forward_backward(batch)
         assert loss.isfinite()
         engine.step(1e-3, engine.gradient_norm())

@@ -83,19 +83,19 @@ def test_spans_are_the_mask_of_the_documents(dtype: torch.dtype, device: str) ->
 
 def test_one_token_documents_are_packed_for_more_than_one_query() -> None:
     packed = causal_spans(np.array([[0, 1, 2]]), CPU).packed
-    assert packed.query_starts.tolist() == packed.key_starts.tolist() == [0, 1, 2, 3, 3]
-    assert (packed.most_queries, packed.most_keys, packed.queries, packed.keys) == (2, 1, None, None)
+    assert packed.cu_seqlens_q.tolist() == packed.cu_seqlens_k.tolist() == [0, 1, 2, 3, 3]
+    assert (packed.max_seqlen_q, packed.max_seqlen_k, packed.query_index, packed.key_index) == (2, 1, None, None)
 
 
 def test_packed_rows_are_those_of_the_spans() -> None:
     spans = full_spans(np.array([[1, 2], [4, 4], [9, 9]]), np.array([[0, 0, 1], [4, 4, 4], [5, 6, 7]]), CPU)
-    queries, keys, query_starts, key_starts, most_queries, most_keys = spans.packed
+    queries, keys, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = spans.packed
     assert queries is not None
     assert queries.tolist() == [0, 2, 3]
     assert keys is not None
     assert keys.tolist() == [2, 3, 4, 5]
-    assert (query_starts.tolist(), key_starts.tolist()) == ([0, 1, 3], [0, 1, 4])
-    assert (most_queries, most_keys) == (2, 4)
+    assert (cu_seqlens_q.tolist(), cu_seqlens_k.tolist()) == ([0, 1, 3], [0, 1, 4])
+    assert (max_seqlen_q, max_seqlen_k) == (2, 4)
 
 
 def test_documents_that_return_are_refused() -> None:

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from fivefold.layout.layout import Recompute
-from fivefold.model import linear_cross_entropy
-from fivefold.model import recompute as compiled
+from fivefold.model import compiler, linear_cross_entropy
 from fivefold.model.decoder import Decoder
 from fivefold.model.linear_cross_entropy import Targets
 from fivefold.spec.presets import preset
@@ -14,7 +13,7 @@ from fivefold.spec.presets import preset
 @pytest.fixture(autouse=True)
 def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs are made and run by PyTorch's own kernels: a compiler of C++ would take a minute."""
-    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    monkeypatch.setattr(compiler, "BACKEND", "aot_eager")
     linear_cross_entropy._compiled.cache_clear()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -39,4 +38,4 @@ def test_blocks_and_loss_are_four_graphs_without_a_break(recompute: Recompute) -
         assert one.grad is not None
         assert other.grad is not None
         assert torch.allclose(one.grad, other.grad, rtol=1e-10, atol=1e-13), name
-    assert compiled.compilation() == (4, {})  # four blocks are one graph; the loss is two, and one scales its gradient
+    assert compiler.compilation() == (4, {})  # four blocks are one graph; the loss is two, and one scales its gradient

@@ -9,8 +9,8 @@ from torch import nn
 from fivefold.layout.layout import Layout
 from fivefold.model.decoder import Decoder
 from fivefold.model.layers import normed
+from fivefold.parallel.data_parallel import shard_model
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.optimizer import shard_model
 from fivefold.spec.presets import preset
 
 U = torch.finfo(torch.bfloat16).eps / 2  # the most that one rounding moves a number, relative to it

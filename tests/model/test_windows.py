@@ -12,8 +12,8 @@ from fivefold.generation.generator import KvCache
 from fivefold.model.decoder import Decoder
 from fivefold.model.kernels import Attend, by_definition
 from fivefold.model.layers import TokenPositions
-from fivefold.model.masks import _STRIP
 from fivefold.model.ops import LocalAttention, LocalOps
+from fivefold.model.windows import _MIN_STRIP
 from fivefold.spec.presets import preset
 
 
@@ -32,7 +32,7 @@ def places(seq: int, documents: bool, rows: int = 2) -> TokenPositions:
 
 
 @pytest.mark.parametrize("documents", [False, True], ids=["one document", "documents"])
-@pytest.mark.parametrize(("seq", "window"), [(19, 0), (19, 1), (19, 7), (19, 50), (2 * _STRIP + 13, 40)])
+@pytest.mark.parametrize(("seq", "window"), [(19, 0), (19, 1), (19, 7), (19, 50), (2 * _MIN_STRIP + 13, 40)])
 def test_windows_and_sinks_are_their_definition(seq: int, window: int, documents: bool) -> None:
     where, local = places(seq, documents), LocalAttention()
     q, k, v, sinks = drawn(seq)

@@ -10,8 +10,9 @@ from fivefold.model.init import initialise
 from fivefold.model.linear_cross_entropy import loss_sum
 from fivefold.optim.adamw import AdamW
 from fivefold.optim.base import OptimizerConfig
+from fivefold.parallel.data_parallel import shard_model
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.optimizer import Optimizer, shard_model
+from fivefold.parallel.optimizer import Optimizer
 from fivefold.parallel.weights import Weights
 from fivefold.spec.presets import preset
 

@@ -11,11 +11,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fivefold.job.config import Job, read_job
 from fivefold.launch import processes
 from fivefold.layout.layout import Layout
-from fivefold.model import kernels
-from fivefold.model import recompute as compiled
+from fivefold.model import compiler, kernels
 from fivefold.model.decoder import Decoder
 from fivefold.model.linear_cross_entropy import Targets
-from fivefold.model.masks import Packed, causal_spans
+from fivefold.model.masks import PackedSpans, causal_spans
 from fivefold.model.ops import LocalAttention
 from fivefold.parallel.collectives import full_tensor
 from fivefold.parallel.mesh import Mesh
@@ -32,7 +31,7 @@ SLOW = pytest.mark.slow
 
 def graphs(rank: int, world: int, layers: int) -> tuple[int, dict[str, int], float, float]:
     """Graphs and breaks of a compiled decoder, and its loss beside that of an eager one with the same weights."""
-    compiled.BACKEND = "aot_eager"
+    compiler.BACKEND = "aot_eager"
     spec, layout = preset("tiny", layers=layers), Layout(tp=world, sp=True)
     mesh = Mesh.of(layout, torch.device("cpu"))
     tokens = torch.arange(64).reshape(2, 32) % spec.vocab
@@ -51,7 +50,7 @@ def graphs(rank: int, world: int, layers: int) -> tuple[int, dict[str, int], flo
         loss = model(tokens, targets=aim)
         loss.backward()
         losses.append(loss.item())
-    return (*compiled.compilation(), *losses)
+    return (*compiler.compilation(), *losses)
 
 
 @pytest.mark.parametrize(
@@ -86,10 +85,10 @@ def test_recomputed_blocks_with_breaks_are_compiled(layout: str) -> None:
 
 def graphs_of_a_step(rank: processes.Rank, job: Job) -> tuple[int, dict[str, int]]:
     """On the last of two ranks. The other is PyTorch's pretence: what is sent does not decide what is compiled."""
-    compiled.BACKEND = "aot_eager"
+    compiler.BACKEND = "aot_eager"
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
     Engine(job, Mesh.of(job.layout, torch.device("cpu"))).forward_backward(plain_batch(job.model.vocab, 2, 32))
-    return compiled.compilation()
+    return compiler.compilation()
 
 
 @pytest.mark.parametrize("layers", [9, pytest.param(2, marks=SLOW)])
@@ -119,7 +118,7 @@ def test_a_mixture_is_in_its_block_s_graph(recompute: str) -> None:
 
 def mixture_twice(rank: processes.Rank, job: Job) -> tuple[int, dict[str, int], float]:
     """Graphs and breaks of a compiled step, and how far its loss, gradients and counts are from an eager one's."""
-    compiled.BACKEND = "aot_eager"
+    compiler.BACKEND = "aot_eager"
     found = []
     for how in ("off", "on"):
         its = structs.replace(job, train=structs.replace(job.train, compile=how))
@@ -128,19 +127,19 @@ def mixture_twice(rank: processes.Rank, job: Job) -> tuple[int, dict[str, int], 
         assert engine.expert_loads is not None
         found.append([loss, engine.expert_loads.collect(), *engine.gradients().values()])
     apart = max((one - other).abs().max().item() for one, other in zip(*found, strict=True))
-    return (*compiled.compilation(), apart)
+    return (*compiler.compilation(), apart)
 
 
 def graphs_at_the_first_receive(rank: int, world: int, layout: str) -> tuple[list[int], int, float]:
     """Graphs when each receive is posted, and after two steps; and the second loss."""
-    compiled.BACKEND = "aot_eager"
+    compiler.BACKEND = "aot_eager"
     settings = ["model.layers=4", "data.seq=32", "train.batch=4", "train.compile=on", "train.dtype=float64"]
     job = read_job(None, [f"layout={layout}", *settings])
     engine = Engine(job, Mesh.of(job.layout, torch.device("cpu"), spec=job.model))
     posted, receive = [], Channels.receive
 
     def noted(self: Channels, action: Action, shape: tuple[int, ...]) -> Message:
-        posted.append(compiled.compilation()[0])
+        posted.append(compiler.compilation()[0])
         return receive(self, action, shape)
 
     Channels.receive = noted  # type: ignore[method-assign]
@@ -148,7 +147,7 @@ def graphs_at_the_first_receive(rank: int, world: int, layout: str) -> tuple[lis
     for _ in range(2):
         loss = engine.forward_backward(batch)
         engine.step(1e-3, engine.gradient_norm())
-    return posted, compiled.compilation()[0], loss.item()
+    return posted, compiler.compilation()[0], loss.item()
 
 
 @pytest.mark.parametrize(
@@ -178,7 +177,7 @@ def loss_of_two_steps(rank: int, world: int, layout: str) -> float:
 
 def graphs_of_documents(rank: int, world: int, layout: str, settings: list[str]) -> tuple[list[int], float]:
     """Graphs after each of three steps whose documents differ, and how far their gradients are from eager ones."""
-    compiled.BACKEND = "aot_eager"
+    compiler.BACKEND = "aot_eager"
     words = [f"layout={layout}", "model.layers=2", "data.seq=32", "data.document_mask=true", "train.batch=4", *settings]
     made, apart = [], 0.0
     jobs = [read_job(None, [*words, f"train.compile={how}", "train.dtype=float64"]) for how in ("off", "on")]
@@ -190,7 +189,7 @@ def graphs_of_documents(rank: int, world: int, layout: str, settings: list[str])
             found.append([full_tensor(one) for one in engine.gradients().values()])
             engine.step(1e-3, engine.gradient_norm())
         apart = max(apart, *((one - other).abs().max().item() for one, other in zip(*found, strict=True)))
-        made.append(compiled.compilation()[0])
+        made.append(compiler.compilation()[0])
     return made, apart
 
 
@@ -210,28 +209,28 @@ def test_documents_make_no_graphs_of_their_own(layout: str, settings: list[str])
         assert apart < 1e-12  # of gradients of about 1: sums in other orders
 
 
-def within_documents(q: Tensor, k: Tensor, v: Tensor, at: Packed) -> Tensor:
+def within_documents(q: Tensor, k: Tensor, v: Tensor, at: PackedSpans) -> Tensor:
     """What flash attention computes of packed documents, for a CPU."""
     rows = torch.arange(q.shape[0] * q.shape[2]).view(q.shape[0], -1)
-    document = torch.searchsorted(at.query_starts, rows, right=True)
+    document = torch.searchsorted(at.cu_seqlens_q, rows, right=True)
     seen = document[:, None, :, None] == document[:, None, None, :]
-    nearby = rows[:, None, :, None] - rows[:, None, None, :] < at.most_queries
+    nearby = rows[:, None, :, None] - rows[:, None, None, :] < at.max_seqlen_q
     return F.scaled_dot_product_attention(q, k, v, (seen & nearby).tril(), enable_gqa=True)
 
 
 def graphs_of_packed(rank: processes.Rank, job: Job) -> tuple[int, int, int]:
     """Graphs of a step, of eight, and the shapes of packed documents in them, as they are on a GPU."""
-    compiled.BACKEND = "aot_eager"
+    compiler.BACKEND = "aot_eager"
     kernels.packed_attention = within_documents
     LocalAttention.attention_mask = lambda _, positions, *__, **___: kernels.document_spans(positions).packed  # type: ignore[method-assign,assignment]
     engine, made, shapes = Engine(job, Mesh.of(job.layout, torch.device("cpu"))), [], set[tuple[int, int]]()
     for step in range(8):
         batch = make_batch(job, step)
         at = causal_spans(batch.documents, torch.device("cpu")).packed
-        shapes.add((len(at.query_starts), at.most_queries))
+        shapes.add((len(at.cu_seqlens_q), at.max_seqlen_q))
         assert engine.forward_backward(batch).isfinite()
         engine.step(1e-3, engine.gradient_norm())
-        made.append(compiled.compilation()[0])
+        made.append(compiler.compilation()[0])
     return made[0], made[-1], len(shapes)
 
 

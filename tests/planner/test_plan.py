@@ -15,8 +15,8 @@ from fivefold.planner.goodput import saved_bytes
 from fivefold.planner.plan import as_it_stands, fixed_choices, plan, simulate, workload_of
 from fivefold.planner.result import PlanResult
 from fivefold.render.blocks import to_text
-from fivefold.schedules.draw import LEFT_OUT, timeline
 from fivefold.schedules.simulate import simulate as clocked
+from fivefold.schedules.terminal import LEFT_OUT, timeline
 from fivefold.spec.presets import preset
 from fivefold.support.errors import UserError
 

@@ -12,8 +12,8 @@ from fivefold.job.config import job_from, read_job, to_toml
 from fivefold.losses import LOSSES, stored_loss
 from fivefold.losses.base import Loss
 from fivefold.losses.cross_entropy import CrossEntropy
+from fivefold.model import compiler
 from fivefold.model import linear_cross_entropy as fused
-from fivefold.model import recompute
 from fivefold.support import plugins
 from tests.commands import fivefold
 from tests.refusals import refusal
@@ -55,7 +55,7 @@ def test_a_wrong_slope_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_slice_and_a_part_of_the_words_are_compiled_without_a_break(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recompute, "BACKEND", "aot_eager")
+    monkeypatch.setattr(compiler, "BACKEND", "aot_eager")
     fused._compiled.cache_clear()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -75,7 +75,7 @@ def test_a_slice_and_a_part_of_the_words_are_compiled_without_a_break(monkeypatc
     assert x.grad is not None
     assert torch.allclose(found, wanted, rtol=1e-12)
     assert torch.allclose(gradient, x.grad, rtol=1e-10, atol=1e-12)
-    assert recompute.compilation()[1] == {}
+    assert compiler.compilation()[1] == {}
 
 
 def test_a_run_with_it_goes_on_in_another_layout_and_asks_for_the_plugin(

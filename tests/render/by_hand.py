@@ -10,7 +10,7 @@ import msgspec
 
 from fivefold.checkpoint.inspect import CheckpointCheck, CheckpointContents, CheckpointList
 from fivefold.checkpoint.store import Manifest
-from fivefold.clusters.write import LaunchResult, deployment, follow
+from fivefold.clusters.write import LaunchResult, check_deployment, follow_commands
 from fivefold.cost.collective_time import Traffic
 from fivefold.dry.result import DryRunResult, vs_plan
 from fivefold.hardware.accelerators import ACCELERATORS
@@ -83,7 +83,7 @@ def followed() -> CurveResult:
 def traced(ranks: int = 2) -> TraceResult:
     trace = by_hand()
     many = tuple(
-        replace(trace.ranks[at % 2], rank=at, line=at // 2, name=f"dp{at // 2} pp{at % 2}", clock_error=1e-5)
+        replace(trace.ranks[at % 2], rank=at, pipeline=at // 2, name=f"dp{at // 2} pp{at % 2}", clock_error=1e-5)
         for at in range(ranks)
     )
     return TraceResult(TraceSummary(replace(trace, ranks=many, layout=LONG)), Path("trace.json"))
@@ -168,10 +168,11 @@ def calibrated() -> CalibrationResult:
 
 
 def deployed() -> LaunchResult:
-    it = deployment(None, [f"layout={LONG}", "train.batch=32", "data.seq=64"], nodes=2).it
+    made = check_deployment(None, [f"layout={LONG}", "train.batch=32", "data.seq=64"], nodes=2).deployment
     blank, note = "FILL_IN_ACCOUNT in job.sbatch, or give --account", "tp=8 does not divide the 4 ranks of a node"
     start = ["sbatch job.sbatch"]
-    return LaunchResult("slurm", it.title, 2, 8, "job.sbatch", "", start, [blank], [note], "123", follow("123", it))
+    follow = follow_commands("123", made)
+    return LaunchResult("slurm", made.title, 2, 8, "job.sbatch", "", start, [blank], [note], "123", follow)
 
 
 def shown() -> LaunchResult:

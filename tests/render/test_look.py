@@ -26,7 +26,7 @@ from fivefold.render.scene import (
     rgb,
     text_on,
 )
-from fivefold.schedules.draw import HUES
+from fivefold.schedules.palette import HUES
 
 # Machado, Oliveira and Fernandes 2009, "A physiologically-based model for simulation of color vision deficiency",
 # severity 1.0, for linear RGB.

@@ -14,10 +14,11 @@ from fivefold.schedules.actions import Action, Kind
 from fivefold.schedules.build import with_zero
 from fivefold.schedules.clock import BusySpan
 from fivefold.schedules.costs import Costs
-from fivefold.schedules.draw import LANDSCAPE, _columns, legend, picture, timeline
+from fivefold.schedules.draw import LANDSCAPE, picture
 from fivefold.schedules.registry import CATALOGUE, build
 from fivefold.schedules.schedule import Placement
 from fivefold.schedules.simulate import simulate
+from fivefold.schedules.terminal import _columns, legend, timeline
 from fivefold.support.errors import UserError
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -39,7 +40,7 @@ def test_a_pair_is_drawn_overlapped_where_it_is(ep: float) -> None:
     """Else its F and its B stand one after the other, as they run."""
     schedule = build("dualpipe-v", 4, 8)
     simulation = simulate(schedule, Costs.even(schedule.placement, ep=ep))
-    shown = [one for rank in range(4) for one in simulation.shown(rank)]
+    shown = [one for rank in range(4) for one in simulation.drawn(rank)]
     beside = [one for one in shown if one.beside]
     pairs = sum(action.joined for order in schedule.ranks for action in order)
     assert len(beside) == (pairs if ep else 0)

@@ -103,5 +103,5 @@ def sleep(rank: int, world: int, text: str, naps: Naps, steps: int) -> Trace | N
         torch.distributed.barrier()
         with tracer.step(step):
             pipeline.run([microbatch] * layout.microbatches, lambda y: y.sum())
-        trace = tracer.after(step, schedule)
+        trace = tracer.gather(step, schedule)
     return trace

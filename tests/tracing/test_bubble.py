@@ -50,7 +50,7 @@ def test_the_measured_bubble_is_the_simulated_one_within_5_percent_of_the_run(la
         summary, stages = TraceSummary(trace), trace.schedule.placement.stages
         each = {name: (getattr(naps, name),) * stages for name in "fiw"}
         known = simulate(trace.schedule, Costs(**each, b=(naps.i + naps.w,) * stages, activation=(1.0,) * stages))
-        shortest = min(range(trace.steps), key=lambda step: summary.makespan(0, step))
+        shortest = min(range(trace.step_count), key=lambda step: summary.makespan(0, step))
         measured, predicted = bubble_of_step(trace, shortest), summary.simulations[0].bubble_makespan
         print(f"{layout}: {measured:.4f} measured, {known.bubble_makespan:.4f} of the naps, {predicted:.4f} predicted")
         assert summary.makespan(0, shortest) >= known.makespan
@@ -69,7 +69,7 @@ def test_the_same_with_stages_that_compute_while_every_rank_has_a_core(schedule:
         naps = Naps(*(longer * seconds for seconds in astuple(NAPS)[:3]), working=True)
         trace = run_ranks(2, sleep, f"pp=2,microbatches=4,schedule={schedule}", naps, 3)[0]
         summary = TraceSummary(trace)
-        shortest = min(range(trace.steps), key=lambda step: summary.makespan(0, step))
+        shortest = min(range(trace.step_count), key=lambda step: summary.makespan(0, step))
         found.append((bubble_of_step(trace, shortest), summary.simulations[0].bubble_makespan))
         if abs(found[-1][0] - found[-1][1]) < ALLOWED:
             break

@@ -12,10 +12,10 @@ from fivefold.schedules.classic import one_f_one_b
 from fivefold.schedules.clock import BusySpan
 from fivefold.schedules.text import read_text
 from fivefold.tracing.chrome import write
-from fivefold.tracing.records import Flight, RankTrace, StepWindow, Trace, Update, Wait, end_sends
+from fivefold.tracing.records import Flight, NamedSpan, RankTrace, StepWindow, Trace, Wait, end_sends
 from fivefold.tracing.summary import TraceSummary
 
-ALONE: Any = {"rank": 0, "name": "", "line": 0, "place": 0}
+ALONE: Any = {"rank": 0, "name": "", "pipeline": 0, "pp_rank": 0}
 
 
 def by_hand() -> Trace:
@@ -25,11 +25,11 @@ def by_hand() -> Trace:
     first = RankTrace(
         rank=0,
         name="pp0",
-        line=0,
-        place=0,
+        pipeline=0,
+        pp_rank=0,
         steps=(StepWindow(1, 0.0, 14.0),),
         actions=(BusySpan(Action(FORWARD, 0, 0), 1.0, 2.0), BusySpan(Action(BACKWARD, 0, 0), 9.0, 11.0)),
-        updates=(Update("STEP", 12.0, 13.5),),
+        updates=(NamedSpan("STEP", 12.0, 13.5),),
         waits=(
             Wait("pp", "receive", 2.5, 9.0, Action(BACKWARD, 0, 0)),
             Wait("tp", "all-reduce", 9.5, 10.0, Action(BACKWARD, 0, 0)),  # within an action
@@ -44,11 +44,11 @@ def by_hand() -> Trace:
     second = RankTrace(
         rank=1,
         name="pp1",
-        line=0,
-        place=1,
+        pipeline=0,
+        pp_rank=1,
         steps=(StepWindow(1, 0.5, 14.0),),
         actions=(BusySpan(Action(FORWARD, 1, 0), 3.0, 5.0), BusySpan(Action(BACKWARD, 1, 0), 5.0, 8.0)),
-        updates=(Update("STEP", 12.0, 13.0),),
+        updates=(NamedSpan("STEP", 12.0, 13.0),),
         waits=(
             Wait("pp", "receive", 1.0, 3.0, Action(FORWARD, 1, 0)),
             Wait("dp", "all-reduce", 8.5, 12.0),  # till 11 it would have had nothing to do anyway
@@ -79,7 +79,7 @@ def test_spans_that_overlap_count_once_in_any_order() -> None:
         **ALONE,
         steps=(StepWindow(1, -1.0, 7.0),),
         actions=(BusySpan(Action(FORWARD, 0, 0), 2.0, 5.0),),
-        updates=(Update("STEP", 5.0, 6.5),),
+        updates=(NamedSpan("STEP", 5.0, 6.5),),
         waits=tuple(Wait("tp", "all-reduce", start, end) for start, end in times),
         flights=(Flight("tp", "all-reduce", 8, -2.0, 9.0),),
     )
@@ -122,7 +122,7 @@ def in_turns() -> Trace:
         steps=(StepWindow(1, 0.0, 12.0),),
         actions=tuple(BusySpan(action, float(start), float(end)) for action, start, end in spans),
         updates=(),
-        parts=(Update("dispatch", 3.5, 4.0), Update("combine", 7.0, 7.5)),
+        parts=(NamedSpan("dispatch", 3.5, 4.0), NamedSpan("combine", 7.0, 7.5)),
         waits=(Wait("ep", "all-to-all", 6.0, 6.5, joined), Wait("ep", "all-to-all", 7.0, 7.5, other)),
         flights=(Flight("ep", "all-to-all", 8, 4.0, 6.5, joined), Flight("ep", "all-to-all", 8, 6.0, 7.5, other)),
     )

@@ -16,9 +16,9 @@ from fivefold.layout.layout import Layout
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.traffic import TrafficCounter
 from fivefold.tracing.chrome import COMPUTE, WAITS, write
+from fivefold.tracing.clocks import clock_offset
 from fivefold.tracing.records import Trace
 from fivefold.tracing.summary import TraceSummary
-from fivefold.tracing.tracer import clock_offset
 from fivefold.trainer.loop import Trainer
 from tests.ranks import run_ranks
 
@@ -40,7 +40,7 @@ def traced(rank: int, world: int, job: Job) -> tuple[list[Traffic], Trace | None
     for step, read in enumerate(trainer.reads(), start=1):
         with trainer.tracer.step(step), counter if step == 2 else nullcontext():
             trainer.step(step, read())
-        trace = trainer.tracer.after(step, trainer.engine.schedule)
+        trace = trainer.tracer.gather(step, trainer.engine.schedule)
     return counter.rows(), trace
 
 
@@ -85,7 +85,7 @@ def test_no_two_slices_of_a_lane_overlap(ran: Any) -> None:
 def test_ranks_computed_in_the_order_of_the_schedule_and_so_does_the_simulation(ran: Any) -> None:
     summary, _, document = ran
     for rank in summary.trace.ranks:
-        wanted = [str(action) for action in summary.trace.schedule.compute(rank.place)]
+        wanted = [str(action) for action in summary.trace.schedule.compute(rank.pp_rank)]
         done = [e["name"] for e in slices(document, rank.rank, COMPUTE) if e["cat"] == "compute"]
         assert done == wanted * 2
         simulated = [e for e in document["traceEvents"] if e["pid"] == rank.rank and e.get("cat") == "simulated"]
@@ -125,7 +125,7 @@ def test_every_message_has_an_arrow_from_its_send_to_its_consumer(ran: Any) -> N
         if event["ph"] in "sf":
             assert event["ph"] not in ends.setdefault(event["id"], {})
             ends[event["id"]][event["ph"]] = event["ts"]
-    schedule, lines = summary.trace.schedule, len(summary.trace.lines)
+    schedule, lines = summary.trace.schedule, len(summary.trace.pipelines)
     channels = [action for order in schedule.ranks for action in order if str(action).startswith("SEND")]
     assert len(ends) == 2 * lines * len(channels)
     assert all(arrow["s"] <= arrow["f"] for arrow in ends.values())

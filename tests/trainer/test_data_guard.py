@@ -49,8 +49,8 @@ def test_a_small_set_is_hashed_before_the_first_step(copy: Path) -> None:
 @pytest.fixture
 def large(copy: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A set that counts as too large to be hashed before the start."""
-    monkeypatch.setattr("fivefold.job.preflight.QUICK", 0)
-    monkeypatch.setattr(data_guard, "QUICK", 0)
+    monkeypatch.setattr("fivefold.job.preflight.HASHED_FIRST", 0)
+    monkeypatch.setattr(data_guard, "HASHED_FIRST", 0)
     return copy
 
 
@@ -86,8 +86,8 @@ def test_damage_that_the_thread_does_not_reach_is_found_at_the_end(
 
 
 def test_what_earlier_starts_have_read_is_checked_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_guard, "QUICK", 0)
-    monkeypatch.setattr("fivefold.job.preflight.QUICK", 0)
+    monkeypatch.setattr(data_guard, "HASHED_FIRST", 0)
+    monkeypatch.setattr("fivefold.job.preflight.HASHED_FIRST", 0)
     (tmp_path / "in.jsonl").write_text('{"text": "some text to be read"}\n' * 40)
     prepare([tmp_path / "in.jsonl"], tmp_path / "tokens", shard_tokens=100)
     job = small_job(tmp_path / "tokens")

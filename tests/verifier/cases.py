@@ -56,9 +56,9 @@ def small_buckets() -> None:
 
 def a_quick_compiler() -> None:
     """Not a bug: graphs are made as always, and run by PyTorch's own kernels. A compiler of C++ would take a minute."""
-    from fivefold.model import recompute
+    from fivefold.model import compiler
 
-    recompute.BACKEND = "aot_eager"
+    compiler.BACKEND = "aot_eager"
 
 
 # ---- bugs ----------------------------------------------------------------------------------------------------------

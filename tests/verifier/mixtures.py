@@ -154,9 +154,9 @@ def ranks_clip_by_norms_of_their_own() -> AbstractContextManager[Any]:
 
     step = Optimizer.step
 
-    def alone(self: Any, rate: float | None, norm: Any) -> None:
+    def alone(self: Any, lr: float | None, norm: Any) -> None:
         squares = [p.grad.square().sum() for p in self.weights.masters.values() if p.grad is not None]
-        step(self, rate, sum(squares).sqrt().to(norm))
+        step(self, lr, sum(squares).sqrt().to(norm))
 
     return patch.object(Optimizer, "step", alone)
 
@@ -167,14 +167,14 @@ def the_optimizer_skips_experts_without_tokens() -> AbstractContextManager[Any]:
 
     step = Optimizer.step
 
-    def skipping(self: Any, rate: float | None, norm: Any) -> None:
+    def skipping(self: Any, lr: float | None, norm: Any) -> None:
         still = []
         for name, master in self.weights.masters.items():
             experts = self.weights.local_params[name].parameter.experts
             if experts and master.grad is not None:
                 empty = master.grad.unflatten(0, (experts // self.mesh.ep.size, -1)).flatten(1).eq(0).all(1)
                 still.append((master, empty, master.detach().clone()))
-        step(self, rate, norm)
+        step(self, lr, norm)
         for master, empty, before in still:
             rows = empty.repeat_interleave(len(master) // len(empty))
             master.data[rows] = before[rows]
@@ -292,7 +292,7 @@ def tokens_are_weighted_before_the_experts() -> AbstractContextManager[Any]:
 
 
 def every_tp_rank_routes_all_tokens() -> AbstractContextManager[Any]:
-    from fivefold.parallel.token_dispatch import ExpertParallelDispatch
+    from fivefold.parallel.expert_parallel import ExpertParallelDispatch
 
     make = ExpertParallelDispatch.__init__
 

@@ -1,6 +1,7 @@
 """Mixtures of experts over ranks against a plain loop over experts; bugs that others have shipped are found."""
 
 import ast
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ import msgspec
 import pytest
 import torch
 
+import fivefold.verifier.plain_moe
 import fivefold.verifier.reference
 from fivefold.job.config import Job
 from fivefold.launch import processes
@@ -299,9 +301,13 @@ def test_the_reference_has_nothing_of_the_experts_that_it_judges(monkeypatch: py
     from fivefold.model import dispatch, grouped, router
     from fivefold.model import moe as mixture
 
-    tree = ast.parse(Path(fivefold.verifier.reference.__file__).read_text())
-    imported = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    assert not [name for name in imported if "model.experts" in name or "parallel" in name]
+    judged = {f"fivefold.model.{name}" for name in ("moe", "router", "dispatch", "grouped", "load_balancing")}
+    for module in (fivefold.verifier.reference, fivefold.verifier.plain_moe):
+        tree = ast.parse(inspect.getsource(module))
+        imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        assert imported
+        assert not imported & judged
+        assert not [name for name in imported if name.startswith("fivefold.parallel")]
 
     def used(*_: Any) -> None:
         raise AssertionError("the reference computes with what it judges")
@@ -323,7 +329,7 @@ def test_the_reference_has_nothing_of_the_experts_that_it_judges(monkeypatch: py
 def test_a_replayed_reference_goes_where_the_other_went() -> None:
     one = job("dp=1", dtype="bfloat16", steps=2)
     first = run_reference(one, torch.device("cpu"))
-    nudged = run_reference(one, torch.device("cpu"), nudge=1, like=first)
+    nudged = run_reference(one, torch.device("cpu"), nudge_seed=1, replay=first)
     for a, b in zip(first.steps, nudged.steps, strict=True):
         assert all(torch.equal(a.routing[layer], b.routing[layer]) for layer in range(2))
 

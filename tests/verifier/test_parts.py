@@ -16,7 +16,7 @@ from fivefold.schedules.registry import CATALOGUE
 from fivefold.verifier import compare
 from fivefold.verifier.cases import cases_of, deep_enough, legal_layouts, make_batch, pair_coverage, pairwise, variants
 from fivefold.verifier.compare import tolerance_of
-from fivefold.verifier.reference import add_noise, run_reference
+from fivefold.verifier.reference import measure_noise, run_reference
 from fivefold.verifier.verdict import Verdict
 from tests.verifier.cases import CANCELLING, job, tiny
 from tests.verifier.mixtures import moe
@@ -143,8 +143,8 @@ def test_the_noise_of_a_gradient_knows_what_cancels_in_it(dtype: str) -> None:
     for name, (spec, seed) in {"plain": (tiny(), 0), **CANCELLING}.items():
         one = job("dp=1", spec, dtype, seed=seed, steps=3)
         reference, exact = run_reference(one, cpu), run_reference(one, cpu, exact=True)
-        add_noise(reference, exact, reference)
-        add_noise(reference, exact, run_reference(one, cpu, nudge=1))
+        measure_noise(reference, exact, reference)
+        measure_noise(reference, exact, run_reference(one, cpu, nudge_seed=1))
         zero = compare.zero_gradients(exact.steps[0].gradients, spec)
         shares = [
             noise / min(float(step.gradients[n].abs().max()) for step in exact.steps)

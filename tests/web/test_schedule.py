@@ -29,7 +29,7 @@ def test_figures_are_those_of_draw(seed: int) -> None:
     assert drawn["figures"] | {"ranks": drawn["ranks"], "timeline": whole["timeline"]} == whole
     assert drawn["memory"] == simulation.memory
     for rank, lane in enumerate(drawn["lanes"]):
-        shown = [(one.action[:3], one.start, one.end, one.beside and one.beside[:3]) for one in simulation.shown(rank)]
+        shown = [(one.action[:3], one.start, one.end, one.beside and one.beside[:3]) for one in simulation.drawn(rank)]
         assert [(one[:3], *one[3:5], one[5:] or None) for one in lane] == shown
 
 

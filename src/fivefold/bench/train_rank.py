@@ -29,7 +29,7 @@ from fivefold.data.tokens import TokenStore
 from fivefold.job.config import Job
 from fivefold.launch.device import check_bfloat16, choose_device, make_repeatable, peak_memory
 from fivefold.launch.processes import Rank
-from fivefold.model.recompute import compilation
+from fivefold.model.compiler import compilation
 from fivefold.parallel.control import Control
 from fivefold.parallel.mesh import Mesh
 from fivefold.support.errors import UserError

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from fivefold.cli import bench, catalogue, checkpoint, compare, data, draw, hf, machines, plan, runs, train, verify, web
-from fivefold.cli.options import DRAWN, command
+from fivefold.cli.options import DRAWABLE_SUFFIXES, command
 from fivefold.cli.unknown import Explaining
 from fivefold.launch.host import keep_freed_memory
 from fivefold.launch.world import rank_here
@@ -41,11 +41,11 @@ command(app, "serve", plan.SERVE, TEXTS)(plan.serve)
 command(app, "goodput", plan.GOODPUT, TEXTS)(plan.goodput)
 app.add_typer(compare.app, name="compare", short_help=compare.SHORT)
 command(app, "draw", draw.DRAW)(draw.draw)
-command(app, "dryrun", verify.DRYRUN, DRAWN)(verify.dryrun)
+command(app, "dryrun", verify.DRYRUN, DRAWABLE_SUFFIXES)(verify.dryrun)
 command(app, "verify", verify.VERIFY, TEXTS)(verify.verify)
 command(app, "train", train.TRAIN)(train.train)
 command(app, "generate", runs.GENERATE, TEXTS)(runs.generate)
-command(app, "inspect", runs.INSPECT, DRAWN)(runs.inspect)
+command(app, "inspect", runs.INSPECT, DRAWABLE_SUFFIXES)(runs.inspect)
 command(app, "trace", runs.TRACE)(runs.trace)
 command(app, "launch", machines.LAUNCH)(machines.launch)
 command(app, "doctor", machines.DOCTOR, TEXTS)(machines.doctor)
@@ -54,7 +54,7 @@ app.add_typer(data.app, name="data", short_help=data.SHORT)
 app.add_typer(checkpoint.app, name="checkpoint", short_help=checkpoint.SHORT)
 app.add_typer(hf.app, name="hf", short_help=hf.SHORT)
 app.add_typer(catalogue.app, name="list", short_help=catalogue.LIST)
-command(app, "accuracy", catalogue.ACCURACY, DRAWN)(catalogue.accuracy)
+command(app, "accuracy", catalogue.ACCURACY, DRAWABLE_SUFFIXES)(catalogue.accuracy)
 app.add_typer(bench.app, name="bench", short_help=bench.SHORT)
 command(app, "ui", web.UI)(web.ui)
 

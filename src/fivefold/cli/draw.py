@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from fivefold.cli.options import DRAWN, Html, Json, written
+from fivefold.cli.options import DRAWABLE_SUFFIXES, Html, Json, write_page
 from fivefold.render.blocks import Text, check_writable, console_of, render, show
 from fivefold.support.errors import UserError
 
@@ -93,7 +93,7 @@ def draw(
     result = draw(*schedule, pp=pp, microbatches=microbatches, chunks=chunks, group=group, memory=memory, times=times,
                   slow=slow, sends=sends, overlap=overlap)  # fmt: skip
     said = [] if output is None else list(result.save(output))
-    said += [] if html is None else [Text(written(result, html))]
+    said += [] if html is None else [Text(write_page(result, html))]
     if as_json or not said:
         show(result, as_json)
     else:
@@ -117,5 +117,5 @@ def _draw_mesh(
         )
     if not layout:
         raise UserError("the mesh is of a layout; give one, as in --layout dp=2,tp=4,pp=2", "option.missing")
-    check_writable(output, *DRAWN)
+    check_writable(output, *DRAWABLE_SUFFIXES)
     show(mesh(layout, cluster or None), as_json, output)

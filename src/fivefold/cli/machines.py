@@ -85,11 +85,11 @@ def launch(
 
       fivefold launch job.toml --ssh hosts.txt -o start.sh
     """
-    from fivefold.clusters.deployment import Options
+    from fivefold.clusters.options import LaunchOptions
     from fivefold.clusters.write import launch
 
     kinds = {"slurm": slurm, "torchrun": torchrun, "kubernetes": kubernetes, "trainjob": trainjob, "ssh": ssh}
-    options = Options(
+    options = LaunchOptions(
         account=account, partition=partition, time=time, host=host, container=container, claim=claim,
         hosts=ssh, restarts=restarts if restarts is not None else 10 if elastic else 3, submit=submit, elastic=elastic,
     )  # fmt: skip

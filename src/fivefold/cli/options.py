@@ -10,7 +10,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,8 +33,10 @@ from fivefold.support.errors import UserError
 from fivefold.support.plugins import is_plugin, load
 from fivefold.support.progress import shown, silenced
 
-DRAWN = (*PICTURES, *TEXTS)  # file suffixes of a result that can be drawn
-PAGE = (".html", ".htm")
+DRAWABLE_SUFFIXES = (*PICTURES, *TEXTS)  # of the file of a result that can also be drawn
+PAGE_SUFFIXES = (".html", ".htm")
+
+# ---- types of options and arguments ---------------------------------------------------------------------------------
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors, and with --json the JSON.")]
@@ -92,6 +94,8 @@ Imbalance = Annotated[
     typer.Option(help="Experts: tokens of the most loaded rank / mean; default: 1.6, from published runs."),
 ]
 
+# ---- commands -------------------------------------------------------------------------------------------------------
+
 
 def command(
     app: typer.Typer, name: str, short: str, writes: tuple[str, ...] = ()
@@ -99,53 +103,57 @@ def command(
     """Make a function a command. `writes` are the suffixes that the file of its -o may have."""
 
     def add(function: Callable[..., None]) -> Callable[..., None]:
-        app.command(name, short_help=short)(_with_common(function, writes))
+        app.command(name, short_help=short)(_with_common_options(function, writes))
         return function
 
     return add
 
 
-def _with_common(function: Callable[..., None], writes: tuple[str, ...]) -> Callable[..., None]:
+def _with_common_options(function: Callable[..., None], writes: tuple[str, ...]) -> Callable[..., None]:
     """The function with --quiet and --plugin, and with a check of the files that it writes."""
 
     @functools.wraps(function)
-    def run(*, quiet: bool = False, plugin: Sequence[str] | None = None, **given: Any) -> None:
-        for name in (*(plugin or ()), *_schedules(given)):
+    def run(*, quiet: bool = False, plugin: Sequence[str] | None = None, **arguments: Any) -> None:
+        for name in (*(plugin or ()), *_schedule_plugins(arguments)):
             load(name)
         if writes:
-            check_writable(given["output"], *writes)
-        check_writable(given.get("html"), *PAGE)
-        if not quiet:
-            function(**given)
-            return
-        with (
-            silenced(),
-            open(os.devnull, "w") as nowhere,
-            redirect_stdout(sys.stdout if given.get("as_json") else nowhere),
-        ):
-            function(**given)
+            check_writable(arguments["output"], *writes)
+        check_writable(arguments.get("html"), *PAGE_SUFFIXES)
+        with _quiet(prints_json=bool(arguments.get("as_json"))) if quiet else nullcontext():
+            function(**arguments)
 
+    annotations: dict[str, Any] = {"quiet": Quiet}
+    defaults: dict[str, Any] = {"quiet": False}
     signature = inspect.signature(function)
-    common: dict[str, Any] = {"quiet": (False, Quiet)}
     if any(map(_names_a_job, signature.parameters.values())):
-        common["plugin"] = (None, Plugins)
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    added = [inspect.Parameter(name, keyword, default=value, annotation=kind) for name, (value, kind) in common.items()]
+        annotations["plugin"], defaults["plugin"] = Plugins, None
+    added = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=annotation)
+        for name, annotation in annotations.items()
+    ]
+    # Typer reads a command's options from the signature and the annotations of its function.
     vars(run)["__signature__"] = signature.replace(parameters=[*signature.parameters.values(), *added])
-    run.__annotations__ = {**function.__annotations__, **{name: kind for name, (_, kind) in common.items()}}
+    run.__annotations__ = {**function.__annotations__, **annotations}
     return run
 
 
-def _schedules(given: Mapping[str, Any]) -> list[str]:
+@contextmanager
+def _quiet(*, prints_json: bool) -> Iterator[None]:
+    """Nothing is printed but errors and JSON, and no progress is shown."""
+    with silenced(), open(os.devnull, "w") as nowhere, redirect_stdout(sys.stdout if prints_json else nowhere):
+        yield
+
+
+def _schedule_plugins(arguments: Mapping[str, Any]) -> list[str]:
     """Schedules of a user's own modules that options name: --layout, --fix, and what `draw` draws."""
-    texts = [text for key in ("layout", "fix") if isinstance(text := given.get(key), str)]
-    drawn = words if isinstance(words := given.get("schedule"), list) else []
-    if not any(map(is_plugin, (*texts, *drawn))):
-        return []
+    layouts = [text for key in ("layout", "fix") if isinstance(text := arguments.get(key), str)]
+    drawn = words if isinstance(words := arguments.get("schedule"), list) else []
+    if not any(map(is_plugin, (*layouts, *drawn))):
+        return []  # the usual case, in which nothing more is imported
     from fivefold.layout.layout import schedule_named
     from fivefold.schedules.registry import is_file
 
-    return [name for name in (*map(schedule_named, texts), *drawn) if is_plugin(name) and not is_file(name)]
+    return [name for name in (*map(schedule_named, layouts), *drawn) if is_plugin(name) and not is_file(name)]
 
 
 def _names_a_job(parameter: inspect.Parameter) -> bool:
@@ -154,18 +162,14 @@ def _names_a_job(parameter: inspect.Parameter) -> bool:
     return parameter.name == "run" or any("KEY=VALUE" in metavar or "RUN" in metavar for metavar in metavars)
 
 
+# ---- what was typed -------------------------------------------------------------------------------------------------
+
+
 def command_line() -> str:
     """The command line that was typed, for files that say what made them."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     module = spec.name if spec is not None and spec.name.startswith("benchmarks.") else ""
     return shlex.join([*(["python", "-m", module] if module else ["fivefold"]), *sys.argv[1:]])
-
-
-def written(result: Any, html: Path) -> str:
-    """Write the page of a result, or of the run at a path; returns the line to print about it."""
-    from fivefold.web.report import report
-
-    return str(report(result, html, command_line())).rstrip()
 
 
 def options_given(context: typer.Context, names: Mapping[str, str]) -> list[str]:
@@ -197,7 +201,17 @@ def split(words: list[str] | None) -> tuple[str | None, list[str]]:
     return (files[0] if files else None), [word for word in words or [] if "=" in word]
 
 
-# ---- bars -----------------------------------------------------------------------------------------------------------
+# ---- pages ----------------------------------------------------------------------------------------------------------
+
+
+def write_page(result: Any, html: Path) -> str:
+    """Write the page of a result, or of the run at a path; returns the line to print about it."""
+    from fivefold.web.report import report
+
+    return str(report(result, html, command_line())).rstrip()
+
+
+# ---- progress bars --------------------------------------------------------------------------------------------------
 # Shown on a terminal only, and removed afterwards.
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from fivefold.cli.options import (
-    DRAWN,
+    DRAWABLE_SUFFIXES,
     Batch,
     ClusterText,
     Html,
@@ -20,7 +20,7 @@ from fivefold.cli.options import (
     check_whole_layout,
     command_line,
     counting_bar,
-    written,
+    write_page,
 )
 from fivefold.render.blocks import show
 from fivefold.support.dtypes import precision_of
@@ -32,7 +32,7 @@ PLAN = "Choose a layout, and explain the choice.  [dim]fivefold plan llama3-70b 
 SERVE = "Choose how to serve a model.  [dim]fivefold serve llama3-70b --cluster 8xH100[/]"
 GOODPUT = "Days to train, with failures.  [dim]fivefold goodput llama3-405b --cluster 2048x8xH100 --tokens 15.6T[/]"
 
-WRITES = (".toml", ".md", ".html", *DRAWN)
+WRITES = (".toml", ".md", ".html", *DRAWABLE_SUFFIXES)
 
 
 _Tokens = Annotated[
@@ -123,7 +123,7 @@ def plan(
         words[0], cluster, changes=words[1:], batch=batch, seq=seq, layout=layout, fix=fix, by=by, top=top,
         precision=precision, software=software, price=price, tokens=tokens, imbalance=imbalance,
     )  # fmt: skip
-    remarks = [] if html is None else [written(result, html)]
+    remarks = [] if html is None else [write_page(result, html)]
     if output is not None and output.suffix.lower() in WRITERS:
         remarks = [WRITERS[output.suffix.lower()](result, output), *remarks]
         output = None

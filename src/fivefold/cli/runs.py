@@ -11,7 +11,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from fivefold.cli.options import PAGE, Html, JobWords, Json, Output, Picture, command_line, split, written
+from fivefold.cli.options import PAGE_SUFFIXES, Html, JobWords, Json, Output, Picture, command_line, split, write_page
 from fivefold.render.blocks import console_of, show
 from fivefold.support.dtypes import dtype_of
 from fivefold.support.errors import UserError
@@ -141,11 +141,11 @@ def trace(
     """
     from fivefold.trainer.start import trace as run
 
-    if output.suffix.lower() in PAGE:
+    if output.suffix.lower() in PAGE_SUFFIXES:
         raise UserError(f"-o {output} is for what every rank did, as JSON; the page is --html {output}", "output.kind")
     with console_of(stderr=True).status("training the traced steps"):
         result = run(*split(job), output=output, timeout=timeout)
-    show(result, as_json, remarks=[] if html is None else [written(result, html)])
+    show(result, as_json, remarks=[] if html is None else [write_page(result, html)])
 
 
 def inspect(
@@ -193,4 +193,4 @@ def inspect(
 
         show(report(place, html, command_line()), as_json)
         return
-    show(inspect_run(place, step), as_json, output, [] if html is None else [written(place, html)])
+    show(inspect_run(place, step), as_json, output, [] if html is None else [write_page(place, html)])

@@ -19,7 +19,7 @@ from fivefold.cli.options import (
     options_given,
     refuse,
     split,
-    written,
+    write_page,
 )
 from fivefold.render.blocks import console_of, show
 from fivefold.support.errors import UserError
@@ -146,7 +146,7 @@ def verify(
     except KeyboardInterrupt:
         Console(stderr=True).print("stopped; nothing is proven")
         raise typer.Exit(130) from None
-    show(result, as_json, output, [] if html is None else [written(result, html)])
+    show(result, as_json, output, [] if html is None else [write_page(result, html)])
 
 
 # {parameter: option}: the options of a proof alone, and those of the job that is proven or trained.

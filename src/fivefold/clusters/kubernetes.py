@@ -7,29 +7,26 @@ import os
 import re
 from typing import Any
 
-from fivefold.clusters.deployment import Deployment, variables
-from fivefold.clusters.torchrun import PORT, saving, words
+from fivefold.clusters.deployment import Deployment
+from fivefold.clusters.environment import rank_variables
+from fivefold.clusters.torchrun import PORT, shutdown_timeout, torchrun_command
 from fivefold.job.config import to_toml
 from fivefold.support.errors import UserError
 
 IMAGE, CLAIM = "FILL_IN_IMAGE", "FILL_IN_CLAIM"  # neither is a legal name, so Kubernetes refuses them
-_HOME, _JOB = "/work", "/etc/fivefold/job.toml"
-_MOST = 1 << 20  # bytes of a ConfigMap: kubernetes.io/docs/concepts/configuration/configmap
+_VOLUME, _JOB_FILE = "/work", "/etc/fivefold/job.toml"
+_MAX_CONFIG_MAP = 1 << 20  # bytes of a ConfigMap: kubernetes.io/docs/concepts/configuration/configmap
 _THREADS = 8  # of a rank; the cluster decides how many cores a pod gets
 Table = dict[str, Any]
 
-
-def name_of(it: Deployment) -> str:
-    """The run's name as the name of a service: lower case, digits and hyphens, at most 50, as pods' names add to it."""
-    plain = re.sub(r"[^a-z0-9]+", "-", it.job.run.name.lower()).strip("-")[:50].strip("-")
-    return plain if plain[:1].isalpha() else f"run-{plain}".strip("-")
+# ---- manifests -------------------------------------------------------------------------------------------------------
 
 
-def indexed_job(it: Deployment, image: str, claim: str, restarts: int) -> list[Table]:
+def indexed_job(deployment: Deployment, image: str, claim: str, restarts: int) -> list[Table]:
     """A headless service, the job file, and the Job."""
-    name, nodes = name_of(it), it.machines.nodes
+    name, nodes = service_name(deployment), deployment.machines.nodes
     service = {
-        "#": f"{it.title}.",
+        "#": f"{deployment.title}.",
         "apiVersion": "v1",
         "kind": "Service",
         "metadata": {"name": name},
@@ -57,58 +54,91 @@ def indexed_job(it: Deployment, image: str, claim: str, restarts: int) -> list[T
             "backoffLimit": restarts * nodes,
             "podFailurePolicy": {
                 "rules": [
-                    {"#": "A job that is refused would be again.", **_rule("FailJob", "onExitCodes", _refused())},
+                    {
+                        "#": "A job that is refused would be again.",
+                        "action": "FailJob",
+                        "onExitCodes": {"containerName": "ranks", "operator": "In", "values": [2]},
+                    },
                     {
                         "#": "Drained or preempted: not the job's fault.",
-                        **_rule("Ignore", "onPodConditions", _disrupted()),
+                        "action": "Ignore",
+                        "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
                     },
                 ]
             },
-            "template": {"spec": _pod(it, name, image, claim, restarts)},
+            "template": {"spec": _pod(deployment, name, image, claim, restarts)},
         },
     }
-    return [service, _config_map(it, name), job]
+    return [service, _config_map(deployment, name), job]
 
 
-def notes(it: Deployment) -> list[str]:
+def train_job(deployment: Deployment, image: str, claim: str, restarts: int) -> list[Table]:
+    """The job file, and a TrainJob on Kubeflow's torch-distributed runtime, which tells torchrun where it is."""
+    name = service_name(deployment)
+    in_pod = Deployment(deployment.job, deployment.machines, _JOB_FILE)
+    check = f"fivefold train {_JOB_FILE} --check --nproc {deployment.machines.world} > /dev/null"
+    start = f"exec torchrun --max-restarts={restarts} -m {in_pod.rank_command()}"
+    script = f"cd {_VOLUME} && {check} && {start}\n"
+    job = {
+        "#": f"{deployment.title}.",
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": {"name": name},
+        "spec": {
+            "#": "The runtime starts the pods, names them to each other, and says what happens when one fails.",
+            "runtimeRef": {"name": "torch-distributed"},
+            "trainer": {
+                "image": image or IMAGE,
+                "command": ["bash", "-c", script],
+                "numNodes": deployment.machines.nodes,
+                "numProcPerNode": deployment.machines.per_node,
+                "env": _environment(deployment),
+                "resourcesPerNode": _resources(deployment)["resources"],
+            },
+            "runtimePatches": [{"manager": "fivefold/launch", "trainingRuntimeSpec": _patch(deployment, name, claim)}],
+        },
+    }
+    return [_config_map(deployment, name), job]
+
+
+def service_name(deployment: Deployment) -> str:
+    """The run's name as the name of a service: lower case, digits and hyphens, at most 50, as pods' names add to it."""
+    plain = re.sub(r"[^a-z0-9]+", "-", deployment.job.run.name.lower()).strip("-")[:50].strip("-")
+    return plain if plain[:1].isalpha() else f"run-{plain}".strip("-")
+
+
+def notes(deployment: Deployment) -> list[str]:
     """A note about paths of the job that the pods may not have."""
     to_copy = ("run.weights", "layout.schedule")  # made on this machine, so not on the volume yet
     paths = [
         f"{key}={path}"
-        for key, path in it.paths.items()
-        if key in to_copy or (path.startswith(("/", "~")) and not path.startswith(f"{_HOME}/"))
+        for key, path in deployment.paths.items()
+        if key in to_copy or (path.startswith(("/", "~")) and not path.startswith(f"{_VOLUME}/"))
     ]
-    return [f"in the pods, {', '.join(paths)} must be on the volume, which is at {_HOME}"] if paths else []
+    return [f"in the pods, {', '.join(paths)} must be on the volume, which is at {_VOLUME}"] if paths else []
 
 
-def _rule(action: str, key: str, value: Any) -> Table:
-    return {"action": action, key: value}
+# ---- their parts -----------------------------------------------------------------------------------------------------
 
 
-def _refused() -> Table:
-    return {"containerName": "ranks", "operator": "In", "values": [2]}
-
-
-def _disrupted() -> list[Table]:
-    return [{"type": "DisruptionTarget", "status": "True"}]
-
-
-def _config_map(it: Deployment, name: str) -> Table:
-    meta, text = {"name": f"{name}-job"}, to_toml(it.job)
-    if (size := len(text.encode())) > _MOST:
-        most = f"a ConfigMap of Kubernetes holds {_MOST}; shorten its texts"
+def _config_map(deployment: Deployment, name: str) -> Table:
+    """The job file."""
+    meta, text = {"name": f"{name}-job"}, to_toml(deployment.job)
+    if (size := len(text.encode())) > _MAX_CONFIG_MAP:
+        most = f"a ConfigMap of Kubernetes holds {_MAX_CONFIG_MAP}; shorten its texts"
         raise UserError(f"the job has {size} bytes, and {most}", "launch.job.size")
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "data": {"job.toml": text}}
 
 
-def _pod(it: Deployment, name: str, image: str, claim: str, restarts: int) -> Table:
+def _pod(deployment: Deployment, name: str, image: str, claim: str, restarts: int) -> Table:
+    """What each node runs."""
     host = f"{name}-0.{name}:{PORT}"
-    inside = Deployment(it.job, it.machines, _JOB)
-    agent = words(inside, host, f"{name}-$JOB_UID", restarts, ",is_host=$host")
+    in_pod = Deployment(deployment.job, deployment.machines, _JOB_FILE)
+    agent = torchrun_command(in_pod, host, f"{name}-$JOB_UID", restarts, ",is_host=$host")
     script = "\n".join(
         [
             "# What is wrong with the job ends it at once, with code 2; torchrun would try again.",
-            f"fivefold train {_JOB} --check --nproc {it.machines.world} > /dev/null || exit $?",
+            f"fivefold train {_JOB_FILE} --check --nproc {deployment.machines.world} > /dev/null || exit $?",
             '[ "$JOB_COMPLETION_INDEX" = 0 ] && host=1 || host=0',
             "exec " + " \\\n  ".join(agent),
         ]
@@ -118,10 +148,10 @@ def _pod(it: Deployment, name: str, image: str, claim: str, restarts: int) -> Ta
         "name": "ranks",
         "image": image or IMAGE,
         "command": ["bash", "-c", f"{script}\n"],
-        "#": f"The volume's directory: a data.path or run.dir that does not begin with / is looked for in {_HOME}.",
-        "workingDir": _HOME,
-        "env": [{"name": "JOB_UID", "valueFrom": uid}, *_environment(it)],
-        **_resources(it),
+        "#": f"The volume's directory: a data.path or run.dir that does not begin with / is looked for in {_VOLUME}.",
+        "workingDir": _VOLUME,
+        "env": [{"name": "JOB_UID", "valueFrom": uid}, *_environment(deployment)],
+        **_resources(deployment),
         "#1": "Ready: the ranks have been started. There is no liveness probe: ranks that hang end by themselves after "
         "train.timeout seconds, and a probe cannot tell those that wait from those that compile.",
         "readinessProbe": {"exec": {"command": ["pgrep", "--full", "python.* -u -m fivefold"]}, "periodSeconds": 10},
@@ -132,20 +162,37 @@ def _pod(it: Deployment, name: str, image: str, claim: str, restarts: int) -> Ta
         "subdomain": name,
         "#1": "A pod that has failed is replaced, on another node if need be.",
         "restartPolicy": "Never",
-        "#2": f"Pods that are drained save a checkpoint first: {it.saving}.",
-        "terminationGracePeriodSeconds": it.notice + 60,
+        "#2": f"Pods that are drained save a checkpoint first: {deployment.save_estimate}.",
+        "terminationGracePeriodSeconds": deployment.save_notice + 60,
         "containers": [container],
         "volumes": _volumes(name, claim),
     }
 
 
-def _environment(it: Deployment) -> list[Table]:
-    runs = _HOME if it.log_directory.startswith("~") else os.path.join(_HOME, it.log_directory)
+def _patch(deployment: Deployment, name: str, claim: str) -> Table:
+    """The patch of the runtime's job `node` that adds the volumes, for which a TrainJob has no fields."""
+    pod = {
+        "#": f"Pods that are drained save a checkpoint first: {deployment.save_estimate}.",
+        "terminationGracePeriodSeconds": deployment.save_notice + 60,
+        "containers": [{"name": "node", "volumeMounts": _mounts()}],
+        "volumes": _volumes(name, claim),
+    }
+    return {
+        "template": {"spec": {"replicatedJobs": [{"name": "node", "template": {"spec": {"template": {"spec": pod}}}}]}}
+    }
+
+
+def _environment(deployment: Deployment) -> list[Table]:
+    """The variables of a container, with their reasons as comments; those for the user to set are comments alone."""
+    runs = _VOLUME if deployment.log_directory.startswith("~") else os.path.join(_VOLUME, deployment.log_directory)
     rows: list[Table] = []
     comments: Table = {}
-    for variable in [saving(it), *variables(it.machines, str(_THREADS), "/tmp/fivefold", runs)]:
+    for variable in [
+        shutdown_timeout(deployment),
+        *rank_variables(deployment.machines, str(_THREADS), "/tmp/fivefold", runs),
+    ]:
         key = f"#{variable.name}"
-        if variable.chosen:
+        if variable.enabled:
             why = {key: f"{variable.why[:1].upper()}{variable.why[1:]}."} if variable.why else {}
             # Kubernetes replaces $(NAME) in a value, and $$ by $.
             rows.append(comments | why | {"name": variable.name, "value": variable.value.replace("$", "$$")})
@@ -155,25 +202,28 @@ def _environment(it: Deployment) -> list[Table]:
     return [*rows[:-1], {**rows[-1], **comments}]
 
 
-def _resources(it: Deployment) -> Table:
-    if not it.machines.gpus:
-        return {"resources": {"limits": {"cpu": it.machines.per_node}}}
+def _resources(deployment: Deployment) -> Table:
+    """The limits of a container."""
+    if not deployment.machines.gpus:
+        return {"resources": {"limits": {"cpu": deployment.machines.per_node}}}
     why = (
         "All GPUs of a node. Memory, cores and adapters are named differently on every cluster, and yours to add: for "
         "example rdma/hca: 1, with the capability IPC_LOCK."
     )
-    return {"resources": {"#": why, "limits": {"nvidia.com/gpu": it.machines.per_node}}}
+    return {"resources": {"#": why, "limits": {"nvidia.com/gpu": deployment.machines.per_node}}}
 
 
 def _mounts() -> list[Table]:
+    """Where a container has its volumes."""
     return [
-        {"name": "work", "mountPath": _HOME},
-        {"name": "job", "mountPath": _JOB.rpartition("/")[0]},
+        {"name": "work", "mountPath": _VOLUME},
+        {"name": "job", "mountPath": _JOB_FILE.rpartition("/")[0]},
         {"name": "shm", "mountPath": "/dev/shm"},
     ]
 
 
 def _volumes(name: str, claim: str) -> list[Table]:
+    """The volumes of a pod."""
     return [
         {"name": "work", "persistentVolumeClaim": {"#": "ReadWriteMany: all pods.", "claimName": claim or CLAIM}},
         {"name": "job", "configMap": {"name": f"{name}-job"}},
@@ -183,43 +233,3 @@ def _volumes(name: str, claim: str) -> list[Table]:
             "emptyDir": {"medium": "Memory", "sizeLimit": "16Gi"},
         },
     ]
-
-
-def train_job(it: Deployment, image: str, claim: str, restarts: int) -> list[Table]:
-    """The job file, and a TrainJob on Kubeflow's torch-distributed runtime, which tells torchrun where it is."""
-    name = name_of(it)
-    command = f"exec torchrun --max-restarts={restarts} -m {Deployment(it.job, it.machines, _JOB).words()}"
-    script = f"cd {_HOME} && fivefold train {_JOB} --check --nproc {it.machines.world} > /dev/null && {command}\n"
-    job = {
-        "#": f"{it.title}.",
-        "apiVersion": "trainer.kubeflow.org/v1alpha1",
-        "kind": "TrainJob",
-        "metadata": {"name": name},
-        "spec": {
-            "#": "The runtime starts the pods, names them to each other, and says what happens when one fails.",
-            "runtimeRef": {"name": "torch-distributed"},
-            "trainer": {
-                "image": image or IMAGE,
-                "command": ["bash", "-c", script],
-                "numNodes": it.machines.nodes,
-                "numProcPerNode": it.machines.per_node,
-                "env": _environment(it),
-                "resourcesPerNode": _resources(it)["resources"],
-            },
-            "runtimePatches": [{"manager": "fivefold/launch", "trainingRuntimeSpec": _patch(it, name, claim)}],
-        },
-    }
-    return [_config_map(it, name), job]
-
-
-def _patch(it: Deployment, name: str, claim: str) -> Table:
-    """The patch of the runtime's job `node` that adds the volumes, for which a TrainJob has no fields."""
-    pod = {
-        "#": f"Pods that are drained save a checkpoint first: {it.saving}.",
-        "terminationGracePeriodSeconds": it.notice + 60,
-        "containers": [{"name": "node", "volumeMounts": _mounts()}],
-        "volumes": _volumes(name, claim),
-    }
-    return {
-        "template": {"spec": {"replicatedJobs": [{"name": "node", "template": {"spec": {"template": {"spec": pod}}}}]}}
-    }

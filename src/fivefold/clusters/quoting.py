@@ -12,7 +12,7 @@ import os
 import re
 import shlex
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fivefold.support.errors import UserError
@@ -26,38 +26,40 @@ from fivefold.support.text import printable
 
 
 # Control characters, those that end a line for some reader, and surrogates, which stand for bytes that are not UTF-8.
-_REFUSED = re.compile("[\0-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
-_LONGEST = 24_000  # bytes of a command: ssh gets it quoted once more, as one word, of which Linux takes 128 KiB
+_FORBIDDEN = re.compile("[\0-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+_MAX_COMMAND = 24_000  # bytes of a command: ssh gets it quoted once more, as one word, of which Linux takes 128 KiB
 
 
-def word(text: str, instead: str = "leave it out") -> str:
+def quote(text: str, instead: str = "leave it out") -> str:
     """A text as one word of a shell."""
-    if match := _REFUSED.search(text):
+    if match := _FORBIDDEN.search(text):
         refused = f"{text!r} has the character {match[0]!r}, which no line of a script can hold"
         raise UserError(f"{refused}; {instead}", "launch.characters")
     return shlex.quote(text)
 
 
-def command(program: Sequence[str], file: str = "", settings: Sequence[str] = (), options: Sequence[str] = ()) -> str:
+def quote_command(
+    program: Sequence[str], file: str = "", settings: Sequence[str] = (), options: Sequence[str] = ()
+) -> str:
     """A command line: a program's words, a file, KEY=VALUE settings and options, each quoted."""
     instead = "leave it out, or write the setting into the job file"
-    words = [*map(word, program), *([word(_no_option(file))] if file else [])]
-    text = " ".join([*words, *(word(setting, instead) for setting in settings), *map(word, options)])
-    if (size := len(text.encode())) > _LONGEST:
+    words = [*map(quote, program), *([quote(_no_option(file))] if file else [])]
+    text = " ".join([*words, *(quote(setting, instead) for setting in settings), *map(quote, options)])
+    if (size := len(text.encode())) > _MAX_COMMAND:
         raise UserError(
-            f"`{shlex.join(program)}` with its settings has {size} bytes, and {_LONGEST} at most are sure to reach "
+            f"`{shlex.join(program)}` with its settings has {size} bytes, and {_MAX_COMMAND} at most are sure to reach "
             "every host; write the settings into the job file",
             "launch.command.length",
         )
     return text
 
 
-def path(text: str) -> str:
+def quote_path(text: str) -> str:
     """A path as a word of a shell; ~ becomes $HOME, as quotes would make it a directory of that name."""
     home, slash, rest = text.partition("/")
     if home == "~":
-        return f'"$HOME"{slash}{word(rest) if rest else ""}'
-    return word(_no_option(os.path.expanduser(text)))
+        return f'"$HOME"{slash}{quote(rest) if rest else ""}'
+    return quote(_no_option(os.path.expanduser(text)))
 
 
 def _no_option(name: str) -> str:
@@ -65,10 +67,20 @@ def _no_option(name: str) -> str:
     return f"./{name}" if name.startswith("-") else name
 
 
-def comment(text: str, width: int = 100) -> list[str]:
+def comment_lines(text: str, width: int = 100) -> list[str]:
     """A text as comment lines of a script or of YAML, in which more characters end a line than in Python or bash."""
     text = printable(re.sub(r"\s", " ", text))
     return textwrap.wrap(text, width, initial_indent="# ", subsequent_indent="# ", break_long_words=False)
+
+
+def fill_template(template: str, parts: Mapping[str, object]) -> str:
+    """A template with each @NAME@ replaced by its part, which is not searched for more. A list is whole lines."""
+
+    def part_of(match: re.Match[str]) -> str:
+        part = parts[match[1]]
+        return "".join(f"{line}\n" for line in part) if isinstance(part, list) else f"{part}{match[2]}"
+
+    return re.sub(r"@([A-Z_]+)@(\n?)", part_of, template)
 
 
 # ---- yaml -----------------------------------------------------------------------------------------------------------
@@ -79,23 +91,23 @@ _BLOCK = re.compile(r"[!-~][ -~]*\n(?:[ -~]+\n|\n(?=[ -~]))*")  # whole lines of
 _WORDS = {"true", "false", "yes", "no", "on", "off", "y", "n", "null"}  # that some readers take for other values
 
 
-def documents(*values: dict[str, Any]) -> str:
+def yaml_documents(*values: dict[str, Any]) -> str:
     """Tables as the documents of a YAML file."""
     return "---\n".join("\n".join(_lines(value)) + "\n" for value in values)
 
 
-def plain(value: Any) -> Any:
+def without_comments(value: Any) -> Any:
     """The data without its comments, as a reader of the YAML gets it."""
     if isinstance(value, dict):
-        return {key: plain(inner) for key, inner in value.items() if not key.startswith("#")}
-    return [plain(item) for item in value] if isinstance(value, list) else value
+        return {key: without_comments(inner) for key, inner in value.items() if not key.startswith("#")}
+    return [without_comments(item) for item in value] if isinstance(value, list) else value
 
 
 def _lines(value: dict[str, Any]) -> list[str]:
     lines = []
     for key, inner in value.items():
         if key.startswith("#"):
-            lines += comment(inner)
+            lines += comment_lines(inner)
         elif isinstance(inner, dict) and inner:
             lines += [f"{key}:", *_indented(_lines(inner))]
         elif isinstance(inner, list) and inner:

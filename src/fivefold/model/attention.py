@@ -73,7 +73,7 @@ class LatentAttention(nn.Module):
         super().__init__()
         assert spec.mla is not None
         self.ops, self.mla, self.interleaved = ops, spec.mla, spec.rope_interleaved
-        self.scale = spec.rope_scaling.scores if isinstance(spec.rope_scaling, Yarn) else 1.0
+        self.scale = spec.rope_scaling.score_scale if isinstance(spec.rope_scaling, Yarn) else 1.0
         mla, width = spec.mla, spec.heads * spec.mla.head_dim
         self.q = None if mla.q_rank else Linear(spec.hidden, width, bias=False)
         self.q_down = Linear(spec.hidden, mla.q_rank, bias=False) if mla.q_rank else None

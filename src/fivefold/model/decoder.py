@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from fivefold.layout.layout import Recompute
 from fivefold.layout.stages import Stage
 from fivefold.model import init
+from fivefold.model.compiler import compiled
 from fivefold.model.layers import Linear, TokenPositions, accum_dtype
 from fivefold.model.linear_cross_entropy import Targets
 from fivefold.model.load_balancing import UNBALANCED, Balance
 from fivefold.model.moe import MoE, RouterStats
 from fivefold.model.ops import LocalOps, MixerInputs
-from fivefold.model.recompute import compiled, recomputed
+from fivefold.model.recompute import recomputed
 from fivefold.model.rope import Rotation, rope_cache
 from fivefold.spec.kinds import BlockKind
 from fivefold.spec.model import ModelSpec

@@ -19,8 +19,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
-_KINDS = (torch.float32, torch.bfloat16)
-_PUBLIC: Any = getattr(F, "grouped_mm", None)  # since torch 2.12 or so
+_DTYPES = (torch.float32, torch.bfloat16)
+_PUBLIC_GROUPED_MM: Any = getattr(F, "grouped_mm", None)  # since torch 2.12 or so
 Sizes = tuple[int, ...]
 
 
@@ -80,7 +80,7 @@ def product(x: Tensor, weights: Tensor, ends: Tensor, sizes: Sizes | None) -> Te
     """x [N, I], weights [G, I, O] -> [N, O]."""
     if torch.compiler.is_compiling():  # blocks are compiled only if there is a kernel
         return _mm_in_graph(x, weights, ends)
-    if _takes(x, *weights.shape[1:]):
+    if _kernel_takes(x, *weights.shape[1:]):
         return _grouped_mm(x, weights, ends)
     return torch.cat([x[rows] @ weight for rows, weight in zip(_slices(ends, sizes), weights, strict=True)])
 
@@ -89,7 +89,7 @@ def weight_gradient(gradient: Tensor, x: Tensor, ends: Tensor, sizes: Sizes | No
     """gradient [N, O], x [N, I] -> [G, O, I]: zero where a group has no rows."""
     if torch.compiler.is_compiling():
         return _weight_gradient_in_graph(gradient, x, ends)
-    if not _takes(x, gradient.shape[1], x.shape[1]):
+    if not _kernel_takes(x, gradient.shape[1], x.shape[1]):
         return torch.stack([gradient[rows].mT @ x[rows] for rows in _slices(ends, sizes)])
     return zero_empty_groups(_grouped_mm(gradient.mT, x, ends), ends, sizes)
 
@@ -129,27 +129,29 @@ def zero_empty_groups(gradients: Tensor, ends: Tensor, sizes: Sizes | None) -> T
 
 
 def _slices(ends: Tensor, sizes: Sizes | None) -> list[slice]:
+    """The rows of each group; without `sizes` the host waits for the device."""
     return [slice(*pair) for pair in pairwise([0, *(ends.tolist() if sizes is None else accumulate(sizes))])]
 
 
-def _takes(x: Tensor, *widths: int) -> bool:
+def _kernel_takes(x: Tensor, *widths: int) -> bool:
     """Whether the kernel supports x and operands of these widths."""
     return x.shape[0] > 0 and has_kernel(x.device.type, x.dtype, *widths)
 
 
 def has_kernel(device: str, dtype: torch.dtype, *widths: int) -> bool:
     """Whether PyTorch's kernel supports rows and weights of these widths."""
-    if dtype not in _KINDS or any(width * dtype.itemsize % 16 for width in widths):
+    if dtype not in _DTYPES or any(width * dtype.itemsize % 16 for width in widths):
         return False
-    return _runs(device, dtype)
+    return _kernel_runs(device, dtype)
 
 
 def _grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    return torch._grouped_mm(a, b, offs=ends) if _PUBLIC is None else _PUBLIC(a, b, offs=ends)
+    """PyTorch's kernel, by the name that this release has for it."""
+    return torch._grouped_mm(a, b, offs=ends) if _PUBLIC_GROUPED_MM is None else _PUBLIC_GROUPED_MM(a, b, offs=ends)
 
 
 @cache
-def _runs(device: str, dtype: torch.dtype) -> bool:
+def _kernel_runs(device: str, dtype: torch.dtype) -> bool:
     """Whether the kernel runs here: tried once, since releases differ. Hidden from recompute modes, which count ops."""
     with torch.no_grad(), _disable_current_modes():
         x = torch.ones(16, 16, dtype=dtype, device=device)

@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from fivefold.model import masks
 from fivefold.model.layers import TokenPositions, accum_dtype
-from fivefold.model.masks import DocumentMask, Packed, WindowMask, causal_spans, check_runs
+from fivefold.model.masks import DocumentMask, PackedSpans, causal_spans, check_runs
 from fivefold.model.recompute import save_output
+from fivefold.model.windows import WindowMask, window_backward, window_forward
 
 _aten = torch.ops.aten
 HALF = (torch.bfloat16, torch.float16)
@@ -40,7 +40,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: TileMask = None
     if mask is None:
         return _forward(q, k, v, causal)
     if isinstance(mask, WindowMask):
-        return masks.forward(q, k, v, mask)
+        return window_forward(q, k, v, mask)
     if takes_flash(q):
         return _packed_forward(q, k, v, causal, mask)
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
@@ -58,7 +58,7 @@ def backward(
     if mask is None:
         return _backward(grad, q, k, v, out, lse, causal)
     if isinstance(mask, WindowMask):
-        return masks.backward(grad, q, k, v, out, lse, mask)
+        return window_backward(grad, q, k, v, out, lse, mask)
     if takes_flash(q):
         return _packed_backward(grad, q, k, v, out, lse, causal, mask)
     dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
@@ -192,44 +192,46 @@ def document_spans(positions: TokenPositions) -> DocumentMask:
     return causal_spans(documents, positions.position_ids.device)
 
 
-def packed_attention(q: Tensor, k: Tensor, v: Tensor, at: Packed) -> Tensor:
+def packed_attention(q: Tensor, k: Tensor, v: Tensor, packed: PackedSpans) -> Tensor:
     """Causal attention within spans that cover every row, under PyTorch's autograd. 16 bits, CUDA."""
     width = q.shape[-1]
-    assert at.queries is None
-    assert at.keys is None
+    assert packed.query_index is None
+    assert packed.key_index is None
     flat = (_to_eights(_pack(x, None)) for x in (q, k, v))
-    bounds = (at.query_starts, at.key_starts, at.most_queries, at.most_keys)
+    bounds = (packed.cu_seqlens_q, packed.cu_seqlens_k, packed.max_seqlen_q, packed.max_seqlen_k)
     out = _aten._flash_attention_forward(*flat, *bounds, 0.0, True, False, scale=width**-0.5)[0]
     return out[..., :width].unflatten(0, (q.shape[0], -1)).transpose(1, 2)
 
 
 def _packed_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: DocumentMask) -> tuple[Tensor, Tensor]:
-    at, (batch, heads, seq, width) = mask.packed, q.shape
-    flat = (_to_eights(_pack(x, index)) for x, index in ((q, at.queries), (k, at.keys), (v, at.keys)))
-    bounds = (at.query_starts, at.key_starts, at.most_queries, at.most_keys)
+    packed, (batch, heads, seq, width) = mask.packed, q.shape
+    indices = (packed.query_index, packed.key_index, packed.key_index)
+    flat = (_to_eights(_pack(x, index)) for x, index in zip((q, k, v), indices, strict=True))
+    bounds = (packed.cu_seqlens_q, packed.cu_seqlens_k, packed.max_seqlen_q, packed.max_seqlen_k)
     packed_out, packed_lse, *_ = _aten._flash_attention_forward(*flat, *bounds, 0.0, causal, False, scale=width**-0.5)
-    out = _unpack(packed_out[..., :width], at.queries, batch, seq)
-    if at.queries is None:
+    out = _unpack(packed_out[..., :width], packed.query_index, batch, seq)
+    if packed.query_index is None:
         lse = packed_lse
     else:
         lse = packed_lse.new_full((heads, batch * seq), -math.inf)
-        lse[:, at.queries] = packed_lse
+        lse[:, packed.query_index] = packed_lse
     return out, lse.unflatten(1, (batch, seq)).transpose(0, 1)
 
 
 def _packed_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, mask: DocumentMask
 ) -> tuple[Tensor, Tensor, Tensor]:
-    at, batch, width = mask.packed, q.shape[0], q.shape[-1]
-    places = (at.queries, at.queries, at.keys, at.keys, at.queries)
-    flat = [_to_eights(_pack(x, index)) for x, index in zip((grad, q, k, v, out), places, strict=True)]
+    packed, batch, width = mask.packed, q.shape[0], q.shape[-1]
+    queries, keys = packed.query_index, packed.key_index
+    indices = (queries, queries, keys, keys, queries)
+    flat = [_to_eights(_pack(x, index)) for x, index in zip((grad, q, k, v, out), indices, strict=True)]
     rows = lse.transpose(0, 1).flatten(1)  # [H, B * Sq]
-    rows = (rows if at.queries is None else rows[:, at.queries]).contiguous()
-    bounds = (at.query_starts, at.key_starts, at.most_queries, at.most_keys)
+    rows = (rows if queries is None else rows[:, queries]).contiguous()
+    bounds = (packed.cu_seqlens_q, packed.cu_seqlens_k, packed.max_seqlen_q, packed.max_seqlen_k)
     grads = _aten._flash_attention_backward(*flat, rows, *bounds, 0.0, causal, *_no_dropout(q), scale=width**-0.5)
     dq, dk, dv = (
         _unpack(part[..., :width], index, batch, x.shape[2])
-        for part, index, x in zip(grads, (at.queries, at.keys, at.keys), (q, k, v), strict=True)
+        for part, index, x in zip(grads, (queries, keys, keys), (q, k, v), strict=True)
     )
     return dq, dk, dv
 

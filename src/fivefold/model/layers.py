@@ -31,7 +31,7 @@ class TokenPositions:
     length: int  # of a whole sequence; positions are below it
     documents: Tensor | None = None  # [B, S] attention is within equal numbers; None: one document per sequence
     row_documents: Tensor | None = None  # [B, length] of whole sequences, on the CPU; if tokens are a slice
-    real: int | None = None  # the first sequences are real, the rest is padding; None: all are real
+    real: int | None = None  # so many sequences, the first ones, are real, the rest is padding; None: all are real
 
     @classmethod
     def of(cls, tokens: Tensor) -> Self:
@@ -70,13 +70,14 @@ class Linear(nn.Linear):
 
 
 # ---- activations ----------------------------------------------------------------------------------------------------
-# The activations of dense feed-forward networks and of experts. A gated one takes gate and input.
+# The activations of dense feed-forward networks and of experts.
 
 
 CLAMP = 7.0  # swiglu_limit of gpt-oss
 
 
 def gated(name: str) -> bool:
+    """Whether an activation takes two inputs, of the linears gate and up."""
     return name.startswith("swiglu")
 
 
@@ -106,13 +107,14 @@ ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
 def normed(norm: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`norm` of x [..., E] with the given parameters, which may be shards of the module's."""
     if x.dtype == weight.dtype:
-        return _plain(norm, x, weight, bias)
+        return _stock_norm(norm, x, weight, bias)
     if torch.compiler.is_compiling():  # a graph fuses the casts, and saves x in low precision
-        return _plain(norm, x.to(weight.dtype), weight, bias).to(x.dtype)
+        return _stock_norm(norm, x.to(weight.dtype), weight, bias).to(x.dtype)
     return UpcastNorm.apply(norm, x, weight, bias)
 
 
-def _plain(norm: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _stock_norm(norm: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """PyTorch's kernel of the norm."""
     if isinstance(norm, nn.LayerNorm):
         return F.layer_norm(x, norm.normalized_shape, weight, bias, norm.eps)
     assert isinstance(norm, nn.RMSNorm)
@@ -120,13 +122,15 @@ def _plain(norm: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> T
 
 
 class UpcastNorm(Function):
-    """Saves x in low precision for the backward pass, which casts it again: the upcast copy is twice as large."""
+    """A norm in the dtype of its weights, of a low-precision x.
+
+    Saves x in low precision for the backward pass, which casts it again: the upcast copy is twice as large."""
 
     @staticmethod
     def forward(ctx: Any, norm: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.norm = norm
         ctx.save_for_backward(x, weight, bias)
-        return _plain(norm, x.to(weight.dtype), weight, bias).to(x.dtype)
+        return _stock_norm(norm, x.to(weight.dtype), weight, bias).to(x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -135,7 +139,7 @@ class UpcastNorm(Function):
         with torch.enable_grad():
             params = [None if param is None else param.detach().requires_grad_() for param in (weight, bias)]
             x_upcast = x.detach().to(weight.dtype).requires_grad_()
-            y = _plain(ctx.norm, x_upcast, *params)  # type: ignore[arg-type]
+            y = _stock_norm(ctx.norm, x_upcast, *params)  # type: ignore[arg-type]
         inputs = [x_upcast, *(param for param in params if param is not None)]
         dx, *rest = torch.autograd.grad(y, inputs, gradient.to(weight.dtype))
         return None, dx.to(x.dtype), *rest, *[None] * (2 - len(rest))

@@ -21,8 +21,8 @@ from torch.autograd.function import once_differentiable
 from fivefold.layout.sharding import slices
 from fivefold.losses.base import Loss, Words
 from fivefold.losses.cross_entropy import PLAIN
+from fivefold.model.compiler import compiled
 from fivefold.model.layers import accum_dtype
-from fivefold.model.recompute import compiled
 
 
 @dataclass(frozen=True)

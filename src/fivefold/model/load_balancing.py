@@ -32,11 +32,11 @@ class Balance:
     tokens: int = 1  # of the global batch
 
     @property
-    def wanted(self) -> bool:
+    def has_losses(self) -> bool:
         return self.loss > 0 or self.z_loss > 0
 
 
-UNBALANCED = Balance()
+UNBALANCED = Balance()  # no losses
 
 
 class AddLoss(Function):
@@ -44,17 +44,20 @@ class AddLoss(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
-        ctx.kind = loss.dtype
+        ctx.loss_dtype = loss.dtype
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        return gradient, torch.ones((), dtype=ctx.kind, device=gradient.device)
+        return gradient, torch.ones((), dtype=ctx.loss_dtype, device=gradient.device)
 
 
 def row_counts(routing: Routing, rows: Tensor, count: int) -> Tensor:
-    """How often the tokens of each of `count` rows chose each expert, int64 [B, X]; `rows` [n]: the tokens'."""
+    """How often the tokens of each row of the batch chose each expert, int64 [B, X].
+
+    `rows` [n] has the row of each token, `count` is the number of rows.
+    """
     (top_k, experts), order = (routing.chosen.shape[1], routing.scores.shape[1]), routing.order
     # In `order` assignments ascend by expert and, within an expert, by row.
     sorted_ = routing.chosen.flatten()[order] * count + rows[order // top_k]
@@ -79,6 +82,6 @@ def z_loss(routing: Routing) -> Tensor:
 @torch.no_grad()
 def update_expert_bias(bias: Tensor, tokens_per_expert: Tensor, rate: float) -> None:
     """Move the bias of every expert by `rate`, towards an equal load. The counts [X] are of the whole global batch."""
-    # Integers: the same on every rank.
+    # The mean load less the expert's, times the number of experts: whole numbers, so the same on every rank.
     behind = tokens_per_expert.sum() - len(tokens_per_expert) * tokens_per_expert
     bias.add_(behind.sign().to(bias.dtype), alpha=rate)

@@ -1,13 +1,12 @@
-"""Which queries see which keys: documents in one row (`DocumentMask`), and sliding windows (`WindowMask`).
+"""Which queries see which keys if rows contain several documents: the spans of a `DocumentMask`.
 
-If rows contain several documents, a `DocumentSpan` is a rectangle of the score matrix whose queries see its keys.
-Document numbers never decrease along a row. So a causal square splits into smaller causal squares, one per document;
-and if all keys come before all queries, only the keys' last document can also be the queries' first, which leaves one
-rectangle per row: a few first queries and a few last keys. The kernels need no mask of single scores, and scores
-outside of all spans are not computed. Spans are computed on the host, from arrays that it has, without a wait.
+A `DocumentSpan` is a rectangle of the score matrix whose queries see its keys. Document numbers never decrease along a
+row. So a causal square splits into smaller causal squares, one per document; and if all keys come before all queries,
+only the keys' last document can also be the queries' first, which leaves one rectangle per row: a few first queries and
+a few last keys. The kernels need no mask of single scores, and scores outside of all spans are not computed. Spans are
+computed on the host, from arrays that it has, without a wait.
 """
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -18,8 +17,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fivefold.model.layers import accum_dtype
-
 Documents = NDArray[np.integer]
 
 
@@ -29,19 +26,19 @@ class DocumentSpan(NamedTuple):
     keys: slice
 
 
-class Packed(NamedTuple):
-    """Spans as the variable-length kernels take them: rows of [B * S], and the start of each span among them.
+class PackedSpans(NamedTuple):
+    """Spans as flash attention's variable-length kernels take them, by the names that these have.
 
     The number of spans and the length of the longest are constants of a graph: both are rounded up to powers of two, by
     empty spans after the last, so that a compiled block has a few graphs and not one for each microbatch.
     """
 
-    queries: Tensor | None  # None: all rows in order
-    keys: Tensor | None
-    query_starts: Tensor  # int32 [spans + 1]
-    key_starts: Tensor
-    most_queries: int
-    most_keys: int
+    query_index: Tensor | None  # the queries of all spans among [B * Sq]; None: all, in order
+    key_index: Tensor | None  # the same of keys
+    cu_seqlens_q: Tensor  # int32 [spans + 1] where the queries of each span start among those of all spans
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int  # queries of the longest span
+    max_seqlen_k: int
 
 
 @dataclass(frozen=True)
@@ -53,27 +50,23 @@ class DocumentMask:
     device: torch.device
 
     @cached_property
-    def packed(self) -> Packed:
-        queries, query_starts, most_queries = self._pack([(s.row, s.queries) for s in self.spans], self.queries)
-        keys, key_starts, most_keys = self._pack([(s.row, s.keys) for s in self.spans], self.keys)
+    def packed(self) -> PackedSpans:
+        query_index, cu_seqlens_q, max_seqlen_q = self._pack([(s.row, s.queries) for s in self.spans], self.queries)
+        key_index, cu_seqlens_k, max_seqlen_k = self._pack([(s.row, s.keys) for s in self.spans], self.keys)
         # A bound of one query would have flash attention take a decoding shortcut, with an LSE of another shape.
-        return Packed(queries, keys, query_starts, key_starts, max(2, most_queries), most_keys)
+        max_seqlen_q = max(2, max_seqlen_q)
+        return PackedSpans(query_index, key_index, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
 
     def _pack(self, pieces: list[tuple[int, slice]], width: int) -> tuple[Tensor | None, Tensor, int]:
-        """The rows of the pieces among [B * S] (None: all), where each piece starts among them, the longest one."""
+        """One side of the spans, a (row, slice) each, in rows of `width`: index, cumulative lengths, longest length."""
         lengths = [piece.stop - piece.start for _, piece in pieces]
-        padding = [0] * (_next_power(len(lengths)) - len(lengths))
-        starts = torch.tensor(np.cumsum([0, *lengths, *padding]), dtype=torch.int32)
+        padding = [0] * (_next_power_of_two(len(lengths)) - len(lengths))
+        cu_seqlens = torch.tensor(np.cumsum([0, *lengths, *padding]), dtype=torch.int32)
         index = None
         if sum(lengths) < self.rows * width:
             places = [np.arange(row * width + piece.start, row * width + piece.stop) for row, piece in pieces]
             index = torch.from_numpy(np.concatenate(places)).to(self.device)
-        return index, starts.to(self.device), _next_power(max(lengths))
-
-
-def _next_power(count: int) -> int:
-    """The next power of two."""
-    return 1 << (count - 1).bit_length()
+        return index, cu_seqlens.to(self.device), _next_power_of_two(max(lengths))
 
 
 def causal_spans(documents: Documents, device: torch.device) -> DocumentMask:
@@ -101,6 +94,7 @@ def full_spans(queries: Documents, keys: Documents, device: torch.device) -> Doc
 
 
 def check_runs(documents: Documents) -> None:
+    """Raise an error where document numbers [B, S] fall along a row: the spans above count on one run for each."""
     if (np.diff(documents, axis=1) < 0).any():
         row = int(np.flatnonzero((np.diff(documents, axis=1) < 0).any(axis=1))[0])
         raise ValueError(
@@ -109,93 +103,6 @@ def check_runs(documents: Documents) -> None:
         )
 
 
-# ---- sliding windows ------------------------------------------------------------------------------------------------
-# Sliding-window attention by plain matmuls, for a strip of queries at a time (`WindowBand`).
-#
-# A query at position p sees the keys at p - window + 1 ... p of its document. Positions ascend along both sides, so
-# a strip of neighbouring queries sees one slice of the keys, not much longer than the strip, and a mask within it. The
-# scores of one strip are held at a time: for B rows and H heads B H n (n + window) elements, n the queries of a strip,
-# in the accumulate dtype. Any part of the scores can be computed like this, also those with another rank's keys.
-
-
-_STRIP = 128  # queries, at least: fewer would leave a device idle
-
-
-class WindowBand(NamedTuple):
-    queries: slice
-    keys: slice
-    seen: Tensor  # bool [B or 1, 1, 1, queries, keys]
-
-
-@dataclass(frozen=True)
-class WindowMask:
-    bands: tuple[WindowBand, ...]  # no two share a query
-
-    @classmethod
-    def of(
-        cls,
-        queries: NDArray[np.int64],
-        keys: NDArray[np.int64],
-        documents: tuple[Documents, Documents] | None,
-        window: int,
-        device: torch.device,
-    ) -> "WindowMask":
-        """`queries` [Sq] and `keys` [Sk] are positions, `documents` those at them, [B, Sq] and [B, Sk]."""
-        bands, step = [], max(window, _STRIP)
-        for start in range(0, len(queries), step):
-            at_q = slice(start, min(start + step, len(queries)))
-            strip = queries[at_q]
-            low, high = (int(at) for at in np.searchsorted(keys, (strip[0] - window + 1, strip[-1] + 1)))
-            at_k = slice(low, high)
-            distance = strip[:, None] - keys[at_k]
-            seen = ((distance >= 0) & (distance < window))[None]
-            if documents is not None:
-                seen = seen & (documents[0][:, at_q, None] == documents[1][:, None, at_k])
-            if seen.any():
-                bands.append(WindowBand(at_q, at_k, torch.from_numpy(seen[:, None, None]).to(device)))
-        return cls(tuple(bands))
-
-
-def forward(q: Tensor, k: Tensor, v: Tensor, mask: WindowMask) -> tuple[Tensor, Tensor]:
-    """q [B, H, Sq, D], k and v [B, K, Sk, D] -> output [B, H, Sq, D], LSE [B, H, Sq]; -inf where nothing is seen."""
-    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    lse = q.new_full(q.shape[:-1], -math.inf, dtype=accum_dtype(q.dtype))
-    for band in mask.bands:
-        scores, values = _scores(q, k, band), _part(v, band.keys)[:, :, None]
-        band_lse = scores.logsumexp(-1)
-        band_out = _exp(scores, band_lse) @ values
-        out[:, :, band.queries], lse[:, :, band.queries] = band_out.flatten(1, 2).to(q.dtype), band_lse.flatten(1, 2)
-    return out, lse
-
-
-def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: WindowMask
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As `kernels.backward`: `out` and `lse` are those of whole rows of scores. Sums are in the accumulate dtype."""
-    dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (q, k, v))
-    groups, scale = (k.shape[1], -1), q.shape[-1] ** -0.5
-    for band in mask.bands:
-        at_q, at_k = band.queries, band.keys
-        band_grad, band_q, band_out, band_lse = (_part(x, at_q).unflatten(1, groups) for x in (grad, q, out, lse))
-        p, values = _exp(_scores(q, k, band), band_lse), _part(v, at_k)[:, :, None]
-        ds = p * (band_grad @ values.mT - (band_grad * band_out).sum(-1, keepdim=True)) * scale
-        dq[:, :, at_q] = (ds @ _part(k, at_k)[:, :, None]).flatten(1, 2)
-        dk[:, :, at_k] += (ds.mT @ band_q).sum(2)
-        dv[:, :, at_k] += (p.mT @ band_grad).sum(2)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
-
-
-def _scores(q: Tensor, k: Tensor, band: WindowBand) -> Tensor:
-    """[B, K, H/K, queries, keys]"""
-    grouped_q = _part(q, band.queries).unflatten(1, (k.shape[1], -1))
-    scores = grouped_q @ _part(k, band.keys)[:, :, None].mT * q.shape[-1] ** -0.5
-    return scores.masked_fill(~band.seen, -math.inf)
-
-
-def _exp(scores: Tensor, lse: Tensor) -> Tensor:
-    """Probabilities; all zero in a row that sees no key."""
-    return torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
-
-
-def _part(x: Tensor, places: slice) -> Tensor:
-    return x[:, :, places].to(accum_dtype(x.dtype))
+def _next_power_of_two(count: int) -> int:
+    """The least power of two that is not below `count`."""
+    return 1 << (count - 1).bit_length()

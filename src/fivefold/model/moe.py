@@ -69,7 +69,7 @@ class MoE(nn.Module):
         bias = None if self.router.bias is None else self.ops.weight(self.router, "bias")
         routing = self.router(tokens, self.ops.weight(self.router), bias)
         losses = None
-        if self.training and self.balance.wanted:
+        if self.training and self.balance.has_losses:
             routing, losses = self._with_losses(routing, x, positions)
         shared_expert = None if self.shared is None else partial(self.shared, x)
         y, shared = dispatch.run(tokens, routing, self.experts, x.shape[0] * x.shape[1], shared_expert)

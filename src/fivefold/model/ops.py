@@ -13,8 +13,9 @@ from fivefold.model.fp8 import fp8_linear
 from fivefold.model.kernels import Tiles
 from fivefold.model.layers import TokenPositions, normed
 from fivefold.model.linear_cross_entropy import Targets, Vocabulary, linear_cross_entropy
-from fivefold.model.masks import Packed, WindowMask
+from fivefold.model.masks import PackedSpans
 from fivefold.model.rope import Rotation
+from fivefold.model.windows import WindowMask
 
 
 class MixerInputs(NamedTuple):
@@ -68,7 +69,7 @@ class LocalAttention:
         head, in addition to its scores."""
         if sinks is not None or isinstance(mask, WindowMask):
             return kernels.Attend.apply(q, k, v, sinks, mask)
-        if isinstance(mask, Packed):
+        if isinstance(mask, PackedSpans):
             return kernels.packed_attention(q, k, v, mask)
         if isinstance(mask, Tiles):
             if kernels.fit_tiles(q, mask):
@@ -130,11 +131,11 @@ class LocalOps:
 
     def column_parallel(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
         """Linears that read the same input."""
-        return tuple(self.product(x, linear) for linear in linears)
+        return tuple(self.linear(x, linear) for linear in linears)
 
     def row_parallel(self, x: Tensor, linear: nn.Linear) -> Tensor:
         """A linear that writes into the residual stream."""
-        return self.product(x, linear)
+        return self.linear(x, linear)
 
     def replicated_linear(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
         """Linears from the residual stream to latents, which are narrow and the same for all heads."""
@@ -148,7 +149,8 @@ class LocalOps:
         """Linears from latents to heads."""
         return self.column_parallel(x, *linears)
 
-    def product(self, x: Tensor, linear: nn.Linear) -> Tensor:
+    def linear(self, x: Tensor, linear: nn.Linear) -> Tensor:
+        """A linear with all of its weight on this rank."""
         return fp8_linear(x, linear.weight, linear.bias) if self.fp8 else linear(x)
 
     def attention_mask(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -106,41 +106,46 @@ def is_recomputing() -> bool:
     return _recomputing.get()
 
 
-def recomputed(how: Recompute, compile: bool = False) -> Callable[..., Tensor]:
+def recomputed(how: Recompute, *, compile: bool = False) -> Callable[..., Tensor]:
     """A function that calls steps(*inputs), and saves for backward what `how` says.
 
     The RNG state is not saved: nothing draws from it, and dropout masks are a function of position.
     """
     if how == "none":
-        return _plain
+        return _run_steps
     run: Callable[..., Tensor] = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     if how == "full":
         return run if compile else partial(run, context_fn=lambda: (nullcontext(), _marked_recomputing()))
     in_a_graph = partial(create_selective_checkpoint_contexts, _graph_policy)
-    return partial(run, context_fn=in_a_graph if compile else _contexts)
+    return partial(run, context_fn=in_a_graph if compile else _eager_contexts)
 
 
-def _plain(steps: Callable[..., Tensor], *inputs: Any) -> Tensor:
+def _run_steps(steps: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    """No recompute: autograd saves what it needs."""
     return steps(*inputs)
 
 
 def _eager_policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Which operators of an eager block are saved: results of collectives only by `save_output`."""
     saved = op in _EXPENSIVE or _saving.get() or str(op).startswith(_CUSTOM)
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _graph_policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Which operators of a compiled block are saved."""
     saved = op in _EXPENSIVE or op in _REDUCTIONS or str(op) == _FLEX or str(op).startswith(_CUSTOM)
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def _eager_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """The contexts of a selectively recomputed block: of its first run, and of its second."""
     first, second = create_selective_checkpoint_contexts(_eager_policy)
     return _during("first", first), _during("again", second)
 
 
 @contextmanager
 def _marked_recomputing() -> Iterator[None]:
+    """A context in which `is_recomputing`."""
     token = _recomputing.set(True)
     try:
         yield
@@ -150,39 +155,10 @@ def _marked_recomputing() -> Iterator[None]:
 
 @contextmanager
 def _during(run: Literal["first", "again"], context: AbstractContextManager[Any]) -> Iterator[None]:
+    """PyTorch's context of a run, in which it is known which run it is."""
     token = _selective_run.set(run)
     try:
         with context, _marked_recomputing() if run == "again" else nullcontext():
             yield
     finally:
         _selective_run.reset(token)
-
-
-# ---- compiled -------------------------------------------------------------------------------------------------------
-# torch.compile of one block at a time: one graph serves all blocks of a stage, and the code between them stays eager.
-#
-# Hooks stay outside of graphs (all-gathers of weights, FSDP2), and so do linears that can defer their weights'
-# gradients: deferred tasks cannot be part of a graph. Tensor parallelism's collectives are inside.
-
-
-AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
-BACKEND = "inductor"
-_MAX_GRAPHS = 512  # of one function
-
-
-def compiled(function: AnyFunction) -> AnyFunction:
-    """The compiled function, with constant shapes: a run has one shape of microbatches, and one of evaluation.
-
-    Dropout has a key for each layer, so each layer has its own graph. More than `_MAX_GRAPHS` are an error: PyTorch
-    would otherwise run the function eagerly from then on, and only log that.
-    """
-    torch._dynamo.config.recompile_limit = _MAX_GRAPHS
-    torch._dynamo.config.fail_on_recompile_limit_hit = True
-    return torch.compile(function, dynamic=False, backend=BACKEND)  # type: ignore[return-value]
-
-
-def compilation() -> tuple[int, dict[str, int]]:
-    """Of this process so far: the number of graphs, and the number of graph breaks by reason."""
-    from torch._dynamo.utils import counters
-
-    return int(counters["stats"]["unique_graphs"]), {str(why): int(n) for why, n in counters["graph_break"].items()}

@@ -45,8 +45,8 @@ def _yarn_ramp(yarn: Yarn, dim: int, theta: float) -> Tensor:
 def rope_cache(spec: ModelSpec, positions: int) -> Tensor:
     """Cosines and sines of every position, float64 [positions, 2, D/2]; YaRN scales both (its attention factor)."""
     angles = torch.arange(positions, dtype=torch.float64)[:, None] * rope_frequencies(spec)
-    length = spec.rope_scaling.rotation if isinstance(spec.rope_scaling, Yarn) else 1.0
-    return length * torch.stack((angles.cos(), angles.sin()), dim=1)
+    scale = spec.rope_scaling.rotation_scale if isinstance(spec.rope_scaling, Yarn) else 1.0
+    return scale * torch.stack((angles.cos(), angles.sin()), dim=1)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:

@@ -86,7 +86,7 @@ def top_k_experts(experts: Experts, scores: Tensor) -> Tensor:
     """The K best of [n, X], the first of equal ones; with expert groups only those of the best groups."""
     if experts.groups > 1:
         groups = scores.unflatten(-1, (experts.groups, -1))
-        group_scores = groups.sort(dim=-1, descending=True).values[..., : experts.group_scores].sum(-1)
+        group_scores = groups.sort(dim=-1, descending=True).values[..., : experts.scores_per_group].sum(-1)
         others = group_scores.sort(dim=-1, descending=True, stable=True).indices[..., experts.top_groups :]
         excluded = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(-1, others, True)
         scores = groups.masked_fill(excluded[..., None], -torch.inf).flatten(-2)

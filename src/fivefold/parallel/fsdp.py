@@ -51,50 +51,57 @@ class FullySharded(Weights):
         split_backward: bool = False,
     ):
         self.mesh, self.always_split = mesh, split_backward
-        per_stage = [stage_params(model, spec, mesh) for model in stages]
-        self.local_params = {name: param for params in per_stage for name, param in params.items()}
-        self.modules: list[FSDPModule] = []
-        self.parameters: dict[str, DTensor] = {}
-        self.masters = {}
-        self.roots: list[FSDPModule] = []
-        self.units: dict[str, FSDPModule] = {}  # by name
+        stage_parameters = [stage_params(model, spec, mesh) for model in stages]
+        self.local_params = {name: param for params in stage_parameters for name, param in params.items()}
         low_precision = compute_dtype != accum_dtype(compute_dtype)
-        # Names of the full-precision parameters, which FSDP2 does not shard.
-        self.unsharded = {
+        self.ignored = {  # names of the full-precision parameters, which FSDP2 does not shard
             name for name, param in self.local_params.items() if low_precision and param.parameter.full_precision
         }
-        for model, params in zip(stages, per_stage, strict=True):
-            to_empty(model, params, accum_dtype(compute_dtype), torch.device("meta"))
-            layers = layers_of(param.parameter.unit for param in params.values())
-            ignored = {p for name, p in model.named_parameters() if name in self.unsharded}
-            units = _shard(model, layers, mesh, compute_dtype, ignored)
-            self.modules += units
-            self.roots.append(units[-1])
-            self.units |= {_unit_name(model, unit): unit for unit in units}
-            _materialise(model, self.unsharded & params.keys(), mesh.device)
-            for name, parameter in model.named_parameters():
-                param, shard = self.local_params[name], local_of(parameter)
-                init_param(spec, param.parameter, shard, seed, self.master_box(name))
-                self.masters[name] = nn.Parameter(shard)
-                if name in self.unsharded:
-                    register_grad_hook(parameter, param, self.add)
-                    continue
-                assert isinstance(parameter, DTensor)
-                self.parameters[name] = parameter
-                if split_backward and param.parameter.deferred:
-                    parameter.requires_grad_(False)  # FSDP2 of torch 2.11 would reduce zeros for want of a gradient
+        self.units: list[FSDPModule] = []
+        self.named_units: dict[str, FSDPModule] = {}
+        self.roots: list[FSDPModule] = []  # the last unit of each stage, which is the stage itself
+        self.masters = {}
+        self.parameters: dict[str, DTensor] = {}  # those that FSDP2 shards
+        for model, params in zip(stages, stage_parameters, strict=True):
+            self._apply_fsdp(model, params, compute_dtype)
+            self._init_masters(model, spec, seed)
         groups = [
             (stage_index, group)
-            for stage_index, params in enumerate(per_stage)
+            for stage_index, params in enumerate(stage_parameters)
             for group in buckets(
                 params.values(),
                 min_elements=min_bucket_elements,
                 split_backward=split_backward,
                 low_precision=low_precision,
             )
-            if group.deferred or group.full_precision
+            if group.deferred or group.full_precision  # FSDP2 reduces the gradients of all others
         ]
         self.reducer = Reducer([self._bucket(group, compute_dtype) for _, group in groups], groups)
+
+    def _apply_fsdp(self, model: nn.Module, params: dict[str, LocalParam], compute_dtype: torch.dtype) -> None:
+        """Make a stage FSDP2's, with empty parameters on the mesh's device."""
+        to_empty(model, params, accum_dtype(compute_dtype), torch.device("meta"))
+        layers = layers_of(param.parameter.unit for param in params.values())
+        ignored = {parameter for name, parameter in model.named_parameters() if name in self.ignored}
+        units = _fully_shard_units(model, layers, self.mesh, compute_dtype, ignored)
+        self.units += units
+        self.roots.append(units[-1])
+        self.named_units |= {_unit_name(model, unit): unit for unit in units}
+        _allocate(model, self.ignored & params.keys(), self.mesh.device)
+
+    def _init_masters(self, model: nn.Module, spec: ModelSpec, seed: int) -> None:
+        """Draw the initial values of a stage's shards, which are the masters."""
+        for name, parameter in model.named_parameters():
+            param, shard = self.local_params[name], local_of(parameter)
+            init_param(spec, param.parameter, shard, seed, self.master_box(name))
+            self.masters[name] = nn.Parameter(shard)
+            if name in self.ignored:
+                register_grad_hook(parameter, param, self.add)
+                continue
+            assert isinstance(parameter, DTensor)
+            self.parameters[name] = parameter
+            if self.always_split and param.parameter.deferred:
+                parameter.requires_grad_(False)  # FSDP2 of torch 2.11 would reduce zeros for want of a gradient
 
     def _bucket(self, group: BucketParams, compute_dtype: torch.dtype) -> Bucket:
         # The weights are FSDP2's; a bucket that only reduces needs no more than their shapes.
@@ -104,7 +111,7 @@ class FullySharded(Weights):
         return Bucket(slots, axis, self.mesh.tp if group.partial else None, zero_stage, compute_dtype)
 
     def sharded(self, param: LocalParam) -> bool:
-        return param.name not in self.unsharded
+        return param.name not in self.ignored
 
     @contextmanager
     def microbatch(self, last: bool, stage: int = 0, part: BackwardPart = "all") -> Iterator[None]:
@@ -116,15 +123,15 @@ class FullySharded(Weights):
     def set_grad_hook(self, grad_hook: GradHook) -> None:
         """Hook FSDP2's reduce-scatter, which gets all gradients of a unit in one flat tensor."""
         super().set_grad_hook(grad_hook)
-        for name, module in self.units.items():
-            module.set_custom_reduce_scatter(
+        for name, unit in self.named_units.items():
+            unit.set_custom_reduce_scatter(
                 HookedReduceScatter(partial(self.call_grad_hook, name), staged=self.mesh.fsdp.staged)
             )
 
     def discard_grads(self) -> None:
         for parameter in self.parameters.values():
             parameter.grad = None
-        for group in _groups(self.modules):
+        for group in _param_groups(self.units):
             group._partial_reduce_output = None
 
     def finish_grad_sync(self) -> None:
@@ -152,35 +159,19 @@ class FullySharded(Weights):
 
     def gradient_memory(self) -> Iterator[Tensor]:
         yield from (p.grad._local_tensor for p in self.parameters.values() if isinstance(p.grad, DTensor))
-        for group in _groups(self.modules):
+        for group in _param_groups(self.units):
             if group._partial_reduce_output is not None:
                 yield group._partial_reduce_output
         yield from self.buffers()
 
     def compute_memory(self) -> Iterator[Tensor]:
         yield from self.masters.values()
-        for group in _groups(self.modules):
+        for group in _param_groups(self.units):
             for parameter in group.fsdp_params:
                 yield from parameter.all_gather_outputs
 
 
-def _materialise(model: nn.Module, unsharded: set[str], device: torch.device) -> None:
-    """Allocate this rank's shards, and the `unsharded` parameters, which FSDP2 ignores. The latter are new tensors,
-    because fake tensors cannot be swapped in place."""
-    owners = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in sorted(unsharded)]
-    shapes = [(module, key, module._parameters.pop(key)) for module, key in owners]
-    model.to_empty(device=device)
-    for module, key, shape in shapes:
-        assert shape is not None
-        module.register_parameter(key, nn.Parameter(torch.empty_like(shape, device=device)))
-
-
-def _same_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors start at the same place; not by address, which fake tensors do not have."""
-    return a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset()
-
-
-def _shard(
+def _fully_shard_units(
     model: nn.Module, layers: list[int], mesh: Mesh, compute_dtype: torch.dtype, ignored: set[nn.Parameter]
 ) -> list[FSDPModule]:
     """Apply FSDP2 to the model, but for the `ignored` parameters. Returns the units: for each block its experts, which
@@ -189,7 +180,7 @@ def _shard(
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=accum_dtype(compute_dtype), cast_forward_inputs=False
     )
-    for module in _units(model, layers):
+    for module in _unit_modules(model, layers):
         axes = ("efsdp" if isinstance(module, ExpertNetworks) else "fsdp",)
         submesh = mesh.submesh(*(("replicate", *axes) if mesh.replicate.size > 1 else axes))
         unit = fully_shard(module, mesh=submesh, mp_policy=policy, reshard_after_forward=True, ignored_params=ignored)
@@ -209,6 +200,14 @@ def _shard(
     return units
 
 
+def _unit_modules(model: nn.Module, layers: list[int]) -> Iterator[nn.Module]:
+    """The modules that become FSDP2 units, in the order of the forward pass."""
+    for block in (model.get_submodule(f"layers.{layer}") for layer in layers):
+        yield from (module for module in block.modules() if isinstance(module, ExpertNetworks))
+        yield block
+    yield model
+
+
 def _unit_name(model: nn.Module, unit: FSDPModule) -> str:
     """The name of a unit; that of the rest of a stage is made of its first parameter's."""
     name = next(name for name, module in model.named_modules() if module is unit)
@@ -223,18 +222,26 @@ def _hide_gather_from_checkpoint(module: nn.Module) -> None:
         register(lambda *_: during.close())  # ... and after it
 
 
-def _units(model: nn.Module, layers: list[int]) -> Iterator[nn.Module]:
-    """The modules that become FSDP2 units, in the order of the forward pass."""
-    for block in (model.get_submodule(f"layers.{layer}") for layer in layers):
-        yield from (module for module in block.modules() if isinstance(module, ExpertNetworks))
-        yield block
-    yield model
+def _allocate(model: nn.Module, ignored: set[str], device: torch.device) -> None:
+    """Allocate this rank's shards, and the `ignored` parameters whole. The latter are new tensors, because fake tensors
+    cannot be swapped in place."""
+    owners = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in sorted(ignored)]
+    shapes = [(module, key, module._parameters.pop(key)) for module, key in owners]
+    model.to_empty(device=device)
+    for module, key, shape in shapes:
+        assert shape is not None
+        module.register_parameter(key, nn.Parameter(torch.empty_like(shape, device=device)))
 
 
-def _groups(modules: list[FSDPModule]) -> Iterator[Any]:
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors start at the same place; not by address, which fake tensors do not have."""
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset()
+
+
+def _param_groups(units: list[FSDPModule]) -> Iterator[Any]:
     """FSDP2's parameter groups: a list for each module in torch 2.13; in 2.11 one, or None for a module without
     parameters of its own, such as a middle pipeline stage."""
-    for module in modules:
-        state: Any = module._get_fsdp_state()
+    for unit in units:
+        state: Any = unit._get_fsdp_state()
         groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
         yield from filter(None, groups)

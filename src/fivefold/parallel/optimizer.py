@@ -1,58 +1,33 @@
 """An optimizer over the full-precision shards of the weights: gradient norm, clipping, and the update of each shard.
 
-Every rank updates its own shards. The only thing that is reduced is the norm for clipping.
+    weights.finish_grad_sync()                # the masters have their gradients
+    norm = optimizer.gradient_norm()
+    optimizer.step(lr, norm)                  # the masters are updated, and the model's weights with them
+
+Every rank updates its own shards. Two things need other ranks: the norm is summed over all of them, and an optimizer
+whose rule reads whole matrices brings these together (`matrices.py`).
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from fivefold.launch.waits import timed_wait
 from fivefold.optim.base import OptimizerConfig
-from fivefold.parallel.fsdp import FullySharded
 from fivefold.parallel.matrices import WholeMatrices
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.weights import Weights
-from fivefold.parallel.zero import ZeroBuckets
 from fivefold.spec.model import ModelSpec
 
-# ---- data parallelism -----------------------------------------------------------------------------------------------
-# Data parallelism: replicas of the model on many ranks, each with its own tokens, and ZeRO's sharding of their states.
-#
-#     weights = shard_model([model], spec, mesh, torch.bfloat16, seed)   # from the meta device to initial weights
-#     for index, microbatch in enumerate(microbatches):
-#         with weights.microbatch(last=index == len(microbatches) - 1):
-#             loss(model(microbatch)).backward()
-#     weights.finish_grad_sync()          # masters' gradients are the sums over all ranks
-#     ...                                 # an optimizer's step on weights.masters
-#     weights.sync_params()
-#
-# ZeRO 0, 1 and 2 use buckets of our own (`zero.py`). ZeRO 3 and hybrid sharding use FSDP2 (`fsdp.py`).
 
+class ParamGroup(NamedTuple):
+    """Parameters that are updated with the same weight decay."""
 
-def shard_model(
-    stages: Sequence[nn.Module],
-    spec: ModelSpec,
-    mesh: Mesh,
-    compute: torch.dtype,
-    seed: int,
-    *,
-    split_backward: bool = False,
-) -> Weights:
-    """Initialise the weights of this rank's stages: decoders on the meta device, with plain parameters or DTensors over
-    tp.
-
-    Afterwards they are on the mesh's device, compute in `compute`, and report their gradients. With `split_backward`,
-    weight-gradient passes report the gradients of linears, by `Weights.add`.
-    """
-    if mesh.layout.fully_shards(spec):
-        return FullySharded(stages, spec, mesh, compute, seed, split_backward=split_backward)
-    return ZeroBuckets(stages, spec, mesh, compute, seed, split_backward=split_backward)
-
-
-# ---- optimizer ------------------------------------------------------------------------------------------------------
+    weight_decay: float
+    names: list[str]
 
 
 class Optimizer:
@@ -64,28 +39,35 @@ class Optimizer:
         mesh: Mesh,
         compute: torch.dtype = torch.float32,
     ):
-        """`compute`: the dtype that the model computes in, and rules that read whole matrices, too."""
+        """`compute`: the dtype that the model computes in, and an update rule that reads whole matrices, too."""
         self.weights, self.config, self.mesh = weights, config, mesh
+        self.updates = 0  # steps that have changed the weights: of the whole run, including earlier starts
         parameters = {parameter.name: parameter for parameter in spec.parameters()}
         self.states = {
             name: {key: torch.zeros_like(master, requires_grad=False) for key in config.states_of(parameters[name])}
             for name, master in weights.masters.items()
         }
-        self.updates = 0
         self.matrices = WholeMatrices(weights, spec, config, mesh, compute) if config.unit == "matrix" else None
-        # Weight decay is for matrices: not for norms, biases and embeddings.
-        linear = {name for name, parameter in parameters.items() if parameter.kind == "linear"}
-        whole = set() if self.matrices is None else set(self.matrices.names)
-        stepped = [
-            name for name, master in weights.masters.items() if master.numel() and name not in whole
-        ]  # a rank may have no row of a parameter
-        decayed = [name for name in stepped if name in linear]
-        not_decayed = [name for name in stepped if name not in linear]
-        self.stepped = frozenset(stepped)  # element by element
-        self.decays = ((config.weight_decay, decayed), (0.0, not_decayed))
+        self.param_groups = self._param_groups(spec)
         # On a GPU, one kernel does all that a step does to a weight.
-        fp32 = all(master.dtype == torch.float32 for master in weights.masters.values())
-        self.fused = config.fuses and fp32 and mesh.device.type == "cuda"
+        all_float32 = all(master.dtype == torch.float32 for master in weights.masters.values())
+        self.fused = config.fuses and all_float32 and mesh.device.type == "cuda"
+
+    def _param_groups(self, spec: ModelSpec) -> list[ParamGroup]:
+        """The parameters whose rule reads one element at a time: all but those of `matrices`.
+
+        Linears have weight decay; norms, biases and embeddings have none.
+        """
+        linears = {parameter.name for parameter in spec.parameters() if parameter.kind == "linear"}
+        whole = set() if self.matrices is None else set(self.matrices.names)
+        local = [name for name, master in self.weights.masters.items() if master.numel()]  # a shard may have no rows
+        elementwise = [name for name in local if name not in whole]
+        return [
+            ParamGroup(self.config.weight_decay, [name for name in elementwise if name in linears]),
+            ParamGroup(0.0, [name for name in elementwise if name not in linears]),
+        ]
+
+    # ---- gradient norm -----------------------------------------------------------------------------------------------
 
     def gradient_norm(self, extra_scalars: Tensor | None = None, *extra_sums: Tensor) -> Tensor:
         """The gradient norm over all parameters of the model, before clipping: float64, and equal on all ranks.
@@ -93,66 +75,90 @@ class Optimizer:
         `extra_scalars` are two of this rank's (a request to stop, its loss), `extra_sums` are others, all float64. They
         become sums over all ranks, in place: in the norm's all-reduce, so at no cost.
         """
-        masters = self.weights.masters.items()
-        local = [p.grad for name, p in masters if p.grad is not None and self.weights.copies(name)[0] == 0]
-        square = _sum_of_squares(local) if local else torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        gradients = [  # of several ranks that hold the same shard, the first counts it
+            master.grad
+            for name, master in self.weights.masters.items()
+            if master.grad is not None and self.weights.copies(name)[0] == 0
+        ]
+        device = self.mesh.device
+        square = _sum_of_squares(gradients) if gradients else torch.zeros((), dtype=torch.float64, device=device)
         if self.mesh.world.size > 1:
-            summands = [square, square.new_zeros(2) if extra_scalars is None else extra_scalars, *extra_sums]
-            sums = torch.cat([summand.flatten() for summand in summands])
-            timed_wait(dist.all_reduce, sums, group=self.mesh.world.group)
-            for summand, total in zip(summands, sums.split([x.numel() for x in summands]), strict=True):
-                summand.copy_(total.view_as(summand))
+            scalars = square.new_zeros(2) if extra_scalars is None else extra_scalars
+            self._sum_over_world([square, scalars, *extra_sums])
         return square.sqrt()
 
+    def _sum_over_world(self, tensors: Sequence[Tensor]) -> None:
+        """Replace each tensor by its sum over all ranks, in one all-reduce."""
+        sums = torch.cat([tensor.flatten() for tensor in tensors])
+        timed_wait(dist.all_reduce, sums, group=self.mesh.world.group)
+        for tensor, total in zip(tensors, sums.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(total.view_as(tensor))
+
+    # ---- update ------------------------------------------------------------------------------------------------------
+
     @torch.no_grad()
-    def step(self, rate: float | None, norm: Tensor) -> None:
-        """One update at the learning rate `rate` (None: no update), with gradients clipped to the norm `clip`.
+    def step(self, lr: float | None, norm: Tensor) -> None:
+        """Clip the gradients by their `norm` and update the weights; with lr None, only release the gradients.
 
-        Afterwards the gradients are released, and the all-gathers of the new weights are started.
+        On return, the gradients are released, and the all-gathers of the new weights have been started.
         """
-        compute_copies: dict[str, Tensor] = {}
-        if rate is not None:
+        already_cast: frozenset[str] = frozenset()
+        if lr is not None:
             self.updates += 1
-            clip = self.config.clip
-            scale = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else torch.ones_like(norm)
+            clip_coef = self._clip_coef(norm)
             if self.matrices is not None:
-                clipping = scale if clip else None
-                self.matrices.step(self.states, clipping, rate, self.config.weight_decay, self.updates)
+                self.matrices.step(self.states, clip_coef, lr, self.config.weight_decay, self.updates)
             if self.fused:
-                compute_copies = {n: copy for n, copy in self.weights.compute_copies().items() if n in self.stepped}
-                self._step_fused(rate, scale.float(), compute_copies)
+                already_cast = self._update_fused(lr, clip_coef)
             else:
-                self._step_plain(rate, scale)
-        self.weights.sync_params(already_cast=frozenset(compute_copies))
+                self._update_foreach(lr, clip_coef)
+        self.weights.sync_params(already_cast=already_cast)
 
-    def _step_plain(self, rate: float, scale: Tensor) -> None:
-        for decay, names in self.decays:
-            updated = {name: p for name in names if (p := self.weights.masters[name]).grad is not None}
-            if not updated:
+    def _clip_coef(self, norm: Tensor) -> Tensor | None:
+        """What clipping multiplies all gradients with, at most 1; None if nothing is ever clipped."""
+        max_norm = self.config.clip
+        return (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm else None
+
+    def _update_foreach(self, lr: float, clip_coef: Tensor | None) -> None:
+        """Update each group by calls that take the tensors of all its parameters."""
+        update_rule = self.config.update
+        for weight_decay, names in self.param_groups:
+            masters = {name: p for name in names if (p := self.weights.masters[name]).grad is not None}
+            if not masters:
                 continue
-            gradients = [p.grad.to(p.dtype) for p in updated.values() if p.grad is not None]
-            if self.config.clip:
-                torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
-            # Tensors by state: all of these parameters have the same.
-            states = [[*each] for each in zip(*(self.states[name].values() for name in updated), strict=True)]
-            self.config.update([*updated.values()], gradients, states, rate, decay, self.updates)
+            gradients = [p.grad.to(p.dtype) for p in masters.values() if p.grad is not None]
+            if clip_coef is not None:
+                torch._foreach_mul_(gradients, clip_coef.to(gradients[0].dtype))
+            # One list for each kind of state, with that state of every parameter: all have the same kinds.
+            states = [[*tensors] for tensors in zip(*(self.states[name].values() for name in masters), strict=True)]
+            update_rule([*masters.values()], gradients, states, lr, weight_decay, self.updates)
 
-    def _step_fused(self, rate: float, scale: Tensor, compute_copies: dict[str, Tensor]) -> None:
-        for decay, names in self.decays:
+    def _update_fused(self, lr: float, clip_coef: Tensor | None) -> frozenset[str]:
+        """Update each parameter by one kernel, which also writes the model's copy in the compute dtype, if there is one
+        on this rank.
+
+        Returns the names of those that have such a copy.
+        """
+        scale = torch.ones((), device=self.mesh.device) if clip_coef is None else clip_coef.float()
+        compute_copies = self.weights.compute_copies()
+        for weight_decay, names in self.param_groups:
             for name in names:
                 if (master := self.weights.masters[name]).grad is not None:
                     states, compute_copy = [*self.states[name].values()], compute_copies.get(name)
-                    self.config.fused_update(master, states, scale, compute_copy, rate, decay, self.updates)
+                    self.config.fused_update(master, states, scale, compute_copy, lr, weight_decay, self.updates)
+        return frozenset(name for group in self.param_groups for name in group.names if name in compute_copies)
 
-    def restore(self, updates: int) -> None:
-        """Continue after `updates` steps, once masters and states have been loaded in place."""
-        self.updates = updates
-        self.weights.sync_params()
+    # ---- state -------------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """By parameter name the master and the optimizer's states, as shards of full tensors; views of this memory."""
         local = {n: {"master": master.detach()} | self.states[n] for n, master in self.weights.masters.items()}
         return {n: {key: self.weights.as_dtensor(n, x) for key, x in states.items()} for n, states in local.items()}
+
+    def restore(self, updates: int) -> None:
+        """Continue after `updates` steps, once masters and states have been loaded in place."""
+        self.updates = updates
+        self.weights.sync_params()
 
     def resident(self) -> int:
         """Bytes of this rank's optimizer states."""

@@ -1,21 +1,14 @@
-"""Expert parallelism: the experts of a layer are sharded over the ep axis; tokens are sent to their ranks and back.
+"""Token dispatch: tokens are sent to the ranks of their experts and back, over the ep axis.
 
-ExpertParallelDispatch  which tokens a rank routes: without sp every tp rank has all tokens, and routes a slice of them
 AllToAllDispatch        counts first, then each token to the ranks of its experts, and the outputs back
 AllGatherDispatch       every rank gathers all tokens and computes its own experts; outputs are reduce-scattered
 
-`dispatch_of` chooses one; `model/dispatch.py` has the dispatch on one device.
+`dispatch_of` chooses one; `expert_parallel.py` says which tokens a rank routes, and `model/dispatch.py` has the
+dispatch on one device.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
-from typing import Any
-
 import torch
-from torch import Tensor, nn
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
+from torch import Tensor
 from torch.nn import functional as F
 
 from fivefold.layout.sharding import chunk
@@ -30,285 +23,36 @@ from fivefold.model.dispatch import (
     Unpermute,
     inverse,
 )
-from fivefold.model.grouped import DeferWgrad, Groups, has_kernel
+from fivefold.model.grouped import Groups, has_kernel
 from fivefold.model.layers import accum_dtype
-from fivefold.model.moe import ExpertLinear
-from fivefold.model.recompute import is_recomputing, save_output
+from fivefold.model.recompute import save_output
 from fivefold.model.router import Routing
-from fivefold.parallel.collectives import all_gather, all_reduce, all_to_all, reduce_scatter, wait, waiting
+from fivefold.parallel.async_exchange import AsyncExchange, FinishExchange, StartExchange, Tensors
+from fivefold.parallel.collectives import all_gather, all_to_all, reduce_scatter, wait
+from fivefold.parallel.expert_parallel import ExpertParallelDispatch
 from fivefold.parallel.mesh import Axis, Mesh
 from fivefold.parallel.wgrad import WeightGradQueue
 from fivefold.spec.model import ModelSpec
 
-# ---- slices ---------------------------------------------------------------------------------------------------------
-# Which tokens a rank routes, and which experts it has.
-#
-# With sp the residual stream is sharded over tp, and so are the tokens. Without it every tp rank has them all: each
-# routes a slice (of uneven size if they do not divide), and the outputs of the slices are gathered. Nothing is
-# computed, sent or counted tp times. The router's gradients are then partial sums over tp; tp does not shard experts.
+
+def dispatch_of(
+    spec: ModelSpec, mesh: Mesh, wgrad_queue: WeightGradQueue | None = None, dtype: torch.dtype | None = None
+) -> LocalDispatch:
+    """How tokens reach the experts of a layout. With `wgrad_queue`, experts can defer the gradients of their weights;
+    `dtype` is that of the tokens."""
+    if spec.experts is None:
+        return LocalDispatch()
+    if mesh.ep.size == 1:  # every rank has all experts: no token is sent
+        dispatch = ExpertParallelDispatch(mesh, wgrad_queue)
+        # It can be in a graph: the host needs no row counts. But deferred work leaves a graph, and PyTorch's compiler
+        # supports the grouped kernel in bfloat16 only.
+        widths, bf16 = (spec.hidden, spec.experts.ffn), dtype == torch.bfloat16
+        dispatch.in_graph = wgrad_queue is None and bf16 and has_kernel(mesh.device.type, torch.bfloat16, *widths)
+        return dispatch
+    return (AllGatherDispatch if mesh.layout.dispatch == "allgather" else AllToAllDispatch)(mesh, wgrad_queue)
 
 
-class ExpertParallelDispatch(LocalDispatch):
-    def __init__(self, mesh: Mesh, wgrad_queue: WeightGradQueue | None):
-        self.mesh, self.ep, self.tp, self.sequence_axis = mesh, mesh.ep, mesh.tp, mesh.cp_tp
-        # The group of backward passes, which may run beside forward ones.
-        self.backward_ep = mesh.backward_ep or mesh.ep
-        self.slices = mesh.tp.size > 1 and not mesh.layout.sp
-        self.wgrad_queue = wgrad_queue
-        self.names: dict[nn.Module, str] = {}
-
-    def adopt(self, model: nn.Module) -> None:
-        """Replace the parameters of experts by those of this rank's experts."""
-        for name, module in model.named_modules():
-            if isinstance(module, ExpertLinear):
-                self.names[module] = name
-                for kind, full in list(module.named_parameters(recurse=False)):
-                    shape = full.shape[0] // self.ep.size, *full.shape[1:]
-                    setattr(module, kind, nn.Parameter(torch.empty(shape, dtype=full.dtype, device="meta")))
-
-    def own_tokens(self, x: Tensor) -> Tensor:
-        flat = x.flatten(0, 1)
-        return OwnSlice.apply(flat, self.tp) if self.slices else flat
-
-    def all_tokens(self, y: Tensor, like: Tensor) -> Tensor:
-        if self.slices:
-            y = AllSlices.apply(y, like.shape[0] * like.shape[1], self.tp)
-        return y.view_as(like)
-
-    def batch_rows(self, x: Tensor) -> Tensor:
-        rows = super().batch_rows(x)
-        return rows[_slice(len(rows), self.tp)] if self.slices else rows
-
-    @contextmanager
-    def sending(self, what: str) -> Iterator[None]:
-        """A context around a dispatch or a combine, forward or backward; the error of a lost peer names the ranks."""
-        with self.watch(what), waiting(what, self.mesh, self.ep):
-            yield
-
-    @property
-    def current_ep(self) -> Axis:
-        """The ep axis with the group of this pass: a first forward, or a recomputation in a backward pass."""
-        return self.backward_ep if is_recomputing() else self.ep
-
-    def sum_over_sequence(self, counts: Tensor) -> Tensor:
-        (total,) = save_output(lambda: (wait(all_reduce(counts, self.sequence_axis), self.sequence_axis),), 1, counts)
-        return total
-
-    def defer_wgrad(self, linear: nn.Module) -> Callable[[], DeferWgrad | None] | None:
-        return None if self.wgrad_queue is None else partial(self._defer, linear)
-
-    def _defer(self, linear: nn.Module) -> DeferWgrad | None:
-        """The function that defers the gradient of this linear's weight, while the queue collects."""
-        queue = self.wgrad_queue
-        if queue is None or (tasks := queue.tasks) is None:
-            return None
-        name, report = f"{self.names[linear]}.weight", queue.report
-        assert report is not None
-
-        def defer(compute: Callable[[], Tensor]) -> None:
-            @torch.no_grad()
-            def task() -> None:
-                report(name, compute())
-
-            tasks.append(task)
-
-        return defer
-
-
-def _slice(tokens: int, axis: Axis) -> slice:
-    local = chunk(tokens, axis.size, axis.rank)
-    return slice(local.start, local.stop)
-
-
-class OwnSlice(Function):
-    """[n, E], the same on all ranks -> this rank's slice. Backward all-gathers the gradients of the slices."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.tokens, ctx.axis = x.shape[0], axis
-        return x[_slice(x.shape[0], axis)].clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return _gathered(gradient, ctx.tokens, ctx.axis), None
-
-
-class AllSlices(Function):
-    """This rank's slice -> [n, E], the same on all ranks; so is the gradient, and backward takes the slice of it."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, tokens: int, axis: Axis) -> Tensor:
-        ctx.tokens, ctx.axis = tokens, axis
-        (gathered,) = save_output(lambda: (_gathered(y, tokens, axis),), 1, y)
-        return gathered
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return gradient[_slice(ctx.tokens, ctx.axis)].contiguous(), None, None
-
-
-def _gathered(x: Tensor, tokens: int, axis: Axis) -> Tensor:
-    """All slices in rank order; short ones are padded for the all-gather."""
-    missing = len(chunk(tokens, axis.size, 0)) - x.shape[0]
-    return wait(all_gather(F.pad(x, (0, 0, 0, missing)), axis), axis)[:tokens]
-
-
-# ---- exchanges ------------------------------------------------------------------------------------------------------
-# An asynchronous collective as two autograd functions, start and finish, so that other work can run in between.
-#
-#     exchange = AsyncExchange(dispatch, DISPATCH, forward, backward)
-#     ticket = StartExchange.apply(exchange, x)          forward starts forward(x); backward waits for the gradient
-#     ...                                                overlaps with the collective; so does its backward pass
-#     exchange.pause()                                   the other half of an overlapped pair runs, if there is one
-#     (y,) = FinishExchange.apply(exchange, 1, ticket)   forward waits for y; backward starts backward(gradient)
-#
-# Autograd runs ready nodes in the reverse order of their creation. So the backward pass of the work in between runs
-# after the gradient's collective is started, and before it is waited for. Selective recompute keeps the received
-# tensors, and sends nothing again.
-
-
-Tensors = tuple[Tensor, ...]
-# Starts collectives of the tensors, and returns the results to wait for.
-StartCollectives = Callable[[Tensors, Axis], Tensors]
-
-
-class AsyncExchange:
-    """`forward` and `backward` start the collectives of the two passes."""
-
-    def __init__(
-        self, dispatch: ExpertParallelDispatch, what: str, forward: StartCollectives, backward: StartCollectives
-    ):
-        self.dispatch, self.what, self.forward, self.backward = dispatch, what, forward, backward
-        self.in_flight: Tensors = ()
-        self.sent: Tensors = ()  # inputs of the collectives in flight, which must not be freed
-        self.axis: Axis | None = None
-
-    def start(self, start_collectives: StartCollectives, axis: Axis, tensors: Tensors) -> tuple[()]:
-        self.sent, self.axis, self.in_flight = tensors, axis, start_collectives(tensors, axis)
-        return ()
-
-    def pause(self) -> None:
-        """Before the wait: let the other half of an overlapped pair run. Nothing is in flight in a recomputation, which
-        reads saved results."""
-        if self.in_flight:
-            self.dispatch.yield_turn()
-
-    def finish(self) -> Tensors:
-        """Wait for the results."""
-        assert self.axis is not None
-        received = tuple(wait(tensor, self.axis) for tensor in self.in_flight)
-        self.sent = self.in_flight = ()
-        return received
-
-
-class StartExchange(Function):
-    """Tensors -> a ticket: an empty tensor, which makes the finish a successor in autograd's graph."""
-
-    @staticmethod
-    def forward(ctx: Any, exchange: AsyncExchange, *tensors: Tensor) -> Tensor:
-        ctx.exchange, ctx.dtypes = exchange, [tensor.dtype for tensor in tensors]
-        save_output(lambda: exchange.start(exchange.forward, exchange.dispatch.current_ep, tensors), 0, tensors[0])
-        return tensors[0].new_empty(0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _: Tensor) -> tuple[Any, ...]:
-        exchange: AsyncExchange = ctx.exchange
-        exchange.pause()
-        with exchange.dispatch.sending(exchange.what):
-            grads = exchange.finish()
-            return None, *(grad.to(dtype) for grad, dtype in zip(grads, ctx.dtypes, strict=True))
-
-
-class FinishExchange(Function):
-    """A ticket -> the received tensors, as many as were sent."""
-
-    @staticmethod
-    def forward(ctx: Any, exchange: AsyncExchange, count: int, ticket: Tensor) -> tuple[Tensor, ...]:
-        ctx.exchange = exchange
-        return save_output(exchange.finish, count, ticket)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        exchange: AsyncExchange = ctx.exchange
-        with exchange.dispatch.sending(exchange.what):
-            exchange.start(exchange.backward, exchange.dispatch.backward_ep, gradients)
-        return None, None, gradients[0].new_empty(0)
-
-
-# ---- allgather ------------------------------------------------------------------------------------------------------
-# Token dispatch by all-gather: every ep rank gathers all tokens, and computes its own experts on theirs.
-#
-# Per layer and microbatch, with at most n tokens on a rank, K experts each, over N ranks:
-#
-#     forward     all-gathers of N n (E + K) elements and N n K int64, a reduce-scatter of N n E in the accumulate dtype
-#     backward    reduce-scatters of N n E and N n K elements, an all-gather of N n E, all in the accumulate dtype
-#
-# It sends at least N/K times as much as an all-to-all, in fewer and larger messages, and the amount does not depend on
-# the routing: worth it where ep is about as small as K. The outputs are summed by the reduce-scatter, rank by rank.
-
-
-class AllGatherDispatch(ExpertParallelDispatch):
-    sends_tokens = True
-
-    def run(
-        self, x: Tensor, routing: Routing, experts: ExpertsFn, residual_tokens: int, shared: SharedExpert = None
-    ) -> tuple[Tensor, Tensor | None]:
-        own_tokens, max_tokens = x.shape[0], self._max_tokens_per_rank(residual_tokens)
-        with self.sending(DISPATCH):
-            dispatch, choices = (AsyncExchange(self, DISPATCH, _all_gather_all, _reduce_scatter_all) for _ in range(2))
-            ticket = StartExchange.apply(dispatch, _padded(x, max_tokens), _padded(routing.weights, max_tokens))
-            choice_ticket = StartExchange.apply(choices, _padded(routing.chosen, max_tokens, -1))
-        shared_output = shared() if shared is not None else None
-        dispatch.pause()
-        with self.sending(DISPATCH):
-            tokens, weights = FinishExchange.apply(dispatch, 2, ticket)
-            (chosen,) = FinishExchange.apply(choices, 1, choice_ticket)
-            local_experts = routing.scores.shape[1] // self.ep.size
-            local_index = chosen - self.ep.rank * local_experts  # of the expert, among those of this rank
-            # The assignments to this rank's experts, sorted by expert and then by token; all others come after them.
-            is_local = (local_index >= 0) & (local_index < local_experts) & (chosen >= 0)
-            of_expert = local_index.where(is_local, local_experts).flatten()
-            counts = torch.bincount(of_expert, minlength=local_experts + 1)[:local_experts]
-            sizes = tuple(self.host.by_expert(counts, routing.chosen.numel()))
-            groups = Groups(counts.cumsum(0).int(), sizes)
-            order = of_expert.sort(dim=0, stable=True).indices[: sum(sizes)].clone()
-            token_of = order // chosen.shape[1]
-            rows = tokens[token_of]
-        outputs = experts(rows, groups)
-        with self.sending(COMBINE):
-            weighted = outputs.to(accum_dtype(x.dtype)) * weights.flatten()[order][:, None]
-            sums = weighted.new_zeros(tokens.shape).index_add(0, token_of, weighted)
-            combine = AsyncExchange(self, COMBINE, _reduce_scatter_all, _all_gather_all)
-            ticket = StartExchange.apply(combine, sums)
-        combine.pause()
-        with self.sending(COMBINE):
-            (total,) = FinishExchange.apply(combine, 1, ticket)
-            return total[:own_tokens].to(x.dtype), shared_output
-
-    def _max_tokens_per_rank(self, residual_tokens: int) -> int:
-        """The largest number of tokens that a rank routes, of those in its residual stream."""
-        return len(chunk(residual_tokens, self.tp.size, 0)) if self.slices else residual_tokens
-
-
-def _padded(x: Tensor, rows: int, value: int = 0) -> Tensor:
-    return F.pad(x, (0, 0, 0, rows - x.shape[0]), value=value)
-
-
-def _all_gather_all(tensors: Tensors, axis: Axis) -> Tensors:
-    """[n, ...] of every rank -> [N n, ...], of each tensor."""
-    return tuple(all_gather(tensor, axis) for tensor in tensors)
-
-
-def _reduce_scatter_all(tensors: Tensors, axis: Axis) -> Tensors:
-    """[N n, ...] partial sums -> [n, ...]: this rank's part of the sum, in the accumulate dtype."""
-    return tuple(reduce_scatter(tensor.to(accum_dtype(tensor.dtype)), axis) for tensor in tensors)
-
-
-# ---- alltoall -------------------------------------------------------------------------------------------------------
+# ---- all-to-all -----------------------------------------------------------------------------------------------------
 # Token dispatch by all-to-all: row counts first, then the rows; and the outputs back.
 #
 # Per layer and microbatch, with n tokens on this rank, K of X experts each, and N rows for this rank's experts:
@@ -377,21 +121,71 @@ def _experts_of(counts: Tensor, ranks: int, rows: int) -> Tensor:
     return experts.repeat_interleave(counts, output_size=rows)
 
 
-# ---- experts --------------------------------------------------------------------------------------------------------
+# ---- all-gather ----------------------------------------------------------------------------------------------------
+# Token dispatch by all-gather: every ep rank gathers all tokens, and computes its own experts on theirs.
+#
+# Per layer and microbatch, with at most n tokens on a rank, K experts each, over N ranks:
+#
+#     forward     all-gathers of N n (E + K) elements and N n K int64, a reduce-scatter of N n E in the accumulate dtype
+#     backward    reduce-scatters of N n E and N n K elements, an all-gather of N n E, all in the accumulate dtype
+#
+# It sends at least N/K times as much as an all-to-all, in fewer and larger messages, and the amount does not depend on
+# the routing: worth it where ep is about as small as K. The outputs are summed by the reduce-scatter, rank by rank.
 
 
-def dispatch_of(
-    spec: ModelSpec, mesh: Mesh, wgrad_queue: WeightGradQueue | None = None, dtype: torch.dtype | None = None
-) -> LocalDispatch:
-    """How tokens reach the experts of a layout. With `wgrad_queue`, experts can defer the gradients of their weights;
-    `dtype` is that of the tokens."""
-    if spec.experts is None:
-        return LocalDispatch()
-    if mesh.ep.size == 1:  # every rank has all experts: no token is sent
-        dispatch = ExpertParallelDispatch(mesh, wgrad_queue)
-        # It can be in a graph: the host needs no row counts. But deferred work leaves a graph, and PyTorch's compiler
-        # supports the grouped kernel in bfloat16 only.
-        widths, bf16 = (spec.hidden, spec.experts.ffn), dtype == torch.bfloat16
-        dispatch.in_graph = wgrad_queue is None and bf16 and has_kernel(mesh.device.type, torch.bfloat16, *widths)
-        return dispatch
-    return (AllGatherDispatch if mesh.layout.dispatch == "allgather" else AllToAllDispatch)(mesh, wgrad_queue)
+class AllGatherDispatch(ExpertParallelDispatch):
+    sends_tokens = True
+
+    def run(
+        self, x: Tensor, routing: Routing, experts: ExpertsFn, residual_tokens: int, shared: SharedExpert = None
+    ) -> tuple[Tensor, Tensor | None]:
+        own_tokens, max_tokens = x.shape[0], self._max_tokens_per_rank(residual_tokens)
+        with self.sending(DISPATCH):
+            dispatch, choices = (AsyncExchange(self, DISPATCH, _all_gather_all, _reduce_scatter_all) for _ in range(2))
+            ticket = StartExchange.apply(dispatch, _padded(x, max_tokens), _padded(routing.weights, max_tokens))
+            choice_ticket = StartExchange.apply(choices, _padded(routing.chosen, max_tokens, value=-1))
+        shared_output = shared() if shared is not None else None
+        dispatch.pause()
+        with self.sending(DISPATCH):
+            tokens, weights = FinishExchange.apply(dispatch, 2, ticket)
+            (chosen,) = FinishExchange.apply(choices, 1, choice_ticket)
+            local_experts = routing.scores.shape[1] // self.ep.size
+            local_index = chosen - self.ep.rank * local_experts  # of the expert, among those of this rank
+            # The assignments to this rank's experts, sorted by expert and then by token; all others come after them.
+            is_local = (local_index >= 0) & (local_index < local_experts) & (chosen >= 0)
+            of_expert = local_index.where(is_local, local_experts).flatten()
+            counts = torch.bincount(of_expert, minlength=local_experts + 1)[:local_experts]
+            sizes = tuple(self.host.by_expert(counts, routing.chosen.numel()))
+            groups = Groups(counts.cumsum(0).int(), sizes)
+            order = of_expert.sort(dim=0, stable=True).indices[: sum(sizes)].clone()
+            token_of = order // chosen.shape[1]
+            rows = tokens[token_of]
+        outputs = experts(rows, groups)
+        with self.sending(COMBINE):
+            weighted = outputs.to(accum_dtype(x.dtype)) * weights.flatten()[order][:, None]
+            sums = weighted.new_zeros(tokens.shape).index_add(0, token_of, weighted)
+            combine = AsyncExchange(self, COMBINE, _reduce_scatter_all, _all_gather_all)
+            ticket = StartExchange.apply(combine, sums)
+        combine.pause()
+        with self.sending(COMBINE):
+            (total,) = FinishExchange.apply(combine, 1, ticket)
+            return total[:own_tokens].to(x.dtype), shared_output
+
+    def _max_tokens_per_rank(self, residual_tokens: int) -> int:
+        """The largest number of tokens that a rank routes, of those in its residual stream."""
+        return len(chunk(residual_tokens, self.tp.size, 0)) if self.slices else residual_tokens
+
+
+def _padded(x: Tensor, rows: int, *, value: int = 0) -> Tensor:
+    """x [n, ...] with rows of `value` after its own, [rows, ...]."""
+    return F.pad(x, (0, 0, 0, rows - x.shape[0]), value=value)
+
+
+def _all_gather_all(tensors: Tensors, axis: Axis) -> Tensors:
+    """[n, ...] of every rank -> [N n, ...], of each tensor."""
+    return tuple(all_gather(tensor, axis) for tensor in tensors)
+
+
+def _reduce_scatter_all(tensors: Tensors, axis: Axis) -> Tensors:
+    """[N n, ...] partial sums -> [n, ...]: this rank's part of the sum, in the accumulate dtype."""
+    return tuple(reduce_scatter(tensor.to(accum_dtype(tensor.dtype)), axis) for tensor in tensors)

@@ -17,8 +17,9 @@ from fivefold.planner.search import By, Option
 from fivefold.planner.training import DAY, GB, Training
 from fivefold.render.blocks import Block, Cell, Drawing, Result, Table, Text
 from fivefold.render.scene import Scene
-from fivefold.schedules.draw import LEFT_OUT, legend, picture, timeline
+from fivefold.schedules.draw import picture
 from fivefold.schedules.simulate import Simulation, simulate
+from fivefold.schedules.terminal import LEFT_OUT, legend, timeline
 from fivefold.support.errors import UserError
 from fivefold.support.text import si
 

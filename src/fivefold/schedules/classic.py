@@ -1,6 +1,8 @@
 """The schedules without a split backward: naive, GPipe, 1F1B, breadth-first, interleaved 1F1B.
 
-Naive model parallelism: one microbatch at a time, so that one rank works and the others wait. The baseline.
+A builder says in which order each rank computes; `wire` adds the sends and receives. Each schedule has a builder and
+its `ScheduleInfo`. In all of them p is the number of ranks, m of microbatches, v of chunks (stages) of a rank; F and B
+are the times of a forward and a backward pass.
 """
 
 from fivefold.schedules.actions import BACKWARD, FORWARD, Action
@@ -8,6 +10,9 @@ from fivefold.schedules.build import Order, ScheduleInfo, wire
 from fivefold.schedules.schedule import Bounds, Placement, Schedule
 from fivefold.support.errors import UserError
 from fivefold.support.text import either
+
+# ---- naive ----------------------------------------------------------------------------------------------------------
+# Naive model parallelism: one microbatch at a time, so that one rank works and the others wait. The baseline.
 
 
 def naive(p: int, m: int) -> Schedule:
@@ -42,7 +47,7 @@ def gpipe(p: int, m: int) -> Schedule:
 GPIPE = ScheduleInfo("gpipe", lambda r: gpipe(r.p, r.m), bubble="(p-1)(F+B)", live=lambda p, m, v: m)
 
 
-# ---- one f one b ----------------------------------------------------------------------------------------------------
+# ---- 1f1b -----------------------------------------------------------------------------------------------------------
 # 1F1B: warm up just deep enough, then one forward, one backward, so that at most p microbatches are alive.
 
 
@@ -82,6 +87,7 @@ def breadth_first(p: int, m: int, v: int = 2) -> Schedule:
 
 
 def _breadth_first_order(p: int, m: int, v: int, rank: int) -> Order:
+    """All microbatches chunk by chunk; backwards from the last chunk. A rank's chunk c is stage c p + rank."""
     forwards = [Action(FORWARD, chunk * p + rank, k) for chunk in range(v) for k in range(m)]
     backwards = [Action(BACKWARD, chunk * p + rank, k) for chunk in reversed(range(v)) for k in range(m)]
     return forwards + backwards
@@ -129,6 +135,7 @@ def legal_groups(p: int, m: int) -> list[int]:
 
 
 def _refusal(p: int, m: int, group: int, legal: list[int]) -> str:
+    """Why a group size does not work, and the nearest that do."""
     closest = sorted(sorted(legal, key=lambda n: abs(n - group))[:3])
     instead = f"use N={either(closest)}"
     if group < p:
@@ -152,7 +159,8 @@ def interleaved_unchecked(p: int, m: int, v: int, group: int) -> Schedule:
 
 
 def _interleaved_order(p: int, m: int, v: int, group: int, rank: int) -> Order:
-    passes = [
+    """1F1B over the passes of a rank: each group of microbatches through one chunk after the other."""
+    passes = [  # in the order of the forwards; backwards take the chunks from the last one
         (chunk, microbatch)
         for first in range(0, m, group)
         for chunk in range(v)

@@ -1,28 +1,17 @@
-"""Draws simulations: the timeline of each rank, and underneath what it holds in memory; as a scene, or as text.
+"""Draws simulations: the timeline of each rank, and underneath what it holds in memory (`terminal.py`: as text).
 
 Several simulations share one time scale, so that a longer schedule looks longer. They stand below each other as long
 as the picture stays wider than it is high, and otherwise in columns: it is for a slide.
 """
 
-import math
-from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import groupby
-
-from rich.style import Style
-from rich.text import Text
 
 from fivefold.render.chart import round_step
 from fivefold.render.scene import (
-    BLUE,
-    GREEN,
     GREY,
     HELD,
     HELD_EDGE,
     INK,
-    ORANGE,
-    PURPLE,
-    RGB,
     Area,
     Hatch,
     Line,
@@ -31,51 +20,14 @@ from fivefold.render.scene import (
     TextMark,
     cut,
     hexed,
-    mix,
-    rgb,
     text_on,
     text_width,
 )
-from fivefold.schedules.actions import ALL, BACKWARD, FORWARD, INPUT_GRAD, STEP, WEIGHT_GRAD, Action, Kind
+from fivefold.schedules.actions import ALL, STEP, Kind
 from fivefold.schedules.clock import BusySpan
-from fivefold.schedules.schedule import Schedule
-from fivefold.schedules.simulate import Shown, Simulation
+from fivefold.schedules.palette import HUES, NAMES, colour_of, shade
+from fivefold.schedules.simulate import Simulation
 from fivefold.support.text import figure
-
-# ---- palette --------------------------------------------------------------------------------------------------------
-# The colours of actions: one hue per kind, one shade per chunk.
-
-
-HUES: dict[Kind, RGB] = {
-    FORWARD: rgb(BLUE),
-    BACKWARD: rgb(GREEN),
-    INPUT_GRAD: rgb(ORANGE),
-    WEIGHT_GRAD: rgb(PURPLE),
-    STEP: (90, 98, 110),
-}
-NAMES: dict[Kind, str] = {
-    FORWARD: "forward",
-    BACKWARD: "backward",
-    INPUT_GRAD: "input gradient",
-    WEIGHT_GRAD: "weight gradient",
-    STEP: "optimizer",
-}
-LIGHTEST = 0.68  # how far the last chunk's shade goes towards white
-
-
-def shade(kind: Kind, chunk: int, chunks: int) -> RGB:
-    """The colour of an action: full for chunk 0, lighter chunk by chunk."""
-    lighter = LIGHTEST * chunk / (chunks - 1) if chunks > 1 else 0.0
-    return mix(HUES[kind], (255, 255, 255), lighter)
-
-
-def colour_of(schedule: Schedule, action: Action) -> RGB:
-    placement = schedule.placement
-    return shade(action.kind, placement.chunk[action.stage], placement.chunks)
-
-
-# ---- picture --------------------------------------------------------------------------------------------------------
-
 
 LEFT, RIGHT, TOP, BOTTOM = 62.0, 58.0, 22.0, 14.0  # margins
 HEAD, AXIS, CAPTION, GAP = 50.0, 30.0, 18.0, 28.0  # heights: title, time axis, memory's caption, between schedules
@@ -218,7 +170,7 @@ class _Panel:
         scene.shapes.append(TextMark(self.left - 10 * self.unit, y + self.row / 2, f"rank {rank}", size, "end", GREY))
         inner = self.row - (3.0 if self.row > 15 else 2.0)
         scene.shapes.append(Hatch(self.left, y, self.end - self.left, inner))
-        for action, start, end, beside in self.simulation.shown(rank):
+        for action, start, end, beside in self.simulation.drawn(rank):
             self.paint_span(scene, BusySpan(action, start, end), y, inner / 2 if beside else inner)
             if beside:
                 self.paint_span(scene, BusySpan(beside, start, end), y + inner / 2, inner / 2)
@@ -288,144 +240,3 @@ class _Panel:
                 points += (x, level), (x, base - live * height)
                 level = base - live * height
         return tuple(points)
-
-
-# ---- terminal -------------------------------------------------------------------------------------------------------
-# A schedule in the terminal: one line per rank in colour, and under them what each rank holds.
-#
-# A column is a slice of time, and shows the action that fills most of it. Without colours, the letters of the kinds
-# stand in for them. The microbatch is shown where its number fits, so a wider terminal shows more of them.
-
-
-BARS = " ▁▂▃▄▅▆▇█"
-LEFT_OUT = "┊⋯┊"
-
-
-def timeline(simulation: Simulation, columns: int = 100, colour: bool = True, left_out: int = 0) -> Text:
-    """The picture as styled text, at most `columns` wide.
-
-    `left_out` is the number of microbatches from the middle of the step that were not simulated: a gap shows where
-    they would be, and the numbers after it are higher by so many.
-    """
-    label = len(f"rank {simulation.schedule.p - 1} ")
-    width = max(10, columns - label - 6 - (len(LEFT_OUT) if left_out else 0))
-    slice_ = simulation.makespan / width if simulation.makespan else 1.0
-    # Whole columns per action look best: take the largest such width when the schedule is short enough.
-    shown = [[*simulation.shown(rank)] for rank in range(simulation.schedule.p)]
-    shortest = min((span.end - span.start for spans in shown for span in spans if span.end > span.start), default=1.0)
-    per_action = int(shortest / slice_)
-    if per_action >= 1:
-        slice_ = shortest / per_action
-        width = round(simulation.makespan / slice_)
-
-    text = Text()
-    for rank in range(simulation.schedule.p):
-        text.append(f"rank {rank} ".rjust(label), "dim")
-        cells = _columns(shown[rank], width, slice_)
-        middle = width // 2 if left_out else width
-        for offset, part in ((0, cells[:middle]), (left_out, cells[middle:])):
-            text.append(LEFT_OUT if offset else "", "dim")
-            for span, group in groupby(part):
-                cell = _pair if span and span.beside else _cell
-                text.append_text(cell(simulation.schedule, _renumbered(span, offset), len([*group]), colour))
-        text.append("\n")
-    text.append("memory\n".rjust(label), "dim")
-    highest = max(simulation.peak_activations) or 1.0
-    for rank, peak in enumerate(simulation.peak_activations):
-        text.append(f"rank {rank} ".rjust(label), "dim")
-        bars = _bars(simulation.memory[rank], width, slice_, highest)
-        text.append(f"{bars[:middle]}{LEFT_OUT if left_out else ''}{bars[middle:]}", Style(color="#5b7fae"))
-        text.append(f" {peak:.3g}\n")
-    return text
-
-
-def _renumbered(span: Shown | None, offset: int) -> Shown | None:
-    """The span with `offset` added to the number of its microbatch."""
-    if span is None or not offset:
-        return span
-
-    def moved(action: Action) -> Action:
-        return action._replace(microbatch=action.microbatch + offset) if action.microbatch != ALL else action
-
-    return span._replace(action=moved(span.action), beside=span.beside and moved(span.beside))
-
-
-def _columns(spans: list[Shown], width: int, slice_: float) -> list[Shown | None]:
-    """For each column the action that fills most of its slice of time; None where most of it is idle."""
-    largest: list[tuple[float, Shown | None]] = [(0.0, None)] * width
-    idle = [slice_] * width
-    for span in spans:
-        for column in range(int(span.start / slice_), min(width, math.ceil(span.end / slice_))):
-            time = min(span.end, (column + 1) * slice_) - max(span.start, column * slice_)
-            idle[column] -= time
-            if time > largest[column][0] + 1e-9 * slice_:
-                largest[column] = time, span
-    return [span if time >= rest - 1e-9 * slice_ else None for (time, span), rest in zip(largest, idle, strict=True)]
-
-
-def _cell(schedule: Schedule, span: Shown | None, width: int, colour: bool) -> Text:
-    if span is None:
-        return Text("·" * width, "dim")
-    number = _number(span.action)
-    if not colour:
-        full = f"{span.action.kind[0]}{number}"
-        return Text((full if len(full) <= width else span.action.kind[0]).ljust(width, "-"))
-    return Text((number if len(number) <= width else "").center(width), _style(_colour(schedule, span.action)))
-
-
-def _pair(schedule: Schedule, span: Shown | None, width: int, colour: bool) -> Text:
-    """An overlapped pair: the F above the B, their numbers at either end. Without colours, `F5&B2`."""
-    assert span is not None
-    assert span.beside is not None
-    forward, backward = span.action, span.beside
-    left, right = _number(forward), _number(backward)
-    if not colour:
-        full = f"{forward.kind[0]}{left}&{backward.kind[0]}{right}"
-        return Text((full if len(full) <= width else "&").ljust(width, "-"))
-    upper, lower = _colour(schedule, forward), _colour(schedule, backward)
-    if len(left) + len(right) >= width:
-        left = right = ""
-    middle = "▀" * (width - len(left) - len(right))
-    halves = Style(color=hexed(upper), bgcolor=hexed(lower))
-    return Text.assemble((left, _style(upper)), (middle, halves), (right, _style(lower)))
-
-
-def _number(action: Action) -> str:
-    return str(action.microbatch) if action.microbatch != ALL else ""
-
-
-def _colour(schedule: Schedule, action: Action) -> RGB:
-    """The colour of a cell. No line parts neighbours of the same kind, so every other microbatch is a bit darker."""
-    background = colour_of(schedule, action)
-    return mix(background, (0, 0, 0), 0.16) if action.microbatch % 2 else background
-
-
-def _style(background: RGB) -> Style:
-    return Style(color=text_on(background), bgcolor=hexed(background))
-
-
-def _bars(steps: list[tuple[float, float]], width: int, slice_: float, highest: float) -> str:
-    """Live activations as bars; `steps` are (time, activations from then on), a full bar is `highest`."""
-    times = [time for time, _ in steps]
-    bars = []
-    for column in range(width):
-        place = bisect_right(times, (column + 0.5) * slice_) - 1
-        level = steps[place][1] / highest if place >= 0 else 0.0
-        bars.append(BARS[round(level * (len(BARS) - 1))])
-    return "".join(bars)
-
-
-def legend(simulations: Sequence[Simulation], colour: bool = True) -> Text:
-    """Which colour is which kind of action."""
-    present = {span.action.kind for s in simulations for spans in s.timeline for span in spans}
-    text = Text()
-    if any(span.beside for s in simulations for rank in range(s.schedule.p) for span in s.shown(rank)):
-        text.append(" ▀ " if colour else " & ")
-        text.append(" an F beside a B   ", "dim")
-    for kind in HUES:
-        if kind in present:
-            background = shade(kind, 0, 1)
-            style = Style(color=text_on(background), bgcolor=hexed(background)) if colour else Style()
-            text.append(f" {kind} ", style)
-            text.append(f" {NAMES[kind]}   ", "dim")
-    return text

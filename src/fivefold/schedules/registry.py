@@ -14,7 +14,9 @@ from fivefold.schedules.check import prove
 from fivefold.schedules.classic import BREADTH_FIRST, GPIPE, INTERLEAVED, NAIVE, ONE_F_ONE_B
 from fivefold.schedules.schedule import Schedule, peak_live
 from fivefold.schedules.text import SUFFIXES, load
-from fivefold.schedules.zero_bubble import DUALPIPE_V, V_HALF, V_MIN, ZB_H1, ZB_H2, ZB_V
+from fivefold.schedules.v_half_min import V_HALF, V_MIN
+from fivefold.schedules.zero_bubble import ZB_H1, ZB_H2
+from fivefold.schedules.zero_bubble_v import DUALPIPE_V, ZB_V
 from fivefold.support.errors import Problem, UserError
 from fivefold.support.parsing import path_of
 from fivefold.support.plugins import find_value, is_plugin

@@ -14,10 +14,11 @@ from fivefold.schedules.actions import SENDS
 from fivefold.schedules.check import prove
 from fivefold.schedules.classic import legal_groups
 from fivefold.schedules.costs import Costs, Durations, MessageLink, parse_slow
-from fivefold.schedules.draw import legend, picture, timeline
+from fivefold.schedules.draw import picture
 from fivefold.schedules.registry import CATALOGUE, LARGEST, build, is_file, record_of, size_problem
 from fivefold.schedules.schedule import Placement, Schedule
 from fivefold.schedules.simulate import Simulation, simulate
+from fivefold.schedules.terminal import legend, timeline
 from fivefold.schedules.text import SUFFIXES, save
 from fivefold.support.errors import UserError
 from fivefold.support.ranges import checked, within

@@ -9,12 +9,12 @@ Two bubbles, because papers and people mean different ones:
                    the early end of others.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from fivefold.schedules.actions import FORWARD, GRADIENT_MAKERS, LAST_READERS, WEIGHT_GRAD, Action
+from fivefold.schedules.actions import FORWARD, LAST_READERS, Action
 from fivefold.schedules.clock import BusySpan, ClockRun, Lane, run
 from fivefold.schedules.costs import Costs
 from fivefold.schedules.deadlock import deadlock_sentence
@@ -35,7 +35,7 @@ class RankTime(NamedTuple):
         return self.busy + self.wait
 
 
-class Shown(NamedTuple):
+class DrawnSpan(NamedTuple):
     """One box of a picture: an action, or an F and `beside` it the B of its pair."""
 
     action: Action
@@ -54,6 +54,7 @@ class Simulation:
 
     @property
     def makespan(self) -> float:
+        """The time at which the last action ends."""
         return self.run.makespan
 
     @cached_property
@@ -61,24 +62,25 @@ class Simulation:
         """Per rank, every compute action with its start and end."""
         return [lane.spans() for lane in self.run.lanes]
 
-    def shown(self, rank: int) -> Iterator[Shown]:
+    def drawn(self, rank: int) -> Iterator[DrawnSpan]:
         """A rank's actions as they are drawn: the halves of a joined pair as one box if overlapping saves time, else
         one after the other."""
         spans = iter(self.timeline[rank])
         for action, start, end in spans:
             if not action.joined:
-                yield Shown(action, start, end)
+                yield DrawnSpan(action, start, end)
                 continue
             backward = next(spans).action
             f, b = self.costs.f[action.stage], self.costs.b[backward.stage]
             if end - start < (1 - 1e-9) * (f + b):
-                yield Shown(action, start, end, backward)
+                yield DrawnSpan(action, start, end, backward)
             else:
-                yield Shown(action, start, start + f)
-                yield Shown(backward, end - b, end)
+                yield DrawnSpan(action, start, start + f)
+                yield DrawnSpan(backward, end - b, end)
 
     @cached_property
     def ranks(self) -> list[RankTime]:
+        """Where the time of each rank goes."""
         spans = [(lane.busy, lane.last - lane.first) for lane in self.run.lanes]
         # A rounding error must not make a wait negative.
         return [RankTime(busy, max(0.0, span - busy), self.makespan - span) for busy, span in spans]
@@ -96,21 +98,22 @@ class Simulation:
     @cached_property
     def memory(self) -> list[list[tuple[float, float]]]:
         """Per rank the steps of its live activations, as (time, activations from then on), in units of A."""
-        return [list(self._steps(lane)) for lane in self.run.lanes]
+        return [list(self._memory_steps(lane)) for lane in self.run.lanes]
 
     @property
     def peak_activations(self) -> list[float]:
         """Per rank the most live activations, in units of A: what one microbatch keeps on a whole rank."""
         return [max((live for _, live in steps), default=0.0) for steps in self.memory]
 
-    def _steps(self, lane: Lane) -> Iterator[tuple[float, float]]:
-        live, weights = 0.0, self.costs.activation
+    def _memory_steps(self, lane: Lane) -> Iterator[tuple[float, float]]:
+        """A forward adds its activations when it starts, and the last reader frees them when it ends."""
+        live, sizes = 0.0, self.costs.activation
         for action, start, end in zip(lane.actions, lane.starts, lane.ends, strict=True):
             if action.kind is FORWARD:
-                live += weights[action.stage]
+                live += sizes[action.stage]
                 yield start, live
             elif action.kind in LAST_READERS:
-                live -= weights[action.stage]
+                live -= sizes[action.stage]
                 yield end, live
 
 
@@ -141,44 +144,3 @@ def _deadlock_message(schedule: Schedule, costs: Costs, result: ClockRun) -> str
         f"{sentence}. The cause is {' and '.join(causes)}: it runs with eager sends and receives posted where they "
         "stand, which is how it is executed; time it with --sends eager --overlap, or naive, which never waits so"
     )
-
-
-# ---- needs ----------------------------------------------------------------------------------------------------------
-# The actions whose results an action reads. (It also waits for the action before it on its own rank.)
-#
-# lanes = [list(simulation.shown(rank)) for rank in range(simulation.schedule.p)]
-# needs(simulation.schedule, lanes)[2][5]     # [(1, 4)]: the sixth box of rank 2 reads what the fifth of rank 1 makes
-
-
-Place = tuple[int, int]  # a rank, and the index of one of its boxes
-
-
-def needs(schedule: Schedule, lanes: Sequence[Sequence[Shown]]) -> list[list[list[Place]]]:
-    """By rank and box, the boxes whose results it reads; a joined pair in one box reads two."""
-    stages, m = schedule.placement.stages, schedule.m
-    # By stage and microbatch, the box that makes the output, and the one that makes the gradient of the input.
-    outputs: list[list[Place | None]] = [[None] * m for _ in range(stages)]
-    gradients: list[list[Place | None]] = [[None] * m for _ in range(stages)]
-    for rank, lane in enumerate(lanes):
-        for place, shown in enumerate(lane):
-            for action in (shown.action, shown.beside):
-                if action is None:
-                    continue
-                if action.kind is FORWARD:
-                    outputs[action.stage][action.microbatch] = rank, place
-                elif action.kind in GRADIENT_MAKERS:
-                    gradients[action.stage][action.microbatch] = rank, place
-
-    def reads(action: Action) -> Place | None:
-        """The box that makes a forward's input, a backward's output gradient, or what an I leaves for its W."""
-        kind, stage, microbatch, _ = action
-        if kind is FORWARD:
-            return outputs[stage - 1][microbatch] if stage else None
-        if kind in GRADIENT_MAKERS:
-            return outputs[stage][microbatch] if stage == stages - 1 else gradients[stage + 1][microbatch]
-        return gradients[stage][microbatch] if kind is WEIGHT_GRAD else None
-
-    return [
-        [[read for action in (shown.action, shown.beside) if action and (read := reads(action))] for shown in lane]
-        for lane in lanes
-    ]

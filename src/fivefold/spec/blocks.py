@@ -1,4 +1,4 @@
-"""What attention can be beside plain: keys and values of latents (MLA), rotary positions for longer contexts."""
+"""The numbers of parts that only some models have: latent attention (MLA), stretched rotary positions, experts."""
 
 import math
 from collections.abc import Iterator
@@ -60,12 +60,11 @@ class RopeScaling(
     original_context: Annotated[int, within(1, TOKENS)] = 8192
 
     def problems(self) -> list[str]:
-        factors = self.factor, self.high_freq_factor, self.low_freq_factor
         problems = [*outside(self, "model.rope_scaling").values()]
-        if not (0 < factors[0] < math.inf and math.inf > factors[1] > factors[2] > 0):
+        if not (0 < self.factor < math.inf and math.inf > self.high_freq_factor > self.low_freq_factor > 0):
             problems.append(
                 "model.rope_scaling needs factor > 0 and high_freq_factor > low_freq_factor > 0, and has "
-                f"{factors[0]}, {factors[1]} and {factors[2]}"
+                f"{self.factor}, {self.high_freq_factor} and {self.low_freq_factor}"
             )
         return problems
 
@@ -84,21 +83,22 @@ class Yarn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     attention_factor: float = 0.0  # of the rotation; 0: it follows from the others
 
     @property
-    def rotation(self) -> float:
+    def rotation_scale(self) -> float:
         """What rotated queries and keys are multiplied with."""
         if self.attention_factor:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
-            return self._weight(self.mscale) / self._weight(self.mscale_all_dim)
-        return self._weight(1.0)
+            return self._log_scale(self.mscale) / self._log_scale(self.mscale_all_dim)
+        return self._log_scale(1.0)
 
     @property
-    def scores(self) -> float:
+    def score_scale(self) -> float:
         """What the scores of latent attention are multiplied with, rotated or not."""
-        return self._weight(self.mscale_all_dim) ** 2
+        return self._log_scale(self.mscale_all_dim) ** 2
 
-    def _weight(self, scale: float) -> float:
-        return 1.0 + 0.1 * scale * math.log(self.factor) if self.factor > 1 else 1.0
+    def _log_scale(self, weight: float) -> float:
+        """What YaRN multiplies attention with, by the logarithm of the stretch."""
+        return 1.0 + 0.1 * weight * math.log(self.factor) if self.factor > 1 else 1.0
 
     def problems(self) -> list[str]:
         problems = [*outside(self, "model.rope_scaling").values()]
@@ -147,16 +147,18 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def shared_ffn(self) -> int:
+        """Inner width of the network that the shared experts are."""
         return self.shared * self.ffn
 
     @property
-    def in_group(self) -> int:
+    def group_size(self) -> int:
+        """Experts of a group."""
         return self.count // self.groups
 
     @property
-    def group_scores(self) -> int:
+    def scores_per_group(self) -> int:
         """How many of a group's best scores are added up to compare groups: DeepSeek-V2 takes one, V3 two."""
-        return min(self.in_group, 2 if self.scores == "sigmoid" else 1)
+        return min(self.group_size, 2 if self.scores == "sigmoid" else 1)
 
     def problems(self, layers: int) -> Iterator[str]:
         """Everything that is wrong with these numbers in a model of so many layers."""
@@ -175,9 +177,10 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             )
         if not 0 < self.scale < float("inf"):
             yield f"model.experts.scale={self.scale} must be positive"
-        yield from self._groups()
+        yield from self._group_problems()
 
-    def _groups(self) -> Iterator[str]:
+    def _group_problems(self) -> Iterator[str]:
+        """Where experts, groups and top_k do not fit each other."""
         if self.count % self.groups:
             near = min(divisors(self.count), key=lambda n: abs(n - self.groups))
             yield (
@@ -189,8 +192,8 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 f"model.experts.top_groups={self.top_groups} is more than model.experts.groups={self.groups}; "
                 f"nearest: top_groups={self.groups}"
             )
-        elif (most := self.top_groups * self.in_group) < self.top_k <= self.count:
+        elif (most := self.top_groups * self.group_size) < self.top_k <= self.count:
             yield (
                 f"model.experts.top_k={self.top_k}, and the best {self.top_groups} of {self.groups} groups have {most} "
-                f"experts; nearest: {either([f'top_k={most}', f'top_groups={-(-self.top_k // self.in_group)}'])}"
+                f"experts; nearest: {either([f'top_k={most}', f'top_groups={-(-self.top_k // self.group_size)}'])}"
             )

@@ -1,265 +1,38 @@
-"""A Hugging Face `config.json` read as a ModelSpec, and written of one. Pure: planning a model needs no torch."""
+"""A Hugging Face `config.json` read as a ModelSpec, and written of one. Pure: planning a model needs no torch.
+
+`hf_attention.py` reads and writes what is about attention, `hf_experts.py` what is about experts.
+"""
 
 import os
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from fivefold.spec.blocks import Experts, LatentSpec, RopeScaling, Yarn
+from fivefold.spec.hf_attention import (
+    LATENT,
+    Config,
+    Numbers,
+    read_latent,
+    read_partial,
+    read_rope,
+    read_windows,
+    write_latent,
+    write_rope,
+    write_windows,
+)
+from fivefold.spec.hf_experts import (
+    EXPERT_WORDS,
+    expert_misfits,
+    model_type_with_experts,
+    read_experts,
+    write_experts,
+)
 from fivefold.spec.model import Activation, ModelSpec
 from fivefold.support.errors import Note, UserError
 from fivefold.support.parsing import path_of, read, read_json
-from fivefold.support.text import did_you_mean, either
-
-# ---- hf attention ---------------------------------------------------------------------------------------------------
-# The attention of a Hugging Face `config.json`: rotary positions, latents, windows. `read_hf_config` reads the rest.
-
-
-Config = dict[str, Any]
-Numbers = dict[str, Any]  # the fields of a ModelSpec, not yet checked
-
-LATENT = {
-    "kv_rank": "kv_lora_rank",
-    "nope_dim": "qk_nope_head_dim",
-    "rope_dim": "qk_rope_head_dim",
-    "v_dim": "v_head_dim",
-}
-_ORIGINAL = {"original_context": "original_max_position_embeddings"}
-_STRETCHES: dict[str, tuple[type[RopeScaling] | type[Yarn], tuple[str, ...]]] = {  # and what may not be left out
-    "llama3": (RopeScaling, RopeScaling.__struct_fields__),
-    "yarn": (Yarn, ("factor", "original_context")),
-}
-_SLIDING, _FULL = "sliding_attention", "full_attention"
-
-
-def read_rope(config: Config) -> Numbers:
-    """Theta, scaling and rotary dims, from either spelling: `rope_theta` + `rope_scaling`, or `rope_parameters`."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise UserError(f"rope scaling is {rope!r}, not a table")
-    theta = rope.get("rope_theta") or config.get("rope_theta", 10_000.0)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return {"rope_theta": theta, "rope_scaling": None}
-    if not isinstance(kind, str) or kind not in _STRETCHES:
-        raise UserError(
-            f"rope type {kind!r} is not supported; {either([repr(known) for known in ('default', *_STRETCHES)])}"
-        )
-    stretch, required = _STRETCHES[kind]
-    keys = {field: _ORIGINAL.get(field, field) for field in stretch.__struct_fields__}
-    if missing := [keys[field] for field in required if rope.get(keys[field]) is None]:
-        raise UserError(f"rope scaling {kind!r} has no {key}" for key in missing)
-    given = {field: rope[key] for field, key in keys.items() if rope.get(key) is not None}
-    return {"rope_theta": theta, "rope_scaling": {"kind": kind} | given}
-
-
-def write_rope(spec: ModelSpec) -> Config:
-    """Both spellings: releases before 5 read rope_theta and rope_scaling, later ones rope_parameters."""
-    older: Config | None = None
-    if (stretch := spec.rope_scaling) is not None:
-        older = {"rope_type": "yarn" if isinstance(stretch, Yarn) else "llama3"}
-        older |= {_ORIGINAL.get(field, field): getattr(stretch, field) for field in stretch.__struct_fields__}
-        # What follows from the rest is left out; theirs takes a 0 for a number.
-        older = {key: value for key, value in older.items() if value != 0 or isinstance(value, bool)}
-    newer = {"rope_theta": spec.rope_theta} | (older or {"rope_type": "default"})
-    return {"rope_theta": spec.rope_theta, "rope_scaling": older, "rope_parameters": newer}
-
-
-def read_partial(config: Config, default: float) -> Numbers:
-    """GLM: the share of a head's dims that positions turn."""
-    rope = config.get("rope_parameters") or {}
-    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", default))
-    width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    if type(width) is not int or not isinstance(share, int | float) or not 0 < share <= 1:
-        raise UserError(f"partial_rotary_factor={share!r} of head_dim={width!r} is not a share of a head's dims")
-    return {"rope_dim": 0 if share == 1 else int(width * share)}
-
-
-def read_latent(config: Config) -> Numbers:
-    """DeepSeek's MLA."""
-    heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads")
-    if kv_heads not in (None, heads):
-        raise UserError(
-            f"num_key_value_heads={kv_heads!r} beside latent attention, which has one for each of {heads} heads"
-        )
-    latent = {"q_rank": config.get("q_lora_rank") or 0} | {field: config[key] for field, key in LATENT.items()}
-    return {"mla": latent, "rope_interleaved": bool(config.get("rope_interleave", True))}
-
-
-def write_latent(spec: ModelSpec) -> Config:
-    assert spec.mla is not None
-    return _named(spec.mla, LATENT) | {
-        "q_lora_rank": spec.mla.q_rank or None,
-        "num_key_value_heads": spec.heads,
-        "head_dim": spec.mla.rope_dim,
-        "rope_interleave": spec.rope_interleaved,
-        "attention_bias": False,
-    }
-
-
-def read_windows(config: Config) -> Numbers:
-    """gpt-oss: which layers see a window of the keys, and which all of them."""
-    layers = config["num_hidden_layers"]
-    kinds = config.get("layer_types") or [(_SLIDING, _FULL)[layer % 2] for layer in range(layers)]
-    period = kinds.index(_FULL) + 1 if isinstance(kinds, list) and _FULL in kinds else 0
-    if kinds != [_FULL if period and (layer + 1) % period == 0 else _SLIDING for layer in range(layers)]:
-        raise UserError(
-            f"layer_types={kinds!r} is not supported; every second (or third, ...) is {_FULL}, the others {_SLIDING}"
-        )
-    if period == 1:
-        return {"sinks": True}
-    return {"sinks": True, "window": config.get("sliding_window", 128), "window_period": period or 1}
-
-
-def write_windows(spec: ModelSpec) -> Config:
-    kinds = [_SLIDING if spec.kinds(layer).window else _FULL for layer in range(spec.layers)]
-    return {"sliding_window": spec.window or None, "layer_types": kinds}
-
-
-def _named(latents: LatentSpec, names: dict[str, str]) -> Config:
-    return {key: getattr(latents, field) for field, key in names.items()}
-
-
-# ---- hf experts -----------------------------------------------------------------------------------------------------
-# The mixture of experts of a Hugging Face `config.json`. `read_hf_config` reads the rest.
-
-
-@dataclass(frozen=True)
-class _Kind:
-    names: dict[str, str]  # fields of Experts in the words of a `model_type`
-    fixed: Config = field(default_factory=dict)  # fields that it has no word for, where they are not the default
-    spelled: Config = field(default_factory=dict)  # what its config.json says beside them; nothing else is read
-
-
-_VISITS = {"top_k": "num_experts_per_tok"}
-_PLAIN_EXPERTS = _VISITS | {"count": "num_local_experts", "ffn": "intermediate_size"}
-_QWEN = _VISITS | {"count": "num_experts", "ffn": "moe_intermediate_size", "renormalise": "norm_topk_prob"}
-_DEEPSEEK = _VISITS | {
-    "count": "n_routed_experts",
-    "ffn": "moe_intermediate_size",
-    "shared": "n_shared_experts",
-    "dense_layers": "first_k_dense_replace",
-    "scale": "routed_scaling_factor",
-    "groups": "n_group",
-    "top_groups": "topk_group",
-}
-_V3 = _Kind(
-    _DEEPSEEK | {"renormalise": "norm_topk_prob"},
-    {"scores": "sigmoid", "balance_bias": True},
-    {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
-)
-KINDS: dict[str, _Kind] = {
-    "mixtral": _Kind(_PLAIN_EXPERTS, spelled={"router_jitter_noise": 0.0}),
-    "gpt_oss": _Kind(_PLAIN_EXPERTS),
-    "olmoe": _Kind(_QWEN | {"ffn": "intermediate_size"}),
-    "qwen3_moe": _Kind(_QWEN, spelled={"decoder_sparse_step": 1}),
-    # transformers' DeepSeek-V2 never renormalises, whatever norm_topk_prob says.
-    "deepseek_v2": _Kind(
-        _DEEPSEEK, {"renormalise": False}, {"scoring_func": "softmax", "moe_layer_freq": 1, "norm_topk_prob": False}
-    ),
-    "deepseek_v3": _V3,
-    "kimi_k2": _V3,
-    "glm4_moe": _V3,
-}
-_METHODS = ("greedy", "group_limited_greedy")  # of DeepSeek-V2: without groups, and with
-_OTHERS = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}  # transformers 5 renames for some
-
-
-def read_experts(config: Config) -> Numbers:
-    """The `experts` of a model, if any of its layers has some."""
-    kind, layers = str(config["model_type"]), config["num_hidden_layers"]
-    names = KINDS[kind].names
-    if further := config.get("num_nextn_predict_layers"):
-        warnings.warn(
-            Note(f"num_nextn_predict_layers={further} is read as 0: layers that predict later tokens are left out"),
-            stacklevel=2,
-        )
-    given = {name: config.get(key, config.get(_OTHERS.get(key, key))) for name, key in names.items()}
-    if kind == "deepseek_v2" and _method(config) == _METHODS[0]:
-        given |= {"groups": 1, "top_groups": 1}
-    if kind == "qwen3_moe":
-        given["dense_layers"] = _first_layers(config)
-    dense = given.get("dense_layers", 0)
-    if type(dense) is int and dense >= layers:
-        return {}
-    if missing := [names[name] for name, value in given.items() if value is None]:
-        raise UserError(f"{key} is missing" for key in missing)
-    return {"experts": given | KINDS[kind].fixed}
-
-
-def _method(config: Config) -> str:
-    method = config.get("topk_method", _METHODS[0])
-    if method not in _METHODS:
-        raise UserError(f"topk_method={method!r} is not supported for deepseek_v2; {' and '.join(_METHODS)} are")
-    return method
-
-
-def _first_layers(config: Config) -> int:
-    """Qwen names the layers without experts; they have to be the first."""
-    dense = config.get("mlp_only_layers") or []
-    first = [*range(len(dense))] if isinstance(dense, list) else []
-    if dense != first:
-        raise UserError(
-            f"mlp_only_layers={dense!r} is not supported: layers without experts are the first ones, as in {first}"
-        )
-    return len(first)
-
-
-def kind_of(spec: ModelSpec) -> str:
-    """The `model_type` of transformers that has the model's experts."""
-    assert spec.experts is not None
-    sigmoid = spec.experts.scores == "sigmoid"
-    if spec.mla is not None:
-        return "deepseek_v3" if sigmoid else "deepseek_v2"
-    if sigmoid:
-        return "glm4_moe"
-    if spec.bias:
-        return "gpt_oss"
-    return ("olmoe" if spec.qk_norm_over == "all" else "qwen3_moe") if spec.qk_norm else "mixtral"
-
-
-def misfits(spec: ModelSpec, kind: str) -> list[str]:
-    """Why transformers' models of a kind do not have these experts."""
-    experts = spec.experts
-    if experts is None:
-        return []
-    fields = KINDS[kind]
-    free = {*fields.names, *(("dense_layers",) if kind == "qwen3_moe" else ())}
-    wanted = {name: fields.fixed.get(name, _DEFAULTS[name]) for name in Experts.__struct_fields__ if name not in free}
-    problems = [
-        f"{kind} of transformers has experts.{name}={only!r}, and {spec.name} has {getattr(experts, name)!r}"
-        for name, only in wanted.items()
-        if getattr(experts, name) != only
-    ]
-    if "shared" in free and not experts.shared:
-        problems.append(f"{kind} of transformers has at least one shared expert, and {spec.name} has none")
-    return problems
-
-
-def write_experts(spec: ModelSpec, kind: str) -> Config:
-    """The part of a `config.json` that is about experts."""
-    names = KINDS[kind].names
-    if (experts := spec.experts) is None:
-        return {names["dense_layers"]: spec.layers}
-    config = {key: getattr(experts, name) for name, key in names.items()} | KINDS[kind].spelled
-    if kind == "deepseek_v2":
-        config["topk_method"] = _METHODS[experts.groups > 1]
-    if kind == "qwen3_moe":
-        config["mlp_only_layers"] = [*range(experts.dense_layers)]
-    if kind in ("deepseek_v3", "glm4_moe"):
-        config["num_nextn_predict_layers"] = 0
-    return config
-
-
-_DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(Experts)}
-
-
-# ---- hf config ------------------------------------------------------------------------------------------------------
-
+from fivefold.support.text import did_you_mean
 
 HF_CONFIG = "config.hf.json"  # beside an imported run's job: what Hugging Face's config.json said
 END_NAMED_IN = ("generation_config.json", "config.json", HF_CONFIG)  # files with eos_token_id
@@ -321,6 +94,7 @@ def read_hf_config(path: str | Path) -> ModelSpec:
 
 
 def spec_from_hf(config: Config, name: str = "custom") -> ModelSpec:
+    """The model that a table of settings describes; what has no equal here is refused, never ignored."""
     kind = str(config.get("model_type", ""))
     if kind not in _READERS:
         raise UserError(f"model_type {kind!r} is not of the family; {did_you_mean(kind, list(_READERS))}")
@@ -329,7 +103,7 @@ def spec_from_hf(config: Config, name: str = "custom") -> ModelSpec:
     if missing:
         raise UserError(f"{key} is missing or not a whole number" for key in missing)
     problems = [f"{key}={config[key]!r} is not supported for {kind}; only {key}={only!r} is"
-                for key, only in _only(kind).items() if config.get(key) not in (None, only)]  # fmt: skip
+                for key, only in _required_values(kind).items() if config.get(key) not in (None, only)]  # fmt: skip
     if problems:
         raise UserError(problems)
     for key, default in (("attn_pdrop", 0.1 if kind == "gpt2" else 0.0), ("attention_dropout", 0.0)):
@@ -349,7 +123,7 @@ def to_hf_config(spec: ModelSpec, dtype: str) -> Config:
     kind = "qwen3" if spec.qk_norm else "qwen2" if spec.qkv_bias else "llama"  # Mistral's weights are a Llama's
     if spec.positions == "learned" or spec.mla or spec.rope_dim:
         kind = "gpt2" if spec.positions == "learned" else "deepseek_v3" if spec.mla else "glm4_moe"
-    kind = kind_of(spec) if spec.experts else kind
+    kind = model_type_with_experts(spec) if spec.experts else kind
     write = _WRITERS.get(kind, _to_llama)
     wanted: Config = {
         "gpt2": {"norm": "layernorm", "bias": True, "kv_heads": spec.heads, "head_dim": spec.hidden // spec.heads},
@@ -366,7 +140,7 @@ def to_hf_config(spec: ModelSpec, dtype: str) -> Config:
         for key, only in wanted.items()
         if getattr(spec, key) != only
     ]
-    problems += misfits(spec, kind)
+    problems += expert_misfits(spec, kind)
     if kind == "gpt2" and spec.activation == "swiglu":
         problems.append(f"gpt2 of transformers has no activation='swiglu', and {spec.name} has")
     if problems:
@@ -380,16 +154,17 @@ def to_hf_config(spec: ModelSpec, dtype: str) -> Config:
         "torch_dtype": dtype,
         "use_cache": True,
     }
-    return shared | write(spec) | (write_experts(spec, kind) if kind in KINDS else {})
+    return shared | write(spec) | (write_experts(spec, kind) if kind in EXPERT_WORDS else {})
 
 
-def _written(spec: ModelSpec, names: dict[str, str]) -> Config:
+def _in_their_words(spec: ModelSpec, names: dict[str, str]) -> Config:
+    """Fields of the model, each by its name in a config.json."""
     return {key: getattr(spec, field) for field, key in names.items()}
 
 
 def _to_llama(spec: ModelSpec) -> Config:
     return (
-        _written(spec, _LLAMA | _QWEN3)
+        _in_their_words(spec, _LLAMA | _QWEN3)
         | write_rope(spec)
         | {"rms_norm_eps": spec.norm_eps, "hidden_act": "silu", "attention_dropout": 0.0}
         | ({"use_sliding_window": False} if spec.qk_norm or spec.qkv_bias else {"mlp_bias": False})
@@ -412,7 +187,7 @@ def _to_oss(spec: ModelSpec) -> Config:
 
 
 def _to_gpt2(spec: ModelSpec) -> Config:
-    return _written(spec, _GPT2 | {"ffn": "n_inner"}) | {
+    return _in_their_words(spec, _GPT2 | {"ffn": "n_inner"}) | {
         "layer_norm_epsilon": spec.norm_eps,
         "activation_function": {"gelu": "gelu", "gelu_tanh": "gelu_new"}[spec.activation],
         "resid_pdrop": spec.dropout,
@@ -530,5 +305,6 @@ _ONLY: dict[str, Config] = {
 }
 
 
-def _only(kind: str) -> Config:
-    return _ONLY[kind] | (KINDS[kind].spelled if kind in KINDS else {})
+def _required_values(kind: str) -> Config:
+    """Settings of a `model_type` that have one value here."""
+    return _ONLY[kind] | (EXPERT_WORDS[kind].spelled if kind in EXPERT_WORDS else {})

@@ -56,7 +56,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     mla: LatentSpec | None = None  # DeepSeek: keys and values are made of one latent of the token
     sinks: bool = False  # gpt-oss: a learned logit of each head beside its scores, which takes attention off the keys
     window: Annotated[int, within(0, TOKENS)] = 0  # keys that a query sees, its own the last; 0: all before it
-    window_period: Annotated[int, within(1, 10_000)] = 1  # every so manieth layer sees all; 1: none does
+    window_period: Annotated[int, within(1, 10_000)] = 1  # with n, each n-th layer sees all; 1: none does
     # The kinds of mixer and MLP, layer by layer, repeated; none: as the numbers above and below have it.
     pattern: tuple[Layer, ...] = ()
     bias: bool = False  # on every linear of the blocks (never on the head)

@@ -25,7 +25,7 @@ from fivefold.schedules.simulate import Simulation
 from fivefold.support.errors import UserError
 from fivefold.support.files import read_regular
 from fivefold.support.parsing import BROKEN
-from fivefold.tracing.records import Flight, RankTrace, StepWindow, Update, Wait, partners
+from fivefold.tracing.records import Flight, NamedSpan, RankTrace, StepWindow, Wait, partners
 from fivefold.tracing.summary import TraceSummary
 
 Event = dict[str, Any]
@@ -97,10 +97,10 @@ class _LanePainter:
 
     def simulated(self, rank: RankTrace) -> Iterator[Event]:
         """Each simulated run begins with the measured one; it may end later, and overlap with the next one."""
-        number = self.summary.line_of[rank.rank]
-        simulation, line = self.summary.simulations[number], self.trace.lines[number]
-        timeline = _sequential_spans(simulation, rank.place)
-        measured = [self.trace.run(line, step) for step in range(self.trace.steps)]
+        number = self.summary.pipeline_of[rank.rank]
+        simulation, pipeline = self.summary.simulations[number], self.trace.pipelines[number]
+        timeline = _sequential_spans(simulation, rank.pp_rank)
+        measured = [self.trace.run(pipeline, step) for step in range(self.trace.step_count)]
         windows = [run._replace(end=run.start + simulation.makespan) for run in measured]
         for thread, runs in enumerate(_without_overlaps(windows), start=SIMULATED):
             yield from _lane(rank, thread, "simulated")
@@ -136,7 +136,7 @@ class _LanePainter:
         """One end of the arrow of a message, which the action sends or uses; its id is the same at both ends."""
         channel = self.trace.schedule.placement.channel_of[action[:2]]
         kind, step = "g" if channel.gradients else "a", self.step(rank, time)
-        message_id = f"{rank.line}/{step}/{kind}{channel.target}.{action.microbatch}"
+        message_id = f"{rank.pipeline}/{step}/{kind}{channel.target}.{action.microbatch}"
         place = {"ts": self.microseconds(time), "pid": rank.rank, "tid": thread}
         return {"name": "message", "cat": "message", "ph": phase, "id": message_id, **place}
 
@@ -151,7 +151,7 @@ class _LanePainter:
         rank: RankTrace,
         thread: int,
         name: str,
-        time: StepWindow | BusySpan | Update | Wait | Flight,
+        time: StepWindow | BusySpan | NamedSpan | Wait | Flight,
         category: str,
     ) -> Event:
         start = self.microseconds(time.start)

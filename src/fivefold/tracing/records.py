@@ -45,8 +45,8 @@ class StepWindow(NamedTuple):
     end: float
 
 
-class Update(NamedTuple):
-    """A part of the optimizer's work, or of an action: the dispatch of tokens to experts, or the combine."""
+class NamedSpan(NamedTuple):
+    """A part of the optimizer's work, or of an action (the dispatch of tokens to experts, or the combine)."""
 
     name: str
     start: float
@@ -57,15 +57,15 @@ class Update(NamedTuple):
 class RankTrace:
     rank: int
     name: str  # its coordinates: "dp0 pp1"
-    line: int  # the number of its pipeline; the ranks of a line have the stages of one replica of the model
-    place: int  # its rank in the pipeline
+    pipeline: int  # the number of its pipeline: its ranks have the stages of one replica of the model
+    pp_rank: int  # its rank in the pipeline
     steps: tuple[StepWindow, ...]
     # Compute, without the wait for its input. An action has several spans, where the halves of a pair run alternately.
     actions: tuple[BusySpan, ...]
-    updates: tuple[Update, ...]
+    updates: tuple[NamedSpan, ...]  # parts of the optimizer's work
     waits: tuple[Wait, ...]
     flights: tuple[Flight, ...]
-    parts: tuple[Update, ...] = ()  # of actions: dispatch and combine
+    parts: tuple[NamedSpan, ...] = ()  # of actions: dispatch and combine
     untraced: float | None = None  # the median seconds of steps that were not traced
     clock_error: float = 0.0  # the most seconds by which its clock may differ from rank 0's
 
@@ -92,24 +92,25 @@ class Trace:
     layout: str = ""
 
     @cached_property
-    def lines(self) -> list[list[RankTrace]]:
+    def pipelines(self) -> list[list[RankTrace]]:
         """The ranks of each pipeline, in its order."""
-        lines: dict[int, list[RankTrace]] = defaultdict(list)
-        for rank in sorted(self.ranks, key=lambda rank: rank.place):
-            lines[rank.line].append(rank)
-        return [lines[line] for line in sorted(lines)]
+        pipelines: dict[int, list[RankTrace]] = defaultdict(list)
+        for rank in sorted(self.ranks, key=lambda rank: rank.pp_rank):
+            pipelines[rank.pipeline].append(rank)
+        return [pipelines[pipeline] for pipeline in sorted(pipelines)]
 
     @property
-    def steps(self) -> int:
+    def step_count(self) -> int:
+        """How many steps were traced."""
         return len(self.ranks[0].steps)
 
-    def spans(self, line: list[RankTrace], step: int) -> list[list[BusySpan]]:
-        """The compute of each rank of a line in its `step`-th traced step."""
-        return [rank.within(rank.steps[step]) for rank in line]
+    def spans(self, pipeline: list[RankTrace], step: int) -> list[list[BusySpan]]:
+        """The compute of each rank of a pipeline in its `step`-th traced step."""
+        return [rank.within(rank.steps[step]) for rank in pipeline]
 
-    def run(self, line: list[RankTrace], step: int) -> StepWindow:
-        """The time from the first start to the last end of a line's actions: one run of the schedule."""
-        spans = [span for rank in self.spans(line, step) for span in rank]
+    def run(self, pipeline: list[RankTrace], step: int) -> StepWindow:
+        """The time from the first start to the last end of a pipeline's actions: one run of the schedule."""
+        spans = [span for rank in self.spans(pipeline, step) for span in rank]
         return StepWindow(step, min((s.start for s in spans), default=0.0), max((s.end for s in spans), default=0.0))
 
 
@@ -127,12 +128,13 @@ def end_sends(trace: Trace) -> Trace:
     """The trace with each send ending at the latest when its consumer starts; the sender only knows when it waits."""
     ranks: dict[int, RankTrace] = {}
     placement = trace.schedule.placement
-    for line in trace.lines:
+    for pipeline in trace.pipelines:
         starts = [
-            {span.action[:3]: span.start for rank in trace.spans(line, step) for span in reversed(rank)}  # the first
-            for step in range(trace.steps)
+            # Of the spans of an action, the first: it comes last here, and replaces the others.
+            {span.action[:3]: span.start for rank in trace.spans(pipeline, step) for span in reversed(rank)}
+            for step in range(trace.step_count)
         ]
-        for rank in line:
+        for rank in pipeline:
             flights = (
                 flight._replace(end=min(flight.end, _consumer_start(flight, rank, placement, starts)))
                 for flight in rank.flights

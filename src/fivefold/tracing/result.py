@@ -13,7 +13,7 @@ from fivefold.tracing.chrome import write
 from fivefold.tracing.records import Trace
 from fivefold.tracing.summary import Bubble, TracedTime, TraceSummary
 
-_PARTS = ("step", "compute", "exposed", "bubble", "optimizer", "other")
+_PARTS_OF_STEP = ("step", "compute", "exposed", "bubble", "optimizer", "other")
 _MAX_ROWS = 16  # ranks that have a row of their own
 
 
@@ -25,7 +25,7 @@ class TraceResult(Result):
     def blocks(self) -> Iterator[Block]:
         summary, trace, total = self.summary, self.summary.trace, self.summary.total
         yield Text(f"trace  {trace.layout or 'one rank'}", "bold")
-        yield Text(f"ms of a step, mean of {counted(trace.steps, 'step')}")
+        yield Text(f"ms of a step, mean of {counted(trace.step_count, 'step')}")
         yield self._times()
         if summary.axes:
             yield Text("\ncommunication, ms a step: exposed / hidden")
@@ -45,20 +45,21 @@ class TraceResult(Result):
         yield Text(f"trace of all ranks: {self.file}; ui.perfetto.dev opens it")
 
     def _times(self) -> Table:
+        """A column for each part of a step, and what the bubble was and was predicted to be."""
         has_pipeline, total = self.summary.trace.schedule.p > 1, self.summary.total
-        shares = [f"{_part(total, name) / total.step:.1%}" for name in _PARTS]
+        shares = [f"{_seconds_of(total, name) / total.step:.1%}" for name in _PARTS_OF_STEP]
 
         def cells(time: TracedTime, bubble: Bubble) -> list[str]:
             bubbles = [f"{bubble.measured:.1%}", f"{bubble.predicted:.1%}"] if has_pipeline else []
-            return [*(_ms(_part(time, name)) for name in _PARTS), *bubbles]
+            return [*(_ms(_seconds_of(time, name)) for name in _PARTS_OF_STEP), *bubbles]
 
-        heads = (*_PARTS, "measured", "predicted") if has_pipeline else _PARTS
+        heads = (*_PARTS_OF_STEP, "measured", "predicted") if has_pipeline else _PARTS_OF_STEP
         return self._by_rank(heads, cells, ["share", *shares])
 
     def _traffic(self) -> Table:
         """A column for each axis; the last rows have the mean calls and payload of a rank."""
         axes, has_pipeline = self.summary.axes, self.summary.trace.schedule.p > 1
-        calls, payload = zip(*(sent(self.summary.trace, axis) for axis in axes), strict=True)
+        calls, payload = zip(*(mean_traffic(self.summary.trace, axis) for axis in axes), strict=True)
 
         def cells(time: TracedTime, bubble: Bubble) -> list[str]:
             texts = [f"{_ms(time.exposed.get(axis, 0.0))} / {_ms(time.hidden.get(axis, 0.0))}" for axis in axes]
@@ -87,18 +88,18 @@ class TraceResult(Result):
         """The figures of the summary, which are also written into the trace file."""
         summary, trace = self.summary, self.summary.trace
         ranks = [
-            {"rank": rank.rank, "place": rank.name} | _row(time, summary.bubble_of(rank))
+            {"rank": rank.rank, "place": rank.name} | _figures_of(time, summary.bubble_of(rank))
             for rank, time in zip(trace.ranks, summary.by_rank, strict=True)
         ]
-        axes = {axis: dict(zip(("calls", "payload"), sent(trace, axis), strict=True)) for axis in summary.axes}
+        axes = {axis: dict(zip(("calls", "payload"), mean_traffic(trace, axis), strict=True)) for axis in summary.axes}
         return {
             "layout": trace.layout,
             "schedule": trace.schedule.name,
-            "steps": trace.steps,
+            "steps": trace.step_count,
             "untraced_step": summary.untraced,
             "clock_error": max(rank.clock_error for rank in trace.ranks),
             "ranks": ranks,
-            "mean": _row(summary.total, summary.bubble),
+            "mean": _figures_of(summary.total, summary.bubble),
             "sent": axes,
             "experts": summary.parts,
         }
@@ -124,16 +125,18 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.1f}"
 
 
-def _part(time: TracedTime, name: str) -> float:
+def _seconds_of(time: TracedTime, name: str) -> float:
+    """The time of a part of a step; that of exposed communication is a sum over axes."""
     return sum(time.exposed.values()) if name == "exposed" else getattr(time, name)
 
 
-def sent(trace: Trace, axis: str) -> tuple[float, float]:
+def mean_traffic(trace: Trace, axis: str) -> tuple[float, float]:
     """(calls, payload bytes) along an axis: the mean of a rank and a step."""
     flights = [flight for rank in trace.ranks for flight in rank.flights if flight.axis == axis]
-    rank_steps = len(trace.ranks) * trace.steps
+    rank_steps = len(trace.ranks) * trace.step_count
     return len(flights) / rank_steps, sum(flight.payload for flight in flights) / rank_steps
 
 
-def _row(time: TracedTime, bubble: Bubble) -> dict[str, Any]:
+def _figures_of(time: TracedTime, bubble: Bubble) -> dict[str, Any]:
+    """The figures of a rank, or of the mean of all."""
     return asdict(time) | {"bubble_measured": bubble.measured, "bubble_predicted": bubble.predicted}

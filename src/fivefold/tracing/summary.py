@@ -25,9 +25,9 @@ from fivefold.schedules.actions import Action, Kind
 from fivefold.schedules.clock import BusySpan
 from fivefold.schedules.costs import Costs
 from fivefold.schedules.simulate import simulate
-from fivefold.tracing.records import Flight, RankTrace, StepWindow, Trace, Update, Wait, end_sends, partners
+from fivefold.tracing.records import Flight, NamedSpan, RankTrace, StepWindow, Trace, Wait, end_sends, partners
 
-Timed = StepWindow | BusySpan | Update | Wait | Flight
+Timed = StepWindow | BusySpan | NamedSpan | Wait | Flight
 Mask = np.ndarray[Any, np.dtype[np.bool_]]  # one for each interval of a step: see `_parts`
 
 
@@ -66,17 +66,17 @@ class Bubble:
 class TraceSummary:
     def __init__(self, trace: Trace):
         self.trace = end_sends(trace)
-        lines = self.trace.lines
-        self.simulations = [simulate(trace.schedule, _measured_costs(self.trace, line)) for line in lines]
-        self.line_of = {rank.rank: number for number, line in enumerate(lines) for rank in line}
+        pipelines = self.trace.pipelines
+        self.simulations = [simulate(trace.schedule, _measured_costs(self.trace, pipeline)) for pipeline in pipelines]
+        self.pipeline_of = {rank.rank: number for number, pipeline in enumerate(pipelines) for rank in pipeline}
 
     @cached_property
     def by_rank(self) -> list[TracedTime]:
         """The times of each rank, the mean over the traced steps."""
         means = []
         for rank in self.trace.ranks:
-            line = self.trace.lines[self.line_of[rank.rank]]
-            runs = [self.trace.run(line, step) for step in range(len(rank.steps))]
+            pipeline = self.trace.pipelines[self.pipeline_of[rank.rank]]
+            runs = [self.trace.run(pipeline, step) for step in range(len(rank.steps))]
             means.append(TracedTime.mean([_parts(rank, *step) for step in zip(rank.steps, runs, strict=True)]))
         return means
 
@@ -93,23 +93,23 @@ class TraceSummary:
     @property
     def parts(self) -> dict[str, float]:
         """Seconds of a step for parts of actions, the mean over ranks: dispatch and combine, waits included."""
-        runs = self.trace.steps * len(self.trace.ranks)
+        runs = self.trace.step_count * len(self.trace.ranks)
         spans = [part for rank in self.trace.ranks for part in rank.parts]
         names = dict.fromkeys(part.name for part in spans)
         return {name: sum(part.end - part.start for part in spans if part.name == name) / runs for name in names}
 
     # ---- bubbles -------------------------------------------------------------------------------------------------
 
-    def makespan(self, line: int, step: int) -> float:
-        run = self.trace.run(self.trace.lines[line], step)
+    def makespan(self, pipeline: int, step: int) -> float:
+        run = self.trace.run(self.trace.pipelines[pipeline], step)
         return run.end - run.start
 
     def bubble_of(self, rank: RankTrace) -> Bubble:
-        line = self.line_of[rank.rank]
-        spans = sum(self.makespan(line, step) for step in range(self.trace.steps))
+        pipeline = self.pipeline_of[rank.rank]
+        spans = sum(self.makespan(pipeline, step) for step in range(self.trace.step_count))
         busy = sum(span.end - span.start for window in rank.steps for span in rank.within(window))
-        simulation = self.simulations[line]
-        predicted = simulation.ranks[rank.place].busy / simulation.makespan if simulation.makespan else 1.0
+        simulation = self.simulations[pipeline]
+        predicted = simulation.ranks[rank.pp_rank].busy / simulation.makespan if simulation.makespan else 1.0
         return Bubble(1 - busy / spans if spans else 0.0, 1 - predicted)
 
     @property
@@ -124,15 +124,15 @@ class TraceSummary:
         return median(seconds) if seconds else None
 
 
-def _measured_costs(trace: Trace, line: list[RankTrace]) -> Costs:
-    """The durations of a line's actions, of all microbatches and steps, for the simulator; messages take no time.
+def _measured_costs(trace: Trace, pipeline: list[RankTrace]) -> Costs:
+    """The durations of a pipeline's actions, of all microbatches and steps, for the simulator; messages take no time.
 
     The duration of a joined pair is the sum of all spans of its two actions.
     """
     alone, paired = defaultdict[tuple[Kind, int], list[float]](list), defaultdict[tuple[Kind, int], list[float]](list)
     pairs, second = defaultdict[int, list[float]](list), partners(trace.schedule)
     in_pairs = {*second, *second.values()}
-    for rank in line:
+    for rank in pipeline:
         for window in rank.steps:
             durations: dict[Action, float] = defaultdict(float)
             for span in rank.within(window):
@@ -153,7 +153,7 @@ def _measured_costs(trace: Trace, line: list[RankTrace]) -> Costs:
 
 
 def _parts(rank: RankTrace, window: StepWindow, pipeline: StepWindow) -> TracedTime:
-    """The times of one step of a rank. `pipeline`: the run of the schedule by its line.
+    """The times of one step of a rank. `pipeline`: the run of the schedule by its ranks.
 
     The step is divided into intervals wherever any span starts or ends, so that a set of times is a mask of intervals.
     """

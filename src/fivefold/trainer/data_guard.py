@@ -19,7 +19,7 @@ from fivefold.data.integrity import CheckedData, Checker, Finding
 from fivefold.data.order import samples_of, window_of, windows
 from fivefold.data.rows import Splits, TokenRow
 from fivefold.job.config import Job
-from fivefold.job.preflight import QUICK
+from fivefold.job.preflight import HASHED_FIRST
 from fivefold.launch import heartbeat
 from fivefold.parallel.control import Control
 from fivefold.support.errors import TrainingError, UserError
@@ -60,7 +60,7 @@ class DataGuard:
         self.checkers = {
             number: Checker(store, CheckedData(store.path), *share)
             for number, store in enumerate(self.sources.stores)
-            if store.index.bytes > QUICK  # else preflight has hashed all of it
+            if store.index.bytes > HASHED_FIRST  # else preflight has hashed all of it
         }
 
     def begin(self, done: int, samples: int) -> None:
@@ -105,7 +105,7 @@ class DataGuard:
         if not all(checker.done for checker in checkers):
             self._touch_earlier()
         size = CHUNK * sum(len(chunks) for checker in checkers for _, chunks in checker.left())
-        if size > QUICK:
+        if size > HASHED_FIRST:
             self.say(f"hashes {bytes_text(size)} of data that steps have read and nobody has hashed yet")
         for checker in checkers:
             checker.finish(heartbeat.beat)

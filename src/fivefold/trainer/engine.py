@@ -29,8 +29,9 @@ from fivefold.model.ops import AttentionOps
 from fivefold.model.router import Router
 from fivefold.parallel.collectives import all_reduce, wait, waiting
 from fivefold.parallel.context import ContextParallel
+from fivefold.parallel.data_parallel import shard_model
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.optimizer import Optimizer, shard_model
+from fivefold.parallel.optimizer import Optimizer
 from fivefold.parallel.pipeline import Channels, Microbatch, Pipeline, Watch
 from fivefold.parallel.tensor import ops_of
 from fivefold.parallel.wgrad import WeightGradQueue

@@ -136,7 +136,7 @@ class Trainer:
         if math.isfinite(record.loss or 0.0) and math.isfinite(record.grad_norm) and not rolls_back:
             for listener in listeners:
                 listener.on_step(record)
-        return self.tracer.after(number, self.engine.schedule)
+        return self.tracer.gather(number, self.engine.schedule)
 
     def _apply_decision(self, listeners: list[Listener]) -> bool:
         """Applies the decision about the last step; whether it rolled the run back.

@@ -30,7 +30,7 @@ from fivefold.launch.exits import lost_peer
 from fivefold.launch.handshake import claim, ranks_text, short
 from fivefold.launch.world import tell_spares
 from fivefold.machines.examine import before_step_1
-from fivefold.model.recompute import compilation
+from fivefold.model.compiler import compilation
 from fivefold.parallel.control import Control
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.traffic import same_order

@@ -24,7 +24,8 @@ from fivefold.job.config import Job
 from fivefold.job.preflight import preflight
 from fivefold.launch.device import choose_backend, choose_device, make_repeatable
 from fivefold.launch.processes import Rank, named
-from fivefold.model.recompute import compilation, is_recomputing
+from fivefold.model.compiler import compilation
+from fivefold.model.recompute import is_recomputing
 from fivefold.optim.base import learning_rate
 from fivefold.parallel.collectives import digest, full_tensor
 from fivefold.parallel.mesh import Mesh

@@ -252,7 +252,7 @@ class Judge:
             key, path = unfinished.popleft()
             self.references[key] = path, routing_by_rank[0]
 
-        write, plain_jobs = "fivefold.verifier.reference:write_each", list(missing.values())
+        write, plain_jobs = "fivefold.verifier.reference:write_references", list(missing.values())
         with suppress(processes.RankError):
             processes.run(1, write, plain_jobs, paths, timeout=self.timeout, each=note_finished)
 

@@ -9,10 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 from fivefold.schedules.costs import Durations, parse_slow
-from fivefold.schedules.draw import NAMES
+from fivefold.schedules.dependencies import dependencies
+from fivefold.schedules.palette import NAMES
 from fivefold.schedules.registry import CATALOGUE
 from fivefold.schedules.result import CompareResult, DrawResult, Query, figures_of
-from fivefold.schedules.simulate import Simulation, needs
+from fivefold.schedules.simulate import Simulation
 from fivefold.support.errors import UserError
 from fivefold.support.ranges import checked, within
 from fivefold.support.text import did_you_mean
@@ -220,7 +221,7 @@ def _steps(query: Query) -> dict[str, list[Any]]:
 
 def _drawn(simulation: Simulation) -> dict[str, Any]:
     schedule = simulation.schedule
-    lanes = [list(simulation.shown(rank)) for rank in range(schedule.p)]
+    lanes = [list(simulation.drawn(rank)) for rank in range(schedule.p)]
     return {
         "figures": figures_of(simulation),
         "ranks": [rank._asdict() for rank in simulation.ranks],
@@ -231,7 +232,7 @@ def _drawn(simulation: Simulation) -> dict[str, Any]:
             [(*box.action[:3], box.start, box.end, *(box.beside[:3] if box.beside else ())) for box in lane]
             for lane in lanes
         ],
-        "needs": needs(schedule, lanes),
+        "needs": dependencies(schedule, lanes),
         "memory": simulation.memory,
     }
 
@@ -241,7 +242,7 @@ def _small(simulation: Simulation) -> list[dict[str, Any]]:
     chunk, scale = simulation.schedule.placement.chunk, FINE / simulation.makespan
     ranks = []
     for rank in range(simulation.schedule.p):
-        boxes = list(simulation.shown(rank))
+        boxes = list(simulation.drawn(rank))
         kinds = "".join("P" if box.beside else box.action.kind[0] for box in boxes)
         ends = [round(scale * time) for box in boxes for time in (box.start, box.end)]
         ranks.append({"kinds": kinds, "chunks": [chunk[box.action.stage] for box in boxes], "ends": ends})

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fivefold.model.grouped import DeferWgrad, GroupedLinear, Groups, _runs
+from fivefold.model.grouped import DeferWgrad, GroupedLinear, Groups, _kernel_runs
 from fivefold.model.recompute import recomputed
 
 
@@ -77,7 +77,7 @@ def test_the_gradient_of_weights_can_be_put_off() -> None:
 
 
 def test_the_trial_of_the_kernel_is_unseen_by_recomputation() -> None:
-    _runs.cache_clear()
+    _kernel_runs.cache_clear()
     x, weight = (torch.ones(n, 16, requires_grad=True) for n in (4, 32))
 
     def steps(x: torch.Tensor) -> torch.Tensor:

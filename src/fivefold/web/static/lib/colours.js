@@ -19,7 +19,7 @@ export const axis = name => plain(AXES[name] || "slate");
 export const shade = (name, place, ranks) => softer(AXES[name] || "slate", Math.round(72 * place / Math.max(1, ranks - 1)));
 export const cause = name => CAUSES[name] || plain("slate");
 export const action = kind => plain(ACTIONS[kind] || "slate");
-/** Of an action in a chunk: full for the first, lighter chunk by chunk, as in schedules/draw.py. */
+/** Of an action in a chunk: full for the first, lighter chunk by chunk, as in schedules/palette.py. */
 export const chunk = (kind, number, chunks) => softer(ACTIONS[kind] || "slate", chunks > 1 ? Math.round(68 * number / (chunks - 1)) : 0);
 /** A component of memory; the worst moment of a step, which has many names, is red. */
 export function memory(name) {

@@ -1,0 +1,86 @@
+"""The options of a launch beside the job and its machines, and the kinds of launch that take them."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from fivefold.support.errors import Problem
+
+KINDS = {
+    "slurm": "an sbatch file",
+    "torchrun": "the torchrun command of each node",
+    "kubernetes": "a Kubernetes Job",
+    "trainjob": "a TrainJob of Kubeflow Trainer",
+    "ssh": "a script for the hosts of a file",
+}
+_KINDS_OF_OPTION = {
+    **dict.fromkeys(("account", "partition", "time", "submit"), ("slurm",)),
+    "host": ("torchrun",),
+    "elastic": ("slurm", "torchrun"),
+    "container": ("slurm", "kubernetes", "trainjob"),
+    "claim": ("kubernetes", "trainjob"),
+}
+_NAME = re.compile(r"[\w.,@+-]+")
+_ASCII = re.compile(_NAME.pattern, re.ASCII)
+# Slurm's time limits: minutes, minutes:seconds, hours:minutes:seconds; after "days-" hours, hours:minutes ...
+_TIME = re.compile(r"(?:(\d{1,4})-)?(\d{1,6})(?::(\d{2}))?(?::(\d{2}))?", re.ASCII)
+USUAL_TIME = "24:00:00"
+_IMAGE = re.compile(r"[\w./:@+-]+", re.ASCII)
+_ENROOT = re.compile(r"[\w./:@+#-]+", re.ASCII)  # REGISTRY#IMAGE
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """The options of a launch; None: not given. An empty account or partition leaves its line out."""
+
+    account: str | None = None
+    partition: str | None = None
+    time: str | None = None  # limit of one start
+    submit: bool = False
+    host: str | None = None  # of torchrun's rendezvous
+    container: str | None = None  # an image
+    claim: str | None = None  # a PersistentVolumeClaim
+    hosts: Path | None = None  # a file that lists them
+    restarts: int = 3
+    elastic: bool = False  # continues without lost nodes, and with them when they are back
+
+    @property
+    def time_limit(self) -> int:
+        """The time limit of one start, in seconds."""
+        match = _TIME.fullmatch(self.time or USUAL_TIME)
+        assert match, "checked by `problems`"
+        days, *rest = match.groups()
+        numbers = [int(number) for number in rest if number is not None]
+        units = [3600, 60, 1] if days or len(numbers) == 3 else [60, 1]
+        return 86400 * int(days or 0) + sum(map(int.__mul__, numbers, units))
+
+    def problems(self, kind: str) -> list[Problem]:
+        """What is wrong with the options for a kind of launch."""
+        problems: list[Problem] = []
+        for name, kinds in _KINDS_OF_OPTION.items():
+            if getattr(self, name) and kind not in kinds:
+                owners = " and ".join(f"--{owner}" for owner in kinds)
+                problems.append(Problem("launch.option.kind", f"--{name} belongs to {owners}, not to --{kind}"))
+        for name, pattern in {
+            "account": _NAME,
+            "partition": _NAME,
+            "host": _ASCII,
+            "container": _ENROOT if kind == "slurm" else _IMAGE,
+            "claim": _ASCII,
+        }.items():
+            value = getattr(self, name)
+            if value and (not pattern.fullmatch(value) or value.startswith("-")):
+                problems.append(Problem("launch.option.name", f"--{name} {value!r} is not a valid name"))
+        if self.time and not _TIME.fullmatch(self.time):
+            example = "write for example 24:00:00 or 7-00"
+            problems.append(Problem("launch.time", f"--time {self.time!r} is not a Slurm time limit; {example}"))
+        elif self.time_limit < 60:
+            short = f"--time {self.time!r} is less than a minute, which Slurm does not count; nearest: --time 1"
+            problems.append(Problem("launch.time", short))
+        if not 0 <= self.restarts <= 1000:
+            problems.append(Problem("option.range", f"--restarts {self.restarts} must be between 0 and 1000"))
+        open_names = [f"--{name}" for name in ("account", "partition") if getattr(self, name) is None]
+        if self.submit and kind == "slurm" and open_names:
+            needed = f"--submit needs {' and '.join(open_names)}; an empty name ('') leaves its line out"
+            problems.append(Problem("launch.submit.names", needed))
+        return problems

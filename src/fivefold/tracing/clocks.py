@@ -1,0 +1,63 @@
+"""How far the clocks of several machines are apart.
+
+Processes of one machine share a clock. The first rank of each other machine asks rank 0 for the time several times, and
+uses the answer with the shortest round trip: rank 0's clock showed it half-way through that, with an error of at most
+half of it.
+"""
+
+import socket
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from fivefold.parallel.control import all_gather_values
+from fivefold.parallel.mesh import Axis, Mesh
+
+_PINGS = 20  # messages by which two clocks are compared
+
+
+def clock_offset(
+    mesh: Mesh, clock: Callable[[], float] = time.perf_counter, host: str | None = None
+) -> tuple[float, float]:
+    """(the offset to add to this rank's clock, its error at most), in seconds. Collective."""
+    world = mesh.world
+    if world.size == 1:
+        return 0.0, 0.0
+    hosts = all_gather_values(host or socket.gethostname(), str, world.group)
+    first_ranks = {name: hosts.index(name) for name in hosts}
+    if len(first_ranks) == 1:
+        return 0.0, 0.0
+    offset_and_error = (0.0, 0.0)
+    ping = torch.zeros(1, dtype=torch.float64, device="cpu" if world.staged else mesh.device)
+    for first in first_ranks.values():
+        if first == 0:
+            continue  # the machine of rank 0
+        if world.rank == 0:
+            _tell_time(world, first, ping, clock)
+        elif world.rank == first:
+            offset_and_error = _ask_time(world, ping, clock)
+    by_rank = all_gather_values(offset_and_error, tuple[float, float], world.group)
+    return by_rank[first_ranks[hosts[world.rank]]]
+
+
+def _tell_time(world: Axis, asking: int, ping: torch.Tensor, clock: Callable[[], float]) -> None:
+    """Rank 0 answers a rank with the time."""
+    for _ in range(_PINGS):
+        dist.recv(ping, group=world.group, group_src=asking)
+        ping.item()  # on a GPU, waits for the message
+        dist.send(torch.full_like(ping, clock()), group=world.group, group_dst=asking)
+
+
+def _ask_time(world: Axis, ping: torch.Tensor, clock: Callable[[], float]) -> tuple[float, float]:
+    """Another rank asks rank 0; returns the offset of its clock and the error of that."""
+    answers = []
+    for _ in range(_PINGS):
+        start = clock()
+        dist.send(ping, group=world.group, group_dst=0)
+        dist.recv(ping, group=world.group, group_src=0)
+        rank_0_time, end = ping.item(), clock()
+        answers.append(((end - start) / 2, rank_0_time - (start + end) / 2))
+    error, offset = min(answers)
+    return offset, error
