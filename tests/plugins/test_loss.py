@@ -9,7 +9,7 @@ import torch
 
 import fivefold as ff
 from fivefold.job.config import job_from, read_job, to_toml
-from fivefold.losses import LOSSES, stored_loss
+from fivefold.losses import LOSSES
 from fivefold.losses.base import Loss
 from fivefold.losses.cross_entropy import CrossEntropy
 from fivefold.model import linear_cross_entropy as fused
@@ -96,7 +96,7 @@ def test_a_run_with_it_goes_on_in_another_layout_and_asks_for_the_plugin(
 
 
 def test_cross_entropy_is_an_entry_of_the_table_and_its_old_settings_are_read(tmp_path: Path) -> None:
-    assert {"cross_entropy": CrossEntropy} == LOSSES
+    assert {"cross_entropy": CrossEntropy} == LOSSES.table
     new = read_job(None, ["loss.label_smoothing=0.1", "loss.z_loss=0.01"])
     assert new.loss == CrossEntropy(label_smoothing=0.1, z_loss=0.01)
     assert read_job(None, ["train.label_smoothing=0.1", "train.z_loss=0.01"]) == new
@@ -133,7 +133,7 @@ def test_what_is_wrong_with_a_loss_is_said_before_a_run(monkeypatch: pytest.Monk
 def test_a_stored_name_imports_nothing() -> None:
     plugins._imported.clear()
     sys.modules.pop("focal_loss", None)
-    stored = stored_loss({"name": NAME, "gamma": 3.0})
+    stored = LOSSES.stored({"name": NAME, "gamma": 3.0})
     assert (stored.name, stored.gamma) == (NAME, 3.0)  # type: ignore[attr-defined]
     assert [problem.code for problem in stored.problems()] == ["plugin.untrusted"]
     assert "focal_loss" not in sys.modules
