@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fivefold.cost.model_state import State, state, state_of
-from fivefold.cost.traffic import RankCoords
 from fivefold.job.config import Job, read_job
 from fivefold.layout.layout import Layout
+from fivefold.layout.rank_part import RankCoords
 from fivefold.parallel.mesh import Mesh
 from fivefold.spec.presets import preset
 from fivefold.trainer.engine import Engine

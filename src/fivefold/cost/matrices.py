@@ -1,7 +1,7 @@
 """What an optimizer that reads whole matrices adds to a rank's step: what it sends, computes and holds.
 
     matrices = MatrixCost.of(spec, layout, seq, "bfloat16", Muon(), pp=0, place=3)
-    matrices.payloads, matrices.flops, matrices.peak
+    matrices.calls, matrices.flops, matrices.peak
 
 `layout/matrices.py` deals the matrices out. What travels, and what the rule computes with, has the dtype that the model
 computes in.
@@ -10,6 +10,7 @@ computes in.
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 from fivefold.cost.model_state import BYTES, wide_bytes
 from fivefold.layout.layout import Layout
@@ -18,9 +19,16 @@ from fivefold.optim.base import OptimizerConfig
 from fivefold.spec.model import ModelSpec
 
 
+class Exchanged(NamedTuple):
+    """Bytes of an all-to-all over the stage's ranks. What a rank keeps for itself is in neither."""
+
+    sent: int
+    received: int
+
+
 @dataclass(frozen=True)
 class MatrixCost:
-    payloads: tuple[int, ...] = ()  # bytes of each all-to-all over the stage's ranks: what it sends or gets, the more
+    calls: tuple[Exchanged, ...] = ()
     flops: float = 0.0
     most: float = 0.0  # FLOPs of the rank that has most of them, for which the others wait
     peak: int = 0  # bytes that exist during the update alone
@@ -42,9 +50,9 @@ def _cost(
 ) -> MatrixCost:
     owners, each, wide = matrix_owners(spec, layout, seq, config, pp), BYTES[dtype], wide_bytes(dtype)
     rounds = [*owners.rounds(place)]
-    payloads = [each * max(map(elements, call)) for round_ in rounds for call in round_.calls]
+    calls = [Exchanged(*(each * elements(side) for side in call)) for round_ in rounds for call in round_.calls]
     peak = max((_peak(round_, config, each, wide) for round_ in rounds), default=0)
-    return MatrixCost(tuple(payloads), owners.costs[place], max(owners.costs), peak)
+    return MatrixCost(tuple(calls), owners.costs[place], max(owners.costs), peak)
 
 
 def _peak(round_: Round, config: OptimizerConfig, each: int, wide: int) -> int:

@@ -22,6 +22,7 @@ from fivefold.cost.routing import Rows, even_rows
 from fivefold.cost.software import FIVEFOLD, SoftwareProfile
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
+from fivefold.layout.rank_part import RankCoords
 from fivefold.layout.sharding import chunk
 from fivefold.layout.stages import Stage, schedule_of, stages_of
 from fivefold.schedules.actions import BACKWARD
@@ -407,7 +408,9 @@ def _whole_matrices(workload: Workload, rank: int) -> float:
         return 0.0
     cost = matrix_cost(workload, rank)
     block_cost = workload.block_cost_of(rank)
-    sent = sum(block_cost.topology.time("all-to-all", "stage", payload) for payload in cost.payloads)
+    ranks = workload.layout.size("stage")  # a rank's own part is in no payload, and the topology takes it as in it
+    handed = (max(call) * ranks / (ranks - 1) for call in cost.calls)
+    sent = sum(block_cost.topology.time("all-to-all", "stage", payload) for payload in handed)
     return sent + cost.most / block_cost.device.rate("bf16" if software.weight_bytes == 2 else workload.precision)
 
 
@@ -446,10 +449,10 @@ def rank_flops(
     if spec.experts is None:
         return flops
     sparse = [layer for layer in layers if spec.kinds(layer).routed]
-    rows = even_rows(spec, layout, tokens // layout.microbatches, sparse, tp) if rows is None else rows
+    rows = even_rows(spec, layout, tokens // layout.microbatches, sparse, RankCoords(tp=tp)) if rows is None else rows
     passes = 4 if layout.recompute == "full" else 3
     for matmul in mixture_matmuls(spec):
-        visits = sum(came for _, came in rows) if matmul.experts else 0
+        visits = sum(row.received for row in rows) if matmul.experts else 0
         if matmul.name == "router":  # every tp rank has a slice of the tokens
             visits = len(sparse) * layout.microbatches * len(chunk(tokens // layout.microbatches, layout.tp, tp))
         flops += passes * 2.0 * matmul.inputs * matmul.outputs * visits

@@ -10,10 +10,11 @@ from fivefold.cost.model_state import state_of
 from fivefold.cost.peak_memory import CUDA_CONTEXT_BYTES, FRAGMENTATION, Footprint, footprint_of
 from fivefold.cost.routing import Rows, even_rows
 from fivefold.cost.step import rank_flops
-from fivefold.cost.traffic import RankCoords, display_axis, expected_traffic
+from fivefold.cost.traffic import display_axis, expected_traffic
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import Job
 from fivefold.layout.layout import Layout
+from fivefold.layout.rank_part import RankCoords
 from fivefold.layout.stages import stages_of
 from fivefold.planner.plan import workload_of
 from fivefold.render.blocks import Block, Result, Table, Text
@@ -134,7 +135,7 @@ def _rows(job: Job, coords: RankCoords, imbalance: float) -> Rows | None:
     stages = stages_of(spec, layout, seq)
     layers = [layer for number in layout.placement.of_rank[coords.pp] for layer in stages[number].layers]
     tokens = job.train.batch // layout.size("batch") // layout.microbatches * (seq // layout.cp)
-    return even_rows(spec, layout, tokens, [n for n in layers if spec.kinds(n).routed], coords.tp, imbalance)
+    return even_rows(spec, layout, tokens, [n for n in layers if spec.kinds(n).routed], coords, imbalance)
 
 
 # ---- result ---------------------------------------------------------------------------------------------------------

@@ -27,12 +27,12 @@ import msgspec
 from fivefold.cost.collective_time import Traffic, times, total
 from fivefold.cost.model_state import proof_problems, state_of
 from fivefold.cost.routing import Routing, rows_of
-from fivefold.cost.traffic import RankCoords
 from fivefold.cost.traffic import expected_traffic as step_traffic
 from fivefold.job.config import Job, read_job
 from fivefold.job.preflight import open_data, preflight
 from fivefold.launch import processes
 from fivefold.layout.layout import Layout
+from fivefold.layout.rank_part import RankCoords
 from fivefold.layout.stages import schedule_of
 from fivefold.render.blocks import Block, Result, Table, Text
 from fivefold.schedules.schedule import peak_live
