@@ -234,6 +234,44 @@ def peers(
         )
 
 
+_Optimizers = Annotated[
+    str,
+    typer.Option(help="Names, with commas: of ours, or package.module:Name. The first is what others compare with."),
+]
+
+
+@command(app, "optimizer", "The update alone, by optimizer.  [dim]fivefold bench optimizer small[/]", (".json",))
+def optimizer(
+    words: Annotated[
+        list[str], typer.Argument(metavar="MODEL|JOB [KEY=VALUE]...", help="As for train, with any layout.")
+    ],
+    optimizers: _Optimizers = "adamw,muon",
+    rounds: Annotated[int, typer.Option(help="Timed updates of each optimizer; medians are shown.")] = 9,
+    output: Figures = None,
+    as_json: Json = False,
+) -> None:
+    """Time the update of an optimizer, without the passes, the norm and the gather of weights.
+
+    The layout's ranks are started on this machine. Optimizers take turns with the same
+    weights and random gradients; a round takes as long as its slowest rank.
+
+    The table has the bytes and FLOPs of the planner's closed forms, and their time at
+    the paces that the ranks reach together, as a share of the update's. The settings of the
+    optimizer that the job names are the job's; others have their default ones.
+
+    [dim]Examples:[/]
+
+      fivefold bench optimizer small layout=dp=2,zero=1 train.dtype=float32
+
+      fivefold bench optimizer llama3-8b model.layers=3
+
+      fivefold bench optimizer tiny --optimizers adamw,fivefold_lion:Lion --json
+    """
+    from fivefold.bench.optimizer import measure
+
+    measure_and_show(lambda progress: [measure(words, optimizers, rounds, progress)], as_json, output)
+
+
 _Recovery = Annotated[
     bool, typer.Option("--recovery", help="Time how restarted ranks recover their state, instead of saves.")
 ]

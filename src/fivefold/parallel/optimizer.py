@@ -110,20 +110,23 @@ class Optimizer:
 
         Afterwards the gradients are released, and the all-gathers of the new weights are started.
         """
-        compute_copies: dict[str, Tensor] = {}
-        if rate is not None:
-            self.updates += 1
-            clip = self.config.clip
-            scale = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else torch.ones_like(norm)
-            if self.matrices is not None:
-                clipping = scale if clip else None
-                self.matrices.step(self.states, clipping, rate, self.config.weight_decay, self.updates)
-            if self.fused:
-                compute_copies = {n: copy for n, copy in self.weights.compute_copies().items() if n in self.stepped}
-                self._step_fused(rate, scale.float(), compute_copies)
-            else:
-                self._step_plain(rate, scale)
-        self.weights.sync_params(already_cast=frozenset(compute_copies))
+        self.weights.sync_params(already_cast=frozenset() if rate is None else self.update(rate, norm))
+
+    @torch.no_grad()
+    def update(self, rate: float, norm: Tensor) -> frozenset[str]:
+        """The masters' update alone; returns the parameters whose compute copies are new already."""
+        self.updates += 1
+        clip = self.config.clip
+        scale = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else torch.ones_like(norm)
+        if self.matrices is not None:
+            clipping = scale if clip else None
+            self.matrices.step(self.states, clipping, rate, self.config.weight_decay, self.updates)
+        if not self.fused:
+            self._step_plain(rate, scale)
+            return frozenset()
+        compute_copies = {n: copy for n, copy in self.weights.compute_copies().items() if n in self.stepped}
+        self._step_fused(rate, scale.float(), compute_copies)
+        return frozenset(compute_copies)
 
     def _step_plain(self, rate: float, scale: Tensor) -> None:
         for decay, names in self.decays:
