@@ -10,6 +10,7 @@ from fivefold.bench.optimizer import OptimizerBenchResult, Paces, UpdateCost, Up
 from fivefold.cli import app
 from fivefold.cost.matrices import MatrixCost
 from fivefold.cost.model_state import state_of
+from fivefold.layout.rank_part import RankCoords
 from fivefold.optim.muon import Muon
 from fivefold.render.blocks import to_text
 from fivefold.support.errors import UserError
@@ -35,7 +36,8 @@ def test_an_update_moves_masters_and_states_twice_and_gradients_once(layout: str
 def test_flops_and_messages_are_the_planner_s_of_the_rank_that_has_most() -> None:
     job = jobs_of(["tiny", "layout=dp=3,zero=2", "train.batch=6"], "muon")["muon"]
     costs = [
-        MatrixCost.of(job.model, job.layout, job.data.seq, "bfloat16", Muon(), pp=0, place=place) for place in range(3)
+        MatrixCost.of(job.model, job.layout, job.data.seq, "bfloat16", Muon(), RankCoords(stage=place))
+        for place in range(3)
     ]
     found = cost_of(job)
     assert found.flops == max(cost.flops for cost in costs) == costs[0].most

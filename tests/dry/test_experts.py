@@ -122,7 +122,7 @@ def check_counts(job: Job, dry: RankRun, imbalance: float = 1.0) -> None:
     """State, traffic and FLOPs are equal."""
     spec, layout, seq, batch = job.model, job.layout, job.data.seq, job.train.batch
     coords = RankCoords.of(layout, dry.rank)
-    state = state_of(spec, layout, job.train.dtype, job.optimizer, **coords._asdict(), seq=seq)
+    state = state_of(spec, layout, job.train.dtype, job.optimizer, coords, seq=seq)
     assert (dry.parameters, dry.gradients, dry.optimizer) == state
     tokens = batch // layout.size("batch") // layout.microbatches * (seq // layout.cp)
     layers = sum(dry.layers) - (spec.layers - len(spec.routed_layers) if coords.pp == 0 else 0)
@@ -130,7 +130,7 @@ def check_counts(job: Job, dry: RankRun, imbalance: float = 1.0) -> None:
     assert list(dry.traffic) == expected_traffic(
         spec, layout, seq, batch, job.train.dtype, coords=coords, routed_rows=rows
     )
-    assert dry.flops == pytest.approx(rank_flops(spec, layout, seq, batch, pp=coords.pp, tp=coords.tp, rows=rows))
+    assert dry.flops == pytest.approx(rank_flops(spec, layout, seq, batch, at=coords, rows=rows))
     assert dry.live == dry.allowed
 
 

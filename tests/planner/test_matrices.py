@@ -8,6 +8,7 @@ from fivefold.cost.step import Workload, estimate, matrix_cost
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import read_job
 from fivefold.layout.matrices import matrix_owners
+from fivefold.layout.rank_part import RankCoords
 from fivefold.optim.muon import Muon
 from fivefold.planner.explain import traffic
 from fivefold.planner.plan import workload_of
@@ -26,7 +27,7 @@ def test_states_are_those_of_the_table_rank_by_rank(layout: str) -> None:
     """Norms count as if tp divided them: a few in ten thousand."""
     one = workload("llama3-8b", layout, 8)
     for pp in range(one.layout.pp):
-        exact = state_of(one.spec, one.layout, "bfloat16", Muon(), pp=pp, seq=one.seq)
+        exact = state_of(one.spec, one.layout, "bfloat16", Muon(), RankCoords(pp=pp), seq=one.seq)
         assert footprint_of(one, pp).state.optimizer == pytest.approx(exact.optimizer, rel=2e-3)
 
 

@@ -74,7 +74,7 @@ def narrow(rank: int, world: int) -> list[tuple[int, float]]:
             master.grad_dtype = None
         engine.forward_backward(make_batch(job, 0))
         coords = RankCoords.of(job.layout, rank)
-        table = state_of(job.model, job.layout, "bfloat16", **coords._asdict(), seq=job.data.seq, narrow=True)
+        table = state_of(job.model, job.layout, "bfloat16", at=coords, seq=job.data.seq, narrow=True)
         found.append((engine.weights.resident()["gradients"], table.gradients))
     return found
 

@@ -26,6 +26,7 @@ from fivefold.hardware.accelerators import find_accelerator
 from fivefold.hardware.cluster import Cluster, Group
 from fivefold.job.config import Job
 from fivefold.launch import processes
+from fivefold.layout.rank_part import RankCoords
 from fivefold.optim import OPTIMIZERS
 from fivefold.planner.plan import workload_of
 from fivefold.render.blocks import Block, Result, Text
@@ -158,7 +159,7 @@ def cost_of(job: Job) -> UpdateCost:
         moved = max(moved, float(zero.updated_bytes(count, layout.zero)))
         for place in range(layout.size("stage")):
             sizes = (job.model, layout, job.data.seq, job.train.dtype, job.optimizer)
-            matrices = MatrixCost.of(*sizes, pp=pp, place=place)
+            matrices = MatrixCost.of(*sizes, RankCoords(pp=pp, stage=place))
             flops, sent = max(flops, matrices.most), max(sent, sum(call.sent for call in matrices.calls))
     return UpdateCost(moved, flops, sent)
 

@@ -317,13 +317,12 @@ def checkpoint(
 
       fivefold bench checkpoint --recovery model=small checkpoint.memory_every=5 --rounds 9 --json
     """
-    from fivefold.bench.checkpoint import measure, measure_recovery
+    from fivefold.bench.checkpoint import Options, measure, measure_recovery
 
     function, default_steps, default_timeout = (measure_recovery, 4, 600.0) if recovery else (measure, 6, 1200.0)
-    count, limit = _or(steps, default_steps), default_timeout if timeout is None else timeout
-    measure_and_show(
-        lambda progress: [function(*split(job), rounds, count, directory, limit, progress)], as_json, output
-    )
+    limit = default_timeout if timeout is None else timeout
+    options = Options(rounds, _or(steps, default_steps), directory, limit)
+    measure_and_show(lambda progress: [function(*split(job), options, progress)], as_json, output)
 
 
 def _or(value: int | None, default: int) -> int:

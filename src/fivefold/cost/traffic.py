@@ -131,15 +131,13 @@ def expected_traffic(
     splits_backward: bool | None = None,
     keep_ep_axis: bool = False,
     optimizer: OptimizerConfig = ADAMW,
-    place: int = 0,
 ) -> list[Traffic]:
     """One step of one rank.
 
     `min_bucket_elements` are enough for a gradient bucket. `routed_rows` are those that the rank sends to experts,
     receives and keeps; None: as many each way, to any. `splits_backward`: whether the schedule has backward passes in
     two halves; None: as its name says. The measured counter names an axis by its set of ranks, so ep may be counted as
-    dp or cp. `keep_ep_axis`: list ep as ep all the same. An `optimizer` that reads whole matrices sends them; `place`
-    is the rank's among those that have the same layers.
+    dp or cp. `keep_ep_axis`: list ep as ep all the same. An `optimizer` that reads whole matrices sends them.
     """
     inputs = _Inputs.of(
         spec,
@@ -158,7 +156,7 @@ def expected_traffic(
         _blocks(inputs, routed_rows, balance_loss_samples=samples if balance_loss else 0),
         _embedding_and_head(inputs, loss_sums),
         _pipeline(inputs),
-        _matrices(inputs, optimizer, seq, dtype, place),
+        _matrices(inputs, optimizer, seq, dtype),
     )
     return total(
         Traffic(
@@ -272,12 +270,9 @@ def _zero_0_to_2(inputs: _Inputs, layer: int | None = None) -> Iterator[_Collect
             yield _CollectiveRow("embedding", "all-reduce", int(bucket.tied), shard_elements * accum_bytes)
 
 
-def _matrices(
-    inputs: _Inputs, optimizer: OptimizerConfig, seq: int, dtype: str, place: int
-) -> Iterator[_CollectiveRow]:
+def _matrices(inputs: _Inputs, optimizer: OptimizerConfig, seq: int, dtype: str) -> Iterator[_CollectiveRow]:
     """Parts of matrices to the ranks that update them, and back. What a rank keeps for itself is not in the payload."""
-    sizes = (inputs.spec, inputs.layout, seq, dtype, optimizer)
-    for call in MatrixCost.of(*sizes, pp=inputs.coords.pp, place=place).calls:
+    for call in MatrixCost.of(inputs.spec, inputs.layout, seq, dtype, optimizer, inputs.coords).calls:
         yield _CollectiveRow("stage", "all-to-all", 1, max(call), call.sent)
 
 

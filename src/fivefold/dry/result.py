@@ -97,12 +97,11 @@ def vs_plan(job: Job, dry: "RankRun", cluster: Cluster, imbalance: float = 1.0) 
     coords, layout, seq, batch = RankCoords.of(job.layout, dry.rank), job.layout, job.data.seq, job.train.batch
     workload = replace(workload_of(job, cluster), imbalance=imbalance)
     predicted = footprint_of(workload, coords.pp)
-    state = state_of(job.model, layout, job.train.dtype, job.optimizer, **coords._asdict(), seq=seq)
+    state = state_of(job.model, layout, job.train.dtype, job.optimizer, coords, seq=seq)
     rows = _rows(job, coords, imbalance)
-    place = layout.position("stage", dry.rank)
     sizes = (job.model, layout, seq, job.train.dtype, job.optimizer)
-    matrices = MatrixCost.of(*sizes, pp=coords.pp, place=place)
-    flops = rank_flops(job.model, layout, seq, batch, pp=coords.pp, tp=coords.tp, rows=rows) + matrices.flops
+    matrices = MatrixCost.of(*sizes, coords)
+    flops = rank_flops(job.model, layout, seq, batch, at=coords, rows=rows) + matrices.flops
     # Whether the peak is at the end of the first backward pass, where the gradients are allocated.
     late = (
         predicted.missing_grads_at_moment > 0
@@ -122,7 +121,7 @@ def vs_plan(job: Job, dry: "RankRun", cluster: Cluster, imbalance: float = 1.0) 
     balances = job.train.balance_loss > 0
     planned = expected_traffic(
         job.model, layout, seq, batch, job.train.dtype, coords=coords, balance_loss=balances, routed_rows=rows,
-        optimizer=job.optimizer, place=place,
+        optimizer=job.optimizer,
     )  # fmt: skip
     return RankVsPlan(dry, predicted, figures, tuple(planned), layout)
 

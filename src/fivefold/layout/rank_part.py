@@ -23,6 +23,7 @@ class RankCoords(NamedTuple):
     fsdp: int = 0  # where the rows of a tied embedding do not divide
     ep: int = 0  # they have other experts
     efsdp: int = 0
+    stage: int = 0  # where an optimizer reads whole matrices: each updates others of those that have the same layers
 
     @classmethod
     def of(cls, layout: Layout, rank: int) -> Self:
