@@ -156,6 +156,17 @@ class WindowMask:
         return cls(tuple(bands))
 
 
+class Attended(NamedTuple):
+    """What a forward pass of attention read and said. Output and LSE are those of full rows of scores, of which the
+    keys here may be a part."""
+
+    q: Tensor  # [B, H, Sq, D]
+    k: Tensor  # [B, K, Sk, D]
+    v: Tensor
+    out: Tensor  # [B, H, Sq, D]
+    lse: Tensor  # [B, H, Sq]
+
+
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: WindowMask) -> tuple[Tensor, Tensor]:
     """q [B, H, Sq, D], k and v [B, K, Sk, D] -> output [B, H, Sq, D], LSE [B, H, Sq]; -inf where nothing is seen."""
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
@@ -168,10 +179,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: WindowMask) -> tuple[Tensor, 
     return out, lse
 
 
-def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: WindowMask
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As `kernels.backward`: `out` and `lse` are those of whole rows of scores. Sums are in the accumulate dtype."""
+def backward(grad: Tensor, of: Attended, mask: WindowMask) -> tuple[Tensor, Tensor, Tensor]:
+    """As `kernels.backward`. Sums are in the accumulate dtype."""
+    q, k, v, out, lse = of
     dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (q, k, v))
     groups, scale = (k.shape[1], -1), q.shape[-1] ** -0.5
     for band in mask.bands:
