@@ -68,7 +68,7 @@ class CheckpointResult(Result):
         yield from caveats([*self.save.values(), *self.load.values()], rounds, world=1, cores=1)
 
 
-class Options(NamedTuple):
+class BenchOptions(NamedTuple):
     rounds: int  # saves and loads, or starts, of each kind
     steps: int  # before each save, and while it is written
     directory: Path | None  # on the disk to measure; what is written there is removed
@@ -81,7 +81,7 @@ class Options(NamedTuple):
         refuse(problems)
 
 
-def measure(path: str | None, changes: list[str], options: Options, on_progress: OnProgress) -> CheckpointResult:
+def measure(path: str | None, changes: list[str], options: BenchOptions, on_progress: OnProgress) -> CheckpointResult:
     """Start the job's ranks on this machine and measure them."""
     options.check()
     rounds, steps, directory, timeout = options
@@ -103,7 +103,7 @@ def _with_steps(job: Job, steps: int) -> Job:
 # ---- recovery -------------------------------------------------------------------------------------------------------
 # `fivefold bench checkpoint --recovery`: how long restarted ranks take to load their state, from memory and from disk.
 #
-#     measure_recovery(None, ["model=small", "layout=dp=2,zero=1"], Options(5, ...), on_progress)
+#     measure_recovery(None, ["model=small", "layout=dp=2,zero=1"], BenchOptions(5, ...), on_progress)
 #
 # Starts from memory and from disk take turns. Each start has new processes, so that both touch all pages for the first
 # time; files on disk are dropped from the page cache before. The cost of a snapshot is measured on the steps during it.
@@ -170,7 +170,9 @@ class RecoveryResult(Result):
         yield from caveats([*self.load.values()], rounds, world=1, cores=1)
 
 
-def measure_recovery(path: str | None, changes: list[str], options: Options, on_progress: OnProgress) -> RecoveryResult:
+def measure_recovery(
+    path: str | None, changes: list[str], options: BenchOptions, on_progress: OnProgress
+) -> RecoveryResult:
     """Start the job's ranks on this machine again and again, with files in shared memory, too."""
     options.check()
     rounds, steps, directory, timeout = options

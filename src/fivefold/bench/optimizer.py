@@ -36,7 +36,7 @@ from fivefold.support.text import bytes_text, counted, si
 _PATIENCE = 24 * 3600.0  # seconds: the user ends a measurement that takes too long
 COLUMNS = {
     "~optimizer": "optimizer", ">ms": "ms:.1f", ">from": "from:.1f", ">to": "to:.1f", ">times": "times:.2f",
-    ">moved": "moved", ">FLOPs": "flops", ">sent": "sent", ">bound, ms": "bound:.1f", ">of it": "share:.0%",
+    ">moved": "moved", ">GFLOP": "gflop", ">sent": "sent", ">bound, ms": "bound:.1f", ">of it": "share:.0%",
 }  # fmt: skip
 
 
@@ -128,8 +128,8 @@ class OptimizerBenchResult(Result):
         )
         yield table([row | _shown(row) for row in self.rows()], COLUMNS)
         yield Text(
-            "moved: bytes of masters, states and gradients; FLOPs: of whole matrices; sent: to other ranks, each of "
-            "the rank that has most; bound: the time of moved and FLOPs at these paces; of it: the share that it is "
+            "moved: bytes of masters, states and gradients; GFLOP: of whole matrices; sent: to other ranks, each of "
+            "the rank that has most; bound: the time of both at these paces; of it: the share that it is "
             "of the update. Over 100%: caches hold what the bound reads from memory"
         )
         yield from caveats(self.updates.seconds.values(), self.rounds, world, self.updates.machine.cores)
@@ -142,7 +142,7 @@ def _shown(row: dict[str, Any]) -> dict[str, Any]:
         "times": row["of_first"],
         "share": row["bound_share"],
         "moved": bytes_text(row["moved_bytes"]),
-        "flops": si(row["flops"]) if row["flops"] else None,
+        "gflop": f"{row['flops'] / 1e9:,.1f}" if row["flops"] else None,
         "sent": bytes_text(row["sent_bytes"]) if row["sent_bytes"] else None,
     }
 

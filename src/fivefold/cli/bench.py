@@ -250,14 +250,14 @@ def optimizer(
     output: Figures = None,
     as_json: Json = False,
 ) -> None:
-    """Time the update of an optimizer, without the passes, the norm and the gather of weights.
+    """Time the update alone, without passes, the norm and the gather of weights.
 
-    The layout's ranks are started on this machine. Optimizers take turns with the same
-    weights and random gradients; a round takes as long as its slowest rank.
+    The layout's ranks are started on this machine. Optimizers take turns with
+    the same weights and random gradients; a round is as long as its slowest rank.
 
-    The table has the bytes and FLOPs of the planner's closed forms, and their time at
-    the paces that the ranks reach together, as a share of the update's. The settings of the
-    optimizer that the job names are the job's; others have their default ones.
+    The table has the bytes and FLOPs of the planner's closed forms, and their
+    time at the paces that the ranks reach together, as a share of the update's.
+    The optimizer that the job names has the job's settings, others their defaults.
 
     [dim]Examples:[/]
 
@@ -317,11 +317,11 @@ def checkpoint(
 
       fivefold bench checkpoint --recovery model=small checkpoint.memory_every=5 --rounds 9 --json
     """
-    from fivefold.bench.checkpoint import Options, measure, measure_recovery
+    from fivefold.bench.checkpoint import BenchOptions, measure, measure_recovery
 
     function, default_steps, default_timeout = (measure_recovery, 4, 600.0) if recovery else (measure, 6, 1200.0)
     limit = default_timeout if timeout is None else timeout
-    options = Options(rounds, _or(steps, default_steps), directory, limit)
+    options = BenchOptions(rounds, _or(steps, default_steps), directory, limit)
     measure_and_show(lambda progress: [function(*split(job), options, progress)], as_json, output)
 
 
