@@ -60,7 +60,7 @@ NEED_TORCH = {
     "dryrun": "tiny --layout dp=2", "train": "run.dir={}/runs", "verify": "--layout dp=2", "doctor": "run.dir={}/runs",
     "trace": "run.dir={}/runs -o {}/trace.json", "generate": "{}/hf --tokens 1,2", "calibrate": "",
     "checkpoint reshard": "{} --layout tp=2 -o {}/x", "hf import": "{}/hf -o {}/x", "hf export": "{} -o {}/x",
-    "bench checkpoint": "", "bench peers": "", "bench train": "tiny",
+    "bench checkpoint": "", "bench optimizer": "tiny", "bench peers": "", "bench train": "tiny",
 }  # fmt: skip
 NEED_NOTHING = {
     "plan": "tiny --cluster 2xCPU --batch 8 --seq 64 --layout dp=2 --html {}/plan.html", "serve": "tiny --prompt 64",

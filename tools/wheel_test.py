@@ -34,6 +34,7 @@ WORKS = {
 }
 NEED_TORCH = {
     "bench checkpoint": "",
+    "bench optimizer": "tiny",
     "bench peers": "",
     "bench train": "tiny",
     "calibrate": "",

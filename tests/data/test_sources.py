@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fivefold.data import SOURCES, stored_source
+from fivefold.data import SOURCES
 from fivefold.data.base import DataSource
 from fivefold.data.batch import read_batch, read_share
 from fivefold.data.order import window_of, windows
@@ -65,7 +65,7 @@ def opening(row: TokenRow, **more: Any) -> DataSource:
 
 
 def test_prepared_tokens_are_an_entry_of_the_table(tmp_path: Path) -> None:
-    assert {"tokens": TokenShards} == SOURCES
+    assert {"tokens": TokenShards} == SOURCES.table
     assert read_job().data == read_job(None, ["data.source=tokens"]).data == TokenShards()
     assert refusal(lambda: read_job(None, ["data.source=token"])).codes == ["data.source.choice"]
 
@@ -86,11 +86,11 @@ def test_a_job_names_a_source_of_another_module(counting: None, tmp_path: Path) 
 def test_a_stored_name_keeps_its_settings_and_imports_nothing(counting: None) -> None:
     plugins._imported.clear()
     del sys.modules["counting_source"]
-    stored = stored_source({"source": NAME, "seq": 24, "ids": 40})
+    stored = SOURCES.stored({"source": NAME, "seq": 24, "ids": 40})
     assert (stored.source, stored.seq, stored.ids) == (NAME, 24, 40)
     assert [problem.code for problem in stored.problems()] == ["plugin.untrusted"]
     assert refusal(stored.open).codes == ["plugin.untrusted"]
-    assert stored_source({"path": "old"}) == TokenShards(path="old")  # as the first releases wrote it
+    assert SOURCES.stored({"path": "old"}) == TokenShards(path="old")  # as the first releases wrote it
 
 
 def test_a_batch_of_any_source_is_windows_of_its_row() -> None:

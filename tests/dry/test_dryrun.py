@@ -20,6 +20,7 @@ from fivefold.dry.rank import dry_run_rank
 from fivefold.dry.result import vs_plan
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import Job, read_job
+from fivefold.layout.rank_part import RankCoords
 from fivefold.model.hf_names import sources
 from fivefold.spec.hf import to_hf_config
 from fivefold.spec.presets import preset
@@ -89,11 +90,13 @@ def test_an_optimizer_of_whole_matrices_is_planned_to_the_byte(model: str, layou
         figures = {figure.name: figure for figure in found.figures}
         assert figures["optimizer"].dry == figures["optimizer"].plan
         assert figures["FLOPs executed"].difference == pytest.approx(0.0, abs=1e-3)
-        sizes, at = (job.model, job.layout, 64, job.train.dtype, job.optimizer), job.layout.position
-        cost = MatrixCost.of(*sizes, pp=at("pp", rank), place=at("stage", rank))
+        sizes = (job.model, job.layout, 64, job.train.dtype, job.optimizer)
+        cost = MatrixCost.of(*sizes, RankCoords.of(job.layout, rank))
         before, during = (m for m in dry.moments if m.name in ("the sum of gradients", "the optimizer"))
         assert during.peak - before.held == cost.peak + 8  # and the factor that clips gradients
-        assert (world == 1) == (not cost.payloads)
+        assert (world == 1) == (not cost.calls)
+        sent = sum(row.wire for row in dry.traffic if row.kind == "all-to-all")  # all of what is packed for others
+        assert job.layout.ep > 1 or sent == sum(call.sent for call in cost.calls)
 
 
 def test_quick_fakes_are_the_fakes_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,4 +195,7 @@ def test_parameters_that_bfloat16_leaves_alone_are_whole_under_zero_3() -> None:
     """Sinks and norms are no DTensors: fake ones get their memory another way than real ones do."""
     job = job_of("tiny-oss", "dp=4,zero=3,recompute=full", 64, 8)
     dry = dry_run_rank(job, 1)
-    assert dry.parameters == state_of(job.model, job.layout, "bfloat16", job.optimizer, fsdp=1, seq=64).parameters
+    assert (
+        dry.parameters
+        == state_of(job.model, job.layout, "bfloat16", job.optimizer, RankCoords(fsdp=1), seq=64).parameters
+    )

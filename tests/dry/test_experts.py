@@ -11,12 +11,13 @@ from fivefold.cli import app
 from fivefold.cost.model_state import state_of
 from fivefold.cost.routing import even_rows
 from fivefold.cost.step import rank_flops
-from fivefold.cost.traffic import RankCoords, expected_traffic
+from fivefold.cost.traffic import expected_traffic
 from fivefold.dry.fake import StatedRouting, evenly
 from fivefold.dry.rank import RankRun, dry_run_rank
 from fivefold.dry.result import vs_plan
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import Job
+from fivefold.layout.rank_part import RankCoords
 from fivefold.support.errors import UserError
 from tests.dry.test_dryrun import job_of
 
@@ -121,15 +122,15 @@ def check_counts(job: Job, dry: RankRun, imbalance: float = 1.0) -> None:
     """State, traffic and FLOPs are equal."""
     spec, layout, seq, batch = job.model, job.layout, job.data.seq, job.train.batch
     coords = RankCoords.of(layout, dry.rank)
-    state = state_of(spec, layout, job.train.dtype, job.optimizer, **coords._asdict(), seq=seq)
+    state = state_of(spec, layout, job.train.dtype, job.optimizer, coords, seq=seq)
     assert (dry.parameters, dry.gradients, dry.optimizer) == state
     tokens = batch // layout.size("batch") // layout.microbatches * (seq // layout.cp)
     layers = sum(dry.layers) - (spec.layers - len(spec.routed_layers) if coords.pp == 0 else 0)
-    rows = even_rows(spec, layout, tokens, range(layers), coords.tp, imbalance)
+    rows = even_rows(spec, layout, tokens, range(layers), coords, imbalance)
     assert list(dry.traffic) == expected_traffic(
         spec, layout, seq, batch, job.train.dtype, coords=coords, routed_rows=rows
     )
-    assert dry.flops == pytest.approx(rank_flops(spec, layout, seq, batch, pp=coords.pp, tp=coords.tp, rows=rows))
+    assert dry.flops == pytest.approx(rank_flops(spec, layout, seq, batch, at=coords, rows=rows))
     assert dry.live == dry.allowed
 
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.model import kernels
 from fivefold.model.layers import TokenPositions, accum_dtype
-from fivefold.model.masks import DocumentMask, causal_spans, check_runs, full_spans
+from fivefold.model.masks import Attended, DocumentMask, causal_spans, check_runs, full_spans
 from fivefold.model.ops import LocalOps
 
 CPU = torch.device("cpu")
@@ -54,7 +54,7 @@ def compare(
     assert worst(got_lse.masked_fill(blank.to(q.device), 0.0), lse.masked_fill(blank, 0.0)) <= BOUND[q.dtype]
     # As a part of a longer row: out and lse come from elsewhere. Here they are the exact ones.
     exact = (out.to(q), lse.masked_fill(blank, 0.0).to(q.device, accum_dtype(q.dtype)))
-    for ours, theirs in zip(kernels.backward(grad, q, k, v, *exact, causal, spans), gradients, strict=True):
+    for ours, theirs in zip(kernels.backward(grad, Attended(q, k, v, *exact), causal, spans), gradients, strict=True):
         assert ours.shape == theirs.shape
         assert worst(ours, theirs) <= BOUND[q.dtype]
 
@@ -110,8 +110,9 @@ def test_matrix_products_are_the_kernel() -> None:
         out, lse = kernels.forward(q, k, v, causal)
         for ours, theirs in zip(kernels.products(q, k, v, causal), (out, lse), strict=True):
             assert worst(ours, theirs) <= 1e-12
-        ours = kernels.products_backward(grad, q, k, v, out, lse, causal)
-        for a, b in zip(ours, kernels.backward(grad, q, k, v, out, lse, causal), strict=True):
+        of = Attended(q, k, v, out, lse)
+        ours = kernels.products_backward(grad, of, causal)
+        for a, b in zip(ours, kernels.backward(grad, of, causal), strict=True):
             assert worst(a, b) <= 1e-12
 
 
@@ -180,7 +181,7 @@ class Flash(TorchDispatchMode):
         if lse is None:
             return kernels.products(q, x["key"], x["value"], causal)
         assert lse.is_contiguous()
-        dq, dk, dv = kernels.products_backward(x["grad_out"], q, x["key"], x["value"], x["out"], lse, causal)
+        dq, dk, dv = kernels.products_backward(x["grad_out"], Attended(q, x["key"], x["value"], x["out"], lse), causal)
         return dq * math.sqrt(16 / 12), dk, dv
 
     def varlen(self, given: Any, x: dict[str, Tensor]) -> tuple[Tensor, ...]:

@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 Events = list[tuple[str, str, int, int]]
 
 
-def by_hand(rank: int, world: int) -> Events:
+def by_hand(rank: int, world: int) -> tuple[Events, list[float]]:
     mesh = Mesh.of(Layout(dp=2, tp=2), CPU)
     x = torch.ones(2, 6)  # 48 bytes
     with TrafficCounter(mesh) as counter:
@@ -28,24 +28,29 @@ def by_hand(rank: int, world: int) -> Events:
         c.wait(c.all_gather(x, mesh.dp), mesh.dp)
         c.wait(c.reduce_scatter(x, mesh.tp), mesh.tp)
         c.wait(c.all_to_all(x, mesh.tp), mesh.tp)
+        here = mesh.tp.rank  # one row for the first rank, two for the second
+        c.wait(c.all_to_all(torch.ones(3, 6), mesh.tp, [1, 2], [here + 1, here + 1]), mesh.tp)
         c.RingExchange(x, mesh.tp).wait()
         c.wait(c.all_reduce(x, mesh.cp), mesh.cp)  # one rank: nothing moves
         dist.barrier()
         dist.all_reduce(x.bfloat16(), group=mesh.world.group, async_op=True).wait()
     c.wait(c.all_reduce(x, mesh.tp), mesh.tp)  # the counter has been left
-    return [tuple(event) for event in counter.events]
+    exchanged = [float(row.wire) for row in counter.rows() if row.kind == "all-to-all"]
+    return [tuple(event)[:4] for event in counter.events], exchanged
 
 
 def test_payload_is_the_larger_side_and_waits_receives_and_barriers_are_free() -> None:
-    for events in run_ranks(4, by_hand):
+    for rank, (events, exchanged) in enumerate(run_ranks(4, by_hand)):
         assert events == [
             ("tp", "all-reduce", 48, 2),
             ("dp", "all-gather", 96, 2),
             ("tp", "reduce-scatter", 48, 2),
             ("tp", "all-to-all", 48, 2),
+            ("tp", "all-to-all", (72, 96)[rank % 2], 2),
             ("tp", "send", 48, 2),
             ("world", "all-reduce", 24, 4),
         ]
+        assert exchanged == [24 + (48, 24)[rank % 2]]  # one of two even shares, and what was for the other rank
 
 
 class Summed(torch.autograd.Function):
@@ -71,7 +76,7 @@ def by_others(rank: int, world: int) -> tuple[Events, Events, Events]:
         linear(torch.ones(2, 4)).sum().backward()
     with TrafficCounter(mesh) as dtensor:
         DTensor.from_local(torch.ones(4), mesh.dp.mesh, [Partial()]).redistribute(placements=[Replicate()]).to_local()
-    return tuple([tuple(event) for event in counter.events] for counter in (backward, fsdp, dtensor))
+    return tuple([tuple(event)[:4] for event in counter.events] for counter in (backward, fsdp, dtensor))
 
 
 def test_backward_passes_fsdp2_and_dtensor_are_counted_too() -> None:
@@ -130,7 +135,7 @@ def without_data(rank: int, world: int) -> Events:
         x = torch.empty(1 << 20, 1 << 20)  # 4 TiB
         c.wait(c.all_gather(x, mesh.tp), mesh.tp)
         dist.all_reduce(x, group=mesh.dp.group)
-    return [tuple(event) for event in counter.events]
+    return [tuple(event)[:4] for event in counter.events]
 
 
 def test_fake_tensors_on_a_fake_group_are_counted_without_their_data() -> None:

@@ -5,8 +5,9 @@ import pytest
 
 from fivefold.cost.model_state import state_of
 from fivefold.cost.routing import rows_of, tokens_of
-from fivefold.cost.traffic import RankCoords, expected_traffic
+from fivefold.cost.traffic import expected_traffic
 from fivefold.layout.layout import Layout
+from fivefold.layout.rank_part import RankCoords
 from fivefold.spec.blocks import Experts
 from fivefold.spec.presets import preset
 
@@ -40,22 +41,25 @@ def test_what_is_sent_is_received_and_adds_up_to_all_slots(text: str) -> None:
     rows = [rows_of(SPEC, layout, rank, SEQ, BATCH, routing) for rank in range(layout.world)]
     for group in layout.groups("ep"):
         for exchanged in zip(*(rows[rank] for rank in group), strict=True):
-            assert sum(sent for sent, _ in exchanged) == sum(received for _, received in exchanged)
-    assert sum(sent for one in rows for sent, _ in one) == 2 * BATCH * SEQ * K
+            assert sum(row.sent for row in exchanged) == sum(row.received for row in exchanged)
+            assert all(0 <= row.kept <= min(row.sent, row.received) for row in exchanged)
+    assert sum(row.sent for one in rows for row in one) == 2 * BATCH * SEQ * K
 
 
 def test_a_rank_is_charged_for_the_larger_side_of_an_exchange() -> None:
     layout = Layout(dp=2, ep=2)
     to_the_first = {layer: np.zeros((BATCH, SEQ, K), np.int64) for layer in range(2)}
     for rank, received in ((0, BATCH * SEQ * K), (1, 0)):
-        rows = rows_of(SPEC, layout, rank, SEQ, BATCH, to_the_first)
-        assert rows == [(BATCH * SEQ * K // 2, received)] * 2
+        rows, half = rows_of(SPEC, layout, rank, SEQ, BATCH, to_the_first), BATCH * SEQ * K // 2
+        assert rows == [(half, received, received // 2)] * 2  # the first keeps all of its own
         sent = expected_traffic(
             SPEC, layout, SEQ, BATCH, "float32", coords=RankCoords.of(layout, rank), routed_rows=rows
         )
         [row] = [row for row in sent if row.kind == "all-to-all"]
         assert row.calls == 2 * 5  # counts, tokens there and back, and both again backward
         assert row.payload == 2 * (COUNT * 8 + 4 * max(rows[0]) * SPEC.hidden * 4)
+        # Half of the counts; tokens go to the other rank or come back from it, never both.
+        assert row.wire == 2 * (COUNT * 8 // 2 + 2 * half * SPEC.hidden * 4)
 
 
 def test_an_even_load_is_what_is_planned_with() -> None:

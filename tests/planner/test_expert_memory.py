@@ -9,6 +9,7 @@ from fivefold.cost.software import FIVEFOLD
 from fivefold.cost.step import Workload
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
+from fivefold.layout.rank_part import RankCoords
 from fivefold.spec.presets import preset
 
 MIXTRAL = preset("mixtral-8x7b")
@@ -69,7 +70,7 @@ def test_a_first_layer_without_experts_keeps_what_a_dense_one_does() -> None:
 def test_state_is_what_the_exact_count_says(model: str, layout: str, zero: int) -> None:
     one = workload(model, f"{layout},zero={zero}")
     for rank in range(one.layout.pp):
-        exact = state_of(one.spec, one.layout, "bfloat16", pp=rank, seq=one.seq)
+        exact = state_of(one.spec, one.layout, "bfloat16", at=RankCoords(pp=rank), seq=one.seq)
         for mine, theirs in zip(footprint_of(one, rank).state, exact, strict=True):
             assert mine == pytest.approx(theirs, rel=0.001)
 

@@ -11,6 +11,7 @@ from fivefold.cost.software import FIVEFOLD
 from fivefold.cost.step import Workload, estimate, rank_flops
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
+from fivefold.layout.rank_part import RankCoords
 from fivefold.layout.stages import stages_of
 from fivefold.spec.blocks import Experts
 from fivefold.spec.presets import preset
@@ -106,7 +107,10 @@ def test_first_layers_without_experts_are_lighter_stages():
 
 def test_flops_of_all_ranks_are_those_of_active_parameters():
     layout = Layout(dp=4, tp=2, pp=2, ep=8, microbatches=4, sp=True)
-    found = sum(rank_flops(DEEPSEEK, layout, 4096, 64, pp=pp, tp=tp) for pp in range(2) for tp in range(2)) * 4
+    found = (
+        sum(rank_flops(DEEPSEEK, layout, 4096, 64, at=RankCoords(pp=pp, tp=tp)) for pp in range(2) for tp in range(2))
+        * 4
+    )
     attention = 3.5 * DEEPSEEK.layers * DEEPSEEK_SCORES
     model = (6 * DEEPSEEK.matmul_parameters + attention) * 64 * 4096
     assert math.isclose(found, model, rel_tol=0.001)

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 
 from fivefold.cost.step import Workload
-from fivefold.cost.traffic import RankCoords, display_axis, expected_traffic
+from fivefold.cost.traffic import display_axis, expected_traffic
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
+from fivefold.layout.rank_part import RankCoords
 from fivefold.planner.explain import AxisTraffic, difference, neighbours, traffic, traffic_rank
 from fivefold.planner.plan import simulate
 from fivefold.planner.search import Option, evaluate

@@ -8,6 +8,7 @@ from fivefold.cost.step import Workload, estimate, matrix_cost
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import read_job
 from fivefold.layout.matrices import matrix_owners
+from fivefold.layout.rank_part import RankCoords
 from fivefold.optim.muon import Muon
 from fivefold.planner.explain import traffic
 from fivefold.planner.plan import workload_of
@@ -26,7 +27,7 @@ def test_states_are_those_of_the_table_rank_by_rank(layout: str) -> None:
     """Norms count as if tp divided them: a few in ten thousand."""
     one = workload("llama3-8b", layout, 8)
     for pp in range(one.layout.pp):
-        exact = state_of(one.spec, one.layout, "bfloat16", Muon(), pp=pp, seq=one.seq)
+        exact = state_of(one.spec, one.layout, "bfloat16", Muon(), RankCoords(pp=pp), seq=one.seq)
         assert footprint_of(one, pp).state.optimizer == pytest.approx(exact.optimizer, rel=2e-3)
 
 
@@ -37,11 +38,13 @@ def test_the_update_takes_the_flops_of_the_rank_that_has_most_and_the_messages()
     assert sum(owners.costs) == pytest.approx(whole)  # nothing is computed twice
     assert max(owners.costs) < 1.05 * whole / 8
     more = estimate(one).optimizer - estimate(adamw).optimizer
-    sent = sum(one.topology.time("all-to-all", "stage", payload) for payload in matrix_cost(one, 0).payloads)
+    calls = matrix_cost(one, 0).calls  # in which a rank has nothing for itself, of eight
+    sent = sum(one.topology.time("all-to-all", "stage", max(call) * 8 / 7) for call in calls)
     fewer_states = 2 * 4 * one.spec.parameter_count / 8 / one.first_device.bandwidth  # at most: one state less is moved
     assert more == pytest.approx(max(owners.costs) / one.first_device.rate() + sent, abs=fewer_states)
     rows = {row.axis: row for row in traffic(evaluate(one)) if row.kind == "all-to-all"}
-    assert rows["world"].payload == sum(matrix_cost(one, 0).payloads)
+    assert rows["world"].payload == sum(map(max, calls))
+    assert rows["world"].inside == sum(call.sent for call in calls)
     # Two bytes of every element, there and back, of which each rank has an eighth; it keeps its own.
     assert rows["world"].payload == pytest.approx(2 * 2 * whole_elements(one) / 8 * 7 / 8, rel=0.05)
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fivefold.cost.model_state import State, state, state_of
-from fivefold.cost.traffic import RankCoords
 from fivefold.job.config import Job, read_job
 from fivefold.layout.layout import Layout
+from fivefold.layout.rank_part import RankCoords
 from fivefold.parallel.mesh import Mesh
 from fivefold.spec.presets import preset
 from fivefold.trainer.engine import Engine
@@ -74,7 +74,7 @@ def narrow(rank: int, world: int) -> list[tuple[int, float]]:
             master.grad_dtype = None
         engine.forward_backward(make_batch(job, 0))
         coords = RankCoords.of(job.layout, rank)
-        table = state_of(job.model, job.layout, "bfloat16", **coords._asdict(), seq=job.data.seq, narrow=True)
+        table = state_of(job.model, job.layout, "bfloat16", at=coords, seq=job.data.seq, narrow=True)
         found.append((engine.weights.resident()["gradients"], table.gradients))
     return found
 

@@ -11,6 +11,7 @@ from fivefold.cost.software import FIVEFOLD
 from fivefold.cost.step import Workload
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
+from fivefold.layout.rank_part import RankCoords
 from fivefold.optim.adamw import AdamW
 from fivefold.optim.base import OptimizerConfig
 from fivefold.planner.closed import BlockArrays, BlockShape
@@ -62,7 +63,7 @@ def test_state_is_exact_where_only_experts_have_copies(model: str, zero: int) ->
     """The first stage of DeepSeek-V2-Lite may have no expert: FSDP2 keeps masters alone there, too."""
     one = workload(f"tp=4,pp=2,ep=2,zero={zero},microbatches=2", model)
     one = replace(one, layout=structs.replace(one.layout, split=(1, one.spec.layers - 1)))
-    exact = [state_of(one.spec, one.layout, "bfloat16", pp=rank).total for rank in range(2)]
+    exact = [state_of(one.spec, one.layout, "bfloat16", at=RankCoords(pp=rank)).total for rank in range(2)]
     assert [footprint_of(one, rank).state.total for rank in range(2)] == pytest.approx(exact, rel=0.001)
 
 

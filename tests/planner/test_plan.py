@@ -9,6 +9,7 @@ from fivefold.cost.model_state import checkpoint_bytes, state, state_of
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import read_job
 from fivefold.layout.layout import Layout
+from fivefold.layout.rank_part import RankCoords
 from fivefold.optim.adamw import AdamW
 from fivefold.optim.base import OptimizerConfig
 from fivefold.planner.goodput import saved_bytes
@@ -153,5 +154,5 @@ def test_float32_fills_no_device_beyond_its_memory() -> None:
     found = plan("llama2-70b", "3x8xH100", precision="fp32", batch=48, seq=2048)
     for option in found.options:
         needs = option.footprint
-        exact = state_of(option.workload.spec, option.layout, "float32", pp=needs.rank, seq=2048).total
+        exact = state_of(option.workload.spec, option.layout, "float32", at=RankCoords(pp=needs.rank), seq=2048).total
         assert needs.total - needs.state.total + exact < option.workload.device_memory_of(needs.rank)

@@ -10,6 +10,7 @@ from fivefold.cost.software import FIVEFOLD, ON_CPUS, Overlap
 from fivefold.cost.step import Workload, costs, estimate, rank_flops, stage_passes
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
+from fivefold.layout.rank_part import RankCoords
 from fivefold.planner.mixed import groups_of
 from fivefold.schedules.registry import build
 from fivefold.schedules.simulate import simulate
@@ -157,6 +158,6 @@ def test_pairs_of_stages_play_each_layer_as_long_as_it_takes() -> None:
 
 def test_a_rank_s_flops_are_those_of_its_own_layers() -> None:
     spec, layout = preset("gpt-oss-20b", layers=2, vocab=1), Layout(pp=2, split=(1, 1))
-    narrow, wide = (rank_flops(spec, layout, 4096, 1, pp=pp) for pp in (0, 1))
+    narrow, wide = (rank_flops(spec, layout, 4096, 1, at=RankCoords(pp=pp)) for pp in (0, 1))
     each = 3.5 * 4 * (4096 / 2 - 128) * spec.heads * spec.head_dim
     assert wide - narrow == pytest.approx(4096 * (each + 3 * 2 * spec.hidden))  # the last one has a head of one word

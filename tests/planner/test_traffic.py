@@ -5,9 +5,10 @@ from fractions import Fraction
 import pytest
 
 from fivefold.cost.collective_time import Traffic, total, wire
-from fivefold.cost.traffic import RankCoords, expected_traffic
+from fivefold.cost.traffic import expected_traffic
 from fivefold.layout.axes import AXES
 from fivefold.layout.layout import Layout
+from fivefold.layout.rank_part import RankCoords
 from fivefold.spec.presets import preset
 
 SPEC = preset("tiny", vocab=256)  # everything divides

@@ -117,4 +117,4 @@ def test_a_name_that_is_none_and_the_short_way(here: Path) -> None:
     with pytest.raises(UserError, match="did you mean 'tensorboard'"):
         ff.read_job(None, ["run.listeners=tensorbord"])
     assert ff.read_job(None, ["run.tensorboard=true"]).run.heard == ["tensorboard"]
-    assert set(EVENTS) <= {name for kind in LISTENERS.values() for name in dir(kind)}
+    assert set(EVENTS) <= {name for kind in LISTENERS.table.values() for name in dir(kind)}

@@ -1,6 +1,8 @@
 """A loss from outside the package: its value and gradient in every layout are those of one process."""
 
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -9,7 +11,7 @@ import torch
 
 import fivefold as ff
 from fivefold.job.config import job_from, read_job, to_toml
-from fivefold.losses import LOSSES, stored_loss
+from fivefold.losses import LOSSES
 from fivefold.losses.base import Loss
 from fivefold.losses.cross_entropy import CrossEntropy
 from fivefold.model import compiler
@@ -18,14 +20,27 @@ from fivefold.support import plugins
 from tests.commands import fivefold
 from tests.refusals import refusal
 
-HERE = Path(__file__).parent / "outside"
-NAME = "focal_loss:Focal"
+NAME = "fivefold_focal_loss:Focal"
 CHOSEN = f"loss.name={NAME}"
+WITH_DECAY = (CHOSEN, "loss.decay=0.1")
 
 
 @pytest.fixture(autouse=True)
-def outside(forgotten: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(HERE))
+def focal(installed: Callable[[str], Path], forgotten: None, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where it is installed; Python looks there."""
+    monkeypatch.syspath_prepend(str(home := installed("focal_loss")))
+    return home
+
+
+def test_it_is_a_package_of_its_own_of_one_short_module(focal: Path) -> None:
+    assert [file.name for file in focal.glob("*.py")] == ["fivefold_focal_loss.py"]
+    assert len((focal / "fivefold_focal_loss.py").read_text().splitlines()) < 80
+
+
+def test_its_description_imports_no_torch(focal: Path) -> None:
+    program = "import sys, fivefold_focal_loss; sys.exit('torch' in sys.modules)"
+    path = ":".join([str(focal), *sys.path])
+    assert subprocess.run([sys.executable, "-c", program], env={"PYTHONPATH": path}).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -39,17 +54,17 @@ def outside(forgotten: None, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_layout_computes_what_one_process_computes_in_float64(layout: str) -> None:
     """Loss, norm, gradients, parameters; and tp sends as many sums as the loss says."""
-    result = ff.verify(layout, [CHOSEN, "model.vocab=37", "model.heads=4", "model.kv_heads=2"], steps=2)
+    result = ff.verify(layout, [*WITH_DECAY, "model.vocab=37", "model.heads=4", "model.kv_heads=2"], steps=2)
     assert result.ok, str(result)
 
 
-def test_a_wrong_slope_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = (HERE / "focal_loss.py").read_text()
+def test_a_wrong_slope_is_found(focal: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (focal / "fivefold_focal_loss.py").read_text()
     assert "2 * self.decay" in text
-    wrong = text.replace("2 * self.decay", "2.001 * self.decay").replace("focal_loss:", "wrong_loss:")
+    wrong = text.replace("2 * self.decay", "2.001 * self.decay").replace("fivefold_focal_loss:", "wrong_loss:")
     (tmp_path / "wrong_loss.py").write_text(wrong)
     monkeypatch.syspath_prepend(str(tmp_path))
-    result = ff.verify("dp=2", ["loss.name=wrong_loss:Focal"], steps=1)
+    result = ff.verify("dp=2", ["loss.name=wrong_loss:Focal", "loss.decay=0.1"], steps=1)
     assert not result.ok
     assert "gradient" in str(result)
 
@@ -59,7 +74,7 @@ def test_a_slice_and_a_part_of_the_words_are_compiled_without_a_break(monkeypatc
     fused._compiled.cache_clear()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    loss = read_job(None, [CHOSEN]).loss
+    loss = read_job(None, WITH_DECAY).loss
     torch.manual_seed(0)
     x, weight = torch.randn(2, 8, 6, dtype=torch.float64), torch.randn(20, 6, dtype=torch.float64)
     targets, mask = torch.randint(20, (2, 8)), torch.rand(2, 8) > 0.3
@@ -82,8 +97,9 @@ def test_a_run_with_it_goes_on_in_another_layout_and_asks_for_the_plugin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    small = (CHOSEN, "data.seq=32", "train.batch=4", "train.dtype=float64", "train.eval_samples=0", "train.device=cpu",
-             "model.hidden=32", "model.ffn=48", "model.layers=1", "optimizer.schedule_steps=40")  # fmt: skip
+    small = (*WITH_DECAY, "data.seq=32", "train.batch=4", "train.dtype=float64", "train.eval_samples=0",
+             "train.device=cpu", "model.hidden=32", "model.ffn=48", "model.layers=1",
+             "optimizer.schedule_steps=40")  # fmt: skip
     whole = ff.train(None, [*small, "train.steps=4", "run.name=whole"]).losses
     ff.train(None, [*small, "train.steps=2", "run.name=half"])
     resumed = ff.train("runs/half", ["train.steps=4", "layout=tp=2"]).losses
@@ -96,7 +112,7 @@ def test_a_run_with_it_goes_on_in_another_layout_and_asks_for_the_plugin(
 
 
 def test_cross_entropy_is_an_entry_of_the_table_and_its_old_settings_are_read(tmp_path: Path) -> None:
-    assert {"cross_entropy": CrossEntropy} == LOSSES
+    assert {"cross_entropy": CrossEntropy} == LOSSES.table
     new = read_job(None, ["loss.label_smoothing=0.1", "loss.z_loss=0.01"])
     assert new.loss == CrossEntropy(label_smoothing=0.1, z_loss=0.01)
     assert read_job(None, ["train.label_smoothing=0.1", "train.z_loss=0.01"]) == new
@@ -114,7 +130,8 @@ def test_cross_entropy_is_an_entry_of_the_table_and_its_old_settings_are_read(tm
 
 
 def test_what_is_wrong_with_a_loss_is_said_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [problem.code for problem in read_job(None, [CHOSEN, "loss.gamma=0"]).loss.problems()] == ["focal.gamma"]
+    wrong = read_job(None, [CHOSEN, "loss.gamma=0", "loss.decay=-1"]).loss
+    assert [problem.code for problem in wrong.problems()] == ["loss.gamma.range", "loss.decay.range"]
     assert refusal(lambda: read_job(None, [CHOSEN, "loss.gama=2"])).codes == ["setting.unknown"]
 
     class Half(Loss, frozen=True, kw_only=True, tag="half:Half"):
@@ -132,8 +149,8 @@ def test_what_is_wrong_with_a_loss_is_said_before_a_run(monkeypatch: pytest.Monk
 
 def test_a_stored_name_imports_nothing() -> None:
     plugins._imported.clear()
-    sys.modules.pop("focal_loss", None)
-    stored = stored_loss({"name": NAME, "gamma": 3.0})
+    sys.modules.pop("fivefold_focal_loss", None)
+    stored = LOSSES.stored({"name": NAME, "gamma": 3.0})
     assert (stored.name, stored.gamma) == (NAME, 3.0)  # type: ignore[attr-defined]
     assert [problem.code for problem in stored.problems()] == ["plugin.untrusted"]
-    assert "focal_loss" not in sys.modules
+    assert "fivefold_focal_loss" not in sys.modules

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 import pytest
 
 from fivefold.cost.collective_time import times
-from fivefold.cost.traffic import RankCoords, expected_traffic
+from fivefold.cost.traffic import expected_traffic
 from fivefold.job.config import Job
 from fivefold.launch import processes
+from fivefold.layout.rank_part import RankCoords
 from fivefold.losses.cross_entropy import CrossEntropy
 from fivefold.spec.blocks import LatentSpec
 from fivefold.spec.model import ModelSpec

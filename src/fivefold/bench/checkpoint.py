@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec import structs
 
@@ -68,30 +68,29 @@ class CheckpointResult(Result):
         yield from caveats([*self.save.values(), *self.load.values()], rounds, world=1, cores=1)
 
 
-def measure(
-    path: str | None,
-    changes: list[str],
-    rounds: int,
-    steps: int,
-    directory: Path | None,
-    timeout: float,
-    on_progress: OnProgress,
-) -> CheckpointResult:
-    """Start the job's ranks on this machine and measure them, with files in `directory`, which are removed."""
-    _check(rounds, steps, directory)
+class BenchOptions(NamedTuple):
+    rounds: int  # saves and loads, or starts, of each kind
+    steps: int  # before each save, and while it is written
+    directory: Path | None  # on the disk to measure; what is written there is removed
+    timeout: float  # seconds of the whole run, or of each start
+
+    def check(self) -> None:
+        problems = too_small(rounds=self.rounds, steps=self.steps)
+        if self.directory is not None and not self.directory.is_dir():
+            problems.append(f"--directory {self.directory} is not a directory")
+        refuse(problems)
+
+
+def measure(path: str | None, changes: list[str], options: BenchOptions, on_progress: OnProgress) -> CheckpointResult:
+    """Start the job's ranks on this machine and measure them."""
+    options.check()
+    rounds, steps, directory, timeout = options
     job = _with_steps(read_job(path, changes), 2 + 2 * rounds * steps)
     world = job.layout.world
     on_progress(f"{counted(rounds, 'round')} on {counted(world, 'rank')}")
     with tempfile.TemporaryDirectory(prefix="fivefold-", dir=directory) as scratch:
         result: CheckpointResult = processes.run(world, f"{_RANK}:run", job, scratch, rounds, steps, timeout=timeout)[0]
     return result
-
-
-def _check(rounds: int, steps: int, directory: Path | None) -> None:
-    problems = too_small(rounds=rounds, steps=steps)
-    if directory is not None and not directory.is_dir():
-        problems.append(f"--directory {directory} is not a directory")
-    refuse(problems)
 
 
 def _with_steps(job: Job, steps: int) -> Job:
@@ -104,7 +103,7 @@ def _with_steps(job: Job, steps: int) -> Job:
 # ---- recovery -------------------------------------------------------------------------------------------------------
 # `fivefold bench checkpoint --recovery`: how long restarted ranks take to load their state, from memory and from disk.
 #
-#     measure_recovery(None, ["model=small", "layout=dp=2,zero=1"], rounds=5, ...)
+#     measure_recovery(None, ["model=small", "layout=dp=2,zero=1"], BenchOptions(5, ...), on_progress)
 #
 # Starts from memory and from disk take turns. Each start has new processes, so that both touch all pages for the first
 # time; files on disk are dropped from the page cache before. The cost of a snapshot is measured on the steps during it.
@@ -172,17 +171,11 @@ class RecoveryResult(Result):
 
 
 def measure_recovery(
-    path: str | None,
-    changes: list[str],
-    rounds: int,
-    steps: int,
-    directory: Path | None,
-    timeout: float,
-    on_progress: OnProgress,
+    path: str | None, changes: list[str], options: BenchOptions, on_progress: OnProgress
 ) -> RecoveryResult:
-    """Start the job's ranks on this machine again and again, with files in `directory` and in shared memory, which are
-    removed."""
-    _check(rounds, steps, directory)
+    """Start the job's ranks on this machine again and again, with files in shared memory, too."""
+    options.check()
+    rounds, steps, directory, timeout = options
     job = read_job(path, changes)
     every = job.checkpoint.memory_every or _EVERY
     checkpoint = structs.replace(job.checkpoint, memory_every=every, save=True, url="")

@@ -100,8 +100,8 @@ def run(rank: Rank, job: Job) -> list[FloorPart]:
         flops[matmul.part] += matmul.flops
     parts = [FloorPart(name, seconds[name], flops=flops[name]) for name in seconds]
     parts.append(_attention(job, device, dtype))
-    bandwidth = _bandwidth(device)
-    return [*parts, *(FloorPart(name, size / bandwidth, bytes=size) for name, size in memory(job).items())]
+    pace = bandwidth(device)
+    return [*parts, *(FloorPart(name, size / pace, bytes=size) for name, size in memory(job).items())]
 
 
 def _product(matmul: Product, device: torch.device, dtype: torch.dtype) -> float:
@@ -146,7 +146,7 @@ def _attention(job: Job, device: torch.device, dtype: torch.dtype) -> FloorPart:
     return FloorPart("attention", layers * _time(device, forward_backward), flops=flops)
 
 
-def _bandwidth(device: torch.device) -> float:
+def bandwidth(device: torch.device) -> float:
     """Bytes per second of c = a + b over long vectors."""
     count = _VECTOR if device.type == "cuda" else _VECTOR >> 6
     a, b, c = (torch.ones(count, device=device) for _ in range(3))

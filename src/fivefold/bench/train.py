@@ -256,7 +256,14 @@ def _profile(kernels: list[dict[str, Any]]) -> Table:
 
 
 def job_of(words: list[str]) -> Job:
-    """The job of MODEL or JOB.toml with changes, on one device; not deterministic unless that is set."""
+    """The job of MODEL or JOB.toml with changes, on one device."""
+    job = read(words)
+    refuse(of_one_process(job))
+    return structs.replace(job, trace=TraceConfig())
+
+
+def read(words: list[str]) -> Job:
+    """The job of MODEL or JOB.toml with changes; not deterministic unless that is set."""
     first, *changes = words
     path = first if first.endswith(".toml") else None
     model = [] if path else [f"model={first}", "train.dtype=bfloat16"]
@@ -265,8 +272,7 @@ def job_of(words: list[str]) -> Job:
     in_changes = any(change.startswith("train.deterministic=") for change in changes)
     if not in_changes and "deterministic" not in file.get("train", {}):
         job = structs.replace(job, train=structs.replace(job.train, deterministic=False))
-    refuse(of_one_process(job))
-    return structs.replace(job, trace=TraceConfig())
+    return job
 
 
 def systems(job: Job, against: str) -> dict[str, Job]:

@@ -234,6 +234,44 @@ def peers(
         )
 
 
+_Optimizers = Annotated[
+    str,
+    typer.Option(help="Names, with commas: of ours, or package.module:Name. The first is what others compare with."),
+]
+
+
+@command(app, "optimizer", "The update alone, by optimizer.  [dim]fivefold bench optimizer small[/]", (".json",))
+def optimizer(
+    words: Annotated[
+        list[str], typer.Argument(metavar="MODEL|JOB [KEY=VALUE]...", help="As for train, with any layout.")
+    ],
+    optimizers: _Optimizers = "adamw,muon",
+    rounds: Annotated[int, typer.Option(help="Timed updates of each optimizer; medians are shown.")] = 9,
+    output: Figures = None,
+    as_json: Json = False,
+) -> None:
+    """Time the update alone, without passes, the norm and the gather of weights.
+
+    The layout's ranks are started on this machine. Optimizers take turns with
+    the same weights and random gradients; a round is as long as its slowest rank.
+
+    The table has the bytes and FLOPs of the planner's closed forms, and their
+    time at the paces that the ranks reach together, as a share of the update's.
+    The optimizer that the job names has the job's settings, others their defaults.
+
+    [dim]Examples:[/]
+
+      fivefold bench optimizer small layout=dp=2,zero=1 train.dtype=float32
+
+      fivefold bench optimizer llama3-8b model.layers=3
+
+      fivefold bench optimizer tiny --optimizers adamw,fivefold_lion:Lion --json
+    """
+    from fivefold.bench.optimizer import measure
+
+    measure_and_show(lambda progress: [measure(words, optimizers, rounds, progress)], as_json, output)
+
+
 _Recovery = Annotated[
     bool, typer.Option("--recovery", help="Time how restarted ranks recover their state, instead of saves.")
 ]
@@ -279,13 +317,12 @@ def checkpoint(
 
       fivefold bench checkpoint --recovery model=small checkpoint.memory_every=5 --rounds 9 --json
     """
-    from fivefold.bench.checkpoint import measure, measure_recovery
+    from fivefold.bench.checkpoint import BenchOptions, measure, measure_recovery
 
     function, default_steps, default_timeout = (measure_recovery, 4, 600.0) if recovery else (measure, 6, 1200.0)
-    count, limit = _or(steps, default_steps), default_timeout if timeout is None else timeout
-    measure_and_show(
-        lambda progress: [function(*split(job), rounds, count, directory, limit, progress)], as_json, output
-    )
+    limit = default_timeout if timeout is None else timeout
+    options = BenchOptions(rounds, _or(steps, default_steps), directory, limit)
+    measure_and_show(lambda progress: [function(*split(job), options, progress)], as_json, output)
 
 
 def _or(value: int | None, default: int) -> int:

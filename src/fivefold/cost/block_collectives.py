@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from fivefold.cost.collective_time import Kind
+from fivefold.cost.routing import RoutedRows
 from fivefold.layout.layout import ContextKind, Layout
 from fivefold.layout.sharding import chunk, kv_head, slices
 from fivefold.spec.blocks import Experts
@@ -25,6 +26,9 @@ from fivefold.spec.pattern import Layer
 
 When = Literal["forward", "backward", "once a step"]
 _COUNT = 8  # bytes of a number of tokens, or of an expert's number
+
+
+_NO_ROWS = RoutedRows()
 
 
 class Collective(NamedTuple):
@@ -36,6 +40,7 @@ class Collective(NamedTuple):
     kind: Kind
     calls: int
     payload: int
+    sent: int | None = None  # bytes of a call to other ranks, where these get unlike shares
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ class BlockCollectives:
     compute: int  # bytes
     accum: int
     kinds: Layer  # the block's mixer and MLP
-    rows: tuple[int, int] = (0, 0)  # tokens, K times each, that this rank sends to experts, and receives for its own
+    rows: RoutedRows = _NO_ROWS
     balanced: int = 0  # sequences of a microbatch whose loads a balance loss reads; 0: there is none
 
     @property
@@ -234,11 +239,6 @@ class BlockCollectives:
         return len(chunk(self.tokens, self.layout.tp, 0))
 
     @property
-    def _row_bytes(self) -> int:
-        """Bytes of one all-to-all, by the larger side."""
-        return max(self.rows) * self.spec.hidden * self.compute
-
-    @property
     def _gathered(self) -> tuple[int, int]:
         """Elements of all ranks' tokens; and their choices."""
         tokens = self.layout.ep * self._routed
@@ -246,6 +246,11 @@ class BlockCollectives:
 
     def _ep(self, when: When, what: str, kind: Kind, payload: int) -> Collective:
         return Collective(when, what, "ep", kind, 1, payload)
+
+    def _rows(self, when: When, what: str, going: int) -> Collective:
+        """An all-to-all of rows, of which `going` are this rank's; the payload is the larger side."""
+        row = self.spec.hidden * self.compute
+        return self._ep(when, what, "all-to-all", max(self.rows) * row)._replace(sent=(going - self.rows.kept) * row)
 
     def _gather_slices(self, when: When, what: str) -> Iterator[Collective]:
         if not self.layout.sp:
@@ -270,7 +275,7 @@ class BlockCollectives:
 
     def tokens_to_experts(self) -> Iterator[Collective]:
         if self.layout.dispatch == "alltoall":
-            yield self._ep("forward", "tokens, to their experts", "all-to-all", self._row_bytes)
+            yield self._rows("forward", "tokens, to their experts", self.rows.sent)
             return
         tokens, choices = self._gathered
         yield self._ep("forward", "all ranks' tokens", "all-gather", tokens * self.compute)
@@ -279,20 +284,20 @@ class BlockCollectives:
 
     def combine(self) -> Iterator[Collective]:
         if self.layout.dispatch == "alltoall":
-            yield self._ep("forward", "outputs of experts, back", "all-to-all", self._row_bytes)
+            yield self._rows("forward", "outputs of experts, back", self.rows.received)
         else:
             yield self._ep("forward", "outputs of experts, summed", "reduce-scatter", self._gathered[0] * self.accum)
         yield from self._gather_slices("forward", "all tokens of the sequence")
 
     def combine_back(self) -> Iterator[Collective]:
         if self.layout.dispatch == "alltoall":
-            yield self._ep("backward", "gradients, to the experts", "all-to-all", self._row_bytes)
+            yield self._rows("backward", "gradients, to the experts", self.rows.sent)
         else:
             yield self._ep("backward", "all ranks' gradients", "all-gather", self._gathered[0] * self.accum)
 
     def dispatch_back(self) -> Iterator[Collective]:
         if self.layout.dispatch == "alltoall":
-            yield self._ep("backward", "gradients of tokens, back", "all-to-all", self._row_bytes)
+            yield self._rows("backward", "gradients of tokens, back", self.rows.received)
             return
         tokens, choices = self._gathered
         yield self._ep("backward", "gradients of tokens, summed", "reduce-scatter", tokens * self.accum)

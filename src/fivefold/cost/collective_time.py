@@ -28,7 +28,8 @@ from fivefold.layout.layout import Layout
 #
 # Payload is the larger side of a collective on one rank: the input of an all-reduce, a reduce-scatter, an all-to-all
 # or a send, and the output of an all-gather. Wire is what that rank then sends around a ring of N: payload x (N-1)/N,
-# twice that for an all-reduce (a reduce-scatter and an all-gather), and the payload itself for a send.
+# twice that for an all-reduce (a reduce-scatter and an all-gather), and the payload itself for a send. Where an
+# all-to-all has a share of its own for each rank, wire is the sum of the shares of the others.
 
 
 Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "send"]
@@ -48,8 +49,10 @@ class Traffic(NamedTuple):
         return self._asdict() | {"wire": float(self.wire)}
 
 
-def wire(kind: Kind, payload: int, size: int) -> Fraction:
-    """Bytes that each of `size` ranks sends for a payload."""
+def wire(kind: Kind, payload: int, size: int, sent: int | None = None) -> Fraction:
+    """Bytes that each of `size` ranks sends for a payload. `sent`: to the others, where their shares are unlike."""
+    if sent is not None:
+        return Fraction(sent)
     if kind == "send":
         return Fraction(payload)
     return payload * Fraction(size - 1, size) * (2 if kind == "all-reduce" else 1)

@@ -130,6 +130,11 @@ class ZeroCost:
         moved = moved + where(zero < 2, 2 * software.gradient_bytes * (count.total - owned), 0.0)
         return moved / device.bandwidth + launching
 
+    def updated_bytes(self, count: ParamShare, zero: Any) -> Number:
+        """Bytes that the update alone reads and writes at least: masters and states twice, gradients once."""
+        each = self.software.accounting
+        return (2 * each.saved + each.gradient) * where(zero > 0, self._owned(count), count.total)
+
     def _owned(self, count: ParamShare) -> Number:
         """Parameters that are updated here."""
         return count.dense / self.links.reaches["fsdp"].ranks + count.experts / self.links.reaches["efsdp"].ranks

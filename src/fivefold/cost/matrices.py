@@ -1,7 +1,7 @@
 """What an optimizer that reads whole matrices adds to a rank's step: what it sends, computes and holds.
 
-    matrices = MatrixCost.of(spec, layout, seq, "bfloat16", Muon(), pp=0, place=3)
-    matrices.payloads, matrices.flops, matrices.peak
+    matrices = MatrixCost.of(spec, layout, seq, "bfloat16", Muon(), RankCoords.of(layout, rank=3))
+    matrices.calls, matrices.flops, matrices.peak
 
 `layout/matrices.py` deals the matrices out. What travels, and what the rule computes with, has the dtype that the model
 computes in.
@@ -10,41 +10,50 @@ computes in.
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 from fivefold.cost.model_state import BYTES, wide_bytes
 from fivefold.layout.layout import Layout
 from fivefold.layout.matrices import Round, elements, matrix_owners
+from fivefold.layout.rank_part import RankCoords
 from fivefold.optim.base import OptimizerConfig
 from fivefold.spec.model import ModelSpec
 
 
+class Exchanged(NamedTuple):
+    """Bytes of an all-to-all over the stage's ranks. What a rank keeps for itself is in neither."""
+
+    sent: int
+    received: int
+
+
 @dataclass(frozen=True)
 class MatrixCost:
-    payloads: tuple[int, ...] = ()  # bytes of each all-to-all over the stage's ranks: what it sends or gets, the more
+    calls: tuple[Exchanged, ...] = ()
     flops: float = 0.0
     most: float = 0.0  # FLOPs of the rank that has most of them, for which the others wait
     peak: int = 0  # bytes that exist during the update alone
 
     @classmethod
     def of(
-        cls, spec: ModelSpec, layout: Layout, seq: int, dtype: str, config: OptimizerConfig, *, pp: int, place: int
+        cls, spec: ModelSpec, layout: Layout, seq: int, dtype: str, config: OptimizerConfig, at: RankCoords
     ) -> "MatrixCost":
-        """Of the rank at that place among those that have the layers of pipeline rank `pp`."""
-        return NO_MATRICES if config.unit == "element" else _cost(spec, layout, seq, dtype, config, pp, place)
+        """Of the rank at these coordinates, of which `pp` and `stage` are asked."""
+        if config.unit == "element":
+            return NO_MATRICES
+        return _cost(spec, layout, seq, dtype, config, RankCoords(pp=at.pp, stage=at.stage))
 
 
 NO_MATRICES = MatrixCost()
 
 
 @lru_cache(maxsize=256)
-def _cost(
-    spec: ModelSpec, layout: Layout, seq: int, dtype: str, config: OptimizerConfig, pp: int, place: int
-) -> MatrixCost:
-    owners, each, wide = matrix_owners(spec, layout, seq, config, pp), BYTES[dtype], wide_bytes(dtype)
-    rounds = [*owners.rounds(place)]
-    payloads = [each * max(map(elements, call)) for round_ in rounds for call in round_.calls]
+def _cost(spec: ModelSpec, layout: Layout, seq: int, dtype: str, config: OptimizerConfig, at: RankCoords) -> MatrixCost:
+    owners, each, wide = matrix_owners(spec, layout, seq, config, at.pp), BYTES[dtype], wide_bytes(dtype)
+    rounds = [*owners.rounds(at.stage)]
+    calls = [Exchanged(*(each * elements(side) for side in call)) for round_ in rounds for call in round_.calls]
     peak = max((_peak(round_, config, each, wide) for round_ in rounds), default=0)
-    return MatrixCost(tuple(payloads), owners.costs[place], max(owners.costs), peak)
+    return MatrixCost(tuple(calls), owners.costs[at.stage], max(owners.costs), peak)
 
 
 def _peak(round_: Round, config: OptimizerConfig, each: int, wide: int) -> int:

@@ -25,6 +25,7 @@ import msgspec
 
 from fivefold.job.config import Job
 from fivefold.layout.layout import Layout
+from fivefold.layout.rank_part import RANK0, RankCoords
 from fivefold.layout.sharding import LocalParam, local_params
 from fivefold.layout.stages import stages_of
 from fivefold.optim.adamw import AdamW
@@ -112,7 +113,7 @@ def paper(parameters: float, zero: int, ranks: int) -> State:
 
 def state(spec: ModelSpec, layout: Layout, dtype: str, optimizer: OptimizerConfig = ADAMW) -> State:
     """What a rank of this code holds at most, to the byte: uneven shards are largest on the first of their axis."""
-    states = [state_of(spec, layout, dtype, optimizer, pp=rank) for rank in range(layout.pp)]
+    states = [state_of(spec, layout, dtype, optimizer, RankCoords(pp=rank)) for rank in range(layout.pp)]
     return State(*map(max, zip(*states, strict=True)))
 
 
@@ -121,16 +122,12 @@ def state_of(
     layout: Layout,
     dtype: str,
     optimizer: OptimizerConfig = ADAMW,
+    at: RankCoords = RANK0,
     *,
-    pp: int = 0,
-    tp: int = 0,
-    fsdp: int = 0,
-    ep: int = 0,
-    efsdp: int = 0,
     seq: int | None = None,
     narrow: bool = False,
 ) -> State:
-    """What the rank at those places of the axes holds, to the byte.
+    """What the rank at these coordinates holds, to the byte.
 
     Layers are divided among stages for sequences of `seq` tokens; of the model's context where it is not said.
     Gradients are those that exist between microbatches. Buckets, and FSDP2, pad shares to the longest. `narrow`:
@@ -139,11 +136,11 @@ def state_of(
     """
     mixed, wide = BYTES[dtype] < wide_bytes(dtype), dtype_of(wide_bytes(dtype))
     stages = stages_of(spec, layout, seq or spec.context)
-    own_stages = [stages[number] for number in layout.placement.of_rank[pp]]
+    own_stages = [stages[number] for number in layout.placement.of_rank[at.pp]]
     # An embedding that first and last stage share on one rank counts once.
     here = [
         param
-        for param in local_params(spec, layout, tp, ep).values()
+        for param in local_params(spec, layout, at.tp, at.ep).values()
         if any(stage.holds(param.parameter) for stage in own_stages)
     ]
     alike: dict[tuple[str, bool, int], list[LocalParam]] = defaultdict(list)
@@ -152,7 +149,7 @@ def state_of(
         alike[param.fsdp_axis, exact, states].append(param)
     states_of = [State(0, 0, 0)]
     for (axis, exact, states), parts in alike.items():
-        place, ranks = fsdp if axis == "fsdp" else efsdp, layout.size(axis)
+        place, ranks = at.fsdp if axis == "fsdp" else at.efsdp, layout.size(axis)
         each = Accounting.of(wide if exact else dtype, states)
         full = sum(param.size for param in parts)
         owned = sum(math.prod(map(len, param.share(ranks, place))) for param in parts)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from fivefold.cost.block_collectives import BlockCollectives, Collective
 from fivefold.cost.collective_time import Topology
 from fivefold.cost.kernels import Device
-from fivefold.cost.routing import RoutedTokens
+from fivefold.cost.routing import RoutedRows, RoutedTokens
 from fivefold.cost.software import CAST, MOVED, ExpertKernels, SoftwareProfile
 from fivefold.layout.layout import Layout
 from fivefold.layout.stages import Stage
@@ -210,7 +210,7 @@ class MoEBlock(RoutedTokens):
     @cached_property
     def collectives(self) -> BlockCollectives:
         """The collectives of one microbatch; the most loaded rank receives `rows`."""
-        rows = (self.slots, round(self.rows))
+        rows = RoutedRows(self.slots, round(self.rows), round(self.rows / self.layout.ep))
         return BlockCollectives(
             self.spec,
             self.layout,

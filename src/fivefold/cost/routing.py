@@ -1,23 +1,35 @@
 """How many tokens a rank sends to experts and gets for its own, given where tokens go or if all experts get as many.
 
-rows_of(spec, layout, rank, seq, batch, routing)        # a (sent, received) for each layer and microbatch
-even_rows(spec, layout, tokens, layers, tp=0)           # the same without knowing the routing
+rows_of(spec, layout, rank, seq, batch, routing)        # sent, received and kept, for each layer and microbatch
+even_rows(spec, layout, tokens, layers, coords)         # the same without knowing the routing
 """
 
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.layout.context_split import context_share
 from fivefold.layout.layout import Layout
+from fivefold.layout.rank_part import RankCoords
 from fivefold.layout.sharding import chunk
 from fivefold.layout.stages import stages_of
 from fivefold.spec.blocks import Experts
 from fivefold.spec.model import ModelSpec
 
 Routing = Mapping[int, NDArray[np.int64]]  # by layer, [B, S, K]: the experts of each token of a global batch
-Rows = list[tuple[int, int]]  # that a rank sends to experts and receives, for each layer and microbatch
+
+
+class RoutedRows(NamedTuple):
+    """Tokens, K times each, of a layer and microbatch."""
+
+    sent: int = 0  # by a rank, to experts
+    received: int = 0  # for its own
+    kept: int = 0  # of either: those that it sends to itself
+
+
+Rows = list[RoutedRows]  # of a rank, for each layer and microbatch
 
 
 class RoutedTokens:
@@ -76,17 +88,18 @@ def rows_of(spec: ModelSpec, layout: Layout, rank: int, seq: int, batch: int, ro
     for microbatch in range(layout.microbatches):
         tokens = [tokens_of(layout, peer, seq, batch, microbatch) for peer in peers]
         for layer in layers:
-            sent = routing[layer][tokens[own]].size
-            rows.append((sent, sum(int((routing[layer][at] // per_rank == own).sum()) for at in tokens)))
+            came = [int((routing[layer][at] // per_rank == own).sum()) for at in tokens]
+            rows.append(RoutedRows(routing[layer][tokens[own]].size, sum(came), came[own]))
     return rows
 
 
 def even_rows(
-    spec: ModelSpec, layout: Layout, tokens: int, layers: Iterable[int], tp: int, imbalance: float = 1.0
+    spec: ModelSpec, layout: Layout, tokens: int, layers: Iterable[int], at: RankCoords, imbalance: float = 1.0
 ) -> Rows:
-    """The same for any rank at place `tp` of that axis, whose microbatches have so many tokens, if all experts get the
-    same load; or if this rank's get `imbalance` times the mean."""
+    """The same for the rank at these coordinates, whose microbatches have so many tokens, if all experts get the same
+    load, from each rank the same; or if this rank's get `imbalance` times the mean."""
     assert spec.experts is not None
-    slots = len(chunk(tokens, layout.tp, tp)) * spec.experts.top_k
+    slots = len(chunk(tokens, layout.tp, at.tp)) * spec.experts.top_k
     received = round(imbalance * slots) if layout.ep > 1 else slots
-    return [(slots, received) for _ in range(layout.microbatches) for _ in layers]
+    kept = received // layout.ep + (at.ep < received % layout.ep)
+    return [RoutedRows(slots, received, kept) for _ in range(layout.microbatches) for _ in layers]

@@ -22,6 +22,7 @@ from fivefold.cost.routing import Rows, even_rows
 from fivefold.cost.software import FIVEFOLD, SoftwareProfile
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
+from fivefold.layout.rank_part import RANK0, RankCoords
 from fivefold.layout.sharding import chunk
 from fivefold.layout.stages import Stage, schedule_of, stages_of
 from fivefold.schedules.actions import BACKWARD
@@ -407,7 +408,9 @@ def _whole_matrices(workload: Workload, rank: int) -> float:
         return 0.0
     cost = matrix_cost(workload, rank)
     block_cost = workload.block_cost_of(rank)
-    sent = sum(block_cost.topology.time("all-to-all", "stage", payload) for payload in cost.payloads)
+    ranks = workload.layout.size("stage")  # a rank's own part is in no payload, and the topology takes it as in it
+    handed = (max(call) * ranks / (ranks - 1) for call in cost.calls)
+    sent = sum(block_cost.topology.time("all-to-all", "stage", payload) for payload in handed)
     return sent + cost.most / block_cost.device.rate("bf16" if software.weight_bytes == 2 else workload.precision)
 
 
@@ -417,7 +420,7 @@ def matrix_cost(workload: Workload, rank: int) -> MatrixCost:
     if software.matrices is None:
         return NO_MATRICES
     sizes = (workload.spec, workload.layout, workload.seq, dtype_of(software.weight_bytes), software.matrices)
-    return MatrixCost.of(*sizes, pp=rank, place=0)
+    return MatrixCost.of(*sizes, RankCoords(pp=rank))
 
 
 def param_share(workload: Workload, stages: Sequence[Stage]) -> ParamShare:
@@ -430,28 +433,33 @@ def param_share(workload: Workload, stages: Sequence[Stage]) -> ParamShare:
 
 
 def rank_flops(
-    spec: ModelSpec, layout: Layout, seq: int, batch: int, *, pp: int = 0, tp: int = 0, rows: Rows | None = None
+    spec: ModelSpec, layout: Layout, seq: int, batch: int, *, at: RankCoords = RANK0, rows: Rows | None = None
 ) -> float:
-    """FLOPs of the rank at `pp` and `tp`; ranks along dp and cp do the same. `rows` are those sent to experts and those
+    """FLOPs of the rank at these coordinates; ranks along dp and cp do the same. `rows` are those sent to experts and
     received for this rank's, per layer and microbatch; None: evenly routed."""
     tokens = batch // layout.size("batch") * (seq // layout.cp)
     stages = stages_of(spec, layout, seq)
-    own_stages = [stages[number] for number in layout.placement.of_rank[pp]]
+    own_stages = [stages[number] for number in layout.placement.of_rank[at.pp]]
     layers = [layer for stage in own_stages for layer in stage.layers]
     flops = (
-        3 * 2.0 * spec.hidden * len(chunk(spec.vocab, layout.tp, tp)) * any(stage.last for stage in own_stages) * tokens
+        3
+        * 2.0
+        * spec.hidden
+        * len(chunk(spec.vocab, layout.tp, at.tp))
+        * any(stage.last for stage in own_stages)
+        * tokens
     )
     for kinds, count in spec.counted(layers).items():
         flops += count * tokens * _token_flops(spec, layout, seq, block(spec, layout.tp, kinds))
     if spec.experts is None:
         return flops
     sparse = [layer for layer in layers if spec.kinds(layer).routed]
-    rows = even_rows(spec, layout, tokens // layout.microbatches, sparse, tp) if rows is None else rows
+    rows = even_rows(spec, layout, tokens // layout.microbatches, sparse, at) if rows is None else rows
     passes = 4 if layout.recompute == "full" else 3
     for matmul in mixture_matmuls(spec):
-        visits = sum(came for _, came in rows) if matmul.experts else 0
+        visits = sum(row.received for row in rows) if matmul.experts else 0
         if matmul.name == "router":  # every tp rank has a slice of the tokens
-            visits = len(sparse) * layout.microbatches * len(chunk(tokens // layout.microbatches, layout.tp, tp))
+            visits = len(sparse) * layout.microbatches * len(chunk(tokens // layout.microbatches, layout.tp, at.tp))
         flops += passes * 2.0 * matmul.inputs * matmul.outputs * visits
     return flops
 

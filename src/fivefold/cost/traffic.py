@@ -24,29 +24,12 @@ from fivefold.cost.matrices import MatrixCost
 from fivefold.cost.model_state import ADAMW, BYTES, wide_bytes
 from fivefold.cost.routing import Rows, even_rows
 from fivefold.layout.layout import Layout
+from fivefold.layout.rank_part import RANK0, RankCoords
 from fivefold.layout.sharding import MIN_BUCKET_ELEMENTS, BucketParams, LocalParam, buckets, local_params
 from fivefold.layout.stages import Stage, schedule_of, stages_of
 from fivefold.optim.base import OptimizerConfig
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.pattern import Layer
-
-
-class RankCoords(NamedTuple):
-    """Mesh coordinates of a rank that affect its traffic."""
-
-    tp: int = 0  # ranks along tp differ where the vocabulary does not divide
-    pp: int = 0  # they have other stages
-    fsdp: int = 0  # where the rows of a tied embedding do not divide
-    ep: int = 0  # they have other experts
-    efsdp: int = 0
-
-    @classmethod
-    def of(cls, layout: Layout, rank: int) -> Self:
-        """The coordinates of a global rank."""
-        return cls(*(layout.position(axis, rank) for axis in cls._fields))
-
-
-RANK0 = RankCoords()
 
 
 class _CollectiveRow(NamedTuple):
@@ -56,6 +39,7 @@ class _CollectiveRow(NamedTuple):
     kind: Kind
     calls: int
     payload: int  # bytes of one call
+    sent: int | None = None  # of which to other ranks, where these get unlike shares
     per_microbatch: bool = False  # of gradients and weights: every microbatch has its share of the calls
 
 
@@ -147,15 +131,13 @@ def expected_traffic(
     splits_backward: bool | None = None,
     keep_ep_axis: bool = False,
     optimizer: OptimizerConfig = ADAMW,
-    place: int = 0,
 ) -> list[Traffic]:
     """One step of one rank.
 
-    `min_bucket_elements` are enough for a gradient bucket. `routed_rows` are those that the rank sends to experts and
-    receives; None: as many each way, to any. `splits_backward`: whether the schedule has backward passes in two halves;
-    None: as its name says. The measured counter names an axis by its set of ranks, so ep may be counted as dp or cp.
-    `keep_ep_axis`: list ep as ep all the same. An `optimizer` that reads whole matrices sends them; `place` is the
-    rank's among those that have the same layers.
+    `min_bucket_elements` are enough for a gradient bucket. `routed_rows` are those that the rank sends to experts,
+    receives and keeps; None: as many each way, to any. `splits_backward`: whether the schedule has backward passes in
+    two halves; None: as its name says. The measured counter names an axis by its set of ranks, so ep may be counted as
+    dp or cp. `keep_ep_axis`: list ep as ep all the same. An `optimizer` that reads whole matrices sends them.
     """
     inputs = _Inputs.of(
         spec,
@@ -174,7 +156,7 @@ def expected_traffic(
         _blocks(inputs, routed_rows, balance_loss_samples=samples if balance_loss else 0),
         _embedding_and_head(inputs, loss_sums),
         _pipeline(inputs),
-        _matrices(inputs, optimizer, seq, dtype, place),
+        _matrices(inputs, optimizer, seq, dtype),
     )
     return total(
         Traffic(
@@ -184,7 +166,7 @@ def expected_traffic(
             kind=row.kind,
             calls=row.calls,
             payload=row.calls * row.payload,
-            wire=wire(row.kind, row.calls * row.payload, size),
+            wire=row.calls * wire(row.kind, row.payload, size, row.sent),
         )
         for row in sent
         if (size := layout.size(row.axis)) > 1 and row.calls
@@ -221,11 +203,11 @@ def _blocks(inputs: _Inputs, routed_rows: Rows | None, balance_loss_samples: int
         yield from _repeated(inputs.block(kinds), count * layout.microbatches)
     moe_layers = [layer for layer in layers if spec.kinds(layer).routed]
     if moe_layers and routed_rows is None:
-        routed_rows = even_rows(spec, layout, inputs.tokens, moe_layers, inputs.coords.tp)
+        routed_rows = even_rows(spec, layout, inputs.tokens, moe_layers, inputs.coords)
     kinds_of_rows = [spec.kinds(layer) for _ in range(layout.microbatches) for layer in moe_layers]
     rows = zip(kinds_of_rows, routed_rows or (), strict=True) if moe_layers else ()
-    for (kinds, sent_and_received), times in Counter(rows).items():
-        block = replace(inputs.block(kinds), rows=sent_and_received, balanced=balance_loss_samples)
+    for (kinds, routed), times in Counter(rows).items():
+        block = replace(inputs.block(kinds), rows=routed, balanced=balance_loss_samples)
         yield from _repeated(block, times)
 
 
@@ -233,7 +215,7 @@ def _repeated(block: BlockCollectives, times: int) -> Iterator[_CollectiveRow]:
     """A block's passes, `times` over."""
     if times:
         for sent in chain(block.forward(), block.recomputed(), block.backward()):
-            yield _CollectiveRow(sent.axis, sent.kind, times * sent.calls, sent.payload)
+            yield _CollectiveRow(sent.axis, sent.kind, times * sent.calls, sent.payload, sent.sent)
 
 
 def _embedding_and_head(inputs: _Inputs, loss_sums: int) -> Iterator[_CollectiveRow]:
@@ -288,13 +270,10 @@ def _zero_0_to_2(inputs: _Inputs, layer: int | None = None) -> Iterator[_Collect
             yield _CollectiveRow("embedding", "all-reduce", int(bucket.tied), shard_elements * accum_bytes)
 
 
-def _matrices(
-    inputs: _Inputs, optimizer: OptimizerConfig, seq: int, dtype: str, place: int
-) -> Iterator[_CollectiveRow]:
+def _matrices(inputs: _Inputs, optimizer: OptimizerConfig, seq: int, dtype: str) -> Iterator[_CollectiveRow]:
     """Parts of matrices to the ranks that update them, and back. What a rank keeps for itself is not in the payload."""
-    sizes = (inputs.spec, inputs.layout, seq, dtype, optimizer)
-    for payload in MatrixCost.of(*sizes, pp=inputs.coords.pp, place=place).payloads:
-        yield _CollectiveRow("stage", "all-to-all", 1, payload)
+    for call in MatrixCost.of(inputs.spec, inputs.layout, seq, dtype, optimizer, inputs.coords).calls:
+        yield _CollectiveRow("stage", "all-to-all", 1, max(call), call.sent)
 
 
 def _zero_3(inputs: _Inputs) -> Iterator[_CollectiveRow]:
@@ -379,7 +358,7 @@ def layer_collectives(
     inputs = _Inputs.of(spec, layout, seq, batch, dtype, coords=coords, min_bucket_elements=min_bucket_elements)
     block = inputs.block(spec.kinds(layer))
     if block.moe:
-        block = replace(block, rows=even_rows(spec, layout, inputs.tokens, [layer], 0)[0])
+        block = replace(block, rows=even_rows(spec, layout, inputs.tokens, [layer], coords)[0])
     params = _LayerCollectives.of(inputs, stage, layer)
     to_next = Collective("forward", "the stage's output, to the next", "pp", "send", 1, inputs.message_bytes)
     to_previous = Collective("backward", "its gradient, to the stage before", "pp", "send", 1, inputs.message_bytes)

@@ -14,27 +14,9 @@ No torch here: a batch is numpy arrays.
 data.source=my_package.mixture:Mixture.
 """
 
-from typing import Any
-
 from fivefold.data.base import DataSource, UnknownSource
 from fivefold.data.shards import TokenShards
-from fivefold.support.plugins import find, given_problems, stored
+from fivefold.support.plugins import Sections
 
-SOURCES: dict[str, type[DataSource]] = {"tokens": TokenShards}
-
-
-def source_named(name: Any, *, trusted: bool) -> type[DataSource]:
-    """The class; a plugin's module is imported if the name is `trusted`."""
-    return find("data.source", name, SOURCES, DataSource, trusted=trusted)
-
-
-def source_problems(data: DataSource) -> list[str]:
-    """Of its settings; and of its class, where a program gives an object of one that is not in the table."""
-    if not isinstance(data, UnknownSource) and (problems := given_problems("data", data, SOURCES, DataSource)):
-        return problems
-    return [*data.problems()]
-
-
-def stored_source(table: dict[str, Any]) -> DataSource:
-    """Of a job that was stored. The first releases knew one source, and did not name it."""
-    return stored(table, source_named, TokenShards, UnknownSource)
+TABLE: dict[str, type[DataSource]] = {"tokens": TokenShards}
+SOURCES = Sections("data.source", DataSource, TABLE, UnknownSource)

@@ -10,10 +10,11 @@ from fivefold.cost.model_state import state_of
 from fivefold.cost.peak_memory import CUDA_CONTEXT_BYTES, FRAGMENTATION, Footprint, footprint_of
 from fivefold.cost.routing import Rows, even_rows
 from fivefold.cost.step import rank_flops
-from fivefold.cost.traffic import RankCoords, display_axis, expected_traffic
+from fivefold.cost.traffic import display_axis, expected_traffic
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import Job
 from fivefold.layout.layout import Layout
+from fivefold.layout.rank_part import RankCoords
 from fivefold.layout.stages import stages_of
 from fivefold.planner.plan import workload_of
 from fivefold.render.blocks import Block, Result, Table, Text
@@ -96,12 +97,11 @@ def vs_plan(job: Job, dry: "RankRun", cluster: Cluster, imbalance: float = 1.0) 
     coords, layout, seq, batch = RankCoords.of(job.layout, dry.rank), job.layout, job.data.seq, job.train.batch
     workload = replace(workload_of(job, cluster), imbalance=imbalance)
     predicted = footprint_of(workload, coords.pp)
-    state = state_of(job.model, layout, job.train.dtype, job.optimizer, **coords._asdict(), seq=seq)
+    state = state_of(job.model, layout, job.train.dtype, job.optimizer, coords, seq=seq)
     rows = _rows(job, coords, imbalance)
-    place = layout.position("stage", dry.rank)
     sizes = (job.model, layout, seq, job.train.dtype, job.optimizer)
-    matrices = MatrixCost.of(*sizes, pp=coords.pp, place=place)
-    flops = rank_flops(job.model, layout, seq, batch, pp=coords.pp, tp=coords.tp, rows=rows) + matrices.flops
+    matrices = MatrixCost.of(*sizes, coords)
+    flops = rank_flops(job.model, layout, seq, batch, at=coords, rows=rows) + matrices.flops
     # Whether the peak is at the end of the first backward pass, where the gradients are allocated.
     late = (
         predicted.missing_grads_at_moment > 0
@@ -121,7 +121,7 @@ def vs_plan(job: Job, dry: "RankRun", cluster: Cluster, imbalance: float = 1.0) 
     balances = job.train.balance_loss > 0
     planned = expected_traffic(
         job.model, layout, seq, batch, job.train.dtype, coords=coords, balance_loss=balances, routed_rows=rows,
-        optimizer=job.optimizer, place=place,
+        optimizer=job.optimizer,
     )  # fmt: skip
     return RankVsPlan(dry, predicted, figures, tuple(planned), layout)
 
@@ -134,7 +134,7 @@ def _rows(job: Job, coords: RankCoords, imbalance: float) -> Rows | None:
     stages = stages_of(spec, layout, seq)
     layers = [layer for number in layout.placement.of_rank[coords.pp] for layer in stages[number].layers]
     tokens = job.train.batch // layout.size("batch") // layout.microbatches * (seq // layout.cp)
-    return even_rows(spec, layout, tokens, [n for n in layers if spec.kinds(n).routed], coords.tp, imbalance)
+    return even_rows(spec, layout, tokens, [n for n in layers if spec.kinds(n).routed], coords, imbalance)
 
 
 # ---- result ---------------------------------------------------------------------------------------------------------

@@ -7,36 +7,34 @@ No torch here: a bad job is refused before anything heavy is imported and before
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 
-from fivefold.data import SOURCES, source_named, source_problems, stored_source
+from fivefold.data import SOURCES
 from fivefold.data.base import DataSource
 from fivefold.data.shards import TokenShards
 from fivefold.job.aliases import apart, dtype_problem, explain
-from fivefold.job.listeners import listener_named, listener_problems, names_in
+from fivefold.job.listeners import LISTENERS, listener_problems, names_in
 from fivefold.job.table import NESTED, Table, apply, model_of
 from fivefold.layout.layout import Layout, schedule_named
-from fivefold.losses import LOSSES, loss_named, loss_problems, stored_loss
+from fivefold.losses import LOSSES
 from fivefold.losses.base import Loss
 from fivefold.losses.cross_entropy import CrossEntropy
-from fivefold.optim import OPTIMIZERS, optimizer_named, optimizer_problems, stored_optimizer
+from fivefold.optim import OPTIMIZERS
 from fivefold.optim.adamw import AdamW
 from fivefold.optim.base import OptimizerConfig
 from fivefold.schedules.build import ScheduleInfo
 from fivefold.schedules.registry import is_file
 from fivefold.spec.model import ModelSpec
-from fivefold.spec.pattern import find_kind, named
+from fivefold.spec.pattern import KINDS, named
 from fivefold.support.dtypes import dtype_of
 from fivefold.support.errors import Note, Problem, UserError
 from fivefold.support.parsing import Missing, path_of, read, read_toml, toml_value, unknown_key
 from fivefold.support.places import remote_of
-from fivefold.support.plugins import find_value, is_plugin
+from fivefold.support.plugins import Sections, find_value, is_plugin
 from fivefold.support.ranges import SECONDS, SEQUENCES, STEPS, outside, within
 from fivefold.support.text import did_you_mean
 
@@ -165,13 +163,13 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         for section in SECTIONS:
             if section != "layout":
                 yield from outside(getattr(self, section), section).values()
-        yield from optimizer_problems(self.optimizer)
-        yield from loss_problems(self.loss)
+        yield from OPTIMIZERS.problems(self.optimizer)
+        yield from LOSSES.problems(self.loss)
         yield from self._fp8()
         yield from self._fp8_experts()
         yield from self._balance()
         yield from self._watch()
-        yield from source_problems(self.data)
+        yield from SOURCES.problems(self.data)
         yield from listener_problems(self.run.listeners)
         yield from self._data_and_run()
 
@@ -297,37 +295,16 @@ def _odd(widths: dict[str, int]) -> str:
     return ", ".join(f"{name}={width}" for name, width in widths.items() if width % 16)
 
 
-@dataclass(frozen=True)
-class Named:
-    """A section in which a name decides which settings there are: one of a table, or a plugin's."""
-
-    usual: type[msgspec.Struct]
-    table: Mapping[str, type[msgspec.Struct]]
-    find: Callable[..., type[msgspec.Struct]]
-    of_stored: Callable[[dict[str, Any]], msgspec.Struct]
-
-    @property
-    def key(self) -> str:
-        return str(self.usual.__struct_config__.tag_field)
-
-    def keys(self, kinds: Iterable[type[msgspec.Struct]]) -> list[str]:
-        return [self.key, *dict.fromkeys(chain(*(kind.__struct_fields__ for kind in kinds)))]
-
-
-NAMED = {
-    "data": Named(TokenShards, SOURCES, source_named, stored_source),
-    "optimizer": Named(AdamW, OPTIMIZERS, optimizer_named, stored_optimizer),
-    "loss": Named(CrossEntropy, LOSSES, loss_named, stored_loss),
-}
+NAMED: dict[str, Sections[Any]] = {registry.section: registry for registry in (SOURCES, OPTIMIZERS, LOSSES)}
 SECTIONS: dict[str, Any] = {field.name: field.type for field in msgspec.structs.fields(Job) if field.name != "model"}
-_SCHEDULES = {"layout", "layout.schedule"}
-NAMING = tuple(f"{name}.{named.key}=" for name, named in NAMED.items())  # how changes that name a plugin begin
-NAMING += ("run.listeners=", *(f"{key}=" for key in _SCHEDULES))
+_SCHEDULES = ("layout", "layout.schedule")
+# How changes that name a plugin begin.
+NAMING = tuple(f"{name}=" for name in (*(its.setting for its in NAMED.values()), LISTENERS.setting, *_SCHEDULES))
 KEYS: dict[str, list[str]] = {  # of every section, and of tables in one
     "model": ["preset", "config", *ModelSpec.__struct_fields__],
     **{f"model.{name}": keys for name, keys in NESTED.items()},
     **{name: list(kind.__struct_fields__) for name, kind in SECTIONS.items()},
-    **{name: named.keys(named.table.values()) for name, named in NAMED.items()},
+    **{name: registry.keys() for name, registry in NAMED.items()},
 }
 
 
@@ -373,16 +350,21 @@ def resolve(table: Table, changes: Sequence[str] = (), name: str = "run", *, sto
         apply(table, change, problems)
     table = _moved(table)
     given, after = {change.partition("=")[0] for change in changes}, list[str]()  # those of the model are said first
-    kinds = {
-        name: _kind_of(name, table.get(name), after, trusted=not stored or f"{name}.{named.key}" in given)
-        for name, named in NAMED.items()
-    }
-    explain(table, KEYS | {name: NAMED[name].keys([kind]) for name, kind in kinds.items() if kind}, problems)
+
+    def kind(name: str, named: Callable[..., Any], *settings: str) -> Any:
+        """The class of a section, whose plugins are imported if they may be; None where there is none."""
+        try:
+            return named(table.get(name), trusted=not stored or bool(given.intersection(settings)))
+        except UserError as error:
+            after.extend(error.coded)
+            return None
+
+    kinds = {name: kind(name, registry.of, registry.setting) for name, registry in NAMED.items()}
+    explain(table, KEYS | {name: NAMED[name].keys(its) for name, its in kinds.items() if its}, problems)
     problems += [unknown_key("", key, ["model", *SECTIONS]) for key in table if key not in ("model", *SECTIONS)]
-    kinds["layout"] = _layout_kind(table.get("layout"), after, trusted=not stored or bool(given & _SCHEDULES))
-    kinds["run"] = _run_kind(table.get("run"), after, trusted=not stored or "run.listeners" in given)
-    all_kinds = SECTIONS | kinds
-    sections = {name: _section(name, table.get(name, {}), after, kind) for name, kind in all_kinds.items()}
+    kinds["layout"] = kind("layout", _layout_kind, *_SCHEDULES)
+    kinds["run"] = kind("run", _run_kind, LISTENERS.setting)
+    sections = {name: _section(name, table.get(name, {}), after, its) for name, its in (SECTIONS | kinds).items()}
     _import_kinds(table.get("model"), problems, trusted=not stored or "model.pattern" in given)
     model = model_of(table.get("model", {}), sections["data"], problems, of_its_own=of_its_own)
     problems += after
@@ -407,7 +389,7 @@ def _import_kinds(model: Any, problems: list[str], *, trusted: bool) -> None:
     """Import the plugins that a model's pattern names, if it is `trusted`; what cannot be used is taken out of it."""
     for place, name in named(model.get("pattern")) if isinstance(model, dict) else ():
         try:
-            find_kind(place, name, trusted=trusted)
+            KINDS[place].named(name, trusted=trusted)
         except UserError as error:
             problems += error.coded
             model.pop("pattern", None)
@@ -439,38 +421,18 @@ def _read_job(path: Path) -> Table:
         raise UserError(f"no job file {path}; {hint}", "job.file") from None
 
 
-def _kind_of(section: str, value: Any, problems: list[str], *, trusted: bool) -> type[msgspec.Struct] | None:
-    """The class that a section's name stands for; None where there is none. `trusted`: it may be imported."""
-    named = NAMED[section]
-    if not isinstance(value, dict) or named.key not in value:
-        return named.usual
-    try:
-        return named.find(value[named.key], trusted=trusted)
-    except UserError as error:
-        problems += error.coded
-        return None
-
-
-def _layout_kind(value: Any, problems: list[str], *, trusted: bool) -> type[Layout] | None:
-    """A layout, once there is the schedule that it names; None where that may not be imported."""
-    try:
-        if isinstance(value, str | dict) and is_plugin(name := schedule_named(value)) and not is_file(name):
-            find_value("layout.schedule", name, ScheduleInfo, trusted=trusted)
-    except UserError as error:
-        problems += error.coded
-        return None
+def _layout_kind(value: Any, *, trusted: bool) -> type[Layout]:
+    """A layout, once there is the schedule that it names."""
+    if isinstance(value, str | dict) and is_plugin(name := schedule_named(value)) and not is_file(name):
+        find_value("layout.schedule", name, ScheduleInfo, trusted=trusted)
     return Layout
 
 
-def _run_kind(value: Any, problems: list[str], *, trusted: bool) -> type[RunConfig] | None:
-    """A run, once the listeners that it names are imported; None where that may not be."""
+def _run_kind(value: Any, *, trusted: bool) -> type[RunConfig]:
+    """A run, once the listeners that it names are imported."""
     names = names_in(value.get("listeners", ())) if isinstance(value, dict) else ()
-    try:
-        for name in names if isinstance(names, list | tuple) else ():
-            listener_named(name, trusted=trusted)
-    except UserError as error:
-        problems += error.coded
-        return None
+    for name in names if isinstance(names, list | tuple) else ():
+        LISTENERS.named(name, trusted=trusted)
     return RunConfig
 
 
@@ -498,7 +460,7 @@ def _section(section: str, value: Any, problems: list[str], kind: Any) -> Any:
 def job_from(table: Table) -> Job:
     """A job as a checkpoint has it. The first releases knew one scaling of rotary positions, and did not name it."""
     table = _moved(table)
-    model, own = table["model"], {name: named.of_stored(table.get(name, {})) for name, named in NAMED.items()}
+    model, own = table["model"], {name: registry.stored(table.get(name, {})) for name, registry in NAMED.items()}
     if scaling := model.get("rope_scaling"):
         model = model | {"rope_scaling": {"kind": "llama3"} | scaling}
     others = {key: section for key, section in table.items() if key not in NAMED}

@@ -18,9 +18,7 @@ from typing import Any
 import msgspec
 
 from fivefold.support.errors import UserError
-from fivefold.support.plugins import find
-
-SETTING = "run.listeners"
+from fivefold.support.plugins import Registry
 
 
 class RunListener:
@@ -117,12 +115,7 @@ class TensorBoard(RunListener):
         self.file.close()
 
 
-LISTENERS: dict[str, type[RunListener]] = {"tensorboard": TensorBoard}
-
-
-def listener_named(name: str, *, trusted: bool = False) -> type[RunListener]:
-    """The class; a plugin's module is imported if the name is `trusted`."""
-    return find(SETTING, name, LISTENERS, RunListener, trusted=trusted)
+LISTENERS = Registry("run.listeners", RunListener, {"tensorboard": TensorBoard})
 
 
 def listener_problems(names: Sequence[str]) -> list[str]:
@@ -130,7 +123,7 @@ def listener_problems(names: Sequence[str]) -> list[str]:
     problems = []
     for name in names:
         try:
-            listener_named(name)
+            LISTENERS.named(name, trusted=False)
         except UserError as error:
             problems += error.coded
     return problems

@@ -1,4 +1,4 @@
-"""All that one rank has: layers, heads, experts, tokens, sequences and shards.
+"""Where one rank is, and all that it has: layers, heads, experts, tokens, sequences and shards.
 
 part_of(spec, Layout(dp=2, tp=4, pp=2), seq=4096, batch=64, rank=5).heads       # range(8, 16) of 32
 
@@ -6,13 +6,32 @@ Each field is computed by the same functions that the training rank calls.
 """
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from fivefold.layout.context_split import context_share
 from fivefold.layout.layout import Layout
 from fivefold.layout.sharding import chunk, kv_head, local_params
 from fivefold.layout.stages import Stage, stages_of
 from fivefold.spec.model import ModelSpec
+
+
+class RankCoords(NamedTuple):
+    """Mesh coordinates of a rank that affect what it sends, holds and computes."""
+
+    tp: int = 0  # ranks along tp differ where the vocabulary does not divide
+    pp: int = 0  # they have other stages
+    fsdp: int = 0  # where the rows of a tied embedding do not divide
+    ep: int = 0  # they have other experts
+    efsdp: int = 0
+    stage: int = 0  # where an optimizer reads whole matrices: each updates others of those that have the same layers
+
+    @classmethod
+    def of(cls, layout: Layout, rank: int) -> Self:
+        """The coordinates of a global rank."""
+        return cls(*(layout.position(axis, rank) for axis in cls._fields))
+
+
+RANK0 = RankCoords()
 
 
 class RankPart(NamedTuple):

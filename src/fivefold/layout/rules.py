@@ -218,17 +218,19 @@ def problems(layout: Any, given: Given) -> list[Problem]:
     for code, holds in RULES.items():
         asked = not any(problem.code.startswith(AFTER.get(code, ())) for problem in said)
         if asked and not holds(layout, given):
-            said += [Problem(code, sentence) for sentence in _sentences(code, layout, given)]
+            said += [Problem(code, sentence) for sentence in _SENTENCES[code.split(".")[1]](code, layout, given)]
     return said
 
 
 # ---- sentences ------------------------------------------------------------------------------------------------------
 
 
-def _sentences(code: str, of: Layouts, given: Given) -> Iterator[str]:
-    """What is said of a layout that breaks a rule: the values, and the nearest that would do."""
-    spec, made = given.spec, f"pp={of.pp} x chunks={of.chunks} makes {of.stages}"
-    split = f"layout.split={','.join(map(str, of.split))}"
+Sentences = Callable[[str, Layouts, Given], Iterator[str]]
+
+
+def _of_heads(code: str, of: Layouts, given: Given) -> Iterator[str]:
+    """tp, and sp, which is of the same ranks."""
+    spec = given.spec
     match code:
         case "layout.tp.heads":
             why = f"does not divide the {spec.heads} attention heads of {spec.name}"
@@ -244,6 +246,12 @@ def _sentences(code: str, of: Layouts, given: Given) -> Iterator[str]:
                 yield f"layout.tp={of.tp} {why}; {_near_tp(of.tp, spec)}"
         case "layout.sp.tp":
             yield "layout.sp shards the sequence over tp, and tp=1; nearest: sp=false, or tp=2"
+
+
+def _of_sequences(code: str, of: Layouts, given: Given) -> Iterator[str]:
+    """cp, and the pieces of a sequence."""
+    spec = given.spec
+    match code:
         case "layout.cp.heads":
             fitting = [n for n in divisors(spec.heads) if spec.heads % (n * of.tp) == 0]
             near = f"{_around('cp', of.cp, fitting)}, or cp_kind=ring" if fitting else "cp_kind=ring"
@@ -259,6 +267,11 @@ def _sentences(code: str, of: Layouts, given: Given) -> Iterator[str]:
             near = either([f"seq={n}" for n in _multiples(seq, pieces)])
             why = f"does not divide into the {pieces} equal pieces that {of} needs"
             yield f"a sequence of {seq} tokens {why}; nearest: {near}"
+
+
+def _of_schedule(code: str, of: Layouts, given: Given) -> Iterator[str]:
+    """The schedule, and the numbers that it takes."""
+    match code:
         case "layout.schedule.unknown":
             yield from of.schedule_problems
         case "layout.schedule.degree":
@@ -278,16 +291,24 @@ def _sentences(code: str, of: Layouts, given: Given) -> Iterator[str]:
         case "layout.schedule.collectives":
             why = "training does these by layout.zero; leave them out of the file"
             yield f"{of.schedule} places GATHER, REDUCE or STEP: {why}"
+        case "layout.schedule.size":
+            yield size_problem(of.stages, of.microbatches) or ""
         case "layout.chunks.schedule":
             own, others = of.record.chunks, either([record.name for record in RECORDS if record.any_chunks])
             why = f"and schedule={of.schedule} has {own} per rank"
             yield f"layout.chunks={of.chunks}, {why}; nearest: chunks={own}, or schedule={others}"
-        case "layout.schedule.size":
-            yield size_problem(of.stages, of.microbatches) or ""
         case "layout.microbatches.schedule":
             least, other = of.record.least * of.pp, "zb-v" if of.chunks == 2 else "1f1b"
             why = f"and schedule={of.schedule} and pp={of.pp} need at least {least}"
             yield f"layout.microbatches={of.microbatches}, {why}; nearest: microbatches={least}, or schedule={other}"
+
+
+def _of_stages(code: str, of: Layouts, given: Given) -> Iterator[str]:
+    """The layers of stages."""
+    spec = given.spec
+    made = f"pp={of.pp} x chunks={of.chunks} makes {of.stages}"
+    split = f"layout.split={','.join(map(str, of.split))}"
+    match code:
         case "layout.split.negative":
             yield f"{split} has a negative number of layers; the least is 0"
         case "layout.split.stages":
@@ -299,6 +320,12 @@ def _sentences(code: str, of: Layouts, given: Given) -> Iterator[str]:
             near = f"pp={most // of.chunks}" if most >= of.chunks else f"chunks={most // of.pp}"
             why = f"and {spec.name} has {spec.layers} layers, an embedding and a head to fill them"
             yield f"{made} stages, {why}; nearest: {near}"
+
+
+def _of_data(code: str, of: Layouts, given: Given) -> Iterator[str]:
+    """ZeRO, and what dp ranks share."""
+    spec = given.spec
+    match code:
         case "layout.zero.tied":
             why = "gathers the weights of each stage by itself"
             if of.zero == 2:
@@ -323,12 +350,14 @@ def _sentences(code: str, of: Layouts, given: Given) -> Iterator[str]:
             near += f", or layout.microbatches={max(fewer)}" if fewer else ""
             why = f"does not divide over dp={of.dp} x microbatches={of.microbatches}"
             yield f"a global batch of {batch} sequences {why}; nearest: {near}"
+
+
+def _of_experts(code: str, of: Layouts, given: Given) -> Iterator[str]:
+    """ep, and how tokens travel."""
+    spec = given.spec
+    match code:
         case "layout.ep.dense":
             yield f"layout.ep={of.ep} deals out experts, and {spec.name} has none; nearest: ep=1"
-        case "layout.dispatch.dense":
-            yield f"layout.dispatch={of.dispatch} sends tokens to experts, and {spec.name} has none; leave it out"
-        case "layout.dispatch.ep":
-            yield f"layout.dispatch={of.dispatch} is how tokens reach other ranks of ep, and ep=1; leave it out"
         case "layout.ep.ranks":
             ranks, shared = expert_ranks(of), "dp/replicate x cp x tp" if of.replicate > 1 else "dp x cp x tp"
             why = f"does not divide the {shared} = {ranks} ranks that have the same layers"
@@ -338,13 +367,32 @@ def _sentences(code: str, of: Layouts, given: Given) -> Iterator[str]:
         case "layout.ep.experts":
             why = f"does not divide the {expert_count(spec)} experts of {spec.name}: each rank has as many"
             yield f"layout.ep={of.ep} {why}; {_near_ep(of, spec)}"
-        case "layout.ranks.given":
-            world, inner = given.world or 0, of.world // of.dp
-            fewer, shared = world // inner, world // of.pp  # ranks that have the same layers
-            near = f"dp={fewer}" + (f",ep={math.gcd(of.ep, shared)}" if shared % of.ep else "")
-            near = (f"{near}, or " if world % inner == 0 else "") + f"{given.ranks_by} {of.world}"
-            needs = f"needs {of.world} rank{'s' * (of.world > 1)} ({' x '.join(of.degrees)})"
-            yield f"layout {of} {needs}, and there {'is' if world == 1 else 'are'} {world}; nearest: {near}"
+        case "layout.dispatch.dense":
+            yield f"layout.dispatch={of.dispatch} sends tokens to experts, and {spec.name} has none; leave it out"
+        case "layout.dispatch.ep":
+            yield f"layout.dispatch={of.dispatch} is how tokens reach other ranks of ep, and ep=1; leave it out"
+
+
+def _of_ranks(code: str, of: Layouts, given: Given) -> Iterator[str]:
+    """The number of ranks."""
+    world, inner = given.world or 0, of.world // of.dp
+    fewer, shared = world // inner, world // of.pp  # ranks that have the same layers
+    near = f"dp={fewer}" + (f",ep={math.gcd(of.ep, shared)}" if shared % of.ep else "")
+    near = (f"{near}, or " if world % inner == 0 else "") + f"{given.ranks_by} {of.world}"
+    needs = f"needs {of.world} rank{'s' * (of.world > 1)} ({' x '.join(of.degrees)})"
+    yield f"layout {of} {needs}, and there {'is' if world == 1 else 'are'} {world}; nearest: {near}"
+
+
+# By the second word of a code: what is said of a layout that breaks the rule, the values and the nearest that would do.
+_SENTENCES: dict[str, Sentences] = {
+    **dict.fromkeys(("tp", "sp"), _of_heads),
+    **dict.fromkeys(("cp", "seq"), _of_sequences),
+    **dict.fromkeys(("schedule", "chunks", "microbatches"), _of_schedule),
+    **dict.fromkeys(("split", "pp"), _of_stages),
+    **dict.fromkeys(("zero", "replicate", "batch"), _of_data),
+    **dict.fromkeys(("ep", "dispatch"), _of_experts),
+    "ranks": _of_ranks,
+}
 
 
 def _near_tp(tp: int, spec: ModelSpec) -> str:

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from fivefold.model.layers import TokenPositions, accum_dtype
-from fivefold.model.masks import DocumentMask, PackedSpans, causal_spans, check_runs
+from fivefold.model.masks import Attended, DocumentMask, PackedSpans, causal_spans, check_runs
 from fivefold.model.recompute import save_output
 from fivefold.model.windows import WindowMask, window_backward, window_forward
 
@@ -51,20 +51,20 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: TileMask = None
     return out, lse
 
 
-def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, mask: TileMask = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v. `out` and `lse` are those of full rows of scores; these may be a part of them."""
+def backward(grad: Tensor, of: Attended, causal: bool, mask: TileMask = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v."""
     if mask is None:
-        return _backward(grad, q, k, v, out, lse, causal)
+        return _backward(grad, of, causal)
     if isinstance(mask, WindowMask):
-        return window_backward(grad, q, k, v, out, lse, mask)
-    if takes_flash(q):
-        return _packed_backward(grad, q, k, v, out, lse, causal, mask)
+        return window_backward(grad, of, mask)
+    if takes_flash(of.q):
+        return _packed_backward(grad, of, causal, mask)
+    q, k, v, out, lse = of
     dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     for row, queries, keys in mask.spans:
         at_q, at_k = (slice(row, row + 1), slice(None), queries), (slice(row, row + 1), slice(None), keys)
-        grads = _backward(grad[at_q], q[at_q], k[at_k], v[at_k], out[at_q], lse[at_q], causal)
+        span = Attended(q[at_q], k[at_k], v[at_k], out[at_q], lse[at_q])
+        grads = _backward(grad[at_q], span, causal)
         dq[at_q], dk[at_k], dv[at_k] = grads  # no two spans share a query or a key
     return dq, dk, dv
 
@@ -119,7 +119,7 @@ class Attend(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, *sinks = ctx.saved_tensors
-        grads = backward(grad, q, k, v, out, lse, causal=True, mask=ctx.mask)
+        grads = backward(grad, Attended(q, k, v, out, lse), causal=True, mask=ctx.mask)
         return *grads, sink_grad(grad, out, lse, *sinks) if sinks else None, None
 
 
@@ -154,9 +154,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Ten
     return products(q, k, v, causal)
 
 
-def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(grad: Tensor, of: Attended, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, out, lse = of
     if takes_flash(q):
         width = q.shape[-1]
         grad, q, k, v, out = (_to_eights(x) for x in (grad, q, k, v, out))
@@ -167,7 +166,7 @@ def _backward(
         return dq, dk, dv
     if q.device.type == "cpu":
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal)
-    return products_backward(grad, q, k, v, out, lse, causal)
+    return products_backward(grad, of, causal)
 
 
 def _to_eights(x: Tensor) -> Tensor:
@@ -218,9 +217,8 @@ def _packed_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Documen
     return out, lse.unflatten(1, (batch, seq)).transpose(0, 1)
 
 
-def _packed_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, mask: DocumentMask
-) -> tuple[Tensor, Tensor, Tensor]:
+def _packed_backward(grad: Tensor, of: Attended, causal: bool, mask: DocumentMask) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, out, lse = of
     packed, batch, width = mask.packed, q.shape[0], q.shape[-1]
     queries, keys = packed.query_index, packed.key_index
     indices = (queries, queries, keys, keys, queries)
@@ -260,9 +258,8 @@ def products(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Ten
     return out.flatten(1, 2), lse.flatten(1, 2)
 
 
-def products_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def products_backward(grad: Tensor, of: Attended, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, out, lse = of
     groups, scale = (k.shape[1], -1), q.shape[-1] ** -0.5
     grad, grouped_q, out, rows = (x.unflatten(1, groups) for x in (grad, q, out, lse))  # [B, K, H/K, Sq, ...]
     p = torch.exp(_scores(q, k, causal) - rows[..., None])

@@ -103,6 +103,17 @@ def check_runs(documents: Documents) -> None:
         )
 
 
+class Attended(NamedTuple):
+    """What a forward pass of attention read and gave. Output and LSE are those of full rows of scores, of which the
+    keys here may be a part."""
+
+    q: Tensor  # [B, H, Sq, D]
+    k: Tensor  # [B, K, Sk, D]
+    v: Tensor
+    out: Tensor  # [B, H, Sq, D]
+    lse: Tensor  # [B, H, Sq]
+
+
 def _next_power_of_two(count: int) -> int:
     """The least power of two that is not below `count`."""
     return 1 << (count - 1).bit_length()

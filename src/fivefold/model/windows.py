@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fivefold.model.layers import accum_dtype
-from fivefold.model.masks import Documents
+from fivefold.model.masks import Attended, Documents
 
 _MIN_STRIP = 128  # queries: fewer would leave a device idle
 
@@ -71,10 +71,9 @@ def window_forward(q: Tensor, k: Tensor, v: Tensor, mask: WindowMask) -> tuple[T
     return out, lse
 
 
-def window_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: WindowMask
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As `kernels.backward`: `out` and `lse` are those of whole rows of scores. Sums are in the accumulate dtype."""
+def window_backward(grad: Tensor, of: Attended, mask: WindowMask) -> tuple[Tensor, Tensor, Tensor]:
+    """As `kernels.backward`. Sums are in the accumulate dtype."""
+    q, k, v, out, lse = of
     dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (q, k, v))
     groups, scale = (k.shape[1], -1), q.shape[-1] ** -0.5
     for band in mask.bands:

@@ -87,6 +87,10 @@ class OptimizerConfig(
         if kind.fuses and kind.fused_update is OptimizerConfig.fused_update:
             yield "has fuses=True and no method fused_update; leave it False, or write one"
 
+    def problems(self) -> Iterator[str]:
+        """What is wrong with the settings: the rules that do not hold."""
+        yield from (problem for holds, problem in self.rules() if not holds)
+
     def rules(self) -> list[Rule]:
         """Bounds of the settings."""
         return [

@@ -23,7 +23,7 @@ from fivefold.layout.context_split import context_share
 from fivefold.layout.layout import Layout
 from fivefold.model import kernels
 from fivefold.model.layers import TokenPositions, accum_dtype
-from fivefold.model.masks import Documents, causal_spans, check_runs, full_spans
+from fivefold.model.masks import Attended, Documents, causal_spans, check_runs, full_spans
 from fivefold.model.ops import LocalAttention
 from fivefold.model.recompute import save_output
 from fivefold.model.windows import WindowMask
@@ -188,7 +188,7 @@ class AttentionGrads:
             return
         tile = masked.tile
         (grad, q, out, lse), (k, v) = (_part(x, tile.queries) for x in self.saved), _part(kv, tile.keys)
-        dq, dk, dv = kernels.backward(grad, q, k, v, out, lse, tile.causal, masked.mask)
+        dq, dk, dv = kernels.backward(grad, Attended(q, k, v, out, lse), tile.causal, masked.mask)
         _part(self.dq, tile.queries).add_(dq)
         for total, part in zip(_part(kv_grad, tile.keys), (dk, dv), strict=True):
             total.add_(part)

@@ -102,17 +102,20 @@ class Optimizer:
 
         On return, the gradients are released, and the all-gathers of the new weights have been started.
         """
-        already_cast: frozenset[str] = frozenset()
-        if lr is not None:
-            self.updates += 1
-            clip_coef = self._clip_coef(norm)
-            if self.matrices is not None:
-                self.matrices.step(self.states, clip_coef, lr, self.config.weight_decay, self.updates)
-            if self.fused:
-                already_cast = self._update_fused(lr, clip_coef)
-            else:
-                self._update_foreach(lr, clip_coef)
-        self.weights.sync_params(already_cast=already_cast)
+        self.weights.sync_params(already_cast=frozenset() if lr is None else self.update(lr, norm))
+
+    @torch.no_grad()
+    def update(self, lr: float, norm: Tensor) -> frozenset[str]:
+        """Clip the gradients by their `norm` and update the masters; returns the parameters whose copies in the compute
+        dtype are new already."""
+        self.updates += 1
+        clip_coef = self._clip_coef(norm)
+        if self.matrices is not None:
+            self.matrices.step(self.states, clip_coef, lr, self.config.weight_decay, self.updates)
+        if self.fused:
+            return self._update_fused(lr, clip_coef)
+        self._update_foreach(lr, clip_coef)
+        return frozenset()
 
     def _clip_coef(self, norm: Tensor) -> Tensor | None:
         """What clipping multiplies all gradients with, at most 1; None if nothing is ever clipped."""

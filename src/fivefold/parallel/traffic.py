@@ -46,6 +46,7 @@ class TrafficEvent(NamedTuple):
     kind: Kind
     payload: int  # bytes
     size: int  # ranks of the group
+    sent: int | None = None  # bytes to other ranks, of an all-to-all with a share of its own for each
 
 
 class TrafficCounter(TorchDispatchMode):
@@ -76,14 +77,14 @@ class TrafficCounter(TorchDispatchMode):
             ranks = ranks_of(given)
             if len(ranks) > 1:
                 payload = max(_bytes(side) for side in (*given.values(), result))
-                self.events.append(TrafficEvent(self.axis(ranks), kind, payload, len(ranks)))
+                self.events.append(TrafficEvent(self.axis(ranks), kind, payload, len(ranks), _sent(given)))
 
     def axis(self, ranks: tuple[int, ...]) -> str:
         """The axis with these ranks; if there is none, their numbers as a name."""
         return self.axes.get(ranks) or "ranks " + "+".join(map(str, ranks))
 
     def rows(self) -> list[Traffic]:
-        return total(Traffic(e.axis, e.kind, 1, e.payload, wire(e.kind, e.payload, e.size)) for e in self.events)
+        return total(Traffic(*e[:2], 1, e.payload, wire(e.kind, e.payload, e.size, e.sent)) for e in self.events)
 
 
 def kind_of(func: Any) -> Kind | None:
@@ -127,6 +128,15 @@ def _bytes(side: Any) -> int:
     if isinstance(side, Tensor):
         return side.numel() * side.element_size()
     return sum(map(_bytes, side)) if isinstance(side, list | tuple) else 0
+
+
+def _sent(given: dict[str, Any]) -> int | None:
+    """Bytes for other ranks, of a call that is given a number of rows for each; None of all others."""
+    rows = given.get("input_split_sizes")
+    if not rows:
+        return None
+    others = sum(rows) - rows[group_of(given).rank()]
+    return _bytes(given["input"]) // max(1, sum(rows)) * others
 
 
 # ---- same calls -----------------------------------------------------------------------------------------------------

@@ -15,8 +15,9 @@ from fivefold.cost.collective_time import Reach
 from fivefold.cost.model_state import ADAMW, dtype_of
 from fivefold.cost.peak_memory import USABLE_FRACTION, Footprint, footprint
 from fivefold.cost.step import Workload, estimate
-from fivefold.cost.traffic import RankCoords, expected_traffic
+from fivefold.cost.traffic import expected_traffic
 from fivefold.layout.layout import Layout
+from fivefold.layout.rank_part import RankCoords
 from fivefold.planner.closed import DISPATCHES
 from fivefold.planner.mixed import divided, groups_of, spanning
 from fivefold.planner.search import Option, can_be_built, search
@@ -250,7 +251,12 @@ def traffic(option: Option) -> list[AxisTraffic]:
     for row in sent:
         reach = topology.reaches.get(row.axis)  # None: the whole world, the pipeline's ends: a few numbers
         share, wire = _share_across_nodes(row.kind, reach, workload.cluster.nodes), float(row.wire)
-        alone = topology.time(row.kind, row.axis, row.payload / row.calls, row.calls) if reach else None
+        handed: float = row.payload
+        if (
+            reach and row.kind == "all-to-all"
+        ):  # as if a rank's own share, which may not be packed, were like the others
+            handed = wire * reach.ranks / (reach.ranks - 1)
+        alone = topology.time(row.kind, row.axis, handed / row.calls, row.calls) if reach else None
         rows.append(AxisTraffic(row.axis, row.kind, row.calls, row.payload, wire * (1 - share), wire * share, alone))
     return rows
 

@@ -8,8 +8,8 @@
 from the other numbers: `experts.dense_layers`, `window` and `window_period`, `mla`.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
@@ -18,7 +18,7 @@ from fivefold.spec.mixers import MIXERS, GroupedQueryAttention, MultiHeadLatentA
 from fivefold.spec.mlps import MLPS, Dense, MixtureOfExperts
 from fivefold.support.errors import UserError
 from fivefold.support.parsing import read
-from fivefold.support.plugins import find, given_problems
+from fivefold.support.plugins import Registry
 
 if TYPE_CHECKING:
     from fivefold.spec.model import ModelSpec
@@ -31,15 +31,15 @@ else:
 
 class Layer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The kinds of one layer. A name stands for the kind with its default settings; what it names is imported by
-    nobody here, but found if it has been (`find_kind`)."""
+    nobody here, but found if it has been (`KINDS`)."""
 
     mixer: AnyMixer = None
     mlp: AnyMLP = None
 
     def __post_init__(self) -> None:
-        for place, (table, base) in _PLACES.items():
+        for place, registry in KINDS.items():
             if (value := getattr(self, place)) is not None:
-                msgspec.structs.force_setattr(self, place, _made(f"model.pattern.{place}", value, table, base))
+                msgspec.structs.force_setattr(self, place, _made(registry, value))
 
     @property
     def branches(self) -> tuple[BlockKind, ...]:
@@ -66,25 +66,22 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return isinstance(self.mixer, GroupedQueryAttention | MultiHeadLatentAttention)
 
 
-_PLACES: dict[str, tuple[Mapping[str, Any], type[BlockKind]]] = {"mixer": (MIXERS, Mixer), "mlp": (MLPS, MLP)}
-K = TypeVar("K", bound=BlockKind)
+KINDS: dict[str, Registry[Any]] = {
+    "mixer": Registry("model.pattern.mixer", Mixer, MIXERS),
+    "mlp": Registry("model.pattern.mlp", MLP, MLPS),
+}
 
 
-def find_kind(place: str, name: Any, *, trusted: bool) -> type[BlockKind]:
-    """The kind that a pattern's `place` (mixer or mlp) calls `name`; a plugin is imported if the name is `trusted`."""
-    table, base = _PLACES[place]
-    return find(f"model.pattern.{place}", name, table, base, trusted=trusted)
-
-
-def _made(setting: str, value: Any, table: Mapping[str, type[K]], base: type[K]) -> K:
-    if isinstance(value, base):
+def _made(registry: Registry[Any], value: Any) -> BlockKind:
+    if isinstance(value, registry.base):
         return value
     settings = {"name": value} if isinstance(value, str) else value
     if not isinstance(settings, dict) or "name" not in settings:
-        raise UserError(f"{setting}={value!r} is neither a name nor a table with one", "model.pattern.kind")
-    kind = find(setting, settings["name"], table, base, trusted=False)
+        raise UserError(f"{registry.setting}={value!r} is neither a name nor a table with one", "model.pattern.kind")
+    kind = registry.named(settings["name"], trusted=False)
     problems: list[str] = []
-    made = read(kind, {key: setting for key, setting in settings.items() if key != "name"}, setting, problems)
+    own = {key: setting for key, setting in settings.items() if key != "name"}
+    made = read(kind, own, registry.setting, problems)
     if made is None:
         raise UserError(problems)
     return made
@@ -93,7 +90,7 @@ def _made(setting: str, value: Any, table: Mapping[str, type[K]], base: type[K])
 def named(pattern: Any) -> Iterator[tuple[str, str]]:
     """The names in a pattern as a job's table has it, each with its place; what is none is found when it is read."""
     for layer in pattern if isinstance(pattern, list | tuple) else ():
-        for place in _PLACES:
+        for place in KINDS:
             value = layer.get(place) if isinstance(layer, dict) else None
             name = value.get("name") if isinstance(value, dict) else value
             if isinstance(name, str):
@@ -123,11 +120,6 @@ def _is_dense(spec: "ModelSpec", layer: int) -> bool:
     return spec.experts is None or layer < spec.experts.dense_layers
 
 
-def _class_problems(kind: BlockKind) -> list[str]:
-    table, base = _PLACES["mixer" if isinstance(kind, Mixer) else "mlp"]
-    return given_problems("model.pattern", kind, table, base)
-
-
 def pattern_problems(spec: "ModelSpec") -> Iterator[str]:
     """What is wrong with a model's pattern."""
     if not spec.pattern:
@@ -144,7 +136,8 @@ def pattern_problems(spec: "ModelSpec") -> Iterator[str]:
         if len(set(places)) < len(places):
             yield f"model.pattern has two kinds called {places[0]} in layer {number}, whose parameters share names"
     for kind in dict.fromkeys(kind for layer in spec.pattern for kind in layer.branches):
-        yield from _class_problems(kind) or kind.problems(spec)
+        registry = KINDS["mixer" if isinstance(kind, Mixer) else "mlp"]
+        yield from registry.class_problems(kind) or kind.problems(spec)
     said = {"window": spec.window, "window_period": spec.window_period - 1}
     said["experts.dense_layers"] = spec.experts.dense_layers if spec.experts else 0
     for field in (field for field, value in said.items() if value):

@@ -16,10 +16,12 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
 import msgspec
 
@@ -39,33 +41,109 @@ class Base(Protocol):
     """Classes that users may derive from."""
 
     @staticmethod
-    def shortcomings(kind: Any, name: str) -> Iterator[str]: ...
+    def shortcomings(kind: Any, name: str) -> Iterator[str]:
+        """What a class lacks that a job calls `name`, as sentences without subject: "has no method update"."""
+
+
+class Description(Base, Protocol):
+    """Those whose settings are a section of a job."""
+
+    __struct_fields__: ClassVar[tuple[str, ...]]
+
+    def problems(self) -> Iterable[str]:
+        """What is wrong with the settings, beyond their types and ranges."""
 
 
 T = TypeVar("T", bound=Base)
+D = TypeVar("D", bound=Description)
 K = TypeVar("K")
-S = TypeVar("S", bound=msgspec.Struct)
 
 
-def find(setting: str, name: Any, table: Mapping[str, type[T]], base: type[T], *, trusted: bool) -> type[T]:
-    """The class that `setting` (optimizer.name) calls `name`: one of the table, or a plugin that keeps to its `base`.
+@dataclass(frozen=True)
+class Registry(Generic[T]):
+    """What a setting of a job may name: a class of the table, or a plugin that keeps to the same base."""
 
-    `base.shortcomings(found, name)` yields what a class lacks, as sentences without subject: "has no method update".
-    """
-    if not is_plugin(name):
-        if isinstance(name, str) and name in table:
-            return table[name]
-        hint = did_you_mean(str(name), list(table))
-        raise UserError(f"{setting}={name!r} is not a choice; {hint}", f"{setting}.choice")
-    found = load(name, setting) if trusted else _present(name)
-    fits = isinstance(found, type) and issubclass(found, base)
-    if not fits and name not in _imported:
-        raise UserError(untrusted(setting, name))
-    if not fits:
-        what = f"the class {found.__name__}" if isinstance(found, type) else f"a {type(found).__name__}"
-        wanted = f"a subclass of {base.__module__}:{base.__name__}"
-        raise UserError(Problem("plugin.kind", f"{setting}={name} is {what}, and not {wanted}"))
-    return _checked(setting, name, found, base)
+    setting: str  # such as optimizer.name
+    base: type[T]
+    table: Mapping[str, type[T]]
+
+    @property
+    def section(self) -> str:
+        return self.setting.rpartition(".")[0]
+
+    def named(self, name: Any, *, trusted: bool) -> type[T]:
+        """The class of that name; a plugin's module is imported if the name is `trusted`."""
+        if not is_plugin(name):
+            if isinstance(name, str) and name in self.table:
+                return self.table[name]
+            hint = did_you_mean(str(name), list(self.table))
+            raise UserError(f"{self.setting}={name!r} is not a choice; {hint}", f"{self.setting}.choice")
+        found = load(name, self.setting) if trusted else _present(name)
+        fits = isinstance(found, type) and issubclass(found, self.base)
+        if not fits and name not in _imported:
+            raise UserError(untrusted(self.setting, name))
+        if not fits:
+            what = f"the class {found.__name__}" if isinstance(found, type) else f"a {type(found).__name__}"
+            wanted = f"a subclass of {self.base.__module__}:{self.base.__name__}"
+            raise UserError(Problem("plugin.kind", f"{self.setting}={name} is {what}, and not {wanted}"))
+        return _checked(self.setting, name, found, self.base)
+
+    def class_problems(self, given: T) -> list[str]:
+        """Why an object that a program gives cannot be used, where its class is not in the table."""
+        try:
+            if type(given) not in self.table.values():
+                _adopt(self.section, type(given), self.base)
+        except UserError as error:
+            return error.coded
+        return []
+
+
+@dataclass(frozen=True)
+class Sections(Registry[D]):
+    """A section of a job in which a name decides which settings there are. Jobs without it have the table's first."""
+
+    unknown: type[D]  # what a stored job has, whose plugin nobody has imported here: its settings, and no rule
+
+    @property
+    def key(self) -> str:
+        return self.setting.rpartition(".")[2]
+
+    @property
+    def usual(self) -> type[D]:
+        return next(iter(self.table.values()))
+
+    def keys(self, *kinds: type[D]) -> list[str]:
+        """What a job may write in the section; without `kinds`, for any class of the table."""
+        fields = (kind.__struct_fields__ for kind in kinds or self.table.values())
+        return [self.key, *dict.fromkeys(chain(*fields))]
+
+    def of(self, settings: Any, *, trusted: bool) -> type[D]:
+        """The class of a section as a job's table has it."""
+        if not isinstance(settings, dict) or self.key not in settings:
+            return self.usual
+        return self.named(settings[self.key], trusted=trusted)
+
+    def problems(self, given: D) -> list[str]:
+        """Of its settings; and of its class, where a program gives an object of one that is not in the table."""
+        known = not isinstance(given, self.unknown)
+        return (self.class_problems(given) if known else []) or [*given.problems()]
+
+    def stored(self, settings: Mapping[str, Any]) -> D:
+        """A section of a job that was stored. The first releases knew one class, and did not name it.
+
+        The name never causes an import: a plugin that is not here keeps its settings alone, as an `unknown`.
+        """
+        own = {key: value for key, value in settings.items() if key != self.key}
+        try:
+            kind = self.of(settings, trusted=False)
+        except UserError as error:
+            name = settings[self.key]
+            if not is_plugin(name) or error.codes != ["plugin.untrusted"]:
+                raise
+            fields = [(key, Any) for key in own if key not in self.unknown.__struct_fields__]
+            options: dict[str, Any] = {"bases": (self.unknown,), "tag": name, "frozen": True, "kw_only": True}
+            kind = cast(type[D], msgspec.defstruct(self.unknown.__name__, fields, **options))
+        return msgspec.convert(own, kind)
 
 
 def find_value(setting: str, name: str, kind: type[K], *, trusted: bool) -> K:
@@ -79,7 +157,7 @@ def find_value(setting: str, name: str, kind: type[K], *, trusted: bool) -> K:
     raise UserError(Problem("plugin.kind", f"{setting}={name} {what}"))
 
 
-def adopt(setting: str, kind: type[T], base: type[T]) -> type[T]:
+def _adopt(setting: str, kind: type[T], base: type[T]) -> type[T]:
     """The class of an object that a program gives: as if it had been named. Ranks have to find it, too."""
     name = f"{kind.__module__}:{kind.__qualname__}"
     if kind.__module__ == "__main__" or _present(name) is not kind:
@@ -134,35 +212,6 @@ def _unwritable(kind: type[msgspec.Struct]) -> str:
     except (msgspec.MsgspecError, TypeError) as error:
         return str(error)
     return "" if back == own else f"{own} comes back as {back}"
-
-
-def given_problems(setting: str, given: Any, table: Mapping[str, type[T]], base: type[T]) -> list[str]:
-    """Why an object that a program gives cannot be used, where its class is not in the table."""
-    try:
-        if type(given) not in table.values():
-            adopt(setting, type(given), base)
-    except UserError as error:
-        return error.coded
-    return []
-
-
-def stored(table: Mapping[str, Any], named: Callable[..., type[S]], usual: type[S], unknown: type[S]) -> S:
-    """A description of a job that was stored, of the class that is `named` in its table; without a name, the `usual`.
-
-    The name never causes an import: a plugin that is not here keeps its settings alone, as an `unknown`.
-    """
-    tag = str(usual.__struct_config__.tag_field)
-    name = table.get(tag, usual.__struct_config__.tag)
-    settings = {key: value for key, value in table.items() if key != tag}
-    try:
-        kind = named(name, trusted=False)
-    except UserError as error:
-        if not is_plugin(name) or error.codes != ["plugin.untrusted"]:
-            raise
-        own = [(key, Any) for key in settings if key not in unknown.__struct_fields__]
-        options: dict[str, Any] = {"bases": (unknown,), "tag": name, "frozen": True, "kw_only": True}
-        kind = cast(type[S], msgspec.defstruct(unknown.__name__, own, **options))
-    return msgspec.convert(settings, kind)
 
 
 def untrusted(setting: str, name: str) -> Problem:

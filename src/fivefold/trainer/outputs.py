@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fivefold.job.config import Job, to_toml
-from fivefold.job.listeners import SETTING, RunListener, listener_named
+from fivefold.job.listeners import LISTENERS, RunListener
 from fivefold.support.errors import Problem, TrainingError, UserError
 from fivefold.support.files import cannot_write, put
 from fivefold.support.text import bytes_text, counted, si
@@ -57,10 +57,12 @@ class Outputs:
     def _begun(self, name: str, job: Job) -> RunListener:
         """A listener that has heard of the start; what it raises ends the run before the first step."""
         try:
-            listener = listener_named(name)()
+            listener = LISTENERS.named(name, trusted=False)()
             listener.start(job, self.directory, self.done)
         except (Exception, SystemExit) as error:
-            raise UserError(Problem("run.listeners.raised", f"{SETTING}: {_raised(name, 'start', error)}")) from None
+            raise UserError(
+                Problem("run.listeners.raised", f"{LISTENERS.setting}: {_raised(name, 'start', error)}")
+            ) from None
         return listener
 
     def tell(self, event: str, *what: object) -> None:

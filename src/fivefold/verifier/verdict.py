@@ -85,9 +85,10 @@ class TrafficCheck:
 
     def __str__(self) -> str:
         expected, counted = self.expected, self.counted
+        sizes = [f"{row.payload} bytes, {float(row.wire):.0f} of them for others" for row in (counted, expected)]
         return (
-            f"rank {self.rank} made {counted.calls} {counted.kind} calls over {counted.axis} with {counted.payload} "
-            f"bytes in all steps, and the closed form has {expected.calls} with {expected.payload}"
+            f"rank {self.rank} made {counted.calls} {counted.kind} calls over {counted.axis} with {sizes[0]}, "
+            f"in all steps, and the closed form has {expected.calls} with {sizes[1]}"
         )
 
 

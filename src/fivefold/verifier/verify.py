@@ -27,12 +27,12 @@ import msgspec
 from fivefold.cost.collective_time import Traffic, times, total
 from fivefold.cost.model_state import proof_problems, state_of
 from fivefold.cost.routing import Routing, rows_of
-from fivefold.cost.traffic import RankCoords
 from fivefold.cost.traffic import expected_traffic as step_traffic
 from fivefold.job.config import Job, read_job
 from fivefold.job.preflight import open_data, preflight
 from fivefold.launch import processes
 from fivefold.layout.layout import Layout
+from fivefold.layout.rank_part import RankCoords
 from fivefold.layout.stages import schedule_of
 from fivefold.render.blocks import Block, Result, Table, Text
 from fivefold.schedules.schedule import peak_live
@@ -329,28 +329,28 @@ def expected_traffic(job: Job, routing: Sequence[Routing] = ()) -> list[list[Tra
     )  # fmt: skip
     # Only matrices that are brought together for an optimizer make more of a rank's place than its coordinates.
     alike = job.optimizer.unit == "element"
-    places = [0 if alike else layout.position("stage", rank) for rank in range(layout.world)]
+    if alike:
+        all_coords = [coords._replace(stage=0) for coords in all_coords]
     if job.model.experts is None:
-        kinds = [*zip(all_coords, places, strict=True)]
-        traffic = {kind: traffic_of(coords=kind[0], place=kind[1]) for kind in set(kinds)}
-        return [[times(row, train.steps) for row in traffic[kind]] for kind in kinds]
+        traffic = {coords: traffic_of(coords=coords) for coords in set(all_coords)}
+        return [[times(row, train.steps) for row in traffic[coords]] for coords in all_coords]
     traffic_by_rank = []
-    for rank, (coords, place) in enumerate(zip(all_coords, places, strict=True)):
+    for rank, coords in enumerate(all_coords):
         routed_rows = [rows_of(job.model, layout, rank, seq, train.batch, step_routing) for step_routing in routing]
-        steps = (traffic_of(coords=coords, routed_rows=rows, place=place) for rows in routed_rows)
+        steps = (traffic_of(coords=coords, routed_rows=rows) for rows in routed_rows)
         traffic_by_rank.append(total(row for step in steps for row in step))
     return traffic_by_rank
 
 
 def expected_memory(job: Job) -> list[dict[str, float]]:
     """The bytes of each rank when gradients are complete, and its microbatches in flight, by formula."""
-    all_coords = [RankCoords.of(job.layout, rank) for rank in range(job.layout.world)]
+    all_coords = [RankCoords.of(job.layout, rank)._replace(stage=0) for rank in range(job.layout.world)]
     schedule = schedule_of(job.model, job.layout, job.data.seq)
     in_flight = [peak_live(schedule.compute(rank)) for rank in range(job.layout.pp)]
     memory = {}
     for coords in set(all_coords):
         state = state_of(
-            job.model, job.layout, job.train.dtype, job.optimizer, **coords._asdict(),
+            job.model, job.layout, job.train.dtype, job.optimizer, coords,
             seq=job.data.seq, narrow=job.train.device == "cuda",
         )  # fmt: skip
         sizes = {"parameters": state.parameters, "gradients": state.gradients, "optimizer": state.optimizer}

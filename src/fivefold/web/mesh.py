@@ -272,7 +272,7 @@ def _collective(workload: Workload, message: Collective, groups: dict[str, list[
     return message._asdict() | {
         "ranks": layout.size(message.axis),
         "together": layout.size(message.axis) if reach is None else reach.together,
-        "wire": float(wire(message.kind, message.calls * message.payload, layout.size(message.axis))),
+        "wire": float(message.calls * wire(message.kind, message.payload, layout.size(message.axis), message.sent)),
         "link": link.name,
         "across": leaves,
         "bytes_per_second": link.bandwidth,
