@@ -81,7 +81,8 @@ def _made(setting: str, value: Any, table: Mapping[str, type[K]], base: type[K])
         return value
     settings = {"name": value} if isinstance(value, str) else value
     if not isinstance(settings, dict) or "name" not in settings:
-        raise UserError(f"{setting}={value!r} is neither a name nor a table with one", "model.pattern.kind")
+        example = f'write for example {setting.rpartition(".")[2]} = "{next(iter(table))}"'
+        raise UserError(f"{setting}={value!r} is neither a name nor a table with one; {example}", "model.pattern.kind")
     kind = find(setting, settings["name"], table, base, trusted=False)
     problems: list[str] = []
     made = read(kind, {key: setting for key, setting in settings.items() if key != "name"}, setting, problems)
