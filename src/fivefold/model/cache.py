@@ -25,8 +25,8 @@ class LayerCache:
         if last is not None:
             earlier = self.tensors or tuple(x.narrow(dim, 0, 0) for x in tensors)
             extended = tuple(torch.cat(pair, dim) for pair in zip(earlier, tensors, strict=True))
-            kept = min(last, extended[0].shape[dim])
-            self.tensors = tuple(x.narrow(dim, x.shape[dim] - kept, kept) for x in extended)
+            count = min(last, extended[0].shape[dim])
+            self.tensors = tuple(x.narrow(dim, x.shape[dim] - count, count) for x in extended)
             return extended
         if not self.tensors:
             self.tensors = tuple(x.new_empty(_with(x.shape, dim, self.length)) for x in tensors)

@@ -7,7 +7,7 @@ is that of a layer.
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
-from fivefold.spec.kinds import Mixer
+from fivefold.spec.kinds import HfTensor, Mixer
 from fivefold.spec.operations import Cache, Elementwise, Matmul, Operation, Scores
 from fivefold.support.ranges import TOKENS, outside, within
 
@@ -45,6 +45,9 @@ class GroupedQueryAttention(Mixer, frozen=True, kw_only=True, tag="attention"):
     def cache(self, spec: "ModelSpec", tp: int) -> Cache:
         return Cache(2 * max(1, spec.kv_heads // tp) * spec.head_dim, self.window)  # keys and values
 
+    def hf_names(self, spec: "ModelSpec") -> dict[str, HfTensor]:
+        return _GPT2 if spec.positions == "learned" else _named(_LLAMA)
+
 
 class MultiHeadLatentAttention(Mixer, frozen=True, kw_only=True, tag="mla"):
     """MLA: the latents are the same on every tp rank, which makes its heads of them."""
@@ -76,6 +79,41 @@ class MultiHeadLatentAttention(Mixer, frozen=True, kw_only=True, tag="mla"):
     def cache(self, spec: "ModelSpec", tp: int) -> Cache:
         assert spec.mla is not None
         return Cache(spec.mla.cached)  # the latent has no heads that tp could divide
+
+    def hf_names(self, spec: "ModelSpec") -> dict[str, HfTensor]:
+        return _named(_LATENT)
+
+
+# Names in files of Hugging Face.
+_LLAMA = {
+    "attention_norm": "input_layernorm",
+    "attention": "self_attn",  # its sinks
+    "attention.q": "self_attn.q_proj",
+    "attention.k": "self_attn.k_proj",
+    "attention.v": "self_attn.v_proj",
+    "attention.o": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+}
+_LATENT = _LLAMA | {
+    "attention.q_down": "self_attn.q_a_proj",
+    "attention.q_norm": "self_attn.q_a_layernorm",
+    "attention.q_up": "self_attn.q_b_proj",
+    "attention.kv_down": "self_attn.kv_a_proj_with_mqa",
+    "attention.kv_norm": "self_attn.kv_a_layernorm",
+    "attention.kv_up": "self_attn.kv_b_proj",
+}
+_GPT2 = {
+    "attention_norm": HfTensor("ln_1"),
+    "attention.q": HfTensor("attn.c_attn", transposed=True, slot=0, slots=3),
+    "attention.k": HfTensor("attn.c_attn", transposed=True, slot=1, slots=3),
+    "attention.v": HfTensor("attn.c_attn", transposed=True, slot=2, slots=3),
+    "attention.o": HfTensor("attn.c_proj", transposed=True),
+}
+
+
+def _named(names: dict[str, str]) -> dict[str, HfTensor]:
+    return {ours: HfTensor(theirs) for ours, theirs in names.items()}
 
 
 MIXERS: dict[str, type[Mixer]] = {"attention": GroupedQueryAttention, "mla": MultiHeadLatentAttention}

@@ -42,6 +42,8 @@ from fivefold.layout.axes import AXES
 from fivefold.layout.layout import ContextKind, Dispatch, Layout, Recompute
 from fivefold.schedules.registry import CATALOGUE
 from fivefold.spec.blocks import Experts, LatentSpec
+from fivefold.spec.mixers import GroupedQueryAttention
+from fivefold.spec.mlps import Dense, MixtureOfExperts
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.pattern import Layer
 from fivefold.support.text import divisors
@@ -51,10 +53,9 @@ _LATENTS = LatentSpec(q_rank=12, kv_rank=10, nope_dim=6, rope_dim=4, v_dim=8)
 _MLA: dict[str, object] = {"mla": _LATENTS, "kv_heads": 0, "head_dim": 0, "rope_interleaved": True}
 _SINKS: dict[str, object] = {"sinks": True, "window": 5, "window_period": 2}
 # Layers without an MLP and without a mixer, with a window and without, with experts and without.
-_UNLIKE: dict[str, object] = {"pattern": (Layer(mixer={"name": "attention", "window": 5}), Layer(mlp="dense"))}
-_UNLIKE_EXPERTS: dict[str, object] = {
-    "pattern": (Layer(mixer={"name": "attention", "window": 5}, mlp="dense"), Layer(mlp="moe"))
-}
+_SLIDES = GroupedQueryAttention(window=5)
+_UNLIKE: dict[str, object] = {"pattern": (Layer(mixer=_SLIDES), Layer(mlp=Dense()))}
+_UNLIKE_EXPERTS: dict[str, object] = {"pattern": (Layer(mixer=_SLIDES, mlp=Dense()), Layer(mlp=MixtureOfExperts()))}
 _ATTENTIONS = ("q/k norm over all heads", "sinks and windows", "latent attention", "unlike layers")
 _DEGREE_AXES = [axis for axis in AXES if axis in Layout().degrees]
 _SETTINGS = ("schedule", "cp_kind", "sp", "zero", "replicate", "recompute", "microbatches", "ep", "dispatch")
