@@ -39,4 +39,6 @@ class GatedConvLayer(nn.Module):
             if documents is not None:
                 earlier = earlier * (documents[:, tap:] == documents[:, :-tap])[..., None]
             y = y + F.pad(earlier, (0, 0, tap, 0)) * weight[:, tap]
-        return self.ops.row_parallel(c * y[:, -c.shape[1] :], self.out)
+        if shared.cache is not None:
+            y = y[:, -c.shape[1] :]
+        return self.ops.row_parallel(c * y, self.out)
