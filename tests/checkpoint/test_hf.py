@@ -107,7 +107,7 @@ def test_what_was_trained_under_tp_and_pp_is_read_by_transformers(tokens: Path, 
     generator = single_process_generator(Job(model=job.model, train=TrainConfig(device="cpu")), one.path, 16)
     logits = theirs(tmp_path / "out")
     for row, want in zip(TOKENS.tolist(), logits, strict=True):
-        generator.cache.clear()
+        generator.network.model.begin_text(16)
         with torch.no_grad():
             found = generator._next_logits(row, 0)
         assert found is not None

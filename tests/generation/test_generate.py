@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from fivefold.generation.generator import KvCache, Sampler
+from fivefold.generation.generator import LaterQueries, Sampler
 from fivefold.generation.request import Request, Sampling, generate
 from fivefold.job.config import read_job
 from fivefold.model.layers import TokenPositions
@@ -117,10 +117,10 @@ def test_experts_generate_alike_in_every_layout_and_without_a_cache(tokens: Path
 def test_a_cache_has_the_bytes_that_the_plan_of_serving_says(model: str) -> None:
     """Keys and values, or the latents alone."""
     job = read_job(None, [f"model={model}", "model.layers=2", "train.device=cpu"])
-    cache = KvCache(length=24)
-    network = RankModel(job, Mesh(job.layout, torch.device("cpu")), attention=cache)
+    network = RankModel(job, Mesh(job.layout, torch.device("cpu")), attention=LaterQueries())
+    network.model.begin_text(24)
     ids = torch.arange(9)[None]
     with torch.no_grad():
         network.pipeline.forward_only(Microbatch(ids, TokenPositions.of(ids)))
-    held = sum(tensor.nbytes for tensors in cache.layers for tensor in tensors)
+    held = sum(tensor.nbytes for cache in network.model.caches for tensor in cache.tensors)
     assert held == whole_cache(job.model, cache_bytes=4, tokens=24)

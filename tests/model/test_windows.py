@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fivefold.generation.generator import KvCache
+from fivefold.generation.generator import LaterQueries
 from fivefold.model.decoder import Decoder
 from fivefold.model.kernels import Attend, by_definition
 from fivefold.model.layers import TokenPositions
@@ -62,8 +62,8 @@ def test_a_cache_gives_what_the_whole_sequence_gives(name: str) -> None:
     tokens = torch.randint(0, spec.vocab, (1, prompt + more))
     wanted = model(tokens)[0, prompt - 1 :]
 
-    cache = KvCache(prompt + more)
-    cached = Decoder(spec, ops=LocalOps(attention=cache)).double()
+    cached = Decoder(spec, ops=LocalOps(attention=LaterQueries())).double()
+    cached.begin_text(prompt + more)
     cached.load_state_dict(model.state_dict())
     steps, found = [range(prompt), *(range(at, at + 1) for at in range(prompt, prompt + more))], []
     with torch.no_grad():
@@ -72,8 +72,8 @@ def test_a_cache_gives_what_the_whole_sequence_gives(name: str) -> None:
             where = TokenPositions(ids, torch.zeros(1, dtype=torch.int64), prompt + more)
             found.append(cached(tokens[:, step.start : step.stop], where)[0, -1])
     assert (torch.stack(found) - wanted).abs().max() < 1e-12
-    kept = [sum(x[0, :, 0].numel() for x in layer) for layer in cache.layers]  # numbers a token
+    kept = [sum(x[0, :, 0].numel() for x in layer.tensors) for layer in cached.caches]  # numbers a token
     if spec.mla:
         assert kept == [spec.mla.kv_rank + spec.mla.rope_dim] * 2
     if spec.window:
-        assert [layer[0].shape[2] for layer in cache.layers] == [spec.window - 1, prompt + more]
+        assert [layer.tensors[0].shape[2] for layer in cached.caches] == [spec.window - 1, prompt + more]

@@ -93,7 +93,7 @@ def test_a_stage_s_cache_and_prefill_are_those_of_its_own_windows() -> None:
     two = Replica(preset("gpt-oss-20b", layers=2, vocab=8), H100, 8, 1, 2)
     assert [len(stage.layers) for stage in two.stages] == [1, 1]
     assert memory_needed(two, 3, 10_000, 9_000).cache == 3 * two.cache_read(10_000)
-    assert two.cache_read(10_000) == 10_000 / 128 * two.cache_read(10_000, 128)
+    assert two.cache_read(10_000) == 10_000 / 128 * two.cache_read(10_000, two.spec.kinds(0))
     every = replace(two, spec=preset("gpt-oss-20b", layers=2, vocab=8, window_period=1))
     none = replace(two, spec=preset("gpt-oss-20b", layers=2, vocab=8, window=0, window_period=1))
     prefills = [one.prefill(65_536).latency for one in (every, two, none)]

@@ -6,6 +6,7 @@ import pytest
 from fivefold.job.config import Job, job_from, read_job, to_toml
 from fivefold.layout.layout import Layout
 from fivefold.spec.blocks import LatentSpec, RopeScaling, Yarn
+from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import block
 from fivefold.spec.presets import preset
 from fivefold.support.errors import UserError
@@ -71,7 +72,8 @@ def test_flops_and_caches_count_what_is_seen_and_kept() -> None:
     spec = preset("tiny-mla")
     latent = block(spec).attention
     assert latent.flops(100) == 2 * 100 * 4 * (40 + 32)
-    assert (latent.cached, block(spec, 2).attention.cached) == (48, 48)  # whole on every tp rank
+    assert [_kept(spec, tp) for tp in (1, 2)] == [48, 48]  # whole on every tp rank
+    assert [_kept(preset("tiny"), tp) for tp in (1, 2)] == [2 * 2 * 32, 2 * 32]
     oss = preset("tiny-oss")
     slides, sees_all = (block(oss, layer=oss.kinds(layer)).attention for layer in (0, 1))
     assert (slides.flops(100), slides.flops(5)) == (4 * 10 * 128, 4 * 5 * 128)
@@ -79,3 +81,10 @@ def test_flops_and_caches_count_what_is_seen_and_kept() -> None:
     assert {kinds.window: count for kinds, count in oss.counted().items()} == {10: 2, 0: 2}
     assert oss.flops_per_token(100) - 6 * oss.matmul_parameters == 3 * (2 * slides.flops(100) + 2 * sees_all.flops(100))
     assert oss.flops_per_token(8, "causal") < oss.flops_per_token(8)
+
+
+def _kept(spec: ModelSpec, tp: int) -> float:
+    """Numbers of a token in the cache of the first layer."""
+    mixer = spec.kinds(0).mixer
+    cache = mixer.cache(spec, tp) if mixer else None
+    return cache.numbers(1) if cache else 0

@@ -88,6 +88,11 @@ def test_stages_are_balanced_by_what_each_layer_costs() -> None:
 
 
 WRONG = {
+    "3": ("model.pattern.type", "model.pattern=3 is not a list of tables; write a table with mixer, mlp"),
+    "[3]": ("model.pattern.type", r"model.pattern\[0\]=3 is not a table; write a table with mixer, mlp"),
+    '[{mlp = "dense"}, "dense"]': ("model.pattern.type", r"model.pattern\[1\]='dense' is not a table; write a table"),
+    '[{mixr = "attention"}]': ("setting.unknown", r"model.pattern\[0\].mixr is not a setting; did you mean 'mixer'"),
+    "[{mixer = 3}]": ("model.pattern.kind", 'one; write for example mixer = "attention"'),
     '[{mixer = "attenshun"}]': ("model.pattern.mixer.choice", "did you mean 'attention'"),
     '[{mlp = "attention"}]': ("model.pattern.mlp.choice", "'attention' is not a choice"),
     '[{mixer = {name = "attention", windw = 3}}]': ("setting.unknown", "did you mean 'window'"),
@@ -103,6 +108,12 @@ def test_a_pattern_that_cannot_be_is_refused_in_a_sentence(text: str) -> None:
     with pytest.raises(UserError, match=words) as caught:
         read_job(None, [f"model.pattern={text}"])
     assert caught.value.codes == [code]
+
+
+def test_all_that_is_wrong_with_a_pattern_is_said_at_once() -> None:
+    with pytest.raises(UserError) as caught:
+        read_job(None, ['model.pattern=[3, {mlp = {name = "dense", fnn = 4}}, {mlp = 4}]'])
+    assert caught.value.codes == ["model.pattern.type", "setting.unknown", "model.pattern.kind"]
 
 
 def test_what_a_pattern_contradicts_is_named() -> None:

@@ -242,6 +242,10 @@ def test_variants_are_the_known_ways_to_stumble() -> None:
     assert found["tied embeddings"].tied
     assert (found["sinks and windows"].sinks, found["sinks and windows"].window) == (True, 5)
     assert found["latent attention"].mla is not None
+    unlike = [[kind.name for kind in found["unlike layers"].kinds(layer).branches] for layer in range(2)]
+    assert unlike == [["attention"], ["dense"]]
+    unlike = [[kind.name for kind in variants(moe())["unlike layers with experts"].kinds(n).branches] for n in range(2)]
+    assert unlike == [["attention", "dense"], ["moe"]]
     assert "two kv heads" not in found  # it is the model itself
 
 

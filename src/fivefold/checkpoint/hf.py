@@ -30,7 +30,7 @@ from fivefold.job.config import Job, RunConfig
 from fivefold.job.fine_tuning import SOURCE, tuned
 from fivefold.job.recipes import Choice, written
 from fivefold.layout.sharding import chunk
-from fivefold.model.hf_names import EXPERT_BIAS, TensorSource, expert_format_of, sources, tensors
+from fivefold.model.hf_names import EXPERT_BIAS, TensorSource, expert_format_of, sources, tensors, unnamed
 from fivefold.spec.hf import END_NAMED_IN, HF_CONFIG, kept_settings, no_tokens, to_hf_config
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import Parameter
@@ -49,9 +49,12 @@ EXPORTED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": tor
 # ---- import -------------------------------------------------------------------------------------------------------
 
 
-def import_hf(directory: Path, run: Path, progress: Progress, data: str | Path | None = None) -> Checkpoint:
-    """Makes a run directory whose step 0 has the weights, with a job that fine-tunes them, on `data` if given."""
-    source = HuggingFace(directory)
+def import_hf(
+    directory: Path, run: Path, progress: Progress, data: str | Path | None = None, model: ModelSpec | None = None
+) -> Checkpoint:
+    """Makes a run directory whose step 0 has the weights, with a job that fine-tunes them, on `data` if given. The
+    model is that of config.json, or the one that is given, whose kinds say where its weights lie."""
+    source = HuggingFace(directory, model)
     spec = source.spec
     store = TokenStore.open(path_of(data)) if data is not None else None
     if store and (problems := foreign(directory, store.path, TOKENIZERS, END_NAMED_IN)):
@@ -69,7 +72,8 @@ def import_hf(directory: Path, run: Path, progress: Progress, data: str | Path |
         run.mkdir(parents=True, exist_ok=True)
         path = write_alone(checkpoints, parts, manifest, progress)
         (run / "job.toml").write_text(_job_text(job, {key: choice.why for key, choice in choices.items()}))
-        shutil.copyfile(directory / "config.json", run / HF_CONFIG)
+        if model is None:
+            shutil.copyfile(directory / "config.json", run / HF_CONFIG)
         carried = carry(directory, run, CARRIED)
     if not store and TOKENIZER not in carried and spec.vocab != ByteTokenizer.vocab:
         warnings.warn(
@@ -165,10 +169,10 @@ def export_hf(
     extra: dict[str, Any] = {"bos_token_id": None, "eos_token_id": end}
     if imported is not None:
         extra = kept_settings(imported)
-    config = to_hf_config(spec, dtype) | extra
+    config = _config(spec, dtype, out)
     by_tensor: dict[str, list[_Part]] = {}
     for parameter in tensors(spec):
-        for source in sources(spec, parameter, expert_format_of(config["model_type"])):
+        for source in sources(spec, parameter, expert_format_of(config["model_type"] if config else "")):
             by_tensor.setdefault(source.name, []).append((parameter, source))
     sizes = [math.prod(source.shape(param)) * torch_dtype.itemsize for ((param, source), *_) in by_tensor.values()]
     groups = list(_groups_up_to(list(by_tensor.values()), sizes, limit))
@@ -176,14 +180,14 @@ def export_hf(
     with whole_or_nothing(out):
         try:
             partial.mkdir(parents=True)
-            config_file = partial / "config.json"
-            config_file.write_text(json.dumps(config, indent=2) + "\n")
+            if config is not None:
+                (partial / "config.json").write_text(json.dumps(config | extra, indent=2) + "\n")
             names: dict[str, str] = {}
             for number, group in enumerate(groups, start=1):
                 file = f"model-{number:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else _SINGLE
                 file_tensors = {parts[0][1].name: _read_parts(checkpoint, parts, torch_dtype) for parts in group}
                 save_file(file_tensors, partial / file, metadata={"format": "pt"})
-                (partial / file).chmod(config_file.stat().st_mode)  # safetensors makes files that only the owner reads
+                (partial / file).chmod(partial.stat().st_mode & 0o666)  # safetensors' are for the owner alone
                 names |= dict.fromkeys(file_tensors, file)
                 progress(sum(tensor.nbytes for tensor in file_tensors.values()))
                 del file_tensors
@@ -198,6 +202,20 @@ def export_hf(
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     return out
+
+
+def _config(spec: ModelSpec, dtype: str, out: Path) -> dict[str, Any] | None:
+    """What config.json says of the model; None if no class of transformers has its layers, whose kinds have names."""
+    try:
+        return to_hf_config(spec, dtype)
+    except UserError as error:
+        if error.codes != ["hf.pattern"]:
+            raise
+        if lacks := unnamed(spec):
+            raise UserError([*error.coded, *lacks]) from None
+        nothing = f"{out} has weights under their kinds' names, and no config.json"
+        warnings.warn(Note(f"{error}: {nothing}"), stacklevel=3)
+        return None
 
 
 def imported_config(checkpoint: Checkpoint) -> dict[str, Any] | None:

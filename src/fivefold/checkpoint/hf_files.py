@@ -16,8 +16,9 @@ from fivefold.checkpoint.hf_extras import own_file
 from fivefold.checkpoint.shards import Shards
 from fivefold.checkpoint.tensors import MODEL
 from fivefold.layout.sharding import Box
-from fivefold.model.hf_names import BLOCK_SCALES, BLOCKS, TensorSource, expert_format_in, sources, tensors
+from fivefold.model.hf_names import BLOCK_SCALES, BLOCKS, TensorSource, expert_format_in, sources, tensors, unnamed
 from fivefold.spec.hf import read_hf_config
+from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import Parameter
 from fivefold.support.errors import UserError
 from fivefold.support.files import plain_name
@@ -94,12 +95,15 @@ FP8, SCALE_SUFFIX = "F8_E4M3", "_scale_inv"
 class HuggingFace:
     """A directory with config.json and safetensors, in one file or many, in which every tensor exists and fits."""
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, model: ModelSpec | None = None):
+        """`model`: that of the weights, in place of what config.json says, which then need not be there."""
         self.directory = directory
         config = own_file(directory, "config.json")
-        self.spec = read_hf_config(directory)
+        self.spec = model or read_hf_config(directory)
+        if lacks := unnamed(self.spec):
+            raise UserError(lacks)
         self.files = _files(directory)
-        self.settings = read_json(config)
+        self.settings = read_json(config) if model is None else {}
         self.tile = tile(directory, self.settings.get("quantization_config"))
         if self.spec.layers > max(_MAX_LAYERS, len(self.files)):
             raise UserError(

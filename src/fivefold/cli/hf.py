@@ -34,6 +34,12 @@ def import_hf(
     data: Annotated[
         Path | None, typer.Option(help="Tokens to train on, made with the model's tokenizer.", show_default=False)
     ] = None,
+    job_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--model", metavar="JOB", help="The job file whose model it is, if not config.json's.", show_default=False
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Make a run directory whose step 0 has the weights of a Hugging Face directory.
@@ -42,7 +48,8 @@ def import_hf(
     one by one: the whole model is never in memory. The job.toml in the new directory
     fine-tunes the weights by a published recipe, which it names; `fivefold generate`
     generates text. Tokenizer, chat template and generation settings are kept for
-    an export. Tokens of another tokenizer are refused.
+    an export. Tokens of another tokenizer are refused. A model with a pattern, for
+    which transformers has no class, is that of a job file: --model job.toml.
 
     [dim]Examples:[/]
 
@@ -57,12 +64,14 @@ def import_hf(
     from fivefold.checkpoint.find import stored
     from fivefold.checkpoint.hf import import_hf as run_import
     from fivefold.checkpoint.hf_files import HuggingFace
+    from fivefold.job.config import read_job
 
     if not directory.is_dir():
         raise UserError(f"{directory} is not a directory", "file.read")
-    count = HuggingFace(directory).spec.parameter_count
+    model = read_job(str(job_file), []).model if job_file else None
+    count = HuggingFace(directory, model).spec.parameter_count
     with bytes_bar("importing", 4 * count) as advance:
-        checkpoint = run_import(directory, output, advance, data)
+        checkpoint = run_import(directory, output, advance, data, model)
     job, run = stored(checkpoint), shlex.quote(str(output))
     has_tokenizer = (output / "tokenizer.json").is_file()
     train = f"fivefold train {run}/job.toml" + (" data.path=TOKENS" if data is None else "")
@@ -91,7 +100,8 @@ def export_hf(
     shard_size: Annotated[str, typer.Option(help="Largest size of one file: 4GB, 500MB.")] = "4GB",
     as_json: Json = False,
 ) -> None:
-    """Write a checkpoint as config.json and safetensors.
+    """Write a checkpoint as config.json and safetensors; without a config.json if
+    no model of transformers has the layers of its pattern.
 
     transformers.AutoModelForCausalLM.from_pretrained(DIR) gives the same logits.
     What an import brought along goes out again: the dtype, tokenizer and chat

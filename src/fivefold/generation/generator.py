@@ -28,48 +28,17 @@ from fivefold.support.places import Place
 from fivefold.trainer.engine import RankModel
 
 
-class KvCache:
-    """Attention with a KV cache. Layers are known by their order, since blocks always attend in the same one.
-
-    A layer caches keys and values, or with a window only the last ones; with MLA it caches the latents, kv_rank +
-    rope_dim numbers for each token, from which keys and values are computed again.
-    """
-
-    def __init__(self, length: int):
-        """`length`: the number of tokens at most, prompt and answer."""
-        self.length = length
-        self.layers: list[tuple[Tensor, ...]] = []  # the cached tensors of each layer: [B, H, S, D]
-        self.layer, self.first = 0, 0  # the next layer that attends, and the position of its first new token
-
-    def clear(self) -> None:
-        self.layers = []
+class LaterQueries:
+    """Attention of tokens that follow others: of their queries to the keys of all tokens up to them."""
 
     def attention_mask(
         self, positions: TokenPositions, window: int = 0, sinks: bool = False, dtype: torch.dtype = torch.float32
     ) -> int:
-        """The window, in place of a mask; begins a forward pass."""
-        self.layer, self.first = 0, int(positions.position_ids[0, 0])
+        """The window, in place of a mask."""
         return window
 
-    def extend_kv(self, *tensors: Tensor, window: int = 0) -> tuple[Tensor, ...]:
-        """Adds the new tokens' tensors [B, H, S, D] to the cache, and returns those of all tokens to attend to."""
-        first, last = self.first, self.first + tensors[0].shape[2]
-        if self.layer == len(self.layers):
-            self.layers.append(
-                tuple(x.new_empty(*x.shape[:2], 0 if window else self.length, x.shape[3]) for x in tensors)
-            )
-        cached, layer = self.layers[self.layer], self.layer
-        self.layer += 1
-        if window:
-            extended = tuple(torch.cat(pair, dim=2) for pair in zip(cached, tensors, strict=True))
-            self.layers[layer] = tuple(x[:, :, max(0, x.shape[2] - window + 1) :] for x in extended)
-            return extended
-        for buffer, new in zip(cached, tensors, strict=True):
-            buffer[:, :, first:last] = new
-        return tuple(buffer[:, :, :last] for buffer in cached)
-
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Tensor | None = None) -> Tensor:
-        """Attention of the new tokens' queries to the keys of all tokens up to the last query; `mask` is the window."""
+        """The last keys are those of the queries' own tokens; `mask` is the window."""
         new, old = q.shape[2], k.shape[2] - q.shape[2]
         grouped = k.shape[1] < q.shape[1]
         if sinks is None and not mask and (new == 1 or not old):
@@ -108,8 +77,7 @@ class Generator:
     def __init__(self, job: Job, mesh: Mesh, weights: Place, length: int):
         """`weights`: a checkpoint, or a Hugging Face directory. `length`: the tokens at most, prompt and answer."""
         self.mesh, self.length, self.vocab = mesh, length, job.model.vocab
-        self.cache = KvCache(length)
-        self.network = RankModel(job, mesh, attention=self.cache)
+        self.network = RankModel(job, mesh, attention=LaterQueries())
         shapes = {parameter.name: parameter.shape for parameter in job.model.parameters()}
         tensors_of = partial(saveable_tensors, self.network.weights, shapes, None)
         if not isinstance(weights, Path) or (weights / MANIFEST).exists():
@@ -127,7 +95,8 @@ class Generator:
     @torch.no_grad()
     def generate(self, prompt: list[int], count: int, sample: Sampler, ends: set[int]) -> Iterator[int]:
         """Up to `count` tokens, the same on every rank; stops after one of `ends`."""
-        self.cache.clear()
+        for stage in self.network.stages.values():
+            stage.begin_text(self.length)
         tokens, first_position = prompt, 0
         for _ in range(count):
             token = self._sample_token(self._next_logits(tokens, first_position), sample)

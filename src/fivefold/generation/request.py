@@ -212,7 +212,7 @@ def _model(request: Request, needs_text: bool) -> tuple[Job, Place, GeneratedTex
 
 def _check(request: Request, job: Job, prompts: list[list[int]]) -> None:
     problems = request.sampling.problems()
-    for kind in (kind for kind in job.model.branches if not kind.cached):
+    for kind in (kind for kind in job.model.branches if kind.cache(job.model, 1) is None):
         problems.append(
             f"{kind.name} of {job.model.name} keeps nothing of earlier tokens, so it cannot go on from them"
         )

@@ -53,7 +53,8 @@ class Attention(nn.Module):
             q, k = self.ops.norm(q_norm, q), self.ops.norm(k_norm, k)
         if rotation is not None:
             q, k = (apply_rotary(x, *rotation, self.interleaved) for x in (q, k))
-        k, v = self.ops.extend_kv(k, v, window=self.window)
+        if shared.cache is not None:
+            k, v = shared.cache.extend(k, v, dim=2, last=self.window - 1 if self.window else None)
         sinks = None if self.sinks is None else self.ops.weight(self, "sinks")
         out = self.ops.attend(q, k, v, mask, sinks)
         return self.ops.row_parallel(out.transpose(1, 2).flatten(2), self.o)
@@ -93,8 +94,10 @@ class LatentAttention(nn.Module):
         q, latent, shared_key = self.latents(x)
         q_nope, q_rope = self.heads(q, mla.nope_dim, mla.rope_dim)
         k_rope = apply_rotary(shared_key[:, None], *rotation, self.interleaved)  # [B, 1, S, R]
-        latents, k_rope = self.ops.extend_kv(latent[:, None], k_rope)  # a cache holds latents
-        (kv,) = self.ops.up_projection(latents[:, 0], self.kv_up)
+        if shared.cache is not None:  # it holds latents, of which keys and values are computed again
+            latent, k_rope = shared.cache.extend(latent[:, None], k_rope, dim=2)
+            latent = latent[:, 0]
+        (kv,) = self.ops.up_projection(latent, self.kv_up)
         k_nope, v = self.heads(kv, mla.nope_dim, mla.v_dim)
         q = torch.cat((q_nope, apply_rotary(q_rope, *rotation, self.interleaved)), dim=-1) * self.scale
         k = torch.cat((k_nope, k_rope.expand(-1, k_nope.shape[1], -1, -1)), dim=-1)

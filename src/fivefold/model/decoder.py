@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fivefold.layout.layout import Recompute
 from fivefold.layout.stages import Stage
 from fivefold.model import init
+from fivefold.model.cache import LayerCache
 from fivefold.model.compiler import compiled
 from fivefold.model.layers import Linear, TokenPositions, accum_dtype
 from fivefold.model.linear_cross_entropy import Targets
@@ -161,6 +162,7 @@ class Decoder(nn.Module):
         self.norm = norm(spec, spec.hidden) if stage.last else None
         self.head = Linear(spec.hidden, spec.vocab, bias=False) if stage.last and not spec.tied else None
         self._rotations = torch.empty(0)
+        self.caches: list[LayerCache] = []  # of each layer, while text is generated
         # Position ids, dtype and result of the last call: a cache for microbatches with the same positions.
         self._last_rotation: tuple[Tensor, torch.dtype, Rotation] | None = None
 
@@ -183,7 +185,7 @@ class Decoder(nn.Module):
         return self.ops.logits(x, table) if targets is None else self.ops.loss(x, table, targets)
 
     def _shared(self, positions: TokenPositions, compute: torch.dtype) -> list[MixerInputs]:
-        """What the mixer of each layer is given; made once for each kind of mixer."""
+        """What the mixer of each layer is given; made once for each kind of mixer, but for caches."""
         rotation = self.rotation(positions, compute)
         made: dict[BlockKind | None, MixerInputs] = {None: MixerInputs(positions, rotation)}
         blocks: list[Any] = [*self.layers.values()]
@@ -192,7 +194,14 @@ class Decoder(nn.Module):
                 mask_of = getattr(block.mixer_module, "mask", None)
                 mask = None if mask_of is None else mask_of(positions, compute)
                 made[kind] = MixerInputs(positions, rotation, mask)
-        return [made[block.kinds.mixer] for block in blocks]
+        shared = [made[block.kinds.mixer] for block in blocks]
+        if not self.caches:
+            return shared
+        return [one._replace(cache=cache) for one, cache in zip(shared, self.caches, strict=True)]
+
+    def begin_text(self, length: int) -> None:
+        """From here on tokens follow each other, up to so many: layers keep what they need of earlier ones."""
+        self.caches = [LayerCache(length) for _ in self.layers]
 
     def rotation(self, positions: TokenPositions, compute: torch.dtype) -> Rotation | None:
         """Cosine and sine of every token's angles, [B, 1, S, D/2], from a table computed once, on the CPU."""

@@ -1,8 +1,9 @@
 """Our parameter names and Hugging Face's: which part of which tensor of its files each of our parameters is.
 
-Llama, Mistral, Qwen and DeepSeek only use other names. GPT-2 also transposes matrices, and has q, k and v in one.
-Experts, whose rows are concatenated in one matrix here, have one tensor each there, or one tensor with a leading expert
-dimension and with gate and up in one.
+The names in a layer are those that its kinds say (`BlockKind.hf_names`); the ends of a model are here, and what
+files have of experts. Llama, Mistral, Qwen and DeepSeek only use other names than we do. GPT-2 also transposes
+matrices, and has q, k and v in one. Experts, whose rows are concatenated in one matrix here, have one tensor each
+there, or one tensor with a leading expert dimension and with gate and up in one.
 """
 
 from collections.abc import Container, Iterator
@@ -10,50 +11,17 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
+from fivefold.spec.kinds import BlockKind, HfTensor
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import Parameter
+from fivefold.support.errors import Problem
 
-_LLAMA = {
-    "embedding": "model.embed_tokens",
-    "norm": "model.norm",
-    "head": "lm_head",
-    "attention_norm": "input_layernorm",
-    "attention": "self_attn",  # its sinks
-    "attention.q": "self_attn.q_proj",
-    "attention.k": "self_attn.k_proj",
-    "attention.v": "self_attn.v_proj",
-    "attention.o": "self_attn.o_proj",
-    "attention.q_norm": "self_attn.q_norm",
-    "attention.k_norm": "self_attn.k_norm",
-    "mlp_norm": "post_attention_layernorm",
-    "mlp.gate": "mlp.gate_proj",
-    "mlp.up": "mlp.up_proj",
-    "mlp.down": "mlp.down_proj",
-    "mlp.shared.gate": "mlp.shared_experts.gate_proj",
-    "mlp.shared.up": "mlp.shared_experts.up_proj",
-    "mlp.shared.down": "mlp.shared_experts.down_proj",
-}
-_LATENT = _LLAMA | {
-    "attention.q_down": "self_attn.q_a_proj",
-    "attention.q_norm": "self_attn.q_a_layernorm",
-    "attention.q_up": "self_attn.q_b_proj",
-    "attention.kv_down": "self_attn.kv_a_proj_with_mqa",
-    "attention.kv_norm": "self_attn.kv_a_layernorm",
-    "attention.kv_up": "self_attn.kv_b_proj",
-}
-_GPT2 = {
+_ENDS = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}  # of a model, beside its layers
+_GPT2_ENDS = {
     "embedding": "transformer.wte",
     "positions": "transformer.wpe",
     "norm": "transformer.ln_f",
     "head": "lm_head",
-    "attention_norm": "ln_1",
-    "attention.q": "attn.c_attn",
-    "attention.k": "attn.c_attn",
-    "attention.v": "attn.c_attn",
-    "attention.o": "attn.c_proj",
-    "mlp_norm": "ln_2",
-    "mlp.up": "mlp.c_fc",
-    "mlp.down": "mlp.c_proj",
 }
 EXPERT_BIAS = "e_score_correction_bias"
 BLOCKS, BLOCK_SCALES = "_blocks", "_scales"  # suffixes of the names of MXFP4's two tensors
@@ -65,6 +33,7 @@ BLOCKS, BLOCK_SCALES = "_blocks", "_scales"  # suffixes of the names of MXFP4's 
 # gpt_oss mlp.experts.gate_up_proj [X, E, 2 F], gate and up interleaved
 # mxfp4   mlp.experts.gate_up_proj_blocks [X, 2 F, E/32, 16], gate and up interleaved
 ExpertFormat = Literal["each", "mixtral", "stacked", "gpt_oss", "mxfp4"]
+_ROUTER = "mlp.router"
 _ROUTERS = {"mixtral": "block_sparse_moe.gate", "gpt_oss": "mlp.router", "mxfp4": "mlp.router"}
 _ROUTERS |= {"each": "mlp.gate", "stacked": "mlp.gate"}
 _PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
@@ -125,23 +94,50 @@ def expert_format_in(spec: ModelSpec, names: Container[str]) -> ExpertFormat:
 def sources(spec: ModelSpec, parameter: Parameter, expert_format: ExpertFormat = "each") -> Iterator[TensorSource]:
     """The Hugging Face tensors that hold our parameter, in the order of its rows: one, or one for each expert."""
     is_gpt2, layer = spec.positions == "learned", parameter.layer
-    names, prefix = (_GPT2, "transformer.h") if is_gpt2 else (_LATENT if spec.mla else _LLAMA, "model.layers")
-    module, _, leaf = parameter.name.removeprefix(f"layers.{layer}.").rpartition(".")
+    prefix = "transformer.h" if is_gpt2 else "model.layers"
+    module, leaf = _parts(parameter)
     rows = range(parameter.shape[0])
     if layer is None:
-        yield TensorSource(f"{names[module]}.{leaf}", rows)
+        yield TensorSource(f"{(_GPT2_ENDS if is_gpt2 else _ENDS)[module]}.{leaf}", rows)
     elif parameter.experts:
         for source in _expert_sources(parameter, module.removeprefix("mlp.experts."), leaf, expert_format):
             yield source._replace(name=f"{prefix}.{layer}.{source.name}")
-    elif module == "mlp.router":
+    elif module == _ROUTER:
         leaf = EXPERT_BIAS if leaf == "balance" else leaf
         yield TensorSource(f"{prefix}.{layer}.{_ROUTERS[expert_format]}.{leaf}", rows)
     else:
-        qkv_index = {"attention.q": 0, "attention.k": 1, "attention.v": 2}.get(module) if is_gpt2 else None
-        source = TensorSource(
-            f"{prefix}.{layer}.{names[module]}.{leaf}", rows, transposed=is_gpt2 and parameter.kind == "linear"
-        )
-        yield source if qkv_index is None else source._replace(slot=qkv_index, slots=3)
+        stored = _names(spec, layer)[module]
+        name, transposed = f"{prefix}.{layer}.{stored.name}.{leaf}", stored.transposed and parameter.kind == "linear"
+        yield TensorSource(name, rows, transposed=transposed, slot=stored.slot, slots=stored.slots)
+
+
+def unnamed(spec: ModelSpec) -> list[Problem]:
+    """The kinds of block that do not say where files have their weights."""
+    problems = []
+    for kinds in spec.counted():
+        layer = spec.first(kinds)
+        names = _names(spec, layer)
+        for kind in kinds.branches:
+            own = [_parts(one)[0] for one in spec.block_parameters(layer) if _of(kind, one) and not one.experts]
+            if missing := sorted({module for module in own if module not in names and module != _ROUTER}):
+                lacks = f"{kind.name} does not say where files of Hugging Face have {', '.join(missing)}"
+                problems.append(Problem("hf.names", f"{lacks}; write its method hf_names(self, spec)"))
+    return list(dict.fromkeys(problems))
+
+
+def _names(spec: ModelSpec, layer: int) -> dict[str, HfTensor]:
+    """Of all weights of a layer, but of experts and routers."""
+    return {ours: place for kind in spec.kinds(layer).branches for ours, place in kind.hf_names(spec).items()}
+
+
+def _parts(parameter: Parameter) -> tuple[str, str]:
+    """The module in its layer, and what it is of it: "attention.q" and "weight"."""
+    module, _, leaf = parameter.name.removeprefix(f"layers.{parameter.layer}.").rpartition(".")
+    return module, leaf
+
+
+def _of(kind: BlockKind, parameter: Parameter) -> bool:
+    return _parts(parameter)[0].partition(".")[0] in (kind.place, f"{kind.place}_norm")
 
 
 def _expert_sources(parameter: Parameter, which: str, leaf: str, expert_format: ExpertFormat) -> Iterator[TensorSource]:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fivefold.model import kernels
+from fivefold.model.cache import LayerCache
 from fivefold.model.dispatch import LocalDispatch
 from fivefold.model.fp8 import fp8_linear
 from fivefold.model.kernels import Tiles
@@ -19,21 +20,20 @@ from fivefold.model.windows import WindowMask
 
 
 class MixerInputs(NamedTuple):
-    """What the mixers of all layers are given beside the stream: of all tokens that a mixer has on this rank."""
+    """What a mixer is given beside the stream: of all tokens that it has on this rank."""
 
     positions: TokenPositions
     rotation: Rotation | None = None  # of rotary positions
     mask: Any = None  # what the mixer's own `mask(positions, dtype)` has made, once for all layers of its kind
+    cache: LayerCache | None = None  # of its layer, where text is generated: what it has kept of earlier tokens
 
 
 class AttentionOps(Protocol):
-    """Attention on one device (`LocalAttention`), over cp (`ContextParallel`), or with a KV cache."""
+    """Attention on one device (`LocalAttention`), over cp (`ContextParallel`), or of later tokens to cached ones."""
 
     def attention_mask(
         self, positions: TokenPositions, window: int = 0, sinks: bool = False, dtype: torch.dtype = torch.float32
     ) -> Any: ...
-
-    def extend_kv(self, *tensors: Tensor, window: int = 0) -> tuple[Tensor, ...]: ...
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Tensor | None = None) -> Tensor: ...
 
@@ -58,11 +58,6 @@ class LocalAttention:
             return kernels.causal_tiles(device, positions.length) if tiled else None
         flash = device.type == "cuda" and dtype in kernels.HALF
         return kernels.document_spans(positions).packed if flash else positions.mask()
-
-    def extend_kv(self, *tensors: Tensor, window: int = 0) -> tuple[Tensor, ...]:
-        """Keys and values of these tokens and of cached earlier ones, at most a window of them; [B, heads, tokens,
-        features] each."""
-        return tensors
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Tensor | None = None) -> Tensor:
         """q [B, H, S, D], k and v [B, K, S, D] -> [B, H, S, D]; no mask means causal. `sinks` [H]: a logit for each
@@ -158,10 +153,6 @@ class LocalOps:
     ) -> Any:
         """The mask that `attend` takes; built once for all layers with this window."""
         return self.attention.attention_mask(positions, window, sinks, dtype)
-
-    def extend_kv(self, *tensors: Tensor, window: int = 0) -> tuple[Tensor, ...]:
-        """Keys and values of these tokens and of cached earlier ones; [B, heads, tokens, features] each."""
-        return self.attention.extend_kv(*tensors, window=window)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Tensor | None = None) -> Tensor:
         """q [B, H, S, D], k and v [B, K, S, D] -> [B, H, S, D]."""

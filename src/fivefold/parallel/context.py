@@ -450,9 +450,6 @@ class ContextParallel:
             return LocalAttention().attention_mask(_full_rows(positions), window, sinks, dtype)
         return PartsMask(self._masked_tiles(positions, window))
 
-    def extend_kv(self, *tensors: Tensor, window: int = 0) -> tuple[Tensor, ...]:
-        return tensors
-
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Tensor | None = None) -> Tensor:
         """q [B, H, S/c, D], k and v [B, K, S/c, D] of this rank's tokens -> [B, H, S/c, D]."""
         match self.kind:

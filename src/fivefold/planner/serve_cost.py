@@ -308,15 +308,15 @@ class Replica:
         rest = Parts(pointwise=self.device.stream(moved, 0), launch=SAMPLING * self.device.reached.launch, tp=gather)
         return plus(logits, rest)
 
-    def cache_read(self, context: float, window: int = 0) -> float:
-        """Bytes that one GPU reads for one sequence in one block with such a window, and holds of it. A latent has no
-        heads that tp could divide: every rank of tp has all of it."""
-        attention = self.block.attention._replace(window=window)
-        return float(attention.cached * self.cache_bytes * attention.keys(context))
+    def cache_read(self, context: float, layer: Layer | None = None) -> float:
+        """Bytes that one GPU reads for one sequence in one block of these kinds, or the last, and holds of it: what the
+        kinds say that they keep."""
+        kinds = layer or self.spec.kinds(self.spec.layers - 1)
+        return self.cache_bytes * kept(self.spec, self.tp, kinds, context)
 
-    def attend(self, rows: int, context: float, window: int = 0) -> Parts:
+    def attend(self, rows: int, context: float, layer: Layer | None = None) -> Parts:
         """Of a block: one query of each of `rows` sequences."""
-        read = self.device.stream(rows * self.cache_read(context, window), 0)
+        read = self.device.stream(rows * self.cache_read(context, layer), 0)
         if self.spec.mla is None:
             return Parts(cache=read)
         attention, mla = self.block.attention, self.spec.mla
@@ -347,7 +347,7 @@ class Replica:
         rows, busy = math.ceil(batch / (self.pp * self.dp)), min(self.dp, batch)
 
         def layer(kind: Layer) -> Parts:
-            return plus(self.rows(rows, kind, busy), self.attend(rows, context, kind.window))
+            return plus(self.rows(rows, kind, busy), self.attend(rows, context, kind))
 
         loads = self._loads(layer, self._bottom(rows), self._top(rows))
         parts = plus(*loads)
@@ -427,7 +427,7 @@ def memory_needed(replica: Replica, batch: int, tokens: int, prompt: int) -> Ser
     by_stage = []
     for stage in replica.stages:
         weights, activations = stage_weights(replica, stage), stream + logits * stage.last
-        cache = per_group * sum(replica.cache_read(tokens, spec.kinds(layer).window) for layer in stage.layers)
+        cache = per_group * sum(replica.cache_read(tokens, spec.kinds(layer)) for layer in stage.layers)
         by_stage.append(
             ServingMemory(weights, cache, activations, CUDA_CONTEXT_BYTES + FRAGMENTATION * (weights + activations))
         )
@@ -481,8 +481,13 @@ def whole_weights(spec: ModelSpec, precision: str) -> float:
 
 def whole_cache(spec: ModelSpec, cache_bytes: int, tokens: int = 1) -> float:
     """Bytes that so many tokens leave in the cache, over all layers; in those with a window no more than it holds."""
-    scores = [(block(spec, layer=kinds).attention, count) for kinds, count in spec.counted().items()]
-    return cache_bytes * sum(count * attention.cached * attention.keys(tokens) for attention, count in scores)
+    return cache_bytes * sum(count * kept(spec, 1, kinds, tokens) for kinds, count in spec.counted().items())
+
+
+def kept(spec: ModelSpec, tp: int, layer: Layer, tokens: float) -> float:
+    """Numbers that a block of these kinds keeps of so many tokens on one of `tp` ranks."""
+    caches = (kind.cache(spec, tp) for kind in layer.branches)
+    return sum(cache.numbers(tokens) for cache in caches if cache is not None)
 
 
 def memory_limit(device: Device) -> float:

@@ -1,22 +1,32 @@
 """What a block is made of: a mixer, which moves information between tokens, and an MLP, which works on each token.
 
-A kind of either is a class: its settings as fields, the operations that it computes, its parameters, and the name of
-the module that computes them. Those that come with the package are in `mixers.py` and `mlps.py`; one of yours is a
-class of your own module, which a job names as "package.module:Name" (docs/plugins.md).
+A kind of either is a class: its settings as fields, the operations that it computes, its parameters, what it keeps of
+earlier tokens (its cache), its names in files of Hugging Face, and the name of the module that computes it. Those that
+come with the package are in `mixers.py` and `mlps.py`; one of yours is a class of your own module, which a job names as
+"package.module:Name" (docs/plugins.md).
 
 Jobs and plans read kinds without torch: the module that is named imports it.
 """
 
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import msgspec
 
-from fivefold.spec.operations import Elementwise, Matmul, Operation, Parameter, Scores, TensorRule
+from fivefold.spec.operations import Cache, Elementwise, Matmul, Operation, Parameter, Scores, TensorRule
 from fivefold.support.plugins import class_shortcomings
 
 if TYPE_CHECKING:
     from fivefold.spec.model import ModelSpec
+
+
+class HfTensor(NamedTuple):
+    """Where Hugging Face's files have the weight of a module, and its bias: in the tensor of this name in the layer."""
+
+    name: str
+    transposed: bool = False  # a matrix there is [inputs, outputs]
+    slot: int = 0  # which one of
+    slots: int = 1  # so many weights of the same shape, whose rows are one tensor there, one weight after the other
 
 
 class BlockKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="name", tag=str.lower):
@@ -25,7 +35,6 @@ class BlockKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     place: ClassVar[str] = ""  # the name of its module in a block, with which names of its parameters begin
     module: ClassVar[str] = ""  # "package.module:Class", made as Class(kind, spec, ops)
     cp: ClassVar[bool] = True  # whether cp may divide the tokens of a sequence between ranks
-    cached: ClassVar[bool] = True  # whether it computes one token at a time, as `fivefold generate` does
 
     @property
     def name(self) -> str:
@@ -45,6 +54,16 @@ class BlockKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Its parameters in that layer: those that its operations read."""
         for operation in self.operations(spec, 1):
             yield from parameters_of(operation, spec, layer)
+
+    def cache(self, spec: "ModelSpec", tp: int) -> Cache | None:
+        """What its module keeps of earlier tokens on one of `tp` ranks (`MixerInputs.cache`), for `fivefold generate`
+        and the cost of serving; None: it computes whole sequences alone."""
+        return None
+
+    def hf_names(self, spec: "ModelSpec") -> Mapping[str, HfTensor]:
+        """Where Hugging Face's files have its weights, and that of the norm before it, by our names in the layer
+        ("conv.x"); empty: nobody has said it. Experts and their router have several forms (`model/hf_names.py`)."""
+        return {}
 
     def divided(self, spec: "ModelSpec") -> list[int]:
         """Widths that tp must divide, beside heads and kv heads of attention."""
@@ -75,6 +94,9 @@ class MLP(BlockKind, frozen=True, kw_only=True):
     """Works on each token alone."""
 
     place: ClassVar[str] = "mlp"
+
+    def cache(self, spec: "ModelSpec", tp: int) -> Cache | None:
+        return Cache()  # a token needs no other
 
 
 # ---- parameters -----------------------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ is that of a layer.
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
-from fivefold.spec.kinds import Mixer
-from fivefold.spec.operations import Elementwise, Matmul, Operation, Scores
+from fivefold.spec.kinds import HfTensor, Mixer
+from fivefold.spec.operations import Cache, Elementwise, Matmul, Operation, Scores
 from fivefold.support.ranges import TOKENS, outside, within
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class GroupedQueryAttention(Mixer, frozen=True, kw_only=True, tag="attention"):
 
     def operations(self, spec: "ModelSpec", tp: int) -> Iterator[Operation]:
         heads, kv_heads, dim = spec.heads // tp, max(1, spec.kv_heads // tp), spec.head_dim
-        scores = Scores(heads, kv_heads, dim, dim, 2 * kv_heads * dim, self.window, spec.sinks)
+        scores = Scores(heads, kv_heads, dim, dim, self.window, spec.sinks)
         bias = spec.bias or spec.qkv_bias
         yield Matmul("attention", "q", "attention_norm", spec.hidden, scores.width, "colwise", bias=bias)
         yield Matmul("attention", "k", "attention_norm", spec.hidden, scores.kv_width, "colwise_kv", bias=bias)
@@ -41,6 +41,12 @@ class GroupedQueryAttention(Mixer, frozen=True, kw_only=True, tag="attention"):
             yield Elementwise("rope", (spec.heads + spec.kv_heads) * spec.rotary_dim)
         yield scores
         yield Matmul("attention", "o", "attention", scores.seen, spec.hidden, "rowwise", bias=spec.bias)
+
+    def cache(self, spec: "ModelSpec", tp: int) -> Cache:
+        return Cache(2 * max(1, spec.kv_heads // tp) * spec.head_dim, self.window)  # keys and values
+
+    def hf_names(self, spec: "ModelSpec") -> dict[str, HfTensor]:
+        return _GPT2 if spec.positions == "learned" else _named(_LLAMA)
 
 
 class MultiHeadLatentAttention(Mixer, frozen=True, kw_only=True, tag="mla"):
@@ -55,7 +61,7 @@ class MultiHeadLatentAttention(Mixer, frozen=True, kw_only=True, tag="mla"):
     def operations(self, spec: "ModelSpec", tp: int) -> Iterator[Operation]:
         assert spec.mla is not None
         mla, heads = spec.mla, spec.heads // tp
-        scores = Scores(heads, heads, mla.head_dim, mla.v_dim, mla.cached)
+        scores = Scores(heads, heads, mla.head_dim, mla.v_dim)
         if mla.q_rank:
             yield Matmul("attention", "q_down", "attention_norm", spec.hidden, mla.q_rank, "replicated")
         else:
@@ -69,6 +75,45 @@ class MultiHeadLatentAttention(Mixer, frozen=True, kw_only=True, tag="mla"):
         yield Elementwise("rope", (spec.heads + 1) * mla.rope_dim)
         yield scores
         yield Matmul("attention", "o", "attention", scores.seen, spec.hidden, "rowwise", bias=spec.bias)
+
+    def cache(self, spec: "ModelSpec", tp: int) -> Cache:
+        assert spec.mla is not None
+        return Cache(spec.mla.cached)  # the latent has no heads that tp could divide
+
+    def hf_names(self, spec: "ModelSpec") -> dict[str, HfTensor]:
+        return _named(_LATENT)
+
+
+# Names in files of Hugging Face.
+_LLAMA = {
+    "attention_norm": "input_layernorm",
+    "attention": "self_attn",  # its sinks
+    "attention.q": "self_attn.q_proj",
+    "attention.k": "self_attn.k_proj",
+    "attention.v": "self_attn.v_proj",
+    "attention.o": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+}
+_LATENT = _LLAMA | {
+    "attention.q_down": "self_attn.q_a_proj",
+    "attention.q_norm": "self_attn.q_a_layernorm",
+    "attention.q_up": "self_attn.q_b_proj",
+    "attention.kv_down": "self_attn.kv_a_proj_with_mqa",
+    "attention.kv_norm": "self_attn.kv_a_layernorm",
+    "attention.kv_up": "self_attn.kv_b_proj",
+}
+_GPT2 = {
+    "attention_norm": HfTensor("ln_1"),
+    "attention.q": HfTensor("attn.c_attn", transposed=True, slot=0, slots=3),
+    "attention.k": HfTensor("attn.c_attn", transposed=True, slot=1, slots=3),
+    "attention.v": HfTensor("attn.c_attn", transposed=True, slot=2, slots=3),
+    "attention.o": HfTensor("attn.c_proj", transposed=True),
+}
+
+
+def _named(names: dict[str, str]) -> dict[str, HfTensor]:
+    return {ours: HfTensor(theirs) for ours, theirs in names.items()}
 
 
 MIXERS: dict[str, type[Mixer]] = {"attention": GroupedQueryAttention, "mla": MultiHeadLatentAttention}

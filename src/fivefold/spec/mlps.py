@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from fivefold.spec.kinds import MLP
+from fivefold.spec.kinds import MLP, HfTensor
 from fivefold.spec.operations import Elementwise, Matmul, Operation
 
 if TYPE_CHECKING:
@@ -20,6 +20,9 @@ class Dense(MLP, frozen=True, kw_only=True):
 
     def divided(self, spec: "ModelSpec") -> list[int]:
         return [spec.ffn]
+
+    def hf_names(self, spec: "ModelSpec") -> dict[str, HfTensor]:
+        return _GPT2 if spec.positions == "learned" else _LLAMA
 
 
 class MixtureOfExperts(MLP, frozen=True, kw_only=True, tag="moe"):
@@ -49,6 +52,21 @@ class MixtureOfExperts(MLP, frozen=True, kw_only=True, tag="moe"):
     def divided(self, spec: "ModelSpec") -> list[int]:
         shared = spec.experts.shared_ffn if spec.experts else 0
         return [shared] if shared else []
+
+    def hf_names(self, spec: "ModelSpec") -> dict[str, HfTensor]:
+        return _MIXTURE
+
+
+# Names in files of Hugging Face; experts and routers are in `model/hf_names.py`.
+_LLAMA = {"mlp_norm": HfTensor("post_attention_layernorm")}
+_LLAMA |= {f"mlp.{name}": HfTensor(f"mlp.{name}_proj") for name in ("gate", "up", "down")}
+_MIXTURE = {"mlp_norm": HfTensor("post_attention_layernorm")}
+_MIXTURE |= {f"mlp.shared.{name}": HfTensor(f"mlp.shared_experts.{name}_proj") for name in ("gate", "up", "down")}
+_GPT2 = {
+    "mlp_norm": HfTensor("ln_2"),
+    "mlp.up": HfTensor("mlp.c_fc", transposed=True),
+    "mlp.down": HfTensor("mlp.c_proj", transposed=True),
+}
 
 
 MLPS: dict[str, type[MLP]] = {"dense": Dense, "moe": MixtureOfExperts}

@@ -131,7 +131,6 @@ class Scores(NamedTuple):
     kv_heads: int
     head_dim: int  # of queries and keys; values are padded to it, where theirs is less
     v_dim: int
-    cached: int  # numbers that a token leaves for later ones
     window: int = 0  # the most keys that a query sees; 0: all before it
     sinks: bool = False  # a learned logit of each head beside its scores
 
@@ -159,6 +158,18 @@ class Scores(NamedTuple):
         return 2 * self.keys(keys) * (self.width + self.seen)
 
 
+class Cache(NamedTuple):
+    """How many numbers a layer keeps of a sequence on one tp rank, so that it can go on with the next token alone."""
+
+    token: int = 0  # for each token
+    window: int = 0  # of so many last tokens at most; 0: of all
+    sequence: int = 0  # however many tokens there were
+
+    def numbers(self, tokens: float) -> float:
+        """After so many tokens."""
+        return self.sequence + self.token * (min(tokens, self.window) if self.window else tokens)
+
+
 class Elementwise(NamedTuple):
     """An operation that is bound by memory, on `width` features of a token over all tp ranks.
 
@@ -181,7 +192,7 @@ class Elementwise(NamedTuple):
 
 
 Operation = Matmul | Scores | Elementwise
-NO_SCORES = Scores(0, 0, 0, 0, 0)
+NO_SCORES = Scores(0, 0, 0, 0)
 
 
 @dataclass(frozen=True)

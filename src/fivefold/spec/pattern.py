@@ -77,7 +77,10 @@ def _made(registry: Registry[Any], value: Any) -> BlockKind:
         return value
     settings = {"name": value} if isinstance(value, str) else value
     if not isinstance(settings, dict) or "name" not in settings:
-        raise UserError(f"{registry.setting}={value!r} is neither a name nor a table with one", "model.pattern.kind")
+        example = f'write for example {registry.setting.rpartition(".")[2]} = "{next(iter(registry.table))}"'
+        raise UserError(
+            f"{registry.setting}={value!r} is neither a name nor a table with one; {example}", "model.pattern.kind"
+        )
     kind = registry.named(settings["name"], trusted=False)
     problems: list[str] = []
     own = {key: setting for key, setting in settings.items() if key != "name"}

@@ -6,12 +6,13 @@ Parsers raise more than errors of their own: RecursionError for brackets without
 
 import json
 import os
+import re
 import tomllib
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
 import msgspec
 
@@ -26,6 +27,7 @@ _DOTS = 1000  # dots in a line
 _BITS = 64  # bits of a whole number; Python does not print one of thousands of digits
 _NAME = 255  # bytes of a file's name, on every file system in use
 _PATH = 4095  # bytes of a path that the system takes
+_FEW = 4  # settings of a table that a sentence names
 
 
 class Missing(UserError):
@@ -158,10 +160,32 @@ def read(kind: type[T], value: Any, path: str, problems: list[str]) -> T | None:
     """Convert `value` to a `kind`; if it is none, return None and add to `problems`. `path` is its name for users."""
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and isinstance(value, dict):
         return _struct(kind, value, path, problems)
+    if (item := _item(kind)) is not None and isinstance(value, list | tuple):
+        problems_before = len(problems)
+        items = tuple(_read_item(item, one, f"{path}[{number}]", problems) for number, one in enumerate(value))
+        return cast(T, items) if len(problems) == problems_before else None
     try:
         return msgspec.convert(value, kind, strict=False)
     except msgspec.ValidationError:
         problems.append(_misfit(kind, value, path))
+        return None
+
+
+def _item(kind: Any) -> type[msgspec.Struct] | None:
+    """The kind of table that a list has, if it is a list of tables."""
+    inside = get_args(kind) if get_origin(kind) is tuple else ()
+    tables = inside[1:] == (Ellipsis,) and isinstance(inside[0], type) and issubclass(inside[0], msgspec.Struct)
+    return inside[0] if tables else None
+
+
+def _read_item(kind: type[S], value: Any, path: str, problems: list[str]) -> S | None:
+    """One table of a list. It may say itself what is wrong with it, and the others are still read."""
+    if isinstance(value, kind):
+        return value
+    try:
+        return read(kind, value, path, problems)
+    except UserError as error:
+        problems += error.coded
         return None
 
 
@@ -214,11 +238,27 @@ def _misfit(kind: Any, value: Any, path: str) -> Problem:
     """The problem of a value that has another type than its field."""
     if get_origin(kind) is Literal:
         return _no_choice(path, value, [str(choice) for choice in get_args(kind)])
+    if (item := _item(kind)) is not None:
+        return Problem(f"{path}.type", f"{path}={value!r} is not a list of tables; {_settings(item)}")
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return Problem(f"{_unnumbered(path)}.type", f"{path}={value!r} is not a table; {_settings(kind)}")
     wanted = _TYPE_NAMES.get(get_origin(kind) or kind, "a table")
     inside = [_TYPE_NAMES[item] for item in get_args(kind) if item in _TYPE_NAMES]
     count = "" if Ellipsis in get_args(kind) or get_origin(kind) is not tuple else f"{len(get_args(kind))} "
     items = f" of {count}{inside[0].removeprefix('a ')}s" if inside else ""
     return Problem(f"{path}.type", f"{path}={value!r} is not {wanted}{items}")
+
+
+def _settings(kind: type[msgspec.Struct]) -> str:
+    """What to write into a table."""
+    names = list(kind.__struct_fields__)
+    more = ", ..." if len(names) > _FEW else ""
+    return f"write a table with {', '.join(names[:_FEW])}{more}"
+
+
+def _unnumbered(path: str) -> str:
+    """A setting's name in codes, which is the same for all items of a list."""
+    return re.sub(r"\[\d+\]", "", path)
 
 
 def _plain(kind: Any) -> tuple[bool, Any]:

@@ -17,8 +17,8 @@ pipeline also ep, ZeRO, sp and kinds of cp) chosen such that every pair occurs.
 
 The requested model runs on all of them; `deepen` gives it more layers where it has too few for the stages. Its
 `variants`, each a known way to go wrong, run on a small sample of layouts in which every pair of settings occurs; kinds
-of attention, and the variants of a mixture, share one such sample, in which the variant is a setting. A dense model is
-proven with experts, too (`mixture`).
+of attention and unlike layers share one such sample, as do the variants of a mixture, in which the variant is a
+setting. A dense model is proven with experts, too (`mixture`).
 """
 
 from collections import Counter
@@ -42,14 +42,21 @@ from fivefold.layout.axes import AXES
 from fivefold.layout.layout import ContextKind, Dispatch, Layout, Recompute
 from fivefold.schedules.registry import CATALOGUE
 from fivefold.spec.blocks import Experts, LatentSpec
+from fivefold.spec.mixers import GroupedQueryAttention
+from fivefold.spec.mlps import Dense, MixtureOfExperts
 from fivefold.spec.model import ModelSpec
+from fivefold.spec.pattern import Layer
 from fivefold.support.text import divisors
 
 _GPT = {"norm": "layernorm", "activation": "gelu", "positions": "learned", "bias": True, "tied": True, "dropout": 0.1}
 _LATENTS = LatentSpec(q_rank=12, kv_rank=10, nope_dim=6, rope_dim=4, v_dim=8)
 _MLA: dict[str, object] = {"mla": _LATENTS, "kv_heads": 0, "head_dim": 0, "rope_interleaved": True}
 _SINKS: dict[str, object] = {"sinks": True, "window": 5, "window_period": 2}
-_ATTENTIONS = ("q/k norm over all heads", "sinks and windows", "latent attention")
+# Layers without an MLP and without a mixer, with a window and without, with experts and without.
+_SLIDES = GroupedQueryAttention(window=5)
+_UNLIKE: dict[str, object] = {"pattern": (Layer(mixer=_SLIDES), Layer(mlp=Dense()))}
+_UNLIKE_EXPERTS: dict[str, object] = {"pattern": (Layer(mixer=_SLIDES, mlp=Dense()), Layer(mlp=MixtureOfExperts()))}
+_ATTENTIONS = ("q/k norm over all heads", "sinks and windows", "latent attention", "unlike layers")
 _DEGREE_AXES = [axis for axis in AXES if axis in Layout().degrees]
 _SETTINGS = ("schedule", "cp_kind", "sp", "zero", "replicate", "recompute", "microbatches", "ep", "dispatch")
 _ALL_SETTINGS = (*_DEGREE_AXES, *_SETTINGS)
@@ -162,6 +169,7 @@ def variants(spec: ModelSpec) -> dict[str, ModelSpec]:
         "tied embeddings": {"tied": True},
         "sinks and windows": _SINKS,
         "latent attention": _MLA,
+        "unlike layers": _UNLIKE,
     }
     if (experts := spec.experts) is not None:  # only variants that a dense model does not have
         changed = partial(msgspec.structs.replace, experts)
@@ -169,6 +177,7 @@ def variants(spec: ModelSpec) -> dict[str, ModelSpec]:
             "DeepSeek": {**_MLA, "experts": _deepseek(experts)},
             "every expert": {"experts": changed(top_k=experts.count, groups=1, top_groups=1)},
             "more experts than tokens": {"experts": changed(count=_MANY, ffn=8)},  # so that some get none
+            "unlike layers with experts": {**_UNLIKE_EXPERTS, "experts": changed(dense_layers=0)},
             "gpt-oss": {**_SINKS, "bias": True, "activation": "swiglu_clamped"},
             "GPT block with experts": {**_GPT, "kv_heads": spec.heads},  # biases; the embedding is tied
         }

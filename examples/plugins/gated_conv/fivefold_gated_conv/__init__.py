@@ -8,8 +8,8 @@ This is the description, which plans and jobs read without torch; `layer.py` com
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from fivefold.spec.kinds import Mixer
-from fivefold.spec.operations import Elementwise, Matmul, Operation
+from fivefold.spec.kinds import HfTensor, Mixer
+from fivefold.spec.operations import Cache, Elementwise, Matmul, Operation
 
 if TYPE_CHECKING:
     from fivefold.spec.model import ModelSpec
@@ -19,7 +19,6 @@ class GatedConv(Mixer, frozen=True, kw_only=True, tag="fivefold_gated_conv:Gated
     place = "conv"
     module = "fivefold_gated_conv.layer:GatedConvLayer"
     cp = False  # a token reads those before it, which other ranks would have
-    cached = False
 
     taps: int = 3  # tokens that each output reads, its own the last
 
@@ -44,6 +43,15 @@ class GatedConv(Mixer, frozen=True, kw_only=True, tag="fivefold_gated_conv:Gated
             saved=2.0,  # the gated input, and what the filter makes of it
         )
         yield Matmul("conv", "out", "gated", width // tp, width, "rowwise")
+
+    def cache(self, spec: "ModelSpec", tp: int) -> Cache:
+        return Cache(sequence=(self.taps - 1) * spec.hidden // tp)  # the gated inputs that the next token reads
+
+    def hf_names(self, spec: "ModelSpec") -> dict[str, HfTensor]:
+        # b, c and x are one matrix in files, their rows one after the other; the filter is a tensor [width, taps].
+        joined = {f"conv.{name}": HfTensor("conv.in_proj", slot=slot, slots=3) for slot, name in enumerate("bcx")}
+        names = {"conv_norm": "operator_norm", "conv.filter": "conv.conv", "conv.out": "conv.out_proj"}
+        return joined | {ours: HfTensor(theirs) for ours, theirs in names.items()}
 
     def divided(self, spec: "ModelSpec") -> list[int]:
         return [spec.hidden]

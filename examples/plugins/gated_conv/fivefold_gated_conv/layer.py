@@ -31,10 +31,14 @@ class GatedConvLayer(nn.Module):
         """[B, S, E] -> [B, S, E]"""
         b, c, values = self.ops.column_parallel(x, self.b, self.c, self.x)  # [B, S, C] each
         weight, gated, documents = self.ops.weight(self.filter), b * values, shared.positions.documents
+        if shared.cache is not None:  # text is generated: earlier tokens come first, and their outputs are left out
+            (gated,) = shared.cache.extend(gated, last=self.taps - 1)
         y = gated * weight[:, 0]
         for tap in range(1, min(self.taps, gated.shape[1])):
             earlier = gated[:, :-tap]
             if documents is not None:
                 earlier = earlier * (documents[:, tap:] == documents[:, :-tap])[..., None]
             y = y + F.pad(earlier, (0, 0, tap, 0)) * weight[:, tap]
+        if shared.cache is not None:
+            y = y[:, -c.shape[1] :]
         return self.ops.row_parallel(c * y, self.out)
