@@ -11,7 +11,7 @@ from fivefold.schedules.actions import FORWARD, Action
 from fivefold.schedules.clock import BusySpan
 from fivefold.support.errors import TrainingError
 from fivefold.support.files import File
-from fivefold.tracing.records import Flight, RankTrace, StepWindow, Update, Wait
+from fivefold.tracing.records import Flight, NamedSpan, RankTrace, StepWindow, Wait
 from tests.ranks import run_ranks
 
 
@@ -34,11 +34,11 @@ def test_a_trace_arrives_whole() -> None:
     trace = RankTrace(
         rank=1,
         name="dp1",
-        line=0,
-        place=0,
+        pipeline=0,
+        pp_rank=0,
         steps=(StepWindow(1, 0.0, 1.0),),
         actions=(BusySpan(during, 0.0, 0.5),),
-        updates=(Update("norm", 0.5, 0.6),),
+        updates=(NamedSpan("norm", 0.5, 0.6),),
         waits=(Wait("pp", "send", 0.1, 0.2, during), Wait("dp", "barrier", 0.1, 0.2)),
         flights=(Flight("dp", "all-reduce", 12, 0.1, 0.2),),
     )
