@@ -48,6 +48,7 @@ REFUSED = [  # goes on with the job
     ["train", "runs/stolen", "--nproc", "2", "layout=dp=2"],
     ["train", "runs/stolen", "--check"],
     ["train", "runs/stolen/job.toml"],
+    ["train", "runs/stolen/logs/deeper/job.toml", "--check"],
     ["train", "runs/stolen/checkpoints/../job.toml", "--check"],
     ["train", "link.toml", "--check"],
     ["verify", "--curve", "runs/stolen/job.toml"],
@@ -74,6 +75,8 @@ def stolen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     forged = msgspec.structs.replace(manifest, job=table)
     assert isinstance(checkpoint.path, Path)
     (checkpoint.path / MANIFEST).write_bytes(forged.text())
+    (deeper := run / "logs" / "deeper").mkdir(parents=True)
+    (deeper / "job.toml").write_text((run / "job.toml").read_text())
     (home / "evil.py").write_text(EVIL)
     (home / "link.toml").symlink_to(run / "job.toml")
     return home

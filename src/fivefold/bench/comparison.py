@@ -260,7 +260,7 @@ def of_one_process(job: Job) -> list[str]:
     """Problems of a job that is measured in one process."""
     if job.layout.world > 1:
         ranks_asked = f"layout={job.layout} has {job.layout.world} ranks, and the job is to be one process's"
-        return [f"{ranks_asked}; several are measured with: --ranks {job.layout.world}, of bench scaling or peers"]
+        return [f"{ranks_asked}; `fivefold bench peers --ranks {job.layout.world}` measures several"]
     return job.problems(world=1)
 
 

@@ -40,6 +40,7 @@ BENCHMARKS = ("attention", "mixed", "overlap", "pipeline", "plan", "schedules") 
 _SERVING = ("--prompt", "--answer", "--concurrent", "--ttft", "--tpot")
 _OPTIONS = {("plan", option): f"`fivefold plan {option}` is now `fivefold serve {option}`" for option in _SERVING}
 _OPTIONS["plan", "--inference"] = "`fivefold plan --inference` is now `fivefold serve`"
+_SECTIONS = {"serve": ("model",)}  # of the settings that a command takes, where not all
 _OPTIONS["data prepare", "--out"] = "`--out` is now `--output`"
 
 
@@ -87,11 +88,12 @@ def _explained(error: Any) -> list[str]:
         return [sentence]
     params = error.ctx.command.params
     known = [name for param in params for name in (*param.opts, *param.secondary_opts) if name.startswith("--")]
+    sections = {name: KEYS[name] for name in _SECTIONS.get(error.ctx.command.name, KEYS)}
     takes = next((param.metavar for param in params if "KEY=VALUE" in (param.metavar or "")), "")
     sentences: dict[str, str | None] = {}
     for index, word in enumerate(sys.argv):
         name, equals, value = word.partition("=")
         if name.startswith("--") and name not in (*known, "--help"):
             words = [*([value] if equals else []), *sys.argv[index + 1 :]]
-            sentences[name] = option_meant(name, words, known, takes, KEYS)
+            sentences[name] = option_meant(name, words, known, takes, sections)
     return [sentence for sentence in sentences.values() if sentence] if sentences.get(error.option_name) else []

@@ -39,7 +39,7 @@ def stdlib_corpus(cache: Path | None = None, progress: Report = quiet) -> Path:
     if not files:
         raise UserError(
             f"the standard library in {root} has no .py sources (a stripped or zipped Python); "
-            "prepare a text of your own with `fivefold data`",
+            "prepare a text of your own with `fivefold data prepare`",
             "data.corpus.missing",
         )
     out = user_cache("corpus", cache) / f"stdlib-{platform.python_version()}-{_fingerprint(root, files)}"

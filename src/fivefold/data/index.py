@@ -146,7 +146,7 @@ def read_index(path: Path) -> DataIndex:
     except OSError as error:
         raise UserError(
             f"{path} is not a directory of prepared tokens: {file} cannot be read ({error.strerror}); "
-            "prepare text into it with `fivefold data`",
+            "prepare text into it with `fivefold data prepare`",
             "data.index.missing",
         ) from error
     try:

@@ -147,7 +147,7 @@ def option_meant(name: str, words: Sequence[str], known: Sequence[str], takes: s
         return None
     elif key in SAID:
         return f"{name} is not an option: {SAID[key].format(value)}"
-    elif key == "layout":
+    elif key == "layout" and key in sections:
         write = f"layout={with_commas(','.join([value.rstrip(','), *layout_parts(words[1:])]))}"
     elif key == "model" or value.endswith(".toml"):
         write = f"model={value}" if key == "model" and not takes.startswith("MODEL") else f"{value} as the first word"

@@ -320,12 +320,15 @@ def read_job(path: str | Path | None = None, changes: Sequence[str] = ()) -> Job
 
 
 def of_a_run(file: Path) -> bool:
-    """Whether a job file lies in a run's directory, or among its checkpoints: then a run wrote it, and not its user."""
-    kept = ("metrics.jsonl", "environment.json", "checkpoints")
-    folders = {Path(os.path.abspath(file)).parent, file.resolve().parent}
-    return any(os.path.lexists(folder / name) for folder in folders for name in kept) or any(
-        part == "checkpoints" for folder in folders for part in folder.parts
-    )
+    """Whether a job file lies in a run's directory, however deep: then it came with the run, and not from its user."""
+    for folder in {Path(os.path.abspath(file)).parent, file.resolve().parent}:
+        if "checkpoints" in folder.parts or os.path.lexists(folder / "checkpoints"):
+            return True
+        # Further up only what no other directory has: that of a user's projects may well have one of checkpoints.
+        above = ("metrics.jsonl", "environment.json")
+        if any(os.path.lexists(parent / name) for parent in (folder, *folder.parents) for name in above):
+            return True
+    return False
 
 
 def _table_of(file: Path) -> Table:

@@ -88,6 +88,9 @@ class Mixer(BlockKind, frozen=True, kw_only=True):
     """Moves information between tokens: attention, a convolution, a recurrence."""
 
     place: ClassVar[str] = "mixer"
+    cp: ClassVar[bool] = False  # a kind that needs its neighbours' tokens and does not ask for them would be wrong
+    # Whether it is attention of the model's heads, by `ops.attend`: cp then sends what that needs, and plans count it.
+    attends: ClassVar[bool] = False
 
 
 class MLP(BlockKind, frozen=True, kw_only=True):

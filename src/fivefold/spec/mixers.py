@@ -20,6 +20,7 @@ class GroupedQueryAttention(Mixer, frozen=True, kw_only=True, tag="attention"):
 
     place = "attention"
     module = "fivefold.model.attention:Attention"
+    cp = attends = True
 
     window: Annotated[int, within(0, TOKENS)] = 0  # keys that a query sees, its own the last; 0: all before it
 
@@ -54,6 +55,7 @@ class MultiHeadLatentAttention(Mixer, frozen=True, kw_only=True, tag="mla"):
 
     place = "attention"
     module = "fivefold.model.attention:LatentAttention"
+    cp = attends = True
 
     def problems(self, spec: "ModelSpec") -> list[str]:
         return [] if spec.mla else ["model.pattern has mla, and model.mla has no numbers for it"]

@@ -62,8 +62,8 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def attends(self) -> bool:
-        """Whether it has attention, of either kind."""
-        return isinstance(self.mixer, GroupedQueryAttention | MultiHeadLatentAttention)
+        """Whether it has attention, of any kind."""
+        return self.mixer is not None and self.mixer.attends
 
 
 KINDS: dict[str, Registry[Any]] = {

@@ -272,15 +272,15 @@ def digest() -> str:
 
 @cache
 def _source_digest(module: str) -> str:
-    """Of a module's file; of one in a package, of all files of that package: it may import the others."""
-    package = module.partition(".")[0]
-    file, home = (getattr(sys.modules.get(name), "__file__", None) or "" for name in (module, package))
+    """Of a module's file; of one in a package, with or without an __init__.py, of all files of that package: it may
+    import the others."""
+    file = getattr(sys.modules.get(module), "__file__", None)
     if not file:
         return ""
-    inside = Path(home).name == "__init__.py"
-    root = Path(home if inside else file).parent
+    roots = [Path(root) for root in getattr(sys.modules.get(module.partition(".")[0]), "__path__", ())]
+    files = [(root, path) for root in roots for path in sorted(root.rglob("*.py"))] or [(Path(file).parent, Path(file))]
     sha256 = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")) if inside else [Path(file)]:
+    for root, path in files:
         text = path.read_bytes()
         sha256.update(f"{path.relative_to(root).as_posix()} {len(text)}\n".encode() + text)
     return sha256.hexdigest()

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 class GatedConv(Mixer, frozen=True, kw_only=True, tag="fivefold_gated_conv:GatedConv"):
     place = "conv"
     module = "fivefold_gated_conv.layer:GatedConvLayer"
-    cp = False  # a token reads those before it, which other ranks would have
 
     taps: int = 3  # tokens that each output reads, its own the last
 
