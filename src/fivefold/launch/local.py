@@ -473,11 +473,15 @@ class Launcher:
             self.say(f"stopped by {signal_name(self.stop_signal)}; no step was saved since")
         reported = first.code in (-self.stop_signal, 2)  # in the line above, or by the rank itself: bad input
         to_report = [] if reported else [first]
-        if first.kind in ("hung", "stopped"):
+        only_waited = len(ends) > 1 and all(end.doubt == 3 for end in ends)
+        if only_waited:
+            self.say("all ranks only waited for others, so none is to blame by itself")
+            to_report = ends
+        elif first.kind in ("hung", "stopped"):
             to_report = [end for end in ends if (end.kind, end.doubt) == (first.kind, first.doubt)]
         for end in to_report:
             where = f" ({self.arrangement.place(end.rank)})" if self.arrangement.place(end.rank) else ""
-            self.say(f"rank {end.rank}{where} {end.how}")
+            self.say(f"rank {end.rank}{where} {end.waited if only_waited else end.how}")
             if end.crash:
                 self.say(end.crash)
         code = next((end.code for end in ends if end.code > 0 and end.code != PeerLost.code), 1)
