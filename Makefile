@@ -79,9 +79,10 @@ extras-test: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[s3-test]"
 	$(KEEP) extras $(BIN)/python -m pytest -vv --no-header tests/extras
 
-# What CUDA and NCCL prove, on one GPU that ranks share: under ten minutes on an H200 with 16 cores.
+# What CUDA and NCCL prove, on one GPU that ranks share: under ten minutes on an H200 with 16 cores. -rP
+# shows what tests print: seconds, and who was named.
 gpu-test: install
-	$(KEEP) gpu $(BIN)/python -m pytest -n 6 -vv --no-header --durations=15 tests/gpu
+	$(KEEP) gpu $(BIN)/python -m pytest -n 7 -vv -rP --no-header --durations=15 tests/gpu
 
 # Random faults against small runs, from seeds: make soak SEEDS=1-100 JOBS=4
 SEEDS ?= 1-5

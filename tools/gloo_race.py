@@ -101,11 +101,18 @@ def _watched(seconds: float, one: bool) -> Seen:
                 if rank.is_alive():
                     rank.kill()
                     rank.join()
+    return _judged(codes, rounds.value, took)
+
+
+def _judged(codes: list[int | None], rounds: int, seconds: float) -> Seen:
+    """What the exit codes of the ranks mean; None: it did not end."""
     died = [f"rank {number} of {signal_name(-code)}" for number, code in enumerate(codes) if code and code < 0]
     wrong = [f"rank {number} failed with exit code {code}" for number, code in enumerate(codes) if code and code > 0]
     if not died:  # else the other may well wait for it
         wrong += [f"rank {number} hung" for number, code in enumerate(codes) if code is None]
-    return Seen(rounds.value, took, died, wrong)
+    if not (rounds or died or wrong):  # a rank takes every error for the other's end
+        wrong.append("no round was made")
+    return Seen(rounds, seconds, died, wrong)
 
 
 def _rank(number: int, store: str, seconds: float, one: bool, rounds: Any, begun: Any) -> None:

@@ -63,7 +63,11 @@ def test_a_rank_that_hangs_is_named_and_the_others_say_what_nccl_has_not_finishe
 def test_a_rank_that_skips_a_collective_is_told_apart_by_what_nccl_has_not_finished(tmp_path: Path) -> None:
     """Rank 1 leaves out the sum of the gradient norm in step 3: both ranks wait, for different things."""
     done = faulty(tmp_path, "skip@rank=1,step=3", layout="dp=2", nproc=2)
-    assert done.code != 0
+    assert done.code == 1, done.output
+    assert "all ranks only waited for others, so none is to blame by itself" in done.said
+    for rank in (0, 1):
+        assert f"rank {rank} (dp {rank}) waited: rank {rank} has not moved for" in done.said
+    assert "failed with" not in done.said
     unfinished = re.findall(r"NCCL has not finished (.*)", done.output)
     assert len(set(unfinished)) == 2, done.output
     assert done.after < 45
@@ -75,6 +79,7 @@ def test_a_sum_of_another_shape_names_both_ranks(tmp_path: Path) -> None:
     assert "on rank 0" in done.said
     assert "on rank 1" in done.said
     assert "collective" in done.said
+    assert done.after < 45
 
 
 def test_a_signal_to_one_rank_saves_and_ends_all(tmp_path: Path) -> None:

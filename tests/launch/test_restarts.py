@@ -3,7 +3,8 @@
 import pytest
 
 from fivefold.launch.exits import End
-from fivefold.launch.local import LONGEST, Restarts
+from fivefold.launch.local import LONGEST, Arrangement, Launcher, Restarts
+from fivefold.support.errors import PeerLost
 
 
 def failure(step: int, error: str = "SIGKILL", rank: int = 1) -> End:
@@ -61,3 +62,31 @@ def test_places_are_tried_of_ranks_that_no_peer_explains() -> None:
     assert all(end.accused for end in gone)
     explained = [End(4, "returned"), End(5, "died", "exit code 3", code=3), End(6, "died", "exit code 2", code=2)]
     assert not any(end.accused for end in [*explained, End(7, "died", "exit code 143", code=143)])
+
+
+def outcome(*ends: End) -> tuple[list[str], tuple[int, End | None]]:
+    said: list[str] = []
+    arrangement = Arrangement(len(ends), lambda rank: f"dp {rank}")
+    launcher = Launcher("module:function", arrangement, "stopping", say=said.append)
+    return said, launcher._outcome(list(ends))
+
+
+def test_where_all_ranks_only_waited_each_says_for_what_and_none_is_blamed() -> None:
+    """As after a collective that one of them left out: its call is another one, and neither is known to be wrong."""
+    silent = "rank 0 has not moved for 15 s in step 3; NCCL has not finished all_reduce of [3] Double, call 5"
+    lost = repr(PeerLost("step 3: rank 1 (dp 1): the loss waited 12.0 s for rank 0 (dp): it gave no sign"))
+    waits = 'most recent call first):\n  File "/x/torch/distributed/distributed_c10d.py", line 3 in barrier'
+    ended = {"error": "exit code 3", "code": PeerLost.code, "place": "step 3"}
+    ends = [End(0, "died", cause=silent, **ended), End(1, "died", cause=lost, **ended)]
+    said, (code, failure) = outcome(*ends, End(2, "stopped", stack=waits, last="it last moved 17 s ago, in step 3"))
+    assert said == [
+        "all ranks only waited for others, so none is to blame by itself",
+        f"rank 0 (dp 0) waited: {silent}",
+        "rank 1 (dp 1) waited: step 3: rank 1 (dp 1): the loss waited 12.0 s for rank 0 (dp): it gave no sign",
+        "rank 2 (dp 2) did not end with the others; it last moved 17 s ago, in step 3; "
+        "it is in /x/torch/distributed/distributed_c10d.py, line 3",
+    ]
+    assert code == 1
+    assert failure is not None  # another start may help
+    one = End(2, "died", "exit code 1", code=1, place="step 3")
+    assert outcome(*ends, one)[0] == ["rank 2 (dp 2) failed with exit code 1 in step 3"]

@@ -3,11 +3,15 @@
 import json
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
 from fivefold.launch import heartbeat
+from fivefold.launch.exits import End
+from fivefold.launch.processes import Processes
 from fivefold.launch.waits import timed_wait, waits_there
+from fivefold.support.errors import PeerLost
 
 ENTRY = {
     "process_group": ["0", "default_pg"], "profiling_name": "nccl:all_reduce", "collective_seq_id": 5, "p2p_seq_id": 0,
@@ -41,3 +45,18 @@ def test_a_wait_for_the_device_is_a_wait_for_others() -> None:
     assert line
     assert not waits_there(__file__, 1)
     assert waits_there("/site-packages/torch/autograd/graph.py", 1)
+
+
+def test_a_rank_leaves_its_words_where_its_launcher_reads_why_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher names them, where all ranks only waited; under torchrun and Slurm nobody would read them."""
+    monkeypatch.delenv(heartbeat.STACK, raising=False)
+    heartbeat._tell_the_launcher("nobody reads this")
+    monkeypatch.setenv(heartbeat.STACK, str(tmp_path / "1.stack"))
+    told(monkeypatch, [ENTRY])
+    heartbeat._tell_the_launcher("rank 1 has not moved for 15 s in step 3")
+    heartbeat._say_what_nccl_does(1)
+    said = Processes(2, tmp_path).text("1.cause")
+    assert said.startswith("rank 1 has not moved for 15 s in step 3; NCCL has not finished all_reduce of [3] Double")
+    assert End(1, "died", "exit code 3", code=PeerLost.code, cause=said).waited == f"waited: {said}"

@@ -94,9 +94,11 @@ def train(
 
       fivefold train job.toml --check
     """
+    from fivefold.clusters.machines import check_sharing_there
     from fivefold.job.config import to_toml
+    from fivefold.launch.local import check_sharing
     from fivefold.launch.world import current_world, wait_for_the_others
-    from fivefold.trainer.start import check_sharing, job_and_start
+    from fivefold.trainer.start import job_and_start
 
     path, changes = split(job)
     world = current_world()
@@ -109,7 +111,9 @@ def train(
         resolved, world = _arranged(full_job, ranks, world) if elastic else (full_job, world)
         elsewhere = check and resolved.run.cluster and ranks == 1  # a job for a cluster is checked on any machine
         sources = _sources(resolved, resolved.layout.world if elastic or elsewhere else ranks, world)
-    check_sharing(resolved, nproc)
+    if elsewhere:
+        check_sharing_there(resolved)
+    check_sharing(resolved.train, nproc)
     if not world.joined:  # else rank 0 checks it for all
         start.checked(resolved, sources)
     if check:

@@ -6,6 +6,7 @@ import msgspec
 
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import Job
+from fivefold.launch.local import sharing_problem
 from fivefold.layout.layout import Layout
 from fivefold.support.errors import UserError
 from fivefold.support.text import counted, divisors, either
@@ -63,6 +64,22 @@ def choose_machines(
     notes = (of_cluster.notes if of_cluster else ()) + _note_tp_crosses_nodes(job.layout, wanted)
     resized = _resized_cluster(of_cluster.cluster, wanted) if of_cluster and of_cluster.cluster else None
     return replace(wanted, notes=notes, cluster=resized)
+
+
+def sharing_problem_there(job: Job, machines: Machines) -> str | None:
+    """Why `train.share_gpu=nccl` cannot be on these machines: what their ranks would say."""
+    gpus = machines.per_node if machines.gpus else 0
+    return sharing_problem(job.train, gpus, machines.per_node, apart=machines.nodes > 1)
+
+
+def check_sharing_there(job: Job) -> None:
+    """Raises UserError for that problem on the job's own run.cluster, of which it may use a part."""
+    if job.train.share_gpu != "nccl":
+        return
+    whole, world = _read_cluster(job.run.cluster, "run.cluster", None), job.layout.world
+    used = Machines(-(-world // whole.per_node), min(world, whole.per_node), whole.gpus and job.train.device != "cpu")
+    if problem := sharing_problem_there(job, used):
+        raise UserError(problem)
 
 
 def fewest_nodes(job: Job, wanted: Machines) -> int:

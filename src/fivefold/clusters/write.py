@@ -10,7 +10,7 @@ from typing import Any
 
 from fivefold.clusters import kubernetes, slurm, ssh, torchrun
 from fivefold.clusters.deployment import Deployment
-from fivefold.clusters.machines import Machines, choose_machines, fewest_nodes
+from fivefold.clusters.machines import Machines, choose_machines, fewest_nodes, sharing_problem_there
 from fivefold.clusters.options import KINDS, LaunchOptions
 from fivefold.clusters.quoting import quote_command, quote_path, yaml_documents
 from fivefold.job.config import Job, read_job
@@ -154,6 +154,8 @@ def check_deployment(
     if options.submit and needs_data(job):
         empty = f"--submit: data.path is not filled in, and ranks would refuse {job.model.name} without it"
         problems.append(Problem("data.path.missing", empty))
+    if sharing := sharing_problem_there(job, machines):
+        problems.append(sharing)
     if problems:
         raise UserError(problems)
     step_seconds, planner_notes = _plan_step(job, machines)

@@ -15,7 +15,7 @@ from fivefold.data.integrity import check_file
 from fivefold.data.tokenizer import ByteTokenizer, end_tokens, load_tokenizer
 from fivefold.job.config import Job, TrainConfig
 from fivefold.launch import processes
-from fivefold.launch.local import sharing_problem, visible_gpus
+from fivefold.launch.local import check_sharing
 from fivefold.layout.layout import Layout
 from fivefold.spec.hf import END_NAMED_IN
 from fivefold.support.errors import UserError
@@ -217,9 +217,10 @@ def _check(request: Request, job: Job, prompts: list[list[int]]) -> None:
             f"{kind.name} of {job.model.name} keeps nothing of earlier tokens, so it cannot go on from them"
         )
     problems += job.layout.problems(job.model, seq=job.data.seq, batch=job.layout.microbatches)
-    gpus = 0 if request.device == "cpu" else visible_gpus()
-    if problem := sharing_problem(job.train, gpus, job.layout.world):
-        problems.append(problem.replace("train.share_gpu=", "--share-gpu "))
+    try:
+        check_sharing(job.train, job.layout.world)
+    except UserError as error:
+        problems += [problem.replace("train.share_gpu=", "--share-gpu ") for problem in error.problems]
     limits = {"--count": within(1, 10_000_000), "--timeout": within(0.001, SECONDS)}
     given = {"--count": request.count, "--timeout": request.timeout}
     problems += filter(None, (misfit(name, given[name], allowed) for name, allowed in limits.items()))

@@ -7,16 +7,19 @@ import time
 import warnings
 from collections.abc import Set
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fivefold.cost.model_state import host_memory, memory_problems
 from fivefold.hardware.accelerators import find_accelerator
 from fivefold.job.config import Job, TrainConfig
-from fivefold.launch.local import SHARING, sharing_problem
+from fivefold.launch.local import SHARING, owning_problem, sharing_problem
 from fivefold.launch.world import World
 from fivefold.support.errors import UserError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 DEFAULTS = TrainConfig()
@@ -50,12 +53,40 @@ def choose_backend(
     if problem := sharing_problem(config, gpus, local_ranks, apart):
         raise UserError(problem)
     if config.share_gpu == "nccl" and local_ranks > 1:
-        os.environ.update(NCCL_HOSTID=f"{SHARING}{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+        # "=": this interface, and not all whose names begin so.
+        os.environ.update(NCCL_HOSTID=f"{SHARING}{rank}", NCCL_SOCKET_IFNAME="=lo", NCCL_IB_DISABLE="1")
     elif not 0 < local_ranks <= gpus:
         return "gloo"
     # `launch.heartbeat` says in a line what NCCL has not finished; a dump takes a page, and holds up the end of a rank.
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     return "nccl"
+
+
+def check_shared_gpu(config: TrainConfig, device: torch.device, world: World) -> None:
+    """Collective, of ranks that have joined: refuse `train.share_gpu=nccl` where each of them has a GPU of its own.
+
+    Before it joins, a rank counts the GPUs that it sees; under Slurm's --gpus-per-task=1 each rank sees another one.
+    """
+    if config.share_gpu != "nccl" or world.size == 1:
+        return
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's types do not know all that it has
+    gpus = gpus_of_ranks(_get_default_store(), world.rank, world.size, str(properties.uuid))
+    if len(set(gpus)) == world.size:
+        problem = owning_problem(world.size, world.size)
+        raise UserError([problem] if world.rank == 0 else [])  # all ranks raise it: one says it
+
+
+def gpus_of_ranks(store: "Store", rank: int, size: int, gpu: str) -> list[str]:
+    """Collective: the GPU of each rank. Rank 0, with which the store may end, returns last."""
+    store.set(f"GPU of rank {rank}", gpu)
+    gpus = [store.get(f"GPU of rank {peer}").decode() for peer in range(size)]
+    if store.add("GPUs are known", 1) == size:
+        store.set("GPUs are known to all", "")
+    if rank == 0:
+        store.wait(["GPUs are known to all"])
+    return gpus
 
 
 def check_memory(job: Job, device: torch.device, world: World) -> None:

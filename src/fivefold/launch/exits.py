@@ -16,6 +16,7 @@ _GONE = re.compile(
 )
 _SILENT = re.compile(r"[Tt]imed? ?out")
 _INNERMOST = re.compile(r'most recent call first.*\n +File "(.+)", line (\d+)')
+_LOST = re.compile(PeerLost.__name__ + r"""\((['"])(.*)\1\)""", re.DOTALL)  # its repr
 _NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+(\.\d+)?(e[+-]?\d+)?")
 _COMMAND_LINE = re.compile(r' +File ".*/(typer|click)/')
 # Signals that ask a run to stop: from a scheduler, from Slurm's --signal, from a closed terminal, from Ctrl-C.
@@ -68,7 +69,7 @@ class End:
     output: str = ""
     last: str = ""  # when and where it last moved: "it last moved 601 s ago, in step 4"
     place: str = ""  # where it died: "step 4"
-    cause: str = ""  # the exception that an exit code stands for
+    cause: str = ""  # the exception that an exit code stands for, or what the rank said of its silence
     paused: bool = False  # held by SIGSTOP or a debugger when it gave no sign
 
     @property
@@ -115,6 +116,13 @@ class End:
         threads = self.stack.split("\n\n") if self.kind == "died" else []
         current = (thread for thread in threads if thread.startswith("Current thread"))
         return _COMMAND_LINE.split(next(current, ""))[0].rstrip()
+
+    @property
+    def waited(self) -> str:
+        """What a rank did that only waited, in its own words, to follow its name: 'waited: step 4: rank 0 ...'."""
+        lost = _LOST.fullmatch(self.cause)
+        said = lost[2] if lost else self.cause
+        return f"waited: {said}" if said else self.how
 
     @property
     def how(self) -> str:

@@ -22,7 +22,7 @@ import threading
 import time
 import traceback
 from collections.abc import Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ from fivefold.launch.waits import waits_there
 from fivefold.support.errors import PeerLost, TrainingError
 
 BEATS = "FIVEFOLD_BEATS"  # the file that ranks and launcher share
+STACK = "FIVEFOLD_STACK"  # names the file into which faulthandler writes; a rank says why it ends in .cause beside it
 LONG = 3600.0  # seconds that building a model and compiling its first step may take without a beat
 _SLOT = struct.Struct("=Qd120s120s")  # count, seconds that may pass without a beat, the main thread's place, others'
 _LIMIT, _PLACES = 8, (16, 136)  # offsets of the limit, and of the two places
@@ -179,6 +180,7 @@ def _end(rank: int, sentence: str) -> None:
         traceback.print_stack(frame)
     code = PeerLost.code if waits_there(main.f_code.co_filename, main.f_lineno) else TrainingError.code
     print(f"error: {sentence}", file=sys.stderr, flush=True)
+    _tell_the_launcher(sentence)
     # CUDA is asked next, in a thread that is left behind if CUDA itself hangs. If it hangs with the GIL held, a timer
     # that does not need the GIL ends the process, though not with this code.
     faulthandler.dump_traceback_later(3 * _ASKING, exit=True)
@@ -191,6 +193,14 @@ def _end(rank: int, sentence: str) -> None:
 def _say_what_nccl_does(rank: int) -> None:
     if device := _on_the_device():
         print(f"rank {rank}: {device}", file=sys.stderr, flush=True)
+        _tell_the_launcher(f"; {device}")
+
+
+def _tell_the_launcher(words: str) -> None:
+    """Add words to the cause that our launcher reads once this process has ended. Other launchers have no such file."""
+    if stack := os.environ.get(STACK):
+        with suppress(OSError), Path(stack).with_suffix(".cause").open("a") as file:
+            file.write(words)
 
 
 def _on_the_device() -> str:

@@ -4,6 +4,7 @@ It replaces torchrun, which answers Ctrl-C and a lost rank with pages of text: h
 one line, the others get a moment to print what they know, and none is left behind.
 """
 
+import math
 import os
 import re
 import runpy
@@ -174,24 +175,63 @@ def gpus_here() -> list[str]:
 def visible_gpus(env: Mapping[str, str] = os.environ, gpus: int | None = None) -> int:
     """How many of this machine's `gpus` CUDA will show to a process."""
     total, visible = len(gpus_here()) if gpus is None else gpus, env.get("CUDA_VISIBLE_DEVICES")
-    return total if visible is None else min(total, len(list(filter(None, visible.split(",")))))
+    if visible is None:
+        return total
+    names = [name.strip() for name in visible.split(",")]
+    # CUDA shows those before the first that is no GPU: "-1", "NoDevFiles" (which Slurm sets), "" or "9" of eight. If
+    # one comes twice, it shows none.
+    ends = (n for n, name in enumerate(names) if not (name.startswith(("GPU-", "MIG-")) or _index(name) < total))
+    shown = names[: next(ends, len(names))]
+    return min(total, len(shown)) if len(set(shown)) == len(shown) else 0
 
 
-def sharing_problem(config: TrainConfig, gpus: int, local_ranks: int, apart: bool = False) -> str | None:
+def _index(name: str) -> float:
+    return int(name) if name.isascii() and name.isdecimal() else math.inf
+
+
+def gpus_to_share(config: TrainConfig) -> int:
+    """How many GPUs of this machine ranks can have. Where its driver lists none (in some containers), torch is asked in
+    a process of its own, since this one may have to fork the ranks: it takes seconds."""
+    if config.device == "cpu":
+        return 0
+    with suppress(OSError, ValueError, subprocess.SubprocessError):
+        ask = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+        return visible_gpus() or int(subprocess.run(ask, capture_output=True, text=True, timeout=_PATIENCE).stdout)
+    return 0
+
+
+_SHARING = "train.share_gpu=nccl lets ranks of one machine share its GPUs"
+
+
+def sharing_problem(config: TrainConfig, gpus: int, local_ranks: int, apart: bool = False) -> Problem | None:
     """Why `train.share_gpu=nccl` cannot be, with so many GPUs for the ranks of a node; None when it can."""
-    if config.share_gpu != "nccl" or local_ranks == 1:
+    if config.share_gpu != "nccl":
         return None
-    what = "train.share_gpu=nccl lets ranks of one machine share its GPUs"
-    if not gpus:
-        return Problem("train.share_gpu.cpu", f"{what}, and these compute on the CPU; nearest: train.share_gpu=gloo")
     if apart:
         slow = "these may be on several machines, between which it would slow NCCL down; leave it out"
-        return Problem("train.share_gpu.machines", f"{what}, and {slow}")
-    if local_ranks <= gpus:
-        why = "it makes each rank a host of its own for NCCL, without NVLink and shared memory"
-        own = f"each of these {local_ranks} has one of its own ({gpus} here): {why}; leave it out"
-        return Problem("train.share_gpu.own", f"{what}, and {own}")
-    return None
+        return Problem("train.share_gpu.machines", f"{_SHARING}, and {slow}")
+    if local_ranks == 1:
+        return None
+    if config.device == "mixed":
+        beyond = "with train.device=mixed those beyond the GPUs compute on the CPU; nearest: train.device=cuda"
+        return Problem("train.share_gpu.mixed", f"{_SHARING}, and {beyond}")
+    if not gpus:
+        cpu = "these compute on the CPU; nearest: train.share_gpu=gloo"
+        return Problem("train.share_gpu.cpu", f"{_SHARING}, and {cpu}")
+    return owning_problem(local_ranks, gpus) if local_ranks <= gpus else None
+
+
+def owning_problem(ranks: int, gpus: int) -> Problem:
+    """What is wrong with `train.share_gpu=nccl` where no rank shares its GPU."""
+    why = "it makes each rank a host of its own for NCCL, without NVLink and shared memory"
+    own = f"each of these {ranks} has one of its own ({gpus} here): {why}; leave it out"
+    return Problem("train.share_gpu.own", f"{_SHARING}, and {own}")
+
+
+def check_sharing(config: TrainConfig, ranks: int) -> None:
+    """Raises UserError if so many ranks, started here, cannot share this machine's GPUs as the job asks."""
+    if config.share_gpu == "nccl" and ranks > 1 and (p := sharing_problem(config, gpus_to_share(config), ranks)):
+        raise UserError(p)
 
 
 # ---- local ----------------------------------------------------------------------------------------------------------
@@ -433,11 +473,15 @@ class Launcher:
             self.say(f"stopped by {signal_name(self.stop_signal)}; no step was saved since")
         reported = first.code in (-self.stop_signal, 2)  # in the line above, or by the rank itself: bad input
         to_report = [] if reported else [first]
-        if first.kind in ("hung", "stopped"):
+        only_waited = len(ends) > 1 and all(end.doubt == 3 for end in ends)
+        if only_waited:
+            self.say("all ranks only waited for others, so none is to blame by itself")
+            to_report = ends
+        elif first.kind in ("hung", "stopped"):
             to_report = [end for end in ends if (end.kind, end.doubt) == (first.kind, first.doubt)]
         for end in to_report:
             where = f" ({self.arrangement.place(end.rank)})" if self.arrangement.place(end.rank) else ""
-            self.say(f"rank {end.rank}{where} {end.how}")
+            self.say(f"rank {end.rank}{where} {end.waited if only_waited else end.how}")
             if end.crash:
                 self.say(end.crash)
         code = next((end.code for end in ends if end.code > 0 and end.code != PeerLost.code), 1)

@@ -20,11 +20,11 @@ from datetime import datetime
 from pathlib import Path
 
 from fivefold.launch import tee
+from fivefold.launch.heartbeat import STACK
 from fivefold.launch.world import World
 from fivefold.support.files import open_regular
 
 LIVES = "FIVEFOLD_LOGGING"  # names a file that is locked as long as a log is written; the launcher waits for the lock
-STACK = "FIVEFOLD_STACK"  # names the file into which faulthandler writes
 MOST = 64 << 20  # bytes of the log of one start
 _PATIENCE = 5.0  # seconds for the last lines to be copied
 _ends: list[Callable[[], None]] = []

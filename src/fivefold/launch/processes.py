@@ -31,9 +31,8 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 from fivefold.launch.exits import STOPPING, End, signal_name
-from fivefold.launch.heartbeat import BEATS, Board
+from fivefold.launch.heartbeat import BEATS, STACK, Board
 from fivefold.launch.host import cores, keep_freed_memory
-from fivefold.launch.logs import STACK
 from fivefold.launch.rendezvous import Rendezvous
 from fivefold.launch.world import HERE, World, join
 from fivefold.support import plugins

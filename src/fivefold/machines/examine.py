@@ -15,6 +15,7 @@ from fivefold.launch import world as worlds
 from fivefold.launch.device import (
     DTYPES,
     bind,
+    check_shared_gpu,
     choose_backend,
     choose_device,
     make_repeatable,
@@ -141,9 +142,11 @@ def launched_rank_reports(job: Job, world: worlds.World) -> list[RankReport]:
     bind(device, world)
     with heartbeat.watched(job.train.timeout, world.rank, world.size):
         proof = claim(job, "", world, PURPOSE)
-        backend = choose_backend(device, world.local_size, job.train, world.rank, world.apart)
+        apart = world.apart and world.size > 1
+        backend = choose_backend(device, world.local_size, job.train, world.rank, apart)
         worlds.join(world, backend, job.train.timeout, proof)
         try:
+            check_shared_gpu(job.train, device, world)
             mesh = Mesh.of_job(job, device, job.train.timeout)
             report = examine(job, mesh, world.local_rank == 0)
             return gather_values(report, RankReport, mesh.world.group) if world.size > 1 else [report]

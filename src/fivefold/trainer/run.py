@@ -25,7 +25,15 @@ from fivefold.job.config import Job
 from fivefold.job.resume_rules import MEANT, Change, bends
 from fivefold.launch import heartbeat, logs
 from fivefold.launch import world as worlds
-from fivefold.launch.device import bind, check_bfloat16, check_memory, choose_backend, choose_device, make_repeatable
+from fivefold.launch.device import (
+    bind,
+    check_bfloat16,
+    check_memory,
+    check_shared_gpu,
+    choose_backend,
+    choose_device,
+    make_repeatable,
+)
 from fivefold.launch.exits import lost_peer
 from fivefold.launch.handshake import claim, ranks_text, short
 from fivefold.launch.world import tell_spares
@@ -153,10 +161,12 @@ def _run_job(
     check_memory(job, device, world)
     make_repeatable(job.train)
     proof = claim(job, sources.fingerprint, world) if world.joined else None
-    backend = choose_backend(device, world.local_size, job.train, world.rank, world.apart)
+    apart = world.apart and world.size > 1
+    backend = choose_backend(device, world.local_size, job.train, world.rank, apart)
     worlds.join(world, backend, job.train.timeout, proof)
     with ExitStack() as leaving:
         leaving.callback(worlds.leave, world)
+        check_shared_gpu(job.train, device, world)
         run = _RankRun(job, sources, world, console, Mesh.of_job(job, device, job.train.timeout))
         run.enter_directory(start, leaving)
         run.make_trainer(leaving)

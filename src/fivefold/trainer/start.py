@@ -14,7 +14,7 @@ from fivefold.job.preflight import preflight
 from fivefold.launch import faults, processes
 from fivefold.launch.exits import INTERRUPTED
 from fivefold.launch.host import keep_freed_memory
-from fivefold.launch.local import Arrangement, Launcher, sharing_problem, visible_gpus
+from fivefold.launch.local import Arrangement, Launcher, check_sharing
 from fivefold.launch.world import World, current_world
 from fivefold.support.errors import TrainingError, UserError
 from fivefold.support.parsing import path_of
@@ -60,7 +60,7 @@ def train(
     sources = preflight(resolved, ranks)
     if resolved.checkpoint.url:
         reach(resolved.checkpoint.url)
-    check_sharing(resolved, ranks)
+    check_sharing(resolved.train, ranks)
     start.checked(resolved, sources)
     keep_freed_memory()
     with ExitStack() as stack:
@@ -111,14 +111,6 @@ def check_ranks(nproc: int | None, world: World) -> None:
 def check_restarts(restarts: int) -> None:
     if restarts < 0:
         raise UserError(f"--restarts {restarts} must not be negative; nearest: --restarts 0", "option.range")
-
-
-def check_sharing(job: Job, nproc: int) -> None:
-    """Raises UserError if the ranks cannot share this machine's GPUs as the job asks."""
-    gpus = 0 if job.train.device == "cpu" else visible_gpus()
-    known = gpus or job.train.device == "cpu"  # else the ranks check, which can ask torch
-    if nproc > 1 and known and (problem := sharing_problem(job.train, gpus, nproc)):
-        raise UserError(problem)
 
 
 # ---- trace ----------------------------------------------------------------------------------------------------------

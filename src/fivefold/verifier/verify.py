@@ -31,6 +31,7 @@ from fivefold.cost.traffic import expected_traffic as step_traffic
 from fivefold.job.config import Job, read_job
 from fivefold.job.preflight import open_data, preflight
 from fivefold.launch import processes
+from fivefold.launch.local import check_sharing
 from fivefold.layout.layout import Layout
 from fivefold.layout.rank_part import RankCoords
 from fivefold.layout.stages import schedule_of
@@ -123,12 +124,20 @@ def verify(
         open_data(job, problems)
     if problems:
         raise UserError(problems)
+    _check_sharing(job, world if everything else job.layout.world)
     all_of_them = all_cases(job, world, deepen, fixed_keys) if everything else [LayoutCase(job, "")]
     cases = all_of_them if sample is None else pairwise(all_of_them, sample)
     verdicts = _judge_all(cases * repeat, jobs, timeout, hook, progress, persistent=repeat > 1 or device == "cuda")
     if len(all_of_them) == repeat == 1:
         return VerifyResult(verdicts)
     return VerifyResult(verdicts, len(all_of_them) * repeat, pair_coverage(cases, all_of_them))
+
+
+def _check_sharing(job: Job, world: int) -> None:
+    if (job.train.share_gpu, job.train.device) == ("nccl", "cpu"):
+        forgotten = "train.share_gpu=nccl is for ranks that share a GPU, and --device is cpu; give --device cuda"
+        raise UserError(forgotten, "train.share_gpu.cpu")
+    check_sharing(job.train, world)
 
 
 def _optimizer(changes: Sequence[str]) -> dict[str, float]:
