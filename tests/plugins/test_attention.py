@@ -4,8 +4,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import fivefold as ff
+from fivefold.model.decoder import Decoder
 from fivefold.support import plugins
 
 KIND = """
@@ -65,6 +67,27 @@ def package(tmp_path: Path, forgotten: None) -> Path:
 def test_under_cp_it_computes_and_sends_what_is_planned(package: Path, layout: str) -> None:
     result = ff.verify(layout, MODEL)
     assert result.ok, str(result)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            ("self.o = Linear(width, ", "self.o = Linear(width + 1, "),
+            "has o.weight of shape [",
+        ),
+        (("self.o = Linear", "self.out = Linear"), "has no parameter o.weight, which its operations read"),
+        (("class PlainLayer", "class Other"), "could not be made: AttributeError"),
+        (("(nn.Module)", ""), "gave a PlainLayer, and not a torch.nn.Module"),
+    ],
+)
+def test_a_module_unlike_its_kind_is_a_sentence(package: Path, change: tuple[str, str], said: str) -> None:
+    (package / "layer.py").write_text(LAYER.replace(*change))
+    spec = ff.read_job(None, MODEL).model
+    with torch.device("meta"), pytest.raises(ff.UserError) as error:
+        Decoder(spec)
+    assert said in str(error.value)
+    assert "plugin.protocol" in error.value.codes
 
 
 def test_a_package_without_an_init_is_digested_with_all_its_files(package: Path) -> None:

@@ -3,7 +3,7 @@
 Shapes: B batch, S sequence, E hidden, H heads, K kv heads, D head dim, F feed-forward, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,8 @@ from fivefold.model.recompute import recomputed
 from fivefold.model.rope import Rotation, rope_cache
 from fivefold.spec.kinds import BlockKind
 from fivefold.spec.model import ModelSpec
-from fivefold.support.plugins import named
+from fivefold.support.errors import Problem, UserError
+from fivefold.support.plugins import is_plugin, named
 
 NO_RECOMPUTE = recomputed("none")
 
@@ -70,10 +71,42 @@ def _compiled_run(recompute: Recompute, ops: LocalOps) -> Callable[..., Tensor]:
     return compiled(recomputed(recompute, compile=True))
 
 
-def branch(kind: BlockKind, spec: ModelSpec, ops: LocalOps) -> nn.Module:
+def branch(kind: BlockKind, spec: ModelSpec, ops: LocalOps, layer: int) -> nn.Module:
     """The module that computes a kind: the class that the kind names, which is its author's code as the kind is."""
-    make: Callable[..., nn.Module] = named(kind.module)
-    return make(kind, spec, ops)
+    if not is_plugin(kind.name):
+        return named(kind.module)(kind, spec, ops)
+    try:
+        module = named(kind.module)(kind, spec, ops)
+    except Exception as error:
+        raise UserError(_protocol(kind, f"could not be made: {type(error).__name__}: {error}")) from error
+    if not isinstance(module, nn.Module):
+        raise UserError(_protocol(kind, f"gave a {type(module).__name__}, and not a torch.nn.Module"))
+    if wrong := "; ".join(_unlike(kind, spec, layer, module)):
+        raise UserError(_protocol(kind, wrong))
+    return module
+
+
+def _protocol(kind: BlockKind, what: str) -> Problem:
+    return Problem("plugin.protocol", f"{kind.module} of {kind.name} {what}")
+
+
+def _unlike(kind: BlockKind, spec: ModelSpec, layer: int, module: nn.Module) -> Iterator[str]:
+    """What differs between a module's parameters and those that its kind's operations read."""
+    within = f"layers.{layer}.{kind.place}."
+    described: dict[str, tuple[int, ...]] = {}
+    for parameter in kind.parameters(spec, layer):
+        name = parameter.name.removeprefix(within)
+        if name in described:
+            yield f"is described with {name} twice"
+        described[name] = parameter.shape
+    made = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    for name in described.keys() - made.keys():
+        yield f"has no parameter {name}, which its operations read"
+    for name in made.keys() - described.keys():
+        yield f"has a parameter {name} that none of its operations reads"
+    for name in described.keys() & made.keys():
+        if described[name] != made[name]:
+            yield f"has {name} of shape {list(made[name])}, where its operations read {list(described[name])}"
 
 
 class Block(nn.Module):
@@ -98,7 +131,7 @@ class Block(nn.Module):
         self.mlp_place = self.kinds.mlp.place if self.kinds.mlp else None
         for kind in self.kinds.branches:
             self.add_module(f"{kind.place}_norm", norm(spec, spec.hidden))
-            self.add_module(kind.place, branch(kind, spec, ops))
+            self.add_module(kind.place, branch(kind, spec, ops, layer))
             self.add_module(f"{kind.place}_dropout", Dropout(spec.dropout, seed, f"layers.{layer}.{kind.place}"))
         if isinstance(mixture := self.mlp_module, MoE):
             mixture.balance = balance

@@ -23,6 +23,7 @@ from fivefold.losses.base import Loss, Words
 from fivefold.losses.cross_entropy import PLAIN
 from fivefold.model.compiler import compiled
 from fivefold.model.layers import accum_dtype
+from fivefold.support.errors import Problem, UserError
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,10 @@ class LinearCrossEntropy(Function):
             words = Words(column, is_local, vocabulary.size, accum_dtype(logits.dtype))
             lse, *sums = statistics(loss, logits, words)
             lse, sums = vocabulary.combine(lse, sums)
-            total += loss.value(lse, sums, vocabulary.size).masked_fill(~mask[rows], 0.0).sum()
+            values = loss.value(lse, sums, vocabulary.size)
+            if values.shape != lse.shape:
+                raise UserError(_one_each(loss, values, len(lse)))
+            total += values.masked_fill(~mask[rows], 0.0).sum()
             if learning:
                 grad = slope(loss, logits, lse, sums, words)
                 del logits
@@ -115,6 +119,11 @@ class LinearCrossEntropy(Function):
         # A scalar in full precision: only the products are rounded.
         dx, dw = dx * gradient, ctx.scale(dw, gradient)
         return None, None, None, None, dx, dw
+
+
+def _one_each(loss: Loss, values: Tensor, tokens: int) -> Problem:
+    gave = f"value gives a tensor of shape {list(values.shape)}, and not one number for each of {tokens} tokens"
+    return Problem("plugin.protocol", f"loss.name={loss.name}: {gave}")
 
 
 def _statistics(loss: Loss, logits: Tensor, words: Words) -> tuple[Tensor, ...]:
