@@ -301,7 +301,7 @@ class Pipeline:
     def _shape(self, microbatch: Microbatch) -> tuple[int, ...]:
         """The shape of the residual stream on this rank, as it is sent."""
         model = next(iter(self.stages.values()))
-        return (*model.ops.residual(microbatch.positions).position_ids.shape, model.spec.hidden)
+        return (*model.ops.residual_positions(microbatch.positions).position_ids.shape, model.spec.hidden)
 
     def _execute(self, action: Action) -> None:
         kind, stage, microbatch, _ = action
