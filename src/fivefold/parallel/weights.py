@@ -202,7 +202,7 @@ def register_grad_hook(parameter: nn.Parameter, param: LocalParam, add: GradHook
     parameter.register_post_accumulate_grad_hook(hook)
 
 
-def to_empty(model: nn.Module, params: dict[str, LocalParam], compute: torch.dtype, device: torch.device) -> None:
+def recast_empty(model: nn.Module, params: dict[str, LocalParam], compute: torch.dtype, device: torch.device) -> None:
     """Give the model new, empty parameters on a device: in the compute dtype, or in the accumulate dtype those that
     stay in full precision.
 
