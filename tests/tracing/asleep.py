@@ -79,7 +79,7 @@ class NoWeights:
     always_split = False
 
     @contextmanager
-    def microbatch(self, last: bool, stage: int = 0, part: str = "all") -> Iterator[None]:
+    def microbatch(self, *, last: bool, stage: int = 0, part: str = "all") -> Iterator[None]:
         yield
 
 

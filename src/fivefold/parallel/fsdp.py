@@ -120,7 +120,7 @@ class FullySharded(Weights):
         return param.name not in self.ignored
 
     @contextmanager
-    def microbatch(self, last: bool, stage: int = 0, part: BackwardPart = "all") -> Iterator[None]:
+    def microbatch(self, *, last: bool, stage: int = 0, part: BackwardPart = "all") -> Iterator[None]:
         if self.mesh.replicate.size > 1 and part != "weights":
             self.roots[stage].set_requires_all_reduce(last and not self.replaying)
         with nullcontext() if self.replaying else self.reducer.microbatch(last, stage, part):

@@ -314,7 +314,7 @@ class Pipeline:
                 self._input_half(action)
                 self._weight_half(action)
             case Kind.BACKWARD:
-                with self.weights.microbatch(action in self.last_of_stage, self.chunk_of_stage[stage]):
+                with self.weights.microbatch(last=action in self.last_of_stage, stage=self.chunk_of_stage[stage]):
                     self._backward(action)
             case Kind.INPUT_GRAD:
                 self._input_half(action)
@@ -339,12 +339,13 @@ class Pipeline:
 
     def _input_half(self, action: Action) -> None:
         last, chunk = action in self.last_of_stage, self.chunk_of_stage[action.stage]
-        with self.weights.microbatch(last, chunk, "inputs"), self.wgrad_queue.collecting() as tasks:
+        with self.weights.microbatch(last=last, stage=chunk, part="inputs"), self.wgrad_queue.collecting() as tasks:
             self._backward(action)
         self.deferred[action.stage, action.microbatch] = tasks
 
     def _weight_half(self, action: Action) -> None:
-        with self.weights.microbatch(action in self.last_of_stage, self.chunk_of_stage[action.stage], "weights"):
+        last, chunk = action in self.last_of_stage, self.chunk_of_stage[action.stage]
+        with self.weights.microbatch(last=last, stage=chunk, part="weights"):
             for task in self.deferred.pop((action.stage, action.microbatch)):
                 task()
 

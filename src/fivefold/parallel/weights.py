@@ -42,7 +42,7 @@ class Weights(Protocol):
     replaying: bool = False
     """Whether gradients go to `grad_hook` and nowhere else."""
 
-    def microbatch(self, last: bool, stage: int = 0, part: BackwardPart = "all") -> AbstractContextManager[None]:
+    def microbatch(self, *, last: bool, stage: int = 0, part: BackwardPart = "all") -> AbstractContextManager[None]:
         """A context around the backward pass of one microbatch through one of this rank's pipeline stages (its index
         among them), or around a `part` of it; `last`: the last one of this step."""
 

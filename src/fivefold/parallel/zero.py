@@ -191,7 +191,7 @@ class ZeroBuckets(Weights):
 
     # ---- gradients -----------------------------------------------------------------------------------------------
 
-    def microbatch(self, last: bool, stage: int = 0, part: BackwardPart = "all") -> AbstractContextManager[None]:
+    def microbatch(self, *, last: bool, stage: int = 0, part: BackwardPart = "all") -> AbstractContextManager[None]:
         return nullcontext() if self.replaying else self.reducer.microbatch(last, stage, part)
 
     def add(self, name: str, gradient: Tensor) -> None:
