@@ -123,7 +123,7 @@ class AttentionBlock:
         with torch.device("meta"):
             model = Decoder(shape.spec, ops=ops)
         if isinstance(ops, TensorParallel):
-            ops.adopt(model)
+            ops.shard_parameters(model)
         self.weights = shard_model([model], shape.spec, mesh, DTYPES[shape.dtype], seed=0)
         attention = model.layers["0"].attention
         assert isinstance(attention, Attention)

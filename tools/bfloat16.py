@@ -74,8 +74,8 @@ class WideStream(LocalOps):
     def embed(self, table: nn.Embedding, tokens: Tensor) -> Tensor:
         return super().embed(table, tokens).float()
 
-    def norm(self, norm: nn.Module, x: Tensor) -> Tensor:
-        return super().norm(norm, x).to(NARROW)
+    def norm(self, module: nn.Module, x: Tensor) -> Tensor:
+        return super().norm(module, x).to(NARROW)
 
 
 def batch(number: int) -> Batch:

@@ -120,7 +120,7 @@ def test_layers_that_predict_later_tokens_are_left_alone(tmp_path: Path) -> None
     with pytest.raises(UserError, match=r"tensor model\.layers\.2\..* and \d+ more of .* has no place"):
         HuggingFace(tmp_path / "in")
     rewritten(tmp_path / "in", stored(tmp_path / "in"), num_nextn_predict_layers=1)
-    with pytest.warns(match="layers that predict later tokens are left out"):
+    with pytest.warns(match=r"multi-token prediction \(MTP\) layers are left out"):
         assert torch.allclose(ours(tmp_path / "in"), logits(model), atol=1e-5)
 
 

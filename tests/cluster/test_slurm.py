@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fivefold.trainer.recovery import FILE, Recovered
+from fivefold.trainer.restart_time import FILE, Recovered
 from tests.cluster.conftest import FAST, losses
 from tests.cluster.slurm import Slurm
 from tests.commands import fivefold

@@ -48,7 +48,7 @@ def test_windows_and_sinks_are_their_definition(seq: int, window: int, documents
 def test_a_window_without_sinks() -> None:
     q, k, v, _ = drawn(9)
     where = places(9, documents=False)
-    found = Attend.apply(q, k, v, None, LocalAttention().attention_mask(where, 3))
+    found = Attend.apply(q, k, v, LocalAttention().attention_mask(where, 3), None)
     assert (found - by_definition(q, k, v, where.mask(3))).abs().max() < 1e-14
 
 

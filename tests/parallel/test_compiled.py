@@ -42,7 +42,7 @@ def graphs(rank: int, world: int, layers: int) -> tuple[int, dict[str, int], flo
         ops.compiled = quick
         with torch.device("meta"):
             model = Decoder(spec, ops=ops, compile=quick)
-        ops.adopt(model)
+        ops.shard_parameters(model)
         model.to_empty(device="cpu")
         torch.manual_seed(0)
         for parameter in model.parameters():

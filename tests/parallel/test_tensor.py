@@ -66,7 +66,7 @@ def parallel(spec: ModelSpec, layout: Layout) -> tuple[Decoder, TensorParallel]:
     ops = TensorParallel(spec, mesh)
     with torch.device("meta"):
         model = Decoder(spec, layout.recompute, seed=5, ops=ops).double()
-    ops.adopt(model)
+    ops.shard_parameters(model)
     unsharded = dict(plain(spec).named_parameters())
     for name, parameter in list(model.named_parameters()):
         owner, _, kind = name.rpartition(".")

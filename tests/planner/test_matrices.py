@@ -7,7 +7,7 @@ from fivefold.cost.peak_memory import footprint_of
 from fivefold.cost.step import Workload, estimate, matrix_cost
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import read_job
-from fivefold.layout.matrices import matrix_owners
+from fivefold.layout.matrix_owners import matrix_owners
 from fivefold.layout.rank_part import RankCoords
 from fivefold.optim.muon import Muon
 from fivefold.planner.explain import traffic

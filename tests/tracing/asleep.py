@@ -49,7 +49,7 @@ class Asleep(nn.Module):
         super().__init__()
         self.stage, self.naps, self.later = stage, naps, later
         self.spec = SimpleNamespace(hidden=HIDDEN)
-        self.ops = SimpleNamespace(residual=lambda place: place)
+        self.ops = SimpleNamespace(residual_positions=lambda place: place)
         self.weight = nn.Parameter(torch.ones(()))
 
     def forward(self, x: Tensor, place: TokenPositions, aim: Any = None) -> Tensor:
@@ -79,7 +79,7 @@ class NoWeights:
     always_split = False
 
     @contextmanager
-    def microbatch(self, last: bool, stage: int = 0, part: str = "all") -> Iterator[None]:
+    def microbatch(self, *, last: bool, stage: int = 0, part: str = "all") -> Iterator[None]:
         yield
 
 

@@ -8,7 +8,7 @@ import torch
 from fivefold.layout.layout import Layout
 from fivefold.trainer import corruption as module
 from fivefold.trainer.corruption import digest
-from fivefold.trainer.replica_check import (
+from fivefold.trainer.replica_verdict import (
     CorruptionVerdict,
     Disagreement,
     ReplayDigests,

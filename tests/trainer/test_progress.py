@@ -7,8 +7,8 @@ import pytest
 
 from fivefold.support.errors import UserError
 from fivefold.trainer.records import Step, read, to_line
-from fivefold.trainer.recovery import FILE as RECOVERIES
-from fivefold.trainer.recovery import Recovery
+from fivefold.trainer.restart_time import FILE as RECOVERIES
+from fivefold.trainer.restart_time import Recovery
 from fivefold.trainer.resuming import FILE, MOST, begin, reached
 
 

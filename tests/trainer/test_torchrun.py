@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fivefold.trainer.recovery import FILE, Recovered
+from fivefold.trainer.restart_time import FILE, Recovered
 from tests.cli.test_checkpoint import FAST, tokens  # noqa: F401 - a fixture
 from tests.cli.test_cli import losses
 from tests.cluster.hosts import Task

@@ -157,7 +157,7 @@ def _node_named(world: "World") -> Iterator[None]:
 def _arranged(job: "Job", ranks: int, world: "World") -> "tuple[Job, World]":
     """The job in the layout for so many ranks, and the world of the ranks that this layout uses."""
     from fivefold.launch.world import PLANNED
-    from fivefold.trainer.elastic import choose
+    from fivefold.trainer.elastic_layout import choose
 
     if not job.checkpoint.save:
         raise UserError("--elastic resumes from checkpoints, and checkpoint.save=false makes none", "elastic.save")
@@ -181,7 +181,7 @@ def _launch(job: "Job", nproc: int, words: list[str], restarts: int, elastic: "E
 def _elastic(job: "Job", nproc: int, words: list[str]) -> "Elastic":
     """How `--nproc` arranges a job on fewer ranks of this machine."""
     from fivefold.launch.local import Arrangement, Elastic, gpus_here
-    from fivefold.trainer.elastic import choose
+    from fivefold.trainer.elastic_layout import choose
 
     def arrange(ranks: int) -> "Arrangement":
         choice = choose(job, ranks, nproc)

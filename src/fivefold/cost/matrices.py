@@ -3,8 +3,8 @@
     matrices = MatrixCost.of(spec, layout, seq, "bfloat16", Muon(), RankCoords.of(layout, rank=3))
     matrices.calls, matrices.flops, matrices.peak
 
-`layout/matrices.py` deals the matrices out. What travels, and what the rule computes with, has the dtype that the model
-computes in.
+`layout/matrix_owners.py` deals the matrices out. What travels, and what the rule computes with, has the dtype that the
+model computes in.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from fivefold.cost.model_state import BYTES, wide_bytes
 from fivefold.layout.layout import Layout
-from fivefold.layout.matrices import Round, elements, matrix_owners
+from fivefold.layout.matrix_owners import Round, elements, matrix_owners
 from fivefold.layout.rank_part import RankCoords
 from fivefold.optim.base import OptimizerConfig
 from fivefold.spec.model import ModelSpec

@@ -32,7 +32,7 @@ class LaterQueries:
     """Attention of tokens that follow others: of their queries to the keys of all tokens up to them."""
 
     def attention_mask(
-        self, positions: TokenPositions, window: int = 0, sinks: bool = False, dtype: torch.dtype = torch.float32
+        self, positions: TokenPositions, window: int = 0, *, sinks: bool = False, dtype: torch.dtype = torch.float32
     ) -> int:
         """The window, in place of a mask."""
         return window

@@ -97,7 +97,7 @@ class LatentAttention(nn.Module):
         if shared.cache is not None:  # it holds latents, of which keys and values are computed again
             latent, k_rope = shared.cache.extend(latent[:, None], k_rope, dim=2)
             latent = latent[:, 0]
-        (kv,) = self.ops.up_projection(latent, self.kv_up)
+        (kv,) = self.ops.latent_up_projection(latent, self.kv_up)
         k_nope, v = self.heads(kv, mla.nope_dim, mla.v_dim)
         q = torch.cat((q_nope, apply_rotary(q_rope, *rotation, self.interleaved)), dim=-1) * self.scale
         k = torch.cat((k_nope, k_rope.expand(-1, k_nope.shape[1], -1, -1)), dim=-1)
@@ -118,7 +118,7 @@ class LatentAttention(nn.Module):
         latent, shared_key = kv.split(sizes, dim=-1)
         parts = ops.norm(self.q_norm, q), ops.norm(self.kv_norm, latent), shared_key
         q, latent, shared_key = ops.gather_latents(torch.cat(parts, dim=-1)).split([self.mla.q_rank, *sizes], dim=-1)
-        return *ops.up_projection(q, self.q_up), latent, shared_key
+        return *ops.latent_up_projection(q, self.q_up), latent, shared_key
 
     def heads(self, x: Tensor, *dims: int) -> tuple[Tensor, ...]:
         """[B, S, heads x sum of dims] -> [B, heads, S, dim] each"""

@@ -64,9 +64,9 @@ def norm(spec: ModelSpec, width: int) -> nn.Module:
 def _compiled_run(recompute: Recompute, ops: LocalOps) -> Callable[..., Tensor]:
     """The compiled `run` of a block. One graph can contain its recomputation; a block of several graphs cannot, nor one
     with sharded weights (in torch 2.13 PyTorch would run it eagerly). There checkpointing is around the graphs."""
-    if recompute == "selective" and ops.breaks:
+    if recompute == "selective" and ops.graph_breaks:
         return recomputed(recompute)  # eager: it selects by operator, and sees none inside graphs
-    if recompute == "full" and (ops.sharded or ops.breaks):
+    if recompute == "full" and (ops.sharded or ops.graph_breaks):
         return partial(recomputed("full"), compiled(recomputed("none")))
     return compiled(recomputed(recompute, compile=True))
 
@@ -201,12 +201,12 @@ class Decoder(nn.Module):
 
     def forward(self, x: Tensor, positions: TokenPositions | None = None, targets: Targets | None = None) -> Tensor:
         positions = positions or TokenPositions.of(x)
-        residual = self.ops.residual(positions)  # positions of this rank's part of the residual stream
+        residual = self.ops.residual_positions(positions)  # positions of this rank's part of the residual stream
         if self.stage.first:
             assert self.embedding is not None
             x = self.ops.embed(self.embedding, x)  # [B, S, E]
             if self.positions is not None:
-                x = x + self.ops.look_up(self.positions, residual.position_ids)
+                x = x + self.ops.position_embedding(self.positions, residual.position_ids)
             x = self.dropout(x, residual)
         for block, shared in zip(self.layers.values(), self._shared(positions, x.dtype), strict=True):
             x = block(x, residual, shared)

@@ -66,7 +66,7 @@ class LocalDispatch:
     reads_rows = True  # whether a backward pass on this rank reads the experts' outputs
     yield_turn: Callable[[], None] = staticmethod(lambda: None)  # called before a wait: something else may run
 
-    def adopt(self, model: nn.Module) -> None:
+    def shard_parameters(self, model: nn.Module) -> None:
         """Keep only this rank's experts of a model on the meta device."""
 
     def own_tokens(self, x: Tensor) -> Tensor:

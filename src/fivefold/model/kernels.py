@@ -103,7 +103,7 @@ class Attend(torch.autograd.Function):
     """Causal attention of full rows by the kernels of this file: within a window, with sinks, or both."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: TileMask) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, sinks: Tensor | None) -> Tensor:
         def compute() -> tuple[Tensor, ...]:
             out, lse = forward(q, k, v, causal=True, mask=mask)
             if sinks is not None:
@@ -120,7 +120,7 @@ class Attend(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, *sinks = ctx.saved_tensors
         grads = backward(grad, Attended(q, k, v, out, lse), causal=True, mask=ctx.mask)
-        return *grads, sink_grad(grad, out, lse, *sinks) if sinks else None, None
+        return *grads, None, sink_grad(grad, out, lse, *sinks) if sinks else None
 
 
 def by_definition(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sinks: Tensor | None = None) -> Tensor:
@@ -138,9 +138,13 @@ def by_definition(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sinks: Tensor |
 # ---- whole tiles ---------------------------------------------------------------------------------------------------
 
 
+def flash_supports(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether flash attention on a GPU is for tensors of this device and dtype."""
+    return device.type == "cuda" and dtype in HALF
+
+
 def takes_flash(q: Tensor) -> bool:
-    """Whether flash attention on a GPU supports q."""
-    return q.is_cuda and q.dtype in HALF
+    return flash_supports(q.device, q.dtype)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
@@ -295,7 +299,8 @@ class Tiles:
     mask: Any  # a BlockMask; its module imports the compiler, so it is imported late
 
 
-def wants_tiles(device: torch.device, length: int) -> bool:
+def uses_deterministic_tiles(device: torch.device, length: int) -> bool:
+    """Whether rows of this length are computed in tiles: in deterministic mode, if whole tiles cover them."""
     return device.type == "cuda" and length % _TILE == 0 and torch.are_deterministic_algorithms_enabled()
 
 

@@ -14,7 +14,7 @@ from fivefold.model.fp8 import fp8_linear
 from fivefold.model.kernels import Tiles
 from fivefold.model.layers import TokenPositions, normed
 from fivefold.model.linear_cross_entropy import Targets, Vocabulary, linear_cross_entropy
-from fivefold.model.masks import PackedSpans
+from fivefold.model.masks import DocumentMask, PackedSpans
 from fivefold.model.rope import Rotation
 from fivefold.model.windows import WindowMask
 
@@ -28,24 +28,42 @@ class MixerInputs(NamedTuple):
     cache: LayerCache | None = None  # of its layer, where text is generated: what it has kept of earlier tokens
 
 
+# The masks of `LocalAttention`; None: plain causal.
+AttentionMask = WindowMask | DocumentMask | PackedSpans | Tiles | Tensor | None
+
+
 class AttentionOps(Protocol):
-    """Attention on one device (`LocalAttention`), over cp (`ContextParallel`), or of later tokens to cached ones."""
+    """Attention on one device (`LocalAttention`), over cp (`ContextParallel`), or of later tokens to cached ones.
+
+    Masks are of any type: only `attend` of the same object reads what `attention_mask` returns.
+    """
 
     def attention_mask(
-        self, positions: TokenPositions, window: int = 0, sinks: bool = False, dtype: torch.dtype = torch.float32
+        self, positions: TokenPositions, window: int = 0, *, sinks: bool = False, dtype: torch.dtype = torch.float32
     ) -> Any: ...
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Tensor | None = None) -> Tensor: ...
 
 
 class LocalAttention:
+    """Causal attention on one device, with documents, a sliding window, and sinks."""
+
     def attention_mask(
-        self, positions: TokenPositions, window: int = 0, sinks: bool = False, dtype: torch.dtype = torch.float32
-    ) -> Any:
+        self, positions: TokenPositions, window: int = 0, *, sinks: bool = False, dtype: torch.dtype = torch.float32
+    ) -> AttentionMask:
         """The mask that `attend` takes, if it computes in `dtype`; built once for all layers with this window, and
         outside of their graphs.
 
-        With `sinks` or a window, attention is computed by the kernels that return the log-sum-exp.
+            layer     documents  device, dtype               mask
+            window    any        any                         WindowMask
+            sinks     no         any                         None
+            sinks     yes        any                         DocumentMask
+            neither   no         cuda in deterministic mode  Tiles, if they cover the length; else None
+            neither   no         any other                   None
+            neither   yes        cuda, 16 bits               PackedSpans
+            neither   yes        any other                   a bool tensor of all scores, [B, 1, S, S]
+
+        With a window or sinks, attention is computed by the kernels that return the log-sum-exp.
         """
         device = positions.position_ids.device
         if window:
@@ -54,27 +72,40 @@ class LocalAttention:
         if sinks:
             return None if positions.documents is None else kernels.document_spans(positions)
         if positions.documents is None:
-            tiled = kernels.wants_tiles(device, positions.length)
+            tiled = kernels.uses_deterministic_tiles(device, positions.length)
             return kernels.causal_tiles(device, positions.length) if tiled else None
-        flash = device.type == "cuda" and dtype in kernels.HALF
-        return kernels.document_spans(positions).packed if flash else positions.mask()
+        if kernels.flash_supports(device, dtype):
+            return kernels.document_spans(positions).packed
+        return positions.mask()
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Tensor | None = None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sinks: Tensor | None = None) -> Tensor:
         """q [B, H, S, D], k and v [B, K, S, D] -> [B, H, S, D]; no mask means causal. `sinks` [H]: a logit for each
         head, in addition to its scores."""
-        if sinks is not None or isinstance(mask, WindowMask):
-            return kernels.Attend.apply(q, k, v, sinks, mask)
+        if sinks is not None or isinstance(mask, (WindowMask, DocumentMask)):
+            return kernels.Attend.apply(q, k, v, mask, sinks)
         if isinstance(mask, PackedSpans):
             return kernels.packed_attention(q, k, v, mask)
         if isinstance(mask, Tiles):
             if kernels.fit_tiles(q, mask):
                 return kernels.attend_tiles(q, k, v, mask)
-            mask = None
+            mask = None  # tiles are always plain causal (`causal_tiles`), so no mask says the same
         grouped = k.shape[1] < q.shape[1]
         return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=grouped)
 
 
 class LocalOps:
+    """The decoder's ops on one device; subclasses override those that differ across ranks.
+
+    A block computes everything that ranks may share through its ops: with its linears, embeddings and norms as
+    arguments, and any other parameter by `weight`. So the same block runs under any tp, sp, cp and ep. The contract of
+    a subclass:
+
+    - Its results, over all ranks, are those of this class up to rounding, and so are its gradients.
+    - Between ops, x is the residual stream [B, S, E] of this rank's tokens (under sp part of them), or the heads and
+      columns of this rank, for all tokens. `column_parallel` goes from the former to the latter, `row_parallel` back.
+    - A module holds a parameter whole or as this rank's shard: `shard_parameters` makes it so, `weight` reads it.
+    """
+
     sharded = False  # whether weights are DTensors
 
     def __init__(
@@ -84,41 +115,44 @@ class LocalOps:
         dispatch: LocalDispatch | None = None,
         compiled: bool = False,
         fp8: bool = False,
-        breaks: bool = False,
+        graph_breaks: bool = False,
     ):
-        """`dispatch` sends tokens to experts; `compiled`: blocks and the loss are; `fp8`: blocks' matmuls are in 8-bit
-        floats; `breaks`: a compiled block is several graphs."""
+        """`dispatch` sends tokens to experts; `compiled`: blocks and the loss are compiled; `fp8`: blocks' matmuls are
+        in 8-bit floats; `graph_breaks`: a compiled block is several graphs."""
         self.attention = attention or LocalAttention()
         self.dispatch = dispatch or LocalDispatch()
-        self.compiled, self.fp8, self.breaks = compiled, fp8, breaks
+        self.compiled, self.fp8, self.graph_breaks = compiled, fp8, graph_breaks
 
-    def between_graphs(self, *names: str) -> None:
-        """Run these ops eagerly, between the graphs of a compiled block."""
-        for name in names if self.compiled else ():
+    def run_eagerly(self, *names: str) -> None:
+        """Keep these ops out of the graphs of a compiled block: they run between them."""
+        if not self.compiled:
+            return  # all ops run eagerly
+        for name in names:
             setattr(self, name, torch.compiler.disable(getattr(self, name)))
 
-    def adopt(self, model: nn.Module) -> None:
+    def shard_parameters(self, model: nn.Module) -> None:
         """Replace the parameters of a model on the meta device by this rank's shards."""
-        self.dispatch.adopt(model)
+        self.dispatch.shard_parameters(model)
 
-    def weight(self, module: nn.Module, kind: str = "weight") -> Tensor:
+    def weight(self, module: nn.Module, name: str = "weight") -> Tensor:
         """A parameter, or this rank's shard of it."""
-        return getattr(module, kind)
+        return getattr(module, name)
 
     def embed(self, table: nn.Embedding, tokens: Tensor) -> Tensor:
         """Rows of the vocabulary's embedding table; [B, S] -> [B, S, E]."""
         return table(tokens)
 
-    def look_up(self, table: nn.Embedding, places: Tensor) -> Tensor:
-        """Rows of a small, replicated table (learned positions)."""
-        return table(places)
+    def position_embedding(self, table: nn.Embedding, positions: Tensor) -> Tensor:
+        """Rows of the table of learned positions: small and replicated."""
+        return table(positions)
 
-    def residual(self, positions: TokenPositions) -> TokenPositions:
+    def residual_positions(self, positions: TokenPositions) -> TokenPositions:
         """The positions of this rank's tokens of the residual stream."""
         return positions
 
-    def norm(self, norm: nn.Module, x: Tensor) -> Tensor:
-        return normed(norm, x, self.weight(norm), self.weight(norm, "bias") if hasattr(norm, "bias") else None)
+    def norm(self, module: nn.Module, x: Tensor) -> Tensor:
+        bias = self.weight(module, "bias") if hasattr(module, "bias") else None
+        return normed(module, x, self.weight(module), bias)
 
     def norm_of_all_heads(self, q_norm: nn.RMSNorm, q: Tensor, k_norm: nn.RMSNorm, k: Tensor) -> tuple[Tensor, Tensor]:
         """q [B, S, H x D] and k [B, S, K x D], each over the features of all its heads."""
@@ -133,26 +167,27 @@ class LocalOps:
         return self.linear(x, linear)
 
     def replicated_linear(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
-        """Linears from the residual stream to latents, which are narrow and the same for all heads."""
+        """Linears from the residual stream to latents, which are narrow and the same for all heads. On one rank they
+        are like other linears, also of a subclass that defers their gradients."""
         return self.column_parallel(x, *linears)
 
     def gather_latents(self, latents: Tensor) -> Tensor:
         """Latents of this rank's tokens -> those of all tokens for which it computes heads."""
         return latents
 
-    def up_projection(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
+    def latent_up_projection(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
         """Linears from latents to heads."""
         return self.column_parallel(x, *linears)
 
-    def linear(self, x: Tensor, linear: nn.Linear) -> Tensor:
+    def linear(self, x: Tensor, module: nn.Linear) -> Tensor:
         """A linear with all of its weight on this rank."""
-        return fp8_linear(x, linear.weight, linear.bias) if self.fp8 else linear(x)
+        return fp8_linear(x, module.weight, module.bias) if self.fp8 else module(x)
 
     def attention_mask(
-        self, positions: TokenPositions, window: int = 0, sinks: bool = False, dtype: torch.dtype = torch.float32
+        self, positions: TokenPositions, window: int = 0, *, sinks: bool = False, dtype: torch.dtype = torch.float32
     ) -> Any:
         """The mask that `attend` takes; built once for all layers with this window."""
-        return self.attention.attention_mask(positions, window, sinks, dtype)
+        return self.attention.attention_mask(positions, window, sinks=sinks, dtype=dtype)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Tensor | None = None) -> Tensor:
         """q [B, H, S, D], k and v [B, K, S, D] -> [B, H, S, D]."""

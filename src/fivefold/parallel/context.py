@@ -437,17 +437,17 @@ class ContextParallel:
         return share_of(batch, self.layout, self.axis.rank)
 
     def attention_mask(
-        self, positions: TokenPositions, window: int = 0, sinks: bool = False, dtype: torch.dtype = torch.float32
+        self, positions: TokenPositions, window: int = 0, *, sinks: bool = False, dtype: torch.dtype = torch.float32
     ) -> Any:
         """The mask that `attend` takes, for all layers with this window; computed without communication."""
         if self.kind == "local":
-            return LocalAttention().attention_mask(positions, window, sinks, dtype)
+            return LocalAttention().attention_mask(positions, window, sinks=sinks, dtype=dtype)
         if positions.documents is not None and positions.row_documents is None:
             raise ValueError(
                 f"with cp={self.axis.size} positions with documents need row_documents, those of whole rows"
             )
         if self.kind == "ulysses":
-            return LocalAttention().attention_mask(_full_rows(positions), window, sinks, dtype)
+            return LocalAttention().attention_mask(_full_rows(positions), window, sinks=sinks, dtype=dtype)
         return PartsMask(self._masked_tiles(positions, window))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Tensor | None = None) -> Tensor:

@@ -37,14 +37,14 @@ class ExpertParallelDispatch(LocalDispatch):
         self.wgrad_queue = wgrad_queue
         self.names: dict[nn.Module, str] = {}
 
-    def adopt(self, model: nn.Module) -> None:
+    def shard_parameters(self, model: nn.Module) -> None:
         """Replace the parameters of experts by those of this rank's experts."""
         for name, module in model.named_modules():
             if isinstance(module, ExpertLinear):
                 self.names[module] = name
-                for kind, full in list(module.named_parameters(recurse=False)):
+                for key, full in list(module.named_parameters(recurse=False)):
                     shape = full.shape[0] // self.ep.size, *full.shape[1:]
-                    setattr(module, kind, nn.Parameter(torch.empty(shape, dtype=full.dtype, device="meta")))
+                    setattr(module, key, nn.Parameter(torch.empty(shape, dtype=full.dtype, device="meta")))
 
     def own_tokens(self, x: Tensor) -> Tensor:
         flat = x.flatten(0, 1)

@@ -9,13 +9,15 @@ Parameters that stay in full precision are ignored by FSDP2 if compute is in low
 unit in one dtype. They are few and small: every rank holds them whole, and buckets reduce their gradients once a step,
 as in ZeRO 0 (`zero.py`).
 
-Gradients of separate weight-gradient passes are computed after FSDP2 has released a block. They need no weights, only a
-reduction: buckets reduce them, as in ZeRO 2, and their shards accumulate beside FSDP2's.
+If the schedule splits the backward pass (zero-bubble, `split_backward`), gradients of linears are deferred to a weight-
+gradient pass, after FSDP2 has released the block. They need no weights, only a reduction: buckets reduce them, as in
+ZeRO 2, and their shards accumulate beside FSDP2's.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -32,11 +34,13 @@ from fivefold.model.recompute import unseen_by_checkpoint
 from fivefold.parallel.buckets import BackwardPart, Bucket, Reducer, slots_of
 from fivefold.parallel.collectives import HookedReduceScatter, stage_through_host
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.weights import GradHook, Weights, local_of, register_grad_hook, stage_params, to_empty
+from fivefold.parallel.weights import GradHook, Weights, local_of, recast_empty, register_grad_hook, stage_params
 from fivefold.spec.model import ModelSpec
 
 
 class FullySharded(Weights):
+    """The weights of this rank's stages under FSDP2: its shards are the masters, and the optimizer updates them."""
+
     reshard_after_forward = True
 
     def __init__(
@@ -61,26 +65,28 @@ class FullySharded(Weights):
         self.named_units: dict[str, FSDPModule] = {}
         self.roots: list[FSDPModule] = []  # the last unit of each stage, which is the stage itself
         self.masters = {}
-        self.parameters: dict[str, DTensor] = {}  # those that FSDP2 shards
+        self.fsdp_parameters: dict[str, DTensor] = {}  # those that FSDP2 shards
         for model, params in zip(stages, stage_parameters, strict=True):
             self._apply_fsdp(model, params, compute_dtype)
             self._init_masters(model, spec, seed)
-        groups = [
-            (stage_index, group)
+        reduced_here = [
+            (stage_index, bucket_params)
             for stage_index, params in enumerate(stage_parameters)
-            for group in buckets(
+            for bucket_params in buckets(
                 params.values(),
                 min_elements=min_bucket_elements,
                 split_backward=split_backward,
                 low_precision=low_precision,
             )
-            if group.deferred or group.full_precision  # FSDP2 reduces the gradients of all others
+            # FSDP2 reduces the gradients of all others.
+            if bucket_params.deferred or bucket_params.full_precision
         ]
-        self.reducer = Reducer([self._bucket(group, compute_dtype) for _, group in groups], groups)
+        self.reducer = Reducer([self._bucket(params, compute_dtype) for _, params in reduced_here], reduced_here)
 
     def _apply_fsdp(self, model: nn.Module, params: dict[str, LocalParam], compute_dtype: torch.dtype) -> None:
         """Make a stage FSDP2's, with empty parameters on the mesh's device."""
-        to_empty(model, params, accum_dtype(compute_dtype), torch.device("meta"))
+        # On meta: whole parameters would not fit. FSDP2 cuts their shapes, and `_allocate` makes only the shards.
+        recast_empty(model, params, accum_dtype(compute_dtype), torch.device("meta"))
         layers = layers_of(param.parameter.unit for param in params.values())
         ignored = {parameter for name, parameter in model.named_parameters() if name in self.ignored}
         units = _fully_shard_units(model, layers, self.mesh, compute_dtype, ignored)
@@ -99,22 +105,22 @@ class FullySharded(Weights):
                 register_grad_hook(parameter, param, self.add)
                 continue
             assert isinstance(parameter, DTensor)
-            self.parameters[name] = parameter
+            self.fsdp_parameters[name] = parameter
             if self.always_split and param.parameter.deferred:
                 parameter.requires_grad_(False)  # FSDP2 of torch 2.11 would reduce zeros for want of a gradient
 
-    def _bucket(self, group: BucketParams, compute_dtype: torch.dtype) -> Bucket:
+    def _bucket(self, params: BucketParams, compute_dtype: torch.dtype) -> Bucket:
         # The weights are FSDP2's; a bucket that only reduces needs no more than their shapes.
-        shapes = {param.name: torch.empty(param.shape, device="meta") for param in group.params}
-        axis, zero_stage = self.fsdp_axis_of(group), 0 if group.full_precision else 2
-        slots = slots_of(group, shapes, self.masters, 1 if group.full_precision else axis.size)
-        return Bucket(slots, axis, self.mesh.tp if group.partial else None, zero_stage, compute_dtype)
+        meta_weights = {param.name: torch.empty(param.shape, device="meta") for param in params.params}
+        axis, zero_stage = self.fsdp_axis_of(params), 0 if params.full_precision else 2
+        slots = slots_of(params, meta_weights, self.masters, 1 if params.full_precision else axis.size)
+        return Bucket(slots, axis, self.mesh.tp if params.partial else None, zero_stage, compute_dtype)
 
     def sharded(self, param: LocalParam) -> bool:
         return param.name not in self.ignored
 
     @contextmanager
-    def microbatch(self, last: bool, stage: int = 0, part: BackwardPart = "all") -> Iterator[None]:
+    def microbatch(self, *, last: bool, stage: int = 0, part: BackwardPart = "all") -> Iterator[None]:
         if self.mesh.replicate.size > 1 and part != "weights":
             self.roots[stage].set_requires_all_reduce(last and not self.replaying)
         with nullcontext() if self.replaying else self.reducer.microbatch(last, stage, part):
@@ -129,16 +135,16 @@ class FullySharded(Weights):
             )
 
     def discard_grads(self) -> None:
-        for parameter in self.parameters.values():
+        for parameter in self.fsdp_parameters.values():
             parameter.grad = None
-        for group in _param_groups(self.units):
-            group._partial_reduce_output = None
+        for fsdp_group in _fsdp_param_groups(self.units):
+            fsdp_group._partial_reduce_output = None
 
     def finish_grad_sync(self) -> None:
-        self.reducer.finish()
+        self.reducer.finish()  # `grad` of the buckets' masters is now a view of their shards, which are summed below
         for bucket in self.reducer.buckets if self.mesh.replicate.size > 1 else ():
             dist.all_reduce(bucket.shard, group=self.mesh.replicate.group)
-        for name, parameter in self.parameters.items():
+        for name, parameter in self.fsdp_parameters.items():
             if name in self.reducer.bucket_of:
                 continue
             master, gradient = self.masters[name], parameter.grad
@@ -149,7 +155,7 @@ class FullySharded(Weights):
                 dist.all_reduce(master.grad, group=self.mesh.embedding.group)
 
     def sync_params(self, already_cast: frozenset[str] = frozenset()) -> None:
-        for name, parameter in self.parameters.items():
+        for name, parameter in self.fsdp_parameters.items():
             parameter.grad = self.masters[name].grad = None
         for bucket in self.reducer.buckets:
             bucket.zero_grad()
@@ -158,31 +164,37 @@ class FullySharded(Weights):
         """Nothing to wait for: the masters are the model's weights."""
 
     def gradient_memory(self) -> Iterator[Tensor]:
-        yield from (p.grad._local_tensor for p in self.parameters.values() if isinstance(p.grad, DTensor))
-        for group in _param_groups(self.units):
-            if group._partial_reduce_output is not None:
-                yield group._partial_reduce_output
+        yield from (p.grad._local_tensor for p in self.fsdp_parameters.values() if isinstance(p.grad, DTensor))
+        for fsdp_group in _fsdp_param_groups(self.units):
+            if fsdp_group._partial_reduce_output is not None:
+                yield fsdp_group._partial_reduce_output
         yield from self.buffers()
 
     def compute_memory(self) -> Iterator[Tensor]:
         yield from self.masters.values()
-        for group in _param_groups(self.units):
-            for parameter in group.fsdp_params:
+        for fsdp_group in _fsdp_param_groups(self.units):
+            for parameter in fsdp_group.fsdp_params:
                 yield from parameter.all_gather_outputs
+
+
+# ---- FSDP2's units --------------------------------------------------------------------------------------------------
 
 
 def _fully_shard_units(
     model: nn.Module, layers: list[int], mesh: Mesh, compute_dtype: torch.dtype, ignored: set[nn.Parameter]
 ) -> list[FSDPModule]:
-    """Apply FSDP2 to the model, but for the `ignored` parameters. Returns the units: for each block its experts, which
-    are sharded over efsdp, and the rest of it; last the model itself."""
+    """Apply FSDP2 to the model, except to the `ignored` parameters.
+
+    Returns the units: for each block its experts, which are sharded over efsdp (the ranks of a replica that have the
+    same experts), and the rest of it; last the model itself.
+    """
     units: list[FSDPModule] = []
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=accum_dtype(compute_dtype), cast_forward_inputs=False
     )
     for module in _unit_modules(model, layers):
-        axes = ("efsdp" if isinstance(module, ExpertNetworks) else "fsdp",)
-        submesh = mesh.submesh(*(("replicate", *axes) if mesh.replicate.size > 1 else axes))
+        shard_axis = "efsdp" if isinstance(module, ExpertNetworks) else "fsdp"
+        submesh = mesh.submesh("replicate", shard_axis) if mesh.replicate.size > 1 else mesh.submesh(shard_axis)
         unit = fully_shard(module, mesh=submesh, mp_policy=policy, reshard_after_forward=True, ignored_params=ignored)
         assert isinstance(unit, FSDPModule)
         # Sums, not means: the loss is divided by the token count already. Unscaled: gloo has no premul-sum.
@@ -193,9 +205,11 @@ def _fully_shard_units(
         if isinstance(module, ExpertNetworks):
             _hide_gather_from_checkpoint(module)
         units.append(unit)
-    # In backward each unit prefetches the weights of the unit below it; the lowest one none. By default FSDP2 follows
-    # the order of past forwards, which under a pipeline would gather weights for another microbatch or stage.
-    for below, unit in zip((units[0], *units), units, strict=False):
+    # In backward each unit prefetches the weights of the unit below it. By default FSDP2 follows the order of past
+    # forwards, which under a pipeline would gather weights for another microbatch or stage. The lowest unit has nothing
+    # to prefetch and names itself, which FSDP2 has gathered by then: an empty list would mean the default.
+    units[0].set_modules_to_backward_prefetch([units[0]])
+    for below, unit in pairwise(units):
         unit.set_modules_to_backward_prefetch([below])
     return units
 
@@ -216,21 +230,32 @@ def _unit_name(model: nn.Module, unit: FSDPModule) -> str:
 
 def _hide_gather_from_checkpoint(module: nn.Module) -> None:
     """Hide the all-gather of a unit in a block: when the block is recomputed, its weights may be gathered already."""
-    during = ExitStack()
+    hidden = ExitStack()
+
+    def hide(*_: Any) -> None:
+        hidden.enter_context(unseen_by_checkpoint())
+
+    def show(*_: Any) -> None:
+        hidden.close()
+
+    # FSDP2 has a hook of its own before and after forward: ours are around each of the two.
     for register in (module.register_forward_pre_hook, module.register_forward_hook):
-        register(lambda *_: during.enter_context(unseen_by_checkpoint()), prepend=True)  # before FSDP2's own hook ...
-        register(lambda *_: during.close())  # ... and after it
+        register(hide, prepend=True)
+        register(show)
+
+
+# ---- memory, and FSDP2's state --------------------------------------------------------------------------------------
 
 
 def _allocate(model: nn.Module, ignored: set[str], device: torch.device) -> None:
     """Allocate this rank's shards, and the `ignored` parameters whole. The latter are new tensors, because fake tensors
     cannot be swapped in place."""
     owners = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in sorted(ignored)]
-    shapes = [(module, key, module._parameters.pop(key)) for module, key in owners]
+    set_aside = [(module, key, module._parameters.pop(key)) for module, key in owners]
     model.to_empty(device=device)
-    for module, key, shape in shapes:
-        assert shape is not None
-        module.register_parameter(key, nn.Parameter(torch.empty_like(shape, device=device)))
+    for module, key, meta_parameter in set_aside:
+        assert meta_parameter is not None
+        module.register_parameter(key, nn.Parameter(torch.empty_like(meta_parameter, device=device)))
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
@@ -238,7 +263,7 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
     return a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset()
 
 
-def _param_groups(units: list[FSDPModule]) -> Iterator[Any]:
+def _fsdp_param_groups(units: list[FSDPModule]) -> Iterator[Any]:
     """FSDP2's parameter groups: a list for each module in torch 2.13; in 2.11 one, or None for a module without
     parameters of its own, such as a middle pipeline stage."""
     for unit in units:

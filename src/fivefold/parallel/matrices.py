@@ -1,7 +1,8 @@
 """Whole matrices for an optimizer's rule: parts of them travel to their owners, and parts of the updates back.
 
-`layout/matrices.py` says who owns which, and why. Here a rank runs its rounds: it takes in the gradients of the parts
-that it holds, sends them, computes the updates of its own batch, and applies what comes back to the parts it holds.
+`layout/matrix_owners.py` says who owns which, and why. Here a rank runs its rounds: it takes in the gradients of the
+parts that it holds, sends them, computes the updates of its own batch, and applies what comes back to the parts it
+holds.
 What travels has the dtype in which the rule computes.
 """
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.launch.waits import timed_wait
-from fivefold.layout.matrices import AllToAll, MatrixOwners, Part, Parts, Round, elements
+from fivefold.layout.matrix_owners import AllToAll, MatrixOwners, Part, Parts, Round, elements
 from fivefold.optim.base import OptimizerConfig
 from fivefold.parallel.collectives import waiting
 from fivefold.parallel.mesh import Mesh

@@ -301,7 +301,7 @@ class Pipeline:
     def _shape(self, microbatch: Microbatch) -> tuple[int, ...]:
         """The shape of the residual stream on this rank, as it is sent."""
         model = next(iter(self.stages.values()))
-        return (*model.ops.residual(microbatch.positions).position_ids.shape, model.spec.hidden)
+        return (*model.ops.residual_positions(microbatch.positions).position_ids.shape, model.spec.hidden)
 
     def _execute(self, action: Action) -> None:
         kind, stage, microbatch, _ = action
@@ -314,7 +314,7 @@ class Pipeline:
                 self._input_half(action)
                 self._weight_half(action)
             case Kind.BACKWARD:
-                with self.weights.microbatch(action in self.last_of_stage, self.chunk_of_stage[stage]):
+                with self.weights.microbatch(last=action in self.last_of_stage, stage=self.chunk_of_stage[stage]):
                     self._backward(action)
             case Kind.INPUT_GRAD:
                 self._input_half(action)
@@ -339,12 +339,13 @@ class Pipeline:
 
     def _input_half(self, action: Action) -> None:
         last, chunk = action in self.last_of_stage, self.chunk_of_stage[action.stage]
-        with self.weights.microbatch(last, chunk, "inputs"), self.wgrad_queue.collecting() as tasks:
+        with self.weights.microbatch(last=last, stage=chunk, part="inputs"), self.wgrad_queue.collecting() as tasks:
             self._backward(action)
         self.deferred[action.stage, action.microbatch] = tasks
 
     def _weight_half(self, action: Action) -> None:
-        with self.weights.microbatch(action in self.last_of_stage, self.chunk_of_stage[action.stage], "weights"):
+        last, chunk = action in self.last_of_stage, self.chunk_of_stage[action.stage]
+        with self.weights.microbatch(last=last, stage=chunk, part="weights"):
             for task in self.deferred.pop((action.stage, action.microbatch)):
                 task()
 

@@ -59,15 +59,15 @@ class TensorParallel(LocalOps):
         self.names: dict[nn.Module, str] = {}  # of the modules that hold parameters
         if wgrad_queue is not None:
             # Deferred tasks carry the names of a layer's parameters: in a graph, each layer would need its own.
-            self.between_graphs("column_parallel", "row_parallel", "replicated_linear", "up_projection")
+            self.run_eagerly("column_parallel", "row_parallel", "replicated_linear", "latent_up_projection")
 
-    def adopt(self, model: nn.Module) -> None:
+    def shard_parameters(self, model: nn.Module) -> None:
         """Turn the parameters of a model on the meta device into DTensors with this rank's shards."""
         assert self.axis.mesh is not None
         for owner, module in model.named_modules():
             over_tp: dict[str, tuple[bool, bool]] = {}  # by parameter: is it sharded, is its gradient partial
-            for kind, full in list(module.named_parameters(recurse=False)):
-                param = self.local_params[f"{owner}.{kind}"]
+            for name, full in list(module.named_parameters(recurse=False)):
+                param = self.local_params[f"{owner}.{name}"]
                 if param.tp.axis != "tp":
                     continue
                 placement: Placement = Replicate() if param.tp.dim is None else Shard(param.tp.dim)
@@ -75,27 +75,27 @@ class TensorParallel(LocalOps):
                 weight = DTensor.from_local(
                     local, self.axis.mesh, [placement], run_check=False, shape=full.shape, stride=full.stride()
                 )
-                setattr(module, kind, nn.Parameter(weight))
-                over_tp[kind] = param.tp.dim is not None, param.tp.partial
+                setattr(module, name, nn.Parameter(weight))
+                over_tp[name] = param.tp.dim is not None, param.tp.partial
             if over_tp:
                 # On the module: a table keyed by module would recompile for every block.
                 vars(module)["over_tp"] = over_tp
                 self.names[module] = owner
-        super().adopt(model)
+        super().shard_parameters(model)
 
-    def weight(self, module: nn.Module, kind: str = "weight") -> Tensor:
-        return self.local(module, kind)
+    def weight(self, module: nn.Module, name: str = "weight") -> Tensor:
+        return self.local(module, name)
 
-    def local(self, module: nn.Module, kind: str = "weight") -> Tensor:
+    def local(self, module: nn.Module, name: str = "weight") -> Tensor:
         """This rank's shard of a parameter. If its gradient is a partial sum, it is declared `Partial` over tp, and its
         bucket sums it."""
-        parameter = getattr(module, kind)
-        _, partial = module.over_tp[kind]  # type: ignore[index]
+        parameter = getattr(module, name)
+        _, partial = module.over_tp[name]  # type: ignore[index]
         return parameter.to_local(grad_placements=[Partial()] if partial else parameter.placements)
 
     # ---- the residual stream -----------------------------------------------------------------------------------------
 
-    def residual(self, positions: TokenPositions) -> TokenPositions:
+    def residual_positions(self, positions: TokenPositions) -> TokenPositions:
         if not self.sp:
             return positions
         local = chunk(positions.position_ids.shape[1], self.axis.size, self.axis.rank)
@@ -111,8 +111,8 @@ class TensorParallel(LocalOps):
         q, k = ((x * scale * w).to(x.dtype) for x, scale, w in zip((q, k), scales, weights, strict=True))
         return q, k
 
-    def look_up(self, table: nn.Embedding, places: Tensor) -> Tensor:
-        return F.embedding(places, self.local(table))
+    def position_embedding(self, table: nn.Embedding, positions: Tensor) -> Tensor:
+        return F.embedding(positions, self.local(table))
 
     # ---- linears -----------------------------------------------------------------------------------------------------
 
@@ -125,14 +125,14 @@ class TensorParallel(LocalOps):
         """The weights are replicated, and so are the outputs; under sp each rank computes those of its tokens."""
         return self._without_collectives(x, *linears)
 
-    def up_projection(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
+    def latent_up_projection(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
         """Each rank computes its heads: `gather_latents` has gathered the input, and sums its gradient."""
         return self._without_collectives(x, *linears)
 
     def _without_collectives(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
         weights, biases = (
-            [self.local(linear, kind) if getattr(linear, kind) is not None else None for linear in linears]
-            for kind in ("weight", "bias")
+            [self.local(linear, name) if getattr(linear, name) is not None else None for linear in linears]
+            for name in ("weight", "bias")
         )
         targets = tuple(Target(f"{self.names[linear]}.weight") for linear in linears)
         deferral = None if self.wgrad_queue is None else Deferral(self.wgrad_queue, targets)
@@ -142,9 +142,9 @@ class TensorParallel(LocalOps):
     def gather_latents(self, latents: Tensor) -> Tensor:
         return GatherFromSP.apply(self.axis, self.sp, latents)
 
-    def _used_rows(self, module: nn.Module, kind: str) -> Tensor:
+    def _used_rows(self, module: nn.Module, name: str) -> Tensor:
         """A shard; or, for k and v with fewer heads than ranks, this rank's head's rows of the replicated parameter."""
-        local, (split, _) = self.local(module, kind), module.over_tp[kind]  # type: ignore[index]
+        local, (split, _) = self.local(module, name), module.over_tp[name]  # type: ignore[index]
         return local if split else local[self.kv_rows]
 
     def _deferral(self, *linears: nn.Linear) -> Deferral | None:
@@ -211,11 +211,11 @@ class DeferredLocalOps(LocalOps):
         super().__init__(**options)
         self.wgrad_queue, self.axis = wgrad_queue, Axis("tp")
         self.names: dict[nn.Module, str] = {}
-        self.between_graphs("column_parallel", "replicated_linear", "up_projection")
+        self.run_eagerly("column_parallel", "replicated_linear", "latent_up_projection")
 
-    def adopt(self, model: nn.Module) -> None:
+    def shard_parameters(self, model: nn.Module) -> None:
         self.names |= {module: name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-        super().adopt(model)
+        super().shard_parameters(model)
 
     def _deferral(self, *linears: nn.Linear) -> Deferral:
         return Deferral(self.wgrad_queue, tuple(Target(f"{self.names[linear]}.weight") for linear in linears))
@@ -253,7 +253,7 @@ def ops_of(
     # between the graphs of a compiled block, or each microbatch would be recompiled.
     in_tiles = mesh.layout.cp > 1 and mesh.layout.cp_kind != "ulysses"
     masked_between_graphs = documents and (in_tiles or spec.sinks or spec.windowed)
-    options["breaks"] = (
+    options["graph_breaks"] = (
         mesh.layout.breaks_graphs or masked_between_graphs or (spec.experts is not None and not dispatch.in_graph)
     )
     ops: LocalOps
@@ -262,7 +262,7 @@ def ops_of(
     else:
         ops = LocalOps(**options) if wgrad_queue is None else DeferredLocalOps(wgrad_queue, **options)
     if masked_between_graphs:
-        ops.between_graphs("attend")
+        ops.run_eagerly("attend")
     return ops
 
 

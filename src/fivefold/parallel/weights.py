@@ -42,7 +42,7 @@ class Weights(Protocol):
     replaying: bool = False
     """Whether gradients go to `grad_hook` and nowhere else."""
 
-    def microbatch(self, last: bool, stage: int = 0, part: BackwardPart = "all") -> AbstractContextManager[None]:
+    def microbatch(self, *, last: bool, stage: int = 0, part: BackwardPart = "all") -> AbstractContextManager[None]:
         """A context around the backward pass of one microbatch through one of this rank's pipeline stages (its index
         among them), or around a `part` of it; `last`: the last one of this step."""
 
@@ -202,7 +202,7 @@ def register_grad_hook(parameter: nn.Parameter, param: LocalParam, add: GradHook
     parameter.register_post_accumulate_grad_hook(hook)
 
 
-def to_empty(model: nn.Module, params: dict[str, LocalParam], compute: torch.dtype, device: torch.device) -> None:
+def recast_empty(model: nn.Module, params: dict[str, LocalParam], compute: torch.dtype, device: torch.device) -> None:
     """Give the model new, empty parameters on a device: in the compute dtype, or in the accumulate dtype those that
     stay in full precision.
 

@@ -20,7 +20,7 @@ from fivefold.model.init import init_param
 from fivefold.model.layers import accum_dtype
 from fivefold.parallel.buckets import BackwardPart, Bucket, Reducer, slots_of
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.weights import GradHook, Weights, local_of, register_grad_hook, stage_params, to_empty
+from fivefold.parallel.weights import GradHook, Weights, local_of, recast_empty, register_grad_hook, stage_params
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import EMBEDDING_UNIT, HEAD_UNIT
 
@@ -100,7 +100,7 @@ class ZeroBuckets(Weights):
         per_stage = [stage_params(model, spec, mesh) for model in stages]
         self.local_params = {name: param for params in per_stage for name, param in params.items()}
         for model, params in zip(stages, per_stage, strict=True):
-            to_empty(model, params, compute_dtype, mesh.device)
+            recast_empty(model, params, compute_dtype, mesh.device)
         self.parameters = {name: p for model in stages for name, p in model.named_parameters()}
         self.model_weights = {name: local_of(p) for name, p in self.parameters.items()}
         self.masters = {name: self._init_master(spec, param, seed) for name, param in self.local_params.items()}
@@ -191,7 +191,7 @@ class ZeroBuckets(Weights):
 
     # ---- gradients -----------------------------------------------------------------------------------------------
 
-    def microbatch(self, last: bool, stage: int = 0, part: BackwardPart = "all") -> AbstractContextManager[None]:
+    def microbatch(self, *, last: bool, stage: int = 0, part: BackwardPart = "all") -> AbstractContextManager[None]:
         return nullcontext() if self.replaying else self.reducer.microbatch(last, stage, part)
 
     def add(self, name: str, gradient: Tensor) -> None:

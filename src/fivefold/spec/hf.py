@@ -13,7 +13,7 @@ import msgspec
 from fivefold.spec.hf_attention import (
     LATENT,
     Config,
-    Numbers,
+    SpecFields,
     read_latent,
     read_partial,
     read_rope,
@@ -23,7 +23,7 @@ from fivefold.spec.hf_attention import (
     write_windows,
 )
 from fivefold.spec.hf_experts import (
-    EXPERT_WORDS,
+    EXPERT_CONFIG_MAPS,
     expert_misfits,
     model_type_with_experts,
     read_experts,
@@ -154,7 +154,7 @@ def to_hf_config(spec: ModelSpec, dtype: str) -> Config:
         "torch_dtype": dtype,
         "use_cache": True,
     }
-    return shared | write(spec) | (write_experts(spec, kind) if kind in EXPERT_WORDS else {})
+    return shared | write(spec) | (write_experts(spec, kind) if kind in EXPERT_CONFIG_MAPS else {})
 
 
 def _in_their_words(spec: ModelSpec, names: dict[str, str]) -> Config:
@@ -196,7 +196,7 @@ def _to_gpt2(spec: ModelSpec) -> Config:
     }
 
 
-def _llama(config: Config) -> Numbers:
+def _llama(config: Config) -> SpecFields:
     return {field: config.get(key) or 0 for field, key in (_LLAMA | _QWEN3).items()} | {
         **read_rope(config),
         "norm_eps": config.get("rms_norm_eps", 1e-6),
@@ -207,39 +207,39 @@ def _llama(config: Config) -> Numbers:
     }
 
 
-def _mistral(config: Config) -> Numbers:
+def _mistral(config: Config) -> SpecFields:
     window = config.get("sliding_window", 4096)  # what Hugging Face fills in
     if window is not None:
         raise UserError(f"sliding_window={window!r} is not supported for mistral; only null is, as in Mistral 7B v0.3")
     return _llama(config)
 
 
-def _deepseek(config: Config) -> Numbers:
+def _deepseek(config: Config) -> SpecFields:
     """DeepSeek-V2 and V3, and Kimi K2, which is a V3. What they call head_dim is that of positions."""
     own = {"kv_heads": 0, "head_dim": 0, "qkv_bias": False, "qk_norm": False}
     return _llama(config) | own | read_latent(config) | read_experts(config)
 
 
-def _glm(config: Config) -> Numbers:
+def _glm(config: Config) -> SpecFields:
     biased, normed = bool(config.get("attention_bias", False)), bool(config.get("use_qk_norm", False))
     own = {"norm_eps": config.get("rms_norm_eps", 1e-5), "qkv_bias": biased, "qk_norm": normed}
     return _llama(config) | own | read_partial(config, 0.5) | read_experts(config)
 
 
-def _mixture(config: Config) -> Numbers:
+def _mixture(config: Config) -> SpecFields:
     """Mixtral, OLMoE and Qwen3's: Llamas with experts, some of them with a q/k norm."""
     kind = config["model_type"]
     own = {"qk_norm": kind != "mixtral", "qk_norm_over": "all" if kind == "olmoe" else "head"}
     return _llama(config) | own | read_experts(config)
 
 
-def _oss(config: Config) -> Numbers:
+def _oss(config: Config) -> SpecFields:
     """gpt-oss: biases everywhere, sinks, windows in some layers, a swiglu that is bounded."""
     own = {"norm_eps": config.get("rms_norm_eps", 1e-5), "bias": True, "activation": "swiglu_clamped"}
     return _llama(config) | own | read_windows(config) | read_experts(config)
 
 
-def _gpt2(config: Config) -> Numbers:
+def _gpt2(config: Config) -> SpecFields:
     rates = {key: config.get(key, 0.1) for key in ("resid_pdrop", "embd_pdrop")}
     if rates["resid_pdrop"] != rates["embd_pdrop"]:
         raise UserError(
@@ -263,7 +263,7 @@ def _gpt2(config: Config) -> Numbers:
 
 
 _GELUS: dict[str, Activation] = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
-_READERS: dict[str, tuple[Callable[[Config], Numbers], dict[str, str]]] = {
+_READERS: dict[str, tuple[Callable[[Config], SpecFields], dict[str, str]]] = {
     "llama": (_llama, _LLAMA),
     "mistral": (_mistral, _LLAMA | {"kv_heads": "num_key_value_heads"}),
     "qwen2": (_llama, _LLAMA | {"kv_heads": "num_key_value_heads"}),
@@ -307,4 +307,4 @@ _ONLY: dict[str, Config] = {
 
 def _required_values(kind: str) -> Config:
     """Settings of a `model_type` that have one value here."""
-    return _ONLY[kind] | (EXPERT_WORDS[kind].spelled if kind in EXPERT_WORDS else {})
+    return _ONLY[kind] | (EXPERT_CONFIG_MAPS[kind].required_values if kind in EXPERT_CONFIG_MAPS else {})

@@ -8,7 +8,7 @@ from fivefold.support.errors import UserError
 from fivefold.support.text import either
 
 Config = dict[str, Any]
-Numbers = dict[str, Any]  # the fields of a ModelSpec, not yet checked
+SpecFields = dict[str, Any]  # the fields of a ModelSpec, not yet checked
 
 LATENT = {
     "kv_rank": "kv_lora_rank",
@@ -24,7 +24,7 @@ _STRETCHES: dict[str, tuple[type[RopeScaling] | type[Yarn], tuple[str, ...]]] = 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
-def read_rope(config: Config) -> Numbers:
+def read_rope(config: Config) -> SpecFields:
     """Theta, scaling and rotary dims, from either spelling: `rope_theta` + `rope_scaling`, or `rope_parameters`."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, dict):
@@ -57,7 +57,7 @@ def write_rope(spec: ModelSpec) -> Config:
     return {"rope_theta": spec.rope_theta, "rope_scaling": older, "rope_parameters": newer}
 
 
-def read_partial(config: Config, default: float) -> Numbers:
+def read_partial(config: Config, default: float) -> SpecFields:
     """GLM: the share of a head's dims that positions turn."""
     rope = config.get("rope_parameters") or {}
     share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", default))
@@ -67,7 +67,7 @@ def read_partial(config: Config, default: float) -> Numbers:
     return {"rope_dim": 0 if share == 1 else int(width * share)}
 
 
-def read_latent(config: Config) -> Numbers:
+def read_latent(config: Config) -> SpecFields:
     """DeepSeek's MLA."""
     heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads")
     if kv_heads not in (None, heads):
@@ -89,7 +89,7 @@ def write_latent(spec: ModelSpec) -> Config:
     }
 
 
-def read_windows(config: Config) -> Numbers:
+def read_windows(config: Config) -> SpecFields:
     """gpt-oss: which layers see a window of the keys, and which all of them."""
     layers = config["num_hidden_layers"]
     kinds = config.get("layer_types") or [(_SLIDING, _FULL)[layer % 2] for layer in range(layers)]

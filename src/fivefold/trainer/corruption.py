@@ -28,7 +28,7 @@ from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.zero import ZeroBuckets
 from fivefold.support.errors import TrainingError
 from fivefold.trainer.engine import Engine
-from fivefold.trainer.replica_check import (
+from fivefold.trainer.replica_verdict import (
     Disagreement,
     ReplayDigests,
     ReplicaAxes,

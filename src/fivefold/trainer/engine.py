@@ -162,7 +162,7 @@ class RankModel:
             first, last = decoders[local[0].index], decoders[local[-1].index]
             last.embedding = first.embedding  # embedding and head share a rank, and a weight
         for model in decoders.values():
-            self.ops.adopt(model)
+            self.ops.shard_parameters(model)
         return decoders
 
     def _buffers(self, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -55,7 +55,7 @@ from fivefold.trainer.directories import claim as claim_directory
 from fivefold.trainer.loop import Stopped, Trainer
 from fivefold.trainer.outputs import Display, Outputs, vanishing
 from fivefold.trainer.records import Evaluation, Listener
-from fivefold.trainer.recovery import Recovery
+from fivefold.trainer.restart_time import Recovery
 from fivefold.trainer.result import PICTURE, ExpertsResult
 from fivefold.trainer.resuming import SCHEDULE, Start, begin, differences
 from fivefold.trainer.spikes import NAME as DECISIONS

@@ -214,7 +214,7 @@ class PlainAttention(LocalAttention):
     """Windows and sinks on the full matrix of scores: nothing of the kernels that are being judged."""
 
     def attention_mask(
-        self, positions: TokenPositions, window: int = 0, sinks: bool = False, dtype: torch.dtype = torch.float32
+        self, positions: TokenPositions, window: int = 0, *, sinks: bool = False, dtype: torch.dtype = torch.float32
     ) -> Tensor | None:
         return positions.mask(window or positions.length)
 

@@ -90,7 +90,7 @@ def make(
     with torch.device("meta"):
         model = Decoder(spec, layout.recompute, ops=ops)
     if isinstance(ops, TensorParallel):
-        ops.adopt(model)
+        ops.shard_parameters(model)
     weights: Weights
     if layout.zero == 3:
         weights = FullySharded([model], spec, mesh, dtype, SEED)

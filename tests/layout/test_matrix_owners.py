@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from fivefold.layout.layout import Layout
-from fivefold.layout.matrices import MatrixOwners, Parts, matrices_of, matrix_owners
+from fivefold.layout.matrix_owners import MatrixOwners, Parts, matrices_of, matrix_owners
 from fivefold.optim.adamw import AdamW
 from fivefold.optim.muon import Muon
 from fivefold.spec.model import ModelSpec
@@ -90,7 +90,7 @@ def test_experts_stay_with_the_ranks_that_hold_them() -> None:
 
 
 def test_a_large_matrix_is_a_batch_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fivefold.layout.matrices.BATCH", 36 * 40 * 2)
+    monkeypatch.setattr("fivefold.layout.matrix_owners.BATCH", 36 * 40 * 2)
     parameters = ODD.parameters()
     owners = MatrixOwners.of(parameters, ODD, Layout(), MUON, 0)
     q = [batch for batch in owners.batches[0] if batch[0].parameter.name.endswith("attention.q.weight")]

@@ -6,7 +6,7 @@ import pytest
 from fivefold.job.config import Job, read_job
 from fivefold.layout.layout import Layout
 from fivefold.support.errors import UserError
-from fivefold.trainer.elastic import choose
+from fivefold.trainer.elastic_layout import choose
 
 
 def job(*changes: str) -> Job:
