@@ -186,7 +186,7 @@ def test_a_comparison_has_one_world() -> None:
         ("train tiny train.compile=off --against eager", "is not compiled here itself"),
         ("train tiny train.device=cpu --against eager", "with train.compile=auto the job is not compiled here itself"),
         ("train tiny train.deterministic=true --against deterministic", "leave one of the two out"),
-        ("peers layout.tp=2", "several are measured with: --ranks 2"),
+        ("peers layout.tp=2", "`fivefold bench peers --ranks 2` measures several"),
         ("peers --scaling train.batch=3 --batch 5", "say the same thing twice"),
         ("peers --overhead -o /proc/x.json", "/proc/x.json cannot be written: No such file"),
         ("peers --only tp model.kv_heads=1", "DTensor tp=2: it splits whole heads, and model.kv_heads=1 is not"),

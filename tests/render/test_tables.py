@@ -22,7 +22,7 @@ from fivefold.accuracy.fit import Constants
 from fivefold.accuracy.result import AccuracyResult, SourceList, planner_accuracy
 from fivefold.accuracy.score import choices
 from fivefold.accuracy.sweeps import SweepsResult
-from fivefold.bench import checkpoint, comparison, scaling, steps, train
+from fivefold.bench import checkpoint, comparison, optimizer, scaling, steps, train
 from fivefold.bench import checkpoint as recovery
 from fivefold.bench.harness import Machine, RoundTimes, RowsResult
 from fivefold.hardware.accelerators import ACCELERATORS
@@ -72,6 +72,12 @@ def trained() -> train.TrainBenchResult:
         "NVIDIA H200", "2.13", [0.6, 0.61], 10**11, 30.0, 11.9, 3, {"a reason": 2}, "bfloat16", saved, kernels
     )
     return train.TrainBenchResult(job, {"fivefold": [turn], "torchtitan": [turn]}, train.Extras(True, True))
+
+
+def updated() -> optimizer.OptimizerBenchResult:
+    seconds = RoundTimes({"adamw": [0.1, 0.2, 0.4], "muon": [0.2, 0.6, 0.5]})
+    updates = optimizer.Updates(seconds, optimizer.Paces(1e9, 1e12), Machine(2, "2.13", "a CPU"), "CPU, threads: 1")
+    return optimizer.OptimizerBenchResult(optimizer.jobs_of(["tiny", "layout=dp=2,zero=1"], "adamw,muon"), 3, updates)
 
 
 def piped() -> pipeline.PipelineResult:
@@ -169,6 +175,7 @@ MAKERS: dict[str, Callable[[], Result]] = {
     "OverlapResult": overlapped,
     "MixedBenchResult": on_unequal_ranks,
     "TrainBenchResult": trained,
+    "OptimizerBenchResult": updated,
     "LaunchResult": by_hand.deployed,
     "LaunchResult on the terminal": by_hand.shown,
     "VerifyResult": by_hand.verified,
