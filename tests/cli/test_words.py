@@ -174,3 +174,11 @@ def test_a_layout_that_does_not_fit_is_shown_with_the_nearest_that_does() -> Non
     found = json.loads(CliRunner().invoke(app, [*line, "--json"]).output)["layout"]
     assert "nearest: --layout" in found["advice"]
     assert found["memory_limit_bytes"] < found["memory_bytes"]
+
+
+@pytest.mark.parametrize(("option", "value"), [("--layout", "tp=2"), ("--batch", "4"), ("--tp", "2")])
+def test_serve_is_not_answered_with_a_setting_that_it_would_refuse(option: str, value: str, tmp_path: Path) -> None:
+    done = fivefold("serve", "llama3-8b", "--cluster", "1xH100", option, value, cwd=tmp_path)
+    assert done.returncode == 2
+    assert f"No such option: {option}" in done.stderr
+    assert "write " not in done.stderr

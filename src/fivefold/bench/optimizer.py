@@ -130,7 +130,7 @@ class OptimizerBenchResult(Result):
         yield Text(
             "moved: bytes of masters, states and gradients; GFLOP: of whole matrices; sent: to other ranks, each of "
             "the rank that has most; bound: the time of both at these paces; of it: the share that it is "
-            "of the update. Over 100%: caches hold what the bound reads from memory"
+            "of the update. Over 100%: faster than the stream that gave the pace"
         )
         yield from caveats(self.updates.seconds.values(), self.rounds, world, self.updates.machine.cores)
 

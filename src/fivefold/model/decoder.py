@@ -100,11 +100,11 @@ def _unlike(kind: BlockKind, spec: ModelSpec, layer: int, module: nn.Module) -> 
             yield f"is described with {name} twice"
         described[name] = parameter.shape
     made = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-    for name in described.keys() - made.keys():
+    for name in sorted(described.keys() - made.keys()):
         yield f"has no parameter {name}, which its operations read"
-    for name in made.keys() - described.keys():
+    for name in sorted(made.keys() - described.keys()):
         yield f"has a parameter {name} that none of its operations reads"
-    for name in described.keys() & made.keys():
+    for name in sorted(described.keys() & made.keys()):
         if described[name] != made[name]:
             yield f"has {name} of shape {list(made[name])}, where its operations read {list(described[name])}"
 

@@ -9,12 +9,12 @@ Two bubbles, because papers and people mean different ones:
                    the early end of others.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from fivefold.schedules.actions import FORWARD, LAST_READERS, Action
+from fivefold.schedules.actions import FORWARD, GRADIENT_MAKERS, LAST_READERS, WEIGHT_GRAD, Action
 from fivefold.schedules.clock import BusySpan, ClockRun, Lane, run
 from fivefold.schedules.costs import Costs
 from fivefold.schedules.deadlock import deadlock_sentence
@@ -144,3 +144,44 @@ def _deadlock_message(schedule: Schedule, costs: Costs, result: ClockRun) -> str
         f"{sentence}. The cause is {' and '.join(causes)}: it runs with eager sends and receives posted where they "
         "stand, which is how it is executed; time it with --sends eager --overlap, or naive, which never waits so"
     )
+
+
+# ---- dependencies ---------------------------------------------------------------------------------------------------
+# The actions whose results an action reads. (It also waits for the action before it on its own rank.)
+#
+#     lanes = [list(simulation.drawn(rank)) for rank in range(simulation.schedule.p)]
+#     dependencies(simulation.schedule, lanes)[2][5]  # [(1, 4)]: span 5 of rank 2 reads what span 4 of rank 1 makes
+
+
+Place = tuple[int, int]  # a rank, and the index of one of its spans
+
+
+def dependencies(schedule: Schedule, lanes: Sequence[Sequence[DrawnSpan]]) -> list[list[list[Place]]]:
+    """By rank and span, the spans whose results it reads; a joined pair in one span reads two."""
+    stages, m = schedule.placement.stages, schedule.m
+    # By stage and microbatch, the span that makes the output, and the one that makes the gradient of the input.
+    outputs: list[list[Place | None]] = [[None] * m for _ in range(stages)]
+    gradients: list[list[Place | None]] = [[None] * m for _ in range(stages)]
+    for rank, lane in enumerate(lanes):
+        for place, span in enumerate(lane):
+            for action in (span.action, span.beside):
+                if action is None:
+                    continue
+                if action.kind is FORWARD:
+                    outputs[action.stage][action.microbatch] = rank, place
+                elif action.kind in GRADIENT_MAKERS:
+                    gradients[action.stage][action.microbatch] = rank, place
+
+    def reads(action: Action) -> Place | None:
+        """The span that makes a forward's input, a backward's output gradient, or what an I leaves for its W."""
+        kind, stage, microbatch, _ = action
+        if kind is FORWARD:
+            return outputs[stage - 1][microbatch] if stage else None
+        if kind in GRADIENT_MAKERS:
+            return outputs[stage][microbatch] if stage == stages - 1 else gradients[stage + 1][microbatch]
+        return gradients[stage][microbatch] if kind is WEIGHT_GRAD else None
+
+    return [
+        [[read for action in (span.action, span.beside) if action and (read := reads(action))] for span in lane]
+        for lane in lanes
+    ]

@@ -9,11 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from fivefold.schedules.costs import Durations, parse_slow
-from fivefold.schedules.dependencies import dependencies
 from fivefold.schedules.palette import NAMES
 from fivefold.schedules.registry import CATALOGUE
 from fivefold.schedules.result import CompareResult, DrawResult, Query, figures_of
-from fivefold.schedules.simulate import Simulation
+from fivefold.schedules.simulate import Simulation, dependencies
 from fivefold.support.errors import UserError
 from fivefold.support.ranges import checked, within
 from fivefold.support.text import did_you_mean
