@@ -21,6 +21,7 @@ CHANGED = (f"train.steps={STEPS}", f"optimizer.schedule_steps={STEPS}")
     [
         ("pp=2,schedule=zb-v,microbatches=4", 2, "dp=2,zero=1", 2),
         ("pp=4,schedule=zb-v,microbatches=4", 4, "dp=2,pp=2,microbatches=2,zero=2", 4),  # eight stages
+        ("cp=2,pp=2,microbatches=2", 4, "tp=2,sp", 2),  # the ring sends inside of actions, in evaluation, too
     ],
 )
 def test_two_hundred_steps_are_those_of_gloo(tmp_path: Path, layout: str, nproc: int, then: str, others: int) -> None:
