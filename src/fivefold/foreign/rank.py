@@ -77,7 +77,7 @@ def refer(rank: Rank, place: Place, settings: Settings, weights: Path) -> OnePro
     reference = OneProcess(
         shapes, [float(loss or 0.0) for loss in values.losses], values.norms,
         [_whole(gradients, numbers, size) for gradients in values.gradients],
-        before, _whole(values.parameters, numbers, size), _versions(), random=values.losses[0] != another.losses[0],
+        before, [_whole(after, numbers, size) for after in values.parameters], _versions(), random=values.losses[0] != another.losses[0],
     )  # fmt: skip
     if adapter.dtype == "float64":
         return reference
@@ -137,7 +137,8 @@ def _start(rank: Rank, place: Place, layout: Layout, settings: Settings) -> tupl
 def _run(
     adapter: Adapter, model: Any, settings: Settings, rank: int, numbers: Mapping[str, Any], seed: int = _SEED
 ) -> RankValues:
-    losses, norms, gradients, trace = [], [], [], Observation() if settings.watch else None
+    losses, norms, gradients, parameters = [], [], [], []
+    trace = Observation() if settings.watch else None
     for step in range(settings.steps):
         torch.manual_seed(seed + step)
         batch = adapter.batch(step)
@@ -148,7 +149,7 @@ def _run(
         losses.append(_number(result, "loss"))
         gradients.append(_gradients(adapter, model))
         norms.append(None if adapter.update is None else _number(adapter.update(model), "grad_norm"))
-    parameters = {name: _flat(parameter.detach()) for name, parameter in adapter.named(model).items()}
+        parameters.append({name: _flat(parameter.detach()) for name, parameter in adapter.named(model).items()})
     return RankValues(rank, numbers, losses, norms, gradients, parameters, trace)
 
 
@@ -223,7 +224,10 @@ def _with_noise(reference: OneProcess, draws: Sequence[RankValues], numbers: Map
         largest(truth, [_whole(draw.gradients[step], numbers, size) for draw in draws])
         for step, truth in enumerate(reference.gradients)
     ]
-    moved = largest(reference.parameters, [_whole(draw.parameters, numbers, size) for draw in draws])
+    moved = [
+        largest(truth, [_whole(draw.parameters[step], numbers, size) for draw in draws])
+        for step, truth in enumerate(reference.parameters)
+    ]
 
     def scalar(truth: Sequence[float | None], pick: Callable[[RankValues], Sequence[float | None]]) -> float:
         pairs = [(a, b) for draw in draws for a, b in zip(truth, pick(draw), strict=True)]
