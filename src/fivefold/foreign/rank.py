@@ -75,10 +75,15 @@ def refer(rank: Rank, place: Place, settings: Settings, weights: Path) -> OnePro
     flat = numbering.offsets(shapes)
     before = np.concatenate([full[name].reshape(-1).numpy() for name in flat if name])
     reference = OneProcess(
-        shapes, [float(loss or 0.0) for loss in values.losses], values.norms,
-        [_whole(gradients, numbers, size) for gradients in values.gradients],
-        before, [_whole(after, numbers, size) for after in values.parameters], _versions(), random=values.losses[0] != another.losses[0],
-    )  # fmt: skip
+        shapes,
+        losses=[float(loss or 0.0) for loss in values.losses],
+        norms=values.norms,
+        gradients=[_whole(gradients, numbers, size) for gradients in values.gradients],
+        weights=before,
+        parameters=[_whole(after, numbers, size) for after in values.parameters],
+        versions=_versions(),
+        random=values.losses[0] != another.losses[0],
+    )
     if adapter.dtype == "float64":
         return reference
     draws = [run(adapter.build({}), _rounded(full, adapter.dtype, draw)) for draw in range(_NOISE_DRAWS)]
