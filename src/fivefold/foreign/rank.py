@@ -166,7 +166,18 @@ def _clear(adapter: Adapter, model: Any) -> None:
 
 def _gradients(adapter: Adapter, model: Any) -> dict[str, Values | None]:
     found = {name: adapter.grad(parameter) for name, parameter in adapter.named(model).items()}
-    return {name: None if gradient is None else _flat(gradient) for name, gradient in found.items()}
+    return {name: None if gradient is None else _flat(_reduced(gradient)) for name, gradient in found.items()}
+
+
+def _reduced(gradient: Tensor) -> Tensor:
+    """DTensor may leave a gradient as summands on the ranks of its mesh: what reads it, as an optimizer does, adds them."""
+    placements = getattr(gradient, "placements", ())
+    if not any(placement.is_partial() for placement in placements):
+        return gradient
+    from torch.distributed.tensor import DTensor, Replicate
+
+    assert isinstance(gradient, DTensor)
+    return gradient.redistribute(placements=[Replicate() if p.is_partial() else p for p in placements])
 
 
 def _flat(tensor: Tensor) -> Values:
