@@ -18,6 +18,7 @@ from fivefold.launch import processes
 from fivefold.launch.local import check_sharing
 from fivefold.layout.layout import Layout
 from fivefold.spec.hf import END_NAMED_IN
+from fivefold.support.dtypes import DTYPES
 from fivefold.support.errors import UserError
 from fivefold.support.places import Place
 from fivefold.support.ranges import SECONDS, misfit, within
@@ -197,8 +198,8 @@ def _model(request: Request, needs_text: bool) -> tuple[Job, Place, GeneratedTex
         made_by = job_of(checkpoint)
         spec, weights, directory = made_by.model, checkpoint.path, run_of(checkpoint)
         words = text_of_run(checkpoint, made_by) if needs_text else None
-    if request.dtype not in ("float32", "bfloat16", "float64"):
-        raise UserError(f"--dtype {request.dtype} is none of float32, bfloat16, float64")
+    if request.dtype not in DTYPES:
+        raise UserError(f"--dtype {request.dtype} is none of {', '.join(DTYPES)}")
     if request.device not in ("auto", "cpu", "cuda"):
         raise UserError(f"--device {request.device} is none of auto, cpu, cuda")
     if request.share_gpu not in ("gloo", "nccl"):

@@ -26,7 +26,7 @@ from fivefold.hardware.accelerators import ACCELERATORS, LINKS, Accelerator, Rat
 from fivefold.job.config import read_job
 from fivefold.launch import heartbeat, processes
 from fivefold.launch import world as worlds
-from fivefold.launch.device import DTYPES, choose_backend, choose_device
+from fivefold.launch.device import TORCH_DTYPES, choose_backend, choose_device
 from fivefold.launch.handshake import claim
 from fivefold.launch.host import cores
 from fivefold.machines.clock import Clock, Timing, timed_collectives
@@ -229,7 +229,7 @@ def block_timer(device: torch.device, quick: bool) -> Callable[[], float]:
     """Returns a function that runs a block for a while and returns the median seconds of a forward and backward."""
     clock = Clock(device, 0.0)
     spec, samples, seq = _block(device)
-    dtype = DTYPES["bfloat16" if clock.on_gpu else "float32"]
+    dtype = TORCH_DTYPES["bfloat16" if clock.on_gpu else "float32"]
     block, x, forward = block_of(spec, LocalOps(), samples, seq, device, dtype)
     output_grad = torch.randn_like(x)
 
