@@ -24,7 +24,7 @@ from msgspec import structs
 from fivefold.cost.model_state import host_memory
 from fivefold.hardware.accelerators import ACCELERATORS, LINKS, Accelerator, Rates, find_accelerator
 from fivefold.job.config import read_job
-from fivefold.launch import heartbeat, processes
+from fivefold.launch import group, heartbeat, processes
 from fivefold.launch import world as worlds
 from fivefold.launch.device import TORCH_DTYPES, choose_backend, choose_device
 from fivefold.launch.handshake import claim
@@ -200,11 +200,11 @@ def calibrate_launched_ranks(world: worlds.World, device: str, quick: bool) -> R
     None on the others."""
     chosen, job = choose_device(device, world.local_rank), read_job(None, [])
     with heartbeat.watched(_LONGEST, world.rank, world.size):
-        worlds.join(world, choose_backend(chosen, world.local_size), job.train.timeout, claim(job, "", world, PURPOSE))
+        group.join(world, choose_backend(chosen, world.local_size), job.train.timeout, claim(job, "", world, PURPOSE))
         try:
             speeds = gather_values(rank_speed(chosen, world.local_size, quick), RankSpeed)
         finally:
-            worlds.leave(world)
+            group.leave(world)
     return RanksResult(speeds) if speeds else None
 
 

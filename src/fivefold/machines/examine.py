@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from fivefold.cost.collective_time import Kind, wire
 from fivefold.job.config import Job, job_from
-from fivefold.launch import faults, heartbeat, processes
+from fivefold.launch import faults, group, heartbeat, processes
 from fivefold.launch import world as worlds
 from fivefold.launch.device import (
     TORCH_DTYPES,
@@ -144,14 +144,14 @@ def launched_rank_reports(job: Job, world: worlds.World) -> list[RankReport]:
         proof = claim(job, "", world, PURPOSE)
         apart = world.apart and world.size > 1
         backend = choose_backend(device, world.local_size, job.train, world.rank, apart)
-        worlds.join(world, backend, job.train.timeout, proof)
+        group.join(world, backend, job.train.timeout, proof)
         try:
             check_shared_gpu(job.train, device, world)
             mesh = Mesh.of_job(job, device, job.train.timeout)
             report = examine(job, mesh, world.local_rank == 0)
             return gather_values(report, RankReport, mesh.world.group) if world.size > 1 else [report]
         finally:
-            worlds.leave(world)
+            group.leave(world)
 
 
 def examine(job: Job, mesh: Mesh, first: bool) -> RankReport:
