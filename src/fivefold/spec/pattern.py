@@ -18,6 +18,7 @@ from fivefold.spec.mixers import MIXERS, GroupedQueryAttention, MultiHeadLatentA
 from fivefold.spec.mlps import MLPS, Dense, MixtureOfExperts
 from fivefold.support.errors import UserError
 from fivefold.support.parsing import read
+from fivefold.support.plugin_calls import problems_of
 from fivefold.support.plugins import Registry
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ def pattern_problems(spec: "ModelSpec") -> Iterator[str]:
             yield f"model.pattern has two kinds called {places[0]} in layer {number}, whose parameters share names"
     for kind in dict.fromkeys(kind for layer in spec.pattern for kind in layer.branches):
         registry = KINDS["mixer" if isinstance(kind, Mixer) else "mlp"]
-        yield from registry.class_problems(kind) or kind.problems(spec)
+        yield from registry.class_problems(kind) or problems_of(kind, spec)
     said = {"window": spec.window, "window_period": spec.window_period - 1}
     said["experts.dense_layers"] = spec.experts.dense_layers if spec.experts else 0
     for field in (field for field, value in said.items() if value):
