@@ -89,7 +89,9 @@ def job_and_start(job: str | Path | Job | None, changes: Sequence[str], *, fresh
     """The job to train, and the directory to train it in."""
     if isinstance(job, Job):
         if changes:
-            raise UserError(f"{changes[0]!r} changes a job that is given as an object; change the object instead")
+            raise UserError(
+                f"{changes[0]!r} changes a job that is given as an object; change the object instead", "change.object"
+            )
         return job, Start(None, fresh=fresh)
     run = run_named(str(job) if job else None)
     resolved = stored_job(run, changes) if run else with_moved_weights(read_job(job and str(job), list(changes)), job)
@@ -136,7 +138,7 @@ def trace(
     """
     file = TraceFile(Path(output))
     if not file.path.expanduser().absolute().parent.is_dir():
-        raise UserError(f"--output {output}: there is no directory {file.path.parent}")
+        raise UserError(f"--output {output}: there is no directory {file.path.parent}", "file.write")
     replace = msgspec.structs.replace
     full = job if isinstance(job, Job) else read_job(_checked_job_file(job), changes)
     trace_config = replace(full.trace, steps=full.trace.steps or STEPS)
@@ -154,7 +156,8 @@ def _checked_job_file(job: str | Path | None) -> str | Path | None:
     if path is not None and (path.is_dir() or path.suffix == ".json"):
         run = path if path.is_dir() else path.parent
         raise UserError(
-            f"{job} is not a job file, and trace runs one; `fivefold inspect {run} --html FILE` shows a run's trace"
+            f"{job} is not a job file, and trace runs one; `fivefold inspect {run} --html FILE` shows a run's trace",
+            "job.kind",
         )
     return job
 
