@@ -166,10 +166,8 @@ def doctor(
 ) -> DoctorResult:
     """Examine this machine with `nproc` ranks of a `job` with `changes` (default: as many as its layout has).
 
-        >>> ff.doctor("examples/demo.toml").ok  # doctest: +SKIP
-        True
-        >>> ff.doctor(None, ["layout=dp=2"], nproc=2).ok  # doctest: +SKIP
-        True
+        >>> len(ff.doctor(None, ["layout=dp=2"]).exam.reports)
+        2
 
     Every rank measures matmuls in the job's dtype and collectives along each axis of its layout; the node's disk,
     limits, clock and versions are looked at, too. No data is read, and nothing is trained.

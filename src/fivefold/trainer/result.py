@@ -234,7 +234,9 @@ class ExpertsResult(Result):
 def experts(run: str | Path) -> ExpertsResult:
     """The load of the experts of a `run`, by its directory.
 
-    >>> result = ff.experts("runs/moe")  # doctest: +SKIP
+    >>> run = ff.train(None, ["model=tiny-moe", "train.steps=2", "data.seq=32", "train.batch=2", "run.name=moe"])
+    >>> len(ff.experts("runs/moe").steps)
+    2
     """
     directory = path_of(str(run))
     if not (directory / METRICS).is_file():

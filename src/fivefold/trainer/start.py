@@ -39,9 +39,10 @@ def train(
 ) -> TrainResult:
     """Trains a job on ranks of this machine, and returns its losses and its directory.
 
-        >>> losses = ff.train("examples/demo.toml", ["train.steps=50"]).losses  # doctest: +SKIP
-        >>> result = ff.train("runs/demo", ["train.steps=300"], progress=print)  # doctest: +SKIP
-        >>> result = ff.train(on_record=lambda step: print(step.step, step.loss))  # doctest: +SKIP
+        >>> losses = ff.train(None, ["layout=dp=2", "data.seq=32", "train.steps=2", "run.name=small"]).losses
+        >>> result = ff.train("runs/small", ["train.steps=4"], on_record=lambda step: print(step.step))
+        3
+        4
 
     `job` is a job file, the directory of a run to resume, or an object (default: a small Llama on Python's own
     source), `changes` are KEY=VALUE. `nproc` is the number of ranks (default: as many as the layout has), and
@@ -131,7 +132,8 @@ def trace(
 ) -> TraceResult:
     """Runs a few steps of a job, writes a trace of all ranks to `output`, and returns a summary of their time.
 
-        >>> result = ff.trace("examples/demo.toml", ["trace.steps=2"], output="trace.json")  # doctest: +SKIP
+        >>> ff.trace("examples/demo.toml", ["layout=dp=2", "trace.steps=1"], output="trace.json").ok
+        True
 
     Starts the ranks of the `job`, a file or an object, on this machine; they have `timeout` seconds. `changes` are
     KEY=VALUE; trace.after and trace.steps say which steps.

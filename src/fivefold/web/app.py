@@ -27,9 +27,7 @@ def ui(
     say: Callable[[str], object] = print,
 ) -> None:
     """Serve the page until interrupted. `port` 0 takes a free one; `runs` are the directories that may be read. With
-    `browser`, the system's browser opens the page. `say` is called with its address.
-
-    >>> ff.ui(port=8000, runs=["runs"])  # doctest: +SKIP
+    `browser`, the system's browser opens the page. `say` is called with its address: `ff.ui(port=8000, runs=["runs"])`.
     """
     checked("port", port, within(0, 65535))
     folders = tuple(_directory(run) for run in runs)

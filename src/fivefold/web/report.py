@@ -269,11 +269,11 @@ class Report(Result):
 
 
 def report(result: Result | str | Path, output: str | Path, command: str = "") -> Report:
-    """Write `result` as one HTML file, `output`. It may be the path of a run, of a directory of runs, or of what
-    `verify --json` wrote. `command` is the command that the file names as its origin.
+    """Write `result` as one HTML file, `output`. It may be the path of a run, of a directory of runs, or of a file with
+    the JSON of a `VerifyResult`. `command` is the command that the file names as its origin.
 
-    >>> ff.report(ff.plan("llama3-8b", "8xH100"), "plan.html")  # doctest: +SKIP
-    >>> ff.report("runs/demo", "run.html")  # doctest: +SKIP
+    >>> ff.report(ff.plan("tiny", "2xCPU", batch=8, seq=64), "plan.html").views
+    ('plan', 'mesh')
     """
     path = path_of(output)
     check_writable(path, HTML, ".htm")
