@@ -70,13 +70,14 @@ def text_of(directory: Place, data: DataSource | None, vocab: int) -> GeneratedT
     for prepared in prepared_by(data) if data is not None else ():
         file = read_index(prepared).tokenizer_file
         if file and (finding := check_file(prepared, file)):
-            raise UserError(finding.sentence)
+            raise UserError(finding.sentence, "data.file.damaged")
         return GeneratedText(prepared / file.name if file else None)
     if vocab == ByteTokenizer.vocab:
         return GeneratedText(None)
     raise UserError(
         f"{directory} has no tokenizer.json, and its vocabulary of {vocab} is not that of bytes; put the file there, "
-        "or give the prompt as numbers: --tokens 1,2,3"
+        "or give the prompt as numbers: --tokens 1,2,3",
+        "generate.tokenizer",
     )
 
 
@@ -155,7 +156,10 @@ def _model(request: Request, needs_text: bool) -> tuple[Job, Place, GeneratedTex
     layout = Layout.parse(request.layout)
     if strange := sorted(set(layout.given()) - _USEFUL_SETTINGS):
         named = ", ".join(strange)
-        raise UserError(f"--layout {request.layout}: {named} does not help to generate; tp and pp do, and ep within tp")
+        raise UserError(
+            f"--layout {request.layout}: {named} does not help to generate; tp and pp do, and ep within tp",
+            "generate.layout",
+        )
     source = request.source
     weights: Place
     directory: Place
@@ -167,16 +171,16 @@ def _model(request: Request, needs_text: bool) -> tuple[Job, Place, GeneratedTex
     else:
         checkpoint = find(source, request.step)
         if damage := checkpoint.damage():
-            raise UserError(damage)
+            raise UserError(damage, "checkpoint.damaged")
         made_by = job_of(checkpoint)
         spec, weights, directory = made_by.model, checkpoint.path, run_of(checkpoint)
         words = text_of_run(checkpoint, made_by) if needs_text else None
     if request.dtype not in DTYPES:
-        raise UserError(f"--dtype {request.dtype} is none of {', '.join(DTYPES)}")
+        raise UserError(f"--dtype {request.dtype} is none of {', '.join(DTYPES)}", "option.choice")
     if request.device not in ("auto", "cpu", "cuda"):
-        raise UserError(f"--device {request.device} is none of auto, cpu, cuda")
+        raise UserError(f"--device {request.device} is none of auto, cpu, cuda", "option.choice")
     if request.share_gpu not in ("gloo", "nccl"):
-        raise UserError(f"--share-gpu {request.share_gpu} is neither gloo nor nccl")
+        raise UserError(f"--share-gpu {request.share_gpu} is neither gloo nor nccl", "option.choice")
     # Not compiled: every length of text is another shape.
     fields = {"dtype": request.dtype, "device": request.device, "compile": "off", "share_gpu": request.share_gpu}
     train = msgspec.convert(fields, TrainConfig)
@@ -209,4 +213,4 @@ def _check(request: Request, job: Job, prompts: list[list[int]]) -> None:
             f"{job.model.name}; nearest: --count {max(1, job.model.context - longest)}"
         )
     if problems:
-        raise UserError(problems)
+        raise UserError(problems, "generate.request")

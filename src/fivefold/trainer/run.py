@@ -89,7 +89,7 @@ def check_shared(marked: Path, control: Control) -> None:
         with suppress(OSError):
             marked.unlink()
     if problem := control.broadcast_value(problem, str):
-        raise UserError([problem] if blind or control.rank == 0 else [])
+        raise UserError([problem] if blind or control.rank == 0 else [], "run.dir.shared")
 
 
 def _sees(path: Path, deadline: float) -> bool:
@@ -342,7 +342,7 @@ def _agreed(control: Control, do: Callable[[], T]) -> T | None:
         try:
             done = do()
         except UserError as error:
-            problems = error.problems
+            problems = error.coded
     if control.broadcast_value(bool(problems), bool):
         raise UserError(problems)
     return done
