@@ -136,7 +136,7 @@ def pattern_problems(spec: "ModelSpec") -> Iterator[str]:
     for number, layer in enumerate(spec.pattern):
         if not layer.branches:
             yield f"model.pattern has neither a mixer nor an mlp in layer {number}; leave the layer out"
-        if layer.routed and layer.mlp.place != "mlp":
+        if isinstance(layer.mlp, MixtureOfExperts) and layer.mlp.place != "mlp":
             yield f"{layer.mlp.name} has place={layer.mlp.place!r}, and a mixture of experts is called mlp"
         places = [kind.place for kind in layer.branches]
         if len(set(places)) < len(places):
