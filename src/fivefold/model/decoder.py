@@ -23,6 +23,7 @@ from fivefold.model.ops import LocalOps, MixerInputs
 from fivefold.model.recompute import recomputed
 from fivefold.model.rope import Rotation, rope_cache
 from fivefold.spec.kinds import PARAMETERS, BlockKind
+from fivefold.spec.mlps import MixtureOfExperts
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import Problem, UserError
 from fivefold.support.plugin_calls import ask, shown, told, wrong
@@ -82,8 +83,11 @@ def branch(kind: BlockKind, spec: ModelSpec, ops: LocalOps, layer: int) -> nn.Mo
         raise UserError(_protocol(kind, f"could not be made: {told(error, kind.name)}")) from error
     if not isinstance(module, nn.Module):
         raise UserError(_protocol(kind, f"gave a {type(module).__name__}, and not a torch.nn.Module"))
-    if wrong := "; ".join(_unlike(kind, spec, layer, module)):
-        raise UserError(_protocol(kind, wrong))
+    if isinstance(module, MoE) != isinstance(kind, MixtureOfExperts):
+        both = "fivefold.spec.mlps:MixtureOfExperts and fivefold.model.moe:MoE"
+        raise UserError(_protocol(kind, f"is of one of {both}, and a kind and its module derive from both or neither"))
+    if unlike := "; ".join(_unlike(kind, spec, layer, module)):
+        raise UserError(_protocol(kind, unlike))
     return module
 
 
