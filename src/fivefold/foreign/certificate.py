@@ -6,7 +6,6 @@ It holds no code and no path: to repeat it one names the adapter, whose digest m
 import hashlib
 import json
 import math
-import platform
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,13 +13,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from fivefold.foreign.adapter import AdapterFile, Layout, layout_text
+from fivefold.foreign.adapter import Layout, layout_text
 from fivefold.foreign.compare import Deviation
 from fivefold.foreign.evidence import Cause
-from fivefold.foreign.measurement import AdapterDescription, OneProcess
 from fivefold.render.blocks import Block, Cell, Result, Table, Text
 from fivefold.support.errors import UserError
-from fivefold.version import __version__
 
 FORMAT = "fivefold certificate 1"
 _QUANTITIES = ("loss", "gradient", "norm", "parameter")
@@ -80,17 +77,6 @@ class Certificate(Result):
     versions: Mapping[str, str]
     proofs: Sequence[LayoutProof]
     created: str = field(default_factory=lambda: datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
-
-    @classmethod
-    def of(
-        cls, place: AdapterFile, description: AdapterDescription, reference: OneProcess, proofs: Sequence[LayoutProof], *,
-        steps: int, device: str,
-    ) -> "Certificate":  # fmt: skip
-        versions = {"fivefold": __version__, "python": platform.python_version(), **reference.versions}
-        return cls(
-            place.text, place.digest, description.dtype, device, steps, reference.random, len(reference.weights),
-            versions, proofs,
-        )  # fmt: skip
 
     @property
     def ok(self) -> bool:  # type: ignore[override]

@@ -70,7 +70,7 @@ def refer(rank: Rank, place: AdapterFile, settings: Settings, weights: Path) -> 
 
     values = run(model, full)
     if any(loss is None for loss in values.losses):
-        raise UserError("step() gave no loss in one process; it should return {'loss': ...}")
+        raise UserError("step() gave no loss in one process; it should return {'loss': ...}", "adapter.step")
     another = run(adapter.build({}), full, _SEED + 1)
     flat = numbering.offsets(shapes)
     before = np.concatenate([full[name].reshape(-1).numpy() for name in flat if name])
@@ -194,7 +194,8 @@ def _number(result: Any, key: str) -> float | None:
     if result is None:
         return None
     if isinstance(result, Tensor) and result.numel() != 1:
-        raise UserError(f"step() returned a {key} of shape {tuple(result.shape)}; it should be one number")
+        gave = f"step() returned a {key} of shape {tuple(result.shape)}; it should be one number"
+        raise UserError(gave, "adapter.step")
     return float(numbering.local(result) if isinstance(result, Tensor) else result)
 
 
@@ -206,7 +207,7 @@ def _check_whole(numbers: Mapping[str, Any], shapes: Mapping[str, Any], size: in
     whole = np.concatenate([numbers[name] for name in shapes])
     if len(whole) != size or (whole != np.arange(size)).any():
         name = next(name for name in shapes if (numbers[name] < 0).any() or len(np.unique(numbers[name])) < 1)
-        raise UserError(f"load() does not give {name} all its elements in one process")
+        raise UserError(f"load() does not give {name} all its elements in one process", "adapter.load")
 
 
 def _whole(values: Mapping[str, Values | None], numbers: Mapping[str, Any], size: int) -> Values:
