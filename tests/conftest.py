@@ -49,7 +49,8 @@ PRELOAD += ["pytest", "rich._emoji_codes", "torch.utils.serialization.config"]
 _LONG = ["transformers", "kubernetes_validate", "kubeflow_trainer_api.models"]
 if not Path("/dev/nvidia0").exists():  # Inductor asks CUDA when it is imported, and then no child may use it
     _LONG += ["torch._dynamo.backends.debugging", "torch._inductor.pattern_matcher"]
-PRELOAD += [*(name for name in _OURS if not name.endswith(("__", *_GPU))), "tests.ranks", "tests.warm"]
+_OWN = [name for name in _OURS if not name.endswith(("__", *_GPU)) and ".adapters." not in name]
+PRELOAD += [*_OWN, "tests.ranks", "tests.warm"]
 
 _init = UserError.__init__
 
