@@ -159,19 +159,19 @@ def _clear(adapter: Adapter, model: Any) -> None:
 
 
 def _gradients(adapter: Adapter, model: Any) -> dict[str, Values | None]:
-    found = {name: adapter.grad(parameter) for name, parameter in adapter.named(model).items()}
-    return {name: None if gradient is None else _flat(_reduced(gradient)) for name, gradient in found.items()}
+    found = {name: (parameter, adapter.grad(parameter)) for name, parameter in adapter.named(model).items()}
+    return {name: None if own is None else _flat(_placed(own, parameter)) for name, (parameter, own) in found.items()}
 
 
-def _reduced(gradient: Tensor) -> Tensor:
-    """DTensor may leave a gradient as summands on the ranks of its mesh: what reads it, as an optimizer does, adds them."""
-    placements = getattr(gradient, "placements", ())
-    if not any(placement.is_partial() for placement in placements):
+def _placed(gradient: Tensor, parameter: Any) -> Tensor:
+    """DTensor may leave a gradient as summands, or whole where the parameter is cut: what reads it redistributes it."""
+    placements = getattr(parameter, "placements", None)
+    if placements is None or getattr(gradient, "placements", placements) == placements:
         return gradient
-    from torch.distributed.tensor import DTensor, Replicate
+    from torch.distributed.tensor import DTensor
 
     assert isinstance(gradient, DTensor)
-    return gradient.redistribute(placements=[Replicate() if p.is_partial() else p for p in placements])
+    return gradient.redistribute(placements=placements)
 
 
 def _flat(tensor: Tensor) -> Values:
