@@ -18,7 +18,7 @@ from fivefold.bench.systems import CPU, join_ranks, take_turns
 from fivefold.cli import main, program
 from fivefold.cli.options import Json, Output
 from fivefold.launch import processes
-from fivefold.launch.device import DTYPES
+from fivefold.launch.device import TORCH_DTYPES
 from fivefold.launch.host import cores
 from fivefold.launch.processes import Rank
 from fivefold.layout.layout import Layout
@@ -32,11 +32,10 @@ from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.tensor import TensorParallel, ops_of
 from fivefold.render.blocks import Block, Result, Table, Text, show
 from fivefold.spec.model import ModelSpec
-from fivefold.support.dtypes import dtype_of
+from fivefold.support.dtypes import DTYPES, dtype_of
 from fivefold.support.text import did_you_mean
 
 TOLERANCE = 1e-3  # of the exercise; the errors themselves are printed beside it
-KNOWN_DTYPES = ("float32", "float64", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -60,8 +59,8 @@ class AttentionShape:
 
     def check(self) -> None:
         problems = too_small(tp=self.tp, seq=self.seq, batch=self.batch, rounds=self.rounds)
-        if self.dtype not in KNOWN_DTYPES:
-            problems.append(f"unknown --dtype {self.dtype!r}; {did_you_mean(self.dtype, KNOWN_DTYPES)}")
+        if self.dtype not in DTYPES:
+            problems.append(f"unknown --dtype {self.dtype!r}; {did_you_mean(self.dtype, DTYPES)}")
         refuse([*problems, *self.spec.problems()])
         refuse(Layout(tp=self.tp).problems(self.spec)[:1])  # about heads: the block has no feed-forward part
 
@@ -124,12 +123,12 @@ class AttentionBlock:
             model = Decoder(shape.spec, ops=ops)
         if isinstance(ops, TensorParallel):
             ops.shard_parameters(model)
-        self.weights = shard_model([model], shape.spec, mesh, DTYPES[shape.dtype], seed=0)
+        self.weights = shard_model([model], shape.spec, mesh, TORCH_DTYPES[shape.dtype], seed=0)
         attention = model.layers["0"].attention
         assert isinstance(attention, Attention)
         self.attention = attention
         positions = TokenPositions.of(torch.zeros(shape.batch, shape.seq, dtype=torch.int64))
-        rotation = model.rotation(positions, DTYPES[shape.dtype])
+        rotation = model.rotation(positions, TORCH_DTYPES[shape.dtype])
         self.shared = MixerInputs(positions, rotation, ops.attention_mask(positions))
 
     def run(self, x: Tensor, output_grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,8 +154,8 @@ class AttentionBlock:
 
 def run(rank: Rank, shape: AttentionShape) -> AttentionResult | None:
     join_ranks(rank)
-    random = torch.Generator().manual_seed(0)
-    x, output_grad = torch.randn(2, shape.batch, shape.seq, shape.hidden, generator=random).to(DTYPES[shape.dtype])
+    random, dtype = torch.Generator().manual_seed(0), TORCH_DTYPES[shape.dtype]
+    x, output_grad = torch.randn(2, shape.batch, shape.seq, shape.hidden, generator=random).to(dtype)
     together = AttentionBlock(shape, Mesh.of(Layout(tp=shape.tp), CPU))
     alone = AttentionBlock(shape, Mesh.of(Layout(), CPU)) if rank.number == 0 else None
     got, want = together.tensors(x, output_grad), alone.tensors(x, output_grad) if alone else {}

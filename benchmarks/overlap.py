@@ -39,9 +39,10 @@ from fivefold.data.batch import Batch
 from fivefold.data.shards import TokenShards
 from fivefold.job.config import Job, TrainConfig
 from fivefold.launch import processes
+from fivefold.launch.group import join
 from fivefold.launch.processes import Rank
 from fivefold.launch.rendezvous import Rendezvous
-from fivefold.launch.world import World, join
+from fivefold.launch.world import World
 from fivefold.layout.layout import Layout
 from fivefold.parallel.async_exchange import AsyncExchange, StartCollectives, Tensors
 from fivefold.parallel.control import all_gather_values

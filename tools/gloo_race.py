@@ -2,7 +2,7 @@
 
 Two ranks on this machine keep many all-gathers in flight on one group: first with the two worker threads that torch
 gives it, until a rank dies or the time is over, and then with the one that Fivefold gives it (`one_gloo_worker` in
-src/fivefold/launch/world.py). docs/gloo-race.md has the reason. Two threads meet only while two cores are free.
+src/fivefold/launch/group.py). docs/gloo-race.md has the reason. Two threads meet only while two cores are free.
 
 exit code 0: with two a rank died, with one none did; that is what the code assumes
           1: with two none died, either; that proves nothing by itself, as they race by chance, but somebody should look
@@ -28,8 +28,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fivefold.launch.exits import signal_name
+from fivefold.launch.group import join, one_gloo_worker
 from fivefold.launch.rendezvous import GLOO, Rendezvous, stay_on_this_machine
-from fivefold.launch.world import World, join, one_gloo_worker
+from fivefold.launch.world import World
 from fivefold.support.text import counted
 
 RANKS = 2

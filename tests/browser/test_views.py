@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import fivefold as ff
-from fivefold.web.app import VIEWS
 from fivefold.web.question import Ask
 from fivefold.web.report import answered_view, html_page
+from fivefold.web.views import VIEWS
 from tests.browser.window import Window
 from tests.web.serving import TOKEN, Server
 from tests.web.test_report import proof

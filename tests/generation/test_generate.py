@@ -8,7 +8,8 @@ import torch
 import transformers
 
 from fivefold.generation.generator import LaterQueries, Sampler
-from fivefold.generation.request import Request, Sampling, generate
+from fivefold.generation.request import Request, generate
+from fivefold.generation.sampling import Sampling
 from fivefold.job.config import read_job
 from fivefold.model.layers import TokenPositions
 from fivefold.parallel.mesh import Mesh

@@ -36,6 +36,21 @@ def test_changes_lie_over_the_file(tmp_path) -> None:
     assert job.run.name == "job"
 
 
+def test_a_value_of_another_type_hides_no_other_problem(tmp_path) -> None:
+    file = ['model = {preset = "tiny", layers = "x", heads = -3}', 'run = {name = "a/b"}', "layout = {dp = 0}",
+            'train = {steps = -4, batch = "z", eval_every = -1}', "data = {seq = -4}",
+            'watch = {spike = "rollback"}', "checkpoint = {save = false}"]  # fmt: skip
+    assert refusal(lambda: read_job(job_file(tmp_path, "\n".join(file)))).codes == [
+        "model.layers.type", "model.heads.range", "train.batch.type", "train.steps.range", "train.eval_every.range",
+        "data.seq.range", "run.name.plain", "layout.dp.range",
+    ]  # fmt: skip
+    rollback = ["watch.spike=rollback", "checkpoint.save=false"]
+    both = refusal(lambda: read_job(None, ["run=3", "layout.tp=3", *rollback]))
+    assert both.codes == ["run.type", "watch.rollback.checkpoint", "layout.tp.heads"]
+    other = refusal(lambda: read_job(None, ["model.layers=x", "layout.tp=3"]))  # which heads the model has is not known
+    assert other.codes == ["model.layers.type"]
+
+
 def test_a_layout_is_a_string_or_a_table_or_both(tmp_path) -> None:
     expected = Layout.parse("dp=2,tp=4,zero=1")
     assert read_job(None, ["layout=dp=2,tp=2,zero=1", "layout.tp=4"]).layout == expected

@@ -13,8 +13,8 @@ from torch.distributed import HashStore, ProcessGroupGloo
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from fivefold.launch.group import one_gloo_worker
 from fivefold.launch.rendezvous import GLOO
-from fivefold.launch.world import one_gloo_worker
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")

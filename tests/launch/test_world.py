@@ -78,7 +78,8 @@ PROBE = """
 import json, pathlib, sys
 import torch.distributed as dist, torch
 from fivefold.support.errors import UserError
-from fivefold.launch.world import current_world, join, leave
+from fivefold.launch.group import join, leave
+from fivefold.launch.world import current_world
 from tests.launch.test_meeting import listening
 world = current_world()
 join(world, "gloo")

@@ -1,5 +1,6 @@
 """Muon on one device: its Newton-Schulz, which parameters it updates and how, what a class of its kind must have."""
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -74,7 +75,7 @@ def test_steps_are_those_of_the_plain_one(config: Muon) -> None:
          "about": [p for p in about if (p.kind == "linear") == linear]}
         for linear, decay in ((True, config.weight_decay), (False, 0.0))
     ]  # fmt: skip
-    reference = PlainMuon(groups, config, lr=0.01)
+    reference = PlainMuon(groups, msgspec.structs.asdict(config) | {"lr": 0.01})
     for step in range(3):
         with weights.microbatch(last=True):
             backward(model, step)

@@ -19,7 +19,8 @@ from fivefold.checkpoint.store import Checkpoint, Manifest, Store
 from fivefold.checkpoint.tensors import model_key
 from fivefold.dry.result import DryRunResult
 from fivefold.generation.generator import LaterQueries
-from fivefold.generation.request import Request, Sampling, generate
+from fivefold.generation.request import Request, generate
+from fivefold.generation.sampling import Sampling
 from fivefold.job.config import read_job, to_toml
 from fivefold.model.decoder import Decoder
 from fivefold.model.hf_names import unnamed

@@ -19,8 +19,8 @@ from fivefold.job.config import read_job
 from fivefold.launch.handshake import Facts, Statement, odd_ones, seal, settings_of, unseal
 from fivefold.support import plugins
 from fivefold.support.errors import UserError
-from fivefold.web.app import answer
 from fivefold.web.question import Ask
+from fivefold.web.views import answer
 from tests.commands import fivefold
 
 NAME = "evil:Evil"

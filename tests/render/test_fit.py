@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fivefold.render.blocks import Cell, Result, Table, Text, console_of, mark, to_text
-from fivefold.render.html import to_html
+from fivefold.render.blocks import Cell, Result, Table, Text, console_of, mark, to_html, to_text
 
 LAYOUT = "dp=2,tp=4,pp=4,cp=2,cp_kind=ulysses,zero=1,sp,microbatches=256"
 TABLE = Table(

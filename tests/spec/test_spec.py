@@ -3,6 +3,7 @@
 import json
 import warnings
 
+import msgspec
 import pytest
 import transformers
 
@@ -11,6 +12,7 @@ from fivefold.spec.hf import read_hf_config, spec_from_hf
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import PRESETS, preset
 from fivefold.support.errors import Note, UserError
+from tests.refusals import refusal
 
 PUBLISHED = {  # from the releases' own weights
     "llama2-7b": 6_738_415_616,
@@ -150,8 +152,22 @@ def test_heads_that_do_not_divide_the_hidden_width_are_not_rounded() -> None:
     assert preset("tiny", heads=3, kv_heads=1, head_dim=32).problems() == []
 
 
+def test_changes_of_a_preset_have_names_types_and_ranges() -> None:
+    assert refusal(lambda: preset("tiny", layrs=3)).codes == ["setting.unknown"]
+    assert "did you mean 'layers'" in str(refusal(lambda: preset("tiny", layrs=3)))
+    assert refusal(lambda: preset("tiny", layers="x", rope_theta="y")).codes == [
+        "model.layers.type",
+        "model.rope_theta.type",
+    ]
+    assert refusal(lambda: preset("tiny", layers=-1, kv_heads=-2)).codes == [
+        "model.layers.range",
+        "model.kv_heads.range",
+    ]
+
+
 def test_every_problem_of_a_model_is_reported() -> None:
-    assert len(preset("tiny", layers=0, heads=6, kv_heads=4, dropout=2, norm_eps=float("nan")).problems()) == 5
+    odd = preset("tiny", heads=6, kv_heads=4, dropout=2, norm_eps=float("nan"))
+    assert len(msgspec.structs.replace(odd, layers=0).problems()) == 5
     problems = preset("tiny", heads=6, kv_heads=4, head_dim=15, dropout=1.5).problems()
     assert len(problems) == 3
     assert "kv_heads=4 does not divide model.heads=6" in problems[0]

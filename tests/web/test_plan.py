@@ -131,7 +131,7 @@ def test_a_question_that_has_no_answer() -> None:
 
 def test_payloads_need_neither_torch_nor_a_server() -> None:
     code = (
-        "import sys; from fivefold.web.app import answer; from fivefold.web.question import Ask;"
+        "import sys; from fivefold.web.views import answer; from fivefold.web.question import Ask;"
         "answer('plan', '', Ask({'model': 'tiny', 'cluster': '2xCPU', 'batch': '8', 'seq': '64'}));"
         "answer('run', '', Ask({})); answer('accuracy', 'rows', Ask({'source': 'llama3'}));"
         "print([name for name in ('torch', 'starlette', 'uvicorn') if name in sys.modules])"

@@ -17,10 +17,11 @@ from fivefold.support.errors import UserError
 from fivefold.web import app as ui_module
 from fivefold.web import server as serving_module
 from fivefold.web import workers as workers_module
-from fivefold.web.app import LOOPBACK, VIEWS, answer, bound, ui, worth_saying
+from fivefold.web.app import LOOPBACK, bound, ui, worth_saying
 from fivefold.web.plan import search
 from fivefold.web.question import Ask
 from fivefold.web.server import FILES, STATIC, Busy, in_thread
+from fivefold.web.views import VIEWS, answer
 from fivefold.web.worker import WorkerQuestion
 from fivefold.web.workers import MOST, Broken, Replaced, Workers
 from tests.web.serving import TOKEN, Server, serving

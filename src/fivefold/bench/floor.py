@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from fivefold.bench.train import FloorPart
 from fivefold.job.config import Job
-from fivefold.launch.device import DTYPES, choose_device
+from fivefold.launch.device import TORCH_DTYPES, choose_device
 from fivefold.launch.processes import Rank
 from fivefold.layout.sharding import slices
 from fivefold.machines.clock import Clock
@@ -25,6 +25,7 @@ from fivefold.model.grouped import Groups, product, weight_gradient
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import block, head
 from fivefold.spec.pattern import Layer
+from fivefold.support.dtypes import BYTES
 
 _MASTER = 4  # bytes of a master, and of a moment
 _SETTLE = 0.05  # the shortest measurement, in seconds
@@ -66,7 +67,7 @@ def products(job: Job) -> list[Product]:
 def memory(job: Job) -> dict[str, float]:
     """The fewest bytes that the parts bound by memory read and write in a step, by part."""
     model, tokens = job.model, job.train.batch * job.data.seq
-    wide = {"bfloat16": 2, "float64": 8}.get(job.train.dtype, 4)
+    wide = BYTES[job.train.dtype]
     gradient = wide if job.layout.microbatches == 1 else _MASTER  # several are added up in full precision
     copy = wide if wide < _MASTER else 0  # the model's weight, where it is not its own master
     state = 6 * _MASTER + gradient + copy  # the master and both moments are read and written
@@ -92,7 +93,7 @@ def _features(model: ModelSpec, kinds: Layer) -> float:
 
 
 def run(rank: Rank, job: Job) -> list[FloorPart]:
-    device, dtype = choose_device(job.train.device), DTYPES[job.train.dtype]
+    device, dtype = choose_device(job.train.device), TORCH_DTYPES[job.train.dtype]
     seconds: dict[str, float] = defaultdict(float)
     flops: dict[str, float] = defaultdict(float)
     for matmul in products(job):

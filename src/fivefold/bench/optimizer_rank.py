@@ -12,7 +12,7 @@ from fivefold.bench.optimizer import Paces, Updates
 from fivefold.bench.systems import machine
 from fivefold.bench.train import CPU
 from fivefold.job.config import Job
-from fivefold.launch.device import DTYPES, choose_backend, choose_device, make_repeatable
+from fivefold.launch.device import TORCH_DTYPES, choose_backend, choose_device, make_repeatable
 from fivefold.launch.processes import Rank
 from fivefold.machines.clock import Clock
 from fivefold.parallel.mesh import Mesh
@@ -31,7 +31,7 @@ def run(rank: Rank, jobs: dict[str, Job], rounds: int) -> Updates:
     if rank.world > 1:
         rank.join(choose_backend(device, rank.world, job.train, rank.number))
     make_repeatable(job.train)
-    compute, clock = DTYPES[job.train.dtype], Clock(device, _SETTLE)
+    compute, clock = TORCH_DTYPES[job.train.dtype], Clock(device, _SETTLE)
     whole = any(one.optimizer.unit == "matrix" for one in jobs.values())
     mesh = Mesh.of(job.layout, device, spec=job.model, whole_matrices=whole)
     weights = RankModel(job, mesh).weights

@@ -21,18 +21,19 @@ from fivefold.cost.step import Workload, estimate
 from fivefold.data.shards import TokenShards
 from fivefold.hardware.accelerators import Accelerator, find_accelerator
 from fivefold.hardware.cluster import Cluster, Group
-from fivefold.job.config import CheckpointConfig, Compile, Dtype, Job, TrainConfig
+from fivefold.job.config import CheckpointConfig, Compile, Job, TrainConfig
 from fivefold.launch import processes
 from fivefold.layout.layout import Layout
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import preset
+from fivefold.support.dtypes import DTYPES, Dtype
 from fivefold.support.errors import UserError
 from fivefold.support.ranges import misfit, within
 from fivefold.support.text import bytes_text, did_you_mean
 
 WARM = 3  # steps before the timed ones, at least: in them kernels are chosen and memory is allocated
 WORDS = {"recompute": ("none", "selective", "full"), "compile": ("auto", "on", "off")}
-DEVICES, DTYPES = ("auto", "cpu", "cuda"), ("auto", "float32", "float64", "bfloat16")
+DEVICES = ("auto", "cpu", "cuda")
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ def measure(
     """Time each case in a process of its own, so that no case starts with memory that another has allocated. Yields the
     result so far after each of them. `name` is an accelerator's."""
     problems = [*too_small(steps=steps), *filter(None, [misfit("--warm", warm, within(0, 3600))])]
-    for option, value, known in (("dtype", dtype, DTYPES), ("device", device, DEVICES)):
+    for option, value, known in (("dtype", dtype, ("auto", *DTYPES)), ("device", device, DEVICES)):
         if value not in known:
             problems.append(f"--{option} {value} is not a choice; known: {', '.join(known)}")
     refuse(problems)

@@ -29,7 +29,7 @@ from fivefold.bench.comparison import BARE, PEERS, Comparison, ComparisonResult,
 from fivefold.bench.harness import HUGGING_FACE, OURS, Machine, RoundTimes, turns
 from fivefold.data.batch import Batch
 from fivefold.job.config import Job
-from fivefold.launch.device import DTYPES, compiles
+from fivefold.launch.device import TORCH_DTYPES, compiles
 from fivefold.launch.host import cores
 from fivefold.launch.processes import Rank
 from fivefold.layout.layout import Layout
@@ -224,11 +224,13 @@ class HuggingFaceSystem(TrainingLoop):
 
         settings = to_hf_config(job.model, job.train.dtype) | {"attn_implementation": "sdpa", "use_cache": False}
         with torch.device(device):
-            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings), dtype=DTYPES[job.train.dtype])
+            model = AutoModelForCausalLM.from_config(
+                AutoConfig.for_model(**settings), dtype=TORCH_DTYPES[job.train.dtype]
+            )
         weights = model.state_dict()
         expert_format = expert_format_in(job.model, weights)
         for parameter in job.model.parameters():  # our initial weights, so that the first losses agree
-            full = torch.empty(parameter.shape, dtype=DTYPES[job.train.dtype], device=device)
+            full = torch.empty(parameter.shape, dtype=TORCH_DTYPES[job.train.dtype], device=device)
             init_param(job.model, parameter, full, job.train.seed)
             for source in sources(job.model, parameter, expert_format):
                 source.view_of(weights[source.name]).copy_(full[source.rows.start : source.rows.stop])

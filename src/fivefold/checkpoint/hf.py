@@ -29,6 +29,7 @@ from fivefold.data.tokens import TokenStore
 from fivefold.job.config import Job, RunConfig
 from fivefold.job.fine_tuning import SOURCE, tuned
 from fivefold.job.recipes import Choice, written
+from fivefold.launch.device import TORCH_DTYPES
 from fivefold.layout.sharding import chunk
 from fivefold.model.hf_names import EXPERT_BIAS, TensorSource, expert_format_of, sources, tensors, unnamed
 from fivefold.spec.hf import END_NAMED_IN, HF_CONFIG, kept_settings, no_tokens, to_hf_config
@@ -43,7 +44,7 @@ T = TypeVar("T")
 _Part = tuple[Parameter, TensorSource]  # rows of a parameter, and their place in one of Hugging Face's tensors
 _MAX_HELD = 1 << 30  # bytes that an import has in memory at once
 _SINGLE = "model.safetensors"
-EXPORTED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+EXPORTED = ("float32", "bfloat16", "float16")
 
 
 # ---- import -------------------------------------------------------------------------------------------------------
@@ -164,7 +165,7 @@ def export_hf(
     Files that an import kept are exported again. For other runs, `tokenizer` is copied, if there is one, and `end` is
     the token that ends a text.
     """
-    torch_dtype = EXPORTED[dtype]
+    torch_dtype = TORCH_DTYPES[dtype]
     imported, run = imported_config(checkpoint), run_of(checkpoint)
     extra: dict[str, Any] = {"bos_token_id": None, "eos_token_id": end}
     if imported is not None:

@@ -15,10 +15,11 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 
+from fivefold.support.dtypes import BYTES
+
 TABLE = "tensors.json"
 MODEL = "model"
-BYTES = {"bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8,
-         "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}  # fmt: skip
+ELEMENT = {"bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8} | BYTES
 MOST = 1 << 30  # bytes of a table at most: ten million chunks
 _MAX_DIMENSIONS = 8
 _MAX_ELEMENTS = 1 << 56
@@ -82,8 +83,8 @@ def check(tensors: Tensors, files: Mapping[str, int]) -> None:
 def _misfit(stored: Stored, files: Mapping[str, int]) -> str | None:
     """What is wrong with a tensor's entry; None if nothing is."""
     shape, chunks = stored.shape, stored.chunks
-    if stored.dtype not in BYTES:
-        return f"its dtype {stored.dtype[:50]!r} is none of {', '.join(BYTES)}"
+    if stored.dtype not in ELEMENT:
+        return f"its dtype {stored.dtype[:50]!r} is none of {', '.join(ELEMENT)}"
     if len(shape) > _MAX_DIMENSIONS or min(shape, default=1) < 1 or math.prod(shape) > _MAX_ELEMENTS:
         return "its shape is none"
     for chunk in chunks:
@@ -92,7 +93,7 @@ def _misfit(stored: Stored, files: Mapping[str, int]) -> str | None:
             first < 0 or size < 1 or first + size > side for first, size, side in box
         ):
             return f"the chunk at {list(chunk.offsets[:8])} is not a box within the shape {list(shape)}"
-        needed = math.prod(chunk.sizes) * BYTES[stored.dtype]
+        needed = math.prod(chunk.sizes) * ELEMENT[stored.dtype]
         if chunk.bytes != needed:
             return f"the chunk at {list(chunk.offsets)} has {chunk.bytes} bytes, and its numbers take {needed}"
         if chunk.start < 0 or chunk.start + chunk.bytes > files.get(chunk.file, -1):

@@ -67,8 +67,9 @@ def generate(
 
       fivefold generate ~/models/Llama-3.2-1B --prompt "Once upon a time" -n 50 --json
     """
-    from fivefold.generation.request import Request, Sampling
+    from fivefold.generation.request import Request
     from fivefold.generation.request import generate as run
+    from fivefold.generation.sampling import Sampling
     from fivefold.support.places import place_of
 
     if bool(prompt) == bool(tokens):

@@ -96,8 +96,9 @@ def train(
     """
     from fivefold.clusters.machines import check_sharing_there
     from fivefold.job.config import to_toml
+    from fivefold.launch.group import wait_for_the_others
     from fivefold.launch.local import check_sharing
-    from fivefold.launch.world import current_world, wait_for_the_others
+    from fivefold.launch.world import current_world
     from fivefold.trainer.start import job_and_start
 
     path, changes = split(job)

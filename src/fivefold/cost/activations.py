@@ -15,7 +15,7 @@ from typing import NamedTuple
 from msgspec import structs
 
 from fivefold.cost.moe import expert_matmuls
-from fivefold.cost.routing import RoutedTokens
+from fivefold.cost.routing import ExpertLoad
 from fivefold.cost.software import SoftwareProfile
 from fivefold.layout.layout import Layout
 from fivefold.spec.model import ModelSpec
@@ -47,7 +47,7 @@ def written_by_activation(spec: ModelSpec, software: SoftwareProfile) -> int:
 
 
 @dataclass(frozen=True)
-class MoEMemory(RoutedTokens):
+class MoEMemory(ExpertLoad):
     """The experts of one block, for a microbatch with `tokens` on a cp rank.
 
     The properties `during_...` are moments of the backward pass, in its order: bytes on top of `saved`.

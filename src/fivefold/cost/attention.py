@@ -26,9 +26,9 @@ from msgspec import structs
 from fivefold.cost.block_collectives import Collective, context
 from fivefold.cost.collective_time import Topology, wire
 from fivefold.cost.kernels import QUERIES, Device, plus, times
-from fivefold.cost.model_state import BYTES, wide_bytes
 from fivefold.cost.software import FIVEFOLD, Attention
 from fivefold.layout.layout import ContextKind
+from fivefold.support.dtypes import BYTES, wide_bytes
 from fivefold.support.errors import UserError
 from fivefold.support.text import either
 

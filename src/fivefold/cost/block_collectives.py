@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from fivefold.cost.collective_time import Kind
-from fivefold.cost.routing import RoutedRows
+from fivefold.cost.routing import RoutedRows, RoutedTokens
 from fivefold.layout.layout import ContextKind, Layout
-from fivefold.layout.sharding import chunk, kv_head, slices
-from fivefold.spec.blocks import Experts
+from fivefold.layout.sharding import kv_head, slices
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.pattern import Layer
 
@@ -44,7 +43,7 @@ class Collective(NamedTuple):
 
 
 @dataclass(frozen=True)
-class BlockCollectives:
+class BlockCollectives(RoutedTokens):
     """What one rank sends for one microbatch in one block. Axes of one rank are listed, too: folds leave them out.
 
     Tensor parallelism is Megatron-LM's (arXiv 1909.08053, section 3; with sp 2205.05198, section 4.2), and carries
@@ -129,7 +128,7 @@ class BlockCollectives:
         """What every token visits after the mixer; nothing, if there are experts and none is shared."""
         if not self.moe:
             return "the MLP" if self.kinds.mlp else ""
-        return "the shared expert" if self._experts.shared else ""
+        return "the shared expert" if self.experts.shared else ""
 
     def mixer(self) -> Iterator[Collective]:
         if not self.kinds.attends:
@@ -225,24 +224,14 @@ class BlockCollectives:
     # ranks routes a slice of the tokens, and the slices are gathered afterwards, each as long as the first.
 
     @property
-    def _experts(self) -> Experts:
-        assert self.spec.experts is not None
-        return self.spec.experts
-
-    @property
     def _sums_again(self) -> bool:
-        return bool(self.spec.dropout or (self._experts.shared and self.layout.ep == 1))
-
-    @property
-    def _routed(self) -> int:
-        """Tokens of the tp rank that routes most."""
-        return len(chunk(self.tokens, self.layout.tp, 0))
+        return bool(self.spec.dropout or (self.experts.shared and self.layout.ep == 1))
 
     @property
     def _gathered(self) -> tuple[int, int]:
         """Elements of all ranks' tokens; and their choices."""
-        tokens = self.layout.ep * self._routed
-        return tokens * self.spec.hidden, tokens * self._experts.top_k
+        tokens = self.layout.ep * self.routed
+        return tokens * self.spec.hidden, tokens * self.experts.top_k
 
     def _ep(self, when: When, what: str, kind: Kind, payload: int) -> Collective:
         return Collective(when, what, "ep", kind, 1, payload)
@@ -254,7 +243,7 @@ class BlockCollectives:
 
     def _gather_slices(self, when: When, what: str) -> Iterator[Collective]:
         if not self.layout.sp:
-            payload = self.layout.tp * self._routed * self.spec.hidden * self.compute
+            payload = self.layout.tp * self.routed * self.spec.hidden * self.compute
             yield self._tp(when, what, "all-gather", payload)
 
     def slices_back(self) -> Iterator[Collective]:
@@ -262,7 +251,7 @@ class BlockCollectives:
 
     def counts(self) -> Iterator[Collective]:
         """What goes before any token, and is waited for."""
-        experts = self._experts.count
+        experts = self.experts.count
         if self.balanced:  # how often the tokens of each sequence chose each expert
             loads = self.balanced * experts * _COUNT
             yield Collective("forward", "loads of experts, for their balance", "cp_tp", "all-reduce", 1, loads)

@@ -12,12 +12,12 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
-from fivefold.cost.model_state import BYTES, wide_bytes
 from fivefold.layout.layout import Layout
 from fivefold.layout.matrix_owners import Round, elements, matrix_owners
 from fivefold.layout.rank_part import RankCoords
 from fivefold.optim.base import OptimizerConfig
 from fivefold.spec.model import ModelSpec
+from fivefold.support.dtypes import BYTES, wide_bytes
 
 
 class Exchanged(NamedTuple):

@@ -31,20 +31,10 @@ from fivefold.layout.stages import stages_of
 from fivefold.optim.adamw import AdamW
 from fivefold.optim.base import OptimizerConfig
 from fivefold.spec.model import ModelSpec
+from fivefold.support.dtypes import BYTES, dtype_of_bytes, wide_bytes
 from fivefold.support.text import bytes_text, si
 
 ADAMW = AdamW()
-BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
-
-
-def dtype_of(wide: int) -> str:
-    """The dtype whose elements have so many bytes."""
-    return next(name for name, size in BYTES.items() if size == wide)
-
-
-def wide_bytes(dtype: str) -> int:
-    """Bytes of an element of masters and sums: float32, or float64 in float64 runs."""
-    return max(BYTES["float32"], BYTES[dtype])
 
 
 class State(NamedTuple):
@@ -134,7 +124,7 @@ def state_of(
     gradients of a single microbatch that no other rank or stage has a part in stay in the dtype they come in, as they
     do on a GPU.
     """
-    mixed, wide = BYTES[dtype] < wide_bytes(dtype), dtype_of(wide_bytes(dtype))
+    mixed, wide = BYTES[dtype] < wide_bytes(dtype), dtype_of_bytes(wide_bytes(dtype))
     stages = stages_of(spec, layout, seq or spec.context)
     own_stages = [stages[number] for number in layout.placement.of_rank[at.pp]]
     # An embedding that first and last stage share on one rank counts once.

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from fivefold.cost.block_collectives import BlockCollectives, Collective
 from fivefold.cost.collective_time import Topology
 from fivefold.cost.kernels import Device
-from fivefold.cost.routing import RoutedRows, RoutedTokens
+from fivefold.cost.routing import ExpertLoad, RoutedRows
 from fivefold.cost.software import CAST, MOVED, ExpertKernels, SoftwareProfile
 from fivefold.layout.layout import Layout
 from fivefold.layout.stages import Stage
@@ -109,7 +109,7 @@ def _at_most(ranks: int, here: int, chosen: int, most: int) -> float:
 
 
 @dataclass(frozen=True)
-class MoEBlock(RoutedTokens):
+class MoEBlock(ExpertLoad):
     """The mixture of one block, for a microbatch of `tokens` on a cp rank."""
 
     spec: ModelSpec

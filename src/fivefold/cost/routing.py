@@ -33,13 +33,11 @@ Rows = list[RoutedRows]  # of a rank, for each layer and microbatch
 
 
 class RoutedTokens:
-    """A rank's part of a microbatch with `tokens` on its cp rank, on average; the most loaded rank receives
-    `imbalance` times that. For classes that have these four."""
+    """A rank's part of a microbatch with `tokens` on its cp rank. For classes that have these three."""
 
     spec: ModelSpec
     layout: Layout
     tokens: int
-    imbalance: float
 
     @property
     def experts(self) -> Experts:
@@ -55,6 +53,12 @@ class RoutedTokens:
     def slots(self) -> int:
         """Rows that a rank sends."""
         return self.routed * self.experts.top_k
+
+
+class ExpertLoad(RoutedTokens):
+    """What such a rank receives, where the most loaded one receives `imbalance` times the mean."""
+
+    imbalance: float
 
     @property
     def rows(self) -> float:

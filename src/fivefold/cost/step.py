@@ -16,7 +16,6 @@ from fivefold.cost.collective_time import Topology
 from fivefold.cost.forms import PipelineForm, ZeroCost
 from fivefold.cost.kernels import Device, plus, times
 from fivefold.cost.matrices import NO_MATRICES, MatrixCost
-from fivefold.cost.model_state import dtype_of
 from fivefold.cost.moe import ParamShare, Travel, mixture_matmuls, stage_share
 from fivefold.cost.routing import Rows, even_rows
 from fivefold.cost.software import FIVEFOLD, SoftwareProfile
@@ -35,6 +34,7 @@ from fivefold.schedules.simulate import Simulation, simulate
 from fivefold.spec.model import Attention as Counting
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import BlockOperations, Matmul, block
+from fivefold.support.dtypes import dtype_of_bytes
 
 # ---- halves ---------------------------------------------------------------------------------------------------------
 # A stage's passes as the halves of joined pairs, and how much of the experts' messages compute hides in a step.
@@ -419,7 +419,7 @@ def matrix_cost(workload: Workload, rank: int) -> MatrixCost:
     software = workload.software
     if software.matrices is None:
         return NO_MATRICES
-    sizes = (workload.spec, workload.layout, workload.seq, dtype_of(software.weight_bytes), software.matrices)
+    sizes = (workload.spec, workload.layout, workload.seq, dtype_of_bytes(software.weight_bytes), software.matrices)
     return MatrixCost.of(*sizes, RankCoords(pp=rank))
 
 

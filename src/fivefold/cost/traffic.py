@@ -21,7 +21,7 @@ from typing import NamedTuple, Self
 from fivefold.cost.block_collectives import BlockCollectives, Collective, When
 from fivefold.cost.collective_time import Kind, Traffic, total, wire
 from fivefold.cost.matrices import MatrixCost
-from fivefold.cost.model_state import ADAMW, BYTES, wide_bytes
+from fivefold.cost.model_state import ADAMW
 from fivefold.cost.routing import Rows, even_rows
 from fivefold.layout.layout import Layout
 from fivefold.layout.rank_part import RANK0, RankCoords
@@ -30,6 +30,7 @@ from fivefold.layout.stages import Stage, schedule_of, stages_of
 from fivefold.optim.base import OptimizerConfig
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.pattern import Layer
+from fivefold.support.dtypes import BYTES, wide_bytes
 
 
 class _CollectiveRow(NamedTuple):

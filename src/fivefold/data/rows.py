@@ -1,11 +1,11 @@
 """What a data source opens: rows of tokens, which are pure in the position.
 
 A row has so many tokens, and what stands at a position is the same whenever, wherever and in whatever pieces it is
-read: ranks read their samples without a word to each other, and a run goes on at any sample. `check` holds a source
-against that before a run starts, and `read_window` every window against its shape and the vocabulary.
+read: ranks read their samples without a word to each other, and a run goes on at any sample. `opening.py` holds a
+source against that before a run starts, and `read_window` every window against its shape and the vocabulary.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from fivefold.support.errors import Problem, UserError
 
 if TYPE_CHECKING:
-    from fivefold.data.base import DataSource
     from fivefold.data.tokens import TokenStore
 
 
@@ -108,73 +107,3 @@ def _misshapen(window: Any, length: int) -> Iterator[str]:
         elif array.shape != (length,) or not np.issubdtype(array.dtype, kind):
             shape = " x ".join(map(str, array.shape)) or "no"
             yield f"returned {name} as {shape} values of {array.dtype}, and not {wanted}"
-
-
-# ---- check ----------------------------------------------------------------------------------------------------------
-# A source before a run: what it opens has what is needed, and is pure in the position.
-
-
-def check(source: "DataSource", before_reading: Callable[[Splits], None] = lambda splits: None) -> Splits:
-    """Returns what a source opens, or raises all that it lacks. `before_reading` sees it before a token is read."""
-    name = f"data.source={source.source}"
-    splits, again = _opened(source, name), _opened(source, name)
-    if lacks := [*_lacks(splits)]:
-        raise UserError(Problem("data.source.opened", f"{name} opened {lack}") for lack in lacks)
-    if splits.fingerprint != again.fingerprint or [*splits.rows] != [*again.rows]:
-        odd = f"has another fingerprint when it is opened again: {splits.fingerprint}, then {again.fingerprint}"
-        raise UserError(Problem("data.source.pure", f"{name} {odd}"))
-    before_reading(splits)
-    for split, row in splits.rows.items():
-        if impure := next(_impure(row, again.rows[split], source.seq), ""):
-            raise UserError(Problem("data.source.pure", f"{name} is not pure in the position: {split} {impure}"))
-    for store in splits.stores:
-        store.files.touched.clear()  # no step has read them
-    return splits
-
-
-def _opened(source: "DataSource", name: str) -> Splits:
-    try:
-        return source.open()
-    except UserError:
-        raise
-    except Exception as error:
-        raised = f"{name}: open() raised {type(error).__name__}: {error}"
-        raise UserError(Problem("data.source.open", raised)) from error
-
-
-def _lacks(splits: Any) -> Iterator[str]:
-    if not isinstance(splits, Splits):
-        yield f"a {type(splits).__name__}, and not fivefold.data.rows:Splits"
-        return
-    if not isinstance(splits.fingerprint, str) or not splits.fingerprint:
-        yield f"fingerprint={splits.fingerprint!r}, and not a text that other tokens would change"
-    for split, row in splits.rows.items():
-        if not isinstance(row, TokenRow):
-            yield f"{split} as a {type(row).__name__}, and not a fivefold.data.rows:TokenRow"
-            continue
-        for name in ("tokens", "vocab"):
-            if type(value := getattr(row, name, None)) is not int or value < 1:
-                yield f"{split} with {name}={value!r}, and not a number of {'tokens' if name == 'tokens' else 'ids'}"
-        if type(row).read is TokenRow.read:
-            yield f"{split} as a {type(row).__name__}, which has no method read(self, start, stop)"
-
-
-def _impure(row: TokenRow, again: TokenRow, seq: int) -> Iterator[str]:
-    """Where two readings differ: of the same window, of one cut in two, by another that was opened."""
-    length = min(seq + 1, row.tokens)
-    for start in sorted({0, (row.tokens - length) // 2, row.tokens - length}):
-        stop, cut = start + length, start + length // 3 + 1
-        whole = read_window(row, start, stop)
-        readings = {
-            "read a second time": read_window(row, start, stop),
-            "read by another process": read_window(again, start, stop),
-        }
-        if cut < stop:
-            parts = read_window(again, start, cut), read_window(again, cut, stop)
-            joined = TokenWindow(*(np.concatenate(pair) for pair in zip(*parts, strict=True)))
-            readings[f"read in two pieces, cut at {cut}"] = joined
-        for how, window in readings.items():
-            for name, before, now in zip(window._fields, whole, window, strict=True):
-                if not np.array_equal(before, now):
-                    at = start + int(np.argmax(before != now))
-                    yield f"has other {name} at {at} if [{start}, {stop}) is {how}"

@@ -17,6 +17,8 @@ def causes(evidence: Evidence) -> list[Cause]:
     if not evidence.failing:
         found += _norm_causes(evidence)
         found += _update_causes(evidence)
+    if not found and all(d.step > 1 for d in evidence.deviations if not d.passed):
+        found.append(Cause("the first step is right in all, and the next is not: look at the state that a step leaves"))
     return found
 
 
@@ -65,16 +67,18 @@ def _norm_causes(evidence: Evidence) -> list[Cause]:
 
 
 def _update_causes(evidence: Evidence) -> list[Cause]:
-    bad = [d for d in evidence.deviations if d.quantity == "parameter" and d.step > 0 and not d.passed]
-    if not bad or any(d.quantity in ("gradient", "norm") and not d.passed for d in evidence.deviations):
+    """Of the first step: what comes after it follows from that."""
+    wrong = [d for d in evidence.deviations if d.step == 1 and not d.passed]
+    bad = [d for d in wrong if d.quantity == "parameter"]
+    if not bad or any(d.quantity in ("gradient", "norm") for d in wrong):
         return []
     names = [d.name for d in bad]
     shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
     reference, size = evidence.reference, len(evidence.truth)
-    moved = reference.parameters - reference.weights
+    moved = reference.parameters[0] - reference.weights
     factors = set()
     for rank in evidence.ranks:
-        after = at_numbers(rank.numbers, rank.parameters, size)
+        after = at_numbers(rank.numbers, rank.parameters[0], size)
         for identity in (evidence.tensors.names.index(name) for name in names):
             part = evidence.part(identity)
             here = ~np.isnan(after[part])
@@ -85,7 +89,7 @@ def _update_causes(evidence: Evidence) -> list[Cause]:
             fit = evidence.close(own, factor * expected, float(np.abs(expected).max()) * 1e3)
             factors.add(float(f"{factor:.6g}") if fit else math.nan)
     if len(factors) == 1 and not math.isnan(factor := factors.pop()):
-        what = "are not updated" if factor == 0 else f"move x {factor:.6g}"
+        what = "are not updated" if abs(factor) < 1e-9 else f"move x {factor:.6g}"
         return [
             Cause(f"gradients are right, and parameters {what}: {shown}", "the optimizer's step, or what it is given")
         ]

@@ -109,14 +109,14 @@ def _compare(reference: OneProcess, ranks: Sequence[RankValues], dtype: str, upd
         if (norm := reference.norms[step]) is not None:
             limit = max(floor, SPREAD * reference.norm_noise)
             yield from _scalars("norm", step, [r.norms for r in ranks], norm, limit)
-    if updates:
-        moved = tensors.largest(reference.parameters - reference.weights)
-        scale = np.maximum(tensors.largest(reference.parameters), moved)
-        scale[zero_in_theory(tensors, reference.gradients)] = np.inf
-        noise = reference.parameter_noise if len(reference.parameter_noise) else np.zeros(len(tensors.names))
-        last = len(reference.losses) - 1
-        held = [Held(r.rank, r.numbers, r.parameters) for r in ranks]
-        yield from _tensors(tensors, "parameter", last, held, Truth(reference.parameters, scale, noise), floor)
+        if updates:
+            after = reference.parameters[step]
+            moved = tensors.largest(after - reference.weights)
+            scale = np.maximum(tensors.largest(after), moved)
+            scale[zero_in_theory(tensors, reference.gradients)] = np.inf
+            noise = reference.parameter_noise[step] if reference.parameter_noise else np.zeros(len(tensors.names))
+            held = [Held(r.rank, r.numbers, r.parameters[step]) for r in ranks]
+            yield from _tensors(tensors, "parameter", step, held, Truth(after, scale, noise), floor)
 
 
 def compare_replicas(reference: OneProcess, ranks: Sequence[RankValues], updates: bool) -> list[Deviation]:
@@ -126,7 +126,10 @@ def compare_replicas(reference: OneProcess, ranks: Sequence[RankValues], updates
     deviations = list(_coverage(tensors, reference, ranks))
     steps = [("gradient", step, [rank.gradients[step] for rank in ranks]) for step in range(len(reference.losses))]
     if updates:
-        steps.append(("parameter", len(reference.losses) - 1, [dict(rank.parameters) for rank in ranks]))
+        steps += [
+            ("parameter", step, [dict(rank.parameters[step]) for rank in ranks])
+            for step in range(len(reference.losses))
+        ]
     for quantity, step, values in steps:
         truth = np.full(size, np.nan)
         for rank, own in zip(ranks, values, strict=True):

@@ -111,7 +111,7 @@ def _sums(evidence: Evidence, left: Sequence[int]) -> tuple[set[int], list[Cause
     """Gradients whose parts on several ranks add up to the truth: a reduction that did not happen."""
     by_group: dict[tuple[tuple[tuple[int, ...], ...], float], list[int]] = {}
     for identity in left:
-        if (fit := _sum_of(evidence, identity)) is not None:
+        if (fit := sum_of(evidence, identity, evidence.held)) is not None:
             by_group.setdefault(fit, []).append(identity)
     found = []
     for (groups, factor), identities in by_group.items():
@@ -141,10 +141,12 @@ def _sum_hint(evidence: Evidence, identities: Sequence[int], groups: Sequence[Se
     return "replicas that see other tokens, and are in no reduction"
 
 
-def _sum_of(evidence: Evidence, identity: int) -> tuple[tuple[tuple[int, ...], ...], float] | None:
-    """The groups of ranks whose sums are the truth times one factor."""
+def sum_of(
+    evidence: Evidence, identity: int, by_rank: Sequence[Values], least: int = 2
+) -> tuple[tuple[tuple[int, ...], ...], float] | None:
+    """The groups of `least` or more ranks whose sums are the truth times one factor."""
     part, scale = evidence.part(identity), float(evidence.scale[identity])
-    values = np.array([whole[part] for whole in evidence.held])
+    values = np.array([whole[part] for whole in by_rank])
     holders = ~np.isnan(values)
     patterns = np.unique(holders.T, axis=0)
     found: tuple[list[tuple[int, ...]], float] = ([], math.nan)
@@ -152,12 +154,12 @@ def _sum_of(evidence: Evidence, identity: int) -> tuple[tuple[tuple[int, ...], .
         ranks = np.flatnonzero(pattern)
         elements = (holders == pattern[:, None]).all(axis=0)
         truth, own = evidence.truth[part][elements], values[:, elements]
-        if len(ranks) < 2:
+        if len(ranks) < least:
             return None
         fit = next(
             (
                 (groups, factor)
-                for groups in _partitions([int(rank) for rank in ranks])
+                for groups in _partitions([int(rank) for rank in ranks], least)
                 if (factor := _common_factor(evidence, [own[list(g)].sum(axis=0) for g in groups], truth, scale))
             ),
             None,
@@ -168,9 +170,9 @@ def _sum_of(evidence: Evidence, identity: int) -> tuple[tuple[tuple[int, ...], .
     return (tuple(found[0]), float(f"{found[1]:.8g}")) if found[0] else None
 
 
-def _partitions(ranks: Sequence[int]) -> Iterator[list[tuple[int, ...]]]:
-    """The ranks in groups of one size, of neighbours or of a stride; two in a group first."""
-    for size in range(2, len(ranks) + 1):
+def _partitions(ranks: Sequence[int], least: int) -> Iterator[list[tuple[int, ...]]]:
+    """The ranks in groups of one size, of neighbours or of a stride; small groups first."""
+    for size in range(least, len(ranks) + 1):
         if len(ranks) % size:
             continue
         count = len(ranks) // size

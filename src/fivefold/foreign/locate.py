@@ -9,8 +9,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from fivefold.foreign.compare import at_numbers
 from fivefold.foreign.evidence import Cause, Evidence
-from fivefold.foreign.measurement import Call, Observation, Values
+from fivefold.foreign.gradient_causes import sum_of
+from fivefold.foreign.measurement import Call, Insight, Observation, Values
 
 _CLOSE = {"float64": 1e-8, "float32": 1e-3, "bfloat16": 0.1}
 _ALMOST_ALL = 0.999  # of tokens that must be found: two may happen to be as good as equal
@@ -21,6 +23,25 @@ def located(evidence: Evidence) -> list[Cause]:
     insight, traces = evidence.insight, evidence.traces
     if insight is None or not traces:
         return []
+    return [*_before_reduction(evidence), *_in_modules(evidence, insight, traces)]
+
+
+def _before_reduction(evidence: Evidence) -> list[Cause]:
+    """Whether what ranks themselves add to the gradients that differ adds up to the truth."""
+    size = len(evidence.truth)
+    own = [at_numbers(rank.numbers, trace.unreduced, size) for rank in evidence.ranks
+           if (trace := evidence.traces.get(rank.rank)) is not None and trace.unreduced]  # fmt: skip
+    if len(own) != len(evidence.ranks) or not evidence.failing:
+        return []
+    fits = [sum_of(evidence, identity, own, least=1) for identity in evidence.failing]
+    if all(fit is not None for fit in fits):
+        return [Cause("before they are reduced, the ranks' own parts are right: what reduces or scales them is wrong")]
+    if all(fit is None for fit in fits):
+        return [Cause("before they are reduced, the ranks' own parts are wrong: the loss or the backward pass is")]
+    return []
+
+
+def _in_modules(evidence: Evidence, insight: Insight, traces: Mapping[int, Observation]) -> list[Cause]:
     truth = _by_module(insight.trace.calls)
     close = _CLOSE[evidence.dtype]
     if any(d.quantity == "loss" and d.step == 1 and not d.passed for d in evidence.deviations):

@@ -70,7 +70,7 @@ class RankValues:
     losses: Sequence[float | None]
     norms: Sequence[float | None]
     gradients: Sequence[Mapping[str, Values | None]]  # by step; None: it has none
-    parameters: Mapping[str, Values]  # after the last step
+    parameters: Sequence[Mapping[str, Values]]  # after each step
     trace: Observation | None = None
 
 
@@ -83,11 +83,11 @@ class OneProcess:
     norms: Sequence[float | None]
     gradients: Sequence[Values]
     weights: Values  # before the first step
-    parameters: Values  # after the last
+    parameters: Sequence[Values]  # after each
     versions: Mapping[str, str]  # of the packages that were imported
     random: bool  # another seed gives another loss: the model draws random numbers
     noise: Sequence[Values] = ()  # by step, of each parameter's gradient: what a rounding of the weights does to it
-    parameter_noise: Values = field(default_factory=lambda: np.zeros(0))
+    parameter_noise: Sequence[Values] = ()  # the same of the parameters
     loss_noise: float = 0.0
     norm_noise: float = 0.0
 

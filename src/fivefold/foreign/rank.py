@@ -75,10 +75,15 @@ def refer(rank: Rank, place: Place, settings: Settings, weights: Path) -> OnePro
     flat = numbering.offsets(shapes)
     before = np.concatenate([full[name].reshape(-1).numpy() for name in flat if name])
     reference = OneProcess(
-        shapes, [float(loss or 0.0) for loss in values.losses], values.norms,
-        [_whole(gradients, numbers, size) for gradients in values.gradients],
-        before, _whole(values.parameters, numbers, size), _versions(), random=values.losses[0] != another.losses[0],
-    )  # fmt: skip
+        shapes,
+        losses=[float(loss or 0.0) for loss in values.losses],
+        norms=values.norms,
+        gradients=[_whole(gradients, numbers, size) for gradients in values.gradients],
+        weights=before,
+        parameters=[_whole(after, numbers, size) for after in values.parameters],
+        versions=_versions(),
+        random=values.losses[0] != another.losses[0],
+    )
     if adapter.dtype == "float64":
         return reference
     draws = [run(adapter.build({}), _rounded(full, adapter.dtype, draw)) for draw in range(_NOISE_DRAWS)]
@@ -137,7 +142,8 @@ def _start(rank: Rank, place: Place, layout: Layout, settings: Settings) -> tupl
 def _run(
     adapter: Adapter, model: Any, settings: Settings, rank: int, numbers: Mapping[str, Any], seed: int = _SEED
 ) -> RankValues:
-    losses, norms, gradients, trace = [], [], [], Observation() if settings.watch else None
+    losses, norms, gradients, parameters = [], [], [], []
+    trace = Observation() if settings.watch else None
     for step in range(settings.steps):
         torch.manual_seed(seed + step)
         batch = adapter.batch(step)
@@ -148,7 +154,7 @@ def _run(
         losses.append(_number(result, "loss"))
         gradients.append(_gradients(adapter, model))
         norms.append(None if adapter.update is None else _number(adapter.update(model), "grad_norm"))
-    parameters = {name: _flat(parameter.detach()) for name, parameter in adapter.named(model).items()}
+        parameters.append({name: _flat(parameter.detach()) for name, parameter in adapter.named(model).items()})
     return RankValues(rank, numbers, losses, norms, gradients, parameters, trace)
 
 
@@ -234,7 +240,10 @@ def _with_noise(reference: OneProcess, draws: Sequence[RankValues], numbers: Map
         largest(truth, [_whole(draw.gradients[step], numbers, size) for draw in draws])
         for step, truth in enumerate(reference.gradients)
     ]
-    moved = largest(reference.parameters, [_whole(draw.parameters, numbers, size) for draw in draws])
+    moved = [
+        largest(truth, [_whole(draw.parameters[step], numbers, size) for draw in draws])
+        for step, truth in enumerate(reference.parameters)
+    ]
 
     def scalar(truth: Sequence[float | None], pick: Callable[[RankValues], Sequence[float | None]]) -> float:
         pairs = [(a, b) for draw in draws for a, b in zip(truth, pick(draw), strict=True)]

@@ -14,7 +14,7 @@ from fivefold.checkpoint.hf_files import HuggingFace
 from fivefold.checkpoint.load import load
 from fivefold.checkpoint.shards import saveable_tensors, stored_buffers
 from fivefold.checkpoint.store import MANIFEST, Checkpoint
-from fivefold.generation.request import Sampling
+from fivefold.generation.sampling import Sampling
 from fivefold.job.config import Job
 from fivefold.launch.device import choose_backend, choose_device
 from fivefold.launch.processes import Rank

@@ -1,6 +1,5 @@
 """Generates text for prompts, in this process or on the ranks of a layout."""
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +12,13 @@ from fivefold.data.base import DataSource
 from fivefold.data.index import read_index
 from fivefold.data.integrity import check_file
 from fivefold.data.tokenizer import ByteTokenizer, end_tokens, load_tokenizer
+from fivefold.generation.sampling import Sampling
 from fivefold.job.config import Job, TrainConfig
 from fivefold.launch import processes
 from fivefold.launch.local import check_sharing
 from fivefold.layout.layout import Layout
 from fivefold.spec.hf import END_NAMED_IN
+from fivefold.support.dtypes import DTYPES
 from fivefold.support.errors import UserError
 from fivefold.support.places import Place
 from fivefold.support.ranges import SECONDS, misfit, within
@@ -81,35 +82,6 @@ def text_of(directory: Place, data: DataSource | None, vocab: int) -> GeneratedT
 
 
 _USEFUL_SETTINGS = {"tp", "pp", "split", "ep", "dispatch"}
-
-
-class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How the next token is sampled. Temperature 0 takes the likeliest; otherwise a token is drawn from the `top_k`
-    likeliest ones (0: all), and of these from the likeliest that together have the probability `top_p`."""
-
-    temperature: float
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-
-    def problems(self) -> list[str]:
-        rules = [
-            (
-                self.temperature == 0 or 1e-3 <= self.temperature < math.inf,
-                f"--temperature {self.temperature:g} must be 0, which is greedy, or at least 0.001",
-            ),
-            (0 <= self.seed < 1 << 63, f"--seed {self.seed} must lie between 0 and 2^63 - 1"),
-            (self.top_k >= 0, f"--top-k {self.top_k} must not be negative; 0 means all"),
-            (0 < self.top_p <= 1, f"--top-p {self.top_p:g} is a probability above 0, and at most 1"),
-        ]
-        return [problem for valid, problem in rules if not valid]
-
-    def __str__(self) -> str:
-        """The options of a command that samples the same again."""
-        if self.temperature == 0:
-            return "--temperature 0"
-        top_k = f" --top-k {self.top_k}" if self.top_k else ""
-        return f"--temperature {self.temperature:g}{top_k} --top-p {self.top_p:g} --seed {self.seed}"
 
 
 @dataclass(frozen=True)
@@ -197,8 +169,8 @@ def _model(request: Request, needs_text: bool) -> tuple[Job, Place, GeneratedTex
         made_by = job_of(checkpoint)
         spec, weights, directory = made_by.model, checkpoint.path, run_of(checkpoint)
         words = text_of_run(checkpoint, made_by) if needs_text else None
-    if request.dtype not in ("float32", "bfloat16", "float64"):
-        raise UserError(f"--dtype {request.dtype} is none of float32, bfloat16, float64")
+    if request.dtype not in DTYPES:
+        raise UserError(f"--dtype {request.dtype} is none of {', '.join(DTYPES)}")
     if request.device not in ("auto", "cpu", "cuda"):
         raise UserError(f"--device {request.device} is none of auto, cpu, cuda")
     if request.share_gpu not in ("gloo", "nccl"):

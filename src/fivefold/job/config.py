@@ -7,7 +7,7 @@ No torch here: a bad job is refused before anything heavy is imported and before
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -30,7 +30,8 @@ from fivefold.schedules.build import ScheduleInfo
 from fivefold.schedules.registry import is_file
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.pattern import KINDS, named
-from fivefold.support.dtypes import dtype_of
+from fivefold.spec.presets import preset
+from fivefold.support.dtypes import Dtype, dtype_of
 from fivefold.support.errors import Note, Problem, UserError
 from fivefold.support.parsing import Missing, path_of, read, read_toml, toml_value, unknown_key
 from fivefold.support.places import remote_of
@@ -39,7 +40,6 @@ from fivefold.support.ranges import SECONDS, SEQUENCES, STEPS, outside, within
 from fivefold.support.text import did_you_mean
 
 Compile = Literal["auto", "on", "off"]
-Dtype = Literal["float32", "bfloat16", "float64"]
 Steps = Annotated[int, within(1, STEPS)]
 NoneOrMore = Annotated[int, within(0, STEPS, "0 means none")]
 EXAMPLES = Path(__file__).parent.parent / "examples"  # jobs that are installed with the package
@@ -151,36 +151,50 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         names = dict.fromkeys((*classes, *kinds, *self.run.listeners))
         return [name for name in names if is_plugin(name)]
 
-    def problems(self, world: int | None = None, ranks_by: str = "--nproc") -> list[str]:
-        """Everything wrong with the values, beyond their types; `ranks_by` is how the reader gets a number of ranks."""
-        model = self.model.problems()
+    def problems(self, world: int | None = None, ranks_by: str = "--nproc", unread: Collection[str] = ()) -> list[str]:
+        """Everything wrong with the values, beyond their types; `ranks_by` is how the reader gets a number of ranks.
+        Nothing is said of `unread` sections, whose values are not the user's, nor of what depends on them."""
+        model = [] if "model" in unread else self.model.problems()
         # A layout is held against numbers that make sense, and their absence has been reported already.
         seq, batch = max(1, self.data.seq), max(1, self.train.batch)
-        layout = [] if model else self.layout.problems(self.model, world=world, seq=seq, batch=batch, ranks_by=ranks_by)
-        return [*model, *self._settings(), *self._storage(), *layout]
+        checks: list[tuple[str, Iterable[str]]] = [
+            *((name, self._ranges(name)) for name in SECTIONS if name != "layout"),
+            ("optimizer", OPTIMIZERS.problems(self.optimizer)),
+            ("loss", LOSSES.problems(self.loss)),
+            ("train layout model data", self._fp8()),
+            ("train model", self._fp8_experts()),
+            ("train model", self._balance()),
+            ("watch checkpoint train", self._watch()),
+            ("data", SOURCES.problems(self.data)),
+            ("run", listener_problems(self.run.listeners)),
+            ("data model", self._positions()),
+            ("train trace", self._traced()),
+            ("run", self._name()),
+            ("checkpoint layout", self._storage()),
+        ]
+        problems = [*model]
+        for sections, found in checks:
+            problems += [] if set(sections.split()) & set(unread) else found
+        if model or "layout" in unread:
+            return problems
+        if "model" in unread:
+            return [*problems, *self._ranges("layout")]
+        given = {"seq": None if "data" in unread else seq, "batch": None if "train" in unread else batch}
+        return [*problems, *self.layout.problems(self.model, world=world, ranks_by=ranks_by, **given)]
 
-    def _settings(self) -> Iterator[str]:
-        for section in SECTIONS:
-            if section != "layout":
-                yield from outside(getattr(self, section), section).values()
-        yield from OPTIMIZERS.problems(self.optimizer)
-        yield from LOSSES.problems(self.loss)
-        yield from self._fp8()
-        yield from self._fp8_experts()
-        yield from self._balance()
-        yield from self._watch()
-        yield from SOURCES.problems(self.data)
-        yield from listener_problems(self.run.listeners)
-        yield from self._data_and_run()
+    def _ranges(self, section: str) -> Iterable[str]:
+        return outside(getattr(self, section), section).values()
 
-    def _data_and_run(self) -> Iterator[Problem]:
-        seq, context, name = self.data.seq, self.model.context, self.run.name
+    def _positions(self) -> Iterator[Problem]:
+        seq, context = self.data.seq, self.model.context
         if self.model.positions == "learned" and seq > context:
             yield Problem(
                 "data.seq.positions",
                 f"data.seq={seq} is longer than the {context} learned positions of {self.model.name}; nearest: "
                 f"data.seq={context}",
             )
+
+    def _traced(self) -> Iterator[Problem]:
         steps, traced, after = self.train.steps, self.trace.steps, self.trace.after
         if min(traced, after) >= 0 and traced and after + traced > steps:
             yield Problem(
@@ -188,6 +202,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
                 f"trace.steps={traced} after trace.after={after} steps are more than train.steps={steps}; nearest: "
                 f"train.steps={after + traced}",
             )
+
+    def _name(self) -> Iterator[Problem]:
+        name = self.run.name
         if not (Path(name).name == name != ".." and name.isprintable() and len(os.fsencode(name)) < 200):
             plain = "must be a plain name, of less than 200 bytes and without slashes"
             yield Problem("run.name.plain", f"run.name={name!r} {plain}")
@@ -371,8 +388,11 @@ def resolve(table: Table, changes: Sequence[str] = (), name: str = "run", *, sto
     _import_kinds(table.get("model"), problems, trusted=not stored or "model.pattern" in given)
     model = model_of(table.get("model", {}), sections["data"], problems, of_its_own=of_its_own)
     problems += after
-    if problems or model is None:
-        raise UserError(problems)
+    unread = [key for key, section in (sections | {"model": model}).items() if section is None]
+    if problems or unread:
+        rest = {key: section for key, section in sections.items() if section is not None}
+        others = Job(model=model or preset("tiny"), **rest).problems(unread=unread)
+        raise UserError([*problems, *others])
     if not sections["run"].name:
         sections["run"] = msgspec.structs.replace(sections["run"], name=name)
     return Job(model=model, **sections)

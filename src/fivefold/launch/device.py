@@ -16,12 +16,13 @@ from fivefold.hardware.accelerators import find_accelerator
 from fivefold.job.config import Job, TrainConfig
 from fivefold.launch.local import SHARING, owning_problem, sharing_problem
 from fivefold.launch.world import World
+from fivefold.support.dtypes import BYTES, precision_of
 from fivefold.support.errors import UserError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in BYTES}
 DEFAULTS = TrainConfig()
 
 
@@ -148,13 +149,13 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
         accelerator = find_accelerator(torch.cuda.get_device_name(device))
     except UserError:
         return None
-    return accelerator.rate(precision_of(dtype, device))
+    return accelerator.rate(matmul_precision(dtype, device))
 
 
-def precision_of(dtype: str, device: torch.device) -> str:
+def matmul_precision(dtype: str, device: torch.device) -> str:
     """The accelerator catalogue's name for the precision of matmuls of `dtype` on the device: "bf16", "tf32"."""
     tf32 = dtype == "float32" and device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
-    return {"float32": "tf32" if tf32 else "fp32", "bfloat16": "bf16", "float64": "fp64"}[dtype]
+    return "tf32" if tf32 else precision_of(dtype)
 
 
 def peak_memory(device: torch.device) -> int:

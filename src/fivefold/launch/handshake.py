@@ -36,6 +36,7 @@ from msgspec import field
 from fivefold.data.base import is_place
 from fivefold.job.config import Job
 from fivefold.launch.rendezvous import Rendezvous, run_secret, secret_location, within
+from fivefold.launch.world import World
 from fivefold.schedules.text import to_text
 from fivefold.support import plugins
 from fivefold.support.errors import PeerLost, UserError
@@ -43,8 +44,6 @@ from fivefold.support.text import printable
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
-
-    from fivefold.launch.world import World
 
 
 # ---- statement ------------------------------------------------------------------------------------------------------
@@ -167,7 +166,7 @@ def settings_of(job: Job) -> dict[str, str]:
     return {f"{name}.{key}": json.dumps(value) for name, table in tables.items() for key, value in table.items()}
 
 
-def claim(job: Job, data: str, world: "World", purpose: str = TRAINING) -> Hello:
+def claim(job: Job, data: str, world: World, purpose: str = TRAINING) -> Hello:
     """The claim of a rank that runs `job` on the data of that fingerprint. Ranks with another purpose than training
     read no data, and may differ in their versions, which they may be there to compare."""
     settings, trains = settings_of(job), purpose == TRAINING

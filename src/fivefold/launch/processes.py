@@ -31,10 +31,11 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 from fivefold.launch.exits import STOPPING, End, signal_name
+from fivefold.launch.group import join
 from fivefold.launch.heartbeat import BEATS, STACK, Board
 from fivefold.launch.host import cores, keep_freed_memory
 from fivefold.launch.rendezvous import Rendezvous
-from fivefold.launch.world import HERE, World, join
+from fivefold.launch.world import HERE, World
 from fivefold.support import plugins
 from fivefold.support.errors import TrainingError, UserError, absent
 from fivefold.support.ranges import seconds

@@ -24,9 +24,9 @@ from msgspec import structs
 from fivefold.cost.model_state import host_memory
 from fivefold.hardware.accelerators import ACCELERATORS, LINKS, Accelerator, Rates, find_accelerator
 from fivefold.job.config import read_job
-from fivefold.launch import heartbeat, processes
+from fivefold.launch import group, heartbeat, processes
 from fivefold.launch import world as worlds
-from fivefold.launch.device import DTYPES, choose_backend, choose_device
+from fivefold.launch.device import TORCH_DTYPES, choose_backend, choose_device
 from fivefold.launch.handshake import claim
 from fivefold.launch.host import cores
 from fivefold.machines.clock import Clock, Timing, timed_collectives
@@ -200,11 +200,11 @@ def calibrate_launched_ranks(world: worlds.World, device: str, quick: bool) -> R
     None on the others."""
     chosen, job = choose_device(device, world.local_rank), read_job(None, [])
     with heartbeat.watched(_LONGEST, world.rank, world.size):
-        worlds.join(world, choose_backend(chosen, world.local_size), job.train.timeout, claim(job, "", world, PURPOSE))
+        group.join(world, choose_backend(chosen, world.local_size), job.train.timeout, claim(job, "", world, PURPOSE))
         try:
             speeds = gather_values(rank_speed(chosen, world.local_size, quick), RankSpeed)
         finally:
-            worlds.leave(world)
+            group.leave(world)
     return RanksResult(speeds) if speeds else None
 
 
@@ -229,7 +229,7 @@ def block_timer(device: torch.device, quick: bool) -> Callable[[], float]:
     """Returns a function that runs a block for a while and returns the median seconds of a forward and backward."""
     clock = Clock(device, 0.0)
     spec, samples, seq = _block(device)
-    dtype = DTYPES["bfloat16" if clock.on_gpu else "float32"]
+    dtype = TORCH_DTYPES["bfloat16" if clock.on_gpu else "float32"]
     block, x, forward = block_of(spec, LocalOps(), samples, seq, device, dtype)
     output_grad = torch.randn_like(x)
 

@@ -10,17 +10,17 @@ import torch.distributed as dist
 
 from fivefold.cost.collective_time import Kind, wire
 from fivefold.job.config import Job, job_from
-from fivefold.launch import faults, heartbeat, processes
+from fivefold.launch import faults, group, heartbeat, processes
 from fivefold.launch import world as worlds
 from fivefold.launch.device import (
-    DTYPES,
+    TORCH_DTYPES,
     bind,
     check_shared_gpu,
     choose_backend,
     choose_device,
     make_repeatable,
+    matmul_precision,
     pci_address,
-    precision_of,
 )
 from fivefold.launch.handshake import claim
 from fivefold.layout.axes import PLACED
@@ -144,14 +144,14 @@ def launched_rank_reports(job: Job, world: worlds.World) -> list[RankReport]:
         proof = claim(job, "", world, PURPOSE)
         apart = world.apart and world.size > 1
         backend = choose_backend(device, world.local_size, job.train, world.rank, apart)
-        worlds.join(world, backend, job.train.timeout, proof)
+        group.join(world, backend, job.train.timeout, proof)
         try:
             check_shared_gpu(job.train, device, world)
             mesh = Mesh.of_job(job, device, job.train.timeout)
             report = examine(job, mesh, world.local_rank == 0)
             return gather_values(report, RankReport, mesh.world.group) if world.size > 1 else [report]
         finally:
-            worlds.leave(world)
+            group.leave(world)
 
 
 def examine(job: Job, mesh: Mesh, first: bool) -> RankReport:
@@ -168,7 +168,7 @@ def examine(job: Job, mesh: Mesh, first: bool) -> RankReport:
     node = this_node.node_name()
     offset, unsure = clock_offset(mesh, time.time, node)
     begin("matmuls")
-    rate = matmul_rate(device, DTYPES[job.train.dtype], _SUSTAINED[device.type])
+    rate = matmul_rate(device, TORCH_DTYPES[job.train.dtype], _SUSTAINED[device.type])
     gpu = this_node.gpu_state(pci_address(device.index)) if device.type == "cuda" else None
     begin("the disk under run.dir")
     disk = this_node.try_disk(path_of(job.run.dir)) if first else None
@@ -180,7 +180,7 @@ def examine(job: Job, mesh: Mesh, first: bool) -> RankReport:
         node=node,
         cpu=device.type == "cpu",
         device=device_name(device),
-        precision=precision_of(job.train.dtype, device),
+        precision=matmul_precision(job.train.dtype, device),
         rate=rate,
         versions=this_node.versions(device.type == "cuda"),
         amounts=amounts,
@@ -227,7 +227,7 @@ def before_step_1(job: Job, mesh: Mesh, control: Control) -> list[str]:
     """Returns sentences about outliers on rank 0, nothing on the others. All ranks call it."""
     if mesh.world.size == 1:
         return []
-    rate = matmul_rate(mesh.device, DTYPES[job.train.dtype], _SECONDS)
+    rate = matmul_rate(mesh.device, TORCH_DTYPES[job.train.dtype], _SECONDS)
     if mesh.device.type == "cuda":  # these matmuls must not count in the peak memory that the run reports
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(mesh.device)

@@ -16,6 +16,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from fivefold.optim.adamw import AdamW
 from fivefold.optim.base import Rule, bound
 
@@ -80,7 +82,7 @@ class Muon(AdamW, frozen=True, kw_only=True):
     def stock(self, groups: list[dict[str, Any]], **options: Any) -> "torch.optim.Optimizer":
         from fivefold.optim.plain_muon import PlainMuon
 
-        return PlainMuon(groups, self, **options)
+        return PlainMuon(groups, msgspec.structs.asdict(self) | options)
 
 
 def orthogonalised(x: "Tensor", steps: int, eps: float) -> "Tensor":

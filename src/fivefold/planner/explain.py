@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from msgspec import structs
 
 from fivefold.cost.collective_time import Reach
-from fivefold.cost.model_state import ADAMW, dtype_of
+from fivefold.cost.model_state import ADAMW
 from fivefold.cost.peak_memory import USABLE_FRACTION, Footprint, footprint
 from fivefold.cost.step import Workload, estimate
 from fivefold.cost.traffic import expected_traffic
@@ -22,6 +22,7 @@ from fivefold.planner.closed import DISPATCHES
 from fivefold.planner.mixed import divided, groups_of, spanning
 from fivefold.planner.search import Option, can_be_built, search
 from fivefold.schedules.registry import CATALOGUE
+from fivefold.support.dtypes import dtype_of_bytes
 from fivefold.support.errors import UserError
 from fivefold.support.text import either
 
@@ -241,7 +242,7 @@ def traffic(option: Option) -> list[AxisTraffic]:
     """What `traffic_rank` sends, by axis and kind, within the node and across. Of experts' tokens: the mean."""
     workload, rank, rows = option.workload, traffic_rank(option), []
     topology = workload.block_cost_of(rank).topology
-    dtype = dtype_of(workload.block_cost.activation_bytes)
+    dtype = dtype_of_bytes(workload.block_cost.activation_bytes)
     splits = workload.splits_backward if workload.groups else None
     sizes = (workload.spec, workload.layout, workload.seq, workload.batch, dtype)
     sent = expected_traffic(

@@ -30,6 +30,7 @@ from fivefold.render.blocks import Block, Result, Table, Text
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import block
 from fivefold.spec.presets import PRESETS, source_of
+from fivefold.support.dtypes import DTYPES, precision_of
 from fivefold.support.errors import UserError
 from fivefold.support.ranges import TOKENS, checked, within
 from fivefold.support.text import bytes_text, si
@@ -38,7 +39,7 @@ HOUR, DAY = 3600, 86_400
 GB = 1e9
 EVALUATED = HOUR / 2  # between two looks at the held-out loss
 # Of compute, by what was planned. fp16 would need a loss scale, and a job has no switch for tf32.
-DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp8": "bfloat16"}
+_TRAINED = {precision_of(dtype): dtype for dtype in DTYPES} | {"fp8": "bfloat16"}
 TWENTY = "chinchilla"  # as a token budget: 20 per parameter, and the batch of the recipe
 
 
@@ -71,8 +72,8 @@ class Training:
         workload, chosen = option.workload, dict(self.choices)
         chosen["data.seq"] = Choice(workload.seq, "tokens of a sample, as planned")
         chosen["train.batch"] = chosen.get("train.batch", Choice(workload.batch, f"sequences of {workload.seq:,}"))
-        if workload.precision in DTYPES:
-            chosen["train.dtype"] = Choice(DTYPES[workload.precision], f"planned in {workload.precision}")
+        if workload.precision in _TRAINED:
+            chosen["train.dtype"] = Choice(_TRAINED[workload.precision], f"planned in {workload.precision}")
         if workload.precision == "fp8" or self.asked.train.fp8:
             chosen["train.fp8"] = Choice(workload.precision == "fp8", "matmuls of blocks, as planned")
         chosen["run.cluster"] = Choice(self.cluster, "what this file was planned for")
@@ -107,7 +108,7 @@ class Training:
 
     def job(self, option: Option, schedule: str = "") -> Job:
         """`schedule`: the file with the option's own, where it has one (`plan.mixed.written`)."""
-        if option.workload.precision not in DTYPES:
+        if option.workload.precision not in _TRAINED:
             raise UserError(_no_job(option.workload))
         layout = structs.replace(option.layout, schedule=schedule) if schedule else option.layout
         changed: dict[str, Any] = {"layout": layout}

@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -13,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.text import Text as RichText
 
-from fivefold.render.paint import save
+from fivefold.render.paint import save, to_svg
 from fivefold.support.errors import UserError
 from fivefold.support.files import write
 from fivefold.support.parsing import path_of
@@ -114,8 +115,6 @@ class Result:
         return self.scene()
 
     def svg(self, dark: bool = False) -> str | None:
-        from fivefold.render.paint import to_svg
-
         scene = self.scene()
         return None if scene is None else to_svg(scene, dark)
 
@@ -124,8 +123,6 @@ class Result:
 
     def _repr_html_(self) -> str:
         """The HTML that a notebook shows."""
-        from fivefold.render.html import to_html
-
         return to_html(self)
 
 
@@ -317,6 +314,43 @@ def to_text(blocks: Iterable[Block], width: int | None = None) -> str:
     out = StringIO()
     render(blocks, Console(file=out, highlight=False, width=width or 10_000, color_system=None), width)
     return out.getvalue()
+
+
+# ---- html -----------------------------------------------------------------------------------------------------------
+# A result as HTML, for notebooks: its tables, its sentences and its picture.
+
+
+_CSS = {"bold": "font-weight:bold", "dim": "opacity:.6", "good": "color:green", "bad": "color:red;font-weight:bold"}
+
+
+def to_html(result: Result) -> str:
+    parts = []
+    for block in result.blocks():
+        if isinstance(block, Table):
+            parts.append(table_html(block))
+        elif isinstance(block, Text):
+            parts.append(_styled("p", Cell(block.text, block.style)))
+        elif result.svg() is None:  # a drawing in characters is shown only where there is no picture
+            parts.append(f"<pre>{escape(to_text([block]))}</pre>")
+    return "\n".join([*parts, *filter(None, [result.svg()])])
+
+
+def _styled(tag: str, cell: Cell, style: str = "") -> str:
+    css = ";".join(filter(None, (style, _CSS.get(cell.style, ""))))
+    text = escape(cell.text).replace("\n", "<br>")
+    return f'<{tag} style="{css}">{text}</{tag}>' if css else f"<{tag}>{text}</{tag}>"
+
+
+def table_html(table: Table) -> str:
+    sides = ["text-align:right" if column.right else "text-align:left" for column in table.columns]
+    heads = "".join(_styled("th", Cell(column.head), side) for column, side in zip(table.columns, sides, strict=True))
+    rows = "".join(
+        f"<tr>{''.join(_styled('td', cell, side) for cell, side in zip(cells, sides, strict=True))}</tr>"
+        for cells in table.cells
+    )
+    title = _styled("p", Cell(table.title, "bold")) if table.title else ""
+    caption = _styled("p", Cell(table.caption, "dim")) if table.caption else ""
+    return f"{title}<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>{caption}"
 
 
 # ---- show -----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A result as HTML, for notebooks: its tables, its sentences and its picture."""
+"""Sections of blocks as documents: Markdown, and a page of HTML."""
 
 import re
 import textwrap
@@ -6,43 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
-from fivefold.render.blocks import Block, Cell, Result, Table, Text, to_text
+from fivefold.render.blocks import Block, Table, Text, table_html, to_text
 from fivefold.render.paint import to_svg
 from fivefold.render.scene import DARK, FONT, GREY, INK, PALE, PAPER, Scene
 from fivefold.support.text import printable
-
-STYLES = {"bold": "font-weight:bold", "dim": "opacity:.6", "good": "color:green", "bad": "color:red;font-weight:bold"}
-
-
-def to_html(result: Result) -> str:
-    parts = []
-    for block in result.blocks():
-        if isinstance(block, Table):
-            parts.append(table_html(block))
-        elif isinstance(block, Text):
-            parts.append(_styled("p", Cell(block.text, block.style)))
-        elif result.svg() is None:  # a drawing in characters is shown only where there is no picture
-            parts.append(f"<pre>{escape(to_text([block]))}</pre>")
-    return "\n".join([*parts, *filter(None, [result.svg()])])
-
-
-def _styled(tag: str, cell: Cell, style: str = "") -> str:
-    css = ";".join(filter(None, (style, STYLES.get(cell.style, ""))))
-    text = escape(cell.text).replace("\n", "<br>")
-    return f'<{tag} style="{css}">{text}</{tag}>' if css else f"<{tag}>{text}</{tag}>"
-
-
-def table_html(table: Table) -> str:
-    sides = ["text-align:right" if column.right else "text-align:left" for column in table.columns]
-    heads = "".join(_styled("th", Cell(column.head), side) for column, side in zip(table.columns, sides, strict=True))
-    rows = "".join(
-        f"<tr>{''.join(_styled('td', cell, side) for cell, side in zip(cells, sides, strict=True))}</tr>"
-        for cells in table.cells
-    )
-    title = _styled("p", Cell(table.title, "bold")) if table.title else ""
-    caption = _styled("p", Cell(table.caption, "dim")) if table.caption else ""
-    return f"{title}<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>{caption}"
-
 
 # ---- markdown -------------------------------------------------------------------------------------------------------
 # Sections of blocks as Markdown that reads well as plain text, too: tables are aligned, prose breaks at 80 columns.

@@ -13,7 +13,8 @@ from fivefold.spec.blocks import Experts, LatentSpec, RopeScaling, Yarn
 from fivefold.spec.hf import read_hf_config
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError
-from fivefold.support.ranges import TOKENS, checked, within
+from fivefold.support.parsing import read
+from fivefold.support.ranges import TOKENS, checked, outside, within
 from fivefold.support.text import did_you_mean, si
 
 _GPT = {"norm": "layernorm", "activation": "gelu", "positions": "learned", "bias": True, "tied": True}
@@ -205,7 +206,15 @@ def preset(name: str, **changes: Any) -> ModelSpec:
             f"unknown model {name!r}; {did_you_mean(name, list(PRESETS))} ('fivefold list models' lists them)",
             "model.unknown",
         )
-    return ModelSpec(**({"name": name} | PRESETS[name] | changes))
+    if not changes:
+        return ModelSpec(**({"name": name} | PRESETS[name]))
+    problems: list[str] = []
+    spec = read(ModelSpec, {"name": name} | PRESETS[name] | changes, "model", problems)
+    if spec is None:
+        raise UserError(problems)
+    if absurd := outside(spec, "model"):
+        raise UserError(absurd.values())
+    return spec
 
 
 # ---- listing --------------------------------------------------------------------------------------------------------

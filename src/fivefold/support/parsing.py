@@ -18,6 +18,7 @@ import msgspec
 
 from fivefold.support.errors import Problem, UserError
 from fivefold.support.files import read_regular
+from fivefold.support.ranges import misfits, outside
 from fivefold.support.text import did_you_mean
 
 BROKEN = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError)  # what a decoder raises for bad JSON
@@ -206,7 +207,13 @@ def _struct(kind: type[S], table: dict[str, Any], path: str, problems: list[str]
                 values[name] = read(inner, table[name], join(path, name), problems)
         elif field.required:
             problems.append(Problem(f"{join(path, name)}.missing", f"{join(path, name)} is missing: it has no default"))
-    return kind(**values) if len(problems) == problems_before else None
+    if len(problems) == problems_before:
+        return kind(**values)
+    problems += misfits(kind, values, path).values()  # of a table that cannot be made, what else is wrong with it
+    for name, value in values.items():
+        if isinstance(value, msgspec.Struct):
+            problems += outside(value, join(path, name)).values()
+    return None
 
 
 def _one_of(kinds: tuple[type[msgspec.Struct], ...], value: Any, path: str, problems: list[str]) -> Any:

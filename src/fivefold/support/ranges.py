@@ -7,6 +7,7 @@
 The upper ends are far beyond any real use, and low enough that loops over a number end in reasonable time.
 """
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, get_args, get_origin
 
@@ -29,9 +30,14 @@ def within(least: float, most: float, hint: str = "") -> Meta:
 
 def outside(description: msgspec.Struct, path: str) -> dict[str, str]:
     """Returns {field: sentence} for every number of a description that is not in the range of its field."""
-    ranges = _ranges(type(description)).items()
-    misfits = {field: misfit(f"{path}.{field}", getattr(description, field), range_) for field, range_ in ranges}
-    return {field: Problem(f"{path}.{field}.range", sentence) for field, sentence in misfits.items() if sentence}
+    return misfits(type(description), msgspec.structs.asdict(description), path)
+
+
+def misfits(kind: type[msgspec.Struct], values: Mapping[str, Any], path: str) -> dict[str, str]:
+    """The same for those values of a description that there are."""
+    ranges = {field: range_ for field, range_ in _ranges(kind).items() if field in values}
+    sentences = {field: misfit(f"{path}.{field}", values[field], range_) for field, range_ in ranges.items()}
+    return {field: Problem(f"{path}.{field}.range", sentence) for field, sentence in sentences.items() if sentence}
 
 
 def checked(name: str, value: Any, range_: Meta) -> Any:

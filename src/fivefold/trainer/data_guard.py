@@ -8,7 +8,6 @@ flags: that step changes no weights, and all ranks end with the same error.
 import platform
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -24,9 +23,6 @@ from fivefold.launch import heartbeat
 from fivefold.parallel.control import Control
 from fivefold.support.errors import TrainingError, UserError
 from fivefold.support.text import bytes_text
-
-if TYPE_CHECKING:
-    from fivefold.trainer.checkpointing import Checkpoints
 
 STOP_FOR_DATA = float(1 << 20)  # added to the step's sum of stop flags; larger than all ranks' other flags together
 _MAX_LISTED = 6  # steps in a sentence
@@ -119,10 +115,10 @@ class DataGuard:
                 split.touch(start, start + seq + 1)
             heartbeat.beat()
 
-    def agree(self, done: int, samples: int, checkpointing: "Checkpoints | None" = None, sure: bool = False) -> None:
+    def agree(self, done: int, samples: int, save: Callable[[int], object] | None = None, sure: bool = False) -> None:
         """Raises BadData on all ranks if one of them has found damage, after `done` steps and `samples` samples.
 
-        If no step has read the damaged data, the state is saved first. `sure`: it is known that one has. Collective.
+        If no step has read the damaged data, `save` saves the state before. `sure`: one is known to have. Collective.
         """
         size = self.control.size if self.control else 1
         by_rank = self.control.all_gather_values(self.findings, list[Finding]) if self.control else [self.findings]
@@ -133,9 +129,9 @@ class DataGuard:
             used = self._used(finding, done, samples)
             clean = clean and not used
             sentences.setdefault(finding.sentence + self._consequence(finding, used, samples), rank)
-        if clean and done and checkpointing is not None:
+        if clean and done and save is not None:
             with suppress(TrainingError):  # the error of the data matters more
-                checkpointing.after(done, last=True)
+                save(done)
         messages = [text + (f" (rank {rank} found it)" if size > 1 else "") for text, rank in sentences.items()]
         message = "; ".join(messages) or "another rank cannot read its data"
         raise BadData(f"after step {done}: {message}; {MEND}")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fivefold.data.batch import Batch, DpShare
 from fivefold.job.config import Job
-from fivefold.launch.device import DTYPES, compiles
+from fivefold.launch.device import TORCH_DTYPES, compiles
 from fivefold.launch.waits import timed_wait
 from fivefold.layout.stages import schedule_of, stages_of
 from fivefold.losses.base import Loss
@@ -126,7 +126,7 @@ class RankModel:
 
     def __init__(self, job: Job, mesh: Mesh, watch: Watch | None = None, attention: AttentionOps | None = None):
         self.job, self.mesh = job, mesh
-        layout, compute = job.layout, DTYPES[job.train.dtype]
+        layout, compute = job.layout, TORCH_DTYPES[job.train.dtype]
         self.compiled = compiles(job.train, mesh.device)
         if mesh.device.type == "cuda":
             # In a bfloat16 model only routers multiply in float32. Their forward inputs were bfloat16, which TF32
@@ -190,7 +190,7 @@ class Engine(RankModel):
         super().__init__(job, mesh, watch)
         self.context = ContextParallel(mesh)
         self.position_ids: dict[tuple[int, ...], Tensor] = {}
-        self.optimizer = Optimizer(self.weights, job.model, job.optimizer, mesh, DTYPES[job.train.dtype])
+        self.optimizer = Optimizer(self.weights, job.model, job.optimizer, mesh, TORCH_DTYPES[job.train.dtype])
         self.expert_loads = ExpertLoads(job, self.stages.values(), mesh.device) if job.model.experts else None
         # Whether stages are still to be compiled. All ranks do that at once, before any message is under way: in the
         # first step each would start only after the one before it, with receives already posted on its device.

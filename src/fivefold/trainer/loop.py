@@ -204,7 +204,8 @@ class Trainer:
 
         `sure`: it is known that one has. The weights are those after `done` steps.
         """
-        self.guard.agree(self.done, self.samples, self.checkpointing, sure)
+        save = partial(self.checkpointing.after, last=True) if self.checkpointing is not None else None
+        self.guard.agree(self.done, self.samples, save, sure)
 
     def step(self, step: int, batch: Batch | DpShare) -> Step:
         """Trains on a batch as step number `step`, from 1. A batch in which no target carries loss changes nothing."""

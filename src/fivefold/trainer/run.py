@@ -23,7 +23,7 @@ from fivefold.data.corpus import entropy
 from fivefold.data.rows import Splits
 from fivefold.job.config import Job
 from fivefold.job.resume_rules import MEANT, Change, bends
-from fivefold.launch import heartbeat, logs
+from fivefold.launch import group, heartbeat, logs
 from fivefold.launch import world as worlds
 from fivefold.launch.device import (
     bind,
@@ -35,8 +35,8 @@ from fivefold.launch.device import (
     make_repeatable,
 )
 from fivefold.launch.exits import lost_peer
+from fivefold.launch.group import tell_spares
 from fivefold.launch.handshake import claim, ranks_text, short
-from fivefold.launch.world import tell_spares
 from fivefold.machines.examine import before_step_1
 from fivefold.model.compiler import compilation
 from fivefold.parallel.control import Control
@@ -163,9 +163,9 @@ def _run_job(
     proof = claim(job, sources.fingerprint, world) if world.joined else None
     apart = world.apart and world.size > 1
     backend = choose_backend(device, world.local_size, job.train, world.rank, apart)
-    worlds.join(world, backend, job.train.timeout, proof)
+    group.join(world, backend, job.train.timeout, proof)
     with ExitStack() as leaving:
-        leaving.callback(worlds.leave, world)
+        leaving.callback(group.leave, world)
         check_shared_gpu(job.train, device, world)
         run = _RankRun(job, sources, world, console, Mesh.of_job(job, device, job.train.timeout))
         run.enter_directory(start, leaving)

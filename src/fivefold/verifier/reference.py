@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fivefold.cost.routing import Routing
 from fivefold.data.batch import Batch, DpShare
 from fivefold.job.config import Job
-from fivefold.launch.device import DTYPES, choose_device
+from fivefold.launch.device import TORCH_DTYPES, choose_device
 from fivefold.launch.processes import Rank
 from fivefold.model.decoder import Decoder
 from fivefold.model.init import initialise
@@ -148,7 +148,7 @@ class MixedPrecision:
     """The weights of a run: full-precision masters for the optimizer, and rounded ones for the model."""
 
     def __init__(self, model: Decoder, job: Job, device: torch.device, *, exact: bool, nudge_seed: int):
-        compute = DTYPES[job.train.dtype]
+        compute = TORCH_DTYPES[job.train.dtype]
         self.master_dtype = torch.float64 if compute == torch.float64 else torch.float32
         model.to(device, self.master_dtype)
         initialise(model, job.model, job.train.seed)

@@ -13,13 +13,13 @@ from typing import Any
 
 from fivefold.cost.block_collectives import Collective
 from fivefold.cost.collective_time import wire
-from fivefold.cost.model_state import dtype_of
 from fivefold.cost.step import Workload
 from fivefold.cost.traffic import layer_collectives
 from fivefold.layout.layout import Layout
 from fivefold.layout.rank_part import RankPart, part_of
 from fivefold.planner.nearest import nearest, problems, steps
 from fivefold.planner.pictures import MOST, mesh
+from fivefold.support.dtypes import dtype_of_bytes
 from fivefold.support.errors import UserError
 from fivefold.support.ranges import checked, within
 from fivefold.web.question import (
@@ -253,7 +253,7 @@ def _layer(workload: Workload, asked_layer: int | None, number: int) -> dict[str
     middle = local_layers[len(local_layers) // 2] if local_layers else 0
     layer = middle if asked_layer is None else asked_layer
     collectives = layer_collectives(
-        spec, layout, workload.seq, workload.batch, dtype_of(workload.block_cost.activation_bytes), layer
+        spec, layout, workload.seq, workload.batch, dtype_of_bytes(workload.block_cost.activation_bytes), layer
     )
     groups = _groups_of_rank_0(workload)
     sent = [_collective(workload, message, groups) for message in collectives]

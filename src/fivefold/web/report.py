@@ -28,9 +28,9 @@ from fivefold.tracing.chrome import lanes
 from fivefold.tracing.result import TraceResult
 from fivefold.verifier.result import VerifyResult
 from fivefold.version import __version__
-from fivefold.web.app import View, answer, view_of
 from fivefold.web.question import Ask
 from fivefold.web.run_files import shareable, without_paths
+from fivefold.web.views import View, answer, view_of
 
 # ---- a page ---------------------------------------------------------------------------------------------------------
 # Views as one HTML file with their payloads, scripts and styles inline.

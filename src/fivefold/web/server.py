@@ -1,4 +1,4 @@
-"""The server: the page's files, and `/api/VIEW[/PART]?words`, which call the functions of the views (`app.answer`).
+"""The server: the page's files, and `/api/VIEW[/PART]?words`, which call the functions of the views (`views.answer`).
 
 A bad question is answered by 400 and its problems; a bug by 500, with a traceback in the terminal alone.
 """
@@ -22,8 +22,8 @@ from starlette.routing import Route
 
 from fivefold.support.errors import UserError
 from fivefold.version import __version__
-from fivefold.web.app import VIEWS, Nothing, answer, heavy, view_of
 from fivefold.web.question import Ask, for_page
+from fivefold.web.views import VIEWS, Nothing, answer, heavy, view_of
 from fivefold.web.worker import WorkerQuestion
 from fivefold.web.workers import Broken, Replaced, Workers
 

@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from fivefold.support.errors import UserError
-from fivefold.web.app import answer
 from fivefold.web.question import Ask
+from fivefold.web.views import answer
 
 
 class WorkerQuestion(msgspec.Struct):
