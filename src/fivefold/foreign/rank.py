@@ -147,9 +147,13 @@ def _run(
     for step in range(settings.steps):
         torch.manual_seed(seed + step)
         batch = adapter.batch(step)
+        watched = trace if step == 0 else None
+        if watched is not None:  # what the first step sets up, as a pipeline tries shapes, would be taken for the step
+            torch.manual_seed(seed + step)
+            adapter.step(model, batch)
         torch.manual_seed(seed + step)
         _clear(adapter, model)
-        with watching(adapter, model, trace if step == 0 else None):
+        with watching(adapter, model, watched):
             result = adapter.step(model, batch)
         losses.append(_number(result, "loss"))
         gradients.append(_gradients(adapter, model))
