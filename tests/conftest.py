@@ -5,6 +5,8 @@ import gc
 import json
 import os
 import signal
+import sys
+from collections.abc import Iterable
 from functools import cache
 from multiprocessing import forkserver
 from pathlib import Path
@@ -17,6 +19,7 @@ from hypothesis import settings
 import fivefold
 from fivefold.data.prepare import prepare
 from fivefold.launch.processes import PRELOAD
+from fivefold.support.errors import Problem, UserError
 from tests.commands import interpreter
 from tests.layers import HEAVY, LAYERS, walk
 
@@ -47,6 +50,18 @@ _LONG = ["transformers", "kubernetes_validate", "kubeflow_trainer_api.models"]
 if not Path("/dev/nvidia0").exists():  # Inductor asks CUDA when it is imported, and then no child may use it
     _LONG += ["torch._dynamo.backends.debugging", "torch._inductor.pattern_matcher"]
 PRELOAD += [*(name for name in _OURS if not name.endswith(("__", *_GPU))), "tests.ranks", "tests.warm"]
+
+_init = UserError.__init__
+
+
+def _init_with_codes(self: UserError, problems: str | Iterable[str], code: str = "") -> None:
+    """Where Fivefold itself refuses something, each sentence has a code (docs/problems.md)."""
+    _init(self, problems, code)
+    if sys._getframe(1).f_globals["__name__"].startswith("fivefold."):
+        assert all(isinstance(sentence, Problem) for sentence in self.coded), f"without a code: {self.coded}"
+
+
+UserError.__init__ = _init_with_codes  # type: ignore[method-assign]
 
 # Modules that take longest come first: the last one to start decides when all is done.
 _FIRST = (

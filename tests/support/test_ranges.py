@@ -2,6 +2,7 @@
 
 import itertools
 
+import msgspec
 import pytest
 
 from fivefold.layout.layout import Layout
@@ -35,7 +36,8 @@ def test_an_argument_is_held_against_its_range(value, sentence: str | None) -> N
 
 
 def test_every_field_outside_of_its_range_is_named() -> None:
-    assert outside(preset("tiny", layers=2_000_000, vocab=0), "model") == {
+    odd = msgspec.structs.replace(preset("tiny"), layers=2_000_000, vocab=0)
+    assert outside(odd, "model") == {
         "layers": "model.layers=2000000 is more than 10000",
         "vocab": "model.vocab=0 must be at least 1",
     }

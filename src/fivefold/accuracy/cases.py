@@ -159,27 +159,39 @@ class PublishedRow(NamedTuple):
 def read_rows(directory: Path = DATA) -> list[PublishedRow]:
     """All rows of all CSV files of a directory."""
     if directory.is_file():
-        raise UserError(f"{directory} is a file, and rows are read from a directory; nearest: {directory.parent}")
+        raise UserError(
+            f"{directory} is a file, and rows are read from a directory; nearest: {directory.parent}",
+            "accuracy.data.missing",
+        )
     files = sorted(path for path in directory.glob("*.csv") if path.is_file()) if directory.is_dir() else []
     if not files:
-        raise UserError(f"{directory} has no .csv files; give a directory of measured runs, as {DATA} is one")
+        raise UserError(
+            f"{directory} has no .csv files; give a directory of measured runs, as {DATA} is one",
+            "accuracy.data.missing",
+        )
     if orphan := stray(directory):
-        raise UserError(f"{orphan} describes the runs of {orphan.stem}.csv, which is not there; rename or move it")
+        raise UserError(
+            f"{orphan} describes the runs of {orphan.stem}.csv, which is not there; rename or move it",
+            "accuracy.data.orphan",
+        )
     rows, shipped = [], directory.resolve() == DATA.resolve()
     for path in files:
         software = described(path.with_suffix(".toml"))
         try:
             text = read_regular(path, MOST, links=True).decode(errors="replace")
         except OSError as error:
-            raise UserError(f"{path} cannot be read: {error.strerror}") from None
+            raise UserError(f"{path} cannot be read: {error.strerror}", "file.read") from None
         reader = csv.DictReader(io.StringIO(text, newline=""))
         try:
             missing = [column for column in NEEDED if column not in (reader.fieldnames or ())]
             if missing:
-                raise UserError(f"{path} lacks the columns {', '.join(missing)}; its first line must name them")
+                raise UserError(
+                    f"{path} lacks the columns {', '.join(missing)}; its first line must name them",
+                    "accuracy.data.columns",
+                )
             rows += [PublishedRow(path.stem, reader.line_num, _limited(values), software, shipped) for values in reader]
         except (csv.Error, ValueError) as error:
-            raise UserError(f"{path} line {reader.line_num} cannot be read: {error}") from None
+            raise UserError(f"{path} line {reader.line_num} cannot be read: {error}", "file.syntax") from None
     return rows
 
 

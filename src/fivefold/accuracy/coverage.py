@@ -212,9 +212,14 @@ class CoverageResult(Result):
     def write(self) -> None:
         """Write the ranges to the file that plans read."""
         if self.own:
-            raise UserError("the ranges of plans are made of the package's runs; leave --data out, or --write")
+            raise UserError(
+                "the ranges of plans are made of the package's runs; leave --data out, or --write", "option.conflict"
+            )
         if not FOLDER.is_dir():
-            raise UserError(f"this code's own steps are not at hand: {FOLDER} is missing; run it in the repository")
+            raise UserError(
+                f"this code's own steps are not at hand: {FOLDER} is missing; run it in the repository",
+                "accuracy.data.missing",
+            )
         interval.write(self.bands)
 
     def to_dict(self) -> dict[str, Any]:

@@ -366,7 +366,7 @@ def planner_accuracy(
     published = read_rows(Path(data) if data else DATA)
     files = list(dict.fromkeys(row.file for row in published))
     if rows and rows not in files:
-        raise UserError(f"unknown source {rows!r}; there are {', '.join(files)}")
+        raise UserError(f"unknown source {rows!r}; there are {', '.join(files)}", "accuracy.source.unknown")
     if rows and not refit:
         published = [row for row in published if row.file == rows]
     constants = fit(_runs(published), steps(progress, "fitting", STEPS)) if refit else None
@@ -398,7 +398,8 @@ def _left_out(rows: list[PublishedRow], progress: Progress) -> tuple[dict[str, f
         names = ", ".join(sorted(set(map(by_source, runs)))) or "none"
         raise UserError(
             f"--leave-out fits the constants without one source, and these runs have no second source or accelerator "
-            f"(sources: {names}); leave --leave-out out, or give more runs"
+            f"(sources: {names}); leave --leave-out out, or give more runs",
+            "accuracy.source.single",
         )
     fitted_to_all = FullFit.of(runs, steps(progress, "fitting", STEPS_WITHOUT))
     sources, devices = (

@@ -60,17 +60,19 @@ def described(path: Path) -> Source | None:
     table = read_toml(path)
     system = table.pop("system", None)
     if system is not None and not isinstance(system, str):
-        raise UserError(f'{path}: system={system!r} is not text; give a name, as system = "megatron-core"')
+        raise UserError(
+            f'{path}: system={system!r} is not text; give a name, as system = "megatron-core"', "accuracy.data.setting"
+        )
     try:
         base = usual(START if system is None else system)
     except UserError as error:
-        raise UserError(f"{path}: {error}") from None
+        raise UserError(f"{path}: {error}", "accuracy.data.setting") from None
     problems: list[str] = []
     source = _changed(structs.replace(base, why=f"{path.name}, from {system or START!r}"), table, "", problems)
     if not set(source.stack.order) <= set(PLACED) or len(set(source.stack.order)) < len(source.stack.order):
         problems.append(f"stack.order={list(source.stack.order)} is not an order of {', '.join(PLACED)}")
     if problems:
-        raise UserError(f"{path}: {'; '.join(problems)}")
+        raise UserError(f"{path}: {'; '.join(problems)}", "accuracy.data.setting")
     return source
 
 
@@ -132,6 +134,9 @@ def description(
 
 class Refused(UserError):
     """Why a row cannot be predicted."""
+
+    def __init__(self, sentence: str):
+        super().__init__(sentence, "accuracy.row")
 
 
 # Name -> other spellings, without case, dashes and blanks. ZB-1p and ZB-2p of arXiv 2401.10241 are found by a search

@@ -180,7 +180,7 @@ def overhead(changes: list[str], rounds: int, on_progress: OnProgress) -> Compar
 
 def peers(changes: list[str], ranks: int, rounds: int, only: str, on_progress: OnProgress) -> ComparisonResult:
     if ranks < 2:
-        raise UserError(f"--ranks {ranks} is too few to compare; nearest: --ranks 2")
+        raise UserError(f"--ranks {ranks} is too few to compare; nearest: --ranks 2", "option.range")
     ours = {
         "dp": [f"dp={ranks}"],
         "tp": [f"tp={ranks}"],

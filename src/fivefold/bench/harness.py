@@ -93,7 +93,7 @@ def caveats(times: Iterable[list[float]], rounds: int, world: int, cores: int) -
 def refuse(problems: Sequence[str]) -> None:
     """Raise all problems at once, before any process starts."""
     if problems:
-        raise UserError(problems)
+        raise UserError(problems, "option.range")
 
 
 def too_small(**options: int) -> list[str]:
@@ -105,7 +105,7 @@ def choices(text: str, option: str, known: Sequence[str]) -> list[str]:
     """The words of a comma-separated list, each once; words that are not `known` are refused."""
     words = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
     if not words:
-        raise UserError(f"{option} is empty; leave it out for the default")
+        raise UserError(f"{option} is empty; leave it out for the default", "option.empty")
     if unknown := [word for word in words if word not in known]:
-        raise UserError(f"{option} {unknown[0]} is not a choice; {did_you_mean(unknown[0], known)}")
+        raise UserError(f"{option} {unknown[0]} is not a choice; {did_you_mean(unknown[0], known)}", "option.choice")
     return words

@@ -170,7 +170,7 @@ def jobs_of(words: list[str], names: str) -> dict[str, Job]:
     job = read(words)
     wanted = list(dict.fromkeys(word.strip() for word in names.split(",") if word.strip()))
     if not wanted:
-        raise UserError("--optimizers is empty; leave it out for the default")
+        raise UserError("--optimizers is empty; leave it out for the default", "option.empty")
     kinds = {name: OPTIMIZERS.named(name, trusted=True) for name in wanted}
     own = job.optimizer
     jobs = {name: structs.replace(job, optimizer=own if name == own.name else kind()) for name, kind in kinds.items()}

@@ -144,17 +144,22 @@ def scaling(
     """Yields a result after each number of ranks, with all comparisons so far."""
     refuse(too_small(least=least))
     if ranks < 2:
-        raise UserError(f"--ranks {ranks} leaves nothing to compare; nearest: --ranks 2")
+        raise UserError(f"--ranks {ranks} leaves nothing to compare; nearest: --ranks 2", "option.range")
     if not any(least <= 2**power <= ranks for power in range(1, ranks.bit_length())):
-        raise UserError(f"--least {least} --ranks {ranks}: no power of two is among them; nearest: --least 2")
+        raise UserError(
+            f"--least {least} --ranks {ranks}: no power of two is among them; nearest: --least 2", "option.range"
+        )
     if batch is not None and (same := [change for change in changes if change.startswith("train.batch=")]):
-        raise UserError(f"--batch {batch} and {same[0]} say the same thing twice; leave one out")
+        raise UserError(f"--batch {batch} and {same[0]} say the same thing twice; leave one out", "option.conflict")
     # Short sequences: one process takes seconds for a step of sixteen, and not minutes.
     sizes = [f"train.batch={16 if batch is None else batch}", "data.seq=128"]
     wanted = choices(only, "--only", (*AXES, EP))
     if EP in wanted and len(wanted) > 1:
         rest = ",".join(axis for axis in wanted if axis != EP)
-        raise UserError(f"--only {only}: ep has a model with experts, the others have none; nearest: --only {rest}")
+        raise UserError(
+            f"--only {only}: ep has a model with experts, the others have none; nearest: --only {rest}",
+            "option.conflict",
+        )
     job = base_job([*sizes, *(EXPERTS if EP in wanted else ()), *changes], microbatches=1)
     chosen = layouts(job, ranks, only, least)
     by_world: dict[int, list[str]] = {}
@@ -201,5 +206,5 @@ def layouts(job: Job, most: int, only: str, least: int = 2) -> list[str]:
             fitting.append(text)
     if not fitting:
         ranks = f"{least} to {most}" if least > 2 else f"up to {most}"
-        raise UserError(f"no layout of {', '.join(wanted)} with {ranks} ranks fits this model and batch")
+        raise UserError(f"no layout of {', '.join(wanted)} with {ranks} ranks fits this model and batch", "search.none")
     return fitting

@@ -279,16 +279,18 @@ def systems(job: Job, against: str) -> dict[str, Job]:
     """The job of each system that takes part, by the system's name."""
     wanted = [word for word in choices(against, "--against", [*AGAINST, "none"]) if word != "none"]
     if "hf" in wanted and (problems := only_ours(job)):
-        raise UserError(f"--against hf: {problem}" for problem in problems)
+        raise UserError((f"--against hf: {problem}" for problem in problems), "bench.against")
     for word in ("fp8", "fp8_experts", "deterministic"):
         if word in wanted and getattr(job.train, word):
-            raise UserError(f"--against {word}: the job has train.{word}=true itself; leave one of the two out")
+            raise UserError(
+                f"--against {word}: the job has train.{word}=true itself; leave one of the two out", "option.conflict"
+            )
     if "eager" in wanted:
         from fivefold.launch.device import choose_device, compiles  # imports torch
 
         if not compiles(job.train, choose_device(job.train.device)):
             setting = f"train.compile={job.train.compile}"
-            raise UserError(f"--against eager: with {setting} the job is not compiled here itself")
+            raise UserError(f"--against eager: with {setting} the job is not compiled here itself", "option.conflict")
     jobs = {OURS: job}
     changed: dict[str, dict[str, Any]] = {"hf": {}, "eager": {"compile": "off"}}
     for word in wanted:
@@ -327,7 +329,7 @@ def _directory(parent: Path) -> Iterator[Path]:
     try:
         parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"run.dir={str(parent)!r} cannot be made: {error.strerror}") from None
+        raise UserError(f"run.dir={str(parent)!r} cannot be made: {error.strerror}", "file.write") from None
     try:
         with tempfile.TemporaryDirectory(prefix="bench-train-", dir=parent) as name:
             yield Path(name)

@@ -59,7 +59,7 @@ KINDS = {
 def run(rank: Rank, job: Job, hugging_face: bool, steps: int, extras: Extras, path: Path) -> TrainTurn:
     device = choose_device(job.train.device)
     if slow := check_bfloat16(device, job.train.dtype):
-        raise UserError(f"nothing is measured: {slow}")
+        raise UserError(f"nothing is measured: {slow}", "bench.dtype")
     if "OMP_NUM_THREADS" in os.environ:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     make_repeatable(job.train)

@@ -141,7 +141,7 @@ def _lazy_shard(source: HuggingFace, parameter: Parameter, rows: range) -> Shard
     def make() -> Tensor:
         tensor = source.read(parameter.name, box).to(torch.float32)
         if not torch.isfinite(tensor).all():
-            raise UserError(f"{parameter.name} of {source.directory} contains NaN or Inf")
+            raise UserError(f"{parameter.name} of {source.directory} contains NaN or Inf", "hf.weights.nan")
         return tensor
 
     return Shard(parameter.shape, box, torch.float32, make)

@@ -39,7 +39,7 @@ def carry(source: Place, to: Path, names: tuple[str, ...] = (*CARRIED, HF_CONFIG
         try:
             content = read_regular(place, _MAX_BYTES, links=True)
         except OSError as error:
-            raise UserError(f"cannot read {place}: {error.strerror or error}") from None
+            raise UserError(f"cannot read {place}: {error.strerror or error}", "file.read") from None
         (to / name).write_bytes(content)
         present.append(name)
     return present
@@ -52,7 +52,7 @@ def own_file(directory: Path, name: str) -> Path:
     have links to the `blobs` next to them, which are allowed.
     """
     if not plain_name(name):
-        raise UserError(f"{directory} names the file {name[:200]!r}, which is not one of its own")
+        raise UserError(f"{directory} names the file {name[:200]!r}, which is not one of its own", "hf.file.outside")
     place, home = directory / name, directory.resolve()
     allowed = [home, *([home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [])]
     try:
@@ -60,7 +60,7 @@ def own_file(directory: Path, name: str) -> Path:
     except RuntimeError:  # a link to itself
         real = Path()
     if not any(real.is_relative_to(parent) for parent in allowed):
-        raise UserError(f"{place} leads out of {directory}, to {real}; put the file itself there")
+        raise UserError(f"{place} leads out of {directory}, to {real}; put the file itself there", "hf.file.outside")
     if os.path.exists(real) and not real.is_file():
-        raise UserError(f"{place} is not a regular file")
+        raise UserError(f"{place} is not a regular file", "file.read")
     return place

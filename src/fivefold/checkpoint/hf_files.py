@@ -49,7 +49,8 @@ def tile(directory: Path, config: Any) -> Tile | None:
             return rows, columns
     raise UserError(
         f"{directory} is quantised in a way that is not read ({config}); mxfp4 is, and fp8 with weight_block_size; or "
-        "import the weights that it was made of"
+        "import the weights that it was made of",
+        "hf.quantised",
     )
 
 
@@ -107,7 +108,8 @@ class HuggingFace:
         self.tile = tile(directory, self.settings.get("quantization_config"))
         if self.spec.layers > max(_MAX_LAYERS, len(self.files)):
             raise UserError(
-                f"{config} declares {self.spec.layers} layers, but {directory} has only {len(self.files)} tensors"
+                f"{config} declares {self.spec.layers} layers, but {directory} has only {len(self.files)} tensors",
+                "hf.weights.layers",
             )
         self.open_files: dict[Path, Any] = {}
         self.kinds = Counter[str]()  # how many numbers of each safetensors dtype
@@ -119,7 +121,7 @@ class HuggingFace:
             more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
             problems.append(f"tensor {unread[0]}{more} of {directory} has no place in the model of its config.json")
         if problems:
-            raise UserError(problems)
+            raise UserError(problems, "hf.weights.tensor")
 
     def _unread(self, mtp_layers: object) -> list[str]:
         """The tensors that no parameter reads, but for those of multi-token prediction layers behind the model's."""
@@ -229,7 +231,7 @@ def _files(directory: Path) -> dict[str, Path]:
         try:
             names = msgspec.convert(read_json(index)["weight_map"], dict[str, str])
         except (msgspec.ValidationError, KeyError, TypeError) as error:
-            raise UserError(f"{index} is not an index of tensors: {error}") from None
+            raise UserError(f"{index} is not an index of tensors: {error}", "file.syntax") from None
         listed = sorted(set(names.values()))
         existing = set(os.listdir(directory))  # one call, since asking for each file takes long on a network
         places = {name: own_file(directory, name) for name in listed if name in existing or not plain_name(name)}
@@ -237,13 +239,15 @@ def _files(directory: Path) -> dict[str, Path]:
             few = ", ".join(name[:80] for name in missing[:_MAX_LISTED]) + (
                 " ..." if len(missing) > _MAX_LISTED else ""
             )
-            raise UserError(f"{directory} lacks {counted(len(missing), 'file')} that {INDEX} names: {few}")
+            raise UserError(
+                f"{directory} lacks {counted(len(missing), 'file')} that {INDEX} names: {few}", "hf.weights.missing"
+            )
         return {tensor: places[name] for tensor, name in names.items()}
     paths = [own_file(directory, path.name) for path in sorted(directory.glob("*.safetensors"))]
     if not paths:
         others = [path.name for pattern in ("*.bin", "*.pth") for path in directory.glob(pattern)]
         hint = f"; it has {others[0]}: save it with safetensors first" if others else ""
-        raise UserError(f"{directory} has no *.safetensors{hint}")
+        raise UserError(f"{directory} has no *.safetensors{hint}", "hf.weights.missing")
     return {tensor: path for path in paths for tensor in _open(path).keys()}  # noqa: SIM118 - it is no dict
 
 
@@ -251,4 +255,4 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(path, "pt")
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{path} is not a safetensors file that can be read: {error}") from None
+        raise UserError(f"{path} is not a safetensors file that can be read: {error}", "file.syntax") from None

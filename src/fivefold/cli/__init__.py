@@ -5,11 +5,12 @@ work without torch.
 """
 
 import errno
+import json
 import multiprocessing
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -22,6 +23,7 @@ from fivefold.launch.host import keep_freed_memory
 from fivefold.launch.world import rank_here
 from fivefold.render.blocks import TEXTS
 from fivefold.support.errors import TRAINING, Note, PeerLost, TrainingError, UserError, needs
+from fivefold.support.plugins import blamed
 from fivefold.support.progress import shown
 from fivefold.version import __version__
 
@@ -87,28 +89,42 @@ def main(other_app: typer.Typer | None = None) -> None:
     keep_freed_memory()
     try:
         (other_app or app)()
-    except (UserError, ModuleNotFoundError) as error:
-        for problem in error.problems if isinstance(error, UserError) else _missing(error):
-            console.print(_error(problem))
-        sys.exit(2)
+    except UserError as error:
+        _refuse(console, error)
+    except ModuleNotFoundError as error:
+        _refuse(console, _missing(error))
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:  # a path of the command line; all others are bugs
             raise
-        console.print(_error(f"the path {str(error.filename)[:40]!r}... is too long for the file system"))
-        sys.exit(2)
+        too_long = f"the path {str(error.filename)[:40]!r}... is too long for the file system"
+        _refuse(console, UserError(too_long, "path.length"))
     except TrainingError as error:
         # An error that all ranks have is printed by rank 0; PeerLost differs, as each rank names the peer it waits for.
         if isinstance(error, PeerLost) or rank_here() == 0:
             console.print(_error(str(error)))
         sys.exit(error.code)
+    except Exception as error:
+        if (of_plugin := blamed(error)) is None:  # else a bug of ours, with its traceback
+            raise
+        console.print(_error(str(of_plugin)))
+        sys.exit(2)
 
 
-def _missing(error: ModuleNotFoundError) -> list[str]:
+def _refuse(console: Console, error: UserError) -> NoReturn:
+    """Print each problem, and with --json also an object of them and their codes where the result would stand."""
+    for problem in error.problems:
+        console.print(_error(problem))
+    if "--json" in sys.argv[1:]:
+        typer.echo(json.dumps({"problems": error.problems, "codes": error.codes}))
+    sys.exit(2)
+
+
+def _missing(error: ModuleNotFoundError) -> UserError:
     """The sentence about a package of the extra `train` that is not installed. Any other failed import is a bug, and is
     raised again."""
     if error.name not in TRAINING:
         raise error
-    return [needs(error.name)]
+    return UserError(needs(error.name), f"install.{error.name}")
 
 
 def _error(sentence: str) -> Text:

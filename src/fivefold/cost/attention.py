@@ -382,7 +382,10 @@ def ulysses(layer: LayerAttention) -> Method:
     if layer.heads % c:
         fits = [n for n in range(1, layer.heads + 1) if layer.heads % n == 0]
         near = [*[n for n in fits if n < c][-1:], *[n for n in fits if n > c][:1]]
-        raise UserError(f"cp={c} does not divide the {layer.heads} heads of a tp rank; nearest: cp={either(near)}")
+        raise UserError(
+            f"cp={c} does not divide the {layer.heads} heads of a tp rank; nearest: cp={either(near)}",
+            "layout.cp.heads",
+        )
     sent, moving = layer.collectives("ulysses"), layer.moving("ulysses")
     there = sent[0][0].payload
     row = [KernelCall(layer.seq, layer.seq, causal=True)]

@@ -388,13 +388,16 @@ def imbalance_for(spec: ModelSpec, given: float | None = None) -> float:
     """As given, or as published runs have it; 1 for models without experts."""
     if spec.experts is None:
         if given is not None:
-            raise UserError(f"imbalance={given:g} is one of experts, and {spec.name} has none; leave it out")
+            raise UserError(
+                f"imbalance={given:g} is one of experts, and {spec.name} has none; leave it out", "imbalance.dense"
+            )
         return 1.0
     if given is None:
         return IMBALANCE
     if not 1 <= given <= spec.experts.count:
         raise UserError(
             f"imbalance={given:g} must be what the fullest rank gets over the mean, 1 to {spec.experts.count}; the "
-            f"default is {IMBALANCE}, {SOURCE}"
+            f"default is {IMBALANCE}, {SOURCE}",
+            "imbalance.range",
         )
     return given

@@ -163,5 +163,5 @@ def software_of(name: str, device: Accelerator | None = None) -> SoftwareProfile
     """By name, on a device: a CPU runs this code in another way than a GPU."""
     profile = SYSTEMS.get(name.strip().lower())
     if profile is None:
-        raise UserError(f"unknown software {name!r}; {did_you_mean(name, list(SYSTEMS))}")
+        raise UserError(f"unknown software {name!r}; {did_you_mean(name, list(SYSTEMS))}", "software.unknown")
     return ON_CPUS if profile is FIVEFOLD and device is not None and device.is_cpu else profile

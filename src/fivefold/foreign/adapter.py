@@ -43,14 +43,14 @@ _NEEDED = ("batch", "build", "step")
 
 
 @dataclass(frozen=True)
-class Place:
+class AdapterFile:
     """Where an adapter is: a file, and the name of an object in it, if it is not the file itself."""
 
     file: Path
     name: str = ""
 
     @classmethod
-    def of(cls, text: str) -> "Place":
+    def of(cls, text: str) -> "AdapterFile":
         """FILE[:NAME], or the plain name of one that ships. Nothing is imported."""
         path, _, name = text.rpartition(":") if ":" in text else (text, "", "")
         shipped = SHIPPED / f"{path}.py"
@@ -117,7 +117,7 @@ def product(layout: Layout) -> int:
 class Adapter:
     """What the file gives, and what is usual for the rest. Importing it runs the user's code: only ranks do so."""
 
-    def __init__(self, place: Place):
+    def __init__(self, place: AdapterFile):
         self.given = given = _import(place)
         if problems := list(_shortcomings(given, place.text)):
             raise UserError([Problem("adapter.protocol", problem) for problem in problems])
@@ -171,7 +171,7 @@ def plain(name: str) -> str:
     return name
 
 
-def _import(place: Place) -> Any:
+def _import(place: AdapterFile) -> Any:
     name = f"fivefold_adapter_{place.file.stem}"
     spec = importlib.util.spec_from_file_location(name, place.file)
     if spec is None or spec.loader is None:

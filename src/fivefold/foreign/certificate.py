@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from fivefold.foreign.adapter import Layout, Place, layout_text
+from fivefold.foreign.adapter import AdapterFile, Layout, layout_text
 from fivefold.foreign.compare import Deviation
 from fivefold.foreign.evidence import Cause
 from fivefold.foreign.measurement import AdapterDescription, OneProcess
@@ -83,7 +83,7 @@ class Certificate(Result):
 
     @classmethod
     def of(
-        cls, place: Place, description: AdapterDescription, reference: OneProcess, proofs: Sequence[LayoutProof], *,
+        cls, place: AdapterFile, description: AdapterDescription, reference: OneProcess, proofs: Sequence[LayoutProof], *,
         steps: int, device: str,
     ) -> "Certificate":  # fmt: skip
         versions = {"fivefold": __version__, "python": platform.python_version(), **reference.versions}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fivefold.foreign import numbering
-from fivefold.foreign.adapter import Adapter, Layout, Place
+from fivefold.foreign.adapter import Adapter, AdapterFile, Layout
 from fivefold.foreign.measurement import (
     AdapterDescription,
     Insight,
@@ -32,18 +32,18 @@ _NOISE_DRAWS = 3  # runs of one process with every weight moved by a rounding
 _IGNORE = -100  # what torch's cross-entropy leaves out
 
 
-def describe(rank: Rank, place: Place) -> AdapterDescription:
+def describe(rank: Rank, place: AdapterFile) -> AdapterDescription:
     adapter = Adapter(place)
     worlds = [adapter.world(layout) for layout in adapter.layouts]
     return AdapterDescription(adapter.layouts, worlds, adapter.dtype, adapter.known, adapter.update is not None)
 
 
-def world_of(rank: Rank, place: Place, layouts: Sequence[Layout]) -> list[int]:
+def world_of(rank: Rank, place: AdapterFile, layouts: Sequence[Layout]) -> list[int]:
     adapter = Adapter(place)
     return [adapter.world(layout) for layout in layouts]
 
 
-def measure(rank: Rank, place: Place, layout: Layout, settings: Settings, weights: Path) -> RankValues:
+def measure(rank: Rank, place: AdapterFile, layout: Layout, settings: Settings, weights: Path) -> RankValues:
     """One rank of a layout, from the weights that one process has written."""
     adapter, model = _start(rank, place, layout, settings)
     full = _read(weights)
@@ -52,7 +52,7 @@ def measure(rank: Rank, place: Place, layout: Layout, settings: Settings, weight
     return _run(adapter, model, settings, rank.number, numbers)
 
 
-def refer(rank: Rank, place: Place, settings: Settings, weights: Path) -> OneProcess:
+def refer(rank: Rank, place: AdapterFile, settings: Settings, weights: Path) -> OneProcess:
     """One process; writes the weights that all layouts begin with."""
     from safetensors.torch import save_file
 
@@ -90,7 +90,7 @@ def refer(rank: Rank, place: Place, settings: Settings, weights: Path) -> OnePro
     return _with_noise(reference, draws, numbers)
 
 
-def explain(rank: Rank, place: Place, settings: Settings, weights: Path) -> Insight:
+def explain(rank: Rank, place: AdapterFile, settings: Settings, weights: Path) -> Insight:
     """One process again: the gradient of each sample alone, those without a term of the loss, and what modules see."""
     adapter, model = _start(rank, place, {}, settings)
     full = _read(weights)
@@ -131,7 +131,7 @@ def _read(weights: Path) -> dict[str, Tensor]:
 # ---- one run --------------------------------------------------------------------------------------------------------
 
 
-def _start(rank: Rank, place: Place, layout: Layout, settings: Settings) -> tuple[Adapter, Any]:
+def _start(rank: Rank, place: AdapterFile, layout: Layout, settings: Settings) -> tuple[Adapter, Any]:
     rank.join("gloo" if settings.device == "cpu" else "nccl")
     torch.manual_seed(_SEED)
     adapter = Adapter(place)

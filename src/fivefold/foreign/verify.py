@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fivefold.foreign.adapter import Layout, Place, layout_text, parse_layout, shipped_names
+from fivefold.foreign.adapter import AdapterFile, Layout, layout_text, parse_layout, shipped_names
 from fivefold.foreign.causes import causes
 from fivefold.foreign.certificate import Certificate, LayoutProof, RepeatedCertificate, read_certificate
 from fivefold.foreign.compare import compare, compare_replicas
@@ -47,7 +47,7 @@ def verify_adapter(
     """
     checked("--steps", steps, within(1, STEPS))
     seconds("--timeout", timeout)
-    place = Place.of(adapter)
+    place = AdapterFile.of(adapter)
     chosen = [parse_layout(layout) for layout in layouts]
     progress(0, 1, "the adapter")
     with tempfile.TemporaryDirectory(prefix="fivefold-verify-") as home:
@@ -77,7 +77,7 @@ def check_certificate(
             f"{certificate} is of the adapter {stated['adapter']}; name the file that it is: --adapter FILE",
             "certificate.adapter",
         )
-    place = Place.of(adapter or stated["adapter"])
+    place = AdapterFile.of(adapter or stated["adapter"])
     if place.digest != stated["adapter_sha256"]:
         raise UserError(
             f"{place.text} is not the adapter of {certificate}: its SHA-256 begins with {place.digest[:12]}, and the "
@@ -94,7 +94,7 @@ def check_certificate(
 class _Proof:
     """One adapter's truth, and layouts held against it."""
 
-    def __init__(self, place: Place, steps: int, device: str, timeout: float, home: Path):
+    def __init__(self, place: AdapterFile, steps: int, device: str, timeout: float, home: Path):
         self.place, self.steps, self.device, self.timeout = place, steps, device, timeout
         self.weights = home / "weights.safetensors"
         self.insight: Insight | None = None

@@ -8,7 +8,7 @@ import msgspec
 
 from fivefold.checkpoint.find import find, job_of, run_of
 from fivefold.checkpoint.store import Checkpoint
-from fivefold.data.base import DataSource
+from fivefold.data.base import DataSource, prepared_by
 from fivefold.data.index import read_index
 from fivefold.data.integrity import check_file
 from fivefold.data.tokenizer import ByteTokenizer, end_tokens, load_tokenizer
@@ -18,9 +18,11 @@ from fivefold.launch import processes
 from fivefold.launch.local import check_sharing
 from fivefold.layout.layout import Layout
 from fivefold.spec.hf import END_NAMED_IN
+from fivefold.spec.kinds import CACHE
 from fivefold.support.dtypes import DTYPES
 from fivefold.support.errors import UserError
 from fivefold.support.places import Place
+from fivefold.support.plugin_calls import ask
 from fivefold.support.ranges import SECONDS, misfit, within
 
 # ---- text -----------------------------------------------------------------------------------------------------------
@@ -65,16 +67,17 @@ def text_of(directory: Place, data: DataSource | None, vocab: int) -> GeneratedT
     """The tokenizer in the directory of a run or of a Hugging Face model; else that of the `data` it was trained on."""
     if isinstance(directory, Path) and (directory / "tokenizer.json").is_file():
         return GeneratedText(directory / "tokenizer.json")
-    for prepared in data.prepared() if data is not None else ():
+    for prepared in prepared_by(data) if data is not None else ():
         file = read_index(prepared).tokenizer_file
         if file and (finding := check_file(prepared, file)):
-            raise UserError(finding.sentence)
+            raise UserError(finding.sentence, "data.file.damaged")
         return GeneratedText(prepared / file.name if file else None)
     if vocab == ByteTokenizer.vocab:
         return GeneratedText(None)
     raise UserError(
         f"{directory} has no tokenizer.json, and its vocabulary of {vocab} is not that of bytes; put the file there, "
-        "or give the prompt as numbers: --tokens 1,2,3"
+        "or give the prompt as numbers: --tokens 1,2,3",
+        "generate.tokenizer",
     )
 
 
@@ -153,7 +156,10 @@ def _model(request: Request, needs_text: bool) -> tuple[Job, Place, GeneratedTex
     layout = Layout.parse(request.layout)
     if strange := sorted(set(layout.given()) - _USEFUL_SETTINGS):
         named = ", ".join(strange)
-        raise UserError(f"--layout {request.layout}: {named} does not help to generate; tp and pp do, and ep within tp")
+        raise UserError(
+            f"--layout {request.layout}: {named} does not help to generate; tp and pp do, and ep within tp",
+            "generate.layout",
+        )
     source = request.source
     weights: Place
     directory: Place
@@ -165,16 +171,16 @@ def _model(request: Request, needs_text: bool) -> tuple[Job, Place, GeneratedTex
     else:
         checkpoint = find(source, request.step)
         if damage := checkpoint.damage():
-            raise UserError(damage)
+            raise UserError(damage, "checkpoint.damaged")
         made_by = job_of(checkpoint)
         spec, weights, directory = made_by.model, checkpoint.path, run_of(checkpoint)
         words = text_of_run(checkpoint, made_by) if needs_text else None
     if request.dtype not in DTYPES:
-        raise UserError(f"--dtype {request.dtype} is none of {', '.join(DTYPES)}")
+        raise UserError(f"--dtype {request.dtype} is none of {', '.join(DTYPES)}", "option.choice")
     if request.device not in ("auto", "cpu", "cuda"):
-        raise UserError(f"--device {request.device} is none of auto, cpu, cuda")
+        raise UserError(f"--device {request.device} is none of auto, cpu, cuda", "option.choice")
     if request.share_gpu not in ("gloo", "nccl"):
-        raise UserError(f"--share-gpu {request.share_gpu} is neither gloo nor nccl")
+        raise UserError(f"--share-gpu {request.share_gpu} is neither gloo nor nccl", "option.choice")
     # Not compiled: every length of text is another shape.
     fields = {"dtype": request.dtype, "device": request.device, "compile": "off", "share_gpu": request.share_gpu}
     train = msgspec.convert(fields, TrainConfig)
@@ -184,7 +190,7 @@ def _model(request: Request, needs_text: bool) -> tuple[Job, Place, GeneratedTex
 
 def _check(request: Request, job: Job, prompts: list[list[int]]) -> None:
     problems = request.sampling.problems()
-    for kind in (kind for kind in job.model.branches if kind.cache(job.model, 1) is None):
+    for kind in (kind for kind in job.model.branches if ask(kind, "cache", job.model, 1, wanted=CACHE) is None):
         problems.append(
             f"{kind.name} of {job.model.name} keeps nothing of earlier tokens, so it cannot go on from them"
         )
@@ -207,4 +213,4 @@ def _check(request: Request, job: Job, prompts: list[list[int]]) -> None:
             f"{job.model.name}; nearest: --count {max(1, job.model.context - longest)}"
         )
     if problems:
-        raise UserError(problems)
+        raise UserError(problems, "generate.request")

@@ -389,7 +389,7 @@ def resolve(table: Table, changes: Sequence[str] = (), name: str = "run", *, sto
     model = model_of(table.get("model", {}), sections["data"], problems, of_its_own=of_its_own)
     problems += after
     unread = [key for key, section in (sections | {"model": model}).items() if section is None]
-    if problems or unread:
+    if problems or unread or model is None:
         rest = {key: section for key, section in sections.items() if section is not None}
         others = Job(model=model or preset("tiny"), **rest).problems(unread=unread)
         raise UserError([*problems, *others])
@@ -454,8 +454,8 @@ def _layout_kind(value: Any, *, trusted: bool) -> type[Layout]:
 def _run_kind(value: Any, *, trusted: bool) -> type[RunConfig]:
     """A run, once the listeners that it names are imported."""
     names = names_in(value.get("listeners", ())) if isinstance(value, dict) else ()
-    for name in names if isinstance(names, list | tuple) else ():
-        LISTENERS.named(name, trusted=trusted)
+    if problems := listener_problems(names if isinstance(names, list | tuple) else (), trusted=trusted):
+        raise UserError(problems)
     return RunConfig
 
 

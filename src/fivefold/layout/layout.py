@@ -128,7 +128,7 @@ class Layout(Axes, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def parse(cls, text: str) -> Self:
         """Read "dp=2,tp=2,sp,split=3,5": commas separate, a bare flag is true, numbers after split= belong to it."""
         if (joined := with_commas(text)) != text.strip():
-            raise UserError(f"{SPACED}; write {joined}")
+            raise UserError(f"{SPACED}; write {joined}", "layout.spaces")
         values: dict[str, str] = {}
         problems: list[str] = []
         last = ""
@@ -146,7 +146,7 @@ class Layout(Axes, frozen=True, kw_only=True, forbid_unknown_fields=True):
             else:
                 values[key], last = value if equals else "true", key
         if problems:
-            raise UserError(problems)
+            raise UserError(problems, "layout.form")
         return cls.from_dict(values)
 
     @classmethod

@@ -183,7 +183,7 @@ def calibrate_ranks(device: str = "auto", nproc: int | None = None, quick: bool 
     chosen = choose_device(device)
     size = nproc or (torch.cuda.device_count() if chosen.type == "cuda" else cores())
     if size < 2:
-        raise UserError(f"--nproc {size} has nothing to compare with; nearest: --nproc 2")
+        raise UserError(f"--nproc {size} has nothing to compare with; nearest: --nproc 2", "option.range")
     speeds = processes.run(size, "fivefold.machines.calibrate:local_rank_speed", device, quick, timeout=_LONGEST)
     return RanksResult(speeds)
 

@@ -196,7 +196,8 @@ class Pipeline:
         `watch` makes a context around every action; if halves of a pair run in turns, around each stretch of one."""
         if schedule.count(*COLLECTIVES):
             raise UserError(
-                f"schedule {schedule.name} has GATHER, REDUCE or STEP, which are layout.zero's; leave them out"
+                f"schedule {schedule.name} has GATHER, REDUCE or STEP, which are layout.zero's; leave them out",
+                "layout.schedule.collectives",
             )
         self.order, self.stages = schedule.ranks[rank], stages
         self.first_microbatch = [action._replace(joined=False) for action in self.order if action.microbatch == 0]

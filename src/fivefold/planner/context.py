@@ -331,7 +331,7 @@ def context(
         problems.append(f"cp={cp} does not divide a sequence; nearest: cp=2")
     problems += filter(None, (misfit("seq", seq, within(1, TOKENS)), misfit("cp", max(cp, 2), within(2, RANKS))))
     if problems:
-        raise UserError(problems)
+        raise UserError(problems, "compare.cp")
     if tp is None:
         legal = [n for n in range(1, group.gpus + 1) if group.gpus % n == 0 and tp_fits(spec, n)]
         tp = max(n for n in legal if n == 1 or n * cp <= machines.world)
@@ -345,7 +345,7 @@ def context(
             + either([*(f"cp={n}" for n in fits[-1:]), larger])
         )
     if problems:
-        raise UserError(problems)
+        raise UserError(problems, "compare.cp")
     device = Device.of(group.accelerator)
     case = LayerAttention(
         seq,
@@ -365,14 +365,16 @@ def _spec(model: str | ModelSpec | None, heads: int | None, kv_heads: int | None
     if heads is None:
         parts = {"kv_heads": kv_heads, "head_dim": head_dim}
         if loose := [f"{name}={value}" for name, value in parts.items() if value is not None]:
-            raise UserError(f"{', '.join(loose)} needs heads; give heads too, or only a model")
+            raise UserError(f"{', '.join(loose)} needs heads; give heads too, or only a model", "option.missing")
         return model if isinstance(model, ModelSpec) else preset(model or "llama3-405b")
     if model is not None:
-        raise UserError(f"model={model} has heads of its own, and heads={heads} is given; leave one of them out")
+        raise UserError(
+            f"model={model} has heads of its own, and heads={heads} is given; leave one of them out", "option.conflict"
+        )
     kv, width = heads if kv_heads is None else kv_heads, 128 if head_dim is None else head_dim
     given = {"heads": heads, "kv_heads": kv, "head_dim": width}
     if small := [f"{name}={value} must be at least 1" for name, value in given.items() if value < 1]:
-        raise UserError(small)
+        raise UserError(small, "option.range")
     # The feed-forward width is one that every tp divides which divides the heads.
     name, hidden = f"a model of {heads} heads", heads * width
     return ModelSpec(name=name, layers=1, hidden=hidden, heads=heads, kv_heads=kv, head_dim=width, ffn=heads, vocab=2)
@@ -386,7 +388,8 @@ def refuse_unplanned(spec: ModelSpec) -> None:
     if spec.experts is not None:
         raise UserError(
             f"{spec.name} has {spec.experts.count} experts a layer, and the comparison of lengths knows dense "
-            f"models alone; training is planned: 'fivefold plan {spec.name} --cluster 2x8xH100'"
+            f"models alone; training is planned: 'fivefold plan {spec.name} --cluster 2x8xH100'",
+            "compare.experts",
         )
 
 
@@ -492,9 +495,9 @@ def lengths(
     spec, machines = preset(model) if isinstance(model, str) else model, Cluster.read(cluster)
     refuse_unplanned(spec)
     if len(machines.groups) > 1:
-        raise UserError(f"{machines} has mixed nodes; give one group, as cluster={machines.groups[0]}")
+        raise UserError(f"{machines} has mixed nodes; give one group, as cluster={machines.groups[0]}", "compare.nodes")
     if wrong := [name for name in kernels if name not in KERNELS]:
-        raise UserError(f"{wrong[0]!r} is not an attention kernel; {did_you_mean(wrong[0], KERNELS)}")
+        raise UserError(f"{wrong[0]!r} is not an attention kernel; {did_you_mean(wrong[0], KERNELS)}", "option.choice")
     for seq in seqs:
         checked("seq", seq, within(2, TOKENS))
     profile, rows = software_of(software, machines.groups[0].accelerator), []

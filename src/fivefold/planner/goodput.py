@@ -159,7 +159,7 @@ class FailureCosts:
         hours, rate = within(1e-3, 1e12), within(1e-6, 1e9)
         ranges = {"mtbf": hours, "storage": rate} | dict.fromkeys(("detect", "restart", "save"), within(0, SECONDS))
         if wrong := [said for name, most in ranges.items() if (said := misfit(name, getattr(self, name), most))]:
-            raise UserError(wrong)
+            raise UserError(wrong, "option.range")
 
 
 PUBLISHED = FailureCosts()

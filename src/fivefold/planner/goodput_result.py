@@ -271,11 +271,13 @@ def goodput(
     )  # fmt: skip
     option, training = planned.explained, planned.training
     if not option.fits:
-        raise UserError(f"{option.layout}: {too_large(option)}; nearest: layout={planned.chosen.layout}")
+        raise UserError(
+            f"{option.layout}: {too_large(option)}; nearest: layout={planned.chosen.layout}", "search.memory"
+        )
     run = training.run(option, costs, every)
     simulated = run.simulated(runs, seed)
     if simulated is None:
-        raise UserError(_no_end(run))
+        raise UserError(_no_end(run), "goodput.end")
     world, machine = option.layout.world, option.workload.cluster.groups[0].gpus
     return GoodputResult(
         option=option,
@@ -297,7 +299,7 @@ def _check_options(every: int | None, runs: int, seed: int, jitter: float) -> No
     checked("runs", runs, within(10, MOST_RUNS))
     checked("seed", seed, within(0, SEEDS))
     if wrong := misfit("jitter", jitter, within(0, 1)):
-        raise UserError(wrong)
+        raise UserError(wrong, "option.range")
 
 
 def _no_end(run: GoodputRun) -> str:

@@ -57,7 +57,8 @@ def groups_of(cluster: Cluster, layout: Layout) -> tuple[int, ...]:
         raise UserError(
             f"{degrees} does not span the mixed nodes of {cluster}: a pipeline stage has dp x tp x cp = {row} "
             f"ranks, and the groups have {either([group.world for group in cluster.groups])}; nearest: a dp x tp x cp "
-            f"that divides {math.gcd(*(group.world for group in cluster.groups))}"
+            f"that divides {math.gcd(*(group.world for group in cluster.groups))}",
+            "layout.nodes.span",
         )
     if cut := next((group for group in cluster.groups if group.world // layout.dp % group.gpus), None):
         most = math.gcd(*(group.nodes for group in cluster.groups))
@@ -65,7 +66,8 @@ def groups_of(cluster: Cluster, layout: Layout) -> tuple[int, ...]:
         raise UserError(
             f"{degrees} gives each of its {layout.dp} replicas {cut.world // layout.dp} of the {cut.gpus} GPUs of a "
             f"node of {cut}: ranks of a node have consecutive numbers, and those of a replica too, so a replica takes "
-            f"whole nodes of every kind; nearest: {near}, with more cp, tp or pp"
+            f"whole nodes of every kind; nearest: {near}, with more cp, tp or pp",
+            "layout.nodes.replica",
         )
     return tuple(at for at, group in enumerate(cluster.groups) for _ in range(group.world // row))
 

@@ -141,7 +141,9 @@ def _base(workload: Workload, layout: str | Layout) -> Workload:
     if problems := plain.problems(workload.spec, world=workload.cluster.world, seq=workload.seq, batch=workload.batch):
         raise UserError(problems)
     if plain.pp == 1:
-        raise UserError(f"{plain} has one pipeline stage, and a schedule needs several; give pp=2 or more")
+        raise UserError(
+            f"{plain} has one pipeline stage, and a schedule needs several; give pp=2 or more", "compare.stages"
+        )
     return replace(workload, layout=plain)
 
 
@@ -185,10 +187,14 @@ def _clusters(cluster: Cluster, slower: Sequence[float]) -> list[tuple[float | N
     like = merged(cluster)
     if not slower:
         if len(like.groups) == 1:
-            raise UserError(f"{cluster} has devices of one kind; give several, or how much slower half of them is")
+            raise UserError(
+                f"{cluster} has devices of one kind; give several, or how much slower half of them is", "compare.halves"
+            )
         return [(None, like)]
     if len(like.groups) > 1:
-        raise UserError(f"{cluster} is mixed as it is; give one kind of nodes to make half of them slower")
+        raise UserError(
+            f"{cluster} is mixed as it is; give one kind of nodes to make half of them slower", "option.conflict"
+        )
     return [(factor, halved(like, factor)) for factor in slower]
 
 
@@ -197,10 +203,10 @@ def halved(cluster: Cluster, factor: float) -> Cluster:
     (group,) = cluster.groups
     field = "nodes" if group.nodes > 1 else "gpus"
     if not 1 <= factor <= 1000:
-        raise UserError(f"slower={factor:g} must be at least 1 and at most 1000")
+        raise UserError(f"slower={factor:g} must be at least 1 and at most 1000", "option.range")
     count = getattr(group, field)
     if count % 2:
-        raise UserError(f"{cluster} has {count} {field}, which do not halve; nearest: {count + 1}")
+        raise UserError(f"{cluster} has {count} {field}, which do not halve; nearest: {count + 1}", "compare.halves")
     half = structs.replace(group, **{field: count // 2})
     return Cluster((half, structs.replace(half, accelerator=slowed(group.accelerator, factor))))
 

@@ -471,18 +471,23 @@ def mesh(layout: str | Layout, cluster: str | Path | Cluster | None = None) -> M
     if wrong := outside(layout, "layout"):
         raise UserError(list(wrong.values()))
     if layout.world > MOST:
-        raise UserError(f"{layout} has {layout.world} ranks, and a mesh of more than {MOST:,} is not drawn")
+        raise UserError(
+            f"{layout} has {layout.world} ranks, and a mesh of more than {MOST:,} is not drawn", "picture.size"
+        )
     if layout.dp % layout.replicate:
-        raise UserError(f"replicate={layout.replicate} does not divide dp={layout.dp}")
+        raise UserError(f"replicate={layout.replicate} does not divide dp={layout.dp}", "layout.replicate.dp")
     gpus = next(size for size in range(min(8, layout.world), 0, -1) if layout.world % size == 0)
     machines = Cluster.read(cluster or f"{layout.world // gpus}x{gpus}xH100")
     if machines.world != layout.world:
         product = " x ".join(f"{axis}={size}" for axis, size in layout.degrees.items() if size > 1) or "1"
         raise UserError(
             f"{product} is {layout.world} ranks, and {machines} has {machines.world}; nearest: "
-            f"dp={max(1, machines.world * layout.dp // layout.world)}, or a cluster of {layout.world}"
+            f"dp={max(1, machines.world * layout.dp // layout.world)}, or a cluster of {layout.world}",
+            "layout.ranks.given",
         )
     if layout.size("stage") % (layout.ep * layout.replicate):
         copies = f" x replicate={layout.replicate}" if layout.replicate > 1 else ""
-        raise UserError(f"ep={layout.ep}{copies} does not divide the {layout.size('stage')} ranks of a stage")
+        raise UserError(
+            f"ep={layout.ep}{copies} does not divide the {layout.size('stage')} ranks of a stage", "layout.ep.ranks"
+        )
     return MeshResult(layout, machines)

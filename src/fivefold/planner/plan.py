@@ -70,7 +70,9 @@ def plan(
     """
     _check_options(by, top, price)
     if layout is not None and fix:
-        raise UserError("a layout leaves nothing to search, and fix holds choices of a search; give one of them")
+        raise UserError(
+            "a layout leaves nothing to search, and fix holds choices of a search; give one of them", "option.conflict"
+        )
     if wrong := layout_changes(changes, "--fix " if layout is None else f"--layout {layout},"):
         raise UserError(wrong)
     job, kept, workload = _question(model, cluster, changes, batch, seq, precision, software, tokens)
@@ -106,9 +108,9 @@ def plan(
 
 def _check_options(by: str, top: int, price: float | None) -> None:
     if price is not None and not 0 <= price < 1e6:
-        raise UserError(f"price={price:g} must be dollars per GPU and hour, zero or more")
+        raise UserError(f"price={price:g} must be dollars per GPU and hour, zero or more", "option.range")
     if by not in get_args(By):
-        raise UserError(f"by={by!r} is not a ranking; {did_you_mean(str(by), get_args(By))}")
+        raise UserError(f"by={by!r} is not a ranking; {did_you_mean(str(by), get_args(By))}", "option.choice")
     checked("top", top, within(1, SEQUENCES))
 
 
@@ -217,7 +219,7 @@ def _question(
     for change in changes:
         option, value = options.get(change.partition("=")[0], ("", None))
         if value is not None:
-            raise UserError(f"{change} and {option}={value} say the same thing; give one of them")
+            raise UserError(f"{change} and {option}={value} say the same thing; give one of them", "option.conflict")
     job, named = job_of(model, changes)
     kept = None if isinstance(model, Job) or str(model).endswith(".toml") else named
     if not precision and (job.train.fp8 or "train.dtype" in named):
@@ -229,9 +231,8 @@ def _question(
         seq = job.data.seq if "data.seq" in named else min(spec.context, SEQ)
     checked("seq", seq, within(1, TOKENS))
     if spec.positions == "learned" and seq > spec.context:
-        raise UserError(
-            f"seq={seq} is longer than the {spec.context} learned positions of {spec.name}; nearest: seq={spec.context}"
-        )
+        longer = f"seq={seq} is longer than the {spec.context} learned positions of {spec.name}"
+        raise UserError(f"{longer}; nearest: seq={spec.context}", "data.seq.positions")
     if batch is None:
         if "train.batch" in named:
             batch = job.train.batch

@@ -222,7 +222,9 @@ def _mesh(plan: PlanResult) -> Scene:
 
 def _step(plan: PlanResult) -> Scene:
     if (scene := plan.step.scene()) is None:
-        raise UserError(f"{plan.layout} has one pipeline stage, and so no timeline to draw; give pp=2 or more")
+        raise UserError(
+            f"{plan.layout} has one pipeline stage, and so no timeline to draw; give pp=2 or more", "picture.empty"
+        )
     return scene
 
 

@@ -196,17 +196,18 @@ def search(workload: Workload, by: By = "throughput", top: int = 10, **fixed: An
     if len(workload.cluster.groups) > 1 and workload.spec.experts is not None:
         raise UserError(
             f"{workload.spec.name} has experts, which are not searched over the unlike nodes of {workload.cluster}; "
-            "give one group of nodes, or a --layout to time"
+            "give one group of nodes, or a --layout to time",
+            "search.nodes",
         )
     if len(workload.cluster.groups) > 1:
         return _search_mixed(workload, by, top, fixed)
     candidates = space(SearchQuery(workload, fixed))
     if not len(candidates):
-        raise UserError(_no_layout(workload, fixed))
+        raise UserError(_no_layout(workload, fixed), "search.none")
     fits = candidates.memory <= workload.first_device.accelerator.memory * USABLE_FRACTION * SLACK
     options = _options(workload, candidates, by, fixed)
     if not options:
-        raise TooLarge(_too_large(workload, candidates, fixed))
+        raise TooLarge(_too_large(workload, candidates, fixed), "search.memory")
     return Ranking(_ranked(options, by)[:top], len(candidates), int(fits.sum()))
 
 
@@ -214,7 +215,7 @@ def _search_mixed(workload: Workload, by: By, top: int, fixed: dict[str, Any]) -
     """Over unlike nodes; each option's cluster has its groups in the order of its pipeline ranks."""
     candidates = mixed_space(SearchQuery(workload, fixed))
     if not len(candidates):
-        raise UserError(_no_spanning(workload, fixed))
+        raise UserError(_no_spanning(workload, fixed), "search.none")
     options = mixed_options(workload, candidates, fixed, by)
     if by != "memory" and not any(option.fits for option in options):
         # Those with the least memory may fit where the fastest do not.
@@ -225,7 +226,8 @@ def _search_mixed(workload: Workload, by: By, top: int, fixed: dict[str, Any]) -
     raise UserError(
         f"{workload.spec.name} does not fit on the mixed nodes of {workload.cluster}: its smallest layout there, "
         f"{least.layout}, needs {least.footprint.total / 1e9:.1f} GB on pipeline rank {least.footprint.rank}, "
-        f"and a plan may fill {least.limit / 1e9:.1f} GB; give more nodes, or a smaller batch"
+        f"and a plan may fill {least.limit / 1e9:.1f} GB; give more nodes, or a smaller batch",
+        "search.memory",
     )
 
 
@@ -259,7 +261,7 @@ def _check_fixed(workload: Workload, fixed: dict[str, Any]) -> None:
     if fixed.get("replicate", 1) > 1 and len(workload.cluster.groups) > 1:
         problems.append(f"replicate cannot be fixed over the unlike nodes of {workload.cluster}")
     if problems:
-        raise UserError(problems)
+        raise UserError(problems, "search.fixed")
 
 
 def _options(workload: Workload, candidates: Space, by: By, fixed: dict[str, Any]) -> list[Option]:

@@ -521,15 +521,17 @@ def serve(
     """
     job, _ = job_of(model, changes)
     if ignored := [change for change in changes if not change.startswith("model.")]:
-        raise UserError(f"{' '.join(ignored)} would be ignored: serving reads settings of the model alone")
+        raise UserError(
+            f"{' '.join(ignored)} would be ignored: serving reads settings of the model alone", "change.ignored"
+        )
     machines = Cluster.read(cluster)
     given = (prompt, output, sequences, precision, cache_bytes, ttft, tpot, graphs, imbalance_for(job.model, imbalance))
     service = Service(job.model, machines.alike() or machines, *given)
     if wrong := problems(service):
-        raise UserError(wrong)
+        raise UserError(wrong, "serve.service")
     fitting = options(service)
     if not fitting:
-        raise UserError(too_many(service) if next(replicas(service), None) else no_room(service))
+        raise UserError(too_many(service) if next(replicas(service), None) else no_room(service), "serve.memory")
     # tp stays inside the node, unless nothing fits so.
     inside = [option for option in fitting if not option.crosses] or fitting
     quick = min(inside, key=lambda option: (option.token, option.tp * option.pp))

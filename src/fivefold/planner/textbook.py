@@ -282,5 +282,5 @@ def zero(model: str | float | ModelSpec, ranks: int = 64) -> ZeroResult:
     except ValueError:
         return ZeroResult(float(preset(str(model)).parameter_count), ranks)
     if not 1 <= count < 1e18:
-        raise UserError(f"{model} parameters cannot be; give a number like 7.5e9, or a model's name")
+        raise UserError(f"{model} parameters cannot be; give a number like 7.5e9, or a model's name", "option.range")
     return ZeroResult(count, ranks)

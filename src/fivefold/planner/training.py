@@ -109,7 +109,7 @@ class Training:
     def job(self, option: Option, schedule: str = "") -> Job:
         """`schedule`: the file with the option's own, where it has one (`plan.mixed.written`)."""
         if option.workload.precision not in _TRAINED:
-            raise UserError(_no_job(option.workload))
+            raise UserError(_no_job(option.workload), "precision.training")
         layout = structs.replace(option.layout, schedule=schedule) if schedule else option.layout
         changed: dict[str, Any] = {"layout": layout}
         for key, choice in self.settings(option).items():
@@ -190,7 +190,8 @@ def training_of(
     own = kept is None or "train.steps" in kept
     if total is not None and kept is not None and own:
         raise UserError(
-            f"train.steps={job.train.steps} and tokens={tokens} both say how long to train; give one of them"
+            f"train.steps={job.train.steps} and tokens={tokens} both say how long to train; give one of them",
+            "option.conflict",
         )
     if total is None:
         total = job.train.steps * step if own else CHINCHILLA * job.model.parameter_count

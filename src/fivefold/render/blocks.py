@@ -387,7 +387,7 @@ def _write(result: Result, output: Path) -> None:
         case _:
             scene = result.drawn(output.stem)
             if scene is None:
-                raise UserError(f"there is nothing to draw in {output}")
+                raise UserError(f"there is nothing to draw in {output}", "picture.empty")
             save(scene, output)
 
 
@@ -396,14 +396,14 @@ def check_writable(path: Path | None, *suffixes: str) -> None:
     if path is None:
         return
     if suffixes and path.suffix.lower() not in suffixes:
-        raise UserError(f"{path} should end in {' or '.join(suffixes)}")
+        raise UserError(f"{path} should end in {' or '.join(suffixes)}", "output.kind")
     path_of(path)  # refuses what no file can be named
     if not path.parent.is_dir():
-        raise UserError(f"{path} cannot be written: there is no directory {path.parent}")
+        raise UserError(f"{path} cannot be written: there is no directory {path.parent}", "file.write")
     new = not path.exists()
     try:
         path.open("a").close()  # permissions do not tell, for example under /proc
         if new:
             path.unlink()
     except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}") from None
+        raise UserError(f"{path} cannot be written: {error.strerror}", "file.write") from None

@@ -41,7 +41,9 @@ def save(scene: Scene, path: Path) -> None:
     """Write a picture. The suffix decides on the format; `.dark` before it makes it a dark picture."""
     suffix, dark = path.suffix.lower(), is_dark(path)
     if suffix not in PICTURES:
-        raise UserError(f"a picture is an .svg or a .png file, and {path} ends in {path.suffix or 'nothing'!r}")
+        raise UserError(
+            f"a picture is an .svg or a .png file, and {path} ends in {path.suffix or 'nothing'!r}", "output.kind"
+        )
     write(path, to_png(scene, dark) if suffix == ".png" else to_svg(scene, dark))
 
 
@@ -121,7 +123,9 @@ def to_png(scene: Scene, dark: bool = False) -> bytes:
     try:
         from PIL import Image, ImageDraw, ImageFont
     except ImportError:
-        raise UserError('PNG pictures need Pillow: pip install "fivefold[draw]"; or write an .svg instead') from None
+        raise UserError(
+            'PNG pictures need Pillow: pip install "fivefold[draw]"; or write an .svg instead', "install.pillow"
+        ) from None
     scale = min(SHARP, LARGEST / max(scene.width, scene.height))
     size = round(scene.width * scale), round(scene.height * scale)
     image = Image.new("RGB", (FINER * size[0], FINER * size[1]), shown(PAPER, dark))

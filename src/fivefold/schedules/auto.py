@@ -198,9 +198,15 @@ def auto(p: int, m: int, costs: Costs | None = None, memory: int | None = None) 
     costs = costs or Costs.even(Placement.single(p))
     limit = p if memory is None else memory
     if limit < 1:
-        raise UserError(f"auto cannot work with room for {limit} activations; give at least 1 (1f1b holds up to {p})")
+        raise UserError(
+            f"auto cannot work with room for {limit} activations; give at least 1 (1f1b holds up to {p})",
+            "schedule.limit",
+        )
     if len(costs.f) != p:
-        raise UserError(f"auto has one stage per rank, {p} in total, and the costs are those of {len(costs.f)} stages")
+        raise UserError(
+            f"auto has one stage per rank, {p} in total, and the costs are those of {len(costs.f)} stages",
+            "schedule.costs",
+        )
     return _fastest(AutoTask(p, m, costs, limit)).schedule
 
 

@@ -274,7 +274,8 @@ def with_zero(schedule: Schedule, zero: int) -> Schedule:
     """The same schedule with REDUCE once a gradient is final, STEP at the end and, from stage 1 on, GATHER at first."""
     if zero not in (0, 1, 2):
         raise UserError(
-            f"zero={zero} cannot be written into a schedule; use 0, 1 or 2 (stage 3 gathers block by block)"
+            f"zero={zero} cannot be written into a schedule; use 0, 1 or 2 (stage 3 gathers block by block)",
+            "schedule.zero",
         )
     return replace(schedule, ranks=tuple(tuple(_extend(list(order), zero)) for order in schedule.ranks))
 

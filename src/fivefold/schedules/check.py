@@ -371,5 +371,5 @@ def check(schedule: Schedule, numbers: Sequence[Sequence[int]] | None = None) ->
 def prove(schedule: Schedule) -> Schedule:
     """Returns the schedule if it passes; raises a UserError with its problems if it does not."""
     if problems := check(schedule):
-        raise UserError(f"schedule {schedule.name}: {problem}" for problem in problems)
+        raise UserError((f"schedule {schedule.name}: {problem}" for problem in problems), "schedule.proof")
     return schedule

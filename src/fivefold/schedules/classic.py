@@ -119,13 +119,14 @@ def interleaved(p: int, m: int, v: int = 2, group: int | None = None) -> Schedul
     if m < INTERLEAVED.least * p:
         raise UserError(
             f"interleaved needs at least p={p} microbatches, and there are {m}: a chunk's group would run dry before "
-            "its first microbatch is back; use 1f1b, or more microbatches"
+            "its first microbatch is back; use 1f1b, or more microbatches",
+            "layout.microbatches.schedule",
         )
     legal = legal_groups(p, m)
     if group is None:
         group = legal[0]
     if group not in legal:
-        raise UserError(_refusal(p, m, group, legal))
+        raise UserError(_refusal(p, m, group, legal), "schedule.group")
     return interleaved_unchecked(p, m, v, group)
 
 

@@ -171,16 +171,18 @@ class MessageLink:
 
     def __post_init__(self) -> None:
         if self.sends not in ("eager", "blocking"):
-            raise UserError(f"a link's sends are 'eager' or 'blocking', not {self.sends!r}")
+            raise UserError(f"a link's sends are 'eager' or 'blocking', not {self.sends!r}", "schedule.times")
         if not self.bandwidth > 0 or not 0 <= self.message < math.inf:
             raise UserError(
                 f"a link with bandwidth={self.bandwidth:g} and messages of {self.message:g} bytes cannot be: the "
-                "bandwidth must be above zero (infinite by default), the message zero or more"
+                "bandwidth must be above zero (infinite by default), the message zero or more",
+                "schedule.times",
             )
         if not (_is_duration(self.latency) and _is_duration(self.occupancy)):
             raise UserError(
                 f"a message takes a latency of {self.latency:g} and {self.message:g} bytes / {self.bandwidth:g} = "
-                f"{self.occupancy:g} on the link; both must be between 0 and {MAX_DURATION:g}"
+                f"{self.occupancy:g} on the link; both must be between 0 and {MAX_DURATION:g}",
+                "schedule.times",
             )
 
     @property
@@ -212,15 +214,24 @@ class Costs:
         if self.pair is not None:
             per_stage["fb"] = self.pair
         if self.segments and len(self.segments) != len(self.f):
-            raise UserError(f"f has times for {len(self.f)} stages, and there are segments of {len(self.segments)}")
+            raise UserError(
+                f"f has times for {len(self.f)} stages, and there are segments of {len(self.segments)}",
+                "schedule.times",
+            )
         for name, values in per_stage.items():
             if len(values) != len(self.f):
-                raise UserError(f"f has times for {len(self.f)} stages, and {name} for {len(values)}; they must agree")
+                raise UserError(
+                    f"f has times for {len(self.f)} stages, and {name} for {len(values)}; they must agree",
+                    "schedule.times",
+                )
         single = {"gather": (self.gather,), "reduce": (self.reduce,), "step": (self.step,)}
         for name, values in (per_stage | single).items():
             invalid = next((value for value in values if not _is_duration(value)), None)
             if invalid is not None:
-                raise UserError(f"{name}={invalid:g} is not a duration; give a number from zero to {MAX_DURATION:g}")
+                raise UserError(
+                    f"{name}={invalid:g} is not a duration; give a number from zero to {MAX_DURATION:g}",
+                    "schedule.times",
+                )
 
     @classmethod
     def even(
@@ -271,7 +282,9 @@ class Costs:
         """The same work on mixed machines: `factors[rank]` times as long on that rank."""
         invalid = [rank for rank in factors if not 0 <= rank < placement.ranks]
         if invalid:
-            raise UserError(f"rank {invalid[0]} cannot be slowed: ranks are 0 to {placement.ranks - 1}")
+            raise UserError(
+                f"rank {invalid[0]} cannot be slowed: ranks are 0 to {placement.ranks - 1}", "schedule.slow"
+            )
         of_stage = [factors.get(rank, 1.0) for rank in placement.owner]
         times = {"f": self.f, "i": self.i, "w": self.w, "b": self.b} | ({"pair": self.pair} if self.pair else {})
         slower: dict[str, Any] = {name: tuple(map(mul, stages, of_stage)) for name, stages in times.items()}
@@ -301,7 +314,8 @@ def _segments(
         if messages > min(passes):
             raise UserError(
                 f"ep={messages:g} of stage {stage} is a part of its passes, the shortest of which takes "
-                f"{min(passes):g}; give at most that"
+                f"{min(passes):g}; give at most that",
+                "schedule.times",
             )
     return tuple(map(segments_of_one_block, f, b, ep))
 
@@ -313,7 +327,8 @@ def _per_stage(name: str, times: Duration, placement: Placement) -> tuple[float,
     values = tuple(times)
     if len(values) != placement.stages:
         raise UserError(
-            f"{name} has {len(values)} times, and there are {placement.stages} stages; give one time, or one per stage"
+            f"{name} has {len(values)} times, and there are {placement.stages} stages; give one time, or one per stage",
+            "schedule.times",
         )
     return values
 
@@ -372,7 +387,7 @@ class Durations:
         if not spent["f"] and not (spent["b"] and spent["i"] + spent["w"]):
             problems.append(f"times: with {text} neither a forward nor a backward pass takes time; give f more than 0")
         if problems:
-            raise UserError(problems)
+            raise UserError(problems, "schedule.times")
         return cls(values)
 
     def __str__(self) -> str:
@@ -400,9 +415,9 @@ def parse_slow(text: str) -> dict[int, float]:
         left, _, right = (piece.strip() for piece in part.partition("="))
         rank, factor = whole_number(left), _duration(right)
         if rank is None or not factor:
-            raise UserError(f"slow: {part!r} should be a rank and a factor above zero, like 2=1.5")
+            raise UserError(f"slow: {part!r} should be a rank and a factor above zero, like 2=1.5", "schedule.slow")
         if rank in factors:
-            raise UserError(f"slow: rank {rank} is given for the second time, as {part}")
+            raise UserError(f"slow: rank {rank} is given for the second time, as {part}", "schedule.slow")
         factors[rank] = factor
     return factors
 

@@ -108,7 +108,7 @@ class ScheduleReader:
             where = self.places["microbatches"]
             self.refuse(where, f"there cannot be {microbatches} microbatches, with {listed} actions in total")
         if self.problems:
-            raise UserError(self.problems)
+            raise UserError(self.problems, "schedule.text")
 
         promise = Bounds(tuple(peak) if peak else None, slots[0] if slots else None)
         orders = tuple(tuple(action for _, action in order) for order in read)

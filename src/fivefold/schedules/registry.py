@@ -49,11 +49,11 @@ def record_of(name: str) -> ScheduleInfo:
         try:
             stat = path.stat()
         except OSError as error:
-            raise UserError(f"{path} cannot be read: {error.strerror}") from None
+            raise UserError(f"{path} cannot be read: {error.strerror}", "file.read") from None
         return _record_of_file(name, path, stat.st_mtime_ns, stat.st_size)
     if is_plugin(name):  # a layout may be stored: whoever reads the job imports what it names, before it makes one
         return brought(name, find_value("layout.schedule", name, ScheduleInfo, trusted=False))
-    raise UserError(f"unknown schedule {name!r}; {did_you_mean(name, list(CATALOGUE))}")
+    raise UserError(f"unknown schedule {name!r}; {did_you_mean(name, list(CATALOGUE))}", "layout.schedule.unknown")
 
 
 def is_file(name: str) -> bool:
@@ -130,31 +130,46 @@ def build(schedule: str | ScheduleInfo, p: int, m: int, **options: Any) -> Sched
     return record.build(replace(request, chunks=request.chunks or record.chunks))
 
 
-def size_problem(stages: int, m: int) -> str | None:
+def size_problem(stages: int, m: int) -> Problem | None:
     """Why a schedule is too large to be built; None when it is not."""
     if stages * m <= LARGEST:
         return None
-    return f"{stages} stages x {m} microbatches are more than the {LARGEST} that a schedule can have"
+    return Problem(
+        "layout.schedule.size",
+        f"{stages} stages x {m} microbatches are more than the {LARGEST} that a schedule can have",
+    )
 
 
-def _problems(record: ScheduleInfo, request: ScheduleRequest) -> list[str]:
+def _problems(record: ScheduleInfo, request: ScheduleRequest) -> list[Problem]:
     p, m = request.p, request.m
     chunks = record.chunks if request.chunks is None else request.chunks
     problems = [
-        f"{what} is {value}, and must be at least 1"
+        Problem("schedule.numbers", f"{what} is {value}, and must be at least 1")
         for what, value in (("the number of ranks", p), ("the number of microbatches", m), ("chunks", chunks))
         if value < 1
     ]
     if problem := size_problem(p * chunks, m):
         problems.append(problem)
     if (fixed := record.schedule) and (p, m) != (fixed.p, fixed.m):
-        problems.append(f"{record.name} is a schedule for p={fixed.p} and m={fixed.m}, not p={p} and m={m}")
+        problems.append(
+            Problem(
+                "layout.schedule.degree",
+                f"{record.name} is a schedule for p={fixed.p} and m={fixed.m}, not p={p} and m={m}",
+            )
+        )
     if chunks != record.chunks and not record.any_chunks:
         tunable = either([other.name for other in RECORDS if other.any_chunks])
         has = counted(record.chunks, "chunk")
-        problems.append(f"{record.name} has {has} per rank, not {chunks}; leave it out, or use {tunable}")
+        problems.append(
+            Problem(
+                "layout.chunks.schedule",
+                f"{record.name} has {has} per rank, not {chunks}; leave it out, or use {tunable}",
+            )
+        )
     if request.group is not None and not record.takes("group"):
-        problems.append(f"{record.name} has no group size N; leave it out, or use interleaved")
+        problems.append(
+            Problem("schedule.group", f"{record.name} has no group size N; leave it out, or use interleaved")
+        )
     if request.memory is not None and not record.takes("memory"):
-        problems.append(f"{record.name} takes no memory limit; leave it out, or use auto")
+        problems.append(Problem("schedule.limit", f"{record.name} takes no memory limit; leave it out, or use auto"))
     return problems

@@ -66,7 +66,7 @@ class Query:
                 results[name] = refusal
         refusals = [result for result in results.values() if isinstance(result, UserError)]
         if len(refusals) == len(results):
-            raise UserError(dict.fromkeys(map(str, refusals)))
+            raise UserError(dict.fromkeys(problem for refusal in refusals for problem in refusal.coded))
         return results
 
     def build(self, name: str) -> Schedule:
@@ -74,7 +74,7 @@ class Query:
         if self.pp is None or self.microbatches is None:
             needed = {"--pp": self.pp, "--microbatches": self.microbatches}
             missing = " and ".join(option for option, value in needed.items() if value is None)
-            raise UserError(f"{name} needs {missing}, as in --pp 4 --microbatches 8")
+            raise UserError(f"{name} needs {missing}, as in --pp 4 --microbatches 8", "option.missing")
         options = {option: n for option, n in self.options().items() if record.takes(option)} | self.unused_options()
         if problem := size_problem(self.pp * options.get("chunks", record.chunks), self.microbatches):
             raise UserError(problem)
@@ -92,9 +92,15 @@ class Query:
             ("--microbatches", self.microbatches, schedule.m),
         ):
             if asked not in (None, actual):
-                raise UserError(f"{option} is {asked}, and {name} is a schedule for {actual}; leave the option out")
+                raise UserError(
+                    f"{option} is {asked}, and {name} is a schedule for {actual}; leave the option out",
+                    "option.conflict",
+                )
         for option in self.unused_options():
-            raise UserError(f"{name} is a schedule as it stands, and --{option} cannot change it; leave the option out")
+            raise UserError(
+                f"{name} is a schedule as it stands, and --{option} cannot change it; leave the option out",
+                "option.conflict",
+            )
         return schedule
 
     def options(self) -> dict[str, int]:
@@ -180,7 +186,9 @@ def draw(
     travels while the receiver computes.
     """
     if not schedules:
-        raise UserError("there is no schedule to draw; give a name, for example '1f1b', a file or a Schedule")
+        raise UserError(
+            "there is no schedule to draw; give a name, for example '1f1b', a file or a Schedule", "option.missing"
+        )
     names = tuple(str(schedule) for schedule in schedules if not isinstance(schedule, Schedule))
     query = Query(names, pp, microbatches, chunks, group, memory, _times(times, slow, sends, overlap))
     return DrawResult(tuple(map(query.simulate, schedules)), query)
@@ -204,10 +212,13 @@ def check_output(path: Path | None, schedules: int) -> None:
     if suffix not in (*PICTURES, *SUFFIXES):
         page = f"; the page is --html {path}" if suffix in (".html", ".htm") else ""
         raise UserError(
-            f"{path} should end in {', '.join(PICTURES)} for a picture, {', '.join(SUFFIXES)} for data{page}"
+            f"{path} should end in {', '.join(PICTURES)} for a picture, {', '.join(SUFFIXES)} for data{page}",
+            "output.kind",
         )
     if suffix in SUFFIXES and schedules > 1:
-        raise UserError(f"{path} can hold one schedule, and {schedules} are given; write them one by one")
+        raise UserError(
+            f"{path} can hold one schedule, and {schedules} are given; write them one by one", "output.kind"
+        )
     check_writable(path)
 
 

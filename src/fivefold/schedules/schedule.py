@@ -17,7 +17,10 @@ class Placement:
 
     def __post_init__(self) -> None:
         if not self.owner or min(self.owner) < 0:
-            raise UserError(f"stages on ranks {self.owner} cannot be: there must be a stage, and ranks count from 0")
+            raise UserError(
+                f"stages on ranks {self.owner} cannot be: there must be a stage, and ranks count from 0",
+                "schedule.stages",
+            )
 
     @classmethod
     def single(cls, ranks: int) -> Self:
@@ -113,7 +116,7 @@ class Schedule:
     def __post_init__(self) -> None:
         problem = name_problem(self.name)
         if problem is not None:
-            raise UserError(problem)
+            raise UserError(problem, "schedule.name")
 
     @property
     def p(self) -> int:

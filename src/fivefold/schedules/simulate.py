@@ -125,10 +125,12 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     costs = costs or Costs.even(schedule.placement)
     stages = schedule.placement.stages
     if len(costs.f) != stages:
-        raise UserError(f"schedule {schedule.name} has {stages} stages, and the costs are those of {len(costs.f)}")
+        raise UserError(
+            f"schedule {schedule.name} has {stages} stages, and the costs are those of {len(costs.f)}", "schedule.costs"
+        )
     result = run(schedule, costs)
     if result.blocks:
-        raise UserError(_deadlock_message(schedule, costs, result))
+        raise UserError(_deadlock_message(schedule, costs, result), "schedule.deadlock")
     return Simulation(schedule, costs, result)
 
 

@@ -99,7 +99,9 @@ def read_json(text: str, source: str = "schedule") -> ReadSchedule:
         data = parse_json(text)
     ranks = data.pop("ranks", None) if isinstance(data, dict) else None
     if not isinstance(ranks, list) or not all(isinstance(actions, list) for actions in ranks):
-        raise UserError(f"{source}: a schedule is an object with the key 'ranks', a list of lists of actions")
+        raise UserError(
+            f"{source}: a schedule is an object with the key 'ranks', a list of lists of actions", "file.syntax"
+        )
     reader = ScheduleReader(source)
     for key, value in data.items():
         if key in WORDS and not isinstance(value, str):
@@ -135,7 +137,7 @@ def load(path: Path) -> Schedule:
         places = [reading.place(problem.rank, problem.place) for problem in problems]
         located = [f"{path}, {place}" if place else str(path) for place in places]
         sentences = [f"{where}: {problem}" for where, problem in zip(located, problems, strict=True)]
-        raise UserError(sentences)
+        raise UserError(sentences, "schedule.proof")
     return reading.schedule
 
 

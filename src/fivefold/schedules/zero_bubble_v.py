@@ -102,7 +102,8 @@ def dualpipe_v(p: int, m: int) -> Schedule:
     if m < least:
         raise UserError(
             f"dualpipe-v needs at least 2p={least} microbatches to have forwards and backwards to pair, and there are "
-            f"{m}; use zb-v, or at least {least} microbatches"
+            f"{m}; use zb-v, or at least {least} microbatches",
+            "layout.microbatches.schedule",
         )
     orders = [_dualpipe_v_order(p, m, rank) for rank in range(p)]
     promise = Bounds((min(2 * m, 2 * p + 1),) * p, slots=6 * m + 2 * (p - 1))

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from fivefold.support.errors import Problem
 from fivefold.support.ranges import TOKENS, outside, within
 from fivefold.support.text import divisors, either
 
@@ -38,13 +39,19 @@ class LatentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         problems = [*outside(self, "model.mla").values()]
         if self.rope_dim % 2:
             problems.append(
-                f"model.mla.rope_dim={self.rope_dim} is odd and rotary positions turn pairs of dims; nearest: "
-                f"rope_dim={self.rope_dim + 1}"
+                Problem(
+                    "model.mla.rope_dim.odd",
+                    f"model.mla.rope_dim={self.rope_dim} is odd and rotary positions turn pairs of dims; nearest: "
+                    f"rope_dim={self.rope_dim + 1}",
+                )
             )
         if not problems and self.v_dim > self.head_dim:
             problems.append(
-                f"model.mla.v_dim={self.v_dim} is wider than a key, nope_dim + rope_dim = {self.head_dim}, to which "
-                f"the kernels take values padded; nearest: v_dim={self.head_dim}"
+                Problem(
+                    "model.mla.v_dim.width",
+                    f"model.mla.v_dim={self.v_dim} is wider than a key, nope_dim + rope_dim = {self.head_dim}, to "
+                    f"which the kernels take values padded; nearest: v_dim={self.head_dim}",
+                )
             )
         return problems
 
@@ -63,8 +70,11 @@ class RopeScaling(
         problems = [*outside(self, "model.rope_scaling").values()]
         if not (0 < self.factor < math.inf and math.inf > self.high_freq_factor > self.low_freq_factor > 0):
             problems.append(
-                "model.rope_scaling needs factor > 0 and high_freq_factor > low_freq_factor > 0, and has "
-                f"{self.factor}, {self.high_freq_factor} and {self.low_freq_factor}"
+                Problem(
+                    "model.rope_scaling.factor.range",
+                    "model.rope_scaling needs factor > 0 and high_freq_factor > low_freq_factor > 0, and has "
+                    f"{self.factor}, {self.high_freq_factor} and {self.low_freq_factor}",
+                )
             )
         return problems
 
@@ -104,11 +114,17 @@ class Yarn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         problems = [*outside(self, "model.rope_scaling").values()]
         if not (0 < self.factor < math.inf and math.inf > self.beta_fast >= self.beta_slow > 0):
             problems.append(
-                "model.rope_scaling of kind yarn needs factor > 0 and beta_fast >= beta_slow > 0, and has "
-                f"{self.factor}, {self.beta_fast} and {self.beta_slow}"
+                Problem(
+                    "model.rope_scaling.factor.range",
+                    "model.rope_scaling of kind yarn needs factor > 0 and beta_fast >= beta_slow > 0, and has "
+                    f"{self.factor}, {self.beta_fast} and {self.beta_slow}",
+                )
             )
         problems += [
-            f"model.rope_scaling.{name}={getattr(self, name)} must not be negative"
+            Problem(
+                f"model.rope_scaling.{name}.range",
+                f"model.rope_scaling.{name}={getattr(self, name)} must not be negative",
+            )
             for name in ("mscale", "mscale_all_dim", "attention_factor")
             if not 0 <= getattr(self, name) < math.inf
         ]
@@ -166,34 +182,40 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             yield from absurd.values()
             return
         if self.top_k > self.count:
-            yield (
+            yield Problem(
+                "model.experts.top_k.count",
                 f"model.experts.top_k={self.top_k} is more than model.experts.count={self.count}; nearest: "
-                f"top_k={self.count}"
+                f"top_k={self.count}",
             )
         if self.dense_layers >= layers:
-            yield (
+            yield Problem(
+                "model.experts.dense_layers.layers",
                 f"model.experts.dense_layers={self.dense_layers} leaves none of the {layers} layers to experts; "
-                f"nearest: dense_layers={layers - 1}"
+                f"nearest: dense_layers={layers - 1}",
             )
         if not 0 < self.scale < float("inf"):
-            yield f"model.experts.scale={self.scale} must be positive"
+            yield Problem("model.experts.scale.range", f"model.experts.scale={self.scale} must be positive")
         yield from self._group_problems()
 
     def _group_problems(self) -> Iterator[str]:
         """Where experts, groups and top_k do not fit each other."""
         if self.count % self.groups:
             near = min(divisors(self.count), key=lambda n: abs(n - self.groups))
-            yield (
+            yield Problem(
+                "model.experts.groups.count",
                 f"model.experts.groups={self.groups} does not divide model.experts.count={self.count}; nearest: "
-                f"groups={near}"
+                f"groups={near}",
             )
         elif self.top_groups > self.groups:
-            yield (
+            yield Problem(
+                "model.experts.top_groups.groups",
                 f"model.experts.top_groups={self.top_groups} is more than model.experts.groups={self.groups}; "
-                f"nearest: top_groups={self.groups}"
+                f"nearest: top_groups={self.groups}",
             )
         elif (most := self.top_groups * self.group_size) < self.top_k <= self.count:
-            yield (
+            near_groups = f"top_groups={-(-self.top_k // self.group_size)}"
+            yield Problem(
+                "model.experts.top_k.groups",
                 f"model.experts.top_k={self.top_k}, and the best {self.top_groups} of {self.groups} groups have {most} "
-                f"experts; nearest: {either([f'top_k={most}', f'top_groups={-(-self.top_k // self.group_size)}'])}"
+                f"experts; nearest: {either([f'top_k={most}', near_groups])}",
             )

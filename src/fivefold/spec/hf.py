@@ -85,27 +85,27 @@ def read_hf_config(path: str | Path) -> ModelSpec:
     file = path / "config.json" if os.path.isdir(path) else path
     config = read_json(file)
     if not isinstance(config, dict):
-        raise UserError(f"{file} holds a {type(config).__name__}, not the table of a model's settings")
+        raise UserError(f"{file} holds a {type(config).__name__}, not the table of a model's settings", "file.syntax")
     try:
         name = os.fsencode(file.resolve().parent.name).decode(errors="replace")  # which may be no text
         return spec_from_hf(config, name=name)
     except UserError as error:
-        raise UserError(f"{file}: {problem}" for problem in error.problems) from None
+        raise UserError(error.framed(f"{file}: ")) from None
 
 
 def spec_from_hf(config: Config, name: str = "custom") -> ModelSpec:
     """The model that a table of settings describes; what has no equal here is refused, never ignored."""
     kind = str(config.get("model_type", ""))
     if kind not in _READERS:
-        raise UserError(f"model_type {kind!r} is not of the family; {did_you_mean(kind, list(_READERS))}")
+        raise UserError(f"model_type {kind!r} is not of the family; {did_you_mean(kind, list(_READERS))}", "hf.family")
     reader, required = _READERS[kind]
     missing = [key for key in required.values() if type(config.get(key)) is not int]  # True is an int to isinstance
     if missing:
-        raise UserError(f"{key} is missing or not a whole number" for key in missing)
+        raise UserError((f"{key} is missing or not a whole number" for key in missing), "hf.setting.missing")
     problems = [f"{key}={config[key]!r} is not supported for {kind}; only {key}={only!r} is"
                 for key, only in _required_values(kind).items() if config.get(key) not in (None, only)]  # fmt: skip
     if problems:
-        raise UserError(problems)
+        raise UserError(problems, "hf.setting.value")
     for key, default in (("attn_pdrop", 0.1 if kind == "gpt2" else 0.0), ("attention_dropout", 0.0)):
         if config.get(key, default):
             warnings.warn(Note(f"{key} is read as 0: attention probabilities are never dropped"), stacklevel=2)
@@ -144,7 +144,7 @@ def to_hf_config(spec: ModelSpec, dtype: str) -> Config:
     if kind == "gpt2" and spec.activation == "swiglu":
         problems.append(f"gpt2 of transformers has no activation='swiglu', and {spec.name} has")
     if problems:
-        raise UserError(problems)
+        raise UserError(problems, "hf.setting.value")
     shared = {
         "model_type": kind,
         "architectures": [_CLASSES.get(kind, f"{kind.title().replace('_', '')}ForCausalLM")],
@@ -210,7 +210,10 @@ def _llama(config: Config) -> SpecFields:
 def _mistral(config: Config) -> SpecFields:
     window = config.get("sliding_window", 4096)  # what Hugging Face fills in
     if window is not None:
-        raise UserError(f"sliding_window={window!r} is not supported for mistral; only null is, as in Mistral 7B v0.3")
+        raise UserError(
+            f"sliding_window={window!r} is not supported for mistral; only null is, as in Mistral 7B v0.3",
+            "hf.setting.value",
+        )
     return _llama(config)
 
 
@@ -243,12 +246,14 @@ def _gpt2(config: Config) -> SpecFields:
     rates = {key: config.get(key, 0.1) for key in ("resid_pdrop", "embd_pdrop")}
     if rates["resid_pdrop"] != rates["embd_pdrop"]:
         raise UserError(
-            f"resid_pdrop={rates['resid_pdrop']} and embd_pdrop={rates['embd_pdrop']} differ; one rate is kept"
+            f"resid_pdrop={rates['resid_pdrop']} and embd_pdrop={rates['embd_pdrop']} differ; one rate is kept",
+            "hf.setting.value",
         )
     activation = str(config.get("activation_function", "gelu_new"))
     if activation not in _GELUS:
         raise UserError(
-            f"activation_function={activation!r} is not supported; {did_you_mean(activation, list(_GELUS))}"
+            f"activation_function={activation!r} is not supported; {did_you_mean(activation, list(_GELUS))}",
+            "hf.setting.value",
         )
     return {field: config.get(key) or 0 for field, key in (_GPT2 | {"ffn": "n_inner"}).items()} | {
         "norm": "layernorm",

@@ -28,19 +28,20 @@ def read_rope(config: Config) -> SpecFields:
     """Theta, scaling and rotary dims, from either spelling: `rope_theta` + `rope_scaling`, or `rope_parameters`."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, dict):
-        raise UserError(f"rope scaling is {rope!r}, not a table")
+        raise UserError(f"rope scaling is {rope!r}, not a table", "hf.setting.value")
     theta = rope.get("rope_theta") or config.get("rope_theta", 10_000.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return {"rope_theta": theta, "rope_scaling": None}
     if not isinstance(kind, str) or kind not in _STRETCHES:
         raise UserError(
-            f"rope type {kind!r} is not supported; {either([repr(known) for known in ('default', *_STRETCHES)])}"
+            f"rope type {kind!r} is not supported; {either([repr(known) for known in ('default', *_STRETCHES)])}",
+            "hf.setting.value",
         )
     stretch, required = _STRETCHES[kind]
     keys = {field: _ORIGINAL.get(field, field) for field in stretch.__struct_fields__}
     if missing := [keys[field] for field in required if rope.get(keys[field]) is None]:
-        raise UserError(f"rope scaling {kind!r} has no {key}" for key in missing)
+        raise UserError((f"rope scaling {kind!r} has no {key}" for key in missing), "hf.setting.missing")
     given = {field: rope[key] for field, key in keys.items() if rope.get(key) is not None}
     return {"rope_theta": theta, "rope_scaling": {"kind": kind} | given}
 
@@ -63,7 +64,9 @@ def read_partial(config: Config, default: float) -> SpecFields:
     share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", default))
     width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     if type(width) is not int or not isinstance(share, int | float) or not 0 < share <= 1:
-        raise UserError(f"partial_rotary_factor={share!r} of head_dim={width!r} is not a share of a head's dims")
+        raise UserError(
+            f"partial_rotary_factor={share!r} of head_dim={width!r} is not a share of a head's dims", "hf.setting.value"
+        )
     return {"rope_dim": 0 if share == 1 else int(width * share)}
 
 
@@ -72,7 +75,8 @@ def read_latent(config: Config) -> SpecFields:
     heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads")
     if kv_heads not in (None, heads):
         raise UserError(
-            f"num_key_value_heads={kv_heads!r} beside latent attention, which has one for each of {heads} heads"
+            f"num_key_value_heads={kv_heads!r} beside latent attention, which has one for each of {heads} heads",
+            "hf.setting.value",
         )
     latent = {"q_rank": config.get("q_lora_rank") or 0} | {field: config[key] for field, key in LATENT.items()}
     return {"mla": latent, "rope_interleaved": bool(config.get("rope_interleave", True))}
@@ -96,7 +100,8 @@ def read_windows(config: Config) -> SpecFields:
     period = kinds.index(_FULL) + 1 if isinstance(kinds, list) and _FULL in kinds else 0
     if kinds != [_FULL if period and (layer + 1) % period == 0 else _SLIDING for layer in range(layers)]:
         raise UserError(
-            f"layer_types={kinds!r} is not supported; every second (or third, ...) is {_FULL}, the others {_SLIDING}"
+            f"layer_types={kinds!r} is not supported; every second (or third, ...) is {_FULL}, the others {_SLIDING}",
+            "hf.setting.value",
         )
     if period == 1:
         return {"sinks": True}

@@ -77,7 +77,7 @@ def read_experts(config: Config) -> SpecFields:
     if type(dense) is int and dense >= layers:
         return {}
     if missing := [hf_keys[name] for name, value in given.items() if value is None]:
-        raise UserError(f"{key} is missing" for key in missing)
+        raise UserError((f"{key} is missing" for key in missing), "hf.setting.missing")
     return {"experts": given | EXPERT_CONFIG_MAPS[model_type].implied}
 
 
@@ -89,7 +89,10 @@ def _topk_method(config: Config) -> str:
     """DeepSeek-V2's way to choose."""
     method = config.get("topk_method", _WITHOUT_GROUPS)
     if method not in _TOPK_METHODS:
-        raise UserError(f"topk_method={method!r} is not supported for deepseek_v2; {' and '.join(_TOPK_METHODS)} are")
+        raise UserError(
+            f"topk_method={method!r} is not supported for deepseek_v2; {' and '.join(_TOPK_METHODS)} are",
+            "hf.setting.value",
+        )
     return str(method)
 
 
@@ -100,7 +103,8 @@ def _count_dense_layers(config: Config) -> int:
     first = [*range(len(dense))] if is_list else []
     if not is_list or dense != first:
         raise UserError(
-            f"mlp_only_layers={dense!r} is not supported: layers without experts are the first ones, as in {first}"
+            f"mlp_only_layers={dense!r} is not supported: layers without experts are the first ones, as in {first}",
+            "hf.setting.value",
         )
     return len(first)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from fivefold.spec.kinds import HfTensor, Mixer
 from fivefold.spec.operations import Cache, Elementwise, Matmul, Operation, Scores
+from fivefold.support.errors import Problem
 from fivefold.support.ranges import TOKENS, outside, within
 
 if TYPE_CHECKING:
@@ -25,7 +26,16 @@ class GroupedQueryAttention(Mixer, frozen=True, kw_only=True, tag="attention"):
     window: Annotated[int, within(0, TOKENS)] = 0  # keys that a query sees, its own the last; 0: all before it
 
     def problems(self, spec: "ModelSpec") -> list[str]:
-        latent = ["model.pattern has attention, and model.mla is latent attention's; write mla"] if spec.mla else []
+        latent = (
+            [
+                Problem(
+                    "model.pattern.numbers",
+                    "model.pattern has attention, and model.mla is latent attention's; write mla",
+                )
+            ]
+            if spec.mla
+            else []
+        )
         return [*outside(self, "model.pattern.mixer").values(), *latent]
 
     def operations(self, spec: "ModelSpec", tp: int) -> Iterator[Operation]:
@@ -58,7 +68,11 @@ class MultiHeadLatentAttention(Mixer, frozen=True, kw_only=True, tag="mla"):
     cp = attends = True
 
     def problems(self, spec: "ModelSpec") -> list[str]:
-        return [] if spec.mla else ["model.pattern has mla, and model.mla has no numbers for it"]
+        return (
+            []
+            if spec.mla
+            else [Problem("model.pattern.numbers", "model.pattern has mla, and model.mla has no numbers for it")]
+        )
 
     def operations(self, spec: "ModelSpec", tp: int) -> Iterator[Operation]:
         assert spec.mla is not None

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from fivefold.spec.kinds import MLP, HfTensor
 from fivefold.spec.operations import Elementwise, Matmul, Operation
+from fivefold.support.errors import Problem
 
 if TYPE_CHECKING:
     from fivefold.spec.model import ModelSpec
@@ -32,7 +33,11 @@ class MixtureOfExperts(MLP, frozen=True, kw_only=True, tag="moe"):
     module = "fivefold.model.moe:MoE"
 
     def problems(self, spec: "ModelSpec") -> list[str]:
-        return [] if spec.experts else ["model.pattern has moe, and model.experts has no numbers for it"]
+        return (
+            []
+            if spec.experts
+            else [Problem("model.pattern.numbers", "model.pattern has moe, and model.experts has no numbers for it")]
+        )
 
     def operations(self, spec: "ModelSpec", tp: int) -> Iterator[Operation]:
         experts = spec.experts

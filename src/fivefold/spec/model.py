@@ -19,9 +19,11 @@ from typing import Annotated, Literal
 import msgspec
 
 from fivefold.spec.blocks import Experts, LatentSpec, RopeScaling, Yarn
-from fivefold.spec.kinds import BlockKind, norm
+from fivefold.spec.kinds import PARAMETERS, BlockKind, norm, trial
 from fivefold.spec.operations import EMBEDDING_UNIT, HEAD_UNIT, Parameter, block, head
 from fivefold.spec.pattern import Layer, layers_of, pattern_problems
+from fivefold.support.errors import Problem
+from fivefold.support.plugin_calls import WHOLE_NUMBERS, ask
 from fivefold.support.ranges import TOKENS, outside, within
 from fivefold.support.text import divisors, either
 
@@ -92,7 +94,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """One block, in the order of its forward pass."""
         for kind in self.kinds(layer).branches:
             yield from norm(f"layers.{layer}.{kind.place}_norm", self, layer, self.hidden)
-            yield from kind.parameters(self, layer)
+            yield from ask(kind, "parameters", self, layer, wanted=PARAMETERS)
 
     def kinds(self, layer: int) -> Layer:
         """The mixer and the MLP of a layer."""
@@ -133,7 +135,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     @property
     def tensor_widths(self) -> dict[int, BlockKind]:
         """Widths that tp must divide, beside heads: of feed-forward networks, of shared experts, and of plugins."""
-        return {width: kind for kind in self.branches for width in kind.divided(self)}
+        return {width: kind for kind in self.branches for width in ask(kind, "divided", self, wanted=WHOLE_NUMBERS)}
 
     @cached_property
     def branches(self) -> tuple[BlockKind, ...]:
@@ -223,17 +225,29 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if self.experts is not None and not absurd:
             problems += self.experts.problems(self.layers)
         if not 0 <= self.dropout < 1:
-            problems.append(f"model.dropout={self.dropout} is a probability: 0 <= dropout < 1")
+            problems.append(
+                Problem("model.dropout.range", f"model.dropout={self.dropout} is a probability: 0 <= dropout < 1")
+            )
         problems += [
-            f"model.{field}={getattr(self, field)} must be positive"
+            Problem(f"model.{field}.range", f"model.{field}={getattr(self, field)} must be positive")
             for field in ("norm_eps", "init_std", "rope_theta")
             if not 0 < getattr(self, field) < math.inf
         ]
         problems += self.rope_scaling.problems() if self.rope_scaling else []
         if self.window_period > 1 and not self.window:
             period = f"model.window_period={self.window_period}"
-            problems.append(f"{period} says which layers have a window, and model.window=0; nearest: window_period=1")
-        return [*problems, *self._latent(), *([] if absurd else pattern_problems(self))]
+            problems.append(
+                Problem(
+                    "model.window_period.window",
+                    f"{period} says which layers have a window, and model.window=0; nearest: window_period=1",
+                )
+            )
+        problems += [*self._latent(), *([] if absurd else pattern_problems(self))]
+        return problems or [problem for kind in self.branches for problem in trial(kind, self, self._layer_of(kind))]
+
+    def _layer_of(self, kind: BlockKind) -> int:
+        """The first layer that has it."""
+        return next(layer for layer, kinds in enumerate(self._kinds) if kind in kinds.branches)
 
     def _latent(self) -> list[str]:
         """What does not go with latent attention."""
@@ -242,37 +256,49 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         rules = {"norm": "rmsnorm", "positions": "rope", "kv_heads": self.heads, "head_dim": self.mla.head_dim}
         rules |= {"sinks": False, "window": 0, "rope_dim": 0, "bias": False, "qkv_bias": False, "qk_norm": False}
         return self.mla.problems() + [
-            f"model.{field}={getattr(self, field)}, and model.mla has {field}={only}"
+            Problem("model.mla.settings", f"model.{field}={getattr(self, field)}, and model.mla has {field}={only}")
             for field, only in rules.items()
             if getattr(self, field) != only
         ]
 
     def _heads(self) -> list[str]:
         """Where the width, the heads and the kv heads do not divide."""
-        problems = []
+        problems: list[str] = []
         if self.head_dim < 1:
             fewer = [n for n in divisors(self.hidden) if n < self.heads]
             more = [n for n in divisors(self.hidden) if n > self.heads]
             nearest = either([f"heads={n}" for n in (*fewer[-1:], *more[:1])] or ["heads=1"])
             problems.append(
-                f"model.hidden={self.hidden} does not divide into model.heads={self.heads} equal heads; nearest: "
-                f"{nearest}, or give model.head_dim"
+                Problem(
+                    "model.heads.hidden",
+                    f"model.hidden={self.hidden} does not divide into model.heads={self.heads} equal heads; nearest: "
+                    f"{nearest}, or give model.head_dim",
+                )
             )
         if self.heads % self.kv_heads:
             near = min(divisors(self.heads), key=lambda n: abs(n - self.kv_heads))
             problems.append(
-                f"model.kv_heads={self.kv_heads} does not divide model.heads={self.heads}: each kv head serves an "
-                f"equal group of query heads; nearest: kv_heads={near}"
+                Problem(
+                    "model.kv_heads.heads",
+                    f"model.kv_heads={self.kv_heads} does not divide model.heads={self.heads}: each kv head serves an "
+                    f"equal group of query heads; nearest: kv_heads={near}",
+                )
             )
         if self.positions == "rope" and not self.rope_dim and self.head_dim % 2:
             problems.append(
-                f"model.head_dim={self.head_dim} is odd and rotary positions turn pairs of dims; "
-                f"nearest: head_dim={self.head_dim + 1}"
+                Problem(
+                    "model.head_dim.odd",
+                    f"model.head_dim={self.head_dim} is odd and rotary positions turn pairs of dims; "
+                    f"nearest: head_dim={self.head_dim + 1}",
+                )
             )
         if self.rope_dim and (self.rope_dim % 2 or self.rope_dim > self.head_dim):
             near = min(self.rope_dim + self.rope_dim % 2, self.head_dim // 2 * 2)
             problems.append(
-                f"model.rope_dim={self.rope_dim} must be even and at most head_dim={self.head_dim}; nearest: "
-                f"rope_dim={near}"
+                Problem(
+                    "model.rope_dim.odd",
+                    f"model.rope_dim={self.rope_dim} must be even and at most head_dim={self.head_dim}; nearest: "
+                    f"rope_dim={near}",
+                )
             )
         return problems

@@ -16,8 +16,9 @@ import msgspec
 from fivefold.spec.kinds import MLP, BlockKind, Mixer
 from fivefold.spec.mixers import MIXERS, GroupedQueryAttention, MultiHeadLatentAttention
 from fivefold.spec.mlps import MLPS, Dense, MixtureOfExperts
-from fivefold.support.errors import UserError
+from fivefold.support.errors import Problem, UserError
 from fivefold.support.parsing import read
+from fivefold.support.plugin_calls import problems_of
 from fivefold.support.plugins import Registry
 
 if TYPE_CHECKING:
@@ -128,22 +129,36 @@ def pattern_problems(spec: "ModelSpec") -> Iterator[str]:
     if not spec.pattern:
         return
     if len(spec.pattern) > spec.layers:
-        yield (
+        yield Problem(
+            "model.pattern.layers",
             f"model.pattern has {len(spec.pattern)} layers, and model.layers={spec.layers}; nearest: "
-            f"layers={len(spec.pattern)}"
+            f"layers={len(spec.pattern)}",
         )
     for number, layer in enumerate(spec.pattern):
         if not layer.branches:
-            yield f"model.pattern has neither a mixer nor an mlp in layer {number}; leave the layer out"
+            yield Problem(
+                "model.pattern.empty",
+                f"model.pattern has neither a mixer nor an mlp in layer {number}; leave the layer out",
+            )
         places = [kind.place for kind in layer.branches]
         if len(set(places)) < len(places):
-            yield f"model.pattern has two kinds called {places[0]} in layer {number}, whose parameters share names"
+            yield Problem(
+                "model.pattern.names",
+                f"model.pattern has two kinds called {places[0]} in layer {number}, whose parameters share names",
+            )
     for kind in dict.fromkeys(kind for layer in spec.pattern for kind in layer.branches):
         registry = KINDS["mixer" if isinstance(kind, Mixer) else "mlp"]
-        yield from registry.class_problems(kind) or kind.problems(spec)
+        for sentence in registry.class_problems(kind) or problems_of(kind, spec):  # a plugin's may have no code
+            yield sentence if isinstance(sentence, Problem) else Problem("model.pattern.rules", sentence)
     said = {"window": spec.window, "window_period": spec.window_period - 1}
     said["experts.dense_layers"] = spec.experts.dense_layers if spec.experts else 0
     for field in (field for field, value in said.items() if value):
-        yield f"model.{field} and model.pattern both say what layers there are; leave model.{field} out"
+        yield Problem(
+            "model.pattern.both",
+            f"model.{field} and model.pattern both say what layers there are; leave model.{field} out",
+        )
     if spec.experts is not None and not any(layer.routed for layer in spec.pattern):
-        yield 'model.experts are the numbers of mixtures of experts, and model.pattern has none; write mlp = "moe"'
+        yield Problem(
+            "model.pattern.experts",
+            'model.experts are the numbers of mixtures of experts, and model.pattern has none; write mlp = "moe"',
+        )

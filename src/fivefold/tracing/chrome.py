@@ -232,10 +232,10 @@ def lanes(path: Path, step: int | None = None) -> dict[str, Any]:
     file = _read(path)
     windows = _windows(file)
     if not windows:
-        raise UserError(f"{path.name} has no traced step")
+        raise UserError(f"{path.name} has no traced step", "trace.step")
     step = next(reversed(windows)) if step is None else step
     if step not in windows:
-        raise UserError(f"step {step} is not traced; those that are: {', '.join(map(str, windows))}")
+        raise UserError(f"step {step} is not traced; those that are: {', '.join(map(str, windows))}", "trace.step")
     starts = sorted(start for start, _ in windows.values())
     step_start, step_end = windows[step]
     next_start = next((start for start in starts if start > step_start), float("inf"))
@@ -262,11 +262,13 @@ def _read(path: Path) -> _File:
     try:
         return msgspec.json.decode(read_regular(path, MOST), type=_File)
     except FileNotFoundError:
-        raise UserError(f"there is no {path.name}; trace.steps=2 makes a run keep one") from None
+        raise UserError(f"there is no {path.name}; trace.steps=2 makes a run keep one", "trace.missing") from None
     except OSError as error:
-        raise UserError(f"{path.name} cannot be read: {error.strerror}; ui.perfetto.dev opens large ones") from None
+        raise UserError(
+            f"{path.name} cannot be read: {error.strerror}; ui.perfetto.dev opens large ones", "file.read"
+        ) from None
     except BROKEN as error:
-        raise UserError(f"{path.name} is not a trace: {error}") from None
+        raise UserError(f"{path.name} is not a trace: {error}", "file.syntax") from None
 
 
 def _windows(file: _File) -> dict[int, tuple[float, float]]:

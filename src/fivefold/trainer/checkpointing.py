@@ -116,7 +116,7 @@ class Checkpoints:
         path, problems = self.control.broadcast_value(_find_weights(named, self.control.rank), tuple[str, list[str]])
         engine, weights = self.trainer.engine, Checkpoint(place_of(path)) if path else None
         if weights is None or (problems := damage(weights, self.control) or misfits(weights, self.trainer.job)):
-            raise UserError(problems if self.control.rank == 0 else [])
+            raise UserError(problems if self.control.rank == 0 else [], "run.weights.refused")
         load(weights, saveable_tensors(engine.weights, self.shapes, None, stored_buffers(engine.buffers, weights)))
         engine.optimizer.restore(0)
         self.initial_weights = f"{weights.path}, after step {weights.manifest.step}"

@@ -97,7 +97,8 @@ def chosen(job: Job, fresh: bool, env: Mapping[str, str] = os.environ) -> Path |
         if damaged:
             raise UserError(
                 f"this run is started again, and which directory is its own cannot be told: {', '.join(damaged)} "
-                "cannot be read; start it by hand, with another run.name or --fresh, or delete that file"
+                "cannot be read; start it by hand, with another run.name or --fresh, or delete that file",
+                "run.start.unknown",
             )
     candidates = [directory for directory in directories if not restarted or _has_trained(job, directory)]
     return candidates[-1] if candidates and not fresh and complete(job, candidates[-1]) else None
@@ -158,7 +159,7 @@ def complete(job: Job, directory: Path) -> list[Checkpoint]:
     try:
         on_disk = store(job, directory).complete()
     except OSError as error:
-        raise UserError(f"cannot look at {home(job, directory)}: {error.strerror}") from None
+        raise UserError(f"cannot look at {home(job, directory)}: {error.strerror}", "file.read") from None
     snapshots = in_memory(home(job, directory))  # of this machine: there may be some before the first on disk
     if on_disk or snapshots:
         return sorted([*snapshots, *on_disk], key=lambda checkpoint: checkpoint.step, reverse=True)
@@ -166,10 +167,11 @@ def complete(job: Job, directory: Path) -> list[Checkpoint]:
         raise UserError(
             f"{local.directory} has checkpoints, and {home(job, directory)} has none; 'fivefold checkpoint reshard "
             f"{directory} --layout {job.layout} -o {home(job, directory)}' brings the newest there, and another "
-            "run.name starts a run of its own"
+            "run.name starts a run of its own",
+            "run.moved",
         )
     if problem := _moved_checkpoints(job, directory):
-        raise UserError(problem)
+        raise UserError(problem, "run.moved")
     return []
 
 
@@ -204,7 +206,9 @@ def claim(directory: Path) -> None:
         fcntl.flock(_CLAIMS[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise UserError(
-            f"another process is training in {directory}; --fresh starts a run of its own, and so does another run.name"
+            f"another process is training in {directory}; --fresh starts a run of its own, and so does another "
+            "run.name",
+            "run.taken",
         ) from None
     except OSError:  # a file system without locks
         pass
@@ -218,7 +222,7 @@ def owners(place: Place) -> list[str] | None:
         return []
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         if isinstance(error, OSError) and isinstance(place, RemotePlace):  # no damage: the server does not answer
-            raise UserError(f"cannot read {place / OWNERS}: {error.strerror}") from None
+            raise UserError(f"cannot read {place / OWNERS}: {error.strerror}", "file.read") from None
         return None
     return stored.runs if stored == Owners.of(stored.runs) else None
 
@@ -230,7 +234,7 @@ def sign(place: Place, runs: list[str]) -> None:
         storage_of(place).put(place / OWNERS, msgspec.json.encode(Owners.of(last_runs)) + b"\n")
     except OSError as error:
         if isinstance(place, RemotePlace):
-            raise UserError(f"cannot write {place / OWNERS}: {error.strerror}") from None
+            raise UserError(f"cannot write {place / OWNERS}: {error.strerror}", "file.write") from None
         raise cannot_write(place / OWNERS, error) from None
 
 
@@ -242,7 +246,7 @@ def _existing(job: Job) -> list[Path]:
         try:
             remote_names = {folder.name for folder in storage_of(url).folders(url)}
         except OSError as error:
-            raise UserError(f"cannot look at checkpoint.url={url}: {error.strerror}") from None
+            raise UserError(f"cannot look at checkpoint.url={url}: {error.strerror}", "checkpoint.url.reach") from None
     directories: list[Path] = []
     while (name := _numbered(job.run.name, len(directories) + 1)) in remote_names or (parent / name).exists():
         directories.append(parent / name)
@@ -263,7 +267,7 @@ def _new(job: Job, number: int, runs: list[str]) -> Path:
             number += 1
             continue
         except OSError as error:
-            raise UserError(f"cannot make the run's directory {directory}: {error.strerror}") from None
+            raise UserError(f"cannot make the run's directory {directory}: {error.strerror}", "run.dir.write") from None
         try:
             sign(home(job, directory), runs)
         except UserError:

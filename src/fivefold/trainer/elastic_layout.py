@@ -37,7 +37,8 @@ def _device(job: Job) -> Accelerator:
         (group, *others) = Cluster.read(job.run.cluster).groups
         if any(other.accelerator != group.accelerator for other in others):
             raise UserError(
-                f"run.cluster={job.run.cluster} has several kinds of devices, and elastic runs re-plan for one kind"
+                f"run.cluster={job.run.cluster} has several kinds of devices, and elastic runs re-plan for one kind",
+                "elastic.cluster",
             )
         return group.accelerator
     names = [] if job.train.device == "cpu" else gpus_here()
@@ -90,7 +91,8 @@ def choose(job: Job, ranks: int, per_node: int) -> ElasticLayout:
     if ranks < least:
         raise UserError(
             f"{ranks} ranks are left, and elastic.least={least} asks for more; the run resumes when they are back, or "
-            f"with elastic.least={ranks}"
+            f"with elastic.least={ranks}",
+            "elastic.left.ranks",
         )
     options, problems, too_large = list[Option](), list[str](), 0
     for count, nodes in _sizes(ranks, per_node, least):
@@ -103,7 +105,9 @@ def choose(job: Job, ranks: int, per_node: int) -> ElasticLayout:
             break
     if not options:
         condition = f" with elastic.fixed={job.elastic.fixed!r}" if job.elastic.fixed else ""
-        raise UserError(f"no layout of {job.model.name} runs on {ranks} ranks{condition}: {problems[0]}")
+        raise UserError(
+            f"no layout of {job.model.name} runs on {ranks} ranks{condition}: {problems[0]}", "elastic.left.layout"
+        )
     best = options[0]
     for option in options[1:]:  # in order of fewer ranks
         if option.seconds < _SPARE_GAIN * best.seconds:
@@ -118,7 +122,8 @@ def _check_settings(job: Job, layout: Layout) -> None:
     if job.elastic.least > layout.world:
         raise UserError(
             f"elastic.least={job.elastic.least} is more than the {layout.world} ranks of layout {layout}; nearest: "
-            f"elastic.least={layout.world}"
+            f"elastic.least={layout.world}",
+            "elastic.least.ranks",
         )
     try:
         fixed = fixed_choices(job.elastic.fixed)
@@ -127,7 +132,8 @@ def _check_settings(job: Job, layout: Layout) -> None:
     own = {key: getattr(layout, key) for key in fixed if key in FIXED and key != "samples"}
     if conflicts := [f"{key}={value}" for key, value in own.items() if fixed[key] != value]:
         raise UserError(
-            f"elastic.fixed={job.elastic.fixed!r} is for every layout, and the job's own has {conflicts[0]}"
+            f"elastic.fixed={job.elastic.fixed!r} is for every layout, and the job's own has {conflicts[0]}",
+            "elastic.fixed.layout",
         )
 
 

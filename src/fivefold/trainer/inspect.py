@@ -47,7 +47,9 @@ class InspectResult(Result):
         if "load" not in name.lower():
             return self.scene()
         if self.experts is None:
-            raise UserError(f"there is no expert load to draw; {'; '.join(self.notes) or 'the model has none'}")
+            raise UserError(
+                f"there is no expert load to draw; {'; '.join(self.notes) or 'the model has none'}", "picture.empty"
+            )
         return self.experts.scene()
 
 
@@ -60,7 +62,7 @@ def inspect(run: str | Place, step: int | None = None) -> InspectResult:
         trained, notes = TrainResult.read(place), list[str]()
         experts = _experts(place, notes)
     except OSError as error:
-        raise UserError(f"{error.filename or place} cannot be read: {error.strerror}") from None
+        raise UserError(f"{error.filename or place} cannot be read: {error.strerror}", "file.read") from None
     saved = step is not None or _has_checkpoints(place)
     if not saved:
         notes.append(f"{place} has no complete checkpoint")

@@ -191,7 +191,8 @@ def read(path: Path, most: int = MOST) -> Iterator[tuple[bytes, Record | None]]:
         if (size := os.fstat(raw.fileno()).st_size) > most:
             raise UserError(
                 f"{path} has {bytes_text(size)}, and at most {bytes_text(most)} are read; move it away: its run goes "
-                "on without it, and writes a new one"
+                "on without it, and writes a new one",
+                "file.size",
             )
         while line := file.readline(_MAX_LINE):
             yield line, from_line(line)

@@ -156,7 +156,7 @@ class Follower:
         self.file.close()
 
     def refusal(self) -> UserError:
-        error = UserError(dict.fromkeys(problem for refused in self.refused for problem in refused.problems))
+        error = UserError(dict.fromkeys(problem for refused in self.refused for problem in refused.coded))
         error.codes = list(dict.fromkeys(code for refused in self.refused for code in refused.codes))
         return error
 

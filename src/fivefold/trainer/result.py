@@ -134,7 +134,7 @@ class ExpertsResult(Result):
     @classmethod
     def read(cls, directory: Path, model: ModelSpec) -> "ExpertsResult":
         if model.experts is None:
-            raise UserError(f"{model.name}, which {directory} trains, has no experts")
+            raise UserError(f"{model.name}, which {directory} trains, has no experts", "picture.empty")
         records, left_out = recent(directory / METRICS)
         with_load = [record for record in records if isinstance(record, Step) and record.load is not None]
         shape = [model.experts.count] * len(model.routed_layers)
@@ -142,7 +142,7 @@ class ExpertsResult(Result):
         if not complete:
             damaged = counted(records.count(None), "line")
             why = f"; {damaged} of its metrics.jsonl cannot be read" if None in records else " yet"
-            raise UserError(f"{directory} has no step with a load{why}")
+            raise UserError(f"{directory} has no step with a load{why}", "picture.empty")
         most_uneven = max(with_load, key=lambda step: _load(step).fullest)
         dropped = sum(_load(step).dropped for step in with_load)
         return cls(directory, model, complete, dropped, most_uneven, left_out)
@@ -234,15 +234,17 @@ class ExpertsResult(Result):
 def experts(run: str | Path) -> ExpertsResult:
     """The load of the experts of a `run`, by its directory.
 
-    >>> result = ff.experts("runs/moe")  # doctest: +SKIP
+    >>> run = ff.train(None, ["model=tiny-moe", "train.steps=2", "data.seq=32", "train.batch=2", "run.name=moe"])
+    >>> len(ff.experts("runs/moe").steps)
+    2
     """
     directory = path_of(str(run))
     if not (directory / METRICS).is_file():
-        raise UserError(f"{directory} is not the directory of a run: it has no metrics.jsonl")
+        raise UserError(f"{directory} is not the directory of a run: it has no metrics.jsonl", "run.missing")
     try:
         return ExpertsResult.read(directory, stored_job(directory).model)
     except OSError as error:
-        raise UserError(f"{error.filename or directory} cannot be read: {error.strerror}") from None
+        raise UserError(f"{error.filename or directory} cannot be read: {error.strerror}", "file.read") from None
 
 
 def _load(step: Step) -> Load:

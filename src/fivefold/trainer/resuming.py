@@ -47,13 +47,13 @@ class Start:
         directory = self.named or chosen(job, self.fresh)
         if directory is None:
             if problems := misbegun(job, sources):
-                raise UserError(problems)
+                raise UserError(problems, "run.weights.refused")
             return None
         problems = refused(directory, job, sources, named=self.named is not None)
         if problems and not self.named and (own := earlier(job, directory)):
             directory, problems = own, refused(own, job, sources, named=False)
         if problems:
-            raise UserError(problems)
+            raise UserError(problems, "run.resume.weights")
         return directory
 
 
@@ -69,7 +69,9 @@ def run_named(word: str | None) -> Place | None:
         same = len(path.parts) == 1 and near in _runs(path_of(RunConfig().dir)) and not installed(path)
         others = [near] if same else _runs(path.parent) if len(path.parts) > 1 else []
         if path.suffix != ".toml" and others:
-            raise UserError(f"there is neither a run nor a job file {path}; {did_you_mean(str(path), others)}")
+            raise UserError(
+                f"there is neither a run nor a job file {path}; {did_you_mean(str(path), others)}", "run.missing"
+            )
         return None
     if inside := next((folder for folder in (path, *path.parents) if folder.name == "checkpoints"), None):
         run, complete_ones = inside.parent, Store(inside).complete()
@@ -78,12 +80,15 @@ def run_named(word: str | None) -> Place | None:
         step = f" --step {Checkpoint(path).manifest.step}" if of_one else ""
         raise UserError(
             f"{path} {'is a checkpoint' if of_one else 'has checkpoints'}; 'fivefold train {run}' resumes from the "
-            f"newest ({newest}), and 'fivefold checkpoint reshard {run}{step} --layout dp=1 -o NEW' makes a run of one"
+            f"newest ({newest}), and 'fivefold checkpoint reshard {run}{step} --layout dp=1 -o NEW' makes a run of one",
+            "run.resume.checkpoint",
         )
     if not (path / JOB).exists() and not newest_of(Store(path / "checkpoints").complete()):
         others = _runs(path) or _runs(path.parent)
         known = f"; there is: {', '.join(others[:5])}" if others else ""
-        raise UserError(f"{path} is not the directory of a run: it has neither {JOB} nor a checkpoint{known}")
+        raise UserError(
+            f"{path} is not the directory of a run: it has neither {JOB} nor a checkpoint{known}", "run.missing"
+        )
     return path
 
 
@@ -103,13 +108,14 @@ def stored_job(directory: Place, words: Sequence[str] = ()) -> Job:
             "--fresh" if isinstance(directory, RemotePlace) else f"'fivefold train {directory / JOB} run.name=NAME'"
         )
         raise UserError(
-            f"{moved[0]} is not {directory}, in which the run resumes; a run of its own with the same job is {way_out}"
+            f"{moved[0]} is not {directory}, in which the run resumes; a run of its own with the same job is {way_out}",
+            "run.resume.directory",
         )
     if isinstance(directory, RemotePlace):
         with reachable(directory):
             newest = newest_of(store_of(directory).complete())
         if newest is None:
-            raise UserError(f"{directory} has no checkpoint to resume from")
+            raise UserError(f"{directory} has no checkpoint to resume from", "checkpoint.none")
         table = msgspec.to_builtins(stored(newest))
         table["run"]["name"], table["checkpoint"]["url"] = directory.name, str(directory.parent)
         return resolve(table, words, stored=True)
@@ -151,11 +157,13 @@ def _table(directory: Path) -> dict[str, Any]:
     try:
         table = read_toml(directory / JOB)
         if any(not isinstance(table.get(section, {}), dict) for section in ("run", "layout")):
-            raise UserError(f"{directory / JOB} has settings where it should have sections")
+            raise UserError(f"{directory / JOB} has settings where it should have sections", "file.syntax")
         return table
     except Missing:
         if newest is None:
-            raise UserError(f"{directory} is not a run: it has neither job.toml nor a checkpoint") from None
+            raise UserError(
+                f"{directory} is not a run: it has neither job.toml nor a checkpoint", "run.missing"
+            ) from None
         return msgspec.to_builtins(stored(newest))
     except UserError as error:
         way_out = f"repair or delete it: {newest.path} has the job, too" if newest else "repair it"
@@ -264,7 +272,8 @@ def begin(directory: Path, again: bool, steps: int) -> None:
     if stuck:
         raise UserError(
             f"{MOST} starts in a row have made no step after step {progress.step}, and this one is not tried; the "
-            f"reasons are in {directory / 'logs'}, and the next start tries again"
+            f"reasons are in {directory / 'logs'}, and the next start tries again",
+            "run.resume.starts",
         )
 
 

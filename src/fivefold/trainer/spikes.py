@@ -255,7 +255,7 @@ class Policy:
         try:
             state = msgspec.convert(table, PolicyState)
         except msgspec.ValidationError as error:
-            raise UserError(f"{where}: what its watchers knew cannot be read: {error}") from None
+            raise UserError(f"{where}: what its watchers knew cannot be read: {error}", "checkpoint.damaged") from None
         self.recent.clear()
         self.recent.extend(state.recent)
         self.decisions.add(decision for decision in state.decisions if decision.first not in self.decisions.by_first)

@@ -39,9 +39,10 @@ def train(
 ) -> TrainResult:
     """Trains a job on ranks of this machine, and returns its losses and its directory.
 
-        >>> losses = ff.train("examples/demo.toml", ["train.steps=50"]).losses  # doctest: +SKIP
-        >>> result = ff.train("runs/demo", ["train.steps=300"], progress=print)  # doctest: +SKIP
-        >>> result = ff.train(on_record=lambda step: print(step.step, step.loss))  # doctest: +SKIP
+        >>> losses = ff.train(None, ["layout=dp=2", "data.seq=32", "train.steps=2", "run.name=small"]).losses
+        >>> result = ff.train("runs/small", ["train.steps=4"], on_record=lambda step: print(step.step))
+        3
+        4
 
     `job` is a job file, the directory of a run to resume, or an object (default: a small Llama on Python's own
     source), `changes` are KEY=VALUE. `nproc` is the number of ranks (default: as many as the layout has), and
@@ -89,7 +90,9 @@ def job_and_start(job: str | Path | Job | None, changes: Sequence[str], *, fresh
     """The job to train, and the directory to train it in."""
     if isinstance(job, Job):
         if changes:
-            raise UserError(f"{changes[0]!r} changes a job that is given as an object; change the object instead")
+            raise UserError(
+                f"{changes[0]!r} changes a job that is given as an object; change the object instead", "change.object"
+            )
         return job, Start(None, fresh=fresh)
     run = run_named(str(job) if job else None)
     resolved = stored_job(run, changes) if run else with_moved_weights(read_job(job and str(job), list(changes)), job)
@@ -129,14 +132,15 @@ def trace(
 ) -> TraceResult:
     """Runs a few steps of a job, writes a trace of all ranks to `output`, and returns a summary of their time.
 
-        >>> result = ff.trace("examples/demo.toml", ["trace.steps=2"], output="trace.json")  # doctest: +SKIP
+        >>> ff.trace("examples/demo.toml", ["layout=dp=2", "trace.steps=1"], output="trace.json").ok
+        True
 
     Starts the ranks of the `job`, a file or an object, on this machine; they have `timeout` seconds. `changes` are
     KEY=VALUE; trace.after and trace.steps say which steps.
     """
     file = TraceFile(Path(output))
     if not file.path.expanduser().absolute().parent.is_dir():
-        raise UserError(f"--output {output}: there is no directory {file.path.parent}")
+        raise UserError(f"--output {output}: there is no directory {file.path.parent}", "file.write")
     replace = msgspec.structs.replace
     full = job if isinstance(job, Job) else read_job(_checked_job_file(job), changes)
     trace_config = replace(full.trace, steps=full.trace.steps or STEPS)
@@ -154,7 +158,8 @@ def _checked_job_file(job: str | Path | None) -> str | Path | None:
     if path is not None and (path.is_dir() or path.suffix == ".json"):
         run = path if path.is_dir() else path.parent
         raise UserError(
-            f"{job} is not a job file, and trace runs one; `fivefold inspect {run} --html FILE` shows a run's trace"
+            f"{job} is not a job file, and trace runs one; `fivefold inspect {run} --html FILE` shows a run's trace",
+            "job.kind",
         )
     return job
 

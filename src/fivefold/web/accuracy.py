@@ -25,7 +25,10 @@ def payload(ask: Ask) -> dict[str, Any]:
     ask.only("source", "model", "kind")
     files = [row.file for row in read_rows()]
     if (source := ask.text("source").removesuffix(EXPERTS)) and source not in files:
-        raise UserError(f"unknown source {source[:60]!r}; {did_you_mean(source[:60], list(dict.fromkeys(files)))}")
+        raise UserError(
+            f"unknown source {source[:60]!r}; {did_you_mean(source[:60], list(dict.fromkeys(files)))}",
+            "accuracy.source.unknown",
+        )
     return {
         "sources": [{"name": name, "rows": files.count(name)} for name in dict.fromkeys(files)],
         "bands": sorted(BANDS),

@@ -27,14 +27,12 @@ def ui(
     say: Callable[[str], object] = print,
 ) -> None:
     """Serve the page until interrupted. `port` 0 takes a free one; `runs` are the directories that may be read. With
-    `browser`, the system's browser opens the page. `say` is called with its address.
-
-    >>> ff.ui(port=8000, runs=["runs"])  # doctest: +SKIP
+    `browser`, the system's browser opens the page. `say` is called with its address: `ff.ui(port=8000, runs=["runs"])`.
     """
     checked("port", port, within(0, 65535))
     folders = tuple(_directory(run) for run in runs)
     if absent("starlette") or absent("uvicorn"):
-        raise UserError(NEEDS)
+        raise UserError(NEEDS, "install.ui")
     import uvicorn
 
     from fivefold.web.server import application
@@ -63,7 +61,7 @@ def worth_saying(record: logging.LogRecord) -> bool:
 def _directory(run: str | Path) -> Path:
     path = path_of(run)
     if not path.is_dir():
-        raise UserError(f"--runs {run} is not a directory; give a run's, or one that has runs in it")
+        raise UserError(f"--runs {run} is not a directory; give a run's, or one that has runs in it", "run.missing")
     return path.resolve()
 
 
@@ -76,5 +74,7 @@ def bound(port: int) -> socket.socket:
         listener.listen()
     except OSError as error:
         listener.close()
-        raise UserError(f"port {port} is not available: {error.strerror}; --port 0 takes a free one") from None
+        raise UserError(
+            f"port {port} is not available: {error.strerror}; --port 0 takes a free one", "page.port"
+        ) from None
     return listener

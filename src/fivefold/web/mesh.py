@@ -90,7 +90,9 @@ def _drawable_workload(ask: Ask) -> Workload:
     """The workload of the question; a cluster with too many ranks to draw is refused."""
     workload = workload_of(ask)
     if (world := workload.cluster.world) > MOST:
-        raise UserError(f"{workload.cluster} has {world} GPUs, and a mesh of more than {MOST} is not drawn")
+        raise UserError(
+            f"{workload.cluster} has {world} GPUs, and a mesh of more than {MOST} is not drawn", "page.size"
+        )
     return workload
 
 
@@ -127,7 +129,7 @@ def _workload_and_rank(ask: Ask) -> tuple[Workload, int]:
     if wrong := problems(question, layout):
         raise UserError(wrong)
     if not 0 <= number < layout.world:
-        raise UserError(f"there is no rank {number}; {layout} has {layout.world}, from 0")
+        raise UserError(f"there is no rank {number}; {layout} has {layout.world}, from 0", "page.rank")
     return replace(question, layout=layout), number
 
 

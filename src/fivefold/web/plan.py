@@ -58,7 +58,8 @@ def planned(result: PlanResult) -> tuple[dict[str, Any], dict[str, Any]]:
     if result.chosen.workload.groups:
         raise UserError(
             f"{result.workload.cluster} is heterogeneous, and there is no view of that; `fivefold plan -o "
-            "decision.html` writes the decision down"
+            "decision.html` writes the decision down",
+            "page.cluster",
         )
     option = result.explained
     page = _page(result.workload, result.workload.software.name, option.layout, [], option)

@@ -41,7 +41,9 @@ class Ask:
     def only(self, *names: str) -> None:
         """Refuse other parameters than these: a misspelled one must not be a silent default."""
         if unknown := [name for name in self.query if name not in names]:
-            raise UserError([f"{name!r} is not a parameter here; {did_you_mean(name, names)}" for name in unknown])
+            raise UserError(
+                [f"{name!r} is not a parameter here; {did_you_mean(name, names)}" for name in unknown], "page.word"
+            )
 
     def text(self, name: str, default: str = "") -> str:
         """A parameter; `default` if it is absent or empty."""
@@ -52,13 +54,15 @@ class Ask:
         if not (word := self.text(name)):
             return None
         if (number := whole_number(word)) is None:
-            raise UserError(f"{name}={word[:40]!r} is not a whole number")
+            raise UserError(f"{name}={word[:40]!r} is not a whole number", "page.word")
         return number
 
     def one_of(self, name: str, choices: tuple[str, ...], default: str = "") -> str:
         """A parameter that is one of `choices`."""
         if (word := self.text(name, default)) not in choices:
-            raise UserError(f"{name}={word[:40]!r} is not {either([choice or 'nothing' for choice in choices])}")
+            raise UserError(
+                f"{name}={word[:40]!r} is not {either([choice or 'nothing' for choice in choices])}", "page.word"
+            )
         return word
 
 
@@ -93,24 +97,34 @@ def workload_of(ask: Ask) -> Workload:
     """The workload that is asked for, by names of the catalogues alone."""
     model, cluster = ask.text("model", MODEL), ask.text("cluster", CLUSTER)
     if model not in PRESETS:
-        raise UserError(f"unknown model {model[:60]!r}; {did_you_mean(model[:60], list(PRESETS))}")
+        raise UserError(f"unknown model {model[:60]!r}; {did_you_mean(model[:60], list(PRESETS))}", "model.unknown")
     if ".toml" in cluster.lower() or "/" in cluster:
-        raise UserError(f"cluster={cluster[:60]!r} is a file, and the page reads none; `fivefold plan --cluster` does")
+        raise UserError(
+            f"cluster={cluster[:60]!r} is a file, and the page reads none; `fivefold plan --cluster` does",
+            "page.cluster",
+        )
     if cluster.startswith("x"):
-        raise UserError(f"cluster={cluster[:60]!r} has no number of nodes before its first x; nearest: 1{cluster[:60]}")
+        raise UserError(
+            f"cluster={cluster[:60]!r} has no number of nodes before its first x; nearest: 1{cluster[:60]}",
+            "cluster.form",
+        )
     if "+" in cluster:
         raise UserError(
-            f"cluster={cluster[:60]!r} is heterogeneous, and there are no sliders for that; `fivefold plan` has them"
+            f"cluster={cluster[:60]!r} is heterogeneous, and there are no sliders for that; `fivefold plan` has them",
+            "page.cluster",
         )
     batch, seq = checked("batch", ask.integer("batch"), within(1, SEQUENCES)), ask.integer("seq")
     parsed = Cluster.parse(cluster)
     if parsed.world > GPUS:
-        raise UserError(f"{parsed} has {parsed.world} GPUs, and the page asks for at most {GPUS}; `fivefold plan` may")
+        raise UserError(
+            f"{parsed} has {parsed.world} GPUs, and the page asks for at most {GPUS}; `fivefold plan` may", "page.size"
+        )
     workload = _question(model, cluster, batch, seq, ask.text("precision"), software_asked(ask))
     if workload.batch * workload.seq > TOKENS:
         raise UserError(
             f"batch={workload.batch} x seq={workload.seq} is {workload.batch * workload.seq} tokens in a step, and the "
-            f"page asks for at most {TOKENS}; nearest: batch={max(1, TOKENS // workload.seq)}"
+            f"page asks for at most {TOKENS}; nearest: batch={max(1, TOKENS // workload.seq)}",
+            "page.size",
         )
     return workload
 
@@ -129,9 +143,14 @@ def layout_of(text: str) -> Layout:
     for part in text.split(","):
         key, _, value = (word.strip() for word in part.partition("="))
         if key == "schedule" and value not in CATALOGUE:  # a layout may name a file, and a page must not
-            raise UserError(f"unknown schedule {value[:60]!r}; {did_you_mean(value[:60], list(CATALOGUE))}")
+            raise UserError(
+                f"unknown schedule {value[:60]!r}; {did_you_mean(value[:60], list(CATALOGUE))}",
+                "layout.schedule.unknown",
+            )
     if len(text) > LONGEST:
-        raise UserError(f"a layout of {len(text)} characters is longer than the {LONGEST} that the page reads")
+        raise UserError(
+            f"a layout of {len(text)} characters is longer than the {LONGEST} that the page reads", "page.size"
+        )
     return _in_range(Layout.parse(text))
 
 
@@ -140,7 +159,7 @@ def _in_range(layout: Layout) -> Layout:
     if problems := outside(layout, "layout"):
         raise UserError(list(problems.values()))
     if layout.world > PRODUCT:
-        raise UserError(f"{layout} has {layout.world} ranks, and {PRODUCT} are the most")
+        raise UserError(f"{layout} has {layout.world} ranks, and {PRODUCT} are the most", "page.size")
     return layout
 
 
@@ -156,7 +175,9 @@ def layout_asked(workload: Workload, ask: Ask) -> Layout:
     if not field:
         return layout
     if not equals or field not in Layout.__struct_fields__ or field == "split":
-        raise UserError(f"move={ask.text('move')[:60]!r} is not a layout setting and its value; write move=tp=8")
+        raise UserError(
+            f"move={ask.text('move')[:60]!r} is not a layout setting and its value; write move=tp=8", "page.word"
+        )
     layout_of(f"{field}={value}")  # checks the new value by itself, before other fields follow it
     return _in_range(moved(workload, layout, field, value))
 

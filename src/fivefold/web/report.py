@@ -209,7 +209,8 @@ def read_verify_json(path: Path) -> dict[str, Any]:
     except msgspec.ValidationError as error:
         raise UserError(
             f"{path} is not what `fivefold verify --json` prints: {error}; write one with "
-            f"`fivefold verify --layout dp=2 --json > {path}`"
+            f"`fivefold verify --layout dp=2 --json > {path}`",
+            "file.syntax",
         ) from None
 
 
@@ -268,11 +269,11 @@ class Report(Result):
 
 
 def report(result: Result | str | Path, output: str | Path, command: str = "") -> Report:
-    """Write `result` as one HTML file, `output`. It may be the path of a run, of a directory of runs, or of what
-    `verify --json` wrote. `command` is the command that the file names as its origin.
+    """Write `result` as one HTML file, `output`. It may be the path of a run, of a directory of runs, or of a file with
+    the JSON of a `VerifyResult`. `command` is the command that the file names as its origin.
 
-    >>> ff.report(ff.plan("llama3-8b", "8xH100"), "plan.html")  # doctest: +SKIP
-    >>> ff.report("runs/demo", "run.html")  # doctest: +SKIP
+    >>> ff.report(ff.plan("tiny", "2xCPU", batch=8, seq=64), "plan.html").views
+    ('plan', 'mesh')
     """
     path = path_of(output)
     check_writable(path, HTML, ".htm")
@@ -286,7 +287,8 @@ def report(result: Result | str | Path, output: str | Path, command: str = "") -
     if len(text) > MAX_BYTES:
         raise UserError(
             f"the report of {title} is {len(text) / 1e6:.2f} MB; the limit is {MAX_BYTES / 1e6:g} MB; report fewer "
-            "runs, schedules, ranks or microbatches, or look at it with `fivefold ui`"
+            "runs, schedules, ranks or microbatches, or look at it with `fivefold ui`",
+            "report.size",
         )
     write(path, text.decode())
     return Report(path, title, tuple(view["name"] for view in views), len(text))
@@ -300,7 +302,9 @@ def views_of(result: Result | str | Path) -> tuple[str, list[dict[str, Any]]]:
         if isinstance(result, kind):
             return views(result)
     names = ", ".join(kind.__name__ for kind in KINDS)
-    raise UserError(f"there is no report of a {type(result).__name__}; there are reports of {names}, and of a run")
+    raise UserError(
+        f"there is no report of a {type(result).__name__}; there are reports of {names}, and of a run", "report.kind"
+    )
 
 
 def _plan_views(result: PlanResult) -> tuple[str, list[dict[str, Any]]]:
@@ -351,7 +355,9 @@ def _runs_views(path: Path) -> tuple[str, list[dict[str, Any]]]:
     roots = (path.resolve(),)
     runs, notes = runs_in(roots)
     if not runs:
-        raise UserError(notes or f"{path} has no run in it; a run's directory has job.toml and metrics.jsonl")
+        raise UserError(
+            notes or f"{path} has no run in it; a run's directory has job.toml and metrics.jsonl", "run.missing"
+        )
     names = list(runs)[:SHOWN]
     return ", ".join(names), [shareable(answered_view("run", Ask({"runs": ",".join(names)}, roots)))]
 

@@ -51,7 +51,7 @@ def payload(ask: Ask) -> dict[str, Any]:
     runs, notes = runs_in(ask.runs)
     names = [name for name in ask.text("runs").split(",") if name] or list(runs)[:1]
     if len(names) > SHOWN:
-        raise UserError(f"{len(names)} runs are asked for, and a picture has at most {SHOWN}")
+        raise UserError(f"{len(names)} runs are asked for, and a picture has at most {SHOWN}", "page.size")
     names = list(dict.fromkeys(names))
     shown = [_full_run(run_of(runs, name), len(names)) for name in names]
     traced = next((run["name"] for run in shown if run["traced"]), None)
@@ -85,7 +85,7 @@ def trace(ask: Ask) -> dict[str, Any]:
     run = run_of(runs, ask.text("run"))
     path = run.inside("trace.json")
     if path is None:
-        raise UserError(f"trace.json of {run.name} leads out of the directory that was given")
+        raise UserError(f"trace.json of {run.name} leads out of the directory that was given", "page.file")
     return {"run": run.name} | lanes(path, ask.integer("step"))
 
 

@@ -153,7 +153,7 @@ def _with_unique_names(runs: list[RunFiles]) -> Iterator[RunFiles]:
 def run_of(runs: Mapping[str, RunFiles], name: str) -> RunFiles:
     """The run of that name, which is looked up and never part of a path."""
     if name not in runs:
-        raise UserError(f"there is no run {name[:60]!r}; {did_you_mean(name[:60], list(runs))}")
+        raise UserError(f"there is no run {name[:60]!r}; {did_you_mean(name[:60], list(runs))}", "run.missing")
     return runs[name]
 
 

@@ -61,7 +61,9 @@ def drawn(result: DrawResult) -> list[tuple[str, dict[str, Any], dict[str, Any]]
     query, first = result.query, result.simulations[0].schedule
     asked = query or Query((), first.p, first.m)
     if (passes := max(simulation.schedule.p * simulation.schedule.m for simulation in result.simulations)) > MOST:
-        raise UserError(f"{passes} passes of a pipeline are more than the {MOST} that a page draws; -o draws a picture")
+        raise UserError(
+            f"{passes} passes of a pipeline are more than the {MOST} that a page draws; -o draws a picture", "page.size"
+        )
     if len(result.simulations) > 1:
         *others, last = result.simulations
         parts = {
@@ -163,18 +165,22 @@ def _rows(query: Query) -> list[dict[str, Any]]:
 def _query(ask: Ask, *names: str) -> Query:
     """The query of a page for these schedules, with limits on its size."""
     if unknown := [name for name in names if name not in CATALOGUE]:  # it may be a file's, and a page reads none
-        raise UserError(f"unknown schedule {unknown[0][:60]!r}; {did_you_mean(unknown[0][:60], list(CATALOGUE))}")
+        raise UserError(
+            f"unknown schedule {unknown[0][:60]!r}; {did_you_mean(unknown[0][:60], list(CATALOGUE))}",
+            "layout.schedule.unknown",
+        )
     pp, m = _integer(ask, "pp", PP, WIDEST), _integer(ask, "microbatches", MICROBATCHES, MOST)
     chunks = ask.integer("chunks") if any(CATALOGUE[name].any_chunks for name in names) else None
     checked("chunks", chunks, within(1, WIDEST))
     most, by_chunks = (MOST, "") if chunks is None else (4 * MOST, f" x chunks={chunks}")
     if pp * m * (chunks or 1) > most:
         raise UserError(
-            f"pp={pp} x microbatches={m}{by_chunks} is more than the {most} that a page draws; `fivefold draw` may"
+            f"pp={pp} x microbatches={m}{by_chunks} is more than the {most} that a page draws; `fivefold draw` may",
+            "page.size",
         )
     slow = parse_slow(ask.text("slow"))
     if absent := next((rank for rank in slow if rank >= pp), None):
-        raise UserError(f"slow names rank {absent}, and pp={pp} has the ranks 0 to {pp - 1}")
+        raise UserError(f"slow names rank {absent}, and pp={pp} has the ranks 0 to {pp - 1}", "schedule.slow")
     return Query(names, pp, m, chunks, times=Durations(Durations.parse(ask.text("times")).values, slow))
 
 

@@ -9,7 +9,7 @@ import hmac
 import sys
 import threading
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -197,7 +197,7 @@ def application(token: str, port: int, runs: tuple[Path, ...] = ()) -> App:
                         cache[key] = body
             return _json(body)
         except UserError as error:
-            return _error(404 if isinstance(error, Nothing) else 400, error.problems)
+            return _error(404 if isinstance(error, Nothing) else 400, error.problems, error.codes)
         except Busy as error:
             return _error(503, [str(error)])
         except asyncio.CancelledError:  # at shutdown; a traceback would help nobody
@@ -270,7 +270,7 @@ def _words(request: Request) -> dict[str, str]:
     pairs = request.query_params.multi_items()
     words = dict(pairs)
     if len(words) != len(pairs):
-        raise UserError("a word of the address is given twice")
+        raise UserError("a word of the address is given twice", "page.word")
     return words
 
 
@@ -278,7 +278,7 @@ def _json(body: bytes) -> Response:
     return Response(body, media_type="application/json")
 
 
-def _error(status: int, problems: list[str]) -> Response:
+def _error(status: int, problems: list[str], codes: Sequence[str] = ()) -> Response:
     problems = [for_page(problem) for problem in problems]
-    body: dict[str, Any] = {"error": problems[0], "problems": problems}
+    body: dict[str, Any] = {"error": problems[0], "problems": problems, "codes": codes}
     return Response(msgspec.json.encode(body), status, media_type="application/json")

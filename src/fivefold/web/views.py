@@ -44,9 +44,9 @@ class Nothing(UserError):
 
 def view_of(name: str, part: str = "") -> View:
     if name not in NAMED:
-        raise Nothing(f"there is no view {name[:40]!r}; {did_you_mean(name[:40], list(NAMED))}")
+        raise Nothing(f"there is no view {name[:40]!r}; {did_you_mean(name[:40], list(NAMED))}", "page.view")
     if part and part not in NAMED[name].parts:
-        raise Nothing(f"{name} has no part {part[:40]!r}; it has {', '.join(NAMED[name].parts) or 'none'}")
+        raise Nothing(f"{name} has no part {part[:40]!r}; it has {', '.join(NAMED[name].parts) or 'none'}", "page.view")
     return NAMED[name]
 
 

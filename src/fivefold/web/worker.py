@@ -30,7 +30,7 @@ def respond(line: bytes, runs: tuple[Path, ...]) -> dict[str, Any]:
     try:
         return {"answer": answer(question.view, question.part, Ask(question.query, runs))}
     except UserError as error:
-        return {"problems": error.problems}
+        return {"problems": error.problems, "codes": error.codes}
     except Exception:
         return {"trace": traceback.format_exc()}
 

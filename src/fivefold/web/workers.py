@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from fivefold.support.errors import UserError
+from fivefold.support.errors import Problem, UserError
 from fivefold.web.worker import WorkerQuestion
 
 MOST = 2  # processes at a time: each takes a core
@@ -34,6 +34,7 @@ class Broken(Exception):
 class Reply(msgspec.Struct):
     answer: msgspec.Raw = msgspec.Raw()  # empty: there is none
     problems: list[str] | None = None
+    codes: list[str] = []
     trace: str = ""
 
 
@@ -74,12 +75,12 @@ class Workers:
             self._free(process, ended=True)
             if isinstance(error, TimeoutError):
                 what = f"{question.view} {question.part}".strip()
-                raise UserError(f"{what} takes longer than {LIMIT:.0f} s; ask for less") from None
+                raise UserError(f"{what} takes longer than {LIMIT:.0f} s; ask for less", "page.time") from None
             raise
         self._free(process)
         reply = msgspec.json.decode(line, type=Reply)
         if not bytes(reply.answer):
-            raise UserError(reply.problems) if reply.problems else Broken(reply.trace)
+            raise UserError(map(Problem, reply.codes, reply.problems)) if reply.problems else Broken(reply.trace)
         return bytes(reply.answer)
 
     def _free(self, process: Process | None, ended: bool = False) -> None:
