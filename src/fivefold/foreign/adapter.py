@@ -183,7 +183,8 @@ def _import(place: AdapterFile) -> Any:
         raise UserError(f"{place.file.name} is not a Python file", "adapter.file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickling look for their module there
-    sys.path.insert(0, str(place.file.parent))  # files beside it, as when Python runs it
+    if not place.ships:  # files beside it, as when Python runs it; but torchtitan.py imports torchtitan, and not itself
+        sys.path.insert(len(sys.path) if importlib.util.find_spec(place.file.stem) else 0, str(place.file.parent))
     try:
         spec.loader.exec_module(module)
     except UserError:

@@ -64,8 +64,8 @@ def factor_name(factor: float, layout: Layout, known: Mapping[str, float], world
     sizes = {key: float(value) for key, value in layout.items() if isinstance(value, int) and value > 1}
     candidates = dict(sizes)
     candidates |= {f"{a} x {b}": sizes[a] * sizes[b] for a, b in combinations(sizes, 2)}
-    candidates |= {key: float(value) for key, value in known.items() if value not in (0, 1)}
-    candidates.setdefault("ranks", float(world))
+    others = {key: float(value) for key, value in known.items() if value not in (0, 1)} | {"ranks": float(world)}
+    candidates |= {key: value for key, value in others.items() if key not in candidates}  # the layout's own come first
     for name, size in candidates.items():
         if math.isclose(factor, size, rel_tol=1e-7):
             return name

@@ -32,18 +32,22 @@ def gradient_causes(evidence: Evidence) -> list[Cause]:
 
 def _factors(evidence: Evidence) -> tuple[set[int], list[Cause]]:
     """Gradients that are the truth times a number, one number for each rank."""
+    everywhere: dict[
+        float, list[int]
+    ] = {}  # the same number on all ranks, whichever these are: stages hold unlike ones
     by_factors: dict[tuple[tuple[int, float], ...], list[int]] = {}
     for identity in evidence.failing:
         if (factors := _factors_of(evidence, identity)) is not None:
-            by_factors.setdefault(factors, []).append(identity)
+            if len(values := {factor for _, factor in factors}) == 1:
+                everywhere.setdefault(values.pop(), []).append(identity)
+            else:
+                by_factors.setdefault(factors, []).append(identity)
     found = []
-    for factors, identities in by_factors.items():
-        values = {factor for _, factor in factors}
+    for factor, identities in everywhere.items():
         who = f"{all_of(evidence, identities)} ({evidence.names(identities)})"
-        if len(values) == 1:
-            [factor] = values
-            found.append(_factor_cause(evidence, factor, who, "on every rank that holds them"))
-            continue
+        found.append(_factor_cause(evidence, factor, who, "on every rank that holds them"))
+    for factors, identities in by_factors.items():
+        who = f"{all_of(evidence, identities)} ({evidence.names(identities)})"
         wrong = [(rank, factor) for rank, factor in factors if abs(factor - 1) > evidence.fits]
         if len({factor for _, factor in wrong}) == 1:
             ranks = [rank for rank, _ in wrong]
@@ -51,7 +55,8 @@ def _factors(evidence: Evidence) -> tuple[set[int], list[Cause]]:
         else:
             listed = ", ".join(f"rank {rank} x {factor:.6g}" for rank, factor in factors)
             found.append(Cause(f"{who} are the truth times a number of their rank: {listed}"))
-    return {identity for identities in by_factors.values() for identity in identities}, found
+    groups = [*everywhere.values(), *by_factors.values()]
+    return {identity for identities in groups for identity in identities}, found
 
 
 def _factors_of(evidence: Evidence, identity: int) -> tuple[tuple[int, float], ...] | None:

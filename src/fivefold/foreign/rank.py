@@ -147,9 +147,13 @@ def _run(
     for step in range(settings.steps):
         torch.manual_seed(seed + step)
         batch = adapter.batch(step)
+        watched = trace if step == 0 else None
+        if watched is not None:  # what the first step sets up, as a pipeline tries shapes, would be taken for the step
+            torch.manual_seed(seed + step)
+            adapter.step(model, batch)
         torch.manual_seed(seed + step)
         _clear(adapter, model)
-        with watching(adapter, model, trace if step == 0 else None):
+        with watching(adapter, model, watched):
             result = adapter.step(model, batch)
         losses.append(_number(result, "loss"))
         gradients.append(_gradients(adapter, model))
@@ -165,19 +169,19 @@ def _clear(adapter: Adapter, model: Any) -> None:
 
 
 def _gradients(adapter: Adapter, model: Any) -> dict[str, Values | None]:
-    found = {name: adapter.grad(parameter) for name, parameter in adapter.named(model).items()}
-    return {name: None if gradient is None else _flat(_reduced(gradient)) for name, gradient in found.items()}
+    found = {name: (parameter, adapter.grad(parameter)) for name, parameter in adapter.named(model).items()}
+    return {name: None if own is None else _flat(_placed(own, parameter)) for name, (parameter, own) in found.items()}
 
 
-def _reduced(gradient: Tensor) -> Tensor:
-    """DTensor may leave a gradient as summands on the ranks of its mesh: an optimizer that reads it adds them."""
-    placements = getattr(gradient, "placements", ())
-    if not any(placement.is_partial() for placement in placements):
+def _placed(gradient: Tensor, parameter: Any) -> Tensor:
+    """DTensor may leave a gradient as summands, or whole where the parameter is cut: what reads it redistributes it."""
+    placements = getattr(parameter, "placements", None)
+    if placements is None or getattr(gradient, "placements", placements) == placements:
         return gradient
-    from torch.distributed.tensor import DTensor, Replicate
+    from torch.distributed.tensor import DTensor
 
     assert isinstance(gradient, DTensor)
-    return gradient.redistribute(placements=[Replicate() if p.is_partial() else p for p in placements])
+    return gradient.redistribute(placements=placements)
 
 
 def _flat(tensor: Tensor) -> Values:
