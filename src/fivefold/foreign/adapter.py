@@ -178,7 +178,8 @@ def _import(place: Place) -> Any:
         raise UserError(f"{place.file.name} is not a Python file", "adapter.file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickling look for their module there
-    sys.path.insert(0, str(place.file.parent))  # files beside it, as when Python runs it
+    if not place.ships:  # one that ships is called as the package that it adapts, and would hide it
+        sys.path.insert(0, str(place.file.parent))  # files beside it, as when Python runs it
     try:
         spec.loader.exec_module(module)
     except UserError:
