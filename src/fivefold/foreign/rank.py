@@ -139,7 +139,7 @@ def _run(
 ) -> RankValues:
     losses, norms, gradients, trace = [], [], [], Observation() if settings.watch else None
     for step in range(settings.steps):
-        torch.manual_seed(seed + step)
+        torch.manual_seed(_SEED + step)  # the data are the same for all seeds
         batch = adapter.batch(step)
         torch.manual_seed(seed + step)
         _clear(adapter, model)
