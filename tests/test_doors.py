@@ -16,6 +16,9 @@ ALLOWED = {
     ("bench/checkpoint_rank.py", "FileSystemReader"),
     # What a user's own job or --plugin names; a stored name, a peer's and the page's never come so far.
     ("support/plugins.py", "importlib.import_module"),
+    # The file that its user gives to verify --adapter, in the ranks; a certificate's file is never run by itself.
+    ("foreign/adapter.py", "importlib.util.spec_from_file_location"),
+    ("foreign/adapter.py", "spec.loader.exec_module"),
     # Our own modules: public names, those that ranks have in common, the views of a table, the command of a rank.
     ("__init__.py", "importlib.import_module"),
     ("launch/processes.py", "importlib.import_module"),

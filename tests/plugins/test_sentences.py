@@ -62,7 +62,7 @@ def test_one_that_lacks_nothing_is_taken(tmp_path: Path, forgotten: None, monkey
         (('states = ("momentum",)', 'states = ("m", "m")'), "has states=('m', 'm'); each has a name of its own"),
         (('states = ("momentum",)', 'states = ("model",)'), "master and model are the weights"),
         (("def update", "def change"), "has no method update(self, masters, grads, states, rate, decay, step)"),
-        (("rate, decay, step)", "rate)"), "has update(self, masters, grads, states, rate), and not (self, masters,"),
+        (("rate, decay, step)", "rate)"), "has update(self, masters, grads, states, rate), and not update(self, m"),
         (("def stock", "def other"), "has no method stock(self, groups, **options), a torch.optim.Opt"),
         (("gain: float = 1.0", "gain: float"), "has settings without a default: gain"),
         (("gain: float = 1.0", "fuses = True"), "has fuses=True and no method fused_update"),

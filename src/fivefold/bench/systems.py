@@ -42,6 +42,7 @@ from fivefold.model.ops import LocalOps
 from fivefold.parallel.control import all_gather_values
 from fivefold.parallel.mesh import Mesh
 from fivefold.spec.hf import to_hf_config
+from fivefold.support.plugin_calls import ask
 from fivefold.trainer.engine import Engine
 from fivefold.verifier.cases import plain_batch
 
@@ -176,7 +177,7 @@ class TrainingLoop:
         split = [[p for p in params if isinstance(p, DTensor) == is_dtensor] for is_dtensor in (False, True)]
         self.groups = [group for group in split if group]
         groups = [{"params": group, "weight_decay": job.optimizer.weight_decay} for group in self.groups]
-        self.optimizer = job.optimizer.stock(groups, lr=lr, fused=True)
+        self.optimizer = ask(job.optimizer, "stock", groups, lr=lr, fused=True)
 
     def step(self) -> float:
         total = self.forward_backward()

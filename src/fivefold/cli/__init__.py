@@ -23,6 +23,7 @@ from fivefold.launch.host import keep_freed_memory
 from fivefold.launch.world import rank_here
 from fivefold.render.blocks import TEXTS
 from fivefold.support.errors import TRAINING, Note, PeerLost, TrainingError, UserError, needs
+from fivefold.support.plugins import blamed
 from fivefold.support.progress import shown
 from fivefold.version import __version__
 
@@ -102,6 +103,11 @@ def main(other_app: typer.Typer | None = None) -> None:
         if isinstance(error, PeerLost) or rank_here() == 0:
             console.print(_error(str(error)))
         sys.exit(error.code)
+    except Exception as error:
+        if (of_plugin := blamed(error)) is None:  # else a bug of ours, with its traceback
+            raise
+        console.print(_error(str(of_plugin)))
+        sys.exit(2)
 
 
 def _refuse(console: Console, error: UserError) -> NoReturn:

@@ -25,6 +25,7 @@ from fivefold.render.blocks import console_of, show
 from fivefold.support.errors import UserError
 
 if TYPE_CHECKING:
+    from fivefold.foreign.certificate import Certificate, RepeatedCertificate
     from fivefold.verifier.verify import CurveResult
 
 VERIFY = "Verify a layout against one process.  [dim]fivefold verify --layout dp=2,tp=2,zero=3[/]"
@@ -49,6 +50,16 @@ _Sample = Annotated[
 ]
 _Repeat = Annotated[int, typer.Option(help="Repeat each check N times in the same processes, to catch rare failures.")]
 _Curve = Annotated[bool, typer.Option("--curve", help="Train a job both ways instead, and compare the loss curves.")]
+_Adapter = Annotated[
+    str | None,
+    typer.Option(
+        "--adapter", metavar="FILE[:NAME]",
+        help="Verify training code of your own, by a Python file that builds and steps it; words are its layouts.",
+    ),
+]  # fmt: skip
+_Check = Annotated[
+    Path | None, typer.Option("--check", metavar="CERTIFICATE", help="Repeat what --adapter certified with -o.")
+]
 _Timeout = Annotated[
     float | None,
     typer.Option(help="Seconds for one layout, 120; with --curve for each of three runs, 3600.", show_default=False),
@@ -73,6 +84,8 @@ def verify(
     ] = 1,
     repeat: _Repeat = 1,
     curve: _Curve = False,
+    adapter: _Adapter = None,
+    check: _Check = None,
     timeout: _Timeout = None,
     output: Output = None,
     html: Html = None,
@@ -122,12 +135,23 @@ def verify(
 
       fivefold verify --curve job.toml layout=cp=4,cp_kind=ulysses train.steps=50
 
+    Your own training code, on any framework, from an adapter of a page (docs/others.md):
+
+      fivefold verify --adapter my_adapter.py -o certificate.json
+
+      fivefold verify --adapter huggingface dp=2 fsdp=2
+
+      fivefold verify --check certificate.json --adapter my_adapter.py
+
     Over NCCL, on a GPU that the ranks share (no figure of speed):
 
       fivefold verify --all --sample 60 --device cuda train.share_gpu=nccl train.compile=off
     """
     from fivefold.verifier.verify import verify as prove
 
+    if adapter is not None or check is not None:
+        show(_foreign(context, adapter, check, words or [], timeout), as_json, output)
+        return
     check_whole_layout(layout, words or [])
     file, changes = split(words)
     if curve:
@@ -149,12 +173,35 @@ def verify(
     show(result, as_json, output, [] if html is None else [write_page(result, html)])
 
 
+def _foreign(
+    context: typer.Context, adapter: str | None, check: Path | None, words: list[str], timeout: float | None
+) -> "Certificate | RepeatedCertificate":
+    """Verify somebody's own training code, or repeat what was certified of it."""
+    from fivefold.foreign.verify import STEPS_OF_PROOF, TIMEOUT, check_certificate, verify_adapter
+
+    ours = {name: option for name, option in (_OF_PROOFS | _OF_JOBS).items() if name not in _OF_ADAPTERS}
+    refuse(options_given(context, ours | {"curve": "--curve"}), "is for jobs of Fivefold, and --adapter for other code")
+    limit = TIMEOUT if timeout is None else timeout
+    layout = context.params["layout"]
+    with counting_bar() as progress:
+        if check is not None:
+            given = [*options_given(context, {name: f"--{name}" for name in ("layout", "steps", "device")}), *words]
+            refuse(given, "is what a certificate says itself; leave it out with --check")
+            return check_certificate(check, adapter or "", timeout=limit, progress=progress)
+        layouts = [*([layout] if layout else []), *words]
+        steps = context.params["steps"] if options_given(context, {"steps": "--steps"}) else STEPS_OF_PROOF
+        return verify_adapter(
+            str(adapter), layouts, steps=steps, device=context.params["device"], timeout=limit, progress=progress
+        )
+
+
 # {parameter: option}: the options of a proof alone, and those of the job that is proven or trained.
 _OF_PROOFS = {"everything": "--all", "world": "--world", "sample": "--sample", "jobs": "--jobs", "repeat": "--repeat",
               "html": "--html"}  # fmt: skip
 _OF_JOBS = {name: f"--{name}" for name in ("layout", "model", "dtype", "steps", "seq", "batch", "device", "timeout")}
 
 
+_OF_ADAPTERS = {"layout", "steps", "device", "timeout"}
 _SETTINGS = {"layout": "layout", "model": "model", "steps": "train.steps", "seq": "data.seq", "batch": "train.batch",
              "dtype": "train.dtype", "device": "train.device"}  # fmt: skip
 

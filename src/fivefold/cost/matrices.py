@@ -15,7 +15,7 @@ from typing import NamedTuple
 from fivefold.layout.layout import Layout
 from fivefold.layout.matrix_owners import Round, elements, matrix_owners
 from fivefold.layout.rank_part import RankCoords
-from fivefold.optim.base import OptimizerConfig
+from fivefold.optim.base import OptimizerConfig, matrix_memory
 from fivefold.spec.model import ModelSpec
 from fivefold.support.dtypes import BYTES, wide_bytes
 
@@ -61,5 +61,5 @@ def _peak(round_: Round, config: OptimizerConfig, each: int, wide: int) -> int:
     own = sum(prod(matrix.shape) for matrix in round_.batch)
     to_owners = sum(map(elements, round_.to_owners)) if round_.to_owners is not None else 0
     ahead = wide * sum(part.size for part in round_.held) + each * (own + to_owners)
-    rule = each * (own + sum(config.matrix_memory(*matrix.shape) for matrix in round_.batch))
+    rule = each * (own + sum(matrix_memory(config, *matrix.shape) for matrix in round_.batch))
     return max(ahead, rule, *(each * (own + sum(map(elements, call))) for call in round_.to_holders), 0)

@@ -29,7 +29,7 @@ from fivefold.layout.rank_part import RANK0, RankCoords
 from fivefold.layout.sharding import LocalParam, local_params
 from fivefold.layout.stages import stages_of
 from fivefold.optim.adamw import AdamW
-from fivefold.optim.base import OptimizerConfig
+from fivefold.optim.base import OptimizerConfig, states_of
 from fivefold.spec.model import ModelSpec
 from fivefold.support.dtypes import BYTES, dtype_of_bytes, wide_bytes
 from fivefold.support.text import bytes_text, si
@@ -135,9 +135,9 @@ def state_of(
     ]
     alike: dict[tuple[str, bool, int], list[LocalParam]] = defaultdict(list)
     for param in here:
-        exact, states = mixed and param.parameter.full_precision, len(optimizer.states_of(param.parameter))
+        exact, states = mixed and param.parameter.full_precision, len(states_of(optimizer, param.parameter))
         alike[param.fsdp_axis, exact, states].append(param)
-    states_of = [State(0, 0, 0)]
+    held = [State(0, 0, 0)]
     for (axis, exact, states), parts in alike.items():
         place, ranks = at.fsdp if axis == "fsdp" else at.efsdp, layout.size(axis)
         each = Accounting.of(wide if exact else dtype, states)
@@ -145,7 +145,7 @@ def state_of(
         owned = sum(math.prod(map(len, param.share(ranks, place))) for param in parts)
         padded = sum(param.share_size(ranks) for param in parts)
         if layout.fully_shards(spec):
-            states_of.append(each.held(full, full, full) if exact else each.held(padded, padded, owned, sharded=True))
+            held.append(each.held(full, full, full) if exact else each.held(padded, padded, owned, sharded=True))
             continue
         stage = layout.zero if ranks > 1 else 0
         gradients = {0: full, 1: padded * ranks, 2: padded}[stage]
@@ -154,15 +154,15 @@ def state_of(
             final = [param for param in parts if not param.tp.partial and not (param.parameter.tied and layout.pp > 1)]
             less = (each.gradient - each.weight) * sum(param.size for param in final)
             state = state._replace(gradients=state.gradients - less)
-        states_of.append(state)
-    return State(*map(sum, zip(*states_of, strict=True)))
+        held.append(state)
+    return State(*map(sum, zip(*held, strict=True)))
 
 
 def checkpoint_bytes(spec: ModelSpec, dtype: str, optimizer: OptimizerConfig = ADAMW) -> int:
     """Bytes of a checkpoint, of all ranks together: masters and the optimizer's states."""
     if optimizer.unit == "element":
         return round(spec.parameter_count * Accounting.of(dtype, len(optimizer.states)).saved)
-    held = (param.size * Accounting.of(dtype, len(optimizer.states_of(param))).saved for param in spec.parameters())
+    held = (param.size * Accounting.of(dtype, len(states_of(optimizer, param))).saved for param in spec.parameters())
     return round(sum(held))
 
 

@@ -13,7 +13,7 @@ from fivefold.cost.model_state import Accounting
 from fivefold.hardware.accelerators import Software, software
 from fivefold.layout.axes import PLACED
 from fivefold.optim.adamw import AdamW
-from fivefold.optim.base import OptimizerConfig
+from fivefold.optim.base import OptimizerConfig, states_of
 from fivefold.schedules.registry import RECORDS
 from fivefold.spec.operations import Parameter
 
@@ -179,7 +179,7 @@ def _states(optimizer: OptimizerConfig, parameters: Iterable[Parameter]) -> floa
     """Of a parameter, on average."""
     if optimizer.unit == "element":
         return len(optimizer.states)
-    counted = [(param.size, len(optimizer.states_of(param))) for param in parameters]
+    counted = [(param.size, len(states_of(optimizer, param))) for param in parameters]
     return sum(size * states for size, states in counted) / sum(size for size, _ in counted)
 
 

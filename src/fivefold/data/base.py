@@ -10,12 +10,13 @@ Jobs and plans read this without numpy: a source imports it where it opens.
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import msgspec
 
 from fivefold.data.index import read_index
 from fivefold.support.errors import Problem, UserError
+from fivefold.support.plugin_calls import ask, each, instance, shown
 from fivefold.support.plugins import class_shortcomings, untrusted
 from fivefold.support.ranges import TOKENS, within
 
@@ -77,10 +78,25 @@ class DataSource(
 
     def vocab(self) -> int | None:
         """The number of ids, where it can be told without a token being read: a toy model gets it."""
+        paths = prepared_by(self)
         try:
-            return max((read_index(path).vocab for path in self.prepared()), default=None)
+            return max((read_index(path).vocab for path in paths), default=None)
         except UserError:  # opening the data says it
             return None
+
+
+PATHS = each("paths (pathlib.Path), in a tuple", lambda one: "" if isinstance(one, Path) else shown(one))
+VOCAB = instance("a number of ids or None", int, type(None))
+
+
+def prepared_by(source: DataSource) -> tuple[Path, ...]:
+    """The directories of prepared tokens that a source reads."""
+    return tuple(ask(source, "prepared", wanted=PATHS))
+
+
+def vocab_of(source: DataSource) -> int | None:
+    """The number of a source's ids, where it can be told without a token being read."""
+    return cast(int | None, ask(source, "vocab", wanted=VOCAB))
 
 
 class UnknownSource(DataSource, frozen=True, kw_only=True):

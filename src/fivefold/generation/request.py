@@ -8,7 +8,7 @@ import msgspec
 
 from fivefold.checkpoint.find import find, job_of, run_of
 from fivefold.checkpoint.store import Checkpoint
-from fivefold.data.base import DataSource
+from fivefold.data.base import DataSource, prepared_by
 from fivefold.data.index import read_index
 from fivefold.data.integrity import check_file
 from fivefold.data.tokenizer import ByteTokenizer, end_tokens, load_tokenizer
@@ -18,9 +18,11 @@ from fivefold.launch import processes
 from fivefold.launch.local import check_sharing
 from fivefold.layout.layout import Layout
 from fivefold.spec.hf import END_NAMED_IN
+from fivefold.spec.kinds import CACHE
 from fivefold.support.dtypes import DTYPES
 from fivefold.support.errors import Problem, UserError
 from fivefold.support.places import Place
+from fivefold.support.plugin_calls import ask
 from fivefold.support.ranges import SECONDS, misfit, within
 
 # ---- text -----------------------------------------------------------------------------------------------------------
@@ -65,7 +67,7 @@ def text_of(directory: Place, data: DataSource | None, vocab: int) -> GeneratedT
     """The tokenizer in the directory of a run or of a Hugging Face model; else that of the `data` it was trained on."""
     if isinstance(directory, Path) and (directory / "tokenizer.json").is_file():
         return GeneratedText(directory / "tokenizer.json")
-    for prepared in data.prepared() if data is not None else ():
+    for prepared in prepared_by(data) if data is not None else ():
         file = read_index(prepared).tokenizer_file
         if file and (finding := check_file(prepared, file)):
             raise UserError(finding.sentence, "data.file.damaged")
@@ -188,7 +190,7 @@ def _model(request: Request, needs_text: bool) -> tuple[Job, Place, GeneratedTex
 
 def _check(request: Request, job: Job, prompts: list[list[int]]) -> None:
     problems = request.sampling.problems()
-    for kind in (kind for kind in job.model.branches if kind.cache(job.model, 1) is None):
+    for kind in (kind for kind in job.model.branches if ask(kind, "cache", job.model, 1, wanted=CACHE) is None):
         problems.append(
             f"{kind.name} of {job.model.name} keeps nothing of earlier tokens, so it cannot go on from them"
         )

@@ -454,8 +454,8 @@ def _layout_kind(value: Any, *, trusted: bool) -> type[Layout]:
 def _run_kind(value: Any, *, trusted: bool) -> type[RunConfig]:
     """A run, once the listeners that it names are imported."""
     names = names_in(value.get("listeners", ())) if isinstance(value, dict) else ()
-    for name in names if isinstance(names, list | tuple) else ():
-        LISTENERS.named(name, trusted=trusted)
+    if problems := listener_problems(names if isinstance(names, list | tuple) else (), trusted=trusted):
+        raise UserError(problems)
     return RunConfig
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from fivefold.data.base import DataSource
+from fivefold.data.base import DataSource, vocab_of
 from fivefold.layout.layout import Layout
 from fivefold.spec.blocks import Experts, LatentSpec, RopeScaling, Yarn
 from fivefold.spec.hf import read_hf_config
@@ -97,7 +97,7 @@ def model_of(value: Any, data: DataSource | None, problems: list[str], *, of_its
         elif bases:  # a preset leaves out what is derived from others, so that it follows them
             name = str(table["preset"])
             preset(name)  # names the nearest where there is none
-            vocab = data.vocab() if data is not None and name in TOYS else None
+            vocab = vocab_of(data) if data is not None and name in TOYS else None
             base = {"name": name} | PRESETS[name] | ({} if vocab is None else {"vocab": vocab})
     except UserError as error:
         problems += error.coded

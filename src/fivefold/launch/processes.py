@@ -272,7 +272,7 @@ def _live(
             value = None
         message = pickle.dumps(End(rank, "returned", value=value))  # by value: not multiprocessing's shared memory
     except Exception as error:
-        user_error = error if isinstance(error, UserError) else None
+        user_error = error if isinstance(error, UserError) else plugins.blamed(error)
         text = f"{type(error).__name__}: {error}"
         message = pickle.dumps(End(rank, "raised", text, traceback.format_exc(), time.monotonic(), user_error))
     except SystemExit as leaving:

@@ -31,7 +31,7 @@ from typing import NamedTuple
 from fivefold.layout.layout import Layout
 from fivefold.layout.sharding import LocalParam, TensorShard, tensor_shard
 from fivefold.layout.stages import stages_of
-from fivefold.optim.base import OptimizerConfig
+from fivefold.optim.base import OptimizerConfig, matrix_flops, reads_whole
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import Parameter
 
@@ -180,12 +180,12 @@ class MatrixOwners:
         cls, parameters: Iterable[Parameter], spec: ModelSpec, layout: Layout, config: OptimizerConfig, pp: int
     ) -> "MatrixOwners":
         """Of these parameters, which the ranks at `pp` along the pipeline have."""
-        read = [parameter for parameter in parameters if config.reads_whole(parameter)]
+        read = [parameter for parameter in parameters if reads_whole(config, parameter)]
         ranks = layout.group("stage", layout.rank(pp=pp))
         by_ep: dict[int, list[int]] = defaultdict(list)
         for place, rank in enumerate(ranks):
             by_ep[layout.position("ep", rank)].append(place)
-        priced = [(config.matrix_flops(*matrix.shape), matrix) for p in read for matrix in matrices_of(p)]
+        priced = [(matrix_flops(config, *matrix.shape), matrix) for p in read for matrix in matrices_of(p)]
         priced.sort(key=lambda entry: -entry[0])  # stable: the same on every rank
         costs, owned = [0.0] * len(ranks), [Batch() for _ in ranks]
         # Experts first: fewer ranks hold one.

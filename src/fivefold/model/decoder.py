@@ -22,9 +22,10 @@ from fivefold.model.moe import MoE, RouterStats
 from fivefold.model.ops import LocalOps, MixerInputs
 from fivefold.model.recompute import recomputed
 from fivefold.model.rope import Rotation, rope_cache
-from fivefold.spec.kinds import BlockKind
+from fivefold.spec.kinds import PARAMETERS, BlockKind
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import Problem, UserError
+from fivefold.support.plugin_calls import ask, shown, told, wrong
 from fivefold.support.plugins import is_plugin, named
 
 NO_RECOMPUTE = recomputed("none")
@@ -78,7 +79,7 @@ def branch(kind: BlockKind, spec: ModelSpec, ops: LocalOps, layer: int) -> nn.Mo
     try:
         module = named(kind.module)(kind, spec, ops)
     except Exception as error:
-        raise UserError(_protocol(kind, f"could not be made: {type(error).__name__}: {error}")) from error
+        raise UserError(_protocol(kind, f"could not be made: {told(error, kind.name)}")) from error
     if not isinstance(module, nn.Module):
         raise UserError(_protocol(kind, f"gave a {type(module).__name__}, and not a torch.nn.Module"))
     if wrong := "; ".join(_unlike(kind, spec, layer, module)):
@@ -94,7 +95,7 @@ def _unlike(kind: BlockKind, spec: ModelSpec, layer: int, module: nn.Module) -> 
     """What differs between a module's parameters and those that its kind's operations read."""
     within = f"layers.{layer}.{kind.place}."
     described: dict[str, tuple[int, ...]] = {}
-    for parameter in kind.parameters(spec, layer):
+    for parameter in ask(kind, "parameters", spec, layer, wanted=PARAMETERS):
         name = parameter.name.removeprefix(within)
         if name in described:
             yield f"is described with {name} twice"
@@ -107,6 +108,12 @@ def _unlike(kind: BlockKind, spec: ModelSpec, layer: int, module: nn.Module) -> 
     for name in sorted(described.keys() & made.keys()):
         if described[name] != made[name]:
             yield f"has {name} of shape {list(made[name])}, where its operations read {list(described[name])}"
+
+
+def _check_output(kind: BlockKind, x: Tensor, y: Any) -> None:
+    """The output of somebody else's module is added to the residual stream, so it has its shape."""
+    if not isinstance(y, Tensor) or y.shape != x.shape:
+        raise wrong(kind, f"forward of {kind.module}", f"gave {shown(y)}, and not a Tensor of shape {list(x.shape)}")
 
 
 class Block(nn.Module):
@@ -129,6 +136,7 @@ class Block(nn.Module):
         self.ops, self.run, self.kinds = ops, run, spec.kinds(layer)
         self.mixer_place = self.kinds.mixer.place if self.kinds.mixer else None
         self.mlp_place = self.kinds.mlp.place if self.kinds.mlp else None
+        self.foreign = {kind.place: kind for kind in self.kinds.branches if is_plugin(kind.name)}
         for kind in self.kinds.branches:
             self.add_module(f"{kind.place}_norm", norm(spec, spec.hidden))
             self.add_module(kind.place, branch(kind, spec, ops, layer))
@@ -156,10 +164,14 @@ class Block(nn.Module):
         stats: RouterStats | None = None
         if (place := self.mixer_place) is not None:
             y = getattr(self, place)(self.ops.norm(getattr(self, f"{place}_norm"), x), shared)
+            if place in self.foreign:
+                _check_output(self.foreign[place], x, y)
             x = x + getattr(self, f"{place}_dropout")(y, positions)
         if (place := self.mlp_place) is not None:
             mlp, normed = getattr(self, place), self.ops.norm(getattr(self, f"{place}_norm"), x)
             y, stats = mlp(normed, positions) if isinstance(mlp, MoE) else (mlp(normed), None)
+            if place in self.foreign:
+                _check_output(self.foreign[place], x, y)
             x = x + getattr(self, f"{place}_dropout")(y, positions)
         return x, stats
 

@@ -11,10 +11,11 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from fivefold.spec.kinds import BlockKind, HfTensor
+from fivefold.spec.kinds import HF_NAMES, BlockKind, HfTensor
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import Parameter
 from fivefold.support.errors import Problem
+from fivefold.support.plugin_calls import ask
 
 _ENDS = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}  # of a model, beside its layers
 _GPT2_ENDS = {
@@ -127,7 +128,8 @@ def unnamed(spec: ModelSpec) -> list[Problem]:
 
 def _names(spec: ModelSpec, layer: int) -> dict[str, HfTensor]:
     """Of all weights of a layer, but of experts and routers."""
-    return {ours: place for kind in spec.kinds(layer).branches for ours, place in kind.hf_names(spec).items()}
+    found = [ask(kind, "hf_names", spec, wanted=HF_NAMES) for kind in spec.kinds(layer).branches]
+    return {ours: place for names in found for ours, place in names.items()}
 
 
 def _parts(parameter: Parameter) -> tuple[str, str]:

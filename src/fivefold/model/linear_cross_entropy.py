@@ -8,7 +8,7 @@ reduced: the log-sum-exp of this rank's words (MAX), then the sum of exponential
 cross-entropy has the target's logit, and for label smoothing the sum of the logits).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -23,7 +23,7 @@ from fivefold.losses.base import Loss, Words
 from fivefold.losses.cross_entropy import PLAIN
 from fivefold.model.compiler import compiled
 from fivefold.model.layers import accum_dtype
-from fivefold.support.errors import Problem, UserError
+from fivefold.support.plugin_calls import shown, wrong
 
 
 @dataclass(frozen=True)
@@ -92,14 +92,14 @@ class LinearCrossEntropy(Function):
             column = tokens[rows] - vocabulary.local.start
             is_local = (column >= 0) & (column < len(vocabulary.local))
             words = Words(column, is_local, vocabulary.size, accum_dtype(logits.dtype))
-            lse, *sums = statistics(loss, logits, words)
-            lse, sums = vocabulary.combine(lse, sums)
-            values = loss.value(lse, sums, vocabulary.size)
-            if values.shape != lse.shape:
-                raise UserError(_one_each(loss, values, len(lse)))
+            lse, sums = statistics(loss, logits, words)
+            lse, sums = vocabulary.combine(lse, _sums(loss, sums, lse))
+            values = _one_each(loss, "value", loss.value(lse, sums, vocabulary.size), lse)
             total += values.masked_fill(~mask[rows], 0.0).sum()
             if learning:
                 grad = slope(loss, logits, lse, sums, words)
+                if not isinstance(grad, Tensor) or (grad.shape, grad.dtype) != (logits.shape, logits.dtype):
+                    raise wrong(loss, "slope", f"gave {shown(grad)}, and not as its logits {shown(logits)}")
                 del logits
                 # The mask is applied to the small factors, not to the gradient of the logits.
                 counted = mask[rows, None].to(flat.dtype)
@@ -121,20 +121,31 @@ class LinearCrossEntropy(Function):
         return None, None, None, None, dx, dw
 
 
-def _one_each(loss: Loss, values: Tensor, tokens: int) -> Problem:
-    gave = f"value gives a tensor of shape {list(values.shape)}, and not one number for each of {tokens} tokens"
-    return Problem("plugin.protocol", f"loss.name={loss.name}: {gave}")
+def _one_each(loss: Loss, member: str, values: Any, tokens: Tensor) -> Tensor:
+    """What a method gives, if it is a number for each of the tokens."""
+    if not isinstance(values, Tensor) or values.shape != tokens.shape:
+        needs = f"a Tensor of shape {list(tokens.shape)}, a number for each token"
+        raise wrong(loss, member, f"gave {shown(values)}, and not {needs}")
+    return values
 
 
-def _statistics(loss: Loss, logits: Tensor, words: Words) -> tuple[Tensor, ...]:
+def _sums(loss: Loss, sums: Any, lse: Tensor) -> list[Tensor]:
+    """The sums of a loss, if they are as many as it says, for each token."""
+    if not isinstance(sums, tuple | list) or len(sums) != loss.reduced:
+        gave = f"{len(sums)} tensors" if isinstance(sums, tuple | list) else shown(sums)
+        raise wrong(loss, "sums", f"gave {gave}, and not a tuple of {loss.reduced}, as `reduced` says")
+    return [_one_each(loss, "sums", one, lse) for one in sums]
+
+
+def _statistics(loss: Loss, logits: Tensor, words: Words) -> tuple[Tensor, Sequence[Tensor]]:
     """For each row: the log-sum-exp, and the sums of the loss."""
     if not logits.shape[-1]:
         zeros = logits.new_zeros(words.column.shape, dtype=words.dtype)
-        return zeros - torch.inf, *[zeros] * loss.reduced
+        return zeros - torch.inf, [zeros] * loss.reduced
     largest = logits.amax(-1).to(words.dtype)
     below = logits - largest[:, None] if logits.dtype == words.dtype else logits.to(words.dtype).sub_(largest[:, None])
     lse = largest + below.exp_().sum(-1).log()
-    return lse, *loss.sums(logits, words)
+    return lse, loss.sums(logits, words)
 
 
 def _slope(loss: Loss, logits: Tensor, lse: Tensor, sums: list[Tensor], words: Words) -> Tensor:
@@ -178,4 +189,5 @@ def _scaled(x: Tensor, by: Tensor) -> Tensor:
 def loss_sum(logits: Tensor, targets: Tensor, mask: Tensor, loss: Loss = PLAIN) -> Tensor:
     """Sum of the losses where `mask` is True, in at least float32. logits [B, S, V], the others [B, S]."""
     widened = logits.to(accum_dtype(logits.dtype)).flatten(0, 1)
-    return loss.plain(widened, targets.flatten()).masked_fill(~mask.flatten(), 0.0).sum()
+    values = _one_each(loss, "plain", loss.plain(widened, targets.flatten()), targets.flatten())
+    return values.masked_fill(~mask.flatten(), 0.0).sum()

@@ -8,7 +8,6 @@ gradients are the same for all optimizers: `parallel/optimizer.py` has them.
 Jobs and plans read this without torch: rules import it where they compute.
 """
 
-import inspect
 import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -16,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import msgspec
 
 from fivefold.support.errors import Problem
-from fivefold.support.plugins import class_shortcomings, untrusted
+from fivefold.support.plugin_calls import NUMBER, TRUTH, Wanted, ask, each, shown
+from fivefold.support.plugins import class_shortcomings, unhashable, untrusted
 from fivefold.support.ranges import STEPS, within
 
 if TYPE_CHECKING:
@@ -31,6 +31,12 @@ Rule = tuple[bool, str]  # whether a bound holds, and the sentence that says so 
 
 
 _TAKEN = ("master", "model")  # names that checkpoints have for the weights themselves
+
+
+RULES = each(
+    "pairs of a truth and a sentence",
+    lambda one: "" if isinstance(one, tuple) and len(one) == 2 and isinstance(one[1], str) else shown(one),
+)
 
 
 def bound(setting: str, words: str) -> Problem:
@@ -66,6 +72,7 @@ class OptimizerConfig(
     def shortcomings(kind: "type[OptimizerConfig]", name: str) -> Iterator[str]:
         """What a class lacks that a job calls `name`."""
         yield from class_shortcomings(kind, OptimizerConfig, name)
+        yield from unhashable(kind)
         states = kind.states if isinstance(kind.states, tuple) else (None,)
         if not all(isinstance(state, str) and state.isidentifier() for state in states):
             yield f"has states={kind.states!r}, and not a tuple of names, for example ('momentum',)"
@@ -73,8 +80,6 @@ class OptimizerConfig(
             yield f"has states={kind.states!r}; each has a name of its own, and {' and '.join(_TAKEN)} are the weights"
         if kind.update is OptimizerConfig.update:
             yield "has no method update(self, masters, grads, states, rate, decay, step)"
-        elif len(parameters := inspect.signature(kind.update).parameters) != 7:
-            yield f"has update({', '.join(parameters)}), and not (self, masters, grads, states, rate, decay, step)"
         if kind.stock is OptimizerConfig.stock:
             yield "has no method stock(self, groups, **options), a torch.optim.Optimizer that verify holds it against"
         matrix_update = kind.matrix_update is not OptimizerConfig.matrix_update
@@ -95,7 +100,7 @@ class OptimizerConfig(
         """Bounds of the settings."""
         return [
             (0 < self.lr < math.inf, bound("lr", f"{self.lr} must be a positive number")),
-            *self.own_rules(),
+            *ask(self, "own_rules", wanted=RULES),
             (0 <= self.weight_decay < math.inf, bound("weight_decay", f"{self.weight_decay} must not be negative")),
             (0 <= self.clip < math.inf, bound("clip", f"{self.clip} must not be negative; 0 turns it off")),
             (self.warmup >= 0, bound("warmup", f"{self.warmup} must not be negative; 0 means none")),
@@ -191,6 +196,31 @@ class UnknownOptimizer(OptimizerConfig, frozen=True, kw_only=True):
 
     def rules(self) -> list[Rule]:
         return [(False, untrusted("optimizer.name", self.name))]
+
+
+# ---- what is asked of an optimizer ----------------------------------------------------------------------------------
+
+
+def states_of(config: OptimizerConfig, parameter: "Parameter") -> tuple[str, ...]:
+    """Which states it keeps for a parameter."""
+    known = Wanted(
+        f"some of its states, {config.states}",
+        lambda found: "" if isinstance(found, tuple | list) and {*config.states}.issuperset(found) else shown(found),
+    )
+    return tuple(ask(config, "states_of", parameter, wanted=known))
+
+
+def reads_whole(config: OptimizerConfig, parameter: "Parameter") -> bool:
+    """Whether it reads a parameter's matrices whole."""
+    return bool(ask(config, "reads_whole", parameter, wanted=TRUTH))
+
+
+def matrix_flops(config: OptimizerConfig, rows: int, columns: int) -> float:
+    return float(ask(config, "matrix_flops", rows, columns, wanted=NUMBER))
+
+
+def matrix_memory(config: OptimizerConfig, rows: int, columns: int) -> int:
+    return int(ask(config, "matrix_memory", rows, columns, wanted=NUMBER))
 
 
 # ---- learning rate --------------------------------------------------------------------------------------------------

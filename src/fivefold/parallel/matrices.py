@@ -14,11 +14,12 @@ from torch import Tensor
 
 from fivefold.launch.waits import timed_wait
 from fivefold.layout.matrix_owners import AllToAll, MatrixOwners, Part, Parts, Round, elements
-from fivefold.optim.base import OptimizerConfig
+from fivefold.optim.base import OptimizerConfig, reads_whole
 from fivefold.parallel.collectives import waiting
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.weights import Weights
 from fivefold.spec.model import ModelSpec
+from fivefold.support.plugin_calls import shown, wrong
 
 States = Mapping[str, Mapping[str, Tensor]]  # of the optimizer, by parameter and name
 
@@ -28,7 +29,7 @@ class WholeMatrices:
         self.weights, self.config, self.axis, self.dtype = weights, config, mesh.stage, dtype
         parameters = [parameter for parameter in spec.parameters() if parameter.name in weights.local_params]
         owners = MatrixOwners.of(parameters, spec, mesh.layout, config, mesh.pp.rank)
-        self.names = [parameter.name for parameter in parameters if config.reads_whole(parameter)]
+        self.names = [parameter.name for parameter in parameters if reads_whole(config, parameter)]
         self.rounds = [*owners.rounds(self.axis.rank)] if self.names else []
         self.boxes = {name: weights.master_box(name) for name in self.names}
 
@@ -42,7 +43,12 @@ class WholeMatrices:
         """Of the matrices that this rank owns: [n, rows, columns]."""
         batch = self._to_owners(round_, directions)
         directions.clear()
-        return None if batch is None else self.config.matrix_update(batch)
+        if batch is None:
+            return None
+        updates = self.config.matrix_update(batch)
+        if not isinstance(updates, Tensor) or updates.shape != batch.shape:
+            raise wrong(self.config, "matrix_update", f"gave {shown(updates)}, and not as it was given {shown(batch)}")
+        return updates
 
     def _accumulate(self, round_: Round, states: States, scale: Tensor | None, step: int) -> dict[Part, Tensor]:
         """What the rule is to read of each part that this rank holds."""
@@ -57,7 +63,12 @@ class WholeMatrices:
             torch._foreach_mul_(grads, scale.to(grads[0].dtype))
         own = [states[part.name] for part in round_.held]
         kinds = [[self._of(part, of[key]) for part, of in zip(round_.held, own, strict=True)] for key in own[0]]
-        return dict(zip(round_.held, self.config.accumulate(grads, kinds, step), strict=True))
+        read = self.config.accumulate(grads, kinds, step)
+        shapes = [[*one.shape] for one in grads]
+        if not isinstance(read, list | tuple) or [[*getattr(one, "shape", ())] for one in read] != shapes:
+            gave = ", ".join(map(shown, read)) if isinstance(read, list | tuple) else shown(read)
+            raise wrong(self.config, "accumulate", f"gave {gave}, and not tensors as the gradients, of {shapes}")
+        return dict(zip(round_.held, read, strict=True))
 
     def _to_owners(self, round_: Round, directions: dict[Part, Tensor]) -> Tensor | None:
         """The matrices that this rank owns: [n, rows, columns]."""

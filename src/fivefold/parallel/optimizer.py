@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.launch.waits import timed_wait
-from fivefold.optim.base import OptimizerConfig
+from fivefold.optim.base import OptimizerConfig, states_of
 from fivefold.parallel.matrices import WholeMatrices
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.weights import Weights
@@ -44,7 +44,7 @@ class Optimizer:
         self.updates = 0  # steps that have changed the weights: of the whole run, including earlier starts
         parameters = {parameter.name: parameter for parameter in spec.parameters()}
         self.states = {
-            name: {key: torch.zeros_like(master, requires_grad=False) for key in config.states_of(parameters[name])}
+            name: {key: torch.zeros_like(master, requires_grad=False) for key in states_of(config, parameters[name])}
             for name, master in weights.masters.items()
         }
         self.matrices = WholeMatrices(weights, spec, config, mesh, compute) if config.unit == "matrix" else None

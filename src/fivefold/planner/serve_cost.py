@@ -37,9 +37,11 @@ from fivefold.hardware.accelerators import software
 from fivefold.layout.layout import Layout
 from fivefold.layout.stages import Stage, stages_of
 from fivefold.spec.blocks import Experts
+from fivefold.spec.kinds import CACHE
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.operations import BlockOperations, Matmul, block, head
 from fivefold.spec.pattern import Layer
+from fivefold.support.plugin_calls import ask
 from fivefold.support.text import divisors
 
 # ---- parts ----------------------------------------------------------------------------------------------------------
@@ -486,7 +488,7 @@ def whole_cache(spec: ModelSpec, cache_bytes: int, tokens: int = 1) -> float:
 
 def kept(spec: ModelSpec, tp: int, layer: Layer, tokens: float) -> float:
     """Numbers that a block of these kinds keeps of so many tokens on one of `tp` ranks."""
-    caches = (kind.cache(spec, tp) for kind in layer.branches)
+    caches = (ask(kind, "cache", spec, tp, wanted=CACHE) for kind in layer.branches)
     return sum(cache.numbers(tokens) for cache in caches if cache is not None)
 
 

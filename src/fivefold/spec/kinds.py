@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import msgspec
 
-from fivefold.spec.operations import Cache, Elementwise, Matmul, Operation, Parameter, Scores, TensorRule
-from fivefold.support.plugins import class_shortcomings
+from fivefold.spec.operations import OPERATIONS, Cache, Elementwise, Matmul, Operation, Parameter, Scores, TensorRule
+from fivefold.support.errors import UserError
+from fivefold.support.plugin_calls import WHOLE_NUMBERS, Wanted, ask, each, instance, shown
+from fivefold.support.plugins import class_shortcomings, is_plugin, unhashable
 
 if TYPE_CHECKING:
     from fivefold.spec.model import ModelSpec
@@ -52,7 +54,7 @@ class BlockKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def parameters(self, spec: "ModelSpec", layer: int) -> Iterator[Parameter]:
         """Its parameters in that layer: those that its operations read."""
-        for operation in self.operations(spec, 1):
+        for operation in ask(self, "operations", spec, 1, wanted=OPERATIONS):
             yield from parameters_of(operation, spec, layer)
 
     def cache(self, spec: "ModelSpec", tp: int) -> Cache | None:
@@ -73,12 +75,13 @@ class BlockKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def shortcomings(kind: "type[BlockKind]", name: str) -> Iterator[str]:
         """What a class lacks that a job calls `name`."""
         yield from class_shortcomings(kind, Mixer if issubclass(kind, Mixer) else MLP, name)
-        package, colon, attribute = kind.module.partition(":")
+        yield from unhashable(kind)
+        package, colon, attribute = str(kind.module).partition(":")
         if not (colon and attribute.isidentifier()):
             yield f'has module={kind.module!r}, and not the "package.module:Class" that computes it'
         elif ":" in name and package.partition(".")[0] not in ("fivefold", name.partition(":")[0].partition(".")[0]):
             yield f"has module={kind.module!r}, which is not of its own package"
-        if not kind.place.isidentifier():
+        if not str(kind.place).isidentifier():
             yield f"has place={kind.place!r}, and not the name that its module has in a block"
         if kind.operations is BlockKind.operations:
             yield "has no method operations(self, spec, tp)"
@@ -100,6 +103,44 @@ class MLP(BlockKind, frozen=True, kw_only=True):
 
     def cache(self, spec: "ModelSpec", tp: int) -> Cache | None:
         return Cache()  # a token needs no other
+
+
+# ---- what is asked of a kind ----------------------------------------------------------------------------------------
+
+PARAMETERS = each(
+    "fivefold.spec.operations:Parameter, in a list or by yield",
+    lambda one: "" if isinstance(one, Parameter) else shown(one),
+)
+CACHE = instance("a fivefold.spec.operations:Cache or None", Cache, type(None))
+
+
+def _odd_names(found: object) -> str:
+    if not isinstance(found, Mapping):
+        return shown(found)
+    return next((f"{name!r}: {shown(at)}" for name, at in found.items() if not isinstance(at, HfTensor)), "")
+
+
+HF_NAMES = Wanted("a dict of names and fivefold.spec.kinds:HfTensor", _odd_names)
+
+
+def trial(kind: BlockKind, spec: "ModelSpec", layer: int) -> Iterator[str]:
+    """What is wrong with what a plugin says of itself in a layer of a model, beyond its settings."""
+    if not is_plugin(kind.name):
+        return
+    asked: dict[str, tuple[Wanted, tuple[object, ...]]] = {
+        "operations": (OPERATIONS, (spec, 1)),
+        "parameters": (PARAMETERS, (spec, layer)),
+        "divided": (WHOLE_NUMBERS, (spec,)),
+        "cache": (CACHE, (spec, 1)),
+        "hf_names": (HF_NAMES, (spec,)),
+    }
+    found: dict[str, None] = {}  # parameters follow from operations, and then fail as they do
+    for member, (wanted, given) in asked.items():
+        try:
+            ask(kind, member, *given, wanted=wanted)
+        except UserError as error:
+            found |= dict.fromkeys(error.coded)
+    yield from found
 
 
 # ---- parameters -----------------------------------------------------------------------------------------------------

@@ -19,10 +19,11 @@ from typing import Annotated, Literal
 import msgspec
 
 from fivefold.spec.blocks import Experts, LatentSpec, RopeScaling, Yarn
-from fivefold.spec.kinds import BlockKind, norm
+from fivefold.spec.kinds import PARAMETERS, BlockKind, norm, trial
 from fivefold.spec.operations import EMBEDDING_UNIT, HEAD_UNIT, Parameter, block, head
 from fivefold.spec.pattern import Layer, layers_of, pattern_problems
 from fivefold.support.errors import Problem
+from fivefold.support.plugin_calls import WHOLE_NUMBERS, ask
 from fivefold.support.ranges import TOKENS, outside, within
 from fivefold.support.text import divisors, either
 
@@ -93,7 +94,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """One block, in the order of its forward pass."""
         for kind in self.kinds(layer).branches:
             yield from norm(f"layers.{layer}.{kind.place}_norm", self, layer, self.hidden)
-            yield from kind.parameters(self, layer)
+            yield from ask(kind, "parameters", self, layer, wanted=PARAMETERS)
 
     def kinds(self, layer: int) -> Layer:
         """The mixer and the MLP of a layer."""
@@ -134,7 +135,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     @property
     def tensor_widths(self) -> dict[int, BlockKind]:
         """Widths that tp must divide, beside heads: of feed-forward networks, of shared experts, and of plugins."""
-        return {width: kind for kind in self.branches for width in kind.divided(self)}
+        return {width: kind for kind in self.branches for width in ask(kind, "divided", self, wanted=WHOLE_NUMBERS)}
 
     @cached_property
     def branches(self) -> tuple[BlockKind, ...]:
@@ -241,7 +242,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                     f"{period} says which layers have a window, and model.window=0; nearest: window_period=1",
                 )
             )
-        return [*problems, *self._latent(), *([] if absurd else pattern_problems(self))]
+        problems += [*self._latent(), *([] if absurd else pattern_problems(self))]
+        return problems or [problem for kind in self.branches for problem in trial(kind, self, self._layer_of(kind))]
+
+    def _layer_of(self, kind: BlockKind) -> int:
+        """The first layer that has it."""
+        return next(layer for layer, kinds in enumerate(self._kinds) if kind in kinds.branches)
 
     def _latent(self) -> list[str]:
         """What does not go with latent attention."""

@@ -12,7 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import groupby
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_type_hints
+
+import msgspec
+
+from fivefold.support.plugin_calls import ask, each, shown
 
 if TYPE_CHECKING:
     from fivefold.spec.model import ModelSpec
@@ -195,6 +199,21 @@ Operation = Matmul | Scores | Elementwise
 NO_SCORES = Scores(0, 0, 0, 0)
 
 
+def _odd_operation(found: object) -> str:
+    """What is odd about what should be an operation: its type, or one of its numbers."""
+    if not isinstance(found, Matmul | Scores | Elementwise):
+        return shown(found)
+    for (name, wanted), value in zip(get_type_hints(type(found)).items(), found, strict=True):
+        try:
+            msgspec.convert(value, wanted)
+        except msgspec.ValidationError as error:
+            return f"{type(found).__name__}({getattr(found, 'name', '')!r}) with {name}={shown(value)} ({error})"
+    return ""
+
+
+OPERATIONS = each("fivefold.spec.operations (Matmul, Scores, Elementwise), in a list or by yield", _odd_operation)
+
+
 @dataclass(frozen=True)
 class BlockOperations:
     """The operations of a block, in the order of the forward pass."""
@@ -253,7 +272,7 @@ def block(spec: "ModelSpec", tp: int = 1, layer: "Layer | None" = None) -> Block
 def _block(spec: "ModelSpec", tp: int, layer: "Layer") -> Iterator[Operation]:
     for kind in layer.branches:
         yield Elementwise("norm", spec.hidden, stream=True, name=f"{kind.place}_norm")
-        yield from kind.operations(spec, tp)
+        yield from ask(kind, "operations", spec, tp, wanted=OPERATIONS)
         if spec.dropout > 0:
             yield Elementwise("dropout", spec.hidden, stream=True)
         yield Elementwise("residual", spec.hidden, stream=True)

@@ -18,6 +18,7 @@ from fivefold.spec.mixers import MIXERS, GroupedQueryAttention, MultiHeadLatentA
 from fivefold.spec.mlps import MLPS, Dense, MixtureOfExperts
 from fivefold.support.errors import Problem, UserError
 from fivefold.support.parsing import read
+from fivefold.support.plugin_calls import problems_of
 from fivefold.support.plugins import Registry
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ def pattern_problems(spec: "ModelSpec") -> Iterator[str]:
             )
     for kind in dict.fromkeys(kind for layer in spec.pattern for kind in layer.branches):
         registry = KINDS["mixer" if isinstance(kind, Mixer) else "mlp"]
-        for sentence in registry.class_problems(kind) or kind.problems(spec):  # a plugin's may have no code
+        for sentence in registry.class_problems(kind) or problems_of(kind, spec):  # a plugin's may have no code
             yield sentence if isinstance(sentence, Problem) else Problem("model.pattern.rules", sentence)
     said = {"window": spec.window, "window_period": spec.window_period - 1}
     said["experts.dense_layers"] = spec.experts.dense_layers if spec.experts else 0

@@ -13,19 +13,20 @@ console script does not have on its path.
 
 import hashlib
 import importlib
+import inspect
 import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import chain
-from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
 import msgspec
 
-from fivefold.support.errors import Problem, UserError
+from fivefold.support.errors import Problem, TrainingError, UserError
+from fivefold.support.plugin_calls import place_of, problems_of, raised
+from fivefold.support.plugin_files import source_files
 from fivefold.support.text import did_you_mean
 
 _FORM = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -126,7 +127,7 @@ class Sections(Registry[D]):
     def problems(self, given: D) -> list[str]:
         """Of its settings; and of its class, where a program gives an object of one that is not in the table."""
         known = not isinstance(given, self.unknown)
-        return (self.class_problems(given) if known else []) or [*given.problems()]
+        return (self.class_problems(given) if known else []) or problems_of(given)
 
     def stored(self, settings: Mapping[str, Any]) -> D:
         """A section of a job that was stored. The first releases knew one class, and did not name it.
@@ -167,7 +168,8 @@ def _adopt(setting: str, kind: type[T], base: type[T]) -> type[T]:
 
 
 def _checked(setting: str, name: str, kind: type[T], base: type[T]) -> type[T]:
-    if problems := [Problem("plugin.protocol", f"{setting}={name} {lack}") for lack in base.shortcomings(kind, name)]:
+    lacks = [*base.shortcomings(kind, name), *_misfits(kind, base)]
+    if problems := [Problem("plugin.protocol", f"{setting}={name} {lack}") for lack in lacks]:
         raise UserError(problems)
     _imported[name] = kind
     return kind
@@ -211,7 +213,67 @@ def _unwritable(kind: type[msgspec.Struct]) -> str:
         back = msgspec.convert(msgspec.to_builtins(own), kind)
     except (msgspec.MsgspecError, TypeError) as error:
         return str(error)
+    except Exception as error:
+        return f"with its defaults it raises {type(error).__name__}: {error}"
     return "" if back == own else f"{own} comes back as {back}"
+
+
+def unhashable(kind: type[msgspec.Struct]) -> Iterator[str]:
+    """Of a description that is looked up by its settings: those whose default cannot be."""
+    for field in msgspec.structs.fields(kind):
+        value = field.default_factory() if field.default is msgspec.NODEFAULT and not field.required else field.default
+        if value.__hash__ is None:
+            yield f"has {field.name}: {type(value).__name__}, which can be changed; write a tuple"
+
+
+def _misfits(kind: type, base: type) -> Iterator[str]:
+    """The members of a class that cannot be used as those of its base are."""
+    for member, wanted in _members(base).items():
+        own, theirs = getattr(kind, member), inspect.getattr_static(kind, member)
+        if own is getattr(base, member):
+            continue
+        if isinstance(wanted, bool):
+            if not isinstance(own, bool):
+                yield f"has {member}={own!r}, and not True or False"
+        elif isinstance(wanted, property):
+            if inspect.isfunction(own):
+                yield f"has a method {member}, which is a property of {base.__name__}; write @property above it"
+        elif inspect.ismemberdescriptor(own):
+            yield f"has a setting {member}, which is a method of {base.__name__}; give the setting another name"
+        elif not callable(own):
+            yield f"has {member}={own!r}, which is a method of {base.__name__}"
+        elif inspect.iscoroutinefunction(own) or inspect.isasyncgenfunction(own):
+            yield f"has an async {member}, which nobody awaits; write a plain def"
+        elif lack := _uncallable(member, own, wanted, bound=isinstance(theirs, (staticmethod, classmethod))):
+            yield lack
+
+
+def _members(base: type) -> dict[str, Any]:
+    """The methods, properties and switches of a base, by name."""
+    found: dict[str, Any] = {}
+    for owner in base.__mro__:
+        if owner.__module__.partition(".")[0] == __name__.partition(".")[0]:
+            found = {**vars(owner), **found}
+    own = {name: value for name, value in found.items() if not name.startswith("_") and name != "shortcomings"}
+    return {name: it for name, it in own.items() if isinstance(it, (bool, property)) or inspect.isfunction(it)}
+
+
+def _uncallable(member: str, own: Any, wanted: Any, *, bound: bool) -> str:
+    """Why a method cannot be called with what the base's is called with; empty where it can."""
+    try:
+        has, needs = inspect.signature(own), inspect.signature(wanted)
+    except (TypeError, ValueError):  # of a builtin
+        return ""
+    many = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    given = [it for it in needs.parameters.values() if it.kind not in many][bound:]
+    options = {"__any": None} if any(it.kind is it.VAR_KEYWORD for it in needs.parameters.values()) else {}
+    try:
+        has.bind(*given, **options)
+    except TypeError:
+        names = ", ".join(str(it.replace(annotation=it.empty, default=it.empty)) for it in has.parameters.values())
+        asked = ", ".join(str(it.replace(annotation=it.empty)) for it in needs.parameters.values())
+        return f"has {member}({names}), and not {member}({asked})"
+    return ""
 
 
 def untrusted(setting: str, name: str) -> Problem:
@@ -260,6 +322,23 @@ def named(place: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
+# What a machine or a peer causes, whoever's code it meets: by the names of torch's classes, which is not imported here.
+_OF_MACHINES = {"OutOfMemoryError", "AcceleratorError", "DistError"}
+
+
+def blamed(error: BaseException) -> UserError | None:
+    """What an error is to its user that has come through a plugin's file; None where it has not, or is a machine's.
+
+    For what is raised where no member is asked: in the forward pass of a module, in an update of weights.
+    """
+    machine = isinstance(error, OSError | MemoryError) or _OF_MACHINES & {kind.__name__ for kind in type(error).__mro__}
+    if machine or isinstance(error, UserError | TrainingError) or not isinstance(error, Exception):
+        return None
+    places = ((name, place_of(error, name)) for name in imported())
+    found = max(((place.depth, name, place.member) for name, place in places if place), default=None)
+    return None if found is None else UserError(raised(found[1], found[2], error))
+
+
 def digest() -> str:
     """Of the source of what was imported, so that ranks with other code do not join; empty where nothing was."""
     if not _imported:
@@ -270,17 +349,9 @@ def digest() -> str:
     return sha256.hexdigest()[:32]
 
 
-@cache
 def _source_digest(module: str) -> str:
-    """Of a module's file; of one in a package, with or without an __init__.py, of all files of that package: it may
-    import the others."""
-    file = getattr(sys.modules.get(module), "__file__", None)
-    if not file:
-        return ""
-    roots = [Path(root) for root in getattr(sys.modules.get(module.partition(".")[0]), "__path__", ())]
-    files = [(root, path) for root in roots for path in sorted(root.rglob("*.py"))] or [(Path(file).parent, Path(file))]
     sha256 = hashlib.sha256()
-    for root, path in files:
+    for root, path in source_files(module):
         text = path.read_bytes()
         sha256.update(f"{path.relative_to(root).as_posix()} {len(text)}\n".encode() + text)
     return sha256.hexdigest()

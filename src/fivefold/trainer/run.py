@@ -47,7 +47,7 @@ from fivefold.render.paint import to_svg
 from fivefold.schedules.text import save
 from fivefold.support.errors import PeerLost, UserError
 from fivefold.support.files import cannot_write, put
-from fivefold.support.plugins import options
+from fivefold.support.plugins import blamed, options
 from fivefold.support.text import counted, graphs_text, si
 from fivefold.trainer.checkpointing import Checkpoints
 from fivefold.trainer.directories import JOB, complete, entered, store, trained
@@ -140,11 +140,13 @@ def run_job(
     try:
         with heartbeat.watched(job.train.timeout, world.rank, world.size):
             return _run_job(job, sources, world, console, start, stopping, listeners)
-    except RuntimeError as error:
-        why = lost_peer(error) if world.size > 1 else None
-        if why is None:
-            raise
-        raise PeerLost(f"rank {world.rank} lost its connection to another rank: {why}") from error
+    except Exception as error:
+        why = lost_peer(error) if world.size > 1 and isinstance(error, RuntimeError) else None
+        if why is not None:
+            raise PeerLost(f"rank {world.rank} lost its connection to another rank: {why}") from error
+        if (of_plugin := blamed(error)) is not None:
+            raise of_plugin from error
+        raise
 
 
 def _run_job(

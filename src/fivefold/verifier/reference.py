@@ -7,7 +7,7 @@ experts are `PlainMoE`. Where they send tokens is written down; runs that measur
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from fivefold.model.layers import TokenPositions
 from fivefold.model.linear_cross_entropy import loss_sum
 from fivefold.model.ops import LocalAttention, LocalOps
 from fivefold.optim.base import learning_rate
+from fivefold.support.plugin_calls import ask, instance
 from fivefold.verifier.cases import reader
 from fivefold.verifier.compare import max_differences, router_name, zero_gradients
 from fivefold.verifier.plain_moe import Balancing, PlainMoE, replace_moe_layers
@@ -204,7 +205,8 @@ def _stock_optimizer(job: Job, masters: dict[str, nn.Parameter]) -> torch.optim.
         {"params": [masters[parameter.name] for parameter in group], "weight_decay": decay, "about": group}
         for group, decay in ((linears, job.optimizer.weight_decay), (others, 0.0))
     ]
-    return job.optimizer.stock(groups, foreach=False)
+    stock = instance("a torch.optim.Optimizer", torch.optim.Optimizer)
+    return cast(torch.optim.Optimizer, ask(job.optimizer, "stock", groups, wanted=stock, foreach=False))
 
 
 # ---- attention and experts ------------------------------------------------------------------------------------------

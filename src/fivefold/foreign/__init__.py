@@ -1,0 +1,1 @@
+"""Training code from elsewhere against one process: `fivefold verify --adapter`."""

@@ -1,0 +1,1 @@
+"""Adapters that ship, each a page to copy: `fivefold verify --adapter huggingface`."""

@@ -1,0 +1,97 @@
+"""What is known of a layout that differs from one process, and the words in which its causes are told."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+
+import numpy as np
+
+from fivefold.foreign.adapter import Layout
+from fivefold.foreign.compare import Deviation, Tensors, at_numbers, gradient_scale
+from fivefold.foreign.measurement import Insight, Observation, OneProcess, RankValues, Values
+
+_FITS = 1e-8  # of float64; narrower dtypes fit within a tenth
+SHOWN = 4  # names that a sentence lists
+REPORTS = "https://github.com/NVIDIA/Megatron-LM/issues/7452"  # eleven layouts that changed the gradient, with causes
+
+
+@dataclass(frozen=True)
+class Cause:
+    text: str
+    likely: str = ""  # what usually is behind it
+    read: str = ""  # where it is told at length
+
+
+@dataclass
+class Evidence:
+    """One failing layout: everything of its first step."""
+
+    layout: Layout
+    reference: OneProcess
+    ranks: Sequence[RankValues]
+    deviations: Sequence[Deviation]
+    known: Mapping[str, float]
+    insight: Insight | None = None
+    traces: Mapping[int, Observation] = field(default_factory=dict)  # by rank
+    dtype: str = "float64"
+
+    def __post_init__(self) -> None:
+        self.tensors = Tensors(self.reference)
+        self.truth = self.reference.gradients[0]
+        self.scale = gradient_scale(self.tensors, self.truth)
+        self.fits = _FITS if self.dtype == "float64" else 0.1
+        size = len(self.truth)
+        self.held = [at_numbers(rank.numbers, rank.gradients[0], size) for rank in self.ranks]
+        bad = {d.name for d in self.deviations if d.quantity == "gradient" and d.step == 1 and not d.passed}
+        self.failing = [index for index, name in enumerate(self.tensors.names) if name in bad]
+
+    def part(self, identity: int) -> slice:
+        return slice(int(self.tensors.starts[identity]), int(self.tensors.ends[identity]))
+
+    def names(self, identities: Sequence[int]) -> str:
+        names = [self.tensors.names[identity] for identity in identities]
+        if len(names) <= SHOWN:
+            return ", ".join(names)
+        return f"{', '.join(names[: SHOWN - 1])} and {len(names) - SHOWN + 1} more"
+
+    def close(self, values: Values, expected: Values, scale: float) -> bool:
+        return bool(np.abs(values - expected).max(initial=0.0) <= self.fits * (scale or 1.0))
+
+
+def factor_name(factor: float, layout: Layout, known: Mapping[str, float], world: int) -> str:
+    """What a factor may be: the size of an axis, of two together, a number the adapter knows; or one through it."""
+    sizes = {key: float(value) for key, value in layout.items() if isinstance(value, int) and value > 1}
+    candidates = dict(sizes)
+    candidates |= {f"{a} x {b}": sizes[a] * sizes[b] for a, b in combinations(sizes, 2)}
+    candidates |= {key: float(value) for key, value in known.items() if value not in (0, 1)}
+    candidates.setdefault("ranks", float(world))
+    for name, size in candidates.items():
+        if math.isclose(factor, size, rel_tol=1e-7):
+            return name
+        if math.isclose(factor, 1 / size, rel_tol=1e-7):
+            return f"1/{name}" if " x " not in name else f"1/({name})"
+    return ""
+
+
+# ---- words ----------------------------------------------------------------------------------------------------------
+
+
+def all_of(evidence: Evidence, identities: Sequence[int]) -> str:
+    count, total = len(identities), len(evidence.tensors.names)
+    return f"all {total} gradients" if count == total else f"{count} of {total} gradients"
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """0-3, 6"""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and spans[-1][1] == number - 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in spans)

@@ -1,0 +1,102 @@
+"""What ranks report of foreign training code: plain numbers and arrays, which the parent compares."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.foreign.adapter import Layout
+
+Values = NDArray[np.float64]
+Numbers = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a proof is run."""
+
+    steps: int
+    device: str = "cpu"
+    watch: bool = False  # look into modules, dropout and gradients before they are reduced; first step only
+
+
+@dataclass(frozen=True)
+class AdapterDescription:
+    """What an adapter says of itself."""
+
+    layouts: Sequence[Layout]
+    worlds: Sequence[int]
+    dtype: str
+    known: Mapping[str, float]
+    updates: bool
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a module in the forward pass: fingerprints of its tokens, going in and coming out and their gradients.
+
+    A fingerprint is two projections of a token's vector, by which it is found among those of one process."""
+
+    module: str
+    inputs: Values  # [tokens, 2]; empty where there is nothing to compare
+    outputs: Values
+    gradients: Values  # of the outputs
+    width: int  # of outputs
+
+
+@dataclass(frozen=True)
+class Drop:
+    """A call of dropout: where, and digests of what went in and which elements were left."""
+
+    place: str
+    entered: str
+    kept: str
+
+
+@dataclass
+class Observation:
+    """What a rank saw in one step, where it was asked to look."""
+
+    calls: list[Call] = field(default_factory=list)
+    drops: list[Drop] = field(default_factory=list)
+    unreduced: dict[str, Values] = field(default_factory=dict)  # what the rank itself added to each gradient
+
+
+@dataclass(frozen=True)
+class RankValues:
+    rank: int
+    numbers: Mapping[str, Numbers]  # of each local parameter's elements in the whole; -1: padding
+    losses: Sequence[float | None]
+    norms: Sequence[float | None]
+    gradients: Sequence[Mapping[str, Values | None]]  # by step; None: it has none
+    parameters: Sequence[Mapping[str, Values]]  # after each step
+    trace: Observation | None = None
+
+
+@dataclass(frozen=True)
+class OneProcess:
+    """One process: all values at their numbers."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    losses: Sequence[float]
+    norms: Sequence[float | None]
+    gradients: Sequence[Values]
+    weights: Values  # before the first step
+    parameters: Sequence[Values]  # after each
+    versions: Mapping[str, str]  # of the packages that were imported
+    random: bool  # another seed gives another loss: the model draws random numbers
+    noise: Sequence[Values] = ()  # by step, of each parameter's gradient: what a rounding of the weights does to it
+    parameter_noise: Sequence[Values] = ()  # the same of the parameters
+    loss_noise: float = 0.0
+    norm_noise: float = 0.0
+
+
+@dataclass(frozen=True)
+class Insight:
+    """What one process knows beyond the values, computed when a layout fails."""
+
+    samples: Sequence[Values]  # the gradient of each sample alone; none where a batch cannot be divided
+    counts: Sequence[int]  # of each sample, how many targets it has; none where that cannot be told
+    terms: Mapping[str, Values]  # the gradient without a term of the loss
+    trace: Observation

@@ -1,0 +1,170 @@
+"""Looks into one step: what modules are given and give, what dropout leaves, what a rank adds to each gradient itself.
+
+Only after a layout has failed, to find where: hooks could disturb what is proven.
+"""
+
+import hashlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from fivefold.foreign.adapter import Adapter, plain
+from fivefold.foreign.measurement import Call, Drop, Observation, Values
+from fivefold.foreign.numbering import local
+
+_MAX_CALLS = 4000  # hooks of one step that are kept
+_NOTHING: Values = np.zeros((0, 2))
+
+
+@contextmanager
+def watching(adapter: Adapter, model: Any, trace: Observation | None) -> Iterator[None]:
+    """Fill the trace with what happens inside of the context; without one, do nothing."""
+    if trace is None:
+        yield
+        return
+    with _modules(model, trace), _unreduced(adapter, model, trace), _Dropouts(trace):
+        yield
+
+
+# ---- modules --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _modules(model: Any, trace: Observation) -> Iterator[None]:
+    handles: list[Any] = []
+    calls: list[dict[str, Any]] = []
+    for module in model if isinstance(model, list | tuple) else [model]:
+        if not isinstance(module, torch.nn.Module):
+            continue
+        for name, part in module.named_modules():
+            if name and (own := plain(name + ".").removesuffix(".")):
+                handles.append(part.register_forward_hook(_hook(own, calls), with_kwargs=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for call in calls:
+            gradients = [entry for entry in call["gradients"] if len(entry)]
+            gradient = np.concatenate(gradients) if gradients else _NOTHING
+            trace.calls.append(Call(call["module"], call["inputs"], call["outputs"], gradient, call["width"]))
+
+
+def _hook(name: str, calls: list[dict[str, Any]]) -> Callable[..., None]:
+    def hook(module: Any, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
+        result = _first(output)
+        if result is None or len(calls) >= _MAX_CALLS or not torch.is_grad_enabled():
+            return
+        entered = _first([*args, *kwargs.values()])
+        call = {
+            "module": name,
+            "inputs": _NOTHING if entered is None else fingerprints(entered),
+            "outputs": fingerprints(result),
+            "gradients": [],
+            "width": result.shape[-1],
+        }
+        calls.append(call)
+        if result.requires_grad:
+            result.register_hook(lambda gradient: call["gradients"].append(fingerprints(gradient)))  # type: ignore[attr-defined]
+
+    return hook
+
+
+def _first(value: Any) -> Tensor | None:
+    """The first tensor of activations among arguments or results."""
+    if isinstance(value, Tensor):
+        return value if value.is_floating_point() and value.dim() >= 2 else None
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return next((found for part in value if (found := _first(part)) is not None), None)
+    return None
+
+
+def fingerprints(tensor: Tensor) -> Values:
+    """Two projections of each token's vector; none of what is only a part of a sum, or of a vector."""
+    with torch.no_grad():
+        if hasattr(tensor, "placements"):
+            last = tensor.dim() - 1
+            if any(p.is_partial() or (p.is_shard() and p.dim in (last, -1)) for p in tensor.placements):
+                return _NOTHING
+            tensor = local(tensor)
+        rows = tensor.detach().reshape(-1, tensor.shape[-1]).double().cpu()
+        result: Values = (rows @ _projection(rows.shape[-1])).numpy()
+        return result
+
+
+@cache
+def _projection(width: int) -> Tensor:
+    generator = torch.Generator().manual_seed(width)
+    return torch.randn(width, 2, generator=generator, dtype=torch.float64)
+
+
+# ---- gradients before they are reduced ------------------------------------------------------------------------------
+
+
+@contextmanager
+def _unreduced(adapter: Adapter, model: Any, trace: Observation) -> Iterator[None]:
+    """Sum what autograd itself brings to each parameter: DDP and the like reduce after that.
+
+    Parameters that are shards of others (FSDP2) get no gradient of their own from autograd, and are left out."""
+    handles = []
+    for name, parameter in adapter.named(model).items():
+        if parameter.requires_grad and parameter.is_leaf:
+            handles.append(parameter.register_hook(_adder(name, trace)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _adder(name: str, trace: Observation) -> Callable[[Any], None]:
+    def add(gradient: Any) -> None:
+        value = local(gradient).detach().reshape(-1).double().cpu().numpy()
+        trace.unreduced[name] = trace.unreduced[name] + value if name in trace.unreduced else value.copy()
+
+    return add
+
+
+# ---- dropout --------------------------------------------------------------------------------------------------------
+
+
+class _Dropouts(TorchFunctionMode):
+    """Notes each call of dropout: the line that called it, what went in, which elements are left."""
+
+    def __init__(self, trace: Observation):
+        super().__init__()
+        self.trace = trace
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function in (torch.dropout, torch.nn.functional.dropout) and isinstance(result, Tensor):
+            entered = args[0] if args else (kwargs or {})["input"]
+            if entered is not result and bool((result != entered).any()):
+                self.trace.drops.append(Drop(_caller(), _digest(entered), _digest(result != 0)))
+        return result
+
+
+def _caller() -> str:
+    """The first line outside of torch and this file."""
+    frame = sys._getframe(2)
+    own, torchs = str(Path(__file__)), str(Path(torch.__file__).parent)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((own, torchs)):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def _digest(tensor: Tensor) -> str:
+    with torch.no_grad():
+        data = tensor.detach().cpu().contiguous()
+        data = data.to(torch.uint8) if data.dtype == torch.bool else data.double()
+        return hashlib.sha256(data.numpy().tobytes()).hexdigest()

@@ -1,0 +1,86 @@
+"""An adapter of a small model in plain PyTorch with DDP or FSDP2, and with bugs to plant: `dp=2,bug=no_sync`."""
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+LAYOUTS = ["dp=2", {"fsdp": 2}]
+KNOWN = {"tokens of a sample": 12}
+VOCAB, WIDTH, SEQ, SAMPLES = 50, 16, 12, 8
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(VOCAB, WIDTH), nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        self.head.weight = self.embedding.weight  # tied
+        self.drop = nn.Dropout(0.0)
+
+    def forward(self, tokens):
+        hidden = self.embedding(tokens)
+        return self.head(hidden + self.drop(self.down(F.gelu(self.up(self.norm(hidden))))))
+
+
+def batch(step):
+    generator = torch.Generator().manual_seed(step)
+    tokens, labels = torch.randint(0, VOCAB, (2, SAMPLES, SEQ), generator=generator)
+    for sample in range(SAMPLES):
+        labels[sample, :sample] = -100
+    return tokens, labels
+
+
+def build(layout):
+    model, bug = Net(), layout.get("bug", "")
+    model.drop.p = 0.5 if "dropout" in layout else 0.0
+    if layout.get("dp", 1) > 1:
+        if bug == "one_parameter":
+            model._ddp_params_and_buffers_to_ignore = {"norm.bias"}
+        model = DistributedDataParallel(model)
+        if bug == "sum":
+            model.register_comm_hook(None, lambda state, bucket: _summed(bucket))
+    if layout.get("fsdp", 1) > 1:
+        fully_shard(model)
+    model.bug, model.optimizer = bug, None
+    return model
+
+
+def _summed(bucket):
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+def step(model, batch):
+    (tokens, labels), world, rank = batch, dist.get_world_size(), dist.get_rank()
+    own, targets = labels.chunk(world)[rank], (labels != -100).sum()
+    with model.no_sync() if model.bug == "no_sync" else contextlib.nullcontext():
+        loss = F.cross_entropy(model(tokens.chunk(world)[rank]).flatten(0, 1), own.flatten(), reduction="sum")
+        divisor = (own != -100).sum() if model.bug == "mean_of_means" else targets / world
+        (loss / divisor * (rank != 1 or model.bug != "lost_rank")).backward()
+    if model.bug == "normalized_late":
+        model.module.norm.weight.grad.mul_(1.5)
+    result = loss.detach() / targets
+    if model.bug == "local_loss":
+        return {"loss": result}
+    if world > 1:
+        dist.all_reduce(result)
+    return {"loss": result}
+
+
+def update(model):
+    parameters = list(model.parameters())
+    if model.optimizer is None:
+        taught = parameters[1:] if model.bug == "untaught" else parameters
+        model.optimizer = torch.optim.AdamW(taught, lr=1e-2)
+    here = sum(float((p.grad.to_local() ** 2).sum()) for p in parameters) ** 0.5 if model.bug == "local_norm" else None
+    norm = nn.utils.clip_grad_norm_(parameters, 0.1)
+    model.optimizer.step()
+    if here is not None:
+        return {"grad_norm": here}
+    return {"grad_norm": norm.full_tensor() if hasattr(norm, "full_tensor") else norm}

@@ -1,0 +1,404 @@
+"""Whatever a member of a plugin does, its user reads one sentence: the plugin, the member, what came, and where."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import fivefold as ff
+from fivefold.job.config import Job, read_job
+from fivefold.layout.layout import Layout
+from fivefold.model.decoder import Decoder
+from fivefold.model.layers import TokenPositions
+from fivefold.model.linear_cross_entropy import Targets, Vocabulary, linear_cross_entropy, loss_sum
+from fivefold.optim.base import matrix_flops, matrix_memory, reads_whole, states_of
+from fivefold.support.errors import UserError
+from tests.refusals import refusal
+
+Made = Callable[..., Job]
+
+KIND = """
+from fivefold.spec.kinds import MLP, Mixer
+from fivefold.spec.operations import Elementwise, Matmul
+
+class Mine(MLP, frozen=True, kw_only=True, tag="mine:Mine"):
+    place = "mine"
+    module = "mine:Layer"
+    MEMBERS
+
+    def operations(self, spec, tp):
+        yield Matmul("mine", "up", "mine_norm", spec.hidden, spec.hidden // tp, "colwise")
+        yield Matmul("mine", "down", "up", spec.hidden // tp, spec.hidden, "rowwise")
+
+def __getattr__(name):
+    if name != "Layer":
+        raise AttributeError(name)
+    from torch import nn
+    from fivefold.model.layers import Linear
+
+    class Layer(nn.Module):
+        def __init__(self, kind, spec, ops):
+            super().__init__()
+            self.ops = ops
+            self.up, self.down = (Linear(spec.hidden, spec.hidden, bias=False) for _ in range(2))
+
+        def forward(self, x):
+            (y,) = self.ops.column_parallel(x, self.up)
+            return self.ops.row_parallel(y.relu(), self.down)
+    return Layer
+"""
+OPTIMIZER = """
+from fivefold.optim.base import OptimizerConfig
+
+class Mine(OptimizerConfig, frozen=True, kw_only=True, tag="mine:Mine"):
+    states = ("momentum",)
+    unit = "matrix"
+    MEMBERS
+
+    def update(self, masters, grads, states, rate, decay, step):
+        pass
+
+    def matrix_update(self, matrices):
+        return matrices
+
+    def stock(self, groups, **options):
+        import torch
+        return torch.optim.SGD(groups, lr=self.lr)
+"""
+SOURCE = """
+from fivefold.data.base import DataSource
+
+class Mine(DataSource, frozen=True, kw_only=True, tag="mine:Mine"):
+    MEMBERS
+
+    def open(self):
+        raise OSError("no disk")
+"""
+LOSS = """
+from fivefold.losses.base import Loss
+
+class Mine(Loss, frozen=True, kw_only=True, tag="mine:Mine"):
+    MEMBERS
+
+    def sums(self, logits, words):
+        return (words.pick(logits),)
+
+    def value(self, lse, sums, size):
+        return lse - sums[0]
+
+    def slope(self, logits, lse, sums, words):
+        return (logits - lse[:, None]).exp()
+
+    def plain(self, logits, targets):
+        return -logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+"""
+LISTENER = """
+from fivefold.job.listeners import RunListener
+
+class Mine(RunListener):
+    MEMBERS
+
+    def step(self, record):
+        pass
+"""
+TEXTS = {"kind": KIND, "optimizer": OPTIMIZER, "source": SOURCE, "loss": LOSS, "listener": LISTENER}
+NAMED = {
+    "kind": 'model.pattern=[{mixer="attention", mlp="mine:Mine"}]',
+    "optimizer": "optimizer.name=mine:Mine",
+    "source": "data.source=mine:Mine",
+    "loss": "loss.name=mine:Mine",
+    "listener": "run.listeners=mine:Mine",
+}
+
+
+@pytest.fixture
+def made(tmp_path: Path, forgotten: None, monkeypatch: pytest.MonkeyPatch) -> Made:
+    """The job that names a plugin of a sort, whose class has these lines in addition to what it needs; a member that
+    they have is left out of the rest."""
+    monkeypatch.chdir(tmp_path)
+
+    def job(sort: str, members: str = "", *changes: str, replaced: tuple[str, str] = ("", "")) -> Job:
+        own = [line.split("def ")[1].split("(")[0] for line in members.splitlines() if line.strip().startswith("def ")]
+        text = TEXTS[sort].replace(*replaced)
+        for name in own:
+            text = text.replace(f"    def {name}(", f"    def _unused_{name}(")
+        text = text.replace("    MEMBERS\n", "\n".join(f"    {line}" for line in members.splitlines()) + "\n")
+        (tmp_path / "mine.py").write_text(text)
+        return read_job(None, [NAMED[sort], "model.hidden=32", "model.layers=1", *changes])
+
+    return job
+
+
+def said(error: UserError, code: str) -> str:
+    """The one sentence of an error."""
+    assert error.codes == [code], error.coded
+    [sentence] = error.problems
+    assert "mine:Mine" in sentence
+    return sentence
+
+
+# ---- before a process starts ----------------------------------------------------------------------------------------
+
+ARITIES = [
+    ("kind", "def operations(self, spec): pass", "operations(self, spec), and not operations(self, spec, tp)"),
+    ("kind", "def parameters(self, spec): pass", "parameters(self, spec), and not parameters(self, spec, layer)"),
+    ("kind", "def problems(self): pass", "problems(self), and not problems(self, spec)"),
+    ("kind", "def cache(self, spec): pass", "cache(self, spec), and not cache(self, spec, tp)"),
+    ("kind", "def divided(self): pass", "divided(self), and not divided(self, spec)"),
+    ("kind", "def hf_names(self, a, b): pass", "hf_names(self, a, b), and not hf_names(self, spec)"),
+    ("kind", "cp = 1", "has cp=1, and not True or False"),
+    ("kind", "divided: int = 3", "has a setting divided, which is a method of MLP"),
+    ("kind", "taps: list[int] = []", "has taps: list, which can be changed; write a tuple"),
+    ("kind", "async def divided(self, spec): pass", "has an async divided, which nobody awaits"),
+    ("optimizer", "def matrix_update(self): pass", "matrix_update(self), and not matrix_update(self, matrices)"),
+    ("optimizer", "def stock(self, groups): pass", "stock(self, groups), and not stock(self, groups, **options)"),
+    ("optimizer", "def states_of(self): pass", "states_of(self), and not states_of(self, parameter)"),
+    ("optimizer", "def accumulate(self, grads): pass", "accumulate(self, grads), and not accumulate(self, grads, st"),
+    ("optimizer", "def own_rules(self, spec): pass", "own_rules(self, spec), and not own_rules(self)"),
+    ("source", "def problems(self, spec): pass", "problems(self, spec), and not problems(self)"),
+    ("source", "def open(self, path): pass", "open(self, path), and not open(self)"),
+    ("source", "def vocab(self, path): pass", "vocab(self, path), and not vocab(self)"),
+    ("loss", "def sums(self, logits): pass", "sums(self, logits), and not sums(self, logits, words)"),
+    ("loss", "def value(self, lse): pass", "value(self, lse), and not value(self, lse, sums, size)"),
+    ("loss", "def slope(self, logits, lse, sums): pass", "slope(self, logits, lse, sums), and not slope(self, logits"),
+    ("loss", "def plain(self, logits): pass", "plain(self, logits), and not plain(self, logits, targets)"),
+    ("loss", "def reduced(self): return 1", "has a method reduced, which is a property of Loss; write @property"),
+    ("listener", "def step(self): pass", "step(self), and not step(self, record)"),
+    ("listener", "async def end(self, step): pass", "has an async end, which nobody awaits"),
+]
+
+
+@pytest.mark.parametrize(("sort", "member", "sentence"), ARITIES)
+def test_a_member_that_cannot_be_called_is_refused_with_the_class(
+    made: Made, sort: str, member: str, sentence: str
+) -> None:
+    assert sentence in said(refusal(lambda: made(sort, member)), "plugin.protocol")
+
+
+def test_members_that_take_more_than_they_need_are_taken(made: Made) -> None:
+    assert not made("kind", "@staticmethod\ndef divided(*given, extra=0, **more): return []").problems()
+
+
+def test_all_shortcomings_of_all_listeners_are_told_at_once(made: Made, tmp_path: Path) -> None:
+    (tmp_path / "other.py").write_text("class Other: pass")
+    wrong = "def step(self): pass\ndef end(self): pass\ndef __init__(self, url): pass"
+    error = refusal(lambda: made("listener", wrong, "run.listeners=mine:Mine,other:Other,none:None"))
+    assert error.codes == ["plugin.protocol"] * 3 + ["plugin.kind", "plugin.module"]
+
+
+RAISES = "raise KeyError('lost')"
+ODD = [  # what a member gives, and what is said of it
+    ("kind", "def problems(self, spec): return 'text'", "problems gave 'text', and not sentences"),
+    ("kind", "def problems(self, spec): return [3]", "problems gave 3, and not sentences"),
+    ("kind", "def problems(self, spec): pass", "problems gave None, and not sentences"),
+    ("kind", "def operations(self, spec, tp): pass", "operations gave None, and not fivefold.spec.operations (Matmul"),
+    ("kind", "def operations(self, spec, tp): return [object()]", "operations gave a object, and not fivefold.spec"),
+    (
+        "kind",
+        "def operations(self, spec, tp): yield Matmul('mine', 'up', 'x', spec.hidden, spec.hidden / tp, 'colwise')",
+        "operations gave Matmul('up') with outputs=32.0 (Expected `int`, got `float`), and not",
+    ),
+    (
+        "kind",
+        "def operations(self, spec, tp): yield Matmul('mine', 'up', 'x', spec.hidden, spec.hidden, 'columns')",
+        "operations gave Matmul('up') with tp='columns' (Invalid enum value 'columns'), and not",
+    ),
+    (
+        "kind",
+        "def parameters(self, spec, layer): return [1]",
+        "parameters gave 1, and not fivefold.spec.operations:Par",
+    ),
+    ("kind", "def divided(self, spec): return 32", "divided gave 32, and not a list of whole numbers"),
+    ("kind", "def divided(self, spec): return [32.0]", "divided gave 32.0, and not a list of whole numbers"),
+    ("kind", "def cache(self, spec, tp): return 32", "cache gave 32, and not a fivefold.spec.operations:Cache or None"),
+    ("kind", "def hf_names(self, spec): return {'mine.up': 'up'}", "hf_names gave 'mine.up': 'up', and not a dict of"),
+    ("kind", "def hf_names(self, spec): return None", "hf_names gave None, and not a dict of names and"),
+    ("optimizer", "def own_rules(self): return None", "own_rules gave None, and not pairs of a truth and a sentence"),
+    ("optimizer", "def own_rules(self): return [False]", "own_rules gave False, and not pairs of a truth and"),
+    ("optimizer", "def problems(self): return 3", "problems gave 3, and not sentences"),
+    ("source", "def problems(self): return None", "problems gave None, and not sentences"),
+    ("source", "def problems(self): yield 3", "problems gave 3, and not sentences"),
+    ("loss", "def problems(self): return None", "problems gave None, and not sentences"),
+]
+
+
+@pytest.mark.parametrize(("sort", "member", "sentence"), ODD)
+def test_a_result_of_another_type_is_said_before_a_process_starts(
+    made: Made, sort: str, member: str, sentence: str
+) -> None:
+    assert sentence in said(UserError(made(sort, member).problems()), "plugin.result")
+
+
+@pytest.mark.parametrize(
+    ("sort", "member", "line"),
+    [
+        ("kind", "problems(self, spec)", 8),
+        ("kind", "operations(self, spec, tp)", 8),
+        ("kind", "parameters(self, spec, layer)", 8),
+        ("kind", "divided(self, spec)", 8),
+        ("kind", "cache(self, spec, tp)", 8),
+        ("kind", "hf_names(self, spec)", 8),
+        ("optimizer", "own_rules(self)", 7),
+        ("optimizer", "problems(self)", 7),
+        ("source", "problems(self)", 5),
+        ("loss", "problems(self)", 5),
+    ],
+)
+@pytest.mark.parametrize("raises", [RAISES, "yield 1 / 0", "import sys; sys.exit(3)"])
+def test_a_member_that_raises_is_said_with_its_line(
+    made: Made, tmp_path: Path, sort: str, member: str, line: int, raises: str
+) -> None:
+    """Also one that does so only while what it gives is read."""
+    sentence = said(UserError(made(sort, f"def {member}: {raises}").problems()), "plugin.raised")
+    name = member.partition("(")[0]
+    error = {RAISES: "KeyError: 'lost'", "yield 1 / 0": "ZeroDivisionError: division by zero"}.get(raises, "SystemExit")
+    assert f"mine:Mine: {name} raised {error}" in sentence
+    assert sentence.endswith(f"({tmp_path / 'mine.py'}, line {line})")
+
+
+def test_operations_that_fail_on_some_layouts_are_said_of_these(made: Made) -> None:
+    """The planner and the rules ask for them with other tp than the checks of a model do."""
+    job = made(
+        "kind", "def operations(self, spec, tp): yield Matmul('mine', 'up', 'x', spec.hidden, 1 // (2 - tp), 'colwise')"
+    )
+    assert not job.problems()
+    error = refusal(lambda: ff.plan(job, "2xH100", fix="tp=2"))
+    assert "operations raised ZeroDivisionError" in said(error, "plugin.raised")
+
+
+@pytest.mark.parametrize(
+    ("member", "sentence"),
+    [
+        ("def vocab(self): return 'many'", "vocab gave 'many', and not a number of ids or None"),
+        ("def vocab(self): return 1 // 0", "vocab raised ZeroDivisionError"),
+        ("def prepared(self): return 'tokens'", "prepared gave 'tokens', and not paths"),
+    ],
+)
+def test_a_source_whose_vocabulary_cannot_be_told_is_one_sentence(made: Made, member: str, sentence: str) -> None:
+    [problem] = refusal(lambda: made("source", member)).problems
+    assert f"mine:Mine: {sentence}" in problem
+
+
+# ---- on a rank ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (
+            ("self.down)\n", "self.down)[..., 1:]\n"),
+            "forward of mine:Layer gave a Tensor of shape [2, 4, 31] and torch.flo",
+        ),
+        (("return self.ops.row", "return 1, self.ops.row"), "forward of mine:Layer gave (1, tensor"),
+        (
+            ("return self.ops.row_parallel", "self.ops.row_parallel"),
+            "forward of mine:Layer gave None, and not a Tensor",
+        ),
+    ],
+)
+def test_a_module_of_another_output_is_named(made: Made, change: tuple[str, str], sentence: str) -> None:
+    job = made("kind", replaced=change)
+    assert not job.problems()
+    tokens = torch.zeros(2, 4, dtype=torch.int64)
+    model = Decoder(job.model)
+    assert sentence in said(refusal(lambda: model(tokens, TokenPositions.of(tokens))), "plugin.result")
+
+
+def test_a_module_that_cannot_be_made_is_named_with_its_line(made: Made, tmp_path: Path) -> None:
+    job = made("kind", replaced=("            self.ops = ops", "            self.ops = ops.nothing"))
+    sentence = said(refusal(lambda: Decoder(job.model)), "plugin.protocol")
+    assert "could not be made: AttributeError: 'LocalOps' object has no attribute 'nothing'" in sentence
+    assert f"({tmp_path / 'mine.py'}, line 23)" in sentence
+
+
+@pytest.mark.parametrize(
+    ("member", "sentence"),
+    [
+        ("def sums(self, logits, words): return words.pick(logits)", "sums gave a Tensor of shape [6]"),
+        ("def sums(self, logits, words): return ()", "sums gave 0 tensors, and not a tuple of 1, as `reduced` says"),
+        ("def sums(self, logits, words): return None", "sums gave None, and not a tuple of 1"),
+        (
+            "def sums(self, logits, words): return (logits.sum(),)",
+            "sums gave a Tensor of shape [] and torch.float32, a",
+        ),
+        (
+            "def value(self, lse, sums, size): return lse.sum()",
+            "value gave a Tensor of shape [] and torch.float32, and",
+        ),
+        ("def value(self, lse, sums, size): return None", "value gave None, and not a Tensor of shape [6]"),
+        ("def slope(self, logits, lse, sums, words): return lse", "slope gave a Tensor of shape [6] and torch.float32"),
+        (
+            "def slope(self, logits, lse, sums, words): return logits.double()",
+            "slope gave a Tensor of shape [6, 9] and t",
+        ),
+        (
+            "def plain(self, logits, targets): return logits",
+            "plain gave a Tensor of shape [6, 9] and torch.float32, and",
+        ),
+    ],
+)
+def test_a_loss_of_another_shape_is_named(made: Made, member: str, sentence: str) -> None:
+    loss = made("loss", member).loss
+    x, weight = torch.randn(2, 3, 5, requires_grad=True), torch.randn(9, 5)
+    targets = Targets(torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 3, dtype=torch.bool), loss)
+
+    def computed() -> None:
+        linear_cross_entropy(x, weight, targets, Vocabulary(9))
+        loss_sum(x @ weight.T, targets.tokens, targets.mask, loss)
+
+    assert sentence in said(refusal(computed), "plugin.result")
+
+
+@pytest.mark.parametrize(
+    ("member", "sentence"),
+    [
+        ("def states_of(self, parameter): return ('other',)", "states_of gave ('other',), and not some of its states"),
+        ("def states_of(self, parameter): return None", "states_of gave None, and not some of its states"),
+        ("def reads_whole(self, parameter): return None", "reads_whole gave None, and not True or False"),
+        ("def matrix_flops(self, rows, columns): return 'few'", "matrix_flops gave 'few', and not a number"),
+        ("def matrix_memory(self, rows, columns): return None", "matrix_memory gave None, and not a number"),
+    ],
+)
+def test_what_an_optimizer_says_of_parameters_is_checked(made: Made, member: str, sentence: str) -> None:
+    job = made("optimizer", member)
+    parameter = job.model.parameters()[1]
+
+    def asked() -> None:
+        states_of(job.optimizer, parameter)
+        reads_whole(job.optimizer, parameter)
+        matrix_flops(job.optimizer, 2, 3)
+        matrix_memory(job.optimizer, 2, 3)
+
+    assert sentence in said(refusal(asked), "plugin.result")
+
+
+SMALL = ["data.seq=16", "train.batch=4", "train.steps=1", "train.eval_samples=0", "model.ffn=32", "train.device=cpu"]
+
+
+@pytest.mark.parametrize(
+    ("sort", "member", "code", "sentence"),
+    [
+        ("optimizer", "def matrix_update(self, matrices): return matrices[0]", "plugin.result", "matrix_update gave a"),
+        ("optimizer", "def matrix_update(self, matrices): pass", "plugin.result", "matrix_update gave None"),
+        ("optimizer", "def accumulate(self, grads, states, step): return grads[1:]", "plugin.result", "accumulate"),
+        ("optimizer", "def update(self, masters, grads, states, rate, decay, step): grads.nothing", "plugin.raised",
+         "update raised AttributeError: 'list' object has no attribute 'nothing' ("),
+        ("loss", "def slope(self, logits, lse, sums, words): return logits @ lse[:3]", "plugin.raised",
+         "slope raised RuntimeError: "),
+    ],
+)  # fmt: skip
+def test_what_fails_in_a_step_of_a_run_is_one_sentence(
+    made: Made, sort: str, member: str, code: str, sentence: str
+) -> None:
+    job = made(sort, member, *SMALL)
+    error = refusal(lambda: ff.train(job))
+    assert sentence in said(error, code)
+
+
+@pytest.mark.parametrize("layout", ["dp=1", "dp=2"])
+def test_a_reference_that_is_none_is_one_sentence(made: Made, layout: str) -> None:
+    made("optimizer", "def stock(self, groups, **options): return 3")
+    error = refusal(lambda: ff.verify(layout, ["optimizer.name=mine:Mine"]))
+    assert "stock gave 3, and not a torch.optim.Optimizer" in said(error, "plugin.result")
+    assert Layout.parse(layout)
