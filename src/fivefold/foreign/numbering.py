@@ -75,7 +75,8 @@ def _base(parameter: Any) -> int:
     base = _BASES.get(parameter.dtype)
     if base is None:
         raise UserError(
-            f"a parameter is of {parameter.dtype}; verify knows {', '.join(str(known) for known in _BASES)}"
+            f"a parameter is of {parameter.dtype}; verify knows {', '.join(str(known) for known in _BASES)}",
+            "adapter.dtype",
         )
     return base
 
