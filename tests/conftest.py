@@ -90,7 +90,8 @@ _LONGER = (
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
     """Workers of pytest-xdist share one server, and are forked from it: to import torch takes seconds."""
     few = config.option.markexpr.startswith(("pure", "waits"))
-    python = interpreter([*([] if few else _LONG), *PRELOAD])
+    every = not few and config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    python = interpreter([*([] if few else _LONG), *PRELOAD, *(["tests.collected"] if every else [])])
     specs[:] = [type(spec)(f"{spec}//id={spec.id}//python={python}") for spec in specs]
 
 
