@@ -18,6 +18,7 @@ from fivefold.foreign.compare import Deviation
 from fivefold.foreign.evidence import Cause
 from fivefold.render.blocks import Block, Cell, Result, Table, Text
 from fivefold.support.errors import UserError
+from fivefold.support.text import counted
 
 FORMAT = "fivefold certificate 1"
 _QUANTITIES = ("loss", "gradient", "norm", "parameter")
@@ -94,9 +95,9 @@ class Certificate(Result):
         framework = next((f"{name} {number}" for name, number in self.versions.items() if name in _FRAMEWORKS), "")
         framework = framework or f"torch {self.versions.get('torch', '')}"
         if not self.ok:
-            return f"{len(self.proofs) - passed} of {len(self.proofs)} layouts differ from one process ({framework})"
-        layouts = f"{passed} layout{'s' if passed != 1 else ''}"
-        return f"{layouts} = one process within {self.worst:.1e} ({self.dtype}, {framework})"
+            count, all_of_them = len(self.proofs) - passed, counted(len(self.proofs), "layout")
+            return f"{count} of {all_of_them} differ{'s' if count == 1 else ''} from one process ({framework})"
+        return f"{counted(passed, 'layout')} = one process within {self.worst:.1e} ({self.dtype}, {framework})"
 
     def to_dict(self) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -116,11 +117,8 @@ class Certificate(Result):
         return body | {"sha256": digest_of(body)}
 
     def blocks(self) -> Iterator[Block]:
-        yield Text(
-            f"{self.adapter} against one process: {self.parameters:,} parameters in {self.dtype}, "
-            f"{self.steps} step{'s' if self.steps > 1 else ''}",
-            "bold",
-        )
+        size = f"{self.parameters:,} parameters in {self.dtype}, {counted(self.steps, 'step')}"
+        yield Text(f"{self.adapter} against one process: {size}", "bold")
         yield Table(
             ["layout", ">ranks", ">loss", ">gradient", ">norm", ">parameter", ""], [_row(p) for p in self.proofs]
         )
@@ -160,7 +158,8 @@ def _failure(proof: LayoutProof) -> Iterator[Block]:
         if proof.details:
             yield Text("\n".join(f"  {line}" for line in proof.details.splitlines()[-12:]), "dim")
         return
-    failed = sorted(proof.failed, key=lambda deviation: deviation.step)  # where it begins
+    order = {quantity: place for place, quantity in enumerate(_QUANTITIES)}
+    failed = sorted(proof.failed, key=lambda deviation: (deviation.step, order[deviation.quantity]))  # where it begins
     for deviation in failed[:_SHOWN]:
         yield Text(f"  {deviation}")
     if len(failed) > _SHOWN:

@@ -24,6 +24,8 @@ from fivefold.foreign.measurement import (
     Values,
 )
 from fivefold.foreign.watch import watching
+from fivefold.job.config import TrainConfig
+from fivefold.launch.device import choose_backend, choose_device
 from fivefold.launch.processes import Rank
 from fivefold.support.errors import UserError
 
@@ -132,7 +134,10 @@ def _read(weights: Path) -> dict[str, Tensor]:
 
 
 def _start(rank: Rank, place: AdapterFile, layout: Layout, settings: Settings) -> tuple[Adapter, Any]:
-    rank.join("gloo" if settings.device == "cpu" else "nccl")
+    device = choose_device(settings.device, rank.number)  # the current one, where there is a GPU
+    sharing = device.type == "cuda" and rank.world > torch.cuda.device_count()
+    config = TrainConfig(device=settings.device, share_gpu="nccl" if sharing else "gloo")
+    rank.join(choose_backend(device, rank.world, config, rank.number))
     torch.manual_seed(_SEED)
     adapter = Adapter(place)
     torch.set_default_dtype(getattr(torch, adapter.dtype))
