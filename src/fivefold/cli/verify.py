@@ -21,8 +21,9 @@ from fivefold.cli.options import (
     split,
     write_page,
 )
-from fivefold.render.blocks import console_of, show
+from fivefold.render.blocks import TEXTS, check_writable, console_of, show
 from fivefold.support.errors import UserError
+from fivefold.support.files import write
 
 if TYPE_CHECKING:
     from fivefold.foreign.certificate import Certificate, RepeatedCertificate
@@ -150,7 +151,10 @@ def verify(
     from fivefold.verifier.verify import verify as prove
 
     if adapter is not None or check is not None:
-        show(_foreign(context, adapter, check, words or [], timeout), as_json, output)
+        check_writable(html, ".html", ".htm")
+        check_writable(output, *TEXTS)
+        proof = _foreign(context, adapter, check, words or [], timeout)
+        show(proof, as_json, output, _certificate_page(proof, html))
         return
     check_whole_layout(layout, words or [])
     file, changes = split(words)
@@ -179,7 +183,8 @@ def _foreign(
     """Verify somebody's own training code, or repeat what was certified of it."""
     from fivefold.foreign.verify import STEPS_OF_PROOF, TIMEOUT, check_certificate, verify_adapter
 
-    ours = {name: option for name, option in (_OF_PROOFS | _OF_JOBS).items() if name not in _OF_ADAPTERS}
+    options = _OF_PROOFS | _OF_JOBS
+    ours = {name: option for name, option in options.items() if name not in _OF_ADAPTERS}
     refuse(options_given(context, ours | {"curve": "--curve"}), "is for jobs of Fivefold, and --adapter for other code")
     limit = TIMEOUT if timeout is None else timeout
     layout = context.params["layout"]
@@ -195,13 +200,23 @@ def _foreign(
         )
 
 
+def _certificate_page(proof: "Certificate | RepeatedCertificate", html: Path | None) -> list[str]:
+    """Write the page of a certificate, if one is wanted; what is to be said of it."""
+    from fivefold.render.html import Section, to_page
+
+    if html is None:
+        return []
+    write(html, to_page("Training code against one process", [Section("Layouts", [*proof.blocks()])], {}))
+    return [f"page written to {html}"]
+
+
 # {parameter: option}: the options of a proof alone, and those of the job that is proven or trained.
 _OF_PROOFS = {"everything": "--all", "world": "--world", "sample": "--sample", "jobs": "--jobs", "repeat": "--repeat",
               "html": "--html"}  # fmt: skip
 _OF_JOBS = {name: f"--{name}" for name in ("layout", "model", "dtype", "steps", "seq", "batch", "device", "timeout")}
 
 
-_OF_ADAPTERS = {"layout", "steps", "device", "timeout"}
+_OF_ADAPTERS = {"layout", "steps", "device", "timeout", "html"}
 _SETTINGS = {"layout": "layout", "model": "model", "steps": "train.steps", "seq": "data.seq", "batch": "train.batch",
              "dtype": "train.dtype", "device": "train.device"}  # fmt: skip
 
