@@ -49,7 +49,8 @@ PRELOAD += ["pytest", "rich._emoji_codes", "torch.utils.serialization.config"]
 _LONG = ["transformers", "kubernetes_validate", "kubeflow_trainer_api.models"]
 if not Path("/dev/nvidia0").exists():  # Inductor asks CUDA when it is imported, and then no child may use it
     _LONG += ["torch._dynamo.backends.debugging", "torch._inductor.pattern_matcher"]
-PRELOAD += [*(name for name in _OURS if not name.endswith(("__", *_GPU))), "tests.ranks", "tests.warm"]
+_OWN = [name for name in _OURS if not name.endswith(("__", *_GPU)) and ".adapters." not in name]
+PRELOAD += [*_OWN, "tests.ranks", "tests.warm"]
 
 _init = UserError.__init__
 
@@ -89,7 +90,8 @@ _LONGER = (
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
     """Workers of pytest-xdist share one server, and are forked from it: to import torch takes seconds."""
     few = config.option.markexpr.startswith(("pure", "waits"))
-    python = interpreter([*([] if few else _LONG), *PRELOAD])
+    every = not few and config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    python = interpreter([*([] if few else _LONG), *PRELOAD, *(["tests.collected"] if every else [])])
     specs[:] = [type(spec)(f"{spec}//id={spec.id}//python={python}") for spec in specs]
 
 

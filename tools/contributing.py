@@ -2,6 +2,7 @@
 
 A recipe is a section `### Add ...`. Its diff blocks are applied, its sh blocks are run, and the files that it changes
 must be those that it lists under "Files:". So a recipe that has become wrong is found, and one that takes more files.
+`python tools/contributing.py "Add a schedule"` follows that one alone.
 """
 
 import os
@@ -58,8 +59,9 @@ def main() -> None:
         copy = Path(folder) / "copy"
         run(["git", "worktree", "add", "--quiet", "--detach", str(copy), "HEAD"], ROOT)
         try:
-            for title, body in sections(GUIDE.read_text()).items():
-                follow(title, body, copy)
+            recipes = sections(GUIDE.read_text())
+            for title in sys.argv[1:] or recipes:
+                follow(title, recipes[title], copy)
                 run(["git", "reset", "--quiet", "--hard", "HEAD"], copy)
         finally:
             run(["git", "worktree", "remove", "--force", str(copy)], ROOT)

@@ -157,11 +157,11 @@ def test_a_comparison_has_one_world() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("peers --ranks 1", "is too few to compare"),
+        ("peers --ranks 1", "--ranks=1 must be at least 2"),
         ("peers --only dp,xp", "--only xp is not a choice"),
         ("peers --rounds 0", "--rounds=0 must be at least 1"),
         ("peers --ranks 3", "fivefold dp=3"),
-        ("peers --scaling --ranks 1", "leaves nothing to compare"),
+        ("peers --scaling --ranks 1", "--ranks=1 must be at least 2"),
         ("peers --scaling --ranks 3 --least 3", "no power of two is among them"),
         ("peers --scaling --only dp,ep", "nearest: --only dp"),
         ("train tiny --against nobody", "--against nobody is not a choice"),

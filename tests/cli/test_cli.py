@@ -162,7 +162,7 @@ def test_a_layout_that_does_not_fit_is_refused_before_anything_starts(tmp_path) 
 def test_a_number_of_processes_that_no_layout_has_is_refused(tmp_path) -> None:
     done = fivefold("train", "layout=dp=2", "--nproc", "3", cwd=tmp_path)
     refused(done, "layout dp=2 needs 2 ranks (dp x tp x pp x cp), and there are 3; nearest: dp=3, or --nproc 2")
-    refused(fivefold("train", "--nproc", "0", cwd=tmp_path), "--nproc 0 starts no process")
+    refused(fivefold("train", "--nproc", "0", cwd=tmp_path), "nproc=0 must be at least 1")
 
 
 def test_bad_job_files_are_refused(tmp_path) -> None:

@@ -75,9 +75,9 @@ def test_a_layout_that_fails_ends_with_1_and_the_parameters_name(tmp_path: Path)
         ),
         (["--layout", "dp=3"], "a global batch of 8 sequences does not divide over dp=3"),
         (["--world", "4"], "--world and --sample belong to --all"),
-        (["--all", "--sample", "0"], "--sample 0 takes no layout; nearest: --sample 1"),
+        (["--all", "--sample", "0"], "sample=0 must be at least 1"),
         (["model.kvheads=1"], "model.kvheads is not a setting; did you mean 'kv_heads'?"),
-        (["--all", "--world", "0"], "--world 0 has no ranks; nearest: --world 1"),
+        (["--all", "--world", "0"], "world=0 must be at least 1"),
     ],
 )
 def test_what_cannot_be_proven_is_refused_in_a_sentence(tmp_path: Path, words: list[str], sentence: str) -> None:

@@ -37,8 +37,13 @@ def batch(step):
 
 
 def build(layout):
+    return made(layout, 0.0)
+
+
+def made(layout, dropout):
+    """With dp and fsdp each rank has samples of its own; with tp alone all ranks do the same."""
     model, bug = Net(), layout.get("bug", "")
-    model.drop.p = 0.5 if "dropout" in layout else 0.0
+    model.drop.p = dropout
     if layout.get("dp", 1) > 1:
         if bug == "one_parameter":
             model._ddp_params_and_buffers_to_ignore = {"norm.bias"}
@@ -48,6 +53,7 @@ def build(layout):
     if layout.get("fsdp", 1) > 1:
         fully_shard(model)
     model.bug, model.optimizer = bug, None
+    model.parts = 1 if layout.get("tp", 1) > 1 else dist.get_world_size()
     return model
 
 
@@ -57,7 +63,9 @@ def _summed(bucket):
 
 
 def step(model, batch):
-    (tokens, labels), world, rank = batch, dist.get_world_size(), dist.get_rank()
+    (tokens, labels), world, rank = batch, model.parts, dist.get_rank() % model.parts
+    if model.bug == "unlike_masks":
+        torch.manual_seed(dist.get_rank())
     own, targets = labels.chunk(world)[rank], (labels != -100).sum()
     with model.no_sync() if model.bug == "no_sync" else contextlib.nullcontext():
         loss = F.cross_entropy(model(tokens.chunk(world)[rank]).flatten(0, 1), own.flatten(), reduction="sum")
@@ -84,3 +92,28 @@ def update(model):
     if here is not None:
         return {"grad_norm": here}
     return {"grad_norm": norm.full_tensor() if hasattr(norm, "full_tensor") else norm}
+
+
+class Dropout:
+    """The same with random numbers."""
+
+    LAYOUTS = ("dp=2", "tp=2", "tp=2,bug=unlike_masks")
+    batch, step, update = staticmethod(batch), staticmethod(step), staticmethod(update)
+
+    @staticmethod
+    def build(layout):
+        return made(layout, 0.5)
+
+
+class Narrow:
+    """In float32, where the bound is measured."""
+
+    LAYOUTS, DTYPE = ("dp=2", "dp=2,bug=sum"), "float32"
+    batch, build, step, update = map(staticmethod, (batch, build, step, update))
+
+
+class Lacking:
+    """An adapter that lacks nearly everything."""
+
+    LAYOUTS, DTYPE, TERMS, KNOWN = (), "int8", [], {"ranks": "two"}
+    build, step = 3, staticmethod(lambda model: None)

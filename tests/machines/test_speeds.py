@@ -132,8 +132,8 @@ def test_ranks_of_a_launcher_are_measured_too(tmp_path) -> None:
     ("words", "sentence"),
     [
         (["--nproc", "2"], "--nproc 2 is for --ranks"),
-        (["--ranks", "--nproc", "1", "--device", "cpu"], "--nproc 1 has nothing to compare with"),
-        (["--ranks", "--nproc", "0"], "--nproc 0 starts no process"),
+        (["--ranks", "--nproc", "1", "--device", "cpu"], "nproc=1 must be at least 2; one rank has"),
+        (["--ranks", "--nproc", "0"], "nproc=0 must be at least 1"),
         (["--ranks", "-o", "ranks.txt"], "ranks.txt should end in .toml"),
     ],
 )

@@ -256,7 +256,7 @@ def test_the_command_speaks() -> None:
     ("line", "words"),
     [
         ("--seq 1000 --cp 16", "nearest: seq=992 or seq=1024"),
-        ("--seq 4096 --cp 1", "cp=1 does not divide a sequence; nearest: cp=2"),
+        ("--seq 4096 --cp 1", "cp=1 must be at least 2; one rank divides nothing"),
         ("--seq 0 --cp 2", "seq=0 must be at least 1"),
         ("--seq 4096 --cp 4 --kv-heads 3", "kv_heads=3 needs heads; give heads too"),
         ("--seq 4096 --cp 4 --model tiny --heads 4", "leave one of them out"),

@@ -297,7 +297,7 @@ BAD = {"prompt": 8000, "output": 1000, "cache_bytes": 4, "tpot": 0.0, "sequences
         ("llama3-8b", "8xH100+8xA100", BAD, [
             "9,000 tokens, and the context of llama3-8b is 8,192; nearest: output=192",
             "plan '8xH100' and '8xA100-80' separately", "cache_bytes=4 must be 2 (bf16) or 1 (fp8)",
-            "tpot=0.0 must be more than 0", "sequences=0 must be at least 1",
+            "tpot=0 must be at least 1e-06", "sequences=0 must be at least 1",
         ]),
         ("llama3-8b", "A100", {"precision": "fp8"}, ["A100-80 has no fp8 matmuls"]),
         ("llama3-8b", "H100", {"precision": "int4"}, ["must be 'bf16' or 'fp8'"]),

@@ -202,7 +202,7 @@ ODD = [  # what a member gives, and what is said of it
     (
         "kind",
         "def operations(self, spec, tp): yield Matmul('mine', 'up', 'x', spec.hidden, spec.hidden, 'columns')",
-        "operations gave Matmul('up') with tp='columns' (Invalid enum value 'columns'), and not",
+        "operations gave Matmul('up') with tp='columns' (known: colwise, colwise_kv, ",
     ),
     (
         "kind",
@@ -305,6 +305,23 @@ def test_a_module_of_another_output_is_named(made: Made, change: tuple[str, str]
     assert sentence in said(refusal(lambda: model(tokens, TokenPositions.of(tokens))), "plugin.result")
 
 
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (
+            ("def forward(self, x)", "def forward(self, x, shared)"),
+            "be called as forward(x): missing a required",
+        ),
+        (("def forward(self, x)", "def forward(self)"), "cannot be called as forward(x): too many positional"),
+    ],
+)
+def test_a_module_that_cannot_be_called_is_named_before_the_first_step(
+    made: Made, change: tuple[str, str], sentence: str
+) -> None:
+    job = made("kind", replaced=change)
+    assert sentence in said(refusal(lambda: Decoder(job.model)), "plugin.protocol")
+
+
 def test_a_module_that_cannot_be_made_is_named_with_its_line(made: Made, tmp_path: Path) -> None:
     job = made("kind", replaced=("            self.ops = ops", "            self.ops = ops.nothing"))
     sentence = said(refusal(lambda: Decoder(job.model)), "plugin.protocol")
@@ -402,3 +419,25 @@ def test_a_reference_that_is_none_is_one_sentence(made: Made, layout: str) -> No
     error = refusal(lambda: ff.verify(layout, ["optimizer.name=mine:Mine"]))
     assert "stock gave 3, and not a torch.optim.Optimizer" in said(error, "plugin.result")
     assert Layout.parse(layout)
+
+
+@pytest.mark.parametrize(
+    ("raises", "blamed"),
+    [
+        ("raise ValueError('mine')", True),
+        ("import torch; torch.zeros(2) @ torch.zeros(3)", True),  # deeper than the plugin's own frame
+        ("import torch; raise torch.OutOfMemoryError('full')", False),  # a restart may help, and its exit code says so
+        ("raise OSError('disk')", False),
+        ("raise MemoryError", False),
+    ],
+)
+def test_a_plugin_is_not_blamed_for_what_a_machine_does(made: Made, tmp_path: Path, raises: str, blamed: bool) -> None:
+    optimizer = made("optimizer", f"def accumulate(self, grads, states, step):\n    {raises}").optimizer
+    with pytest.raises(Exception) as raised:  # noqa: PT011
+        optimizer.accumulate([], [], 1)
+    found = plugins.blamed(raised.value)
+    assert (found is not None) is blamed
+    if found is not None:
+        assert f"mine:Mine: accumulate raised {type(raised.value).__name__}: {raised.value}" in str(found)
+        assert f"({tmp_path / 'mine.py'}, line 8)" in str(found)
+    assert plugins.blamed(ValueError("no plugin's")) is None

@@ -109,6 +109,7 @@ def test_a_run_with_it_goes_on_in_another_layout_and_asks_for_the_plugin(
     assert f"If you trust it: --plugin {NAME}" in done.stderr
     done = fivefold("inspect", "runs/half", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    assert NAME not in done.stdout  # what it shows is not the loss's
 
 
 def test_cross_entropy_is_an_entry_of_the_table_and_its_old_settings_are_read(tmp_path: Path) -> None:

@@ -52,9 +52,9 @@ def test_each_step_s_record_comes_as_it_is_made_and_a_run_goes_on(job: ff.Job) -
 def test_bad_input_and_a_run_that_breaks_are_errors(job: ff.Job, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ff.UserError, match="tp=3 does not divide"):
         ff.train(None, [*SMALL, "layout=tp=3"])
-    with pytest.raises(ff.UserError, match="--restarts -1 must not be negative"):
+    with pytest.raises(ff.UserError, match="restarts=-1 must be at least 0"):
         ff.train(job, restarts=-1)
-    with pytest.raises(ff.UserError, match="--nproc 0 starts no process"):
+    with pytest.raises(ff.UserError, match="nproc=0 must be at least 1"):
         ff.train(job, nproc=0)
     monkeypatch.setenv("FIVEFOLD_FAULT", "raise@rank=1,step=2")
     with pytest.raises(TrainingError, match=r"rank 1 \(dp 1\) failed with exit code 1 in step 2") as broken:

@@ -90,6 +90,9 @@ def caveats(times: Iterable[list[float]], rounds: int, world: int, cores: int) -
         yield Text(f"{world} ranks share {cores} cores: no speed-up beyond {cores} is possible here")
 
 
+ONE_ALONE = "one rank has nothing to compare with"
+
+
 def refuse(problems: Sequence[str]) -> None:
     """Raise all problems at once, before any process starts."""
     if problems:

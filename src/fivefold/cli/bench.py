@@ -65,7 +65,9 @@ _Accelerator = Annotated[
     str | None,
     typer.Option(help="With --cases: plan for this, a name or a file of fivefold calibrate; else the device's."),
 ]
-_Dtype = Annotated[str, typer.Option(help="With --cases: float32, float64 or bfloat16; auto: bfloat16 on a GPU.")]
+_Dtype = Annotated[
+    str, typer.Option(help="With --cases: compute dtype, float32, bfloat16 or float64; auto: bfloat16 on a GPU.")
+]
 
 
 @command(app, "train", "Step time, MFU and memory of a job.  [dim]fivefold bench train llama3-8b[/]", WRITES)
@@ -148,7 +150,7 @@ _Overhead = Annotated[
     bool, typer.Option("--overhead", help="Compare one process with a bare PyTorch loop and with Hugging Face.")
 ]
 _Batch = Annotated[
-    int | None, typer.Option(help="With --scaling: sequences of a step, 16 for all.", show_default=False)
+    int | None, typer.Option(help="With --scaling: sequences per step; default: 16 for all.", show_default=False)
 ]
 _Predict = Annotated[
     bool, typer.Option("--predict", help="With --scaling: measure the cores, too, and show the prediction.")

@@ -24,7 +24,7 @@ def models(
         str | None, typer.Argument(help="Show this one: a preset, a Hugging Face config.json or its directory.")
     ] = None,
     seq: Annotated[
-        int | None, typer.Option(min=1, help="Sequence length for the FLOPs; default: each model's context.")
+        int | None, typer.Option(help="Sequence length for the FLOPs; default: each model's context.")
     ] = None,
     output: Output = None,
     as_json: Json = False,

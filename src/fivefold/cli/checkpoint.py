@@ -20,7 +20,7 @@ app = typer.Typer(
 )
 
 Run = Annotated[str, typer.Argument(help="A run's directory, or one of its checkpoints; a URL.", show_default=False)]
-Step = Annotated[int | None, typer.Option(help="Which one; default: the newest complete one.")]
+Step = Annotated[int | None, typer.Option(help="Which checkpoint; default: the newest complete one.")]
 
 
 @command(app, "ls", "List a run's checkpoints.  [dim]fivefold checkpoint ls runs/demo --verify[/]", TEXTS)

@@ -23,7 +23,7 @@ app = typer.Typer(
 @command(app, "zero", "Bytes by ZeRO stage.  [dim]fivefold compare zero 7.5e9 --ranks 64[/]", TEXTS)
 def zero(
     model: Annotated[str, typer.Argument(help="A model's name, or a number of parameters: 7.5e9.")],
-    ranks: Annotated[int, typer.Option(min=1, help="Ranks to shard over (dp x cp).")] = 64,
+    ranks: Annotated[int, typer.Option(help="Ranks to shard over (dp x cp).")] = 64,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
@@ -62,7 +62,7 @@ _Kernels = Annotated[str, typer.Option(help="With --lengths: attention kernels t
 
 @command(app, "cp", "Ring, all-gather and Ulysses.  [dim]fivefold compare cp --seq 131072 --cp 16[/]", TEXTS)
 def cp(
-    seq: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
+    seq: Annotated[int | None, typer.Option(help="Tokens per sequence.")] = None,
     ranks: Annotated[int | None, typer.Option("--cp", help="Ranks that share a sequence.")] = None,
     model: _Model = None,
     heads: Annotated[int | None, typer.Option(help="Attention heads, instead of a model's.")] = None,

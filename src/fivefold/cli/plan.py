@@ -60,7 +60,7 @@ def plan(
     by: Annotated[
         Literal["throughput", "memory", "pareto"], typer.Option(help="What to rank layouts by.")
     ] = "throughput",
-    top: Annotated[int, typer.Option(min=1, help="Layouts to show.")] = 5,
+    top: Annotated[int, typer.Option(help="Layouts to show.")] = 5,
     precision: Precision = "",
     software: Software = "fivefold",
     imbalance: Imbalance = None,

@@ -44,7 +44,7 @@ def generate(
     seed: Annotated[int, typer.Option(help="Random seed: the same one samples the same text.")] = 0,
     layout: Annotated[str, typer.Option(help="tp and pp: processes on this machine to shard the model over.")] = "dp=1",
     step: Annotated[int | None, typer.Option(help="Which checkpoint; default: the newest complete one.")] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float64.")] = "float32",
+    dtype: Annotated[str, typer.Option(help="Compute dtype: float32, bfloat16 or float64.")] = "float32",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     share_gpu: Annotated[str, typer.Option(help="What ranks that share a GPU talk through: gloo or nccl.")] = "gloo",
     timeout: Annotated[float, typer.Option(help="Time limit, in seconds, of a layout with several ranks.")] = 600.0,

@@ -43,7 +43,7 @@ _Words = Annotated[
     ),
 ]
 _Batch = Annotated[
-    int | None, typer.Option(help="Sequences of a global batch; default: 8, or with --all twice --world if more.")
+    int | None, typer.Option(help="Sequences per step; default: 8, or with --all twice --world if more.")
 ]
 _Sample = Annotated[
     int | None, typer.Option(help="With --all: only this many, chosen to cover every pair of settings.")
@@ -71,9 +71,9 @@ def verify(
     words: _Words = None,
     layout: Annotated[str | None, typer.Option(help="The layout to verify.", show_default="dp=2")] = None,
     model: Annotated[str, typer.Option(help="A preset; tiny ones are made narrower still.")] = "tiny",
-    dtype: Annotated[str, typer.Option(help="Compute dtype: float64, float32 or bfloat16.")] = "float64",
+    dtype: Annotated[str, typer.Option(help="Compute dtype: float32, bfloat16 or float64.")] = "float64",
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 3,
-    seq: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 32,
+    seq: Annotated[int, typer.Option(help="Tokens per sequence.")] = 32,
     batch: _Batch = None,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Device; on cuda, ranks may share a GPU.")] = "cpu",
     everything: Annotated[bool, typer.Option("--all", help="Verify every legal layout of --world ranks.")] = False,
@@ -254,7 +254,7 @@ _Imbalance = Annotated[
 def dryrun(
     words: ModelWords,
     layout: Annotated[str | None, typer.Option(help="dp=128,tp=8,pp=16,...; default: the job file's.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Sequences of a step; default: one for each microbatch.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences per step; default: one for each microbatch.")] = None,
     seq: Seq = None,
     rank: Annotated[int | None, typer.Option(help="Rank to run; default: 0.")] = None,
     ranks: Annotated[str, typer.Option(help="Several ranks to run: 0,127,9001.")] = "",

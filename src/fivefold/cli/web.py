@@ -12,7 +12,7 @@ UI = "Open the web UI: plan and explore layouts.  [dim]fivefold ui[/]"
 
 
 def ui(
-    port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0: any free one.")] = 0,
+    port: Annotated[int, typer.Option(help="The port; 0: any free one.")] = 0,
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page, or only print it.")] = True,
     runs: Annotated[
         list[Path] | None, typer.Option(help="A run's directory, or one with runs in it; may be given several times.")

@@ -78,11 +78,12 @@ class DataSource(
 
     def vocab(self) -> int | None:
         """The number of ids, where it can be told without a token being read: a toy model gets it."""
-        paths = prepared_by(self)
         try:
-            return max((read_index(path).vocab for path in paths), default=None)
-        except UserError:  # opening the data says it
-            return None
+            return max((read_index(path).vocab for path in prepared_by(self)), default=None)
+        except UserError as error:
+            if any(code.startswith("plugin.") for code in error.codes):
+                raise
+            return None  # opening the data says it
 
 
 PATHS = each("paths (pathlib.Path), in a tuple", lambda one: "" if isinstance(one, Path) else shown(one))

@@ -91,7 +91,7 @@ def _job(
     if seq is None:
         seq = job.data.seq if "data.seq" in named else min(job.model.context, 8192)
     if batch is None:
-        batch = job.train.batch if "train.batch" in named else layout.size("batch") * layout.microbatches
+        batch = job.train.batch if "train.batch" in named else max(1, layout.size("batch") * layout.microbatches)
     is_job = isinstance(model, Job) or str(model).endswith(".toml")
     dtype = job.train.dtype if is_job or "train.dtype" in named else "bfloat16"
     job = structs.replace(

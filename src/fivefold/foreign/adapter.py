@@ -94,12 +94,14 @@ def parse_layout(text: str | Mapping[str, Any]) -> Layout:
     layout: Layout = {}
     for key, value in items:
         if not key.isidentifier() or not isinstance(value, int | str) or value == "":
-            raise UserError(f"the layout {text} should be like tp=2,sp,schedule=1F1B: {key}={value!r} is not")
+            raise UserError(
+                f"the layout {text} should be like tp=2,sp,schedule=1F1B: {key}={value!r} is not", "adapter.layout"
+            )
         layout[key] = int(value) if isinstance(value, str) and value.lstrip("-").isdigit() else value
     for key in MULTIPLY:
         size = layout.get(key, 1)
         if not isinstance(size, int) or size < 1:
-            raise UserError(f"the layout {text} has {key}={size}; it should be a whole number from 1")
+            raise UserError(f"the layout {text} has {key}={size}; it should be a whole number from 1", "adapter.layout")
     return layout
 
 
@@ -138,7 +140,8 @@ class Adapter:
             return 1
         size = self.given.world(layout) if hasattr(self.given, "world") else product(layout)
         if not isinstance(size, int) or size < 1:
-            raise UserError(f"world({layout}) of the adapter returned {size!r}; it should be how many ranks there are")
+            gave = f"world({layout}) of the adapter returned {size!r}; it should be how many ranks there are"
+            raise UserError(gave, "adapter.world")
         return size
 
     def named(self, model: Any) -> dict[str, Any]:
@@ -150,14 +153,16 @@ class Adapter:
             if not all(hasattr(module, "named_parameters") for module in modules):
                 kind = type(model).__name__
                 raise UserError(
-                    f"build() returned a {kind}, which has no named_parameters(); add named(model) to the adapter"
+                    f"build() returned a {kind}, which has no named_parameters(); add named(model) to the adapter",
+                    "adapter.named",
                 )
             pairs = [pair for module in modules for pair in module.named_parameters()]
         names = [plain(name) for name, _ in pairs]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise UserError(
                 f"two parameters of this rank are called {twice[0]}; named(model) should give each the name that it "
-                "has in one process"
+                "has in one process",
+                "adapter.named",
             )
         return dict(zip(names, (parameter for _, parameter in pairs), strict=True))
 
@@ -185,7 +190,9 @@ def _import(place: AdapterFile) -> Any:
     except UserError:
         raise
     except ModuleNotFoundError as error:
-        raise UserError(f"the adapter {place.text} needs {error.name}, which is not installed here") from error
+        raise UserError(
+            f"the adapter {place.text} needs {error.name}, which is not installed here", "adapter.package"
+        ) from error
     except Exception as error:
         where = _last_line(error, place.file)
         raise UserError(

@@ -6,7 +6,6 @@ It holds no code and no path: to repeat it one names the adapter, whose digest m
 import hashlib
 import json
 import math
-import platform
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,13 +13,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from fivefold.foreign.adapter import AdapterFile, Layout, layout_text
+from fivefold.foreign.adapter import Layout, layout_text
 from fivefold.foreign.compare import Deviation
 from fivefold.foreign.evidence import Cause
-from fivefold.foreign.measurement import AdapterDescription, OneProcess
 from fivefold.render.blocks import Block, Cell, Result, Table, Text
 from fivefold.support.errors import UserError
-from fivefold.version import __version__
+from fivefold.support.text import counted
 
 FORMAT = "fivefold certificate 1"
 _QUANTITIES = ("loss", "gradient", "norm", "parameter")
@@ -81,17 +79,6 @@ class Certificate(Result):
     proofs: Sequence[LayoutProof]
     created: str = field(default_factory=lambda: datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
 
-    @classmethod
-    def of(
-        cls, place: AdapterFile, description: AdapterDescription, reference: OneProcess, proofs: Sequence[LayoutProof], *,
-        steps: int, device: str,
-    ) -> "Certificate":  # fmt: skip
-        versions = {"fivefold": __version__, "python": platform.python_version(), **reference.versions}
-        return cls(
-            place.text, place.digest, description.dtype, device, steps, reference.random, len(reference.weights),
-            versions, proofs,
-        )  # fmt: skip
-
     @property
     def ok(self) -> bool:  # type: ignore[override]
         return all(proof.passed for proof in self.proofs)
@@ -108,9 +95,9 @@ class Certificate(Result):
         framework = next((f"{name} {number}" for name, number in self.versions.items() if name in _FRAMEWORKS), "")
         framework = framework or f"torch {self.versions.get('torch', '')}"
         if not self.ok:
-            return f"{len(self.proofs) - passed} of {len(self.proofs)} layouts differ from one process ({framework})"
-        layouts = f"{passed} layout{'s' if passed != 1 else ''}"
-        return f"{layouts} = one process within {self.worst:.1e} ({self.dtype}, {framework})"
+            count, all_of_them = len(self.proofs) - passed, counted(len(self.proofs), "layout")
+            return f"{count} of {all_of_them} differ{'s' if count == 1 else ''} from one process ({framework})"
+        return f"{counted(passed, 'layout')} = one process within {self.worst:.1e} ({self.dtype}, {framework})"
 
     def to_dict(self) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -130,11 +117,8 @@ class Certificate(Result):
         return body | {"sha256": digest_of(body)}
 
     def blocks(self) -> Iterator[Block]:
-        yield Text(
-            f"{self.adapter} against one process: {self.parameters:,} parameters in {self.dtype}, "
-            f"{self.steps} step{'s' if self.steps > 1 else ''}",
-            "bold",
-        )
+        size = f"{self.parameters:,} parameters in {self.dtype}, {counted(self.steps, 'step')}"
+        yield Text(f"{self.adapter} against one process: {size}", "bold")
         yield Table(
             ["layout", ">ranks", ">loss", ">gradient", ">norm", ">parameter", ""], [_row(p) for p in self.proofs]
         )
@@ -174,7 +158,8 @@ def _failure(proof: LayoutProof) -> Iterator[Block]:
         if proof.details:
             yield Text("\n".join(f"  {line}" for line in proof.details.splitlines()[-12:]), "dim")
         return
-    failed = sorted(proof.failed, key=lambda deviation: deviation.step)  # where it begins
+    order = {quantity: place for place, quantity in enumerate(_QUANTITIES)}
+    failed = sorted(proof.failed, key=lambda deviation: (deviation.step, order[deviation.quantity]))  # where it begins
     for deviation in failed[:_SHOWN]:
         yield Text(f"  {deviation}")
     if len(failed) > _SHOWN:

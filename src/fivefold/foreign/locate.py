@@ -71,9 +71,10 @@ def _forward(traces: Mapping[int, Observation], truth: Mapping[str, _Known], clo
     order = {name: index for index, name in enumerate(truth)}
     first: tuple[int, str, int, bool] | None = None
     for rank, trace in traces.items():
+        parts = _parts(trace, truth)
         for call in trace.calls:
             known = truth.get(call.module)
-            if known is None or known.width != call.width or not len(call.outputs):
+            if known is None or known.width != call.width or not len(call.outputs) or call.module in parts:
                 continue
             if _share_found(call.outputs, known.outputs, close) < _ALMOST_ALL:
                 same_input = not len(call.inputs) or _share_found(call.inputs, known.inputs, close) >= _ALMOST_ALL
@@ -85,6 +86,13 @@ def _forward(traces: Mapping[int, Observation], truth: Mapping[str, _Known], clo
     _, module, rank, same_input = first
     given = "what it is given is that of one process" if same_input else "as is already what it is given"
     return [Cause(f"forward: the output of {module} is the first that differs, on rank {rank}; {given}")]
+
+
+def _parts(trace: Observation, truth: Mapping[str, _Known]) -> set[str]:
+    """Modules that are smaller here than in one process, as what holds the layers is on a stage of a pipeline."""
+    called = {call.module for call in trace.calls}
+    missing = [name.split(".") for name in truth if name not in called]
+    return {".".join(words[:count]) for words in missing for count in range(1, len(words))}
 
 
 def _share_found(rows: Values, known: Values, close: float) -> float:
@@ -107,13 +115,18 @@ def _backward(traces: Mapping[int, Observation], truth: Mapping[str, _Known], cl
     causes: list[Cause] = []
     for rank, trace in traces.items():
         before: tuple[str, float] | None = None
+        parts = _parts(trace, truth)
         for call in reversed(trace.calls):
             known = truth.get(call.module)
             if known is None or known.width != call.width or not len(call.gradients) or not len(known.gradients):
                 continue
+            if call.module in parts:
+                continue
             factors = _factors(call.gradients, known.gradients, close)
+            if factors is None and causes:
+                return causes
             if factors is None:
-                where = f"after {before[0]}, where it is right, " if before else ""
+                where = f"after {before[0]}, where it is right, " if before and abs(before[1] - 1) <= 1e-6 else ""
                 return [Cause(
                     f"backward: {where}the gradient at the output of {call.module} is the first that is not that of "
                     f"one process, on rank {rank}"

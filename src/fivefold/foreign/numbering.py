@@ -55,7 +55,8 @@ def find(adapter: Adapter, model: Any, shapes: Mapping[str, tuple[int, ...]]) ->
             digit = local(parameter.detach()).reshape(-1).double().cpu().numpy().round().astype(np.int64)
             known = result.setdefault(name, np.zeros_like(digit))
             if len(known) != len(digit):
-                raise UserError(f"loading changed the size of {name} on this rank from {len(known)} to {len(digit)}")
+                sizes = f"loading changed the size of {name} on this rank from {len(known)} to {len(digit)}"
+                raise UserError(sizes, "adapter.load")
             result[name] = np.where((digit < 0) | (known < 0), -1, known + digit * place)
         place *= base
         if place >= count:
@@ -64,7 +65,8 @@ def find(adapter: Adapter, model: Any, shapes: Mapping[str, tuple[int, ...]]) ->
         if (numbers >= count).any():
             raise UserError(
                 f"load() does not put elements of the full weights into {name} as they are: element numbers of {count} "
-                f"came out as up to {int(numbers.max())}; weights may be cut and permuted, and not computed with"
+                f"came out as up to {int(numbers.max())}; weights may be cut and permuted, and not computed with",
+                "adapter.load",
             )
     return result
 
@@ -73,7 +75,8 @@ def _base(parameter: Any) -> int:
     base = _BASES.get(parameter.dtype)
     if base is None:
         raise UserError(
-            f"a parameter is of {parameter.dtype}; verify knows {', '.join(str(known) for known in _BASES)}"
+            f"a parameter is of {parameter.dtype}; verify knows {', '.join(str(known) for known in _BASES)}",
+            "adapter.dtype",
         )
     return base
 
@@ -93,7 +96,8 @@ def load(adapter: Adapter, model: Any, full: Mapping[str, Tensor]) -> None:
             if name not in full:
                 raise UserError(
                     f"this rank has a parameter {name}, and one process has none of that name; give it its name there "
-                    "by named(model), or its weights by load(model, full)"
+                    "by named(model), or its weights by load(model, full)",
+                    "adapter.named",
                 )
             _copy(name, parameter, full[name])
 
@@ -103,7 +107,8 @@ def _copy(name: str, parameter: Any, value: Tensor) -> None:
     if tuple(parameter.shape) != tuple(value.shape):
         raise UserError(
             f"{name} has shape {tuple(parameter.shape)} here and {tuple(value.shape)} in one process; say in "
-            "load(model, full) which part of it this rank holds"
+            "load(model, full) which part of it this rank holds",
+            "adapter.load",
         )
     if hasattr(parameter, "to_local"):
         from torch.distributed.tensor import distribute_tensor

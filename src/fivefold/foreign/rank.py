@@ -24,6 +24,8 @@ from fivefold.foreign.measurement import (
     Values,
 )
 from fivefold.foreign.watch import watching
+from fivefold.job.config import TrainConfig
+from fivefold.launch.device import choose_backend, choose_device
 from fivefold.launch.processes import Rank
 from fivefold.support.errors import UserError
 
@@ -70,7 +72,7 @@ def refer(rank: Rank, place: AdapterFile, settings: Settings, weights: Path) -> 
 
     values = run(model, full)
     if any(loss is None for loss in values.losses):
-        raise UserError("step() gave no loss in one process; it should return {'loss': ...}")
+        raise UserError("step() gave no loss in one process; it should return {'loss': ...}", "adapter.step")
     another = run(adapter.build({}), full, _SEED + 1)
     flat = numbering.offsets(shapes)
     before = np.concatenate([full[name].reshape(-1).numpy() for name in flat if name])
@@ -132,7 +134,10 @@ def _read(weights: Path) -> dict[str, Tensor]:
 
 
 def _start(rank: Rank, place: AdapterFile, layout: Layout, settings: Settings) -> tuple[Adapter, Any]:
-    rank.join("gloo" if settings.device == "cpu" else "nccl")
+    device = choose_device(settings.device, rank.number)  # the current one, where there is a GPU
+    sharing = device.type == "cuda" and rank.world > torch.cuda.device_count()
+    config = TrainConfig(device=settings.device, share_gpu="nccl" if sharing else "gloo")
+    rank.join(choose_backend(device, rank.world, config, rank.number))
     torch.manual_seed(_SEED)
     adapter = Adapter(place)
     torch.set_default_dtype(getattr(torch, adapter.dtype))
@@ -145,7 +150,7 @@ def _run(
     losses, norms, gradients, parameters = [], [], [], []
     trace = Observation() if settings.watch else None
     for step in range(settings.steps):
-        torch.manual_seed(seed + step)
+        torch.manual_seed(_SEED + step)  # the data are the same for all seeds
         batch = adapter.batch(step)
         watched = trace if step == 0 else None
         if watched is not None:  # what the first step sets up, as a pipeline tries shapes, would be taken for the step
@@ -198,7 +203,8 @@ def _number(result: Any, key: str) -> float | None:
     if result is None:
         return None
     if isinstance(result, Tensor) and result.numel() != 1:
-        raise UserError(f"step() returned a {key} of shape {tuple(result.shape)}; it should be one number")
+        gave = f"step() returned a {key} of shape {tuple(result.shape)}; it should be one number"
+        raise UserError(gave, "adapter.step")
     return float(numbering.local(result) if isinstance(result, Tensor) else result)
 
 
@@ -210,7 +216,7 @@ def _check_whole(numbers: Mapping[str, Any], shapes: Mapping[str, Any], size: in
     whole = np.concatenate([numbers[name] for name in shapes])
     if len(whole) != size or (whole != np.arange(size)).any():
         name = next(name for name in shapes if (numbers[name] < 0).any() or len(np.unique(numbers[name])) < 1)
-        raise UserError(f"load() does not give {name} all its elements in one process")
+        raise UserError(f"load() does not give {name} all its elements in one process", "adapter.load")
 
 
 def _whole(values: Mapping[str, Values | None], numbers: Mapping[str, Any], size: int) -> Values:

@@ -5,6 +5,7 @@
 No torch in this process, and none of the adapter's code: ranks import both.
 """
 
+import platform
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,7 @@ from fivefold.foreign.measurement import AdapterDescription, Insight, Observatio
 from fivefold.launch import processes
 from fivefold.support.errors import UserError
 from fivefold.support.ranges import STEPS, checked, seconds, within
+from fivefold.version import __version__
 
 TIMEOUT = 300.0  # seconds for one layout: large frameworks take long to import
 STEPS_OF_PROOF = 2
@@ -60,7 +62,17 @@ def verify_adapter(
         for number, (layout, world) in enumerate(todo):
             progress(number + 1, len(todo) + 1, layout_text(layout))
             proofs.append(proof.prove(layout, world))
-        return Certificate.of(place, description, reference, proofs, steps=proof.steps, device=device)
+        return Certificate(
+            adapter=place.text,
+            adapter_digest=place.digest,
+            dtype=description.dtype,
+            device=device,
+            steps=proof.steps,
+            random=reference.random,
+            parameters=len(reference.weights),
+            versions={"fivefold": __version__, "python": platform.python_version(), **reference.versions},
+            proofs=proofs,
+        )
 
 
 def check_certificate(
@@ -104,11 +116,14 @@ class _Proof:
             [self.description] = self._run(1, "describe", self.place)
             worlds = self._run(1, "world_of", self.place, chosen)[0] if chosen else list(self.description.worlds)
         except processes.RankError as error:
-            raise UserError(f"the adapter {self.place.text} could not be read: {_told(error)}") from error
+            raise UserError(
+                f"the adapter {self.place.text} could not be read: {_told(error)}", "adapter.read"
+            ) from error
         for layout, world in zip(chosen or self.description.layouts, worlds, strict=True):
             if world > _MAX_WORLD:
                 raise UserError(
-                    f"the layout {layout_text(layout)} has {world} ranks; this machine tries up to {_MAX_WORLD}"
+                    f"the layout {layout_text(layout)} has {world} ranks; this machine tries up to {_MAX_WORLD}",
+                    "adapter.ranks",
                 )
         return self.description, worlds
 

@@ -30,7 +30,7 @@ def watching(adapter: Adapter, model: Any, trace: Observation | None) -> Iterato
     if trace is None:
         yield
         return
-    with _modules(model, trace), _unreduced(adapter, model, trace), _Dropouts(trace):
+    with _modules(adapter, model, trace), _unreduced(adapter, model, trace), _Dropouts(trace):
         yield
 
 
@@ -38,15 +38,18 @@ def watching(adapter: Adapter, model: Any, trace: Observation | None) -> Iterato
 
 
 @contextmanager
-def _modules(model: Any, trace: Observation) -> Iterator[None]:
+def _modules(adapter: Adapter, model: Any, trace: Observation) -> Iterator[None]:
     handles: list[Any] = []
     calls: list[dict[str, Any]] = []
+    whole = {id(parameter): name for name, parameter in adapter.named(model).items()}
     for module in model if isinstance(model, list | tuple) else [model]:
         if not isinstance(module, torch.nn.Module):
             continue
+        names: dict[str, str] = {}
         for name, part in module.named_modules():
-            if name and (own := plain(name + ".").removesuffix(".")):
-                handles.append(part.register_forward_hook(_hook(own, calls), with_kwargs=True))
+            names[name] = _whole_name(name, part, names, whole)
+            if names[name]:
+                handles.append(part.register_forward_hook(_hook(names[name], calls), with_kwargs=True))
     try:
         yield
     finally:
@@ -56,6 +59,18 @@ def _modules(model: Any, trace: Observation) -> Iterator[None]:
             gradients = [entry for entry in call["gradients"] if len(entry)]
             gradient = np.concatenate(gradients) if gradients else _NOTHING
             trace.calls.append(Call(call["module"], call["inputs"], call["outputs"], gradient, call["width"]))
+
+
+def _whole_name(name: str, module: Any, names: Mapping[str, str], whole: Mapping[int, str]) -> str:
+    """What a module is called in one process: stages of a pipeline may count their layers anew.
+
+    It follows from the names of its parameters, or, if it has none, from what it is in."""
+    for own, parameter in module.named_parameters():
+        known, suffix = whole.get(id(parameter), ""), "." + plain(own)
+        if known.endswith(suffix):
+            return known.removesuffix(suffix)
+    parent, _, last = name.rpartition(".")
+    return plain(f"{names.get(parent, parent)}.{last}.".lstrip(".")).rstrip(".")
 
 
 def _hook(name: str, calls: list[dict[str, Any]]) -> Callable[..., None]:

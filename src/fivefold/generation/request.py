@@ -20,7 +20,7 @@ from fivefold.layout.layout import Layout
 from fivefold.spec.hf import END_NAMED_IN
 from fivefold.spec.kinds import CACHE
 from fivefold.support.dtypes import DTYPES
-from fivefold.support.errors import UserError
+from fivefold.support.errors import Problem, UserError
 from fivefold.support.places import Place
 from fivefold.support.plugin_calls import ask
 from fivefold.support.ranges import SECONDS, misfit, within
@@ -201,7 +201,8 @@ def _check(request: Request, job: Job, prompts: list[list[int]]) -> None:
         problems += [problem.replace("train.share_gpu=", "--share-gpu ") for problem in error.problems]
     limits = {"--count": within(1, 10_000_000), "--timeout": within(0.001, SECONDS)}
     given = {"--count": request.count, "--timeout": request.timeout}
-    problems += filter(None, (misfit(name, given[name], allowed) for name, allowed in limits.items()))
+    outside = (misfit(name, given[name], allowed) for name, allowed in limits.items())
+    problems += [Problem("option.range", sentence) for sentence in outside if sentence]
     vocab, longest = job.model.vocab, max(map(len, prompts), default=0)
     if any(not prompt for prompt in prompts):
         problems.append("an empty prompt has no token to continue; give at least one")

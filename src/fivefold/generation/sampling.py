@@ -1,8 +1,9 @@
 """How the next token is chosen."""
 
-import math
-
 import msgspec
+
+from fivefold.support.errors import Problem
+from fivefold.support.ranges import TOKENS, misfit, within
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -15,16 +16,14 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
 
     def problems(self) -> list[str]:
-        rules = [
-            (
-                self.temperature == 0 or 1e-3 <= self.temperature < math.inf,
-                f"--temperature {self.temperature:g} must be 0, which is greedy, or at least 0.001",
-            ),
-            (0 <= self.seed < 1 << 63, f"--seed {self.seed} must lie between 0 and 2^63 - 1"),
-            (self.top_k >= 0, f"--top-k {self.top_k} must not be negative; 0 means all"),
-            (0 < self.top_p <= 1, f"--top-p {self.top_p:g} is a probability above 0, and at most 1"),
+        sampled = self.temperature != 0
+        found = [
+            misfit("--temperature", self.temperature, within(1e-3, 1e6, "0 is greedy")) if sampled else None,
+            misfit("--seed", self.seed, within(0, (1 << 63) - 1)),
+            misfit("--top-k", self.top_k, within(0, TOKENS, "0 means all")),
+            misfit("--top-p", self.top_p, within(1e-6, 1)),
         ]
-        return [problem for valid, problem in rules if not valid]
+        return [Problem("option.range", sentence) for sentence in found if sentence]
 
     def __str__(self) -> str:
         """The options of a command that samples the same again."""

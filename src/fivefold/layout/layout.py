@@ -202,7 +202,8 @@ class Layout(Axes, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if in_range.world > RANKS:
             many = f"layout {in_range} has {in_range.world} ranks, which is more than {RANKS}"
             return [*out_of_range.values(), Problem("layout.ranks.most", many)]
-        return [*out_of_range.values(), *rule_problems(in_range, Given(spec, world, seq, batch, ranks_by))]
+        given = Given(spec, None if out_of_range else world, seq, batch, ranks_by)
+        return [*out_of_range.values(), *rule_problems(in_range, given)]
 
     def fully_shards(self, spec: ModelSpec) -> bool:
         """Whether parameters are sharded (ZeRO 3)."""

@@ -3,6 +3,7 @@
 Shapes: B batch, S sequence, E hidden, H heads, K kv heads, D head dim, F feed-forward, V vocabulary.
 """
 
+import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -22,7 +23,8 @@ from fivefold.model.moe import MoE, RouterStats
 from fivefold.model.ops import LocalOps, MixerInputs
 from fivefold.model.recompute import recomputed
 from fivefold.model.rope import Rotation, rope_cache
-from fivefold.spec.kinds import PARAMETERS, BlockKind
+from fivefold.spec.kinds import PARAMETERS, BlockKind, Mixer
+from fivefold.spec.mlps import MixtureOfExperts
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import Problem, UserError
 from fivefold.support.plugin_calls import ask, shown, told, wrong
@@ -82,13 +84,32 @@ def branch(kind: BlockKind, spec: ModelSpec, ops: LocalOps, layer: int) -> nn.Mo
         raise UserError(_protocol(kind, f"could not be made: {told(error, kind.name)}")) from error
     if not isinstance(module, nn.Module):
         raise UserError(_protocol(kind, f"gave a {type(module).__name__}, and not a torch.nn.Module"))
-    if wrong := "; ".join(_unlike(kind, spec, layer, module)):
-        raise UserError(_protocol(kind, wrong))
+    if isinstance(module, MoE) != isinstance(kind, MixtureOfExperts):
+        both = "fivefold.spec.mlps:MixtureOfExperts and fivefold.model.moe:MoE"
+        raise UserError(_protocol(kind, f"is of one of {both}, and a kind and its module derive from both or neither"))
+    if uncallable := "; ".join(_uncallable(kind, module)):
+        raise UserError(_protocol(kind, uncallable))
+    if unlike := "; ".join(_unlike(kind, spec, layer, module)):
+        raise UserError(_protocol(kind, unlike))
     return module
 
 
 def _protocol(kind: BlockKind, what: str) -> Problem:
     return Problem("plugin.protocol", f"{kind.module} of {kind.name} {what}")
+
+
+def _uncallable(kind: BlockKind, module: nn.Module) -> Iterator[str]:
+    """Methods of a module that cannot be called with what they are given."""
+    given = {"forward": ("x", "shared") if isinstance(kind, Mixer) else ("x",)}
+    if isinstance(module, MoE):
+        given["forward"] = ("x", "positions")
+    if isinstance(kind, Mixer) and hasattr(module, "mask"):
+        given["mask"] = ("positions", "dtype")
+    for method, words in given.items():
+        try:
+            inspect.signature(getattr(module, method)).bind(*words)
+        except TypeError as error:
+            yield f"cannot be called as {method}({', '.join(words)}): {error}"
 
 
 def _unlike(kind: BlockKind, spec: ModelSpec, layer: int, module: nn.Module) -> Iterator[str]:

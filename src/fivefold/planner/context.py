@@ -24,7 +24,7 @@ from fivefold.planner.space import FEWEST_TOKENS
 from fivefold.render.blocks import Block, Result, Table, Text
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.presets import preset
-from fivefold.support.errors import UserError
+from fivefold.support.errors import Problem, UserError
 from fivefold.support.ranges import RANKS, TOKENS, checked, misfit, within
 from fivefold.support.text import counted, did_you_mean, either
 
@@ -327,9 +327,8 @@ def context(
         problems.append(
             f"{machines} has mixed nodes, and a cp group runs on nodes of one kind; nearest: cluster={group}"
         )
-    if cp < 2:
-        problems.append(f"cp={cp} does not divide a sequence; nearest: cp=2")
-    problems += filter(None, (misfit("seq", seq, within(1, TOKENS)), misfit("cp", max(cp, 2), within(2, RANKS))))
+    sizes = misfit("seq", seq, within(1, TOKENS)), misfit("cp", cp, within(2, RANKS, "one rank divides nothing"))
+    problems += [Problem("option.range", sentence) for sentence in sizes if sentence]
     if problems:
         raise UserError(problems, "compare.cp")
     if tp is None:
@@ -372,9 +371,8 @@ def _spec(model: str | ModelSpec | None, heads: int | None, kv_heads: int | None
             f"model={model} has heads of its own, and heads={heads} is given; leave one of them out", "option.conflict"
         )
     kv, width = heads if kv_heads is None else kv_heads, 128 if head_dim is None else head_dim
-    given = {"heads": heads, "kv_heads": kv, "head_dim": width}
-    if small := [f"{name}={value} must be at least 1" for name, value in given.items() if value < 1]:
-        raise UserError(small, "option.range")
+    for name, value in {"heads": heads, "kv_heads": kv, "head_dim": width}.items():
+        checked(name, value, within(1, 100_000))
     # The feed-forward width is one that every tp divides which divides the heads.
     name, hidden = f"a model of {heads} heads", heads * width
     return ModelSpec(name=name, layers=1, hidden=hidden, heads=heads, kv_heads=kv, head_dim=width, ffn=heads, vocab=2)

@@ -24,6 +24,7 @@ from fivefold.planner.search import Option, evaluate, search
 from fivefold.render.blocks import Block, Result, Table, Text
 from fivefold.schedules.registry import record_of
 from fivefold.support.errors import UserError
+from fivefold.support.ranges import misfit, within
 
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v", "auto")
 KIN = ("1f1b", "zb-h1")  # schedules of one stage a rank, for which layers are moved before `auto` is made for them
@@ -202,8 +203,8 @@ def halved(cluster: Cluster, factor: float) -> Cluster:
     """Two groups: the second half of the nodes, or of a single node's devices, that many times slower."""
     (group,) = cluster.groups
     field = "nodes" if group.nodes > 1 else "gpus"
-    if not 1 <= factor <= 1000:
-        raise UserError(f"slower={factor:g} must be at least 1 and at most 1000", "option.range")
+    if wrong := misfit("slower", factor, within(1, 1000)):
+        raise UserError(wrong, "option.range")
     count = getattr(group, field)
     if count % 2:
         raise UserError(f"{cluster} has {count} {field}, which do not halve; nearest: {count + 1}", "compare.halves")

@@ -28,7 +28,7 @@ from fivefold.planner.training import batch_of, budget_of, training_of
 from fivefold.spec.model import ModelSpec
 from fivefold.support.dtypes import precision_of
 from fivefold.support.errors import UserError
-from fivefold.support.ranges import SEQUENCES, TOKENS, checked, within
+from fivefold.support.ranges import SEQUENCES, TOKENS, checked, misfit, within
 from fivefold.support.text import did_you_mean
 
 USUAL_CLUSTER = "8xH100"  # where neither the question nor the job names one
@@ -107,8 +107,8 @@ def plan(
 
 
 def _check_options(by: str, top: int, price: float | None) -> None:
-    if price is not None and not 0 <= price < 1e6:
-        raise UserError(f"price={price:g} must be dollars per GPU and hour, zero or more", "option.range")
+    if wrong := misfit("price", price, within(0, 1e6, "it is in dollars per GPU and hour")):
+        raise UserError(wrong, "option.range")
     if by not in get_args(By):
         raise UserError(f"by={by!r} is not a ranking; {did_you_mean(str(by), get_args(By))}", "option.choice")
     checked("top", top, within(1, SEQUENCES))

@@ -45,9 +45,9 @@ from fivefold.planner.serve_options import (
 )
 from fivefold.render.blocks import Block, Result, Table, Text
 from fivefold.spec.model import ModelSpec
-from fivefold.support.errors import UserError
+from fivefold.support.errors import Problem, UserError
 from fivefold.support.plugins import is_plugin
-from fivefold.support.ranges import TOKENS, misfit, within
+from fivefold.support.ranges import SECONDS, TOKENS, misfit, within
 
 # ---- expert sentences -----------------------------------------------------------------------------------------------
 # Sentences about experts and latents in a plan for serving: what a step touches, and why not another ep, tp or dp.
@@ -311,9 +311,8 @@ def problems(service: Service) -> list[str]:
     wrong = spec.problems() or unlike(spec)
     given = {name: value for name, value in vars(service).items() if value is not None}
     counts = [misfit(name, given.get(name), within(1, TOKENS)) for name in ("prompt", "output", "sequences")]
-    targets = [name for name in ("ttft", "tpot") if not given.get(name, 1) > 0]
-    wrong += filter(None, counts)
-    wrong += [f"the target {name}={given[name]} must be more than 0 seconds" for name in targets]
+    targets = [misfit(name, given.get(name), within(1e-6, SECONDS)) for name in ("ttft", "tpot")]
+    wrong += [Problem("option.range", sentence) for sentence in (*counts, *targets) if sentence]
     if service.precision not in ("bf16", "fp8"):
         wrong.append(f"precision={service.precision!r} of the weights must be 'bf16' or 'fp8'")
     elif len(cluster.groups) and getattr(service.group.accelerator.peak, service.precision) is None:

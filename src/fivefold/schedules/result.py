@@ -46,7 +46,7 @@ class Query:
 
     def __post_init__(self) -> None:
         for option in ("pp", "microbatches", *OPTIONS):
-            checked(f"--{option}", getattr(self, option), within(1, LARGEST))
+            checked(option, getattr(self, option), within(1, LARGEST))
 
     def simulate(self, schedule: str | Path | Schedule) -> Simulation:
         """Proves a schedule, which is a name of the catalogue, a file or an object, and runs it on the clock."""

@@ -1,7 +1,7 @@
 """The MLPs that come with the package: a dense feed-forward network, and a mixture of experts."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fivefold.spec.kinds import MLP, HfTensor
 from fivefold.spec.operations import Elementwise, Matmul, Operation
@@ -28,16 +28,18 @@ class Dense(MLP, frozen=True, kw_only=True):
 
 class MixtureOfExperts(MLP, frozen=True, kw_only=True, tag="moe"):
     """A router, the experts that it chooses, and those that all tokens visit; the numbers are `model.experts`. tp
-    divides the shared experts alone."""
+    divides the shared experts alone.
+
+    A kind that derives from it sends tokens as it does, over ep and tp, and is planned and counted so; its module
+    derives from `model/moe.py`'s.
+    """
 
     module = "fivefold.model.moe:MoE"
+    reference: ClassVar[str] = "fivefold.verifier.plain_moe:PlainMoE"  # what `verify` holds the module against
 
     def problems(self, spec: "ModelSpec") -> list[str]:
-        return (
-            []
-            if spec.experts
-            else [Problem("model.pattern.numbers", "model.pattern has moe, and model.experts has no numbers for it")]
-        )
+        none = f"model.pattern has {self.name}, and model.experts has no numbers for it"
+        return [] if spec.experts else [Problem("model.pattern.numbers", none)]
 
     def operations(self, spec: "ModelSpec", tp: int) -> Iterator[Operation]:
         experts = spec.experts

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import groupby
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_type_hints
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -207,7 +207,8 @@ def _odd_operation(found: object) -> str:
         try:
             msgspec.convert(value, wanted)
         except msgspec.ValidationError as error:
-            return f"{type(found).__name__}({getattr(found, 'name', '')!r}) with {name}={shown(value)} ({error})"
+            choices = f"known: {', '.join(get_args(wanted))}" if get_origin(wanted) is Literal else str(error)
+            return f"{type(found).__name__}({getattr(found, 'name', '')!r}) with {name}={shown(value)} ({choices})"
     return ""
 
 

@@ -140,6 +140,9 @@ def pattern_problems(spec: "ModelSpec") -> Iterator[str]:
                 "model.pattern.empty",
                 f"model.pattern has neither a mixer nor an mlp in layer {number}; leave the layer out",
             )
+        if isinstance(layer.mlp, MixtureOfExperts) and layer.mlp.place != "mlp":
+            place = f"{layer.mlp.name} has place={layer.mlp.place!r}, and a mixture of experts is called mlp"
+            yield Problem("model.pattern.place", place)
         places = [kind.place for kind in layer.branches]
         if len(set(places)) < len(places):
             yield Problem(

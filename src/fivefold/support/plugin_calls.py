@@ -96,19 +96,19 @@ def told(error: BaseException, name: str) -> str:
     return f"{type(error).__name__}: {error}" + (f" ({place.file}, line {place.line})" if place else "")
 
 
-class Place(NamedTuple):
+class PluginFrame(NamedTuple):
     depth: int
     file: str
     line: int | None
     member: str  # the function
 
 
-def place_of(error: BaseException, name: str) -> Place | None:
+def place_of(error: BaseException, name: str) -> PluginFrame | None:
     """The last frame of an error in one of a plugin's files. Our own are not looked for: none of them is a plugin's."""
     module = name.partition(":")[0]
     if module.partition(".")[0] == __name__.partition(".")[0]:
         return None
     own = {path.absolute() for _, path in source_files(module)}
     frames = [*enumerate(traceback.extract_tb(error.__traceback__))]
-    places = (Place(depth, frame.filename, frame.lineno, frame.name) for depth, frame in reversed(frames))
+    places = (PluginFrame(depth, frame.filename, frame.lineno, frame.name) for depth, frame in reversed(frames))
     return next((place for place in places if Path(place.file).absolute() in own), None)

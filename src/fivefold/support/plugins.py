@@ -308,7 +308,8 @@ def load(name: str, setting: str = "--plugin") -> Any:
         raised = f"{module_name} raised {type(error).__name__} when it was imported: {error}"
         raise UserError(Problem("plugin.import", f"{setting}={name}: {raised}")) from None
     if missing:
-        public = [word for word in vars(module) if not word.startswith("_")]
+        known = [word for word, value in vars(module).items() if getattr(value, "__module__", "") == module_name]
+        public = [word for word in known or vars(module) if not word.startswith("_")]
         nothing = f"{module_name} ({getattr(module, '__file__', None)}) has no {attribute}"
         hint = did_you_mean(attribute, public)
         raise UserError(Problem("plugin.name", f"{setting}={name}: {nothing}; {hint}"))

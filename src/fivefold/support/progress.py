@@ -38,15 +38,23 @@ def quiet(done: int, total: int) -> None:
 
 @contextmanager
 def bar(title: str) -> Iterator[Report]:
-    """A progress bar on stderr, so that it is not in output that is piped."""
+    """A progress bar on stderr, so that it is not in output that is piped. It appears with the first report: what is
+    refused before has none."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
     from rich.progress import TransferSpeedColumn as Speed
 
     columns = (TextColumn(title), BarColumn(), DownloadColumn(), Speed(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not shown()) as progress:
-        task = progress.add_task(title, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+    progress = Progress(*columns, console=Console(stderr=True), disable=not shown())
+    task = progress.add_task(title, total=None)
+    with ExitStack() as stack:
+
+        def report(done: int, total: int) -> None:
+            if not progress.live.is_started and shown():
+                stack.enter_context(progress)
+            progress.update(task, completed=done, total=total)
+
+        yield report
 
 
 @contextmanager

@@ -65,6 +65,8 @@ def misfit(name: str, value: Any, range_: Meta) -> str | None:
         return None
     # Python does not print a number of thousands of digits.
     shown = f"2^{value.bit_length() - 1} or so" if isinstance(value, int) and value.bit_length() > 64 else value
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        shown = int(value)  # 0, not 0.0
     hint = f"; {range_.description}" if range_.description else ""
     return f"{name}={shown} is more than {most}" if value > most else f"{name}={shown} must be at least {least}{hint}"
 

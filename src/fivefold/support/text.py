@@ -14,7 +14,7 @@ def nearest(name: str, choices: Iterable[str], most: int = 1) -> list[str]:
 def did_you_mean(name: str, choices: Sequence[str]) -> str:
     """The tail of an "unknown X" sentence: the nearest name, or all of them when nothing is near."""
     hits = nearest(name, choices)
-    return f"did you mean {hits[0]!r}?" if hits else f"known: {', '.join(choices)}"
+    return f"did you mean {hits[0]!r}?" if hits else f"known: {', '.join(choices) or 'none'}"
 
 
 def printable(text: str) -> str:

@@ -18,7 +18,7 @@ from fivefold.support.errors import UserError
 from fivefold.support.places import Place, place_of
 from fivefold.trainer.records import METRICS
 from fivefold.trainer.result import ExpertsResult, TrainResult
-from fivefold.trainer.resuming import stored_job
+from fivefold.trainer.resuming import model_with_experts
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ def _has_checkpoints(place: Path) -> bool:
 def _experts(place: Path, notes: list[str]) -> ExpertsResult | None:
     """The load of the experts, if the model has any; adds to `notes` why it cannot be read."""
     try:
-        model = stored_job(place).model
-        return ExpertsResult.read(place, model) if model.experts else None
+        model = model_with_experts(place)
+        return None if model is None else ExpertsResult.read(place, model)
     except UserError as error:
         notes += error.problems
         return None

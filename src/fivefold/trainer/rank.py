@@ -130,7 +130,7 @@ def train_rank(rank: int, ranks: int, job: Job, start: Start, path: Path) -> Non
         if end.code:
             sys.exit(end.code)
     except UserError as error:
-        report.send(RefusedInput(error.problems, error.codes))
+        report.send(RefusedInput(error.problems, [getattr(problem, "code", "") for problem in error.coded]))
         sys.exit(2)
     except TrainingError as error:
         report.send(Failed(str(error)))

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from fivefold.support.errors import TrainingError, UserError
+from fivefold.support.errors import Problem, TrainingError, UserError
 from fivefold.support.parsing import BROKEN
 from fivefold.trainer.records import Evaluation, Step
 
@@ -33,7 +33,7 @@ class RefusedInput(msgspec.Struct, frozen=True, tag="refused", tag_field="kind")
     """The problems of bad input that a rank has found."""
 
     problems: list[str]
-    codes: list[str]
+    codes: list[str]  # one for each, empty where there is none
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed", tag_field="kind"):
@@ -156,9 +156,8 @@ class Follower:
         self.file.close()
 
     def refusal(self) -> UserError:
-        error = UserError(dict.fromkeys(problem for refused in self.refused for problem in refused.coded))
-        error.codes = list(dict.fromkeys(code for refused in self.refused for code in refused.codes))
-        return error
+        told = (pair for refused in self.refused for pair in zip(refused.codes, refused.problems, strict=True))
+        return UserError(Problem(code, sentence) if code else sentence for code, sentence in dict.fromkeys(told))
 
     def failure(self, code: int) -> TrainingError:
         sentences = list(dict.fromkeys(self.failures))[-_MAX_SENTENCES:]

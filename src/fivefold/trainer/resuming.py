@@ -24,6 +24,7 @@ from fivefold.data.tokenizer import foreign
 from fivefold.job.config import NAMING, Job, RunConfig, installed, resolve
 from fivefold.job.resume_rules import NEVER, Change, changes, refusals
 from fivefold.spec.hf import END_NAMED_IN, HF_CONFIG
+from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import Note, UserError
 from fivefold.support.files import put, read_regular
 from fivefold.support.parsing import BROKEN, Missing, path_of, read_toml
@@ -134,6 +135,18 @@ def stored_job(directory: Place, words: Sequence[str] = ()) -> Job:
         if {*error.codes} != {"plugin.untrusted"} or not any(word.startswith(NAMING) for word in words):
             raise UserError(error.framed(f"{directory / JOB}: ")) from None
     return resolve(table, words, stored=True)
+
+
+def model_with_experts(directory: Path) -> ModelSpec | None:
+    """The model of a run's directory, if it has experts: of plugins only those of its pattern have to be here."""
+    own = {key: value for key, value in _table(directory).items() if key == "model"}
+    if isinstance(model := own.get("model"), dict) and not model.keys() & {"experts", "preset", "config"}:
+        return None
+    try:
+        found = resolve(own, stored=True).model
+    except UserError as error:
+        raise UserError(error.framed(f"{directory / JOB}: ")) from None
+    return found if found.experts else None
 
 
 def with_moved_weights(job: Job, file: str | Path | None) -> Job:

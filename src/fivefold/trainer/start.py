@@ -18,6 +18,7 @@ from fivefold.launch.local import Arrangement, Launcher, check_sharing
 from fivefold.launch.world import World, current_world
 from fivefold.support.errors import TrainingError, UserError
 from fivefold.support.parsing import path_of
+from fivefold.support.ranges import RANKS, STEPS, checked, within
 from fivefold.tracing.records import Trace
 from fivefold.tracing.result import TraceFile, TraceResult
 from fivefold.trainer.rank import stopping_text
@@ -102,8 +103,7 @@ def job_and_start(job: str | Path | Job | None, changes: Sequence[str], *, fresh
 def check_ranks(nproc: int | None, world: World) -> None:
     """Raises UserError for a number of processes that cannot be started here, and for a bad FIVEFOLD_FAULT."""
     faults.parse(os.environ.get("FIVEFOLD_FAULT", ""))
-    if nproc is not None and nproc < 1:
-        raise UserError(f"--nproc {nproc} starts no process; nearest: --nproc 1", "option.range")
+    checked("nproc", nproc, within(1, RANKS))
     if nproc is not None and nproc > 1 and world.joined:
         raise UserError(
             f"--nproc {nproc} inside a launched rank (world of {world.size}): leave --nproc to one of the two",
@@ -112,15 +112,14 @@ def check_ranks(nproc: int | None, world: World) -> None:
 
 
 def check_restarts(restarts: int) -> None:
-    if restarts < 0:
-        raise UserError(f"--restarts {restarts} must not be negative; nearest: --restarts 0", "option.range")
+    checked("restarts", restarts, within(0, STEPS))
 
 
 # ---- trace ----------------------------------------------------------------------------------------------------------
 # A few steps of a job on ranks of this machine, traced.
 
 
-STEPS = 3
+_TRACED = 3  # steps, where the job does not say
 
 
 def trace(
@@ -143,7 +142,7 @@ def trace(
         raise UserError(f"--output {output}: there is no directory {file.path.parent}", "file.write")
     replace = msgspec.structs.replace
     full = job if isinstance(job, Job) else read_job(_checked_job_file(job), changes)
-    trace_config = replace(full.trace, steps=full.trace.steps or STEPS)
+    trace_config = replace(full.trace, steps=full.trace.steps or _TRACED)
     steps = max(0, trace_config.after) + max(1, trace_config.steps)  # the warm-up and the traced steps, no evaluation
     short = replace(full, train=replace(full.train, steps=steps, eval_samples=0), trace=trace_config)
     preflight(short, short.layout.world)

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fivefold.model.layers import ACTIVATIONS, gated
+from fivefold.spec.mlps import MixtureOfExperts
 from fivefold.spec.model import ModelSpec
+from fivefold.support.plugins import named
 
 Linears = dict[str, list[Tensor]]  # of one expert, by name (gate, up, down): its weight and, if it has one, its bias
 
@@ -26,10 +28,13 @@ class Balancing:
 
 
 def replace_moe_layers(model: nn.Module, spec: ModelSpec, balancing: Balancing) -> dict[int, "PlainMoE"]:
-    """Put a `PlainMoE` into each layer of a decoder that has experts; returns them by layer."""
+    """Put a `PlainMoE` into each layer of a decoder that has experts, or what its kind has for it; returns them by
+    layer."""
     moe_layers = {}
     for layer in spec.routed_layers:
-        moe_layers[layer] = PlainMoE(spec, balancing)
+        kind = spec.kinds(layer).mlp
+        assert isinstance(kind, MixtureOfExperts)
+        moe_layers[layer] = named(kind.reference)(spec, balancing)
         model.get_submodule(f"layers.{layer}").mlp = moe_layers[layer]
     return moe_layers
 

@@ -1,0 +1,89 @@
+"""A mixture of experts of another package, which derives from ours, sends over ep what ours sends, and is proven."""
+
+from pathlib import Path
+
+import pytest
+
+import fivefold as ff
+from fivefold.job.config import read_job
+from fivefold.model.decoder import Decoder
+from tests.refusals import refusal
+
+KINDS = """
+from fivefold.spec.mlps import MixtureOfExperts
+
+class ReGLU(MixtureOfExperts, frozen=True, kw_only=True, tag="reglu:ReGLU"):
+    module = "reglu.layer:Layer"
+    reference = "reglu.reference:Plain"
+"""
+LAYER = """
+from fivefold.model.moe import MoE
+
+def reglu(gate, up):
+    return gate.relu() * up
+
+class Layer(MoE):
+    def __init__(self, kind, spec, ops):
+        super().__init__(kind, spec, ops)
+        self.experts.activation = reglu
+"""
+REFERENCE = """
+from fivefold.verifier.plain_moe import PlainMoE
+
+class Plain(PlainMoE):
+    def __init__(self, spec, balancing):
+        super().__init__(spec, balancing)
+        self.activation = lambda gate, up: up.where(gate > 0, 0) * gate
+"""
+SMALL = ["model.hidden=32", "model.ffn=32", "model.layers=2"]
+MODEL = ["model.preset=tiny-moe", 'model.pattern=[{mixer="attention", mlp="reglu:ReGLU"}]', *SMALL]
+
+
+@pytest.fixture(autouse=True)
+def package(tmp_path: Path, forgotten: None, monkeypatch: pytest.MonkeyPatch) -> Path:
+    home = tmp_path / "reglu"
+    home.mkdir()
+    for name, text in (("__init__", KINDS), ("layer", LAYER), ("reference", REFERENCE)):
+        (home / f"{name}.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    return home
+
+
+@pytest.mark.parametrize("layout", ["dp=2,ep=2", pytest.param("tp=2,ep=2,sp", marks=pytest.mark.slow)])
+def test_where_its_tokens_travel_it_computes_what_its_own_reference_computes(layout: str) -> None:
+    """Loss, norm, gradients, weights, where each token went, and what was sent, to the byte."""
+    result = ff.verify(layout, MODEL[1:], model="tiny-moe", steps=2)
+    assert result.ok, str(result)
+
+
+def test_its_reference_is_not_ours(package: Path) -> None:
+    (package / "__init__.py").write_text(KINDS.replace("    reference =", "    other ="))
+    result = ff.verify("dp=1", MODEL[1:], model="tiny-moe", steps=1)
+    assert not result.ok
+
+
+def test_it_is_planned_as_ours_is() -> None:
+    own, ours = (
+        ff.plan(read_job(None, [*MODEL[:1], pattern, *SMALL]).model, "8xH100", batch=16, seq=256, fix="ep=4")
+        for pattern in (MODEL[1], 'model.pattern=[{mixer="attention", mlp="moe"}]')
+    )
+    assert own.chosen.layout.ep == 4
+    assert own.chosen.seconds == ours.chosen.seconds
+
+
+def test_a_kind_and_its_module_derive_from_both_or_neither(package: Path) -> None:
+    (package / "__init__.py").write_text(KINDS.replace("MixtureOfExperts", "MLP").replace("mlps", "kinds") + OPERATIONS)
+    error = refusal(lambda: Decoder(read_job(None, MODEL).model))
+    assert "a kind and its module derive from both or neither" in str(error)
+
+
+def test_its_place_is_that_of_a_mixture(package: Path) -> None:
+    (package / "__init__.py").write_text(KINDS + '    place = "experts"\n')
+    [problem] = read_job(None, MODEL).problems()
+    assert problem == "reglu:ReGLU has place='experts', and a mixture of experts is called mlp"
+
+
+OPERATIONS = """
+    def operations(self, spec, tp):
+        yield from ()
+"""
