@@ -1,4 +1,4 @@
-"""torchtitan's own Llama 3 in its own layouts against one process, and bugs planted in it. torchtitan 0.3.0 is needed."""
+"""torchtitan's own Llama 3 in its own layouts against one process, and bugs planted in it. Needs torchtitan 0.3.0."""
 
 from pathlib import Path
 

@@ -8,7 +8,7 @@ configuration; `Tensor.float()`, which the loss and RoPE call, keeps float64; fl
 CPU, so its masks are made dense; a pipeline takes the whole batch, for want of a list of microbatches in PyTorch 2.13.
 
 What cannot run on a CPU is not proven: compiled flex attention, varlen attention, CUDA graphs, symmetric memory,
-dist_gemm, DeepEP, float8. The backend spmd_types, which is torchtitan's default, needs a newer FSDP than PyTorch 2.13's.
+dist_gemm, DeepEP, float8. Its default backend, spmd_types, needs a newer FSDP than that of PyTorch 2.13.
 """
 # ruff: noqa: E402
 
