@@ -7,13 +7,10 @@ The model is a small decoder whose head shares its weight with the embedding. No
 has another number of targets. What torch leaves to its user is done by hand here, and told where it is.
 """
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
@@ -40,7 +37,6 @@ MICROBATCHES = 4
 KNOWN = {"microbatches": MICROBATCHES}
 SAMPLES, LENGTH, VOCABULARY, WIDTH, HEADS, LAYERS = 24, 8, 20, 16, 4, 8
 IGNORED = -100
-Layout = dict[str, Any]
 V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")  # rank 0 has the first stage and the last
 
 
@@ -48,22 +44,22 @@ V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")  # rank 0 has the first stage and t
 
 
 class Attention(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = (part(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in (self.q, self.k, self.v))
         return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm1, self.attention, self.norm2 = nn.LayerNorm(WIDTH), Attention(), nn.RMSNorm(WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = x + self.attention(self.norm1(x))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
@@ -71,21 +67,21 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """All of the model or a stage of it: some blocks, the embedding on the first, norm and head on the last."""
 
-    def __init__(self, blocks: range, first: bool = True, last: bool = True) -> None:
+    def __init__(self, blocks, first=True, last=True):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH) if first else None
         self.blocks = nn.ModuleDict({str(index): Block() for index in blocks})
         self.norm = nn.RMSNorm(WIDTH) if last else None
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False) if last else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = x if self.embedding is None else self.embedding(x)
         for block in self.blocks.values():
             x = block(x)
-        return x if self.norm is None or self.head is None else self.head(self.norm(x))
+        return x if self.head is None else self.head(self.norm(x))
 
 
-def batch(step: int) -> tuple[Tensor, Tensor]:
+def batch(step):
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(VOCABULARY, (SAMPLES, LENGTH + 1), generator=generator)
     inputs, labels = tokens[:, :-1].clone(), tokens[:, 1:].clone()
@@ -97,10 +93,10 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 # ---- layouts --------------------------------------------------------------------------------------------------------
 
 
-class Model(list[Decoder]):
+class Model(list):
     """The stages of this rank, and what a step needs to know beside them."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout):
         fsdp, tp, pp = (layout.get(axis, 1) for axis in ("fsdp", "tp", "pp"))
         self.mesh = init_device_mesh("cpu", (pp, fsdp, tp), mesh_dim_names=("pp", "fsdp", "tp"))
         self.pp, self.fsdp = self.mesh["pp"], self.mesh["fsdp"]
@@ -144,16 +140,16 @@ class Model(list[Decoder]):
         self.targets = 1.0
         self.optimizer = torch.optim.AdamW([parameter for _, parameter in named(self)], lr=1e-3)
 
-    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def loss(self, logits, labels):
         total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
         return total / self.targets * self.fsdp.size()  # FSDP takes the mean over its ranks
 
 
-def tensor_parallel(stage: Decoder, mesh: DeviceMesh, sp: bool) -> None:
+def tensor_parallel(stage, mesh, sp):
     """Megatron's cuts; with sp activations are cut along the sequence wherever no matrix is."""
     between = Shard(1) if sp else Replicate()
     gather = lambda: PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())  # noqa: E731
-    plan: dict[str, Any] = {"embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=between)}
+    plan = {"embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=between)}
     plan |= {"norm": SequenceParallel(), "head": ColwiseParallel(input_layouts=between, output_layouts=Replicate())}
     for index in stage.blocks:
         own = {
@@ -169,13 +165,13 @@ def tensor_parallel(stage: Decoder, mesh: DeviceMesh, sp: bool) -> None:
     parallelize_module(stage, mesh, present)
 
 
-def build(layout: Layout) -> Model:
+def build(layout):
     return Model(layout)
 
 
-def named(model: Model) -> Iterator[tuple[str, nn.Parameter]]:
+def named(model):
     """The head has the embedding's name: it is the same weight, or on the last stage of a pipeline a copy of it."""
-    seen: set[nn.Parameter] = set()
+    seen = set()
     for stage in model:
         for name, parameter in stage.named_parameters():
             if parameter not in seen:
@@ -186,10 +182,10 @@ def named(model: Model) -> Iterator[tuple[str, nn.Parameter]]:
 # ---- a step ---------------------------------------------------------------------------------------------------------
 
 
-def step(model: Model, batch: tuple[Tensor, Tensor]) -> dict[str, Any]:
+def step(model, batch):
     model.targets = float((batch[1] != IGNORED).sum())
     tokens, labels = (part.chunk(model.fsdp.size())[model.fsdp.get_local_rank()] for part in batch)
-    losses: list[Tensor] = []
+    losses = []
     if model.schedule is None:
         losses.append(model.loss(model[0](tokens), labels))
         losses[0].backward()
@@ -197,7 +193,7 @@ def step(model: Model, batch: tuple[Tensor, Tensor]) -> dict[str, Any]:
         inputs = [tokens] if model.embeddings else []
         model.schedule.step(*inputs, target=labels if model.heads else None, losses=losses, return_outputs=False)
     if model.tied is not None:  # the first and the last stage have a copy each, and half of its gradient
-        tied: Any = (model.heads or model.embeddings)[0].weight
+        tied = (model.heads or model.embeddings)[0].weight
         sharded = hasattr(tied, "placements")
         if sharded:  # the embedding's gradient comes whole, and the head's is cut
             tied.grad = tied.grad.redistribute(placements=tied.placements)
@@ -209,18 +205,18 @@ def step(model: Model, batch: tuple[Tensor, Tensor]) -> dict[str, Any]:
     return {"loss": loss}
 
 
-def update(model: Model) -> dict[str, Any]:
+def update(model):
     """Clip over all stages and step. A stage knows its own norm; the tied weight counts on the first one alone."""
     copied = {"embedding.weight"} if model.tied and model.heads else set()
-    norms: list[Any] = [p.grad.norm() for name, p in named(model) if p.grad is not None and name not in copied]
+    norms = [p.grad.norm() for name, p in named(model) if name not in copied]
     squares = torch.stack([full(norm) for norm in norms]).square().sum()
     dist.all_reduce(squares, group=model.pp.get_group())
     norm = float(squares) ** 0.5
     for _, parameter in named(model):
-        parameter.grad = None if parameter.grad is None else parameter.grad * min(1.0, 0.1 / norm)
+        parameter.grad.mul_(min(1.0, 0.1 / norm))
     model.optimizer.step()
     return {"grad_norm": norm}
 
 
-def full(tensor: Tensor) -> Tensor:
+def full(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
