@@ -46,6 +46,7 @@ from megatron.core.transformer.moe import moe_utils  # noqa: E402
 moe_utils.te_general_gemm = None  # the router of 0.16 names it also where Transformer Engine is missing
 
 SAMPLES, LENGTH, VOCABULARY, LAYERS = 8, 16, 48, 4
+_USUAL = {"calculate_per_token_loss": True, "hidden_dropout": 0.0, "attention_dropout": 0.0}
 
 
 class Norm(torch.nn.LayerNorm):
@@ -92,14 +93,14 @@ class Training:
         config = TransformerConfig(
             num_layers=LAYERS, hidden_size=32, ffn_hidden_size=48, num_attention_heads=4, num_query_groups=2,
             gated_linear_unit=True, activation_func=torch.nn.functional.silu, params_dtype=torch.float64,
-            pipeline_dtype=torch.float64, hidden_dropout=0.0, attention_dropout=0.0, tensor_model_parallel_size=tp,
+            pipeline_dtype=torch.float64, tensor_model_parallel_size=tp,
             pipeline_model_parallel_size=pp, virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
             expert_model_parallel_size=ep, expert_tensor_parallel_size=etp, sequence_parallel=bool(layout.get("sp")),
             batch_p2p_comm=batched or vpp == 1, overlap_p2p_comm=vpp > 1 and not batched,
             recompute_granularity="full" if recompute else None, recompute_method="uniform" if recompute else None,
             recompute_num_layers=1 if recompute else None,
             moe_token_dispatcher_type="allgather" if layout.get("allgather") else "alltoall",
-            finalize_model_grads_func=finalize_model_grads, **{"calculate_per_token_loss": True, **self.config},
+            finalize_model_grads_func=finalize_model_grads, **{**_USUAL, **self.config},
         )  # fmt: skip
         reduction = DistributedDataParallelConfig(
             use_distributed_optimizer=zero1, overlap_grad_reduce=overlap, bucket_size=3000 if overlap else None
@@ -156,7 +157,7 @@ class Training:
         if not losses:
             return {"loss": None}
         total = torch.stack(losses)
-        if not self.config.get("calculate_per_token_loss", True):
+        if not {**_USUAL, **self.config}["calculate_per_token_loss"]:
             total = torch.stack([total[:, 0] / total[:, 1], torch.ones(len(total))], dim=1)
         dist.all_reduce(total := total.sum(dim=0), group=groups.get_data_parallel_group())
         return {"loss": total[0] / total[1]}
