@@ -5,12 +5,11 @@ from collections.abc import Iterator
 import pytest
 from msgspec import structs
 
-from fivefold.job.config import Job
 from fivefold.optim.muon import Muon
 from fivefold.spec.presets import preset
 from fivefold.verifier.compare import OPTIMIZER
 from fivefold.verifier.verify import Judge
-from tests.verifier.cases import job, tiny
+from tests.verifier.cases import Proven, job, tiny
 from tests.verifier.mixtures import DEEPSEEK, moe
 
 
@@ -39,16 +38,17 @@ SLOW = {
     "float32": job("dp=2,tp=2,zero=1", dtype="float32"),
     "bfloat16": job("dp=2,tp=2,zero=1", dtype="bfloat16"),
 }
-CASES = [
-    *(pytest.param(one, id=name) for name, one in PROOFS.items()),
-    *(pytest.param(one, id=name, marks=pytest.mark.slow) for name, one in SLOW.items()),
-]
+CASES = {name: structs.replace(one, optimizer=Muon(**OPTIMIZER)) for name, one in (PROOFS | SLOW).items()}
 
 
-@pytest.mark.parametrize("proof", CASES)
-def test_every_layout_updates_matrices_as_one_process_does(judge: Judge, proof: Job) -> None:
-    proof = structs.replace(proof, optimizer=Muon(**OPTIMIZER))
-    verdict = judge(proof)
+@pytest.fixture(scope="module")
+def proven(judge: Judge, request: pytest.FixtureRequest) -> Proven:
+    return Proven(judge, CASES, request)
+
+
+@pytest.mark.parametrize("name", [*PROOFS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_every_layout_updates_matrices_as_one_process_does(proven: Proven, name: str) -> None:
+    proof, verdict = CASES[name], proven[name]
     assert verdict.problems == []
     assert verdict.passed
     if proof.train.dtype == "float64":

@@ -5,12 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from fivefold.job.config import Job
 from fivefold.verifier.compare import ValueComparison
 from fivefold.verifier.verdict import RankMeasurement, Verdict
 from fivefold.verifier.verify import Judge, expected_memory, expected_traffic
 from tests.verifier import cases
-from tests.verifier.cases import job, tiny
+from tests.verifier.cases import Proven, job, tiny
 
 BUGS = "tests.verifier.cases:"
 
@@ -50,15 +49,18 @@ PROOFS = {
 SLOW = [pytest.mark.slow] * 5 + [()] * (len(PROOFS) - 5)
 
 
-@pytest.mark.parametrize(
-    "proof",
-    [pytest.param(proof, id=name, marks=marks) for (name, proof), marks in zip(PROOFS.items(), SLOW, strict=True)],
-)
+@pytest.fixture(scope="module")
+def proven(judge: Judge, request: pytest.FixtureRequest) -> Proven:
+    return Proven(judge, PROOFS, request)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, marks in zip(PROOFS, SLOW, strict=True)])
 def test_a_pipeline_computes_what_one_process_computes_and_sends_what_the_closed_form_says(
-    judge: Judge, proof: Job
+    proven: Proven, name: str
 ) -> None:
+    proof = PROOFS[name]
     assert proof.problems() == []
-    verdict = judge(proof)
+    verdict = proven[name]
     assert verdict.problems == []
     assert verdict.passed
     sends = [count for count in verdict.traffic if (count.counted.axis, count.counted.kind) == ("pp", "send")]
