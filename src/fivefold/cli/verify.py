@@ -21,7 +21,7 @@ from fivefold.cli.options import (
     split,
     write_page,
 )
-from fivefold.render.blocks import TEXTS, check_writable, console_of, show
+from fivefold.render.blocks import console_of, show
 from fivefold.support.errors import UserError
 from fivefold.support.files import write
 
@@ -151,8 +151,6 @@ def verify(
     from fivefold.verifier.verify import verify as prove
 
     if adapter is not None or check is not None:
-        check_writable(html, ".html", ".htm")
-        check_writable(output, *TEXTS)
         proof = _foreign(context, adapter, check, words or [], timeout)
         show(proof, as_json, output, _certificate_page(proof, html))
         return
