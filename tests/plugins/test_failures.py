@@ -13,6 +13,7 @@ from fivefold.model.decoder import Decoder
 from fivefold.model.layers import TokenPositions
 from fivefold.model.linear_cross_entropy import Targets, Vocabulary, linear_cross_entropy, loss_sum
 from fivefold.optim.base import matrix_flops, matrix_memory, reads_whole, states_of
+from fivefold.support import plugins
 from fivefold.support.errors import UserError
 from tests.refusals import refusal
 

@@ -11,11 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from fivefold.foreign.adapter import Layout, layout_text
 from fivefold.foreign.compare import Deviation
 from fivefold.foreign.evidence import Cause
+from fivefold.foreign.measurement import Device
 from fivefold.render.blocks import Block, Cell, Result, Table, Text
 from fivefold.support.errors import UserError
 from fivefold.support.text import counted
@@ -241,4 +242,6 @@ def read_certificate(file: Path) -> dict[str, Any]:
         raise UserError(f"{file} has a layout without its settings", "certificate.format")
     if not re.fullmatch(r"[0-9a-f]{64}", body["adapter_sha256"]):
         raise UserError(f"{file} has no digest of the adapter", "certificate.format")
+    if body["device"] not in get_args(Device):
+        raise UserError(f"{file} names the device {body['device']!r}; there are cpu and cuda", "certificate.format")
     return body

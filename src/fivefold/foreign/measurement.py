@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +11,7 @@ from fivefold.foreign.adapter import Layout
 
 Values = NDArray[np.float64]
 Numbers = NDArray[np.int64]
+Device = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True)
@@ -17,7 +19,7 @@ class Settings:
     """How a proof is run."""
 
     steps: int
-    device: str = "cpu"
+    device: Device = "cpu"
     watch: bool = False  # look into modules, dropout and gradients before they are reduced; first step only
 
 

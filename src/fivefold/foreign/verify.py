@@ -20,7 +20,15 @@ from fivefold.foreign.certificate import Certificate, LayoutProof, RepeatedCerti
 from fivefold.foreign.compare import compare, compare_replicas
 from fivefold.foreign.evidence import Evidence
 from fivefold.foreign.locate import located, unlike_masks
-from fivefold.foreign.measurement import AdapterDescription, Insight, Observation, OneProcess, RankValues, Settings
+from fivefold.foreign.measurement import (
+    AdapterDescription,
+    Device,
+    Insight,
+    Observation,
+    OneProcess,
+    RankValues,
+    Settings,
+)
 from fivefold.launch import processes
 from fivefold.support.errors import UserError
 from fivefold.support.ranges import STEPS, checked, seconds, within
@@ -37,7 +45,7 @@ def verify_adapter(
     layouts: Sequence[str | Mapping[str, Any]] = (),
     *,
     steps: int = STEPS_OF_PROOF,
-    device: str = "cpu",
+    device: Device = "cpu",
     timeout: float = TIMEOUT,
     progress: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> Certificate:
@@ -106,7 +114,7 @@ def check_certificate(
 class _Proof:
     """One adapter's truth, and layouts held against it."""
 
-    def __init__(self, place: AdapterFile, steps: int, device: str, timeout: float, home: Path):
+    def __init__(self, place: AdapterFile, steps: int, device: Device, timeout: float, home: Path):
         self.place, self.steps, self.device, self.timeout = place, steps, device, timeout
         self.weights = home / "weights.safetensors"
         self.insight: Insight | None = None
