@@ -3,7 +3,7 @@
 # make test    lint, types and all tests but the slow ones: what must hold before a change lands.
 # make prove   the long proofs; make wheel-test: the package in a clean environment; make cluster-test: runs on two hosts
 #              and on Slurm; make gpu-test: CUDA and NCCL, on one GPU; make extras-test: a server of object storage;
-#              make browser-test: the page in a Chromium;
+#              make others-test: other people's training code; make browser-test: the page in a Chromium;
 #              make recipes: the jobs of recipes/, dry-run; make contributing: CONTRIBUTING's recipes, followed;
 #              make soak: random faults, and one loss curve.
 #              Their last transcripts are kept in proofs/.
@@ -13,7 +13,7 @@ KEEP := $(BIN)/python tools/keep.py
 
 unexport PYTHONDONTWRITEBYTECODE # each process would compile all that it imports
 
-.PHONY: demo check test install lint types pure smoke pytest shared waits alone prove cluster-test extras-test browser-test \
+.PHONY: demo check test install lint types pure smoke pytest shared waits alone prove cluster-test extras-test others-test browser-test \
 	gpu-test wheel-test recipes contributing soak clean
 
 demo: install
@@ -37,7 +37,7 @@ types: install
 	$(BIN)/mypy
 
 # Tests run with one thread each: OpenMP's threads spin while they wait, and take the cores of other ranks.
-pure smoke shared waits alone prove cluster-test extras-test browser-test gpu-test: export OMP_NUM_THREADS = 1
+pure smoke shared waits alone prove cluster-test extras-test others-test browser-test gpu-test: export OMP_NUM_THREADS = 1
 
 # The tests of rooms that need no torch; tests/conftest.py says which.
 pure: install
@@ -78,6 +78,11 @@ wheel-test: install
 extras-test: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[s3-test]"
 	$(KEEP) extras $(BIN)/python -m pytest -vv --no-header tests/extras
+
+# The adapters of `verify --adapter` with the released packages, and bugs planted in these; 400 MB that nobody else needs.
+others-test: install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[others-test]"
+	$(KEEP) others $(BIN)/python -m pytest -vv --no-header -rs -m extras tests/foreign
 
 # What CUDA and NCCL prove, on one GPU that ranks share: under ten minutes on an H200 with 16 cores. -rP
 # shows what tests print: seconds, and who was named.
