@@ -39,7 +39,7 @@ types: install
 # Tests run with one thread each: OpenMP's threads spin while they wait, and take the cores of other ranks.
 pure smoke shared waits alone prove cluster-test extras-test others-test browser-test gpu-test: export OMP_NUM_THREADS = 1
 
-# The tests of rooms that need no torch; tests/conftest.py says which.
+# The tests of packages that need no torch; tests/conftest.py says which.
 pure: install
 	$(BIN)/python -m pytest -n 2 -m "pure and not slow and not waits and not alone"
 

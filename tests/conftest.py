@@ -126,13 +126,13 @@ def pytest_collection_finish() -> None:
 
 @cache
 def _pure(path: Path) -> bool:
-    """Whether a file tests a room that needs no torch, without torch, and quickly: what `make check` runs.
+    """Whether a file tests a package that needs no torch, without torch, and quickly: what `make check` runs.
 
     The command line needs none either, but its commands start ranks; so do some results in test_tables.py.
     """
-    rooms = [layer.room for layer in LAYERS if layer.torch == "no" and layer.room != "cli"]
-    first = path.relative_to(Path(__file__).parent).parts[0]  # a folder is named like the room that it tests
-    names = (*rooms, "test_layers.py", "test_api.py", "test_tools.py", "test_contributing.py", "test_doors.py")
+    packages = [layer.package for layer in LAYERS if layer.torch == "no" and layer.package != "cli"]
+    first = path.relative_to(Path(__file__).parent).parts[0]  # a folder is named like the package that it tests
+    names = (*packages, "test_layers.py", "test_api.py", "test_tools.py", "test_contributing.py", "test_doors.py")
     if first not in names or path.name in ("test_tables.py", *_LONGER):
         return False
     packages = {imported.module.split(".")[0] for imported in walk(ast.parse(path.read_text()), loads=True)}

@@ -13,12 +13,12 @@ HEAVY = {"torch", "transformers", "tokenizers", "safetensors", "triton"}
 
 
 class Layer(NamedTuple):
-    room: str
+    package: str
     torch: str  # "no", "yes" or "yes, not in `a`, `b`"
 
     @property
     def front(self) -> list[str]:
-        """The modules that import no torch although their room may."""
+        """The modules that import no torch although their package may."""
         return re.findall(r"`([\w.]+)`", self.torch)
 
 
@@ -35,7 +35,7 @@ def layers() -> list[Layer]:
 
 
 LAYERS = layers()
-HEIGHT = {layer.room: height for height, layer in enumerate(LAYERS)}
+HEIGHT = {layer.package: height for height, layer in enumerate(LAYERS)}
 
 
 @cache
@@ -48,7 +48,7 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def room(module: str) -> str:
+def package(module: str) -> str:
     """`planner` of fivefold.planner.space; nothing of the package itself, which holds the version and lazy names."""
     return module.split(".")[1] if "." in module else ""
 
@@ -94,11 +94,11 @@ def loaded(module: str) -> frozenset[str]:
 
 
 def pure_modules() -> list[str]:
-    """Every module that must load without torch: whole rooms, the fronts of others, and what the Python API names."""
+    """Modules that must load without torch: whole packages, the fronts of others, and what the Python API names."""
     found = [named.module for named in imports("fivefold") if named.module in modules()]
     for layer in LAYERS:
-        front = {f"fivefold.{layer.room}.{name}" for name in layer.front}
-        here = [module for module in modules() if room(module) == layer.room]
+        front = {f"fivefold.{layer.package}.{name}" for name in layer.front}
+        here = [module for module in modules() if package(module) == layer.package]
         found += [module for module in here if layer.torch == "no" or module in front]
     return sorted(set(found))
 

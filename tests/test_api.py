@@ -57,7 +57,7 @@ for name in ff.__all__:
 
 
 def test_help_shows_functions_and_not_packages_whatever_was_imported_first() -> None:
-    """In a process of its own: this one has imported many rooms, in some order."""
+    """In a process of its own: this one has imported many packages, in some order."""
     code = """
 import pydoc, types
 import fivefold.planner.search, fivefold.verifier.compare as compare, fivefold.trainer as train
