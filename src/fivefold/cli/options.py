@@ -134,7 +134,17 @@ def _with_common_options(function: Callable[..., None], writes: tuple[str, ...])
     # Typer reads a command's options from the signature and the annotations of its function.
     vars(run)["__signature__"] = signature.replace(parameters=[*signature.parameters.values(), *added])
     run.__annotations__ = {**function.__annotations__, **annotations}
+    run.__doc__ = _flowing(inspect.getdoc(function) or "")
     return run
+
+
+def _flowing(text: str) -> str:
+    """Paragraphs without line breaks, which Typer would keep at any width; indented lines stay as they are."""
+    paragraphs = text.split("\n\n")
+    return "\n\n".join(
+        paragraph if any(line.startswith((" ", "-", "|")) for line in paragraph.splitlines())
+        else paragraph.replace("\n", " ") for paragraph in paragraphs
+    )  # fmt: skip
 
 
 @contextmanager
