@@ -1,5 +1,6 @@
 """Adapters and layouts as text: what is read, and what is refused."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,12 @@ from fivefold.foreign.adapter import Adapter, AdapterFile, layout_text, parse_la
 from tests.refusals import refusal
 
 PLAIN = str(Path(__file__).with_name("plain.py"))
+
+
+@pytest.fixture(autouse=True)
+def own_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where an adapter lies is put on the path; other tests have files of these names, too."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
 
 
 def test_layouts_are_words_with_numbers() -> None:

@@ -13,6 +13,9 @@ from fivefold.checkpoint.store import Manifest
 from fivefold.clusters.write import LaunchResult, check_deployment, follow_commands
 from fivefold.cost.collective_time import Traffic
 from fivefold.dry.result import DryRunResult, vs_plan
+from fivefold.foreign.certificate import Certificate, LayoutProof, RepeatedCertificate
+from fivefold.foreign.compare import Deviation
+from fivefold.foreign.evidence import Cause
 from fivefold.hardware.accelerators import ACCELERATORS
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import read_job
@@ -187,3 +190,28 @@ def speeds() -> RanksResult:
     """Two of four ranks take twice as long."""
     paces = [[0.1, 0.11], [0.1, 0.1], [0.2, 0.21], [0.2, 0.2]]
     return RanksResult([RankSpeed(n, "node-1", "a CPU", one, ACCELERATORS["CPU"]) for n, one in enumerate(paces)])
+
+
+def certificate() -> Certificate:
+    """One layout passes, one differs, one could not run."""
+    name = "model.layers.11.self_attention.linear_qkv.layer_norm_weight"
+    good = [Deviation(what, name, 2, 3, 3.4e-15, 1e-10) for what in ("loss", "gradient", "norm", "parameter")]
+    cause = Cause(
+        f"26 of 51 gradients ({name} and 25 more): exactly x 0.5 = 1/dp on every rank",
+        "the mean is taken twice: by DDP, and by the loss", "https://github.com/NVIDIA/Megatron-LM/issues/7452",
+    )  # fmt: skip
+    layout = {"dp": 2, "tp": 2, "sp": 1, "pp": 2, "vpp": 2, "schedule": "InterleavedZeroBubble", "microbatches": 8}
+    proofs = [
+        LayoutProof({"dp": 2}, 2, 1.5, good),
+        LayoutProof(layout, 8, 2.5, [Deviation("gradient", name, 1, 5, 0.5, 1e-10)], [cause]),
+        LayoutProof({"pp": 3}, 3, 0.5, [], broken="rank 1 of 3 raised ValueError", details="one line\nand another"),
+    ]
+    versions = {"fivefold": "1", "torch": "2.13.0+cpu", "transformers": "5.23.0"}
+    return Certificate("my_adapter.py", "0" * 64, "float64", "cpu", 2, True, 1_234_567, versions, proofs)
+
+
+def repeated_certificate() -> RepeatedCertificate:
+    now = certificate()
+    rows = [{"layout": proof.layout, "passed": True} for proof in now.proofs]
+    stated = {"layouts": rows, "created": "2026-01-02T03:04:05Z", "versions": {"torch": "2.12.0"}}
+    return RepeatedCertificate(stated, now)

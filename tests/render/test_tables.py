@@ -152,6 +152,8 @@ MAKERS: dict[str, Callable[[], Result]] = {
     "SweepsResult": lambda: SweepsResult(tuple(choices(swept().results))),
     "CoverageResult": covered,
     "SourceList": SourceList,
+    "Certificate": by_hand.certificate,
+    "RepeatedCertificate": by_hand.repeated_certificate,
     "DrawResult": lambda: ff.draw("1f1b", "zb-v", pp=4, microbatches=8),
     "CompareResult": lambda: compare(8, 32, times="f=1,i=1,w=1,comm=0.1"),
     "PublishedResult": PublishedResult,

@@ -140,7 +140,7 @@ class Checkpoint:
             return self.storage.read(self.path / name, most)
         except OSError as error:
             error_type = Damaged if error.errno in _DAMAGE_ERRNOS else UserError
-            raise error_type(f"cannot read {self.path / name}: {error.strerror}") from None
+            raise error_type(f"cannot read {self.path / name}: {error.strerror}", "file.read") from None
 
     @property
     def step(self) -> int:

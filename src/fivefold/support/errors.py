@@ -57,6 +57,9 @@ class UserError(Exception):
         self.codes = [code for code in codes if code]
         super().__init__("\n".join(self.problems))
 
+    def __reduce__(self) -> tuple[type["UserError"], tuple[list[str]]]:  # of its text alone the codes would be lost
+        return type(self), (self.coded,)
+
     def framed(self, before: str = "", after: str = "") -> list[str]:
         """The problems with words around them, under the codes that they have."""
         return [_coded(getattr(problem, "code", ""), f"{before}{problem}{after}") for problem in self.coded]
