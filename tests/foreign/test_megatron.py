@@ -42,11 +42,11 @@ def test_megatron_computes_in_a_layout_what_it_computes_in_one_process(adapter: 
 
 
 def test_these_are_all_layouts_of_the_adapter() -> None:
-    from fivefold.foreign.adapter import Place, parse_layout
+    from fivefold.foreign.adapter import AdapterFile, parse_layout
     from fivefold.launch import processes
 
     for adapter, groups in GROUPS.items():
-        [description] = processes.run(1, "fivefold.foreign.rank:describe", Place.of(adapter))
+        [description] = processes.run(1, "fivefold.foreign.rank:describe", AdapterFile.of(adapter), timeout=300.0)
         tried = [str(parse_layout(text)) for own in groups for text in own]
         assert sorted(map(str, description.layouts)) == sorted(tried)
 
