@@ -10,6 +10,8 @@ from torch import nn
 
 from fivefold.foreign import numbering
 from fivefold.foreign.adapter import Adapter
+from fivefold.foreign.compare import Tensors, at_numbers
+from fivefold.foreign.rank import _check_whole
 from tests.refusals import refusal
 
 SHAPES = {"a.weight": (6, 5), "b": (700,)}
@@ -66,6 +68,15 @@ def test_weights_begin_in_general_position() -> None:
 
 
 def test_values_are_put_at_their_numbers() -> None:
-    whole = numbering.gather({"x": np.array([1.0, 2.0, 3.0])}, {"x": np.array([4, -1, 0])}, 5)
+    whole = at_numbers({"x": np.array([4, -1, 0])}, {"x": np.array([1.0, 2.0, 3.0])}, 5)
     assert whole[[4, 0]].tolist() == [1.0, 3.0]
     assert np.isnan(whole[1:4]).all()
+
+
+def test_one_process_must_load_every_element_where_it_is() -> None:
+    tensors = Tensors({"a": (2,), "b": (2, 1)})
+    _check_whole({"a": np.array([0, 1]), "b": np.array([2, 3])}, tensors)
+    for b in ([3, 2], [2, -1], [2]):  # another order, one that is not loaded, one too few
+        error = refusal(lambda b=b: _check_whole({"a": np.array([0, 1]), "b": np.array(b)}, tensors))
+        assert error.codes == ["adapter.load"]
+        assert "of b " in str(error)

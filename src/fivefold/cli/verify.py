@@ -63,7 +63,10 @@ _Check = Annotated[
 ]
 _Timeout = Annotated[
     float | None,
-    typer.Option(help="Seconds for one layout, 120; with --curve for each of three runs, 3600.", show_default=False),
+    typer.Option(
+        help="Seconds for one layout, 120, or 300 with --adapter; with --curve for each of three runs, 3600.",
+        show_default=False,
+    ),
 ]
 
 
@@ -73,7 +76,7 @@ def verify(
     layout: Annotated[str | None, typer.Option(help="The layout to verify.", show_default="dp=2")] = None,
     model: Annotated[str, typer.Option(help="A preset; tiny ones are made narrower still.")] = "tiny",
     dtype: Annotated[str, typer.Option(help="Compute dtype: float32, bfloat16 or float64.")] = "float64",
-    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 3,
+    steps: Annotated[int, typer.Option(help="Optimizer steps; default with --adapter: 2.")] = 3,
     seq: Annotated[int, typer.Option(help="Tokens per sequence.")] = 32,
     batch: _Batch = None,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Device; on cuda, ranks may share a GPU.")] = "cpu",

@@ -24,10 +24,10 @@ import importlib.util
 import inspect
 import math
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from fivefold.support.errors import Problem, UserError
@@ -38,7 +38,10 @@ Layout = dict[str, int | str]  # as an adapter reads it
 MULTIPLY = ("dp", "dp_replicate", "dp_shard", "fsdp", "tp", "pp", "cp")
 DTYPES = ("float64", "float32", "bfloat16")
 SHIPPED = Path(__file__).parent / "adapters"  # a plain name is one of these files
-_ARGUMENTS = {"batch": 1, "build": 1, "step": 2, "named": 1, "load": 2, "grad": 1, "update": 1, "world": 1}
+_ARGUMENTS = {
+    "batch": ["step"], "build": ["layout"], "step": ["model", "batch"], "named": ["model"], "load": ["model", "full"],
+    "grad": ["parameter"], "update": ["model"], "world": ["layout"],
+}  # fmt: skip
 _NEEDED = ("batch", "build", "step")
 
 
@@ -209,14 +212,8 @@ def _import(place: AdapterFile) -> Any:
 
 def _last_line(error: BaseException, file: Path) -> str:
     """Where in the adapter's own file it was raised."""
-    line = 0
-    trace = error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == str(file):
-            line = trace.tb_lineno
-        trace = trace.tb_next
-    if isinstance(error, SyntaxError):
-        line = error.lineno or 0
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+    line = error.lineno if isinstance(error, SyntaxError) else [None, *lines][-1]
     return f" (line {line})" if line else ""
 
 
@@ -224,15 +221,15 @@ def _shortcomings(given: Any, name: str) -> Iterable[str]:
     """Everything that an adapter lacks, at once."""
     for member in _NEEDED:
         if not hasattr(given, member):
-            yield f"the adapter {name} has no function {member}({_names(member)})"
-    for member, count in _ARGUMENTS.items():
+            yield f"the adapter {name} has no function {member}({', '.join(_ARGUMENTS[member])})"
+    for member, arguments in _ARGUMENTS.items():
         function = getattr(given, member, None)
         if function is None:
             continue
         if not callable(function):
             yield f"{member} of the adapter {name} is a {type(function).__name__}, and not a function"
-        elif not _takes(function, count):
-            yield f"{member} of the adapter {name} should take {member}({_names(member)})"
+        elif not _takes(function, len(arguments)):
+            yield f"{member} of the adapter {name} should take {member}({', '.join(arguments)})"
     if not (layouts := getattr(given, "LAYOUTS", None)) or not isinstance(layouts, list | tuple):
         yield f'the adapter {name} has no LAYOUTS, a list such as ["dp=2", "tp=2,sp"]'
     if (dtype := getattr(given, "DTYPE", "float64")) not in DTYPES:
@@ -243,13 +240,8 @@ def _shortcomings(given: Any, name: str) -> Iterable[str]:
     known = getattr(given, "KNOWN", {})
     if isinstance(known, dict) and (odd := [key for key, value in known.items() if not isinstance(value, int | float)]):
         yield f"KNOWN of the adapter {name} has {odd[0]}={known[odd[0]]!r}, which is not a number"
-    if not isinstance(given, ModuleType) and isinstance(given, dict):
+    if isinstance(given, dict):
         yield f"the adapter {name} is a dict; it should be a module, a class or an object"
-
-
-def _names(member: str) -> str:
-    return {"batch": "step", "build": "layout", "step": "model, batch", "load": "model, full", "grad": "parameter",
-            "world": "layout"}.get(member, "model")  # fmt: skip
 
 
 def _takes(function: Callable[..., Any], count: int) -> bool:

@@ -63,13 +63,14 @@ class Truth(NamedTuple):
 
 
 class Tensors:
-    """The parameters of one process, by the numbers of their elements."""
+    """The parameters of one process, by the numbers of their elements, one parameter after the other."""
 
-    def __init__(self, reference: OneProcess):
-        self.names = list(reference.shapes)
-        sizes = [int(np.prod(shape)) for shape in reference.shapes.values()]
-        self.starts = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
-        self.ends = self.starts + np.array(sizes, dtype=np.int64)
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]):
+        self.names = list(shapes)
+        sizes = np.array([math.prod(shape) for shape in shapes.values()], dtype=np.int64)
+        self.ends = np.cumsum(sizes)
+        self.starts = self.ends - sizes
+        self.size = int(sizes.sum())
 
     def ids(self, numbers: Numbers) -> Numbers:
         """Which parameter each element belongs to."""
@@ -95,7 +96,7 @@ def _excess(deviation: Deviation) -> float:
 
 
 def _compare(reference: OneProcess, ranks: Sequence[RankValues], dtype: str, updates: bool) -> Iterator[Deviation]:
-    tensors, exact = Tensors(reference), dtype == "float64"
+    tensors, exact = Tensors(reference.shapes), dtype == "float64"
     yield from _coverage(tensors, reference, ranks)
     floor = FLOAT64 if exact else 4 * _EPS[dtype]
     for step, expected in enumerate(reference.losses):
@@ -122,7 +123,7 @@ def _compare(reference: OneProcess, ranks: Sequence[RankValues], dtype: str, upd
 def compare_replicas(reference: OneProcess, ranks: Sequence[RankValues], updates: bool) -> list[Deviation]:
     """For models that draw random numbers: whether ranks that hold the same elements have the same values, and whether
     every element is held by one."""
-    tensors, size = Tensors(reference), len(reference.weights)
+    tensors, size = Tensors(reference.shapes), len(reference.weights)
     deviations = list(_coverage(tensors, reference, ranks))
     steps = [("gradient", step, [rank.gradients[step] for rank in ranks]) for step in range(len(reference.losses))]
     if updates:

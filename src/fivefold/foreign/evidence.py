@@ -37,7 +37,7 @@ class Evidence:
     dtype: str = "float64"
 
     def __post_init__(self) -> None:
-        self.tensors = Tensors(self.reference)
+        self.tensors = Tensors(self.reference.shapes)
         self.truth = self.reference.gradients[0]
         self.scale = gradient_scale(self.tensors, self.truth)
         self.fits = _FITS if self.dtype == "float64" else 0.1

@@ -32,9 +32,7 @@ def gradient_causes(evidence: Evidence) -> list[Cause]:
 
 def _factors(evidence: Evidence) -> tuple[set[int], list[Cause]]:
     """Gradients that are the truth times a number, one number for each rank."""
-    everywhere: dict[
-        float, list[int]
-    ] = {}  # the same number on all ranks, whichever these are: stages hold unlike ones
+    everywhere: dict[float, list[int]] = {}  # the same on all ranks that hold it: stages hold unlike parameters
     by_factors: dict[tuple[tuple[int, float], ...], list[int]] = {}
     for identity in evidence.failing:
         if (factors := _factors_of(evidence, identity)) is not None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from fivefold.foreign.compare import at_numbers
-from fivefold.foreign.evidence import Cause, Evidence
+from fivefold.foreign.evidence import REPORTS, Cause, Evidence
 from fivefold.foreign.gradient_causes import sum_of
 from fivefold.foreign.measurement import Call, Insight, Observation, Values
 
@@ -192,6 +192,6 @@ def unlike_masks(traces: Mapping[int, Observation]) -> list[Cause]:
         Cause(
             f"dropout at {', '.join(places)}: ranks {ranks} hold the same activation and draw different masks",
             "the random state of tensor parallel ranks differs where they hold the same values",
-            "https://github.com/NVIDIA/Megatron-LM/issues/7452",
+            REPORTS,
         )
     ]

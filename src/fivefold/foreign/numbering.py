@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fivefold.foreign.adapter import Adapter, plain
+from fivefold.foreign.compare import Tensors
+from fivefold.foreign.measurement import Numbers
 from fivefold.support.errors import UserError
 
-Numbers = NDArray[np.int64]
 _EMPTY = -1.0  # what parameters hold before a load: an element that keeps it is padding
 _BASES = {torch.float64: 2**52, torch.float32: 2**23, torch.bfloat16: 2**8, torch.float16: 2**11}
 
@@ -29,20 +29,10 @@ def local(tensor: Any) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def offsets(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """The number of each parameter's first element; under "" how many there are."""
-    first, result = 0, {}
-    for name, shape in shapes.items():
-        result[name] = first
-        first += int(np.prod(shape))
-    return result | {"": first}
-
-
 def find(adapter: Adapter, model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Numbers]:
     """For each local parameter the number of each of its elements, flat; -1 where nothing was loaded."""
-    named = adapter.named(model)
-    first = offsets(shapes)
-    count = first[""]
+    named, tensors = adapter.named(model), Tensors(shapes)
+    first, count = dict(zip(tensors.names, map(int, tensors.starts), strict=True)), tensors.size
     base = min((_base(parameter) for parameter in named.values()), default=2**52)
     result: dict[str, Numbers] = {}
     place = 1
@@ -130,12 +120,3 @@ def general_position(adapter: Adapter, model: Any) -> dict[str, Tensor]:
         moved = value + (0.2 * spread or 0.1) * torch.randn(value.shape, generator=generator, dtype=torch.float64)
         full[plain(name)] = moved.to(parameter.dtype).double()
     return full
-
-
-def gather(values: Mapping[str, NDArray[np.float64]], numbers: Mapping[str, Numbers], size: int) -> NDArray[np.float64]:
-    """Local values at their places in the whole; NaN where this rank has none."""
-    whole = np.full(size, np.nan)
-    for name, value in values.items():
-        held = numbers[name] >= 0
-        whole[numbers[name][held]] = value[held]
-    return whole

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from fivefold.foreign import numbering
 from fivefold.foreign.adapter import Adapter, AdapterFile, Layout
+from fivefold.foreign.compare import Tensors, at_numbers
 from fivefold.foreign.measurement import (
     AdapterDescription,
     Insight,
+    Numbers,
     Observation,
     OneProcess,
     RankValues,
@@ -31,6 +33,7 @@ from fivefold.support.errors import UserError
 
 _SEED = 1234
 _NOISE_DRAWS = 3  # runs of one process with every weight moved by a rounding
+_PACKAGES = ["torch", "transformers", "torchtitan", "megatron", "accelerate", "deepspeed", "nemo", "lightning", "numpy"]
 _IGNORE = -100  # what torch's cross-entropy leaves out
 
 
@@ -63,8 +66,8 @@ def refer(rank: Rank, place: AdapterFile, settings: Settings, weights: Path) -> 
     shapes = {name: tuple(tensor.shape) for name, tensor in full.items()}
     save_file({name: tensor.contiguous() for name, tensor in full.items()}, weights)
     numbers = numbering.find(adapter, model, shapes)
-    size = numbering.offsets(shapes)[""]
-    _check_whole(numbers, shapes, size)
+    tensors = Tensors(shapes)
+    _check_whole(numbers, tensors)
 
     def run(model: Any, weights: Mapping[str, Tensor], seed: int = _SEED) -> RankValues:
         numbering.load(adapter, model, weights)
@@ -74,15 +77,14 @@ def refer(rank: Rank, place: AdapterFile, settings: Settings, weights: Path) -> 
     if any(loss is None for loss in values.losses):
         raise UserError("step() gave no loss in one process; it should return {'loss': ...}", "adapter.step")
     another = run(adapter.build({}), full, _SEED + 1)
-    flat = numbering.offsets(shapes)
-    before = np.concatenate([full[name].reshape(-1).numpy() for name in flat if name])
+    before = np.concatenate([tensor.reshape(-1).numpy() for tensor in full.values()])
     reference = OneProcess(
         shapes,
         losses=[float(loss or 0.0) for loss in values.losses],
         norms=values.norms,
-        gradients=[_whole(gradients, numbers, size) for gradients in values.gradients],
+        gradients=[at_numbers(numbers, gradients, tensors.size) for gradients in values.gradients],
         weights=before,
-        parameters=[_whole(after, numbers, size) for after in values.parameters],
+        parameters=[at_numbers(numbers, after, tensors.size) for after in values.parameters],
         versions=_versions(),
         random=values.losses[0] != another.losses[0],
     )
@@ -104,7 +106,7 @@ def explain(rank: Rank, place: AdapterFile, settings: Settings, weights: Path) -
         _clear(adapter, model)
         torch.manual_seed(_SEED)
         adapter.step(model, batch)
-        return _whole(_gradients(adapter, model), numbers, size)
+        return at_numbers(numbers, _gradients(adapter, model), size)
 
     numbering.load(adapter, model, full)
     trace = _run(adapter, model, replace(settings, steps=1, watch=True), 0, numbers).trace
@@ -211,18 +213,12 @@ def _number(result: Any, key: str) -> float | None:
 # ---- one process ----------------------------------------------------------------------------------------------------
 
 
-def _check_whole(numbers: Mapping[str, Any], shapes: Mapping[str, Any], size: int) -> None:
+def _check_whole(numbers: Mapping[str, Numbers], tensors: Tensors) -> None:
     """One process holds every element once, each where its name says."""
-    whole = np.concatenate([numbers[name] for name in shapes])
-    if len(whole) != size or (whole != np.arange(size)).any():
-        name = next(name for name in shapes if (numbers[name] < 0).any() or len(np.unique(numbers[name])) < 1)
-        raise UserError(f"load() does not give {name} all its elements in one process", "adapter.load")
-
-
-def _whole(values: Mapping[str, Values | None], numbers: Mapping[str, Any], size: int) -> Values:
-    """Values of one process at their numbers; a gradient that is missing is zero."""
-    present = {name: np.zeros(len(numbers[name])) if value is None else value for name, value in values.items()}
-    return numbering.gather(present, numbers, size)
+    for name, first, end in zip(tensors.names, tensors.starts, tensors.ends, strict=True):
+        if not np.array_equal(numbers[name], np.arange(first, end)):
+            wrong = f"load() does not put the elements of {name} where they are in full[{name!r}], in one process"
+            raise UserError(wrong, "adapter.load")
 
 
 def _rounded(full: Mapping[str, Tensor], dtype: str, draw: int) -> dict[str, Tensor]:
@@ -236,22 +232,17 @@ def _rounded(full: Mapping[str, Tensor], dtype: str, draw: int) -> dict[str, Ten
     return {name: tensor * (1 + eps * signs[name]) for name, tensor in full.items()}
 
 
-def _with_noise(reference: OneProcess, draws: Sequence[RankValues], numbers: Mapping[str, Any]) -> OneProcess:
+def _with_noise(reference: OneProcess, draws: Sequence[RankValues], numbers: Mapping[str, Numbers]) -> OneProcess:
     """By parameter, the largest distance of any draw: what rounding does to this model."""
-    size, names = len(reference.weights), list(reference.shapes)
-    first = numbering.offsets(reference.shapes)
-    bounds = [(first[name], first[name] + int(np.prod(reference.shapes[name]))) for name in names]
+    tensors = Tensors(reference.shapes)
 
-    def largest(truth: Values, others: Sequence[Values]) -> Values:
-        distance = np.max([np.abs(other - truth) for other in others], axis=0)
-        return np.array([distance[begin:end].max(initial=0.0) for begin, end in bounds])
+    def largest(truth: Values, drawn: Sequence[Mapping[str, Values | None]]) -> Values:
+        others = [at_numbers(numbers, values, tensors.size) for values in drawn]
+        return tensors.largest(np.max([np.abs(other - truth) for other in others], axis=0))
 
-    noise = [
-        largest(truth, [_whole(draw.gradients[step], numbers, size) for draw in draws])
-        for step, truth in enumerate(reference.gradients)
-    ]
+    noise = [largest(truth, [draw.gradients[step] for draw in draws]) for step, truth in enumerate(reference.gradients)]
     moved = [
-        largest(truth, [_whole(draw.parameters[step], numbers, size) for draw in draws])
+        largest(truth, [dict(draw.parameters[step]) for draw in draws])
         for step, truth in enumerate(reference.parameters)
     ]
 
@@ -302,19 +293,7 @@ def _targets(sample: Any) -> int:
 
 
 def _versions() -> dict[str, str]:
-    """Of the packages in use here that somebody may want to know, those with compiled code or parallelism in them."""
-    wanted = (
-        "torch",
-        "transformers",
-        "torchtitan",
-        "megatron",
-        "accelerate",
-        "deepspeed",
-        "nemo",
-        "lightning",
-        "numpy",
-    )
+    """Of the packages in use here, those with compiled code or parallelism in them."""
     of = packages_distributions()
-    imported = {name.partition(".")[0] for name in sys.modules}
-    found = {of[name][0] for name in wanted if name in imported and name in of}
+    found = {of[name][0] for name in _PACKAGES if name in sys.modules and name in of}
     return {name: version(name) for name in sorted(found)}

@@ -26,17 +26,9 @@ class GroupedQueryAttention(Mixer, frozen=True, kw_only=True, tag="attention"):
     window: Annotated[int, within(0, TOKENS)] = 0  # keys that a query sees, its own the last; 0: all before it
 
     def problems(self, spec: "ModelSpec") -> list[str]:
-        latent = (
-            [
-                Problem(
-                    "model.pattern.numbers",
-                    "model.pattern has attention, and model.mla is latent attention's; write mla",
-                )
-            ]
-            if spec.mla
-            else []
-        )
-        return [*outside(self, "model.pattern.mixer").values(), *latent]
+        latent = "model.pattern has attention, and model.mla is latent attention's; write mla"
+        wrong = [Problem("model.pattern.numbers", latent)] if spec.mla else []
+        return [*outside(self, "model.pattern.mixer").values(), *wrong]
 
     def operations(self, spec: "ModelSpec", tp: int) -> Iterator[Operation]:
         heads, kv_heads, dim = spec.heads // tp, max(1, spec.kv_heads // tp), spec.head_dim
@@ -68,11 +60,8 @@ class MultiHeadLatentAttention(Mixer, frozen=True, kw_only=True, tag="mla"):
     cp = attends = True
 
     def problems(self, spec: "ModelSpec") -> list[str]:
-        return (
-            []
-            if spec.mla
-            else [Problem("model.pattern.numbers", "model.pattern has mla, and model.mla has no numbers for it")]
-        )
+        none = "model.pattern has mla, and model.mla has no numbers for it"
+        return [] if spec.mla else [Problem("model.pattern.numbers", none)]
 
     def operations(self, spec: "ModelSpec", tp: int) -> Iterator[Operation]:
         assert spec.mla is not None
