@@ -6,7 +6,7 @@ from statistics import fmean
 import pytest
 
 from fivefold.accuracy.coverage import Residual, band_of, coverage_of, covered, quantile
-from fivefold.planner.interval import SHARE
+from fivefold.planner.error_range import SHARE
 
 
 def drawn(seed: int, sources: int, bias: float = 0.08, noise: float = 0.05, shift: float = 0.0) -> list[Residual]:

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from fivefold.accuracy.cases import DATA, read_rows
 from fivefold.accuracy.coverage import coverage, first_sight, h200_steps, own_memory, own_times
 from fivefold.cli import app
-from fivefold.planner.interval import SHARE, bands
+from fivefold.planner.error_range import SHARE, bands
 from fivefold.support.errors import UserError
 
 

@@ -31,7 +31,7 @@ from fivefold.layout.layout import Layout
 from fivefold.planner import mixed_compare as mixed
 from fivefold.planner.context import context, lengths
 from fivefold.planner.decision import decide
-from fivefold.planner.interval import bands
+from fivefold.planner.error_range import bands
 from fivefold.planner.textbook import zero
 from fivefold.planner.training import model
 from fivefold.render.blocks import Result, Table, to_text

@@ -7,7 +7,7 @@ import pytest
 
 from fivefold.accuracy.result import planner_accuracy
 from fivefold.accuracy.score import null_error
-from fivefold.planner.interval import step_range
+from fivefold.planner.error_range import step_range
 from fivefold.support.errors import UserError
 from fivefold.web.accuracy import payload, rows
 from fivefold.web.question import Ask

@@ -25,8 +25,8 @@ from fivefold.cost.peak_memory import footprint
 from fivefold.cost.step import Workload, estimate
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
-from fivefold.planner import interval
-from fivefold.planner.interval import IN_WORDS, SHARE, Band, Bands, Traits, bands, traits
+from fivefold.planner import error_range
+from fivefold.planner.error_range import IN_WORDS, SHARE, Band, Bands, Traits, bands, traits
 from fivefold.render.blocks import Block, Result, Table, Text
 from fivefold.spec.presets import preset
 from fivefold.support.errors import UserError
@@ -220,7 +220,7 @@ class CoverageResult(Result):
                 f"this code's own steps are not at hand: {FOLDER} is missing; run it in the repository",
                 "accuracy.data.missing",
             )
-        interval.write(self.bands)
+        error_range.write(self.bands)
 
     def to_dict(self) -> dict[str, Any]:
         return {

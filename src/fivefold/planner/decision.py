@@ -17,8 +17,8 @@ from fivefold.cost.step import Workload
 from fivefold.hardware.accelerators import Accelerator
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
+from fivefold.planner.error_range import IN_WORDS
 from fivefold.planner.explain import ALIKE, CAUSES, RANKS_BY, Neighbour, difference, simplest
-from fivefold.planner.interval import IN_WORDS
 from fivefold.planner.pictures import fastest_first
 from fivefold.planner.result import PlanResult, figures
 from fivefold.planner.search import SURVIVORS, By, Option, evaluate, search

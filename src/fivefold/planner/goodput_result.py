@@ -11,6 +11,7 @@ from typing import Any
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import Job
 from fivefold.layout.layout import Layout
+from fivefold.planner.error_range import IN_WORDS, step_range
 from fivefold.planner.goodput import (
     DAY,
     FLEETS,
@@ -30,7 +31,6 @@ from fivefold.planner.goodput import (
     straggling,
     young,
 )
-from fivefold.planner.interval import IN_WORDS, step_range
 from fivefold.planner.plan import plan
 from fivefold.planner.result import too_large
 from fivefold.planner.search import Option

@@ -9,9 +9,9 @@ from fivefold.cost.peak_memory import USABLE_FRACTION
 from fivefold.cost.step import Workload
 from fivefold.job.config import Job
 from fivefold.layout.layout import Layout
+from fivefold.planner.error_range import IN_WORDS, SHARE, bands, memory_range, step_range
 from fivefold.planner.explain import ALIKE, CAUSES, Neighbour, difference, traffic, traffic_rank
 from fivefold.planner.goodput import length
-from fivefold.planner.interval import IN_WORDS, SHARE, bands, memory_range, step_range
 from fivefold.planner.pictures import MeshResult, fastest_first, memory, overview, sent
 from fivefold.planner.search import By, Option
 from fivefold.planner.training import DAY, GB, Training

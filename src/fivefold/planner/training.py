@@ -22,8 +22,8 @@ from fivefold.job.config import Job, job_of
 from fivefold.job.preflight import needs_data
 from fivefold.job.recipes import CHINCHILLA, SOURCES, Choice, fit, recipe, tokens_of, usable_batch, written
 from fivefold.layout.layout import Layout
+from fivefold.planner.error_range import IN_WORDS, step_range
 from fivefold.planner.goodput import PUBLISHED, RUNS, USUAL, FailureCosts, GoodputRun, failures_of, length, saved_bytes
-from fivefold.planner.interval import IN_WORDS, step_range
 from fivefold.planner.mixed import hosts
 from fivefold.planner.search import Option
 from fivefold.render.blocks import Block, Result, Table, Text

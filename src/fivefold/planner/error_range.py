@@ -3,7 +3,7 @@
     step_range(workload)             # Range(low=0.88, high=1.24), as factors of the predicted step time; or None
     step_range(workload).around(10)  # (8.8, 12.4)
 
-`interval.toml`, beside this file, has the widths. `fivefold accuracy --coverage --write` makes it from runs that the
+`error_range.toml`, beside this file, has the widths. `fivefold accuracy --coverage --write` makes it from runs that the
 constants had not seen. Kinds of workloads differ in width: each trait of a workload has a factor.
 """
 

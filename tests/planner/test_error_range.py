@@ -9,7 +9,7 @@ from fivefold.cost.step import Workload
 from fivefold.cost.systems import software_of
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
-from fivefold.planner.interval import FILE, IN_WORDS, SHARE, Band, Bands, Range, bands, step_range, traits, write
+from fivefold.planner.error_range import FILE, IN_WORDS, SHARE, Band, Bands, Range, bands, step_range, traits, write
 from fivefold.planner.plan import plan, simulate
 from fivefold.planner.result import PlanResult
 from fivefold.spec.presets import preset
@@ -61,7 +61,7 @@ def test_a_band_is_as_wide_as_its_traits_say() -> None:
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     time = Band(-0.125, 0.25, 7, 70, 0.81, {"scale": {"one node": 0.9, "up to 512 GPUs": 1.1}})
-    write(Bands(time, Band(-0.1, 0.1, 3, 30)), path := tmp_path / "interval.toml")
+    write(Bands(time, Band(-0.1, 0.1, 3, 30)), path := tmp_path / "error_range.toml")
     import tomllib
 
     from msgspec import convert
