@@ -18,7 +18,7 @@ from rich.text import Text
 
 from fivefold.cli import bench, catalogue, checkpoint, compare, data, draw, hf, machines, plan, runs, train, verify, web
 from fivefold.cli.options import DRAWABLE_SUFFIXES, command
-from fivefold.cli.unknown import Explaining
+from fivefold.cli.renamed import Explaining
 from fivefold.launch.host import keep_freed_memory
 from fivefold.launch.world import rank_here
 from fivefold.render.blocks import TEXTS

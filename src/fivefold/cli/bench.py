@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from fivefold.cli.options import JobWords, Json, command, command_line, options_given, refuse, split
-from fivefold.cli.unknown import Explaining
+from fivefold.cli.renamed import Explaining
 from fivefold.render.blocks import Result, console_of, show
 from fivefold.support.dtypes import dtype_of
 from fivefold.support.errors import UserError

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from fivefold.cli.options import Json, Output, Picture, command, counting_bar
-from fivefold.cli.unknown import Explaining
+from fivefold.cli.renamed import Explaining
 from fivefold.render.blocks import TEXTS, show
 from fivefold.support.errors import UserError
 from fivefold.support.text import either

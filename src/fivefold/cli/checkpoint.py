@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from fivefold.cli.options import Json, Output, bytes_bar, command
-from fivefold.cli.unknown import Explaining
+from fivefold.cli.renamed import Explaining
 from fivefold.render.blocks import TEXTS, show
 from fivefold.support.errors import UserError
 from fivefold.support.files import whole_or_nothing

@@ -6,7 +6,7 @@ import typer
 
 from fivefold.cli.draw import Chunks, Group, Memory, Overlap, Sends, Slow, TimesText
 from fivefold.cli.options import Batch, Json, ModelWords, Output, Seq, Software, command
-from fivefold.cli.unknown import Explaining
+from fivefold.cli.renamed import Explaining
 from fivefold.render.blocks import TEXTS, show
 from fivefold.support.errors import UserError
 from fivefold.support.text import whole_number

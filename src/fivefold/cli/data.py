@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fivefold.cli.options import Json, command
-from fivefold.cli.unknown import Explaining
+from fivefold.cli.renamed import Explaining
 from fivefold.render.blocks import console_of
 from fivefold.support.text import bytes_text, si
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fivefold.cli.options import Json, bytes_bar, command
-from fivefold.cli.unknown import Explaining
+from fivefold.cli.renamed import Explaining
 from fivefold.support.dtypes import BYTES, dtype_of
 from fivefold.support.errors import UserError
 
