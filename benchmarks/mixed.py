@@ -16,9 +16,9 @@ import typer
 from msgspec import structs
 
 from benchmarks.slow import slowed
+from fivefold.bench.baselines import CPU, LR, join_ranks, machine, take_turns
 from fivefold.bench.comparison import base_job
 from fivefold.bench.harness import Machine, OnProgress, RoundTimes, caveats, refuse, table, too_small
-from fivefold.bench.systems import CPU, LR, join_ranks, machine, take_turns
 from fivefold.cli import main, program
 from fivefold.cli.bench import Changes, Rounds, measure_and_show
 from fivefold.cli.options import Json

@@ -209,7 +209,7 @@ def measure_all(cases: Sequence[Comparison], on_progress: OnProgress) -> Iterato
 
 def measure(case: Comparison) -> ComparisonResult:
     timeout = _PATIENCE * (case.rounds + 2) * len(case.systems)
-    result: ComparisonResult = processes.run(case.world, "fivefold.bench.systems:run", case, timeout=timeout)[0]
+    result: ComparisonResult = processes.run(case.world, "fivefold.bench.baselines:run", case, timeout=timeout)[0]
     return result
 
 

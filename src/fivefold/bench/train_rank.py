@@ -19,8 +19,8 @@ import torch
 from msgspec import structs
 from torch.profiler import ProfilerActivity, profile
 
+from fivefold.bench.baselines import HuggingFaceSystem, RankBatch
 from fivefold.bench.steps import WARM, StepCase, Timed
-from fivefold.bench.systems import HuggingFaceSystem, RankBatch
 from fivefold.bench.train import CPU, Extras, Saved, TrainTurn
 from fivefold.checkpoint.store import Store
 from fivefold.data.batch import Batch, read_batch
