@@ -97,7 +97,7 @@ def test_no_page_names_an_old_command() -> None:
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "ARCHITECTURE.md", ROOT / "Makefile"]
     pages += [path for folder in ("docs", "benchmarks", "examples", "recipes", "tools") for path in
               (ROOT / folder).glob("*.*") if path.suffix in (".md", ".toml", ".py")]  # fmt: skip
-    pages += [path for path in (ROOT / "src").rglob("*.py") if path.name != "unknown.py"]
+    pages += [path for path in (ROOT / "src").rglob("*.py") if path.name != "renamed.py"]
     pages += [*(ROOT / "src").rglob("*.js"), *(ROOT / "src").rglob("*.toml")]
     for page in pages:
         found = re.findall(rf"(?<!from )fivefold (?:{old})(?![\w.=/-])", page.read_text())

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fivefold.data import records as pieces
+from fivefold.data import documents as pieces
 from fivefold.data.prepare import prepare
 from fivefold.data.tokens import Split, TokenStore
 from fivefold.support.progress import bar

@@ -9,9 +9,9 @@ import pytest
 from numpy.typing import NDArray
 
 import fivefold as ff
-from fivefold.data.opening import check
 from fivefold.data.prepare import prepare
 from fivefold.data.rows import TokenRow
+from fivefold.data.source_check import check
 from fivefold.data.tokens import TokenStore
 from fivefold.support.errors import UserError
 from tests.commands import fivefold

@@ -5,7 +5,7 @@
 
 A benchmark has a case (what it measures, on how many ranks), its systems and its result. A result whose systems do not
 agree is not ok: systems that compute different things cannot be compared. The half of the harness that runs on ranks is
-at the top of `systems.py`.
+at the top of `baselines.py`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

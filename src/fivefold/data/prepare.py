@@ -23,9 +23,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from fivefold.data.documents import Fields, Meter, documents, find_sources
 from fivefold.data.index import CHUNK, NAME, SPLITS, TOKENIZER, VERSION, DataFile, DataIndex, DataShard, is_prepared
 from fivefold.data.order import uniform
-from fivefold.data.records import Fields, Meter, documents, find_sources
 from fivefold.data.tokenizer import Encoded, Tokenizer, encoded, load_tokenizer
 from fivefold.support.errors import Problem, UserError
 from fivefold.support.files import HashedFile

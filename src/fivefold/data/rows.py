@@ -1,7 +1,7 @@
 """What a data source opens: rows of tokens, which are pure in the position.
 
 A row has so many tokens, and what stands at a position is the same whenever, wherever and in whatever pieces it is
-read: ranks read their samples without a word to each other, and a run goes on at any sample. `opening.py` holds a
+read: ranks read their samples without a word to each other, and a run goes on at any sample. `source_check.py` holds a
 source against that before a run starts, and `read_window` every window against its shape and the vocabulary.
 """
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from fivefold.data.integrity import CheckedData, verify
-from fivefold.data.opening import check
 from fivefold.data.rows import Splits
+from fivefold.data.source_check import check
 from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import Job
 from fivefold.layout.stages import schedule_of

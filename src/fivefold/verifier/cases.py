@@ -34,8 +34,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.data.batch import Batch, DpShare, read_share
-from fivefold.data.opening import check
 from fivefold.data.prepare import SHARD_TOKENS, Sink
+from fivefold.data.source_check import check
 from fivefold.data.tokenizer import ByteTokenizer, Encoded
 from fivefold.job.config import Job
 from fivefold.layout.axes import AXES
