@@ -13,7 +13,7 @@ from fivefold.layout.layout import Layout
 from fivefold.layout.stages import schedule_of
 from fivefold.parallel.pipeline import Pipeline
 from fivefold.schedules.actions import RECEIVES, SENDS, WEIGHT_GRAD
-from fivefold.schedules.build import with_zero
+from fivefold.schedules.communication import with_zero
 from fivefold.schedules.registry import CATALOGUE, build
 from fivefold.schedules.schedule import peak_live
 from fivefold.support.errors import UserError

@@ -12,7 +12,7 @@ from tests.commands import fivefold
 NAME = "eager:EAGER"
 TEXT = '''
 from fivefold.schedules.actions import BACKWARD, FORWARD, Action
-from fivefold.schedules.build import ScheduleInfo, wire
+from fivefold.schedules.info import ScheduleInfo, wire
 from fivefold.schedules.schedule import Placement
 
 def order(p, m, rank):
@@ -91,7 +91,7 @@ def test_commands_take_it_where_they_take_a_layout_and_a_stored_one_when_they_ar
         (("Placement.single(r.p), r.m,", "Placement.single(r.p), r.m + 1,"), "builds a schedule for p=4, m=9"),
         (("    return actions", "    return actions[:-1]"), "never runs a backward of F0.7"),
         (("    return actions", "    return 1 / 0"), "raised ZeroDivisionError: division by zero"),
-        (("planned=(1,))", "planned=(1,))\nEAGER = [EAGER]"), "is a list, and not a fivefold.schedules.build:"),
+        (("planned=(1,))", "planned=(1,))\nEAGER = [EAGER]"), "is a list, and not a fivefold.schedules.info:"),
         (('    return wire("eager", ', '    return ("eager", '), "builds a tuple, and not a Schedule"),
     ],
 )  # fmt: skip

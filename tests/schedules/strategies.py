@@ -2,8 +2,8 @@
 
 from hypothesis import strategies as st
 
-from fivefold.schedules.build import with_zero
 from fivefold.schedules.classic import legal_groups
+from fivefold.schedules.communication import with_zero
 from fivefold.schedules.registry import CATALOGUE, build
 from fivefold.schedules.schedule import Schedule
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.schedules.auto import AutoTask, Player, policies
-from fivefold.schedules.build import wire
 from fivefold.schedules.check import check
 from fivefold.schedules.clock import run
+from fivefold.schedules.communication import wire
 from fivefold.schedules.costs import MAX_DURATION, Costs, MessageLink
 from fivefold.schedules.registry import build
 from fivefold.schedules.result import PUBLISHED

@@ -8,8 +8,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from fivefold.schedules.actions import Action, Kind, parse_token
-from fivefold.schedules.build import wire
 from fivefold.schedules.check import check, prove
+from fivefold.schedules.communication import wire
 from fivefold.schedules.registry import build
 from fivefold.schedules.schedule import Bounds, Placement, Schedule
 from fivefold.support.errors import UserError

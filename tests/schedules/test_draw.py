@@ -11,8 +11,8 @@ import pytest
 from fivefold.render.paint import save, to_png, to_svg
 from fivefold.render.scene import Area, Rect, Scene, TextMark, text_width
 from fivefold.schedules.actions import Action, Kind
-from fivefold.schedules.build import with_zero
 from fivefold.schedules.clock import BusySpan
+from fivefold.schedules.communication import with_zero
 from fivefold.schedules.costs import Costs
 from fivefold.schedules.draw import LANDSCAPE, picture
 from fivefold.schedules.registry import CATALOGUE, build

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from fivefold.schedules.actions import Action, Kind
-from fivefold.schedules.build import with_zero
 from fivefold.schedules.check import check
+from fivefold.schedules.communication import with_zero
 from fivefold.schedules.registry import build
 from fivefold.schedules.schedule import Schedule
 from tests.schedules.mutations import before, drop, duplicate, edited, find, move

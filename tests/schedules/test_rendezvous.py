@@ -24,8 +24,8 @@ from fivefold.schedules.actions import (
     Kind,
     parse_token,
 )
-from fivefold.schedules.build import wire
 from fivefold.schedules.check import check
+from fivefold.schedules.communication import wire
 from fivefold.schedules.costs import Costs, MessageLink
 from fivefold.schedules.registry import CATALOGUE, build
 from fivefold.schedules.schedule import Placement, Schedule

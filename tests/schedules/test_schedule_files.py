@@ -14,8 +14,8 @@ from fivefold.job.config import read_job
 from fivefold.layout.layout import Layout
 from fivefold.layout.stages import schedule_of
 from fivefold.schedules.actions import Action, Kind
-from fivefold.schedules.build import wire, with_zero
 from fivefold.schedules.check import check
+from fivefold.schedules.communication import wire, with_zero
 from fivefold.schedules.registry import build, record_of
 from fivefold.schedules.schedule import Placement, Schedule
 from fivefold.schedules.text import load, save

@@ -10,10 +10,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from fivefold.schedules.actions import Action, Kind
-from fivefold.schedules.build import wire, with_zero
 from fivefold.schedules.check import check, prove
 from fivefold.schedules.classic import interleaved_unchecked
 from fivefold.schedules.clock import run
+from fivefold.schedules.communication import wire, with_zero
 from fivefold.schedules.costs import Costs, Durations, MessageLink
 from fivefold.schedules.registry import CATALOGUE, build
 from fivefold.schedules.schedule import Placement, Schedule

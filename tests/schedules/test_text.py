@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 
 from fivefold.schedules import text as text_module
-from fivefold.schedules.build import with_zero
+from fivefold.schedules.communication import with_zero
 from fivefold.schedules.registry import build
 from fivefold.schedules.schedule import Schedule
 from fivefold.schedules.text import load, read_json, read_text, save, to_json, to_text

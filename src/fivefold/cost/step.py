@@ -25,9 +25,9 @@ from fivefold.layout.rank_part import RANK0, RankCoords
 from fivefold.layout.sharding import chunk
 from fivefold.layout.stages import Stage, schedule_of, stages_of
 from fivefold.schedules.actions import BACKWARD
-from fivefold.schedules.build import ScheduleInfo
 from fivefold.schedules.clock import Lane
 from fivefold.schedules.costs import Costs, MessageLink, Segment, Segments, alone
+from fivefold.schedules.info import ScheduleInfo
 from fivefold.schedules.registry import build
 from fivefold.schedules.schedule import Schedule
 from fivefold.schedules.simulate import Simulation, simulate

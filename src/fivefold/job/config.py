@@ -26,7 +26,7 @@ from fivefold.losses.cross_entropy import CrossEntropy
 from fivefold.optim import OPTIMIZERS
 from fivefold.optim.adamw import AdamW
 from fivefold.optim.base import OptimizerConfig
-from fivefold.schedules.build import ScheduleInfo
+from fivefold.schedules.info import ScheduleInfo
 from fivefold.schedules.registry import is_file
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.pattern import KINDS, named

@@ -16,7 +16,7 @@ import msgspec
 from fivefold.layout.axes import Axes, Degree
 from fivefold.layout.rules import Given, has_copies
 from fivefold.layout.rules import problems as rule_problems
-from fivefold.schedules.build import ScheduleInfo
+from fivefold.schedules.info import ScheduleInfo
 from fivefold.schedules.registry import LARGEST, record_of
 from fivefold.schedules.schedule import Placement
 from fivefold.spec.model import ModelSpec

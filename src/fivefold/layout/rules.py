@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from fivefold.layout.axes import Axes
 from fivefold.schedules.actions import COLLECTIVES
-from fivefold.schedules.build import ScheduleInfo
+from fivefold.schedules.info import ScheduleInfo
 from fivefold.schedules.registry import LARGEST, RECORDS, size_problem
 from fivefold.schedules.schedule import Schedule
 from fivefold.spec.kinds import MLP, BlockKind

@@ -10,8 +10,8 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from fivefold.layout.layout import Layout
-from fivefold.schedules.build import ScheduleInfo
 from fivefold.schedules.costs import Costs
+from fivefold.schedules.info import ScheduleInfo
 from fivefold.schedules.registry import build
 from fivefold.schedules.schedule import Schedule
 from fivefold.spec.model import ModelSpec

@@ -23,7 +23,7 @@ from fivefold.cost.peak_memory import CUDA_CONTEXT_BYTES, FRAGMENTATION, loss_pe
 from fivefold.cost.step import Workload, p2p_bytes
 from fivefold.layout.layout import ContextKind, Dispatch, Layout, Recompute
 from fivefold.layout.stages import balanced
-from fivefold.schedules.build import ScheduleInfo
+from fivefold.schedules.info import ScheduleInfo
 from fivefold.schedules.registry import RECORDS
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.pattern import Layer

@@ -14,10 +14,11 @@ from itertools import product
 from typing import Literal
 
 from fivefold.schedules.actions import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Kind
-from fivefold.schedules.build import Order, ScheduleInfo, wire
 from fivefold.schedules.classic import gpipe, naive, one_f_one_b
 from fivefold.schedules.clock import run
+from fivefold.schedules.communication import Order, wire
 from fivefold.schedules.costs import Costs
+from fivefold.schedules.info import ScheduleInfo
 from fivefold.schedules.schedule import Bounds, Placement, Schedule, peak_live
 from fivefold.schedules.simulate import Simulation
 from fivefold.schedules.zero_bubble import zb_h1, zb_h2

@@ -6,7 +6,8 @@ are the times of a forward and a backward pass.
 """
 
 from fivefold.schedules.actions import BACKWARD, FORWARD, Action
-from fivefold.schedules.build import Order, ScheduleInfo, wire
+from fivefold.schedules.communication import Order, wire
+from fivefold.schedules.info import ScheduleInfo
 from fivefold.schedules.schedule import Bounds, Placement, Schedule
 from fivefold.support.errors import UserError
 from fivefold.support.text import either

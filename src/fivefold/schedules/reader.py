@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from fivefold.schedules.actions import ALL, MESSAGES, Action, parse_token
-from fivefold.schedules.build import wire
+from fivefold.schedules.communication import wire
 from fivefold.schedules.schedule import Bounds, Placement, Schedule, name_problem
 from fivefold.support.errors import UserError
 from fivefold.support.text import did_you_mean, whole_number

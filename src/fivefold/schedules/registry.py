@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.schedules.auto import AUTO
-from fivefold.schedules.build import ScheduleInfo, ScheduleRequest
 from fivefold.schedules.check import prove
 from fivefold.schedules.classic import BREADTH_FIRST, GPIPE, INTERLEAVED, NAIVE, ONE_F_ONE_B
+from fivefold.schedules.info import ScheduleInfo, ScheduleRequest
 from fivefold.schedules.schedule import Schedule, peak_live
 from fivefold.schedules.text import SUFFIXES, load
 from fivefold.schedules.v_half_min import V_HALF, V_MIN

@@ -22,8 +22,8 @@ from textwrap import wrap
 from typing import Any
 
 from fivefold.schedules.actions import MESSAGES, Action, tokens
-from fivefold.schedules.build import wire
 from fivefold.schedules.check import check
+from fivefold.schedules.communication import wire
 from fivefold.schedules.reader import ReadSchedule, ScheduleReader
 from fivefold.schedules.schedule import Schedule
 from fivefold.support.errors import UserError

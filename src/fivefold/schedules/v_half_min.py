@@ -12,7 +12,8 @@ from collections import defaultdict, deque
 from itertools import accumulate
 
 from fivefold.schedules.actions import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Kind
-from fivefold.schedules.build import Order, ScheduleInfo, vee, wire
+from fivefold.schedules.communication import Order, wire
+from fivefold.schedules.info import ScheduleInfo, vee
 from fivefold.schedules.schedule import Bounds, Placement, Schedule, peak_live
 
 PERIOD = 6  # slots

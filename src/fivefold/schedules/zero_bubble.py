@@ -8,7 +8,8 @@ p is the number of ranks, m of microbatches.
 """
 
 from fivefold.schedules.actions import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action
-from fivefold.schedules.build import Order, ScheduleInfo, wire
+from fivefold.schedules.communication import Order, wire
+from fivefold.schedules.info import ScheduleInfo
 from fivefold.schedules.schedule import Bounds, Placement, Schedule
 
 

@@ -7,7 +7,8 @@ there. A rank's order is written in words (`OrderWriter`). p is the number of ra
 from collections import Counter
 
 from fivefold.schedules.actions import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Kind
-from fivefold.schedules.build import Order, ScheduleInfo, vee, wire
+from fivefold.schedules.communication import Order, wire
+from fivefold.schedules.info import ScheduleInfo, vee
 from fivefold.schedules.schedule import Bounds, Placement, Schedule
 from fivefold.support.errors import UserError
 
