@@ -13,8 +13,8 @@ import torch
 import typer
 from torch import Tensor
 
-from fivefold.bench.baselines import CPU, join_ranks, take_turns
 from fivefold.bench.harness import refuse, too_small
+from fivefold.bench.rank_timing import CPU, join_ranks, take_turns
 from fivefold.cli import main, program
 from fivefold.cli.options import Json, Output
 from fivefold.launch import processes

@@ -16,9 +16,10 @@ import typer
 from msgspec import structs
 
 from benchmarks.slow import slowed
-from fivefold.bench.baselines import CPU, LR, join_ranks, machine, take_turns
+from fivefold.bench.baselines import LR
 from fivefold.bench.comparison import base_job
 from fivefold.bench.harness import Machine, OnProgress, RoundTimes, caveats, refuse, table, too_small
+from fivefold.bench.rank_timing import CPU, join_ranks, machine, take_turns
 from fivefold.cli import main, program
 from fivefold.cli.bench import Changes, Rounds, measure_and_show
 from fivefold.cli.options import Json

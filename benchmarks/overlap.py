@@ -31,8 +31,8 @@ import torch.distributed as dist
 import typer
 from torch import Tensor
 
-from fivefold.bench.baselines import CPU, machine, take_turns
 from fivefold.bench.harness import Machine, RoundTimes, caveats, refuse, table, too_small
+from fivefold.bench.rank_timing import CPU, machine, take_turns
 from fivefold.cli import main, program
 from fivefold.cli.options import Json, Output
 from fivefold.data.batch import Batch

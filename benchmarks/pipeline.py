@@ -22,8 +22,9 @@ import torch.distributed as dist
 import typer
 from torch import Tensor
 
-from fivefold.bench.baselines import CPU, TorchPipeline, join_ranks, machine, take_turns
+from fivefold.bench.baselines import TorchPipeline
 from fivefold.bench.harness import caveats, ratio, refuse, table, too_small
+from fivefold.bench.rank_timing import CPU, join_ranks, machine, take_turns
 from fivefold.cli import main, program
 from fivefold.cli.options import Json, Output
 from fivefold.data.batch import Batch

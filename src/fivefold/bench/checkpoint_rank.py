@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
-from fivefold.bench.baselines import Call, timed
 from fivefold.bench.checkpoint import CheckpointResult
 from fivefold.bench.harness import RoundTimes
+from fivefold.bench.rank_timing import Call, timed
 from fivefold.checkpoint.load import load, newest
 from fivefold.checkpoint.memory import PLACE
 from fivefold.checkpoint.save import total, write

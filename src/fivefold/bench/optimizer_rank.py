@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.bench.baselines import machine
 from fivefold.bench.floor import bandwidth
 from fivefold.bench.harness import RoundTimes, turns
 from fivefold.bench.optimizer import Paces, Updates
+from fivefold.bench.rank_timing import machine
 from fivefold.bench.train import CPU
 from fivefold.job.config import Job
 from fivefold.launch.device import TORCH_DTYPES, choose_backend, choose_device, make_repeatable
