@@ -17,7 +17,7 @@ from msgspec import structs
 
 from fivefold.dry.run import dryrun
 from fivefold.job.config import Job, read_job
-from fivefold.job.recipes import comment
+from fivefold.job.toml_writer import comment
 from fivefold.planner.goodput import GoodputRun, failures_of
 from fivefold.planner.plan import simulate
 from fivefold.planner.search import Option

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from fivefold.job.config import Job, RunConfig, job_from, read_job, to_toml
-from fivefold.job.recipes import written
+from fivefold.job.toml_writer import commented_toml
 from fivefold.layout.layout import Layout
 from fivefold.spec.hf import to_hf_config
 from fivefold.spec.presets import PRESETS, preset
@@ -125,7 +125,7 @@ def test_a_presets_table_is_changed_setting_by_setting(tmp_path: Path) -> None:
 ODD = ["\x7f", "\x1b", "\x85", "\u2028", "\ufeff", "\0", '"', "\\", "\n", "\r\n", "\U0001f600"]
 
 
-@pytest.mark.parametrize("write", [to_toml, lambda job: written(job, {})])
+@pytest.mark.parametrize("write", [to_toml, lambda job: commented_toml(job, {})])
 @pytest.mark.parametrize("odd", ODD)
 def test_any_text_is_read_back_from_a_written_job(tmp_path: Path, odd: str, write: Callable[[Job], str]) -> None:
     model = msgspec.structs.replace(read_job().model, name=f"a{odd}b")

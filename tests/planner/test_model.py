@@ -2,7 +2,7 @@
 
 import pytest
 
-from fivefold.planner.training import model
+from fivefold.planner.model_summary import model
 from fivefold.spec.presets import PRESETS
 from fivefold.support.errors import UserError
 from tests.commands import fivefold

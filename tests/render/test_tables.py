@@ -32,8 +32,8 @@ from fivefold.planner import mixed_compare as mixed
 from fivefold.planner.context import context, lengths
 from fivefold.planner.decision import decide
 from fivefold.planner.error_range import bands
+from fivefold.planner.model_summary import model
 from fivefold.planner.textbook import zero
-from fivefold.planner.training import model
 from fivefold.render.blocks import Result, Table, to_text
 from fivefold.schedules.result import PublishedResult, compare
 from fivefold.spec.presets import models

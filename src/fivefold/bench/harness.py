@@ -4,8 +4,8 @@
     RoundTimes({"A": [1.0, 2.0], "B": [2.0, 4.0]}).ratio("A", "B")  # 0.5: the median of each round's own ratio
 
 A benchmark has a case (what it measures, on how many ranks), its systems and its result. A result whose systems do not
-agree is not ok: systems that compute different things cannot be compared. The half of the harness that runs on ranks is in
-`rank_timing.py`.
+agree is not ok: systems that compute different things cannot be compared. `rank_timing.py` is the half of the harness
+that runs on ranks.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

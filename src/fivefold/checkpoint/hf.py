@@ -28,7 +28,8 @@ from fivefold.data.tokenizer import ByteTokenizer, foreign
 from fivefold.data.tokens import TokenStore
 from fivefold.job.config import Job, RunConfig
 from fivefold.job.fine_tuning import SOURCE, tuned
-from fivefold.job.recipes import Choice, written
+from fivefold.job.recipes import Choice
+from fivefold.job.toml_writer import commented_toml
 from fivefold.launch.device import TORCH_DTYPES
 from fivefold.layout.sharding import chunk
 from fivefold.model.hf_names import EXPERT_BIAS, TensorSource, expert_format_of, sources, tensors, unnamed
@@ -98,7 +99,7 @@ def _job_text(job: Job, why: dict[str, str]) -> str:
     heading = [f"{job.model.name}, fine-tuned as Tulu 3 was: {SOURCE} (arXiv 2411.15124)"]
     placeholder = 'path = "..."  tokens of this model\'s tokenizer: fivefold data prepare TEXT -o TOKENS --tokenizer '
     notes = {"data": f"{placeholder}{job.run.dir}/{job.run.name}"} if job.data.usual else {}
-    return written(job, why, heading, notes)
+    return commented_toml(job, why, heading, notes)
 
 
 def _compute_dtype(source: HuggingFace) -> Choice:

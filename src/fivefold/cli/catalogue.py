@@ -50,7 +50,7 @@ def models(
     if name is None:
         show(presets.models(seq=seq), as_json, output)
         return
-    from fivefold.planner.training import model
+    from fivefold.planner.model_summary import model
 
     show(model(name, seq=seq), as_json, output)
 

@@ -11,20 +11,13 @@ Qwen publishes rates and batches of its first release only. Qwen2.5 says that it
 
 import math
 import re
-import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import msgspec
-
-from fivefold.job.config import SECTIONS, Job
-from fivefold.optim.adamw import AdamW
 from fivefold.spec.model import ModelSpec
-from fivefold.spec.presets import PRESETS, preset
 from fivefold.support.errors import UserError
-from fivefold.support.parsing import toml_value
 from fivefold.support.ranges import misfit, within
-from fivefold.support.text import counted, divisors, printable, si
+from fivefold.support.text import counted, divisors, si
 
 CHINCHILLA = 20  # tokens per parameter: Hoffmann et al., arXiv 2203.15556
 MOST = 10**15  # tokens: a hundred times what any model has read
@@ -253,93 +246,3 @@ def fit(advised: Mapping[str, Choice], batch: int, seq: int, tokens: int, given:
     choices["train.batch"] = Choice(batch, size if given else f"{size}; {wanted.why}")
     choices["train.steps"] = Choice(steps, f"{si(tokens, 4)} tokens")
     return choices
-
-
-# ---- written --------------------------------------------------------------------------------------------------------
-# A job as a file for people: what was decided, each with its reason, and nothing that has its default.
-#
-# written(job, {"optimizer.lr": "Llama 3 70B (...)"}, head=["llama3-70b on 8x8xH100: ..."])
-#
-# `read_job` reads it back as the same job. `to_toml` of job/config.py writes every setting, for machines.
-
-
-WIDTH = 110
-
-
-def written(job: Job, why: Mapping[str, str], head: Sequence[str] = (), hints: Mapping[str, str] | None = None) -> str:
-    """TOML of the settings that differ from their defaults, or that `why` gives a reason for.
-
-    `hints` are comments at the beginning of a section.
-    """
-    lines = [line for paragraph in head for line in comment(paragraph)]
-    tables = {"model": model_table(job.model)}
-    for section in SECTIONS:
-        tables[section] = dict(_said(job, section, why))
-    for section, table in tables.items():
-        hint = (hints or {}).get(section, "")
-        if not table and not hint:
-            continue
-        lines += ["", f"[{section}]", *comment(hint)]
-        nested = {key: value for key, value in table.items() if isinstance(value, dict)}
-        for key, value in table.items():
-            if key not in nested:
-                lines += _line(key, value, why.get(f"{section}.{key}", ""))
-        for name, values in nested.items():
-            lines += ["", f"[{section}.{name}]", *(f"{key} = {_text(value)}" for key, value in values.items())]
-    return "\n".join(lines).lstrip("\n") + "\n"
-
-
-def model_table(spec: ModelSpec) -> dict[str, Any]:
-    """`preset` and what changes it; all the numbers, where no preset has this name."""
-    if spec.name in PRESETS:
-        usual = preset(spec.name)
-        changed = {
-            field: value
-            for field in spec.__struct_fields__
-            if (value := getattr(spec, field)) != getattr(usual, field) and value is not None
-        }
-        if preset(spec.name, **changed) == spec:  # not where a number would be derived anew
-            return {"preset": spec.name} | _plain(changed)
-    return _plain(msgspec.structs.asdict(spec))
-
-
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in msgspec.to_builtins(values).items() if value is not None}
-
-
-def _said(job: Job, section: str, why: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
-    value = getattr(job, section)
-    if section == "layout":
-        yield from value.given().items()
-        return
-    usual = type(value)()
-    if section == "optimizer" and value.name != AdamW().name:
-        yield "name", value.name
-    for field in value.__struct_fields__:
-        if getattr(value, field) != getattr(usual, field) or f"{section}.{field}" in why:
-            yield field, getattr(value, field)
-
-
-def _line(key: str, value: Any, why: str) -> list[str]:
-    """The reason stands behind the setting if there is room, and else above it."""
-    setting = f"{key} = {_text(value)}"
-    if not why:
-        return [setting]
-    if len(beside := f"{setting:22}  {''.join(comment(why))}") <= WIDTH:
-        return [beside]
-    return [*comment(why), setting]
-
-
-def comment(text: str) -> list[str]:
-    return [f"# {line}" for line in textwrap.wrap(printable(text), WIDTH - 2, break_on_hyphens=False)]
-
-
-def _text(value: Any) -> str:
-    """As TOML reads it; a small number as people write it: 1.5e-4."""
-    if isinstance(value, float) and 0 < abs(value) < 1e-2:
-        digits = next(n for n in range(18) if float(f"{value:.{n}e}") == value)
-        number, exponent = f"{value:.{digits}e}".split("e")
-        return f"{number}e{int(exponent)}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_text, value))}]"
-    return toml_value(value)

@@ -6,33 +6,25 @@ training.file(option)         # the same, as a file for people
 """
 
 import shlex
-from collections import Counter
-from collections.abc import Iterator, Set
+from collections.abc import Set
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-import msgspec
 from msgspec import structs
 
-from fivefold.cost.model_state import State, state
 from fivefold.cost.step import Workload
 from fivefold.job.aliases import NO_FP16
-from fivefold.job.config import Job, job_of
+from fivefold.job.config import Job
 from fivefold.job.preflight import needs_data
-from fivefold.job.recipes import CHINCHILLA, SOURCES, Choice, fit, recipe, tokens_of, usable_batch, written
-from fivefold.layout.layout import Layout
+from fivefold.job.recipes import CHINCHILLA, SOURCES, Choice, fit, recipe, tokens_of, usable_batch
+from fivefold.job.toml_writer import commented_toml
 from fivefold.planner.error_range import IN_WORDS, step_range
 from fivefold.planner.goodput import PUBLISHED, RUNS, USUAL, FailureCosts, GoodputRun, failures_of, length, saved_bytes
 from fivefold.planner.mixed import hosts
 from fivefold.planner.search import Option
-from fivefold.render.blocks import Block, Result, Table, Text
-from fivefold.spec.model import ModelSpec
-from fivefold.spec.operations import block
-from fivefold.spec.presets import PRESETS, source_of
+from fivefold.render.blocks import Table
 from fivefold.support.dtypes import DTYPES, precision_of
 from fivefold.support.errors import UserError
-from fivefold.support.ranges import TOKENS, checked, within
 from fivefold.support.text import bytes_text, si
 
 HOUR, DAY = 3600, 86_400
@@ -107,7 +99,7 @@ class Training:
         )
 
     def job(self, option: Option, schedule: str = "") -> Job:
-        """`schedule`: the file with the option's own, where it has one (`plan.mixed.written`)."""
+        """`schedule`: the file with the option's own, where it has one (`search.py` writes it)."""
         if option.workload.precision not in _TRAINED:
             raise UserError(_no_job(option.workload), "precision.training")
         layout = structs.replace(option.layout, schedule=schedule) if schedule else option.layout
@@ -134,7 +126,7 @@ class Training:
         fill = f"fill in: {fill}" if needs_data(job) else f"{fill}; without it, Python's own source"
         hints = {} if not job.data.usual else {"data": f'path = "..."  {fill}'}
         why = {key: choice.why for key, choice in self.settings(option).items()}
-        return written(job, why, head, hints)
+        return commented_toml(job, why, head, hints)
 
     def figures(self, option: Option, price: float | None) -> dict[str, Any]:
         seconds, interval = self.steps * option.seconds, step_range(option.workload)
@@ -261,95 +253,3 @@ def _no_job(workload: Workload) -> str:
 
 def _count(hours: float) -> str:
     return f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"
-
-
-# ---- model ----------------------------------------------------------------------------------------------------------
-# One model: its numbers, its parameters by part, FLOPs of a token, bytes of its training state, and their source.
-
-
-_PARTS = {"embedding": "embedding", "norm": "norms", "bias": "biases"}
-_ORDER = ("embedding", "attention", "other mixers", "mlp", "experts", "norms", "biases", "head")
-STATE_DTYPES = ("bfloat16", "float32")
-
-
-@dataclass(frozen=True)
-class ModelResult(Result):
-    spec: ModelSpec
-    seq: int
-    source: str  # of its numbers
-
-    @property
-    def parts(self) -> dict[str, int]:
-        """Parameters by the part of the decoder that they belong to."""
-        spec, parts = self.spec, Counter[str]()
-        for param in msgspec.structs.replace(spec, layers=0).parameters():
-            parts["head" if param.kind == "linear" else _PARTS[param.kind]] += param.size
-        for kinds, times in spec.counted().items():
-            for param in spec.block_parameters(spec.first(kinds)):
-                if param.kind in ("norm", "bias"):
-                    parts[_PARTS[param.kind]] += times * param.size
-                elif param.kind == "filter":
-                    parts["other mixers"] += times * param.size
-            for matmul in block(spec, layer=kinds).matmuls:
-                branch = matmul.branch if matmul.branch in _ORDER else "other mixers"
-                parts["experts" if matmul.experts else branch] += times * matmul.size
-        return {name: parts[name] for name in _ORDER if parts[name]}
-
-    @property
-    def states(self) -> dict[str, State]:
-        """Bytes of training all of it on one device, by the dtype of compute."""
-        return {dtype: state(self.spec, Layout(), dtype) for dtype in STATE_DTYPES}
-
-    def to_dict(self) -> dict[str, Any]:
-        spec = self.spec
-        return msgspec.to_builtins(spec) | {
-            "source": self.source,
-            "parameters": spec.parameter_count,
-            "parameters_by_part": self.parts,
-            "active_parameters": spec.active_parameters,
-            "matmul_parameters": spec.matmul_parameters,
-            "seq": self.seq,
-            "flops_per_token_full": spec.flops_per_token(self.seq, "full"),
-            "flops_per_token_causal": spec.flops_per_token(self.seq, "causal"),
-            "training_bytes": {dtype: held._asdict() | {"total": held.total} for dtype, held in self.states.items()},
-        }
-
-    def blocks(self) -> Iterator[Block]:
-        spec, total = self.spec, self.spec.parameter_count
-        active = f", {spec.active_parameters:,} of them active for a token" if spec.experts else ""
-        yield Text(f"{spec.name}: {total:,} parameters{active}", "bold")
-        yield Text(f"numbers: {self.source}")
-        numbers = msgspec.to_builtins(spec) | {"name": None} | ({} if spec.qk_norm else {"qk_norm_over": None})
-        yield Table(["", "~value"], [*_rows(numbers)], "Numbers")
-        parts = [(name, f"{count:,}", f"{count / total:.1%}") for name, count in self.parts.items()]
-        caption = "the head is the embedding" if spec.tied else ""
-        yield Table(["part", ">parameters", ">share"], parts, "Parameters", caption, totals=[("total", f"{total:,}")])
-        flops = [(kind, si(spec.flops_per_token(self.seq, kind), 4)) for kind in ("full", "causal")]
-        title = f"FLOPs of a training token, at sequences of {self.seq:,}"
-        yield Table(["attention counted", ">FLOPs"], flops, title, "forward and backward, without recomputation")
-        rows = [(key, *(f"{size / 1e9:,.2f}" for size in (*held, held.total))) for key, held in self.states.items()]
-        heads = ["computing in", ">weights", ">gradients", ">optimizer", ">total"]
-        yield Table(heads, rows, "GB of training state, AdamW, all on one device", "activations come on top")
-
-
-def _rows(numbers: dict[str, Any], of: str = "") -> Iterator[tuple[str, str]]:
-    """What is given, a line for each number; those of a table within begin with its name."""
-    for key, value in numbers.items():
-        if isinstance(value, dict):
-            yield from _rows(value, f"{key} ")
-        elif value:
-            yield (of + key).replace("_", " "), _shown(value)
-
-
-def _shown(value: Any) -> str:
-    return "yes" if value is True else f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def model(name: str | Path | ModelSpec, *, seq: int | None = None) -> ModelResult:
-    """A preset, or the model of a Hugging Face config or a job file; FLOPs at `seq` tokens, or at its context."""
-    checked("seq", seq, within(1, TOKENS))
-    spec = job_of(name)[0].model
-    if problems := spec.problems():
-        raise UserError(problems)
-    source = source_of(spec.name) if isinstance(name, str) and name in PRESETS else str(name)
-    return ModelResult(spec, seq or spec.context, "given" if isinstance(name, ModelSpec) else source)

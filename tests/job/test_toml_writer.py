@@ -7,7 +7,7 @@ import pytest
 from msgspec import structs
 
 from fivefold.job.config import Job, read_job
-from fivefold.job.recipes import written
+from fivefold.job.toml_writer import commented_toml
 from fivefold.layout.layout import Layout
 from fivefold.spec.blocks import RopeScaling
 from fivefold.spec.model import ModelSpec
@@ -15,7 +15,7 @@ from fivefold.spec.presets import PRESETS, preset
 
 
 def again(job: Job, tmp_path: Path, **words: object) -> Job:
-    (tmp_path / "job.toml").write_text(written(job, {}, **words))  # type: ignore[arg-type]
+    (tmp_path / "job.toml").write_text(commented_toml(job, {}, **words))  # type: ignore[arg-type]
     return read_job(tmp_path / "job.toml")
 
 
@@ -70,7 +70,7 @@ def test_every_section_reads_back(tmp_path: Path) -> None:
 def test_reasons_stand_beside_or_above_and_hold_no_letter_that_toml_refuses(tmp_path: Path) -> None:
     job = Job(model=preset("tiny"), layout=Layout(dp=2))
     why = {"optimizer.lr": "short\x01\nreason", "optimizer.clip": "long " * 40}
-    text = written(job, why, ["head\x7f"], {"data": 'path = "..."'})
+    text = commented_toml(job, why, ["head\x7f"], {"data": 'path = "..."'})
     assert "lr = 3e-3               # short?" in text
     assert "# long long" in text
     (tmp_path / "job.toml").write_text(text)
