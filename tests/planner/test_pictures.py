@@ -8,7 +8,8 @@ from typer.testing import CliRunner
 
 from fivefold.cli import app
 from fivefold.planner.explain import traffic
-from fivefold.planner.pictures import components, listed, memory, mesh, overview, sent
+from fivefold.planner.mesh import listed, mesh
+from fivefold.planner.pictures import components, memory, overview, sent
 from fivefold.planner.plan import plan
 from fivefold.planner.result import PlanResult
 from fivefold.render.scene import Frame, Rect, Scene, TextMark

@@ -12,7 +12,8 @@ from fivefold.layout.layout import Layout
 from fivefold.planner.error_range import IN_WORDS, SHARE, bands, memory_range, step_range
 from fivefold.planner.explain import ALIKE, CAUSES, Neighbour, difference, traffic, traffic_rank
 from fivefold.planner.goodput import length
-from fivefold.planner.pictures import MeshResult, fastest_first, memory, overview, sent
+from fivefold.planner.mesh import MeshResult
+from fivefold.planner.pictures import fastest_first, memory, overview, sent
 from fivefold.planner.search import By, Option
 from fivefold.planner.training import DAY, GB, Training
 from fivefold.render.blocks import Block, Cell, Drawing, Result, Table, Text

@@ -17,8 +17,8 @@ from fivefold.cost.step import Workload
 from fivefold.cost.traffic import layer_collectives
 from fivefold.layout.layout import Layout
 from fivefold.layout.rank_part import RankPart, part_of
+from fivefold.planner.mesh import MAX_RANKS, mesh
 from fivefold.planner.nearest import nearest, problems, steps
-from fivefold.planner.pictures import MOST, mesh
 from fivefold.support.dtypes import dtype_of_bytes
 from fivefold.support.errors import UserError
 from fivefold.support.ranges import checked, within
@@ -89,9 +89,9 @@ def _page(workload: Workload, software: str, number: int, layer: int | None) -> 
 def _drawable_workload(ask: Ask) -> Workload:
     """The workload of the question; a cluster with too many ranks to draw is refused."""
     workload = workload_of(ask)
-    if (world := workload.cluster.world) > MOST:
+    if (world := workload.cluster.world) > MAX_RANKS:
         raise UserError(
-            f"{workload.cluster} has {world} GPUs, and a mesh of more than {MOST} is not drawn", "page.size"
+            f"{workload.cluster} has {world} GPUs, and a mesh of more than {MAX_RANKS} is not drawn", "page.size"
         )
     return workload
 

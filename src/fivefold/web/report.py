@@ -309,13 +309,13 @@ def views_of(result: Result | str | Path) -> tuple[str, list[dict[str, Any]]]:
 
 def _plan_views(result: PlanResult) -> tuple[str, list[dict[str, Any]]]:
     """The plan; the mesh of its layout, if it has not too many ranks; and the schedule, if it has a pipeline."""
-    from fivefold.planner.pictures import MOST
+    from fivefold.planner.mesh import MAX_RANKS
     from fivefold.web.mesh import placed
     from fivefold.web.plan import planned
     from fivefold.web.schedule import stepped
 
     option, views = result.explained, [page_view("plan", *planned(result))]
-    if option.layout.world <= MOST:
+    if option.layout.world <= MAX_RANKS:
         views.append(page_view("mesh", *placed(option.workload, result.workload.software.name)))
     simulation = option.estimate.simulation
     if simulation is not None and (step := stepped(simulation, option.layout.microbatches)) is not None:
