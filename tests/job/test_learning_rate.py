@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from fivefold.optim.adamw import AdamW
-from fivefold.optim.base import learning_rate
+from fivefold.optim.lr_schedule import learning_rate
 
 
 def rates(steps: int, **settings) -> list[float]:

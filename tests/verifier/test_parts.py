@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fivefold.layout.context_split import context_share
-from fivefold.optim.base import learning_rate
+from fivefold.optim.lr_schedule import learning_rate
 from fivefold.schedules.registry import CATALOGUE
 from fivefold.verifier import compare
 from fivefold.verifier.cases import cases_of, deep_enough, legal_layouts, make_batch, pair_coverage, pairwise, variants

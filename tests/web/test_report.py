@@ -22,8 +22,8 @@ from fivefold.web.mesh import payload as meshing
 from fivefold.web.mesh import rank as one_rank
 from fivefold.web.plan import payload as planning
 from fivefold.web.question import Ask
+from fivefold.web.redact import _places, without_paths
 from fivefold.web.report import verify_payload
-from fivefold.web.run_files import _places, without_paths
 from fivefold.web.schedule import every, payload
 from fivefold.web.schedule import made as made_anew
 from tests.tracing.test_summary import by_hand

@@ -12,7 +12,7 @@ import msgspec
 
 from fivefold.data.base import is_place
 from fivefold.job.config import Job
-from fivefold.optim.base import learning_rate
+from fivefold.optim.lr_schedule import learning_rate
 from fivefold.support.errors import Problem
 from fivefold.support.places import Place
 

@@ -3,7 +3,7 @@
 An optimizer is a subclass of `OptimizerConfig` in a file of its own, and a line in the table of
 `optim/__init__.py`; or in a module of yours, which a job names as "package.module:Name". The job file, the trainer,
 checkpoints, memory accounting and the verifier read everything they need from the class. The norm and the clipping of
-gradients are the same for all optimizers: `parallel/optimizer.py` has them.
+gradients are the same for all optimizers (`parallel/optimizer.py`), and so is the learning rate (`lr_schedule.py`).
 
 Jobs and plans read this without torch: rules import it where they compute.
 """
@@ -221,29 +221,3 @@ def matrix_flops(config: OptimizerConfig, rows: int, columns: int) -> float:
 
 def matrix_memory(config: OptimizerConfig, rows: int, columns: int) -> int:
     return int(ask(config, "matrix_memory", rows, columns, wanted=NUMBER))
-
-
-# ---- learning rate --------------------------------------------------------------------------------------------------
-# The learning rate of every step: a pure function of the step, so that a resumed run needs no state.
-
-
-def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
-    """Rate of `step` (from 0) of a run of `steps`: a linear warm-up, then the schedule, whose last rate stays."""
-    steps = config.schedule_steps or steps
-    if step < config.warmup:
-        return config.lr * (step + 1) / config.warmup
-    falling = {
-        "constant": 0.0,
-        "cosine": 0.5 - 0.5 * math.cos(math.pi * _passed(step, config.warmup, steps)),
-        "wsd": _passed(step, max(config.warmup, steps - round(config.decay * steps)), steps),
-    }[config.schedule]
-    return config.lr * (1.0 - falling * (1.0 - config.final))
-
-
-def _passed(step: int, start: int, steps: int) -> float:
-    """The fraction of the steps from `start` to the last one that have passed, 0 to 1."""
-    if step < start:
-        return 0.0
-    if step >= steps - 1:
-        return 1.0
-    return (step - start + 1) / (steps - start)

@@ -22,9 +22,9 @@ from fivefold.job.config import Job
 from fivefold.launch import faults, heartbeat
 from fivefold.launch.device import peak_flops, peak_memory
 from fivefold.launch.waits import timed_wait
-from fivefold.optim.base import learning_rate
+from fivefold.optim.lr_schedule import learning_rate
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.traffic import same_calls
+from fivefold.parallel.same_collectives import same_calls
 from fivefold.support.errors import PeerLost, TrainingError
 from fivefold.support.progress import prefetch
 from fivefold.tracing.records import Trace

@@ -19,7 +19,7 @@ import msgspec
 
 from fivefold.support.files import open_regular
 from fivefold.trainer.records import METRICS, Evaluation, Step
-from fivefold.trainer.resuming import reached
+from fivefold.trainer.restart_limit import last_recorded_step
 
 FILE = "recoveries.jsonl"
 _CLOCK_FILES = "/proc/uptime", "/proc/self/stat"
@@ -71,7 +71,7 @@ class Recovery:
         cls, directory: Path, planned: float, apart: bool, say: Callable[[str], None]
     ) -> "Recovery | None":
         """The recovery of a run that had made steps; None if its metrics have none."""
-        last = reached(directory)
+        last = last_recorded_step(directory)
         if not last:
             return None
         recovery = cls(last, (directory / METRICS).stat().st_mtime, planned, apart, say)

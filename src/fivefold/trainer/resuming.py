@@ -26,12 +26,10 @@ from fivefold.job.resume_rules import NEVER, Change, changes, refusals
 from fivefold.spec.hf import END_NAMED_IN, HF_CONFIG
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import Note, UserError
-from fivefold.support.files import put, read_regular
-from fivefold.support.parsing import BROKEN, Missing, path_of, read_toml
+from fivefold.support.parsing import Missing, path_of, read_toml
 from fivefold.support.places import Place, RemotePlace, place_of
 from fivefold.support.text import did_you_mean
 from fivefold.trainer.directories import JOB, chosen, complete, earlier
-from fivefold.trainer.records import METRICS, Step, read
 
 SCHEDULE = "schedule.txt"  # a pipeline schedule that the job took from a file
 
@@ -251,56 +249,3 @@ def misfits(checkpoint: Checkpoint, job: Job) -> list[str]:
 
 def _runs(parent: Path) -> list[str]:
     return sorted(str(other.parent) for other in parent.glob(f"*/{JOB}")) if parent.is_dir() else []
-
-
-# ---- progress -------------------------------------------------------------------------------------------------------
-# Ends a run that launchers restart again and again without progress.
-#
-# Our own launcher knows why ranks failed, and stops earlier (`launch/local.py`); torchrun and Slurm know only that
-# they did. A run's directory has the furthest step that any start has recorded, and how many starts there were since.
-
-
-FILE = "progress.json"
-MOST = 5  # starts in a row without a new step
-
-
-class Progress(msgspec.Struct, frozen=True):
-    step: int = 0  # the furthest one that was recorded
-    starts: int = 0  # since then
-
-
-def begin(directory: Path, again: bool, steps: int) -> None:
-    """Counts a start of a run of so many steps; `again`: by a launcher that restarts it.
-
-    Raises UserError after `MOST` starts without a new step, and resets the count, so that a person who has fixed the
-    cause can start it.
-    """
-    last_step = reached(directory)
-    if last_step >= steps:
-        return
-    progress = _stored_progress(directory) if again else Progress(last_step)
-    progress = Progress(last_step, 1) if last_step > progress.step else Progress(progress.step, progress.starts + 1)
-    stuck = progress.starts > MOST
-    put(directory / FILE, msgspec.json.encode(Progress(progress.step) if stuck else progress).decode() + "\n")
-    if stuck:
-        raise UserError(
-            f"{MOST} starts in a row have made no step after step {progress.step}, and this one is not tried; the "
-            f"reasons are in {directory / 'logs'}, and the next start tries again",
-            "run.resume.starts",
-        )
-
-
-def reached(directory: Path) -> int:
-    """The last step that a run has recorded; 0 if its metrics cannot be read, which writing them will report."""
-    try:
-        records = (record for _, record in read(directory / METRICS))
-        return max((record.step for record in records if isinstance(record, Step)), default=0)
-    except OSError:
-        return 0
-
-
-def _stored_progress(directory: Path) -> Progress:
-    try:
-        return msgspec.json.decode(read_regular(directory / FILE, 1000), type=Progress)
-    except (OSError, *BROKEN):
-        return Progress()

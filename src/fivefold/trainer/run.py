@@ -41,7 +41,7 @@ from fivefold.machines.examine import before_step_1
 from fivefold.model.compiler import compilation
 from fivefold.parallel.control import Control
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.traffic import same_order
+from fivefold.parallel.same_collectives import same_order
 from fivefold.render.blocks import render, width_of
 from fivefold.render.paint import to_svg
 from fivefold.schedules.text import save
@@ -55,9 +55,10 @@ from fivefold.trainer.directories import claim as claim_directory
 from fivefold.trainer.loop import Stopped, Trainer
 from fivefold.trainer.outputs import Display, Outputs, vanishing
 from fivefold.trainer.records import Evaluation, Listener
+from fivefold.trainer.restart_limit import count_start
 from fivefold.trainer.restart_time import Recovery
 from fivefold.trainer.result import PICTURE, ExpertsResult
-from fivefold.trainer.resuming import SCHEDULE, Start, begin, differences
+from fivefold.trainer.resuming import SCHEDULE, Start, differences
 from fivefold.trainer.spikes import NAME as DECISIONS
 from fivefold.trainer.spikes import KnownDecisions, known
 from fivefold.version import __version__
@@ -360,7 +361,7 @@ def _begun(job: Job, sources: Splits, start: Start) -> tuple[Path, bool]:
             carry(run_of(find(job.run.weights)), directory)
         except OSError as error:
             raise cannot_write(directory, error) from None
-    begin(directory, again, job.train.steps)
+    count_start(directory, again, job.train.steps)
     if schedule := job.layout.record.schedule:
         save(schedule, directory / SCHEDULE)
     return directory, again

@@ -41,7 +41,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from fivefold.job.config import Job
-from fivefold.optim.base import learning_rate
+from fivefold.optim.lr_schedule import learning_rate
 from fivefold.spec.model import ModelSpec
 
 if TYPE_CHECKING:

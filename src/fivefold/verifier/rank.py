@@ -26,7 +26,7 @@ from fivefold.launch.device import choose_backend, choose_device, make_repeatabl
 from fivefold.launch.processes import Rank, named
 from fivefold.model.compiler import compilation
 from fivefold.model.recompute import is_recomputing
-from fivefold.optim.base import learning_rate
+from fivefold.optim.lr_schedule import learning_rate
 from fivefold.parallel.collectives import digest, full_tensor
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.traffic import TrafficCounter

@@ -23,7 +23,7 @@ from fivefold.model.kernels import by_definition
 from fivefold.model.layers import TokenPositions
 from fivefold.model.linear_cross_entropy import loss_sum
 from fivefold.model.ops import LocalAttention, LocalOps
-from fivefold.optim.base import learning_rate
+from fivefold.optim.lr_schedule import learning_rate
 from fivefold.support.plugin_calls import ask, instance
 from fivefold.verifier.cases import reader
 from fivefold.verifier.compare import max_differences, router_name, zero_gradients

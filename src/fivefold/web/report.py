@@ -29,7 +29,7 @@ from fivefold.tracing.result import TraceResult
 from fivefold.verifier.result import VerifyResult
 from fivefold.version import __version__
 from fivefold.web.question import Ask
-from fivefold.web.run_files import shareable, without_paths
+from fivefold.web.redact import shareable, without_paths
 from fivefold.web.views import View, answer, view_of
 
 # ---- a page ---------------------------------------------------------------------------------------------------------

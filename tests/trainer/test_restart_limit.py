@@ -7,9 +7,9 @@ import pytest
 
 from fivefold.support.errors import UserError
 from fivefold.trainer.records import Step, read, to_line
+from fivefold.trainer.restart_limit import MAX_STARTS, PROGRESS, count_start, last_recorded_step
 from fivefold.trainer.restart_time import FILE as RECOVERIES
 from fivefold.trainer.restart_time import Recovery
-from fivefold.trainer.resuming import FILE, MOST, begin, reached
 
 
 def record(directory: Path, step: int) -> None:
@@ -20,43 +20,43 @@ def record(directory: Path, step: int) -> None:
 
 
 def test_starts_without_a_new_step_end(tmp_path: Path) -> None:
-    begin(tmp_path, again=False, steps=99)
+    count_start(tmp_path, again=False, steps=99)
     record(tmp_path, 7)
-    for _ in range(MOST):
-        begin(tmp_path, again=True, steps=99)
-    with pytest.raises(UserError, match=f"{MOST} starts in a row have made no step after step 7"):
-        begin(tmp_path, again=True, steps=99)
-    begin(tmp_path, again=True, steps=99)  # by who has read that, and mended the cause
-    for _ in range(2 * MOST):
-        begin(tmp_path, again=True, steps=7)  # of a run that is done
+    for _ in range(MAX_STARTS):
+        count_start(tmp_path, again=True, steps=99)
+    with pytest.raises(UserError, match=f"{MAX_STARTS} starts in a row have made no step after step 7"):
+        count_start(tmp_path, again=True, steps=99)
+    count_start(tmp_path, again=True, steps=99)  # by who has read that, and mended the cause
+    for _ in range(2 * MAX_STARTS):
+        count_start(tmp_path, again=True, steps=7)  # of a run that is done
 
 
 def test_a_start_by_hand_begins_the_count_anew(tmp_path: Path) -> None:
-    for _ in range(3 * MOST):
-        begin(tmp_path, again=False, steps=99)
+    for _ in range(3 * MAX_STARTS):
+        count_start(tmp_path, again=False, steps=99)
 
 
 def test_a_new_step_is_progress(tmp_path: Path) -> None:
-    for step in range(1, 3 * MOST):
-        begin(tmp_path, again=True, steps=99)
+    for step in range(1, 3 * MAX_STARTS):
+        count_start(tmp_path, again=True, steps=99)
         record(tmp_path, step)
-    assert reached(tmp_path) == 3 * MOST - 1
+    assert last_recorded_step(tmp_path) == 3 * MAX_STARTS - 1
 
 
 def test_a_pipe_in_place_of_the_count_is_waited_for_by_nobody(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / FILE)
-    begin(tmp_path, again=True, steps=99)
-    assert (tmp_path / FILE).is_file()
+    os.mkfifo(tmp_path / PROGRESS)
+    count_start(tmp_path, again=True, steps=99)
+    assert (tmp_path / PROGRESS).is_file()
 
 
 @pytest.mark.parametrize(
     "text", ["{", "9" * 5_000, '{"step": ' + "9" * 900 + "0", "[" * 500, '{"step": "\\ud800"}', "{}" * 600]
 )
 def test_a_count_that_cannot_be_read_begins_anew(tmp_path: Path, text: str) -> None:
-    (tmp_path / FILE).write_text(text)
-    begin(tmp_path, again=True, steps=99)
-    assert (tmp_path / FILE).read_text() == '{"step":0,"starts":1}\n'
-    assert reached(tmp_path) == 0
+    (tmp_path / PROGRESS).write_text(text)
+    count_start(tmp_path, again=True, steps=99)
+    assert (tmp_path / PROGRESS).read_text() == '{"step":0,"starts":1}\n'
+    assert last_recorded_step(tmp_path) == 0
 
 
 def test_a_pipe_in_place_of_the_recoveries_is_a_sentence(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from fivefold.layout.layout import Layout
 from fivefold.parallel.collectives import all_gather, all_reduce, wait
 from fivefold.parallel.control import Control
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.traffic import Mismatch, same_calls, same_order
+from fivefold.parallel.same_collectives import Mismatch, same_calls, same_order
 from fivefold.trainer.loop import Trainer
 from tests.ranks import RankError, run_ranks
 
