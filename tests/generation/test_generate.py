@@ -7,9 +7,9 @@ import pytest
 import torch
 import transformers
 
-from fivefold.generation.generator import LaterQueries, Sampler
+from fivefold.generation.generator import LaterQueries
 from fivefold.generation.request import Request, generate
-from fivefold.generation.sampling import Sampling
+from fivefold.generation.sampling import Sampler, Sampling
 from fivefold.job.config import read_job
 from fivefold.model.layers import TokenPositions
 from fivefold.parallel.mesh import Mesh

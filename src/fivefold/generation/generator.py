@@ -14,7 +14,7 @@ from fivefold.checkpoint.hf_files import HuggingFace
 from fivefold.checkpoint.load import load
 from fivefold.checkpoint.shards import saveable_tensors, stored_buffers
 from fivefold.checkpoint.store import MANIFEST, Checkpoint
-from fivefold.generation.sampling import Sampling
+from fivefold.generation.sampling import Sampler, Sampling
 from fivefold.job.config import Job
 from fivefold.launch.device import choose_backend, choose_device
 from fivefold.launch.processes import Rank
@@ -48,27 +48,6 @@ class LaterQueries:
         if sinks is not None:
             return by_definition(q, k, v, visible, sinks)
         return F.scaled_dot_product_attention(q, k, v, visible, enable_gqa=grouped)
-
-
-class Sampler:
-    """Samples tokens from logits. The same logits and seed give the same tokens on every rank."""
-
-    def __init__(self, sampling: Sampling):
-        self.sampling = sampling
-        self.random = torch.Generator().manual_seed(sampling.seed)
-
-    def __call__(self, logits: Tensor) -> int:
-        """A token from logits [V]."""
-        sampling = self.sampling
-        if sampling.temperature == 0:
-            return int(logits.argmax())
-        probabilities = torch.softmax(logits.double().cpu() / sampling.temperature, dim=0)
-        sorted_probs, order = probabilities.sort(descending=True, stable=True)
-        if sampling.top_k:
-            sorted_probs[sampling.top_k :] = 0.0
-        likelier = sorted_probs.cumsum(0) - sorted_probs  # the probability of all likelier tokens
-        sorted_probs[likelier >= sampling.top_p * sorted_probs.sum()] = 0.0
-        return int(order[torch.multinomial(sorted_probs, 1, generator=self.random)])
 
 
 class Generator:

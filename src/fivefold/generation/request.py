@@ -12,7 +12,7 @@ from fivefold.data.base import DataSource, prepared_by
 from fivefold.data.index import read_index
 from fivefold.data.integrity import check_file
 from fivefold.data.tokenizer import ByteTokenizer, end_tokens, load_tokenizer
-from fivefold.generation.sampling import Sampling
+from fivefold.generation.sampling import Sampler, Sampling
 from fivefold.job.config import Job, TrainConfig
 from fivefold.launch import processes
 from fivefold.launch.local import check_sharing
@@ -126,7 +126,7 @@ def generate(
     ends = named or ({words.end} if words else set())
     generated: Iterable[Iterable[int]]
     if job.layout.world == 1:
-        from fivefold.generation.generator import Sampler, single_process_generator
+        from fivefold.generation.generator import single_process_generator
 
         generator = single_process_generator(job, weights, max(map(len, prompt_tokens)) + request.count)
         generated = (generator.generate(ids, request.count, Sampler(request.sampling), ends) for ids in prompt_tokens)

@@ -1,9 +1,17 @@
-"""How the next token is chosen."""
+"""How the next token is chosen: the settings, and the sampler that follows them.
+
+Commands check the settings without torch: the sampler imports it where it computes.
+"""
+
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from fivefold.support.errors import Problem
 from fivefold.support.ranges import TOKENS, misfit, within
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,3 +39,28 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
             return "--temperature 0"
         top_k = f" --top-k {self.top_k}" if self.top_k else ""
         return f"--temperature {self.temperature:g}{top_k} --top-p {self.top_p:g} --seed {self.seed}"
+
+
+class Sampler:
+    """Samples tokens from logits. The same logits and seed give the same tokens on every rank."""
+
+    def __init__(self, sampling: Sampling):
+        import torch
+
+        self.sampling = sampling
+        self.random = torch.Generator().manual_seed(sampling.seed)
+
+    def __call__(self, logits: "Tensor") -> int:
+        """A token from logits [V]."""
+        import torch
+
+        sampling = self.sampling
+        if sampling.temperature == 0:
+            return int(logits.argmax())
+        probabilities = torch.softmax(logits.double().cpu() / sampling.temperature, dim=0)
+        sorted_probs, order = probabilities.sort(descending=True, stable=True)
+        if sampling.top_k:
+            sorted_probs[sampling.top_k :] = 0.0
+        likelier = sorted_probs.cumsum(0) - sorted_probs  # the probability of all likelier tokens
+        sorted_probs[likelier >= sampling.top_p * sorted_probs.sum()] = 0.0
+        return int(order[torch.multinomial(sorted_probs, 1, generator=self.random)])

@@ -33,13 +33,16 @@ def count_start(directory: Path, again: bool, steps: int) -> None:
     if last_step >= steps:
         return
     progress = _stored_progress(directory) if again else Progress(last_step)
-    progress = Progress(last_step, 1) if last_step > progress.step else Progress(progress.step, progress.starts + 1)
+    if last_step > progress.step:
+        progress = Progress(last_step, 1)
+    else:
+        progress = Progress(progress.step, progress.starts + 1)
     stuck = progress.starts > MAX_STARTS
     put(directory / PROGRESS, msgspec.json.encode(Progress(progress.step) if stuck else progress).decode() + "\n")
     if stuck:
         raise UserError(
-            f"{MAX_STARTS} starts in a row have made no step after step {progress.step}, and this one is not tried; the "
-            f"reasons are in {directory / 'logs'}, and the next start tries again",
+            f"{MAX_STARTS} starts in a row have made no step after step {progress.step}, and this one is not tried; "
+            f"the reasons are in {directory / 'logs'}, and the next start tries again",
             "run.resume.starts",
         )
 
