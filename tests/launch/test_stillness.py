@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.launch import heartbeat
+from fivefold.launch import watchdog
 from fivefold.launch.exits import End
 from fivefold.launch.processes import Processes
 from fivefold.launch.waits import timed_wait, waits_there
@@ -23,7 +23,7 @@ def told(monkeypatch: pytest.MonkeyPatch, entries: object) -> str:
     module = types.ModuleType("torch._C._distributed_c10d")
     vars(module)["_dump_nccl_trace_json"] = lambda collectives, active: json.dumps({"entries": entries}).encode()
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    return heartbeat._on_the_device()
+    return watchdog._on_the_device()
 
 
 def test_what_is_not_finished_is_named_with_its_shape_and_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,12 +51,12 @@ def test_a_rank_leaves_its_words_where_its_launcher_reads_why_it_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The launcher names them, where all ranks only waited; under torchrun and Slurm nobody would read them."""
-    monkeypatch.delenv(heartbeat.STACK, raising=False)
-    heartbeat._tell_the_launcher("nobody reads this")
-    monkeypatch.setenv(heartbeat.STACK, str(tmp_path / "1.stack"))
+    monkeypatch.delenv(watchdog.STACK, raising=False)
+    watchdog._tell_the_launcher("nobody reads this")
+    monkeypatch.setenv(watchdog.STACK, str(tmp_path / "1.stack"))
     told(monkeypatch, [ENTRY])
-    heartbeat._tell_the_launcher("rank 1 has not moved for 15 s in step 3")
-    heartbeat._say_what_nccl_does(1)
+    watchdog._tell_the_launcher("rank 1 has not moved for 15 s in step 3")
+    watchdog._say_what_nccl_does(1)
     said = Processes(2, tmp_path).text("1.cause")
     assert said.startswith("rank 1 has not moved for 15 s in step 3; NCCL has not finished all_reduce of [3] Double")
     assert End(1, "died", "exit code 3", code=PeerLost.code, cause=said).waited == f"waited: {said}"

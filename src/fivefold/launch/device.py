@@ -58,7 +58,7 @@ def choose_backend(
         os.environ.update(NCCL_HOSTID=f"{SHARING}{rank}", NCCL_SOCKET_IFNAME="=lo", NCCL_IB_DISABLE="1")
     elif not 0 < local_ranks <= gpus:
         return "gloo"
-    # `launch.heartbeat` says in a line what NCCL has not finished; a dump takes a page, and holds up the end of a rank.
+    # `launch.watchdog` says in a line what NCCL has not finished; a dump takes a page, and holds up the end of a rank.
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     return "nccl"
 

@@ -2,43 +2,29 @@
 
     heartbeat.beat()                     # something moved: an action of a step, a piece of a file. 0.3 microseconds
     heartbeat.enter("step 4")            # where this thread is from now on
-    with heartbeat.watched(600):         # in a rank: if nothing moves for 600 s, it prints its stack and ends
-        ...
     board = Board(path, ranks)           # in the launcher, which put the path into the ranks' environment
     board.still([0, 1])                  # whether one of them has not moved for longer than it may
 
 The count and the places are in memory that the launcher maps too, so it also sees a rank that is stopped, or whose
-interpreter is blocked. Time is counted only while the watcher itself runs: a job that was suspended and continues has
-not hung. A rank that waits for a peer beats whenever the peer has moved, so a chain of waits does not look like a hang.
+interpreter is blocked. `watchdog.py` watches them in the rank itself. A rank that waits for a peer beats whenever the
+peer has moved, so a chain of waits does not look like a hang.
 """
 
-import faulthandler
-import json
 import mmap
 import os
 import struct
-import sys
 import threading
 import time
-import traceback
-from collections.abc import Hashable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Hashable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from fivefold.launch.waits import waits_there
-from fivefold.support.errors import PeerLost, TrainingError
+from typing import NamedTuple
 
 BEATS = "FIVEFOLD_BEATS"  # the file that ranks and launcher share
-STACK = "FIVEFOLD_STACK"  # names the file into which faulthandler writes; a rank says why it ends in .cause beside it
-LONG = 3600.0  # seconds that building a model and compiling its first step may take without a beat
 _SLOT = struct.Struct("=Qd120s120s")  # count, seconds that may pass without a beat, the main thread's place, others'
 _LIMIT, _PLACES = 8, (16, 136)  # offsets of the limit, and of the two places
-_TICK = 1.0  # seconds between two checks, at most
-_SHOWN = 3  # operations that are named
-_ASKING = 5.0  # seconds for CUDA to answer which operations it has not finished
-# Seconds, and a tenth of the limit, that a watcher waits longer: a rank that waits for a peer reports the peer first.
-_MORE = 2.0
+TICK = 1.0  # seconds between two checks, at most
+# Seconds, and a tenth of the limit, that a watchdog waits longer: a rank that waits for a peer reports the peer first.
+MARGIN = 2.0
 
 
 class Heart:
@@ -55,8 +41,35 @@ class Heart:
             struct.pack_into("=d", self.memory, _LIMIT, max(self.timeout, least))
         self.count[0] += 1
 
+    @property
+    def limit(self) -> float:
+        """Seconds that may pass without a beat where the rank is; 0: any number."""
+        seconds: float = _SLOT.unpack(self.memory)[1]
+        return seconds
 
-_hearts = [Heart(memoryview(bytearray(_SLOT.size)))]
+    def place(self) -> str:
+        """'step 4, and concurrently in the write of a checkpoint'."""
+        return _place(self.memory)
+
+    def limit_by(self, timeout: float) -> None:
+        """From the next place on, so many seconds may pass without a beat; 0: any number, from now on."""
+        self.timeout = timeout
+        if not timeout:
+            struct.pack_into("=d", self.memory, _LIMIT, 0.0)
+
+
+_hearts = [Heart(memoryview(bytearray(_SLOT.size)))]  # one: that of this process
+
+
+def my_heart() -> Heart:
+    return _hearts[0]
+
+
+def share(rank: int) -> Heart:
+    """Keep the beats of this process where our launcher sees them from now on, if it started this process."""
+    if path := os.environ.get(BEATS):
+        _hearts[0] = Heart(_slot(Path(path), rank))
+    return _hearts[0]
 
 
 def beat(_: int = 0) -> None:
@@ -83,7 +96,7 @@ class RankSeen(NamedTuple):
 
     @classmethod
     def here(cls) -> "RankSeen":
-        return cls(_hearts[0].count[0], _place(_hearts[0].memory))
+        return cls(_hearts[0].count[0], _hearts[0].place())
 
 
 def _place(memory: memoryview) -> str:
@@ -117,12 +130,12 @@ class Board:
         self.ranks = [StallDetector() for _ in range(ranks)]
 
     def still(self, ranks: Iterable[int]) -> bool:
-        """Whether a rank has not moved for longer than it may, and for longer than its own watcher takes to say so."""
+        """Whether a rank has not moved for longer than it may, and for longer than its own watchdog takes to say so."""
         still = False
         for rank in ranks:
             count, limit = _SLOT.unpack(self.slots[rank])[:2]
-            seconds = self.ranks[rank].look(count, _TICK)
-            still |= limit > 0 and seconds > limit * 1.1 + 2 * _MORE
+            seconds = self.ranks[rank].look(count, TICK)
+            still |= limit > 0 and seconds > limit * 1.1 + 2 * MARGIN
         return still
 
     def place(self, rank: int) -> str:
@@ -140,86 +153,3 @@ class Board:
 def _slot(path: Path, rank: int) -> memoryview:
     with path.open("r+b") as file:
         return memoryview(mmap.mmap(file.fileno(), 0))[rank * _SLOT.size : (rank + 1) * _SLOT.size]
-
-
-@contextmanager
-def watched(timeout: float, rank: int = 0, world: int = 1) -> Iterator[None]:
-    """Watch this process while it does the work of a rank; end it once nothing has moved for `timeout` seconds."""
-    if path := os.environ.get(BEATS):
-        _hearts[0] = Heart(_slot(Path(path), rank))
-    heart = _hearts[0]
-    heart.timeout, over = timeout, threading.Event()
-    heart.enter("its start", LONG)
-    more = timeout / 10 + _MORE if world > 1 else 0.0
-    threading.Thread(target=_watch, args=(heart, rank, more, over), name="heartbeat", daemon=True).start()
-    try:
-        yield
-    finally:
-        over.set()
-        heart.timeout = 0.0
-        struct.pack_into("=d", heart.memory, _LIMIT, 0.0)
-
-
-def _watch(heart: Heart, rank: int, more: float, over: threading.Event) -> None:
-    stillness, tick = StallDetector(), min(_TICK, heart.timeout / 4)
-    while not over.wait(tick):
-        limit = _SLOT.unpack(heart.memory)[1]
-        seconds = stillness.look(heart.count[0], 2 * tick)
-        if limit and seconds > limit + more:
-            _end(rank, f"rank {rank} has not moved for {seconds:.0f} s in {_place(heart.memory)}")
-
-
-def _end(rank: int, sentence: str) -> None:
-    """End this process: print its stacks, innermost frame last, and the sentence. The exit code says whether the rank
-    itself hangs, or waits for peers inside torch."""
-    frames = sys._current_frames()
-    frames.pop(threading.get_ident())
-    working = _hearts[0].thread
-    main = frames.pop(working if working in frames else threading.main_thread().ident or 0)
-    for frame in (*frames.values(), main):
-        traceback.print_stack(frame)
-    code = PeerLost.code if waits_there(main.f_code.co_filename, main.f_lineno) else TrainingError.code
-    print(f"error: {sentence}", file=sys.stderr, flush=True)
-    _tell_the_launcher(sentence)
-    # CUDA is asked next, in a thread that is left behind if CUDA itself hangs. If it hangs with the GIL held, a timer
-    # that does not need the GIL ends the process, though not with this code.
-    faulthandler.dump_traceback_later(3 * _ASKING, exit=True)
-    asking = threading.Thread(target=_say_what_nccl_does, args=(rank,), daemon=True)
-    asking.start()
-    asking.join(_ASKING)
-    os._exit(code)
-
-
-def _say_what_nccl_does(rank: int) -> None:
-    if device := _on_the_device():
-        print(f"rank {rank}: {device}", file=sys.stderr, flush=True)
-        _tell_the_launcher(f"; {device}")
-
-
-def _tell_the_launcher(words: str) -> None:
-    """Add words to the cause that our launcher reads once this process has ended. Other launchers have no such file."""
-    if stack := os.environ.get(STACK):
-        with suppress(OSError), Path(stack).with_suffix(".cause").open("a") as file:
-            file.write(words)
-
-
-def _on_the_device() -> str:
-    """A sentence on what NCCL has not finished on this rank, the oldest first, from PyTorch's flight recorder."""
-    dump = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_nccl_trace_json", None)
-    try:
-        entries = json.loads(dump(True, True))["entries"] if dump else []
-        waiting = [_operation(entry) for entry in entries if entry["state"] != "completed"]
-    except (ValueError, KeyError, TypeError, IndexError, RuntimeError):  # it differs between releases of PyTorch
-        return ""
-    more = f" and {len(waiting) - _SHOWN} more" if len(waiting) > _SHOWN else ""
-    return f"NCCL has not finished {', '.join(waiting[:_SHOWN])}{more}" if waiting else ""
-
-
-def _operation(entry: dict[str, Any]) -> str:
-    """How the flight recorder's entry is named: 'all_reduce of [512] Float, call 6 of mesh_tp'."""
-    name = str(entry["profiling_name"]).removeprefix("nccl:")
-    group_number, group_name = entry["process_group"]
-    group = group_name if group_name != "undefined" else f"group {group_number}"
-    number = entry["p2p_seq_id"] if entry.get("is_p2p") else entry["collective_seq_id"]
-    tensors = " ".join(map(str, (*entry["input_sizes"], *entry["input_dtypes"][:1])))
-    return f"{name} of {tensors}, call {number} of {group}"

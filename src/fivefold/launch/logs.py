@@ -20,7 +20,7 @@ from datetime import datetime
 from pathlib import Path
 
 from fivefold.launch import tee
-from fivefold.launch.heartbeat import STACK
+from fivefold.launch.watchdog import STACK
 from fivefold.launch.world import World
 from fivefold.support.files import open_regular
 

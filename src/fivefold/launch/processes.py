@@ -32,9 +32,10 @@ from typing import Any, NamedTuple
 
 from fivefold.launch.exits import STOPPING, End, signal_name
 from fivefold.launch.group import join
-from fivefold.launch.heartbeat import BEATS, STACK, Board
+from fivefold.launch.heartbeat import BEATS, Board
 from fivefold.launch.host import cores, keep_freed_memory
 from fivefold.launch.rendezvous import Rendezvous
+from fivefold.launch.watchdog import STACK
 from fivefold.launch.world import HERE, World
 from fivefold.support import plugins
 from fivefold.support.errors import TrainingError, UserError, absent

@@ -24,11 +24,12 @@ from msgspec import structs
 from fivefold.cost.model_state import host_memory
 from fivefold.hardware.accelerators import ACCELERATORS, LINKS, Accelerator, Rates, find_accelerator
 from fivefold.job.config import read_job
-from fivefold.launch import group, heartbeat, processes
+from fivefold.launch import group, processes
 from fivefold.launch import world as worlds
 from fivefold.launch.device import TORCH_DTYPES, choose_backend, choose_device
 from fivefold.launch.handshake import claim
 from fivefold.launch.host import cores
+from fivefold.launch.watchdog import watched
 from fivefold.machines.clock import Clock, Timing, timed_collectives
 from fivefold.machines.fit import ATTENTION, Samples, fitted
 from fivefold.machines.kernels import Kernels, block_of, of_device
@@ -199,7 +200,7 @@ def calibrate_launched_ranks(world: worlds.World, device: str, quick: bool) -> R
     """Measure the ranks that torchrun or Slurm has started, of which this process is one. Returns the result on rank 0,
     None on the others."""
     chosen, job = choose_device(device, world.local_rank), read_job(None, [])
-    with heartbeat.watched(_LONGEST, world.rank, world.size):
+    with watched(_LONGEST, world.rank, world.size):
         group.join(world, choose_backend(chosen, world.local_size), job.train.timeout, claim(job, "", world, PURPOSE))
         try:
             speeds = gather_values(rank_speed(chosen, world.local_size, quick), RankSpeed)

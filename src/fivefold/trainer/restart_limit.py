@@ -26,17 +26,14 @@ class Progress(msgspec.Struct, frozen=True):
 def count_start(directory: Path, again: bool, steps: int) -> None:
     """Counts a start of a run of so many steps; `again`: by a launcher that restarts it.
 
-    Raises UserError after `MAX_STARTS` starts without a new step, and resets the count, so that a person who has fixed the
-    cause can start it.
+    Raises UserError after `MAX_STARTS` starts without a new step, and resets the count, so that a person who has fixed
+    the cause can start it.
     """
     last_step = last_recorded_step(directory)
     if last_step >= steps:
         return
     progress = _stored_progress(directory) if again else Progress(last_step)
-    if last_step > progress.step:
-        progress = Progress(last_step, 1)
-    else:
-        progress = Progress(progress.step, progress.starts + 1)
+    progress = Progress(last_step, 1) if last_step > progress.step else Progress(progress.step, progress.starts + 1)
     stuck = progress.starts > MAX_STARTS
     put(directory / PROGRESS, msgspec.json.encode(Progress(progress.step) if stuck else progress).decode() + "\n")
     if stuck:

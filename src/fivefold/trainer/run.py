@@ -37,6 +37,7 @@ from fivefold.launch.device import (
 from fivefold.launch.exits import lost_peer
 from fivefold.launch.group import tell_spares
 from fivefold.launch.handshake import claim, ranks_text, short
+from fivefold.launch.watchdog import LONG, watched
 from fivefold.machines.examine import before_step_1
 from fivefold.model.compiler import compilation
 from fivefold.parallel.control import Control
@@ -139,7 +140,7 @@ def run_job(
     """Train, and return the run's directory. Rank 0 alone prints, and tells `listeners` of its steps. `stopping`:
     whether this rank was asked to stop and save."""
     try:
-        with heartbeat.watched(job.train.timeout, world.rank, world.size):
+        with watched(job.train.timeout, world.rank, world.size):
             return _run_job(job, sources, world, console, start, stopping, listeners)
     except Exception as error:
         why = lost_peer(error) if world.size > 1 and isinstance(error, RuntimeError) else None
@@ -214,7 +215,7 @@ class _RankRun:
     def make_trainer(self, leaving: ExitStack) -> None:
         """The model on its ranks, with its checkpoints and watchers; then what a person reads before the first step."""
         job, mesh, control = self.job, self.mesh, self.control
-        heartbeat.enter("the making of the model", least=heartbeat.LONG)
+        heartbeat.enter("the making of the model", least=LONG)
         trainer = self.trainer = Trainer(job, self.sources, mesh)
         same_order(control, mesh, trainer.engine.communication_order)
         trainer.guard.watch(leaving.enter_context(closing(Control(mesh, job.train.timeout))), self.note)
