@@ -3,7 +3,7 @@
     slice of x -> logits -> loss, and at once: its gradient by the logits -> slices of dx and dW -> next slice
 
 Only one slice of logits is ever held, not a microbatch's. The gradients are computed in the forward pass; backward only
-scales them. Where the vocabulary is sharded (`VocabParallel` in `parallel/tensor.py`), some scalars per token are
+scales them. Where the vocabulary is sharded (`VocabParallel` in `parallel/vocab.py`), some scalars per token are
 reduced: the log-sum-exp of this rank's words (MAX), then the sum of exponentials and the sums of the loss (SUM;
 cross-entropy has the target's logit, and for label smoothing the sum of the logits).
 """
@@ -37,7 +37,7 @@ class Targets:
 
 class Vocabulary:
     """The rows of the head that this rank has: all of them. Where ranks share them (`VocabParallel` in
-    `parallel/tensor.py`), the methods are collectives."""
+    `parallel/vocab.py`), the methods are collectives."""
 
     def __init__(self, size: int):
         self.size, self.local = size, range(size)

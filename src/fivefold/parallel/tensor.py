@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from fivefold.layout.sharding import chunk, kv_head, local_params
 from fivefold.model.layers import TokenPositions
-from fivefold.model.linear_cross_entropy import Targets, Vocabulary, linear_cross_entropy
+from fivefold.model.linear_cross_entropy import Targets, linear_cross_entropy
 from fivefold.model.ops import AttentionOps, LocalOps
 from fivefold.model.recompute import save_output
 from fivefold.parallel.collectives import (
@@ -34,11 +34,13 @@ from fivefold.parallel.collectives import (
     arrange_sequence,
     gather_sequence,
     scatter_sequence,
+    sum_partials,
     wait,
 )
 from fivefold.parallel.context import ContextParallel
 from fivefold.parallel.mesh import Axis, Mesh
 from fivefold.parallel.token_dispatch import dispatch_of
+from fivefold.parallel.vocab import VocabParallel, embed_in_shards
 from fivefold.parallel.wgrad import Deferral, Target, WeightGradQueue
 from fivefold.spec.model import ModelSpec
 
@@ -164,13 +166,7 @@ class TensorParallel(LocalOps):
     # ---- the vocabulary ----------------------------------------------------------------------------------------------
 
     def embed(self, table: nn.Embedding, tokens: Tensor) -> Tensor:
-        rows = tokens - self.vocabulary.start
-        elsewhere = (rows < 0) | (rows >= len(self.vocabulary))
-        weight = self.local(table)
-        if not len(self.vocabulary):  # fewer words than ranks: a row of zeros for lookups on a rank without words
-            weight = F.pad(weight, (0, 0, 0, 1))
-        partial = F.embedding(rows.masked_fill(elsewhere, 0), weight).masked_fill(elsewhere[..., None], 0.0)
-        return Reduce.apply(self.axis, self.sp, partial)
+        return embed_in_shards(self.local(table), self.vocabulary, tokens, self.axis, self.sp)
 
     def logits(self, x: Tensor, table: nn.Linear | nn.Embedding) -> Tensor:
         """[B, S(/tp), E] -> [B, S, V/tp], which are never gathered."""
@@ -179,29 +175,6 @@ class TensorParallel(LocalOps):
     def loss(self, x: Tensor, table: nn.Linear | nn.Embedding, targets: Targets) -> Tensor:
         vocabulary = VocabParallel(self.spec.vocab, self.axis, self.sp)
         return linear_cross_entropy(x, self.local(table), targets, vocabulary, compile=self.compiled)
-
-
-class VocabParallel(Vocabulary):
-    """A vocabulary sharded over tp: every rank has the logits of its words, which are never gathered."""
-
-    def __init__(self, size: int, axis: Axis, sp: bool):
-        super().__init__(size)
-        self.axis, self.sp = axis, sp
-        self.local, self.largest = chunk(size, axis.size, axis.rank), len(chunk(size, axis.size, 0))
-
-    def gather(self, x: Tensor) -> Tensor:
-        return gather_sequence(x, self.axis) if self.sp else x
-
-    def combine(self, lse: Tensor, sums: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        largest = wait(all_reduce(lse, self.axis, "max"), self.axis)
-        exp_sum, *sums = wait(all_reduce(torch.stack([(lse - largest).exp(), *sums]), self.axis), self.axis)
-        return largest + exp_sum.log(), sums
-
-    def start_reduce(self, dx: Tensor) -> Tensor:
-        return scatter_sequence(dx, self.axis) if self.sp else all_reduce(dx, self.axis)
-
-    def finish_reduce(self, dx: Tensor) -> Tensor:
-        return wait(dx, self.axis)
 
 
 class DeferredLocalOps(LocalOps):
@@ -315,7 +288,7 @@ class RowParallelFn(Function):
     def forward(ctx: Any, axis: Axis, sp: bool, deferral: Deferral | None, x: Tensor, weight: Tensor) -> Tensor:
         ctx.axis, ctx.sp, ctx.deferral = axis, sp, deferral
         ctx.save_for_backward(x, weight)
-        (y,) = save_output(lambda: (_reduce(axis, sp, F.linear(x, weight)),), 1, x)
+        (y,) = save_output(lambda: (sum_partials(axis, sp, F.linear(x, weight)),), 1, x)
         return y
 
     @staticmethod
@@ -345,20 +318,6 @@ class AllReduceFn(Function):
         return None, wait(all_reduce(gradient, ctx.axis), ctx.axis)
 
 
-class Reduce(Function):
-    """The sum over ranks, of the full sequence or (sp) of this rank's part."""
-
-    @staticmethod
-    def forward(ctx: Any, axis: Axis, sp: bool, x: Tensor) -> Tensor:
-        ctx.axis, ctx.sp = axis, sp
-        return _reduce(axis, sp, x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return None, None, gather_sequence(gradient, ctx.axis) if ctx.sp else gradient
-
-
 class GatherFromSP(Function):
     """The input of every rank's heads, gathered under sp; its gradient is the sum over ranks."""
 
@@ -373,8 +332,4 @@ class GatherFromSP(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return None, None, _reduce(ctx.axis, ctx.sp, gradient)
-
-
-def _reduce(axis: Axis, sp: bool, x: Tensor) -> Tensor:
-    return wait(scatter_sequence(x, axis) if sp else all_reduce(x, axis), axis)
+        return None, None, sum_partials(ctx.axis, ctx.sp, gradient)
