@@ -10,7 +10,8 @@ from unittest.mock import patch
 import msgspec
 import torch
 
-from fivefold.checkpoint.store import MANIFEST, Store
+from fivefold.checkpoint.manifest import MANIFEST
+from fivefold.checkpoint.store import Store
 from fivefold.data.batch import Batch
 from fivefold.job.config import Job, read_job
 from fivefold.job.preflight import preflight

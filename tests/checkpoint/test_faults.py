@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from fivefold.checkpoint import save
+from fivefold.checkpoint.manifest import MANIFEST
 from fivefold.checkpoint.save import write
-from fivefold.checkpoint.store import MANIFEST, Store
+from fivefold.checkpoint.store import Store
 from fivefold.job.config import Job
 from fivefold.launch.processes import RankError
 from fivefold.support.errors import TrainingError

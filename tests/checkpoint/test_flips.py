@@ -10,7 +10,8 @@ import pytest
 from fivefold.checkpoint.find import find
 from fivefold.checkpoint.inspect import list_checkpoints, show_checkpoint, verify_checkpoints
 from fivefold.checkpoint.load import newest
-from fivefold.checkpoint.store import MANIFEST, Checkpoint, Store
+from fivefold.checkpoint.manifest import MANIFEST, Checkpoint
+from fivefold.checkpoint.store import Store
 from fivefold.checkpoint.tensors import TABLE
 from fivefold.support.errors import Note
 from tests.checkpoint.runs import Run, small_job

@@ -13,9 +13,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from fivefold.checkpoint.manifest import MANIFEST, Checkpoint, Damaged, Manifest
 from fivefold.checkpoint.save import write_alone
 from fivefold.checkpoint.shards import Shard
-from fivefold.checkpoint.store import MANIFEST, Checkpoint, Damaged, Manifest, Store
+from fivefold.checkpoint.store import Store
 from fivefold.checkpoint.tensors import TABLE
 from fivefold.cli import app
 from fivefold.support.errors import UserError

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from fivefold.checkpoint import memory
+from fivefold.checkpoint.manifest import Damaged
 from fivefold.checkpoint.memory import (
     Candidate,
     NodeFiles,
@@ -19,7 +20,6 @@ from fivefold.checkpoint.memory import (
     snapshot_dir,
 )
 from fivefold.checkpoint.memory_load import hashing_rank
-from fivefold.checkpoint.store import Damaged
 from fivefold.checkpoint.tensors import segments, sum_of
 
 FILES = ["rank-0.tensors", "rank-1.tensors", "rank-2.tensors", "rank-3.tensors", "tensors.json"]

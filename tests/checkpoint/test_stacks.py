@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.checkpoint.load import load
+from fivefold.checkpoint.manifest import Checkpoint, Manifest
 from fivefold.checkpoint.save import write_alone
 from fivefold.checkpoint.shards import Shard
-from fivefold.checkpoint.store import Checkpoint, Manifest, Store
+from fivefold.checkpoint.store import Store
 from fivefold.layout.layout import Layout
 from fivefold.layout.sharding import Box, LocalParam, buckets, tensor_shard
 from fivefold.parallel.buckets import slots_of

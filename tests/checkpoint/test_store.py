@@ -6,7 +6,9 @@ import msgspec
 import pytest
 
 from fivefold.checkpoint.find import find
-from fivefold.checkpoint.store import MANIFEST, Manifest, Store
+from fivefold.checkpoint.manifest import MANIFEST, Manifest
+from fivefold.checkpoint.retention import retain
+from fivefold.checkpoint.store import Store
 from fivefold.checkpoint.tensors import TABLE, Chunk, Stored
 from fivefold.support.errors import UserError
 from fivefold.support.files import hashed
@@ -43,7 +45,7 @@ def test_retention_keeps_the_newest_good_ones_and_every_nth(tmp_path: Path) -> N
     for step in range(1, 10):
         save(store, step)
     (tmp_path / "step-00000009" / "rank-0.tensors").write_text("short")  # 9 is no longer good, and does not count
-    gone = store.retain(keep=2, every=4)
+    gone = retain(store, keep=2, every=4)
     assert [one.step for one in store.complete()] == [9, 8, 7, 4]
     assert sorted(path.name for path in gone) == [f"step-{step:08d}" for step in (1, 2, 3, 5, 6)]
     assert not list(tmp_path.glob("*.deleting"))
@@ -54,7 +56,7 @@ def test_what_a_kill_left_half_deleted_goes_with_the_next(tmp_path: Path) -> Non
     save(store, 1).rename(tmp_path / "step-00000001.deleting")
     save(store, 2)
     assert [one.step for one in store.complete()] == [2]
-    store.retain(keep=1, every=0)
+    retain(store, keep=1, every=0)
     assert not list(tmp_path.glob("*.deleting"))
 
 
@@ -67,7 +69,7 @@ def test_of_saves_that_were_never_finished_the_newest_set_aside_stays(tmp_path: 
     (tmp_path / "mine.incomplete").mkdir()
     save(store, 13)
     half = save(store, 14, finish=False)  # of this run, and nobody is at it any more
-    store.retain(keep=1, every=0)
+    retain(store, keep=1, every=0)
     assert [path.name for path in store.aside()] == [
         "mine.incomplete", "step-00000001.damaged", "step-00000012.incomplete-12"
     ]  # fmt: skip

@@ -14,9 +14,10 @@ from torch import Tensor
 from fivefold.checkpoint import save
 from fivefold.checkpoint import save as writer
 from fivefold.checkpoint.load import load
+from fivefold.checkpoint.manifest import Checkpoint, Manifest
 from fivefold.checkpoint.save import write
 from fivefold.checkpoint.shards import Shard, Shards
-from fivefold.checkpoint.store import Checkpoint, Manifest, Store
+from fivefold.checkpoint.store import Store
 from fivefold.job.config import Job
 from fivefold.launch import host
 from fivefold.parallel.control import Control

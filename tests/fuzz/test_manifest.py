@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.checkpoint.find import job_of
-from fivefold.checkpoint.store import MANIFEST, Checkpoint, Manifest
+from fivefold.checkpoint.manifest import MANIFEST, Checkpoint, Manifest
 from fivefold.checkpoint.tensors import TABLE
 from fivefold.job.config import job_from, read_job
 from fivefold.support.files import File

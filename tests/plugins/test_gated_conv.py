@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 import fivefold as ff
 from fivefold.checkpoint.hf import export_hf
 from fivefold.checkpoint.hf_files import HuggingFace
+from fivefold.checkpoint.manifest import Checkpoint, Manifest
 from fivefold.checkpoint.save import write_alone
 from fivefold.checkpoint.shards import Shard
-from fivefold.checkpoint.store import Checkpoint, Manifest, Store
+from fivefold.checkpoint.store import Store
 from fivefold.checkpoint.tensors import model_key
 from fivefold.dry.result import DryRunResult
 from fivefold.generation.generator import LaterQueries

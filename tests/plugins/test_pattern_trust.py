@@ -8,7 +8,7 @@ import pytest
 
 import fivefold as ff
 from fivefold.checkpoint.find import find
-from fivefold.checkpoint.store import MANIFEST
+from fivefold.checkpoint.manifest import MANIFEST
 from fivefold.job.config import job_from, read_job
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import UserError

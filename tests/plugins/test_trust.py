@@ -14,7 +14,7 @@ import pytest
 
 import fivefold as ff
 from fivefold.checkpoint.find import find
-from fivefold.checkpoint.store import MANIFEST
+from fivefold.checkpoint.manifest import MANIFEST
 from fivefold.job.config import read_job
 from fivefold.launch.handshake import Facts, Statement, odd_ones, seal, settings_of, unseal
 from fivefold.support import plugins

@@ -9,7 +9,7 @@ from typing import Any, cast
 import msgspec
 
 from fivefold.checkpoint.inspect import CheckpointCheck, CheckpointContents, CheckpointList
-from fivefold.checkpoint.store import Manifest
+from fivefold.checkpoint.manifest import Manifest
 from fivefold.clusters.write import LaunchResult, check_deployment, follow_commands
 from fivefold.cost.collective_time import Traffic
 from fivefold.dry.result import DryRunResult, vs_plan

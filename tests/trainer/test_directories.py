@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fivefold.checkpoint.store import MANIFEST
+from fivefold.checkpoint.manifest import MANIFEST
 from fivefold.job.config import Job, TrainConfig, read_job
 from fivefold.launch.world import PLANNED, RESTARTS, RUN
 from fivefold.support.errors import UserError

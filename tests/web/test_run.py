@@ -13,7 +13,8 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from fivefold.checkpoint.store import MANIFEST, Store
+from fivefold.checkpoint.manifest import MANIFEST
+from fivefold.checkpoint.store import Store
 from fivefold.support.errors import UserError
 from fivefold.tracing.chrome import STEPS, lanes
 from fivefold.tracing.result import TraceResult

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import msgspec
 
-from fivefold.checkpoint.storage import storage_of
-from fivefold.checkpoint.store import MANIFEST, Checkpoint, Store
+from fivefold.checkpoint.filesystem import storage_of
+from fivefold.checkpoint.manifest import MANIFEST, Checkpoint
+from fivefold.checkpoint.store import Store
 from fivefold.checkpoint.tensors import model_key
 from fivefold.job.config import Job, job_from
 from fivefold.layout.layout import Layout

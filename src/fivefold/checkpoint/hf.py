@@ -19,9 +19,10 @@ from fivefold.checkpoint.find import beside, run_of
 from fivefold.checkpoint.hf_extras import CARRIED, TOKENIZERS, carry
 from fivefold.checkpoint.hf_files import INDEX, HuggingFace
 from fivefold.checkpoint.load import load
+from fivefold.checkpoint.manifest import Checkpoint, Manifest, step_name
 from fivefold.checkpoint.save import write_alone
 from fivefold.checkpoint.shards import Shard
-from fivefold.checkpoint.store import Checkpoint, Manifest, Store, step_name
+from fivefold.checkpoint.store import Store
 from fivefold.checkpoint.tensors import model_key
 from fivefold.data.index import TOKENIZER
 from fivefold.data.tokenizer import ByteTokenizer, foreign

@@ -6,10 +6,11 @@ from typing import Any
 
 import msgspec
 
+from fivefold.checkpoint.filesystem import storage_of
 from fivefold.checkpoint.find import find, one_of, reachable, store_of
+from fivefold.checkpoint.manifest import Checkpoint
 from fivefold.checkpoint.memory import in_memory, size_here
-from fivefold.checkpoint.storage import storage_of
-from fivefold.checkpoint.store import Checkpoint, Store
+from fivefold.checkpoint.store import Store
 from fivefold.layout.layout import Layout
 from fivefold.render.blocks import Block, Cell, Result, Table, Text
 from fivefold.support.errors import UserError

@@ -11,10 +11,12 @@ import msgspec
 import torch
 from torch import Tensor
 
+from fivefold.checkpoint.filesystem import FileReader
+from fivefold.checkpoint.manifest import Checkpoint, Damaged
+from fivefold.checkpoint.retention import prune
 from fivefold.checkpoint.save import write_alone
 from fivefold.checkpoint.shards import Shard, Shards, raw
-from fivefold.checkpoint.storage import FileReader
-from fivefold.checkpoint.store import Checkpoint, Damaged, Store
+from fivefold.checkpoint.store import Store
 from fivefold.checkpoint.tensors import Chunk, model_key
 from fivefold.launch import faults
 from fivefold.launch.heartbeat import beat, enter
@@ -94,7 +96,7 @@ def _candidate(
     try:
         for path in store.incomplete() if not bad else ():
             say(f"{path.name} was never finished; {set_aside(store, path, 'incomplete')}")
-        store.prune()
+        prune(store)
         newest = next((saved for saved in store.complete() if saved.path not in bad and usable(saved)), None)
     except OSError as error:
         return None, [f"cannot list {store.directory}: {error.strerror or error}"]

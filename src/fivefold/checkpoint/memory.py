@@ -25,8 +25,9 @@ from pathlib import Path
 
 import msgspec
 
-from fivefold.checkpoint.storage import storage_of
-from fivefold.checkpoint.store import MANIFEST, Checkpoint, Damaged, Store
+from fivefold.checkpoint.filesystem import storage_of
+from fivefold.checkpoint.manifest import MANIFEST, Checkpoint, Damaged
+from fivefold.checkpoint.store import Store
 from fivefold.support.errors import UserError
 from fivefold.support.files import read_regular
 from fivefold.support.parsing import BROKEN

@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from fivefold.checkpoint.load import RowOverlap, Say, overlaps
+from fivefold.checkpoint.manifest import MANIFEST, Checkpoint, Manifest, altered
 from fivefold.checkpoint.memory import NODE, Candidate, Listing, candidates, clear, known, listing, new_id
 from fivefold.checkpoint.memory_peers import Nodes, wait
 from fivefold.checkpoint.memory_save import SnapshotWriter
 from fivefold.checkpoint.save import NotSaved, agreed
 from fivefold.checkpoint.shards import Shards, raw
-from fivefold.checkpoint.store import MANIFEST, Checkpoint, Manifest, altered
 from fivefold.checkpoint.tensors import TABLE, Extent, extents, segment_sum, segments, total
 from fivefold.launch import faults
 from fivefold.launch.heartbeat import beat

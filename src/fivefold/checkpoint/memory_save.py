@@ -20,12 +20,13 @@ import msgspec
 import torch
 from torch import Tensor
 
+from fivefold.checkpoint.manifest import MANIFEST, Manifest
 from fivefold.checkpoint.memory import KEPT, NODE, free, made_at
 from fivefold.checkpoint.memory_peers import Nodes, wait
 from fivefold.checkpoint.save import BackgroundSaver, Saving, Written, agreed, merge_written
 from fivefold.checkpoint.shards import Shards
 from fivefold.checkpoint.staging import Snapshot, Staging, extent, starts
-from fivefold.checkpoint.store import MANIFEST, Manifest, Store
+from fivefold.checkpoint.store import Store
 from fivefold.checkpoint.tensors import TABLE, segment_sum, segments, total
 from fivefold.launch import faults, heartbeat
 from fivefold.launch.host import for_files, side_by_side

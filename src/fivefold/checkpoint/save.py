@@ -18,10 +18,12 @@ from typing import TypeVar
 import msgspec
 import torch
 
+from fivefold.checkpoint.filesystem import storage_of
+from fivefold.checkpoint.manifest import VERSION, Manifest
+from fivefold.checkpoint.retention import retain
 from fivefold.checkpoint.shards import Shard, Shards, raw
 from fivefold.checkpoint.staging import Snapshot, Staging
-from fivefold.checkpoint.storage import storage_of
-from fivefold.checkpoint.store import VERSION, Manifest, Store
+from fivefold.checkpoint.store import Store
 from fivefold.checkpoint.tensors import TABLE, Tensors, check, merged
 from fivefold.job.config import CheckpointConfig
 from fivefold.launch import faults, heartbeat
@@ -216,7 +218,7 @@ class Saver(BackgroundSaver):
             saving.last_good = self._last_good()
         elif self.control.rank == 0:
             with suppress(OSError):  # the next save tries again
-                self.store.retain(self.config.keep, self.config.keep_every)
+                retain(self.store, self.config.keep, self.config.keep_every)
 
     def _last_good(self) -> str:
         try:

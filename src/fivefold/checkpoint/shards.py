@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fivefold.checkpoint.store import Checkpoint
+from fivefold.checkpoint.manifest import Checkpoint
 from fivefold.checkpoint.tensors import MODEL, Chunk, Stored, model_key
 from fivefold.layout.sharding import Box
 from fivefold.parallel.optimizer import Optimizer

@@ -86,10 +86,10 @@ def reshard(
 
       fivefold checkpoint reshard runs/demo --layout dp=8 -o s3://bucket/runs/demo
     """
+    from fivefold.checkpoint.filesystem import making_at
     from fivefold.checkpoint.find import find, job_of, run_of
     from fivefold.checkpoint.hf_extras import carry
     from fivefold.checkpoint.load import reshard as write_shards
-    from fivefold.checkpoint.storage import making_at
     from fivefold.checkpoint.store import Store
     from fivefold.job.config import to_toml
     from fivefold.layout.layout import Layout

@@ -13,7 +13,7 @@ from fivefold.support.dtypes import BYTES, dtype_of
 from fivefold.support.errors import UserError
 
 if TYPE_CHECKING:
-    from fivefold.checkpoint.store import Checkpoint
+    from fivefold.checkpoint.manifest import Checkpoint
     from fivefold.job.config import Job
 
 SHORT = "Import and export Hugging Face weights.  [dim]fivefold hf import DIR -o runs/llama[/]"

@@ -134,7 +134,7 @@ def train(
 
 def _sources(job: "Job", ranks: int, world: "World") -> "Splits":
     """Check the job, its data and the storage of its checkpoints; returns the data."""
-    from fivefold.checkpoint.storage import reach
+    from fivefold.checkpoint.filesystem import reach
     from fivefold.job.preflight import preflight
     from fivefold.support.progress import late_bar, quiet
 

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from fivefold.checkpoint.hf_files import HuggingFace
 from fivefold.checkpoint.load import load
+from fivefold.checkpoint.manifest import MANIFEST, Checkpoint
 from fivefold.checkpoint.shards import saveable_tensors, stored_buffers
-from fivefold.checkpoint.store import MANIFEST, Checkpoint
 from fivefold.generation.sampling import Sampler, Sampling
 from fivefold.job.config import Job
 from fivefold.launch.device import choose_backend, choose_device

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from fivefold.checkpoint.find import find, job_of, run_of
-from fivefold.checkpoint.store import Checkpoint
+from fivefold.checkpoint.manifest import Checkpoint
 from fivefold.data.base import DataSource, prepared_by
 from fivefold.data.index import read_index
 from fivefold.data.integrity import check_file

@@ -10,11 +10,13 @@ import msgspec
 
 from fivefold.checkpoint.find import find
 from fivefold.checkpoint.load import Say, damage, load, newest, set_aside
+from fivefold.checkpoint.manifest import Checkpoint, Damaged, Manifest
 from fivefold.checkpoint.memory import Candidate, RunStart, abandoned, begin, starts
 from fivefold.checkpoint.memory_load import MemoryCheckpointer
+from fivefold.checkpoint.retention import delete_later_than
 from fivefold.checkpoint.save import Saver
 from fivefold.checkpoint.shards import Shard, saveable_tensors, stored_buffers, written
-from fivefold.checkpoint.store import Checkpoint, Damaged, Manifest, Store
+from fivefold.checkpoint.store import Store
 from fivefold.parallel.control import Control
 from fivefold.support.errors import TrainingError, UserError
 from fivefold.support.places import Place, place_of
@@ -186,7 +188,7 @@ class Checkpoints:
         self.memory.forget(after=checkpoint.step)
         if self.control.rank == 0:
             try:
-                self.store.undo(checkpoint.step)
+                delete_later_than(self.store, checkpoint.step)
             except OSError as error:
                 self.say(f"checkpoints after step {checkpoint.step} cannot be deleted: {error.strerror}")
 

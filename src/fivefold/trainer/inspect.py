@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fivefold.checkpoint.filesystem import storage_of
 from fivefold.checkpoint.find import one_of, reachable, store_of
 from fivefold.checkpoint.inspect import CheckpointContents, show_checkpoint
-from fivefold.checkpoint.storage import storage_of
 from fivefold.render.blocks import Block, Result, Text
 from fivefold.render.scene import Scene
 from fivefold.support.errors import UserError

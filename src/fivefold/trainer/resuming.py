@@ -17,7 +17,8 @@ from msgspec.structs import replace
 
 from fivefold.checkpoint.find import find, reachable, run_of, store_of, stored
 from fivefold.checkpoint.hf_extras import TOKENIZERS
-from fivefold.checkpoint.store import MANIFEST, Checkpoint, Damaged, Store
+from fivefold.checkpoint.manifest import MANIFEST, Checkpoint, Damaged
+from fivefold.checkpoint.store import Store
 from fivefold.data.index import TOKENIZER
 from fivefold.data.rows import Splits
 from fivefold.data.tokenizer import foreign

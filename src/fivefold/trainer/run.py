@@ -18,7 +18,7 @@ from rich.text import Text
 
 from fivefold.checkpoint.find import find, run_of, stored
 from fivefold.checkpoint.hf_extras import carry
-from fivefold.checkpoint.store import Checkpoint
+from fivefold.checkpoint.manifest import Checkpoint
 from fivefold.data.corpus import entropy
 from fivefold.data.rows import Splits
 from fivefold.job.config import Job

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from fivefold.checkpoint.storage import reach
+from fivefold.checkpoint.filesystem import reach
 from fivefold.job.config import Job, read_job
 from fivefold.job.preflight import preflight
 from fivefold.launch import faults, processes

@@ -11,7 +11,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fivefold.checkpoint.store import MANIFEST, Checkpoint, Store
+from fivefold.checkpoint.manifest import MANIFEST, Checkpoint
+from fivefold.checkpoint.store import Store
 from fivefold.support.errors import UserError
 from fivefold.support.files import open_regular, read_regular
 from fivefold.support.parsing import parse_json, parse_toml, parsing

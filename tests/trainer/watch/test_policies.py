@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from fivefold.checkpoint.retention import delete_later_than
 from fivefold.checkpoint.store import Store
 from fivefold.job.config import Job
 from fivefold.support.errors import TrainingError
@@ -66,7 +67,7 @@ def test_what_was_decided_is_decided_again_in_another_layout(tokens: Path, tmp_p
     assert (newest.samples, newest.updates) == (128, 11)
 
     shutil.copytree(tmp_path / "first", tmp_path / "again", symlinks=True)
-    Store(tmp_path / "again/checkpoints").undo(4)
+    delete_later_than(Store(tmp_path / "again/checkpoints"), 4)
     again = run_ranks(2, story, small_job(tokens, *WATCH, "layout=tp=2"), tmp_path / "again")
     assert batches(again[0]) == [5, 6, *range(11, 17)]
     assert curve(again[0]) == pytest.approx(curve(first[0])[4:], rel=1e-9)

@@ -13,14 +13,16 @@ import msgspec
 import pytest
 import torch
 
-from fivefold.checkpoint import objects
+from fivefold.checkpoint import object_storage
+from fivefold.checkpoint.filesystem import reach, storage_of
 from fivefold.checkpoint.find import find
 from fivefold.checkpoint.inspect import list_checkpoints, verify_checkpoints
 from fivefold.checkpoint.load import load
+from fivefold.checkpoint.manifest import Checkpoint, Manifest
+from fivefold.checkpoint.retention import prune, retain
 from fivefold.checkpoint.save import write_alone
 from fivefold.checkpoint.shards import Shard
-from fivefold.checkpoint.storage import reach, storage_of
-from fivefold.checkpoint.store import Checkpoint, Manifest, Store
+from fivefold.checkpoint.store import Store
 from fivefold.job.config import Job, to_toml
 from fivefold.launch.processes import RankError
 from fivefold.support.errors import UserError
@@ -70,11 +72,11 @@ def test_a_store_is_what_it_is_on_a_disk(place: RemotePlace) -> None:
     assert names(store.aside()) == ["step-00000005.damaged", "step-00000009.incomplete"]
     assert store.new(9).name == "step-00000009.2"  # what is set aside keeps its keys
     later = half(store, 10)
-    assert names(store.retain(keep=1, every=2)) == ["step-00000003", "step-00000001"]
+    assert names(retain(store, keep=1, every=2)) == ["step-00000003", "step-00000001"]
     assert names(store.complete()) == ["step-00000004", "step-00000002"]
     assert not store.storage.holds(later)
     store.set_aside(half(store, 11), "incomplete")
-    store.prune()
+    prune(store)
     assert names(store.aside()) == ["step-00000005.damaged", "step-00000011.incomplete"]
     assert not store.storage.exists(store.directory / "step-00000009.incomplete")
     for path in (place / "run", place / "run" / "checkpoints", store.complete()[0].path):
@@ -88,7 +90,7 @@ def test_what_a_kill_left_half_deleted_goes_with_the_next(place: RemotePlace) ->
     save(store, 2)
     store.storage.rename(path, path.with_name("step-00000001.deleting"))
     assert names(store.complete()) == ["step-00000002"]
-    store.prune()
+    prune(store)
     assert not store.storage.holds(path)
     assert store.new(1) == path
 
@@ -112,7 +114,7 @@ def test_harm_is_named_by_file(place: RemotePlace, content: Any, said: str) -> N
 
 
 def test_only_the_rows_that_are_needed_are_read(place: RemotePlace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objects, "_READ_AHEAD", 64)
+    monkeypatch.setattr(object_storage, "_READ_AHEAD", 64)
     whole = torch.arange(4096.0).reshape(64, 64)
     checkpoint = Checkpoint(save(Store(place), 1, whole))
     assert checkpoint.tensors
@@ -199,18 +201,18 @@ def test_a_damaged_checkpoint_is_set_aside_and_a_silent_server_is_not_damage(
 
 
 def test_every_question_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objects, "_TIMEOUT", 0.1)
+    monkeypatch.setattr(object_storage, "_TIMEOUT", 0.1)
     with pytest.raises(TimeoutError, match="the storage has not answered for 0 s"):
-        objects.call_driver(lambda: time.sleep(3))
+        object_storage.call_driver(lambda: time.sleep(3))
 
 
 def test_what_drivers_raise_becomes_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SESSION_TOKEN", "abcdefghijkl")
-    said = objects.as_os_error(ValueError("no way\n to http://user:word@host/abcdefghijkl"))
+    said = object_storage.as_os_error(ValueError("no way\n to http://user:word@host/abcdefghijkl"))
     assert (said.errno, said.strerror) == (errno.EREMOTEIO, "no way to http://host/***")
-    assert objects.as_os_error(PermissionError("Forbidden")).errno == errno.EACCES
-    assert objects.as_os_error(OSError(errno.EIO, "busy")).errno == errno.EREMOTEIO  # which is no damage
-    missing = objects.as_os_error(FileNotFoundError("The specified bucket does not exist"))
+    assert object_storage.as_os_error(PermissionError("Forbidden")).errno == errno.EACCES
+    assert object_storage.as_os_error(OSError(errno.EIO, "busy")).errno == errno.EREMOTEIO  # which is no damage
+    missing = object_storage.as_os_error(FileNotFoundError("The specified bucket does not exist"))
     assert not isinstance(missing, FileNotFoundError)
 
 

@@ -1,6 +1,6 @@
 """The storage of checkpoints: the operations on files of a directory of this machine, or of object storage.
 
-    storage = storage_of(path)                    # for a Path, or for a RemotePlace (`objects.py`)
+    storage = storage_of(path)                    # for a Path, or for a RemotePlace (`object_storage.py`)
     with storage.create(path / "a", beat) as new:
         new.write(data)
         file = new.finish()                       # with its hash; synced
@@ -155,7 +155,7 @@ def storage_of(place: Place) -> Storage:
         return _DIRECTORIES
     if missing := place.missing:
         raise UserError(missing, "install.storage")
-    from fivefold.checkpoint.objects import objects
+    from fivefold.checkpoint.object_storage import objects
 
     return objects(place)
 
