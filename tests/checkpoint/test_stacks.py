@@ -11,8 +11,9 @@ from fivefold.checkpoint.manifest import Checkpoint, Manifest
 from fivefold.checkpoint.save import write_alone
 from fivefold.checkpoint.shards import Shard
 from fivefold.checkpoint.store import Store
+from fivefold.layout.buckets import buckets
 from fivefold.layout.layout import Layout
-from fivefold.layout.sharding import Box, LocalParam, buckets, tensor_shard
+from fivefold.layout.sharding import Box, LocalParam, tensor_shard
 from fivefold.parallel.buckets import slots_of
 from fivefold.spec.operations import Parameter, TensorRule
 from fivefold.spec.presets import preset

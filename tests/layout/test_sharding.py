@@ -4,8 +4,9 @@ from itertools import product
 
 import pytest
 
+from fivefold.layout.buckets import buckets
 from fivefold.layout.layout import Layout
-from fivefold.layout.sharding import Box, LocalParam, TensorShard, buckets, local_params, tensor_shard
+from fivefold.layout.sharding import Box, LocalParam, TensorShard, local_params, tensor_shard
 from fivefold.layout.stages import Stage
 from fivefold.spec.operations import EMBEDDING_UNIT, HEAD_UNIT, Parameter, TensorRule
 from fivefold.spec.presets import preset

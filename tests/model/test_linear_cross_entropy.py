@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fivefold.layout import sharding
-from fivefold.layout.sharding import slices
+from fivefold.layout.logit_slices import slices
 from fivefold.losses.cross_entropy import CrossEntropy
 from fivefold.model.linear_cross_entropy import Targets, Vocabulary, linear_cross_entropy, loss_sum
 

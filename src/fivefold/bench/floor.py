@@ -19,7 +19,7 @@ from fivefold.bench.train import FloorPart
 from fivefold.job.config import Job
 from fivefold.launch.device import TORCH_DTYPES, choose_device
 from fivefold.launch.processes import Rank
-from fivefold.layout.sharding import slices
+from fivefold.layout.logit_slices import slices
 from fivefold.machines.clock import Clock
 from fivefold.model.grouped import Groups, product, weight_gradient
 from fivefold.spec.model import ModelSpec

@@ -19,7 +19,8 @@ from typing import Literal, NamedTuple
 from fivefold.cost.collective_time import Kind
 from fivefold.cost.routing import RoutedRows, RoutedTokens
 from fivefold.layout.layout import ContextKind, Layout
-from fivefold.layout.sharding import kv_head, slices
+from fivefold.layout.logit_slices import slices
+from fivefold.layout.sharding import kv_head
 from fivefold.spec.model import ModelSpec
 from fivefold.spec.pattern import Layer
 

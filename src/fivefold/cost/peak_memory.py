@@ -28,7 +28,7 @@ from fivefold.cost.moe import ParamShare
 from fivefold.cost.software import SoftwareProfile
 from fivefold.cost.step import Workload, matrix_cost, p2p_bytes, param_share, simulated_microbatches
 from fivefold.layout.layout import Layout
-from fivefold.layout.sharding import slices
+from fivefold.layout.logit_slices import slices
 from fivefold.layout.stages import Stage
 from fivefold.schedules.actions import FORWARD, WEIGHT_GRAD, Action
 from fivefold.spec.model import ModelSpec

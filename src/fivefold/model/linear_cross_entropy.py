@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from fivefold.layout.sharding import slices
+from fivefold.layout.logit_slices import slices
 from fivefold.losses.base import Loss, Words
 from fivefold.losses.cross_entropy import PLAIN
 from fivefold.model.compiler import compiled

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fivefold.layout.buckets import buckets
 from fivefold.layout.layout import Layout
-from fivefold.layout.sharding import buckets, local_params
+from fivefold.layout.sharding import local_params
 from fivefold.model.linear_cross_entropy import Targets
 from fivefold.parallel.optimizer import Optimizer
 from fivefold.parallel.zero import ZeroBuckets

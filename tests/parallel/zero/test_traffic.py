@@ -2,8 +2,9 @@
 
 import torch
 
+from fivefold.layout.buckets import BucketParams, buckets
 from fivefold.layout.layout import Layout
-from fivefold.layout.sharding import BucketParams, buckets, local_params
+from fivefold.layout.sharding import local_params
 from fivefold.parallel.optimizer import Optimizer
 from fivefold.parallel.traffic import TrafficCounter
 from fivefold.spec.model import ModelSpec

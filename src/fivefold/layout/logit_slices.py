@@ -1,0 +1,15 @@
+"""How many logits are held at a time: head and loss compute them slice by slice, and the planner counts the same slices."""
+
+from fivefold.layout.sharding import chunk
+
+MAX_LOGITS = 2**28  # held at a time, about: half a GiB in bfloat16, and enough rows for a matmul to run at full speed
+TILE_ROWS = 256  # of a matmul's tile
+
+
+def slices(tokens: int, words: int) -> list[range]:
+    """Slices of the tokens whose logits, over `words` words, are held at a time: whole tiles, as even as possible."""
+    tiles, parts = -(-tokens // TILE_ROWS), max(1, round(tokens * words / MAX_LOGITS))
+    rows = (chunk(tiles, parts, index) for index in range(parts))
+    return [range(part.start * TILE_ROWS, min(part.stop * TILE_ROWS, tokens)) for part in rows if len(part)] or [
+        range(0)
+    ]
