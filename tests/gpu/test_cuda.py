@@ -15,7 +15,7 @@ from fivefold.data.corpus import stdlib_corpus
 from fivefold.job.config import TrainConfig, read_job
 from fivefold.job.preflight import preflight
 from fivefold.launch.device import make_repeatable
-from fivefold.model import init
+from fivefold.model import philox
 from fivefold.model.compiler import compilation, compiled
 from fivefold.model.decoder import Decoder, Dropout
 from fivefold.model.fp8 import Fp8GroupedLinear, fp8_linear
@@ -48,10 +48,12 @@ def test_initial_weights_are_the_same_bits_on_cpu_and_cuda(name: str, dtype: tor
 
 
 def test_a_hundred_million_normals_are_the_same_bits_on_cpu_and_cuda() -> None:
-    key = init.random_key(0, "w")
+    key = philox.random_key(0, "w")
     for row in range(0, 6400, 64):
         rows, columns = range(row, row + 64), range(16_384)
-        assert torch.equal(init.random_normal(key, rows, columns), init.random_normal(key, rows, columns, "cuda").cpu())
+        assert torch.equal(
+            philox.random_normal(key, rows, columns), philox.random_normal(key, rows, columns, "cuda").cpu()
+        )
 
 
 def test_dropout_masks_are_the_same_bits_on_cpu_and_cuda() -> None:

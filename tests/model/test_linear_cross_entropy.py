@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fivefold.layout import sharding
+from fivefold.layout import logit_slices
 from fivefold.layout.logit_slices import slices
 from fivefold.losses.cross_entropy import CrossEntropy
 from fivefold.model.linear_cross_entropy import Targets, Vocabulary, linear_cross_entropy, loss_sum
@@ -25,8 +25,8 @@ def given(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor,
 def test_loss_and_gradients_are_those_of_all_logits_at_once(
     monkeypatch: pytest.MonkeyPatch, logits_at_a_time: int, extras: dict[str, float]
 ) -> None:
-    monkeypatch.setattr(sharding, "SLICE", logits_at_a_time)
-    monkeypatch.setattr(sharding, "TILE", 1)
+    monkeypatch.setattr(logit_slices, "MAX_LOGITS", logits_at_a_time)
+    monkeypatch.setattr(logit_slices, "TILE_ROWS", 1)
     x, weight, targets, mask = given(torch.float64)
     found = linear_cross_entropy(x, weight, Targets(targets, mask, CrossEntropy(**extras)), Vocabulary(V))
     (found / 7).backward()  # what comes back is not 1
@@ -53,8 +53,8 @@ def test_a_sure_answer_leaves_a_small_slope_that_bfloat16_does_not_lose() -> Non
 
 
 def test_several_slices_add_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharding, "SLICE", 2 * V)
-    monkeypatch.setattr(sharding, "TILE", 1)
+    monkeypatch.setattr(logit_slices, "MAX_LOGITS", 2 * V)
+    monkeypatch.setattr(logit_slices, "TILE_ROWS", 1)
     x, weight, targets, mask = given(torch.bfloat16)
     linear_cross_entropy(x, weight, Targets(targets, mask), Vocabulary(V)).backward()
     exact, table = x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()

@@ -1,4 +1,4 @@
-"""How many logits are held at a time: head and loss compute them slice by slice, and the planner counts the same slices."""
+"""Slices of tokens whose logits are held at a time: head and loss compute by them, and the planner counts by them."""
 
 from fivefold.layout.sharding import chunk
 
@@ -10,6 +10,5 @@ def slices(tokens: int, words: int) -> list[range]:
     """Slices of the tokens whose logits, over `words` words, are held at a time: whole tiles, as even as possible."""
     tiles, parts = -(-tokens // TILE_ROWS), max(1, round(tokens * words / MAX_LOGITS))
     rows = (chunk(tiles, parts, index) for index in range(parts))
-    return [range(part.start * TILE_ROWS, min(part.stop * TILE_ROWS, tokens)) for part in rows if len(part)] or [
-        range(0)
-    ]
+    parts_of_tokens = [range(part.start * TILE_ROWS, min(part.stop * TILE_ROWS, tokens)) for part in rows if len(part)]
+    return parts_of_tokens or [range(0)]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fivefold.layout.layout import Recompute
 from fivefold.layout.stages import Stage
-from fivefold.model import init
+from fivefold.model import philox
 from fivefold.model.cache import LayerCache
 from fivefold.model.compiler import compiled
 from fivefold.model.layers import Linear, TokenPositions, accum_dtype
@@ -48,14 +48,14 @@ class Dropout(nn.Module):
 
     def __init__(self, rate: float, seed: int, name: str):
         super().__init__()
-        self.rate, self.key = rate, init.random_key(seed, "dropout", name)
+        self.rate, self.key = rate, philox.random_key(seed, "dropout", name)
 
     def forward(self, x: Tensor, positions: TokenPositions) -> Tensor:
         if not self.training or self.rate == 0.0:
             return x
         features = torch.arange(-(-x.shape[-1] // 4), device=x.device)
         sample, position = positions.samples[:, None, None], positions.position_ids[..., None]
-        mask = init.dropout_mask(self.key, 1.0 - self.rate, features, position, sample, sample >> 32)
+        mask = philox.dropout_mask(self.key, 1.0 - self.rate, features, position, sample, sample >> 32)
         return x * (mask.flatten(-2)[..., : x.shape[-1]].to(x.dtype) / (1.0 - self.rate))
 
 
