@@ -51,6 +51,7 @@ def test_a_hundred_million_normals_are_the_same_bits_on_cpu_and_cuda() -> None:
     key = philox.random_key(0, "w")
     for row in range(0, 6400, 64):
         rows, columns = range(row, row + 64), range(16_384)
+        on_gpu = philox.random_normal(key, rows, columns, "cuda")
         assert torch.equal(
             philox.random_normal(key, rows, columns), philox.random_normal(key, rows, columns, "cuda").cpu()
         )
