@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fivefold.checkpoint.inspect import list_checkpoints, verify_checkpoints
-from fivefold.checkpoint.memory import PLACE, STARTS, known, starts
+from fivefold.checkpoint.memory_snapshots import MEMORY_DIR_ENV, STARTS_FILE, existing_id, read_starts
 from fivefold.checkpoint.store import Store
 from fivefold.job.config import Job
 from fivefold.launch.processes import RankError
@@ -38,7 +38,7 @@ class Killed(Recorder):
 
 def run(rank: int, world: int, job: Job, directory: Path, places: list[Path], kill: int = 0) -> Any:
     """Where the run began, what it said, its losses and its state; `places` are the nodes' memory, by rank."""
-    os.environ[PLACE] = str(places[rank % len(places)])
+    os.environ[MEMORY_DIR_ENV] = str(places[rank % len(places)])
     mine = Run(job, world, directory / "checkpoints")
     mine.keeper.restore()
     recorder = Killed(mine, kill) if kill else mine.recorder
@@ -68,12 +68,12 @@ def test_all_ranks_killed_at_once_go_on_from_memory_bit_for_bit(tokens: Path, tm
     assert want[0][:2] == ("", [])
     assert not list(memory.iterdir())  # a run that ends well leaves nothing
     lost(job, 2, tmp_path / "got", [memory], kill=9)
-    os.environ[PLACE] = str(memory)
+    os.environ[MEMORY_DIR_ENV] = str(memory)
     try:
         listed = list_checkpoints(tmp_path / "got").to_dict()
-        kept = memory / known(tmp_path / "got")
+        kept = memory / existing_id(tmp_path / "got")
     finally:
-        del os.environ[PLACE]
+        del os.environ[MEMORY_DIR_ENV]
     assert [row["step"] for row in listed["memory"]] == [6, 8]
     assert [row["step"] for row in listed["checkpoints"]] == [5]
     assert listed["home"] == str(kept)
@@ -127,14 +127,14 @@ def test_starts_that_are_damaged_leave_memory_alone_and_disk_is_taken(tokens: Pa
     """Without them nobody knows whether a snapshot is of the way that the run went on; and no later start does."""
     job = small_job(tokens, *EVERY_2)
     lost(job, 1, tmp_path / "run", [tmp_path / "m"], kill=9)
-    file = tmp_path / "run" / STARTS
+    file = tmp_path / "run" / STARTS_FILE
     flipped = bytearray(file.read_bytes())
     flipped[flipped.index(b'"step":0') + len(b'"step":')] ^= 1
     file.write_bytes(flipped)
     began, (sentence,), losses, _ = run_ranks(1, run, job, tmp_path / "run", [tmp_path / "m"])[0]
     assert (began, list(losses)) == (f"{tmp_path}/run/checkpoints/step-00000005, after step 5", [6, 7, 8, 9, 10])
     assert sentence.startswith(f"{file} is damaged: its checksum does not match; snapshots")
-    first, last = starts(tmp_path / "run")
+    first, last = read_starts(tmp_path / "run")
     assert (first.at, first.step, last.step) == (last.at, -1, 5)
 
 
@@ -166,7 +166,7 @@ def test_killed_while_a_snapshot_is_taken_the_one_before_counts(tokens: Path, tm
 
 def resumed(rank: int, world: int, job: Job, directory: Path, places: list[Path]) -> Any:
     """Where a run would begin."""
-    os.environ[PLACE] = str(places[0])
+    os.environ[MEMORY_DIR_ENV] = str(places[0])
     mine = Run(job, world, directory / "checkpoints")
     mine.keeper.restore()
     mine.keeper.close()
@@ -174,7 +174,7 @@ def resumed(rank: int, world: int, job: Job, directory: Path, places: list[Path]
 
 
 def rolled_back(rank: int, world: int, job: Job, directory: Path, place: Path) -> Any:
-    os.environ[PLACE] = str(place)
+    os.environ[MEMORY_DIR_ENV] = str(place)
     mine = Run(job, world, directory / "checkpoints")
     mine.keeper.restore()
     mine.trainer.run([mine.recorder], checkpointing=mine.keeper)

@@ -19,7 +19,7 @@ from fivefold.bench.checkpoint import CheckpointResult
 from fivefold.bench.harness import RoundTimes
 from fivefold.bench.rank_timing import Call, timed
 from fivefold.checkpoint.load import load, newest
-from fivefold.checkpoint.memory import PLACE
+from fivefold.checkpoint.memory_snapshots import MEMORY_DIR_ENV
 from fivefold.checkpoint.save import total, write
 from fivefold.checkpoint.shards import saveable_tensors, written
 from fivefold.checkpoint.store import Store
@@ -154,7 +154,7 @@ def quietly() -> Iterator[None]:
 
 
 def _with_memory(rank: Rank, job: Job, directory: str, memory: str) -> Checkpoints:
-    os.environ[PLACE] = memory
+    os.environ[MEMORY_DIR_ENV] = memory
     return _checkpoints(rank, job, Path(directory) / "checkpoints")
 
 

@@ -9,7 +9,7 @@ import msgspec
 from fivefold.checkpoint.filesystem import storage_of
 from fivefold.checkpoint.find import find, one_of, reachable, store_of
 from fivefold.checkpoint.manifest import Checkpoint
-from fivefold.checkpoint.memory import in_memory, size_here
+from fivefold.checkpoint.memory_snapshots import local_bytes, local_snapshots
 from fivefold.checkpoint.store import Store
 from fivefold.layout.layout import Layout
 from fivefold.render.blocks import Block, Cell, Result, Table, Text
@@ -86,12 +86,12 @@ def _in_memory(run: str | Place) -> tuple[list[dict[str, Any]], str]:
     """(rows of the run's snapshots on this node, the newest last; their directory)."""
     place = place_of(run)
     place = place.parent if place.name == "checkpoints" else place
-    snapshots = [snapshot for snapshot in reversed(in_memory(place)) if not _manifest_problems(snapshot)]
+    snapshots = [snapshot for snapshot in reversed(local_snapshots(place)) if not _manifest_problems(snapshot)]
     rows = []
     for snapshot in snapshots:
         files = len(snapshot.manifest.files)
         row = {"name": snapshot.path.name, "step": snapshot.step, "layout": _layout_text(snapshot), "files": files}
-        rows.append(row | {"bytes": size_here(snapshot)})
+        rows.append(row | {"bytes": local_bytes(snapshot)})
     return rows, str(snapshots[0].path.parent) if snapshots else ""
 
 

@@ -25,9 +25,18 @@ from torch import Tensor
 
 from fivefold.checkpoint.load import RowOverlap, Say, overlaps
 from fivefold.checkpoint.manifest import MANIFEST, Checkpoint, Manifest, altered
-from fivefold.checkpoint.memory import NODE, Candidate, Listing, candidates, clear, known, listing, new_id
 from fivefold.checkpoint.memory_peers import Nodes, wait
 from fivefold.checkpoint.memory_save import SnapshotWriter
+from fivefold.checkpoint.memory_snapshots import (
+    NODE_FILE,
+    Candidate,
+    Listing,
+    candidates,
+    delete_leftovers,
+    existing_id,
+    get_or_create_id,
+    list_snapshots,
+)
 from fivefold.checkpoint.save import NotSaved, agreed
 from fivefold.checkpoint.shards import Shards, raw
 from fivefold.checkpoint.tensors import TABLE, Extent, extents, segment_sum, segments, total
@@ -61,7 +70,7 @@ class ByteRequest(msgspec.Struct, frozen=True, array_like=True):
 
 def _find(nodes: Nodes, say: Say, usable: Callable[[Candidate], bool]) -> list[Candidate]:
     """The complete snapshots that are `usable`, newest first; rank 0 prints which are not complete. Collective."""
-    by_rank = nodes.control.gather_values(listing(nodes.snapshot_dir) if nodes.first else Listing(), Listing)
+    by_rank = nodes.control.gather_values(list_snapshots(nodes.snapshot_dir) if nodes.first else Listing(), Listing)
     complete: list[Candidate] = []
     if nodes.rank == 0:
         by_node = [by_rank[ranks[0]] for ranks in nodes.nodes]
@@ -80,15 +89,15 @@ def _find(nodes: Nodes, say: Say, usable: Callable[[Candidate], bool]) -> list[C
 def _open(nodes: Nodes, snapshot: Candidate) -> Checkpoint:
     """Opens a snapshot, after sending its tables to nodes that have nothing of it. Collective."""
     path = nodes.snapshot_dir / snapshot.name
-    if nodes.group is None or len(snapshot.manifests) == len(nodes.nodes):
+    if nodes.group is None or len(snapshot.manifest_nodes) == len(nodes.nodes):
         return Checkpoint(path)
-    source = nodes.nodes[snapshot.manifests[0]][0]
-    names, parts = (TABLE, NODE, MANIFEST), [b"", b"", b""]
+    source = nodes.nodes[snapshot.manifest_nodes[0]][0]
+    names, parts = (TABLE, NODE_FILE, MANIFEST), [b"", b"", b""]
     if nodes.rank == source:
         with suppress(OSError):  # `_load` reports what is missing
             parts = [read_regular(path / name, 1 << 40) for name in names]
     parts = nodes.broadcast(parts, source)
-    if nodes.first and nodes.node not in snapshot.manifests:
+    if nodes.first and nodes.node not in snapshot.manifest_nodes:
         with suppress(OSError):
             path.mkdir(mode=0o700, exist_ok=True)
             for name, part in zip(names, parts, strict=True):
@@ -256,20 +265,20 @@ class MemoryCheckpointer:
         self.failure_reported = False  # that a snapshot failed: reported once
         self.checked: dict[Place, Candidate] = {}  # snapshots that `sound` has returned
 
-    def enter(self, mesh: Mesh, run: Place, enabled: bool) -> None:
+    def enter(self, mesh: Mesh, run_dir: Place, enabled: bool) -> None:
         """Joins the nodes, before anything else. `enabled`: snapshots are taken; else existing ones can be loaded."""
-        name, problem = "", ""
+        run_id, problem = "", ""
         if self.control.rank == 0:
             try:
-                name = new_id(run) if enabled else known(run)
+                run_id = get_or_create_id(run_dir) if enabled else existing_id(run_dir)
             except OSError as error:
-                problem = f"{run} cannot be written to: {error.strerror or error}"
-        identity = name, problem, int(1000 * time.time())
-        name, problem, start = self.control.broadcast_value(identity, tuple[str, str, int])
-        if name:
-            nodes = Nodes(Control(mesh, self.control.timeout), name, start, make=enabled)
+                problem = f"{run_dir} cannot be written to: {error.strerror or error}"
+        decided = run_id, problem, int(1000 * time.time())
+        run_id, problem, start = self.control.broadcast_value(decided, tuple[str, str, int])
+        if run_id:
+            nodes = Nodes(Control(mesh, self.control.timeout), run_id, start, make=enabled)
             if nodes.first and not nodes.problem:
-                clear(nodes.snapshot_dir)
+                delete_leftovers(nodes.snapshot_dir)
             problem = nodes.problem
             if not problem:
                 self.nodes, self.writer = nodes, SnapshotWriter(nodes, mesh.device)
@@ -321,7 +330,7 @@ class MemoryCheckpointer:
                     self.say(f"{problem}; another node's copy is read")
                 return []
             problems = list(dict.fromkeys([*problems, *(file.why for file in corrupt)]))
-            rest = snapshot.without([(file.node, file.file) for file in corrupt])
+            rest = snapshot.without_damaged([(file.node, file.file) for file in corrupt])
             if rest.missing or rest.files == snapshot.files:
                 return problems
             snapshot = rest

@@ -7,40 +7,39 @@ no such group, and nothing is sent.
 
 from collections.abc import Iterable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.checkpoint.memory import copies, node_id, nodes_of, snapshot_dir
+from fivefold.checkpoint.memory_snapshots import copy_targets, memory_dir, node_id, ranks_by_node, snapshot_dir
 from fivefold.launch.heartbeat import beat
 from fivefold.parallel.control import Control
 
-_MESSAGE = 1 << 26  # bytes
+_MESSAGE_BYTES = 1 << 26
 
 
 class Nodes:
     """The nodes of a run's ranks. Its construction is collective."""
 
-    def __init__(self, control: Control, run: str, start: int, *, make: bool):
-        """`start`: a number that grows with every start of the run, the same on all ranks; `make` its directory."""
-        self.control, self.rank, self.run, self.start = control, control.rank, run, start
+    def __init__(self, control: Control, run_id: str, start: int, *, make: bool):
+        """`start`: when the run started, in ms since the epoch, the same on all ranks. `make`: the directory, if missing."""
+        self.control, self.rank, self.start = control, control.rank, start
         problem = ""
         try:
-            self.snapshot_dir = snapshot_dir(run, make)
+            self.snapshot_dir = snapshot_dir(run_id, make)
         except FileNotFoundError:  # there is no snapshot on this node
-            self.snapshot_dir = Path(node_id()[1]) / run
+            self.snapshot_dir = memory_dir() / run_id
             problem = f"{self.snapshot_dir.parent} cannot be made" if make else ""
         except OSError as error:
             problem = error.strerror or str(error)
         by_rank = control.all_gather_values((*node_id(), problem), tuple[str, str, str])
-        self.nodes = nodes_of([(host, place) for host, place, _ in by_rank])  # the ranks of each node
+        self.nodes = ranks_by_node([(host, directory) for host, directory, _ in by_rank])  # the ranks of each node
         self.node = next(number for number, ranks in enumerate(self.nodes) if self.rank in ranks)
         self.first = self.rank == self.nodes[self.node][0]  # whether this is the first rank of its node
         self.problem = next((f"rank {rank}: {why}" for rank, (*_, why) in enumerate(by_rank) if why), "")
-        self.copy_to = copies(self.nodes)
+        self.copy_to = copy_targets(self.nodes)
         self.group: Any = None
         if len(self.nodes) > 1 and not self.problem:
             self.problem = self._join()
@@ -75,10 +74,10 @@ class Nodes:
 
     def send(self, data: Tensor, to: int) -> list[Any]:
         """Starts to send; messages between a pair of ranks arrive in order."""
-        return [dist.isend(piece, to, group=self.group) for piece in data.split(_MESSAGE)]
+        return [dist.isend(piece, to, group=self.group) for piece in data.split(_MESSAGE_BYTES)]
 
     def receive(self, into: Tensor, source: int) -> list[Any]:
-        return [dist.irecv(piece, source, group=self.group) for piece in into.split(_MESSAGE)]
+        return [dist.irecv(piece, source, group=self.group) for piece in into.split(_MESSAGE_BYTES)]
 
 
 def _bytes(parts: list[bytes]) -> Tensor:

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from fivefold.checkpoint.manifest import MANIFEST, Manifest
-from fivefold.checkpoint.memory import KEPT, NODE, free, made_at
 from fivefold.checkpoint.memory_peers import Nodes, wait
+from fivefold.checkpoint.memory_snapshots import KEEP_LAST, NODE_FILE, free_bytes, made_at
 from fivefold.checkpoint.save import BackgroundSaver, Saving, Written, agreed, merge_written
 from fivefold.checkpoint.shards import Shards
 from fivefold.checkpoint.staging import Snapshot, Staging, extent, starts
@@ -38,7 +38,7 @@ _SHARED = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)  # all pages at onc
 
 def new_memory(path: Path, size: int) -> mmap.mmap:
     """A new file, mapped, with all pages allocated: a missing page would later kill the process (SIGBUS)."""
-    if (available := free(path.parent)) < size:
+    if (available := free_bytes(path.parent)) < size:
         raise OSError(f"it takes {bytes_text(size)}, and {path.parent} has {bytes_text(max(0, available))} to spare")
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
@@ -137,7 +137,7 @@ class SnapshotWriter(BackgroundSaver):
 
     def _after(self, saving: Saving) -> None:
         if saving.error is None:
-            self._free([*self.snapshots, self._path(saving.manifest.step)][-KEPT:])
+            self._free([*self.snapshots, self._path(saving.manifest.step)][-KEEP_LAST:])
         elif self.current_slot is not None:
             self.current_slot.leave()
 
@@ -204,14 +204,14 @@ class SnapshotWriter(BackgroundSaver):
         path.mkdir(mode=0o700, exist_ok=True)
         partial = path / f"{MANIFEST}.half"
         node = msgspec.json.encode((self.nodes.node, len(self.nodes.nodes)))
-        for file, content in ((path / TABLE, tables[0]), (path / NODE, node), (partial, tables[1])):
+        for file, content in ((path / TABLE, tables[0]), (path / NODE_FILE, node), (partial, tables[1])):
             file.write_bytes(content)
         faults.strike("memory", step=step)
         for old in self.store.incomplete():
             if old != path:
                 self.store.storage.delete(old)
         partial.rename(path / MANIFEST)
-        for snapshot in sorted(self.store.complete(), key=lambda snapshot: made_at(snapshot.path.name))[:-KEPT]:
+        for snapshot in sorted(self.store.complete(), key=lambda snapshot: made_at(snapshot.path.name))[:-KEEP_LAST]:
             os.unlink(self.nodes.snapshot_dir / snapshot.path.name / MANIFEST)
 
 

@@ -21,7 +21,7 @@ from fivefold.support.files import read_regular
 from fivefold.support.ranges import misfits, outside
 from fivefold.support.text import did_you_mean
 
-BROKEN = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError)  # what a decoder raises for bad JSON
+PARSE_ERRORS = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError)  # what a decoder raises for bad JSON
 _LARGEST = {"TOML": 1 << 20, "JSON": 1 << 26}  # bytes of a file
 _DEEPEST = 64  # levels of tables and lists inside each other
 _DOTS = 1000  # dots in a line

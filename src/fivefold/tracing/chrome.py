@@ -24,7 +24,7 @@ from fivefold.schedules.clock import BusySpan
 from fivefold.schedules.simulate import Simulation
 from fivefold.support.errors import UserError
 from fivefold.support.files import read_regular
-from fivefold.support.parsing import BROKEN
+from fivefold.support.parsing import PARSE_ERRORS
 from fivefold.tracing.records import Flight, NamedSpan, RankTrace, StepWindow, Wait, partners
 from fivefold.tracing.summary import TraceSummary
 
@@ -267,7 +267,7 @@ def _read(path: Path) -> _File:
         raise UserError(
             f"{path.name} cannot be read: {error.strerror}; ui.perfetto.dev opens large ones", "file.read"
         ) from None
-    except BROKEN as error:
+    except PARSE_ERRORS as error:
         raise UserError(f"{path.name} is not a trace: {error}", "file.syntax") from None
 
 

@@ -11,8 +11,8 @@ import msgspec
 from fivefold.checkpoint.find import find
 from fivefold.checkpoint.load import Say, damage, load, newest, set_aside
 from fivefold.checkpoint.manifest import Checkpoint, Damaged, Manifest
-from fivefold.checkpoint.memory import Candidate, RunStart, abandoned, begin, starts
 from fivefold.checkpoint.memory_load import MemoryCheckpointer
+from fivefold.checkpoint.memory_snapshots import Candidate, RunStart, is_abandoned, read_starts, record_start
 from fivefold.checkpoint.retention import delete_later_than
 from fivefold.checkpoint.save import Saver
 from fivefold.checkpoint.shards import Shard, saveable_tensors, stored_buffers, written
@@ -71,14 +71,14 @@ class Checkpoints:
         if checkpoint is None and self.trainer.job.run.weights:
             self._load_initial_weights(self.trainer.job.run.weights)
         if self.control.rank == 0 and self.memory.nodes is not None:
-            begin(run, self.starts, self.memory.nodes.start, checkpoint.manifest.step if checkpoint else 0)
+            record_start(run, self.starts, self.memory.nodes.start, checkpoint.manifest.step if checkpoint else 0)
         self.restore_seconds = time.monotonic() - self.restore_start
         return checkpoint
 
     def _starts(self, run: Place) -> list[RunStart]:
         """Earlier starts of the run. Where they cannot be read, none of the snapshots in memory counts as current."""
         try:
-            return starts(run)
+            return read_starts(run)
         except Damaged as error:
             self.say(f"{error}; snapshots in memory are left alone, and the newest checkpoint on disk is taken")
             assert self.memory.nodes is not None
@@ -139,7 +139,7 @@ class Checkpoints:
     def _is_current(self, candidate: Candidate) -> bool:
         """On rank 0: whether neither a rollback nor a later start has undone the steps of a snapshot."""
         undone = self.trainer.policy.decisions.undone(candidate.samples)
-        return not (undone or abandoned(candidate.name, candidate.step, self.starts))
+        return not (undone or is_abandoned(candidate.name, candidate.step, self.starts))
 
     def _shards_to_load(self, checkpoint: Checkpoint) -> dict[str, Shard]:
         """The tensors of this rank that a checkpoint has, which must be of the job's model."""

@@ -21,7 +21,7 @@ import msgspec
 
 from fivefold.checkpoint.filesystem import storage_of
 from fivefold.checkpoint.manifest import Checkpoint
-from fivefold.checkpoint.memory import in_memory
+from fivefold.checkpoint.memory_snapshots import local_snapshots
 from fivefold.checkpoint.store import Store
 from fivefold.job.config import Job
 from fivefold.launch.world import PLANNED, REQUEUES, RESTARTS, RUN
@@ -161,7 +161,7 @@ def complete(job: Job, directory: Path) -> list[Checkpoint]:
         on_disk = store(job, directory).complete()
     except OSError as error:
         raise UserError(f"cannot look at {home(job, directory)}: {error.strerror}", "file.read") from None
-    snapshots = in_memory(home(job, directory))  # of this machine: there may be some before the first on disk
+    snapshots = local_snapshots(home(job, directory))  # of this machine: there may be some before the first on disk
     if on_disk or snapshots:
         return sorted([*snapshots, *on_disk], key=lambda checkpoint: checkpoint.step, reverse=True)
     if job.checkpoint.url and (local := Store(directory / "checkpoints")).complete():

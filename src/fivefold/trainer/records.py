@@ -15,7 +15,7 @@ import msgspec
 
 from fivefold.support.errors import UserError
 from fivefold.support.files import open_regular
-from fivefold.support.parsing import BROKEN
+from fivefold.support.parsing import PARSE_ERRORS
 from fivefold.support.text import bytes_text
 
 Whole = Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)]  # integers that every JSON reader represents exactly
@@ -171,7 +171,7 @@ def from_line(line: bytes) -> Record | None:
         return None
     try:
         record: Record = msgspec.json.decode(line, type=Record)
-    except BROKEN:
+    except PARSE_ERRORS:
         return None
     if isinstance(record, Step) and not record.loss_tokens:  # earlier releases wrote a loss of 0
         return msgspec.structs.replace(record, loss=None)

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from fivefold.support.errors import Problem, TrainingError, UserError
-from fivefold.support.parsing import BROKEN
+from fivefold.support.parsing import PARSE_ERRORS
 from fivefold.trainer.records import Evaluation, Step
 
 _MAX_SENTENCES = 20  # the last ones of a failure, which are shown
@@ -54,7 +54,7 @@ Message = Printed | RefusedInput | Failed | Finished | Step
 def _decode(line: bytes) -> Message | None:
     try:
         message: Message = msgspec.json.decode(line, type=Message)
-    except BROKEN:  # half a line: the disk was full
+    except PARSE_ERRORS:  # half a line: the disk was full
         return None
     return message
 

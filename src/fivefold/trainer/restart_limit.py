@@ -11,7 +11,7 @@ import msgspec
 
 from fivefold.support.errors import UserError
 from fivefold.support.files import put, read_regular
-from fivefold.support.parsing import BROKEN
+from fivefold.support.parsing import PARSE_ERRORS
 from fivefold.trainer.records import METRICS, Step, read
 
 PROGRESS = "progress.json"  # in the run's directory
@@ -56,5 +56,5 @@ def last_recorded_step(directory: Path) -> int:
 def _stored_progress(directory: Path) -> Progress:
     try:
         return msgspec.json.decode(read_regular(directory / PROGRESS, 1000), type=Progress)
-    except (OSError, *BROKEN):
+    except (OSError, *PARSE_ERRORS):
         return Progress()
