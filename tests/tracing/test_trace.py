@@ -16,7 +16,7 @@ from fivefold.layout.layout import Layout
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.traffic import TrafficCounter
 from fivefold.tracing.chrome import COMPUTE, WAITS, write
-from fivefold.tracing.clocks import clock_offset
+from fivefold.tracing.clock_offset import clock_offset
 from fivefold.tracing.records import Trace
 from fivefold.tracing.summary import TraceSummary
 from fivefold.trainer.loop import Trainer

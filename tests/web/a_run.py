@@ -5,7 +5,7 @@ from pathlib import Path
 
 from fivefold.checkpoint.store import Store
 from fivefold.job.config import read_job
-from fivefold.launch import logs
+from fivefold.launch import rank_log
 from fivefold.launch.world import World
 from fivefold.trainer.outputs import Outputs
 from fivefold.trainer.records import Evaluation, Load, Step
@@ -47,4 +47,4 @@ def log(folder: Path, starts: Sequence[Sequence[str]], rank: int = 0) -> None:
     with path.open("a") as file:
         for number, said in enumerate(starts):
             world = World(rank=rank, size=2, joined=True, start=number)
-            file.write("\n".join([f"{'=' * 20} {logs._header(world)}", *said]) + "\n")
+            file.write("\n".join([f"{'=' * 20} {rank_log._header(world)}", *said]) + "\n")

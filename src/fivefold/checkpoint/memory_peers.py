@@ -24,7 +24,7 @@ class Nodes:
     """The nodes of a run's ranks. Its construction is collective."""
 
     def __init__(self, control: Control, run_id: str, start: int, *, make: bool):
-        """`start`: when the run started, in ms since the epoch, the same on all ranks. `make`: the directory, if missing."""
+        """`start`: when this start began, in ms since the epoch, on all ranks alike. `make`: its directory."""
         self.control, self.rank, self.start = control, control.rank, start
         problem = ""
         try:

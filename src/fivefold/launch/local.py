@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from fivefold.job.config import TrainConfig
-from fivefold.launch import faults, logs
+from fivefold.launch import faults, rank_log
 from fivefold.launch.exits import ENDED, INTERRUPTED, STOPPING, TERMINATED, End, say, say_ended, signal_name
 from fivefold.launch.handshake import ranks_text
 from fivefold.launch.host import cores
@@ -433,7 +433,7 @@ class Launcher:
         threads = None if "OMP_NUM_THREADS" in os.environ else max(1, cores() // nproc)
         with tempfile.TemporaryDirectory(prefix="fivefold-") as home:  # private to this user: no port is opened
             added = {RUN: self.run_id, RESTARTS: str(start), STORE: f"{home}/store", SECRET: secrets.token_hex(32)}
-            added[logs.LIVES] = f"{home}/logging"
+            added[rank_log.LOCK_FILE] = f"{home}/log-lock"
             added |= self.devices.environment(os.environ)
             if start:
                 added[PLANNED] = f"{self.arrangement.seconds:.3f}"
@@ -450,7 +450,8 @@ class Launcher:
                 self._step()
                 self.ranks = None
                 ranks.kill()
-                logs.wait_for(Path(added[logs.LIVES]))  # the ranks' last lines come before the launcher's about them
+                # The ranks' last lines come before the launcher's about them.
+                rank_log.wait_until_written(Path(added[rank_log.LOCK_FILE]))
                 self.look()
         return *self._outcome(ends), [end.rank for end in ends if end.accused]
 
@@ -499,5 +500,5 @@ def run_module(rank: int, world: int, arguments: list[str]) -> NoReturn:
         traceback.print_exc()  # multiprocessing would put a line of its own before it
         sys.exit(1)
     finally:
-        logs.end()  # before its peers notice the end: this rank's lines explain theirs
+        rank_log.stop()  # before its peers notice the end: this rank's lines explain theirs
     sys.exit(0)

@@ -33,7 +33,7 @@ from fivefold.machines.node import host_id, node_name
 from fivefold.parallel.control import Control, gather_values
 from fivefold.parallel.mesh import Axis, Mesh
 from fivefold.support.parsing import path_of
-from fivefold.tracing.clocks import clock_offset
+from fivefold.tracing.clock_offset import clock_offset
 
 # ---- measure --------------------------------------------------------------------------------------------------------
 # What a rank measures: its matmuls, and the links of every axis of its mesh.

@@ -26,7 +26,7 @@ from fivefold.parallel.mesh import Mesh
 from fivefold.schedules.actions import COMPUTE, Action
 from fivefold.schedules.clock import BusySpan
 from fivefold.schedules.schedule import Schedule
-from fivefold.tracing.clocks import clock_offset
+from fivefold.tracing.clock_offset import clock_offset
 from fivefold.tracing.records import NamedSpan, RankTrace, StepWindow, Trace
 from fivefold.tracing.timer import Timer
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from fivefold.data.rows import Splits
 from fivefold.job.config import Job
 from fivefold.job.preflight import preflight
-from fivefold.launch import logs
+from fivefold.launch import rank_log
 from fivefold.launch.exits import INTERRUPTED, STOPPING, TERMINATED, say, say_ended, signal_name
 from fivefold.launch.world import World, current_world
 from fivefold.support.errors import TrainingError, UserError
@@ -140,4 +140,4 @@ def train_rank(rank: int, ranks: int, job: Job, start: Start, path: Path) -> Non
         report.send(Failed(f"{type(error).__name__}: {error}"))
         sys.exit(1)
     finally:
-        logs.end()  # before the peers notice: this rank's error explains theirs
+        rank_log.stop()  # before the peers notice: this rank's error explains theirs

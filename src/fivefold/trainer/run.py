@@ -23,7 +23,7 @@ from fivefold.data.corpus import entropy
 from fivefold.data.rows import Splits
 from fivefold.job.config import Job
 from fivefold.job.resume_rules import MEANT, Change, bends
-from fivefold.launch import group, heartbeat, logs
+from fivefold.launch import group, heartbeat, rank_log
 from fivefold.launch import world as worlds
 from fivefold.launch.device import (
     bind,
@@ -208,7 +208,7 @@ class _RankRun:
             marked = control.broadcast_value(_agreed(control, lambda: mark(directory)) or Path(), Path)
             check_shared(marked, control)
         if world.joined:
-            logs.keep(directory / "logs", world)
+            rank_log.capture(directory / "logs", world)
         if world.rank == 0:  # whose job is the one that is written
             self.job = _with_its_schedule(job, directory)
 

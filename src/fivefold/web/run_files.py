@@ -237,7 +237,7 @@ WIDE = 2000  # characters of a line that are read
 CHECKPOINTS, EVENTS = 100, 400  # the most of each that are listed, the newest
 MANIFESTS = 1 << 26  # bytes of manifests that are read
 _N = r"(\d{1,18})"  # a whole number, short enough to convert
-_START = re.compile(rf"={{20}} (\S+) rank {_N} of {_N} on (\S+), pid \d+(?:, start {_N})?")  # by launch/logs.py
+_START = re.compile(rf"={{20}} (\S+) rank {_N} of {_N} on (\S+), pid \d+(?:, start {_N})?")  # by launch/rank_log.py
 _RESUMES = re.compile(rf"resumes from .*, after step {_N}\b")
 _STOPPED = re.compile(rf"stopped by (.+) after step {_N}\b")
 _DONE = re.compile(r"\d+ steps in [\d.]+ s; job, metrics")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.launch import logs
+from fivefold.launch import rank_log
 from fivefold.launch.processes import RankError
 from fivefold.launch.world import World
 from tests.commands import fivefold
@@ -15,9 +15,9 @@ from tests.launch.test_joining import FAST, SLURM
 from tests.ranks import run_ranks
 
 
-def say_and_die(rank: int, world: int, folder: str, lives: str, most: int) -> None:
-    os.environ[logs.LIVES], logs.MOST = lives, most
-    logs.keep(Path(folder), World(rank, world, joined=True))
+def say_and_die(rank: int, world: int, folder: str, lock_file: str, max_bytes: int) -> None:
+    os.environ[rank_log.LOCK_FILE], rank_log.MAX_BYTES = lock_file, max_bytes
+    rank_log.capture(Path(folder), World(rank, world, joined=True))
     print("from Python", flush=True)
     print("an error", file=sys.stderr)
     os.write(1, b"from a library\n")  # past Python's buffers, as NCCL and glibc write
@@ -26,11 +26,11 @@ def say_and_die(rank: int, world: int, folder: str, lives: str, most: int) -> No
 
 
 def test_a_killed_rank_has_its_last_words_in_the_log(tmp_path: Path) -> None:
-    lives = tmp_path / "lives"
-    for most in (1 << 20, 200):
+    lock_file = tmp_path / "lock"
+    for max_bytes in (1 << 20, 200):
         with pytest.raises(RankError, match="SIGKILL"):
-            run_ranks(1, say_and_die, str(tmp_path / "logs"), str(lives), most)
-        logs.wait_for(lives)
+            run_ranks(1, say_and_die, str(tmp_path / "logs"), str(lock_file), max_bytes)
+        rank_log.wait_until_written(lock_file)
     first, second = (tmp_path / "logs" / "rank-0.log").read_text().split("=" * 20)[1:]  # appended
     assert " rank 0 of 1 on " in first.splitlines()[0]
     words = ["from Python", "an error", "from a library", "last words" + "." * 500]
@@ -66,5 +66,5 @@ def test_a_rank_of_another_launcher_keeps_its_log(tokens: Path, tmp_path: Path) 
 
 def test_a_log_that_cannot_be_written_costs_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "logs").touch()
-    logs.keep(tmp_path / "logs", World())
+    rank_log.capture(tmp_path / "logs", World())
     assert "no log is kept in" in capsys.readouterr().err
