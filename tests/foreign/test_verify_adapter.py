@@ -86,7 +86,7 @@ def test_random_numbers_replicas_and_masks_and_a_certificate_repeated(tmp_path: 
     file.write_text(json.dumps(first.to_dict()))
     again = check_certificate(file, f"{PLAIN}:Dropout")
     assert again.ok
-    assert [then for _, then, _ in again.rows] == [True, True, False]
+    assert [then for _, then, _, _ in again.rows] == [True, True, False]
 
 
 @pytest.mark.slow
