@@ -57,9 +57,15 @@ def verify_adapter(
 ) -> Certificate:
     """Prove that training code from elsewhere computes in each layout what it computes in one process.
 
-    `adapter` is FILE, FILE:NAME or the name of one that ships; `layouts` are those to verify, instead of the adapter's
-    own. Every step's loss, gradients and gradient norm are compared on every rank, and the parameters after `steps`
-    steps. Where they differ, the likely cause is named. Ranks of one layout have `timeout` seconds.
+    `adapter` is FILE, FILE:NAME or the name of one that ships (docs/others.md); `layouts` are those to verify, instead
+    of the adapter's own. Every step's loss, gradients and gradient norm are compared on every rank, and the parameters
+    after `steps` steps, on `device`, "cpu" or "cuda". `seed` is that of data, weights and dropout. Where they differ,
+    the likely cause is named. Ranks of one layout have `timeout` seconds; `progress(done, total, name)` is called
+    before each.
+
+    >>> found = ff.verify_adapter("pipelining", ["fsdp=2"])
+    >>> found.ok, found.proofs[0].layout
+    (True, {'fsdp': 2})
     """
     checked("--steps", steps, within(1, STEPS))
     checked("--seed", seed, within(0, _SEEDS))
@@ -103,7 +109,18 @@ def check_certificate(
     timeout: float = TIMEOUT,
     progress: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> RepeatedCertificate:
-    """Repeat what a certificate says. One of a file's adapter needs the file, `adapter`: a certificate runs no code."""
+    """Repeat what a certificate says: whether each layout still has its outcome, within its bounds.
+
+    `certificate` is the file that `fivefold verify --adapter ... -o` wrote. One of a file's adapter needs the file,
+    `adapter`: a certificate runs no code. `timeout` and `progress` are those of `ff.verify_adapter`.
+
+    >>> import json, pathlib
+    >>> file = pathlib.Path("certificate.json")
+    >>> found = ff.verify_adapter("pipelining", ["fsdp=2"], steps=1)
+    >>> size = file.write_text(json.dumps(found.to_dict()))
+    >>> ff.check_certificate(file).verdict
+    'the certificate holds'
+    """
     stated = read_certificate(Path(certificate))
     certified(Path(certificate), stated, adapter)
     now = verify_adapter(
