@@ -104,8 +104,17 @@ def test_every_function_s_docstring_has_examples_and_all_arguments(name: str) ->
     assert not missing, f"{name} does not say what {missing} are"
 
 
-STARTING = {"curve", "doctor", "dryrun", "experts", "train", "trace", "verify", "verify_adapter",
-            "check_certificate"}  # ranks, or torch: test_starting.py
+STARTING = {
+    "curve",
+    "doctor",
+    "dryrun",
+    "experts",
+    "train",
+    "trace",
+    "verify",
+    "verify_adapter",
+    "check_certificate",
+}  # ranks, or torch: test_starting.py
 EXAMPLES = [name for name in ff.__all__ if ">>> " in (inspect.getdoc(getattr(ff, name)) or "") and name not in STARTING]
 
 

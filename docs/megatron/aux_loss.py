@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 aux_loss.py
 
 A router sees 16 tokens: all of them in one process, and half of them on each of two tensor parallel ranks. The gradient
-of the auxiliary loss is summed over the ranks, and divided by the 16 tokens, as calculate_per_token_loss does. Printed is
-its ratio to that of one process: 1 would be right. https://github.com/NVIDIA/Megatron-LM/pull/5047 is about it.
+of the auxiliary loss is summed over the ranks, and divided by the 16 tokens, as calculate_per_token_loss does. Printed
+is its ratio to that of one process: 1 would be right. https://github.com/NVIDIA/Megatron-LM/pull/5047 is about it.
 """
 
 from types import SimpleNamespace

@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 interleaved_p2p.py
 
 In a steady state of the interleaved schedule each rank sends an activation to the next rank and a gradient to the one
-before. With two ranks that is the same one. Each rank sends activation 1 and gradient 2, and prints what it has received
-as the activation and as the gradient, with the library's default batch_p2p_comm=True, and without.
+before. With two ranks that is the same one. Each rank sends activation 1 and gradient 2, and prints what it has
+received as the activation and as the gradient, with the library's default batch_p2p_comm=True, and without.
 https://github.com/NVIDIA/Megatron-LM/issues/750 is about it, and Megatron-LM's command line refuses it.
 """
 

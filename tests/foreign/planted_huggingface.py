@@ -100,6 +100,6 @@ def ignored_padding():
     huggingface.AutoModelForCausalLM = type("Loader", (), {"from_config": staticmethod(from_config)})
 
 
-class padded:  # noqa: N801
+class padded:
     LAYOUTS = huggingface.padded.LAYOUTS
     batch, build, step, update = map(staticmethod, (huggingface.padded_batch, build, step, update))

@@ -94,7 +94,7 @@ def verify(
     curve: _Curve = False,
     adapter: _Adapter = None,
     check: _Check = None,
-    seed: Annotated[int, typer.Option(help="With --adapter: of data, weights and dropout.")] = 1234,
+    seed: Annotated[int, typer.Option(help="With --adapter: of weights, dropout, and which batches.")] = 1234,
     timeout: _Timeout = None,
     output: Output = None,
     html: Html = None,

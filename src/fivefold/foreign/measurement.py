@@ -12,6 +12,7 @@ from fivefold.foreign.adapter import Layout
 Values = NDArray[np.float64]
 Numbers = NDArray[np.int64]
 Device = Literal["cpu", "cuda"]
+SEED = 1234
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Settings:
 
     steps: int
     device: Device = "cpu"
-    seed: int = 1234
+    seed: int = SEED
     watch: bool = False  # look into modules, dropout and gradients before they are reduced; first step only
     still: bool = False  # dropout leaves everything as it is
 

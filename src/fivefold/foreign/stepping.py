@@ -10,7 +10,7 @@ from torch import Tensor
 from fivefold.foreign import numbering
 from fivefold.foreign.adapter import Adapter, AdapterFile, Layout, layout_text
 from fivefold.foreign.dropout import still
-from fivefold.foreign.measurement import Observation, RankValues, Settings, Values
+from fivefold.foreign.measurement import SEED, Observation, RankValues, Settings, Values
 from fivefold.foreign.watch import watching
 from fivefold.job.config import TrainConfig
 from fivefold.launch.device import choose_backend, choose_device
@@ -87,9 +87,9 @@ def run(
 
 
 def batch_of(adapter: Adapter, step: int, settings: Settings) -> Any:
-    """The global batch of a step, on the device."""
+    """The global batch of a step, on the device. Another seed begins with another batch of the adapter's."""
     torch.manual_seed(settings.seed + step)
-    return placed(adapter.batch(step), settings.device)
+    return placed(adapter.batch(step + abs(settings.seed - SEED) * settings.steps), settings.device)
 
 
 def placed(batch: Any, device: str) -> Any:

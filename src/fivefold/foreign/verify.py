@@ -23,6 +23,7 @@ from fivefold.foreign.layout_proof import REPLICAS, STILL, LayoutProof
 from fivefold.foreign.locate import located, module_rows
 from fivefold.foreign.masks import same_masks, unlike_masks
 from fivefold.foreign.measurement import (
+    SEED,
     AdapterDescription,
     Device,
     Insight,
@@ -39,7 +40,6 @@ from fivefold.version import __version__
 
 TIMEOUT = 300.0  # seconds for one layout: large frameworks take long to import
 STEPS_OF_PROOF = 2
-SEED = 1234
 _SEEDS = 2**31
 _RANK = "fivefold.foreign.rank"
 _MAX_WORLD = 64
@@ -59,7 +59,8 @@ def verify_adapter(
 
     `adapter` is FILE, FILE:NAME or the name of one that ships (docs/others.md); `layouts` are those to verify, instead
     of the adapter's own. Every step's loss, gradients and gradient norm are compared on every rank, and the parameters
-    after `steps` steps, on `device`, "cpu" or "cuda". `seed` is that of data, weights and dropout. Where they differ,
+    after `steps` steps, on `device`, "cpu" or "cuda". `seed` is that of weights
+    and dropout, and chooses the batches. Where they differ,
     the likely cause is named. Ranks of one layout have `timeout` seconds; `progress(done, total, name)` is called
     before each.
 

@@ -9,9 +9,9 @@ switches: zero1 (its distributed optimizer), overlap (its reduction during the b
 other dispatcher of tokens), batch_p2p (with vpp: its default communication between stages, which needs pp from 3).
 
 It runs on CPU processes in float64, by fivefold.foreign.cuda_on_cpu, or on GPUs by --device cuda, with the layers that
-Megatron-Core has in PyTorch ("local"). What is CUDA alone is not verified: Transformer Engine and all that needs it (context parallelism,
-FP8, grouped GEMM of experts, tp_comm_overlap), Apex, flash attention, fused kernels, CUDA graphs, DeepEP. Its norms are
-of those, so there is one here, marked for sequence parallelism as theirs are.
+Megatron-Core has in PyTorch ("local"). What is CUDA alone is not verified: Transformer Engine and all that needs it
+(context parallelism, FP8, grouped GEMM of experts, tp_comm_overlap), Apex, flash attention, fused kernels, CUDA graphs,
+DeepEP. Its norms are of those, so there is one here, marked for sequence parallelism as theirs are.
 """
 
 import logging

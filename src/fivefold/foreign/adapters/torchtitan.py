@@ -5,8 +5,8 @@
 
 The debug model made narrow, in float64, on CPU ranks, or on GPUs by --device cuda. Patched from here: the device type;
 float64 as a dtype of the configuration; `Tensor.float()`, which the loss and RoPE call, keeps float64; flex attention
-has no backward pass on a CPU, nor in float64, so its masks are made dense; a pipeline takes the whole batch, for want of
-a list of microbatches in PyTorch 2.13.
+has no backward pass on a CPU, so its masks are made dense; a pipeline takes the whole batch, for want of a list of
+microbatches in PyTorch 2.13.
 
 What cannot run on a CPU is not proven: compiled flex attention, varlen attention, CUDA graphs, symmetric memory,
 dist_gemm, DeepEP, float8. Its default backend, spmd_types, needs a newer FSDP than that of PyTorch 2.13.
