@@ -82,7 +82,7 @@ extras-test: install
 # The adapters of `verify --adapter` with the released packages, and bugs planted in these; 400 MB that nobody else needs.
 others-test: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[others-test]"
-	$(KEEP) others $(BIN)/python -m pytest -vv --no-header -rs -m extras tests/foreign
+	$(KEEP) others $(BIN)/python -m pytest -vv --no-header -rs --durations=20 -m "extras or slow" tests/foreign
 
 # What CUDA and NCCL prove, on one GPU that ranks share: under ten minutes on an H200 with 16 cores. -rP
 # shows what tests print: seconds, and who was named.

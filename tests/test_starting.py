@@ -6,7 +6,7 @@ import pytest
 
 from tests.test_api import STARTING, run_examples
 
-LONG = {"curve", "doctor"}
+LONG = {"check_certificate", "curve", "doctor"}
 
 
 @pytest.mark.parametrize(

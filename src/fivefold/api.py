@@ -6,6 +6,8 @@ all of them together take a second.
 
 from fivefold.accuracy.result import planner_accuracy as planner_accuracy
 from fivefold.dry.run import dryrun as dryrun
+from fivefold.foreign.verify import check_certificate as check_certificate
+from fivefold.foreign.verify import verify_adapter as verify_adapter
 from fivefold.hardware.cluster import Cluster as Cluster
 from fivefold.job.config import Job as Job
 from fivefold.job.config import read_job as read_job

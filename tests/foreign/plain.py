@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 LAYOUTS = ["dp=2", {"fsdp": 2}]
 KNOWN = {"tokens of a sample": 12}
@@ -22,10 +23,18 @@ class Net(nn.Module):
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
         self.head.weight = self.embedding.weight  # tied
         self.drop = nn.Dropout(0.0)
+        self.recompute = ""
 
     def forward(self, tokens):
         hidden = self.embedding(tokens)
-        return self.head(hidden + self.drop(self.down(F.gelu(self.up(self.norm(hidden))))))
+        if self.recompute:
+            added = checkpoint(self.block, hidden, use_reentrant=self.recompute == "reentrant")
+        else:
+            added = self.block(hidden)
+        return self.head(hidden + added)
+
+    def block(self, hidden):
+        return self.drop(self.down(F.gelu(self.up(self.norm(hidden)))))
 
 
 def batch(step):
@@ -91,13 +100,15 @@ def update(model):
     model.optimizer.step()
     if here is not None:
         return {"grad_norm": here}
+    if getattr(model, "bug", "") == "unreduced":
+        return {"grad_norm": norm}
     return {"grad_norm": norm.full_tensor() if hasattr(norm, "full_tensor") else norm}
 
 
 class Dropout:
     """The same with random numbers."""
 
-    LAYOUTS = ("dp=2", "tp=2", "tp=2,bug=unlike_masks")
+    LAYOUTS = ("dp=2", "tp=2", "tp=2,bug=unlike_masks", "dp=2,bug=sum")
     batch, step, update = staticmethod(batch), staticmethod(step), staticmethod(update)
 
     @staticmethod
@@ -105,10 +116,45 @@ class Dropout:
         return made(layout, 0.5)
 
 
+class Odd:
+    """Legal, and easily taken for a bug: a buffer that is drawn in build(), a norm that is a DTensor of summands,
+    layers that are computed again, a sample without a target. And two bugs that these could hide."""
+
+    LAYOUTS = (
+        "fsdp=2,bug=unreduced", "dp=2,recompute=reentrant", "dp=2,bug=mean_of_means",
+        "dp=2,recompute=reentrant,bug=wrong_up", "dp=2,recompute=plain,bug=wrong_up",
+    )  # fmt: skip
+    step, update = staticmethod(step), staticmethod(update)
+
+    @staticmethod
+    def batch(step):
+        tokens, labels = batch(step)
+        labels[2] = -100
+        return tokens, labels
+
+    @staticmethod
+    def build(layout):
+        model = made({key: value for key, value in layout.items() if key != "recompute"}, 0.0)
+        net = getattr(model, "module", model)
+        net.register_buffer("shift", torch.randn(WIDTH))
+        net.norm.register_forward_hook(lambda module, args, output: output + net.shift)
+        net.recompute = layout.get("recompute", "")
+        if layout.get("bug") == "wrong_up":
+            net.up.register_forward_hook(lambda module, args, output: 1.5 * output)
+        return model
+
+
 class Narrow:
     """In float32, where the bound is measured."""
 
     LAYOUTS, DTYPE = ("dp=2", "dp=2,bug=sum"), "float32"
+    batch, build, step, update = map(staticmethod, (batch, build, step, update))
+
+
+class Coarse:
+    """In bfloat16."""
+
+    LAYOUTS, DTYPE = ("dp=2", "dp=2,bug=sum"), "bfloat16"
     batch, build, step, update = map(staticmethod, (batch, build, step, update))
 
 

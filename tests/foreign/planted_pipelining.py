@@ -9,11 +9,11 @@ from fivefold.foreign.adapters import pipelining
 from fivefold.foreign.adapters.pipelining import *  # noqa: F403
 
 
-def build(layout):
+def build(layout, device):
     bug = layout.pop("bug", "")
     if bug:
         globals()[bug]()
-    model = pipelining.build(layout)
+    model = pipelining.build(layout, device)
     if bug == "summed":
         for stage in model:
             stage.set_gradient_divide_factor(1.0)  # FSDP2 divides by its ranks, and here by nothing

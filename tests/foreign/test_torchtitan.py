@@ -4,21 +4,17 @@ from pathlib import Path
 
 import pytest
 
+from fivefold.foreign.certificate import Certificate
 from fivefold.foreign.verify import verify_adapter
+from tests.foreign.planted import BUGS, Bug, told
 
 pytestmark = pytest.mark.extras
 for package in ("torchtitan", "spmd_types", "datasets", "triton"):
     pytest.importorskip(package, reason=f"{package} is not installed: pip install torchtitan==0.3.0 triton")
 
 PLANTED = str(Path(__file__).with_name("planted_torchtitan.py"))
+TITANS = [bug for bug in BUGS if bug.framework == "torchtitan"]
 TIMEOUT = 900.0  # a rank imports torchtitan for seconds
-
-
-def told(layout: str) -> str:
-    [proof] = verify_adapter(PLANTED, [layout], timeout=TIMEOUT).proofs
-    assert not proof.broken
-    assert not proof.passed
-    return "\n".join(f"{cause.text}; {cause.likely}" for cause in proof.causes)
 
 
 def test_every_layout_of_the_adapter_is_one_process():
@@ -28,15 +24,13 @@ def test_every_layout_of_the_adapter_is_one_process():
     assert certificate.versions["torchtitan"]
 
 
-def test_fsdp_that_divides_by_its_ranks_though_the_loss_is_of_all_targets():
-    text = told("fsdp=2,bug=averaged")
-    assert "exactly x 0.5 = 1/fsdp on every rank that holds them" in text
-    assert "divided by the number of data ranks once too often" in text
+@pytest.fixture(scope="module")
+def planted() -> Certificate:
+    return verify_adapter(PLANTED, [bug.layout for bug in TITANS], timeout=TIMEOUT)
 
 
-def test_a_schedule_that_divides_by_its_microbatches():
-    assert "exactly x 0.25 = 1/microbatches on every rank that holds them" in told("pp=2,schedule=1F1B,bug=scaled")
-
-
-def test_positions_that_begin_anew_on_every_rank_of_context_parallelism():
-    assert "forward: the output of layers.0.attention" in told("cp=2,bug=local_positions")
+@pytest.mark.parametrize("bug", TITANS, ids=lambda bug: bug.layout)
+def test_a_planted_bug_is_found_and_named(planted: Certificate, bug: Bug) -> None:
+    said = told(planted.proofs[TITANS.index(bug)])
+    for words in bug.words:
+        assert words in said

@@ -1,7 +1,6 @@
 """Training code in plain PyTorch with bugs planted: each is found and named, and nothing where there is none."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -73,28 +72,50 @@ def test_what_is_certified(verified: Certificate, tmp_path: Path) -> None:
     assert refusal(lambda: check_certificate(file)).codes == ["certificate.read"]
 
 
-def test_random_numbers_replicas_and_masks_and_a_certificate_repeated(tmp_path: Path) -> None:
+def test_dropout_is_compared_by_value_and_its_masks_and_the_certificate_repeated(tmp_path: Path) -> None:
     first = verify_adapter(f"{PLAIN}:Dropout")
-    assert first.random
-    split, copies, unlike = first.proofs
-    assert split.passed  # other masks, as there must be; the replicas agree
-    assert copies.passed
+    assert first.random == "dropout"
+    split, copies, unlike, summed = first.proofs
+    for right in (split, copies):
+        assert right.passed
+        assert {deviation.quantity for deviation in right.deviations} == {"loss", "gradient", "norm", "parameter"}
+    assert first.worst > 0.1  # a gradient was summed
+    assert any("draw the same masks" in remark for remark in split.remarks)
+    assert not copies.remarks
     assert not unlike.passed
     assert "ranks [0, 1] hold the same activation and draw different masks" in told(unlike)
     assert "plain.py:" in told(unlike)
+    assert "all 7 gradients" in told(summed)
+    assert "exactly x 2 = dp" in told(summed)
     file = tmp_path / "certificate.json"
     file.write_text(json.dumps(first.to_dict()))
     again = check_certificate(file, f"{PLAIN}:Dropout")
-    assert again.ok
-    assert [then for _, then, _ in again.rows] == [True, True, False]
+    assert again.holds
+    assert not again.ok
+    assert [then for _, then, _, _ in again.rows] == [True, True, False, False]
+
+
+def test_what_is_legal_and_easily_taken_for_a_bug() -> None:
+    certificate = verify_adapter(f"{PLAIN}:Odd")
+    assert not certificate.random  # a buffer that build() draws is the same in all runs
+    unreduced, recomputed, means, *wrong = certificate.proofs
+    assert unreduced.passed
+    assert recomputed.passed
+    assert "a mean of 2 means" in told(means)
+    assert "those with targets: 0 to 1, 3 to 7" in told(means)
+    for proof in wrong:  # not the last module, with which the calls of a backward pass begin
+        assert "forward: the output of up is the first that differs, on rank 0; what it is given is that" in told(proof)
 
 
 @pytest.mark.slow
-def test_in_a_narrow_dtype_the_bound_is_measured() -> None:
-    right, wrong = verify_adapter(f"{PLAIN}:Narrow").proofs
+@pytest.mark.parametrize(("name", "least", "most"), [("Narrow", 1e-9, 1e-4), ("Coarse", 1e-4, 0.1)])
+def test_in_a_narrow_dtype_the_bound_is_measured(name: str, least: float, most: float) -> None:
+    right, wrong = verify_adapter(f"{PLAIN}:{name}").proofs
     assert right.passed
-    assert 1e-9 < max(deviation.error for deviation in right.deviations if deviation.quantity == "gradient") < 1e-4
-    assert "x 2 = dp" in told(wrong)
+    assert least < max(deviation.error for deviation in right.deviations if deviation.quantity == "gradient") < most
+    assert not wrong.passed
+    if name == "Narrow":
+        assert "x 2 = dp" in told(wrong)
 
 
 @pytest.mark.slow
@@ -103,16 +124,3 @@ def test_more_planted_bugs() -> None:
         assert not proof.passed
         for part in words.split("|"):
             assert part in told(proof)
-
-
-def test_the_page_for_users_says_what_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """docs/others.md: the first adapter differs for the reason that the page names, and the second holds."""
-    page = (Path(__file__).parents[2] / "docs/others.md").read_text()
-    first, second = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    monkeypatch.chdir(tmp_path)
-    for name, text in (("first.py", first), ("second.py", first.partition("def step")[0] + second)):
-        (tmp_path / name).write_text(text)
-    wrong, right = verify_adapter("first.py", ["dp=2"]), verify_adapter("second.py", ["dp=2"])
-    assert told(wrong.proofs[0]).splitlines()[0].startswith("the samples of the batch enter x [0.86207 x4, 1.1905 x4]")
-    assert "[0.86207 x4, 1.1905 x4]: a mean of 2 means" in page
-    assert right.ok

@@ -1,5 +1,7 @@
 """`fivefold verify` compares a layout with one process; `fivefold dryrun` runs any rank of a layout without GPUs."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -21,12 +23,14 @@ from fivefold.cli.options import (
     split,
     write_page,
 )
-from fivefold.render.blocks import console_of, show
+from fivefold.render.blocks import TEXTS, check_writable, console_of, show
+from fivefold.render.paint import PICTURES
 from fivefold.support.errors import UserError
 from fivefold.support.files import write
 
 if TYPE_CHECKING:
-    from fivefold.foreign.certificate import Certificate, RepeatedCertificate
+    from fivefold.foreign.certificate import Certificate
+    from fivefold.foreign.repeated import RepeatedCertificate
     from fivefold.verifier.verify import CurveResult
 
 VERIFY = "Verify a layout against one process.  [dim]fivefold verify --layout dp=2,tp=2,zero=3[/]"
@@ -90,6 +94,7 @@ def verify(
     curve: _Curve = False,
     adapter: _Adapter = None,
     check: _Check = None,
+    seed: Annotated[int, typer.Option(help="With --adapter: of weights, dropout, and which batches.")] = 1234,
     timeout: _Timeout = None,
     output: Output = None,
     html: Html = None,
@@ -143,6 +148,8 @@ def verify(
 
       fivefold verify --adapter my_adapter.py -o certificate.json
 
+      fivefold verify --adapter my_adapter.py -o badge.svg
+
       fivefold verify --adapter huggingface dp=2 fsdp=2
 
       fivefold verify --check certificate.json --adapter my_adapter.py
@@ -154,9 +161,13 @@ def verify(
     from fivefold.verifier.verify import verify as prove
 
     if adapter is not None or check is not None:
-        proof = _foreign(context, adapter, check, words or [], timeout)
+        check_writable(output, *TEXTS, *(() if check is not None else PICTURES))
+        check_writable(html)
+        with _stoppable():
+            proof = _foreign(context, adapter, check, words or [], timeout)
         show(proof, as_json, output, _certificate_page(proof, html))
         return
+    refuse(options_given(context, {"seed": "--seed"}), "is for --adapter; a job has train.seed")
     check_whole_layout(layout, words or [])
     file, changes = split(words)
     if curve:
@@ -165,17 +176,22 @@ def verify(
     if file is not None:
         _page(Path(file), changes or options_given(context, _OF_PROOFS | _OF_JOBS), html, as_json)
         return
+    with _stoppable(), counting_bar() as progress:
+        result = prove(
+            layout, changes, model=model, dtype=dtype, steps=steps, seq=seq, batch=batch, device=device,
+            everything=everything, world=world, sample=sample, jobs=jobs, repeat=repeat,
+            timeout=120.0 if timeout is None else timeout, progress=progress,
+        )  # fmt: skip
+    show(result, as_json, output, [] if html is None else [write_page(result, html)])
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
     try:
-        with counting_bar() as progress:
-            result = prove(
-                layout, changes, model=model, dtype=dtype, steps=steps, seq=seq, batch=batch, device=device,
-                everything=everything, world=world, sample=sample, jobs=jobs, repeat=repeat,
-                timeout=120.0 if timeout is None else timeout, progress=progress,
-            )  # fmt: skip
+        yield
     except KeyboardInterrupt:
         Console(stderr=True).print("stopped; nothing is proven")
         raise typer.Exit(130) from None
-    show(result, as_json, output, [] if html is None else [write_page(result, html)])
 
 
 def _foreign(
@@ -191,23 +207,30 @@ def _foreign(
     layout = context.params["layout"]
     with counting_bar() as progress:
         if check is not None:
-            given = [*options_given(context, {name: f"--{name}" for name in ("layout", "steps", "device")}), *words]
+            given = [
+                *options_given(context, {name: f"--{name}" for name in ("layout", "steps", "device", "seed")}),
+                *words,
+            ]
             refuse(given, "is what a certificate says itself; leave it out with --check")
             return check_certificate(check, adapter or "", timeout=limit, progress=progress)
         layouts = [*([layout] if layout else []), *words]
         steps = context.params["steps"] if options_given(context, {"steps": "--steps"}) else STEPS_OF_PROOF
         return verify_adapter(
-            str(adapter), layouts, steps=steps, device=context.params["device"], timeout=limit, progress=progress
-        )
+            str(adapter), layouts, steps=steps, seed=context.params["seed"], device=context.params["device"],
+            timeout=limit, progress=progress,
+        )  # fmt: skip
 
 
 def _certificate_page(proof: "Certificate | RepeatedCertificate", html: Path | None) -> list[str]:
     """Write the page of a certificate, if one is wanted; what is to be said of it."""
+    from fivefold.foreign.certificate import Certificate
     from fivefold.render.html import Section, to_page
 
     if html is None:
         return []
-    write(html, to_page("Training code against one process", [Section("Layouts", [*proof.blocks()])], {}))
+    certificate = proof if isinstance(proof, Certificate) else proof.now
+    sections = [Section("Layouts", [*proof.blocks()]), Section("The record", [*certificate.record()])]
+    write(html, to_page("Training code against one process", sections, {}))
     return [f"page written to {html}"]
 
 

@@ -3,6 +3,7 @@
     LAYOUTS = ["dp=2", "tp=2,sp"]                 # what to verify; dp, fsdp, tp, pp and cp multiply to the ranks
     def batch(step): return tokens, labels        # the global batch, the same on every rank and in every layout
     def build(layout): return model               # {"tp": 2, "sp": 1}; {} is one process. The process group is up
+                                                  # build(layout, device) is given "cpu" or "cuda", too
     def step(model, batch): return {"loss": ...}  # forward, backward, reductions; gradients stay, and are not clipped
 
     # where the usual does not do
@@ -12,11 +13,13 @@
     def update(model): ...         # clip and step the optimizer; {"grad_norm": ...}, or None
     def world(layout): ...         # how many ranks it has
     TERMS = {"aux loss": switch}   # switch(model, False) leaves a term of the loss out, switch(model, True) undoes it
-    KNOWN = {"microbatches": 4}    # numbers that a factor may be named after
+    KNOWN = {"microbatches": 4}    # what a factor may be named after; or a function of the layout
     DTYPE = "float64"              # or float32, bfloat16
+    DEVICES = ("cpu", "cuda")      # where it runs
 
-Nothing of Fivefold needs to be imported. A loss may be None on ranks that do not know it. The model may be a list of
-modules, as chunks of a pipeline are.
+Nothing of Fivefold needs to be imported. The tensors of a batch are put on the device; the environment variable
+FIVEFOLD_DEVICE has it while the file is imported. A loss may be None on ranks that do not know it. The model may be a
+list of modules, as chunks of a pipeline are.
 """
 
 import hashlib
@@ -37,11 +40,12 @@ Layout = dict[str, int | str]  # as an adapter reads it
 
 MULTIPLY = ("dp", "dp_replicate", "dp_shard", "fsdp", "tp", "pp", "cp")
 DTYPES = ("float64", "float32", "bfloat16")
-SHIPPED = Path(__file__).parent / "adapters"  # a plain name is one of these files
+SHIPPED = Path(__file__).resolve().parent / "adapters"  # a plain name is one of these files
 _ARGUMENTS = {
     "batch": ["step"], "build": ["layout"], "step": ["model", "batch"], "named": ["model"], "load": ["model", "full"],
     "grad": ["parameter"], "update": ["model"], "world": ["layout"],
 }  # fmt: skip
+_DEVICES = ("cpu", "cuda")
 _NEEDED = ("batch", "build", "step")
 
 
@@ -127,16 +131,30 @@ class Adapter:
         if problems := list(_shortcomings(given, place.text)):
             raise UserError([Problem("adapter.protocol", problem) for problem in problems])
         self.batch: Callable[[int], Any] = given.batch
-        self.build: Callable[[Layout], Any] = given.build
         self.step: Callable[[Any, Any], Any] = given.step
         self.update: Callable[[Any], Any] | None = getattr(given, "update", None)
         self.grad: Callable[[Any], Any] = getattr(given, "grad", lambda parameter: parameter.grad)
         self.own_grad = hasattr(given, "grad")
         self.own_load: Callable[[Any, Mapping[str, Any]], Any] | None = getattr(given, "load", None)
         self.terms: dict[str, Callable[[Any, bool], Any]] = dict(getattr(given, "TERMS", {}))
-        self.known: dict[str, float] = {str(key): value for key, value in getattr(given, "KNOWN", {}).items()}
         self.dtype: str = getattr(given, "DTYPE", "float64")
+        self.devices: tuple[str, ...] = tuple(getattr(given, "DEVICES", _DEVICES))
         self.layouts = [parse_layout(layout) for layout in given.LAYOUTS]
+
+    def build(self, layout: Layout, device: str = "cpu") -> Any:
+        """The model on the device, whether the adapter asks for that or knows it."""
+        takes = _takes(self.given.build, 2)
+        return self.given.build(dict(layout), device) if takes else self.given.build(dict(layout))
+
+    def known(self, layout: Layout) -> dict[str, float]:
+        """Numbers that a factor may be named after in this layout."""
+        given = getattr(self.given, "KNOWN", {})
+        numbers = given(dict(layout)) if callable(given) else given
+        if not isinstance(numbers, dict) or not all(isinstance(value, int | float) for value in numbers.values()):
+            raise UserError(
+                f"KNOWN of the adapter gives {numbers!r}; it should be a dict of numbers", "adapter.protocol"
+            )
+        return {str(key): value for key, value in numbers.items()}
 
     def world(self, layout: Layout) -> int:
         if not layout:
@@ -228,16 +246,20 @@ def _shortcomings(given: Any, name: str) -> Iterable[str]:
             continue
         if not callable(function):
             yield f"{member} of the adapter {name} is a {type(function).__name__}, and not a function"
-        elif not _takes(function, len(arguments)):
+        elif not _takes(function, len(arguments)) and not (member == "build" and _takes(function, 2)):
             yield f"{member} of the adapter {name} should take {member}({', '.join(arguments)})"
     if not (layouts := getattr(given, "LAYOUTS", None)) or not isinstance(layouts, list | tuple):
         yield f'the adapter {name} has no LAYOUTS, a list such as ["dp=2", "tp=2,sp"]'
     if (dtype := getattr(given, "DTYPE", "float64")) not in DTYPES:
         yield f"DTYPE of the adapter {name} is {dtype!r}; it should be one of {', '.join(DTYPES)}"
-    for attribute in ("TERMS", "KNOWN"):
-        if not isinstance(getattr(given, attribute, {}), dict):
-            yield f"{attribute} of the adapter {name} should be a dict"
     known = getattr(given, "KNOWN", {})
+    if not isinstance(getattr(given, "TERMS", {}), dict):
+        yield f"TERMS of the adapter {name} should be a dict"
+    if not isinstance(known, dict) and not callable(known):
+        yield f"KNOWN of the adapter {name} should be a dict, or a function of the layout that gives one"
+    devices = getattr(given, "DEVICES", _DEVICES)
+    if not isinstance(devices, list | tuple) or not devices or set(devices) - set(_DEVICES):
+        yield f'DEVICES of the adapter {name} is {devices!r}; it should be ("cpu",), ("cuda",) or both'
     if isinstance(known, dict) and (odd := [key for key, value in known.items() if not isinstance(value, int | float)]):
         yield f"KNOWN of the adapter {name} has {odd[0]}={known[odd[0]]!r}, which is not a number"
     if isinstance(given, dict):

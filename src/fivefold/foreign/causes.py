@@ -5,8 +5,11 @@ import math
 import numpy as np
 
 from fivefold.foreign.compare import at_numbers
-from fivefold.foreign.evidence import SHOWN, Cause, Evidence, factor_name
+from fivefold.foreign.evidence import CLIPPING, DDP, OPTIMIZERS, SHOWN, Cause, Evidence, factor_name
 from fivefold.foreign.gradient_causes import gradient_causes
+
+_UNREDUCED = "step() returns it unreduced"
+_CLIPS = "gradients are right; clipping by it is not"
 
 
 def causes(evidence: Evidence) -> list[Cause]:
@@ -18,7 +21,8 @@ def causes(evidence: Evidence) -> list[Cause]:
         found += _norm_causes(evidence)
         found += _update_causes(evidence)
     if not found and all(d.step > 1 for d in evidence.deviations if not d.passed):
-        found.append(Cause("the first step is right in all, and the next is not: look at the state that a step leaves"))
+        later = "the first step is right in all, and the next is not: look at the state that a step leaves"
+        found.append(Cause(later, "gradients that are not cleared, or the optimizer's state", OPTIMIZERS))
     return found
 
 
@@ -30,11 +34,12 @@ def _loss_causes(evidence: Evidence) -> list[Cause]:
     truth = evidence.reference.losses[0]
     factors = {float(f"{loss / truth:.8g}") for loss in losses} if truth else set()
     if len(factors) == 1 and (name := factor_name(min(factors), evidence.layout, evidence.known, len(evidence.ranks))):
-        return [Cause(f"the loss is x {min(factors):.6g} = {name} on every rank that has one")]
+        text = f"the loss is x {min(factors):.6g} = {name} on every rank that has one"
+        return [Cause(text, "step() returns it summed or averaged over ranks once too often", DDP)]
     if len(set(losses)) > 1 and math.isclose(sum(losses) / len(losses), truth, rel_tol=1e-9):
-        return [Cause("the loss is each rank's own: their mean is that of one process", "step() returns it unreduced")]
+        return [Cause("the loss is each rank's own: their mean is that of one process", _UNREDUCED, DDP)]
     if len(set(losses)) > 1 and math.isclose(sum(losses), truth, rel_tol=1e-9):
-        return [Cause("the loss is each rank's share: their sum is that of one process", "step() returns it unreduced")]
+        return [Cause("the loss is each rank's share: their sum is that of one process", _UNREDUCED, DDP)]
     return []
 
 
@@ -60,10 +65,11 @@ def _norm_causes(evidence: Evidence) -> list[Cause]:
         guesses[f"{name} is counted twice"] = squares.sum() + own
     for text, square in guesses.items():
         if found is not None and math.isclose(found**2, float(square), rel_tol=1e-9):
-            return [Cause(f"the gradient norm is {found:.8g}: {text}", "gradients are right; clipping by it is not")]
+            return [Cause(f"the gradient norm is {found:.8g}: {text}", _CLIPS, CLIPPING)]
     factor = (found or 0.0) / (evidence.reference.norms[0] or math.inf)
     name = factor_name(factor, evidence.layout, evidence.known, len(evidence.ranks))
-    return [Cause(f"the gradient norm is x {factor:.8g}{f' = {name}' if name else ''}, and the gradients are right")]
+    text = f"the gradient norm is x {factor:.8g}{f' = {name}' if name else ''}, and the gradients are right"
+    return [Cause(text, _CLIPS, CLIPPING)]
 
 
 def _update_causes(evidence: Evidence) -> list[Cause]:
@@ -91,7 +97,13 @@ def _update_causes(evidence: Evidence) -> list[Cause]:
     if len(factors) == 1 and not math.isnan(factor := factors.pop()):
         what = "are not updated" if abs(factor) < 1e-9 else f"move x {factor:.6g}"
         return [
-            Cause(f"gradients are right, and parameters {what}: {shown}", "the optimizer's step, or what it is given")
+            Cause(
+                f"gradients are right, and parameters {what}: {shown}",
+                "the optimizer's step, or what it is given",
+                OPTIMIZERS,
+            )
         ]
     likely = "the optimizer's state, its groups (weight decay, learning rate), or shards that are not gathered"
-    return [Cause(f"gradients and norm are right, and parameters after the update are not: {shown}", likely)]
+    return [
+        Cause(f"gradients and norm are right, and parameters after the update are not: {shown}", likely, OPTIMIZERS)
+    ]

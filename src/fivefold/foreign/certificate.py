@@ -6,65 +6,26 @@ It holds no code and no path: to repeat it one names the adapter, whose digest m
 import hashlib
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from fivefold.foreign.adapter import Layout, layout_text
-from fivefold.foreign.compare import Deviation
-from fivefold.foreign.evidence import Cause
-from fivefold.foreign.measurement import Device
-from fivefold.render.blocks import Block, Cell, Result, Table, Text
-from fivefold.support.errors import UserError
+from fivefold.foreign.layout_proof import (
+    QUANTITIES,
+    STILL,
+    LayoutProof,
+    failure,
+    modules_table,
+    proofs_table,
+)
+from fivefold.render.blocks import Block, Result, Table, Text
+from fivefold.render.scene import GREEN, GREY, RED, Rect, Scene, TextMark, rgb, text_on, text_width
 from fivefold.support.text import counted
 
-FORMAT = "fivefold certificate 1"
-_QUANTITIES = ("loss", "gradient", "norm", "parameter")
-_SHOWN = 3  # deviations of a failing layout that are printed
-
-
-@dataclass(frozen=True)
-class LayoutProof:
-    layout: Layout
-    world: int
-    seconds: float
-    deviations: Sequence[Deviation]  # the worst first
-    causes: Sequence[Cause] = ()
-    broken: str = ""  # why there are no numbers
-    details: str = ""
-    random: bool = False  # only replicas and masks were compared
-
-    @property
-    def passed(self) -> bool:
-        told = self.random and self.causes
-        return not self.broken and not told and all(deviation.passed for deviation in self.deviations)
-
-    @property
-    def failed(self) -> list[Deviation]:
-        return [deviation for deviation in self.deviations if not deviation.passed]
-
-    def worst(self, quantity: str) -> Deviation | None:
-        """The largest multiple of its tolerance."""
-        return next((deviation for deviation in self.deviations if deviation.quantity == quantity), None)
-
-    def to_dict(self) -> dict[str, Any]:
-        row: dict[str, Any] = {"layout": self.layout, "ranks": self.world, "passed": self.passed}
-        if self.broken:
-            return row | {"broken": self.broken}
-        for quantity in _QUANTITIES:
-            if (worst := self.worst(quantity)) is not None:
-                row[quantity] = {"error": _finite(worst.error), "bound": worst.tolerance, "name": worst.name}
-        if not self.passed:
-            row["failed"] = [str(deviation) for deviation in self.failed]
-            row["causes"] = [{key: value for key, value in vars(cause).items() if value} for cause in self.causes]
-        return row | ({"compared": "replicas and dropout masks"} if self.random else {})
-
-
-def _finite(number: float) -> float | str:
-    return number if math.isfinite(number) else "infinite"
+FORMAT = "fivefold certificate 2"
+_BADGE_LABEL, _BADGE_SIZE, _BADGE_HEIGHT = "verified", 11.0, 20.0
+_FRAMEWORKS = ("megatron-core", "torchtitan", "transformers", "accelerate", "deepspeed")
 
 
 @dataclass(frozen=True)
@@ -74,31 +35,45 @@ class Certificate(Result):
     dtype: str
     device: str
     steps: int
-    random: bool
+    seed: int
+    random: str  # "", "dropout", or "draws": the model draws random numbers
     parameters: int
     versions: Mapping[str, str]
     proofs: Sequence[LayoutProof]
+    threads: int = 1  # of one process; each rank has as many, or its share of the cores
+    files: Mapping[str, str] = field(default_factory=dict)  # SHA-256 of what the adapter imports from beside itself
     created: str = field(default_factory=lambda: datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
 
     @property
     def ok(self) -> bool:  # type: ignore[override]
-        return all(proof.passed for proof in self.proofs)
+        return bool(self.proofs) and all(proof.passed for proof in self.proofs)
 
     @property
     def worst(self) -> float:
-        errors = [deviation.error for proof in self.proofs for deviation in proof.deviations]
+        """Of all values that were compared with one process."""
+        errors = [deviation.error for proof in self.proofs if proof.by_value for deviation in proof.deviations]
         return max(errors, default=math.nan)
 
     @property
+    def framework(self) -> str:
+        found = next((f"{name} {number}" for name, number in self.versions.items() if name in _FRAMEWORKS), "")
+        return found or f"torch {self.versions.get('torch', '')}"
+
+    @property
     def summary(self) -> str:
-        """One line for a README."""
-        passed = sum(proof.passed for proof in self.proofs)
-        framework = next((f"{name} {number}" for name, number in self.versions.items() if name in _FRAMEWORKS), "")
-        framework = framework or f"torch {self.versions.get('torch', '')}"
+        """One line for a README: of how many layouts the values were compared, and of how many they were not."""
+        passed = [proof for proof in self.proofs if proof.passed]
         if not self.ok:
-            count, all_of_them = len(self.proofs) - passed, counted(len(self.proofs), "layout")
-            return f"{count} of {all_of_them} differ{'s' if count == 1 else ''} from one process ({framework})"
-        return f"{counted(passed, 'layout')} = one process within {self.worst:.1e} ({self.dtype}, {framework})"
+            count, all_of_them = len(self.proofs) - len(passed), counted(len(self.proofs), "layout")
+            return f"{count} of {all_of_them} differ{'s' if count == 1 else ''} from one process ({self.framework})"
+        by_value = sum(proof.by_value for proof in passed)
+        parts = []
+        if by_value:
+            still = " without dropout" if any(proof.compared == STILL for proof in passed) else ""
+            parts.append(f"{counted(by_value, 'layout')} = one process{still} within {self.worst:.1e}")
+        if others := len(passed) - by_value:
+            parts.append(f"in {counted(others, 'layout')} only replicas and masks were compared, and agree")
+        return f"{'; '.join(parts)} ({self.dtype}, {self.framework})"
 
     def to_dict(self) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -107,9 +82,13 @@ class Certificate(Result):
             "summary": self.summary,
             "adapter": self.adapter,
             "adapter_sha256": self.adapter_digest,
+            "files": dict(self.files),
             "dtype": self.dtype,
             "device": self.device,
+            "threads": self.threads,
             "steps": self.steps,
+            "seed": self.seed,
+            "random": self.random,
             "parameters": self.parameters,
             "versions": dict(self.versions),
             "created": self.created,
@@ -120,128 +99,61 @@ class Certificate(Result):
     def blocks(self) -> Iterator[Block]:
         size = f"{self.parameters:,} parameters in {self.dtype}, {counted(self.steps, 'step')}"
         yield Text(f"{self.adapter} against one process: {size}", "bold")
-        yield Table(
-            ["layout", ">ranks", ">loss", ">gradient", ">norm", ">parameter", ""], [_row(p) for p in self.proofs]
-        )
+        yield proofs_table(self.proofs)
         if self.random:
-            yield Text(
-                "Another seed gives another loss: the model draws random numbers. Where a layout draws others, only "
-                "replicas and the masks of dropout are compared."
-            )
+            yield Text(_RANDOM[self.random])
+        for remark in dict.fromkeys(remark for proof in self.proofs for remark in proof.remarks):
+            yield Text(remark)
         for proof in self.proofs:
             if not proof.passed:
-                yield from _failure(proof)
+                yield from failure(proof)
         yield Text(self.summary, "good" if self.ok else "bad")
 
+    def record(self) -> Iterator[Block]:
+        """What a page has beyond the report: where a layout differs, bounds, versions, digests."""
+        for proof in self.proofs:
+            if proof.modules:
+                yield modules_table(proof)
+        rows = []
+        for quantity in QUANTITIES:
+            worst = [found for proof in self.proofs if (found := proof.worst(quantity)) is not None]
+            if worst:
+                largest = max(worst, key=lambda deviation: deviation.error)
+                rows.append([quantity, f"{largest.error:.1e}", f"{largest.tolerance:.1e}", largest.name or "-"])
+        yield Table(["quantity", ">largest error", ">bound", "of"], rows, title="Errors and bounds")
+        settings = {"device": self.device, "threads": str(self.threads), "dtype": self.dtype, "seed": str(self.seed),
+                    "steps": str(self.steps), "created": self.created}  # fmt: skip
+        yield Table(["setting", "value"], [[*row] for row in settings.items()], title="How")
+        yield Table(["package", "version"], [[*row] for row in self.versions.items()], title="Versions")
+        digests = {self.adapter: self.adapter_digest, **self.files, "this certificate": str(self.to_dict()["sha256"])}
+        yield Table(["of", "SHA-256"], [[*row] for row in digests.items()], title="Digests")
 
-_FRAMEWORKS = ("megatron-core", "torchtitan", "transformers", "accelerate", "deepspeed")
+    def scene(self) -> Scene:
+        """A badge for a README: what a row of them has, a label and a few words on a colour."""
+        passed = sum(proof.passed for proof in self.proofs)
+        by_value = sum(proof.passed and proof.by_value for proof in self.proofs)
+        words = f"{passed} of {counted(len(self.proofs), 'layout')}"
+        if self.ok and by_value == passed:
+            words = f"{counted(passed, 'layout')} = one process"
+        left, right = (text_width(text, _BADGE_SIZE) + 16 for text in (_BADGE_LABEL, words))
+        middle, fill = _BADGE_HEIGHT / 2, GREEN if self.ok else RED
+        return Scene(left + right, _BADGE_HEIGHT, self.summary, [
+            Rect(0, 0, left, _BADGE_HEIGHT, GREY),
+            Rect(left, 0, right, _BADGE_HEIGHT, fill),
+            TextMark(left / 2, middle, _BADGE_LABEL, _BADGE_SIZE, "middle", text_on(rgb(GREY))),
+            TextMark(left + right / 2, middle, words, _BADGE_SIZE, "middle", text_on(rgb(fill))),
+        ])  # fmt: skip
+
+
+_RANDOM = {
+    "dropout": "The model draws dropout: values are compared with dropout off, and then, with dropout on, replicas and "
+    "masks.",
+    "draws": "Another seed gives another loss, also without dropout: the model draws random numbers. Where a layout "
+    "draws others, only replicas and the masks of dropout are compared.",
+}
 
 
 def digest_of(body: Mapping[str, Any]) -> str:
     """Of everything else in a certificate."""
     plain = {key: value for key, value in body.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
-
-
-def _row(proof: LayoutProof) -> list[str | Cell]:
-    cells = []
-    for quantity in _QUANTITIES:
-        worst = proof.worst(quantity)
-        cells.append("-" if worst is None else f"{worst.error:.1e}" if math.isfinite(worst.error) else "missing")
-    outcome = Cell("passed", "good") if proof.passed else Cell("broken" if proof.broken else "differs", "bad")
-    return [layout_text(proof.layout), str(proof.world), *cells, outcome]
-
-
-def _failure(proof: LayoutProof) -> Iterator[Block]:
-    yield Text(f"{layout_text(proof.layout)}:", "bad")
-    if proof.broken:
-        yield Text(f"  {proof.broken}")
-        if proof.details:
-            yield Text("\n".join(f"  {line}" for line in proof.details.splitlines()[-12:]), "dim")
-        return
-    order = {quantity: place for place, quantity in enumerate(_QUANTITIES)}
-    failed = sorted(proof.failed, key=lambda deviation: (deviation.step, order[deviation.quantity]))  # where it begins
-    for deviation in failed[:_SHOWN]:
-        yield Text(f"  {deviation}")
-    if len(failed) > _SHOWN:
-        yield Text(f"  {len(failed) - _SHOWN} more differ; --json has them all")
-    for cause in proof.causes:
-        yield Text(f"  cause: {cause.text}", "bold")
-        if cause.likely:
-            yield Text(f"    likely: {cause.likely}")
-        if cause.read:
-            yield Text(f"    read: {cause.read}")
-
-
-@dataclass(frozen=True)
-class RepeatedCertificate(Result):
-    """A certificate and what the same adapter gives now. It holds if every layout has the outcome that it had."""
-
-    stated: Mapping[str, Any]
-    now: Certificate
-
-    @property
-    def rows(self) -> list[tuple[Layout, bool, LayoutProof]]:
-        return [(row["layout"], bool(row.get("passed")), proof)
-                for row, proof in zip(self.stated["layouts"], self.now.proofs, strict=True)]  # fmt: skip
-
-    @property
-    def ok(self) -> bool:  # type: ignore[override]
-        return all(then == proof.passed for _, then, proof in self.rows)
-
-    @property
-    def changed_versions(self) -> list[str]:
-        then, now = self.stated.get("versions") or {}, self.now.versions
-        names = sorted({*then, *now})
-        return [
-            f"{name} {then.get(name, 'none')} then, {now.get(name, 'none')} now"
-            for name in names
-            if then.get(name) != now.get(name)
-        ]
-
-    def to_dict(self) -> dict[str, Any]:
-        changed = [layout for layout, then, proof in self.rows if then != proof.passed]
-        return {"passed": self.ok, "changed": changed, "versions": self.changed_versions, "now": self.now.to_dict()}
-
-    def blocks(self) -> Iterator[Block]:
-        yield Text(f"{self.now.adapter}, certified {self.stated.get('created', '')}, again:", "bold")
-        words = {True: "passed", False: "differs"}
-        rows: list[list[str | Cell]] = [
-            [layout_text(layout), words[then], words[proof.passed],
-             Cell("the same", "good") if then == proof.passed else Cell("changed", "bad")]
-            for layout, then, proof in self.rows
-        ]  # fmt: skip
-        yield Table(["layout", "then", "now", ""], rows)
-        for line in self.changed_versions:
-            yield Text(f"another version: {line}")
-        for _, then, proof in self.rows:
-            if then and not proof.passed:
-                yield from _failure(proof)
-        yield Text(
-            "the certificate holds" if self.ok else "the certificate does not hold", "good" if self.ok else "bad"
-        )
-
-
-# ---- repeating one --------------------------------------------------------------------------------------------------
-
-
-def read_certificate(file: Path) -> dict[str, Any]:
-    """A certificate as it was written; UserError for anything else."""
-    try:
-        body = json.loads(file.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UserError(f"{file} cannot be read as a certificate: {error}", "certificate.read") from None
-    wanted = {"format": str, "adapter": str, "adapter_sha256": str, "steps": int, "device": str, "layouts": list}
-    if not isinstance(body, dict) or body.get("format") != FORMAT:
-        raise UserError(f"{file} is not a certificate that `fivefold verify --adapter` wrote", "certificate.format")
-    if odd := [key for key, kind in wanted.items() if not isinstance(body.get(key), kind)]:
-        raise UserError(f"{file} lacks {odd[0]}, or has something else there", "certificate.format")
-    if body.get("sha256") != digest_of(body):
-        raise UserError(f"{file} was changed after it was written: its digest is another", "certificate.digest")
-    if not all(isinstance(row, dict) and isinstance(row.get("layout"), dict) for row in body["layouts"]):
-        raise UserError(f"{file} has a layout without its settings", "certificate.format")
-    if not re.fullmatch(r"[0-9a-f]{64}", body["adapter_sha256"]):
-        raise UserError(f"{file} has no digest of the adapter", "certificate.format")
-    if body["device"] not in get_args(Device):
-        raise UserError(f"{file} names the device {body['device']!r}; there are cpu and cuda", "certificate.format")
-    return body

@@ -34,6 +34,8 @@ class Deviation(NamedTuple):
     error: float
     tolerance: float
     note: str = ""
+    ratio: float | None = None  # the rank's values are the truth times this, where they are
+    elements: str = ""  # of the whole parameter, flat: the first and the last that this rank holds and are off
 
     @property
     def passed(self) -> bool:
@@ -43,7 +45,9 @@ class Deviation(NamedTuple):
         words = {"norm": "the gradient norm", "gradient": "the gradient of", "loss": "the loss"}
         subject = f"{words.get(self.quantity, self.quantity)} {self.name}".strip()
         what = self.note or f"is off by {self.error:.2g}, and {self.tolerance:.1g} is allowed"
-        return f"{subject} {what} (step {self.step}, rank {self.rank})"
+        ratio = "" if self.ratio is None else f", x {self.ratio:.6g}"
+        where = f", elements {self.elements}" if self.elements else ""
+        return f"{subject} {what}{ratio} (step {self.step}, rank {self.rank}{where})"
 
 
 class Held(NamedTuple):
@@ -125,12 +129,10 @@ def compare_replicas(reference: OneProcess, ranks: Sequence[RankValues], updates
     every element is held by one."""
     tensors, size = Tensors(reference.shapes), len(reference.weights)
     deviations = list(_coverage(tensors, reference, ranks))
-    steps = [("gradient", step, [rank.gradients[step] for rank in ranks]) for step in range(len(reference.losses))]
+    count = len(ranks[0].losses)
+    steps = [("gradient", step, [rank.gradients[step] for rank in ranks]) for step in range(count)]
     if updates:
-        steps += [
-            ("parameter", step, [dict(rank.parameters[step]) for rank in ranks])
-            for step in range(len(reference.losses))
-        ]
+        steps += [("parameter", step, [dict(rank.parameters[step]) for rank in ranks]) for step in range(count)]
     for quantity, step, values in steps:
         truth = np.full(size, np.nan)
         for rank, own in zip(ranks, values, strict=True):
@@ -140,12 +142,8 @@ def compare_replicas(reference: OneProcess, ranks: Sequence[RankValues], updates
         held = [Held(rank.rank, rank.numbers, own) for rank, own in zip(ranks, values, strict=True)]
         first = Truth(truth, gradient_scale(tensors, truth), np.zeros(len(tensors.names)))
         deviations += _tensors(tensors, quantity, step, held, first, FLOAT64)
-    named = [
-        deviation._replace(note="differs between ranks that hold the same elements")
-        if not deviation.passed
-        else deviation
-        for deviation in deviations
-    ]
+    unlike = "differs between ranks that hold the same elements"
+    named = [found if found.passed or found.note else found._replace(note=unlike) for found in deviations]
     return sorted(named, key=_excess, reverse=True)
 
 
@@ -211,11 +209,14 @@ def _tensors(
 ) -> Iterator[Deviation]:
     worst: dict[int, Deviation] = {}
 
-    def note(identity: int, rank: int, error: float, text: str = "") -> None:
+    def note(
+        identity: int, rank: int, error: float, text: str = "", own: tuple[Values, Values, Numbers] | None = None
+    ) -> None:
         tolerance = max(floor, SPREAD * float(truth.noise[identity]) / float(truth.scale[identity] or 1.0))
         found = Deviation(quantity, tensors.names[identity], step + 1, rank, error, tolerance, text)
         if identity not in worst or _excess(found) > _excess(worst[identity]):
-            worst[identity] = found
+            first = int(tensors.starts[identity])
+            worst[identity] = found if found.passed or own is None else _located(found, *own, first)
 
     for rank, numbers_by_name, values_by_name in held:
         for name, all_numbers in numbers_by_name.items():
@@ -231,7 +232,23 @@ def _tensors(
                 elif len(values) != len(known):
                     note(identity, rank, math.inf, f"has {len(values)} elements, and the parameter {len(known)}")
                 else:
-                    distance = float(np.abs(values[known][own] - expected).max(initial=0.0))
+                    here = values[known][own]
+                    distance = float(np.abs(here - expected).max(initial=0.0))
                     error = distance / scale if scale else distance
-                    note(identity, rank, error, "is not a number" if math.isnan(error) else "")
+                    text = "is not a number" if math.isnan(error) else ""
+                    note(identity, rank, error, text, (here, expected, numbers[own]))
     yield from worst.values()
+
+
+def _located(found: Deviation, values: Values, expected: Values, numbers: Numbers, start: int) -> Deviation:
+    """Which elements of the parameter are off, and by which ratio, if it is one."""
+    largest = float(np.abs(expected).max(initial=0.0))
+    off = ~(np.abs(values - expected) <= found.tolerance * largest)
+    places = numbers[off] - start
+    elements = f"{int(places.min())} to {int(places.max())}" if len(places) else ""
+    ratio, square = None, float(expected @ expected)
+    if square and not found.note and found.quantity == "gradient":
+        ratio = float(values @ expected) / square
+        fits = np.abs(values - ratio * expected).max() <= max(1e-8, found.tolerance) * largest * max(1.0, abs(ratio))
+        ratio = float(f"{ratio:.8g}") if fits else None
+    return found._replace(ratio=ratio, elements=elements)

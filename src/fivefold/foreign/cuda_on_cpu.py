@@ -1,6 +1,7 @@
 """Lets training code that was written for CUDA run on CPU processes over gloo, in float64: for adapters.
 
-    install()  # before that code is imported, and its process group is gloo's
+    install()       # before that code is imported, and its process group is gloo's
+    only_float64()  # instead, on a GPU: devices are what they are, and float64 stays
 
 What is made on "cuda" is made on the CPU, streams and events are there and do nothing, CUDA's generator is the CPU's,
 and what asks for float32 or narrower gets float64, so that a difference is one of arithmetic, and not of rounding.
@@ -16,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from fivefold.foreign.modes import within
 
 _NARROWER = (torch.float32, torch.bfloat16, torch.float16)
 _CASTS = (Tensor.float, Tensor.bfloat16, Tensor.half)
@@ -43,11 +46,20 @@ def install() -> None:
     collectives.all_to_all_single = _with_lists(dist.all_to_all_single)
     collectives.all_gather = _of_unequal_sizes(dist.all_gather, _gather_unequal)
     collectives.reduce_scatter = _of_unequal_sizes(dist.reduce_scatter, _scatter_unequal)
-    mode = _CpuAndFloat64()
+    _enter(_CpuAndFloat64())
+
+
+def only_float64() -> None:
+    """Once for the whole process, on a GPU: what asks for float32 or narrower gets float64."""
+    if not _installed:
+        _enter(_Float64())
+
+
+def _enter(mode: TorchFunctionMode) -> None:
     _installed.append(mode)
     mode.__enter__()
     autograd: Any = torch.autograd
-    autograd._engine_run_backward = _within(mode, autograd._engine_run_backward)
+    autograd._engine_run_backward = within(mode, autograd._engine_run_backward)
 
 
 class _Nothing:
@@ -63,26 +75,36 @@ class _Nothing:
         return None
 
 
-class _CpuAndFloat64(TorchFunctionMode):
-    """Each call of torch, with the device and the dtype that there are."""
+class _Float64(TorchFunctionMode):
+    """Each call of torch, with float64 for whatever is narrower."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         options = dict(kwargs or {})
-        if function is Tensor.cuda:
-            return args[0]
         if function in _CASTS:
             return args[0].double()
         if function is Tensor.type and len(args) == 1 and not options and args[0].dtype == torch.float64:
             return "torch.cuda.FloatTensor"  # by which optimizers tell what they may step
-        if options.get("device") is not None:
-            options["device"] = _device(options["device"])
         if options.get("dtype") in _NARROWER:
             options["dtype"] = torch.float64
+        return self.call(function, tuple(torch.float64 if _narrower(value) else value for value in args), options)
+
+    def call(self, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        return function(*args, **options)
+
+
+class _CpuAndFloat64(_Float64):
+    """On the CPU, too."""
+
+    def call(self, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        if function is Tensor.cuda:
+            return args[0]
+        if options.get("device") is not None:
+            options["device"] = _device(options["device"])
         if function is Tensor.to:
             args = (args[0], *map(_device, args[1:]))
-        return function(*(torch.float64 if _narrower(value) else value for value in args), **options)
+        return function(*args, **options)
 
 
 def _narrower(value: Any) -> bool:
@@ -93,16 +115,6 @@ def _device(value: Any) -> Any:
     """The CPU, if it is a CUDA device in any of the ways to write one."""
     names_cuda = isinstance(value, str | torch.device) and str(value).startswith("cuda")
     return torch.device("cpu") if names_cuda or type(value) is int else value
-
-
-def _within(mode: TorchFunctionMode, run: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward pass is a call of torch, in which the mode is off; what it calls should be in it again."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with mode:
-            return run(*args, **kwargs)
-
-    return call
 
 
 # ---- what NCCL takes, and gloo does not -----------------------------------------------------------------------------

@@ -4,23 +4,42 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
+from typing import NamedTuple
 
 import numpy as np
 
-from fivefold.foreign.adapter import Layout
+from fivefold.foreign.adapter import MULTIPLY, Layout
 from fivefold.foreign.compare import Deviation, Tensors, at_numbers, gradient_scale
 from fivefold.foreign.measurement import Insight, Observation, OneProcess, RankValues, Values
 
 _FITS = 1e-8  # of float64; narrower dtypes fit within a tenth
 SHOWN = 4  # names that a sentence lists
+# What to read.
 REPORTS = "https://github.com/NVIDIA/Megatron-LM/issues/7452"  # eleven layouts that changed the gradient, with causes
+_TORCH = "https://docs.pytorch.org/docs/stable"
+DDP = f"{_TORCH}/generated/torch.nn.parallel.DistributedDataParallel.html"
+AUTOGRAD = f"{_TORCH}/notes/autograd.html"
+CLIPPING = f"{_TORCH}/generated/torch.nn.utils.clip_grad_norm_.html"
+OPTIMIZERS = f"{_TORCH}/optim.html"
+RANDOMNESS = f"{_TORCH}/notes/randomness.html"
+MODULES = f"{_TORCH}/distributed.tensor.parallel.html"
+ACCUMULATION = "https://huggingface.co/blog/gradient_accumulation"
 
 
 @dataclass(frozen=True)
 class Cause:
     text: str
-    likely: str = ""  # what usually is behind it
-    read: str = ""  # where it is told at length
+    likely: str  # what usually is behind it, or nothing
+    read: str  # where it is told at length
+
+
+class ModuleRow(NamedTuple):
+    """What a module gives, and what its output's gradient is, next to one process; on the rank where it is worst."""
+
+    module: str
+    rank: int
+    forward: str  # same | differs | -
+    backward: str  # same | x 2 | differs | -
 
 
 @dataclass
@@ -59,19 +78,25 @@ class Evidence:
         return bool(np.abs(values - expected).max(initial=0.0) <= self.fits * (scale or 1.0))
 
 
+AXES = (*MULTIPLY, "ep", "etp")  # words of a layout that are sizes of groups; others count if KNOWN has them
+
+
 def factor_name(factor: float, layout: Layout, known: Mapping[str, float], world: int) -> str:
-    """What a factor may be: the size of an axis, of two together, a number the adapter knows; or one through it."""
-    sizes = {key: float(value) for key, value in layout.items() if isinstance(value, int) and value > 1}
-    candidates = dict(sizes)
-    candidates |= {f"{a} x {b}": sizes[a] * sizes[b] for a, b in combinations(sizes, 2)}
-    others = {key: float(value) for key, value in known.items() if value not in (0, 1)} | {"ranks": float(world)}
-    candidates |= {key: value for key, value in others.items() if key not in candidates}  # the layout's own come first
-    for name, size in candidates.items():
-        if math.isclose(factor, size, rel_tol=1e-7):
-            return name
-        if math.isclose(factor, 1 / size, rel_tol=1e-7):
-            return f"1/{name}" if " x " not in name else f"1/({name})"
-    return ""
+    """All that a factor may be: the size of an axis, of two together, a number the adapter knows; or one through it.
+
+    "dp", "1/tp", "dp or tp", "dp x tp or microbatches": one factor cannot tell them apart."""
+    sizes = {key: float(value) for key, value in layout.items()
+             if key in AXES and isinstance(value, int) and value > 1}  # fmt: skip
+    own = {key: float(value) for key, value in known.items()}
+    own |= {key: float(value) for key, value in layout.items() if key in known and isinstance(value, int)}
+    candidates = sizes | {f"{a} x {b}": sizes[a] * sizes[b] for a, b in combinations(sizes, 2)}
+    candidates |= {key: value for key, value in own.items() if value not in (0, 1) and key not in candidates}
+    if float(world) not in candidates.values() and world > 1:
+        candidates["ranks"] = float(world)
+    names = [name for name, size in candidates.items() if math.isclose(factor, size, rel_tol=1e-7)]
+    names += [f"1/({name})" if " x " in name else f"1/{name}" for name, size in candidates.items()
+              if math.isclose(factor, 1 / size, rel_tol=1e-7)]  # fmt: skip
+    return " or ".join(names)
 
 
 # ---- words ----------------------------------------------------------------------------------------------------------

@@ -4,12 +4,23 @@ Every guess is a formula that is held against the numbers, all of them: it is to
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from fivefold.foreign.adapter import MULTIPLY
-from fivefold.foreign.evidence import REPORTS, Cause, Evidence, all_of, factor_name, ranks_text, spans
+from fivefold.foreign.evidence import (
+    ACCUMULATION,
+    AUTOGRAD,
+    AXES,
+    DDP,
+    REPORTS,
+    Cause,
+    Evidence,
+    all_of,
+    factor_name,
+    ranks_text,
+    spans,
+)
 from fivefold.foreign.measurement import Values
 
 _SAMPLED = 20_000  # elements by which the weights of samples are fitted
@@ -52,7 +63,7 @@ def _factors(evidence: Evidence) -> tuple[set[int], list[Cause]]:
             found.append(_factor_cause(evidence, wrong[0][1], who, f"on {ranks_text(ranks)}, and right on the others"))
         else:
             listed = ", ".join(f"rank {rank} x {factor:.6g}" for rank, factor in factors)
-            found.append(Cause(f"{who} are the truth times a number of their rank: {listed}"))
+            found.append(Cause(f"{who} are the truth times a number of their rank: {listed}", "", REPORTS))
     groups = [*everywhere.values(), *by_factors.values()]
     return {identity for identities in groups for identity in identities}, found
 
@@ -77,37 +88,39 @@ def _factor_cause(evidence: Evidence, factor: float, who: str, where: str) -> Ca
         return Cause(
             f"{who}: zero or missing {where}",
             "the backward pass does not reach them there, or a reduction left them out",
+            DDP,
         )
     name = factor_name(factor, evidence.layout, evidence.known, len(evidence.ranks))
     text = f"{who}: exactly x {factor:.8g}{f' = {name}' if name else ''} {where}"
-    likely, read = _LIKELY.get(_kind(factor, name), ("", ""))
-    return Cause(text, likely, read)
+    kinds = dict.fromkeys(_kind(factor, one) for one in name.split(" or "))
+    told = [_LIKELY[kind] for kind in kinds if kind in _LIKELY]
+    return Cause(text, "; or ".join(likely for likely, _ in told), told[0][1] if told else "")
 
 
 _LIKELY = {
-    "data more": ("a sum over data ranks where a mean was meant: nothing divides by their number", ""),
+    "data more": ("a sum over data ranks where a mean was meant: nothing divides by their number", DDP),
     "data less": (
         "divided by the number of data ranks once too often: by the reduction (DDP averages) and by the loss, or twice",
-        "https://pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html",
+        DDP,
     ),
     "model more": ("summed over ranks that hold the same value already: a reduction that runs twice", REPORTS),
     "model less": ("divided by the size of a group whose ranks were not to share it", REPORTS),
-    "sign": ("the sign is turned: a gradient is subtracted, or a loss is negated", ""),
-    "known more": ("added once for each of them where a mean was meant", ""),
-    "known less": ("divided by their number once too often", ""),
+    "sign": ("the sign is turned: a gradient is subtracted, or a loss is negated", AUTOGRAD),
+    "known more": ("added once for each of them where a mean was meant", ACCUMULATION),
+    "known less": ("divided by their number once too often", ACCUMULATION),
 }
 
 
 def _kind(factor: float, name: str) -> str:
     if factor < 0:
         return "sign"
-    axes = set(name.replace("1/", "").split(" x "))
+    axes = set(name.removeprefix("1/").strip("()").split(" x "))
     if not name:
         return ""
     side = "less" if factor < 1 else "more"
     if axes <= {"dp", "dp_replicate", "dp_shard", "fsdp", "cp", "ranks"}:
         return f"data {side}"
-    return f"model {side}" if axes <= set(MULTIPLY) | {"ep", "sp"} else f"known {side}"
+    return f"model {side}" if axes <= set(AXES) else f"known {side}"
 
 
 def _sums(evidence: Evidence, left: Sequence[int]) -> tuple[set[int], list[Cause]]:
@@ -225,7 +238,7 @@ def _samples(evidence: Evidence, left: Sequence[int]) -> Cause | None:
     insight = evidence.insight
     if insight is None or len(insight.samples) < 2:
         return None
-    basis = np.array(insight.samples).T
+    numbers, basis = [*insight.samples], np.array([*insight.samples.values()]).T
     chosen = np.concatenate(
         [np.arange(evidence.part(identity).start, evidence.part(identity).stop) for identity in left]
     )
@@ -248,20 +261,24 @@ def _samples(evidence: Evidence, left: Sequence[int]) -> Cause | None:
     if not alike:
         rows = "; ".join(f"rank {rank}: {_weights(ratios)}" for rank, ratios in enumerate(by_rank[:4]))
         return Cause(
-            f"ranks weigh the samples of the batch unlike each other: {rows}", "a reduction over data is missing"
+            f"ranks weigh the samples of the batch unlike each other: {rows}", "a reduction over data is missing", DDP
         )
     ratios = by_rank[0]
     text = f"the samples of the batch enter x {_weights(ratios)}"
-    if (out := [index for index, ratio in enumerate(ratios) if abs(ratio) < 1e-6]) and len(out) < len(ratios):
+    if len(numbers) <= max(numbers):
+        text += f" (those with targets: {spans(numbers)})"
+    if (out := [number for number, ratio in zip(numbers, ratios, strict=True) if abs(ratio) < 1e-6]) and len(out) < len(
+        ratios
+    ):
         likely = f"samples {spans(out)} are left out: a microbatch or a rank whose gradients are lost"
-        return Cause(text, likely)
-    if means := _mean_of_means(ratios, insight.counts):
+        return Cause(text, likely, ACCUMULATION)
+    if means := _mean_of_means(dict(zip(numbers, ratios, strict=True)), insight.counts):
         return Cause(
             f"{text}: a mean of {means} means, each part divided by its own number of targets",
             "the loss is a mean over the rank's (or microbatch's) own targets, and these differ in number",
-            "https://huggingface.co/blog/gradient_accumulation",
+            ACCUMULATION,
         )
-    return Cause(text, "the parts of the batch are not weighed by their targets")
+    return Cause(text, "the parts of the batch are not weighed by their targets", ACCUMULATION)
 
 
 def _fit(basis: Values, values: Values, fits: float) -> Values | None:
@@ -270,9 +287,10 @@ def _fit(basis: Values, values: Values, fits: float) -> Values | None:
     return weights if np.abs(basis @ weights - values).max(initial=0.0) <= 10 * fits * (scale or 1.0) else None
 
 
-def _mean_of_means(ratios: Values, counts: Sequence[int]) -> int:
-    """How many parts the batch has, if a sample's ratio is all targets / (parts x targets of its part)."""
-    if not counts or len(counts) != len(ratios):
+def _mean_of_means(ratios: Mapping[int, float], counts: Sequence[int]) -> int:
+    """How many parts the batch has, if a sample's ratio is all targets / (parts x targets of its part). Parts without
+    a target count as parts: their mean is none, or zero."""
+    if not counts or max(ratios) >= len(counts):
         return 0
     total = sum(counts)
     for parts in range(2, len(counts) + 1):
@@ -285,7 +303,7 @@ def _mean_of_means(ratios: Values, counts: Sequence[int]) -> int:
             expected = np.ones(len(counts))
             for group in groups:
                 expected[group] = total / (parts * (sum(counts[index] for index in group) or math.inf))
-            if np.allclose(ratios, expected, rtol=1e-5):
+            if all(math.isclose(ratio, expected[number], rel_tol=1e-5) for number, ratio in ratios.items()):
                 return parts
     return 0
 
@@ -310,11 +328,11 @@ def _unexplained(evidence: Evidence, left: Sequence[int]) -> Cause:
     text = f"{all_of(evidence, left)} ({evidence.names(left)}): no one factor, sum, sample or term explains them"
     if len(disagree) == len(left):
         return Cause(
-            f"{text}; ranks that hold the same elements disagree", "a reduction is missing or over other ranks"
+            f"{text}; ranks that hold the same elements disagree", "a reduction is missing or over other ranks", REPORTS
         )
     if disagree:
-        return Cause(f"{text}; ranks that hold the same elements disagree in {evidence.names(disagree)}")
-    return Cause(text)
+        text += f"; ranks that hold the same elements disagree in {evidence.names(disagree)}"
+    return Cause(text, "", REPORTS)
 
 
 def _replicas_agree(evidence: Evidence, identity: int) -> bool:

@@ -1,5 +1,4 @@
-"""Where a difference begins: which module gives another result from the same input, forward or backward, and which
-calls of dropout draw unlike masks.
+"""Where a difference begins: which module gives another result from the same input, forward or backward.
 
 A token is found among those of one process by two projections of its vector, so it does not matter which rank has it,
 in which order. What a rank holds in parts (a slice of each vector, a summand) has no counterpart, and is left out.
@@ -10,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from fivefold.foreign.compare import at_numbers
-from fivefold.foreign.evidence import REPORTS, Cause, Evidence
+from fivefold.foreign.evidence import AUTOGRAD, DDP, MODULES, Cause, Evidence, ModuleRow, all_of, factor_name
 from fivefold.foreign.gradient_causes import sum_of
 from fivefold.foreign.measurement import Call, Insight, Observation, Values
 
@@ -33,20 +32,37 @@ def _before_reduction(evidence: Evidence) -> list[Cause]:
            if (trace := evidence.traces.get(rank.rank)) is not None and trace.unreduced]  # fmt: skip
     if len(own) != len(evidence.ranks) or not evidence.failing:
         return []
-    fits = [sum_of(evidence, identity, own, least=1) for identity in evidence.failing]
-    if all(fit is not None for fit in fits):
-        return [Cause("before they are reduced, the ranks' own parts are right: what reduces or scales them is wrong")]
-    if all(fit is None for fit in fits):
-        return [Cause("before they are reduced, the ranks' own parts are wrong: the loss or the backward pass is")]
-    return []
+    fits = {identity: sum_of(evidence, identity, own, least=1) for identity in evidence.failing}
+    right = [identity for identity, fit in fits.items() if fit is not None]
+    wrong = [identity for identity, fit in fits.items() if fit is None]
+    factors = {factor for fit in fits.values() if fit is not None for factor in [fit[1]]}
+    if right and not wrong:
+        text = "before they are reduced, the ranks' own parts are right: what reduces or scales them is wrong"
+        if len(factors) == 1 and abs((factor := factors.pop()) - 1) > 1e-6:
+            name = factor_name(factor, evidence.layout, evidence.known, len(evidence.ranks))
+            text += f" (they add up to x {factor:.6g}{f' = {name}' if name else ''})"
+        return [Cause(text, "", DDP)]
+    if wrong and not right:
+        text = "before they are reduced, the ranks' own parts are wrong: the loss or the backward pass is"
+        return [Cause(text, "", AUTOGRAD)]
+    text = f"before they are reduced, the ranks' own parts are wrong in {all_of(evidence, wrong)} "
+    return [Cause(f"{text}({evidence.names(wrong)}), and right in the others that differ", "", AUTOGRAD)]
 
 
 def _in_modules(evidence: Evidence, insight: Insight, traces: Mapping[int, Observation]) -> list[Cause]:
     truth = _by_module(insight.trace.calls)
-    close = _CLOSE[evidence.dtype]
+    calls, close = in_order(traces, truth), _CLOSE[evidence.dtype]
     if any(d.quantity == "loss" and d.step == 1 and not d.passed for d in evidence.deviations):
-        return _forward(traces, truth, close)
-    return _backward(traces, truth, close)
+        return _forward(calls, truth, close)
+    return _backward(calls, truth, close)
+
+
+def in_order(traces: Mapping[int, Observation], truth: Mapping[str, "_Known"]) -> dict[int, list[Call]]:
+    """Calls of modules as one process first calls them: a backward pass that computes layers again begins with the
+    last. Calls of one module, as of several microbatches, stay one after the other."""
+    place = {name: index for index, name in enumerate(truth)}
+    return {rank: sorted(trace.calls, key=lambda call: (place.get(call.module, len(place)), call.part))
+            for rank, trace in traces.items()}  # fmt: skip
 
 
 class _Known:
@@ -66,31 +82,42 @@ def _by_module(calls: Sequence[Call]) -> dict[str, _Known]:
     return {name: _Known(own) for name, own in grouped.items()}
 
 
-def _forward(traces: Mapping[int, Observation], truth: Mapping[str, _Known], close: float) -> list[Cause]:
+def _forward(traces: Mapping[int, Sequence[Call]], truth: Mapping[str, _Known], close: float) -> list[Cause]:
     """Modules finish inner ones first, so the first that differs is the smallest that does."""
     order = {name: index for index, name in enumerate(truth)}
-    first: tuple[int, str, int, bool] | None = None
-    for rank, trace in traces.items():
-        parts = _parts(trace, truth)
-        for call in trace.calls:
-            known = truth.get(call.module)
-            if known is None or known.width != call.width or not len(call.outputs) or call.module in parts:
-                continue
-            if _share_found(call.outputs, known.outputs, close) < _ALMOST_ALL:
+    first: tuple[int, Call, int, bool] | None = None
+    for rank, calls in traces.items():
+        for call in _comparable(calls, truth):
+            known = truth[call.module]
+            if len(call.outputs) and _share_found(call.outputs, known.outputs, close) < _ALMOST_ALL:
                 same_input = not len(call.inputs) or _share_found(call.inputs, known.inputs, close) >= _ALMOST_ALL
                 if first is None or order[call.module] < first[0]:
-                    first = (order[call.module], call.module, rank, same_input)
+                    first = (order[call.module], call, rank, same_input)
                 break
     if first is None:
         return []
-    _, module, rank, same_input = first
+    _, call, rank, same_input = first
     given = "what it is given is that of one process" if same_input else "as is already what it is given"
-    return [Cause(f"forward: the output of {module} is the first that differs, on rank {rank}; {given}")]
+    text = f"forward: the output of {call.module} is the first that differs, on rank {rank}"
+    return [Cause(f"{text}{_which_call(call, traces[rank])}; {given}", "", MODULES)]
 
 
-def _parts(trace: Observation, truth: Mapping[str, _Known]) -> set[str]:
+def _comparable(calls: Sequence[Call], truth: Mapping[str, _Known]) -> list[Call]:
+    """Calls of modules that one process has, too, and as large."""
+    parts = _parts(calls, truth)
+    return [call for call in calls if (known := truth.get(call.module)) is not None
+            and known.width == call.width and call.module not in parts]  # fmt: skip
+
+
+def _which_call(call: Call, calls: Sequence[Call]) -> str:
+    """Its microbatch, if the module is called more than once."""
+    count = sum(other.module == call.module for other in calls)
+    return f" in its call {call.part + 1} of {count}" if count > 1 else ""
+
+
+def _parts(calls: Sequence[Call], truth: Mapping[str, _Known]) -> set[str]:
     """Modules that are smaller here than in one process, as what holds the layers is on a stage of a pipeline."""
-    called = {call.module for call in trace.calls}
+    called = {call.module for call in calls}
     missing = [name.split(".") for name in truth if name not in called]
     return {".".join(words[:count]) for words in missing for count in range(1, len(words))}
 
@@ -109,42 +136,72 @@ def _share_found(rows: Values, known: Values, close: float) -> float:
     return float(found.mean())
 
 
-def _backward(traces: Mapping[int, Observation], truth: Mapping[str, _Known], close: float) -> list[Cause]:
+def _backward(traces: Mapping[int, Sequence[Call]], truth: Mapping[str, _Known], close: float) -> list[Cause]:
     """The first module, from the end, whose output has a gradient that is none of one process, whatever its size; and
     where the size changes on the way."""
     causes: list[Cause] = []
-    for rank, trace in traces.items():
+    for rank, calls in traces.items():
         before: tuple[str, float] | None = None
-        parts = _parts(trace, truth)
-        for call in reversed(trace.calls):
-            known = truth.get(call.module)
-            if known is None or known.width != call.width or not len(call.gradients) or not len(known.gradients):
-                continue
-            if call.module in parts:
+        for call in reversed(_comparable(calls, truth)):
+            known = truth[call.module]
+            if not len(call.gradients) or not len(known.gradients):
                 continue
             factors = _factors(call.gradients, known.gradients, close)
             if factors is None and causes:
                 return causes
             if factors is None:
                 where = f"after {before[0]}, where it is right, " if before and abs(before[1] - 1) <= 1e-6 else ""
-                return [Cause(
-                    f"backward: {where}the gradient at the output of {call.module} is the first that is not that of "
-                    f"one process, on rank {rank}"
-                )]  # fmt: skip
+                text = f"backward: {where}the gradient at the output of {call.module} is the first that is not that of "
+                return [Cause(f"{text}one process, on rank {rank}{_which_call(call, calls)}", "", AUTOGRAD)]
             if not len(factors):
                 continue
             low, high = float(factors.min()), float(factors.max())
             if high - low > 1e-6 * abs(high):
                 continue  # samples of unlike weight
             if before is not None and abs(high / before[1] - 1) > 1e-6 and not causes:
-                causes.append(Cause(
-                    f"backward: between the outputs of {before[0]} and {call.module} the gradient becomes "
-                    f"x {high / before[1]:.6g} of what it is in one process, on rank {rank}"
-                ))  # fmt: skip
+                text = f"backward: between the outputs of {before[0]} and {call.module} the gradient becomes "
+                text += f"x {high / before[1]:.6g} of what it is in one process, on rank {rank}"
+                causes.append(Cause(f"{text}{_which_call(call, calls)}", "", AUTOGRAD))
             before = (call.module, high)
         if causes:
             break
     return causes
+
+
+def module_rows(evidence: Evidence) -> list[ModuleRow]:
+    """Every module that can be compared: whether its output, and its output's gradient, are those of one process, on
+    the first rank where they are not."""
+    if evidence.insight is None:
+        return []
+    truth, close = _by_module(evidence.insight.trace.calls), _CLOSE[evidence.dtype]
+    rows: dict[str, ModuleRow] = {}
+    for rank, calls in in_order(evidence.traces, truth).items():
+        for call in _comparable(calls, truth):
+            known = truth[call.module]
+            forward = "same" if _share_found(call.outputs, known.outputs, close) >= _ALMOST_ALL else "differs"
+            row = ModuleRow(call.module, rank, forward, _size(call, known, close))
+            if call.module not in rows or _badness(row) > _badness(rows[call.module]):
+                rows[call.module] = row
+    return [rows[name] for name in truth if name in rows]
+
+
+def _size(call: Call, known: _Known, close: float) -> str:
+    """What the gradient of a call's output is to that of one process."""
+    if not len(call.gradients) or not len(known.gradients):
+        return "-"
+    factors = _factors(call.gradients, known.gradients, close)
+    if factors is None:
+        return "differs"
+    if not len(factors):
+        return "-"
+    low, high = float(factors.min()), float(factors.max())
+    if high - low > 1e-6 * abs(high):
+        return f"x {low:.4g} to {high:.4g}"
+    return "same" if abs(high - 1) <= 1e-6 else f"x {high:.6g}"
+
+
+def _badness(row: ModuleRow) -> int:
+    return 2 * (row.forward == "differs") + (row.backward not in ("same", "-"))
 
 
 def _factors(rows: Values, known: Values, close: float) -> Values | None:
@@ -168,30 +225,3 @@ def _factors(rows: Values, known: Values, close: float) -> Values | None:
         return None
     result: Values = rows[:, 0] / known[best, 0]
     return result
-
-
-# ---- dropout --------------------------------------------------------------------------------------------------------
-
-
-def unlike_masks(traces: Mapping[int, Observation]) -> list[Cause]:
-    """Ranks that hold the same activation in the same call of dropout, and leave other elements."""
-    calls: dict[tuple[str, int, str], dict[str, list[int]]] = {}
-    for rank, trace in traces.items():
-        seen: dict[str, int] = {}
-        for drop in trace.drops:
-            number = seen[drop.place] = seen.get(drop.place, -1) + 1
-            calls.setdefault((drop.place, number, drop.entered), {}).setdefault(drop.kept, []).append(rank)
-    places: dict[str, list[int]] = {}
-    for (place, _, _), masks in calls.items():
-        if len(masks) > 1:
-            places.setdefault(place, sorted({rank for ranks in masks.values() for rank in ranks}))
-    if not places:
-        return []
-    ranks = sorted({rank for own in places.values() for rank in own})
-    return [
-        Cause(
-            f"dropout at {', '.join(places)}: ranks {ranks} hold the same activation and draw different masks",
-            "the random state of tensor parallel ranks differs where they hold the same values",
-            REPORTS,
-        )
-    ]

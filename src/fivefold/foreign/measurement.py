@@ -12,6 +12,7 @@ from fivefold.foreign.adapter import Layout
 Values = NDArray[np.float64]
 Numbers = NDArray[np.int64]
 Device = Literal["cpu", "cuda"]
+SEED = 1234
 
 
 @dataclass(frozen=True)
@@ -20,17 +21,19 @@ class Settings:
 
     steps: int
     device: Device = "cpu"
+    seed: int = SEED
     watch: bool = False  # look into modules, dropout and gradients before they are reduced; first step only
+    still: bool = False  # dropout leaves everything as it is
 
 
 @dataclass(frozen=True)
 class AdapterDescription:
     """What an adapter says of itself."""
 
-    layouts: Sequence[Layout]
-    worlds: Sequence[int]
+    layouts: Sequence[Layout]  # those that were asked for, or else its own
+    worlds: Sequence[int]  # of each layout, how many ranks it has
     dtype: str
-    known: Mapping[str, float]
+    known: Sequence[Mapping[str, float]]  # by layout
     updates: bool
 
 
@@ -45,6 +48,7 @@ class Call:
     outputs: Values
     gradients: Values  # of the outputs
     width: int  # of outputs
+    part: int = 0  # how many calls this module had before: its microbatch, where each is a call
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,8 @@ class Drop:
     place: str
     entered: str
     kept: str
+    dropped: int = 0  # elements
+    again: bool = False  # in a backward pass, which computes something again
 
 
 @dataclass
@@ -87,18 +93,20 @@ class OneProcess:
     weights: Values  # before the first step
     parameters: Sequence[Values]  # after each
     versions: Mapping[str, str]  # of the packages that were imported
-    random: bool  # another seed gives another loss: the model draws random numbers
+    random: str  # "dropout" or "draws", if another seed gives another loss; values are those without dropout
     noise: Sequence[Values] = ()  # by step, of each parameter's gradient: what a rounding of the weights does to it
     parameter_noise: Sequence[Values] = ()  # the same of the parameters
     loss_noise: float = 0.0
     norm_noise: float = 0.0
+    threads: int = 1
+    files: Mapping[str, str] = field(default_factory=dict)  # SHA-256 of what the adapter imports from beside itself
 
 
 @dataclass(frozen=True)
 class Insight:
     """What one process knows beyond the values, computed when a layout fails."""
 
-    samples: Sequence[Values]  # the gradient of each sample alone; none where a batch cannot be divided
-    counts: Sequence[int]  # of each sample, how many targets it has; none where that cannot be told
+    samples: Mapping[int, Values]  # the gradient of each sample alone, if it has any; none of batches in one piece
+    counts: Sequence[int]  # of all samples, how many targets each has; none where that cannot be told
     terms: Mapping[str, Values]  # the gradient without a term of the loss
     trace: Observation

@@ -1,10 +1,8 @@
 """What a rank does with an adapter: build, number, load, step; and one process, which is the truth for all layouts."""
 
-import sys
+import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Any
 
@@ -15,53 +13,47 @@ from torch import Tensor
 from fivefold.foreign import numbering
 from fivefold.foreign.adapter import Adapter, AdapterFile, Layout
 from fivefold.foreign.compare import Tensors, at_numbers
+from fivefold.foreign.dropout import still
 from fivefold.foreign.measurement import (
     AdapterDescription,
     Insight,
     Numbers,
-    Observation,
     OneProcess,
     RankValues,
     Settings,
     Values,
 )
-from fivefold.foreign.watch import watching
-from fivefold.job.config import TrainConfig
-from fivefold.launch.device import choose_backend, choose_device
+from fivefold.foreign.packages import files_beside, versions
+from fivefold.foreign.stepping import batch_of, build, clear, gradients_of, import_for, placed, run, start
 from fivefold.launch.processes import Rank
 from fivefold.support.errors import UserError
 
-_SEED = 1234
 _NOISE_DRAWS = 3  # runs of one process with every weight moved by a rounding
-_PACKAGES = ["torch", "transformers", "torchtitan", "megatron", "accelerate", "deepspeed", "nemo", "lightning", "numpy"]
 _IGNORE = -100  # what torch's cross-entropy leaves out
 
 
-def describe(rank: Rank, place: AdapterFile) -> AdapterDescription:
-    adapter = Adapter(place)
-    worlds = [adapter.world(layout) for layout in adapter.layouts]
-    return AdapterDescription(adapter.layouts, worlds, adapter.dtype, adapter.known, adapter.update is not None)
-
-
-def world_of(rank: Rank, place: AdapterFile, layouts: Sequence[Layout]) -> list[int]:
-    adapter = Adapter(place)
-    return [adapter.world(layout) for layout in layouts]
+def describe(rank: Rank, place: AdapterFile, chosen: Sequence[Layout], device: str) -> AdapterDescription:
+    """What the adapter says of these layouts, or else of its own."""
+    adapter = import_for(place, device)
+    layouts = [*chosen] or adapter.layouts
+    worlds, known = [adapter.world(layout) for layout in layouts], [adapter.known(layout) for layout in layouts]
+    return AdapterDescription(layouts, worlds, adapter.dtype, known, adapter.update is not None)
 
 
 def measure(rank: Rank, place: AdapterFile, layout: Layout, settings: Settings, weights: Path) -> RankValues:
     """One rank of a layout, from the weights that one process has written."""
-    adapter, model = _start(rank, place, layout, settings)
+    adapter, model = start(rank, place, layout, settings)
     full = _read(weights)
     numbers = numbering.find(adapter, model, {name: tuple(tensor.shape) for name, tensor in full.items()})
     numbering.load(adapter, model, full)
-    return _run(adapter, model, settings, rank.number, numbers)
+    return run(adapter, model, settings, rank.number, numbers)
 
 
 def refer(rank: Rank, place: AdapterFile, settings: Settings, weights: Path) -> OneProcess:
     """One process; writes the weights that all layouts begin with."""
     from safetensors.torch import save_file
 
-    adapter, model = _start(rank, place, {}, settings)
+    adapter, model = start(rank, place, {}, settings)
     full = dict(sorted(numbering.general_position(adapter, model).items()))  # elements are numbered in this order
     shapes = {name: tuple(tensor.shape) for name, tensor in full.items()}
     save_file({name: tensor.contiguous() for name, tensor in full.items()}, weights)
@@ -69,145 +61,92 @@ def refer(rank: Rank, place: AdapterFile, settings: Settings, weights: Path) -> 
     tensors = Tensors(shapes)
     _check_whole(numbers, tensors)
 
-    def run(model: Any, weights: Mapping[str, Tensor], seed: int = _SEED) -> RankValues:
+    def once(weights: Mapping[str, Tensor], another: int = 0, still: bool = False) -> RankValues:
+        own = replace(settings, still=still)
+        model = build(adapter, {}, own)
         numbering.load(adapter, model, weights)
-        return _run(adapter, model, settings, 0, numbers, seed)
+        return run(adapter, model, own, 0, numbers, another)
 
-    values = run(model, full)
-    if any(loss is None for loss in values.losses):
-        raise UserError("step() gave no loss in one process; it should return {'loss': ...}", "adapter.step")
-    another = run(adapter.build({}), full, _SEED + 1)
-    before = np.concatenate([tensor.reshape(-1).numpy() for tensor in full.values()])
+    values, random = once(full), ""
+    _check_losses(values)
+    if values.losses != once(full, another=1).losses:
+        values = once(full, still=True)
+        random = "dropout" if values.losses == once(full, another=1, still=True).losses else "draws"
+        values = values if random == "dropout" else once(full)
     reference = OneProcess(
         shapes,
         losses=[float(loss or 0.0) for loss in values.losses],
         norms=values.norms,
         gradients=[at_numbers(numbers, gradients, tensors.size) for gradients in values.gradients],
-        weights=before,
+        weights=np.concatenate([tensor.reshape(-1).numpy() for tensor in full.values()]),
         parameters=[at_numbers(numbers, after, tensors.size) for after in values.parameters],
-        versions=_versions(),
-        random=values.losses[0] != another.losses[0],
+        versions=versions(),
+        random=random,
+        threads=torch.get_num_threads(),
+        files=files_beside(place),
     )
     if adapter.dtype == "float64":
         return reference
-    draws = [run(adapter.build({}), _rounded(full, adapter.dtype, draw)) for draw in range(_NOISE_DRAWS)]
+    draws = [once(_rounded(full, adapter.dtype, draw), still=random == "dropout") for draw in range(_NOISE_DRAWS)]
     return _with_noise(reference, draws, numbers)
 
 
 def explain(rank: Rank, place: AdapterFile, settings: Settings, weights: Path) -> Insight:
     """One process again: the gradient of each sample alone, those without a term of the loss, and what modules see."""
-    adapter, model = _start(rank, place, {}, settings)
+    adapter, model = start(rank, place, {}, settings)
     full = _read(weights)
     numbers = numbering.find(adapter, model, {name: tuple(tensor.shape) for name, tensor in full.items()})
     size = sum(tensor.numel() for tensor in full.values())
 
     def gradient(batch: Any, model: Any) -> Values:
         numbering.load(adapter, model, full)
-        _clear(adapter, model)
-        torch.manual_seed(_SEED)
-        adapter.step(model, batch)
-        return at_numbers(numbers, _gradients(adapter, model), size)
+        clear(adapter, model)
+        torch.manual_seed(settings.seed)
+        with still(settings.still):
+            adapter.step(model, placed(batch, settings.device))
+        return at_numbers(numbers, gradients_of(adapter, model), size)
 
     numbering.load(adapter, model, full)
-    trace = _run(adapter, model, replace(settings, steps=1, watch=True), 0, numbers).trace
+    trace = run(adapter, model, replace(settings, steps=1, watch=True), 0, numbers).trace
     assert trace is not None
-    batch, samples, counts = adapter.batch(0), [], []
-    with suppress(Exception):  # a batch of one sample may be none that this code can step
-        for part in _samples(batch):
-            samples.append(gradient(part, adapter.build({})))
-            counts.append(_targets(part))
-        samples = [sample for sample in samples if np.isfinite(sample).all()]
     terms = {}
     for name, switch in adapter.terms.items():
-        model = adapter.build({})
+        model = build(adapter, {}, settings)
         switch(model, False)
-        terms[name] = gradient(batch, model)
+        terms[name] = gradient(batch_of(adapter, 0, settings), model)
         switch(model, True)
-    return Insight(samples, counts if all(counts) else [], terms, trace)
+    samples, counts = _alone(adapter, settings, gradient)
+    return Insight(samples, counts, terms, trace)
+
+
+def _alone(
+    adapter: Adapter, settings: Settings, gradient: Callable[[Any, Any], Values]
+) -> tuple[dict[int, Values], list[int]]:
+    """The gradient of each sample that has one, by its number, and how many targets each sample has. A batch of one
+    sample may be none that this code can step: then there are none."""
+    parts = _samples(batch_of(adapter, 0, settings))
+    counts = [_targets(part) for part in parts]
+    try:
+        found = {number: gradient(part, build(adapter, {}, settings)) for number, part in enumerate(parts)}
+    except Exception:
+        return {}, counts
+    has = {number: own for number, own in found.items() if np.isfinite(own).all() and np.abs(own).max(initial=0.0) > 0}
+    return has, counts if any(counts) else []
+
+
+def _check_losses(values: RankValues) -> None:
+    for step, loss in enumerate(values.losses):
+        if loss is None:
+            raise UserError("step() gave no loss in one process; it should return {'loss': ...}", "adapter.step")
+        if not math.isfinite(loss):
+            gave = f"step() gave the loss {loss} in one process, in step {step + 1}: nothing can be compared with that"
+            raise UserError(gave, "adapter.step")
 
 
 def _read(weights: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     return dict(sorted(load_file(weights).items()))
-
-
-# ---- one run --------------------------------------------------------------------------------------------------------
-
-
-def _start(rank: Rank, place: AdapterFile, layout: Layout, settings: Settings) -> tuple[Adapter, Any]:
-    device = choose_device(settings.device, rank.number)  # the current one, where there is a GPU
-    sharing = device.type == "cuda" and rank.world > torch.cuda.device_count()
-    config = TrainConfig(device=settings.device, share_gpu="nccl" if sharing else "gloo")
-    rank.join(choose_backend(device, rank.world, config, rank.number))
-    torch.manual_seed(_SEED)
-    adapter = Adapter(place)
-    torch.set_default_dtype(getattr(torch, adapter.dtype))
-    return adapter, adapter.build(dict(layout))
-
-
-def _run(
-    adapter: Adapter, model: Any, settings: Settings, rank: int, numbers: Mapping[str, Any], seed: int = _SEED
-) -> RankValues:
-    losses, norms, gradients, parameters = [], [], [], []
-    trace = Observation() if settings.watch else None
-    for step in range(settings.steps):
-        torch.manual_seed(_SEED + step)  # the data are the same for all seeds
-        batch = adapter.batch(step)
-        watched = trace if step == 0 else None
-        if watched is not None:  # what the first step sets up, as a pipeline tries shapes, would be taken for the step
-            torch.manual_seed(seed + step)
-            adapter.step(model, batch)
-        torch.manual_seed(seed + step)
-        _clear(adapter, model)
-        with watching(adapter, model, watched):
-            result = adapter.step(model, batch)
-        losses.append(_number(result, "loss"))
-        gradients.append(_gradients(adapter, model))
-        norms.append(None if adapter.update is None else _number(adapter.update(model), "grad_norm"))
-        parameters.append({name: _flat(parameter.detach()) for name, parameter in adapter.named(model).items()})
-    return RankValues(rank, numbers, losses, norms, gradients, parameters, trace)
-
-
-def _clear(adapter: Adapter, model: Any) -> None:
-    if not adapter.own_grad:
-        for parameter in adapter.named(model).values():
-            parameter.grad = None
-
-
-def _gradients(adapter: Adapter, model: Any) -> dict[str, Values | None]:
-    found = {name: (parameter, adapter.grad(parameter)) for name, parameter in adapter.named(model).items()}
-    return {name: None if own is None else _flat(_placed(own, parameter)) for name, (parameter, own) in found.items()}
-
-
-def _placed(gradient: Tensor, parameter: Any) -> Tensor:
-    """DTensor may leave a gradient as summands, or whole where the parameter is cut: what reads it redistributes it."""
-    placements = getattr(parameter, "placements", None)
-    if placements is None or getattr(gradient, "placements", placements) == placements:
-        return gradient
-    from torch.distributed.tensor import DTensor
-
-    assert isinstance(gradient, DTensor)
-    return gradient.redistribute(placements=placements)
-
-
-def _flat(tensor: Tensor) -> Values:
-    values: Values = numbering.local(tensor).detach().reshape(-1).double().cpu().numpy().copy()
-    return values
-
-
-def _number(result: Any, key: str) -> float | None:
-    """`result[key]` of what a step returned, as a number; a step may return the loss itself."""
-    if isinstance(result, Mapping):
-        result = result.get(key)
-    elif key != "loss":
-        return None if result is None else float(result)
-    if result is None:
-        return None
-    if isinstance(result, Tensor) and result.numel() != 1:
-        gave = f"step() returned a {key} of shape {tuple(result.shape)}; it should be one number"
-        raise UserError(gave, "adapter.step")
-    return float(numbering.local(result) if isinstance(result, Tensor) else result)
 
 
 # ---- one process ----------------------------------------------------------------------------------------------------
@@ -290,10 +229,3 @@ def _targets(sample: Any) -> int:
     labels = sample.get("labels") if isinstance(sample, Mapping) else None
     tensors = [labels] if isinstance(labels, Tensor) else [t for t in _tensors(sample) if not t.is_floating_point()]
     return int((tensors[-1] != _IGNORE).sum()) if tensors else 0
-
-
-def _versions() -> dict[str, str]:
-    """Of the packages in use here, those with compiled code or parallelism in them."""
-    of = packages_distributions()
-    found = {of[name][0] for name in _PACKAGES if name in sys.modules and name in of}
-    return {name: version(name) for name in sorted(found)}

@@ -14,13 +14,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fivefold.foreign.adapter import AdapterFile, Layout, layout_text, parse_layout, shipped_names
+from fivefold.foreign.adapter import AdapterFile, Layout, layout_text, parse_layout
 from fivefold.foreign.causes import causes
-from fivefold.foreign.certificate import Certificate, LayoutProof, RepeatedCertificate, read_certificate
+from fivefold.foreign.certificate import Certificate
 from fivefold.foreign.compare import compare, compare_replicas
-from fivefold.foreign.evidence import Evidence
-from fivefold.foreign.locate import located, unlike_masks
+from fivefold.foreign.evidence import Cause, Evidence, ModuleRow
+from fivefold.foreign.layout_proof import REPLICAS, STILL, LayoutProof
+from fivefold.foreign.locate import located, module_rows
+from fivefold.foreign.masks import same_masks, unlike_masks
 from fivefold.foreign.measurement import (
+    SEED,
     AdapterDescription,
     Device,
     Insight,
@@ -29,6 +32,7 @@ from fivefold.foreign.measurement import (
     RankValues,
     Settings,
 )
+from fivefold.foreign.repeated import RepeatedCertificate, certified, read_certificate
 from fivefold.launch import processes
 from fivefold.support.errors import UserError
 from fivefold.support.ranges import STEPS, checked, seconds, within
@@ -36,6 +40,7 @@ from fivefold.version import __version__
 
 TIMEOUT = 300.0  # seconds for one layout: large frameworks take long to import
 STEPS_OF_PROOF = 2
+_SEEDS = 2**31
 _RANK = "fivefold.foreign.rank"
 _MAX_WORLD = 64
 
@@ -45,41 +50,56 @@ def verify_adapter(
     layouts: Sequence[str | Mapping[str, Any]] = (),
     *,
     steps: int = STEPS_OF_PROOF,
+    seed: int = SEED,
     device: Device = "cpu",
     timeout: float = TIMEOUT,
     progress: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> Certificate:
     """Prove that training code from elsewhere computes in each layout what it computes in one process.
 
-    `adapter` is FILE, FILE:NAME or the name of one that ships; `layouts` are those to verify, instead of the adapter's
-    own. Every step's loss, gradients and gradient norm are compared on every rank, and the parameters after `steps`
-    steps. Where they differ, the likely cause is named. Ranks of one layout have `timeout` seconds.
+    `adapter` is FILE, FILE:NAME or the name of one that ships (docs/others.md); `layouts` are those to verify, instead
+    of the adapter's own. Every step's loss, gradients and gradient norm are compared on every rank, and the parameters
+    after `steps` steps, on `device`, "cpu" or "cuda". `seed` is that of weights
+    and dropout, and chooses the batches. Where they differ,
+    the likely cause is named. Ranks of one layout have `timeout` seconds; `progress(done, total, name)` is called
+    before each.
+
+    >>> found = ff.verify_adapter("pipelining", ["fsdp=2"])
+    >>> found.ok, found.proofs[0].layout
+    (True, {'fsdp': 2})
     """
     checked("--steps", steps, within(1, STEPS))
+    checked("--seed", seed, within(0, _SEEDS))
     seconds("--timeout", timeout)
     place = AdapterFile.of(adapter)
     chosen = [parse_layout(layout) for layout in layouts]
+    digest = place.digest  # of what is verified, should it change meanwhile
     progress(0, 1, "the adapter")
     with tempfile.TemporaryDirectory(prefix="fivefold-verify-") as home:
-        proof = _Proof(place, steps, device, timeout, Path(home))
-        description, worlds = proof.describe(chosen)
-        todo = list(zip(chosen or description.layouts, worlds, strict=True))
+        proof = _Proof(place, Settings(steps, device, seed), timeout, Path(home))
+        description = proof.describe(chosen)
+        todo = list(zip(description.layouts, description.worlds, description.known, strict=True))
         progress(0, len(todo) + 1, "one process")
         reference = proof.refer()
         proofs = []
-        for number, (layout, world) in enumerate(todo):
+        for number, (layout, world, known) in enumerate(todo):
             progress(number + 1, len(todo) + 1, layout_text(layout))
-            proofs.append(proof.prove(layout, world))
+            proofs.append(proof.prove(layout, world, known))
+        if place.digest != digest:
+            raise UserError(f"{place.text} was changed while it was verified; verify it anew", "certificate.adapter")
         return Certificate(
             adapter=place.text,
-            adapter_digest=place.digest,
+            adapter_digest=digest,
             dtype=description.dtype,
             device=device,
-            steps=proof.steps,
+            steps=proof.settings.steps,
+            seed=seed,
             random=reference.random,
             parameters=len(reference.weights),
             versions={"fivefold": __version__, "python": platform.python_version(), **reference.versions},
             proofs=proofs,
+            threads=reference.threads,
+            files=reference.files,
         )
 
 
@@ -90,23 +110,23 @@ def check_certificate(
     timeout: float = TIMEOUT,
     progress: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> RepeatedCertificate:
-    """Repeat what a certificate says. One of a file's adapter needs the file, `adapter`: a certificate runs no code."""
+    """Repeat what a certificate says: whether each layout still has its outcome, within its bounds.
+
+    `certificate` is the file that `fivefold verify --adapter ... -o` wrote. One of a file's adapter needs the file,
+    `adapter`: a certificate runs no code. `timeout` and `progress` are those of `ff.verify_adapter`.
+
+    >>> import json, pathlib
+    >>> file = pathlib.Path("certificate.json")
+    >>> found = ff.verify_adapter("pipelining", ["fsdp=2"], steps=1)
+    >>> size = file.write_text(json.dumps(found.to_dict()))
+    >>> ff.check_certificate(file).verdict
+    'the certificate holds'
+    """
     stated = read_certificate(Path(certificate))
-    if not adapter and ":" not in stated["adapter"] and stated["adapter"] not in shipped_names():
-        raise UserError(
-            f"{certificate} is of the adapter {stated['adapter']}; name the file that it is: --adapter FILE",
-            "certificate.adapter",
-        )
-    place = AdapterFile.of(adapter or stated["adapter"])
-    if place.digest != stated["adapter_sha256"]:
-        raise UserError(
-            f"{place.text} is not the adapter of {certificate}: its SHA-256 begins with {place.digest[:12]}, and the "
-            f"certificate's with {stated['adapter_sha256'][:12]}; verify it anew",
-            "certificate.adapter",
-        )
+    certified(Path(certificate), stated, adapter)
     now = verify_adapter(
         adapter or stated["adapter"], [row["layout"] for row in stated["layouts"]], steps=stated["steps"],
-        device=stated["device"], timeout=timeout, progress=progress,
+        seed=stated["seed"], device=stated["device"], timeout=timeout, progress=progress,
     )  # fmt: skip
     return RepeatedCertificate(stated, now)
 
@@ -114,81 +134,103 @@ def check_certificate(
 class _Proof:
     """One adapter's truth, and layouts held against it."""
 
-    def __init__(self, place: AdapterFile, steps: int, device: Device, timeout: float, home: Path):
-        self.place, self.steps, self.device, self.timeout = place, steps, device, timeout
+    def __init__(self, place: AdapterFile, settings: Settings, timeout: float, home: Path):
+        self.place, self.settings, self.timeout = place, settings, timeout
         self.weights = home / "weights.safetensors"
         self.insight: Insight | None = None
 
-    def describe(self, chosen: Sequence[Layout]) -> tuple[AdapterDescription, list[int]]:
+    def describe(self, chosen: Sequence[Layout]) -> AdapterDescription:
         try:
-            [self.description] = self._run(1, "describe", self.place)
-            worlds = self._run(1, "world_of", self.place, chosen)[0] if chosen else list(self.description.worlds)
+            [self.description] = self._run(1, "describe", self.place, chosen, self.settings.device)
         except processes.RankError as error:
             raise UserError(
                 f"the adapter {self.place.text} could not be read: {_told(error)}", "adapter.read"
             ) from error
-        for layout, world in zip(chosen or self.description.layouts, worlds, strict=True):
+        for layout, world in zip(self.description.layouts, self.description.worlds, strict=True):
             if world > _MAX_WORLD:
                 raise UserError(
                     f"the layout {layout_text(layout)} has {world} ranks; this machine tries up to {_MAX_WORLD}",
                     "adapter.ranks",
                 )
-        return self.description, worlds
+        if not self.description.updates:  # without an optimizer the second step is the first with other data
+            self.settings = replace(self.settings, steps=1)
+        return self.description
 
     def refer(self) -> OneProcess:
-        if not self.description.updates:
-            self.steps = 1  # without an optimizer the second step is the first with other data
         try:
-            [self.reference] = self._run(1, "refer", self.place, self._settings, self.weights)
+            [self.reference] = self._run(1, "refer", self.place, self.settings, self.weights)
         except processes.RankError as error:
             raise UserError(f"one process of {self.place.text} failed: {_told(error)}", "adapter.reference") from error
+        self.settings = replace(self.settings, still=self.reference.random == "dropout")
         return self.reference
 
-    def prove(self, layout: Layout, world: int) -> LayoutProof:
-        start = time.perf_counter()
+    def prove(self, layout: Layout, world: int, known: Mapping[str, float]) -> LayoutProof:
+        """By value; where dropout had to be off for that, then its masks and replicas with dropout on."""
+        start, updates = time.perf_counter(), self.description.updates
         try:
-            ranks = self._measure(layout, world)
+            ranks = self._measure(layout, world, self.settings)
+            noisy = self._measure(layout, world, self._watched) if self.reference.random else []
         except (processes.RankError, UserError) as error:
             details = error.details if isinstance(error, processes.RankError) else ""
             return LayoutProof(layout, world, time.perf_counter() - start, [], broken=str(error), details=details)
-        deviations = compare(self.reference, ranks, self.description.dtype, self.description.updates)
-        taken = time.perf_counter() - start
-        if all(deviation.passed for deviation in deviations):
-            return LayoutProof(layout, world, taken, deviations)
-        traces = self._traces(layout, world)
+        deviations = compare(self.reference, ranks, self.description.dtype, updates)
+        proof = LayoutProof(layout, world, time.perf_counter() - start, deviations)
         if self.reference.random:
-            deviations = compare_replicas(self.reference, ranks, self.description.updates)
-            return LayoutProof(layout, world, taken, deviations, unlike_masks(traces), random=True)
+            drops = _traces(noisy)
+            if self.reference.random == "draws" and not proof.passed:
+                deviations = compare_replicas(self.reference, ranks, updates)
+                proof = replace(proof, deviations=deviations, compared=REPLICAS)
+            elif self.reference.random == "dropout":
+                copies = [found for found in compare_replicas(self.reference, noisy, updates) if not found.passed]
+                proof = replace(proof, deviations=[*copies, *deviations], compared=STILL)
+            wrong = unlike_masks(drops)
+            proof = replace(proof, causes=wrong, unlike_masks=bool(wrong), remarks=same_masks(drops))
+        if proof.compared == REPLICAS or all(deviation.passed for deviation in deviations):
+            return proof
+        return self._explained(proof, ranks, known)
+
+    def _explained(self, proof: LayoutProof, ranks: Sequence[RankValues], known: Mapping[str, float]) -> LayoutProof:
+        """Why a layout differs; the proof stands without it."""
+        traces: dict[int, Observation] = {}
+        with suppress(processes.RankError, UserError):
+            traces = _traces(
+                self._measure(proof.layout, proof.world, replace(self._watched, still=self.settings.still))
+            )
         evidence = Evidence(
-            layout, self.reference, ranks, deviations, self.description.known, self._insight(), traces,
+            proof.layout, self.reference, ranks, proof.deviations, known, self._insight(), traces,
             dtype=self.description.dtype,
         )  # fmt: skip
-        return LayoutProof(layout, world, taken, deviations, [*causes(evidence), *located(evidence)])
+        found = [*proof.causes]
+        rows: list[ModuleRow] = []
+        try:
+            found += causes(evidence)
+            found += located(evidence)
+            rows += module_rows(evidence)
+        except Exception as error:  # numbers of any kind come from elsewhere, and the difference is to be reported
+            found.append(Cause(f"more could not be told: {type(error).__name__}: {error}", "", ""))
+        return replace(proof, causes=found, modules=rows)
 
     def _insight(self) -> Insight | None:
         """What one process says when it is looked into; the proof stands without it."""
         if self.insight is None:
             with suppress(processes.RankError, UserError):
-                [self.insight] = self._run(1, "explain", self.place, self._settings, self.weights)
+                [self.insight] = self._run(1, "explain", self.place, self.settings, self.weights)
         return self.insight
 
-    def _traces(self, layout: Layout, world: int) -> dict[int, Observation]:
-        """What the ranks of a layout say when they are looked into."""
-        with suppress(processes.RankError, UserError):
-            watched = self._measure(layout, world, replace(self._settings, steps=1, watch=True))
-            return {rank.rank: rank.trace for rank in watched if rank.trace is not None}
-        return {}
-
-    def _measure(self, layout: Layout, world: int, settings: Settings | None = None) -> list[RankValues]:
-        settings = settings or self._settings
-        return self._run(world, "measure", self.place, layout, settings, self.weights)
-
     @property
-    def _settings(self) -> Settings:
-        return Settings(self.steps, self.device)
+    def _watched(self) -> Settings:
+        """One step, with dropout on, in which ranks are looked into."""
+        return replace(self.settings, steps=1, watch=True, still=False)
+
+    def _measure(self, layout: Layout, world: int, settings: Settings) -> list[RankValues]:
+        return self._run(world, "measure", self.place, layout, settings, self.weights)
 
     def _run(self, world: int, function: str, *args: Any) -> list[Any]:
         return processes.run(world, f"{_RANK}:{function}", *args, timeout=self.timeout)
+
+
+def _traces(ranks: Sequence[RankValues]) -> dict[int, Observation]:
+    return {rank.rank: rank.trace for rank in ranks if rank.trace is not None}
 
 
 def _told(error: processes.RankError) -> str:

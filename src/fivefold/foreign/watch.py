@@ -5,8 +5,9 @@ Only after a layout has failed, to find where: hooks could disturb what is prove
 
 import hashlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fivefold.foreign.adapter import Adapter, plain
+from fivefold.foreign.dropout import DROPOUTS
 from fivefold.foreign.measurement import Call, Drop, Observation, Values
+from fivefold.foreign.modes import everywhere
 from fivefold.foreign.numbering import local
 
 _MAX_CALLS = 4000  # hooks of one step that are kept
@@ -30,7 +33,7 @@ def watching(adapter: Adapter, model: Any, trace: Observation | None) -> Iterato
     if trace is None:
         yield
         return
-    with _modules(adapter, model, trace), _unreduced(adapter, model, trace), _Dropouts(trace):
+    with _modules(adapter, model, trace), _unreduced(adapter, model, trace), everywhere(_Dropouts(trace)):
         yield
 
 
@@ -40,7 +43,7 @@ def watching(adapter: Adapter, model: Any, trace: Observation | None) -> Iterato
 @contextmanager
 def _modules(adapter: Adapter, model: Any, trace: Observation) -> Iterator[None]:
     handles: list[Any] = []
-    calls: list[dict[str, Any]] = []
+    calls: list[_Seen] = []
     whole = {id(parameter): name for name, parameter in adapter.named(model).items()}
     for module in model if isinstance(model, list | tuple) else [model]:
         if not isinstance(module, torch.nn.Module):
@@ -55,10 +58,12 @@ def _modules(adapter: Adapter, model: Any, trace: Observation) -> Iterator[None]
     finally:
         for handle in handles:
             handle.remove()
+        parts: dict[str, int] = {}
         for call in calls:
-            gradients = [entry for entry in call["gradients"] if len(entry)]
+            part = parts[call.module] = parts.get(call.module, -1) + 1
+            gradients = [entry for entry in call.gradients if len(entry)]
             gradient = np.concatenate(gradients) if gradients else _NOTHING
-            trace.calls.append(Call(call["module"], call["inputs"], call["outputs"], gradient, call["width"]))
+            trace.calls.append(Call(call.module, call.inputs, call.outputs, gradient, call.width, part))
 
 
 def _whole_name(name: str, module: Any, names: Mapping[str, str], whole: Mapping[int, str]) -> str:
@@ -73,24 +78,48 @@ def _whole_name(name: str, module: Any, names: Mapping[str, str], whole: Mapping
     return plain(f"{names.get(parent, parent)}.{last}.".lstrip(".")).rstrip(".")
 
 
-def _hook(name: str, calls: list[dict[str, Any]]) -> Callable[..., None]:
+@dataclass
+class _Seen:
+    """A call of a module; gradients come later."""
+
+    module: str
+    inputs: Values
+    outputs: Values
+    width: int
+    gradients: list[Values]
+
+
+def _hook(name: str, calls: list[_Seen]) -> Callable[..., None]:
     def hook(module: Any, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
         result = _first(output)
-        if result is None or len(calls) >= _MAX_CALLS or not torch.is_grad_enabled():
+        if result is None or len(calls) >= _MAX_CALLS or result.device.type == "meta":
             return
-        entered = _first([*args, *kwargs.values()])
-        call = {
-            "module": name,
-            "inputs": _NOTHING if entered is None else fingerprints(entered),
-            "outputs": fingerprints(result),
-            "gradients": [],
-            "width": result.shape[-1],
-        }
-        calls.append(call)
+        outputs = fingerprints(result)
+        call = _earlier(calls, name, outputs) if in_backward() else None
+        if call is None:
+            entered = _first([*args, *kwargs.values()])
+            inputs = _NOTHING if entered is None else fingerprints(entered)
+            call = _Seen(name, inputs, outputs, result.shape[-1], [])
+            calls.append(call)
         if result.requires_grad:
-            result.register_hook(lambda gradient: call["gradients"].append(fingerprints(gradient)))  # type: ignore[attr-defined]
+            gradients = call.gradients
+            result.register_hook(lambda gradient: gradients.append(fingerprints(gradient)))
 
     return hook
+
+
+def in_backward() -> bool:
+    """Whether autograd runs now: what is computed then is computed again."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _earlier(calls: Sequence[_Seen], name: str, outputs: Values) -> _Seen | None:
+    """The call of the forward pass that is made again: its place is that of the forward pass, in the order of which
+    modules are read; a backward pass makes them again from the end."""
+    for call in reversed(calls):
+        if call.module == name and call.outputs.shape == outputs.shape and np.allclose(call.outputs, outputs):
+            return call
+    return None
 
 
 def _first(value: Any) -> Tensor | None:
@@ -162,10 +191,12 @@ class _Dropouts(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        if function in (torch.dropout, torch.nn.functional.dropout) and isinstance(result, Tensor):
+        if function in DROPOUTS and isinstance(result, Tensor):
             entered = args[0] if args else (kwargs or {})["input"]
             if entered is not result and bool((result != entered).any()):
-                self.trace.drops.append(Drop(_caller(), _digest(entered), _digest(result != 0)))
+                kept, dropped = _digest(result != 0), int(((result == 0) & (entered != 0)).sum())
+                drop = Drop(_caller(), _digest(entered), kept, dropped, in_backward())
+                self.trace.drops.append(drop)
         return result
 
 

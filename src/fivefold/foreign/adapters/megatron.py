@@ -8,13 +8,14 @@ Keys of a layout: dp, tp, sp, pp, vpp (chunks of layers on a rank), ep, etp; mbs
 switches: zero1 (its distributed optimizer), overlap (its reduction during the backward pass), recompute, allgather (its
 other dispatcher of tokens), batch_p2p (with vpp: its default communication between stages, which needs pp from 3).
 
-It runs on CPU processes in float64, by fivefold.foreign.cuda_on_cpu, with the layers that Megatron-Core has in
-PyTorch ("local"). What is CUDA alone is not verified: Transformer Engine and all that needs it (context parallelism,
-FP8, grouped GEMM of experts, tp_comm_overlap), Apex, flash attention, fused kernels, CUDA graphs, DeepEP. Its norms are
-of those, so there is one here, marked for sequence parallelism as theirs are.
+It runs on CPU processes in float64, by fivefold.foreign.cuda_on_cpu, or on GPUs by --device cuda, with the layers that
+Megatron-Core has in PyTorch ("local"). What is CUDA alone is not verified: Transformer Engine and all that needs it
+(context parallelism, FP8, grouped GEMM of experts, tp_comm_overlap), Apex, flash attention, fused kernels, CUDA graphs,
+DeepEP. Its norms are of those, so there is one here, marked for sequence parallelism as theirs are.
 """
 
 import logging
+import os
 import warnings
 from functools import partial
 from typing import Any
@@ -24,7 +25,8 @@ import torch.distributed as dist
 
 from fivefold.foreign import cuda_on_cpu
 
-cuda_on_cpu.install()
+DEVICE = os.environ.get("FIVEFOLD_DEVICE", "cpu")
+cuda_on_cpu.only_float64() if DEVICE == "cuda" else cuda_on_cpu.install()
 warnings.filterwarnings("ignore", module="megatron")
 logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)  # one generator plays both
 
@@ -115,7 +117,7 @@ class Training:
                 position_embedding_type="rope",
                 pre_process=groups.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
                 post_process=groups.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
-            )  # fmt: skip
+            ).to(DEVICE)  # fmt: skip
             model.append(DistributedDataParallel(config, reduction, module, disable_bucketing=chunk > 0))
         if overlap:
             pick = [chunk.no_sync for chunk in model], [chunk.start_grad_sync for chunk in model]
@@ -158,7 +160,7 @@ class Training:
             return {"loss": None}
         total = torch.stack(losses)
         if not {**_USUAL, **self.config}["calculate_per_token_loss"]:
-            total = torch.stack([total[:, 0] / total[:, 1], torch.ones(len(total))], dim=1)
+            total = torch.stack([total[:, 0] / total[:, 1], torch.ones_like(total[:, 1])], dim=1)
         dist.all_reduce(total := total.sum(dim=0), group=groups.get_data_parallel_group())
         return {"loss": total[0] / total[1]}
 
@@ -169,7 +171,7 @@ class Training:
 
 def _forward(data: Any, model: DistributedDataParallel) -> tuple[torch.Tensor, Any]:
     tokens, labels = next(data)
-    positions = torch.arange(LENGTH).expand_as(tokens)
+    positions = torch.arange(LENGTH, device=tokens.device).expand_as(tokens)
     return model(tokens, positions, None, labels=labels.clamp(min=0)), partial(_loss, labels != -100)
 
 

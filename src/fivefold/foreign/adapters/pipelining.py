@@ -96,9 +96,9 @@ def batch(step):
 class Model(list):
     """The stages of this rank, and what a step needs to know beside them."""
 
-    def __init__(self, layout):
+    def __init__(self, layout, device):
         fsdp, tp, pp = (layout.get(axis, 1) for axis in ("fsdp", "tp", "pp"))
-        self.mesh = init_device_mesh("cpu", (pp, fsdp, tp), mesh_dim_names=("pp", "fsdp", "tp"))
+        self.mesh = init_device_mesh(device, (pp, fsdp, tp), mesh_dim_names=("pp", "fsdp", "tp"))
         self.pp, self.fsdp = self.mesh["pp"], self.mesh["fsdp"]
         name = layout.get("schedule", "1F1B")
         schedule = get_schedule_class(name)
@@ -111,7 +111,7 @@ class Model(list):
         each = LAYERS // count
         for index in own:
             blocks = range(index * each, (index + 1) * each)
-            self.append(Decoder(blocks, first=index == 0, last=index == count - 1))
+            self.append(Decoder(blocks, first=index == 0, last=index == count - 1).to(device))
         self.embeddings = [stage.embedding for stage in self if stage.embedding is not None]
         self.heads = [stage.head for stage in self if stage.head is not None]
         for stage in self:
@@ -125,7 +125,7 @@ class Model(list):
         self.schedule = None
         if pp > 1:
             stages = [
-                PipelineStage(stage, index, count, torch.device("cpu"), group=self.pp.get_group())
+                PipelineStage(stage, index, count, torch.device(device), group=self.pp.get_group())
                 for index, stage in zip(own, self, strict=True)
             ]
             # The loss is a sum over targets, divided by their number: torch's own division by microbatches is not meant
@@ -165,8 +165,8 @@ def tensor_parallel(stage, mesh, sp):
     parallelize_module(stage, mesh, present)
 
 
-def build(layout):
-    return Model(layout)
+def build(layout, device):
+    return Model(layout, device)
 
 
 def named(model):

@@ -3,15 +3,17 @@
     fivefold verify --adapter torchtitan
     fivefold verify --adapter torchtitan fsdp=2,tp=2,sp,backend=full_dtensor
 
-The debug model made narrow, in float64, on CPU ranks. Patched from here: the device type; float64 as a dtype of the
-configuration; `Tensor.float()`, which the loss and RoPE call, keeps float64; flex attention has no backward pass on a
-CPU, so its masks are made dense; a pipeline takes the whole batch, for want of a list of microbatches in PyTorch 2.13.
+The debug model made narrow, in float64, on CPU ranks, or on GPUs by --device cuda. Patched from here: the device type;
+float64 as a dtype of the configuration; `Tensor.float()`, which the loss and RoPE call, keeps float64; flex attention
+has no backward pass on a CPU, so its masks are made dense; a pipeline takes the whole batch, for want of a list of
+microbatches in PyTorch 2.13.
 
 What cannot run on a CPU is not proven: compiled flex attention, varlen attention, CUDA graphs, symmetric memory,
 dist_gemm, DeepEP, float8. Its default backend, spmd_types, needs a newer FSDP than that of PyTorch 2.13.
 """
 # ruff: noqa: E402
 
+import os
 from types import SimpleNamespace
 
 import torch
@@ -19,8 +21,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import torchtitan.tools.utils
 
-torchtitan.tools.utils.device_type = "cpu"  # before other modules import it from there
-torchtitan.tools.utils.device_module = torch.cpu
+DEVICE = os.environ.get("FIVEFOLD_DEVICE", "cpu")
+torchtitan.tools.utils.device_type = DEVICE  # before other modules import it from there
+torchtitan.tools.utils.device_module = getattr(torch, DEVICE)
 
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import flex_attention
@@ -44,7 +47,7 @@ KNOWN = {"microbatches": SAMPLES // MICROBATCH}
 
 
 def attend(q, k, v, *, block_mask, scale, enable_gqa, **unused):
-    mask = flex_attention.create_mask(block_mask.mask_mod, len(q), None, q.shape[2], k.shape[2], device="cpu")
+    mask = flex_attention.create_mask(block_mask.mask_mod, len(q), None, q.shape[2], k.shape[2], device=q.device)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa), None
 
 
@@ -101,7 +104,7 @@ class Loop(Trainer):
             dtype="float64", mixed_precision_param="float64", mixed_precision_reduce="float64", seq_len=SEQ,
             local_batch_size=SAMPLES // dp // fsdp,
         )  # fmt: skip
-        self.config, self.device = SimpleNamespace(parallelism=parallelism, training=training), torch.device("cpu")
+        self.config, self.device = SimpleNamespace(parallelism=parallelism, training=training), torch.device(DEVICE)
         self.parallel_dims = ParallelDims.from_config(parallelism, dist.get_world_size())
         self.parallel_dims.build_mesh()
         dist_utils.set_spmd_backend(parallelism.spmd_backend)
@@ -123,7 +126,7 @@ class Loop(Trainer):
         else:
             self.model_parts = [own.parallelize_fn(model, **how)]
         for part in self.model_parts:
-            part.to_empty(device="cpu")
+            part.to_empty(device=DEVICE)
             with torch.no_grad():
                 part.init_weights(buffer_device=None)
         self.train_context = dist_utils.get_spmd_context(parallel_dims=self.parallel_dims)
