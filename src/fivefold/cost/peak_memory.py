@@ -115,7 +115,8 @@ def block_memory(workload: Workload, kinds: Layer) -> BlockMemory:
             base + block_cost.cp_buffer_bytes + block_cost.mlp_backward_bytes, dense_grads_allocated=True
         )
         return BlockMemory(saved, (moment,), between, params=block_cost.own)
-    moe = MoEMemory(spec, layout, software, block_cost.tokens, block_cost.activation_bytes, workload.imbalance, splits)
+    sizes = (block_cost.tokens, block_cost.activation_bytes, workload.imbalance)
+    moe = MoEMemory(spec, kinds, layout, software, *sizes, splits)
     between += moe.deferred_wgrad if splits else 0.0
     # Backward begins with a shared expert, if there is one: its activations are freed by then, and its gradients stand
     # for those of the dense part.

@@ -456,11 +456,13 @@ def rank_flops(
     sparse = [layer for layer in layers if spec.kinds(layer).routed]
     rows = even_rows(spec, layout, tokens // layout.microbatches, sparse, at) if rows is None else rows
     passes = 4 if layout.recompute == "full" else 3
-    for matmul in mixture_matmuls(spec):
-        visits = sum(row.received for row in rows) if matmul.experts else 0
-        if matmul.name == "router":  # every tp rank has a slice of the tokens
-            visits = len(sparse) * layout.microbatches * len(chunk(tokens // layout.microbatches, layout.tp, at.tp))
-        flops += passes * 2.0 * matmul.inputs * matmul.outputs * visits
+    slice_ = len(chunk(tokens // layout.microbatches, layout.tp, at.tp))
+    received = [sum(row.received for row in rows[number :: len(sparse)]) for number in range(len(sparse))]
+    for layer, visits in zip(sparse, received, strict=True):
+        for matmul in mixture_matmuls(spec, spec.kinds(layer)):
+            # Of the router every tp rank has a slice of the tokens.
+            routed = layout.microbatches * slice_ if matmul.tp == "replicated_partial" else 0
+            flops += passes * 2.0 * matmul.inputs * matmul.outputs * (visits if matmul.experts else routed)
     return flops
 
 
@@ -474,7 +476,7 @@ def _token_flops(spec: ModelSpec, layout: Layout, seq: int, own: BlockOperations
         part = layout.tp if matmul.tp == "replicated" and layout.sp else 1
         return 2.0 * matmul.inputs * matmul.outputs / part
 
-    dense = [matmul for matmul in own.matmuls if not matmul.experts and matmul.name != "router"]
+    dense = [matmul for matmul in own.matmuls if matmul.dense]
     matmuls, last = sum(map(flops, dense)), own.matmuls[-1] if own.matmuls else _NO_MATMUL
     attention = 4 * own.attention.keys(seq / 2) * own.attention.width  # values are padded to the keys' width
     each = 3 * matmuls + 3.5 * attention  # backward: two matmuls for each, and attention's five for two
