@@ -3,9 +3,9 @@
     python tools/planner_unchanged.py COMMIT               all presets
     python tools/planner_unchanged.py COMMIT llama3-8b     these
 
-Of each preset a sample of legal layouts is timed in both: seconds, memory and bytes sent of a step, exactly; seconds and
-memory by the closed forms that prune; and what the search chooses. The commit is checked out beside this tree, and each
-runs its own code with this file's probe.
+Of each preset a sample of legal layouts is timed in both: seconds, memory and bytes sent of a step, exactly; seconds
+and memory by the closed forms that prune; and what the search chooses. The commit is checked out beside this tree, and
+each runs its own code with this file's probe.
 """
 
 import hashlib

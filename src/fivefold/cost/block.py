@@ -204,16 +204,18 @@ class BlockCost:
             self.topology, layout=msgspec.convert(self.layout.degrees, Layout)
         )  # found again: no more matters
         sizes = (self.samples, self.activation_bytes, max(4, self.activation_bytes))  # sums are in float32 at least
-        *heads, _, window, _ = self.operations.attention
+        own = self.operations.attention
         case = attention.LayerAttention(
             self.seq,
-            *heads,
+            own.heads,
+            own.kv_heads,
+            own.head_dim,
             self.device,
             topology,
             full_kernel,
             partial_kernel,
             *sizes,
-            window=window,
+            window=own.window,
         )
         return _method(self.layout.cp_kind, case)
 

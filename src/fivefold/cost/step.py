@@ -23,7 +23,7 @@ from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
 from fivefold.layout.rank_part import RANK0, RankCoords
 from fivefold.layout.sharding import chunk
-from fivefold.layout.stages import Stage, schedule_of, stages_of
+from fivefold.layout.stages import Stage, activation_weight, schedule_of, stages_of
 from fivefold.schedules.actions import BACKWARD
 from fivefold.schedules.build import ScheduleInfo
 from fivefold.schedules.clock import Lane
@@ -338,12 +338,21 @@ def costs(workload: Workload, passes: list[PassTimes]) -> Costs:
         # In a full backward pass tp hides behind the weight gradients.
         full = stage_passes(with_full_backward(workload))
         b = tuple(stage.inputs.total + stage.weights.total + exposed_send for stage in full)
-    ones = tuple(1.0 / workload.layout.chunks for _ in passes)
+    shares = _activation_shares(workload)
     halves = _halves(workload, exposed_send) if pairs_overlap(workload) else ()
     if halves:
         b = tuple(alone(backward) for _, backward in halves)
     link = MessageLink(latency=workload.software.hides("pp") * send)
-    return Costs(f=f, i=i, w=w, b=b, activation=ones, segments=halves, link=link)
+    return Costs(f=f, i=i, w=w, b=b, activation=shares, segments=halves, link=link)
+
+
+def _activation_shares(workload: Workload) -> tuple[float, ...]:
+    """Of each stage, in whole ranks' mean activations. Layers that are alike make it one for each chunk."""
+    spec, chunks = workload.spec, workload.layout.chunks
+    if len(spec.counted()) == 1:
+        return (1.0 / chunks,) * len(workload.stages)
+    held = [sum(activation_weight(spec, layer) for layer in stage.layers) for stage in workload.stages]
+    return tuple(own * workload.layout.pp / max(1, sum(held)) for own in held)
 
 
 def pairs_overlap(workload: Workload) -> bool:
