@@ -23,7 +23,7 @@ def workload(model: str, layout: str, imbalance: float = 1.0, batch: int = 64) -
 
 
 def mixture(layout: str, imbalance: float = 1.0) -> MoEMemory:
-    return MoEMemory(MIXTRAL, Layout.parse(layout), FIVEFOLD, T, 2, imbalance)
+    return MoEMemory(MIXTRAL, MIXTRAL.kinds(0), Layout.parse(layout), FIVEFOLD, T, 2, imbalance)
 
 
 def test_what_a_mixture_keeps_is_the_page_s_table() -> None:

@@ -13,6 +13,7 @@ KINDS = """
 from fivefold.spec.mlps import MixtureOfExperts
 
 class ReGLU(MixtureOfExperts, frozen=True, kw_only=True, tag="reglu:ReGLU"):
+    place = "network"
     module = "reglu.layer:Layer"
     reference = "reglu.reference:Plain"
 """
@@ -71,16 +72,10 @@ def test_it_is_planned_as_ours_is() -> None:
     assert own.chosen.seconds == ours.chosen.seconds
 
 
-def test_a_kind_and_its_module_derive_from_both_or_neither(package: Path) -> None:
+def test_what_sends_tokens_to_experts_says_so_in_its_kind_and_its_module(package: Path) -> None:
     (package / "__init__.py").write_text(KINDS.replace("MixtureOfExperts", "MLP").replace("mlps", "kinds") + OPERATIONS)
     error = refusal(lambda: Decoder(read_job(None, MODEL).model))
-    assert "a kind and its module derive from both or neither" in str(error)
-
-
-def test_its_place_is_that_of_a_mixture(package: Path) -> None:
-    (package / "__init__.py").write_text(KINDS + '    place = "experts"\n')
-    [problem] = read_job(None, MODEL).problems()
-    assert problem == "reglu:ReGLU has place='experts', and a mixture of experts is called mlp"
+    assert "its module derives from fivefold.model.moe:MoE, and its kind has routes=False" in str(error)
 
 
 OPERATIONS = """

@@ -15,6 +15,7 @@ from fivefold.spec.hf import to_hf_config
 from fivefold.spec.mixers import GroupedQueryAttention, MultiHeadLatentAttention
 from fivefold.spec.mlps import Dense, MixtureOfExperts
 from fivefold.spec.model import ModelSpec
+from fivefold.spec.operations import block
 from fivefold.spec.pattern import Layer
 from fivefold.spec.presets import PRESETS, preset
 from fivefold.support.errors import UserError
@@ -35,7 +36,8 @@ def test_the_numbers_of_published_models_say_their_patterns() -> None:
     for name, wanted in names.items():
         counted = preset(name).counted()
         assert {(type(kinds.mixer), type(kinds.mlp)): count for kinds, count in counted.items()} == wanted
-    windows = [preset("gpt-oss-20b").kinds(layer).window for layer in range(24)]
+    oss = preset("gpt-oss-20b")
+    windows = [block(oss, layer=oss.kinds(layer)).attention.window for layer in range(24)]
     assert windows == [128, 0] * 12
 
 

@@ -23,7 +23,7 @@ from fivefold.layout.logit_slices import slices
 from fivefold.machines.clock import Clock
 from fivefold.model.grouped import Groups, product, weight_gradient
 from fivefold.spec.model import ModelSpec
-from fivefold.spec.operations import block, head
+from fivefold.spec.operations import Scores, block, head
 from fivefold.spec.pattern import Layer
 from fivefold.support.dtypes import BYTES
 
@@ -125,10 +125,17 @@ def _product(matmul: Product, device: torch.device, dtype: torch.dtype) -> float
 def _attention(job: Job, device: torch.device, dtype: torch.dtype) -> FloorPart:
     """Causal attention by the kernel that PyTorch chooses; its FLOPs are those that a causal mask leaves."""
     model, size = job.model, (job.train.batch, job.data.seq)
-    attending = {kinds: count for kinds, count in model.counted().items() if kinds.attends}
-    if not attending:
-        return FloorPart("attention", 0.0)
-    layers, scores = sum(attending.values()), block(model, layer=next(iter(attending))).attention._replace(window=0)
+    seconds, flops = 0.0, 0.0
+    for kinds, layers in model.counted().items():
+        scores = block(model, layer=kinds).attention._replace(window=0)
+        if scores.heads:
+            seconds += layers * _scores(scores, size, device, dtype)
+            flops += 3 * layers * size[0] * size[1] * scores.flops(size[1] / 2)
+    return FloorPart("attention", seconds, flops=flops)
+
+
+def _scores(scores: Scores, size: tuple[int, int], device: torch.device, dtype: torch.dtype) -> float:
+    """Seconds of one layer, forward and backward."""
     q, k, v = (
         torch.randn(size[0], heads, size[1], width, device=device, dtype=dtype, requires_grad=True)
         for heads, width in (
@@ -143,8 +150,7 @@ def _attention(job: Job, device: torch.device, dtype: torch.dtype) -> FloorPart:
         y = forward()
         torch.autograd.grad(y, (q, k, v), y)
 
-    flops = 3 * layers * size[0] * size[1] * scores.flops(size[1] / 2)
-    return FloorPart("attention", layers * _time(device, forward_backward), flops=flops)
+    return _time(device, forward_backward)
 
 
 def bandwidth(device: torch.device) -> float:

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from msgspec import structs
-
 from fivefold.cost.moe import expert_matmuls
 from fivefold.cost.routing import ExpertLoad
 from fivefold.cost.software import SoftwareProfile
@@ -25,7 +23,7 @@ from fivefold.spec.pattern import Layer
 # ---- expert memory --------------------------------------------------------------------------------------------------
 # Bytes of the experts of one block on one rank: what a microbatch saves, and the peaks of its backward pass.
 #
-#     moe = MoEMemory(spec, layout, software, tokens=4096, activation_bytes=2, imbalance=1.2)
+#     moe = MoEMemory(spec, kinds, layout, software, tokens=4096, activation_bytes=2, imbalance=1.2)
 #     moe.saved, moe.saved_selective         # without recompute, and with selective recompute
 #     moe.during_last_linear                 # in backward, on top of `saved`
 #
@@ -54,6 +52,7 @@ class MoEMemory(ExpertLoad):
     """
 
     spec: ModelSpec
+    kinds: Layer
     layout: Layout
     software: SoftwareProfile
     tokens: int
@@ -185,7 +184,7 @@ class MoEMemory(ExpertLoad):
 
     @cached_property
     def _matmuls(self) -> list[Matmul]:
-        return expert_matmuls(self.spec)
+        return expert_matmuls(self.spec, self.kinds)
 
     @property
     def _expert_outputs(self) -> float:
@@ -251,7 +250,7 @@ def saved_activations(
     tokens, kinds = samples * seq // layout.cp, kinds or spec.kinds(spec.layers - 1)
     moe = None
     if kinds.routed:
-        moe = MoEMemory(spec, layout, software, tokens, activation_bytes, imbalance)
+        moe = MoEMemory(spec, kinds, layout, software, tokens, activation_bytes, imbalance)
     without_recompute = _without_recompute(spec, layout, software, tokens, seq, activation_bytes, kinds, moe)
     if layout.recompute == "none":
         return without_recompute
@@ -266,9 +265,9 @@ def saved_activations(
     if layout.cp > 1 and layout.cp_kind == "ulysses":
         exchanged = _block(spec, layout, kinds).attention
         attention += tokens * activation_bytes * (2 * exchanged.width + 2 * exchanged.kv_width)
-    if kinds.latent and spec.mla and layout.sp:  # the latents of all tokens, gathered
-        attention += tokens * activation_bytes * (spec.mla.q_rank + spec.mla.cached)
-    mlp = tokens * activation_bytes * _output_features(own, "mlp", layout)
+    if layout.sp:  # the latents of all tokens, gathered
+        attention += tokens * activation_bytes * own.attending.latents
+    mlp = tokens * activation_bytes * _output_features(own, kinds.mlp.place if kinds.mlp else "", layout)
     if software.selective == "half":
         attention = tokens * activation_bytes * (1.5 * own.attention.width + 1.0 * own.attention.kv_width)
         mlp = mlp / 2
@@ -280,16 +279,11 @@ def deferred_wgrad_bytes(spec: ModelSpec, layout: Layout, tokens: int, activatio
     """Bytes that a block holds from its I to its W: the inputs of its linears, and the gradients of their outputs. Of
     experts `MoEMemory.deferred_wgrad` has them."""
     own, parts = _block(spec, layout, kinds), layout.tp if layout.sp else 1
-    groups = [group for group in own.groups if not _of_experts(group[0])]
+    groups = [group for group in own.groups if group[0].dense]
     matmuls = [matmul for group in groups for matmul in group]
     inputs = sum(group[0].inputs / (parts if group[0].reads_residual else 1) for group in groups)
     outputs = sum(matmul.outputs / (parts if matmul.tp == "replicated" else 1) for matmul in matmuls)
     return tokens * activation_bytes * (inputs + outputs)
-
-
-def _of_experts(matmul: Matmul) -> bool:
-    """Whether it is an expert's, or the router's."""
-    return matmul.experts > 0 or matmul.tp == "replicated_partial"
 
 
 def _block(spec: ModelSpec, layout: Layout, kinds: Layer) -> BlockOperations:
@@ -297,8 +291,8 @@ def _block(spec: ModelSpec, layout: Layout, kinds: Layer) -> BlockOperations:
     own = block(spec, layout.tp, kinds)
     if layout.cp == 1 or layout.cp_kind != "ulysses" or not kinds.attends:
         return own
-    repeated = structs.replace(spec, kv_heads=math.lcm(own.attention.kv_heads, layout.cp) * layout.tp)
-    return block(repeated, layout.tp, kinds)
+    repeated = own.attention._replace(kv_heads=math.lcm(own.attention.kv_heads, layout.cp))
+    return BlockOperations(tuple(repeated if each is own.attention else each for each in own.operations))
 
 
 def _mixer(kinds: Layer) -> str:
@@ -310,7 +304,7 @@ def _output_features(own: BlockOperations, branch: str, layout: Layout) -> float
     """Features that the matmuls of a branch write. Of those that all tp ranks compute alike, sp leaves a rank its part
     of the tokens."""
     parts = layout.tp if layout.sp else 1
-    matmuls = (matmul for matmul in own.of(branch) if not _of_experts(matmul))
+    matmuls = (matmul for matmul in own.of(branch) if matmul.dense)
     return sum(matmul.outputs / (parts if matmul.whole else 1) for matmul in matmuls)
 
 
@@ -343,7 +337,8 @@ def _without_recompute(
     # RMSNorm also its input as float32 and the normalised values. A dropout saves its mask.
     eager = software.norm == "eager" and spec.norm == "rmsnorm"
     norm = (read_by("norm") + read_by("qk_norm")) * (activation_bytes + (8 if eager else 0)) + read_by("dropout")
-    mlp = [matmul for matmul in own.of("mlp") if not _of_experts(matmul)]
+    place = kinds.mlp.place if kinds.mlp else ""
+    mlp = [matmul for matmul in own.of(place) if matmul.dense]
     if moe and not mlp:  # nothing but the router reads the second norm's output
         norm -= tokens * activation_bytes * spec.hidden / (layout.tp if layout.sp else 1)
     scores = 0.0
@@ -353,7 +348,7 @@ def _without_recompute(
         scores = float(per_score * tokens * own.attention.heads * seq)
     inner = float(sum(matmul.outputs for matmul in mlp[:-1]))
     inner += sum((1 + written_by_activation(spec, software)) * matmul.inputs for matmul in mlp[-1:])
-    inner += _saved_between(own, "mlp", layout)
+    inner += _saved_between(own, place, layout)
     return SavedActivations(
         residual=read_by("residual") * activation_bytes,
         norm=norm,
@@ -383,12 +378,13 @@ def _saved_by_mixer(
         return tokens * activation_bytes * features
     outputs, attention = 2 if software.copies_attention else 1, own.attention
     log_sum_exp = 4 * attention.heads
-    if not kinds.latent or spec.mla is None:
+    if not own.latent:
         features = (1 + outputs) * attention.width + 2 * attention.kv_width
+        features += _saved_between(own, _mixer(kinds), layout)
         return float(tokens * (activation_bytes * features + log_sum_exp))
     # Of latent attention the norms' outputs are the latents that heads are made of, side by side; with sp those of all
     # tokens. Values are padded to the width of the keys.
     values = attention.width if software.pads_values else attention.seen
-    parts, latents = layout.tp if layout.sp else 1, spec.mla.q_rank + spec.mla.cached
+    parts, latents = layout.tp if layout.sp else 1, own.attending.latents
     heads = 2 * attention.width + 2 * values + (outputs - 1) * attention.seen
-    return float(tokens * (activation_bytes * (heads + latents + spec.mla.rope_dim / parts) + log_sum_exp))
+    return float(tokens * (activation_bytes * (heads + latents + own.attending.unread / parts) + log_sum_exp))

@@ -108,7 +108,7 @@ class BlockCost:
         if not self.kinds.routed:
             return None
         sizes = (self.tokens, self.activation_bytes, self.precision, self.imbalance)
-        return MoEBlock(self.spec, self.layout, self.device, self.topology, self.software, *sizes)
+        return MoEBlock(self.spec, self.kinds, self.layout, self.device, self.topology, self.software, *sizes)
 
     @cached_property
     def gemms(self) -> list[tuple[int, int, int]]:
@@ -189,7 +189,7 @@ class BlockCost:
             parts = work.both if self.software.merges else work.attention
             return parts.forward, parts.backward
         own = self.operations.attention
-        dim = score_dim(self.spec, self.software, own.head_dim, own.v_dim)
+        dim = score_dim(self.software, own)
         return self.device.attention(
             self.software.attention, self.samples, own.heads, dim, self.seq, own.keys(self.seq / 2)
         )
@@ -204,9 +204,18 @@ class BlockCost:
             self.topology, layout=msgspec.convert(self.layout.degrees, Layout)
         )  # found again: no more matters
         sizes = (self.samples, self.activation_bytes, max(4, self.activation_bytes))  # sums are in float32 at least
-        heads = self.operations.attention[:3]
+        own = self.operations.attention
         case = attention.LayerAttention(
-            self.seq, *heads, self.device, topology, full_kernel, partial_kernel, *sizes, window=self.kinds.window
+            self.seq,
+            own.heads,
+            own.kv_heads,
+            own.head_dim,
+            self.device,
+            topology,
+            full_kernel,
+            partial_kernel,
+            *sizes,
+            window=own.window,
         )
         return _method(self.layout.cp_kind, case)
 
@@ -218,9 +227,9 @@ class BlockCost:
         moved = MOVED[self.software.pointwise]._asdict() | {"norm": norm}
         # Inputs of narrow matmuls are cast, forward, and again transposed for the weights' gradients.
         own = self.operations
-        plain = [group[0] for group in own.groups if not (group[0].experts or group[0].tp == "replicated_partial")]
+        plain = [group[0] for group in own.groups if group[0].dense]
         cast = sum(matmul.inputs for matmul in plain) * CAST.get(self.precision, 0.0)
-        cast += copied(self.spec, self.software, self.layout.tp) if self.kinds.latent else 0.0
+        cast += copied(own, self.software)
         kernels = 8 if self.software.pointwise != "eager" else 20
         shares = [
             (self.tokens * operation.share(self.layout.tp, self.layout.sp), moved.get(operation.kind, operation.moved))
@@ -233,12 +242,11 @@ class BlockCost:
     def _again(self, forward: Seconds, sent: float) -> float:
         """Recomputation: of the whole block, or of operations whose outputs are cheap and large."""
         if self.layout.recompute == "none":
-            if not (self.software.remakes_heads and self.kinds.latent):
+            if not (self.software.remakes_heads and self.operations.latent):
                 return 0.0
-            made = sum(self._gemm(*shape) for shape in remade(self.spec, self.tokens, self.layout.tp))
-            return made + self.device.stream(
-                self.activation_bytes / 2 * self.tokens * copied(self.spec, self.software, self.layout.tp)
-            )
+            made = sum(self._gemm(*shape) for shape in remade(self.operations, self.tokens))
+            moved = self.activation_bytes / 2 * self.tokens * copied(self.operations, self.software)
+            return made + self.device.stream(moved)
         if self.layout.recompute == "full":
             stops = self.software.stops_early and self.layout.tp == 1 and not self.layout.splits_backward
             # A shared expert is the last where nothing travels; elsewhere it computes while tokens do.

@@ -14,15 +14,18 @@ or float64, those of what is summed on the way.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 from fivefold.cost.collective_time import Kind
 from fivefold.cost.routing import RoutedRows, RoutedTokens
 from fivefold.layout.layout import ContextKind, Layout
 from fivefold.layout.logit_slices import slices
-from fivefold.layout.sharding import kv_head
+from fivefold.spec.kinds import BlockKind
 from fivefold.spec.model import ModelSpec
+from fivefold.spec.operations import BlockOperations, block
 from fivefold.spec.pattern import Layer
+from fivefold.spec.tensor_groups import TensorGroups, tensor_groups
 
 When = Literal["forward", "backward", "once a step"]
 _COUNT = 8  # bytes of a number of tokens, or of an expert's number
@@ -108,75 +111,82 @@ class BlockCollectives(RoutedTokens):
         """Bytes of BSE, the residual stream of a microbatch."""
         return self.tokens * self.spec.hidden * self.compute
 
-    @property
-    def _latents(self) -> int:
-        """What all heads read in latent attention: the latents of queries, of keys and values, the key of positions."""
-        mla = self.spec.mla
-        return 0 if mla is None else self.tokens * (mla.q_rank + mla.kv_rank + mla.rope_dim) * self.compute
+    @cached_property
+    def _own(self) -> BlockOperations:
+        """The operations of a tp rank."""
+        return block(self.spec, self.layout.tp, self.kinds)
+
+    def _groups(self, kind: BlockKind | None) -> TensorGroups:
+        """How tp divides a branch."""
+        return tensor_groups(self._own.of(kind.place)) if kind else TensorGroups()
 
     @property
     def _squares(self) -> int:
         """Bytes of a token's squares of q and of k, where their norms are over all heads."""
-        return 2 * self.tokens * self.accum if self.spec.qk_norm and self.spec.qk_norm_over == "all" else 0
-
-    @property
-    def _reads_stream(self) -> bool:
-        """Whether queries, keys and values come from the stream, and not all from latents."""
-        return not (self.spec.mla and self.spec.mla.q_rank)
+        normed = any(operation.kind == "qk_norm" for operation in self._own.elementwise)
+        return 2 * self.tokens * self.accum if normed and self.spec.qk_norm_over == "all" else 0
 
     @property
     def _mlp(self) -> str:
-        """What every token visits after the mixer; nothing, if there are experts and none is shared."""
-        if not self.moe:
-            return "the MLP" if self.kinds.mlp else ""
-        return "the shared expert" if self.experts.shared else ""
+        """What every token visits after the mixer."""
+        return "the shared expert" if self.moe else "the MLP"
 
     def mixer(self) -> Iterator[Collective]:
         if not self.kinds.attends:
-            if self.kinds.mixer:
-                yield from self._divided("the mixer")
+            yield from self._divided(self.kinds.mixer, "the mixer")
             return
-        if self._reads_stream:
-            yield from self._gather("forward", "hidden states for q, k and v")
-        if self.spec.mla:
-            yield from self._gather("forward", "latents for all heads", self._latents)
-        if self._squares:
-            yield self._tp("forward", "squares of q and k, for their norms", "all-reduce", self._squares)
-        yield from self._context("forward")
-        yield self._sum("forward", "attention's output, summed over heads")
+        yield from self._divided(self.kinds.mixer, "q, k and v", "attention's output, summed over heads")
 
     def mixer_back(self) -> Iterator[Collective]:
         if not self.kinds.attends:
-            if self.kinds.mixer:
-                yield from self._divided_back("the mixer")
+            yield from self._divided_back(self.kinds.mixer, "the mixer")
             return
-        yield from self._gather("backward", "gradients of attention's output")
-        yield from self._context("backward")
-        if self._squares:
-            yield self._tp("backward", "gradients of the squares of q and k", "all-reduce", self._squares)
-        if self._reads_stream:
-            yield from self._gather("backward", "saved input of q, k and v")
-            yield self._sum("backward", "gradients of the input of q, k and v, summed")
-        if self.spec.mla:
-            yield self._sum("backward", "gradients of latents, summed", self._latents)
+        yield from self._divided_back(self.kinds.mixer, "q, k and v", "attention's output")
 
     def mlp(self) -> Iterator[Collective]:
-        if name := self._mlp:
-            yield from self._divided(name)
+        return self._divided(self.kinds.mlp, self._mlp)
 
     def mlp_back(self) -> Iterator[Collective]:
-        if name := self._mlp:
-            yield from self._divided_back(name)
+        return self._divided_back(self.kinds.mlp, self._mlp)
 
-    def _divided(self, name: str) -> Iterator[Collective]:
-        """A column-parallel group, and the row-parallel linear that ends in the stream."""
-        yield from self._gather("forward", f"hidden states for {name}")
-        yield self._sum("forward", f"output of {name}, summed")
+    def _divided(self, kind: BlockKind | None, name: str, output: str = "") -> Iterator[Collective]:
+        """Before the column-parallel groups of a branch, and after its row-parallel linears."""
+        groups = self._groups(kind)
+        for group in groups.columns:
+            yield from self._gather("forward", f"hidden states for {name}", self._bytes(group[0].inputs))
+        if groups.ups:
+            yield from self._gather("forward", "latents for all heads", self._bytes(groups.latents))
+        yield from self._between(kind, "forward")
+        for matmul in groups.rows:
+            yield self._sum("forward", output or f"output of {name}, summed", self._bytes(matmul.outputs))
 
-    def _divided_back(self, name: str) -> Iterator[Collective]:
-        yield from self._gather("backward", f"gradients of the output of {name}")
-        yield from self._gather("backward", f"saved input of {name}")
-        yield self._sum("backward", f"gradients of the input of {name}, summed")
+    def _divided_back(self, kind: BlockKind | None, name: str, output: str = "") -> Iterator[Collective]:
+        groups = self._groups(kind)
+        for matmul in reversed(groups.rows):
+            read = f"gradients of {output or f'the output of {name}'}"
+            yield from self._gather("backward", read, self._bytes(matmul.outputs))
+        yield from self._between(kind, "backward")
+        for group in reversed(groups.columns):
+            payload = self._bytes(group[0].inputs)
+            yield from self._gather("backward", f"saved input of {name}", payload)
+            yield self._sum("backward", f"gradients of the input of {name}, summed", payload)
+        if groups.ups:
+            yield self._sum("backward", "gradients of latents, summed", self._bytes(groups.latents))
+
+    def _between(self, kind: BlockKind | None, when: Literal["forward", "backward"]) -> Iterator[Collective]:
+        """What attention sends: of the norms of q and k, and over cp."""
+        if kind is not self.kinds.mixer or not self.kinds.attends:
+            return
+        sent = list(self._context(when))
+        if self._squares:
+            what = "squares of q and k, for their norms" if when == "forward" else "gradients of the squares of q and k"
+            squares = self._tp(when, what, "all-reduce", self._squares)
+            sent.insert(0 if when == "forward" else len(sent), squares)
+        yield from sent
+
+    def _bytes(self, features: int) -> int:
+        """Of so many features of a microbatch's tokens."""
+        return self.tokens * features * self.compute
 
     def _tp(self, when: When, what: str, kind: Kind, payload: int) -> Collective:
         return Collective(when, what, "tp", kind, 1, payload)
@@ -212,11 +222,11 @@ class BlockCollectives(RoutedTokens):
     # ---- context parallelism -----------------------------------------------------------------------------------------
 
     def _context(self, when: Literal["forward", "backward"]) -> Iterator[Collective]:
-        spec, layout = self.spec, self.layout
+        layout, own = self.layout, self._own.attention
         if layout.cp > 1:
-            heads, kv_heads = spec.heads // layout.tp, len(kv_head(spec, layout, 0))
-            head = self.tokens * spec.head_dim
-            yield from context(layout.cp_kind, layout.cp, head, heads, kv_heads, self.compute, self.accum)[when]
+            head = self.tokens * own.head_dim
+            sizes = (head, own.heads, own.kv_heads, self.compute, self.accum)
+            yield from context(layout.cp_kind, layout.cp, *sizes)[when]
 
     # ---- experts -----------------------------------------------------------------------------------------------------
     # All-to-all: first the counts of X int64; then a row of E elements for each of a token's K experts, to their rank,

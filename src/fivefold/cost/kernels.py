@@ -17,7 +17,7 @@ from msgspec import structs
 
 from fivefold.cost.software import NARROW, WIDE, Attention, SoftwareProfile
 from fivefold.hardware.accelerators import Accelerator, Achieved, achieved
-from fivefold.spec.model import ModelSpec
+from fivefold.spec.operations import BlockOperations, Scores
 
 # Rows, columns, and how much of the best tile's rate a multiprocessor reaches with it: smaller tiles read more.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.78), (64, 64, 0.6))
@@ -140,26 +140,22 @@ def _waves(m: int, n: int, k: int, batch: int, units: int, ramp: float) -> float
 # Latent attention (MLA): what it moves beside its products, and how wide its scores' products are.
 
 
-def copied(spec: ModelSpec, software: SoftwareProfile, tp: int) -> float:
+def copied(own: BlockOperations, software: SoftwareProfile) -> float:
     """Bytes a token, of 2-byte activations: keys are put together of their two parts, and values padded to them."""
-    if spec.mla is None:
+    if not own.latent:
         return 0.0
-    mla, heads = spec.mla, spec.heads // tp
-    keys = (mla.nope_dim + mla.head_dim) * heads
-    values = (mla.v_dim + mla.head_dim) * heads if software.pads_values else 0
-    queries = 2 * mla.head_dim * heads  # rotated in part, and put together again
+    scores, made = own.attention, sum(matmul.outputs for matmul in own.attending.ups[-1])
+    keys = made - scores.seen + scores.width
+    values = scores.seen + scores.width if software.pads_values else 0
+    queries = 2 * scores.width  # rotated in part, and put together again
     return 2.0 * (keys + values + queries)
 
 
-def score_dim(spec: ModelSpec, software: SoftwareProfile, head_dim: int, v_dim: int) -> float:
+def score_dim(software: SoftwareProfile, scores: Scores) -> float:
     """The mean of what queries meet keys with and what values have: half of each product's FLOPs."""
-    return head_dim if spec.mla is None or software.pads_values else (head_dim + v_dim) / 2
+    return scores.head_dim if software.pads_values else (scores.head_dim + scores.v_dim) / 2
 
 
-def remade(spec: ModelSpec, tokens: int, tp: int) -> list[tuple[int, int, int]]:
+def remade(own: BlockOperations, tokens: int) -> list[tuple[int, int, int]]:
     """Rows, columns and inner dimension of the products that make heads of latents."""
-    if spec.mla is None:
-        return []
-    mla, heads = spec.mla, spec.heads // tp
-    queries = [(tokens, heads * mla.head_dim, mla.q_rank)] if mla.q_rank else []
-    return [*queries, (tokens, heads * (mla.nope_dim + mla.v_dim), mla.kv_rank)]
+    return [(tokens, sum(matmul.outputs for matmul in up), up[0].inputs) for up in own.attending.ups]

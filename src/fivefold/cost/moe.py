@@ -1,6 +1,6 @@
 """What a mixture of experts adds to a block: grouped matmuls, router, rearranging, all-to-alls; and who holds what.
 
-    mixture = MoEBlock(spec, layout, device, topology, software, tokens=4096, activation_bytes=2, precision="bf16")
+    mixture = MoEBlock(spec, kinds, layout, device, topology, software, 4096, 2, "bf16")    # tokens, and bytes of each
     mixture.matmuls        # seconds forward, and backward for inputs and weights
 
 A rank routes the tokens that it has of a microbatch (with tp, its part of them), each to K of X experts, of which X/ep
@@ -60,11 +60,6 @@ def block_share(spec: ModelSpec, tp: int, ep: int, kinds: Layer) -> ParamShare:
     )
 
 
-def experts_share(spec: ModelSpec, ep: int) -> float:
-    """Parameters of a rank's experts in one layer."""
-    return float(block_share(spec, 1, ep, spec.kinds(spec.routed_layers[0])).experts)
-
-
 @lru_cache(maxsize=4096)
 def stage_share(spec: ModelSpec, tp: int, ep: int, stage: Stage) -> ParamShare:
     """Parameters of a stage, with the embedding and the head where it has them."""
@@ -77,13 +72,13 @@ def stage_share(spec: ModelSpec, tp: int, ep: int, stage: Stage) -> ParamShare:
     return ParamShare(dense, sum(count * share.experts for share, count in shares))
 
 
-def mixture_matmuls(spec: ModelSpec, tp: int = 1) -> list[Matmul]:
-    """Those of a mixture of experts: the router's, the experts' and the shared one's."""
-    return block(spec, tp, spec.kinds(spec.routed_layers[0])).of("mlp")
+def mixture_matmuls(spec: ModelSpec, kinds: Layer, tp: int = 1) -> list[Matmul]:
+    """Those of the mixture of experts of such a layer: the router's, the experts' and the shared one's."""
+    return block(spec, tp, kinds).of(kinds.mlp.place if kinds.mlp else "")
 
 
-def expert_matmuls(spec: ModelSpec) -> list[Matmul]:
-    return [matmul for matmul in mixture_matmuls(spec) if matmul.experts]
+def expert_matmuls(spec: ModelSpec, kinds: Layer) -> list[Matmul]:
+    return [matmul for matmul in mixture_matmuls(spec, kinds) if matmul.experts]
 
 
 def collapsed(experts: Experts, ep: int) -> float:
@@ -110,9 +105,10 @@ def _at_most(ranks: int, here: int, chosen: int, most: int) -> float:
 
 @dataclass(frozen=True)
 class MoEBlock(ExpertLoad):
-    """The mixture of one block, for a microbatch of `tokens` on a cp rank."""
+    """The mixture of one block of these kinds, for a microbatch of `tokens` on a cp rank."""
 
     spec: ModelSpec
+    kinds: Layer
     layout: Layout
     device: Device
     topology: Topology
@@ -130,7 +126,7 @@ class MoEBlock(ExpertLoad):
     @cached_property
     def products(self) -> tuple[tuple[int, int], ...]:
         """Outputs and inputs of the experts' matmuls; those that read the same are one, if the software joins them."""
-        own = expert_matmuls(self.spec)
+        own = expert_matmuls(self.spec, self.kinds)
         *columns, down = own
         if self.software.columns_apart:
             return tuple((matmul.outputs, matmul.inputs) for matmul in own)
@@ -175,7 +171,7 @@ class MoEBlock(ExpertLoad):
         the experts' activation what the most loaded rank has beyond the mean."""
         kernels, software = self.kernels, self.software
         moved = MOVED[software.pointwise]
-        inner, gated = self.experts.ffn, self.spec.activation.startswith("swiglu")
+        inner, gated = self.products[-1][1], self.spec.activation.startswith("swiglu")
         more = self.rows - self.slots
         # Inputs forward and gradients backward, each written as it lies and transposed, once more than it is elsewhere.
         narrow = 0.0 if kernels.fused_casts else CAST.get(self.precision, -1.0) + 1
@@ -217,7 +213,7 @@ class MoEBlock(ExpertLoad):
             self.tokens,
             self.activation_bytes,
             max(4, self.activation_bytes),
-            self.spec.kinds(self.spec.routed_layers[0]),
+            self.kinds,
             rows=rows,
         )
 
@@ -272,7 +268,7 @@ def dense_gemms(own: tuple[Matmul, ...], tokens: int, apart: bool, part: int) ->
     divide the tokens of what all of them compute alike (sp)."""
     gemms: list[tuple[str, int, int, int]] = []
     for matmul in own:
-        if matmul.experts or matmul.tp == "replicated_partial":
+        if not matmul.dense:
             continue
         rows = tokens // part if matmul.tp == "replicated" else tokens
         if not apart and gemms and gemms[-1][:2] == (matmul.reads, rows):
@@ -329,17 +325,17 @@ class Travel:
     @cached_property
     def shared(self) -> Shared:
         of = self.of
-        if not of.experts.shared:
-            return Shared()
-        own = [matmul for matmul in mixture_matmuls(of.spec, of.layout.tp) if matmul.name.startswith("shared.")]
+        own = [matmul for matmul in mixture_matmuls(of.spec, of.kinds, of.layout.tp) if matmul.dense]
         forward = inputs = weights = 0.0
+        if not own:
+            return Shared()
         for m, n, k in dense_gemms(tuple(own), of.tokens, of.software.columns_apart, 1):
             forward += of.device.gemm(m, n, k, of.precision)
             inputs += of.device.gemm(m, k, n, of.precision)
             weights += of.device.gemm(n, k, m, of.precision)
         kinds = MOVED[of.software.pointwise]
         each = kinds.swiglu if of.spec.activation.startswith("swiglu") else kinds.gelu
-        elements = of.activation_bytes / 2 * of.tokens * of.experts.shared_ffn / of.layout.tp
+        elements = of.activation_bytes / 2 * of.tokens * own[-1].inputs
         activation, activation_back = (of.device.stream(moved * elements) for moved in each)
         return Shared(forward + activation, inputs + activation_back, weights)
 

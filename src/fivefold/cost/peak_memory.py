@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import dropwhile
+from itertools import dropwhile, groupby
 from typing import NamedTuple
 
 from msgspec import structs
@@ -85,14 +85,16 @@ class RankBlocks:
             self._memory[kinds] = block_memory(self.workload, kinds)
         return self._memory[kinds]
 
-    def counted(self, stage: Stage) -> list[tuple[BlockMemory, int]]:
-        """The memory of a stage's blocks with the number of those that have as much, in the order of the backward
-        pass."""
-        return list(Counter(map(self.of_layer, reversed(stage.layers))).items())
+    def runs(self, stage: Stage) -> list[tuple[BlockMemory, int]]:
+        """The memory of a stage's blocks, in the order of the backward pass: of neighbours that have as much once, with
+        their number."""
+        alike = groupby(map(self.of_layer, reversed(stage.layers)))
+        return [(block, len(list(own))) for block, own in alike]
 
     def saved(self, stage: Stage) -> SavedActivations:
         """What one microbatch saves in a stage."""
-        return plus(SavedActivations(), *(times(block.saved, count) for block, count in self.counted(stage)))
+        counted = Counter(map(self.of_layer, reversed(stage.layers))).items()
+        return plus(SavedActivations(), *(times(block.saved, count) for block, count in counted))
 
 
 def block_memory(workload: Workload, kinds: Layer) -> BlockMemory:
@@ -115,7 +117,8 @@ def block_memory(workload: Workload, kinds: Layer) -> BlockMemory:
             base + block_cost.cp_buffer_bytes + block_cost.mlp_backward_bytes, dense_grads_allocated=True
         )
         return BlockMemory(saved, (moment,), between, params=block_cost.own)
-    moe = MoEMemory(spec, layout, software, block_cost.tokens, block_cost.activation_bytes, workload.imbalance, splits)
+    sizes = (block_cost.tokens, block_cost.activation_bytes, workload.imbalance)
+    moe = MoEMemory(spec, kinds, layout, software, *sizes, splits)
     between += moe.deferred_wgrad if splits else 0.0
     # Backward begins with a shared expert, if there is one: its activations are freed by then, and its gradients stand
     # for those of the dense part.
@@ -157,11 +160,11 @@ def highest(peaks: Iterable[Peak]) -> Peak:
 def backward_peak(workload: Workload, stage: Stage, blocks: RankBlocks, *, peak_precedes_grads: bool) -> Peak:
     """The peak of a stage's backward pass through its blocks.
 
-    It is in the last block, or in the last one of the kind that comes before, when what the later ones saved is freed.
-    `peak_precedes_grads`: gradients without a bucket are allocated by this pass.
+    It is in the last block of a kind, when what the blocks behind it saved is freed. `peak_precedes_grads`: gradients
+    without a bucket are allocated by this pass.
     """
     peaks, freed, deferred = [Peak(0.0)], 0.0, 0.0
-    for block, count in blocks.counted(stage):
+    for block, count in blocks.runs(stage):
         for moment in block.moments:
             # Where backward is split, the blocks that it has passed still hold what their weight gradients read.
             bytes_ = (

@@ -23,7 +23,7 @@ from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
 from fivefold.layout.rank_part import RANK0, RankCoords
 from fivefold.layout.sharding import chunk
-from fivefold.layout.stages import Stage, schedule_of, stages_of
+from fivefold.layout.stages import Stage, activation_weight, schedule_of, stages_of
 from fivefold.schedules.actions import BACKWARD
 from fivefold.schedules.clock import Lane
 from fivefold.schedules.costs import Costs, MessageLink, Segment, Segments, alone
@@ -338,12 +338,21 @@ def costs(workload: Workload, passes: list[PassTimes]) -> Costs:
         # In a full backward pass tp hides behind the weight gradients.
         full = stage_passes(with_full_backward(workload))
         b = tuple(stage.inputs.total + stage.weights.total + exposed_send for stage in full)
-    ones = tuple(1.0 / workload.layout.chunks for _ in passes)
+    shares = _activation_shares(workload)
     halves = _halves(workload, exposed_send) if pairs_overlap(workload) else ()
     if halves:
         b = tuple(alone(backward) for _, backward in halves)
     link = MessageLink(latency=workload.software.hides("pp") * send)
-    return Costs(f=f, i=i, w=w, b=b, activation=ones, segments=halves, link=link)
+    return Costs(f=f, i=i, w=w, b=b, activation=shares, segments=halves, link=link)
+
+
+def _activation_shares(workload: Workload) -> tuple[float, ...]:
+    """Of each stage, in whole ranks' mean activations. Layers that are alike make it one for each chunk."""
+    spec, chunks = workload.spec, workload.layout.chunks
+    if len(spec.counted()) == 1:
+        return (1.0 / chunks,) * len(workload.stages)
+    held = [sum(activation_weight(spec, layer) for layer in stage.layers) for stage in workload.stages]
+    return tuple(own * workload.layout.pp / max(1, sum(held)) for own in held)
 
 
 def pairs_overlap(workload: Workload) -> bool:
@@ -456,11 +465,13 @@ def rank_flops(
     sparse = [layer for layer in layers if spec.kinds(layer).routed]
     rows = even_rows(spec, layout, tokens // layout.microbatches, sparse, at) if rows is None else rows
     passes = 4 if layout.recompute == "full" else 3
-    for matmul in mixture_matmuls(spec):
-        visits = sum(row.received for row in rows) if matmul.experts else 0
-        if matmul.name == "router":  # every tp rank has a slice of the tokens
-            visits = len(sparse) * layout.microbatches * len(chunk(tokens // layout.microbatches, layout.tp, at.tp))
-        flops += passes * 2.0 * matmul.inputs * matmul.outputs * visits
+    slice_ = len(chunk(tokens // layout.microbatches, layout.tp, at.tp))
+    received = [sum(row.received for row in rows[number :: len(sparse)]) for number in range(len(sparse))]
+    for layer, visits in zip(sparse, received, strict=True):
+        for matmul in mixture_matmuls(spec, spec.kinds(layer)):
+            # Of the router every tp rank has a slice of the tokens.
+            routed = layout.microbatches * slice_ if matmul.tp == "replicated_partial" else 0
+            flops += passes * 2.0 * matmul.inputs * matmul.outputs * (visits if matmul.experts else routed)
     return flops
 
 
@@ -474,7 +485,7 @@ def _token_flops(spec: ModelSpec, layout: Layout, seq: int, own: BlockOperations
         part = layout.tp if matmul.tp == "replicated" and layout.sp else 1
         return 2.0 * matmul.inputs * matmul.outputs / part
 
-    dense = [matmul for matmul in own.matmuls if not matmul.experts and matmul.name != "router"]
+    dense = [matmul for matmul in own.matmuls if matmul.dense]
     matmuls, last = sum(map(flops, dense)), own.matmuls[-1] if own.matmuls else _NO_MATMUL
     attention = 4 * own.attention.keys(seq / 2) * own.attention.width  # values are padded to the keys' width
     each = 3 * matmuls + 3.5 * attention  # backward: two matmuls for each, and attention's five for two

@@ -74,12 +74,16 @@ def implies(condition: Any, then: Any) -> Any:
 
 
 def heads_fit(spec: ModelSpec, tp: Any) -> Any:
-    return not spec.attends or spec.heads % tp == 0
+    return reduce(operator.and_, (heads % tp == 0 for heads, _ in spec.attention_heads), True)
+
+
+def _heads(spec: ModelSpec) -> list[int]:
+    return [heads for heads, _ in spec.attention_heads] or [spec.heads]
 
 
 def kv_heads_fit(spec: ModelSpec, tp: Any) -> Any:
     """Dealt out evenly, or each to several ranks."""
-    return not spec.attends or (spec.kv_heads % tp == 0) | (tp % spec.kv_heads == 0)
+    return reduce(operator.and_, ((kv % tp == 0) | (tp % kv == 0) for _, kv in spec.attention_heads), True)
 
 
 def ffn_fits(spec: ModelSpec, tp: Any) -> Any:
@@ -155,9 +159,7 @@ RULES: dict[str, Callable[[Layouts, Given], Any]] = {
     "layout.tp.kv_heads": lambda of, given: kv_heads_fit(given.spec, of.tp),
     "layout.tp.ffn": lambda of, given: ffn_fits(given.spec, of.tp),
     "layout.sp.tp": lambda of, given: implies(of.sp, of.tp > 1),
-    "layout.cp.heads": lambda of, given: (
-        not given.spec.attends or implies(is_ulysses(of), given.spec.heads % (of.cp * of.tp) == 0)
-    ),
+    "layout.cp.heads": lambda of, given: implies(is_ulysses(of), heads_fit(given.spec, of.cp * of.tp)),
     "layout.cp.kind": lambda of, given: not whole_sequences(given.spec) or of.cp == 1,
     "layout.seq.pieces": lambda of, given: given.seq is None or given.seq % sequence_pieces(of) == 0,
     "layout.schedule.unknown": lambda of, given: not of.schedule_problems,
@@ -233,10 +235,12 @@ def _of_heads(code: str, of: Layouts, given: Given) -> Iterator[str]:
     spec = given.spec
     match code:
         case "layout.tp.heads":
-            why = f"does not divide the {spec.heads} attention heads of {spec.name}"
+            heads = next(heads for heads, _ in spec.attention_heads if heads % of.tp)
+            why = f"does not divide the {heads} attention heads of {spec.name}"
             yield f"layout.tp={of.tp} {why}; {_near_tp(of.tp, spec)}"
         case "layout.tp.kv_heads":
-            why = f"neither divides the {spec.kv_heads} kv heads of {spec.name} nor is a multiple"
+            kv_heads = next(kv for _, kv in spec.attention_heads if kv % of.tp and of.tp % kv)
+            why = f"neither divides the {kv_heads} kv heads of {spec.name} nor is a multiple"
             yield f"layout.tp={of.tp} {why}; {_near_tp(of.tp, spec)}"
         case "layout.tp.ffn":
             for width, kind in ((width, kind) for width, kind in spec.tensor_widths.items() if width % of.tp):
@@ -253,11 +257,12 @@ def _of_sequences(code: str, of: Layouts, given: Given) -> Iterator[str]:
     spec = given.spec
     match code:
         case "layout.cp.heads":
-            fitting = [n for n in divisors(spec.heads) if spec.heads % (n * of.tp) == 0]
+            heads = next(heads for heads, _ in spec.attention_heads if heads % (of.cp * of.tp))
+            fitting = [n for n in divisors(heads) if heads_fit(spec, n * of.tp)]
             near = f"{_around('cp', of.cp, fitting)}, or cp_kind=ring" if fitting else "cp_kind=ring"
             yield (
                 f"cp_kind=ulysses deals the heads out over cp x tp = {of.cp * of.tp} ranks, which does not divide the "
-                f"{spec.heads} heads of {spec.name}; nearest: {near}"
+                f"{heads} heads of {spec.name}; nearest: {near}"
             )
         case "layout.cp.kind":
             kind = whole_sequences(spec)[0]
@@ -396,7 +401,7 @@ _SENTENCES: dict[str, Sentences] = {
 
 
 def _near_tp(tp: int, spec: ModelSpec) -> str:
-    return f"nearest: {_around('tp', tp, [n for n in divisors(spec.heads) if tp_fits(spec, n)])}"
+    return f"nearest: {_around('tp', tp, [n for n in divisors(math.lcm(*_heads(spec))) if tp_fits(spec, n)])}"
 
 
 def _near_ep(of: Layouts, spec: ModelSpec) -> str:

@@ -148,7 +148,8 @@ def _durations(spec: ModelSpec, seq: int, stages: tuple[Stage, ...], p: int) -> 
     i = [layer + score + end for layer, score, end in zip(layers, seen, ends, strict=True)]
     w = [layer - score + top * stage.last for layer, score, stage in zip(layers, seen, stages, strict=True)]
     b = [x + y for x, y in zip(i, w, strict=True)]
-    shares = tuple(len(stage.layers) / max(1, spec.layers) * p for stage in stages)
+    held = [sum(activation_weight(spec, layer) for layer in stage.layers) for stage in stages]
+    shares = tuple(own / max(1, sum(held)) * p for own in held)
     unit = max(f)
     forward, inputs, weights, backward = (tuple(time / unit for time in times) for times in (f, i, w, b))
     return Costs(forward, inputs, weights, backward, activation=shares)
@@ -157,6 +158,14 @@ def _durations(spec: ModelSpec, seq: int, stages: tuple[Stage, ...], p: int) -> 
 def costs(spec: ModelSpec, seq: int) -> tuple[float, float, float]:
     """Forward FLOPs of a token in the last layer, in the embedding (an addition a feature) and in the head."""
     return layer_cost(spec, spec.layers - 1, seq), float(spec.hidden), 2.0 * head(spec).size
+
+
+def activation_weight(spec: ModelSpec, layer: int) -> int:
+    """Features that a layer's matmuls and attention read and write for a token: by these the layers of a model share
+    out its activations."""
+    own = block(spec, layer=spec.kinds(layer))
+    matmuls = ((matmul.inputs + matmul.outputs) * max(1, matmul.chosen) for matmul in own.matmuls)
+    return sum(matmuls) + own.attention.seen
 
 
 def layer_cost(spec: ModelSpec, layer: int, seq: int) -> float:

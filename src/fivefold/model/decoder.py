@@ -23,8 +23,7 @@ from fivefold.model.moe import MoE, RouterStats
 from fivefold.model.ops import LocalOps, MixerInputs
 from fivefold.model.recompute import recomputed
 from fivefold.model.rope import Rotation, rope_cache
-from fivefold.spec.kinds import PARAMETERS, BlockKind, Mixer
-from fivefold.spec.mlps import MixtureOfExperts
+from fivefold.spec.kinds import MLP, PARAMETERS, BlockKind, Mixer
 from fivefold.spec.model import ModelSpec
 from fivefold.support.errors import Problem, UserError
 from fivefold.support.plugin_calls import ask, shown, told, wrong
@@ -84,9 +83,10 @@ def branch(kind: BlockKind, spec: ModelSpec, ops: LocalOps, layer: int) -> nn.Mo
         raise UserError(_protocol(kind, f"could not be made: {told(error, kind.name)}")) from error
     if not isinstance(module, nn.Module):
         raise UserError(_protocol(kind, f"gave a {type(module).__name__}, and not a torch.nn.Module"))
-    if isinstance(module, MoE) != isinstance(kind, MixtureOfExperts):
-        both = "fivefold.spec.mlps:MixtureOfExperts and fivefold.model.moe:MoE"
-        raise UserError(_protocol(kind, f"is of one of {both}, and a kind and its module derive from both or neither"))
+    if isinstance(module, MoE) != (isinstance(kind, MLP) and kind.routes):
+        sends = "derives from fivefold.model.moe:MoE" if isinstance(module, MoE) else "does not"
+        both = f"its module {sends}, and its kind has routes={not isinstance(module, MoE)}"
+        raise UserError(_protocol(kind, f"{both}: what sends tokens to experts says so, and derives from that"))
     if uncallable := "; ".join(_uncallable(kind, module)):
         raise UserError(_protocol(kind, uncallable))
     if unlike := "; ".join(_unlike(kind, spec, layer, module)):
@@ -101,7 +101,7 @@ def _protocol(kind: BlockKind, what: str) -> Problem:
 def _uncallable(kind: BlockKind, module: nn.Module) -> Iterator[str]:
     """Methods of a module that cannot be called with what they are given."""
     given = {"forward": ("x", "shared") if isinstance(kind, Mixer) else ("x",)}
-    if isinstance(module, MoE):
+    if isinstance(kind, MLP) and kind.routes:
         given["forward"] = ("x", "positions")
     if isinstance(kind, Mixer) and hasattr(module, "mask"):
         given["mask"] = ("positions", "dtype")
@@ -162,7 +162,8 @@ class Block(nn.Module):
             self.add_module(f"{kind.place}_norm", norm(spec, spec.hidden))
             self.add_module(kind.place, branch(kind, spec, ops, layer))
             self.add_module(f"{kind.place}_dropout", Dropout(spec.dropout, seed, f"layers.{layer}.{kind.place}"))
-        if isinstance(mixture := self.mlp_module, MoE):
+        self.routed = self.kinds.routed  # whether its MLP takes positions too, and gives the router's statistics
+        if (mixture := self.mixture) is not None:
             mixture.balance = balance
 
     @property
@@ -170,14 +171,15 @@ class Block(nn.Module):
         return getattr(self, self.mixer_place) if self.mixer_place else None
 
     @property
-    def mlp_module(self) -> nn.Module | None:
-        return getattr(self, self.mlp_place) if self.mlp_place else None
+    def mixture(self) -> MoE | None:
+        """Its experts, where it has any."""
+        return getattr(self, str(self.mlp_place)) if self.routed else None
 
     def forward(self, x: Tensor, positions: TokenPositions, shared: MixerInputs) -> Tensor:
         """`positions` is that of x's tokens; `shared` is of all tokens that a mixer has here."""
         x, stats = self.run(self.steps, x, positions, shared)
-        if self.training and isinstance(self.mlp_module, MoE):
-            self.mlp_module.count(stats)
+        if self.training and stats is not None and (mixture := self.mixture) is not None:
+            mixture.count(stats)
         return x
 
     def steps(self, x: Tensor, positions: TokenPositions, shared: MixerInputs) -> tuple[Tensor, RouterStats | None]:
@@ -190,7 +192,7 @@ class Block(nn.Module):
             x = x + getattr(self, f"{place}_dropout")(y, positions)
         if (place := self.mlp_place) is not None:
             mlp, normed = getattr(self, place), self.ops.norm(getattr(self, f"{place}_norm"), x)
-            y, stats = mlp(normed, positions) if isinstance(mlp, MoE) else (mlp(normed), None)
+            y, stats = mlp(normed, positions) if self.routed else (mlp(normed), None)
             if place in self.foreign:
                 _check_output(self.foreign[place], x, y)
             x = x + getattr(self, f"{place}_dropout")(y, positions)

@@ -34,7 +34,6 @@ BLOCKS, BLOCK_SCALES = "_blocks", "_scales"  # suffixes of the names of MXFP4's 
 # gpt_oss mlp.experts.gate_up_proj [X, E, 2 F], gate and up interleaved
 # mxfp4   mlp.experts.gate_up_proj_blocks [X, 2 F, E/32, 16], gate and up interleaved
 ExpertFormat = Literal["each", "mixtral", "stacked", "gpt_oss", "mxfp4"]
-_ROUTER = "mlp.router"
 _ROUTERS = {"mixtral": "block_sparse_moe.gate", "gpt_oss": "mlp.router", "mxfp4": "mlp.router"}
 _ROUTERS |= {"each": "mlp.gate", "stacked": "mlp.gate"}
 _PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
@@ -101,9 +100,9 @@ def sources(spec: ModelSpec, parameter: Parameter, expert_format: ExpertFormat =
     if layer is None:
         yield TensorSource(f"{(_GPT2_ENDS if is_gpt2 else _ENDS)[module]}.{leaf}", rows)
     elif parameter.experts:
-        for source in _expert_sources(parameter, module.removeprefix("mlp.experts."), leaf, expert_format):
+        for source in _expert_sources(parameter, module.rpartition(".")[2], leaf, expert_format):
             yield source._replace(name=f"{prefix}.{layer}.{source.name}")
-    elif module == _ROUTER:
+    elif module == _router(spec, layer):
         leaf = EXPERT_BIAS if leaf == "balance" else leaf
         yield TensorSource(f"{prefix}.{layer}.{_ROUTERS[expert_format]}.{leaf}", rows)
     else:
@@ -120,10 +119,15 @@ def unnamed(spec: ModelSpec) -> list[Problem]:
         names = _names(spec, layer)
         for kind in kinds.branches:
             own = [_parts(one)[0] for one in spec.block_parameters(layer) if _of(kind, one) and not one.experts]
-            if missing := sorted({module for module in own if module not in names and module != _ROUTER}):
+            if missing := sorted({module for module in own if module not in names and module != _router(spec, layer)}):
                 lacks = f"{kind.name} does not say where files of Hugging Face have {', '.join(missing)}"
                 problems.append(Problem("hf.names", f"{lacks}; write its method hf_names(self, spec)"))
     return list(dict.fromkeys(problems))
+
+
+def _router(spec: ModelSpec, layer: int) -> str:
+    """The module of a layer's router, if it has one."""
+    return spec.router(layer).removeprefix(f"layers.{layer}.") if spec.kinds(layer).routed else ""
 
 
 def _names(spec: ModelSpec, layer: int) -> dict[str, HfTensor]:

@@ -4,11 +4,9 @@ An element of the arrays is a combination of choices. What a block costs depends
 and is worked out once for each by the same functions that time a single layout.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, reduce
-from itertools import accumulate
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 from msgspec import structs
@@ -22,10 +20,8 @@ from fivefold.cost.moe import ParamShare
 from fivefold.cost.peak_memory import CUDA_CONTEXT_BYTES, FRAGMENTATION, loss_peak
 from fivefold.cost.step import Workload, p2p_bytes
 from fivefold.layout.layout import ContextKind, Dispatch, Layout, Recompute
-from fivefold.layout.stages import balanced
 from fivefold.schedules.info import ScheduleInfo
 from fivefold.schedules.registry import RECORDS
-from fivefold.spec.model import ModelSpec
 from fivefold.spec.pattern import Layer
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")  # the more is made again, the later
@@ -94,14 +90,8 @@ class BlockArrays(NamedTuple):
     paired: float = 0.0  # seconds of both passes that joined pairs hide, at most
 
     @classmethod
-    def of(cls, workload: Workload, shape: BlockShape) -> "BlockArrays":
-        """Of the mean block. `workload` has one dp rank's microbatch as its batch."""
-        counted = workload.spec.counted()
-        return mean_of([(cls.of_kinds(workload, shape, kinds), counted[kinds]) for kinds in counted])
-
-    @classmethod
-    def of_kinds(cls, workload: Workload, shape: BlockShape, kinds: Layer) -> "BlockArrays":
-        """One block of these kinds."""
+    def of(cls, workload: Workload, shape: BlockShape, kinds: Layer) -> "BlockArrays":
+        """One block of these kinds. `workload` has one dp rank's microbatch as its batch."""
         workload = shape.of(workload)
         layout, work = workload.layout, workload.block_cost.of(kinds)
         block, sizes = work.block, (workload.software, shape.samples, workload.seq, work.activation_bytes)
@@ -124,26 +114,12 @@ class BlockArrays(NamedTuple):
             full=shape.recompute == "full",
         )
 
-
-Fields = TypeVar("Fields", bound=tuple[float, ...])
-
-
-MOST = ("transient", "again", "passing")  # what a block needs while it runs: the one that needs most
-
-
-def mean_of(parts: Sequence[tuple[Fields, int]]) -> Fields:
-    """The mean of so many of each, for what adds up over a rank's layers; and the most of what does not."""
-    (first, _), *others = parts
-    if not others:
-        return first
-    layers = sum(count for _, count in parts)
-    fields = {
-        name: reduce(np.maximum, [getattr(part, name) for part, _ in parts])
-        if name in MOST
-        else sum(getattr(part, name) * count for part, count in parts) / layers
-        for name in first._fields  # type: ignore[attr-defined]
-    }
-    return type(first)(**fields)
+    @classmethod
+    def of_all(cls, workload: Workload, shapes: list[BlockShape], at: Array, kinds: Layer) -> "BlockArrays":
+        """Of many elements, the shape of each by its index `at`."""
+        used = {number: cls.of(workload, shapes[number], kinds) for number in np.unique(at).tolist()}
+        table = np.array([used.get(number, next(iter(used.values()))) for number in range(len(shapes))])
+        return cls(*table[at].T)
 
 
 def computing(block: PassTimes) -> tuple[float, float]:
@@ -214,20 +190,16 @@ class LinkArrays:
         return {}
 
 
-def largest_block(spec: ModelSpec) -> int:
-    """Parameters of the largest block."""
-    return max(map(spec.block_parameter_count, spec.counted()))
-
-
 @dataclass(frozen=True)
 class Closed:
-    """What the formulas are made of: the choices, and their blocks as arrays."""
+    """What the formulas are made of: the choices, and as arrays the blocks, which are all of one kind. Those of a model
+    with several are parts of an `UnlikeClosed` (closed_ranks.py)."""
 
     workload: Workload
     of: Choices
     block: BlockArrays  # of arrays
+    own: ParamShare  # parameters of a block on one rank
     pipelines: list[PipelineArrays]
-    unlike: dict[Layer, Array] = field(default_factory=dict, kw_only=True)  # seconds by kind, if there are several
 
     @property
     def alone(self) -> Array:
@@ -246,20 +218,14 @@ class Closed:
         return ZeroCost(self.workload.spec, self.workload.software, self.links)
 
     @property
-    def own(self) -> ParamShare:
-        """Parameters of a block on one rank; of the largest."""
-        dense: Any = largest_block(self.workload.spec) / self.of.tp
-        return ParamShare(dense, 0.0)
-
-    @property
     def parameters(self) -> ParamShare:
         """Parameters of the pipeline rank with the most, on one tp rank."""
-        spec = self.workload.spec
-        table, all_blocks = spec.vocab * spec.hidden, spec.all_blocks_parameter_count
-        several = np.ceil(spec.layers / self.of.pp) * largest_block(spec) + table
-        full = all_blocks + table * (1 if spec.tied else 2)
-        dense: Any = np.where(self.alone, full, several) / self.of.tp
-        return ParamShare(dense, 0.0)
+        spec, several = self.workload.spec, np.ceil(self.workload.spec.layers / self.of.pp)
+        table = spec.vocab * spec.hidden / self.of.tp
+        full = spec.layers * self.own.dense + table * (1 if spec.tied else 2)
+        layers: Any = np.where(self.alone, spec.layers, several)
+        dense: Any = np.where(self.alone, full, several * self.own.dense + table)
+        return ParamShare(dense, layers * self.own.experts)
 
     def fact(self, name: str) -> Array:
         """What the records of the schedules say; of one stage there is none."""
@@ -268,14 +234,15 @@ class Closed:
 
     def seconds(self) -> Array:
         """Of a step."""
-        gathering = self.gathering() * self.workload.spec.layers / self.of.pp
-        if self.unlike:
-            rank, all_ranks = self._ranks_of_unlike()
-            rank, all_ranks = rank + gathering, all_ranks + self.of.pp * gathering
-        else:
-            rank = self._rank() + gathering
-            all_ranks = self.of.pp * rank  # as if all took as long as the busiest
-        return self._pipeline(rank, all_ranks) + self.after() + self.workload.software.host_step
+        rank = self._rank() + self.gathering() * self.workload.spec.layers / self.of.pp
+        # All ranks as if they took as long as the busiest.
+        return self.step(rank, self.of.pp * rank) + self.after()
+
+    def step(self, rank: Array, all_ranks: Array) -> Array:
+        """Seconds of the passes of a step, of which a microbatch takes so long on the busiest rank and on all."""
+        hides = self.workload.software.hides("pp")
+        passes = np.asarray(self.form.seconds(rank, all_ranks, self.sending(), hides))
+        return passes + self.workload.software.host_step
 
     @property
     def each(self) -> Array:
@@ -286,27 +253,6 @@ class Closed:
     def unit(self) -> Any:
         """Layers by which a rank's share grows: one for each of its stages, which is much where these are short."""
         return self.chunks
-
-    def _ranks_of_unlike(self) -> tuple[Array, Array]:
-        """A microbatch on the busiest rank, and on all of them: each has the layers of its stages, as they are
-        balanced, and takes as long as these do."""
-        spec, busiest, total = self.workload.spec, np.zeros(len(self.of.tp)), np.zeros(len(self.of.tp))
-        kinds, seconds = list(self.unlike), np.stack(list(self.unlike.values()))
-        seconds = seconds + self.each - self.block.forward - self.block.backward  # what pairs hide, and halves do not
-        pipelines = np.where(self.alone, -1, self.of.pipeline)
-        for pp, index in set(zip(self.of.pp.tolist(), pipelines.tolist(), strict=True)):
-            at = (self.of.pp == pp) & (pipelines == index)
-            chunks = 1 if index < 0 else self.pipelines[index].chunks
-            ranks = ((0,),) if index < 0 else self.pipelines[index].schedule.placement(pp, chunks).of_rank
-            ends = [0, *accumulate(balanced(spec, pp * chunks, self.workload.seq))]
-            for stages in ranks:
-                layers = [layer for stage in stages for layer in range(ends[stage], ends[stage + 1])]
-                counted = spec.counted(layers)
-                load = np.array([counted.get(kind, 0) for kind in kinds], dtype=float) @ seconds[:, at]
-                load = load + np.asarray(self.block.ends)[at] * (pp * chunks - 1 in stages)
-                busiest[at] = np.maximum(busiest[at], load)
-                total[at] += load
-        return busiest, total
 
     def _rank(self) -> Array:
         """A microbatch on the busiest rank. Ranks hold whole layers, and the head is worth some."""
@@ -320,10 +266,6 @@ class Closed:
         free = np.maximum(0.0, block.computing_back - block.port)
         exposed = sum(self.zero.in_block(self.own, block.computing, free, block.full))
         return np.where(self.of.zero == 3, np.maximum(0.0, exposed - block.waiting), 0.0)
-
-    def _pipeline(self, rank: Array, all_ranks: Array) -> Array:
-        hides = self.workload.software.hides("pp")
-        return np.asarray(self.form.seconds(rank, all_ranks, self.sending(), hides))
 
     @property
     def form(self) -> PipelineForm:
@@ -344,19 +286,23 @@ class Closed:
 
     def memory(self) -> Array:
         """Bytes of the fullest rank."""
-        software, share = self.workload.software, self.workload.spec.layers / self.of.pp
-        flying = self._flying()
+        share, flying = self.workload.spec.layers / self.of.pp, self._flying()
         # The ends that ZeRO 3 has gathered are left out. Of large microbatches gradients that do not exist at the peak
         # outweigh them, and a layout that is pruned for too much memory is not looked at again.
         first = self.block.saved * flying * share + self.block.transient + self.gathered()
         # The last stage has the logits and, unless ranks have several stages, one microbatch.
         last = self.block.saved * np.where(self.chunks > 1, flying, 1) * share + self.block.logits
+        return self.taken(self.parameters, flying, np.maximum(first, last))
+
+    def taken(self, parameters: ParamShare, flying: Array, moment: Array) -> Array:
+        """Bytes of a rank with these parameters and microbatches in flight, and so many bytes at its worst moment."""
         messages = np.where(self.alone, 0.0, (1 + 2 * self.chunks + flying * self.chunks) * self.block.p2p_bytes)
-        state = sum(part.total for part in self.zero.states(self.parameters, self.of.zero).values())
-        allocated = state + np.maximum(first, last) + messages + software.bucket_bytes
-        return allocated * (1 + FRAGMENTATION) + CUDA_CONTEXT_BYTES
+        state = sum(part.total for part in self.zero.states(parameters, self.of.zero).values())
+        allocated = state + moment + messages + self.workload.software.bucket_bytes
+        return np.asarray(allocated * (1 + FRAGMENTATION) + CUDA_CONTEXT_BYTES)
 
     def _flying(self) -> Array:
+        """Microbatches that the first rank holds."""
         flying = np.ones(len(self.of.tp))
         for index, (schedule, chunks) in enumerate(self.pipelines):
             at = (self.of.pipeline == index) & ~self.alone

@@ -1,8 +1,8 @@
 """All layouts over unlike nodes at once: arrays of choices and of the groups' orders, with closed forms (closed.py)."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from typing import Any
 
@@ -16,9 +16,11 @@ from fivefold.cost.peak_memory import CUDA_CONTEXT_BYTES, FRAGMENTATION, USABLE_
 from fivefold.cost.step import Workload
 from fivefold.hardware.cluster import Cluster
 from fivefold.layout.layout import Layout
-from fivefold.planner.closed import SLACK, Array, BlockArrays, BlockShape, Choices, Closed, largest_block
+from fivefold.planner.closed import SLACK, Array, BlockShape, Choices, Closed
+from fivefold.planner.closed_ranks import closed_by_kind, joined
 from fivefold.planner.mixed import groups_of, orders
 from fivefold.planner.space import SearchQuery, Space, legal, shapes_of
+from fivefold.spec.pattern import Layer
 from fivefold.support.text import divisors
 
 # ---- closed ---------------------------------------------------------------------------------------------------------
@@ -40,92 +42,107 @@ class MixedClosed:
     of: Choices
 
     @cached_property
-    def groups(self) -> list[Closed]:
-        """The closed forms on each group's devices, as if all ranks had them."""
+    def groups(self) -> list[list[Closed]]:
+        """The closed forms on each group's devices, as if all ranks had them; of each kind of layer, in the order of
+        `counts`."""
         workload, forms = self.query.workload, []
         across = min((group.accelerator.across for group in workload.cluster.groups), key=lambda link: link.bandwidth)
         for group in workload.cluster.groups:
             card = structs.replace(group.accelerator, across=across)
             alone = replace(workload, cluster=Cluster((structs.replace(group, accelerator=card),)))
-            used = {int(at): BlockArrays.of(alone, self.shapes[at]) for at in np.unique(self.of.shape)}
-            table = np.array([used.get(at, next(iter(used.values()))) for at in range(len(self.shapes))])
-            forms.append(Closed(alone, self.of, BlockArrays(*table[self.of.shape].T), self.query.pipelines))
+            forms.append(closed_by_kind(alone, self.of, self.shapes, self.query.pipelines))
         return forms
+
+    @property
+    def first(self) -> Closed:
+        """What all groups and kinds have in common."""
+        return self.groups[0][0]
+
+    @cached_property
+    def counts(self) -> Array:
+        """[layers + 1, kinds] how many of the layers below each are of a kind."""
+        spec = self.query.workload.spec
+        own = np.array([[spec.kinds(layer) == kind for kind in spec.counted()] for layer in range(spec.layers)])
+        return np.concatenate([np.zeros((1, own.shape[1]), dtype=int), own.cumsum(axis=0)])
 
     @cached_property
     def splits(self) -> Array:
-        return self.groups[0].fact("splits")
+        return self.first.fact("splits")
 
     @cached_property
-    def each(self) -> list[Array]:
-        """Seconds of a layer and a microbatch, by group."""
-        return [closed.each + closed.gathering() for closed in self.groups]
+    def each(self) -> list[list[Array]]:
+        """Seconds of a layer and a microbatch, by group and kind."""
+        return [[closed.each + closed.gathering() for closed in kinds] for kinds in self.groups]
 
     @cached_property
     def end(self) -> Array:
         """Seconds of the optimizer, gradients and weights behind the last pass: the slowest group's."""
-        return np.max([closed.after() for closed in self.groups], axis=0) + self.query.workload.software.host_step
+        after = [joined(self.query.workload.spec, kinds).after() for kinds in self.groups]
+        return np.max(after, axis=0) + self.query.workload.software.host_step
 
     @cached_property
     def bytes_of_a_parameter(self) -> Array:
         ones: Any = np.ones(len(self.of.tp))
-        state = self.groups[0].zero.states(ParamShare(ones, 0.0), self.of.zero)
+        state = self.first.zero.states(ParamShare(ones, 0.0), self.of.zero)
         return np.asarray(state["fsdp"].total)
 
     @cached_property
-    def waiting(self) -> Array:
-        """Bytes per layer that wait for their weights' gradients where a backward pass is split."""
+    def waiting(self) -> list[Array]:
+        """Bytes per layer, by kind, that wait for their weights' gradients where a backward pass is split."""
+        return [self._waiting(kind, part.block.saved) for kind, part in zip(self._kinds, self.groups[0], strict=True)]
+
+    @property
+    def _kinds(self) -> list[Layer]:
+        return list(self.query.workload.spec.counted())
+
+    def _waiting(self, kind: Layer, saved: Any) -> Array:
         workload, deferred = self.query.workload, []
         for shape in self.shapes:
             layout = Layout(tp=shape.tp, cp=shape.cp, cp_kind=shape.cp_kind, sp=shape.sp, recompute=shape.recompute)
             tokens = shape.samples * workload.seq // shape.cp
-            wide, kinds = workload.block_cost.activation_bytes, workload.spec.counted()
-            deferred.append(max(deferred_wgrad_bytes(workload.spec, layout, tokens, wide, kind) for kind in kinds))
-        saved = self.groups[0].block.saved
+            wide = workload.block_cost.activation_bytes
+            deferred.append(deferred_wgrad_bytes(workload.spec, layout, tokens, wide, kind))
         return np.where(self.splits, np.maximum(0.0, np.array(deferred)[self.of.shape] - saved), 0.0)
 
     def of_rows(self, rows: Array, ranks: list[int]) -> tuple[Array, Array]:
         """Seconds of a step, and the fullest rank's share of its device, with these groups as pipeline ranks."""
-        layers, p = self.query.workload.spec.layers, len(ranks)
-        each = np.stack([self.each[group][rows] for group in ranks], axis=1)
-        ends = np.zeros_like(each)
+        p = len(ranks)
+        ends = np.zeros((len(rows), p))
         bent = np.array([pipeline.both_ends for pipeline in self.query.pipelines])[self.of.pipeline[rows]]
         last = np.where(bent, 0, p - 1)
         at = np.arange(len(rows))
-        by_group = np.stack([np.asarray(closed.block.ends)[rows] for closed in self.groups], axis=1)
+        by_group = np.stack([np.asarray(kinds[0].block.ends)[rows] for kinds in self.groups], axis=1)
         ends[at, last] = by_group[at, np.array(ranks)[last]]
         fixed, per_layer, room = self._memory(rows, ranks, last)
-        caps = np.clip(np.floor((room - fixed) / per_layer), 0, layers)
-        possible = caps.sum(axis=1) >= layers
-        caps = np.where(possible[:, None], caps, layers)
-        held, slowest = _dealt(each, ends, caps, layers)
-        share = ((fixed + held * per_layer) * (1 + FRAGMENTATION) + CUDA_CONTEXT_BYTES) / self._devices(ranks)
-        return self._pipeline(rows, held * each + ends, slowest) + self.end[rows], share.max(axis=1)
+        each = np.stack([[own[rows] for own in self.each[group]] for group in ranks], axis=-1)  # [kinds, rows, ranks]
+        deal = _deal_alike if len(each) == 1 else partial(_deal_unlike, self.counts)
+        seconds, held, slowest = deal(each, ends, per_layer, room - fixed, self.query.workload.spec.layers)
+        share = ((fixed + held) * (1 + FRAGMENTATION) + CUDA_CONTEXT_BYTES) / self._devices(ranks)
+        return self._pipeline(rows, seconds, slowest) + self.end[rows], share.max(axis=1)
 
     def _devices(self, ranks: list[int]) -> Array:
         return np.array([self.query.workload.cluster.groups[group].accelerator.memory for group in ranks], dtype=float)
 
     def _memory(self, rows: Array, ranks: list[int], last: Array) -> tuple[Array, Array, Array]:
-        """By rank: bytes without any layer, bytes of each layer, and what the device has room for."""
+        """By rank: bytes without any layer, bytes of each layer by kind, and what the device has room for."""
         spec, software, p = self.query.workload.spec, self.query.workload.software, len(ranks)
-        closed, of, rank = self.groups[0], self.of, np.arange(p)
-        saved, logits, message = (
-            np.asarray(column)[rows, None]
-            for column in (closed.block.saved, closed.block.logits, closed.block.p2p_bytes)
-        )
+        closed, of, rank = self.first, self.of, np.arange(p)
+        logits, message = (np.asarray(column)[rows, None] for column in (closed.block.logits, closed.block.p2p_bytes))
         chunks, tp = closed.chunks[rows, None], of.tp[rows, None]
         state = self.bytes_of_a_parameter[rows, None]
         flying = self._flying(rows, p)
-        per_layer = state * largest_block(spec) / tp + saved * flying
-        per_layer = per_layer + self.waiting[rows, None] / chunks
+        per_layer, transient = [], np.zeros((len(rows), 1))
+        for kind, own, waiting in zip(self._kinds, self.groups[0], self.waiting, strict=True):
+            kept = state * spec.block_parameter_count(kind) / tp + np.asarray(own.block.saved)[rows, None] * flying
+            per_layer.append(kept + waiting[rows, None] / chunks)
+            transient = np.maximum(transient, (own.block.transient + own.gathered())[rows, None])
         table = state * spec.vocab * spec.hidden / tp
         is_last = rank[None, :] == last[:, None]
         fixed = table * ((rank == 0)[None, :] + 0.0 + is_last) + software.bucket_bytes
-        transient = (closed.block.transient + closed.gathered())[rows, None]
         moments = np.maximum(transient, logits * is_last)
         messages = (1 + 2 * chunks + flying * chunks) * message
         room = (USABLE_FRACTION * self._devices(ranks) - CUDA_CONTEXT_BYTES) / (1 + FRAGMENTATION)
-        return fixed + moments + messages, per_layer, room[None, :]
+        return fixed + moments + messages, np.stack(per_layer), room[None, :]
 
     def _flying(self, rows: Array, p: int) -> Array:
         """Microbatches that each rank holds, in whole ranks' activations: with whole backward passes, the later the
@@ -139,13 +156,21 @@ class MixedClosed:
         return flying
 
     def _pipeline(self, rows: Array, loads: Array, slowest: Array) -> Array:
-        closed, hides = self.groups[0], self.query.workload.software.hides("pp")
+        closed, hides = self.first, self.query.workload.software.hides("pp")
         form = PipelineForm(*(column[rows] for column in closed.form))
         return np.asarray(form.seconds(slowest, loads.sum(axis=1), closed.sending()[rows], hides))
 
 
-def _dealt(each: Array, ends: Array, caps: Array, layers: int) -> tuple[Array, Array]:
-    """Layers of each rank in the least time in which all ranks hold them all, and that time."""
+Dealt = tuple[Array, Array, Array]  # of each rank its seconds and its layers' bytes; and the slowest's seconds
+
+
+def _deal_alike(each: Array, ends: Array, per_layer: Array, room: Array, layers: int) -> Dealt:
+    """Layers of each rank in the least time in which all ranks hold them all. Of one kind, so that a rank has room for
+    a number of them."""
+    [each], [per_layer] = each, per_layer
+    caps = np.clip(np.floor(room / per_layer), 0, layers)
+    possible = caps.sum(axis=1) >= layers
+    caps = np.where(possible[:, None], caps, layers)
 
     def held(time: Array) -> Array:
         return np.clip(np.floor((time[:, None] - ends) / each), 0, caps)
@@ -153,12 +178,50 @@ def _dealt(each: Array, ends: Array, caps: Array, layers: int) -> tuple[Array, A
     # From what would do if layers could be cut to where the busiest rank has all that it has room for.
     low = (layers + (ends / each).sum(axis=1)) / (1 / each).sum(axis=1)
     high = (caps * each + ends).max(axis=1)
+    dealt = held(_least(low, high, lambda time: held(time).sum(axis=1) >= layers))
+    seconds = dealt * each + ends
+    return seconds, dealt * per_layer, np.maximum(seconds.max(axis=1), 0.0)
+
+
+def _deal_unlike(counts: Array, each: Array, ends: Array, per_layer: Array, room: Array, layers: int) -> Dealt:
+    """The same of several kinds: a rank takes the layers that follow those of the rank before it."""
+    ranks = range(ends.shape[1])
+    seconds = [counts @ each[:, :, rank] for rank in ranks]  # [layers + 1, rows] of all layers below
+    bytes_ = [counts @ per_layer[:, :, rank] for rank in ranks]
+    at = np.arange(len(ends))
+
+    def stops(time: Array, limit: Array) -> Iterator[Array]:
+        """Where each rank's layers end, at the latest."""
+        stop = np.zeros(len(ends), dtype=int)
+        for rank in ranks:
+            fits = seconds[rank] <= seconds[rank][stop, at] + time - ends[:, rank]
+            fits &= bytes_[rank] <= bytes_[rank][stop, at] + limit[:, rank]
+            stop = np.maximum(stop, fits.sum(axis=0) - 1)
+            yield stop
+
+    most = np.max([own[-1] for own in seconds], axis=0) + ends.max(axis=1)
+    *_, end = stops(most, room)
+    limit = np.where((end == layers)[:, None], room, np.inf)
+
+    def enough(time: Array) -> Array:
+        *_, end = stops(time, limit)
+        return end == layers
+
+    after = np.stack([np.zeros(len(ends), dtype=int), *stops(_least(ends.max(axis=1), most, enough), limit)])
+    own, held = (
+        np.stack([table[after[rank + 1], at] - table[after[rank], at] for rank, table in enumerate(tables)], axis=1)
+        for tables in (seconds, bytes_)
+    )
+    return own + ends, held, (own + ends).max(axis=1)
+
+
+def _least(low: Array, high: Array, enough: Callable[[Array], Array]) -> Array:
+    """The least times that are enough, nearly."""
     for _ in range(ROUNDS):
         middle = (low + high) / 2
-        enough = held(middle).sum(axis=1) >= layers
-        low, high = np.where(enough, low, middle), np.where(enough, middle, high)
-    dealt = held(high)
-    return dealt, np.maximum((dealt * each + ends).max(axis=1), 0.0)
+        fine = enough(middle)
+        low, high = np.where(fine, low, middle), np.where(fine, middle, high)
+    return high
 
 
 # ---- space ----------------------------------------------------------------------------------------------------------

@@ -282,12 +282,12 @@ class Replica:
         norm = getattr(moved, spec.norm)[0] + moved.residual[0]
         active = (moved.swiglu if spec.activation.startswith("swiglu") else moved.gelu)[0]
         turned = operations.attention.width + operations.attention.kv_width
-        if spec.mla:
-            turned = (operations.attention.heads + 1) * spec.mla.rope_dim
+        if operations.latent:
+            turned = (operations.attention.heads + 1) * operations.attending.unread
         wide = spec.experts.shared_ffn if routed and spec.experts is not None else spec.ffn
         size = 2 * norm * spec.hidden + active * wide / self.tp + moved.rope[0] * turned
         # In fp8 a kernel of its own casts attention's output. MLA norms its latents, and makes values by themselves.
-        kernels = KERNELS + spec.qk_norm + (self.precision == "fp8") + (3 if spec.mla else 0)
+        kernels = KERNELS + spec.qk_norm + (self.precision == "fp8") + (3 if operations.latent else 0)
         # Ranks of tp each send a part of the tokens to experts: what came back is gathered, with what they share.
         gathers = routed and self.dp > 1 and not wide
         second: Kind = "all-gather" if gathers else "all-reduce"
@@ -319,10 +319,11 @@ class Replica:
     def attend(self, rows: int, context: float, layer: Layer | None = None) -> Parts:
         """Of a block: one query of each of `rows` sequences."""
         read = self.device.stream(rows * self.cache_read(context, layer), 0)
-        if self.spec.mla is None:
+        own = self.block if layer is None else block(self.spec, self.tp, layer)
+        if not own.latent:
             return Parts(cache=read)
-        attention, mla = self.block.attention, self.spec.mla
-        flops = 2.0 * rows * attention.heads * (mla.cached + mla.kv_rank) * context
+        latent = own.attending.ups[-1][0].inputs  # of keys and values; scores are with it and the key of positions
+        flops = 2.0 * rows * own.attention.heads * (2 * latent + own.attending.unread) * context
         work = flops / (self.device.peak() * getattr(self.device.reached, ATTENTION))
         return Parts(compute=work) if work > read else Parts(cache=read)
 
@@ -376,16 +377,16 @@ class Replica:
         spec, tokens = self.spec, prompt * count
         chunks = math.ceil(tokens / CHUNK)
         rows = math.ceil(tokens / chunks)
-        attention = self.block.attention
-        dim = (attention.head_dim + attention.v_dim) / 2
-        earlier = remade(spec, rows * (chunks - 1) // 2, self.tp)[-1:] if chunks > 1 else []  # keys and values
-        again = sum(self.matmul(*up, self.precision).total for up in earlier)
         # Without CUDA graphs the host launches every chunk.
         least = 0.0 if self.graphs else software().host * chunks
 
         def layer(kind: Layer) -> Parts:
-            keys = attention._replace(window=kind.window).keys(prompt / 2)
-            attend, _ = self.device.attention(ATTENTION, count, attention.heads, dim, prompt, keys)
+            own = block(spec, self.tp, kind)
+            attention, dim = own.attention, (own.attention.head_dim + own.attention.v_dim) / 2
+            sizes = (count, attention.heads, dim, prompt, attention.keys(prompt / 2))
+            attend = self.device.attention(ATTENTION, *sizes)[0] if attention.heads else 0.0
+            earlier = remade(own, rows * (chunks - 1) // 2)[-1:] if chunks > 1 else []  # keys and values
+            again = sum(self.matmul(*up, self.precision).total for up in earlier)
             return Parts(compute=max(least, (self.rows(rows, kind, busy).total + again) * chunks + attend))
 
         bottom, top = times(self._bottom(rows), chunks), self._top(count)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
-from fivefold.cost.moe import experts_share
+from fivefold.cost.moe import block_share
 from fivefold.cost.step import Workload
 from fivefold.layout import rules
 from fivefold.layout.layout import Layout
@@ -22,15 +22,13 @@ from fivefold.planner.closed import (
     DISPATCHES,
     RECOMPUTES,
     Array,
-    BlockArrays,
     BlockShape,
     Choices,
-    Closed,
     EpChoices,
     PipelineArrays,
-    mean_of,
 )
 from fivefold.planner.closed_experts import closed_of
+from fivefold.planner.closed_ranks import closed_by_kind, joined
 from fivefold.schedules.classic import ONE_F_ONE_B
 from fivefold.schedules.registry import RECORDS, is_file, record_of
 from fivefold.support.plugins import is_plugin
@@ -106,17 +104,7 @@ def space(query: SearchQuery) -> Space:
     of = legal(query, shapes, combinations)
     if not len(of.tp):
         return Space(of, shapes, query.pipelines, np.zeros(0), np.zeros(0))
-    counted = query.workload.spec.counted()
-    by_kind = {
-        kinds: BlockArrays(
-            *np.array([BlockArrays.of_kinds(query.workload, shape, kinds) for shape in shapes])[of.shape].T
-        )
-        for kinds in counted
-    }
-    several = by_kind if len(counted) > 1 else {}
-    unlike = {kinds: np.asarray(block.forward + block.backward) for kinds, block in several.items()}
-    mean = mean_of([(block, counted[kinds]) for kinds, block in by_kind.items()])
-    closed = Closed(query.workload, of, mean, query.pipelines, unlike=unlike)
+    closed = joined(query.workload.spec, closed_by_kind(query.workload, of, shapes, query.pipelines))
     return Space(of, shapes, query.pipelines, closed.seconds(), closed.memory())
 
 
@@ -250,7 +238,7 @@ def dealt_out(query: SearchQuery, shapes: list[BlockShape], of: Choices) -> tupl
     indices, eps, kinds = [], [], []
     # Bytes of a parameter that no number of ranks divides, by ZeRO stage.
     least = np.array([workload.software.accounting.state(1.0, 0.0, stage, 2).total for stage in range(4)])
-    held = experts_share(spec, 1) * len(spec.routed_layers)
+    held = sum(count * block_share(spec, 1, 1, kinds).experts for kinds, count in spec.counted().items())
     for ep, (kind, name) in product(query.free("ep", divisors(spec.experts.count)), enumerate(DISPATCHES)):
         if query.fixed.get("dispatch", name) != name or (name == "allgather" and ep > spec.experts.top_k):
             continue

@@ -14,6 +14,7 @@ from fivefold.planner.explain import AxisTraffic, traffic, traffic_rank
 from fivefold.planner.search import Option
 from fivefold.render.blocks import Block, Result, Table
 from fivefold.spec.model import ModelSpec
+from fivefold.spec.operations import block
 from fivefold.spec.presets import preset
 from fivefold.support.errors import UserError
 from fivefold.support.ranges import RANKS, checked, within
@@ -121,6 +122,7 @@ def _activations(option: Option) -> Shortcut:
         "attention in one kernel keeps no scores: there is no 5aS/H" if scores and not kept.scores else "",
         f"34 is of GPT's block, with dropout; {spec.name} has its own widths and no masks" if each > 2 else "",
         "what a block is given, and nothing else" if each == 2 else "",
+        "layers without a mixer or an MLP keep less" if spec.residual_writers < 2 * spec.layers else "",
         f"{layout.schedule} holds its own number of microbatches, on its fullest rank" if layout.pp > 1 else "",
         "recomputation keeps what its collectives made" if layout.recompute == "selective" else "",
     )
@@ -163,17 +165,19 @@ def _tensor(option: Option, rows: list[AxisTraffic]) -> Iterator[Shortcut]:
     layout, spec, t = option.layout, option.workload.spec, option.layout.tp
     if t == 1:
         return
-    calls = 4 * spec.layers / layout.pp * layout.microbatches
+    calls = 2 * spec.residual_writers / layout.pp * layout.microbatches
     textbook = calls * NARROW * _stream(option) * 2 * (t - 1) / t
     why = _because(
         "with sp the backward pass gathers the columns' saved input once more" if layout.sp else "",
         "the forward pass runs twice" if layout.recompute == "full" else "",
         "layers of experts have two of the four, unless one is shared" if spec.experts is not None else "",
-        "latent attention sends latents instead of the stream" if spec.mla else "",
+        "latent attention sends latents instead of the stream"
+        if any(block(spec, layer=kinds).latent for kinds in spec.counted()) else "",
         "embedding, head and loss send too",
         _own_layers(option, len(_layers(option)), spec.layers),
-    )
-    formula = "4 BSH a layer, 2(t-1)/t each in a ring"
+    )  # fmt: skip
+    each = "4 BSH a layer" if spec.residual_writers == 2 * spec.layers else "2 BSH a mixer or MLP"
+    formula = f"{each}, 2(t-1)/t each in a ring"
     yield Shortcut("tp on the wire", formula, textbook, _wire(rows, {"tp"}), "GB", why)
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 from fivefold.spec.blocks import LatentSpec, RopeScaling, Yarn
 from fivefold.spec.model import ModelSpec
+from fivefold.spec.operations import block
 from fivefold.support.errors import UserError
 from fivefold.support.text import either
 
@@ -109,7 +110,8 @@ def read_windows(config: Config) -> SpecFields:
 
 
 def write_windows(spec: ModelSpec) -> Config:
-    kinds = [_SLIDING if spec.kinds(layer).window else _FULL for layer in range(spec.layers)]
+    windows = [block(spec, layer=spec.kinds(layer)).attention.window for layer in range(spec.layers)]
+    kinds = [_SLIDING if window else _FULL for window in windows]
     return {"sliding_window": spec.window or None, "layer_types": kinds}
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import msgspec
 
 from fivefold.spec.operations import OPERATIONS, Cache, Elementwise, Matmul, Operation, Parameter, Scores, TensorRule
+from fivefold.spec.tensor_groups import group_problems
 from fivefold.support.errors import UserError
 from fivefold.support.plugin_calls import WHOLE_NUMBERS, Wanted, ask, each, instance, shown
 from fivefold.support.plugins import class_shortcomings, is_plugin, unhashable
@@ -55,7 +56,7 @@ class BlockKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def parameters(self, spec: "ModelSpec", layer: int) -> Iterator[Parameter]:
         """Its parameters in that layer: those that its operations read."""
         for operation in ask(self, "operations", spec, 1, wanted=OPERATIONS):
-            yield from parameters_of(operation, spec, layer)
+            yield from parameters_of(operation, spec, layer, self.place)
 
     def cache(self, spec: "ModelSpec", tp: int) -> Cache | None:
         """What its module keeps of earlier tokens on one of `tp` ranks (`MixerInputs.cache`), for `fivefold generate`
@@ -85,6 +86,8 @@ class BlockKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             yield f"has place={kind.place!r}, and not the name that its module has in a block"
         if kind.operations is BlockKind.operations:
             yield "has no method operations(self, spec, tp)"
+        if issubclass(kind, MLP) and kind.routes and ":" not in str(kind.reference):
+            yield f'has reference={kind.reference!r}, and not the "package.module:Class" that verify holds it against'
 
 
 class Mixer(BlockKind, frozen=True, kw_only=True):
@@ -100,6 +103,10 @@ class MLP(BlockKind, frozen=True, kw_only=True):
     """Works on each token alone."""
 
     place: ClassVar[str] = "mlp"
+    # Whether it sends tokens to the model's experts, as `MixtureOfExperts` does: its module derives from
+    # `model/moe.py`'s, plans and traffic count what ep sends, and `verify` holds it against what `reference` names.
+    routes: ClassVar[bool] = False
+    reference: ClassVar[str] = ""
 
     def cache(self, spec: "ModelSpec", tp: int) -> Cache | None:
         return Cache()  # a token needs no other
@@ -140,19 +147,56 @@ def trial(kind: BlockKind, spec: "ModelSpec", layer: int) -> Iterator[str]:
             ask(kind, member, *given, wanted=wanted)
         except UserError as error:
             found |= dict.fromkeys(error.coded)
-    yield from found
+    yield from found or _inconsistent(kind, spec)
+
+
+def _inconsistent(kind: BlockKind, spec: "ModelSpec") -> Iterator[str]:
+    """What does not fit together in a plugin's operations: it could not be computed, or would be counted wrong."""
+    operations = list(ask(kind, "operations", spec, 1, wanted=OPERATIONS))
+    scores = [operation for operation in operations if isinstance(operation, Scores)]
+    matmuls = [operation for operation in operations if isinstance(operation, Matmul)]
+    if isinstance(kind, Mixer) and kind.attends != (len(scores) == 1):
+        yield f"{kind.name} has attends={kind.attends}, and {len(scores)} Scores; attention has attends=True, and one"
+    elif scores and not isinstance(kind, Mixer):
+        yield f"{kind.name} has Scores, which are of mixers; derive from Mixer, with attends=True"
+    for matmul in matmuls:
+        of = f"{kind.name}.operations has {matmul.branch}.{matmul.name}"
+        if matmul.branch != kind.place:
+            yield f"{of}, and its place is {kind.place}; write Matmul(self.place, {matmul.name!r}, ...)"
+        elif matmul.tp == "colwise_kv" and matmul.outputs != spec.kv_heads * spec.head_dim:
+            yield (
+                f"{of} with tp=colwise_kv and {matmul.outputs} outputs, and the model's kv heads have "
+                f"{spec.kv_heads * spec.head_dim}; heads of its own are colwise"
+            )
+        elif matmul.experts or matmul.tp in ("experts", "replicated_partial"):
+            yield from _of_experts(kind, spec, matmul, of)
+    yield from (f"{kind.name}.operations under tp: {problem}" for problem in group_problems(matmuls))
+
+
+def _of_experts(kind: BlockKind, spec: "ModelSpec", matmul: Matmul, of: str) -> Iterator[str]:
+    """Experts that ep could not deal out."""
+    if not (isinstance(kind, MLP) and kind.routes):
+        yield (
+            f"{of}, which is of experts, and {kind.name} does not send tokens to any: derive from "
+            "fivefold.spec.mlps:MixtureOfExperts, or say routes=True"
+        )
+    elif spec.experts and matmul.experts and matmul[-2:] != (spec.experts.count, spec.experts.top_k):
+        yield (
+            f"{of} with experts={matmul.experts}, chosen={matmul.chosen}, and ep deals out model.experts, with "
+            f"count={spec.experts.count}, top_k={spec.experts.top_k}"
+        )
 
 
 # ---- parameters -----------------------------------------------------------------------------------------------------
 
 
-def parameters_of(operation: Operation, spec: "ModelSpec", layer: int) -> Iterator[Parameter]:
-    """The parameters that an operation of a layer reads."""
+def parameters_of(operation: Operation, spec: "ModelSpec", layer: int, place: str) -> Iterator[Parameter]:
+    """The parameters that an operation of a layer reads, in the branch of this place."""
     if isinstance(operation, Matmul):
         yield from _linear(layer, operation)
     elif isinstance(operation, Scores):
         if operation.sinks:
-            name = f"layers.{layer}.attention.sinks"
+            name = f"layers.{layer}.{place}.sinks"
             yield Parameter(name, (operation.heads,), "bias", layer, "colwise", full_precision=True)
     elif operation.kind == "norm":
         yield from norm(f"layers.{layer}.{operation.name}", spec, layer, operation.width)
@@ -182,5 +226,5 @@ def _qk_norm(spec: "ModelSpec", layer: int, operation: Elementwise) -> Parameter
     name = f"layers.{layer}.{operation.name}.weight"
     if spec.qk_norm_over == "head":
         return Parameter(name, (spec.head_dim,), "norm", layer, "per_head", full_precision=True)
-    rule: TensorRule = "colwise" if operation.name == "attention.q_norm" else "colwise_kv"
+    rule: TensorRule = "colwise" if operation.name.endswith(".q_norm") else "colwise_kv"
     return Parameter(name, (operation.width,), "norm", layer, rule, full_precision=True)

@@ -34,16 +34,16 @@ class GroupedQueryAttention(Mixer, frozen=True, kw_only=True, tag="attention"):
         heads, kv_heads, dim = spec.heads // tp, max(1, spec.kv_heads // tp), spec.head_dim
         scores = Scores(heads, kv_heads, dim, dim, self.window, spec.sinks)
         bias = spec.bias or spec.qkv_bias
-        yield Matmul("attention", "q", "attention_norm", spec.hidden, scores.width, "colwise", bias=bias)
-        yield Matmul("attention", "k", "attention_norm", spec.hidden, scores.kv_width, "colwise_kv", bias=bias)
-        yield Matmul("attention", "v", "attention_norm", spec.hidden, scores.kv_width, "colwise_kv", bias=bias)
+        yield Matmul(self.place, "q", f"{self.place}_norm", spec.hidden, scores.width, "colwise", bias=bias)
+        yield Matmul(self.place, "k", f"{self.place}_norm", spec.hidden, scores.kv_width, "colwise_kv", bias=bias)
+        yield Matmul(self.place, "v", f"{self.place}_norm", spec.hidden, scores.kv_width, "colwise_kv", bias=bias)
         if spec.qk_norm:
-            yield Elementwise("qk_norm", spec.heads * spec.head_dim, name="attention.q_norm")
-            yield Elementwise("qk_norm", spec.kv_heads * spec.head_dim, name="attention.k_norm")
+            yield Elementwise("qk_norm", spec.heads * spec.head_dim, name=f"{self.place}.q_norm")
+            yield Elementwise("qk_norm", spec.kv_heads * spec.head_dim, name=f"{self.place}.k_norm")
         if spec.positions == "rope":
             yield Elementwise("rope", (spec.heads + spec.kv_heads) * spec.rotary_dim)
         yield scores
-        yield Matmul("attention", "o", "attention", scores.seen, spec.hidden, "rowwise", bias=spec.bias)
+        yield Matmul(self.place, "o", "attention", scores.seen, spec.hidden, "rowwise", bias=spec.bias)
 
     def cache(self, spec: "ModelSpec", tp: int) -> Cache:
         return Cache(2 * max(1, spec.kv_heads // tp) * spec.head_dim, self.window)  # keys and values
@@ -68,18 +68,18 @@ class MultiHeadLatentAttention(Mixer, frozen=True, kw_only=True, tag="mla"):
         mla, heads = spec.mla, spec.heads // tp
         scores = Scores(heads, heads, mla.head_dim, mla.v_dim)
         if mla.q_rank:
-            yield Matmul("attention", "q_down", "attention_norm", spec.hidden, mla.q_rank, "replicated")
+            yield Matmul(self.place, "q_down", f"{self.place}_norm", spec.hidden, mla.q_rank, "replicated")
         else:
-            yield Matmul("attention", "q", "attention_norm", spec.hidden, scores.width, "colwise")
-        yield Matmul("attention", "kv_down", "attention_norm", spec.hidden, mla.cached, "replicated")
+            yield Matmul(self.place, "q", f"{self.place}_norm", spec.hidden, scores.width, "colwise")
+        yield Matmul(self.place, "kv_down", f"{self.place}_norm", spec.hidden, mla.cached, "replicated")
         if mla.q_rank:
-            yield Elementwise("norm", mla.q_rank, stream=True, name="attention.q_norm")
-            yield Matmul("attention", "q_up", "q_latent", mla.q_rank, scores.width, "colwise")
-        yield Elementwise("norm", mla.kv_rank, stream=True, name="attention.kv_norm")
-        yield Matmul("attention", "kv_up", "kv_latent", mla.kv_rank, heads * (mla.nope_dim + mla.v_dim), "colwise")
+            yield Elementwise("norm", mla.q_rank, stream=True, name=f"{self.place}.q_norm")
+            yield Matmul(self.place, "q_up", "q_latent", mla.q_rank, scores.width, "colwise")
+        yield Elementwise("norm", mla.kv_rank, stream=True, name=f"{self.place}.kv_norm")
+        yield Matmul(self.place, "kv_up", "kv_latent", mla.kv_rank, heads * (mla.nope_dim + mla.v_dim), "colwise")
         yield Elementwise("rope", (spec.heads + 1) * mla.rope_dim)
         yield scores
-        yield Matmul("attention", "o", "attention", scores.seen, spec.hidden, "rowwise", bias=spec.bias)
+        yield Matmul(self.place, "o", "attention", scores.seen, spec.hidden, "rowwise", bias=spec.bias)
 
     def cache(self, spec: "ModelSpec", tp: int) -> Cache:
         assert spec.mla is not None

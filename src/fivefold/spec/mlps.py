@@ -1,7 +1,7 @@
 """The MLPs that come with the package: a dense feed-forward network, and a mixture of experts."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from fivefold.spec.kinds import MLP, HfTensor
 from fivefold.spec.operations import Elementwise, Matmul, Operation
@@ -17,7 +17,7 @@ class Dense(MLP, frozen=True, kw_only=True):
     module = "fivefold.model.mlp:DenseMLP"
 
     def operations(self, spec: "ModelSpec", tp: int) -> Iterator[Operation]:
-        return network(spec, "", spec.ffn, tp)
+        return network(spec, self.place, "", spec.ffn, tp)
 
     def divided(self, spec: "ModelSpec") -> list[int]:
         return [spec.ffn]
@@ -35,7 +35,8 @@ class MixtureOfExperts(MLP, frozen=True, kw_only=True, tag="moe"):
     """
 
     module = "fivefold.model.moe:MoE"
-    reference: ClassVar[str] = "fivefold.verifier.plain_moe:PlainMoE"  # what `verify` holds the module against
+    routes = True
+    reference = "fivefold.verifier.plain_moe:PlainMoE"
 
     def problems(self, spec: "ModelSpec") -> list[str]:
         none = f"model.pattern has {self.name}, and model.experts has no numbers for it"
@@ -46,15 +47,23 @@ class MixtureOfExperts(MLP, frozen=True, kw_only=True, tag="moe"):
         assert experts is not None
         each: dict[str, Any] = {"bias": spec.bias, "experts": experts.count, "chosen": experts.top_k}
         hidden = spec.hidden
-        yield Matmul("mlp", "router", "widened mlp_norm", hidden, experts.count, "replicated_partial", bias=spec.bias)
+        yield Matmul(
+            self.place,
+            "router",
+            f"widened {self.place}_norm",
+            hidden,
+            experts.count,
+            "replicated_partial",
+            bias=spec.bias,
+        )
         gated = spec.activation.startswith("swiglu")
         if gated:
-            yield Matmul("mlp", "experts.gate", "dispatched", hidden, experts.ffn, "experts", **each)
-        yield Matmul("mlp", "experts.up", "dispatched", hidden, experts.ffn, "experts", **each)
+            yield Matmul(self.place, "experts.gate", "dispatched", hidden, experts.ffn, "experts", **each)
+        yield Matmul(self.place, "experts.up", "dispatched", hidden, experts.ffn, "experts", **each)
         yield Elementwise("swiglu" if gated else "gelu", experts.top_k * experts.ffn)
-        yield Matmul("mlp", "experts.down", "activation", experts.ffn, hidden, "experts", **each)
+        yield Matmul(self.place, "experts.down", "activation", experts.ffn, hidden, "experts", **each)
         if experts.shared:
-            yield from network(spec, "shared.", experts.shared_ffn, tp)
+            yield from network(spec, self.place, "shared.", experts.shared_ffn, tp)
 
     def divided(self, spec: "ModelSpec") -> list[int]:
         shared = spec.experts.shared_ffn if spec.experts else 0
@@ -79,11 +88,11 @@ _GPT2 = {
 MLPS: dict[str, type[MLP]] = {"dense": Dense, "moe": MixtureOfExperts}
 
 
-def network(spec: "ModelSpec", prefix: str, width: int, tp: int) -> Iterator[Operation]:
+def network(spec: "ModelSpec", place: str, prefix: str, width: int, tp: int) -> Iterator[Operation]:
     """A dense feed-forward network."""
     hidden, ffn, gated = spec.hidden, width // tp, spec.activation.startswith("swiglu")
     if gated:
-        yield Matmul("mlp", f"{prefix}gate", "mlp_norm", hidden, ffn, "colwise", bias=spec.bias)
-    yield Matmul("mlp", f"{prefix}up", "mlp_norm", hidden, ffn, "colwise", bias=spec.bias)
+        yield Matmul(place, f"{prefix}gate", f"{place}_norm", hidden, ffn, "colwise", bias=spec.bias)
+    yield Matmul(place, f"{prefix}up", f"{place}_norm", hidden, ffn, "colwise", bias=spec.bias)
     yield Elementwise("swiglu" if gated else "gelu", width)
-    yield Matmul("mlp", f"{prefix}down", f"{prefix}activation", ffn, hidden, "rowwise", bias=spec.bias)
+    yield Matmul(place, f"{prefix}down", f"{prefix}activation", ffn, hidden, "rowwise", bias=spec.bias)

@@ -120,7 +120,13 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     @cached_property
     def windowed(self) -> bool:
         """Whether a layer has a window."""
-        return any(kinds.window for kinds in self.counted())
+        return any(block(self, layer=kinds).attention.window for kinds in self.counted())
+
+    @cached_property
+    def attention_heads(self) -> tuple[tuple[int, int], ...]:
+        """Heads and kv heads of the layers with attention; each such pair once."""
+        scores = (block(self, layer=kinds).attention for kinds in self.counted() if kinds.attends)
+        return tuple(dict.fromkeys((own.heads, own.kv_heads) for own in scores))
 
     @cached_property
     def attends(self) -> bool:
@@ -146,7 +152,13 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """What the model keeps beside its parameters, by name and shape: no gradient changes it."""
         if self.experts is None or not self.experts.balance_bias:
             return {}
-        return {f"layers.{layer}.mlp.router.balance": (self.experts.count,) for layer in self.routed_layers}
+        return {f"{self.router(layer)}.balance": (self.experts.count,) for layer in self.routed_layers}
+
+    def router(self, layer: int) -> str:
+        """The name of a layer's router."""
+        kind = self.kinds(layer).mlp
+        assert kind is not None
+        return f"layers.{layer}.{kind.place}.router"
 
     def parameters(self) -> tuple[Parameter, ...]:
         """Every parameter once; a tied head is the embedding and is not repeated."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args, get_origin, get
 
 import msgspec
 
+from fivefold.spec.tensor_groups import TensorGroups, tensor_groups
 from fivefold.support.plugin_calls import ask, each, shown
 
 if TYPE_CHECKING:
@@ -108,6 +109,11 @@ class Matmul(NamedTuple):
     def active(self) -> int:
         """Elements of the weight that a token is multiplied with."""
         return self.inputs * self.outputs * max(1, self.chosen)
+
+    @property
+    def dense(self) -> bool:
+        """Whether every token visits it: it is neither an expert's nor the router's."""
+        return not self.experts and self.tp != "replicated_partial"
 
     @property
     def writes_residual(self) -> bool:
@@ -232,6 +238,21 @@ class BlockOperations:
     def groups(self) -> tuple[tuple[Matmul, ...], ...]:
         """The matmuls, those together that read the same tensor."""
         return tuple(tuple(group) for _, group in groupby(self.matmuls, key=lambda matmul: matmul.reads))
+
+    @cached_property
+    def attending(self) -> TensorGroups:
+        """How tp divides the branch of the scores."""
+        branch = ""
+        for operation in self.operations:
+            if isinstance(operation, Scores):
+                return tensor_groups(self.of(branch))
+            branch = operation.branch if isinstance(operation, Matmul) else branch
+        return TensorGroups()
+
+    @property
+    def latent(self) -> bool:
+        """Whether heads are made of latents, which all tp ranks have."""
+        return bool(self.attending.ups)
 
     @cached_property
     def attention(self) -> Scores:

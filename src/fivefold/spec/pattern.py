@@ -50,16 +50,7 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     @property
     def routed(self) -> bool:
         """Whether it has experts."""
-        return isinstance(self.mlp, MixtureOfExperts)
-
-    @property
-    def window(self) -> int:
-        """The keys that a query sees; 0: all before it."""
-        return self.mixer.window if isinstance(self.mixer, GroupedQueryAttention) else 0
-
-    @property
-    def latent(self) -> bool:
-        return isinstance(self.mixer, MultiHeadLatentAttention)
+        return self.mlp is not None and self.mlp.routes
 
     @property
     def attends(self) -> bool:
@@ -140,9 +131,6 @@ def pattern_problems(spec: "ModelSpec") -> Iterator[str]:
                 "model.pattern.empty",
                 f"model.pattern has neither a mixer nor an mlp in layer {number}; leave the layer out",
             )
-        if isinstance(layer.mlp, MixtureOfExperts) and layer.mlp.place != "mlp":
-            place = f"{layer.mlp.name} has place={layer.mlp.place!r}, and a mixture of experts is called mlp"
-            yield Problem("model.pattern.place", place)
         places = [kind.place for kind in layer.branches]
         if len(set(places)) < len(places):
             yield Problem(

@@ -49,8 +49,8 @@ from fivefold.trainer.records import Load
 
 def moe_layers(stages: Iterable[Decoder]) -> dict[int, MoE]:
     """{layer number: its MoE}, of the layers that have experts."""
-    blocks = ((layer, block.mlp_module) for model in stages for layer, block in model.layers.items())
-    return {int(layer): mlp for layer, mlp in blocks if isinstance(mlp, MoE)}
+    blocks: list[tuple[str, Any]] = [named for model in stages for named in model.layers.items()]
+    return {int(layer): block.mixture for layer, block in blocks if block.mixture is not None}
 
 
 def routers(stages: Iterable[Decoder]) -> dict[int, Router]:

@@ -101,10 +101,6 @@ def mismatch_tolerance(job: Job, reference_mismatches: int) -> float:
     return SPREAD * reference_mismatches + max(_MIN_MISMATCHES, _MISMATCHED_SHARE * job.train.batch * job.data.seq)
 
 
-def router_name(layer: int) -> str:
-    return f"layers.{layer}.mlp.router"
-
-
 def longest_sum(spec: ModelSpec, tokens: int, seq: int) -> int:
     """Additions one after another: through each layer forward and back, the vocabulary, and the sum over tokens."""
     heads = spec.heads * spec.head_dim

@@ -5,13 +5,13 @@ and of what that is made of. Shapes: B rows of S tokens, n = B S, E hidden, X ex
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fivefold.model.layers import ACTIVATIONS, gated
-from fivefold.spec.mlps import MixtureOfExperts
 from fivefold.spec.model import ModelSpec
 from fivefold.support.plugins import named
 
@@ -33,9 +33,11 @@ def replace_moe_layers(model: nn.Module, spec: ModelSpec, balancing: Balancing) 
     moe_layers = {}
     for layer in spec.routed_layers:
         kind = spec.kinds(layer).mlp
-        assert isinstance(kind, MixtureOfExperts)
+        assert kind is not None
         moe_layers[layer] = named(kind.reference)(spec, balancing)
-        model.get_submodule(f"layers.{layer}").mlp = moe_layers[layer]
+        block: Any = model.get_submodule(f"layers.{layer}")
+        setattr(block, kind.place, moe_layers[layer])
+        block.routed = False  # it is called with the stream alone
     return moe_layers
 
 

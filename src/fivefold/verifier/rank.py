@@ -30,6 +30,7 @@ from fivefold.optim.lr_schedule import learning_rate
 from fivefold.parallel.collectives import digest, full_tensor
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.traffic import TrafficCounter
+from fivefold.spec.model import ModelSpec
 from fivefold.trainer.engine import Engine, RankModel, moe_layers
 from fivefold.trainer.ledger import Ledger
 from fivefold.trainer.loop import Trainer
@@ -42,7 +43,6 @@ from fivefold.verifier.compare import (
     compare_parameters,
     compare_scalars,
     replays_routing,
-    router_name,
     tolerance_of,
 )
 from fivefold.verifier.reference import Reference
@@ -72,7 +72,7 @@ class RouteRecorder:
     """Records the experts that the routers of this rank's stages choose; with `replay` uses the reference's instead."""
 
     def __init__(self, network: RankModel, replay: bool):
-        self.weights, self.replay = network.weights, replay
+        self.spec, self.weights, self.replay = network.job.model, network.weights, replay
         self.tokens = torch.empty(0)  # [n, 2] sample and position of the tokens that an MoE layer is about to route
         self.moe_layers = moe_layers(network.stages.values())
         self.records: dict[int, _LayerRecord] = {}
@@ -121,14 +121,14 @@ class RouteRecorder:
         layers = []
         for layer, record in self.records.items():
             if record.mismatched:
-                mismatched, name = torch.cat(record.mismatched), router_name(layer)
+                mismatched, name = torch.cat(record.mismatched), self.spec.router(layer)
                 note = _mismatch_note(record, mismatched)
                 layers.append(RoutedLayer(step, name, record.visits, len(mismatched), record.first_sample, note))
         return layers
 
     def expert_biases(self) -> dict[str, Tensor]:
         """The biases that balance the experts, by name."""
-        biases = {router_name(layer): moe.router.balance for layer, moe in self.moe_layers.items()}
+        biases = {self.spec.router(layer): moe.router.balance for layer, moe in self.moe_layers.items()}
         return {f"{name}.balance": bias.cpu().clone() for name, bias in biases.items() if bias is not None}
 
     def compare_expert_biases(
@@ -140,12 +140,14 @@ class RouteRecorder:
         ]
 
 
-def compare_expert_loads(step: int, tokens_per_expert: Tensor, routing: dict[int, Tensor]) -> list[ValueComparison]:
+def compare_expert_loads(
+    spec: ModelSpec, step: int, tokens_per_expert: Tensor, routing: dict[int, Tensor]
+) -> list[ValueComparison]:
     """Compares the tokens of each expert, summed over ranks: [layers with experts, X]."""
     comparisons = []
     for counts, (layer, chosen) in zip(tokens_per_expert.cpu(), sorted(routing.items()), strict=True):
         expected = torch.bincount(chosen.flatten(), minlength=len(counts))
-        comparisons.append(compare_loads(router_name(layer), step, counts.to(torch.int64), expected))
+        comparisons.append(compare_loads(spec.router(layer), step, counts.to(torch.int64), expected))
     return comparisons
 
 
@@ -258,7 +260,9 @@ def compare_steps(rank: Rank, job: Job, path: Path) -> RankMeasurement:
         )
         measured.routed.extend(recorder.end(step))
         if engine.expert_loads is not None:
-            measured.comparisons.extend(compare_expert_loads(step, engine.expert_loads.tokens, target.routing))
+            measured.comparisons.extend(
+                compare_expert_loads(job.model, step, engine.expert_loads.tokens, target.routing)
+            )
         lr = learning_rate(job.optimizer, step - 1, job.train.steps)
         with traffic_counter:
             engine.step(lr if batch.loss_tokens else None, norm)

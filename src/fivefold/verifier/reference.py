@@ -24,9 +24,10 @@ from fivefold.model.layers import TokenPositions
 from fivefold.model.linear_cross_entropy import loss_sum
 from fivefold.model.ops import LocalAttention, LocalOps
 from fivefold.optim.lr_schedule import learning_rate
+from fivefold.spec.model import ModelSpec
 from fivefold.support.plugin_calls import ask, instance
 from fivefold.verifier.cases import reader
-from fivefold.verifier.compare import max_differences, router_name, zero_gradients
+from fivefold.verifier.compare import max_differences, zero_gradients
 from fivefold.verifier.plain_moe import Balancing, PlainMoE, replace_moe_layers
 
 NUDGED_RUNS = 3  # runs with other roundings, in addition to the reference itself, that measure its noise
@@ -141,7 +142,7 @@ def run_reference(
             for moe in moe_layers.values():
                 moe.end_step()
         weights.round_masters()
-        steps.append(ReferenceStep(loss.item(), norm.item(), gradients, **_routing_facts(moe_layers)))
+        steps.append(ReferenceStep(loss.item(), norm.item(), gradients, **_routing_facts(job.model, moe_layers)))
     return Reference(steps, {name: master.detach().cpu() for name, master in weights.masters.items()})
 
 
@@ -234,11 +235,11 @@ def _balancing(job: Job) -> Balancing:
     return Balancing(balance_loss=train.balance_loss, z_loss=train.router_z_loss, bias_rate=train.balance_rate)
 
 
-def _routing_facts(moe_layers: dict[int, PlainMoE]) -> dict[str, Any]:
+def _routing_facts(spec: ModelSpec, moe_layers: dict[int, PlainMoE]) -> dict[str, Any]:
     """The fields of a `ReferenceStep` that are about experts."""
     biased = {layer: moe for layer, moe in moe_layers.items() if moe.settings.balance_bias}
     return {
         "routing": {layer: moe.chosen.cpu() for layer, moe in moe_layers.items()},
-        "biases": {f"{router_name(layer)}.balance": moe.balance_bias.clone() for layer, moe in biased.items()},
-        "mismatched": {router_name(layer): moe.mismatched for layer, moe in moe_layers.items()},
+        "biases": {f"{spec.router(layer)}.balance": moe.balance_bias.clone() for layer, moe in biased.items()},
+        "mismatched": {spec.router(layer): moe.mismatched for layer, moe in moe_layers.items()},
     }

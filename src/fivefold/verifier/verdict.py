@@ -17,7 +17,6 @@ from fivefold.verifier.compare import (
     ValueComparison,
     mismatch_tolerance,
     replays_routing,
-    router_name,
     tolerance_of,
     worst_comparison,
 )
@@ -264,7 +263,7 @@ def _worst_over_ranks(job: Job, measured: list[RankMeasurement]) -> list[ValueCo
 
 def _router_names(job: Job) -> list[str]:
     spec = job.model
-    return [router_name(layer) for layer in spec.routed_layers]
+    return [spec.router(layer) for layer in spec.routed_layers]
 
 
 def _routing_comparisons(job: Job, measured: list[RankMeasurement]) -> list[ValueComparison]:
