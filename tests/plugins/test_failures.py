@@ -373,7 +373,7 @@ def test_a_loss_of_another_shape_is_named(made: Made, member: str, sentence: str
     [
         ("def states_of(self, parameter): return ('other',)", "states_of gave ('other',), and not some of its states"),
         ("def states_of(self, parameter): return None", "states_of gave None, and not some of its states"),
-        ("def reads_whole(self, parameter): return None", "reads_whole gave None, and not True or False"),
+        ("def group(self, parameter): return None", "group gave None, and not a fivefold.optim.groups:Group"),
         ("def matrix_flops(self, rows, columns): return 'few'", "matrix_flops gave 'few', and not a number"),
         ("def matrix_memory(self, rows, columns): return None", "matrix_memory gave None, and not a number"),
     ],
