@@ -11,7 +11,7 @@ from fivefold.model.decoder import Decoder
 from fivefold.model.init import initialise
 from fivefold.optim.adamw import AdamW
 from fivefold.optim.base import group_of
-from fivefold.optim.groups import Group, GroupSettings
+from fivefold.optim.groups import GroupSettings, ParamGroup
 from fivefold.optim.muon import Muon
 from fivefold.spec.operations import Parameter
 from tests.optim.test_optimizer import SPEC, backward, made
@@ -92,8 +92,8 @@ def test_without_groups_linears_decay_and_nothing_else_does(optimizer: AdamW) ->
 def test_the_first_group_that_matches_wins_and_what_it_leaves_out_stays() -> None:
     config = AdamW(groups=(GroupSettings(match="head.*", lr_factor=0.5), GroupSettings(match="*", weight_decay=0.3)))
     groups = {parameter.name: group_of(config, parameter) for parameter in SPEC.parameters()}
-    assert groups.pop("head.weight") == Group("element", 0.1, 0.5)
-    assert {*groups.values()} == {Group("element", 0.3, 1.0)}
+    assert groups.pop("head.weight") == ParamGroup("element", 0.1, 0.5)
+    assert {*groups.values()} == {ParamGroup("element", 0.3, 1.0)}
 
 
 def job(groups: str, *more: str) -> Job:

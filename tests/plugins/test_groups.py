@@ -8,13 +8,13 @@ import fivefold as ff
 from tests.refusals import refusal
 
 EVERYTHING = """
-from fivefold.optim.groups import Group
+from fivefold.optim.groups import ParamGroup
 from fivefold.optim.muon import Muon
 
 class Everything(Muon, frozen=True, kw_only=True, tag="everything:Everything"):
     def group(self, parameter):
         whole = len(parameter.shape) == 2 and parameter.kind != "norm"
-        return Group("matrix", 0.3, 0.5) if whole else Group("element", 0.0, 2.0)
+        return ParamGroup("matrix", 0.3, 0.5) if whole else ParamGroup("element", 0.0, 2.0)
 """
 CHOSEN = ["optimizer.name=everything:Everything", "model.tied=true", 'optimizer.groups=[{match="*.q.*", lr_factor=3}]']
 
@@ -40,14 +40,20 @@ def test_embeddings_and_heads_are_matrices_where_it_says_so(everything: Path, la
 @pytest.mark.parametrize(
     ("group", "words"),
     [
-        ('Group("matrix", 0.3)', 'rule="matrix" for layers.0.attention_norm.weight, a norm of shape [64], which is'),
-        ('Group("row", 0.3)', "group gave Group(rule='row', weight_decay=0.3, lr_factor=1.0), and not a fivefold."),
-        ('Group("element", -1)', "group gave Group(rule='element', weight_decay=-1, lr_factor=1.0), and not"),
-        ('("element", 0.1)', "group gave ('element', 0.1), and not a fivefold.optim.groups:Group"),
+        (
+            'ParamGroup("matrix", 0.3)',
+            'rule="matrix" for layers.0.attention_norm.weight, a norm of shape [64]',
+        ),
+        (
+            'ParamGroup("row", 0.3)',
+            "group gave ParamGroup(rule='row', weight_decay=0.3, lr_factor=1.0), and",
+        ),
+        ('ParamGroup("element", -1)', "group gave ParamGroup(rule='element', weight_decay=-1, lr_factor=1.0), and"),
+        ('("element", 0.1)', "group gave ('element', 0.1), and not a fivefold.optim.groups:ParamGroup"),
     ],
 )
 def test_a_group_that_is_none_is_said_before_a_process_starts(everything: Path, group: str, words: str) -> None:
-    text = EVERYTHING.replace('Group("matrix", 0.3, 0.5) if whole else Group("element", 0.0, 2.0)', group)
+    text = EVERYTHING.replace('ParamGroup("matrix", 0.3, 0.5) if whole else ParamGroup("element", 0.0, 2.0)', group)
     everything.write_text(text)
     error = refusal(lambda: ff.verify("dp=2", CHOSEN[:1]))
     assert error.codes == ["plugin.result"]

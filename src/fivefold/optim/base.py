@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from fivefold.optim.groups import GROUP, Group, GroupSettings, match_problems, regrouped, settings_problems
+from fivefold.optim.groups import GROUP, GroupSettings, ParamGroup, match_problems, regrouped, settings_problems
 from fivefold.support.errors import Problem, UserError
 from fivefold.support.plugin_calls import NUMBER, Wanted, ask, each, shown, wrong
 from fivefold.support.plugins import class_shortcomings, unhashable, untrusted
@@ -134,10 +134,10 @@ class OptimizerConfig(
 
     # ---- groups, states and the rule ---------------------------------------------------------------------------------
 
-    def group(self, parameter: "Parameter") -> Group:
+    def group(self, parameter: "Parameter") -> ParamGroup:
         """Which rule updates a parameter, with what weight decay and what share of the rate; a job's `groups` come on
         top of it. Linears decay; norms, biases and embeddings are spared."""
-        return Group(self._usual_rule(parameter), self.weight_decay if parameter.kind == "linear" else 0.0)
+        return ParamGroup(self._usual_rule(parameter), self.weight_decay if parameter.kind == "linear" else 0.0)
 
     def _usual_rule(self, parameter: "Parameter") -> Literal["element", "matrix"]:
         """The linears of the layers are whole matrices to a rule that reads such."""
@@ -235,13 +235,13 @@ def states_of(config: OptimizerConfig, parameter: "Parameter") -> tuple[str, ...
     return tuple(ask(config, "states_of", parameter, wanted=known))
 
 
-def group_of(config: OptimizerConfig, parameter: "Parameter") -> Group:
+def group_of(config: OptimizerConfig, parameter: "Parameter") -> ParamGroup:
     """The group that it puts a parameter into, as a job's `groups` change it."""
     return regrouped(_own_group(config, parameter), config.groups, parameter.name)
 
 
-def _own_group(config: OptimizerConfig, parameter: "Parameter") -> Group:
-    group: Group = ask(config, "group", parameter, wanted=GROUP)
+def _own_group(config: OptimizerConfig, parameter: "Parameter") -> ParamGroup:
+    group: ParamGroup = ask(config, "group", parameter, wanted=GROUP)
     if group.rule == "matrix" and (lack := _no_matrix(config, parameter)):
         raise wrong(config, "group", f'gave rule="matrix" for {parameter.name}, {lack}')
     return group

@@ -22,7 +22,7 @@ from fivefold.support.plugin_calls import Wanted, shown
 from fivefold.support.text import did_you_mean
 
 
-class Group(NamedTuple):
+class ParamGroup(NamedTuple):
     """Parameters for which these are the same are updated together."""
 
     rule: Literal["element", "matrix"] = "element"  # `update`; or `accumulate`, `matrix_update` and `apply`
@@ -48,13 +48,13 @@ class GroupSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             yield Problem("optimizer.groups.empty", nothing)
 
 
-def regrouped(group: Group, settings: Sequence[GroupSettings], name: str) -> Group:
+def regrouped(group: ParamGroup, settings: Sequence[GroupSettings], name: str) -> ParamGroup:
     """The group of the parameter of that name after a job's settings."""
     if (number := _first(settings, name)) < 0:
         return group
     own = settings[number]
     decay = group.weight_decay if own.weight_decay is None else own.weight_decay
-    return Group(group.rule, decay, group.lr_factor if own.lr_factor is None else own.lr_factor)
+    return ParamGroup(group.rule, decay, group.lr_factor if own.lr_factor is None else own.lr_factor)
 
 
 def _first(settings: Sequence[GroupSettings], name: str) -> int:
@@ -92,12 +92,12 @@ def _nearest(pattern: str, names: Sequence[str]) -> str:
 
 
 def _odd(result: object) -> str:
-    if not isinstance(result, Group):
+    if not isinstance(result, ParamGroup):
         return shown(result)
     numbers = (result.weight_decay, result.lr_factor)
     fit = all(isinstance(one, int | float) and 0 <= one < math.inf for one in numbers)
     return "" if fit and result.rule in ("element", "matrix") else repr(result)
 
 
-_WORDS = 'a fivefold.optim.groups:Group, of a rule ("element" or "matrix") and numbers that are not negative'
+_WORDS = 'a fivefold.optim.groups:ParamGroup, of a rule ("element" or "matrix") and numbers that are not negative'
 GROUP = Wanted(_WORDS, _odd)

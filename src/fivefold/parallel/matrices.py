@@ -16,7 +16,7 @@ from torch import Tensor
 from fivefold.launch.waits import timed_wait
 from fivefold.layout.matrix_owners import AllToAll, MatrixOwners, Part, Parts, Round, elements
 from fivefold.optim.base import OptimizerConfig, group_of
-from fivefold.optim.groups import Group
+from fivefold.optim.groups import ParamGroup
 from fivefold.parallel.collectives import waiting
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.weights import Weights
@@ -108,7 +108,7 @@ class WholeMatrices:
             self._apply(_unpacked(received, call.received), rate)
 
     def _apply(self, pairs: Iterable[tuple[Part, Tensor]], rate: float) -> None:
-        by_group: dict[Group, list[tuple[Part, Tensor]]] = defaultdict(list)
+        by_group: dict[ParamGroup, list[tuple[Part, Tensor]]] = defaultdict(list)
         for part, update in pairs:
             by_group[self.groups[part.name]].append((part, update))
         for group, own in by_group.items():

@@ -18,17 +18,17 @@ from torch import Tensor
 
 from fivefold.launch.waits import timed_wait
 from fivefold.optim.base import OptimizerConfig, group_of, states_of
-from fivefold.optim.groups import Group
+from fivefold.optim.groups import ParamGroup
 from fivefold.parallel.matrices import WholeMatrices
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.weights import Weights
 from fivefold.spec.model import ModelSpec
 
 
-class ParamGroup(NamedTuple):
+class LocalGroup(NamedTuple):
     """Parameters that are updated together: by `update`, with the same settings and states of the same names."""
 
-    settings: Group
+    settings: ParamGroup
     states: tuple[str, ...]
     names: list[str]
 
@@ -56,9 +56,9 @@ class Optimizer:
         all_float32 = all(master.dtype == torch.float32 for master in weights.masters.values())
         self.fused = config.fuses and all_float32 and mesh.device.type == "cuda"
 
-    def _param_groups(self, spec: ModelSpec) -> list[ParamGroup]:
+    def _param_groups(self, spec: ModelSpec) -> list[LocalGroup]:
         """Of the parameters whose rule reads one element at a time: all but those of `matrices`."""
-        groups: dict[tuple[Group, tuple[str, ...]], list[str]] = defaultdict(list)
+        groups: dict[tuple[ParamGroup, tuple[str, ...]], list[str]] = defaultdict(list)
         for parameter in spec.parameters():
             master = self.weights.masters.get(name := parameter.name)
             if master is None or not master.numel():  # a shard may have no rows
@@ -66,7 +66,7 @@ class Optimizer:
             settings = group_of(self.config, parameter)
             if settings.rule == "element":
                 groups[settings, tuple(self.states[name])].append(name)
-        return [ParamGroup(settings, states, names) for (settings, states), names in groups.items()]
+        return [LocalGroup(settings, states, names) for (settings, states), names in groups.items()]
 
     # ---- gradient norm -----------------------------------------------------------------------------------------------
 

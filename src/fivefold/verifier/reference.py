@@ -25,7 +25,7 @@ from fivefold.model.layers import TokenPositions
 from fivefold.model.linear_cross_entropy import loss_sum
 from fivefold.model.ops import LocalAttention, LocalOps
 from fivefold.optim.base import group_of, learning_rate
-from fivefold.optim.groups import Group
+from fivefold.optim.groups import ParamGroup
 from fivefold.spec.operations import Parameter
 from fivefold.support.plugin_calls import ask, instance
 from fivefold.verifier.cases import reader
@@ -201,7 +201,7 @@ def _loss_sum(job: Job, model: Decoder, batch: Batch, device: torch.device) -> T
 
 def _stock_optimizer(job: Job, masters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
     """PyTorch's optimizer, or one as plain, with the groups of the job's."""
-    groups: dict[Group, list[Parameter]] = defaultdict(list)
+    groups: dict[ParamGroup, list[Parameter]] = defaultdict(list)
     for parameter in job.model.parameters():
         groups[group_of(job.optimizer, parameter)].append(parameter)
     params = [
