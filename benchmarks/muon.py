@@ -1,8 +1,8 @@
 """How many steps Muon takes to AdamW's loss, each at the best learning rate of a small grid.
 
-    python benchmarks/muon.py proofs/muon.json              # 200 steps of a narrow `small` on a CPU, at each rate
+    python benchmarks/muon.py curve.json                    # 200 steps of a narrow `small` on a CPU, at each rate
     python benchmarks/muon.py proofs/muon-small.json --gpu  # of the whole `small`, in bfloat16 on a GPU
-    python benchmarks/muon.py proofs/muon.json --show       # what was measured
+    python benchmarks/muon.py proofs/muon-small.json --show # what was measured
 
 Both see the same batches in the same order, from the same weights, with the same schedule, decay and clipping. A loss
 is the mean over ten steps, since batches differ. AdamW's is that of its last ten steps, at its best rate.

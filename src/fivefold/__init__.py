@@ -35,7 +35,27 @@ else:
         if (home := _homes().get(name)) is None:
             renamed = "; it is now planner_accuracy" if name == "truth" else ""
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}{renamed}")
-        return globals().setdefault(name, getattr(importlib.import_module(home), name))
+        return globals().setdefault(name, _blaming(getattr(importlib.import_module(home), name)))
+
+    def _blaming(found):
+        """A function, whose user reads a sentence also where a plugin's own code fails inside of it."""
+        import functools
+
+        if isinstance(found, type):
+            return found
+
+        @functools.wraps(found)
+        def call(*given, **options):
+            try:
+                return found(*given, **options)
+            except Exception as error:
+                from fivefold.support.plugins import blamed
+
+                if (of_plugin := blamed(error)) is None:
+                    raise
+                raise of_plugin from error
+
+        return call
 
     def __dir__() -> list[str]:
         return [*_homes(), "__all__", "__version__"]

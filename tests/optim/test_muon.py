@@ -56,7 +56,7 @@ def test_it_is_the_muon_of_pytorch_as_far_as_bfloat16_can_say() -> None:
                 stock.step()
                 continue
             with torch.no_grad():
-                (direction,) = muon.accumulate([gradient], [[buffer]], step + 1)
+                (direction,) = muon.accumulate([gradient], {"momentum_buffer": [buffer]}, step + 1)
                 muon.apply([weight], muon.matrix_update(direction[None].to(dtype)).to(torch.float64), rate, decay)
         results[dtype] = weight.detach().double()
     exact, moved = results[torch.float64], (results[torch.float64] - drawn(*shape)).abs().max()
@@ -71,9 +71,9 @@ def test_steps_are_those_of_the_plain_one(config: Muon) -> None:
     about = SPEC.parameters()
     plain = {p.name: torch.nn.Parameter(weights.masters[p.name].detach().clone()) for p in about}
     groups = [
-        {"params": [plain[p.name] for p in about if (p.kind == "linear") == linear], "weight_decay": decay,
-         "about": [p for p in about if (p.kind == "linear") == linear]}
-        for linear, decay in ((True, config.weight_decay), (False, 0.0))
+        {"params": [plain[p.name]], "about": [p], "weight_decay": config.weight_decay if p.kind == "linear" else 0.0,
+         "rule": "matrix" if p.kind == "linear" and p.layer is not None else "element"}
+        for p in about
     ]  # fmt: skip
     reference = PlainMuon(groups, msgspec.structs.asdict(config) | {"lr": 0.01})
     for step in range(3):

@@ -9,6 +9,7 @@ from fivefold.hardware.cluster import Cluster
 from fivefold.job.config import read_job
 from fivefold.layout.matrix_owners import matrix_owners
 from fivefold.layout.rank_part import RankCoords
+from fivefold.optim.base import reads_whole
 from fivefold.optim.muon import Muon
 from fivefold.planner.explain import traffic
 from fivefold.planner.plan import workload_of
@@ -34,7 +35,7 @@ def test_states_are_those_of_the_table_rank_by_rank(layout: str) -> None:
 def test_the_update_takes_the_flops_of_the_rank_that_has_most_and_the_messages() -> None:
     one, adamw = (workload("llama3-8b", "dp=4,tp=2,zero=1", 8, name) for name in ("muon", "adamw"))
     owners = matrix_owners(one.spec, one.layout, one.seq, Muon(), 0)
-    whole = sum(Muon().matrix_flops(*p.shape) for p in one.spec.parameters() if Muon().reads_whole(p))
+    whole = sum(Muon().matrix_flops(*p.shape) for p in one.spec.parameters() if reads_whole(Muon(), p))
     assert sum(owners.costs) == pytest.approx(whole)  # nothing is computed twice
     assert max(owners.costs) < 1.05 * whole / 8
     more = estimate(one).optimizer - estimate(adamw).optimizer
@@ -50,7 +51,7 @@ def test_the_update_takes_the_flops_of_the_rank_that_has_most_and_the_messages()
 
 
 def whole_elements(one: Workload) -> int:
-    return sum(p.size for p in one.spec.parameters() if Muon().reads_whole(p))
+    return sum(p.size for p in one.spec.parameters() if reads_whole(Muon(), p))
 
 
 def test_what_exists_during_the_update_alone_may_be_the_peak() -> None:
@@ -64,5 +65,5 @@ def test_what_exists_during_the_update_alone_may_be_the_peak() -> None:
 
 def test_a_checkpoint_has_one_state_of_a_matrix_and_two_of_all_else() -> None:
     spec = preset("tiny-moe")
-    matrices = sum(p.size for p in spec.parameters() if Muon().reads_whole(p))
+    matrices = sum(p.size for p in spec.parameters() if reads_whole(Muon(), p))
     assert checkpoint_bytes(spec, "bfloat16", Muon()) == 4 * (3 * spec.parameter_count - matrices)

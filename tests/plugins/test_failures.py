@@ -373,7 +373,7 @@ def test_a_loss_of_another_shape_is_named(made: Made, member: str, sentence: str
     [
         ("def states_of(self, parameter): return ('other',)", "states_of gave ('other',), and not some of its states"),
         ("def states_of(self, parameter): return None", "states_of gave None, and not some of its states"),
-        ("def reads_whole(self, parameter): return None", "reads_whole gave None, and not True or False"),
+        ("def group(self, parameter): return None", "group gave None, and not a fivefold.optim.groups:ParamGroup"),
         ("def matrix_flops(self, rows, columns): return 'few'", "matrix_flops gave 'few', and not a number"),
         ("def matrix_memory(self, rows, columns): return None", "matrix_memory gave None, and not a number"),
     ],
@@ -420,6 +420,18 @@ def test_a_reference_that_is_none_is_one_sentence(made: Made, layout: str) -> No
     error = refusal(lambda: ff.verify(layout, ["optimizer.name=mine:Mine"]))
     assert "stock gave 3, and not a torch.optim.Optimizer" in said(error, "plugin.result")
     assert Layout.parse(layout)
+
+
+@pytest.mark.parametrize("function", ["plan", "simulate", "dryrun", "verify"])
+def test_what_fails_where_no_member_is_asked_is_one_sentence_from_python_too(made: Made, function: str) -> None:
+    job = made("kind", "def __hash__(self): raise KeyError('lost')")
+    calls: dict[str, Callable[[], object]] = {
+        "plan": lambda: ff.plan(job.model, "8xH100", batch=8, seq=64),
+        "simulate": lambda: ff.simulate(job.model, "dp=2", "8xH100", batch=8, seq=64),
+        "dryrun": lambda: ff.dryrun(job, "dp=2"),
+        "verify": lambda: ff.verify("dp=2", [NAMED["kind"], "model.hidden=32", "model.layers=1"]),
+    }
+    assert "mine:Mine: __hash__ raised KeyError: 'lost'" in said(refusal(calls[function]), "plugin.raised")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """A schedule of a user's own module: named, proven, drawn, planned, verified and trained as one of ours."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import fivefold as ff
 from fivefold.support import plugins
 from fivefold.support.errors import UserError
 from tests.commands import fivefold
+from tests.refusals import refusal
 
 NAME = "eager:EAGER"
 TEXT = '''
@@ -103,3 +105,46 @@ def test_one_that_is_wrong_is_a_sentence(here: Path, change: tuple[str, str], sa
     with pytest.raises(UserError) as refused:
         ff.schedule(NAME, pp=4, microbatches=8)
     assert any(said in problem for problem in refused.value.problems), refused.value.problems
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (("planned=(1,))", 'planned=(1,), least="x", chunks=None, also=3)'), ["chunks=None", "least='x'", "also=3"]),
+        (("planned=(1,))", "planned=(1,), place={}, splits=1)"), ["place={}, which cannot", "splits=1, and not True"]),
+        (("planned=(1,))", "planned=(0.5,))"), ["planned=(0.5,), and not numbers of chunks"]),
+        (("lambda p, m, v: 2 * p - 1", "lambda p, m, v: 'many'"), ["p=2, m=4 gave 'many'", "p=4, m=8 gave 'many'"]),
+        (("lambda p, m, v: 2 * p - 1", "lambda p, m, v: min(2 * p - 1, m)"), ["as arrays, raised ValueError"] * 2),
+        (
+            ("planned=(1,))", "planned=(1,), place=lambda p, v: {}[p])"),
+            ["place for p=2, chunks=1 raised KeyError: 2", "place for p=4, chunks=1 raised KeyError: 4"],
+        ),
+        (("planned=(1,))", "planned=(1,), place=lambda p, v: [0, 1])"), ["gave [0, 1], and not a Placement"] * 2),
+        (("return wire(", "return 1 / 0; wire("), ["build for p=2, m=4 raised ZeroDivisionError"]),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("asked", ["job", "plan", "simulate"])
+def test_all_that_a_record_lacks_is_told_at_once_before_anything_reads_it(
+    here: Path, change: tuple[str, str], words: list[str], asked: str
+) -> None:
+    (here / "eager.py").write_text(text := TEXT.replace(*change))
+    assert text != TEXT
+    layout = f"pp=2,schedule={NAME},microbatches=4"
+    plugins.load(NAME)
+    calls: dict[str, Callable[[], object]] = {
+        "job": lambda: ff.dryrun("tiny", layout),
+        "plan": lambda: ff.plan("llama3-8b", "4xH200", fix=f"pp=2,schedule={NAME}", batch=8, seq=4096),
+        "simulate": lambda: ff.simulate("llama3-8b", layout, "2xH200", batch=8, seq=4096),
+    }
+    said = "\n".join(refusal(calls[asked]).problems)
+    for word in words:
+        assert word in said
+        said = said.replace(word, "", 1)
+
+
+def test_a_place_that_fails_for_other_numbers_is_a_sentence(here: Path) -> None:
+    broken = TEXT.replace("planned=(1,))", "planned=(1,), place=lambda p, v: Placement.single({2: 2, 4: 4}[p]))")
+    (here / "eager.py").write_text(broken)
+    plugins.load(NAME)
+    with pytest.raises(UserError, match="place for p=8, chunks=1 raised KeyError: 8"):
+        ff.plan("llama3-8b", "8xH200", fix=f"pp=8,schedule={NAME}", batch=16, seq=4096)

@@ -11,6 +11,7 @@ from fivefold.support.errors import UserError
 
 GOOD = """
 import msgspec
+from fivefold.optim.adamw import AdamW
 from fivefold.optim.base import OptimizerConfig
 
 class Mine(OptimizerConfig, frozen=True, kw_only=True, tag="mine:Mine"):
@@ -57,7 +58,7 @@ def test_one_that_lacks_nothing_is_taken(tmp_path: Path, forgotten: None, monkey
         ((LINE, LINE.replace(', tag="mine:Mine"', "")), "has another name in jobs; write `class Mine("),
         ((LINE, LINE.replace("frozen=True, ", "frozen=False, ")), "frozen"),
         (('states = ("momentum",)', 'states = "momentum"'), "has states='momentum', and not a tuple of names, "),
-        (('states = ("momentum",)', "states = {'momentum': (1, 3)}"), "and not a tuple of names, for example"),
+        (('states = ("momentum",)', "states = {'momentum': (1, 3)}"), "has its parameter's shape, and no others"),
         (('states = ("momentum",)', "states = (3,)"), "has states=(3,), and not a tuple of names"),
         (('states = ("momentum",)', 'states = ("m", "m")'), "has states=('m', 'm'); each has a name of its own"),
         (('states = ("momentum",)', 'states = ("model",)'), "master and model are the weights"),
@@ -66,6 +67,7 @@ def test_one_that_lacks_nothing_is_taken(tmp_path: Path, forgotten: None, monkey
         (("def stock", "def other"), "has no method stock(self, groups, **options), a torch.optim.Opt"),
         (("gain: float = 1.0", "gain: float"), "has settings without a default: gain"),
         (("gain: float = 1.0", "fuses = True"), "has fuses=True and no method fused_update"),
+        ((LINE, LINE.replace("(OptimizerConfig", "(AdamW")), "has a rule of its own, update, and AdamW's fused_update"),
         (("gain: float = 1.0", "gain: complex = 1j"), "has settings that a job file cannot hold: "),
     ],
 )  # fmt: skip

@@ -4,7 +4,7 @@ fivefold train job.toml optimizer.name=fivefold_lion:Lion optimizer.lr=3e-4
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from fivefold.optim.base import OptimizerConfig, Rule, bound
@@ -12,7 +12,7 @@ from fivefold.optim.base import OptimizerConfig, Rule, bound
 if TYPE_CHECKING:
     import torch
 
-    from fivefold.optim.base import Tensors
+    from fivefold.optim.base import States, Tensors
 
 
 class Lion(OptimizerConfig, frozen=True, kw_only=True, tag="fivefold_lion:Lion"):
@@ -32,11 +32,11 @@ class Lion(OptimizerConfig, frozen=True, kw_only=True, tag="fivefold_lion:Lion")
         ]
 
     def update(
-        self, masters: "Tensors", grads: "Tensors", states: "Sequence[Tensors]", rate: float, decay: float, step: int
+        self, masters: "Tensors", grads: "Tensors", states: "States", rate: float, decay: float, step: int
     ) -> None:
         import torch
 
-        (averages,) = states
+        averages = states["exp_avg"]
         blend, average = self.betas
         signs = torch._foreach_lerp([*averages], [*grads], 1 - blend)
         torch._foreach_div_(signs, torch._foreach_add(torch._foreach_abs(signs), self.eps))

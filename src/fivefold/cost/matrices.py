@@ -60,6 +60,7 @@ def _peak(round_: Round, config: OptimizerConfig, each: int, wide: int) -> int:
     """Bytes of a round: while parts are packed and sent, while the rule runs, and while updates are sent back."""
     own = sum(prod(matrix.shape) for matrix in round_.batch)
     to_owners = sum(map(elements, round_.to_owners)) if round_.to_owners is not None else 0
-    ahead = wide * sum(part.size for part in round_.held) + each * (own + to_owners)
+    unread = wide * max((sum(part.size for part in parts) for parts in round_.unread), default=0)
+    ahead = wide * sum(part.size for part in round_.read) + each * (own + to_owners)
     rule = each * (own + sum(matrix_memory(config, *matrix.shape) for matrix in round_.batch))
-    return max(ahead, rule, *(each * (own + sum(map(elements, call))) for call in round_.to_holders), 0)
+    return max(unread, ahead, rule, *(each * (own + sum(map(elements, call))) for call in round_.to_holders), 0)

@@ -25,7 +25,7 @@ from fivefold.losses.base import Loss
 from fivefold.losses.cross_entropy import CrossEntropy
 from fivefold.optim import OPTIMIZERS
 from fivefold.optim.adamw import AdamW
-from fivefold.optim.base import OptimizerConfig
+from fivefold.optim.base import OptimizerConfig, group_problems
 from fivefold.schedules.info import ScheduleInfo
 from fivefold.schedules.registry import is_file
 from fivefold.spec.model import ModelSpec
@@ -159,7 +159,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         seq, batch = max(1, self.data.seq), max(1, self.train.batch)
         checks: list[tuple[str, Iterable[str]]] = [
             *((name, self._ranges(name)) for name in SECTIONS if name != "layout"),
-            ("optimizer", OPTIMIZERS.problems(self.optimizer)),
+            ("optimizer", own := OPTIMIZERS.problems(self.optimizer)),
+            ("optimizer model", [] if model or own else group_problems(self.optimizer, self.model.parameters())),
             ("loss", LOSSES.problems(self.loss)),
             ("train layout model data", self._fp8()),
             ("train model", self._fp8_experts()),

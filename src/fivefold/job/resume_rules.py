@@ -14,6 +14,7 @@ from fivefold.data.base import is_place
 from fivefold.job.config import Job
 from fivefold.optim.lr_schedule import learning_rate
 from fivefold.support.errors import Problem
+from fivefold.support.parsing import toml_value
 from fivefold.support.places import Place
 
 FREE = "free"  # no number of the curve changes, or only its last bits
@@ -160,4 +161,8 @@ def _listed(differing: list[Change]) -> str:
 
 
 def _text(value: Any) -> str:
-    return "none" if value is None or value == "" else str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, list | tuple) and value:
+        return toml_value(value)
+    if value is None or value in ("", [], ()):
+        return "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)

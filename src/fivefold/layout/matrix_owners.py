@@ -100,6 +100,28 @@ class Round:
     to_holders: list[AllToAll]  # one for each copy of a part
 
     @property
+    def read(self) -> list[Part]:
+        """Of what it holds, the parts that its own rule or another rank's reads: of several copies, one."""
+        sent = [] if self.to_owners is None else self.to_owners.sent
+        return [*self.own, *(part for of_rank in sent for part in of_rank)]
+
+    @property
+    def unread(self) -> list[list[Part]]:
+        """The others, whose states advance alone: in lists of `BATCH` elements at most, or of one part."""
+        read = {*map(id, self.read)}
+        lists: list[list[Part]] = []
+        size = BATCH
+        for part in self.held:
+            if id(part) in read:
+                continue
+            if size + part.size > BATCH:
+                lists.append([])
+                size = 0
+            lists[-1].append(part)
+            size += part.size
+        return lists
+
+    @property
     def calls(self) -> list[AllToAll]:
         return [*([] if self.to_owners is None else [self.to_owners]), *self.to_holders]
 

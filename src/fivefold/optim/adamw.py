@@ -4,7 +4,7 @@ torch.optim is not used around them: it imports the compiler and would double th
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fivefold.optim.base import OptimizerConfig, Rule, bound
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from fivefold.optim.base import Tensors
+    from fivefold.optim.base import States, Tensors
 
 
 class AdamW(OptimizerConfig, frozen=True, kw_only=True):
@@ -30,12 +30,12 @@ class AdamW(OptimizerConfig, frozen=True, kw_only=True):
         ]
 
     def update(
-        self, masters: "Tensors", grads: "Tensors", states: "Sequence[Tensors]", rate: float, decay: float, step: int
+        self, masters: "Tensors", grads: "Tensors", states: "States", rate: float, decay: float, step: int
     ) -> None:
         import torch
 
         steps = [torch.full((), float(step), device=masters[0].device)] * len(masters)
-        first, second = states
+        first, second = states["exp_avg"], states["exp_avg_sq"]
         beta1, beta2 = self.betas
         options: Any = {"lr": rate, "beta1": beta1, "beta2": beta2, "weight_decay": decay, "eps": self.eps}
         lists = [[*masters], [*grads], [*first], [*second], [], steps]
@@ -44,7 +44,7 @@ class AdamW(OptimizerConfig, frozen=True, kw_only=True):
     def fused_update(
         self,
         master: "Tensor",
-        states: "Tensors",
+        states: "Mapping[str, Tensor]",
         scale: "Tensor",
         compute_copy: "Tensor | None",
         rate: float,
@@ -53,7 +53,8 @@ class AdamW(OptimizerConfig, frozen=True, kw_only=True):
     ) -> None:
         from fivefold.optim.kernels import adamw
 
-        adamw(master, states, scale, compute_copy, self.betas, self.eps, rate, decay, step)
+        moments = states["exp_avg"], states["exp_avg_sq"]
+        adamw(master, moments, scale, compute_copy, self.betas, self.eps, rate, decay, step)
 
     def stock(self, groups: list[dict[str, Any]], **options: Any) -> "torch.optim.Optimizer":
         import torch

@@ -9,13 +9,14 @@ Jobs and plans read this without torch: rules import it where they compute.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from fivefold.support.errors import Problem
-from fivefold.support.plugin_calls import NUMBER, TRUTH, Wanted, ask, each, shown
+from fivefold.optim.groups import GROUP, GroupSettings, ParamGroup, match_problems, regrouped, settings_problems
+from fivefold.support.errors import Problem, UserError
+from fivefold.support.plugin_calls import NUMBER, Wanted, ask, each, shown, wrong
 from fivefold.support.plugins import class_shortcomings, unhashable, untrusted
 from fivefold.support.ranges import STEPS, within
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from fivefold.spec.operations import Parameter
 
     Tensors = Sequence[Tensor]
+    States = Mapping[str, Tensors]  # by name, a tensor of each parameter
 
 Rule = tuple[bool, str]  # whether a bound holds, and the sentence that says so if it does not
 
@@ -47,7 +49,8 @@ def bound(setting: str, words: str) -> Problem:
 class OptimizerConfig(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="name", tag=str.lower
 ):
-    # Names of the tensors kept for a parameter (`states_of`), each shaped and typed as its master.
+    # Names of the tensors kept for a parameter (`states_of`), each shaped and typed as its master: what is sharded,
+    # counted and saved with it. Rows, columns and scalars (as of Adafactor) are not kept.
     states: ClassVar[tuple[str, ...]] = ()
     # What the rule reads: an element at a time, by `update`; or of some parameters whole matrices, which are brought
     # together for it, by `accumulate`, `matrix_update` and `apply`.
@@ -62,6 +65,7 @@ class OptimizerConfig(
     decay: float = 0.2  # wsd: the share of the steps, at the end, in which the rate falls
     final: float = 0.1  # the last rate, as a share of the peak
     schedule_steps: Annotated[int, within(0, STEPS)] = 0  # over which the schedule runs, and then stays; 0: train.steps
+    groups: tuple[GroupSettings, ...] = ()  # parameters with another rate or decay; the first that matches wins
 
     @property
     def name(self) -> str:
@@ -75,7 +79,10 @@ class OptimizerConfig(
         yield from unhashable(kind)
         states = kind.states if isinstance(kind.states, tuple) else (None,)
         if not all(isinstance(state, str) and state.isidentifier() for state in states):
-            yield f"has states={kind.states!r}, and not a tuple of names, for example ('momentum',)"
+            yield (
+                f"has states={kind.states!r}, and not a tuple of names, for example ('momentum',); each state has its "
+                "parameter's shape, and no others are kept"
+            )
         elif len({*states, *_TAKEN}) < len(states) + len(_TAKEN):
             yield f"has states={kind.states!r}; each has a name of its own, and {' and '.join(_TAKEN)} are the weights"
         if kind.update is OptimizerConfig.update:
@@ -91,6 +98,9 @@ class OptimizerConfig(
             yield 'has a method matrix_update, which is called if it has unit="matrix"'
         if kind.fuses and kind.fused_update is OptimizerConfig.fused_update:
             yield "has fuses=True and no method fused_update; leave it False, or write one"
+        elif kind.fuses and _owner(kind, "update") not in _owner(kind, "fused_update").__mro__:
+            theirs = _owner(kind, "fused_update").__name__
+            yield f"has a rule of its own, update, and {theirs}'s fused_update on a GPU; write fuses = False, or both"
 
     def problems(self) -> Iterator[str]:
         """What is wrong with the settings: the rules that do not hold."""
@@ -100,6 +110,7 @@ class OptimizerConfig(
         """Bounds of the settings."""
         return [
             (0 < self.lr < math.inf, bound("lr", f"{self.lr} must be a positive number")),
+            *((False, problem) for problem in settings_problems(self.groups)),
             *ask(self, "own_rules", wanted=RULES),
             (0 <= self.weight_decay < math.inf, bound("weight_decay", f"{self.weight_decay} must not be negative")),
             (0 <= self.clip < math.inf, bound("clip", f"{self.clip} must not be negative; 0 turns it off")),
@@ -121,25 +132,33 @@ class OptimizerConfig(
         """Bounds of the settings that only this optimizer has."""
         return []
 
+    # ---- groups, states and the rule ---------------------------------------------------------------------------------
+
+    def group(self, parameter: "Parameter") -> ParamGroup:
+        """Which rule updates a parameter, with what weight decay and what share of the rate; a job's `groups` come on
+        top of it. Linears decay; norms, biases and embeddings are spared."""
+        return ParamGroup(self._usual_rule(parameter), self.weight_decay if parameter.kind == "linear" else 0.0)
+
+    def _usual_rule(self, parameter: "Parameter") -> Literal["element", "matrix"]:
+        """The linears of the layers are whole matrices to a rule that reads such."""
+        layers_linear = parameter.kind == "linear" and parameter.layer is not None
+        return "matrix" if self.unit == "matrix" and layers_linear else "element"
+
+    def states_of(self, parameter: "Parameter") -> tuple[str, ...]:
+        """Which of the states are kept for a parameter. Those that keep other ones are updated apart."""
+        return self.states
+
     def update(
-        self, masters: "Tensors", grads: "Tensors", states: "Sequence[Tensors]", rate: float, decay: float, step: int
+        self, masters: "Tensors", grads: "Tensors", states: "States", rate: float, decay: float, step: int
     ) -> None:
-        """Update parameters in place, as step number `step` (from 1); `states`: one list for each name of a state."""
+        """Update parameters of one group in place, as step number `step` (from 1); `states`: by name, that of each."""
         raise NotImplementedError
 
     # ---- rules that read whole matrices (unit = "matrix") ------------------------------------------------------------
     # tp and ZeRO leave a rank with a part of a matrix. What comes before and after the whole matrix is computed part by
     # part, where the states are; parallel/matrices.py brings the parts together in between.
 
-    def reads_whole(self, parameter: "Parameter") -> bool:
-        """Whether a parameter's matrices are read whole; the others are updated by `update`."""
-        return self.unit == "matrix" and parameter.kind == "linear" and parameter.layer is not None
-
-    def states_of(self, parameter: "Parameter") -> tuple[str, ...]:
-        """Which of the states are kept for a parameter, in the order in which rules get them."""
-        return self.states
-
-    def accumulate(self, grads: "Tensors", states: "Sequence[Tensors]", step: int) -> "Tensors":
+    def accumulate(self, grads: "Tensors", states: "States", step: int) -> "Tensors":
         """Take in gradients of parts of matrices: what `matrix_update` is to read of them."""
         return grads
 
@@ -169,7 +188,7 @@ class OptimizerConfig(
     def fused_update(
         self,
         master: "Tensor",
-        states: "Tensors",
+        states: "Mapping[str, Tensor]",
         scale: "Tensor",
         compute_copy: "Tensor | None",
         rate: float,
@@ -183,9 +202,15 @@ class OptimizerConfig(
     def stock(self, groups: list[dict[str, Any]], **options: Any) -> "torch.optim.Optimizer":
         """PyTorch's own optimizer with these settings: the verifier's reference, and the benchmarks' peers.
 
-        The verifier's groups name what they hold: "about" has the `Parameter` of each of "params".
+        Groups have "weight_decay"; the verifier's also have "rule", "lr_factor" and "about", the `Parameter` of each of
+        "params", and it sets their "lr" before each step.
         """
         raise NotImplementedError
+
+
+def _owner(kind: type, member: str) -> type:
+    """The class in which a member of `kind` is written."""
+    return next(owner for owner in kind.__mro__ if member in vars(owner))
 
 
 class UnknownOptimizer(OptimizerConfig, frozen=True, kw_only=True):
@@ -210,9 +235,43 @@ def states_of(config: OptimizerConfig, parameter: "Parameter") -> tuple[str, ...
     return tuple(ask(config, "states_of", parameter, wanted=known))
 
 
+def group_of(config: OptimizerConfig, parameter: "Parameter") -> ParamGroup:
+    """The group that it puts a parameter into, as a job's `groups` change it."""
+    return regrouped(_own_group(config, parameter), config.groups, parameter.name)
+
+
+def _own_group(config: OptimizerConfig, parameter: "Parameter") -> ParamGroup:
+    group: ParamGroup = ask(config, "group", parameter, wanted=GROUP)
+    if group.rule == "matrix" and (lack := _no_matrix(config, parameter)):
+        raise wrong(config, "group", f'gave rule="matrix" for {parameter.name}, {lack}')
+    return group
+
+
+def _no_matrix(config: OptimizerConfig, parameter: "Parameter") -> str:
+    """Why a parameter cannot be read as whole matrices; empty where it can."""
+    if config.unit == "element":
+        return 'and its class has unit="element"'
+    if len(parameter.shape) != 2 or parameter.kind in ("norm", "bias"):
+        return f"a {parameter.kind} of shape {[*parameter.shape]}, which is no matrix"
+    return ""
+
+
 def reads_whole(config: OptimizerConfig, parameter: "Parameter") -> bool:
     """Whether it reads a parameter's matrices whole."""
-    return bool(ask(config, "reads_whole", parameter, wanted=TRUTH))
+    return _own_group(config, parameter).rule == "matrix"
+
+
+def group_problems(config: OptimizerConfig, parameters: "Sequence[Parameter]") -> list[str]:
+    """What is wrong with its groups and states for the parameters of a model."""
+    if isinstance(config, UnknownOptimizer):
+        return []
+    try:
+        for parameter in parameters:
+            _own_group(config, parameter)
+            states_of(config, parameter)
+    except UserError as error:
+        return error.coded
+    return [*match_problems(config.groups, [parameter.name for parameter in parameters])]
 
 
 def matrix_flops(config: OptimizerConfig, rows: int, columns: int) -> float:

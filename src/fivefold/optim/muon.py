@@ -13,7 +13,6 @@ Newton-Schulz runs in the dtype that the model computes in: bfloat16 as usual, f
 """
 
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from fivefold.optim.base import Tensors
+    from fivefold.optim.base import States, Tensors
     from fivefold.spec.operations import Parameter
 
 # Of the quintic a x + b x^3 + c x^5, by which an iteration moves every singular value towards 1: the steepest at zero
@@ -53,14 +52,14 @@ class Muon(AdamW, frozen=True, kw_only=True):
         ]
 
     def states_of(self, parameter: "Parameter") -> tuple[str, ...]:
-        return self.states[:1] if self.reads_whole(parameter) else self.states[1:]
+        return self.states[:1] if self.group(parameter).rule == "matrix" else self.states[1:]
 
     # ---- matrices ----------------------------------------------------------------------------------------------------
 
-    def accumulate(self, grads: "Tensors", states: "Sequence[Tensors]", step: int) -> "Tensors":
+    def accumulate(self, grads: "Tensors", states: "States", step: int) -> "Tensors":
         import torch
 
-        (buffers,) = ([*each] for each in states)
+        buffers = [*states["momentum_buffer"]]
         torch._foreach_mul_(buffers, self.momentum)
         torch._foreach_add_(buffers, [*grads])
         return torch._foreach_add([*grads], buffers, alpha=self.momentum) if self.nesterov else buffers

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class PlainMuon(torch.optim.Optimizer):
-    """A group's "about" says what its "params" are; AdamW updates what is no matrix of a layer."""
+    """A group's "about" says what its "params" are, and "rule" whether they are matrices; AdamW updates others."""
 
     def __init__(self, groups: list[dict[str, Any]], settings: Mapping[str, Any]):
         """`settings` are those of `[optimizer]`, by name."""
@@ -30,10 +30,7 @@ class PlainMuon(torch.optim.Optimizer):
                 if weight.grad is None:
                     continue
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
-                if about.kind == "linear" and about.layer is not None:
-                    change = self._muon(weight, about)
-                else:
-                    change = self._adamw(weight)
+                change = self._muon(weight, about) if group["rule"] == "matrix" else self._adamw(weight)
                 weight.sub_(group["lr"] * change)
 
     def _muon(self, weight: Tensor, about: "Parameter") -> Tensor:

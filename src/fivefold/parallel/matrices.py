@@ -6,6 +6,7 @@ holds.
 What travels has the dtype in which the rule computes.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from fivefold.launch.waits import timed_wait
 from fivefold.layout.matrix_owners import AllToAll, MatrixOwners, Part, Parts, Round, elements
-from fivefold.optim.base import OptimizerConfig, reads_whole
+from fivefold.optim.base import OptimizerConfig, group_of
+from fivefold.optim.groups import ParamGroup
 from fivefold.parallel.collectives import waiting
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.weights import Weights
@@ -29,15 +31,18 @@ class WholeMatrices:
         self.weights, self.config, self.axis, self.dtype = weights, config, mesh.stage, dtype
         parameters = [parameter for parameter in spec.parameters() if parameter.name in weights.local_params]
         owners = MatrixOwners.of(parameters, spec, mesh.layout, config, mesh.pp.rank)
-        self.names = [parameter.name for parameter in parameters if reads_whole(config, parameter)]
-        self.rounds = [*owners.rounds(self.axis.rank)] if self.names else []
-        self.boxes = {name: weights.master_box(name) for name in self.names}
+        groups = {parameter.name: group_of(config, parameter) for parameter in parameters}
+        self.groups = {name: group for name, group in groups.items() if group.rule == "matrix"}
+        self.rounds = [*owners.rounds(self.axis.rank)] if self.groups else []
+        self.boxes = {name: weights.master_box(name) for name in self.groups}
 
     @torch.no_grad()
-    def step(self, states: States, scale: Tensor | None, rate: float, decay: float, step: int) -> None:
+    def step(self, states: States, scale: Tensor | None, rate: float, step: int) -> None:
         """One update. `scale`: what gradients are multiplied with first."""
         for round_ in self.rounds:  # of which nothing stays but the weights
-            self._to_holders(round_, self._updates(round_, self._accumulate(round_, states, scale, step)), rate, decay)
+            for parts in round_.unread:
+                self._accumulate(parts, states, scale, step)
+            self._to_holders(round_, self._updates(round_, self._accumulate(round_.read, states, scale, step)), rate)
 
     def _updates(self, round_: Round, directions: dict[Part, Tensor]) -> Tensor | None:
         """Of the matrices that this rank owns: [n, rows, columns]."""
@@ -50,25 +55,33 @@ class WholeMatrices:
             raise wrong(self.config, "matrix_update", f"gave {shown(updates)}, and not as it was given {shown(batch)}")
         return updates
 
-    def _accumulate(self, round_: Round, states: States, scale: Tensor | None, step: int) -> dict[Part, Tensor]:
-        """What the rule is to read of each part that this rank holds."""
-        if not round_.held:
-            return {}
+    def _accumulate(self, parts: list[Part], states: States, scale: Tensor | None, step: int) -> dict[Part, Tensor]:
+        """Advance the states of parts that this rank holds: what the rule is to read of each."""
+        alike: dict[tuple[str, ...], list[Part]] = defaultdict(list)  # with the same states
+        for part in parts:
+            alike[tuple(states[part.name])].append(part)
+        directions: dict[Part, Tensor] = {}
+        for keys, of_keys in alike.items():
+            directions |= self._accumulate_alike(of_keys, keys, states, scale, step)
+        return directions
+
+    def _accumulate_alike(
+        self, parts: list[Part], keys: Sequence[str], states: States, scale: Tensor | None, step: int
+    ) -> dict[Part, Tensor]:
         grads = []
-        for part in round_.held:
+        for part in parts:
             master = self.weights.masters[part.name]
             assert master.grad is not None
             grads.append(self._of(part, master.grad).to(master.dtype))
         if scale is not None:
             torch._foreach_mul_(grads, scale.to(grads[0].dtype))
-        own = [states[part.name] for part in round_.held]
-        kinds = [[self._of(part, of[key]) for part, of in zip(round_.held, own, strict=True)] for key in own[0]]
-        read = self.config.accumulate(grads, kinds, step)
+        own = {key: [self._of(part, states[part.name][key]) for part in parts] for key in keys}
+        read = self.config.accumulate(grads, own, step)
         shapes = [[*one.shape] for one in grads]
         if not isinstance(read, list | tuple) or [[*getattr(one, "shape", ())] for one in read] != shapes:
             gave = ", ".join(map(shown, read)) if isinstance(read, list | tuple) else shown(read)
             raise wrong(self.config, "accumulate", f"gave {gave}, and not tensors as the gradients, of {shapes}")
-        return dict(zip(round_.held, read, strict=True))
+        return dict(zip(parts, read, strict=True))
 
     def _to_owners(self, round_: Round, directions: dict[Part, Tensor]) -> Tensor | None:
         """The matrices that this rank owns: [n, rows, columns]."""
@@ -84,21 +97,23 @@ class WholeMatrices:
                 _copy([self._in(batch, part) for part, _ in pairs], [x for _, x in pairs])
         return batch
 
-    def _to_holders(self, round_: Round, updates: Tensor | None, rate: float, decay: float) -> None:
+    def _to_holders(self, round_: Round, updates: Tensor | None, rate: float) -> None:
         own = {}
         if updates is not None:
-            self._apply([(part, self._in(updates, part)) for part in round_.own], rate, decay)
+            self._apply([(part, self._in(updates, part)) for part in round_.own], rate)
         for call in round_.to_holders:
             if updates is not None:
                 own = {part: self._in(updates, part) for of_rank in call.sent for part in of_rank}
             received = self._sent(call, self._packed(call.sent, own))
-            self._apply(_unpacked(received, call.received), rate, decay)
+            self._apply(_unpacked(received, call.received), rate)
 
-    def _apply(self, pairs: Iterable[tuple[Part, Tensor]], rate: float, decay: float) -> None:
-        pairs = [*pairs]
-        if pairs:
-            masters = [self._of(part, self.weights.masters[part.name]) for part, _ in pairs]
-            self.config.apply(masters, [update for _, update in pairs], rate, decay)
+    def _apply(self, pairs: Iterable[tuple[Part, Tensor]], rate: float) -> None:
+        by_group: dict[ParamGroup, list[tuple[Part, Tensor]]] = defaultdict(list)
+        for part, update in pairs:
+            by_group[self.groups[part.name]].append((part, update))
+        for group, own in by_group.items():
+            masters = [self._of(part, self.weights.masters[part.name]) for part, _ in own]
+            self.config.apply(masters, [update for _, update in own], rate * group.lr_factor, group.weight_decay)
 
     # ---- parts -------------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ Every rank updates its own shards. Two things need other ranks: the norm is summ
 whose rule reads whole matrices brings these together (`matrices.py`).
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,17 +17,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.launch.waits import timed_wait
-from fivefold.optim.base import OptimizerConfig, states_of
+from fivefold.optim.base import OptimizerConfig, group_of, states_of
+from fivefold.optim.groups import ParamGroup
 from fivefold.parallel.matrices import WholeMatrices
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.weights import Weights
 from fivefold.spec.model import ModelSpec
 
 
-class ParamGroup(NamedTuple):
-    """Parameters that are updated with the same weight decay."""
+class LocalGroup(NamedTuple):
+    """Parameters that are updated together: by `update`, with the same settings and states of the same names."""
 
-    weight_decay: float
+    settings: ParamGroup
+    states: tuple[str, ...]
     names: list[str]
 
 
@@ -53,19 +56,17 @@ class Optimizer:
         all_float32 = all(master.dtype == torch.float32 for master in weights.masters.values())
         self.fused = config.fuses and all_float32 and mesh.device.type == "cuda"
 
-    def _param_groups(self, spec: ModelSpec) -> list[ParamGroup]:
-        """The parameters whose rule reads one element at a time: all but those of `matrices`.
-
-        Linears have weight decay; norms, biases and embeddings have none.
-        """
-        linears = {parameter.name for parameter in spec.parameters() if parameter.kind == "linear"}
-        whole = set() if self.matrices is None else set(self.matrices.names)
-        local = [name for name, master in self.weights.masters.items() if master.numel()]  # a shard may have no rows
-        elementwise = [name for name in local if name not in whole]
-        return [
-            ParamGroup(self.config.weight_decay, [name for name in elementwise if name in linears]),
-            ParamGroup(0.0, [name for name in elementwise if name not in linears]),
-        ]
+    def _param_groups(self, spec: ModelSpec) -> list[LocalGroup]:
+        """Of the parameters whose rule reads one element at a time: all but those of `matrices`."""
+        groups: dict[tuple[ParamGroup, tuple[str, ...]], list[str]] = defaultdict(list)
+        for parameter in spec.parameters():
+            master = self.weights.masters.get(name := parameter.name)
+            if master is None or not master.numel():  # a shard may have no rows
+                continue
+            settings = group_of(self.config, parameter)
+            if settings.rule == "element":
+                groups[settings, tuple(self.states[name])].append(name)
+        return [LocalGroup(settings, states, names) for (settings, states), names in groups.items()]
 
     # ---- gradient norm -----------------------------------------------------------------------------------------------
 
@@ -111,7 +112,7 @@ class Optimizer:
         self.updates += 1
         clip_coef = self._clip_coef(norm)
         if self.matrices is not None:
-            self.matrices.step(self.states, clip_coef, lr, self.config.weight_decay, self.updates)
+            self.matrices.step(self.states, clip_coef, lr, self.updates)
         if self.fused:
             return self._update_fused(lr, clip_coef)
         self._update_foreach(lr, clip_coef)
@@ -125,16 +126,16 @@ class Optimizer:
     def _update_foreach(self, lr: float, clip_coef: Tensor | None) -> None:
         """Update each group by calls that take the tensors of all its parameters."""
         update_rule = self.config.update
-        for weight_decay, names in self.param_groups:
+        for group, kept, names in self.param_groups:
             masters = {name: p for name in names if (p := self.weights.masters[name]).grad is not None}
             if not masters:
                 continue
             gradients = [p.grad.to(p.dtype) for p in masters.values() if p.grad is not None]
             if clip_coef is not None:
                 torch._foreach_mul_(gradients, clip_coef.to(gradients[0].dtype))
-            # One list for each kind of state, with that state of every parameter: all have the same kinds.
-            states = [[*tensors] for tensors in zip(*(self.states[name].values() for name in masters), strict=True)]
-            update_rule([*masters.values()], gradients, states, lr, weight_decay, self.updates)
+            states = {key: [self.states[name][key] for name in masters] for key in kept}
+            rate = lr * group.lr_factor
+            update_rule([*masters.values()], gradients, states, rate, group.weight_decay, self.updates)
 
     def _update_fused(self, lr: float, clip_coef: Tensor | None) -> frozenset[str]:
         """Update each parameter by one kernel, which also writes the model's copy in the compute dtype, if there is one
@@ -144,11 +145,11 @@ class Optimizer:
         """
         scale = torch.ones((), device=self.mesh.device) if clip_coef is None else clip_coef.float()
         compute_copies = self.weights.compute_copies()
-        for weight_decay, names in self.param_groups:
+        for group, _, names in self.param_groups:
+            settings = (lr * group.lr_factor, group.weight_decay, self.updates)
             for name in names:
                 if (master := self.weights.masters[name]).grad is not None:
-                    states, compute_copy = [*self.states[name].values()], compute_copies.get(name)
-                    self.config.fused_update(master, states, scale, compute_copy, lr, weight_decay, self.updates)
+                    self.config.fused_update(master, self.states[name], scale, compute_copies.get(name), *settings)
         return frozenset(name for group in self.param_groups for name in group.names if name in compute_copies)
 
     # ---- state -------------------------------------------------------------------------------------------------------

@@ -2,16 +2,15 @@
 modules of a user's own: layout.schedule=my_package.eager:EAGER_1F1B is a `ScheduleInfo` there."""
 
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from fivefold.schedules.auto import AUTO
-from fivefold.schedules.check import prove
 from fivefold.schedules.classic import BREADTH_FIRST, GPIPE, INTERLEAVED, NAIVE, ONE_F_ONE_B
 from fivefold.schedules.info import ScheduleInfo, ScheduleRequest
+from fivefold.schedules.of_plugins import brought
 from fivefold.schedules.schedule import Schedule, peak_live
 from fivefold.schedules.text import SUFFIXES, load
 from fivefold.schedules.v_half_min import V_HALF, V_MIN
@@ -78,46 +77,6 @@ def _record_of_file(name: str, path: Path, changed: int, size: int) -> ScheduleI
         live=lambda p, m, v: most,
         planned=(chunks,),
     )
-
-
-@lru_cache(maxsize=64)
-def brought(name: str, own: ScheduleInfo) -> ScheduleInfo:
-    """The facts of a user's schedule, under the name that jobs have for it. What it builds is proven, each time."""
-
-    def build(request: ScheduleRequest) -> Schedule:
-        numbers = f"{name} for p={request.p}, m={request.m}"
-        try:
-            made = own.build(request)
-            live = float(own.live(request.p, request.m, request.v))
-        except UserError:
-            raise
-        except Exception as error:
-            raise UserError(Problem("plugin.schedule", f"{numbers} raised {type(error).__name__}: {error}")) from None
-        if problems := [Problem("plugin.schedule", f"{numbers} {lack}") for lack in _shortcomings(own, request, made)]:
-            raise UserError(problems)
-        most = max(map(peak_live, made.ranks)) / request.v
-        if most > min(live, request.m):
-            told = f"holds {most:g} activations of a rank, and its `live` says {live:g}"
-            raise UserError(Problem("plugin.schedule", f"{numbers} {told}: the planner would plan too little memory"))
-        return prove(made)
-
-    return replace(own, name=name, build=build, schedule=None)
-
-
-def _shortcomings(own: ScheduleInfo, request: ScheduleRequest, made: object) -> Iterator[str]:
-    """What a schedule lacks of what its record says of it."""
-    if not isinstance(made, Schedule):
-        yield f"builds a {type(made).__name__}, and not a Schedule"
-        return
-    if (made.p, made.m) != (request.p, request.m):
-        yield f"builds a schedule for p={made.p}, m={made.m}"
-    if made.placement != own.placement(request.p, request.v):
-        places = f"{list(made.placement.owner)}, and its `place` says {list(own.placement(request.p, request.v).owner)}"
-        yield f"has its stages on ranks {places}"
-    if made.splits and not own.splits:
-        yield "computes weight gradients apart (W); write splits=True in its ScheduleInfo"
-    if any(action.joined for order in made.ranks for action in order) and not own.joins:
-        yield "joins forward and backward passes (F&B); write joins=True in its ScheduleInfo"
 
 
 def build(schedule: str | ScheduleInfo, p: int, m: int, **options: Any) -> Schedule:

@@ -206,7 +206,8 @@ def _struct(kind: type[S], table: dict[str, Any], path: str, problems: list[str]
             else:
                 values[name] = read(inner, table[name], join(path, name), problems)
         elif field.required:
-            problems.append(Problem(f"{join(path, name)}.missing", f"{join(path, name)} is missing: it has no default"))
+            missing = join(path, name)
+            problems.append(Problem(f"{_unnumbered(missing)}.missing", f"{missing} is missing: it has no default"))
     if len(problems) == problems_before:
         return kind(**values)
     problems += misfits(kind, values, path).values()  # of a table that cannot be made, what else is wrong with it
@@ -234,7 +235,8 @@ def unknown_key(path: str, key: str, known: list[str]) -> Problem:
 
 
 def _no_choice(path: str, value: Any, choices: list[str]) -> Problem:
-    return Problem(f"{path}.choice", f"{path}={value!r} is not a choice; {did_you_mean(str(value), choices)}")
+    hint = did_you_mean(str(value), choices)
+    return Problem(f"{_unnumbered(path)}.choice", f"{path}={value!r} is not a choice; {hint}")
 
 
 def join(path: str, name: str) -> str:
@@ -246,14 +248,14 @@ def _misfit(kind: Any, value: Any, path: str) -> Problem:
     if get_origin(kind) is Literal:
         return _no_choice(path, value, [str(choice) for choice in get_args(kind)])
     if (item := _item(kind)) is not None:
-        return Problem(f"{path}.type", f"{path}={value!r} is not a list of tables; {_settings(item)}")
+        return Problem(f"{_unnumbered(path)}.type", f"{path}={value!r} is not a list of tables; {_settings(item)}")
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         return Problem(f"{_unnumbered(path)}.type", f"{path}={value!r} is not a table; {_settings(kind)}")
     wanted = _TYPE_NAMES.get(get_origin(kind) or kind, "a table")
     inside = [_TYPE_NAMES[item] for item in get_args(kind) if item in _TYPE_NAMES]
     count = "" if Ellipsis in get_args(kind) or get_origin(kind) is not tuple else f"{len(get_args(kind))} "
     items = f" of {count}{inside[0].removeprefix('a ')}s" if inside else ""
-    return Problem(f"{path}.type", f"{path}={value!r} is not {wanted}{items}")
+    return Problem(f"{_unnumbered(path)}.type", f"{path}={value!r} is not {wanted}{items}")
 
 
 def _settings(kind: type[msgspec.Struct]) -> str:

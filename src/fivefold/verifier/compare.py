@@ -41,6 +41,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from fivefold.job.config import Job
+from fivefold.optim.base import group_of
 from fivefold.optim.lr_schedule import learning_rate
 from fivefold.spec.model import ModelSpec
 
@@ -192,10 +193,11 @@ def compare_parameters(
     """Compares each parameter of `expected` after the last step; one that `actual` lacks fails."""
     steps = job.train.steps
     distance = sum(learning_rate(job.optimizer, step, steps) for step in range(steps))
+    faster = {each.name: max(1.0, group_of(job.optimizer, each).lr_factor) for each in job.model.parameters()}
     comparisons = []
     for name, tensor in expected.items():
         if name in actual:
-            scale = max(_max_abs(tensor), distance)
+            scale = max(_max_abs(tensor), distance * faster.get(name, 1.0))
             comparisons.append(_compare_tensors("parameter", name, steps, actual[name], tensor, scale, tolerance))
         else:
             comparisons.append(ValueComparison("parameter", name, steps, math.inf, tolerance, "is missing"))

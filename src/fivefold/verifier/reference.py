@@ -4,6 +4,7 @@ This file imports nothing from `parallel/`, nor the engine and the optimizer tha
 experts are `PlainMoE`. Where they send tokens is written down; runs that measure rounding send them there, too.
 """
 
+from collections import defaultdict
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,8 +24,11 @@ from fivefold.model.kernels import by_definition
 from fivefold.model.layers import TokenPositions
 from fivefold.model.linear_cross_entropy import loss_sum
 from fivefold.model.ops import LocalAttention, LocalOps
+from fivefold.optim.base import group_of
+from fivefold.optim.groups import ParamGroup
 from fivefold.optim.lr_schedule import learning_rate
 from fivefold.spec.model import ModelSpec
+from fivefold.spec.operations import Parameter
 from fivefold.support.plugin_calls import ask, instance
 from fivefold.verifier.cases import reader
 from fivefold.verifier.compare import max_differences, zero_gradients
@@ -136,7 +140,7 @@ def run_reference(
         gradients = {name: m.grad.cpu().clone() for name, m in weights.masters.items() if m.grad is not None}
         norm = nn.utils.clip_grad_norm_(weights.masters.values(), job.optimizer.clip or torch.inf)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(job.optimizer, number, job.train.steps)
+            group["lr"] = group["lr_factor"] * learning_rate(job.optimizer, number, job.train.steps)
         if batch.loss_tokens:
             optimizer.step()
             for moe in moe_layers.values():
@@ -198,16 +202,16 @@ def _loss_sum(job: Job, model: Decoder, batch: Batch, device: torch.device) -> T
 
 
 def _stock_optimizer(job: Job, masters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
-    """PyTorch's optimizer, or one as plain. Linears have weight decay; other parameters have none."""
-    parameters = list(job.model.parameters())
-    linears = [parameter for parameter in parameters if parameter.kind == "linear"]
-    others = [parameter for parameter in parameters if parameter.kind != "linear"]
-    groups = [
-        {"params": [masters[parameter.name] for parameter in group], "weight_decay": decay, "about": group}
-        for group, decay in ((linears, job.optimizer.weight_decay), (others, 0.0))
+    """PyTorch's optimizer, or one as plain, with the groups of the job's."""
+    groups: dict[ParamGroup, list[Parameter]] = defaultdict(list)
+    for parameter in job.model.parameters():
+        groups[group_of(job.optimizer, parameter)].append(parameter)
+    params = [
+        group._asdict() | {"params": [masters[parameter.name] for parameter in about], "about": about}
+        for group, about in groups.items()
     ]
     stock = instance("a torch.optim.Optimizer", torch.optim.Optimizer)
-    return cast(torch.optim.Optimizer, ask(job.optimizer, "stock", groups, wanted=stock, foreach=False))
+    return cast(torch.optim.Optimizer, ask(job.optimizer, "stock", params, wanted=stock, foreach=False))
 
 
 # ---- attention and experts ------------------------------------------------------------------------------------------
