@@ -68,3 +68,15 @@ def test_a_log_that_cannot_be_written_costs_a_note(tmp_path: Path, capsys: pytes
     (tmp_path / "logs").touch()
     rank_log.capture(tmp_path / "logs", World())
     assert "no log is kept in" in capsys.readouterr().err
+
+
+def test_a_copier_that_cannot_start_costs_a_note_and_no_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rank_log.tee, "__file__", str(tmp_path / "none.py"))
+    before = os.listdir("/proc/self/fd")
+    rank_log.capture(tmp_path / "logs", World())
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+    assert "no log is kept in" in capsys.readouterr().err
+    print("still shown")
+    assert "still shown" in capsys.readouterr().out

@@ -19,7 +19,7 @@ from fivefold.layout.layout import Layout
 from fivefold.planner.closed import RECOMPUTES
 from fivefold.render.blocks import Block, Result, Table, Text
 
-NEAR = 0.03  # a regret below it is within the noise of measured runs
+NOISE = 0.03  # a regret below it is within the noise of measured runs
 
 
 class Rule(NamedTuple):
@@ -142,7 +142,7 @@ class SweepsResult(Result):
         for name in self.regrets[0]:
             shares = (f"{value:.1%}" for value in _figures(self.of(name)).values())
             rows.append((name, *shares, why[name]))
-        heads = ["choice", ">median", ">mean", ">worst", f">within {NEAR:.0%}", "~what it takes"]
+        heads = ["choice", ">median", ">mean", ">worst", f">within {NOISE:.0%}", "~what it takes"]
         caption = "rules are told which layouts ran, and layouts that a rule cannot tell apart count with their mean"
         return Table(heads, rows, title="Slower than the best measured layout", caption=caption)
 
@@ -199,7 +199,7 @@ def _means(name: str, regrets: list[dict[str, float]]) -> list[str]:
 
 
 def _figures(regrets: list[float]) -> dict[str, float]:
-    near = fmean(value <= NEAR for value in regrets)
+    near = fmean(value <= NOISE for value in regrets)
     return {"median": median(regrets), "mean": fmean(regrets), "worst": max(regrets), "near": near}
 
 

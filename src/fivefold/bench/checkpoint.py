@@ -110,7 +110,7 @@ def _with_steps(job: Job, steps: int) -> Job:
 
 
 TIERS = ("memory", "disk")
-_EVERY = 10  # steps between snapshots, if the job takes none
+_SNAPSHOT_EVERY = 10  # steps between snapshots, if the job takes none
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def measure_recovery(
     options.check()
     rounds, steps, directory, timeout = options
     job = read_job(path, changes)
-    every = job.checkpoint.memory_every or _EVERY
+    every = job.checkpoint.memory_every or _SNAPSHOT_EVERY
     checkpoint = structs.replace(job.checkpoint, memory_every=every, save=True, url="")
     job = _with_steps(structs.replace(job, checkpoint=checkpoint), 3 + 2 * rounds * steps)
     world = job.layout.world
@@ -198,8 +198,8 @@ def measure_recovery(
                 for times, seconds in zip((starting, load, publish), zip(*by_rank, strict=True), strict=True):
                     times[tier].append(max(seconds))  # all ranks wait for the slowest
     finally:
-        for place in (memory, f"{memory}-none"):
-            shutil.rmtree(place, ignore_errors=True)
+        for directory_in_memory in (memory, f"{memory}-none"):
+            shutil.rmtree(directory_in_memory, ignore_errors=True)
     return RecoveryResult(job, size, usual, blocked, lost, starting, load, publish)
 
 
@@ -207,6 +207,6 @@ def _drop_from_page_cache(directory: Path) -> None:
     os.sync()
     for file in directory.rglob("*"):
         if file.is_file():
-            handle = os.open(file, os.O_RDONLY)
-            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(handle)
+            fd = os.open(file, os.O_RDONLY)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)

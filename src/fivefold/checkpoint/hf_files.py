@@ -33,14 +33,14 @@ from fivefold.support.text import counted
 # FP8    DeepSeek-V3 (arXiv 2412.19437, section 3.3.2), Kimi K2: e4m3, and a float32 scale for each tile of 128 x 128
 
 
-BLOCK = 32  # numbers that share a scale in MXFP4
+MXFP4_BLOCK = 32  # numbers that share a scale in MXFP4
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_BIAS = 127  # of e8m0, a power of two in a byte
+_E8M0_BIAS = 127  # of e8m0, a power of two in a byte
 
 Tile = tuple[int, int]  # rows and columns that share a scale in FP8
 
 
-def tile(directory: Path, config: Any) -> Tile | None:
+def fp8_tile(directory: Path, config: Any) -> Tile | None:
     """The tile of FP8 weights by a `quantization_config`; None without FP8. UserError for an unknown quantisation."""
     match config:
         case None | {"quant_method": "mxfp4"}:
@@ -54,12 +54,12 @@ def tile(directory: Path, config: Any) -> Tile | None:
     )
 
 
-def tiles(shape: tuple[int, ...], tile: Tile) -> tuple[int, ...]:
+def scales_shape(shape: tuple[int, ...], tile: Tile) -> tuple[int, ...]:
     """The shape of the scales of a matrix; the last tiles may be narrower."""
     return tuple(-(-size // tile_size) for size, tile_size in zip(shape, tile, strict=True))
 
 
-def fp8(numbers: Tensor, scales: Tensor, box: tuple[slice, ...], tile: Tile) -> Tensor:
+def dequantise_fp8(numbers: Tensor, scales: Tensor, box: tuple[slice, ...], tile: Tile) -> Tensor:
     """A dequantised box of a matrix: `numbers` are of the box, and `scales` of the full matrix."""
     rows, columns = (  # indices of scales
         torch.arange(side.start or 0, (side.start or 0) + size) // tile_size
@@ -68,14 +68,14 @@ def fp8(numbers: Tensor, scales: Tensor, box: tuple[slice, ...], tile: Tile) -> 
     return numbers.to(torch.float32) * scales.to(torch.float32)[rows][:, columns]
 
 
-def mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+def dequantise_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     """blocks [..., n, 16] and scales [..., n] of bytes -> float32 [..., n * 32]."""
     table = torch.tensor([*_E2M1, *(-number for number in _E2M1)])
     numbers = table[torch.stack((blocks & 15, blocks >> 4), dim=-1).long()].flatten(-2)
-    return torch.ldexp(numbers, scales[..., None].int() - _BIAS).flatten(-2)
+    return torch.ldexp(numbers, scales[..., None].int() - _E8M0_BIAS).flatten(-2)
 
 
-def unblocked(shape: tuple[int, ...]) -> tuple[int, ...]:
+def dequantised_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of the dequantised tensor whose `blocks` have this shape."""
     return (*shape[:-2], shape[-2] * 2 * shape[-1]) if len(shape) > 1 else shape
 
@@ -105,7 +105,7 @@ class HuggingFace:
             raise UserError(lacks)
         self.files = _files(directory)
         self.settings = read_json(config) if model is None else {}
-        self.tile = tile(directory, self.settings.get("quantization_config"))
+        self.tile = fp8_tile(directory, self.settings.get("quantization_config"))
         if self.spec.layers > max(_MAX_LAYERS, len(self.files)):
             raise UserError(
                 f"{config} declares {self.spec.layers} layers, but {directory} has only {len(self.files)} tensors",
@@ -156,9 +156,9 @@ class HuggingFace:
         self.kinds[kind] += math.prod(shape)
         expected_scales: tuple[int, ...] | None = None
         if name.endswith(BLOCKS) and kind == "U8":
-            shape, expected_scales = unblocked(shape), (*expected[:-1], -(-expected[-1] // BLOCK))
+            shape, expected_scales = dequantised_shape(shape), (*expected[:-1], -(-expected[-1] // MXFP4_BLOCK))
         elif kind == FP8 and self.tile is not None and len(expected) == 2:
-            expected_scales = tiles(expected, self.tile)
+            expected_scales = scales_shape(expected, self.tile)
         elif kind not in _FLOATS:
             return f"tensor {name} of {file} is of {kind}, which is not a weight dtype"
         if shape != expected:
@@ -214,9 +214,9 @@ class HuggingFace:
         if scales is None:
             return tensor[box]
         if name.endswith(BLOCKS):
-            return mxfp4(tensor[box[:-1]], self._slice(scales)[box[:-1]])[..., box[-1]]
+            return dequantise_mxfp4(tensor[box[:-1]], self._slice(scales)[box[:-1]])[..., box[-1]]
         assert self.tile is not None
-        return fp8(tensor[box], self._slice(scales)[:], box, self.tile)
+        return dequantise_fp8(tensor[box], self._slice(scales)[:], box, self.tile)
 
     def fill(self, shards: Shards) -> None:
         """Reads the values of a rank's shards of the model."""

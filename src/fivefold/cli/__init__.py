@@ -18,7 +18,7 @@ from rich.text import Text
 
 from fivefold.cli import bench, catalogue, checkpoint, compare, data, draw, hf, machines, plan, runs, train, verify, web
 from fivefold.cli.options import DRAWABLE_SUFFIXES, command
-from fivefold.cli.renamed import Explaining
+from fivefold.cli.renamed import ExplainsUnknown
 from fivefold.launch.host import keep_freed_memory
 from fivefold.launch.world import rank_here
 from fivefold.render.blocks import TEXTS
@@ -29,7 +29,7 @@ from fivefold.version import __version__
 
 app = typer.Typer(
     name="fivefold",
-    cls=Explaining,
+    cls=ExplainsUnknown,
     help="LLM training under 5-D parallelism: one model, one data order, one loss curve, whatever the layout.",
     epilog="Every command has --help with more examples. In all of them --json prints JSON, --output (-o) names the "
     "file to write, and --quiet (-q) prints only errors.",

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from fivefold.cli.options import JobWords, Json, command, command_line, options_given, refuse, split
-from fivefold.cli.renamed import Explaining
+from fivefold.cli.renamed import ExplainsUnknown
 from fivefold.render.blocks import Result, console_of, show
 from fivefold.support.dtypes import dtype_of
 from fivefold.support.errors import UserError
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SHORT = "Run benchmarks.  [dim]fivefold bench train llama3-8b[/]"
 WRITES = (".json", ".csv")
-app = typer.Typer(cls=Explaining, no_args_is_help=True, rich_markup_mode="rich", help="Run benchmarks.")
+app = typer.Typer(cls=ExplainsUnknown, no_args_is_help=True, rich_markup_mode="rich", help="Run benchmarks.")
 
 Changes = Annotated[
     list[str] | None,

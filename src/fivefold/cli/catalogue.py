@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from fivefold.cli.options import Json, Output, Picture, command, counting_bar
-from fivefold.cli.renamed import Explaining
+from fivefold.cli.renamed import ExplainsUnknown
 from fivefold.render.blocks import TEXTS, show
 from fivefold.support.errors import UserError
 from fivefold.support.text import either
@@ -14,7 +14,7 @@ from fivefold.support.text import either
 LIST = "List models or accelerators, or show one.  [dim]fivefold list models llama3-8b[/]"
 ACCURACY = "Compare the planner with measured runs.  [dim]fivefold accuracy[/]"
 app = typer.Typer(
-    cls=Explaining, no_args_is_help=True, rich_markup_mode="rich", help="List built-in models and accelerators."
+    cls=ExplainsUnknown, no_args_is_help=True, rich_markup_mode="rich", help="List built-in models and accelerators."
 )
 
 

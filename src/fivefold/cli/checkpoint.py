@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from fivefold.cli.options import Json, Output, bytes_bar, command
-from fivefold.cli.renamed import Explaining
+from fivefold.cli.renamed import ExplainsUnknown
 from fivefold.render.blocks import TEXTS, show
 from fivefold.support.errors import UserError
 from fivefold.support.files import whole_or_nothing
@@ -16,7 +16,7 @@ from fivefold.support.plugins import options
 
 SHORT = "List, verify and reshard checkpoints.  [dim]fivefold checkpoint ls runs/demo[/]"
 app = typer.Typer(
-    cls=Explaining, no_args_is_help=True, rich_markup_mode="rich", help="List, verify and reshard checkpoints."
+    cls=ExplainsUnknown, no_args_is_help=True, rich_markup_mode="rich", help="List, verify and reshard checkpoints."
 )
 
 Run = Annotated[str, typer.Argument(help="A run's directory, or one of its checkpoints; a URL.", show_default=False)]

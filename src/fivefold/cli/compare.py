@@ -6,7 +6,7 @@ import typer
 
 from fivefold.cli.draw import Chunks, Group, Memory, Overlap, Sends, Slow, TimesText
 from fivefold.cli.options import Batch, Json, ModelWords, Output, Seq, Software, command
-from fivefold.cli.renamed import Explaining
+from fivefold.cli.renamed import ExplainsUnknown
 from fivefold.render.blocks import TEXTS, show
 from fivefold.support.errors import UserError
 from fivefold.support.text import whole_number
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 SHORT = "Compare ZeRO stages, kinds of cp, schedules.  [dim]fivefold compare schedules --pp 8 --microbatches 32[/]"
 app = typer.Typer(
-    cls=Explaining, no_args_is_help=True, rich_markup_mode="rich", help="Compare alternatives side by side."
+    cls=ExplainsUnknown, no_args_is_help=True, rich_markup_mode="rich", help="Compare alternatives side by side."
 )
 
 

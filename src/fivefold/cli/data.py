@@ -8,13 +8,15 @@ from typing import Annotated
 import typer
 
 from fivefold.cli.options import Json, command
-from fivefold.cli.renamed import Explaining
+from fivefold.cli.renamed import ExplainsUnknown
 from fivefold.render.blocks import console_of
 from fivefold.support.text import bytes_text, si
 
 SHORT = "Prepare and check token files.  [dim]fivefold data prepare essays/ -o tokens/; fivefold data check tokens/[/]"
 
-app = typer.Typer(cls=Explaining, no_args_is_help=True, rich_markup_mode="rich", help="Prepare and check token files.")
+app = typer.Typer(
+    cls=ExplainsUnknown, no_args_is_help=True, rich_markup_mode="rich", help="Prepare and check token files."
+)
 
 
 @command(app, "prepare", "Tokenize text, JSONL or parquet.  [dim]fivefold data prepare essays/ -o tokens/[/]")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fivefold.cli.options import Json, bytes_bar, command
-from fivefold.cli.renamed import Explaining
+from fivefold.cli.renamed import ExplainsUnknown
 from fivefold.support.dtypes import BYTES, dtype_of
 from fivefold.support.errors import UserError
 
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 SHORT = "Import and export Hugging Face weights.  [dim]fivefold hf import DIR -o runs/llama[/]"
 app = typer.Typer(
-    cls=Explaining, no_args_is_help=True, rich_markup_mode="rich", help="Import and export Hugging Face directories."
+    cls=ExplainsUnknown,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    help="Import and export Hugging Face directories.",
 )
 
 _SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "kb": 10**3, "mb": 10**6, "gb": 10**9,

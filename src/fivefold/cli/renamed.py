@@ -38,17 +38,19 @@ MOVED = {
 }
 BENCHMARKS = ("attention", "mixed", "overlap", "pipeline", "plan", "schedules")  # `python -m benchmarks.X`
 _SERVING = ("--prompt", "--answer", "--concurrent", "--ttft", "--tpot")
-_OPTIONS = {("plan", option): f"`fivefold plan {option}` is now `fivefold serve {option}`" for option in _SERVING}
-_OPTIONS["plan", "--inference"] = "`fivefold plan --inference` is now `fivefold serve`"
-_SECTIONS = {"serve": ("model",)}  # of the settings that a command takes, where not all
-_OPTIONS["data prepare", "--out"] = "`--out` is now `--output`"
+_RENAMED_OPTIONS = {
+    ("plan", option): f"`fivefold plan {option}` is now `fivefold serve {option}`" for option in _SERVING
+}
+_RENAMED_OPTIONS["plan", "--inference"] = "`fivefold plan --inference` is now `fivefold serve`"
+_RENAMED_OPTIONS["data prepare", "--out"] = "`--out` is now `--output`"
+_SECTIONS_OF_COMMAND = {"serve": ("model",)}  # whose settings it takes, if not those of all
 
 
-class Explaining(TyperGroup):
+class ExplainsUnknown(TyperGroup):
     """A group of commands whose errors about unknown commands and options say what to type instead."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args[0] not in self.commands and (sentence := moved([*_path(ctx), *args[:2]])):
+        if args[0] not in self.commands and (sentence := sentence_for_renamed([*_path(ctx), *args[:2]])):
             raise UserError(sentence, "command.moved")
         return super().resolve_command(ctx, args)
 
@@ -62,7 +64,7 @@ class Explaining(TyperGroup):
             raise
 
 
-def moved(words: list[str]) -> str | None:
+def sentence_for_renamed(words: list[str]) -> str | None:
     """A sentence with the new name of the command that begins with these words; None if there was no such command."""
     for old in (" ".join(words[:2]), words[0]):
         group, _, name = old.partition(" ")
@@ -84,11 +86,11 @@ def _explained(error: Any) -> list[str]:
     from fivefold.job.aliases import option_meant
     from fivefold.job.config import KEYS
 
-    if sentence := _OPTIONS.get((" ".join(_path(error.ctx)), error.option_name)):
+    if sentence := _RENAMED_OPTIONS.get((" ".join(_path(error.ctx)), error.option_name)):
         return [sentence]
     params = error.ctx.command.params
     known = [name for param in params for name in (*param.opts, *param.secondary_opts) if name.startswith("--")]
-    sections = {name: KEYS[name] for name in _SECTIONS.get(error.ctx.command.name, KEYS)}
+    sections = {name: KEYS[name] for name in _SECTIONS_OF_COMMAND.get(error.ctx.command.name, KEYS)}
     takes = next((param.metavar for param in params if "KEY=VALUE" in (param.metavar or "")), "")
     sentences: dict[str, str | None] = {}
     for index, word in enumerate(sys.argv):

@@ -23,7 +23,7 @@ from fivefold.planner.mixed import divided, merged, refined, spanning
 from fivefold.planner.mixed_space import MixedSpace, mixed_space
 from fivefold.planner.space import SearchQuery, Space, few_of_a_kind, space
 from fivefold.schedules.registry import CATALOGUE, LARGEST, RECORDS
-from fivefold.schedules.text import rewired, to_text
+from fivefold.schedules.text import to_text, with_derived_messages
 from fivefold.support.errors import UserError
 from fivefold.support.files import write
 from fivefold.support.ranges import SEQUENCES, misfit, within
@@ -501,7 +501,7 @@ def schedule_text(option: Option) -> str:
     if not (workload.groups and workload.layout.pp > 1 and workload.layout.record.uses_stage_times):
         return ""
     schedule = workload.schedule()
-    return to_text(schedule, implied=rewired(schedule) == schedule)
+    return to_text(schedule, implied=with_derived_messages(schedule) == schedule)
 
 
 def write_schedule(option: Option, path: str | Path) -> str:

@@ -155,15 +155,15 @@ def _deadlock_message(schedule: Schedule, costs: Costs, result: ClockRun) -> str
 #     dependencies(simulation.schedule, lanes)[2][5]  # [(1, 4)]: span 5 of rank 2 reads what span 4 of rank 1 makes
 
 
-Place = tuple[int, int]  # a rank, and the index of one of its spans
+SpanPosition = tuple[int, int]  # a rank, and the index of one of its spans
 
 
-def dependencies(schedule: Schedule, lanes: Sequence[Sequence[DrawnSpan]]) -> list[list[list[Place]]]:
+def dependencies(schedule: Schedule, lanes: Sequence[Sequence[DrawnSpan]]) -> list[list[list[SpanPosition]]]:
     """By rank and span, the spans whose results it reads; a joined pair in one span reads two."""
     stages, m = schedule.placement.stages, schedule.m
     # By stage and microbatch, the span that makes the output, and the one that makes the gradient of the input.
-    outputs: list[list[Place | None]] = [[None] * m for _ in range(stages)]
-    gradients: list[list[Place | None]] = [[None] * m for _ in range(stages)]
+    outputs: list[list[SpanPosition | None]] = [[None] * m for _ in range(stages)]
+    gradients: list[list[SpanPosition | None]] = [[None] * m for _ in range(stages)]
     for rank, lane in enumerate(lanes):
         for place, span in enumerate(lane):
             for action in (span.action, span.beside):
@@ -174,7 +174,7 @@ def dependencies(schedule: Schedule, lanes: Sequence[Sequence[DrawnSpan]]) -> li
                 elif action.kind in GRADIENT_MAKERS:
                     gradients[action.stage][action.microbatch] = rank, place
 
-    def reads(action: Action) -> Place | None:
+    def reads(action: Action) -> SpanPosition | None:
         """The span that makes a forward's input, a backward's output gradient, or what an I leaves for its W."""
         kind, stage, microbatch, _ = action
         if kind is FORWARD:

@@ -36,7 +36,7 @@ WORDS = ("schedule", "messages")  # the keys that have words for values; the oth
 
 def to_text(schedule: Schedule, *, implied: bool = False) -> str:
     """The text form; with `implied` it leaves out the messages, which must be where `wire` puts them."""
-    if implied and rewired(schedule) != schedule:
+    if implied and with_derived_messages(schedule) != schedule:
         raise ValueError(f"the messages of schedule {schedule.name} do not follow from its compute order")
     return "\n".join(_lines(schedule, implied)) + "\n"
 
@@ -48,7 +48,7 @@ def _lines(schedule: Schedule, implied: bool) -> Iterator[str]:
         yield "messages implied"
     for rank, actions in enumerate(schedule.ranks):
         yield f"rank {rank}"
-        order = unwired(actions) if implied else actions
+        order = without_messages(actions) if implied else actions
         yield from wrap(" ".join(tokens(order)), 100, initial_indent="  ", subsequent_indent="  ")
 
 
@@ -66,14 +66,14 @@ def _header(schedule: Schedule) -> dict[str, Any]:
     return header
 
 
-def unwired(order: tuple[Action, ...]) -> tuple[Action, ...]:
+def without_messages(order: tuple[Action, ...]) -> tuple[Action, ...]:
     """A rank's actions without its messages."""
     return tuple(action for action in order if action.kind not in MESSAGES)
 
 
-def rewired(schedule: Schedule) -> Schedule:
+def with_derived_messages(schedule: Schedule) -> Schedule:
     """The schedule with the same compute orders, and the messages where `wire` puts them."""
-    orders = map(unwired, schedule.ranks)
+    orders = map(without_messages, schedule.ranks)
     name, placement, m = schedule.name, schedule.placement, schedule.microbatches
     return wire(name, placement, m, orders, buffers=schedule.buffers, promise=schedule.promise)
 
