@@ -59,9 +59,9 @@ BUGS = [
         "the first microbatch is reduced instead of the last",
         "DistributedDataParallel.require_backward_grad_sync",
         "missing reduction",
-        "all",
-        "samples x [1 x2, 2 x2, 1 x2, 0 x2]",
-        ("ranks weigh the samples of the batch unlike each other",),
+        "all 20",
+        "missing MEAN of ranks 0, 1",
+        ("all 20 gradients", MEAN),
     ),
     Bug(
         "huggingface",

@@ -22,6 +22,7 @@ GROUPS = {
         ["pp=2,vpp=2", "pp=4,mbs=4", "dp=2,pp=2,zero1", "tp=4,sp"],
         ["dp=2", "pp=2", "dp=2,tp=2,sp", "tp=2,sp,pp=2,vpp=2"],
     ],
+    "megatron:untied": [["dp=2", "tp=2,sp", "tp=2,sp,pp=2,vpp=2"]],
     "megatron:experts": [
         ["dp=2", "dp=2,ep=2", "dp=2,ep=2,allgather", "tp=2,sp", "tp=2,sp,ep=2,etp=1"],
         ["pp=2", "pp=2,vpp=2", "dp=2,ep=2,zero1", "dp=2,tp=2,sp,ep=2", "dp=4,ep=2"],

@@ -17,7 +17,7 @@ from typing import Any
 from fivefold.foreign.adapter import AdapterFile, Layout, layout_text, parse_layout
 from fivefold.foreign.causes import causes
 from fivefold.foreign.certificate import Certificate
-from fivefold.foreign.compare import compare, compare_replicas
+from fivefold.foreign.compare import Deviation, compare, compare_replicas
 from fivefold.foreign.evidence import Cause, Evidence, ModuleRow
 from fivefold.foreign.layout_proof import REPLICAS, STILL, LayoutProof
 from fivefold.foreign.locate import located, module_rows
@@ -187,17 +187,19 @@ class _Proof:
             proof = replace(proof, causes=wrong, unlike_masks=bool(wrong), remarks=same_masks(drops))
         if proof.compared == REPLICAS or all(deviation.passed for deviation in deviations):
             return proof
-        return self._explained(proof, ranks, known)
+        return self._explained(proof, ranks, deviations, known)
 
-    def _explained(self, proof: LayoutProof, ranks: Sequence[RankValues], known: Mapping[str, float]) -> LayoutProof:
-        """Why a layout differs; the proof stands without it."""
+    def _explained(
+        self, proof: LayoutProof, ranks: Sequence[RankValues], by_value: Sequence[Deviation], known: Mapping[str, float]
+    ) -> LayoutProof:
+        """Why a layout differs from one process; the proof stands without it."""
         traces: dict[int, Observation] = {}
         with suppress(processes.RankError, UserError):
             traces = _traces(
                 self._measure(proof.layout, proof.world, replace(self._watched, still=self.settings.still))
             )
         evidence = Evidence(
-            proof.layout, self.reference, ranks, proof.deviations, known, self._insight(), traces,
+            proof.layout, self.reference, ranks, by_value, known, self._insight(), traces,
             dtype=self.description.dtype,
         )  # fmt: skip
         found = [*proof.causes]

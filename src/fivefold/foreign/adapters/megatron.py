@@ -1,6 +1,7 @@
 """Megatron-Core: its GPTModel, DistributedDataParallel, schedules, finalize_model_grads and optimizer, none edited.
 
     fivefold verify --adapter megatron                  # a dense model: tied embeddings, grouped queries, qk norms
+    fivefold verify --adapter megatron:untied           # RMS norms, and an output layer of its own
     fivefold verify --adapter megatron:experts          # of experts, with shared ones, the auxiliary loss and z-loss
     fivefold verify --adapter megatron tp=2,sp,pp=2     # a layout of your own
 
@@ -51,11 +52,15 @@ SAMPLES, LENGTH, VOCABULARY, LAYERS = 8, 16, 48, 4
 _USUAL = {"calculate_per_token_loss": True, "hidden_dropout": 0.0, "attention_dropout": 0.0}
 
 
-class Norm(torch.nn.LayerNorm):
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any):
-        super().__init__(hidden_size, eps)
-        for parameter in self.parameters():
+class Norm:
+    """PyTorch's own, of the kind that the configuration asks for."""
+
+    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> torch.nn.Module:
+        kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+        norm = kind(hidden_size, eps)
+        for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel
+        return norm
 
 
 LocalSpecProvider.layer_norm = lambda self, rms_norm=False, for_qk=False: Norm
@@ -71,9 +76,9 @@ class Chunks(list[DistributedDataParallel]):
 class Training:
     """An adapter: a model by Megatron's configuration, in layouts."""
 
-    def __init__(self, layouts: list[str], *, terms: dict[str, Any] | None = None, **config: Any):
+    def __init__(self, layouts: list[str], *, terms: dict[str, Any] | None = None, tied: bool = True, **config: Any):
         self.LAYOUTS, self.TERMS, self.KNOWN = layouts, terms or {}, {"microbatches": SAMPLES}
-        self.config = config
+        self.config, self.tied = config, tied
 
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = torch.randint(0, VOCABULARY, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(step))
@@ -113,7 +118,7 @@ class Training:
             layers = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=stage)
             layers.layer_norm = Norm
             module = GPTModel(
-                config, layers, VOCABULARY, LENGTH, share_embeddings_and_output_weights=True, vp_stage=stage,
+                config, layers, VOCABULARY, LENGTH, share_embeddings_and_output_weights=self.tied, vp_stage=stage,
                 position_embedding_type="rope",
                 pre_process=groups.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
                 post_process=groups.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
@@ -182,7 +187,8 @@ def _loss(counted: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, to
 
 def _whole_name(chunk: DistributedDataParallel, name: str) -> str:
     """With layers and experts numbered as in one process; the last stage's copy of tied embeddings is the first's."""
-    words = name.replace("output_layer.", "embedding.word_embeddings.").split(".")
+    tied = chunk.module.share_embeddings_and_output_weights
+    words = (name.replace("output_layer.", "embedding.word_embeddings.") if tied else name).split(".")
     if words[0] == "decoder" and words[1] == "layers":
         words[2] = str(chunk.module.decoder.layers[int(words[2])].layer_number - 1)
     if "local_experts" in words:
@@ -225,6 +231,7 @@ dense = Training(
     ],
     qk_layernorm=True,
 )  # fmt: skip
+untied = Training(["dp=2", "tp=2,sp", "tp=2,sp,pp=2,vpp=2"], tied=False, normalization="RMSNorm")
 _of_experts = partial(
     Training, add_bias_linear=False, num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=24,
     moe_layer_freq=[0, 1, 1, 1], moe_shared_expert_intermediate_size=16, moe_router_load_balancing_type="aux_loss",
