@@ -101,14 +101,8 @@ def test_layers_share_a_graph(layers: int) -> None:
 @pytest.mark.parametrize("recompute", ["selective", *(pytest.param(how, marks=SLOW) for how in ("none", "full"))])
 def test_a_mixture_is_in_its_block_s_graph(recompute: str) -> None:
     """No break, whatever is kept; and the numbers of eager blocks, what they counted included."""
-    words = [
-        "model=tiny-moe",
-        "model.layers=2",
-        "data.seq=32",
-        "train.batch=2",
-        "train.dtype=bfloat16",
-        "train.balance_loss=0.01",
-    ]
+    words = ["model=tiny-moe", "model.layers=2", "data.seq=32", "train.batch=2", "train.dtype=bfloat16",
+             "train.balance_loss=0.01"]  # fmt: skip
     job = read_job(None, [*words, f"layout=recompute={recompute}"])
     [(made, breaks, apart)] = processes.run(1, f"{__name__}:{mixture_twice.__name__}", job, timeout=240)
     assert breaks == {}
@@ -130,12 +124,10 @@ def mixture_twice(rank: processes.Rank, job: Job) -> tuple[int, dict[str, int], 
     return (*compiler.compilation(), apart)
 
 
-def graphs_at_the_first_receive(rank: int, world: int, layout: str) -> tuple[list[int], int, float]:
-    """Graphs when each receive is posted, and after two steps; and the second loss."""
+def graphs_at_the_first_receive(rank: int, world: int, layout: str) -> tuple[list[int], int, float, float]:
+    """Graphs when each receive is posted, and after two steps; and the second loss, compiled and eager."""
     compiler.BACKEND = "aot_eager"
-    settings = ["model.layers=4", "data.seq=32", "train.batch=4", "train.compile=on", "train.dtype=float64"]
-    job = read_job(None, [f"layout={layout}", *settings])
-    engine = Engine(job, Mesh.of(job.layout, torch.device("cpu"), spec=job.model))
+    eager = loss_of_two_steps(layout, "off")
     posted, receive = [], Channels.receive
 
     def noted(self: Channels, action: Action, shape: tuple[int, ...]) -> Message:
@@ -143,11 +135,8 @@ def graphs_at_the_first_receive(rank: int, world: int, layout: str) -> tuple[lis
         return receive(self, action, shape)
 
     Channels.receive = noted  # type: ignore[method-assign]
-    batch = plain_batch(job.model.vocab, 4, 32)
-    for _ in range(2):
-        loss = engine.forward_backward(batch)
-        engine.step(1e-3, engine.gradient_norm())
-    return posted, compiler.compilation()[0], loss.item()
+    quick = loss_of_two_steps(layout, "on")
+    return posted, compiler.compilation()[0], quick, eager
 
 
 @pytest.mark.parametrize(
@@ -155,17 +144,15 @@ def graphs_at_the_first_receive(rank: int, world: int, layout: str) -> tuple[lis
 )
 def test_stages_are_compiled_before_the_first_message_and_once(layout: str) -> None:
     """So ranks compile at the same time, with no receive on their device; and what they made up leaves no trace."""
-    found = run_ranks(2, graphs_at_the_first_receive, layout)
-    for posted, end, _ in found:
+    for posted, end, quick, eager in run_ranks(2, graphs_at_the_first_receive, layout):
         assert posted
         assert set(posted) == {end}
         assert end > 0
-    eager = run_ranks(2, loss_of_two_steps, layout)
-    assert [loss for *_, loss in found] == pytest.approx(eager, rel=1e-12)
+        assert quick == pytest.approx(eager, rel=1e-12)
 
 
-def loss_of_two_steps(rank: int, world: int, layout: str) -> float:
-    settings = ["model.layers=4", "data.seq=32", "train.batch=4", "train.compile=off", "train.dtype=float64"]
+def loss_of_two_steps(layout: str, compiled: str) -> float:
+    settings = ["model.layers=4", "data.seq=32", "train.batch=4", f"train.compile={compiled}", "train.dtype=float64"]
     job = read_job(None, [f"layout={layout}", *settings])
     engine = Engine(job, Mesh.of(job.layout, torch.device("cpu"), spec=job.model))
     batch = plain_batch(job.model.vocab, 4, 32)
