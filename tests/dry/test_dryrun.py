@@ -179,18 +179,15 @@ def test_a_layout_that_does_not_fit_says_what_would() -> None:
     assert "the cheapest single change that fits: " in result.output.replace("\n", " ")
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("dryrun tiny --layout tp=3", "does not divide the 4 attention heads"),
-        ("dryrun tiny --layout dp=2 --rank 7", "rank 7 is outside of dp=2; its ranks are 0 to 1"),
-        ("dryrun tiny --layout dp=2 --ranks 0,x", "should be numbers"),
-        ("dryrun tiny --layout dp=2 --rank 0 --all-stages", "say different things"),
-        ("dryrun tiny --layout pp=2 --stages 5", "the pipeline ranks of pp=2 are 0 to 1"),
-        ("dryrun tiny --layout dp=2 --cluster 8xH100", "the layout has 2 ranks"),
-        ("dryrun tiny --layout dp=2 -o memory.gif", "should end in .svg or .png"),
-    ],
-)
+@pytest.mark.parametrize(("line", "words"), [
+    ("dryrun tiny --layout tp=3", "does not divide the 4 attention heads"),
+    ("dryrun tiny --layout dp=2 --rank 7", "rank 7 is outside of dp=2; its ranks are 0 to 1"),
+    ("dryrun tiny --layout dp=2 --ranks 0,x", "should be numbers"),
+    ("dryrun tiny --layout dp=2 --rank 0 --all-stages", "say different things"),
+    ("dryrun tiny --layout pp=2 --stages 5", "the pipeline ranks of pp=2 are 0 to 1"),
+    ("dryrun tiny --layout dp=2 --cluster 8xH100", "the layout has 2 ranks"),
+    ("dryrun tiny --layout dp=2 -o memory.gif", "should end in .svg or .png"),
+])  # fmt: skip
 def test_bad_input_gets_a_sentence(line: str, words: str) -> None:
     result = CliRunner().invoke(app, line.split())
     assert isinstance(result.exception, UserError)

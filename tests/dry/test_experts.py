@@ -178,16 +178,13 @@ def test_a_fuller_rank_holds_more() -> None:
     assert uneven["ranks"][0]["traffic_agrees"]
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("tiny --layout dp=2 --imbalance 1.2", "imbalance=1.2 is for experts, and tiny has none"),
-        ("tiny-moe --layout dp=2 --imbalance 1.2", "dp=2 has every expert on every rank"),
-        ("tiny-moe --layout dp=4,ep=4 --imbalance 9", "1 to 4; nearest: imbalance=4"),
-        ("tiny-moe --layout dp=4,ep=4 --imbalance 0.5", "1 to 4; nearest: imbalance=1"),
-        ("tiny-moe --layout dp=4,ep=4 --imbalance nan", "1 to 4; nearest: imbalance=1"),
-    ],
-)
+@pytest.mark.parametrize(("line", "words"), [
+    ("tiny --layout dp=2 --imbalance 1.2", "imbalance=1.2 is for experts, and tiny has none"),
+    ("tiny-moe --layout dp=2 --imbalance 1.2", "dp=2 has every expert on every rank"),
+    ("tiny-moe --layout dp=4,ep=4 --imbalance 9", "1 to 4; nearest: imbalance=4"),
+    ("tiny-moe --layout dp=4,ep=4 --imbalance 0.5", "1 to 4; nearest: imbalance=1"),
+    ("tiny-moe --layout dp=4,ep=4 --imbalance nan", "1 to 4; nearest: imbalance=1"),
+])  # fmt: skip
 def test_an_imbalance_that_cannot_be(line: str, words: str) -> None:
     result = CliRunner().invoke(app, ["dryrun", *line.split()])
     assert isinstance(result.exception, UserError)

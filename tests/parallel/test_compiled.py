@@ -53,29 +53,23 @@ def graphs(rank: int, world: int, layers: int) -> tuple[int, dict[str, int], flo
     return (*compiler.compilation(), *losses)
 
 
-@pytest.mark.parametrize(
-    ("layout", "recompute", "blocks"),
-    [
-        ("pp=2,schedule=zb-h1", "none", True),
-        ("pp=2,schedule=zb-h1", "full", True),
-        ("pp=2,schedule=zb-h1", "selective", False),
-        ("cp=2", "full", True),
-        ("cp=2", "selective", False),
-        ("cp=2,cp_kind=ulysses", "selective", True),
-        ("pp=2", "selective", True),
-    ],
-)
+@pytest.mark.parametrize(("layout", "recompute", "blocks"), [
+    ("pp=2,schedule=zb-h1", "none", True),
+    ("pp=2,schedule=zb-h1", "full", True),
+    ("pp=2,schedule=zb-h1", "selective", False),
+    ("cp=2", "full", True),
+    ("cp=2", "selective", False),
+    ("cp=2,cp_kind=ulysses", "selective", True),
+    ("pp=2", "selective", True),
+])  # fmt: skip
 def test_selective_recompute_is_compiled_where_a_block_is_one_graph(layout: str, recompute: str, blocks: bool) -> None:
     assert Layout.parse(f"{layout},microbatches=2,recompute={recompute}").compiles_blocks == blocks
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "pp=2,microbatches=2,schedule=zb-h1,recompute=full",
-        pytest.param("cp=2,recompute=full", marks=SLOW),
-    ],
-)
+@pytest.mark.parametrize("layout", [
+    "pp=2,microbatches=2,schedule=zb-h1,recompute=full",
+    pytest.param("cp=2,recompute=full", marks=SLOW),
+])  # fmt: skip
 def test_recomputed_blocks_with_breaks_are_compiled(layout: str) -> None:
     """Without care PyTorch drops the graphs of a block that breaks inside of a checkpoint, and says nothing."""
     job = read_job(None, [f"layout={layout}", "model.layers=2", "data.seq=32", "train.batch=2", "train.compile=on"])
@@ -180,15 +174,12 @@ def graphs_of_documents(rank: int, world: int, layout: str, settings: list[str])
     return made, apart
 
 
-@pytest.mark.parametrize(
-    ("layout", "settings"),
-    [
-        pytest.param("cp=2,cp_kind=allgather,microbatches=2,recompute=full", [], marks=SLOW),
-        ("cp=2,cp_kind=allgather,recompute=selective", ["model.sinks=true", "model.window=8"]),
-        pytest.param("dp=2,recompute=full", ["model.sinks=true", "model.window=8"], marks=SLOW),
-        pytest.param("cp=2,microbatches=2", [], marks=SLOW),
-    ],
-)
+@pytest.mark.parametrize(("layout", "settings"), [
+    pytest.param("cp=2,cp_kind=allgather,microbatches=2,recompute=full", [], marks=SLOW),
+    ("cp=2,cp_kind=allgather,recompute=selective", ["model.sinks=true", "model.window=8"]),
+    pytest.param("dp=2,recompute=full", ["model.sinks=true", "model.window=8"], marks=SLOW),
+    pytest.param("cp=2,microbatches=2", [], marks=SLOW),
+])  # fmt: skip
 def test_documents_make_no_graphs_of_their_own(layout: str, settings: list[str]) -> None:
     """Else every microbatch would be compiled anew, until PyTorch's limit ends the run."""
     for made, apart in run_ranks(2, graphs_of_documents, layout, settings):

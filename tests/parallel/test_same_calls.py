@@ -34,15 +34,12 @@ def call(rank: int, world: int, other: str) -> list[float]:
         return wait(all_reduce(x, mesh.dp), mesh.dp).tolist()
 
 
-@pytest.mark.parametrize(
-    ("other", "words"),
-    [
-        ("shape", "allreduce of float32[2, 3] on rank 1"),
-        ("dtype", "allreduce of float64[4] on rank 1"),
-        ("op", "allgatherintotensor of float32[4] on rank 1"),
-        ("c10d", "allreduce of float32[5] on rank 1"),
-    ],
-)
+@pytest.mark.parametrize(("other", "words"), [
+    ("shape", "allreduce of float32[2, 3] on rank 1"),
+    ("dtype", "allreduce of float64[4] on rank 1"),
+    ("op", "allgatherintotensor of float32[4] on rank 1"),
+    ("c10d", "allreduce of float32[5] on rank 1"),
+])  # fmt: skip
 def test_of_two_that_differ_the_later_names_both(other: str, words: str) -> None:
     with pytest.raises(RankError) as failure:
         run_ranks(2, call, other, timeout=20)

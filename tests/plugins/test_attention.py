@@ -68,18 +68,12 @@ def test_under_cp_it_computes_and_sends_what_is_planned(package: Path, layout: s
     assert result.ok, str(result)
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (
-            ("self.o = Linear(width, ", "self.o = Linear(width + 1, "),
-            "has o.weight of shape [",
-        ),
-        (("self.o = Linear", "self.out = Linear"), "has no parameter o.weight, which its operations read"),
-        (("class PlainLayer", "class Other"), "could not be made: AttributeError"),
-        (("(nn.Module)", ""), "gave a PlainLayer, and not a torch.nn.Module"),
-    ],
-)
+@pytest.mark.parametrize(("change", "said"), [
+    (("self.o = Linear(width, ", "self.o = Linear(width + 1, "), "has o.weight of shape ["),
+    (("self.o = Linear", "self.out = Linear"), "has no parameter o.weight, which its operations read"),
+    (("class PlainLayer", "class Other"), "could not be made: AttributeError"),
+    (("(nn.Module)", ""), "gave a PlainLayer, and not a torch.nn.Module"),
+])  # fmt: skip
 def test_a_module_unlike_its_kind_is_a_sentence(package: Path, change: tuple[str, str], said: str) -> None:
     (package / "layer.py").write_text(LAYER.replace(*change))
     spec = ff.read_job(None, MODEL).model

@@ -51,13 +51,10 @@ def test_it_is_a_short_package_of_its_own_that_imports_no_torch(conv: Path) -> N
     assert (HOMES / "gated_conv" / "README.md").exists()
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "pp=2,tp=2,schedule=zb-h1,microbatches=4,recompute=selective",
-        *slow(["dp=2,tp=2,sp,zero=3", "dp=2,zero=1,pp=2,recompute=full,microbatches=2", "dp=4,zero=2,replicate=1"]),
-    ],
-)
+@pytest.mark.parametrize("layout", [
+    "pp=2,tp=2,schedule=zb-h1,microbatches=4,recompute=selective",
+    *slow(["dp=2,tp=2,sp,zero=3", "dp=2,zero=1,pp=2,recompute=full,microbatches=2", "dp=4,zero=2,replicate=1"]),
+])  # fmt: skip
 def test_a_layout_computes_what_one_process_computes_in_float64(layout: str, conv: Path) -> None:
     """Loss, norm, gradients, parameters; what is sent, and what is held."""
     result = ff.verify(layout, CHANGES, steps=2, seq=16)

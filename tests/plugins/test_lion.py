@@ -29,13 +29,10 @@ def test_it_is_a_short_package_of_its_own_that_imports_no_torch(lion: Path) -> N
     is_short_and_without_torch(lion, "fivefold_lion")
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "dp=2,tp=2,zero=1",
-        *slow(["pp=2,dp=2,schedule=zb-h1,microbatches=4", "cp=2,dp=2,zero=2", "dp=2,tp=2,zero=3"]),
-    ],
-)
+@pytest.mark.parametrize("layout", [
+    "dp=2,tp=2,zero=1",
+    *slow(["pp=2,dp=2,schedule=zb-h1,microbatches=4", "cp=2,dp=2,zero=2", "dp=2,tp=2,zero=3"]),
+])  # fmt: skip
 def test_a_layout_computes_what_one_process_computes_in_float64(layout: str, lion: Path) -> None:
     """Loss, norm, gradients, parameters; what is sent; and memory, in which there is one state of each parameter."""
     result = ff.verify(layout, [CHOSEN], steps=2, seq=16)

@@ -101,18 +101,12 @@ def test_one_that_cannot_start_ends_the_run_before_its_first_step(here: Path) ->
     assert "step 1/" not in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (("def step(self, record)", "def step(self)"), "has step(self), and not step(self, record)"),
-        (("    def start(self", "    def __init__(self, url): pass\n\n    def start(self"), "takes url to be made"),
-        (("Heard(RunListener)", "Heard"), "is the class Heard, and not a subclass of fivefold.job.listeners:RunList"),
-        (
-            ("class Heard(RunListener):", "class Heard(RunListener):\n    pass\n\nclass Other:"),
-            "has none of the methods",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("change", "said"), [
+    (("def step(self, record)", "def step(self)"), "has step(self), and not step(self, record)"),
+    (("    def start(self", "    def __init__(self, url): pass\n\n    def start(self"), "takes url to be made"),
+    (("Heard(RunListener)", "Heard"), "is the class Heard, and not a subclass of fivefold.job.listeners:RunList"),
+    (("class Heard(RunListener):", "class Heard(RunListener):\n    pass\n\nclass Other:"), "has none of the methods"),
+])  # fmt: skip
 def test_one_that_is_wrong_is_a_sentence(here: Path, change: tuple[str, str], said: str) -> None:
     (here / "heard.py").write_text(TEXT.replace(*change))
     with pytest.raises(UserError) as refused:

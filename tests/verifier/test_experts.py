@@ -135,17 +135,14 @@ def test_a_narrow_dtype_replays_the_routing_and_says_so() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "dp=4,ep=2,zero=3,replicate=2",
-        "dp=2,tp=2,ep=4,zero=2,microbatches=2",
-        "tp=2,cp=2,ep=2,zero=3,sp,recompute=selective",
-        "pp=2,cp=2,cp_kind=ulysses,zero=3,ep=2,dispatch=allgather,schedule=zb-v,recompute=selective,microbatches=2",
-        "dp=2,pp=2,ep=2,schedule=dualpipe-v,microbatches=4,recompute=full",
-        "tp=4,ep=2,zero=1",
-    ],
-)
+@pytest.mark.parametrize("layout", [
+    "dp=4,ep=2,zero=3,replicate=2",
+    "dp=2,tp=2,ep=4,zero=2,microbatches=2",
+    "tp=2,cp=2,ep=2,zero=3,sp,recompute=selective",
+    "pp=2,cp=2,cp_kind=ulysses,zero=3,ep=2,dispatch=allgather,schedule=zb-v,recompute=selective,microbatches=2",
+    "dp=2,pp=2,ep=2,schedule=dualpipe-v,microbatches=4,recompute=full",
+    "tp=4,ep=2,zero=1",
+])  # fmt: skip
 def test_layouts_of_four_ranks(judge: Judge, layout: str) -> None:
     assert judge(job(layout, moe(DEEPSEEK, layers=3), steps=2)).problems == []
 

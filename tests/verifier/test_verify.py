@@ -118,15 +118,12 @@ def test_gradients_that_are_small_by_cancellation_are_no_failure(proven: Proven,
     assert proven[name].problems == []
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "dp=2,zero=1,microbatches=2",
-        "tp=2,cp=2,sp,zero=2,microbatches=2",
-        "dp=2,pp=2,zero=3,microbatches=2,schedule=zb-h1",
-        *slow(["dp=2", "dp=2,pp=2,zero=2,microbatches=2,schedule=zb-v"]),
-    ],
-)
+@pytest.mark.parametrize("layout", [
+    "dp=2,zero=1,microbatches=2",
+    "tp=2,cp=2,sp,zero=2,microbatches=2",
+    "dp=2,pp=2,zero=3,microbatches=2,schedule=zb-h1",
+    *slow(["dp=2", "dp=2,pp=2,zero=2,microbatches=2,schedule=zb-v"]),
+])  # fmt: skip
 def test_many_buckets_are_as_right_as_one(judge: Judge, layout: str) -> None:
     """A bucket for each unit of the decoder; models of this size fill only one."""
     one = job(layout)
@@ -172,14 +169,11 @@ def test_a_collective_that_the_closed_form_does_not_have_fails(proven: Proven) -
     assert "closed form has 26" in problem
 
 
-@pytest.mark.parametrize(
-    ("bug", "sentence"),
-    [
-        (cases.rank_1_dies, "rank 1 was ended by SIGKILL"),
-        (cases.rank_1_raises, "rank 1 failed with ValueError: a number that is none"),
-        pytest.param(cases.rank_1_sleeps, "rank 1 gave no answer within 15 s; it is in", marks=pytest.mark.waits),
-    ],
-)
+@pytest.mark.parametrize(("bug", "sentence"), [
+    (cases.rank_1_dies, "rank 1 was ended by SIGKILL"),
+    (cases.rank_1_raises, "rank 1 failed with ValueError: a number that is none"),
+    pytest.param(cases.rank_1_sleeps, "rank 1 gave no answer within 15 s; it is in", marks=pytest.mark.waits),
+])  # fmt: skip
 def test_a_rank_that_is_lost_is_named_and_does_not_hang_the_command(bug: object, sentence: str) -> None:
     with Judge(timeout=60) as judge:
         judge._reference(job("dp=2"))
