@@ -21,55 +21,42 @@ from fivefold.layout.rank_part import RankCoords
 from fivefold.support.errors import UserError
 from tests.dry.test_dryrun import job_of
 
+# Model, layout, how much fuller the rank is than the mean.
 SMALL = [
-    ("tiny-moe", "dp=4,ep=2"),
-    ("tiny-moe", "dp=4,ep=4,zero=2,dispatch=allgather,microbatches=2,recompute=selective"),
-    ("tiny-deepseek", "dp=2,tp=2,ep=4,zero=1,recompute=full"),
-    ("tiny-deepseek", "dp=4,tp=2,sp,ep=4,zero=3,microbatches=2"),
-    ("tiny-deepseek", "dp=2,pp=2,ep=2,schedule=zb-h1,microbatches=4"),
-    ("tiny-moe", "dp=2,cp=2,cp_kind=allgather,ep=4"),
-    ("tiny-deepseek", "tp=2,cp=2,ep=4,zero=1"),
-    ("tiny-deepseek", "dp=2,cp=2,cp_kind=ulysses,ep=4,zero=3,recompute=full"),
+    ("tiny-moe", "dp=4,ep=2", 1.3),
+    ("tiny-moe", "dp=4,ep=4,zero=2,dispatch=allgather,microbatches=2,recompute=selective", 1.0),
+    ("tiny-deepseek", "dp=2,tp=2,ep=4,zero=1,recompute=full", 1.3),
+    ("tiny-deepseek", "dp=4,tp=2,sp,ep=4,zero=3,microbatches=2", 1.0),
+    ("tiny-deepseek", "dp=2,pp=2,ep=2,schedule=zb-h1,microbatches=4", 1.3),
+    ("tiny-moe", "dp=2,cp=2,cp_kind=allgather,ep=4", 1.0),
+    ("tiny-deepseek", "tp=2,cp=2,ep=4,zero=1", 1.3),
+    ("tiny-deepseek", "dp=2,cp=2,cp_kind=ulysses,ep=4,zero=3,recompute=full", 1.0),
 ]
-
+OTHER_WAY = [(model, layout, 2.3 - imbalance) for model, layout, imbalance in SMALL]
 
 # Model, layout, sequence, batch, rank, imbalance. Fewer layers than the real ones have: blocks are alike, or dense.
-LARGE = [
-    ("mixtral-8x7b model.layers=2", "dp=8,ep=8", 4096, 8, 0, 1.0),
+QUICK = [
     ("mixtral-8x7b model.layers=2", "dp=8,ep=8,zero=1", 4096, 8, 0, 1.25),
+    ("mixtral-8x7b model.layers=2", "dp=8,ep=4,zero=2,dispatch=allgather,microbatches=2,recompute=selective", 4096, 16,
+     3, 1.0),
+    # Latent attention makes keys of all heads: what cp exchanges is as wide as the queries.
+    ("deepseek-v3 model.layers=5", "dp=4,cp=8,cp_kind=allgather,ep=32,zero=1", 8192, 4, 3, 1.0),
+]  # fmt: skip
+REST = [
+    ("mixtral-8x7b model.layers=2", "dp=8,ep=8", 4096, 8, 0, 1.0),
     ("mixtral-8x7b model.layers=2", "dp=4,tp=2,ep=8,zero=1,sp,microbatches=2", 4096, 8, 1, 1.0),
-    (
-        "mixtral-8x7b model.layers=2",
-        "dp=8,ep=4,zero=2,dispatch=allgather,microbatches=2,recompute=selective",
-        4096,
-        16,
-        3,
-        1.0,
-    ),
     ("mixtral-8x7b model.layers=6", "dp=8,ep=8,zero=1,recompute=full", 4096, 8, 0, 1.0),
     ("qwen3-30b-a3b model.layers=4", "dp=16,ep=8,zero=3,microbatches=2,recompute=full", 4096, 32, 3, 1.0),
     ("qwen3-30b-a3b model.layers=4", "dp=2,tp=4,ep=8,zero=1", 4096, 2, 5, 1.0),
     ("qwen3-30b-a3b model.layers=4", "dp=2,cp=4,ep=8,zero=1,microbatches=2,recompute=selective", 8192, 4, 3, 1.0),
     ("qwen3-235b-a22b model.layers=8", "dp=8,pp=4,ep=8,zero=1,microbatches=8", 4096, 64, 9, 1.2),
-    (
-        "qwen3-235b-a22b model.layers=8",
-        "dp=4,pp=2,tp=2,ep=8,zero=1,sp,schedule=interleaved,microbatches=4",
-        4096,
-        16,
-        1,
-        1.0,
-    ),
+    ("qwen3-235b-a22b model.layers=8", "dp=4,pp=2,tp=2,ep=8,zero=1,sp,schedule=interleaved,microbatches=4", 4096, 16,
+     1, 1.0),
     ("qwen3-235b-a22b model.layers=8", "dp=4,pp=4,ep=4,schedule=zb-h1,microbatches=8", 4096, 32, 0, 1.0),
     ("deepseek-v3 model.layers=5", "dp=32,ep=32,zero=1", 4096, 32, 3, 1.0),
     ("deepseek-v3 model.layers=8", "dp=16,pp=4,ep=16,zero=1,schedule=zb-v,microbatches=8", 4096, 128, 17, 1.0),
-    (
-        "deepseek-v3 model.layers=16",
-        "dp=64,pp=4,ep=64,zero=1,schedule=dualpipe-v,microbatches=8,recompute=full",
-        4096,
-        512,
-        64,
-        1.0,
-    ),
+    ("deepseek-v3 model.layers=16", "dp=64,pp=4,ep=64,zero=1,schedule=dualpipe-v,microbatches=8,recompute=full", 4096,
+     512, 64, 1.0),
     ("deepseek-v3 model.layers=5", "dp=8,tp=4,ep=32,zero=2,sp,recompute=selective", 4096, 8, 3, 1.0),
     ("deepseek-v3 model.layers=5", "dp=64,ep=32,zero=3,recompute=full", 4096, 64, 3, 1.0),
     ("deepseek-v2-lite model.layers=4", "dp=2,tp=2,ep=2,zero=1,dispatch=allgather", 4096, 2, 1, 1.0),
@@ -77,8 +64,6 @@ LARGE = [
     ("qwen3-30b-a3b model.layers=4", "dp=2,cp=4,cp_kind=ulysses,ep=8,zero=1,recompute=selective", 8192, 4, 3, 1.0),
     ("qwen3-30b-a3b model.layers=4", "dp=2,cp=4,cp_kind=allgather,ep=8,zero=1,recompute=full", 8192, 4, 3, 1.2),
     ("mixtral-8x7b model.layers=2", "dp=2,cp=4,cp_kind=ulysses,ep=8,zero=1", 8192, 2, 3, 1.0),
-    # Latent attention makes keys of all heads: what cp exchanges is as wide as the queries.
-    ("deepseek-v3 model.layers=5", "dp=4,cp=8,cp_kind=allgather,ep=32,zero=1", 8192, 4, 3, 1.0),
     ("deepseek-v3 model.layers=5", "dp=4,cp=8,ep=32,zero=1,recompute=full", 32768, 4, 3, 1.0),
     ("deepseek-v3 model.layers=5", "dp=4,cp=8,cp_kind=ulysses,ep=32,zero=1,recompute=full", 32768, 4, 3, 1.0),
     # Few tokens: the last gradient, the embedding's, is more than any activation.
@@ -86,22 +71,15 @@ LARGE = [
     ("mixtral-8x7b", "dp=8,pp=4,ep=8,zero=1,microbatches=8", 4096, 64, 0, 1.0),
     ("mixtral-8x7b", "dp=16,ep=8,zero=1,recompute=full", 4096, 16, 3, 1.2),
     ("glm-4.5-air model.layers=4", "dp=4,tp=2,ep=8,zero=1,sp,recompute=full", 4096, 4, 1, 1.0),
-]
+]  # fmt: skip
 # The same, by the peak: on a rank with far more tokens than the mean two moments can be close, of which one has more
 # gradients and the other more activations. The last number is what they may differ by.
 UNEVEN = [
     ("grok-1 model.layers=4", "dp=8,ep=8,zero=1", 2048, 8, 0, 1.6, 0.01),
     ("mixtral-8x7b model.layers=4", "dp=8,ep=8,zero=1,dispatch=allgather,recompute=selective", 4096, 8, 0, 1.6, 0.01),
     ("mixtral-8x7b model.layers=2", "dp=8,ep=8,zero=3", 4096, 8, 0, 1.6, 0.01),
-    (
-        "mixtral-8x7b model.layers=4",
-        "dp=8,pp=2,ep=8,zero=1,schedule=zb-v,microbatches=4,recompute=full",
-        4096,
-        32,
-        0,
-        1.6,
-        0.01,
-    ),
+    ("mixtral-8x7b model.layers=4", "dp=8,pp=2,ep=8,zero=1,schedule=zb-v,microbatches=4,recompute=full", 4096, 32, 0,
+     1.6, 0.01),
     ("mixtral-8x7b model.layers=2", "dp=8,ep=8,zero=1,dispatch=allgather", 4096, 8, 0, 1.0, 0.01),
     ("mixtral-8x7b model.layers=2", "dp=8,ep=8,zero=1,dispatch=allgather,recompute=full", 4096, 8, 0, 1.6, 0.01),
     ("mixtral-8x7b model.layers=2", "dp=8,ep=8,zero=3", 4096, 8, 0, 4.0, 0.01),
@@ -112,10 +90,11 @@ UNEVEN = [
     ("deepseek-v3 model.layers=5", "dp=8,ep=8,zero=1", 2048, 8, 0, 4.0, 0.01),
     # The planner adds the loss to the most microbatches in flight; they are fewer when it is computed.
     ("mixtral-8x7b model.layers=4", "dp=8,pp=2,ep=8,zero=1,schedule=dualpipe-v,microbatches=4", 4096, 32, 0, 1.0, 0.06),
-]
-SWEEP = [*UNEVEN[:1], *(pytest.param(*case, marks=pytest.mark.slow) for case in UNEVEN[1:])]
-QUICK = [LARGE[0], LARGE[1], LARGE[3], LARGE[14], LARGE[21]]
-REST = [pytest.param(*case, marks=pytest.mark.slow) for case in LARGE if case not in QUICK]
+]  # fmt: skip
+
+
+def slow(cases: list[tuple[object, ...]]) -> list[object]:
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
 
 
 def check_counts(job: Job, dry: RankRun, imbalance: float = 1.0) -> None:
@@ -134,14 +113,13 @@ def check_counts(job: Job, dry: RankRun, imbalance: float = 1.0) -> None:
     assert dry.live == dry.allowed
 
 
-@pytest.mark.parametrize("imbalance", [1.0, 1.3])
-@pytest.mark.parametrize(("model", "layout"), SMALL)
+@pytest.mark.parametrize(("model", "layout", "imbalance"), [*SMALL, *slow(OTHER_WAY)])
 def test_experts_hold_send_and_compute_what_closed_forms_say(model: str, layout: str, imbalance: float) -> None:
     job = job_of(f"{model} model.layers=2", layout, 64, 8)
     check_counts(job, dry_run_rank(job, 1, imbalance=imbalance), imbalance)
 
 
-@pytest.mark.parametrize(("model", "layout", "seq", "batch", "rank", "imbalance"), [*QUICK, *REST])
+@pytest.mark.parametrize(("model", "layout", "seq", "batch", "rank", "imbalance"), [*QUICK, *slow(REST)])
 def test_the_planner_says_what_experts_need(
     model: str, layout: str, seq: int, batch: int, rank: int, imbalance: float
 ) -> None:
@@ -175,7 +153,9 @@ def test_flops_of_a_rank_are_those_of_its_own_windows(rank: int, allowed: float)
     assert flops.difference == pytest.approx(0.0, abs=allowed)
 
 
-@pytest.mark.parametrize(("model", "layout", "seq", "batch", "rank", "imbalance", "allowed"), SWEEP)
+@pytest.mark.parametrize(
+    ("model", "layout", "seq", "batch", "rank", "imbalance", "allowed"), [*UNEVEN[:1], *slow(UNEVEN[1:])]
+)
 def test_the_planner_knows_the_peak_of_an_uneven_rank(
     model: str, layout: str, seq: int, batch: int, rank: int, imbalance: float, allowed: float
 ) -> None:
@@ -198,16 +178,13 @@ def test_a_fuller_rank_holds_more() -> None:
     assert uneven["ranks"][0]["traffic_agrees"]
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("tiny --layout dp=2 --imbalance 1.2", "imbalance=1.2 is for experts, and tiny has none"),
-        ("tiny-moe --layout dp=2 --imbalance 1.2", "dp=2 has every expert on every rank"),
-        ("tiny-moe --layout dp=4,ep=4 --imbalance 9", "1 to 4; nearest: imbalance=4"),
-        ("tiny-moe --layout dp=4,ep=4 --imbalance 0.5", "1 to 4; nearest: imbalance=1"),
-        ("tiny-moe --layout dp=4,ep=4 --imbalance nan", "1 to 4; nearest: imbalance=1"),
-    ],
-)
+@pytest.mark.parametrize(("line", "words"), [
+    ("tiny --layout dp=2 --imbalance 1.2", "imbalance=1.2 is for experts, and tiny has none"),
+    ("tiny-moe --layout dp=2 --imbalance 1.2", "dp=2 has every expert on every rank"),
+    ("tiny-moe --layout dp=4,ep=4 --imbalance 9", "1 to 4; nearest: imbalance=4"),
+    ("tiny-moe --layout dp=4,ep=4 --imbalance 0.5", "1 to 4; nearest: imbalance=1"),
+    ("tiny-moe --layout dp=4,ep=4 --imbalance nan", "1 to 4; nearest: imbalance=1"),
+])  # fmt: skip
 def test_an_imbalance_that_cannot_be(line: str, words: str) -> None:
     result = CliRunner().invoke(app, ["dryrun", *line.split()])
     assert isinstance(result.exception, UserError)

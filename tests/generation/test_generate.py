@@ -32,18 +32,21 @@ def generated(*arguments, **settings) -> list[int]:
     return generate(request(*arguments, **settings), [], PROMPT, lambda _: None)[0].tokens
 
 
-@pytest.mark.parametrize(("kind", "tied"), [("llama", False), ("qwen2", True), ("qwen3", True), ("gpt2", True)])
+@pytest.mark.parametrize(
+    ("kind", "tied"),
+    [("llama", False), ("gpt2", True), *(pytest.param(n, True, marks=pytest.mark.slow) for n in ("qwen2", "qwen3"))],
+)
 def test_greedy_is_that_of_transformers_in_every_layout(tmp_path: Path, kind: str, tied: bool) -> None:
     directory = made(kind, tied, tmp_path / "in")
     model = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
     end = model.generation_config.eos_token_id
     with torch.no_grad():
-        found = model.generate(torch.tensor([PROMPT]), max_new_tokens=20, do_sample=False, eos_token_id=None)
+        found = model.generate(torch.tensor([PROMPT]), max_new_tokens=10, do_sample=False, eos_token_id=None)
     want = found[0, len(PROMPT) :].tolist()
     assert end is None or end not in want
     assert len(set(want)) > 1, "a model that repeats one token would prove little"
-    for layout in ("dp=1", "tp=2,pp=2", *(("tp=2", "pp=2,split=1,2") if kind == "llama" else ())):
-        assert generated(directory, layout) == want, layout
+    for layout in ("dp=1", "tp=2,pp=2", *(("pp=2,split=1,2",) if kind == "llama" else ())):
+        assert generated(directory, layout, count=10) == want, layout
 
 
 def test_the_same_seed_draws_the_same_in_every_layout(tmp_path: Path) -> None:

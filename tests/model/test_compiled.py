@@ -19,7 +19,9 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.utils.counters.clear()
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    "recompute", ["selective", *(pytest.param(how, marks=pytest.mark.slow) for how in ("none", "full"))]
+)
 def test_blocks_and_loss_are_four_graphs_without_a_break(recompute: Recompute) -> None:
     spec = preset("tiny-qwen3")
     plain = Decoder(spec, recompute).double()

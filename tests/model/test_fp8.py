@@ -43,15 +43,12 @@ def test_the_largest_value_becomes_the_formats_largest(kind: torch.dtype) -> Non
     assert torch.isfinite(by)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        (["train.dtype=float32"], "rounds from train.dtype=bfloat16, not float32"),
-        (["layout=tp=2"], "is for layouts with tp=1, not tp=2"),
-        (["layout=pp=2,microbatches=2,schedule=zb-h1"], "not zb-h1; nearest: schedule=1f1b"),
-        (["model.ffn=100"], "multiples of 16, not ffn=100"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "words"), [
+    (["train.dtype=float32"], "rounds from train.dtype=bfloat16, not float32"),
+    (["layout=tp=2"], "is for layouts with tp=1, not tp=2"),
+    (["layout=pp=2,microbatches=2,schedule=zb-h1"], "not zb-h1; nearest: schedule=1f1b"),
+    (["model.ffn=100"], "multiples of 16, not ffn=100"),
+])  # fmt: skip
 def test_what_it_cannot_do_is_said(changes: list[str], words: str) -> None:
     job = read_job(None, ["model=tiny", "train.fp8=true", "train.dtype=bfloat16", *changes])
     assert any(words in problem for problem in job.problems())

@@ -53,29 +53,23 @@ def graphs(rank: int, world: int, layers: int) -> tuple[int, dict[str, int], flo
     return (*compiler.compilation(), *losses)
 
 
-@pytest.mark.parametrize(
-    ("layout", "recompute", "blocks"),
-    [
-        ("pp=2,schedule=zb-h1", "none", True),
-        ("pp=2,schedule=zb-h1", "full", True),
-        ("pp=2,schedule=zb-h1", "selective", False),
-        ("cp=2", "full", True),
-        ("cp=2", "selective", False),
-        ("cp=2,cp_kind=ulysses", "selective", True),
-        ("pp=2", "selective", True),
-    ],
-)
+@pytest.mark.parametrize(("layout", "recompute", "blocks"), [
+    ("pp=2,schedule=zb-h1", "none", True),
+    ("pp=2,schedule=zb-h1", "full", True),
+    ("pp=2,schedule=zb-h1", "selective", False),
+    ("cp=2", "full", True),
+    ("cp=2", "selective", False),
+    ("cp=2,cp_kind=ulysses", "selective", True),
+    ("pp=2", "selective", True),
+])  # fmt: skip
 def test_selective_recompute_is_compiled_where_a_block_is_one_graph(layout: str, recompute: str, blocks: bool) -> None:
     assert Layout.parse(f"{layout},microbatches=2,recompute={recompute}").compiles_blocks == blocks
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "pp=2,microbatches=2,schedule=zb-h1,recompute=full",
-        pytest.param("cp=2,recompute=full", marks=SLOW),
-    ],
-)
+@pytest.mark.parametrize("layout", [
+    "pp=2,microbatches=2,schedule=zb-h1,recompute=full",
+    pytest.param("cp=2,recompute=full", marks=SLOW),
+])  # fmt: skip
 def test_recomputed_blocks_with_breaks_are_compiled(layout: str) -> None:
     """Without care PyTorch drops the graphs of a block that breaks inside of a checkpoint, and says nothing."""
     job = read_job(None, [f"layout={layout}", "model.layers=2", "data.seq=32", "train.batch=2", "train.compile=on"])
@@ -101,14 +95,8 @@ def test_layers_share_a_graph(layers: int) -> None:
 @pytest.mark.parametrize("recompute", ["selective", *(pytest.param(how, marks=SLOW) for how in ("none", "full"))])
 def test_a_mixture_is_in_its_block_s_graph(recompute: str) -> None:
     """No break, whatever is kept; and the numbers of eager blocks, what they counted included."""
-    words = [
-        "model=tiny-moe",
-        "model.layers=2",
-        "data.seq=32",
-        "train.batch=2",
-        "train.dtype=bfloat16",
-        "train.balance_loss=0.01",
-    ]
+    words = ["model=tiny-moe", "model.layers=2", "data.seq=32", "train.batch=2", "train.dtype=bfloat16",
+             "train.balance_loss=0.01"]  # fmt: skip
     job = read_job(None, [*words, f"layout=recompute={recompute}"])
     [(made, breaks, apart)] = processes.run(1, f"{__name__}:{mixture_twice.__name__}", job, timeout=240)
     assert breaks == {}
@@ -130,12 +118,10 @@ def mixture_twice(rank: processes.Rank, job: Job) -> tuple[int, dict[str, int], 
     return (*compiler.compilation(), apart)
 
 
-def graphs_at_the_first_receive(rank: int, world: int, layout: str) -> tuple[list[int], int, float]:
-    """Graphs when each receive is posted, and after two steps; and the second loss."""
+def graphs_at_the_first_receive(rank: int, world: int, layout: str) -> tuple[list[int], int, float, float]:
+    """Graphs when each receive is posted, and after two steps; and the second loss, compiled and eager."""
     compiler.BACKEND = "aot_eager"
-    settings = ["model.layers=4", "data.seq=32", "train.batch=4", "train.compile=on", "train.dtype=float64"]
-    job = read_job(None, [f"layout={layout}", *settings])
-    engine = Engine(job, Mesh.of(job.layout, torch.device("cpu"), spec=job.model))
+    eager = loss_of_two_steps(layout, "off")
     posted, receive = [], Channels.receive
 
     def noted(self: Channels, action: Action, shape: tuple[int, ...]) -> Message:
@@ -143,11 +129,8 @@ def graphs_at_the_first_receive(rank: int, world: int, layout: str) -> tuple[lis
         return receive(self, action, shape)
 
     Channels.receive = noted  # type: ignore[method-assign]
-    batch = plain_batch(job.model.vocab, 4, 32)
-    for _ in range(2):
-        loss = engine.forward_backward(batch)
-        engine.step(1e-3, engine.gradient_norm())
-    return posted, compiler.compilation()[0], loss.item()
+    quick = loss_of_two_steps(layout, "on")
+    return posted, compiler.compilation()[0], quick, eager
 
 
 @pytest.mark.parametrize(
@@ -155,17 +138,15 @@ def graphs_at_the_first_receive(rank: int, world: int, layout: str) -> tuple[lis
 )
 def test_stages_are_compiled_before_the_first_message_and_once(layout: str) -> None:
     """So ranks compile at the same time, with no receive on their device; and what they made up leaves no trace."""
-    found = run_ranks(2, graphs_at_the_first_receive, layout)
-    for posted, end, _ in found:
+    for posted, end, quick, eager in run_ranks(2, graphs_at_the_first_receive, layout):
         assert posted
         assert set(posted) == {end}
         assert end > 0
-    eager = run_ranks(2, loss_of_two_steps, layout)
-    assert [loss for *_, loss in found] == pytest.approx(eager, rel=1e-12)
+        assert quick == pytest.approx(eager, rel=1e-12)
 
 
-def loss_of_two_steps(rank: int, world: int, layout: str) -> float:
-    settings = ["model.layers=4", "data.seq=32", "train.batch=4", "train.compile=off", "train.dtype=float64"]
+def loss_of_two_steps(layout: str, compiled: str) -> float:
+    settings = ["model.layers=4", "data.seq=32", "train.batch=4", f"train.compile={compiled}", "train.dtype=float64"]
     job = read_job(None, [f"layout={layout}", *settings])
     engine = Engine(job, Mesh.of(job.layout, torch.device("cpu"), spec=job.model))
     batch = plain_batch(job.model.vocab, 4, 32)
@@ -193,15 +174,12 @@ def graphs_of_documents(rank: int, world: int, layout: str, settings: list[str])
     return made, apart
 
 
-@pytest.mark.parametrize(
-    ("layout", "settings"),
-    [
-        pytest.param("cp=2,cp_kind=allgather,microbatches=2,recompute=full", [], marks=SLOW),
-        ("cp=2,cp_kind=allgather,recompute=selective", ["model.sinks=true", "model.window=8"]),
-        pytest.param("dp=2,recompute=full", ["model.sinks=true", "model.window=8"], marks=SLOW),
-        pytest.param("cp=2,microbatches=2", [], marks=SLOW),
-    ],
-)
+@pytest.mark.parametrize(("layout", "settings"), [
+    pytest.param("cp=2,cp_kind=allgather,microbatches=2,recompute=full", [], marks=SLOW),
+    ("cp=2,cp_kind=allgather,recompute=selective", ["model.sinks=true", "model.window=8"]),
+    pytest.param("dp=2,recompute=full", ["model.sinks=true", "model.window=8"], marks=SLOW),
+    pytest.param("cp=2,microbatches=2", [], marks=SLOW),
+])  # fmt: skip
 def test_documents_make_no_graphs_of_their_own(layout: str, settings: list[str]) -> None:
     """Else every microbatch would be compiled anew, until PyTorch's limit ends the run."""
     for made, apart in run_ranks(2, graphs_of_documents, layout, settings):

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import numpy as np
-import pytest
 import torch
 
 from fivefold.job.config import read_job
@@ -13,6 +12,7 @@ from fivefold.parallel.collectives import full_tensor
 from fivefold.parallel.mesh import Mesh
 from fivefold.trainer.engine import Engine
 from fivefold.verifier.cases import make_batch
+from tests.parallel.zero.world import each
 from tests.ranks import run_ranks
 
 
@@ -31,15 +31,15 @@ def one_step(rank: int, world: int, text: str, staged: bool) -> tuple[float, dic
     return loss, gradients | weights
 
 
-@pytest.mark.parametrize(
-    "text", ["tp=2,sp", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "cp=2,cp_kind=allgather", "cp=2"]
-)
-def test_staging_changes_no_bit(text: str) -> None:
-    plain, staged = (run_ranks(2, one_step, text, how) for how in (False, True))
-    for (loss, tensors), (other, others) in zip(plain, staged, strict=True):
-        assert loss == other
-        assert all(np.array_equal(tensors[name], others[name]) for name in tensors)
-        assert len(tensors) == len(others) > 0
+LAYOUTS = ["tp=2,sp", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "cp=2,cp_kind=allgather", "cp=2"]
+
+
+def test_staging_changes_no_bit() -> None:
+    for steps in run_ranks(2, each, one_step, [(text, staged) for text in LAYOUTS for staged in (False, True)]):
+        for text, (loss, tensors), (other, others) in zip(LAYOUTS, steps[::2], steps[1::2], strict=True):
+            assert loss == other, text
+            assert all(np.array_equal(tensors[name], others[name]) for name in tensors), text
+            assert len(tensors) == len(others) > 0
 
 
 def test_cpus_talk_through_gloo() -> None:

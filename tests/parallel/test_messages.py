@@ -15,16 +15,13 @@ from fivefold.tracing.records import Flight, NamedSpan, RankTrace, StepWindow, W
 from tests.ranks import run_ranks
 
 
-@pytest.mark.parametrize(
-    ("value", "kind"),
-    [
-        (Path("a") / "b", Path),
-        (None, Path | None),
-        ((Path("x"), ["a"]), tuple[Path | None, list[str]]),
-        ([File("a", 1, "00")], list[File]),
-        ("x" * 100_000, str),
-    ],
-)
+@pytest.mark.parametrize(("value", "kind"), [
+    (Path("a") / "b", Path),
+    (None, Path | None),
+    ((Path("x"), ["a"]), tuple[Path | None, list[str]]),
+    ([File("a", 1, "00")], list[File]),
+    ("x" * 100_000, str),
+])  # fmt: skip
 def test_values_arrive_as_they_were(value: object, kind: object) -> None:
     assert unpacked(packed(value), kind) == value
 

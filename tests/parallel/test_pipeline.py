@@ -98,12 +98,11 @@ def hold(case: Job, ranks: list[Held], tied: bool = False) -> None:
 @pytest.mark.parametrize(
     ("p", "dtype", "microbatches"),
     [
-        pytest.param(2, "float32", (3, 4), marks=pytest.mark.slow),
-        (4, "float64", (3, 8)),  # fewer than ranks, and twice as many
-        pytest.param(2, "float64", (2, 3, 8), marks=pytest.mark.slow),
-        pytest.param(4, "float32", (2, 3, 8), marks=pytest.mark.slow),
+        (3, "float64", (2, 6)),  # fewer than ranks, and twice as many
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+            (4, "float64", (3, 8)), (2, "float32", (3, 4)), (2, "float64", (2, 3, 8)), (4, "float32", (2, 3, 8))]),
     ],
-)
+)  # fmt: skip
 def test_every_schedule_is_executed_as_it_is_written_and_equals_one_process_to_the_bit(
     p: int, dtype: str, microbatches: tuple[int, ...]
 ) -> None:
@@ -115,42 +114,58 @@ def test_every_schedule_is_executed_as_it_is_written_and_equals_one_process_to_t
         hold(case, ranks)
 
 
-def test_receive_buffers_do_not_grow_with_the_microbatches() -> None:
-    layouts = [
-        Layout(pp=2, schedule=name, microbatches=m) for name in ("gpipe", "interleaved", "zb-v") for m in (4, 10)
-    ]
-    for case, ranks in by_case([job(layout) for layout in layouts]):
-        hold(case, ranks)
-        assert max(one.in_flight[0] for one in ranks) == 2, str(case.layout)
-
-
-def test_tied_embeddings_are_two_partial_sums() -> None:
-    names = ("1f1b", "interleaved", "zb-h1", "zb-v")
-    cases = [job(Layout(pp=2, schedule=name, microbatches=4), tied=True) for name in names]
-    for case, ranks in by_case(cases):
-        hold(case, ranks, tied=True)
-        ends = [one for one in ranks if "embedding.weight" in one.names]
-        assert len(ends) == (1 if case.layout.schedule == "zb-v" else 2)
-
-
 SPLITS = {
     2: [("1f1b", (0, 4)), ("zb-h1", (4, 0)), ("zb-h1", (3, 1)), ("interleaved", (0, 3, 1, 0)), ("zb-v", (0, 0, 4, 0))],
     3: [("1f1b", (0, 3, 1)), ("gpipe", (4, 0, 0)), ("zb-h2", (1, 0, 3)), ("v-min", (0, 1, 0, 0, 3, 0))],
 }
 
 
-@pytest.mark.parametrize("p", SPLITS)
-def test_layers_may_be_dealt_out_unevenly_and_a_stage_may_have_none(p: int) -> None:
-    layouts = [Layout(pp=p, schedule=name, microbatches=5, split=split) for name, split in SPLITS[p]]
-    for case, ranks in by_case([job(layout, layers=4) for layout in layouts]):
+def split_cases(p: int) -> list[Job]:
+    return [job(Layout(pp=p, schedule=name, microbatches=5, split=split), layers=4) for name, split in SPLITS[p]]
+
+
+# What two ranks are asked, in one start of them.
+ON_TWO = {
+    "buffers": [job(Layout(pp=2, schedule=name, microbatches=m)) for name in ("gpipe", "interleaved", "zb-v")
+                for m in (4, 8)],
+    "tied": [job(Layout(pp=2, schedule=name, microbatches=4), tied=True) for name in
+             ("1f1b", "interleaved", "zb-h1", "zb-v")],
+    "recompute": [job(Layout(pp=2, schedule=name, microbatches=4, recompute=recompute)) for recompute in
+                  ("full", "selective") for name in ("1f1b", "zb-h1", "zb-v", "dualpipe-v")],
+    "split": split_cases(2),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def on_two() -> dict[str, list[tuple[Job, list[Held]]]]:
+    found = iter(by_case([case for cases in ON_TWO.values() for case in cases]))
+    return {name: [next(found) for _ in cases] for name, cases in ON_TWO.items()}
+
+
+def test_receive_buffers_do_not_grow_with_the_microbatches(on_two: dict[str, list[tuple[Job, list[Held]]]]) -> None:
+    for case, ranks in on_two["buffers"]:
+        hold(case, ranks)
+        assert max(one.in_flight[0] for one in ranks) == 2, str(case.layout)
+
+
+def test_tied_embeddings_are_two_partial_sums(on_two: dict[str, list[tuple[Job, list[Held]]]]) -> None:
+    for case, ranks in on_two["tied"]:
+        hold(case, ranks, tied=True)
+        ends = [one for one in ranks if "embedding.weight" in one.names]
+        assert len(ends) == (1 if case.layout.schedule == "zb-v" else 2)
+
+
+def test_layers_may_be_dealt_out_unevenly_and_a_stage_may_have_none(
+    on_two: dict[str, list[tuple[Job, list[Held]]]],
+) -> None:
+    for case, ranks in [*on_two["split"], *by_case(split_cases(3))]:
         hold(case, ranks)
 
 
-@pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_a_block_is_recomputed_once_also_where_backward_is_split(recompute: str) -> None:
-    names = ("1f1b", "zb-h1", "zb-v", "dualpipe-v")
-    layouts = [Layout(pp=2, schedule=name, microbatches=4, recompute=recompute) for name in names]
-    for case, ranks in by_case([job(layout) for layout in layouts]):
+def test_a_block_is_recomputed_once_also_where_backward_is_split(
+    on_two: dict[str, list[tuple[Job, list[Held]]]],
+) -> None:
+    for case, ranks in on_two["recompute"]:
         assert ranks[0].split == (case.layout.schedule != "1f1b")
         for one in ranks:
             assert one.unequal == set(), str(case.layout)

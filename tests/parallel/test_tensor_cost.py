@@ -134,6 +134,6 @@ def saved(rank: int, world: int, layout: Layout) -> int:
 
 
 def test_sp_divides_the_activations_of_norms_residual_and_column_inputs_by_tp() -> None:
-    whole, share = run_ranks(2, saved, Layout(tp=2)), run_ranks(2, saved, Layout(tp=2, sp=True))
-    assert whole[0] >= 2 * 4 * B * S * E * 8  # two layers: two norms' inputs and two groups' inputs each, float64
-    assert [2 * part for part in share] == whole
+    for whole, share in run_ranks(2, each, saved, [(Layout(tp=2),), (Layout(tp=2, sp=True),)]):
+        assert whole >= 2 * 4 * B * S * E * 8  # two layers: two norms' inputs and two groups' inputs each, float64
+        assert 2 * share == whole

@@ -1,6 +1,5 @@
 """The counter sees every collective, whoever calls it, and nothing else."""
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -14,6 +13,7 @@ from fivefold.parallel import collectives as c
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.traffic import TrafficCounter
 from fivefold.spec.presets import preset
+from tests.parallel.zero.world import each
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -97,14 +97,13 @@ def names(rank: int, world: int, text: str) -> dict[str, str]:
     return dict(zip(used, [event.axis for event in counter.events], strict=True))
 
 
-@pytest.mark.parametrize(
-    "layout",
-    ["dp=4", "dp=2,cp=2", "cp=2,tp=2", "dp=4,zero=3,replicate=2", "pp=4", "dp=2,pp=2,ep=2", "pp=4,schedule=zb-v"],
-)
-def test_axes_of_the_same_ranks_have_the_name_that_the_closed_forms_give_them(layout: str) -> None:
-    parsed = Layout.parse(layout)
-    for found in run_ranks(4, names, layout):
-        assert found == {axis: parsed.same_axis(axis) for axis in found}
+LAYOUTS = ["dp=4", "dp=2,cp=2", "cp=2,tp=2", "dp=4,zero=3,replicate=2", "pp=4", "dp=2,pp=2,ep=2", "pp=4,schedule=zb-v"]
+
+
+def test_axes_of_the_same_ranks_have_the_name_that_the_closed_forms_give_them() -> None:
+    for rank in run_ranks(4, each, names, [(layout,) for layout in LAYOUTS]):
+        for layout, found in zip(LAYOUTS, rank, strict=True):
+            assert found == {axis: Layout.parse(layout).same_axis(axis) for axis in found}, layout
 
 
 def odd_group(rank: int, world: int) -> tuple[list[str], str]:

@@ -9,6 +9,7 @@ import torch
 import fivefold as ff
 from fivefold.model.decoder import Decoder
 from fivefold.support import plugins
+from tests.verifier.cases import slow
 
 KIND = """
 from fivefold.spec.kinds import Mixer
@@ -61,26 +62,18 @@ def package(tmp_path: Path, forgotten: None) -> Path:
     return home
 
 
-@pytest.mark.parametrize(
-    "layout", ["cp=2", pytest.param("tp=2,cp=2,cp_kind=ulysses,sp,recompute=full", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("layout", ["cp=2", *slow(["tp=2,cp=2,cp_kind=ulysses,sp,recompute=full"])])
 def test_under_cp_it_computes_and_sends_what_is_planned(package: Path, layout: str) -> None:
-    result = ff.verify(layout, MODEL)
+    result = ff.verify(layout, MODEL, steps=2, seq=16)
     assert result.ok, str(result)
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (
-            ("self.o = Linear(width, ", "self.o = Linear(width + 1, "),
-            "has o.weight of shape [",
-        ),
-        (("self.o = Linear", "self.out = Linear"), "has no parameter o.weight, which its operations read"),
-        (("class PlainLayer", "class Other"), "could not be made: AttributeError"),
-        (("(nn.Module)", ""), "gave a PlainLayer, and not a torch.nn.Module"),
-    ],
-)
+@pytest.mark.parametrize(("change", "said"), [
+    (("self.o = Linear(width, ", "self.o = Linear(width + 1, "), "has o.weight of shape ["),
+    (("self.o = Linear", "self.out = Linear"), "has no parameter o.weight, which its operations read"),
+    (("class PlainLayer", "class Other"), "could not be made: AttributeError"),
+    (("(nn.Module)", ""), "gave a PlainLayer, and not a torch.nn.Module"),
+])  # fmt: skip
 def test_a_module_unlike_its_kind_is_a_sentence(package: Path, change: tuple[str, str], said: str) -> None:
     (package / "layer.py").write_text(LAYER.replace(*change))
     spec = ff.read_job(None, MODEL).model

@@ -1,8 +1,5 @@
 """A mixer of another package is proven, planned, trained and resumed as one of ours."""
 
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -34,9 +31,10 @@ from fivefold.spec.mlps import MLPS
 from fivefold.spec.pattern import Layer
 from fivefold.support.errors import Note, UserError
 from tests.commands import fivefold
-from tests.plugins.conftest import HOMES
+from tests.plugins.conftest import HOMES, is_short_and_without_torch
+from tests.verifier.cases import slow
 
-NAME = "fivefold_gated_conv:GatedConv"
+PACKAGE, NAME = "gated_conv", "fivefold_gated_conv:GatedConv"
 PATTERN = f"""model.pattern=[{{mixer = "{NAME}", mlp = "dense"}}, {{mixer = "attention", mlp = "dense"}},
 {{mixer = {{name = "{NAME}", taps = 4}}}}]""".replace("\n", " ")
 CHANGES = [PATTERN, "model.layers=3"]
@@ -45,37 +43,22 @@ SMALL = ("data.seq=32", "train.batch=4", "train.dtype=float64", "train.eval_samp
 
 
 @pytest.fixture
-def conv(installed: Callable[[str], Path], forgotten: None) -> Path:
-    """Where it is installed; Python looks there."""
-    sys.path.insert(0, str(home := installed("gated_conv")))
-    return home
+def conv(package: Path) -> Path:
+    return package
 
 
-def test_it_is_a_package_of_its_own_of_two_short_modules(conv: Path) -> None:
-    files = sorted((conv / "fivefold_gated_conv").glob("*.py"))
-    assert [file.name for file in files] == ["__init__.py", "layer.py"]
-    assert sum(len(file.read_text().splitlines()) for file in files) < 150
+def test_it_is_a_short_package_of_its_own_that_imports_no_torch(conv: Path) -> None:
+    is_short_and_without_torch(conv, "fivefold_gated_conv")
     assert (HOMES / "gated_conv" / "README.md").exists()
 
 
-def test_its_description_imports_no_torch(conv: Path) -> None:
-    program = "import sys, fivefold_gated_conv; sys.exit('torch' in sys.modules)"
-    path = ":".join([str(conv), *sys.path])
-    assert subprocess.run([sys.executable, "-c", program], env={"PYTHONPATH": path}).returncode == 0
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param("dp=2,tp=2,sp,zero=3", marks=pytest.mark.slow),
-        "pp=2,tp=2,schedule=zb-h1,microbatches=4,recompute=selective",
-        pytest.param("dp=2,zero=1,pp=2,recompute=full,microbatches=2", marks=pytest.mark.slow),
-        pytest.param("dp=4,zero=2,replicate=1", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("layout", [
+    "pp=2,tp=2,schedule=zb-h1,microbatches=4,recompute=selective",
+    *slow(["dp=2,tp=2,sp,zero=3", "dp=2,zero=1,pp=2,recompute=full,microbatches=2", "dp=4,zero=2,replicate=1"]),
+])  # fmt: skip
 def test_a_layout_computes_what_one_process_computes_in_float64(layout: str, conv: Path) -> None:
     """Loss, norm, gradients, parameters; what is sent, and what is held."""
-    result = ff.verify(layout, CHANGES)
+    result = ff.verify(layout, CHANGES, steps=2, seq=16)
     assert result.ok, str(result)
 
 
@@ -170,9 +153,9 @@ def test_a_run_goes_on_in_another_layout_with_the_same_curve(
     conv: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    whole = ff.train(None, [*CHANGES, *SMALL, "train.steps=6", "run.name=whole"]).losses
-    ff.train(None, [*CHANGES, *SMALL, "train.steps=3", "layout=dp=2,zero=1"])
-    resumed = ff.train("runs/conv", ["train.steps=6", "layout=tp=2"])
+    whole = ff.train(None, [*CHANGES, *SMALL, "train.steps=4", "run.name=whole"]).losses
+    ff.train(None, [*CHANGES, *SMALL, "train.steps=2", "layout=dp=2,zero=1"])
+    resumed = ff.train("runs/conv", ["train.steps=4", "layout=tp=2"])
     assert resumed.losses == pytest.approx(whole, abs=1e-10)
     assert resumed.losses[0] - resumed.losses[-1] > 0.01  # it learns
 
@@ -180,11 +163,6 @@ def test_a_run_goes_on_in_another_layout_with_the_same_curve(
     done = fivefold("train", "runs/conv", "train.steps=8", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert f"If you trust it: --plugin {NAME}" in done.stderr
-    at = {"PYTHONPATH": str(conv)}
-    words = ("train", "runs/conv", "train.steps=8", "--plugin", NAME, "layout=pp=2", "--nproc", "2")
-    done = fivefold(*words, cwd=tmp_path, env=at)
-    assert done.returncode == 0, done.stderr
-    assert "step 8/8" in done.stdout
 
 
 def test_its_weights_lie_in_files_of_hugging_face_where_it_says(

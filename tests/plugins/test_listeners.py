@@ -75,17 +75,22 @@ def test_a_stored_run_names_it_and_imports_nothing(here: Path) -> None:
     assert not (here / "imported").exists()
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float | None]:
+    """The losses of a run that nobody listens to."""
+    return ff.train(None, [*SMALL, "train.steps=2", f"run.dir={tmp_path_factory.mktemp('plain')}"]).losses
+
+
 @pytest.mark.parametrize("event", ["step", "evaluation", "checkpoint", "end"])
-def test_what_it_raises_is_said_once_and_changes_no_step(here: Path, event: str) -> None:
+def test_what_it_raises_is_said_once_and_changes_no_step(here: Path, plain: list[float | None], event: str) -> None:
     (here / "heard.py").write_text(TEXT.replace(f'self.write("{event}"', f'raise OSError("{event} lost")  # ("'))
     said: list[str] = []
     with pytest.raises(TrainingError, match=f"all steps are done, but the listener {NAME} raised OSError in {event}"):
-        ff.train(None, [*SMALL, f"run.listeners={NAME}"], progress=said.append)
+        ff.train(None, [*SMALL, "train.steps=2", f"run.listeners={NAME}"], progress=said.append)
     assert sum(f"the listener {NAME} raised OSError in {event}: {event} lost; training" in line for line in said) == 1
-    plain = ff.train(None, [*SMALL, "run.name=plain"])
     lines = (here / "runs/own/metrics.jsonl").read_text().splitlines()
     losses = [row["loss"] for row in map(json.loads, lines) if row["kind"] == "step"]
-    assert losses == plain.losses
+    assert losses == plain
 
 
 def test_one_that_cannot_start_ends_the_run_before_its_first_step(here: Path) -> None:
@@ -96,18 +101,12 @@ def test_one_that_cannot_start_ends_the_run_before_its_first_step(here: Path) ->
     assert "step 1/" not in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (("def step(self, record)", "def step(self)"), "has step(self), and not step(self, record)"),
-        (("    def start(self", "    def __init__(self, url): pass\n\n    def start(self"), "takes url to be made"),
-        (("Heard(RunListener)", "Heard"), "is the class Heard, and not a subclass of fivefold.job.listeners:RunList"),
-        (
-            ("class Heard(RunListener):", "class Heard(RunListener):\n    pass\n\nclass Other:"),
-            "has none of the methods",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("change", "said"), [
+    (("def step(self, record)", "def step(self)"), "has step(self), and not step(self, record)"),
+    (("    def start(self", "    def __init__(self, url): pass\n\n    def start(self"), "takes url to be made"),
+    (("Heard(RunListener)", "Heard"), "is the class Heard, and not a subclass of fivefold.job.listeners:RunList"),
+    (("class Heard(RunListener):", "class Heard(RunListener):\n    pass\n\nclass Other:"), "has none of the methods"),
+])  # fmt: skip
 def test_one_that_is_wrong_is_a_sentence(here: Path, change: tuple[str, str], said: str) -> None:
     (here / "heard.py").write_text(TEXT.replace(*change))
     with pytest.raises(UserError) as refused:

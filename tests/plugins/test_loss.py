@@ -1,8 +1,6 @@
 """A loss from outside the package: its value and gradient in every layout are those of one process."""
 
-import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -18,43 +16,36 @@ from fivefold.model import compiler
 from fivefold.model import linear_cross_entropy as fused
 from fivefold.support import plugins
 from tests.commands import fivefold
+from tests.plugins.conftest import is_short_and_without_torch
 from tests.refusals import refusal
+from tests.verifier.cases import slow
 
-NAME = "fivefold_focal_loss:Focal"
+PACKAGE, NAME = "focal_loss", "fivefold_focal_loss:Focal"
 CHOSEN = f"loss.name={NAME}"
 WITH_DECAY = (CHOSEN, "loss.decay=0.1")
 
 
 @pytest.fixture(autouse=True)
-def focal(installed: Callable[[str], Path], forgotten: None, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where it is installed; Python looks there."""
-    monkeypatch.syspath_prepend(str(home := installed("focal_loss")))
-    return home
+def focal(package: Path) -> Path:
+    return package
 
 
-def test_it_is_a_package_of_its_own_of_one_short_module(focal: Path) -> None:
-    assert [file.name for file in focal.glob("*.py")] == ["fivefold_focal_loss.py"]
-    assert len((focal / "fivefold_focal_loss.py").read_text().splitlines()) < 80
-
-
-def test_its_description_imports_no_torch(focal: Path) -> None:
-    program = "import sys, fivefold_focal_loss; sys.exit('torch' in sys.modules)"
-    path = ":".join([str(focal), *sys.path])
-    assert subprocess.run([sys.executable, "-c", program], env={"PYTHONPATH": path}).returncode == 0
+def test_it_is_a_short_package_of_its_own_that_imports_no_torch(focal: Path) -> None:
+    is_short_and_without_torch(focal, "fivefold_focal_loss")
 
 
 @pytest.mark.parametrize(
     "layout",
     [
         "tp=4,sp",  # a vocabulary of 10, 10, 10 and 7 words
-        "dp=2,tp=2,zero=1",
         "pp=2,cp=2,schedule=zb-h1,microbatches=2",
-        "dp=2,cp=2,zero=3",
+        *slow(["dp=2,tp=2,zero=1", "dp=2,cp=2,zero=3"]),
     ],
 )
 def test_a_layout_computes_what_one_process_computes_in_float64(layout: str) -> None:
     """Loss, norm, gradients, parameters; and tp sends as many sums as the loss says."""
-    result = ff.verify(layout, [*WITH_DECAY, "model.vocab=37", "model.heads=4", "model.kv_heads=2"], steps=2)
+    changes = [*WITH_DECAY, "model.vocab=37", "model.heads=4", "model.kv_heads=2"]
+    result = ff.verify(layout, changes, steps=2, seq=16, batch=4)
     assert result.ok, str(result)
 
 
@@ -64,7 +55,7 @@ def test_a_wrong_slope_is_found(focal: Path, tmp_path: Path, monkeypatch: pytest
     wrong = text.replace("2 * self.decay", "2.001 * self.decay").replace("fivefold_focal_loss:", "wrong_loss:")
     (tmp_path / "wrong_loss.py").write_text(wrong)
     monkeypatch.syspath_prepend(str(tmp_path))
-    result = ff.verify("dp=2", ["loss.name=wrong_loss:Focal", "loss.decay=0.1"], steps=1)
+    result = ff.verify("dp=2", ["loss.name=wrong_loss:Focal", "loss.decay=0.1"], steps=1, seq=16)
     assert not result.ok
     assert "gradient" in str(result)
 

@@ -8,6 +8,7 @@ import fivefold as ff
 from fivefold.job.config import read_job
 from fivefold.model.decoder import Decoder
 from tests.refusals import refusal
+from tests.verifier.cases import slow
 
 KINDS = """
 from fivefold.spec.mlps import MixtureOfExperts
@@ -50,16 +51,16 @@ def package(tmp_path: Path, forgotten: None, monkeypatch: pytest.MonkeyPatch) ->
     return home
 
 
-@pytest.mark.parametrize("layout", ["dp=2,ep=2", pytest.param("tp=2,ep=2,sp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", ["dp=2,ep=2", *slow(["tp=2,ep=2,sp"])])
 def test_where_its_tokens_travel_it_computes_what_its_own_reference_computes(layout: str) -> None:
     """Loss, norm, gradients, weights, where each token went, and what was sent, to the byte."""
-    result = ff.verify(layout, MODEL[1:], model="tiny-moe", steps=2)
+    result = ff.verify(layout, MODEL[1:], model="tiny-moe", steps=2, seq=16, batch=4)
     assert result.ok, str(result)
 
 
 def test_its_reference_is_not_ours(package: Path) -> None:
     (package / "__init__.py").write_text(KINDS.replace("    reference =", "    other ="))
-    result = ff.verify("dp=1", MODEL[1:], model="tiny-moe", steps=1)
+    result = ff.verify("dp=1", MODEL[1:], model="tiny-moe", steps=1, seq=16, batch=4)
     assert not result.ok
 
 

@@ -82,25 +82,22 @@ def test_all_that_it_lacks_is_told_at_once(refused: object) -> None:
     assert [code for code, _ in refused(text)] == ["plugin.protocol"] * 3  # type: ignore[operator]
 
 
-@pytest.mark.parametrize(
-    ("text", "code", "said"),
-    [
-        ("1 / 0", "plugin.import", "mine raised ZeroDivisionError when it was imported: division by zero"),
-        ("raise SystemExit(3)", "plugin.import", "mine raised SystemExit when it was imported: 3"),
-        ("def broken(:", "plugin.import", "mine raised SyntaxError when it was imported: "),
-        ("import no_such_package_at_all", "plugin.import", "no_such_package_at_all"),
-        ("import mine_too.deep", "plugin.import", "mine_too"),
-        ("\x00", "plugin.import", "null bytes"),
-        ("raise UnicodeError('a\\nb\\x1b[31m')", "plugin.import", "a\\nb\\x1b[31m"),
-        ("", "plugin.name", "has no Mine; known: none"),
-        ("from os import path, sep\nclass Other: ...", "plugin.name", "has no Mine; known: Other"),
-        ("Mime = 3", "plugin.name", "has no Mine; did you mean 'Mime'"),
-        ("def __getattr__(name): raise OSError(name)", "plugin.import", "mine raised OSError"),
-        ("Mine = 3", "plugin.kind", "is a int, and not a subclass of fivefold.optim.base:OptimizerConfig"),
-        ("class Mine: pass", "plugin.kind", "is the class Mine, and not a subclass of"),
-        ("from fivefold.optim.adamw import AdamW as Mine", "plugin.protocol", "has another name in jobs"),
-    ],
-)
+@pytest.mark.parametrize(("text", "code", "said"), [
+    ("1 / 0", "plugin.import", "mine raised ZeroDivisionError when it was imported: division by zero"),
+    ("raise SystemExit(3)", "plugin.import", "mine raised SystemExit when it was imported: 3"),
+    ("def broken(:", "plugin.import", "mine raised SyntaxError when it was imported: "),
+    ("import no_such_package_at_all", "plugin.import", "no_such_package_at_all"),
+    ("import mine_too.deep", "plugin.import", "mine_too"),
+    ("\x00", "plugin.import", "null bytes"),
+    ("raise UnicodeError('a\\nb\\x1b[31m')", "plugin.import", "a\\nb\\x1b[31m"),
+    ("", "plugin.name", "has no Mine; known: none"),
+    ("from os import path, sep\nclass Other: ...", "plugin.name", "has no Mine; known: Other"),
+    ("Mime = 3", "plugin.name", "has no Mine; did you mean 'Mime'"),
+    ("def __getattr__(name): raise OSError(name)", "plugin.import", "mine raised OSError"),
+    ("Mine = 3", "plugin.kind", "is a int, and not a subclass of fivefold.optim.base:OptimizerConfig"),
+    ("class Mine: pass", "plugin.kind", "is the class Mine, and not a subclass of"),
+    ("from fivefold.optim.adamw import AdamW as Mine", "plugin.protocol", "has another name in jobs"),
+])  # fmt: skip
 def test_a_module_that_is_none_is_one_sentence(refused: object, text: str, code: str, said: str) -> None:
     [(its, sentence)] = refused(text)  # type: ignore[operator]
     assert its == code

@@ -6,6 +6,7 @@ The module is where Python looks first, the current directory, and leaves a file
 import secrets
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,15 @@ import pytest
 import fivefold as ff
 from fivefold.checkpoint.find import find
 from fivefold.checkpoint.manifest import MANIFEST
-from fivefold.job.config import read_job
+from fivefold.job.config import job_from, read_job
 from fivefold.launch.handshake import Facts, Statement, odd_ones, seal, settings_of, unseal
+from fivefold.spec.model import ModelSpec
 from fivefold.support import plugins
 from fivefold.support.errors import UserError
 from fivefold.web.question import Ask
 from fivefold.web.views import answer
 from tests.commands import fivefold
+from tests.refusals import refusal
 
 NAME = "evil:Evil"
 SMALL = ["model.layers=1", "model.hidden=32", "model.ffn=32", "data.seq=16", "train.batch=2", "train.steps=1",
@@ -30,9 +33,13 @@ EVIL = """
 from pathlib import Path
 Path(__file__).with_name("imported").touch()
 from fivefold.optim.adamw import AdamW
+from fivefold.spec.mixers import GroupedQueryAttention
 class Evil(AdamW, frozen=True, kw_only=True, tag="evil:Evil"):
     pass
+class Mixer(GroupedQueryAttention, frozen=True, kw_only=True, tag="evil:Mixer"):
+    pass
 """
+MIXER = "evil:Mixer"
 PLUGIN_FREE = [  # reads weights or records alone
     ["inspect", "runs/stolen"],
     ["inspect", "runs/stolen/checkpoints/latest"],
@@ -58,6 +65,8 @@ REFUSED = [  # goes on with the job
     ["doctor", "runs/stolen/job.toml"],
     ["launch", "runs/stolen/job.toml", "--torchrun", "--nodes", "1"],
 ]
+PATTERN = ["train runs/pattern", "train runs/pattern/job.toml --check", "generate runs/pattern --prompt a",
+           "hf export runs/pattern -o hf", "plan runs/pattern/job.toml --cluster 2xH100"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -69,17 +78,62 @@ def stolen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     job = (run / "job.toml").read_text()
     assert 'name = "adamw"' in job
     (run / "job.toml").write_text(job.replace('name = "adamw"', f'name = "{NAME}"'))
-    checkpoint = find(run)
-    manifest = checkpoint.manifest
-    table = manifest.job | {"optimizer": manifest.job["optimizer"] | {"name": NAME}}
-    forged = msgspec.structs.replace(manifest, job=table)
-    assert isinstance(checkpoint.path, Path)
-    (checkpoint.path / MANIFEST).write_bytes(forged.text())
+    forge(run, optimizer={"name": NAME})
     (deeper := run / "logs" / "deeper").mkdir(parents=True)
     (deeper / "job.toml").write_text((run / "job.toml").read_text())
     (home / "evil.py").write_text(EVIL)
     (home / "link.toml").symlink_to(run / "job.toml")
     return home
+
+
+def forge(run: Path, **changes: dict[str, Any]) -> None:
+    """Other settings in a checkpoint, which is sealed anew."""
+    checkpoint = find(run)
+    job = checkpoint.manifest.job
+    forged = job | {section: job[section] | settings for section, settings in changes.items()}
+    assert isinstance(checkpoint.path, Path)
+    (checkpoint.path / MANIFEST).write_bytes(msgspec.structs.replace(checkpoint.manifest, job=forged).text())
+
+
+@pytest.fixture(scope="module")
+def pattern(stolen: Path) -> Path:
+    """The same directory with a run whose pattern names one of the module's classes."""
+    own = 'model.pattern=[{mixer = "attention", mlp = "dense"}]'
+    run = ff.train(None, [own, *SMALL, f"run.dir={stolen / 'runs'}", "run.name=pattern"]).directory
+    job = (run / "job.toml").read_text()
+    assert 'name = "attention"' in job
+    (run / "job.toml").write_text(job.replace('name = "attention"', f'name = "{MIXER}"'))
+    forge(run, model={"pattern": [{"mixer": {"name": MIXER}, "mlp": {"name": "dense"}}]})
+    return stolen
+
+
+@pytest.mark.parametrize("words", PATTERN)
+def test_a_stored_pattern_never_causes_an_import(pattern: Path, words: str) -> None:
+    done = fivefold(*words.split(), cwd=pattern)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"--plugin {MIXER}" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (pattern / "imported").exists()
+
+
+def test_the_user_of_a_stored_pattern_can_say_that_it_may(pattern: Path) -> None:
+    done = fivefold("train", "runs/pattern", "--plugin", MIXER, "--check", cwd=pattern)
+    assert done.returncode == 0, done.stderr
+    (pattern / "imported").unlink()
+
+
+def test_no_object_of_it_is_made_of_what_was_sent(pattern: Path, looked_for: Path) -> None:
+    table = msgspec.to_builtins(read_job(None, []))
+    table["model"]["pattern"] = [{"mixer": {"name": MIXER}}]
+    ways: list[Callable[[], object]] = [
+        lambda: job_from(table),
+        lambda: msgspec.convert(table["model"], ModelSpec),
+        lambda: ff.train("runs/pattern"),
+        lambda: read_job("runs/pattern/job.toml", ["model.layers=2"]),
+    ]
+    for make in ways:
+        assert refusal(make).codes == ["plugin.untrusted"]
+    assert not looked_for.exists()
 
 
 @pytest.mark.parametrize("words", REFUSED, ids=" ".join)
@@ -123,14 +177,7 @@ def test_a_stored_schedule_never_causes_an_import(stolen: Path) -> None:
     shutil.copytree(stolen / "runs" / "stolen", run := stolen / "runs" / "schedule")
     job = (run / "job.toml").read_text().replace(NAME, "adamw").replace("[layout]", f'[layout]\nschedule = "{NAME}"')
     (run / "job.toml").write_text(job.replace('schedule = "1f1b"\n', ""))
-    checkpoint = find(run)
-    table = checkpoint.manifest.job
-    table = table | {
-        "optimizer": table["optimizer"] | {"name": "adamw"},
-        "layout": table["layout"] | {"schedule": NAME},
-    }
-    assert isinstance(checkpoint.path, Path)
-    (checkpoint.path / MANIFEST).write_bytes(msgspec.structs.replace(checkpoint.manifest, job=table).text())
+    forge(run, optimizer={"name": "adamw"}, layout={"schedule": NAME})
     for words in (["inspect", "runs/schedule"], ["hf", "export", "runs/schedule", "-o", "other"]):
         done = fivefold(*words, cwd=stolen)
         assert done.returncode == 0, done.stderr

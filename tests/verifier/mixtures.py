@@ -1,27 +1,19 @@
-"""Small mixtures of experts to prove, and bugs that others have shipped: patches that a rank enters before it starts.
-
-A test of many bugs starts its ranks once: `several` runs one proof after another in them.
-"""
+"""Small mixtures of experts to prove, and bugs that others have shipped: patches that a rank enters."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import msgspec
 
 from fivefold.job.config import Job
-from fivefold.launch.processes import Rank
 from fivefold.spec.blocks import Experts
 from fivefold.spec.model import ModelSpec
 from fivefold.verifier.cases import with_balance
-from fivefold.verifier.verdict import RankMeasurement
 from tests.verifier import cases
 from tests.verifier.cases import tiny
-
-Bug = Callable[[], AbstractContextManager[Any]]
 
 MIXTRAL = Experts(count=8, top_k=2, ffn=12)
 DEEPSEEK = Experts(
@@ -39,29 +31,6 @@ def job(layout: str, spec: ModelSpec | None = None, dtype: str = "float64", seq:
     made = cases.job(layout, spec or moe(), dtype, **{"steps": 1} | train)
     made = msgspec.structs.replace(made, data=msgspec.structs.replace(made.data, seq=seq))
     return with_balance(made, [f"train.{name}" for name in train])
-
-
-def references(rank: Rank, jobs: list[Job], paths: list[Path]) -> list[Any]:
-    """Write them all, and say where their tokens went."""
-    from fivefold.verifier.reference import write_reference
-
-    return [write_reference(rank, one, path) for one, path in zip(jobs, paths, strict=True)]
-
-
-def several(rank: Rank, proofs: list[tuple[Job, Path, str]]) -> list[RankMeasurement]:
-    """Each with the bug of that name, or without any."""
-    from fivefold.verifier.rank import compare_steps
-
-    rank.join("gloo")
-    found = []
-    for one, reference, bug in proofs:
-        with globals()[bug]() if bug else ExitStack():
-            found.append(compare_steps(rank, one, reference))
-    return found
-
-
-def nothing() -> AbstractContextManager[Any]:
-    return ExitStack()
 
 
 # ---- gradients -----------------------------------------------------------------------------------------------------
@@ -97,9 +66,7 @@ def experts_are_reduced_over_the_dense_group() -> AbstractContextManager[Any]:
 
 
 def the_router_is_not_summed_over_tp() -> AbstractContextManager[Any]:
-    from fivefold.parallel.buckets import Bucket
-
-    return patch.object(Bucket, "reduce_extra_axis", lambda self: None)
+    return cases.norms_are_not_summed_over_tp()  # by the same method
 
 
 def the_router_is_detached() -> AbstractContextManager[Any]:

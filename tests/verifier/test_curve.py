@@ -8,9 +8,10 @@ from fivefold.data.prepare import prepare
 from fivefold.job.config import read_job
 from fivefold.layout.layout import Layout
 from fivefold.verifier.verify import CurveResult, compare_curves
+from tests.verifier.cases import slow
 
 
-@pytest.mark.parametrize("layout", ["dp=2,zero=1", "pp=2,microbatches=2,schedule=zb-h1"])
+@pytest.mark.parametrize("layout", ["dp=2,zero=1", *slow(["pp=2,microbatches=2,schedule=zb-h1"])])
 def test_a_layout_follows_one_process_from_the_same_bits(tmp_path: Path, layout: str) -> None:
     (tmp_path / "text.txt").write_text("one model, one data order, one loss curve. " * 200)
     prepare([tmp_path / "text.txt"], tmp_path / "tokens")

@@ -4,7 +4,6 @@ import ast
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,7 +13,6 @@ import torch
 import fivefold.verifier.plain_moe
 import fivefold.verifier.reference
 from fivefold.job.config import Job
-from fivefold.launch import processes
 from fivefold.schedules.registry import CATALOGUE
 from fivefold.spec.blocks import Experts
 from fivefold.spec.model import ModelSpec
@@ -32,30 +30,16 @@ from fivefold.verifier.cases import (
 from fivefold.verifier.reference import run_reference
 from fivefold.verifier.result import VerifyResult
 from fivefold.verifier.verdict import RankMeasurement, ReplayedRouting, Verdict
-from fivefold.verifier.verify import Judge, expected_memory, expected_traffic, verify
+from fivefold.verifier.verify import Judge, verify
 from tests.verifier import cases, mixtures
-from tests.verifier.mixtures import DEEPSEEK, Bug, job, moe
+from tests.verifier.cases import Bug, together
+from tests.verifier.mixtures import DEEPSEEK, job, moe
 
 
 @pytest.fixture
 def judge() -> Iterator[Judge]:
     with Judge(timeout=120) as one:
         yield one
-
-
-def together(home: Path, proofs: dict[str, tuple[Job, Bug]]) -> dict[str, Verdict]:
-    """Verdicts on jobs of one world, each with its bug, in one set of ranks."""
-    [world] = {one.layout.world for one, _ in proofs.values()}
-    jobs = [one for one, _ in proofs.values()]
-    paths = [home / f"{number}.reference" for number in range(len(jobs))]
-    [routing] = processes.run(1, "tests.verifier.mixtures:references", jobs, paths, timeout=180)
-    asked = [(one, path, bug.__name__) for (one, bug), path in zip(proofs.values(), paths, strict=True)]
-    measured = processes.run(world, "tests.verifier.mixtures:several", asked, timeout=180)
-    verdicts = [
-        Verdict.of(one, list(all_ranks), expected_traffic(one, routed), expected_memory(one), 0.0)
-        for one, routed, all_ranks in zip(jobs, routing, zip(*measured, strict=True), strict=True)
-    ]
-    return dict(zip(proofs, verdicts, strict=True))
 
 
 # ---- layouts hold ----------------------------------------------------------------------------------------------------
@@ -102,9 +86,9 @@ SIX = moe(DEEPSEEK, layers=6)
 PAIRS = {
     "zero 1": job(f"dp=2,{PAIRED},zero=1", SIX, steps=2),
     "slices, gathered, full": job(f"tp=2,{PAIRED},dispatch=allgather,recompute=full", SIX),
-    "sp, selective": job(f"tp=2,{PAIRED},sp,recompute=selective", SIX),
 }
 MORE_PAIRS = {
+    "sp, selective": job(f"tp=2,{PAIRED},sp,recompute=selective", SIX),
     "cp, zero 2, full": job(f"cp=2,{PAIRED},zero=2,recompute=full", SIX),
     "gathered, zero 2": job(f"dp=2,{PAIRED},dispatch=allgather,zero=2,recompute=selective", SIX),
     "zero 3, one after the other": job(f"dp=2,{PAIRED},zero=3", SIX),
@@ -119,9 +103,9 @@ MORE_PAIRS = {
     [PROOFS, PAIRS, *(pytest.param(more, marks=pytest.mark.slow) for more in (MORE, MORE_PAIRS))],
     ids=["few", "pairs", "more", "more pairs"],
 )
-def test_layouts_compute_what_a_loop_over_experts_computes(tmp_path: Path, proofs: dict[str, Job]) -> None:
+def test_layouts_compute_what_a_loop_over_experts_computes(judge: Judge, proofs: dict[str, Job]) -> None:
     """And send tokens to the same experts, count the same load, move biases alike, send what the closed form says."""
-    verdicts = together(tmp_path, {name: (one, mixtures.nothing) for name, one in proofs.items()})
+    verdicts = together(judge, {name: (one, cases.nothing) for name, one in proofs.items()})
     assert {name: verdict.problems for name, verdict in verdicts.items()} == {name: [] for name in proofs}
     for name, verdict in verdicts.items():
         exact, experts = verdict.job.train.dtype == "float64", verdict.job.model.experts
@@ -151,17 +135,14 @@ def test_a_narrow_dtype_replays_the_routing_and_says_so() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "dp=4,ep=2,zero=3,replicate=2",
-        "dp=2,tp=2,ep=4,zero=2,microbatches=2",
-        "tp=2,cp=2,ep=2,zero=3,sp,recompute=selective",
-        "pp=2,cp=2,cp_kind=ulysses,zero=3,ep=2,dispatch=allgather,schedule=zb-v,recompute=selective,microbatches=2",
-        "dp=2,pp=2,ep=2,schedule=dualpipe-v,microbatches=4,recompute=full",
-        "tp=4,ep=2,zero=1",
-    ],
-)
+@pytest.mark.parametrize("layout", [
+    "dp=4,ep=2,zero=3,replicate=2",
+    "dp=2,tp=2,ep=4,zero=2,microbatches=2",
+    "tp=2,cp=2,ep=2,zero=3,sp,recompute=selective",
+    "pp=2,cp=2,cp_kind=ulysses,zero=3,ep=2,dispatch=allgather,schedule=zb-v,recompute=selective,microbatches=2",
+    "dp=2,pp=2,ep=2,schedule=dualpipe-v,microbatches=4,recompute=full",
+    "tp=4,ep=2,zero=1",
+])  # fmt: skip
 def test_layouts_of_four_ranks(judge: Judge, layout: str) -> None:
     assert judge(job(layout, moe(DEEPSEEK, layers=3), steps=2)).problems == []
 
@@ -228,9 +209,9 @@ RELATED = [
 ]
 
 
-def found(home: Path, every: list[Planted]) -> dict[str, Verdict]:
+def found(judge: Judge, every: list[Planted]) -> dict[str, Verdict]:
     """Verdicts by the bugs' names; all of them were found and named."""
-    verdicts = together(home, {one.name: (one.one, one.bug) for one in every})
+    verdicts = together(judge, {one.name: (one.one, one.bug) for one in every})
     for planted in every:
         verdict = verdicts[planted.name]
         assert not verdict.passed, planted.bug
@@ -242,8 +223,8 @@ def found(home: Path, every: list[Planted]) -> dict[str, Verdict]:
     return verdicts
 
 
-def test_bugs_that_others_have_shipped_are_found_and_named(tmp_path: Path) -> None:
-    verdicts = found(tmp_path, PLANTED)
+def test_bugs_that_others_have_shipped_are_found_and_named(judge: Judge) -> None:
+    verdicts = found(judge, PLANTED)
     # Only what a bug touches is named.
     failed = {
         e.name
@@ -275,8 +256,8 @@ def test_routing_and_load_that_nobody_compared_fail(dtype: str) -> None:
 
 
 @pytest.mark.slow
-def test_their_relatives_are_found_too(tmp_path: Path) -> None:
-    verdicts = found(tmp_path, RELATED)
+def test_their_relatives_are_found_too(judge: Judge) -> None:
+    verdicts = found(judge, RELATED)
     [told] = [p for p in verdicts["every_tp_rank_routes_all_tokens"].problems if "routing" in p]
     assert "sample 0, position 0 routed by 2 ranks" in told
 

@@ -9,7 +9,7 @@ from fivefold.optim.muon import Muon
 from fivefold.spec.presets import preset
 from fivefold.verifier.compare import OPTIMIZER
 from fivefold.verifier.verify import Judge
-from tests.verifier.cases import Proven, job, tiny
+from tests.verifier.cases import Proven, job, slow, tiny
 from tests.verifier.mixtures import DEEPSEEK, moe
 
 
@@ -24,11 +24,12 @@ GPT = preset("tiny-gpt", layers=2, hidden=32, ffn=24, vocab=37, context=16)
 
 PROOFS = {
     "whole on every rank": job("dp=4"),
-    "tp, ZeRO 1, tied ends": job("dp=2,tp=2,pp=2,zero=1,microbatches=2", TIED),
+    "ZeRO 1, tied ends": job("dp=2,pp=2,zero=1,microbatches=2", TIED),
     "one kv head for four ranks": job("tp=4,sp", TIED),
     "experts, ZeRO 3": job("dp=2,tp=2,ep=2,zero=3", moe(DEEPSEEK, layers=2)),
 }
 SLOW = {
+    "tp, ZeRO 1, tied ends": job("dp=2,tp=2,pp=2,zero=1,microbatches=2", TIED),  # eight ranks
     "HSDP": job("dp=4,zero=3,replicate=2"),
     "biases, cp, ZeRO 2": job("cp=2,dp=2,zero=2,microbatches=2", GPT),
     "a zero bubble": job("pp=2,tp=2,schedule=zb-v,microbatches=2", TIED),
@@ -46,7 +47,7 @@ def proven(judge: Judge, request: pytest.FixtureRequest) -> Proven:
     return Proven(judge, CASES, request)
 
 
-@pytest.mark.parametrize("name", [*PROOFS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.parametrize("name", [*PROOFS, *slow(SLOW)])
 def test_every_layout_updates_matrices_as_one_process_does(proven: Proven, name: str) -> None:
     proof, verdict = CASES[name], proven[name]
     assert verdict.problems == []

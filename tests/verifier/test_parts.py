@@ -1,8 +1,6 @@
 """The parts of a proof: its data, its measure of error, its layouts, and what the reference may know."""
 
 import math
-import subprocess
-import sys
 
 import msgspec
 import numpy as np
@@ -18,7 +16,8 @@ from fivefold.verifier.cases import cases_of, deep_enough, legal_layouts, make_b
 from fivefold.verifier.compare import tolerance_of
 from fivefold.verifier.reference import measure_noise, run_reference
 from fivefold.verifier.verdict import Verdict
-from tests.verifier.cases import CANCELLING, job, tiny
+from tests.layers import imports, loaded, modules
+from tests.verifier.cases import CANCELLING, job, slow, tiny
 from tests.verifier.mixtures import moe
 
 # ---- data ------------------------------------------------------------------------------------------------------------
@@ -135,7 +134,7 @@ def test_rounding_noise_widens_the_bound_of_its_own_gradient_alone() -> None:
     assert of(errors, name).passed  # nothing is known of a gradient below its noise
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", *slow(["float32"])])
 def test_the_noise_of_a_gradient_knows_what_cancels_in_it(dtype: str) -> None:
     """Relative to the gradient it is near the dtype's rounding for a plain model, and far above where sums cancel."""
     cpu = torch.device("cpu")
@@ -250,11 +249,11 @@ def test_variants_are_the_known_ways_to_stumble() -> None:
 
 
 def test_a_sample_meets_every_pair_of_settings() -> None:
-    cases = cases_of(job("dp=1"), 4)
+    cases = cases_of(job("dp=1"), 2)
     assert {case.variant for case in cases} == {"", *variants(tiny())}
     sample = pairwise(cases)
     assert pair_coverage(sample, cases) == 1.0
-    assert len(sample) < len(cases) / 6
+    assert len(sample) < len(cases) / 3
     few = pairwise(cases, 14)
     assert len(set(map(id, few))) == 14
     assert 0.5 < pair_coverage(few, cases) < 1.0
@@ -265,13 +264,15 @@ def test_a_sample_meets_every_pair_of_settings() -> None:
 
 
 def test_the_reference_knows_nothing_of_what_it_judges() -> None:
-    code = """
-import sys, fivefold.verifier.reference
-judged = ('fivefold.parallel', 'fivefold.trainer.engine', 'fivefold.optim.kernels', 'torch.distributed.fsdp')
-print([name for name in sys.modules if name.startswith(judged)])
-"""
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout.strip() == "[]"
+    known = {
+        found.module
+        for module in loaded("fivefold.verifier.reference") & modules().keys()
+        for found in imports(module)
+        if found.loads
+    }
+    assert "fivefold.model.decoder" in known
+    judged = ("fivefold.parallel", "fivefold.trainer.engine", "fivefold.optim.kernels", "torch.distributed.fsdp")
+    assert not [name for name in known if name.startswith(judged)]
 
 
 def test_the_reference_divides_once_by_the_global_count_and_clips() -> None:

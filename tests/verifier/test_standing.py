@@ -11,7 +11,7 @@ from fivefold.job.config import Job
 from fivefold.launch import processes
 from fivefold.verifier import rank as measure
 from fivefold.verifier.verify import Judge, verify
-from tests.verifier.cases import job
+from tests.verifier.cases import job, slow
 
 
 def counting(rank: processes.Rank, dies: int, after: bool) -> Generator[int]:
@@ -74,7 +74,7 @@ def loops(rank: processes.Rank, jobs: list[Job], references: list[Path]) -> list
     return found
 
 
-@pytest.mark.parametrize("layout", ["dp=2", "dp=2,zero=3", "tp=2"])
+@pytest.mark.parametrize("layout", ["dp=2,zero=3", *slow(["dp=2", "tp=2"])])
 def test_groups_of_the_layout_before_have_no_threads(layout: str) -> None:
     """Those of a group that others have left run without end: after a hundred layouts nothing else would."""
     one = job(layout)

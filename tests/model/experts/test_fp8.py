@@ -44,15 +44,12 @@ def test_weights_gradients_can_be_put_off() -> None:
     assert works[0]().shape == weight.shape
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("model=tiny train.dtype=bfloat16", "for experts, and tiny has none"),
-        ("model=tiny-moe train.dtype=float32", "rounds from train.dtype=bfloat16, not float32"),
-        ("model=tiny-moe train.dtype=bfloat16 model.experts.ffn=72", "multiples of 16, not model.experts.ffn=72"),
-        ("model=tiny-moe train.dtype=bfloat16", ""),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), [
+    ("model=tiny train.dtype=bfloat16", "for experts, and tiny has none"),
+    ("model=tiny-moe train.dtype=float32", "rounds from train.dtype=bfloat16, not float32"),
+    ("model=tiny-moe train.dtype=bfloat16 model.experts.ffn=72", "multiples of 16, not model.experts.ffn=72"),
+    ("model=tiny-moe train.dtype=bfloat16", ""),
+])  # fmt: skip
 def test_what_8_bit_experts_ask_for(words: str, said: str) -> None:
     problems = read_job(None, [*words.split(), "train.fp8_experts=true"]).problems(world=1)
     assert said in "; ".join(problems)

@@ -26,24 +26,22 @@ def check(world: int, jobs: list[tuple[Case, str]]) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("kind", KINDS)
-def test_documents_of_every_kind(kind: str, world: int) -> None:
-    layout = Layout(cp=world, cp_kind=kind)
-    check(world, [(Case(layout, documents=documents), "none") for documents in DOCUMENTS])
+def test_documents_of_every_kind(world: int) -> None:
+    layouts = [Layout(cp=world, cp_kind=kind) for kind in KINDS]
+    check(world, [(Case(layout, documents=documents), "none") for layout in layouts for documents in DOCUMENTS])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_grouped_heads_and_narrow_dtypes(kind: str) -> None:
-    layout = Layout(cp=4, cp_kind=kind)
-    cases = [Case(layout, heads=heads, kv_heads=kv_heads) for heads, kv_heads in ((4, 4), (4, 1), (12, 6))]
-    cases += [Case(layout, dtype) for dtype in (torch.float32, torch.bfloat16)]
+def test_grouped_heads_and_narrow_dtypes() -> None:
+    layouts, cases = [Layout(cp=4, cp_kind=kind) for kind in KINDS], []
+    for layout in layouts:
+        cases += [Case(layout, heads=heads, kv_heads=kv_heads) for heads, kv_heads in ((4, 4), (4, 1), (12, 6))]
+        cases += [Case(layout, dtype) for dtype in (torch.float32, torch.bfloat16)]
     check(4, [(case, "none") for case in cases])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_computed_again_it_is_the_same(kind: str) -> None:
-    case = Case(Layout(cp=2, cp_kind=kind))
-    check(2, [(case, recompute) for recompute in ("full", "selective", "plain checkpoint")])
+def test_computed_again_it_is_the_same() -> None:
+    cases = [Case(Layout(cp=2, cp_kind=kind)) for kind in KINDS]
+    check(2, [(case, recompute) for case in cases for recompute in ("full", "selective", "plain checkpoint")])
 
 
 def test_rings_beside_each_other_keep_to_themselves() -> None:

@@ -1,5 +1,7 @@
 """Dispatch across ranks against one device: every choice of experts, ranks without tokens, experts without any."""
 
+from functools import cache
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.token_dispatch import dispatch_of
 from fivefold.spec import mlps
 from fivefold.spec.presets import preset
+from tests.parallel.zero.world import each
 from tests.ranks import run_ranks
 
 SPEC = preset("tiny-moe", layers=1, hidden=16, heads=2, kv_heads=2, head_dim=8, vocab=11)
@@ -61,14 +64,22 @@ def on_a_rank(
     return run(module, tokens(batch, seq), choice)
 
 
-@pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize(
-    "layout", ["dp=2,ep=2", "dp=2,ep=2,dispatch=allgather", "tp=2,ep=2", "tp=2,ep=2,dispatch=allgather"]
-)
-def test_ranks_compute_what_one_device_computes(layout: str, choice: str) -> None:
-    seq = 3
-    y, dx, gradients = run(made(None), tokens(2, seq), choice)
-    found = run_ranks(2, on_a_rank, layout, choice, 2, seq)
+LAYOUTS = ["dp=2,ep=2", "dp=2,ep=2,dispatch=allgather", "tp=2,ep=2", "tp=2,ep=2,dispatch=allgather"]
+CASES = [(layout, choice, 2, 3) for layout in LAYOUTS for choice in CHOICES]
+# One token of one row is the slice of the first tp rank; the second has none, and experts all the same.
+CASES += [(layout, "the last rank has all", 1, 1) for layout in LAYOUTS[2:]]
+
+
+@cache
+def found_by_case() -> dict[tuple[str, str, int, int], list[tuple[Tensor, Tensor, dict[str, Tensor]]]]:
+    return dict(zip(CASES, map(list, zip(*run_ranks(2, each, on_a_rank, CASES), strict=True)), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_ranks_compute_what_one_device_computes(case: tuple[str, str, int, int]) -> None:
+    layout, choice, batch, seq = case
+    y, dx, gradients = run(made(None), tokens(batch, seq), choice)
+    found = found_by_case()[case]
     for mine, back, _ in found:
         torch.testing.assert_close(mine, y, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(back, dx, rtol=1e-12, atol=1e-12)
@@ -79,19 +90,6 @@ def test_ranks_compute_what_one_device_computes(layout: str, choice: str) -> Non
         torch.testing.assert_close(stacked, times * gradients[name], rtol=1e-11, atol=1e-11)
     router = sum(of_rank["router.weight"] for *_, of_rank in found)
     torch.testing.assert_close(router, times * gradients["router.weight"], rtol=1e-11, atol=1e-11)
-
-
-def test_a_rank_without_tokens_takes_part() -> None:
-    """One token of one row is the slice of the first tp rank; the second has none, and experts all the same."""
-
-    y, dx, gradients = run(made(None), tokens(1, 1), "the last rank has all")
-    for layout in ("tp=2,ep=2", "tp=2,ep=2,dispatch=allgather"):
-        found = run_ranks(2, on_a_rank, layout, "the last rank has all", 1, 1)
-        for mine, back, _ in found:
-            torch.testing.assert_close(mine, y, rtol=1e-12, atol=1e-12)
-            torch.testing.assert_close(back, dx, rtol=1e-12, atol=1e-12)
-        stacked = torch.cat([of_rank["experts.down.weight"] for *_, of_rank in found])
-        torch.testing.assert_close(stacked, gradients["experts.down.weight"], rtol=1e-11, atol=1e-11)
 
 
 def test_a_mesh_for_a_dense_model_has_no_axes_of_experts() -> None:
