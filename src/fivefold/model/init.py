@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensor
 from fivefold.launch.heartbeat import beat
 from fivefold.layout.sharding import Box
 from fivefold.spec.model import ModelSpec
-from fivefold.spec.operations import Parameter
+from fivefold.spec.operations import Initial, Parameter
 
 # ---- random ---------------------------------------------------------------------------------------------------------
 # Counter-based random numbers: a function of (seed, name, position), not of earlier draws.
@@ -69,6 +69,14 @@ def random_normal(key: Key, rows: range, columns: range, device: torch.device | 
     return drawn[:, columns.start - 4 * first : columns.stop - 4 * first]
 
 
+def random_uniform(key: Key, rows: range, columns: range, device: torch.device | str = "cpu") -> Tensor:
+    """Numbers in (0, 1) (float64) at rows x columns of an unbounded matrix, as `random_normal` draws them."""
+    first, last = columns.start // 4, -(-columns.stop // 4)
+    places = torch.arange(rows.start, rows.stop, device=device)[:, None]
+    words = random_words(key, torch.arange(first, last, device=device), places & _MASK, places >> 32).flatten(-2)
+    return (words[:, columns.start - 4 * first : columns.stop - 4 * first].double() + 0.5) * 2.0**-32
+
+
 def dropout_mask(key: Key, probability: float, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> Tensor:
     """True with `probability`, by an integer comparison; four decisions for each position."""
     return random_words(key, c0, c1, c2, c3) < round(probability * 2**32)
@@ -103,6 +111,14 @@ def _log(x: Tensor) -> Tensor:
     return series * s + exponent.double() * math.log(2.0)
 
 
+def _exp(x: Tensor) -> Tensor:
+    """The exponential of float64s between -700 and 700, to a few ulp, by exact operations only."""
+    power = torch.round(x * (1.0 / math.log(2.0)))
+    rest = x - power * 0.693147180369123816490 - power * 1.90821492927058770002e-10  # ln 2 in two parts
+    scale = (power.to(torch.int64) + 1023 << 52).view(torch.float64)
+    return _horner(rest, [1.0 / math.factorial(k) for k in range(16)]) * scale
+
+
 def _sqrt(x: Tensor) -> Tensor:
     """Square root of positive normal float64s, to an ulp: Newton steps for 1/sqrt(x), from a guess by its exponent."""
     inverse = (0x5FE6EB50C7B537A9 - (x.view(torch.int64) >> 1)).view(torch.float64)  # within 3.5%
@@ -130,10 +146,13 @@ def init_param(spec: ModelSpec, parameter: Parameter, out: Tensor, seed: int, bo
     """Fill `out` with the initial values of a box of a parameter; by default of all of it."""
     if isinstance(out, FakeTensor):
         return  # a dry run: no values
-    if parameter.kind in ("norm", "bias"):
+    if parameter.kind in ("norm", "bias") and parameter.init is None:
         out.fill_(1.0 if parameter.kind == "norm" else 0.0)
         return
-    *stack, rows, columns = box or tuple(map(range, parameter.shape))
+    box, shape = box or tuple(map(range, parameter.shape)), parameter.shape
+    if len(shape) == 1:  # a column
+        box, shape, out = (*box, range(1)), (*shape, 1), out[:, None]
+    *stack, rows, columns = box
     # GPT-2's rule: the matrices that write into the residual stream start smaller, by the number of writers.
     std = parameter.std or spec.init_std
     std = std / math.sqrt(spec.residual_writers) if parameter.residual else std
@@ -142,13 +161,34 @@ def init_param(spec: ModelSpec, parameter: Parameter, out: Tensor, seed: int, bo
     matrices = out.flatten(0, -3) if stack else out[None]  # drawn as one matrix with all rows
     for matrix, place in zip(matrices, product(*stack), strict=True):
         above = 0
-        for index, size in zip(place, parameter.shape, strict=False):
+        for index, size in zip(place, shape, strict=False):
             above = above * size + index
-        first = above * parameter.shape[-2] + rows.start
+        first = above * shape[-2] + rows.start
         for start in range(0, len(rows), step):
             piece = range(first + start, first + min(start + step, len(rows)))
-            matrix[start : start + step].copy_(random_normal(key, piece, columns, out.device) * std)
+            values = (
+                random_normal(key, piece, columns, out.device) * std
+                if parameter.init is None
+                else _drawn(parameter.init, key, piece, columns, out.device)
+            )
+            matrix[start : start + step].copy_(values)
             beat()
+
+
+def _drawn(init: Initial, key: Key, rows: range, columns: range, device: torch.device) -> Tensor:
+    """Numbers of a named distribution."""
+    low, high = (torch.tensor(bound, dtype=torch.float64, device=device) for bound in (init.low, init.high))
+    if init.distribution == "constant":
+        values = low.expand(len(rows), len(columns))
+    elif init.distribution == "uniform":
+        values = low + random_uniform(key, rows, columns, device) * (high - low)
+    else:
+        first = _log(low)
+        values = _exp(first + random_uniform(key, rows, columns, device) * (_log(high) - first))
+    if init.through == "log":
+        return _log(values.contiguous())
+    # softplus(x) = log(1 + exp(x)), so x = y + log(1 - exp(-y))
+    return values + _log(1.0 - _exp(-values)) if init.through == "softplus_inverse" else values
 
 
 def initialise(model: nn.Module, spec: ModelSpec, seed: int) -> None:
