@@ -58,6 +58,14 @@ def random_normal(key: Key, rows: range, columns: range, device: torch.device | 
     return drawn[:, columns.start - 4 * first : columns.stop - 4 * first]
 
 
+def random_uniform(key: Key, rows: range, columns: range, device: torch.device | str = "cpu") -> Tensor:
+    """Numbers in (0, 1) (float64) at rows x columns of an unbounded matrix, as `random_normal` draws them."""
+    first, last = columns.start // 4, -(-columns.stop // 4)
+    places = torch.arange(rows.start, rows.stop, device=device)[:, None]
+    words = random_words(key, torch.arange(first, last, device=device), places & _MASK, places >> 32).flatten(-2)
+    return (words[:, columns.start - 4 * first : columns.stop - 4 * first].double() + 0.5) * 2.0**-32
+
+
 def dropout_mask(key: Key, probability: float, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> Tensor:
     """True with `probability`, by an integer comparison; four decisions for each position."""
     return random_words(key, c0, c1, c2, c3) < round(probability * 2**32)
@@ -67,7 +75,7 @@ def _box_muller(bits: Tensor) -> Tensor:
     """Pairs of words to pairs of normals: a radius from one, an angle from the other."""
     radius_bits, angle_bits = bits[..., 0::2], bits[..., 1::2]
     uniform = (radius_bits.double() + 0.5) * 2.0**-32  # (0, 1): the log stays finite, |z| stays below 6.8
-    radius = _sqrt(_log(uniform) * -2.0)
+    radius = _sqrt(log(uniform) * -2.0)
     # Two bits choose a quarter of the circle, thirty an angle within (-pi/4, pi/4) of its middle.
     angle = ((angle_bits & 0x3FFFFFFF).double() + 0.5) * 2.0**-30 * (math.pi / 2) - math.pi / 4
     square = angle * angle
@@ -79,7 +87,7 @@ def _box_muller(bits: Tensor) -> Tensor:
     return (pair * radius[..., None]).flatten(-2)
 
 
-def _log(x: Tensor) -> Tensor:
+def log(x: Tensor) -> Tensor:
     """Natural log of positive normal float64s, to a few ulp, by exact operations only."""
     bits = x.view(torch.int64)
     exponent = (bits >> 52) - 1023
@@ -90,6 +98,14 @@ def _log(x: Tensor) -> Tensor:
     s = (mantissa - 1.0) / (mantissa + 1.0)
     series = _horner(s * s, [2.0 / (2 * k + 1) for k in range(11)])  # 2 atanh(s) / s
     return series * s + exponent.double() * math.log(2.0)
+
+
+def exp(x: Tensor) -> Tensor:
+    """The exponential of float64s between -700 and 700, to a few ulp, by exact operations only."""
+    power = torch.round(x * (1.0 / math.log(2.0)))
+    rest = x - power * 0.693147180369123816490 - power * 1.90821492927058770002e-10  # ln 2 in two parts
+    scale = (power.to(torch.int64) + 1023 << 52).view(torch.float64)
+    return _horner(rest, [1.0 / math.factorial(k) for k in range(16)]) * scale
 
 
 def _sqrt(x: Tensor) -> Tensor:

@@ -170,6 +170,9 @@ def _inconsistent(kind: BlockKind, spec: "ModelSpec") -> Iterator[str]:
             )
         elif matmul.experts or matmul.tp in ("experts", "replicated_partial"):
             yield from _of_experts(kind, spec, matmul, of)
+    for parameter in ask(kind, "parameters", spec, 0, wanted=PARAMETERS):
+        if parameter.init is not None and parameter.init.problem:
+            yield f"{kind.name}.parameters has {parameter.name} with init of {parameter.init.problem}"
     yield from (f"{kind.name}.operations under tp: {problem}" for problem in group_problems(matmuls))
 
 

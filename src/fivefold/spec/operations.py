@@ -44,6 +44,35 @@ TensorRule = Literal["colwise", "colwise_kv", "rowwise", "per_head", "replicated
 EMBEDDING_UNIT, HEAD_UNIT = -1, 1 << 30
 
 
+class Initial(NamedTuple):
+    """How a parameter is drawn that is neither a zero-mean normal nor of ones or zeros.
+
+    Initial("uniform", 1.0, 16.0, "log")                          # Mamba's A_log
+    Initial("log_uniform", 0.001, 0.1, "softplus_inverse")        # and its dt_bias
+    """
+
+    distribution: Literal["constant", "uniform", "log_uniform"]  # the last: its logarithm is uniform
+    low: float
+    high: float = 0.0  # a constant has none
+    # What is done to a number that was drawn: its logarithm; or that of which it is the softplus.
+    through: Literal["", "log", "softplus_inverse"] = ""
+
+    @property
+    def problem(self) -> str:
+        """What is wrong with its numbers; empty: nothing."""
+        hints = get_type_hints(Initial)
+        for name in ("distribution", "through"):
+            if (value := getattr(self, name)) not in get_args(hints[name]):
+                return f"{name}={value!r}, and known are {', '.join(filter(None, get_args(hints[name])))}"
+        if not (math.isfinite(self.low) and math.isfinite(self.high)):
+            return f"low={self.low}, high={self.high}, which are no numbers"
+        if self.distribution != "constant" and not self.low < self.high:
+            return f"low={self.low}, high={self.high}; low must be less"
+        if self.low <= 0 and (self.distribution == "log_uniform" or self.through):
+            return f"low={self.low}, of which there is no logarithm; it must be positive"
+        return ""
+
+
 class Parameter(NamedTuple):
     name: str  # global: the same on every rank of every layout
     shape: tuple[int, ...]  # of a weight [..., rows, columns], of a norm or bias [..., rows]
@@ -57,6 +86,7 @@ class Parameter(NamedTuple):
     # error is the same for all tokens, where that of activations averages out.
     full_precision: bool = False
     std: float = 0.0  # of its initial values; 0: the model's
+    init: Initial | None = None  # None: ones of a norm, zeros of a bias, normals of `std` of all others
 
     @property
     def size(self) -> int:
