@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from fivefold.support import plugins
+from fivefold.support.plugin_finder import FINDER
 
 HOMES = Path(__file__).parents[2] / "examples" / "plugins"
 
@@ -69,5 +70,6 @@ def forgotten(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         if (getattr(module, "__file__", None) or "").startswith(ours):
             del sys.modules[name]
     sys.path[:] = path
+    FINDER.homes.clear()
     plugins._imported.clear()
     plugins._imported.update(known)

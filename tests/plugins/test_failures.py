@@ -409,3 +409,48 @@ def test_a_plugin_is_not_blamed_for_what_a_machine_does(made: Made, tmp_path: Pa
         assert f"mine:Mine: accumulate raised {type(raised.value).__name__}: {raised.value}" in str(found)
         assert f"({tmp_path / 'mine.py'}, line 8)" in str(found)
     assert plugins.blamed(ValueError("no plugin's")) is None
+
+
+@pytest.mark.parametrize(
+    ("sort", "members", "words"),
+    [
+        ("kind", "x: dict | None = None", "has x: dict, which can be changed; write a tuple"),
+        ("optimizer", "x: tuple[tuple[list[int], ...], ...] = ()", "has x: list, which can be changed; write a tuple"),
+        ("optimizer", "x: object = None", "has x: object, which can be changed"),
+        (
+            "kind",
+            "from collections.abc import Sequence\nx: Sequence[int] | None = None",
+            "has x: Sequence, which can be changed",
+        ),
+        ("kind", "import msgspec\nx: int = msgspec.field(default_factory=lambda: 1 / 0)", "raises ZeroDivisionError"),
+        (
+            "optimizer",
+            "def __post_init__(self): raise KeyError('lost')",
+            "with its defaults it raises KeyError: 'lost' (",
+        ),
+        ("source", "def __post_init__(self): import sys; sys.exit(3)", "with its defaults it raises SystemExit: 3 ("),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_with_the_class(made: Made, sort: str, members: str, words: str) -> None:
+    assert words in said(refusal(lambda: made(sort, members)), "plugin.protocol")
+
+
+@pytest.mark.parametrize(("sort", "setting"), [("optimizer", "optimizer.x=3"), ("source", "data.x=3")])
+def test_an_object_that_raises_with_some_settings_is_one_sentence(made: Made, sort: str, setting: str) -> None:
+    members = "x: int = 0\ndef __post_init__(self):\n    if self.x == 3: raise KeyError('lost')"
+    assert "mine:Mine: __init__ raised KeyError: 'lost' (" in said(refusal(lambda: made(sort, members, setting)),
+                                                                   "plugin.raised")  # fmt: skip
+
+
+@pytest.mark.parametrize("call", ["open(self)", "read(self, start, stop)"])
+def test_a_source_that_leaves_the_program_is_one_sentence(made: Made, call: str) -> None:
+    from fivefold.data.opening import check
+
+    row = "from fivefold.data.rows import Splits, TokenRow\n\nclass Row(TokenRow):\n    vocab, tokens = 9, 99\n"
+    row += "    def read(self, start, stop): raise SystemExit(3)\n\nclass Mine("
+    opens = "def open(self): raise SystemExit(3)" if call.startswith("open") else (
+        "def open(self): return Splits(train=Row(), valid=None, fingerprint='x', where='here')"
+    )  # fmt: skip
+    job = made("source", opens, replaced=("class Mine(", row))
+    error = refusal(lambda: check(job.data))
+    assert "raised SystemExit: 3" in error.problems[0]

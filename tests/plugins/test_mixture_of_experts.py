@@ -83,3 +83,40 @@ OPERATIONS = """
     def operations(self, spec, tp):
         yield from ()
 """
+
+
+@pytest.mark.parametrize(
+    ("reference", "words"),
+    [
+        ("other.reference:Plain", "has reference='other.reference:Plain', which is not of its own package"),
+        (
+            "reglu.reference",
+            "has reference='reglu.reference', and not the \"package.module:Class\" that `verify` holds",
+        ),
+    ],
+)
+def test_a_reference_elsewhere_is_refused_with_the_class(package: Path, reference: str, words: str) -> None:
+    (package / "__init__.py").write_text(KINDS.replace("reglu.reference:Plain", reference))
+    error = refusal(lambda: read_job(None, MODEL))
+    assert error.codes == ["plugin.protocol"]
+    assert words in error.problems[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            REFERENCE.replace("class Plain", "class Other"),
+            "reglu.reference:Plain of reglu:ReGLU could not be made: Attr",
+        ),
+        (
+            "class Plain:\n    def __init__(self, *given): pass",
+            "gave a Plain, and not a fivefold.verifier.plain_moe:Pl",
+        ),
+    ],
+)
+def test_a_reference_that_is_none_is_one_sentence(package: Path, text: str, words: str) -> None:
+    (package / "reference.py").write_text(text)
+    error = refusal(lambda: ff.verify("dp=1", MODEL[1:], model="tiny-moe", steps=1))
+    assert error.codes == ["plugin.protocol"]
+    assert words in error.problems[0]

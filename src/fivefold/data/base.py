@@ -17,7 +17,8 @@ import msgspec
 from fivefold.data.index import read_index
 from fivefold.support.errors import Problem, UserError
 from fivefold.support.plugin_calls import ask, each, instance, shown
-from fivefold.support.plugins import class_shortcomings, untrusted
+from fivefold.support.plugin_settings import class_shortcomings
+from fivefold.support.plugins import untrusted
 from fivefold.support.ranges import TOKENS, within
 
 if TYPE_CHECKING:

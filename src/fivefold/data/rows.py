@@ -83,7 +83,7 @@ def read_window(row: TokenRow, start: int, stop: int, vocab: int | None = None) 
         window = row.read(start, stop)
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raised = f"{who}.read({start}, {stop}) raised {type(error).__name__}: {error}"
         raise UserError(Problem("data.source.read", raised)) from error
     if lacks := [*_misshapen(window, stop - start)]:

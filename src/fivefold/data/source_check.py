@@ -33,7 +33,7 @@ def _opened(source: DataSource, name: str) -> Splits:
         return source.open()
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raised = f"{name}: open() raised {type(error).__name__}: {error}"
         raise UserError(Problem("data.source.open", raised)) from error
 

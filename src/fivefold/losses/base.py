@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from fivefold.support.errors import Problem
-from fivefold.support.plugins import class_shortcomings, untrusted
+from fivefold.support.plugin_settings import class_shortcomings
+from fivefold.support.plugins import untrusted
 
 if TYPE_CHECKING:
     import torch

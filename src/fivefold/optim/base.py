@@ -17,7 +17,8 @@ import msgspec
 from fivefold.optim.groups import GROUP, GroupSettings, ParamGroup, match_problems, regrouped, settings_problems
 from fivefold.support.errors import Problem, UserError
 from fivefold.support.plugin_calls import NUMBER, Wanted, ask, each, shown, wrong
-from fivefold.support.plugins import class_shortcomings, unhashable, untrusted
+from fivefold.support.plugin_settings import class_shortcomings, unhashable
+from fivefold.support.plugins import untrusted
 from fivefold.support.ranges import STEPS, within
 
 if TYPE_CHECKING:

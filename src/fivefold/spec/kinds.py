@@ -17,7 +17,8 @@ from fivefold.spec.operations import OPERATIONS, Cache, Elementwise, Matmul, Ope
 from fivefold.spec.tensor_groups import group_problems
 from fivefold.support.errors import UserError
 from fivefold.support.plugin_calls import WHOLE_NUMBERS, Wanted, ask, each, instance, shown
-from fivefold.support.plugins import class_shortcomings, is_plugin, unhashable
+from fivefold.support.plugin_settings import class_shortcomings, unhashable
+from fivefold.support.plugins import is_plugin
 
 if TYPE_CHECKING:
     from fivefold.spec.model import ModelSpec
@@ -77,17 +78,24 @@ class BlockKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """What a class lacks that a job calls `name`."""
         yield from class_shortcomings(kind, Mixer if issubclass(kind, Mixer) else MLP, name)
         yield from unhashable(kind)
-        package, colon, attribute = str(kind.module).partition(":")
-        if not (colon and attribute.isidentifier()):
-            yield f'has module={kind.module!r}, and not the "package.module:Class" that computes it'
-        elif ":" in name and package.partition(".")[0] not in ("fivefold", name.partition(":")[0].partition(".")[0]):
-            yield f"has module={kind.module!r}, which is not of its own package"
+        for member, does in (("module", "computes it"), ("reference", "`verify` holds it against")):
+            if hasattr(kind, member):  # a reference is of mixtures of experts
+                yield from _misplaced(member, getattr(kind, member), does, name)
         if not str(kind.place).isidentifier():
             yield f"has place={kind.place!r}, and not the name that its module has in a block"
         if kind.operations is BlockKind.operations:
             yield "has no method operations(self, spec, tp)"
         if issubclass(kind, MLP) and kind.routes and ":" not in str(kind.reference):
             yield f'has reference={kind.reference!r}, and not the "package.module:Class" that verify holds it against'
+
+
+def _misplaced(member: str, place: object, does: str, name: str) -> Iterator[str]:
+    """What is wrong with where a kind's classes are: its own, or ours, since to look there runs code."""
+    module, _, attribute = str(place).partition(":")
+    if not attribute.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
+        yield f'has {member}={place!r}, and not the "package.module:Class" that {does}'
+    elif ":" in name and module.partition(".")[0] not in ("fivefold", name.partition(":")[0].partition(".")[0]):
+        yield f"has {member}={place!r}, which is not of its own package"
 
 
 class Mixer(BlockKind, frozen=True, kw_only=True):

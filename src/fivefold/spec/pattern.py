@@ -8,7 +8,7 @@
 from the other numbers: `experts.dense_layers`, `window` and `window_period`, `mla`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
@@ -137,7 +137,7 @@ def pattern_problems(spec: "ModelSpec") -> Iterator[str]:
                 "model.pattern.names",
                 f"model.pattern has two kinds called {places[0]} in layer {number}, whose parameters share names",
             )
-    for kind in dict.fromkeys(kind for layer in spec.pattern for kind in layer.branches):
+    for kind in _different(spec.pattern):
         registry = KINDS["mixer" if isinstance(kind, Mixer) else "mlp"]
         for sentence in registry.class_problems(kind) or problems_of(kind, spec):  # a plugin's may have no code
             yield sentence if isinstance(sentence, Problem) else Problem("model.pattern.rules", sentence)
@@ -153,3 +153,12 @@ def pattern_problems(spec: "ModelSpec") -> Iterator[str]:
             "model.pattern.experts",
             'model.experts are the numbers of mixtures of experts, and model.pattern has none; write mlp = "moe"',
         )
+
+
+def _different(pattern: Sequence[Layer]) -> list[BlockKind]:
+    """Its kinds, each once. Their settings are compared: those of an object that a program gives may have no hash."""
+    kinds: list[BlockKind] = []
+    for kind in (kind for layer in pattern for kind in layer.branches):
+        if not any(kind is other or kind == other for other in kinds):
+            kinds.append(kind)
+    return kinds

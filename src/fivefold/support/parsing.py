@@ -18,6 +18,7 @@ import msgspec
 
 from fivefold.support.errors import Problem, UserError
 from fivefold.support.files import read_regular
+from fivefold.support.plugin_calls import raised
 from fivefold.support.ranges import misfits, outside
 from fivefold.support.text import did_you_mean
 
@@ -209,11 +210,25 @@ def _struct(kind: type[S], table: dict[str, Any], path: str, problems: list[str]
             missing = join(path, name)
             problems.append(Problem(f"{_unnumbered(missing)}.missing", f"{missing} is missing: it has no default"))
     if len(problems) == problems_before:
-        return kind(**values)
+        return _made(kind, values, problems)
     problems += misfits(kind, values, path).values()  # of a table that cannot be made, what else is wrong with it
     for name, value in values.items():
         if isinstance(value, msgspec.Struct):
             problems += outside(value, join(path, name)).values()
+    return None
+
+
+def _made(kind: type[S], values: dict[str, Any], problems: list[str]) -> S | None:
+    """The object of a table; a plugin's class may have code that runs when one is made."""
+    name = kind.__struct_config__.tag
+    if not isinstance(name, str) or ":" not in name:
+        return kind(**values)
+    try:
+        return kind(**values)
+    except UserError as error:
+        problems += error.coded
+    except (Exception, SystemExit) as error:
+        problems.append(raised(name, "__init__", error))
     return None
 
 

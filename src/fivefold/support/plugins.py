@@ -8,7 +8,7 @@ directory, a peer or the page names (`trusted=False`) is used if this process ha
 (`fivefold train RUN --plugin package.module:Name`, or a program's own import), and never causes an import.
 
 Modules are looked for where Python looks (installed packages, PYTHONPATH), and then in the current directory, which a
-console script does not have on its path.
+console script does not have on its path, and where nothing else is found (`plugin_finder.py`).
 """
 
 import hashlib
@@ -20,13 +20,15 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
 import msgspec
 
 from fivefold.support.errors import Problem, TrainingError, UserError
 from fivefold.support.plugin_calls import place_of, problems_of, raised
-from fivefold.support.plugin_files import source_files
+from fivefold.support.plugin_files import installed_as, source_files
+from fivefold.support.plugin_finder import FINDER
 from fivefold.support.text import did_you_mean
 
 _FORM = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -194,38 +196,6 @@ def options(names: Sequence[str]) -> str:
     return "".join(f" --plugin {name}" for name in names)
 
 
-def class_shortcomings(kind: Any, base: Any, name: str) -> Iterator[str]:
-    """What a description lacks that a job calls `name`, whatever its `base` is: its name, and that it is fixed."""
-    if kind.__struct_config__.tag != name:
-        yield f"has another name in jobs; write `class {kind.__name__}({base.__name__}, tag={name!r}, ...)`"
-    if not kind.__struct_config__.frozen:
-        yield "can be changed after it was checked; write `frozen=True` in its class line"
-    if required := [field.name for field in msgspec.structs.fields(kind) if field.required]:
-        yield f"has settings without a default: {', '.join(required)}"
-    elif problem := _unwritable(kind):
-        yield f"has settings that a job file cannot hold: {problem}"
-
-
-def _unwritable(kind: type[msgspec.Struct]) -> str:
-    """What is wrong with settings that do not come back from a job file as they went; empty where nothing is."""
-    try:
-        own = kind()
-        back = msgspec.convert(msgspec.to_builtins(own), kind)
-    except (msgspec.MsgspecError, TypeError) as error:
-        return str(error)
-    except Exception as error:
-        return f"with its defaults it raises {type(error).__name__}: {error}"
-    return "" if back == own else f"{own} comes back as {back}"
-
-
-def unhashable(kind: type[msgspec.Struct]) -> Iterator[str]:
-    """Of a description that is looked up by its settings: those whose default cannot be."""
-    for field in msgspec.structs.fields(kind):
-        value = field.default_factory() if field.default is msgspec.NODEFAULT and not field.required else field.default
-        if value.__hash__ is None:
-            yield f"has {field.name}: {type(value).__name__}, which can be changed; write a tuple"
-
-
 def _misfits(kind: type, base: type) -> Iterator[str]:
     """The members of a class that cannot be used as those of its base are."""
     for member, wanted in _members(base).items():
@@ -294,8 +264,7 @@ def load(name: str, setting: str = "--plugin") -> Any:
     if module_name == "__main__":
         own = "is of the program that runs, and ranks import it; write it into a module of its own"
         raise UserError(Problem("plugin.module", f"{setting}={name} {own}"))
-    if "" not in sys.path and (here := os.getcwd()) not in sys.path:
-        sys.path.append(here)
+    FINDER.admit(module_name, Path.cwd())
     try:
         module = importlib.import_module(module_name)
         missing = not hasattr(module, attribute)
@@ -355,4 +324,5 @@ def _source_digest(module: str) -> str:
     for root, path in source_files(module):
         text = path.read_bytes()
         sha256.update(f"{path.relative_to(root).as_posix()} {len(text)}\n".encode() + text)
+    sha256.update("\n".join(installed_as(module)).encode())
     return sha256.hexdigest()

@@ -5,15 +5,18 @@ and of what that is made of. Shapes: B rows of S tokens, n = B S, E hidden, X ex
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fivefold.model.layers import ACTIVATIONS, gated
+from fivefold.spec.kinds import MLP
 from fivefold.spec.model import ModelSpec
-from fivefold.support.plugins import named
+from fivefold.support.errors import Problem, UserError
+from fivefold.support.plugin_calls import told
+from fivefold.support.plugins import is_plugin, named
 
 Linears = dict[str, list[Tensor]]  # of one expert, by name (gate, up, down): its weight and, if it has one, its bias
 
@@ -34,11 +37,26 @@ def replace_moe_layers(model: nn.Module, spec: ModelSpec, balancing: Balancing) 
     for layer in spec.routed_layers:
         kind = spec.kinds(layer).mlp
         assert kind is not None
-        moe_layers[layer] = named(kind.reference)(spec, balancing)
+        moe_layers[layer] = _reference(kind, spec, balancing)
         block: Any = model.get_submodule(f"layers.{layer}")
         setattr(block, kind.place, moe_layers[layer])
         block.routed = False  # it is called with the stream alone
     return moe_layers
+
+
+def _reference(kind: MLP, spec: ModelSpec, balancing: Balancing) -> "PlainMoE":
+    """What a kind's module is held against; of a plugin it is the author's, as the kind is."""
+    if not is_plugin(kind.name):
+        return cast(PlainMoE, named(kind.reference)(spec, balancing))
+    try:
+        made = named(kind.reference)(spec, balancing)
+    except (Exception, SystemExit) as error:
+        lack = f"could not be made: {told(error, kind.name)}"
+        raise UserError(Problem("plugin.protocol", f"{kind.reference} of {kind.name} {lack}")) from error
+    if not isinstance(made, PlainMoE):
+        lack = f"gave a {type(made).__name__}, and not a {PlainMoE.__module__}:{PlainMoE.__name__}"
+        raise UserError(Problem("plugin.protocol", f"{kind.reference} of {kind.name} {lack}"))
+    return made
 
 
 class PlainMoE(nn.Module):
