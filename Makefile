@@ -65,7 +65,7 @@ alone: install
 prove: install
 	$(KEEP) layouts $(BIN)/fivefold verify --all --world 4 --sample 60
 	$(KEEP) accuracy $(BIN)/fivefold accuracy --leave-out
-	$(KEEP) slow-tests $(BIN)/python -m pytest -m slow
+	$(KEEP) slow-tests $(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile thorough
 
 # On hosts made of namespaces and a Slurm of their own: needs root, iproute2, slurm-wlm and munge.
 cluster-test: install

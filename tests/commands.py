@@ -43,6 +43,10 @@ from typing import IO, Any
 
 from fivefold.launch.processes import PRELOAD
 
+# In a container the only one may be called /dev/nvidia3. A server that has asked CUDA for anything has children that
+# cannot use it.
+HAS_GPU = any(Path("/dev").glob("nvidia[0-9]*"))
+
 
 class Command:
     """A command that runs. `stdout` and `stderr` are what it and its ranks have printed up to now."""

@@ -20,11 +20,12 @@ import fivefold
 from fivefold.data.prepare import prepare
 from fivefold.launch.processes import PRELOAD
 from fivefold.support.errors import Problem, UserError
-from tests.commands import interpreter
+from tests.commands import HAS_GPU, interpreter
 from tests.layers import HEAVY, LAYERS, walk
 
-# Machines that run tests are busy: a slow example is not a failure.
-settings.register_profile("patient", deadline=None)
+# Machines that run tests are busy: a slow example is not a failure. `make prove` tries ten times as many examples.
+settings.register_profile("patient", deadline=None, max_examples=30)
+settings.register_profile("thorough", deadline=None, max_examples=300)
 settings.load_profile("patient")
 
 # What nohup starts ignores SIGHUP, and what a script starts with & ignores SIGINT; some tests send them.
@@ -47,7 +48,7 @@ PRELOAD += ["pytest", "rich._emoji_codes", "torch.utils.serialization.config"]
 # What takes longer to import than the tests that need it take: each worker of pytest-xdist imports all tests, and each
 # rank that compiles imports PyTorch's compiler.
 _LONG = ["transformers", "kubernetes_validate", "kubeflow_trainer_api.models"]
-if not Path("/dev/nvidia0").exists():  # Inductor asks CUDA when it is imported, and then no child may use it
+if not HAS_GPU:  # Inductor asks CUDA when it is imported, and then no child may use it
     _LONG += ["torch._dynamo.backends.debugging", "torch._inductor.pattern_matcher"]
 _OWN = [name for name in _OURS if not name.endswith(("__", *_GPU)) and ".adapters." not in name]
 PRELOAD += [*_OWN, "tests.ranks", "tests.warm"]

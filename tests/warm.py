@@ -17,6 +17,7 @@ from fivefold.cli import app
 from fivefold.launch.processes import Rank, forkable
 from fivefold.verifier.rank import measure
 from fivefold.verifier.reference import write_reference
+from tests.commands import HAS_GPU
 from tests.verifier.cases import job
 
 
@@ -30,7 +31,7 @@ def _two_steps(dtype: str) -> None:
 CliRunner().invoke(app, ["list", "models"])
 typer.main.get_command = cache(typer.main.get_command)
 typer.main.get_command(app)  # the tree of all commands
-if not Path("/dev/nvidia0").exists():  # autograd starts a thread for each GPU, and a process with threads is not forked
+if not HAS_GPU:  # autograd starts a thread for each GPU, and a process with threads is not forked
     torch.set_num_threads(1)
     with torch.random.fork_rng([]):
         for dtype in ("float64", "float32", "bfloat16"):

@@ -8,7 +8,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
 
@@ -134,7 +134,6 @@ TREES = st.recursive(
 )
 
 
-@settings(max_examples=60)
 @given(st.dictionaries(KEYS, TREES, min_size=1), ANY)
 def test_yaml_reads_back(tree: dict[str, Any], why: str) -> None:
     assert yaml.safe_load(yaml_documents({"#": why, **tree})) == tree

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from fivefold.support.errors import LONGEST, MOST, Note, UserError
 
-CASES = int(os.environ.get("FIVEFOLD_FUZZ", "60"))
+CASES = int(os.environ.get("FIVEFOLD_FUZZ", settings.default.max_examples))
 SECONDS = 5.0  # of the processor: a busy machine does not decide
 
 fuzz = settings(

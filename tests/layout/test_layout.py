@@ -1,6 +1,7 @@
 """Layouts: text that round-trips, and every reason why one cannot run."""
 
 import re
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -18,17 +19,12 @@ from fivefold.support.errors import UserError
 degrees = st.integers(1, 64)
 layouts = st.builds(
     Layout,
-    dp=degrees,
-    tp=degrees,
-    pp=degrees,
-    cp=degrees,
+    **dict.fromkeys(("dp", "tp", "pp", "cp", "replicate", "microbatches"), degrees),
     cp_kind=st.sampled_from(["ring", "allgather", "ulysses"]),
     zero=st.integers(0, 3),
-    replicate=degrees,
     sp=st.booleans(),
     schedule=st.sampled_from(list(CATALOGUE)),
     chunks=st.integers(0, 8),
-    microbatches=degrees,
     recompute=st.sampled_from(["none", "selective", "full"]),
     split=st.lists(st.integers(0, 99), max_size=5).map(tuple),
 )
@@ -163,15 +159,13 @@ def test_suggested_tensor_degrees_are_legal(model: str, tp: int) -> None:
 def test_layouts_and_builders_agree_on_schedules() -> None:
     """The same names, and a layout is refused for its microbatches exactly where the builder refuses them."""
     spec = preset("llama3-70b")
-    for schedule in CATALOGUE:
-        for p in range(1, 6):
-            for m in range(1, 12):
-                legal = not Layout(pp=p, schedule=schedule, microbatches=m).problems(spec)
-                try:
-                    build(schedule, p, m)
-                    assert legal, (schedule, p, m)
-                except UserError:
-                    assert not legal, (schedule, p, m)
+    for schedule, p, m in product(CATALOGUE, (1, 2, 4), range(1, 10)):
+        legal = not Layout(pp=p, schedule=schedule, microbatches=m).problems(spec)
+        try:
+            build(schedule, p, m)
+            assert legal, (schedule, p, m)
+        except UserError:
+            assert not legal, (schedule, p, m)
 
 
 class Whole(GroupedQueryAttention, frozen=True, kw_only=True):

@@ -1,7 +1,9 @@
 """Every builder: closed forms of bubble and memory, few microbatches, refusals."""
 
+from itertools import product
+
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from fivefold.schedules.check import check
 from fivefold.schedules.costs import Costs, MessageLink
@@ -20,65 +22,60 @@ def makespan(schedule: Schedule, f: float = 1, i: float = 1, w: float = 1, comm:
 
 
 @given(schedules())
-@settings(max_examples=150, deadline=None)
 def test_whatever_is_built_passes_every_proof_and_runs(schedule: Schedule) -> None:
     assert check(schedule) == []
     assert trouble(schedule, seeds=1) is None
 
 
-@pytest.mark.parametrize(
-    ("name", "p", "m"), [(name, p, m) for name in CATALOGUE for p, m in SIZES if m >= CATALOGUE[name].least * p]
-)
-def test_every_schedule_keeps_its_promise(name: str, p: int, m: int) -> None:
-    schedule = build(name, p, m)
-    peaks = [peak_live(order) for order in schedule.ranks]
-    assert schedule.promise.peak is not None
-    assert all(peak <= promised for peak, promised in zip(peaks, schedule.promise.peak, strict=True))
-    assert max(peaks) == max(schedule.promise.peak) or name == "auto"
-    if schedule.promise.slots is not None:
-        assert simulate(schedule, Costs.slots(schedule.placement)).makespan == schedule.promise.slots
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_every_schedule_keeps_its_promise(name: str) -> None:
+    for p, m in [(p, m) for p, m in SIZES if m >= CATALOGUE[name].least * p]:
+        schedule = build(name, p, m)
+        peaks = [peak_live(order) for order in schedule.ranks]
+        assert schedule.promise.peak is not None
+        assert all(peak <= promised for peak, promised in zip(peaks, schedule.promise.peak, strict=True)), (p, m)
+        assert max(peaks) == max(schedule.promise.peak) or name == "auto", (p, m)
+        if schedule.promise.slots is not None:
+            assert simulate(schedule, Costs.slots(schedule.placement)).makespan == schedule.promise.slots, (p, m)
 
 
 # ---- bubbles -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("p", "m"), SIZES)
-def test_naive_leaves_all_but_one_rank_idle(p: int, m: int) -> None:
-    assert simulate(build("naive", p, m)).bubble_makespan == pytest.approx((p - 1) / p)
+def test_naive_leaves_all_but_one_rank_idle() -> None:
+    for p, m in SIZES:
+        assert simulate(build("naive", p, m)).bubble_makespan == pytest.approx((p - 1) / p)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-@pytest.mark.parametrize(("p", "m"), SIZES)
-def test_gpipe_and_1f1b_have_the_textbook_bubble(name: str, p: int, m: int) -> None:
-    schedule = build(name, p, m)
-    assert makespan(schedule, 1, 1.25, 0.75) == pytest.approx((m + p - 1) * 3)
-    assert simulate(schedule).bubble_makespan == pytest.approx((p - 1) / (m + p - 1))
+def test_gpipe_and_1f1b_have_the_textbook_bubble(name: str) -> None:
+    for p, m in SIZES:
+        schedule = build(name, p, m)
+        assert makespan(schedule, 1, 1.25, 0.75) == pytest.approx((m + p - 1) * 3)
+        assert simulate(schedule).bubble_makespan == pytest.approx((p - 1) / (m + p - 1))
 
 
 @pytest.mark.parametrize("name", ["interleaved", "bfs"])
-@pytest.mark.parametrize("v", [1, 2, 3, 4])
-@pytest.mark.parametrize(("p", "m"), [(2, 5), (4, 8), (4, 9), (8, 32)])
-def test_chunks_divide_the_bubble(name: str, v: int, p: int, m: int) -> None:
-    assert makespan(build(name, p, m, chunks=v)) - 3 * m == pytest.approx((p - 1) * 3 / v)
+def test_chunks_divide_the_bubble(name: str) -> None:
+    for v, (p, m) in product((1, 2, 3, 4), ((2, 5), (4, 8), (4, 9), (8, 32))):
+        assert makespan(build(name, p, m, chunks=v)) - 3 * m == pytest.approx((p - 1) * 3 / v), (p, m, v)
 
 
-@pytest.mark.parametrize(("f", "i", "w"), [(1, 1, 1), (1, 1, 0.5), (2, 1.5, 1)])
-@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (8, 32)])
-def test_zb_h1_fills_the_bubble_with_weight_gradients(p: int, m: int, f: float, i: float, w: float) -> None:
-    assert makespan(build("zb-h1", p, m), f, i, w) - m * (f + i + w) == pytest.approx((p - 1) * (f + i - w))
+def test_zb_h1_fills_the_bubble_with_weight_gradients() -> None:
+    for (f, i, w), (p, m) in product(((1, 1, 1), (1, 1, 0.5), (2, 1.5, 1)), ((2, 4), (4, 8), (8, 32))):
+        assert makespan(build("zb-h1", p, m), f, i, w) - m * (f + i + w) == pytest.approx((p - 1) * (f + i - w))
 
 
-@pytest.mark.parametrize(("f", "i", "w"), [(1, 1, 1), (1, 1, 0.5), (2, 2, 1.5)])
-@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (8, 32)])
-def test_zb_h2_has_the_span_bubble_of_the_paper(p: int, m: int, f: float, i: float, w: float) -> None:
-    schedule = build("zb-h2", p, m)
-    waits = [rank.wait for rank in simulate(schedule, Costs.even(schedule.placement, f, i, w)).ranks]
-    assert max(waits) == pytest.approx(max(0, (p - 1) * (f + i - 2 * w)), abs=1e-9)
+def test_zb_h2_has_the_span_bubble_of_the_paper() -> None:
+    for (f, i, w), (p, m) in product(((1, 1, 1), (1, 1, 0.5), (2, 2, 1.5)), ((2, 4), (4, 8), (8, 32))):
+        schedule = build("zb-h2", p, m)
+        waits = [rank.wait for rank in simulate(schedule, Costs.even(schedule.placement, f, i, w)).ranks]
+        assert max(waits) == pytest.approx(max(0, (p - 1) * (f + i - 2 * w)), abs=1e-9)
 
 
-@pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 3), (4, 7), (4, 8), (8, 15), (8, 40)])
-def test_zb_v_leaves_no_gap_when_all_passes_take_the_same_time(p: int, m: int) -> None:
-    assert simulate(build("zb-v", p, m)).bubble_span == pytest.approx(0, abs=1e-12)
+def test_zb_v_leaves_no_gap_when_all_passes_take_the_same_time() -> None:
+    for p, m in ((1, 1), (2, 3), (4, 7), (4, 8), (8, 15), (8, 40)):
+        assert simulate(build("zb-v", p, m)).bubble_span == pytest.approx(0, abs=1e-12)
 
 
 def test_v_half_and_v_min_at_eight_ranks() -> None:
@@ -88,14 +85,13 @@ def test_v_half_and_v_min_at_eight_ranks() -> None:
     assert simulate(found["v-min"]).peak_activations == [4] * 8
 
 
-@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (4, 20), (8, 32)])
-@pytest.mark.parametrize(("w", "fb"), [(1, 3), (1, 2.5), (0.5, 2.2)])
-def test_dualpipe_v_has_its_published_bubble(p: int, m: int, w: float, fb: float) -> None:
-    # (p - 1)(F&B + B - 3W) in chunk times, with F = I = 1; on the rank that idles most.
-    schedule = build("dualpipe-v", p, m)
-    simulation = simulate(schedule, Costs.even(schedule.placement, 1, 1, w, fb=fb))
-    idle = max(rank.wait + rank.idle for rank in simulation.ranks)
-    assert idle == pytest.approx((p - 1) * (fb + (1 + w) - 3 * w) / 2)
+def test_dualpipe_v_has_its_published_bubble() -> None:
+    """(p - 1)(F&B + B - 3W) in chunk times, with F = I = 1; on the rank that idles most."""
+    for (p, m), (w, fb) in product(((2, 4), (4, 8), (4, 20), (8, 32)), ((1, 3), (1, 2.5), (0.5, 2.2))):
+        schedule = build("dualpipe-v", p, m)
+        simulation = simulate(schedule, Costs.even(schedule.placement, 1, 1, w, fb=fb))
+        idle = max(rank.wait + rank.idle for rank in simulation.ranks)
+        assert idle == pytest.approx((p - 1) * (fb + (1 + w) - 3 * w) / 2), (p, m)
 
 
 def test_dualpipe_v_idles_less_than_published_when_f_is_not_i() -> None:
@@ -147,11 +143,11 @@ def test_interleaved_peak_activations(p: int, m: int, v: int, group: int) -> Non
 
 
 @pytest.mark.parametrize("name", [name for name in CATALOGUE if not CATALOGUE[name].least])
-@pytest.mark.parametrize("m", [1, 2, 3, 7])
-def test_fewer_microbatches_than_ranks_work(name: str, m: int) -> None:
-    schedule = build(name, 8, m)
-    assert check(schedule) == []
-    assert trouble(schedule) is None
+def test_fewer_microbatches_than_ranks_work(name: str) -> None:
+    for m in (1, 2, 3, 7):
+        schedule = build(name, 8, m)
+        assert check(schedule) == []
+        assert trouble(schedule) is None
 
 
 @pytest.mark.parametrize(
@@ -175,10 +171,9 @@ def test_what_cannot_be_built_is_refused_with_the_reason(name: str, arguments: d
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
-@pytest.mark.parametrize(("p", "m"), [(1, 2), (2, 4), (4, 8), (4, 9), (3, 12)])
-def test_a_record_says_what_its_builder_does(name: str, p: int, m: int) -> None:
-    record = CATALOGUE[name]
-    for chunks in (1, 2, 3) if record.any_chunks else (record.chunks,):
+def test_a_record_says_what_its_builder_does(name: str) -> None:
+    record, counts = CATALOGUE[name], (1, 2, 3) if CATALOGUE[name].any_chunks else (CATALOGUE[name].chunks,)
+    for (p, m), chunks in product(((1, 2), (2, 4), (4, 8), (4, 9), (3, 12)), counts):
         schedule = build(name, p, m, chunks=chunks)
         assert schedule.name == record.name
         assert schedule.placement == record.placement(p, chunks)

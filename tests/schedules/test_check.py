@@ -38,7 +38,6 @@ def places(schedule: Schedule) -> st.SearchStrategy[tuple[int, int]]:
 
 
 @given(st.data())
-@settings(max_examples=120, deadline=None)
 def test_no_action_can_be_dropped(data: st.DataObject) -> None:
     schedule = data.draw(schedules(most_ranks=4, zeros=True))
     rank, place = data.draw(places(schedule))
@@ -48,7 +47,6 @@ def test_no_action_can_be_dropped(data: st.DataObject) -> None:
 
 
 @given(st.data())
-@settings(max_examples=120, deadline=None)
 def test_no_action_can_be_run_twice(data: st.DataObject) -> None:
     schedule = data.draw(schedules(most_ranks=4, zeros=True))
     rank, place = data.draw(places(schedule))
@@ -57,7 +55,6 @@ def test_no_action_can_be_run_twice(data: st.DataObject) -> None:
 
 
 @given(st.data())
-@settings(max_examples=120, deadline=None)
 def test_no_action_can_run_on_another_rank(data: st.DataObject) -> None:
     schedule = data.draw(schedules(most_ranks=4, zeros=True))
     assume(schedule.p > 1)
@@ -68,7 +65,7 @@ def test_no_action_can_run_on_another_rank(data: st.DataObject) -> None:
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=2 * settings.default.max_examples)
 def test_what_passes_the_checker_runs_and_what_does_not_run_is_refused(data: st.DataObject) -> None:
     schedule = data.draw(schedules(most_ranks=4, most_rounds=2))
     for _ in range(data.draw(st.integers(1, 2))):
@@ -88,7 +85,6 @@ def test_what_passes_the_checker_runs_and_what_does_not_run_is_refused(data: st.
 
 
 @given(schedules(names=["1f1b", "zb-h1", "interleaved", "gpipe"], most_ranks=5), st.integers(1, 3))
-@settings(max_examples=100, deadline=None)
 def test_deadlock_by_scarce_buffers_is_seen_as_the_executor_sees_it(schedule: Schedule, buffers: int) -> None:
     scarce = posted_early(schedule, buffers)
     refused = {found.obligation for found in check(scarce)}

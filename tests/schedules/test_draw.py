@@ -2,6 +2,7 @@
 
 import sys
 import xml.etree.ElementTree as ElementTree
+from bisect import bisect
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -67,14 +68,15 @@ def numbers(scene: Scene) -> list[tuple[TextMark, Rect]]:
     rows: dict[tuple[float, float], list[Rect]] = {}
     for rect in rects:
         rows.setdefault((rect.y, rect.height), []).append(rect)
-    return [
-        (text, rect)
-        for text in texts
-        for (y, height), row in rows.items()
-        if y < text.y < y + height
-        for rect in row
-        if rect.x < text.x < rect.x + rect.width
-    ]
+    for row in rows.values():
+        row.sort(key=lambda rect: rect.x)
+    found = []
+    for text in texts:
+        for (y, height), row in rows.items():
+            at = bisect(row, text.x, key=lambda rect: rect.x) - 1
+            if y < text.y < y + height and at >= 0 and text.x < row[at].x + row[at].width:
+                found.append((text, row[at]))
+    return found
 
 
 def assert_legible(scene: Scene) -> None:

@@ -1,7 +1,7 @@
 """The group size N of interleaved schedules: what it buys, and where it must not go."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.schedules.check import check
@@ -53,7 +53,6 @@ def test_a_group_below_p_need_not_deadlock_but_then_it_costs_and_is_refused_for_
 
 
 @given(st.integers(2, 6), st.integers(1, 20), st.integers(2, 4), st.integers(1, 20))
-@settings(max_examples=200, deadline=None)
 def test_a_group_is_legal_exactly_when_the_checker_accepts_it(p: int, m: int, v: int, group: int) -> None:
     group = min(group, m)
     refused = bool(check(interleaved_unchecked(p, m, v, group)))

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 
 from fivefold.schedules import text as text_module
 from fivefold.schedules.communication import with_zero
@@ -20,7 +20,6 @@ SMALL = build("1f1b", 2, 2)
 
 
 @given(schedules(most_ranks=4, zeros=True))
-@settings(max_examples=60, deadline=None)
 @example(with_zero(build("dualpipe-v", 2, 4), 0))
 @example(with_zero(build("dualpipe-v", 2, 4), 1))
 @example(with_zero(build("dualpipe-v", 2, 4), 2))

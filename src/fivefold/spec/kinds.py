@@ -78,15 +78,13 @@ class BlockKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """What a class lacks that a job calls `name`."""
         yield from class_shortcomings(kind, Mixer if issubclass(kind, Mixer) else MLP, name)
         yield from unhashable(kind)
-        for member, does in (("module", "computes it"), ("reference", "`verify` holds it against")):
-            if hasattr(kind, member):  # a reference is of mixtures of experts
-                yield from _misplaced(member, getattr(kind, member), does, name)
+        yield from _misplaced("module", kind.module, "computes it", name)
+        if issubclass(kind, MLP) and kind.routes:
+            yield from _misplaced("reference", kind.reference, "`verify` holds it against", name)
         if not str(kind.place).isidentifier():
             yield f"has place={kind.place!r}, and not the name that its module has in a block"
         if kind.operations is BlockKind.operations:
             yield "has no method operations(self, spec, tp)"
-        if issubclass(kind, MLP) and kind.routes and ":" not in str(kind.reference):
-            yield f'has reference={kind.reference!r}, and not the "package.module:Class" that verify holds it against'
 
 
 def _misplaced(member: str, place: object, does: str, name: str) -> Iterator[str]:
