@@ -13,6 +13,7 @@ from fivefold.foreign.compare import Deviation, Tensors, at_numbers, gradient_sc
 from fivefold.foreign.measurement import Insight, Observation, OneProcess, RankValues, Values
 
 _FITS = 1e-8  # of float64; narrower dtypes fit within a tenth
+_DIGITS = {"float64": 8, "float32": 4, "bfloat16": 2}  # of a factor, that rounding leaves
 SHOWN = 4  # names that a sentence lists
 # What to read.
 REPORTS = "https://github.com/NVIDIA/Megatron-LM/issues/7452"  # eleven layouts that changed the gradient, with causes
@@ -65,6 +66,14 @@ class Evidence:
         bad = {d.name for d in self.deviations if d.quantity == "gradient" and d.step == 1 and not d.passed}
         self.failing = [index for index, name in enumerate(self.tensors.names) if name in bad]
 
+    def rounded(self, factor: float) -> float:
+        return float(f"{factor:.{_DIGITS[self.dtype]}g}")
+
+    def name(self, factor: float) -> str:
+        """What a factor that was rounded may be."""
+        close = 1e-7 if self.dtype == "float64" else 0.5 * 10.0 ** (1 - _DIGITS[self.dtype])
+        return factor_name(factor, self.layout, self.known, len(self.ranks), close)
+
     def part(self, identity: int) -> slice:
         return slice(int(self.tensors.starts[identity]), int(self.tensors.ends[identity]))
 
@@ -81,7 +90,7 @@ class Evidence:
 AXES = (*MULTIPLY, "ep", "etp")  # words of a layout that are sizes of groups; others count if KNOWN has them
 
 
-def factor_name(factor: float, layout: Layout, known: Mapping[str, float], world: int) -> str:
+def factor_name(factor: float, layout: Layout, known: Mapping[str, float], world: int, close: float = 1e-7) -> str:
     """All that a factor may be: the size of an axis, of two together, a number the adapter knows; or one through it.
 
     "dp", "1/tp", "dp or tp", "dp x tp or microbatches": one factor cannot tell them apart."""
@@ -93,9 +102,9 @@ def factor_name(factor: float, layout: Layout, known: Mapping[str, float], world
     candidates |= {key: value for key, value in own.items() if value not in (0, 1) and key not in candidates}
     if float(world) not in candidates.values() and world > 1:
         candidates["ranks"] = float(world)
-    names = [name for name, size in candidates.items() if math.isclose(factor, size, rel_tol=1e-7)]
+    names = [name for name, size in candidates.items() if math.isclose(factor, size, rel_tol=close)]
     names += [f"1/({name})" if " x " in name else f"1/{name}" for name, size in candidates.items()
-              if math.isclose(factor, 1 / size, rel_tol=1e-7)]  # fmt: skip
+              if math.isclose(factor, 1 / size, rel_tol=close)]  # fmt: skip
     return " or ".join(names)
 
 

@@ -79,7 +79,7 @@ def _factors_of(evidence: Evidence, identity: int) -> tuple[tuple[int, float], .
         factor = float(values @ truth / (truth @ truth))
         if not evidence.close(values, factor * truth, scale * max(1.0, abs(factor))):
             return None
-        factors.append((rank, 0.0 if abs(factor) < evidence.fits else float(f"{factor:.8g}")))
+        factors.append((rank, 0.0 if abs(factor) < evidence.fits else evidence.rounded(factor)))
     return tuple(factors) or None
 
 
@@ -90,8 +90,9 @@ def _factor_cause(evidence: Evidence, factor: float, who: str, where: str) -> Ca
             "the backward pass does not reach them there, or a reduction left them out",
             DDP,
         )
-    name = factor_name(factor, evidence.layout, evidence.known, len(evidence.ranks))
-    text = f"{who}: exactly x {factor:.8g}{f' = {name}' if name else ''} {where}"
+    name = evidence.name(factor)
+    close = "exactly" if evidence.dtype == "float64" else "about"
+    text = f"{who}: {close} x {factor:.8g}{f' = {name}' if name else ''} {where}"
     kinds = dict.fromkeys(_kind(factor, one) for one in name.split(" or "))
     told = [_LIKELY[kind] for kind in kinds if kind in _LIKELY]
     return Cause(text, "; or ".join(likely for likely, _ in told), told[0][1] if told else "")

@@ -85,8 +85,10 @@ def verify_adapter(
         for number, (layout, world, known) in enumerate(todo):
             progress(number + 1, len(todo) + 1, layout_text(layout))
             proofs.append(proof.prove(layout, world, known))
-        if place.digest != digest:
-            raise UserError(f"{place.text} was changed while it was verified; verify it anew", "certificate.adapter")
+            if place.digest != digest:
+                raise UserError(
+                    f"{place.text} was changed while it was verified; verify it anew", "certificate.adapter"
+                )
         return Certificate(
             adapter=place.text,
             adapter_digest=digest,
