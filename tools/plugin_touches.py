@@ -1,8 +1,8 @@
 """python tools/plugin_touches.py: the files that each plugin is, and every line of src/ that names it or what it is of.
 
 A plugin of examples/plugins touches nothing under src/: no line there names it but for examples in help texts, so that
-the tree without its folder is the tree that it was written for. Muon is one of ours: the lines that name it are
-listed, and, once for all optimizers like it, the files that ask for the unit "matrix".
+the tree without its folder is the tree that it was written for. Muon is one of ours: the lines that name it are listed,
+and, once for all optimizers like it, the files that ask for the unit "matrix".
 """
 
 import subprocess

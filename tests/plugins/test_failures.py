@@ -251,7 +251,9 @@ def test_a_member_that_raises_is_said_with_its_line(
 def test_operations_that_fail_on_some_layouts_are_said_of_these(made: Made) -> None:
     """The planner and the rules ask for them with other tp than the checks of a model do."""
     job = made(
-        "kind", "def operations(self, spec, tp): yield Matmul('mine', 'up', 'x', spec.hidden, 1 // (2 - tp), 'colwise')"
+        "kind",
+        "def operations(self, spec, tp): return [Matmul('mine', 'up', 'mine_norm', spec.hidden, 1 // (2 - tp), "
+        "'colwise'), Matmul('mine', 'down', 'up', 1, spec.hidden, 'rowwise')]",
     )
     assert not job.problems()
     error = refusal(lambda: ff.plan(job, "2xH100", fix="tp=2"))

@@ -217,9 +217,9 @@ def parameters_of(operation: Operation, spec: "ModelSpec", layer: int, place: st
 
 
 def _linear(layer: int, matmul: Matmul) -> Iterator[Parameter]:
-    name, facts = f"layers.{layer}.{matmul.branch}.{matmul.name}", {"residual": matmul.writes_residual}
+    name, writes = f"layers.{layer}.{matmul.branch}.{matmul.name}", matmul.writes_residual
     shape, stack = (matmul.rows, matmul.inputs), matmul.experts
-    yield Parameter(f"{name}.weight", shape, "linear", layer, matmul.tp, **facts, experts=stack)
+    yield Parameter(f"{name}.weight", shape, "linear", layer, matmul.tp, residual=writes, experts=stack)
     if matmul.bias:  # of summands it is added once, to their sum
         rule: TensorRule = "replicated" if matmul.tp == "rowwise" else matmul.tp
         yield Parameter(f"{name}.bias", (matmul.rows,), "bias", layer, rule, experts=stack)
