@@ -196,7 +196,7 @@ def test_bad_input_gets_a_sentence(line: str, words: str) -> None:
 
 def test_parameters_that_bfloat16_leaves_alone_are_whole_under_zero_3() -> None:
     """Sinks and norms are no DTensors: fake ones get their memory another way than real ones do."""
-    job = job_of("tiny-oss", "dp=4,zero=3,recompute=full", 64, 8)
+    job = job_of("tiny-oss model.layers=2", "dp=4,zero=3,recompute=full", 64, 8)
     dry = dry_run_rank(job, 1)
     assert (
         dry.parameters

@@ -30,8 +30,7 @@ def real(rank: int, world: int, layout: str, *changes: str) -> tuple[int, float,
 
 REAL = [
     "dp=2,tp=2,zero=2,microbatches=2",
-    "pp=2,tp=2,sp,microbatches=4",
-    pytest.param("pp=2,cp=2,zero=1", marks=pytest.mark.slow),
+    *(pytest.param(text, marks=pytest.mark.slow) for text in ("pp=2,tp=2,sp,microbatches=4", "pp=2,cp=2,zero=1")),
 ]
 
 

@@ -106,7 +106,7 @@ class Proven:
 
     def __getitem__(self, name: str) -> Verdict:
         if name not in self.verdicts:
-            world, asked = self.proofs[name][0].layout.world, self.chosen | {name}
+            world, asked = self.proofs[name][0].layout.world, (self.chosen | {name}) - self.verdicts.keys()
             alike = {n: one for n, one in self.proofs.items() if n in asked and one[0].layout.world == world}
             self.verdicts |= together(self.judge, alike)
         return self.verdicts[name]
