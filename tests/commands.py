@@ -138,6 +138,17 @@ def start(
     return Command(fork(*call, streams=(stdin, out, err)), out, err)
 
 
+def here(*words: object) -> str:
+    """What a command prints that starts no ranks: in this process, in its directory. A refusal is raised."""
+    from typer.testing import CliRunner
+
+    from fivefold.cli import app
+
+    done = CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
 def fork(
     module: str,
     words: list[str],

@@ -7,6 +7,7 @@ it likewise.
 """
 
 import os
+import signal
 import sys
 from functools import partial
 from multiprocessing import forkserver
@@ -19,9 +20,12 @@ if __name__ == "__main__":
     address, *words = sys.argv[1:]
     server = {"_forkserver_address": address, "_forkserver_alive_fd": os.pipe()[1], "ensure_running": lambda: None}
     vars(forkserver._forkserver).update(server)
-    # -m MODULE WORDS, or -u -c CODE
+    words = words[words[0] == "-u" :]  # its streams are those that it was given
+    # -m MODULE WORDS, or -c CODE
     before = None if words[0] == "-m" else partial(exec, f"{words[-1]}; sys.exit()", {})
     streams = sys.stdin, sys.stdout, sys.stderr
     worker = fork(words[1], words[2:], os.getcwd(), dict(os.environ), before, streams)
     worker.join()
+    if worker.exitcode < 0:
+        signal.raise_signal(-worker.exitcode)  # whoever started this one sees the same end
     sys.exit(worker.exitcode)

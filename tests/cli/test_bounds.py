@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from tests.commands import fivefold
+from tests.commands import fivefold, here
+from tests.refusals import refusal
 
 OUTSIDE = {
     "plan tiny --batch 0": "batch=0 must be at least 1",
@@ -41,10 +42,8 @@ OUTSIDE = {
 
 
 @pytest.mark.parametrize("words", OUTSIDE)
-def test_one_sentence_for_a_number_out_of_bounds(words: str, tmp_path) -> None:
-    done = fivefold(*words.split(), cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.splitlines() == [f"error: {OUTSIDE[words]}"]
+def test_one_sentence_for_a_number_out_of_bounds(words: str) -> None:
+    assert refusal(lambda: here(*words.split())).problems == [OUTSIDE[words]]
 
 
 def test_what_scripts_read_has_the_codes(tmp_path) -> None:

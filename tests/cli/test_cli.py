@@ -12,7 +12,8 @@ import pytest
 
 from fivefold.job.config import read_job
 from fivefold.spec.presets import PRESETS
-from tests.commands import Command, fivefold, start
+from tests.commands import Command, executable, fivefold, here, start
+from tests.refusals import refusal
 
 FAST = ["train.steps=3", "train.batch=2", "data.seq=16", "train.eval_samples=2", "model.layers=1", "train.device=cpu"]
 
@@ -22,33 +23,22 @@ def tokens(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("cli")
     for number in range(12):
         (folder / f"{number}.txt").write_text(f"document {number} " * 30)
-    done = fivefold("data", "prepare", *(f"{n}.txt" for n in range(12)), "-o", "tokens", "--valid", "0.3", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    assert "12 documents" in done.stdout
+    texts = [folder / f"{number}.txt" for number in range(12)]
+    assert "12 documents" in here("data", "prepare", *texts, "-o", folder / "tokens", "--valid", "0.3")
     return folder / "tokens"
 
 
-def test_help_shows_every_command_with_an_example(tmp_path) -> None:
-    text = fivefold("--help", cwd=tmp_path).stdout
+def test_help_shows_every_command_with_an_example() -> None:
+    text = here("--help")
     for command in ("train", "list", "data"):
         assert f"fivefold {command} " in text
 
 
-@pytest.mark.parametrize("command", [["train"], ["list", "models"], ["data", "prepare"], ["data", "check"]])
-def test_each_command_has_help_with_examples(tmp_path, command: list[str]) -> None:
-    text = fivefold(*command, "--help", cwd=tmp_path).stdout
-    assert "Example" in text
-    assert f"fivefold {' '.join(command)} " in text
-
-
-def test_models_lists_every_preset_for_people_and_for_scripts(tmp_path) -> None:
-    text = fivefold("list", "models", cwd=tmp_path).stdout
+def test_models_lists_every_preset_for_people_and_for_scripts() -> None:
+    text = here("list", "models")
     assert all(name in text for name in PRESETS)
     assert "8,030,261,248" in text
-    rows = {
-        row["model"]: row
-        for row in json.loads(fivefold("list", "models", "--seq", "8192", "--json", cwd=tmp_path).stdout)
-    }
+    rows = {row["model"]: row for row in json.loads(here("list", "models", "--seq", "8192", "--json"))}
     assert rows["llama3-405b"]["parameters"] == 405_853_388_800
     assert rows["llama3-8b"]["flops_per_token_full"] > rows["llama3-8b"]["flops_per_token_causal"]
 
@@ -159,22 +149,21 @@ def test_a_layout_that_does_not_fit_is_refused_before_anything_starts(tmp_path) 
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_number_of_processes_that_no_layout_has_is_refused(tmp_path) -> None:
-    done = fivefold("train", "layout=dp=2", "--nproc", "3", cwd=tmp_path)
-    refused(done, "layout dp=2 needs 2 ranks (dp x tp x pp x cp), and there are 3; nearest: dp=3, or --nproc 2")
-    refused(fivefold("train", "--nproc", "0", cwd=tmp_path), "nproc=0 must be at least 1")
-
-
-def test_bad_job_files_are_refused(tmp_path) -> None:
-    refused(fivefold("train", "nosuch.toml", cwd=tmp_path), "no job file nosuch.toml")
-    (tmp_path / "job.toml").write_text("[train]\nstep = 5\n[optimizer]\nlr = 'high'\n")
-    refused(
-        fivefold("train", "job.toml", cwd=tmp_path),
-        "optimizer.lr='high' is not a number",
-        "train.step is not a setting; did you mean 'steps'?",
-    )
-    refused(fivefold("train", "a.toml", "b.toml", cwd=tmp_path), "one job file at most")
-    refused(fivefold("train", "jbo.toml", cwd=tmp_path), "did you mean 'job.toml'")
+def test_bad_jobs_are_refused(tmp_path, tokens: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("job.toml").write_text("[train]\nstep = 5\n[optimizer]\nlr = 'high'\n")
+    for words, said in {
+        "layout=dp=2 --nproc 3": "layout dp=2 needs 2 ranks (dp x tp x pp x cp), and there are 3; nearest: dp=3, or "
+        "--nproc 2",
+        "nosuch.toml": "no job file nosuch.toml",
+        "job.toml": "optimizer.lr='high' is not a number",
+        "a.toml b.toml": "one job file at most",
+        "jbo.toml": "did you mean 'job.toml'",
+        f"data.path={tokens} model.vocab=100": "has a vocabulary of 257, and model.vocab=100; nearest: model.vocab=257",
+    }.items():
+        first, *more = refusal(lambda words=words: here("train", *words.split())).problems
+        assert said in first
+        assert more == ["train.step is not a setting; did you mean 'steps'?"] * (words == "job.toml")
 
 
 def test_an_edited_token_is_found_before_the_first_step_and_its_file_is_named(tmp_path, tokens: Path) -> None:
@@ -191,8 +180,8 @@ def test_an_edited_token_is_found_before_the_first_step_and_its_file_is_named(tm
     assert done.returncode == 2
     assert re.search(rf"{shard.name} is damaged, within bytes 0 to \d+ of \d+: its sha256", done.stderr), done.stderr
     assert not (tmp_path / "runs").exists()
-    assert fivefold("data", "check", str(copy), cwd=tmp_path).returncode == 2
-    assert fivefold("data", "check", str(tokens), cwd=tmp_path).returncode == 0
+    refusal(lambda: here("data", "check", copy))
+    here("data", "check", tokens)
 
     shard.write_bytes(shard.read_bytes()[:-2])
     short = fivefold("train", f"data.path={copy}", *FAST, cwd=tmp_path)
@@ -200,28 +189,21 @@ def test_an_edited_token_is_found_before_the_first_step_and_its_file_is_named(tm
     assert "short" in short.stderr
 
 
-def test_a_model_with_too_small_a_vocabulary_is_refused(tmp_path, tokens: Path) -> None:
-    done = fivefold("train", f"data.path={tokens}", "model.vocab=100", *FAST, cwd=tmp_path)
-    refused(done, "has a vocabulary of 257, and model.vocab=100; nearest: model.vocab=257")
-
-
-def test_the_job_can_be_checked_without_training(tmp_path, tokens: Path) -> None:
-    done = fivefold("train", f"data.path={tokens}", *FAST, "--check", cwd=tmp_path)
-    assert done.returncode == 0
-    assert "steps = 3" in done.stdout
+def test_the_job_can_be_checked_without_training(tmp_path, tokens: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "steps = 3" in here("train", f"data.path={tokens}", *FAST, "--check")
     assert not (tmp_path / "runs").exists()
 
 
 def test_under_torchrun_the_same_command_joins_and_is_brought_back(tmp_path, tokens: Path) -> None:
     words = ["train", f"data.path={tokens}", *FAST, "checkpoint.every=1"]
-    (tmp_path / "plain").mkdir()
-    assert fivefold(*words, cwd=tmp_path / "plain").returncode == 0
+    assert fivefold(*words, "run.name=plain", cwd=tmp_path).returncode == 0
     torchrun = ["--standalone", "--nproc-per-node=1", "--max-restarts=1", "--module", "fivefold", *words]
-    env = {"FIVEFOLD_FAULT": "kill@rank=0,step=2"}
+    env = {"FIVEFOLD_FAULT": "kill@rank=0,step=2", "PYTHON_EXEC": executable(tmp_path)}  # what torchrun starts
     done = fivefold(*torchrun, cwd=tmp_path, env=env, module="torch.distributed.run")
     assert done.returncode == 0, done.stderr
     assert "exitcode: -9" in done.stderr
-    assert losses(tmp_path / "runs/run") == losses(tmp_path / "plain/runs/run")
+    assert losses(tmp_path / "runs/run") == losses(tmp_path / "runs/plain")
 
 
 def losses(run: Path) -> dict[int, float]:

@@ -30,32 +30,25 @@ def refusal(line: str) -> str:
 
 
 def test_a_plan_says_what_and_why() -> None:
-    output = run("plan llama3-8b --batch 128 --price 2.5").output
-    for words in (
-        "Layouts",
-        "Time of a step",
-        "Memory of a GPU",
-        "What a rank sends",
-        "Layouts one change away",
-        "tokens/s",
-        "$",
-    ):
+    output = run("plan llama3.2-1b --cluster 2xH100 --batch 128 --price 2.5").output
+    tables = ("Layouts", "Time of a step", "Memory of a GPU", "What a rank sends", "Layouts one change away")
+    for words in (*tables, "tokens/s", "$"):
         assert words in output
 
 
 def test_a_plan_for_scripts_adds_up() -> None:
-    plan = asked("plan llama3-70b --cluster 8x8xH100 --batch 512 --price 2")
+    plan = asked("plan llama3-8b --cluster 8xH100 --batch 128 --price 2")
     best = plan["best"]
     assert sum(best["time_by_cause"].values()) == pytest.approx(best["step_seconds"])
     assert sum(best["memory_by_component"].values()) == pytest.approx(best["memory_bytes"])
     assert best["fits"]
-    assert best["cost_per_day"] == 2 * 24 * 64
-    assert plan["weighed"] > 10_000
+    assert best["cost_per_day"] == 2 * 24 * 8
+    assert plan["weighed"] > 1_000
     assert all(one["why"] for one in plan["neighbours"])
 
 
 def test_a_layout_of_one_s_own_is_explained_beside_the_best() -> None:
-    output = run("plan llama3-70b --cluster 8x8xH100 --batch 512 --layout dp=8,tp=8,zero=3,sp,microbatches=64").output
+    output = run("plan llama3.2-1b --cluster 4xH100 --batch 64 --layout tp=4,sp,microbatches=16").output
     assert "the planner's choice, " in output
     assert "faster: " in output
 
@@ -165,7 +158,7 @@ def test_a_job_file_is_planned_and_keeps_its_own_settings(tmp_path: Path) -> Non
 
 
 def test_unlike_nodes_are_planned_with_their_hosts() -> None:
-    output = run("plan llama3-8b --cluster 8xH100+8xA100 --batch 64").output
+    output = run("plan llama3.2-1b --cluster 2xH100+2xA100 --batch 64").output
     assert "pipeline ranks in order: " in output
 
 
@@ -185,7 +178,6 @@ def test_serving() -> None:
         ),
         ("plan llama3-8b --cluster 8xH100.toml", "H100.toml"),
         ("plan llama3-8b --cluster 1xH100", "it fits on"),
-        ("plan llama3-8b --batch 0", "batch=0 must be at least 1"),
         ("plan llama3-8b --batch 128 --layout dp=8,microbatches=3", "nearest: batch=120 or 144"),
         ("plan llama3-8b --batch 128 --layout dp=4", "needs 4 ranks"),
         ("plan llama3-8b model.layrs=3", "did you mean 'layers'?"),
@@ -195,9 +187,7 @@ def test_serving() -> None:
         ("plan llama3-8b --precision bf17", "unknown precision 'bf17'"),
         ("plan llama3-8b --software megatrn", "did you mean 'megatron'?"),
         ("plan llama3-8b --fix tq=8", "did you mean"),
-        ("plan llama3-8b --price -1", "price=-1"),
         ("plan llama3-8b --tokens 5X", "tokens='5X' is not a number of tokens; write 300B"),
-        ("plan llama3-8b --tokens 0", "tokens=0 must be at least 1"),
         ("plan llama3-8b --tokens 100k --batch 512", "nearest: tokens=4194304, or a smaller batch"),
         ("plan llama3-8b --tokens 1T train.steps=5", "train.steps=5 and tokens=1T both say"),
         (
@@ -271,17 +261,17 @@ def test_a_job_file_keeps_every_setting_that_the_plan_does_not_decide(tmp_path: 
     for dtype in ("float32", "bfloat16", "float64"):
         job = read_job(None, [*words, f"train.dtype={dtype}"])
         (tmp_path / "job.toml").write_text(to_toml(job))
-        result = run(f"plan {tmp_path}/job.toml --cluster 8xH100 -o {tmp_path}/planned.toml")
+        result = run(f"plan {tmp_path}/job.toml --cluster 2xH100 -o {tmp_path}/planned.toml")
         assert result.exit_code == 0, result.output
         found = changes(job, read_job(tmp_path / "planned.toml"))
         assert {one.key for one in found if not one.key.startswith("layout.")} == {"run.cluster"}, dtype
-        assert read_job(tmp_path / "planned.toml").layout.world == 8
+        assert read_job(tmp_path / "planned.toml").layout.world == 2
 
 
 def test_8_bit_products_that_were_not_planned_are_not_in_the_job(tmp_path: Path) -> None:
     job = read_job(None, ["model=llama3.2-1b", "train.dtype=bfloat16", "train.fp8=true", "data.seq=2048"])
     (tmp_path / "job.toml").write_text(to_toml(job))
     for precision, fp8 in (("", True), ("--precision bf16", False)):
-        result = run(f"plan {tmp_path}/job.toml --cluster 8xH100 {precision} -o {tmp_path}/planned.toml")
+        result = run(f"plan {tmp_path}/job.toml --cluster 2xH100 {precision} -o {tmp_path}/planned.toml")
         assert result.exit_code == 0, result.output
         assert read_job(tmp_path / "planned.toml").train.fp8 == fp8

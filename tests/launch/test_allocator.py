@@ -17,9 +17,9 @@ keep_freed_memory()
 import resource, torch
 from torch import nn
 torch.set_num_threads(1)
-model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(16)))
-tokens = torch.ones(4096, 256)
-for _ in range(12):
+model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(16)))
+tokens = torch.ones(16384, 64)
+for _ in range(8):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     model(tokens).sum().backward()
     print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)

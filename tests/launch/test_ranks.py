@@ -19,6 +19,8 @@ import torch.distributed as dist
 from fivefold.launch.exits import End
 from fivefold.launch.processes import RankError
 from fivefold.support.errors import PeerLost
+from tests.launch import orphans
+from tests.launch.orphans import note_pids
 from tests.ranks import run_ranks
 
 
@@ -48,12 +50,6 @@ def look(rank: int, world: int):
 def talk(rank: int, world: int) -> None:
     print(f"hello from {rank}")
     os.write(2, b"raw bytes to stderr\n")
-
-
-def note_pids(folder: Path, rank: int) -> None:
-    """This rank's pid and that of a child, which must not outlive it."""
-    child = subprocess.Popen(["sleep", "600"])
-    (folder / f"{rank}").write_text(f"{os.getpid()} {child.pid}")
 
 
 def collect(rank: int, world: int, folder: Path, act, culprit: int) -> float:
@@ -348,16 +344,6 @@ def test_ranks_share_a_gpu():
         assert x.tolist() == [1.0, 1.0, 1.0]
 
 
-def server() -> int:
-    """The process that ranks are forked from."""
-    (pid,) = run_ranks(1, parent)
-    return pid
-
-
-def parent(rank: int, world: int) -> int:
-    return os.getppid()
-
-
 def test_an_interrupted_caller_leaves_no_process(tmp_path):
     def interrupt() -> None:
         pids_in(tmp_path, 4)
@@ -376,10 +362,8 @@ def test_an_interrupted_caller_leaves_no_process(tmp_path):
 
 def test_a_killed_caller_leaves_no_process(tmp_path):
     """Not even the server."""
-    script = "import sys; from pathlib import Path; from tests.launch.test_ranks import *; (folder,) = sys.argv[1:];"
-    script += "Path(folder, 'server').write_text(str(server())); run_ranks(2, collect, Path(folder, 'ranks'), sleep, 0)"
     (tmp_path / "ranks").mkdir()
-    caller = subprocess.Popen([sys.executable, "-c", script, tmp_path])
+    caller = subprocess.Popen([sys.executable, "-m", "tests.launch.orphans", tmp_path])
     pids = pids_in(tmp_path / "ranks", 2)
     caller.kill()
     caller.wait()
@@ -390,18 +374,18 @@ def test_a_killed_caller_leaves_no_process(tmp_path):
 
 def test_a_killed_server_takes_its_ranks_along(tmp_path, monkeypatch):
     own = forkserver.ForkServer()  # other tests use the other one
-    own.set_forkserver_preload([__name__])
+    own.set_forkserver_preload([orphans.__name__])
     monkeypatch.setattr(forkserver, "connect_to_new_process", own.connect_to_new_process)
 
     def murder() -> None:
         pids_in(tmp_path, 2)
         os.kill(serving, signal.SIGKILL)
 
-    serving = server()
+    [alone] = orphans.call(1, "server")
+    serving = alone.value
     thread = threading.Thread(target=murder)
     thread.start()
-    with pytest.raises(RankError, match="failed with exit code 255"):
-        run_ranks(2, collect, tmp_path, sleep, 0)
+    assert [end.error for end in orphans.call(2, "sleep", tmp_path)] == ["exit code 255"] * 2
     thread.join()
     assert alive(pids_in(tmp_path, 2)) == []
-    assert run_ranks(2, summed) == [1.0, 1.0]  # by a new server
+    assert orphans.call(1, "server")[0].value != serving  # a new one

@@ -1,5 +1,6 @@
 """Ranks that share a GPU over NCCL: where that is refused, and what `doctor` says of an inherited NCCL_HOSTID."""
 
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import get_ident
@@ -19,6 +20,7 @@ from fivefold.launch.world import World
 from fivefold.machines.judge import Examination, RankReport, host_ids
 from fivefold.machines.node import host_id
 from fivefold.support.errors import UserError
+from tests.commands import executable
 
 SHARED = TrainConfig(share_gpu="nccl")
 
@@ -50,8 +52,9 @@ def refused(*words: str) -> UserError:
 
 
 @pytest.mark.parametrize("device", ["cpu", "auto"])
-def test_it_is_refused_before_a_process_starts(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_refused_before_a_process_starts(device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(sys, "executable", executable(tmp_path))  # what asks torch for its GPUs
     for last in ([], ["--check"]):
         error = refused("train", "--nproc", "2", "layout=dp=2", f"train.device={device}", *last)
         assert error.codes == ["train.share_gpu.cpu"]

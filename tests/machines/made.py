@@ -1,4 +1,5 @@
-"""Reports as ranks would make them, without ranks: nodes of two H100, dp over nodes and tp inside."""
+"""Reports as ranks would make them, without ranks: nodes of two H100, dp over nodes and tp inside. And ranks that
+measure themselves with little to compute."""
 
 from typing import Any
 
@@ -7,7 +8,10 @@ import msgspec
 from fivefold.cost.kernels import Device
 from fivefold.hardware.accelerators import ACCELERATORS
 from fivefold.job.config import Job, read_job
+from fivefold.launch.processes import Rank
+from fivefold.machines import calibrate, clock, kernels
 from fivefold.machines.judge import Disk, Gpu, RankReport, RingReport, Send
+from fivefold.machines.result import RankSpeed
 
 H100 = Device.of(ACCELERATORS["H100"])
 WELL = H100.rate("bf16")
@@ -44,3 +48,10 @@ def reports(nodes: int = 3, slow: int | None = None) -> list[RankReport]:
 def but(reports: list[RankReport], rank: int, **changes: Any) -> list[RankReport]:
     """With other figures of one rank."""
     return [msgspec.structs.replace(one, **changes) if one.rank == rank else one for one in reports]
+
+
+def little_rank_speed(rank: Rank, device: str, quick: bool) -> RankSpeed:
+    """As `calibrate.local_rank_speed`, with small kernels and short rounds."""
+    kernels.SIZES["cpu", True] = kernels.Sizes((32,), (64,), (64, 64), 0.02, ((1, 4, 32, 16),), 1 << 16, 50)
+    calibrate._PACE["cpu"], clock.CACHE = 0.1, 1 << 20
+    return calibrate.local_rank_speed(rank, device, quick)

@@ -33,7 +33,7 @@ def planted(rank: int, world: int, folder: str) -> RankReport:
     """Four nodes of one rank: one has another torch and a clock that is ahead, one slow matmuls, one a slow disk."""
     job = read_job(None, [*WORDS, f"run.dir={folder}"])
     node.node_name = lambda: "abcd"[rank]  # type: ignore[assignment]
-    node._PIECES, examine._SUSTAINED["cpu"] = 1, 0.05
+    node._PIECES, examine._SUSTAINED["cpu"], examine._SIZES["cpu"] = 1, 0.05, (1 << 10, 1 << 18)
     usual = node.versions
     if rank == 1:
         node.versions = lambda cuda: usual(cuda) | {"torch": "2.10.0"}
@@ -86,7 +86,7 @@ def test_ranks_that_slurm_started_are_examined_and_rank_0_reports(tmp_path: Path
 
 
 def test_a_slow_rank_is_noted_before_the_first_step(tokens: Path, tmp_path: Path) -> None:
-    words = ["layout=dp=4", "--nproc", "4", f"data.path={tokens}", *FAST]
+    words = ["layout=dp=4", "--nproc", "4", f"data.path={tokens}", *FAST, "train.steps=1"]
     done = fivefold("train", *words, cwd=tmp_path, env={"FIVEFOLD_FAULT": "slow@rank=2,at=matmul"})
     assert done.returncode == 0, done.stderr
     noted, _, steps = done.stdout.partition("step 1/")
