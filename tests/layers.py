@@ -54,8 +54,14 @@ def package(module: str) -> str:
 
 
 @cache
+def tree(module: str) -> ast.Module:
+    """To parse all modules takes longer than what any test does with them."""
+    return ast.parse(modules()[module].read_text())
+
+
+@cache
 def imports(module: str) -> list[Import]:
-    return list(walk(ast.parse(modules()[module].read_text()), loads=True))
+    return list(walk(tree(module), loads=True))
 
 
 def walk(node: ast.AST, loads: bool) -> Iterator[Import]:
@@ -72,9 +78,8 @@ def walk(node: ast.AST, loads: bool) -> Iterator[Import]:
         elif isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
             yield from walk(ast.Module(child.body, []), False)
             yield from walk(ast.Module(child.orelse, []), loads)
-        else:
-            function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-            yield from walk(child, loads and not function)
+        elif not isinstance(child, ast.expr):  # most nodes are of expressions, and none of these imports
+            yield from walk(child, loads and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 @cache

@@ -3,8 +3,6 @@
 import ast
 import doctest
 import inspect
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -12,6 +10,7 @@ import pytest
 
 import fivefold as ff
 from fivefold import api
+from tests.commands import fivefold
 
 
 def test_what_type_checkers_read_is_what_is_loaded() -> None:
@@ -43,23 +42,8 @@ def test_functions_are_typed() -> None:
                 assert parameter.annotation is not inspect.Parameter.empty, f"{name}: {parameter}"
 
 
-def test_using_names_brings_no_torch_and_importing_brings_nothing() -> None:
-    code = """
-import sys
-import fivefold as ff
-early = [name for name in ('numpy', 'msgspec', 'rich', 'typer') if name in sys.modules]
-assert not early, early
-for name in ff.__all__:
-    getattr(ff, name)
-    assert 'torch' not in sys.modules, name
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_help_shows_functions_and_not_packages_whatever_was_imported_first() -> None:
-    """In a process of its own: this one has imported many packages, in some order."""
-    code = """
-import pydoc, types
+HELP = """
+import pydoc, sys, types
 import fivefold.planner.search, fivefold.verifier.compare as compare, fivefold.trainer as train
 import fivefold as ff
 for name in ff.__all__:
@@ -71,7 +55,13 @@ assert fivefold.planner.search.__name__ == 'fivefold.planner.search'
 assert compare.__name__ == 'fivefold.verifier.compare'
 assert fivefold.render.blocks.Result is ff.Result
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_help_shows_functions_and_not_packages_whatever_was_imported_first(tmp_path: Path) -> None:
+    """In a process whose server has imported every module."""
+    (tmp_path / "probe.py").write_text(HELP)
+    done = fivefold(module="probe", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 FUNCTIONS = [name for name in ff.__all__ if inspect.isfunction(getattr(ff, name))]

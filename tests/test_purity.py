@@ -14,46 +14,6 @@ from fivefold.spec.presets import preset
 from tests.layers import pure_modules
 from tests.web.a_run import a_run
 
-
-def run(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-
-
-def test_importing_descriptions_does_not_import_torch() -> None:
-    """As the layers' table says, now for real: other packages could bring torch along, too.
-
-    All modules in one process, one after the other: the first that does is named."""
-    code = f"""
-import importlib, sys
-for name in {pure_modules()!r}:
-    importlib.import_module(name)
-    brought = [m for m in ('torch', 'transformers') if m in sys.modules]
-    assert not brought, (name, brought)
-print('fine')
-"""
-    assert run(code).strip() == "fine"
-
-
-def test_descriptions_work_where_torch_is_not_installed() -> None:
-    """A finder that refuses torch stands in for an environment without it."""
-    code = """
-import sys
-class NoTorch:
-    def find_spec(self, name, path=None, target=None):
-        if name.split('.')[0] in ('torch', 'tokenizers', 'safetensors', 'transformers'):
-            raise ImportError(name)
-sys.meta_path.insert(0, NoTorch())
-from typer.testing import CliRunner
-from fivefold.cli import app
-helps = ('train --help', 'verify --help', 'data prepare --help')
-for line in ('--help', 'list models', 'compare schedules', 'draw 1f1b --pp 2 -m 2', *helps):
-    result = CliRunner().invoke(app, line.split())
-    assert result.exit_code == 0, (line, result.output)
-print('fine')
-"""
-    assert run(code).strip() == "fine"
-
-
 SENTENCE = 'error: this needs PyTorch: pip install "fivefold[train]"\n'
 # Every command, with words that bring it to what it needs; {} is a directory. What needs no torch ends with 0.
 NEED_TORCH = {
@@ -68,23 +28,41 @@ NEED_NOTHING = {
     "list models": "", "list accelerators": "", "draw": "1f1b --pp 2 -m 2 --html {}/s.html",
     "compare schedules": "", "compare zero": "tiny", "compare cp": "--seq 4096 --cp 2", "compare mixed": "--help",
     "data prepare": "{}/text.txt -o {}/tokens", "data check": "{}/tokens", "checkpoint ls": "{}/empty",
-    "inspect": "{}/a-run -o {}/loss.svg --html {}/run.html", "ui": "--help",
+    "inspect": "{}/a-run -o {}/loss.svg --html {}/run.html", "ui": "--help", "": "--help",
 }  # fmt: skip
 ALSO_NEED_TORCH = ("verify --curve run.dir={}/runs", "bench peers --overhead", "bench peers --scaling",
                    "bench checkpoint --recovery", "bench train --cases llama3-8b")  # fmt: skip
 
 
-def test_a_command_works_without_torch_or_says_in_a_sentence_that_it_needs_it(tmp_path: Path) -> None:
-    (tmp_path / "hf").mkdir()
-    (tmp_path / "hf" / "config.json").write_text(json.dumps(to_hf_config(preset("tiny"), "float32")))
-    (tmp_path / "text.txt").write_text("a few words " * 100)
-    (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
+def of_one_process(folder: Path) -> str:
+    """What a fresh interpreter says: of `import fivefold`, of each public name and each module that should need no
+    torch, one after the other; then, with a finder that stands in for an environment without torch, of each command."""
+    (folder / "hf").mkdir()
+    (folder / "hf" / "config.json").write_text(json.dumps(to_hf_config(preset("tiny"), "float32")))
+    (folder / "text.txt").write_text("a few words " * 100)
+    (folder / "empty" / "checkpoints").mkdir(parents=True)
     lines = {**NEED_NOTHING, **NEED_TORCH}
-    asked = {f"{name} {words}".replace("{}", str(tmp_path)): name in NEED_TORCH for name, words in lines.items()}
-    asked |= dict.fromkeys((line.replace("{}", str(tmp_path)) for line in ALSO_NEED_TORCH), True)
-    a_run(tmp_path / "a-run")
+    asked = {f"{name} {words}".replace("{}", str(folder)): name in NEED_TORCH for name, words in lines.items()}
+    asked |= dict.fromkeys((line.replace("{}", str(folder)) for line in ALSO_NEED_TORCH), True)
+    asked |= dict.fromkeys(("train --help", "verify --help"), False)
+    a_run(folder / "a-run")
     code = f"""
-import contextlib, io, sys, typer
+import sys
+import fivefold as ff
+early = [name for name in ('numpy', 'msgspec', 'rich', 'typer') if name in sys.modules]
+assert not early, ('import fivefold', early)
+import contextlib, importlib, io
+def alone(name):
+    brought = [heavy for heavy in ('torch', 'transformers', 'tokenizers', 'safetensors') if heavy in sys.modules]
+    assert not brought, (name, brought)
+for name in ff.__all__:
+    getattr(ff, name)
+    alone(name)
+for name in {pure_modules()!r}:
+    importlib.import_module(name)
+    alone(name)
+print('no torch comes along')
+import typer
 class NoTorch:
     def find_spec(self, name, path=None, target=None):
         if name.split('.')[0] in ('torch', 'tokenizers', 'safetensors', 'transformers'):
@@ -94,7 +72,7 @@ from fivefold import cli
 def walk(group, path=()):
     for name, command in group.commands.items():
         yield from walk(command, (*path, name)) if hasattr(command, 'commands') else [' '.join((*path, name))]
-assert set(walk(typer.main.get_command(cli.app))) == set({list(lines)!r})
+assert set(walk(typer.main.get_command(cli.app))) == set({[name for name in lines if name]!r})
 wrong = []
 for line, needs_torch in {asked!r}.items():
     sys.argv = ['fivefold', *line.split()]
@@ -107,9 +85,27 @@ for line, needs_torch in {asked!r}.items():
     said = err.getvalue()
     if code != (2 if needs_torch else 0) or (needs_torch and said != {SENTENCE!r}):
         wrong.append((line, code, said or out.getvalue()[-200:]))
-print(*(wrong or ['fine']), sep='\\n')
+print(*(wrong or ['every command works or says why not']), sep='\\n')
 """
-    assert run(code).strip() == "fine"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return of_one_process(tmp_path_factory.mktemp("purity")).splitlines()
+
+
+def test_importing_descriptions_and_using_public_names_brings_no_torch_and_importing_the_package_nothing(
+    said: list[str],
+) -> None:
+    """As the layers' table says, now for real: other packages could bring torch along, too. The first that does is
+    named."""
+    assert said[0] == "no torch comes along", said
+
+
+def test_a_command_works_without_torch_or_says_in_a_sentence_that_it_needs_it(said: list[str]) -> None:
+    assert said[1:] == ["every command works or says why not"]
 
 
 def test_an_import_that_is_a_bug_stays_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,21 @@ from fivefold.accuracy.score import RowScore, Score, choices, evaluate, median_r
 from fivefold.accuracy.sources import SOURCES
 from fivefold.support.errors import UserError
 
+# Three quarters of the time of all rows: their pipelines have hundreds of microbatches, or the planner has to find
+# their layouts. `make prove` judges them, too.
+LONG = ("megatron_core_h100", "zero_bubble", "korthikanti_2022", "vocab_parallel", "dgxc_benchmarking", "palm_mtnlg",
+        "megatron_2021")  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["quick", pytest.param("every", marks=pytest.mark.slow)])
+def every(request: pytest.FixtureRequest) -> bool:
+    """Whether all sources are judged."""
+    return request.param == "every"
+
 
 @pytest.fixture(scope="module")
-def results() -> list[RowScore]:
-    return evaluate(read_rows())
+def results(every: bool) -> list[RowScore]:
+    return evaluate([row for row in read_rows() if every or row.file not in LONG])
 
 
 @pytest.fixture(scope="module")
@@ -23,9 +34,9 @@ def found(results: list[RowScore]) -> dict[str, Score]:
     return {score.source: score for score in scores(results) if not score.experts}
 
 
-def test_step_times_are_within_6_percent_on_the_average_of_sources(found: dict[str, Score]) -> None:
+def test_step_times_are_within_6_percent_on_the_average_of_sources(found: dict[str, Score], every: bool) -> None:
     errors = [score.mape for score in found.values() if score.mape is not None]
-    assert len(errors) == 16
+    assert len(errors) == (16 if every else 9)
     assert sum(errors) / len(errors) <= 0.06
 
 
@@ -33,10 +44,12 @@ def test_no_source_of_ten_rows_is_off_by_more_than_10_percent(found: dict[str, S
     assert {name: score.mape for name, score in found.items() if score.timed >= 10 and (score.mape or 0) > 0.10} == {}
 
 
-def test_products_in_four_bits_are_within_12_percent_and_published_memory_within_8(results: list[RowScore]) -> None:
+def test_products_in_four_bits_are_within_12_percent_and_published_memory_within_8(
+    results: list[RowScore], every: bool
+) -> None:
     narrow = [abs(one.error) for one in results if one.error is not None and one.run.workload.precision == "fp4"]
     held = [abs(one.memory_error) for one in results if one.memory_error is not None and not one.theory]
-    for errors, count, most in ((narrow, 8, 0.12), (held, 109, 0.08)):
+    for errors, count, most in ((narrow, 8, 0.12), (held, 109 if every else 31, 0.08)):
         assert len(errors) == count
         assert sum(errors) / len(errors) <= most
 
@@ -62,10 +75,10 @@ def test_following_the_planner_costs_little_and_never_runs_out_of_memory(results
 
 
 @pytest.mark.parametrize("page", ["docs/planner.md"])
-def test_the_pages_print_these_errors(found: dict[str, Score], page: str) -> None:
+def test_the_pages_print_these_errors(found: dict[str, Score], page: str, every: bool) -> None:
     text = (Path(__file__).parents[2] / page).read_text()
     rows = [[cell.strip(" `") for cell in line.split("|")] for line in text.splitlines() if line.startswith("| `")]
-    shown = {row[1]: row[2:6] for row in rows if row[2].isdigit()}
+    shown = {row[1]: row[2:6] for row in rows if row[2].isdigit() and (every or row[1] not in LONG)}
     expected = {
         name: [str(score.timed), *(f"{100 * value:.1f}%" for value in (score.mape, score.median_ape or 0.0))]
         for name, score in found.items()
@@ -87,18 +100,16 @@ def test_llama_3_405b_and_the_zero_paper_s_arithmetic_are_met_in_each_row(
     assert all(error is not None and abs(error) < most for error in errors)
 
 
-def test_what_is_refused_lacks_what_nobody_published(results: list[RowScore]) -> None:
+def test_what_is_refused_lacks_what_nobody_published(results: list[RowScore], every: bool) -> None:
     refused = {(result.row.file, result.refused) for result in results if result.refused}
     assert {(file, why) for file, why in refused if "none of ours" not in why} == {
-        ("megatron_2021", "gpus is not published"), ("palm_mtnlg", "layers is not published"),
+        *((("megatron_2021", "gpus is not published"), ("palm_mtnlg", "layers is not published")) if every else ()),
         ("megatron_bridge", "an earlier release of a configuration that a later one ran, too"),
         ("megatron_bridge", "it drops tokens where an expert has too many, which this planner does not know"),
-    }  # fmt: skip
-    methods = {why.split("'")[1] for _, why in refused if "none of ours" in why}
-    assert methods == {
-        "interlaced",
-        *(f"{base}+vocab-parallel-{n}" for base, n in (("1F1B", 1), ("1F1B", 2), ("V-Half", 1))),
     }
+    methods = {why.split("'")[1] for _, why in refused if "none of ours" in why}
+    of_vocab_parallel = {f"{base}+vocab-parallel-{n}" for base, n in (("1F1B", 1), ("1F1B", 2), ("V-Half", 1))}
+    assert methods == ({"interlaced", *of_vocab_parallel} if every else set())
 
 
 def test_every_source_s_assumptions_have_a_reason() -> None:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ from fivefold.planner.decision import decide
 from fivefold.planner.error_range import bands
 from fivefold.planner.model_summary import model
 from fivefold.planner.textbook import zero
-from fivefold.render.blocks import Result, Table, to_text
+from fivefold.render.blocks import Block, Result, Table, to_text
 from fivefold.schedules.result import PublishedResult, compare
 from fivefold.spec.presets import models
 from fivefold.trainer.inspect import InspectResult
@@ -122,14 +123,15 @@ def judged() -> AccuracyResult:
 
 @cache
 def swept() -> AccuracyResult:
-    return planner_accuracy(rows="korthikanti_2022")
+    return planner_accuracy(rows="internevo")
 
 
-FIXED = "tp=8,pp=16,cp=1,zero=1,sp,schedule=1f1b,recompute=full"  # little to search
+LITTLE = "zero=1,sp,schedule=1f1b,recompute=selective"  # to search
+FIXED = "tp=8,pp=16,cp=1,zero=1,sp,schedule=1f1b,recompute=full"
 LAYOUT = "dp=2,tp=4,pp=4,sp,microbatches=16"
 ATTENTION = attention.AttentionShape(2, 64, 4, 2, 16, 1, "float32", 1)
 MAKERS: dict[str, Callable[[], Result]] = {
-    "PlanResult": lambda: ff.plan("llama3-70b", "8x8xH100", tokens="1.4T", price=2.0),
+    "PlanResult": lambda: ff.plan("llama3-70b", "8x8xH100", fix=LITTLE, tokens="1.4T", price=2.0),
     "PlanResult on unlike nodes": lambda: ff.plan("llama3.2-1b", "2xH100+2xA100-80", batch=64, seq=2048, price=2.5),
     "PlanResult of a layout that fits nowhere": lambda: ff.plan("llama3-8b", "2xH100", layout="pp=2", batch=8),
     "PlanResult of a layout": lambda: ff.plan("llama3-70b", "8x8xH100", layout="dp=2,tp=8,pp=4,sp,microbatches=64"),
@@ -161,7 +163,7 @@ MAKERS: dict[str, Callable[[], Result]] = {
     "RowsResult of planning": lambda: RowsResult(
         [plan.QUESTIONS[0]._asdict() | plan.time_search(plan.QUESTIONS[0], 1)], plan.COLUMNS, "median"
     ),
-    "RowsResult of schedules": lambda: schedules.result([schedules.best(schedules.CASES[0])]),
+    "RowsResult of schedules": lambda: schedules.result([schedules.best(schedules.ScheduleCase("zb-v", 4, 8))]),
     "RowsResult of steps": lambda: steps.result(
         [steps.Timed(steps.StepCase("llama3-8b", 4), "H100", "2.13", "bfloat16", 5, 0.5, 0.4, 0.6, 10**10)],
         ACCELERATORS["H100"],
@@ -225,21 +227,23 @@ def test_every_result_of_the_program_is_rendered_here() -> None:
         assert type(made(name)).__name__ == name.split()[0]
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("name", MAKERS)
-def test_a_result_fits_and_nothing_is_cut(name: str, width: int | None) -> None:
-    text = to_text(made(name).blocks(), width)
-    assert "…" not in text
-    if width is not None:
-        assert [line for line in text.splitlines() if cell_len(line) > width] == []
+@cache
+def blocks(name: str) -> list[Block]:
+    return list(made(name).blocks())
 
 
-@pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", MAKERS)
-def test_every_head_and_every_cell_of_a_table_is_whole(name: str, width: int | None) -> None:
-    for table in made(name).blocks():
-        if not isinstance(table, Table):
-            continue
+def test_a_result_fits_and_nothing_is_cut(name: str) -> None:
+    for width in WIDTHS:
+        text = to_text(blocks(name), width)
+        assert "…" not in text, width
+        assert [line for line in text.splitlines() if width is not None and cell_len(line) > width] == []
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_every_head_and_every_cell_of_a_table_is_whole(name: str) -> None:
+    tables = [block for block in blocks(name) if isinstance(block, Table)]
+    for table, width in product(tables, WIDTHS):
         text = to_text([table], width)
         rows = [[cell.text for cell in cells] for cells in table.cells]
         # A record opens with its name and what stands before it, and does not say what these are.
@@ -262,5 +266,5 @@ def test_every_head_and_every_cell_of_a_table_is_whole(name: str, width: int | N
 def test_a_result_is_json_and_html_too(name: str) -> None:
     assert json.dumps(made(name).to_dict())
     html = made(name)._repr_html_()
-    assert html.count("<table>") == sum(isinstance(block, Table) for block in made(name).blocks())
+    assert html.count("<table>") == sum(isinstance(block, Table) for block in blocks(name))
     assert html.count("<svg") == (made(name).svg() is not None)

@@ -9,10 +9,9 @@ from fivefold.layout.layout import Layout
 from fivefold.spec.kinds import Mixer, trial
 from fivefold.spec.mlps import Dense
 from fivefold.spec.model import ModelSpec
-from fivefold.spec.operations import Matmul, Operation, Scores
+from fivefold.spec.operations import Matmul, Operation, Scores, group_problems
 from fivefold.spec.pattern import Layer
 from fivefold.spec.presets import preset
-from fivefold.spec.tensor_groups import group_problems
 
 E, TOKENS = 64, 128
 

@@ -50,16 +50,11 @@ def test_what_cannot_be_opened_is_a_sentence_and_an_endless_file_is_not_read_to_
 @pytest.mark.parametrize(
     ("text", "code"),
     [
-        ("~nouser/x", "path.home"),
-        ("~\ud800", "path.home"),
-        ("~\0", "path.characters"),
-        ("a\0b", "path.characters"),
-        ("a\ud800", "path.characters"),
-        ("a" * 256, "path.length"),
-        ("é" * 128, "path.length"),
-        ("a/" * 2048 + "a", "path.length"),
+        ("~nouser/x", "path.home"), ("~\ud800", "path.home"), ("~\0", "path.characters"),
+        ("a\0b", "path.characters"), ("a\ud800", "path.characters"), ("a" * 256, "path.length"),
+        ("é" * 128, "path.length"), ("a/" * 2048 + "a", "path.length"),
     ],
-)
+)  # fmt: skip
 def test_a_path_that_no_file_can_have_is_refused(text: str, code: str) -> None:
     assert refusal(lambda: path_of(text)).codes == [code]
 

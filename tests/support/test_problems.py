@@ -9,6 +9,7 @@ from pathlib import Path
 from fivefold.job.config import KEYS
 from fivefold.layout.rules import RULES
 from fivefold.support.errors import Problem, UserError
+from tests.layers import modules, tree
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,11 +20,20 @@ def codes_in(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
-        name = ast.unparse(node.func)
+        name = _called(node)
         place = 0 if name == "Problem" else 1
         known = {"Problem", "UserError", "Damaged", "problem", *errors} | ({"super().__init__"} if errors else set())
         if name in known and len(node.args) > place:
             yield from _texts(node.args[place])
+
+
+def _called(call: ast.Call) -> str:
+    match call.func:
+        case ast.Name(name):
+            return name
+        case ast.Attribute(ast.Call(ast.Name("super")), "__init__"):
+            return "super().__init__"
+    return ""
 
 
 def _is_error(node: ast.ClassDef) -> bool:
@@ -56,8 +66,7 @@ def same(code: str, row: str) -> bool:
 
 
 def test_the_docs_have_the_codes_of_the_source_and_no_others() -> None:
-    files = (ROOT / "src/fivefold").rglob("*.py")
-    codes = {code for file in files for code in codes_in(ast.parse(file.read_text()))} | RULES.keys()
+    codes = {code for module in modules() for code in codes_in(tree(module))} | RULES.keys()
     rows = re.findall(r"^\| `([\w.]+)` \| \S", (ROOT / "docs/problems.md").read_text(), re.M)
     assert len(rows) == len(set(rows))
     assert [code for code in codes if not any(same(code, row) for row in rows)] == []
@@ -68,16 +77,16 @@ def test_the_docs_have_the_codes_of_the_source_and_no_others() -> None:
 def test_no_sentence_is_raised_without_a_code() -> None:
     """Of sentences that stand where they are raised; of those in lists, tests/conftest.py sees to it."""
     bare = []
-    for file in (ROOT / "src/fivefold").rglob("*.py"):
-        tree = ast.parse(file.read_text())
-        own = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and _is_error(node)}
+    for module in modules():
+        nodes = list(ast.walk(tree(module)))
+        own = {node.name for node in nodes if isinstance(node, ast.ClassDef) and _is_error(node)}
         own -= {"Refused"}  # accuracy/spelling.py: it has one code for all of its sentences
-        for node in ast.walk(tree):
+        for node in nodes:
             if not isinstance(node, ast.Call) or len(node.args) != 1:
                 continue
             said = isinstance(node.args[0], ast.Constant | ast.JoinedStr)
-            if said and ast.unparse(node.func) in {"UserError", "Missing", "Damaged", *own}:
-                bare.append(f"{file.name}:{node.lineno}")
+            if said and _called(node) in {"UserError", "Missing", "Damaged", *own}:
+                bare.append(f"{module}:{node.lineno}")
     assert bare == []
 
 

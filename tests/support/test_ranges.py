@@ -14,17 +14,13 @@ from fivefold.support.ranges import checked, outside, within
 @pytest.mark.parametrize(
     ("value", "sentence"),
     [
-        (10, None),
-        (11, "seq=11 is more than 10"),
-        (0, "seq=0 must be at least 1; give more"),
-        (1 << 16609, "seq=2^16609 or so is more than 10"),
-        (1.0, "seq=1.0 is not a whole number"),
-        (float("nan"), "seq=nan is not a whole number"),
-        (True, "seq=True is not a whole number"),
+        (10, None), (11, "seq=11 is more than 10"), (0, "seq=0 must be at least 1; give more"),
+        (1 << 16609, "seq=2^16609 or so is more than 10"), (1.0, "seq=1.0 is not a whole number"),
+        (float("nan"), "seq=nan is not a whole number"), (True, "seq=True is not a whole number"),
         ("2", "seq='2' is not a whole number"),
     ],
     ids=itertools.count(),  # Python does not print a number of thousands of digits
-)
+)  # fmt: skip
 def test_an_argument_is_held_against_its_range(value, sentence: str | None) -> None:
     allowed = within(1, 10, "give more")
     if sentence is None:

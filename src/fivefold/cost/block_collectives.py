@@ -23,9 +23,8 @@ from fivefold.layout.layout import ContextKind, Layout
 from fivefold.layout.logit_slices import slices
 from fivefold.spec.kinds import BlockKind
 from fivefold.spec.model import ModelSpec
-from fivefold.spec.operations import BlockOperations, block
+from fivefold.spec.operations import BlockOperations, TensorGroups, block, tensor_groups
 from fivefold.spec.pattern import Layer
-from fivefold.spec.tensor_groups import TensorGroups, tensor_groups
 
 When = Literal["forward", "backward", "once a step"]
 _COUNT = 8  # bytes of a number of tokens, or of an expert's number

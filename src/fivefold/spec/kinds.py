@@ -13,8 +13,17 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import msgspec
 
-from fivefold.spec.operations import OPERATIONS, Cache, Elementwise, Matmul, Operation, Parameter, Scores, TensorRule
-from fivefold.spec.tensor_groups import group_problems
+from fivefold.spec.operations import (
+    OPERATIONS,
+    Cache,
+    Elementwise,
+    Matmul,
+    Operation,
+    Parameter,
+    Scores,
+    TensorRule,
+    group_problems,
+)
 from fivefold.support.errors import UserError
 from fivefold.support.plugin_calls import WHOLE_NUMBERS, Wanted, ask, each, instance, shown
 from fivefold.support.plugin_settings import class_shortcomings, unhashable
